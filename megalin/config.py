@@ -1,0 +1,156 @@
+"""Strict configs: TOML in and out, dotted overrides, and errors that name every problem at once."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+import pydantic
+import tomli_w
+
+from megalin.errors import ConfigError
+
+
+class Config(pydantic.BaseModel):
+    """Base of every config: unknown keys are errors, values are never coerced between types, instances are frozen."""
+
+    model_config = pydantic.ConfigDict(
+        extra="forbid", frozen=True, strict=True, protected_namespaces=(), use_attribute_docstrings=True
+    )
+
+
+ConfigT = TypeVar("ConfigT", bound=Config)
+
+
+def parse(cls: type[ConfigT], values: Mapping[str, Any], source: str) -> ConfigT:
+    """Validates `values` as a `cls`.
+
+    Raises:
+        ConfigError: with one line per problem (field, value, rule, remedy); `source` names where the values came from.
+    """
+    try:
+        return cls.model_validate(dict(values))
+    except pydantic.ValidationError as error:
+        lines = [line for detail in error.errors() for line in _describe(cls, detail)]
+        raise ConfigError(f"{source}: {len(lines)} problem(s)\n" + "\n".join(f"  {line}" for line in lines)) from None
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """Reads a TOML file as a dict. Raises ConfigError when it is missing, unreadable or not TOML."""
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such config file; give the path of a .toml file") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: not a readable TOML file: {error}") from None
+
+
+def dumps(config: Config) -> str:
+    """The config as TOML; `parse(type(config), tomllib.loads(dumps(config)))` gives it back. None is left out."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Returns `values` with each `dotted.key=value` applied; a value is read as TOML, else taken as a string.
+
+    A list element is addressed by its index (`model.layers.0.repeat=3`).
+
+    Raises:
+        ConfigError: an override without `=`, with an empty key, or through something that is not a table.
+    """
+    result = _copy(values)
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        if not separator or not all(part.strip() for part in key.split(".")):
+            raise ConfigError(f"override {override!r} is not of the form key=value, as train.steps=100")
+        _assign(result, [part.strip() for part in key.split(".")], _read_value(text), override)
+    return result
+
+
+def _read_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _assign(table: Any, path: list[str], value: Any, override: str) -> None:
+    for depth, part in enumerate(path):
+        last = depth == len(path) - 1
+        if isinstance(table, list):
+            if not part.isdigit() or int(part) >= len(table):
+                raise ConfigError(f"override {override!r}: {part!r} is not an index into {len(table)} elements")
+            index: Any = int(part)
+        elif isinstance(table, dict):
+            index = part
+        else:
+            raise ConfigError(f"override {override!r}: {'.'.join(path[:depth])} is a value, not a table")
+        if last:
+            table[index] = value
+        elif isinstance(table, dict):
+            table = table.setdefault(index, {})
+        else:
+            table = table[index]
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _copy(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_copy(item) for item in value]
+    return value
+
+
+def suggest(name: str, known: Sequence[str]) -> str:
+    """' (did you mean X?)' for a near miss, else the list of what is known."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(known))}"
+
+
+def _describe(cls: type[Config], detail: Any) -> Iterator[str]:
+    """One line per problem in pydantic's `detail`: dotted field, value, rule, remedy."""
+    location = [part for part in detail["loc"] if not _is_type_tag(part)]
+    field = ".".join(str(part) for part in location)
+    kind, value = detail["type"], detail["input"]
+    if kind == "extra_forbidden":
+        owner = _owner(cls, location[:-1])
+        hint = suggest(str(location[-1]), list(owner.model_fields)) if owner else "remove it"
+        yield f"{field}: unknown key; {hint}"
+    elif kind == "missing":
+        yield f"{field}: required, but missing; set it in the file or as {field}=..."
+    elif kind == "value_error":
+        for line in str(detail["ctx"]["error"]).splitlines():
+            yield f"{field}: {line}" if field else line
+    else:
+        yield f"{field} = {value!r}: {detail['msg'][:1].lower()}{detail['msg'][1:]}"
+
+
+def _is_type_tag(part: Any) -> bool:
+    # pydantic puts names of union branches and of wrap validators into a location; they are no keys of the file.
+    return isinstance(part, str) and ("[" in part or "(" in part)
+
+
+def _owner(cls: type[Config], location: Sequence[Any]) -> type[Config] | None:
+    """The Config class that owns the table at `location`, or None where a list of mixed classes hides it."""
+    current: Any = cls
+    for part in location:
+        if isinstance(part, int):
+            continue
+        if not (isinstance(current, type) and issubclass(current, Config)) or part not in current.model_fields:
+            return None
+        current = _config_in(current.model_fields[part].annotation)
+    return current if isinstance(current, type) and issubclass(current, Config) else None
+
+
+def _config_in(annotation: Any) -> Any:
+    """The Config class inside `X`, `X | None`, `list[X]` and `tuple[X, ...]`."""
+    origin = get_origin(annotation)
+    if origin is None or origin is Literal:
+        return annotation
+    candidates = [_config_in(item) for item in get_args(annotation) if item not in (types.NoneType, ...)]
+    found = [item for item in candidates if isinstance(item, type) and issubclass(item, Config)]
+    return found[0] if found else None

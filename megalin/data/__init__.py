@@ -1,0 +1,1 @@
+"""Token shards, sample order, packing and the batch loader."""

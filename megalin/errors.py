@@ -1,0 +1,37 @@
+"""The errors that users see: each names what is wrong, the rule and the remedy, and sets the exit code."""
+
+
+class MegalinError(ValueError):
+    """Base of every error that is the user's to mend; the command line prints it without a traceback."""
+
+    exit_code = 1
+
+
+class ConfigError(MegalinError):
+    """A config field, command-line value or mesh that cannot work."""
+
+    exit_code = 2
+
+
+class DataError(MegalinError):
+    """A shard, corpus or tokenizer that is missing, corrupt or does not fit the model."""
+
+    exit_code = 3
+
+
+class CheckpointError(MegalinError):
+    """A checkpoint that is missing, corrupt, or of another model."""
+
+    exit_code = 4
+
+
+class StorageError(MegalinError):
+    """A run folder or file system that cannot be written."""
+
+    exit_code = 5
+
+
+class NumericError(MegalinError):
+    """A loss or gradient that is not finite."""
+
+    exit_code = 8

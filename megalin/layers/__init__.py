@@ -1,0 +1,1 @@
+"""Norms, positions and the mixers that a block is built of."""

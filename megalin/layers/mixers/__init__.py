@@ -1,0 +1,1 @@
+"""Mixers, one module per `type` of a sub-layer in the config."""

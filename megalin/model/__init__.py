@@ -1,0 +1,1 @@
+"""Blocks, the decoder language model and the presets."""

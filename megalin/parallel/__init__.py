@@ -1,0 +1,1 @@
+"""All knowledge of ranks: mesh, collectives, tensor-parallel layers, sharded data parallelism."""

@@ -1,0 +1,1 @@
+"""The training loop, its step, metrics and failure handling."""
