@@ -35,8 +35,21 @@ def parse(cls: type[ConfigT], values: Mapping[str, Any], source: str) -> ConfigT
     try:
         return cls.model_validate(dict(values))
     except pydantic.ValidationError as error:
-        lines = [line for detail in error.errors() for line in _describe(cls, detail)]
+        lines = problems(cls, error)
         raise ConfigError(f"{source}: {len(lines)} problem(s)\n" + "\n".join(f"  {line}" for line in lines)) from None
+
+
+class NestedProblems(ValueError):
+    """Problems of a table whose class is chosen while it is validated; each line starts with a field of that table."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        super().__init__("\n".join(lines))
+        self.lines = list(lines)
+
+
+def problems(cls: type[Config], error: pydantic.ValidationError) -> list[str]:
+    """One line per problem of `error`, which validating a `cls` raised."""
+    return [line for detail in error.errors() for line in _describe(cls, detail)]
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -122,6 +135,8 @@ def _describe(cls: type[Config], detail: Any) -> Iterator[str]:
         yield f"{field}: unknown key; {hint}"
     elif kind == "missing":
         yield f"{field}: required, but missing; set it in the file or as {field}=..."
+    elif kind == "value_error" and isinstance(detail["ctx"]["error"], NestedProblems):
+        yield from (f"{field}.{line}" for line in detail["ctx"]["error"].lines)
     elif kind == "value_error":
         for line in str(detail["ctx"]["error"]).splitlines():
             yield f"{field}: {line}" if field else line

@@ -1,0 +1,33 @@
+"""The fixed decay of TransNormerLLM and TNL: the slopes of each layer's heads as a table."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+DecayKind = Literal["alibi", "paper"]
+"""alibi: the released checkpoints' table. paper: TransNormerLLM eq. 2."""
+
+
+def alibi_slopes(num_heads: int) -> list[float]:
+    """ALiBi slopes 2^(-8 h / H) for H a power of two; else those of the power below, then every other of twice it."""
+    power = 1 << (num_heads.bit_length() - 1)
+    slopes = [2.0 ** (-8.0 * h / power) for h in range(1, power + 1)]
+    if power == num_heads:
+        return slopes
+    return slopes + [2.0 ** (-4.0 * h / power) for h in range(1, 2 * power + 1, 2)][: num_heads - power]
+
+
+def decay_slopes(kind: DecayKind, *, layer: int, num_layers: int, num_heads: int) -> Tensor:
+    """s [H] in nats a token, fp64: head h of layer l multiplies its state by exp(-s) each token.
+
+    alibi: s = slope_h (1 - l / (L - 1) + 1e-5), l = 0 .. L-1; the layer factor is 1 + 1e-5 for a single layer.
+    paper: s = (8 h / H) (1 - l / L), h = 1 .. H, l = 1 .. L.
+    """
+    if kind == "paper":
+        heads = torch.arange(1, num_heads + 1, dtype=torch.float64)
+        return heads * 8.0 / num_heads * (1.0 - (layer + 1) / num_layers)
+    depth = layer / (num_layers - 1) if num_layers > 1 else 0.0
+    return torch.tensor(alibi_slopes(num_heads), dtype=torch.float64) * (1.0 - depth + 1e-5)

@@ -1,0 +1,125 @@
+"""Gated linear attention with a fixed decay: what TransNormerLLM's and TNL's token mixers share."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pydantic
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megalin.errors import ConfigError
+from megalin.layers.decay import DecayKind, decay_slopes
+from megalin.layers.mixers.base import BuildScope, Mixer, MixerConfig, MixerOutput, SequenceContext, State
+from megalin.layers.positions import LRPE, LRPEKind, key_dim
+from megalin.ops.decay_scan import decay_scan, decay_scan_flops, decay_step
+from megalin.parallel.initialisation import Draw
+from megalin.parallel.linear import NormedRowParallelLinear
+
+
+class Projections(NamedTuple):
+    """q, k before their activation, v and the output gate, each [B, T, D/tp]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gate: Tensor
+
+
+class LinearAttentionConfig(MixerConfig):
+    """What the configs of these mixers share."""
+
+    num_heads: int = pydantic.Field(gt=0)
+    """Heads; must divide the hidden size, and be divided by parallel.tp."""
+    decay: DecayKind = "alibi"
+    """Which table of fixed decays (models.md 2.1)."""
+    lrpe: LRPEKind | None = None
+    """Learnable relative positions on queries and keys; left out: none."""
+    chunk_size: int = pydantic.Field(default=64, gt=0)
+    """Tokens a chunk of the scan; the result does not depend on it."""
+
+
+class LinearAttention(Mixer):
+    """y = (SRMSNorm(O) * gate) W_o, O = scan(LRPE(silu(q)), LRPE(silu(k)), v), the norm over all heads together.
+
+    A subclass says how the normed input becomes q, k, v and the gate.
+    """
+
+    slopes: Tensor
+
+    def __init__(self, config: LinearAttentionConfig, scope: BuildScope) -> None:
+        super().__init__()
+        self.config, self.scope, self.tp = config, scope, scope.tp
+        head_dim, remainder = divmod(scope.hidden_size, config.num_heads)
+        if remainder or (config.lrpe == "rotation" and head_dim % 2):
+            raise ConfigError(
+                f"{scope.path}.num_heads = {config.num_heads} does not divide model.hidden_size = {scope.hidden_size} "
+                f"into heads of an even width; choose a divisor"
+            )
+        self.local_heads = scope.tp.divide(config.num_heads, f"{scope.path}.num_heads")
+        self.head_dim, self.key_dim = head_dim, key_dim(config.lrpe, head_dim)
+        self.lrpe = LRPE(config.lrpe, config.num_heads, head_dim, tp=scope.tp) if config.lrpe else None
+        self.out = NormedRowParallelLinear(
+            scope.hidden_size,
+            scope.hidden_size,
+            eps=config.norm_eps,
+            tp=scope.tp,
+            std=scope.init_std,
+            name="model.hidden_size",
+        )
+        self.register_buffer("slopes", torch.empty(self.local_heads, device="meta"), persistent=False)
+
+    def project(self, x: Tensor) -> Projections:
+        """[B, T, D] (entered) -> the projections of this rank's heads."""
+        raise NotImplementedError
+
+    def projection_flops(self) -> int:
+        """Forward floating-point operations a token of `project`."""
+        raise NotImplementedError
+
+    def fill(self, draw: Draw) -> None:
+        """Sets this layer's row of the decay table."""
+        config, scope = self.config, self.scope
+        table = decay_slopes(config.decay, layer=scope.layer, num_layers=scope.num_layers, num_heads=config.num_heads)
+        self.slopes.copy_(self.tp.local_slice(table, dim=0))
+
+    def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
+        q, k, v, gate = self._heads(x, context)
+        scan = decay_scan(
+            q,
+            k,
+            v,
+            self.slopes,
+            initial_state=state[0] if state else None,
+            document_ids=context.document_ids,
+            chunk_size=self.config.chunk_size,
+        )
+        return MixerOutput(self.out(scan.output.flatten(2), gate), None if state is None else (scan.state,))
+
+    def step(self, x: Tensor, context: SequenceContext, state: State) -> MixerOutput:
+        q, k, v, gate = self._heads(x, context)
+        scan = decay_step(q[:, 0], k[:, 0], v[:, 0], self.slopes, state[0])
+        return MixerOutput(self.out(scan.output.flatten(1)[:, None], gate), (scan.state,))
+
+    def _heads(self, x: Tensor, context: SequenceContext) -> Projections:
+        """q, k [B, T, H/tp, K], v [B, T, H/tp, V] as the scan takes them, and the gate [B, T, D/tp]."""
+        q, k, v, gate = self.project(self.tp.enter(x))
+        q, k, v = (y.unflatten(-1, (self.local_heads, self.head_dim)) for y in (q, k, v))
+        q, k = functional.silu(q), functional.silu(k)
+        if self.lrpe is not None:
+            q, k = self.lrpe(q, k, context.positions)
+        return Projections(q, k, v, gate)
+
+    def flops(self, length: int) -> int:
+        scan = decay_scan_flops(
+            length,
+            num_heads=self.config.num_heads,
+            key_dim=self.key_dim,
+            value_dim=self.head_dim,
+            chunk_size=self.config.chunk_size,
+        )
+        return self.projection_flops() + scan + self.out.flops()
+
+    def state_shapes(self) -> list[tuple[int, ...]]:
+        return [(self.local_heads, self.key_dim, self.head_dim)]

@@ -1,0 +1,133 @@
+"""What a mixer is: the config that builds it, the context it runs in, and the state it carries between tokens."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple
+
+import pydantic
+import torch
+from torch import Tensor, nn
+
+from megalin import layers
+from megalin.config import Config, NestedProblems, problems, suggest
+from megalin.parallel.tensor_parallel import TensorParallel
+
+State = tuple[Tensor, ...]
+"""What a mixer remembers of the tokens so far, each tensor [B, ...]; empty for a mixer without memory."""
+
+
+class SequenceContext(NamedTuple):
+    """What every mixer of a forward knows about its tokens."""
+
+    positions: Tensor
+    """[T] or [B, T] token positions, integers."""
+    document_ids: Tensor | None
+    """[B, T], non-decreasing; None where each row is one document."""
+    shared: Mapping[str, Tensor]
+    """The output of the model-level module of each mixer type that has one (`MixerConfig.shared_module`)."""
+
+
+class MixerOutput(NamedTuple):
+    """y in the layout of the residual stream, and the state after the last token (None where none was asked)."""
+
+    y: Tensor
+    state: State | None
+
+
+class BuildScope(NamedTuple):
+    """Where in a model a mixer is built."""
+
+    hidden_size: int
+    layer: int
+    """Index of the block, from 0."""
+    num_layers: int
+    """Number of blocks."""
+    tp: TensorParallel
+    init_std: float
+    path: str
+    """The sub-layer's place in the config, for messages."""
+
+
+class Mixer(nn.Module):
+    """A sub-layer of a block: f in x + f(norm(x)). Token mixers and channel mixers (GLUs) are both mixers."""
+
+    def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
+        """x [B, T or T/tp, D] normed -> y of the same layout. A state is returned where one is given."""
+        raise NotImplementedError
+
+    def step(self, x: Tensor, context: SequenceContext, state: State) -> MixerOutput:
+        """One token of decoding: x [B, 1, D], positions [B, 1]; the same function as `forward` on longer input."""
+        raise NotImplementedError
+
+    def flops(self, length: int) -> int:
+        """Forward floating-point operations a token at `length` tokens, over the whole tensor-parallel axis."""
+        raise NotImplementedError
+
+    def state_shapes(self) -> list[tuple[int, ...]]:
+        """This rank's shape of each state tensor, for one sequence."""
+        return []
+
+    def initial_state(self, batch_size: int, *, dtype: torch.dtype, device: torch.device) -> State:
+        """The state before the first token, zeros in `dtype` (at least fp32)."""
+        return tuple(torch.zeros(batch_size, *shape, dtype=dtype, device=device) for shape in self.state_shapes())
+
+    def after_optimizer_step(self) -> None:
+        """Called after each optimizer step, for mixers that keep something derived from their weights."""
+
+
+class MixerConfig(Config):
+    """Base of the config of a sub-layer. `type` is the name of its module in megalin.layers.mixers."""
+
+    type: str
+    """Module in megalin.layers.mixers, or the dotted path of a module elsewhere, whose CONFIG is the class."""
+    norm: Literal["srmsnorm"] = "srmsnorm"
+    """Norm of the sub-layer's input."""
+    norm_eps: float = pydantic.Field(default=1e-6, gt=0)
+    """Added to the mean square inside the root."""
+    residual: Literal["add", "two_hop"] = "add"
+    """How the result joins the stream x. add: x <- x + f(norm(input)). two_hop: only the next sub-layer's input
+    becomes x + f(norm(input)); the stream itself is left as it was (Rodimus+ eq. 13)."""
+
+    def build(self, scope: BuildScope) -> Mixer:
+        """The mixer on the meta device. Raises ConfigError where sizes do not fit the mesh."""
+        raise NotImplementedError
+
+    def shared_module(self, scope: BuildScope) -> nn.Module | None:
+        """A model-level module that all mixers of this type share; its output reaches them as context.shared[type]."""
+        return None
+
+    def input_layer(self, scope: BuildScope) -> Mixer | None:
+        """A mixer that the model applies once to its embedded tokens, in place of them (no norm, no residual)."""
+        return None
+
+
+def mixer_types() -> list[str]:
+    """The names of the mixers that megalin has."""
+    path = [f"{folder}/mixers" for folder in layers.__path__]
+    return sorted(module.name for module in pkgutil.iter_modules(path) if module.name != "base")
+
+
+def _resolve(values: Any) -> Any:
+    """A table with a `type` -> an instance of that mixer's config class; an instance is passed on."""
+    if not isinstance(values, Mapping):
+        return values
+    name = values.get("type")
+    if not isinstance(name, str):
+        raise NestedProblems([f"type: required, the name of a mixer; known: {', '.join(mixer_types())}"])
+    if name not in mixer_types() and "." not in name:
+        raise NestedProblems([f"type = {name!r}: there is no such mixer; {suggest(name, mixer_types())}"])
+    try:
+        module = importlib.import_module(name if "." in name else f"megalin.layers.mixers.{name}")
+    except ModuleNotFoundError as error:
+        raise NestedProblems([f"type = {name!r}: {error}; give a module that can be imported"]) from None
+    try:
+        return module.CONFIG.model_validate(dict(values))
+    except pydantic.ValidationError as error:
+        raise NestedProblems(problems(module.CONFIG, error)) from None
+
+
+SublayerConfig = Annotated[pydantic.SerializeAsAny[MixerConfig], pydantic.BeforeValidator(_resolve)]
+"""A field that holds the config of any mixer, chosen by its `type`."""

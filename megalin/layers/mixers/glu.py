@@ -1,0 +1,53 @@
+"""Gated linear unit, the channel mixer; without an activation it is TransNormerLLM's SGLU."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pydantic
+from torch import Tensor
+from torch.nn import functional
+
+from megalin.layers.mixers.base import BuildScope, Mixer, MixerConfig, MixerOutput, SequenceContext, State
+from megalin.parallel.linear import ColumnParallelLinear, RowParallelLinear
+
+
+class GLU(Mixer):
+    """y = (act(x W_1) * (x W_2)) W_3, no biases (TransNormerLLM eq. 6 with act = identity)."""
+
+    def __init__(self, config: GLUConfig, scope: BuildScope) -> None:
+        super().__init__()
+        self.activation, self.tp = config.activation, scope.tp
+        size, tp, std = config.intermediate_size, scope.tp, scope.init_std
+        name = f"{scope.path}.intermediate_size"
+        self.up = ColumnParallelLinear(scope.hidden_size, size, parts=2, tp=tp, std=std, name=name)
+        self.down = RowParallelLinear(size, scope.hidden_size, tp=tp, std=std, name=name)
+
+    def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
+        gate, value = self.up(self.tp.enter(x))
+        if self.activation == "silu":
+            gate = functional.silu(gate)
+        return MixerOutput(self.down(gate * value), state)
+
+    def step(self, x: Tensor, context: SequenceContext, state: State) -> MixerOutput:
+        return self(x, context, state)
+
+    def flops(self, length: int) -> int:
+        return self.up.flops() + self.down.flops()
+
+
+class GLUConfig(MixerConfig):
+    """The gated channel mixer."""
+
+    type: Literal["glu"] = "glu"
+    """This mixer."""
+    intermediate_size: int = pydantic.Field(gt=0)
+    """Width between the up and down projections."""
+    activation: Literal["none", "silu"] = "none"
+    """Applied to the gate. none: SGLU (TransNormerLLM, TNL, HGRN2); silu: SwiGLU."""
+
+    def build(self, scope: BuildScope) -> GLU:
+        return GLU(self, scope)
+
+
+CONFIG = GLUConfig

@@ -1,0 +1,41 @@
+"""TransNormerLLM's token mixer: gated linear attention with a fixed decay and a full-rank linear gate."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from megalin.layers.linear_attention import LinearAttention, LinearAttentionConfig, Projections
+from megalin.layers.mixers.base import BuildScope
+from megalin.parallel.linear import ColumnParallelLinear
+
+
+class TransNormer(LinearAttention):
+    """[q | k | v | u] = x W_qkvu; y = (SRMSNorm(scan(silu(q), silu(k), v)) * u) W_o (TransNormerLLM eq. 3-4)."""
+
+    def __init__(self, config: TransNormerConfig, scope: BuildScope) -> None:
+        super().__init__(config, scope)
+        width = scope.hidden_size
+        self.qkvu = ColumnParallelLinear(
+            width, width, parts=4, tp=scope.tp, std=scope.init_std, name="model.hidden_size"
+        )
+
+    def project(self, x: Tensor) -> Projections:
+        return Projections(*self.qkvu(x))
+
+    def projection_flops(self) -> int:
+        return self.qkvu.flops()
+
+
+class TransNormerConfig(LinearAttentionConfig):
+    """TransNormerLLM's token mixer."""
+
+    type: Literal["transnormer"] = "transnormer"
+    """This mixer."""
+
+    def build(self, scope: BuildScope) -> TransNormer:
+        return TransNormer(self, scope)
+
+
+CONFIG = TransNormerConfig

@@ -1,0 +1,71 @@
+"""A block: sub-layers x + f(norm(x)), with the residual rule of each."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megalin.layers.mixers.base import BuildScope, Mixer, MixerConfig, SequenceContext, State
+from megalin.layers.norms import SRMSNorm
+from megalin.model.config import BlockConfig
+
+
+class BlockOutput(NamedTuple):
+    """The residual stream [B, T or T/tp, D], and each sub-layer's state (None where none was asked)."""
+
+    x: Tensor
+    states: list[State] | None
+
+
+class Sublayer(nn.Module):
+    """A mixer with the norm of its input."""
+
+    def __init__(self, config: MixerConfig, scope: BuildScope) -> None:
+        super().__init__()
+        self.residual = config.residual
+        self.norm = SRMSNorm(config.norm_eps)
+        self.mixer: Mixer = config.build(scope)
+
+
+class Block(nn.Module):
+    """The sub-layers of one block.
+
+    Args:
+        recompute: whether the backward computes the block's activations again instead of keeping them.
+    """
+
+    def __init__(self, config: BlockConfig, scope: BuildScope, *, recompute: bool) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.sublayers = nn.ModuleList(
+            Sublayer(sublayer, scope._replace(path=f"{scope.path}.sublayers.{index}"))
+            for index, sublayer in enumerate(config.sublayers)
+        )
+
+    def forward(self, x: Tensor, context: SequenceContext, states: list[State] | None) -> BlockOutput:
+        """x [B, T or T/tp, D]; `states` holds one state per sub-layer where the caller wants the next ones."""
+        if self.recompute and states is None:
+            # No part of a block draws random numbers, so there is no generator state to restore.
+            return checkpoint(self._run, x, context, states, use_reentrant=False, preserve_rng_state=False)
+        return self._run(x, context, states)
+
+    def step(self, x: Tensor, context: SequenceContext, states: list[State]) -> BlockOutput:
+        """One token of decoding: x [B, 1, D]."""
+        return self._run(x, context, states, step=True)
+
+    def _run(self, x: Tensor, context: SequenceContext, states: list[State] | None, step: bool = False) -> BlockOutput:
+        branch, next_states = x, []
+        for index, sublayer in enumerate(self.sublayers):
+            apply = sublayer.mixer.step if step else sublayer.mixer
+            y, state = apply(sublayer.norm(branch), context, states[index] if states is not None else None)
+            next_states.append(state)
+            branch = x + y
+            if sublayer.residual == "add":
+                x = branch
+        return BlockOutput(x, next_states if states is not None else None)
+
+    def mixers(self) -> list[Mixer]:
+        """The mixers in order."""
+        return [sublayer.mixer for sublayer in self.sublayers]

@@ -1,0 +1,44 @@
+"""Named models: the tables of megalin/presets/*.toml, one file a family."""
+
+from __future__ import annotations
+
+import tomllib
+from importlib import resources
+from typing import Any, NamedTuple
+
+from megalin.config import parse, suggest
+from megalin.errors import ConfigError
+from megalin.model.config import ModelConfig
+
+
+class Preset(NamedTuple):
+    """A named model and what its source says of it."""
+
+    name: str
+    model: ModelConfig
+    note: str
+
+
+def preset_names() -> list[str]:
+    """The names of all presets, family by family."""
+    return list(_tables())
+
+
+def preset_table(name: str) -> dict[str, Any]:
+    """The `model` table of a preset as TOML gives it. Raises ConfigError for a name that does not exist."""
+    tables = _tables()
+    if name not in tables:
+        raise ConfigError(f"preset {name!r}: there is no such preset; {suggest(name, list(tables))}")
+    return dict(tables[name]["model"])
+
+
+def load_preset(name: str) -> Preset:
+    """The preset `name`. Raises ConfigError for a name that does not exist."""
+    table = preset_table(name)
+    return Preset(name, parse(ModelConfig, table, f"preset {name}"), str(_tables()[name]["note"]))
+
+
+def _tables() -> dict[str, Any]:
+    folder = resources.files("megalin") / "presets"
+    files = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name)
+    return {name: table for file in files for name, table in tomllib.loads(file.read_text(encoding="utf-8")).items()}

@@ -1,0 +1,141 @@
+"""Collectives on one axis of the mesh, each with its adjoint beside it.
+
+All are functional (`torch.distributed._functional_collectives`), so autograd and torch.compile see what they do: an
+in-place all-reduce inside an autograd.Function compiles to a zero gradient on torch 2.11, without a word. A result
+is waited on at its first use. On an axis of size 1 every collective is the identity.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of the mesh as this rank sees it: its size, this rank's index on it, and its process group's name."""
+
+    name: str
+    size: int = 1
+    rank: int = 0
+    group_name: str = ""
+
+
+def all_reduce(x: Tensor, axis: Axis, *, operation: str = "sum") -> Tensor:
+    """Element-wise sum (or "max") of `x` over the axis, on every rank. Not differentiable."""
+    if axis.size == 1:
+        return x
+    return functional.all_reduce(x.contiguous(), operation, axis.group_name)  # type: ignore[arg-type]
+
+
+def all_gather(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
+    """Concatenation of every rank's `x` along `dim`, in rank order. Not differentiable."""
+    if axis.size == 1:
+        return x
+    return functional.all_gather_tensor(x.contiguous(), dim, axis.group_name)  # type: ignore[arg-type]
+
+
+def reduce_scatter(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
+    """This rank's slice along `dim` of the sum of `x` over the axis. Not differentiable."""
+    if axis.size == 1:
+        return x
+    return functional.reduce_scatter_tensor(x.contiguous(), "sum", dim, axis.group_name)  # type: ignore[arg-type]
+
+
+def local_slice(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
+    """This rank's equal slice of `x` along `dim`, a view."""
+    return x.chunk(axis.size, dim)[axis.rank]
+
+
+class _Copy(torch.autograd.Function):
+    """y = x on every rank; dx = all-reduce(dy)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grads[0], ctx.axis), None
+
+
+class _Reduce(torch.autograd.Function):
+    """y = all-reduce(x); dx = dy."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis) -> Tensor:
+        return all_reduce(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _Gather(torch.autograd.Function):
+    """y = all-gather(x) along dim; dx = reduce-scatter(dy)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return all_gather(x, axis, dim=dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return reduce_scatter(grads[0], ctx.axis, dim=ctx.dim), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    """y = reduce-scatter(x) along dim; dx = all-gather(dy)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return reduce_scatter(x, axis, dim=dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather(grads[0], ctx.axis, dim=ctx.dim), None, None
+
+
+class _Slice(torch.autograd.Function):
+    """y = this rank's slice of an x that is equal on every rank; dx = all-gather(dy)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return local_slice(x, axis, dim=dim).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather(grads[0], ctx.axis, dim=ctx.dim), None, None
+
+
+def copy_to_axis(x: Tensor, axis: Axis) -> Tensor:
+    """Enters a sharded region: identity forward, all-reduce of the gradient backward."""
+    return x if axis.size == 1 else _Copy.apply(x, axis)
+
+
+def reduce_from_axis(x: Tensor, axis: Axis) -> Tensor:
+    """Leaves a sharded region: all-reduce of partial sums forward, identity backward."""
+    return x if axis.size == 1 else _Reduce.apply(x, axis)
+
+
+def gather_from_axis(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
+    """All-gather along `dim` forward, reduce-scatter of the gradient backward."""
+    return x if axis.size == 1 else _Gather.apply(x, axis, dim)
+
+
+def reduce_scatter_to_axis(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
+    """Reduce-scatter of partial sums along `dim` forward, all-gather of the gradient backward."""
+    return x if axis.size == 1 else _ReduceScatter.apply(x, axis, dim)
+
+
+def slice_to_axis(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
+    """This rank's slice of a replicated tensor forward, all-gather of the gradient backward."""
+    return x if axis.size == 1 else _Slice.apply(x, axis, dim)

@@ -1,0 +1,76 @@
+"""Sharded data parallelism: FSDP2 wraps every model at every size, and owns weights, casts and reductions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from megalin.parallel.mesh import Mesh
+from megalin.parallel.tensor_parallel import local
+
+
+def shard_model(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    full_precision: Sequence[nn.Module],
+    mesh: Mesh,
+    *,
+    compute_dtype: torch.dtype,
+) -> None:
+    """Shards `model` in place over the data axis: each block is a unit, the rest is one.
+
+    Weights and optimizer state stay in fp32, computation is in `compute_dtype`, gradients are reduced in fp32
+    (everything in fp64 for a model in fp64). Gradients are summed, not averaged: the loss carries its own global
+    denominator.
+
+    Args:
+        blocks: the model's blocks, in the order of the forward.
+        full_precision: submodules whose parameters feed exponentials or positions; they compute in fp32.
+    """
+    reduce_dtype = torch.promote_types(compute_dtype, torch.float32)
+    low = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    full = MixedPrecisionPolicy(param_dtype=reduce_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    data_mesh = mesh.data_mesh
+
+    def placement(parameter: nn.Parameter) -> Shard:
+        return Shard(_shard_dim(tuple(local(parameter).shape), data_mesh.size(1)))
+
+    def wrap(module: nn.Module | list[nn.Module], policy: MixedPrecisionPolicy, reshard: bool) -> None:
+        fully_shard(
+            module,
+            mesh=data_mesh,
+            mp_policy=policy,
+            reshard_after_forward=reshard,
+            shard_placement_fn=placement,
+        )
+
+    if full_precision:
+        wrap(list(full_precision), full, False)
+    for block in blocks:
+        wrap(block, low, True)
+    wrap(model, low, False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+
+
+def _shard_dim(shape: tuple[int, ...], size: int) -> int:
+    """The last dimension, else the middle one, that `size` divides, else 0 (which alone may be uneven).
+
+    Dimension 0 of a fused [parts, out, in] parameter would give most ranks nothing.
+    """
+    for dim in range(len(shape) - 1, 0, -1):
+        if shape[dim] % size == 0:
+            return dim
+    return 0
+
+
+def set_gradient_reduction(model: nn.Module, enabled: bool) -> None:
+    """Whether the next backward reduces gradients over the data axis (the last micro-batch) or only accumulates."""
+    assert isinstance(model, FSDPModule), type(model)
+    model.set_requires_gradient_sync(enabled)
+    model.set_is_last_backward(enabled)

@@ -1,0 +1,66 @@
+"""Token embedding split by vocabulary rows over the tensor-parallel axis, and the head that shares its table."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megalin.parallel.initialisation import Draw, Initialiser, normal
+from megalin.parallel.tensor_parallel import TensorParallel, local
+
+ROW_MULTIPLE = 128
+"""Vocabulary rows are padded to this multiple, whatever the mesh, so that tables of all meshes are equal."""
+
+
+def padded_rows(vocab_size: int) -> int:
+    """The number of rows that a table for `vocab_size` tokens holds."""
+    return -(-vocab_size // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+class VocabParallelTable(nn.Module):
+    """A [padded vocabulary, D] table, rows split over the axis; rows beyond the vocabulary are zero and masked."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, tp: TensorParallel, std: float) -> None:
+        """Raises ConfigError where the padded rows do not divide."""
+        super().__init__()
+        self.vocab_size, self.hidden_size, self.std, self.tp = vocab_size, hidden_size, std, tp
+        rows = padded_rows(vocab_size)
+        self.local_rows = tp.divide(rows, "model.vocab_size padded to a multiple of 128")
+        self.first_row = tp.axis.rank * self.local_rows
+        self.weight = tp.parameter(rows, hidden_size, shard_dim=0)
+
+    def fill(self, draw: Draw) -> None:
+        """Draws the rows of real tokens from N(0, std^2); padding is zero."""
+        draw(self.weight, "weight", self._rows(normal(self.std)))
+
+    def _rows(self, initialise: Initialiser) -> Initialiser:
+        def padded(full: Tensor, generator: torch.Generator) -> None:
+            full.zero_()
+            initialise(full[: self.vocab_size], generator)
+
+        return padded
+
+    def padded_parameters(self) -> int:
+        """Elements of the table that belong to no token."""
+        return (padded_rows(self.vocab_size) - self.vocab_size) * self.hidden_size
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[B, T] ids below the vocabulary size -> rows [B, T or T/tp, D] of the residual stream."""
+        weight = local(self.weight)
+        if self.tp.size == 1:
+            return functional.embedding(tokens, weight)
+        index = tokens - self.first_row
+        absent = (index < 0) | (index >= self.local_rows)
+        rows = functional.embedding(index.masked_fill(absent, 0), weight)
+        return self.tp.leave(rows.masked_fill(absent[..., None], 0.0))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x [B, T or T/tp, D] of the residual stream -> this rank's logits [B, T, V/tp]; padding is -inf."""
+        logits = functional.linear(self.tp.enter(x), local(self.weight))
+        rows = torch.arange(self.first_row, self.first_row + self.local_rows, device=x.device)
+        return logits.masked_fill(rows >= self.vocab_size, float("-inf"))
+
+    def logits_flops(self) -> int:
+        """Forward floating-point operations a token of `logits`, whole axis, without the padding."""
+        return 2 * self.vocab_size * self.hidden_size

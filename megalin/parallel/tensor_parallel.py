@@ -1,0 +1,109 @@
+"""The tensor-parallel axis as a layer uses it: what enters and leaves a sharded region, and how a parameter is split.
+
+With Megatron sequence parallelism the residual stream is [B, T/tp, D] instead of [B, T, D]: entering gathers along
+T, leaving reduce-scatters along T. A layer is written once for both.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from megalin.errors import ConfigError
+from megalin.parallel.collectives import (
+    Axis,
+    copy_to_axis,
+    gather_from_axis,
+    local_slice,
+    reduce_from_axis,
+    reduce_scatter_to_axis,
+    slice_to_axis,
+)
+
+TOKENS = 1
+"""The dimension of [B, T, ...] along which sequence parallelism splits."""
+
+
+class TensorParallel:
+    """The tensor-parallel axis: its size, its collectives, and the parameters it splits.
+
+    Args:
+        axis: this rank's view of the axis; the default has size 1.
+        device_mesh: one-dimensional mesh of the axis. Without one, parameters are plain tensors (size 1 only).
+        sequence_parallel: whether the residual stream is split along T inside the axis.
+    """
+
+    def __init__(
+        self,
+        axis: Axis | None = None,
+        *,
+        device_mesh: DeviceMesh | None = None,
+        sequence_parallel: bool = False,
+    ) -> None:
+        self.axis = Axis("tp") if axis is None else axis
+        self.device_mesh = device_mesh
+        self.sequence_parallel = sequence_parallel and self.axis.size > 1
+        assert device_mesh is not None or self.axis.size == 1, self.axis
+
+    @property
+    def size(self) -> int:
+        """Number of ranks on the axis."""
+        return self.axis.size
+
+    def divide(self, total: int, what: str) -> int:
+        """total / tp, the size of this rank's part of `what`. Raises ConfigError where it does not divide."""
+        if total % self.size:
+            fits = [n for n in range(1, total + 1) if total % n == 0 and n <= 64]
+            raise ConfigError(
+                f"{what} = {total} is not divisible by parallel.tp = {self.size}; use tp {', '.join(map(str, fits))}"
+            )
+        return total // self.size
+
+    def enter(self, x: Tensor) -> Tensor:
+        """The residual stream as input of sharded weights: [B, T or T/tp, D] -> [B, T, D]."""
+        if self.sequence_parallel:
+            return gather_from_axis(x, self.axis, dim=TOKENS)
+        return copy_to_axis(x, self.axis)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Sums the ranks' partial results into the residual stream: [B, T, D] -> [B, T or T/tp, D]."""
+        if self.sequence_parallel:
+            return reduce_scatter_to_axis(x, self.axis, dim=TOKENS)
+        return reduce_from_axis(x, self.axis)
+
+    def reduce_tokens(self, x: Tensor) -> Tensor:
+        """Sums one number a token over the axis, for the tokens of the residual stream: [B, T] -> [B, T or T/tp]."""
+        total = reduce_from_axis(x, self.axis)
+        return slice_to_axis(total, self.axis, dim=TOKENS) if self.sequence_parallel else total
+
+    def partial_gradient(self, weight: Tensor) -> Tensor:
+        """A replicated weight used on sharded data: its gradient is a partial sum, so the backward all-reduces it."""
+        return copy_to_axis(weight, self.axis)
+
+    def local_slice(self, x: Tensor, *, dim: int) -> Tensor:
+        """This rank's part of a buffer that every rank can compute whole."""
+        return local_slice(x, self.axis, dim=dim)
+
+    def parameter(self, *shape: int, shard_dim: int | None) -> nn.Parameter:
+        """An fp32 meta parameter of global `shape`, split along `shard_dim`, or replicated where it is None."""
+        if self.device_mesh is None:
+            return nn.Parameter(torch.empty(shape, dtype=torch.float32, device="meta"))
+        local_shape = list(shape)
+        placement: Placement = Replicate()
+        if shard_dim is not None:
+            assert shape[shard_dim] % self.size == 0, (shape, shard_dim, self.size)
+            local_shape[shard_dim] //= self.size
+            placement = Shard(shard_dim)
+        empty = torch.empty(local_shape, dtype=torch.float32, device="meta")
+        return nn.Parameter(DTensor.from_local(empty, self.device_mesh, [placement], run_check=False))
+
+    def fused_parameter(self, parts: int, out: int, inner: int) -> nn.Parameter:
+        """`parts` matrices [out, inner] as one parameter [parts, out, inner], each part split along its outputs."""
+        return self.parameter(parts, out, inner, shard_dim=1)
+
+
+def local(parameter: Tensor) -> Tensor:
+    """What this rank holds of a parameter, as a plain tensor that autograd follows."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
