@@ -1,0 +1,62 @@
+"""AdamW over plain or distributed parameters, with weight decay only where a module wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Annotated
+
+import pydantic
+import torch
+from torch import nn
+
+from megalin.config import Config
+
+_Beta = Annotated[float, pydantic.Field(ge=0.0, lt=1.0, allow_inf_nan=False)]
+
+
+class OptimizerConfig(Config):
+    """AdamW: m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2, w -= lr (m^ / (sqrt(v^) + eps) + weight_decay w)."""
+
+    lr: float = pydantic.Field(gt=0.0, allow_inf_nan=False)
+    """Peak learning rate; the schedule scales it."""
+
+    betas: list[_Beta] = pydantic.Field(default=[0.9, 0.95], min_length=2, max_length=2)
+    """Decay per step of the first and the second moment."""
+
+    eps: float = pydantic.Field(default=1e-8, gt=0.0, allow_inf_nan=False)
+    """Added to the square root of the second moment."""
+
+    weight_decay: float = pydantic.Field(default=0.1, ge=0.0, allow_inf_nan=False)
+    """Decoupled decay per step and unit of learning rate; norm weights, biases and the like are left out."""
+
+    max_grad_norm: float | None = pydantic.Field(default=None, gt=0.0, allow_inf_nan=False)
+    """Global gradient norm that gradients are scaled down to; absent: no clipping."""
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig, no_decay: Collection[str]) -> torch.optim.AdamW:
+    """Torch's fused AdamW over the trainable parameters of `model`, plain tensors or DTensors, on CPU or CUDA.
+
+    Call it after sharding. State has the dtype and placements of its parameter. Groups carry the parameters' names
+    (`param_names`), for checkpoints.
+
+    Args:
+        no_decay: global names of parameters without weight decay; names that this model does not hold (another
+            pipeline stage's) are ignored. An attribute on the parameter would not survive `fully_shard`.
+    """
+    decayed: list[tuple[str, nn.Parameter]] = []
+    kept: list[tuple[str, nn.Parameter]] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            (kept if name in no_decay else decayed).append((name, parameter))
+    groups = [
+        {"params": group, "weight_decay": weight_decay}
+        for group, weight_decay in ((decayed, config.weight_decay), (kept, 0.0))
+        if group
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps, fused=True)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Sets the rate of the next update in every group."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
