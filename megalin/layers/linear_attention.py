@@ -12,7 +12,7 @@ from torch.nn import functional
 from megalin.errors import ConfigError
 from megalin.layers.decay import DecayKind, decay_slopes
 from megalin.layers.mixers.base import BuildScope, Mixer, MixerConfig, MixerOutput, SequenceContext, State
-from megalin.layers.positions import LRPE, LRPEKind, key_dim
+from megalin.layers.positions import LRPEFrequencies, LRPEKind, apply_lrpe, key_dim
 from megalin.ops.decay_scan import decay_scan, decay_scan_flops, decay_step
 from megalin.parallel.initialisation import Draw
 from megalin.parallel.linear import NormedRowParallelLinear
@@ -59,7 +59,8 @@ class LinearAttention(Mixer):
             )
         self.local_heads = scope.tp.divide(config.num_heads, f"{scope.path}.num_heads")
         self.head_dim, self.key_dim = head_dim, key_dim(config.lrpe, head_dim)
-        self.lrpe = LRPE(config.lrpe, config.num_heads, head_dim, tp=scope.tp) if config.lrpe else None
+        if config.lrpe is not None:
+            self.full_precision = LRPEFrequencies(config.lrpe, config.num_heads, head_dim, tp=scope.tp)
         self.out = NormedRowParallelLinear(
             scope.hidden_size,
             scope.hidden_size,
@@ -107,8 +108,9 @@ class LinearAttention(Mixer):
         q, k, v, gate = self.project(self.tp.enter(x))
         q, k, v = (y.unflatten(-1, (self.local_heads, self.head_dim)) for y in (q, k, v))
         q, k = functional.silu(q), functional.silu(k)
-        if self.lrpe is not None:
-            q, k = self.lrpe(q, k, context.positions)
+        if self.config.lrpe is not None:
+            (theta,) = context.full_precision
+            q, k = (apply_lrpe(self.config.lrpe, y, theta, context.positions) for y in (q, k))
         return Projections(q, k, v, gate)
 
     def flops(self, length: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -16,7 +16,7 @@ class BlockOutput(NamedTuple):
     """The residual stream [B, T or T/tp, D], and each sub-layer's state (None where none was asked)."""
 
     x: Tensor
-    states: list[State] | None
+    states: list[State | None] | None
 
 
 class Sublayer(nn.Module):
@@ -44,20 +44,22 @@ class Block(nn.Module):
             for index, sublayer in enumerate(config.sublayers)
         )
 
-    def forward(self, x: Tensor, context: SequenceContext, states: list[State] | None) -> BlockOutput:
-        """x [B, T or T/tp, D]; `states` holds one state per sub-layer where the caller wants the next ones."""
+    def forward(self, x: Tensor, contexts: list[SequenceContext], states: list[State] | None) -> BlockOutput:
+        """x [B, T or T/tp, D]; one context a sub-layer, and one state where the caller wants the next ones."""
         if self.recompute and states is None:
             # No part of a block draws random numbers, so there is no generator state to restore.
-            return checkpoint(self._run, x, context, states, use_reentrant=False, preserve_rng_state=False)
-        return self._run(x, context, states)
+            return checkpoint(self._run, x, contexts, states, use_reentrant=False, preserve_rng_state=False)
+        return self._run(x, contexts, states)
 
-    def step(self, x: Tensor, context: SequenceContext, states: list[State]) -> BlockOutput:
+    def step(self, x: Tensor, contexts: list[SequenceContext], states: list[State]) -> BlockOutput:
         """One token of decoding: x [B, 1, D]."""
-        return self._run(x, context, states, step=True)
+        return self._run(x, contexts, states, step=True)
 
-    def _run(self, x: Tensor, context: SequenceContext, states: list[State] | None, step: bool = False) -> BlockOutput:
+    def _run(
+        self, x: Tensor, contexts: list[SequenceContext], states: list[State] | None, step: bool = False
+    ) -> BlockOutput:
         branch, next_states = x, []
-        for index, sublayer in enumerate(self.sublayers):
+        for index, (sublayer, context) in enumerate(zip(self._sublayers(), contexts, strict=True)):
             apply = sublayer.mixer.step if step else sublayer.mixer
             y, state = apply(sublayer.norm(branch), context, states[index] if states is not None else None)
             next_states.append(state)
@@ -66,6 +68,14 @@ class Block(nn.Module):
                 x = branch
         return BlockOutput(x, next_states if states is not None else None)
 
+    def contexts(self, context: SequenceContext) -> list[SequenceContext]:
+        """One context a sub-layer, with the tensors of its full-precision module, which run outside the block."""
+        modules = [mixer.full_precision for mixer in self.mixers()]
+        return [context._replace(full_precision=() if module is None else module()) for module in modules]
+
     def mixers(self) -> list[Mixer]:
         """The mixers in order."""
-        return [sublayer.mixer for sublayer in self.sublayers]
+        return [sublayer.mixer for sublayer in self._sublayers()]
+
+    def _sublayers(self) -> list[Sublayer]:
+        return cast(list[Sublayer], list(self.sublayers))

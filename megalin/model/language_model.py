@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megalin.layers.mixers.base import BuildScope, Mixer, SequenceContext, State
+from megalin.layers.mixers.base import BuildScope, FullPrecision, Mixer, SequenceContext, State
 from megalin.layers.norms import SRMSNorm
 from megalin.model.block import Block
 from megalin.model.config import ModelConfig
@@ -107,7 +107,7 @@ class LanguageModel(nn.Module):
             inputs.append(input_state)
         blocks = []
         for index, block in enumerate(self.blocks):
-            x, states = block(x, context, state.blocks[index] if state else None)
+            x, states = block(x, block.contexts(context), state.blocks[index] if state else None)
             blocks.append(states)
         logits = self._table().logits(self.norm(x))
         losses = None if labels is None else vocab_parallel_cross_entropy(logits, labels, self.tp.axis)
@@ -131,7 +131,7 @@ class LanguageModel(nn.Module):
             inputs.append(next_state)
         blocks = []
         for block, states in zip(self.blocks, state.blocks, strict=True):
-            x, next_states = block.step(x, context, states)
+            x, next_states = block.step(x, block.contexts(context), states)
             blocks.append(next_states)
         logits = self._table().logits(self.norm(x))
         return ModelOutput(logits, None, state._replace(blocks=blocks, inputs=inputs, positions=state.positions + 1))
@@ -152,7 +152,7 @@ class LanguageModel(nn.Module):
 
     def full_precision_modules(self) -> list[nn.Module]:
         """The submodules whose parameters must compute in fp32: they feed exponentials or positions."""
-        return [module for module in self.modules() if getattr(module, "full_precision", False)]
+        return [module for module in self.modules() if isinstance(module, FullPrecision)]
 
     def mixers(self) -> list[Mixer]:
         """Every mixer, blocks in order."""

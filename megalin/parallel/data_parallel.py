@@ -56,6 +56,7 @@ def shard_model(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
 
 
 def _shard_dim(shape: tuple[int, ...], size: int) -> int:

@@ -28,6 +28,8 @@ class SequenceContext(NamedTuple):
     """[B, T], non-decreasing; None where each row is one document."""
     shared: Mapping[str, Tensor]
     """The output of the model-level module of each mixer type that has one (`MixerConfig.shared_module`)."""
+    full_precision: tuple[Tensor, ...] = ()
+    """The output of this mixer's own `full_precision` module."""
 
 
 class MixerOutput(NamedTuple):
@@ -51,8 +53,26 @@ class BuildScope(NamedTuple):
     """The sub-layer's place in the config, for messages."""
 
 
+class FullPrecision(nn.Module):
+    """Parameters that compute in fp32, as a module of their own: sharded data parallelism casts by module."""
+
+    def forward(self) -> tuple[Tensor, ...]:
+        """This rank's tensors."""
+        raise NotImplementedError
+
+
 class Mixer(nn.Module):
-    """A sub-layer of a block: f in x + f(norm(x)). Token mixers and channel mixers (GLUs) are both mixers."""
+    """A sub-layer of a block: f in x + f(norm(x)). Token mixers and channel mixers (GLUs) are both mixers.
+
+    Attributes:
+        full_precision: holds the parameters that feed exponentials, positions or gates and therefore compute in fp32,
+            whatever the rest computes in. The model calls it outside the block, so that blocks compile as one graph,
+            and hands its output to the mixer as `context.full_precision`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.full_precision: FullPrecision | None = None
 
     def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
         """x [B, T or T/tp, D] normed -> y of the same layout. A state is returned where one is given."""
