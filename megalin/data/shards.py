@@ -1,0 +1,350 @@
+"""Megatron `.bin/.idx` token shards: a reader that checks all on open, a writer that publishes whole files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import struct
+from array import array
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from megalin.data.files import (
+    open_regular,
+    open_temporary,
+    publish,
+    storage_errors,
+    temporary_name,
+    write_text,
+)
+from megalin.errors import DataError, StorageError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+_OTHER_MAGIC = b"TNTIDX"
+_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences N, document index entries D
+_CODE_NAMES = {
+    1: "uint8",
+    2: "int8",
+    3: "int16",
+    4: "int32",
+    5: "int64",
+    6: "float64",
+    7: "float32",
+    8: "uint16",
+}
+_TOKEN_DTYPES: dict[int, np.dtype[Any]] = {8: np.dtype("<u2"), 4: np.dtype("<i4")}
+_TOKEN_CODES = {dtype: code for code, dtype in _TOKEN_DTYPES.items()}
+# Megatron's writer leaves 36 values of uint16 free; readers trust the header, so this rule is the writer's alone.
+_UINT16_VOCABULARY = 65500
+_MAX_SEQUENCES = 2**31 - 1  # sequence numbers are int32 in sample indices, here and in Megatron
+_CHECK_ENTRIES = 1 << 20  # entries of the .idx that are checked at a time, to bound the memory of a check
+_DIGEST_BYTES = 1 << 22
+
+TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.int32]
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The dtype that Megatron's writer chooses: uint16 for fewer than 65,500 ids, else int32."""
+    return _TOKEN_DTYPES[8 if vocab_size < _UINT16_VOCABULARY else 4]
+
+
+def bin_path(prefix: str | Path) -> Path:
+    """The tokens of the shard `prefix`."""
+    return Path(f"{prefix}.bin")
+
+
+def idx_path(prefix: str | Path) -> Path:
+    """The index of the shard `prefix`."""
+    return Path(f"{prefix}.idx")
+
+
+def manifest_path(prefix: str | Path) -> Path:
+    """What is known about how the shard `prefix` was made (JSON; Megatron neither writes nor reads it)."""
+    return Path(f"{prefix}.manifest.json")
+
+
+class Shard:
+    """A checked shard of N sequences in D - 1 documents; tokens are read on demand, the index stays mapped.
+
+    Attributes:
+        prefix: the path without `.bin` and `.idx`.
+        dtype: of the tokens, as the header says: uint16 or int32.
+        lengths: [N] int32, tokens in each sequence.
+        pointers: [N] int64, byte offset of each sequence in the .bin.
+        documents: [D] int64, entry k is the first sequence of document k and the last entry is N.
+        num_tokens: the sum of `lengths`.
+    """
+
+    def __init__(self, prefix: str | Path, *, vocab_size: int | None = None) -> None:
+        """Opens and checks the shard; `vocab_size`, where known, must fit the dtype.
+
+        Raises:
+            DataError: a file is missing, not regular, unreadable, truncated, corrupt, of another format or of another
+                shard; the message names the file, what was expected and what was found.
+        """
+        self.prefix = Path(prefix)
+        remedy = "give the prefix of a shard, without .bin or .idx"
+        self._bin = open_regular(bin_path(prefix), remedy=remedy)
+        try:
+            with open_regular(idx_path(prefix), remedy=remedy) as idx:
+                self._read_index(idx.fileno())
+            self._check_lengths()
+            self._check_documents()
+            if vocab_size is not None and self.dtype.itemsize == 2 and vocab_size > 2**16:
+                _refuse(idx_path(prefix), f"a dtype that holds {vocab_size} token ids", self.dtype.name)
+        except BaseException:
+            self._bin.close()
+            raise
+
+    def _read_index(self, descriptor: int) -> None:
+        path = idx_path(self.prefix)
+        size = os.fstat(descriptor).st_size
+        header = os.pread(descriptor, _HEADER.size, 0)
+        if header.startswith(_OTHER_MAGIC):
+            raise DataError(f"{path}: a TNTIDX (fairseq, lazy or cached) index; convert it to the MMIDIDX format first")
+        if len(header) < _HEADER.size:
+            _refuse(path, f"a header of {_HEADER.size} bytes", f"a file of {size} bytes")
+        magic, version, code, num_sequences, num_entries = _HEADER.unpack(header)
+        if magic != MAGIC:
+            _refuse(path, f"the magic {MAGIC!r}", repr(magic))
+        if version != VERSION:
+            _refuse(path, f"version {VERSION}", str(version))
+        if code not in _TOKEN_DTYPES:
+            found = f"code {code} ({_CODE_NAMES.get(code, 'unknown')})"
+            _refuse(path, "token dtype code 8 (uint16) or 4 (int32)", found)
+        # Python integers: the counts are untrusted 64-bit numbers whose products may pass 2^64.
+        expected = _HEADER.size + 12 * num_sequences + 8 * num_entries
+        counts = f"{num_sequences} sequences and {num_entries} document entries"
+        if size == expected + num_sequences and num_sequences:
+            _refuse(path, f"{expected} bytes for {counts}", f"{size} bytes, as in a multimodal index with modes")
+        if size != expected:
+            _refuse(path, f"{expected} bytes for {counts}", f"{size} bytes")
+        if num_sequences > _MAX_SEQUENCES:
+            _refuse(path, f"at most {_MAX_SEQUENCES} sequences", str(num_sequences))
+        if num_entries < 1:
+            _refuse(path, "at least one document entry", "none")
+        self.dtype = _TOKEN_DTYPES[code]
+        mapped = mmap.mmap(descriptor, size, access=mmap.ACCESS_READ)
+        offset = _HEADER.size
+        self.lengths: npt.NDArray[np.int32] = np.frombuffer(mapped, "<i4", num_sequences, offset)
+        offset += 4 * num_sequences
+        self.pointers: npt.NDArray[np.int64] = np.frombuffer(mapped, "<i8", num_sequences, offset)
+        offset += 8 * num_sequences
+        self.documents: npt.NDArray[np.int64] = np.frombuffer(mapped, "<i8", num_entries, offset)
+
+    def _check_lengths(self) -> None:
+        """Lengths are not negative, pointers are their running sum, and the .bin has exactly their total."""
+        path, itemsize = idx_path(self.prefix), self.dtype.itemsize
+        total = 0
+        for first in range(0, len(self.lengths), _CHECK_ENTRIES):
+            lengths = self.lengths[first : first + _CHECK_ENTRIES].astype(np.int64)
+            if (negative := np.flatnonzero(lengths < 0)).size:
+                row = int(negative[0])
+                _refuse(path, f"a length of at least 0 for sequence {first + row}", str(lengths[row]))
+            ends = np.cumsum(lengths)  # at most 2^20 * 2^31: no overflow
+            expected = (total + ends - lengths) * itemsize
+            found = self.pointers[first : first + _CHECK_ENTRIES]
+            if (wrong := np.flatnonzero(expected != found)).size:
+                row = int(wrong[0])
+                _refuse(path, f"pointer {expected[row]} for sequence {first + row}", str(found[row]))
+            total += int(ends[-1])
+        self.num_tokens = total
+        size = os.fstat(self._bin.fileno()).st_size
+        if size != total * itemsize:
+            wanted = f"{total * itemsize} bytes ({total} {self.dtype.name} tokens in {path.name})"
+            _refuse(bin_path(self.prefix), wanted, f"{size} bytes; truncated, or of another shard")
+
+    def _check_documents(self) -> None:
+        path, previous = idx_path(self.prefix), 0
+        if self.documents[0] != 0:
+            _refuse(path, "document index 0 to be 0", str(self.documents[0]))
+        for first in range(0, len(self.documents), _CHECK_ENTRIES):
+            entries = self.documents[first : first + _CHECK_ENTRIES]
+            steps = entries < np.concatenate(([previous], entries[:-1]))
+            if (wrong := np.flatnonzero(steps)).size:
+                row = int(wrong[0])
+                _refuse(path, f"document index {first + row} not below the one before it", str(entries[row]))
+            previous = int(entries[-1])
+        if previous != len(self.lengths):
+            _refuse(path, f"the last document index to be {len(self.lengths)}, the sequence count", str(previous))
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.documents) - 1
+
+    def first_token(self, sequence: int) -> int:
+        """The position, counted over the whole shard, at which `sequence` (0 to N) starts."""
+        if sequence == self.num_sequences:
+            return self.num_tokens
+        return int(self.pointers[sequence]) // self.dtype.itemsize
+
+    def locate(self, position: int) -> tuple[int, int]:
+        """The sequence that holds token `position` of the shard, and the offset in it. For messages: it is slow."""
+        assert 0 <= position < self.num_tokens, (position, self.num_tokens)
+        sequence = int(np.searchsorted(self.pointers, position * self.dtype.itemsize, side="right")) - 1
+        return sequence, position - self.first_token(sequence)
+
+    def read(self, position: int, count: int) -> TokenArray:
+        """Tokens [position, position + count) of the shard, [count] of `dtype`; read, not mapped.
+
+        A file that shrinks or fails under a mapping would kill the process; here it raises DataError with the file.
+        """
+        assert 0 <= position <= position + count <= self.num_tokens, (position, count, self.num_tokens)
+        itemsize, path = self.dtype.itemsize, bin_path(self.prefix)
+        data = bytearray(count * itemsize)
+        filled = 0
+        try:
+            while filled < len(data):
+                part = os.preadv(self._bin.fileno(), [memoryview(data)[filled:]], position * itemsize + filled)
+                if part == 0:
+                    end = position * itemsize + filled
+                    _refuse(path, f"{self.num_tokens * itemsize} bytes, as on open", f"its end at byte {end}")
+                filled += part
+        except OSError as error:
+            raise DataError(
+                f"{path}: cannot be read at byte {position * itemsize + filled}: {error.strerror}"
+            ) from None
+        return np.frombuffer(data, self.dtype)
+
+    def close(self) -> None:
+        """Closes the .bin; `read` fails from then on."""
+        self._bin.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _refuse(path: Path, expected: str, found: str) -> NoReturn:
+    raise DataError(f"{path}: expected {expected}; found {found}")
+
+
+def digest(prefix: str | Path) -> str:
+    """sha256, in hex, of the bytes of the .idx followed by those of the .bin. Raises DataError."""
+    state = hashlib.sha256()
+    for path in (idx_path(prefix), bin_path(prefix)):
+        with open_regular(path, remedy="give the prefix of a shard, without .bin or .idx") as file:
+            while block := file.read(_DIGEST_BYTES):
+                state.update(block)
+    return state.hexdigest()
+
+
+class ShardWriter:
+    """Streams sequences into a new shard; nothing bears its name before `publish`, so a killed writer leaves none.
+
+    Memory: 4 bytes a sequence and 8 a document. As a context manager it discards what was not published.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: np.dtype[Any]) -> None:
+        """Starts `prefix`.bin under a temporary name; `dtype` is `token_dtype(vocab_size)`.
+
+        Raises:
+            StorageError: the folder cannot be written, or another process writes this shard.
+        """
+        self.prefix = Path(prefix)
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        assert self.dtype in _TOKEN_CODES, dtype
+        self.num_tokens = 0
+        self._lengths = array("i")
+        self._documents = array("q", [0])
+        self._bin = open_temporary(bin_path(prefix))
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._lengths)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self._documents) - 1
+
+    def add_sequence(self, tokens: npt.ArrayLike) -> None:
+        """Appends one sequence of token ids, [length] of any integer dtype.
+
+        Raises:
+            DataError: an id that the shard's dtype cannot hold, or a sequence of 2^31 tokens and more.
+            StorageError: the disk is full or fails.
+        """
+        values = np.asarray(tokens)
+        if not values.size:
+            values = np.empty(0, self.dtype)  # an empty list has no integer dtype of its own
+        assert values.ndim == 1, values.shape
+        assert values.dtype.kind in "iu", values.dtype
+        path = bin_path(self.prefix)
+        if values.size and values.dtype != self.dtype:
+            limit = int(np.iinfo(self.dtype).max)
+            low, high = int(values.min()), int(values.max())
+            if low < 0 or high > limit:
+                _refuse(path, f"token ids from 0 to {limit} ({self.dtype.name})", str(low if low < 0 else high))
+        if values.size > 2**31 - 1:
+            _refuse(path, "a sequence of fewer than 2^31 tokens", f"one of {values.size}")
+        with storage_errors(path):
+            self._bin.write(values.astype(self.dtype, copy=False).tobytes())
+        self._lengths.append(values.size)
+        self.num_tokens += values.size
+
+    def end_document(self) -> None:
+        """Closes the document that holds the sequences since the last call; with none of them it is an empty one."""
+        self._documents.append(len(self._lengths))
+
+    def publish(self, manifest: Mapping[str, Any] | None = None) -> None:
+        """Makes .bin, `manifest` and .idx durable under their names, the .idx last.
+
+        Raises:
+            StorageError: the disk is full or fails; then no .idx bears the name.
+        """
+        assert self._documents[-1] == len(self._lengths), "end_document() was not called after the last sequence"
+        with open_temporary(idx_path(self.prefix)) as idx:
+            with storage_errors(idx_path(self.prefix)):
+                self._write_index(idx)
+                # An older shard of this name must not pair its index with the new tokens, not even for a moment.
+                idx_path(self.prefix).unlink(missing_ok=True)
+                manifest_path(self.prefix).unlink(missing_ok=True)
+            publish(self._bin, bin_path(self.prefix))
+            if manifest is not None:
+                write_text(manifest_path(self.prefix), json.dumps(manifest, indent=2) + "\n")
+            publish(idx, idx_path(self.prefix))
+        self._bin.close()
+
+    def _write_index(self, idx: Any) -> None:
+        code = _TOKEN_CODES[self.dtype]
+        idx.write(_HEADER.pack(MAGIC, VERSION, code, len(self._lengths), len(self._documents)))
+        lengths = np.frombuffer(self._lengths, np.intc) if self._lengths else np.empty(0, np.intc)
+        idx.write(lengths.astype("<i4", copy=False).data)
+        total = 0
+        for first in range(0, len(lengths), _CHECK_ENTRIES):
+            block = lengths[first : first + _CHECK_ENTRIES].astype(np.int64)
+            ends = np.cumsum(block)
+            idx.write(((total + ends - block) * self.dtype.itemsize).astype("<i8", copy=False).data)
+            total += int(ends[-1])
+        assert total == self.num_tokens, (total, self.num_tokens)
+        idx.write(np.frombuffer(self._documents, np.int64).astype("<i8", copy=False).data)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bin.closed:
+            return
+        for path in (bin_path(self.prefix), idx_path(self.prefix)):
+            temporary_name(path).unlink(missing_ok=True)
+        try:
+            self._bin.close()
+        except OSError as failure:  # a full disk fails here once more, on the unwritten rest
+            if error is None:
+                raise StorageError(f"{self.prefix}: cannot be written: {failure.strerror}") from failure
