@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import pydantic
 import torch
@@ -38,6 +38,9 @@ class LinearAttentionConfig(MixerConfig):
     """Learnable relative positions on queries and keys; left out: none."""
     chunk_size: int = pydantic.Field(default=64, gt=0)
     """Tokens a chunk of the scan; the result does not depend on it."""
+
+    def shrunk(self, *, hidden_size: int, num_heads: int) -> Self:
+        return self.model_copy(update={"num_heads": num_heads, "chunk_size": 16})
 
 
 class LinearAttention(Mixer):
@@ -96,7 +99,7 @@ class LinearAttention(Mixer):
             document_ids=context.document_ids,
             chunk_size=self.config.chunk_size,
         )
-        return MixerOutput(self.out(scan.output.flatten(2), gate), None if state is None else (scan.state,))
+        return MixerOutput(self.out(scan.output.flatten(2), gate), () if state is None else (scan.state,))
 
     def step(self, x: Tensor, context: SequenceContext, state: State) -> MixerOutput:
         q, k, v, gate = self._heads(x, context)

@@ -16,7 +16,7 @@ LRPEKind = Literal["cosine", "rotation"]
 
 
 class LRPEFrequencies(FullPrecision):
-    """The angular frequencies of LRPE in radians a token: theta [H, K] (cosine) or [H, K/2] (rotation), heads split over the axis.
+    """The angular frequencies of LRPE, radians a token: theta [H, K] (cosine) or [H, K/2] (rotation), heads split.
 
     Initial frequencies run over the whole model width, head-major: theta_j = 10000^(-2 j / (H K)), so that head 0
     holds the highest.

@@ -13,10 +13,10 @@ from megalin.model.config import BlockConfig
 
 
 class BlockOutput(NamedTuple):
-    """The residual stream [B, T or T/tp, D], and each sub-layer's state (None where none was asked)."""
+    """The residual stream [B, T or T/tp, D], and each sub-layer's state (empty where none was given)."""
 
     x: Tensor
-    states: list[State | None] | None
+    states: list[State]
 
 
 class Sublayer(nn.Module):
@@ -58,20 +58,21 @@ class Block(nn.Module):
     def _run(
         self, x: Tensor, contexts: list[SequenceContext], states: list[State] | None, step: bool = False
     ) -> BlockOutput:
-        branch, next_states = x, []
+        branch = x
+        next_states: list[State] = []
         for index, (sublayer, context) in enumerate(zip(self._sublayers(), contexts, strict=True)):
-            apply = sublayer.mixer.step if step else sublayer.mixer
-            y, state = apply(sublayer.norm(branch), context, states[index] if states is not None else None)
-            next_states.append(state)
-            branch = x + y
+            mixer, state = sublayer.mixer, None if states is None else states[index]
+            normed = sublayer.norm(branch)
+            output = mixer.step(normed, context, state or ()) if step else mixer(normed, context, state)
+            next_states.append(output.state)
+            branch = x + output.y
             if sublayer.residual == "add":
                 x = branch
-        return BlockOutput(x, next_states if states is not None else None)
+        return BlockOutput(x, next_states)
 
     def contexts(self, context: SequenceContext) -> list[SequenceContext]:
-        """One context a sub-layer, with the tensors of its full-precision module, which run outside the block."""
-        modules = [mixer.full_precision for mixer in self.mixers()]
-        return [context._replace(full_precision=() if module is None else module()) for module in modules]
+        """One context a sub-layer."""
+        return [mixer.own_context(context) for mixer in self.mixers()]
 
     def mixers(self) -> list[Mixer]:
         """The mixers in order."""

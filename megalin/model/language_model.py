@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megalin.layers.mixers.base import BuildScope, FullPrecision, Mixer, SequenceContext, State
 from megalin.layers.norms import SRMSNorm
 from megalin.model.block import Block
-from megalin.model.config import ModelConfig
+from megalin.model.config import BlockConfig, ModelConfig
 from megalin.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megalin.parallel.embedding import VocabParallelTable
 from megalin.parallel.tensor_parallel import TensorParallel
@@ -66,9 +66,9 @@ class LanguageModel(nn.Module):
         self.norm = SRMSNorm(config.norm_eps)
         self.head = None if config.tie_embeddings else VocabParallelTable(vocabulary, width, tp=tp, std=std)
 
-    def _build_model_level(self, block: object, scope: BuildScope) -> None:
+    def _build_model_level(self, block: BlockConfig, scope: BuildScope) -> None:
         """Builds, once per mixer type, what the type keeps at the level of the model."""
-        for sublayer in block.sublayers:  # type: ignore[attr-defined]
+        for sublayer in block.sublayers:
             key = sublayer.type.replace(".", "_")
             if key not in self.shared and (module := sublayer.shared_module(scope)) is not None:
                 self.shared[key] = module
@@ -99,14 +99,14 @@ class LanguageModel(nn.Module):
         if state is not None:
             document_ids = _known_documents(tokens, document_ids, state)
             state = _forget_other_documents(state, document_ids)
-        context = SequenceContext(positions, document_ids, {key: module() for key, module in self.shared.items()})
+        context = SequenceContext(positions, document_ids, self._shared_tensors())
         x = self.embedding.embed(tokens) * self.config.embedding_scale
         inputs = []
-        for index, layer in enumerate(self.input_layers.values()):
-            x, input_state = layer(x, context, state.inputs[index] if state else None)
+        for index, layer in enumerate(self.input_mixers()):
+            x, input_state = layer(x, layer.own_context(context), state.inputs[index] if state else None)
             inputs.append(input_state)
         blocks = []
-        for index, block in enumerate(self.blocks):
+        for index, block in enumerate(self.block_list()):
             x, states = block(x, block.contexts(context), state.blocks[index] if state else None)
             blocks.append(states)
         logits = self._table().logits(self.norm(x))
@@ -123,14 +123,14 @@ class LanguageModel(nn.Module):
         Work and memory do not depend on how many tokens came before.
         """
         positions = state.positions[:, None]
-        context = SequenceContext(positions, None, {key: module() for key, module in self.shared.items()})
+        context = SequenceContext(positions, None, self._shared_tensors())
         x = self.embedding.embed(tokens[:, None]) * self.config.embedding_scale
         inputs = []
-        for layer, layer_state in zip(self.input_layers.values(), state.inputs, strict=True):
-            x, next_state = layer.step(x, context, layer_state)
+        for layer, layer_state in zip(self.input_mixers(), state.inputs, strict=True):
+            x, next_state = layer.step(x, layer.own_context(context), layer_state)
             inputs.append(next_state)
         blocks = []
-        for block, states in zip(self.blocks, state.blocks, strict=True):
+        for block, states in zip(self.block_list(), state.blocks, strict=True):
             x, next_states = block.step(x, block.contexts(context), states)
             blocks.append(next_states)
         logits = self._table().logits(self.norm(x))
@@ -147,8 +147,8 @@ class LanguageModel(nn.Module):
             return [mixer.initial_state(batch_size, dtype=dtype, device=device) for mixer in mixers]
 
         zeros = torch.zeros(batch_size, dtype=torch.int64, device=device)
-        blocks = [initial(block.mixers()) for block in self.blocks]
-        return ModelState(blocks, initial(list(self.input_layers.values())), zeros, zeros.to(torch.int32))
+        blocks = [initial(block.mixers()) for block in self.block_list()]
+        return ModelState(blocks, initial(self.input_mixers()), zeros, zeros.to(torch.int32))
 
     def full_precision_modules(self) -> list[nn.Module]:
         """The submodules whose parameters must compute in fp32: they feed exponentials or positions."""
@@ -156,7 +156,18 @@ class LanguageModel(nn.Module):
 
     def mixers(self) -> list[Mixer]:
         """Every mixer, blocks in order."""
-        return [mixer for block in self.blocks for mixer in block.mixers()]
+        return [mixer for block in self.block_list() for mixer in block.mixers()]
+
+    def block_list(self) -> list[Block]:
+        """The blocks in order."""
+        return cast(list[Block], list(self.blocks))
+
+    def input_mixers(self) -> list[Mixer]:
+        """The input layers in order."""
+        return cast(list[Mixer], list(self.input_layers.values()))
+
+    def _shared_tensors(self) -> dict[str, Tensor]:
+        return {key: module() for key, module in self.shared.items()}
 
     def num_parameters(self) -> int:
         """Parameters of the whole model over all ranks; rows that pad the vocabulary are not counted."""
@@ -170,7 +181,7 @@ class LanguageModel(nn.Module):
 
     def forward_flops(self, length: int) -> int:
         """Forward floating-point operations a token at `length` tokens; a multiply and an add count as two."""
-        layers = [*self.input_layers.values(), *self.mixers()]
+        layers = [*self.input_mixers(), *self.mixers()]
         return sum(layer.flops(length) for layer in layers) + self._table().logits_flops()
 
     def training_flops(self, length: int) -> int:

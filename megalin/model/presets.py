@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -42,3 +43,14 @@ def _tables() -> dict[str, Any]:
     folder = resources.files("megalin") / "presets"
     files = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name)
     return {name: table for file in files for name, table in tomllib.loads(file.read_text(encoding="utf-8")).items()}
+
+
+def expand_preset(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A model table whose key `preset` names a preset: that preset's table, overridden by the other keys.
+
+    Raises:
+        ConfigError: for a preset that does not exist.
+    """
+    values = dict(table)
+    name = values.pop("preset", None)
+    return values if name is None else {**preset_table(str(name)), **values}

@@ -15,6 +15,10 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+# torch 2.12 renamed these two; the old names warn there, the new ones do not exist in 2.11.
+_gather: Any = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+_scatter: Any = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -37,14 +41,14 @@ def all_gather(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
     """Concatenation of every rank's `x` along `dim`, in rank order. Not differentiable."""
     if axis.size == 1:
         return x
-    return functional.all_gather_tensor(x.contiguous(), dim, axis.group_name)  # type: ignore[arg-type]
+    return _gather(x.contiguous(), dim, axis.group_name)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
     """This rank's slice along `dim` of the sum of `x` over the axis. Not differentiable."""
     if axis.size == 1:
         return x
-    return functional.reduce_scatter_tensor(x.contiguous(), "sum", dim, axis.group_name)  # type: ignore[arg-type]
+    return _scatter(x.contiguous(), "sum", dim, axis.group_name)
 
 
 def local_slice(x: Tensor, axis: Axis, *, dim: int) -> Tensor:

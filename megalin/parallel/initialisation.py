@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+
+from megalin.parallel.tensor_parallel import assign
 
 Initialiser = Callable[[Tensor, torch.Generator], object]
 """Fills a whole fp32 tensor in place from a generator."""
@@ -37,17 +38,12 @@ class Draw:
         """The draw for the module whose global name is `prefix`."""
         return Draw(self.seed, f"{prefix}." if prefix else "")
 
-    @torch.no_grad()
     def __call__(self, parameter: nn.Parameter, name: str, initialise: Initialiser) -> None:
         """Fills `parameter`, which the module calls `name`, by `initialise`."""
         full = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
         for part, matrix in enumerate(full if full.dim() == 3 else full[None]):
             initialise(matrix, self._generator(f"{self.prefix}{name}", part, full.device))
-        if isinstance(parameter, DTensor):
-            # Every rank has drawn the same tensor: no broadcast (src_data_rank=None).
-            parameter.copy_(distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None))
-        else:
-            parameter.copy_(full)
+        assign(parameter, full)
 
     def _generator(self, name: str, part: int, device: torch.device) -> torch.Generator:
         digest = hashlib.sha256(f"{self.seed}/{name}/{part}".encode()).digest()

@@ -41,7 +41,13 @@ class Mesh:
         device: where this rank computes.
     """
 
-    def __init__(self, config: ParallelConfig, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ParallelConfig,
+        device: torch.device,
+        *,
+        tensor_parallel: type[TensorParallel] = TensorParallel,
+    ) -> None:
         """Raises ConfigError where the axes do not fit the number of ranks; needs an initialised process group."""
         check_world_size(config, dist.get_world_size())
         data_size = dist.get_world_size() // config.tp
@@ -52,7 +58,7 @@ class Mesh:
         )
         tp_mesh = self.device_mesh["tp"]
         self.data = _axis("data", self.device_mesh["replicate", "shard"]._flatten("data"))
-        self.tp = TensorParallel(_axis("tp", tp_mesh), device_mesh=tp_mesh, sequence_parallel=config.sequence_parallel)
+        self.tp = tensor_parallel(_axis("tp", tp_mesh), device_mesh=tp_mesh, sequence_parallel=config.sequence_parallel)
 
     @property
     def data_mesh(self) -> DeviceMesh:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from megalin.errors import ConfigError
 from megalin.parallel.collectives import (
@@ -107,3 +107,16 @@ class TensorParallel:
 def local(parameter: Tensor) -> Tensor:
     """What this rank holds of a parameter, as a plain tensor that autograd follows."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole of a parameter or gradient, on every rank; a collective where it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def assign(parameter: Tensor, full: Tensor) -> None:
+    """Sets a parameter from a whole tensor that every rank has: each keeps its slice, nothing is sent."""
+    if isinstance(parameter, DTensor):
+        full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.copy_(full)

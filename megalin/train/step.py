@@ -62,12 +62,25 @@ def train_step(
     max_grad_norm: float | None,
     step: int,
 ) -> StepResult:
-    """One update of the weights. `step` is for messages.
+    """One update of the weights: `accumulate_gradients`, then `apply_gradients`."""
+    loss, count = accumulate_gradients(model, batches, mesh)
+    return apply_gradients(model, optimizer, loss, count, max_grad_norm=max_grad_norm, step=step)
+
+
+def apply_gradients(
+    model: LanguageModel,
+    optimizer: torch.optim.Optimizer,
+    loss: Tensor,
+    count: Tensor,
+    *,
+    max_grad_norm: float | None,
+    step: int,
+) -> StepResult:
+    """One norm, one finite check, clip, update; `loss` and `count` are `accumulate_gradients`', `step` is for messages.
 
     Raises:
         NumericError: on every rank, before any weight changes, when the loss or the gradient is not finite.
     """
-    loss, count = accumulate_gradients(model, batches, mesh)
     norm = clip_gradients(list(model.parameters()), max_grad_norm)
     values = torch.stack([loss, norm.to(loss.dtype), count.to(loss.dtype)]).tolist()
     result = StepResult(values[0], values[1], int(values[2]))

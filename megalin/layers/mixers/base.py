@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import pydantic
 import torch
@@ -33,10 +33,10 @@ class SequenceContext(NamedTuple):
 
 
 class MixerOutput(NamedTuple):
-    """y in the layout of the residual stream, and the state after the last token (None where none was asked)."""
+    """y in the layout of the residual stream, and the state after the last token (empty where none was given)."""
 
     y: Tensor
-    state: State | None
+    state: State
 
 
 class BuildScope(NamedTuple):
@@ -73,6 +73,10 @@ class Mixer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.full_precision: FullPrecision | None = None
+
+    def own_context(self, context: SequenceContext) -> SequenceContext:
+        """`context` with the tensors of this mixer's full-precision module; called outside the block."""
+        return context._replace(full_precision=() if self.full_precision is None else self.full_precision())
 
     def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
         """x [B, T or T/tp, D] normed -> y of the same layout. A state is returned where one is given."""
@@ -114,6 +118,10 @@ class MixerConfig(Config):
     def build(self, scope: BuildScope) -> Mixer:
         """The mixer on the meta device. Raises ConfigError where sizes do not fit the mesh."""
         raise NotImplementedError
+
+    def shrunk(self, *, hidden_size: int, num_heads: int) -> Self:
+        """The same mixer at a size that answers in seconds, for `megalin verify`: many chunks, uneven widths."""
+        return self
 
     def shared_module(self, scope: BuildScope) -> nn.Module | None:
         """A model-level module that all mixers of this type share; its output reaches them as context.shared[type]."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
 import pydantic
 from torch import Tensor
@@ -27,7 +27,7 @@ class GLU(Mixer):
         gate, value = self.up(self.tp.enter(x))
         if self.activation == "silu":
             gate = functional.silu(gate)
-        return MixerOutput(self.down(gate * value), state)
+        return MixerOutput(self.down(gate * value), ())
 
     def step(self, x: Tensor, context: SequenceContext, state: State) -> MixerOutput:
         return self(x, context, state)
@@ -45,6 +45,9 @@ class GLUConfig(MixerConfig):
     """Width between the up and down projections."""
     activation: Literal["none", "silu"] = "none"
     """Applied to the gate. none: SGLU (TransNormerLLM, TNL, HGRN2); silu: SwiGLU."""
+
+    def shrunk(self, *, hidden_size: int, num_heads: int) -> Self:
+        return self.model_copy(update={"intermediate_size": hidden_size + num_heads})
 
     def build(self, scope: BuildScope) -> GLU:
         return GLU(self, scope)

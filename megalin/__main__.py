@@ -1,0 +1,32 @@
+"""The command line: python -m megalin train | eval | generate | verify | params | config."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+
+from megalin.commands import COMMANDS
+from megalin.errors import MegalinError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one command; returns the exit code (errors.py). A user's error is printed without a traceback."""
+    parser = argparse.ArgumentParser(
+        prog="megalin", description="Distributed pretraining of linear-complexity language models."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        command.add_arguments(commands.add_parser(name, help=command.help, description=command.help))
+    parsed = parser.parse_args(arguments)
+    # Gathering a tensor that two axes split takes two all-gathers; torch warns of it at every checkpoint and report.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    try:
+        return COMMANDS[parsed.command].run(parsed)
+    except MegalinError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

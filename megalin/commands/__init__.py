@@ -1,0 +1,11 @@
+"""The commands of the command line, one module each: parse, call the library, print."""
+
+from megalin.commands import config, params, verify
+from megalin.commands.base import Command
+
+COMMANDS: dict[str, Command] = {
+    "config": config.COMMAND,
+    "verify": verify.COMMAND,
+    "params": params.COMMAND,
+}
+"""Every command by its name on the command line."""

@@ -1,0 +1,31 @@
+"""What a command is, and how one names a model."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megalin.config import apply_overrides, parse, read_toml
+from megalin.model.config import ModelConfig
+from megalin.model.presets import expand_preset, preset_table
+
+
+class Command(NamedTuple):
+    """One command: its help, its arguments and its run, which returns the exit code."""
+
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def model_from(name: str, overrides: Sequence[str]) -> ModelConfig:
+    """The model of a config file (a name that ends with .toml) or of a preset, with `model.key=value` overrides.
+
+    Raises:
+        ConfigError: a file or preset that does not exist, or values that are no model.
+    """
+    values: dict[str, Any] = read_toml(name) if name.endswith(".toml") else {"model": preset_table(name)}
+    values = apply_overrides(values, overrides)
+    return parse(ModelConfig, expand_preset(values.get("model", {})), Path(name).name)

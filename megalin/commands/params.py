@@ -1,0 +1,49 @@
+"""`megalin params`: what a model counts, from the module built on the meta device."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from megalin.commands.base import Command, model_from
+from megalin.model.language_model import LanguageModel
+from megalin.model.presets import load_preset, preset_names
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", help="a preset or a config file; left out: the presets are listed")
+    parser.add_argument("overrides", nargs="*", metavar="model.key=value", help="changes to the model")
+    parser.add_argument("--length", type=int, default=8192, help="tokens a sequence, for the operations (8192)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.model is None:
+        print("\n".join(preset_names()))
+        return 0
+    model = LanguageModel(model_from(arguments.model, arguments.overrides))
+    counts = {
+        "parameters": model.num_parameters(),
+        "non_embedding_parameters": model.num_parameters() - model.num_embedding_parameters(),
+        "flops_per_token": model.training_flops(arguments.length),
+        "forward_flops_per_token": model.forward_flops(arguments.length),
+        "state_bytes": model.state_bytes(),
+        "length": arguments.length,
+    }
+    if arguments.json:
+        print(json.dumps({"model": arguments.model, **counts}))
+        return 0
+    units = {
+        "flops_per_token": "forward and backward, at this length",
+        "forward_flops_per_token": "forward only",
+        "state_bytes": "of one sequence while decoding, fp32",
+        "length": "tokens a sequence",
+    }
+    for name, value in counts.items():
+        print(f"{name:26}{value:>26,}  {units.get(name, '')}".rstrip())
+    if arguments.model in preset_names():
+        print(load_preset(arguments.model).note)
+    return 0
+
+
+COMMAND = Command("count a model's parameters, operations and state", _add_arguments, _run)

@@ -1,0 +1,72 @@
+"""`megalin verify`: a model on a mesh against one process."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from megalin.commands.base import Command, model_from
+from megalin.errors import ConfigError
+from megalin.parallel.mesh import ParallelConfig, check_world_size, compute_device, launched_world_size, process_group
+from megalin.verify.case import Case, make_case
+from megalin.verify.launch import launch_ranks
+from megalin.verify.run import print_faults, print_rows, self_test, verify
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="a preset or a config file")
+    parser.add_argument("overrides", nargs="*", metavar="model.key=value", help="changes to the model")
+    parser.add_argument("--tp", type=int, default=1, help="ranks of the tensor-parallel axis (1)")
+    parser.add_argument("--dp", type=int, default=1, help="ranks of the data axis (1)")
+    parser.add_argument("--shard", type=int, help="ranks of the data axis that share the weights (all)")
+    parser.add_argument("--sequence-parallel", action="store_true", help="split activations inside the tp group")
+    parser.add_argument("--recompute", action="store_true", help="recompute activations in the backward")
+    parser.add_argument("--dtype", choices=["float64", "float32", "bfloat16"], default="float64")
+    parser.add_argument("--length", type=int, help="tokens a row (a few chunks and a rest)")
+    parser.add_argument("--full", action="store_true", help="the model as it is, not shrunk")
+    parser.add_argument("--self-test", action="store_true", help="plant faults; each must be seen (tp, dp >= 2)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    case = _case(arguments)
+    launched = launched_world_size()
+    if launched == 1 and case.world_size > 1:
+        return launch_ranks(case.world_size, sys.argv[1:])
+    if launched != case.world_size:
+        raise ConfigError(
+            f"--tp {case.parallel.tp} x --dp {case.data_size} needs {case.world_size} ranks, but {launched} were "
+            "started; start as many, or none and let verify start them"
+        )
+    with process_group(compute_device()):
+        passed = True
+        if arguments.self_test:
+            results = self_test(case)
+            passed = not results or print_faults(case, results, as_json=arguments.json)
+        else:
+            rows = verify(case)
+            passed = not rows or print_rows(case, rows, as_json=arguments.json)
+    return 0 if passed else 1
+
+
+def _case(arguments: argparse.Namespace) -> Case:
+    if arguments.self_test and min(arguments.tp, arguments.dp) < 2:
+        raise ConfigError(
+            f"--self-test with --tp {arguments.tp} --dp {arguments.dp} cannot show its faults; use 2 and 2"
+        )
+    if min(arguments.tp, arguments.dp) < 1:
+        raise ConfigError(f"--tp {arguments.tp} --dp {arguments.dp}: an axis has at least one rank")
+    parallel = ParallelConfig(tp=arguments.tp, sequence_parallel=arguments.sequence_parallel, shard=arguments.shard)
+    check_world_size(parallel, arguments.tp * arguments.dp)
+    return make_case(
+        model_from(arguments.model, arguments.overrides),
+        parallel,
+        data_size=arguments.dp,
+        dtype=arguments.dtype,
+        full=arguments.full,
+        length=arguments.length,
+        recompute=arguments.recompute,
+    )
+
+
+COMMAND = Command("prove that a mesh gives one process's answer", _add_arguments, _run)

@@ -1,0 +1,100 @@
+"""The config of a run: model, data, mesh, optimizer, schedule and the loop, checked together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, Self
+
+import pydantic
+
+from megalin.config import Config, apply_overrides, parse, read_toml
+from megalin.data.dataset import DataConfig
+from megalin.model.config import ModelConfig
+from megalin.model.presets import expand_preset
+from megalin.optim.adamw import OptimizerConfig
+from megalin.optim.schedule import ScheduleConfig
+from megalin.parallel.mesh import ParallelConfig
+
+
+class TrainConfig(Config):
+    """The loop."""
+
+    steps: int = pydantic.Field(ge=1)
+    """Optimizer steps of the whole run."""
+    global_batch_size: int = pydantic.Field(ge=1)
+    """Samples a step over all ranks; gradients accumulate where it exceeds micro_batch_size times the data axis."""
+    micro_batch_size: int = pydantic.Field(ge=1)
+    """Samples a rank runs at a time."""
+    seed: int = pydantic.Field(default=0, ge=0)
+    """Seed of the initial weights and of the sample order."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute dtype; weights and optimizer state are fp32 shards, gradients are reduced in fp32."""
+    recompute: bool = False
+    """Whether the backward computes each block's activations again instead of keeping them."""
+    compile: bool = False
+    """Whether blocks are compiled (torch.compile, one graph a kind of block)."""
+    evaluate_every_steps: int | None = pydantic.Field(default=None, ge=1)
+    """Steps between evaluations on the validation split; left out: only after the last step."""
+    evaluate_batches: int | None = pydantic.Field(default=None, ge=1)
+    """Batches of global_batch_size samples an evaluation during training reads; left out: the whole split."""
+    log_every_steps: int = pydantic.Field(default=10, ge=1)
+    """Steps between lines on a screen that is no terminal; every step is written to metrics.jsonl."""
+    stop_after_steps: int | None = pydantic.Field(default=None, ge=1)
+    """Save and stop after this step although the schedule counts on `steps`, to go on later."""
+
+
+class CheckpointConfig(Config):
+    """Checkpoints of a run."""
+
+    every_steps: int | None = pydantic.Field(default=None, ge=1)
+    """Steps between checkpoints; left out: only after the last step."""
+    keep: int | None = pydantic.Field(default=None, ge=1)
+    """How many of the newest are kept; left out: all."""
+
+
+class RunConfig(Config):
+    """Everything that determines a run."""
+
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig = ScheduleConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> Self:
+        problems = [f"schedule.{problem}" for problem in self.schedule.problems(self.train.steps)]
+        train, parallel, length = self.train, self.parallel, self.data.sequence_length
+        if train.global_batch_size % train.micro_batch_size:
+            problems.append(
+                f"train.global_batch_size = {train.global_batch_size} is not divisible by train.micro_batch_size = "
+                f"{train.micro_batch_size}; use a multiple of {train.micro_batch_size}"
+            )
+        if parallel.sequence_parallel and length % parallel.tp:
+            problems.append(
+                f"data.sequence_length = {length} is not divisible by parallel.tp = {parallel.tp}, as "
+                f"parallel.sequence_parallel needs; use {length // parallel.tp * parallel.tp or parallel.tp}"
+            )
+        if train.stop_after_steps is not None and train.stop_after_steps > train.steps:
+            problems.append(
+                f"train.stop_after_steps = {train.stop_after_steps} is beyond train.steps = {train.steps}; "
+                "lower it or leave it out"
+            )
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+
+def load_run_config(path: str | Path, overrides: Sequence[str]) -> RunConfig:
+    """The config of a file with dotted overrides applied and a model's preset written out.
+
+    Raises:
+        ConfigError: naming every problem at once.
+    """
+    values = apply_overrides(read_toml(path), overrides)
+    if isinstance(values.get("model"), dict):
+        values["model"] = expand_preset(values["model"])
+    return parse(RunConfig, values, str(path))

@@ -1,0 +1,100 @@
+"""One step of a case, on the mesh and in one process: every tensor that the two must agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional
+from torch import Tensor, nn
+
+from megalin.model.language_model import LanguageModel
+from megalin.optim.adamw import OptimizerConfig, build_optimizer
+from megalin.parallel.collectives import all_gather
+from megalin.parallel.cross_entropy import IGNORED_LABEL
+from megalin.parallel.data_parallel import shard_model
+from megalin.parallel.initialisation import fill
+from megalin.parallel.mesh import Mesh
+from megalin.parallel.tensor_parallel import full_tensor
+from megalin.train.step import accumulate_gradients, apply_gradients
+from megalin.verify.case import Case, make_batches, rank_batches
+
+Outcome = dict[str, Tensor]
+"""Whole tensors on the CPU by name: logits.<m>, token_losses.<m>, loss, grad_norm, gradient:<p>, weight:<p>."""
+
+OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, max_grad_norm=0.05)
+"""The clip is far below the gradient's norm, so a norm that misses or repeats an element changes the weights."""
+
+
+def run_on_mesh(case: Case, mesh: Mesh, *, after_fill: Callable[[nn.Module, Mesh], None] | None = None) -> Outcome:
+    """The step on the mesh, by the code that trains; a collective, the outcome is whole on every rank.
+
+    Args:
+        after_fill: called on the filled model; the self-test plants a fault there.
+    """
+    model = LanguageModel(case.model, mesh.tp, recompute=case.recompute)
+    if case.dtype == "float64":
+        model.to(torch.float64)
+    shard_model(model, model.block_list(), model.full_precision_modules(), mesh, compute_dtype=case.compute_dtype)
+    model.to_empty(device=mesh.device)
+    fill(model, case.seed)
+    if after_fill is not None:
+        after_fill(model, mesh)
+    optimizer = build_optimizer(model, OPTIMIZER, no_decay=())
+    batches = rank_batches(make_batches(case), mesh.data.rank, mesh.device)
+    outcome: Outcome = {}
+    for index, batch in enumerate(batches):
+        with torch.no_grad():
+            output = model(batch.tokens, labels=batch.labels, document_ids=batch.document_ids)
+        assert output.token_losses is not None
+        logits = all_gather(output.logits, mesh.tp.axis, dim=-1)[..., : case.model.vocab_size]
+        # clone: a collective's result is waited on at its first use, and only rank 0 uses the outcome.
+        outcome[f"logits.{index}"] = all_gather(logits, mesh.data, dim=0).clone().cpu()
+        outcome[f"token_losses.{index}"] = all_gather(output.token_losses, mesh.data, dim=0).clone().cpu()
+    loss, count = accumulate_gradients(model, batches, mesh)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        outcome[f"gradient:{name}"] = full_tensor(parameter.grad).cpu()
+    result = apply_gradients(model, optimizer, loss, count, max_grad_norm=OPTIMIZER.max_grad_norm, step=0)
+    scalars = {"loss": result.loss, "grad_norm": result.grad_norm}
+    outcome |= {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()}
+    for name, parameter in model.named_parameters():
+        outcome[f"weight:{name}"] = full_tensor(parameter.detach()).cpu()
+    return outcome
+
+
+def run_reference(case: Case, dtype: torch.dtype) -> Outcome:
+    """The step in this process alone, in `dtype`, on the CPU: plain tensors, plain autograd, plain AdamW."""
+    model = LanguageModel(case.model).to(dtype)
+    for module in model.full_precision_modules():
+        module.to(torch.promote_types(dtype, torch.float32))
+    model.to_empty(device="cpu")
+    fill(model, case.seed)
+    batches = make_batches(case)
+    outcome: Outcome = {}
+    count = sum(int((batch.labels != IGNORED_LABEL).sum()) for batch in batches)
+    total = torch.zeros((), dtype=torch.float64)
+    for index, batch in enumerate(batches):
+        output = model(batch.tokens, labels=batch.labels, document_ids=batch.document_ids)
+        outcome[f"logits.{index}"] = logits = output.logits.detach()[..., : case.model.vocab_size]
+        labels = batch.labels.clamp(min=0)[..., None]
+        wide = logits.to(torch.promote_types(dtype, torch.float32))
+        losses = -torch.nn.functional.log_softmax(wide, -1).gather(-1, labels).squeeze(-1)
+        outcome[f"token_losses.{index}"] = losses.masked_fill(batch.labels == IGNORED_LABEL, 0.0)
+        assert output.token_losses is not None
+        loss = output.token_losses.sum() / count
+        loss.backward()
+        total += loss.detach()
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        assert parameter.grad is not None, name
+        outcome[f"gradient:{name}"] = parameter.grad.clone()
+    assert OPTIMIZER.max_grad_norm is not None
+    norm = torch.nn.utils.clip_grad_norm_(parameters.values(), OPTIMIZER.max_grad_norm)
+    beta1, beta2 = OPTIMIZER.betas
+    torch.optim.AdamW(
+        parameters.values(), OPTIMIZER.lr, (beta1, beta2), OPTIMIZER.eps, OPTIMIZER.weight_decay, foreach=False
+    ).step()
+    outcome["loss"], outcome["grad_norm"] = total, norm.detach()
+    outcome |= {f"weight:{name}": parameter.detach() for name, parameter in parameters.items()}
+    return outcome

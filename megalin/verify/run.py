@@ -1,0 +1,133 @@
+"""Runs a verification on the ranks that are there, and what it says: a table, or JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+import rich.console
+import rich.table
+import torch
+
+from megalin.layers.mixers.glu import GLUConfig
+from megalin.layers.mixers.tnl import TNLConfig
+from megalin.model.config import BlockConfig
+from megalin.parallel.mesh import Mesh, compute_device
+from megalin.verify.case import Case
+from megalin.verify.comparison import Row, compare
+from megalin.verify.faults import FAULTS
+from megalin.verify.outcome import Outcome, run_on_mesh, run_reference
+
+
+class FaultResult(NamedTuple):
+    """Whether a planted fault was seen, and by which tensor most clearly."""
+
+    fault: str
+    seen: bool
+    worst: Row
+
+
+def verify(case: Case) -> list[Row]:
+    """Compares the case on the mesh of the current process group with one process; a collective.
+
+    Returns:
+        One row a tensor, on rank 0; no rows on the other ranks.
+    """
+    mesh = Mesh(case.parallel, compute_device())
+    outcome = run_on_mesh(case, mesh)
+    if not mesh.is_first_rank:
+        return []
+    return compare(case, outcome, *_references(case))
+
+
+def self_test(case: Case) -> list[FaultResult]:
+    """Plants each fault of faults.py and compares; every one must be seen. A collective; results on rank 0."""
+    results = []
+    references: dict[bool, tuple[Outcome, Outcome | None]] = {}
+    for fault in FAULTS:
+        planted = with_low_rank(case) if fault.needs_low_rank else case
+        mesh = fault.mesh(case.parallel, compute_device(), tensor_parallel=fault.tensor_parallel)
+        outcome = run_on_mesh(planted, mesh, after_fill=fault.after_fill)
+        if mesh.is_first_rank:
+            if fault.needs_low_rank not in references:
+                references[fault.needs_low_rank] = _references(planted)
+            rows = compare(planted, outcome, *references[fault.needs_low_rank])
+            results.append(FaultResult(fault.name, not all(row.passed for row in rows), _worst(rows)[0]))
+    return results
+
+
+def with_low_rank(case: Case) -> Case:
+    """The case with a block more that has a replicated weight on sharded data, in case the model has none."""
+    num_heads = max(4, 2 * case.parallel.tp)
+    width = case.model.hidden_size
+    sublayers = [TNLConfig(num_heads=num_heads, chunk_size=16), GLUConfig(intermediate_size=width + num_heads)]
+    block = BlockConfig(sublayers=list(sublayers))
+    return case._replace(model=case.model.model_copy(update={"layers": [*case.model.layers, block]}))
+
+
+def _references(case: Case) -> tuple[Outcome, Outcome | None]:
+    if case.dtype == "bfloat16":
+        return run_reference(case, torch.float32), run_reference(case, torch.bfloat16)
+    return run_reference(case, case.compute_dtype), None
+
+
+def _worst(rows: list[Row]) -> list[Row]:
+    """Rows by error over bound, the largest first; a NaN counts as the largest."""
+    return sorted(rows, key=lambda row: -(row.error / row.bound) if row.error == row.error else float("-inf"))
+
+
+def print_rows(case: Case, rows: list[Row], *, as_json: bool) -> bool:
+    """Prints the comparison; returns whether every bound holds."""
+    passed = all(row.passed for row in rows)
+    if as_json:
+        print(json.dumps({"passed": passed, **_summary(case), "rows": [_row_json(row) for row in rows]}))
+        return passed
+    table = rich.table.Table("tensor", "of", "worst error", "bound", "", title=_title(case))
+    for kind in ("logits", "token_losses", "loss", "grad_norm", "gradient", "weight"):
+        of_kind = _worst([row for row in rows if row.name.partition(":")[0].partition(".")[0] == kind])
+        for row in of_kind if not all(row.passed for row in of_kind) else of_kind[:1]:
+            table.add_row(
+                row.name, str(len(of_kind)), f"{row.error:.2e}", f"{row.bound:.0e}", "ok" if row.passed else "FAILED"
+            )
+    console = rich.console.Console()
+    console.print(table)
+    console.print(f"{'PASSED' if passed else 'FAILED'}: {len(rows)} tensors on {case.world_size} ranks")
+    return passed
+
+
+def print_faults(case: Case, results: list[FaultResult], *, as_json: bool) -> bool:
+    """Prints the self-test; returns whether every fault was seen."""
+    passed = all(result.seen for result in results)
+    if as_json:
+        faults = [{"fault": r.fault, "seen": r.seen, "worst": _row_json(r.worst)} for r in results]
+        print(json.dumps({"passed": passed, **_summary(case), "faults": faults}))
+        return passed
+    table = rich.table.Table("planted fault", "seen", "by", "error", "bound", title=f"self-test, {_title(case)}")
+    for fault, seen, row in results:
+        table.add_row(fault, "yes" if seen else "NO", row.name, f"{row.error:.2e}", f"{row.bound:.0e}")
+    console = rich.console.Console()
+    console.print(table)
+    console.print(f"{'PASSED: every' if passed else 'FAILED: not every'} planted fault was seen")
+    return passed
+
+
+def _row_json(row: Row) -> dict[str, Any]:
+    # JSON has no NaN or infinity.
+    finite = row.error == row.error and row.error != float("inf")
+    return {"name": row.name, "error": row.error if finite else None, "bound": row.bound, "passed": row.passed}
+
+
+def _summary(case: Case) -> dict[str, Any]:
+    return {
+        "tp": case.parallel.tp,
+        "dp": case.data_size,
+        "sequence_parallel": case.parallel.sequence_parallel,
+        "shard": case.parallel.shard,
+        "dtype": case.dtype,
+        "length": case.length,
+    }
+
+
+def _title(case: Case) -> str:
+    extra = ", sequence parallel" if case.parallel.sequence_parallel else ""
+    return f"tp {case.parallel.tp} x dp {case.data_size}{extra} against one process, {case.dtype}"
