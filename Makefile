@@ -1,0 +1,35 @@
+# make quickstart: everything from an empty machine to a trained model; make test: everything CI runs.
+SHELL := /usr/bin/env bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart lint test
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+help:
+	@echo 'make quickstart   install, prepare data, train, resume, evaluate and generate: a few minutes on two cores'
+	@echo 'make test         install, then lint and run every test, as CI does'
+	@echo 'make lint         ruff, mypy and the import layers'
+	@echo 'make install      create .venv (PYTHON=python3.12 names another interpreter)'
+
+install: $(INSTALLED)
+
+# Compiled sources only: Python files are read in place.
+$(INSTALLED): pyproject.toml constraints.txt setup.py tools/install.sh $(shell find csrc -type f -not -name '*.py*')
+	tools/install.sh '$(PYTHON)'
+	@touch $@
+
+quickstart: $(INSTALLED)
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/quickstart/run.sh
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# One thread a process: several ranks share the cores, and idle OpenMP threads spin.
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=15
