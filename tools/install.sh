@@ -26,7 +26,7 @@ if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/
     expected=$(torch_version "$python")
     echo "install: torch $expected sees a GPU and stays; creating .venv over it"
     "$python" -m venv --system-site-packages .venv
-    [[ $(torch_version .venv/bin/python) == "$expected" ]] ||
+    [[ $(torch_version .venv/bin/python 2>/dev/null) == "$expected" ]] ||
         fail "torch $expected belongs to an active virtual environment, which .venv cannot see; deactivate it first"
     held=$(mktemp)
     trap 'rm -f "$held"' EXIT
