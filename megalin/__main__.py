@@ -18,7 +18,12 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         command.add_arguments(commands.add_parser(name, help=command.help, description=command.help))
-    parsed = parser.parse_args(arguments)
+    # argparse gives up on key=value arguments that follow an option; they are left over here.
+    parsed, rest = parser.parse_known_args(arguments)
+    if rest and (any(argument.startswith("-") for argument in rest) or not hasattr(parsed, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    elif rest:
+        parsed.overrides = [*parsed.overrides, *rest]
     # Gathering a tensor that two axes split takes two all-gathers; torch warns of it at every checkpoint and report.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     try:

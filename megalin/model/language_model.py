@@ -58,6 +58,7 @@ class LanguageModel(nn.Module):
         self.embedding = VocabParallelTable(vocabulary, width, tp=tp, std=std)
         self.input_layers = nn.ModuleDict()
         self.shared = nn.ModuleDict()
+        self._shared_types: list[str] = []  # as in the config; names of modules hold no dots
         self.blocks = nn.ModuleList()
         for layer, (path, block) in enumerate(config.blocks()):
             scope = BuildScope(width, layer, config.num_layers, tp, std, path)
@@ -72,6 +73,7 @@ class LanguageModel(nn.Module):
             key = sublayer.type.replace(".", "_")
             if key not in self.shared and (module := sublayer.shared_module(scope)) is not None:
                 self.shared[key] = module
+                self._shared_types.append(sublayer.type)
             if key not in self.input_layers and (layer := sublayer.input_layer(scope)) is not None:
                 self.input_layers[key] = layer
 
@@ -154,6 +156,15 @@ class LanguageModel(nn.Module):
         """The submodules whose parameters must compute in fp32: they feed exponentials or positions."""
         return [module for module in self.modules() if isinstance(module, FullPrecision)]
 
+    def no_decay_names(self) -> set[str]:
+        """Global names of the parameters without weight decay: those of full-precision modules."""
+        return {
+            f"{prefix}.{name}"
+            for prefix, module in self.named_modules()
+            if isinstance(module, FullPrecision)
+            for name, _ in module.named_parameters()
+        }
+
     def mixers(self) -> list[Mixer]:
         """Every mixer, blocks in order."""
         return [mixer for block in self.block_list() for mixer in block.mixers()]
@@ -167,7 +178,7 @@ class LanguageModel(nn.Module):
         return cast(list[Mixer], list(self.input_layers.values()))
 
     def _shared_tensors(self) -> dict[str, Tensor]:
-        return {key: module() for key, module in self.shared.items()}
+        return {name: module() for name, module in zip(self._shared_types, self.shared.values(), strict=True)}
 
     def num_parameters(self) -> int:
         """Parameters of the whole model over all ranks; rows that pad the vocabulary are not counted."""

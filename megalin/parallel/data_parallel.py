@@ -70,6 +70,13 @@ def _shard_dim(shape: tuple[int, ...], size: int) -> int:
     return 0
 
 
+def reshard(model: nn.Module) -> None:
+    """Frees the whole weights that a forward without a backward left gathered; parameters are shards again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def set_gradient_reduction(model: nn.Module, enabled: bool) -> None:
     """Whether the next backward reduces gradients over the data axis (the last micro-batch) or only accumulates."""
     assert isinstance(model, FSDPModule), type(model)

@@ -31,7 +31,8 @@ class TensorParallel:
 
     Args:
         axis: this rank's view of the axis; the default has size 1.
-        device_mesh: one-dimensional mesh of the axis. Without one, parameters are plain tensors (size 1 only).
+        device_mesh: one-dimensional mesh of the axis. Without one, parameters are plain and whole: for one process,
+            or, at a larger size, to check on the meta device that a model fits the axis.
         sequence_parallel: whether the residual stream is split along T inside the axis.
     """
 
@@ -45,7 +46,6 @@ class TensorParallel:
         self.axis = Axis("tp") if axis is None else axis
         self.device_mesh = device_mesh
         self.sequence_parallel = sequence_parallel and self.axis.size > 1
-        assert device_mesh is not None or self.axis.size == 1, self.axis
 
     @property
     def size(self) -> int:

@@ -10,11 +10,15 @@ import pydantic
 
 from megalin.config import Config, apply_overrides, parse, read_toml
 from megalin.data.dataset import DataConfig
+from megalin.errors import ConfigError
 from megalin.model.config import ModelConfig
+from megalin.model.language_model import LanguageModel
 from megalin.model.presets import expand_preset
 from megalin.optim.adamw import OptimizerConfig
 from megalin.optim.schedule import ScheduleConfig
-from megalin.parallel.mesh import ParallelConfig
+from megalin.parallel.collectives import Axis
+from megalin.parallel.mesh import ParallelConfig, check_world_size
+from megalin.parallel.tensor_parallel import TensorParallel
 
 
 class TrainConfig(Config):
@@ -86,6 +90,26 @@ class RunConfig(Config):
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+
+def check_launch(config: RunConfig, world_size: int) -> None:
+    """Checks the run against the number of ranks, without a process group: all before the first collective.
+
+    Raises:
+        ConfigError: the mesh does not fit the ranks, the batch does not fit the data axis, or a size of the model
+            does not divide by tp.
+    """
+    check_world_size(config.parallel, world_size)
+    train, data_size = config.train, world_size // config.parallel.tp
+    together = train.micro_batch_size * data_size
+    if train.global_batch_size % together:
+        below = train.global_batch_size // together * together
+        fits = " or ".join(str(size) for size in (below, below + together) if size)
+        raise ConfigError(
+            f"train.global_batch_size = {train.global_batch_size} is not divisible by train.micro_batch_size = "
+            f"{train.micro_batch_size} times the data axis of {data_size} ranks; use {fits}"
+        )
+    LanguageModel(config.model, TensorParallel(Axis("tp", config.parallel.tp)))
 
 
 def load_run_config(path: str | Path, overrides: Sequence[str]) -> RunConfig:

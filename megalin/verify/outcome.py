@@ -12,10 +12,10 @@ from megalin.model.language_model import LanguageModel
 from megalin.optim.adamw import OptimizerConfig, build_optimizer
 from megalin.parallel.collectives import all_gather
 from megalin.parallel.cross_entropy import IGNORED_LABEL
-from megalin.parallel.data_parallel import shard_model
 from megalin.parallel.initialisation import fill
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.tensor_parallel import full_tensor
+from megalin.train.build import build_model
 from megalin.train.step import accumulate_gradients, apply_gradients
 from megalin.verify.case import Case, make_batches, rank_batches
 
@@ -32,12 +32,14 @@ def run_on_mesh(case: Case, mesh: Mesh, *, after_fill: Callable[[nn.Module, Mesh
     Args:
         after_fill: called on the filled model; the self-test plants a fault there.
     """
-    model = LanguageModel(case.model, mesh.tp, recompute=case.recompute)
-    if case.dtype == "float64":
-        model.to(torch.float64)
-    shard_model(model, model.block_list(), model.full_precision_modules(), mesh, compute_dtype=case.compute_dtype)
-    model.to_empty(device=mesh.device)
-    fill(model, case.seed)
+    model = build_model(
+        case.model,
+        mesh,
+        compute_dtype=case.compute_dtype,
+        recompute=case.recompute,
+        compile_blocks=False,
+        seed=case.seed,
+    )
     if after_fill is not None:
         after_fill(model, mesh)
     optimizer = build_optimizer(model, OPTIMIZER, no_decay=())

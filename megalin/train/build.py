@@ -1,0 +1,27 @@
+"""A model and its optimizer on a mesh: built on meta, compiled, sharded, materialised, filled."""
+
+from __future__ import annotations
+
+import torch
+
+from megalin.model.config import ModelConfig
+from megalin.model.language_model import LanguageModel
+from megalin.parallel.data_parallel import shard_model
+from megalin.parallel.initialisation import fill
+from megalin.parallel.mesh import Mesh
+
+
+def build_model(
+    config: ModelConfig, mesh: Mesh, *, compute_dtype: torch.dtype, recompute: bool, compile_blocks: bool, seed: int
+) -> LanguageModel:
+    """The model on the mesh with its initial weights, which depend on `seed` alone, not on the mesh."""
+    model = LanguageModel(config, mesh.tp, recompute=recompute)
+    if compute_dtype == torch.float64:
+        model.to(torch.float64)
+    if compile_blocks:
+        for block in model.block_list():
+            block.compile(fullgraph=True, dynamic=False)
+    shard_model(model, model.block_list(), model.full_precision_modules(), mesh, compute_dtype=compute_dtype)
+    model.to_empty(device=mesh.device)
+    fill(model, seed)
+    return model

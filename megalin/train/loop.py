@@ -1,0 +1,294 @@
+"""The training loop: resume, step, measure, evaluate, save."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from torch import Tensor
+
+import megalin
+from megalin.checkpoint.agreement import on_every_rank
+from megalin.checkpoint.load import load, newest
+from megalin.checkpoint.save import save
+from megalin.checkpoint.tensors import training_tensors
+from megalin.config import dumps
+from megalin.data.dataset import TokenDataset
+from megalin.data.loader import Loader, ValidationLoader
+from megalin.data.packing import Batch
+from megalin.data.tokenizer import load_tokenizer
+from megalin.errors import CheckpointError, ConfigError, MegalinError
+from megalin.optim.adamw import build_optimizer, set_learning_rate
+from megalin.optim.schedule import learning_rate
+from megalin.parallel.mesh import Mesh
+from megalin.train.build import build_model
+from megalin.train.config import RunConfig
+from megalin.train.evaluate import Evaluation, batch_to, evaluate
+from megalin.train.hardware import peak_flops_per_second, peak_memory_bytes
+from megalin.train.metrics import Metrics, write_loss_curve
+from megalin.train.run_folder import RunFolder
+from megalin.train.step import StepResult, train_step
+
+COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class TrainResult(NamedTuple):
+    """How a run ended."""
+
+    step: int
+    """Finished steps."""
+    loss: float | None
+    """Loss of the last step, nats a token; None where no step was left to do."""
+    evaluation: Evaluation | None
+    """The validation split after the last step; None without one."""
+
+
+class Trainer:
+    """One run on this rank's mesh, from its first step or from the newest checkpoint of its folder.
+
+    Every rank makes one, inside an initialised process group.
+    """
+
+    def __init__(self, config: RunConfig, mesh: Mesh, run: RunFolder) -> None:
+        """Opens the data, builds the model, and loads the newest checkpoint where there is one.
+
+        Raises:
+            ConfigError: ranks with different configs, or a checkpoint of another sample order.
+            DataError: bad or missing shards.
+            CheckpointError: a checkpoint of another model, or none that verifies.
+        """
+        self.config, self.mesh, self.run = config, mesh, run
+        _check_same_config(config)
+        vocab_size = config.model.vocab_size
+        self.dataset = TokenDataset.open(config.data, "train", vocab_size)
+        has_validation = bool(config.data.validation or config.data.validation_fraction)
+        self.validation = TokenDataset.open(config.data, "validation", vocab_size) if has_validation else None
+        tokenizer = None if config.data.tokenizer is None else load_tokenizer(config.data.tokenizer)
+        self.token_bytes = None if tokenizer is None else torch.from_numpy(tokenizer.token_bytes())
+        train = config.train
+        self.model = build_model(
+            config.model,
+            mesh,
+            compute_dtype=COMPUTE_DTYPES[train.dtype],
+            recompute=train.recompute,
+            compile_blocks=train.compile,
+            seed=train.seed,
+        )
+        self.optimizer = build_optimizer(self.model, config.optimizer, no_decay=self.model.no_decay_names())
+        self.first_step = self._resume()
+
+    def _resume(self) -> int:
+        """Loads the newest checkpoint; returns the number of finished steps."""
+        checkpoint = newest(self.run.checkpoints)
+        if checkpoint is None:
+            return 0
+        state = checkpoint.state()
+        differences = [
+            f"{name}: {state['order'].get(name)!r} in the checkpoint, {value!r} in the config"
+            for name, value in self._order().items()
+            if state["order"].get(name) != value
+        ]
+        if differences:
+            raise ConfigError(
+                f"{checkpoint.path} was made with another order of samples, so samples would be lost or repeated; "
+                "restore these values or start in a new run folder:\n  " + "\n  ".join(differences)
+            )
+        load(checkpoint, training_tensors(self.model, self.optimizer))
+        for mixer in self.model.mixers():
+            mixer.after_optimizer_step()
+        step = int(state["step"])
+        if step > self.config.train.steps:
+            raise CheckpointError(
+                f"{checkpoint.path} holds {step} finished steps, train.steps is {self.config.train.steps}; "
+                "raise train.steps or start in a new run folder"
+            )
+        return step
+
+    def train(self) -> TrainResult:
+        """Runs the steps that are left, saving as configured and after the last one.
+
+        Raises:
+            NumericError: a loss or gradient that is not finite; nothing is saved.
+            DataError: a token id beyond the vocabulary or a shard that cannot be read, on every rank.
+        """
+        config, train = self.config, self.config.train
+        last_step = train.stop_after_steps or train.steps
+        result: StepResult | None = None
+        evaluation: Evaluation | None = None
+        metrics = Metrics(
+            self.run.path,
+            total_steps=train.steps,
+            resumed_step=self.first_step,
+            log_interval=train.log_every_steps,
+            enabled=self.mesh.is_first_rank,
+        )
+        with self._loader() as loader, metrics:
+            for step in range(self.first_step, last_step):
+                started = time.perf_counter()
+                batches = self._next_batches(loader, step)
+                data_wait_seconds = time.perf_counter() - started
+                rate = learning_rate(config.optimizer, config.schedule, step, train.steps)
+                set_learning_rate(self.optimizer, rate)
+                result = train_step(
+                    self.model,
+                    self.optimizer,
+                    batches,
+                    self.mesh,
+                    max_grad_norm=config.optimizer.max_grad_norm,
+                    step=step + 1,
+                )
+                seconds = time.perf_counter() - started
+                values = self._measure(step, result, rate, seconds, data_wait_seconds)
+                evaluation = self._evaluate_after(step + 1, last_step)
+                metrics.write(step + 1, values | _evaluation_metrics(evaluation))
+                self._save_after(step + 1, last_step)
+        if self.mesh.is_first_rank and self.run.metrics.stat().st_size:
+            entropy = evaluation.unigram_entropy if evaluation is not None else None
+            write_loss_curve(self.run.metrics, self.run.loss_curve, unigram_entropy=entropy)
+        return TrainResult(max(last_step, self.first_step), result.loss if result else None, evaluation)
+
+    def _loader(self) -> Loader:
+        train, data = self.config.train, self.mesh.data
+        return Loader(
+            self.dataset,
+            seed=train.seed,
+            global_batch_size=train.global_batch_size,
+            micro_batch_size=train.micro_batch_size,
+            dp_rank=data.rank,
+            dp_size=data.size,
+        )
+
+    def _next_batches(self, loader: Loader, step: int) -> list[Batch]:
+        """This rank's micro-batches on its device; an error of one rank's data is raised on all of them."""
+        batches: list[Batch] = []
+        error: MegalinError | None = None
+        try:
+            batches = loader.step(step)
+        except MegalinError as raised:
+            error = raised
+        failed = torch.tensor(int(error is not None), device=self.mesh.device)
+        if self.mesh.sum_over_data(failed).item():
+            on_every_rank(lambda: _raise(error))
+        return [batch_to(batch, self.mesh.device) for batch in batches]
+
+    def _measure(
+        self, step: int, result: StepResult, rate: float, seconds: float, data_wait_seconds: float
+    ) -> dict[str, float | int]:
+        train, length = self.config.train, self.config.data.sequence_length
+        tokens = train.global_batch_size * length
+        values: dict[str, float | int] = {
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "learning_rate": rate,
+            "tokens": (step + 1) * tokens,
+            "label_tokens": result.label_tokens,
+            "tokens_per_second": tokens / seconds,
+            "step_seconds": seconds,
+            "data_wait_seconds": data_wait_seconds,
+            "peak_memory_bytes": peak_memory_bytes(self.mesh.device),
+        }
+        peak = peak_flops_per_second(self.mesh.device)
+        if peak is not None:
+            flops = self.model.training_flops(length) * tokens / seconds
+            values["model_flops_utilization"] = flops / (peak * self.mesh.device_mesh.size())
+        return values
+
+    def _evaluate_after(self, step: int, last_step: int) -> Evaluation | None:
+        train = self.config.train
+        due = train.evaluate_every_steps is not None and step % train.evaluate_every_steps == 0
+        if step == last_step:
+            return self.evaluate()
+        if not due or self.validation is None:
+            return None
+        batches = train.evaluate_batches
+        return self.evaluate(max_samples=None if batches is None else batches * train.global_batch_size)
+
+    def evaluate(self, *, max_samples: int | None = None) -> Evaluation | None:
+        """The loss on the validation split, or on its first samples; None without a validation split."""
+        if self.validation is None:
+            return None
+        loader = ValidationLoader(
+            self.validation,
+            micro_batch_size=self.config.train.micro_batch_size,
+            dp_rank=self.mesh.data.rank,
+            dp_size=self.mesh.data.size,
+            max_samples=max_samples,
+        )
+        return evaluate(self.model, loader, self.mesh, token_bytes=self.token_bytes)
+
+    def _save_after(self, step: int, last_step: int) -> None:
+        checkpoint = self.config.checkpoint
+        due = checkpoint.every_steps is not None and step % checkpoint.every_steps == 0
+        if not due and step != last_step:
+            return
+        state = {
+            "step": step,
+            "order": self._order(),
+            "config": self.config.model_dump(mode="json"),
+            "versions": _versions(),
+        }
+        tensors: Mapping[str, Tensor] = training_tensors(self.model, self.optimizer)
+        save(self.run.checkpoints, step=step, tensors=tensors, state=state, keep=checkpoint.keep)
+
+    def _order(self) -> dict[str, Any]:
+        """What the order of samples is a function of; equal values make step s the same samples on any mesh."""
+        config = self.config
+        return {
+            "train.seed": config.train.seed,
+            "train.global_batch_size": config.train.global_batch_size,
+            "data.sequence_length": config.data.sequence_length,
+            "data.isolate_documents": config.data.isolate_documents,
+            "number of training tokens": self.dataset.num_tokens,
+        }
+
+
+def train(config: RunConfig, mesh: Mesh, path: Path) -> TrainResult:
+    """Trains `config` in the run folder `path`, going on from its newest checkpoint.
+
+    Raises:
+        MegalinError: as `RunFolder` and `Trainer` do, on every rank.
+    """
+    with RunFolder(path) as run:
+        trainer = Trainer(config, mesh, run)
+        run.write_text(run.config, dumps(config))
+        return trainer.train()
+
+
+def _check_same_config(config: RunConfig) -> None:
+    texts = on_every_rank(lambda: dumps(config))
+    for rank, text in enumerate(texts):
+        if text != texts[0]:
+            pairs = zip(texts[0].splitlines(), text.splitlines(), strict=False)
+            line = next(((a, b) for a, b in pairs if a != b), ("", "another number of lines"))
+            raise ConfigError(
+                f"rank {rank} has another config than rank 0: {line[1]!r} against {line[0]!r}; "
+                "give every rank the same file and overrides"
+            )
+
+
+def _raise(error: MegalinError | None) -> None:
+    if error is not None:
+        raise error
+
+
+def _evaluation_metrics(evaluation: Evaluation | None) -> dict[str, float | int]:
+    if evaluation is None:
+        return {}
+    values: dict[str, float | int] = {"evaluation_loss": evaluation.loss, "evaluation_tokens": evaluation.tokens}
+    if evaluation.bits_per_byte is not None:
+        values["evaluation_bits_per_byte"] = evaluation.bits_per_byte
+    return values
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "megalin": megalin.__version__,
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "python": platform.python_version(),
+    }
