@@ -1,0 +1,131 @@
+"""One small model a mixer: each row drives the whole battery of tests/model and tests/parallel.
+
+A new mixer adds one row here and its definition to tests/references.py. Sizes suit tensor parallelism over 2, 3 and 4
+ranks: 12 heads, no two widths alike, and a vocabulary whose 384 padded rows hold four that belong to no token.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalin.config import parse
+from megalin.model.config import ModelConfig
+from megalin.model.language_model import LanguageModel
+from megalin.parallel.cross_entropy import IGNORED_LABEL
+from megalin.parallel.initialisation import fill
+from tests.mixers import decaying_sum
+from tests.references import document_logits
+
+VOCAB_SIZE, HIDDEN_SIZE, NUM_HEADS, CHUNK = 380, 48, 12, 16
+GLU = {"type": "glu", "intermediate_size": 36}
+
+
+class Case(NamedTuple):
+    """A row of the battery."""
+
+    name: str
+    model: ModelConfig
+
+
+def attention(kind: str, **fields: Any) -> dict[str, Any]:
+    """The table of a linear-attention sub-layer."""
+    return {"type": kind, "num_heads": NUM_HEADS, "chunk_size": CHUNK, **fields}
+
+
+def model(*layers: dict[str, Any], **fields: Any) -> ModelConfig:
+    """A small model of these blocks; weights large enough that every branch matters."""
+    values = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": HIDDEN_SIZE,
+        "layers": list(layers),
+        "init_std": 0.2,
+        "embedding_scale": 2.0,
+    }
+    return parse(ModelConfig, values | fields, "cases")
+
+
+def _row(name: str, mixer: dict[str, Any], channel: dict[str, Any] | None = None) -> Case:
+    return Case(name, model({"sublayers": [mixer, channel or GLU], "repeat": 2}))
+
+
+TOY = {"type": decaying_sum.TYPE}
+
+HYBRID = Case(
+    "hybrid",
+    model(
+        {"sublayers": [attention("transnormer", lrpe="cosine"), attention("tnl", residual="two_hop"), GLU]},
+        {"sublayers": [attention("tnl", lrpe="rotation", decay="paper"), GLU | {"activation": "silu"}], "repeat": 2},
+        {"sublayers": [attention("transnormer", chunk_size=5, norm_eps=1e-3)]},
+        tie_embeddings=False,
+        norm_eps=1e-4,
+    ),
+)
+
+CASES = (
+    _row("transnormer", attention("transnormer")),
+    _row("transnormer-paper", attention("transnormer", decay="paper")),
+    _row("transnormer-cosine", attention("transnormer", lrpe="cosine")),
+    _row("transnormer-rotation", attention("transnormer", lrpe="rotation", decay="paper")),
+    _row("tnl", attention("tnl")),
+    _row("glu-silu", attention("tnl", lrpe="cosine"), GLU | {"activation": "silu"}),
+    _row("sockets", TOY),
+    HYBRID,
+)
+NAMES = [case.name for case in CASES]
+
+
+def build(config: ModelConfig, *, dtype: torch.dtype = torch.float64, seed: int = 0) -> LanguageModel:
+    """The filled model of one process, without a mesh."""
+    built = LanguageModel(config).to(dtype)
+    built.to_empty(device="cpu")
+    fill(built, seed)
+    return built
+
+
+class Inputs(NamedTuple):
+    """Packed rows."""
+
+    tokens: Tensor
+    labels: Tensor
+    document_ids: Tensor
+
+
+LENGTH = 36
+"""Two chunks and a quarter; divisible by 2, 3 and 4."""
+DOCUMENT_STARTS = ((0,), (0, CHUNK), (0, CHUNK - 1, CHUNK + 1, CHUNK + 3), (0, 1, LENGTH - 1))
+"""By row: one document; a chunk's edge; one before it, one after it and two in a chunk; single tokens at both ends."""
+
+
+def make_inputs(length: int = LENGTH, *, seed: int = 3) -> Inputs:
+    """[4, length] packed tokens, labels with ignored places (each document's last token among them)."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (len(DOCUMENT_STARTS), length)
+    tokens = torch.randint(0, VOCAB_SIZE, shape, generator=generator)
+    labels = torch.randint(0, VOCAB_SIZE, shape, generator=generator)
+    starts = torch.zeros(shape, dtype=torch.int32)
+    for row, places in enumerate(DOCUMENT_STARTS):
+        starts[row, [place for place in places if place < length]] = 1
+    labels[:, :-1][starts[:, 1:] == 1] = IGNORED_LABEL
+    labels[torch.rand(shape, generator=generator) < 0.2] = IGNORED_LABEL
+    return Inputs(tokens, labels, starts.cumsum(1, dtype=torch.int32))
+
+
+def weighted_loss(losses: Tensor) -> Tensor:
+    """A loss in which every token counts differently: [B, T] -> []."""
+    weights = torch.linspace(0.5, 1.5, losses.numel(), dtype=losses.dtype).view_as(losses)
+    return (losses * weights).sum()
+
+
+def reference(config: ModelConfig, weights: dict[str, Tensor], inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Logits [B, T, vocabulary] and token losses [B, T] of the independent truth, each document by itself."""
+    rows = []
+    for tokens, ids in zip(inputs.tokens, inputs.document_ids, strict=True):
+        _, lengths = ids.unique_consecutive(return_counts=True)
+        rows.append(torch.cat([document_logits(config, weights, part) for part in tokens.split(lengths.tolist())]))
+    logits = torch.stack(rows)
+    kept = inputs.labels != IGNORED_LABEL
+    chosen = logits.gather(-1, inputs.labels.masked_fill(~kept, 0)[..., None]).squeeze(-1)
+    return logits, (logits.logsumexp(-1) - chosen) * kept

@@ -1,0 +1,1 @@
+"""Mixers outside the package, named in a config by their dotted path."""

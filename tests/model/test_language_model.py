@@ -1,0 +1,272 @@
+"""Every row of tests/cases.py: the model against the independent truth, its states, its packing and its counts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from megalin.layers.linear_attention import LinearAttention
+from megalin.layers.mixers.base import State
+from megalin.model.language_model import LanguageModel, ModelState
+from megalin.parallel.embedding import padded_rows
+from tests.cases import (
+    CASES,
+    CHUNK,
+    HYBRID,
+    LENGTH,
+    NAMES,
+    VOCAB_SIZE,
+    Case,
+    build,
+    make_inputs,
+    reference,
+    weighted_loss,
+)
+from tests.numerics import assert_close, relative_error
+
+BOUND = 1e-12
+
+every_case = pytest.mark.parametrize("case", CASES, ids=NAMES)
+
+
+def gradients(model: LanguageModel) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        found[name] = parameter.grad.clone()
+    return found
+
+
+def states(state: ModelState) -> list[State]:
+    return [layer for block in [*state.blocks, state.inputs] for layer in block]
+
+
+def tensors(state: ModelState) -> dict[str, Tensor]:
+    memory = {f"{i}.{j}": tensor for i, layer in enumerate(states(state)) for j, tensor in enumerate(layer)}
+    return memory | {"positions": state.positions, "document_ids": state.document_ids}
+
+
+@every_case
+def test_forward_and_all_gradients_equal_the_papers_definition(case: Case):
+    model, inputs = build(case.model), make_inputs()
+    output = model(inputs.tokens, labels=inputs.labels, document_ids=inputs.document_ids)
+    weighted_loss(output.token_losses).backward()
+    weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    logits, losses = reference(case.model, weights, inputs)
+    weighted_loss(losses).backward()
+    assert output.state is None
+    assert_close(
+        {"logits": output.logits[..., :VOCAB_SIZE], "losses": output.token_losses},
+        {"logits": logits, "losses": losses},
+        BOUND,
+    )
+    assert_close(gradients(model), {name: weight.grad for name, weight in weights.items()}, BOUND)
+
+
+@every_case
+def test_every_weight_changes_the_loss(case: Case):
+    model, inputs = build(case.model), make_inputs()
+    model(inputs.tokens, labels=inputs.labels).token_losses.sum().backward()
+    for name, gradient in gradients(model).items():
+        rows = gradient[:VOCAB_SIZE] if name.endswith("embedding.weight") else gradient
+        assert rows.norm() > 1e-3, name
+
+
+@every_case
+@pytest.mark.parametrize("cut", [1, CHUNK - 1, CHUNK, CHUNK + 1, 20, LENGTH - 1])
+def test_whole_equals_first_half_then_second_half(case: Case, cut: int):
+    """The cuts lie inside documents, at their edges, and in chunks' interiors and edges."""
+    model, inputs = build(case.model), make_inputs()
+    tokens, _, documents = inputs
+    start = model.initial_state(len(tokens), dtype=torch.float64)
+    with torch.no_grad():
+        whole = model(tokens, document_ids=documents, state=start)
+        first = model(tokens[:, :cut], document_ids=documents[:, :cut], state=start)
+        second = model(tokens[:, cut:], document_ids=documents[:, cut:], state=first.state)
+    halves = torch.cat([first.logits, second.logits], dim=1)[..., :VOCAB_SIZE]
+    assert relative_error(halves, whole.logits[..., :VOCAB_SIZE]) <= BOUND
+    assert_close(tensors(second.state), tensors(whole.state), BOUND)
+
+
+@every_case
+def test_gradients_flow_through_the_state(case: Case):
+    model, inputs = build(case.model), make_inputs()
+    tokens, labels, documents = inputs
+    weighted_loss(model(tokens, labels=labels, document_ids=documents).token_losses).backward()
+    expected, cut = gradients(model), 21
+    model.zero_grad()
+    start = model.initial_state(len(tokens), dtype=torch.float64)
+    first = model(tokens[:, :cut], labels=labels[:, :cut], document_ids=documents[:, :cut], state=start)
+    second = model(tokens[:, cut:], labels=labels[:, cut:], document_ids=documents[:, cut:], state=first.state)
+    weighted_loss(torch.cat([first.token_losses, second.token_losses], dim=1)).backward()
+    assert_close(gradients(model), expected, BOUND)
+
+
+@every_case
+def test_stepwise_decoding_equals_the_forward(case: Case):
+    model, tokens = build(case.model), make_inputs().tokens
+    expected = model(tokens, state=model.initial_state(len(tokens), dtype=torch.float64))
+    prompt = 5
+    output = model(tokens[:, :prompt], state=model.initial_state(len(tokens), dtype=torch.float64))
+    logits, state = [output.logits], output.state
+    for t in range(prompt, tokens.shape[1]):
+        output = model.step(tokens[:, t], state)
+        state = output.state
+        logits.append(output.logits)
+    actual = torch.cat(logits, dim=1)
+    assert relative_error(actual[..., :VOCAB_SIZE], expected.logits[..., :VOCAB_SIZE]) <= BOUND
+    assert_close(tensors(state), tensors(expected.state), BOUND)
+
+
+@every_case
+def test_a_prompt_without_document_ids_continues_its_document(case: Case):
+    model, tokens = build(case.model), make_inputs().tokens
+    ones = torch.ones_like(tokens, dtype=torch.int32)
+    start = model.initial_state(len(tokens), dtype=torch.float64)
+    whole = model(tokens, document_ids=ones, state=start)
+    first = model(tokens[:, :9], document_ids=ones[:, :9], state=start)
+    second = model(tokens[:, 9:], state=first.state)
+    assert relative_error(second.logits[..., :VOCAB_SIZE], whole.logits[:, 9:, :VOCAB_SIZE]) <= BOUND
+    assert torch.equal(second.state.document_ids, ones[:, 0])
+
+
+@every_case
+def test_a_document_keeps_its_bits_when_its_neighbour_changes(case: Case):
+    """Outputs, losses and the gradient of what document B reads and returns, in fp32."""
+    model = build(case.model, dtype=torch.float32)
+    inputs = make_inputs()
+    tokens, labels, _ = inputs
+    documents = (torch.arange(LENGTH) >= 19).int().expand_as(tokens).contiguous()
+    labels = labels.masked_fill(documents == 0, -100)
+    results = []
+    for change in (0, 1):
+        changed = torch.where(documents == 0, (tokens + change) % VOCAB_SIZE, tokens)
+        model.zero_grad()
+        output = model(changed, labels=labels, document_ids=documents)
+        output.token_losses.sum().backward()
+        found = {"logits": output.logits[:, 19:], "losses": output.token_losses[:, 19:]}
+        results.append(found | gradients(model))
+    for name, tensor in results[0].items():
+        assert torch.equal(tensor, results[1][name]), name
+
+
+@every_case
+def test_padded_rows_are_masked_and_learn_nothing(case: Case):
+    model, inputs = build(case.model), make_inputs()
+    output = model(inputs.tokens, labels=inputs.labels)
+    output.token_losses.sum().backward()
+    assert (output.logits[..., VOCAB_SIZE:] == float("-inf")).all()
+    table = model.embedding if model.head is None else model.head
+    assert table.weight[VOCAB_SIZE:].eq(0).all()
+    assert table.weight.grad[VOCAB_SIZE:].eq(0).all()
+
+
+class Recorder(TorchDispatchMode):
+    """The operations of the body, with the shapes of their results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[tuple[str, list[torch.Size]]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        shapes = [leaf.shape for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.operations.append((str(function), shapes))
+        return result
+
+
+@every_case
+def test_decoding_work_and_memory_do_not_depend_on_the_length(case: Case):
+    model = build(case.model, dtype=torch.float32)
+    state, tokens, steps = model.initial_state(2), torch.zeros(2, dtype=torch.int64), []
+    for _ in range(30):
+        with Recorder() as recorder:
+            state = model.step(tokens, state).state
+        held = [tensor.untyped_storage().nbytes() for tensor in tensors(state).values()]
+        steps.append((recorder.operations, held))
+    assert len(steps[0][0]) > 20
+    assert all(step == steps[0] for step in steps)
+    assert not any(tensor.requires_grad for tensor in tensors(state).values())
+
+
+@every_case
+def test_state_bytes_are_those_of_the_state(case: Case):
+    model = build(case.model)
+    state = model.initial_state(3, dtype=torch.float32)
+    recurrent = [tensor for layer in states(state) for tensor in layer]
+    assert recurrent
+    assert all(tensor.dtype == torch.float32 and tensor.shape[0] == 3 for tensor in recurrent)
+    assert 3 * model.state_bytes() == sum(tensor.numel() * 4 for tensor in recurrent)
+
+
+def counted_flops(model: LanguageModel, batch: int, length: int) -> int:
+    counter = FlopCounterMode(display=False)
+    with counter, torch.no_grad():
+        model(torch.zeros(batch, length, dtype=torch.int64))
+    return counter.get_total_flops()
+
+
+def implementation_flops(model: LanguageModel, batch: int, length: int) -> int:
+    """What a counted forward holds beyond the model's own count: the fold over chunks, and the padded head rows."""
+    padding = padded_rows(model.config.vocab_size) - model.config.vocab_size
+    total = batch * length * 2 * padding * model.config.hidden_size
+    for mixer in model.mixers():
+        if isinstance(mixer, LinearAttention):
+            num_chunks = -(-length // min(mixer.config.chunk_size, length))
+            state = mixer.config.num_heads * mixer.key_dim * mixer.head_dim
+            total += batch * 2 * (num_chunks + 1) ** 2 * state
+    return total
+
+
+@every_case
+@pytest.mark.parametrize("length", [1, 5, 80])
+def test_flops_are_those_of_a_counted_forward(case: Case, length: int):
+    """A token, at most one chunk, and several chunks."""
+    model = build(case.model, dtype=torch.float32)
+    expected = counted_flops(model, 3, length) - implementation_flops(model, 3, length)
+    assert 3 * length * model.forward_flops(length) == expected
+    assert model.training_flops(length) == 3 * model.forward_flops(length)
+
+
+@every_case
+def test_recomputation_changes_no_bit(case: Case):
+    inputs, results = make_inputs(), []
+    for recompute in (False, True):
+        model = build(case.model, dtype=torch.float32)
+        for block in model.blocks:
+            block.recompute = recompute
+        model(inputs.tokens, labels=inputs.labels, document_ids=inputs.document_ids).token_losses.sum().backward()
+        results.append(gradients(model))
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+def test_running_positions_change_nothing():
+    model, inputs = build(HYBRID.model), make_inputs()
+    with torch.no_grad():
+        plain = model(inputs.tokens, document_ids=inputs.document_ids)
+        moved = model(
+            inputs.tokens,
+            document_ids=inputs.document_ids,
+            positions=torch.arange(LENGTH) + torch.tensor([[0], [7], [1000], [100_000]]),
+        )
+    assert relative_error(moved.logits[..., :VOCAB_SIZE], plain.logits[..., :VOCAB_SIZE]) <= 1e-9
+
+
+def test_an_optimizer_step_refreshes_derived_buffers():
+    case = next(case for case in CASES if case.name == "sockets")
+    model, mixers = build(case.model), []
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0)
+    for mixer in model.mixers():
+        mixer.after_optimizer_step()
+        if hasattr(mixer, "ratio"):
+            mixers.append(mixer)
+    assert len(mixers) == 2
+    for mixer in mixers:
+        assert mixer.ratio < 1.0
+        torch.testing.assert_close(mixer.ratio, 1.0 / mixer.out.detach().abs().max())

@@ -1,0 +1,79 @@
+"""Both forms of LRPE: scores depend on the distance only, as their definitions say."""
+
+import pytest
+import torch
+
+from megalin.ops.positions import lrpe_cosine, lrpe_rotation
+from tests.numerics import assert_close, outputs_and_gradients, relative_error
+
+LENGTH, HEADS, KEY = 7, 2, 6
+FORMS = {"cosine": (lrpe_cosine, KEY), "rotation": (lrpe_rotation, KEY // 2)}
+
+every_form = pytest.mark.parametrize("form", FORMS)
+
+
+def make_inputs(form: str) -> dict[str, torch.Tensor]:
+    shape = (1, LENGTH, HEADS, KEY)
+    return {
+        "q": torch.randn(shape, dtype=torch.float64),
+        "k": torch.randn(shape, dtype=torch.float64),
+        "theta": torch.rand(HEADS, FORMS[form][1], dtype=torch.float64),
+    }
+
+
+def encoded_scores(form: str, q, k, theta, positions=None):
+    """[1, H, T, T] products of encoded queries and keys."""
+    encode = FORMS[form][0]
+    positions = torch.arange(LENGTH) if positions is None else positions
+    return [torch.einsum("bthk,bshk->bhts", encode(q, theta, positions), encode(k, theta, positions))]
+
+
+def defined_scores(form: str, q, k, theta):
+    """The same from the distance of each pair of tokens, one pair at a time."""
+    scores = []
+    for t in range(LENGTH):
+        for s in range(LENGTH):
+            angle = (t - s) * theta
+            if form == "cosine":
+                scores.append((q[0, t] * k[0, s] * angle.cos()).sum(-1))
+            else:
+                a, b = (torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) for x in (q[0, t], k[0, s]))
+                scores.append((a * b.conj() * torch.polar(torch.ones_like(angle), angle)).real.sum(-1))
+    return [torch.stack(scores, dim=-1).view(HEADS, LENGTH, LENGTH)[None]]
+
+
+@every_form
+def test_scores_and_gradients_equal_the_definition(form: str):
+    inputs = make_inputs(form)
+    actual = outputs_and_gradients(lambda **x: encoded_scores(form, **x), inputs)
+    assert_close(actual, outputs_and_gradients(lambda **x: defined_scores(form, **x), inputs), 1e-12)
+
+
+@every_form
+@pytest.mark.parametrize("shift", [1, 64, 10_000])
+def test_a_shift_of_all_positions_changes_nothing(form: str, shift: int):
+    inputs = make_inputs(form)
+    plain = outputs_and_gradients(lambda **x: encoded_scores(form, **x), inputs)
+    moved = outputs_and_gradients(lambda **x: encoded_scores(form, **x, positions=torch.arange(LENGTH) + shift), inputs)
+    assert_close(moved, plain, 1e-10)
+
+
+@every_form
+def test_each_row_may_have_its_own_positions(form: str):
+    encode, width = FORMS[form]
+    x, theta = torch.randn(2, 3, HEADS, KEY), torch.rand(HEADS, width)
+    positions = torch.tensor([[0, 1, 2], [5, 6, 7]])
+    together = encode(x, theta, positions)
+    for row in range(2):
+        assert torch.equal(together[row], encode(x[row : row + 1], theta, positions[row])[0])
+
+
+@every_form
+def test_bf16_inputs_keep_exact_positions(form: str):
+    """Far positions: bf16 has no integers above 256, so angles must be wide."""
+    encode, width = FORMS[form]
+    x, theta = torch.randn(1, 3, HEADS, KEY).bfloat16(), torch.rand(HEADS, width)
+    positions = torch.tensor([257, 1001, 4095])
+    found = encode(x, theta, positions)
+    assert found.dtype == torch.bfloat16
+    assert relative_error(found, encode(x.double(), theta.double(), positions)) <= 4e-3

@@ -1,0 +1,142 @@
+"""An independent truth for whole models: one document at a time, straight from the papers' definitions.
+
+Nothing here calls the code under test. Token mixers are written as sums over earlier tokens that know only the
+distance t - s, so neither chunks nor states nor absolute positions can hide in them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megalin.layers.mixers.base import MixerConfig
+from megalin.model.config import ModelConfig
+
+Weights = Mapping[str, Tensor]
+Reference = Callable[[Any, Weights, Tensor, int, int], Tensor]
+"""(sub-layer's config, its weights, its normed input x [T, D], block index, number of blocks) -> y [T, D]."""
+
+
+def norm(x: Tensor, eps: float) -> Tensor:
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
+
+
+def slope(kind: str, head: int, num_heads: int, layer: int, num_layers: int) -> float:
+    """-log lambda of a head, both counted from 0 (models.md 2.1)."""
+    if kind == "paper":
+        return 8.0 * (head + 1) / num_heads * (1.0 - (layer + 1) / num_layers)
+    power = 2 ** math.floor(math.log2(num_heads))
+    exponent = 8.0 * (head + 1) / power if head < power else 8.0 * (2 * (head - power) + 1) / (2 * power)
+    return 2.0**-exponent * (1.0 - layer / (num_layers - 1) + 1e-5)
+
+
+def scores(kind: str | None, q: Tensor, k: Tensor, theta: Tensor | None, distance: Tensor) -> Tensor:
+    """[T, T] similarities of one head's q, k [T, K] at `distance` t - s: plain, cosine or rotation LRPE."""
+    if kind is None:
+        return q @ k.T
+    assert theta is not None
+    angle = distance[..., None] * theta  # [T, T, K or K/2]
+    if kind == "cosine":
+        return torch.einsum("ti,si,tsi->ts", q, k, angle.cos())
+    q1, q2, k1, k2 = q[:, ::2], q[:, 1::2], k[:, ::2], k[:, 1::2]
+    real = torch.einsum("ti,si->tsi", q1, k1) + torch.einsum("ti,si->tsi", q2, k2)
+    imaginary = torch.einsum("ti,si->tsi", q2, k1) - torch.einsum("ti,si->tsi", q1, k2)
+    return (real * angle.cos() - imaginary * angle.sin()).sum(-1)
+
+
+def attention(config: Any, weights: Weights, qkv: list[Tensor], gate: Tensor, layer: int, num_layers: int) -> Tensor:
+    q, k, v = qkv
+    q, k = functional.silu(q), functional.silu(k)
+    index = torch.arange(q.shape[0], dtype=q.dtype)
+    distance = index[:, None] - index
+    heads = []
+    for head, (q_h, k_h, v_h) in enumerate(zip(*(x.chunk(config.num_heads, -1) for x in (q, k, v)), strict=True)):
+        decay = torch.exp(-slope(config.decay, head, config.num_heads, layer, num_layers) * distance.abs()).tril()
+        theta = weights["full_precision.theta"][head] if config.lrpe else None
+        heads.append((scores(config.lrpe, q_h, k_h, theta, distance) * decay) @ v_h)
+    return (norm(torch.cat(heads, -1), config.norm_eps) * gate) @ weights["out.weight"].T
+
+
+def transnormer(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: int) -> Tensor:
+    *qkv, gate = [x @ part.T for part in weights["qkvu.weight"]]
+    return attention(config, weights, qkv, gate, layer, num_layers)
+
+
+def tnl(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: int) -> Tensor:
+    qkv = [x @ part.T for part in weights["qkv.weight"]]
+    gate = torch.sigmoid(x @ weights["gate.down"].T @ weights["gate.up"].T)
+    return attention(config, weights, qkv, gate, layer, num_layers)
+
+
+def glu(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: int) -> Tensor:
+    gate, value = [x @ part.T for part in weights["up.weight"]]
+    if config.activation == "silu":
+        gate = gate / (1.0 + torch.exp(-gate))
+    return (gate * value) @ weights["down.weight"].T
+
+
+def running_sum(v: Tensor, factor: Tensor) -> Tensor:
+    total, sums = torch.zeros_like(v[0]), []
+    for row in v:
+        total = factor * total + row
+        sums.append(total)
+    return torch.stack(sums)
+
+
+def decaying_sum(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: int) -> Tensor:
+    v = x @ weights["value.weight"][0].T
+    m = running_sum(v, 1.0 / (1.0 + weights["full_precision.theta"].exp()))
+    gate = weights["shared.logits"].softmax(0)[layer]
+    out = weights["out"]
+    return (m * gate) @ out.T / out.detach().abs().max().clamp(min=1.0)
+
+
+def input_sum(weights: Weights, x: Tensor) -> Tensor:
+    return x + weights["gain"] * running_sum(x, torch.tensor(0.5, dtype=x.dtype))
+
+
+REFERENCES: dict[str, Reference] = {
+    "transnormer": transnormer,
+    "tnl": tnl,
+    "glu": glu,
+    "tests.mixers.decaying_sum": decaying_sum,
+}
+INPUT_REFERENCES: dict[str, Callable[[Weights, Tensor], Tensor]] = {"tests.mixers.decaying_sum": input_sum}
+
+
+def document_logits(config: ModelConfig, weights: Weights, tokens: Tensor) -> Tensor:
+    """Logits [T, vocabulary] of one document's tokens [T], from weights by their global names."""
+    table = weights["embedding.weight"][: config.vocab_size]
+    x = table[tokens] * config.embedding_scale
+    sublayers = [sublayer for _, block in config.blocks() for sublayer in block.sublayers]
+    for kind in dict.fromkeys(sublayer.type for sublayer in sublayers if sublayer.type in INPUT_REFERENCES):
+        x = INPUT_REFERENCES[kind](_below(weights, f"input_layers.{_key(kind)}."), x)
+    for layer, (_, block) in enumerate(config.blocks()):
+        source = x
+        for index, sublayer in enumerate(block.sublayers):
+            y = _sublayer(config, sublayer, weights, f"blocks.{layer}.sublayers.{index}.mixer.", source, layer)
+            source = x + y
+            x = x if sublayer.residual == "two_hop" else source
+    head = table if config.tie_embeddings else weights["head.weight"][: config.vocab_size]
+    return norm(x, config.norm_eps) @ head.T
+
+
+def _sublayer(
+    config: ModelConfig, sublayer: MixerConfig, weights: Weights, prefix: str, source: Tensor, layer: int
+) -> Tensor:
+    shared = _below(weights, f"shared.{_key(sublayer.type)}.")
+    own = _below(weights, prefix) | {f"shared.{name}": tensor for name, tensor in shared.items()}
+    return REFERENCES[sublayer.type](sublayer, own, norm(source, sublayer.norm_eps), layer, config.num_layers)
+
+
+def _below(weights: Weights, prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+
+
+def _key(kind: str) -> str:
+    return kind.replace(".", "_")
