@@ -39,7 +39,7 @@ def parse(cls: type[ConfigT], values: Mapping[str, Any], source: str) -> ConfigT
         raise ConfigError(f"{source}: {len(lines)} problem(s)\n" + "\n".join(f"  {line}" for line in lines)) from None
 
 
-class NestedProblems(ValueError):
+class NestedConfigError(ValueError):
     """Problems of a table whose class is chosen while it is validated; each line starts with a field of that table."""
 
     def __init__(self, lines: Sequence[str]) -> None:
@@ -135,7 +135,7 @@ def _describe(cls: type[Config], detail: Any) -> Iterator[str]:
         yield f"{field}: unknown key; {hint}"
     elif kind == "missing":
         yield f"{field}: required, but missing; set it in the file or as {field}=..."
-    elif kind == "value_error" and isinstance(detail["ctx"]["error"], NestedProblems):
+    elif kind == "value_error" and isinstance(detail["ctx"]["error"], NestedConfigError):
         yield from (f"{field}.{line}" for line in detail["ctx"]["error"].lines)
     elif kind == "value_error":
         for line in str(detail["ctx"]["error"]).splitlines():

@@ -34,7 +34,7 @@ def test_results_come_back_by_rank():
 
 
 def test_exception_of_a_rank_is_shown():
-    with pytest.raises(RankFailedError, match="(?s)rank 1:.*planted"):
+    with pytest.raises(RankFailedError, match=r"(?s)rank 1:.*planted"):
         run_ranks(2, _raise_on_rank_one)
 
 

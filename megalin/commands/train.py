@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import torch.distributed as dist
-
 from megalin.commands.base import Command
 from megalin.parallel.mesh import Mesh, compute_device, launched_world_size, process_group
 from megalin.train.config import check_launch, load_run_config
@@ -25,8 +23,9 @@ def _run(arguments: argparse.Namespace) -> int:
     path = arguments.folder or Path("runs") / Path(arguments.config).stem
     device = compute_device()
     with process_group(device):
-        result = train(config, Mesh(config.parallel, device), path)
-        if dist.get_rank() == 0:
+        mesh = Mesh(config.parallel, device)
+        result = train(config, mesh, path)
+        if mesh.is_first_rank:
             _report(result, path, config.train.steps)
     return 0
 

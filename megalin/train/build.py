@@ -10,6 +10,9 @@ from megalin.parallel.data_parallel import shard_model
 from megalin.parallel.initialisation import fill
 from megalin.parallel.mesh import Mesh
 
+COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""The compute dtypes that a run may choose, by their name in its config."""
+
 
 def build_model(
     config: ModelConfig, mesh: Mesh, *, compute_dtype: torch.dtype, recompute: bool, compile_blocks: bool, seed: int

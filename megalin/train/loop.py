@@ -26,15 +26,13 @@ from megalin.errors import CheckpointError, ConfigError, MegalinError
 from megalin.optim.adamw import build_optimizer, set_learning_rate
 from megalin.optim.schedule import learning_rate
 from megalin.parallel.mesh import Mesh
-from megalin.train.build import build_model
+from megalin.train.build import COMPUTE_DTYPES, build_model
 from megalin.train.config import RunConfig
 from megalin.train.evaluate import Evaluation, batch_to, evaluate
 from megalin.train.hardware import peak_flops_per_second, peak_memory_bytes
 from megalin.train.metrics import Metrics, write_loss_curve
 from megalin.train.run_folder import RunFolder
 from megalin.train.step import StepResult, train_step
-
-COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class TrainResult(NamedTuple):

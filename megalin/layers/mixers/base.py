@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megalin import layers
-from megalin.config import Config, NestedProblems, problems, suggest
+from megalin.config import Config, NestedConfigError, problems, suggest
 from megalin.parallel.tensor_parallel import TensorParallel
 
 State = tuple[Tensor, ...]
@@ -144,17 +144,17 @@ def _resolve(values: Any) -> Any:
         return values
     name = values.get("type")
     if not isinstance(name, str):
-        raise NestedProblems([f"type: required, the name of a mixer; known: {', '.join(mixer_types())}"])
+        raise NestedConfigError([f"type: required, the name of a mixer; known: {', '.join(mixer_types())}"])
     if name not in mixer_types() and "." not in name:
-        raise NestedProblems([f"type = {name!r}: there is no such mixer; {suggest(name, mixer_types())}"])
+        raise NestedConfigError([f"type = {name!r}: there is no such mixer; {suggest(name, mixer_types())}"])
     try:
         module = importlib.import_module(name if "." in name else f"megalin.layers.mixers.{name}")
     except ModuleNotFoundError as error:
-        raise NestedProblems([f"type = {name!r}: {error}; give a module that can be imported"]) from None
+        raise NestedConfigError([f"type = {name!r}: {error}; give a module that can be imported"]) from None
     try:
         return module.CONFIG.model_validate(dict(values))
     except pydantic.ValidationError as error:
-        raise NestedProblems(problems(module.CONFIG, error)) from None
+        raise NestedConfigError(problems(module.CONFIG, error)) from None
 
 
 SublayerConfig = Annotated[pydantic.SerializeAsAny[MixerConfig], pydantic.BeforeValidator(_resolve)]

@@ -1,0 +1,38 @@
+"""`megalin eval`: the held-out loss of a saved run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from megalin.commands.base import Command
+from megalin.evaluation import evaluate_run
+from megalin.parallel.mesh import Mesh, ParallelConfig, compute_device, process_group
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, help="a run folder")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as data.validation=['prefix']")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    device = compute_device()
+    with process_group(device):
+        mesh = Mesh(ParallelConfig(), device)
+        evaluation = evaluate_run(arguments.folder, mesh, arguments.overrides)
+        if not mesh.is_first_rank:
+            return 0
+    if arguments.json:
+        print(json.dumps(evaluation._asdict()))
+        return 0
+    bits = "no tokenizer" if evaluation.bits_per_byte is None else f"{evaluation.bits_per_byte:.4f}"
+    print(f"loss            {evaluation.loss:.4f} nats a token over {evaluation.tokens:,} tokens")
+    print(f"unigram entropy {evaluation.unigram_entropy:.4f} nats a token, of the same tokens")
+    print(f"perplexity      {evaluation.perplexity:.2f}")
+    print(f"bits per byte   {bits}")
+    return 0
+
+
+COMMAND = Command("held-out loss, perplexity and bits per byte of a run", _add_arguments, _run)

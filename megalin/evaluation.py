@@ -1,0 +1,48 @@
+"""Evaluation of a saved run on its validation split, on any number of data-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from megalin.checkpoint.load import load
+from megalin.checkpoint.tensors import OPTIMIZER_PREFIX, weights
+from megalin.data.dataset import TokenDataset
+from megalin.data.loader import ValidationLoader
+from megalin.data.tokenizer import load_tokenizer
+from megalin.parallel.mesh import Mesh
+from megalin.train.build import COMPUTE_DTYPES, build_model
+from megalin.train.evaluate import Evaluation, evaluate
+from megalin.train.restore import open_run
+
+
+def evaluate_run(folder: str | Path, mesh: Mesh, overrides: Sequence[str] = ()) -> Evaluation:
+    """The newest checkpoint of a run on its validation split (`data.validation=[...]` names another); a collective.
+
+    Raises:
+        MegalinError: a run without a checkpoint or without a validation split, or data that is bad or missing.
+    """
+    config, checkpoint = open_run(folder, overrides)
+    model = build_model(
+        config.model,
+        mesh,
+        compute_dtype=COMPUTE_DTYPES[config.train.dtype],
+        recompute=False,
+        compile_blocks=config.train.compile,
+        seed=config.train.seed,
+    )
+    load(checkpoint, weights(model), ignore=(OPTIMIZER_PREFIX,))
+    for mixer in model.mixers():
+        mixer.after_optimizer_step()
+    tokenizer = None if config.data.tokenizer is None else load_tokenizer(config.data.tokenizer)
+    token_bytes = None if tokenizer is None else torch.from_numpy(tokenizer.token_bytes())
+    with TokenDataset.open(config.data, "validation", config.model.vocab_size) as dataset:
+        loader = ValidationLoader(
+            dataset,
+            micro_batch_size=config.train.micro_batch_size,
+            dp_rank=mesh.data.rank,
+            dp_size=mesh.data.size,
+        )
+        return evaluate(model, loader, mesh, token_bytes=token_bytes)

@@ -1,0 +1,110 @@
+"""Generation of text with a constant state: the prompt in chunks, then token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalin.checkpoint.load import load
+from megalin.checkpoint.tensors import OPTIMIZER_PREFIX, weights
+from megalin.data.tokenizer import Tokenizer, load_tokenizer
+from megalin.errors import ConfigError
+from megalin.model.language_model import LanguageModel
+from megalin.parallel.initialisation import fill
+from megalin.train.restore import open_run
+
+
+class Sampling(NamedTuple):
+    """How the next token is chosen."""
+
+    temperature: float = 0.0
+    """Divides the logits; 0 takes the likeliest token."""
+    top_k: int | None = None
+    """Only the k likeliest tokens take part."""
+    top_p: float | None = None
+    """Only the likeliest tokens whose probabilities first reach p take part."""
+    seed: int = 0
+    """Seed of the draws."""
+
+
+def load_for_generation(folder: str | Path, device: torch.device) -> tuple[LanguageModel, Tokenizer]:
+    """The newest checkpoint of a run as one fp32 model on `device`, and the run's tokenizer.
+
+    Raises:
+        MegalinError: a run without a checkpoint or without a tokenizer.
+    """
+    config, checkpoint = open_run(folder)
+    if config.data.tokenizer is None:
+        raise ConfigError(f"{folder}: data.tokenizer is not set, so there is no text to read or write; set it")
+    model = LanguageModel(config.model)
+    model.to_empty(device=device)
+    fill(model, config.train.seed)
+    load(checkpoint, weights(model), ignore=(OPTIMIZER_PREFIX,))
+    for mixer in model.mixers():
+        mixer.after_optimizer_step()
+    return model, load_tokenizer(config.data.tokenizer)
+
+
+@torch.no_grad()
+def generate(
+    model: LanguageModel, prompt: Sequence[int], *, max_tokens: int, sampling: Sampling, stop_id: int | None = None
+) -> Iterator[int]:
+    """Yields up to `max_tokens` ids that continue `prompt`, ending before `stop_id`.
+
+    The prompt runs through the chunkwise forward once; each further token costs the same work and memory, whatever
+    the length: the model's state, kept in fp32.
+
+    Raises:
+        ConfigError: an empty prompt, an id outside the vocabulary, or sampling values out of range.
+    """
+    _check(model, prompt, sampling)
+    device = model.embedding.weight.device
+    generator = torch.Generator().manual_seed(sampling.seed)
+    tokens = torch.tensor([list(prompt)], dtype=torch.int64, device=device)
+    output = model(tokens, state=model.initial_state(1))
+    for index in range(max_tokens):
+        token = choose(output.logits[0, -1, : model.config.vocab_size], sampling, generator)
+        if token == stop_id:
+            return
+        yield token
+        if index + 1 < max_tokens:
+            assert output.state is not None
+            output = model.step(torch.tensor([token], device=device), output.state)
+
+
+def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """The next token from logits [V]: the likeliest, or drawn from softmax(logits / temperature) of those kept."""
+    if sampling.temperature == 0.0:
+        return int(logits.argmax())
+    logits = logits.double().cpu() / sampling.temperature
+    if sampling.top_k is not None:
+        threshold = logits.topk(min(sampling.top_k, len(logits))).values[-1]
+        logits = logits.masked_fill(logits < threshold, float("-inf"))
+    probabilities = logits.softmax(-1)
+    if sampling.top_p is not None:
+        ordered, order = probabilities.sort(descending=True, stable=True)
+        # A token stays while those before it do not reach p yet: the first one always does.
+        dropped = ordered.cumsum(0) - ordered >= sampling.top_p
+        probabilities[order[dropped]] = 0.0
+    return int(torch.multinomial(probabilities, 1, generator=generator))
+
+
+def _check(model: LanguageModel, prompt: Sequence[int], sampling: Sampling) -> None:
+    vocab_size = model.config.vocab_size
+    problems = []
+    if not prompt:
+        problems.append("the prompt has no token; give some text")
+    if outside := [token for token in prompt if not 0 <= token < vocab_size]:
+        problems.append(f"prompt token {outside[0]} is outside the vocabulary of {vocab_size} ids")
+    if sampling.temperature < 0.0:
+        problems.append(f"temperature = {sampling.temperature} is negative; use 0 for the likeliest token, or more")
+    if sampling.top_k is not None and sampling.top_k < 1:
+        problems.append(f"top-k = {sampling.top_k} keeps no token; use at least 1")
+    if sampling.top_p is not None and not 0.0 < sampling.top_p <= 1.0:
+        problems.append(f"top-p = {sampling.top_p} is not in (0, 1]")
+    if problems:
+        raise ConfigError("\n".join(problems))
