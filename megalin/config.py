@@ -134,7 +134,7 @@ def _describe(cls: type[Config], detail: Any) -> Iterator[str]:
         hint = suggest(str(location[-1]), list(owner.model_fields)) if owner else "remove it"
         yield f"{field}: unknown key; {hint}"
     elif kind == "missing":
-        yield f"{field}: required, but missing; set it in the file or as {field}=..."
+        yield f"{field}: required, but missing; set it in the file or as an override"
     elif kind == "value_error" and isinstance(detail["ctx"]["error"], NestedConfigError):
         yield from (f"{field}.{line}" for line in detail["ctx"]["error"].lines)
     elif kind == "value_error":
