@@ -56,8 +56,9 @@ def test_a_row_does_not_see_another():
     assert torch.equal(srmsnorm(x, eps=1e-6)[1:], srmsnorm(changed, eps=1e-6)[1:])
 
 
-def test_bf16_is_one_rounding_of_the_wide_result():
+def test_bf16_rounds_only_what_enters_and_leaves():
     x = {"x": torch.randn(64, 48, dtype=torch.bfloat16)}
     truth = outputs_and_gradients(lambda x: [srmsnorm(x, eps=1e-6)], {"x": x["x"].double()})
     found = errors(outputs_and_gradients(lambda x: [srmsnorm(x, eps=1e-6)], x), truth)
-    assert max(found.values()) <= 2e-3
+    assert found["output.0"] <= 2e-3  # one rounding; squares in bf16 give 3e-3
+    assert found["gradient.x"] <= 3e-3  # two

@@ -1,0 +1,92 @@
+"""Building mixers: sizes that do not fit, buffers that fill() owns, and shrinking."""
+
+import pytest
+import torch
+
+from megalin.errors import ConfigError
+from megalin.layers.mixers.base import mixer_types
+from megalin.model.language_model import LanguageModel
+from megalin.parallel.collectives import Axis
+from megalin.parallel.tensor_parallel import TensorParallel
+from tests.cases import CASES, HYBRID, NAMES, TOY, attention, build, model
+
+
+def test_the_package_lists_its_mixers():
+    assert mixer_types() == ["glu", "tnl", "transnormer"]
+
+
+@pytest.mark.parametrize("heads", [5, 7, 96])
+def test_heads_that_do_not_divide_the_width_are_refused(heads):
+    config = model({"sublayers": [TOY]}, {"sublayers": [attention("tnl", num_heads=heads)]})
+    with pytest.raises(
+        ConfigError,
+        match=rf"model\.layers\.1\.sublayers\.0\.num_heads = {heads} does not divide model\.hidden_size = 48",
+    ):
+        LanguageModel(config)
+
+
+def test_rotation_needs_heads_of_an_even_width():
+    config = model({"sublayers": [attention("transnormer", num_heads=16, lrpe="rotation")]})
+    with pytest.raises(ConfigError, match="into heads of an even width"):
+        LanguageModel(config)
+    LanguageModel(model({"sublayers": [attention("transnormer", num_heads=16, lrpe="cosine")]}))
+
+
+class _Axis(TensorParallel):
+    """A tensor-parallel axis without ranks: sizes are checked before any parameter is made."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.axis = Axis("tp", size)
+
+
+@pytest.mark.parametrize(
+    ("mixer", "message"),
+    [
+        (
+            attention("transnormer"),
+            r"model\.layers\.0\.sublayers\.0\.num_heads = 12 is not divisible by parallel\.tp = 8; "
+            r"use tp 1, 2, 3, 4, 6, 12",
+        ),
+        (
+            {"type": "glu", "intermediate_size": 36},
+            r"model\.layers\.0\.sublayers\.0\.intermediate_size = 36 is not divisible by parallel\.tp = 8",
+        ),
+    ],
+)
+def test_sizes_that_the_axis_does_not_divide_are_refused(mixer, message):
+    with pytest.raises(ConfigError, match=message):
+        LanguageModel(model({"sublayers": [mixer]}), _Axis(8))
+
+
+def test_vocabulary_that_the_axis_does_not_divide_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"model\.vocab_size padded to a multiple of 128 = 384 is not divisible by parallel\.tp = 5"
+    ):
+        LanguageModel(HYBRID.model, _Axis(5))
+
+
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_fill_writes_every_parameter_and_buffer(case):
+    """Materialised memory holds NaN here (tests/conftest.py)."""
+    filled = LanguageModel(case.model)
+    filled.to_empty(device="cpu")
+    assert all(parameter.isnan().all() for parameter in filled.parameters())
+    for name, tensor in [*build(case.model).named_parameters(), *build(case.model).named_buffers()]:
+        assert tensor.isfinite().all(), name
+
+
+def test_seeds_and_names_give_different_weights():
+    first, second = build(HYBRID.model), build(HYBRID.model, seed=1)
+    glus = [m.down.weight for m in first.mixers() if hasattr(m, "down")]
+    assert len(glus) == 3
+    assert not any(torch.equal(a, b) for a in glus for b in glus if a is not b)
+    assert not torch.equal(first.embedding.weight, second.embedding.weight)
+    parts = first.mixers()[0].qkvu.weight
+    assert not torch.equal(parts[0], parts[1])
+
+
+def test_weights_have_the_configured_spread():
+    table = build(HYBRID.model).embedding.weight[:380]
+    assert table.std().item() == pytest.approx(0.2, rel=0.02)
+    assert table.mean().item() == pytest.approx(0.0, abs=0.01)

@@ -1,0 +1,232 @@
+"""Strict configs: every problem named by its place, overrides, and files that come back as they went."""
+
+import tomllib
+from typing import Any
+
+import pydantic
+import pytest
+
+from megalin.config import Config, apply_overrides, dumps, parse, read_toml
+from megalin.errors import ConfigError
+from megalin.model.config import ModelConfig
+from megalin.model.presets import load_preset, preset_names
+from tests.cases import CASES, HYBRID, NAMES
+
+
+class Schedule(Config):
+    """A nested table."""
+
+    warmup_steps: int = 10
+    """Steps."""
+
+
+class Run(Config):
+    """A run as a user writes it."""
+
+    model: ModelConfig
+    """The model."""
+    schedule: Schedule = Schedule()
+    """The schedule."""
+    learning_rate: float = pydantic.Field(default=0.1, gt=0)
+    """Peak."""
+    name: str | None = None
+    """Name."""
+
+
+def values(**changes: Any) -> dict[str, Any]:
+    glu = {"type": "glu", "intermediate_size": 36}
+    layers = [{"sublayers": [{"type": "transnormer", "num_heads": 4}, glu], "repeat": 2}]
+    return {"model": {"vocab_size": 100, "hidden_size": 16, "layers": layers}} | changes
+
+
+def message(table: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as raised:
+        parse(Run, table, "run.toml")
+    return str(raised.value)
+
+
+def with_override(override: str) -> dict[str, Any]:
+    return apply_overrides(values(), [override])
+
+
+def test_valid_values_parse():
+    run = parse(Run, values(), "run.toml")
+    assert run.model.num_layers == 2
+    assert run.model.layers[0].sublayers[1].type == "glu"
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("learning_rat=0.5", "learning_rat: unknown key; did you mean 'learning_rate'?"),
+        ("qqq=1", "qqq: unknown key; known: learning_rate, model, name, schedule"),
+        ("schedule.warmup_step=1", "schedule.warmup_step: unknown key; did you mean 'warmup_steps'?"),
+        ("model.hiden_size=3", "model.hiden_size: unknown key; did you mean 'hidden_size'?"),
+        ("model.layers.0.repeats=3", "model.layers.0.repeats: unknown key; did you mean 'repeat'?"),
+        (
+            "model.layers.0.sublayers.1.intermediate_sise=3",
+            "model.layers.0.sublayers.1.intermediate_sise: unknown key; did you mean 'intermediate_size'?",
+        ),
+        (
+            "model.layers.0.sublayers.0.type=transnormr",
+            "model.layers.0.sublayers.0.type = 'transnormr': there is no such mixer; did you mean 'transnormer'?",
+        ),
+        (
+            "model.layers.0.sublayers.0.type=zzz",
+            "model.layers.0.sublayers.0.type = 'zzz': there is no such mixer; known: glu, tnl, transnormer",
+        ),
+        (
+            "model.layers.0.sublayers.0.type=tests.mixers.absent",
+            "model.layers.0.sublayers.0.type = 'tests.mixers.absent': No module named 'tests.mixers.absent'; "
+            "give a module that can be imported",
+        ),
+        (
+            "model.layers.0.sublayers.0.type=3",
+            "model.layers.0.sublayers.0.type: required, the name of a mixer; known: glu, tnl, transnormer",
+        ),
+        ('model.hidden_size="16"', "model.hidden_size = '16': input should be a valid integer"),
+        ("model.hidden_size=16.0", "model.hidden_size = 16.0: input should be a valid integer"),
+        ("model.hidden_size=0", "model.hidden_size = 0: input should be greater than 0"),
+        ("learning_rate=-1.0", "learning_rate = -1.0: input should be greater than 0"),
+        ("model.layers=[]", "model.layers = []: list should have at least 1 item after validation, not 0"),
+        (
+            'model.layers.0.sublayers.0.lrpe="cosin"',
+            "model.layers.0.sublayers.0.lrpe = 'cosin': input should be 'cosine' or 'rotation'",
+        ),
+        (
+            'model.layers.0.sublayers.1.residual="two_hop"',
+            'model.layers.0: the last sub-layer has residual = "two_hop", so its result would be lost; '
+            'use residual = "add" there',
+        ),
+    ],
+)
+def test_a_problem_is_named_with_its_place_rule_and_remedy(override: str, expected: str):
+    assert message(with_override(override)) == f"run.toml: 1 problem(s)\n  {expected}"
+
+
+def test_a_missing_value_is_named():
+    table = values()
+    del table["model"]["hidden_size"]
+    del table["model"]["layers"][0]["sublayers"][1]["intermediate_size"]
+    text = message(table)
+    assert "run.toml: 2 problem(s)" in text
+    remedy = "required, but missing; set it in the file or as an override"
+    assert f"  model.hidden_size: {remedy}" in text
+    assert f"  model.layers.0.sublayers.1.intermediate_size: {remedy}" in text
+
+
+def test_a_sublayer_that_is_no_table_is_named():
+    assert "model.layers.0.sublayers.0" in message(with_override("model.layers.0.sublayers.0=glu"))
+
+
+def test_all_problems_are_reported_at_once():
+    table = apply_overrides(
+        values(),
+        [
+            "model.hidden_size=-1",
+            "model.layers.0.sublayers.0.num_heads=x",
+            "model.layers.0.sublayers.1.intermediate_size=0",
+            "model.layers.0.sublayers.1.activatoin=silu",
+            "schedule.warmup_steps=1.5",
+            "nome=x",
+        ],
+    )
+    lines = message(table).splitlines()
+    assert lines[0] == "run.toml: 6 problem(s)"
+    fields = [
+        "model.hidden_size",
+        "model.layers.0.sublayers.0.num_heads",
+        "model.layers.0.sublayers.1.intermediate_size",
+        "model.layers.0.sublayers.1.activatoin",
+        "schedule.warmup_steps",
+        "nome",
+    ]
+    assert sorted(line.split()[0].rstrip(":") for line in lines[1:]) == sorted(fields)
+
+
+def test_configs_are_frozen():
+    run = parse(Run, values(), "run.toml")
+    with pytest.raises(pydantic.ValidationError, match="frozen"):
+        run.learning_rate = 1.0
+
+
+@pytest.mark.parametrize(
+    ("override", "place", "expected"),
+    [
+        ("learning_rate=0.5", ["learning_rate"], 0.5),
+        ("schedule.warmup_steps=7", ["schedule", "warmup_steps"], 7),
+        ("name=plain text", ["name"], "plain text"),
+        ('name="3"', ["name"], "3"),
+        ("name=a=b", ["name"], "a=b"),
+        ("model.tie_embeddings=false", ["model", "tie_embeddings"], False),
+        (" model . vocab_size =300", ["model", "vocab_size"], 300),
+        (
+            "model.layers.0.sublayers.1.intermediate_size=8",
+            ["model", "layers", 0, "sublayers", 1, "intermediate_size"],
+            8,
+        ),
+        ("model.layers.0.sublayers=[{type='glu'}]", ["model", "layers", 0, "sublayers"], [{"type": "glu"}]),
+    ],
+)
+def test_an_override_sets_a_value(override: str, place: list[Any], expected: Any):
+    original = values()
+    result: Any = apply_overrides(original, [override])
+    for part in place:
+        result = result[part]
+    assert result == expected
+    assert original == values()
+
+
+def test_later_overrides_win():
+    assert apply_overrides(values(), ["learning_rate=1.0", "learning_rate=2.0"])["learning_rate"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("learning_rate", "override 'learning_rate' is not of the form key=value, as train.steps=100"),
+        ("=3", "override '=3' is not of the form key=value"),
+        ("model..x=3", r"override 'model\.\.x=3' is not of the form key=value"),
+        ("model.layers.1.repeat=3", r"override 'model\.layers\.1\.repeat=3': '1' is not an index into 1 elements"),
+        ("model.layers.first.repeat=3", "'first' is not an index into 1 elements"),
+        ("model.layers.-1.repeat=3", "'-1' is not an index into 1 elements"),
+        ("model.hidden_size.x=3", r"override 'model\.hidden_size\.x=3': model\.hidden_size is a value, not a table"),
+    ],
+)
+def test_a_bad_override_is_refused(override: str, expected: str):
+    with pytest.raises(ConfigError, match=expected):
+        with_override(override)
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_presets_come_back_from_their_own_text(name: str):
+    config = load_preset(name).model
+    assert parse(ModelConfig, tomllib.loads(dumps(config)), name) == config
+
+
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_models_come_back_from_their_own_text(case):
+    assert parse(ModelConfig, tomllib.loads(dumps(case.model)), case.name) == case.model
+
+
+def test_a_run_comes_back_from_its_own_text():
+    run = Run(model=HYBRID.model, learning_rate=1e-7)
+    text = dumps(run)
+    assert "name" not in tomllib.loads(text)  # None is left out
+    assert parse(Run, tomllib.loads(text), "text") == run
+
+
+def test_files_are_read_or_named(tmp_path):
+    good, bad, binary = tmp_path / "good.toml", tmp_path / "bad.toml", tmp_path / "binary.toml"
+    good.write_text("a = 1\n[b]\nc = 'x'\n")
+    bad.write_text("a = \n")
+    binary.write_bytes(b"\xff\xfe")
+    assert read_toml(good) == {"a": 1, "b": {"c": "x"}}
+    with pytest.raises(ConfigError, match=r"absent\.toml: no such config file; give the path of a \.toml file"):
+        read_toml(tmp_path / "absent.toml")
+    with pytest.raises(ConfigError, match=r"bad\.toml: not a readable TOML file: Invalid value"):
+        read_toml(bad)
+    with pytest.raises(ConfigError, match=r"binary\.toml: not a readable TOML file: .*utf-8"):
+        read_toml(binary)
+    with pytest.raises(ConfigError, match="not a readable TOML file"):
+        read_toml(tmp_path)
