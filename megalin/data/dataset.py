@@ -1,0 +1,262 @@
+"""One split of a corpus: its shards as one stream of tokens, cut into samples of T + 1 ids."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+import pydantic
+
+from megalin._index import build_sample_index
+from megalin.config import Config
+from megalin.data.files import read_limited
+from megalin.data.packing import Batch, pack
+from megalin.data.shards import Shard, manifest_path
+from megalin.data.tokenizer import load_tokenizer
+from megalin.errors import DataError
+
+Split = Literal["train", "validation"]
+
+_MANIFEST_LIMIT_BYTES = 1 << 20
+_PIECE_BLOCK = 1024  # sequence starts that are looked at together
+
+
+class DataConfig(Config):
+    """Which tokens a run reads, and how they are cut into samples."""
+
+    train: Annotated[list[str], pydantic.Field(min_length=1)]
+    """Prefixes of the training shards (path without .bin and .idx), read as one stream in this order."""
+    validation: list[str] = pydantic.Field(default_factory=list)
+    """Prefixes of the validation shards; may be empty."""
+    validation_fraction: Annotated[float, pydantic.Field(ge=0.0, lt=1.0)] = 0.0
+    """Where `validation` is empty: share of the sequences at the end of each training shard that is held out."""
+    sequence_length: Annotated[int, pydantic.Field(ge=1)]
+    """T, tokens a sample that the model reads; a sample holds T + 1 ids and shares the last one with the next."""
+    tokenizer: str | None = None
+    """Path of the tokenizer.json that made the shards, or "bytes"; generation and bits per byte need it."""
+    isolate_documents: bool = True
+    """Keep documents apart in state, attention and loss; false lets a sample run on over their borders."""
+
+    @pydantic.model_validator(mode="after")
+    def _check_splits(self) -> Self:
+        problems = []
+        if self.validation and self.validation_fraction:
+            problems.append(
+                f"validation_fraction = {self.validation_fraction} has no effect beside validation; remove one of them"
+            )
+        if shared := sorted(set(self.train) & set(self.validation)):
+            problems.append(f"validation holds the training shard {shared[0]}; a held-out split must be other data")
+        if len(set(self.train)) < len(self.train):
+            twice = next(prefix for prefix in self.train if self.train.count(prefix) > 1)
+            problems.append(f"train names the shard {twice} more than once; name each once")
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+
+class _Segment(NamedTuple):
+    """Sequences [first_sequence, end_sequence) of a shard, and the samples that start in them."""
+
+    shard: Shard
+    first_sequence: int
+    end_sequence: int
+    first_token: int  # of the shard
+    end_token: int
+    first_sample: int
+    sequences: npt.NDArray[np.int32]  # [samples] sequence in which each starts, from first_sequence
+    offsets: npt.NDArray[np.int32]  # [samples] token of that sequence
+
+
+class TokenDataset:
+    """Samples of one split: sample i is tokens [iT, iT + T] of its shards laid end to end; the tail is dropped.
+
+    Memory: 8 bytes a sample for where it starts, and one window while it is read. Thread-safe once open.
+
+    Attributes:
+        sequence_length: T.
+        num_tokens: tokens of the split, the dropped tail included.
+        num_samples: (num_tokens - 1) // T.
+    """
+
+    def __init__(
+        self, parts: Sequence[tuple[Shard, int, int]], *, sequence_length: int, vocab_size: int, isolate_documents: bool
+    ) -> None:
+        """Lays sequences [first, end) of each (shard, first, end) end to end; `open` is the usual way in."""
+        self.sequence_length = sequence_length
+        self._vocab_size = vocab_size
+        self._isolate_documents = isolate_documents
+        sizes = [shard.first_token(end) - shard.first_token(first) for shard, first, end in parts]
+        self.num_tokens = sum(sizes)
+        self.num_samples = max(0, self.num_tokens - 1) // sequence_length
+        self._segments = []
+        position = 0
+        for (shard, first, end), size in zip(parts, sizes, strict=True):
+            first_sample = min(-(-position // sequence_length), self.num_samples)
+            end_sample = min(-(-(position + size) // sequence_length), self.num_samples)
+            sequences, offsets = build_sample_index(
+                shard.lengths[first:end],
+                first_token=first_sample * sequence_length - position if end_sample > first_sample else 0,
+                stride=sequence_length,
+                count=end_sample - first_sample,
+            )
+            start = shard.first_token(first)
+            self._segments.append(_Segment(shard, first, end, start, start + size, first_sample, sequences, offsets))
+            position += size
+        self._first_samples = np.array([segment.first_sample for segment in self._segments])
+
+    @classmethod
+    def open(cls, config: DataConfig, split: Split, vocab_size: int) -> Self:
+        """Opens and checks the shards of `split` for a model of `vocab_size` ids.
+
+        Raises:
+            DataError: a bad shard; no token at all; fewer than T + 1 tokens; a tokenizer with more ids than the model,
+                or other than the one that made a shard.
+        """
+        prefixes = config.validation if split == "validation" and config.validation else config.train
+        digest = _tokenizer_digest(config, vocab_size)
+        with ExitStack() as stack:
+            parts = []
+            for prefix in prefixes:
+                shard = stack.enter_context(Shard(prefix, vocab_size=vocab_size))
+                _check_manifest(shard, config.tokenizer, digest)
+                if not shard.num_tokens:
+                    warnings.warn(f"{prefix}: a shard without tokens; skipped", stacklevel=2)
+                    shard.close()
+                    continue
+                parts.append((shard, *_part(config, split, shard.num_sequences)))
+            dataset = cls(
+                parts,
+                sequence_length=config.sequence_length,
+                vocab_size=vocab_size,
+                isolate_documents=config.isolate_documents,
+            )
+            _check_length(config, split, dataset)
+            stack.pop_all()
+        return dataset
+
+    def window(self, sample: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+        """The ids [T + 1] int64 of `sample`, and for each the piece (sequence) it belongs to, [T + 1] int32 from 0.
+
+        Raises:
+            DataError: an id of `vocab_size` or more (file, sequence, offset), or a file that fails or shrank.
+        """
+        assert 0 <= sample < self.num_samples, (sample, self.num_samples)
+        number = int(np.searchsorted(self._first_samples, sample, side="right")) - 1
+        segment = self._segments[number]
+        row = sample - segment.first_sample
+        sequence = segment.first_sequence + int(segment.sequences[row])
+        position = segment.shard.first_token(sequence) + int(segment.offsets[row])
+        ids = np.empty(self.sequence_length + 1, np.int64)
+        starts = np.zeros(self.sequence_length + 1, np.int32)
+        filled = 0
+        while True:
+            count = min(len(ids) - filled, segment.end_token - position)
+            ids[filled : filled + count] = self._read(segment.shard, position, count)
+            for begin in _piece_starts(segment, sequence, position, position + count):
+                starts[filled + begin - position] = 1
+            filled += count
+            if filled == len(ids):
+                return ids, np.cumsum(starts, dtype=np.int32)
+            number += 1
+            segment = self._segments[number]
+            sequence, position = segment.first_sequence, segment.first_token
+            starts[filled] = 1
+
+    def _read(self, shard: Shard, position: int, count: int) -> npt.NDArray[Any]:
+        tokens = shard.read(position, count)
+        bad = np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))
+        if bad.size:
+            sequence, offset = shard.locate(position + int(bad[0]))
+            raise DataError(
+                f"{shard.prefix}.bin: token id {tokens[bad[0]]} at offset {offset} of sequence {sequence}; "
+                f"expected ids from 0 to {self._vocab_size - 1}: is vocab_size = {self._vocab_size} the tokenizer's?"
+            )
+        return tokens
+
+    def batch(self, samples: npt.NDArray[np.int64]) -> Batch:
+        """The samples [B] as a Batch. Raises DataError as `window` does."""
+        windows, pieces = zip(*(self.window(int(sample)) for sample in samples), strict=True)
+        return pack(np.stack(windows), np.stack(pieces), samples.copy(), isolate_documents=self._isolate_documents)
+
+    def close(self) -> None:
+        """Closes the shards."""
+        for segment in self._segments:
+            segment.shard.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _piece_starts(segment: _Segment, sequence: int, position: int, end: int) -> Iterator[int]:
+    """The tokens in (position, end) of the shard at which a sequence after `sequence` starts."""
+    itemsize = segment.shard.dtype.itemsize
+    for first in range(sequence + 1, segment.end_sequence, _PIECE_BLOCK):
+        block = segment.shard.pointers[first : min(first + _PIECE_BLOCK, segment.end_sequence)] // itemsize
+        inside = block[(block > position) & (block < end)]
+        yield from inside.tolist()
+        if block[-1] >= end:
+            return
+
+
+def _part(config: DataConfig, split: Split, num_sequences: int) -> tuple[int, int]:
+    """The sequences of a training shard, or of a validation shard, that `split` reads."""
+    if config.validation:
+        return 0, num_sequences
+    border = num_sequences - int(num_sequences * config.validation_fraction)
+    return (0, border) if split == "train" else (border, num_sequences)
+
+
+def _check_length(config: DataConfig, split: Split, dataset: TokenDataset) -> None:
+    if dataset.num_samples:
+        return
+    names = ", ".join(config.validation if split == "validation" and config.validation else config.train)
+    held_out = f" (validation_fraction = {config.validation_fraction})" if not config.validation else ""
+    if not dataset.num_tokens:
+        raise DataError(f"{names}: empty corpus: the {split} split{held_out} has no tokens; give shards with text")
+    needed = config.sequence_length + 1
+    raise DataError(
+        f"{names}: data.sequence_length = {config.sequence_length} needs {needed} tokens, but the {split} "
+        f"split{held_out} has {dataset.num_tokens}; lower sequence_length to at most "
+        f"{dataset.num_tokens - 1} or add data"
+    )
+
+
+def _tokenizer_digest(config: DataConfig, vocab_size: int) -> str | None:
+    if config.tokenizer is None:
+        return None
+    tokenizer = load_tokenizer(config.tokenizer)
+    if tokenizer.vocab_size > vocab_size:
+        raise DataError(
+            f"{config.tokenizer}: has {tokenizer.vocab_size} token ids, but the model's vocab_size is {vocab_size}; "
+            f"raise vocab_size to at least {tokenizer.vocab_size}"
+        )
+    return tokenizer.digest
+
+
+def _check_manifest(shard: Shard, tokenizer: str | None, digest: str | None) -> None:
+    """Where a manifest lies beside the shard it must be this shard's, and name the run's tokenizer."""
+    path = manifest_path(shard.prefix)
+    if not path.exists():
+        return
+    remedy = "remove it if the shard was replaced, or write the shard again"
+    data = read_limited(path, limit_bytes=_MANIFEST_LIMIT_BYTES, remedy=remedy)
+    try:
+        manifest = json.loads(data)
+        tokens, made_by = manifest["tokens"], manifest["tokenizer"]["digest"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise DataError(f"{path}: not a manifest of a shard; {remedy}") from None
+    if tokens != shard.num_tokens:
+        raise DataError(f"{path}: expected the {shard.num_tokens} tokens of its shard; found {tokens}; {remedy}")
+    if digest is not None and made_by != digest:
+        raise DataError(
+            f"{shard.prefix}: made by the tokenizer with sha256 {made_by}, but data.tokenizer = {tokenizer} has "
+            f"{digest}; use the one that made the shard"
+        )

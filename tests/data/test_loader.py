@@ -1,0 +1,162 @@
+"""Training steps as a function of their number, the same samples on every mesh, and validation on every rank."""
+
+import threading
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from megalin.data.loader import DataConfig, Loader, TokenDataset, ValidationLoader
+from megalin.data.order import endless
+from megalin.data.packing import IGNORED_LABEL
+from megalin.errors import ConfigError, DataError
+from tests.data.shard_files import write_by_hand
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    rng = np.random.default_rng(0)
+    sequences = [rng.integers(0, 99, rng.integers(1, 12)).tolist() for _ in range(40)]
+    prefix = write_by_hand(tmp_path / "x", sequences)
+    with TokenDataset.open(DataConfig(train=[str(prefix)], sequence_length=5), "train", 100) as opened:
+        yield opened
+
+
+def _loader(dataset, **values):
+    return Loader(dataset, **{"seed": 3, "global_batch_size": 8, "micro_batch_size": 2, **values})
+
+
+def _same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_step_is_micro_batches_of_the_asked_size(dataset):
+    with _loader(dataset) as loader:
+        batches = loader.step(0)
+    assert [tuple(batch.tokens.shape) for batch in batches] == [(2, 5)] * 4
+
+
+@pytest.mark.parametrize(("dp_size", "micro_batch_size"), [(1, 8), (2, 4), (4, 2), (4, 1), (2, 2), (8, 1)])
+def test_every_mesh_reads_the_same_samples_in_each_step(dataset, dp_size, micro_batch_size):
+    with _loader(dataset, micro_batch_size=8) as loader:
+        wanted = [loader.step(step)[0].sample_ids.tolist() for step in range(12)]
+    loaders = [
+        _loader(dataset, dp_rank=rank, dp_size=dp_size, micro_batch_size=micro_batch_size) for rank in range(dp_size)
+    ]
+    for step in range(12):
+        of_ranks = [loader.step(step) for loader in loaders]
+        got = [i for micro in zip(*of_ranks, strict=True) for batch in micro for i in batch.sample_ids.tolist()]
+        assert got == wanted[step]
+    for loader in loaders:
+        loader.close()
+
+
+def test_every_sample_is_read_once_an_epoch(dataset):
+    steps = 2 * dataset.num_samples  # so that whole epochs end at a whole step
+    with _loader(dataset, global_batch_size=4, micro_batch_size=4) as loader:
+        ids = [i for step in range(steps) for i in loader.step(step)[0].sample_ids.tolist()]
+    first = ids[: dataset.num_samples]
+    assert sorted(first) == list(range(dataset.num_samples))
+    assert first != sorted(first)
+    assert set(Counter(ids).values()) == {8}
+
+
+def test_resumed_loader_continues_bit_for_bit(dataset):
+    with _loader(dataset) as whole:
+        wanted = [whole.step(step) for step in range(15)]
+    with _loader(dataset) as resumed:
+        for step in (9, 10, 11, 2, 14):
+            assert all(_same(a, b) for a, b in zip(resumed.step(step), wanted[step], strict=True))
+
+
+def test_seed_changes_the_order(dataset):
+    with _loader(dataset) as a, _loader(dataset, seed=4) as b:
+        assert a.step(0)[0].sample_ids.tolist() != b.step(0)[0].sample_ids.tolist()
+
+
+def test_batch_holds_what_its_sample_ids_name(dataset):
+    with _loader(dataset) as loader:
+        batch = loader.step(1)[2]
+    assert _same(batch, dataset.batch(batch.sample_ids.numpy()))
+
+
+def test_next_step_is_read_ahead(dataset, monkeypatch):
+    read = threading.Event()
+    calls = []
+    real = TokenDataset.batch
+
+    def spy(self, samples):
+        calls.append(samples)
+        if len(calls) == 2:
+            read.set()
+        return real(self, samples)
+
+    monkeypatch.setattr(TokenDataset, "batch", spy)
+    with _loader(dataset, micro_batch_size=8) as loader:
+        loader.step(0)
+        assert read.wait(timeout=30)
+        ahead = loader.step(1)
+    assert calls[1].tolist() == ahead[0].sample_ids.tolist()
+
+
+def test_error_of_the_step_read_ahead_reaches_the_caller_when_it_is_asked_for(tmp_path):
+    prefix = write_by_hand(tmp_path / "x", [[1] * 41, [99, 1]])
+    with TokenDataset.open(DataConfig(train=[str(prefix)], sequence_length=2), "train", 50) as dataset:
+        bad = dataset.num_samples - 1
+        with _loader(dataset, global_batch_size=1, micro_batch_size=1) as loader:
+            order = endless(np.arange(dataset.num_samples), num_samples=dataset.num_samples, seed=3).tolist()
+            step = order.index(bad)
+            assert [loader.step(k)[0].sample_ids.item() for k in range(step)] == order[:step]
+            with pytest.raises(DataError, match="token id 99 at offset"):
+                loader.step(step)
+
+
+def test_closing_ends_the_thread(dataset):
+    before = threading.active_count()
+    loader = _loader(dataset)
+    loader.step(0)
+    loader.close()
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"global_batch_size": 10, "dp_size": 2},
+            "= 10 is not a positive multiple of .* = 2 times dp = 2; use 8 or 12",
+        ),
+        ({"global_batch_size": 1}, "global_batch_size = 1 is not .*; use 2 or 4"),
+        ({"micro_batch_size": 0}, "micro_batch_size = 0 times"),
+        ({"global_batch_size": 0}, "global_batch_size = 0 is not a positive multiple"),
+    ],
+)
+def test_batch_that_does_not_divide_is_refused(dataset, values, message):
+    with pytest.raises(ConfigError, match=message):
+        _loader(dataset, **values)
+
+
+@pytest.mark.parametrize(("dp_size", "micro_batch_size"), [(1, 4), (2, 3), (3, 2), (4, 16), (8, 7)])
+def test_validation_reads_each_sample_once_and_every_rank_as_many_batches(dataset, dp_size, micro_batch_size):
+    ids, counts = [], set()
+    for rank in range(dp_size):
+        loader = ValidationLoader(dataset, micro_batch_size=micro_batch_size, dp_rank=rank, dp_size=dp_size)
+        batches = list(loader)
+        counts.add(len(batches))
+        assert len(loader) == len(batches)
+        for batch in batches:
+            assert batch.tokens.shape == (micro_batch_size, 5)
+            padding = batch.sample_ids == -1
+            assert (batch.labels[padding] == IGNORED_LABEL).all()
+            ids += batch.sample_ids[~padding].tolist()
+    assert len(counts) == 1
+    assert sorted(ids) == list(range(dataset.num_samples))
+
+
+def test_validation_is_bounded_over_all_ranks(dataset):
+    loaders = [
+        ValidationLoader(dataset, micro_batch_size=2, dp_rank=rank, dp_size=2, max_samples=5) for rank in range(2)
+    ]
+    ids = [batch.sample_ids.tolist() for loader in loaders for batch in loader]
+    assert ids == [[0, 1], [4, -1], [2, 3], [-1, -1]]
