@@ -1,0 +1,39 @@
+"""What functions that run on ranks share: a mesh, poisoned memory, and results that survive the rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from megalin.parallel.initialisation import fill
+from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.tensor_parallel import local
+
+Arrays = dict[str, np.ndarray]
+
+
+def make_mesh(tp: int, *, sequence_parallel: bool = False, shard: int | None = None) -> Mesh:
+    """The mesh of this rank's world, on the CPU."""
+    return Mesh(ParallelConfig(tp=tp, sequence_parallel=sequence_parallel, shard=shard), torch.device("cpu"))
+
+
+def materialise(module: nn.Module, seed: int = 0) -> None:
+    """Gives a meta module memory full of NaN, then fills it."""
+    module.to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in [*module.parameters(), *module.buffers()]:
+            local(tensor).fill_(float("nan"))
+    fill(module, seed)
+
+
+def to_arrays(tensors: Mapping[str, Tensor]) -> Arrays:
+    """Tensors' shared memory ends with the rank that made it; arrays are copied to the caller."""
+    return {name: tensor.detach().numpy().copy() for name, tensor in tensors.items()}
+
+
+def to_tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+    """The way back."""
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}

@@ -1,0 +1,78 @@
+"""Vocabulary-parallel cross entropy against torch's, values and the gradient of the logits."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megalin.parallel.collectives import Axis, all_gather, local_slice
+from megalin.parallel.cross_entropy import vocab_parallel_cross_entropy
+from tests.numerics import assert_close, relative_error
+from tests.parallel.on_ranks import Arrays, make_mesh, to_arrays, to_tensors
+from tests.ranks import run_ranks
+
+ROWS, TOKENS = 12, 9
+SCALES = {"plain": 1.0, "huge": 1e4, "offset": 1.0}
+
+
+def make_inputs(name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits [2, 4, ROWS] whose last rows belong to no token, labels with ignored places, a weight for each loss."""
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(2, 4, ROWS, generator=generator, dtype=torch.float64) * SCALES[name]
+    logits = logits + 1e3 if name == "offset" else logits
+    logits[..., TOKENS:] = float("-inf")
+    labels = torch.tensor([[0, TOKENS - 1, -100, 3], [2, 5, 6, -100]])
+    return logits, labels, torch.randn(2, 4, generator=generator, dtype=torch.float64)
+
+
+def _losses(name: str, axis: Axis) -> dict[str, Tensor]:
+    logits, labels, weights = make_inputs(name)
+    mine = local_slice(logits, axis, dim=2).contiguous().requires_grad_()
+    losses = vocab_parallel_cross_entropy(mine, labels, axis)
+    (losses * weights).sum().backward()
+    return {f"{name}.losses": losses, f"{name}.gradient": all_gather(mine.grad, axis, dim=2)}
+
+
+def _run() -> Arrays:
+    axis = make_mesh(torch.distributed.get_world_size()).tp.axis
+    return to_arrays({key: tensor for name in SCALES for key, tensor in _losses(name, axis).items()})
+
+
+@lru_cache
+def results(world_size: int) -> list[dict[str, Tensor]]:
+    if world_size == 1:
+        return [{key: tensor for name in SCALES for key, tensor in _losses(name, Axis("tp")).items()}]
+    return [to_tensors(arrays) for arrays in run_ranks(world_size, _run)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", SCALES)
+def test_losses_and_gradient_equal_the_dense_ones(name: str, world_size: int):
+    """With four ranks the last one holds no token at all."""
+    logits, labels, weights = make_inputs(name)
+    logits.requires_grad_()
+    losses = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+    (losses * weights).sum().backward()
+    expected = {f"{name}.losses": losses.detach(), f"{name}.gradient": logits.grad}
+    for found in results(world_size):
+        assert_close({key: found[key] for key in expected}, expected, 1e-13)
+        assert found[f"{name}.losses"][labels == -100].eq(0).all()
+        assert found[f"{name}.gradient"][labels == -100].eq(0).all()
+
+
+def test_bf16_logits_give_fp32_losses():
+    logits, labels, _ = make_inputs("plain")
+    low = logits.bfloat16().requires_grad_()
+    losses = vocab_parallel_cross_entropy(low, labels, Axis("tp"))
+    losses.sum().backward()
+    exact = low.detach().double().requires_grad_()
+    truth = vocab_parallel_cross_entropy(exact, labels, Axis("tp"))
+    truth.sum().backward()
+    assert losses.dtype == torch.float32
+    assert low.grad.dtype == torch.bfloat16
+    assert relative_error(losses, truth) <= 1e-6
+    assert relative_error(low.grad, exact.grad) <= 4e-3
