@@ -1,0 +1,78 @@
+"""Decisions that every rank shares: what one rank decides or fails at, all ranks return or raise.
+
+Without a process group the process is rank 0 of 1 and nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
+
+from megalin.errors import MegalinError, StorageError
+
+ResultT = TypeVar("ResultT")
+
+
+class _Failure(NamedTuple):
+    kind: type[MegalinError]
+    message: str
+
+
+def distributed() -> bool:
+    """Whether this process belongs to a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank() -> int:
+    """This process's rank in the default group, 0 without one."""
+    return dist.get_rank() if distributed() else 0
+
+
+def world_size() -> int:
+    """Number of ranks in the default group, 1 without one."""
+    return dist.get_world_size() if distributed() else 1
+
+
+def on_rank_zero(work: Callable[[], ResultT]) -> ResultT:
+    """Rank 0 runs `work`; every rank returns its result. One broadcast.
+
+    Raises:
+        MegalinError: what `work` raised on rank 0 (an OSError as StorageError), on every rank.
+    """
+    outcome = [_attempt(work) if rank() == 0 else None]
+    if distributed():
+        dist.broadcast_object_list(outcome, src=0)
+    result: Any = outcome[0]
+    if isinstance(result, _Failure):
+        raise result.kind(result.message)
+    return result
+
+
+def on_every_rank(work: Callable[[], ResultT]) -> list[ResultT]:
+    """Every rank runs `work`; every rank returns all results by rank. One all-gather.
+
+    Raises:
+        MegalinError: on every rank when any rank's `work` raised one (an OSError as StorageError); names the ranks.
+    """
+    mine = _attempt(work)
+    outcomes: list[Any] = [mine]
+    if distributed():
+        outcomes = [None] * world_size()
+        dist.all_gather_object(outcomes, mine)
+    failures = [(number, outcome) for number, outcome in enumerate(outcomes) if isinstance(outcome, _Failure)]
+    if failures:
+        if len({failure.message for _, failure in failures}) == 1:
+            raise failures[0][1].kind(failures[0][1].message)
+        raise failures[0][1].kind("\n".join(f"rank {number}: {failure.message}" for number, failure in failures))
+    return outcomes
+
+
+def _attempt(work: Callable[[], ResultT]) -> ResultT | _Failure:
+    try:
+        return work()
+    except MegalinError as error:
+        return _Failure(type(error), str(error))
+    except OSError as error:
+        return _Failure(StorageError, str(error))

@@ -1,0 +1,135 @@
+"""Loading: the newest checkpoint that verifies, into plain tensors or DTensors of any mesh, or of no mesh at all.
+
+`newest` runs one broadcast, and a broadcast and an all-gather for each directory it looks at; `load` two all-gathers.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import load as engine_load
+
+from megalin.checkpoint.agreement import on_every_rank, on_rank_zero, rank, world_size
+from megalin.checkpoint.index import DTYPE_NAMES, Index, TensorRecord
+from megalin.checkpoint.manifest import Checkpoint, directory_step, file_problems, read_manifest, step_directory
+from megalin.checkpoint.storage import SafetensorsReader, header_problems
+from megalin.errors import CheckpointError, MegalinError
+
+_log = logging.getLogger(__name__)
+
+
+def newest(root: str | Path) -> Checkpoint | None:
+    """The newest checkpoint in `root` whose every file verifies; None when `root` holds no checkpoint directory.
+
+    All ranks call it and get the same answer; each hashes its part of the files. A directory that does not verify is
+    named in a warning with the reason, and the one before it is tried.
+
+    Raises:
+        CheckpointError: there are checkpoint directories and none verifies. (Starting again from nothing would be
+            the wrong remedy.)
+    """
+    root = Path(root)
+    problems = []
+    for step in on_rank_zero(partial(_steps, root)):
+        directory = root / step_directory(step)
+        try:
+            manifest = on_rank_zero(partial(read_manifest, directory))
+            shares = on_every_rank(partial(file_problems, directory, manifest, part=rank(), num_parts=world_size()))
+        except MegalinError as error:
+            shares = [[str(error)]]
+        reasons = [reason for share in shares for reason in share]
+        if not reasons:
+            return Checkpoint(directory, manifest)
+        problems.append(f"{directory}: {'; '.join(reasons)}")
+        if rank() == 0:
+            _log.warning("checkpoint passed over: %s", problems[-1])
+    if problems:
+        raise CheckpointError(
+            f"{root}: no checkpoint verifies; restore one, or move these away to start afresh:\n" + "\n".join(problems)
+        )
+    return None
+
+
+def _steps(root: Path) -> list[int]:
+    if not root.is_dir():
+        return []
+    steps = (directory_step(entry.name) for entry in root.iterdir())
+    return sorted((step for step in steps if step is not None), reverse=True)
+
+
+def load(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], *, ignore: Sequence[str] = ()) -> None:
+    """Fills `tensors` in place from the checkpoint; all ranks call it. Works without a process group too.
+
+    Args:
+        tensors: by global name, plain or DTensor; names, global shapes and dtypes must be the checkpoint's.
+        ignore: prefixes of names that the checkpoint may hold beyond `tensors`: `("optim.",)` loads weights only.
+
+    Raises:
+        CheckpointError: on every rank, before any tensor is touched: every tensor that is missing, extra, or of
+            another shape or dtype, and every file that does not hold what the index says.
+    """
+    indices: list[Index] = []
+    problems = dict.fromkeys(
+        problem
+        for of_rank in on_every_rank(partial(_check, checkpoint, tensors, ignore, indices))
+        for problem in of_rank
+    )
+    if problems:
+        raise CheckpointError(f"{checkpoint.path} does not fit:\n" + "\n".join(f"  {line}" for line in problems))
+    on_every_rank(partial(_read, checkpoint, tensors, indices[0]))
+
+
+def _check(
+    checkpoint: Checkpoint, tensors: Mapping[str, Tensor], ignore: Sequence[str], indices: list[Index]
+) -> list[str]:
+    index = checkpoint.index()
+    indices.append(index)
+    problems = []
+    for name, tensor in tensors.items():
+        record = index.tensors.get(name)
+        if record is None:
+            problems.append(f"{name}: missing from the checkpoint; the model has {list(tensor.shape)}")
+        elif record.shape != list(tensor.shape):
+            problems.append(_shape_problem(name, record, tensor))
+        elif record.dtype != DTYPE_NAMES.get(tensor.dtype):
+            problems.append(f"{name}: dtype {record.dtype} in the checkpoint, {tensor.dtype} in the model")
+    for name, record in index.tensors.items():
+        if name not in tensors and not name.startswith(tuple(ignore)):
+            problems.append(f"{name}: in the checkpoint with shape {record.shape}, not in the model")
+    files = sorted({chunk.file for record in index.tensors.values() for chunk in record.chunks})
+    return problems + header_problems(checkpoint.path, index, files[rank() :: world_size()])
+
+
+def _shape_problem(name: str, record: TensorRecord, tensor: Tensor) -> str:
+    model_shape = list(tensor.shape)
+    problem = f"{name}: shape {record.shape} in the checkpoint, {model_shape} in the model"
+    if "embedding" in name and record.shape[1:] == model_shape[1:]:
+        problem += (
+            f": another vocabulary ({record.shape[0]} rows against {model_shape[0]}); use the tokenizer and "
+            "vocabulary size that the checkpoint was trained with"
+        )
+    return problem
+
+
+def _read(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], index: Index) -> None:
+    """Each rank reads its own boxes: planning needs the index alone, so no rank talks to another."""
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            engine_load(
+                dict(tensors), storage_reader=SafetensorsReader(checkpoint.path, index), planner=planner, no_dist=True
+            )
+    except CheckpointException as error:
+        failure = next(iter(error.failures.values()))[0]
+        if isinstance(failure, (MegalinError, KeyboardInterrupt, SystemExit)):
+            raise failure from None
+        raise RuntimeError(f"loading {checkpoint.path} failed: {error}") from None

@@ -1,0 +1,160 @@
+"""The manifest, written last: size and sha256 of every file, so that a published checkpoint can be verified."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+
+from megalin.checkpoint.files import open_regular
+from megalin.checkpoint.index import FILE_NAME_PATTERN, INDEX_FILE, Index, first_problem, parse_index
+from megalin.config import Config
+from megalin.errors import CheckpointError
+
+MANIFEST_FILE = "manifest.json"
+STATE_FILE = "train_state.json"
+JSON_LIMIT_BYTES = 1 << 28
+"""No JSON file of a checkpoint is larger; a larger one is refused unread."""
+
+_HASH_THREADS = min(8, os.cpu_count() or 1)
+_FileName = Annotated[str, pydantic.Field(pattern=FILE_NAME_PATTERN)]
+
+
+class FileRecord(Config):
+    """What a file must be."""
+
+    size: int = pydantic.Field(ge=0)
+    """Bytes."""
+
+    sha256: str = pydantic.Field(pattern=r"^[0-9a-f]{64}$")
+    """Digest of its bytes, in lower-case hexadecimal."""
+
+    @classmethod
+    def of(cls, data: bytes) -> FileRecord:
+        """The record of a file that holds `data`."""
+        return cls(size=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+
+class Manifest(Config):
+    """The content of manifest.json."""
+
+    format: Literal[1] = 1
+    """Version of this layout."""
+
+    step: int = pydantic.Field(ge=0)
+    """Optimizer steps done; must be the directory's."""
+
+    files: dict[_FileName, FileRecord]
+    """By name; every file but the manifest."""
+
+
+class Checkpoint:
+    """A published checkpoint whose manifest was verified."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.step = manifest.step
+
+    def state(self) -> dict[str, Any]:
+        """The JSON state that was saved with the tensors. Raises CheckpointError when the file is no longer intact."""
+        try:
+            state = json.loads(self._read(STATE_FILE))
+        except (ValueError, RecursionError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"{self.path / STATE_FILE}: not JSON: {error}") from None
+        if not isinstance(state, dict):
+            raise CheckpointError(f"{self.path / STATE_FILE}: not a JSON object")
+        return state
+
+    def index(self) -> Index:
+        """The tensors, each covered once by chunks in files of the manifest. Raises CheckpointError."""
+        source = str(self.path / INDEX_FILE)
+        index = parse_index(self._read(INDEX_FILE), source)
+        files = {chunk.file for record in index.tensors.values() for chunk in record.chunks}
+        if unknown := sorted(files - self.manifest.files.keys()):
+            raise CheckpointError(f"{source}: names files that the manifest does not hold: {', '.join(unknown)}")
+        return index
+
+    def _read(self, name: str) -> bytes:
+        record = self.manifest.files.get(name)
+        if record is None:
+            raise CheckpointError(f"{self.path}: the manifest holds no {name}; this checkpoint is not whole")
+        data = read_limited(self.path / name)
+        if FileRecord.of(data) != record:
+            raise CheckpointError(f"{self.path / name}: changed since the checkpoint was verified")
+        return data
+
+
+def step_directory(step: int) -> str:
+    """Name of the directory of a step."""
+    return f"step-{step:08d}"
+
+
+def directory_step(name: str) -> int | None:
+    """The step of a checkpoint directory's name, or None for any other name."""
+    match = re.fullmatch(r"step-([0-9]{8,18})", name)
+    step = int(match[1]) if match else None
+    return step if step is not None and step_directory(step) == name else None
+
+
+def read_limited(path: Path) -> bytes:
+    """Bytes of a JSON file of a checkpoint. Raises CheckpointError when it is unreadable, a link or too large."""
+    try:
+        with open_regular(path) as file:
+            data = file.read(JSON_LIMIT_BYTES + 1)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+    if len(data) > JSON_LIMIT_BYTES:
+        raise CheckpointError(f"{path}: larger than {JSON_LIMIT_BYTES} bytes, the limit for JSON in a checkpoint")
+    return data
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a checkpoint directory; its files are not looked at yet.
+
+    Raises:
+        CheckpointError: the directory is a link, or the manifest is missing, malformed or of another step.
+    """
+    if directory.is_symlink() or not directory.is_dir():
+        raise CheckpointError(f"{directory}: not a directory of its own (links are refused)")
+    path = directory / MANIFEST_FILE
+    try:
+        manifest = Manifest.model_validate_json(read_limited(path))
+    except pydantic.ValidationError as error:
+        raise CheckpointError(f"{path}: not a manifest: {first_problem(error)}") from None
+    if step_directory(manifest.step) != directory.name:
+        raise CheckpointError(f"{path}: is of step {manifest.step}, which belongs in {step_directory(manifest.step)}")
+    return manifest
+
+
+def file_problems(directory: Path, manifest: Manifest, *, part: int = 0, num_parts: int = 1) -> list[str]:
+    """What is wrong with the files of `manifest`: missing, of another size, other bytes. Empty when all is well.
+
+    Of several ranks each looks at its own part. Hashing runs in threads (about 2 GB/s each).
+    """
+    records = sorted(manifest.files.items(), key=lambda entry: (-entry[1].size, entry[0]))[part::num_parts]
+    with ThreadPoolExecutor(_HASH_THREADS) as pool:
+        problems = pool.map(lambda entry: _file_problem(directory / entry[0], entry[1]), records)
+        return [problem for problem in problems if problem is not None]
+
+
+def _file_problem(path: Path, record: FileRecord) -> str | None:
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != record.size:
+                return f"{path}: {size} bytes, the manifest says {record.size}"
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        return f"{path}: {error.strerror or error}"
+    if digest != record.sha256:
+        return f"{path}: its sha256 is not the manifest's: the bytes changed"
+    return None

@@ -1,0 +1,196 @@
+"""Saving: a fresh temporary directory, everything synced, the manifest last, then one rename.
+
+A save runs five object collectives on the default group whatever the size: a broadcast (may it start?), the engine's
+gather and scatter of plans and its gather and broadcast of results; an error of any rank travels with them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import shutil
+import warnings
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save as engine_save
+
+from megalin.checkpoint.agreement import distributed, on_rank_zero, rank
+from megalin.checkpoint.files import FolderInUseError, FolderLock, remove, sync_directory, write_new
+from megalin.checkpoint.index import DTYPE_NAMES
+from megalin.checkpoint.manifest import (
+    MANIFEST_FILE,
+    STATE_FILE,
+    FileRecord,
+    Manifest,
+    directory_step,
+    file_problems,
+    read_manifest,
+    step_directory,
+)
+from megalin.checkpoint.storage import FILE_BYTES, SafetensorsWriter
+from megalin.errors import CheckpointError, StorageError
+
+_TEMPORARY_PREFIX = ".tmp-"
+_log = logging.getLogger(__name__)
+
+
+def save(
+    root: str | Path,
+    *,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+    keep: int | None = None,
+    file_bytes: int = FILE_BYTES,
+) -> Path:
+    """Publishes `root/step-<step>`; all ranks call it, with the same root on a file system they share.
+
+    A published directory is never written into: when the step is there already and verifies, it stays as it is.
+    After a failure the earlier checkpoints are as they were.
+
+    Args:
+        tensors: by global name; a DTensor is saved once however often it is replicated, and so is a plain tensor,
+            which must be equal on all ranks that hold the name.
+        state: JSON values; rank 0's is saved.
+        keep: how many checkpoints up to this step stay; the older ones are removed once this one is published.
+        file_bytes: no file gets larger.
+
+    Returns:
+        The published directory.
+
+    Raises:
+        StorageError: on every rank when any rank cannot write; names the rank, the file and the space.
+    """
+    assert keep is None or keep >= 1, keep
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor) or tensor.dtype not in DTYPE_NAMES:
+            raise TypeError(
+                f"{name} is a {getattr(tensor, 'dtype', type(tensor))}: only tensors of known dtype are saved"
+            )
+    document = json.dumps(dict(state), allow_nan=False, indent=1).encode()
+    target = Path(root) / step_directory(step)
+    locks: list[FolderLock] = []
+    try:
+        temporary = on_rank_zero(partial(_begin, target, locks))
+        if temporary is not None:
+            publish = partial(_publish, temporary, target, step, document)
+            _write(tensors, SafetensorsWriter(temporary, publish, file_bytes=file_bytes), temporary)
+            if rank() == 0 and keep is not None:
+                _prune(target, step, keep)
+    finally:
+        for lock in locks:
+            lock.release()
+    return target
+
+
+def _begin(target: Path, locks: list[FolderLock]) -> Path | None:
+    """Rank 0: locks the root, clears what dead saves left, makes the temporary directory; None if already published."""
+    root = target.parent
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        locks.append(FolderLock(root / ".lock"))
+        for entry in sorted(root.iterdir()):
+            if entry.name.startswith(_TEMPORARY_PREFIX):
+                _log.warning("%s: removed, the leftover of a save that did not finish", entry)
+                remove(entry)
+        if os.path.lexists(target):
+            problem = _verify(target)
+            if problem is None:
+                _log.warning("%s is published already and verifies; it stays as it is", target)
+                return None
+            _log.warning("%s will be replaced: %s", target, problem)
+        temporary = root / f"{_TEMPORARY_PREFIX}{target.name}-{secrets.token_hex(4)}"
+        temporary.mkdir()
+    except FolderInUseError as error:
+        raise StorageError(f"{root}: {error} is saving there; one run at a time may write checkpoints") from None
+    except OSError as error:
+        raise StorageError(
+            f"cannot save to {root}: {error}; the checkpoint folder must be writable and on a file system that every "
+            "rank shares"
+        ) from None
+    return temporary
+
+
+def _verify(directory: Path) -> str | None:
+    try:
+        return "; ".join(file_problems(directory, read_manifest(directory))) or None
+    except CheckpointError as error:
+        return str(error)
+
+
+def _write(tensors: Mapping[str, Tensor], writer: SafetensorsWriter, temporary: Path) -> None:
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        with warnings.catch_warnings():
+            # A single process without a group is a supported case, not worth a warning.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            engine_save(dict(tensors), storage_writer=writer, planner=planner, no_dist=not distributed())
+    except CheckpointException as error:
+        if rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        raise _translate(error, temporary.parent, num_bytes) from None
+
+
+def _translate(error: CheckpointException, root: Path, num_bytes: int) -> BaseException:
+    """The engine's exception is a BaseException that wraps each rank's; this is the one that callers should see."""
+    failures = {number: failure for number, (failure, _) in sorted(error.failures.items())}
+    for failure in failures.values():
+        if isinstance(failure, (KeyboardInterrupt, SystemExit)):
+            return failure
+    if not all(isinstance(failure, OSError) for failure in failures.values()):
+        return RuntimeError(f"saving to {root} failed: {error}")
+    try:
+        free = f"{shutil.disk_usage(root).free:,} bytes are free there"
+    except OSError as unknown:
+        free = f"the free space is unknown ({unknown})"
+    causes = "; ".join(f"rank {number}: {failure}" for number, failure in failures.items())
+    return StorageError(
+        f"cannot save to {root}: {causes}; the checkpoint needs about {num_bytes:,} bytes and {free}; earlier "
+        "checkpoints are untouched; free space, or keep fewer checkpoints"
+    )
+
+
+def _publish(temporary: Path, target: Path, step: int, document: bytes, files: dict[str, FileRecord]) -> None:
+    """Rank 0, when every rank's files are on the disk: state, manifest, rename. Raises OSError."""
+    write_new(temporary / STATE_FILE, document)
+    files = {**files, STATE_FILE: FileRecord.of(document)}
+    for name, record in files.items():
+        size = (temporary / name).stat().st_size
+        if size != record.size:
+            raise OSError(f"{temporary / name}: {size} bytes where {record.size} were written")
+    manifest = Manifest(step=step, files=dict(sorted(files.items())))
+    write_new(temporary / MANIFEST_FILE, manifest.model_dump_json(indent=1).encode())
+    sync_directory(temporary)
+    if os.path.lexists(target):
+        broken = target.with_name(f"{_TEMPORARY_PREFIX}broken-{target.name}-{secrets.token_hex(4)}")
+        os.rename(target, broken)
+        os.rename(temporary, target)
+        sync_directory(target.parent)
+        remove(broken)
+    else:
+        os.rename(temporary, target)
+        sync_directory(target.parent)
+
+
+def _prune(target: Path, step: int, keep: int) -> None:
+    """Removes all but the newest `keep` up to this step; later ones are another run's past and are left alone."""
+    try:
+        steps = (directory_step(entry.name) for entry in target.parent.iterdir())
+        past = sorted((number for number in steps if number is not None and number <= step), reverse=True)
+        for number in past[keep:]:
+            old = target.with_name(step_directory(number))
+            # Renamed first: a directory half removed must not look like a checkpoint.
+            doomed = old.with_name(f"{_TEMPORARY_PREFIX}pruned-{old.name}-{secrets.token_hex(4)}")
+            os.rename(old, doomed)
+            remove(doomed)
+    except OSError as error:
+        _log.warning("%s: an old checkpoint could not be removed: %s", target.parent, error)

@@ -1,0 +1,346 @@
+"""Storage of torch.distributed.checkpoint as safetensors files of bounded size with an index of our own.
+
+The engine plans: which rank writes which replica, and which saved boxes make up a local shard on another mesh. Nothing
+here pickles or unpickles; files are streamed one piece at a time, so a save needs one piece of host memory a rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import os
+import struct
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from megalin.checkpoint.files import open_regular, sync, write_new
+from megalin.checkpoint.index import DTYPE_NAMES, DTYPES, INDEX_FILE, Chunk, Index, TensorRecord, chunk_key
+from megalin.checkpoint.manifest import FileRecord
+from megalin.errors import CheckpointError
+
+FILE_BYTES = 1 << 30
+"""No file of a checkpoint is larger."""
+
+HEADER_LIMIT_BYTES = 100_000_000
+"""A larger safetensors header is refused unread."""
+
+_HEADER_RESERVE_BYTES = 1 << 24
+
+
+class _Piece(NamedTuple):
+    """A box of a write item, small enough for one file."""
+
+    item: WriteItem
+    starts: tuple[int, ...]  # within the item
+    lengths: tuple[int, ...]
+
+
+class _Stored(NamedTuple):
+    chunk: Chunk
+    record: FileRecord
+
+
+class SafetensorsWriter(StorageWriter):
+    """Writes each rank's planned boxes to files of its own, then, on rank 0, index.json; then calls `publish`."""
+
+    def __init__(
+        self, directory: Path, publish: Callable[[dict[str, FileRecord]], None], *, file_bytes: int = FILE_BYTES
+    ) -> None:
+        """`publish` gets every file with its record on rank 0, when all of them are on the disk."""
+        self._directory = directory
+        self._publish = publish
+        self._payload_bytes = max(file_bytes - _HEADER_RESERVE_BYTES, file_bytes // 2)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing is kept between saves."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """The directory is made before the save starts."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The engine's plan, as it is."""
+        assert all(item.type != WriteItemType.BYTE_IO for item in plan.items), "only tensors are stored"
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Gives every rank a prefix for its files."""
+        return [
+            SavePlan(plan.items, storage_data=f"rank{number:05d}", planner_data=plan.planner_data, usable=plan.usable)
+            for number, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes, hashes and syncs this rank's files. Raises OSError."""
+        pieces = [piece for item in plan.items for piece in _pieces(item, self._payload_bytes)]
+        # Wide elements first keeps every entry aligned to its element size.
+        pieces.sort(key=lambda piece: -_properties(piece.item).dtype.itemsize)
+        results = []
+        for number, group in enumerate(_groups(pieces, self._payload_bytes)):
+            name = f"{plan.storage_data}-{number:05d}.safetensors"
+            record = _write_file(self._directory / name, group, planner)
+            for piece in group:
+                chunk = Chunk(offsets=list(_offsets(piece)), lengths=list(piece.lengths), file=name)
+                results.append(WriteResult(piece.item.index, _num_bytes(piece), _Stored(chunk, record)))
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Rank 0: writes index.json from what the ranks wrote and publishes. Raises OSError."""
+        chunks: dict[str, list[Chunk]] = defaultdict(list)
+        files: dict[str, FileRecord] = {}
+        for result in (result for of_rank in results for result in of_rank):
+            stored: _Stored = result.storage_data
+            chunks[result.index.fqn].append(stored.chunk)
+            files[stored.chunk.file] = stored.record
+        records = {}
+        for name, tensor in metadata.state_dict_metadata.items():
+            assert isinstance(tensor, TensorStorageMetadata), name
+            dtype = DTYPE_NAMES[tensor.properties.dtype]
+            records[name] = TensorRecord(dtype=dtype, shape=list(tensor.size), chunks=chunks[name])  # type: ignore[arg-type]
+        data = Index(tensors=records).model_dump_json().encode()
+        write_new(self._directory / INDEX_FILE, data)
+        files[INDEX_FILE] = FileRecord.of(data)
+        self._publish(files)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """This storage is asked for by name only."""
+        return False
+
+
+class SafetensorsReader(StorageReader):
+    """Reads the boxes that a load plan asks for; what lies where comes from the index alone."""
+
+    def __init__(self, directory: Path, index: Index) -> None:
+        self._directory = directory
+        self._index = index
+        self._chunks = {
+            MetadataIndex(name, chunk.offsets): chunk
+            for name, record in index.tensors.items()
+            for chunk in record.chunks
+        }
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing is kept between loads."""
+
+    def read_metadata(self) -> Metadata:
+        """The index in the engine's words."""
+        return Metadata(
+            {
+                name: TensorStorageMetadata(
+                    properties=TensorProperties(dtype=DTYPES[record.dtype]),
+                    size=torch.Size(record.shape),
+                    chunks=[
+                        ChunkStorageMetadata(offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.lengths))
+                        for chunk in record.chunks
+                    ],
+                )
+                for name, record in self._index.tensors.items()
+            }
+        )
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to set up."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The engine's plan, as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The engine's plans, as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copies every planned box into its tensor, file by file.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+        """
+        items: dict[str, list[ReadItem]] = defaultdict(list)
+        for item in plan.items:
+            items[self._chunks[item.storage_index].file].append(item)
+        for name, of_file in sorted(items.items()):
+            path = self._directory / name
+            try:
+                with safetensors.safe_open(path, framework="pt") as file:
+                    for item in of_file:
+                        planner.resolve_tensor(item).detach().copy_(self._read(file, item))
+            except (safetensors.SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path}: cannot be read: {error}") from None
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read(self, file: Any, item: ReadItem) -> Tensor:
+        name = item.storage_index.fqn
+        chunk = self._chunks[item.storage_index]
+        key = chunk_key(name, self._index.tensors[name].shape, chunk)
+        if list(item.lengths) == chunk.lengths:
+            return file.get_tensor(key)
+        box = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
+        return file.get_slice(key)[box]
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """This storage is asked for by name only."""
+        return False
+
+
+def header_problems(directory: Path, index: Index, files: Sequence[str]) -> list[str]:
+    """How the headers of `files` differ from the index: an entry missing, added, or of another dtype or shape."""
+    expected: dict[str, dict[str, tuple[str, list[int]]]] = {file: {} for file in files}
+    for name, record in index.tensors.items():
+        for chunk in record.chunks:
+            if chunk.file in expected:
+                expected[chunk.file][chunk_key(name, record.shape, chunk)] = (record.dtype, chunk.lengths)
+    problems = []
+    for file in files:
+        try:
+            found = _read_header(directory / file)
+        except (OSError, ValueError, RecursionError) as error:
+            problems.append(f"{directory / file}: not a safetensors file: {error}")
+            continue
+        for key in sorted(found.keys() | expected[file].keys()):
+            if found.get(key) != expected[file].get(key):
+                problems.append(
+                    f"{directory / file}: {key} is {_entry(found.get(key))}, the index says "
+                    f"{_entry(expected[file].get(key))}"
+                )
+    return problems
+
+
+def _entry(entry: tuple[str, list[int]] | None) -> str:
+    return "absent" if entry is None else f"{entry[0]} {entry[1]}"
+
+
+def _read_header(path: Path) -> dict[str, tuple[str, list[int]]]:
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        prefix = file.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 2 <= length <= min(HEADER_LIMIT_BYTES, size - 8):
+            raise ValueError(f"its header claims {length} bytes in a file of {size}")
+        header = json.loads(file.read(length))
+    if not isinstance(header, dict):
+        raise ValueError("its header is not an object")
+    entries = {}
+    for key, entry in header.items():
+        match entry:
+            case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(end)]} if (
+                dtype in DTYPES and all(type(n) is int and n >= 0 for n in shape)
+            ):
+                pass
+            case _:
+                raise ValueError(f"its entry {key[:100]!r} is malformed")
+        if not 0 <= begin <= end <= size - 8 - length or end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
+            raise ValueError(f"its entry {key[:100]!r} is out of bounds")
+        entries[key] = (dtype, list(shape))
+    return entries
+
+
+def _properties(item: WriteItem) -> TensorProperties:
+    assert item.tensor_data is not None, item.index
+    return item.tensor_data.properties
+
+
+def _offsets(piece: _Piece) -> tuple[int, ...]:
+    assert piece.item.tensor_data is not None, piece.item.index
+    outer = piece.item.tensor_data.chunk.offsets
+    return tuple(first + start for first, start in zip(outer, piece.starts, strict=True))
+
+
+def _num_bytes(piece: _Piece) -> int:
+    return math.prod(piece.lengths) * _properties(piece.item).dtype.itemsize
+
+
+def _pieces(item: WriteItem, limit_bytes: int) -> Iterator[_Piece]:
+    """Cuts an item that is larger than a file along its first dims; an empty shard gives none."""
+    assert item.tensor_data is not None, item.index
+    lengths = tuple(item.tensor_data.chunk.sizes)
+    if math.prod(lengths) > 0:
+        yield from _cut(item, (0,) * len(lengths), lengths, max(1, limit_bytes // _properties(item).dtype.itemsize))
+
+
+def _cut(item: WriteItem, starts: tuple[int, ...], lengths: tuple[int, ...], limit: int) -> Iterator[_Piece]:
+    dim = next((dim for dim, length in enumerate(lengths) if length > 1), None)
+    if dim is None or math.prod(lengths) <= limit:
+        yield _Piece(item, starts, lengths)
+        return
+    step = max(1, limit // math.prod(lengths[dim + 1 :]))
+    for first in range(0, lengths[dim], step):
+        count = min(step, lengths[dim] - first)
+        yield from _cut(
+            item,
+            (*starts[:dim], starts[dim] + first, *starts[dim + 1 :]),
+            (*lengths[:dim], count, *lengths[dim + 1 :]),
+            limit,
+        )
+
+
+def _groups(pieces: Iterable[_Piece], limit_bytes: int) -> Iterator[list[_Piece]]:
+    group: list[_Piece] = []
+    for piece in pieces:
+        if group and sum(map(_num_bytes, group)) + _num_bytes(piece) > limit_bytes:
+            yield group
+            group = []
+        group.append(piece)
+    if group:
+        yield group
+
+
+def _write_file(path: Path, pieces: Sequence[_Piece], planner: SavePlanner) -> FileRecord:
+    header: dict[str, Any] = {}
+    position = 0
+    for piece in pieces:
+        assert piece.item.tensor_data is not None, piece.item.index
+        chunk = Chunk(offsets=list(_offsets(piece)), lengths=list(piece.lengths), file=path.name)
+        key = chunk_key(piece.item.index.fqn, list(piece.item.tensor_data.size), chunk)
+        end = position + _num_bytes(piece)
+        dtype = DTYPE_NAMES[_properties(piece.item).dtype]
+        header[key] = {"dtype": dtype, "shape": list(piece.lengths), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    size = 0
+    with open(path, "xb") as file:
+        for data in itertools.chain((struct.pack("<Q", len(text)), text), (_bytes(planner, piece) for piece in pieces)):
+            digest.update(data)
+            size += file.write(data)
+        sync(file)
+    return FileRecord(size=size, sha256=digest.hexdigest())
+
+
+def _bytes(planner: SavePlanner, piece: _Piece) -> Any:
+    tensor = planner.resolve_data(piece.item)
+    assert isinstance(tensor, Tensor), piece.item.index
+    box = tuple(slice(start, start + length) for start, length in zip(piece.starts, piece.lengths, strict=True))
+    flat = tensor.detach()[box].to("cpu").contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy()

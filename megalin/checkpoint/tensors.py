@@ -1,0 +1,39 @@
+"""The tensors of a training run under their global names: weights and AdamW's state."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+OPTIMIZER_PREFIX = "optim."
+"""What the names of optimizer tensors begin with; weights never do."""
+
+
+def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Live references to everything that a step of AdamW reads and writes: saving reads them, loading fills them.
+
+    `<name>` is a weight, `optim.state.<name>.{exp_avg,exp_avg_sq,step}` its moments (placed as the weight) and its
+    step count (0-dim fp32). Tied weights appear once. Where the optimizer has not stepped, zero state is created, as
+    its first step would, so that loading into a fresh optimizer works.
+    """
+    tensors: dict[str, Tensor] = dict(weights(model))
+    names = {id(parameter): name for name, parameter in tensors.items()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            assert id(parameter) in names, f"the optimizer holds a parameter {tuple(parameter.shape)} not in the model"
+            state = optimizer.state[parameter]
+            if not state:
+                on_device = bool(group.get("fused") or group.get("capturable"))
+                state["step"] = torch.zeros((), device=parameter.device if on_device else "cpu")
+                state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            for key, tensor in state.items():
+                tensors[f"{OPTIMIZER_PREFIX}state.{names[id(parameter)]}.{key}"] = tensor
+    return tensors
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """The weights alone, by global name; tied ones once."""
+    named = dict(model.named_parameters())
+    assert not any(name.startswith(OPTIMIZER_PREFIX) for name in named), sorted(named)
+    return dict(named)

@@ -1,0 +1,115 @@
+"""The run folder: where a run keeps everything it makes, owned by one run at a time."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from megalin.checkpoint.agreement import on_rank_zero, rank
+from megalin.checkpoint.files import FolderInUseError, FolderLock, write_atomically
+from megalin.errors import ConfigError, StorageError
+
+_log = logging.getLogger(__name__)
+
+
+class RunFolder:
+    """A run folder, created or reused, and locked until `close`; a context manager.
+
+    All ranks make one (one broadcast); rank 0 holds the lock, which dies with its process.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """Creates and claims the folder.
+
+        Raises:
+            ConfigError: on every rank, when a live process owns it; names pid, host and since when.
+            StorageError: on every rank, when it cannot be created or written.
+        """
+        self.path = Path(path)
+        self._lock: FolderLock | None = None
+        on_rank_zero(self._claim)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON line a step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Folder of TensorBoard events."""
+        return self.path / "tensorboard"
+
+    @property
+    def config(self) -> Path:
+        """The resolved config, as TOML."""
+        return self.path / "config.toml"
+
+    @property
+    def loss_curve(self) -> Path:
+        """Picture of the losses."""
+        return self.path / "loss.png"
+
+    def write_text(self, path: Path, text: str) -> None:
+        """Rank 0 replaces a small file of the folder whole; nothing on other ranks. Raises StorageError."""
+        assert path.parent == self.path, path
+        if rank() == 0:
+            try:
+                write_atomically(path, text.encode())
+            except OSError as error:
+                raise StorageError(f"cannot write {path}: {error}; free space or mend permissions") from None
+
+    def write_json(self, path: Path, value: Mapping[str, Any]) -> None:
+        """`write_text` of a JSON object. Raises StorageError."""
+        self.write_text(path, json.dumps(dict(value), indent=1, allow_nan=False) + "\n")
+
+    def close(self) -> None:
+        """Gives the folder back."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _claim(self) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = FolderLock(self.path / ".lock")
+        except FolderInUseError as error:
+            raise ConfigError(
+                f"run folder {self.path} is in use by {error}; give this run another folder, or end that process"
+            ) from None
+        except OSError as error:
+            raise StorageError(
+                f"cannot write run folder {self.path}: {error}; choose a folder that you may create and write"
+            ) from None
+        self._lock = lock
+        # A data worker that outlives this process must not keep the folder.
+        os.register_at_fork(after_in_child=lock.forget)
+        if lock.previous_owner is not None:
+            _log.warning(
+                "run folder %s: taken over from %s, which ended without closing it", self.path, lock.previous_owner
+            )
+        try:
+            for folder in (self.checkpoints, self.tensorboard):
+                folder.mkdir(exist_ok=True)
+        except OSError as error:
+            self.close()
+            raise StorageError(
+                f"cannot write run folder {self.path}: {error}; choose a folder that you may create and write"
+            ) from None
