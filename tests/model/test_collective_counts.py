@@ -1,0 +1,138 @@
+"""The collectives of a real training step at tp 2, counted by name and bytes, against what the layers promise."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megalin.data.packing import Batch
+from megalin.model.language_model import LanguageModel
+from megalin.parallel.data_parallel import shard_model
+from megalin.train.step import accumulate_gradients
+from tests.cases import CASES, HIDDEN_SIZE, LENGTH, NAMES, NUM_HEADS, Case, make_inputs
+from tests.parallel.on_ranks import make_mesh, materialise
+from tests.ranks import run_ranks
+
+TP = 2
+TOKENS = len(make_inputs().tokens) * LENGTH
+WIDE = 4 * TOKENS * HIDDEN_SIZE
+"""Bytes of the whole residual stream in fp32."""
+NARROW = 4 * TOKENS
+"""Bytes of one fp32 number a token."""
+LOW_RANK = 4 * HIDDEN_SIZE * (HIDDEN_SIZE // NUM_HEADS)
+"""Bytes of the gradient of TNL's replicated down-projection."""
+
+
+class Promise(NamedTuple):
+    """What a type of sub-layer adds to one [tokens, d] collective each way."""
+
+    num_norms: int = 0
+    """Full-width norms on sharded heads: one fp32 number a token each."""
+    partial_gradients: tuple[int, ...] = ()
+    """Bytes of each replicated weight used on sharded data."""
+    num_input_layers: int = 0
+    """Input layers, with one [tokens, d] collective each way."""
+
+
+PROMISES = {
+    "transnormer": Promise(num_norms=1),
+    "tnl": Promise(num_norms=1, partial_gradients=(LOW_RANK,)),
+    "glu": Promise(),
+    "tests.mixers.decaying_sum": Promise(num_input_layers=1),
+}
+
+
+class Call(NamedTuple):
+    """One collective: which, and the bytes of the whole tensor that it reduces or gathers."""
+
+    direction: Literal["forward", "backward"]
+    name: str
+    num_bytes: int
+
+
+class CollectiveRecorder(TorchDispatchMode):
+    """Collectives of the body on groups of more than one rank, functional or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[Call] = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        if function.namespace == "_c10d_functional" and not name.startswith(("wait", "_wrap")):
+            whole = args[0].numel() * (TP if name.startswith("all_gather") else 1)
+            self._count(name, whole * args[0].element_size())
+        elif function.namespace == "c10d":
+            # The engine's own, on the data axis: one rank here.
+            group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
+            if dist.ProcessGroup.unbox(group).size() > 1:
+                self._count(f"c10d.{name}", -1)
+        return function(*args, **(kwargs or {}))
+
+    def _count(self, name: str, num_bytes: int) -> None:
+        direction = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+        self.calls[Call(direction, name, num_bytes)] += 1
+
+
+def _calls(case: Case, sequence_parallel: bool) -> Counter[Call]:
+    """Of the forward and backward of a training step's only micro-batch."""
+    mesh = make_mesh(TP, sequence_parallel=sequence_parallel)
+    model = LanguageModel(case.model, mesh.tp)
+    shard_model(model, list(model.blocks), model.full_precision_modules(), mesh, compute_dtype=torch.float32)
+    materialise(model)
+    tokens, labels, documents = make_inputs()
+    batch = Batch(tokens, labels, documents, torch.arange(len(tokens)))
+    with CollectiveRecorder() as recorder:
+        accumulate_gradients(model, [batch], mesh)
+    return recorder.calls
+
+
+def _run() -> dict[tuple[str, bool], Counter[Call]]:
+    return {(case.name, layout): _calls(case, layout) for case in CASES for layout in (False, True)}
+
+
+@lru_cache
+def results() -> list[dict[tuple[str, bool], Counter[Call]]]:
+    return run_ranks(TP, _run)
+
+
+def promises(case: Case) -> tuple[int, int, list[int]]:
+    """Sub-layers and input layers, full-width norms, and bytes of the partial gradients of a model."""
+    sublayers = [sublayer.type for _, block in case.model.blocks() for sublayer in block.sublayers]
+    num_inputs = sum(PROMISES[kind].num_input_layers for kind in set(sublayers))
+    partial = [num_bytes for kind in sublayers for num_bytes in PROMISES[kind].partial_gradients]
+    return len(sublayers) + num_inputs, sum(PROMISES[kind].num_norms for kind in sublayers), partial
+
+
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_one_all_reduce_a_sublayer_each_way(case: Case):
+    num_layers, num_norms, partial = promises(case)
+    expected = Counter({Call("forward", "all_reduce", WIDE): num_layers + 1})  # and the embedding
+    expected[Call("forward", "all_reduce", NARROW)] += num_norms + 3  # and maximum, sum and target of the loss
+    expected[Call("backward", "all_reduce", WIDE)] += num_layers + 1  # and the head
+    for num_bytes in partial:
+        expected[Call("backward", "all_reduce", num_bytes)] += 1
+    for rank in results():
+        assert rank[case.name, False] == expected
+
+
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_sequence_parallelism_gathers_and_scatters_instead(case: Case):
+    """As many bytes: an all-reduce is a reduce-scatter and an all-gather."""
+    num_layers, num_norms, partial = promises(case)
+    gather, scatter = "all_gather_into_tensor", "reduce_scatter_tensor"
+    expected = Counter({Call("forward", "all_reduce", NARROW): 3})  # the loss
+    expected += Counter({Call("forward", scatter, NARROW): num_norms, Call("backward", gather, NARROW): num_norms})
+    for direction, ends in (("forward", (gather, scatter)), ("backward", (scatter, gather))):
+        for name in ends:  # the head enters the sharded region, the embedding leaves it
+            expected[Call(direction, name, WIDE)] += num_layers + 1
+    for num_bytes in partial:
+        expected[Call("backward", "all_reduce", num_bytes)] += 1
+    for rank in results():
+        assert rank[case.name, True] == expected
