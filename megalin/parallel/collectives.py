@@ -107,19 +107,6 @@ class _ReduceScatter(torch.autograd.Function):
         return all_gather(grads[0], ctx.axis, dim=ctx.dim), None, None
 
 
-class _Slice(torch.autograd.Function):
-    """y = this rank's slice of an x that is equal on every rank; dx = all-gather(dy)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return local_slice(x, axis, dim=dim).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather(grads[0], ctx.axis, dim=ctx.dim), None, None
-
-
 def copy_to_axis(x: Tensor, axis: Axis) -> Tensor:
     """Enters a sharded region: identity forward, all-reduce of the gradient backward."""
     return x if axis.size == 1 else _Copy.apply(x, axis)
@@ -138,8 +125,3 @@ def gather_from_axis(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
 def reduce_scatter_to_axis(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
     """Reduce-scatter of partial sums along `dim` forward, all-gather of the gradient backward."""
     return x if axis.size == 1 else _ReduceScatter.apply(x, axis, dim)
-
-
-def slice_to_axis(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
-    """This rank's slice of a replicated tensor forward, all-gather of the gradient backward."""
-    return x if axis.size == 1 else _Slice.apply(x, axis, dim)

@@ -90,9 +90,9 @@ class NormedRowParallelLinear(RowParallelLinear):
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
         """x, gate [B, T, in/tp] -> [B, T, out], the residual stream's layout."""
         squares = x.to(compute_dtype(x)).square().sum(-1)  # [B, T]
-        mean = self.tp.reduce_tokens(squares) / self.in_features
+        total = self.tp.reduce_tokens(squares)  # waited on at its first use, after the product
         y = super().forward(x * gate)
-        return (torch.rsqrt(mean + self.eps)[..., None] * y).to(y.dtype)
+        return (torch.rsqrt(total / self.in_features + self.eps)[..., None] * y).to(y.dtype)
 
 
 class LowRankLinear(nn.Module):

@@ -19,7 +19,6 @@ from megalin.parallel.collectives import (
     local_slice,
     reduce_from_axis,
     reduce_scatter_to_axis,
-    slice_to_axis,
 )
 
 TOKENS = 1
@@ -75,8 +74,7 @@ class TensorParallel:
 
     def reduce_tokens(self, x: Tensor) -> Tensor:
         """Sums one number a token over the axis, for the tokens of the residual stream: [B, T] -> [B, T or T/tp]."""
-        total = reduce_from_axis(x, self.axis)
-        return slice_to_axis(total, self.axis, dim=TOKENS) if self.sequence_parallel else total
+        return self.leave(x)
 
     def partial_gradient(self, weight: Tensor) -> Tensor:
         """A replicated weight used on sharded data: its gradient is a partial sum, so the backward all-reduces it."""

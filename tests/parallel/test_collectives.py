@@ -18,7 +18,6 @@ from megalin.parallel.collectives import (
     reduce_from_axis,
     reduce_scatter,
     reduce_scatter_to_axis,
-    slice_to_axis,
 )
 from tests.numerics import assert_close
 from tests.parallel.on_ranks import Arrays, make_mesh, to_arrays, to_tensors
@@ -30,7 +29,6 @@ FUNCTIONS: dict[str, Callable[[Tensor, Axis], Tensor]] = {
     "reduce": reduce_from_axis,
     **{f"gather.{dim}": lambda x, axis, d=dim: gather_from_axis(x, axis, dim=d) for dim in range(3)},
     **{f"scatter.{dim}": lambda x, axis, d=dim: reduce_scatter_to_axis(x, axis, dim=d) for dim in range(3)},
-    **{f"slice.{dim}": lambda x, axis, d=dim: slice_to_axis(x, axis, dim=d) for dim in range(3)},
 }
 REPLICATED_INPUT = ("copy", "slice")
 
