@@ -39,6 +39,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sequence-parallel", action="store_true")
     parser.add_argument("--warmup", type=int, default=5, help="steps before the clock starts (5)")
     parser.add_argument("--steps", type=int, default=20, help="timed steps; the median counts (20)")
+    parser.add_argument("--profile", action="store_true", help="print where one more step spends its GPU time")
     return parser.parse_args()
 
 
@@ -76,6 +77,11 @@ def measure(arguments: argparse.Namespace, mesh: Mesh) -> dict[str, object]:
         if step >= arguments.warmup:
             seconds.append(time.perf_counter() - begin)
         losses.append(result.loss)
+    if arguments.profile:
+        with torch.profiler.profile() as profile:
+            train_step(model, optimizer, [batch], mesh, max_grad_norm=1.0, step=step + 1)
+        if mesh.is_first_rank:
+            print(profile.key_averages().table(sort_by="self_device_time_total", row_limit=20), file=sys.stderr)
     median = statistics.median(seconds)
     ranks = mesh.device_mesh.size()
     tokens = arguments.batch * arguments.length * mesh.data.size
@@ -97,7 +103,7 @@ def measure(arguments: argparse.Namespace, mesh: Mesh) -> dict[str, object]:
         "model_tflops_per_second_per_rank": model.training_flops(arguments.length) * tokens / median / ranks / 1e12,
         "peak_memory_gib": peak_memory_bytes(mesh.device) / 2**30,
         "build_to_first_step_seconds": first_step_seconds,
-        "losses": [losses[0], losses[-1]],
+        "losses": losses,
         "device": torch.cuda.get_device_name() if mesh.device.type == "cuda" else "cpu",
         "torch": torch.__version__,
         "commit": commit(),
