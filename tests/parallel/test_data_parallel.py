@@ -1,0 +1,100 @@
+"""Sharded data parallelism: precision of each kind of parameter, shards, sums and when they happen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megalin.layers.linear_attention import LinearAttention
+from megalin.model.language_model import LanguageModel
+from megalin.parallel.data_parallel import _shard_dim, set_gradient_reduction, shard_model
+from megalin.parallel.tensor_parallel import full_tensor, local
+from tests.cases import HYBRID, build, make_inputs
+from tests.numerics import relative_error
+from tests.parallel.on_ranks import make_mesh, materialise
+from tests.ranks import run_ranks
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "dim"),
+    [
+        ((4, 48, 36), 2, 2),
+        ((4, 48, 35), 2, 1),
+        ((4, 47, 35), 2, 0),
+        ((384, 48), 3, 1),
+        ((3,), 2, 0),
+        ((7, 5), 64, 0),
+        ((4, 4096, 4096), 64, 2),
+    ],
+)
+def test_weights_are_split_along_a_late_dimension_that_divides(shape, size, dim):
+    assert _shard_dim(shape, size) == dim
+
+
+def _sharded(dtype: torch.dtype, tp: int) -> LanguageModel:
+    mesh = make_mesh(tp)
+    model = LanguageModel(HYBRID.model, mesh.tp)
+    shard_model(model, list(model.blocks), model.full_precision_modules(), mesh, compute_dtype=dtype)
+    materialise(model)
+    return model
+
+
+def _dtypes() -> dict[str, object]:
+    """What a bf16 forward really sees: of products, of LRPE's frequencies and of the scan."""
+    model, seen = _sharded(torch.bfloat16, 1), {}
+    attention = next(mixer for mixer in model.mixers() if isinstance(mixer, LinearAttention))
+
+    def at_the_mixer(module: nn.Module, args: tuple) -> None:
+        x, context, _ = args
+        seen["stream"], seen["theta"] = x.dtype, context.full_precision[0].dtype
+        seen["weight"], seen["slopes"] = local(module.out.weight).dtype, module.slopes.dtype
+
+    attention.register_forward_pre_hook(at_the_mixer)
+    tokens, labels, documents = make_inputs()
+    rows = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+    output = model(tokens[rows], labels=labels[rows], document_ids=documents[rows])
+    output.token_losses.sum().backward()
+    seen["logits"], seen["losses"] = output.logits.dtype, output.token_losses.dtype
+    seen["at rest"] = {parameter.dtype for parameter in model.parameters()}
+    seen["gradients"] = {parameter.grad.dtype for parameter in model.parameters()}
+    seen["norm"] = sum(full_tensor(parameter.grad).double().square().sum() for parameter in model.parameters()).item()
+    return {name: str(value) if name != "norm" else value for name, value in seen.items()}
+
+
+def test_bf16_computes_on_fp32_weights_with_frequencies_in_fp32():
+    model, (tokens, labels, documents) = build(HYBRID.model), make_inputs()
+    model(tokens, labels=labels, document_ids=documents).token_losses.sum().backward()
+    expected = sum(parameter.grad.square().sum() for parameter in model.parameters()).item()
+    for seen in run_ranks(2, _dtypes):
+        assert seen.pop("norm") == pytest.approx(expected, rel=0.05)
+        assert seen == {
+            "stream": "torch.bfloat16",
+            "theta": "torch.float32",
+            "weight": "torch.bfloat16",
+            "slopes": "torch.float32",
+            "logits": "torch.bfloat16",
+            "losses": "torch.float32",
+            "at rest": "{torch.float32}",
+            "gradients": "{torch.float32}",
+        }
+
+
+def _accumulated() -> float:
+    """Two micro-batches with one reduction, against the sum of two backwards that each reduce."""
+    model = _sharded(torch.float32, 1)
+    tokens, labels, _ = make_inputs()
+    gradients: list[list[Tensor]] = []
+    for reduce_always in (True, False):
+        model.zero_grad()
+        for index in range(2):
+            row = slice(2 * dist.get_rank() + index, 2 * dist.get_rank() + index + 1)
+            set_gradient_reduction(model, reduce_always or index == 1)
+            model(tokens[row], labels=labels[row]).token_losses.sum().backward()
+        gradients.append([full_tensor(parameter.grad) for parameter in model.parameters()])
+    return max(relative_error(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_one_reduction_after_the_last_micro_batch_gives_the_same_gradient():
+    assert max(run_ranks(2, _accumulated)) <= 1e-5

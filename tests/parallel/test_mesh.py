@@ -1,0 +1,140 @@
+"""The mesh: how ranks are arranged, and worlds that do not fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megalin.config import parse
+from megalin.errors import ConfigError
+from megalin.parallel.mesh import (
+    Mesh,
+    ParallelConfig,
+    check_world_size,
+    compute_device,
+    launched_world_size,
+    process_group,
+)
+from tests.parallel.on_ranks import make_mesh
+from tests.ranks import run_ranks
+
+
+@pytest.mark.parametrize(
+    ("fields", "world_size", "message"),
+    [
+        (
+            {"tp": 3},
+            4,
+            r"parallel\.tp = 3 does not divide the number of ranks, 4; start a multiple of 3 ranks "
+            r"\(torchrun --nproc-per-node\) or change parallel\.tp",
+        ),
+        ({"tp": 8}, 4, r"parallel\.tp = 8 does not divide the number of ranks, 4"),
+        (
+            {"tp": 2, "shard": 3},
+            8,
+            r"parallel\.shard = 3 does not divide the data axis of 4 ranks \(8 ranks / tp 2\); "
+            r"use a divisor of 4, or leave it out to shard over all",
+        ),
+        ({"shard": 4}, 2, r"parallel\.shard = 4 does not divide the data axis of 2 ranks"),
+    ],
+)
+def test_axes_that_do_not_fit_the_world_are_refused(fields, world_size, message):
+    with pytest.raises(ConfigError, match=message):
+        check_world_size(ParallelConfig(**fields), world_size)
+
+
+@pytest.mark.parametrize(("fields", "world_size"), [({}, 1), ({"tp": 2}, 6), ({"tp": 2, "shard": 2}, 8)])
+def test_axes_that_fit_are_accepted(fields, world_size):
+    check_world_size(ParallelConfig(**fields), world_size)
+
+
+@pytest.mark.parametrize(("field", "value"), [("tp", 0), ("tp", -2), ("shard", 0)])
+def test_sizes_below_one_are_refused(field, value):
+    with pytest.raises(ConfigError, match=rf"{field} = {value}: input should be greater than or equal to 1"):
+        parse(ParallelConfig, {field: value}, "run.toml")
+
+
+def _refused() -> str:
+    with pytest.raises(ConfigError) as raised:
+        make_mesh(3)
+    return str(raised.value)
+
+
+def test_every_rank_refuses_a_mesh_that_does_not_fit():
+    assert len(set(run_ranks(2, _refused))) == 1
+
+
+def _axes(tp: int, shard: int | None) -> tuple[dict[str, tuple[int, int, list[int]]], tuple[int, ...], bool]:
+    mesh = make_mesh(tp, shard=shard)
+    axes = {}
+    for name, axis in (("tp", mesh.tp.axis), ("data", mesh.data)):
+        members = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+        members[dist.get_rank()] = 1
+        group = dist.distributed_c10d._resolve_process_group(axis.group_name)
+        dist.all_reduce(members, group=group)
+        axes[name] = (axis.size, axis.rank, members.nonzero().flatten().tolist())
+    total = mesh.sum_over_data(torch.tensor(float(dist.get_rank())))
+    assert total.item() == sum(axes["data"][2])
+    return axes, tuple(mesh.data_mesh.shape), mesh.is_first_rank
+
+
+def test_tensor_parallel_ranks_are_neighbours():
+    found = run_ranks(4, _axes, 2, None)
+    assert [axes["tp"] for axes, _, _ in found] == [(2, 0, [0, 1]), (2, 1, [0, 1]), (2, 0, [2, 3]), (2, 1, [2, 3])]
+    assert [axes["data"] for axes, _, _ in found] == [(2, 0, [0, 2]), (2, 0, [1, 3]), (2, 1, [0, 2]), (2, 1, [1, 3])]
+    assert [first for _, _, first in found] == [True, False, False, False]
+    assert all(shape == (1, 2) for _, shape, _ in found)
+
+
+@pytest.mark.parametrize(("shard", "shape"), [(1, (4, 1)), (2, (2, 2)), (4, (1, 4))])
+def test_sharding_groups_split_the_data_axis(shard, shape):
+    found = run_ranks(4, _axes, 1, shard)
+    assert [axes["data"] for axes, _, _ in found] == [(4, rank, [0, 1, 2, 3]) for rank in range(4)]
+    assert all(got == shape for _, got, _ in found)
+
+
+@pytest.fixture
+def _no_launcher(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("_no_launcher")
+def test_without_a_launcher_there_is_one_rank():
+    assert launched_world_size() == 1
+    with process_group(compute_device()):
+        assert dist.get_world_size() == 1
+        mesh = Mesh(ParallelConfig(sequence_parallel=True), compute_device())
+        assert (mesh.tp.size, mesh.data.size, mesh.is_first_rank) == (1, 1, True)
+        assert not mesh.tp.sequence_parallel
+    assert not dist.is_initialized()
+
+
+@pytest.mark.usefixtures("_no_launcher")
+def test_the_process_group_ends_with_an_error_too():
+    with pytest.raises(ZeroDivisionError), process_group(torch.device("cpu")):
+        raise ZeroDivisionError
+    assert not dist.is_initialized()
+
+
+@pytest.mark.usefixtures("_no_launcher")
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (
+            {"WORLD_SIZE": "two"},
+            r"environment variable WORLD_SIZE = 'two' is not a number; start the ranks with torchrun",
+        ),
+        ({"WORLD_SIZE": "2", "RANK": "-1"}, "environment variable RANK = '-1' is not a number"),
+        ({"WORLD_SIZE": "2", "RANK": ""}, "environment variable RANK = '' is not a number"),
+        ({"LOCAL_RANK": "x"}, "environment variable LOCAL_RANK = 'x' is not a number"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK = 2 is not below WORLD_SIZE = 2; start the ranks with torchrun"),
+        ({"WORLD_SIZE": "0"}, "RANK = 0 is not below WORLD_SIZE = 0"),
+    ],
+)
+def test_a_broken_launch_is_refused(monkeypatch, environment, message):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=message):
+        launched_world_size()
