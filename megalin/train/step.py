@@ -95,18 +95,26 @@ def apply_gradients(
 
 def _describe_non_finite(model: nn.Module, result: StepResult, step: int) -> str:
     """Names the ranks and parameters with non-finite elements; a collective, called on every rank."""
-    found = [
-        f"{name} ({what})"
-        for name, parameter in model.named_parameters()
-        for what, tensor in (("weight", parameter), ("gradient", parameter.grad))
-        if tensor is not None and not torch.isfinite(local(tensor.detach())).all()
-    ]
-    by_rank: list[list[str] | None] = [None] * dist.get_world_size()
+    found = {
+        "weight": [name for name, parameter in model.named_parameters() if not _is_finite(parameter)],
+        "gradient": [name for name, parameter in model.named_parameters() if not _is_finite(parameter.grad)],
+    }
+    by_rank: list[dict[str, list[str]]] = [{}] * dist.get_world_size()
     dist.all_gather_object(by_rank, found)
-    places = [f"rank {rank}: {', '.join(names[:3])}" for rank, names in enumerate(by_rank) if names]
+    # A weight that is not finite spoils the gradients of all the others: it alone tells where.
+    what = "weight" if any(ranks["weight"] for ranks in by_rank) else "gradient"
+    places = [
+        f"rank {rank}: {', '.join(f'{name} ({what})' for name in names[what][:3])}"
+        for rank, names in enumerate(by_rank)
+        if names[what]
+    ]
     where = "; ".join(places) if places else "no parameter: the loss itself"
     return (
         f"step {step}: loss {result.loss}, gradient norm {result.grad_norm} is not finite; first in {where}. "
         "No weight was changed and nothing was saved; resume from the last checkpoint with a lower optimizer.lr, "
         "or look at the samples of this step"
     )
+
+
+def _is_finite(tensor: Tensor | None) -> bool:
+    return tensor is None or bool(torch.isfinite(local(tensor.detach())).all())
