@@ -6,7 +6,7 @@ import json
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -156,7 +156,7 @@ class TokenDataset:
         filled = 0
         while True:
             count = min(len(ids) - filled, segment.end_token - position)
-            ids[filled : filled + count] = self._read(segment.shard, position, count)
+            ids[filled : filled + count] = segment.shard.read_checked(position, count, vocab_size=self._vocab_size)
             for begin in _piece_starts(segment, sequence, position, position + count):
                 starts[filled + begin - position] = 1
             filled += count
@@ -166,17 +166,6 @@ class TokenDataset:
             segment = self._segments[number]
             sequence, position = segment.first_sequence, segment.first_token
             starts[filled] = 1
-
-    def _read(self, shard: Shard, position: int, count: int) -> npt.NDArray[Any]:
-        tokens = shard.read(position, count)
-        bad = np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))
-        if bad.size:
-            sequence, offset = shard.locate(position + int(bad[0]))
-            raise DataError(
-                f"{shard.prefix}.bin: token id {tokens[bad[0]]} at offset {offset} of sequence {sequence}; "
-                f"expected ids from 0 to {self._vocab_size - 1}: is vocab_size = {self._vocab_size} the tokenizer's?"
-            )
-        return tokens
 
     def batch(self, samples: npt.NDArray[np.int64]) -> Batch:
         """The samples [B] as a Batch. Raises DataError as `window` does."""

@@ -218,6 +218,18 @@ class Shard:
             ) from None
         return np.frombuffer(data, self.dtype)
 
+    def read_checked(self, position: int, count: int, *, vocab_size: int) -> TokenArray:
+        """`read`, and DataError with file, sequence, offset and id where an id is not in 0 .. vocab_size - 1."""
+        tokens = self.read(position, count)
+        bad = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
+        if bad.size:
+            sequence, offset = self.locate(position + int(bad[0]))
+            raise DataError(
+                f"{bin_path(self.prefix)}: token id {tokens[bad[0]]} at offset {offset} of sequence {sequence}; "
+                f"expected ids from 0 to {vocab_size - 1}: is vocab_size = {vocab_size} the tokenizer's?"
+            )
+        return tokens
+
     def close(self) -> None:
         """Closes the .bin; `read` fails from then on."""
         self._bin.close()

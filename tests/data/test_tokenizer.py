@@ -119,7 +119,10 @@ def test_tokenizer_without_an_end_of_document_is_refused(tmp_path):
 
 
 def test_huge_token_id_is_refused(tmp_path):
-    LibraryTokenizer(models.WordLevel({"<|endoftext|>": 2**31}, unk_token="a")).save(str(tmp_path / "t.json"))
+    library = LibraryTokenizer(models.WordLevel({"<|endoftext|>": 0}, unk_token="a"))
+    values = json.loads(library.to_str())
+    values["model"]["vocab"]["<|endoftext|>"] = 2**31
+    (tmp_path / "t.json").write_text(json.dumps(values))
     with pytest.raises(DataError, match="expected token ids below 4194304; found 2147483648"):
         load_tokenizer(str(tmp_path / "t.json"))
 

@@ -1,0 +1,122 @@
+"""The three data tools from the command line: what they print, and exit codes without a traceback."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.data.shard_files import write_by_hand
+from tools import inspect_shards, preprocess_data, train_tokenizer
+
+TOOLS = Path(inspect_shards.__file__).parent
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    lines = [json.dumps({"text": f"the quick brown fox number {k}"}) for k in range(30)]
+    path.write_text("\n".join([*lines, "not json"]))
+    return path
+
+
+def _preprocess(tmp_path, corpus, *more):
+    arguments = ["--input", str(corpus), "--output-prefix", str(tmp_path / "out"), *more]
+    return preprocess_data.main([*arguments])
+
+
+def test_tools_work_from_text_to_a_described_shard(tmp_path, corpus, capsys):
+    tokenizer = str(tmp_path / "t.json")
+    assert train_tokenizer.main(["--input", str(corpus), "--vocab-size", "290", "--output", tokenizer]) == 0
+    assert capsys.readouterr().out == f"290 ids: {tokenizer}\n"
+    assert _preprocess(tmp_path, corpus, "--tokenizer-model", tokenizer, "--append-eod", "--log-interval", "10") == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("30 documents, ")
+    assert "30 documents, " in shown.err
+    assert f"bad line: {corpus}:31: not JSON: Expecting value" in shown.err
+    assert "left out: 1 x not JSON" in shown.err
+    prefix = str(tmp_path / "out_text_document")
+    assert inspect_shards.main([prefix, "--json", "--tokenizer-model", tokenizer, "--validate"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["documents"], summary["sequences"], summary["dtype"]) == (30, 30, "uint16")
+    assert summary["validated"] is True
+    assert summary["first_text"].startswith("the quick brown fox number 0<|endoftext|>the")
+    assert set(summary["lengths"]) == {"min", "median", "mean", "max"}
+    assert len(summary["digest"]) == 64
+
+
+def test_summary_is_readable_and_free_of_control_characters(tmp_path, capsys):
+    prefix = write_by_hand(tmp_path / "x", [[27, 91, 51, 49, 109, 104, 105]])
+    assert inspect_shards.main([str(prefix), "--tokenizer-model", "bytes", "--validate", "--vocab-size", "200"]) == 0
+    shown = capsys.readouterr().out
+    assert "documents" in shown
+    assert r"\x1b[31mhi" in shown
+    assert "\x1b[31m" not in shown
+    assert "all 7 token ids are below 200" in shown
+
+
+def test_bad_shard_ends_with_one_line_and_no_traceback(tmp_path):
+    prefix = write_by_hand(tmp_path / "x", [[1, 2, 3]])
+    os.truncate(f"{prefix}.bin", 5)
+    command = [sys.executable, str(TOOLS / "inspect_shards.py"), str(prefix)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 3
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    assert f"error: {prefix}.bin: expected 6 bytes" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--vocab-size", "9"], 2, "--vocab-size is read with --validate only"),
+        (["--validate"], 2, "--validate needs --vocab-size V of at least 1, or --tokenizer-model"),
+        (["--validate", "--vocab-size", "0"], 2, "--validate needs --vocab-size V of at least 1"),
+        (["--validate", "--vocab-size", "3"], 3, "token id 3 at offset 2 of sequence 0"),
+        (["--tokenizer-model", "none.json"], 3, "none.json: no such file"),
+    ],
+)
+def test_inspection_that_cannot_work_is_refused(tmp_path, capsys, arguments, code, message):
+    prefix = write_by_hand(tmp_path / "x", [[1, 2, 3]])
+    assert inspect_shards.main([str(prefix), *arguments]) == code
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ([], 2, "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model"),
+        (["--tokenizer-type", "ByteTokenizer", "--tokenizer-model", "t.json"], 2, "takes no --tokenizer-model"),
+        (["--tokenizer-type", "ByteTokenizer", "--log-interval", "0"], 2, "--log-interval 0: at least 1"),
+        (["--tokenizer-type", "ByteTokenizer", "--json-keys", "body"], 3, "empty corpus: 0 documents"),
+        (["--tokenizer-type", "ByteTokenizer", "--on-bad-line", "fail"], 3, "corpus.jsonl:31: not JSON"),
+        (["--tokenizer-model", "none.json"], 3, "none.json: no such file"),
+    ],
+)
+def test_preprocessing_that_cannot_work_is_refused(tmp_path, corpus, capsys, arguments, code, message):
+    assert _preprocess(tmp_path, corpus, *arguments) == code
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_training_that_cannot_work_is_refused(tmp_path, corpus, capsys):
+    output = ["--output", str(tmp_path / "t.json")]
+    assert train_tokenizer.main(["--input", str(corpus), "--vocab-size", "9", *output]) == 2
+    assert train_tokenizer.main(["--input", str(corpus), "--json-keys", "x", "--vocab-size", "300", *output]) == 3
+    assert "empty corpus" in capsys.readouterr().err
+    assert not (tmp_path / "t.json").exists()
+
+
+def test_terminal_gets_a_progress_bar(tmp_path, corpus):
+    command = [sys.executable, str(TOOLS / "preprocess_data.py"), "--input", str(corpus), "--output-prefix"]
+    command += [str(tmp_path / "out"), "--tokenizer-type", "ByteTokenizer"]
+    leader, follower = pty.openpty()
+    subprocess.run(command, check=True, stderr=follower, stdout=subprocess.DEVNULL, env={**os.environ, "TERM": "xterm"})
+    shown = os.read(leader, 1 << 16).decode()
+    os.close(leader)
+    os.close(follower)
+    assert "30 documents" in shown
+    assert "1 bad lines" in shown

@@ -1,0 +1,64 @@
+"""Tells what a token shard holds, or in one line what is wrong with it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megalin.data.inspection import ShardSummary, inspect_shard, validate_shard
+from megalin.data.tokenizer import load_tokenizer
+from megalin.errors import ConfigError, MegalinError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the tool; the exit code is 0, or the one of the error that is printed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("prefix", help="path of the shard without .bin and .idx")
+    add("--json", action="store_true", help="print one JSON object")
+    add("--tokenizer-model", help='path of a tokenizer.json, or "bytes": decodes the first tokens')
+    add("--validate", action="store_true", help="read every token id and compare it with --vocab-size")
+    add("--vocab-size", type=int, help="ids of the vocabulary, for --validate (default: the tokenizer's)")
+    args = parser.parse_args(arguments)
+    try:
+        tokenizer = load_tokenizer(args.tokenizer_model) if args.tokenizer_model else None
+        if args.vocab_size is not None and not args.validate:
+            raise ConfigError("--vocab-size is read with --validate only; add it")
+        if args.validate:
+            vocab_size = args.vocab_size if args.vocab_size is not None else tokenizer and tokenizer.vocab_size
+            if vocab_size is None or vocab_size < 1:
+                raise ConfigError("--validate needs --vocab-size V of at least 1, or --tokenizer-model")
+            validate_shard(args.prefix, vocab_size=vocab_size)
+        summary = inspect_shard(args.prefix, tokenizer)
+    except MegalinError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    if args.json:
+        lengths = summary.lengths and summary.lengths._asdict()
+        print(json.dumps({**summary._asdict(), "lengths": lengths, "validated": args.validate}))
+    else:
+        _print(summary)
+        if args.validate:
+            print(f"all {summary.tokens} token ids are below {vocab_size}")
+    return 0
+
+
+def _print(summary: ShardSummary) -> None:
+    table = Table(show_header=False)
+    for name, value in summary._asdict().items():
+        if name == "lengths" and value is not None:
+            value = ", ".join(f"{key} {number:g}" for key, number in value._asdict().items())
+        if value is not None:
+            # Text, not markup: a corpus may hold brackets, and control characters must not reach the terminal.
+            shown = value if name != "first_text" else "".join(c if c.isprintable() else repr(c)[1:-1] for c in value)
+            table.add_row(name, Text(str(shown), overflow="fold"))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""Trains a byte-level BPE on jsonl and plain text and writes its tokenizer.json."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from megalin.data import corpus
+from megalin.data.tokenizer import BytePairTrainer
+from megalin.errors import MegalinError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the tool; the exit code is 0, or the one of the error that is printed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add(
+        "--input", nargs="+", required=True, help="files or globs: .jsonl/.json (an object a line), .txt (one document)"
+    )
+    add("--json-keys", nargs="+", default=["text"], help="keys to take text from; bad lines are left out")
+    add("--vocab-size", type=int, required=True, help="ids wanted, the 256 bytes and <|endoftext|> included")
+    add("--output", type=Path, required=True, help="path of the tokenizer.json")
+    args = parser.parse_args(arguments)
+    try:
+        trainer = BytePairTrainer(args.vocab_size)
+        paths = corpus.expand_inputs(args.input)
+        texts = corpus.iterate_texts(paths, args.json_keys, limit_bytes=corpus.DEFAULT_DOCUMENT_BYTES)
+        trainer.train(texts).save(args.output)
+    except MegalinError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    print(f"{trainer.vocab_size} ids: {args.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
