@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from megalin.ops.chunks import chunk_documents, split_chunks
 from megalin.ops.srmsnorm import compute_dtype
 
 
@@ -56,8 +56,8 @@ def decay_scan(
     chunk = min(chunk_size, length)
     wide = compute_dtype(v)
     s = torch.zeros(heads, dtype=wide, device=v.device) if slopes is None else slopes.to(wide)
-    q, k, v = (_chunks(x, chunk) for x in (q, k, v))  # [B, H, N, C, K or V]
-    documents = _chunk_documents(document_ids, length, chunk, v.device)  # [1 or B, N, C]
+    q, k, v = (split_chunks(x, chunk) for x in (q, k, v))  # [B, H, N, C, K or V]
+    documents = chunk_documents(document_ids, length, chunk, v.device)  # [1 or B, N, C]
     index = torch.arange(chunk, device=v.device)
     # Tokens before the start of chunk i, i = 0..N: the last chunk ends with the last real token, not with the padding.
     starts = (torch.arange(q.shape[2] + 1, device=v.device) * chunk).clamp(max=length)
@@ -143,21 +143,6 @@ def decay_scan_flops(length: int, *, num_heads: int, key_dim: int, value_dim: in
     """
     chunk = min(chunk_size, length)
     return num_heads * (2 * chunk * (key_dim + value_dim) + 4 * key_dim * value_dim)
-
-
-def _chunks(x: Tensor, chunk: int) -> Tensor:
-    """[B, T, H, D] -> [B, H, N, C, D], padded at the end with zeros: a zero key adds nothing to any state."""
-    padded = functional.pad(x.transpose(1, 2), (0, 0, 0, -x.shape[1] % chunk))
-    return padded.unflatten(2, (-1, chunk))
-
-
-def _chunk_documents(document_ids: Tensor | None, length: int, chunk: int, device: torch.device) -> Tensor:
-    """[1 or B, N, C] document of each token; padding continues the last document."""
-    num_chunks = -(-length // chunk)
-    if document_ids is None:
-        return torch.zeros(1, num_chunks, chunk, dtype=torch.int32, device=device)
-    padding = num_chunks * chunk - length
-    return torch.cat([document_ids, document_ids[:, -1:].expand(-1, padding)], dim=1).unflatten(1, (-1, chunk))
 
 
 def _causal_decay(positions: Tensor, s: Tensor) -> Tensor:
