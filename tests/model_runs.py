@@ -1,0 +1,128 @@
+"""A tiny run for the tests of the trainer and the commands: its shards, its config file, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tomli_w
+import torch
+from torch import Tensor
+
+from megalin.checkpoint.index import DTYPES
+from megalin.checkpoint.load import load, newest
+from megalin.data.shards import ShardWriter
+from megalin.parallel.mesh import Mesh
+from megalin.train.config import check_launch, load_run_config
+from megalin.train.loop import TrainResult, train
+
+STEPS = 12
+CPU = torch.device("cpu")
+EXACT = ("step", "loss", "grad_norm", "learning_rate", "tokens", "label_tokens", "evaluation_loss")
+"""Metrics that are a function of the config alone."""
+
+
+def write_shard(prefix: Path, documents: Sequence[Sequence[int]]) -> Path:
+    """A uint16 shard, one sequence a document."""
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    with ShardWriter(str(prefix), np.dtype("uint16")) as writer:
+        for document in documents:
+            writer.add_sequence(np.asarray(document, np.uint16))
+            writer.end_document()
+        writer.publish()
+    return prefix
+
+
+def documents(num_tokens: int, *, seed: int) -> list[list[int]]:
+    """Documents of 5 to 60 bytes with a structure that a model learns in a few steps: each counts on by its stride."""
+    generator = np.random.default_rng(seed)
+    made: list[list[int]] = []
+    while sum(map(len, made)) < num_tokens:
+        start, stride, length = (int(generator.integers(*ends)) for ends in ((0, 40), (1, 4), (5, 60)))
+        made.append([(start + stride * place) % 64 for place in range(length)] + [256])
+    return made
+
+
+def model_table() -> dict[str, Any]:
+    """Two blocks of different mixers, a chunk that the sequence is no multiple of, a replicated low-rank weight."""
+    return {
+        "vocab_size": 257,
+        "hidden_size": 32,
+        "init_std": 0.1,
+        "embedding_scale": 4.0,
+        "layers": [
+            {
+                "sublayers": [
+                    {"type": "transnormer", "num_heads": 4, "lrpe": "cosine", "chunk_size": 16},
+                    {"type": "glu", "intermediate_size": 48},
+                ]
+            },
+            {
+                "sublayers": [
+                    {"type": "tnl", "num_heads": 4, "chunk_size": 16},
+                    {"type": "glu", "intermediate_size": 48, "activation": "silu"},
+                ]
+            },
+        ],
+    }
+
+
+def write_config(folder: Path, **tables: dict[str, Any]) -> Path:
+    """Shards and a config file of a 12-step run in `folder`; `tables` add to or replace keys of the config's tables."""
+    train_prefix = write_shard(folder / "data" / "train", documents(3000, seed=1))
+    validation_prefix = write_shard(folder / "data" / "validation", documents(600, seed=2))
+    values: dict[str, dict[str, Any]] = {
+        "model": model_table(),
+        "data": {
+            "train": [str(train_prefix)],
+            "validation": [str(validation_prefix)],
+            "sequence_length": 36,
+            "tokenizer": "bytes",
+        },
+        "train": {"steps": STEPS, "global_batch_size": 4, "micro_batch_size": 2},
+        "optimizer": {"lr": 1e-2, "max_grad_norm": 1.0},
+        "schedule": {"warmup_steps": 3},
+        "parallel": {},
+        "checkpoint": {"every_steps": 2},
+    }
+    for name, table in tables.items():
+        values[name] |= table
+    path = folder / "tiny.toml"
+    path.write_text(tomli_w.dumps(values))
+    return path
+
+
+def train_here(config: Path, folder: Path, *overrides: str) -> TrainResult:
+    """The run in the process group of this process, as the command does it; a function that run_ranks can call."""
+    run_config = load_run_config(config, list(overrides))
+    check_launch(run_config, torch.distributed.get_world_size())
+    return train(run_config, Mesh(run_config.parallel, CPU), folder)
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl, their exact part."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: line[name] for name in EXACT if name in line} for line in lines]
+
+
+def losses(folder: Path) -> list[float]:
+    """The training loss of each step."""
+    return [line["loss"] for line in metrics(folder)]
+
+
+def checkpoint_tensors(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of the newest checkpoint, whole."""
+    checkpoint = newest(folder / "checkpoints")
+    assert checkpoint is not None, folder
+    records = checkpoint.index().tensors
+    tensors = {name: torch.zeros(record.shape, dtype=DTYPES[record.dtype]) for name, record in records.items()}
+    load(checkpoint, tensors)
+    return tensors
+
+
+def steps_saved(folder: Path) -> list[int]:
+    """The steps of the published checkpoints."""
+    return sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*"))

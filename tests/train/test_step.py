@@ -1,0 +1,287 @@
+"""One optimizer step: the same loss, gradient and weights however its samples are spread; precision; finite or not."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megalin.config import parse
+from megalin.data.packing import Batch
+from megalin.errors import NumericError
+from megalin.model.config import ModelConfig
+from megalin.model.language_model import LanguageModel
+from megalin.optim.adamw import OptimizerConfig, build_optimizer
+from megalin.parallel.cross_entropy import IGNORED_LABEL
+from megalin.parallel.initialisation import fill
+from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.tensor_parallel import full_tensor, local
+from megalin.train.build import build_model
+from megalin.train.step import accumulate_gradients, apply_gradients, train_step
+from tests.model_runs import CPU, model_table
+from tests.numerics import Tensors, assert_close
+from tests.ranks import RankFailedError, run_ranks
+
+MODEL = parse(ModelConfig, model_table(), "test")
+OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, max_grad_norm=0.05)
+ROWS, LENGTH = 12, 24
+Arrays = dict[str, Any]
+
+
+class Layout(NamedTuple):
+    """How the rows of a step are spread."""
+
+    name: str
+    micro_batch_size: int
+    tp: int = 1
+    sequence_parallel: bool = False
+    shard: int | None = None
+    recompute: bool = False
+
+
+LAYOUTS = {
+    1: [
+        Layout("whole", 12),
+        Layout("accumulate_3", 4),
+        Layout("accumulate_12", 1),
+        Layout("recompute", 4, 1, False, None, True),
+    ],
+    2: [Layout("dp2", 3), Layout("dp2_replicated", 6, shard=1), Layout("tp2", 12, 2), Layout("tp2_sp", 4, 2, True)],
+    3: [Layout("dp3", 2), Layout("dp3_replicated", 4, shard=1)],
+    4: [
+        Layout("dp4", 1),
+        Layout("dp4_rank_without_label", 3),
+        Layout("dp4_hybrid", 3, shard=2),
+        Layout("tp2_dp2", 3, 2),
+        Layout("tp2_dp2_sp_replicated", 6, 2, True, 1, True),
+        Layout("tp4", 6, 4),
+        Layout("tp4_sp", 12, 4, True),
+    ],
+}
+
+
+def make_batch() -> Batch:
+    """Packed documents; labels are ignored unevenly, and everywhere in the last three rows: a rank's whole share."""
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(0, MODEL.vocab_size, (ROWS, LENGTH + 1), generator=generator)
+    documents = (torch.rand(ROWS, LENGTH, generator=generator) < 0.08).cumsum(1, dtype=torch.int32)
+    labels = ids[:, 1:].clone()
+    labels[torch.rand(ROWS, LENGTH, generator=generator) < torch.linspace(0.0, 0.8, ROWS)[:, None]] = IGNORED_LABEL
+    labels[-3:] = IGNORED_LABEL
+    return Batch(ids[:, :-1].contiguous(), labels, documents, torch.arange(ROWS))
+
+
+def micro_batches(batch: Batch, mesh: Mesh, size: int) -> list[Batch]:
+    """This rank's micro-batches, by the rule of the loader."""
+    together = size * mesh.data.size
+    return [
+        Batch(*(field[first : first + size] for field in batch))
+        for first in range(mesh.data.rank * size, ROWS, together)
+    ]
+
+
+def build(mesh: Mesh, *, dtype: torch.dtype, recompute: bool = False) -> LanguageModel:
+    return build_model(MODEL, mesh, compute_dtype=dtype, recompute=recompute, compile_blocks=False, seed=0)
+
+
+def whole(model: LanguageModel, what: str) -> Tensors:
+    """Whole weights, or whole gradients, by name."""
+    pairs = ((name, p if what == "weight" else p.grad) for name, p in model.named_parameters())
+    return {f"{what}:{name}": full_tensor(tensor.detach()).clone() for name, tensor in pairs if tensor is not None}
+
+
+def step_on(layout: Layout, dtype: torch.dtype) -> Tensors:
+    """The loss, gradient and new weights of one step on the layout's mesh."""
+    parallel = ParallelConfig(tp=layout.tp, sequence_parallel=layout.sequence_parallel, shard=layout.shard)
+    mesh = Mesh(parallel, CPU)
+    batches = micro_batches(make_batch(), mesh, layout.micro_batch_size)
+    model = build(mesh, dtype=dtype, recompute=layout.recompute)
+    accumulate_gradients(model, batches, mesh)
+    outcome = whole(model, "gradient")
+    model.zero_grad(set_to_none=True)
+    optimizer = build_optimizer(model, OPTIMIZER, no_decay=())
+    result = train_step(model, optimizer, batches, mesh, max_grad_norm=OPTIMIZER.max_grad_norm, step=1)
+    scalars = {"loss": result.loss, "grad_norm": result.grad_norm, "label_tokens": float(result.label_tokens)}
+    outcome |= {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()}
+    return outcome | whole(model, "weight")
+
+
+def steps_on(layouts: list[Layout]) -> dict[str, Arrays]:
+    return {layout.name: as_arrays(step_on(layout, torch.float64)) for layout in layouts}
+
+
+def as_arrays(tensors: Tensors) -> Arrays:
+    """Tensors that a rank sent would be gone with its process."""
+    return {name: tensor.numpy() for name, tensor in tensors.items()}
+
+
+def as_tensors(arrays: Arrays) -> Tensors:
+    return {name: torch.from_numpy(np.asarray(array)) for name, array in arrays.items()}
+
+
+def truth() -> Tensors:
+    """The same step by plain autograd, clipping and AdamW on plain tensors."""
+    model = LanguageModel(MODEL).to(torch.float64)
+    model.to_empty(device="cpu")
+    fill(model, 0)
+    batch = make_batch()
+    losses = model(batch.tokens, labels=batch.labels, document_ids=batch.document_ids).token_losses
+    assert losses is not None
+    count = int((batch.labels >= 0).sum())
+    loss = losses.sum() / count
+    loss.backward()
+    outcome = {"loss": loss.detach(), "label_tokens": torch.tensor(float(count))} | whole(model, "gradient")
+    outcome["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    torch.optim.AdamW(model.parameters(), 1e-3, (0.9, 0.95), 1e-8, 0.1, foreach=False).step()
+    return outcome | whole(model, "weight")
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, list[Tensors]]:
+    """The outcome on each rank, by layout."""
+    by_layout: dict[str, list[Tensors]] = {}
+    for world_size, layouts in LAYOUTS.items():
+        ranks = run_ranks(world_size, steps_on, layouts)
+        by_layout |= {layout.name: [as_tensors(rank[layout.name]) for rank in ranks] for layout in layouts}
+    return by_layout
+
+
+@pytest.mark.parametrize("name", [layout.name for layouts in LAYOUTS.values() for layout in layouts])
+def test_step_does_not_depend_on_how_its_samples_are_spread(results, name):
+    expected = truth()
+    for outcome in results[name]:
+        assert_close(outcome, expected, 1e-10)
+
+
+def test_recomputed_activations_give_the_same_bits(results):
+    kept, recomputed = results["accumulate_3"][0], results["recompute"][0]
+    assert all(torch.equal(kept[name], recomputed[name]) for name in kept)
+
+
+def _step_without_labels() -> dict[str, Any]:
+    mesh = Mesh(ParallelConfig(), CPU)
+    batch = make_batch()
+    batches = micro_batches(batch._replace(labels=torch.full_like(batch.labels, IGNORED_LABEL)), mesh, 3)
+    model = build(mesh, dtype=torch.float32)
+    before = whole(model, "weight")
+    optimizer = build_optimizer(model, OPTIMIZER, no_decay=())
+    result = train_step(model, optimizer, batches, mesh, max_grad_norm=1.0, step=1)
+    assert_close(whole(model, "weight"), {name: weight * (1 - 1e-4) for name, weight in before.items()}, 1e-6)
+    return result._asdict()
+
+
+def test_step_without_any_label_only_decays_the_weights():
+    assert run_ranks(2, _step_without_labels)[1] == {"loss": 0.0, "grad_norm": 0.0, "label_tokens": 0}
+
+
+def _bf16_gradients(micro_batch_size: int) -> Arrays:
+    mesh = Mesh(ParallelConfig(), CPU)
+    model = build(mesh, dtype=torch.bfloat16)
+    accumulate_gradients(model, micro_batches(make_batch(), mesh, micro_batch_size), mesh)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert all(parameter.grad is not None and parameter.grad.dtype == torch.float32 for parameter in model.parameters())
+    return as_arrays(whole(model, "gradient"))
+
+
+def bf16_gradients_row_by_row() -> Tensors:
+    """The sum in fp64 of the bf16 gradients of the rows: no accumulation and no reduction takes part."""
+    model = LanguageModel(MODEL)
+    in_fp32 = {parameter for module in model.full_precision_modules() for parameter in module.parameters()}
+    for parameter in set(model.parameters()) - in_fp32:
+        parameter.data = parameter.data.to(torch.bfloat16)
+    model.to_empty(device="cpu")
+    fill(model, 0)
+    batch = make_batch()
+    total: Tensors = {}
+    for row in range(ROWS):
+        one = Batch(*(field[row : row + 1] for field in batch))
+        losses = model(one.tokens, labels=one.labels, document_ids=one.document_ids).token_losses
+        assert losses is not None
+        (losses.sum() / (batch.labels >= 0).sum()).backward()
+        for name, gradient in whole(model, "gradient").items():
+            total[name] = total.get(name, torch.zeros(())) + gradient.double()
+        model.zero_grad(set_to_none=True)
+    return total
+
+
+def test_bf16_gradients_are_accumulated_and_reduced_in_fp32():
+    expected = bf16_gradients_row_by_row()
+    for gradients in run_ranks(2, _bf16_gradients, 1):
+        assert_close(as_tensors(gradients), expected, 1e-5)
+
+
+def _small_update() -> tuple[float, float]:
+    mesh = Mesh(ParallelConfig(), CPU)
+    model = build(mesh, dtype=torch.bfloat16)
+    before = whole(model, "weight")["weight:embedding.weight"]
+    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-6, weight_decay=0.0), no_decay=())
+    train_step(model, optimizer, micro_batches(make_batch(), mesh, 4), mesh, max_grad_norm=None, step=1)
+    used = make_batch().tokens.unique()
+    moved = (whole(model, "weight")["weight:embedding.weight"] - before)[used].abs()
+    assert optimizer.state[next(model.parameters())]["exp_avg"].dtype == torch.float32
+    return moved.median().item(), moved.max().item()
+
+
+def test_bf16_training_moves_weights_by_a_millionth():
+    median, largest = run_ranks(1, _small_update)[0]
+    assert median == pytest.approx(1e-6, rel=0.05)
+    assert largest < 1.1e-6
+
+
+def _poisoned_step(parallel: ParallelConfig, what: str, name: str) -> str:
+    """A NaN in one element that rank 1 alone holds; returns the message of the error that must come."""
+    mesh = Mesh(parallel, CPU)
+    model = build(mesh, dtype=torch.float32)
+    parameters = dict(model.named_parameters())
+    rank = torch.distributed.get_rank()
+    if what == "weight" and rank == 1:
+        with torch.no_grad():
+            local(parameters[name]).view(-1)[0] = float("nan")
+    elif what == "gradient":
+        parameters[name].register_post_accumulate_grad_hook(lambda p: _poison(p.grad) if rank == 1 else None)
+    optimizer = build_optimizer(model, OPTIMIZER, no_decay=())
+    before = [local(parameter).detach().clone() for parameter in model.parameters()]
+    with pytest.raises(NumericError) as raised:
+        train_step(model, optimizer, micro_batches(make_batch(), mesh, 3), mesh, max_grad_norm=1.0, step=7)
+    for old, parameter in zip(before, model.parameters(), strict=True):
+        assert torch.equal(old.nan_to_num(0.5), local(parameter).detach().nan_to_num(0.5))
+    return str(raised.value)
+
+
+def _poison(gradient: Tensor | None) -> None:
+    assert gradient is not None
+    local(gradient).view(-1)[-1] = float("inf")
+
+
+def _poisoned_steps(parallel: ParallelConfig) -> list[str]:
+    return [_poisoned_step(parallel, *what) for what in POISONED]
+
+
+POISONED = [("weight", "blocks.1.sublayers.0.mixer.out.weight"), ("gradient", "blocks.0.sublayers.1.mixer.down.weight")]
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(tp=2), ParallelConfig()], ids=["tp2", "dp2"])
+def test_what_is_not_finite_on_one_rank_stops_every_rank_and_is_named(parallel):
+    messages, others = run_ranks(2, _poisoned_steps, parallel)
+    assert messages == others
+    for message, (what, name) in zip(messages, POISONED, strict=True):
+        assert f"first in rank 1: {name} ({what})." in message
+        assert "No weight was changed and nothing was saved" in message
+    assert messages[0].startswith("step 7: loss nan, gradient norm nan is not finite")
+    assert "gradient norm inf is not finite" in messages[1]
+
+
+def test_loss_that_is_not_finite_without_a_parameter_is_an_error():
+    with pytest.raises(RankFailedError, match=r"step 3: loss nan.*first in no parameter: the loss itself"):
+        run_ranks(1, _apply_nan_loss)
+
+
+def _apply_nan_loss() -> None:
+    mesh = Mesh(ParallelConfig(), CPU)
+    model = build(mesh, dtype=torch.float32)
+    _, count = accumulate_gradients(model, micro_batches(make_batch(), mesh, 3), mesh)
+    loss = torch.tensor(float("nan"), dtype=torch.float64)
+    apply_gradients(model, build_optimizer(model, OPTIMIZER, ()), loss, count, max_grad_norm=1.0, step=3)
