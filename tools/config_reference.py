@@ -1,0 +1,101 @@
+"""Prints docs/configuration.md: every key of a run's config, from the docstrings of its classes.
+
+python tools/config_reference.py > docs/configuration.md
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import megalin.train.config as run
+from megalin.config import Config
+from megalin.layers.mixers.base import MixerConfig, mixer_types
+from megalin.model.config import BlockConfig
+
+HEAD = """\
+# Configuration
+
+Written by `python tools/config_reference.py > docs/configuration.md`, from the docstrings of the config classes; a test
+keeps it up to date.
+
+A run is a TOML file. Any key can be overridden on the command line as `table.key=value`, the value in TOML's spelling;
+an element of a list goes by its index: `model.layers.0.repeat=3`. Unknown keys and values out of range are errors, all
+told at once. `megalin config FILE [key=value ...]` prints the config with every default written out, which is also what
+the run folder keeps as `config.toml`.
+
+"required" has no default. "left out" is the default of a key whose absence means something.
+"""
+MODEL_HEAD = """\
+Instead of the keys below, `preset = "NAME"` takes a preset's table (`megalin params` lists the names), and the keys
+beside it override single values.
+"""
+MIXER_HEAD = """\
+The keys that every type has:
+"""
+WORDS = {"integer": "integer", "number": "number", "boolean": "true or false", "string": "text"}
+LIMITS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+
+
+def kind(schema: dict[str, Any]) -> str:
+    """A JSON schema in words: the type, its limits, or its choices."""
+    if "anyOf" in schema:
+        return kind(next(option for option in schema["anyOf"] if option.get("type") != "null"))
+    if "const" in schema or "enum" in schema:
+        return " or ".join(f"`{json.dumps(value)}`" for value in schema.get("enum", [schema.get("const")]))
+    if schema.get("type") == "array":
+        return f"list of {kind(schema['items'])}"
+    limits = [f"{sign} {schema[key]:g}" for key, sign in LIMITS.items() if key in schema]
+    return ", ".join([" ".join([WORDS[schema["type"]], *limits[:1]]), *limits[1:]])
+
+
+def default(cls: type[Config], name: str) -> str:
+    """The default of a field as TOML would spell it."""
+    field = cls.model_fields[name]
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True, validated_data={})
+    return "left out" if value is None else f"`{json.dumps(value)}`"
+
+
+def table(cls: type[Config], leave_out: tuple[str, ...] = ()) -> Iterator[str]:
+    """The rows of a class's own values; tables inside it have sections of their own."""
+    yield "| key | value | default | meaning |"
+    yield "| --- | --- | --- | --- |"
+    properties = cls.model_json_schema()["properties"]
+    for name, field in cls.model_fields.items():
+        if name not in leave_out:
+            meaning = " ".join((field.description or "").split()).replace("|", "\\|")
+            yield f"| `{name}` | {kind(properties[name])} | {default(cls, name)} | {meaning} |"
+
+
+def section(title: str, cls: type[Config], *, head: str = "", leave_out: tuple[str, ...] = ()) -> str:
+    """A heading, what the class says of itself, and its table."""
+    lines = [f"## {title}", "", " ".join((cls.__doc__ or "").split()), ""]
+    return "\n".join([*lines, *([head] if head else []), *table(cls, leave_out), ""])
+
+
+def reference() -> str:
+    """The whole page."""
+    parts = [HEAD]
+    for name, field in run.RunConfig.model_fields.items():
+        cls = field.annotation
+        assert isinstance(cls, type), name
+        if cls is run.ModelConfig:
+            parts.append(section("`[model]`", cls, head=MODEL_HEAD, leave_out=("layers",)))
+            parts.append(section("`[[model.layers]]`", BlockConfig, leave_out=("sublayers",)))
+            parts.append(section("`sublayers` of `[[model.layers]]`", MixerConfig, head=MIXER_HEAD))
+            common = tuple(MixerConfig.model_fields)
+            for mixer in mixer_types():
+                config = importlib.import_module(f"megalin.layers.mixers.{mixer}").CONFIG
+                parts.append(section(f'`sublayers` with `type = "{mixer}"`', config, leave_out=common))
+        else:
+            parts.append(section(f"`[{name}]`", cls))
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference())
