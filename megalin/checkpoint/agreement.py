@@ -63,7 +63,7 @@ def on_every_rank(work: Callable[[], ResultT]) -> list[ResultT]:
         dist.all_gather_object(outcomes, mine)
     failures = [(number, outcome) for number, outcome in enumerate(outcomes) if isinstance(outcome, _Failure)]
     if failures:
-        if len({failure.message for _, failure in failures}) == 1:
+        if len(failures) == len(outcomes) and len({failure.message for _, failure in failures}) == 1:
             raise failures[0][1].kind(failures[0][1].message)
         raise failures[0][1].kind("\n".join(f"rank {number}: {failure.message}" for number, failure in failures))
     return outcomes

@@ -1,7 +1,8 @@
 """Saving: a fresh temporary directory, everything synced, the manifest last, then one rename.
 
 A save runs five object collectives on the default group whatever the size: a broadcast (may it start?), the engine's
-gather and scatter of plans and its gather and broadcast of results; an error of any rank travels with them.
+gather and scatter of plans and its gather and broadcast of results; an error of any rank travels with them, and then
+one more broadcast tells what space was left.
 """
 
 from __future__ import annotations
@@ -134,13 +135,22 @@ def _write(tensors: Mapping[str, Tensor], writer: SafetensorsWriter, temporary: 
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             engine_save(dict(tensors), storage_writer=writer, planner=planner, no_dist=not distributed())
     except CheckpointException as error:
+        # Every rank is here with the same failures; the free space is measured once, before the leftovers go.
+        free = on_rank_zero(partial(_free_space, temporary.parent))
         if rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        raise _translate(error, temporary.parent, num_bytes) from None
+        raise _translate(error, temporary.parent, num_bytes, free) from None
 
 
-def _translate(error: CheckpointException, root: Path, num_bytes: int) -> BaseException:
+def _free_space(root: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(root).free:,} bytes are free there"
+    except OSError as error:
+        return f"its free space is unknown ({error})"
+
+
+def _translate(error: CheckpointException, root: Path, num_bytes: int, free: str) -> BaseException:
     """The engine's exception is a BaseException that wraps each rank's; this is the one that callers should see."""
     failures = {number: failure for number, (failure, _) in sorted(error.failures.items())}
     for failure in failures.values():
@@ -148,10 +158,6 @@ def _translate(error: CheckpointException, root: Path, num_bytes: int) -> BaseEx
             return failure
     if not all(isinstance(failure, OSError) for failure in failures.values()):
         return RuntimeError(f"saving to {root} failed: {error}")
-    try:
-        free = f"{shutil.disk_usage(root).free:,} bytes are free there"
-    except OSError as unknown:
-        free = f"the free space is unknown ({unknown})"
     causes = "; ".join(f"rank {number}: {failure}" for number, failure in failures.items())
     return StorageError(
         f"cannot save to {root}: {causes}; the checkpoint needs about {num_bytes:,} bytes and {free}; earlier "
