@@ -1,0 +1,159 @@
+"""Resume: bit-exact on the same mesh, the same samples on another, and no step lost or twice after a kill."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalin.train.metrics import Metrics
+from tests.model_runs import STEPS, checkpoint_tensors, losses, metrics, steps_saved, train_here, write_config
+from tests.numerics import assert_close
+from tests.ranks import RankFailedError, run_ranks
+
+STOP = 5
+MESHES = {
+    "single": (1, []),
+    "single_accumulating": (1, ["train.micro_batch_size=1"]),
+    "tp2": (2, ["parallel.tp=2"]),
+    "dp2_accumulating": (2, ["train.micro_batch_size=1", "train.recompute=true"]),
+}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config(tmp_path_factory.mktemp("resume"))
+
+
+def _runs(config: Path, calls: list[tuple[Path, list[str]]]) -> None:
+    """Several runs one after the other in the same ranks; each begins as a new process would, from its folder alone."""
+    for folder, overrides in calls:
+        train_here(config, folder, *overrides)
+
+
+@pytest.fixture(scope="module")
+def whole_runs(config: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Undisturbed runs of 12 steps, by mesh; beside each one that stopped after 5 and went on."""
+    folders = {}
+    for name, (world_size, overrides) in MESHES.items():
+        whole = folders[name] = tmp_path_factory.mktemp(name) / "whole"
+        stopped = whole.with_name("stopped")
+        stop = [*overrides, f"train.stop_after_steps={STOP}"]
+        run_ranks(world_size, _runs, config, [(whole, overrides), (stopped, stop), (stopped, overrides)])
+    return folders
+
+
+def without_evaluation(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A run evaluates after its last step, also where it only stops there."""
+    return [{name: value for name, value in line.items() if name != "evaluation_loss"} for line in lines]
+
+
+def assert_same_end(folder: Path, expected: Path) -> None:
+    """Equal metrics to the last bit, and equal weights, moments and step counts."""
+    assert without_evaluation(metrics(folder)) == without_evaluation(metrics(expected))
+    assert metrics(folder)[-1] == metrics(expected)[-1]
+    actual, wanted = checkpoint_tensors(folder), checkpoint_tensors(expected)
+    assert actual.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(actual[name], wanted[name])] == []
+
+
+@pytest.mark.parametrize("mesh", list(MESHES))
+def test_resumed_run_is_bit_equal_on_the_same_mesh(whole_runs, mesh):
+    stopped = whole_runs[mesh].with_name("stopped")
+    assert steps_saved(stopped) == [2, 4, 5, 6, 8, 10, 12]
+    assert_same_end(stopped, whole_runs[mesh])
+
+
+def test_loss_falls_and_every_mesh_has_the_same_curve(whole_runs):
+    expected = losses(whole_runs["single"])
+    assert len(expected) == STEPS
+    assert expected[-1] < expected[0] - 1.5
+    for folder in whole_runs.values():
+        assert losses(folder) == pytest.approx(expected, rel=2e-5)
+        assert_close(checkpoint_tensors(folder), checkpoint_tensors(whole_runs["single"]), 1e-3)
+
+
+def test_resume_on_other_meshes_goes_on_with_the_same_samples(config, whole_runs, tmp_path):
+    folder = tmp_path / "run"
+    run_ranks(2, _runs, config, [(folder, ["parallel.tp=2", "train.stop_after_steps=4"])])
+    run_ranks(2, _runs, config, [(folder, ["train.stop_after_steps=8"])])
+    run_ranks(1, _runs, config, [(folder, [])])
+    expected = metrics(whole_runs["single"])
+    assert [line["label_tokens"] for line in metrics(folder)] == [line["label_tokens"] for line in expected]
+    assert losses(folder) == pytest.approx([line["loss"] for line in expected], rel=2e-5)
+
+
+def _die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _train_until_killed(config: Path, folder: Path, overrides: list[str], event: int) -> int:
+    """Trains, and kills this process -9 right before its event number `event`; returns how many events a run has.
+
+    Events are the moments at which something of the run changes on the disk: metrics lines, syncs, renames.
+    """
+    count = 0
+
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == event:
+                _die()
+            return call(*args)
+
+        return wrapper
+
+    os.fsync, os.rename, os.replace = counted(os.fsync), counted(os.rename), counted(os.replace)
+    Metrics.write = counted(Metrics.write)  # type: ignore[method-assign]
+    train_here(config, folder, *overrides)
+    return count
+
+
+@pytest.fixture(scope="module")
+def num_events(config: Path, tmp_path_factory: pytest.TempPathFactory) -> int:
+    return run_ranks(1, _train_until_killed, config, tmp_path_factory.mktemp("events") / "run", [], 0)[0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_run_killed_at_random_goes_on_as_if_nothing_had_happened(config, whole_runs, num_events, tmp_path, seed):
+    event = random.Random(seed).randint(num_events // 8, num_events)
+    folder = tmp_path / "run"
+    with pytest.raises(RankFailedError, match="rank 0 died: -9"):
+        run_ranks(1, _train_until_killed, config, folder, [], event)
+    assert len(losses(folder)) <= STEPS
+    run_ranks(1, _runs, config, [(folder, [])])
+    assert_same_end(folder, whole_runs["single"])
+    assert [path.name for path in (folder / "checkpoints").glob(".tmp-*")] == []
+
+
+def test_run_whose_second_rank_is_killed_goes_on(config, whole_runs, tmp_path):
+    folder = tmp_path / "run"
+    # Whether the death or what it did to the other rank is noticed first is chance.
+    with pytest.raises(RankFailedError, match=r"rank 1 died: -9|rank 0:"):
+        run_ranks(2, _kill_rank_one, config, folder, ["parallel.tp=2"])
+    assert len(losses(folder)) < STEPS
+    run_ranks(2, _runs, config, [(folder, ["parallel.tp=2"])])
+    assert_same_end(folder, whole_runs["tp2"])
+
+
+def _kill_rank_one(config: Path, folder: Path, overrides: list[str]) -> None:
+    if torch.distributed.get_rank() == 1:
+        _train_until_killed(config, folder, overrides, 9)
+    train_here(config, folder, *overrides)
+
+
+def test_finished_run_has_nothing_left_to_do(config, whole_runs):
+    before = (whole_runs["single"] / "metrics.jsonl").read_bytes()
+    assert run_ranks(1, _again, config, whole_runs["single"]) == [(STEPS, None)]
+    assert (whole_runs["single"] / "metrics.jsonl").read_bytes() == before
+
+
+def _again(config: Path, folder: Path) -> tuple[int, float | None]:
+    return train_here(config, folder)[:2]
