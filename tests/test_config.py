@@ -8,6 +8,7 @@ import pytest
 
 from megalin.config import Config, apply_overrides, dumps, parse, read_toml
 from megalin.errors import ConfigError
+from megalin.layers.mixers.base import mixer_types
 from megalin.model.config import ModelConfig
 from megalin.model.presets import load_preset, preset_names
 from tests.cases import CASES, HYBRID, NAMES
@@ -73,7 +74,7 @@ def test_valid_values_parse():
         ),
         (
             "model.layers.0.sublayers.0.type=zzz",
-            "model.layers.0.sublayers.0.type = 'zzz': there is no such mixer; known: glu, tnl, transnormer",
+            f"model.layers.0.sublayers.0.type = 'zzz': there is no such mixer; known: {', '.join(mixer_types())}",
         ),
         (
             "model.layers.0.sublayers.0.type=tests.mixers.absent",
@@ -82,7 +83,7 @@ def test_valid_values_parse():
         ),
         (
             "model.layers.0.sublayers.0.type=3",
-            "model.layers.0.sublayers.0.type: required, the name of a mixer; known: glu, tnl, transnormer",
+            f"model.layers.0.sublayers.0.type: required, the name of a mixer; known: {', '.join(mixer_types())}",
         ),
         ('model.hidden_size="16"', "model.hidden_size = '16': input should be a valid integer"),
         ("model.hidden_size=16.0", "model.hidden_size = 16.0: input should be a valid integer"),
