@@ -6,6 +6,7 @@ here pickles or unpickles; files are streamed one piece at a time, so a save nee
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -90,10 +91,7 @@ class SafetensorsWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Gives every rank a prefix for its files."""
-        return [
-            SavePlan(plan.items, storage_data=f"rank{number:05d}", planner_data=plan.planner_data, usable=plan.usable)
-            for number, plan in enumerate(plans)
-        ]
+        return [dataclasses.replace(plan, storage_data=f"rank{number:05d}") for number, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes, hashes and syncs this rank's files. Raises OSError."""

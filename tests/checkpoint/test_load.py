@@ -95,7 +95,7 @@ def test_a_bug_while_reading_is_not_a_checkpoint_error(tmp_path: Path, monkeypat
         raise ZeroDivisionError("a bug")
 
     write(tmp_path, 1)
-    monkeypatch.setattr("megalin.checkpoint.storage.SafetensorsReader.read_metadata", fail)
+    monkeypatch.setattr("megalin.checkpoint.storage.SafetensorsReader.read_data", fail)
     with pytest.raises(RuntimeError, match=r"loading .* failed(.|\n)*a bug"):
         load(newest(tmp_path), tensors(1))  # type: ignore[arg-type]
 
