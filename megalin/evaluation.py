@@ -34,8 +34,7 @@ def evaluate_run(folder: str | Path, mesh: Mesh, overrides: Sequence[str] = ()) 
         seed=config.train.seed,
     )
     load(checkpoint, weights(model), ignore=(OPTIMIZER_PREFIX,))
-    for mixer in model.mixers():
-        mixer.after_optimizer_step()
+    model.after_optimizer_step()
     tokenizer = None if config.data.tokenizer is None else load_tokenizer(config.data.tokenizer)
     token_bytes = None if tokenizer is None else torch.from_numpy(tokenizer.token_bytes())
     with TokenDataset.open(config.data, "validation", config.model.vocab_size) as dataset:

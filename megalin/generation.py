@@ -44,19 +44,27 @@ def load_for_generation(folder: str | Path, device: torch.device) -> tuple[Langu
     model.to_empty(device=device)
     fill(model, config.train.seed)
     load(checkpoint, weights(model), ignore=(OPTIMIZER_PREFIX,))
-    for mixer in model.mixers():
-        mixer.after_optimizer_step()
+    model.after_optimizer_step()
     return model, load_tokenizer(config.data.tokenizer)
 
 
 @torch.no_grad()
 def generate(
-    model: LanguageModel, prompt: Sequence[int], *, max_tokens: int, sampling: Sampling, stop_id: int | None = None
+    model: LanguageModel,
+    prompt: Sequence[int],
+    *,
+    max_tokens: int,
+    sampling: Sampling,
+    num_ids: int | None = None,
+    stop_id: int | None = None,
 ) -> Iterator[int]:
     """Yields up to `max_tokens` ids that continue `prompt`, ending before `stop_id`.
 
     The prompt runs through the chunkwise forward once; each further token costs the same work and memory, whatever
     the length: the model's state, kept in fp32.
+
+    Args:
+        num_ids: only ids below it are generated: a tokenizer may have fewer than the model.
 
     Raises:
         ConfigError: an empty prompt, an id outside the vocabulary, or sampling values out of range.
@@ -65,9 +73,10 @@ def generate(
     device = model.embedding.weight.device
     generator = torch.Generator().manual_seed(sampling.seed)
     tokens = torch.tensor([list(prompt)], dtype=torch.int64, device=device)
+    vocab_size = min(model.config.vocab_size, num_ids or model.config.vocab_size)
     output = model(tokens, state=model.initial_state(1))
     for index in range(max_tokens):
-        token = choose(output.logits[0, -1, : model.config.vocab_size], sampling, generator)
+        token = choose(output.logits[0, -1, :vocab_size], sampling, generator)
         if token == stop_id:
             return
         yield token
@@ -100,11 +109,13 @@ def _check(model: LanguageModel, prompt: Sequence[int], sampling: Sampling) -> N
         problems.append("the prompt has no token; give some text")
     if outside := [token for token in prompt if not 0 <= token < vocab_size]:
         problems.append(f"prompt token {outside[0]} is outside the vocabulary of {vocab_size} ids")
-    if sampling.temperature < 0.0:
-        problems.append(f"temperature = {sampling.temperature} is negative; use 0 for the likeliest token, or more")
+    if not 0.0 <= sampling.temperature < float("inf"):
+        problems.append(f"temperature = {sampling.temperature} is not in [0, inf); use 0 for the likeliest token")
     if sampling.top_k is not None and sampling.top_k < 1:
         problems.append(f"top-k = {sampling.top_k} keeps no token; use at least 1")
     if sampling.top_p is not None and not 0.0 < sampling.top_p <= 1.0:
-        problems.append(f"top-p = {sampling.top_p} is not in (0, 1]")
+        problems.append(f"top-p = {sampling.top_p} is not in (0, 1]; use 1 to keep every token")
+    if not 0 <= sampling.seed < 2**63:
+        problems.append(f"seed = {sampling.seed} is not in [0, 2^63); use a small number")
     if problems:
         raise ConfigError("\n".join(problems))

@@ -64,6 +64,22 @@ HYBRID = Case(
     ),
 )
 
+NORMS = Case(
+    "norms",
+    model(
+        {
+            "sublayers": [
+                attention("tnl", norm="layernorm", output_norm="layernorm"),
+                attention("hgrn2", norm="rmsnorm", output_norm="rmsnorm"),
+                GLU | {"norm": "layernorm"},
+            ],
+            "repeat": 2,
+        },
+        norm="layernorm",
+        norm_eps=1e-3,
+    ),
+)
+
 CASES = (
     _row("transnormer", attention("transnormer")),
     _row("transnormer-paper", attention("transnormer", decay="paper")),
@@ -71,6 +87,8 @@ CASES = (
     _row("transnormer-rotation", attention("transnormer", lrpe="rotation", decay="paper")),
     _row("tnl", attention("tnl")),
     _row("glu-silu", attention("tnl", lrpe="cosine"), GLU | {"activation": "silu"}),
+    _row("hgrn2", attention("hgrn2")),
+    NORMS,
     _row("sockets", TOY),
     HYBRID,
 )

@@ -26,6 +26,16 @@ def norm(x: Tensor, eps: float) -> Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
 
 
+def any_norm(kind: str, x: Tensor, eps: float, weights: Weights, prefix: str) -> Tensor:
+    """The norm of that name with the parameters at `prefix`."""
+    if kind == "layernorm":
+        x = x - x.mean(-1, keepdim=True)
+    x = norm(x, eps)
+    if kind != "srmsnorm":
+        x = x * weights[f"{prefix}weight"]
+    return x + weights[f"{prefix}bias"] if kind == "layernorm" else x
+
+
 def slope(kind: str, head: int, num_heads: int, layer: int, num_layers: int) -> float:
     """-log lambda of a head, both counted from 0 (models.md 2.1)."""
     if kind == "paper":
@@ -59,7 +69,8 @@ def attention(config: Any, weights: Weights, qkv: list[Tensor], gate: Tensor, la
         decay = torch.exp(-slope(config.decay, head, config.num_heads, layer, num_layers) * distance.abs()).tril()
         theta = weights["full_precision.theta"][head] if config.lrpe else None
         heads.append((scores(config.lrpe, q_h, k_h, theta, distance) * decay) @ v_h)
-    return (norm(torch.cat(heads, -1), config.norm_eps) * gate) @ weights["out.weight"].T
+    normed = any_norm(config.output_norm, torch.cat(heads, -1), config.norm_eps, weights, "out.norm_")
+    return (normed * gate) @ weights["out.weight"].T
 
 
 def transnormer(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: int) -> Tensor:
@@ -71,6 +82,24 @@ def tnl(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: int) -
     qkv = [x @ part.T for part in weights["qkv.weight"]]
     gate = torch.sigmoid(x @ weights["gate.down"].T @ weights["gate.up"].T)
     return attention(config, weights, qkv, gate, layer, num_layers)
+
+
+def hgrn2(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: int) -> Tensor:
+    q, logit, v = [x @ part.T for part in weights["qfv.weight"]]
+    share = weights["shared.rows.gamma"].softmax(0)
+    beta = share[1 : layer + 1].sum(0)
+    forget = beta + (1.0 - beta) * torch.sigmoid(logit)
+    heads = []
+    for q_h, f_h, v_h in zip(*(y.chunk(config.num_heads, -1) for y in (functional.silu(q), forget, v)), strict=True):
+        state, rows = torch.zeros(f_h.shape[1], v_h.shape[1], dtype=x.dtype), []
+        for q_t, f_t, v_t in zip(q_h, f_h, v_h, strict=True):
+            state = f_t[:, None] * state + torch.outer(1.0 - f_t, v_t)
+            rows.append(q_t @ state)
+        heads.append(torch.stack(rows))
+    return (
+        any_norm(config.output_norm, torch.cat(heads, -1), config.norm_eps, weights, "out.norm_")
+        @ weights["out.weight"].T
+    )
 
 
 def glu(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: int) -> Tensor:
@@ -103,6 +132,7 @@ def input_sum(weights: Weights, x: Tensor) -> Tensor:
 REFERENCES: dict[str, Reference] = {
     "transnormer": transnormer,
     "tnl": tnl,
+    "hgrn2": hgrn2,
     "glu": glu,
     "tests.mixers.decaying_sum": decaying_sum,
 }
@@ -119,19 +149,20 @@ def document_logits(config: ModelConfig, weights: Weights, tokens: Tensor) -> Te
     for layer, (_, block) in enumerate(config.blocks()):
         source = x
         for index, sublayer in enumerate(block.sublayers):
-            y = _sublayer(config, sublayer, weights, f"blocks.{layer}.sublayers.{index}.mixer.", source, layer)
+            y = _sublayer(config, sublayer, weights, f"blocks.{layer}.sublayers.{index}.", source, layer)
             source = x + y
             x = x if sublayer.residual == "two_hop" else source
     head = table if config.tie_embeddings else weights["head.weight"][: config.vocab_size]
-    return norm(x, config.norm_eps) @ head.T
+    return any_norm(config.norm, x, config.norm_eps, weights, "norm.") @ head.T
 
 
 def _sublayer(
     config: ModelConfig, sublayer: MixerConfig, weights: Weights, prefix: str, source: Tensor, layer: int
 ) -> Tensor:
     shared = _below(weights, f"shared.{_key(sublayer.type)}.")
-    own = _below(weights, prefix) | {f"shared.{name}": tensor for name, tensor in shared.items()}
-    return REFERENCES[sublayer.type](sublayer, own, norm(source, sublayer.norm_eps), layer, config.num_layers)
+    own = _below(weights, f"{prefix}mixer.") | {f"shared.{name}": tensor for name, tensor in shared.items()}
+    normed = any_norm(sublayer.norm, source, sublayer.norm_eps, weights, f"{prefix}norm.")
+    return REFERENCES[sublayer.type](sublayer, own, normed, layer, config.num_layers)
 
 
 def _below(weights: Weights, prefix: str) -> dict[str, Tensor]:

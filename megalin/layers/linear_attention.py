@@ -12,6 +12,7 @@ from torch.nn import functional
 from megalin.errors import ConfigError
 from megalin.layers.decay import DecayKind, decay_slopes
 from megalin.layers.mixers.base import BuildScope, Mixer, MixerConfig, MixerOutput, SequenceContext, State
+from megalin.layers.norms import NormKind
 from megalin.layers.positions import LRPEFrequencies, LRPEKind, apply_lrpe, key_dim
 from megalin.ops.decay_scan import decay_scan, decay_scan_flops, decay_step
 from megalin.parallel.initialisation import Draw
@@ -36,6 +37,8 @@ class LinearAttentionConfig(MixerConfig):
     """Which table of fixed decays (models.md 2.1)."""
     lrpe: LRPEKind | None = None
     """Learnable relative positions on queries and keys; left out: none."""
+    output_norm: NormKind = "srmsnorm"
+    """Norm of all heads' outputs together, before the gate."""
     chunk_size: int = pydantic.Field(default=64, gt=0)
     """Tokens a chunk of the scan; the result does not depend on it."""
 
@@ -71,6 +74,7 @@ class LinearAttention(Mixer):
             tp=scope.tp,
             std=scope.init_std,
             name="model.hidden_size",
+            norm=config.output_norm,
         )
         self.register_buffer("slopes", torch.empty(self.local_heads, device="meta"), persistent=False)
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megalin.layers.mixers.base import BuildScope, Mixer, MixerConfig, SequenceContext, State
-from megalin.layers.norms import SRMSNorm
+from megalin.layers.norms import build_norm
 from megalin.model.config import BlockConfig
 
 
@@ -25,7 +25,7 @@ class Sublayer(nn.Module):
     def __init__(self, config: MixerConfig, scope: BuildScope) -> None:
         super().__init__()
         self.residual = config.residual
-        self.norm = SRMSNorm(config.norm_eps)
+        self.norm = build_norm(config.norm, scope.hidden_size, config.norm_eps, scope.tp)
         self.mixer: Mixer = config.build(scope)
 
 

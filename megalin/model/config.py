@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import pydantic
 
 from megalin.config import Config
 from megalin.layers.mixers.base import SublayerConfig
+from megalin.layers.norms import NormKind
 
 
 class BlockConfig(Config):
@@ -41,10 +40,10 @@ class ModelConfig(Config):
     """Factor on the embedded tokens (TransNormerLLM: the square root of the hidden size)."""
     tie_embeddings: bool = True
     """Whether the head shares the embedding's table."""
-    norm: Literal["srmsnorm"] = "srmsnorm"
+    norm: NormKind = "srmsnorm"
     """Norm before the head."""
     norm_eps: float = pydantic.Field(default=1e-6, gt=0)
-    """Added to the mean square inside the root of that norm."""
+    """Added to the mean square or the variance inside the root of that norm."""
     init_std: float = pydantic.Field(default=0.02, gt=0)
     """Standard deviation of the initial weights."""
 

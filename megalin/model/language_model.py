@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megalin.layers.mixers.base import BuildScope, FullPrecision, Mixer, SequenceContext, State
-from megalin.layers.norms import SRMSNorm
+from megalin.layers.norms import build_norm
 from megalin.model.block import Block
 from megalin.model.config import BlockConfig, ModelConfig
 from megalin.parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -64,7 +64,7 @@ class LanguageModel(nn.Module):
             scope = BuildScope(width, layer, config.num_layers, tp, std, path)
             self.blocks.append(Block(block, scope, recompute=recompute))
             self._build_model_level(block, scope)
-        self.norm = SRMSNorm(config.norm_eps)
+        self.norm = build_norm(config.norm, width, config.norm_eps, tp)
         self.head = None if config.tie_embeddings else VocabParallelTable(vocabulary, width, tp=tp, std=std)
 
     def _build_model_level(self, block: BlockConfig, scope: BuildScope) -> None:
@@ -156,14 +156,16 @@ class LanguageModel(nn.Module):
         """The submodules whose parameters must compute in fp32: they feed exponentials or positions."""
         return [module for module in self.modules() if isinstance(module, FullPrecision)]
 
+    def after_optimizer_step(self) -> None:
+        """Lets every mixer renew what it derives from its weights: after a step, and after weights were loaded."""
+        for mixer in [*self.input_mixers(), *self.mixers()]:
+            mixer.after_optimizer_step()
+
     def no_decay_names(self) -> set[str]:
-        """Global names of the parameters without weight decay: those of full-precision modules."""
-        return {
-            f"{prefix}.{name}"
-            for prefix, module in self.named_modules()
-            if isinstance(module, FullPrecision)
-            for name, _ in module.named_parameters()
-        }
+        """Global names of the parameters without weight decay: vectors (norm weights, biases) and all that computes
+        in full precision."""
+        precise = {id(p) for module in self.full_precision_modules() for p in module.parameters()}
+        return {name for name, p in self.named_parameters() if p.dim() <= 1 or id(p) in precise}
 
     def mixers(self) -> list[Mixer]:
         """Every mixer, blocks in order."""

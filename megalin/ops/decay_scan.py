@@ -81,7 +81,7 @@ def decay_scan(
     seen = (documents == leaving[:, :-1, None])[:, None]  # [1 or B, 1, N, C]
     carried = (q.to(wide) * (from_start * seen)[..., None]) @ states[:, :, :-1]  # [B, H, N, C, V]
     output = (local + carried.to(v.dtype)).flatten(2, 3)[:, :, :length].transpose(1, 2)
-    return ScanOutput(output, states[:, :, -1])
+    return ScanOutput(output, states[:, :, -1].clone())
 
 
 def decay_step(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, state: Tensor) -> ScanOutput:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from megalin.ops.srmsnorm import compute_dtype
-from megalin.parallel.initialisation import Draw, normal
+from megalin.parallel.initialisation import Draw, constant, normal
 from megalin.parallel.tensor_parallel import TensorParallel, local
 
 
@@ -74,25 +76,62 @@ class RowParallelLinear(nn.Module):
 
 
 class NormedRowParallelLinear(RowParallelLinear):
-    """y = (SRMSNorm(x) * gate) W^T, the norm over the whole width of an x that is split over the axis.
+    """y = (norm(x) * gate) W^T, the norm over the whole width of an x that is split over the axis.
 
-    The norm is one number a token, r = (sum over ranks of sum_j x_j^2 / in + eps)^(-1/2), so it commutes with the
-    matrix: y = r * sum over ranks of (x * gate) W^T. The squares travel in an fp32 all-reduce of their own, one
-    number a token, launched before the product: as a column of the bf16 payload they would cost 4e-3 of precision.
+    srmsnorm, rmsnorm: one number a token, r = (sum over ranks of sum_j x_j^2 / in + eps)^(-1/2), which commutes with
+    the matrix: y = r * sum over ranks of (x * weight * gate) W^T. The squares travel in an fp32 all-reduce of their
+    own, launched before the product: as a column of the bf16 payload they would cost 4e-3 of precision.
+
+    layernorm: a gate between the norm and the matrix keeps the mean from commuting, so sum and sum of squares travel
+    before the product, two fp32 numbers a token, and their gradient comes back the same way.
     """
 
     def __init__(
-        self, in_features: int, out_features: int, *, eps: float, tp: TensorParallel, std: float, name: str
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        eps: float,
+        tp: TensorParallel,
+        std: float,
+        name: str,
+        norm: Literal["srmsnorm", "rmsnorm", "layernorm"] = "srmsnorm",
     ) -> None:
+        """Raises ConfigError where `in_features`, called `name` in the message, does not divide."""
         super().__init__(in_features, out_features, tp=tp, std=std, name=name)
-        self.eps = eps
+        self.norm, self.eps = norm, eps
+        if norm != "srmsnorm":
+            self.norm_weight = tp.parameter(in_features, shard_dim=0)
+        if norm == "layernorm":
+            self.norm_bias = tp.parameter(in_features, shard_dim=0)
 
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
-        """x, gate [B, T, in/tp] -> [B, T, out], the residual stream's layout."""
+    def fill(self, draw: Draw) -> None:
+        """Draws the weight from N(0, std^2); the norm's weight is one, its bias zero."""
+        super().fill(draw)
+        if self.norm != "srmsnorm":
+            draw(self.norm_weight, "norm_weight", constant(1.0))
+        if self.norm == "layernorm":
+            draw(self.norm_bias, "norm_bias", constant(0.0))
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        """x and, where there is one, gate [B, T, in/tp] -> [B, T, out], the residual stream's layout."""
+        if self.norm == "layernorm":
+            x = self._layer_norm(x)
+            return super().forward(x if gate is None else x * gate)
         squares = x.to(compute_dtype(x)).square().sum(-1)  # [B, T]
         total = self.tp.reduce_tokens(squares)  # waited on at its first use, after the product
-        y = super().forward(x * gate)
+        if self.norm == "rmsnorm":
+            x = x * local(self.norm_weight)
+        y = super().forward(x if gate is None else x * gate)
         return (torch.rsqrt(total / self.in_features + self.eps)[..., None] * y).to(y.dtype)
+
+    def _layer_norm(self, x: Tensor) -> Tensor:
+        wide = x.to(compute_dtype(x))
+        sums = self.tp.total_of_parts(torch.stack([wide.sum(-1), wide.square().sum(-1)], dim=-1))  # [B, T, 2]
+        mean, square = (sums / self.in_features)[..., None].unbind(-2)  # [B, T, 1]
+        deviation = torch.rsqrt((square - mean.square()).clamp(min=0.0) + self.eps)
+        weight, bias = local(self.norm_weight).to(wide.dtype), local(self.norm_bias).to(wide.dtype)
+        return ((wide - mean) * deviation * weight + bias).to(x.dtype)
 
 
 class LowRankLinear(nn.Module):

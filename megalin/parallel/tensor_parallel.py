@@ -76,9 +76,18 @@ class TensorParallel:
         """Sums one number a token over the axis, for the tokens of the residual stream: [B, T] -> [B, T or T/tp]."""
         return self.leave(x)
 
+    def total_of_parts(self, x: Tensor) -> Tensor:
+        """Sums what every rank's part contributes, for use on every part: all-reduce forward and backward."""
+        return copy_to_axis(reduce_from_axis(x, self.axis), self.axis)
+
     def partial_gradient(self, weight: Tensor) -> Tensor:
         """A replicated weight used on sharded data: its gradient is a partial sum, so the backward all-reduces it."""
         return copy_to_axis(weight, self.axis)
+
+    def stream_weight(self, weight: Tensor) -> Tensor:
+        """A replicated weight used on the residual stream. Its gradient is whole on every rank, but with sequence
+        parallelism each rank sees only its own tokens, so the backward all-reduces it."""
+        return copy_to_axis(weight, self.axis) if self.sequence_parallel else weight
 
     def local_slice(self, x: Tensor, *, dim: int) -> Tensor:
         """This rank's part of a buffer that every rank can compute whole."""

@@ -31,6 +31,7 @@ from megalin.train.config import RunConfig
 from megalin.train.evaluate import Evaluation, batch_to, evaluate
 from megalin.train.hardware import peak_flops_per_second, peak_memory_bytes
 from megalin.train.metrics import Metrics, write_loss_curve
+from megalin.train.restore import check_same_model
 from megalin.train.run_folder import RunFolder
 from megalin.train.step import StepResult, train_step
 
@@ -96,9 +97,9 @@ class Trainer:
                 f"{checkpoint.path} was made with another order of samples, so samples would be lost or repeated; "
                 "restore these values or start in a new run folder:\n  " + "\n  ".join(differences)
             )
+        check_same_model(self.config.model, checkpoint)
         load(checkpoint, training_tensors(self.model, self.optimizer))
-        for mixer in self.model.mixers():
-            mixer.after_optimizer_step()
+        self.model.after_optimizer_step()
         step = int(state["step"])
         if step > self.config.train.steps:
             raise CheckpointError(

@@ -88,8 +88,7 @@ def apply_gradients(
         raise NumericError(_describe_non_finite(model, result, step))
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    for mixer in model.mixers():
-        mixer.after_optimizer_step()
+    model.after_optimizer_step()
     return result
 
 

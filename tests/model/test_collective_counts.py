@@ -15,7 +15,7 @@ from megalin.data.packing import Batch
 from megalin.model.language_model import LanguageModel
 from megalin.parallel.data_parallel import shard_model
 from megalin.train.step import accumulate_gradients
-from tests.cases import CASES, HIDDEN_SIZE, LENGTH, NAMES, NUM_HEADS, Case, make_inputs
+from tests.cases import CASES, HIDDEN_SIZE, LENGTH, NORMS, NUM_HEADS, Case, make_inputs
 from tests.parallel.on_ranks import make_mesh, materialise
 from tests.ranks import run_ranks
 
@@ -43,6 +43,7 @@ class Promise(NamedTuple):
 PROMISES = {
     "transnormer": Promise(num_norms=1),
     "tnl": Promise(num_norms=1, partial_gradients=(LOW_RANK,)),
+    "hgrn2": Promise(num_norms=1),
     "glu": Promise(),
     "tests.mixers.decaying_sum": Promise(num_input_layers=1),
 }
@@ -110,7 +111,12 @@ def promises(case: Case) -> tuple[int, int, list[int]]:
     return len(sublayers) + num_inputs, sum(PROMISES[kind].num_norms for kind in sublayers), partial
 
 
-@pytest.mark.parametrize("case", CASES, ids=NAMES)
+WEIGHTLESS = [case for case in CASES if case.model.norm == "srmsnorm"]
+"""Models whose norms have no parameters: with sequence parallelism, each of these adds its small gradient."""
+WEIGHTLESS_NAMES = [case.name for case in WEIGHTLESS]
+
+
+@pytest.mark.parametrize("case", WEIGHTLESS, ids=WEIGHTLESS_NAMES)
 def test_one_all_reduce_a_sublayer_each_way(case: Case):
     num_layers, num_norms, partial = promises(case)
     expected = Counter({Call("forward", "all_reduce", WIDE): num_layers + 1})  # and the embedding
@@ -122,7 +128,7 @@ def test_one_all_reduce_a_sublayer_each_way(case: Case):
         assert rank[case.name, False] == expected
 
 
-@pytest.mark.parametrize("case", CASES, ids=NAMES)
+@pytest.mark.parametrize("case", WEIGHTLESS, ids=WEIGHTLESS_NAMES)
 def test_sequence_parallelism_gathers_and_scatters_instead(case: Case):
     """As many bytes: an all-reduce is a reduce-scatter and an all-gather."""
     num_layers, num_norms, partial = promises(case)
@@ -136,3 +142,18 @@ def test_sequence_parallelism_gathers_and_scatters_instead(case: Case):
         expected[Call("backward", "all_reduce", num_bytes)] += 1
     for rank in results():
         assert rank[case.name, True] == expected
+
+
+def test_norms_with_parameters_cost_small_collectives_only():
+    """A layer norm on sharded heads: sum and sum of squares, each way. Weights of the stream: nothing without, and
+    one gradient each with sequence parallelism."""
+    num_blocks, pair, vector = NORMS.model.num_layers, 2 * NARROW, 4 * HIDDEN_SIZE
+    stream_vectors = num_blocks * (2 + 1 + 2) + 2
+    for rank in results():
+        plain, split = rank[NORMS.name, False], rank[NORMS.name, True]
+        for calls in (plain, split):
+            assert (
+                calls[Call("forward", "all_reduce", pair)] == calls[Call("backward", "all_reduce", pair)] == num_blocks
+            )
+        assert plain[Call("backward", "all_reduce", vector)] == 0
+        assert split[Call("backward", "all_reduce", vector)] == stream_vectors

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megalin.layers.linear_attention import LinearAttention
 from megalin.layers.mixers.base import State
+from megalin.layers.mixers.hgrn2 import HGRN2
 from megalin.model.language_model import LanguageModel, ModelState
 from megalin.parallel.embedding import padded_rows
 from tests.cases import (
@@ -219,7 +220,19 @@ def implementation_flops(model: LanguageModel, batch: int, length: int) -> int:
             num_chunks = -(-length // min(mixer.config.chunk_size, length))
             state = mixer.config.num_heads * mixer.key_dim * mixer.head_dim
             total += batch * 2 * (num_chunks + 1) ** 2 * state
+        elif isinstance(mixer, HGRN2):
+            total += batch * mixer.config.num_heads * vector_scan_extra(length, mixer.config.chunk_size, mixer.head_dim)
     return total
+
+
+def vector_scan_extra(length: int, chunk_size: int, width: int) -> int:
+    """The same for one head of the vector-decay scan with K = V = width: chunks are padded to sub-blocks of 16, the
+    decays are summed by a product, and only the pairs of different sub-blocks are a product."""
+    chunk = -(-min(chunk_size, length) // 16) * 16
+    pairs = sum(16 * 16 * block for block in range(chunk // 16))
+    products = 2 * width * (chunk * chunk + pairs + chunk * chunk) + 4 * chunk * width * width
+    own = length * (4 * min(chunk_size, length) * width + 4 * width * width)
+    return -(-length // chunk) * products - own
 
 
 @every_case

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megalin import layers
 from megalin.config import Config, NestedConfigError, problems, suggest
+from megalin.layers.norms import NormKind
 from megalin.parallel.tensor_parallel import TensorParallel
 
 State = tuple[Tensor, ...]
@@ -107,10 +108,10 @@ class MixerConfig(Config):
 
     type: str
     """Module in megalin.layers.mixers, or the dotted path of a module elsewhere, whose CONFIG is the class."""
-    norm: Literal["srmsnorm"] = "srmsnorm"
+    norm: NormKind = "srmsnorm"
     """Norm of the sub-layer's input."""
     norm_eps: float = pydantic.Field(default=1e-6, gt=0)
-    """Added to the mean square inside the root."""
+    """Added to the mean square or the variance inside the root, here and in norms inside the mixer."""
     residual: Literal["add", "two_hop"] = "add"
     """How the result joins the stream x. add: x <- x + f(norm(input)). two_hop: only the next sub-layer's input
     becomes x + f(norm(input)); the stream itself is left as it was (Rodimus+ eq. 13)."""

@@ -1,0 +1,157 @@
+"""HGRN2's token mixer: a recurrence whose forget gate is also its key, with lower bounds shared by all layers."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+import pydantic
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megalin.errors import ConfigError
+from megalin.layers.mixers.base import (
+    BuildScope,
+    FullPrecision,
+    Mixer,
+    MixerConfig,
+    MixerOutput,
+    SequenceContext,
+    State,
+)
+from megalin.layers.norms import NormKind
+from megalin.ops.srmsnorm import compute_dtype
+from megalin.ops.vector_decay_scan import vector_decay_scan, vector_decay_scan_flops, vector_decay_step
+from megalin.parallel.initialisation import Draw, constant
+from megalin.parallel.linear import ColumnParallelLinear, NormedRowParallelLinear
+from megalin.parallel.tensor_parallel import TensorParallel, local
+
+TYPE: Literal["hgrn2"] = "hgrn2"
+
+
+class Gamma(FullPrecision):
+    """Gamma [L, D], one row a block, columns split over the axis."""
+
+    def __init__(self, num_layers: int, hidden_size: int, tp: TensorParallel) -> None:
+        super().__init__()
+        self.gamma = tp.parameter(num_layers, hidden_size, shard_dim=1)
+
+    def fill(self, draw: Draw) -> None:
+        """Ones: the bounds start as beta^l = l / L."""
+        draw(self.gamma, "gamma", constant(1.0))
+
+    def forward(self) -> tuple[Tensor, ...]:
+        return (local(self.gamma).clone(),)
+
+
+class LowerBounds(nn.Module):
+    """beta [L, D/tp]: beta^l = sum over j = 1 .. l of softmax over layers (Gamma)_j, so beta^0 = 0 and beta < 1."""
+
+    def __init__(self, scope: BuildScope) -> None:
+        super().__init__()
+        self.rows = Gamma(scope.num_layers, scope.hidden_size, scope.tp)
+
+    def forward(self) -> Tensor:
+        """The bounds of all blocks, fp32."""
+        share = self.rows()[0].softmax(0)
+        return torch.cat([torch.zeros_like(share[:1]), share[1:].cumsum(0)])
+
+
+class HGRN2(Mixer):
+    """y = SRMSNorm(scan(q, 1 - f, v; log f)) W_o with q = silu(x W_q), v = x W_v, f = beta + (1 - beta) sigmoid(x W_f).
+
+    The scan is the vector-decay recurrence with K = V = D / H. Evaluated in the forms that stay exact at both ends:
+    log f = logaddexp(log beta, log(1 - beta) + logsigmoid(f~)) and 1 - f = (1 - beta) sigmoid(-f~), in fp32.
+
+    Source: HGRN2 section 3, with the first bound subtracted (models.md 2.3).
+    """
+
+    def __init__(self, config: HGRN2Config, scope: BuildScope) -> None:
+        super().__init__()
+        self.config, self.scope, self.tp = config, scope, scope.tp
+        width, std = scope.hidden_size, scope.init_std
+        self.head_dim, remainder = divmod(width, config.num_heads)
+        if remainder:
+            raise ConfigError(
+                f"{scope.path}.num_heads = {config.num_heads} does not divide model.hidden_size = {width}; "
+                "choose a divisor"
+            )
+        self.local_heads = scope.tp.divide(config.num_heads, f"{scope.path}.num_heads")
+        name = "model.hidden_size"
+        self.qfv = ColumnParallelLinear(width, width, parts=3, tp=scope.tp, std=std, name=name)
+        self.out = NormedRowParallelLinear(
+            width, width, eps=config.norm_eps, tp=scope.tp, std=std, name=name, norm=config.output_norm
+        )
+
+    def own_context(self, context: SequenceContext) -> SequenceContext:
+        # Outside the block: inside, the row's number would make every layer another graph.
+        return context._replace(full_precision=(context.shared[TYPE][self.scope.layer],))
+
+    def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
+        q, k, v, log_decay = self._heads(x, context)
+        scan = vector_decay_scan(
+            q,
+            k,
+            v,
+            log_decay,
+            initial_state=state[0] if state else None,
+            document_ids=context.document_ids,
+            chunk_size=self.config.chunk_size,
+        )
+        return MixerOutput(self.out(scan.output.flatten(2)), () if state is None else (scan.state,))
+
+    def step(self, x: Tensor, context: SequenceContext, state: State) -> MixerOutput:
+        q, k, v, log_decay = (tensor[:, 0] for tensor in self._heads(x, context))
+        scan = vector_decay_step(q, k, v, log_decay, state[0])
+        return MixerOutput(self.out(scan.output.flatten(1)[:, None]), (scan.state,))
+
+    def _heads(self, x: Tensor, context: SequenceContext) -> tuple[Tensor, ...]:
+        """q, k, v, log f, each [B, T, H/tp, K]; k in the dtype of x, log f in at least fp32."""
+        q, logit, v = self.qfv(self.tp.enter(x))  # [B, T, D/tp]
+        (beta,) = context.full_precision  # [D/tp]
+        logit = logit.to(compute_dtype(x))
+        # log 0 of the first block has no gradient to give: its bound is 0 whatever Gamma is.
+        log_beta = beta.clamp(min=torch.finfo(beta.dtype).tiny).log()
+        log_decay = torch.logaddexp(log_beta, torch.log1p(-beta) + functional.logsigmoid(logit))
+        k = ((1.0 - beta) * torch.sigmoid(-logit)).to(x.dtype)
+        return tuple(
+            tensor.unflatten(-1, (self.local_heads, self.head_dim)) for tensor in (functional.silu(q), k, v, log_decay)
+        )
+
+    def flops(self, length: int) -> int:
+        scan = vector_decay_scan_flops(
+            length,
+            num_heads=self.config.num_heads,
+            key_dim=self.head_dim,
+            value_dim=self.head_dim,
+            chunk_size=self.config.chunk_size,
+        )
+        return self.qfv.flops() + scan + self.out.flops()
+
+    def state_shapes(self) -> list[tuple[int, ...]]:
+        return [(self.local_heads, self.head_dim, self.head_dim)]
+
+
+class HGRN2Config(MixerConfig):
+    """HGRN2's token mixer."""
+
+    type: Literal["hgrn2"] = TYPE
+    """This mixer."""
+    num_heads: int = pydantic.Field(gt=0)
+    """Heads; must divide the hidden size, and be divided by parallel.tp."""
+    output_norm: NormKind = "srmsnorm"
+    """Norm of all heads' outputs together."""
+    chunk_size: int = pydantic.Field(default=64, gt=0)
+    """Tokens a chunk of the scan; the result does not depend on it."""
+
+    def build(self, scope: BuildScope) -> HGRN2:
+        return HGRN2(self, scope)
+
+    def shared_module(self, scope: BuildScope) -> LowerBounds:
+        return LowerBounds(scope)
+
+    def shrunk(self, *, hidden_size: int, num_heads: int) -> Self:
+        return self.model_copy(update={"num_heads": num_heads, "chunk_size": 16})
+
+
+CONFIG = HGRN2Config

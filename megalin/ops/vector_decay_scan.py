@@ -1,0 +1,166 @@
+"""The linear recurrence with a data-dependent decay per token and key channel: recurrent, parallel and chunkwise forms.
+
+    S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T,    o_t = scale S_t^T q_t,    g_t <= 0        (models.md 1.1, operator VD)
+
+`vector_decay_scan` is the chunkwise form, the one that models call; the other two are the truth it is tested against.
+
+No form divides by a cumulative decay. With b the cumulative sum of g inside a chunk and a document, every exponent is
+a difference b_t - b_s of t >= s in one document, or such a difference split at a pivot between the two: all <= 0.
+Documents: as in decay_scan.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megalin.ops.chunks import chunk_documents, split_chunks
+from megalin.ops.decay_scan import ScanOutput
+from megalin.ops.srmsnorm import compute_dtype
+
+SUB_BLOCK = 16
+"""Tokens of the sub-blocks of a chunk: pairs in different ones meet at a pivot, pairs in one element by element."""
+
+
+def vector_decay_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    *,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    chunk_size: int = 64,
+) -> ScanOutput:
+    """The recurrence above in chunks of C tokens.
+
+    Args:
+        q, k: [B, T, H, K].
+        v: [B, T, H, V].
+        log_decay: g [B, T, H, K], <= 0, at least fp32; -20 a token and below is safe.
+        scale: factor on the output.
+        initial_state: [B, H, K, V]; None for zeros.
+        document_ids: [B, T] integers; None when each row is one document.
+        chunk_size: C, rounded up to a multiple of 16; the result does not depend on it beyond rounding.
+
+    Returns:
+        ScanOutput. Decays, scores, states and their fold are computed in fp32 (fp64 for fp64 inputs); the product of
+        the scores with v runs in the dtype of v.
+    """
+    length = q.shape[1]
+    chunk = -(-min(chunk_size, length) // SUB_BLOCK) * SUB_BLOCK
+    wide = compute_dtype(v)
+    q, k, v, g = (split_chunks(x, chunk) for x in (q.to(wide), k.to(wide), v, log_decay.to(wide)))
+    documents = chunk_documents(document_ids, length, chunk, v.device)[:, None]  # [1 or B, 1, N, C]
+    b = _cumulative_decay(g, documents)  # [B, H, N, C, K]
+    scores = _scores(q, k, b, documents)  # [B, H, N, C, C]
+
+    # Document of the state that enters chunk n (the last row's document of the chunk before), and of the last to leave.
+    leaving = torch.cat([documents[..., :1, 0], documents[..., -1]], dim=-1)  # [1 or B, 1, N + 1]
+    from_start = torch.exp(b) * (documents == leaving[..., :-1, None])[..., None]  # [B, H, N, C, K]
+    last = b[..., -1:, :]
+    to_end = torch.exp((last - b).clamp(max=0.0)) * (documents == leaving[..., 1:, None])[..., None]
+    update = (k * to_end).mT @ v.to(wide)  # [B, H, N, K, V]
+    through = torch.exp(last.squeeze(-2)) * (leaving[..., 1:] == leaving[..., :-1])[..., None]  # [B, H, N, K]
+    states = _fold(through, update, initial_state)  # [B, H, N + 1, K, V]
+
+    output = (scores * scale).to(v.dtype) @ v + ((q * from_start) @ states[:, :, :-1] * scale).to(v.dtype)
+    return ScanOutput(output.flatten(2, 3)[:, :, :length].transpose(1, 2), states[:, :, -1].clone())
+
+
+def vector_decay_step(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, *, scale: float = 1.0
+) -> ScanOutput:
+    """One token of the recurrence: q, k, log_decay [B, H, K], v [B, H, V], state [B, H, K, V] in at least fp32."""
+    wide = state.dtype
+    state = state * torch.exp(log_decay.to(wide))[..., None] + k.to(wide)[..., None] * v.to(wide)[..., None, :]
+    output = (q.to(wide)[..., None, :] @ state).squeeze(-2) * scale
+    return ScanOutput(output.to(v.dtype), state)
+
+
+def vector_decay_scan_recurrent(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    *,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    document_ids: Tensor | None = None,
+) -> ScanOutput:
+    """The recurrence token by token; arguments and result as `vector_decay_scan`."""
+    state = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3], dtype=compute_dtype(v))
+    if initial_state is not None:
+        state = state + initial_state
+    outputs = []
+    for t in range(q.shape[1]):
+        if document_ids is not None and t > 0:
+            state = state.masked_fill((document_ids[:, t] != document_ids[:, t - 1])[:, None, None, None], 0.0)
+        output, state = vector_decay_step(q[:, t], k[:, t], v[:, t], log_decay[:, t], state, scale=scale)
+        outputs.append(output)
+    return ScanOutput(torch.stack(outputs, dim=1), state)
+
+
+def vector_decay_scan_flops(length: int, *, num_heads: int, key_dim: int, value_dim: int, chunk_size: int) -> int:
+    """Forward floating-point operations a token: as a scalar decay's (`decay_scan_flops`), a vector decay moves the
+    same products. The exponentials, the cumulative sums and the fold between chunks are not counted."""
+    chunk = min(chunk_size, length)
+    return num_heads * (2 * chunk * (key_dim + value_dim) + 4 * key_dim * value_dim)
+
+
+def _cumulative_decay(g: Tensor, documents: Tensor) -> Tensor:
+    """b_t = sum of g_j over j <= t of t's document in the chunk; [B, H, N, C, K].
+
+    The sum restarts at every document: as differences of one running sum, another document's decays would move the
+    last bits.
+    """
+    same = documents[..., :, None] == documents[..., None, :]  # [1 or B, 1, N, C, C]
+    return same.tril().to(g.dtype) @ g
+
+
+def _scores(q: Tensor, k: Tensor, b: Tensor, documents: Tensor) -> Tensor:
+    """A_ts = sum_i q_ti k_si exp(b_ti - b_si) for s <= t of one document, else 0; [B, H, N, C, C]."""
+    blocks = [x.unflatten(-2, (-1, SUB_BLOCK)) for x in (q, k, b)]
+    diagonal = _diagonal_scores(blocks[0], blocks[1], blocks[2], documents)
+    rows = []
+    for index in range(q.shape[-2] // SUB_BLOCK):
+        start, end = index * SUB_BLOCK, (index + 1) * SUB_BLOCK
+        parts = [diagonal[..., index, :, :]]
+        if index:
+            # The pivot is the row before this block. Rows and keys of another document than the pivot's have no pair.
+            pivot, document = b[..., start - 1 : start, :], documents[..., start - 1 : start]
+            rows_in = (documents[..., start:end] == document)[..., None]
+            keys_in = (documents[..., :start] == document)[..., None]
+            left = q[..., start:end, :] * torch.exp((b[..., start:end, :] - pivot).clamp(max=0.0)) * rows_in
+            right = k[..., :start, :] * torch.exp((pivot - b[..., :start, :]).clamp(max=0.0)) * keys_in
+            parts.insert(0, left @ right.mT)
+        if end < q.shape[-2]:
+            parts.append(q.new_zeros(*q.shape[:-2], SUB_BLOCK, q.shape[-2] - end))
+        rows.append(torch.cat(parts, dim=-1))
+    return torch.cat(rows, dim=-2)
+
+
+def _diagonal_scores(q: Tensor, k: Tensor, b: Tensor, documents: Tensor) -> Tensor:
+    """The scores inside each sub-block, pair by pair: q, k, b [B, H, N, C/16, 16, K] -> [B, H, N, C/16, 16, 16]."""
+    blocks = documents.unflatten(-1, (-1, SUB_BLOCK))
+    visible = (blocks[..., :, None] == blocks[..., None, :]).tril()[..., None]
+    difference = (b[..., :, None, :] - b[..., None, :, :]).masked_fill(~visible, float("-inf"))
+    return (q[..., :, None, :] * k[..., None, :, :] * torch.exp(difference)).sum(-1)
+
+
+def _fold(through: Tensor, update: Tensor, initial_state: Tensor | None) -> Tensor:
+    """States entering chunks 0..N-1 and leaving the last, [B, H, N + 1, K, V].
+
+    S_{n+1} = through_n * S_n + update_n is a fold of pairs (through, update), done by doubling: log2(N) passes.
+    """
+    first = torch.zeros_like(update[:, :, 0]) if initial_state is None else initial_state.to(update.dtype)
+    decay = torch.cat([torch.zeros_like(through[:, :, :1]), through], dim=2)[..., None]  # [B, H, N + 1, K, 1]
+    state = torch.cat([first[:, :, None], update], dim=2)
+    distance = 1
+    while distance < state.shape[2]:
+        head, tail = decay[:, :, :distance], decay[:, :, distance:]
+        state = torch.cat([state[:, :, :distance], state[:, :, distance:] + tail * state[:, :, :-distance]], dim=2)
+        decay = torch.cat([head, tail * decay[:, :, :-distance]], dim=2)
+        distance *= 2
+    return state
