@@ -1,0 +1,39 @@
+"""Commands run in this process, as the command line runs them, and one trained run for those that read one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megalin.__main__ import main
+from tests.model_runs import write_config
+
+Fails = Callable[..., str]
+
+
+@pytest.fixture(scope="session")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny config file."""
+    return write_config(tmp_path_factory.mktemp("config"))
+
+
+@pytest.fixture(scope="session")
+def trained(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of its finished run; not to be written."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    assert main(["train", str(config), "--folder", str(folder)]) == 0
+    return folder
+
+
+@pytest.fixture
+def fails(capsys: pytest.CaptureFixture[str]) -> Fails:
+    """Runs a command that must end with this exit code and one message; returns the message."""
+
+    def run(code: int, *arguments: str | os.PathLike[str]) -> str:
+        assert main([str(argument) for argument in arguments]) == code
+        return capsys.readouterr().err
+
+    return run

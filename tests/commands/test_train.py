@@ -1,0 +1,287 @@
+"""`megalin train`: a run in one process and under torchrun, and every bad input with its message and exit code."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megalin.__main__ import main
+from megalin.train.run_folder import RunFolder
+from tests.model_runs import losses, metrics, steps_saved, write_config, write_shard
+
+CONFIG, DATA, CHECKPOINT, STORAGE, NUMERIC = 2, 3, 4, 5, 8
+"""Exit codes."""
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A copy of the finished run."""
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def test_run_folder_holds_all_that_the_run_made(trained, capsys):
+    assert {path.name for path in trained.iterdir()} == {
+        ".lock",
+        "checkpoints",
+        "config.toml",
+        "loss.png",
+        "metrics.jsonl",
+        "tensorboard",
+    }
+    assert steps_saved(trained) == [2, 4, 6, 8, 10, 12]
+    line = json.loads((trained / "metrics.jsonl").read_text().splitlines()[-1])
+    assert line["step"] == 12
+    assert line["tokens"] == 12 * 4 * 36
+    assert line["tokens_per_second"] == pytest.approx(4 * 36 / line["step_seconds"])
+    assert {"grad_norm", "data_wait_seconds", "peak_memory_bytes", "evaluation_bits_per_byte"} <= line.keys()
+
+
+def test_finished_run_says_so(run, config, capsys):
+    assert main(["train", str(config), "--folder", str(run)]) == 0
+    assert "step 12 of 12 (nothing was left to do)" in capsys.readouterr().out
+
+
+def test_torchrun_trains_with_tensor_parallel_ranks(config, trained, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
+    command += ["-m", "megalin", "train", str(config), "--folder", str(tmp_path / "run"), "parallel.tp=2"]
+    done = subprocess.run(
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "validation: loss" in done.stdout
+    assert done.stdout.count("step 12 of 12") == 1
+    assert losses(tmp_path / "run") == pytest.approx(losses(trained), rel=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.step=3", "train.step: unknown key; did you mean 'steps'?"),
+        ("optimiser.lr=1.0", "optimiser: unknown key; did you mean 'optimizer'?"),
+        ("optimizer.lr=fast", "optimizer.lr = 'fast': input should be a valid number"),
+        ("train.steps=0", "train.steps = 0: input should be greater than or equal to 1"),
+        (
+            "train.micro_batch_size=3",
+            "train.global_batch_size = 4 is not divisible by train.micro_batch_size = 3; use a multiple of 3",
+        ),
+        ("schedule.warmup_steps=13", "schedule.warmup_steps = 13 is more than the 12 steps of the run"),
+        ("train.stop_after_steps=13", "train.stop_after_steps = 13 is beyond train.steps = 12"),
+        ("parallel.tp=2", "parallel.tp = 2 does not divide the number of ranks, 1; start a multiple of 2 ranks"),
+        ("parallel.shard=2", "parallel.shard = 2 does not divide the data axis of 1 ranks"),
+    ],
+)
+def test_bad_config_is_refused(fails, config, tmp_path, override, message):
+    assert message in fails(CONFIG, "train", config, override, "--folder", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_all_problems_of_a_config_are_told_at_once(fails, config):
+    message = fails(
+        CONFIG, "train", config, "train.step=3", "model.hidden_sise=3", "optimizer.lr=-1.0", "data.train=[]"
+    )
+    assert "4 problem(s)" in message
+    for expected in ("train.step: unknown", "did you mean 'hidden_size'?", "optimizer.lr = -1.0", "data.train = []"):
+        assert expected in message
+
+
+@pytest.mark.parametrize(
+    ("environment", "overrides", "message"),
+    [
+        ({"WORLD_SIZE": "3"}, ["parallel.tp=3"], r"= \d+ is not divisible by parallel.tp = 3; use tp 1, 2, 4"),
+        (
+            {"WORLD_SIZE": "8"},
+            ["parallel.tp=8"],
+            r"model.layers.0.sublayers.0.num_heads = 4 is not divisible by parallel.tp = 8; use tp 1, 2, 4$",
+        ),
+        ({"WORLD_SIZE": "3"}, ["parallel.tp=2"], "parallel.tp = 2 does not divide the number of ranks, 3"),
+        (
+            {"WORLD_SIZE": "3"},
+            [],
+            "global_batch_size = 4 is not divisible by .*micro_batch_size = 2 times the data axis of 3 ranks; use 6$",
+        ),
+        (
+            {"WORLD_SIZE": "4"},
+            ["train.global_batch_size=10"],
+            "global_batch_size = 10 is not divisible by .* the data axis of 4 ranks; use 8 or 16$",
+        ),
+        (
+            {"WORLD_SIZE": "2"},
+            ["parallel.tp=2", "parallel.sequence_parallel=true", "data.sequence_length=35"],
+            "sequence_length = 35 is not divisible by parallel.tp = 2, as parallel.sequence_parallel needs; use 34",
+        ),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, [], "RANK = 2 is not below WORLD_SIZE = 2; start the ranks with torchrun"),
+        ({"WORLD_SIZE": "two"}, [], "environment variable WORLD_SIZE = 'two' is not a number"),
+        ({"LOCAL_RANK": "-1"}, [], "environment variable LOCAL_RANK = '-1' is not a number"),
+    ],
+)
+def test_ranks_that_do_not_fit_are_refused_before_any_is_met(
+    fails, config, tmp_path, monkeypatch, environment, overrides, message
+):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert re.search(message, fails(CONFIG, "train", config, *overrides, "--folder", tmp_path / "run"), re.MULTILINE)
+
+
+def test_config_file_that_is_missing_is_refused(fails):
+    assert "nowhere.toml: no such config file" in fails(CONFIG, "train", "nowhere.toml")
+
+
+def _bad_shard(folder: Path, what: str) -> Path:
+    config = write_config(folder)
+    train, validation = folder / "data" / "train", folder / "data" / "validation"
+    if what == "missing":
+        train.with_suffix(".idx").unlink()
+    elif what == "truncated":
+        os.truncate(train.with_suffix(".bin"), 100)
+    elif what == "truncated index":
+        os.truncate(train.with_suffix(".idx"), 60)
+    elif what == "swapped":
+        shutil.copy(validation.with_suffix(".bin"), train.with_suffix(".bin"))
+    elif what == "corrupt":
+        train.with_suffix(".idx").write_bytes(b"no magic" * 20)
+    elif what == "empty":
+        write_shard(train, [])
+    return config
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("missing", r"train.idx: no such file"),
+        ("truncated", r"train.bin: expected \d+ bytes.*; found 100"),
+        ("truncated index", r"train.idx: expected .*; found"),
+        ("swapped", r"train.bin: expected \d+ bytes.*; found \d+"),
+        ("corrupt", r"train.idx: expected .*; found"),
+        ("empty", r"train: empty corpus: the train split has no tokens; give shards with text"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*a shard without tokens; skipped")
+def test_bad_shard_is_refused(fails, tmp_path, what, message):
+    config = _bad_shard(tmp_path, what)
+    assert re.search(message, fails(DATA, "train", config, "--folder", tmp_path / "run"))
+    assert steps_saved(tmp_path / "run") == []
+
+
+def test_sequence_longer_than_the_data_is_refused(fails, config, tmp_path):
+    message = fails(DATA, "train", config, "data.sequence_length=5000", "--folder", tmp_path / "run")
+    assert re.search(r"data.sequence_length = 5000 needs 5001 tokens, but the train split has \d+; lower", message)
+
+
+def test_token_beyond_the_vocabulary_stops_the_run(fails, config, tmp_path):
+    without_tokenizer = tmp_path / "config.toml"
+    without_tokenizer.write_text(config.read_text().replace('tokenizer = "bytes"', ""))
+    message = fails(DATA, "train", without_tokenizer, "model.vocab_size=200", "--folder", tmp_path / "run")
+    assert re.search(r"train.bin: token id 256 at offset \d+ of sequence \d+; expected ids from 0 to 199", message)
+    assert steps_saved(tmp_path / "run") == []
+
+
+def test_tokenizer_with_more_ids_than_the_model_is_refused(fails, config, tmp_path):
+    message = fails(DATA, "train", config, "model.vocab_size=256", "--folder", tmp_path / "run")
+    assert "bytes: has 257 token ids, but the model's vocab_size is 256; raise vocab_size to at least 257" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.vocab_size=300", "model.vocab_size: 257 in the checkpoint, 300 in the config"),
+        ("model.vocab_size=500", "model.vocab_size: 257 in the checkpoint, 500 in the config"),
+        ("model.hidden_size=64", "model.hidden_size: 32 in the checkpoint, 64 in the config"),
+        (
+            "model.layers.0.sublayers.0.decay=paper",
+            "model.blocks.0.0.decay: 'alibi' in the checkpoint, 'paper' in the config",
+        ),
+        ("model.layers.1.repeat=2", "model.blocks.2.0.type: None in the checkpoint, 'tnl' in the config"),
+    ],
+)
+def test_checkpoint_of_another_model_is_refused(fails, run, config, override, message):
+    error = fails(CHECKPOINT, "train", config, "train.steps=14", override, "--folder", run)
+    assert "step-00000012 is of another model; restore these values or start in a new run folder" in error
+    assert message in error
+
+
+def test_other_chunks_and_initial_weights_are_the_same_model(run, config):
+    overrides = ["train.steps=13", "model.init_std=0.5", "model.layers.0.sublayers.0.chunk_size=8"]
+    assert main(["train", str(config), *overrides, "--folder", str(run)]) == 0
+    assert steps_saved(run)[-1] == 13
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.seed=3", "train.seed: 0 in the checkpoint, 3 in the config"),
+        ("train.global_batch_size=6", "train.global_batch_size: 4 in the checkpoint, 6 in the config"),
+        ("data.sequence_length=30", "data.sequence_length: 36 in the checkpoint, 30 in the config"),
+        ("data.isolate_documents=false", "data.isolate_documents: True in the checkpoint, False in the config"),
+    ],
+)
+def test_resume_with_another_order_of_samples_is_refused(fails, run, config, override, message):
+    error = fails(CONFIG, "train", config, "train.steps=14", override, "--folder", run)
+    assert "was made with another order of samples, so samples would be lost or repeated" in error
+    assert message in error
+
+
+def test_resume_beyond_the_end_is_refused(fails, run, config):
+    message = fails(CHECKPOINT, "train", config, "train.steps=6", "--folder", run)
+    assert "holds 12 finished steps, train.steps is 6; raise train.steps or start in a new run folder" in message
+
+
+def _flip_a_byte(checkpoint: Path) -> Path:
+    largest = max(checkpoint.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[-100] ^= 4
+    largest.write_bytes(data)
+    return largest
+
+
+def test_damaged_checkpoint_is_passed_over_with_a_warning(run, config, trained, caplog):
+    damaged = _flip_a_byte(run / "checkpoints" / "step-00000012")
+    (run / "checkpoints" / "step-00000010" / "manifest.json").unlink()
+    (run / "checkpoints" / ".tmp-step-00000014-0a0b0c0d").mkdir()
+    with caplog.at_level(logging.WARNING):
+        assert main(["train", str(config), "--folder", str(run)]) == 0
+    assert f"{damaged}: its sha256 is not the manifest's: the bytes changed" in caplog.text
+    assert "step-00000010" in caplog.text
+    assert "step-00000008" not in caplog.text
+    assert metrics(run) == metrics(trained)
+    assert [path.name for path in (run / "checkpoints").glob(".tmp-*")] == []
+
+
+def test_run_without_an_intact_checkpoint_is_not_begun_again(fails, run, config):
+    for step in steps_saved(run):
+        _flip_a_byte(run / "checkpoints" / f"step-{step:08d}")
+    message = fails(CHECKPOINT, "train", config, "--folder", run)
+    assert "no checkpoint verifies; restore one, or move these away to start afresh" in message
+    assert message.count("the bytes changed") == 6
+    assert len(losses(run)) == 12
+
+
+def test_run_folder_in_use_is_refused(fails, run, config):
+    with RunFolder(run):
+        message = fails(CONFIG, "train", config, "train.steps=14", "--folder", run)
+    assert re.search(rf"run folder .* is in use by pid {os.getpid()} on .* since .*; give this run another", message)
+
+
+def test_run_folder_that_cannot_be_written_is_refused(fails, config, tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    message = fails(STORAGE, "train", config, "--folder", tmp_path / "file" / "run")
+    assert re.search(r"cannot write run folder .*Not a directory.*choose a folder that you may create", message)
+
+
+def test_loss_that_is_not_finite_ends_the_run_and_publishes_nothing(fails, config, tmp_path):
+    overrides = ["optimizer.lr=1e25", "checkpoint.every_steps=1"]
+    message = fails(NUMERIC, "train", config, *overrides, "--folder", tmp_path / "run")
+    assert re.search(r"step 2: loss .* is not finite; first in rank 0: embedding.weight", message)
+    assert steps_saved(tmp_path / "run") == [1]
+    assert len(losses(tmp_path / "run")) == 1
