@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from megalin.commands.base import Command, model_from
+from megalin.config import parse
 from megalin.errors import ConfigError
 from megalin.parallel.mesh import ParallelConfig, check_world_size, compute_device, launched_world_size, process_group
 from megalin.verify.case import Case, make_case
@@ -32,7 +32,7 @@ def _run(arguments: argparse.Namespace) -> int:
     case = _case(arguments)
     launched = launched_world_size()
     if launched == 1 and case.world_size > 1:
-        return launch_ranks(case.world_size, sys.argv[1:])
+        return launch_ranks(case.world_size, arguments.command_line)
     if launched != case.world_size:
         raise ConfigError(
             f"--tp {case.parallel.tp} x --dp {case.data_size} needs {case.world_size} ranks, but {launched} were "
@@ -56,7 +56,8 @@ def _case(arguments: argparse.Namespace) -> Case:
         )
     if min(arguments.tp, arguments.dp) < 1:
         raise ConfigError(f"--tp {arguments.tp} --dp {arguments.dp}: an axis has at least one rank")
-    parallel = ParallelConfig(tp=arguments.tp, sequence_parallel=arguments.sequence_parallel, shard=arguments.shard)
+    axes = {"tp": arguments.tp, "sequence_parallel": arguments.sequence_parallel, "shard": arguments.shard}
+    parallel = parse(ParallelConfig, axes, "command line")
     check_world_size(parallel, arguments.tp * arguments.dp)
     return make_case(
         model_from(arguments.model, arguments.overrides),

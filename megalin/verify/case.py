@@ -9,8 +9,11 @@ import torch
 from megalin.data.packing import Batch
 from megalin.errors import ConfigError
 from megalin.model.config import BlockConfig, ModelConfig
+from megalin.model.language_model import LanguageModel
+from megalin.parallel.collectives import Axis
 from megalin.parallel.cross_entropy import IGNORED_LABEL
 from megalin.parallel.mesh import ParallelConfig
+from megalin.parallel.tensor_parallel import TensorParallel
 
 ROWS_PER_RANK = 2
 NUM_MICRO_BATCHES = 2
@@ -114,13 +117,16 @@ def make_case(
     """The comparison that the user asked for.
 
     Raises:
-        ConfigError: a length that sequence parallelism cannot split.
+        ConfigError: a length below 1, or one that sequence parallelism cannot split; a size that tp does not divide.
     """
     chosen = model if full else shrink(model, parallel.tp)
     length = (shrunk_length(parallel.tp) if not full else 8 * parallel.tp * 9) if length is None else length
+    if length < 1:
+        raise ConfigError(f"--length {length}: a row has at least 1 token")
     if parallel.sequence_parallel and length % parallel.tp:
         raise ConfigError(
             f"--length {length} is not divisible by tp = {parallel.tp}, as sequence parallelism needs; "
             f"use {length // parallel.tp * parallel.tp or parallel.tp}"
         )
+    LanguageModel(chosen, TensorParallel(Axis("tp", parallel.tp)))
     return Case(chosen, parallel, data_size, dtype, length, recompute)

@@ -56,7 +56,8 @@ def run_on_mesh(case: Case, mesh: Mesh, *, after_fill: Callable[[nn.Module, Mesh
     loss, count = accumulate_gradients(model, batches, mesh)
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
-        outcome[f"gradient:{name}"] = full_tensor(parameter.grad).cpu()
+        # A copy: where nothing is gathered the whole gradient is the gradient itself, which clipping scales in place.
+        outcome[f"gradient:{name}"] = full_tensor(parameter.grad).clone().cpu()
     result = apply_gradients(model, optimizer, loss, count, max_grad_norm=OPTIMIZER.max_grad_norm, step=0)
     scalars = {"loss": result.loss, "grad_norm": result.grad_norm}
     outcome |= {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()}
@@ -67,9 +68,10 @@ def run_on_mesh(case: Case, mesh: Mesh, *, after_fill: Callable[[nn.Module, Mesh
 
 def run_reference(case: Case, dtype: torch.dtype) -> Outcome:
     """The step in this process alone, in `dtype`, on the CPU: plain tensors, plain autograd, plain AdamW."""
-    model = LanguageModel(case.model).to(dtype)
-    for module in model.full_precision_modules():
-        module.to(torch.promote_types(dtype, torch.float32))
+    model = LanguageModel(case.model).to(torch.promote_types(dtype, torch.float32))
+    wide = {parameter for module in model.full_precision_modules() for parameter in module.parameters()}
+    for parameter in set(model.parameters()) - wide:  # buffers, as the decays, stay wide: so they do on the mesh
+        parameter.data = parameter.data.to(dtype)
     model.to_empty(device="cpu")
     fill(model, case.seed)
     batches = make_batches(case)
