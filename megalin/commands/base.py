@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megalin.config import apply_overrides, parse, read_toml
+from megalin.errors import ConfigError
 from megalin.model.config import ModelConfig
 from megalin.model.presets import expand_preset, preset_table
 
@@ -24,8 +25,14 @@ def model_from(name: str, overrides: Sequence[str]) -> ModelConfig:
     """The model of a config file (a name that ends with .toml) or of a preset, with `model.key=value` overrides.
 
     Raises:
-        ConfigError: a file or preset that does not exist, or values that are no model.
+        ConfigError: a file or preset that does not exist, values that are no model, or an override of something else.
     """
+    for override in overrides:
+        if not override.startswith("model."):
+            raise ConfigError(f"override {override!r}: this command reads the model alone; write model.<key>=<value>")
     values: dict[str, Any] = read_toml(name) if name.endswith(".toml") else {"model": preset_table(name)}
     values = apply_overrides(values, overrides)
-    return parse(ModelConfig, expand_preset(values.get("model", {})), Path(name).name)
+    table = values.get("model", {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{name}: model = {table!r} is not a table; write it as [model] with its keys below")
+    return parse(ModelConfig, expand_preset(table), Path(name).name)

@@ -6,6 +6,7 @@ import argparse
 import json
 
 from megalin.commands.base import Command, model_from
+from megalin.errors import ConfigError
 from megalin.model.language_model import LanguageModel
 from megalin.model.presets import load_preset, preset_names
 
@@ -21,6 +22,8 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.model is None:
         print("\n".join(preset_names()))
         return 0
+    if arguments.length < 1:
+        raise ConfigError(f"--length {arguments.length}: a sequence has at least 1 token")
     model = LanguageModel(model_from(arguments.model, arguments.overrides))
     counts = {
         "parameters": model.num_parameters(),
