@@ -27,7 +27,14 @@ def _run(arguments: argparse.Namespace) -> int:
     model, tokenizer = load_for_generation(arguments.folder, compute_device())
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     prompt = tokenizer.encode(arguments.prompt)
-    tokens = generate(model, prompt, max_tokens=arguments.max_tokens, sampling=sampling, stop_id=tokenizer.eod_id)
+    tokens = generate(
+        model,
+        prompt,
+        max_tokens=arguments.max_tokens,
+        sampling=sampling,
+        num_ids=tokenizer.vocab_size,
+        stop_id=tokenizer.eod_id,
+    )
     print(tokenizer.decode([*prompt, *tokens]))
     return 0
 
