@@ -1,0 +1,104 @@
+"""`megalin config`, `megalin params` and the command line itself."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+
+import pytest
+
+from megalin.__main__ import main
+from megalin.config import dumps, parse
+from megalin.model.presets import load_preset, preset_names
+from megalin.train.config import RunConfig, load_run_config
+
+COUNTS = ("parameters", "non_embedding_parameters", "flops_per_token", "forward_flops_per_token", "state_bytes")
+
+
+def test_config_command_prints_what_it_reads_back(config, capsys, tmp_path):
+    overrides = ["train.steps=100", "train.dtype=bfloat16", "parallel.shard=1"]
+    assert main(["config", str(config), *overrides]) == 0
+    text = capsys.readouterr().out
+    resolved = tmp_path / "resolved.toml"
+    resolved.write_text(text)
+    expected = load_run_config(config, overrides)
+    assert load_run_config(resolved, []) == expected
+    assert parse(RunConfig, tomllib.loads(dumps(expected)), "test") == expected
+    assert (expected.train.steps, expected.train.dtype, expected.parallel.shard) == (100, "bfloat16", 1)
+
+
+def test_run_folder_keeps_the_resolved_config(config, trained):
+    assert load_run_config(trained / "config.toml", []) == load_run_config(config, [])
+
+
+def test_config_writes_a_preset_out(config, capsys):
+    text = config.read_text()
+    start, end = text.index("[model]"), text.index("[data]")
+    path = config.with_name("preset.toml")
+    path.write_text(text[:start] + '[model]\npreset = "transnormerllm-385m-64k"\ninit_std = 0.01\n\n' + text[end:])
+    assert main(["config", str(path)]) == 0
+    table = tomllib.loads(capsys.readouterr().out)["model"]
+    assert (table["vocab_size"], table["hidden_size"], table["init_std"]) == (64000, 1024, 0.01)
+    assert "preset" not in table
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_params_of_every_preset(preset, capsys):
+    assert main(["params", preset, "--json", "--length", "2048"]) == 0
+    counts = json.loads(capsys.readouterr().out)
+    assert counts["model"] == preset
+    assert counts["length"] == 2048
+    assert all(isinstance(counts[name], int) and counts[name] > 0 for name in COUNTS)
+    model = load_preset(preset).model
+    assert counts["parameters"] - counts["non_embedding_parameters"] == model.vocab_size * model.hidden_size
+    assert counts["flops_per_token"] == 3 * counts["forward_flops_per_token"]
+    assert counts["forward_flops_per_token"] > 2 * counts["non_embedding_parameters"]
+
+
+def test_params_prints_for_people_and_takes_overrides(capsys):
+    assert main(["params", "transnormerllm-385m-64k"]) == 0
+    text = capsys.readouterr().out
+    assert "state_bytes" in text
+    assert load_preset("transnormerllm-385m-64k").note in text
+    assert main(["params", "transnormerllm-385m-64k", "model.vocab_size=1000", "--json"]) == 0
+    smaller = json.loads(capsys.readouterr().out)
+    assert smaller["parameters"] - smaller["non_embedding_parameters"] == 1000 * 1024
+
+
+def test_params_without_a_model_lists_the_presets(capsys):
+    assert main(["params"]) == 0
+    assert capsys.readouterr().out.split() == preset_names()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["transnormerllm-385"], "there is no such preset; did you mean 'transnormerllm-385m'?"),
+        (["transnormerllm-385m", "vocab_size=3"], "override 'vocab_size=3': this command reads the model alone"),
+        (["transnormerllm-385m", "model.vocab_sise=3"], "vocab_sise: unknown key; did you mean 'vocab_size'?"),
+        (["transnormerllm-385m", "--length", "0"], "--length 0: a sequence has at least 1 token"),
+    ],
+)
+def test_params_refuses(fails, arguments, message):
+    assert message in fails(2, "params", *arguments)
+
+
+def test_model_that_is_no_table_is_refused(fails, tmp_path):
+    (tmp_path / "config.toml").write_text("model = 3\n")
+    assert "model = 3 is not a table; write it as [model]" in fails(2, "params", tmp_path / "config.toml")
+
+
+def test_overrides_may_stand_before_and_after_options(config, trained, capsys):
+    for arguments in (["train.steps=7", "--folder", "x"], ["--folder", "x", "train.steps=7"]):
+        with pytest.raises(SystemExit):
+            main(["config", str(config), *arguments])
+    assert main(["params", "--length", "64", "transnormerllm-1b", "--json", "model.vocab_size=1000"]) == 0
+    assert json.loads(capsys.readouterr().out)["length"] == 64
+
+
+@pytest.mark.parametrize("arguments", [["trian"], ["train", "c.toml", "--fodler", "x"], ["generate", "run", "a=b"]])
+def test_unknown_commands_and_options_are_refused(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "megalin" in capsys.readouterr().err

@@ -1,0 +1,106 @@
+"""`megalin eval` and `megalin generate` on a trained run."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from megalin.__main__ import main
+from megalin.generation import load_for_generation
+from tests.model_runs import CPU, checkpoint_tensors, metrics
+
+
+def output(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert main([str(argument) for argument in arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_eval_is_the_last_evaluation_of_the_training(trained, capsys):
+    result = json.loads(output(capsys, "eval", trained, "--json"))
+    line = json.loads((trained / "metrics.jsonl").read_text().splitlines()[-1])
+    assert result["loss"] == line["evaluation_loss"]
+    assert result["bits_per_byte"] == line["evaluation_bits_per_byte"]
+    assert result["tokens"] == line["evaluation_tokens"]
+    assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
+    assert result["loss"] < result["unigram_entropy"]
+
+
+def test_eval_prints_for_people(trained, capsys):
+    text = output(capsys, "eval", trained)
+    loss = metrics(trained)[-1]["evaluation_loss"]
+    assert f"loss            {loss:.4f} nats a token over 595 tokens" in text
+    assert "bits per byte   5." in text
+    assert "unigram entropy 4." in text
+
+
+def test_eval_of_another_split(trained, capsys, config):
+    training = config.parent / "data" / "train"
+    copy = config.parent / "data" / "copy"
+    for suffix in (".bin", ".idx"):
+        copy.with_suffix(suffix).write_bytes(training.with_suffix(suffix).read_bytes())
+    assert json.loads(output(capsys, "eval", trained, f"data.validation=['{copy}']", "--json"))["tokens"] > 2500
+
+
+@pytest.mark.parametrize("command", [["eval"], ["generate", "--prompt", "a"]])
+def test_folder_without_a_run_is_refused(fails, tmp_path, command):
+    assert "config.toml: no such config file" in fails(2, command[0], tmp_path, *command[1:])
+
+
+@pytest.mark.parametrize("command", [["eval"], ["generate", "--prompt", "a"]])
+def test_run_without_a_checkpoint_is_refused(fails, trained, tmp_path, command):
+    (tmp_path / "config.toml").write_text((trained / "config.toml").read_text())
+    assert "the run has no checkpoint yet; train it first" in fails(4, command[0], tmp_path, *command[1:])
+
+
+def test_eval_with_another_model_is_refused(fails, trained):
+    message = fails(4, "eval", trained, "model.layers.0.sublayers.0.num_heads=2")
+    assert "model.blocks.0.0.num_heads: 4 in the checkpoint, 2 in the config" in message
+
+
+def test_eval_without_a_validation_split_is_refused(fails, trained):
+    assert "the validation split (validation_fraction = 0.0) has no tokens" in fails(
+        3, "eval", trained, "data.validation=[]"
+    )
+
+
+def test_generate_continues_the_prompt(trained, capsys):
+    greedy = output(capsys, "generate", trained, "--prompt", "!#%", "--max-tokens", 8)
+    assert greedy.startswith("!#%")
+    assert len(greedy) > 4
+    assert output(capsys, "generate", trained, "--prompt", "!#%", "--max-tokens", 8) == greedy
+    sampling = ["--temperature", 2.0, "--top-k", 1, "--seed", 4]
+    assert output(capsys, "generate", trained, "--prompt", "!#%", "--max-tokens", 8, *sampling) == greedy
+
+
+def test_generate_loads_the_trained_weights(trained):
+    model, tokenizer = load_for_generation(trained, CPU)
+    saved = checkpoint_tensors(trained)
+    assert all(torch.equal(parameter, saved[name]) for name, parameter in model.named_parameters())
+    assert tokenizer.vocab_size == 257
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", ""], "the prompt has no token; give some text"),
+        (["--prompt", "a", "--max-tokens", "0"], "--max-tokens 0: generate at least 1 token"),
+        (["--prompt", "a", "--temperature", "-1"], "temperature = -1.0 is not in [0, inf); use 0 for the likeliest"),
+        (["--prompt", "a", "--temperature", "nan"], "temperature = nan is not in [0, inf)"),
+        (["--prompt", "a", "--top-k", "0"], "top-k = 0 keeps no token; use at least 1"),
+        (["--prompt", "a", "--top-p", "1.5"], "top-p = 1.5 is not in (0, 1]; use 1 to keep every token"),
+        (["--prompt", "a", "--seed", str(2**70)], "is not in [0, 2^63); use a small number"),
+    ],
+)
+def test_generate_refuses(fails, trained, arguments, message):
+    assert message in fails(2, "generate", trained, *arguments)
+
+
+def test_generate_without_a_tokenizer_is_refused(fails, trained, tmp_path):
+    text = (trained / "config.toml").read_text().replace('tokenizer = "bytes"', "")
+    (tmp_path / "config.toml").write_text(text)
+    (tmp_path / "checkpoints").symlink_to(trained / "checkpoints")
+    message = fails(2, "generate", tmp_path, "--prompt", "a")
+    assert "data.tokenizer is not set, so there is no text to read or write; set it" in message

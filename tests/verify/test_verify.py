@@ -1,0 +1,179 @@
+"""The proof: a mesh agrees with one process, and every planted fault is seen."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from megalin.__main__ import main
+from megalin.errors import ConfigError
+from megalin.model.config import ModelConfig
+from megalin.model.presets import load_preset
+from megalin.parallel.mesh import ParallelConfig
+from megalin.verify import comparison
+from megalin.verify.case import Case, DtypeName, make_batches, make_case, shrink
+from megalin.verify.comparison import Row, compare
+from megalin.verify.faults import FAULTS
+from megalin.verify.outcome import run_reference
+from megalin.verify.run import print_rows, self_test, verify
+from tests.cases import HYBRID
+from tests.ranks import run_ranks
+
+PRESET = load_preset("transnormerllm-385m-64k").model
+MODELS = {"preset": PRESET, "hybrid": HYBRID.model}
+
+
+def case(
+    model: ModelConfig, *, dp: int = 1, dtype: DtypeName = "float64", recompute: bool = False, **axes: Any
+) -> Case:
+    parallel = ParallelConfig(**axes)
+    return make_case(model, parallel, data_size=dp, dtype=dtype, full=False, length=None, recompute=recompute)
+
+
+def _verify(cases: list[Case]) -> list[list[Row]]:
+    return [verify(case) for case in cases]
+
+
+MESHES: dict[int, list[dict[str, Any]]] = {
+    1: [{}],
+    2: [{"dp": 2, "shard": 1}, {"tp": 2}],
+    3: [{"dp": 3}, {"tp": 3}],
+    4: [
+        {"tp": 2, "dp": 2},
+        {"tp": 4, "sequence_parallel": True},
+        {"tp": 2, "dp": 2, "dtype": "float32", "recompute": True, "sequence_parallel": True},
+        {"tp": 2, "dp": 2, "dtype": "bfloat16"},
+    ],
+}
+
+
+@pytest.mark.parametrize("world_size", list(MESHES))
+@pytest.mark.parametrize("model", list(MODELS))
+def test_every_mesh_agrees_with_one_process(model, world_size):
+    # The hybrid's weights are large: the gradient of its rotations loses half of fp32's digits in any process.
+    meshes = [mesh for mesh in MESHES[world_size] if model == "preset" or mesh.get("dtype") != "float32"]
+    by_rank = run_ranks(world_size, _verify, [case(MODELS[model], **mesh) for mesh in meshes])
+    for mesh, rows in zip(meshes, by_rank[0], strict=True):
+        kinds = {row.name.partition(":")[0].partition(".")[0] for row in rows}
+        assert kinds == {"logits", "token_losses", "loss", "grad_norm", "gradient", "weight"}
+        assert [row for row in rows if not row.passed] == [], mesh
+    assert all(rows == [] for rank in by_rank[1:] for rows in rank)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence_parallel"])
+def test_every_planted_fault_is_seen(sequence_parallel):
+    results = run_ranks(4, self_test, case(PRESET, tp=2, dp=2, sequence_parallel=sequence_parallel))[0]
+    assert [result.fault for result in results] == [fault.name for fault in FAULTS]
+    assert [result.fault for result in results if not result.seen] == []
+    assert all(result.worst.error > 100 * result.worst.bound for result in results)
+
+
+def test_shrunk_preset_keeps_what_hides_faults():
+    for tp in (1, 2, 3, 4, 8):
+        small = shrink(PRESET, tp)
+        assert small.num_layers > 2
+        assert [[s.type for s in block.sublayers] for block in small.layers] == [
+            [s.type for s in block.sublayers] for block in PRESET.layers
+        ]
+        mixer, glu = small.layers[0].sublayers
+        assert mixer.num_heads / tp >= 2
+        assert glu.intermediate_size not in (small.hidden_size, small.vocab_size)
+        shrunk = case(PRESET, tp=tp, sequence_parallel=tp > 1)
+        assert shrunk.length % mixer.chunk_size
+        assert shrunk.length > 3 * mixer.chunk_size
+
+
+def test_micro_batches_have_unequal_counts_and_documents_at_chunk_edges():
+    first, second = make_batches(case(PRESET, dp=2))
+    counts = [(batch.labels >= 0).sum(1) for batch in (first, second)]
+    assert counts[1].sum() < 0.8 * counts[0].sum()
+    assert counts[0][:2].sum() != counts[0][2:].sum()
+    starts = [torch.nonzero(row.diff()).flatten() + 1 for row in first.document_ids]
+    assert [list(map(int, row)) for row in starts] == [[], [16], [15, 33], [17, 18, 47]]
+
+
+def test_bf16_bound_is_twice_the_error_of_one_process_in_bf16():
+    wide = run_reference(case(PRESET, dtype="bfloat16"), torch.float32)
+    narrow = run_reference(case(PRESET, dtype="bfloat16"), torch.bfloat16)
+    rows = compare(case(PRESET, dtype="bfloat16"), narrow, wide, narrow)
+    assert all(row.bound == pytest.approx(max(comparison.BF16_FLOOR, 2 * row.error)) for row in rows)
+    errors = {row.name: row.error for row in rows}
+    assert 1e-3 < errors["logits.0"] < 3e-2
+
+
+def test_error_that_is_nan_or_of_another_shape_does_not_pass():
+    truth = {"loss": torch.ones(()), "weight:a": torch.ones(2)}
+    wrong = {"loss": torch.tensor(float("nan")), "weight:a": torch.ones(3)}
+    assert [row.passed for row in compare(case(PRESET), wrong, truth, None)] == [False, False]
+
+
+def test_exceeded_bound_is_printed_and_fails(capsys):
+    rows = [Row("loss", 1e-12, 1e-10), Row("gradient:a", 1e-3, 1e-10), Row("gradient:b", float("nan"), 1e-10)]
+    assert not print_rows(case(PRESET), rows, as_json=True)
+    result = json.loads(capsys.readouterr().out)
+    assert result["passed"] is False
+    assert [row["passed"] for row in result["rows"]] == [True, False, False]
+    assert result["rows"][2]["error"] is None
+    assert not print_rows(case(PRESET), rows, as_json=False)
+    text = capsys.readouterr().out
+    assert re.search(r"gradient:a .*1.00e-03 .*FAILED", text)
+    assert "FAILED: 3 tensors on 1 ranks" in text
+
+
+def test_command_starts_its_own_ranks_and_answers_in_json():
+    command = [sys.executable, "-m", "megalin", "verify", "transnormerllm-385m", "--tp", "2", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=_environment())
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert (result["passed"], result["tp"], result["dp"], result["dtype"]) == (True, 2, 1, "float64")
+    assert max(row["error"] for row in result["rows"] if not row["name"].startswith("weight")) < 1e-10
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+
+
+def test_command_in_one_process_ends_with_1_when_a_bound_is_exceeded(capsys, monkeypatch):
+    assert main(["verify", "transnormerllm-385m", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["passed"] is True
+    monkeypatch.setitem(comparison.RELATIVE_BOUND, "float64", 1e-18)
+    assert main(["verify", "transnormerllm-385m", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["passed"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--self-test", "--tp", "2"], "--self-test with --tp 2 --dp 1 cannot show its faults; use 2 and 2"),
+        (["--self-test", "--dp", "2"], "--self-test with --tp 1 --dp 2 cannot show its faults; use 2 and 2"),
+        (["--tp", "0"], "--tp 0 --dp 1: an axis has at least one rank"),
+        (["--dp", "2", "--shard", "0"], "shard = 0: input should be greater than or equal to 1"),
+        (["--dp", "3", "--shard", "2"], "parallel.shard = 2 does not divide the data axis of 3 ranks"),
+        (["--length", "0"], "--length 0: a row has at least 1 token"),
+        (["--tp", "2", "--length", "33", "--sequence-parallel"], "--length 33 is not divisible by tp = 2"),
+        (["--tp", "3", "--full"], "is not divisible by parallel.tp = 3; use tp 1, 2, 4"),
+        (["modle.vocab_size=300"], "override 'modle.vocab_size=300': this command reads the model alone"),
+    ],
+)
+def test_command_refuses(arguments, message, capsys):
+    assert main(["verify", "transnormerllm-385m-64k", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_command_under_a_launcher_with_other_ranks_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert main(["verify", "transnormerllm-385m", "--tp", "2"]) == 2
+    assert "--tp 2 x --dp 1 needs 2 ranks, but 3 were started" in capsys.readouterr().err
+
+
+def test_length_that_sequence_parallelism_cannot_split_is_refused():
+    parallel = ParallelConfig(tp=4, sequence_parallel=True)
+    with pytest.raises(ConfigError, match=r"--length 50 is not divisible by tp = 4.*use 48"):
+        make_case(PRESET, parallel, data_size=1, dtype="float64", full=False, length=50, recompute=False)
