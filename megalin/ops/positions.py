@@ -1,4 +1,4 @@
-"""LRPE, the linearised relative position encoding, in its cosine and its rotation form."""
+"""Position encodings of queries and keys: LRPE in its cosine and its rotation form, and RoPE."""
 
 from __future__ import annotations
 
@@ -41,6 +41,36 @@ def lrpe_rotation(x: Tensor, theta: Tensor, positions: Tensor) -> Tensor:
     even, odd = x.to(angle.dtype).unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = angle.cos(), angle.sin()
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x.dtype)
+
+
+def rope(x: Tensor, positions: Tensor, *, base: float = 10000.0) -> Tensor:
+    """Rotates the pairs (x_j, x_j+K/2) of each head by the angle p base^(-2j/K), j < K/2 (RoFormer eq. 34).
+
+    Args:
+        x: [B, T, H, K] queries or keys, K even; the two halves of a head form the pairs.
+        positions: [T] or [B, T] token positions, integers (a shift of all positions changes no score).
+        base: the slowest pair turns by about 1 / base radians a token.
+
+    Returns:
+        [B, T, H, K] in the dtype of `x`. Angles, sines and products are computed in at least fp32.
+    """
+    exponent = torch.arange(x.shape[-1] // 2, dtype=torch.float64, device=x.device) * (-2.0 / x.shape[-1])
+    angle = _angles(x, base**exponent, positions)
+    first, second = x.to(angle.dtype).chunk(2, dim=-1)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).to(x.dtype)
+
+
+def rope_reference(x: Tensor, positions: Tensor, *, base: float = 10000.0) -> Tensor:
+    """`rope` by its definition, a token and a pair at a time as complex numbers; [T] positions, fp32 or fp64 x."""
+    width, pairs = x.shape[-1], []
+    for j in range(width // 2):
+        turns = torch.stack(
+            [torch.polar(x.new_ones(()), x.new_tensor(int(p) * base ** (-2 * j / width))) for p in positions]
+        )
+        pairs.append(torch.complex(x[..., j], x[..., j + width // 2]) * turns[:, None])
+    turned = torch.stack(pairs, dim=-1)
+    return torch.cat([turned.real, turned.imag], dim=-1)
 
 
 def _angles(x: Tensor, theta: Tensor, positions: Tensor) -> Tensor:

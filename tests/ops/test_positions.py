@@ -1,9 +1,9 @@
-"""Both forms of LRPE: scores depend on the distance only, as their definitions say."""
+"""Both forms of LRPE and RoPE: scores depend on the distance only, as their definitions say."""
 
 import pytest
 import torch
 
-from megalin.ops.positions import lrpe_cosine, lrpe_rotation
+from megalin.ops.positions import lrpe_cosine, lrpe_rotation, rope, rope_reference
 from tests.numerics import assert_close, outputs_and_gradients, relative_error
 
 LENGTH, HEADS, KEY = 7, 2, 6
@@ -77,3 +77,30 @@ def test_bf16_inputs_keep_exact_positions(form: str):
     found = encode(x, theta, positions)
     assert found.dtype == torch.bfloat16
     assert relative_error(found, encode(x.double(), theta.double(), positions)) <= 4e-3
+
+
+@pytest.mark.parametrize("base", [10000.0, 50.0])
+@pytest.mark.parametrize("width", [2, 8])
+def test_rope_equals_its_definition(base: float, width: int):
+    inputs = {"x": torch.randn(2, 5, HEADS, width, dtype=torch.float64)}
+    positions = torch.tensor([0, 1, 2, 63, 8191])
+    actual = outputs_and_gradients(lambda x: [rope(x, positions, base=base)], inputs)
+    assert_close(actual, outputs_and_gradients(lambda x: [rope_reference(x, positions, base=base)], inputs), 1e-11)
+
+
+def test_rope_scores_depend_on_the_distance():
+    q, k = torch.randn(2, 1, LENGTH, HEADS, 8, dtype=torch.float64).unbind(0)
+    scores = [
+        torch.einsum("bthk,bshk->bhts", rope(q, positions), rope(k, positions))
+        for positions in (torch.arange(LENGTH), torch.arange(LENGTH) + 10_000)
+    ]
+    assert relative_error(scores[1], scores[0]) <= 1e-10
+
+
+def test_rope_takes_positions_by_row_and_keeps_them_exact_in_bf16():
+    x, positions = torch.randn(2, 3, HEADS, 8).bfloat16(), torch.tensor([[0, 1, 2], [257, 1001, 4095]])
+    together = rope(x, positions)
+    assert together.dtype == torch.bfloat16
+    for row in range(2):
+        assert torch.equal(together[row], rope(x[row : row + 1], positions[row])[0])
+    assert relative_error(together, rope(x.double(), positions)) <= 4e-3
