@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Literal
+
 import pydantic
 
 from megalin.config import Config
@@ -46,11 +49,21 @@ class ModelConfig(Config):
     """Added to the mean square or the variance inside the root of that norm."""
     init_std: float = pydantic.Field(default=0.02, gt=0)
     """Standard deviation of the initial weights."""
+    output_init: Literal["plain", "depth"] = "plain"
+    """Standard deviation of the matrices that write to the residual stream. plain: init_std. depth: init_std divided
+    by the square root of the number of sub-layers in the model (Rodimus)."""
 
     @property
     def num_layers(self) -> int:
         """Number of blocks."""
         return sum(block.repeat for block in self.layers)
+
+    @property
+    def output_std(self) -> float:
+        """Standard deviation of the initial matrices that write to the residual stream."""
+        if self.output_init == "plain":
+            return self.init_std
+        return self.init_std / math.sqrt(sum(block.repeat * len(block.sublayers) for block in self.layers))
 
     def blocks(self) -> list[tuple[str, BlockConfig]]:
         """Every block with the place of its config, repeats written out."""

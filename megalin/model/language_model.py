@@ -61,7 +61,7 @@ class LanguageModel(nn.Module):
         self._shared_types: list[str] = []  # as in the config; names of modules hold no dots
         self.blocks = nn.ModuleList()
         for layer, (path, block) in enumerate(config.blocks()):
-            scope = BuildScope(width, layer, config.num_layers, tp, std, path)
+            scope = BuildScope(width, layer, config.num_layers, tp, std, path, config.output_std)
             self.blocks.append(Block(block, scope, recompute=recompute))
             self._build_model_level(block, scope)
         self.norm = build_norm(config.norm, width, config.norm_eps, tp)

@@ -19,6 +19,11 @@ def normal(std: float) -> Initialiser:
     return lambda full, generator: full.normal_(0.0, std, generator=generator)
 
 
+def uniform(bound: float) -> Initialiser:
+    """Evenly in [-bound, bound]."""
+    return lambda full, generator: full.uniform_(-bound, bound, generator=generator)
+
+
 def constant(value: Tensor | float) -> Initialiser:
     """A given tensor (or number), the same on every mesh."""
     return lambda full, generator: full.copy_(torch.as_tensor(value))

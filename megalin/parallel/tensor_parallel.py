@@ -80,8 +80,13 @@ class TensorParallel:
         """Sums what every rank's part contributes, for use on every part: all-reduce forward and backward."""
         return copy_to_axis(reduce_from_axis(x, self.axis), self.axis)
 
+    def sum_of_parts(self, x: Tensor) -> Tensor:
+        """Sums what every rank's part contributes, for work that every rank repeats: all-reduce forward only, since
+        every rank then has the whole gradient. What leaves that work for sharded data passes `partial_gradient`."""
+        return reduce_from_axis(x, self.axis)
+
     def partial_gradient(self, weight: Tensor) -> Tensor:
-        """A replicated weight used on sharded data: its gradient is a partial sum, so the backward all-reduces it."""
+        """A replicated tensor used on sharded data: its gradient is a partial sum, so the backward all-reduces it."""
         return copy_to_axis(weight, self.axis)
 
     def stream_weight(self, weight: Tensor) -> Tensor:

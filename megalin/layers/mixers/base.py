@@ -52,6 +52,8 @@ class BuildScope(NamedTuple):
     init_std: float
     path: str
     """The sub-layer's place in the config, for messages."""
+    output_std: float
+    """Initial standard deviation of a mixer's last matrix, the one that writes to the residual stream."""
 
 
 class FullPrecision(nn.Module):

@@ -21,7 +21,7 @@ class GLU(Mixer):
         size, tp, std = config.intermediate_size, scope.tp, scope.init_std
         name = f"{scope.path}.intermediate_size"
         self.up = ColumnParallelLinear(scope.hidden_size, size, parts=2, tp=tp, std=std, name=name)
-        self.down = RowParallelLinear(size, scope.hidden_size, tp=tp, std=std, name=name)
+        self.down = RowParallelLinear(size, scope.hidden_size, tp=tp, std=scope.output_std, name=name)
 
     def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
         gate, value = self.up(self.tp.enter(x))

@@ -80,7 +80,7 @@ class HGRN2(Mixer):
         name = "model.hidden_size"
         self.qfv = ColumnParallelLinear(width, width, parts=3, tp=scope.tp, std=std, name=name)
         self.out = NormedRowParallelLinear(
-            width, width, eps=config.norm_eps, tp=scope.tp, std=std, name=name, norm=config.output_norm
+            width, width, eps=config.norm_eps, tp=scope.tp, std=scope.output_std, name=name, norm=config.output_norm
         )
 
     def own_context(self, context: SequenceContext) -> SequenceContext:
