@@ -2,10 +2,12 @@
 
     S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T,    o_t = scale S_t^T q_t,    g_t <= 0        (models.md 1.1, operator VD)
 
-`vector_decay_scan` is the chunkwise form, the one that models call; the other two are the truth it is tested against.
+`vector_decay_scan` is the chunkwise form, the one that models call. `vector_decay_scan_recurrent` and
+`vector_decay_scan_parallel` compute the same function token by token and pair by pair; they are its truth.
 
-No form divides by a cumulative decay. With b the cumulative sum of g inside a chunk and a document, every exponent is
-a difference b_t - b_s of t >= s in one document, or such a difference split at a pivot between the two: all <= 0.
+No form divides by a cumulative decay, nor subtracts one from another: the decay between two tokens is exp of the sum of
+g over the tokens between, <= 0 by itself. A difference of cumulative sums would lose a weak decay beside strong ones,
+and its gradient would be the rounding left over by terms that cancel.
 Documents: as in decay_scan.py.
 """
 
@@ -53,16 +55,14 @@ def vector_decay_scan(
     wide = compute_dtype(v)
     q, k, v, g = (split_chunks(x, chunk) for x in (q.to(wide), k.to(wide), v, log_decay.to(wide)))
     documents = chunk_documents(document_ids, length, chunk, v.device)[:, None]  # [1 or B, 1, N, C]
-    b = _cumulative_decay(g, documents)  # [B, H, N, C, K]
-    scores = _scores(q, k, b, documents)  # [B, H, N, C, C]
+    scores = _scores(q, k, g, documents)  # [B, H, N, C, C]
 
     # Document of the state that enters chunk n (the last row's document of the chunk before), and of the last to leave.
     leaving = torch.cat([documents[..., :1, 0], documents[..., -1]], dim=-1)  # [1 or B, 1, N + 1]
-    from_start = torch.exp(b) * (documents == leaving[..., :-1, None])[..., None]  # [B, H, N, C, K]
-    last = b[..., -1:, :]
-    to_end = torch.exp((last - b).clamp(max=0.0)) * (documents == leaving[..., 1:, None])[..., None]
+    from_start = _decay(g.cumsum(-2), documents == leaving[..., :-1, None])  # [B, H, N, C, K]
+    to_end = _decay(_sum_after(g), documents == leaving[..., 1:, None])
     update = (k * to_end).mT @ v.to(wide)  # [B, H, N, K, V]
-    through = torch.exp(last.squeeze(-2)) * (leaving[..., 1:] == leaving[..., :-1])[..., None]  # [B, H, N, K]
+    through = _decay(g.sum(-2), leaving[..., 1:] == leaving[..., :-1])  # [B, H, N, K]
     states = _fold(through, update, initial_state)  # [B, H, N + 1, K, V]
 
     output = (scores * scale).to(v.dtype) @ v + ((q * from_start) @ states[:, :, :-1] * scale).to(v.dtype)
@@ -102,6 +102,23 @@ def vector_decay_scan_recurrent(
     return ScanOutput(torch.stack(outputs, dim=1), state)
 
 
+def vector_decay_scan_parallel(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, *, scale: float = 1.0, document_ids: Tensor | None = None
+) -> Tensor:
+    """O = A V, A_ts = scale sum_i q_ti k_si exp(sum of g_ji over s < j <= t) for s <= t of one document; [B, T, H, V].
+
+    Every exponent is summed by itself, so memory grows with B H K T^3: for short sequences.
+    """
+    length = q.shape[1]
+    t = torch.arange(length, device=q.device)
+    between = (t > t[:, None]) & (t <= t[:, None, None])  # [t, s, j]
+    exponent = torch.einsum("tsj,bjhk->bhtsk", between.to(log_decay.dtype), log_decay)
+    scores = torch.einsum("bthk,bshk,bhtsk->bhts", q, k, torch.exp(exponent)).tril()
+    if document_ids is not None:
+        scores = scores * (document_ids[:, None, :, None] == document_ids[:, None, None, :])
+    return torch.einsum("bhts,bshv->bthv", scores * scale, v)
+
+
 def vector_decay_scan_flops(length: int, *, num_heads: int, key_dim: int, value_dim: int, chunk_size: int) -> int:
     """Forward floating-point operations a token: as a scalar decay's (`decay_scan_flops`), a vector decay moves the
     same products. The exponentials, the cumulative sums and the fold between chunks are not counted."""
@@ -109,19 +126,9 @@ def vector_decay_scan_flops(length: int, *, num_heads: int, key_dim: int, value_
     return num_heads * (2 * chunk * (key_dim + value_dim) + 4 * key_dim * value_dim)
 
 
-def _cumulative_decay(g: Tensor, documents: Tensor) -> Tensor:
-    """b_t = sum of g_j over j <= t of t's document in the chunk; [B, H, N, C, K].
-
-    The sum restarts at every document: as differences of one running sum, another document's decays would move the
-    last bits.
-    """
-    same = documents[..., :, None] == documents[..., None, :]  # [1 or B, 1, N, C, C]
-    return same.tril().to(g.dtype) @ g
-
-
-def _scores(q: Tensor, k: Tensor, b: Tensor, documents: Tensor) -> Tensor:
-    """A_ts = sum_i q_ti k_si exp(b_ti - b_si) for s <= t of one document, else 0; [B, H, N, C, C]."""
-    blocks = [x.unflatten(-2, (-1, SUB_BLOCK)) for x in (q, k, b)]
+def _scores(q: Tensor, k: Tensor, g: Tensor, documents: Tensor) -> Tensor:
+    """A_ts = sum_i q_ti k_si exp(sum of g_ji over s < j <= t) for s <= t of one document, else 0; [B, H, N, C, C]."""
+    blocks = [x.unflatten(-2, (-1, SUB_BLOCK)) for x in (q, k, g)]
     diagonal = _diagonal_scores(blocks[0], blocks[1], blocks[2], documents)
     rows = []
     for index in range(q.shape[-2] // SUB_BLOCK):
@@ -129,24 +136,37 @@ def _scores(q: Tensor, k: Tensor, b: Tensor, documents: Tensor) -> Tensor:
         parts = [diagonal[..., index, :, :]]
         if index:
             # The pivot is the row before this block. Rows and keys of another document than the pivot's have no pair.
-            pivot, document = b[..., start - 1 : start, :], documents[..., start - 1 : start]
-            rows_in = (documents[..., start:end] == document)[..., None]
-            keys_in = (documents[..., :start] == document)[..., None]
-            left = q[..., start:end, :] * torch.exp((b[..., start:end, :] - pivot).clamp(max=0.0)) * rows_in
-            right = k[..., :start, :] * torch.exp((pivot - b[..., :start, :]).clamp(max=0.0)) * keys_in
-            parts.insert(0, left @ right.mT)
+            document = documents[..., start - 1 : start]
+            from_pivot = _decay(g[..., start:end, :].cumsum(-2), documents[..., start:end] == document)
+            to_pivot = _decay(_sum_after(g[..., :start, :]), documents[..., :start] == document)
+            parts.insert(0, (q[..., start:end, :] * from_pivot) @ (k[..., :start, :] * to_pivot).mT)
         if end < q.shape[-2]:
             parts.append(q.new_zeros(*q.shape[:-2], SUB_BLOCK, q.shape[-2] - end))
         rows.append(torch.cat(parts, dim=-1))
     return torch.cat(rows, dim=-2)
 
 
-def _diagonal_scores(q: Tensor, k: Tensor, b: Tensor, documents: Tensor) -> Tensor:
-    """The scores inside each sub-block, pair by pair: q, k, b [B, H, N, C/16, 16, K] -> [B, H, N, C/16, 16, 16]."""
+def _diagonal_scores(q: Tensor, k: Tensor, g: Tensor, documents: Tensor) -> Tensor:
+    """The scores inside each sub-block, pair by pair: q, k, g [B, H, N, C/16, 16, K] -> [B, H, N, C/16, 16, 16]."""
     blocks = documents.unflatten(-1, (-1, SUB_BLOCK))
-    visible = (blocks[..., :, None] == blocks[..., None, :]).tril()[..., None]
-    difference = (b[..., :, None, :] - b[..., None, :, :]).masked_fill(~visible, float("-inf"))
-    return (q[..., :, None, :] * k[..., None, :, :] * torch.exp(difference)).sum(-1)
+    visible = (blocks[..., :, None] == blocks[..., None, :]).tril()
+    after = torch.ones(SUB_BLOCK, SUB_BLOCK, dtype=torch.bool, device=g.device).tril(-1)[..., None]  # [t, s, 1]
+    between = g[..., :, None, :].where(after, 0.0).cumsum(-3)  # [B, H, N, C/16, 16, 16, K]
+    return (q[..., :, None, :] * k[..., None, :, :] * _decay(between, visible)).sum(-1)
+
+
+def _sum_after(g: Tensor) -> Tensor:
+    """Sum over the tokens after each, along dimension -2."""
+    later = torch.cat([g[..., 1:, :], torch.zeros_like(g[..., :1, :])], dim=-2)
+    return later.flip(-2).cumsum(-2).flip(-2)
+
+
+def _decay(exponent: Tensor, visible: Tensor) -> Tensor:
+    """exp(exponent) where `visible`, which broadcasts over the last dimension, else 0.
+
+    A pair of one document has only that document's tokens between it: no other's decay moves its bits.
+    """
+    return torch.exp(exponent.masked_fill(~visible[..., None], float("-inf")))
 
 
 def _fold(through: Tensor, update: Tensor, initial_state: Tensor | None) -> Tensor:

@@ -226,11 +226,11 @@ def implementation_flops(model: LanguageModel, batch: int, length: int) -> int:
 
 
 def vector_scan_extra(length: int, chunk_size: int, width: int) -> int:
-    """The same for one head of the vector-decay scan with K = V = width: chunks are padded to sub-blocks of 16, the
-    decays are summed by a product, and only the pairs of different sub-blocks are a product."""
+    """The same for one head of the vector-decay scan with K = V = width: chunks are padded to sub-blocks of 16, and
+    only the pairs of different sub-blocks are a product."""
     chunk = -(-min(chunk_size, length) // 16) * 16
     pairs = sum(16 * 16 * block for block in range(chunk // 16))
-    products = 2 * width * (chunk * chunk + pairs + chunk * chunk) + 4 * chunk * width * width
+    products = 2 * width * (pairs + chunk * chunk) + 4 * chunk * width * width
     own = length * (4 * min(chunk_size, length) * width + 4 * width * width)
     return -(-length // chunk) * products - own
 
