@@ -88,6 +88,7 @@ CASES = (
     _row("tnl", attention("tnl")),
     _row("glu-silu", attention("tnl", lrpe="cosine"), GLU | {"activation": "silu"}),
     _row("hgrn2", attention("hgrn2")),
+    _row("cosformer2", attention("cosformer2")),
     NORMS,
     _row("sockets", TOY),
     HYBRID,

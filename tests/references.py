@@ -66,7 +66,9 @@ def attention(config: Any, weights: Weights, qkv: list[Tensor], gate: Tensor, la
     distance = index[:, None] - index
     heads = []
     for head, (q_h, k_h, v_h) in enumerate(zip(*(x.chunk(config.num_heads, -1) for x in (q, k, v)), strict=True)):
-        decay = torch.exp(-slope(config.decay, head, config.num_heads, layer, num_layers) * distance.abs()).tril()
+        kind = getattr(config, "decay", None)
+        rate = 0.0 if kind is None else slope(kind, head, config.num_heads, layer, num_layers)
+        decay = torch.exp(-rate * distance.abs()).tril()
         theta = weights["full_precision.theta"][head] if config.lrpe else None
         heads.append((scores(config.lrpe, q_h, k_h, theta, distance) * decay) @ v_h)
     normed = any_norm(config.output_norm, torch.cat(heads, -1), config.norm_eps, weights, "out.norm_")
@@ -125,6 +127,17 @@ def decaying_sum(config: Any, weights: Weights, x: Tensor, layer: int, num_layer
     return (m * gate) @ out.T / out.detach().abs().max().clamp(min=1.0)
 
 
+def tpe(weights: Weights, x: Tensor) -> Tensor:
+    """y_t = sum over s <= t of x_s sum_k B_k lambda_k^(t - s), models.md 1.7."""
+    coefficients = weights["full_precision.coefficients"]
+    decay = 1.0 / (1.0 + torch.exp(-weights["full_precision.decay_logit"]))
+    rows = []
+    for t in range(x.shape[0]):
+        taps = [(coefficients * decay ** (t - s)).sum(-1) for s in range(t + 1)]
+        rows.append((torch.stack(taps) * x[: t + 1]).sum(0))
+    return torch.stack(rows)
+
+
 def input_sum(weights: Weights, x: Tensor) -> Tensor:
     return x + weights["gain"] * running_sum(x, torch.tensor(0.5, dtype=x.dtype))
 
@@ -133,10 +146,14 @@ REFERENCES: dict[str, Reference] = {
     "transnormer": transnormer,
     "tnl": tnl,
     "hgrn2": hgrn2,
+    "cosformer2": tnl,
     "glu": glu,
     "tests.mixers.decaying_sum": decaying_sum,
 }
-INPUT_REFERENCES: dict[str, Callable[[Weights, Tensor], Tensor]] = {"tests.mixers.decaying_sum": input_sum}
+INPUT_REFERENCES: dict[str, Callable[[Weights, Tensor], Tensor]] = {
+    "cosformer2": tpe,
+    "tests.mixers.decaying_sum": input_sum,
+}
 
 
 def document_logits(config: ModelConfig, weights: Weights, tokens: Tensor) -> Tensor:

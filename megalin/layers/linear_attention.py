@@ -1,4 +1,4 @@
-"""Gated linear attention with a fixed decay: what TransNormerLLM's and TNL's token mixers share."""
+"""Gated linear attention with a fixed decay or none: what TransNormerLLM's, TNL's and cosFormer2's mixers share."""
 
 from __future__ import annotations
 
@@ -33,8 +33,6 @@ class LinearAttentionConfig(MixerConfig):
 
     num_heads: int = pydantic.Field(gt=0)
     """Heads; must divide the hidden size, and be divided by parallel.tp."""
-    decay: DecayKind = "alibi"
-    """Which table of fixed decays (models.md 2.1)."""
     lrpe: LRPEKind | None = None
     """Learnable relative positions on queries and keys; left out: none."""
     output_norm: NormKind = "srmsnorm"
@@ -49,14 +47,15 @@ class LinearAttentionConfig(MixerConfig):
 class LinearAttention(Mixer):
     """y = (SRMSNorm(O) * gate) W_o, O = scan(LRPE(silu(q)), LRPE(silu(k)), v), the norm over all heads together.
 
-    A subclass says how the normed input becomes q, k, v and the gate.
+    A subclass says how the normed input becomes q, k, v and the gate, and which decay the scan has: a table of
+    fixed ones, or None for a sum that forgets nothing.
     """
 
-    slopes: Tensor
+    slopes: Tensor | None
 
-    def __init__(self, config: LinearAttentionConfig, scope: BuildScope) -> None:
+    def __init__(self, config: LinearAttentionConfig, scope: BuildScope, *, decay: DecayKind | None) -> None:
         super().__init__()
-        self.config, self.scope, self.tp = config, scope, scope.tp
+        self.config, self.scope, self.tp, self.decay = config, scope, scope.tp, decay
         head_dim, remainder = divmod(scope.hidden_size, config.num_heads)
         if remainder or (config.lrpe == "rotation" and head_dim % 2):
             raise ConfigError(
@@ -76,7 +75,8 @@ class LinearAttention(Mixer):
             name="model.hidden_size",
             norm=config.output_norm,
         )
-        self.register_buffer("slopes", torch.empty(self.local_heads, device="meta"), persistent=False)
+        slopes = None if decay is None else torch.empty(self.local_heads, device="meta")
+        self.register_buffer("slopes", slopes, persistent=False)
 
     def project(self, x: Tensor) -> Projections:
         """[B, T, D] (entered) -> the projections of this rank's heads."""
@@ -88,8 +88,10 @@ class LinearAttention(Mixer):
 
     def fill(self, draw: Draw) -> None:
         """Sets this layer's row of the decay table."""
-        config, scope = self.config, self.scope
-        table = decay_slopes(config.decay, layer=scope.layer, num_layers=scope.num_layers, num_heads=config.num_heads)
+        if self.decay is None or self.slopes is None:
+            return
+        place, num_heads = self.scope, self.config.num_heads
+        table = decay_slopes(self.decay, layer=place.layer, num_layers=place.num_layers, num_heads=num_heads)
         self.slopes.copy_(self.tp.local_slice(table, dim=0))
 
     def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:

@@ -27,6 +27,8 @@ NARROW = 4 * TOKENS
 """Bytes of one fp32 number a token."""
 LOW_RANK = 4 * HIDDEN_SIZE * (HIDDEN_SIZE // NUM_HEADS)
 """Bytes of the gradient of TNL's replicated down-projection."""
+DECAYS = 4 * (HIDDEN_SIZE // NUM_HEADS)
+"""Bytes of the gradient of TPE's decays."""
 
 
 class Promise(NamedTuple):
@@ -38,12 +40,17 @@ class Promise(NamedTuple):
     """Bytes of each replicated weight used on sharded data."""
     num_input_layers: int = 0
     """Input layers, with one [tokens, d] collective each way."""
+    input_partial_gradients: tuple[int, ...] = ()
+    """Bytes of each replicated weight that the input layer uses on sharded data."""
 
 
 PROMISES = {
     "transnormer": Promise(num_norms=1),
     "tnl": Promise(num_norms=1, partial_gradients=(LOW_RANK,)),
     "hgrn2": Promise(num_norms=1),
+    "cosformer2": Promise(
+        num_norms=1, partial_gradients=(LOW_RANK,), num_input_layers=1, input_partial_gradients=(DECAYS,)
+    ),
     "glu": Promise(),
     "tests.mixers.decaying_sum": Promise(num_input_layers=1),
 }
@@ -108,6 +115,7 @@ def promises(case: Case) -> tuple[int, int, list[int]]:
     sublayers = [sublayer.type for _, block in case.model.blocks() for sublayer in block.sublayers]
     num_inputs = sum(PROMISES[kind].num_input_layers for kind in set(sublayers))
     partial = [num_bytes for kind in sublayers for num_bytes in PROMISES[kind].partial_gradients]
+    partial += [num_bytes for kind in set(sublayers) for num_bytes in PROMISES[kind].input_partial_gradients]
     return len(sublayers) + num_inputs, sum(PROMISES[kind].num_norms for kind in sublayers), partial
 
 

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megalin.layers.linear_attention import LinearAttention
 from megalin.layers.mixers.base import State
+from megalin.layers.mixers.cosformer2 import TPE
 from megalin.layers.mixers.hgrn2 import HGRN2
 from megalin.model.language_model import LanguageModel, ModelState
 from megalin.parallel.embedding import padded_rows
@@ -222,7 +223,16 @@ def implementation_flops(model: LanguageModel, batch: int, length: int) -> int:
             total += batch * 2 * (num_chunks + 1) ** 2 * state
         elif isinstance(mixer, HGRN2):
             total += batch * mixer.config.num_heads * vector_scan_extra(length, mixer.config.chunk_size, mixer.head_dim)
+    for layer in model.input_mixers():
+        if isinstance(layer, TPE):
+            total += tpe_extra(batch, length, layer)
     return total
+
+
+def tpe_extra(batch: int, length: int, layer: TPE) -> int:
+    """The same for TPE: the taps of a chunk and the fold; `length` is a multiple of the chunk, or below it."""
+    chunk = min(layer.chunk_size, length)
+    return 2 * layer.width * layer.num_decays * (chunk + batch * (length // chunk + 1) ** 2)
 
 
 def vector_scan_extra(length: int, chunk_size: int, width: int) -> int:

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megalin.layers.decay import DecayKind
 from megalin.layers.linear_attention import LinearAttention, LinearAttentionConfig, Projections
 from megalin.layers.mixers.base import BuildScope
 from megalin.parallel.linear import ColumnParallelLinear, LowRankLinear
@@ -19,7 +20,7 @@ class TNL(LinearAttention):
     """
 
     def __init__(self, config: TNLConfig, scope: BuildScope) -> None:
-        super().__init__(config, scope)
+        super().__init__(config, scope, decay=config.decay)
         width, name = scope.hidden_size, "model.hidden_size"
         self.qkv = ColumnParallelLinear(width, width, parts=3, tp=scope.tp, std=scope.init_std, name=name)
         self.gate = LowRankLinear(width, self.head_dim, width, tp=scope.tp, std=scope.init_std, name=name)
@@ -37,6 +38,8 @@ class TNLConfig(LinearAttentionConfig):
 
     type: Literal["tnl"] = "tnl"
     """This mixer."""
+    decay: DecayKind = "alibi"
+    """Which table of fixed decays (models.md 2.1)."""
 
     def build(self, scope: BuildScope) -> TNL:
         return TNL(self, scope)

@@ -6,6 +6,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from megalin.layers.decay import DecayKind
 from megalin.layers.linear_attention import LinearAttention, LinearAttentionConfig, Projections
 from megalin.layers.mixers.base import BuildScope
 from megalin.parallel.linear import ColumnParallelLinear
@@ -15,7 +16,7 @@ class TransNormer(LinearAttention):
     """[q | k | v | u] = x W_qkvu; y = (SRMSNorm(scan(silu(q), silu(k), v)) * u) W_o (TransNormerLLM eq. 3-4)."""
 
     def __init__(self, config: TransNormerConfig, scope: BuildScope) -> None:
-        super().__init__(config, scope)
+        super().__init__(config, scope, decay=config.decay)
         width = scope.hidden_size
         self.qkvu = ColumnParallelLinear(
             width, width, parts=4, tp=scope.tp, std=scope.init_std, name="model.hidden_size"
@@ -33,6 +34,8 @@ class TransNormerConfig(LinearAttentionConfig):
 
     type: Literal["transnormer"] = "transnormer"
     """This mixer."""
+    decay: DecayKind = "alibi"
+    """Which table of fixed decays (models.md 2.1)."""
 
     def build(self, scope: BuildScope) -> TransNormer:
         return TransNormer(self, scope)

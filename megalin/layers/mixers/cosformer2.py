@@ -1,0 +1,129 @@
+"""cosFormer2: linear attention without decay, with learnable cosine LRPE, a low-rank gate, and TPE as input layer."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megalin.layers.linear_attention import LinearAttention, LinearAttentionConfig, Projections
+from megalin.layers.mixers.base import BuildScope, FullPrecision, Mixer, MixerOutput, SequenceContext, State
+from megalin.layers.positions import LRPEKind
+from megalin.ops.tpe import TPEOutput, tpe, tpe_flops, tpe_step
+from megalin.parallel.initialisation import Draw, constant
+from megalin.parallel.linear import ColumnParallelLinear, LowRankLinear
+from megalin.parallel.tensor_parallel import TensorParallel, local
+
+LARGEST_LOGIT = 4.0
+"""TPE's decays start evenly spaced in logits from -4 to 4: lambda from 0.018 to 0.982, memories of 1 to 55 tokens."""
+
+
+class CosFormer2(LinearAttention):
+    """y = (norm(scan(LRPE(silu(q)), LRPE(silu(k)), v)) * G) W_o without decay, G = sigmoid(x W_down W_up).
+
+    The gate has rank D / H. Source: the scaling-laws paper eq. 17, with p theta for its theta (models.md 2.4).
+    """
+
+    def __init__(self, config: CosFormer2Config, scope: BuildScope) -> None:
+        super().__init__(config, scope, decay=None)
+        width, name = scope.hidden_size, "model.hidden_size"
+        self.qkv = ColumnParallelLinear(width, width, parts=3, tp=scope.tp, std=scope.init_std, name=name)
+        self.gate = LowRankLinear(width, self.head_dim, width, tp=scope.tp, std=scope.init_std, name=name)
+
+    def project(self, x: Tensor) -> Projections:
+        q, k, v = self.qkv(x)
+        return Projections(q, k, v, torch.sigmoid(self.gate(x)))
+
+    def projection_flops(self) -> int:
+        return self.qkv.flops() + self.gate.flops()
+
+
+class TPEParameters(FullPrecision):
+    """B [D, E], channels split over the axis, and the logits of lambda [E], which all channels share."""
+
+    def __init__(self, hidden_size: int, num_decays: int, *, tp: TensorParallel) -> None:
+        super().__init__()
+        self.coefficients = tp.parameter(hidden_size, num_decays, shard_dim=0)
+        self.decay_logit = tp.parameter(num_decays, shard_dim=None)
+
+    def fill(self, draw: Draw) -> None:
+        """B sums to one over the decays of each channel; the decays spread over all time scales (LARGEST_LOGIT)."""
+        num_decays = self.decay_logit.numel()
+        draw(self.coefficients, "coefficients", constant(1.0 / num_decays))
+        draw(self.decay_logit, "decay_logit", constant(torch.linspace(-LARGEST_LOGIT, LARGEST_LOGIT, num_decays)))
+
+    def forward(self) -> tuple[Tensor, ...]:
+        """B [D/tp, E], and the logits."""
+        return local(self.coefficients).clone(), local(self.decay_logit).clone()
+
+
+class TPE(Mixer):
+    """y_t = sum over s <= t of x_s sum_k B_k lambda_k^(t - s) in each channel; log lambda = logsigmoid(logit).
+
+    The number of decays is the width of a head. Channels are split over the axis.
+    """
+
+    def __init__(self, config: CosFormer2Config, scope: BuildScope) -> None:
+        super().__init__()
+        self.tp, self.width, self.chunk_size = scope.tp, scope.hidden_size, config.chunk_size
+        self.num_decays = self.width // config.num_heads
+        self.local_width = scope.tp.divide(self.width, "model.hidden_size")
+        self.full_precision = TPEParameters(self.width, self.num_decays, tp=scope.tp)
+
+    def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
+        mine, coefficients, log_decay = self._local(x, context)
+        memory = state[0] if state else None
+        result = tpe(
+            mine,
+            coefficients,
+            log_decay,
+            state=memory,
+            document_ids=context.document_ids,
+            chunk_size=self.chunk_size,
+        )
+        return self._whole(result, keep_state=state is not None)
+
+    def step(self, x: Tensor, context: SequenceContext, state: State) -> MixerOutput:
+        mine, coefficients, log_decay = self._local(x, context)
+        output, memory = tpe_step(mine[:, 0], coefficients, log_decay, state[0])
+        return self._whole(TPEOutput(output[:, None], memory), keep_state=True)
+
+    def _local(self, x: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor, Tensor]:
+        """This rank's channels [B, T, D/tp], their B [D/tp, E], and log lambda [E]."""
+        coefficients, logit = context.full_precision
+        # Every rank uses all decays, on its own channels only.
+        log_decay = functional.logsigmoid(self.tp.partial_gradient(logit))
+        return self.tp.local_slice(self.tp.enter(x), dim=-1), coefficients, log_decay
+
+    def _whole(self, result: TPEOutput, *, keep_state: bool) -> MixerOutput:
+        """All channels, in the layout of the residual stream: the ranks' parts are summed beside zeros."""
+        before = self.tp.axis.rank * self.local_width
+        y = functional.pad(result.output, (before, self.width - before - self.local_width))
+        return MixerOutput(self.tp.leave(y), (result.state,) if keep_state else ())
+
+    def flops(self, length: int) -> int:
+        return tpe_flops(hidden_size=self.width, num_decays=self.num_decays)
+
+    def state_shapes(self) -> list[tuple[int, ...]]:
+        return [(self.local_width, self.num_decays)]
+
+
+class CosFormer2Config(LinearAttentionConfig):
+    """cosFormer2's token mixer. The model's embedded tokens pass through TPE, whose decays are as many as a head is
+    wide and whose chunks are those of the first such sub-layer."""
+
+    type: Literal["cosformer2"] = "cosformer2"
+    """This mixer."""
+    lrpe: LRPEKind | None = "cosine"
+    """Learnable relative positions on queries and keys."""
+
+    def build(self, scope: BuildScope) -> CosFormer2:
+        return CosFormer2(self, scope)
+
+    def input_layer(self, scope: BuildScope) -> TPE:
+        return TPE(self, scope)
+
+
+CONFIG = CosFormer2Config
