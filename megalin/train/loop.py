@@ -25,6 +25,7 @@ from megalin.data.tokenizer import load_tokenizer
 from megalin.errors import CheckpointError, ConfigError, MegalinError
 from megalin.optim.adamw import build_optimizer, set_learning_rate
 from megalin.optim.schedule import learning_rate
+from megalin.parallel.collectives import all_reduce
 from megalin.parallel.mesh import Mesh
 from megalin.train.build import COMPUTE_DTYPES, build_model
 from megalin.train.config import RunConfig
@@ -171,7 +172,8 @@ class Trainer:
         except MegalinError as raised:
             error = raised
         failed = torch.tensor(int(error is not None), device=self.mesh.device)
-        if self.mesh.sum_over_data(failed).item():
+        # Over both axes: ranks of one tensor-parallel group read the same samples, but each from its own disk.
+        if all_reduce(self.mesh.sum_over_data(failed), self.mesh.tp.axis).item():
             on_every_rank(lambda: _raise(error))
         return [batch_to(batch, self.mesh.device) for batch in batches]
 
