@@ -1,0 +1,67 @@
+"""The run's config: what its parts must agree on, told all at once, and against the ranks that were started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megalin.errors import ConfigError
+from megalin.train.config import check_launch, load_run_config
+from tests.model_runs import write_config
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config(tmp_path_factory.mktemp("config"))
+
+
+def message(path: Path, *overrides: str, world_size: int = 1) -> str:
+    with pytest.raises(ConfigError) as raised:
+        check_launch(load_run_config(path, overrides), world_size)
+    return str(raised.value)
+
+
+def test_all_disagreements_are_told_at_once(path):
+    lines = message(
+        path,
+        "train.micro_batch_size=3",
+        "train.stop_after_steps=20",
+        "schedule.warmup_steps=13",
+        "parallel.sequence_parallel=true",
+        "parallel.tp=8",
+    ).splitlines()
+    assert lines[0] == f"{path}: 4 problem(s)"
+    assert [line.split(" = ")[0].strip() for line in lines[1:]] == [
+        "schedule.warmup_steps",
+        "train.global_batch_size",
+        "data.sequence_length",
+        "train.stop_after_steps",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("micro", "total", "world_size", "remedy"),
+    [(2, 4, 3, "use 6"), (2, 10, 2, "use 8 or 12"), (1, 7, 4, "use 4 or 8")],
+)
+def test_batch_that_the_data_axis_does_not_divide(path, micro, total, world_size, remedy):
+    overrides = [f"train.micro_batch_size={micro}", f"train.global_batch_size={total}"]
+    assert message(path, *overrides, world_size=world_size) == (
+        f"train.global_batch_size = {total} is not divisible by train.micro_batch_size = {micro} times the data axis "
+        f"of {world_size} ranks; {remedy}"
+    )
+
+
+def test_launch_that_fits_passes(path):
+    for world_size, overrides in ((1, []), (2, []), (4, ["parallel.tp=2"]), (4, ["parallel.tp=4"])):
+        check_launch(load_run_config(path, overrides), world_size)
+
+
+def test_preset_is_written_out_and_overridden(path):
+    config = load_run_config(path, ["model.preset=transnormerllm-1b-64k", "model.layers.0.repeat=3"])
+    assert config.model.layers[0].repeat == 3
+
+
+def test_defaults_stand_in_for_absent_tables(path):
+    config = load_run_config(path, [])
+    assert (config.parallel.tp, config.schedule.type, config.train.dtype) == (1, "cosine", "float32")

@@ -1,0 +1,146 @@
+"""The loop: what evaluating, compiling and recomputing must not change, and errors of one rank that all must share."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megalin.data.dataset import TokenDataset
+from megalin.errors import ConfigError, DataError
+from megalin.parallel.mesh import process_group
+from megalin.train.loop import TrainResult
+from megalin.train.run_folder import RunFolder
+from tests.model_runs import CPU, losses, metrics, steps_saved, train_here, write_config
+from tests.ranks import run_ranks
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config(tmp_path_factory.mktemp("loop"), checkpoint={"every_steps": 50})
+
+
+def run(config: Path, folder: Path, *overrides: str) -> TrainResult:
+    """The run in this process alone."""
+    with process_group(CPU):
+        return train_here(config, folder, *overrides)
+
+
+@pytest.fixture(scope="module")
+def plain(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plain")
+    run(config, folder)
+    return folder
+
+
+def test_evaluating_during_training_does_not_change_it(config, plain, tmp_path):
+    overrides = ["train.evaluate_every_steps=3", "train.evaluate_batches=2"]
+    result = run(config, tmp_path, *overrides)
+    assert losses(tmp_path) == losses(plain)
+    lines = metrics(tmp_path)
+    assert [line["step"] for line in lines if "evaluation_loss" in line] == [3, 6, 9, 12]
+    assert lines[-1] == metrics(plain)[-1]
+    assert result.evaluation is not None
+    assert result.evaluation.loss == lines[-1]["evaluation_loss"]
+
+
+def test_evaluation_reads_as_many_batches_as_asked(config, tmp_path):
+    overrides = ["train.evaluate_every_steps=1", "train.evaluate_batches=1", "train.steps=3"]
+    run(config, tmp_path, *overrides)
+    tokens = [line["evaluation_tokens"] for line in _raw(tmp_path)]
+    assert tokens[0] == tokens[1] <= 4 * 36 < tokens[2]
+
+
+def _raw(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_recomputation_gives_the_same_losses(config, plain, tmp_path):
+    run(config, tmp_path, "train.recompute=true")
+    assert metrics(tmp_path) == metrics(plain)
+
+
+def test_run_without_validation_evaluates_nothing(config, plain, tmp_path):
+    result = run(config, tmp_path, "data.validation=[]")
+    assert result.evaluation is None
+    assert losses(tmp_path) == losses(plain)
+    assert (tmp_path / "loss.png").stat().st_size > 1000
+
+
+def test_bf16_run_follows_the_fp32_run(config, plain, tmp_path):
+    run(config, tmp_path, "train.dtype=bfloat16")
+    assert losses(tmp_path) == pytest.approx(losses(plain), rel=2e-2)
+    assert losses(tmp_path) != losses(plain)
+
+
+def test_checkpoints_are_kept_as_asked(config, tmp_path):
+    run(config, tmp_path, "checkpoint.every_steps=5", "checkpoint.keep=2")
+    assert steps_saved(tmp_path) == [10, 12]
+
+
+@pytest.mark.slow
+def test_compiled_blocks_give_the_same_losses(config, tmp_path):
+    layers = '[{sublayers=[{type="transnormer",num_heads=4,lrpe="rotation"}],repeat=2}]'
+    overrides = [f"model.layers={layers}", "train.steps=4", "data.validation=[]"]
+    run(config, tmp_path / "eager", *overrides)
+    run(config, tmp_path / "compiled", *overrides, "train.compile=true")
+    assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "eager"), rel=2e-5)
+
+
+def _messages(config: Path, folder: Path, overrides: list[str]) -> str:
+    """The error that a run ends with on this rank."""
+    with pytest.raises((ConfigError, DataError)) as raised:
+        train_here(config, folder, *overrides)
+    return str(raised.value)
+
+
+def _bad_data_on_rank_one(config: Path, folder: Path, overrides: list[str]) -> str:
+    if dist.get_rank() == 1:
+        read, count = TokenDataset.batch, 0
+
+        def failing(self: TokenDataset, samples: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == 3:
+                raise DataError("shard.bin: token id 999 at offset 3 of sequence 2")
+            return read(self, samples)
+
+        TokenDataset.batch = failing  # type: ignore[method-assign]
+    return _messages(config, folder, overrides)
+
+
+@pytest.mark.parametrize("overrides", [[], ["parallel.tp=2"]], ids=["dp2", "tp2"])
+def test_bad_data_of_one_rank_ends_the_run_on_every_rank(config, tmp_path, overrides):
+    messages = run_ranks(2, _bad_data_on_rank_one, config, tmp_path / "run", ["train.steps=100", *overrides])
+    assert (
+        messages == ["rank 1: shard.bin: token id 999 at offset 3 of sequence 2"] * 2
+        or messages == ["shard.bin: token id 999 at offset 3 of sequence 2"] * 2
+    )
+    assert steps_saved(tmp_path / "run") == []
+
+
+def _other_config_on_rank_one(config: Path, folder: Path) -> str:
+    return _messages(config, folder, [f"optimizer.lr={1e-2 if dist.get_rank() == 0 else 2e-2}"])
+
+
+def test_ranks_with_different_configs_are_refused(config, tmp_path):
+    messages = run_ranks(2, _other_config_on_rank_one, config, tmp_path / "run")
+    assert messages[0] == messages[1]
+    assert messages[0] == (
+        "rank 1 has another config than rank 0: 'lr = 0.02' against 'lr = 0.01'; "
+        "give every rank the same file and overrides"
+    )
+
+
+def _use_twice(config: Path, folder: Path) -> str:
+    with RunFolder(folder):
+        return _messages(config, folder, [])
+
+
+def test_run_folder_in_use_is_refused_on_every_rank(config, tmp_path):
+    messages = run_ranks(2, _use_twice, config, tmp_path / "run")
+    assert messages[0] == messages[1]
+    assert "is in use by pid" in messages[0]
