@@ -26,7 +26,8 @@ RELEASED = {
 
 
 def test_every_preset_is_checked_here():
-    assert preset_names() == [f"transnormerllm-{size}" for size in [*TABLE_10, *RELEASED]]
+    names = [name for name in preset_names() if name.startswith("transnormerllm-")]
+    assert names == [f"transnormerllm-{size}" for size in [*TABLE_10, *RELEASED]]
 
 
 @pytest.mark.parametrize("size", TABLE_10)

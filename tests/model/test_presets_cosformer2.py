@@ -1,0 +1,55 @@
+"""The cosFormer2 presets against the scaling-laws paper's counts, and their work and memory by formula."""
+
+import pytest
+
+from megalin.layers.mixers.cosformer2 import TPE, CosFormer2
+from megalin.model.language_model import LanguageModel
+from megalin.model.presets import load_preset, preset_names
+
+# Blocks, width, GLU width, and the paper's millions without the embedding; its 3b row fits no rule (the note says so).
+ROWS = {
+    "70m": (6, 512, 1536, 21.3),
+    "160m": (12, 768, 2048, 87.5),
+    "410m": (25, 1024, 2816, 328.0),
+    "1b": (32, 1536, 4096, 919.1),
+    "3b": (35, 2560, 6912, 2799.0),
+    "7b": (32, 4096, 11008, 6511.0),
+}
+WIDTH_OF_A_HEAD = 128
+
+
+def test_every_preset_of_the_family_is_checked_here():
+    names = [name for name in preset_names() if name.startswith("cosformer2-")]
+    assert names == [f"cosformer2-{size}" for size in ROWS]
+
+
+@pytest.mark.parametrize("size", ROWS)
+def test_counts_are_the_papers(size):
+    num_layers, width, glu, published = ROWS[size]
+    preset = load_preset(f"cosformer2-{size}")
+    model = LanguageModel(preset.model)
+    count = model.num_parameters() - model.num_embedding_parameters()
+    layer = 4 * width**2 + 3 * width * glu + 2 * width * WIDTH_OF_A_HEAD + 7 * width
+    assert count == num_layers * layer + WIDTH_OF_A_HEAD * (width + 1) + 2 * width
+    assert model.num_embedding_parameters() == 100_280 * width
+    assert (round(count / 1e6, 1) == published) == (size != "3b")
+    assert f"{count / 1e6:.1f}M" in preset.note
+    assert f"{published:.1f}M" in preset.note
+
+
+@pytest.mark.parametrize("size", ROWS)
+def test_heads_work_and_state(size):
+    num_layers, width, glu, _ = ROWS[size]
+    model = LanguageModel(load_preset(f"cosformer2-{size}").model)
+    mixers = [mixer for mixer in model.mixers() if isinstance(mixer, CosFormer2)]
+    assert len(mixers) == num_layers
+    assert {(mixer.head_dim, mixer.key_dim) for mixer in mixers} == {(WIDTH_OF_A_HEAD, 2 * WIDTH_OF_A_HEAD)}
+    (layer,) = model.input_mixers()
+    assert isinstance(layer, TPE)
+    assert layer.num_decays == WIDTH_OF_A_HEAD
+    # h x 256 x 128 a layer and d x 128 once, in fp32
+    assert model.state_bytes() == (num_layers * 256 * width + 128 * width) * 4
+    # per token: twice the weights of every matrix, the scan of chunks of 64, TPE, twice the tied table
+    matrices = 2 * num_layers * (4 * width**2 + 3 * width * glu + 2 * width * WIDTH_OF_A_HEAD)
+    scan = num_layers * width * (2 * 64 * 3 + 4 * 256)
+    assert model.forward_flops(4096) == matrices + scan + 4 * width * 128 + 2 * 100_280 * width
