@@ -80,6 +80,23 @@ NORMS = Case(
     ),
 )
 
+LAYER_NORM = {"norm": "layernorm", "bias": True}
+BIASED = Case(
+    "hgrn2-biased",
+    model(
+        {
+            "sublayers": [
+                attention(
+                    "hgrn2", query_activation="sigmoid", value_activation="silu", output_norm="layernorm", **LAYER_NORM
+                ),
+                GLU | LAYER_NORM,
+            ],
+            "repeat": 2,
+        },
+        norm="layernorm",
+    ),
+)
+
 CASES = (
     _row("transnormer", attention("transnormer")),
     _row("transnormer-paper", attention("transnormer", decay="paper")),
@@ -88,6 +105,7 @@ CASES = (
     _row("tnl", attention("tnl")),
     _row("glu-silu", attention("tnl", lrpe="cosine"), GLU | {"activation": "silu"}),
     _row("hgrn2", attention("hgrn2")),
+    BIASED,
     _row("cosformer2", attention("cosformer2")),
     NORMS,
     _row("sockets", TOY),

@@ -86,29 +86,35 @@ def tnl(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: int) -
     return attention(config, weights, qkv, gate, layer, num_layers)
 
 
+def maps(weights: Weights, name: str, x: Tensor) -> list[Tensor]:
+    """x through every part of the fused map `name`, with its bias where it has one."""
+    parts = weights[f"{name}.weight"]
+    return [x @ w.T + b for w, b in zip(parts, weights.get(f"{name}.bias", torch.zeros(parts.shape[:2])), strict=True)]
+
+
 def hgrn2(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: int) -> Tensor:
-    q, logit, v = [x @ part.T for part in weights["qfv.weight"]]
+    q, logit, v = maps(weights, "qfv", x)
+    q = torch.sigmoid(q) * (q if config.query_activation == "silu" else 1.0)
+    v = torch.sigmoid(v) * v if config.value_activation == "silu" else v
     share = weights["shared.rows.gamma"].softmax(0)
     beta = share[1 : layer + 1].sum(0)
     forget = beta + (1.0 - beta) * torch.sigmoid(logit)
     heads = []
-    for q_h, f_h, v_h in zip(*(y.chunk(config.num_heads, -1) for y in (functional.silu(q), forget, v)), strict=True):
+    for q_h, f_h, v_h in zip(*(y.chunk(config.num_heads, -1) for y in (q, forget, v)), strict=True):
         state, rows = torch.zeros(f_h.shape[1], v_h.shape[1], dtype=x.dtype), []
         for q_t, f_t, v_t in zip(q_h, f_h, v_h, strict=True):
             state = f_t[:, None] * state + torch.outer(1.0 - f_t, v_t)
             rows.append(q_t @ state)
         heads.append(torch.stack(rows))
-    return (
-        any_norm(config.output_norm, torch.cat(heads, -1), config.norm_eps, weights, "out.norm_")
-        @ weights["out.weight"].T
-    )
+    normed = any_norm(config.output_norm, torch.cat(heads, -1), config.norm_eps, weights, "out.norm_")
+    return normed @ weights["out.weight"].T + weights.get("out.bias", 0.0)
 
 
 def glu(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: int) -> Tensor:
-    gate, value = [x @ part.T for part in weights["up.weight"]]
+    gate, value = maps(weights, "up", x)
     if config.activation == "silu":
         gate = gate / (1.0 + torch.exp(-gate))
-    return (gate * value) @ weights["down.weight"].T
+    return (gate * value) @ weights["down.weight"].T + weights.get("down.bias", 0.0)
 
 
 def running_sum(v: Tensor, factor: Tensor) -> Tensor:

@@ -162,10 +162,10 @@ class LanguageModel(nn.Module):
             mixer.after_optimizer_step()
 
     def no_decay_names(self) -> set[str]:
-        """Global names of the parameters without weight decay: vectors (norm weights, biases) and all that computes
-        in full precision."""
+        """Global names of the parameters without weight decay: vectors (norm weights), biases (a fused one is
+        [parts, out]) and all that computes in full precision."""
         precise = {id(p) for module in self.full_precision_modules() for p in module.parameters()}
-        return {name for name, p in self.named_parameters() if p.dim() <= 1 or id(p) in precise}
+        return {n for n, p in self.named_parameters() if p.dim() <= 1 or n.endswith(".bias") or id(p) in precise}
 
     def mixers(self) -> list[Mixer]:
         """Every mixer, blocks in order."""

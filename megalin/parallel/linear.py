@@ -14,7 +14,7 @@ from megalin.parallel.tensor_parallel import TensorParallel, local
 
 
 class ColumnParallelLinear(nn.Module):
-    """`parts` fused maps y_i = x W_i^T with the outputs of every part split over the axis.
+    """`parts` fused maps y_i = x W_i^T (+ b_i) with the outputs of every part split over the axis.
 
     The weight is one parameter [parts, out, in], split along `out`: the split lies inside each part by construction,
     and its flat view [parts * out, in] is the published layout. The input must have entered the sharded region
@@ -27,6 +27,7 @@ class ColumnParallelLinear(nn.Module):
         out_features: int,
         *,
         parts: int = 1,
+        bias: bool = False,
         tp: TensorParallel,
         std: float,
         name: str,
@@ -36,15 +37,18 @@ class ColumnParallelLinear(nn.Module):
         self.parts, self.in_features, self.out_features, self.std = parts, in_features, out_features, std
         tp.divide(out_features, name)
         self.weight = tp.fused_parameter(parts, out_features, in_features)
+        self.bias = tp.parameter(parts, out_features, shard_dim=1) if bias else None
 
     def fill(self, draw: Draw) -> None:
-        """Draws the weight from N(0, std^2)."""
+        """Draws the weight from N(0, std^2); the bias is zero."""
         draw(self.weight, "weight", normal(self.std))
+        if self.bias is not None:
+            draw(self.bias, "bias", constant(0.0))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """[B, T, in] -> `parts` tensors [B, T, out/tp]."""
-        weight = local(self.weight)
-        y = functional.linear(x, weight.flatten(0, 1))  # [B, T, parts * out/tp]
+        bias = None if self.bias is None else local(self.bias).flatten()
+        y = functional.linear(x, local(self.weight).flatten(0, 1), bias)  # [B, T, parts * out/tp]
         return y.unflatten(-1, (self.parts, -1)).unbind(-2)
 
     def flops(self) -> int:
@@ -53,22 +57,43 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """y = x W^T with the inputs split over the axis; the ranks' partial sums leave through one collective."""
+    """y = x W^T (+ b) with the inputs split over the axis; the ranks' partial sums leave through one collective.
 
-    def __init__(self, in_features: int, out_features: int, *, tp: TensorParallel, std: float, name: str) -> None:
+    The bias is replicated, and joins the sum once, after the collective.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        tp: TensorParallel,
+        std: float,
+        name: str,
+    ) -> None:
         """Raises ConfigError where `in_features`, called `name` in the message, does not divide."""
         super().__init__()
         self.in_features, self.out_features, self.std, self.tp = in_features, out_features, std, tp
         tp.divide(in_features, name)
         self.weight = tp.parameter(out_features, in_features, shard_dim=1)
+        self.bias = tp.parameter(out_features, shard_dim=None) if bias else None
 
     def fill(self, draw: Draw) -> None:
-        """Draws the weight from N(0, std^2)."""
+        """Draws the weight from N(0, std^2); the bias is zero."""
         draw(self.weight, "weight", normal(self.std))
+        if self.bias is not None:
+            draw(self.bias, "bias", constant(0.0))
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, in/tp] -> [B, T, out], the residual stream's layout."""
+        return self._add_bias(self._product(x))
+
+    def _product(self, x: Tensor) -> Tensor:
         return self.tp.leave(functional.linear(x, local(self.weight)))
+
+    def _add_bias(self, y: Tensor) -> Tensor:
+        return y if self.bias is None else y + self.tp.stream_weight(local(self.bias))
 
     def flops(self) -> int:
         """Forward floating-point operations a token, whole axis."""
@@ -76,7 +101,7 @@ class RowParallelLinear(nn.Module):
 
 
 class NormedRowParallelLinear(RowParallelLinear):
-    """y = (norm(x) * gate) W^T, the norm over the whole width of an x that is split over the axis.
+    """y = (norm(x) * gate) W^T (+ b), the norm over the whole width of an x that is split over the axis.
 
     srmsnorm, rmsnorm: one number a token, r = (sum over ranks of sum_j x_j^2 / in + eps)^(-1/2), which commutes with
     the matrix: y = r * sum over ranks of (x * weight * gate) W^T. The squares travel in an fp32 all-reduce of their
@@ -92,13 +117,14 @@ class NormedRowParallelLinear(RowParallelLinear):
         out_features: int,
         *,
         eps: float,
+        bias: bool = False,
         tp: TensorParallel,
         std: float,
         name: str,
         norm: Literal["srmsnorm", "rmsnorm", "layernorm"] = "srmsnorm",
     ) -> None:
         """Raises ConfigError where `in_features`, called `name` in the message, does not divide."""
-        super().__init__(in_features, out_features, tp=tp, std=std, name=name)
+        super().__init__(in_features, out_features, bias=bias, tp=tp, std=std, name=name)
         self.norm, self.eps = norm, eps
         if norm != "srmsnorm":
             self.norm_weight = tp.parameter(in_features, shard_dim=0)
@@ -106,7 +132,7 @@ class NormedRowParallelLinear(RowParallelLinear):
             self.norm_bias = tp.parameter(in_features, shard_dim=0)
 
     def fill(self, draw: Draw) -> None:
-        """Draws the weight from N(0, std^2); the norm's weight is one, its bias zero."""
+        """Draws the weight from N(0, std^2); the norm's weight is one, biases are zero."""
         super().fill(draw)
         if self.norm != "srmsnorm":
             draw(self.norm_weight, "norm_weight", constant(1.0))
@@ -117,13 +143,13 @@ class NormedRowParallelLinear(RowParallelLinear):
         """x and, where there is one, gate [B, T, in/tp] -> [B, T, out], the residual stream's layout."""
         if self.norm == "layernorm":
             x = self._layer_norm(x)
-            return super().forward(x if gate is None else x * gate)
+            return self._add_bias(self._product(x if gate is None else x * gate))
         squares = x.to(compute_dtype(x)).square().sum(-1)  # [B, T]
         total = self.tp.reduce_tokens(squares)  # waited on at its first use, after the product
         if self.norm == "rmsnorm":
             x = x * local(self.norm_weight)
-        y = super().forward(x if gate is None else x * gate)
-        return (torch.rsqrt(total / self.in_features + self.eps)[..., None] * y).to(y.dtype)
+        y = self._product(x if gate is None else x * gate)
+        return self._add_bias((torch.rsqrt(total / self.in_features + self.eps)[..., None] * y).to(y.dtype))
 
     def _layer_norm(self, x: Tensor) -> Tensor:
         wide = x.to(compute_dtype(x))

@@ -1,9 +1,13 @@
-"""The norm of the residual stream."""
+"""The norms of the residual stream."""
 
+import pytest
 import torch
 
-from megalin.layers.norms import SRMSNorm
+from megalin.layers.norms import LayerNorm, RMSNorm, SRMSNorm, build_norm
 from megalin.ops.srmsnorm import srmsnorm
+from megalin.parallel.initialisation import fill
+from megalin.parallel.tensor_parallel import TensorParallel
+from tests.numerics import assert_close, outputs_and_gradients
 
 
 def test_norm_holds_no_parameters_and_uses_its_eps():
@@ -11,3 +15,62 @@ def test_norm_holds_no_parameters_and_uses_its_eps():
     assert not list(norm.parameters())
     assert torch.equal(norm(x), srmsnorm(x, eps=0.5))
     assert not torch.equal(norm(x), SRMSNorm(1e-6)(x))
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected", "names"),
+    [("srmsnorm", SRMSNorm, []), ("rmsnorm", RMSNorm, ["weight"]), ("layernorm", LayerNorm, ["weight", "bias"])],
+)
+def test_the_name_of_a_norm_says_its_parameters(kind, expected, names):
+    norm = build_norm(kind, 8, 1e-5, TensorParallel())
+    assert isinstance(norm, expected)
+    assert [name for name, _ in norm.named_parameters()] == names
+    assert all(parameter.shape == (8,) for parameter in norm.parameters())
+
+
+def filled(kind: str, eps: float) -> torch.nn.Module:
+    norm = build_norm(kind, 8, eps, TensorParallel())
+    norm.to_empty(device="cpu")
+    fill(norm, 0)
+    return norm
+
+
+def test_rmsnorm_and_its_gradients_equal_the_definition():
+    norm = filled("rmsnorm", 0.3).double()
+    inputs = {"x": torch.randn(2, 3, 8).double(), "weight": torch.randn(8).double()}
+
+    def actual(x, weight):
+        return [torch.func.functional_call(norm, {"weight": weight}, (x,))]
+
+    def definition(x, weight):
+        return [weight * x / (x.square().mean(-1, keepdim=True) + 0.3).sqrt()]
+
+    assert_close(outputs_and_gradients(actual, inputs), outputs_and_gradients(definition, inputs), 1e-14)
+
+
+def test_layernorm_and_its_gradients_equal_the_definition():
+    norm = filled("layernorm", 0.3).double()
+    inputs = {
+        "x": torch.randn(2, 3, 8).double() + 2.0,
+        "weight": torch.randn(8).double(),
+        "bias": torch.randn(8).double(),
+    }
+
+    def actual(x, weight, bias):
+        return [torch.func.functional_call(norm, {"weight": weight, "bias": bias}, (x,))]
+
+    def definition(x, weight, bias):
+        centred = x - x.mean(-1, keepdim=True)
+        return [weight * centred / (centred.square().mean(-1, keepdim=True) + 0.3).sqrt() + bias]
+
+    assert_close(outputs_and_gradients(actual, inputs), outputs_and_gradients(definition, inputs), 1e-14)
+
+
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
+def test_norms_start_without_effect_and_compute_wide(kind):
+    """bf16 weights and inputs: one rounding, of the result."""
+    norm = filled(kind, 1e-5)
+    x = (torch.randn(2, 3, 8) * 100.0 + 30.0).bfloat16()
+    wide = norm(x.float())
+    assert wide.square().mean().item() == pytest.approx(1.0, rel=1e-3)
+    assert torch.equal(norm.bfloat16()(x), wide.bfloat16())

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megalin.layers.norms import LayerNorm, RMSNorm
 from megalin.parallel.collectives import all_gather, local_slice
 from megalin.parallel.embedding import VocabParallelTable
 from megalin.parallel.linear import ColumnParallelLinear, LowRankLinear, NormedRowParallelLinear, RowParallelLinear
-from megalin.parallel.tensor_parallel import TensorParallel, full_tensor
+from megalin.parallel.tensor_parallel import TensorParallel, assign, full_tensor
 from tests.numerics import assert_close
 from tests.parallel.on_ranks import Arrays, make_mesh, materialise, to_arrays, to_tensors
 from tests.ranks import run_ranks
@@ -62,6 +63,80 @@ class GatedNorm(nn.Module):
         return (normed * torch.sigmoid(x @ w["gate.down"].T @ w["gate.up"].T)) @ w["out.weight"].T
 
 
+class BiasedColumnRow(nn.Module):
+    """silu(x W_1 + b_1) * (x W_2 + b_2)) W_3 + b_3."""
+
+    def __init__(self, tp: TensorParallel) -> None:
+        super().__init__()
+        self.tp = tp
+        self.up = ColumnParallelLinear(WIDTH, INNER, parts=2, bias=True, tp=tp, std=0.3, name="inner")
+        self.down = RowParallelLinear(INNER, WIDTH, bias=True, tp=tp, std=0.3, name="inner")
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.up(self.tp.enter(x))
+        return self.down(functional.silu(a) * b)
+
+    @staticmethod
+    def dense(w: Weights, x: Tensor) -> Tensor:
+        a, b = (x @ w["up.weight"][i].T + w["up.bias"][i] for i in range(2))
+        return (functional.silu(a) * b) @ w["down.weight"].T + w["down.bias"]
+
+
+class RMSNormed(nn.Module):
+    """RMSNorm(x W + b) W_o + b_o, weights and biases everywhere."""
+
+    norm = "rmsnorm"
+
+    def __init__(self, tp: TensorParallel) -> None:
+        super().__init__()
+        self.tp = tp
+        self.value = ColumnParallelLinear(WIDTH, INNER, bias=True, tp=tp, std=0.3, name="inner")
+        self.out = NormedRowParallelLinear(
+            INNER, WIDTH, eps=EPS, bias=True, tp=tp, std=0.3, name="inner", norm=self.norm
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.value(self.tp.enter(x))[0])
+
+    @staticmethod
+    def dense(w: Weights, x: Tensor) -> Tensor:
+        v = x @ w["value.weight"][0].T + w["value.bias"][0]
+        normed = v / ((v * v).mean(-1, keepdim=True) + EPS).sqrt() * w["out.norm_weight"]
+        return normed @ w["out.weight"].T + w["out.bias"]
+
+
+class LayerNormed(RMSNormed):
+    """The same with a centred norm and its bias, and a gate between norm and matrix."""
+
+    norm = "layernorm"
+
+    def forward(self, x: Tensor) -> Tensor:
+        (v,) = self.value(self.tp.enter(x))
+        return self.out(v, torch.sigmoid(v))
+
+    @staticmethod
+    def dense(w: Weights, x: Tensor) -> Tensor:
+        v = x @ w["value.weight"][0].T + w["value.bias"][0]
+        normed = functional.layer_norm(v, (INNER,), w["out.norm_weight"], w["out.norm_bias"], EPS)
+        return (normed * torch.sigmoid(v)) @ w["out.weight"].T + w["out.bias"]
+
+
+class StreamNorms(nn.Module):
+    """RMSNorm(LayerNorm(x)) of the residual stream."""
+
+    def __init__(self, tp: TensorParallel) -> None:
+        super().__init__()
+        self.first, self.second = LayerNorm(WIDTH, EPS, tp=tp), RMSNorm(WIDTH, EPS, tp=tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+    @staticmethod
+    def dense(w: Weights, x: Tensor) -> Tensor:
+        y = functional.layer_norm(x, (WIDTH,), w["first.weight"], w["first.bias"], EPS)
+        return y / ((y * y).mean(-1, keepdim=True) + EPS).sqrt() * w["second.weight"]
+
+
 class LowRankRow(nn.Module):
     """tanh(x W_down W_up) W_o."""
 
@@ -79,9 +154,13 @@ class LowRankRow(nn.Module):
         return (x @ w["low.down"].T @ w["low.up"].T).tanh() @ w["out.weight"].T
 
 
-LAYERS: dict[str, type[ColumnRow | GatedNorm | LowRankRow]] = {
+LAYERS: dict[str, type[nn.Module]] = {
     "column_row": ColumnRow,
+    "biased": BiasedColumnRow,
     "gated_norm": GatedNorm,
+    "rmsnorm": RMSNormed,
+    "layernorm": LayerNormed,
+    "stream_norms": StreamNorms,
     "low_rank": LowRankRow,
 }
 
@@ -97,6 +176,14 @@ def token_ids() -> Tensor:
     return ids
 
 
+def materialise_with_vectors(layer: nn.Module) -> None:
+    """As it is filled, but norm weights and biases are drawn: as ones and zeros they could be lost or added twice."""
+    materialise(layer)
+    for index, (name, parameter) in enumerate(layer.named_parameters()):
+        if parameter.dim() == 1 or name.endswith("bias"):
+            assign(parameter, draw(10 + index, *parameter.shape))
+
+
 def _stream(tensor: Tensor, tp: TensorParallel, back: bool = False) -> Tensor:
     """A whole residual stream as this rank holds it, or the way back."""
     if not tp.sequence_parallel:
@@ -108,7 +195,7 @@ def _stream(tensor: Tensor, tp: TensorParallel, back: bool = False) -> Tensor:
 
 def _run_stream_layer(name: str, tp: TensorParallel) -> dict[str, Tensor]:
     layer = LAYERS[name](tp).double()
-    materialise(layer)
+    materialise_with_vectors(layer)
     x = _stream(draw(1, BATCH, LENGTH, WIDTH), tp).requires_grad_()
     y = layer(x)
     y.backward(_stream(draw(2, BATCH, LENGTH, WIDTH), tp))
@@ -165,7 +252,7 @@ both_layouts = pytest.mark.parametrize("sequence_parallel", [False, True], ids=[
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_equal_dense_maths(name: str, world_size: int, sequence_parallel: bool):
     one_process = LAYERS[name](TensorParallel()).double()
-    materialise(one_process)
+    materialise_with_vectors(one_process)
     weights = {key: weight.detach() for key, weight in one_process.named_parameters()}
     expected = with_gradients(LAYERS[name].dense, weights)
     for arrays in results(world_size, sequence_parallel):

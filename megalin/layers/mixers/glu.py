@@ -13,15 +13,16 @@ from megalin.parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 
 class GLU(Mixer):
-    """y = (act(x W_1) * (x W_2)) W_3, no biases (TransNormerLLM eq. 6 with act = identity)."""
+    """y = (act(x W_1) * (x W_2)) W_3, and a bias at each W where asked (TransNormerLLM eq. 6 with act = identity)."""
 
     def __init__(self, config: GLUConfig, scope: BuildScope) -> None:
         super().__init__()
         self.activation, self.tp = config.activation, scope.tp
         size, tp, std = config.intermediate_size, scope.tp, scope.init_std
         name = f"{scope.path}.intermediate_size"
-        self.up = ColumnParallelLinear(scope.hidden_size, size, parts=2, tp=tp, std=std, name=name)
-        self.down = RowParallelLinear(size, scope.hidden_size, tp=tp, std=scope.output_std, name=name)
+        bias = config.bias
+        self.up = ColumnParallelLinear(scope.hidden_size, size, parts=2, bias=bias, tp=tp, std=std, name=name)
+        self.down = RowParallelLinear(size, scope.hidden_size, bias=bias, tp=tp, std=scope.output_std, name=name)
 
     def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
         gate, value = self.up(self.tp.enter(x))
@@ -45,6 +46,8 @@ class GLUConfig(MixerConfig):
     """Width between the up and down projections."""
     activation: Literal["none", "silu"] = "none"
     """Applied to the gate. none: SGLU (TransNormerLLM, TNL, HGRN2); silu: SwiGLU."""
+    bias: bool = False
+    """Whether the three maps have biases."""
 
     def shrunk(self, *, hidden_size: int, num_heads: int) -> Self:
         return self.model_copy(update={"intermediate_size": hidden_size + num_heads})

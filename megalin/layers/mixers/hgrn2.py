@@ -58,9 +58,10 @@ class LowerBounds(nn.Module):
 
 
 class HGRN2(Mixer):
-    """y = SRMSNorm(scan(q, 1 - f, v; log f)) W_o with q = silu(x W_q), v = x W_v, f = beta + (1 - beta) sigmoid(x W_f).
+    """y = norm(scan(q, 1 - f, v; log f)) W_o with q = silu(x W_q), v = x W_v, f = beta + (1 - beta) sigmoid(x W_f).
 
-    The scan is the vector-decay recurrence with K = V = D / H. Evaluated in the forms that stay exact at both ends:
+    Other activations of q and v, and a bias at each W, where the config says so. The scan is the vector-decay
+    recurrence with K = V = D / H. Evaluated in the forms that stay exact at both ends:
     log f = logaddexp(log beta, log(1 - beta) + logsigmoid(f~)) and 1 - f = (1 - beta) sigmoid(-f~), in fp32.
 
     Source: HGRN2 section 3, with the first bound subtracted (models.md 2.3).
@@ -78,9 +79,16 @@ class HGRN2(Mixer):
             )
         self.local_heads = scope.tp.divide(config.num_heads, f"{scope.path}.num_heads")
         name = "model.hidden_size"
-        self.qfv = ColumnParallelLinear(width, width, parts=3, tp=scope.tp, std=std, name=name)
+        self.qfv = ColumnParallelLinear(width, width, parts=3, bias=config.bias, tp=scope.tp, std=std, name=name)
         self.out = NormedRowParallelLinear(
-            width, width, eps=config.norm_eps, tp=scope.tp, std=scope.output_std, name=name, norm=config.output_norm
+            width,
+            width,
+            eps=config.norm_eps,
+            bias=config.bias,
+            tp=scope.tp,
+            std=scope.output_std,
+            name=name,
+            norm=config.output_norm,
         )
 
     def own_context(self, context: SequenceContext) -> SequenceContext:
@@ -114,9 +122,9 @@ class HGRN2(Mixer):
         log_beta = beta.clamp(min=torch.finfo(beta.dtype).tiny).log()
         log_decay = torch.logaddexp(log_beta, torch.log1p(-beta) + functional.logsigmoid(logit))
         k = ((1.0 - beta) * torch.sigmoid(-logit)).to(x.dtype)
-        return tuple(
-            tensor.unflatten(-1, (self.local_heads, self.head_dim)) for tensor in (functional.silu(q), k, v, log_decay)
-        )
+        q = functional.silu(q) if self.config.query_activation == "silu" else torch.sigmoid(q)
+        v = functional.silu(v) if self.config.value_activation == "silu" else v
+        return tuple(tensor.unflatten(-1, (self.local_heads, self.head_dim)) for tensor in (q, k, v, log_decay))
 
     def flops(self, length: int) -> int:
         scan = vector_decay_scan_flops(
@@ -139,6 +147,12 @@ class HGRN2Config(MixerConfig):
     """This mixer."""
     num_heads: int = pydantic.Field(gt=0)
     """Heads; must divide the hidden size, and be divided by parallel.tp."""
+    query_activation: Literal["silu", "sigmoid"] = "silu"
+    """Applied to the query, the paper's output gate. sigmoid: the WikiText-103 model."""
+    value_activation: Literal["none", "silu"] = "none"
+    """Applied to the value, the paper's input. silu: the WikiText-103 model."""
+    bias: bool = False
+    """Whether the four maps have biases."""
     output_norm: NormKind = "srmsnorm"
     """Norm of all heads' outputs together."""
     chunk_size: int = pydantic.Field(default=64, gt=0)
