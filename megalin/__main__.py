@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 
 from megalin.commands import COMMANDS
@@ -34,5 +35,14 @@ def main(arguments: list[str] | None = None) -> int:
         return error.exit_code
 
 
+def run() -> None:
+    """`main` as a process. It leaves without the interpreter's teardown, which now and then meets a thread of a process
+    group that was destroyed and aborts a command that has done its work."""
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

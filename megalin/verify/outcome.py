@@ -16,6 +16,7 @@ from megalin.parallel.initialisation import fill
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.tensor_parallel import full_tensor
 from megalin.train.build import build_model
+from megalin.train.evaluate import batch_to
 from megalin.train.step import accumulate_gradients, apply_gradients
 from megalin.verify.case import Case, make_batches, rank_batches
 
@@ -66,18 +67,21 @@ def run_on_mesh(case: Case, mesh: Mesh, *, after_fill: Callable[[nn.Module, Mesh
     return outcome
 
 
-def run_reference(case: Case, dtype: torch.dtype) -> Outcome:
-    """The step in this process alone, in `dtype`, on the CPU: plain tensors, plain autograd, plain AdamW."""
+def run_reference(case: Case, dtype: torch.dtype, device: torch.device) -> Outcome:
+    """The step in this process alone, in `dtype`: plain tensors, plain autograd, plain AdamW.
+
+    `device` is that of the mesh: the draws of the initial weights are the same on every mesh of one kind of device.
+    """
     model = LanguageModel(case.model).to(torch.promote_types(dtype, torch.float32))
     wide = {parameter for module in model.full_precision_modules() for parameter in module.parameters()}
     for parameter in set(model.parameters()) - wide:  # buffers, as the decays, stay wide: so they do on the mesh
         parameter.data = parameter.data.to(dtype)
-    model.to_empty(device="cpu")
+    model.to_empty(device=device)
     fill(model, case.seed)
-    batches = make_batches(case)
+    batches = [batch_to(batch, device) for batch in make_batches(case)]
     outcome: Outcome = {}
     count = sum(int((batch.labels != IGNORED_LABEL).sum()) for batch in batches)
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for index, batch in enumerate(batches):
         output = model(batch.tokens, labels=batch.labels, document_ids=batch.document_ids)
         outcome[f"logits.{index}"] = logits = output.logits.detach()[..., : case.model.vocab_size]
@@ -101,4 +105,4 @@ def run_reference(case: Case, dtype: torch.dtype) -> Outcome:
     ).step()
     outcome["loss"], outcome["grad_norm"] = total, norm.detach()
     outcome |= {f"weight:{name}": parameter.detach() for name, parameter in parameters.items()}
-    return outcome
+    return {name: tensor.cpu() for name, tensor in outcome.items()}

@@ -37,7 +37,7 @@ def verify(case: Case) -> list[Row]:
     outcome = run_on_mesh(case, mesh)
     if not mesh.is_first_rank:
         return []
-    return compare(case, outcome, *_references(case))
+    return compare(case, outcome, *_references(case, mesh.device))
 
 
 def self_test(case: Case) -> list[FaultResult]:
@@ -50,7 +50,7 @@ def self_test(case: Case) -> list[FaultResult]:
         outcome = run_on_mesh(planted, mesh, after_fill=fault.after_fill)
         if mesh.is_first_rank:
             if fault.needs_low_rank not in references:
-                references[fault.needs_low_rank] = _references(planted)
+                references[fault.needs_low_rank] = _references(planted, mesh.device)
             rows = compare(planted, outcome, *references[fault.needs_low_rank])
             results.append(FaultResult(fault.name, not all(row.passed for row in rows), _worst(rows)[0]))
     return results
@@ -65,10 +65,10 @@ def with_low_rank(case: Case) -> Case:
     return case._replace(model=case.model.model_copy(update={"layers": [*case.model.layers, block]}))
 
 
-def _references(case: Case) -> tuple[Outcome, Outcome | None]:
+def _references(case: Case, device: torch.device) -> tuple[Outcome, Outcome | None]:
     if case.dtype == "bfloat16":
-        return run_reference(case, torch.float32), run_reference(case, torch.bfloat16)
-    return run_reference(case, case.compute_dtype), None
+        return run_reference(case, torch.float32, device), run_reference(case, torch.bfloat16, device)
+    return run_reference(case, case.compute_dtype, device), None
 
 
 def _worst(rows: list[Row]) -> list[Row]:
