@@ -1,0 +1,123 @@
+"""Collects text that every machine with Python has: the standard library's sources, help topics and docstrings."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import inspect
+import itertools
+import json
+import platform
+import sys
+import sysconfig
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from pydoc_data import topics
+from typing import Any, NamedTuple
+
+HELD_OUT_SHARE = 0.02
+# Not the library's own text, tables of character codes, and the topics, which are documents of their own.
+LEFT_OUT = ("site-packages/", "dist-packages/", "__pycache__/", "encodings/", "pydoc_data/")
+LICENSE_NOTE = """\
+train.jsonl and held-out.jsonl hold text of the standard library of Python {version}:
+its sources, the topics of its help, and the docstrings of the modules that are built into the interpreter.
+
+{copyright}
+
+It is licensed under the PSF License Agreement, version 2, https://docs.python.org/3/license.html;
+some files name another licence at their top, and that page lists them.
+"""
+
+
+class Document(NamedTuple):
+    """A text and where it comes from."""
+
+    source: str
+    text: str
+
+
+def sources(library: Path) -> Iterator[Document]:
+    """The library's Python files by name, one document each; files that are no text on purpose (tests) are passed."""
+    for path in sorted(library.rglob("*.py")):
+        name = path.relative_to(library).as_posix()
+        if any(part in f"{name}/" for part in LEFT_OUT):
+            continue
+        try:
+            with tokenize.open(path) as file:
+                yield Document(name, file.read())
+        except (SyntaxError, UnicodeDecodeError):
+            continue
+
+
+def help_topics() -> Iterator[Document]:
+    """The texts of `help("TOPIC")`."""
+    for name, text in sorted(topics.topics.items()):
+        yield Document(f"help topic {name}", text)
+
+
+def docstrings() -> Iterator[Document]:
+    """For each module that is built into the interpreter, and so has no source here, its docstrings."""
+    for name in sorted(sys.builtin_module_names):
+        parts = list(_docstrings_of(name, importlib.import_module(name), depth=2))
+        yield Document(f"docstrings of {name}", "\n\n".join(parts))
+
+
+def _docstrings_of(name: str, owner: Any, depth: int) -> Iterator[str]:
+    """`name`'s docstring and, down to `depth` levels, those of its public members."""
+    text = inspect.getdoc(owner)
+    if text:
+        yield f"{name}\n\n{text}"
+    if depth and (inspect.ismodule(owner) or inspect.isclass(owner)):
+        for key, member in sorted(vars(owner).items()):
+            if not key.startswith("_") and callable(member):
+                yield from _docstrings_of(f"{name}.{key}", member, depth - 1)
+
+
+def collect(folder: Path, share: float) -> dict[str, list[Document]]:
+    """Writes train.jsonl, held-out.jsonl and LICENSE.txt into `folder`; returns the documents of each split.
+
+    The split is by the hash of the text, so it does not follow the order of the files; equal texts count once, so
+    none is in both splits.
+
+    Args:
+        share: of all documents to take, those with the smallest hashes.
+    """
+    library = Path(sysconfig.get_path("stdlib"))
+    found = itertools.chain(sources(library), help_topics(), docstrings())
+    documents = {_hash(document.text): document for document in found if document.text.strip()}
+    by_hash = sorted(documents)[: max(2, round(share * len(documents)))]
+    taken, held_out = set(by_hash), set(by_hash[: max(1, round(HELD_OUT_SHARE * len(by_hash)))])
+    splits: dict[str, list[Document]] = {"train": [], "held-out": []}
+    for digest, document in documents.items():
+        if digest in taken:
+            splits["held-out" if digest in held_out else "train"].append(document)
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, members in splits.items():
+        lines = (json.dumps(document._asdict()) + "\n" for document in members)
+        (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+    note = LICENSE_NOTE.format(version=platform.python_version(), copyright=sys.copyright)
+    (folder / "LICENSE.txt").write_text(note, encoding="utf-8")
+    return splits
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def main() -> int:
+    """Collects into a folder and tells how much came together."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--share", type=float, default=1.0, help="of the documents to take (1.0)")
+    arguments = parser.parse_args()
+    for split, documents in collect(arguments.folder, arguments.share).items():
+        size_bytes = sum(len(document.text.encode()) for document in documents)
+        print(f"{split:9}{len(documents):6,} documents {size_bytes / 1e6:8.2f} MB")
+    print(f"licence: PSF License Agreement, version 2, noted in {arguments.folder / 'LICENSE.txt'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# From this machine's own Python library to a trained TransNormerLLM: text, tokenizer, shards, training, evaluation.
+# Usage: run.sh [key=value ...]   overrides of transnormer.toml, as train.steps=1000
+# Works in the current folder, in quickstart-data/ and runs/quickstart/; what an earlier run left there is replaced.
+# CORPUS_SHARE=0.1 takes a tenth of the text.
+set -euo pipefail
+here=$(realpath --relative-to=. "$(dirname "$0")")
+tools=$here/../../tools
+config=$here/transnormer.toml
+data=quickstart-data
+run=runs/quickstart
+
+# One thread a process: the ranks share the machine, and OpenMP threads without work spin.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# glibc gives memory of this size back to the system at each free, and page faults took a quarter of the time.
+export MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=1073741824
+
+say() { printf '\n== %s\n' "$*"; }
+
+ranks=2
+case $(python -c 'import torch; print(torch.cuda.device_count())') in
+0) mesh=(parallel.tp=2) device='two processes, gloo on the CPU, fp32' ;;
+1) mesh=(parallel.tp=1 train.dtype=bfloat16) device='one process, one GPU, bf16' ranks=1 ;;
+*) mesh=(parallel.tp=2 train.dtype=bfloat16) device='two processes, NCCL on two GPUs, bf16' ;;
+esac
+set -- "${mesh[@]}" "$@"
+launch="python -m megalin"
+((ranks == 1)) || launch="python -m torch.distributed.run --nproc-per-node $ranks -m megalin"
+resolved=$(python -m megalin config "$config" "$@")
+field() { sed -n "s/^$1 = //p" <<<"$resolved"; }
+steps=$(field steps)
+
+say 'text: the sources, help topics and docstrings of this Python'
+rm -rf "$run"
+mkdir -p "$run"
+python "$here/collect.py" "$data" --share "${CORPUS_SHARE:-1.0}"
+
+say 'tokenizer and token shards'
+python "$tools/train_tokenizer.py" --input "$data/train.jsonl" --vocab-size "$(field vocab_size)" \
+    --output "$data/tokenizer.json"
+for split in train held-out; do
+    python "$tools/preprocess_data.py" --input "$data/$split.jsonl" --output-prefix "$data/$split" \
+        --tokenizer-model "$data/tokenizer.json" --append-eod --workers 2
+done
+python "$tools/inspect_shards.py" "$data/held-out_text_document" --tokenizer-model "$data/tokenizer.json" --validate
+
+say "training: $device, stopping midway"
+$launch train "$config" --folder "$run" "$@" train.stop_after_steps=$((steps / 2))
+say 'training: going on from the checkpoint'
+$launch train "$config" --folder "$run" "$@"
+
+say 'evaluation: the same checkpoint without tensor parallelism'
+$launch eval "$run" --json >"$run/evaluation.json"
+python -m megalin generate "$run" --prompt $'class Reader:\n' --max-tokens 100 --temperature 0.7 --top-p 0.9
+python "$here/report.py" "$run"
+
+python=$(realpath --no-symlinks --relative-to=. "$(command -v python)")
+cat <<END
+
+Try next:
+  $python -m megalin generate $run --prompt 'import ' --temperature 0.8 --top-p 0.95
+  $python -m megalin verify $config --tp 2 --dp 2
+  ${launch/#python/$python} train $config --folder runs/longer ${mesh[*]} train.steps=2000
+END
