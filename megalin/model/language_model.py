@@ -11,6 +11,7 @@ from megalin.layers.mixers.base import BuildScope, FullPrecision, Mixer, Sequenc
 from megalin.layers.norms import build_norm
 from megalin.model.block import Block
 from megalin.model.config import BlockConfig, ModelConfig
+from megalin.parallel.collectives import finish
 from megalin.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megalin.parallel.embedding import VocabParallelTable
 from megalin.parallel.tensor_parallel import TensorParallel
@@ -107,6 +108,7 @@ class LanguageModel(nn.Module):
         for index, layer in enumerate(self.input_mixers()):
             x, input_state = layer(x, layer.own_context(context), state.inputs[index] if state else None)
             inputs.append(input_state)
+        x = finish(x)
         blocks = []
         for index, block in enumerate(self.block_list()):
             x, states = block(x, block.contexts(context), state.blocks[index] if state else None)

@@ -2,7 +2,8 @@
 
 All are functional (`torch.distributed._functional_collectives`), so autograd and torch.compile see what they do: an
 in-place all-reduce inside an autograd.Function compiles to a zero gradient on torch 2.11, without a word. A result
-is waited on at its first use. On an axis of size 1 every collective is the identity.
+is waited on at its first use; `finish` waits before a compiled module. On an axis of size 1 every collective is the
+identity.
 """
 
 from __future__ import annotations
@@ -105,6 +106,24 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return all_gather(grads[0], ctx.axis, dim=ctx.dim), None, None
+
+
+class _Finish(torch.autograd.Function):
+    """y = x as a plain tensor; dx = dy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.trigger_wait() if isinstance(x, functional.AsyncCollectiveTensor) else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def finish(x: Tensor) -> Tensor:
+    """`x` after any collective that it waits for: what a compiled module may take as input. The gradient of a pending
+    result is lost there, without a word."""
+    return _Finish.apply(x)
 
 
 def copy_to_axis(x: Tensor, axis: Axis) -> Tensor:
