@@ -97,6 +97,8 @@ BIASED = Case(
     ),
 )
 
+RODIMUS = {"type": "rodimus", "norm": "srmsnorm", "state_size": 6, "input_gate_rank": 5, "chunk_size": CHUNK}
+
 CASES = (
     _row("transnormer", attention("transnormer")),
     _row("transnormer-paper", attention("transnormer", decay="paper")),
@@ -107,6 +109,7 @@ CASES = (
     _row("hgrn2", attention("hgrn2")),
     BIASED,
     _row("cosformer2", attention("cosformer2")),
+    Case("rodimus", model({"sublayers": [RODIMUS], "repeat": 2}, output_init="depth")),
     NORMS,
     _row("sockets", TOY),
     HYBRID,

@@ -110,6 +110,27 @@ def hgrn2(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: int)
     return normed @ weights["out.weight"].T + weights.get("out.bias", 0.0)
 
 
+def rodimus(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: int) -> Tensor:
+    n = config.state_size
+    x, gate = maps(weights, "fc", x)
+    taps = weights["conv.weight"]
+    padded = torch.cat([x.new_zeros(taps.shape[1] - 1, x.shape[1]), x])
+    conv = torch.stack([(padded[t : t + taps.shape[1]] * taps.T).sum(0) for t in range(len(x))])
+    conv = functional.silu(conv + weights["conv.bias"])
+    q, k = (conv @ weights["qk"].T).split(n, -1)
+    strength, temperature = (conv @ weights["gates"].T + weights["full_precision.gate_bias"]).split(n, -1)
+    selection, tempered = torch.log1p(strength.exp()), torch.sigmoid(temperature)
+    k = selection**tempered * k / k.norm(dim=-1, keepdim=True)
+    code = x @ weights["input_gate_down"].T
+    v = x * torch.sigmoid(code @ weights["input_gate_up"].T + weights["input_gate_bias"])
+    state, rows = torch.zeros(n, x.shape[1], dtype=x.dtype), []
+    for q_t, k_t, v_t, decay in zip(q, k, v, torch.exp(-selection * tempered), strict=True):
+        state = decay[:, None] * state + torch.outer(k_t, v_t)
+        rows.append(q_t @ state / math.sqrt(n))
+    o = torch.stack(rows) + weights["full_precision.feed_through"] * conv
+    return norm(o * functional.silu(gate), config.norm_eps) * weights["out.norm_weight"] @ weights["out.weight"].T
+
+
 def glu(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: int) -> Tensor:
     gate, value = maps(weights, "up", x)
     if config.activation == "silu":
@@ -153,6 +174,7 @@ REFERENCES: dict[str, Reference] = {
     "tnl": tnl,
     "hgrn2": hgrn2,
     "cosformer2": tnl,
+    "rodimus": rodimus,
     "glu": glu,
     "tests.mixers.decaying_sum": decaying_sum,
 }

@@ -15,7 +15,7 @@ from megalin.data.packing import Batch
 from megalin.model.language_model import LanguageModel
 from megalin.parallel.data_parallel import shard_model
 from megalin.train.step import accumulate_gradients
-from tests.cases import CASES, HIDDEN_SIZE, LENGTH, NORMS, NUM_HEADS, Case, make_inputs
+from tests.cases import CASES, HIDDEN_SIZE, LENGTH, NORMS, NUM_HEADS, RODIMUS, Case, make_inputs
 from tests.parallel.on_ranks import make_mesh, materialise
 from tests.ranks import run_ranks
 
@@ -42,6 +42,8 @@ class Promise(NamedTuple):
     """Input layers, with one [tokens, d] collective each way."""
     input_partial_gradients: tuple[int, ...] = ()
     """Bytes of each replicated weight that the input layer uses on sharded data."""
+    contracted: tuple[int, ...] = ()
+    """fp32 numbers a token, forward and backward, of what sums over a sharded width before a nonlinearity."""
 
 
 PROMISES = {
@@ -50,6 +52,13 @@ PROMISES = {
     "hgrn2": Promise(num_norms=1),
     "cosformer2": Promise(
         num_norms=1, partial_gradients=(LOW_RANK,), num_input_layers=1, input_partial_gradients=(DECAYS,)
+    ),
+    "rodimus": Promise(
+        num_norms=1,
+        contracted=(
+            4 * RODIMUS["state_size"] + RODIMUS["input_gate_rank"],
+            3 * RODIMUS["state_size"] + RODIMUS["input_gate_rank"],
+        ),
     ),
     "glu": Promise(),
     "tests.mixers.decaying_sum": Promise(num_input_layers=1),
@@ -119,6 +128,15 @@ def promises(case: Case) -> tuple[int, int, list[int]]:
     return len(sublayers) + num_inputs, sum(PROMISES[kind].num_norms for kind in sublayers), partial
 
 
+def contractions(case: Case) -> Counter[Call]:
+    """All-reduces of contracted widths: of all tokens, whatever the layout of the stream."""
+    calls: Counter[Call] = Counter()
+    for sublayer in (sublayer for _, block in case.model.blocks() for sublayer in block.sublayers):
+        for direction, width in zip(("forward", "backward"), PROMISES[sublayer.type].contracted, strict=False):
+            calls[Call(direction, "all_reduce", width * NARROW)] += 1
+    return calls
+
+
 WEIGHTLESS = [case for case in CASES if case.model.norm == "srmsnorm"]
 """Models whose norms have no parameters: with sequence parallelism, each of these adds its small gradient."""
 WEIGHTLESS_NAMES = [case.name for case in WEIGHTLESS]
@@ -132,6 +150,7 @@ def test_one_all_reduce_a_sublayer_each_way(case: Case):
     expected[Call("backward", "all_reduce", WIDE)] += num_layers + 1  # and the head
     for num_bytes in partial:
         expected[Call("backward", "all_reduce", num_bytes)] += 1
+    expected += contractions(case)
     for rank in results():
         assert rank[case.name, False] == expected
 
@@ -148,6 +167,7 @@ def test_sequence_parallelism_gathers_and_scatters_instead(case: Case):
             expected[Call(direction, name, WIDE)] += num_layers + 1
     for num_bytes in partial:
         expected[Call("backward", "all_reduce", num_bytes)] += 1
+    expected += contractions(case)
     for rank in results():
         assert rank[case.name, True] == expected
 

@@ -13,6 +13,7 @@ from megalin.layers.linear_attention import LinearAttention
 from megalin.layers.mixers.base import State
 from megalin.layers.mixers.cosformer2 import TPE
 from megalin.layers.mixers.hgrn2 import HGRN2
+from megalin.layers.mixers.rodimus import Rodimus
 from megalin.model.language_model import LanguageModel, ModelState
 from megalin.parallel.embedding import padded_rows
 from tests.cases import (
@@ -222,7 +223,10 @@ def implementation_flops(model: LanguageModel, batch: int, length: int) -> int:
             state = mixer.config.num_heads * mixer.key_dim * mixer.head_dim
             total += batch * 2 * (num_chunks + 1) ** 2 * state
         elif isinstance(mixer, HGRN2):
-            total += batch * mixer.config.num_heads * vector_scan_extra(length, mixer.config.chunk_size, mixer.head_dim)
+            extra = vector_scan_extra(length, mixer.config.chunk_size, mixer.head_dim, mixer.head_dim)
+            total += batch * mixer.config.num_heads * extra
+        elif isinstance(mixer, Rodimus):
+            total += batch * vector_scan_extra(length, mixer.config.chunk_size, mixer.config.state_size, mixer.inner)
     for layer in model.input_mixers():
         if isinstance(layer, TPE):
             total += tpe_extra(batch, length, layer)
@@ -235,13 +239,13 @@ def tpe_extra(batch: int, length: int, layer: TPE) -> int:
     return 2 * layer.width * layer.num_decays * (chunk + batch * (length // chunk + 1) ** 2)
 
 
-def vector_scan_extra(length: int, chunk_size: int, width: int) -> int:
-    """The same for one head of the vector-decay scan with K = V = width: chunks are padded to sub-blocks of 16, and
+def vector_scan_extra(length: int, chunk_size: int, key_dim: int, value_dim: int) -> int:
+    """The same for one head of the vector-decay scan: chunks are padded to sub-blocks of 16, and
     only the pairs of different sub-blocks are a product."""
     chunk = -(-min(chunk_size, length) // 16) * 16
     pairs = sum(16 * 16 * block for block in range(chunk // 16))
-    products = 2 * width * (pairs + chunk * chunk) + 4 * chunk * width * width
-    own = length * (4 * min(chunk_size, length) * width + 4 * width * width)
+    products = 2 * key_dim * pairs + 2 * value_dim * chunk * chunk + 4 * chunk * key_dim * value_dim
+    own = length * (2 * min(chunk_size, length) * (key_dim + value_dim) + 4 * key_dim * value_dim)
     return -(-length // chunk) * products - own
 
 

@@ -1,0 +1,215 @@
+"""Rodimus' token mixer: one wide head whose decay and input are selected by gates that all ranks share."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple, Self
+
+import pydantic
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megalin.layers.mixers.base import (
+    BuildScope,
+    FullPrecision,
+    Mixer,
+    MixerConfig,
+    MixerOutput,
+    SequenceContext,
+    State,
+)
+from megalin.layers.norms import NormKind
+from megalin.layers.short_conv import ShortConv
+from megalin.ops.ddts_gates import ddts_gates
+from megalin.ops.srmsnorm import compute_dtype
+from megalin.ops.vector_decay_scan import vector_decay_scan, vector_decay_scan_flops, vector_decay_step
+from megalin.parallel.initialisation import Draw, constant, uniform
+from megalin.parallel.linear import ColumnParallelLinear, NormedRowParallelLinear
+from megalin.parallel.tensor_parallel import TensorParallel, local
+
+GAIN = 2.0**-2.5
+"""Xavier gain of the matrices that the gates, the queries and the keys come from."""
+WIDTH_MULTIPLE = 8
+
+
+class GateVectors(FullPrecision):
+    """The bias [2 n] of the selection and temperature gates, replicated, and the feed-through D [m], split."""
+
+    def __init__(self, state_size: int, inner: int, tp: TensorParallel) -> None:
+        super().__init__()
+        self.gate_bias = tp.parameter(2 * state_size, shard_dim=None)
+        self.feed_through = tp.parameter(inner, shard_dim=0)
+
+    def fill(self, draw: Draw) -> None:
+        """softplus(bias) log-uniform in [0.001, 0.1] for the selection, sigmoid(bias) uniform in [1/16, 0.9] for the
+        temperature; D is one."""
+        draw(self.gate_bias, "gate_bias", _gate_bias)
+        draw(self.feed_through, "feed_through", constant(1.0))
+
+    def forward(self) -> tuple[Tensor, ...]:
+        return local(self.gate_bias).clone(), local(self.feed_through).clone()
+
+
+def _gate_bias(full: Tensor, generator: torch.Generator) -> None:
+    selection, temperature = full.chunk(2)
+    selection.uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp_()
+    selection.add_((-torch.expm1(-selection)).log())  # the inverse of softplus
+    temperature.copy_(temperature.uniform_(1 / 16, 0.9, generator=generator).logit())
+
+
+class _ScanInputs(NamedTuple):
+    """What the scan of this rank's value channels takes, and what joins its output."""
+
+    q: Tensor  # [B, T, 1, N]
+    k: Tensor  # [B, T, 1, N]
+    v: Tensor  # [B, T, 1, M/tp]
+    log_decay: Tensor  # [B, T, 1, N]
+    x_conv: Tensor  # [B, T, M/tp]
+    gate: Tensor  # [B, T, M/tp]
+    conv_state: Tensor  # [B, taps - 1, M/tp]
+
+
+class Rodimus(Mixer):
+    """y = RMSNorm((o + D x') silu(g)) W_out of width m = 2 D, with no channel mixer beside it.
+
+        [x | g] = X W_fc,  x' = conv(x),  [q | k] = x' W_qk,  [a | t] = x' W_gates + b
+        log alpha, k^ = gates(a, t, k) (ops/ddts_gates.py),  v^ = sigmoid(x W_1 W_2 + b_2) x
+        o = scan(q, k^, v^; log alpha) / sqrt(n), one head with K = n and V = m
+
+    Tensor parallel over m, by any divisor. The 4 n numbers behind q, k, a, t and the l of x W_1 contract over m, so
+    each forward sums them in one small fp32 all-reduce; every rank then evaluates the gates, and the gradients of q,
+    k^, log alpha and x W_1 are summed once, before the backward of the gates.
+
+    Source: Rodimus section 3 (models.md 2.6, decision 6).
+    """
+
+    def __init__(self, config: RodimusConfig, scope: BuildScope) -> None:
+        super().__init__()
+        self.config, self.tp = config, scope.tp
+        width, n, tp = scope.hidden_size, config.state_size, scope.tp
+        self.inner = -(-2 * width // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+        self.rank = max(width // 64, 16) if config.input_gate_rank is None else config.input_gate_rank
+        name = f"the inner width of {scope.path}, twice model.hidden_size,"
+        self.local_inner = tp.divide(self.inner, name)
+        self.fc = ColumnParallelLinear(width, self.inner, parts=2, tp=tp, std=scope.init_std, name=name)
+        self.conv = ShortConv(self.inner, config.conv_width, tp=tp, name=name)
+        self.qk = tp.parameter(2 * n, self.inner, shard_dim=1)
+        self.gates = tp.parameter(2 * n, self.inner, shard_dim=1)
+        self.input_gate_down = tp.parameter(self.rank, self.inner, shard_dim=1)
+        self.input_gate_up = tp.parameter(self.inner, self.rank, shard_dim=0)
+        self.input_gate_bias = tp.parameter(self.inner, shard_dim=0)
+        self.full_precision = GateVectors(n, self.inner, tp)
+        self.out = NormedRowParallelLinear(
+            self.inner, width, eps=config.norm_eps, tp=tp, std=scope.output_std, name=name, norm="rmsnorm"
+        )
+
+    def fill(self, draw: Draw) -> None:
+        """Xavier-uniform matrices, each of the fused ones by its whole shape; a bias of zero."""
+        for name in ("qk", "gates", "input_gate_down", "input_gate_up"):
+            parameter = getattr(self, name)
+            draw(parameter, name, uniform(GAIN * math.sqrt(6.0 / sum(parameter.shape))))
+        draw(self.input_gate_bias, "input_gate_bias", constant(0.0))
+
+    def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
+        inputs = self._scan_inputs(x, context, state[0] if state else None)
+        scan = vector_decay_scan(
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            inputs.log_decay,
+            scale=self.config.scale,
+            initial_state=state[1] if state else None,
+            document_ids=context.document_ids,
+            chunk_size=self.config.chunk_size,
+        )
+        y = self._output(scan.output, inputs, context)
+        return MixerOutput(y, () if state is None else (inputs.conv_state, scan.state))
+
+    def step(self, x: Tensor, context: SequenceContext, state: State) -> MixerOutput:
+        inputs = self._scan_inputs(x, context, state[0])
+        q, k, v, log_decay = (y[:, 0] for y in (inputs.q, inputs.k, inputs.v, inputs.log_decay))
+        scan = vector_decay_step(q, k, v, log_decay, state[1], scale=self.config.scale)
+        return MixerOutput(self._output(scan.output[:, None], inputs, context), (inputs.conv_state, scan.state))
+
+    def _scan_inputs(self, x: Tensor, context: SequenceContext, conv_state: Tensor | None) -> _ScanInputs:
+        x, gate = self.fc(self.tp.enter(x))  # [B, T, M/tp]
+        conv = self.conv(x, state=conv_state, document_ids=context.document_ids)
+        q, k, log_decay, code = self._contracted(x, conv.output, context.full_precision[0])
+        input_gate = functional.linear(code.to(x.dtype), local(self.input_gate_up), local(self.input_gate_bias))
+        v = torch.sigmoid(input_gate) * x
+        q, k, v, log_decay = (y[:, :, None] for y in (q, k, v, log_decay))  # one head
+        return _ScanInputs(q, k, v, log_decay, conv.output, gate, conv.state)
+
+    def _contracted(self, x: Tensor, x_conv: Tensor, gate_bias: Tensor) -> tuple[Tensor, ...]:
+        """q, k^, log alpha [B, T, N] and x W_1 [B, T, L], whole on every rank, in at least fp32."""
+        n, wide = self.config.state_size, compute_dtype(x)
+        parts = [
+            functional.linear(x_conv, local(self.qk)),
+            functional.linear(x_conv, local(self.gates)),
+            functional.linear(x, local(self.input_gate_down)),
+        ]
+        # In fp32, since exponentials follow.
+        whole = self.tp.sum_of_parts(torch.cat([part.to(wide) for part in parts], dim=-1))  # [B, T, 4 N + L]
+        qk, gates, code = whole.split([2 * n, 2 * n, self.rank], dim=-1)
+        q, k = qk.chunk(2, dim=-1)
+        strength, temperature = (gates + gate_bias.to(wide)).chunk(2, dim=-1)
+        selected = ddts_gates(strength, temperature, k)
+        shared = torch.cat([q, selected.key, selected.log_decay, code], dim=-1)  # [B, T, 3 N + L]
+        q, k, log_decay, code = self.tp.partial_gradient(shared).split([n, n, n, self.rank], dim=-1)
+        return q, k, log_decay, code
+
+    def _output(self, scan: Tensor, inputs: _ScanInputs, context: SequenceContext) -> Tensor:
+        """scan [B, T, 1, M/tp] -> y in the layout of the residual stream."""
+        x_conv, gate = inputs.x_conv, inputs.gate
+        feed_through = context.full_precision[1].to(compute_dtype(x_conv))
+        output = scan.squeeze(2) + feed_through * x_conv
+        return self.out((output * functional.silu(gate)).to(gate.dtype))
+
+    def flops(self, length: int) -> int:
+        scan = vector_decay_scan_flops(
+            length,
+            num_heads=1,
+            key_dim=self.config.state_size,
+            value_dim=self.inner,
+            chunk_size=self.config.chunk_size,
+        )
+        small = 2 * self.inner * (4 * self.config.state_size + 2 * self.rank)
+        return self.fc.flops() + small + scan + self.out.flops()
+
+    def state_shapes(self) -> list[tuple[int, ...]]:
+        taps, width = self.config.conv_width, self.local_inner
+        return [(taps - 1, width), (1, self.config.state_size, width)]
+
+
+class RodimusConfig(MixerConfig):
+    """Rodimus' token mixer."""
+
+    type: Literal["rodimus"] = "rodimus"
+    """This mixer."""
+    norm: NormKind = "rmsnorm"
+    """Norm of the sub-layer's input."""
+    norm_eps: float = pydantic.Field(default=1e-5, gt=0)
+    """Added to the mean square inside the root, here and in the norm before the output projection."""
+    state_size: int = pydantic.Field(default=64, gt=0)
+    """n, the key channels of the memory: it holds n x m numbers, m twice the hidden size rounded up to 8."""
+    input_gate_rank: int | None = pydantic.Field(default=None, gt=0)
+    """Rank of the gate of the values; left out: the hidden size / 64, at least 16."""
+    conv_width: int = pydantic.Field(default=4, ge=2)
+    """Tokens that the short convolution sees, the newest included."""
+    chunk_size: int = pydantic.Field(default=64, gt=0)
+    """Tokens a chunk of the scan; the result does not depend on it."""
+
+    @property
+    def scale(self) -> float:
+        """Factor on the scan's output, n^(-1/2): part of the model, since the feed-through joins before the norm."""
+        return 1.0 / math.sqrt(self.state_size)
+
+    def shrunk(self, *, hidden_size: int, num_heads: int) -> Self:
+        return self.model_copy(update={"state_size": 6, "input_gate_rank": 5, "chunk_size": 16})
+
+    def build(self, scope: BuildScope) -> Rodimus:
+        return Rodimus(self, scope)
+
+
+CONFIG = RodimusConfig

@@ -1,0 +1,86 @@
+"""The Rodimus presets against the paper's counts: the sizes, and every entry of its ablation tables."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+
+from megalin.config import parse
+from megalin.model.config import ModelConfig
+from megalin.model.language_model import LanguageModel
+from megalin.model.presets import load_preset, preset_names, preset_table
+
+
+class Row(NamedTuple):
+    """A preset: its size, and the millions of parameters that the paper's own formula gives."""
+
+    num_layers: int
+    width: int
+    vocab_size: int
+    millions: float
+
+
+ROWS = {
+    "125m": Row(24, 768, 50277, 134.5),
+    "350m": Row(48, 1024, 50277, 382.6),
+    "760m": Row(48, 1536, 50277, 802.8),
+    "1.3b": Row(48, 2048, 50277, 1375.5),
+    "460m": Row(48, 1024, 126340, 460.5),
+    "1.4b": Row(48, 2048, 126340, 1531.3),
+}
+# Millions at 125m and 350m: Table 12 by the rank of the input gate, with n = 16; Table 13 by n, with rank 16.
+TABLE_12 = {
+    1: (126.3, 360.8),
+    2: (126.4, 361.0),
+    4: (126.5, 361.4),
+    8: (126.8, 362.2),
+    16: (127.4, 363.7),
+    32: (128.6, 366.9),
+    64: (130.9, 373.2),
+    128: (135.7, 385.8),
+}
+TABLE_13 = {16: (127.4, 363.7), 32: (129.8, 370.0), 64: (134.5, 382.6), 128: (143.9, 407.8), 256: (162.8, 458.1)}
+
+
+def block_parameters(width: int, *, state_size: int = 64, rank: int = 16) -> int:
+    """models.md 3.4."""
+    inner = 2 * width
+    gates = 4 * inner * state_size + 2 * state_size + 2 * inner * rank + inner
+    return 6 * width**2 + gates + 5 * inner + inner + inner + width
+
+
+def test_every_preset_of_the_family_is_checked_here():
+    names = [name for name in preset_names() if name.startswith("rodimus-")]
+    assert names == [f"rodimus-{size}" for size in ROWS]
+
+
+@pytest.mark.parametrize("size", ROWS)
+def test_counts_and_state(size: str):
+    num_layers, width, vocab_size, millions = ROWS[size]
+    preset = load_preset(f"rodimus-{size}")
+    model = LanguageModel(preset.model)
+    rank = max(width // 64, 16)
+    expected = num_layers * block_parameters(width, rank=rank) + vocab_size * width + width
+    assert model.num_parameters() == expected
+    assert round(expected / 1e6, 1) == millions
+    assert model.state_bytes() == 4 * num_layers * 2 * width * (64 + 3)
+    assert preset.model.output_std == pytest.approx(0.02 / num_layers**0.5)
+
+
+def test_notes_tell_where_the_names_disagree_with_the_counts():
+    assert "0.461B" in load_preset("rodimus-460m").note
+    assert "1.531B" in load_preset("rodimus-1.4b").note
+
+
+@pytest.mark.parametrize(
+    ("fields", "millions"),
+    [({"state_size": 16, "input_gate_rank": rank}, millions) for rank, millions in TABLE_12.items()]
+    + [({"state_size": n, "input_gate_rank": 16}, millions) for n, millions in TABLE_13.items()],
+)
+def test_every_entry_of_tables_12_and_13(fields: dict[str, int], millions: tuple[float, float]):
+    for size, published in zip(("125m", "350m"), millions, strict=True):
+        table = preset_table(f"rodimus-{size}")
+        layers = [{"repeat": ROWS[size].num_layers, "sublayers": [{"type": "rodimus"} | fields]}]
+        model = LanguageModel(parse(ModelConfig, table | {"layers": layers}, "ablation"))
+        assert round(model.num_parameters() / 1e6, 1) == published
