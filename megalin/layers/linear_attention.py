@@ -16,7 +16,7 @@ from megalin.layers.norms import NormKind
 from megalin.layers.positions import LRPEFrequencies, LRPEKind, apply_lrpe, key_dim
 from megalin.ops.decay_scan import decay_scan, decay_scan_flops, decay_step
 from megalin.parallel.initialisation import Draw
-from megalin.parallel.linear import NormedRowParallelLinear
+from megalin.parallel.linear import ColumnParallelLinear, LowRankLinear, NormedRowParallelLinear
 
 
 class Projections(NamedTuple):
@@ -134,3 +134,20 @@ class LinearAttention(Mixer):
 
     def state_shapes(self) -> list[tuple[int, ...]]:
         return [(self.local_heads, self.key_dim, self.head_dim)]
+
+
+class LowRankGatedAttention(LinearAttention):
+    """Linear attention with the gate G = sigmoid(x W_down W_up) of rank D / H (TNL, cosFormer2)."""
+
+    def __init__(self, config: LinearAttentionConfig, scope: BuildScope, *, decay: DecayKind | None) -> None:
+        super().__init__(config, scope, decay=decay)
+        width, name = scope.hidden_size, "model.hidden_size"
+        self.qkv = ColumnParallelLinear(width, width, parts=3, tp=scope.tp, std=scope.init_std, name=name)
+        self.gate = LowRankLinear(width, self.head_dim, width, tp=scope.tp, std=scope.init_std, name=name)
+
+    def project(self, x: Tensor) -> Projections:
+        q, k, v = self.qkv(x)
+        return Projections(q, k, v, torch.sigmoid(self.gate(x)))
+
+    def projection_flops(self) -> int:
+        return self.qkv.flops() + self.gate.flops()

@@ -8,19 +8,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megalin.layers.linear_attention import LinearAttention, LinearAttentionConfig, Projections
+from megalin.layers.linear_attention import LinearAttentionConfig, LowRankGatedAttention
 from megalin.layers.mixers.base import BuildScope, FullPrecision, Mixer, MixerOutput, SequenceContext, State
 from megalin.layers.positions import LRPEKind
 from megalin.ops.tpe import TPEOutput, tpe, tpe_flops, tpe_step
 from megalin.parallel.initialisation import Draw, constant
-from megalin.parallel.linear import ColumnParallelLinear, LowRankLinear
 from megalin.parallel.tensor_parallel import TensorParallel, local
 
 LARGEST_LOGIT = 4.0
 """TPE's decays start evenly spaced in logits from -4 to 4: lambda from 0.018 to 0.982, memories of 1 to 55 tokens."""
 
 
-class CosFormer2(LinearAttention):
+class CosFormer2(LowRankGatedAttention):
     """y = (norm(scan(LRPE(silu(q)), LRPE(silu(k)), v)) * G) W_o without decay, G = sigmoid(x W_down W_up).
 
     The gate has rank D / H. Source: the scaling-laws paper eq. 17, with p theta for its theta (models.md 2.4).
@@ -28,16 +27,6 @@ class CosFormer2(LinearAttention):
 
     def __init__(self, config: CosFormer2Config, scope: BuildScope) -> None:
         super().__init__(config, scope, decay=None)
-        width, name = scope.hidden_size, "model.hidden_size"
-        self.qkv = ColumnParallelLinear(width, width, parts=3, tp=scope.tp, std=scope.init_std, name=name)
-        self.gate = LowRankLinear(width, self.head_dim, width, tp=scope.tp, std=scope.init_std, name=name)
-
-    def project(self, x: Tensor) -> Projections:
-        q, k, v = self.qkv(x)
-        return Projections(q, k, v, torch.sigmoid(self.gate(x)))
-
-    def projection_flops(self) -> int:
-        return self.qkv.flops() + self.gate.flops()
 
 
 class TPEParameters(FullPrecision):
