@@ -110,6 +110,8 @@ CASES = (
     BIASED,
     _row("cosformer2", attention("cosformer2")),
     Case("rodimus", model({"sublayers": [RODIMUS], "repeat": 2}, output_init="depth")),
+    _row("softmax", {"type": "softmax", "num_heads": NUM_HEADS}),
+    _row("softmax-grouped", {"type": "softmax", "num_heads": 2 * NUM_HEADS, "num_key_value_heads": NUM_HEADS}),
     NORMS,
     _row("sockets", TOY),
     HYBRID,

@@ -131,6 +131,24 @@ def rodimus(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: in
     return norm(o * functional.silu(gate), config.norm_eps) * weights["out.norm_weight"] @ weights["out.weight"].T
 
 
+def softmax(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: int) -> Tensor:
+    """Rotary positions by the distance only: score = Re(sum_j q_j conj(k_j) e^(i (t - s) theta_j)) / sqrt(K)."""
+    q, k, v = [*maps(weights, "q", x), *maps(weights, "kv", x)]
+    width = q.shape[1] // config.num_heads
+    theta = config.rope_base ** (-2.0 * torch.arange(width // 2, dtype=x.dtype) / width)
+    index = torch.arange(x.shape[0], dtype=x.dtype)
+    turn = torch.polar(torch.ones((), dtype=x.dtype), (index[:, None] - index)[..., None] * theta)  # [T, T, K/2]
+    pairs = [torch.complex(*y.unflatten(-1, (-1, 2, width // 2)).unbind(-2)) for y in (q, k)]  # [T, H or G, K/2]
+    heads = []
+    for head in range(config.num_heads):
+        group = head * (config.num_key_value_heads or config.num_heads) // config.num_heads
+        products = torch.einsum("tj,sj,tsj->ts", pairs[0][:, head], pairs[1][:, group].conj(), turn).real
+        visible = torch.ones_like(products).tril().bool()
+        share = (products / width**0.5).masked_fill(~visible, float("-inf")).softmax(-1)
+        heads.append(share @ v[:, group * width : (group + 1) * width])
+    return torch.cat(heads, -1) @ weights["out.weight"].T
+
+
 def glu(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: int) -> Tensor:
     gate, value = maps(weights, "up", x)
     if config.activation == "silu":
@@ -175,6 +193,7 @@ REFERENCES: dict[str, Reference] = {
     "hgrn2": hgrn2,
     "cosformer2": tnl,
     "rodimus": rodimus,
+    "softmax": softmax,
     "glu": glu,
     "tests.mixers.decaying_sum": decaying_sum,
 }

@@ -60,6 +60,7 @@ PROMISES = {
             3 * RODIMUS["state_size"] + RODIMUS["input_gate_rank"],
         ),
     ),
+    "softmax": Promise(),
     "glu": Promise(),
     "tests.mixers.decaying_sum": Promise(num_input_layers=1),
 }

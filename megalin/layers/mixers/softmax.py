@@ -1,0 +1,113 @@
+"""The softmax baseline: LLaMA's attention with rotary positions and grouped keys and values."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+import pydantic
+import torch
+from torch import Tensor
+
+from megalin.errors import ConfigError
+from megalin.layers.mixers.base import BuildScope, Mixer, MixerConfig, MixerOutput, SequenceContext, State
+from megalin.ops.positions import rope
+from megalin.ops.softmax_attention import softmax_attention, softmax_attention_flops, visible_tokens
+from megalin.parallel.linear import ColumnParallelLinear, RowParallelLinear
+
+
+class Softmax(Mixer):
+    """y = softmax(RoPE(q) RoPE(k)^T / sqrt(K)) v W_o, causal, q = x W_q, [k | v] = x W_kv, no biases (models.md 2.5).
+
+    Unlike every recurrent mixer this one remembers each token: its state is a cache of keys and values that grows
+    with the length, 2 G K numbers a token for G key-value heads, and so does the work of a decoding step. The state
+    (k [B, S, G/tp, K], v [B, S, G/tp, K], remembered [B, S]) starts with S = 0. A token counts where `remembered`
+    is 1, so a zeroed state remembers nothing; what is not remembered is zero.
+    """
+
+    def __init__(self, config: SoftmaxConfig, scope: BuildScope) -> None:
+        super().__init__()
+        self.config, self.tp = config, scope.tp
+        width, tp, heads, groups = scope.hidden_size, scope.tp, config.num_heads, config.key_value_heads
+        self.head_dim, remainder = divmod(width, heads)
+        if remainder or self.head_dim % 2:
+            raise ConfigError(
+                f"{scope.path}.num_heads = {heads} does not divide model.hidden_size = {width} into heads of an even "
+                "width, as rotary positions need; choose a divisor"
+            )
+        if heads % groups:
+            raise ConfigError(
+                f"{scope.path}.num_key_value_heads = {groups} does not divide {scope.path}.num_heads = {heads}; "
+                "choose a divisor"
+            )
+        tp.divide(heads, f"{scope.path}.num_heads")
+        tp.divide(groups, f"{scope.path}.num_key_value_heads")
+        self.local_groups = groups // tp.size
+        name, std = "model.hidden_size", scope.init_std
+        self.q = ColumnParallelLinear(width, width, tp=tp, std=std, name=name)
+        self.kv = ColumnParallelLinear(width, groups * self.head_dim, parts=2, tp=tp, std=std, name=name)
+        self.out = RowParallelLinear(width, width, tp=tp, std=scope.output_std, name=name)
+
+    def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
+        x = self.tp.enter(x)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (*self.q(x), *self.kv(x)))  # [B, T, H or G/tp, K]
+        q, k = (rope(y, context.positions, base=self.config.rope_base) for y in (q, k))
+        if state is None:
+            visible = None if context.document_ids is None else visible_tokens(context.document_ids)
+            return MixerOutput(self.out(softmax_attention(q, k, v, visible=visible).flatten(2)), ())
+        documents = context.document_ids
+        if documents is None:
+            documents = torch.zeros(k.shape[:2], dtype=torch.int32, device=k.device)
+        past_k, past_v, remembered = state
+        visible = visible_tokens(documents, remembered > 0)
+        all_k, all_v = torch.cat([past_k.to(k.dtype), k], dim=1), torch.cat([past_v.to(v.dtype), v], dim=1)
+        y = self.out(softmax_attention(q, all_k, all_v, visible=visible).flatten(2))
+        kept = visible[:, -1]  # what the last token sees is its document so far
+        keys, values = (_keep(tensor, kept).to(past_k.dtype) for tensor in (all_k, all_v))
+        return MixerOutput(y, (keys, values, kept.to(remembered.dtype)))
+
+    def step(self, x: Tensor, context: SequenceContext, state: State) -> MixerOutput:
+        return self(x, context, state)
+
+    def flops(self, length: int) -> int:
+        attention = softmax_attention_flops(length, num_heads=self.config.num_heads, head_dim=self.head_dim)
+        return self.q.flops() + self.kv.flops() + attention + self.out.flops()
+
+    def state_shapes(self) -> list[tuple[int, ...]]:
+        heads = (0, self.local_groups, self.head_dim)
+        return [heads, heads, (0,)]
+
+
+def _keep(x: Tensor, kept: Tensor) -> Tensor:
+    """x [B, S, G, K], zero where not `kept` [B, S]."""
+    return x.masked_fill(~kept[..., None, None], 0.0)
+
+
+class SoftmaxConfig(MixerConfig):
+    """LLaMA's attention."""
+
+    type: Literal["softmax"] = "softmax"
+    """This mixer."""
+    num_heads: int = pydantic.Field(gt=0)
+    """Query heads; must divide the hidden size into even widths, and be divided by parallel.tp."""
+    num_key_value_heads: int | None = pydantic.Field(default=None, gt=0)
+    """Heads of keys and values, each read by num_heads / num_key_value_heads query heads; must divide num_heads and be
+    divided by parallel.tp. Left out: num_heads."""
+    rope_base: float = pydantic.Field(default=10000.0, gt=1)
+    """Base of the rotary frequencies base^(-2 j / head width), radians a token."""
+
+    @property
+    def key_value_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.num_heads if self.num_key_value_heads is None else self.num_key_value_heads
+
+    def shrunk(self, *, hidden_size: int, num_heads: int) -> Self:
+        grouped = self.key_value_heads < self.num_heads
+        return self.model_copy(
+            update={"num_heads": num_heads, "num_key_value_heads": num_heads // 2 if grouped else None}
+        )
+
+    def build(self, scope: BuildScope) -> Softmax:
+        return Softmax(self, scope)
+
+
+CONFIG = SoftmaxConfig

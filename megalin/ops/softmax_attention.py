@@ -1,0 +1,68 @@
+"""Causal softmax attention with documents, grouped keys and values, and tokens remembered from before.
+
+    o_t = sum over visible s of p_ts v_s,    p_t = softmax over visible s of q_t . k_s / sqrt(K)
+
+Token t sees the tokens s <= t of its own document. `softmax_attention` is what models call: torch's fused attention.
+`softmax_attention_reference` is its definition, the truth it is tested against.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, *, visible: Tensor | None = None) -> Tensor:
+    """The attention above.
+
+    Args:
+        q: [B, T, H, K].
+        k, v: [B, S, G, K], G key-value heads; query head h reads key-value head h // (H / G).
+        visible: [1 or B, T, S] whether token t sees token s, at least one each; None: s <= t, for S = T.
+
+    Returns:
+        [B, T, H, K] in the dtype of q; scores and their softmax are accumulated in at least fp32.
+    """
+    # Not enable_gqa: fused attention with a mask has no grouped form on a GPU, and the unfused one holds T x S scores.
+    groups = q.shape[2] // k.shape[2]
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, T or S, K]
+    mask = None if visible is None else visible[:, None]
+    output = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=visible is None)
+    return output.transpose(1, 2)
+
+
+def visible_tokens(document_ids: Tensor, remembered: Tensor | None = None) -> Tensor:
+    """Which tokens each sees: [B, T, S + T] for `remembered` [B, S], which tokens from before belong to the document
+    of the first of the T, without it [B, T, T]. `document_ids` [B, T] is non-decreasing."""
+    own = (document_ids[:, :, None] == document_ids[:, None, :]).tril()
+    if remembered is None:
+        return own
+    before = (document_ids == document_ids[:, :1])[:, :, None] & remembered[:, None, :]
+    return torch.cat([before, own], dim=-1)
+
+
+def softmax_attention_reference(q: Tensor, k: Tensor, v: Tensor, *, document_ids: Tensor | None = None) -> Tensor:
+    """The same for S = T, one token and head at a time; arguments and result as `softmax_attention`."""
+    batch, length, heads, width = q.shape
+    group = heads // k.shape[2]
+    rows = []
+    for b in range(batch):
+        for t in range(length):
+            start = 0 if document_ids is None else int((document_ids[b] < document_ids[b, t]).sum())
+            for h in range(heads):
+                scores = k[b, start : t + 1, h // group] @ q[b, t, h] / width**0.5
+                weights = torch.exp(scores - scores.max().detach())
+                rows.append(weights / weights.sum() @ v[b, start : t + 1, h // group])
+    return torch.stack(rows).view(batch, length, heads, width)
+
+
+def softmax_attention_flops(length: int, *, num_heads: int, head_dim: int) -> int:
+    """Forward floating-point operations a token: 4 T H K, for q k^T and its product with v over all T x T pairs.
+
+    That is the count of the scaling-laws paper (and of the usual utilisation figures), although the causal half,
+    2 (T + 1) H K, is all that a fused kernel computes. Exponentials and sums are not counted.
+    """
+    return 4 * length * num_heads * head_dim
