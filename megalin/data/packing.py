@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-IGNORED_LABEL = -100
+from megalin.parallel.cross_entropy import IGNORED_LABEL
 
 
 class Batch(NamedTuple):
