@@ -12,6 +12,7 @@ from megalin.checkpoint.tensors import OPTIMIZER_PREFIX, weights
 from megalin.data.dataset import TokenDataset
 from megalin.data.loader import ValidationLoader
 from megalin.data.tokenizer import load_tokenizer
+from megalin.errors import ConfigError
 from megalin.parallel.mesh import Mesh
 from megalin.train.build import COMPUTE_DTYPES, build_model
 from megalin.train.evaluate import Evaluation, evaluate
@@ -25,6 +26,11 @@ def evaluate_run(folder: str | Path, mesh: Mesh, overrides: Sequence[str] = ()) 
         MegalinError: a run without a checkpoint or without a validation split, or data that is bad or missing.
     """
     config, checkpoint = open_run(folder, overrides)
+    if not (config.data.validation or config.data.validation_fraction):
+        raise ConfigError(
+            f"{folder}: the run has no validation split (data.validation is empty, data.validation_fraction is 0); "
+            "name shards to evaluate on: data.validation=['prefix']"
+        )
     model = build_model(
         config.model,
         mesh,

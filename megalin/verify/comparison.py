@@ -10,13 +10,13 @@ from torch import Tensor
 from megalin.verify.case import Case
 from megalin.verify.outcome import OPTIMIZER, Outcome
 
-RELATIVE_BOUND = {"float64": 1e-10, "float32": 2e-5}
+RELATIVE_BOUND = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 2e-3}
 """||a - b|| / ||b|| of logits, losses, gradients and their norm."""
-WEIGHT_BOUND = {"float64": 1e-7, "float32": 2e-2}
+WEIGHT_BOUND = {"float64": 1e-7, "float32": 2e-2, "bfloat16": 2e-3}
 """Root mean square of the difference of a weight after the step, in units of the learning rate. AdamW divides each
 gradient element by its own magnitude, so rounding of the smallest elements is amplified up to lr / eps."""
-BF16_FACTOR, BF16_FLOOR = 2.0, 2e-3
-"""bf16: at most this factor times the error of one process in bf16, and no bound below the floor."""
+SAME_DTYPE_FACTOR = 2.0
+"""Below fp64, a tensor that one process in the same dtype computes worse than that may err by this factor as much."""
 
 
 class Row(NamedTuple):
@@ -33,15 +33,15 @@ class Row(NamedTuple):
 
 
 def compare(case: Case, outcome: Outcome, truth: Outcome, same_dtype: Outcome | None) -> list[Row]:
-    """One row a tensor. `truth` is one process in at least fp32; `same_dtype` one process in bf16, for bf16."""
+    """One row a tensor. `truth` is one process in a wider dtype, `same_dtype` one process in the case's own; for fp64
+    the truth itself is in fp64, and there is no other."""
     assert outcome.keys() == truth.keys(), outcome.keys() ^ truth.keys()
     rows = []
     for name, expected in truth.items():
         error = _error(name, outcome[name], expected)
+        bound = (WEIGHT_BOUND if name.startswith("weight:") else RELATIVE_BOUND)[case.dtype]
         if same_dtype is not None:
-            bound = max(BF16_FLOOR, BF16_FACTOR * _error(name, same_dtype[name], expected))
-        else:
-            bound = (WEIGHT_BOUND if name.startswith("weight:") else RELATIVE_BOUND)[case.dtype]
+            bound = max(bound, SAME_DTYPE_FACTOR * _error(name, same_dtype[name], expected))
         rows.append(Row(name, error, bound))
     return rows
 

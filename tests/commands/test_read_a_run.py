@@ -61,8 +61,8 @@ def test_eval_with_another_model_is_refused(fails, trained):
 
 
 def test_eval_without_a_validation_split_is_refused(fails, trained):
-    assert "the validation split (validation_fraction = 0.0) has no tokens" in fails(
-        3, "eval", trained, "data.validation=[]"
+    assert "the run has no validation split (data.validation is empty" in fails(
+        2, "eval", trained, "data.validation=[]"
     )
 
 
