@@ -15,7 +15,7 @@ from megalin.data.packing import Batch
 from megalin.model.language_model import LanguageModel
 from megalin.parallel.data_parallel import shard_model
 from megalin.train.step import accumulate_gradients
-from tests.cases import CASES, HIDDEN_SIZE, LENGTH, NORMS, NUM_HEADS, RODIMUS, Case, make_inputs
+from tests.cases import BIASED, CASES, HIDDEN_SIZE, LENGTH, NORMS, NUM_HEADS, RODIMUS, Case, make_inputs
 from tests.parallel.on_ranks import make_mesh, materialise
 from tests.ranks import run_ranks
 
@@ -186,3 +186,14 @@ def test_norms_with_parameters_cost_small_collectives_only():
             )
         assert plain[Call("backward", "all_reduce", vector)] == 0
         assert split[Call("backward", "all_reduce", vector)] == stream_vectors
+
+
+def test_biases_cost_a_small_gradient_with_sequence_parallelism_only():
+    """Of a block: weight and bias of two norms, and the biases of two row-parallel maps."""
+    num_blocks, vector = BIASED.model.num_layers, 4 * HIDDEN_SIZE
+    for rank in results():
+        plain, split = rank[BIASED.name, False], rank[BIASED.name, True]
+        assert plain[Call("forward", "all_reduce", WIDE)] == plain[Call("backward", "all_reduce", WIDE)]
+        assert plain[Call("forward", "all_reduce", WIDE)] == 2 * num_blocks + 1
+        assert plain[Call("backward", "all_reduce", vector)] == 0
+        assert split[Call("backward", "all_reduce", vector)] == num_blocks * (2 + 1 + 2 + 1) + 2
