@@ -99,6 +99,14 @@ BIASED = Case(
 
 RODIMUS = {"type": "rodimus", "norm": "srmsnorm", "state_size": 6, "input_gate_rank": 5, "chunk_size": CHUNK}
 
+SHARED_KEY = {
+    "type": "shared_key_attention",
+    "norm": "srmsnorm",
+    "num_heads": NUM_HEADS,
+    "window": 7,
+    "residual": "two_hop",
+}
+
 CASES = (
     _row("transnormer", attention("transnormer")),
     _row("transnormer-paper", attention("transnormer", decay="paper")),
@@ -109,6 +117,7 @@ CASES = (
     _row("hgrn2", attention("hgrn2")),
     BIASED,
     _row("cosformer2", attention("cosformer2")),
+    Case("rodimus_plus", model({"sublayers": [RODIMUS, SHARED_KEY, GLU | {"activation": "silu"}], "repeat": 2})),
     Case("rodimus", model({"sublayers": [RODIMUS], "repeat": 2}, output_init="depth")),
     _row("softmax", {"type": "softmax", "num_heads": NUM_HEADS}),
     _row("softmax-grouped", {"type": "softmax", "num_heads": 2 * NUM_HEADS, "num_key_value_heads": NUM_HEADS}),

@@ -131,6 +131,23 @@ def rodimus(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: in
     return norm(o * functional.silu(gate), config.norm_eps) * weights["out.norm_weight"] @ weights["out.weight"].T
 
 
+def shared_key_attention(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: int) -> Tensor:
+    """Each token by itself over its window; rotary positions by the distance, as in `softmax`."""
+    (q, v), width = maps(weights, "qv", x), x.shape[1] // config.num_heads
+    theta = config.rope_base ** (-2.0 * torch.arange(width // 2, dtype=x.dtype) / width)
+    q, k = (
+        torch.complex(*y.unflatten(-1, (-1, 2, width // 2)).unbind(-2)) for y in (q, x @ weights["key"].T)
+    )  # [T, H or 1, K/2]
+    rows = []
+    for t in range(len(x)):
+        near = torch.arange(max(0, t - config.window + 1), t + 1)
+        turn = torch.polar(torch.ones((), dtype=x.dtype), (t - near)[:, None] * theta)
+        products = torch.einsum("hj,sj,sj->hs", q[t], k[near, 0].conj(), turn).real
+        share = (products / width**0.5).softmax(-1)
+        rows.append(torch.einsum("hs,shv->hv", share, v[near].unflatten(-1, (-1, width))).flatten())
+    return torch.stack(rows) @ weights["out.weight"].T
+
+
 def softmax(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: int) -> Tensor:
     """Rotary positions by the distance only: score = Re(sum_j q_j conj(k_j) e^(i (t - s) theta_j)) / sqrt(K)."""
     q, k, v = [*maps(weights, "q", x), *maps(weights, "kv", x)]
@@ -185,22 +202,6 @@ def tpe(weights: Weights, x: Tensor) -> Tensor:
 
 def input_sum(weights: Weights, x: Tensor) -> Tensor:
     return x + weights["gain"] * running_sum(x, torch.tensor(0.5, dtype=x.dtype))
-
-
-REFERENCES: dict[str, Reference] = {
-    "transnormer": transnormer,
-    "tnl": tnl,
-    "hgrn2": hgrn2,
-    "cosformer2": tnl,
-    "rodimus": rodimus,
-    "softmax": softmax,
-    "glu": glu,
-    "tests.mixers.decaying_sum": decaying_sum,
-}
-INPUT_REFERENCES: dict[str, Callable[[Weights, Tensor], Tensor]] = {
-    "cosformer2": tpe,
-    "tests.mixers.decaying_sum": input_sum,
-}
 
 
 def document_logits(config: ModelConfig, weights: Weights, tokens: Tensor) -> Tensor:

@@ -53,6 +53,7 @@ PROMISES = {
     "cosformer2": Promise(
         num_norms=1, partial_gradients=(LOW_RANK,), num_input_layers=1, input_partial_gradients=(DECAYS,)
     ),
+    "softmax": Promise(),
     "rodimus": Promise(
         num_norms=1,
         contracted=(
@@ -60,7 +61,7 @@ PROMISES = {
             3 * RODIMUS["state_size"] + RODIMUS["input_gate_rank"],
         ),
     ),
-    "softmax": Promise(),
+    "shared_key_attention": Promise(partial_gradients=(LOW_RANK,)),
     "glu": Promise(),
     "tests.mixers.decaying_sum": Promise(num_input_layers=1),
 }

@@ -15,6 +15,7 @@ from megalin.layers.mixers.base import State
 from megalin.layers.mixers.cosformer2 import TPE
 from megalin.layers.mixers.hgrn2 import HGRN2
 from megalin.layers.mixers.rodimus import Rodimus
+from megalin.layers.mixers.shared_key_attention import SharedKeyAttention
 from megalin.model.language_model import LanguageModel, ModelState
 from megalin.parallel.embedding import padded_rows
 from tests.cases import (
@@ -236,6 +237,9 @@ def implementation_flops(model: LanguageModel, batch: int, length: int) -> int:
             total += batch * mixer.config.num_heads * extra
         elif isinstance(mixer, Rodimus):
             total += batch * vector_scan_extra(length, mixer.config.chunk_size, mixer.config.state_size, mixer.inner)
+        elif isinstance(mixer, SharedKeyAttention):
+            outside = length - min(length, mixer.config.window)  # pairs that a mask hides
+            total += batch * length * 4 * outside * model.config.hidden_size
     for layer in model.input_mixers():
         if isinstance(layer, TPE):
             total += tpe_extra(batch, length, layer)

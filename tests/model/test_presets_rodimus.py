@@ -43,6 +43,17 @@ TABLE_12 = {
 TABLE_13 = {16: (127.4, 363.7), 32: (129.8, 370.0), 64: (134.5, 382.6), 128: (143.9, 407.8), 256: (162.8, 458.1)}
 
 
+# Blocks, width, vocabulary, attention heads, GLU width, millions.
+PLUS = {
+    "125m": (12, 768, 50277, 12, 1024, 136.7),
+    "350m": (24, 1024, 50277, 16, 1368, 395.0),
+    "760m": (24, 1536, 50277, 16, 2048, 840.0),
+    "1.3b": (24, 2048, 50277, 32, 2736, 1447.9),
+    "470m": (24, 1024, 126340, 8, 1368, 474.5),
+    "1.6b": (24, 2048, 126340, 16, 2736, 1606.8),
+}
+
+
 def block_parameters(width: int, *, state_size: int = 64, rank: int = 16) -> int:
     """models.md 3.4."""
     inner = 2 * width
@@ -51,8 +62,8 @@ def block_parameters(width: int, *, state_size: int = 64, rank: int = 16) -> int
 
 
 def test_every_preset_of_the_family_is_checked_here():
-    names = [name for name in preset_names() if name.startswith("rodimus-")]
-    assert names == [f"rodimus-{size}" for size in ROWS]
+    names = [name for name in preset_names() if name.startswith("rodimus")]
+    assert names == [f"rodimus-{size}" for size in ROWS] + [f"rodimus_plus-{size}" for size in PLUS]
 
 
 @pytest.mark.parametrize("size", ROWS)
@@ -68,9 +79,28 @@ def test_counts_and_state(size: str):
     assert preset.model.output_std == pytest.approx(0.02 / num_layers**0.5)
 
 
+@pytest.mark.parametrize("size", PLUS)
+def test_rodimus_plus_counts_and_state(size: str):
+    num_layers, width, vocab_size, num_heads, glu, millions = PLUS[size]
+    preset = load_preset(f"rodimus_plus-{size}")
+    model = LanguageModel(preset.model)
+    head = width // num_heads
+    attention, channel = 3 * width**2 + width * head + width, 3 * width * glu + width
+    block = block_parameters(width, rank=max(width // 64, 16)) + attention + channel
+    expected = num_layers * block + vocab_size * width + width
+    assert model.num_parameters() == expected
+    assert round(expected / 1e6, 1) == millions
+    # the memory, the convolution's inputs, and 1,023 tokens of keys, values and whether they are there
+    assert model.state_bytes() == 4 * num_layers * (2 * width * (64 + 3) + 1023 * (head + width + 1))
+    assert preset.model.output_std == pytest.approx(0.02 / (3 * num_layers) ** 0.5)
+    assert [sublayer.residual for sublayer in preset.model.layers[0].sublayers] == ["add", "two_hop", "add"]
+
+
 def test_notes_tell_where_the_names_disagree_with_the_counts():
     assert "0.461B" in load_preset("rodimus-460m").note
     assert "1.531B" in load_preset("rodimus-1.4b").note
+    assert "0.474B" in load_preset("rodimus_plus-470m").note
+    assert "1.607B" in load_preset("rodimus_plus-1.6b").note
 
 
 @pytest.mark.parametrize(

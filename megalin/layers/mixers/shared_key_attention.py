@@ -1,0 +1,102 @@
+"""Rodimus+'s attention: a sliding window, many queries and values, one shared key."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+import pydantic
+from torch import Tensor
+from torch.nn import functional
+
+from megalin.errors import ConfigError
+from megalin.layers.mixers.base import BuildScope, Mixer, MixerConfig, MixerOutput, SequenceContext, State
+from megalin.layers.norms import NormKind
+from megalin.ops.positions import rope
+from megalin.ops.window_attention import WindowCache, window_attention, window_attention_flops
+from megalin.parallel.initialisation import Draw, normal
+from megalin.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megalin.parallel.tensor_parallel import local
+
+
+class SharedKeyAttention(Mixer):
+    """y = softmax(RoPE(q_h) RoPE(k)^T / sqrt(K)) v_h W_o in a causal window, [q | v] = x W_qv, k = x W_k, no biases.
+
+    Heads are split over the axis; W_k is replicated and every rank computes the key. The state holds window - 1
+    tokens, K + D numbers each.
+
+    Source: Rodimus+ section 3.2 (models.md 2.7).
+    """
+
+    def __init__(self, config: SharedKeyAttentionConfig, scope: BuildScope) -> None:
+        super().__init__()
+        self.config, self.tp, self.std = config, scope.tp, scope.init_std
+        width, tp, std, name = scope.hidden_size, scope.tp, scope.init_std, "model.hidden_size"
+        self.head_dim, remainder = divmod(width, config.num_heads)
+        if remainder or self.head_dim % 2:
+            raise ConfigError(
+                f"{scope.path}.num_heads = {config.num_heads} does not divide model.hidden_size = {width} into heads "
+                "of an even width, as rotary positions need; choose a divisor"
+            )
+        self.local_heads = tp.divide(config.num_heads, f"{scope.path}.num_heads")
+        self.qv = ColumnParallelLinear(width, width, parts=2, tp=tp, std=std, name=name)
+        self.key = tp.parameter(self.head_dim, width, shard_dim=None)
+        self.out = RowParallelLinear(width, width, tp=tp, std=scope.output_std, name=name)
+
+    def fill(self, draw: Draw) -> None:
+        """Draws the key's matrix from N(0, std^2)."""
+        draw(self.key, "key", normal(self.std))
+
+    def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
+        x = self.tp.enter(x)
+        q, v = (y.unflatten(-1, (self.local_heads, self.head_dim)) for y in self.qv(x))  # [B, T, H/tp, K]
+        k = functional.linear(x, self.tp.partial_gradient(local(self.key)))[:, :, None]  # [B, T, 1, K]
+        q, k = (rope(y, context.positions, base=self.config.rope_base) for y in (q, k))
+        attention = window_attention(
+            q,
+            k.squeeze(2),
+            v,
+            window=self.config.window,
+            document_ids=context.document_ids,
+            cache=WindowCache(*state) if state else None,
+        )
+        return MixerOutput(self.out(attention.output.flatten(2)), () if attention.cache is None else attention.cache)
+
+    def step(self, x: Tensor, context: SequenceContext, state: State) -> MixerOutput:
+        return self(x, context, state)
+
+    def flops(self, length: int) -> int:
+        key = 2 * self.key.numel()
+        attention = window_attention_flops(
+            length, window=self.config.window, num_heads=self.config.num_heads, head_dim=self.head_dim
+        )
+        return self.qv.flops() + key + attention + self.out.flops()
+
+    def state_shapes(self) -> list[tuple[int, ...]]:
+        past = self.config.window - 1
+        return [(past, self.head_dim), (past, self.local_heads, self.head_dim), (past,)]
+
+
+class SharedKeyAttentionConfig(MixerConfig):
+    """Sliding-window attention with one shared key."""
+
+    type: Literal["shared_key_attention"] = "shared_key_attention"
+    """This mixer."""
+    norm: NormKind = "rmsnorm"
+    """Norm of the sub-layer's input."""
+    norm_eps: float = pydantic.Field(default=1e-5, gt=0)
+    """Added to the mean square inside the root."""
+    num_heads: int = pydantic.Field(gt=0)
+    """Query and value heads; must divide the hidden size into even widths, and be divided by parallel.tp."""
+    window: int = pydantic.Field(ge=1)
+    """Visible tokens, the token itself included (Rodimus+: half the training length)."""
+    rope_base: float = pydantic.Field(default=10000.0, gt=1)
+    """Base of the rotary frequencies base^(-2 j / head width), radians a token."""
+
+    def shrunk(self, *, hidden_size: int, num_heads: int) -> Self:
+        return self.model_copy(update={"num_heads": num_heads, "window": 11})
+
+    def build(self, scope: BuildScope) -> SharedKeyAttention:
+        return SharedKeyAttention(self, scope)
+
+
+CONFIG = SharedKeyAttentionConfig
