@@ -204,6 +204,23 @@ def input_sum(weights: Weights, x: Tensor) -> Tensor:
     return x + weights["gain"] * running_sum(x, torch.tensor(0.5, dtype=x.dtype))
 
 
+REFERENCES: dict[str, Reference] = {
+    "transnormer": transnormer,
+    "tnl": tnl,
+    "hgrn2": hgrn2,
+    "cosformer2": tnl,
+    "rodimus": rodimus,
+    "shared_key_attention": shared_key_attention,
+    "softmax": softmax,
+    "glu": glu,
+    "tests.mixers.decaying_sum": decaying_sum,
+}
+INPUT_REFERENCES: dict[str, Callable[[Weights, Tensor], Tensor]] = {
+    "cosformer2": tpe,
+    "tests.mixers.decaying_sum": input_sum,
+}
+
+
 def document_logits(config: ModelConfig, weights: Weights, tokens: Tensor) -> Tensor:
     """Logits [T, vocabulary] of one document's tokens [T], from weights by their global names."""
     table = weights["embedding.weight"][: config.vocab_size]
