@@ -107,6 +107,8 @@ SHARED_KEY = {
     "residual": "two_hop",
 }
 
+MAMBA2 = {"type": "mamba2", "norm": "srmsnorm", "head_dim": 8, "state_size": 10, "chunk_size": CHUNK}
+
 CASES = (
     _row("transnormer", attention("transnormer")),
     _row("transnormer-paper", attention("transnormer", decay="paper")),
@@ -121,6 +123,7 @@ CASES = (
     Case("rodimus", model({"sublayers": [RODIMUS], "repeat": 2}, output_init="depth")),
     _row("softmax", {"type": "softmax", "num_heads": NUM_HEADS}),
     _row("softmax-grouped", {"type": "softmax", "num_heads": 2 * NUM_HEADS, "num_key_value_heads": NUM_HEADS}),
+    Case("mamba2", model({"sublayers": [MAMBA2], "repeat": 2})),
     NORMS,
     _row("sockets", TOY),
     HYBRID,

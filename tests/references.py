@@ -204,6 +204,28 @@ def input_sum(weights: Weights, x: Tensor) -> Tensor:
     return x + weights["gain"] * running_sum(x, torch.tensor(0.5, dtype=x.dtype))
 
 
+def mamba2(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: int) -> Tensor:
+    gate, x_in = [x @ part.T for part in weights["zx.weight"]]
+    taps = torch.cat([weights["conv_weight"], weights["bc_conv_weight"]])
+    read = torch.cat([x_in, x @ weights["bc"].T], -1)
+    padded = torch.cat([read.new_zeros(taps.shape[1] - 1, read.shape[1]), read])
+    conv = torch.stack([(padded[t : t + taps.shape[1]] * taps.T).sum(0) for t in range(len(x))])
+    conv = functional.silu(conv + torch.cat([weights["conv_bias"], weights["bc_conv_bias"]]))
+    x_conv, b, c = conv.split([x_in.shape[1], config.state_size, config.state_size], -1)
+    logit = x @ weights["time_step.weight"][0].T + weights["full_precision.step_bias"]
+    step = torch.log1p(logit.exp())
+    values = x_conv.unflatten(-1, (-1, config.head_dim))  # [T, H, P]
+    rows = []
+    for t in range(len(x)):
+        total = weights["full_precision.feed_through"][:, None] * values[t]
+        for s in range(t + 1):
+            decay = torch.exp(-weights["full_precision.a_log"].exp() * step[s + 1 : t + 1].sum(0))
+            total = total + ((c[t] * b[s]).sum() * decay * step[s])[:, None] * values[s]
+        rows.append(total.flatten())
+    normed = norm(torch.stack(rows) * functional.silu(gate), config.norm_eps) * weights["out.norm_weight"]
+    return normed @ weights["out.weight"].T
+
+
 REFERENCES: dict[str, Reference] = {
     "transnormer": transnormer,
     "tnl": tnl,
@@ -212,6 +234,7 @@ REFERENCES: dict[str, Reference] = {
     "rodimus": rodimus,
     "shared_key_attention": shared_key_attention,
     "softmax": softmax,
+    "mamba2": mamba2,
     "glu": glu,
     "tests.mixers.decaying_sum": decaying_sum,
 }

@@ -1,4 +1,4 @@
-"""Cutting sequences into chunks: what every chunkwise scan starts with."""
+"""Cutting sequences into chunks, decays inside them and states between them: what chunkwise scans share."""
 
 from __future__ import annotations
 
@@ -20,3 +20,35 @@ def chunk_documents(document_ids: Tensor | None, length: int, chunk: int, device
         return torch.zeros(1, num_chunks, chunk, dtype=torch.int32, device=device)
     padding = num_chunks * chunk - length
     return torch.cat([document_ids, document_ids[:, -1:].expand(-1, padding)], dim=1).unflatten(1, (-1, chunk))
+
+
+def sum_after(g: Tensor) -> Tensor:
+    """Sum over the tokens after each, along dimension -2."""
+    later = torch.cat([g[..., 1:, :], torch.zeros_like(g[..., :1, :])], dim=-2)
+    return later.flip(-2).cumsum(-2).flip(-2)
+
+
+def visible_decay(exponent: Tensor, visible: Tensor) -> Tensor:
+    """exp(exponent) where `visible`, which broadcasts over the last dimension, else 0.
+
+    A pair of one document has only that document's tokens between it: no other's decay moves its bits.
+    """
+    return torch.exp(exponent.masked_fill(~visible[..., None], float("-inf")))
+
+
+def fold_states(through: Tensor, update: Tensor, initial_state: Tensor | None) -> Tensor:
+    """States entering chunks 0..N-1 and leaving the last, [B, H, N + 1, K, V], from the decay through each chunk
+    [B, H, N, K or 1] and what it adds [B, H, N, K, V].
+
+    S_{n+1} = through_n * S_n + update_n is a fold of pairs (through, update), done by doubling: log2(N) passes.
+    """
+    first = torch.zeros_like(update[:, :, 0]) if initial_state is None else initial_state.to(update.dtype)
+    decay = torch.cat([torch.zeros_like(through[:, :, :1]), through], dim=2)[..., None]  # [B, H, N + 1, K, 1]
+    state = torch.cat([first[:, :, None], update], dim=2)
+    distance = 1
+    while distance < state.shape[2]:
+        head, tail = decay[:, :, :distance], decay[:, :, distance:]
+        state = torch.cat([state[:, :, :distance], state[:, :, distance:] + tail * state[:, :, :-distance]], dim=2)
+        decay = torch.cat([head, tail * decay[:, :, :-distance]], dim=2)
+        distance *= 2
+    return state

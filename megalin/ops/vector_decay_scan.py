@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megalin.ops.chunks import chunk_documents, split_chunks
+from megalin.ops.chunks import chunk_documents, fold_states, split_chunks, sum_after, visible_decay
 from megalin.ops.decay_scan import ScanOutput
 from megalin.ops.srmsnorm import compute_dtype
 
@@ -59,11 +59,11 @@ def vector_decay_scan(
 
     # Document of the state that enters chunk n (the last row's document of the chunk before), and of the last to leave.
     leaving = torch.cat([documents[..., :1, 0], documents[..., -1]], dim=-1)  # [1 or B, 1, N + 1]
-    from_start = _decay(g.cumsum(-2), documents == leaving[..., :-1, None])  # [B, H, N, C, K]
-    to_end = _decay(_sum_after(g), documents == leaving[..., 1:, None])
+    from_start = visible_decay(g.cumsum(-2), documents == leaving[..., :-1, None])  # [B, H, N, C, K]
+    to_end = visible_decay(sum_after(g), documents == leaving[..., 1:, None])
     update = (k * to_end).mT @ v.to(wide)  # [B, H, N, K, V]
-    through = _decay(g.sum(-2), leaving[..., 1:] == leaving[..., :-1])  # [B, H, N, K]
-    states = _fold(through, update, initial_state)  # [B, H, N + 1, K, V]
+    through = visible_decay(g.sum(-2), leaving[..., 1:] == leaving[..., :-1])  # [B, H, N, K]
+    states = fold_states(through, update, initial_state)  # [B, H, N + 1, K, V]
 
     output = (scores * scale).to(v.dtype) @ v + ((q * from_start) @ states[:, :, :-1] * scale).to(v.dtype)
     return ScanOutput(output.flatten(2, 3)[:, :, :length].transpose(1, 2), states[:, :, -1].clone())
@@ -137,8 +137,8 @@ def _scores(q: Tensor, k: Tensor, g: Tensor, documents: Tensor) -> Tensor:
         if index:
             # The pivot is the row before this block. Rows and keys of another document than the pivot's have no pair.
             document = documents[..., start - 1 : start]
-            from_pivot = _decay(g[..., start:end, :].cumsum(-2), documents[..., start:end] == document)
-            to_pivot = _decay(_sum_after(g[..., :start, :]), documents[..., :start] == document)
+            from_pivot = visible_decay(g[..., start:end, :].cumsum(-2), documents[..., start:end] == document)
+            to_pivot = visible_decay(sum_after(g[..., :start, :]), documents[..., :start] == document)
             parts.insert(0, (q[..., start:end, :] * from_pivot) @ (k[..., :start, :] * to_pivot).mT)
         if end < q.shape[-2]:
             parts.append(q.new_zeros(*q.shape[:-2], SUB_BLOCK, q.shape[-2] - end))
@@ -152,35 +152,4 @@ def _diagonal_scores(q: Tensor, k: Tensor, g: Tensor, documents: Tensor) -> Tens
     visible = (blocks[..., :, None] == blocks[..., None, :]).tril()
     after = torch.ones(SUB_BLOCK, SUB_BLOCK, dtype=torch.bool, device=g.device).tril(-1)[..., None]  # [t, s, 1]
     between = g[..., :, None, :].where(after, 0.0).cumsum(-3)  # [B, H, N, C/16, 16, 16, K]
-    return (q[..., :, None, :] * k[..., None, :, :] * _decay(between, visible)).sum(-1)
-
-
-def _sum_after(g: Tensor) -> Tensor:
-    """Sum over the tokens after each, along dimension -2."""
-    later = torch.cat([g[..., 1:, :], torch.zeros_like(g[..., :1, :])], dim=-2)
-    return later.flip(-2).cumsum(-2).flip(-2)
-
-
-def _decay(exponent: Tensor, visible: Tensor) -> Tensor:
-    """exp(exponent) where `visible`, which broadcasts over the last dimension, else 0.
-
-    A pair of one document has only that document's tokens between it: no other's decay moves its bits.
-    """
-    return torch.exp(exponent.masked_fill(~visible[..., None], float("-inf")))
-
-
-def _fold(through: Tensor, update: Tensor, initial_state: Tensor | None) -> Tensor:
-    """States entering chunks 0..N-1 and leaving the last, [B, H, N + 1, K, V].
-
-    S_{n+1} = through_n * S_n + update_n is a fold of pairs (through, update), done by doubling: log2(N) passes.
-    """
-    first = torch.zeros_like(update[:, :, 0]) if initial_state is None else initial_state.to(update.dtype)
-    decay = torch.cat([torch.zeros_like(through[:, :, :1]), through], dim=2)[..., None]  # [B, H, N + 1, K, 1]
-    state = torch.cat([first[:, :, None], update], dim=2)
-    distance = 1
-    while distance < state.shape[2]:
-        head, tail = decay[:, :, :distance], decay[:, :, distance:]
-        state = torch.cat([state[:, :, :distance], state[:, :, distance:] + tail * state[:, :, :-distance]], dim=2)
-        decay = torch.cat([head, tail * decay[:, :, :-distance]], dim=2)
-        distance *= 2
-    return state
+    return (q[..., :, None, :] * k[..., None, :, :] * visible_decay(between, visible)).sum(-1)

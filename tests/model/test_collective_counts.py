@@ -15,7 +15,7 @@ from megalin.data.packing import Batch
 from megalin.model.language_model import LanguageModel
 from megalin.parallel.data_parallel import shard_model
 from megalin.train.step import accumulate_gradients
-from tests.cases import BIASED, CASES, HIDDEN_SIZE, LENGTH, NORMS, NUM_HEADS, RODIMUS, Case, make_inputs
+from tests.cases import BIASED, CASES, HIDDEN_SIZE, LENGTH, MAMBA2, NORMS, NUM_HEADS, RODIMUS, Case, make_inputs
 from tests.parallel.on_ranks import make_mesh, materialise
 from tests.ranks import run_ranks
 
@@ -29,6 +29,9 @@ LOW_RANK = 4 * HIDDEN_SIZE * (HIDDEN_SIZE // NUM_HEADS)
 """Bytes of the gradient of TNL's replicated down-projection."""
 DECAYS = 4 * (HIDDEN_SIZE // NUM_HEADS)
 """Bytes of the gradient of TPE's decays."""
+
+GROUP = tuple(4 * 2 * MAMBA2["state_size"] * width for width in (HIDDEN_SIZE, 4, 1))
+"""Bytes of the gradients of what makes Mamba-2's B and C: their map, taps and convolution's bias."""
 
 
 class Promise(NamedTuple):
@@ -61,6 +64,7 @@ PROMISES = {
             3 * RODIMUS["state_size"] + RODIMUS["input_gate_rank"],
         ),
     ),
+    "mamba2": Promise(num_norms=1, partial_gradients=GROUP),
     "shared_key_attention": Promise(partial_gradients=(LOW_RANK,)),
     "glu": Promise(),
     "tests.mixers.decaying_sum": Promise(num_input_layers=1),

@@ -146,8 +146,8 @@ def test_low_precision_errs_at_most_twice_as_much_as_the_recurrence(dtype: torch
     truth = outputs_and_gradients(tpe_recurrent, {name: x.double() for name, x in low.items()})
     allowed = errors(outputs_and_gradients(tpe_recurrent, low), truth)
     found = errors(outputs_and_gradients(tpe, low), truth)
-    rounding = torch.finfo(torch.float32).eps  # the recurrence may be exact to less than one, by luck
-    assert not {n: (error, allowed[n]) for n, error in found.items() if not error <= 2.0 * allowed[n] + rounding}
+    # Besides, one rounding of fp32: states and what flows through them are kept in it.
+    assert not {n: (error, allowed[n]) for n, error in found.items() if not error <= 2.0 * allowed[n] + 2**-23}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

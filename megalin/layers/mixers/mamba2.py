@@ -1,0 +1,200 @@
+"""Mamba-2's token mixer: a recurrence of narrow heads whose one decay a token is selected by the input."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple, Self
+
+import pydantic
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megalin.errors import ConfigError
+from megalin.layers.mixers.base import (
+    BuildScope,
+    FullPrecision,
+    Mixer,
+    MixerConfig,
+    MixerOutput,
+    SequenceContext,
+    State,
+)
+from megalin.layers.norms import NormKind
+from megalin.ops.scalar_decay_scan import scalar_decay_scan, scalar_decay_scan_flops, scalar_decay_step
+from megalin.ops.short_conv import short_conv
+from megalin.ops.srmsnorm import compute_dtype
+from megalin.parallel.initialisation import Draw, constant, normal, uniform
+from megalin.parallel.linear import ColumnParallelLinear, NormedRowParallelLinear
+from megalin.parallel.tensor_parallel import TensorParallel, local
+
+
+class HeadRates(FullPrecision):
+    """A_log, the bias of the time step, and the feed-through D: one number a head each, heads split over the axis."""
+
+    def __init__(self, num_heads: int, tp: TensorParallel) -> None:
+        super().__init__()
+        self.a_log = tp.parameter(num_heads, shard_dim=0)
+        self.step_bias = tp.parameter(num_heads, shard_dim=0)
+        self.feed_through = tp.parameter(num_heads, shard_dim=0)
+
+    def fill(self, draw: Draw) -> None:
+        """A uniform in [1, 16], softplus(bias) log-uniform in [0.001, 0.1], D one."""
+        draw(self.a_log, "a_log", lambda full, generator: full.uniform_(1.0, 16.0, generator=generator).log_())
+        draw(self.step_bias, "step_bias", _step_bias)
+        draw(self.feed_through, "feed_through", constant(1.0))
+
+    def forward(self) -> tuple[Tensor, ...]:
+        return tuple(local(p).clone() for p in (self.a_log, self.step_bias, self.feed_through))
+
+
+def _step_bias(full: Tensor, generator: torch.Generator) -> None:
+    full.uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp_()
+    full.add_((-torch.expm1(-full)).log())  # the inverse of softplus
+
+
+class _ScanInputs(NamedTuple):
+    """What the scan of this rank's heads takes, and what joins its output."""
+
+    q: Tensor  # [B, T, 1, N]
+    k: Tensor  # [B, T, 1, N]
+    v: Tensor  # [B, T, H/tp, P]
+    log_decay: Tensor  # [B, T, H/tp]
+    x: Tensor  # [B, T, H/tp, P]
+    gate: Tensor  # [B, T, M/tp]
+    conv_states: tuple[Tensor, Tensor]  # [B, taps - 1, M/tp], [B, taps - 1, 2 N]
+
+
+class Mamba2(Mixer):
+    """y = RMSNorm((o + D x) silu(z)) W_out of width m = 2 D, with no channel mixer beside it.
+
+        [z | x] = X W_zx,  [B | C] = X W_bc,  x, B, C <- silu(conv(x, B, C)),  dt = softplus(X W_dt + b)
+        o = scan(C, B, dt x; -exp(A_log) dt), heads of P values with K = N, all reading the same B and C
+
+    Tensor parallel over heads. B and C are computed on every rank; what makes them meets only the gradient that flows
+    through this rank's heads, a partial sum.
+
+    Source: Mamba-2 section 7, one group (models.md 2.9).
+    """
+
+    def __init__(self, config: Mamba2Config, scope: BuildScope) -> None:
+        super().__init__()
+        self.config, self.tp, self.std = config, scope.tp, scope.init_std
+        self.width, tp = scope.hidden_size, scope.tp
+        self.inner = 2 * self.width
+        self.num_heads, remainder = divmod(self.inner, config.head_dim)
+        if remainder:
+            raise ConfigError(
+                f"{scope.path}.head_dim = {config.head_dim} does not divide twice model.hidden_size = {self.inner}; "
+                "choose a divisor"
+            )
+        name = f"the number of heads of {scope.path}, twice model.hidden_size / head_dim,"
+        self.local_heads = tp.divide(self.num_heads, name)
+        self.zx = ColumnParallelLinear(self.width, self.inner, parts=2, tp=tp, std=self.std, name=name)
+        self.time_step = ColumnParallelLinear(self.width, self.num_heads, tp=tp, std=self.std, name=name)
+        shared, taps = 2 * config.state_size, config.conv_width
+        self.conv_weight = tp.parameter(self.inner, taps, shard_dim=0)
+        self.conv_bias = tp.parameter(self.inner, shard_dim=0)
+        self.bc = tp.parameter(shared, self.width, shard_dim=None)
+        self.bc_conv_weight = tp.parameter(shared, taps, shard_dim=None)
+        self.bc_conv_bias = tp.parameter(shared, shard_dim=None)
+        self.full_precision = HeadRates(self.num_heads, tp)
+        self.out = NormedRowParallelLinear(
+            self.inner, self.width, eps=config.norm_eps, tp=tp, std=scope.output_std, name=name, norm="rmsnorm"
+        )
+
+    def fill(self, draw: Draw) -> None:
+        """Draws B's and C's map from N(0, std^2), and the convolutions evenly within 1 / sqrt(taps), as torch does."""
+        draw(self.bc, "bc", normal(self.std))
+        for name in ("conv_weight", "conv_bias", "bc_conv_weight", "bc_conv_bias"):
+            draw(getattr(self, name), name, uniform(1.0 / math.sqrt(self.config.conv_width)))
+
+    def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
+        inputs = self._scan_inputs(x, context, state)
+        scan = scalar_decay_scan(
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            inputs.log_decay,
+            initial_state=state[2] if state else None,
+            document_ids=context.document_ids,
+            chunk_size=self.config.chunk_size,
+        )
+        y = self._output(scan.output, inputs, context)
+        return MixerOutput(y, () if state is None else (*inputs.conv_states, scan.state))
+
+    def step(self, x: Tensor, context: SequenceContext, state: State) -> MixerOutput:
+        inputs = self._scan_inputs(x, context, state)
+        q, k, v, log_decay = (y[:, 0] for y in (inputs.q, inputs.k, inputs.v, inputs.log_decay))
+        scan = scalar_decay_step(q, k, v, log_decay, state[2])
+        return MixerOutput(self._output(scan.output[:, None], inputs, context), (*inputs.conv_states, scan.state))
+
+    def _scan_inputs(self, x: Tensor, context: SequenceContext, state: State | None) -> _ScanInputs:
+        stream = self.tp.enter(x)
+        gate, x = self.zx(stream)  # [B, T, M/tp]
+        (step,) = self.time_step(stream)  # [B, T, H/tp]
+        bc_weights = (self.tp.partial_gradient(local(p)) for p in (self.bc, self.bc_conv_weight, self.bc_conv_bias))
+        bc_map, bc_conv_weight, bc_conv_bias = bc_weights
+        documents, states = context.document_ids, state or (None, None)
+        conv = short_conv(x, local(self.conv_weight), local(self.conv_bias), state=states[0], document_ids=documents)
+        bc_conv = short_conv(
+            functional.linear(stream, bc_map), bc_conv_weight, bc_conv_bias, state=states[1], document_ids=documents
+        )
+        k, q = bc_conv.output[..., None, :].chunk(2, dim=-1)  # [B, T, 1, N]
+        a_log, step_bias, _ = context.full_precision
+        step = functional.softplus(step.to(compute_dtype(step)) + step_bias)
+        heads = conv.output.unflatten(-1, (self.local_heads, self.config.head_dim))
+        v = (heads * step[..., None]).to(heads.dtype)
+        return _ScanInputs(q, k, v, -torch.exp(a_log) * step, heads, gate, (conv.state, bc_conv.state))
+
+    def _output(self, scanned: Tensor, inputs: _ScanInputs, context: SequenceContext) -> Tensor:
+        """[B, T, H/tp, P] of the scan -> the residual stream; the feed-through joins in fp32."""
+        feed_through = context.full_precision[2]
+        o = (scanned + feed_through[:, None] * inputs.x).to(scanned.dtype).flatten(2)
+        return self.out(o * functional.silu(inputs.gate))
+
+    def flops(self, length: int) -> int:
+        scan = scalar_decay_scan_flops(
+            length,
+            num_heads=self.num_heads,
+            num_key_heads=1,
+            key_dim=self.config.state_size,
+            value_dim=self.config.head_dim,
+            chunk_size=self.config.chunk_size,
+        )
+        shared = 2 * self.width * 2 * self.config.state_size
+        return self.zx.flops() + self.time_step.flops() + shared + scan + self.out.flops()
+
+    def state_shapes(self) -> list[tuple[int, ...]]:
+        past, state_size, head_dim = self.config.conv_width - 1, self.config.state_size, self.config.head_dim
+        local_inner = self.local_heads * head_dim
+        return [(past, local_inner), (past, 2 * state_size), (self.local_heads, state_size, head_dim)]
+
+
+class Mamba2Config(MixerConfig):
+    """Mamba-2's token mixer, of width twice the hidden size, with one group of B and C; a block needs no other."""
+
+    type: Literal["mamba2"] = "mamba2"
+    """This mixer."""
+    norm: NormKind = "rmsnorm"
+    """Norm of the sub-layer's input."""
+    norm_eps: float = pydantic.Field(default=1e-5, gt=0)
+    """Added to the mean square inside the root, here and in the gated norm before the last map."""
+    head_dim: int = pydantic.Field(default=64, gt=0)
+    """P, values a head; divides twice the hidden size into heads that parallel.tp divides."""
+    state_size: int = pydantic.Field(default=128, gt=0)
+    """N, keys a head: the width of B and of C."""
+    conv_width: int = pydantic.Field(default=4, ge=2)
+    """Tokens that the short convolution sees, the current one included."""
+    chunk_size: int = pydantic.Field(default=64, gt=0)
+    """Tokens a chunk of the scan; the result does not depend on it."""
+
+    def build(self, scope: BuildScope) -> Mamba2:
+        return Mamba2(self, scope)
+
+    def shrunk(self, *, hidden_size: int, num_heads: int) -> Self:
+        head_dim = 2 * hidden_size // num_heads
+        return self.model_copy(update={"head_dim": head_dim, "state_size": 12, "chunk_size": 16})
+
+
+CONFIG = Mamba2Config
