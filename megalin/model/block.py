@@ -62,7 +62,7 @@ class Block(nn.Module):
         next_states: list[State] = []
         for index, (sublayer, context) in enumerate(zip(self._sublayers(), contexts, strict=True)):
             mixer, state = sublayer.mixer, None if states is None else states[index]
-            normed = sublayer.norm(branch)
+            normed = sublayer.norm(branch).to(context.compute_dtype)
             output = mixer.step(normed, context, state or ()) if step else mixer(normed, context, state)
             next_states.append(output.state)
             branch = x + output.y

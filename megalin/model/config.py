@@ -53,6 +53,9 @@ class ModelConfig(Config):
     """Standard deviation of the matrices that write to the residual stream. plain: init_std. depth: init_std divided
     by the square root of the number of sub-layers in the model (Rodimus)."""
 
+    residual_dtype: Literal["compute", "float32"] = "compute"
+    """Dtype of the residual stream. compute: that of the weights' computation. float32: at least fp32 (Rodimus)."""
+
     @property
     def num_layers(self) -> int:
         """Number of blocks."""

@@ -11,6 +11,7 @@ from megalin.layers.mixers.base import BuildScope, FullPrecision, Mixer, Sequenc
 from megalin.layers.norms import build_norm
 from megalin.model.block import Block
 from megalin.model.config import BlockConfig, ModelConfig
+from megalin.ops.srmsnorm import compute_dtype
 from megalin.parallel.collectives import finish
 from megalin.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megalin.parallel.embedding import VocabParallelTable
@@ -102,18 +103,18 @@ class LanguageModel(nn.Module):
         if state is not None:
             document_ids = _known_documents(tokens, document_ids, state)
             state = _forget_other_documents(state, document_ids)
-        context = SequenceContext(positions, document_ids, self._shared_tensors())
         x = self.embedding.embed(tokens) * self.config.embedding_scale
+        context = SequenceContext(positions, document_ids, self._shared_tensors(), x.dtype)
         inputs = []
         for index, layer in enumerate(self.input_mixers()):
             x, input_state = layer(x, layer.own_context(context), state.inputs[index] if state else None)
             inputs.append(input_state)
-        x = finish(x)
+        x = finish(self._stream(x))
         blocks = []
         for index, block in enumerate(self.block_list()):
             x, states = block(x, block.contexts(context), state.blocks[index] if state else None)
             blocks.append(states)
-        logits = self._table().logits(self.norm(x))
+        logits = self._table().logits(self.norm(x).to(context.compute_dtype))
         losses = None if labels is None else vocab_parallel_cross_entropy(logits, labels, self.tp.axis)
         if state is None or document_ids is None:
             return ModelOutput(logits, losses, None)
@@ -127,18 +128,23 @@ class LanguageModel(nn.Module):
         Work and memory do not depend on how many tokens came before.
         """
         positions = state.positions[:, None]
-        context = SequenceContext(positions, None, self._shared_tensors())
         x = self.embedding.embed(tokens[:, None]) * self.config.embedding_scale
+        context = SequenceContext(positions, None, self._shared_tensors(), x.dtype)
         inputs = []
         for layer, layer_state in zip(self.input_mixers(), state.inputs, strict=True):
             x, next_state = layer.step(x, layer.own_context(context), layer_state)
             inputs.append(next_state)
+        x = self._stream(x)
         blocks = []
         for block, states in zip(self.block_list(), state.blocks, strict=True):
             x, next_states = block.step(x, block.contexts(context), states)
             blocks.append(next_states)
-        logits = self._table().logits(self.norm(x))
+        logits = self._table().logits(self.norm(x).to(context.compute_dtype))
         return ModelOutput(logits, None, state._replace(blocks=blocks, inputs=inputs, positions=state.positions + 1))
+
+    def _stream(self, x: Tensor) -> Tensor:
+        """The embedded tokens in the dtype of the residual stream."""
+        return x if self.config.residual_dtype == "compute" else x.to(compute_dtype(x))
 
     def _table(self) -> VocabParallelTable:
         return self.embedding if self.head is None else self.head

@@ -76,15 +76,34 @@ def test_gate_vectors_stay_out_of_weight_decay():
     assert f"{prefix}.qk" not in names
 
 
+def in_bf16(built: LanguageModel) -> LanguageModel:
+    """Weights as a bf16 run computes with them."""
+    precise = {id(p) for module in built.full_precision_modules() for p in module.parameters()}
+    for parameter in built.parameters():
+        parameter.data = parameter.data.to(torch.float32 if id(parameter) in precise else torch.bfloat16)
+    return built
+
+
+def test_the_stream_can_be_wider_than_what_the_mixers_read():
+    streams, reads, tokens = [], [], make_inputs().tokens
+    for dtype in ("compute", "float32"):
+        built = in_bf16(build(model({"sublayers": [RODIMUS]}, residual_dtype=dtype)))
+        built.blocks[0].register_forward_hook(lambda _, args, output: streams.append((args[0].dtype, output.x.dtype)))
+        built.mixers()[0].register_forward_pre_hook(lambda _, args: reads.append(args[0].dtype))
+        output = built(tokens, labels=tokens)
+        output.token_losses.sum().backward()
+        assert output.logits.dtype == torch.bfloat16
+        assert all(p.grad.isfinite().all() for p in built.parameters())
+        assert built.step(tokens[:, 0], built.initial_state(len(tokens))).logits.dtype == torch.bfloat16
+    assert streams == [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)]
+    assert reads == [torch.bfloat16, torch.bfloat16]
+
+
 def test_bf16_decoding_equals_the_bf16_forward():
     """The recurrent states stay in fp32, so only the order of sums differs."""
     built, tokens = build(model({"sublayers": [RODIMUS], "repeat": 2})), make_inputs().tokens
     exact = built(tokens, state=built.initial_state(len(tokens), dtype=torch.float64)).logits[..., :380]
-    for name, parameter in built.named_parameters():
-        if "full_precision" not in name:
-            parameter.data = parameter.data.bfloat16()
-        else:
-            parameter.data = parameter.data.float()
+    in_bf16(built)
     state, logits = built.initial_state(len(tokens)), []
     whole = built(tokens, state=state).logits[..., :380]
     for t in range(tokens.shape[1]):

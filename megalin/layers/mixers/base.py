@@ -29,6 +29,8 @@ class SequenceContext(NamedTuple):
     """[B, T], non-decreasing; None where each row is one document."""
     shared: Mapping[str, Tensor]
     """The output of the model-level module of each mixer type that has one (`MixerConfig.shared_module`)."""
+    compute_dtype: torch.dtype
+    """Dtype of what mixers read; the residual stream may be wider."""
     full_precision: tuple[Tensor, ...] = ()
     """The output of this mixer's own `full_precision` module."""
 
