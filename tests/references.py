@@ -37,7 +37,7 @@ def any_norm(kind: str, x: Tensor, eps: float, weights: Weights, prefix: str) ->
 
 
 def slope(kind: str, head: int, num_heads: int, layer: int, num_layers: int) -> float:
-    """-log lambda of a head, both counted from 0 (models.md 2.1)."""
+    """-log lambda of a head, both counted from 0."""
     if kind == "paper":
         return 8.0 * (head + 1) / num_heads * (1.0 - (layer + 1) / num_layers)
     power = 2 ** math.floor(math.log2(num_heads))
@@ -190,7 +190,7 @@ def decaying_sum(config: Any, weights: Weights, x: Tensor, layer: int, num_layer
 
 
 def tpe(weights: Weights, x: Tensor) -> Tensor:
-    """y_t = sum over s <= t of x_s sum_k B_k lambda_k^(t - s), models.md 1.7."""
+    """y_t = sum over s <= t of x_s sum_k B_k lambda_k^(t - s)."""
     coefficients = weights["full_precision.coefficients"]
     decay = 1.0 / (1.0 + torch.exp(-weights["full_precision.decay_logit"]))
     rows = []

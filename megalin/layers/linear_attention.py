@@ -71,7 +71,7 @@ class LinearAttention(Mixer):
             scope.hidden_size,
             eps=config.norm_eps,
             tp=scope.tp,
-            std=scope.init_std,
+            std=scope.output_std,
             name="model.hidden_size",
             norm=config.output_norm,
         )

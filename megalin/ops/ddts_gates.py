@@ -38,7 +38,7 @@ def ddts_gates(strength: Tensor, temperature: Tensor, k: Tensor) -> DDTSGates:
     Returns:
         DDTSGates, computed in at least fp32.
 
-    Source: Rodimus eq. 10-12 (models.md 2.6).
+    Source: Rodimus eq. 10-12.
     """
     wide = compute_dtype(k)
     strength, temperature, k = strength.to(wide), torch.sigmoid(temperature.to(wide)), k.to(wide)

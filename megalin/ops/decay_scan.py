@@ -1,6 +1,6 @@
 """The linear recurrence with no decay or a fixed scalar decay a head: recurrent, parallel and chunkwise forms.
 
-    S_t = exp(-s) S_{t-1} + k_t v_t^T,    o_t = S_t^T q_t                     (models.md 1.1; s >= 0 per head)
+    S_t = exp(-s) S_{t-1} + k_t v_t^T,    o_t = S_t^T q_t    (s >= 0 a head)
 
 `decay_scan` is the chunkwise form, the one that models call. `decay_scan_recurrent` and `decay_scan_parallel`
 compute the same function token by token and as one masked matrix; they are the truth it is tested against.

@@ -1,6 +1,6 @@
 """The linear recurrence with a data-dependent decay per token and head, Mamba-2's, in chunks.
 
-    S_t = exp(g_t) S_{t-1} + k_t v_t^T,    o_t = S_t^T q_t,    g_t <= 0 a scalar                     (models.md 2.9)
+    S_t = exp(g_t) S_{t-1} + k_t v_t^T,    o_t = S_t^T q_t,    g_t <= 0 a scalar
 
 It is the vector-decay recurrence with equal decays in all key channels, so that a chunk's scores are one product times
 one matrix of decays. The recurrences of vector_decay_scan.py with g repeated are its truth, its step is theirs.

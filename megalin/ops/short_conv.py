@@ -43,7 +43,7 @@ def short_conv(
     Returns:
         ShortConvOutput. Products and the sum are computed in at least fp32.
 
-    Source: Mamba; Rodimus section 3 (models.md 1.8).
+    Source: Mamba; Rodimus section 3.
     """
     wide, length, past = compute_dtype(x), x.shape[1], weight.shape[1] - 1
     before = x.new_zeros(x.shape[0], past, x.shape[2], dtype=wide) if state is None else state.to(wide)

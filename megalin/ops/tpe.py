@@ -1,6 +1,6 @@
 """TPE, cosFormer2's input layer: each channel becomes a sum of its past under many exponential decays at once.
 
-    H_t[c, k] = lambda_k H_{t-1}[c, k] + B[c, k] x_t[c],    y_t[c] = sum_k H_t[c, k]            (models.md 1.7)
+    H_t[c, k] = lambda_k H_{t-1}[c, k] + B[c, k] x_t[c],    y_t[c] = sum_k H_t[c, k]
 
 `tpe` is the chunkwise form, the one that models call; `tpe_recurrent` is the truth it is tested against. Every
 exponent is a distance times log lambda, hence <= 0. Documents: as in decay_scan.py.

@@ -1,6 +1,6 @@
 """The linear recurrence with a data-dependent decay per token and key channel: recurrent, parallel and chunkwise forms.
 
-    S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T,    o_t = scale S_t^T q_t,    g_t <= 0        (models.md 1.1, operator VD)
+    S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T,    o_t = scale S_t^T q_t,    g_t <= 0
 
 `vector_decay_scan` is the chunkwise form, the one that models call. `vector_decay_scan_recurrent` and
 `vector_decay_scan_parallel` compute the same function token by token and pair by pair; they are its truth.

@@ -57,7 +57,7 @@ def window_attention(
     Returns:
         WindowAttentionOutput. Scores and their softmax are accumulated in at least fp32.
 
-    Source: Rodimus+ section 3.2 (models.md 2.7, decision 7).
+    Source: Rodimus+ section 3.2.
     """
     remembered = None if cache is None else cache.remembered > 0
     visible = _visible(document_ids, remembered, window=window, batch=q.shape[0], length=q.shape[1], device=q.device)

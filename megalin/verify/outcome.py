@@ -72,12 +72,16 @@ def run_reference(case: Case, dtype: torch.dtype, device: torch.device) -> Outco
 
     `device` is that of the mesh: the draws of the initial weights are the same on every mesh of one kind of device.
     """
-    model = LanguageModel(case.model).to(torch.promote_types(dtype, torch.float32))
-    wide = {parameter for module in model.full_precision_modules() for parameter in module.parameters()}
-    for parameter in set(model.parameters()) - wide:  # buffers, as the decays, stay wide: so they do on the mesh
-        parameter.data = parameter.data.to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    model = LanguageModel(case.model).to(wide)
     model.to_empty(device=device)
     fill(model, case.seed)
+    # As on the mesh: the optimizer's weights and the sum of gradients are wide, what the model computes with is not.
+    masters = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in model.named_parameters()}
+    gradients = {name: torch.zeros_like(master) for name, master in masters.items()}
+    precise = {parameter for module in model.full_precision_modules() for parameter in module.parameters()}
+    for parameter in set(model.parameters()) - precise:
+        parameter.data = parameter.data.to(dtype)
     batches = [batch_to(batch, device) for batch in make_batches(case)]
     outcome: Outcome = {}
     count = sum(int((batch.labels != IGNORED_LABEL).sum()) for batch in batches)
@@ -86,23 +90,24 @@ def run_reference(case: Case, dtype: torch.dtype, device: torch.device) -> Outco
         output = model(batch.tokens, labels=batch.labels, document_ids=batch.document_ids)
         outcome[f"logits.{index}"] = logits = output.logits.detach()[..., : case.model.vocab_size]
         labels = batch.labels.clamp(min=0)[..., None]
-        wide = logits.to(torch.promote_types(dtype, torch.float32))
-        losses = -torch.nn.functional.log_softmax(wide, -1).gather(-1, labels).squeeze(-1)
+        losses = -torch.nn.functional.log_softmax(logits.to(wide), -1).gather(-1, labels).squeeze(-1)
         outcome[f"token_losses.{index}"] = losses.masked_fill(batch.labels == IGNORED_LABEL, 0.0)
         assert output.token_losses is not None
         loss = output.token_losses.sum() / count
         loss.backward()
         total += loss.detach()
-    parameters = dict(model.named_parameters())
-    for name, parameter in parameters.items():
-        assert parameter.grad is not None, name
-        outcome[f"gradient:{name}"] = parameter.grad.clone()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None, name
+            gradients[name] += parameter.grad
+            parameter.grad = None
+    for name, master in masters.items():
+        outcome[f"gradient:{name}"], master.grad = gradients[name].clone(), gradients[name]
     assert OPTIMIZER.max_grad_norm is not None
-    norm = torch.nn.utils.clip_grad_norm_(parameters.values(), OPTIMIZER.max_grad_norm)
+    norm = torch.nn.utils.clip_grad_norm_(masters.values(), OPTIMIZER.max_grad_norm)
     beta1, beta2 = OPTIMIZER.betas
     torch.optim.AdamW(
-        parameters.values(), OPTIMIZER.lr, (beta1, beta2), OPTIMIZER.eps, OPTIMIZER.weight_decay, foreach=False
+        masters.values(), OPTIMIZER.lr, (beta1, beta2), OPTIMIZER.eps, OPTIMIZER.weight_decay, foreach=False
     ).step()
     outcome["loss"], outcome["grad_norm"] = total, norm.detach()
-    outcome |= {f"weight:{name}": parameter.detach() for name, parameter in parameters.items()}
+    outcome |= {f"weight:{name}": master.detach() for name, master in masters.items()}
     return {name: tensor.cpu() for name, tensor in outcome.items()}

@@ -14,7 +14,7 @@ from megalin.layers.mixers.tnl import TNLConfig
 from megalin.model.config import BlockConfig
 from megalin.parallel.mesh import Mesh, compute_device
 from megalin.verify.case import Case
-from megalin.verify.comparison import Row, compare
+from megalin.verify.comparison import Row, compare, kind
 from megalin.verify.faults import FAULTS
 from megalin.verify.outcome import Outcome, run_on_mesh, run_reference
 
@@ -84,8 +84,8 @@ def print_rows(case: Case, rows: list[Row], *, as_json: bool) -> bool:
         print(json.dumps({"passed": passed, **_summary(case), "rows": [_row_json(row) for row in rows]}))
         return passed
     table = rich.table.Table("tensor", "of", "worst error", "bound", "", title=_title(case))
-    for kind in ("logits", "token_losses", "loss", "grad_norm", "gradient", "weight"):
-        of_kind = _worst([row for row in rows if row.name.partition(":")[0].partition(".")[0] == kind])
+    for group in ("logits", "token_losses", "loss", "grad_norm", "gradient", "weight"):
+        of_kind = _worst([row for row in rows if kind(row.name) == group])
         for row in of_kind if not all(row.passed for row in of_kind) else of_kind[:1]:
             table.add_row(
                 row.name, str(len(of_kind)), f"{row.error:.2e}", f"{row.bound:.0e}", "ok" if row.passed else "FAILED"

@@ -1,4 +1,4 @@
-"""The decay tables against the numbers that models.md 2.1 prints."""
+"""The decay tables against the published numbers."""
 
 import math
 

@@ -55,7 +55,7 @@ PLUS = {
 
 
 def block_parameters(width: int, *, state_size: int = 64, rank: int = 16) -> int:
-    """models.md 3.4."""
+    """The published sizes."""
     inner = 2 * width
     gates = 4 * inner * state_size + 2 * state_size + 2 * inner * rank + inner
     return 6 * width**2 + gates + 5 * inner + inner + inner + width

@@ -8,7 +8,7 @@ from tests.numerics import assert_close, errors, outputs_and_gradients
 
 
 def definition(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """Row by row, and the gradient by models.md 1.5 in test_gradient_is_the_closed_form."""
+    """Row by row, and the gradient in closed form in test_gradient_is_the_closed_form."""
     rows = [row / ((row * row).sum() / row.numel() + eps) ** 0.5 for row in x.flatten(0, -2)]
     return torch.stack(rows).view_as(x)
 

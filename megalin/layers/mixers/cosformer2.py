@@ -22,7 +22,7 @@ LARGEST_LOGIT = 4.0
 class CosFormer2(LowRankGatedAttention):
     """y = (norm(scan(LRPE(silu(q)), LRPE(silu(k)), v)) * G) W_o without decay, G = sigmoid(x W_down W_up).
 
-    The gate has rank D / H. Source: the scaling-laws paper eq. 17, with p theta for its theta (models.md 2.4).
+    The gate has rank D / H. Source: the scaling-laws paper eq. 17, with p theta for its theta.
     """
 
     def __init__(self, config: CosFormer2Config, scope: BuildScope) -> None:

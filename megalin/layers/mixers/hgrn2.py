@@ -64,7 +64,7 @@ class HGRN2(Mixer):
     recurrence with K = V = D / H. Evaluated in the forms that stay exact at both ends:
     log f = logaddexp(log beta, log(1 - beta) + logsigmoid(f~)) and 1 - f = (1 - beta) sigmoid(-f~), in fp32.
 
-    Source: HGRN2 section 3, with the first bound subtracted (models.md 2.3).
+    Source: HGRN2 section 3, with the first bound subtracted.
     """
 
     def __init__(self, config: HGRN2Config, scope: BuildScope) -> None:

@@ -74,7 +74,7 @@ class Mamba2(Mixer):
     Tensor parallel over heads. B and C are computed on every rank; what makes them meets only the gradient that flows
     through this rank's heads, a partial sum.
 
-    Source: Mamba-2 section 7, one group (models.md 2.9).
+    Source: Mamba-2 section 7, one group.
     """
 
     def __init__(self, config: Mamba2Config, scope: BuildScope) -> None:

@@ -81,7 +81,7 @@ class Rodimus(Mixer):
     each forward sums them in one small fp32 all-reduce; every rank then evaluates the gates, and the gradients of q,
     k^, log alpha and x W_1 are summed once, before the backward of the gates.
 
-    Source: Rodimus section 3 (models.md 2.6, decision 6).
+    Source: Rodimus section 3.
     """
 
     def __init__(self, config: RodimusConfig, scope: BuildScope) -> None:

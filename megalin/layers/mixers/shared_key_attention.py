@@ -24,7 +24,7 @@ class SharedKeyAttention(Mixer):
     Heads are split over the axis; W_k is replicated and every rank computes the key. The state holds window - 1
     tokens, K + D numbers each.
 
-    Source: Rodimus+ section 3.2 (models.md 2.7).
+    Source: Rodimus+ section 3.2.
     """
 
     def __init__(self, config: SharedKeyAttentionConfig, scope: BuildScope) -> None:

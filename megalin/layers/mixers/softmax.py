@@ -16,7 +16,7 @@ from megalin.parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 
 class Softmax(Mixer):
-    """y = softmax(RoPE(q) RoPE(k)^T / sqrt(K)) v W_o, causal, q = x W_q, [k | v] = x W_kv, no biases (models.md 2.5).
+    """y = softmax(RoPE(q) RoPE(k)^T / sqrt(K)) v W_o, causal, q = x W_q, [k | v] = x W_kv, no biases.
 
     Unlike every recurrent mixer this one remembers each token: its state is a cache of keys and values that grows
     with the length, 2 G K numbers a token for G key-value heads, and so does the work of a decoding step. The state
