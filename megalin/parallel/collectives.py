@@ -42,7 +42,9 @@ def all_gather(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
     """Concatenation of every rank's `x` along `dim`, in rank order. Not differentiable."""
     if axis.size == 1:
         return x
-    return _gather(x.contiguous(), dim, axis.group_name)
+    gathered = _gather(x.contiguous(), 0, axis.group_name)
+    # torch 2.11 cannot trace the concatenation that its own function makes for another dim.
+    return gathered if dim == 0 else torch.cat(gathered.chunk(axis.size), dim)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
