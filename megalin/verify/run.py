@@ -66,10 +66,9 @@ def with_low_rank(case: Case) -> Case:
 
 
 def _references(case: Case, device: torch.device) -> tuple[Outcome, Outcome | None]:
-    if case.dtype == "float64":
-        return run_reference(case, torch.float64, device), None
-    wider = torch.float64 if case.dtype == "float32" else torch.float32
-    return run_reference(case, wider, device), run_reference(case, case.compute_dtype, device)
+    if case.dtype == "bfloat16":
+        return run_reference(case, torch.float32, device), run_reference(case, torch.bfloat16, device)
+    return run_reference(case, case.compute_dtype, device), None
 
 
 def _worst(rows: list[Row]) -> list[Row]:

@@ -99,14 +99,11 @@ def test_micro_batches_have_unequal_counts_and_documents_at_chunk_edges():
     assert [list(map(int, row)) for row in starts] == [[], [16], [15, 33], [17, 18, 47]]
 
 
-def test_bf16_bound_is_twice_the_worst_error_of_one_process_in_bf16():
+def test_bf16_bound_is_twice_the_error_of_one_process_in_bf16():
     wide = run_reference(case(PRESET, dtype="bfloat16"), torch.float32, torch.device("cpu"))
     narrow = run_reference(case(PRESET, dtype="bfloat16"), torch.bfloat16, torch.device("cpu"))
     rows = compare(case(PRESET, dtype="bfloat16"), narrow, wide, narrow)
-    for row in rows:
-        worst = max(other.error for other in rows if comparison.kind(other.name) == comparison.kind(row.name))
-        floor = 0.5 if comparison.kind(row.name) == "weight" else 2e-3
-        assert row.bound == pytest.approx(max(floor, 2 * worst))
+    assert all(row.bound == pytest.approx(max(comparison.BF16_FLOOR, 2 * row.error)) for row in rows)
     errors = {row.name: row.error for row in rows}
     assert 1e-3 < errors["logits.0"] < 3e-2
 
