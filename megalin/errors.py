@@ -31,6 +31,12 @@ class StorageError(MegalinError):
     exit_code = 5
 
 
+class KernelError(MegalinError):
+    """A compiled kernel that was asked for and cannot run."""
+
+    exit_code = 7
+
+
 class NumericError(MegalinError):
     """A loss or gradient that is not finite."""
 

@@ -5,6 +5,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    import tests.interpreter  # noqa: F401
+
 
 @pytest.fixture(autouse=True)
 def _same_start(request: pytest.FixtureRequest) -> Iterator[None]:

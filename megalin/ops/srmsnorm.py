@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from megalin.ops import backend as backends
+from megalin.ops.backend import Backend, Compiled
+from megalin.ops.self_test import compare, sample
+
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_WIDTH = 16384
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -11,15 +20,86 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def srmsnorm(x: Tensor, *, eps: float) -> Tensor:
+def srmsnorm(x: Tensor, *, eps: float, backend: Backend = "auto") -> Tensor:
     """y = x * (mean(x^2) + eps)^(-1/2) over the last dimension (TransNormerLLM eq. 8).
 
     Args:
         x: [..., D], any float dtype; the mean and the root are computed in at least fp32.
         eps: inside the root, so that a row of zeros gives zeros and a gradient of at most eps^(-1/2).
+        backend: which implementation runs; compiled ones take fp32, bf16 and fp16 of widths up to 16384.
 
     Returns:
         [..., D] in the dtype of `x`.
+
+    Raises:
+        KernelError: an explicit backend that cannot run.
     """
+    choice = backends.choose("srmsnorm", backend, x.device.type, _unsupported(x))
+    if choice == "reference":
+        return srmsnorm_reference(x, eps=eps)
+    return _forward(x.contiguous(), eps, choice)[0]
+
+
+def srmsnorm_reference(x: Tensor, *, eps: float) -> Tensor:
+    """The equation of `srmsnorm` in plain PyTorch; the truth of the kernels and the CPU backend."""
     wide = x.to(compute_dtype(x))
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def _unsupported(x: Tensor) -> str:
+    if x.dtype not in KERNEL_DTYPES:
+        return f"dtype {x.dtype}"
+    if x.shape[-1] > MAX_WIDTH:
+        return f"a width of {x.shape[-1]}, above {MAX_WIDTH}"
+    return "an empty tensor" if x.numel() == 0 else ""
+
+
+@torch.library.custom_op("megalin::srmsnorm", mutates_args=())
+def _forward(x: Tensor, eps: float, backend: str) -> tuple[Tensor, Tensor]:
+    """x [..., D] contiguous -> y, and the fp32 scale of each row."""
+    from megalin._triton import srmsnorm as kernels
+
+    y, scale = kernels.forward(x.view(-1, x.shape[-1]), eps)
+    return y.view_as(x), scale.view(x.shape[:-1])
+
+
+@_forward.register_fake
+def _(x: Tensor, eps: float, backend: str) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op("megalin::srmsnorm_backward", mutates_args=())
+def _backward(dy: Tensor, x: Tensor, scale: Tensor, backend: str) -> Tensor:
+    from megalin._triton import srmsnorm as kernels
+
+    width = x.shape[-1]
+    return kernels.backward(dy.contiguous().view(-1, width), x.view(-1, width), scale.view(-1)).view_as(x)
+
+
+@_backward.register_fake
+def _(dy: Tensor, x: Tensor, scale: Tensor, backend: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, _, ctx.backend = inputs
+    ctx.save_for_backward(x, output[1])
+
+
+def _differentiate(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor, None, None]:
+    x, scale = ctx.saved_tensors
+    return _backward(dy, x, scale, ctx.backend), None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _self_test(backend: Compiled, device: str) -> str:
+    return compare(
+        lambda x: _forward(x, 1e-6, backend)[0],
+        lambda x: srmsnorm_reference(x, eps=1e-6),
+        [sample(5, 200, device=device)],
+    )
+
+
+backends.register("srmsnorm", ("triton",), _self_test)

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from megalin.ops.srmsnorm import srmsnorm
+from megalin.ops.srmsnorm import srmsnorm, srmsnorm_reference
 from tests.numerics import assert_close, errors, outputs_and_gradients
+from tests.ops.kernels import assert_as_good_as_the_reference
 
 
 def definition(x: torch.Tensor, eps: float) -> torch.Tensor:
@@ -62,3 +63,21 @@ def test_bf16_rounds_only_what_enters_and_leaves():
     found = errors(outputs_and_gradients(lambda x: [srmsnorm(x, eps=1e-6)], x), truth)
     assert found["output.0"] <= 2e-3  # one rounding; squares in bf16 give 3e-3
     assert found["gradient.x"] <= 3e-3  # two
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (5, 200), (130, 33)])
+def test_the_triton_kernel_is_as_good_as_the_reference(dtype, rows, width):
+    x = {"x": torch.randn(rows, width).to(dtype)}
+    assert_as_good_as_the_reference(
+        lambda x: [srmsnorm(x, eps=1e-6, backend="triton")], lambda x: [srmsnorm_reference(x, eps=1e-6)], x
+    )
+
+
+def test_the_triton_kernel_takes_strided_rows():
+    x = {"x": torch.randn(6, 4, 40)}
+    assert_as_good_as_the_reference(
+        lambda x: [srmsnorm(x.transpose(0, 1)[..., ::2], eps=1e-6, backend="triton")],
+        lambda x: [srmsnorm_reference(x.transpose(0, 1)[..., ::2], eps=1e-6)],
+        x,
+    )

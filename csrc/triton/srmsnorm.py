@@ -1,0 +1,82 @@
+"""SRMSNorm, y = x (mean(x^2) + eps)^(-1/2): one program a row block, forward and backward.
+
+Bytes: forward reads x and writes y (and one fp32 a row); backward reads x, dy and that fp32 and writes dx.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def forward_kernel(x_ptr, y_ptr, scale_ptr, rows, width, eps, BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = tl.arange(0, BLOCK_WIDTH)
+    mask = (row < rows)[:, None] & (column < width)[None, :]
+    offset = row[:, None] * width + column[None, :]
+    x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, axis=1) / width + eps)
+    tl.store(y_ptr + offset, x * scale[:, None], mask=mask)
+    tl.store(scale_ptr + row, scale, mask=row < rows)
+
+
+@triton.jit
+def backward_kernel(dy_ptr, x_ptr, scale_ptr, dx_ptr, rows, width, BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = tl.arange(0, BLOCK_WIDTH)
+    mask = (row < rows)[:, None] & (column < width)[None, :]
+    offset = row[:, None] * width + column[None, :]
+    x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    dy = tl.load(dy_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.load(scale_ptr + row, mask=row < rows, other=0.0)[:, None]
+    unit = x * scale
+    dx = scale * (dy - unit * (tl.sum(unit * dy, axis=1) / width)[:, None])
+    tl.store(dx_ptr + offset, dx, mask=mask)
+
+
+def _launch(rows: int, width: int) -> tuple[tuple[int], dict[str, int]]:
+    """Grid and constants: a row block of about 8192 elements."""
+    block_width = triton.next_power_of_2(width)
+    block_rows = max(1, 8192 // block_width)
+    warps = min(16, max(4, block_rows * block_width // 1024))
+    return (triton.cdiv(rows, block_rows),), {
+        "BLOCK_ROWS": block_rows,
+        "BLOCK_WIDTH": block_width,
+        "num_warps": warps,
+    }
+
+
+def forward(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x [rows, width] contiguous -> y like x, and the fp32 scale [rows] of each row."""
+    rows, width = x.shape
+    y, scale = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
+    grid, constants = _launch(rows, width)
+    forward_kernel[grid](x, y, scale, rows, width, eps, **constants)
+    return y, scale
+
+
+def backward(dy: Tensor, x: Tensor, scale: Tensor) -> Tensor:
+    """dy, x [rows, width] contiguous, scale [rows] -> dx like x."""
+    rows, width = x.shape
+    dx = torch.empty_like(x)
+    grid, constants = _launch(rows, width)
+    backward_kernel[grid](dy, x, scale, dx, rows, width, **constants)
+    return dx
+
+
+def compile_cases() -> list[tuple[object, dict[str, str], dict[str, int], dict[str, int]]]:
+    """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
+    cases = []
+    for width in (64, 2048, 12288):
+        constants = _launch(4096, width)[1]
+        options = {"num_warps": constants.pop("num_warps")}
+        common = {"rows": "i32", "width": "i32"}
+        forward_types = {"x_ptr": "*bf16", "y_ptr": "*bf16", "scale_ptr": "*fp32", **common, "eps": "fp32"}
+        backward_types = {"dy_ptr": "*bf16", "x_ptr": "*bf16", "scale_ptr": "*fp32", "dx_ptr": "*bf16", **common}
+        cases.append((forward_kernel, forward_types, constants, options))
+        cases.append((backward_kernel, backward_types, constants, options))
+    return cases

@@ -1,0 +1,115 @@
+"""Which implementation of an op runs, reference, Triton or CUDA: chosen once, self-tested, told."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+
+from megalin.errors import KernelError
+
+Backend = Literal["auto", "reference", "triton", "cuda"]
+"""auto: the fastest one that runs and passes its self-test. triton, cuda: that one in every op that has it, or an error
+that says why not; ops without it choose as auto does. reference: plain PyTorch."""
+
+Compiled = Literal["triton", "cuda"]
+
+_log = logging.getLogger(__name__)
+
+
+class Kernel(NamedTuple):
+    """The compiled implementations of an op."""
+
+    order: tuple[Compiled, ...]
+    """Fastest first, as measured (docs/benchmarks/)."""
+    self_test: Callable[[Compiled, str], str]
+    """(backend, device type) -> what is wrong with that implementation on a small case (values, gradients, the same
+    bits twice); empty where nothing is. It calls the implementation itself, not the op, which would ask again."""
+
+
+class Choice(NamedTuple):
+    """What was decided for an op on a device."""
+
+    backend: str
+    reason: str
+    """Why none before it in the order runs; empty for the first."""
+
+
+_kernels: dict[str, Kernel] = {}
+
+
+def register(op: str, order: tuple[Compiled, ...], self_test: Callable[[Compiled, str], str]) -> None:
+    """Called once by the module of each op that has compiled implementations."""
+    assert op not in _kernels, op
+    _kernels[op] = Kernel(order, self_test)
+
+
+@torch.compiler.assume_constant_result
+def choose(op: str, backend: Backend, device: str, unsupported: str = "") -> str:
+    """The implementation that runs: "reference", "triton" or "cuda". A constant to torch.compile.
+
+    Args:
+        op: a registered name.
+        backend: as `Backend`.
+        device: type of the tensors' device.
+        unsupported: why no compiled implementation takes these arguments (dtype, size); empty where they do.
+
+    Raises:
+        KernelError: `backend` names an implementation that the op has but that cannot run here.
+    """
+    if backend == "reference":
+        return "reference"
+    if backend == "auto" or backend not in _kernels[op].order:
+        return "reference" if unsupported else decide(op, device).backend
+    if unsupported:
+        raise KernelError(f'{op}: the {backend} kernel does not take {unsupported}; use backend "auto"')
+    if reason := _unfit(op, backend, device):
+        raise KernelError(f'{op}: the {backend} kernel cannot run: {reason}; use backend "auto" or "reference"')
+    return backend
+
+
+@functools.cache
+def decide(op: str, device: str) -> Choice:
+    """What `auto` takes for an op, decided at its first use and logged."""
+    if device != "cuda":
+        return Choice("reference", f"device {device}")
+    reasons: list[str] = []
+    for candidate in _kernels[op].order:
+        if not (reason := _unfit(op, candidate, device)):
+            _log.info("%s: %s%s", op, candidate, f" ({'; '.join(reasons)})" if reasons else "")
+            return Choice(candidate, "; ".join(reasons))
+        reasons.append(f"{candidate}: {reason}")
+    _log.warning("%s: no kernel runs here, the slower reference does (%s)", op, "; ".join(reasons))
+    return Choice("reference", "; ".join(reasons))
+
+
+def choices(device: str) -> dict[str, Choice]:
+    """What `auto` takes for every op."""
+    return {op: decide(op, device) for op in sorted(_kernels)}
+
+
+@functools.cache
+def _unfit(op: str, backend: Compiled, device: str) -> str:
+    """Why a compiled implementation cannot run on this kind of device; empty where it can."""
+    if reason := _missing(backend, device):
+        return reason
+    # A compiler's known and unknown bugs show here: wrong gradients come without an error.
+    with torch.enable_grad():
+        return _kernels[op].self_test(backend, device)
+
+
+def _missing(backend: Compiled, device: str) -> str:
+    module = {"triton": "triton", "cuda": "megalin._C"}[backend]
+    if importlib.util.find_spec(module) is None:
+        return f"{module} is not installed"
+    if device == "cuda":
+        capability = torch.cuda.get_device_capability()
+        return "" if capability >= (8, 0) else f"compute capability {capability[0]}.{capability[1]} is below 8.0"
+    if backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1":
+        return ""
+    return f"the tensors are on {device}"

@@ -1,0 +1,58 @@
+"""Triton kernels on the CPU: switches the interpreter on and mends its bf16, which it holds as uint16.
+
+Measured on triton 3.7.1: arithmetic and products on bf16 values are garbage in the interpreter. Imported by
+conftest.py before anything imports triton, and only where there is no GPU.
+"""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+
+def _widened(handle):
+    data = handle.data
+    if handle.dtype.scalar == tl.bfloat16 and data.dtype == np.uint16:
+        return (data.astype(np.uint32) << 16).view(np.float32)
+    return data
+
+
+def _rounded(values):
+    """fp32 -> bf16 bits, to nearest even."""
+    values = np.ascontiguousarray(values, dtype=np.float32)
+    bits = values.view(np.uint32)
+    nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), nearest)
+
+
+def _narrowed(data):
+    return interpreter.TensorHandle(_rounded(data) if data.dtype.kind == "f" else data, tl.bfloat16)
+
+
+def mend() -> None:
+    """Replaces the interpreter's binary, unary and matrix operations on bf16."""
+    builder = interpreter.InterpreterBuilder
+    binary, unary, dot = builder.binary_op, builder.unary_op, builder.create_dot
+
+    def binary_op(self, left, right, op):
+        if left.dtype.scalar != tl.bfloat16:
+            return binary(self, left, right, op)
+        return _narrowed(op(_widened(left), _widened(right)))
+
+    def unary_op(self, operand, op):
+        return unary(self, operand, op) if operand.dtype.scalar != tl.bfloat16 else _narrowed(op(_widened(operand)))
+
+    def create_dot(self, left, right, *arguments, **options):
+        left, right = (
+            interpreter.TensorHandle(_widened(x), tl.float32) if x.dtype.scalar == tl.bfloat16 else x
+            for x in (left, right)
+        )
+        return dot(self, left, right, *arguments, **options)
+
+    builder.binary_op, builder.unary_op, builder.create_dot = binary_op, unary_op, create_dot
+
+
+mend()

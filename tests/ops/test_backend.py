@@ -1,0 +1,110 @@
+"""The choice of an implementation: order, refusals, self-tests, and that torch.compile sees a constant."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalin.errors import KernelError
+from megalin.ops import backend
+from megalin.ops.self_test import compare
+from megalin.ops.srmsnorm import srmsnorm
+from tests.ops.aot import SHARED_LIMIT
+
+
+@pytest.fixture
+def op(monkeypatch):
+    """An op whose Triton form passes and whose CUDA form fails its self-test, on a device that has both."""
+    monkeypatch.setattr(backend, "_kernels", {})
+    monkeypatch.setattr(backend, "_missing", lambda name, device: "")
+    backend.decide.cache_clear()
+    backend._unfit.cache_clear()
+    backend.register("op", ("cuda", "triton"), lambda name, device: "off by 1" if name == "cuda" else "")
+    yield "op"
+    backend.decide.cache_clear()
+    backend._unfit.cache_clear()
+
+
+def test_auto_falls_back_loudly_from_a_kernel_that_fails_its_self_test(op, caplog):
+    with caplog.at_level(logging.INFO):
+        assert backend.choose(op, "auto", "cuda") == "triton"
+    assert "op: triton (cuda: off by 1)" in caplog.text
+
+
+def test_auto_takes_the_reference_where_no_kernel_runs(op, monkeypatch, caplog):
+    monkeypatch.setattr(backend, "_missing", lambda name, device: "no compiler")
+    assert backend.choose(op, "auto", "cuda") == "reference"
+    assert "no kernel runs here, the slower reference does" in caplog.text
+
+
+def test_auto_takes_the_reference_on_a_cpu_and_for_arguments_that_no_kernel_takes(op):
+    assert backend.choose(op, "auto", "cpu") == "reference"
+    assert backend.choose(op, "auto", "cuda", "dtype torch.float64") == "reference"
+
+
+def test_explicit_kernels_raise_with_the_reason(op):
+    with pytest.raises(KernelError, match="op: the cuda kernel cannot run: off by 1; use backend"):
+        backend.choose(op, "cuda", "cuda")
+    with pytest.raises(KernelError, match=r"op: the triton kernel does not take dtype torch\.float64; use"):
+        backend.choose(op, "triton", "cuda", "dtype torch.float64")
+
+
+def test_what_was_chosen_is_told(op):
+    assert backend.choices("cuda") == {"op": backend.Choice("triton", "cuda: off by 1")}
+
+
+def test_a_choice_is_a_constant_to_the_compiler(op):
+    def function(x):
+        return x.sin() if backend.choose(op, "auto", x.device.type) == "reference" else x.cos()
+
+    x = torch.randn(4)
+    compiled = torch.compile(function, fullgraph=True, dynamic=False, backend="aot_eager")
+    assert torch.equal(compiled(x), x.sin())
+
+
+def test_an_op_says_what_its_kernel_does_not_take():
+    with pytest.raises(KernelError, match=r"srmsnorm: the triton kernel does not take dtype torch\.float64"):
+        srmsnorm(torch.ones(2, 3, dtype=torch.float64), eps=1e-6, backend="triton")
+
+
+def test_a_self_test_sees_wrong_values_wrong_gradients_and_chance():
+    x = torch.randn(5, 7)
+
+    class WrongGradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.square()
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy
+
+    assert compare(torch.square, torch.square, [x]) == ""
+    assert "output 0 is off" in compare(lambda x: x.square() * 1.1, torch.square, [x])
+    assert "gradient 0 is off" in compare(WrongGradient.apply, torch.square, [x])
+    noise = lambda x: x.square() + 1e-6 * torch.rand(5, 7)  # noqa: E731
+    assert "differs between two equal calls" in compare(noise, torch.square, [x])
+    assert "output 0 is off by nan" in compare(lambda x: x.square() * float("nan"), torch.square, [x])
+
+
+def test_every_triton_kernel_compiles_for_hopper_within_its_registers_and_shared_memory():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.ops.aot"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        cwd=Path(__file__).parents[2],
+    )
+    assert result.returncode == 0, result.stderr
+    launches = [json.loads(line) for line in result.stdout.splitlines()]
+    assert launches
+    for launch in launches:
+        assert launch["shared"] <= SHARED_LIMIT[90], launch
+        assert launch["stack"] <= 16, f"spills: {launch}"
