@@ -10,6 +10,13 @@ from torch import Tensor
 
 from megalin.errors import ConfigError
 from megalin.layers.mixers.base import BuildScope, Mixer, MixerConfig, MixerOutput, SequenceContext, State
+from megalin.ops.flash_attention import (
+    AttentionBackend,
+    check_backend,
+    document_offsets,
+    flash_attention,
+    uses_flash_attention,
+)
 from megalin.ops.positions import rope
 from megalin.ops.softmax_attention import softmax_attention, softmax_attention_flops, visible_tokens
 from megalin.parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -26,7 +33,7 @@ class Softmax(Mixer):
 
     def __init__(self, config: SoftmaxConfig, scope: BuildScope) -> None:
         super().__init__()
-        self.config, self.tp = config, scope.tp
+        self.config, self.tp, self.path = config, scope.tp, scope.path
         width, tp, heads, groups = scope.hidden_size, scope.tp, config.num_heads, config.key_value_heads
         self.head_dim, remainder = divmod(width, heads)
         if remainder or self.head_dim % 2:
@@ -47,10 +54,23 @@ class Softmax(Mixer):
         self.kv = ColumnParallelLinear(width, groups * self.head_dim, parts=2, tp=tp, std=std, name=name)
         self.out = RowParallelLinear(width, width, tp=tp, std=scope.output_std, name=name)
 
+    def own_context(self, context: SequenceContext) -> SequenceContext:
+        # Outside the block: no graph can hold an error, or the number of documents, which is data.
+        kind = (self.config.backend, context.positions.device.type, context.compute_dtype, self.head_dim)
+        if torch.is_grad_enabled():
+            check_backend(*kind, field=f"{self.path}.backend")
+        if context.document_ids is None or not uses_flash_attention(*kind):
+            return context
+        return context._replace(full_precision=(document_offsets(context.document_ids),))
+
     def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
         x = self.tp.enter(x)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (*self.q(x), *self.kv(x)))  # [B, T, H or G/tp, K]
         q, k = (rope(y, context.positions, base=self.config.rope_base) for y in (q, k))
+        if state is None and uses_flash_attention(self.config.backend, q.device.type, q.dtype, self.head_dim):
+            (offsets,) = context.full_precision or (None,)
+            assert (offsets is None) == (context.document_ids is None), "documents without their offsets"
+            return MixerOutput(self.out(flash_attention(q, k, v, offsets=offsets).flatten(2)), ())
         if state is None:
             visible = None if context.document_ids is None else visible_tokens(context.document_ids)
             return MixerOutput(self.out(softmax_attention(q, k, v, visible=visible).flatten(2)), ())
@@ -94,6 +114,10 @@ class SoftmaxConfig(MixerConfig):
     divided by parallel.tp. Left out: num_heads."""
     rope_base: float = pydantic.Field(default=10000.0, gt=1)
     """Base of the rotary frequencies base^(-2 j / head width), radians a token."""
+    backend: AttentionBackend = "auto"
+    """Implementation of attention without a state. sdpa: torch's own. flash_attn: the package flash-attn, on CUDA in
+    bf16, where packed documents cost no mask of T x T; training refuses to go on without it. auto: flash_attn where it
+    is installed and agrees with sdpa."""
 
     @property
     def key_value_heads(self) -> int:
