@@ -12,7 +12,7 @@ from torch.nn import functional
 from megalin.errors import ConfigError
 from megalin.layers.decay import DecayKind, decay_slopes
 from megalin.layers.mixers.base import BuildScope, Mixer, MixerConfig, MixerOutput, SequenceContext, State
-from megalin.layers.norms import NormKind
+from megalin.layers.norms import HeadNormKind
 from megalin.layers.positions import LRPEFrequencies, LRPEKind, apply_lrpe, key_dim
 from megalin.ops.decay_scan import decay_scan, decay_scan_flops, decay_step
 from megalin.parallel.initialisation import Draw
@@ -35,7 +35,7 @@ class LinearAttentionConfig(MixerConfig):
     """Heads; must divide the hidden size, and be divided by parallel.tp."""
     lrpe: LRPEKind | None = None
     """Learnable relative positions on queries and keys; left out: none."""
-    output_norm: NormKind = "srmsnorm"
+    output_norm: HeadNormKind = "srmsnorm"
     """Norm of all heads' outputs together, before the gate."""
     chunk_size: int = pydantic.Field(default=64, gt=0)
     """Tokens a chunk of the scan; the result does not depend on it."""

@@ -7,12 +7,18 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megalin.ops.max_norm import max_norm, mean_magnitude_norm
 from megalin.ops.srmsnorm import compute_dtype, srmsnorm
 from megalin.parallel.initialisation import Draw, constant
 from megalin.parallel.tensor_parallel import TensorParallel, local
 
-NormKind = Literal["srmsnorm", "rmsnorm", "layernorm"]
-"""srmsnorm: no parameters. rmsnorm: a weight. layernorm: a weight and a bias, centred."""
+HeadNormKind = Literal["srmsnorm", "rmsnorm", "layernorm"]
+"""srmsnorm: no parameters. rmsnorm: a weight. layernorm: a weight and a bias, centred. These three can also norm the
+outputs of sharded heads (`NormedRowParallelLinear`)."""
+
+NormKind = Literal["srmsnorm", "rmsnorm", "layernorm", "maxnorm", "uncentered_layernorm"]
+"""Beside those, of DANet. maxnorm: by the largest magnitude, no parameters. uncentered_layernorm: by the mean
+magnitude, a weight."""
 
 
 class SRMSNorm(nn.Module):
@@ -67,8 +73,47 @@ class LayerNorm(nn.Module):
         return functional.layer_norm(x.to(wide), x.shape[-1:], weight, bias, self.eps).to(x.dtype)
 
 
+class MaxNorm(nn.Module):
+    """x / (max |x| + eps) over the hidden dimension; no parameters (DenseAttention)."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        return max_norm(x, eps=self.eps)
+
+
+class UncenteredLayerNorm(nn.Module):
+    """weight * x / (mean |x| + eps) over the hidden dimension, computed in at least fp32 (DenseAttention)."""
+
+    def __init__(self, hidden_size: int, eps: float, *, tp: TensorParallel) -> None:
+        super().__init__()
+        self.eps, self.tp = eps, tp
+        self.weight = tp.parameter(hidden_size, shard_dim=None)
+
+    def fill(self, draw: Draw) -> None:
+        """Ones."""
+        draw(self.weight, "weight", constant(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        wide = compute_dtype(x)
+        weight = self.tp.stream_weight(local(self.weight)).to(wide)
+        return (mean_magnitude_norm(x.to(wide), eps=self.eps) * weight).to(x.dtype)
+
+
 def build_norm(kind: NormKind, hidden_size: int, eps: float, tp: TensorParallel) -> nn.Module:
     """The norm of that name over the whole residual stream."""
-    if kind == "srmsnorm":
-        return SRMSNorm(eps)
-    return (RMSNorm if kind == "rmsnorm" else LayerNorm)(hidden_size, eps, tp=tp)
+    match kind:
+        case "srmsnorm":
+            return SRMSNorm(eps)
+        case "rmsnorm":
+            return RMSNorm(hidden_size, eps, tp=tp)
+        case "layernorm":
+            return LayerNorm(hidden_size, eps, tp=tp)
+        case "maxnorm":
+            return MaxNorm(eps)
+        case "uncentered_layernorm":
+            return UncenteredLayerNorm(hidden_size, eps, tp=tp)

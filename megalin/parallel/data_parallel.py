@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
-from megalin.parallel.mesh import Mesh
+from megalin.parallel.collectives import all_reduce
+from megalin.parallel.mesh import Mesh, whole_axis
 from megalin.parallel.tensor_parallel import local
 
 
@@ -75,6 +76,24 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+@torch.no_grad()
+def largest_magnitudes(weights: Sequence[Tensor]) -> Tensor:
+    """max |w| over the whole of each weight, [len(weights)] on every rank in at least fp32: one all-reduce for all.
+
+    Weights are plain, whole tensors, or shards of the axis or of the mesh that all of them share. A collective.
+    """
+    if not weights:
+        return torch.zeros(0)
+    parts = [local(weight) for weight in weights]
+    # A rank may hold nothing of a weight that data parallelism splits unevenly.
+    largest = torch.stack([part.abs().max() if part.numel() else part.new_zeros(()) for part in parts])
+    largest = largest.to(torch.promote_types(largest.dtype, torch.float32))
+    meshes = {weight.device_mesh if isinstance(weight, DTensor) else None for weight in weights}
+    assert len(meshes) == 1, meshes
+    mesh = meshes.pop()
+    return largest if mesh is None else all_reduce(largest, whole_axis(mesh), operation="max")
 
 
 def set_gradient_reduction(model: nn.Module, enabled: bool) -> None:

@@ -95,6 +95,16 @@ def _axis(name: str, mesh: DeviceMesh) -> Axis:
     return Axis(name, mesh.size(), mesh.get_local_rank(), group.group_name)
 
 
+def whole_axis(mesh: DeviceMesh) -> Axis:
+    """The axis of all ranks of a device mesh, which is one-dimensional or holds every rank of the run."""
+    if mesh.ndim == 1:
+        return _axis("mesh", mesh)
+    world = dist.group.WORLD
+    assert world is not None, mesh
+    assert mesh.size() == world.size(), mesh
+    return Axis("world", world.size(), world.rank(), world.group_name)
+
+
 def launched_world_size() -> int:
     """Number of ranks that the launcher started: WORLD_SIZE, or 1 without a launcher.
 

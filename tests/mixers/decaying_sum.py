@@ -17,11 +17,12 @@ from megalin.layers.mixers.base import (
     MixerOutput,
     SequenceContext,
     State,
+    renew_derived,
 )
 from megalin.ops.srmsnorm import compute_dtype
 from megalin.parallel.initialisation import Draw, normal
 from megalin.parallel.linear import ColumnParallelLinear
-from megalin.parallel.tensor_parallel import full_tensor, local
+from megalin.parallel.tensor_parallel import local
 
 TYPE = "tests.mixers.decaying_sum"
 
@@ -116,11 +117,13 @@ class DecayingSum(Mixer):
 
     def fill(self, draw: Draw) -> None:
         draw(self.out, "out", normal(2.0 * self.scope.init_std))
-        self.after_optimizer_step()
+        renew_derived([self])
 
-    @torch.no_grad()
-    def after_optimizer_step(self) -> None:
-        self.ratio.copy_((1.0 / full_tensor(self.out).abs().max()).clamp(max=1.0))
+    def watched_weights(self) -> list[nn.Parameter]:
+        return [self.out]
+
+    def renew(self, largest: Tensor) -> None:
+        self.ratio.copy_((1.0 / largest[0]).clamp(max=1.0))
 
     def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
         (rate,) = context.full_precision

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import pydantic
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megalin import layers
 from megalin.config import Config, NestedConfigError, problems, suggest
 from megalin.layers.norms import NormKind
+from megalin.parallel.data_parallel import largest_magnitudes
 from megalin.parallel.tensor_parallel import TensorParallel
 
 State = tuple[Tensor, ...]
@@ -33,6 +34,9 @@ class SequenceContext(NamedTuple):
     """Dtype of what mixers read; the residual stream may be wider."""
     full_precision: tuple[Tensor, ...] = ()
     """The output of this mixer's own `full_precision` module."""
+    valid: Tensor | None = None
+    """[B, T] bool, False where a token is padding; None where all tokens count. Causal mixers, whose padding comes
+    last and without labels, do not read it."""
 
 
 class MixerOutput(NamedTuple):
@@ -103,19 +107,46 @@ class Mixer(nn.Module):
         """The state before the first token, zeros in `dtype` (at least fp32)."""
         return tuple(torch.zeros(batch_size, *shape, dtype=dtype, device=device) for shape in self.state_shapes())
 
+    def watched_weights(self) -> list[nn.Parameter]:
+        """The weights whose largest magnitude `renew` needs."""
+        return []
+
+    def renew(self, largest: Tensor) -> None:
+        """Renews what this mixer derives from its weights; called where they changed (`renew_derived`).
+
+        Args:
+            largest: [len(watched_weights())], max |w| over the whole of each, on every rank, at least fp32.
+        """
+
     def after_optimizer_step(self) -> None:
-        """Called after each optimizer step, for mixers that keep something derived from their weights."""
+        """`renew_derived` for this mixer alone."""
+        renew_derived([self])
+
+
+@torch.no_grad()
+def renew_derived(mixers: Sequence[Mixer]) -> None:
+    """Lets every mixer renew what it derives from its weights, with one collective for all of them together.
+
+    A collective: called on every rank with the same mixers, after an optimizer step and after weights were loaded.
+    """
+    watched = [mixer.watched_weights() for mixer in mixers]
+    largest = largest_magnitudes([weight for weights in watched for weight in weights])
+    for mixer, part in zip(mixers, largest.split([len(weights) for weights in watched]), strict=True):
+        mixer.renew(part)
 
 
 class MixerConfig(Config):
     """Base of the config of a sub-layer. `type` is the name of its module in megalin.layers.mixers."""
 
+    causal: ClassVar[bool] = True
+    """Whether no token sees those after it. Decoders take only mixers of which it holds, encoders only the others."""
     type: str
     """Module in megalin.layers.mixers, or the dotted path of a module elsewhere, whose CONFIG is the class."""
     norm: NormKind = "srmsnorm"
     """Norm of the sub-layer's input."""
     norm_eps: float = pydantic.Field(default=1e-6, gt=0)
-    """Added to the mean square or the variance inside the root, here and in norms inside the mixer."""
+    """Added, here and in norms inside the mixer, to the mean square or the variance inside the root; in maxnorm and
+    uncentered_layernorm, to the magnitude that they divide by."""
     residual: Literal["add", "two_hop"] = "add"
     """How the result joins the stream x. add: x <- x + f(norm(input)). two_hop: only the next sub-layer's input
     becomes x + f(norm(input)); the stream itself is left as it was (Rodimus+ eq. 13)."""

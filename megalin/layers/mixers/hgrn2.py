@@ -19,7 +19,7 @@ from megalin.layers.mixers.base import (
     SequenceContext,
     State,
 )
-from megalin.layers.norms import NormKind
+from megalin.layers.norms import HeadNormKind
 from megalin.ops.srmsnorm import compute_dtype
 from megalin.ops.vector_decay_scan import vector_decay_scan, vector_decay_scan_flops, vector_decay_step
 from megalin.parallel.initialisation import Draw, constant
@@ -78,12 +78,13 @@ class HGRN2(Mixer):
                 "choose a divisor"
             )
         self.local_heads = scope.tp.divide(config.num_heads, f"{scope.path}.num_heads")
+        self.scale = 1.0 if config.scan_scale == "one" else self.head_dim**-0.5
         name = "model.hidden_size"
         self.qfv = ColumnParallelLinear(width, width, parts=3, bias=config.bias, tp=scope.tp, std=std, name=name)
         self.out = NormedRowParallelLinear(
             width,
             width,
-            eps=config.norm_eps,
+            eps=config.norm_eps if config.output_norm_eps is None else config.output_norm_eps,
             bias=config.bias,
             tp=scope.tp,
             std=scope.output_std,
@@ -102,6 +103,7 @@ class HGRN2(Mixer):
             k,
             v,
             log_decay,
+            scale=self.scale,
             initial_state=state[0] if state else None,
             document_ids=context.document_ids,
             chunk_size=self.config.chunk_size,
@@ -110,7 +112,7 @@ class HGRN2(Mixer):
 
     def step(self, x: Tensor, context: SequenceContext, state: State) -> MixerOutput:
         q, k, v, log_decay = (tensor[:, 0] for tensor in self._heads(x, context))
-        scan = vector_decay_step(q, k, v, log_decay, state[0])
+        scan = vector_decay_step(q, k, v, log_decay, state[0], scale=self.scale)
         return MixerOutput(self.out(scan.output.flatten(1)[:, None]), (scan.state,))
 
     def _heads(self, x: Tensor, context: SequenceContext) -> tuple[Tensor, ...]:
@@ -153,8 +155,13 @@ class HGRN2Config(MixerConfig):
     """Applied to the value, the paper's input. silu: the WikiText-103 model."""
     bias: bool = False
     """Whether the four maps have biases."""
-    output_norm: NormKind = "srmsnorm"
+    output_norm: HeadNormKind = "srmsnorm"
     """Norm of all heads' outputs together."""
+    output_norm_eps: float | None = pydantic.Field(default=None, gt=0)
+    """Added to the mean square or the variance inside the root of that norm; left out: norm_eps."""
+    scan_scale: Literal["one", "inverse_sqrt"] = "one"
+    """Factor on the scan's output. one: 1. inverse_sqrt: head width^(-1/2), as flash-linear-attention's checkpoints
+    have it; the norm behind it makes the choice one of eps alone."""
     chunk_size: int = pydantic.Field(default=64, gt=0)
     """Tokens a chunk of the scan; the result does not depend on it."""
 
