@@ -69,6 +69,16 @@ def test_valid_values_parse():
             "model.layers.0.sublayers.1.intermediate_sise: unknown key; did you mean 'intermediate_size'?",
         ),
         (
+            "model.layers.0.sublayers.1.num_heads=4",
+            "model.layers.0.sublayers.1.num_heads: unknown key; known: activation, bias, intermediate_size, norm, "
+            "norm_eps, residual, type",
+        ),
+        (
+            "model.layers.0.sublayers.0.window=4",
+            "model.layers.0.sublayers.0.window: unknown key; known: chunk_size, decay, lrpe, norm, norm_eps, "
+            "num_heads, output_norm, residual, type",
+        ),
+        (
             "model.layers.0.sublayers.0.type=transnormr",
             "model.layers.0.sublayers.0.type = 'transnormr': there is no such mixer; did you mean 'transnormer'?",
         ),

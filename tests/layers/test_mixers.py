@@ -1,5 +1,7 @@
 """Building mixers: sizes that do not fit, buffers that fill() owns, and shrinking."""
 
+from importlib import import_module
+
 import pytest
 import torch
 
@@ -17,8 +19,9 @@ def test_the_package_lists_its_mixers():
 
 
 @pytest.mark.parametrize("heads", [5, 7, 96])
-def test_heads_that_do_not_divide_the_width_are_refused(heads):
-    config = model({"sublayers": [TOY]}, {"sublayers": [attention("tnl", num_heads=heads)]})
+@pytest.mark.parametrize("kind", ["transnormer", "tnl", "hgrn2", "cosformer2"])
+def test_heads_that_do_not_divide_the_width_are_refused(kind, heads):
+    config = model({"sublayers": [TOY]}, {"sublayers": [attention(kind, num_heads=heads)]})
     with pytest.raises(
         ConfigError,
         match=rf"model\.layers\.1\.sublayers\.0\.num_heads = {heads} does not divide model\.hidden_size = 48",
@@ -33,6 +36,22 @@ def test_rotation_needs_heads_of_an_even_width():
     LanguageModel(model({"sublayers": [attention("transnormer", num_heads=16, lrpe="cosine")]}))
 
 
+def sizes() -> list[tuple[str, str]]:
+    """Every mixer's fields that count something: heads, widths, windows, chunks."""
+    found = []
+    for kind in mixer_types():
+        fields = import_module(f"megalin.layers.mixers.{kind}").CONFIG.model_fields
+        found += [(kind, name) for name, field in fields.items() if field.annotation in (int, int | None)]
+    return found
+
+
+@pytest.mark.parametrize("value", [0, -1])
+@pytest.mark.parametrize(("kind", "field"), sizes())
+def test_a_size_below_one_is_refused(kind, field, value):
+    with pytest.raises(ConfigError, match=rf"sublayers\.0\.{field} = {value}: input should be greater than"):
+        model({"sublayers": [{"type": kind, field: value}]})
+
+
 class _Axis(TensorParallel):
     """A tensor-parallel axis without ranks: sizes are checked before any parameter is made."""
 
@@ -44,10 +63,13 @@ class _Axis(TensorParallel):
 @pytest.mark.parametrize(
     ("mixer", "message"),
     [
-        (
-            attention("transnormer"),
-            r"model\.layers\.0\.sublayers\.0\.num_heads = 12 is not divisible by parallel\.tp = 8; "
-            r"use tp 1, 2, 3, 4, 6, 12",
+        *(
+            (
+                attention(kind),
+                r"model\.layers\.0\.sublayers\.0\.num_heads = 12 is not divisible by parallel\.tp = 8; "
+                r"use tp 1, 2, 3, 4, 6, 12",
+            )
+            for kind in ("transnormer", "tnl", "hgrn2", "cosformer2")
         ),
         (
             {"type": "glu", "intermediate_size": 36},
