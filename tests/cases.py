@@ -97,6 +97,23 @@ BIASED = Case(
     ),
 )
 
+FLA_HGRN2 = Case(
+    "hgrn2-fla",
+    model(
+        {
+            "sublayers": [
+                attention(
+                    "hgrn2", norm="rmsnorm", output_norm="rmsnorm", output_norm_eps=0.5, scan_scale="inverse_sqrt"
+                ),
+                GLU | {"activation": "silu", "norm": "rmsnorm"},
+            ],
+            "repeat": 2,
+        },
+        norm="rmsnorm",
+        tie_embeddings=False,
+    ),
+)
+
 RODIMUS = {"type": "rodimus", "norm": "srmsnorm", "state_size": 6, "input_gate_rank": 5, "chunk_size": CHUNK}
 
 SHARED_KEY = {
@@ -118,6 +135,7 @@ CASES = (
     _row("glu-silu", attention("tnl", lrpe="cosine"), GLU | {"activation": "silu"}),
     _row("hgrn2", attention("hgrn2")),
     BIASED,
+    FLA_HGRN2,
     _row("cosformer2", attention("cosformer2")),
     Case("rodimus_plus", model({"sublayers": [RODIMUS, SHARED_KEY, GLU | {"activation": "silu"}], "repeat": 2})),
     Case("rodimus", model({"sublayers": [RODIMUS], "repeat": 2}, output_init="depth", residual_dtype="float32")),

@@ -105,8 +105,10 @@ def hgrn2(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: int)
         for q_t, f_t, v_t in zip(q_h, f_h, v_h, strict=True):
             state = f_t[:, None] * state + torch.outer(1.0 - f_t, v_t)
             rows.append(q_t @ state)
-        heads.append(torch.stack(rows))
-    normed = any_norm(config.output_norm, torch.cat(heads, -1), config.norm_eps, weights, "out.norm_")
+        scale = 1.0 if config.scan_scale == "one" else 1.0 / math.sqrt(f_h.shape[1])
+        heads.append(torch.stack(rows) * scale)
+    eps = config.output_norm_eps or config.norm_eps
+    normed = any_norm(config.output_norm, torch.cat(heads, -1), eps, weights, "out.norm_")
     return normed @ weights["out.weight"].T + weights.get("out.bias", 0.0)
 
 
