@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from megalin.layers.mixers.base import BuildScope, FullPrecision, Mixer, SequenceContext, State
-from megalin.layers.norms import build_norm
-from megalin.model.block import Block
-from megalin.model.config import BlockConfig, ModelConfig
+from megalin.layers.mixers.base import Mixer, SequenceContext, State
+from megalin.model.config import ModelConfig
+from megalin.model.stack import BlockStack
 from megalin.ops.srmsnorm import compute_dtype
 from megalin.parallel.collectives import finish
 from megalin.parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -41,43 +40,21 @@ class ModelOutput(NamedTuple):
     state: ModelState | None
     """The state after the last token, where one was given."""
 
+    def loss_sums(self) -> Tensor:
+        """[1] sum of the token losses."""
+        assert self.token_losses is not None
+        return self.token_losses.sum().view(1)
 
-class LanguageModel(nn.Module):
-    """Causal language model over a pattern of blocks.
 
-    Built on the meta device: shard it (`parallel.shard_model`), materialise it (`to_empty`), then fill it
-    (`parallel.fill`).
+class LanguageModel(BlockStack[ModelConfig]):
+    """Causal language model over a pattern of blocks."""
 
-    Raises:
-        ConfigError: sizes that the tensor-parallel axis does not divide.
-    """
+    loss_names = ("next_token",)
 
     def __init__(self, config: ModelConfig, tp: TensorParallel | None = None, *, recompute: bool = False) -> None:
-        super().__init__()
-        self.config = config
-        self.tp = tp = TensorParallel() if tp is None else tp
-        vocabulary, width, std = config.vocab_size, config.hidden_size, config.init_std
-        self.embedding = VocabParallelTable(vocabulary, width, tp=tp, std=std)
-        self.input_layers = nn.ModuleDict()
-        self.shared = nn.ModuleDict()
-        self._shared_types: list[str] = []  # as in the config; names of modules hold no dots
-        self.blocks = nn.ModuleList()
-        for layer, (path, block) in enumerate(config.blocks()):
-            scope = BuildScope(width, layer, config.num_layers, tp, std, path, config.output_std)
-            self.blocks.append(Block(block, scope, recompute=recompute))
-            self._build_model_level(block, scope)
-        self.norm = build_norm(config.norm, width, config.norm_eps, tp)
-        self.head = None if config.tie_embeddings else VocabParallelTable(vocabulary, width, tp=tp, std=std)
-
-    def _build_model_level(self, block: BlockConfig, scope: BuildScope) -> None:
-        """Builds, once per mixer type, what the type keeps at the level of the model."""
-        for sublayer in block.sublayers:
-            key = sublayer.type.replace(".", "_")
-            if key not in self.shared and (module := sublayer.shared_module(scope)) is not None:
-                self.shared[key] = module
-                self._shared_types.append(sublayer.type)
-            if key not in self.input_layers and (layer := sublayer.input_layer(scope)) is not None:
-                self.input_layers[key] = layer
+        super().__init__(config, tp, recompute=recompute)
+        tied, vocabulary, width = config.tie_embeddings, config.vocab_size, config.hidden_size
+        self.head = None if tied else VocabParallelTable(vocabulary, width, tp=self.tp, std=config.init_std)
 
     def forward(
         self,
@@ -104,7 +81,7 @@ class LanguageModel(nn.Module):
             document_ids = _known_documents(tokens, document_ids, state)
             state = _forget_other_documents(state, document_ids)
         x = self.embedding.embed(tokens) * self.config.embedding_scale
-        context = SequenceContext(positions, document_ids, self._shared_tensors(), x.dtype)
+        context = SequenceContext(positions, document_ids, self.shared_tensors(), x.dtype)
         inputs = []
         for index, layer in enumerate(self.input_mixers()):
             x, input_state = layer(x, layer.own_context(context), state.inputs[index] if state else None)
@@ -129,7 +106,7 @@ class LanguageModel(nn.Module):
         """
         positions = state.positions[:, None]
         x = self.embedding.embed(tokens[:, None]) * self.config.embedding_scale
-        context = SequenceContext(positions, None, self._shared_tensors(), x.dtype)
+        context = SequenceContext(positions, None, self.shared_tensors(), x.dtype)
         inputs = []
         for layer, layer_state in zip(self.input_mixers(), state.inputs, strict=True):
             x, next_state = layer.step(x, layer.own_context(context), layer_state)
@@ -160,41 +137,6 @@ class LanguageModel(nn.Module):
         blocks = [initial(block.mixers()) for block in self.block_list()]
         return ModelState(blocks, initial(self.input_mixers()), zeros, zeros.to(torch.int32))
 
-    def full_precision_modules(self) -> list[nn.Module]:
-        """The submodules whose parameters must compute in fp32: they feed exponentials or positions."""
-        return [module for module in self.modules() if isinstance(module, FullPrecision)]
-
-    def after_optimizer_step(self) -> None:
-        """Lets every mixer renew what it derives from its weights: after a step, and after weights were loaded."""
-        for mixer in [*self.input_mixers(), *self.mixers()]:
-            mixer.after_optimizer_step()
-
-    def no_decay_names(self) -> set[str]:
-        """Global names of the parameters without weight decay: vectors (norm weights), biases (a fused one is
-        [parts, out]) and all that computes in full precision."""
-        precise = {id(p) for module in self.full_precision_modules() for p in module.parameters()}
-        return {n for n, p in self.named_parameters() if p.dim() <= 1 or n.endswith(".bias") or id(p) in precise}
-
-    def mixers(self) -> list[Mixer]:
-        """Every mixer, blocks in order."""
-        return [mixer for block in self.block_list() for mixer in block.mixers()]
-
-    def block_list(self) -> list[Block]:
-        """The blocks in order."""
-        return cast(list[Block], list(self.blocks))
-
-    def input_mixers(self) -> list[Mixer]:
-        """The input layers in order."""
-        return cast(list[Mixer], list(self.input_layers.values()))
-
-    def _shared_tensors(self) -> dict[str, Tensor]:
-        return {name: module() for name, module in zip(self._shared_types, self.shared.values(), strict=True)}
-
-    def num_parameters(self) -> int:
-        """Parameters of the whole model over all ranks; rows that pad the vocabulary are not counted."""
-        padding = sum(m.padded_parameters() for m in self.modules() if isinstance(m, VocabParallelTable))
-        return sum(parameter.numel() for parameter in self.parameters()) - padding
-
     def num_embedding_parameters(self) -> int:
         """Parameters of the embedding, and of the head where it has a table of its own."""
         tables = 1 if self.head is None else 2
@@ -202,12 +144,7 @@ class LanguageModel(nn.Module):
 
     def forward_flops(self, length: int) -> int:
         """Forward floating-point operations a token at `length` tokens; a multiply and an add count as two."""
-        layers = [*self.input_mixers(), *self.mixers()]
-        return sum(layer.flops(length) for layer in layers) + self._table().logits_flops()
-
-    def training_flops(self, length: int) -> int:
-        """Forward and backward floating-point operations a token: three forwards. Recomputation is not counted."""
-        return 3 * self.forward_flops(length)
+        return self.stack_flops(length) + self._table().logits_flops()
 
     def state_bytes(self) -> int:
         """Bytes of one sequence's decoding state in fp32."""

@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import Any, NamedTuple
 
-from megalin.config import parse, suggest
+from megalin.config import suggest
 from megalin.errors import ConfigError
-from megalin.model.config import ModelConfig
+from megalin.model.config import AnyModelConfig, parse_model
 
 
 class Preset(NamedTuple):
     """A named model and what its source says of it."""
 
     name: str
-    model: ModelConfig
+    model: AnyModelConfig
     note: str
 
 
@@ -36,7 +36,7 @@ def preset_table(name: str) -> dict[str, Any]:
 def load_preset(name: str) -> Preset:
     """The preset `name`. Raises ConfigError for a name that does not exist."""
     table = preset_table(name)
-    return Preset(name, parse(ModelConfig, table, f"preset {name}"), str(_tables()[name]["note"]))
+    return Preset(name, parse_model(table, f"preset {name}"), str(_tables()[name]["note"]))
 
 
 def _tables() -> dict[str, Any]:

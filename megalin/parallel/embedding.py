@@ -1,4 +1,5 @@
-"""Token embedding split by vocabulary rows over the tensor-parallel axis, and the head that shares its table."""
+"""Token embedding split by vocabulary rows over the tensor-parallel axis, the head that shares its table, and tables
+that every rank holds whole."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megalin.parallel.initialisation import Draw, Initialiser, normal
-from megalin.parallel.tensor_parallel import TensorParallel, local
+from megalin.parallel.initialisation import Draw, Initialiser, constant, normal
+from megalin.parallel.tensor_parallel import TOKENS, TensorParallel, local
 
 ROW_MULTIPLE = 128
 """Vocabulary rows are padded to this multiple, whatever the mesh, so that tables of all meshes are equal."""
@@ -57,10 +58,54 @@ class VocabParallelTable(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """x [B, T or T/tp, D] of the residual stream -> this rank's logits [B, T, V/tp]; padding is -inf."""
-        logits = functional.linear(self.tp.enter(x), local(self.weight))
+        return self.logits_of_entered(self.tp.enter(x))
+
+    def logits_of_entered(self, x: Tensor) -> Tensor:
+        """x [..., D] that has entered the sharded region -> this rank's logits [..., V/tp]; padding is -inf."""
+        logits = functional.linear(x, local(self.weight))
         rows = torch.arange(self.first_row, self.first_row + self.local_rows, device=x.device)
         return logits.masked_fill(rows >= self.vocab_size, float("-inf"))
 
     def logits_flops(self) -> int:
         """Forward floating-point operations a token of `logits`, whole axis, without the padding."""
         return 2 * self.vocab_size * self.hidden_size
+
+
+class VocabularyBias(nn.Module):
+    """One number a token id, added to its logit; rows split as those of `VocabParallelTable`, zero at first."""
+
+    def __init__(self, vocab_size: int, *, tp: TensorParallel) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.bias = tp.parameter(padded_rows(vocab_size), shard_dim=0)
+
+    def fill(self, draw: Draw) -> None:
+        """Zeros."""
+        draw(self.bias, "bias", constant(0.0))
+
+    def padded_parameters(self) -> int:
+        """Elements that belong to no token."""
+        return padded_rows(self.vocab_size) - self.vocab_size
+
+    def forward(self, logits: Tensor) -> Tensor:
+        """This rank's logits [..., V/tp] with the bias; padding stays -inf."""
+        return logits + local(self.bias)
+
+
+class StreamTable(nn.Module):
+    """A [rows, D] table that every rank holds whole: positions and token types, added to the residual stream."""
+
+    def __init__(self, rows: int, hidden_size: int, *, tp: TensorParallel, std: float) -> None:
+        super().__init__()
+        self.std, self.tp = std, tp
+        self.weight = tp.parameter(rows, hidden_size, shard_dim=None)
+
+    def fill(self, draw: Draw) -> None:
+        """Draws the rows from N(0, std^2)."""
+        draw(self.weight, "weight", normal(self.std))
+
+    def forward(self, index: Tensor) -> Tensor:
+        """[B, T] row numbers, of all tokens -> rows [B, T or T/tp, D] of the residual stream."""
+        if self.tp.sequence_parallel:
+            index = self.tp.local_slice(index, dim=TOKENS)
+        return functional.embedding(index, self.tp.stream_weight(local(self.weight)))

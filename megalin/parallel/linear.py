@@ -196,3 +196,29 @@ class LowRankLinear(nn.Module):
     def flops(self) -> int:
         """Forward floating-point operations a token, whole axis."""
         return 2 * self.rank * (self.in_features + self.out_features)
+
+
+class ReplicatedLinear(nn.Module):
+    """y = x W^T (+ b) on rows that every rank holds whole (`TensorParallel.pick_rows`), and on which all work alike."""
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool = False, tp: TensorParallel, std: float
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.std = in_features, out_features, std
+        self.weight = tp.parameter(out_features, in_features, shard_dim=None)
+        self.bias = tp.parameter(out_features, shard_dim=None) if bias else None
+
+    def fill(self, draw: Draw) -> None:
+        """Draws the weight from N(0, std^2); the bias is zero."""
+        draw(self.weight, "weight", normal(self.std))
+        if self.bias is not None:
+            draw(self.bias, "bias", constant(0.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        return functional.linear(x, local(self.weight), None if self.bias is None else local(self.bias))
+
+    def flops(self) -> int:
+        """Forward floating-point operations a row, of one rank."""
+        return 2 * self.in_features * self.out_features

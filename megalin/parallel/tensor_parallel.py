@@ -80,6 +80,11 @@ class TensorParallel:
         """Sums what every rank's part contributes, for use on every part: all-reduce forward and backward."""
         return copy_to_axis(reduce_from_axis(x, self.axis), self.axis)
 
+    def join_parts(self, x: Tensor) -> Tensor:
+        """Joins what every rank holds of the last dimension, for use on every part: all-gather forward,
+        reduce-scatter backward."""
+        return gather_from_axis(x, self.axis, dim=x.dim() - 1)
+
     def sum_of_parts(self, x: Tensor) -> Tensor:
         """Sums what every rank's part contributes, for work that every rank repeats: all-reduce forward only, since
         every rank then has the whole gradient. What leaves that work for sharded data passes `partial_gradient`."""
@@ -97,6 +102,28 @@ class TensorParallel:
     def local_slice(self, x: Tensor, *, dim: int) -> Tensor:
         """This rank's part of a buffer that every rank can compute whole."""
         return local_slice(x, self.axis, dim=dim)
+
+    def for_whole_rows(self) -> TensorParallel:
+        """The same axis for work after `pick_rows`, whose results every rank holds whole, sequence parallel or not."""
+        return type(self)(self.axis, device_mesh=self.device_mesh)
+
+    def pick_rows(self, x: Tensor, index: Tensor) -> Tensor:
+        """Some tokens of the residual stream for work that every rank repeats: [B, T or T/tp, D] at the token numbers
+        index [B, P] -> [B, P, D]. With sequence parallelism each rank gives those of its own tokens, and one
+        all-reduce joins them; every rank then has the whole gradient, and keeps what is its own."""
+        rows = torch.arange(x.shape[0], device=x.device)[:, None]
+        if not self.sequence_parallel:
+            return x[rows, index]
+        index = index - self.axis.rank * x.shape[TOKENS]
+        absent = (index < 0) | (index >= x.shape[TOKENS])
+        return self.sum_of_parts(x[rows, index.masked_fill(absent, 0)].masked_fill(absent[..., None], 0.0))
+
+    def sum_of_rows(self, x: Tensor, weight: Tensor) -> Tensor:
+        """sum_t weight[b, t] x[b, t] for work that every rank repeats: x [B, T or T/tp, D], weight [B, T] without a
+        gradient -> [B, D]."""
+        if not self.sequence_parallel:
+            return (x * weight[..., None]).sum(TOKENS)
+        return self.sum_of_parts((x * self.local_slice(weight, dim=TOKENS)[..., None]).sum(TOKENS))
 
     def parameter(self, *shape: int, shard_dim: int | None) -> nn.Parameter:
         """An fp32 meta parameter of global `shape`, split along `shard_dim`, or replicated where it is None."""

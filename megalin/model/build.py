@@ -1,0 +1,18 @@
+"""The model of a config, whatever its kind."""
+
+from __future__ import annotations
+
+from megalin.model.config import AnyModelConfig, EncoderConfig
+from megalin.model.encoder import Encoder
+from megalin.model.language_model import LanguageModel
+from megalin.parallel.tensor_parallel import TensorParallel
+
+Model = LanguageModel | Encoder
+"""Any model."""
+
+
+def make_model(config: AnyModelConfig, tp: TensorParallel | None = None, *, recompute: bool = False) -> Model:
+    """The model on the meta device. Raises ConfigError for sizes that the tensor-parallel axis does not divide."""
+    if isinstance(config, EncoderConfig):
+        return Encoder(config, tp, recompute=recompute)
+    return LanguageModel(config, tp, recompute=recompute)

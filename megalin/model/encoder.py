@@ -1,0 +1,169 @@
+"""The bidirectional encoder: embeddings, blocks, and the heads for masked tokens and for whole sequences."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megalin.layers.mixers.base import SequenceContext
+from megalin.layers.norms import build_norm
+from megalin.model.config import EncoderConfig
+from megalin.model.stack import BlockStack
+from megalin.ops.srmsnorm import compute_dtype
+from megalin.parallel.collectives import finish
+from megalin.parallel.cross_entropy import IGNORED_LABEL, vocab_parallel_cross_entropy
+from megalin.parallel.embedding import StreamTable, VocabParallelTable, VocabularyBias
+from megalin.parallel.linear import ReplicatedLinear
+from megalin.parallel.tensor_parallel import TensorParallel
+
+PREDICTED_SHARE = 0.15
+"""Share of a sequence's tokens whose prediction `forward_flops` counts."""
+
+
+class EncoderOutput(NamedTuple):
+    """Result of a forward."""
+
+    hidden: Tensor
+    """[B, T or T/tp, D] the residual stream after the last norm."""
+    masked_logits: Tensor | None
+    """[B, P, V/tp] at the masked positions, this rank's slice of the padded vocabulary; padding is -inf. None without
+    masked positions."""
+    masked_losses: Tensor | None
+    """[B, P] in nats, at least fp32, 0 where the label is ignored; None without labels."""
+    sequence_logits: Tensor
+    """[B, classes]; for a pretraining model, 0: segment B follows A, 1: it comes from another document."""
+    sequence_losses: Tensor | None
+    """[B] in nats, at least fp32, 0 where the label is ignored; None without labels."""
+
+    def loss_sums(self) -> Tensor:
+        """[1 or 2] the sums of the losses that there are: of masked tokens, of sequences."""
+        losses = [losses for losses in (self.masked_losses, self.sequence_losses) if losses is not None]
+        return torch.stack([each.sum() for each in losses])
+
+
+class MaskedTokenHead(nn.Module):
+    """logits = norm(gelu(x W^T)) E^T + b with the embedding's table E and the exact (erf) GELU."""
+
+    def __init__(self, config: EncoderConfig, tp: TensorParallel) -> None:
+        super().__init__()
+        self.tp = tp = tp.for_whole_rows()
+        width = config.hidden_size
+        self.dense = ReplicatedLinear(width, width, tp=tp, std=config.init_std)
+        self.norm = build_norm(config.norm, width, config.norm_eps, tp)
+        self.vocabulary = VocabularyBias(config.vocab_size, tp=tp)
+
+    def forward(self, x: Tensor, table: VocabParallelTable) -> Tensor:
+        """x [B, P, D], whole on every rank -> this rank's logits [B, P, V/tp]."""
+        x = self.norm(functional.gelu(self.dense(x)))
+        return self.vocabulary(table.logits_of_entered(self.tp.enter(x)))
+
+
+class SequenceHead(nn.Module):
+    """logits = tanh(x W_1^T) W_2^T + b, of one row a sequence."""
+
+    def __init__(self, config: EncoderConfig, tp: TensorParallel) -> None:
+        super().__init__()
+        tp = tp.for_whole_rows()
+        width, std = config.hidden_size, config.init_std
+        self.pooler = ReplicatedLinear(width, width, tp=tp, std=std)
+        self.classifier = ReplicatedLinear(width, config.num_classes or 2, bias=True, tp=tp, std=std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, D], whole on every rank -> [B, classes]."""
+        return self.classifier(torch.tanh(self.pooler(x)))
+
+    def flops(self) -> int:
+        """Forward floating-point operations a sequence."""
+        return self.pooler.flops() + self.classifier.flops()
+
+
+class Encoder(BlockStack[EncoderConfig]):
+    """X = hardtanh(E_token + E_position + E_type), blocks over X, a norm, and the heads (DenseAttention, BERT).
+
+    A pretraining model has a head for masked tokens, which computes logits at the asked positions alone, and one for
+    the next sentence; a model with `num_classes` has a head for sequences in their place.
+    """
+
+    def __init__(self, config: EncoderConfig, tp: TensorParallel | None = None, *, recompute: bool = False) -> None:
+        super().__init__(config, tp, recompute=recompute)
+        width, std = config.hidden_size, config.init_std
+        self.position_embedding = StreamTable(config.max_positions, width, tp=self.tp, std=std)
+        self.type_embedding = StreamTable(config.num_token_types, width, tp=self.tp, std=std)
+        pretraining = config.num_classes is None
+        self.masked_head = MaskedTokenHead(config, self.tp) if pretraining else None
+        self.sequence_head = SequenceHead(config, self.tp)
+        self.loss_names = ("mlm", "nsp") if pretraining else ("classification",)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        token_types: Tensor | None = None,
+        valid: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        positions: Tensor | None = None,
+        masked_positions: Tensor | None = None,
+        masked_labels: Tensor | None = None,
+        sequence_labels: Tensor | None = None,
+    ) -> EncoderOutput:
+        """Runs T tokens of each of B sequences.
+
+        Args:
+            tokens: [B, T] ids below the vocabulary size; T at most `max_positions`.
+            token_types: [B, T]; None: all 0.
+            valid: [B, T] bool, False at padding; None: all tokens count.
+            document_ids: [B, T], non-decreasing along T, for rows of several documents, none of which sees another;
+                None when each row is one document. The head of sequences reads the row as one sequence all the same.
+            positions: [B, T] rows of the position table; None: 0 .. T - 1.
+            masked_positions: [B, P] numbers of the tokens to predict; P does not depend on how many there are.
+            masked_labels: [B, P] ids, IGNORED_LABEL where there is no loss.
+            sequence_labels: [B] classes, IGNORED_LABEL where there is no loss.
+        """
+        assert tokens.shape[1] <= self.config.max_positions, (tokens.shape, self.config.max_positions)
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        token_types = torch.zeros_like(tokens) if token_types is None else token_types
+        x = self.embedding.embed(tokens) + self.position_embedding(positions) + self.type_embedding(token_types)
+        context = SequenceContext(positions, document_ids, self.shared_tensors(), x.dtype, valid=valid)
+        x = finish(functional.hardtanh(x))
+        for block in self.block_list():
+            x = block(x, block.contexts(context), None).x
+        hidden = self.norm(x)
+        masked_logits = masked_losses = sequence_losses = None
+        if masked_positions is not None:
+            assert self.masked_head is not None
+            masked_logits = self.masked_head(self.tp.pick_rows(hidden, masked_positions), self.embedding)
+            if masked_labels is not None:
+                masked_losses = vocab_parallel_cross_entropy(masked_logits, masked_labels, self.tp.axis)
+        sequence_logits = self.sequence_head(self._pool(hidden, tokens, valid))
+        if sequence_labels is not None:
+            wide = sequence_logits.to(compute_dtype(sequence_logits))
+            sequence_losses = functional.cross_entropy(
+                wide, sequence_labels, ignore_index=IGNORED_LABEL, reduction="none"
+            )
+        return EncoderOutput(hidden, masked_logits, masked_losses, sequence_logits, sequence_losses)
+
+    def _pool(self, hidden: Tensor, tokens: Tensor, valid: Tensor | None) -> Tensor:
+        """One row a sequence: [B, T or T/tp, D] -> [B, D], whole on every rank."""
+        if self.config.pooling == "first":
+            return self.tp.pick_rows(hidden, torch.zeros_like(tokens[:, :1]))[:, 0]
+        kept = (torch.ones_like(tokens) if valid is None else valid).to(compute_dtype(hidden))
+        return self.tp.sum_of_rows(hidden, (kept / kept.sum(1, keepdim=True).clamp(min=1)).to(hidden.dtype))
+
+    def num_embedding_parameters(self) -> int:
+        """Parameters of the three tables that embed; the vocabulary's is the head's as well."""
+        config = self.config
+        return (config.vocab_size + config.max_positions + config.num_token_types) * config.hidden_size
+
+    def forward_flops(self, length: int) -> int:
+        """Forward floating-point operations a token at `length` tokens; a multiply and an add count as two. The head
+        of masked tokens counts at PREDICTED_SHARE of them, rounded up."""
+        heads = self.sequence_head.flops()
+        if self.masked_head is not None:
+            each = self.masked_head.dense.flops() + self.embedding.logits_flops()
+            heads += math.ceil(PREDICTED_SHARE * length) * each
+        return self.stack_flops(length) + math.ceil(heads / length)

@@ -1,0 +1,109 @@
+"""What decoders and encoders share: the embedded tokens, the blocks over them, the norm after, and what they count."""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar, cast
+
+from torch import Tensor, nn
+
+from megalin.layers.mixers.base import BuildScope, FullPrecision, Mixer, renew_derived
+from megalin.layers.norms import build_norm
+from megalin.model.block import Block
+from megalin.model.config import BlockConfig, StackConfig
+from megalin.parallel.embedding import VocabParallelTable, VocabularyBias
+from megalin.parallel.tensor_parallel import TensorParallel
+
+ConfigT = TypeVar("ConfigT", bound=StackConfig)
+
+
+class BlockStack(nn.Module, Generic[ConfigT]):
+    """A token table, input layers, blocks and a norm; subclasses add heads and the forward.
+
+    Built on the meta device: shard it (`parallel.shard_model`), materialise it (`to_empty`), then fill it
+    (`parallel.fill`).
+
+    Attributes:
+        loss_names: the terms of the loss, in the order of the output's `loss_sums`.
+
+    Raises:
+        ConfigError: sizes that the tensor-parallel axis does not divide.
+    """
+
+    loss_names: tuple[str, ...]
+
+    def __init__(self, config: ConfigT, tp: TensorParallel | None, *, recompute: bool) -> None:
+        super().__init__()
+        self.config = config
+        self.tp = tp = TensorParallel() if tp is None else tp
+        width, std = config.hidden_size, config.init_std
+        self.embedding = VocabParallelTable(config.vocab_size, width, tp=tp, std=std)
+        self.input_layers = nn.ModuleDict()
+        self.shared = nn.ModuleDict()
+        self._shared_types: list[str] = []  # as in the config; names of modules hold no dots
+        self.blocks = nn.ModuleList()
+        for layer, (path, block) in enumerate(config.blocks()):
+            scope = BuildScope(width, layer, config.num_layers, tp, std, path, config.output_std)
+            self.blocks.append(Block(block, scope, recompute=recompute))
+            self._build_model_level(block, scope)
+        self.norm = build_norm(config.norm, width, config.norm_eps, tp)
+
+    def _build_model_level(self, block: BlockConfig, scope: BuildScope) -> None:
+        """Builds, once per mixer type, what the type keeps at the level of the model."""
+        for sublayer in block.sublayers:
+            key = sublayer.type.replace(".", "_")
+            if key not in self.shared and (module := sublayer.shared_module(scope)) is not None:
+                self.shared[key] = module
+                self._shared_types.append(sublayer.type)
+            if key not in self.input_layers and (layer := sublayer.input_layer(scope)) is not None:
+                self.input_layers[key] = layer
+
+    def shared_tensors(self) -> dict[str, Tensor]:
+        """The output of each mixer type's model-level module."""
+        return {name: module() for name, module in zip(self._shared_types, self.shared.values(), strict=True)}
+
+    def mixers(self) -> list[Mixer]:
+        """Every mixer, blocks in order."""
+        return [mixer for block in self.block_list() for mixer in block.mixers()]
+
+    def block_list(self) -> list[Block]:
+        """The blocks in order."""
+        return cast(list[Block], list(self.blocks))
+
+    def input_mixers(self) -> list[Mixer]:
+        """The input layers in order."""
+        return cast(list[Mixer], list(self.input_layers.values()))
+
+    def full_precision_modules(self) -> list[nn.Module]:
+        """The submodules whose parameters must compute in fp32: they feed exponentials or positions."""
+        return [module for module in self.modules() if isinstance(module, FullPrecision)]
+
+    def after_optimizer_step(self) -> None:
+        """Lets every mixer renew what it derives from its weights: after a step, and after weights were loaded."""
+        renew_derived([*self.input_mixers(), *self.mixers()])
+
+    def no_decay_names(self) -> set[str]:
+        """Global names of the parameters without weight decay: vectors (norm weights), biases (a fused one is
+        [parts, out]) and all that computes in full precision."""
+        precise = {id(p) for module in self.full_precision_modules() for p in module.parameters()}
+        return {n for n, p in self.named_parameters() if p.dim() <= 1 or n.endswith(".bias") or id(p) in precise}
+
+    def num_parameters(self) -> int:
+        """Parameters of the whole model over all ranks; rows that pad the vocabulary are not counted."""
+        rows = [m.padded_parameters() for m in self.modules() if isinstance(m, VocabParallelTable | VocabularyBias)]
+        return sum(parameter.numel() for parameter in self.parameters()) - sum(rows)
+
+    def num_embedding_parameters(self) -> int:
+        """Parameters of the tables that embed, and of a head with a table of its own."""
+        raise NotImplementedError
+
+    def forward_flops(self, length: int) -> int:
+        """Forward floating-point operations a token at `length` tokens; a multiply and an add count as two."""
+        raise NotImplementedError
+
+    def training_flops(self, length: int) -> int:
+        """Forward and backward floating-point operations a token: three forwards. Recomputation is not counted."""
+        return 3 * self.forward_flops(length)
+
+    def stack_flops(self, length: int) -> int:
+        """The share of input layers and blocks in `forward_flops`."""
+        return sum(mixer.flops(length) for mixer in [*self.input_mixers(), *self.mixers()])
