@@ -1,6 +1,8 @@
-"""Position encodings of queries and keys: LRPE in its cosine and its rotation form, and RoPE."""
+"""Position encodings: LRPE in its cosine and its rotation form, RoPE, Cosine RelPE, and places in packed documents."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,6 +73,53 @@ def rope_reference(x: Tensor, positions: Tensor, *, base: float = 10000.0) -> Te
         pairs.append(torch.complex(x[..., j], x[..., j + width // 2]) * turns[:, None])
     turned = torch.stack(pairs, dim=-1)
     return torch.cat([turned.real, turned.imag], dim=-1)
+
+
+def cosine_relpe(x: Tensor, positions: Tensor) -> Tensor:
+    """y_i = x_i cos(p 10000^(-i/K)), i < K, of each head: one factor of the sum that RoPE's rotation expands to.
+
+    Unlike the encodings above it depends on where positions start: number the tokens of each document from 0.
+
+    Args:
+        x: [B, T, H, K].
+        positions: [T] or [B, T] token positions, integers.
+
+    Returns:
+        [B, T, H, K] in the dtype of `x`. Angles, cosines and products are computed in at least fp32.
+
+    Source: DenseAttention section 3.2, frequencies of the released code.
+    """
+    exponent = torch.arange(x.shape[-1], dtype=torch.float64, device=x.device) * (-1.0 / x.shape[-1])
+    angle = _angles(x, 10000.0**exponent, positions)
+    return (x.to(angle.dtype) * angle.cos()).to(x.dtype)
+
+
+class DocumentSpans(NamedTuple):
+    """Index along T of the first and of the last token of each token's document, [B, T] int64."""
+
+    first: Tensor
+    last: Tensor
+
+
+def document_spans(document_ids: Tensor) -> DocumentSpans:
+    """The spans of packed documents, [B, T] ids of which those of a document lie together."""
+    last = document_ids.shape[1] - 1
+    return DocumentSpans(_first(document_ids), last - _first(document_ids.flip(1)).flip(1))
+
+
+def num_tokens_in_documents(document_ids: Tensor, valid: Tensor | None) -> Tensor:
+    """Number of valid tokens in each token's document: [B, T] ids and bools (None: all) -> [B, T] int64."""
+    first, last = document_spans(document_ids)
+    counted = torch.ones_like(first) if valid is None else valid.to(first.dtype)
+    total = counted.cumsum(1)
+    return total.gather(1, last) - (total - counted).gather(1, first)
+
+
+def _first(document_ids: Tensor) -> Tensor:
+    starts = torch.ones_like(document_ids, dtype=torch.bool)
+    starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    index = torch.arange(document_ids.shape[1], device=document_ids.device)
+    return torch.where(starts, index, 0).cummax(1).values
 
 
 def _angles(x: Tensor, theta: Tensor, positions: Tensor) -> Tensor:

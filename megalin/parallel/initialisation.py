@@ -56,8 +56,11 @@ class Draw:
 
 
 def fill(model: nn.Module, seed: int) -> None:
-    """Fills every parameter and buffer of a materialised `model`: each module that holds some has `fill(draw)`."""
+    """Fills every parameter and buffer of a materialised `model`: each module that holds some has `fill(draw)`.
+
+    Children come before their parents, which may derive buffers from the children's weights.
+    """
     draw = Draw(seed)
-    for name, module in model.named_modules():
+    for name, module in reversed(list(model.named_modules())):
         if hasattr(module, "fill"):
             module.fill(draw.child(name))

@@ -1,0 +1,201 @@
+"""DANet's block body: attention without softmax, values, keys or an output matrix, and the network after it."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, Literal, NoReturn, Self
+
+import pydantic
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megalin.errors import ConfigError
+from megalin.layers.mixers.base import (
+    BuildScope,
+    Mixer,
+    MixerConfig,
+    MixerOutput,
+    SequenceContext,
+    State,
+    renew_derived,
+)
+from megalin.layers.norms import NormKind
+from megalin.ops.dense_attention import dense_attention, dense_attention_flops, local_dense_attention
+from megalin.ops.max_norm import max_norm
+from megalin.ops.positions import cosine_relpe, document_spans, num_tokens_in_documents
+from megalin.ops.srmsnorm import compute_dtype
+from megalin.parallel.initialisation import Draw
+from megalin.parallel.linear import ColumnParallelLinear, RowParallelLinear
+
+
+class DenseAttention(Mixer):
+    """y = MaxNorm(r ReLU(Y W_up) W_down), head by head Y = Q X^T X with Q = X W_q, over all tokens of a document.
+
+    X is the normed input, times N^(-1/3) for the N tokens of the document that are no padding, times Cosine RelPE;
+    padding is zero in X and stays zero. Local kinds see a window of the document only, whose length takes the place
+    of N: windows of `local` start with the document, those of `shifted_local` half a window before it. Places count
+    from 0 in each document, and in each window with `local_relpe`; context.positions is not read.
+
+    r = r_up r_down, r = min(1, w0 / max |W|) with w0 = (2 d_ff)^(-1/2), is renewed after each step and constant in
+    the backward. One number for both matrices: ReLU lets a positive factor through.
+
+    Tensor parallelism: heads are split and Y is gathered; with one head, the sum over the head's width is, and Y is
+    reduced. Source: DenseAttention (DANet) section 3 and appendix G, released code.
+    """
+
+    ratio: Tensor | None
+
+    def __init__(self, config: DenseAttentionConfig, scope: BuildScope) -> None:
+        super().__init__()
+        width, heads, tp = scope.hidden_size, config.num_heads, scope.tp
+        self.config, self.tp, self.path = config, tp, scope.path
+        self.head_dim, remainder = divmod(width, heads)
+        if remainder:
+            raise ConfigError(
+                f"{scope.path}.num_heads = {heads} does not divide model.hidden_size = {width}; choose a divisor"
+            )
+        if heads > 1:
+            tp.divide(heads, f"{scope.path}.num_heads")
+        inner, name = config.ffn_ratio * width, f"{scope.path}.ffn_ratio * model.hidden_size"
+        self.bound = (2 * inner) ** -0.5
+        query_std = scope.init_std / math.sqrt(2 * scope.num_layers * width)
+        self.query = ColumnParallelLinear(width, width, tp=tp, std=query_std, name="model.hidden_size")
+        self.up = ColumnParallelLinear(width, inner, tp=tp, std=self.bound, name=name)
+        self.down = RowParallelLinear(inner, width, tp=tp, std=self.bound, name=name)
+        ratio = torch.empty((), device="meta") if config.scale_ffn_weights else None
+        self.register_buffer("ratio", ratio, persistent=False)
+
+    def fill(self, draw: Draw) -> None:
+        """The ratio of the weights that were just drawn."""
+        renew_derived([self])
+
+    def watched_weights(self) -> list[nn.Parameter]:
+        return [] if self.ratio is None else [self.up.weight, self.down.weight]
+
+    def renew(self, largest: Tensor) -> None:
+        if self.ratio is not None:
+            self.ratio.copy_((self.bound / largest).clamp(max=1.0).prod())
+
+    def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
+        if state is not None:
+            self._refuse_state()
+        x = self._scaled(self.tp.enter(x), context)  # [B, T, H, D/H]
+        (hidden,) = self.up(self._attention(x, context.document_ids))
+        z = self.down(functional.relu(hidden))
+        wide = z.to(compute_dtype(z))
+        wide = wide if self.ratio is None else wide * self.ratio
+        return MixerOutput(max_norm(wide, eps=self.config.norm_eps).to(z.dtype), ())
+
+    def step(self, x: Tensor, context: SequenceContext, state: State) -> MixerOutput:
+        self._refuse_state()
+
+    def _refuse_state(self) -> NoReturn:
+        raise ConfigError(
+            f"{self.path}: dense_attention sees the tokens after each as well, so there is no state from which to "
+            "continue a sequence; give it whole sequences, and generate with a decoder"
+        )
+
+    def _scaled(self, x: Tensor, context: SequenceContext) -> Tensor:
+        """[B, T, D] normed -> X [B, T, H, D/H], zero at padding."""
+        config, documents = self.config, context.document_ids
+        places = torch.arange(x.shape[1], device=x.device)
+        if documents is not None:
+            places = places - document_spans(documents).first
+        if config.window is not None and config.local_relpe:
+            places = (places + config.offset) % config.window
+        factor = self._num_seen(x, context).to(compute_dtype(x)) ** (-1.0 / 3.0)  # [1 or B, 1 or T]
+        if context.valid is not None:
+            factor = factor * context.valid
+        heads = (x.to(factor.dtype) * factor[..., None]).unflatten(-1, (config.num_heads, self.head_dim))
+        return cosine_relpe(heads, places).to(x.dtype)
+
+    def _num_seen(self, x: Tensor, context: SequenceContext) -> Tensor:
+        """N of each token, at least 1: the window, or its document's tokens without padding; [1 or B, 1 or T]."""
+        if self.config.window is not None:
+            return torch.full((1, 1), self.config.window, device=x.device)
+        if context.document_ids is not None:
+            return num_tokens_in_documents(context.document_ids, context.valid).clamp(min=1)
+        if context.valid is not None:
+            return context.valid.sum(1, keepdim=True).clamp(min=1)
+        return torch.full((1, 1), x.shape[1], device=x.device)
+
+    def _attention(self, x: Tensor, document_ids: Tensor | None) -> Tensor:
+        """X [B, T, H, D/H] -> Y [B, T, D], on every rank."""
+        whole = x.flatten(2)
+        (q,) = self.query(whole)
+        own = self.tp.local_slice(whole, dim=-1)  # [B, T, D/tp]
+        if self.config.num_heads == 1:
+            # The split width is summed over, in keys and queries; values are whole.
+            q, k, v = q[..., None, :], own[..., None, :], x
+        else:
+            q, k = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, own))
+            v = k
+        window = self.config.window
+        if window is None:
+            y = dense_attention(q, k, v, document_ids=document_ids)
+        else:
+            y = local_dense_attention(q, k, v, window=window, offset=self.config.offset, document_ids=document_ids)
+        y = y.flatten(2)
+        return self.tp.total_of_parts(y) if self.config.num_heads == 1 else self.tp.join_parts(y)
+
+    def flops(self, length: int) -> int:
+        seen = length if self.config.window is None else self.config.window
+        attention = dense_attention_flops(seen, num_heads=self.config.num_heads, head_dim=self.head_dim)
+        return self.query.flops() + attention + self.up.flops() + self.down.flops()
+
+
+class DenseAttentionConfig(MixerConfig):
+    """DANet's block body, attention and network in one: there is no residual connection between them."""
+
+    causal: ClassVar[bool] = False
+    type: Literal["dense_attention"] = "dense_attention"
+    """This mixer."""
+    norm: NormKind = "maxnorm"
+    """Norm of the sub-layer's input; its output always goes through maxnorm."""
+    norm_eps: float = pydantic.Field(default=1e-3, gt=0)
+    """Added to the magnitude by which the norms before and after the block divide."""
+    num_heads: int = pydantic.Field(gt=0)
+    """Heads; must divide the hidden size. Several must be divided by parallel.tp; one is split along its width."""
+    ffn_ratio: int = pydantic.Field(default=4, gt=0)
+    """Inner width of the network, in hidden sizes."""
+    kind: Literal["global", "local", "shifted_local"] = "global"
+    """Which tokens of its document a token sees: all; those of its window; the same with windows shifted by half of
+    one, so that the first holds half a window."""
+    window: int | None = pydantic.Field(default=None, gt=0)
+    """Tokens of a window, of local kinds only; even for shifted_local."""
+    local_relpe: bool = True
+    """Whether Cosine RelPE counts positions from the start of each window of local kinds, else of the document."""
+    scale_ffn_weights: bool = True
+    """Whether the network's matrices are scaled down to a largest magnitude of (2 ffn_ratio hidden_size)^(-1/2) where
+    they exceed it."""
+
+    @pydantic.model_validator(mode="after")
+    def _window_fits_the_kind(self) -> Self:
+        if self.kind == "global" and self.window is not None:
+            raise ValueError(
+                f'window = {self.window} has no meaning with kind = "global", which sees the whole document; '
+                'leave it out, or use kind = "local"'
+            )
+        if self.kind != "global" and self.window is None:
+            raise ValueError(f'kind = "{self.kind}" needs a window, in tokens; give one, or use kind = "global"')
+        if self.kind == "shifted_local" and self.window is not None and self.window % 2:
+            raise ValueError(
+                f'window = {self.window} is odd, and kind = "shifted_local" shifts by half of it; use an even one'
+            )
+        return self
+
+    @property
+    def offset(self) -> int:
+        """Tokens by which the first window starts before the document."""
+        return self.window // 2 if self.kind == "shifted_local" and self.window is not None else 0
+
+    def shrunk(self, *, hidden_size: int, num_heads: int) -> Self:
+        window = None if self.window is None else 16
+        return self.model_copy(update={"num_heads": num_heads if self.num_heads > 1 else 1, "window": window})
+
+    def build(self, scope: BuildScope) -> DenseAttention:
+        return DenseAttention(self, scope)
+
+
+CONFIG = DenseAttentionConfig

@@ -1,0 +1,104 @@
+"""Attention without a softmax over all tokens of a document: quadratic, linear and token-by-token forms.
+
+    y_t = sum over s of t's document of (q_t . k_s) v_s
+
+`dense_attention` chooses the cheaper of (Q K^T) V and Q (K^T V), the same function in another order of the products.
+`dense_attention_reference` is the definition, the truth that both are tested against.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megalin.ops.decay_scan import decay_scan, decay_scan_flops
+from megalin.ops.positions import document_spans
+from megalin.ops.srmsnorm import compute_dtype
+
+CHUNK = 64
+"""Tokens a chunk of the scans that the linear form makes over packed documents."""
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, document_ids: Tensor | None = None) -> Tensor:
+    """The sum above in the cheaper form.
+
+    Args:
+        q, k: [B, T, H, K].
+        v: [B, T, H, V].
+        document_ids: [B, T] integers, non-decreasing along T; None where each row is one document.
+
+    Returns:
+        [B, T, H, V] in the dtype of v. Source: DenseAttention, section 3.
+    """
+    length, key_dim, value_dim = q.shape[1], q.shape[3], v.shape[3]
+    quadratic, linear = 2 * length * (key_dim + value_dim), 4 * key_dim * value_dim
+    if document_ids is not None:
+        scan = decay_scan_flops(length, num_heads=1, key_dim=key_dim, value_dim=value_dim, chunk_size=CHUNK)
+        linear = 2 * scan
+    form = dense_attention_quadratic if quadratic < linear else dense_attention_linear
+    return form(q, k, v, document_ids=document_ids)
+
+
+def local_dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, window: int, offset: int = 0, document_ids: Tensor | None = None
+) -> Tensor:
+    """The sum over the tokens of t's window only; arguments and result as `dense_attention`.
+
+    Windows of `window` tokens follow each other in each document, the first from `offset` tokens before its start.
+    """
+    batch, length = q.shape[:2]
+    if document_ids is None:
+        padding = (0, 0, 0, 0, offset, -(length + offset) % window)
+        q, k, v = (functional.pad(x, padding).unflatten(1, (-1, window)).flatten(0, 1) for x in (q, k, v))
+        y = dense_attention(q, k, v)  # [B n, window, H, V]
+        return y.unflatten(0, (batch, -1)).flatten(1, 2)[:, offset : offset + length]
+    first = document_spans(document_ids).first
+    index = torch.arange(length, device=q.device)
+    starts = (index == first) | ((index - first + offset) % window == 0)
+    return dense_attention(q, k, v, document_ids=starts.cumsum(1))
+
+
+def dense_attention_quadratic(q: Tensor, k: Tensor, v: Tensor, *, document_ids: Tensor | None = None) -> Tensor:
+    """(Q K^T) V, in the dtype of v; arguments and result as `dense_attention`."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, T, K or V]
+    scores = q @ k.mT  # [B, H, T, T]
+    if document_ids is not None:
+        same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
+        scores = scores.masked_fill(~same, 0.0)
+    return (scores @ v).transpose(1, 2)
+
+
+def dense_attention_linear(q: Tensor, k: Tensor, v: Tensor, *, document_ids: Tensor | None = None) -> Tensor:
+    """Q (K^T V), the inner product in at least fp32: its entries grow with T. As `dense_attention`.
+
+    Packed documents have a K^T V each. It is what a scan without decay holds from the start of the document to the
+    token, and one in the other direction from its end to the token, which then counts twice.
+    """
+    dtype, wide = v.dtype, compute_dtype(v)
+    q, k, v = (x.to(wide) for x in (q, k, v))
+    if document_ids is None:
+        memory = k.permute(0, 2, 3, 1) @ v.transpose(1, 2)  # [B, H, K, V]
+        return (q.transpose(1, 2) @ memory).transpose(1, 2).to(dtype)
+    before = decay_scan(q, k, v, None, document_ids=document_ids, chunk_size=CHUNK).output
+    later_q, later_k, later_v = (x.flip(1) for x in (q, k, v))
+    turned = -document_ids.flip(1)
+    after = decay_scan(later_q, later_k, later_v, None, document_ids=turned, chunk_size=CHUNK).output
+    return (before + after.flip(1) - (q * k).sum(-1, keepdim=True) * v).to(dtype)
+
+
+def dense_attention_reference(q: Tensor, k: Tensor, v: Tensor, *, document_ids: Tensor | None = None) -> Tensor:
+    """The sum one token t at a time; arguments and result as `dense_attention`."""
+    rows = []
+    for b in range(q.shape[0]):
+        for t in range(q.shape[1]):
+            own = slice(None) if document_ids is None else document_ids[b] == document_ids[b, t]
+            products = (q[b, t] * k[b, own]).sum(-1, keepdim=True)  # [S, H, 1]
+            rows.append((products * v[b, own]).sum(0))
+    return torch.stack(rows).view_as(v)
+
+
+def dense_attention_flops(length: int, *, num_heads: int, head_dim: int) -> int:
+    """Forward floating-point operations a token over documents of T = `length` tokens, multiply and add counted as
+    two: 4 min(T, K) K a head, whichever form is cheaper."""
+    return 4 * min(length, head_dim) * head_dim * num_heads
