@@ -1,0 +1,43 @@
+"""The gate of the benchmarks: no figure for an implementation that is wrong."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+TOOLS = Path(__file__).parents[1] / "tools"
+
+
+@pytest.fixture
+def case(monkeypatch):
+    monkeypatch.syspath_prepend(str(TOOLS))
+    from benchmarks.case import Case, Work
+
+    x = torch.randn(6, 8, dtype=torch.bfloat16)
+    none = Work(0, 0)
+    yield Case("square", "6x8", {"x": x}, {"x": x}, lambda x: [x.square()], {}, {}, none, none)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "benchmarks"]:
+        del sys.modules[name]
+
+
+class _WrongGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * ctx.saved_tensors[0]
+
+
+def test_the_gate_is_green_for_the_same_function_and_red_for_others(case):
+    from benchmarks.case import gate
+
+    chance = lambda x: [x.square() + 0.01 * torch.rand_like(x)]  # noqa: E731
+    assert gate(lambda x: [x * x], case, factor=2) == ""
+    assert gate(lambda x: [x * x * 1.05], case, factor=2).startswith("output 0 5.")
+    assert gate(lambda x: [_WrongGradient.apply(x)], case, factor=2).startswith("gradient of x 5.")
+    assert "output 0 nan" in gate(lambda x: [x.square() * float("nan")], case, factor=2)
+    assert gate(chance, case, factor=20).startswith("differs between two calls: output 0")

@@ -1,0 +1,1 @@
+"""What tools/benchmark_ops.py measures: one module an op, each with `cases()`."""

@@ -1,0 +1,145 @@
+"""One op at one shape: what computes it, what it must move and compute, whether it is right, and how long it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import triton.testing
+from torch import Tensor
+
+Function = Callable[..., Sequence[Tensor]]
+Inputs = dict[str, Tensor]
+
+ONE_ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+"""Relative errors that are none: a reference may happen to be exact."""
+
+
+class Work(NamedTuple):
+    """Bytes or floating-point operations that no implementation can avoid."""
+
+    forward: float
+    backward: float
+
+
+class Case(NamedTuple):
+    """Every function takes `inputs` by name and returns the outputs, in the same order."""
+
+    op: str
+    shape: str
+    """As the table shows it, dtype included."""
+    inputs: Inputs
+    """Random, and too large for the cache together with the outputs."""
+    checked: Inputs
+    """What the gate compares on; smaller where the truth is expensive."""
+    reference: Function
+    """Plain PyTorch, fp64 clean."""
+    ours: dict[str, Function]
+    """By backend; the first is what users get, the denominator of every ratio."""
+    peers: dict[str, Function]
+    """Others' implementations of the same function, those that are installed."""
+    bytes: Work
+    """Each input read once and each output written once; the backward reads what it needs again."""
+    flops: Work
+    """Of matrix products, multiply and add counted as two."""
+    compiled: bool = True
+    """Whether inductor can compile the reference at `inputs` in seconds and within memory."""
+    captured: bool = True
+    """Timed as a CUDA graph, without the host's share; False for implementations that read results on the host."""
+
+
+class Timing(NamedTuple):
+    """Medians in milliseconds, and the most memory that a forward and a backward hold above their inputs."""
+
+    forward: float
+    backward: float
+    peak_bytes: int
+
+
+def gate(function: Function, case: Case, *, factor: float) -> str:
+    """What is wrong with an implementation; empty where nothing is.
+
+    Outputs and the gradient of every float input, of a fixed random weighting: the error against the reference in fp64
+    is at most `factor` times that of the reference in the inputs' own dtype, and a second call gives the same bits.
+    """
+    inputs = case.checked
+    dtype = next(x.dtype for x in inputs.values() if x.is_floating_point())
+    truth = _results(case.reference, {name: _exact(x) for name, x in inputs.items()})
+    same = _errors(_results(case.reference, inputs), truth)
+    results = _results(function, inputs)
+    found = _errors(results, truth)
+    bad = [name for name in truth if not found[name] <= max(factor * same[name], ONE_ROUNDING[dtype])]
+    if bad:
+        return ", ".join(f"{name} {found[name]:.1e} (reference {same[name]:.1e})" for name in bad)
+    again = _results(function, inputs)
+    changed = [name for name in results if not torch.equal(results[name], again[name])]
+    return f"differs between two calls: {', '.join(changed)}" if changed else ""
+
+
+def measure(function: Function, case: Case) -> Timing:
+    """Forward, with what it saves for the backward, and backward alone."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        leaves = _leaves(case.inputs)
+        differentiable = [x for x in leaves.values() if x.requires_grad]
+        outputs = [y for y in function(**leaves) if y.requires_grad]
+        weights = [torch.randn_like(y) for y in outputs]
+
+        def forward() -> None:
+            function(**leaves)
+
+        def backward() -> None:
+            torch.autograd.grad(outputs, differentiable, weights, retain_graph=True, allow_unused=True)
+
+        seconds = [_median(call, captured=case.captured) for call in (forward, backward)]
+        return Timing(*seconds, _peak_bytes(function, case, weights))
+
+
+def _median(call: Callable[[], None], *, captured: bool) -> float:
+    for _ in range(3):
+        call()
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            call()
+        call = graph.replay
+    return float(triton.testing.do_bench(call, warmup=20, rep=100, quantiles=[0.5]))
+
+
+def _peak_bytes(function: Function, case: Case, weights: Sequence[Tensor]) -> int:
+    leaves = _leaves(case.inputs)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    outputs = [y for y in function(**leaves) if y.requires_grad]
+    torch.autograd.grad(outputs, [x for x in leaves.values() if x.requires_grad], weights, allow_unused=True)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _leaves(inputs: Mapping[str, Tensor]) -> Inputs:
+    return {name: x.detach().requires_grad_(x.is_floating_point()) for name, x in inputs.items()}
+
+
+def _exact(x: Tensor) -> Tensor:
+    return x.double() if x.is_floating_point() else x
+
+
+def _results(function: Function, inputs: Mapping[str, Tensor]) -> Inputs:
+    leaves = _leaves(inputs)
+    outputs = [y for y in function(**leaves) if y.requires_grad]
+    generator = torch.Generator(outputs[0].device).manual_seed(7)
+    weights = [torch.randn(y.shape, generator=generator, device=y.device).to(y.dtype) for y in outputs]
+    names = [name for name, x in leaves.items() if x.requires_grad]
+    gradients = torch.autograd.grad(outputs, [leaves[name] for name in names], weights)
+    found = {f"output {i}": y.detach() for i, y in enumerate(outputs)}
+    return found | {f"gradient of {name}": g for name, g in zip(names, gradients, strict=True)}
+
+
+def _errors(actual: Inputs, expected: Inputs) -> dict[str, float]:
+    """||actual - expected|| / ||expected||, absolute where `expected` is zero."""
+    return {
+        name: (actual[name].double() - truth).norm().item() / (truth.norm().item() or 1.0)
+        for name, truth in expected.items()
+    }
