@@ -1,12 +1,14 @@
 """The commands of the command line, one module each: parse, call the library, print."""
 
-from megalin.commands import config, eval, generate, params, train, verify
+from megalin.commands import config, eval, export, generate, import_, params, train, verify
 from megalin.commands.base import Command
 
 COMMANDS: dict[str, Command] = {
     "train": train.COMMAND,
     "eval": eval.COMMAND,
     "generate": generate.COMMAND,
+    "export": export.COMMAND,
+    "import": import_.COMMAND,
     "config": config.COMMAND,
     "verify": verify.COMMAND,
     "params": params.COMMAND,

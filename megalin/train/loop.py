@@ -16,7 +16,7 @@ import megalin
 from megalin.checkpoint.agreement import on_every_rank
 from megalin.checkpoint.load import load, newest
 from megalin.checkpoint.save import save
-from megalin.checkpoint.tensors import training_tensors
+from megalin.checkpoint.tensors import training_tensors, weights
 from megalin.config import dumps
 from megalin.data.dataset import TokenDataset
 from megalin.data.loader import Loader, ValidationLoader
@@ -88,6 +88,11 @@ class Trainer:
         if checkpoint is None:
             return 0
         state = checkpoint.state()
+        if state["order"] is None:  # imported weights: no step of this run is done
+            check_same_model(self.config.model, checkpoint)
+            load(checkpoint, weights(self.model))
+            self.model.after_optimizer_step()
+            return 0
         differences = [
             f"{name}: {state['order'].get(name)!r} in the checkpoint, {value!r} in the config"
             for name, value in self._order().items()

@@ -1,0 +1,26 @@
+"""`megalin export`: a run's weights as a folder of another system."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megalin.commands.base import Command
+from megalin.export.layouts import FORMATS
+from megalin.export.writing import export_hf
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("kind", choices=["hf"], help="hf: config.json and safetensors, as Hugging Face keeps models")
+    parser.add_argument("run", type=Path, help="a run folder; its newest checkpoint is read")
+    parser.add_argument("out", type=Path, help="the folder to make")
+    parser.add_argument("--format", choices=FORMATS, help="whose class, for models that more than one has")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    layout = export_hf(arguments.run, arguments.out, form=arguments.format)
+    print(f"{arguments.out}: {layout.title}")
+    return 0
+
+
+COMMAND = Command("write a run's weights for another system", _add_arguments, _run)

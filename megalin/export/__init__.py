@@ -1,0 +1,1 @@
+"""Interchange of weights with the folders of other systems."""
