@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from megalin.layers.norms import LayerNorm, RMSNorm, SRMSNorm, build_norm
+from megalin.layers.norms import LayerNorm, MaxNorm, RMSNorm, SRMSNorm, UncenteredLayerNorm, build_norm
+from megalin.ops.max_norm import max_norm
 from megalin.ops.srmsnorm import srmsnorm
 from megalin.parallel.initialisation import fill
 from megalin.parallel.tensor_parallel import TensorParallel
@@ -19,7 +20,13 @@ def test_norm_holds_no_parameters_and_uses_its_eps():
 
 @pytest.mark.parametrize(
     ("kind", "expected", "names"),
-    [("srmsnorm", SRMSNorm, []), ("rmsnorm", RMSNorm, ["weight"]), ("layernorm", LayerNorm, ["weight", "bias"])],
+    [
+        ("srmsnorm", SRMSNorm, []),
+        ("rmsnorm", RMSNorm, ["weight"]),
+        ("layernorm", LayerNorm, ["weight", "bias"]),
+        ("maxnorm", MaxNorm, []),
+        ("uncentered_layernorm", UncenteredLayerNorm, ["weight"]),
+    ],
 )
 def test_the_name_of_a_norm_says_its_parameters(kind, expected, names):
     norm = build_norm(kind, 8, 1e-5, TensorParallel())
@@ -48,6 +55,25 @@ def test_rmsnorm_and_its_gradients_equal_the_definition():
     assert_close(outputs_and_gradients(actual, inputs), outputs_and_gradients(definition, inputs), 1e-14)
 
 
+def test_uncentered_layernorm_and_its_gradients_equal_the_definition():
+    norm = filled("uncentered_layernorm", 0.3).double()
+    inputs = {"x": torch.randn(2, 3, 8).double(), "weight": torch.randn(8).double()}
+
+    def actual(x, weight):
+        return [torch.func.functional_call(norm, {"weight": weight}, (x,))]
+
+    def definition(x, weight):
+        return [weight * x / (x.abs().sum(-1, keepdim=True) / 8 + 0.3)]
+
+    assert_close(outputs_and_gradients(actual, inputs), outputs_and_gradients(definition, inputs), 1e-14)
+
+
+def test_maxnorm_uses_its_eps():
+    x = torch.randn(2, 3, 8)
+    for eps in (1e-3, 0.5):
+        assert torch.equal(build_norm("maxnorm", 8, eps, TensorParallel())(x), max_norm(x, eps=eps))
+
+
 def test_layernorm_and_its_gradients_equal_the_definition():
     norm = filled("layernorm", 0.3).double()
     inputs = {
@@ -66,11 +92,11 @@ def test_layernorm_and_its_gradients_equal_the_definition():
     assert_close(outputs_and_gradients(actual, inputs), outputs_and_gradients(definition, inputs), 1e-14)
 
 
-@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
-def test_norms_start_without_effect_and_compute_wide(kind):
+@pytest.mark.parametrize(("kind", "moment"), [("rmsnorm", 2), ("layernorm", 2), ("uncentered_layernorm", 1)])
+def test_norms_start_without_effect_and_compute_wide(kind, moment):
     """bf16 weights and inputs: one rounding, of the result."""
     norm = filled(kind, 1e-5)
     x = (torch.randn(2, 3, 8) * 100.0 + 30.0).bfloat16()
     wide = norm(x.float())
-    assert wide.square().mean().item() == pytest.approx(1.0, rel=1e-3)
+    assert wide.abs().pow(moment).mean().item() == pytest.approx(1.0, rel=1e-3)
     assert torch.equal(norm.bfloat16()(x), wide.bfloat16())

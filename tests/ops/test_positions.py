@@ -1,9 +1,20 @@
-"""Both forms of LRPE and RoPE: scores depend on the distance only, as their definitions say."""
+"""LRPE and RoPE: scores depend on the distance only, as their definitions say; Cosine RelPE; places in documents."""
+
+import itertools
+import math
 
 import pytest
 import torch
 
-from megalin.ops.positions import lrpe_cosine, lrpe_rotation, rope, rope_reference
+from megalin.ops.positions import (
+    cosine_relpe,
+    document_spans,
+    lrpe_cosine,
+    lrpe_rotation,
+    num_tokens_in_documents,
+    rope,
+    rope_reference,
+)
 from tests.numerics import assert_close, outputs_and_gradients, relative_error
 
 LENGTH, HEADS, KEY = 7, 2, 6
@@ -104,3 +115,28 @@ def test_rope_takes_positions_by_row_and_keeps_them_exact_in_bf16():
     for row in range(2):
         assert torch.equal(together[row], rope(x[row : row + 1], positions[row])[0])
     assert relative_error(together, rope(x.double(), positions)) <= 4e-3
+
+
+def test_cosine_relpe_is_the_cosine_of_each_heads_frequencies():
+    x, positions = torch.randn(2, 5, 3, 4, dtype=torch.float64), torch.tensor([[0, 1, 2, 0, 1], [7, 3, 900, 70_000, 0]])
+    expected = torch.empty_like(x)
+    for b, t, h, i in itertools.product(*map(range, x.shape)):
+        expected[b, t, h, i] = x[b, t, h, i] * math.cos(int(positions[b, t]) * 10000.0 ** (-i / 4))
+    torch.testing.assert_close(cosine_relpe(x, positions), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(cosine_relpe(x[1:], positions[1]), expected[1:], rtol=1e-12, atol=1e-12)
+
+
+def test_cosine_relpe_counts_in_full_precision():
+    x, positions = torch.ones(1, 1, 1, 8, dtype=torch.bfloat16), torch.tensor([1001])
+    assert torch.equal(cosine_relpe(x, positions), cosine_relpe(x.float(), positions).bfloat16())
+
+
+def test_spans_and_counts_of_packed_documents():
+    documents = torch.tensor([[4, 4, 4, 7, 8, 8], [2, 2, 2, 2, 2, 2], [0, 1, 2, 3, 4, 5]])
+    valid = torch.tensor([[1, 0, 1, 0, 1, 0], [1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 0, 1]]).bool()
+    first, last = document_spans(documents)
+    assert first.tolist() == [[0, 0, 0, 3, 4, 4], [0] * 6, [0, 1, 2, 3, 4, 5]]
+    assert last.tolist() == [[2, 2, 2, 3, 5, 5], [5] * 6, [0, 1, 2, 3, 4, 5]]
+    assert num_tokens_in_documents(documents, None).tolist() == [[3, 3, 3, 1, 2, 2], [6] * 6, [1] * 6]
+    expected = [[2, 2, 2, 0, 1, 1], [4] * 6, [1, 1, 1, 1, 0, 1]]
+    assert num_tokens_in_documents(documents, valid).tolist() == expected

@@ -1,0 +1,66 @@
+"""Divisions by the largest and by the mean magnitude against their definitions, and the single index of a maximum."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalin.ops.max_norm import max_norm, mean_magnitude_norm
+from tests.numerics import assert_close, outputs_and_gradients
+
+NORMS = {"max": max_norm, "mean": mean_magnitude_norm}
+
+
+def definition(kind: str, x: Tensor, eps: float) -> Tensor:
+    """Row by row; the maximum is that of Python."""
+    rows = []
+    for row in x.flatten(0, -2):
+        magnitude = max(row, key=abs).abs() if kind == "max" else sum(value.abs() for value in row) / len(row)
+        rows.append(row / (magnitude + eps))
+    return torch.stack(rows).view_as(x)
+
+
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("eps", [1e-12, 1e-3, 0.5])
+def test_values_and_gradient_equal_the_definition(kind: str, eps: float):
+    x = {"x": torch.randn(3, 5, 12, dtype=torch.float64)}
+    actual = outputs_and_gradients(lambda x: [NORMS[kind](x, eps=eps)], x)
+    assert_close(actual, outputs_and_gradients(lambda x: [definition(kind, x, eps)], x), 1e-13)
+
+
+def test_gradient_is_the_closed_form_and_goes_to_one_of_equal_maxima():
+    """With M = max |x| + eps: dy / M, and at one index less sign(x) (sum dy x) / M^2."""
+    x = torch.tensor([[0.5, -2.0, 2.0, 1.0], [3.0, 0.0, -1.0, 2.0]], dtype=torch.float64, requires_grad=True)
+    dy = torch.randn(2, 4, dtype=torch.float64)
+    max_norm(x, eps=0.1).backward(dy)
+    m = torch.tensor([2.1, 3.1], dtype=torch.float64)
+    pull, rest = (dy * x.detach()).sum(-1) / m**2, x.grad - dy / m[:, None]
+    assert rest[1, 0].item() == pytest.approx(-pull[1].item(), rel=1e-12)
+    assert rest[1, 1:].abs().max() <= 1e-15
+    (index,) = (rest[0].abs() > 1e-12).nonzero().flatten().tolist()
+    assert index in (1, 2)
+    assert rest[0, index].item() == pytest.approx(-x[0, index].sign().item() * pull[0].item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_zero_rows_give_zeros_and_pass_the_gradient_on(kind: str):
+    x, dy = torch.zeros(2, 8, requires_grad=True), torch.randn(2, 8)
+    y = NORMS[kind](x, eps=1e-3)
+    y.backward(dy)
+    assert y.eq(0).all()
+    torch.testing.assert_close(x.grad, dy / 1e-3)
+
+
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_low_precision_rounds_once(kind: str, dtype: torch.dtype):
+    x = torch.randn(4, 64).to(dtype)
+    assert torch.equal(NORMS[kind](x, eps=0.3), NORMS[kind](x.double(), eps=0.3).to(dtype))
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_large_rows_of_half_precision_do_not_overflow(kind: str):
+    x = torch.full((2, 64), 6e4, dtype=torch.float16, requires_grad=True)
+    y = NORMS[kind](x, eps=1e-3)
+    y.backward(torch.randn(2, 64).half())
+    assert y.eq(1.0).all()
+    assert x.grad.isfinite().all()
