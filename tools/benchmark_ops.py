@@ -17,6 +17,7 @@ from pathlib import Path
 
 import benchmarks
 import torch
+import torch._functorch.config
 import triton
 import triton.testing
 from benchmarks.case import Case, Timing, gate, measure
