@@ -1,7 +1,9 @@
-"""Errors between two outcomes, each beside its bound."""
+"""Errors between two outcomes, each beside its bound (docs/adr/0004-bf16-bounds.md)."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -10,13 +12,17 @@ from torch import Tensor
 from megalin.verify.case import Case
 from megalin.verify.outcome import OPTIMIZER, Outcome
 
-RELATIVE_BOUND = {"float64": 1e-10, "float32": 2e-5}
-"""||a - b|| / ||b|| of logits, losses, gradients and their norm."""
-WEIGHT_BOUND = {"float64": 1e-7, "float32": 2e-2}
+RELATIVE_BOUND = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 2e-5}
+"""||a - b|| / ||b|| of logits, losses, gradients and their norm; in bf16 the least of their bounds."""
+WEIGHT_BOUND = {"float64": 1e-7, "float32": 2e-2, "bfloat16": 1e-3}
 """Root mean square of the difference of a weight after the step, in units of the learning rate. AdamW divides each
-gradient element by its own magnitude, so rounding of the smallest elements is amplified up to lr / eps."""
-BF16_FACTOR, BF16_FLOOR = 2.0, 2e-3
-"""bf16: at most this factor times the error of one process in bf16, tensor by tensor, and no bound below the floor."""
+gradient element by its own magnitude, so rounding of the smallest elements is amplified up to lr / eps. bf16: from the
+same gradients, so what is left is the rounding of weights in fp32, 5e-4 at a magnitude of 8."""
+BF16_FACTOR = 2.0
+"""bf16: a bound is this factor times the rounding of one process in tensors of that role."""
+
+Rounding = Mapping[str, float]
+"""By role: the largest relative error of one process in bf16 against one in fp32."""
 
 
 class Row(NamedTuple):
@@ -32,16 +38,15 @@ class Row(NamedTuple):
         return self.error <= self.bound
 
 
-def compare(case: Case, outcome: Outcome, truth: Outcome, same_dtype: Outcome | None) -> list[Row]:
-    """One row a tensor. `truth` is one process in at least fp32; `same_dtype` one process in bf16, for bf16."""
+def compare(case: Case, outcome: Outcome, truth: Outcome, rounding: Rounding | None) -> list[Row]:
+    """One row a tensor. `truth` is one process in at least fp32; `rounding` widens the bounds of bf16."""
     assert outcome.keys() == truth.keys(), outcome.keys() ^ truth.keys()
     rows = []
     for name, expected in truth.items():
-        if same_dtype is not None:
-            bound = max(BF16_FLOOR, BF16_FACTOR * _error(name, same_dtype[name], expected))
-        else:
-            bound = (WEIGHT_BOUND if kind(name) == "weight" else RELATIVE_BOUND)[case.dtype]
-        rows.append(Row(name, _error(name, outcome[name], expected), bound))
+        bound = (WEIGHT_BOUND if kind(name) == "weight" else RELATIVE_BOUND)[case.dtype]
+        if rounding is not None:
+            bound = max(bound, BF16_FACTOR * rounding.get(role(name), 0.0))
+        rows.append(Row(name, error(name, outcome[name], expected), bound))
     return rows
 
 
@@ -50,7 +55,13 @@ def kind(name: str) -> str:
     return name.partition(":")[0].partition(".")[0]
 
 
-def _error(name: str, actual: Tensor, expected: Tensor) -> float:
+def role(name: str) -> str:
+    """The name without the index of the micro-batch or block: what a tensor shares with its likes."""
+    return re.sub(r"(?<=:blocks\.)\d+", "*", name) if ":" in name else kind(name)
+
+
+def error(name: str, actual: Tensor, expected: Tensor) -> float:
+    """The difference in the units of the bounds; inf for another shape."""
     if actual.shape != expected.shape:
         return float("inf")
     actual, expected = actual.to(torch.float64), expected.to(torch.float64)

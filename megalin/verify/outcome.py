@@ -73,9 +73,7 @@ def run_reference(case: Case, dtype: torch.dtype, device: torch.device) -> Outco
     `device` is that of the mesh: the draws of the initial weights are the same on every mesh of one kind of device.
     """
     wide = torch.promote_types(dtype, torch.float32)
-    model = LanguageModel(case.model).to(wide)
-    model.to_empty(device=device)
-    fill(model, case.seed)
+    model = _filled(case, wide, device)
     # As on the mesh: the optimizer's weights and the sum of gradients are wide, what the model computes with is not.
     masters = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in model.named_parameters()}
     gradients = {name: torch.zeros_like(master) for name, master in masters.items()}
@@ -102,12 +100,34 @@ def run_reference(case: Case, dtype: torch.dtype, device: torch.device) -> Outco
             parameter.grad = None
     for name, master in masters.items():
         outcome[f"gradient:{name}"], master.grad = gradients[name].clone(), gradients[name]
+    outcome["loss"] = total
+    outcome |= _step(masters)
+    return {name: tensor.cpu() for name, tensor in outcome.items()}
+
+
+def run_step(case: Case, gradients: Outcome, device: torch.device) -> Outcome:
+    """`grad_norm` and `weight:<p>` of the step of one process that starts from the same weights and has the gradients
+    `gradient:<p>` of another outcome, all in fp32."""
+    masters = dict(_filled(case, torch.float32, device).named_parameters())
+    for name, master in masters.items():
+        master.grad = gradients[f"gradient:{name}"].to(device, torch.float32, copy=True)  # clipped in place
+    return {name: tensor.cpu() for name, tensor in _step(masters).items()}
+
+
+def _filled(case: Case, dtype: torch.dtype, device: torch.device) -> LanguageModel:
+    """The whole model with its initial weights."""
+    model = LanguageModel(case.model).to(dtype)
+    model.to_empty(device=device)
+    fill(model, case.seed)
+    return model
+
+
+def _step(masters: dict[str, nn.Parameter]) -> Outcome:
+    """Clips the weights' gradients and takes AdamW's first step: the norm before, and the weights after."""
     assert OPTIMIZER.max_grad_norm is not None
     norm = torch.nn.utils.clip_grad_norm_(masters.values(), OPTIMIZER.max_grad_norm)
     beta1, beta2 = OPTIMIZER.betas
     torch.optim.AdamW(
         masters.values(), OPTIMIZER.lr, (beta1, beta2), OPTIMIZER.eps, OPTIMIZER.weight_decay, foreach=False
     ).step()
-    outcome["loss"], outcome["grad_norm"] = total, norm.detach()
-    outcome |= {f"weight:{name}": master.detach() for name, master in masters.items()}
-    return {name: tensor.cpu() for name, tensor in outcome.items()}
+    return {"grad_norm": norm.detach()} | {f"weight:{name}": master.detach() for name, master in masters.items()}
