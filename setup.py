@@ -1,9 +1,79 @@
-"""Builds what pyproject.toml cannot say: the pybind11 extension for index building (csrc/cpu)."""
+"""Builds what pyproject.toml cannot say: the index builder (csrc/cpu), and the CUDA kernels where nvcc is there.
+
+MEGALIN_REQUIRE_CUDA=1 makes a missing nvcc an error (images for clusters); MEGALIN_CUDA_ARCHITECTURES names the
+architectures, "80;90a" by default.
+"""
+
+import os
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from pybind11.setup_helpers import Pybind11Extension, build_ext
 from setuptools import setup
 
-setup(
-    ext_modules=[Pybind11Extension("megalin._index", ["csrc/cpu/index.cpp"], cxx_std=17, extra_compile_args=["-O3"])],
-    cmdclass={"build_ext": build_ext},
-)
+CUDA_SOURCES = sorted(str(path) for path in Path("csrc/cuda").glob("*.cu"))
+CUDA_HEADERS = sorted(str(path) for path in Path("csrc/cuda").glob("*.cuh"))
+
+
+def nvcc() -> Path | None:
+    """The CUDA compiler: in CUDA_HOME, else on the path."""
+    home = os.environ.get("CUDA_HOME")
+    found = shutil.which("nvcc", path=f"{home}/bin") if home else shutil.which("nvcc")
+    if found is None and os.environ.get("MEGALIN_REQUIRE_CUDA") == "1":
+        raise SystemExit("MEGALIN_REQUIRE_CUDA=1, but no nvcc was found; set CUDA_HOME, or add nvcc to the path")
+    return Path(found).resolve() if found else None
+
+
+class BuildExtensions(build_ext):
+    """pybind11's build, with .cu files compiled by nvcc into objects first. The kernels include no torch header."""
+
+    def build_extension(self, extension: Pybind11Extension) -> None:
+        if extension.name == "megalin._C":
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                extension.extra_objects = list(pool.map(self.compile_cuda, CUDA_SOURCES))
+        super().build_extension(extension)
+
+    def compile_cuda(self, source: str) -> str:
+        compiler = nvcc()
+        assert compiler is not None
+        target = Path(self.build_temp) / Path(source).with_suffix(".cu.o").name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        architectures = os.environ.get("MEGALIN_CUDA_ARCHITECTURES", "80;90a").split(";")
+        # Code of an architecture with an "a" runs there only; that of the others is kept as PTX for later chips too.
+        codes = {a: f"sm_{a}" if a.endswith("a") else f"[sm_{a},compute_{a}]" for a in architectures}
+        targets = [f"-gencode=arch=compute_{a},code={code}" for a, code in codes.items()]
+        options = ["-std=c++17", "-O3", "-Werror=all-warnings", "-Xcompiler=-fPIC,-fvisibility=hidden"]
+        subprocess.run([compiler, *options, *targets, "-c", source, "-o", target], check=True)
+        return str(target)
+
+
+def extensions() -> list[Pybind11Extension]:
+    """The index builder always, the kernels where they can be compiled."""
+    found = [Pybind11Extension("megalin._index", ["csrc/cpu/index.cpp"], cxx_std=17, extra_compile_args=["-O3"])]
+    if (compiler := nvcc()) is not None and CUDA_SOURCES:
+        toolkit = toolkit_folder(compiler)
+        target = toolkit / "targets/x86_64-linux"
+        found.append(
+            Pybind11Extension(
+                "megalin._C",
+                ["csrc/cuda/bindings.cpp"],
+                cxx_std=17,
+                libraries=["cudart_static", "dl", "rt", "pthread"],
+                include_dirs=[str(target / "include"), str(toolkit / "include")],
+                library_dirs=[str(target / "lib"), str(toolkit / "lib64")],
+                depends=[*CUDA_SOURCES, *CUDA_HEADERS],
+            )
+        )
+    return found
+
+
+def toolkit_folder(compiler: Path) -> Path:
+    """Where the compiler's toolkit lies, asked of itself: nvcc on the path may be a wrapper."""
+    told = subprocess.run([compiler, "--dryrun", "-c", CUDA_SOURCES[0]], capture_output=True, text=True, check=True)
+    top = next(line for line in told.stderr.splitlines() if line.startswith("#$ TOP="))
+    return Path(top.partition("=")[2]).resolve()
+
+
+setup(ext_modules=extensions(), cmdclass={"build_ext": BuildExtensions})

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megalin.ops import backend as backends
 from megalin.ops.backend import Backend, Compiled
+from megalin.ops.cuda_launch import launch
 from megalin.ops.self_test import compare, sample
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -57,9 +58,14 @@ def _unsupported(x: Tensor) -> str:
 @torch.library.custom_op("megalin::srmsnorm", mutates_args=())
 def _forward(x: Tensor, eps: float, backend: str) -> tuple[Tensor, Tensor]:
     """x [..., D] contiguous -> y, and the fp32 scale of each row."""
+    width = x.shape[-1]
+    if backend == "cuda":
+        y, scale = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+        launch("srmsnorm_forward", x, y, scale, scale.numel(), width, eps)
+        return y, scale
     from megalin._triton import srmsnorm as kernels
 
-    y, scale = kernels.forward(x.view(-1, x.shape[-1]), eps)
+    y, scale = kernels.forward(x.view(-1, width), eps)
     return y.view_as(x), scale.view(x.shape[:-1])
 
 
@@ -70,10 +76,14 @@ def _(x: Tensor, eps: float, backend: str) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("megalin::srmsnorm_backward", mutates_args=())
 def _backward(dy: Tensor, x: Tensor, scale: Tensor, backend: str) -> Tensor:
+    dy, width = dy.contiguous(), x.shape[-1]
+    if backend == "cuda":
+        dx = torch.empty_like(x)
+        launch("srmsnorm_backward", dy, x, scale, dx, scale.numel(), width)
+        return dx
     from megalin._triton import srmsnorm as kernels
 
-    width = x.shape[-1]
-    return kernels.backward(dy.contiguous().view(-1, width), x.view(-1, width), scale.view(-1)).view_as(x)
+    return kernels.backward(dy.view(-1, width), x.view(-1, width), scale.view(-1)).view_as(x)
 
 
 @_backward.register_fake
@@ -102,4 +112,4 @@ def _self_test(backend: Compiled, device: str) -> str:
     )
 
 
-backends.register("srmsnorm", ("triton",), _self_test)
+backends.register("srmsnorm", ("triton", "cuda"), _self_test)

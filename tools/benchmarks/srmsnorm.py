@@ -27,7 +27,7 @@ def cases() -> Iterator[Case]:
             inputs={"x": x},
             checked={"x": x[:4097]},
             reference=lambda x: [srmsnorm_reference(x, eps=EPS)],
-            ours={backend: functools.partial(_ours, backend=backend) for backend in ("auto", "triton")},
+            ours={backend: functools.partial(_ours, backend=backend) for backend in ("auto", "triton", "cuda")},
             peers={"F.rms_norm": lambda x: [functional.rms_norm(x, x.shape[-1:], eps=EPS)]},
             bytes=Work(2 * x.nbytes, 3 * x.nbytes),
             flops=Work(0, 0),

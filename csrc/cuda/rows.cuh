@@ -1,0 +1,160 @@
+// Rows of a matrix in registers: a group of LANES threads owns a row at a time and reads it once, 16 bytes a load.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace megalin {
+
+enum Dtype : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+
+__device__ inline float widen(float x) { return x; }
+__device__ inline float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ inline float widen(__half x) { return __half2float(x); }
+__device__ inline void narrow(float x, float& y) { y = x; }
+__device__ inline void narrow(float x, __nv_bfloat16& y) { y = __float2bfloat16_rn(x); }
+__device__ inline void narrow(float x, __half& y) { y = __float2half_rn(x); }
+
+// How a row of `width` elements lies in a group: N elements a load, ITEMS loads a thread, LANES threads.
+// Load i of lane l holds elements (i * LANES + l) * N onwards.
+template <typename T_, int N_, int LANES_, int ITEMS_>
+struct Layout {
+  using T = T_;
+  static constexpr int N = N_, LANES = LANES_, ITEMS = ITEMS_;
+  static constexpr int THREADS = LANES > 128 ? LANES : 128;
+  static constexpr int ROWS = THREADS / LANES;
+  // Whether registers suffice to fetch the next row while this one is reduced.
+  static constexpr bool AHEAD = LANES < 1024;
+
+  struct alignas(sizeof(T) * N) Vector {
+    T data[N];
+  };
+
+  Vector vectors[ITEMS];
+
+  static __device__ int lane() { return threadIdx.x % LANES; }
+  static __device__ int64_t first_row() { return int64_t(blockIdx.x) * ROWS + threadIdx.x / LANES; }
+  static __device__ int64_t stride() { return int64_t(gridDim.x) * ROWS; }
+
+  // Zeros beyond the row's end, and everywhere for a row that is not there.
+  __device__ void load(const T* matrix, int64_t row, int64_t rows, int width) {
+    const Vector* source = reinterpret_cast<const Vector*>(matrix + row * width);
+    const int count = row < rows ? width / N : 0;
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+      const int index = i * LANES + lane();
+      if (index < count) {
+        vectors[i] = source[index];
+      } else {
+#pragma unroll
+        for (int j = 0; j < N; ++j) narrow(0.0f, vectors[i].data[j]);
+      }
+    }
+  }
+
+  // This row, where AHEAD from `next`, which goes on to the row after.
+  __device__ void advance(Layout& next, const T* matrix, int64_t row, int64_t rows, int width) {
+    if constexpr (AHEAD) {
+      *this = next;
+      next.load(matrix, row + stride(), rows, width);
+    } else {
+      load(matrix, row, rows, width);
+    }
+  }
+
+  __device__ void store(T* matrix, int64_t row, int64_t rows, int width) const {
+    Vector* target = reinterpret_cast<Vector*>(matrix + row * width);
+    const int count = row < rows ? width / N : 0;
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+      const int index = i * LANES + lane();
+      if (index < count) target[index] = vectors[i];
+    }
+  }
+
+  __device__ static int column(int i, int j) { return (i * LANES + lane()) * N + j; }
+  __device__ float get(int i, int j) const { return widen(vectors[i].data[j]); }
+  __device__ void set(int i, int j, float value) { narrow(value, vectors[i].data[j]); }
+};
+
+struct Sum {
+  static __device__ float join(float a, float b) { return a + b; }
+};
+
+// The whole group's result on each of its threads, always joined in the same order. Every thread of the block calls it;
+// `phase` alternates between 0 and 1, so that one barrier a call is enough.
+template <typename L, typename Join, typename V>
+__device__ V reduce(V value, int phase) {
+#pragma unroll
+  for (int offset = (L::LANES < 32 ? L::LANES : 32) / 2; offset > 0; offset /= 2) {
+    value = Join::join(value, V(__shfl_xor_sync(0xffffffffu, value, offset)));
+  }
+  if constexpr (L::LANES > 32) {
+    __shared__ V parts[2][L::THREADS / 32];
+    if (threadIdx.x % 32 == 0) parts[phase][threadIdx.x / 32] = value;
+    __syncthreads();
+    constexpr int WARPS = L::LANES / 32;
+    const int first = threadIdx.x / L::LANES * WARPS;
+    value = parts[phase][first];
+#pragma unroll
+    for (int i = 1; i < WARPS; ++i) value = Join::join(value, parts[phase][first + i]);
+  }
+  return value;
+}
+
+inline bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
+// As many blocks as are resident at once, at most one for each ROWS rows: they walk over the rows.
+template <typename L, typename Kernel>
+cudaError_t resident_blocks(Kernel kernel, int64_t rows, int* blocks) {
+  int device = 0, processors = 0, occupancy = 0;
+  if (cudaError_t error = cudaGetDevice(&device)) return error;
+  if (cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return error;
+  if (cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&occupancy, kernel, L::THREADS, 0)) return error;
+  const int64_t needed = (rows + L::ROWS - 1) / L::ROWS, resident = int64_t(processors) * occupancy;
+  *blocks = int(needed < resident ? needed : resident);
+  return cudaSuccess;
+}
+
+// Calls `launcher.run<Layout>()` with the layout of a row of `width` elements; `vectorised`: all rows start at a
+// multiple of 16 bytes.
+template <typename T, typename Launcher>
+cudaError_t with_layout(const Launcher& launcher, int width, bool vectorised) {
+  constexpr int N = 16 / sizeof(T);
+  if (vectorised && width % N == 0) {
+    const int vectors = width / N;
+    if (vectors <= 8) return launcher.template run<Layout<T, N, 8, 1>>();
+    if (vectors <= 32) return launcher.template run<Layout<T, N, 32, 1>>();
+    if (vectors <= 128) return launcher.template run<Layout<T, N, 32, 4>>();
+    if (vectors <= 256) return launcher.template run<Layout<T, N, 64, 4>>();
+    if (vectors <= 512) return launcher.template run<Layout<T, N, 128, 4>>();
+    if (vectors <= 1024) return launcher.template run<Layout<T, N, 256, 4>>();
+    if (vectors <= 2048) return launcher.template run<Layout<T, N, 512, 4>>();
+    if constexpr (sizeof(T) == 4) {
+      if (vectors <= 4096) return launcher.template run<Layout<T, N, 1024, 4>>();
+    }
+    return cudaErrorInvalidValue;
+  }
+  if (width <= 256) return launcher.template run<Layout<T, 1, 32, 8>>();
+  if (width <= 2048) return launcher.template run<Layout<T, 1, 256, 8>>();
+  if (width <= 16384) return launcher.template run<Layout<T, 1, 1024, 16>>();
+  return cudaErrorInvalidValue;
+}
+
+template <typename Launcher>
+cudaError_t with_dtype(const Launcher& launcher, int dtype, int width, bool vectorised) {
+  switch (dtype) {
+    case kFloat32:
+      return with_layout<float>(launcher, width, vectorised);
+    case kBFloat16:
+      return with_layout<__nv_bfloat16>(launcher, width, vectorised);
+    case kFloat16:
+      return with_layout<__half>(launcher, width, vectorised);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace megalin

@@ -1,0 +1,120 @@
+// SRMSNorm, y = x r with r = (mean(x^2) + eps)^(-1/2), and dx = r (dy - x r^2 mean(x dy)), over rows of a matrix.
+//
+// The next row is on its way while this one is reduced.
+#include "rows.cuh"
+
+namespace megalin {
+
+template <typename L>
+__global__ void __launch_bounds__(L::THREADS)
+    srmsnorm_forward(const typename L::T* x, typename L::T* y, float* scales, int64_t rows, int width, float eps) {
+  int phase = 0;
+  L current, next;
+  if constexpr (L::AHEAD) next.load(x, L::first_row(), rows, width);
+  // Every thread of a block takes the same turns, for the barrier.
+  for (int64_t row = L::first_row(); row - threadIdx.x / L::LANES < rows; row += L::stride(), phase ^= 1) {
+    current.advance(next, x, row, rows, width);
+    float squares = 0.0f;
+#pragma unroll
+    for (int i = 0; i < L::ITEMS; ++i) {
+#pragma unroll
+      for (int j = 0; j < L::N; ++j) squares += current.get(i, j) * current.get(i, j);
+    }
+    const float scale = rsqrtf(reduce<L, Sum>(squares, phase) / width + eps);
+#pragma unroll
+    for (int i = 0; i < L::ITEMS; ++i) {
+#pragma unroll
+      for (int j = 0; j < L::N; ++j) current.set(i, j, current.get(i, j) * scale);
+    }
+    current.store(y, row, rows, width);
+    if (L::lane() == 0 && row < rows) scales[row] = scale;
+  }
+}
+
+template <typename L>
+__global__ void __launch_bounds__(L::THREADS)
+    srmsnorm_backward(const typename L::T* dy, const typename L::T* x, const float* scales, typename L::T* dx,
+                      int64_t rows, int width) {
+  int phase = 0;
+  L value, gradient, next_value, next_gradient;
+  if constexpr (L::AHEAD) {
+    next_value.load(x, L::first_row(), rows, width);
+    next_gradient.load(dy, L::first_row(), rows, width);
+  }
+  for (int64_t row = L::first_row(); row - threadIdx.x / L::LANES < rows; row += L::stride(), phase ^= 1) {
+    value.advance(next_value, x, row, rows, width);
+    gradient.advance(next_gradient, dy, row, rows, width);
+    const float scale = row < rows ? scales[row] : 0.0f;
+    float product = 0.0f;
+#pragma unroll
+    for (int i = 0; i < L::ITEMS; ++i) {
+#pragma unroll
+      for (int j = 0; j < L::N; ++j) product += value.get(i, j) * scale * gradient.get(i, j);
+    }
+    const float mean = reduce<L, Sum>(product, phase) / width;
+#pragma unroll
+    for (int i = 0; i < L::ITEMS; ++i) {
+#pragma unroll
+      for (int j = 0; j < L::N; ++j) {
+        gradient.set(i, j, scale * (gradient.get(i, j) - value.get(i, j) * scale * mean));
+      }
+    }
+    gradient.store(dx, row, rows, width);
+  }
+}
+
+struct ForwardLauncher {
+  const void* x;
+  void* y;
+  float* scales;
+  int64_t rows;
+  int width;
+  float eps;
+  cudaStream_t stream;
+
+  template <typename L>
+  cudaError_t run() const {
+    using T = typename L::T;
+    int blocks = 0;
+    if (cudaError_t error = resident_blocks<L>(srmsnorm_forward<L>, rows, &blocks)) return error;
+    srmsnorm_forward<L><<<blocks, L::THREADS, 0, stream>>>(static_cast<const T*>(x), static_cast<T*>(y), scales, rows,
+                                                           width, eps);
+    return cudaGetLastError();
+  }
+};
+
+struct BackwardLauncher {
+  const void *dy, *x;
+  const float* scales;
+  void* dx;
+  int64_t rows;
+  int width;
+  cudaStream_t stream;
+
+  template <typename L>
+  cudaError_t run() const {
+    using T = typename L::T;
+    int blocks = 0;
+    if (cudaError_t error = resident_blocks<L>(srmsnorm_backward<L>, rows, &blocks)) return error;
+    srmsnorm_backward<L><<<blocks, L::THREADS, 0, stream>>>(static_cast<const T*>(dy), static_cast<const T*>(x), scales,
+                                                            static_cast<T*>(dx), rows, width);
+    return cudaGetLastError();
+  }
+};
+
+}  // namespace megalin
+
+// x, y [rows, width] of a Dtype, scales [rows]; returns a cudaError_t.
+extern "C" int megalin_srmsnorm_forward(const void* x, void* y, float* scales, int64_t rows, int width, float eps,
+                                        int dtype, cudaStream_t stream) {
+  const megalin::ForwardLauncher launcher{x, y, scales, rows, width, eps, stream};
+  return megalin::with_dtype(launcher, dtype, width, megalin::aligned(x) && megalin::aligned(y));
+}
+
+// dy, x, dx [rows, width] of a Dtype, scales [rows] as the forward gave them; returns a cudaError_t.
+extern "C" int megalin_srmsnorm_backward(const void* dy, const void* x, const float* scales, void* dx, int64_t rows,
+                                         int width, int dtype, cudaStream_t stream) {
+  const megalin::BackwardLauncher launcher{dy, x, scales, dx, rows, width, stream};
+  const bool vectorised = megalin::aligned(dy) && megalin::aligned(x) && megalin::aligned(dx);
+  return megalin::with_dtype(launcher, dtype, width, vectorised);
+}
