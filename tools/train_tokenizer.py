@@ -20,10 +20,11 @@ def main(arguments: list[str] | None = None) -> int:
     )
     add("--json-keys", nargs="+", default=["text"], help="keys to take text from; bad lines are left out")
     add("--vocab-size", type=int, required=True, help="ids wanted, the 256 bytes and <|endoftext|> included")
+    add("--special-tokens", nargs="+", default=[], help="names of tokens that no text has, as [CLS] [SEP] [MASK] [PAD]")
     add("--output", type=Path, required=True, help="path of the tokenizer.json")
     args = parser.parse_args(arguments)
     try:
-        trainer = BytePairTrainer(args.vocab_size)
+        trainer = BytePairTrainer(args.vocab_size, special_tokens=args.special_tokens)
         paths = corpus.expand_inputs(args.input)
         texts = corpus.iterate_texts(paths, args.json_keys, limit_bytes=corpus.DEFAULT_DOCUMENT_BYTES)
         trainer.train(texts).save(args.output)

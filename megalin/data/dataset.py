@@ -15,6 +15,7 @@ import pydantic
 from megalin._index import build_sample_index
 from megalin.config import Config
 from megalin.data.files import read_limited
+from megalin.data.masking import FRAME_TOKENS, SMALLEST_LENGTH, MaskingConfig
 from megalin.data.packing import Batch, pack
 from megalin.data.shards import Shard, manifest_path
 from megalin.data.tokenizer import load_tokenizer
@@ -41,6 +42,8 @@ class DataConfig(Config):
     """Path of the tokenizer.json that made the shards, or "bytes"; generation and bits per byte need it."""
     isolate_documents: bool = True
     """Keep documents apart in state, attention and loss; false lets a sample run on over their borders."""
+    masking: MaskingConfig | None = None
+    """Samples of masked tokens and sentence pairs, which an encoder trains on; left out: of next tokens."""
 
     @pydantic.model_validator(mode="after")
     def _check_splits(self) -> Self:
@@ -54,9 +57,27 @@ class DataConfig(Config):
         if len(set(self.train)) < len(self.train):
             twice = next(prefix for prefix in self.train if self.train.count(prefix) > 1)
             problems.append(f"train names the shard {twice} more than once; name each once")
+        if self.masking is not None:
+            problems += self._masking_problems(self.masking)
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    def _masking_problems(self, masking: MaskingConfig) -> list[str]:
+        problems = []
+        if self.sequence_length < SMALLEST_LENGTH:
+            problems.append(
+                f"sequence_length = {self.sequence_length} has no room for [CLS], two [SEP] and text of both segments; "
+                f"use at least {SMALLEST_LENGTH}"
+            )
+        elif masking.max_predictions > self.sequence_length - FRAME_TOKENS:
+            problems.append(
+                f"masking.max_predictions = {masking.max_predictions} is more than the "
+                f"{self.sequence_length - FRAME_TOKENS} tokens of text in a sample; lower it"
+            )
+        if not self.isolate_documents:
+            problems.append("isolate_documents = false has no effect beside masking; remove it")
+        return problems
 
 
 class _Segment(NamedTuple):
@@ -117,18 +138,8 @@ class TokenDataset:
             DataError: a bad shard; no token at all; fewer than T + 1 tokens; a tokenizer with more ids than the model,
                 or other than the one that made a shard.
         """
-        prefixes = config.validation if split == "validation" and config.validation else config.train
-        digest = _tokenizer_digest(config, vocab_size)
         with ExitStack() as stack:
-            parts = []
-            for prefix in prefixes:
-                shard = stack.enter_context(Shard(prefix, vocab_size=vocab_size))
-                _check_manifest(shard, config.tokenizer, digest)
-                if not shard.num_tokens:
-                    warnings.warn(f"{prefix}: a shard without tokens; skipped", stacklevel=2)
-                    shard.close()
-                    continue
-                parts.append((shard, *_part(config, split, shard.num_sequences)))
+            parts = open_parts(config, split, vocab_size, stack)
             dataset = cls(
                 parts,
                 sequence_length=config.sequence_length,
@@ -193,6 +204,26 @@ def _piece_starts(segment: _Segment, sequence: int, position: int, end: int) -> 
         yield from inside.tolist()
         if block[-1] >= end:
             return
+
+
+def open_parts(config: DataConfig, split: Split, vocab_size: int, stack: ExitStack) -> list[tuple[Shard, int, int]]:
+    """The checked shards of `split` with the sequences [first, end) of each that belong to it; `stack` closes them.
+
+    Raises:
+        DataError: a bad shard; a tokenizer with more ids than the model, or other than the one that made a shard.
+    """
+    prefixes = config.validation if split == "validation" and config.validation else config.train
+    digest = _tokenizer_digest(config, vocab_size)
+    parts = []
+    for prefix in prefixes:
+        shard = stack.enter_context(Shard(prefix, vocab_size=vocab_size))
+        _check_manifest(shard, config.tokenizer, digest)
+        if not shard.num_tokens:
+            warnings.warn(f"{prefix}: a shard without tokens; skipped", stacklevel=3)
+            shard.close()
+            continue
+        parts.append((shard, *_part(config, split, shard.num_sequences)))
+    return parts
 
 
 def _part(config: DataConfig, split: Split, num_sequences: int) -> tuple[int, int]:

@@ -1,8 +1,8 @@
-"""From windows of T + 1 ids to a batch: tokens, labels shifted by one, and the documents that the tokens belong to."""
+"""What models train on: batches of next tokens out of windows of T + 1 ids, and batches for encoders."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,52 @@ class Batch(NamedTuple):
     labels: torch.Tensor  # [B, T] int64, -100 = ignored
     document_ids: torch.Tensor  # [B, T] int32, from 0 in each row, never falling
     sample_ids: torch.Tensor  # [B] int64, number of the sample in its split; -1 = padding row
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """What the forward of a decoder takes."""
+        return {"tokens": self.tokens, "labels": self.labels, "document_ids": self.document_ids}
+
+    def label_counts(self) -> torch.Tensor:
+        """[1] int64, the valid labels of each term of the loss."""
+        return (self.labels != IGNORED_LABEL).sum().view(1)
+
+    def padding(self) -> tuple[int, ...]:
+        """What a padding row holds, by field."""
+        return 0, IGNORED_LABEL, 0, -1
+
+
+class EncoderBatch(NamedTuple):
+    """What an encoder trains on; B sequences of T tokens, each with P places for predictions."""
+
+    tokens: torch.Tensor  # [B, T] int64
+    token_types: torch.Tensor  # [B, T] int64
+    valid: torch.Tensor  # [B, T] bool, False at padding
+    masked_positions: torch.Tensor  # [B, P] int64, P = 0 for a model that classifies
+    masked_labels: torch.Tensor  # [B, P] int64, -100 = ignored
+    sequence_labels: (
+        torch.Tensor
+    )  # [B] int64, next sentence (0 follows, 1 of another document) or class; -100 = ignored
+    sample_ids: torch.Tensor  # [B] int64, number of the sample in its split; -1 = padding row
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """What the forward of an encoder takes."""
+        names = ["tokens", "token_types", "valid", "sequence_labels"]
+        if self.masked_positions.shape[1]:
+            names += ["masked_positions", "masked_labels"]
+        return {name: getattr(self, name) for name in names}
+
+    def label_counts(self) -> torch.Tensor:
+        """[1 or 2] int64, the valid labels of each term of the loss: masked tokens where there are any, sequences."""
+        labels = [self.masked_labels, self.sequence_labels] if self.masked_labels.shape[1] else [self.sequence_labels]
+        return torch.stack([(each != IGNORED_LABEL).sum() for each in labels])
+
+    def padding(self) -> tuple[int, ...]:
+        """What a padding row holds, by field."""
+        return 0, 0, 0, 0, IGNORED_LABEL, IGNORED_LABEL, -1
+
+
+AnyBatch = Batch | EncoderBatch
+BatchT = TypeVar("BatchT", bound=AnyBatch)
 
 
 def pack(
@@ -52,7 +98,7 @@ def pack(
     )
 
 
-def pad_rows(batch: Batch, rows: int) -> Batch:
+def pad_rows(batch: BatchT, rows: int) -> BatchT:
     """Appends rows without a valid label (token 0, sample -1) until there are `rows`."""
     missing = rows - len(batch.sample_ids)
     assert missing >= 0, (rows, len(batch.sample_ids))
@@ -60,9 +106,14 @@ def pad_rows(batch: Batch, rows: int) -> Batch:
     def padded(tensor: torch.Tensor, value: int) -> torch.Tensor:
         return torch.cat([tensor, tensor.new_full((missing, *tensor.shape[1:]), value)])
 
-    return Batch(
-        tokens=padded(batch.tokens, 0),
-        labels=padded(batch.labels, IGNORED_LABEL),
-        document_ids=padded(batch.document_ids, 0),
-        sample_ids=padded(batch.sample_ids, -1),
-    )
+    return type(batch)(*(padded(tensor, value) for tensor, value in zip(batch, batch.padding(), strict=True)))
+
+
+def take_rows(batch: BatchT, rows: slice) -> BatchT:
+    """Some rows of a batch."""
+    return type(batch)(*(tensor[rows] for tensor in batch))
+
+
+def batch_to(batch: BatchT, device: torch.device) -> BatchT:
+    """The batch on `device`."""
+    return type(batch)(*(tensor.to(device, non_blocking=True) for tensor in batch))

@@ -48,6 +48,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens included; bytes that are no UTF-8 become U+FFFD."""
 
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its name, special ones included; None where there is no such token."""
+
     def token_bytes(self) -> npt.NDArray[np.int64]:
         """[vocab_size] int64: bytes that each id decodes to, 0 for special tokens and unused ids."""
 
@@ -74,6 +77,9 @@ class ByteTokenizer:
         end = END_OF_DOCUMENT.encode("utf-8")
         data = b"".join(end if token == self.eod_id else bytes([token]) for token in ids)
         return data.decode("utf-8", errors="replace")
+
+    def token_id(self, token: str) -> int | None:
+        return self.eod_id if token == END_OF_DOCUMENT else None
 
     def token_bytes(self) -> npt.NDArray[np.int64]:
         counts = np.ones(self.vocab_size, np.int64)
@@ -121,6 +127,9 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
+    def token_id(self, token: str) -> int | None:
+        return self._vocabulary.get(token)
+
     def token_bytes(self) -> npt.NDArray[np.int64]:
         """As the protocol says; exact, as a byte-level token has one character a byte.
 
@@ -149,12 +158,18 @@ def _is_byte_level(decoder: Any) -> bool:
 class BytePairTrainer:
     """Trains a byte-level BPE on a stream of texts: the 256 bytes, `<|endoftext|>` and the merges of most use."""
 
-    def __init__(self, vocab_size: int) -> None:
-        """Raises ConfigError when `vocab_size` has no room for the bytes and the end of a document."""
-        if not _MIN_BPE_VOCABULARY <= vocab_size <= _VOCABULARY_LIMIT:
-            raise ConfigError(
-                f"vocab_size = {vocab_size}: a byte-level BPE needs {_MIN_BPE_VOCABULARY} to {_VOCABULARY_LIMIT} ids"
-            )
+    def __init__(self, vocab_size: int, *, special_tokens: Sequence[str] = ()) -> None:
+        """`special_tokens` are names beside `<|endoftext|>` that get ids of their own, which no text has.
+
+        Raises:
+            ConfigError: `vocab_size` has no room for the bytes and the special tokens, or a name comes twice.
+        """
+        self._special = [END_OF_DOCUMENT, *special_tokens]
+        if len(set(self._special)) < len(self._special) or not all(self._special):
+            raise ConfigError(f"special tokens {', '.join(self._special)}: each needs a name, and each only once")
+        least = _MIN_BPE_VOCABULARY + len(special_tokens)
+        if not least <= vocab_size <= _VOCABULARY_LIMIT:
+            raise ConfigError(f"vocab_size = {vocab_size}: a byte-level BPE needs {least} to {_VOCABULARY_LIMIT} ids")
         self._target = vocab_size
         self._tokenizer = tokenizers.Tokenizer(models.BPE())
         self._tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -168,7 +183,7 @@ class BytePairTrainer:
         """
         trainer = trainers.BpeTrainer(
             vocab_size=self._target,
-            special_tokens=[END_OF_DOCUMENT],
+            special_tokens=self._special,
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )

@@ -1,0 +1,161 @@
+"""Masked tokens and sentence pairs (BERT): a sample out of a piece of text, as a pure function of its number."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+import pydantic
+
+from megalin.config import Config
+from megalin.data.tokenizer import Tokenizer
+from megalin.errors import ConfigError
+from megalin.parallel.cross_entropy import IGNORED_LABEL
+
+FRAME_TOKENS = 3
+"""[CLS] before segment A, [SEP] after it and after segment B."""
+SMALLEST_LENGTH = FRAME_TOKENS + 3
+"""Tokens of a sample at least: with text for three, a document's equal pieces hold two tokens each."""
+
+Ids = npt.NDArray[np.int64]
+TokenId = Annotated[int, pydantic.Field(ge=0)]
+
+
+class MaskingConfig(Config):
+    """How text becomes samples of masked tokens and sentence pairs: [CLS] A [SEP] B [SEP] and padding."""
+
+    cls_token: TokenId | str = "[CLS]"
+    """First token of a sample: its id, or its name in the tokenizer."""
+    sep_token: TokenId | str = "[SEP]"
+    """Token after each segment, likewise."""
+    mask_token: TokenId | str = "[MASK]"
+    """Token in place of a masked one, likewise."""
+    pad_token: TokenId | str = "[PAD]"
+    """Token after the end of a sample, likewise."""
+    predicted_share: float = pydantic.Field(default=0.15, gt=0, le=1)
+    """Share of a sample's text tokens that are to be predicted; at least one, at most max_predictions."""
+    max_predictions: int = pydantic.Field(ge=1)
+    """Predictions a sample at most; memory and work of the head are those of this number in every sample."""
+    mask_share: float = pydantic.Field(default=0.8, ge=0, le=1)
+    """Probability that a token to be predicted is replaced by the mask token."""
+    random_share: float = pydantic.Field(default=0.1, ge=0, le=1)
+    """Probability that it is replaced by a random token instead; what is left of 1 keeps it as it is."""
+    other_document_share: float = pydantic.Field(default=0.5, ge=0, le=1)
+    """Probability that segment B comes from another document (next-sentence label 1), and not from after A (0)."""
+    copies: int = pydantic.Field(default=10, ge=1)
+    """Samples of each piece of text in an epoch, each cut and masked in its own way; one in validation."""
+
+    @pydantic.model_validator(mode="after")
+    def _check_shares(self) -> Self:
+        if self.mask_share + self.random_share > 1.0:
+            raise ValueError(
+                f"mask_share = {self.mask_share} and random_share = {self.random_share} add up to more than 1; "
+                "lower one of them"
+            )
+        return self
+
+
+class SpecialTokens(NamedTuple):
+    """Ids of the tokens that frame and mask text."""
+
+    cls: int
+    sep: int
+    mask: int
+    pad: int
+
+
+class Vocabulary(NamedTuple):
+    """What masking knows of the ids."""
+
+    special: SpecialTokens
+    ordinary: Ids
+    """[n] the ids that a random token is drawn from: all but the special ones."""
+
+
+def resolve_tokens(config: MaskingConfig, tokenizer: Tokenizer | None, vocab_size: int) -> Vocabulary:
+    """The special tokens of a config as ids of a model with `vocab_size` of them.
+
+    Raises:
+        ConfigError: every name that needs a tokenizer or that the tokenizer lacks, every id beyond the vocabulary, and
+            two special tokens with one id.
+    """
+    found: dict[str, int] = {}
+    problems = []
+    for field in ("cls_token", "sep_token", "mask_token", "pad_token"):
+        value: int | str = getattr(config, field)
+        where = f"data.masking.{field} = {value!r}"
+        number = tokenizer.token_id(value) if isinstance(value, str) and tokenizer is not None else value
+        if isinstance(number, str):
+            problems.append(f"{where} is a name, but data.tokenizer is not set; give the token's id, or the tokenizer")
+        elif number is None:
+            problems.append(
+                f"{where} is not in the tokenizer; train one with it (tools/train_tokenizer.py --special-tokens), or "
+                "give an id that no text has"
+            )
+        elif number >= vocab_size:
+            problems.append(f"{where} has id {number}, but model.vocab_size = {vocab_size}; raise it to {number + 1}")
+        elif number in found.values():
+            problems.append(f"{where} has the id {number} of another special token; give each its own")
+        else:
+            found[field] = number
+    if problems:
+        raise ConfigError("\n".join(problems))
+    special = SpecialTokens(*found.values())
+    ids = np.arange(vocab_size if tokenizer is None else tokenizer.vocab_size, dtype=np.int64)
+    return Vocabulary(special, np.setdiff1d(ids, np.array(special)))
+
+
+class Draws:
+    """Numbers of one sample, a pure function of (seed, split, sample): by a hash, so that no library changes them."""
+
+    def __init__(self, seed: int, split: str, sample: int) -> None:
+        self._key = f"megalin masking {seed} {split} {sample}"
+
+    def uniform(self, purpose: str, count: int) -> npt.NDArray[np.float64]:
+        """[count] in [0, 1)."""
+        material = hashlib.shake_256(f"{self._key} {purpose}".encode()).digest(8 * count)
+        return (np.frombuffer(material, "<u8") >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+    def below(self, purpose: str, bound: int) -> int:
+        """In [0, bound)."""
+        return int(self.uniform(purpose, 1)[0] * bound)
+
+
+class MaskedSample(NamedTuple):
+    """One row of a batch; T tokens, P predictions."""
+
+    tokens: Ids  # [T]
+    token_types: Ids  # [T] 0 up to and with the first [SEP] and for padding, 1 for B and its [SEP]
+    valid: npt.NDArray[np.bool_]  # [T] False at padding
+    masked_positions: Ids  # [P] rising; 0 where there is no prediction
+    masked_labels: Ids  # [P] the tokens before masking; IGNORED_LABEL where there is no prediction
+
+
+def mask(
+    first: Ids, second: Ids, config: MaskingConfig, vocabulary: Vocabulary, draws: Draws, *, length: int
+) -> MaskedSample:
+    """[CLS] first [SEP] second [SEP] with padding up to `length`, and its masked tokens.
+
+    Exactly max(1, round(predicted_share * n)) of the n tokens of text, at most max_predictions, are to be predicted.
+    """
+    special, ordinary = vocabulary
+    ends = np.array([1 + len(first), 2 + len(first) + len(second)])  # positions of the two [SEP]
+    assert ends[1] < length, (len(first), len(second), length)
+    tokens = np.full(length, special.pad, np.int64)
+    tokens[0], tokens[ends] = special.cls, special.sep
+    tokens[1 : ends[0]], tokens[ends[0] + 1 : ends[1]] = first, second
+    token_types = np.zeros(length, np.int64)
+    token_types[ends[0] + 1 : ends[1] + 1] = 1
+    text = np.delete(np.arange(1, ends[1]), ends[0] - 1)  # positions
+    count = min(config.max_predictions, max(1, round(config.predicted_share * len(text))))
+    chosen = np.sort(text[np.argsort(draws.uniform("choose", len(text)), kind="stable")[:count]])
+    positions = np.zeros(config.max_predictions, np.int64)
+    labels = np.full(config.max_predictions, IGNORED_LABEL, np.int64)
+    positions[:count], labels[:count] = chosen, tokens[chosen]
+    fate = draws.uniform("fate", count)
+    replacements = ordinary[(draws.uniform("replacement", count) * len(ordinary)).astype(np.int64)]
+    kept_or_random = np.where(fate < config.mask_share + config.random_share, replacements, tokens[chosen])
+    tokens[chosen] = np.where(fate < config.mask_share, special.mask, kept_or_random)
+    return MaskedSample(tokens, token_types, np.arange(length) <= ends[1], positions, labels)
