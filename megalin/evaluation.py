@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megalin.checkpoint.load import load
 from megalin.checkpoint.tensors import OPTIMIZER_PREFIX, weights
-from megalin.data.dataset import TokenDataset
-from megalin.data.loader import ValidationLoader
+from megalin.data.loader import Samples, ValidationLoader
+from megalin.data.masked_dataset import open_dataset
 from megalin.data.tokenizer import load_tokenizer
 from megalin.errors import ConfigError
 from megalin.parallel.mesh import Mesh
 from megalin.train.build import COMPUTE_DTYPES, build_model
-from megalin.train.evaluate import Evaluation, evaluate
+from megalin.train.evaluate import AnyEvaluation, evaluate
 from megalin.train.restore import open_run
 
 
-def evaluate_run(folder: str | Path, mesh: Mesh, overrides: Sequence[str] = ()) -> Evaluation:
+def evaluate_run(folder: str | Path, mesh: Mesh, overrides: Sequence[str] = ()) -> AnyEvaluation:
     """The newest checkpoint of a run on its validation split (`data.validation=[...]` names another); a collective.
 
     Raises:
@@ -43,9 +44,10 @@ def evaluate_run(folder: str | Path, mesh: Mesh, overrides: Sequence[str] = ()) 
     model.after_optimizer_step()
     tokenizer = None if config.data.tokenizer is None else load_tokenizer(config.data.tokenizer)
     token_bytes = None if tokenizer is None else torch.from_numpy(tokenizer.token_bytes())
-    with TokenDataset.open(config.data, "validation", config.model.vocab_size) as dataset:
+    with open_dataset(config.data, "validation", config.model.vocab_size, config.train.seed) as dataset:
+        samples: Samples[Any] = dataset
         loader = ValidationLoader(
-            dataset,
+            samples,
             micro_batch_size=config.train.micro_batch_size,
             dp_rank=mesh.data.rank,
             dp_size=mesh.data.size,

@@ -13,6 +13,7 @@ from megalin.checkpoint.load import load
 from megalin.checkpoint.tensors import OPTIMIZER_PREFIX, weights
 from megalin.data.tokenizer import Tokenizer, load_tokenizer
 from megalin.errors import ConfigError
+from megalin.model.config import EncoderConfig
 from megalin.model.language_model import LanguageModel
 from megalin.parallel.initialisation import fill
 from megalin.train.restore import open_run
@@ -35,9 +36,13 @@ def load_for_generation(folder: str | Path, device: torch.device) -> tuple[Langu
     """The newest checkpoint of a run as one fp32 model on `device`, and the run's tokenizer.
 
     Raises:
-        MegalinError: a run without a checkpoint or without a tokenizer.
+        MegalinError: a run without a checkpoint or without a tokenizer, or of an encoder.
     """
     config, checkpoint = open_run(folder)
+    if isinstance(config.model, EncoderConfig):
+        raise ConfigError(
+            f'{folder}: model.kind = "encoder" reads whole sequences and cannot continue one; give the run of a decoder'
+        )
     if config.data.tokenizer is None:
         raise ConfigError(f"{folder}: data.tokenizer is not set, so there is no text to read or write; set it")
     model = LanguageModel(config.model)

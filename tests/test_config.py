@@ -9,7 +9,7 @@ import pytest
 from megalin.config import Config, apply_overrides, dumps, parse, read_toml
 from megalin.errors import ConfigError
 from megalin.layers.mixers.base import mixer_types
-from megalin.model.config import ModelConfig
+from megalin.model.config import ModelConfig, parse_model
 from megalin.model.presets import load_preset, preset_names
 from tests.cases import CASES, HYBRID, NAMES
 
@@ -212,7 +212,7 @@ def test_a_bad_override_is_refused(override: str, expected: str):
 @pytest.mark.parametrize("name", preset_names())
 def test_presets_come_back_from_their_own_text(name: str):
     config = load_preset(name).model
-    assert parse(ModelConfig, tomllib.loads(dumps(config)), name) == config
+    assert parse_model(tomllib.loads(dumps(config)), name) == config
 
 
 @pytest.mark.parametrize("case", CASES, ids=NAMES)

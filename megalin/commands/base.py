@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megalin.config import apply_overrides, parse, read_toml
+from megalin.config import apply_overrides, read_toml
 from megalin.errors import ConfigError
-from megalin.model.config import ModelConfig
+from megalin.model.config import AnyModelConfig, parse_model
 from megalin.model.presets import expand_preset, preset_table
 
 
@@ -21,7 +21,7 @@ class Command(NamedTuple):
     run: Callable[[argparse.Namespace], int]
 
 
-def model_from(name: str, overrides: Sequence[str]) -> ModelConfig:
+def model_from(name: str, overrides: Sequence[str]) -> AnyModelConfig:
     """The model of a config file (a name that ends with .toml) or of a preset, with `model.key=value` overrides.
 
     Raises:
@@ -35,4 +35,4 @@ def model_from(name: str, overrides: Sequence[str]) -> ModelConfig:
     table = values.get("model", {})
     if not isinstance(table, dict):
         raise ConfigError(f"{name}: model = {table!r} is not a table; write it as [model] with its keys below")
-    return parse(ModelConfig, expand_preset(table), Path(name).name)
+    return parse_model(expand_preset(table), Path(name).name)

@@ -27,12 +27,8 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(evaluation._asdict()))
         return 0
-    bits = "no tokenizer" if evaluation.bits_per_byte is None else f"{evaluation.bits_per_byte:.4f}"
-    print(f"loss            {evaluation.loss:.4f} nats a token over {evaluation.tokens:,} tokens")
-    print(f"unigram entropy {evaluation.unigram_entropy:.4f} nats a token, of the same tokens")
-    print(f"perplexity      {evaluation.perplexity:.2f}")
-    print(f"bits per byte   {bits}")
+    print("\n".join(evaluation.lines()))
     return 0
 
 
-COMMAND = Command("held-out loss, perplexity and bits per byte of a run", _add_arguments, _run)
+COMMAND = Command("held-out loss of a run, and what goes with its kind of model", _add_arguments, _run)

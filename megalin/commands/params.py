@@ -7,6 +7,7 @@ import json
 
 from megalin.commands.base import Command, model_from
 from megalin.errors import ConfigError
+from megalin.model.build import make_model
 from megalin.model.language_model import LanguageModel
 from megalin.model.presets import load_preset, preset_names
 
@@ -24,13 +25,14 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.length < 1:
         raise ConfigError(f"--length {arguments.length}: a sequence has at least 1 token")
-    model = LanguageModel(model_from(arguments.model, arguments.overrides))
+    model = make_model(model_from(arguments.model, arguments.overrides))
     counts = {
         "parameters": model.num_parameters(),
         "non_embedding_parameters": model.num_parameters() - model.num_embedding_parameters(),
         "flops_per_token": model.training_flops(arguments.length),
         "forward_flops_per_token": model.forward_flops(arguments.length),
-        "state_bytes": model.state_bytes(),
+        # An encoder reads the whole sequence at once and has no state.
+        **({"state_bytes": model.state_bytes()} if isinstance(model, LanguageModel) else {}),
         "length": arguments.length,
     }
     if arguments.json:

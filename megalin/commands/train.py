@@ -33,12 +33,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _report(result: TrainResult, path: Path, steps: int) -> None:
     print(f"{path}: step {result.step} of {steps}" + (" (nothing was left to do)" if result.loss is None else ""))
     if result.evaluation is not None:
-        evaluation = result.evaluation
-        bits = "" if evaluation.bits_per_byte is None else f", {evaluation.bits_per_byte:.4f} bits per byte"
-        print(
-            f"validation: loss {evaluation.loss:.4f} nats a token, perplexity {evaluation.perplexity:.2f}{bits} "
-            f"(unigram entropy {evaluation.unigram_entropy:.4f})"
-        )
+        print(f"validation: {result.evaluation.summary()}")
 
 
 COMMAND = Command("train a model, or go on with a run", _add_arguments, _run)

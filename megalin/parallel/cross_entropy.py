@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megalin.ops.srmsnorm import compute_dtype
-from megalin.parallel.collectives import Axis, all_reduce
+from megalin.parallel.collectives import Axis, all_gather, all_reduce
 
 IGNORED_LABEL = -100
 """A label that takes no part in the loss."""
@@ -53,3 +53,11 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, axis: Axis) -> 
         [B, T] in at least fp32, equal on every rank; 0 where the label is ignored.
     """
     return _VocabParallelCrossEntropy.apply(logits, labels, axis)
+
+
+def vocab_parallel_argmax(logits: Tensor, axis: Axis) -> Tensor:
+    """The likeliest id of each token, the smallest of equals: this rank's logits [..., V/tp] -> [...] on every rank."""
+    peak, index = logits.max(-1)
+    peaks = all_gather(peak[None], axis, dim=0)  # [tp, ...]
+    ids = all_gather(index[None] + axis.rank * logits.shape[-1], axis, dim=0)
+    return ids.gather(0, peaks.max(0, keepdim=True).indices)[0]

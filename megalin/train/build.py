@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megalin.model.config import ModelConfig
-from megalin.model.language_model import LanguageModel
+from megalin.model.build import Model, make_model
+from megalin.model.config import AnyModelConfig
 from megalin.parallel.data_parallel import shard_model
 from megalin.parallel.initialisation import fill
 from megalin.parallel.mesh import Mesh
@@ -15,10 +15,10 @@ COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def build_model(
-    config: ModelConfig, mesh: Mesh, *, compute_dtype: torch.dtype, recompute: bool, compile_blocks: bool, seed: int
-) -> LanguageModel:
+    config: AnyModelConfig, mesh: Mesh, *, compute_dtype: torch.dtype, recompute: bool, compile_blocks: bool, seed: int
+) -> Model:
     """The model on the mesh with its initial weights, which depend on `seed` alone, not on the mesh."""
-    model = LanguageModel(config, mesh.tp, recompute=recompute)
+    model = make_model(config, mesh.tp, recompute=recompute)
     if compute_dtype == torch.float64:
         model.to(torch.float64)
     if compile_blocks:

@@ -11,8 +11,8 @@ import pydantic
 from megalin.config import Config, apply_overrides, parse, read_toml
 from megalin.data.dataset import DataConfig
 from megalin.errors import ConfigError
-from megalin.model.config import ModelConfig
-from megalin.model.language_model import LanguageModel
+from megalin.model.build import make_model
+from megalin.model.config import EncoderConfig, ModelField
 from megalin.model.presets import expand_preset
 from megalin.optim.adamw import OptimizerConfig
 from megalin.optim.schedule import ScheduleConfig
@@ -60,7 +60,7 @@ class CheckpointConfig(Config):
 class RunConfig(Config):
     """Everything that determines a run."""
 
-    model: ModelConfig
+    model: ModelField
     data: DataConfig
     train: TrainConfig
     optimizer: OptimizerConfig
@@ -87,9 +87,31 @@ class RunConfig(Config):
                 f"train.stop_after_steps = {train.stop_after_steps} is beyond train.steps = {train.steps}; "
                 "lower it or leave it out"
             )
+        problems += self._kind_problems()
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    def _kind_problems(self) -> list[str]:
+        """Whether data and model are of one kind."""
+        model, data = self.model, self.data
+        if not isinstance(model, EncoderConfig):
+            if data.masking is None:
+                return []
+            return ['data.masking makes samples for an encoder, but model.kind = "decoder"; remove one of them']
+        problems = []
+        if data.masking is None:
+            problems.append("data.masking is missing: an encoder trains on masked tokens; add a table [data.masking]")
+        if model.num_classes is not None:
+            problems.append(
+                f"model.num_classes = {model.num_classes}: shards have no classes to train on; leave it out to pretrain"
+            )
+        if data.sequence_length > model.max_positions:
+            problems.append(
+                f"data.sequence_length = {data.sequence_length} is more than model.max_positions = "
+                f"{model.max_positions}; lower it, or raise max_positions"
+            )
+        return problems
 
 
 def check_launch(config: RunConfig, world_size: int) -> None:
@@ -109,7 +131,7 @@ def check_launch(config: RunConfig, world_size: int) -> None:
             f"train.global_batch_size = {train.global_batch_size} is not divisible by train.micro_batch_size = "
             f"{train.micro_batch_size} times the data axis of {data_size} ranks; use {fits}"
         )
-    LanguageModel(config.model, TensorParallel(Axis("tp", config.parallel.tp)))
+    make_model(config.model, TensorParallel(Axis("tp", config.parallel.tp)))
 
 
 def load_run_config(path: str | Path, overrides: Sequence[str]) -> RunConfig:

@@ -18,9 +18,9 @@ from megalin.checkpoint.load import load, newest
 from megalin.checkpoint.save import save
 from megalin.checkpoint.tensors import training_tensors, weights
 from megalin.config import dumps
-from megalin.data.dataset import TokenDataset
-from megalin.data.loader import Loader, ValidationLoader
-from megalin.data.packing import Batch
+from megalin.data.loader import Loader, Samples, ValidationLoader
+from megalin.data.masked_dataset import open_dataset
+from megalin.data.packing import AnyBatch, batch_to
 from megalin.data.tokenizer import load_tokenizer
 from megalin.errors import CheckpointError, ConfigError, MegalinError
 from megalin.optim.adamw import build_optimizer, set_learning_rate
@@ -29,7 +29,7 @@ from megalin.parallel.collectives import all_reduce
 from megalin.parallel.mesh import Mesh
 from megalin.train.build import COMPUTE_DTYPES, build_model
 from megalin.train.config import RunConfig
-from megalin.train.evaluate import Evaluation, batch_to, evaluate
+from megalin.train.evaluate import AnyEvaluation, Evaluation, evaluate
 from megalin.train.hardware import peak_flops_per_second, peak_memory_bytes
 from megalin.train.metrics import Metrics, write_loss_curve
 from megalin.train.restore import check_same_model
@@ -44,7 +44,7 @@ class TrainResult(NamedTuple):
     """Finished steps."""
     loss: float | None
     """Loss of the last step, nats a token; None where no step was left to do."""
-    evaluation: Evaluation | None
+    evaluation: AnyEvaluation | None
     """The validation split after the last step; None without one."""
 
 
@@ -65,9 +65,10 @@ class Trainer:
         self.config, self.mesh, self.run = config, mesh, run
         _check_same_config(config)
         vocab_size = config.model.vocab_size
-        self.dataset = TokenDataset.open(config.data, "train", vocab_size)
+        seed = config.train.seed
+        self.dataset = open_dataset(config.data, "train", vocab_size, seed)
         has_validation = bool(config.data.validation or config.data.validation_fraction)
-        self.validation = TokenDataset.open(config.data, "validation", vocab_size) if has_validation else None
+        self.validation = open_dataset(config.data, "validation", vocab_size, seed) if has_validation else None
         tokenizer = None if config.data.tokenizer is None else load_tokenizer(config.data.tokenizer)
         self.token_bytes = None if tokenizer is None else torch.from_numpy(tokenizer.token_bytes())
         train = config.train
@@ -124,7 +125,7 @@ class Trainer:
         config, train = self.config, self.config.train
         last_step = train.stop_after_steps or train.steps
         result: StepResult | None = None
-        evaluation: Evaluation | None = None
+        evaluation: AnyEvaluation | None = None
         metrics = Metrics(
             self.run.path,
             total_steps=train.steps,
@@ -150,17 +151,19 @@ class Trainer:
                 seconds = time.perf_counter() - started
                 values = self._measure(step, result, rate, seconds, data_wait_seconds)
                 evaluation = self._evaluate_after(step + 1, last_step)
-                metrics.write(step + 1, values | _evaluation_metrics(evaluation))
+                metrics.write(step + 1, values | (evaluation.metrics() if evaluation is not None else {}))
                 self._save_after(step + 1, last_step)
         if self.mesh.is_first_rank and self.run.metrics.stat().st_size:
-            entropy = evaluation.unigram_entropy if evaluation is not None else None
+            # An encoder's loss has a second term, which that entropy says nothing of.
+            entropy = evaluation.unigram_entropy if isinstance(evaluation, Evaluation) else None
             write_loss_curve(self.run.metrics, self.run.loss_curve, unigram_entropy=entropy)
         return TrainResult(max(last_step, self.first_step), result.loss if result else None, evaluation)
 
-    def _loader(self) -> Loader:
+    def _loader(self) -> Loader[Any]:
         train, data = self.config.train, self.mesh.data
+        dataset: Samples[Any] = self.dataset
         return Loader(
-            self.dataset,
+            dataset,
             seed=train.seed,
             global_batch_size=train.global_batch_size,
             micro_batch_size=train.micro_batch_size,
@@ -168,9 +171,9 @@ class Trainer:
             dp_size=data.size,
         )
 
-    def _next_batches(self, loader: Loader, step: int) -> list[Batch]:
+    def _next_batches(self, loader: Loader[Any], step: int) -> list[AnyBatch]:
         """This rank's micro-batches on its device; an error of one rank's data is raised on all of them."""
-        batches: list[Batch] = []
+        batches: list[Any] = []
         error: MegalinError | None = None
         try:
             batches = loader.step(step)
@@ -198,13 +201,15 @@ class Trainer:
             "data_wait_seconds": data_wait_seconds,
             "peak_memory_bytes": peak_memory_bytes(self.mesh.device),
         }
+        if len(result.terms) > 1:
+            values |= {f"{name}_loss": term for name, term in zip(self.model.loss_names, result.terms, strict=True)}
         peak = peak_flops_per_second(self.mesh.device)
         if peak is not None:
             flops = self.model.training_flops(length) * tokens / seconds
             values["model_flops_utilization"] = flops / (peak * self.mesh.device_mesh.size())
         return values
 
-    def _evaluate_after(self, step: int, last_step: int) -> Evaluation | None:
+    def _evaluate_after(self, step: int, last_step: int) -> AnyEvaluation | None:
         train = self.config.train
         due = train.evaluate_every_steps is not None and step % train.evaluate_every_steps == 0
         if step == last_step:
@@ -214,12 +219,13 @@ class Trainer:
         batches = train.evaluate_batches
         return self.evaluate(max_samples=None if batches is None else batches * train.global_batch_size)
 
-    def evaluate(self, *, max_samples: int | None = None) -> Evaluation | None:
+    def evaluate(self, *, max_samples: int | None = None) -> AnyEvaluation | None:
         """The loss on the validation split, or on its first samples; None without a validation split."""
         if self.validation is None:
             return None
+        validation: Samples[Any] = self.validation
         loader = ValidationLoader(
-            self.validation,
+            validation,
             micro_batch_size=self.config.train.micro_batch_size,
             dp_rank=self.mesh.data.rank,
             dp_size=self.mesh.data.size,
@@ -244,7 +250,9 @@ class Trainer:
     def _order(self) -> dict[str, Any]:
         """What the order of samples is a function of; equal values make step s the same samples on any mesh."""
         config = self.config
+        masking = config.data.masking
         return {
+            "data.masking": None if masking is None else masking.model_dump(mode="json"),
             "train.seed": config.train.seed,
             "train.global_batch_size": config.train.global_batch_size,
             "data.sequence_length": config.data.sequence_length,
@@ -280,15 +288,6 @@ def _check_same_config(config: RunConfig) -> None:
 def _raise(error: MegalinError | None) -> None:
     if error is not None:
         raise error
-
-
-def _evaluation_metrics(evaluation: Evaluation | None) -> dict[str, float | int]:
-    if evaluation is None:
-        return {}
-    values: dict[str, float | int] = {"evaluation_loss": evaluation.loss, "evaluation_tokens": evaluation.tokens}
-    if evaluation.bits_per_byte is not None:
-        values["evaluation_bits_per_byte"] = evaluation.bits_per_byte
-    return values
 
 
 def _versions() -> dict[str, str]:

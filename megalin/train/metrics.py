@@ -25,7 +25,11 @@ from megalin.errors import StorageError
 
 _SHOWN = {
     "loss": "loss {:.4f}",
+    "mlm_loss": "MLM {:.4f}",
+    "nsp_loss": "NSP {:.4f}",
     "evaluation_loss": "evaluation loss {:.4f}",
+    "evaluation_mlm_accuracy": "MLM accuracy {:.1%}",
+    "evaluation_nsp_accuracy": "NSP accuracy {:.1%}",
     "grad_norm": "grad norm {:.3f}",
     "learning_rate": "lr {:.2e}",
     "tokens_per_second": "{:,.0f} tokens/s",

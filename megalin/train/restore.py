@@ -8,9 +8,8 @@ from typing import Any
 
 from megalin.checkpoint.load import newest
 from megalin.checkpoint.manifest import Checkpoint
-from megalin.config import parse
 from megalin.errors import CheckpointError, ConfigError
-from megalin.model.config import ModelConfig
+from megalin.model.config import AnyModelConfig, parse_model
 from megalin.train.config import RunConfig, load_run_config
 
 _MOST_DIFFERENCES = 8
@@ -31,14 +30,14 @@ def open_run(folder: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConf
     return config, checkpoint
 
 
-def check_same_model(model: ModelConfig, checkpoint: Checkpoint) -> None:
+def check_same_model(model: AnyModelConfig, checkpoint: Checkpoint) -> None:
     """Compares the model with the one that made the checkpoint: another may have tensors of the same shapes.
 
     Raises:
         CheckpointError: naming the fields that differ, with both values.
     """
     try:
-        saved = parse(ModelConfig, checkpoint.state()["config"]["model"], "its saved config")
+        saved = parse_model(checkpoint.state()["config"]["model"], "its saved config")
     except (ConfigError, KeyError, TypeError) as error:
         raise CheckpointError(f"{checkpoint.path}: does not tell a model that this version knows: {error}") from None
     there, here = dict(_fields("model", _meaning(saved))), dict(_fields("model", _meaning(model)))
@@ -54,7 +53,7 @@ def check_same_model(model: ModelConfig, checkpoint: Checkpoint) -> None:
         )
 
 
-def _meaning(model: ModelConfig) -> dict[str, Any]:
+def _meaning(model: AnyModelConfig) -> dict[str, Any]:
     """What the model computes, repeats written out: neither initial weights nor the chunks of a scan are part of it."""
     table = model.model_dump(mode="json", exclude={"init_std", "layers"})
     return table | {"blocks": [block.model_dump(mode="json")["sublayers"] for _, block in model.blocks()]}

@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalin.data.packing import Batch
+from megalin.data.packing import AnyBatch
 from megalin.errors import NumericError
-from megalin.model.language_model import LanguageModel
+from megalin.model.build import Model
 from megalin.optim.clipping import clip_gradients
-from megalin.parallel.cross_entropy import IGNORED_LABEL
 from megalin.parallel.data_parallel import set_gradient_reduction
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.tensor_parallel import local
@@ -23,67 +22,71 @@ class StepResult(NamedTuple):
     """What a step tells, equal on every rank."""
 
     loss: float
-    """Mean loss of the step's valid labels over all ranks, nats a token."""
+    """The sum of the terms: of a decoder, the mean loss of the step's valid labels over all ranks, nats a token."""
     grad_norm: float
     """L2 norm of the whole gradient before clipping."""
     label_tokens: int
-    """Valid labels of the step over all ranks."""
+    """Valid labels of the step over all ranks, those of tokens."""
+    terms: tuple[float, ...]
+    """The mean loss of each term of the model's `loss_names`, over its own valid labels of all ranks."""
 
 
-def accumulate_gradients(model: LanguageModel, batches: Sequence[Batch], mesh: Mesh) -> tuple[Tensor, Tensor]:
-    """Forward and backward of a step's micro-batches; the gradient is that of the step's mean token loss.
+def accumulate_gradients(model: Model, batches: Sequence[AnyBatch], mesh: Mesh) -> tuple[Tensor, Tensor]:
+    """Forward and backward of a step's micro-batches; the gradient is that of the sum of the step's mean losses.
 
-    loss = sum over ranks and micro-batches of the token losses / number of valid labels of the whole step, so neither
-    accumulation nor the mesh nor ignored labels change it. Gradients are reduced once, after the last micro-batch.
+    loss = sum over the model's terms of (sum over ranks and micro-batches of the term's losses / number of its valid
+    labels in the whole step), so neither accumulation nor the mesh nor ignored labels change it. Gradients are reduced
+    once, after the last micro-batch.
 
     Returns:
-        The loss (fp64, nats a token) and the number of valid labels (int64), 0-dim, equal on every rank.
+        The mean loss of each term (fp64, nats a label) and the number of its valid labels (int64), [terms], equal on
+        every rank.
     """
-    valid = torch.stack([(batch.labels != IGNORED_LABEL).sum() for batch in batches]).sum()
-    count = mesh.sum_over_data(valid)
-    total = torch.zeros((), dtype=torch.float64, device=count.device)
+    counts = mesh.sum_over_data(torch.stack([batch.label_counts() for batch in batches]).sum(0))
+    total = torch.zeros(counts.shape, dtype=torch.float64, device=counts.device)
     for index, batch in enumerate(batches):
         set_gradient_reduction(model, enabled=index == len(batches) - 1)
-        output = model(batch.tokens, labels=batch.labels, document_ids=batch.document_ids)
-        assert output.token_losses is not None
-        loss = output.token_losses.sum() / count.clamp(min=1)
-        loss.backward()
-        total += loss.detach()
-        del output, loss  # before the next forward, which needs the memory
-    return mesh.sum_over_data(total), count
+        output = model(**batch.inputs())
+        losses = output.loss_sums() / counts.clamp(min=1)
+        losses.sum().backward()
+        total += losses.detach()
+        del output, losses  # before the next forward, which needs the memory
+    return mesh.sum_over_data(total), counts
 
 
 def train_step(
-    model: LanguageModel,
+    model: Model,
     optimizer: torch.optim.Optimizer,
-    batches: Sequence[Batch],
+    batches: Sequence[AnyBatch],
     mesh: Mesh,
     *,
     max_grad_norm: float | None,
     step: int,
 ) -> StepResult:
     """One update of the weights: `accumulate_gradients`, then `apply_gradients`."""
-    loss, count = accumulate_gradients(model, batches, mesh)
-    return apply_gradients(model, optimizer, loss, count, max_grad_norm=max_grad_norm, step=step)
+    losses, counts = accumulate_gradients(model, batches, mesh)
+    return apply_gradients(model, optimizer, losses, counts, max_grad_norm=max_grad_norm, step=step)
 
 
 def apply_gradients(
-    model: LanguageModel,
+    model: Model,
     optimizer: torch.optim.Optimizer,
-    loss: Tensor,
-    count: Tensor,
+    losses: Tensor,
+    counts: Tensor,
     *,
     max_grad_norm: float | None,
     step: int,
 ) -> StepResult:
-    """One norm, one finite check, clip, update; `loss` and `count` are `accumulate_gradients`', `step` is for messages.
+    """One norm, one finite check, clip, update; `losses` and `counts` are `accumulate_gradients`', `step` is for
+    messages.
 
     Raises:
         NumericError: on every rank, before any weight changes, when the loss or the gradient is not finite.
     """
     norm = clip_gradients(list(model.parameters()), max_grad_norm)
-    values = torch.stack([loss, norm.to(loss.dtype), count.to(loss.dtype)]).tolist()
-    result = StepResult(values[0], values[1], int(values[2]))
+    parts = [losses.sum(), norm.to(losses.dtype), counts[0].to(losses.dtype), *losses]
+    values = torch.stack(parts).tolist()
+    result = StepResult(values[0], values[1], int(values[2]), tuple(values[3:]))
     if not torch.isfinite(torch.tensor(values)).all():
         raise NumericError(_describe_non_finite(model, result, step))
     optimizer.step()

@@ -6,16 +6,18 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from megalin.data.packing import Batch
+from megalin.data.packing import AnyBatch, Batch, EncoderBatch, batch_to, take_rows
 from megalin.errors import ConfigError
-from megalin.model.config import BlockConfig, ModelConfig
-from megalin.model.language_model import LanguageModel
+from megalin.model.build import make_model
+from megalin.model.config import AnyModelConfig, BlockConfig, EncoderConfig, ModelConfig
 from megalin.parallel.collectives import Axis
 from megalin.parallel.cross_entropy import IGNORED_LABEL
 from megalin.parallel.mesh import ParallelConfig
 from megalin.parallel.tensor_parallel import TensorParallel
 
 ROWS_PER_RANK = 2
+PREDICTIONS = 11
+"""Places for predictions in a row of an encoder, more than some rows have."""
 NUM_MICRO_BATCHES = 2
 
 DtypeName = Literal["float64", "float32", "bfloat16"]
@@ -24,7 +26,7 @@ DtypeName = Literal["float64", "float32", "bfloat16"]
 class Case(NamedTuple):
     """One comparison."""
 
-    model: ModelConfig
+    model: AnyModelConfig
     parallel: ParallelConfig
     data_size: int
     """Ranks of the data axis, dp."""
@@ -47,7 +49,7 @@ class Case(NamedTuple):
         return self.parallel.tp * self.data_size
 
 
-def shrink(model: ModelConfig, tp: int) -> ModelConfig:
+def shrink(model: AnyModelConfig, tp: int) -> AnyModelConfig:
     """The structure of `model` at a size that answers in seconds.
 
     Every kind of block stays, each at most twice; at least two heads a rank, a GLU as wide as no other dimension, and
@@ -64,7 +66,10 @@ def shrink(model: ModelConfig, tp: int) -> ModelConfig:
     ]
     # Rows are padded to a multiple of 128, which a tp of 3 or 5 does not divide: take enough of them.
     vocab_size = 128 * tp - 28 if 128 % tp else 300
-    return model.model_copy(update={"vocab_size": vocab_size, "hidden_size": hidden_size, "layers": layers})
+    update = {"vocab_size": vocab_size, "hidden_size": hidden_size, "layers": layers}
+    if isinstance(model, EncoderConfig):
+        update["max_positions"] = shrunk_length(tp) + 5
+    return model.model_copy(update=update)
 
 
 def shrunk_length(tp: int) -> int:
@@ -72,14 +77,21 @@ def shrunk_length(tp: int) -> int:
     return next(length for length in range(72, 72 + 2 * tp + 1) if length % tp == 0 and length % 16)
 
 
-def make_batches(case: Case) -> list[Batch]:
-    """The micro-batches of one step, all rows of the data axis: packed documents, unequal counts of valid labels.
+def make_batches(case: Case) -> list[AnyBatch]:
+    """The micro-batches of one step, all rows of the data axis, with unequal counts of valid labels."""
+    if isinstance(case.model, EncoderConfig):
+        return [_encoder_batch(case, case.model, index) for index in range(NUM_MICRO_BATCHES)]
+    return [*_decoder_batches(case, case.model)]
+
+
+def _decoder_batches(case: Case, model: ModelConfig) -> list[Batch]:
+    """Packed documents.
 
     Documents end at, before and after a chunk's edge, one row is a single document, one is cut often; the second
     micro-batch has far fewer valid labels, so a local count or an average of averages shows.
     """
     generator = torch.Generator().manual_seed(case.seed + 1)
-    rows, length, vocab = ROWS_PER_RANK * case.data_size, case.length, case.model.vocab_size
+    rows, length, vocab = ROWS_PER_RANK * case.data_size, case.length, model.vocab_size
     batches = []
     for index in range(NUM_MICRO_BATCHES):
         ids = torch.randint(0, vocab, (rows, length + 1), generator=generator)
@@ -98,14 +110,37 @@ def make_batches(case: Case) -> list[Batch]:
     return batches
 
 
-def rank_batches(batches: list[Batch], data_rank: int, device: torch.device) -> list[Batch]:
+def _encoder_batch(case: Case, model: EncoderConfig, index: int) -> EncoderBatch:
+    """Two segments a row; rows without padding, with some, half of them, and nothing else.
+
+    The second micro-batch has far fewer predictions; a row of padding has no label, of tokens or of the sequence.
+    """
+    generator = torch.Generator().manual_seed(case.seed + 1 + index)
+    rows, length = ROWS_PER_RANK * case.data_size, case.length
+    predictions = 0 if model.num_classes is not None else PREDICTIONS
+    tokens = torch.randint(0, model.vocab_size, (rows, length), generator=generator)
+    sizes = [(length, max(1, length - 5), length // 2, 0)[(row + 2 * index) % 4] for row in range(rows)]
+    valid = torch.arange(length) < torch.tensor(sizes)[:, None]
+    token_types = (torch.arange(length) >= torch.tensor(sizes)[:, None] // 3).to(torch.int64)
+    positions = torch.zeros(rows, predictions, dtype=torch.int64)
+    labels = torch.full((rows, predictions), IGNORED_LABEL)
+    for row, size in enumerate(sizes):
+        count = min(size, predictions if index == 0 else max(1, predictions // 4))
+        positions[row, :count] = torch.randperm(size, generator=generator)[:count].sort().values
+        labels[row, :count] = torch.randint(0, model.vocab_size, (count,), generator=generator)
+    classes = torch.randint(0, model.num_classes or 2, (rows,), generator=generator)
+    classes[torch.tensor(sizes) == 0] = IGNORED_LABEL
+    return EncoderBatch(tokens, token_types, valid, positions, labels, classes, torch.arange(rows))
+
+
+def rank_batches(batches: list[AnyBatch], data_rank: int, device: torch.device) -> list[AnyBatch]:
     """The rows of one rank of the data axis."""
     rows = slice(data_rank * ROWS_PER_RANK, (data_rank + 1) * ROWS_PER_RANK)
-    return [Batch(*(tensor[rows].to(device) for tensor in batch)) for batch in batches]
+    return [batch_to(take_rows(batch, rows), device) for batch in batches]
 
 
 def make_case(
-    model: ModelConfig,
+    model: AnyModelConfig,
     parallel: ParallelConfig,
     *,
     data_size: int,
@@ -117,16 +152,21 @@ def make_case(
     """The comparison that the user asked for.
 
     Raises:
-        ConfigError: a length below 1, or one that sequence parallelism cannot split; a size that tp does not divide.
+        ConfigError: a length below 1, beyond an encoder's positions, or one that sequence parallelism cannot split; a
+            size that tp does not divide.
     """
     chosen = model if full else shrink(model, parallel.tp)
     length = (shrunk_length(parallel.tp) if not full else 8 * parallel.tp * 9) if length is None else length
     if length < 1:
         raise ConfigError(f"--length {length}: a row has at least 1 token")
+    if isinstance(chosen, EncoderConfig) and length > chosen.max_positions:
+        raise ConfigError(
+            f"--length {length}: the model has model.max_positions = {chosen.max_positions}; use at most as many"
+        )
     if parallel.sequence_parallel and length % parallel.tp:
         raise ConfigError(
             f"--length {length} is not divisible by tp = {parallel.tp}, as sequence parallelism needs; "
             f"use {length // parallel.tp * parallel.tp or parallel.tp}"
         )
-    LanguageModel(chosen, TensorParallel(Axis("tp", parallel.tp)))
+    make_model(chosen, TensorParallel(Axis("tp", parallel.tp)))
     return Case(chosen, parallel, data_size, dtype, length, recompute)

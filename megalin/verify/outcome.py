@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional
 from torch import Tensor, nn
 
-from megalin.model.language_model import LanguageModel
+from megalin.data.packing import AnyBatch, EncoderBatch, batch_to
+from megalin.model.build import Model, make_model
+from megalin.model.encoder import EncoderOutput
+from megalin.model.language_model import ModelOutput
 from megalin.optim.adamw import OptimizerConfig, build_optimizer
 from megalin.parallel.collectives import all_gather
 from megalin.parallel.cross_entropy import IGNORED_LABEL
@@ -16,15 +20,39 @@ from megalin.parallel.initialisation import fill
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.tensor_parallel import full_tensor
 from megalin.train.build import build_model
-from megalin.train.evaluate import batch_to
 from megalin.train.step import accumulate_gradients, apply_gradients
 from megalin.verify.case import Case, make_batches, rank_batches
 
 Outcome = dict[str, Tensor]
-"""Whole tensors on the CPU by name: logits.<m>, token_losses.<m>, loss, grad_norm, gradient:<p>, weight:<p>."""
+"""Whole tensors on the CPU by name: logits.<m>, token_losses.<m>, loss, grad_norm, gradient:<p>, weight:<p>; of an
+encoder also sequence_logits.<m> and sequence_losses.<m>."""
 
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, max_grad_norm=0.05)
 """The clip is far below the gradient's norm, so a norm that misses or repeats an element changes the weights."""
+
+
+class _Head(NamedTuple):
+    """What a head of the model gave for a batch."""
+
+    prefix: str
+    logits: Tensor  # [..., V/tp or classes]
+    losses: Tensor  # [...]
+    labels: Tensor  # [...]
+
+
+def _heads(batch: AnyBatch, output: ModelOutput | EncoderOutput) -> list[_Head]:
+    """Each head's results, in the order of the loss's terms."""
+    if isinstance(output, ModelOutput):
+        assert not isinstance(batch, EncoderBatch)
+        assert output.token_losses is not None
+        return [_Head("", output.logits, output.token_losses, batch.labels)]
+    assert isinstance(batch, EncoderBatch)
+    assert output.sequence_losses is not None
+    heads = [_Head("sequence_", output.sequence_logits, output.sequence_losses, batch.sequence_labels)]
+    if output.masked_logits is not None:
+        assert output.masked_losses is not None
+        heads.insert(0, _Head("", output.masked_logits, output.masked_losses, batch.masked_labels))
+    return heads
 
 
 def run_on_mesh(case: Case, mesh: Mesh, *, after_fill: Callable[[nn.Module, Mesh], None] | None = None) -> Outcome:
@@ -48,18 +76,21 @@ def run_on_mesh(case: Case, mesh: Mesh, *, after_fill: Callable[[nn.Module, Mesh
     outcome: Outcome = {}
     for index, batch in enumerate(batches):
         with torch.no_grad():
-            output = model(batch.tokens, labels=batch.labels, document_ids=batch.document_ids)
-        assert output.token_losses is not None
-        logits = all_gather(output.logits, mesh.tp.axis, dim=-1)[..., : case.model.vocab_size]
-        # clone: a collective's result is waited on at its first use, and only rank 0 uses the outcome.
-        outcome[f"logits.{index}"] = all_gather(logits, mesh.data, dim=0).clone().cpu()
-        outcome[f"token_losses.{index}"] = all_gather(output.token_losses, mesh.data, dim=0).clone().cpu()
-    loss, count = accumulate_gradients(model, batches, mesh)
+            output = model(**batch.inputs())
+        for head in _heads(batch, output):
+            logits = head.logits
+            if not head.prefix:
+                logits = all_gather(logits, mesh.tp.axis, dim=-1)[..., : case.model.vocab_size]
+            # clone: a collective's result is waited on at its first use, and only rank 0 uses the outcome.
+            found = {f"{head.prefix}logits": logits, f"{head.prefix or 'token_'}losses": head.losses}
+            for name, tensor in found.items():
+                outcome[f"{name}.{index}"] = all_gather(tensor, mesh.data, dim=0).clone().cpu()
+    losses, counts = accumulate_gradients(model, batches, mesh)
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         # A copy: where nothing is gathered the whole gradient is the gradient itself, which clipping scales in place.
         outcome[f"gradient:{name}"] = full_tensor(parameter.grad).clone().cpu()
-    result = apply_gradients(model, optimizer, loss, count, max_grad_norm=OPTIMIZER.max_grad_norm, step=0)
+    result = apply_gradients(model, optimizer, losses, counts, max_grad_norm=OPTIMIZER.max_grad_norm, step=0)
     scalars = {"loss": result.loss, "grad_norm": result.grad_norm}
     outcome |= {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()}
     for name, parameter in model.named_parameters():
@@ -82,16 +113,18 @@ def run_reference(case: Case, dtype: torch.dtype, device: torch.device) -> Outco
         parameter.data = parameter.data.to(dtype)
     batches = [batch_to(batch, device) for batch in make_batches(case)]
     outcome: Outcome = {}
-    count = sum(int((batch.labels != IGNORED_LABEL).sum()) for batch in batches)
+    counts = torch.stack([batch.label_counts() for batch in batches]).sum(0).tolist()
     total = torch.zeros((), dtype=torch.float64, device=device)
     for index, batch in enumerate(batches):
-        output = model(batch.tokens, labels=batch.labels, document_ids=batch.document_ids)
-        outcome[f"logits.{index}"] = logits = output.logits.detach()[..., : case.model.vocab_size]
-        labels = batch.labels.clamp(min=0)[..., None]
-        losses = -torch.nn.functional.log_softmax(logits.to(wide), -1).gather(-1, labels).squeeze(-1)
-        outcome[f"token_losses.{index}"] = losses.masked_fill(batch.labels == IGNORED_LABEL, 0.0)
-        assert output.token_losses is not None
-        loss = output.token_losses.sum() / count
+        loss = torch.zeros((), dtype=wide, device=device)
+        for head, count in zip(_heads(batch, model(**batch.inputs())), counts, strict=True):
+            logits = head.logits.detach() if head.prefix else head.logits.detach()[..., : case.model.vocab_size]
+            labels = head.labels.clamp(min=0)[..., None]
+            losses = -torch.nn.functional.log_softmax(logits.to(wide), -1).gather(-1, labels).squeeze(-1)
+            outcome[f"{head.prefix}logits.{index}"] = logits
+            kept = losses.masked_fill(head.labels == IGNORED_LABEL, 0.0)
+            outcome[f"{head.prefix or 'token_'}losses.{index}"] = kept
+            loss = loss + head.losses.sum() / count
         loss.backward()
         total += loss.detach()
         for name, parameter in model.named_parameters():
@@ -114,9 +147,9 @@ def run_step(case: Case, gradients: Outcome, device: torch.device) -> Outcome:
     return {name: tensor.cpu() for name, tensor in _step(masters).items()}
 
 
-def _filled(case: Case, dtype: torch.dtype, device: torch.device) -> LanguageModel:
+def _filled(case: Case, dtype: torch.dtype, device: torch.device) -> Model:
     """The whole model with its initial weights."""
-    model = LanguageModel(case.model).to(dtype)
+    model = make_model(case.model).to(dtype)
     model.to_empty(device=device)
     fill(model, case.seed)
     return model

@@ -174,7 +174,12 @@ def _step_without_labels() -> dict[str, Any]:
 
 
 def test_step_without_any_label_only_decays_the_weights():
-    assert run_ranks(2, _step_without_labels)[1] == {"loss": 0.0, "grad_norm": 0.0, "label_tokens": 0}
+    assert run_ranks(2, _step_without_labels)[1] == {
+        "loss": 0.0,
+        "grad_norm": 0.0,
+        "label_tokens": 0,
+        "terms": (0.0,),
+    }
 
 
 def _bf16_gradients(micro_batch_size: int) -> Arrays:
@@ -282,6 +287,6 @@ def test_loss_that_is_not_finite_without_a_parameter_is_an_error():
 def _apply_nan_loss() -> None:
     mesh = Mesh(ParallelConfig(), CPU)
     model = build(mesh, dtype=torch.float32)
-    _, count = accumulate_gradients(model, micro_batches(make_batch(), mesh, 3), mesh)
-    loss = torch.tensor(float("nan"), dtype=torch.float64)
-    apply_gradients(model, build_optimizer(model, OPTIMIZER, ()), loss, count, max_grad_norm=1.0, step=3)
+    _, counts = accumulate_gradients(model, micro_batches(make_batch(), mesh, 3), mesh)
+    losses = torch.tensor([float("nan")], dtype=torch.float64)
+    apply_gradients(model, build_optimizer(model, OPTIMIZER, ()), losses, counts, max_grad_norm=1.0, step=3)
