@@ -175,9 +175,8 @@ def _find_documents(parts: Sequence[tuple[Shard, int, int]]) -> _Documents:
         starts[edges == shard.num_sequences] = shard.num_tokens
         sizes = np.diff(starts)
         usable = sizes >= _LEAST_TOKENS
-        inside = (shard.documents[:-1] >= first) & (
-            (shard.documents[:-1] < end) | (shard.documents[:-1] == shard.num_sequences == end)
-        )
+        begins = shard.documents[:-1]
+        inside = (begins >= first) & ((begins < end) | (end == shard.num_sequences))
         empty = inside & (np.diff(shard.documents) == 0)
         left_out += int(empty.sum()) + int((~usable).sum())
         shard_numbers.append(np.full(int(usable.sum()), number, np.int32))

@@ -1,0 +1,170 @@
+"""Small encoders that drive the battery of tests/model/test_encoder.py, and an independent definition of them.
+
+Sizes suit tensor parallelism over 2 and 4 ranks; the vocabulary's 384 padded rows hold four that belong to no token.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalin.config import parse
+from megalin.data.packing import EncoderBatch
+from megalin.model.config import EncoderConfig
+from megalin.model.encoder import Encoder
+from megalin.parallel.cross_entropy import IGNORED_LABEL
+from megalin.parallel.initialisation import fill
+
+VOCAB_SIZE, HIDDEN_SIZE, LENGTH, PREDICTIONS, CLASSES = 380, 48, 36, 7, 5
+HEADS = {"type": "dense_attention", "num_heads": 4, "ffn_ratio": 3}
+ONE_HEAD = HEADS | {"num_heads": 1}
+LOCAL = HEADS | {"kind": "local", "window": 8}
+SHIFTED = HEADS | {"kind": "shifted_local", "window": 6, "local_relpe": False}
+
+
+class Case(NamedTuple):
+    """A row of the battery."""
+
+    name: str
+    model: EncoderConfig
+
+
+def model(*layers: dict[str, Any], **fields: Any) -> EncoderConfig:
+    """A small encoder of these blocks; weights large enough that every branch matters."""
+    values = {
+        "kind": "encoder",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": HIDDEN_SIZE,
+        "max_positions": 40,
+        "layers": [{"sublayers": [layer]} for layer in layers],
+        "init_std": 0.4,
+    }
+    return parse(EncoderConfig, values | fields, "encoder cases")
+
+
+CASES = (
+    Case("heads", model(HEADS, HEADS)),
+    Case("one-head", model(ONE_HEAD, ONE_HEAD | {"scale_ffn_weights": False})),
+    Case("local", model(LOCAL, SHIFTED, HEADS, norm_eps=1e-3)),
+    Case("classes", model(HEADS, ONE_HEAD, num_classes=CLASSES)),
+    Case("classes-of-the-mean", model(HEADS, num_classes=CLASSES, pooling="mean")),
+)
+NAMES = [case.name for case in CASES]
+
+
+def build(config: EncoderConfig, *, dtype: torch.dtype = torch.float64, seed: int = 0) -> Encoder:
+    """The filled model of one process, without a mesh."""
+    built = Encoder(config).to(dtype)
+    built.to_empty(device="cpu")
+    fill(built, seed)
+    return built
+
+
+SIZES = (LENGTH, LENGTH - 7, 10, 0)
+"""Tokens before the padding, by row; the last row holds nothing else and has no label."""
+
+
+def make_batch(config: EncoderConfig, *, seed: int = 3) -> EncoderBatch:
+    """[4, LENGTH] rows of two segments."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, VOCAB_SIZE, (4, LENGTH), generator=generator)
+    sizes = torch.tensor(SIZES)[:, None]
+    places = torch.arange(LENGTH)
+    predictions = 0 if config.num_classes else PREDICTIONS
+    positions = torch.zeros(4, predictions, dtype=torch.int64)
+    labels = torch.full((4, predictions), IGNORED_LABEL)
+    for row, size in enumerate(SIZES):
+        count = min(size, predictions, 3 + 2 * row)
+        positions[row, :count] = torch.randperm(size, generator=generator)[:count].sort().values
+        labels[row, :count] = torch.randint(0, VOCAB_SIZE, (count,), generator=generator)
+    classes = torch.randint(0, config.num_classes or 2, (4,), generator=generator)
+    classes[3] = IGNORED_LABEL
+    return EncoderBatch(
+        tokens, (places >= sizes // 3).long(), places < sizes, positions, labels, classes, torch.arange(4)
+    )
+
+
+def weighted_loss(sums: list[Tensor]) -> Tensor:
+    """A loss in which every row and prediction counts differently."""
+    total = sums[0].new_zeros(())
+    for each in sums:
+        weights = torch.linspace(0.5, 1.5, each.numel(), dtype=each.dtype).view_as(each)
+        total = total + (each * weights).sum()
+    return total
+
+
+def reference(
+    config: EncoderConfig, weights: dict[str, Tensor], batch: EncoderBatch, document_ids: Tensor | None = None
+) -> dict[str, Tensor]:
+    """hidden, and the logits and losses of each head, token by token out of the definition; padding is left out."""
+    rows = []
+    for row in range(len(batch.tokens)):
+        x = weights["embedding.weight"][batch.tokens[row]] + weights["position_embedding.weight"][:LENGTH]
+        x = (x + weights["type_embedding.weight"][batch.token_types[row]]).clamp(-1.0, 1.0)
+        documents = torch.zeros(LENGTH) if document_ids is None else document_ids[row]
+        for layer, (_, block) in enumerate(config.blocks()):
+            x = x + _block(
+                block.sublayers[0], weights, f"blocks.{layer}.sublayers.0.mixer.", x, batch.valid[row], documents
+            )
+        rows.append(_uncentered(x, weights["norm.weight"], config.norm_eps))
+    hidden = torch.stack(rows)
+    found = {"hidden": hidden}
+    if config.num_classes is None:
+        picked = torch.stack([row[index] for row, index in zip(rows, batch.masked_positions, strict=True)])
+        z = picked @ weights["masked_head.dense.weight"].T
+        z = z * 0.5 * (1.0 + torch.erf(z / math.sqrt(2.0)))
+        z = _uncentered(z, weights["masked_head.norm.weight"], config.norm_eps)
+        logits = z @ weights["embedding.weight"].T + weights["masked_head.vocabulary.bias"]
+        found |= _losses("masked", logits[..., :VOCAB_SIZE], batch.masked_labels)
+    pooled = hidden[:, 0]
+    if config.pooling == "mean":
+        kept = batch.valid.to(hidden.dtype)
+        pooled = (hidden * kept[..., None]).sum(1) / kept.sum(1).clamp(min=1)[:, None]
+    z = torch.tanh(pooled @ weights["sequence_head.pooler.weight"].T)
+    logits = z @ weights["sequence_head.classifier.weight"].T + weights["sequence_head.classifier.bias"]
+    return found | _losses("sequence", logits, batch.sequence_labels)
+
+
+def _losses(name: str, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    kept = labels != IGNORED_LABEL
+    chosen = logits.gather(-1, labels.masked_fill(~kept, 0)[..., None]).squeeze(-1)
+    return {f"{name}_logits": logits, f"{name}_losses": (logits.logsumexp(-1) - chosen) * kept}
+
+
+def _uncentered(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return weight * x / (x.abs().mean(-1, keepdim=True) + eps)
+
+
+def _maxnorm(x: Tensor) -> Tensor:
+    return x / (x.abs().amax(-1, keepdim=True) + 1e-3)
+
+
+def _block(config: Any, weights: dict[str, Tensor], prefix: str, x: Tensor, valid: Tensor, documents: Tensor) -> Tensor:
+    """MaxNorm(ReLU(Y W_up) W_down) of one row [T, D], each group of tokens that see each other by itself."""
+    query, up, down = (weights[f"{prefix}{name}.weight"] for name in ("query", "up", "down"))
+    query, up = query[0], up[0]
+    if config.scale_ffn_weights:
+        bound = (2 * len(up)) ** -0.5
+        up, down = (w * min(1.0, bound / w.detach().abs().max().item()) for w in (up, down))
+    width, outputs = HIDDEN_SIZE // config.num_heads, torch.zeros_like(x)
+    theta = 10000.0 ** (-torch.arange(width, dtype=x.dtype) / width)
+    for document in documents.unique():
+        tokens = (documents == document).nonzero().flatten()
+        places = torch.arange(len(tokens))
+        group = torch.zeros_like(places) if config.window is None else (places + config.offset) // config.window
+        if config.window is not None and config.local_relpe:
+            places = (places + config.offset) % config.window
+        seen = max(1, int(valid[tokens].sum())) if config.window is None else config.window
+        z = _maxnorm(x[tokens]) * valid[tokens, None] * seen ** (-1.0 / 3.0)
+        z = (z.view(len(tokens), -1, width) * torch.cos(places[:, None].to(x.dtype) * theta)[:, None]).flatten(1)
+        for number in group.unique():
+            own = z[group == number]
+            heads = []
+            for q, k in zip((own @ query.T).split(width, -1), own.split(width, -1), strict=True):
+                heads.append((q @ k.T) @ k)
+            hidden = torch.relu(torch.cat(heads, -1) @ up.T) @ down.T
+            outputs = outputs.index_put((tokens[group == number],), _maxnorm(hidden))
+    return outputs
