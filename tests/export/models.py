@@ -90,24 +90,26 @@ MODELS = {
 NAMES = list(MODELS)
 
 
-def random_model(config: ModelConfig, seed: int = 0) -> LanguageModel:
+def random_model(config: ModelConfig, *, noise: float = 0.1, seed: int = 0) -> LanguageModel:
     """Filled in fp32, with every norm, bias and bound off its initial value."""
     model = build(config, dtype=torch.float32, seed=seed)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             rows = parameter[: config.vocab_size] if name in ("embedding.weight", "head.weight") else parameter
-            rows.add_(0.1 * torch.randn(rows.shape, generator=generator))
+            rows.add_(noise * torch.randn(rows.shape, generator=generator))
     return model
 
 
-def write_run(folder: Path, table: dict[str, Any], *, tokenizer: str | None = None) -> LanguageModel:
+def write_run(
+    folder: Path, table: dict[str, Any], *, tokenizer: str | None = None, noise: float = 0.1
+) -> LanguageModel:
     """A run folder of a random model with a checkpoint of step 3, as training leaves it; returns the model."""
     data = {"train": ["shard"], "sequence_length": SEQUENCE_LENGTH, "tokenizer": tokenizer}
     train = {"steps": 3, "global_batch_size": 1, "micro_batch_size": 1}
     config = parse(RunConfig, {"model": table, "data": data, "train": train, "optimizer": {"lr": 1e-3}}, "run")
     assert isinstance(config.model, ModelConfig)
-    model = random_model(config.model)
+    model = random_model(config.model, noise=noise)
     tensors = dict(weights(model)) | {f"{OPTIMIZER_PREFIX}state.embedding.weight.step": torch.tensor(3.0)}
     state = {"step": 3, "order": {}, "config": config.model_dump(mode="json")}
     save(folder / "checkpoints", step=3, tensors=tensors, state=state)

@@ -1,0 +1,199 @@
+"""Exported folders in the classes of flash-linear-attention and transformers: logits and greedy text against ours.
+
+    python tests/gpu/interchange_fla.py [--device cuda] [--only llama-tiny ...]
+
+Needs those packages; the test suite does not, so this is a program. It prints one line a comparison and ends with 1
+when one is beyond its bound. Logits are compared as ||a - b|| / ||b|| with b = ours by the plain references on the CPU
+in fp64, so that no kernel of ours takes part. In bf16 both systems are held against that truth, and theirs, whose gates
+run in bf16 too, may be at most 1e-2 beyond twice as far from it as ours.
+
+flash-linear-attention computes Rodimus+'s attention by flash-attn, in bf16. Where that package is not installed, the
+same attention by torch stands in, which also lets it run in fp32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalin.config import parse
+from megalin.export.writing import export_hf
+from megalin.generation import Sampling, generate
+from megalin.model.config import ModelConfig
+from megalin.model.language_model import LanguageModel
+from megalin.model.presets import preset_table
+from tests.export.models import write_run
+
+LENGTH, PROMPT, NEW_TOKENS = 300, 48, 32
+EXACT, TENSOR_CORES, LOW = 5e-5, 5e-3, 1e-1
+"""Bounds: fp32 token by token; fp32 chunks, whose products run in TF32; ours in bf16."""
+
+
+class Case(NamedTuple):
+    """A model, its class, and the ways that the class evaluates it."""
+
+    package: str
+    name: str
+    table: dict[str, Any]
+    modes: tuple[str | None, ...]
+
+
+def _norms(table: dict[str, Any], eps: float = 1e-5) -> dict[str, Any]:
+    return table | {"norm": "rmsnorm", "norm_eps": eps}
+
+
+def _model(width: int, layers: int, vocabulary: int, sublayers: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+    blocks = [{"sublayers": [_norms(sublayer) for sublayer in sublayers], "repeat": layers}]
+    return _norms({"vocab_size": vocabulary, "hidden_size": width, "layers": blocks}) | fields
+
+
+def _hgrn2(width: int, layers: int, heads: int, vocabulary: int) -> dict[str, Any]:
+    mixer = {"output_norm": "rmsnorm", "output_norm_eps": 1e-5, "scan_scale": "inverse_sqrt"}
+    glu = {"type": "glu", "intermediate_size": width * 8 // 3 // 64 * 64, "activation": "silu"}
+    sublayers = [{"type": "hgrn2", "num_heads": heads} | mixer, glu]
+    return _model(width, layers, vocabulary, sublayers, tie_embeddings=False)
+
+
+def _rodimus(width: int, layers: int, vocabulary: int, *, heads: int | None = None) -> dict[str, Any]:
+    sublayers: list[dict[str, Any]] = [{"type": "rodimus", "state_size": 32}]
+    if heads is not None:
+        sublayers.append({"type": "shared_key_attention", "num_heads": heads, "window": 50, "residual": "two_hop"})
+        sublayers.append({"type": "glu", "intermediate_size": width, "activation": "silu"})
+    return _model(width, layers, vocabulary, sublayers, residual_dtype="float32", init_std=0.1)
+
+
+def _llama(width: int, layers: int, heads: int, vocabulary: int) -> dict[str, Any]:
+    attention = {"type": "softmax", "num_heads": heads, "num_key_value_heads": heads // 2}
+    glu = {"type": "glu", "intermediate_size": width * 3, "activation": "silu"}
+    return _model(width, layers, vocabulary, [attention, glu], tie_embeddings=False)
+
+
+STEPWISE = ("fused_recurrent",)
+FLA_MODES = ("fused_recurrent", "chunk")
+"""Tuning the chunk kernels takes two minutes a shape, so the small models alone run them."""
+CASES = {
+    "llama-tiny": Case("transformers", "LlamaForCausalLM", _llama(128, 2, 4, 300), (None,)),
+    "llama-125m": Case("transformers", "LlamaForCausalLM", _llama(768, 12, 12, 32000), (None,)),
+    "hgrn2-tiny": Case("fla.models", "HGRN2ForCausalLM", _hgrn2(128, 2, 4, 300), FLA_MODES),
+    "hgrn2-125m": Case("fla.models", "HGRN2ForCausalLM", _hgrn2(768, 12, 6, 32000), STEPWISE),
+    "rodimus-tiny": Case("fla.models", "RodimusForCausalLM", _rodimus(64, 2, 300), FLA_MODES),
+    "rodimus-125m": Case("fla.models", "RodimusForCausalLM", preset_table("rodimus-125m"), STEPWISE),
+    "rodimus_plus-tiny": Case("fla.models", "RodimusForCausalLM", _rodimus(128, 2, 300, heads=4), FLA_MODES),
+    "rodimus_plus-125m": Case("fla.models", "RodimusForCausalLM", preset_table("rodimus_plus-125m"), STEPWISE),
+}
+
+
+def stand_in_flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window_size: tuple[int, int]) -> Tensor:
+    """softmax(q k^T / sqrt(K)) v of [B, T, H, K], the last query beside the last key, `window_size[0]` keys back."""
+    assert causal
+    assert window_size[1] == 0
+    place = torch.arange(q.shape[1], device=q.device) + k.shape[1] - q.shape[1]
+    distance = place[:, None] - torch.arange(k.shape[1], device=q.device)
+    visible = (distance >= 0) & (distance <= window_size[0])
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible).transpose(1, 2)
+
+
+def provide_flash_attention() -> None:
+    """Puts the stand-in where flash-linear-attention looks for flash-attn, unless that is there."""
+    layer = importlib.import_module("fla.layers.rodimus")
+    if layer.flash_attn_func is None:
+        layer.flash_attn_func = stand_in_flash_attention
+        layer.autocast_to_fp16 = lambda x: x
+        print("flash-attn is not installed: its attention by torch stands in, in the dtype of the model")
+
+
+def outside(case: Case, folder: Path, dtype: torch.dtype, device: str, mode: str | None) -> Any:
+    """The folder in its own class."""
+    cls = getattr(importlib.import_module(case.package), case.name)
+    settings = {} if mode is None else {"attn_mode": mode}
+    model, found = cls.from_pretrained(folder, dtype=dtype, output_loading_info=True, **settings)
+    wrong = {key: value for key, value in found.items() if value}
+    assert not wrong, wrong
+    return model.to(device).eval()
+
+
+def ours_in(model: LanguageModel, dtype: torch.dtype) -> LanguageModel:
+    """A copy in that dtype, its gates, positions and bounds in at least fp32, as training computes it."""
+    model = copy.deepcopy(model).to(dtype)
+    for module in model.full_precision_modules():
+        module.to(torch.promote_types(dtype, torch.float32))
+    return model
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    return ((actual.cpu().double() - expected).norm() / expected.norm()).item()
+
+
+@torch.no_grad()
+def greedy(model: Any, prompt: Tensor) -> list[int]:
+    """Token by token with the class's own cache."""
+    output = model(prompt, use_cache=True)
+    tokens = [int(output.logits[0, -1].argmax())]
+    while len(tokens) < NEW_TOKENS:
+        last = torch.tensor([tokens[-1:]], device=prompt.device)
+        output = model(last, use_cache=True, past_key_values=output.past_key_values)
+        tokens.append(int(output.logits[0, -1].argmax()))
+    return tokens
+
+
+@torch.no_grad()
+def compare(case: Case, folder: Path, device: str) -> Iterator[tuple[str, float, float]]:
+    """(what, relative error or number of differing tokens, its bound)."""
+    config = parse(ModelConfig, case.table, case.name)
+    model = write_run(folder / "run", config.model_dump(), noise=0.02)
+    export_hf(folder / "run", folder / "out")
+    vocabulary = config.vocab_size
+    tokens = torch.randint(0, vocabulary, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    truth = ours_in(model, torch.float64)(tokens).logits[..., :vocabulary]
+    ours_low = error(ours_in(model, torch.bfloat16)(tokens).logits[..., :vocabulary], truth)
+    prompt = tokens[:1, :PROMPT]
+    text = list(generate(model, prompt[0].tolist(), max_tokens=NEW_TOKENS, sampling=Sampling()))
+    tokens, prompt = tokens.to(device), prompt.to(device)
+    for mode in case.modes:
+        theirs = outside(case, folder / "out", torch.float32, device, mode)
+        bound = TENSOR_CORES if mode == "chunk" else EXACT
+        yield f"{mode or 'forward'} fp32 logits", error(theirs(tokens, use_cache=False).logits, truth), bound
+        if mode != "chunk":
+            again = greedy(theirs, prompt)
+            yield "greedy tokens that differ", float(sum(a != b for a, b in zip(text, again, strict=True))), 0.0
+            if case.name != "RodimusForCausalLM":  # whose generate needs flash-attn's other entry points
+                output = theirs.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None)
+                made = output[0, PROMPT:].tolist()
+                yield "generate() tokens that differ", float(sum(a != b for a, b in zip(text, made, strict=True))), 0.0
+        theirs = outside(case, folder / "out", torch.bfloat16, device, mode)
+        logits = theirs(tokens, use_cache=False).logits
+        yield f"{mode or 'forward'} bf16 logits", error(logits, truth), 2 * ours_low + 1e-2
+    yield "ours, bf16 logits", ours_low, LOW
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--only", nargs="*", choices=list(CASES), default=list(CASES))
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    if any(CASES[name].package != "transformers" for name in arguments.only):
+        provide_flash_attention()
+    failed = 0
+    for name in arguments.only:
+        with tempfile.TemporaryDirectory() as folder:
+            for what, value, bound in compare(CASES[name], Path(folder), arguments.device):
+                good = value <= bound
+                failed += not good
+                print(f"{name:18} {what:40} {value:10.2e}  bound {bound:.0e}  {'ok' if good else 'BEYOND'}", flush=True)
+    print("all within their bounds" if not failed else f"{failed} beyond their bounds")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
