@@ -44,6 +44,7 @@ def _heads(batch: AnyBatch, output: ModelOutput | EncoderOutput) -> list[_Head]:
     """Each head's results, in the order of the loss's terms."""
     if isinstance(output, ModelOutput):
         assert not isinstance(batch, EncoderBatch)
+        assert output.logits is not None
         assert output.token_losses is not None
         return [_Head("", output.logits, output.token_losses, batch.labels)]
     assert isinstance(batch, EncoderBatch)
@@ -98,10 +99,15 @@ def run_on_mesh(case: Case, mesh: Mesh, *, after_fill: Callable[[nn.Module, Mesh
     return outcome
 
 
-def run_reference(case: Case, dtype: torch.dtype, device: torch.device) -> Outcome:
+def run_reference(
+    case: Case, dtype: torch.dtype, device: torch.device, *, dither: torch.Generator | None = None
+) -> Outcome:
     """The step in this process alone, in `dtype`: plain tensors, plain autograd, plain AdamW.
 
     `device` is that of the mesh: the draws of the initial weights are the same on every mesh of one kind of device.
+
+    Args:
+        dither: for bf16: rounds each weight up or down by chance, the nearer the likelier, instead of to the nearest.
     """
     wide = torch.promote_types(dtype, torch.float32)
     model = _filled(case, wide, device)
@@ -109,8 +115,9 @@ def run_reference(case: Case, dtype: torch.dtype, device: torch.device) -> Outco
     masters = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in model.named_parameters()}
     gradients = {name: torch.zeros_like(master) for name, master in masters.items()}
     precise = {parameter for module in model.full_precision_modules() for parameter in module.parameters()}
-    for parameter in set(model.parameters()) - precise:
-        parameter.data = parameter.data.to(dtype)
+    for parameter in model.parameters():
+        if parameter not in precise:
+            parameter.data = (parameter.data if dither is None else _dithered(parameter.data, dither)).to(dtype)
     batches = [batch_to(batch, device) for batch in make_batches(case)]
     outcome: Outcome = {}
     counts = torch.stack([batch.label_counts() for batch in batches]).sum(0).tolist()
@@ -136,6 +143,12 @@ def run_reference(case: Case, dtype: torch.dtype, device: torch.device) -> Outco
     outcome["loss"] = total
     outcome |= _step(masters)
     return {name: tensor.cpu() for name, tensor in outcome.items()}
+
+
+def _dithered(x: Tensor, generator: torch.Generator) -> Tensor:
+    """x plus an even draw from one unit in the last place of bf16, half of it to either side."""
+    unit = torch.ldexp(x.sign(), torch.frexp(x).exponent - 8)  # 0 of a weight that is 0
+    return x + unit * (torch.rand(x.shape, generator=generator, dtype=x.dtype, device=x.device) - 0.5)
 
 
 def run_step(case: Case, gradients: Outcome, device: torch.device) -> Outcome:

@@ -6,21 +6,21 @@ import torch
 
 from megalin.verify.case import Case
 from megalin.verify.comparison import Rounding, error, kind, role
-from megalin.verify.outcome import run_reference
+from megalin.verify.outcome import Outcome, run_reference
 
 NUM_DRAWS = 16
-"""Draws of weights and batches, the case's own among them."""
+"""One process in bf16 with its weights rounded to the nearest, and the others with weights rounded by chance."""
 
 
-def measure_rounding(case: Case, device: torch.device) -> Rounding:
-    """The largest error of one process in bf16 against one in fp32, over all tensors of a role and all draws.
+def measure_rounding(case: Case, truth: Outcome, device: torch.device) -> Rounding:
+    """The largest error of one process in bf16 against `truth`, one in fp32, over all tensors of a role and all draws.
 
     The norm of the gradients and the weights after the step are left out: they follow from the gradients without bf16.
     """
     largest: dict[str, float] = {}
-    for seed in range(case.seed, case.seed + NUM_DRAWS):
-        draw = case._replace(seed=seed)
-        truth, narrow = (run_reference(draw, dtype, device) for dtype in (torch.float32, torch.bfloat16))
+    for draw in range(NUM_DRAWS):
+        dither = torch.Generator(device).manual_seed(draw) if draw else None
+        narrow = run_reference(case, torch.bfloat16, device, dither=dither)
         for name, expected in truth.items():
             if kind(name) not in ("grad_norm", "weight"):
                 largest[role(name)] = max(largest.get(role(name), 0.0), error(name, narrow[name], expected))

@@ -77,7 +77,8 @@ def with_low_rank(case: Case) -> Case:
 
 def _reference(case: Case, device: torch.device) -> Reference:
     if case.dtype == "bfloat16":
-        return Reference(run_reference(case, torch.float32, device), measure_rounding(case, device))
+        truth = run_reference(case, torch.float32, device)
+        return Reference(truth, measure_rounding(case, truth, device))
     return Reference(run_reference(case, case.compute_dtype, device), None)
 
 

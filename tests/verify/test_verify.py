@@ -17,7 +17,7 @@ from megalin.errors import ConfigError
 from megalin.model.config import ModelConfig
 from megalin.model.presets import load_preset
 from megalin.parallel.mesh import ParallelConfig
-from megalin.verify import comparison, rounding
+from megalin.verify import comparison, outcome, rounding
 from megalin.verify.case import Case, DtypeName, make_batches, make_case, shrink
 from megalin.verify.comparison import Row, compare
 from megalin.verify.faults import FAULTS
@@ -111,18 +111,29 @@ CPU = torch.device("cpu")
 def test_bf16_bound_is_twice_the_largest_rounding_of_one_process(monkeypatch):
     monkeypatch.setattr(rounding, "NUM_DRAWS", 3)
     bf16, largest = case(PRESET, dtype="bfloat16"), {}
-    for seed in range(3):
-        draw = bf16._replace(seed=seed)
-        wide, narrow = (run_reference(draw, dtype, CPU) for dtype in (torch.float32, torch.bfloat16))
-        for row in compare(draw, narrow, wide, {}):
+    wide = run_reference(bf16, torch.float32, CPU)
+    for dither in (None, torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)):
+        narrow = run_reference(bf16, torch.bfloat16, CPU, dither=dither)
+        for row in compare(bf16, narrow, wide, {}):
             largest[comparison.role(row.name)] = max(largest.get(comparison.role(row.name), 0.0), row.error)
     assert 1e-3 < largest["logits"] < 3e-2
-    for row in compare(bf16, wide, wide, rounding.measure_rounding(bf16, CPU)):
+    for row in compare(bf16, wide, wide, rounding.measure_rounding(bf16, wide, CPU)):
         if comparison.kind(row.name) == "weight":
             assert row.bound == 1e-3
         else:
             of_bf16 = 0.0 if row.name == "grad_norm" else 2 * largest[comparison.role(row.name)]
             assert row.bound == pytest.approx(max(2e-5, of_bf16)), row.name
+
+
+def test_dithered_weights_go_to_either_neighbour_and_stay_right_on_average():
+    x = torch.tensor([1.0 + 2**-9, -3.0 - 2**-8 * 1.5, 2.0**-30 * (1.125 + 2**-10), 5.0, 0.0])
+    rows = (
+        outcome._dithered(x.expand(20_000, -1), torch.Generator().manual_seed(0)).to(torch.bfloat16).to(torch.float64)
+    )
+    unit = torch.tensor([2**-7, 2**-6, 2**-37, 2**-5, 2**-7], dtype=torch.float64)
+    assert ((rows - x).abs() < unit).all()
+    assert [len(column.unique()) for column in rows.T] == [2, 2, 2, 1, 1]
+    assert ((rows.mean(0) - x).abs() <= 0.02 * unit).all()
 
 
 def test_likes_in_other_blocks_and_micro_batches_share_a_role():
