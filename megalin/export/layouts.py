@@ -65,8 +65,8 @@ def check_expressible(model: ModelConfig, layout: Layout) -> None:
     ]
     if problems:
         raise ConfigError(
-            f"{layout.title} cannot express this model; train it with the values of the class, or export it in another "
-            "--format:\n  " + "\n  ".join(problems[:_MOST_DIFFERENCES])
+            f"{layout.title} cannot express this model; only one with these values of the class can be exported to it:\n  "
+            + "\n  ".join(problems[:_MOST_DIFFERENCES])
         )
 
 

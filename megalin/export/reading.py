@@ -92,7 +92,10 @@ def _plan(folder: Folder, settings: Settings) -> _Plan:
     kinds = tuple(sublayer.type for sublayer in config.layers[0].sublayers)
     layout = next(candidate for candidate in candidates if candidate.sublayers == kinds)
     model = LanguageModel(config)
-    plans = [_Plan(layout, model, place(layout, model, older=older)) for older in (False, bool(layout.older_block))]
+    plans = []
+    for older in (False, True) if layout.older_block else (False,):
+        held = [item for item in place(layout, model, older=older) if item.held]
+        plans.append(_Plan(layout, model, held))
     found = [_problems(folder, plan) for plan in plans]
     if all(found):
         raise CheckpointError(f"{folder.path}: not the tensors of {layout.title}:\n  " + "\n  ".join(found[0]))
