@@ -65,7 +65,7 @@ def check_expressible(model: ModelConfig, layout: Layout) -> None:
     ]
     if problems:
         raise ConfigError(
-            f"{layout.title} cannot express this model; only one with these values of the class can be exported to it:\n  "
+            f"{layout.title} cannot express this model; it takes one with the values of the class:\n  "
             + "\n  ".join(problems[:_MOST_DIFFERENCES])
         )
 
