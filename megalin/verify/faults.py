@@ -72,14 +72,15 @@ class Fault(NamedTuple):
     mesh: type[Mesh] = Mesh
     after_fill: Callable[[nn.Module, Mesh], None] | None = None
     needs_low_rank: bool = False
-    """Only visible in a model with a replicated weight on sharded data."""
+    """Only visible with a replicated weight, or a norm without a mean, on sharded data, of which softmax attention has
+    neither: the case gets a block that has both."""
     decoder_only: bool = False
     """In a code path that encoders do not have."""
 
 
 FAULTS = (
     Fault("skipped_adjoint", tensor_parallel=_SkippedAdjoint),
-    Fault("norm_of_one_shard", tensor_parallel=_NormOfOneShard, decoder_only=True),
+    Fault("norm_of_one_shard", tensor_parallel=_NormOfOneShard, needs_low_rank=True, decoder_only=True),
     Fault("dropped_partial_gradient", tensor_parallel=_DroppedPartialGradient, needs_low_rank=True, decoder_only=True),
     Fault("local_count", mesh=_LocalCount),
     Fault("wrong_part_split", after_fill=_split_across_parts, decoder_only=True),

@@ -75,6 +75,11 @@ def test_every_planted_fault_is_seen(sequence_parallel):
     assert all(result.worst.error > 100 * result.worst.bound for result in results)
 
 
+def test_every_planted_fault_is_seen_in_a_model_without_what_some_of_them_need():
+    results = run_ranks(4, self_test, case(load_preset("llama-70m").model, tp=2, dp=2))[0]
+    assert [result.fault for result in results if not result.seen] == []
+
+
 def test_every_planted_fault_is_seen_in_bf16():
     results = run_ranks(4, self_test, case(PRESET, tp=2, dp=2, dtype="bfloat16"), timeout=240.0)[0]
     assert [result.fault for result in results if not result.seen] == []
