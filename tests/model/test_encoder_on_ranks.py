@@ -1,0 +1,125 @@
+"""Encoders on ranks: packed documents, compiled blocks, and weights saved on one mesh and loaded on others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megalin.checkpoint.load import load, newest
+from megalin.checkpoint.save import save
+from megalin.checkpoint.tensors import weights
+from megalin.data.packing import EncoderBatch, take_rows
+from megalin.model.encoder import Encoder
+from megalin.parallel.cross_entropy import vocab_parallel_argmax
+from megalin.parallel.data_parallel import shard_model
+from megalin.parallel.tensor_parallel import full_tensor
+from tests.encoder_cases import CASES, LENGTH, Case, build, make_batch
+from tests.numerics import assert_close
+from tests.parallel.on_ranks import Arrays, make_mesh, materialise, to_arrays, to_tensors
+from tests.ranks import run_ranks
+
+DOCUMENTS = (torch.arange(LENGTH) // 9).expand(4, LENGTH)
+
+
+def _model(case: Case, tp: int, *, sequence_parallel: bool = False, dtype=torch.float32, backend: str | None = None):
+    mesh = make_mesh(tp, sequence_parallel=sequence_parallel)
+    model = Encoder(case.model, mesh.tp).to(dtype)
+    if backend is not None:
+        for block in model.block_list():
+            block.compile(fullgraph=True, dynamic=False, backend=backend)
+    shard_model(model, model.block_list(), model.full_precision_modules(), mesh, compute_dtype=dtype)
+    materialise(model)
+    return model, mesh
+
+
+def _results(model: Encoder, batch: EncoderBatch, documents: Tensor | None) -> dict[str, Tensor]:
+    output = model(**batch.inputs(), document_ids=documents)
+    sums = output.loss_sums()
+    sums.sum().backward()
+    return {"sums": sums.detach()} | {name: full_tensor(p.grad) for name, p in model.named_parameters()}
+
+
+def _packed(tp: int) -> list[Arrays]:
+    found = []
+    for sequence_parallel in (False, True):
+        for case in CASES[:3]:
+            model, mesh = _model(case, tp, sequence_parallel=sequence_parallel, dtype=torch.float64)
+            rows = slice(4 // mesh.data.size * mesh.data.rank, 4 // mesh.data.size * (mesh.data.rank + 1))
+            results = _results(model, take_rows(make_batch(case.model), rows), DOCUMENTS[rows])
+            results["sums"] = mesh.sum_over_data(results["sums"])
+            found.append(to_arrays(results))
+    return found
+
+
+def test_packed_documents_on_meshes_equal_one_process():
+    expected = [_results(build(case.model), make_batch(case.model), DOCUMENTS) for case in CASES[:3]]
+    for world_size, tp in ((2, 2), (4, 2), (4, 4)):
+        for rank in run_ranks(world_size, _packed, tp):
+            for found, truth in zip(rank, expected * 2, strict=True):
+                assert_close(to_tensors(found), truth, 1e-11)
+
+
+def _compiled(sequence_parallel: bool) -> list[tuple[Arrays, Arrays, int]]:
+    found = []
+    for case in (CASES[0], CASES[1]):
+        batch = make_batch(case.model)
+        pair = [
+            to_arrays(_results(_model(case, 2, sequence_parallel=sequence_parallel, backend=backend)[0], batch, None))
+            for backend in (None, "aot_eager")
+        ]
+        found.append((pair[0], pair[1], torch._dynamo.utils.counters["stats"]["unique_graphs"]))
+    return found
+
+
+def test_compiled_blocks_have_the_gradients_of_eager_ones():
+    """One graph serves every block of a kind."""
+    for sequence_parallel in (False, True):
+        for results in run_ranks(2, _compiled, sequence_parallel, timeout=250.0):
+            for eager, compiled, num_graphs in results:
+                assert num_graphs > 0
+                assert_close(to_tensors(compiled), to_tensors(eager), 2e-5)
+
+
+def _save(folder: str, tp: int) -> None:
+    for case in CASES:
+        save(Path(folder) / case.name, step=1, tensors=weights(_model(case, tp)[0]), state={})
+
+
+def _load(folder: str, tp: int) -> list[str]:
+    """Names of the tensors, and of the cases whose ratios, came back different."""
+    different = []
+    for case in CASES:
+        model, _ = _model(case, tp)
+        expected = {name: full_tensor(tensor.detach()).clone() for name, tensor in weights(model).items()}
+        ratios = [buffer.clone() for buffer in model.buffers()]
+        for tensor in [*weights(model).values(), *model.buffers()]:
+            torch.nn.init.constant_(tensor.to_local() if hasattr(tensor, "to_local") else tensor, float("nan"))
+        checkpoint = newest(Path(folder) / case.name)
+        assert checkpoint is not None
+        load(checkpoint, weights(model))
+        model.after_optimizer_step()
+        for name, tensor in weights(model).items():
+            if not torch.equal(full_tensor(tensor.detach()), expected[name]):
+                different.append(f"{case.name}: {name}")
+        if not all(torch.equal(a, b) for a, b in zip(ratios, model.buffers(), strict=True)):
+            different.append(f"{case.name}: a ratio")
+    return different
+
+
+def test_saved_on_one_mesh_loads_on_another(tmp_path):
+    run_ranks(2, _save, str(tmp_path), 2)
+    for world_size, tp in ((1, 1), (2, 1), (4, 4)):
+        assert run_ranks(world_size, _load, str(tmp_path), tp) == [[]] * world_size, (world_size, tp)
+
+
+def _argmax() -> bool:
+    mesh = make_mesh(4)
+    logits = torch.randint(0, 6, (5, 7, 32), generator=torch.Generator().manual_seed(1)).float()
+    mine = logits.chunk(4, -1)[mesh.tp.axis.rank]
+    return torch.equal(vocab_parallel_argmax(mine, mesh.tp.axis), logits.argmax(-1))
+
+
+def test_likeliest_id_is_found_over_the_ranks_and_ties_go_to_the_smallest():
+    assert run_ranks(4, _argmax) == [True] * 4
