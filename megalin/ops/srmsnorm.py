@@ -35,7 +35,7 @@ def srmsnorm(x: Tensor, *, eps: float, backend: Backend = "auto") -> Tensor:
     Raises:
         KernelError: an explicit backend that cannot run.
     """
-    choice = backends.choose("srmsnorm", backend, x.device.type, _unsupported(x))
+    choice = backends.choose("srmsnorm", backend, x.device.type, unsupported(x))
     if choice == "reference":
         return srmsnorm_reference(x, eps=eps)
     return _forward(x.contiguous(), eps, choice)[0]
@@ -47,7 +47,8 @@ def srmsnorm_reference(x: Tensor, *, eps: float) -> Tensor:
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-def _unsupported(x: Tensor) -> str:
+def unsupported(x: Tensor) -> str:
+    """Why no kernel over rows takes `x`; empty where they do."""
     if x.dtype not in KERNEL_DTYPES:
         return f"dtype {x.dtype}"
     if x.shape[-1] > MAX_WIDTH:

@@ -1,11 +1,20 @@
 """Divisions by the largest and by the mean magnitude against their definitions, and the single index of a maximum."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
-from megalin.ops.max_norm import max_norm, mean_magnitude_norm
+from megalin.ops.max_norm import (
+    encoded_max_norm,
+    encoded_max_norm_reference,
+    max_norm,
+    max_norm_reference,
+    mean_magnitude_norm,
+)
 from tests.numerics import assert_close, outputs_and_gradients
+from tests.ops.kernels import assert_as_good_as_the_reference
 
 NORMS = {"max": max_norm, "mean": mean_magnitude_norm}
 
@@ -64,3 +73,48 @@ def test_large_rows_of_half_precision_do_not_overflow(kind: str):
     y.backward(torch.randn(2, 64).half())
     assert y.eq(1.0).all()
     assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (5, 200), (70, 33), (2, 9000)])
+def test_the_triton_kernel_is_as_good_as_the_reference(dtype: torch.dtype, rows: int, width: int):
+    assert_as_good_as_the_reference(
+        lambda x: [max_norm(x, eps=1e-3, backend="triton")],
+        lambda x: [max_norm_reference(x, eps=1e-3)],
+        {"x": torch.randn(rows, width).to(dtype)},
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("length", "width", "heads"), [(1, 64, 1), (65, 48, 3), (3, 9000, 5)])
+def test_the_encoded_triton_kernel_is_as_good_as_the_reference(dtype: torch.dtype, length: int, width: int, heads: int):
+    factor = torch.rand(2, length)
+    factor[1, -1] = 0.0
+    positions = torch.arange(length) % 17
+
+    def run(function: Callable[..., Tensor], x: Tensor, **options: str) -> list[Tensor]:
+        own = factor.to(torch.promote_types(x.dtype, torch.float32))
+        return [function(x, own, positions, num_heads=heads, eps=1e-3, **options)]
+
+    x = torch.randn(2, length, width).to(dtype)
+    assert_as_good_as_the_reference(
+        lambda x: run(encoded_max_norm, x, backend="triton"), lambda x: run(encoded_max_norm_reference, x), {"x": x}
+    )
+    found = outputs_and_gradients(lambda x: run(encoded_max_norm, x, backend="triton"), {"x": x})
+    assert found["output.0"][1, -1].eq(0).all()
+    assert found["gradient.x"][1, -1].eq(0).all()
+
+
+def test_the_first_of_equal_maxima_carries_the_gradient_in_the_kernel_too():
+    x = {"x": torch.tensor([[0.5, -2.0, 2.0, 1.0], [3.0, 0.0, -1.0, 3.0]])}
+    found = outputs_and_gradients(lambda x: [max_norm(x, eps=0.1, backend="triton")], x)
+    expected = outputs_and_gradients(lambda x: [max_norm_reference(x, eps=0.1)], x)
+    torch.testing.assert_close(found["gradient.x"], expected["gradient.x"])
+
+
+def test_encoding_is_the_scale_and_the_cosine_of_the_normed_row():
+    x, factor = torch.randn(2, 7, 12, dtype=torch.float64), torch.rand(2, 1, dtype=torch.float64)
+    theta = 10000.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
+    cosine = torch.cos(torch.arange(7)[:, None] * theta).repeat(1, 3)
+    expected = definition("max", x, 1e-3) * factor[..., None] * cosine
+    torch.testing.assert_close(encoded_max_norm(x, factor, torch.arange(7), num_heads=3, eps=1e-3), expected)

@@ -1,0 +1,80 @@
+"""The row kernels on the chip: every backend, dtype and kind of width against fp64, and rows that are not contiguous."""
+
+import functools
+
+import pytest
+import torch
+
+from megalin.ops import backend as backends
+from megalin.ops.max_norm import encoded_max_norm, encoded_max_norm_reference, max_norm, max_norm_reference
+from megalin.ops.srmsnorm import srmsnorm, srmsnorm_reference
+from tests.numerics import outputs_and_gradients
+from tests.ops.kernels import assert_as_good_as_the_reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+WIDTHS = [1, 33, 64, 200, 257, 1000, 1024, 2048, 2056, 4096, 4100, 5120, 8192, 9001, 12288, 16384]
+ROWS = 300
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def _encoded(function, x, **options):
+    positions = torch.arange(100, device=x.device) * 700
+    factor = torch.linspace(0.0, 1.0, 100, device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
+    heads = 4 if x.shape[-1] % 4 == 0 else 1
+    return function(x.view(3, 100, -1), factor[None], positions, num_heads=heads, **options)
+
+
+OPS = {
+    "srmsnorm": (functools.partial(srmsnorm, eps=1e-6), functools.partial(srmsnorm_reference, eps=1e-6)),
+    "max_norm": (functools.partial(max_norm, eps=1e-3), functools.partial(max_norm_reference, eps=1e-3)),
+    "encoded_max_norm": (
+        functools.partial(_encoded, encoded_max_norm, eps=1e-3),
+        functools.partial(_encoded, encoded_max_norm_reference, eps=1e-3),
+    ),
+}
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_every_width_is_as_good_as_the_reference(op, dtype, backend):
+    function, reference = OPS[op]
+    for width in WIDTHS:
+        x = {"x": torch.randn(ROWS, width, device="cuda").to(dtype)}
+        kernel = lambda x: [function(x, backend=backend)]  # noqa: E731
+        assert_as_good_as_the_reference(kernel, lambda x: [reference(x)], x)
+        first, second = outputs_and_gradients(kernel, x), outputs_and_gradients(kernel, x)
+        assert all(torch.equal(first[name], second[name]) for name in first), width
+
+
+@pytest.mark.parametrize("op", ["srmsnorm", "max_norm"])
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_strided_and_unaligned_rows_are_taken(op, backend):
+    function, reference = OPS[op]
+    x = {"x": torch.randn(6 * 5 * 128 + 1, device="cuda", dtype=torch.bfloat16)}
+    views = {
+        "transposed": lambda x: x[1:].view(6, 5, 128).transpose(0, 1),
+        "every second": lambda x: x[1:].view(6, 5, 128)[..., ::2],
+        "odd start": lambda x: x[1:].view(6, 5, 128),
+    }
+    for view in views.values():
+        assert_as_good_as_the_reference(
+            lambda x, v=view: [function(v(x), backend=backend)], lambda x, v=view: [reference(v(x))], x
+        )
+
+
+def test_the_row_kernels_pass_their_self_tests():
+    for op in ("srmsnorm", "max_norm"):
+        assert backends.decide(op, "cuda").backend != "reference", backends.decide(op, "cuda")

@@ -1,0 +1,52 @@
+"""MaxNorm, alone and with the factor and Cosine RelPE of DANet: 64 Mi elements in rows of the widths of models."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+
+from benchmarks.case import Case, Work
+from megalin.ops.max_norm import encoded_max_norm, encoded_max_norm_reference, max_norm, max_norm_reference
+
+ELEMENTS, LENGTH = 2**26, 512
+PLAIN, ENCODED = (1024, 4096), (1024, 2048, 4096, 8192, 12288)
+EPS = 1e-3
+
+
+def cases() -> Iterator[Case]:
+    """bf16; encoded ones with four heads and sequences of 512 tokens, a tenth of them padding."""
+    for width in PLAIN:
+        x = torch.randn(ELEMENTS // width, width, device="cuda", dtype=torch.bfloat16)
+        yield _case(f"{len(x)}x{width} bf16", x, max_norm, max_norm_reference, {})
+    for width in ENCODED:
+        x = torch.randn(ELEMENTS // width // LENGTH, LENGTH, width, device="cuda", dtype=torch.bfloat16)
+        factor = torch.full(x.shape[:2], LENGTH ** (-1 / 3), device="cuda")
+        factor[:, -LENGTH // 10 :] = 0.0
+        arguments = {"factor": factor, "positions": torch.arange(LENGTH, device="cuda"), "num_heads": 4}
+        shape = f"{x.shape[0] * LENGTH}x{width} bf16 encoded"
+        yield _case(shape, x, encoded_max_norm, encoded_max_norm_reference, arguments)
+
+
+def _case(shape, x, function, reference, arguments) -> Case:  # type: ignore[no-untyped-def]
+    def run(of, x, **options):  # type: ignore[no-untyped-def]
+        own = arguments
+        if x.dtype == torch.float64 and arguments:
+            own = {**arguments, "factor": arguments["factor"][: len(x)].double()}
+        elif arguments:
+            own = {**arguments, "factor": arguments["factor"][: len(x)]}
+        return [of(x, **own, eps=EPS, **options)]
+
+    backends = ("auto", "triton", "cuda")
+    return Case(
+        op="max_norm",
+        shape=shape,
+        inputs={"x": x},
+        checked={"x": x[:5]},
+        reference=functools.partial(run, reference),
+        ours={name: functools.partial(run, function, backend=name) for name in backends},
+        peers={},
+        bytes=Work(2 * x.nbytes, 3 * x.nbytes),
+        flops=Work(0, 0),
+    )
