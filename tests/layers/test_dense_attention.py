@@ -213,7 +213,7 @@ def test_the_ratio_follows_the_weights():
         with torch.no_grad():
             mixer.up.weight.fill_(-up)
             mixer.down.weight.fill_(down)
-        mixer.after_optimizer_step()
+        renew_derived([mixer])
         expected = min(1.0, bound / max(up, 1e-30)) * min(1.0, bound / max(down, 1e-30))
         assert mixer.ratio.item() == pytest.approx(expected, rel=1e-12)
 

@@ -3,11 +3,14 @@
 import pytest
 import torch
 
+from megalin.errors import ConfigError
 from megalin.layers.norms import LayerNorm, MaxNorm, RMSNorm, SRMSNorm, UncenteredLayerNorm, build_norm
+from megalin.model.language_model import LanguageModel
 from megalin.ops.max_norm import max_norm
 from megalin.ops.srmsnorm import srmsnorm
 from megalin.parallel.initialisation import fill
 from megalin.parallel.tensor_parallel import TensorParallel
+from tests.cases import attention, model
 from tests.numerics import assert_close, outputs_and_gradients
 
 
@@ -100,3 +103,11 @@ def test_norms_start_without_effect_and_compute_wide(kind, moment):
     wide = norm(x.float())
     assert wide.abs().pow(moment).mean().item() == pytest.approx(1.0, rel=1e-3)
     assert torch.equal(norm.bfloat16()(x), wide.bfloat16())
+
+
+@pytest.mark.parametrize("kind", ["maxnorm", "uncentered_layernorm"])
+def test_danets_norms_are_not_for_sharded_heads(kind):
+    """Nothing sums a largest or a mean magnitude over the axis; on the stream they are fine."""
+    with pytest.raises(ConfigError, match=rf"sublayers\.0\.output_norm = '{kind}': input should be 'srmsnorm'"):
+        model({"sublayers": [attention("tnl", output_norm=kind)]})
+    LanguageModel(model({"sublayers": [attention("tnl", norm=kind)]}))

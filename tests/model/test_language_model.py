@@ -298,14 +298,12 @@ def test_running_positions_change_nothing():
 
 def test_an_optimizer_step_refreshes_derived_buffers():
     case = next(case for case in CASES if case.name == "sockets")
-    model, mixers = build(case.model), []
+    model = build(case.model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3.0)
-    for mixer in model.mixers():
-        mixer.after_optimizer_step()
-        if hasattr(mixer, "ratio"):
-            mixers.append(mixer)
+    model.after_optimizer_step()
+    mixers = [mixer for mixer in model.mixers() if hasattr(mixer, "ratio")]
     assert len(mixers) == 2
     for mixer in mixers:
         assert mixer.ratio < 1.0

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megalin.layers.linear_attention import LinearAttention
 from megalin.model.language_model import LanguageModel
-from megalin.parallel.data_parallel import _shard_dim, set_gradient_reduction, shard_model
+from megalin.parallel.data_parallel import _shard_dim, largest_magnitudes, set_gradient_reduction, shard_model
 from megalin.parallel.tensor_parallel import full_tensor, local
 from tests.cases import HYBRID, build, make_inputs
 from tests.numerics import relative_error
@@ -98,3 +98,34 @@ def _accumulated() -> float:
 
 def test_one_reduction_after_the_last_micro_batch_gives_the_same_gradient():
     assert max(run_ranks(2, _accumulated)) <= 1e-5
+
+
+class _Vectors(nn.Module):
+    """Weights that two ranks cannot share evenly: the second holds nothing of one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole, self.uneven = (nn.Parameter(torch.empty(shape, device="meta")) for shape in ((2, 4), (1, 3)))
+
+
+def _largest(replicate: bool) -> list[float]:
+    mesh, vectors = make_mesh(1, shard=1 if replicate else None), _Vectors()
+    shard_model(vectors, [], [], mesh, compute_dtype=torch.float32)
+    vectors.to_empty(device="cpu")
+    with torch.no_grad():
+        for number, parameter in enumerate(vectors.parameters()):
+            local(parameter).fill_(-0.5 - number - dist.get_rank())
+    return largest_magnitudes(list(vectors.parameters())).tolist()
+
+
+@pytest.mark.parametrize(("replicate", "expected"), [(False, [1.5, 1.5]), (True, [1.5, 2.5])])
+def test_the_largest_magnitude_is_that_of_all_shards(replicate: bool, expected: list[float]):
+    """Of negative elements too, and of a shard without any."""
+    assert run_ranks(2, _largest, replicate) == [expected, expected]
+
+
+def test_the_largest_magnitudes_of_plain_weights_and_of_none():
+    weights = [torch.tensor([1.0, -3.0]), torch.tensor([[0.25]], dtype=torch.float64)]
+    assert largest_magnitudes(weights[:1]).tolist() == [3.0]
+    assert largest_magnitudes(weights[1:]).dtype == torch.float64
+    assert largest_magnitudes([]).shape == (0,)

@@ -118,10 +118,6 @@ class Mixer(nn.Module):
             largest: [len(watched_weights())], max |w| over the whole of each, on every rank, at least fp32.
         """
 
-    def after_optimizer_step(self) -> None:
-        """`renew_derived` for this mixer alone."""
-        renew_derived([self])
-
 
 @torch.no_grad()
 def renew_derived(mixers: Sequence[Mixer]) -> None:
