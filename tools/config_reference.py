@@ -13,8 +13,9 @@ from typing import Any
 
 import megalin.train.config as run
 from megalin.config import Config
+from megalin.data.masking import MaskingConfig
 from megalin.layers.mixers.base import MixerConfig, mixer_types
-from megalin.model.config import BlockConfig
+from megalin.model.config import BlockConfig, EncoderConfig, ModelConfig
 
 HEAD = """\
 # Configuration
@@ -33,6 +34,9 @@ MODEL_HEAD = """\
 Instead of the keys below, `preset = "NAME"` takes a preset's table (`megalin params` lists the names), and the keys
 beside it override single values.
 """
+ENCODER_HEAD = """\
+With `kind = "encoder"` a model has these keys and a `[data.masking]` table; its blocks take mixers that are not causal.
+"""
 MIXER_HEAD = """\
 The keys that every type has:
 """
@@ -43,7 +47,7 @@ LIMITS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveM
 def kind(schema: dict[str, Any]) -> str:
     """A JSON schema in words: the type, its limits, or its choices."""
     if "anyOf" in schema:
-        return kind(next(option for option in schema["anyOf"] if option.get("type") != "null"))
+        return " or ".join(kind(option) for option in schema["anyOf"] if option.get("type") != "null")
     if "const" in schema or "enum" in schema:
         return " or ".join(f"`{json.dumps(value)}`" for value in schema.get("enum", [schema.get("const")]))
     if schema.get("type") == "array":
@@ -83,17 +87,21 @@ def reference() -> str:
     parts = [HEAD]
     for name, field in run.RunConfig.model_fields.items():
         cls = field.annotation
-        assert isinstance(cls, type), name
-        if cls is run.ModelConfig:
-            parts.append(section("`[model]`", cls, head=MODEL_HEAD, leave_out=("layers",)))
+        if name == "model":
+            parts.append(section("`[model]`", ModelConfig, head=MODEL_HEAD, leave_out=("layers",)))
+            title = '`[model]` with `kind = "encoder"`'
+            parts.append(section(title, EncoderConfig, head=ENCODER_HEAD, leave_out=("layers",)))
             parts.append(section("`[[model.layers]]`", BlockConfig, leave_out=("sublayers",)))
             parts.append(section("`sublayers` of `[[model.layers]]`", MixerConfig, head=MIXER_HEAD))
             common = tuple(MixerConfig.model_fields)
             for mixer in mixer_types():
                 config = importlib.import_module(f"megalin.layers.mixers.{mixer}").CONFIG
                 parts.append(section(f'`sublayers` with `type = "{mixer}"`', config, leave_out=common))
-        else:
-            parts.append(section(f"`[{name}]`", cls))
+            continue
+        assert isinstance(cls, type), name
+        parts.append(section(f"`[{name}]`", cls, leave_out=("masking",)))
+        if name == "data":
+            parts.append(section("`[data.masking]`", MaskingConfig))
     return "\n".join(parts)
 
 
