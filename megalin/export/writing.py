@@ -27,7 +27,7 @@ from megalin.model.language_model import LanguageModel
 from megalin.train.restore import open_run
 
 FILE_BYTES = 2 << 30
-"""No file is larger, but for one that holds a single tensor; an export needs about twice as much memory."""
+"""No file is larger, but for one that holds a single tensor; an export needs about three times as much memory."""
 _ELEMENT_BYTES = 4
 TOKENIZER_FILE = "tokenizer.json"
 
