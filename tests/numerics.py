@@ -39,7 +39,7 @@ def outputs_and_gradients(function: Callable[..., Sequence[Tensor]], inputs: Map
     outputs = function(**leaves)
     generator = torch.Generator().manual_seed(7)
     loss = sum(
-        (output.double() * torch.randn(output.shape, generator=generator, dtype=torch.float64)).sum()
+        (output.double() * torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.device)).sum()
         for output in outputs
     )
     assert isinstance(loss, Tensor)

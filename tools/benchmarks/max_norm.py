@@ -30,6 +30,8 @@ def cases() -> Iterator[Case]:
 
 
 def _case(shape, x, function, reference, arguments) -> Case:  # type: ignore[no-untyped-def]
+    x[..., 7] = 9.0  # backends choose differently among equal maxima
+
     def run(of, x, **options):  # type: ignore[no-untyped-def]
         own = arguments
         if x.dtype == torch.float64 and arguments:

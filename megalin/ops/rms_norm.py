@@ -1,0 +1,94 @@
+"""RMSNorm with a weight, its gradient added up without atomics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalin.ops import backend as backends
+from megalin.ops.backend import Backend, Compiled
+from megalin.ops.self_test import compare, sample
+from megalin.ops.srmsnorm import KERNEL_DTYPES, compute_dtype, srmsnorm_reference, unsupported
+
+
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float, backend: Backend = "auto") -> Tensor:
+    """y = w * x * (mean(x^2) + eps)^(-1/2) over the last dimension.
+
+    Args:
+        x: [..., D], any float dtype; the mean, the root and the products are computed in at least fp32.
+        weight: w [D].
+        eps: inside the root.
+        backend: which implementation runs; the compiled one takes fp32, bf16 and fp16 of widths up to 16384.
+
+    Returns:
+        [..., D] in the dtype of `x`.
+
+    Raises:
+        KernelError: an explicit backend that cannot run.
+    """
+    reason = unsupported(x) or ("" if weight.dtype in KERNEL_DTYPES else f"a weight of dtype {weight.dtype}")
+    choice = backends.choose("rms_norm", backend, x.device.type, reason)
+    if choice == "reference":
+        return rms_norm_reference(x, weight, eps=eps)
+    return _forward(x.contiguous(), weight.contiguous(), eps)[0]
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+    """The equation of `rms_norm` in plain PyTorch; the truth of the kernels and the CPU backend."""
+    wide = compute_dtype(x)
+    return (srmsnorm_reference(x.to(wide), eps=eps) * weight.to(wide)).to(x.dtype)
+
+
+@torch.library.custom_op("megalin::rms_norm", mutates_args=())
+def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x [..., D] contiguous -> y, and the fp32 scale of each row."""
+    from megalin._triton import rms_norm as kernels
+
+    y, scale = kernels.forward(x.view(-1, x.shape[-1]), weight, eps)
+    return y.view_as(x), scale.view(x.shape[:-1])
+
+
+@_forward.register_fake
+def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op("megalin::rms_norm_backward", mutates_args=())
+def _backward(dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    from megalin._triton import rms_norm as kernels
+
+    width = x.shape[-1]
+    dy = dy.contiguous().view(-1, width)
+    dx, dweight = kernels.backward(dy, x.view(-1, width), weight, scale.view(-1))
+    return dx.view_as(x), dweight
+
+
+@_backward.register_fake
+def _(dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, _ = inputs
+    ctx.save_for_backward(x, weight, output[1])
+
+
+def _differentiate(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor, None]:
+    dx, dweight = _backward(dy, *ctx.saved_tensors)
+    return dx, dweight, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _self_test(backend: Compiled, device: str) -> str:
+    return compare(
+        lambda x, weight: _forward(x, weight, 1e-6)[0],
+        lambda x, weight: rms_norm_reference(x, weight, eps=1e-6),
+        [sample(5, 200, device=device), sample(200, device=device, seed=1)],
+    )
+
+
+backends.register("rms_norm", ("triton",), _self_test)
