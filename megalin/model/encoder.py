@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -146,6 +147,10 @@ class Encoder(BlockStack[EncoderConfig]):
                 wide, sequence_labels, ignore_index=IGNORED_LABEL, reduction="none"
             )
         return EncoderOutput(hidden, masked_logits, masked_losses, sequence_logits, sequence_losses)
+
+    def loss_sums(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        output: EncoderOutput = self(**inputs)
+        return output.loss_sums()
 
     def _pool(self, hidden: Tensor, tokens: Tensor, valid: Tensor | None) -> Tensor:
         """One row a sequence: [B, T or T/tp, D] -> [B, D], whole on every rank."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,15 +34,20 @@ class ModelState(NamedTuple):
 class ModelOutput(NamedTuple):
     """Result of a forward."""
 
-    logits: Tensor
-    """[B, T, V/tp], this rank's slice of the padded vocabulary; padding is -inf."""
+    logits: Tensor | None
+    """[B, T, V/tp], this rank's slice of the padded vocabulary; padding is -inf. None where only the sum of the losses
+    was asked for."""
     token_losses: Tensor | None
-    """[B, T] in nats, at least fp32, 0 where the label is ignored; None without labels."""
+    """[B, T] in nats, at least fp32, 0 where the label is ignored; None without labels, or for the sum alone."""
+    loss_sum: Tensor | None
+    """[] the sum of the token losses, where only that was asked for."""
     state: ModelState | None
     """The state after the last token, where one was given."""
 
     def loss_sums(self) -> Tensor:
         """[1] sum of the token losses."""
+        if self.loss_sum is not None:
+            return self.loss_sum.view(1)
         assert self.token_losses is not None
         return self.token_losses.sum().view(1)
 
@@ -64,6 +70,7 @@ class LanguageModel(BlockStack[ModelConfig]):
         document_ids: Tensor | None = None,
         positions: Tensor | None = None,
         state: ModelState | None = None,
+        losses: Literal["tokens", "sum"] = "tokens",
     ) -> ModelOutput:
         """Runs T tokens of each of B sequences.
 
@@ -73,6 +80,8 @@ class LanguageModel(BlockStack[ModelConfig]):
             document_ids: [B, T], non-decreasing along T; None when each row is one document.
             positions: [T] or [B, T]; by default they count on from the state, or from 0.
             state: what the model remembers of the tokens before; the output then holds the next one.
+            losses: tokens: the logits, and with labels the loss of each; sum: the sum of the losses and nothing else,
+                in less time and memory where a kernel runs.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -91,12 +100,24 @@ class LanguageModel(BlockStack[ModelConfig]):
         for index, block in enumerate(self.block_list()):
             x, states = block(x, block.contexts(context), state.blocks[index] if state else None)
             blocks.append(states)
-        logits = self._table().logits(self.norm(x).to(context.compute_dtype))
-        losses = None if labels is None else vocab_parallel_cross_entropy(logits, labels, self.tp.axis)
+        output = self._head_output(self.norm(x).to(context.compute_dtype), labels, losses)
         if state is None or document_ids is None:
-            return ModelOutput(logits, losses, None)
+            return output
         ends = positions.expand_as(tokens)[:, -1] + 1
-        return ModelOutput(logits, losses, ModelState(blocks, inputs, ends, document_ids[:, -1]))
+        return output._replace(state=ModelState(blocks, inputs, ends, document_ids[:, -1]))
+
+    def _head_output(self, x: Tensor, labels: Tensor | None, losses: Literal["tokens", "sum"]) -> ModelOutput:
+        """The output of the normed residual stream x [B, T or T/tp, D], without a state."""
+        if losses == "sum":
+            assert labels is not None
+            return ModelOutput(None, None, self._table().loss_sum(x, labels), None)
+        logits = self._table().logits(x)
+        token_losses = None if labels is None else vocab_parallel_cross_entropy(logits, labels, self.tp.axis)
+        return ModelOutput(logits, token_losses, None, None)
+
+    def loss_sums(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        output: ModelOutput = self(**inputs, losses="sum")
+        return output.loss_sums()
 
     @torch.no_grad()
     def step(self, tokens: Tensor, state: ModelState) -> ModelOutput:
@@ -117,7 +138,8 @@ class LanguageModel(BlockStack[ModelConfig]):
             x, next_states = block.step(x, block.contexts(context), states)
             blocks.append(next_states)
         logits = self._table().logits(self.norm(x).to(context.compute_dtype))
-        return ModelOutput(logits, None, state._replace(blocks=blocks, inputs=inputs, positions=state.positions + 1))
+        state = state._replace(blocks=blocks, inputs=inputs, positions=state.positions + 1)
+        return ModelOutput(logits, None, None, state)
 
     def _stream(self, x: Tensor) -> Tensor:
         """The embedded tokens in the dtype of the residual stream."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Generic, TypeVar, cast
 
 from torch import Tensor, nn
@@ -76,6 +77,10 @@ class BlockStack(nn.Module, Generic[ConfigT]):
     def full_precision_modules(self) -> list[nn.Module]:
         """The submodules whose parameters must compute in fp32: they feed exponentials or positions."""
         return [module for module in self.modules() if isinstance(module, FullPrecision)]
+
+    def loss_sums(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """[terms] the sum of each term's losses, by the forward of `inputs` with labels; keeps nothing else of it."""
+        raise NotImplementedError
 
     def after_optimizer_step(self) -> None:
         """Lets every mixer renew what it derives from its weights: after a step, and after weights were loaded."""

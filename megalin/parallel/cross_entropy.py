@@ -1,4 +1,4 @@
-"""Cross entropy of logits that are split by vocabulary over the tensor-parallel axis."""
+"""Cross entropy of logits that are split by vocabulary over the tensor-parallel axis, and of a head that makes them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from megalin.ops.backend import Backend
+from megalin.ops.linear_cross_entropy import VocabularySlice, choose_backend, fused_linear_cross_entropy
 from megalin.ops.srmsnorm import compute_dtype
-from megalin.parallel.collectives import Axis, all_gather, all_reduce
+from megalin.parallel.collectives import Axis, all_gather, all_reduce, finish
 
 IGNORED_LABEL = -100
 """A label that takes no part in the loss."""
@@ -53,6 +56,59 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, axis: Axis) -> 
         [B, T] in at least fp32, equal on every rank; 0 where the label is ignored.
     """
     return _VocabParallelCrossEntropy.apply(logits, labels, axis)
+
+
+def vocab_parallel_logits(x: Tensor, weight: Tensor, axis: Axis, *, vocab_size: int) -> Tensor:
+    """x [..., D] and this rank's rows weight [V/tp, D] -> logits [..., V/tp]; -inf for rows from `vocab_size` on."""
+    first = axis.rank * len(weight)
+    rows = torch.arange(first, first + len(weight), device=x.device)
+    return functional.linear(x, weight).masked_fill(rows >= vocab_size, float("-inf"))
+
+
+def vocab_parallel_linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    axis: Axis,
+    *,
+    vocab_size: int,
+    token_weights: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """sum_t w_t loss_t of the logits x W^T, without a [tokens, vocabulary] tensor where a kernel runs.
+
+    The kernels work through the tokens in chunks: a chunk's logits, one all-gather of three numbers a token, the loss,
+    and the gradients at once. So the result can be scaled, but a token's share of it only by its weight.
+
+    Args:
+        x: [..., D], whole on every rank; its gradient is this rank's partial sum.
+        weight: [V/tp, D], this rank's rows.
+        labels: [...] token ids; IGNORED_LABEL for tokens without a loss.
+        token_weights: [...], at least fp32; None: all 1.
+        backend: which implementation runs; compiled ones take fp32, bf16 and fp16.
+
+    Returns:
+        [] in at least fp32, equal on every rank.
+
+    Raises:
+        KernelError: an explicit backend that cannot run.
+    """
+    if choose_backend(x, weight, backend) == "reference":
+        losses = vocab_parallel_cross_entropy(
+            vocab_parallel_logits(x, weight, axis, vocab_size=vocab_size), labels, axis
+        )
+        return (losses if token_weights is None else losses * token_weights).sum()
+    first = axis.rank * len(weight)
+    token_weights = torch.ones_like(labels, dtype=torch.float32) if token_weights is None else token_weights
+    return fused_linear_cross_entropy(
+        x.flatten(0, -2),
+        weight,
+        labels.flatten(),
+        vocabulary=VocabularySlice(first, min(max(vocab_size - first, 0), len(weight))),
+        ignored_label=IGNORED_LABEL,
+        token_weights=token_weights.flatten(),
+        gather=lambda statistics: finish(all_gather(statistics[None], axis, dim=0)),
+    )
 
 
 def vocab_parallel_argmax(logits: Tensor, axis: Axis) -> Tensor:

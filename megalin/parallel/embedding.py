@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megalin.parallel.cross_entropy import vocab_parallel_linear_cross_entropy, vocab_parallel_logits
 from megalin.parallel.initialisation import Draw, Initialiser, constant, normal
 from megalin.parallel.tensor_parallel import TOKENS, TensorParallel, local
 
@@ -62,9 +63,15 @@ class VocabParallelTable(nn.Module):
 
     def logits_of_entered(self, x: Tensor) -> Tensor:
         """x [..., D] that has entered the sharded region -> this rank's logits [..., V/tp]; padding is -inf."""
-        logits = functional.linear(x, local(self.weight))
-        rows = torch.arange(self.first_row, self.first_row + self.local_rows, device=x.device)
-        return logits.masked_fill(rows >= self.vocab_size, float("-inf"))
+        return vocab_parallel_logits(x, local(self.weight), self.tp.axis, vocab_size=self.vocab_size)
+
+    def loss_sum(self, x: Tensor, labels: Tensor) -> Tensor:
+        """The sum of the token losses of `logits(x)` in nats, [] in at least fp32: labels [B, T], IGNORED_LABEL where
+        there is no loss. Where a kernel runs, no logits are kept."""
+        weight = local(self.weight)
+        return vocab_parallel_linear_cross_entropy(
+            self.tp.enter(x), weight, labels, self.tp.axis, vocab_size=self.vocab_size
+        )
 
     def logits_flops(self) -> int:
         """Forward floating-point operations a token of `logits`, whole axis, without the padding."""

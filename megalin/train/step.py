@@ -46,11 +46,10 @@ def accumulate_gradients(model: Model, batches: Sequence[AnyBatch], mesh: Mesh) 
     total = torch.zeros(counts.shape, dtype=torch.float64, device=counts.device)
     for index, batch in enumerate(batches):
         set_gradient_reduction(model, enabled=index == len(batches) - 1)
-        output = model(**batch.inputs())
-        losses = output.loss_sums() / counts.clamp(min=1)
+        losses = model.loss_sums(batch.inputs()) / counts.clamp(min=1)
         losses.sum().backward()
         total += losses.detach()
-        del output, losses  # before the next forward, which needs the memory
+        del losses  # before the next forward, which needs the memory
     return mesh.sum_over_data(total), counts
 
 

@@ -72,6 +72,21 @@ def test_forward_and_all_gradients_equal_the_papers_definition(case: Case):
     assert_close(gradients(model), {name: weight.grad for name, weight in weights.items()}, BOUND)
 
 
+def test_the_sum_alone_is_that_of_the_token_losses_bit_for_bit():
+    model, inputs = build(CASES[0].model), make_inputs()
+    arguments = {"tokens": inputs.tokens, "labels": inputs.labels, "document_ids": inputs.document_ids}
+    output = model(**arguments)
+    output.token_losses.sum().backward()
+    expected = gradients(model)
+    model.zero_grad()
+    loss = model.loss_sums(arguments)
+    loss.sum().backward()
+    assert torch.equal(loss, output.loss_sums())
+    assert loss.shape == (1,)
+    assert all(torch.equal(gradient, expected[name]) for name, gradient in gradients(model).items())
+    assert model(**arguments, losses="sum").logits is None
+
+
 @every_case
 def test_every_weight_changes_the_loss(case: Case):
     model, inputs = build(case.model), make_inputs()

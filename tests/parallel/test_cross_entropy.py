@@ -9,8 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megalin.parallel.collectives import Axis, all_gather, local_slice
-from megalin.parallel.cross_entropy import vocab_parallel_cross_entropy
+from megalin.parallel.collectives import Axis, all_gather, all_reduce, local_slice
+from megalin.parallel.cross_entropy import (
+    vocab_parallel_cross_entropy,
+    vocab_parallel_linear_cross_entropy,
+    vocab_parallel_logits,
+)
 from tests.numerics import assert_close, relative_error
 from tests.parallel.on_ranks import Arrays, make_mesh, to_arrays, to_tensors
 from tests.ranks import run_ranks
@@ -76,3 +80,43 @@ def test_bf16_logits_give_fp32_losses():
     assert low.grad.dtype == torch.bfloat16
     assert relative_error(losses, truth) <= 1e-6
     assert relative_error(low.grad, exact.grad) <= 4e-3
+
+
+def _head(axis: Axis, backend: str) -> dict[str, Tensor]:
+    """The loss of a head of ROWS rows, TOKENS of them tokens, its gradients whole."""
+    generator = torch.Generator().manual_seed(5)
+    x, weight = (torch.randn(*shape, generator=generator) for shape in ((2, 4, 6), (ROWS, 6)))
+    _, labels, weights = make_inputs("plain")
+    x.requires_grad_()
+    mine = local_slice(weight, axis, dim=0).contiguous().requires_grad_()
+    loss = vocab_parallel_linear_cross_entropy(
+        x, mine, labels, axis, vocab_size=TOKENS, token_weights=weights.float(), backend=backend
+    )
+    (loss / 3).backward()
+    gradient = all_gather(mine.grad, axis, dim=0)
+    return {f"{backend}.loss": loss, f"{backend}.x": all_reduce(x.grad, axis), f"{backend}.weight": gradient}
+
+
+def _run_head() -> Arrays:
+    import tests.interpreter  # noqa: F401
+
+    axis = make_mesh(torch.distributed.get_world_size()).tp.axis
+    return to_arrays(_head(axis, "reference") | _head(axis, "triton"))
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_a_fused_head_on_ranks_equals_the_dense_one(world_size: int):
+    expected = _head(Axis("tp"), "reference")
+    for found in map(to_tensors, run_ranks(world_size, _run_head)):
+        for backend in ("reference", "triton"):
+            part = {name: found[name.replace("reference", backend)] for name in expected}
+            assert_close(part, expected, 2e-6)
+
+
+def test_without_a_kernel_a_head_is_its_logits_and_their_loss_bit_for_bit():
+    x, weight = torch.randn(2, 4, 6), torch.randn(ROWS, 6)
+    _, labels, _ = make_inputs("plain")
+    logits = vocab_parallel_logits(x, weight, Axis("tp"), vocab_size=TOKENS)
+    loss = vocab_parallel_linear_cross_entropy(x, weight, labels, Axis("tp"), vocab_size=TOKENS)
+    assert logits[..., TOKENS:].eq(float("-inf")).all()
+    assert torch.equal(loss, vocab_parallel_cross_entropy(logits, labels, Axis("tp")).sum())

@@ -1,0 +1,199 @@
+"""Linear + cross entropy in chunks of tokens: the loss of a head without a [tokens, vocabulary] tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from megalin.ops import backend as backends
+from megalin.ops.backend import Backend, Compiled
+from megalin.ops.self_test import compare, sample
+from megalin.ops.srmsnorm import KERNEL_DTYPES, compute_dtype
+
+OP = "linear_cross_entropy"
+CHUNK_BYTES = 430_000_000
+"""Largest chunk of logits. Larger ones gain no speed; the fp32 gradient of the weight, which the backward rounds,
+costs more memory than such a chunk."""
+ALIGNMENT = 128
+"""Rows of a chunk of logits start at multiples of this many elements, for loads of 16 bytes at any vocabulary."""
+
+
+class VocabularySlice(NamedTuple):
+    """Which tokens the rows of a weight stand for."""
+
+    first: int
+    """The token of the first row."""
+    size: int
+    """Leading rows that are tokens; the others pad."""
+
+
+def linear_cross_entropy_reference(
+    x: Tensor, weight: Tensor, labels: Tensor, *, vocab_size: int, ignored_label: int, token_weights: Tensor
+) -> Tensor:
+    """sum_t w_t (log sum_v exp(z_tv) - z_t,label), z = x W^T over the first `vocab_size` rows, in plain PyTorch.
+
+    Args:
+        x: [N, D].
+        weight: [V, D], V at least `vocab_size`.
+        labels: [N] tokens; `ignored_label` where there is no loss.
+        token_weights: [N], at least fp32.
+
+    Returns:
+        [] in at least fp32.
+    """
+    logits = functional.linear(x, weight)[:, :vocab_size]
+    losses = functional.cross_entropy(
+        logits.to(compute_dtype(logits)), labels, ignore_index=ignored_label, reduction="none"
+    )
+    return (losses * token_weights).sum()
+
+
+def choose_backend(x: Tensor, weight: Tensor, backend: Backend) -> str:
+    """The implementation that runs on these tensors: "reference" or "triton".
+
+    Raises:
+        KernelError: an explicit backend that cannot run.
+    """
+    unsupported = ""
+    if x.dtype not in KERNEL_DTYPES or x.dtype != weight.dtype:
+        unsupported = f"dtypes {x.dtype} and {weight.dtype}"
+    elif x.numel() == 0:
+        unsupported = "an empty tensor"
+    return backends.choose(OP, backend, x.device.type, unsupported)
+
+
+def _alone(statistics: Tensor) -> Tensor:
+    return statistics[None]
+
+
+def fused_linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    vocabulary: VocabularySlice,
+    ignored_label: int,
+    token_weights: Tensor,
+    gather: Callable[[Tensor], Tensor] = _alone,
+) -> Tensor:
+    """`linear_cross_entropy_reference` by compiled kernels; gradients are formed with the loss, a chunk at a time.
+
+    The gradient of `x` is that of this slice of the vocabulary alone. A label of no token makes the loss infinite.
+
+    Args:
+        weight: [V/tp, D], the rows of `vocabulary`, in the dtype of `x`; its gradient accumulates in fp32.
+        gather: [rows, 3] fp32 statistics of this slice of the vocabulary -> those of all slices, [tp, rows, 3].
+
+    Returns:
+        [] fp64. Not twice differentiable.
+    """
+    return _Fused.apply(
+        x.contiguous(),
+        weight.contiguous(),
+        labels.contiguous(),
+        token_weights.to(torch.float32).contiguous(),
+        vocabulary,
+        ignored_label,
+        gather,
+        torch.is_grad_enabled(),
+    )
+
+
+class _Fused(torch.autograd.Function):
+    """dz = w (softmax(z) - [label]) takes the place of z; dx = dz W; dW += dz^T x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        token_weights: Tensor,
+        vocabulary: VocabularySlice,
+        ignored_label: int,
+        gather: Callable[[Tensor], Tensor],
+        differentiate: bool,
+    ) -> Tensor:
+        from megalin._triton import cross_entropy as kernels
+
+        need_x, need_weight = (differentiate and need for need in ctx.needs_input_grad[:2])
+        dx = torch.empty_like(x) if need_x else None
+        dweight = torch.empty_like(weight, dtype=torch.float32) if need_weight else None
+        losses = x.new_empty(len(x), dtype=torch.float32)
+        chunk = chunk_rows(weight, len(x))
+        stride = -(-len(weight) // ALIGNMENT) * ALIGNMENT
+        buffer = x.new_empty(chunk, stride)
+        first, columns = vocabulary
+        for start in range(0, len(x), chunk):
+            rows = slice(start, min(start + chunk, len(x)))
+            logits = buffer[: rows.stop - start, : len(weight)]  # [rows, V/tp]
+            torch.mm(x[rows], weight.t(), out=logits)
+            statistics = gather(kernels.statistics(logits, labels[rows], first=first, columns=columns))
+            kernels.losses_and_gradient(
+                logits,
+                labels[rows],
+                token_weights[rows],
+                statistics,
+                losses[rows],
+                first=first,
+                columns=columns,
+                ignored_label=ignored_label,
+                differentiate=need_x or need_weight,
+            )
+            if dx is not None:
+                torch.mm(logits, weight, out=dx[rows])
+            if dweight is not None:
+                _add_product(dweight, logits, x[rows], overwrite=start == 0)
+        ctx.dtype = weight.dtype
+        ctx.save_for_backward(dx, dweight)
+        return losses.sum(dtype=torch.float64)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from megalin._triton.cross_entropy import scaled
+
+        gradients = (None if x is None else scaled(x, grads[0], ctx.dtype) for x in ctx.saved_tensors)
+        return *gradients, None, None, None, None, None, None
+
+
+def chunk_rows(weight: Tensor, rows: int) -> int:
+    """Tokens a chunk: a power of two, which fills the chip's multiprocessors best, within `CHUNK_BYTES` of logits."""
+    most = max(128, CHUNK_BYTES // (len(weight) * weight.element_size()))
+    return min(rows, 1 << (most.bit_length() - 1))
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool) -> None:
+    """total [V, D] fp32 (+)= left [rows, V]^T right [rows, D], accumulated in fp32."""
+    beta = 0 if overwrite else 1
+    if left.dtype == torch.float32:
+        torch.addmm(total, left.t(), right, beta=beta, out=total)
+    elif total.is_cuda:
+        torch.addmm(total, left.t(), right, beta=beta, out_dtype=torch.float32, out=total)
+    else:  # out_dtype is CUDA's alone
+        torch.addmm(total, left.t().float(), right.float(), beta=beta, out=total)
+
+
+def _self_test(backend: Compiled, device: str) -> str:
+    labels, token_weights = torch.tensor([3, 149, -100, 0, 70], device=device), torch.rand(5, device=device) + 0.5
+
+    def kernel(x: Tensor, weight: Tensor) -> Tensor:
+        vocabulary = VocabularySlice(0, 150)
+        return fused_linear_cross_entropy(
+            x, weight, labels, vocabulary=vocabulary, ignored_label=-100, token_weights=token_weights
+        )
+
+    def reference(x: Tensor, weight: Tensor) -> Tensor:
+        return linear_cross_entropy_reference(
+            x, weight, labels, vocab_size=150, ignored_label=-100, token_weights=token_weights.double()
+        )
+
+    return compare(kernel, reference, [sample(5, 64, device=device), sample(160, 64, device=device, seed=1)])
+
+
+backends.register(OP, ("triton",), _self_test)

@@ -1,0 +1,98 @@
+"""The fused head and loss on the chip: values, gradients, memory and determinism against fp64."""
+
+import pytest
+import torch
+
+from megalin.ops.linear_cross_entropy import VocabularySlice, fused_linear_cross_entropy, linear_cross_entropy_reference
+from tests.numerics import errors
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def _case(tokens, width, vocab_size, rows, dtype, *, scale=1.0):
+    generator = torch.Generator("cuda").manual_seed(tokens + vocab_size)
+    options = {"generator": generator, "device": "cuda"}
+    x = torch.randn(tokens, width, **options).to(dtype)
+    weight = (torch.randn(rows, width, **options) * scale * width**-0.5).to(dtype)
+    # Frequent tokens, whose gradients add up over all chunks, as well as rare ones.
+    labels = (torch.rand(tokens, **options).pow(4) * vocab_size).long()
+    labels[-1] = vocab_size - 1
+    labels[1::7] = -100
+    return x, weight, labels, torch.rand(tokens, **options) + 0.5
+
+
+def _results(function, x, weight):
+    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    loss = function(x, weight)
+    (loss / 3).backward()
+    return {"loss": loss.detach(), "x": x.grad, "weight": weight.grad}
+
+
+def _fused(x, weight, labels, token_weights, vocab_size):
+    return fused_linear_cross_entropy(
+        x,
+        weight,
+        labels,
+        vocabulary=VocabularySlice(0, vocab_size),
+        ignored_label=-100,
+        token_weights=token_weights,
+    )
+
+
+def _reference(x, weight, labels, token_weights, vocab_size):
+    return linear_cross_entropy_reference(
+        x, weight, labels, vocab_size=vocab_size, ignored_label=-100, token_weights=token_weights.to(torch.float64)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("tokens", "width", "vocab_size", "rows"),
+    [
+        (1, 64, 1, 1),
+        (1, 256, 1000, 1024),
+        (63, 256, 32000, 32000),
+        (64, 128, 4099, 4099),
+        (65, 256, 100280, 100352),
+        (1000, 512, 50257, 50304),
+        (4096, 256, 100280, 100352),
+        (9001, 128, 64000, 64000),
+    ],
+)
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_values_and_gradients_are_as_good_as_the_reference(dtype, tokens, width, vocab_size, rows, scale):
+    x, weight, labels, token_weights = _case(tokens, width, vocab_size, rows, dtype, scale=scale)
+    arguments = labels, token_weights, vocab_size
+    truth = _results(lambda x, w: _reference(x, w, *arguments), x.double(), weight.double())
+    same = errors(_results(lambda x, w: _reference(x, w, *arguments), x, weight), truth)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    results = _results(lambda x, w: _fused(x, w, *arguments), x, weight)
+    found = errors(results, truth)
+    again = _results(lambda x, w: _fused(x, w, *arguments), x, weight)
+    floor = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype]
+    assert all(found[name] <= max(2 * same[name], floor) for name in truth), (found, same)
+    assert all(torch.equal(results[name], again[name]) for name in truth)
+
+
+def test_the_weight_gradient_of_many_chunks_is_rounded_once():
+    x, weight, labels, token_weights = _case(65536, 128, 64000, 64000, torch.bfloat16)
+    arguments = labels, token_weights, 64000
+    truth = _results(lambda x, w: _fused(x, w, *arguments), x.float(), weight.float())
+    found = _results(lambda x, w: _fused(x, w, *arguments), x, weight)
+    assert errors(found, truth)["weight"] <= 2.5e-3
+
+
+def test_no_tensor_of_tokens_times_vocabulary_is_kept():
+    x, weight, labels, token_weights = _case(32768, 512, 64000, 64000, torch.bfloat16)
+    x.requires_grad_()
+    weight.requires_grad_()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    _fused(x, weight, labels, token_weights, 64000).backward()
+    gradients = x.numel() * 2 + weight.numel() * 2
+    # The fp32 gradient of the weight, a chunk, the unscaled gradient of x; all logits would be 4.2 GB.
+    assert torch.cuda.max_memory_allocated() - before <= 2 * x.numel() * 2 + weight.numel() * 4 + 430e6 + gradients
