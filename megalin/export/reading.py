@@ -15,7 +15,7 @@ from megalin.checkpoint.save import save
 from megalin.checkpoint.tensors import weights
 from megalin.config import dumps, parse
 from megalin.data.tokenizer import HuggingFaceTokenizer
-from megalin.errors import CheckpointError, DataError, StorageError
+from megalin.errors import CheckpointError, DataError, MegalinError, StorageError
 from megalin.export.folder import CONFIG_FILE, Folder, equal, read_json
 from megalin.export.layout import Layout, Placed, place
 from megalin.export.layouts import layouts_of_folder
@@ -65,19 +65,31 @@ def import_hf(source: Path, run: Path) -> Imported:
         settings = Settings(read_json(source / CONFIG_FILE), str(source / CONFIG_FILE))
         plan = _plan(folder, settings)
         with RunFolder(run) as claimed:
-            reason = _copy_tokenizer(source, run, plan.model.config)
-            config = _run_config(plan.model.config, settings, None if reason else run / TOKENIZER_FILE)
-            state = {
-                "step": 0,
-                "order": None,
-                "config": config.model_dump(mode="json"),
-                "versions": {"megalin": megalin.__version__, "torch": torch.__version__},
-                "source": {"folder": str(source), "class": plan.layout.title},
-            }
-            save(claimed.checkpoints, step=0, tensors=_staged(plan, folder, claimed.path), state=state)
-            header = f"# {plan.layout.title} from {source}. To train it, set data.train, train.* and optimizer.lr.\n"
-            claimed.write_text(claimed.config, header.replace("\r", " ") + dumps(config))
+            try:
+                reason = _fill(claimed, folder, plan, settings)
+            except MegalinError:
+                shutil.rmtree(run, ignore_errors=True)  # nothing but this import's was there
+                raise
     return Imported(plan.layout, plan.model.num_parameters(), reason)
+
+
+def _fill(run: RunFolder, folder: Folder, plan: _Plan, settings: Settings) -> str | None:
+    """Writes tokenizer, checkpoint and config; returns why the run has no tokenizer, or None."""
+    model, title = plan.model.config, plan.layout.title
+    reason = _copy_tokenizer(folder.path, run.path, model)
+    config = _run_config(model, settings, None if reason else run.path / TOKENIZER_FILE)
+    state = {
+        "step": 0,
+        "order": None,
+        "config": config.model_dump(mode="json"),
+        "versions": {"megalin": megalin.__version__, "torch": torch.__version__},
+        "source": {"folder": str(folder.path), "class": title},
+    }
+    save(run.checkpoints, step=0, tensors=_staged(plan, folder, run.path), state=state)
+    # A name may hold a line break, and a comment must not.
+    header = f"# {title} from {str(folder.path)!r}. To train it, set data.train, train.* and optimizer.lr.\n"
+    run.write_text(run.config, header + dumps(config))
+    return reason
 
 
 def _plan(folder: Folder, settings: Settings) -> _Plan:
@@ -118,17 +130,18 @@ def _problems(folder: Folder, plan: _Plan) -> list[str]:
 
 def _staged(plan: _Plan, folder: Folder, path: Path) -> Mapping[str, Tensor]:
     """Our parameters in fp32, as maps of files without a name: they take disk, and no memory that is not given back."""
+    shapes = {name: tensor.shape for name, tensor in weights(plan.model).items()}
     staged = {}
     try:
         for item in plan.placed:
-            shape = weights(plan.model)[item.link.ours].shape
+            shape = shapes[item.link.ours]
             file = path / ".import"
             tensor = torch.from_file(str(file), shared=True, size=shape.numel(), dtype=torch.float32).view(shape)
             file.unlink()
             item.to_ours(folder.read, tensor)
             staged[item.link.ours] = tensor
     except (OSError, RuntimeError) as error:
-        raise StorageError(f"cannot write {path}: {error}; free space or mend permissions") from None
+        raise _unwritable(path, error) from None
     return staged
 
 
@@ -158,5 +171,12 @@ def _copy_tokenizer(source: Path, run: Path, model: ModelConfig) -> str | None:
         return str(error)
     if tokenizer.vocab_size > model.vocab_size:
         return f"{file} has {tokenizer.vocab_size} ids, the model {model.vocab_size}"
-    shutil.copyfile(tokenizer.path, run / TOKENIZER_FILE)
+    try:
+        shutil.copyfile(tokenizer.path, run / TOKENIZER_FILE)
+    except OSError as error:
+        raise _unwritable(run, error) from None
     return None
+
+
+def _unwritable(path: Path, error: Exception) -> StorageError:
+    return StorageError(f"cannot write {path}: {error}; free space or mend permissions")

@@ -12,6 +12,7 @@ import torch
 
 from megalin.checkpoint.save import save
 from megalin.checkpoint.tensors import weights
+from megalin.data.tokenizer import BytePairTrainer
 from megalin.errors import CheckpointError, ConfigError, MegalinError, StorageError
 from megalin.export import reading, writing
 from megalin.export.reading import import_hf
@@ -124,6 +125,11 @@ def test_places_that_cannot_be_written(run: Path, sharded: Path, tmp_path: Path,
         raise OSError("no space left on device")
 
     monkeypatch.setattr(reading.torch, "from_file", full)
+    with pytest.raises(StorageError, match="no space left on device; free space or mend permissions"):
+        import_hf(sharded, tmp_path / "back")
+    assert not (tmp_path / "back").exists(), "a failed import leaves nothing"
+    BytePairTrainer(260).train(["a word and a word"]).save(sharded / "tokenizer.json")
+    monkeypatch.setattr(reading.shutil, "copyfile", full)
     with pytest.raises(StorageError, match="no space left on device; free space or mend permissions"):
         import_hf(sharded, tmp_path / "back")
     monkeypatch.setattr(writing, "save_file", full)

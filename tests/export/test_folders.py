@@ -17,7 +17,9 @@ from megalin.checkpoint.tensors import weights
 from megalin.errors import CheckpointError, ConfigError, MegalinError
 from megalin.export.reading import import_hf
 from megalin.export.writing import export_hf
-from tests.export.models import MODELS, read_outside, read_run, write_run
+from tests.cases import build
+from tests.export.models import MODELS, make_tokens, read_outside, read_run, write_run
+from tests.export.outside import transnormerllm
 
 Change = Callable[[dict[str, Tensor], dict[str, Any]], None]
 
@@ -116,6 +118,46 @@ def test_a_tied_head_that_is_stored_must_be_the_embedding(changed: Any, tmp_path
     tensors["lm_head.weight"][7, 0] += 1
     safetensors.torch.save_file(tensors, folder / "model.safetensors")
     _fails(CheckpointError, folder, tmp_path / "other", "lm_head.weight: differs from", "tie_word_embeddings to false")
+
+
+def test_a_released_transnormerllm_folder(changed: Any, tmp_path: Path):
+    """bf16, the tied head stored too, and a config.json with what its class adds and leaves out."""
+
+    def release(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        tensors |= {name: tensor.bfloat16() for name, tensor in tensors.items()}
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        config |= {"auto_map": {"AutoConfig": "configuration_transnormer.TransnormerConfig"}, "add_bos_token": False}
+        config |= {"use_cache": True, "torch_dtype": "bfloat16", "linear_use_lrpe_list": [1, 0, 0]}
+        for key in ("tie_word_embeddings", "max_position_embeddings", "bias"):
+            del config[key]
+
+    folder = changed("transnormerllm", release)
+    import_hf(folder, tmp_path / "run")
+    model = read_run(tmp_path / "run")
+    assert model.head is None
+    assert model.config.embedding_scale == 32**0.5
+    assert [block.sublayers[0].model_dump()["lrpe"] for _, block in model.config.blocks()] == ["cosine", None, None]
+    tensors, config = read_outside(folder)
+    wide = build(model.config, dtype=torch.float64)
+    wide.load_state_dict(model.state_dict())
+    tokens = make_tokens()
+    with torch.no_grad():
+        ours = wide(tokens[None]).logits[0, :, : model.config.vocab_size]
+    wide_tensors = {name: tensor.double() for name, tensor in tensors.items()}
+    theirs = transnormerllm(wide_tensors, config | {"tie_word_embeddings": True}, tokens)
+    assert (ours - theirs).norm() / theirs.norm() < 1e-12
+
+
+def test_a_glu_as_wide_as_the_model(changed: Any, tmp_path: Path):
+    def narrow(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        config["glu_dim"] = -1
+        for index in range(3):
+            for name, keep in (("l1", slice(32)), ("l2", slice(32)), ("l3", (slice(None), slice(32)))):
+                key = f"model.layers.{index}.channel_mixer.{name}.weight"
+                tensors[key] = tensors[key][keep].clone()
+
+    import_hf(changed("transnormerllm", narrow), tmp_path / "run")
+    assert read_run(tmp_path / "run").config.layers[0].sublayers[1].model_dump()["intermediate_size"] == 32
 
 
 def test_weightless_norms_become_weights_of_ones(tmp_path: Path):
