@@ -1,0 +1,169 @@
+"""A tiny pretraining run of an encoder: the same on any mesh, resumed exactly, evaluated, refused where it must be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+
+from megalin.__main__ import main
+from megalin.config import dumps
+from megalin.errors import ConfigError
+from megalin.parallel.mesh import process_group
+from megalin.train.config import load_run_config
+from tests.encoder_cases import CASES, build, make_batch
+from tests.model_runs import checkpoint_tensors, documents, train_here, write_shard
+from tests.numerics import assert_close
+from tests.ranks import run_ranks
+
+MASKING = {"cls_token": 257, "sep_token": 258, "mask_token": 259, "pad_token": 260, "max_predictions": 6}
+METRICS = ("step", "loss", "mlm_loss", "nsp_loss", "label_tokens", "grad_norm")
+
+
+def write_config(folder: Path, **tables: dict[str, Any]) -> Path:
+    train = write_shard(folder / "train", documents(3000, seed=1))
+    validation = write_shard(folder / "validation", documents(600, seed=2))
+    block = {"sublayers": [{"type": "dense_attention", "num_heads": 2}]}
+    values: dict[str, dict[str, Any]] = {
+        "model": {
+            "kind": "encoder",
+            "vocab_size": 261,
+            "hidden_size": 32,
+            "max_positions": 24,
+            "init_std": 0.1,
+            "layers": [block, block],
+        },
+        "data": {
+            "train": [str(train)],
+            "validation": [str(validation)],
+            "sequence_length": 24,
+            "tokenizer": "bytes",
+            "masking": MASKING,
+        },
+        "train": {"steps": 6, "global_batch_size": 8, "micro_batch_size": 2},
+        "optimizer": {"lr": 3e-3, "max_grad_norm": 1.0},
+        "checkpoint": {"every_steps": 2},
+    }
+    for name, table in tables.items():
+        values[name] = values.get(name, {}) | table
+    path = folder / "tiny.toml"
+    path.write_text(tomli_w.dumps(values))
+    return path
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_run_is_the_same_on_every_mesh(tmp_path):
+    config = write_config(tmp_path)
+    (whole,) = run_ranks(1, train_here, config, tmp_path / "one")
+    assert whole.step == 6
+    expected = lines(tmp_path / "one")
+    for line in expected:
+        assert line["loss"] == pytest.approx(line["mlm_loss"] + line["nsp_loss"], rel=1e-12)
+    for name, world_size, overrides in (
+        ("dp2", 2, []),
+        ("tp2", 2, ["parallel.tp=2", "parallel.sequence_parallel=true", "train.recompute=true"]),
+        ("tp2dp2", 4, ["parallel.tp=2", "train.micro_batch_size=1", "train.compile=false"]),
+    ):
+        result = run_ranks(world_size, train_here, config, tmp_path / name, *overrides)[-1]
+        for line, truth in zip(lines(tmp_path / name), expected, strict=True):
+            assert {key: line[key] for key in METRICS} == pytest.approx({key: truth[key] for key in METRICS}, rel=2e-4)
+        assert result.evaluation._asdict() == pytest.approx(whole.evaluation._asdict(), rel=2e-3, abs=2e-3)
+
+
+def test_interrupted_run_goes_on_bit_for_bit(tmp_path):
+    config = write_config(tmp_path)
+    run_ranks(1, train_here, config, tmp_path / "whole")
+    run_ranks(1, train_here, config, tmp_path / "parts", "train.stop_after_steps=3")
+    run_ranks(1, train_here, config, tmp_path / "parts")
+    for line, truth in zip(lines(tmp_path / "parts"), lines(tmp_path / "whole"), strict=True):
+        assert {key: line[key] for key in METRICS} == {key: truth[key] for key in METRICS}
+    parts, whole = (checkpoint_tensors(tmp_path / name) for name in ("parts", "whole"))
+    assert all(torch.equal(parts[name], whole[name]) for name in whole)
+
+
+def test_other_masks_are_another_order_of_samples(tmp_path):
+    run_ranks(1, train_here, write_config(tmp_path), tmp_path / "run", "train.stop_after_steps=2")
+    message = _refused(tmp_path, "data.masking.predicted_share=0.3")
+    assert "was made with another order of samples" in message
+    assert "data.masking" in message
+
+
+def _refused(folder: Path, override: str) -> str:
+    with process_group(torch.device("cpu")), pytest.raises(ConfigError) as raised:
+        train_here(folder / "tiny.toml", folder / "run", override)
+    return str(raised.value)
+
+
+def test_commands_know_encoders(tmp_path, capsys):
+    config, run = write_config(tmp_path), tmp_path / "run"
+    assert main(["train", str(config), "--folder", str(run)]) == 0
+    printed = capsys.readouterr().out
+    assert "validation: MLM loss" in printed
+    last = lines(run)[-1]
+    assert main(["eval", str(run), "--json"]) == 0
+    evaluation = json.loads(capsys.readouterr().out)
+    assert evaluation["mlm_loss"] == pytest.approx(last["evaluation_mlm_loss"], rel=1e-6)
+    assert evaluation["loss"] == pytest.approx(evaluation["mlm_loss"] + evaluation["nsp_loss"])
+    assert 0.0 <= evaluation["mlm_accuracy"] <= 1.0
+    assert 0.0 < evaluation["nsp_accuracy"] <= 1.0
+    assert evaluation["tokens"] == last["evaluation_tokens"] > evaluation["sequences"]
+    assert main(["eval", str(run)]) == 0
+    assert "NSP accuracy" in capsys.readouterr().out
+    assert main(["config", str(config)]) == 0
+    assert 'kind = "encoder"' in capsys.readouterr().out
+    assert main(["params", str(config), "--json"]) == 0
+    assert "state_bytes" not in json.loads(capsys.readouterr().out)
+    assert main(["generate", str(run), "--prompt", "x"]) == 2
+    assert 'model.kind = "encoder" reads whole sequences and cannot continue one' in capsys.readouterr().err
+    assert (run / "loss.png").exists()
+
+
+def test_config_comes_back_from_its_own_text(tmp_path):
+    config = load_run_config(write_config(tmp_path), [])
+    (tmp_path / "again.toml").write_text(dumps(config))
+    assert load_run_config(tmp_path / "again.toml", []) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.num_classes=3", "model.num_classes = 3: shards have no classes to train on"),
+        ("data.sequence_length=30", "data.sequence_length = 30 is more than model.max_positions = 24; lower it"),
+        ("model.poolin='mean'", "model.poolin: unknown key; did you mean 'pooling'"),
+        ("model.kind='decoder'", "model.max_positions: unknown key"),
+        ("model=3", r"model: 3 is not a table; write it as \[model\]"),
+        ("data.masking.maxpredictions=3", "data.masking.maxpredictions: unknown key"),
+    ],
+)
+def test_config_that_cannot_work_is_refused(tmp_path, override, message):
+    with pytest.raises(ConfigError, match=message):
+        load_run_config(write_config(tmp_path), [override])
+
+
+def test_data_and_model_are_of_one_kind(tmp_path):
+    values = load_run_config(write_config(tmp_path), []).model_dump(mode="json", exclude_none=True)
+    without = {**values, "data": {key: value for key, value in values["data"].items() if key != "masking"}}
+    (tmp_path / "a.toml").write_text(tomli_w.dumps(without))
+    with pytest.raises(ConfigError, match=r"data.masking is missing: an encoder trains on masked tokens"):
+        load_run_config(tmp_path / "a.toml", [])
+    decoder = {"vocab_size": 261, "hidden_size": 32, "layers": [{"sublayers": [{"type": "tnl", "num_heads": 2}]}]}
+    (tmp_path / "b.toml").write_text(tomli_w.dumps({**values, "model": decoder}))
+    with pytest.raises(ConfigError, match=r'data.masking makes samples for an encoder, but model.kind = "decoder"'):
+        load_run_config(tmp_path / "b.toml", [])
+
+
+def test_sums_over_counts_are_the_mean_of_each_term():
+    """The mean over its own labels, whatever the other counts."""
+    model, batch = build(CASES[0].model), make_batch(CASES[0].model)
+    output = model(**batch.inputs())
+    means = output.loss_sums() / batch.label_counts()
+    masked = output.masked_losses[batch.masked_labels >= 0].mean()
+    pairs = output.sequence_losses[batch.sequence_labels >= 0].mean()
+    assert_close({"means": means}, {"means": torch.stack([masked, pairs])}, 1e-12)
