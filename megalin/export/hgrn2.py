@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megalin.export.layout import Layout, Link, norm
-from megalin.export.settings import Settings
+from megalin.export.settings import MOST_RATIO, Settings
 from megalin.model.config import ModelConfig
 
 OUTPUT_NORM_EPS = 1e-5
@@ -25,7 +25,7 @@ def _to_model(settings: Settings) -> dict[str, Any]:
         **norms,
     }
     # Left out, the width is a multiple of 256, as in the class.
-    size = -(-int(width * settings.number("hidden_ratio", 4) * 2 / 3) // 256) * 256
+    size = -(-int(width * settings.number("hidden_ratio", 4, most=MOST_RATIO) * 2 / 3) // 256) * 256
     glu = {
         "type": "glu",
         "intermediate_size": settings.integer("intermediate_size", size),

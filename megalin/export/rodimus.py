@@ -7,7 +7,7 @@ from typing import Any
 
 from megalin.errors import ConfigError
 from megalin.export.layout import Layout, Link, norm
-from megalin.export.settings import Settings
+from megalin.export.settings import MOST_RATIO, Settings
 from megalin.model.config import ModelConfig
 
 FFN_MULTIPLE = 8
@@ -64,7 +64,9 @@ def _fla_model(settings: Settings) -> dict[str, Any]:
     attention = None
     if _plus(settings, "rodimus_plus"):
         attention = _fla_attention(settings.table("ska_attn"))
-    size = settings.integer("intermediate_size", _aligned(settings.number("hidden_ratio", DEFAULT_RATIO), width))
+    size = settings.integer(
+        "intermediate_size", _aligned(settings.number("hidden_ratio", DEFAULT_RATIO, most=MOST_RATIO), width)
+    )
     sublayers = _sublayers(norms, mixer, attention, size)
     table = _model(settings, sublayers, width=width, layers=settings.integer("num_hidden_layers"))
     return table | norms | {"tie_embeddings": settings.flag("tie_word_embeddings", True)}
@@ -95,7 +97,7 @@ def _codefuse_model(settings: Settings) -> dict[str, Any]:
     if _plus(settings, "rodimus"):
         attention_settings = settings.table("attn_cfg")
         attention = _codefuse_attention(attention_settings, width)
-        size = _aligned(attention_settings.number("ffn_expand_ratio", DEFAULT_RATIO), width)
+        size = _aligned(attention_settings.number("ffn_expand_ratio", DEFAULT_RATIO, most=MOST_RATIO), width)
     sublayers = _sublayers(norms, mixer, attention, size)
     table = _model(settings, sublayers, width=width, layers=settings.integer("n_layer"))
     scale = math.sqrt(mixer["state_size"]) if settings.flag("use_scale_embedding", False) else 1.0

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from megalin.errors import CheckpointError
+
+MOST = 1 << 24
+"""No size of a model is larger, so that no number of elements overflows."""
+MOST_RATIO = 1024.0
+"""No width is more times another."""
 
 
 class Settings:
@@ -17,17 +21,17 @@ class Settings:
         self.values, self.source = values, source
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A positive integer. Raises CheckpointError."""
+        """A positive integer of at most 2^24. Raises CheckpointError."""
         value = self._get(key, default)
-        if type(value) is not int or value < 1:
-            raise self.problem(key, "a positive integer is needed here")
+        if type(value) is not int or not 1 <= value <= MOST:
+            raise self.problem(key, f"a positive integer is needed here, at most {MOST}")
         return value
 
-    def number(self, key: str, default: float | None = None) -> float:
+    def number(self, key: str, default: float | None = None, *, most: float = 1e12) -> float:
         """A positive number. Raises CheckpointError."""
         value = self._get(key, default)
-        if type(value) not in (int, float) or not 0.0 < value < math.inf:
-            raise self.problem(key, "a positive number is needed here")
+        if type(value) not in (int, float) or not 0.0 < value <= most:
+            raise self.problem(key, f"a positive number is needed here, at most {most:g}")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -50,12 +54,12 @@ class Settings:
 
     def problem(self, key: str, rule: str) -> CheckpointError:
         """The error that says that a key's value breaks a rule."""
-        return CheckpointError(f"{self.source}: {key} = {self.values.get(key)!r}: {rule}")
+        return CheckpointError(f"{self.source}: {key} = {repr(self.values.get(key))[:200]}: {rule}")
 
     def check_fixed(self, fixed: Mapping[str, tuple[Any, ...]], title: str) -> None:
         """Raises CheckpointError naming every key whose value means something that our mixers do not compute."""
         problems = [
-            f"{key} = {self.values[key]!r}; supported: {' or '.join(map(repr, accepted))}"
+            f"{key} = {repr(self.values[key])[:200]}; supported: {' or '.join(map(repr, accepted))}"
             for key, accepted in fixed.items()
             if self.has(key) and not any(_same(self.values[key], value) for value in accepted)
         ]

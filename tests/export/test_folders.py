@@ -211,9 +211,11 @@ REFUSED = [
     ("llama", "rope_theta", 7.0, ["rope_theta = 7.0: but rope_parameters.rope_theta = 500.0"]),
     ("llama", "rope_parameters", 3, ["rope_parameters = 3: an object is needed"]),
     ("llama", "head_dim", 16, ["head_dim = 16: supported: hidden_size / num_attention_heads = 32 / 4"]),
-    ("llama", "num_hidden_layers", 10**9, ["1000000000 layers, but 30 tensors in all"]),
+    ("llama", "num_hidden_layers", 10**6, ["1000000 layers, but 30 tensors in all"]),
     ("llama", "vocab_size", "many", ["vocab_size = 'many': a positive integer is needed"]),
     ("llama", "rms_norm_eps", 0, ["rms_norm_eps = 0: a positive number is needed"]),
+    ("llama", "intermediate_size", 10**13, ["intermediate_size = 10000000000000: a positive integer", "16777216"]),
+    ("llama", "rms_norm_eps", 10**400, ["rms_norm_eps = 1000", "a positive number is needed here, at most 1e+12"]),
     ("llama", "tie_word_embeddings", 1, ["tie_word_embeddings = 1: true or false is needed"]),
     ("hgrn2", "use_short_conv", True, ["use_short_conv = True; supported: False"]),
     ("hgrn2", "expand_ratio", 5, ["expand_ratio = 5: it must divide hidden_size = 32"]),
@@ -231,7 +233,11 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "key", "value", "parts"), REFUSED, ids=[f"{row[0]}-{row[1]}" for row in REFUSED])
+@pytest.mark.parametrize(
+    ("name", "key", "value", "parts"),
+    REFUSED,
+    ids=[f"{row[0]}-{row[1]}-{number}" for number, row in enumerate(REFUSED)],
+)
 def test_settings_that_our_mixers_do_not_compute(
     name: str, key: str, value: Any, parts: list[str], changed: Any, tmp_path: Path
 ):
