@@ -12,9 +12,12 @@ import torch
 
 from megalin.__main__ import main
 from megalin.config import dumps
+from megalin.data.packing import pad_rows, take_rows
 from megalin.errors import ConfigError
-from megalin.parallel.mesh import process_group
+from megalin.parallel.mesh import Mesh, ParallelConfig, process_group
+from megalin.train.build import build_model
 from megalin.train.config import load_run_config
+from megalin.train.evaluate import evaluate
 from tests.encoder_cases import CASES, build, make_batch
 from tests.model_runs import checkpoint_tensors, documents, train_here, write_shard
 from tests.numerics import assert_close
@@ -167,3 +170,52 @@ def test_sums_over_counts_are_the_mean_of_each_term():
     masked = output.masked_losses[batch.masked_labels >= 0].mean()
     pairs = output.sequence_losses[batch.sequence_labels >= 0].mean()
     assert_close({"means": means}, {"means": torch.stack([masked, pairs])}, 1e-12)
+
+
+def _evaluated() -> tuple[dict[str, float], dict[str, float]]:
+    """What `evaluate` says of two batches, one of them with padding rows, and the same by hand."""
+    mesh = Mesh(ParallelConfig(), torch.device("cpu"))
+    config = CASES[0].model
+    options = {"compute_dtype": torch.float64, "recompute": False, "compile_blocks": False, "seed": 0}
+    model = build_model(config, mesh, **options)
+    batches = [make_batch(config), pad_rows(take_rows(make_batch(config, seed=8), slice(0, 2)), 4)]
+    labels, likeliest, losses, pairs, told, pair_losses = [], [], [], [], [], []
+    plain = build(config)
+    for batch in batches:
+        output = plain(**batch.inputs())
+        kept, rows = batch.masked_labels >= 0, batch.sequence_labels >= 0
+        labels.append(batch.masked_labels[kept])
+        likeliest.append(output.masked_logits.argmax(-1)[kept])
+        losses.append(output.masked_losses[kept])
+        pairs.append(batch.sequence_labels[rows])
+        told.append(output.sequence_logits.argmax(-1)[rows])
+        pair_losses.append(output.sequence_losses[rows])
+    wanted, guessed, classes, guesses = (torch.cat(part) for part in (labels, likeliest, pairs, told))
+    share = torch.bincount(wanted).double() / len(wanted)
+    expected = {
+        "mlm_loss": torch.cat(losses).mean().item(),
+        "mlm_accuracy": (wanted == guessed).double().mean().item(),
+        "nsp_loss": torch.cat(pair_losses).mean().item(),
+        "nsp_accuracy": (classes == guesses).double().mean().item(),
+        "unigram_entropy": -torch.special.xlogy(share, share).sum().item(),
+        "tokens": len(wanted),
+        "sequences": len(classes),
+    }
+    expected["loss"] = expected["mlm_loss"] + expected["nsp_loss"]
+    found = evaluate(model, batches, mesh)._asdict()
+    # The likeliest ids as labels: all of them are right, but for one.
+    first = batches[0]
+    sure = first._replace(masked_labels=torch.where(first.masked_labels >= 0, _guess(plain, first), -100))
+    sure.masked_labels[0, 0] = (sure.masked_labels[0, 0] + 1) % 380
+    found["all but one"] = evaluate(model, [sure], mesh)._asdict()["mlm_accuracy"]
+    count = int((sure.masked_labels >= 0).sum())
+    return found, expected | {"all but one": (count - 1) / count}
+
+
+def _guess(model, batch):
+    return model(**batch.inputs()).masked_logits.argmax(-1)
+
+
+def test_evaluation_counts_each_prediction_and_pair_once():
+    ((found, expected),) = run_ranks(1, _evaluated)
+    assert found == pytest.approx(expected, rel=1e-10)
