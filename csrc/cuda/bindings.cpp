@@ -12,12 +12,12 @@ int megalin_srmsnorm_forward(const void* x, void* y, float* scales, int64_t rows
                              cudaStream_t stream);
 int megalin_srmsnorm_backward(const void* dy, const void* x, const float* scales, void* dx, int64_t rows, int width,
                               int dtype, cudaStream_t stream);
-int megalin_max_norm_forward(const void* x, const float* factors, const int* positions, const float* table, void* y,
-                             float* peaks, int* indices, int64_t rows, int width, float eps, int dtype,
+int megalin_max_norm_forward(const void* x, const float* factors, const int* positions, const unsigned* frequencies,
+                             void* y, float* peaks, int* indices, int64_t rows, int width, float eps, int dtype,
                              cudaStream_t stream);
 int megalin_max_norm_backward(const void* dy, const void* x, const float* factors, const int* positions,
-                              const float* table, const float* peaks, const int* indices, void* dx, int64_t rows,
-                              int width, int dtype, cudaStream_t stream);
+                              const unsigned* frequencies, const float* peaks, const int* indices, void* dx,
+                              int64_t rows, int width, int dtype, cudaStream_t stream);
 }
 
 namespace {
@@ -49,19 +49,20 @@ PYBIND11_MODULE(_C, module) {
     check("srmsnorm_backward", megalin_srmsnorm_backward(at<void>(dy), at<void>(x), at<float>(scales), at<void>(dx),
                                                          rows, width, dtype, stream_at(stream)));
   });
-  module.def("max_norm_forward", [](Address x, Address factors, Address positions, Address table, Address y,
+  module.def("max_norm_forward", [](Address x, Address factors, Address positions, Address frequencies, Address y,
                                     Address peaks, Address indices, int64_t rows, int width, float eps, int dtype,
                                     Address stream) {
-    check("max_norm_forward",
-          megalin_max_norm_forward(at<void>(x), at<float>(factors), at<int>(positions), at<float>(table), at<void>(y),
-                                   at<float>(peaks), at<int>(indices), rows, width, eps, dtype, stream_at(stream)));
+    const int code = megalin_max_norm_forward(at<void>(x), at<float>(factors), at<int>(positions),
+                                              at<unsigned>(frequencies), at<void>(y), at<float>(peaks),
+                                              at<int>(indices), rows, width, eps, dtype, stream_at(stream));
+    check("max_norm_forward", code);
   });
-  module.def("max_norm_backward", [](Address dy, Address x, Address factors, Address positions, Address table,
+  module.def("max_norm_backward", [](Address dy, Address x, Address factors, Address positions, Address frequencies,
                                      Address peaks, Address indices, Address dx, int64_t rows, int width, int dtype,
                                      Address stream) {
-    check("max_norm_backward", megalin_max_norm_backward(at<void>(dy), at<void>(x), at<float>(factors),
-                                                         at<int>(positions), at<float>(table), at<float>(peaks),
-                                                         at<int>(indices), at<void>(dx), rows, width, dtype,
-                                                         stream_at(stream)));
+    const int code = megalin_max_norm_backward(at<void>(dy), at<void>(x), at<float>(factors), at<int>(positions),
+                                               at<unsigned>(frequencies), at<float>(peaks), at<int>(indices),
+                                               at<void>(dx), rows, width, dtype, stream_at(stream));
+    check("max_norm_backward", code);
   });
 }

@@ -16,20 +16,21 @@ __device__ inline Key key_of(float x, int column) {
   return Key(__float_as_uint(fabsf(x))) << 32 | (0xffffffffu - unsigned(column));
 }
 
-// Factor and position of each row, and the frequency of each column in turns a position: the nearest number and what
-// it lacks, [2, width].
+// Factor and position of each row, and the frequency of each column in 2^-32 turns a position.
 struct Encoding {
   const float* factors;
   const int* positions;
-  const float* table;
+  const unsigned* frequencies;
 };
 
-// cos(2 pi p (turns + rest)), the angle reduced in turns: exact to 4e-7 for p < 2^24.
-__device__ inline float cosine(float position, float turns, float rest) {
-  const float angle = position * turns;
-  const float error = fmaf(position, turns, -angle) + position * rest;
-  const float fraction = angle - rintf(angle) + error;
-  const float z = fraction * fraction;
+// Rows that a group takes one after the other, where they share frequencies.
+constexpr int ENCODED_TURNS = 8;
+
+// -cos(2 pi p F / 2^32): the product wraps, which leaves the fraction of a turn. Its upper 23 bits as the mantissa of a
+// number in [1, 2), less 1.5, lie half a turn away.
+__device__ inline float cosine(unsigned position, unsigned frequency) {
+  const float turn = __uint_as_float(position * frequency >> 9 | 0x3f800000u) - 1.5f;
+  const float z = turn * turn;
   float y = fmaf(6.528658390045166f, z, -25.967599868774414f);
   y = fmaf(y, z, 60.16762924194336f);
   y = fmaf(y, z, -85.45014190673828f);
@@ -38,56 +39,73 @@ __device__ inline float cosine(float position, float turns, float rest) {
   return fmaf(y, z, 1.0f);
 }
 
-// Calls visit(i, j, f c) for the elements of a row that this thread holds.
-template <typename L, bool ENCODED, typename Visit>
-__device__ void each(const Encoding& encoding, int64_t row, int64_t rows, int width, Visit visit) {
-  struct alignas(L::N % 4 == 0 ? 16 : 4) Frequencies {
-    float data[L::N];
-  };
-  const bool there = row < rows;
-  const float factor = ENCODED && there ? encoding.factors[row] : 1.0f;
-  const float position = ENCODED && there ? float(encoding.positions[row]) : 0.0f;
-#pragma unroll
-  for (int i = 0; i < L::ITEMS; ++i) {
-    const int column = L::column(i, 0);
-    if (column >= width) continue;
+// f c of the elements that this thread holds of a row, one without an encoding.
+template <typename L, bool ENCODED>
+struct Gains {
+  unsigned frequencies[ENCODED ? L::ITEMS : 1][ENCODED ? L::N : 1];
+  float factor = 1.0f;
+  unsigned position = 0;
+
+  __device__ Gains(const Encoding& encoding, int width) {
     if constexpr (ENCODED) {
-      const Frequencies turns = *reinterpret_cast<const Frequencies*>(encoding.table + column);
-      const Frequencies rest = *reinterpret_cast<const Frequencies*>(encoding.table + width + column);
 #pragma unroll
-      for (int j = 0; j < L::N; ++j) visit(i, j, factor * cosine(position, turns.data[j], rest.data[j]));
-    } else {
+      for (int i = 0; i < L::ITEMS; ++i) {
 #pragma unroll
-      for (int j = 0; j < L::N; ++j) visit(i, j, 1.0f);
+        for (int j = 0; j < L::N; ++j) {
+          const int column = L::column(i, j);
+          frequencies[i][j] = column < width ? encoding.frequencies[column] : 0;
+        }
+      }
     }
   }
-}
+
+  __device__ void take(const Encoding& encoding, int64_t row, int64_t rows) {
+    if constexpr (ENCODED) {
+      factor = row < rows ? encoding.factors[row] : 0.0f;
+      position = row < rows ? encoding.positions[row] : 0;
+    }
+  }
+
+  // f c x; zero exactly where the factor is, whatever x.
+  __device__ float apply(float x, int i, int j) const {
+    if constexpr (ENCODED) return factor == 0.0f ? 0.0f : x * (-factor * cosine(position, frequencies[i][j]));
+    return x;
+  }
+};
 
 template <typename L, bool ENCODED>
 __global__ void __launch_bounds__(L::THREADS)
     max_norm_forward(const typename L::T* x, Encoding encoding, typename L::T* y, float* peaks, int* indices,
                      int64_t rows, int width, float eps) {
-  int phase = 0;
-  L current, next;
-  if constexpr (L::AHEAD) next.load(x, L::first_row(), rows, width);
-  // Every thread of a block takes the same turns, for the barrier.
-  for (int64_t row = L::first_row(); row - threadIdx.x / L::LANES < rows; row += L::stride(), phase ^= 1) {
-    current.advance(next, x, row, rows, width);
-    Key key = 0;
+  constexpr int TURNS = ENCODED ? ENCODED_TURNS : 1;
+  Gains<L, ENCODED> gains(encoding, width);
+  for (int turn = 0; turn < TURNS; ++turn) {
+    const int64_t row = L::row(TURNS, turn);
+    L current;
+    current.load(x, row, rows, width);
+    float largest = 0.0f;
 #pragma unroll
     for (int i = 0; i < L::ITEMS; ++i) {
 #pragma unroll
-      for (int j = 0; j < L::N; ++j) {
-        key = Largest::join(key, key_of(current.get(i, j), L::column(i, j)));
+      for (int j = 0; j < L::N; ++j) largest = fmaxf(largest, fabsf(current.get(i, j)));
+    }
+    // The thread's first column that holds its largest magnitude.
+    int column = 0;
+#pragma unroll
+    for (int i = L::ITEMS - 1; i >= 0; --i) {
+#pragma unroll
+      for (int j = L::N - 1; j >= 0; --j) {
+        if (fabsf(current.get(i, j)) == largest) column = L::column(i, j);
       }
     }
-    key = reduce<L, Largest>(key, phase);
+    const Key key = reduce<L, Largest>(key_of(largest, column), turn);
     const float peak = __uint_as_float(unsigned(key >> 32)) + eps, inverse = 1.0f / peak;
-    // Zero exactly where the factor is, whatever the row holds.
-    const bool blank = ENCODED && row < rows && encoding.factors[row] == 0.0f;
-    each<L, ENCODED>(encoding, row, rows, width, [&](int i, int j, float gain) {
-      current.set(i, j, blank ? 0.0f : current.get(i, j) * inverse * gain);
-    });
+    gains.take(encoding, row, rows);
+#pragma unroll
+    for (int i = 0; i < L::ITEMS; ++i) {
+#pragma unroll
+      for (int j = 0; j < L::N; ++j) current.set(i, j, gains.apply(current.get(i, j) * inverse, i, j));
+    }
     current.store(y, row, rows, width);
     if (L::lane() == 0 && row < rows) {
       peaks[row] = peak;
@@ -100,33 +118,42 @@ template <typename L, bool ENCODED>
 __global__ void __launch_bounds__(L::THREADS)
     max_norm_backward(const typename L::T* dy, const typename L::T* x, Encoding encoding, const float* peaks,
                       const int* indices, typename L::T* dx, int64_t rows, int width) {
-  int phase = 0;
-  L value, gradient, next_value, next_gradient;
-  if constexpr (L::AHEAD) {
-    next_value.load(x, L::first_row(), rows, width);
-    next_gradient.load(dy, L::first_row(), rows, width);
-  }
-  for (int64_t row = L::first_row(); row - threadIdx.x / L::LANES < rows; row += L::stride(), phase ^= 1) {
-    value.advance(next_value, x, row, rows, width);
-    gradient.advance(next_gradient, dy, row, rows, width);
-    const bool there = row < rows;
-    const float inverse = there ? 1.0f / peaks[row] : 0.0f;
-    const int index = there ? indices[row] : 0;
-    const bool blank = ENCODED && there && encoding.factors[row] == 0.0f;
-    // f c dy / M in fp32: in the dtype of dy it would be rounded twice.
-    float scaled[L::ITEMS][L::N] = {};
+  constexpr int TURNS = ENCODED ? ENCODED_TURNS : 1;
+  Gains<L, ENCODED> gains(encoding, width);
+  for (int turn = 0; turn < TURNS; ++turn) {
+    const int64_t row = L::row(TURNS, turn);
+    L value, gradient;
+    value.load(x, row, rows, width);
+    gradient.load(dy, row, rows, width);
+    const float inverse = row < rows ? 1.0f / peaks[row] : 0.0f;
+    gains.take(encoding, row, rows);
+    // f c dy stays in fp32: in the dtype of dy it would be rounded twice.
+    float scaled[L::ITEMS][L::N];
     float product = 0.0f;
-    each<L, ENCODED>(encoding, row, rows, width, [&](int i, int j, float gain) {
-      scaled[i][j] = blank ? 0.0f : gradient.get(i, j) * gain * inverse;
-      product = fmaf(scaled[i][j], blank ? 0.0f : value.get(i, j), product);
-    });
-    const float pull = reduce<L, Sum>(product, phase) * inverse;
 #pragma unroll
     for (int i = 0; i < L::ITEMS; ++i) {
 #pragma unroll
       for (int j = 0; j < L::N; ++j) {
-        const float x_j = value.get(i, j), sign = float(x_j > 0.0f) - float(x_j < 0.0f);
-        gradient.set(i, j, L::column(i, j) == index ? scaled[i][j] - sign * pull : scaled[i][j]);
+        scaled[i][j] = gains.apply(gradient.get(i, j), i, j) * inverse;
+        product = fmaf(scaled[i][j], value.get(i, j), product);
+      }
+    }
+    const float pull = reduce<L, Sum>(product, turn) * inverse;
+#pragma unroll
+    for (int i = 0; i < L::ITEMS; ++i) {
+#pragma unroll
+      for (int j = 0; j < L::N; ++j) gradient.set(i, j, scaled[i][j]);
+    }
+    const int index = row < rows ? indices[row] : -1;
+#pragma unroll
+    for (int i = 0; i < L::ITEMS; ++i) {
+      // One vector of the whole row holds the largest element, which carries the row's pull.
+      if (unsigned(index - L::column(i, 0)) < unsigned(L::N)) {
+#pragma unroll
+        for (int j = 0; j < L::N; ++j) {
+          const float x_j = value.get(i, j), sign = float(x_j > 0.0f) - float(x_j < 0.0f);
+          if (L::column(i, j) == index) gradient.set(i, j, scaled[i][j] - sign * pull);
+        }
       }
     }
     gradient.store(dx, row, rows, width);
@@ -134,6 +161,7 @@ __global__ void __launch_bounds__(L::THREADS)
 }
 
 struct MaxNormForward {
+  static constexpr int ITEMS = 2;
   const void* x;
   Encoding encoding;
   void* y;
@@ -146,14 +174,13 @@ struct MaxNormForward {
 
   template <typename L>
   cudaError_t run() const {
-    return encoding.table ? start<L, true>() : start<L, false>();
+    return encoding.frequencies ? start<L, true>() : start<L, false>();
   }
 
   template <typename L, bool ENCODED>
   cudaError_t start() const {
     using T = typename L::T;
-    int blocks = 0;
-    if (cudaError_t error = resident_blocks<L>(max_norm_forward<L, ENCODED>, rows, &blocks)) return error;
+    const int64_t blocks = L::blocks(rows, ENCODED ? ENCODED_TURNS : 1);
     max_norm_forward<L, ENCODED><<<blocks, L::THREADS, 0, stream>>>(
         static_cast<const T*>(x), encoding, static_cast<T*>(y), peaks, indices, rows, width, eps);
     return cudaGetLastError();
@@ -161,6 +188,7 @@ struct MaxNormForward {
 };
 
 struct MaxNormBackward {
+  static constexpr int ITEMS = 2;
   const void *dy, *x;
   Encoding encoding;
   const float* peaks;
@@ -172,14 +200,13 @@ struct MaxNormBackward {
 
   template <typename L>
   cudaError_t run() const {
-    return encoding.table ? start<L, true>() : start<L, false>();
+    return encoding.frequencies ? start<L, true>() : start<L, false>();
   }
 
   template <typename L, bool ENCODED>
   cudaError_t start() const {
     using T = typename L::T;
-    int blocks = 0;
-    if (cudaError_t error = resident_blocks<L>(max_norm_backward<L, ENCODED>, rows, &blocks)) return error;
+    const int64_t blocks = L::blocks(rows, ENCODED ? ENCODED_TURNS : 1);
     max_norm_backward<L, ENCODED><<<blocks, L::THREADS, 0, stream>>>(static_cast<const T*>(dy),
                                                                      static_cast<const T*>(x), encoding, peaks, indices,
                                                                      static_cast<T*>(dx), rows, width);
@@ -189,22 +216,22 @@ struct MaxNormBackward {
 
 }  // namespace megalin
 
-// x, y [rows, width] of a Dtype; factors, positions [rows] and table [2, width], or all null; peaks, indices [rows];
+// x, y [rows, width] of a Dtype; factors, positions [rows] and frequencies [width], or all null; peaks, indices [rows];
 // returns a cudaError_t.
-extern "C" int megalin_max_norm_forward(const void* x, const float* factors, const int* positions, const float* table,
-                                        void* y, float* peaks, int* indices, int64_t rows, int width, float eps,
-                                        int dtype, cudaStream_t stream) {
-  using megalin::aligned;
-  const megalin::MaxNormForward launcher{x,    {factors, positions, table}, y, peaks, indices, rows, width, eps,
-                                         stream};
-  return megalin::with_dtype(launcher, dtype, width, aligned(x) && aligned(y) && aligned(table));
+extern "C" int megalin_max_norm_forward(const void* x, const float* factors, const int* positions,
+                                        const unsigned* frequencies, void* y, float* peaks, int* indices, int64_t rows,
+                                        int width, float eps, int dtype, cudaStream_t stream) {
+  const megalin::Encoding encoding{factors, positions, frequencies};
+  const megalin::MaxNormForward launcher{x, encoding, y, peaks, indices, rows, width, eps, stream};
+  return megalin::with_dtype(launcher, dtype, width, megalin::aligned(x) && megalin::aligned(y));
 }
 
 // dy, x, dx [rows, width] of a Dtype, the rest as the forward took and gave it; returns a cudaError_t.
 extern "C" int megalin_max_norm_backward(const void* dy, const void* x, const float* factors, const int* positions,
-                                         const float* table, const float* peaks, const int* indices, void* dx,
+                                         const unsigned* frequencies, const float* peaks, const int* indices, void* dx,
                                          int64_t rows, int width, int dtype, cudaStream_t stream) {
-  using megalin::aligned;
-  const megalin::MaxNormBackward launcher{dy, x, {factors, positions, table}, peaks, indices, dx, rows, width, stream};
-  return megalin::with_dtype(launcher, dtype, width, aligned(dy) && aligned(x) && aligned(dx) && aligned(table));
+  const megalin::Encoding encoding{factors, positions, frequencies};
+  const megalin::MaxNormBackward launcher{dy, x, encoding, peaks, indices, dx, rows, width, stream};
+  const bool vectorised = megalin::aligned(dy) && megalin::aligned(x) && megalin::aligned(dx);
+  return megalin::with_dtype(launcher, dtype, width, vectorised);
 }

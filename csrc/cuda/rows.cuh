@@ -1,4 +1,4 @@
-// Rows of a matrix in registers: a group of LANES threads owns a row at a time and reads it once, 16 bytes a load.
+// Rows of a matrix in registers: a group of LANES threads owns a row and reads it once, 16 bytes a load.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -26,8 +26,6 @@ struct Layout {
   static constexpr int N = N_, LANES = LANES_, ITEMS = ITEMS_;
   static constexpr int THREADS = LANES > 128 ? LANES : 128;
   static constexpr int ROWS = THREADS / LANES;
-  // Whether registers suffice to fetch the next row while this one is reduced.
-  static constexpr bool AHEAD = LANES < 1024;
 
   struct alignas(sizeof(T) * N) Vector {
     T data[N];
@@ -36,8 +34,11 @@ struct Layout {
   Vector vectors[ITEMS];
 
   static __device__ int lane() { return threadIdx.x % LANES; }
-  static __device__ int64_t first_row() { return int64_t(blockIdx.x) * ROWS + threadIdx.x / LANES; }
-  static __device__ int64_t stride() { return int64_t(gridDim.x) * ROWS; }
+  // This group's row of the block's `turn`-th set of rows.
+  static __device__ int64_t row(int turns, int turn) {
+    return (int64_t(blockIdx.x) * turns + turn) * ROWS + threadIdx.x / LANES;
+  }
+  static int64_t blocks(int64_t rows, int turns) { return (rows + ROWS * turns - 1) / (ROWS * turns); }
 
   // Zeros beyond the row's end, and everywhere for a row that is not there.
   __device__ void load(const T* matrix, int64_t row, int64_t rows, int width) {
@@ -52,16 +53,6 @@ struct Layout {
 #pragma unroll
         for (int j = 0; j < N; ++j) narrow(0.0f, vectors[i].data[j]);
       }
-    }
-  }
-
-  // This row, where AHEAD from `next`, which goes on to the row after.
-  __device__ void advance(Layout& next, const T* matrix, int64_t row, int64_t rows, int width) {
-    if constexpr (AHEAD) {
-      *this = next;
-      next.load(matrix, row + stride(), rows, width);
-    } else {
-      load(matrix, row, rows, width);
     }
   }
 
@@ -85,56 +76,50 @@ struct Sum {
 };
 
 // The whole group's result on each of its threads, always joined in the same order. Every thread of the block calls it;
-// `phase` alternates between 0 and 1, so that one barrier a call is enough.
+// `turn` grows by one from call to call, so that one barrier a call is enough.
 template <typename L, typename Join, typename V>
-__device__ V reduce(V value, int phase) {
+__device__ V reduce(V value, int turn = 0) {
 #pragma unroll
   for (int offset = (L::LANES < 32 ? L::LANES : 32) / 2; offset > 0; offset /= 2) {
     value = Join::join(value, V(__shfl_xor_sync(0xffffffffu, value, offset)));
   }
   if constexpr (L::LANES > 32) {
     __shared__ V parts[2][L::THREADS / 32];
-    if (threadIdx.x % 32 == 0) parts[phase][threadIdx.x / 32] = value;
+    if (threadIdx.x % 32 == 0) parts[turn % 2][threadIdx.x / 32] = value;
     __syncthreads();
     constexpr int WARPS = L::LANES / 32;
     const int first = threadIdx.x / L::LANES * WARPS;
-    value = parts[phase][first];
+    value = parts[turn % 2][first];
 #pragma unroll
-    for (int i = 1; i < WARPS; ++i) value = Join::join(value, parts[phase][first + i]);
+    for (int i = 1; i < WARPS; ++i) value = Join::join(value, parts[turn % 2][first + i]);
   }
   return value;
 }
 
 inline bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
-// As many blocks as are resident at once, at most one for each ROWS rows: they walk over the rows.
-template <typename L, typename Kernel>
-cudaError_t resident_blocks(Kernel kernel, int64_t rows, int* blocks) {
-  int device = 0, processors = 0, occupancy = 0;
-  if (cudaError_t error = cudaGetDevice(&device)) return error;
-  if (cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return error;
-  if (cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&occupancy, kernel, L::THREADS, 0)) return error;
-  const int64_t needed = (rows + L::ROWS - 1) / L::ROWS, resident = int64_t(processors) * occupancy;
-  *blocks = int(needed < resident ? needed : resident);
-  return cudaSuccess;
-}
-
-// Calls `launcher.run<Layout>()` with the layout of a row of `width` elements; `vectorised`: all rows start at a
-// multiple of 16 bytes.
+// Calls `launcher.run<Layout>()` with the layout of a row of `width` elements, of Launcher::ITEMS loads a thread where
+// rows are wide; `vectorised`: all rows start at a multiple of 16 bytes.
 template <typename T, typename Launcher>
 cudaError_t with_layout(const Launcher& launcher, int width, bool vectorised) {
-  constexpr int N = 16 / sizeof(T);
+  constexpr int N = 16 / sizeof(T), ITEMS = Launcher::ITEMS;
   if (vectorised && width % N == 0) {
     const int vectors = width / N;
     if (vectors <= 8) return launcher.template run<Layout<T, N, 8, 1>>();
     if (vectors <= 32) return launcher.template run<Layout<T, N, 32, 1>>();
-    if (vectors <= 128) return launcher.template run<Layout<T, N, 32, 4>>();
-    if (vectors <= 256) return launcher.template run<Layout<T, N, 64, 4>>();
-    if (vectors <= 512) return launcher.template run<Layout<T, N, 128, 4>>();
-    if (vectors <= 1024) return launcher.template run<Layout<T, N, 256, 4>>();
-    if (vectors <= 2048) return launcher.template run<Layout<T, N, 512, 4>>();
-    if constexpr (sizeof(T) == 4) {
-      if (vectors <= 4096) return launcher.template run<Layout<T, N, 1024, 4>>();
+    if (vectors <= 32 * ITEMS) return launcher.template run<Layout<T, N, 32, ITEMS>>();
+    if (vectors <= 64 * ITEMS) return launcher.template run<Layout<T, N, 64, ITEMS>>();
+    if (vectors <= 128 * ITEMS) return launcher.template run<Layout<T, N, 128, ITEMS>>();
+    if (vectors <= 192 * ITEMS) return launcher.template run<Layout<T, N, 192, ITEMS>>();
+    if (vectors <= 256 * ITEMS) return launcher.template run<Layout<T, N, 256, ITEMS>>();
+    if (vectors <= 384 * ITEMS) return launcher.template run<Layout<T, N, 384, ITEMS>>();
+    if (vectors <= 512 * ITEMS) return launcher.template run<Layout<T, N, 512, ITEMS>>();
+    if constexpr (512 * ITEMS * N < 16384) {
+      if (vectors <= 768 * ITEMS) return launcher.template run<Layout<T, N, 768, ITEMS>>();
+      if (vectors <= 1024 * ITEMS) return launcher.template run<Layout<T, N, 1024, ITEMS>>();
+    }
+    if constexpr (1024 * ITEMS * N < 16384) {
+      if (vectors * N <= 16384) return launcher.template run<Layout<T, N, 1024, 2 * ITEMS>>();
     }
     return cudaErrorInvalidValue;
   }

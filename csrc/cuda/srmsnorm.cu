@@ -1,6 +1,4 @@
 // SRMSNorm, y = x r with r = (mean(x^2) + eps)^(-1/2), and dx = r (dy - x r^2 mean(x dy)), over rows of a matrix.
-//
-// The next row is on its way while this one is reduced.
 #include "rows.cuh"
 
 namespace megalin {
@@ -8,62 +6,53 @@ namespace megalin {
 template <typename L>
 __global__ void __launch_bounds__(L::THREADS)
     srmsnorm_forward(const typename L::T* x, typename L::T* y, float* scales, int64_t rows, int width, float eps) {
-  int phase = 0;
-  L current, next;
-  if constexpr (L::AHEAD) next.load(x, L::first_row(), rows, width);
-  // Every thread of a block takes the same turns, for the barrier.
-  for (int64_t row = L::first_row(); row - threadIdx.x / L::LANES < rows; row += L::stride(), phase ^= 1) {
-    current.advance(next, x, row, rows, width);
-    float squares = 0.0f;
+  const int64_t row = L::row(1, 0);
+  L current;
+  current.load(x, row, rows, width);
+  float squares = 0.0f;
 #pragma unroll
-    for (int i = 0; i < L::ITEMS; ++i) {
+  for (int i = 0; i < L::ITEMS; ++i) {
 #pragma unroll
-      for (int j = 0; j < L::N; ++j) squares += current.get(i, j) * current.get(i, j);
-    }
-    const float scale = rsqrtf(reduce<L, Sum>(squares, phase) / width + eps);
-#pragma unroll
-    for (int i = 0; i < L::ITEMS; ++i) {
-#pragma unroll
-      for (int j = 0; j < L::N; ++j) current.set(i, j, current.get(i, j) * scale);
-    }
-    current.store(y, row, rows, width);
-    if (L::lane() == 0 && row < rows) scales[row] = scale;
+    for (int j = 0; j < L::N; ++j) squares += current.get(i, j) * current.get(i, j);
   }
+  const float scale = rsqrtf(reduce<L, Sum>(squares) / width + eps);
+#pragma unroll
+  for (int i = 0; i < L::ITEMS; ++i) {
+#pragma unroll
+    for (int j = 0; j < L::N; ++j) current.set(i, j, current.get(i, j) * scale);
+  }
+  current.store(y, row, rows, width);
+  if (L::lane() == 0 && row < rows) scales[row] = scale;
 }
 
 template <typename L>
 __global__ void __launch_bounds__(L::THREADS)
     srmsnorm_backward(const typename L::T* dy, const typename L::T* x, const float* scales, typename L::T* dx,
                       int64_t rows, int width) {
-  int phase = 0;
-  L value, gradient, next_value, next_gradient;
-  if constexpr (L::AHEAD) {
-    next_value.load(x, L::first_row(), rows, width);
-    next_gradient.load(dy, L::first_row(), rows, width);
+  const int64_t row = L::row(1, 0);
+  L value, gradient;
+  value.load(x, row, rows, width);
+  gradient.load(dy, row, rows, width);
+  const float scale = row < rows ? scales[row] : 0.0f;
+  float product = 0.0f;
+#pragma unroll
+  for (int i = 0; i < L::ITEMS; ++i) {
+#pragma unroll
+    for (int j = 0; j < L::N; ++j) product += value.get(i, j) * scale * gradient.get(i, j);
   }
-  for (int64_t row = L::first_row(); row - threadIdx.x / L::LANES < rows; row += L::stride(), phase ^= 1) {
-    value.advance(next_value, x, row, rows, width);
-    gradient.advance(next_gradient, dy, row, rows, width);
-    const float scale = row < rows ? scales[row] : 0.0f;
-    float product = 0.0f;
+  const float mean = reduce<L, Sum>(product) / width;
 #pragma unroll
-    for (int i = 0; i < L::ITEMS; ++i) {
+  for (int i = 0; i < L::ITEMS; ++i) {
 #pragma unroll
-      for (int j = 0; j < L::N; ++j) product += value.get(i, j) * scale * gradient.get(i, j);
+    for (int j = 0; j < L::N; ++j) {
+      gradient.set(i, j, scale * (gradient.get(i, j) - value.get(i, j) * scale * mean));
     }
-    const float mean = reduce<L, Sum>(product, phase) / width;
-#pragma unroll
-    for (int i = 0; i < L::ITEMS; ++i) {
-#pragma unroll
-      for (int j = 0; j < L::N; ++j) {
-        gradient.set(i, j, scale * (gradient.get(i, j) - value.get(i, j) * scale * mean));
-      }
-    }
-    gradient.store(dx, row, rows, width);
   }
+  gradient.store(dx, row, rows, width);
 }
 
 struct ForwardLauncher {
+  static constexpr int ITEMS = 4;
   const void* x;
   void* y;
   float* scales;
@@ -75,15 +64,14 @@ struct ForwardLauncher {
   template <typename L>
   cudaError_t run() const {
     using T = typename L::T;
-    int blocks = 0;
-    if (cudaError_t error = resident_blocks<L>(srmsnorm_forward<L>, rows, &blocks)) return error;
-    srmsnorm_forward<L><<<blocks, L::THREADS, 0, stream>>>(static_cast<const T*>(x), static_cast<T*>(y), scales, rows,
-                                                           width, eps);
+    srmsnorm_forward<L><<<L::blocks(rows, 1), L::THREADS, 0, stream>>>(static_cast<const T*>(x), static_cast<T*>(y),
+                                                                       scales, rows, width, eps);
     return cudaGetLastError();
   }
 };
 
 struct BackwardLauncher {
+  static constexpr int ITEMS = 4;
   const void *dy, *x;
   const float* scales;
   void* dx;
@@ -94,10 +82,8 @@ struct BackwardLauncher {
   template <typename L>
   cudaError_t run() const {
     using T = typename L::T;
-    int blocks = 0;
-    if (cudaError_t error = resident_blocks<L>(srmsnorm_backward<L>, rows, &blocks)) return error;
-    srmsnorm_backward<L><<<blocks, L::THREADS, 0, stream>>>(static_cast<const T*>(dy), static_cast<const T*>(x), scales,
-                                                            static_cast<T*>(dx), rows, width);
+    srmsnorm_backward<L><<<L::blocks(rows, 1), L::THREADS, 0, stream>>>(
+        static_cast<const T*>(dy), static_cast<const T*>(x), scales, static_cast<T*>(dx), rows, width);
     return cudaGetLastError();
   }
 };

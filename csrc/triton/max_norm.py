@@ -1,7 +1,6 @@
 """MaxNorm, y = f c x / (max |x| + eps), f one factor a row and c = cos(p theta) of Cosine RelPE, both or neither.
 
-Bytes: forward reads x and writes y; backward reads x, dy and writes dx. Three numbers a row, a table of two numbers a
-column beside them.
+Bytes: forward reads x and writes y; backward reads x, dy and writes dx. Four numbers a row, one a column beside them.
 """
 
 from __future__ import annotations
@@ -12,14 +11,19 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
+ENCODED_TURNS = 8
+"""Blocks of rows that a program takes one after the other, where they share frequencies."""
+
 
 @triton.jit
-def cosine(position, turns, rest):
-    """cos(2 pi p (turns + rest)), the angle reduced in turns: exact to 4e-7 for p < 2^24."""
-    angle = position * turns
-    error = tl.fma(position, turns, -angle) + position * rest
-    fraction = angle - tl.floor(angle + 0.5) + error
-    z = fraction * fraction
+def cosine(position, frequency):
+    """-cos(2 pi p F / 2^32) for int32 p and F: the product wraps, which leaves the fraction of a turn.
+
+    Its upper 23 bits as the mantissa of a number in [1, 2), less 1.5, lie half a turn away.
+    """
+    fraction = (position * frequency).to(tl.uint32, bitcast=True) >> 9
+    turn = (fraction | 0x3F800000).to(tl.float32, bitcast=True) - 1.5
+    z = turn * turn
     y = 6.528658390045166 * z - 25.967599868774414
     y = y * z + 60.16762924194336
     y = y * z - 85.45014190673828
@@ -29,137 +33,104 @@ def cosine(position, turns, rest):
 
 
 @triton.jit
-def load_rows(x_ptr, row, column, rows, width):
-    """[R, W] in fp32, zero outside of the matrix."""
-    mask = (row < rows)[:, None] & (column < width)[None, :]
-    return tl.load(x_ptr + row[:, None] * width + column[None, :], mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def store_rows(y_ptr, y, row, column, rows, width):
-    mask = (row < rows)[:, None] & (column < width)[None, :]
-    tl.store(y_ptr + row[:, None] * width + column[None, :], y, mask=mask)
-
-
-@triton.jit
-def encode(x, factor_ptr, position_ptr, table_ptr, row, column, rows, width, ENCODED: tl.constexpr):
+def encode(x, factor_ptr, position_ptr, frequency, row, end):
     """f c x [R, W], exact zeros in rows of f = 0, where x may be anything."""
-    if ENCODED:
-        factor = tl.load(factor_ptr + row, mask=row < rows, other=0.0)[:, None]
-        position = tl.load(position_ptr + row, mask=row < rows, other=0).to(tl.float32)[:, None]
-        turns = tl.load(table_ptr + column, mask=column < width, other=0.0)[None, :]
-        rest = tl.load(table_ptr + width + column, mask=column < width, other=0.0)[None, :]
-        return tl.where(factor == 0.0, 0.0, x * (factor * cosine(position, turns, rest)))
-    return x
+    factor = tl.load(factor_ptr + row, mask=row < end, other=0.0)[:, None]
+    position = tl.load(position_ptr + row, mask=row < end, other=0)[:, None]
+    return tl.where(factor == 0.0, 0.0, x * (-factor * cosine(position, frequency)))
 
 
-@triton.jit
-def move(dy, unit, inverse, pull, index, column):
-    """dx of dy = d / d unit: the largest element carries the whole row's pull."""
-    sign = tl.where(unit > 0.0, 1.0, 0.0) - tl.where(unit < 0.0, 1.0, 0.0)
-    return inverse * tl.where(column[None, :] == index, dy - sign * pull, dy)
-
-
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "program_rows"])
 def forward_kernel(
     x_ptr,
     factor_ptr,
     position_ptr,
-    table_ptr,
+    frequency_ptr,
     y_ptr,
     peak_ptr,
     index_ptr,
     rows,
+    program_rows,
     width,
     eps,
     ENCODED: tl.constexpr,
-    LOOP: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ):
-    """Rows of up to BLOCK_WIDTH in registers; longer ones (LOOP) are read again from the cache."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    first = tl.program_id(0).to(tl.int64) * program_rows
+    end = tl.minimum(first + program_rows, rows)
     column = tl.arange(0, BLOCK_WIDTH)
-    x = load_rows(x_ptr, row, column, rows, width)
-    highest, place = tl.abs(x), tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], dtype=tl.int32) + column[None, :]
-    if LOOP:
-        for start in range(BLOCK_WIDTH, width, BLOCK_WIDTH):
-            more = tl.abs(load_rows(x_ptr, row, start + column, rows, width))
-            place = tl.where(more > highest, start + column[None, :], place)
-            highest = tl.maximum(highest, more)
-    largest = tl.max(highest, axis=1)
-    # The first of equals, as torch.max has it; an integer minimum is cheaper than an indexed maximum.
-    index = tl.min(tl.where(highest == largest[:, None], place, 2147483647), axis=1)
-    peak = largest + eps
-    tl.store(peak_ptr + row, peak, mask=row < rows)
-    tl.store(index_ptr + row, index, mask=row < rows)
-    y = encode(x / peak[:, None], factor_ptr, position_ptr, table_ptr, row, column, rows, width, ENCODED)
-    store_rows(y_ptr, y, row, column, rows, width)
-    if LOOP:
-        for start in range(BLOCK_WIDTH, width, BLOCK_WIDTH):
-            here = start + column
-            y = load_rows(x_ptr, row, here, rows, width) / peak[:, None]
-            y = encode(y, factor_ptr, position_ptr, table_ptr, row, here, rows, width, ENCODED)
-            store_rows(y_ptr, y, row, here, rows, width)
+    if ENCODED:  # read once for all rows of the program
+        frequency = tl.load(frequency_ptr + column, mask=column < width, other=0)[None, :]
+    for start in range(0, program_rows, BLOCK_ROWS):
+        row = first + start + tl.arange(0, BLOCK_ROWS)
+        mask = (row < end)[:, None] & (column < width)[None, :]
+        offset = row[:, None] * width + column[None, :]
+        x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        largest = tl.max(tl.abs(x), axis=1)
+        # The first of equals, as torch.max has it; an integer minimum is cheaper than an indexed maximum.
+        index = tl.min(tl.where(tl.abs(x) == largest[:, None], column[None, :], BLOCK_WIDTH), axis=1)
+        peak = largest + eps
+        tl.store(peak_ptr + row, peak, mask=row < end)
+        tl.store(index_ptr + row, index, mask=row < end)
+        y = x * (1.0 / peak)[:, None]
+        if ENCODED:
+            y = encode(y, factor_ptr, position_ptr, frequency, row, end)
+        tl.store(y_ptr + offset, y, mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "program_rows"])
 def backward_kernel(
     dy_ptr,
     x_ptr,
     factor_ptr,
     position_ptr,
-    table_ptr,
+    frequency_ptr,
     peak_ptr,
     index_ptr,
     dx_ptr,
     rows,
+    program_rows,
     width,
     ENCODED: tl.constexpr,
-    LOOP: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    first = tl.program_id(0).to(tl.int64) * program_rows
+    end = tl.minimum(first + program_rows, rows)
     column = tl.arange(0, BLOCK_WIDTH)
-    inverse = 1.0 / tl.load(peak_ptr + row, mask=row < rows, other=1.0)[:, None]
-    index = tl.load(index_ptr + row, mask=row < rows, other=0)[:, None]
-    unit = load_rows(x_ptr, row, column, rows, width) * inverse
-    dy = load_rows(dy_ptr, row, column, rows, width)
-    dy = encode(dy, factor_ptr, position_ptr, table_ptr, row, column, rows, width, ENCODED)
-    products = dy * unit
-    if LOOP:
-        for start in range(BLOCK_WIDTH, width, BLOCK_WIDTH):
-            here = start + column
-            more = load_rows(dy_ptr, row, here, rows, width)
-            more = encode(more, factor_ptr, position_ptr, table_ptr, row, here, rows, width, ENCODED)
-            products += more * load_rows(x_ptr, row, here, rows, width) * inverse
-    pull = tl.sum(products, axis=1)[:, None]
-    store_rows(dx_ptr, move(dy, unit, inverse, pull, index, column), row, column, rows, width)
-    if LOOP:
-        for start in range(BLOCK_WIDTH, width, BLOCK_WIDTH):
-            here = start + column
-            unit = load_rows(x_ptr, row, here, rows, width) * inverse
-            dy = load_rows(dy_ptr, row, here, rows, width)
-            dy = encode(dy, factor_ptr, position_ptr, table_ptr, row, here, rows, width, ENCODED)
-            store_rows(dx_ptr, move(dy, unit, inverse, pull, index, here), row, here, rows, width)
+    if ENCODED:
+        frequency = tl.load(frequency_ptr + column, mask=column < width, other=0)[None, :]
+    for start in range(0, program_rows, BLOCK_ROWS):
+        row = first + start + tl.arange(0, BLOCK_ROWS)
+        mask = (row < end)[:, None] & (column < width)[None, :]
+        offset = row[:, None] * width + column[None, :]
+        inverse = 1.0 / tl.load(peak_ptr + row, mask=row < end, other=1.0)[:, None]
+        index = tl.load(index_ptr + row, mask=row < end, other=0)[:, None]
+        unit = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32) * inverse
+        dy = tl.load(dy_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        if ENCODED:
+            dy = encode(dy, factor_ptr, position_ptr, frequency, row, end)
+        pull = tl.sum(dy * unit, axis=1)[:, None]
+        sign = tl.where(unit > 0.0, 1.0, 0.0) - tl.where(unit < 0.0, 1.0, 0.0)
+        # The largest element carries the whole row's pull.
+        dx = inverse * tl.where(column[None, :] == index, dy - sign * pull, dy)
+        tl.store(dx_ptr + offset, dx, mask=mask)
 
 
-def _launch(rows: int, width: int) -> tuple[tuple[int], dict[str, int]]:
-    """Grid and constants: 16 elements a thread, rows of up to 8192 whole."""
-    block_width = triton.next_power_of_2(width) if width <= 8192 else 4096
+def _launch(rows: int, width: int, encoded: bool) -> tuple[int, int, dict[str, int]]:
+    """Programs, rows of each, constants: 8 to 16 elements a thread; encoded rows share their frequencies."""
+    block_width = triton.next_power_of_2(width)
     block_rows = max(1, 2048 // block_width)
-    return (triton.cdiv(rows, block_rows),), {
-        "LOOP": width > block_width,
-        "BLOCK_ROWS": block_rows,
-        "BLOCK_WIDTH": block_width,
-        "num_warps": max(4, block_width // 512),
-    }
+    program_rows = block_rows * (ENCODED_TURNS if encoded else 1)
+    warps = min(32, max(4, block_width // 256))
+    constants = {"BLOCK_ROWS": block_rows, "BLOCK_WIDTH": block_width, "num_warps": warps}
+    return triton.cdiv(rows, program_rows), program_rows, constants
 
 
 Encoding = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""Factors [rows] fp32, positions [rows] int32, and the table [2, width] fp32 of frequencies in turns a position: the
-nearest number and what it lacks. Without: three times None."""
+"""Factors [rows] fp32, positions [rows] int32 and frequencies [width] int32, in 2^-32 turns a position. Without: three
+times None."""
 
 
 def forward(x: Tensor, encoding: Encoding, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -167,8 +138,11 @@ def forward(x: Tensor, encoding: Encoding, eps: float) -> tuple[Tensor, Tensor, 
     rows, width = x.shape
     y, peak = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
     index = x.new_empty(rows, dtype=torch.int32)
-    grid, constants = _launch(rows, width)
-    forward_kernel[grid](x, *encoding, y, peak, index, rows, width, eps, ENCODED=encoding[0] is not None, **constants)
+    encoded = encoding[0] is not None
+    programs, program_rows, constants = _launch(rows, width, encoded)
+    forward_kernel[(programs,)](
+        x, *encoding, y, peak, index, rows, program_rows, width, eps, ENCODED=encoded, **constants
+    )
     return y, peak, index
 
 
@@ -176,18 +150,21 @@ def backward(dy: Tensor, x: Tensor, encoding: Encoding, peak: Tensor, index: Ten
     """dy, x [rows, width] contiguous, the rest as the forward took and gave it -> dx like x."""
     rows, width = x.shape
     dx = torch.empty_like(x)
-    grid, constants = _launch(rows, width)
-    backward_kernel[grid](dy, x, *encoding, peak, index, dx, rows, width, ENCODED=encoding[0] is not None, **constants)
+    encoded = encoding[0] is not None
+    programs, program_rows, constants = _launch(rows, width, encoded)
+    backward_kernel[(programs,)](
+        dy, x, *encoding, peak, index, dx, rows, program_rows, width, ENCODED=encoded, **constants
+    )
     return dx
 
 
 def compile_cases() -> list[tuple[object, dict[str, str], dict[str, int], dict[str, int]]]:
     """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
     cases = []
-    for width in (64, 1024, 12288):
-        constants = _launch(4096, width)[1] | {"ENCODED": True}
+    for width in (64, 1024, 4096, 8192, 12288):
+        constants = _launch(4096, width, encoded=True)[2] | {"ENCODED": True}
         options = {"num_warps": constants.pop("num_warps")}
-        rows = {"factor_ptr": "*fp32", "position_ptr": "*i32", "table_ptr": "*fp32"}
+        rows = {"factor_ptr": "*fp32", "position_ptr": "*i32", "frequency_ptr": "*i32", "program_rows": "i32"}
         common = {**rows, "peak_ptr": "*fp32", "index_ptr": "*i32", "x_ptr": "*bf16", "rows": "i32", "width": "i32"}
         cases.append((forward_kernel, {**common, "y_ptr": "*bf16", "eps": "fp32"}, constants, options))
         cases.append((backward_kernel, {**common, "dy_ptr": "*bf16", "dx_ptr": "*bf16"}, constants, options))

@@ -148,7 +148,7 @@ def _(
 
 
 def _encoding(x: Tensor, factors: Tensor | None, positions: Tensor | None, num_heads: int) -> tuple[Tensor | None, ...]:
-    """What the kernels take: factors, positions and the table of frequencies, or three times None."""
+    """What the kernels take: factors, positions and frequencies, or three times None."""
     if factors is None or positions is None:
         return None, None, None
     return factors, positions, _frequencies(x.shape[-1], num_heads, x.device)
@@ -156,12 +156,11 @@ def _encoding(x: Tensor, factors: Tensor | None, positions: Tensor | None, num_h
 
 @functools.cache
 def _frequencies(width: int, num_heads: int, device: torch.device) -> Tensor:
-    """10000^(-i/K) / 2 pi as two fp32 numbers a column, [2, width]: the nearest and what it lacks."""
+    """10000^(-i/K) / 2 pi turns a position in units of 2^-32, [width] int32: p times it is off by p 2^-33 turns."""
     head_dim = width // num_heads
-    exponent = torch.arange(head_dim, dtype=torch.float64, device=device) * (-1.0 / head_dim)
-    turns = (10000.0**exponent / (2.0 * math.pi)).repeat(num_heads)
-    nearest = turns.float()
-    return torch.stack([nearest, (turns - nearest).float()])
+    exponent = torch.arange(head_dim, dtype=torch.float64) * (-1.0 / head_dim)
+    turns = 10000.0**exponent / (2.0 * math.pi)
+    return (turns * 2.0**32).round().to(torch.int32).repeat(num_heads).to(device)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
