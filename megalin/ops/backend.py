@@ -7,10 +7,11 @@ import importlib.util
 import logging
 import os
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
+from megalin.config import suggest
 from megalin.errors import KernelError
 
 Backend = Literal["auto", "reference", "triton", "cuda"]
@@ -18,6 +19,9 @@ Backend = Literal["auto", "reference", "triton", "cuda"]
 that says why not; ops without it choose as auto does. reference: plain PyTorch."""
 
 Compiled = Literal["triton", "cuda"]
+
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
+VARIABLE = "MEGALIN_KERNELS"
 
 _log = logging.getLogger(__name__)
 
@@ -62,6 +66,8 @@ def choose(op: str, backend: Backend, device: str, unsupported: str = "") -> str
     Raises:
         KernelError: `backend` names an implementation that the op has but that cannot run here.
     """
+    if backend == "auto":
+        backend = requested(op)
     if backend == "reference":
         return "reference"
     if backend == "auto" or backend not in _kernels[op].order:
@@ -71,6 +77,26 @@ def choose(op: str, backend: Backend, device: str, unsupported: str = "") -> str
     if reason := _unfit(op, backend, device):
         raise KernelError(f'{op}: the {backend} kernel cannot run: {reason}; use backend "auto" or "reference"')
     return backend
+
+
+def requested(op: str) -> Backend:
+    """What the environment asks of an op that is called with "auto".
+
+    MEGALIN_KERNELS names one backend for all ops, or some ops: "reference", or "srmsnorm=cuda,decay_scan=reference".
+
+    Raises:
+        KernelError: a name that is no op or no backend.
+    """
+    chosen: Backend = "auto"
+    for entry in filter(None, os.environ.get(VARIABLE, "").split(",")):
+        name, equals, value = entry.strip().rpartition("=")
+        if equals and name not in _kernels:
+            raise KernelError(f"{VARIABLE}: {name!r} is no op with kernels; {suggest(name, sorted(_kernels))}")
+        if value not in BACKENDS:
+            raise KernelError(f"{VARIABLE}: {value!r} is no backend; {suggest(value, list(BACKENDS))}")
+        if name in ("", op):
+            chosen = value
+    return chosen
 
 
 @functools.cache
@@ -89,8 +115,14 @@ def decide(op: str, device: str) -> Choice:
 
 
 def choices(device: str) -> dict[str, Choice]:
-    """What `auto` takes for every op."""
-    return {op: decide(op, device) for op in sorted(_kernels)}
+    """What runs in every op, unless its arguments are such that no kernel takes them."""
+    return {op: _resolved(op, device) for op in sorted(_kernels)}
+
+
+def _resolved(op: str, device: str) -> Choice:
+    backend = requested(op)
+    explicit = backend == "reference" or backend in _kernels[op].order
+    return Choice(backend, f"{VARIABLE}") if explicit else decide(op, device)
 
 
 @functools.cache
@@ -99,8 +131,20 @@ def _unfit(op: str, backend: Compiled, device: str) -> str:
     if reason := _missing(backend, device):
         return reason
     # A compiler's known and unknown bugs show here: wrong gradients come without an error.
-    with torch.enable_grad():
-        return _kernels[op].self_test(backend, device)
+    try:
+        with torch.enable_grad():
+            return _kernels[op].self_test(backend, device)
+    except _errors() as error:
+        return f"self-test: {type(error).__name__}: {error}"
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    """What a compiler or a launch raises."""
+    if importlib.util.find_spec("triton") is None:
+        return (RuntimeError, OSError)
+    from triton.errors import TritonError
+
+    return (RuntimeError, OSError, TritonError)
 
 
 def _missing(backend: Compiled, device: str) -> str:

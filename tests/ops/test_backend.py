@@ -54,8 +54,44 @@ def test_explicit_kernels_raise_with_the_reason(op):
         backend.choose(op, "triton", "cuda", "dtype torch.float64")
 
 
-def test_what_was_chosen_is_told(op):
+def test_what_was_chosen_is_told(op, monkeypatch):
     assert backend.choices("cuda") == {"op": backend.Choice("triton", "cuda: off by 1")}
+    monkeypatch.setenv("MEGALIN_KERNELS", "reference")
+    assert backend.choices("cuda") == {"op": backend.Choice("reference", "MEGALIN_KERNELS")}
+
+
+def test_the_environment_chooses_where_the_caller_does_not(op, monkeypatch):
+    monkeypatch.setenv("MEGALIN_KERNELS", "triton,op=reference")
+    assert backend.choose(op, "auto", "cuda") == "reference"
+    assert backend.choose(op, "triton", "cuda") == "triton"
+    monkeypatch.setenv("MEGALIN_KERNELS", "op=cuda")
+    with pytest.raises(KernelError, match="op: the cuda kernel cannot run: off by 1"):
+        backend.choose(op, "auto", "cuda")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("tritn", "MEGALIN_KERNELS: 'tritn' is no backend; did you mean 'triton'"),
+        ("opp=cuda", "MEGALIN_KERNELS: 'opp' is no op with kernels; did you mean 'op'"),
+    ],
+)
+def test_the_environment_is_checked(op, monkeypatch, value, message):
+    monkeypatch.setenv("MEGALIN_KERNELS", value)
+    with pytest.raises(KernelError, match=message):
+        backend.choose(op, "auto", "cpu")
+
+
+def test_a_kernel_that_does_not_compile_is_passed_over(op, monkeypatch):
+    from triton.errors import TritonError
+
+    def self_test(name, device):
+        if name == "cuda":
+            raise TritonError("out of registers")
+        return ""
+
+    monkeypatch.setitem(backend._kernels, "op", backend.Kernel(("cuda", "triton"), self_test))
+    assert backend.choices("cuda") == {"op": backend.Choice("triton", "cuda: self-test: TritonError: out of registers")}
 
 
 def test_a_choice_is_a_constant_to_the_compiler(op):
