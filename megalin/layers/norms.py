@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megalin.ops.max_norm import max_norm, mean_magnitude_norm
+from megalin.ops.rms_norm import rms_norm
 from megalin.ops.srmsnorm import compute_dtype, srmsnorm
 from megalin.parallel.initialisation import Draw, constant
 from megalin.parallel.tensor_parallel import TensorParallel, local
@@ -47,9 +48,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
-        wide = compute_dtype(x)
-        weight = self.tp.stream_weight(local(self.weight)).to(wide)
-        return (srmsnorm(x.to(wide), eps=self.eps) * weight).to(x.dtype)
+        return rms_norm(x, self.tp.stream_weight(local(self.weight)), eps=self.eps)
 
 
 class LayerNorm(nn.Module):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megalin.ops.gated_squares import gated_squares
 from megalin.ops.srmsnorm import compute_dtype
 from megalin.parallel.initialisation import Draw, constant, normal
 from megalin.parallel.tensor_parallel import TensorParallel, local
@@ -139,16 +140,19 @@ class NormedRowParallelLinear(RowParallelLinear):
         if self.norm == "layernorm":
             draw(self.norm_bias, "norm_bias", constant(0.0))
 
-    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        """x and, where there is one, gate [B, T, in/tp] -> [B, T, out], the residual stream's layout."""
+    def forward(self, x: Tensor, gate: Tensor | None = None, *, gate_first: bool = False) -> Tensor:
+        """x and, where there is one, gate [B, T, in/tp] -> [B, T, out], the residual stream's layout.
+
+        With `gate_first` the norm is that of x silu(gate), in the dtype of the gate, and no gate follows it.
+        """
         if self.norm == "layernorm":
+            assert not gate_first, self.norm
             x = self._layer_norm(x)
             return self._add_bias(self._product(x if gate is None else x * gate))
-        squares = x.to(compute_dtype(x)).square().sum(-1)  # [B, T]
-        total = self.tp.reduce_tokens(squares)  # waited on at its first use, after the product
-        if self.norm == "rmsnorm":
-            x = x * local(self.norm_weight)
-        y = self._product(x if gate is None else x * gate)
+        weight = local(self.norm_weight) if self.norm == "rmsnorm" else None
+        parts = gated_squares(x, gate, weight, gate_first=gate_first)
+        total = self.tp.reduce_tokens(parts.squares)  # waited on at its first use, after the product
+        y = self._product(parts.product)
         return self._add_bias((torch.rsqrt(total / self.in_features + self.eps)[..., None] * y).to(y.dtype))
 
     def _layer_norm(self, x: Tensor) -> Tensor:

@@ -151,7 +151,7 @@ class Mamba2(Mixer):
         """[B, T, H/tp, P] of the scan -> the residual stream; the feed-through joins in fp32."""
         feed_through = context.full_precision[2]
         o = (scanned + feed_through[:, None] * inputs.x).to(scanned.dtype).flatten(2)
-        return self.out(o * functional.silu(inputs.gate))
+        return self.out(o, inputs.gate, gate_first=True)
 
     def flops(self, length: int) -> int:
         scan = scalar_decay_scan_flops(

@@ -164,7 +164,7 @@ class Rodimus(Mixer):
         x_conv, gate = inputs.x_conv, inputs.gate
         feed_through = context.full_precision[1].to(compute_dtype(x_conv))
         output = scan.squeeze(2) + feed_through * x_conv
-        return self.out((output * functional.silu(gate)).to(gate.dtype))
+        return self.out(output, gate, gate_first=True)
 
     def flops(self, length: int) -> int:
         scan = vector_decay_scan_flops(
