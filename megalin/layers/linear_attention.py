@@ -13,8 +13,9 @@ from megalin.errors import ConfigError
 from megalin.layers.decay import DecayKind, decay_slopes
 from megalin.layers.mixers.base import BuildScope, Mixer, MixerConfig, MixerOutput, SequenceContext, State
 from megalin.layers.norms import HeadNormKind
-from megalin.layers.positions import LRPEFrequencies, LRPEKind, apply_lrpe, key_dim
+from megalin.layers.positions import LRPEFrequencies, LRPEKind, key_dim
 from megalin.ops.decay_scan import decay_scan, decay_scan_flops, decay_step
+from megalin.ops.silu_lrpe import silu_lrpe
 from megalin.parallel.initialisation import Draw
 from megalin.parallel.linear import ColumnParallelLinear, LowRankLinear, NormedRowParallelLinear
 
@@ -116,10 +117,10 @@ class LinearAttention(Mixer):
         """q, k [B, T, H/tp, K], v [B, T, H/tp, V] as the scan takes them, and the gate [B, T, D/tp]."""
         q, k, v, gate = self.project(self.tp.enter(x))
         q, k, v = (y.unflatten(-1, (self.local_heads, self.head_dim)) for y in (q, k, v))
-        q, k = functional.silu(q), functional.silu(k)
-        if self.config.lrpe is not None:
-            (theta,) = context.full_precision
-            q, k = (apply_lrpe(self.config.lrpe, y, theta, context.positions) for y in (q, k))
+        if self.config.lrpe is None:
+            return Projections(functional.silu(q), functional.silu(k), v, gate)
+        (theta,) = context.full_precision
+        q, k = silu_lrpe(q, k, theta, context.positions, form=self.config.lrpe)
         return Projections(q, k, v, gate)
 
     def flops(self, length: int) -> int:

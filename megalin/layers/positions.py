@@ -1,18 +1,16 @@
-"""The learnable frequencies of LRPE, and its application to the queries and keys of sharded heads."""
+"""The learnable frequencies of LRPE."""
 
 from __future__ import annotations
-
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from megalin.layers.mixers.base import FullPrecision
-from megalin.ops.positions import lrpe_cosine, lrpe_rotation
+from megalin.ops.silu_lrpe import LRPEForm
 from megalin.parallel.initialisation import Draw, constant
 from megalin.parallel.tensor_parallel import TensorParallel, local
 
-LRPEKind = Literal["cosine", "rotation"]
+LRPEKind = LRPEForm
 
 
 class LRPEFrequencies(FullPrecision):
@@ -35,11 +33,6 @@ class LRPEFrequencies(FullPrecision):
     def forward(self) -> tuple[Tensor, ...]:
         """(theta,) of this rank's heads; a copy, since a sharded parameter's memory is freed and filled again."""
         return (local(self.theta).clone(),)
-
-
-def apply_lrpe(kind: LRPEKind, x: Tensor, theta: Tensor, positions: Tensor) -> Tensor:
-    """Queries or keys [B, T, H/tp, K] -> [B, T, H/tp, 2 K] (cosine) or [B, T, H/tp, K] (rotation)."""
-    return (lrpe_cosine if kind == "cosine" else lrpe_rotation)(x, theta, positions)
 
 
 def key_dim(kind: LRPEKind | None, head_dim: int) -> int:

@@ -1,0 +1,216 @@
+"""LRPE of silu(q) and silu(k) with one set of sines, a = p theta: x -> [x cos a | x sin a], or the rotation of pairs.
+
+Bytes: the forward reads q and k and writes their codes; the backward reads q, k and the codes' gradients, and writes
+the gradients of q and k and, a block of rows, one partial sum of theta's.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+import triton
+import triton.language as tl
+
+FORWARD = {False: {"ROWS": 4, "COLUMNS": 256, "num_warps": 4}, True: {"ROWS": 1, "COLUMNS": 512, "num_warps": 2}}
+BACKWARD = {False: {"ROWS": 1, "COLUMNS": 256, "num_warps": 2}, True: {"ROWS": 8, "COLUMNS": 128, "num_warps": 4}}
+"""By whether the form is the rotation."""
+ROW_BLOCK = 32
+"""Rows whose share of theta's gradient is one partial sum."""
+
+
+@triton.jit
+def _sine_and_cosine(position, theta):
+    """Of position * theta: the product in two fp32 parts, less a multiple of pi / 2 in three; then polynomials."""
+    angle = position * theta
+    rest = tl.fma(position, theta, -angle)
+    turns = tl.floor(angle * 0.6366197723675814 + 0.5)
+    r = tl.fma(turns, -1.5703125, angle)
+    r = tl.fma(turns, -4.837512969970703125e-4, r)
+    r = tl.fma(turns, -7.54978995489188216e-8, r) + rest
+    square = r * r
+    sine = r + r * square * ((-1.9515295891e-4 * square + 8.3321608736e-3) * square - 1.6666654611e-1)
+    cosine = (2.443315711809948e-5 * square - 1.388731625493765e-3) * square + 4.166664568298827e-2
+    cosine = cosine * square * square - 0.5 * square + 1.0
+    quarter = turns.to(tl.int32) & 3
+    odd = (quarter == 1) | (quarter == 3)
+    first = tl.where(odd, cosine, sine)
+    second = tl.where(odd, sine, cosine)
+    return tl.where(quarter >= 2, -first, first), tl.where((quarter == 1) | (quarter == 2), -second, second)
+
+
+@triton.jit
+def _pairs(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    return tl.split(tl.reshape(x, (ROWS, COLUMNS // 2, 2)))
+
+
+@triton.jit
+def _encode(
+    x_ptr, code_ptr, row, column, mask, stride, width, sine, cosine,
+    KEY: tl.constexpr, ROTATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    x = tl.load(x_ptr + row[:, None] * stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    active = x * tl.sigmoid(x)
+    if ROTATION:
+        even, odd = _pairs(active, ROWS, COLUMNS)
+        code = tl.join(even * cosine - odd * sine, even * sine + odd * cosine)
+        tl.store(code_ptr + row[:, None] * width + column[None, :], tl.reshape(code, (ROWS, COLUMNS)), mask=mask)
+    else:
+        target = code_ptr + row[:, None] * (2 * width) + (column + column // KEY * KEY)[None, :]
+        tl.store(target, active * cosine, mask=mask)
+        tl.store(target + KEY, active * sine, mask=mask)
+
+
+@triton.jit
+def _decode(
+    x_ptr, dcode_ptr, dx_ptr, row, column, mask, stride, width, sine, cosine,
+    KEY: tl.constexpr, ROTATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Writes dx; returns the gradient of the angles."""
+    x = tl.load(x_ptr + row[:, None] * stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    gate = tl.sigmoid(x)
+    active = x * gate
+    if ROTATION:
+        source = dcode_ptr + row[:, None] * width + column[None, :]
+        first, second = _pairs(tl.load(source, mask=mask, other=0.0).to(tl.float32), ROWS, COLUMNS)
+        even, odd = _pairs(active, ROWS, COLUMNS)
+        dactive = tl.reshape(tl.join(first * cosine + second * sine, second * cosine - first * sine), (ROWS, COLUMNS))
+        dangle = second * (even * cosine - odd * sine) - first * (even * sine + odd * cosine)
+    else:
+        source = dcode_ptr + row[:, None] * (2 * width) + (column + column // KEY * KEY)[None, :]
+        first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(source + KEY, mask=mask, other=0.0).to(tl.float32)
+        dactive = first * cosine + second * sine
+        dangle = active * (second * cosine - first * sine)
+    dx = dactive * gate * (1.0 + x * (1.0 - gate))
+    tl.store(dx_ptr + row[:, None] * width + column[None, :], dx, mask=mask)
+    return dangle
+
+
+@triton.jit
+def _place(theta_ptr, width, ROTATION: tl.constexpr, COLUMNS: tl.constexpr):
+    """This program's columns of q and k, and the columns and values of theta that belong to them."""
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    if ROTATION:
+        angle = tl.program_id(1) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
+        angles = width // 2
+    else:
+        angle = column
+        angles = width
+    return column, angle, angles, tl.load(theta_ptr + angle, mask=angle < angles, other=0.0)
+
+
+@triton.jit(do_not_specialize=["rows", "period"])
+def forward_kernel(
+    q_ptr, k_ptr, theta_ptr, positions_ptr, q_code_ptr, k_code_ptr, rows, period, q_stride, k_stride, width,
+    KEY: tl.constexpr, ROTATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    column, _, _, theta = _place(theta_ptr, width, ROTATION, COLUMNS)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    mask = (row < rows)[:, None] & (column < width)[None, :]
+    position = tl.load(positions_ptr + row % period, mask=row < rows, other=0).to(tl.float32)
+    sine, cosine = _sine_and_cosine(position[:, None], theta[None, :])
+    _encode(q_ptr, q_code_ptr, row, column, mask, q_stride, width, sine, cosine, KEY, ROTATION, ROWS, COLUMNS)
+    _encode(k_ptr, k_code_ptr, row, column, mask, k_stride, width, sine, cosine, KEY, ROTATION, ROWS, COLUMNS)
+
+
+@triton.jit(do_not_specialize=["rows", "period"])
+def backward_kernel(
+    q_ptr, k_ptr, theta_ptr, positions_ptr, dq_code_ptr, dk_code_ptr, dq_ptr, dk_ptr, dtheta_ptr,
+    rows, period, q_stride, k_stride, width,
+    KEY: tl.constexpr, ROTATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ROW_BLOCK: tl.constexpr
+):  # fmt: skip
+    column, angle, angles, theta = _place(theta_ptr, width, ROTATION, COLUMNS)
+    total = tl.zeros([ROWS, COLUMNS // 2 if ROTATION else COLUMNS], tl.float32)
+    first = tl.program_id(0).to(tl.int64) * ROW_BLOCK
+    for start in range(0, ROW_BLOCK, ROWS):
+        row = first + start + tl.arange(0, ROWS)
+        mask = (row < rows)[:, None] & (column < width)[None, :]
+        position = tl.load(positions_ptr + row % period, mask=row < rows, other=0).to(tl.float32)[:, None]
+        sine, cosine = _sine_and_cosine(position, theta[None, :])
+        dangle = _decode(
+            q_ptr, dq_code_ptr, dq_ptr, row, column, mask, q_stride, width, sine, cosine, KEY, ROTATION, ROWS, COLUMNS
+        )
+        dangle += _decode(
+            k_ptr, dk_code_ptr, dk_ptr, row, column, mask, k_stride, width, sine, cosine, KEY, ROTATION, ROWS, COLUMNS
+        )
+        total += position * dangle
+    tl.store(dtheta_ptr + tl.program_id(0).to(tl.int64) * angles + angle, tl.sum(total, axis=0), mask=angle < angles)
+
+
+def forward(q: Tensor, k: Tensor, theta: Tensor, positions: Tensor, *, rotation: bool) -> tuple[Tensor, Tensor]:
+    """q, k [rows, H, K] with whole rows, theta [H, K or K/2] fp32, positions [period] of the rows, which repeat ->
+    their codes [rows, H, 2 K or K]."""
+    rows, heads, key = q.shape
+    width = heads * key
+    codes = [q.new_empty(rows, heads, key if rotation else 2 * key) for _ in range(2)]
+    table = FORWARD[rotation]
+    grid = (triton.cdiv(rows, table["ROWS"]), triton.cdiv(width, table["COLUMNS"]))
+    forward_kernel[grid](
+        q,
+        k,
+        theta,
+        positions,
+        *codes,
+        rows,
+        len(positions),
+        q.stride(0),
+        k.stride(0),
+        width,
+        key,
+        rotation,
+        **table,
+    )
+    return codes[0], codes[1]
+
+
+def backward(
+    dq_code: Tensor, dk_code: Tensor, q: Tensor, k: Tensor, theta: Tensor, positions: Tensor, *, rotation: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k (contiguous) and theta from those of the codes (contiguous); the rest as in `forward`."""
+    rows, heads, key = q.shape
+    width = heads * key
+    dq, dk = (q.new_empty(rows, heads, key) for _ in range(2))
+    grid = (triton.cdiv(rows, ROW_BLOCK), triton.cdiv(width, BACKWARD[rotation]["COLUMNS"]))
+    partial = theta.new_empty(grid[0], *theta.shape)
+    backward_kernel[grid](
+        q,
+        k,
+        theta,
+        positions,
+        dq_code,
+        dk_code,
+        dq,
+        dk,
+        partial,
+        rows,
+        len(positions),
+        q.stride(0),
+        k.stride(0),
+        width,
+        key,
+        rotation,
+        ROW_BLOCK=ROW_BLOCK,
+        **BACKWARD[rotation],
+    )
+    return dq, dk, partial.sum(0)
+
+
+def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]]:
+    """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
+    low = ("q_ptr", "k_ptr", "q_code_ptr", "k_code_ptr", "dq_code_ptr", "dk_code_ptr", "dq_ptr", "dk_ptr")
+    types = {
+        **dict.fromkeys(low, "*bf16"),
+        "theta_ptr": "*fp32",
+        "positions_ptr": "*i64",
+        "dtheta_ptr": "*fp32",
+        **dict.fromkeys(("rows", "period", "q_stride", "k_stride", "width"), "i32"),
+    }
+    cases = []
+    for rotation in (False, True):
+        for kernel, table, more in (
+            (forward_kernel, FORWARD[rotation], {}),
+            (backward_kernel, BACKWARD[rotation], {"ROW_BLOCK": ROW_BLOCK}),
+        ):
+            constants = {"KEY": 128, "ROTATION": rotation, "ROWS": table["ROWS"], "COLUMNS": table["COLUMNS"], **more}
+            cases.append((kernel, types, constants, {"num_warps": table["num_warps"]}))
+    return cases
