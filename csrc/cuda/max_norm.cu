@@ -16,15 +16,15 @@ __device__ inline Key key_of(float x, int column) {
   return Key(__float_as_uint(fabsf(x))) << 32 | (0xffffffffu - unsigned(column));
 }
 
-// Factor and position of each row, and the frequency of each column in 2^-32 turns a position.
+// Factor of each row, position of each of `period`, and frequency of each column in 2^-32 turns a position.
 struct Encoding {
   const float* factors;
   const int* positions;
   const unsigned* frequencies;
 };
 
-// Rows that a group takes one after the other, where they share frequencies.
-constexpr int ENCODED_TURNS = 8;
+// Matrices that a block takes one after the other, with the same cosines.
+constexpr int TURNS = 16;
 
 // -cos(2 pi p F / 2^32): the product wraps, which leaves the fraction of a turn. Its upper 23 bits as the mantissa of a
 // number in [1, 2), less 1.5, lie half a turn away.
@@ -39,50 +39,43 @@ __device__ inline float cosine(unsigned position, unsigned frequency) {
   return fmaf(y, z, 1.0f);
 }
 
-// f c of the elements that this thread holds of a row, one without an encoding.
+// -c of the elements that this thread holds of a row, -1 without an encoding.
 template <typename L, bool ENCODED>
-struct Gains {
-  unsigned frequencies[ENCODED ? L::ITEMS : 1][ENCODED ? L::N : 1];
-  float factor = 1.0f;
-  unsigned position = 0;
+struct Cosines {
+  float values[ENCODED ? L::ITEMS : 1][ENCODED ? L::N : 1];
 
-  __device__ Gains(const Encoding& encoding, int width) {
+  __device__ Cosines(const Encoding& encoding, int64_t row, bool there, int width) {
     if constexpr (ENCODED) {
+      const unsigned position = there ? encoding.positions[row] : 0;
 #pragma unroll
       for (int i = 0; i < L::ITEMS; ++i) {
 #pragma unroll
         for (int j = 0; j < L::N; ++j) {
           const int column = L::column(i, j);
-          frequencies[i][j] = column < width ? encoding.frequencies[column] : 0;
+          values[i][j] = cosine(position, column < width ? encoding.frequencies[column] : 0);
         }
       }
     }
   }
 
-  __device__ void take(const Encoding& encoding, int64_t row, int64_t rows) {
-    if constexpr (ENCODED) {
-      factor = row < rows ? encoding.factors[row] : 0.0f;
-      position = row < rows ? encoding.positions[row] : 0;
-    }
-  }
-
-  // f c x; zero exactly where the factor is, whatever x.
-  __device__ float apply(float x, int i, int j) const {
-    if constexpr (ENCODED) return factor == 0.0f ? 0.0f : x * (-factor * cosine(position, frequencies[i][j]));
-    return x;
+  __device__ float get(int i, int j) const {
+    if constexpr (ENCODED) return values[i][j];
+    return -1.0f;
   }
 };
 
+// Rows b period + t of `batch` matrices of `period` rows: a group takes a t, for TURNS of the b.
 template <typename L, bool ENCODED>
 __global__ void __launch_bounds__(L::THREADS)
     max_norm_forward(const typename L::T* x, Encoding encoding, typename L::T* y, float* peaks, int* indices,
-                     int64_t rows, int width, float eps) {
-  constexpr int TURNS = ENCODED ? ENCODED_TURNS : 1;
-  Gains<L, ENCODED> gains(encoding, width);
-  for (int turn = 0; turn < TURNS; ++turn) {
-    const int64_t row = L::row(TURNS, turn);
+                     int64_t period, int batch, int width, float eps) {
+  const bool there = L::row() < period;
+  const Cosines<L, ENCODED> cosines(encoding, L::row(), there, width);
+  const int first = blockIdx.y * TURNS, end = min(first + TURNS, batch);
+  for (int b = first; b < end; ++b) {
+    const int64_t row = b * period + L::row();
     L current;
-    current.load(x, row, rows, width);
+    current.load(x, row, there, width);
     float largest = 0.0f;
 #pragma unroll
     for (int i = 0; i < L::ITEMS; ++i) {
@@ -98,16 +91,16 @@ __global__ void __launch_bounds__(L::THREADS)
         if (fabsf(current.get(i, j)) == largest) column = L::column(i, j);
       }
     }
-    const Key key = reduce<L, Largest>(key_of(largest, column), turn);
-    const float peak = __uint_as_float(unsigned(key >> 32)) + eps, inverse = 1.0f / peak;
-    gains.take(encoding, row, rows);
+    const Key key = reduce<L, Largest>(key_of(largest, column), b);
+    const float peak = __uint_as_float(unsigned(key >> 32)) + eps;
+    const float scale = (ENCODED && there ? encoding.factors[row] : 1.0f) / -peak;
 #pragma unroll
     for (int i = 0; i < L::ITEMS; ++i) {
 #pragma unroll
-      for (int j = 0; j < L::N; ++j) current.set(i, j, gains.apply(current.get(i, j) * inverse, i, j));
+      for (int j = 0; j < L::N; ++j) current.set(i, j, current.get(i, j) * cosines.get(i, j) * scale);
     }
-    current.store(y, row, rows, width);
-    if (L::lane() == 0 && row < rows) {
+    current.store(y, row, there, width);
+    if (L::lane() == 0 && there) {
       peaks[row] = peak;
       indices[row] = int(0xffffffffu - unsigned(key));
     }
@@ -117,46 +110,38 @@ __global__ void __launch_bounds__(L::THREADS)
 template <typename L, bool ENCODED>
 __global__ void __launch_bounds__(L::THREADS)
     max_norm_backward(const typename L::T* dy, const typename L::T* x, Encoding encoding, const float* peaks,
-                      const int* indices, typename L::T* dx, int64_t rows, int width) {
-  constexpr int TURNS = ENCODED ? ENCODED_TURNS : 1;
-  Gains<L, ENCODED> gains(encoding, width);
-  for (int turn = 0; turn < TURNS; ++turn) {
-    const int64_t row = L::row(TURNS, turn);
+                      const int* indices, typename L::T* dx, int64_t period, int batch, int width) {
+  const bool there = L::row() < period;
+  const Cosines<L, ENCODED> cosines(encoding, L::row(), there, width);
+  const int first = blockIdx.y * TURNS, end = min(first + TURNS, batch);
+  for (int b = first; b < end; ++b) {
+    const int64_t row = b * period + L::row();
     L value, gradient;
-    value.load(x, row, rows, width);
-    gradient.load(dy, row, rows, width);
-    const float inverse = row < rows ? 1.0f / peaks[row] : 0.0f;
-    gains.take(encoding, row, rows);
-    // f c dy stays in fp32: in the dtype of dy it would be rounded twice.
-    float scaled[L::ITEMS][L::N];
+    value.load(x, row, there, width);
+    gradient.load(dy, row, there, width);
+    const float peak = there ? peaks[row] : 1.0f;
+    const float scale = (ENCODED && there ? encoding.factors[row] : 1.0f) / -peak;
     float product = 0.0f;
 #pragma unroll
     for (int i = 0; i < L::ITEMS; ++i) {
 #pragma unroll
       for (int j = 0; j < L::N; ++j) {
-        scaled[i][j] = gains.apply(gradient.get(i, j), i, j) * inverse;
-        product = fmaf(scaled[i][j], value.get(i, j), product);
+        product = fmaf(gradient.get(i, j) * cosines.get(i, j), value.get(i, j), product);
       }
     }
-    const float pull = reduce<L, Sum>(product, turn) * inverse;
+    const float pull = reduce<L, Sum>(product, b) * scale / peak;
+    const int index = there ? indices[row] : -1;
 #pragma unroll
     for (int i = 0; i < L::ITEMS; ++i) {
 #pragma unroll
-      for (int j = 0; j < L::N; ++j) gradient.set(i, j, scaled[i][j]);
-    }
-    const int index = row < rows ? indices[row] : -1;
-#pragma unroll
-    for (int i = 0; i < L::ITEMS; ++i) {
-      // One vector of the whole row holds the largest element, which carries the row's pull.
-      if (unsigned(index - L::column(i, 0)) < unsigned(L::N)) {
-#pragma unroll
-        for (int j = 0; j < L::N; ++j) {
-          const float x_j = value.get(i, j), sign = float(x_j > 0.0f) - float(x_j < 0.0f);
-          if (L::column(i, j) == index) gradient.set(i, j, scaled[i][j] - sign * pull);
-        }
+      for (int j = 0; j < L::N; ++j) {
+        // The largest element carries the row's pull.
+        const float x_j = value.get(i, j), sign = float(x_j > 0.0f) - float(x_j < 0.0f);
+        const float own = L::column(i, j) == index ? sign * pull : 0.0f;
+        gradient.set(i, j, gradient.get(i, j) * cosines.get(i, j) * scale - own);
       }
     }
-    gradient.store(dx, row, rows, width);
+    gradient.store(dx, row, there, width);
   }
 }
 
@@ -167,8 +152,8 @@ struct MaxNormForward {
   void* y;
   float* peaks;
   int* indices;
-  int64_t rows;
-  int width;
+  int64_t period;
+  int batch, width;
   float eps;
   cudaStream_t stream;
 
@@ -180,9 +165,9 @@ struct MaxNormForward {
   template <typename L, bool ENCODED>
   cudaError_t start() const {
     using T = typename L::T;
-    const int64_t blocks = L::blocks(rows, ENCODED ? ENCODED_TURNS : 1);
+    const dim3 blocks(L::blocks(period), (batch + TURNS - 1) / TURNS);
     max_norm_forward<L, ENCODED><<<blocks, L::THREADS, 0, stream>>>(
-        static_cast<const T*>(x), encoding, static_cast<T*>(y), peaks, indices, rows, width, eps);
+        static_cast<const T*>(x), encoding, static_cast<T*>(y), peaks, indices, period, batch, width, eps);
     return cudaGetLastError();
   }
 };
@@ -194,8 +179,8 @@ struct MaxNormBackward {
   const float* peaks;
   const int* indices;
   void* dx;
-  int64_t rows;
-  int width;
+  int64_t period;
+  int batch, width;
   cudaStream_t stream;
 
   template <typename L>
@@ -206,32 +191,33 @@ struct MaxNormBackward {
   template <typename L, bool ENCODED>
   cudaError_t start() const {
     using T = typename L::T;
-    const int64_t blocks = L::blocks(rows, ENCODED ? ENCODED_TURNS : 1);
+    const dim3 blocks(L::blocks(period), (batch + TURNS - 1) / TURNS);
     max_norm_backward<L, ENCODED><<<blocks, L::THREADS, 0, stream>>>(static_cast<const T*>(dy),
                                                                      static_cast<const T*>(x), encoding, peaks, indices,
-                                                                     static_cast<T*>(dx), rows, width);
+                                                                     static_cast<T*>(dx), period, batch, width);
     return cudaGetLastError();
   }
 };
 
 }  // namespace megalin
 
-// x, y [rows, width] of a Dtype; factors, positions [rows] and frequencies [width], or all null; peaks, indices [rows];
-// returns a cudaError_t.
+// x, y [batch, period, width] of a Dtype; factors [batch, period], positions [period] and frequencies [width], or all
+// null; peaks, indices [batch, period]; returns a cudaError_t.
 extern "C" int megalin_max_norm_forward(const void* x, const float* factors, const int* positions,
-                                        const unsigned* frequencies, void* y, float* peaks, int* indices, int64_t rows,
-                                        int width, float eps, int dtype, cudaStream_t stream) {
+                                        const unsigned* frequencies, void* y, float* peaks, int* indices,
+                                        int64_t period, int batch, int width, float eps, int dtype,
+                                        cudaStream_t stream) {
   const megalin::Encoding encoding{factors, positions, frequencies};
-  const megalin::MaxNormForward launcher{x, encoding, y, peaks, indices, rows, width, eps, stream};
+  const megalin::MaxNormForward launcher{x, encoding, y, peaks, indices, period, batch, width, eps, stream};
   return megalin::with_dtype(launcher, dtype, width, megalin::aligned(x) && megalin::aligned(y));
 }
 
-// dy, x, dx [rows, width] of a Dtype, the rest as the forward took and gave it; returns a cudaError_t.
+// dy, x, dx [batch, period, width] of a Dtype, the rest as the forward took and gave it; returns a cudaError_t.
 extern "C" int megalin_max_norm_backward(const void* dy, const void* x, const float* factors, const int* positions,
                                          const unsigned* frequencies, const float* peaks, const int* indices, void* dx,
-                                         int64_t rows, int width, int dtype, cudaStream_t stream) {
+                                         int64_t period, int batch, int width, int dtype, cudaStream_t stream) {
   const megalin::Encoding encoding{factors, positions, frequencies};
-  const megalin::MaxNormBackward launcher{dy, x, encoding, peaks, indices, dx, rows, width, stream};
+  const megalin::MaxNormBackward launcher{dy, x, encoding, peaks, indices, dx, period, batch, width, stream};
   const bool vectorised = megalin::aligned(dy) && megalin::aligned(x) && megalin::aligned(dx);
   return megalin::with_dtype(launcher, dtype, width, vectorised);
 }

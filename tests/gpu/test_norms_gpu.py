@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from megalin.ops import backend as backends
+from megalin.ops.gated_squares import gated_squares, gated_squares_reference
 from megalin.ops.max_norm import encoded_max_norm, encoded_max_norm_reference, max_norm, max_norm_reference
+from megalin.ops.rms_norm import rms_norm, rms_norm_reference
 from megalin.ops.srmsnorm import srmsnorm, srmsnorm_reference
 from tests.numerics import outputs_and_gradients
 from tests.ops.kernels import assert_as_good_as_the_reference
@@ -16,8 +18,11 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-WIDTHS = [1, 33, 64, 200, 257, 1000, 1024, 2048, 2056, 4096, 4100, 5120, 8192, 9001, 12288, 16384]
+WIDTHS = {
+    torch.bfloat16: [1, 33, 64, 257, 1024, 2056, 4096, 5120, 8192, 9001, 12288, 16384],
+    torch.float32: [1, 200, 1024, 4100, 12288, 16384],
+    torch.float16: [1, 1000, 2048, 16384],
+}
 ROWS = 300
 
 
@@ -37,10 +42,10 @@ def _rows(width, dtype):
 
 
 def _encoded(function, x, **options):
-    positions = torch.arange(100, device=x.device) * 700
-    factor = torch.linspace(0.0, 1.0, 100, device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
+    positions = torch.arange(15, device=x.device) * 4000
+    factor = torch.linspace(0.0, 1.0, 20, device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
     heads = 4 if x.shape[-1] % 4 == 0 else 1
-    return function(x.view(3, 100, -1), factor[None], positions, num_heads=heads, **options)
+    return function(x.view(20, 15, -1), factor[:, None], positions, num_heads=heads, **options)
 
 
 OPS = {
@@ -54,11 +59,11 @@ OPS = {
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", WIDTHS)
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 def test_every_width_is_as_good_as_the_reference(op, dtype, backend):
     function, reference = OPS[op]
-    for width in WIDTHS[1 if op.startswith("encoded") else 0 :]:  # a single column has an exact angle in fp32
+    for width in WIDTHS[dtype][1 if op.startswith("encoded") else 0 :]:  # a single column has an exact angle in fp32
         x = {"x": _rows(width, dtype)}
         kernel = lambda x: [function(x, backend=backend)]  # noqa: E731
         assert_as_good_as_the_reference(kernel, lambda x: [reference(x)], x)
@@ -84,5 +89,44 @@ def test_strided_and_unaligned_rows_are_taken(op, backend):
 
 
 def test_the_row_kernels_pass_their_self_tests():
-    for op in ("srmsnorm", "max_norm"):
+    for op in ("srmsnorm", "max_norm", "rms_norm", "gated_squares"):
         assert backends.decide(op, "cuda").backend != "reference", backends.decide(op, "cuda")
+
+
+@pytest.mark.parametrize("dtype", WIDTHS)
+def test_weighted_and_gated_rows_are_as_good_as_the_reference(dtype):
+    for width in (33, 200, 1024, 2056, 5120):
+        inputs = {
+            "x": torch.randn(3000, width, device="cuda").to(dtype),
+            "gate": torch.randn(3000, width, device="cuda").to(dtype),
+            "weight": torch.randn(width, device="cuda").to(dtype),
+        }
+        for first in (False, True):
+            assert_as_good_as_the_reference(
+                lambda first=first, **x: gated_squares(**x, gate_first=first, backend="triton"),
+                lambda first=first, **x: gated_squares_reference(**x, gate_first=first),
+                inputs,
+            )
+        del inputs["gate"]
+        assert_as_good_as_the_reference(
+            lambda x, weight: [rms_norm(x, weight, eps=1e-6, backend="triton")],
+            lambda x, weight: [rms_norm_reference(x, weight, eps=1e-6)],
+            inputs,
+        )
+
+
+def test_blocks_compile_whole_with_the_kernels_and_without():
+    x, gate = (torch.randn(2, 96, 256, device="cuda", requires_grad=True) for _ in range(2))
+    weight = torch.rand(256, device="cuda", requires_grad=True)
+
+    def block(x, gate, weight, backend):
+        x = max_norm(srmsnorm(x, eps=1e-6, backend=backend), eps=1e-3, backend=backend)
+        parts = gated_squares(rms_norm(x, weight, eps=1e-6, backend=backend), gate, backend=backend)
+        return parts.product * parts.squares[..., None]
+
+    for backend in ("auto", "triton"):
+        compiled = torch.compile(block, fullgraph=True)
+        found = torch.autograd.grad(compiled(x, gate, weight, backend).square().sum(), (x, gate, weight))
+        expected = torch.autograd.grad(block(x, gate, weight, "reference").square().sum(), (x, gate, weight))
+        for actual, truth in zip(found, expected, strict=True):
+            assert (actual - truth).norm() <= 1e-5 * truth.norm()
