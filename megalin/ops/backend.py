@@ -41,10 +41,11 @@ class Choice(NamedTuple):
 
     backend: str
     reason: str
-    """Why none before it in the order runs; empty for the first."""
+    """Why none before it in the order runs, or who asked for it; empty for the first."""
 
 
 _kernels: dict[str, Kernel] = {}
+_used: dict[str, Choice] = {}
 
 
 def register(op: str, order: tuple[Compiled, ...], self_test: Callable[[Compiled, str], str]) -> None:
@@ -66,17 +67,24 @@ def choose(op: str, backend: Backend, device: str, unsupported: str = "") -> str
     Raises:
         KernelError: `backend` names an implementation that the op has but that cannot run here.
     """
+    choice = _choose(op, backend, device, unsupported)
+    _used[op] = choice
+    return choice.backend
+
+
+def _choose(op: str, backend: Backend, device: str, unsupported: str) -> Choice:
+    reason = ""
     if backend == "auto":
-        backend = requested(op)
+        backend, reason = requested(op), VARIABLE
     if backend == "reference":
-        return "reference"
+        return Choice("reference", reason)
     if backend == "auto" or backend not in _kernels[op].order:
-        return "reference" if unsupported else decide(op, device).backend
+        return Choice("reference", f"no kernel takes {unsupported}") if unsupported else decide(op, device)
     if unsupported:
         raise KernelError(f'{op}: the {backend} kernel does not take {unsupported}; use backend "auto"')
-    if reason := _unfit(op, backend, device):
-        raise KernelError(f'{op}: the {backend} kernel cannot run: {reason}; use backend "auto" or "reference"')
-    return backend
+    if unfit := _unfit(op, backend, device):
+        raise KernelError(f'{op}: the {backend} kernel cannot run: {unfit}; use backend "auto" or "reference"')
+    return Choice(backend, reason)
 
 
 def requested(op: str) -> Backend:
@@ -114,15 +122,9 @@ def decide(op: str, device: str) -> Choice:
     return Choice("reference", "; ".join(reasons))
 
 
-def choices(device: str) -> dict[str, Choice]:
-    """What runs in every op, unless its arguments are such that no kernel takes them."""
-    return {op: _resolved(op, device) for op in sorted(_kernels)}
-
-
-def _resolved(op: str, device: str) -> Choice:
-    backend = requested(op)
-    explicit = backend == "reference" or backend in _kernels[op].order
-    return Choice(backend, f"{VARIABLE}") if explicit else decide(op, device)
+def used() -> dict[str, Choice]:
+    """What ran last in every op that was called so far."""
+    return dict(sorted(_used.items()))
 
 
 @functools.cache

@@ -23,6 +23,7 @@ from megalin.data.masked_dataset import open_dataset
 from megalin.data.packing import AnyBatch, batch_to
 from megalin.data.tokenizer import load_tokenizer
 from megalin.errors import CheckpointError, ConfigError, MegalinError
+from megalin.ops import backend
 from megalin.optim.adamw import build_optimizer, set_learning_rate
 from megalin.optim.schedule import learning_rate
 from megalin.parallel.collectives import all_reduce
@@ -149,6 +150,8 @@ class Trainer:
                     step=step + 1,
                 )
                 seconds = time.perf_counter() - started
+                if step == self.first_step:
+                    self._tell_kernels(metrics)
                 values = self._measure(step, result, rate, seconds, data_wait_seconds)
                 evaluation = self._evaluate_after(step + 1, last_step)
                 metrics.write(step + 1, values | (evaluation.metrics() if evaluation is not None else {}))
@@ -158,6 +161,12 @@ class Trainer:
             entropy = evaluation.unigram_entropy if isinstance(evaluation, Evaluation) else None
             write_loss_curve(self.run.metrics, self.run.loss_curve, unigram_entropy=entropy)
         return TrainResult(max(last_step, self.first_step), result.loss if result else None, evaluation)
+
+    def _tell_kernels(self, metrics: Metrics) -> None:
+        """Once a process, after its first step: which implementation of each op runs, and why."""
+        used = backend.used()
+        metrics.tell("kernels: " + ", ".join(f"{op} {choice.backend}" for op, choice in used.items()))
+        self.run.write_json(self.run.kernels, {op: choice._asdict() for op, choice in used.items()})
 
     def _loader(self) -> Loader[Any]:
         train, data = self.config.train, self.mesh.data

@@ -67,6 +67,7 @@ class Metrics:
         self._sinks: list[_Sink] = []
         self._warned: set[_Sink] = set()
         self._last_step = resumed_step
+        self._console: Console | None = None
         if not enabled:
             return
         try:
@@ -77,7 +78,7 @@ class Metrics:
             raise StorageError(
                 f"{folder}: metrics cannot be written ({error}); free space, or choose another run folder"
             ) from None
-        console = console or Console()
+        self._console = console = console or Console()
         if console.is_terminal:
             self._sinks.append(_ProgressBar(console, total_steps, resumed_step))
         else:
@@ -102,6 +103,11 @@ class Metrics:
                         RuntimeWarning,
                         stacklevel=2,
                     )
+
+    def tell(self, line: str) -> None:
+        """Prints a line beside the progress; nothing where this rank does not write."""
+        if self._console is not None:
+            _print(self._console, line)
 
     def close(self) -> None:
         """Closes the files and leaves the terminal as it was; a second call does nothing."""

@@ -55,6 +55,11 @@ class RunFolder:
         return self.path / "config.toml"
 
     @property
+    def kernels(self) -> Path:
+        """Which implementation of each op ran, and why."""
+        return self.path / "kernels.json"
+
+    @property
     def loss_curve(self) -> Path:
         """Picture of the losses."""
         return self.path / "loss.png"

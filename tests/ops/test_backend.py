@@ -21,6 +21,7 @@ from tests.ops.aot import SHARED_LIMIT
 def op(monkeypatch):
     """An op whose Triton form passes and whose CUDA form fails its self-test, on a device that has both."""
     monkeypatch.setattr(backend, "_kernels", {})
+    monkeypatch.setattr(backend, "_used", {})
     monkeypatch.setattr(backend, "_missing", lambda name, device: "")
     backend.decide.cache_clear()
     backend._unfit.cache_clear()
@@ -55,9 +56,14 @@ def test_explicit_kernels_raise_with_the_reason(op):
 
 
 def test_what_was_chosen_is_told(op, monkeypatch):
-    assert backend.choices("cuda") == {"op": backend.Choice("triton", "cuda: off by 1")}
+    assert backend.used() == {}
+    backend.choose(op, "auto", "cuda")
+    assert backend.used() == {"op": backend.Choice("triton", "cuda: off by 1")}
+    backend.choose(op, "auto", "cuda", "dtype torch.float64")
+    assert backend.used() == {"op": backend.Choice("reference", "no kernel takes dtype torch.float64")}
     monkeypatch.setenv("MEGALIN_KERNELS", "reference")
-    assert backend.choices("cuda") == {"op": backend.Choice("reference", "MEGALIN_KERNELS")}
+    backend.choose(op, "auto", "cuda")
+    assert backend.used() == {"op": backend.Choice("reference", "MEGALIN_KERNELS")}
 
 
 def test_the_environment_chooses_where_the_caller_does_not(op, monkeypatch):
@@ -91,7 +97,7 @@ def test_a_kernel_that_does_not_compile_is_passed_over(op, monkeypatch):
         return ""
 
     monkeypatch.setitem(backend._kernels, "op", backend.Kernel(("cuda", "triton"), self_test))
-    assert backend.choices("cuda") == {"op": backend.Choice("triton", "cuda: self-test: TritonError: out of registers")}
+    assert backend.decide(op, "cuda") == backend.Choice("triton", "cuda: self-test: TritonError: out of registers")
 
 
 def test_a_choice_is_a_constant_to_the_compiler(op):

@@ -63,6 +63,13 @@ def test_recomputation_gives_the_same_losses(config, plain, tmp_path):
     assert metrics(tmp_path) == metrics(plain)
 
 
+def test_a_run_tells_which_kernels_it_runs(plain, config, tmp_path, capsys):
+    run(config, tmp_path, "train.stop_after_steps=1")
+    assert "kernels: decay_scan reference" in capsys.readouterr().out
+    kernels = json.loads((plain / "kernels.json").read_text())
+    assert kernels["decay_scan"] == {"backend": "reference", "reason": "device cpu"}
+
+
 def test_run_without_validation_evaluates_nothing(config, plain, tmp_path):
     result = run(config, tmp_path, "data.validation=[]")
     assert result.evaluation is None
