@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from megalin.ops import backend as backends
 from megalin.ops.backend import Backend, Compiled
+from megalin.ops.fusion import left_to_inductor
 from megalin.ops.self_test import compare, sample
 from megalin.ops.srmsnorm import KERNEL_DTYPES, compute_dtype
 
@@ -38,7 +39,8 @@ def gated_squares(
         gate: g [..., D], as it is multiplied, or with `gate_first` before its silu; None: one.
         weight: w [D]; None: one.
         gate_first: whether the norm is that of the gated rows (Rodimus, Mamba-2) or of x (TransNormerLLM, TNL).
-        backend: which implementation runs; the compiled one takes fp32, bf16 and fp16.
+        backend: which implementation runs; in compiled blocks "auto" leaves the reference to inductor.
+            The compiled one takes fp32, bf16 and fp16.
 
     Returns:
         The parts of RMSNorm(x) w g, or RMSNorm(u) w, before the root of the mean square over all parts.
@@ -47,7 +49,7 @@ def gated_squares(
         KernelError: an explicit backend that cannot run.
     """
     choice = backends.choose("gated_squares", backend, x.device.type, _unsupported(x, gate, weight))
-    if choice == "reference":
+    if choice == "reference" or left_to_inductor("gated_squares", backend):
         return gated_squares_reference(x, gate, weight, gate_first=gate_first)
     gate = None if gate is None else gate.contiguous()
     return GatedSquares(*_forward(x.contiguous(), gate, weight, gate_first))

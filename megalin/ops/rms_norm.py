@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megalin.ops import backend as backends
 from megalin.ops.backend import Backend, Compiled
+from megalin.ops.fusion import left_to_inductor
 from megalin.ops.self_test import compare, sample
 from megalin.ops.srmsnorm import KERNEL_DTYPES, compute_dtype, srmsnorm_reference, unsupported
 
@@ -20,7 +21,8 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, backend: Backend = "auto"
         x: [..., D], any float dtype; the mean, the root and the products are computed in at least fp32.
         weight: w [D].
         eps: inside the root.
-        backend: which implementation runs; the compiled one takes fp32, bf16 and fp16 of widths up to 16384.
+        backend: which implementation runs; in compiled blocks "auto" leaves the reference to inductor.
+            The compiled one takes fp32, bf16 and fp16 of widths up to 16384.
 
     Returns:
         [..., D] in the dtype of `x`.
@@ -30,7 +32,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, backend: Backend = "auto"
     """
     reason = unsupported(x) or ("" if weight.dtype in KERNEL_DTYPES else f"a weight of dtype {weight.dtype}")
     choice = backends.choose("rms_norm", backend, x.device.type, reason)
-    if choice == "reference":
+    if choice == "reference" or left_to_inductor("rms_norm", backend):
         return rms_norm_reference(x, weight, eps=eps)
     return _forward(x.contiguous(), weight.contiguous(), eps)[0]
 

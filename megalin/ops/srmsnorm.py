@@ -10,6 +10,7 @@ from torch import Tensor
 from megalin.ops import backend as backends
 from megalin.ops.backend import Backend, Compiled
 from megalin.ops.cuda_launch import launch
+from megalin.ops.fusion import left_to_inductor
 from megalin.ops.self_test import compare, sample
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,7 +28,8 @@ def srmsnorm(x: Tensor, *, eps: float, backend: Backend = "auto") -> Tensor:
     Args:
         x: [..., D], any float dtype; the mean and the root are computed in at least fp32.
         eps: inside the root, so that a row of zeros gives zeros and a gradient of at most eps^(-1/2).
-        backend: which implementation runs; compiled ones take fp32, bf16 and fp16 of widths up to 16384.
+        backend: which implementation runs; in compiled blocks "auto" leaves the reference to inductor.
+            Compiled ones take fp32, bf16 and fp16 of widths up to 16384.
 
     Returns:
         [..., D] in the dtype of `x`.
@@ -36,7 +38,7 @@ def srmsnorm(x: Tensor, *, eps: float, backend: Backend = "auto") -> Tensor:
         KernelError: an explicit backend that cannot run.
     """
     choice = backends.choose("srmsnorm", backend, x.device.type, unsupported(x))
-    if choice == "reference":
+    if choice == "reference" or left_to_inductor("srmsnorm", backend):
         return srmsnorm_reference(x, eps=eps)
     return _forward(x.contiguous(), eps, choice)[0]
 
