@@ -33,9 +33,9 @@ def _narrowed(data):
 
 
 def mend() -> None:
-    """Replaces the interpreter's binary, unary and matrix operations on bf16."""
+    """Replaces the interpreter's binary, unary and matrix operations on bf16, and its casts, which truncate."""
     builder = interpreter.InterpreterBuilder
-    binary, unary, dot = builder.binary_op, builder.unary_op, builder.create_dot
+    binary, unary, dot, cast = builder.binary_op, builder.unary_op, builder.create_dot, builder.cast_impl
 
     def binary_op(self, left, right, op):
         if left.dtype.scalar != tl.bfloat16:
@@ -52,7 +52,13 @@ def mend() -> None:
         )
         return dot(self, left, right, *arguments, **options)
 
+    def cast_impl(self, source, kind):
+        if kind.scalar == tl.bfloat16 and source.dtype.scalar == tl.float32:
+            return _narrowed(source.data)
+        return cast(self, source, kind)
+
     builder.binary_op, builder.unary_op, builder.create_dot = binary_op, unary_op, create_dot
+    builder.cast_impl = cast_impl
 
 
 mend()

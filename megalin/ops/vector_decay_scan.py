@@ -13,15 +13,21 @@ Documents: as in decay_scan.py.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from megalin.ops import backend as backends
+from megalin.ops.backend import Backend, Compiled
 from megalin.ops.chunks import chunk_documents, fold_states, split_chunks, sum_after, visible_decay
 from megalin.ops.decay_scan import ScanOutput
-from megalin.ops.srmsnorm import compute_dtype
+from megalin.ops.self_test import compare, sample
+from megalin.ops.srmsnorm import KERNEL_DTYPES, compute_dtype
 
 SUB_BLOCK = 16
 """Tokens of the sub-blocks of a chunk: pairs in different ones meet at a pivot, pairs in one element by element."""
+MAX_KEY_DIM = 256
 
 
 def vector_decay_scan(
@@ -34,6 +40,7 @@ def vector_decay_scan(
     initial_state: Tensor | None = None,
     document_ids: Tensor | None = None,
     chunk_size: int = 64,
+    backend: Backend = "auto",
 ) -> ScanOutput:
     """The recurrence above in chunks of C tokens.
 
@@ -44,12 +51,52 @@ def vector_decay_scan(
         scale: factor on the output.
         initial_state: [B, H, K, V]; None for zeros.
         document_ids: [B, T] integers; None when each row is one document.
-        chunk_size: C, rounded up to a multiple of 16; the result does not depend on it beyond rounding.
+        chunk_size: C of the reference, rounded up to a multiple of 16 (kernels: 64); the result does not depend on it
+            beyond rounding.
+        backend: which implementation runs; compiled ones take fp32, bf16 and fp16 of K up to 256.
 
     Returns:
-        ScanOutput. Decays, scores, states and their fold are computed in fp32 (fp64 for fp64 inputs); the product of
-        the scores with v runs in the dtype of v.
+        ScanOutput. Decays, states and their fold are computed in fp32 (fp64 for fp64 inputs). The reference forms
+        scores in fp32 too, and multiplies them with v in the dtype of v; kernels form all products in the dtype of v,
+        with fp32 sums.
+
+    Raises:
+        KernelError: an explicit backend that cannot run.
     """
+    choice = backends.choose("vector_decay_scan", backend, v.device.type, _unsupported(q, k, v, log_decay))
+    if choice == "reference":
+        return vector_decay_scan_reference(
+            q,
+            k,
+            v,
+            log_decay,
+            scale=scale,
+            initial_state=initial_state,
+            document_ids=document_ids,
+            chunk_size=chunk_size,
+        )
+    # fp16 has no range for states and for sums of decays: such inputs are computed in fp32.
+    wide = v.float() if v.dtype == torch.float16 else v
+    documents = None if document_ids is None else document_ids.to(torch.int32).contiguous()
+    first = None if initial_state is None else initial_state.float().contiguous()
+    tensors = (_rows(q), _rows(k), _rows(wide), _rows(log_decay.float()))
+    keep = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, first) if x is not None)
+    result = _forward(*tensors, first, documents, scale, keep, choice)
+    return ScanOutput(result[0].to(v.dtype), result[1])
+
+
+def vector_decay_scan_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    *,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    chunk_size: int = 64,
+) -> ScanOutput:
+    """`vector_decay_scan` in plain PyTorch; the CPU's implementation."""
     length = q.shape[1]
     chunk = -(-min(chunk_size, length) // SUB_BLOCK) * SUB_BLOCK
     wide = compute_dtype(v)
@@ -153,3 +200,147 @@ def _diagonal_scores(q: Tensor, k: Tensor, g: Tensor, documents: Tensor) -> Tens
     after = torch.ones(SUB_BLOCK, SUB_BLOCK, dtype=torch.bool, device=g.device).tril(-1)[..., None]  # [t, s, 1]
     between = g[..., :, None, :].where(after, 0.0).cumsum(-3)  # [B, H, N, C/16, 16, 16, K]
     return (q[..., :, None, :] * k[..., None, :, :] * visible_decay(between, visible)).sum(-1)
+
+
+def _unsupported(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> str:
+    for x in (q, k, v, log_decay):
+        if x.dtype not in KERNEL_DTYPES:
+            return f"dtype {x.dtype}"
+    if q.shape[-1] > MAX_KEY_DIM:
+        return f"keys of width {q.shape[-1]}, above {MAX_KEY_DIM}"
+    return "an empty tensor" if v.numel() == 0 or q.numel() == 0 else ""
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x with its last dimension contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+_Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+@torch.library.custom_op("megalin::vector_decay_scan", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    initial_state: Tensor | None,
+    document_ids: Tensor | None,
+    scale: float,
+    keep: bool,
+    backend: str,
+) -> _Outputs:
+    """Output, last state, and what the backward takes (csrc/triton/vector_decay_scan.py: Saved)."""
+    from megalin._triton import vector_decay_scan as kernels
+
+    output, state, saved = kernels.forward(q, k, v, log_decay, scale, initial_state, document_ids, keep)
+    return output, state, *saved
+
+
+@_forward.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    initial_state: Tensor | None,
+    document_ids: Tensor | None,
+    scale: float,
+    keep: bool,
+    backend: str,
+) -> _Outputs:
+    batch, length, heads, width = q.shape
+    chunks = -(-length // 64)
+    rows, fp32 = (batch, heads, chunks * 64), torch.float32
+    return (
+        v.new_empty(v.shape),
+        v.new_empty(batch, heads, width, v.shape[3], dtype=fp32),
+        v.new_empty(*rows, width),
+        v.new_empty(*rows, width),
+        v.new_empty(*rows, 64),
+        v.new_empty(batch, heads, chunks, width, dtype=fp32),
+        v.new_empty(batch, heads, chunks, dtype=torch.int32),
+        v.new_empty(batch, heads, chunks, width, v.shape[3]) if keep else v.new_empty(0),
+    )
+
+
+@torch.library.custom_op("megalin::vector_decay_scan_backward", mutates_args=())
+def _backward(
+    doutput: Tensor,
+    dstate: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    document_ids: Tensor | None,
+    saved: list[Tensor],
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from megalin._triton import vector_decay_scan as kernels
+
+    dstate = None if dstate is None else dstate.contiguous()
+    return kernels.backward(_rows(doutput), dstate, q, k, v, log_decay, scale, document_ids, kernels.Saved(*saved))
+
+
+@_backward.register_fake
+def _(
+    doutput: Tensor,
+    dstate: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    document_ids: Tensor | None,
+    saved: list[Tensor],
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    wide = q.new_empty(q.shape, dtype=torch.float32)
+    dinitial = wide.new_empty(q.shape[0], q.shape[2], q.shape[3], v.shape[3])
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), wide, dinitial
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: _Outputs) -> None:
+    q, k, v, log_decay, initial_state, document_ids, ctx.scale, _, ctx.backend = inputs
+    ctx.has_initial_state = initial_state is not None
+    ctx.save_for_backward(q, k, v, log_decay, document_ids, *output[2:])
+    # Their gradients would be zeros as large as the states.
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, doutput: Tensor | None, dstate: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, log_decay, document_ids, *saved = ctx.saved_tensors
+    doutput = v.new_zeros(v.shape) if doutput is None else doutput
+    dq, dk, dv, dg, dinitial = _backward(
+        doutput, dstate, q, k, v, log_decay, document_ids, saved, ctx.scale, ctx.backend
+    )
+    return dq, dk, dv, dg, dinitial if ctx.has_initial_state else None, None, None, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _self_test(backend: Compiled, device: str) -> str:
+    """Three chunks: one of mild decays, one with the start of a document, and one of steep decays."""
+    shape = (1, 150, 2, 20)
+    q, k, v, g = (sample(*shape, device=device, seed=seed) for seed in range(4))
+    first = sample(1, 2, 20, 20, device=device, seed=4)
+    documents = (torch.arange(150, device=device) >= 100).to(torch.int32)[None].contiguous()
+    steepness = torch.where(torch.arange(150, device=device) < 128, 0.1, 20.0)[:, None, None]
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, g: Tensor, first: Tensor) -> ScanOutput:
+        decay = -g.exp() * steepness
+        return ScanOutput(*_forward(q, k, v.bfloat16(), decay, first, documents, 0.5, True, backend)[:2])
+
+    def reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, first: Tensor) -> ScanOutput:
+        return vector_decay_scan_reference(
+            q, k, v, -g.exp() * steepness, scale=0.5, initial_state=first, document_ids=documents, chunk_size=16
+        )
+
+    return compare(kernel, reference, [q, k, v, g, first])
+
+
+backends.register("vector_decay_scan", ("triton",), _self_test)

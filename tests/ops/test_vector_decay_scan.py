@@ -8,14 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalin.errors import KernelError
 from megalin.ops.vector_decay_scan import (
     vector_decay_scan,
     vector_decay_scan_flops,
     vector_decay_scan_parallel,
     vector_decay_scan_recurrent,
+    vector_decay_scan_reference,
     vector_decay_step,
 )
 from tests.numerics import Tensors, assert_close, errors, outputs_and_gradients, relative_error
+from tests.ops.kernels import assert_as_good_as_the_reference
 
 BATCH, HEADS, KEY, VALUE = 2, 2, 5, 4
 BOUND = 1e-12
@@ -225,3 +228,104 @@ def test_flops_are_those_of_the_products():
     sizes = {"num_heads": 3, "key_dim": 8, "value_dim": 5, "chunk_size": 64}
     assert vector_decay_scan_flops(1000, **sizes) == 3 * (2 * 64 * (8 + 5) + 4 * 8 * 5)
     assert vector_decay_scan_flops(10, **sizes) == 3 * (2 * 10 * (8 + 5) + 4 * 8 * 5)
+
+
+def kernel_inputs(length: int, decay: str, dtype: torch.dtype, *, key: int = 20, value: int = 24) -> Tensors:
+    """As `make_inputs` with wider heads, v first: its dtype is the products'. "weak" decays are mild over a chunk."""
+    draw = torch.Generator().manual_seed(length)
+    shape, choice = (BATCH, length, HEADS, key), torch.tensor(list(DECAYS.values()))
+    log_decay = {
+        "data": lambda: -torch.randn(shape, generator=draw).exp() * 2.0,
+        "weak": lambda: -torch.randn(shape, generator=draw).exp() * 0.1,
+        "mixed": lambda: choice[torch.randint(len(choice), shape, generator=draw)],
+    }.get(decay, lambda: torch.full(shape, DECAYS.get(decay, 0.0)))()
+    return {
+        "v": torch.randn(*shape[:-1], value, generator=draw).to(dtype),
+        "q": torch.randn(shape, generator=draw).to(dtype),
+        "k": torch.randn(shape, generator=draw).to(dtype),
+        "log_decay": log_decay,
+        "initial_state": torch.randn(BATCH, HEADS, key, value, generator=draw),
+    }
+
+
+def assert_kernel(inputs: Tensors, documents: Tensor | None = None) -> None:
+    options = {"scale": SCALE, "document_ids": documents}
+    assert_as_good_as_the_reference(
+        lambda **x: vector_decay_scan(backend="triton", **options, **x),
+        lambda **x: vector_decay_scan_reference(**options, **x),
+        inputs,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("length", "decay"), [(1, "data"), (63, "weak"), (64, "mixed"), (130, "none"), (130, "stronger"), (130, "weak")]
+)
+def test_the_triton_kernel_is_as_good_as_the_reference(dtype: torch.dtype, length: int, decay: str):
+    assert_kernel(kernel_inputs(length, decay, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("decay", ["weak", "mixed"])
+@pytest.mark.parametrize("name", ["edges of chunks", "two in a chunk", "none beside many"])
+def test_the_triton_kernel_separates_documents(dtype: torch.dtype, decay: str, name: str):
+    assert_kernel(kernel_inputs(130, decay, dtype), documents_of(BOUNDARIES[name], 130))
+
+
+def test_the_triton_kernel_takes_keys_wider_than_the_values_dtype():
+    inputs = kernel_inputs(70, "weak", torch.bfloat16)
+    assert_kernel(inputs | {"q": inputs["q"].float(), "k": inputs["k"].float()})
+
+
+@pytest.mark.parametrize(("key", "value"), [(1, 1), (72, 40), (256, 16)])
+def test_the_triton_kernel_takes_any_width(key: int, value: int):
+    assert_kernel(kernel_inputs(65, "weak", torch.bfloat16, key=key, value=value))
+
+
+@pytest.mark.parametrize("decay", ["weak", "stronger"])
+def test_segments_of_a_long_sequence_fold_into_one(monkeypatch: pytest.MonkeyPatch, decay: str):
+    from megalin._triton import vector_decay_scan as kernels
+
+    monkeypatch.setattr(kernels, "SEGMENT_CHUNKS", 1)
+    assert_kernel(kernel_inputs(300, decay, torch.bfloat16))
+
+
+def test_the_triton_kernel_takes_strided_tensors_and_no_initial_state():
+    inputs = kernel_inputs(40, "weak", torch.bfloat16)
+    del inputs["initial_state"]
+    swapped = {name: x.transpose(1, 2).contiguous() for name, x in inputs.items()}
+    assert_as_good_as_the_reference(
+        lambda **x: vector_decay_scan(**{n: y.transpose(1, 2) for n, y in x.items()}, backend="triton"),
+        lambda **x: vector_decay_scan_reference(**{n: y.transpose(1, 2) for n, y in x.items()}),
+        swapped,
+    )
+
+
+@pytest.mark.parametrize("boundary", [15, 64, 70])
+def test_contents_of_one_document_do_not_move_bits_of_the_next_in_the_triton_kernel(boundary: int):
+    inputs, documents = kernel_inputs(130, "weak", torch.bfloat16), documents_of(((boundary,), (boundary,)), 130)
+    results = []
+    for factor in (1.0, 30.0):
+        changed = {n: torch.cat([inputs[n][:, :boundary] * factor, inputs[n][:, boundary:]], dim=1) for n in TENSORS}
+        changed["initial_state"] = inputs["initial_state"] * factor
+
+        def second_document(**x: Tensor) -> list[Tensor]:
+            scan = vector_decay_scan(document_ids=documents, backend="triton", **x)
+            return [scan.output[:, boundary:], scan.state]
+
+        results.append(outputs_and_gradients(second_document, changed))
+    for name in ("output.0", "output.1"):
+        assert torch.equal(results[0][name], results[1][name]), name
+    for name in TENSORS:
+        first, second = (result[f"gradient.{name}"] for result in results)
+        assert torch.equal(first[:, boundary:], second[:, boundary:]), name
+        assert first[:, :boundary].eq(0).all()
+    assert results[0]["gradient.initial_state"].eq(0).all()
+
+
+def test_the_triton_kernel_says_what_it_does_not_take():
+    inputs = kernel_inputs(3, "weak", torch.float32, key=257, value=1)
+    with pytest.raises(
+        KernelError, match="vector_decay_scan: the triton kernel does not take keys of width 257, above"
+    ):
+        vector_decay_scan(**inputs, backend="triton")

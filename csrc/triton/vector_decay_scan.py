@@ -1,0 +1,266 @@
+"""Launches of the vector-decay scan: scores of all chunks, sweeps of states, gradients of all chunks.
+
+Bytes, of n = B T H elements K or V wide: the scores read q, k, g and write q, k decayed and the sums of g (one fp32),
+and C/K of an element for A; the forward sweep reads three and A, writes the output and V/C of a state; the reverse
+sweep likewise; the gradients read q, k, v, do, the sums and two states a chunk and write dq, dk and dg.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import triton
+from megalin._triton.vector_decay_chunk import gradients_kernel, products_kernel, scores_kernel
+from megalin._triton.vector_decay_mild import mild_gradients_kernel, mild_scores_kernel
+from megalin._triton.vector_decay_sweep import forward_kernel, reverse_kernel, segment_kernel
+
+CHUNK = 64
+PROGRAMS = 512
+"""Sweeps of this many segments and tiles fill an H200, four a multiprocessor."""
+SEGMENT_CHUNKS = 8
+"""No segment is shorter: every one re-reads the sums of those before it."""
+
+
+class Saved(NamedTuple):
+    """What the backward takes from the forward; N chunks of C, T padded to N C."""
+
+    q_start: Tensor
+    """[B, H, N C, K] scale * q decayed from the start of its chunk, in the dtype of v."""
+    k_end: Tensor
+    """The same of k, decayed to the end of its chunk."""
+    scores: Tensor
+    """[B, H, N C, C] in the dtype of v."""
+    through: Tensor
+    """[B, H, N, K] fp32, the decay through each chunk, 0 through a document's end."""
+    kind: Tensor
+    """[B, H, N] int32, whether a chunk's decays are mild (vector_decay_mild.py); for fp32, which has no such kernels,
+    uninitialised."""
+    states: Tensor
+    """[B, H, N, K, V] in the dtype of v, the state entering each chunk."""
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float, initial: Tensor | None,
+    documents: Tensor | None, keep: bool,
+) -> tuple[Tensor, Tensor, Saved]:  # fmt: skip
+    """Output [B, T, H, V], last state [B, H, K, V] in fp32, and what the backward takes (no states unless `keep`).
+
+    q, k, log_decay [B, T, H, K] and v [B, T, H, V], last dimension contiguous; initial [B, H, K, V] and documents
+    [B, T] contiguous.
+    """
+    batch, length, heads, width = q.shape
+    chunks = triton.cdiv(length, CHUNK)
+    shape = (batch, heads, chunks * CHUNK)
+    wide = torch.float32
+    saved = Saved(
+        v.new_empty(*shape, width),
+        v.new_empty(*shape, width),
+        v.new_empty(*shape, CHUNK),
+        v.new_empty(batch, heads, chunks, width, dtype=wide),
+        v.new_empty(batch, heads, chunks, dtype=torch.int32),
+        v.new_empty(batch, heads, chunks, width, v.shape[3]) if keep else v.new_empty(0),
+    )
+    strides = (*q.stride()[:3], *k.stride()[:3], *log_decay.stride()[:3])
+    masks, some = _level_masks(v.device, v.dtype), v.dtype != torch.float32
+    written = (saved.q_start, saved.k_end, saved.scores, saved.through)
+    if some:
+        mild_scores_kernel[(batch * heads * chunks,)](
+            q, k, log_decay, documents, masks, *written, saved.kind, *strides, length, chunks, heads, scale,
+            DOCUMENTS=documents is not None, **_mild_scores_constants(width),
+        )  # fmt: skip
+    scores_kernel[(batch * heads * chunks,)](
+        q, k, log_decay, documents, masks, saved.kind, *written, *strides, length, chunks, heads, scale,
+        DOCUMENTS=documents is not None, SOME=some, **_scores_constants(width, v.dtype),
+    )  # fmt: skip
+    constants = _sweep_constants(width, v.shape[3], v.dtype)
+    plan = _segments(v, chunks, constants)
+    update, decay = _sum_segments(saved.k_end, v, saved.through, plan, constants, reverse=False)
+    output, final = (
+        torch.empty_like(v, memory_format=torch.contiguous_format),
+        v.new_empty(batch, heads, width, v.shape[3], dtype=wide),
+    )
+    forward_kernel[(plan.programs,)](
+        saved.q_start, saved.k_end, v, saved.scores, saved.through, update, decay, initial, output, saved.states, final,
+        *v.stride()[:3], length, chunks, heads, plan.segments, plan.chunks,
+        INITIAL=initial is not None, KEEP=keep, **constants,
+    )  # fmt: skip
+    return output, final, saved
+
+
+def backward(
+    doutput: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float,
+    documents: Tensor | None, saved: Saved,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv, dg and the gradient of the initial state, contiguous, from that of the output and the last state."""
+    batch, length, heads, width = q.shape
+    chunks = triton.cdiv(length, CHUNK)
+    constants = _sweep_constants(width, v.shape[3], v.dtype)
+    plan = _segments(v, chunks, constants)
+    update, decay = _sum_segments(saved.q_start, doutput, saved.through, plan, constants, reverse=True)
+    dv, dstates = v.new_empty(v.shape), torch.empty_like(saved.states)
+    dinitial = v.new_empty(batch, heads, width, v.shape[3], dtype=torch.float32)
+    reverse_kernel[(plan.programs,)](
+        saved.q_start, saved.k_end, doutput, saved.scores, saved.through, update, decay, dfinal, dv, dstates, dinitial,
+        *doutput.stride()[:3], length, chunks, heads, plan.segments, plan.chunks,
+        FINAL=dfinal is not None, **constants,
+    )  # fmt: skip
+    dq_start, dk_end = torch.empty_like(saved.q_start), torch.empty_like(saved.k_end)
+    dscores, dthrough = torch.empty_like(saved.scores), torch.empty_like(saved.through)
+    dself = saved.through.new_empty(saved.scores.shape[:-1])
+    constants = _products_constants(width, v.shape[3], v.dtype)
+    products_kernel[(batch * heads * chunks, triton.cdiv(width, constants["BLOCK_K"]))](
+        v, doutput, saved.states, dstates, dq_start, dk_end, dscores, dself, dthrough,
+        *v.stride()[:3], *doutput.stride()[:3], length, chunks, heads, **constants,
+    )  # fmt: skip
+    dq, dk = q.new_empty(q.shape), k.new_empty(k.shape)
+    dg = q.new_empty(q.shape, dtype=torch.float32)
+    strides = (*q.stride()[:3], *k.stride()[:3], *log_decay.stride()[:3])
+    masks, some = _level_masks(v.device, v.dtype), v.dtype != torch.float32
+    from_products = (dq_start, dk_end, dscores, dself, dthrough)
+    if some:
+        constants = _mild_gradients_constants(width)
+        mild_gradients_kernel[(batch * heads * chunks, triton.cdiv(width, constants["BLOCK_K"]))](
+            q, k, log_decay, masks, saved.kind, *from_products, dq, dk, dg,
+            *strides, length, chunks, heads, scale, **constants,
+        )  # fmt: skip
+    constants = _gradients_constants(width, v.dtype)
+    gradients_kernel[(batch * heads * chunks, triton.cdiv(width, constants["BLOCK_K"]))](
+        q, k, log_decay, documents, masks, saved.kind, saved.through, *from_products, dq, dk, dg,
+        *strides, length, chunks, heads, scale,
+        DOCUMENTS=documents is not None, SOME=some, **constants,
+    )  # fmt: skip
+    return dq, dk, dv, dg, dinitial
+
+
+@functools.cache
+def _level_masks(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """[levels + 1, 2, C, C] zeros and ones: of each level, the pairs of rows that belong to it, and the tokens between
+    each row and its pivot; at last the tokens up to each row, and those after it."""
+    t, j = torch.arange(CHUNK)[:, None], torch.arange(CHUNK)
+    masks = []
+    for level in range(CHUNK.bit_length() - 1):
+        halves, odd = (t ^ j) >> level, (t >> level) & 1 == 1
+        masks.append(torch.stack([halves == 1, (halves == 0) & ((j <= t) == odd)]))
+    masks.append(torch.stack([j <= t, j > t]))
+    return torch.stack(masks).to(device=device, dtype=dtype)
+
+
+class _Plan(NamedTuple):
+    segments: int
+    chunks: int
+    """Of a segment; the last may have fewer."""
+    programs: int
+
+
+def _segments(v: Tensor, chunks: int, constants: dict[str, int]) -> _Plan:
+    batch, _, heads, width = v.shape
+    rows = batch * heads * triton.cdiv(width, constants["BLOCK_V"])
+    segments = max(1, min(PROGRAMS // rows, chunks // SEGMENT_CHUNKS))
+    each = triton.cdiv(chunks, segments)
+    segments = triton.cdiv(chunks, each)
+    return _Plan(segments, each, rows * segments)
+
+
+def _sum_segments(
+    x: Tensor, y: Tensor, through: Tensor, plan: _Plan, constants: dict[str, int], *, reverse: bool
+) -> tuple[Tensor, Tensor]:
+    """What each segment adds to the state, and the decay through it; for one segment, tensors that nobody reads."""
+    if plan.segments == 1:
+        return through, through
+    batch, length, heads, width = y.shape
+    chunks, keys = through.shape[2:]
+    update = through.new_empty(batch, heads, plan.segments, keys, width)
+    decay = through.new_empty(batch, heads, plan.segments, keys)
+    segment_kernel[(plan.programs,)](
+        x, y, through, update, decay, *y.stride()[:3], length, chunks, heads, plan.segments, plan.chunks,
+        REVERSE=reverse, **constants,
+    )  # fmt: skip
+    return update, decay
+
+
+def _block(width: int, largest: int) -> int:
+    return min(largest, max(16, triton.next_power_of_2(width)))
+
+
+def _scores_constants(width: int, dtype: torch.dtype) -> dict[str, int]:
+    narrow = dtype == torch.float32
+    return {"K": width, "BLOCK_K": _block(width, 32 if narrow else 64), "num_warps": 4, "num_stages": 1}
+
+
+def _mild_scores_constants(width: int) -> dict[str, int]:
+    return {"K": width, "BLOCK_K": _block(width, 64), "num_warps": 4, "num_stages": 1}
+
+
+def _mild_gradients_constants(width: int) -> dict[str, int]:
+    return {"K": width, "BLOCK_K": 64, "num_warps": 4, "num_stages": 1}
+
+
+def _sweep_constants(width: int, values: int, dtype: torch.dtype) -> dict[str, int]:
+    block = _block(width, 256)
+    if dtype == torch.float32:
+        largest, warps, stages = 4096 // block, 8, 2
+    else:
+        largest, warps, stages = 8192 // max(block, 128), 4, 3 if block <= 128 else 2
+    return {
+        "K": width,
+        "V": values,
+        "BLOCK_K": block,
+        "BLOCK_V": _block(values, largest),
+        "num_warps": warps,
+        "num_stages": stages,
+    }
+
+
+def _products_constants(width: int, values: int, dtype: torch.dtype) -> dict[str, int]:
+    if dtype == torch.float32:
+        blocks = {"BLOCK_K": _block(width, 32), "BLOCK_V": _block(values, 32), "num_warps": 8, "num_stages": 2}
+    else:
+        key = _block(width, 128)
+        blocks = {"BLOCK_K": key, "BLOCK_V": _block(values, 64), "num_warps": 4, "num_stages": 2 if key == 128 else 3}
+    return {"K": width, "V": values, **blocks}
+
+
+def _gradients_constants(width: int, dtype: torch.dtype) -> dict[str, int]:
+    narrow = dtype == torch.float32
+    # Triton 3.6 gives wrong gradients of g in blocks of 32 channels of bf16, without an error.
+    return {"K": width, "BLOCK_K": _block(width, 32) if narrow else 64, "num_warps": 4, "num_stages": 1}
+
+
+def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]]:
+    """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI.
+
+    Not the kernels of steep decays, nor any for fp32: they spill registers, and run rarely.
+    """
+    cases = []
+    dtype = torch.bfloat16
+    for width, values in ((128, 128), (64, 4096), (256, 64)):
+        sweep = _sweep_constants(width, values, dtype)
+        for kernel, constants in (
+            (mild_scores_kernel, _mild_scores_constants(width) | {"DOCUMENTS": True}),
+            (segment_kernel, sweep | {"REVERSE": False}),
+            (forward_kernel, sweep | {"INITIAL": True, "KEEP": True}),
+            (reverse_kernel, sweep | {"FINAL": True}),
+            (products_kernel, _products_constants(width, values, dtype)),
+            (mild_gradients_kernel, _mild_gradients_constants(width)),
+        ):
+            cases.append(_case(kernel, dict(constants), "bf16"))
+    return cases
+
+
+def _case(
+    kernel: triton.JITFunction, constants: dict[str, int], name: str
+) -> tuple[object, dict[str, str], dict[str, object], dict[str, int]]:
+    options = {option: constants.pop(option) for option in ("num_warps", "num_stages")}
+    wide = {"g", "through", "dthrough", "dself", "update", "decay", "initial", "final", "dfinal", "dinitial", "dg"}
+    types = {}
+    for argument in kernel.arg_names:
+        stem = argument.removesuffix("_ptr")
+        if stem != argument:
+            types[argument] = "*i32" if stem in {"documents", "kind"} else "*fp32" if stem in wide else f"*{name}"
+        elif argument not in constants:
+            types[argument] = "fp32" if argument == "scale" else "i32"
+    return kernel, types, dict(constants), options
