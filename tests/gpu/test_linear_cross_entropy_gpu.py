@@ -1,15 +1,28 @@
 """The fused head and loss on the chip: values, gradients, memory and determinism against fp64."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
+from megalin.model.config import ModelConfig
+from megalin.model.language_model import LanguageModel
 from megalin.ops.linear_cross_entropy import VocabularySlice, fused_linear_cross_entropy, linear_cross_entropy_reference
+from megalin.parallel.initialisation import fill
 from tests.numerics import errors
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _poisoned() -> Iterator[None]:
+    """Memory of `torch.empty` holds NaN; cuBLAS only warns."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def _case(tokens, width, vocab_size, rows, dtype, *, scale=1.0):
@@ -68,7 +81,6 @@ def test_values_and_gradients_are_as_good_as_the_reference(dtype, tokens, width,
     arguments = labels, token_weights, vocab_size
     truth = _results(lambda x, w: _reference(x, w, *arguments), x.double(), weight.double())
     same = errors(_results(lambda x, w: _reference(x, w, *arguments), x, weight), truth)
-    torch.utils.deterministic.fill_uninitialized_memory = True
     results = _results(lambda x, w: _fused(x, w, *arguments), x, weight)
     found = errors(results, truth)
     again = _results(lambda x, w: _fused(x, w, *arguments), x, weight)
@@ -96,3 +108,28 @@ def test_no_tensor_of_tokens_times_vocabulary_is_kept():
     gradients = x.numel() * 2 + weight.numel() * 2
     # The fp32 gradient of the weight, a chunk, the unscaled gradient of x; all logits would be 4.2 GB.
     assert torch.cuda.max_memory_allocated() - before <= 2 * x.numel() * 2 + weight.numel() * 4 + 430e6 + gradients
+
+
+def test_a_model_learns_the_same_from_the_sum_alone():
+    config = ModelConfig.model_validate(
+        {
+            "vocab_size": 1000,
+            "hidden_size": 256,
+            "layers": [{"sublayers": [{"type": "tnl", "num_heads": 2}, {"type": "glu", "intermediate_size": 384}]}],
+        }
+    )
+    model = LanguageModel(config).to(torch.bfloat16)
+    model.to_empty(device="cuda")
+    fill(model, 0)
+    ids = torch.randint(0, 1000, (2, 301), generator=torch.Generator().manual_seed(1)).cuda()
+    inputs = {"tokens": ids[:, :-1], "labels": ids[:, 1:]}
+
+    def gradients(losses):
+        model.zero_grad()
+        losses.sum().backward()
+        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+    whole, summed = model(**inputs).loss_sums(), model.loss_sums(inputs)
+    torch.testing.assert_close(summed.double(), whole.double(), rtol=1e-5, atol=0)
+    found, expected = gradients(summed), gradients(whole)
+    assert max(errors(found, expected).values()) <= 2e-2
