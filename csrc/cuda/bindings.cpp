@@ -13,11 +13,11 @@ int megalin_srmsnorm_forward(const void* x, void* y, float* scales, int64_t rows
 int megalin_srmsnorm_backward(const void* dy, const void* x, const float* scales, void* dx, int64_t rows, int width,
                               int dtype, cudaStream_t stream);
 int megalin_max_norm_forward(const void* x, const float* factors, const int* positions, const unsigned* frequencies,
-                             void* y, float* peaks, int* indices, int64_t period, int batch, int width, float eps,
-                             int dtype, cudaStream_t stream);
+                             void* y, float* peaks, int* indices, int64_t rows, int width, float eps, int dtype,
+                             cudaStream_t stream);
 int megalin_max_norm_backward(const void* dy, const void* x, const float* factors, const int* positions,
                               const unsigned* frequencies, const float* peaks, const int* indices, void* dx,
-                              int64_t period, int batch, int width, int dtype, cudaStream_t stream);
+                              int64_t rows, int width, int dtype, cudaStream_t stream);
 }
 
 namespace {
@@ -50,19 +50,19 @@ PYBIND11_MODULE(_C, module) {
                                                          rows, width, dtype, stream_at(stream)));
   });
   module.def("max_norm_forward", [](Address x, Address factors, Address positions, Address frequencies, Address y,
-                                    Address peaks, Address indices, int64_t period, int batch, int width,
-                                    float eps, int dtype, Address stream) {
+                                    Address peaks, Address indices, int64_t rows, int width, float eps, int dtype,
+                                    Address stream) {
     const int code = megalin_max_norm_forward(at<void>(x), at<float>(factors), at<int>(positions),
                                               at<unsigned>(frequencies), at<void>(y), at<float>(peaks),
-                                              at<int>(indices), period, batch, width, eps, dtype, stream_at(stream));
+                                              at<int>(indices), rows, width, eps, dtype, stream_at(stream));
     check("max_norm_forward", code);
   });
   module.def("max_norm_backward", [](Address dy, Address x, Address factors, Address positions, Address frequencies,
-                                     Address peaks, Address indices, Address dx, int64_t period, int batch, int width,
-                                     int dtype, Address stream) {
+                                     Address peaks, Address indices, Address dx, int64_t rows, int width, int dtype,
+                                     Address stream) {
     const int code = megalin_max_norm_backward(at<void>(dy), at<void>(x), at<float>(factors), at<int>(positions),
                                                at<unsigned>(frequencies), at<float>(peaks), at<int>(indices),
-                                               at<void>(dx), period, batch, width, dtype, stream_at(stream));
+                                               at<void>(dx), rows, width, dtype, stream_at(stream));
     check("max_norm_backward", code);
   });
 }

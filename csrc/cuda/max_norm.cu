@@ -16,15 +16,15 @@ __device__ inline Key key_of(float x, int column) {
   return Key(__float_as_uint(fabsf(x))) << 32 | (0xffffffffu - unsigned(column));
 }
 
-// Factor of each row, position of each of `period`, and frequency of each column in 2^-32 turns a position.
+// Factor and position of each row, and the frequency of each column in 2^-32 turns a position.
 struct Encoding {
   const float* factors;
   const int* positions;
   const unsigned* frequencies;
 };
 
-// Matrices that a block takes one after the other, with the same cosines.
-constexpr int TURNS = 16;
+// Rows that a group takes one after the other, where they share frequencies.
+constexpr int ENCODED_TURNS = 8;
 
 // -cos(2 pi p F / 2^32): the product wraps, which leaves the fraction of a turn. Its upper 23 bits as the mantissa of a
 // number in [1, 2), less 1.5, lie half a turn away.
@@ -39,43 +39,50 @@ __device__ inline float cosine(unsigned position, unsigned frequency) {
   return fmaf(y, z, 1.0f);
 }
 
-// -c of the elements that this thread holds of a row, -1 without an encoding.
+// f c of the elements that this thread holds of a row, one without an encoding.
 template <typename L, bool ENCODED>
-struct Cosines {
-  float values[ENCODED ? L::ITEMS : 1][ENCODED ? L::N : 1];
+struct Gains {
+  unsigned frequencies[ENCODED ? L::ITEMS : 1][ENCODED ? L::N : 1];
+  float factor = 1.0f;
+  unsigned position = 0;
 
-  __device__ Cosines(const Encoding& encoding, int64_t row, bool there, int width) {
+  __device__ Gains(const Encoding& encoding, int width) {
     if constexpr (ENCODED) {
-      const unsigned position = there ? encoding.positions[row] : 0;
 #pragma unroll
       for (int i = 0; i < L::ITEMS; ++i) {
 #pragma unroll
         for (int j = 0; j < L::N; ++j) {
           const int column = L::column(i, j);
-          values[i][j] = cosine(position, column < width ? encoding.frequencies[column] : 0);
+          frequencies[i][j] = column < width ? encoding.frequencies[column] : 0;
         }
       }
     }
   }
 
-  __device__ float get(int i, int j) const {
-    if constexpr (ENCODED) return values[i][j];
-    return -1.0f;
+  __device__ void take(const Encoding& encoding, int64_t row, int64_t rows) {
+    if constexpr (ENCODED) {
+      factor = row < rows ? encoding.factors[row] : 0.0f;
+      position = row < rows ? encoding.positions[row] : 0;
+    }
+  }
+
+  // f c x; zero exactly where the factor is, whatever x.
+  __device__ float apply(float x, int i, int j) const {
+    if constexpr (ENCODED) return factor == 0.0f ? 0.0f : x * (-factor * cosine(position, frequencies[i][j]));
+    return x;
   }
 };
 
-// Rows b period + t of `batch` matrices of `period` rows: a group takes a t, for TURNS of the b.
 template <typename L, bool ENCODED>
 __global__ void __launch_bounds__(L::THREADS)
     max_norm_forward(const typename L::T* x, Encoding encoding, typename L::T* y, float* peaks, int* indices,
-                     int64_t period, int batch, int width, float eps) {
-  const bool there = L::row() < period;
-  const Cosines<L, ENCODED> cosines(encoding, L::row(), there, width);
-  const int first = blockIdx.y * TURNS, end = min(first + TURNS, batch);
-  for (int b = first; b < end; ++b) {
-    const int64_t row = b * period + L::row();
+                     int64_t rows, int width, float eps) {
+  constexpr int TURNS = ENCODED ? ENCODED_TURNS : 1;
+  Gains<L, ENCODED> gains(encoding, width);
+  for (int turn = 0; turn < TURNS; ++turn) {
+    const int64_t row = L::row(TURNS, turn);
     L current;
-    current.load(x, row, there, width);
+    current.load(x, row, rows, width);
     float largest = 0.0f;
 #pragma unroll
     for (int i = 0; i < L::ITEMS; ++i) {
@@ -91,16 +98,16 @@ __global__ void __launch_bounds__(L::THREADS)
         if (fabsf(current.get(i, j)) == largest) column = L::column(i, j);
       }
     }
-    const Key key = reduce<L, Largest>(key_of(largest, column), b);
-    const float peak = __uint_as_float(unsigned(key >> 32)) + eps;
-    const float scale = (ENCODED && there ? encoding.factors[row] : 1.0f) / -peak;
+    const Key key = reduce<L, Largest>(key_of(largest, column), turn);
+    const float peak = __uint_as_float(unsigned(key >> 32)) + eps, inverse = 1.0f / peak;
+    gains.take(encoding, row, rows);
 #pragma unroll
     for (int i = 0; i < L::ITEMS; ++i) {
 #pragma unroll
-      for (int j = 0; j < L::N; ++j) current.set(i, j, current.get(i, j) * cosines.get(i, j) * scale);
+      for (int j = 0; j < L::N; ++j) current.set(i, j, gains.apply(current.get(i, j) * inverse, i, j));
     }
-    current.store(y, row, there, width);
-    if (L::lane() == 0 && there) {
+    current.store(y, row, rows, width);
+    if (L::lane() == 0 && row < rows) {
       peaks[row] = peak;
       indices[row] = int(0xffffffffu - unsigned(key));
     }
@@ -110,38 +117,46 @@ __global__ void __launch_bounds__(L::THREADS)
 template <typename L, bool ENCODED>
 __global__ void __launch_bounds__(L::THREADS)
     max_norm_backward(const typename L::T* dy, const typename L::T* x, Encoding encoding, const float* peaks,
-                      const int* indices, typename L::T* dx, int64_t period, int batch, int width) {
-  const bool there = L::row() < period;
-  const Cosines<L, ENCODED> cosines(encoding, L::row(), there, width);
-  const int first = blockIdx.y * TURNS, end = min(first + TURNS, batch);
-  for (int b = first; b < end; ++b) {
-    const int64_t row = b * period + L::row();
+                      const int* indices, typename L::T* dx, int64_t rows, int width) {
+  constexpr int TURNS = ENCODED ? ENCODED_TURNS : 1;
+  Gains<L, ENCODED> gains(encoding, width);
+  for (int turn = 0; turn < TURNS; ++turn) {
+    const int64_t row = L::row(TURNS, turn);
     L value, gradient;
-    value.load(x, row, there, width);
-    gradient.load(dy, row, there, width);
-    const float peak = there ? peaks[row] : 1.0f;
-    const float scale = (ENCODED && there ? encoding.factors[row] : 1.0f) / -peak;
+    value.load(x, row, rows, width);
+    gradient.load(dy, row, rows, width);
+    const float inverse = row < rows ? 1.0f / peaks[row] : 0.0f;
+    gains.take(encoding, row, rows);
+    // f c dy stays in fp32: in the dtype of dy it would be rounded twice.
+    float scaled[L::ITEMS][L::N];
     float product = 0.0f;
 #pragma unroll
     for (int i = 0; i < L::ITEMS; ++i) {
 #pragma unroll
       for (int j = 0; j < L::N; ++j) {
-        product = fmaf(gradient.get(i, j) * cosines.get(i, j), value.get(i, j), product);
+        scaled[i][j] = gains.apply(gradient.get(i, j), i, j) * inverse;
+        product = fmaf(scaled[i][j], value.get(i, j), product);
       }
     }
-    const float pull = reduce<L, Sum>(product, b) * scale / peak;
-    const int index = there ? indices[row] : -1;
+    const float pull = reduce<L, Sum>(product, turn) * inverse;
 #pragma unroll
     for (int i = 0; i < L::ITEMS; ++i) {
 #pragma unroll
-      for (int j = 0; j < L::N; ++j) {
-        // The largest element carries the row's pull.
-        const float x_j = value.get(i, j), sign = float(x_j > 0.0f) - float(x_j < 0.0f);
-        const float own = L::column(i, j) == index ? sign * pull : 0.0f;
-        gradient.set(i, j, gradient.get(i, j) * cosines.get(i, j) * scale - own);
+      for (int j = 0; j < L::N; ++j) gradient.set(i, j, scaled[i][j]);
+    }
+    const int index = row < rows ? indices[row] : -1;
+#pragma unroll
+    for (int i = 0; i < L::ITEMS; ++i) {
+      // One vector of the whole row holds the largest element, which carries the row's pull.
+      if (unsigned(index - L::column(i, 0)) < unsigned(L::N)) {
+#pragma unroll
+        for (int j = 0; j < L::N; ++j) {
+          const float x_j = value.get(i, j), sign = float(x_j > 0.0f) - float(x_j < 0.0f);
+          if (L::column(i, j) == index) gradient.set(i, j, scaled[i][j] - sign * pull);
+        }
       }
     }
-    gradient.store(dx, row, there, width);
+    gradient.store(dx, row, rows, width);
   }
 }
 
@@ -152,8 +167,8 @@ struct MaxNormForward {
   void* y;
   float* peaks;
   int* indices;
-  int64_t period;
-  int batch, width;
+  int64_t rows;
+  int width;
   float eps;
   cudaStream_t stream;
 
@@ -165,9 +180,9 @@ struct MaxNormForward {
   template <typename L, bool ENCODED>
   cudaError_t start() const {
     using T = typename L::T;
-    const dim3 blocks(L::blocks(period), (batch + TURNS - 1) / TURNS);
+    const int64_t blocks = L::blocks(rows, ENCODED ? ENCODED_TURNS : 1);
     max_norm_forward<L, ENCODED><<<blocks, L::THREADS, 0, stream>>>(
-        static_cast<const T*>(x), encoding, static_cast<T*>(y), peaks, indices, period, batch, width, eps);
+        static_cast<const T*>(x), encoding, static_cast<T*>(y), peaks, indices, rows, width, eps);
     return cudaGetLastError();
   }
 };
@@ -179,8 +194,8 @@ struct MaxNormBackward {
   const float* peaks;
   const int* indices;
   void* dx;
-  int64_t period;
-  int batch, width;
+  int64_t rows;
+  int width;
   cudaStream_t stream;
 
   template <typename L>
@@ -191,33 +206,32 @@ struct MaxNormBackward {
   template <typename L, bool ENCODED>
   cudaError_t start() const {
     using T = typename L::T;
-    const dim3 blocks(L::blocks(period), (batch + TURNS - 1) / TURNS);
+    const int64_t blocks = L::blocks(rows, ENCODED ? ENCODED_TURNS : 1);
     max_norm_backward<L, ENCODED><<<blocks, L::THREADS, 0, stream>>>(static_cast<const T*>(dy),
                                                                      static_cast<const T*>(x), encoding, peaks, indices,
-                                                                     static_cast<T*>(dx), period, batch, width);
+                                                                     static_cast<T*>(dx), rows, width);
     return cudaGetLastError();
   }
 };
 
 }  // namespace megalin
 
-// x, y [batch, period, width] of a Dtype; factors [batch, period], positions [period] and frequencies [width], or all
-// null; peaks, indices [batch, period]; returns a cudaError_t.
+// x, y [rows, width] of a Dtype; factors, positions [rows] and frequencies [width], or all null; peaks, indices [rows];
+// returns a cudaError_t.
 extern "C" int megalin_max_norm_forward(const void* x, const float* factors, const int* positions,
-                                        const unsigned* frequencies, void* y, float* peaks, int* indices,
-                                        int64_t period, int batch, int width, float eps, int dtype,
-                                        cudaStream_t stream) {
+                                        const unsigned* frequencies, void* y, float* peaks, int* indices, int64_t rows,
+                                        int width, float eps, int dtype, cudaStream_t stream) {
   const megalin::Encoding encoding{factors, positions, frequencies};
-  const megalin::MaxNormForward launcher{x, encoding, y, peaks, indices, period, batch, width, eps, stream};
+  const megalin::MaxNormForward launcher{x, encoding, y, peaks, indices, rows, width, eps, stream};
   return megalin::with_dtype(launcher, dtype, width, megalin::aligned(x) && megalin::aligned(y));
 }
 
-// dy, x, dx [batch, period, width] of a Dtype, the rest as the forward took and gave it; returns a cudaError_t.
+// dy, x, dx [rows, width] of a Dtype, the rest as the forward took and gave it; returns a cudaError_t.
 extern "C" int megalin_max_norm_backward(const void* dy, const void* x, const float* factors, const int* positions,
                                          const unsigned* frequencies, const float* peaks, const int* indices, void* dx,
-                                         int64_t period, int batch, int width, int dtype, cudaStream_t stream) {
+                                         int64_t rows, int width, int dtype, cudaStream_t stream) {
   const megalin::Encoding encoding{factors, positions, frequencies};
-  const megalin::MaxNormBackward launcher{dy, x, encoding, peaks, indices, dx, period, batch, width, stream};
+  const megalin::MaxNormBackward launcher{dy, x, encoding, peaks, indices, dx, rows, width, stream};
   const bool vectorised = megalin::aligned(dy) && megalin::aligned(x) && megalin::aligned(dx);
   return megalin::with_dtype(launcher, dtype, width, vectorised);
 }

@@ -34,14 +34,16 @@ struct Layout {
   Vector vectors[ITEMS];
 
   static __device__ int lane() { return threadIdx.x % LANES; }
-  // This group's row of the matrix, or of each of the matrices that a block takes one after the other.
-  static __device__ int64_t row() { return int64_t(blockIdx.x) * ROWS + threadIdx.x / LANES; }
-  static unsigned blocks(int64_t rows) { return unsigned((rows + ROWS - 1) / ROWS); }
+  // This group's row of the block's `turn`-th set of rows.
+  static __device__ int64_t row(int turns, int turn) {
+    return (int64_t(blockIdx.x) * turns + turn) * ROWS + threadIdx.x / LANES;
+  }
+  static int64_t blocks(int64_t rows, int turns) { return (rows + ROWS * turns - 1) / (ROWS * turns); }
 
-  // Zeros beyond the row's end, and everywhere for a row that is not `there`.
-  __device__ void load(const T* matrix, int64_t row, bool there, int width) {
+  // Zeros beyond the row's end, and everywhere for a row that is not there.
+  __device__ void load(const T* matrix, int64_t row, int64_t rows, int width) {
     const Vector* source = reinterpret_cast<const Vector*>(matrix + row * width);
-    const int count = there ? width / N : 0;
+    const int count = row < rows ? width / N : 0;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
       const int index = i * LANES + lane();
@@ -54,9 +56,9 @@ struct Layout {
     }
   }
 
-  __device__ void store(T* matrix, int64_t row, bool there, int width) const {
+  __device__ void store(T* matrix, int64_t row, int64_t rows, int width) const {
     Vector* target = reinterpret_cast<Vector*>(matrix + row * width);
-    const int count = there ? width / N : 0;
+    const int count = row < rows ? width / N : 0;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
       const int index = i * LANES + lane();

@@ -6,10 +6,9 @@ namespace megalin {
 template <typename L>
 __global__ void __launch_bounds__(L::THREADS)
     srmsnorm_forward(const typename L::T* x, typename L::T* y, float* scales, int64_t rows, int width, float eps) {
-  const int64_t row = L::row();
-  const bool there = row < rows;
+  const int64_t row = L::row(1, 0);
   L current;
-  current.load(x, row, there, width);
+  current.load(x, row, rows, width);
   float squares = 0.0f;
 #pragma unroll
   for (int i = 0; i < L::ITEMS; ++i) {
@@ -22,20 +21,19 @@ __global__ void __launch_bounds__(L::THREADS)
 #pragma unroll
     for (int j = 0; j < L::N; ++j) current.set(i, j, current.get(i, j) * scale);
   }
-  current.store(y, row, there, width);
-  if (L::lane() == 0 && there) scales[row] = scale;
+  current.store(y, row, rows, width);
+  if (L::lane() == 0 && row < rows) scales[row] = scale;
 }
 
 template <typename L>
 __global__ void __launch_bounds__(L::THREADS)
     srmsnorm_backward(const typename L::T* dy, const typename L::T* x, const float* scales, typename L::T* dx,
                       int64_t rows, int width) {
-  const int64_t row = L::row();
-  const bool there = row < rows;
+  const int64_t row = L::row(1, 0);
   L value, gradient;
-  value.load(x, row, there, width);
-  gradient.load(dy, row, there, width);
-  const float scale = there ? scales[row] : 0.0f;
+  value.load(x, row, rows, width);
+  gradient.load(dy, row, rows, width);
+  const float scale = row < rows ? scales[row] : 0.0f;
   float product = 0.0f;
 #pragma unroll
   for (int i = 0; i < L::ITEMS; ++i) {
@@ -50,7 +48,7 @@ __global__ void __launch_bounds__(L::THREADS)
       gradient.set(i, j, scale * (gradient.get(i, j) - value.get(i, j) * scale * mean));
     }
   }
-  gradient.store(dx, row, there, width);
+  gradient.store(dx, row, rows, width);
 }
 
 struct ForwardLauncher {
@@ -66,14 +64,14 @@ struct ForwardLauncher {
   template <typename L>
   cudaError_t run() const {
     using T = typename L::T;
-    srmsnorm_forward<L><<<L::blocks(rows), L::THREADS, 0, stream>>>(static_cast<const T*>(x), static_cast<T*>(y),
+    srmsnorm_forward<L><<<L::blocks(rows, 1), L::THREADS, 0, stream>>>(static_cast<const T*>(x), static_cast<T*>(y),
                                                                        scales, rows, width, eps);
     return cudaGetLastError();
   }
 };
 
 struct BackwardLauncher {
-  static constexpr int ITEMS = 2;
+  static constexpr int ITEMS = 4;
   const void *dy, *x;
   const float* scales;
   void* dx;
@@ -84,7 +82,7 @@ struct BackwardLauncher {
   template <typename L>
   cudaError_t run() const {
     using T = typename L::T;
-    srmsnorm_backward<L><<<L::blocks(rows), L::THREADS, 0, stream>>>(
+    srmsnorm_backward<L><<<L::blocks(rows, 1), L::THREADS, 0, stream>>>(
         static_cast<const T*>(dy), static_cast<const T*>(x), scales, static_cast<T*>(dx), rows, width);
     return cudaGetLastError();
   }

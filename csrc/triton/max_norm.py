@@ -11,8 +11,10 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
-TURNS = 16
-"""Sequences that a program takes one after the other, with the same cosines."""
+ENCODED_TURNS = 4
+"""Blocks of rows that a program takes one after the other, where they share frequencies."""
+ENCODED_WARPS = {4096: (8, 16), 8192: (32, 8), 16384: (16, 16)}
+"""Forward and backward, by the padded width, where four are not the fastest: measured on an H200."""
 
 
 @triton.jit
@@ -32,7 +34,15 @@ def cosine(position, frequency):
     return y * z + 1.0
 
 
-@triton.jit(do_not_specialize=["period", "batch", "turns"])
+@triton.jit
+def encode(x, factor_ptr, position_ptr, frequency, row, end):
+    """f c x [R, W], exact zeros in rows of f = 0, where x may be anything."""
+    factor = tl.load(factor_ptr + row, mask=row < end, other=0.0)[:, None]
+    position = tl.load(position_ptr + row, mask=row < end, other=0)[:, None]
+    return tl.where(factor == 0.0, 0.0, x * (-factor * cosine(position, frequency)))
+
+
+@triton.jit(do_not_specialize=["rows", "program_rows"])
 def forward_kernel(
     x_ptr,
     factor_ptr,
@@ -41,42 +51,37 @@ def forward_kernel(
     y_ptr,
     peak_ptr,
     index_ptr,
-    period,
-    batch,
-    turns,
+    rows,
+    program_rows,
     width,
     eps,
     ENCODED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ):
-    """Rows b `period` + t of a block of t, for `turns` of the b < `batch`: those have the position of t."""
-    t = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    first = tl.program_id(0).to(tl.int64) * program_rows
+    end = tl.minimum(first + program_rows, rows)
     column = tl.arange(0, BLOCK_WIDTH)
-    mask = (t < period)[:, None] & (column < width)[None, :]
-    if ENCODED:
-        position = tl.load(position_ptr + t, mask=t < period, other=0)
-        frequency = tl.load(frequency_ptr + column, mask=column < width, other=0)
-        gain = cosine(position[:, None], frequency[None, :])
-    first = tl.program_id(1) * turns
-    row = t + first.to(tl.int64) * period
-    for _ in range(first, tl.minimum(first + turns, batch)):
+    if ENCODED:  # read once for all rows of the program
+        frequency = tl.load(frequency_ptr + column, mask=column < width, other=0)[None, :]
+    for start in range(0, program_rows, BLOCK_ROWS):
+        row = first + start + tl.arange(0, BLOCK_ROWS)
+        mask = (row < end)[:, None] & (column < width)[None, :]
         offset = row[:, None] * width + column[None, :]
         x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         largest = tl.max(tl.abs(x), axis=1)
         # The first of equals, as torch.max has it; an integer minimum is cheaper than an indexed maximum.
         index = tl.min(tl.where(tl.abs(x) == largest[:, None], column[None, :], BLOCK_WIDTH), axis=1)
-        tl.store(peak_ptr + row, largest + eps, mask=t < period)
-        tl.store(index_ptr + row, index, mask=t < period)
-        scale = 1.0 / (largest + eps)
+        peak = largest + eps
+        tl.store(peak_ptr + row, peak, mask=row < end)
+        tl.store(index_ptr + row, index, mask=row < end)
+        y = x * (1.0 / peak)[:, None]
         if ENCODED:
-            scale *= -tl.load(factor_ptr + row, mask=t < period, other=0.0)
-            x *= gain
-        tl.store(y_ptr + offset, x * scale[:, None], mask=mask)
-        row += period
+            y = encode(y, factor_ptr, position_ptr, frequency, row, end)
+        tl.store(y_ptr + offset, y, mask=mask)
 
 
-@triton.jit(do_not_specialize=["period", "batch", "turns"])
+@triton.jit(do_not_specialize=["rows", "program_rows"])
 def backward_kernel(
     dy_ptr,
     x_ptr,
@@ -86,61 +91,48 @@ def backward_kernel(
     peak_ptr,
     index_ptr,
     dx_ptr,
-    period,
-    batch,
-    turns,
+    rows,
+    program_rows,
     width,
     ENCODED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ):
-    t = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    first = tl.program_id(0).to(tl.int64) * program_rows
+    end = tl.minimum(first + program_rows, rows)
     column = tl.arange(0, BLOCK_WIDTH)
-    mask = (t < period)[:, None] & (column < width)[None, :]
     if ENCODED:
-        position = tl.load(position_ptr + t, mask=t < period, other=0)
-        frequency = tl.load(frequency_ptr + column, mask=column < width, other=0)
-        gain = cosine(position[:, None], frequency[None, :])
-    first = tl.program_id(1) * turns
-    row = t + first.to(tl.int64) * period
-    for _ in range(first, tl.minimum(first + turns, batch)):
+        frequency = tl.load(frequency_ptr + column, mask=column < width, other=0)[None, :]
+    for start in range(0, program_rows, BLOCK_ROWS):
+        row = first + start + tl.arange(0, BLOCK_ROWS)
+        mask = (row < end)[:, None] & (column < width)[None, :]
         offset = row[:, None] * width + column[None, :]
-        x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        inverse = 1.0 / tl.load(peak_ptr + row, mask=row < end, other=1.0)[:, None]
+        index = tl.load(index_ptr + row, mask=row < end, other=0)[:, None]
+        unit = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32) * inverse
         dy = tl.load(dy_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        inverse = 1.0 / tl.load(peak_ptr + row, mask=t < period, other=1.0)
-        index = tl.load(index_ptr + row, mask=t < period, other=0)[:, None]
-        scale = inverse
         if ENCODED:
-            scale *= -tl.load(factor_ptr + row, mask=t < period, other=0.0)
-            dy *= gain
-        dx = dy * scale[:, None]
-        pull = (tl.sum(dx * x, axis=1) * inverse)[:, None]
+            dy = encode(dy, factor_ptr, position_ptr, frequency, row, end)
+        pull = tl.sum(dy * unit, axis=1)[:, None]
+        sign = tl.where(unit > 0.0, 1.0, 0.0) - tl.where(unit < 0.0, 1.0, 0.0)
         # The largest element carries the whole row's pull.
-        pull = tl.where(x > 0.0, pull, tl.where(x < 0.0, -pull, 0.0))
-        tl.store(dx_ptr + offset, tl.where(column[None, :] == index, dx - pull, dx), mask=mask)
-        row += period
+        dx = inverse * tl.where(column[None, :] == index, dy - sign * pull, dy)
+        tl.store(dx_ptr + offset, dx, mask=mask)
 
 
-def _launch(period: int, batch: int, width: int) -> tuple[tuple[int, int], int, dict[str, int]]:
-    """Grid, turns and constants: 8 elements a thread, 16 of the widest rows."""
+def _launch(rows: int, width: int, encoded: bool, backward: bool) -> tuple[int, int, dict[str, int]]:
+    """Programs, rows of each, constants; encoded rows share their frequencies."""
     block_width = triton.next_power_of_2(width)
-    block_rows = max(1, 1024 // block_width)
-    constants = {
-        "BLOCK_ROWS": block_rows,
-        "BLOCK_WIDTH": block_width,
-        "num_warps": min(32, max(4, block_width // 256)),
-    }
-    turns = min(batch, TURNS)
-    return (triton.cdiv(period, block_rows), triton.cdiv(batch, turns)), turns, constants
+    block_rows = max(1, 2048 // block_width)
+    program_rows = block_rows * (ENCODED_TURNS if encoded else 1)
+    warps = ENCODED_WARPS.get(block_width, (4, 4))[backward] if encoded else min(32, max(4, block_width // 512))
+    constants = {"BLOCK_ROWS": block_rows, "BLOCK_WIDTH": block_width, "num_warps": warps}
+    return triton.cdiv(rows, program_rows), program_rows, constants
 
 
 Encoding = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""Factors [rows] fp32, the positions [T] int32 of rows b T + t, and frequencies [width] int32, in 2^-32 turns a
-position. Without: three times None."""
-
-
-def _period(rows: int, encoding: Encoding) -> int:
-    return rows if encoding[1] is None else encoding[1].numel()
+"""Factors [rows] fp32, positions [rows] int32 and frequencies [width] int32, in 2^-32 turns a position. Without: three
+times None."""
 
 
 def forward(x: Tensor, encoding: Encoding, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -148,10 +140,11 @@ def forward(x: Tensor, encoding: Encoding, eps: float) -> tuple[Tensor, Tensor, 
     rows, width = x.shape
     y, peak = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
     index = x.new_empty(rows, dtype=torch.int32)
-    period, encoded = _period(rows, encoding), encoding[0] is not None
-    batch = rows // period
-    grid, turns, constants = _launch(period, batch, width)
-    forward_kernel[grid](x, *encoding, y, peak, index, period, batch, turns, width, eps, ENCODED=encoded, **constants)
+    encoded = encoding[0] is not None
+    programs, program_rows, constants = _launch(rows, width, encoded, backward=False)
+    forward_kernel[(programs,)](
+        x, *encoding, y, peak, index, rows, program_rows, width, eps, ENCODED=encoded, **constants
+    )
     return y, peak, index
 
 
@@ -159,22 +152,25 @@ def backward(dy: Tensor, x: Tensor, encoding: Encoding, peak: Tensor, index: Ten
     """dy, x [rows, width] contiguous, the rest as the forward took and gave it -> dx like x."""
     rows, width = x.shape
     dx = torch.empty_like(x)
-    period, encoded = _period(rows, encoding), encoding[0] is not None
-    batch = rows // period
-    grid, turns, constants = _launch(period, batch, width)
-    backward_kernel[grid](dy, x, *encoding, peak, index, dx, period, batch, turns, width, ENCODED=encoded, **constants)
+    encoded = encoding[0] is not None
+    programs, program_rows, constants = _launch(rows, width, encoded, backward=True)
+    backward_kernel[(programs,)](
+        dy, x, *encoding, peak, index, dx, rows, program_rows, width, ENCODED=encoded, **constants
+    )
     return dx
 
 
 def compile_cases() -> list[tuple[object, dict[str, str], dict[str, int], dict[str, int]]]:
     """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
+    rows = {"factor_ptr": "*fp32", "position_ptr": "*i32", "frequency_ptr": "*i32", "program_rows": "i32"}
+    common = {**rows, "peak_ptr": "*fp32", "index_ptr": "*i32", "x_ptr": "*bf16", "rows": "i32", "width": "i32"}
+    forward_types = {**common, "y_ptr": "*bf16", "eps": "fp32"}
+    backward_types = {**common, "dy_ptr": "*bf16", "dx_ptr": "*bf16"}
     cases = []
-    for width in (64, 1024, 4096, 8192, 12288):
-        constants = _launch(512, 8, width)[2] | {"ENCODED": True}
-        options = {"num_warps": constants.pop("num_warps")}
-        rows = {"factor_ptr": "*fp32", "position_ptr": "*i32", "frequency_ptr": "*i32"}
-        counts = dict.fromkeys(("period", "batch", "turns", "width"), "i32")
-        common = {**rows, **counts, "peak_ptr": "*fp32", "index_ptr": "*i32", "x_ptr": "*bf16"}
-        cases.append((forward_kernel, {**common, "y_ptr": "*bf16", "eps": "fp32"}, constants, options))
-        cases.append((backward_kernel, {**common, "dy_ptr": "*bf16", "dx_ptr": "*bf16"}, constants, options))
+    for width in (64, 1024, 4096):
+        for encoded in (False, True):
+            for kernel, types in ((forward_kernel, forward_types), (backward_kernel, backward_types)):
+                constants = _launch(4096, width, encoded, backward=kernel is backward_kernel)[2]
+                options = {"num_warps": constants.pop("num_warps")}
+                cases.append((kernel, types, {**constants, "ENCODED": encoded}, options))
     return cases

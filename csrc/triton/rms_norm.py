@@ -12,8 +12,8 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
-PROGRAMS = 132 * 4
-"""Of the backward: a few for each processor of the chip, whatever the rows."""
+PROCESSORS = 132
+"""The backward has two to four programs for each, whatever the rows."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -64,21 +64,18 @@ def backward_kernel(
     tl.store(partial_ptr + program * width + column, tl.sum(dweight, axis=0), mask=column < width)
 
 
-def _constants(width: int, elements: int) -> dict[str, int]:
-    """Blocks of about `elements`, of one row at least."""
+def _constants(width: int, *, backward: bool) -> dict[str, int]:
     block_width = triton.next_power_of_2(width)
-    return {
-        "BLOCK_ROWS": max(1, elements // block_width),
-        "BLOCK_WIDTH": block_width,
-        "num_warps": min(16, max(4, block_width // 512)),
-    }
+    warps = min(32 if block_width > 8192 else 8 if backward else 16, max(4, block_width // 512))
+    elements = 2048 if backward else 4096
+    return {"BLOCK_ROWS": max(1, elements // block_width), "BLOCK_WIDTH": block_width, "num_warps": warps}
 
 
 def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x [rows, width] contiguous, weight [width] -> y like x, and the fp32 scale [rows] of each row."""
     rows, width = x.shape
     y, scale = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
-    constants = _constants(width, 4096)
+    constants = _constants(width, backward=False)
     grid = (triton.cdiv(rows, constants["BLOCK_ROWS"]),)
     forward_kernel[grid](x, weight, y, scale, rows, width, eps, **constants)
     return y, scale
@@ -87,8 +84,8 @@ def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def backward(dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """dy, x [rows, width] contiguous, weight [width], scale [rows] -> dx and dweight like x and weight."""
     rows, width = x.shape
-    constants = _constants(width, 2048)
-    programs = min(triton.cdiv(rows, constants["BLOCK_ROWS"]), PROGRAMS)
+    constants = _constants(width, backward=True)
+    programs = min(triton.cdiv(rows, constants["BLOCK_ROWS"]), PROCESSORS * (4 if width <= 2048 else 2))
     dx, partial = torch.empty_like(x), x.new_empty(programs, width, dtype=torch.float32)
     program_rows = triton.cdiv(rows, programs)
     backward_kernel[(programs,)](dy, x, weight, scale, dx, partial, rows, width, program_rows, **constants)
@@ -101,11 +98,11 @@ def compile_cases() -> list[tuple[object, dict[str, str], dict[str, int], dict[s
     common = {"x_ptr": "*bf16", "weight_ptr": "*bf16", "scale_ptr": "*fp32", "rows": "i32", "width": "i32"}
     for width in (64, 2048, 8192):
         for kernel, types, constants in (
-            (forward_kernel, {"y_ptr": "*bf16", "eps": "fp32"}, _constants(width, 4096)),
+            (forward_kernel, {"y_ptr": "*bf16", "eps": "fp32"}, _constants(width, backward=False)),
             (
                 backward_kernel,
                 {"dy_ptr": "*bf16", "dx_ptr": "*bf16", "partial_ptr": "*fp32", "program_rows": "i32"},
-                _constants(width, 2048),
+                _constants(width, backward=True),
             ),
         ):
             options = {"num_warps": constants.pop("num_warps")}

@@ -67,7 +67,7 @@ def encoded_max_norm(
         return encoded_max_norm_reference(x, factor, positions, num_heads=num_heads, eps=eps)
     rows = x.shape[:-1]
     factors = factor.detach().to(torch.float32).expand(rows).contiguous()
-    places = positions.to(torch.int32).contiguous()
+    places = positions.to(torch.int32).expand(rows).contiguous()
     return _forward(x.contiguous(), factors, places, num_heads, eps, choice)[0]
 
 
@@ -88,13 +88,13 @@ def mean_magnitude_norm(x: Tensor, *, eps: float) -> Tensor:
 def _forward(
     x: Tensor, factors: Tensor | None, positions: Tensor | None, num_heads: int, eps: float, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x [..., D], factors [...], positions [T] or [...], all contiguous -> y, max + eps and its index [...]."""
+    """x [..., D], factors and positions [...], all contiguous -> y, max + eps and its index [...]."""
     rows, width = x.shape[:-1], x.shape[-1]
     encoding = _encoding(x, factors, positions, num_heads)
     if backend == "cuda":
         y, peak = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
         index = x.new_empty(rows, dtype=torch.int32)
-        launch("max_norm_forward", x, *encoding, y, peak, index, *_counts(peak, positions), width, eps)
+        launch("max_norm_forward", x, *encoding, y, peak, index, peak.numel(), width, eps)
         return y, peak, index
     from megalin._triton import max_norm as kernels
 
@@ -125,7 +125,7 @@ def _backward(
     encoding = _encoding(x, factors, positions, num_heads)
     if backend == "cuda":
         dx = torch.empty_like(x)
-        launch("max_norm_backward", dy, x, *encoding, peak, index, dx, *_counts(peak, positions), width)
+        launch("max_norm_backward", dy, x, *encoding, peak, index, dx, peak.numel(), width)
         return dx
     from megalin._triton import max_norm as kernels
 
@@ -152,12 +152,6 @@ def _encoding(x: Tensor, factors: Tensor | None, positions: Tensor | None, num_h
     if factors is None or positions is None:
         return None, None, None
     return factors, positions, _frequencies(x.shape[-1], num_heads, x.device)
-
-
-def _counts(peak: Tensor, positions: Tensor | None) -> tuple[int, int]:
-    """T, the rows after which positions repeat, and how often they do."""
-    period = peak.numel() if positions is None else positions.numel()
-    return period, peak.numel() // period
 
 
 @functools.cache
