@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ from megalin.data.packing import Batch
 from megalin.errors import NumericError
 from megalin.model.config import ModelConfig
 from megalin.model.language_model import LanguageModel
+from megalin.ops.backend import VARIABLE, used
 from megalin.optim.adamw import OptimizerConfig, build_optimizer
 from megalin.parallel.cross_entropy import IGNORED_LABEL
 from megalin.parallel.initialisation import fill
@@ -159,6 +161,25 @@ def test_step_does_not_depend_on_how_its_samples_are_spread(results, name):
 def test_recomputed_activations_give_the_same_bits(results):
     kept, recomputed = results["accumulate_3"][0], results["recompute"][0]
     assert all(torch.equal(kept[name], recomputed[name]) for name in kept)
+
+
+def _fused_step(layout: Layout) -> Arrays:
+    import tests.interpreter  # noqa: F401
+
+    os.environ[VARIABLE] = "linear_cross_entropy=triton"
+    outcome = step_on(layout, torch.float32)
+    assert used()["linear_cross_entropy"].backend == "triton"
+    return as_arrays(outcome)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [(1, Layout("accumulate_2", 6)), (4, Layout("tp2_dp2_sp", 3, 2, True))],
+)
+def test_the_fused_loss_gives_the_same_gradients_on_a_mesh(world_size, layout):
+    expected = {name: tensor for name, tensor in truth().items() if not name.startswith("weight:")}
+    for outcome in map(as_tensors, run_ranks(world_size, _fused_step, layout)):
+        assert_close({name: outcome[name] for name in expected}, expected, 2e-5)
 
 
 def _step_without_labels() -> dict[str, Any]:
