@@ -42,6 +42,68 @@ def encode(x, factor_ptr, position_ptr, frequency, row, end):
     return tl.where(factor == 0.0, 0.0, x * (-factor * cosine(position, frequency)))
 
 
+@triton.jit
+def forward_rows(
+    x_ptr,
+    factor_ptr,
+    position_ptr,
+    frequency,
+    y_ptr,
+    peak_ptr,
+    index_ptr,
+    row,
+    column,
+    end,
+    width,
+    eps,
+    ENCODED: tl.constexpr,
+):
+    mask = (row < end)[:, None] & (column < width)[None, :]
+    offset = row[:, None] * width + column[None, :]
+    x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(x), axis=1)
+    # The first of equals, as torch.max has it; an integer minimum is cheaper than an indexed maximum.
+    index = tl.min(tl.where(tl.abs(x) == largest[:, None], column[None, :], width), axis=1)
+    peak = largest + eps
+    tl.store(peak_ptr + row, peak, mask=row < end)
+    tl.store(index_ptr + row, index, mask=row < end)
+    y = x * (1.0 / peak)[:, None]
+    if ENCODED:
+        y = encode(y, factor_ptr, position_ptr, frequency, row, end)
+    tl.store(y_ptr + offset, y, mask=mask)
+
+
+@triton.jit
+def backward_rows(
+    dy_ptr,
+    x_ptr,
+    factor_ptr,
+    position_ptr,
+    frequency,
+    peak_ptr,
+    index_ptr,
+    dx_ptr,
+    row,
+    column,
+    end,
+    width,
+    ENCODED: tl.constexpr,
+):
+    mask = (row < end)[:, None] & (column < width)[None, :]
+    offset = row[:, None] * width + column[None, :]
+    inverse = 1.0 / tl.load(peak_ptr + row, mask=row < end, other=1.0)[:, None]
+    index = tl.load(index_ptr + row, mask=row < end, other=0)[:, None]
+    unit = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32) * inverse
+    dy = tl.load(dy_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    if ENCODED:
+        dy = encode(dy, factor_ptr, position_ptr, frequency, row, end)
+    pull = tl.sum(dy * unit, axis=1)[:, None]
+    sign = tl.where(unit > 0.0, 1.0, 0.0) - tl.where(unit < 0.0, 1.0, 0.0)
+    # The largest element carries the whole row's pull.
+    dx = inverse * tl.where(column[None, :] == index, dy - sign * pull, dy)
+    tl.store(dx_ptr + offset, dx, mask=mask)
+
+
 @triton.jit(do_not_specialize=["rows", "program_rows"])
 def forward_kernel(
     x_ptr,
@@ -59,26 +121,15 @@ def forward_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ):
-    first = tl.program_id(0).to(tl.int64) * program_rows
-    end = tl.minimum(first + program_rows, rows)
+    first = tl.program_id(0).to(tl.int64) * program_rows + tl.arange(0, BLOCK_ROWS)
     column = tl.arange(0, BLOCK_WIDTH)
-    if ENCODED:  # read once for all rows of the program
+    x, f, p, y, m, i = x_ptr, factor_ptr, position_ptr, y_ptr, peak_ptr, index_ptr
+    if ENCODED:  # frequencies are read once for all rows of the program
         frequency = tl.load(frequency_ptr + column, mask=column < width, other=0)[None, :]
-    for start in range(0, program_rows, BLOCK_ROWS):
-        row = first + start + tl.arange(0, BLOCK_ROWS)
-        mask = (row < end)[:, None] & (column < width)[None, :]
-        offset = row[:, None] * width + column[None, :]
-        x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        largest = tl.max(tl.abs(x), axis=1)
-        # The first of equals, as torch.max has it; an integer minimum is cheaper than an indexed maximum.
-        index = tl.min(tl.where(tl.abs(x) == largest[:, None], column[None, :], BLOCK_WIDTH), axis=1)
-        peak = largest + eps
-        tl.store(peak_ptr + row, peak, mask=row < end)
-        tl.store(index_ptr + row, index, mask=row < end)
-        y = x * (1.0 / peak)[:, None]
-        if ENCODED:
-            y = encode(y, factor_ptr, position_ptr, frequency, row, end)
-        tl.store(y_ptr + offset, y, mask=mask)
+        for start in range(0, program_rows, BLOCK_ROWS):
+            forward_rows(x, f, p, frequency, y, m, i, first + start, column, rows, width, eps, True)
+    else:
+        forward_rows(x, f, p, 0, y, m, i, first, column, rows, width, eps, False)
 
 
 @triton.jit(do_not_specialize=["rows", "program_rows"])
@@ -98,26 +149,15 @@ def backward_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ):
-    first = tl.program_id(0).to(tl.int64) * program_rows
-    end = tl.minimum(first + program_rows, rows)
+    first = tl.program_id(0).to(tl.int64) * program_rows + tl.arange(0, BLOCK_ROWS)
     column = tl.arange(0, BLOCK_WIDTH)
+    dy, x, f, p, m, i, dx = dy_ptr, x_ptr, factor_ptr, position_ptr, peak_ptr, index_ptr, dx_ptr
     if ENCODED:
         frequency = tl.load(frequency_ptr + column, mask=column < width, other=0)[None, :]
-    for start in range(0, program_rows, BLOCK_ROWS):
-        row = first + start + tl.arange(0, BLOCK_ROWS)
-        mask = (row < end)[:, None] & (column < width)[None, :]
-        offset = row[:, None] * width + column[None, :]
-        inverse = 1.0 / tl.load(peak_ptr + row, mask=row < end, other=1.0)[:, None]
-        index = tl.load(index_ptr + row, mask=row < end, other=0)[:, None]
-        unit = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32) * inverse
-        dy = tl.load(dy_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        if ENCODED:
-            dy = encode(dy, factor_ptr, position_ptr, frequency, row, end)
-        pull = tl.sum(dy * unit, axis=1)[:, None]
-        sign = tl.where(unit > 0.0, 1.0, 0.0) - tl.where(unit < 0.0, 1.0, 0.0)
-        # The largest element carries the whole row's pull.
-        dx = inverse * tl.where(column[None, :] == index, dy - sign * pull, dy)
-        tl.store(dx_ptr + offset, dx, mask=mask)
+        for start in range(0, program_rows, BLOCK_ROWS):
+            backward_rows(dy, x, f, p, frequency, m, i, dx, first + start, column, rows, width, True)
+    else:
+        backward_rows(dy, x, f, p, 0, m, i, dx, first, column, rows, width, False)
 
 
 def _launch(rows: int, width: int, encoded: bool, backward: bool) -> tuple[int, int, dict[str, int]]:
