@@ -117,9 +117,35 @@ def vector_decay_scan_reference(
 
 
 def vector_decay_step(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, *, scale: float = 1.0, backend: Backend = "auto"
+) -> ScanOutput:
+    """One token of the recurrence, the decoding step.
+
+    Args:
+        q, k: [B, H or 1, K]; v: [B, H, V]; log_decay: [B, H, K or 1]; state: [B, H, K, V] in at least fp32.
+        scale: factor on the output.
+        backend: which implementation runs; compiled ones take no tensors that need gradients.
+
+    Returns:
+        ScanOutput with output [B, H, V] in the dtype of v and the next state.
+
+    Raises:
+        KernelError: an explicit backend that cannot run.
+    """
+    tensors = (q, k, v, log_decay, state)
+    unsupported = _unsupported(*tensors)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        unsupported = "tensors that need gradients"
+    if backends.choose("vector_decay_step", backend, v.device.type, unsupported) == "reference":
+        return vector_decay_step_reference(q, k, v, log_decay, state, scale=scale)
+    q, k, log_decay = (x.expand(*state.shape[:3]) for x in (q, k, log_decay))
+    return ScanOutput(*_step(q, k, v, log_decay, state.float().contiguous(), scale))
+
+
+def vector_decay_step_reference(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, *, scale: float = 1.0
 ) -> ScanOutput:
-    """One token of the recurrence: q, k, log_decay [B, H, K], v [B, H, V], state [B, H, K, V] in at least fp32."""
+    """`vector_decay_step` in plain PyTorch."""
     wide = state.dtype
     state = state * torch.exp(log_decay.to(wide))[..., None] + k.to(wide)[..., None] * v.to(wide)[..., None, :]
     output = (q.to(wide)[..., None, :] @ state).squeeze(-2) * scale
@@ -144,7 +170,7 @@ def vector_decay_scan_recurrent(
     for t in range(q.shape[1]):
         if document_ids is not None and t > 0:
             state = state.masked_fill((document_ids[:, t] != document_ids[:, t - 1])[:, None, None, None], 0.0)
-        output, state = vector_decay_step(q[:, t], k[:, t], v[:, t], log_decay[:, t], state, scale=scale)
+        output, state = vector_decay_step_reference(q[:, t], k[:, t], v[:, t], log_decay[:, t], state, scale=scale)
         outputs.append(output)
     return ScanOutput(torch.stack(outputs, dim=1), state)
 
@@ -202,8 +228,8 @@ def _diagonal_scores(q: Tensor, k: Tensor, g: Tensor, documents: Tensor) -> Tens
     return (q[..., :, None, :] * k[..., None, :, :] * visible_decay(between, visible)).sum(-1)
 
 
-def _unsupported(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> str:
-    for x in (q, k, v, log_decay):
+def _unsupported(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> str:
+    for x in (q, k, v, *others):
         if x.dtype not in KERNEL_DTYPES:
             return f"dtype {x.dtype}"
     if q.shape[-1] > MAX_KEY_DIM:
@@ -344,3 +370,26 @@ def _self_test(backend: Compiled, device: str) -> str:
 
 
 backends.register("vector_decay_scan", ("triton",), _self_test)
+
+
+@torch.library.custom_op("megalin::vector_decay_step", mutates_args=())
+def _step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    from megalin._triton import vector_decay_step as kernels
+
+    return kernels.step(q, k, v, log_decay, state, scale)
+
+
+@_step.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    return v.new_empty(v.shape), torch.empty_like(state)
+
+
+def _step_self_test(backend: Compiled, device: str) -> str:
+    q, k, v, g = (sample(2, 3, 20, device=device, seed=seed) for seed in range(4))
+    inputs = (q, k, v, -g.exp(), sample(2, 3, 20, 20, device=device, seed=4))
+    truth, found = vector_decay_step_reference(*(x.double() for x in inputs), scale=0.5), _step(*inputs, 0.5)
+    error = max(((x - y).norm() / y.norm()).item() for x, y in zip(found, truth, strict=True))
+    return "" if error <= 1e-5 else f"self-test: off by {error:.1e} (bound 1e-05)"
+
+
+backends.register("vector_decay_step", ("triton",), _step_self_test)

@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from megalin.ops.vector_decay_scan import vector_decay_scan, vector_decay_scan_reference
+from megalin.ops.vector_decay_scan import (
+    vector_decay_scan,
+    vector_decay_scan_reference,
+    vector_decay_step,
+    vector_decay_step_reference,
+)
 from tests.numerics import errors
 
 pytestmark = [
@@ -11,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-FLOOR = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+FLOOR = {torch.float32: 2.4e-7, torch.bfloat16: 7.8e-3, torch.float16: 9.8e-4}
 DECAYS = (0.0, -1e-6, -1.0, -5.0, -20.0, -50.0)
 BOUNDARIES = ((15, 63, 64, 500), (20, 70, 71, 100, 128, 900))
 TENSORS = ("q", "k", "v", "log_decay")
@@ -149,3 +154,15 @@ def test_a_compiled_function_gives_the_same_bits():
     compiled = torch.compile(scan, fullgraph=True, dynamic=False)
     expected, found = results(scan, inputs), results(compiled, inputs)
     assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("key", "value"), [(128, 128), (64, 4096), (20, 24)])
+def test_a_step_is_as_good_as_the_reference(key, value, dtype):
+    inputs = make_inputs(1, "data", dtype, key, value, heads=3)
+    state = inputs.pop("initial_state")
+    inputs = {name: x[:, 0] for name, x in inputs.items()} | {"state": state}
+    truth = vector_decay_step_reference(**{name: x.double() for name, x in inputs.items()}, scale=0.3)._asdict()
+    same = errors(vector_decay_step_reference(**inputs, scale=0.3)._asdict(), truth)
+    found = errors(vector_decay_step(**inputs, scale=0.3, backend="triton")._asdict(), truth)
+    assert not {n: (found[n], same[n]) for n in truth if not found[n] <= 2 * same[n] + 2**-22}

@@ -16,6 +16,7 @@ from megalin.ops.vector_decay_scan import (
     vector_decay_scan_recurrent,
     vector_decay_scan_reference,
     vector_decay_step,
+    vector_decay_step_reference,
 )
 from tests.numerics import Tensors, assert_close, errors, outputs_and_gradients, relative_error
 from tests.ops.kernels import assert_as_good_as_the_reference
@@ -329,3 +330,30 @@ def test_the_triton_kernel_says_what_it_does_not_take():
         KernelError, match="vector_decay_scan: the triton kernel does not take keys of width 257, above"
     ):
         vector_decay_scan(**inputs, backend="triton")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("key", "value"), [(1, 1), (20, 24), (64, 300)])
+def test_the_triton_step_is_as_good_as_the_reference(dtype: torch.dtype, key: int, value: int):
+    inputs = kernel_inputs(1, "data", dtype, key=key, value=value)
+    state = inputs.pop("initial_state")
+    inputs = {name: x[:, 0] for name, x in inputs.items()} | {"state": state}
+    truth = vector_decay_step_reference(**{name: x.double() for name, x in inputs.items()}, scale=SCALE)
+    same = vector_decay_step_reference(**inputs, scale=SCALE)
+    found = vector_decay_step(**inputs, scale=SCALE, backend="triton")
+    for x, y, z in zip(found, same, truth, strict=True):
+        assert x.dtype == y.dtype
+        assert relative_error(x, z) <= 2 * relative_error(y, z) + 2**-23
+
+
+def test_the_triton_step_takes_decays_and_keys_that_heads_share():
+    q, k, v, state = (torch.randn(shape) for shape in ((2, 1, 16), (2, 1, 16), (2, 3, 8), (2, 3, 16, 8)))
+    inputs = (q, k, v, -torch.rand(2, 3, 1), state)
+    for x, y in zip(vector_decay_step(*inputs, backend="triton"), vector_decay_step_reference(*inputs), strict=True):
+        assert relative_error(x, y) <= 1e-6
+
+
+def test_the_triton_step_says_that_it_has_no_gradient():
+    inputs = [torch.ones(1, 1, 2), torch.ones(1, 1, 2), torch.ones(1, 1, 2), torch.zeros(1, 1, 2)]
+    with pytest.raises(KernelError, match="does not take tensors that need gradients"):
+        vector_decay_step(*inputs, torch.ones(1, 1, 2, 2, requires_grad=True), backend="triton")
