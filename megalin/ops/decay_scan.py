@@ -12,13 +12,22 @@ Documents: `document_ids` is non-decreasing along T; a token sees the tokens of 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from megalin.ops import backend as backends
+from megalin.ops.backend import Backend, Compiled
 from megalin.ops.chunks import chunk_documents, split_chunks
+from megalin.ops.self_test import BOUND, compare, sample
 from megalin.ops.srmsnorm import compute_dtype
+
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_WIDTH = 256
+WIDTH_UNIT = 8
+"""Kernels load tokens in pieces of 16 bytes: other widths are padded with zeros."""
 
 
 class ScanOutput(NamedTuple):
@@ -37,8 +46,9 @@ def decay_scan(
     initial_state: Tensor | None = None,
     document_ids: Tensor | None = None,
     chunk_size: int = 64,
+    backend: Backend = "auto",
 ) -> ScanOutput:
-    """The recurrence above in chunks of C tokens: matrix products inside a chunk, a fold of states between chunks.
+    """The recurrence above in chunks of C tokens: matrix products inside a chunk, states between chunks.
 
     Args:
         q, k: [B, T, H, K].
@@ -46,11 +56,45 @@ def decay_scan(
         slopes: [H], s >= 0 in nats a token, at least fp32 (a buffer: it gets no gradient); None for no decay.
         initial_state: [B, H, K, V]; None for zeros.
         document_ids: [B, T] integers; None when each row is one document.
-        chunk_size: C; the result does not depend on it beyond rounding. T need not be a multiple of it.
+        chunk_size: C of the reference, kernels have their own; the result does not depend on it beyond rounding.
+        backend: which implementation runs; compiled ones take q, k, v of one dtype, fp32, bf16 or fp16, with K and V
+            up to 256.
 
     Returns:
-        ScanOutput. q k^T and the products with v stay in the dtype of v; states are formed and folded in fp32
-        (fp64 for fp64 inputs).
+        ScanOutput. Products take operands in the dtype of v and sum in fp32; states are folded in fp32 (fp64 for fp64
+        inputs).
+
+    Raises:
+        KernelError: an explicit backend that cannot run.
+    """
+    choice = backends.choose("decay_scan", backend, v.device.type, unsupported(q, k, v))
+    if choice == "reference":
+        return decay_scan_reference(
+            q, k, v, slopes, initial_state=initial_state, document_ids=document_ids, chunk_size=chunk_size
+        )
+    key, value = k.shape[-1], v.shape[-1]
+    q, k, v = (padded(x, -x.shape[-1] % WIDTH_UNIT) for x in (q, k, v))
+    if initial_state is not None:
+        initial_state = padded(initial_state.float(), v.shape[-1] - value, k.shape[-1] - key)
+    output, state, _ = _forward(
+        q, k, v, None if slopes is None else slopes.float(), initial_state, document_ids, choice
+    )
+    return ScanOutput(output[..., :value], state[..., :key, :value])
+
+
+def decay_scan_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    *,
+    initial_state: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    chunk_size: int = 64,
+) -> ScanOutput:
+    """`decay_scan` in plain PyTorch: T need not be a multiple of the chunk of C tokens.
+
+    q k^T and the products with v stay in the dtype of v; states are formed and folded in fp32 (fp64 for fp64 inputs).
     """
     length, heads = q.shape[1:3]
     chunk = min(chunk_size, length)
@@ -84,15 +128,30 @@ def decay_scan(
     return ScanOutput(output, states[:, :, -1].clone())
 
 
-def decay_step(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, state: Tensor) -> ScanOutput:
+def decay_step(
+    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, state: Tensor, *, backend: Backend = "auto"
+) -> ScanOutput:
     """One token of the recurrence, the decoding step.
 
     Args:
         q, k: [B, H, K]; v: [B, H, V]; slopes: [H] or None; state: [B, H, K, V] in at least fp32.
+        backend: which implementation runs; compiled ones take q, k and v of one dtype, fp32, bf16 or fp16, an fp32
+            state of K and V up to 256, and record no gradient.
 
     Returns:
         ScanOutput with output [B, H, V] in the dtype of v and the next state.
+
+    Raises:
+        KernelError: an explicit backend that cannot run.
     """
+    choice = backends.choose("decay_step", backend, v.device.type, _unsupported_step(q, k, v, state))
+    if choice == "reference":
+        return decay_step_reference(q, k, v, slopes, state)
+    return ScanOutput(*_step(q, k, v, None if slopes is None else slopes.float(), state, choice))
+
+
+def decay_step_reference(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, state: Tensor) -> ScanOutput:
+    """`decay_step` in plain PyTorch."""
     wide = state.dtype
     if slopes is not None:
         state = state * torch.exp(-slopes.to(wide))[:, None, None]
@@ -117,7 +176,7 @@ def decay_scan_recurrent(
     for t in range(q.shape[1]):
         if document_ids is not None and t > 0:
             state = state.masked_fill((document_ids[:, t] != document_ids[:, t - 1])[:, None, None, None], 0.0)
-        output, state = decay_step(q[:, t], k[:, t], v[:, t], slopes, state)
+        output, state = decay_step_reference(q[:, t], k[:, t], v[:, t], slopes, state)
         outputs.append(output)
     return ScanOutput(torch.stack(outputs, dim=1), state)
 
@@ -150,3 +209,155 @@ def _causal_decay(positions: Tensor, s: Tensor) -> Tensor:
     distance = positions[:, None] - positions[None, :]
     decay = torch.exp(-s[:, None, None] * distance.clamp(min=0))
     return decay.masked_fill(torch.ones_like(distance, dtype=torch.bool).triu(1), 0.0)
+
+
+def unsupported(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """What of these no kernel of a scan takes; empty where they do."""
+    if not q.dtype == k.dtype == v.dtype or v.dtype not in KERNEL_DTYPES:
+        return f"q, k, v of {q.dtype}, {k.dtype}, {v.dtype}"
+    if max(k.shape[-1], v.shape[-1]) > MAX_WIDTH:
+        return f"heads of {k.shape[-1]} keys and {v.shape[-1]} values, above {MAX_WIDTH}"
+    return "an empty tensor" if 0 in (q.numel(), v.numel()) else ""
+
+
+def _unsupported_step(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> str:
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, state)):
+        return "inputs that require gradients"
+    return unsupported(q, k, v) or (f"a state of {state.dtype}" if state.dtype != torch.float32 else "")
+
+
+def padded(x: Tensor, columns: int, rows: int = 0) -> Tensor:
+    """`x` with zeros after its last columns and rows."""
+    return functional.pad(x, (0, columns, 0, rows)) if rows or columns else x
+
+
+@torch.library.custom_op("megalin::decay_scan", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    initial: Tensor | None,
+    documents: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-> output, last state, and the states entering the blocks that the sequence is cut into (empty for one)."""
+    from megalin._triton import decay_scan as kernels
+
+    return kernels.forward(q, k, v, slopes, *(None if x is None else x.contiguous() for x in (initial, documents)))
+
+
+@_forward.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    initial: Tensor | None,
+    documents: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from megalin._triton import decay_scan as kernels
+
+    (batch, length, heads, key), value = k.shape, v.shape[-1]
+    state = k.new_empty(batch, heads, key, value, dtype=torch.float32)
+    return v.new_empty(v.shape), state, state.new_empty(kernels.saved_shape(batch, length, heads, key, value))
+
+
+@torch.library.custom_op("megalin::decay_scan_backward", mutates_args=())
+def _backward(
+    d_output: Tensor,
+    d_state: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    initial: Tensor | None,
+    documents: Tensor | None,
+    states: Tensor,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from megalin._triton import decay_scan as kernels
+
+    initial, documents, d_state = (None if x is None else x.contiguous() for x in (initial, documents, d_state))
+    return kernels.backward(d_output, d_state, q, k, v, slopes, initial, documents, states)
+
+
+@_backward.register_fake
+def _(
+    d_output: Tensor,
+    d_state: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    initial: Tensor | None,
+    documents: Tensor | None,
+    states: Tensor,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (batch, _, heads, key), value = k.shape, v.shape[-1]
+    d_initial = k.new_empty(batch, heads, key, value, dtype=torch.float32)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), d_initial
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    *tensors, ctx.backend = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, output[2])
+
+
+def _differentiate(
+    ctx: Any, d_output: Tensor | None, d_state: Tensor | None, _: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    q, k, v, slopes, initial, documents, states = ctx.saved_tensors
+    d_output = torch.zeros_like(v) if d_output is None else d_output
+    dq, dk, dv, d_initial = _backward(d_output, d_state, q, k, v, slopes, initial, documents, states, ctx.backend)
+    return dq, dk, dv, None, None if initial is None else d_initial, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+@torch.library.custom_op("megalin::decay_step", mutates_args=())
+def _step(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, state: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+    from megalin._triton import decay_step as kernels
+
+    return kernels.step(*(x.contiguous() for x in (q, k, v)), slopes, state.contiguous())
+
+
+@_step.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, state: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+    return v.new_empty(v.shape), state.new_empty(state.shape)
+
+
+def _self_test(backend: Compiled, device: str) -> str:
+    """Two documents over several chunks, in the dtype that models run in."""
+    slopes = torch.tensor([0.0, 0.3], device=device)
+    documents = (torch.arange(200, device=device) >= 150).int()[None]
+    inputs = [sample(1, 200, 2, width, device=device, seed=i).bfloat16() for i, width in enumerate((128, 128, 64))]
+    inputs.append(sample(1, 2, 128, 64, device=device, seed=3))
+    return compare(
+        lambda q, k, v, first: _forward(q, k, v, slopes, first, documents, backend)[:2],
+        lambda q, k, v, first: decay_scan_reference(q, k, v, slopes, initial_state=first, document_ids=documents),
+        inputs,
+    )
+
+
+def _self_test_step(backend: Compiled, device: str) -> str:
+    slopes = torch.tensor([0.0, 0.3], device=device)
+    inputs = [sample(2, 2, width, device=device, seed=i) for i, width in enumerate((40, 40, 24))]
+    inputs.append(sample(2, 2, 40, 24, device=device, seed=3))
+    expected = decay_step_reference(*(x.double() for x in (*inputs[:3], slopes, inputs[3])))
+    found, again = (_step(*inputs[:3], slopes, inputs[3], backend) for _ in range(2))
+    for name, first, second, truth in zip(("output", "state"), found, again, expected, strict=True):
+        error = ((first.double() - truth).norm() / truth.norm()).item()
+        if not error <= BOUND:
+            return f"self-test: {name} is off by {error:.1e} (bound {BOUND:.0e})"
+        if not torch.equal(first, second):
+            return f"self-test: {name} differs between two equal calls"
+    return ""
+
+
+backends.register("decay_scan", ("triton",), _self_test)
+backends.register("decay_step", ("triton",), _self_test_step)

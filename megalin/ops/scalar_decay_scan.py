@@ -9,13 +9,20 @@ Exponents and documents: as there.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from megalin.ops import backend as backends
+from megalin.ops.backend import Backend, Compiled
 from megalin.ops.chunks import chunk_documents, fold_states, split_chunks, sum_after, visible_decay
-from megalin.ops.decay_scan import ScanOutput
+from megalin.ops.decay_scan import WIDTH_UNIT, ScanOutput, padded, unsupported
+from megalin.ops.self_test import compare, sample
 from megalin.ops.srmsnorm import compute_dtype
 from megalin.ops.vector_decay_scan import vector_decay_step
+
+MAX_VALUE_WIDTH = 128
 
 
 def scalar_decay_scan(
@@ -27,6 +34,7 @@ def scalar_decay_scan(
     initial_state: Tensor | None = None,
     document_ids: Tensor | None = None,
     chunk_size: int = 64,
+    backend: Backend = "auto",
 ) -> ScanOutput:
     """The recurrence above in chunks of C tokens.
 
@@ -36,11 +44,44 @@ def scalar_decay_scan(
         log_decay: g [B, T, H], <= 0, at least fp32; -20 a token and below is safe.
         initial_state: [B, H, K, V]; None for zeros.
         document_ids: [B, T] integers; None when each row is one document.
-        chunk_size: C; the result does not depend on it beyond rounding. T need not be a multiple of it.
+        chunk_size: C of the reference, kernels have their own; the result does not depend on it beyond rounding.
+        backend: which implementation runs; compiled ones take q, k, v of one dtype, fp32, bf16 or fp16, with K up to
+            256 and V up to 128.
 
     Returns:
-        ScanOutput. Decays, scores, states and their fold are computed in fp32 (fp64 for fp64 inputs); the product of
-        the scores with v runs in the dtype of v.
+        ScanOutput. Decays, sums of products, states and their fold are computed in fp32 (fp64 for fp64 inputs); the
+        kernels' operands and the states they keep between chunks are bf16 where the inputs are.
+
+    Raises:
+        KernelError: an explicit backend that cannot run.
+    """
+    choice = backends.choose("scalar_decay_scan", backend, v.device.type, _unsupported(q, k, v))
+    if choice == "reference":
+        return scalar_decay_scan_reference(
+            q, k, v, log_decay, initial_state=initial_state, document_ids=document_ids, chunk_size=chunk_size
+        )
+    key, value = k.shape[-1], v.shape[-1]
+    q, k, v = (padded(x, -x.shape[-1] % WIDTH_UNIT) for x in (q, k, v))
+    if initial_state is not None:
+        initial_state = padded(initial_state.float(), v.shape[-1] - value, k.shape[-1] - key)
+    output, state = _forward(q, k, v, log_decay.float(), initial_state, document_ids, choice)
+    return ScanOutput(output[..., :value], state[..., :key, :value])
+
+
+def scalar_decay_scan_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    chunk_size: int = 64,
+) -> ScanOutput:
+    """`scalar_decay_scan` in plain PyTorch: T need not be a multiple of the chunk of C tokens.
+
+    Decays, scores, states and their fold are computed in fp32 (fp64 for fp64 inputs); the product of the scores with v
+    runs in the dtype of v.
     """
     length = v.shape[1]
     chunk = min(chunk_size, length)
@@ -85,3 +126,109 @@ def _decay_between(g: Tensor, documents: Tensor) -> Tensor:
     between = g.where(after, 0.0).cumsum(-2)  # [B, H, N, C, C]
     visible = (documents[..., :, None] == documents[..., None, :]).tril()
     return torch.exp(between.masked_fill(~visible, float("-inf")))
+
+
+def _unsupported(q: Tensor, k: Tensor, v: Tensor) -> str:
+    if v.shape[-1] > MAX_VALUE_WIDTH:
+        return f"heads of {v.shape[-1]} values, above {MAX_VALUE_WIDTH}"
+    if q.shape[2] != k.shape[2]:
+        return f"{q.shape[2]} heads of q beside {k.shape[2]} of k"
+    return unsupported(q, k, v)
+
+
+@torch.library.custom_op("megalin::scalar_decay_scan", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    initial: Tensor | None,
+    documents: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    from megalin._triton import scalar_decay_scan as kernels
+
+    initial, documents = (None if x is None else x.contiguous() for x in (initial, documents))
+    return kernels.forward(q, k, v, log_decay.contiguous(), initial, documents)
+
+
+@_forward.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    initial: Tensor | None,
+    documents: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    (batch, _, heads, value), key = v.shape, k.shape[-1]
+    return v.new_empty(v.shape), v.new_empty(batch, heads, key, value, dtype=torch.float32)
+
+
+@torch.library.custom_op("megalin::scalar_decay_scan_backward", mutates_args=())
+def _backward(
+    d_output: Tensor,
+    d_state: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    initial: Tensor | None,
+    documents: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from megalin._triton import scalar_decay_scan as kernels
+
+    initial, documents, d_state = (None if x is None else x.contiguous() for x in (initial, documents, d_state))
+    return kernels.backward(d_output, d_state, q, k, v, log_decay.contiguous(), initial, documents)
+
+
+@_backward.register_fake
+def _(
+    d_output: Tensor,
+    d_state: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    initial: Tensor | None,
+    documents: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    (batch, _, heads, value), key = v.shape, k.shape[-1]
+    d_initial = v.new_empty(batch, heads, key, value, dtype=torch.float32)
+    gradients = [x.new_empty(x.shape) for x in (q, k, v, log_decay)]
+    return gradients[0], gradients[1], gradients[2], gradients[3], d_initial
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.backend = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate(ctx: Any, d_output: Tensor | None, d_state: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, log_decay, initial, documents = ctx.saved_tensors
+    d_output = torch.zeros_like(v) if d_output is None else d_output
+    *gradients, d_initial = _backward(d_output, d_state, q, k, v, log_decay, initial, documents, ctx.backend)
+    return *gradients, None if initial is None else d_initial, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _self_test(backend: Compiled, device: str) -> str:
+    """Two documents over several chunks, one head of q and k for two of v, in the dtype that models run in."""
+    documents = (torch.arange(200, device=device) >= 150).int()[None]
+    q, k = (sample(1, 200, 1, 128, device=device, seed=i).bfloat16() for i in range(2))
+    inputs = [q, k, sample(1, 200, 2, 64, device=device, seed=2).bfloat16()]
+    inputs += [-0.3 * sample(1, 200, 2, device=device, seed=3).abs(), sample(1, 2, 128, 64, device=device, seed=4)]
+    return compare(
+        lambda *x: _forward(*x, documents, backend),
+        lambda q, k, v, g, first: scalar_decay_scan_reference(q, k, v, g, initial_state=first, document_ids=documents),
+        inputs,
+    )
+
+
+backends.register("scalar_decay_scan", ("triton",), _self_test)

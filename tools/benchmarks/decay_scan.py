@@ -1,0 +1,62 @@
+"""The scan with a fixed scalar decay a head, 16 heads of 128, and without decay, 256 keys a head (cosFormer2)."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from benchmarks.case import Case, Function, Work
+from megalin.ops.decay_scan import decay_scan, decay_scan_flops, decay_scan_reference
+
+TOKENS, HEADS, VALUE, CHECKED, CHUNK = 32768, 16, 128, 600, 64
+
+
+def cases() -> Iterator[Case]:
+    """32,768 tokens in rows of three lengths, and one row of four times as many; bf16."""
+    for batch, length in ((16, 2048), (4, 8192), (1, 32768), (1, 131072)):
+        yield _case(f"B{batch} T{length} K128", batch, length, 128, decay=True)
+    for batch, length in ((4, 8192), (1, 32768)):
+        yield _case(f"B{batch} T{length} K256 no decay", batch, length, 256, decay=False)
+
+
+def _case(shape: str, batch: int, length: int, key: int, *, decay: bool) -> Case:
+    draw = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+    slopes = torch.exp2(-torch.arange(1, HEADS + 1, device="cuda") * 8.0 / HEADS) if decay else None
+    inputs = {name: draw(batch, length, HEADS, width) for name, width in (("q", key), ("k", key), ("v", VALUE))}
+    read, written = sum(x.nbytes for x in inputs.values()), inputs["v"].nbytes
+    sizes = {"num_heads": HEADS, "key_dim": key, "value_dim": VALUE, "chunk_size": CHUNK}
+    flops = batch * length * decay_scan_flops(length, **sizes)
+
+    def apply(op: Function) -> Function:
+        def run(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+            return [op(q, k, v, None if slopes is None else slopes.to(torch.promote_types(q.dtype, slopes.dtype)))[0]]
+
+        return run
+
+    return Case(
+        op="decay_scan",
+        shape=f"{shape} bf16",
+        inputs=inputs,
+        checked={name: x[:1, :CHECKED] for name, x in inputs.items()},
+        reference=apply(decay_scan_reference),
+        ours={"auto": apply(decay_scan)},
+        peers=_peers(slopes),
+        bytes=Work(read + written, 2 * read + written),
+        flops=Work(flops, 2 * flops),
+        compiled=False,
+    )
+
+
+def _peers(slopes: Tensor | None) -> dict[str, Function]:
+    if importlib.util.find_spec("fla") is None:
+        return {}
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    def peer(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        return [chunk_simple_gla(q, k, v, g_gamma=None if slopes is None else -slopes, scale=1.0)[0]]
+
+    return {"fla chunk_simple_gla": peer}
