@@ -15,6 +15,12 @@ pytestmark = [
 FLOOR = {torch.float32: 2.4e-7, torch.bfloat16: 7.8e-3, torch.float16: 9.8e-4}
 SLOPES = {"none": None, "weak": (1e-6, 0.004, 0.0), "strong": (0.5, 3.0, 20.0)}
 STRENGTHS = {"none": 0.0, "weak": 0.003, "strong": 20.0}
+OTHERS = [
+    (torch.float32, 128, 64),
+    (torch.float16, 128, 64),
+    (torch.bfloat16, 256, 128),
+    (torch.bfloat16, 80, 17),
+]
 BOUNDARIES = ((15, 63, 64, 500), (20, 70, 71, 100, 128, 900))
 
 
@@ -71,8 +77,7 @@ def test_fixed_decay(length, decay, packed):
     compare(decay_scan, decay_scan_reference, inputs, slopes=slopes, document_ids=documents)
 
 
-@pytest.mark.parametrize("dtype", FLOOR)
-@pytest.mark.parametrize(("key", "value"), [(128, 128), (256, 128), (80, 17)])
+@pytest.mark.parametrize(("dtype", "key", "value"), OTHERS)
 def test_fixed_decay_of_other_dtypes_and_widths(dtype, key, value):
     slopes = torch.tensor(SLOPES["weak"], device="cuda")
     compare(decay_scan, decay_scan_reference, make_inputs(1000, dtype, key, value), slopes=slopes)
@@ -88,8 +93,7 @@ def test_scalar_decay(length, decay, packed):
     compare(scalar_decay_scan, scalar_decay_scan_reference, inputs, document_ids=documents)
 
 
-@pytest.mark.parametrize("dtype", FLOOR)
-@pytest.mark.parametrize(("key", "value"), [(128, 64), (256, 128), (80, 17)])
+@pytest.mark.parametrize(("dtype", "key", "value"), OTHERS)
 def test_scalar_decay_of_other_dtypes_and_widths(dtype, key, value):
     inputs = make_inputs(1000, dtype, key, value)
     inputs["log_decay"] = -torch.rand(2, 1000, 3, device="cuda")
