@@ -227,7 +227,7 @@ def _numbers(dtype: torch.dtype) -> dict[str, object]:
     """Operands of products: bf16 as it is; fp16, whose range states leave, and fp32 through fp32 operands."""
     if dtype == torch.bfloat16:
         return {"OPERAND": tl.bfloat16, "PRECISION": "ieee"}
-    return {"OPERAND": tl.float32, "PRECISION": "tf32" if dtype == torch.float16 else "tf32x3"}
+    return {"OPERAND": tl.float32, "PRECISION": "tf32x3"}
 
 
 class Sequence(NamedTuple):

@@ -258,7 +258,7 @@ def _constants(k: Tensor, v: Tensor, documents: Tensor | None) -> dict[str, obje
         "BLOCK_KEY": max(16, triton.next_power_of_2(key)),
         "BLOCK_VALUE": max(16, triton.next_power_of_2(value)),
         "OPERAND": tl.bfloat16 if narrow else tl.float32,
-        "PRECISION": "ieee" if narrow else "tf32" if v.dtype == torch.float16 else "tf32x3",
+        "PRECISION": "ieee" if narrow else "tf32x3",
     }
 
 
