@@ -49,7 +49,7 @@ def evaluate_run(folder: str | Path, mesh: Mesh, overrides: Sequence[str] = ()) 
         loader = ValidationLoader(
             samples,
             micro_batch_size=config.train.micro_batch_size,
-            dp_rank=mesh.data.rank,
-            dp_size=mesh.data.size,
+            dp_rank=mesh.samples.rank,
+            dp_size=mesh.samples.size,
         )
         return evaluate(model, loader, mesh, token_bytes=token_bytes)

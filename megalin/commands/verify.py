@@ -17,7 +17,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a preset or a config file")
     parser.add_argument("overrides", nargs="*", metavar="model.key=value", help="changes to the model")
     parser.add_argument("--tp", type=int, default=1, help="ranks of the tensor-parallel axis (1)")
-    parser.add_argument("--dp", type=int, default=1, help="ranks of the data axis (1)")
+    parser.add_argument("--cp", type=int, default=1, help="ranks that share each sample's tokens (1)")
+    parser.add_argument("--dp", type=int, default=1, help="groups of ranks that read different samples (1)")
     parser.add_argument("--shard", type=int, help="ranks of the data axis that share the weights (all)")
     parser.add_argument("--sequence-parallel", action="store_true", help="split activations inside the tp group")
     parser.add_argument("--recompute", action="store_true", help="recompute activations in the backward")
@@ -35,8 +36,8 @@ def _run(arguments: argparse.Namespace) -> int:
         return launch_ranks(case.world_size, arguments.command_line)
     if launched != case.world_size:
         raise ConfigError(
-            f"--tp {case.parallel.tp} x --dp {case.data_size} needs {case.world_size} ranks, but {launched} were "
-            "started; start as many, or none and let verify start them"
+            f"--tp {case.parallel.tp} x --cp {case.parallel.cp} x --dp {case.data_size} needs {case.world_size} ranks, "
+            f"but {launched} were started; start as many, or none and let verify start them"
         )
     with process_group(compute_device()):
         passed = True
@@ -54,11 +55,12 @@ def _case(arguments: argparse.Namespace) -> Case:
         raise ConfigError(
             f"--self-test with --tp {arguments.tp} --dp {arguments.dp} cannot show its faults; use 2 and 2"
         )
-    if min(arguments.tp, arguments.dp) < 1:
-        raise ConfigError(f"--tp {arguments.tp} --dp {arguments.dp}: an axis has at least one rank")
-    axes = {"tp": arguments.tp, "sequence_parallel": arguments.sequence_parallel, "shard": arguments.shard}
+    tp, cp, dp = arguments.tp, arguments.cp, arguments.dp
+    if min(tp, cp, dp) < 1:
+        raise ConfigError(f"--tp {tp} --cp {cp} --dp {dp}: an axis has at least one rank")
+    axes = {"tp": tp, "cp": cp, "sequence_parallel": arguments.sequence_parallel, "shard": arguments.shard}
     parallel = parse(ParallelConfig, axes, "command line")
-    check_world_size(parallel, arguments.tp * arguments.dp)
+    check_world_size(parallel, tp * cp * dp)
     return make_case(
         model_from(arguments.model, arguments.overrides),
         parallel,

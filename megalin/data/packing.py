@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megalin.parallel.context import ContextParallel
 from megalin.parallel.cross_entropy import IGNORED_LABEL
 
 
@@ -112,6 +113,14 @@ def pad_rows(batch: BatchT, rows: int) -> BatchT:
 def take_rows(batch: BatchT, rows: slice) -> BatchT:
     """Some rows of a batch."""
     return type(batch)(*(tensor[rows] for tensor in batch))
+
+
+def split_tokens(batch: BatchT, cp: ContextParallel) -> BatchT:
+    """This rank's tokens of a decoder's batch, whose labels were shifted on whole rows. Encoders have cp = 1."""
+    if cp.size == 1:
+        return batch
+    parts = {name: cp.shard(getattr(batch, name)).contiguous() for name in ("tokens", "labels", "document_ids")}
+    return type(batch)(**(batch._asdict() | parts))
 
 
 def batch_to(batch: BatchT, device: torch.device) -> BatchT:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 import pydantic
 import torch
@@ -15,6 +15,7 @@ from megalin.layers.mixers.base import BuildScope, Mixer, MixerConfig, MixerOutp
 from megalin.layers.norms import HeadNormKind
 from megalin.layers.positions import LRPEFrequencies, LRPEKind, key_dim
 from megalin.ops.decay_scan import decay_scan, decay_scan_flops, decay_step
+from megalin.ops.scan_states import decay_state
 from megalin.ops.silu_lrpe import silu_lrpe
 from megalin.parallel.initialisation import Draw
 from megalin.parallel.linear import ColumnParallelLinear, LowRankLinear, NormedRowParallelLinear
@@ -32,6 +33,7 @@ class Projections(NamedTuple):
 class LinearAttentionConfig(MixerConfig):
     """What the configs of these mixers share."""
 
+    splits_sequence: ClassVar[bool] = True
     num_heads: int = pydantic.Field(gt=0)
     """Heads; must divide the hidden size, and be divided by parallel.tp."""
     lrpe: LRPEKind | None = None
@@ -56,7 +58,8 @@ class LinearAttention(Mixer):
 
     def __init__(self, config: LinearAttentionConfig, scope: BuildScope, *, decay: DecayKind | None) -> None:
         super().__init__()
-        self.config, self.scope, self.tp, self.decay = config, scope, scope.tp, decay
+        self.config, self.scope, self.decay = config, scope, decay
+        self.tp, self.cp = scope.tp, scope.cp
         head_dim, remainder = divmod(scope.hidden_size, config.num_heads)
         if remainder or (config.lrpe == "rotation" and head_dim % 2):
             raise ConfigError(
@@ -102,7 +105,7 @@ class LinearAttention(Mixer):
             k,
             v,
             self.slopes,
-            initial_state=state[0] if state else None,
+            initial_state=state[0] if state else self._entering(k, v, context),
             document_ids=context.document_ids,
             chunk_size=self.config.chunk_size,
         )
@@ -112,6 +115,14 @@ class LinearAttention(Mixer):
         q, k, v, gate = self._heads(x, context)
         scan = decay_step(q[:, 0], k[:, 0], v[:, 0], self.slopes, state[0])
         return MixerOutput(self.out(scan.output.flatten(1)[:, None], gate), (scan.state,))
+
+    def _entering(self, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor | None:
+        """The state after the tokens of the ranks before, [B, H/tp, K, V]; None where this rank has them all."""
+        if context.borders is None:
+            return None
+        added = decay_state(k, v, self.slopes, document_ids=context.document_ids)
+        slopes = added.new_zeros(self.local_heads) if self.slopes is None else self.slopes
+        return self.cp.fold(added, -k.shape[1] * slopes[:, None], context.borders)
 
     def _heads(self, x: Tensor, context: SequenceContext) -> Projections:
         """q, k [B, T, H/tp, K], v [B, T, H/tp, V] as the scan takes them, and the gate [B, T, D/tp]."""

@@ -7,6 +7,7 @@ from typing import NamedTuple, cast
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megalin.errors import ConfigError
 from megalin.layers.mixers.base import BuildScope, Mixer, MixerConfig, SequenceContext, State
 from megalin.layers.norms import build_norm
 from megalin.model.config import BlockConfig
@@ -20,10 +21,15 @@ class BlockOutput(NamedTuple):
 
 
 class Sublayer(nn.Module):
-    """A mixer with the norm of its input."""
+    """A mixer with the norm of its input. Raises ConfigError for a mixer that cannot work on a split sequence."""
 
     def __init__(self, config: MixerConfig, scope: BuildScope) -> None:
         super().__init__()
+        if scope.cp.size > 1 and not config.splits_sequence:
+            raise ConfigError(
+                f'{scope.path}.type = "{config.type}": this mixer needs the whole sequence on each rank, but '
+                f"parallel.cp = {scope.cp.size} splits it; use parallel.cp = 1"
+            )
         self.residual = config.residual
         self.norm = build_norm(config.norm, scope.hidden_size, config.norm_eps, scope.tp)
         self.mixer: Mixer = config.build(scope)

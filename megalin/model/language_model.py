@@ -13,6 +13,7 @@ from megalin.model.config import ModelConfig
 from megalin.model.stack import BlockStack
 from megalin.ops.srmsnorm import compute_dtype
 from megalin.parallel.collectives import finish
+from megalin.parallel.context import ContextParallel
 from megalin.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megalin.parallel.embedding import VocabParallelTable
 from megalin.parallel.tensor_parallel import TensorParallel
@@ -57,8 +58,15 @@ class LanguageModel(BlockStack[ModelConfig]):
 
     loss_names = ("next_token",)
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel | None = None, *, recompute: bool = False) -> None:
-        super().__init__(config, tp, recompute=recompute)
+    def __init__(
+        self,
+        config: ModelConfig,
+        tp: TensorParallel | None = None,
+        *,
+        cp: ContextParallel | None = None,
+        recompute: bool = False,
+    ) -> None:
+        super().__init__(config, tp, recompute=recompute, cp=cp)
         tied, vocabulary, width = config.tie_embeddings, config.vocab_size, config.hidden_size
         self.head = None if tied else VocabParallelTable(vocabulary, width, tp=self.tp, std=config.init_std)
 
@@ -72,25 +80,27 @@ class LanguageModel(BlockStack[ModelConfig]):
         state: ModelState | None = None,
         losses: Literal["tokens", "sum"] = "tokens",
     ) -> ModelOutput:
-        """Runs T tokens of each of B sequences.
+        """Runs T tokens of each of B sequences; with context parallelism, this rank's of them, without a state.
 
         Args:
             tokens: [B, T] ids below the vocabulary size.
             labels: [B, T] next ids, IGNORED_LABEL where there is no loss.
             document_ids: [B, T], non-decreasing along T; None when each row is one document.
-            positions: [T] or [B, T]; by default they count on from the state, or from 0.
+            positions: [T] or [B, T]; by default they count on from the state, or from 0 at the first rank's tokens.
             state: what the model remembers of the tokens before; the output then holds the next one.
             losses: tokens: the logits, and with labels the loss of each; sum: the sum of the losses and nothing else,
                 in less time and memory where a kernel runs.
         """
+        assert state is None or self.cp.size == 1, self.cp.size
         if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
+            positions = self.cp.positions(tokens)
             positions = positions if state is None else state.positions[:, None] + positions
         if state is not None:
             document_ids = _known_documents(tokens, document_ids, state)
             state = _forget_other_documents(state, document_ids)
         x = self.embedding.embed(tokens) * self.config.embedding_scale
-        context = SequenceContext(positions, document_ids, self.shared_tensors(), x.dtype)
+        borders = self.cp.borders(tokens, document_ids)
+        context = SequenceContext(positions, document_ids, self.shared_tensors(), x.dtype, borders=borders)
         inputs = []
         for index, layer in enumerate(self.input_mixers()):
             x, input_state = layer(x, layer.own_context(context), state.inputs[index] if state else None)

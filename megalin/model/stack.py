@@ -11,6 +11,7 @@ from megalin.layers.mixers.base import BuildScope, FullPrecision, Mixer, renew_d
 from megalin.layers.norms import build_norm
 from megalin.model.block import Block
 from megalin.model.config import BlockConfig, StackConfig
+from megalin.parallel.context import ContextParallel
 from megalin.parallel.embedding import VocabParallelTable, VocabularyBias
 from megalin.parallel.tensor_parallel import TensorParallel
 
@@ -27,15 +28,18 @@ class BlockStack(nn.Module, Generic[ConfigT]):
         loss_names: the terms of the loss, in the order of the output's `loss_sums`.
 
     Raises:
-        ConfigError: sizes that the tensor-parallel axis does not divide.
+        ConfigError: sizes that the tensor-parallel axis does not divide, or a mixer that cannot split the sequence.
     """
 
     loss_names: tuple[str, ...]
 
-    def __init__(self, config: ConfigT, tp: TensorParallel | None, *, recompute: bool) -> None:
+    def __init__(
+        self, config: ConfigT, tp: TensorParallel | None, *, recompute: bool, cp: ContextParallel | None = None
+    ) -> None:
         super().__init__()
         self.config = config
         self.tp = tp = TensorParallel() if tp is None else tp
+        self.cp = cp = ContextParallel() if cp is None else cp
         width, std = config.hidden_size, config.init_std
         self.embedding = VocabParallelTable(config.vocab_size, width, tp=tp, std=std)
         self.input_layers = nn.ModuleDict()
@@ -43,7 +47,7 @@ class BlockStack(nn.Module, Generic[ConfigT]):
         self._shared_types: list[str] = []  # as in the config; names of modules hold no dots
         self.blocks = nn.ModuleList()
         for layer, (path, block) in enumerate(config.blocks()):
-            scope = BuildScope(width, layer, config.num_layers, tp, std, path, config.output_std)
+            scope = BuildScope(width, layer, config.num_layers, tp, std, path, config.output_std, cp)
             self.blocks.append(Block(block, scope, recompute=recompute))
             self._build_model_level(block, scope)
         self.norm = build_norm(config.norm, width, config.norm_eps, tp)

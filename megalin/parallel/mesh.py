@@ -1,4 +1,4 @@
-"""The mesh: which ranks form the data and tensor-parallel axes, and the process group that they live in."""
+"""The mesh: which ranks form the data, context- and tensor-parallel axes, and the process group they live in."""
 
 from __future__ import annotations
 
@@ -16,19 +16,32 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from megalin.config import Config
 from megalin.errors import ConfigError
 from megalin.parallel.collectives import Axis, all_reduce
+from megalin.parallel.context import ContextParallel
 from megalin.parallel.tensor_parallel import TensorParallel
 
 
 class ParallelConfig(Config):
-    """How the ranks of a run are arranged. The data axis is what tensor parallelism leaves: dp = world / tp."""
+    """How the ranks of a run are arranged. The data axis is what tensor parallelism leaves, world / tp ranks. On it
+    each cp neighbours share their samples, so that dp = world / (tp cp) groups read different ones."""
 
     tp: int = pydantic.Field(default=1, ge=1)
     """Ranks that share each layer's weights (tensor parallelism)."""
+    cp: int = pydantic.Field(default=1, ge=1)
+    """Ranks that share each sample: every one holds a part of its tokens, side by side (context parallelism)."""
     sequence_parallel: bool = False
     """Whether activations between layers are split along the sequence inside the tensor-parallel group."""
     shard: int | None = pydantic.Field(default=None, ge=1)
     """Ranks of the data axis over which weights, gradients and optimizer state are sharded (FSDP2). Left out: all of
     them. 1: every rank keeps a replica. In between: hybrid, sharded inside groups of this size, replicated across."""
+
+    def length_problem(self, length: int) -> str:
+        """What keeps a row of `length` tokens from being split over the ranks, and the remedy; empty where nothing."""
+        parts, names = self.cp, f"parallel.cp = {self.cp}"
+        if self.sequence_parallel and self.tp > 1:
+            parts *= self.tp
+            of_tp = f"parallel.tp = {self.tp}, as parallel.sequence_parallel needs"
+            names = of_tp if self.cp == 1 else f"{names} times {of_tp}"
+        return f"is not divisible by {names}; use {length // parts * parts or parts}" if length % parts else ""
 
 
 class Mesh:
@@ -36,7 +49,9 @@ class Mesh:
 
     Attributes:
         device_mesh: dimensions ("replicate", "shard", "tp").
-        data: the data axis, replicate x shard.
+        data: the data axis, replicate x shard: the ranks that share weights, and sum gradients, losses and counts.
+        samples: the part of the data axis whose ranks read different samples, data / cp.
+        cp: the context-parallel axis as layers use it: neighbours on the data axis that share their samples.
         tp: the tensor-parallel axis as layers use it.
         device: where this rank computes.
     """
@@ -47,6 +62,7 @@ class Mesh:
         device: torch.device,
         *,
         tensor_parallel: type[TensorParallel] = TensorParallel,
+        context_parallel: type[ContextParallel] = ContextParallel,
     ) -> None:
         """Raises ConfigError where the axes do not fit the number of ranks; needs an initialised process group."""
         check_world_size(config, dist.get_world_size())
@@ -59,6 +75,14 @@ class Mesh:
         tp_mesh = self.device_mesh["tp"]
         self.data = _axis("data", self.device_mesh["replicate", "shard"]._flatten("data"))
         self.tp = tensor_parallel(_axis("tp", tp_mesh), device_mesh=tp_mesh, sequence_parallel=config.sequence_parallel)
+        self.samples, cp = self.data, Axis("cp")
+        if config.cp > 1:
+            # Weights do not know it: a mesh of its own cuts the same data axis another way.
+            split = init_device_mesh(
+                device.type, (data_size // config.cp, config.cp, config.tp), mesh_dim_names=("samples", "cp", "tp")
+            )
+            self.samples, cp = _axis("samples", split["samples"]), _axis("cp", split["cp"])
+        self.cp = context_parallel(cp)
 
     @property
     def data_mesh(self) -> DeviceMesh:
@@ -83,6 +107,12 @@ def check_world_size(config: ParallelConfig, world_size: int) -> None:
             f"start a multiple of {config.tp} ranks (torchrun --nproc-per-node) or change parallel.tp"
         )
     data_size = world_size // config.tp
+    if data_size % config.cp:
+        raise ConfigError(
+            f"parallel.cp = {config.cp} does not divide the data axis of {data_size} ranks ({world_size} ranks / tp "
+            f"{config.tp}); start a multiple of {config.cp * config.tp} ranks (torchrun --nproc-per-node) or change "
+            "parallel.cp"
+        )
     if config.shard is not None and data_size % config.shard:
         raise ConfigError(
             f"parallel.shard = {config.shard} does not divide the data axis of {data_size} ranks "

@@ -18,7 +18,7 @@ def build_model(
     config: AnyModelConfig, mesh: Mesh, *, compute_dtype: torch.dtype, recompute: bool, compile_blocks: bool, seed: int
 ) -> Model:
     """The model on the mesh with its initial weights, which depend on `seed` alone, not on the mesh."""
-    model = make_model(config, mesh.tp, recompute=recompute)
+    model = make_model(config, mesh.tp, cp=mesh.cp, recompute=recompute)
     if compute_dtype == torch.float64:
         model.to(torch.float64)
     if compile_blocks:

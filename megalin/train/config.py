@@ -17,6 +17,7 @@ from megalin.model.presets import expand_preset
 from megalin.optim.adamw import OptimizerConfig
 from megalin.optim.schedule import ScheduleConfig
 from megalin.parallel.collectives import Axis
+from megalin.parallel.context import ContextParallel
 from megalin.parallel.mesh import ParallelConfig, check_world_size
 from megalin.parallel.tensor_parallel import TensorParallel
 
@@ -77,11 +78,8 @@ class RunConfig(Config):
                 f"train.global_batch_size = {train.global_batch_size} is not divisible by train.micro_batch_size = "
                 f"{train.micro_batch_size}; use a multiple of {train.micro_batch_size}"
             )
-        if parallel.sequence_parallel and length % parallel.tp:
-            problems.append(
-                f"data.sequence_length = {length} is not divisible by parallel.tp = {parallel.tp}, as "
-                f"parallel.sequence_parallel needs; use {length // parallel.tp * parallel.tp or parallel.tp}"
-            )
+        if problem := parallel.length_problem(length):
+            problems.append(f"data.sequence_length = {length} {problem}")
         if train.stop_after_steps is not None and train.stop_after_steps > train.steps:
             problems.append(
                 f"train.stop_after_steps = {train.stop_after_steps} is beyond train.steps = {train.steps}; "
@@ -118,20 +116,27 @@ def check_launch(config: RunConfig, world_size: int) -> None:
     """Checks the run against the number of ranks, without a process group: all before the first collective.
 
     Raises:
-        ConfigError: the mesh does not fit the ranks, the batch does not fit the data axis, or a size of the model
-            does not divide by tp.
+        ConfigError: the mesh does not fit the ranks, the batch does not fit the data axis, a size of the model does
+            not divide by tp, or the model cannot split its sequences over cp.
     """
     check_world_size(config.parallel, world_size)
-    train, data_size = config.train, world_size // config.parallel.tp
+    parallel = config.parallel
+    train, data_size = config.train, world_size // (parallel.tp * parallel.cp)
     together = train.micro_batch_size * data_size
     if train.global_batch_size % together:
         below = train.global_batch_size // together * together
         fits = " or ".join(str(size) for size in (below, below + together) if size)
         raise ConfigError(
             f"train.global_batch_size = {train.global_batch_size} is not divisible by train.micro_batch_size = "
-            f"{train.micro_batch_size} times the data axis of {data_size} ranks; use {fits}"
+            f"{train.micro_batch_size} times the {_ranks_of_samples(parallel, data_size)}; use {fits}"
         )
-    make_model(config.model, TensorParallel(Axis("tp", config.parallel.tp)))
+    make_model(config.model, TensorParallel(Axis("tp", parallel.tp)), cp=ContextParallel(Axis("cp", parallel.cp)))
+
+
+def _ranks_of_samples(parallel: ParallelConfig, size: int) -> str:
+    if parallel.cp == 1:
+        return f"data axis of {size} ranks"
+    return f"{size} groups of parallel.cp = {parallel.cp} ranks that read different samples"
 
 
 def load_run_config(path: str | Path, overrides: Sequence[str]) -> RunConfig:

@@ -9,7 +9,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from megalin.data.packing import AnyBatch, Batch, EncoderBatch, batch_to
+from megalin.data.packing import AnyBatch, Batch, EncoderBatch, batch_to, split_tokens
 from megalin.model.build import Model
 from megalin.model.encoder import Encoder
 from megalin.model.language_model import LanguageModel
@@ -108,7 +108,7 @@ def evaluate(
     """Runs every batch of this rank; all ranks call it with the same number of batches.
 
     Args:
-        batches: a decoder's, or those of an encoder that pretrains.
+        batches: whole rows of a decoder, or those of an encoder that pretrains.
         token_bytes: [vocabulary] int64, UTF-8 bytes that each id decodes to; decoders alone use it.
     """
     if isinstance(model, Encoder):
@@ -123,7 +123,7 @@ def _evaluate_decoder(
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     counts = torch.zeros(vocab_size, dtype=torch.int64, device=mesh.device)
     for batch in batches:
-        batch = batch_to(batch, mesh.device)
+        batch = batch_to(split_tokens(batch, mesh.cp), mesh.device)
         total += model.loss_sums(batch.inputs()).sum()
         counts += _count(batch.labels, vocab_size)
     reshard(model)

@@ -20,7 +20,7 @@ from megalin.checkpoint.tensors import training_tensors, weights
 from megalin.config import dumps
 from megalin.data.loader import Loader, Samples, ValidationLoader
 from megalin.data.masked_dataset import open_dataset
-from megalin.data.packing import AnyBatch, batch_to
+from megalin.data.packing import AnyBatch, batch_to, split_tokens
 from megalin.data.tokenizer import load_tokenizer
 from megalin.errors import CheckpointError, ConfigError, MegalinError
 from megalin.ops import backend
@@ -169,15 +169,15 @@ class Trainer:
         self.run.write_json(self.run.kernels, {op: choice._asdict() for op, choice in used.items()})
 
     def _loader(self) -> Loader[Any]:
-        train, data = self.config.train, self.mesh.data
+        train, samples = self.config.train, self.mesh.samples
         dataset: Samples[Any] = self.dataset
         return Loader(
             dataset,
             seed=train.seed,
             global_batch_size=train.global_batch_size,
             micro_batch_size=train.micro_batch_size,
-            dp_rank=data.rank,
-            dp_size=data.size,
+            dp_rank=samples.rank,
+            dp_size=samples.size,
         )
 
     def _next_batches(self, loader: Loader[Any], step: int) -> list[AnyBatch]:
@@ -192,7 +192,7 @@ class Trainer:
         # Over both axes: ranks of one tensor-parallel group read the same samples, but each from its own disk.
         if all_reduce(self.mesh.sum_over_data(failed), self.mesh.tp.axis).item():
             on_every_rank(lambda: _raise(error))
-        return [batch_to(batch, self.mesh.device) for batch in batches]
+        return [batch_to(split_tokens(batch, self.mesh.cp), self.mesh.device) for batch in batches]
 
     def _measure(
         self, step: int, result: StepResult, rate: float, seconds: float, data_wait_seconds: float
@@ -236,8 +236,8 @@ class Trainer:
         loader = ValidationLoader(
             validation,
             micro_batch_size=self.config.train.micro_batch_size,
-            dp_rank=self.mesh.data.rank,
-            dp_size=self.mesh.data.size,
+            dp_rank=self.mesh.samples.rank,
+            dp_size=self.mesh.samples.size,
             max_samples=max_samples,
         )
         return evaluate(self.model, loader, self.mesh, token_bytes=self.token_bytes)

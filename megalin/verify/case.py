@@ -6,13 +6,14 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from megalin.data.packing import AnyBatch, Batch, EncoderBatch, batch_to, take_rows
+from megalin.data.packing import AnyBatch, Batch, EncoderBatch, batch_to, split_tokens, take_rows
 from megalin.errors import ConfigError
 from megalin.model.build import make_model
 from megalin.model.config import AnyModelConfig, BlockConfig, EncoderConfig, ModelConfig
 from megalin.parallel.collectives import Axis
+from megalin.parallel.context import ContextParallel
 from megalin.parallel.cross_entropy import IGNORED_LABEL
-from megalin.parallel.mesh import ParallelConfig
+from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.parallel.tensor_parallel import TensorParallel
 
 ROWS_PER_RANK = 2
@@ -29,7 +30,7 @@ class Case(NamedTuple):
     model: AnyModelConfig
     parallel: ParallelConfig
     data_size: int
-    """Ranks of the data axis, dp."""
+    """Groups of ranks that read different samples, dp."""
     dtype: DtypeName
     """Compute dtype; weights are fp32 at rest, or fp64 for float64."""
     length: int
@@ -46,7 +47,7 @@ class Case(NamedTuple):
     @property
     def world_size(self) -> int:
         """Ranks of the mesh."""
-        return self.parallel.tp * self.data_size
+        return self.parallel.tp * self.parallel.cp * self.data_size
 
 
 def shrink(model: AnyModelConfig, tp: int) -> AnyModelConfig:
@@ -72,9 +73,10 @@ def shrink(model: AnyModelConfig, tp: int) -> AnyModelConfig:
     return model.model_copy(update=update)
 
 
-def shrunk_length(tp: int) -> int:
-    """A length of several chunks of 16, no multiple of the chunk, that tp divides (sequence parallelism)."""
-    return next(length for length in range(72, 72 + 2 * tp + 1) if length % tp == 0 and length % 16)
+def shrunk_length(parts: int) -> int:
+    """A length of several chunks of 16, no multiple of the chunk, that as many parts divide: those of context and
+    sequence parallelism."""
+    return next(length for length in range(72, 72 + 2 * parts + 1) if length % parts == 0 and length % 16)
 
 
 def make_batches(case: Case) -> list[AnyBatch]:
@@ -87,17 +89,19 @@ def make_batches(case: Case) -> list[AnyBatch]:
 def _decoder_batches(case: Case, model: ModelConfig) -> list[Batch]:
     """Packed documents.
 
-    Documents end at, before and after a chunk's edge, one row is a single document, one is cut often; the second
-    micro-batch has far fewer valid labels, so a local count or an average of averages shows.
+    Documents end at, before and after the edge of a chunk, or of a rank's tokens; one row is a single document, one is
+    cut often; the second micro-batch has far fewer valid labels, so a local count or an average of averages shows.
     """
     generator = torch.Generator().manual_seed(case.seed + 1)
     rows, length, vocab = ROWS_PER_RANK * case.data_size, case.length, model.vocab_size
+    edge = 16 if case.parallel.cp == 1 else length // case.parallel.cp
+    places = [(), (edge,), (edge - 1, 2 * edge + 1), (edge + 1, edge + 2, 3 * edge - 1)]
     batches = []
     for index in range(NUM_MICRO_BATCHES):
         ids = torch.randint(0, vocab, (rows, length + 1), generator=generator)
         starts = torch.zeros(rows, length, dtype=torch.int32)
         for row in range(rows):
-            for position in [(), (16,), (15, 33), (17, 18, 47)][(row + index) % 4]:
+            for position in places[(row + ROWS_PER_RANK * index) % 4]:
                 if position < length:
                     starts[row, position] = 1
         labels = ids[:, 1:].clone()
@@ -133,10 +137,10 @@ def _encoder_batch(case: Case, model: EncoderConfig, index: int) -> EncoderBatch
     return EncoderBatch(tokens, token_types, valid, positions, labels, classes, torch.arange(rows))
 
 
-def rank_batches(batches: list[AnyBatch], data_rank: int, device: torch.device) -> list[AnyBatch]:
-    """The rows of one rank of the data axis."""
-    rows = slice(data_rank * ROWS_PER_RANK, (data_rank + 1) * ROWS_PER_RANK)
-    return [batch_to(take_rows(batch, rows), device) for batch in batches]
+def rank_batches(batches: list[AnyBatch], mesh: Mesh) -> list[AnyBatch]:
+    """This rank's tokens of its rows."""
+    rows = slice(mesh.samples.rank * ROWS_PER_RANK, (mesh.samples.rank + 1) * ROWS_PER_RANK)
+    return [batch_to(split_tokens(take_rows(batch, rows), mesh.cp), mesh.device) for batch in batches]
 
 
 def make_case(
@@ -152,21 +156,19 @@ def make_case(
     """The comparison that the user asked for.
 
     Raises:
-        ConfigError: a length below 1, beyond an encoder's positions, or one that sequence parallelism cannot split; a
-            size that tp does not divide.
+        ConfigError: a length below 1, beyond an encoder's positions, or one that the mesh cannot split; a size that tp
+            does not divide; a model that cannot split its sequences.
     """
     chosen = model if full else shrink(model, parallel.tp)
-    length = (shrunk_length(parallel.tp) if not full else 8 * parallel.tp * 9) if length is None else length
+    parts = parallel.tp * parallel.cp
+    length = (shrunk_length(parts) if not full else 8 * parts * 9) if length is None else length
     if length < 1:
         raise ConfigError(f"--length {length}: a row has at least 1 token")
     if isinstance(chosen, EncoderConfig) and length > chosen.max_positions:
         raise ConfigError(
             f"--length {length}: the model has model.max_positions = {chosen.max_positions}; use at most as many"
         )
-    if parallel.sequence_parallel and length % parallel.tp:
-        raise ConfigError(
-            f"--length {length} is not divisible by tp = {parallel.tp}, as sequence parallelism needs; "
-            f"use {length // parallel.tp * parallel.tp or parallel.tp}"
-        )
-    make_model(chosen, TensorParallel(Axis("tp", parallel.tp)))
+    if problem := parallel.length_problem(length):
+        raise ConfigError(f"--length {length} {problem}")
+    make_model(chosen, TensorParallel(Axis("tp", parallel.tp)), cp=ContextParallel(Axis("cp", parallel.cp)))
     return Case(chosen, parallel, data_size, dtype, length, recompute)

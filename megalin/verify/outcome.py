@@ -73,7 +73,7 @@ def run_on_mesh(case: Case, mesh: Mesh, *, after_fill: Callable[[nn.Module, Mesh
     if after_fill is not None:
         after_fill(model, mesh)
     optimizer = build_optimizer(model, OPTIMIZER, no_decay=())
-    batches = rank_batches(make_batches(case), mesh.data.rank, mesh.device)
+    batches = rank_batches(make_batches(case), mesh)
     outcome: Outcome = {}
     for index, batch in enumerate(batches):
         with torch.no_grad():
@@ -85,7 +85,8 @@ def run_on_mesh(case: Case, mesh: Mesh, *, after_fill: Callable[[nn.Module, Mesh
             # clone: a collective's result is waited on at its first use, and only rank 0 uses the outcome.
             found = {f"{head.prefix}logits": logits, f"{head.prefix or 'token_'}losses": head.losses}
             for name, tensor in found.items():
-                outcome[f"{name}.{index}"] = all_gather(tensor, mesh.data, dim=0).clone().cpu()
+                rows = all_gather(tensor, mesh.cp.axis, dim=1)
+                outcome[f"{name}.{index}"] = all_gather(rows, mesh.samples, dim=0).clone().cpu()
     losses, counts = accumulate_gradients(model, batches, mesh)
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name

@@ -140,6 +140,7 @@ def _row_json(row: Row) -> dict[str, Any]:
 def _summary(case: Case) -> dict[str, Any]:
     return {
         "tp": case.parallel.tp,
+        "cp": case.parallel.cp,
         "dp": case.data_size,
         "sequence_parallel": case.parallel.sequence_parallel,
         "shard": case.parallel.shard,
@@ -150,4 +151,5 @@ def _summary(case: Case) -> dict[str, Any]:
 
 def _title(case: Case) -> str:
     extra = ", sequence parallel" if case.parallel.sequence_parallel else ""
-    return f"tp {case.parallel.tp} x dp {case.data_size}{extra} against one process, {case.dtype}"
+    cp = f" x cp {case.parallel.cp}" if case.parallel.cp > 1 else ""
+    return f"tp {case.parallel.tp}{cp} x dp {case.data_size}{extra} against one process, {case.dtype}"

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megalin.config import parse
 from megalin.errors import ConfigError
+from megalin.parallel.collectives import all_gather
 from megalin.parallel.mesh import (
     Mesh,
     ParallelConfig,
@@ -36,6 +37,12 @@ from tests.ranks import run_ranks
             r"parallel\.shard = 3 does not divide the data axis of 4 ranks \(8 ranks / tp 2\); "
             r"use a divisor of 4, or leave it out to shard over all",
         ),
+        (
+            {"tp": 2, "cp": 3},
+            8,
+            r"parallel\.cp = 3 does not divide the data axis of 4 ranks \(8 ranks / tp 2\); "
+            r"start a multiple of 6 ranks \(torchrun --nproc-per-node\) or change parallel\.cp",
+        ),
         ({"shard": 4}, 2, r"parallel\.shard = 4 does not divide the data axis of 2 ranks"),
     ],
 )
@@ -44,12 +51,14 @@ def test_axes_that_do_not_fit_the_world_are_refused(fields, world_size, message)
         check_world_size(ParallelConfig(**fields), world_size)
 
 
-@pytest.mark.parametrize(("fields", "world_size"), [({}, 1), ({"tp": 2}, 6), ({"tp": 2, "shard": 2}, 8)])
+@pytest.mark.parametrize(
+    ("fields", "world_size"), [({}, 1), ({"tp": 2}, 6), ({"tp": 2, "shard": 2}, 8), ({"cp": 3, "shard": 2}, 6)]
+)
 def test_axes_that_fit_are_accepted(fields, world_size):
     check_world_size(ParallelConfig(**fields), world_size)
 
 
-@pytest.mark.parametrize(("field", "value"), [("tp", 0), ("tp", -2), ("shard", 0)])
+@pytest.mark.parametrize(("field", "value"), [("tp", 0), ("tp", -2), ("cp", 0), ("shard", 0)])
 def test_sizes_below_one_are_refused(field, value):
     with pytest.raises(ConfigError, match=rf"{field} = {value}: input should be greater than or equal to 1"):
         parse(ParallelConfig, {field: value}, "run.toml")
@@ -85,6 +94,22 @@ def test_tensor_parallel_ranks_are_neighbours():
     assert [axes["data"] for axes, _, _ in found] == [(2, 0, [0, 2]), (2, 0, [1, 3]), (2, 1, [0, 2]), (2, 1, [1, 3])]
     assert [first for _, _, first in found] == [True, False, False, False]
     assert all(shape == (1, 2) for _, shape, _ in found)
+
+
+def _cut() -> dict[str, list[int]]:
+    """The global ranks on each axis of this rank, cp 2 and tp 2."""
+    mesh = Mesh(ParallelConfig(cp=2, tp=2, shard=2), torch.device("cpu"))
+    members = {}
+    for name, axis in (("tp", mesh.tp.axis), ("cp", mesh.cp.axis), ("samples", mesh.samples), ("data", mesh.data)):
+        members[name] = all_gather(torch.tensor([dist.get_rank()]), axis, dim=0).tolist()
+        assert members[name][axis.rank] == dist.get_rank()
+    return members
+
+
+def test_context_parallel_ranks_are_neighbours_on_the_data_axis():
+    found = run_ranks(8, _cut)
+    assert found[0] == {"tp": [0, 1], "cp": [0, 2], "samples": [0, 4], "data": [0, 2, 4, 6]}
+    assert found[7] == {"tp": [6, 7], "cp": [5, 7], "samples": [3, 7], "data": [1, 3, 5, 7]}
 
 
 @pytest.mark.parametrize(("shard", "shape"), [(1, (4, 1)), (2, (2, 2)), (4, (1, 4))])

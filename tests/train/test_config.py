@@ -52,7 +52,38 @@ def test_batch_that_the_data_axis_does_not_divide(path, micro, total, world_size
     )
 
 
+def test_batch_that_the_groups_of_context_parallel_ranks_do_not_divide(path):
+    overrides = ["train.micro_batch_size=1", "train.global_batch_size=4", "parallel.cp=2"]
+    assert message(path, *overrides, world_size=6) == (
+        "train.global_batch_size = 4 is not divisible by train.micro_batch_size = 1 times the 3 groups of "
+        "parallel.cp = 2 ranks that read different samples; use 3 or 6"
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["parallel.cp=5"], "is not divisible by parallel.cp = 5; use 35"),
+        (
+            ["parallel.cp=3", "parallel.tp=8", "parallel.sequence_parallel=true"],
+            "is not divisible by parallel.cp = 3 times parallel.tp = 8, as parallel.sequence_parallel needs; use 24",
+        ),
+    ],
+)
+def test_length_that_the_mesh_does_not_split(path, overrides, problem):
+    assert f"data.sequence_length = 36 {problem}" in message(path, *overrides)
+
+
+def test_mixer_that_needs_the_whole_sequence_is_refused_before_any_rank_starts(path):
+    softmax = 'model.layers.0.sublayers.0={type = "softmax", num_heads = 4}'
+    assert message(path, softmax, "parallel.cp=2", world_size=2) == (
+        'model.layers.0.sublayers.0.type = "softmax": this mixer needs the whole sequence on each rank, but '
+        "parallel.cp = 2 splits it; use parallel.cp = 1"
+    )
+
+
 def test_launch_that_fits_passes(path):
+    check_launch(load_run_config(path, ["parallel.cp=3", "parallel.tp=2"]), 12)
     for world_size, overrides in ((1, []), (2, []), (4, ["parallel.tp=2"]), (4, ["parallel.tp=4"])):
         check_launch(load_run_config(path, overrides), world_size)
 

@@ -228,11 +228,12 @@ def test_command_in_one_process_ends_with_1_when_a_bound_is_exceeded(capsys, mon
     [
         (["--self-test", "--tp", "2"], "--self-test with --tp 2 --dp 1 cannot show its faults; use 2 and 2"),
         (["--self-test", "--dp", "2"], "--self-test with --tp 1 --dp 2 cannot show its faults; use 2 and 2"),
-        (["--tp", "0"], "--tp 0 --dp 1: an axis has at least one rank"),
+        (["--tp", "0"], "--tp 0 --cp 1 --dp 1: an axis has at least one rank"),
         (["--dp", "2", "--shard", "0"], "shard = 0: input should be greater than or equal to 1"),
         (["--dp", "3", "--shard", "2"], "parallel.shard = 2 does not divide the data axis of 3 ranks"),
         (["--length", "0"], "--length 0: a row has at least 1 token"),
-        (["--tp", "2", "--length", "33", "--sequence-parallel"], "--length 33 is not divisible by tp = 2"),
+        (["--tp", "2", "--length", "33", "--sequence-parallel"], "--length 33 is not divisible by parallel.tp = 2"),
+        (["--cp", "3", "--length", "32"], "--length 32 is not divisible by parallel.cp = 3; use 30"),
         (["--tp", "3", "--full"], "is not divisible by parallel.tp = 3; use tp 1, 2, 4"),
         (["modle.vocab_size=300"], "override 'modle.vocab_size=300': this command reads the model alone"),
     ],
@@ -245,10 +246,10 @@ def test_command_refuses(arguments, message, capsys):
 def test_command_under_a_launcher_with_other_ranks_is_refused(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert main(["verify", "transnormerllm-385m", "--tp", "2"]) == 2
-    assert "--tp 2 x --dp 1 needs 2 ranks, but 3 were started" in capsys.readouterr().err
+    assert "--tp 2 x --cp 1 x --dp 1 needs 2 ranks, but 3 were started" in capsys.readouterr().err
 
 
 def test_length_that_sequence_parallelism_cannot_split_is_refused():
     parallel = ParallelConfig(tp=4, sequence_parallel=True)
-    with pytest.raises(ConfigError, match=r"--length 50 is not divisible by tp = 4.*use 48"):
+    with pytest.raises(ConfigError, match=r"--length 50 is not divisible by parallel\.tp = 4.*use 48"):
         make_case(PRESET, parallel, data_size=1, dtype="float64", full=False, length=50, recompute=False)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megalin import layers
 from megalin.config import Config, NestedConfigError, problems, suggest
 from megalin.layers.norms import NormKind
+from megalin.parallel.context import Borders, ContextParallel
 from megalin.parallel.data_parallel import largest_magnitudes
 from megalin.parallel.tensor_parallel import TensorParallel
 
@@ -37,6 +38,8 @@ class SequenceContext(NamedTuple):
     valid: Tensor | None = None
     """[B, T] bool, False where a token is padding; None where all tokens count. Causal mixers, whose padding comes
     last and without labels, do not read it."""
+    borders: Borders | None = None
+    """How the documents lie on the ranks that share the sequence; None where this rank has all of it."""
 
 
 class MixerOutput(NamedTuple):
@@ -60,6 +63,7 @@ class BuildScope(NamedTuple):
     """The sub-layer's place in the config, for messages."""
     output_std: float
     """Initial standard deviation of a mixer's last matrix, the one that writes to the residual stream."""
+    cp: ContextParallel = ContextParallel()
 
 
 class FullPrecision(nn.Module):
@@ -136,6 +140,8 @@ class MixerConfig(Config):
 
     causal: ClassVar[bool] = True
     """Whether no token sees those after it. Decoders take only mixers of which it holds, encoders only the others."""
+    splits_sequence: ClassVar[bool] = False
+    """Whether the mixer works on a part of the sequence (parallel.cp), beside what `SequenceContext.borders` tells."""
     type: str
     """Module in megalin.layers.mixers, or the dotted path of a module elsewhere, whose CONFIG is the class."""
     norm: NormKind = "srmsnorm"

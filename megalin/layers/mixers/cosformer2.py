@@ -11,6 +11,7 @@ from torch.nn import functional
 from megalin.layers.linear_attention import LinearAttentionConfig, LowRankGatedAttention
 from megalin.layers.mixers.base import BuildScope, FullPrecision, Mixer, MixerOutput, SequenceContext, State
 from megalin.layers.positions import LRPEKind
+from megalin.ops.scan_states import tpe_state
 from megalin.ops.tpe import TPEOutput, tpe, tpe_flops, tpe_step
 from megalin.parallel.initialisation import Draw, constant
 from megalin.parallel.tensor_parallel import TensorParallel, local
@@ -56,14 +57,14 @@ class TPE(Mixer):
 
     def __init__(self, config: CosFormer2Config, scope: BuildScope) -> None:
         super().__init__()
-        self.tp, self.width, self.chunk_size = scope.tp, scope.hidden_size, config.chunk_size
+        self.tp, self.cp, self.width, self.chunk_size = scope.tp, scope.cp, scope.hidden_size, config.chunk_size
         self.num_decays = self.width // config.num_heads
         self.local_width = scope.tp.divide(self.width, "model.hidden_size")
         self.full_precision = TPEParameters(self.width, self.num_decays, tp=scope.tp)
 
     def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
         mine, coefficients, log_decay = self._local(x, context)
-        memory = state[0] if state else None
+        memory = state[0] if state else self._entering(mine, coefficients, log_decay, context)
         result = tpe(
             mine,
             coefficients,
@@ -85,6 +86,14 @@ class TPE(Mixer):
         # Every rank uses all decays, on its own channels only.
         log_decay = functional.logsigmoid(self.tp.partial_gradient(logit))
         return self.tp.local_slice(self.tp.enter(x), dim=-1), coefficients, log_decay
+
+    def _entering(self, x: Tensor, coefficients: Tensor, log_decay: Tensor, context: SequenceContext) -> Tensor | None:
+        """The state [B, D/tp, E] after the tokens of the ranks before; None where this rank has them all."""
+        if context.borders is None:
+            return None
+        added = tpe_state(x, coefficients, log_decay, document_ids=context.document_ids)
+        total = x.shape[1] * log_decay[None]  # [1, E], of one head whose keys are the decays
+        return self.cp.fold(added.mT[:, None], total, context.borders)[:, 0].mT
 
     def _whole(self, result: TPEOutput, *, keep_state: bool) -> MixerOutput:
         """All channels, in the layout of the residual stream: the ranks' parts are summed beside zeros."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import pydantic
 from torch import Tensor
@@ -40,6 +40,7 @@ class GLU(Mixer):
 class GLUConfig(MixerConfig):
     """The gated channel mixer."""
 
+    splits_sequence: ClassVar[bool] = True
     type: Literal["glu"] = "glu"
     """This mixer."""
     intermediate_size: int = pydantic.Field(gt=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import pydantic
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megalin.errors import ConfigError
+from megalin.layers.entering import entering_state
 from megalin.layers.mixers.base import (
     BuildScope,
     FullPrecision,
@@ -69,7 +70,7 @@ class HGRN2(Mixer):
 
     def __init__(self, config: HGRN2Config, scope: BuildScope) -> None:
         super().__init__()
-        self.config, self.scope, self.tp = config, scope, scope.tp
+        self.config, self.scope, self.tp, self.cp = config, scope, scope.tp, scope.cp
         width, std = scope.hidden_size, scope.init_std
         self.head_dim, remainder = divmod(width, config.num_heads)
         if remainder:
@@ -104,7 +105,7 @@ class HGRN2(Mixer):
             v,
             log_decay,
             scale=self.scale,
-            initial_state=state[0] if state else None,
+            initial_state=state[0] if state else entering_state(k, v, log_decay, context, self.cp),
             document_ids=context.document_ids,
             chunk_size=self.config.chunk_size,
         )
@@ -145,6 +146,7 @@ class HGRN2(Mixer):
 class HGRN2Config(MixerConfig):
     """HGRN2's token mixer."""
 
+    splits_sequence: ClassVar[bool] = True
     type: Literal["hgrn2"] = TYPE
     """This mixer."""
     num_heads: int = pydantic.Field(gt=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple, Self
+from typing import ClassVar, Literal, NamedTuple, Self
 
 import pydantic
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megalin.errors import ConfigError
+from megalin.layers.entering import entering_inputs, entering_state
 from megalin.layers.mixers.base import (
     BuildScope,
     FullPrecision,
@@ -79,7 +80,7 @@ class Mamba2(Mixer):
 
     def __init__(self, config: Mamba2Config, scope: BuildScope) -> None:
         super().__init__()
-        self.config, self.tp, self.std = config, scope.tp, scope.init_std
+        self.config, self.tp, self.cp, self.std = config, scope.tp, scope.cp, scope.init_std
         self.width, tp = scope.hidden_size, scope.tp
         self.inner = 2 * self.width
         self.num_heads, remainder = divmod(self.inner, config.head_dim)
@@ -111,12 +112,13 @@ class Mamba2(Mixer):
 
     def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
         inputs = self._scan_inputs(x, context, state)
+        k, v, log_decay = inputs.k, inputs.v, inputs.log_decay
         scan = scalar_decay_scan(
             inputs.q,
-            inputs.k,
-            inputs.v,
-            inputs.log_decay,
-            initial_state=state[2] if state else None,
+            k,
+            v,
+            log_decay,
+            initial_state=state[2] if state else entering_state(k, v, log_decay[..., None], context, self.cp),
             document_ids=context.document_ids,
             chunk_size=self.config.chunk_size,
         )
@@ -135,17 +137,24 @@ class Mamba2(Mixer):
         (step,) = self.time_step(stream)  # [B, T, H/tp]
         bc_weights = (self.tp.partial_gradient(local(p)) for p in (self.bc, self.bc_conv_weight, self.bc_conv_bias))
         bc_map, bc_conv_weight, bc_conv_bias = bc_weights
-        documents, states = context.document_ids, state or (None, None)
+        bc = functional.linear(stream, bc_map)  # [B, T, 2 N]
+        documents, states = context.document_ids, state[:2] if state else self._entering_inputs(x, bc, context)
         conv = short_conv(x, local(self.conv_weight), local(self.conv_bias), state=states[0], document_ids=documents)
-        bc_conv = short_conv(
-            functional.linear(stream, bc_map), bc_conv_weight, bc_conv_bias, state=states[1], document_ids=documents
-        )
+        bc_conv = short_conv(bc, bc_conv_weight, bc_conv_bias, state=states[1], document_ids=documents)
         k, q = bc_conv.output[..., None, :].chunk(2, dim=-1)  # [B, T, 1, N]
         a_log, step_bias, _ = context.full_precision
         step = functional.softplus(step.to(compute_dtype(step)) + step_bias)
         heads = conv.output.unflatten(-1, (self.local_heads, self.config.head_dim))
         v = (heads * step[..., None]).to(heads.dtype)
         return _ScanInputs(q, k, v, -torch.exp(a_log) * step, heads, gate, (conv.state, bc_conv.state))
+
+    def _entering_inputs(self, x: Tensor, bc: Tensor, context: SequenceContext) -> tuple[Tensor | None, ...]:
+        """What both convolutions saw of the ranks before, in one exchange."""
+        if context.borders is None:
+            return None, None
+        before = entering_inputs(torch.cat([x, bc], dim=-1), context, self.cp, taps=self.config.conv_width)
+        assert before is not None
+        return before.split([x.shape[-1], bc.shape[-1]], dim=-1)
 
     def _output(self, scanned: Tensor, inputs: _ScanInputs, context: SequenceContext) -> Tensor:
         """[B, T, H/tp, P] of the scan -> the residual stream; the feed-through joins in fp32."""
@@ -174,6 +183,7 @@ class Mamba2(Mixer):
 class Mamba2Config(MixerConfig):
     """Mamba-2's token mixer, of width twice the hidden size, with one group of B and C; a block needs no other."""
 
+    splits_sequence: ClassVar[bool] = True
     type: Literal["mamba2"] = "mamba2"
     """This mixer."""
     norm: NormKind = "rmsnorm"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple, Self
+from typing import ClassVar, Literal, NamedTuple, Self
 
 import pydantic
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megalin.layers.entering import entering_inputs, entering_state
 from megalin.layers.mixers.base import (
     BuildScope,
     FullPrecision,
@@ -86,7 +87,7 @@ class Rodimus(Mixer):
 
     def __init__(self, config: RodimusConfig, scope: BuildScope) -> None:
         super().__init__()
-        self.config, self.tp = config, scope.tp
+        self.config, self.tp, self.cp = config, scope.tp, scope.cp
         width, n, tp = scope.hidden_size, config.state_size, scope.tp
         self.inner = -(-2 * width // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
         self.rank = max(width // 64, 16) if config.input_gate_rank is None else config.input_gate_rank
@@ -113,13 +114,14 @@ class Rodimus(Mixer):
 
     def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
         inputs = self._scan_inputs(x, context, state[0] if state else None)
+        k, v, log_decay = inputs.k, inputs.v, inputs.log_decay
         scan = vector_decay_scan(
             inputs.q,
-            inputs.k,
-            inputs.v,
-            inputs.log_decay,
+            k,
+            v,
+            log_decay,
             scale=self.config.scale,
-            initial_state=state[1] if state else None,
+            initial_state=state[1] if state else entering_state(k, v, log_decay, context, self.cp),
             document_ids=context.document_ids,
             chunk_size=self.config.chunk_size,
         )
@@ -134,6 +136,8 @@ class Rodimus(Mixer):
 
     def _scan_inputs(self, x: Tensor, context: SequenceContext, conv_state: Tensor | None) -> _ScanInputs:
         x, gate = self.fc(self.tp.enter(x))  # [B, T, M/tp]
+        if conv_state is None:
+            conv_state = entering_inputs(x, context, self.cp, taps=self.config.conv_width)
         conv = self.conv(x, state=conv_state, document_ids=context.document_ids)
         q, k, log_decay, code = self._contracted(x, conv.output, context.full_precision[0])
         input_gate = functional.linear(code.to(x.dtype), local(self.input_gate_up), local(self.input_gate_bias))
@@ -185,6 +189,7 @@ class Rodimus(Mixer):
 class RodimusConfig(MixerConfig):
     """Rodimus' token mixer."""
 
+    splits_sequence: ClassVar[bool] = True
     type: Literal["rodimus"] = "rodimus"
     """This mixer."""
     norm: NormKind = "rmsnorm"
