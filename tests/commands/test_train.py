@@ -33,6 +33,7 @@ def test_run_folder_holds_all_that_the_run_made(trained, capsys):
         ".lock",
         "checkpoints",
         "config.toml",
+        "kernels.json",
         "loss.png",
         "metrics.jsonl",
         "tensorboard",
