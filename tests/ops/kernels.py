@@ -7,10 +7,9 @@ from torch import Tensor
 
 from tests.numerics import errors, outputs_and_gradients
 
-
 FLOOR = {torch.float32: 2.4e-7, torch.float16: 9.8e-4, torch.bfloat16: 7.8e-3}
-"""The eps of a half dtype, two of fp32 (docs/adr/0005-kernel-bounds.md): a reference may keep in fp32 what a matrix unit
-reads in the inputs' dtype, and be exact by chance."""
+"""The eps of a half dtype, two of fp32 (docs/adr/0005-kernel-bounds.md): a reference may keep in fp32 what a matrix
+unit reads in the inputs' dtype, and be exact by chance."""
 
 
 def assert_as_good_as_the_reference(
