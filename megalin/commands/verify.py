@@ -25,7 +25,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=["float64", "float32", "bfloat16"], default="float64")
     parser.add_argument("--length", type=int, help="tokens a row (a few chunks and a rest)")
     parser.add_argument("--full", action="store_true", help="the model as it is, not shrunk")
-    parser.add_argument("--self-test", action="store_true", help="plant faults; each must be seen (tp, dp >= 2)")
+    parser.add_argument(
+        "--self-test", action="store_true", help="plant faults; each must be seen (tp, dp >= 2 or cp >= 3)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -51,11 +53,11 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _case(arguments: argparse.Namespace) -> Case:
-    if arguments.self_test and min(arguments.tp, arguments.dp) < 2:
-        raise ConfigError(
-            f"--self-test with --tp {arguments.tp} --dp {arguments.dp} cannot show its faults; use 2 and 2"
-        )
     tp, cp, dp = arguments.tp, arguments.cp, arguments.dp
+    if arguments.self_test and cp < 3 and (min(tp, dp) < 2 or cp == 2):
+        raise ConfigError(
+            f"--self-test with --tp {tp} --cp {cp} --dp {dp} cannot show its faults; use --tp 2 --dp 2, or --cp 3"
+        )
     if min(tp, cp, dp) < 1:
         raise ConfigError(f"--tp {tp} --cp {cp} --dp {dp}: an axis has at least one rank")
     axes = {"tp": tp, "cp": cp, "sequence_parallel": arguments.sequence_parallel, "shard": arguments.shard}

@@ -1,19 +1,20 @@
-"""Named faults that the self-test plants, each a mistake that tensor-parallel code really makes.
+"""Named faults that the self-test plants, each a mistake that parallel code really makes.
 
-A fault is a subclass that overrides one method of the mesh or of the tensor-parallel axis, or a change of the filled
-weights: the code under test runs unchanged.
+A fault is a subclass that overrides one method of the mesh or of one of its axes, or a change of the filled weights:
+the code under test runs unchanged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from megalin.parallel.context import Borders, ContextParallel
 from megalin.parallel.linear import ColumnParallelLinear
-from megalin.parallel.mesh import Mesh
+from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.parallel.tensor_parallel import TOKENS, TensorParallel, assign, full_tensor
 
 
@@ -56,6 +57,27 @@ class _LocalCount(Mesh):
         return value
 
 
+class _DroppedDecay(ContextParallel):
+    """A state passes through a rank's tokens as if they forgot nothing."""
+
+    def fold(self, state: Tensor, log_decay: Tensor, borders: Borders) -> Tensor:
+        return super().fold(state, torch.zeros_like(log_decay), borders)
+
+
+class _WrongNeighbour(ContextParallel):
+    """A rank takes its own tokens' state for that of the rank before."""
+
+    def fold(self, state: Tensor, log_decay: Tensor, borders: Borders) -> Tensor:
+        return super().fold(state, log_decay, borders._replace(continues=borders.continues.roll(1, dims=1)))
+
+
+class _MissingAdjoint(ContextParallel):
+    """The state that enters gives no gradient to the ranks it came from."""
+
+    def fold(self, state: Tensor, log_decay: Tensor, borders: Borders) -> Tensor:
+        return super().fold(state.detach(), log_decay.detach(), borders)
+
+
 def _split_across_parts(model: nn.Module, mesh: Mesh) -> None:
     """Fused matrices are cut as one long matrix, across their parts."""
     for module in model.modules():
@@ -68,7 +90,10 @@ class Fault(NamedTuple):
     """A mistake, and how it is planted."""
 
     name: str
+    axis: Literal["tp", "data", "cp"]
+    """The axis that shows it: of 2 ranks, of cp 3, since the state that enters the first of two is zero."""
     tensor_parallel: type[TensorParallel] = TensorParallel
+    context_parallel: type[ContextParallel] = ContextParallel
     mesh: type[Mesh] = Mesh
     after_fill: Callable[[nn.Module, Mesh], None] | None = None
     needs_low_rank: bool = False
@@ -79,9 +104,24 @@ class Fault(NamedTuple):
 
 
 FAULTS = (
-    Fault("skipped_adjoint", tensor_parallel=_SkippedAdjoint),
-    Fault("norm_of_one_shard", tensor_parallel=_NormOfOneShard, needs_low_rank=True, decoder_only=True),
-    Fault("dropped_partial_gradient", tensor_parallel=_DroppedPartialGradient, needs_low_rank=True, decoder_only=True),
-    Fault("local_count", mesh=_LocalCount),
-    Fault("wrong_part_split", after_fill=_split_across_parts, decoder_only=True),
+    Fault("skipped_adjoint", "tp", tensor_parallel=_SkippedAdjoint),
+    Fault("norm_of_one_shard", "tp", tensor_parallel=_NormOfOneShard, needs_low_rank=True, decoder_only=True),
+    Fault(
+        "dropped_partial_gradient",
+        "tp",
+        tensor_parallel=_DroppedPartialGradient,
+        needs_low_rank=True,
+        decoder_only=True,
+    ),
+    Fault("local_count", "data", mesh=_LocalCount),
+    Fault("wrong_part_split", "tp", after_fill=_split_across_parts, decoder_only=True),
+    Fault("dropped_decay", "cp", context_parallel=_DroppedDecay),
+    Fault("wrong_neighbour", "cp", context_parallel=_WrongNeighbour),
+    Fault("missing_adjoint", "cp", context_parallel=_MissingAdjoint),
 )
+
+
+def visible_faults(parallel: ParallelConfig, *, encoder: bool) -> list[Fault]:
+    """Those that a mesh with two ranks on its data axis shows in a model of this kind."""
+    shown = {"tp": parallel.tp > 1, "data": True, "cp": parallel.cp > 2}
+    return [fault for fault in FAULTS if shown[fault.axis] and not (encoder and fault.decoder_only)]

@@ -15,7 +15,7 @@ from megalin.model.config import BlockConfig, EncoderConfig
 from megalin.parallel.mesh import Mesh, compute_device
 from megalin.verify.case import Case
 from megalin.verify.comparison import Rounding, Row, compare, kind
-from megalin.verify.faults import FAULTS
+from megalin.verify.faults import visible_faults
 from megalin.verify.outcome import Outcome, run_on_mesh, run_reference, run_step
 from megalin.verify.rounding import measure_rounding
 
@@ -49,14 +49,18 @@ def verify(case: Case) -> list[Row]:
 
 
 def self_test(case: Case) -> list[FaultResult]:
-    """Plants each fault of faults.py that the kind of model can have, and compares; every one must be seen. A
-    collective; results on rank 0."""
+    """Plants each fault of faults.py that the mesh and the kind of model can have, and compares; every one must be
+    seen. A collective; results on rank 0."""
     results = []
     references: dict[bool, Reference] = {}
-    encoder = isinstance(case.model, EncoderConfig)
-    for fault in (fault for fault in FAULTS if not (encoder and fault.decoder_only)):
+    for fault in visible_faults(case.parallel, encoder=isinstance(case.model, EncoderConfig)):
         planted = with_low_rank(case) if fault.needs_low_rank else case
-        mesh = fault.mesh(case.parallel, compute_device(), tensor_parallel=fault.tensor_parallel)
+        mesh = fault.mesh(
+            case.parallel,
+            compute_device(),
+            tensor_parallel=fault.tensor_parallel,
+            context_parallel=fault.context_parallel,
+        )
         outcome = run_on_mesh(planted, mesh, after_fill=fault.after_fill)
         if mesh.is_first_rank:
             if fault.needs_low_rank not in references:

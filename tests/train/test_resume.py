@@ -22,6 +22,8 @@ MESHES = {
     "single": (1, []),
     "single_accumulating": (1, ["train.micro_batch_size=1"]),
     "tp2": (2, ["parallel.tp=2"]),
+    "cp3": (3, ["parallel.cp=3"]),
+    "cp2_dp2": (4, ["parallel.cp=2", "parallel.shard=2"]),
     "dp2_accumulating": (2, ["train.micro_batch_size=1", "train.recompute=true"]),
 }
 
@@ -76,13 +78,17 @@ def test_loss_falls_and_every_mesh_has_the_same_curve(whole_runs):
     assert expected[-1] < expected[0] - 1.5
     for folder in whole_runs.values():
         assert losses(folder) == pytest.approx(expected, rel=2e-5)
+        last, wanted = metrics(folder)[-1], metrics(whole_runs["single"])[-1]
+        assert last["evaluation_loss"] == pytest.approx(wanted["evaluation_loss"], rel=2e-5)
         assert_close(checkpoint_tensors(folder), checkpoint_tensors(whole_runs["single"]), 1e-3)
 
 
 def test_resume_on_other_meshes_goes_on_with_the_same_samples(config, whole_runs, tmp_path):
     folder = tmp_path / "run"
-    run_ranks(2, _runs, config, [(folder, ["parallel.tp=2", "train.stop_after_steps=4"])])
-    run_ranks(2, _runs, config, [(folder, ["train.stop_after_steps=8"])])
+    run_ranks(2, _runs, config, [(folder, ["parallel.tp=2", "train.stop_after_steps=3"])])
+    run_ranks(2, _runs, config, [(folder, ["train.stop_after_steps=5"])])
+    run_ranks(3, _runs, config, [(folder, ["parallel.cp=3", "train.stop_after_steps=8"])])
+    run_ranks(2, _runs, config, [(folder, ["parallel.cp=2", "train.stop_after_steps=10"])])
     run_ranks(1, _runs, config, [(folder, [])])
     expected = metrics(whole_runs["single"])
     assert [line["label_tokens"] for line in metrics(folder)] == [line["label_tokens"] for line in expected]

@@ -11,7 +11,7 @@ from megalin.model.presets import load_preset
 from megalin.parallel.mesh import ParallelConfig
 from megalin.verify.case import Case, make_batches, make_case
 from megalin.verify.comparison import Row, kind
-from megalin.verify.run import verify
+from megalin.verify.run import self_test, verify
 from tests.cases import CASES
 from tests.cases import Case as MixerCase
 from tests.ranks import run_ranks
@@ -96,6 +96,21 @@ def test_shards_shorter_than_the_convolution_reach_several_ranks_back():
     rows = [row for row in ROWS if row.name in ("rodimus", "mamba2")]
     for found in run_ranks(4, _verify, [mesh_case(row, cp=4, length=8) for row in rows])[0]:
         assert [row for row in found if not row.passed] == []
+
+
+@pytest.mark.parametrize("name", ["tnl", "rodimus"])
+def test_every_planted_fault_of_the_axis_is_seen(name: str):
+    """A fixed decay, and one that the input selects."""
+    row = next(row for row in ROWS if row.name == name)
+    results = run_ranks(3, self_test, mesh_case(row, cp=3))[0]
+    assert [result.fault for result in results] == [
+        "local_count",
+        "dropped_decay",
+        "wrong_neighbour",
+        "missing_adjoint",
+    ]
+    assert [result.fault for result in results if not result.seen] == []
+    assert all(result.worst.error > 100 * result.worst.bound for result in results)
 
 
 def test_encoder_is_refused():

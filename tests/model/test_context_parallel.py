@@ -1,0 +1,150 @@
+"""A sequence split over ranks: what each layer sends, whatever its length; documents apart to the bit; compiled."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from megalin.data.packing import Batch, split_tokens
+from megalin.model.language_model import LanguageModel
+from megalin.parallel.data_parallel import shard_model
+from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.tensor_parallel import full_tensor
+from megalin.train.step import accumulate_gradients
+from tests.cases import CASES, HIDDEN_SIZE, MAMBA2, NUM_HEADS, RODIMUS, VOCAB_SIZE
+from tests.model.test_collective_counts import TP, Call, CollectiveRecorder
+from tests.numerics import assert_close
+from tests.parallel.on_ranks import Arrays, materialise, to_arrays, to_tensors
+from tests.ranks import run_ranks
+
+CP = TP
+"""Ranks of the axis, as many as the recorder multiplies what is gathered by."""
+ROWS = 3
+HEAD = HIDDEN_SIZE // NUM_HEADS
+INNER, STATE = 2 * HIDDEN_SIZE, MAMBA2["state_size"]
+MODELS = {case.name: case.model for case in CASES}
+
+
+def on_axis(
+    size: int, name: str, *, compute_dtype: torch.dtype, backend: str | None = None
+) -> tuple[Mesh, LanguageModel]:
+    """A filled model on `size` ranks that share each sample."""
+    mesh = Mesh(ParallelConfig(cp=size), torch.device("cpu"))
+    model = LanguageModel(MODELS[name], mesh.tp, cp=mesh.cp).to(compute_dtype)
+    if backend is not None:
+        for block in model.block_list():
+            block.compile(fullgraph=True, dynamic=False, backend=backend)
+    shard_model(model, model.block_list(), model.full_precision_modules(), mesh, compute_dtype=compute_dtype)
+    materialise(model)
+    return mesh, model
+
+
+def packed(length: int, *, first: int = 0) -> Batch:
+    """Rows of two documents, whose first is other tokens for another `first`. The second starts one before the second
+    third of the row, with the last third, and one after that."""
+    generator = torch.Generator().manual_seed(1)
+    tokens, labels = (torch.randint(0, VOCAB_SIZE, (ROWS, length), generator=generator) for _ in range(2))
+    starts = torch.tensor([length // 3 - 1, 2 * length // 3, 2 * length // 3 + 1])[:, None]
+    document_ids = (torch.arange(length) >= starts).to(torch.int32)
+    tokens = torch.where(document_ids == 0, (tokens + first) % VOCAB_SIZE, tokens)
+    return Batch(tokens, labels, document_ids, torch.arange(ROWS))
+
+
+def gathered(numbers: int) -> int:
+    """Bytes of an all-gather of so many fp32 numbers a sequence and rank."""
+    return 4 * CP * ROWS * numbers
+
+
+STATES = {
+    "transnormer": (gathered(NUM_HEADS * HEAD * HEAD), gathered(NUM_HEADS * HEAD * HEAD)),
+    "hgrn2": (gathered(NUM_HEADS * HEAD * (HEAD + 1)), gathered(NUM_HEADS * HEAD * HEAD)),
+    "rodimus": (gathered(RODIMUS["state_size"] * (INNER + 1)), gathered(RODIMUS["state_size"] * INNER)),
+    "mamba2": (gathered(INNER // 8 * STATE * 9), gathered(INNER // 8 * STATE * 8)),
+    "cosformer2": (gathered(NUM_HEADS * 2 * HEAD * HEAD), gathered(NUM_HEADS * 2 * HEAD * HEAD)),
+}
+"""Bytes of a layer's exchange of states, forward (with the total decay where the input selects it) and backward."""
+HALOS = {"rodimus": gathered(3 * INNER), "mamba2": gathered(3 * (INNER + 2 * STATE))}
+"""Bytes of a layer's halo, each way."""
+INPUT_LAYERS = {"cosformer2": gathered(HIDDEN_SIZE * HEAD)}
+DOCUMENTS = gathered(2)
+"""Bytes of the document ids at the ends of the ranks' tokens, once a batch."""
+
+
+def _calls(lengths: tuple[int, ...]) -> dict[tuple[str, int], Counter[Call]]:
+    found = {}
+    for name in STATES:
+        mesh, model = on_axis(CP, name, compute_dtype=torch.float32)
+        for length in lengths:
+            with CollectiveRecorder() as recorder:
+                accumulate_gradients(model, [split_tokens(packed(length), mesh.cp)], mesh)
+            calls = {call: count for call, count in recorder.calls.items() if not call.name.startswith("c10d.")}
+            # The loss and its count, over the data axis.
+            calls = {call: count for call, count in calls.items() if call.num_bytes > 8}
+            found[name, length] = Counter(calls)
+    return found
+
+
+def test_a_layer_sends_its_state_and_halo_whatever_the_length():
+    lengths = (24, 96)
+    for calls in run_ranks(CP, _calls, lengths):
+        for name, (forward, backward) in STATES.items():
+            num_layers = MODELS[name].num_layers
+            expected: Counter[Call] = Counter()
+            expected[Call("forward", "all_gather_into_tensor", DOCUMENTS)] += 1
+            expected[Call("forward", "all_gather_into_tensor", forward)] += num_layers
+            expected[Call("backward", "all_gather_into_tensor", backward)] += num_layers
+            if name in HALOS:
+                expected[Call("forward", "all_gather_into_tensor", HALOS[name])] += num_layers
+                expected[Call("backward", "reduce_scatter_tensor", HALOS[name])] += num_layers
+            if name in INPUT_LAYERS:
+                for direction in ("forward", "backward"):
+                    expected[Call(direction, "all_gather_into_tensor", INPUT_LAYERS[name])] += 1
+            assert [calls[name, length] for length in lengths] == [expected, expected], name
+
+
+def _second_document(names: tuple[str, ...]) -> dict[str, list[Arrays]]:
+    """Logits and losses of the second document, and the gradients of these losses, for two first documents."""
+    found: dict[str, list[Arrays]] = {}
+    for name in names:
+        mesh, model = on_axis(3, name, compute_dtype=torch.float64)
+        found[name] = []
+        for first in (0, 7):
+            batch = split_tokens(packed(24, first=first), mesh.cp)
+            second = batch.document_ids == 1
+            output = model(batch.tokens, labels=batch.labels, document_ids=batch.document_ids)
+            (output.token_losses * second).sum().backward()
+            tensors = {key: full_tensor(parameter.grad) for key, parameter in model.named_parameters()}
+            tensors |= {"losses": output.token_losses[second], "logits": output.logits[second]}
+            found[name].append(to_arrays(tensors))
+            model.zero_grad(set_to_none=True)
+    return found
+
+
+def test_another_document_does_not_move_a_bit_across_ranks():
+    for found in run_ranks(3, _second_document, tuple(STATES)):
+        for name, (one, other) in found.items():
+            for key in one:
+                assert (one[key] == other[key]).all(), (name, key)
+
+
+def _gradients(name: str, backend: str | None) -> Arrays:
+    mesh, model = on_axis(2, name, compute_dtype=torch.float32, backend=backend)
+    batch = split_tokens(packed(48), mesh.cp)
+    output = model(batch.tokens, labels=batch.labels, document_ids=batch.document_ids)
+    output.token_losses.sum().backward()
+    found = {key: full_tensor(parameter.grad) for key, parameter in model.named_parameters()}
+    return to_arrays(found | {"losses": output.token_losses})
+
+
+def _compiled(name: str) -> tuple[Arrays, Arrays, int]:
+    eager, compiled = _gradients(name, None), _gradients(name, "aot_eager")
+    return eager, compiled, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("name", ["transnormer-cosine", "rodimus"])
+def test_compiled_blocks_have_the_gradients_of_eager_ones(name: str):
+    for eager, compiled, num_graphs in run_ranks(2, _compiled, name, timeout=250.0):
+        assert num_graphs > 0
+        assert_close(to_tensors(compiled), to_tensors(eager), 2e-5)
