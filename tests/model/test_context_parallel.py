@@ -13,7 +13,7 @@ from megalin.parallel.data_parallel import shard_model
 from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.parallel.tensor_parallel import full_tensor
 from megalin.train.step import accumulate_gradients
-from tests.cases import CASES, HIDDEN_SIZE, MAMBA2, NUM_HEADS, RODIMUS, VOCAB_SIZE
+from tests.cases import CASES, HIDDEN_SIZE, MAMBA2, NUM_HEADS, RODIMUS, SHARED_KEY, VOCAB_SIZE
 from tests.model.test_collective_counts import TP, Call, CollectiveRecorder
 from tests.numerics import assert_close
 from tests.parallel.on_ranks import Arrays, materialise, to_arrays, to_tensors
@@ -61,12 +61,17 @@ STATES = {
     "transnormer": (gathered(NUM_HEADS * HEAD * HEAD), gathered(NUM_HEADS * HEAD * HEAD)),
     "hgrn2": (gathered(NUM_HEADS * HEAD * (HEAD + 1)), gathered(NUM_HEADS * HEAD * HEAD)),
     "rodimus": (gathered(RODIMUS["state_size"] * (INNER + 1)), gathered(RODIMUS["state_size"] * INNER)),
+    "rodimus_plus": (gathered(RODIMUS["state_size"] * (INNER + 1)), gathered(RODIMUS["state_size"] * INNER)),
     "mamba2": (gathered(INNER // 8 * STATE * 9), gathered(INNER // 8 * STATE * 8)),
     "cosformer2": (gathered(NUM_HEADS * 2 * HEAD * HEAD), gathered(NUM_HEADS * 2 * HEAD * HEAD)),
 }
 """Bytes of a layer's exchange of states, forward (with the total decay where the input selects it) and backward."""
-HALOS = {"rodimus": gathered(3 * INNER), "mamba2": gathered(3 * (INNER + 2 * STATE))}
-"""Bytes of a layer's halo, each way."""
+HALOS = {
+    "rodimus": [gathered(3 * INNER)],
+    "rodimus_plus": [gathered(3 * INNER), gathered((SHARED_KEY["window"] - 1) * (HEAD + HIDDEN_SIZE + 1))],
+    "mamba2": [gathered(3 * (INNER + 2 * STATE))],
+}
+"""Bytes of a layer's halos, each way: of convolutions, and of a window's keys and values."""
 INPUT_LAYERS = {"cosformer2": gathered(HIDDEN_SIZE * HEAD)}
 DOCUMENTS = gathered(2)
 """Bytes of the document ids at the ends of the ranks' tokens, once a batch."""
@@ -95,9 +100,9 @@ def test_a_layer_sends_its_state_and_halo_whatever_the_length():
             expected[Call("forward", "all_gather_into_tensor", DOCUMENTS)] += 1
             expected[Call("forward", "all_gather_into_tensor", forward)] += num_layers
             expected[Call("backward", "all_gather_into_tensor", backward)] += num_layers
-            if name in HALOS:
-                expected[Call("forward", "all_gather_into_tensor", HALOS[name])] += num_layers
-                expected[Call("backward", "reduce_scatter_tensor", HALOS[name])] += num_layers
+            for halo in HALOS.get(name, []):
+                expected[Call("forward", "all_gather_into_tensor", halo)] += num_layers
+                expected[Call("backward", "reduce_scatter_tensor", halo)] += num_layers
             if name in INPUT_LAYERS:
                 for direction in ("forward", "backward"):
                     expected[Call(direction, "all_gather_into_tensor", INPUT_LAYERS[name])] += 1

@@ -35,7 +35,7 @@ def split_rows() -> list[MixerCase]:
 
 ROWS = split_rows()
 ONE_A_MIXER = [
-    row for row in ROWS if row.name in ("transnormer-cosine", "tnl", "cosformer2", "hgrn2", "rodimus", "mamba2")
+    row for row in ROWS if row.name in ("transnormer-cosine", "tnl", "cosformer2", "hgrn2", "rodimus_plus", "mamba2")
 ]
 
 
@@ -53,7 +53,7 @@ def _verify(cases: list[Case]) -> list[list[Row]]:
 
 def test_rows_hold_every_mixer_with_a_state():
     types = {sublayer.type for row in ROWS for _, block in row.model.blocks() for sublayer in block.sublayers}
-    assert types == {"transnormer", "tnl", "cosformer2", "hgrn2", "rodimus", "mamba2", "glu"}
+    assert types == {"transnormer", "tnl", "cosformer2", "hgrn2", "rodimus", "mamba2", "shared_key_attention", "glu"}
 
 
 def assert_rows_agree(rows: list[MixerCase], world_size: int, meshes: list[dict[str, Any]]) -> None:
@@ -92,8 +92,8 @@ def test_documents_lie_at_and_beside_the_edges_of_shards():
         assert starts == [[], [edge], [edge - 1, 2 * edge + 1], [edge + 1, edge + 2, 3 * edge - 1]]
 
 
-def test_shards_shorter_than_the_convolution_reach_several_ranks_back():
-    rows = [row for row in ROWS if row.name in ("rodimus", "mamba2")]
+def test_shards_shorter_than_the_convolution_or_the_window_reach_several_ranks_back():
+    rows = [row for row in ROWS if row.name in ("rodimus", "mamba2", "rodimus_plus")]
     for found in run_ranks(4, _verify, [mesh_case(row, cp=4, length=8) for row in rows])[0]:
         assert [row for row in found if not row.passed] == []
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import pydantic
+import torch
 from torch import Tensor
 from torch.nn import functional
 
 from megalin.errors import ConfigError
+from megalin.layers.entering import entering_inputs
 from megalin.layers.mixers.base import BuildScope, Mixer, MixerConfig, MixerOutput, SequenceContext, State
 from megalin.layers.norms import NormKind
 from megalin.ops.positions import rope
@@ -29,7 +31,7 @@ class SharedKeyAttention(Mixer):
 
     def __init__(self, config: SharedKeyAttentionConfig, scope: BuildScope) -> None:
         super().__init__()
-        self.config, self.tp, self.std = config, scope.tp, scope.init_std
+        self.config, self.tp, self.cp, self.std = config, scope.tp, scope.cp, scope.init_std
         width, tp, std, name = scope.hidden_size, scope.tp, scope.init_std, "model.hidden_size"
         self.head_dim, remainder = divmod(width, config.num_heads)
         if remainder or self.head_dim % 2:
@@ -51,15 +53,28 @@ class SharedKeyAttention(Mixer):
         q, v = (y.unflatten(-1, (self.local_heads, self.head_dim)) for y in self.qv(x))  # [B, T, H/tp, K]
         k = functional.linear(x, self.tp.partial_gradient(local(self.key)))[:, :, None]  # [B, T, 1, K]
         q, k = (rope(y, context.positions, base=self.config.rope_base) for y in (q, k))
+        k = k.squeeze(2)
         attention = window_attention(
             q,
-            k.squeeze(2),
+            k,
             v,
             window=self.config.window,
             document_ids=context.document_ids,
-            cache=WindowCache(*state) if state else None,
+            cache=WindowCache(*state) if state else self._entering(k, v, context),
         )
-        return MixerOutput(self.out(attention.output.flatten(2)), () if attention.cache is None else attention.cache)
+        remembered = attention.cache if state and attention.cache is not None else ()
+        return MixerOutput(self.out(attention.output.flatten(2)), remembered)
+
+    def _entering(self, k: Tensor, v: Tensor, context: SequenceContext) -> WindowCache | None:
+        """The window's tokens of the ranks before, in one exchange; None where no window reaches there."""
+        if context.borders is None or self.config.window == 1:
+            return None
+        # Ones tell which places hold a token: what is not of the first token's document arrives as zero.
+        tokens = torch.cat([k, v.flatten(2), torch.ones_like(k[..., :1])], dim=-1)
+        before = entering_inputs(tokens, context, self.cp, taps=self.config.window)
+        assert before is not None
+        k, values, remembered = before.split([self.head_dim, tokens.shape[-1] - self.head_dim - 1, 1], dim=-1)
+        return WindowCache(k, values.unflatten(-1, v.shape[2:]), remembered.squeeze(-1))
 
     def step(self, x: Tensor, context: SequenceContext, state: State) -> MixerOutput:
         return self(x, context, state)
@@ -79,6 +94,7 @@ class SharedKeyAttention(Mixer):
 class SharedKeyAttentionConfig(MixerConfig):
     """Sliding-window attention with one shared key."""
 
+    splits_sequence: ClassVar[bool] = True
     type: Literal["shared_key_attention"] = "shared_key_attention"
     """This mixer."""
     norm: NormKind = "rmsnorm"
