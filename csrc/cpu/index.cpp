@@ -2,11 +2,13 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace py = pybind11;
 
@@ -81,6 +83,52 @@ py::tuple build_sample_index(const Lengths& lengths, std::int64_t first_token, s
     return py::make_tuple(sequences, offsets);
 }
 
+using Weights = py::array_t<double, py::array::c_style>;
+using Limits = py::array_t<std::int64_t, py::array::c_style>;
+
+// Step i takes the source that is furthest behind its share of max(i, 1) samples and not used up; the first on ties.
+py::tuple build_blend(const Weights& weights, const Limits& limits, std::int64_t size) {
+    const std::int64_t sources = weights.size();
+    if (weights.ndim() != 1 || limits.ndim() != 1 || limits.size() != sources || sources < 1 ||
+        sources > std::numeric_limits<std::int16_t>::max()) {
+        throw std::invalid_argument("weights and limits must be one-dimensional, one each for 1 to 32767 sources");
+    }
+    const double* weight = weights.data();
+    const std::int64_t* limit = limits.data();
+    std::int64_t available = 0;
+    for (std::int64_t source = 0; source < sources; ++source) {
+        available += std::min(std::max(limit[source], std::int64_t{0}), size - available);
+    }
+    if (size < 0 || available < size) {
+        throw std::invalid_argument(std::to_string(size) + " samples of sources that hold " +
+                                    std::to_string(available));
+    }
+    py::array_t<std::int16_t> source_index(size);
+    py::array_t<std::int64_t> sample_index(size);
+    std::int16_t* source_out = source_index.mutable_data();
+    std::int64_t* sample_out = sample_index.mutable_data();
+    {
+        py::gil_scoped_release release;
+        std::vector<std::int64_t> used(static_cast<std::size_t>(sources), 0);
+        for (std::int64_t step = 0; step < size; ++step) {
+            const double due = static_cast<double>(std::max(step, std::int64_t{1}));
+            double furthest = -std::numeric_limits<double>::infinity();
+            std::int64_t chosen = 0;
+            for (std::int64_t source = 0; source < sources; ++source) {
+                const std::int64_t count = used[static_cast<std::size_t>(source)];
+                const double behind = weight[source] * due - static_cast<double>(count);
+                if (count < limit[source] && behind > furthest) {
+                    furthest = behind;
+                    chosen = source;
+                }
+            }
+            source_out[step] = static_cast<std::int16_t>(chosen);
+            sample_out[step] = used[static_cast<std::size_t>(chosen)]++;
+        }
+    }
+    return py::make_tuple(source_index, sample_index);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_index, module) {
@@ -88,4 +136,6 @@ PYBIND11_MODULE(_index, module) {
     module.def("build_sample_index", &build_sample_index, py::arg("lengths").noconvert(), py::kw_only(),
                py::arg("first_token"), py::arg("stride"), py::arg("count"),
                "Rows (sequence, offset) at which samples start; see _index.pyi.");
+    module.def("build_blend", &build_blend, py::arg("weights").noconvert(), py::arg("limits").noconvert(),
+               py::arg("size"), "Which source gives each sample, and which of its own; see _index.pyi.");
 }

@@ -1,15 +1,26 @@
-"""The endless order of training samples: a keyed permutation per epoch, computed where it is needed, never stored."""
+"""Orders of training samples: ours, a keyed permutation per epoch that is never stored, and Megatron-LM's."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from megalin._index import build_blend, build_sample_index
+from megalin.errors import DataError
+
 Positions = npt.NDArray[np.int64]
 
 _ROUNDS = 8
+_INT32, _UINT32 = 2**31 - 1, 2**32 - 1
+_MOST_DATASETS = 2**15 - 1
+_OWN_EPOCH = 0.80
+"""Megatron-LM shuffles the last epoch apart where the run needs less than this share of it."""
 
 
 def permute(positions: Positions, *, num_samples: int, seed: int, epoch: int) -> Positions:
@@ -47,6 +58,126 @@ def endless(positions: Positions, *, num_samples: int, seed: int) -> Positions:
         inside = positions[chosen] - epoch * num_samples
         result[chosen] = permute(inside, num_samples=num_samples, seed=seed, epoch=int(epoch))
     return result
+
+
+class MegatronOrder(NamedTuple):
+    """Sample k reads `seq_length + extra_token` tokens from row `shuffle_index[k]` to the row after it."""
+
+    document_index: npt.NDArray[np.int32]
+    """[E x ids], the documents of all epochs in the order in which their tokens are laid end to end."""
+    sample_index: npt.NDArray[np.int32]
+    """[n + 1, 2], place in `document_index` and token of that document at which each sample starts."""
+    shuffle_index: npt.NDArray[np.uint32] | npt.NDArray[np.int64]
+    """[n], the row of each sample of the run; n may be more than was asked for."""
+
+
+def megatron_order(
+    lengths: npt.NDArray[np.int32],
+    ids: npt.NDArray[np.int32],
+    seq_length: int,
+    num_samples: int | None,
+    seed: int,
+    extra_token: int = 1,
+) -> MegatronOrder:
+    """Megatron-LM's order of one dataset, equal to its files bit by bit.
+
+    E epochs are the fewest with E x tokens >= num_samples x seq_length + extra_token. One stream of pseudo-random
+    numbers shuffles the documents of all of them as one array, then the samples; the last epoch is shuffled apart
+    where less than 80 % of it is needed. A longer run may therefore have another order from its first sample on:
+    `endless` has not.
+
+    Args:
+        lengths: [N] tokens of each document of the shard.
+        ids: the documents of the split, as numbers of `lengths`.
+        seq_length: tokens a sample.
+        num_samples: samples that the run reads; None for one epoch.
+        seed: in [0, 2^32).
+        extra_token: 1 where a sample holds the label of its last token too, else 0.
+
+    Raises:
+        DataError: no sample in an epoch, a document that is not there, or 2^31 documents and more over the epochs.
+
+    Source: Megatron-LM, GPTDataset.
+    """
+    assert extra_token in (0, 1), extra_token
+    assert seq_length >= 1, seq_length
+    assert num_samples is None or num_samples >= 1, num_samples
+    lengths, ids = np.asarray(lengths, np.int32), np.asarray(ids, np.int32)
+    if ids.size and not 0 <= ids.min() <= ids.max() < len(lengths):
+        raise DataError(f"documents {ids.min()} to {ids.max()} of a shard of {len(lengths)}; give ids that it has")
+    tokens = int(lengths[ids].sum(dtype=np.int64))
+    per_epoch = (tokens - extra_token) // seq_length
+    if tokens == 0 or (num_samples is None and per_epoch < 1):
+        raise DataError(
+            f"{ids.size} documents of {tokens} tokens hold no sample of {seq_length + extra_token}; "
+            "lower seq_length or add data"
+        )
+    epochs = 1 if num_samples is None else max(1, -(-(num_samples * seq_length + extra_token) // tokens))
+    if epochs * ids.size > _INT32:
+        raise DataError(
+            f"{epochs} epochs of {ids.size} documents are more than the {_INT32} that this order can number; "
+            "ask for fewer samples, or use megalin's own order"
+        )
+    before_last = ((epochs - 1) * tokens - extra_token) // seq_length
+    needed = 0 if num_samples is None else num_samples - before_last
+    apart = epochs > 1 and needed < int(_OWN_EPOCH * per_epoch)
+    generator = np.random.RandomState(seed)
+    groups = [epochs - 1, 1] if apart else [epochs]
+    documents = np.concatenate([_shuffled(np.tile(ids, count), generator) for count in groups])
+    samples = _megatron_samples(
+        lengths[documents], (epochs * tokens - extra_token) // seq_length, seq_length, extra_token
+    )
+    bounds = [0, before_last, len(samples) - 1] if apart else [0, len(samples) - 1]
+    dtype = np.uint32 if bounds[-1] < _UINT32 - 1 else np.int64
+    pieces = [_shuffled(np.arange(*pair, dtype=dtype), generator) for pair in itertools.pairwise(bounds)]
+    return MegatronOrder(documents, samples, np.concatenate(pieces))
+
+
+def megatron_blend(weights: Sequence[float], size: int | None) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
+    """Megatron-LM's blend: which dataset gives each sample, and which of its samples it is.
+
+    Sample i comes from the dataset d of largest w_d max(i, 1) - (samples taken of d), the first on ties.
+
+    Args:
+        weights: one positive number a dataset, in any unit. With `size` None they are the datasets' lengths.
+        size: samples of the blend; None for every sample of every dataset once, by the same rule among those that
+            are not used up.
+
+    Returns:
+        dataset_index [size] int16 and dataset_sample_index [size] int64.
+
+    Raises:
+        DataError: weights that are not positive numbers, or lengths that are not whole; more than 32767 datasets.
+
+    Source: Megatron-LM, BlendedDataset.
+    """
+    values = np.asarray(weights, np.float64)
+    if not 1 <= values.size <= _MOST_DATASETS:
+        raise DataError(f"a blend of {values.size} datasets; give 1 to {_MOST_DATASETS}")
+    for number, weight in enumerate(weights):
+        if not (math.isfinite(weight) and weight > 0):
+            raise DataError(f"weight {number} of the blend is {weight}; give positive numbers")
+        if size is None and weight != int(weight):
+            raise DataError(f"weight {number} of the blend is {weight}; without a size, weights are whole lengths")
+    limits = np.full(values.size, size) if size is not None else values.astype(np.int64)
+    return build_blend(values / values.sum(), limits.astype(np.int64), int(limits.sum()) if size is None else size)
+
+
+def _shuffled(values: Any, generator: np.random.RandomState) -> Any:
+    generator.shuffle(values)
+    return values
+
+
+def _megatron_samples(
+    lengths: npt.NDArray[np.int32], count: int, seq_length: int, extra_token: int
+) -> npt.NDArray[np.int32]:
+    """Row j starts beside the last token that sample j - 1 read: on it with an extra token, after it without."""
+    rows = np.zeros((count + 1, 2), np.int32)
+    if count > 0:
+        last = seq_length - 1 + extra_token
+        places, offsets = build_sample_index(lengths, first_token=last, stride=seq_length, count=count)
+        rows[1:, 0], rows[1:, 1] = places, offsets + 1 - extra_token
+    return rows
 
 
 def _round_keys(seed: int, epoch: int) -> npt.NDArray[np.uint64]:
