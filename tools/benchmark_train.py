@@ -1,23 +1,32 @@
 """Training speed of a preset on random tokens: tokens/s, matrix rate reached, memory. One JSON line at the end.
 
 python tools/benchmark_train.py transnormerllm-1b-64k --batch 4 --length 8192 --compile
+python tools/benchmark_train.py hgrn2-1b model.vocab_size=50304 --compile --floor --peer fla
 torchrun --nproc-per-node 2 tools/benchmark_train.py transnormerllm-1b-64k --tp 2 ...
+
+--floor says which share of the step its products, scan and bytes take by themselves (train_benchmarks/floor.py).
+--peer times another library's model of the same sizes after ours was freed (train_benchmarks/peers.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
-import statistics
 import subprocess
 import sys
 import time
+from typing import Any, NamedTuple
 
 import torch
+from train_benchmarks.clock import Timing, time_steps
+from train_benchmarks.floor import Floor, Recorded, measure_floor, record, unavoidable_bytes
+from train_benchmarks.peers import PEERS, build_peer, peer_step
 
 from megalin.commands.base import model_from
 from megalin.data.packing import Batch
-from megalin.errors import MegalinError
+from megalin.errors import ConfigError, MegalinError
+from megalin.model.config import AnyModelConfig, ModelConfig
 from megalin.optim.adamw import OptimizerConfig, build_optimizer
 from megalin.parallel.mesh import Mesh, ParallelConfig, compute_device, process_group
 from megalin.train.build import COMPUTE_DTYPES, build_model
@@ -40,6 +49,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=5, help="steps before the clock starts (5)")
     parser.add_argument("--steps", type=int, default=20, help="timed steps; the median counts (20)")
     parser.add_argument("--profile", action="store_true", help="print where one more step spends its GPU time")
+    parser.add_argument("--floor", action="store_true", help="measure the step's floor; on one GPU")
+    parser.add_argument("--peer", choices=sorted(PEERS), help="time this library's model as well; on one GPU")
     return parser.parse_args()
 
 
@@ -53,39 +64,31 @@ def random_batch(arguments: argparse.Namespace, vocab_size: int, mesh: Mesh) -> 
     return Batch(*(tensor.contiguous().to(mesh.device) for tensor in batch))
 
 
+class Ours(NamedTuple):
+    """What a run of ours leaves behind, its model freed."""
+
+    timing: Timing
+    flops_per_token: int
+    peak_memory_gib: float
+    recorded: Recorded | None
+    moved_bytes: int
+
+
 def measure(arguments: argparse.Namespace, mesh: Mesh) -> dict[str, object]:
+    """Everything that the JSON line says.
+
+    Raises:
+        ConfigError: a floor or a peer on several ranks or without a GPU, or a peer that there is not.
+    """
+    if (arguments.floor or arguments.peer) and (mesh.device_mesh.size() > 1 or mesh.device.type != "cuda"):
+        raise ConfigError("--floor and --peer compare steps of one GPU; start one process on a machine that has one")
     config = model_from(arguments.model, arguments.overrides)
-    started = time.perf_counter()
-    model = build_model(
-        config,
-        mesh,
-        compute_dtype=COMPUTE_DTYPES[arguments.dtype],
-        recompute=arguments.recompute,
-        compile_blocks=arguments.compile,
-        seed=0,
-    )
-    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-4, max_grad_norm=1.0), no_decay=model.no_decay_names())
-    batch = random_batch(arguments, config.vocab_size, mesh)
-    seconds, losses = [], []
-    first_step_seconds = 0.0
-    for step in range(arguments.warmup + arguments.steps):
-        begin = time.perf_counter()
-        # train_step ends by reading the loss on the host, so the clock needs no further synchronisation.
-        result = train_step(model, optimizer, [batch], mesh, max_grad_norm=1.0, step=step)
-        if step == 0:
-            first_step_seconds = time.perf_counter() - started
-        if step >= arguments.warmup:
-            seconds.append(time.perf_counter() - begin)
-        losses.append(result.loss)
-    if arguments.profile:
-        with torch.profiler.profile() as profile:
-            train_step(model, optimizer, [batch], mesh, max_grad_norm=1.0, step=step + 1)
-        if mesh.is_first_rank:
-            print(profile.key_averages().table(sort_by="self_device_time_total", row_limit=20), file=sys.stderr)
-    median = statistics.median(seconds)
-    ranks = mesh.device_mesh.size()
+    ours = measure_ours(arguments, config, mesh)
+    release_memory()
+    ranks, timing = mesh.device_mesh.size(), ours.timing
     tokens = arguments.batch * arguments.length * mesh.data.size
-    return {
+    rate = tokens / timing.median_seconds
+    result: dict[str, object] = {
         "model": arguments.model,
         "overrides": arguments.overrides,
         "batch": arguments.batch,
@@ -97,17 +100,104 @@ def measure(arguments: argparse.Namespace, mesh: Mesh) -> dict[str, object]:
         "tp": arguments.tp,
         "sequence_parallel": arguments.sequence_parallel,
         "ranks": ranks,
-        "tokens_per_second": tokens / median,
-        "step_seconds_median": median,
-        "step_seconds_min_max": [min(seconds), max(seconds)],
-        "model_tflops_per_second_per_rank": model.training_flops(arguments.length) * tokens / median / ranks / 1e12,
-        "peak_memory_gib": peak_memory_bytes(mesh.device) / 2**30,
-        "build_to_first_step_seconds": first_step_seconds,
-        "losses": losses,
+        "tokens_per_second": rate,
+        "step_seconds_median": timing.median_seconds,
+        "step_seconds_min_max": [min(timing.seconds), max(timing.seconds)],
+        "model_tflops_per_second_per_rank": ours.flops_per_token * rate / ranks / 1e12,
+        "peak_memory_gib": ours.peak_memory_gib,
+        "build_to_first_step_seconds": timing.first_step_seconds,
+        "losses": timing.losses,
         "device": torch.cuda.get_device_name() if mesh.device.type == "cuda" else "cpu",
         "torch": torch.__version__,
         "commit": commit(),
     }
+    if ours.recorded is not None:
+        result |= describe_floor(measure_floor(ours.recorded, ours.moved_bytes), timing.median_seconds)
+        release_memory()
+    if arguments.peer:
+        peer = measure_peer(arguments, config, mesh)
+        result |= {"peer": peer, "times_peer": rate / float(peer["tokens_per_second"])}
+    return result
+
+
+def measure_ours(arguments: argparse.Namespace, config: AnyModelConfig, mesh: Mesh) -> Ours:
+    """Times our step; profiles one more where the arguments want what it tells."""
+    started = time.perf_counter()
+    model = build_model(
+        config,
+        mesh,
+        compute_dtype=COMPUTE_DTYPES[arguments.dtype],
+        recompute=arguments.recompute,
+        compile_blocks=arguments.compile,
+        seed=0,
+    )
+    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-4, max_grad_norm=1.0), no_decay=model.no_decay_names())
+    batch = random_batch(arguments, config.vocab_size, mesh)
+
+    def step(index: int) -> float:
+        return train_step(model, optimizer, [batch], mesh, max_grad_norm=1.0, step=index).loss
+
+    timing = time_steps(step, warmup=arguments.warmup, steps=arguments.steps, started=started)
+    peak, recorded, moved = peak_memory_bytes(mesh.device) / 2**30, None, 0
+    if arguments.profile or arguments.floor:
+        recorded, profile = record(lambda: step(arguments.warmup + arguments.steps))
+        if arguments.profile and mesh.is_first_rank:
+            print(profile.key_averages().table(sort_by="self_device_time_total", row_limit=20), file=sys.stderr)
+    if arguments.floor:
+        compute = COMPUTE_DTYPES[arguments.dtype].itemsize
+        wide = isinstance(config, ModelConfig) and config.residual_dtype == "float32"
+        tokens = arguments.batch * arguments.length
+        moved = unavoidable_bytes(
+            model, tokens=tokens, compute_bytes=compute, stream_bytes=max(compute, 4) if wide else compute
+        )
+    flops = model.training_flops(arguments.length)
+    return Ours(timing, flops, peak, recorded if arguments.floor else None, moved)
+
+
+def describe_floor(floor: Floor, step_seconds: float) -> dict[str, Any]:
+    """The floor's part of the JSON line; times in milliseconds a step."""
+    return {
+        "floor_share": floor.seconds / step_seconds,
+        "floor_milliseconds": floor.seconds * 1e3,
+        "floor_parts_milliseconds": {
+            "products": floor.products * 1e3,
+            "mixing": floor.mixing * 1e3,
+            "bytes": floor.bytes * 1e3,
+        },
+        "floor_mixing_milliseconds": {name: seconds * 1e3 for name, seconds in floor.mixing_seconds.items()},
+        "floor_products": floor.product_rows,
+        "floor_moved_bytes": floor.moved_bytes,
+        "copy_bytes_per_second": floor.copy_bandwidth,
+    }
+
+
+def measure_peer(arguments: argparse.Namespace, config: AnyModelConfig, mesh: Mesh) -> dict[str, Any]:
+    """The same clock around the peer's step, on the same tokens."""
+    assert isinstance(config, ModelConfig), type(config)
+    torch.cuda.reset_peak_memory_stats()
+    started = time.perf_counter()
+    model = build_peer(arguments.peer, config, device=mesh.device)
+    step = peer_step(model, random_batch(arguments, config.vocab_size, mesh).tokens, lr=1e-4)
+    timing = time_steps(step, warmup=arguments.warmup, steps=arguments.steps, started=started)
+    return {
+        "library": arguments.peer,
+        "class": type(model).__name__,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "tokens_per_second": arguments.batch * arguments.length / timing.median_seconds,
+        "step_seconds_median": timing.median_seconds,
+        "step_seconds_min_max": [min(timing.seconds), max(timing.seconds)],
+        "peak_memory_gib": peak_memory_bytes(mesh.device) / 2**30,
+        "build_to_first_step_seconds": timing.first_step_seconds,
+        "losses": timing.losses,
+    }
+
+
+def release_memory() -> None:
+    """What the last model held goes back to the device."""
+    torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def commit() -> str:

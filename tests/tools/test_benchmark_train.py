@@ -1,0 +1,162 @@
+"""The parts of the training benchmark that need no GPU: its clock, what it records, and the bytes of the floor's rule."""
+
+import sys
+from argparse import Namespace
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megalin.commands.base import model_from
+from megalin.errors import ConfigError
+from megalin.model.build import make_model
+
+ROOT = Path(__file__).parents[2]
+TINY = ["model.hidden_size=64", "model.vocab_size=300"]
+BLOCKS = "model.layers=[{repeat=3,sublayers=[{type='tnl',num_heads=4},{type='glu',intermediate_size=96}]}]"
+
+
+@pytest.fixture(autouse=True)
+def _tools(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("train_benchmarks", "benchmark_train")]:
+        del sys.modules[name]
+
+
+def test_the_clock_leaves_out_the_first_steps_and_takes_the_median(monkeypatch):
+    from train_benchmarks import clock
+
+    now = [0.0]
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
+
+    def step(index):
+        now[0] += [50.0, 9.0, 3.0, 1.0, 2.0][index]
+        return float(index)
+
+    timing = clock.time_steps(step, warmup=2, steps=3, started=-7.0)
+    assert timing == (2.0, [3.0, 1.0, 2.0], 57.0, [0.0, 1.0, 2.0, 3.0, 4.0])
+
+
+def test_every_product_of_a_step_is_recorded_with_its_layout():
+    from train_benchmarks.floor import product_flops, record
+
+    a, b = torch.randn(6, 8), torch.randn(5, 8)
+    summand, batch = torch.randn(6, 5), torch.randn(2, 3, 8)
+
+    def step():
+        for _ in range(2):
+            torch.nn.functional.linear(a, b)
+        torch.addmm(summand, a, b.t())
+        torch.bmm(batch, batch.mT)
+        a + 1
+
+    products = record(step)[0].products
+    f32 = torch.float32
+    left, right = ((6, 8), (8, 1), f32), ((8, 5), (1, 8), f32)
+    assert products == Counter(
+        {
+            ("aten::mm", (left, right)): 2,
+            ("aten::addmm", (((6, 5), (5, 1), f32), left, right)): 1,
+            ("aten::bmm", (((2, 3, 8), (24, 8, 1), f32), ((2, 8, 3), (24, 1, 8), f32))): 1,
+        }
+    )
+    flops = {name: product_flops((name, operands)) for name, operands in products}
+    assert flops == {"aten::mm": 2 * 6 * 8 * 5, "aten::addmm": 2 * 6 * 8 * 5, "aten::bmm": 2 * 2 * 3 * 8 * 3}
+
+
+def test_scans_and_attention_are_mixing_and_nothing_else_is():
+    from train_benchmarks.floor import MIXING
+
+    mixing = ["megalin::decay_scan", "megalin::vector_decay_scan_backward", "aten::_cudnn_attention_backward"]
+    others = ["megalin::linear_cross_entropy", "megalin::silu_lrpe", "aten::mm", "aten::_fused_adamw_"]
+    assert [bool(MIXING.match(name)) for name in mixing + others] == [True] * 3 + [False] * 4
+
+
+def test_bytes_that_a_step_cannot_avoid_follow_the_rule():
+    from train_benchmarks.floor import unavoidable_bytes
+
+    model = make_model(model_from("tnl-1b", [*TINY, BLOCKS]))
+    tokens, width, glu, compute = 1000, 64, 96, 2
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if ".0.mixer." in name and p.ndim > 1}
+    mixer = sum(3 * torch.Size(shape[:-1]).numel() + 2 * shape[-1] for shape in shapes.values()) // 3
+    assert mixer > 5 * 4 * width  # at least q, k, v and the output
+    channels = 3 * 2 * glu + 2 * width + 3 * width + 2 * glu
+    columns = 3 * (mixer + channels)
+    stream = (5 * 6 + 2) * width
+    parameters = sum(p.numel() for p in model.parameters())
+    expected = tokens * (columns + stream + 2 * 300) * compute + parameters * (4 + compute + 8 + 24)
+    assert unavoidable_bytes(model, tokens=tokens, compute_bytes=2, stream_bytes=2) == expected
+    wide = unavoidable_bytes(model, tokens=tokens, compute_bytes=2, stream_bytes=4)
+    assert wide - expected == tokens * stream * 2
+
+
+def test_depthwise_convolutions_have_no_wide_input():
+    from train_benchmarks.floor import unavoidable_bytes
+
+    block = "model.layers=[{sublayers=[{type='mamba2',head_dim=16,state_size=16}]}]"
+    model = make_model(model_from("mamba2-1b", [*TINY, block]))
+    with_conv = unavoidable_bytes(model, tokens=1, compute_bytes=2, stream_bytes=2)
+    conv = [p for p in model.parameters() if p.ndim >= 2 and p.shape[-1] <= 4]
+    assert sum(p.shape[:-1].numel() for p in conv) == 2 * 64 + 2 * 16
+    bare = 3 * (2 * 64 + 2 * 16) * 2
+    matrices = [p for p in model.block_list()[0].parameters() if p.ndim >= 2 and p.shape[-1] > 4]
+    columns = sum(3 * p.shape[:-1].numel() + 2 * p.shape[-1] for p in matrices)
+    rest = (columns + 600 + (5 + 2) * 64) * 2 + sum(p.numel() for p in model.parameters()) * 38
+    assert with_conv == bare + rest
+
+
+@pytest.mark.parametrize(
+    ("library", "preset", "message"),
+    [
+        ("fla", "cosformer2-1b", "--peer fla: it has no model of family 'cosformer2'; use a preset of hgrn2, mamba2"),
+        ("transformers", "tnl-1b", "--peer transformers: it has no model of family 'tnl'; use a preset of softmax"),
+    ],
+)
+def test_a_family_that_a_library_lacks_is_named(library, preset, message):
+    from train_benchmarks.peers import build_peer
+
+    with pytest.raises(ConfigError, match=message):
+        build_peer(library, model_from(preset, []), device=torch.device("meta"))
+
+
+def test_a_library_that_is_not_installed_is_named(monkeypatch):
+    from train_benchmarks import peers
+
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="--peer fla: fla is not installed; install it, or leave --peer out"):
+        peers.build_peer("fla", model_from("tnl-1b", []), device=torch.device("meta"))
+
+
+def test_a_peer_is_of_our_sizes(monkeypatch):
+    from train_benchmarks import peers
+
+    seen = {}
+
+    def recipe(sizes, mixer):
+        seen.update(sizes, num_heads=mixer.num_heads)
+        return torch.nn.Linear(2, 2)
+
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setitem(peers.RECIPES, ("fla", "tnl"), recipe)
+    model = peers.build_peer("fla", model_from("tnl-1b", [*TINY, BLOCKS]), device=torch.device("meta"))
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert seen == {
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "vocab_size": 300,
+        "tie_word_embeddings": True,
+        "use_cache": False,
+        "intermediate_size": 96,
+        "num_heads": 4,
+    }
+
+
+def test_comparisons_need_a_gpu():
+    import benchmark_train
+
+    mesh = SimpleNamespace(device_mesh=SimpleNamespace(size=lambda: 1), device=torch.device("cpu"))
+    with pytest.raises(ConfigError, match="--floor and --peer compare steps of one GPU; start one process on a"):
+        benchmark_train.measure(Namespace(floor=True, peer=None), mesh)

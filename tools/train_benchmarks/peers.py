@@ -1,0 +1,113 @@
+"""The training step of another library's model of the same family and sizes: bf16 weights, fused AdamW, no clipping.
+
+| ours | fla | transformers |
+| transnormer, tnl | RetNet | |
+| hgrn2, rodimus, mamba2 | the same | |
+| softmax | | LLaMA, SDPA, each block compiled |
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from megalin.errors import ConfigError
+from megalin.layers.mixers.base import MixerConfig
+from megalin.model.config import ModelConfig
+
+PEERS = {"fla": "fla.models", "transformers": "transformers"}
+"""The modules of each library."""
+
+
+def build_peer(library: str, config: ModelConfig, *, device: torch.device) -> nn.Module:
+    """The library's model with its own initial weights in bf16, blocks compiled where the library's own ops allow it.
+
+    Raises:
+        ConfigError: the library is not installed, or has no model of this family.
+    """
+    mixer, glu = _sublayers(config)
+    recipe = RECIPES.get((library, mixer.type))
+    if recipe is None:
+        families = ", ".join(sorted(family for name, family in RECIPES if name == library))
+        raise ConfigError(f"--peer {library}: it has no model of family {mixer.type!r}; use a preset of {families}")
+    if importlib.util.find_spec(library) is None:
+        raise ConfigError(f"--peer {library}: {library} is not installed; install it, or leave --peer out")
+    sizes = {
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": config.tie_embeddings,
+        "use_cache": False,
+    }
+    if glu is not None:
+        sizes["intermediate_size"] = glu.intermediate_size
+    with torch.device(device):
+        model = recipe(sizes, mixer).to(torch.bfloat16)
+    return model.train()
+
+
+def peer_step(model: nn.Module, tokens: Tensor, *, lr: float) -> Callable[[int], float]:
+    """A training step on `tokens` [B, T], which predicts each next token of a row; returns its loss."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
+
+    def step(index: int) -> float:
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return step
+
+
+def _sublayers(config: ModelConfig) -> tuple[MixerConfig, MixerConfig | None]:
+    """The token mixer and the GLU of the first block."""
+    mixer, *others = config.layers[0].sublayers
+    return mixer, others[0] if others else None
+
+
+def _retnet(sizes: dict[str, object], mixer: MixerConfig) -> nn.Module:
+    from fla.models import RetNetConfig, RetNetForCausalLM
+
+    return RetNetForCausalLM(RetNetConfig(**sizes, num_heads=mixer.num_heads, expand_k=1.0, expand_v=1.0))
+
+
+def _hgrn2(sizes: dict[str, object], mixer: MixerConfig) -> nn.Module:
+    from fla.models import HGRN2Config, HGRN2ForCausalLM
+
+    return HGRN2ForCausalLM(HGRN2Config(**sizes, num_heads=mixer.num_heads, expand_ratio=None))
+
+
+def _rodimus(sizes: dict[str, object], mixer: MixerConfig) -> nn.Module:
+    from fla.models import RodimusConfig, RodimusForCausalLM
+
+    return RodimusForCausalLM(RodimusConfig(**sizes, block_type="rodimus", expand_ratio=mixer.state_size))
+
+
+def _mamba2(sizes: dict[str, object], mixer: MixerConfig) -> nn.Module:
+    from fla.models import Mamba2Config, Mamba2ForCausalLM
+
+    return Mamba2ForCausalLM(Mamba2Config(**sizes, head_dim=mixer.head_dim, state_size=mixer.state_size))
+
+
+def _llama(sizes: dict[str, object], mixer: MixerConfig) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    heads = {"num_attention_heads": mixer.num_heads, "num_key_value_heads": mixer.key_value_heads}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, attn_implementation="sdpa"))
+    for layer in model.model.layers:
+        layer.compile()
+    return model
+
+
+RECIPES: dict[tuple[str, str], Callable[[dict[str, object], MixerConfig], nn.Module]] = {
+    ("fla", "transnormer"): _retnet,
+    ("fla", "tnl"): _retnet,
+    ("fla", "hgrn2"): _hgrn2,
+    ("fla", "rodimus"): _rodimus,
+    ("fla", "mamba2"): _mamba2,
+    ("transformers", "softmax"): _llama,
+}
