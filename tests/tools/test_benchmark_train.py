@@ -1,4 +1,4 @@
-"""The parts of the training benchmark that need no GPU: its clock, what it records, and the bytes of the floor's rule."""
+"""What of the training benchmark needs no GPU: its clock, what it records, the bytes of the floor's rule, peers."""
 
 import sys
 from argparse import Namespace

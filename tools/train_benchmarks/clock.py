@@ -21,7 +21,7 @@ class Timing(NamedTuple):
 
 
 def time_steps(step: Callable[[int], float], *, warmup: int, steps: int, started: float) -> Timing:
-    """Runs `step(index)`, which returns its loss as a number and so waits for the device, and times the last `steps`."""
+    """Runs `step(index)`, which returns its loss and so waits for the device, and times the last `steps`."""
     seconds, losses = [], []
     first_step_seconds = 0.0
     for index in range(warmup + steps):
