@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megalin.ops.srmsnorm import compute_dtype
+from megalin.ops import backend as backends
+from megalin.ops.backend import Backend, Compiled
+from megalin.ops.self_test import compare, sample
+from megalin.ops.srmsnorm import KERNEL_DTYPES, compute_dtype
+
+MAX_TAPS = 8
+"""Of the kernels, which keep two windows of that many tokens in registers."""
 
 
 class ShortConvOutput(NamedTuple):
@@ -29,6 +35,7 @@ def short_conv(
     state: Tensor | None = None,
     document_ids: Tensor | None = None,
     activation: Literal["none", "silu"] = "silu",
+    backend: Backend = "auto",
 ) -> ShortConvOutput:
     """y_t = act(bias + sum over j = 0 .. W-1 of weight_j * x_{t-W+1+j}), each channel by itself.
 
@@ -39,12 +46,37 @@ def short_conv(
         state: [B, W - 1, D], the inputs before the first, of its document; None for zeros.
         document_ids: [B, T] integers; None when each row is one document. An input of another document counts as
             zero.
+        activation: after the sum.
+        backend: which implementation runs; compiled ones take fp32, bf16 and fp16, and 2 to 8 taps.
 
     Returns:
-        ShortConvOutput. Products and the sum are computed in at least fp32.
+        ShortConvOutput. Products and the sum are computed in at least fp32; the backward keeps x alone, and adds up
+        the gradients of weight and bias in fp32, always in the same order.
+
+    Raises:
+        KernelError: an explicit backend that cannot run.
 
     Source: Mamba; Rodimus section 3.
     """
+    choice = backends.choose("short_conv", backend, x.device.type, _unsupported(x, weight, bias, state))
+    if choice == "reference":
+        return short_conv_reference(x, weight, bias, state=state, document_ids=document_ids, activation=activation)
+    documents = None if document_ids is None else document_ids.to(torch.int32).contiguous()
+    before = None if state is None else state.float().contiguous()
+    bias = None if bias is None else bias.contiguous()
+    return ShortConvOutput(*_forward(_rows(x), weight.contiguous(), bias, before, documents, activation == "silu"))
+
+
+def short_conv_reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    state: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    activation: Literal["none", "silu"] = "silu",
+) -> ShortConvOutput:
+    """`short_conv` in plain PyTorch; the truth of the kernels and the CPU backend."""
     wide, length, past = compute_dtype(x), x.shape[1], weight.shape[1] - 1
     before = x.new_zeros(x.shape[0], past, x.shape[2], dtype=wide) if state is None else state.to(wide)
     inputs = torch.cat([before, x.to(wide)], dim=1)  # [B, W - 1 + T, D]
@@ -92,3 +124,109 @@ def short_conv_recurrent(
 def _hide(x: Tensor, hidden: Tensor) -> Tensor:
     """x [B, W, D] with zeros where hidden [B, W or 1] is true."""
     return x.masked_fill(hidden[..., None], 0.0)
+
+
+def _unsupported(x: Tensor, weight: Tensor, *others: Tensor | None) -> str:
+    for tensor in (x, weight, *others):
+        if tensor is not None and tensor.dtype not in KERNEL_DTYPES:
+            return f"dtype {tensor.dtype}"
+    if not 2 <= weight.shape[1] <= MAX_TAPS:
+        return f"{weight.shape[1]} taps, outside 2 to {MAX_TAPS}"
+    return "an empty tensor" if x.numel() == 0 else ""
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x with its last dimension contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@torch.library.custom_op("megalin::short_conv", mutates_args=())
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, document_ids: Tensor | None, silu: bool
+) -> tuple[Tensor, Tensor]:
+    from megalin._triton import short_conv as kernels
+
+    return kernels.forward(x, weight, bias, state, document_ids, silu=silu)
+
+
+@_forward.register_fake
+def _(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, document_ids: Tensor | None, silu: bool
+) -> tuple[Tensor, Tensor]:
+    batch, _, width = x.shape
+    return x.new_empty(x.shape), x.new_empty(batch, weight.shape[1] - 1, width, dtype=torch.float32)
+
+
+@torch.library.custom_op("megalin::short_conv_backward", mutates_args=())
+def _backward(
+    dy: Tensor,
+    dstate: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor | None,
+    document_ids: Tensor | None,
+    silu: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of x, the weight, a bias and the entering state; empty where there is no state."""
+    from megalin._triton import short_conv as kernels
+
+    dstate = None if dstate is None else dstate.contiguous()
+    return kernels.backward(_rows(dy), dstate, x, weight, bias, state, document_ids, silu=silu)
+
+
+@_backward.register_fake
+def _(
+    dy: Tensor,
+    dstate: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor | None,
+    document_ids: Tensor | None,
+    silu: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dinitial = x.new_empty(0, dtype=torch.float32) if state is None else torch.empty_like(state)
+    return x.new_empty(x.shape), torch.empty_like(weight), weight.new_empty(x.shape[2]), dinitial
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.silu = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dy: Tensor | None, dstate: Tensor | None) -> tuple[Tensor | None, ...]:
+    x, weight, bias, state, document_ids = ctx.saved_tensors
+    dy = x.new_zeros(x.shape) if dy is None else dy
+    dx, dweight, dbias, dinitial = _backward(dy, dstate, x, weight, bias, state, document_ids, ctx.silu)
+    return dx, dweight, None if bias is None else dbias.to(bias.dtype), None if state is None else dinitial, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _self_test(backend: Compiled, device: str) -> str:
+    """Two tiles of tokens with documents' starts in and before each, an entering state, and none of either."""
+    x, state = sample(2, 70, 20, device=device), sample(2, 3, 20, device=device, seed=1)
+    weight, bias = sample(20, 4, device=device, seed=2), sample(20, device=device, seed=3)
+    starts = torch.zeros(2, 70, dtype=torch.int32, device=device)
+    starts[0, 2], starts[0, 63], starts[1, 65], starts[1, 66] = 1, 1, 1, 1
+    for documents in (None, starts.cumsum(1, dtype=torch.int32)):
+
+        def kernel(
+            x: Tensor, weight: Tensor, bias: Tensor, state: Tensor, documents: Tensor | None = documents
+        ) -> tuple[Tensor, Tensor]:
+            return _forward(x, weight, bias, state, documents, True)
+
+        def reference(
+            x: Tensor, weight: Tensor, bias: Tensor, state: Tensor, documents: Tensor | None = documents
+        ) -> ShortConvOutput:
+            return short_conv_reference(x, weight, bias, state=state, document_ids=documents)
+
+        if wrong := compare(kernel, reference, [x, weight, bias, state], bound=1e-5):
+            return f"{'one document' if documents is None else 'documents'}: {wrong}"
+    return ""
+
+
+backends.register("short_conv", ("triton",), _self_test)

@@ -7,22 +7,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megalin.ops.short_conv import short_conv, short_conv_recurrent
+from megalin.errors import KernelError
+from megalin.ops.short_conv import MAX_TAPS, short_conv, short_conv_recurrent, short_conv_reference
 from tests.numerics import Tensors, assert_close, errors, outputs_and_gradients
+from tests.ops.kernels import assert_as_good_as_the_reference
 
 BATCH, WIDTH, TAPS = 2, 5, 4
 BOUND = 1e-13
 LENGTHS = (1, 2, 3, 4, 63, 65)
 
 
-def make_inputs(length: int, dtype: torch.dtype = torch.float64) -> Tensors:
+def make_inputs(length: int, dtype: torch.dtype = torch.float64, *, taps: int = TAPS, width: int = WIDTH) -> Tensors:
     generator = torch.Generator().manual_seed(length)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
-    state = draw(BATCH, TAPS - 1, WIDTH).to(torch.promote_types(dtype, torch.float32))
-    return {"x": draw(BATCH, length, WIDTH), "weight": draw(WIDTH, TAPS), "bias": draw(WIDTH), "state": state}
+    state = draw(BATCH, taps - 1, width).to(torch.promote_types(dtype, torch.float32))
+    return {"x": draw(BATCH, length, width), "weight": draw(width, taps), "bias": draw(width), "state": state}
 
 
 def make_documents(length: int) -> Tensor:
@@ -79,13 +81,14 @@ def test_state_carries_a_sequence_over_a_cut(cut: int):
     )
 
 
-def test_packed_documents_do_not_leak():
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_packed_documents_do_not_leak(backend):
     """Bit by bit in fp32, however large the other document is."""
     inputs, results = make_inputs(24, torch.float32), []
     documents = (torch.arange(24) >= 11).int().expand(BATCH, -1)
     for other in (1.0, 1e30):
         x = torch.where(documents[..., None] == 0, other, inputs["x"]).requires_grad_()
-        y = short_conv(x, inputs["weight"], inputs["bias"], document_ids=documents)
+        y = short_conv(x, inputs["weight"], inputs["bias"], document_ids=documents, backend=backend)
         (gradient,) = torch.autograd.grad(y.output[:, 11:].square().sum() + y.state.sum(), x)
         results.append((y.output[:, 11:], y.state, gradient[:, 11:]))
         assert gradient[:, :11].eq(0).all()
@@ -100,3 +103,96 @@ def test_bf16_inputs_lose_only_their_own_rounding():
     naive = errors(outputs_and_gradients(lambda **x: short_conv_recurrent(**x), inputs), expected)
     for name in expected:
         assert actual[name] <= 2 * naive[name] + 1e-6, name
+
+
+@pytest.mark.parametrize(
+    ("length", "packed", "dtype"),
+    [
+        (1, False, torch.float32),
+        (2, True, torch.bfloat16),
+        (3, False, torch.float16),
+        (63, True, torch.float32),
+        (64, False, torch.bfloat16),
+        (65, False, torch.float32),
+        (65, True, torch.float16),
+    ],
+)
+def test_the_kernel_is_as_good_as_the_reference(length: int, packed: bool, dtype: torch.dtype):
+    documents = make_documents(length) if packed else None
+    assert_as_good_as_the_reference(
+        lambda **x: short_conv(**x, document_ids=documents, backend="triton"),
+        lambda **x: short_conv_reference(**x, document_ids=documents),
+        make_inputs(length, dtype),
+    )
+
+
+@pytest.mark.parametrize(
+    ("taps", "activation"), [(2, "silu"), (3, "none"), (4, "none"), (5, "silu"), (MAX_TAPS, "silu")]
+)
+def test_the_kernel_of_every_width(taps: int, activation):
+    """Documents shorter than the window, before and in the second tile."""
+    starts = torch.zeros(BATCH, 70, dtype=torch.int32)
+    starts[0, [1, 3, 60, 64, 66]], starts[1, [62, 69]] = 1, 1
+    options = {"document_ids": starts.cumsum(1), "activation": activation}
+    assert_as_good_as_the_reference(
+        lambda **x: short_conv(**x, **options, backend="triton"),
+        lambda **x: short_conv_reference(**x, **options),
+        make_inputs(70, torch.float32, taps=taps),
+    )
+
+
+def test_the_kernel_without_bias_and_state():
+    inputs = make_inputs(9, torch.float32)
+    assert_as_good_as_the_reference(
+        lambda **x: [short_conv(**x, bias=None, backend="triton").output],
+        lambda **x: [short_conv_reference(**x, bias=None).output],
+        {name: inputs[name] for name in ("x", "weight")},
+    )
+
+
+def test_the_kernel_takes_a_slice_and_any_gradient():
+    """A part of a projection, more channels than a program takes, and a gradient with strides of its own."""
+    width = 600
+    inputs = make_inputs(5, torch.float32, width=width)
+    inputs["x"] = torch.randn(BATCH, 5, 2 * width)
+
+    def run(function, x, **rest):
+        result = function(x.unflatten(-1, (2, width)).unbind(-2)[1], **rest)
+        return result.output.mT.contiguous().mT, result.state
+
+    assert_as_good_as_the_reference(
+        lambda **x: run(lambda *a, **k: short_conv(*a, **k, backend="triton"), **x),
+        lambda **x: run(short_conv_reference, **x),
+        inputs,
+    )
+
+
+def test_the_kernel_where_only_the_state_is_used():
+    inputs = make_inputs(6, torch.float32)
+    assert_as_good_as_the_reference(
+        lambda x: [short_conv(x, inputs["weight"], None, backend="triton").state],
+        lambda x: [short_conv_reference(x, inputs["weight"].to(x.dtype), None).state],
+        {"x": inputs["x"]},
+    )
+
+
+def test_equal_calls_of_the_kernel_give_the_same_bits():
+    def run(**x):
+        return short_conv(**x, document_ids=make_documents(70), backend="triton")
+
+    inputs = make_inputs(70, torch.bfloat16)
+    assert_close(outputs_and_gradients(run, inputs), outputs_and_gradients(run, inputs), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("taps", "dtype", "message"),
+    [
+        (4, torch.float64, r"does not take dtype torch\.float64"),
+        (1, torch.float32, "does not take 1 taps, outside 2 to 8"),
+        (9, torch.float32, "does not take 9 taps"),
+    ],
+)
+def test_unsupported_arguments_are_refused(taps: int, dtype: torch.dtype, message: str):
+    inputs = make_inputs(3, dtype, taps=taps)
+    with pytest.raises(KernelError, match=message):
+        short_conv(**inputs, backend="triton")
