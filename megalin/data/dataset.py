@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -14,16 +13,15 @@ import pydantic
 
 from megalin._index import build_sample_index
 from megalin.config import Config
-from megalin.data.files import read_limited
+from megalin.data.manifest import read_manifest
 from megalin.data.masking import FRAME_TOKENS, SMALLEST_LENGTH, MaskingConfig
 from megalin.data.packing import Batch, pack
-from megalin.data.shards import Shard, manifest_path
+from megalin.data.shards import Shard
 from megalin.data.tokenizer import load_tokenizer
 from megalin.errors import DataError
 
 Split = Literal["train", "validation"]
 
-_MANIFEST_LIMIT_BYTES = 1 << 20
 _PIECE_BLOCK = 1024  # sequence starts that are looked at together
 
 
@@ -263,20 +261,9 @@ def _tokenizer_digest(config: DataConfig, vocab_size: int) -> str | None:
 
 def _check_manifest(shard: Shard, tokenizer: str | None, digest: str | None) -> None:
     """Where a manifest lies beside the shard it must be this shard's, and name the run's tokenizer."""
-    path = manifest_path(shard.prefix)
-    if not path.exists():
-        return
-    remedy = "remove it if the shard was replaced, or write the shard again"
-    data = read_limited(path, limit_bytes=_MANIFEST_LIMIT_BYTES, remedy=remedy)
-    try:
-        manifest = json.loads(data)
-        tokens, made_by = manifest["tokens"], manifest["tokenizer"]["digest"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise DataError(f"{path}: not a manifest of a shard; {remedy}") from None
-    if tokens != shard.num_tokens:
-        raise DataError(f"{path}: expected the {shard.num_tokens} tokens of its shard; found {tokens}; {remedy}")
-    if digest is not None and made_by != digest:
+    manifest = read_manifest(shard)
+    if manifest is not None and digest is not None and manifest.digest != digest:
         raise DataError(
-            f"{shard.prefix}: made by the tokenizer with sha256 {made_by}, but data.tokenizer = {tokenizer} has "
-            f"{digest}; use the one that made the shard"
+            f"{shard.prefix}: made by the tokenizer with sha256 {manifest.digest}, but data.tokenizer = {tokenizer} "
+            f"has {digest}; use the one that made the shard"
         )

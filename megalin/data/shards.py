@@ -8,10 +8,10 @@ import mmap
 import os
 import struct
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, BinaryIO, NoReturn, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +44,7 @@ _TOKEN_DTYPES: dict[int, np.dtype[Any]] = {8: np.dtype("<u2"), 4: np.dtype("<i4"
 _TOKEN_CODES = {dtype: code for code, dtype in _TOKEN_DTYPES.items()}
 # Megatron's writer leaves 36 values of uint16 free; readers trust the header, so this rule is the writer's alone.
 _UINT16_VOCABULARY = 65500
-_MAX_SEQUENCES = 2**31 - 1  # sequence numbers are int32 in sample indices, here and in Megatron
+MAX_SEQUENCES = 2**31 - 1  # sequence numbers are int32 in sample indices, here and in Megatron
 _CHECK_ENTRIES = 1 << 20  # entries of the .idx that are checked at a time, to bound the memory of a check
 _DIGEST_BYTES = 1 << 22
 
@@ -127,8 +127,8 @@ class Shard:
             _refuse(path, f"{expected} bytes for {counts}", f"{size} bytes, as in a multimodal index with modes")
         if size != expected:
             _refuse(path, f"{expected} bytes for {counts}", f"{size} bytes")
-        if num_sequences > _MAX_SEQUENCES:
-            _refuse(path, f"at most {_MAX_SEQUENCES} sequences", str(num_sequences))
+        if num_sequences > MAX_SEQUENCES:
+            _refuse(path, f"at most {MAX_SEQUENCES} sequences", str(num_sequences))
         if num_entries < 1:
             _refuse(path, "at least one document entry", "none")
         self.dtype = _TOKEN_DTYPES[code]
@@ -255,6 +255,62 @@ def digest(prefix: str | Path) -> str:
     return state.hexdigest()
 
 
+def publish_shard(
+    prefix: Path,
+    tokens: BinaryIO,
+    dtype: np.dtype[Any],
+    lengths: Sequence[npt.NDArray[Any]],
+    documents: Sequence[tuple[npt.NDArray[np.int64], int]],
+    manifest: Mapping[str, Any] | None,
+) -> None:
+    """Makes the temporary .bin `tokens`, `manifest` and the .idx durable under their names, the .idx last.
+
+    Args:
+        lengths: those of the whole shard, in pieces that may be mapped: a few MiB are copied at a time.
+        documents: the document index likewise, each piece with a number that is added to it.
+
+    Raises:
+        StorageError: the disk is full or fails; then no .idx bears the name.
+    """
+    path = idx_path(prefix)
+    with open_temporary(path) as idx:
+        with storage_errors(path):
+            _write_index(idx, dtype, lengths, documents)
+            # An older shard of this name must not pair its index with the new tokens, not even for a moment.
+            path.unlink(missing_ok=True)
+            manifest_path(prefix).unlink(missing_ok=True)
+        publish(tokens, bin_path(prefix))
+        if manifest is not None:
+            write_text(manifest_path(prefix), json.dumps(manifest, indent=2) + "\n")
+        publish(idx, path)
+
+
+def _write_index(
+    idx: BinaryIO,
+    dtype: np.dtype[Any],
+    lengths: Sequence[npt.NDArray[Any]],
+    documents: Sequence[tuple[npt.NDArray[np.int64], int]],
+) -> None:
+    counts = (sum(len(piece) for piece in lengths), sum(len(piece) for piece, _ in documents))
+    idx.write(_HEADER.pack(MAGIC, VERSION, _TOKEN_CODES[dtype], *counts))
+    for block in _blocks(lengths):
+        idx.write(block.astype("<i4", copy=False).data)
+    total = 0
+    for block in _blocks(lengths):
+        ends = np.cumsum(block.astype(np.int64))
+        idx.write(((total + ends - block) * dtype.itemsize).astype("<i8", copy=False).data)
+        total += int(ends[-1])
+    for piece, shift in documents:
+        for block in _blocks([piece]):
+            idx.write((block + shift).astype("<i8", copy=False).data)
+
+
+def _blocks(pieces: Iterable[npt.NDArray[Any]]) -> Iterator[npt.NDArray[Any]]:
+    for piece in pieces:
+        for first in range(0, len(piece), _CHECK_ENTRIES):
+            yield piece[first : first + _CHECK_ENTRIES]
+
+
 class ShardWriter:
     """Streams sequences into a new shard; nothing bears its name before `publish`, so a killed writer leaves none.
 
@@ -319,31 +375,10 @@ class ShardWriter:
             StorageError: the disk is full or fails; then no .idx bears the name.
         """
         assert self._documents[-1] == len(self._lengths), "end_document() was not called after the last sequence"
-        with open_temporary(idx_path(self.prefix)) as idx:
-            with storage_errors(idx_path(self.prefix)):
-                self._write_index(idx)
-                # An older shard of this name must not pair its index with the new tokens, not even for a moment.
-                idx_path(self.prefix).unlink(missing_ok=True)
-                manifest_path(self.prefix).unlink(missing_ok=True)
-            publish(self._bin, bin_path(self.prefix))
-            if manifest is not None:
-                write_text(manifest_path(self.prefix), json.dumps(manifest, indent=2) + "\n")
-            publish(idx, idx_path(self.prefix))
-        self._bin.close()
-
-    def _write_index(self, idx: Any) -> None:
-        code = _TOKEN_CODES[self.dtype]
-        idx.write(_HEADER.pack(MAGIC, VERSION, code, len(self._lengths), len(self._documents)))
         lengths = np.frombuffer(self._lengths, np.intc) if self._lengths else np.empty(0, np.intc)
-        idx.write(lengths.astype("<i4", copy=False).data)
-        total = 0
-        for first in range(0, len(lengths), _CHECK_ENTRIES):
-            block = lengths[first : first + _CHECK_ENTRIES].astype(np.int64)
-            ends = np.cumsum(block)
-            idx.write(((total + ends - block) * self.dtype.itemsize).astype("<i8", copy=False).data)
-            total += int(ends[-1])
-        assert total == self.num_tokens, (total, self.num_tokens)
-        idx.write(np.frombuffer(self._documents, np.int64).astype("<i8", copy=False).data)
+        documents = np.frombuffer(self._documents, np.int64)
+        publish_shard(self.prefix, self._bin, self.dtype, [lengths], [(documents, 0)], manifest)
+        self._bin.close()
 
     def __enter__(self) -> Self:
         return self

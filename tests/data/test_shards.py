@@ -161,7 +161,7 @@ def test_bad_index_is_refused_with_file_expected_and_found(tmp_path, kind):
 
 
 def test_too_many_sequences_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("megalin.data.shards._MAX_SEQUENCES", 2)
+    monkeypatch.setattr("megalin.data.shards.MAX_SEQUENCES", 2)
     with pytest.raises(DataError, match="expected at most 2 sequences; found 3"):
         Shard(write_by_hand(tmp_path / "x", SEQUENCES))
 
