@@ -1,7 +1,8 @@
 """LRPE of silu(q) and silu(k) with one set of sines, a = p theta: x -> [x cos a | x sin a], or the rotation of pairs.
 
-Bytes: the forward reads q and k and writes their codes; the backward reads q, k and the codes' gradients, and writes
-the gradients of q and k and, a block of rows, one partial sum of theta's.
+q, k and what else a projection holds lie side by side. Bytes: the forward reads q and k and writes their codes; the
+backward reads q, k and the gradients of the codes and of the other parts, and writes the projection's gradient and, a
+block of rows, one partial sum of theta's.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ BACKWARD = {False: {"ROWS": 1, "COLUMNS": 256, "num_warps": 2}, True: {"ROWS": 8
 """By whether the form is the rotation."""
 ROW_BLOCK = 32
 """Rows whose share of theta's gradient is one partial sum."""
+JOIN = {"ROWS": 1, "COLUMNS": 2048, "num_warps": 4}
 
 
 @triton.jit
@@ -82,7 +84,7 @@ def _decode(
         dactive = first * cosine + second * sine
         dangle = active * (second * cosine - first * sine)
     dx = dactive * gate * (1.0 + x * (1.0 - gate))
-    tl.store(dx_ptr + row[:, None] * width + column[None, :], dx, mask=mask)
+    tl.store(dx_ptr + row[:, None] * stride + column[None, :], dx, mask=mask)
     return dangle
 
 
@@ -101,7 +103,7 @@ def _place(theta_ptr, width, ROTATION: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "period"])
 def forward_kernel(
-    q_ptr, k_ptr, theta_ptr, positions_ptr, q_code_ptr, k_code_ptr, rows, period, q_stride, k_stride, width,
+    q_ptr, k_ptr, theta_ptr, positions_ptr, q_code_ptr, k_code_ptr, rows, period, stride, width,
     KEY: tl.constexpr, ROTATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     column, _, _, theta = _place(theta_ptr, width, ROTATION, COLUMNS)
@@ -109,14 +111,14 @@ def forward_kernel(
     mask = (row < rows)[:, None] & (column < width)[None, :]
     position = tl.load(positions_ptr + row % period, mask=row < rows, other=0).to(tl.float32)
     sine, cosine = _sine_and_cosine(position[:, None], theta[None, :])
-    _encode(q_ptr, q_code_ptr, row, column, mask, q_stride, width, sine, cosine, KEY, ROTATION, ROWS, COLUMNS)
-    _encode(k_ptr, k_code_ptr, row, column, mask, k_stride, width, sine, cosine, KEY, ROTATION, ROWS, COLUMNS)
+    _encode(q_ptr, q_code_ptr, row, column, mask, stride, width, sine, cosine, KEY, ROTATION, ROWS, COLUMNS)
+    _encode(k_ptr, k_code_ptr, row, column, mask, stride, width, sine, cosine, KEY, ROTATION, ROWS, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["rows", "period"])
 def backward_kernel(
     q_ptr, k_ptr, theta_ptr, positions_ptr, dq_code_ptr, dk_code_ptr, dq_ptr, dk_ptr, dtheta_ptr,
-    rows, period, q_stride, k_stride, width,
+    rows, period, stride, width,
     KEY: tl.constexpr, ROTATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ROW_BLOCK: tl.constexpr
 ):  # fmt: skip
     column, angle, angles, theta = _place(theta_ptr, width, ROTATION, COLUMNS)
@@ -128,33 +130,63 @@ def backward_kernel(
         position = tl.load(positions_ptr + row % period, mask=row < rows, other=0).to(tl.float32)[:, None]
         sine, cosine = _sine_and_cosine(position, theta[None, :])
         dangle = _decode(
-            q_ptr, dq_code_ptr, dq_ptr, row, column, mask, q_stride, width, sine, cosine, KEY, ROTATION, ROWS, COLUMNS
+            q_ptr, dq_code_ptr, dq_ptr, row, column, mask, stride, width, sine, cosine, KEY, ROTATION, ROWS, COLUMNS
         )
         dangle += _decode(
-            k_ptr, dk_code_ptr, dk_ptr, row, column, mask, k_stride, width, sine, cosine, KEY, ROTATION, ROWS, COLUMNS
+            k_ptr, dk_code_ptr, dk_ptr, row, column, mask, stride, width, sine, cosine, KEY, ROTATION, ROWS, COLUMNS
         )
         total += position * dangle
     tl.store(dtheta_ptr + tl.program_id(0).to(tl.int64) * angles + angle, tl.sum(total, axis=0), mask=angle < angles)
 
 
-def forward(q: Tensor, k: Tensor, theta: Tensor, positions: Tensor, *, rotation: bool) -> tuple[Tensor, Tensor]:
-    """q, k [rows, H, K] with whole rows, theta [H, K or K/2] fp32, positions [period] of the rows, which repeat ->
-    their codes [rows, H, 2 K or K]."""
-    rows, heads, key = q.shape
+@triton.jit
+def _join(
+    x_ptr, dx_ptr, dy_ptr, row, column, mask, stride, width, SILU: tl.constexpr
+):  # fmt: skip
+    """One part of the projection's gradient: dy itself, or with `SILU` that of the x below it."""
+    gradient = tl.load(dy_ptr + row[:, None] * width + column[None, :], mask=mask, other=0.0)
+    place = row[:, None] * stride + column[None, :]
+    if SILU:
+        x = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        gate = tl.sigmoid(x)
+        gradient = gradient.to(tl.float32) * gate * (1.0 + x * (1.0 - gate))
+    tl.store(dx_ptr + place, gradient, mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def join_kernel(
+    projection_ptr, dq_ptr, dk_ptr, third_ptr, fourth_ptr, dprojection_ptr, rows, stride, width,
+    PARTS: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = (row < rows)[:, None] & (column < width)[None, :]
+    if SILU:
+        _join(projection_ptr, dprojection_ptr, dq_ptr, row, column, mask, stride, width, True)
+        _join(projection_ptr + width, dprojection_ptr + width, dk_ptr, row, column, mask, stride, width, True)
+    if PARTS > 2:
+        _join(projection_ptr, dprojection_ptr + 2 * width, third_ptr, row, column, mask, stride, width, False)
+    if PARTS > 3:
+        _join(projection_ptr, dprojection_ptr + 3 * width, fourth_ptr, row, column, mask, stride, width, False)
+
+
+def forward(projection: Tensor, theta: Tensor, positions: Tensor, *, rotation: bool) -> tuple[Tensor, Tensor]:
+    """projection [rows, parts, H, K] contiguous, q and k first, theta [H, K or K/2] fp32, positions [period] of the
+    rows, which repeat -> the codes [rows, H, 2 K or K] of q and k."""
+    rows, parts, heads, key = projection.shape
     width = heads * key
-    codes = [q.new_empty(rows, heads, key if rotation else 2 * key) for _ in range(2)]
+    codes = [projection.new_empty(rows, heads, key if rotation else 2 * key) for _ in range(2)]
     table = FORWARD[rotation]
     grid = (triton.cdiv(rows, table["ROWS"]), triton.cdiv(width, table["COLUMNS"]))
     forward_kernel[grid](
-        q,
-        k,
+        projection,
+        projection[:, 1],
         theta,
         positions,
         *codes,
         rows,
         len(positions),
-        q.stride(0),
-        k.stride(0),
+        parts * width,
         width,
         key,
         rotation,
@@ -164,53 +196,72 @@ def forward(q: Tensor, k: Tensor, theta: Tensor, positions: Tensor, *, rotation:
 
 
 def backward(
-    dq_code: Tensor, dk_code: Tensor, q: Tensor, k: Tensor, theta: Tensor, positions: Tensor, *, rotation: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k (contiguous) and theta from those of the codes (contiguous); the rest as in `forward`."""
-    rows, heads, key = q.shape
+    gradients: list[Tensor], projection: Tensor, theta: Tensor, positions: Tensor, *, rotation: bool
+) -> tuple[Tensor, Tensor]:
+    """The gradients of the projection and of theta from those of the codes and of the parts after them, all
+    contiguous; the rest as in `forward`."""
+    rows, parts, heads, key = projection.shape
     width = heads * key
-    dq, dk = (q.new_empty(rows, heads, key) for _ in range(2))
+    target = projection.new_empty(projection.shape)
     grid = (triton.cdiv(rows, ROW_BLOCK), triton.cdiv(width, BACKWARD[rotation]["COLUMNS"]))
     partial = theta.new_empty(grid[0], *theta.shape)
     backward_kernel[grid](
-        q,
-        k,
+        projection,
+        projection[:, 1],
         theta,
         positions,
-        dq_code,
-        dk_code,
-        dq,
-        dk,
+        *gradients[:2],
+        target,
+        target[:, 1],
         partial,
         rows,
         len(positions),
-        q.stride(0),
-        k.stride(0),
+        parts * width,
         width,
         key,
         rotation,
         ROW_BLOCK=ROW_BLOCK,
         **BACKWARD[rotation],
     )
-    return dq, dk, partial.sum(0)
+    if parts > 2:
+        _launch_join(gradients, projection, target, silu=False)
+    return target, partial.sum(0)
+
+
+def silu_backward(gradients: list[Tensor], projection: Tensor) -> Tensor:
+    """The projection's gradient where q and k went through silu alone; arguments as in `backward`."""
+    target = projection.new_empty(projection.shape)
+    _launch_join(gradients, projection, target, silu=True)
+    return target
+
+
+def _launch_join(gradients: list[Tensor], projection: Tensor, target: Tensor, *, silu: bool) -> None:
+    rows, parts, heads, key = projection.shape
+    assert 2 <= parts <= 4, parts
+    width = heads * key
+    grid = (triton.cdiv(rows, JOIN["ROWS"]), triton.cdiv(width, JOIN["COLUMNS"]))
+    sources = [*gradients, *gradients[:1] * (4 - parts)]
+    join_kernel[grid](projection, *sources, target, rows, parts * width, width, parts, silu, **JOIN)
 
 
 def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]]:
     """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
     low = ("q_ptr", "k_ptr", "q_code_ptr", "k_code_ptr", "dq_code_ptr", "dk_code_ptr", "dq_ptr", "dk_ptr")
+    more = ("projection_ptr", "third_ptr", "fourth_ptr", "dprojection_ptr")
     types = {
-        **dict.fromkeys(low, "*bf16"),
+        **dict.fromkeys((*low, *more), "*bf16"),
         "theta_ptr": "*fp32",
         "positions_ptr": "*i64",
         "dtheta_ptr": "*fp32",
-        **dict.fromkeys(("rows", "period", "q_stride", "k_stride", "width"), "i32"),
+        **dict.fromkeys(("rows", "period", "stride", "width"), "i32"),
     }
     cases = []
     for rotation in (False, True):
-        for kernel, table, more in (
+        for kernel, table, extra in (
             (forward_kernel, FORWARD[rotation], {}),
             (backward_kernel, BACKWARD[rotation], {"ROW_BLOCK": ROW_BLOCK}),
         ):
-            constants = {"KEY": 128, "ROTATION": rotation, "ROWS": table["ROWS"], "COLUMNS": table["COLUMNS"], **more}
+            constants = {"KEY": 128, "ROTATION": rotation, "ROWS": table["ROWS"], "COLUMNS": table["COLUMNS"], **extra}
             cases.append((kernel, types, constants, {"num_warps": table["num_warps"]}))
-    return cases
+    constants = {"PARTS": 4, "SILU": True, "ROWS": JOIN["ROWS"], "COLUMNS": JOIN["COLUMNS"]}
+    return [*cases, (join_kernel, types, constants, {"num_warps": JOIN["num_warps"]})]

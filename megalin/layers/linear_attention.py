@@ -7,7 +7,6 @@ from typing import ClassVar, NamedTuple, Self
 import pydantic
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from megalin.errors import ConfigError
 from megalin.layers.decay import DecayKind, decay_slopes
@@ -22,12 +21,15 @@ from megalin.parallel.linear import ColumnParallelLinear, LowRankLinear, NormedR
 
 
 class Projections(NamedTuple):
-    """q, k before their activation, v and the output gate, each [B, T, D/tp]."""
+    """What the scan takes, and the output gate."""
 
     q: Tensor
+    """[B, T, H/tp, K]."""
     k: Tensor
     v: Tensor
+    """[B, T, H/tp, V]."""
     gate: Tensor
+    """[B, T, D/tp]."""
 
 
 class LinearAttentionConfig(MixerConfig):
@@ -82,8 +84,9 @@ class LinearAttention(Mixer):
         slopes = None if decay is None else torch.empty(self.local_heads, device="meta")
         self.register_buffer("slopes", slopes, persistent=False)
 
-    def project(self, x: Tensor) -> Projections:
-        """[B, T, D] (entered) -> the projections of this rank's heads."""
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[B, T, D] (entered) -> q | k | v of this rank's heads side by side [B, T, 3 D/tp], and the gate [B, T, D/tp];
+        None where the gate is a fourth part, after v."""
         raise NotImplementedError
 
     def projection_flops(self) -> int:
@@ -125,14 +128,12 @@ class LinearAttention(Mixer):
         return self.cp.fold(added, -k.shape[1] * slopes[:, None], context.borders)
 
     def _heads(self, x: Tensor, context: SequenceContext) -> Projections:
-        """q, k [B, T, H/tp, K], v [B, T, H/tp, V] as the scan takes them, and the gate [B, T, D/tp]."""
-        q, k, v, gate = self.project(self.tp.enter(x))
-        q, k, v = (y.unflatten(-1, (self.local_heads, self.head_dim)) for y in (q, k, v))
-        if self.config.lrpe is None:
-            return Projections(functional.silu(q), functional.silu(k), v, gate)
-        (theta,) = context.full_precision
-        q, k = silu_lrpe(q, k, theta, context.positions, form=self.config.lrpe)
-        return Projections(q, k, v, gate)
+        """q and k as the scan takes them, v, and the gate."""
+        joined, gate = self.project(self.tp.enter(x))
+        joined = joined.unflatten(-1, (-1, self.local_heads, self.head_dim))  # [B, T, 3 or 4, H/tp, V]
+        (theta,) = context.full_precision or (None,)
+        q, k, v, *rest = silu_lrpe(joined, theta, context.positions, form=self.config.lrpe)
+        return Projections(q, k, v, rest[0].flatten(-2) if gate is None else gate)
 
     def flops(self, length: int) -> int:
         scan = decay_scan_flops(
@@ -157,9 +158,8 @@ class LowRankGatedAttention(LinearAttention):
         self.qkv = ColumnParallelLinear(width, width, parts=3, tp=scope.tp, std=scope.init_std, name=name)
         self.gate = LowRankLinear(width, self.head_dim, width, tp=scope.tp, std=scope.init_std, name=name)
 
-    def project(self, x: Tensor) -> Projections:
-        q, k, v = self.qkv(x)
-        return Projections(q, k, v, torch.sigmoid(self.gate(x)))
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.qkv.joined(x), torch.sigmoid(self.gate(x))
 
     def projection_flops(self) -> int:
         return self.qkv.flops() + self.gate.flops()

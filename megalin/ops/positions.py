@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megalin.ops.srmsnorm import compute_dtype
+from megalin.ops import backend as backends
+from megalin.ops.backend import Backend, Compiled
+from megalin.ops.self_test import compare, sample
+from megalin.ops.srmsnorm import KERNEL_DTYPES, compute_dtype
 
 
 def lrpe_cosine(x: Tensor, theta: Tensor, positions: Tensor) -> Tensor:
@@ -45,34 +48,39 @@ def lrpe_rotation(x: Tensor, theta: Tensor, positions: Tensor) -> Tensor:
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x.dtype)
 
 
-def rope(x: Tensor, positions: Tensor, *, base: float = 10000.0) -> Tensor:
+def rope(x: Tensor, positions: Tensor, *, base: float = 10000.0, backend: Backend = "auto") -> Tensor:
     """Rotates the pairs (x_j, x_j+K/2) of each head by the angle p base^(-2j/K), j < K/2 (RoFormer eq. 34).
 
     Args:
         x: [B, T, H, K] queries or keys, K even; the two halves of a head form the pairs.
         positions: [T] or [B, T] token positions, integers (a shift of all positions changes no score).
         base: the slowest pair turns by about 1 / base radians a token.
+        backend: which implementation runs; compiled ones take fp32, bf16 and fp16.
 
     Returns:
         [B, T, H, K] in the dtype of `x`. Angles, sines and products are computed in at least fp32.
+
+    Raises:
+        KernelError: an explicit backend that cannot run.
     """
-    exponent = torch.arange(x.shape[-1] // 2, dtype=torch.float64, device=x.device) * (-2.0 / x.shape[-1])
-    angle = _angles(x, base**exponent, positions)
+    choice = backends.choose("rope", backend, x.device.type, _unsupported(x))
+    if choice == "reference":
+        return rope_reference(x, positions, base=base)
+    return _turn(x, _frequencies(x, base).float(), positions, False)
+
+
+def rope_reference(x: Tensor, positions: Tensor, *, base: float = 10000.0) -> Tensor:
+    """`rope` in plain PyTorch; the truth of the kernel and the CPU backend."""
+    angle = _angles(x, _frequencies(x, base), positions)
     first, second = x.to(angle.dtype).chunk(2, dim=-1)
     cos, sin = angle.cos(), angle.sin()
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).to(x.dtype)
 
 
-def rope_reference(x: Tensor, positions: Tensor, *, base: float = 10000.0) -> Tensor:
-    """`rope` by its definition, a token and a pair at a time as complex numbers; [T] positions, fp32 or fp64 x."""
-    width, pairs = x.shape[-1], []
-    for j in range(width // 2):
-        turns = torch.stack(
-            [torch.polar(x.new_ones(()), x.new_tensor(int(p) * base ** (-2 * j / width))) for p in positions]
-        )
-        pairs.append(torch.complex(x[..., j], x[..., j + width // 2]) * turns[:, None])
-    turned = torch.stack(pairs, dim=-1)
-    return torch.cat([turned.real, turned.imag], dim=-1)
+def _frequencies(x: Tensor, base: float) -> Tensor:
+    """base^(-2j/K), j < K/2, fp64."""
+    exponent = torch.arange(x.shape[-1] // 2, dtype=torch.float64, device=x.device) * (-2.0 / x.shape[-1])
+    return base**exponent
 
 
 def cosine_relpe(x: Tensor, positions: Tensor) -> Tensor:
@@ -126,3 +134,53 @@ def _angles(x: Tensor, theta: Tensor, positions: Tensor) -> Tensor:
     """p_t theta_hi as [1 or B, T, H, K'], in the compute dtype: bf16 could not even count the positions."""
     dtype = compute_dtype(x)
     return positions.to(dtype)[..., None, None] * theta.to(dtype)
+
+
+def _unsupported(x: Tensor) -> str:
+    if x.dtype not in KERNEL_DTYPES:
+        return f"dtype {x.dtype}"
+    return "an empty tensor" if x.numel() == 0 else ""
+
+
+@torch.library.custom_op("megalin::rope", mutates_args=())
+def _turn(x: Tensor, theta: Tensor, positions: Tensor, back: bool) -> Tensor:
+    from megalin._triton import rope as kernels
+
+    return kernels.turn(_rows(x), theta, positions.flatten().contiguous(), back=back).view(x.shape)
+
+
+@_turn.register_fake
+def _(x: Tensor, theta: Tensor, positions: Tensor, back: bool) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, theta, positions, ctx.back = inputs
+    ctx.save_for_backward(theta, positions)
+
+
+def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+    theta, positions = ctx.saved_tensors
+    return _turn(dy, theta, positions, not ctx.back), None, None, None
+
+
+_turn.register_autograd(_differentiate, setup_context=_save)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[B, T, H, K] as [B T, H, K] with the elements of a row side by side: a view where the strides allow."""
+    batch, length, heads, key = x.shape
+    whole = x.stride(3) == 1 and x.stride(2) == key and (batch == 1 or x.stride(0) == length * x.stride(1))
+    return x.as_strided((batch * length, heads, key), (x.stride(1), key, 1)) if whole else x.flatten(0, 1).contiguous()
+
+
+def _self_test(backend: Compiled, device: str) -> str:
+    x, positions = sample(2, 5, 3, 12, device=device), torch.tensor([0, 1, 7, 500, 4099], device=device)
+    return compare(
+        lambda x: _turn(x, _frequencies(x, 10000.0).float(), positions, False),
+        lambda x: rope_reference(x, positions),
+        [x],
+    )
+
+
+backends.register("rope", ("triton",), _self_test)

@@ -1,4 +1,4 @@
-"""SiLU and learnable relative positions of queries and keys together: what linear attention puts before its scan."""
+"""What linear attention does with its projection before the scan: SiLU and learnable relative positions of q and k."""
 
 from __future__ import annotations
 
@@ -18,121 +18,151 @@ LRPEForm = Literal["cosine", "rotation"]
 
 
 def silu_lrpe(
-    q: Tensor, k: Tensor, theta: Tensor, positions: Tensor, *, form: LRPEForm, backend: Backend = "auto"
-) -> tuple[Tensor, Tensor]:
-    """LRPE(silu(q)), LRPE(silu(k)) in the `cosine` or the `rotation` form of `ops.positions`.
+    projection: Tensor,
+    theta: Tensor | None,
+    positions: Tensor,
+    *,
+    form: LRPEForm | None,
+    backend: Backend = "auto",
+) -> tuple[Tensor, ...]:
+    """LRPE(silu(q)), LRPE(silu(k)) in the `cosine` or the `rotation` form of `ops.positions`, and the other parts.
+
+    The parts stay together so that the backward writes their gradients as one tensor, which the projection's matrix
+    product reads as it lies.
 
     Args:
-        q, k: [B, T, H, K].
-        theta: [H, K] (cosine) or [H, K/2] (rotation), radians a token, fp32.
+        projection: [B, T, P, H, K], P from 2 to 4: q, k and what follows them, values and a gate.
+        theta: [H, K] (cosine) or [H, K/2] (rotation), radians a token, fp32; None without a form.
         positions: [T] or [B, T], integers.
+        form: None for SiLU alone.
         backend: which implementation runs; compiled ones take fp32, bf16 and fp16.
 
     Returns:
-        Two of [B, T, H, 2K] (cosine) or [B, T, H, K] (rotation) in the dtype of `q`; the gradient of theta is summed
-        in fp32, always in the same order.
+        q and k, [B, T, H, 2K] (cosine) or [B, T, H, K], and views [B, T, H, K] of the parts after them, in the dtype
+        of `projection`; the gradient of theta is summed in fp32, always in the same order.
 
     Raises:
         KernelError: an explicit backend that cannot run.
     """
-    choice = backends.choose("silu_lrpe", backend, q.device.type, _unsupported(q, k, theta))
+    assert 2 <= projection.shape[2] <= 4, projection.shape
+    assert (theta is None) == (form is None), form
+    choice = backends.choose("silu_lrpe", backend, projection.device.type, _unsupported(projection, theta))
     if choice == "reference":
-        return silu_lrpe_reference(q, k, theta, positions, form=form)
-    return _forward(q, k, theta, positions, form)
+        return silu_lrpe_reference(projection, theta, positions, form=form)
+    found: tuple[Tensor, ...] = _Parts.apply(projection.contiguous(), theta, positions, form)
+    return found
 
 
 def silu_lrpe_reference(
-    q: Tensor, k: Tensor, theta: Tensor, positions: Tensor, *, form: LRPEForm
-) -> tuple[Tensor, Tensor]:
+    projection: Tensor, theta: Tensor | None, positions: Tensor, *, form: LRPEForm | None
+) -> tuple[Tensor, ...]:
     """`silu_lrpe` in plain PyTorch; the truth of the kernels and the CPU backend."""
-    encode = lrpe_cosine if form == "cosine" else lrpe_rotation
-    return encode(functional.silu(q), theta, positions), encode(functional.silu(k), theta, positions)
+    q, k, *others = projection.unbind(2)
+    q, k = functional.silu(q), functional.silu(k)
+    if theta is not None:
+        encode = lrpe_cosine if form == "cosine" else lrpe_rotation
+        q, k = encode(q, theta, positions), encode(k, theta, positions)
+    return q, k, *others
 
 
-def _unsupported(q: Tensor, k: Tensor, theta: Tensor) -> str:
-    if q.dtype not in KERNEL_DTYPES or k.dtype != q.dtype or theta.dtype != torch.float32:
-        return f"dtypes {q.dtype}, {k.dtype} and {theta.dtype}"
-    return "an empty tensor" if q.numel() == 0 else ""
+def _unsupported(projection: Tensor, theta: Tensor | None) -> str:
+    if projection.dtype not in KERNEL_DTYPES:
+        return f"dtype {projection.dtype}"
+    if theta is not None and theta.dtype != torch.float32:
+        return f"theta of {theta.dtype}"
+    return "an empty tensor" if projection.numel() == 0 else ""
 
 
-def _rows(x: Tensor) -> Tensor:
-    """[B, T, H, K] as [B T, H, K] with the elements of a row side by side: a view where the strides allow."""
-    batch, length, heads, key = x.shape
-    whole = x.stride(3) == 1 and x.stride(2) == key and (batch == 1 or x.stride(0) == length * x.stride(1))
-    return x.as_strided((batch * length, heads, key), (x.stride(1), key, 1)) if whole else x.flatten(0, 1).contiguous()
+class _Parts(torch.autograd.Function):
+    """A Function and not a custom op alone: the parts that nothing is done to leave it as views."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, projection: Tensor, theta: Tensor | None, positions: Tensor, form: LRPEForm | None
+    ) -> tuple[Tensor, ...]:
+        ctx.form = form
+        ctx.save_for_backward(projection, theta, positions)
+        q, k, *others = projection.unbind(2)
+        if theta is None:
+            return functional.silu(q), functional.silu(k), *others
+        assert form is not None
+        return *_encode(projection, theta, positions, form), *others
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        projection, theta, positions = ctx.saved_tensors
+        if theta is None:
+            return _silu_backward(list(gradients), projection), None, None, None
+        return *_backward(list(gradients), projection, theta, positions, ctx.form), None, None
 
 
 @torch.library.custom_op("megalin::silu_lrpe", mutates_args=())
-def _forward(q: Tensor, k: Tensor, theta: Tensor, positions: Tensor, form: str) -> tuple[Tensor, Tensor]:
+def _encode(projection: Tensor, theta: Tensor, positions: Tensor, form: str) -> tuple[Tensor, Tensor]:
     from megalin._triton import silu_lrpe as kernels
 
     codes = kernels.forward(
-        _rows(q), _rows(k), theta.contiguous(), positions.flatten().contiguous(), rotation=form == "rotation"
+        projection.flatten(0, 1), theta.contiguous(), positions.flatten().contiguous(), rotation=form == "rotation"
     )
-    return codes[0].unflatten(0, q.shape[:2]), codes[1].unflatten(0, q.shape[:2])
+    return codes[0].unflatten(0, projection.shape[:2]), codes[1].unflatten(0, projection.shape[:2])
 
 
-@_forward.register_fake
-def _(q: Tensor, k: Tensor, theta: Tensor, positions: Tensor, form: str) -> tuple[Tensor, Tensor]:
-    shape = [*q.shape[:3], q.shape[3] * (2 if form == "cosine" else 1)]
-    return q.new_empty(shape), q.new_empty(shape)
+@_encode.register_fake
+def _(projection: Tensor, theta: Tensor, positions: Tensor, form: str) -> tuple[Tensor, Tensor]:
+    batch, length, _, heads, key = projection.shape
+    shape = [batch, length, heads, key * (2 if form == "cosine" else 1)]
+    return projection.new_empty(shape), projection.new_empty(shape)
 
 
 @torch.library.custom_op("megalin::silu_lrpe_backward", mutates_args=())
 def _backward(
-    dq_code: Tensor, dk_code: Tensor, q: Tensor, k: Tensor, theta: Tensor, positions: Tensor, form: str
-) -> tuple[Tensor, Tensor, Tensor]:
+    gradients: list[Tensor], projection: Tensor, theta: Tensor, positions: Tensor, form: str
+) -> tuple[Tensor, Tensor]:
     from megalin._triton import silu_lrpe as kernels
 
-    dq, dk, dtheta = kernels.backward(
-        dq_code.contiguous().flatten(0, 1),
-        dk_code.contiguous().flatten(0, 1),
-        _rows(q),
-        _rows(k),
+    d_projection, d_theta = kernels.backward(
+        [gradient.contiguous() for gradient in gradients],
+        projection.flatten(0, 1),
         theta.contiguous(),
         positions.flatten().contiguous(),
         rotation=form == "rotation",
     )
-    return dq.view(q.shape), dk.view(k.shape), dtheta
+    return d_projection.view(projection.shape), d_theta
 
 
 @_backward.register_fake
 def _(
-    dq_code: Tensor, dk_code: Tensor, q: Tensor, k: Tensor, theta: Tensor, positions: Tensor, form: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), theta.new_empty(theta.shape)
+    gradients: list[Tensor], projection: Tensor, theta: Tensor, positions: Tensor, form: str
+) -> tuple[Tensor, Tensor]:
+    return projection.new_empty(projection.shape), theta.new_empty(theta.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.form = inputs
-    ctx.save_for_backward(*tensors)
+@torch.library.custom_op("megalin::silu_parts_backward", mutates_args=())
+def _silu_backward(gradients: list[Tensor], projection: Tensor) -> Tensor:
+    from megalin._triton import silu_lrpe as kernels
+
+    found = kernels.silu_backward([gradient.contiguous() for gradient in gradients], projection.flatten(0, 1))
+    return found.view(projection.shape)
 
 
-def _differentiate(
-    ctx: Any, dq_code: Tensor | None, dk_code: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, None, None]:
-    q, k, theta, positions = ctx.saved_tensors
-    assert dq_code is not None
-    assert dk_code is not None
-    return *_backward(dq_code, dk_code, q, k, theta, positions, ctx.form), None, None
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
+@_silu_backward.register_fake
+def _(gradients: list[Tensor], projection: Tensor) -> Tensor:
+    return projection.new_empty(projection.shape)
 
 
 def _self_test(backend: Compiled, device: str) -> str:
-    q, k = (sample(2, 5, 3, 8, device=device, seed=seed) for seed in range(2))
+    projection = sample(2, 5, 4, 3, 8, device=device)
     positions = torch.tensor([0, 1, 7, 500, 4099], device=device)
-    for form, width in (("cosine", 8), ("rotation", 4)):
-        theta = sample(3, width, device=device, seed=2).abs()
+    for form, width in (("cosine", 8), ("rotation", 4), (None, 0)):
+        theta = [] if form is None else [sample(3, width, device=device, seed=2).abs()]
 
-        def kernel(q: Tensor, k: Tensor, theta: Tensor, form: str = form) -> tuple[Tensor, Tensor]:
-            return _forward(q, k, theta, positions, form)
+        def kernel(x: Tensor, theta: Tensor | None = None, form: str | None = form) -> tuple[Tensor, ...]:
+            found: tuple[Tensor, ...] = _Parts.apply(x, theta, positions, form)
+            return found
 
-        def reference(q: Tensor, k: Tensor, theta: Tensor, form: Any = form) -> tuple[Tensor, Tensor]:
-            return silu_lrpe_reference(q, k, theta, positions, form=form)
+        def reference(x: Tensor, theta: Tensor | None = None, form: Any = form) -> tuple[Tensor, ...]:
+            return silu_lrpe_reference(x, theta, positions, form=form)
 
-        if wrong := compare(kernel, reference, [q, k, theta]):
+        if wrong := compare(kernel, reference, [projection, *theta]):
             return f"{form}: {wrong}"
     return ""
 

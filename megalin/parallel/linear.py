@@ -48,9 +48,12 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """[B, T, in] -> `parts` tensors [B, T, out/tp]."""
+        return self.joined(x).unflatten(-1, (self.parts, -1)).unbind(-2)
+
+    def joined(self, x: Tensor) -> Tensor:
+        """[B, T, in] -> [B, T, parts * out/tp], the parts side by side, for ops that take them together."""
         bias = None if self.bias is None else local(self.bias).flatten()
-        y = functional.linear(x, local(self.weight).flatten(0, 1), bias)  # [B, T, parts * out/tp]
-        return y.unflatten(-1, (self.parts, -1)).unbind(-2)
+        return functional.linear(x, local(self.weight).flatten(0, 1), bias)
 
     def flops(self) -> int:
         """Forward floating-point operations a token, whole axis."""

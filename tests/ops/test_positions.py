@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from megalin.errors import KernelError
 from megalin.ops.positions import (
     cosine_relpe,
     document_spans,
@@ -16,6 +17,7 @@ from megalin.ops.positions import (
     rope_reference,
 )
 from tests.numerics import assert_close, outputs_and_gradients, relative_error
+from tests.ops.kernels import assert_as_good_as_the_reference
 
 LENGTH, HEADS, KEY = 7, 2, 6
 FORMS = {"cosine": (lrpe_cosine, KEY), "rotation": (lrpe_rotation, KEY // 2)}
@@ -90,13 +92,25 @@ def test_bf16_inputs_keep_exact_positions(form: str):
     assert relative_error(found, encode(x.double(), theta.double(), positions)) <= 4e-3
 
 
+def rope_by_definition(x: torch.Tensor, positions: torch.Tensor, base: float) -> torch.Tensor:
+    """A token and a pair at a time, as complex numbers."""
+    width, pairs = x.shape[-1], []
+    for j in range(width // 2):
+        turns = torch.stack(
+            [torch.polar(x.new_ones(()), x.new_tensor(int(p) * base ** (-2 * j / width))) for p in positions]
+        )
+        pairs.append(torch.complex(x[..., j], x[..., j + width // 2]) * turns[:, None])
+    turned = torch.stack(pairs, dim=-1)
+    return torch.cat([turned.real, turned.imag], dim=-1)
+
+
 @pytest.mark.parametrize("base", [10000.0, 50.0])
 @pytest.mark.parametrize("width", [2, 8])
 def test_rope_equals_its_definition(base: float, width: int):
     inputs = {"x": torch.randn(2, 5, HEADS, width, dtype=torch.float64)}
     positions = torch.tensor([0, 1, 2, 63, 8191])
     actual = outputs_and_gradients(lambda x: [rope(x, positions, base=base)], inputs)
-    assert_close(actual, outputs_and_gradients(lambda x: [rope_reference(x, positions, base=base)], inputs), 1e-11)
+    assert_close(actual, outputs_and_gradients(lambda x: [rope_by_definition(x, positions, base)], inputs), 1e-11)
 
 
 def test_rope_scores_depend_on_the_distance():
@@ -115,6 +129,45 @@ def test_rope_takes_positions_by_row_and_keeps_them_exact_in_bf16():
     for row in range(2):
         assert torch.equal(together[row], rope(x[row : row + 1], positions[row])[0])
     assert relative_error(together, rope(x.double(), positions)) <= 4e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 2), (2, 7, 3, 12), (1, 40, 2, 96)])
+def test_the_kernel_of_rope_is_as_good_as_the_reference(dtype, shape):
+    positions = torch.arange(shape[1])
+    for places in (positions * 11, torch.stack([positions * 3001, positions])[: shape[0]]):
+        assert_as_good_as_the_reference(
+            lambda x, p=places: [rope(x, p, base=500.0, backend="triton")],
+            lambda x, p=places: [rope_reference(x, p, base=500.0)],
+            {"x": torch.randn(shape).to(dtype)},
+        )
+
+
+def test_the_kernel_of_rope_takes_parts_of_a_projection_and_any_strides():
+    def run(function, whole, other, **options):
+        k = whole.unflatten(-1, (2, 3, 8)).unbind(-3)[0]  # rows of 48
+        return [function(x, torch.arange(7), **options) for x in (k, other.permute(1, 3, 0, 2))]
+
+    assert_as_good_as_the_reference(
+        lambda **x: run(rope, **x, backend="triton"),
+        lambda **x: run(rope_reference, **x),
+        {"whole": torch.randn(2, 7, 48), "other": torch.randn(3, 2, 12, 7)},
+    )
+
+
+def test_the_kernel_of_rope_compiles_into_one_graph():
+    def block(x):
+        return [rope(x * 2.0, torch.arange(7), backend="triton").sin()]
+
+    inputs = {"x": torch.randn(2, 7, 3, 8)}
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    assert_close(outputs_and_gradients(compiled, inputs), outputs_and_gradients(block, inputs), 1e-6)
+
+
+def test_rope_refuses_dtypes_without_a_kernel():
+    with pytest.raises(KernelError, match=r"rope: the triton kernel does not take dtype torch\.float64"):
+        rope(torch.randn(1, 2, 1, 4, dtype=torch.float64), torch.arange(2), backend="triton")
 
 
 def test_cosine_relpe_is_the_cosine_of_each_heads_frequencies():

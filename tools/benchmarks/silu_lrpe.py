@@ -1,4 +1,4 @@
-"""SiLU and LRPE of queries and keys, 32,768 tokens, 16 heads of 128, as slices of one projection."""
+"""SiLU and LRPE of queries and keys, 32,768 tokens, 16 heads of 128, as parts of one projection."""
 
 from __future__ import annotations
 
@@ -14,34 +14,36 @@ BATCH, LENGTH, HEADS, KEY, CHECKED = 4, 8192, 16, 128, 1000
 
 
 def cases() -> Iterator[Case]:
-    """Both forms, bf16."""
-    for form in ("cosine", "rotation"):
-        yield _case(form)
+    """SiLU alone beside values and a gate, then with both forms beside values, bf16."""
+    yield _case(None, parts=4)
+    yield _case("cosine", parts=3)
+    yield _case("rotation", parts=3)
 
 
-def _case(form: LRPEForm) -> Case:
-    projection = torch.randn(BATCH, LENGTH, 3 * HEADS * KEY, device="cuda", dtype=torch.bfloat16)
-    theta = 10000.0 ** -torch.rand(HEADS, KEY if form == "cosine" else KEY // 2, device="cuda")
+def _case(form: LRPEForm | None, *, parts: int) -> Case:
+    projection = torch.randn(BATCH, LENGTH, parts, HEADS, KEY, device="cuda", dtype=torch.bfloat16)
     positions = torch.arange(LENGTH, device="cuda")
+    inputs = {"projection": projection, "positions": positions}
+    if form is not None:
+        inputs["theta"] = 10000.0 ** -torch.rand(HEADS, KEY if form == "cosine" else KEY // 2, device="cuda")
 
     def apply(op: Function) -> Function:
-        def run(projection: Tensor, theta: Tensor, positions: Tensor) -> list[Tensor]:
-            q, k, _ = projection.unflatten(-1, (3, HEADS, KEY)).unbind(-3)
-            return list(op(q, k, theta, positions, form=form))
+        def run(projection: Tensor, positions: Tensor, theta: Tensor | None = None) -> list[Tensor]:
+            return list(op(projection, theta, positions, form=form))
 
         return run
 
-    read = projection.nbytes * 2 // 3
-    written = read * (2 if form == "cosine" else 1)
+    part = projection.nbytes // parts
+    codes = part * (4 if form == "cosine" else 2)
     return Case(
         op="silu_lrpe",
-        shape=f"{form} {BATCH}x{LENGTH}x{HEADS}x{KEY} bf16",
-        inputs={"projection": projection, "theta": theta, "positions": positions},
-        checked={"projection": projection[:2, :CHECKED], "theta": theta, "positions": positions[:CHECKED]},
+        shape=f"{form or 'silu'} {BATCH}x{LENGTH}x{parts}x{HEADS}x{KEY} bf16",
+        inputs=inputs,
+        checked=inputs | {"projection": projection[:2, :CHECKED], "positions": positions[:CHECKED]},
         reference=apply(silu_lrpe_reference),
         ours={"auto": apply(silu_lrpe)},
         peers={},
-        # The gradient of the projection is whole: a third of it, that of the values, is zero.
-        bytes=Work(read + written, read + written + projection.nbytes),
+        # Backward: q, k, the gradients of their codes and of the other parts, and the projection's.
+        bytes=Work(2 * part + codes, 2 * part + codes + (parts - 2) * part + projection.nbytes),
         flops=Work(0, 0),
     )

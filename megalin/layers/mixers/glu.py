@@ -6,9 +6,9 @@ from typing import ClassVar, Literal, Self
 
 import pydantic
 from torch import Tensor
-from torch.nn import functional
 
 from megalin.layers.mixers.base import BuildScope, Mixer, MixerConfig, MixerOutput, SequenceContext, State
+from megalin.ops.gated_product import Activation, gated_product
 from megalin.parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 
@@ -25,10 +25,8 @@ class GLU(Mixer):
         self.down = RowParallelLinear(size, scope.hidden_size, bias=bias, tp=tp, std=scope.output_std, name=name)
 
     def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
-        gate, value = self.up(self.tp.enter(x))
-        if self.activation == "silu":
-            gate = functional.silu(gate)
-        return MixerOutput(self.down(gate * value), ())
+        product = gated_product(self.up.joined(self.tp.enter(x)), activation=self.activation)
+        return MixerOutput(self.down(product), ())
 
     def step(self, x: Tensor, context: SequenceContext, state: State) -> MixerOutput:
         return self(x, context, state)
@@ -45,7 +43,7 @@ class GLUConfig(MixerConfig):
     """This mixer."""
     intermediate_size: int = pydantic.Field(gt=0)
     """Width between the up and down projections."""
-    activation: Literal["none", "silu"] = "none"
+    activation: Activation = "none"
     """Applied to the gate. none: SGLU (TransNormerLLM, TNL, HGRN2); silu: SwiGLU."""
     bias: bool = False
     """Whether the three maps have biases."""

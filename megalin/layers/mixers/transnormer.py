@@ -7,7 +7,7 @@ from typing import Literal
 from torch import Tensor
 
 from megalin.layers.decay import DecayKind
-from megalin.layers.linear_attention import LinearAttention, LinearAttentionConfig, Projections
+from megalin.layers.linear_attention import LinearAttention, LinearAttentionConfig
 from megalin.layers.mixers.base import BuildScope
 from megalin.parallel.linear import ColumnParallelLinear
 
@@ -22,8 +22,8 @@ class TransNormer(LinearAttention):
             width, width, parts=4, tp=scope.tp, std=scope.init_std, name="model.hidden_size"
         )
 
-    def project(self, x: Tensor) -> Projections:
-        return Projections(*self.qkvu(x))
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.qkvu.joined(x), None
 
     def projection_flops(self) -> int:
         return self.qkvu.flops()

@@ -1,0 +1,41 @@
+"""The product inside a gated linear unit, 32,768 tokens, both halves in one projection."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from benchmarks.case import Case, Function, Work
+from megalin.ops.gated_product import Activation, gated_product, gated_product_reference
+
+TOKENS, CHECKED = 32768, 1000
+
+
+def cases() -> Iterator[Case]:
+    """TransNormerLLM-1B's SGLU and LLaMA-1B's SwiGLU, bf16."""
+    yield _case("none", 5632)
+    yield _case("silu", 4096)
+
+
+def _case(activation: Activation, width: int) -> Case:
+    halves = torch.randn(TOKENS, 2 * width, device="cuda", dtype=torch.bfloat16)
+
+    def apply(op: Function) -> Function:
+        def run(halves: Tensor) -> list[Tensor]:
+            return [op(halves, activation=activation)]  # type: ignore[list-item]
+
+        return run
+
+    return Case(
+        op="gated_product",
+        shape=f"{activation} {TOKENS}x2x{width} bf16",
+        inputs={"halves": halves},
+        checked={"halves": halves[:CHECKED]},
+        reference=apply(gated_product_reference),
+        ours={"auto": apply(gated_product)},
+        peers={},
+        bytes=Work(halves.nbytes * 3 / 2, halves.nbytes * 5 / 2),
+        flops=Work(0, 0),
+    )

@@ -1,0 +1,37 @@
+"""Rotary positions of queries or keys, 32,768 tokens, 12 heads of 128."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from benchmarks.case import Case, Work
+from megalin.ops.positions import rope, rope_reference
+
+BATCH, LENGTH, HEADS, KEY, CHECKED = 4, 8192, 12, 128, 1000
+
+
+def cases() -> Iterator[Case]:
+    """LLaMA-1B's queries, bf16."""
+    x = torch.randn(BATCH, LENGTH, HEADS, KEY, device="cuda", dtype=torch.bfloat16)
+    positions = torch.arange(LENGTH, device="cuda")
+
+    def ours(x: Tensor, positions: Tensor) -> list[Tensor]:
+        return [rope(x, positions)]
+
+    def reference(x: Tensor, positions: Tensor) -> list[Tensor]:
+        return [rope_reference(x, positions)]
+
+    yield Case(
+        op="rope",
+        shape=f"{BATCH}x{LENGTH}x{HEADS}x{KEY} bf16",
+        inputs={"x": x, "positions": positions},
+        checked={"x": x[:, :CHECKED], "positions": positions[:CHECKED]},
+        reference=reference,
+        ours={"auto": ours},
+        peers={},
+        bytes=Work(2 * x.nbytes, 2 * x.nbytes),
+        flops=Work(0, 0),
+    )
