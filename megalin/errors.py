@@ -37,6 +37,10 @@ class KernelError(MegalinError):
     exit_code = 7
 
 
+class OperandError(MegalinError):
+    """Tensors that an op cannot take: their shapes, dtypes or devices do not fit together."""
+
+
 class NumericError(MegalinError):
     """A loss or gradient that is not finite."""
 

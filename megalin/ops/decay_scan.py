@@ -21,6 +21,7 @@ from torch.nn import functional
 from megalin.ops import backend as backends
 from megalin.ops.backend import Backend, Compiled
 from megalin.ops.chunks import chunk_documents, split_chunks
+from megalin.ops.operands import check_operands, check_scan
 from megalin.ops.self_test import BOUND, compare, sample
 from megalin.ops.srmsnorm import compute_dtype
 
@@ -66,7 +67,10 @@ def decay_scan(
 
     Raises:
         KernelError: an explicit backend that cannot run.
+        OperandError: tensors whose shapes, kinds or devices do not fit together.
     """
+    decay = ("slopes", slopes, "H")
+    check_scan("decay_scan", (q, "BTHK"), (k, "BTHK"), v, decay, initial_state, document_ids)
     choice = backends.choose("decay_scan", backend, v.device.type, unsupported(q, k, v))
     if choice == "reference":
         return decay_scan_reference(
@@ -143,7 +147,12 @@ def decay_step(
 
     Raises:
         KernelError: an explicit backend that cannot run.
+        OperandError: tensors whose shapes, kinds or devices do not fit together.
     """
+    check_operands(
+        "decay_step",
+        {"v": (v, "BHV"), "q": (q, "BHK"), "k": (k, "BHK"), "slopes": (slopes, "H"), "state": (state, "BHKV")},
+    )
     choice = backends.choose("decay_step", backend, v.device.type, _unsupported_step(q, k, v, state))
     if choice == "reference":
         return decay_step_reference(q, k, v, slopes, state)

@@ -11,6 +11,7 @@ from torch.nn import functional
 from megalin.ops import backend as backends
 from megalin.ops.backend import Backend, Compiled
 from megalin.ops.fusion import left_to_inductor
+from megalin.ops.operands import check_operands
 from megalin.ops.self_test import compare, sample
 from megalin.ops.srmsnorm import KERNEL_DTYPES, compute_dtype
 
@@ -47,7 +48,9 @@ def gated_squares(
 
     Raises:
         KernelError: an explicit backend that cannot run.
+        OperandError: tensors whose shapes, kinds or devices do not fit together.
     """
+    check_operands("gated_squares", {"x": (x, "*D"), "gate": (gate, "*D"), "weight": (weight, "D")})
     choice = backends.choose("gated_squares", backend, x.device.type, _unsupported(x, gate, weight))
     if choice == "reference" or left_to_inductor("gated_squares", backend):
         return gated_squares_reference(x, gate, weight, gate_first=gate_first)

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from megalin.ops import backend as backends
 from megalin.ops.backend import Backend, Compiled
+from megalin.ops.operands import check_operands
 from megalin.ops.self_test import compare, sample
 from megalin.ops.srmsnorm import KERNEL_DTYPES, compute_dtype
 
@@ -91,7 +92,15 @@ def fused_linear_cross_entropy(
 
     Returns:
         [] fp64. Not twice differentiable.
+
+    Raises:
+        OperandError: tensors whose shapes, kinds or devices do not fit together.
     """
+    check_operands(
+        OP,
+        {"x": (x, "ND"), "weight": (weight, "VD"), "labels": (labels, "N int"), "token_weights": (token_weights, "N")},
+    )
+    assert 0 < vocabulary.size <= weight.shape[0], (vocabulary, weight.shape)
     return _Fused.apply(
         x.contiguous(),
         weight.contiguous(),

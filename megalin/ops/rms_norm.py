@@ -10,6 +10,7 @@ from torch import Tensor
 from megalin.ops import backend as backends
 from megalin.ops.backend import Backend, Compiled
 from megalin.ops.fusion import left_to_inductor
+from megalin.ops.operands import check_operands
 from megalin.ops.self_test import compare, sample
 from megalin.ops.srmsnorm import KERNEL_DTYPES, compute_dtype, srmsnorm_reference, unsupported
 
@@ -29,7 +30,9 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, backend: Backend = "auto"
 
     Raises:
         KernelError: an explicit backend that cannot run.
+        OperandError: tensors whose shapes, kinds or devices do not fit together.
     """
+    check_operands("rms_norm", {"x": (x, "*D"), "weight": (weight, "D")})
     reason = unsupported(x) or ("" if weight.dtype in KERNEL_DTYPES else f"a weight of dtype {weight.dtype}")
     choice = backends.choose("rms_norm", backend, x.device.type, reason)
     if choice == "reference" or left_to_inductor("rms_norm", backend):

@@ -22,6 +22,7 @@ from megalin.ops import backend as backends
 from megalin.ops.backend import Backend, Compiled
 from megalin.ops.chunks import chunk_documents, fold_states, split_chunks, sum_after, visible_decay
 from megalin.ops.decay_scan import ScanOutput
+from megalin.ops.operands import check_operands, check_scan
 from megalin.ops.self_test import compare, sample
 from megalin.ops.srmsnorm import KERNEL_DTYPES, compute_dtype
 
@@ -62,19 +63,14 @@ def vector_decay_scan(
 
     Raises:
         KernelError: an explicit backend that cannot run.
+        OperandError: tensors whose shapes, kinds or devices do not fit together.
     """
+    decay = ("log_decay", log_decay, "BTHK")
+    check_scan("vector_decay_scan", (q, "BTHK"), (k, "BTHK"), v, decay, initial_state, document_ids)
     choice = backends.choose("vector_decay_scan", backend, v.device.type, _unsupported(q, k, v, log_decay))
     if choice == "reference":
-        return vector_decay_scan_reference(
-            q,
-            k,
-            v,
-            log_decay,
-            scale=scale,
-            initial_state=initial_state,
-            document_ids=document_ids,
-            chunk_size=chunk_size,
-        )
+        options = {"initial_state": initial_state, "document_ids": document_ids}
+        return vector_decay_scan_reference(q, k, v, log_decay, scale=scale, chunk_size=chunk_size, **options)
     # fp16 has no range for states and for sums of decays: such inputs are computed in fp32.
     wide = v.float() if v.dtype == torch.float16 else v
     documents = None if document_ids is None else document_ids.to(torch.int32).contiguous()
@@ -131,7 +127,10 @@ def vector_decay_step(
 
     Raises:
         KernelError: an explicit backend that cannot run.
+        OperandError: tensors whose shapes, kinds or devices do not fit together.
     """
+    operands = {"v": (v, "BHV"), "q": (q, "BhK"), "k": (k, "BhK"), "log_decay": (log_decay, "BHk")}
+    check_operands("vector_decay_step", operands | {"state": (state, "BHKV")})
     tensors = (q, k, v, log_decay, state)
     unsupported = _unsupported(*tensors)
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):

@@ -1,0 +1,82 @@
+"""What the tensors of an op must agree in: their sizes, a letter each, one device, and the kind of their numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from megalin.errors import OperandError
+
+
+def check_operands(op: str, operands: Mapping[str, tuple[Tensor | None, str]]) -> None:
+    """Refuses tensors that a kernel would read beyond their ends, or that broadcasting would give another meaning.
+
+    Args:
+        operands: by name, a tensor (None: left out, and not looked at) and its sizes: "BTHK" for four dimensions,
+            "*D" for any number and then D. The first tensor with a letter says its size, and of "*" all of them; a
+            lower-case letter may be 1 instead. "BT int" asks for integers, the others for floating point. T is not 0.
+
+    Raises:
+        OperandError: at the first tensor that does not fit.
+    """
+    sizes: dict[str, tuple[int | tuple[int, ...], str]] = {}
+    device = None
+    for name, (tensor, described) in operands.items():
+        if tensor is None:
+            continue
+        letters, _, kind = described.partition(" ")
+        shape = tuple(tensor.shape)
+        if tensor.is_floating_point() == (kind == "int") or tensor.is_complex():
+            wanted = "integers" if kind == "int" else "floating-point numbers"
+            raise OperandError(f"{op}: {name} is of {tensor.dtype}; give it as {wanted}")
+        if device is None:
+            device = (tensor.device, name)
+        if tensor.device != device[0]:
+            raise OperandError(
+                f"{op}: {name} is on {tensor.device}, {device[1]} on {device[0]}; move both to one device"
+            )
+        named = letters.removeprefix("*")
+        leading = len(shape) - len(named)
+        if leading < 0 or (leading > 0 and named == letters):
+            raise OperandError(f"{op}: {name} has shape {shape}; it takes {_written(letters)}")
+        found: list[tuple[str, int | tuple[int, ...]]] = [("*", shape[:leading])] if named != letters else []
+        found += zip(named, shape[leading:], strict=True)
+        for letter, size in found:
+            if letter.islower() and size == 1:
+                continue
+            known, owner = sizes.setdefault(letter.upper(), (size, name))
+            if size != known:
+                what = "leading sizes" if letter == "*" else letter.upper()
+                raise OperandError(
+                    f"{op}: {name} has shape {shape}, {_written(letters)}, but {what} = {known} by {owner}; "
+                    "they must be equal"
+                )
+            if letter == "T" and size == 0:
+                raise OperandError(f"{op}: {name} has shape {shape}, no token; give at least one")
+
+
+def check_scan(
+    op: str,
+    q: tuple[Tensor, str],
+    k: tuple[Tensor, str],
+    v: Tensor,
+    decay: tuple[str, Tensor | None, str],
+    initial_state: Tensor | None,
+    document_ids: Tensor | None,
+) -> None:
+    """`check_operands` for a scan: v [B, T, H, V], initial_state [B, H, K, V], document_ids [B, T] integers; q, k and
+    the decay, with its name, as described. Raises OperandError."""
+    operands = {
+        "v": (v, "BTHV"),
+        "q": q,
+        "k": k,
+        decay[0]: decay[1:],
+        "initial_state": (initial_state, "BHKV"),
+        "document_ids": (document_ids, "BT int"),
+    }
+    check_operands(op, operands)
+
+
+def _written(letters: str) -> str:
+    return "[" + ", ".join("..." if x == "*" else f"{x.upper()} or 1" if x.islower() else x for x in letters) + "]"
