@@ -39,7 +39,7 @@ class EncoderBatch(NamedTuple):
     tokens: torch.Tensor  # [B, T] int64
     token_types: torch.Tensor  # [B, T] int64
     valid: torch.Tensor  # [B, T] bool, False at padding
-    masked_positions: torch.Tensor  # [B, P] int64, P = 0 for a model that classifies
+    masked_positions: torch.Tensor  # [B, P] int64, in the whole sequence; P = 0 for a model that classifies
     masked_labels: torch.Tensor  # [B, P] int64, -100 = ignored
     sequence_labels: (
         torch.Tensor
@@ -116,11 +116,24 @@ def take_rows(batch: BatchT, rows: slice) -> BatchT:
 
 
 def split_tokens(batch: BatchT, cp: ContextParallel) -> BatchT:
-    """This rank's tokens of a decoder's batch, whose labels were shifted on whole rows. Encoders have cp = 1."""
+    """This rank's tokens of a batch, whose labels were made of whole rows.
+
+    Each rank of an encoder predicts an equal share of the masked tokens, wherever they lie: it has the numbers of all
+    of them, P rounded up to a multiple of cp, and the labels of its share. Sequences have labels on the first rank.
+    """
     if cp.size == 1:
         return batch
-    parts = {name: cp.shard(getattr(batch, name)).contiguous() for name in ("tokens", "labels", "document_ids")}
-    return type(batch)(**(batch._asdict() | parts))
+    if isinstance(batch, Batch):
+        cut = {name: cp.shard(getattr(batch, name)).contiguous() for name in ("tokens", "labels", "document_ids")}
+        return type(batch)(**(batch._asdict() | cut))
+    cut = {name: cp.shard(getattr(batch, name)).contiguous() for name in ("tokens", "token_types", "valid")}
+    missing = (0, -batch.masked_labels.shape[1] % cp.size)
+    labels = torch.nn.functional.pad(batch.masked_labels, missing, value=IGNORED_LABEL)
+    cut["masked_positions"] = torch.nn.functional.pad(batch.masked_positions, missing)
+    cut["masked_labels"] = cp.shard(labels).contiguous()
+    if cp.axis.rank > 0:
+        cut["sequence_labels"] = torch.full_like(batch.sequence_labels, IGNORED_LABEL)
+    return type(batch)(**(batch._asdict() | cut))
 
 
 def batch_to(batch: BatchT, device: torch.device) -> BatchT:

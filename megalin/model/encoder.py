@@ -16,6 +16,7 @@ from megalin.model.config import EncoderConfig
 from megalin.model.stack import BlockStack
 from megalin.ops.srmsnorm import compute_dtype
 from megalin.parallel.collectives import finish
+from megalin.parallel.context import ContextParallel
 from megalin.parallel.cross_entropy import IGNORED_LABEL, vocab_parallel_cross_entropy
 from megalin.parallel.embedding import StreamTable, VocabParallelTable, VocabularyBias
 from megalin.parallel.linear import ReplicatedLinear
@@ -31,10 +32,10 @@ class EncoderOutput(NamedTuple):
     hidden: Tensor
     """[B, T or T/tp, D] the residual stream after the last norm."""
     masked_logits: Tensor | None
-    """[B, P, V/tp] at the masked positions, this rank's slice of the padded vocabulary; padding is -inf. None without
-    masked positions."""
+    """[B, P/cp, V/tp] at the masked positions, this rank's slice of the padded vocabulary; padding is -inf. None
+    without masked positions."""
     masked_losses: Tensor | None
-    """[B, P] in nats, at least fp32, 0 where the label is ignored; None without labels."""
+    """[B, P/cp] in nats, at least fp32, 0 where the label is ignored; None without labels."""
     sequence_logits: Tensor
     """[B, classes]; for a pretraining model, 0: segment B follows A, 1: it comes from another document."""
     sequence_losses: Tensor | None
@@ -89,8 +90,15 @@ class Encoder(BlockStack[EncoderConfig]):
     the next sentence; a model with `num_classes` has a head for sequences in their place.
     """
 
-    def __init__(self, config: EncoderConfig, tp: TensorParallel | None = None, *, recompute: bool = False) -> None:
-        super().__init__(config, tp, recompute=recompute)
+    def __init__(
+        self,
+        config: EncoderConfig,
+        tp: TensorParallel | None = None,
+        *,
+        cp: ContextParallel | None = None,
+        recompute: bool = False,
+    ) -> None:
+        super().__init__(config, tp, recompute=recompute, cp=cp)
         width, std = config.hidden_size, config.init_std
         self.position_embedding = StreamTable(config.max_positions, width, tp=self.tp, std=std)
         self.type_embedding = StreamTable(config.num_token_types, width, tp=self.tp, std=std)
@@ -111,25 +119,28 @@ class Encoder(BlockStack[EncoderConfig]):
         masked_labels: Tensor | None = None,
         sequence_labels: Tensor | None = None,
     ) -> EncoderOutput:
-        """Runs T tokens of each of B sequences.
+        """Runs T tokens of each of B sequences. With context parallelism, T are this rank's of them, each rank predicts
+        an equal share of the masked tokens, and the labels of sequences are the first rank's (`data.split_tokens`).
 
         Args:
-            tokens: [B, T] ids below the vocabulary size; T at most `max_positions`.
+            tokens: [B, T] ids below the vocabulary size; the whole sequence has at most `max_positions`.
             token_types: [B, T]; None: all 0.
             valid: [B, T] bool, False at padding; None: all tokens count.
             document_ids: [B, T], non-decreasing along T, for rows of several documents, none of which sees another;
                 None when each row is one document. The head of sequences reads the row as one sequence all the same.
-            positions: [B, T] rows of the position table; None: 0 .. T - 1.
-            masked_positions: [B, P] numbers of the tokens to predict; P does not depend on how many there are.
-            masked_labels: [B, P] ids, IGNORED_LABEL where there is no loss.
+            positions: [B, T] rows of the position table; None: from 0 at the first rank's tokens.
+            masked_positions: [B, P] numbers of the tokens to predict, in the whole sequence; P does not depend on how
+                many there are, and cp divides it.
+            masked_labels: [B, P/cp] ids, IGNORED_LABEL where there is no loss.
             sequence_labels: [B] classes, IGNORED_LABEL where there is no loss.
         """
-        assert tokens.shape[1] <= self.config.max_positions, (tokens.shape, self.config.max_positions)
+        assert tokens.shape[1] * self.cp.size <= self.config.max_positions, (tokens.shape, self.config.max_positions)
         if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+            positions = self.cp.positions(tokens).expand_as(tokens)
         token_types = torch.zeros_like(tokens) if token_types is None else token_types
         x = self.embedding.embed(tokens) + self.position_embedding(positions) + self.type_embedding(token_types)
-        context = SequenceContext(positions, document_ids, self.shared_tensors(), x.dtype, valid=valid)
+        row = None if self.cp.size == 1 else self.cp.row(document_ids, valid)
+        context = SequenceContext(positions, document_ids, self.shared_tensors(), x.dtype, valid=valid, row=row)
         x = finish(functional.hardtanh(x))
         for block in self.block_list():
             x = block(x, block.contexts(context), None).x
@@ -137,10 +148,11 @@ class Encoder(BlockStack[EncoderConfig]):
         masked_logits = masked_losses = sequence_losses = None
         if masked_positions is not None:
             assert self.masked_head is not None
-            masked_logits = self.masked_head(self.tp.pick_rows(hidden, masked_positions), self.embedding)
+            picked = self.cp.share_rows(self.cp.pick_rows(hidden, masked_positions, self.tp))
+            masked_logits = self.masked_head(picked, self.embedding)
             if masked_labels is not None:
                 masked_losses = vocab_parallel_cross_entropy(masked_logits, masked_labels, self.tp.axis)
-        sequence_logits = self.sequence_head(self._pool(hidden, tokens, valid))
+        sequence_logits = self.sequence_head(self._pool(hidden, context))
         if sequence_labels is not None:
             wide = sequence_logits.to(compute_dtype(sequence_logits))
             sequence_losses = functional.cross_entropy(
@@ -152,12 +164,16 @@ class Encoder(BlockStack[EncoderConfig]):
         output: EncoderOutput = self(**inputs)
         return output.loss_sums()
 
-    def _pool(self, hidden: Tensor, tokens: Tensor, valid: Tensor | None) -> Tensor:
+    def _pool(self, hidden: Tensor, context: SequenceContext) -> Tensor:
         """One row a sequence: [B, T or T/tp, D] -> [B, D], whole on every rank."""
+        places = context.positions
         if self.config.pooling == "first":
-            return self.tp.pick_rows(hidden, torch.zeros_like(tokens[:, :1]))[:, 0]
-        kept = (torch.ones_like(tokens) if valid is None else valid).to(compute_dtype(hidden))
-        return self.tp.sum_of_rows(hidden, (kept / kept.sum(1, keepdim=True).clamp(min=1)).to(hidden.dtype))
+            first = self.cp.pick_rows(hidden, torch.zeros_like(places[:, :1]), self.tp)
+            return self.cp.total(first)[:, 0]
+        valid, whole = context.valid, context.whole_row().valid
+        kept = (torch.ones_like(places) if valid is None else valid).to(compute_dtype(hidden))
+        count = kept.sum(1, keepdim=True) * self.cp.size if whole is None else whole.sum(1, keepdim=True)
+        return self.cp.total(self.tp.sum_of_rows(hidden, (kept / count.clamp(min=1)).to(hidden.dtype)))
 
     def num_embedding_parameters(self) -> int:
         """Parameters of the three tables that embed; the vocabulary's is the head's as well."""

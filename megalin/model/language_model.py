@@ -68,6 +68,8 @@ class LanguageModel(BlockStack[ModelConfig]):
     ) -> None:
         super().__init__(config, tp, recompute=recompute, cp=cp)
         tied, vocabulary, width = config.tie_embeddings, config.vocab_size, config.hidden_size
+        reads_row = any(sublayer.reads_row for _, block in config.blocks() for sublayer in block.sublayers)
+        self._reads_row = reads_row and self.cp.size > 1
         self.head = None if tied else VocabParallelTable(vocabulary, width, tp=self.tp, std=config.init_std)
 
     def forward(
@@ -100,7 +102,8 @@ class LanguageModel(BlockStack[ModelConfig]):
             state = _forget_other_documents(state, document_ids)
         x = self.embedding.embed(tokens) * self.config.embedding_scale
         borders = self.cp.borders(tokens, document_ids)
-        context = SequenceContext(positions, document_ids, self.shared_tensors(), x.dtype, borders=borders)
+        row = self.cp.row(document_ids, None) if self._reads_row else None
+        context = SequenceContext(positions, document_ids, self.shared_tensors(), x.dtype, borders=borders, row=row)
         inputs = []
         for index, layer in enumerate(self.input_mixers()):
             x, input_state = layer(x, layer.own_context(context), state.inputs[index] if state else None)

@@ -53,10 +53,30 @@ def local_dense_attention(
         q, k, v = (functional.pad(x, padding).unflatten(1, (-1, window)).flatten(0, 1) for x in (q, k, v))
         y = dense_attention(q, k, v)  # [B n, window, H, V]
         return y.unflatten(0, (batch, -1)).flatten(1, 2)[:, offset : offset + length]
+    windows = window_ids(torch.arange(length, device=q.device), window=window, offset=offset, document_ids=document_ids)
+    return dense_attention(q, k, v, document_ids=windows)
+
+
+def window_ids(index: Tensor, *, window: int, offset: int, document_ids: Tensor | None) -> Tensor:
+    """Ids of the windows of `local_dense_attention`, never falling: of tokens 0 .. T - 1, `index` [T], of documents
+    [B, T] or of one a row -> [B or 1, T]."""
+    if document_ids is None:
+        return ((index + offset) // window)[None]
     first = document_spans(document_ids).first
-    index = torch.arange(length, device=q.device)
-    starts = (index == first) | ((index - first + offset) % window == 0)
-    return dense_attention(q, k, v, document_ids=starts.cumsum(1))
+    return ((index == first) | ((index - first + offset) % window == 0)).cumsum(1)
+
+
+def dense_memory(k: Tensor, v: Tensor, *, kept: Tensor | None = None) -> Tensor:
+    """sum over t of k_t v_t^T, of the tokens `kept` [1 or B, T] (None: all): [B, T, H, K], [B, T, H, V] ->
+    [B, H, K, V] in at least fp32. Its entries grow with T."""
+    wide = compute_dtype(v)
+    k = k.to(wide) if kept is None else k.to(wide).where(kept[..., None, None], 0.0)
+    return k.permute(0, 2, 3, 1) @ v.to(wide).transpose(1, 2)
+
+
+def read_memory(q: Tensor, memory: Tensor) -> Tensor:
+    """y_t = memory^T q_t: [B, T, H, K], [B, H, K, V] -> [B, T, H, V] in the dtype of the memory."""
+    return (q.to(memory.dtype).transpose(1, 2) @ memory).transpose(1, 2)
 
 
 def dense_attention_quadratic(q: Tensor, k: Tensor, v: Tensor, *, document_ids: Tensor | None = None) -> Tensor:
@@ -75,11 +95,10 @@ def dense_attention_linear(q: Tensor, k: Tensor, v: Tensor, *, document_ids: Ten
     Packed documents have a K^T V each. It is what a scan without decay holds from the start of the document to the
     token, and one in the other direction from its end to the token, which then counts twice.
     """
+    if document_ids is None:
+        return read_memory(q, dense_memory(k, v)).to(v.dtype)
     dtype, wide = v.dtype, compute_dtype(v)
     q, k, v = (x.to(wide) for x in (q, k, v))
-    if document_ids is None:
-        memory = k.permute(0, 2, 3, 1) @ v.transpose(1, 2)  # [B, H, K, V]
-        return (q.transpose(1, 2) @ memory).transpose(1, 2).to(dtype)
     before = decay_scan(q, k, v, None, document_ids=document_ids, chunk_size=CHUNK).output
     later_q, later_k, later_v = (x.flip(1) for x in (q, k, v))
     turned = -document_ids.flip(1)

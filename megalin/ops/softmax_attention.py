@@ -44,6 +44,15 @@ def visible_tokens(document_ids: Tensor, remembered: Tensor | None = None) -> Te
     return torch.cat([before, own], dim=-1)
 
 
+def visible_in_row(positions: Tensor, length: int, document_ids: Tensor | None) -> Tensor:
+    """Which tokens of rows of `length` those at `positions` [T] see: [1 or B, T, length]. `document_ids` [B, length]
+    is non-decreasing; None when each row is one document."""
+    visible = (torch.arange(length, device=positions.device) <= positions[:, None])[None]
+    if document_ids is None:
+        return visible
+    return visible & (document_ids[:, positions, None] == document_ids[:, None, :])
+
+
 def softmax_attention_reference(q: Tensor, k: Tensor, v: Tensor, *, document_ids: Tensor | None = None) -> Tensor:
     """The same for S = T, one token and head at a time; arguments and result as `softmax_attention`."""
     batch, length, heads, width = q.shape

@@ -54,6 +54,16 @@ def reduce_scatter(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
     return _scatter(x.contiguous(), "sum", dim, axis.group_name)
 
 
+def all_to_all(x: Tensor, axis: Axis, *, split: int, join: int) -> Tensor:
+    """Sends the equal parts of `x` along `split` to one rank each, in rank order, and joins what arrives along `join`,
+    in rank order too. Not differentiable."""
+    if axis.size == 1:
+        return x
+    parts = torch.cat(x.chunk(axis.size, split))
+    received = functional.all_to_all_single(parts, None, None, axis.group_name)  # type: ignore[arg-type]
+    return torch.cat(received.chunk(axis.size), join)
+
+
 def local_slice(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
     """This rank's equal slice of `x` along `dim`, a view."""
     return x.chunk(axis.size, dim)[axis.rank]
@@ -110,6 +120,19 @@ class _ReduceScatter(torch.autograd.Function):
         return all_gather(grads[0], ctx.axis, dim=ctx.dim), None, None
 
 
+class _Exchange(torch.autograd.Function):
+    """y = all-to-all(x) from split to join; dx = all-to-all(dy) from join to split."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, split: int, join: int) -> Tensor:
+        ctx.axis, ctx.split, ctx.join = axis, split, join
+        return all_to_all(x, axis, split=split, join=join)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return all_to_all(grads[0], ctx.axis, split=ctx.join, join=ctx.split), None, None, None
+
+
 class _Finish(torch.autograd.Function):
     """y = x as a plain tensor; dx = dy."""
 
@@ -146,3 +169,8 @@ def gather_from_axis(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
 def reduce_scatter_to_axis(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
     """Reduce-scatter of partial sums along `dim` forward, all-gather of the gradient backward."""
     return x if axis.size == 1 else _ReduceScatter.apply(x, axis, dim)
+
+
+def exchange_over_axis(x: Tensor, axis: Axis, *, split: int, join: int) -> Tensor:
+    """All-to-all from parts along `split` to parts along `join` forward, the way back for the gradient."""
+    return x if axis.size == 1 else _Exchange.apply(x, axis, split, join)

@@ -16,7 +16,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megalin.parallel.collectives import Axis, all_gather, gather_from_axis, local_slice
+from megalin.parallel.collectives import (
+    Axis,
+    all_gather,
+    copy_to_axis,
+    exchange_over_axis,
+    gather_from_axis,
+    local_slice,
+    reduce_from_axis,
+    reduce_scatter_to_axis,
+)
+from megalin.parallel.tensor_parallel import TensorParallel
 
 TOKENS = 1
 """The dimension of [B, T, ...] along which the sequence is split."""
@@ -29,6 +39,15 @@ class Borders(NamedTuple):
     """[cp, cp, B] bool: rank r (first) starts in the document that an earlier rank j (second) ends with."""
     through: Tensor
     """[B] bool: this rank's tokens are of one document."""
+
+
+class Row(NamedTuple):
+    """What a rank knows of all tokens of its rows, those of the other ranks too."""
+
+    document_ids: Tensor | None
+    """[B, T], non-decreasing; None where each row is one document."""
+    valid: Tensor | None
+    """[B, T] bool, False where a token is padding; None where all tokens count."""
 
 
 class ContextParallel:
@@ -48,9 +67,21 @@ class ContextParallel:
         return local_slice(x, self.axis, dim=TOKENS)
 
     def positions(self, tokens: Tensor) -> Tensor:
-        """[T/cp] numbers of this rank's tokens [B, T/cp] in the whole row."""
-        length = tokens.shape[TOKENS]
-        return torch.arange(length, device=tokens.device) + self.axis.rank * length
+        """[T/cp] numbers of this rank's tokens [B, T/cp, ...] in the whole row."""
+        return torch.arange(tokens.shape[TOKENS], device=tokens.device) + self.tokens_before(tokens)
+
+    def tokens_before(self, tokens: Tensor) -> int:
+        """Tokens of the whole row before this rank's [B, T/cp, ...]."""
+        return self.axis.rank * tokens.shape[TOKENS]
+
+    def row(self, document_ids: Tensor | None, valid: Tensor | None) -> Row:
+        """Gathers what is known of each rank's tokens [B, T/cp], for mixers that need it of all, once a batch."""
+        ids, bits = (None if x is None else self._whole(x) for x in (document_ids, valid))
+        return Row(ids, bits)
+
+    def _whole(self, x: Tensor) -> Tensor:
+        # Not every backend sends bools.
+        return all_gather(x.to(torch.uint8) if x.dtype == torch.bool else x, self.axis, dim=TOKENS).to(x.dtype)
 
     def borders(self, tokens: Tensor, document_ids: Tensor | None) -> Borders | None:
         """Exchanges the documents at the ends of the shards, once a batch; None on an axis of size 1.
@@ -62,14 +93,22 @@ class ContextParallel:
         if self.size == 1:
             return None
         if document_ids is None:
-            document_ids = torch.zeros_like(tokens)
-            ends = document_ids.new_zeros(self.size, 2, tokens.shape[0])
+            ends = tokens.new_zeros(self.size, 2, tokens.shape[0])
         else:
             own = torch.stack([document_ids[:, 0], document_ids[:, -1]])
             ends = all_gather(own, self.axis, dim=0).unflatten(0, (self.size, 2))  # [cp, 2, B]
-        earlier = torch.ones(self.size, self.size, dtype=torch.bool, device=tokens.device).tril(-1)
+        return self._borders(ends)
+
+    def borders_of(self, ids: Tensor) -> Borders:
+        """The borders of any runs of tokens, whose ids [B, T] every rank has of whole rows; sends nothing."""
+        shards = ids.unflatten(TOKENS, (self.size, -1))  # [B, cp, T/cp]
+        return self._borders(torch.stack([shards[..., 0].T, shards[..., -1].T], dim=1))
+
+    def _borders(self, ends: Tensor) -> Borders:
+        """Borders of the ids at the first and the last token of each rank, [cp, 2, B]."""
+        earlier = torch.ones(self.size, self.size, dtype=torch.bool, device=ends.device).tril(-1)
         same = ends[:, None, 0] == ends[None, :, 1]  # [cp, cp, B]
-        return Borders(same & earlier[..., None], document_ids[:, 0] == document_ids[:, -1])
+        return Borders(same & earlier[..., None], ends[self.axis.rank, 0] == ends[self.axis.rank, 1])
 
     def fold(self, state: Tensor, log_decay: Tensor, borders: Borders) -> Tensor:
         """The state that enters this rank's tokens, of the document of the first of them.
@@ -100,6 +139,55 @@ class ContextParallel:
         seen = borders.continues[self.axis.rank].T.repeat_interleave(num, dim=1)  # [B, cp * num]
         known = functional.pad(tails.masked_fill(~seen[..., None], 0.0), (0, 0, width, 0))
         return known.narrow(TOKENS, self.axis.rank * num, width)
+
+    def around(self, first: Tensor, last: Tensor, borders: Borders) -> tuple[Tensor, Tensor]:
+        """The sums, over the ranks before and over those after, of what belongs to the run of tokens that this rank's
+        first token continues, and that its last token starts. Both [B, H, K, V], zero where there is nothing; an
+        all-gather of twice as much a rank forward, a reduce-scatter backward.
+
+        Args:
+            first, last: [B, H, K, V], what this rank's tokens add to the runs of the first and of the last of them.
+            borders: of the runs.
+        """
+        gathered = gather_from_axis(torch.stack([first, last])[None], self.axis, dim=0)  # [cp, 2, B, H, K, V]
+        rank, others = self.axis.rank, borders.continues[..., None, None, None]
+        return gathered[:, 1].where(others[rank], 0.0).sum(0), gathered[:, 0].where(others[:, rank], 0.0).sum(0)
+
+    def total(self, x: Tensor) -> Tensor:
+        """Sums what every rank's tokens add, for use on every rank's tokens: all-reduce forward and backward."""
+        return copy_to_axis(reduce_from_axis(x, self.axis), self.axis)
+
+    def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """From some tokens of all heads to all tokens of some heads: [B, T/cp, H, K] each -> [B, T, H/cp, K], cp a
+        divisor of each H. One all-to-all each way."""
+        if self.size == 1:
+            return tensors
+        parts = torch.cat([x.unflatten(2, (self.size, -1)) for x in tensors], dim=3)  # [B, T/cp, cp, sum of H/cp, K]
+        whole = exchange_over_axis(parts, self.axis, split=2, join=TOKENS).squeeze(2)
+        return whole.split([x.shape[2] // self.size for x in tensors], dim=2)
+
+    def to_tokens(self, x: Tensor) -> Tensor:
+        """The way back: [B, T, H/cp, K] -> [B, T/cp, H, K]. One all-to-all each way."""
+        return exchange_over_axis(x, self.axis, split=TOKENS, join=2)
+
+    def gather_tokens(self, x: Tensor) -> Tensor:
+        """[B, T/cp, ...] -> [B, T, ...] of every rank: all-gather forward, reduce-scatter backward."""
+        return gather_from_axis(x, self.axis, dim=TOKENS)
+
+    def pick_rows(self, x: Tensor, index: Tensor, tp: TensorParallel) -> Tensor:
+        """Some tokens of the residual stream, zero where another rank has them: [B, T/cp or T/cp/tp, D] at the token
+        numbers index [B, P] of the whole row -> [B, P, D]. Sum them over the ranks."""
+        if self.size == 1:
+            return tp.pick_rows(x, index)
+        length = x.shape[TOKENS] * (tp.size if tp.sequence_parallel else 1)
+        index = index - self.axis.rank * length
+        absent = (index < 0) | (index >= length)
+        return tp.pick_rows(x, index.masked_fill(absent, 0)).masked_fill(absent[..., None], 0.0)
+
+    def share_rows(self, x: Tensor) -> Tensor:
+        """An equal share of the rows that the ranks hold in parts: [B, P, D] -> the sum's [B, P/cp, D]. Reduce-scatter
+        forward, all-gather backward."""
+        return reduce_scatter_to_axis(x, self.axis, dim=TOKENS)
 
 
 class _Fold(torch.autograd.Function):

@@ -145,7 +145,7 @@ def _evaluate_encoder(model: Encoder, batches: Iterable[EncoderBatch], mesh: Mes
     sequences = torch.zeros((), dtype=torch.int64, device=device)
     counts = torch.zeros(vocab_size, dtype=torch.int64, device=device)
     for batch in batches:
-        batch = batch_to(batch, device)
+        batch = batch_to(split_tokens(batch, mesh.cp), device)
         output = model(**batch.inputs())
         assert output.masked_losses is not None
         assert output.masked_logits is not None

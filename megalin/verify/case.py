@@ -50,7 +50,7 @@ class Case(NamedTuple):
         return self.parallel.tp * self.parallel.cp * self.data_size
 
 
-def shrink(model: AnyModelConfig, tp: int) -> AnyModelConfig:
+def shrink(model: AnyModelConfig, tp: int, cp: int = 1) -> AnyModelConfig:
     """The structure of `model` at a size that answers in seconds.
 
     Every kind of block stays, each at most twice; at least two heads a rank, a GLU as wide as no other dimension, and
@@ -69,7 +69,7 @@ def shrink(model: AnyModelConfig, tp: int) -> AnyModelConfig:
     vocab_size = 128 * tp - 28 if 128 % tp else 300
     update = {"vocab_size": vocab_size, "hidden_size": hidden_size, "layers": layers}
     if isinstance(model, EncoderConfig):
-        update["max_positions"] = shrunk_length(tp) + 5
+        update["max_positions"] = shrunk_length(tp * cp) + 5
     return model.model_copy(update=update)
 
 
@@ -159,7 +159,7 @@ def make_case(
         ConfigError: a length below 1, beyond an encoder's positions, or one that the mesh cannot split; a size that tp
             does not divide; a model that cannot split its sequences.
     """
-    chosen = model if full else shrink(model, parallel.tp)
+    chosen = model if full else shrink(model, parallel.tp, parallel.cp)
     parts = parallel.tp * parallel.cp
     length = (shrunk_length(parts) if not full else 8 * parts * 9) if length is None else length
     if length < 1:

@@ -57,25 +57,101 @@ class _LocalCount(Mesh):
         return value
 
 
-class _DroppedDecay(ContextParallel):
+class PlantedContext(ContextParallel):
+    """Context parallelism with a mistake, which only a model that has that exchange can show."""
+
+    met = False
+    """Whether the mistake was made."""
+
+
+class _DroppedDecay(PlantedContext):
     """A state passes through a rank's tokens as if they forgot nothing."""
 
     def fold(self, state: Tensor, log_decay: Tensor, borders: Borders) -> Tensor:
+        self.met |= bool(log_decay.any())
         return super().fold(state, torch.zeros_like(log_decay), borders)
 
 
-class _WrongNeighbour(ContextParallel):
+class _WrongNeighbour(PlantedContext):
     """A rank takes its own tokens' state for that of the rank before."""
 
     def fold(self, state: Tensor, log_decay: Tensor, borders: Borders) -> Tensor:
+        self.met = True
         return super().fold(state, log_decay, borders._replace(continues=borders.continues.roll(1, dims=1)))
 
 
-class _MissingAdjoint(ContextParallel):
+class _MissingAdjoint(PlantedContext):
     """The state that enters gives no gradient to the ranks it came from."""
 
     def fold(self, state: Tensor, log_decay: Tensor, borders: Borders) -> Tensor:
+        self.met = True
         return super().fold(state.detach(), log_decay.detach(), borders)
+
+
+class _MissingHalo(PlantedContext):
+    """A convolution or a window starts with the rank's first token."""
+
+    def halo(self, x: Tensor, borders: Borders, document_ids: Tensor | None, *, width: int) -> Tensor:
+        self.met = True
+        return torch.zeros_like(super().halo(x, borders, document_ids, width=width))
+
+
+class _MissingHaloAdjoint(PlantedContext):
+    """The inputs that a convolution or a window borrows give no gradient to the ranks they came from."""
+
+    def halo(self, x: Tensor, borders: Borders, document_ids: Tensor | None, *, width: int) -> Tensor:
+        self.met = True
+        return super().halo(x.detach(), borders, document_ids, width=width)
+
+
+class _SwappedSplitOrder(PlantedContext):
+    """The ranks' tokens are joined in another order."""
+
+    def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        self.met = True
+        return tuple(torch.cat(x.chunk(self.size, TOKENS)[::-1], TOKENS) for x in super().to_heads(*tensors))
+
+
+class _MissingExchangeAdjoint(PlantedContext):
+    """Tokens of other ranks give their keys and values, and get no gradient for them."""
+
+    def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        self.met = True
+        q, *others = tensors
+        return super().to_heads(q, *(x.detach() + 0.0 * x for x in others))
+
+
+class _LocalSum(PlantedContext):
+    """A sum over the row is that over a rank's own tokens."""
+
+    def total(self, x: Tensor) -> Tensor:
+        self.met = True
+        return x * self.size
+
+
+class _MissingSumAdjoint(PlantedContext):
+    """A sum over the row is whole, and its gradient that of a rank's own use."""
+
+    def total(self, x: Tensor) -> Tensor:
+        self.met = True
+        return super().total(x.detach()) + x - x.detach()
+
+
+class _MissingNeighbours(PlantedContext):
+    """A window ends with the rank's tokens."""
+
+    def around(self, first: Tensor, last: Tensor, borders: Borders) -> tuple[Tensor, Tensor]:
+        self.met = True
+        before, after = super().around(first, last, borders)
+        return torch.zeros_like(before), torch.zeros_like(after)
+
+
+class _MissingNeighbourAdjoint(PlantedContext):
+    """What a window's other tokens add gives no gradient to the ranks it came from."""
+
+    def around(self, first: Tensor, last: Tensor, borders: Borders) -> tuple[Tensor, Tensor]:
+        self.met = True
+        return super().around(first.detach(), last.detach(), borders)
 
 
 def _split_across_parts(model: nn.Module, mesh: Mesh) -> None:
@@ -118,6 +194,14 @@ FAULTS = (
     Fault("dropped_decay", "cp", context_parallel=_DroppedDecay),
     Fault("wrong_neighbour", "cp", context_parallel=_WrongNeighbour),
     Fault("missing_adjoint", "cp", context_parallel=_MissingAdjoint),
+    Fault("missing_halo", "cp", context_parallel=_MissingHalo),
+    Fault("missing_halo_adjoint", "cp", context_parallel=_MissingHaloAdjoint),
+    Fault("swapped_split_order", "cp", context_parallel=_SwappedSplitOrder),
+    Fault("missing_exchange_adjoint", "cp", context_parallel=_MissingExchangeAdjoint),
+    Fault("local_sum", "cp", context_parallel=_LocalSum),
+    Fault("missing_sum_adjoint", "cp", context_parallel=_MissingSumAdjoint),
+    Fault("missing_neighbours", "cp", context_parallel=_MissingNeighbours),
+    Fault("missing_neighbour_adjoint", "cp", context_parallel=_MissingNeighbourAdjoint),
 )
 
 

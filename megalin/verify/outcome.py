@@ -14,7 +14,7 @@ from megalin.model.build import Model, make_model
 from megalin.model.encoder import EncoderOutput
 from megalin.model.language_model import ModelOutput
 from megalin.optim.adamw import OptimizerConfig, build_optimizer
-from megalin.parallel.collectives import all_gather
+from megalin.parallel.collectives import Axis, all_gather, all_reduce
 from megalin.parallel.cross_entropy import IGNORED_LABEL
 from megalin.parallel.initialisation import fill
 from megalin.parallel.mesh import Mesh
@@ -56,6 +56,16 @@ def _heads(batch: AnyBatch, output: ModelOutput | EncoderOutput) -> list[_Head]:
     return heads
 
 
+def _of_whole_rows(head: _Head, tensor: Tensor, whole: AnyBatch, axis: Axis) -> Tensor:
+    """A head's logits or losses on this rank of context parallelism -> those of the batch before it was split."""
+    if not head.prefix:
+        places = whole.masked_labels if isinstance(whole, EncoderBatch) else whole.labels
+        return all_gather(tensor, axis, dim=1)[:, : places.shape[1]]
+    # Sequences: every rank has the logits, whose mean shows one that differs; the first has the losses.
+    total = all_reduce(tensor, axis)
+    return total if tensor is head.losses else total / axis.size
+
+
 def run_on_mesh(case: Case, mesh: Mesh, *, after_fill: Callable[[nn.Module, Mesh], None] | None = None) -> Outcome:
     """The step on the mesh, by the code that trains; a collective, the outcome is whole on every rank.
 
@@ -73,7 +83,8 @@ def run_on_mesh(case: Case, mesh: Mesh, *, after_fill: Callable[[nn.Module, Mesh
     if after_fill is not None:
         after_fill(model, mesh)
     optimizer = build_optimizer(model, OPTIMIZER, no_decay=())
-    batches = rank_batches(make_batches(case), mesh)
+    whole = make_batches(case)
+    batches = rank_batches(whole, mesh)
     outcome: Outcome = {}
     for index, batch in enumerate(batches):
         with torch.no_grad():
@@ -85,7 +96,7 @@ def run_on_mesh(case: Case, mesh: Mesh, *, after_fill: Callable[[nn.Module, Mesh
             # clone: a collective's result is waited on at its first use, and only rank 0 uses the outcome.
             found = {f"{head.prefix}logits": logits, f"{head.prefix or 'token_'}losses": head.losses}
             for name, tensor in found.items():
-                rows = all_gather(tensor, mesh.cp.axis, dim=1)
+                rows = _of_whole_rows(head, tensor, whole[index], mesh.cp.axis)
                 outcome[f"{name}.{index}"] = all_gather(rows, mesh.samples, dim=0).clone().cpu()
     losses, counts = accumulate_gradients(model, batches, mesh)
     for name, parameter in model.named_parameters():

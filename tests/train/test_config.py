@@ -8,6 +8,7 @@ import pytest
 
 from megalin.errors import ConfigError
 from megalin.train.config import check_launch, load_run_config
+from tests.mixers import decaying_sum
 from tests.model_runs import write_config
 
 
@@ -75,10 +76,18 @@ def test_length_that_the_mesh_does_not_split(path, overrides, problem):
 
 
 def test_mixer_that_needs_the_whole_sequence_is_refused_before_any_rank_starts(path):
-    softmax = 'model.layers.0.sublayers.0={type = "softmax", num_heads = 4}'
-    assert message(path, softmax, "parallel.cp=2", world_size=2) == (
-        'model.layers.0.sublayers.0.type = "softmax": this mixer needs the whole sequence on each rank, but '
-        "parallel.cp = 2 splits it; use parallel.cp = 1"
+    toy = f'model.layers.0.sublayers.0={{type = "{decaying_sum.TYPE}"}}'
+    assert message(path, toy, "parallel.cp=2", world_size=2) == (
+        f'model.layers.0.sublayers.0.type = "{decaying_sum.TYPE}": this mixer needs the whole sequence on each rank, '
+        "but parallel.cp = 2 splits it; use parallel.cp = 1"
+    )
+
+
+def test_flash_attention_that_cannot_run_on_a_part_of_the_tokens_is_refused_before_any_rank_starts(path):
+    softmax = 'model.layers.0.sublayers.0={type = "softmax", num_heads = 4, backend = "flash_attn"}'
+    assert message(path, softmax, "parallel.cp=3", world_size=3).endswith(
+        'model.layers.0.sublayers.0.backend = "flash_attn" cannot run: parallel.cp = 3 does not divide the 4 query '
+        'heads of a rank, so each has the queries of a part of the tokens alone; use "auto" or "sdpa"'
     )
 
 

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import pytest
 
 from megalin.errors import ConfigError
-from megalin.model.presets import load_preset
+from megalin.layers.mixers.base import mixer_types
 from megalin.parallel.mesh import ParallelConfig
 from megalin.verify.case import Case, make_batches, make_case
 from megalin.verify.comparison import Row, kind
-from megalin.verify.run import self_test, verify
-from tests.cases import CASES
+from megalin.verify.run import FaultResult, self_test, verify
+from tests.cases import CASES, GLU, model
 from tests.cases import Case as MixerCase
+from tests.encoder_cases import CASES as ENCODERS
 from tests.ranks import run_ranks
 
 LENGTH = 72
 """Several chunks in a row; cp and tp of every mesh divide it."""
-MESHES: dict[int, list[dict[str, Any]]] = {
-    2: [{"cp": 2}],
-    4: [{"cp": 4, "shard": 2}, {"cp": 2, "tp": 2}, {"cp": 2, "tp": 2, "sequence_parallel": True}, {"cp": 2, "dp": 2}],
-    6: [{"cp": 3, "tp": 2, "sequence_parallel": True}, {"cp": 3, "dp": 2, "shard": 1}],
-}
-"""World size: meshes beside cp 3. Two ranks cannot see a wrong transition: the state that enters the first is zero."""
 
 
 def split_rows() -> list[MixerCase]:
@@ -33,51 +30,99 @@ def split_rows() -> list[MixerCase]:
     ]
 
 
+def attention_row(num_heads: int, num_key_value_heads: int) -> MixerCase:
+    mixer = {"type": "softmax", "num_heads": num_heads, "num_key_value_heads": num_key_value_heads}
+    return MixerCase(f"softmax of {num_heads} heads", model({"sublayers": [mixer, GLU]}))
+
+
 ROWS = split_rows()
 ONE_A_MIXER = [
-    row for row in ROWS if row.name in ("transnormer-cosine", "tnl", "cosformer2", "hgrn2", "rodimus_plus", "mamba2")
+    row
+    for row in ROWS
+    if row.name in ("transnormer-cosine", "tnl", "cosformer2", "hgrn2", "rodimus_plus", "mamba2", "softmax-grouped")
 ]
+REACHING = [row for row in ROWS if row.name in ("rodimus", "mamba2", "rodimus_plus")]
+"""With convolutions and windows, which reach over several ranks whose tokens are few."""
+GROUPED = [attention_row(8, 2), attention_row(6, 3)]
+"""Heads of keys that 4 ranks have to repeat, and heads of queries that they do not divide: keys are gathered."""
+FAULTY = [row for row in ROWS if row.name in ("tnl", "rodimus_plus", "cosformer2", "softmax")]
 
 
 def mesh_case(
-    row: MixerCase, *, dp: int = 1, length: int = LENGTH, dtype: Any = "float64", recompute: bool = False, **axes: Any
+    row: Any, *, dp: int = 1, length: int = LENGTH, dtype: Any = "float64", recompute: bool = False, **axes: Any
 ) -> Case:
     """The row as it is on a mesh."""
     options = {"data_size": dp, "dtype": dtype, "full": True, "length": length, "recompute": recompute}
     return make_case(row.model, ParallelConfig(**axes), **options)
 
 
-def _verify(cases: list[Case]) -> list[list[Row]]:
-    return [verify(case) for case in cases]
+Named = dict[str, Case]
 
 
-def test_rows_hold_every_mixer_with_a_state():
-    types = {sublayer.type for row in ROWS for _, block in row.model.blocks() for sublayer in block.sublayers}
-    assert types == {"transnormer", "tnl", "cosformer2", "hgrn2", "rodimus", "mamba2", "shared_key_attention", "glu"}
+def named(rows: Sequence[Any], **options: Any) -> Named:
+    """The rows on one mesh, by what a failure should tell."""
+    return {f"{row.name}, {options}": mesh_case(row, **options) for row in rows}
 
 
-def assert_rows_agree(rows: list[MixerCase], world_size: int, meshes: list[dict[str, Any]]) -> None:
-    """Each row on each mesh agrees with one process."""
-    names = [(row.name, mesh) for mesh in meshes for row in rows]
-    cases = [mesh_case(row, **mesh) for mesh in meshes for row in rows]
-    for name, found in zip(names, run_ranks(world_size, _verify, cases, timeout=300.0)[0], strict=True):
-        kinds = {kind(row.name) for row in found}
-        assert kinds == {"logits", "token_losses", "loss", "grad_norm", "gradient", "weight"}
-        assert [row for row in found if not row.passed] == [], name
+CASES_OF = {
+    3: named(ROWS, cp=3, recompute=True) | named(ENCODERS, cp=3, length=36, recompute=True),
+    4: named(ONE_A_MIXER, cp=2, tp=2, sequence_parallel=True)
+    | named(REACHING, cp=4, length=8)
+    | named(GROUPED, cp=4, length=12)
+    | named(ENCODERS, cp=2, tp=2, sequence_parallel=True, length=36)
+    # Windows wider than what a rank has, and windows of which none crosses a border.
+    | named(ENCODERS[2:3], cp=4, length=12)
+    | named(ENCODERS[2:3], cp=4, length=32),
+}
+"""By world size. Two ranks cannot see a wrong transition, since the state that enters the first is zero: cp 3 is in."""
+SLOW_MESHES: dict[int, list[dict[str, Any]]] = {
+    2: [{"cp": 2}],
+    4: [{"cp": 4, "shard": 2}, {"cp": 2, "tp": 2}, {"cp": 2, "tp": 2, "sequence_parallel": True}, {"cp": 2, "dp": 2}],
+    6: [{"cp": 3, "tp": 2, "sequence_parallel": True}, {"cp": 3, "dp": 2, "shard": 1}],
+}
 
 
-def test_every_row_agrees_with_one_process():
-    assert_rows_agree(ROWS, 3, [{"cp": 3, "recompute": True}])
+def _verify(cases: list[Case], faulty: list[Case]) -> tuple[list[list[Row]], list[list[FaultResult]]]:
+    return [verify(case) for case in cases], [self_test(case) for case in faulty]
 
 
-def test_every_mixer_agrees_with_one_process_beside_sequence_parallelism():
-    assert_rows_agree(ONE_A_MIXER, 4, [{"cp": 2, "tp": 2, "sequence_parallel": True}])
+def compared(world_size: int, cases: Named, faulty: Named) -> tuple[dict[str, list[Row]], dict[str, list[FaultResult]]]:
+    """Every case in one group of ranks, whose start costs more than a case."""
+    arguments = list(cases.values()), list(faulty.values())
+    rows, faults = run_ranks(world_size, _verify, *arguments, timeout=600.0)[0]
+    return dict(zip(cases, rows, strict=True)), dict(zip(faulty, faults, strict=True))
+
+
+@lru_cache
+def fast(world_size: int) -> tuple[dict[str, list[Row]], dict[str, list[FaultResult]]]:
+    faulty = named(FAULTY, cp=3) | named(ENCODERS[2:3], cp=3, length=36)
+    return compared(world_size, CASES_OF[world_size], faulty if world_size == 3 else {})
+
+
+def assert_agrees(rows: list[Row]) -> None:
+    assert {kind(row.name) for row in rows} >= {"loss", "grad_norm", "gradient", "weight"}
+    assert {kind(row.name) for row in rows} & {"logits", "sequence_logits"}
+    assert [row for row in rows if not row.passed] == []
+
+
+@pytest.mark.parametrize(("world_size", "name"), [(size, name) for size in CASES_OF for name in CASES_OF[size]])
+def test_every_mixer_and_encoder_agrees_with_one_process(world_size: int, name: str):
+    assert_agrees(fast(world_size)[0][name])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", MESHES)
+@pytest.mark.parametrize("world_size", SLOW_MESHES)
 def test_every_row_agrees_with_one_process_on_every_mesh(world_size: int):
-    assert_rows_agree(ROWS, world_size, MESHES[world_size])
+    cases: Named = {}
+    for mesh in SLOW_MESHES[world_size]:
+        cases |= named(ROWS, **mesh) | named(ENCODERS, length=36, **mesh)
+    for rows in compared(world_size, cases, {})[0].values():
+        assert_agrees(rows)
+
+
+def test_rows_hold_every_mixer():
+    types = {sublayer.type for row in ROWS for _, block in row.model.blocks() for sublayer in block.sublayers}
+    assert types | {"dense_attention"} == set(mixer_types())
 
 
 def test_documents_lie_at_and_beside_the_edges_of_shards():
@@ -92,27 +137,25 @@ def test_documents_lie_at_and_beside_the_edges_of_shards():
         assert starts == [[], [edge], [edge - 1, 2 * edge + 1], [edge + 1, edge + 2, 3 * edge - 1]]
 
 
-def test_shards_shorter_than_the_convolution_or_the_window_reach_several_ranks_back():
-    rows = [row for row in ROWS if row.name in ("rodimus", "mamba2", "rodimus_plus")]
-    for found in run_ranks(4, _verify, [mesh_case(row, cp=4, length=8) for row in rows])[0]:
-        assert [row for row in found if not row.passed] == []
+FOLDED = ["dropped_decay", "wrong_neighbour", "missing_adjoint"]
+FAULTS_OF = {
+    "tnl": FOLDED,
+    "rodimus_plus": [*FOLDED, "missing_halo", "missing_halo_adjoint"],
+    "cosformer2": FOLDED,  # the decays of TPE
+    "softmax": ["swapped_split_order", "missing_exchange_adjoint"],
+    "local": ["local_sum", "missing_sum_adjoint", "missing_neighbours", "missing_neighbour_adjoint"],
+}
+"""By row: a fixed decay, one that the input selects with a convolution and a window, heads, an encoder's sums."""
 
 
-@pytest.mark.parametrize("name", ["tnl", "rodimus"])
-def test_every_planted_fault_of_the_axis_is_seen(name: str):
-    """A fixed decay, and one that the input selects."""
-    row = next(row for row in ROWS if row.name == name)
-    results = run_ranks(3, self_test, mesh_case(row, cp=3))[0]
-    assert [result.fault for result in results] == [
-        "local_count",
-        "dropped_decay",
-        "wrong_neighbour",
-        "missing_adjoint",
-    ]
+@pytest.mark.parametrize("name", FAULTS_OF)
+def test_every_planted_fault_that_a_model_can_have_is_seen(name: str):
+    results = next(results for case, results in fast(3)[1].items() if case.startswith(f"{name},"))
+    assert [result.fault for result in results] == ["local_count", *FAULTS_OF[name]]
     assert [result.fault for result in results if not result.seen] == []
     assert all(result.worst.error > 100 * result.worst.bound for result in results)
 
 
-def test_encoder_is_refused():
-    with pytest.raises(ConfigError, match=r'model\.kind = "encoder": an encoder needs the whole sequence on each rank'):
-        mesh_case(MixerCase("encoder", load_preset("danet-small").model), cp=2, length=16)
+def test_length_of_all_ranks_beyond_the_positions_is_refused():
+    with pytest.raises(ConfigError, match=r"--length 44: the model has model.max_positions = 40"):
+        mesh_case(ENCODERS[0], cp=2, length=44)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megalin import layers
 from megalin.config import Config, NestedConfigError, problems, suggest
 from megalin.layers.norms import NormKind
-from megalin.parallel.context import Borders, ContextParallel
+from megalin.parallel.context import Borders, ContextParallel, Row
 from megalin.parallel.data_parallel import largest_magnitudes
 from megalin.parallel.tensor_parallel import TensorParallel
 
@@ -40,6 +40,12 @@ class SequenceContext(NamedTuple):
     last and without labels, do not read it."""
     borders: Borders | None = None
     """How the documents lie on the ranks that share the sequence; None where this rank has all of it."""
+    row: Row | None = None
+    """What is known of the whole rows, given where a mixer reads it (`MixerConfig.reads_row`) and ranks share them."""
+
+    def whole_row(self) -> Row:
+        """What is known of the whole rows, on however many ranks they lie."""
+        return Row(self.document_ids, self.valid) if self.row is None else self.row
 
 
 class MixerOutput(NamedTuple):
@@ -142,6 +148,8 @@ class MixerConfig(Config):
     """Whether no token sees those after it. Decoders take only mixers of which it holds, encoders only the others."""
     splits_sequence: ClassVar[bool] = False
     """Whether the mixer works on a part of the sequence (parallel.cp), beside what `SequenceContext.borders` tells."""
+    reads_row: ClassVar[bool] = False
+    """Whether it then needs `SequenceContext.row`, which costs an exchange of a few bytes a token, once a batch."""
     type: str
     """Module in megalin.layers.mixers, or the dotted path of a module elsewhere, whose CONFIG is the class."""
     norm: NormKind = "srmsnorm"

@@ -21,7 +21,14 @@ from megalin.layers.mixers.base import (
     renew_derived,
 )
 from megalin.layers.norms import NormKind
-from megalin.ops.dense_attention import dense_attention, dense_attention_flops, local_dense_attention
+from megalin.ops.dense_attention import (
+    dense_attention,
+    dense_attention_flops,
+    dense_memory,
+    local_dense_attention,
+    read_memory,
+    window_ids,
+)
 from megalin.ops.max_norm import max_norm
 from megalin.ops.positions import cosine_relpe, document_spans, num_tokens_in_documents
 from megalin.ops.srmsnorm import compute_dtype
@@ -41,7 +48,8 @@ class DenseAttention(Mixer):
     the backward. One number for both matrices: ReLU lets a positive factor through.
 
     Tensor parallelism: heads are split and Y is gathered; with one head, the sum over the head's width is, and Y is
-    reduced. Source: DenseAttention (DANet) section 3 and appendix G, released code.
+    reduced. Context parallelism: X^T X is summed over the ranks, that of a document or window that crosses a border
+    over those that hold a part of it. Source: DenseAttention (DANet) section 3 and appendix G, released code.
     """
 
     ratio: Tensor | None
@@ -49,7 +57,7 @@ class DenseAttention(Mixer):
     def __init__(self, config: DenseAttentionConfig, scope: BuildScope) -> None:
         super().__init__()
         width, heads, tp = scope.hidden_size, config.num_heads, scope.tp
-        self.config, self.tp, self.path = config, tp, scope.path
+        self.config, self.tp, self.cp, self.path = config, tp, scope.cp, scope.path
         self.head_dim, remainder = divmod(width, heads)
         if remainder:
             raise ConfigError(
@@ -81,7 +89,7 @@ class DenseAttention(Mixer):
         if state is not None:
             self._refuse_state()
         x = self._scaled(self.tp.enter(x), context)  # [B, T, H, D/H]
-        (hidden,) = self.up(self._attention(x, context.document_ids))
+        (hidden,) = self.up(self._attention(x, context))
         z = self.down(functional.relu(hidden))
         wide = z.to(compute_dtype(z))
         wide = wide if self.ratio is None else wide * self.ratio
@@ -98,10 +106,10 @@ class DenseAttention(Mixer):
 
     def _scaled(self, x: Tensor, context: SequenceContext) -> Tensor:
         """[B, T, D] normed -> X [B, T, H, D/H], zero at padding."""
-        config, documents = self.config, context.document_ids
-        places = torch.arange(x.shape[1], device=x.device)
+        config, documents = self.config, context.whole_row().document_ids
+        places = self.cp.positions(x)
         if documents is not None:
-            places = places - document_spans(documents).first
+            places = places - self.cp.shard(document_spans(documents).first)
         if config.window is not None and config.local_relpe:
             places = (places + config.offset) % config.window
         factor = self._num_seen(x, context).to(compute_dtype(x)) ** (-1.0 / 3.0)  # [1 or B, 1 or T]
@@ -114,14 +122,15 @@ class DenseAttention(Mixer):
         """N of each token, at least 1: the window, or its document's tokens without padding; [1 or B, 1 or T]."""
         if self.config.window is not None:
             return torch.full((1, 1), self.config.window, device=x.device)
-        if context.document_ids is not None:
-            return num_tokens_in_documents(context.document_ids, context.valid).clamp(min=1)
-        if context.valid is not None:
-            return context.valid.sum(1, keepdim=True).clamp(min=1)
-        return torch.full((1, 1), x.shape[1], device=x.device)
+        row = context.whole_row()
+        if row.document_ids is not None:
+            return self.cp.shard(num_tokens_in_documents(row.document_ids, row.valid)).clamp(min=1)
+        if row.valid is not None:
+            return row.valid.sum(1, keepdim=True).clamp(min=1)
+        return torch.full((1, 1), x.shape[1] * self.cp.size, device=x.device)
 
-    def _attention(self, x: Tensor, document_ids: Tensor | None) -> Tensor:
-        """X [B, T, H, D/H] -> Y [B, T, D], on every rank."""
+    def _attention(self, x: Tensor, context: SequenceContext) -> Tensor:
+        """X [B, T, H, D/H] -> Y [B, T, D], on every rank of tp."""
         whole = x.flatten(2)
         (q,) = self.query(whole)
         own = self.tp.local_slice(whole, dim=-1)  # [B, T, D/tp]
@@ -131,13 +140,42 @@ class DenseAttention(Mixer):
         else:
             q, k = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, own))
             v = k
-        window = self.config.window
-        if window is None:
-            y = dense_attention(q, k, v, document_ids=document_ids)
-        else:
-            y = local_dense_attention(q, k, v, window=window, offset=self.config.offset, document_ids=document_ids)
-        y = y.flatten(2)
+        y = self._seen(q, k, v, context).flatten(2)
         return self.tp.total_of_parts(y) if self.config.num_heads == 1 else self.tp.join_parts(y)
+
+    def _seen(self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
+        """y_t = sum over the tokens s that t sees of (q_t . k_s) v_s, [B, T/cp, H, V]."""
+        window, offset, documents = self.config.window, self.config.offset, context.document_ids
+        if self.cp.size == 1:
+            if window is None:
+                return dense_attention(q, k, v, document_ids=documents)
+            return local_dense_attention(q, k, v, window=window, offset=offset, document_ids=documents)
+        if window is None and documents is None:
+            return read_memory(q, self.cp.total(dense_memory(k, v))).to(v.dtype)
+        runs = self._runs(q, context)
+        own = self.cp.shard(runs)
+        if window is None or documents is not None:
+            y = dense_attention(q, k, v, document_ids=own)
+        else:
+            before = self.cp.tokens_before(q)
+            y = local_dense_attention(q, k, v, window=window, offset=(before + offset) % window)
+            if offset == 0 and q.shape[1] % window == 0:
+                return y  # no window crosses a border
+        first, last = own == own[:, :1], own == own[:, -1:]
+        memories = dense_memory(k, v, kept=first), dense_memory(k, v, kept=last)
+        around = self.cp.around(*memories, self.cp.borders_of(runs))
+        for memory, readers in zip(around, (first, last), strict=True):
+            y = y.to(memory.dtype) + read_memory(q, memory).where(readers[..., None, None], 0.0)
+        return y.to(v.dtype)
+
+    def _runs(self, q: Tensor, context: SequenceContext) -> Tensor:
+        """Ids of the tokens that see each other, a window's or a document's, of whole rows: [1 or B, T]."""
+        documents = context.whole_row().document_ids
+        if self.config.window is None:
+            assert documents is not None
+            return documents
+        index = torch.arange(q.shape[1] * self.cp.size, device=q.device)
+        return window_ids(index, window=self.config.window, offset=self.config.offset, document_ids=documents)
 
     def flops(self, length: int) -> int:
         seen = length if self.config.window is None else self.config.window
@@ -149,6 +187,8 @@ class DenseAttentionConfig(MixerConfig):
     """DANet's block body, attention and network in one: there is no residual connection between them."""
 
     causal: ClassVar[bool] = False
+    splits_sequence: ClassVar[bool] = True
+    reads_row: ClassVar[bool] = True
     type: Literal["dense_attention"] = "dense_attention"
     """This mixer."""
     norm: NormKind = "maxnorm"

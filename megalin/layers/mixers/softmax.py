@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+import math
+from typing import ClassVar, Literal, Self
 
 import pydantic
 import torch
@@ -18,7 +19,12 @@ from megalin.ops.flash_attention import (
     uses_flash_attention,
 )
 from megalin.ops.positions import rope
-from megalin.ops.softmax_attention import softmax_attention, softmax_attention_flops, visible_tokens
+from megalin.ops.softmax_attention import (
+    softmax_attention,
+    softmax_attention_flops,
+    visible_in_row,
+    visible_tokens,
+)
 from megalin.parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 
@@ -29,11 +35,15 @@ class Softmax(Mixer):
     with the length, 2 G K numbers a token for G key-value heads, and so does the work of a decoding step. The state
     (k [B, S, G/tp, K], v [B, S, G/tp, K], remembered [B, S]) starts with S = 0. A token counts where `remembered`
     is 1, so a zeroed state remembers nothing; what is not remembered is zero.
+
+    Context parallelism: q, k and v go from some tokens of all heads to all tokens of some heads, and y back; key-value
+    heads are repeated as often as needed. Where the query heads of a rank do not divide by cp, each rank gathers the
+    keys and values of all tokens instead.
     """
 
     def __init__(self, config: SoftmaxConfig, scope: BuildScope) -> None:
         super().__init__()
-        self.config, self.tp, self.path = config, scope.tp, scope.path
+        self.config, self.tp, self.cp, self.path = config, scope.tp, scope.cp, scope.path
         width, tp, heads, groups = scope.hidden_size, scope.tp, config.num_heads, config.key_value_heads
         self.head_dim, remainder = divmod(width, heads)
         if remainder or self.head_dim % 2:
@@ -49,6 +59,14 @@ class Softmax(Mixer):
         tp.divide(heads, f"{scope.path}.num_heads")
         tp.divide(groups, f"{scope.path}.num_key_value_heads")
         self.local_groups = groups // tp.size
+        local_heads, cp = heads // tp.size, scope.cp.size
+        self.gathers_tokens = local_heads % cp != 0
+        self.repeats = cp // math.gcd(cp, self.local_groups)  # of each key-value head, so that cp divides them
+        if self.gathers_tokens and config.backend == "flash_attn":
+            raise ConfigError(
+                f'{scope.path}.backend = "flash_attn" cannot run: parallel.cp = {cp} does not divide the {local_heads} '
+                f'query heads of a rank, so each has the queries of a part of the tokens alone; use "auto" or "sdpa"'
+            )
         name, std = "model.hidden_size", scope.init_std
         self.q = ColumnParallelLinear(width, width, tp=tp, std=std, name=name)
         self.kv = ColumnParallelLinear(width, groups * self.head_dim, parts=2, tp=tp, std=std, name=name)
@@ -59,21 +77,17 @@ class Softmax(Mixer):
         kind = (self.config.backend, context.positions.device.type, context.compute_dtype, self.head_dim)
         if torch.is_grad_enabled():
             check_backend(*kind, field=f"{self.path}.backend")
-        if context.document_ids is None or not uses_flash_attention(*kind):
+        documents = context.whole_row().document_ids
+        if documents is None or self.gathers_tokens or not uses_flash_attention(*kind):
             return context
-        return context._replace(full_precision=(document_offsets(context.document_ids),))
+        return context._replace(full_precision=(document_offsets(documents),))
 
     def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
         x = self.tp.enter(x)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (*self.q(x), *self.kv(x)))  # [B, T, H or G/tp, K]
         q, k = (rope(y, context.positions, base=self.config.rope_base) for y in (q, k))
-        if state is None and uses_flash_attention(self.config.backend, q.device.type, q.dtype, self.head_dim):
-            (offsets,) = context.full_precision or (None,)
-            assert (offsets is None) == (context.document_ids is None), "documents without their offsets"
-            return MixerOutput(self.out(flash_attention(q, k, v, offsets=offsets).flatten(2)), ())
         if state is None:
-            visible = None if context.document_ids is None else visible_tokens(context.document_ids)
-            return MixerOutput(self.out(softmax_attention(q, k, v, visible=visible).flatten(2)), ())
+            return MixerOutput(self.out(self._attention(q, k, v, context).flatten(2)), ())
         documents = context.document_ids
         if documents is None:
             documents = torch.zeros(k.shape[:2], dtype=torch.int32, device=k.device)
@@ -84,6 +98,23 @@ class Softmax(Mixer):
         kept = visible[:, -1]  # what the last token sees is its document so far
         keys, values = (_keep(tensor, kept).to(past_k.dtype) for tensor in (all_k, all_v))
         return MixerOutput(y, (keys, values, kept.to(remembered.dtype)))
+
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
+        """Attention [B, T/cp, H/tp, K] over rows that start with their first token."""
+        documents = context.whole_row().document_ids
+        if self.gathers_tokens:
+            k, v = self.cp.gather_tokens(k), self.cp.gather_tokens(v)
+            visible = visible_in_row(self.cp.positions(q), k.shape[1], documents)
+            return softmax_attention(q, k, v, visible=visible)
+        if self.repeats > 1:
+            k, v = k.repeat_interleave(self.repeats, dim=2), v.repeat_interleave(self.repeats, dim=2)
+        q, k, v = self.cp.to_heads(q, k, v)  # [B, T, H or G/tp/cp, K]
+        if uses_flash_attention(self.config.backend, q.device.type, q.dtype, self.head_dim):
+            (offsets,) = context.full_precision or (None,)
+            assert (offsets is None) == (documents is None), "documents without their offsets"
+            return self.cp.to_tokens(flash_attention(q, k, v, offsets=offsets))
+        own = None if documents is None else visible_tokens(documents)
+        return self.cp.to_tokens(softmax_attention(q, k, v, visible=own))
 
     def step(self, x: Tensor, context: SequenceContext, state: State) -> MixerOutput:
         return self(x, context, state)
@@ -105,6 +136,8 @@ def _keep(x: Tensor, kept: Tensor) -> Tensor:
 class SoftmaxConfig(MixerConfig):
     """LLaMA's attention."""
 
+    splits_sequence: ClassVar[bool] = True
+    reads_row: ClassVar[bool] = True
     type: Literal["softmax"] = "softmax"
     """This mixer."""
     num_heads: int = pydantic.Field(gt=0)
