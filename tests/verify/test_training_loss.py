@@ -1,0 +1,69 @@
+"""The loss that trains, which keeps no logits, is part of the comparison: its value, its gradients and its kernel."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from torch import Tensor
+
+from megalin.ops.backend import VARIABLE, used
+from megalin.parallel.embedding import VocabParallelTable
+from megalin.verify.case import Case
+from megalin.verify.comparison import Row
+from megalin.verify.run import verify
+from tests.ranks import run_ranks
+from tests.verify.test_verify import PRESET, case
+
+LOSS_SUM = VocabParallelTable.loss_sum
+
+
+def _value_is_off(self: VocabParallelTable, x: Tensor, labels: Tensor) -> Tensor:
+    return LOSS_SUM(self, x, labels) + 1e-3
+
+
+def _gradient_is_off(self: VocabParallelTable, x: Tensor, labels: Tensor) -> Tensor:
+    loss = LOSS_SUM(self, x, labels)
+    return loss + 1e-3 * (loss - loss.detach())
+
+
+def _forgets_the_weight(self: VocabParallelTable, x: Tensor, labels: Tensor) -> Tensor:
+    self.weight.requires_grad_(False)
+    try:
+        return LOSS_SUM(self, x, labels)
+    finally:
+        self.weight.requires_grad_(True)
+
+
+FAULTS = {"value": _value_is_off, "gradient": _gradient_is_off, "weight": _forgets_the_weight}
+
+
+def _verify_with(fault: str, case: Case) -> list[Row]:
+    VocabParallelTable.loss_sum = FAULTS[fault]  # type: ignore[method-assign]
+    try:
+        return verify(case)
+    finally:
+        VocabParallelTable.loss_sum = LOSS_SUM  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_the_loss_that_trains_alone_is_seen(fault: str, tp: int):
+    rows = run_ranks(tp, _verify_with, fault, case(PRESET, tp=tp))[0]
+    wrong = {row.name.partition(":")[0].partition(".")[0] for row in rows if not row.passed}
+    assert not wrong & {"logits", "token_losses"}
+    assert ("loss" if fault == "value" else "gradient") in wrong
+
+
+def _verify_with_the_kernel(case: Case) -> tuple[list[Row], str]:
+    import tests.interpreter  # noqa: F401
+
+    os.environ[VARIABLE] = "linear_cross_entropy=triton"
+    return verify(case), used()["linear_cross_entropy"].backend
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_fused_loss_over_a_split_vocabulary_agrees_with_one_process(tp: int):
+    (rows, backend), *_ = run_ranks(tp, _verify_with_the_kernel, case(PRESET, tp=tp, dtype="float32"))
+    assert backend == "triton"
+    assert [row for row in rows if not row.passed] == []
