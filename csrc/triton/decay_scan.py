@@ -351,20 +351,19 @@ def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dic
     """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
     cases: list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]] = []
     integers = ("length", "heads", "slots", "block_tokens", "parts", "part_tokens", "skipped")
-    # scan_kernel with 256 keys is not among them: its fastest measured tiles spill 72 to 168 bytes a thread.
-    widths = (
-        (block_state_kernel, _state_tiles, 128),
-        (block_state_kernel, _state_tiles, 256),
-        (scan_kernel, _tiles, 128),
+    launches = itertools.product(
+        ((block_state_kernel, _state_tiles), (scan_kernel, _tiles)),
+        ((128, torch.bfloat16), (256, torch.bfloat16), (128, torch.float32)),
+        (True, False),
     )
-    for (kernel, choose, key), decay in itertools.product(widths, (True, False)):
-        value, tiles = 128, choose(key, 128, torch.bfloat16)
-        types = dict.fromkeys(("q_tiles", "k_tiles"), f"tensordesc<bf16[1, 1, {tiles.chunk}, {key}]>")
-        types |= dict.fromkeys(("v_tiles", "o_tiles"), f"tensordesc<bf16[1, 1, {tiles.chunk}, {tiles.value}]>")
+    for (kernel, choose), (key, dtype), decay in launches:
+        value, tiles, name = 128, choose(key, 128, dtype), "bf16" if dtype == torch.bfloat16 else "fp32"
+        types = dict.fromkeys(("q_tiles", "k_tiles"), f"tensordesc<{name}[1, 1, {tiles.chunk}, {key}]>")
+        types |= dict.fromkeys(("v_tiles", "o_tiles"), f"tensordesc<{name}[1, 1, {tiles.chunk}, {tiles.value}]>")
         types |= dict.fromkeys(("added_ptr", "entering_ptr", "leaving_ptr", "slopes_ptr"), "*fp32")
         types |= dict.fromkeys(integers, "i32")
         constants = {"KEY": key, "VALUE": value, "DECAY": decay, "DOCUMENTS": False, "C": tiles.chunk}
-        constants |= {"BLOCK_KEY": key, "BLOCK_VALUE": tiles.value, **_numbers(torch.bfloat16), "ENTERING": True}
+        constants |= {"BLOCK_KEY": key, "BLOCK_VALUE": tiles.value, **_numbers(dtype), "ENTERING": True}
         constants |= {"documents_ptr": None} | ({} if decay else {"slopes_ptr": None})
         for reverse in (False, True):
             switches = {"REVERSE": reverse, "TRANSPOSED": reverse, "LEAVING": not reverse}

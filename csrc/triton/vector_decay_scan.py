@@ -231,10 +231,7 @@ def _gradients_constants(width: int, dtype: torch.dtype) -> dict[str, int]:
 
 
 def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]]:
-    """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI.
-
-    Not the kernels of steep decays, nor any for fp32: they spill registers, and run rarely.
-    """
+    """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
     cases = []
     dtype = torch.bfloat16
     for width, values in ((128, 128), (64, 4096), (256, 64)):
@@ -248,6 +245,14 @@ def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dic
             (mild_gradients_kernel, _mild_gradients_constants(width)),
         ):
             cases.append(_case(kernel, dict(constants), "bf16"))
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
+        steep = {"DOCUMENTS": True, "SOME": dtype != torch.float32}
+        cases.append(_case(scores_kernel, _scores_constants(128, dtype) | steep, name))
+        cases.append(_case(gradients_kernel, _gradients_constants(128, dtype) | steep, name))
+    sweep = _sweep_constants(128, 128, torch.float32)
+    cases.append(_case(forward_kernel, sweep | {"INITIAL": True, "KEEP": True}, "fp32"))
+    cases.append(_case(reverse_kernel, sweep | {"FINAL": True}, "fp32"))
+    cases.append(_case(products_kernel, _products_constants(128, 128, torch.float32), "fp32"))
     return cases
 
 

@@ -19,6 +19,21 @@ from triton.compiler import ASTSource
 import megalin._triton
 
 SHARED_LIMIT = {80: 166912, 90: 232448}
+SPILL_LIMIT = 16
+"""Bytes of stack a thread of a kernel, above which it spills more than a pointer or two."""
+SPILLS: dict[tuple[str, str, str], int] = {
+    # Faster than tiles that do not spill, by measurement: docs/benchmarks/2026-11-21-h200-kernels.md.
+    ("decay_scan", "scan_kernel", "bf16[1, 1, 32, 256]"): 168,
+    ("decay_scan", "scan_kernel", "fp32[1, 1, 32, 128]"): 344,
+    # Steep decays and fp32 run rarely.
+    ("vector_decay_scan", "scores_kernel", "bf16"): 72,
+    ("vector_decay_scan", "gradients_kernel", "bf16"): 520,
+    ("vector_decay_scan", "scores_kernel", "fp32"): 1080,
+    ("vector_decay_scan", "gradients_kernel", "fp32"): 1240,
+    ("vector_decay_scan", "forward_kernel", "fp32"): 1200,
+    ("vector_decay_scan", "reverse_kernel", "fp32"): 1256,
+}
+"""(module, kernel, type of its first argument): the bytes that are known of, by Triton 3.7.1."""
 
 
 def compile_launch(kernel, signature, constants, options, arch):
@@ -45,6 +60,7 @@ def compile_launch(kernel, signature, constants, options, arch):
         "registers": int(registers),
         "stack": int(stack),
         "shared": compiled.metadata.shared,
+        "operand": types[names[0]].removeprefix("tensordesc<").strip("*>"),
         "wgmma": "wgmma" in compiled.asm["ptx"],
         "constants": {name: str(value) for name, value in constants.items()},
         "options": options,
