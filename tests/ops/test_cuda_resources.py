@@ -1,0 +1,69 @@
+"""The CUDA kernels as they were compiled: for which chips, and without spilling registers."""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import triton
+
+ARCHITECTURES = {"sm_80", "sm_90a"}
+SPILL_LIMIT = 16
+SPILLS = {"max_norm_backward": 32}
+"""By name: bytes of stack a thread that are known of, by nvcc 13.0; rows of 16,384 fill the registers."""
+
+
+def resources(library: Path) -> dict[str, dict[str, int]]:
+    """Architecture -> kernel -> bytes of stack a thread, of every kernel with machine code in a library."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    report = subprocess.run([tool, "--dump-resource-usage", library], capture_output=True, text=True, check=True).stdout
+    return parse(report)
+
+
+def parse(report: str) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    architecture = name = ""
+    for line in report.splitlines():
+        if match := re.search(r"arch = (\w+)", line):
+            architecture = match[1]
+        elif match := re.search(r"Function (\w+):", line):
+            name = match[1]
+        elif match := re.search(r"REG:\d+ STACK:(\d+)", line):
+            found.setdefault(architecture, {})[name] = int(match[1])
+    return found
+
+
+def spilling(kernels: dict[str, int]) -> dict[str, int]:
+    """The kernels above their limit."""
+    known = {name: next((SPILLS[key] for key in SPILLS if key in name), SPILL_LIMIT) for name in kernels}
+    return {name: stack for name, stack in kernels.items() if stack > known[name]}
+
+
+def test_a_report_is_read_by_architecture_and_spills_are_found():
+    report = """
+Fatbin elf code:
+arch = sm_80
+ Function _Z5plainv:
+  REG:32 STACK:0 SHARED:0
+ Function _Z17max_norm_backwardv:
+  REG:64 STACK:32 SHARED:0
+Fatbin elf code:
+arch = sm_90a
+ Function _Z5plainv:
+  REG:255 STACK:40 SHARED:0
+"""
+    found = parse(report)
+    assert found == {"sm_80": {"_Z5plainv": 0, "_Z17max_norm_backwardv": 32}, "sm_90a": {"_Z5plainv": 40}}
+    assert [spilling(kernels) for kernels in found.values()] == [{}, {"_Z5plainv": 40}]
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc, so no CUDA kernels")
+def test_every_cuda_kernel_is_compiled_for_ampere_and_hopper_without_spills():
+    module = importlib.util.find_spec("megalin._C")
+    assert module is not None, "nvcc is installed, but megalin._C was not built: pip install -e ."
+    found = resources(Path(module.origin))
+    assert set(found) == ARCHITECTURES
+    assert all(found.values())
+    assert [name for kernels in found.values() for name in spilling(kernels)] == []
