@@ -3,7 +3,9 @@
 import numpy as np
 import torch
 
-from megalin.data.packing import IGNORED_LABEL, pack, pad_rows
+from megalin.data.packing import IGNORED_LABEL, EncoderBatch, pack, pad_rows, split_tokens
+from megalin.parallel.collectives import Axis
+from megalin.parallel.context import ContextParallel
 
 
 def _pack(window, pieces, **kwargs):
@@ -56,3 +58,44 @@ def test_padding_rows_have_no_valid_label():
     assert (batch.labels[1:] == IGNORED_LABEL).all()
     assert batch.labels[0].tolist() == [2, -100]
     assert batch.sample_ids.tolist() == [7, -1, -1]
+
+
+def _parts(batch, size):
+    return [split_tokens(batch, ContextParallel(Axis("cp", size, rank))) for rank in range(size)]
+
+
+def test_ranks_that_share_samples_cut_tokens_and_labels_alike():
+    batch = _pack([10, 11, 12, 20, 21], [0, 0, 0, 1, 1])
+    parts = _parts(batch, 2)
+    assert [part.tokens.tolist() for part in parts] == [[[10, 11]], [[12, 20]]]
+    assert [part.labels.tolist() for part in parts] == [[[11, 12]], [[-100, 21]]]
+    assert [part.document_ids.tolist() for part in parts] == [[[0, 0]], [[0, 1]]]
+    assert [part.sample_ids.tolist() for part in parts] == [[7], [7]]
+
+
+def _pair(predictions):
+    rows = torch.arange(12).view(2, 6)
+    positions = torch.tensor([[0, 2, 3, 5, 0][:predictions], [1, 4, 0, 0, 0][:predictions]])
+    labels = torch.tensor([[7, 8, 9, 6, -100][:predictions], [5, 4, -100, -100, -100][:predictions]])
+    return EncoderBatch(rows, rows // 3, rows < 10, positions, labels, torch.tensor([0, 1]), torch.tensor([3, 4]))
+
+
+def test_ranks_that_share_an_encoders_samples_share_its_predictions():
+    parts = _parts(_pair(5), 3)
+    assert [part.tokens.tolist() for part in parts] == [[[0, 1], [6, 7]], [[2, 3], [8, 9]], [[4, 5], [10, 11]]]
+    assert [part.valid.tolist() for part in parts][2] == [[True, True], [False, False]]
+    assert [part.token_types.tolist() for part in parts][1] == [[0, 1], [2, 3]]
+    assert [part.masked_positions.tolist() for part in parts] == [[[0, 2, 3, 5, 0, 0], [1, 4, 0, 0, 0, 0]]] * 3
+    assert [part.masked_labels.tolist() for part in parts] == [
+        [[7, 8], [5, 4]],
+        [[9, 6], [-100, -100]],
+        [[-100, -100], [-100, -100]],
+    ]
+    assert [part.sequence_labels.tolist() for part in parts] == [[0, 1], [-100, -100], [-100, -100]]
+    assert sum(part.label_counts() for part in parts).tolist() == _pair(5).label_counts().tolist() == [6, 2]
+
+
+def test_ranks_that_share_samples_without_predictions_have_none():
+    parts = _parts(_pair(0), 3)
+    assert [list(part.inputs()) for part in parts] == [["tokens", "token_types", "valid", "sequence_labels"]] * 3
+    assert sum(part.label_counts() for part in parts).tolist() == [2]

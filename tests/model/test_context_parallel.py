@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 import torch
 
-from megalin.data.packing import Batch, split_tokens
-from megalin.model.language_model import LanguageModel
+from megalin.data.packing import AnyBatch, Batch, EncoderBatch, split_tokens
+from megalin.model.build import Model, make_model
+from megalin.model.config import EncoderConfig
 from megalin.parallel.data_parallel import shard_model
 from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.parallel.tensor_parallel import full_tensor
 from megalin.train.step import accumulate_gradients
-from tests.cases import CASES, HIDDEN_SIZE, MAMBA2, NUM_HEADS, RODIMUS, SHARED_KEY, VOCAB_SIZE
+from tests.cases import CASES, GLU, HIDDEN_SIZE, MAMBA2, NUM_HEADS, RODIMUS, SHARED_KEY, VOCAB_SIZE, model
+from tests.encoder_cases import CASES as ENCODERS
 from tests.model.test_collective_counts import TP, Call, CollectiveRecorder
 from tests.numerics import assert_close
 from tests.parallel.on_ranks import Arrays, materialise, to_arrays, to_tensors
@@ -24,15 +25,14 @@ CP = TP
 ROWS = 3
 HEAD = HIDDEN_SIZE // NUM_HEADS
 INNER, STATE = 2 * HIDDEN_SIZE, MAMBA2["state_size"]
-MODELS = {case.name: case.model for case in CASES}
+MODELS = {case.name: case.model for case in [*CASES, *ENCODERS]}
+MODELS["three-heads"] = model({"sublayers": [{"type": "softmax", "num_heads": 3}, GLU], "repeat": 2})
 
 
-def on_axis(
-    size: int, name: str, *, compute_dtype: torch.dtype, backend: str | None = None
-) -> tuple[Mesh, LanguageModel]:
+def on_axis(size: int, name: str, *, compute_dtype: torch.dtype, backend: str | None = None) -> tuple[Mesh, Model]:
     """A filled model on `size` ranks that share each sample."""
     mesh = Mesh(ParallelConfig(cp=size), torch.device("cpu"))
-    model = LanguageModel(MODELS[name], mesh.tp, cp=mesh.cp).to(compute_dtype)
+    model = make_model(MODELS[name], mesh.tp, cp=mesh.cp).to(compute_dtype)
     if backend is not None:
         for block in model.block_list():
             block.compile(fullgraph=True, dynamic=False, backend=backend)
@@ -77,23 +77,39 @@ DOCUMENTS = gathered(2)
 """Bytes of the document ids at the ends of the ranks' tokens, once a batch."""
 
 
-def _calls(lengths: tuple[int, ...]) -> dict[tuple[str, int], Counter[Call]]:
+PREDICTIONS = 6
+
+
+def pairs(length: int) -> EncoderBatch:
+    """Rows of two segments, padded at the end."""
+    tokens, labels = packed(length).tokens, packed(length).labels[:, :PREDICTIONS]
+    valid = torch.arange(length) < length - torch.tensor([0, 3, 7])[:, None]
+    positions = torch.arange(PREDICTIONS).expand(ROWS, -1) * 2
+    types = (torch.arange(length) > length // 2).long().expand(ROWS, -1)
+    return EncoderBatch(tokens, types, valid, positions, labels, torch.tensor([0, 1, 0]), torch.arange(ROWS))
+
+
+def batch_for(name: str, length: int) -> AnyBatch:
+    return pairs(length) if isinstance(MODELS[name], EncoderConfig) else packed(length)
+
+
+def _calls(names: tuple[str, ...], lengths: tuple[int, ...]) -> dict[tuple[str, int], Counter[Call]]:
     found = {}
-    for name in STATES:
+    for name in names:
         mesh, model = on_axis(CP, name, compute_dtype=torch.float32)
         for length in lengths:
             with CollectiveRecorder() as recorder:
-                accumulate_gradients(model, [split_tokens(packed(length), mesh.cp)], mesh)
+                accumulate_gradients(model, [split_tokens(batch_for(name, length), mesh.cp)], mesh)
             calls = {call: count for call, count in recorder.calls.items() if not call.name.startswith("c10d.")}
             # The loss and its count, over the data axis.
-            calls = {call: count for call, count in calls.items() if call.num_bytes > 8}
+            calls = {call: count for call, count in calls.items() if call.num_bytes > 16}
             found[name, length] = Counter(calls)
     return found
 
 
 def test_a_layer_sends_its_state_and_halo_whatever_the_length():
     lengths = (24, 96)
-    for calls in run_ranks(CP, _calls, lengths):
+    for calls in run_ranks(CP, _calls, tuple(STATES), lengths):
         for name, (forward, backward) in STATES.items():
             num_layers = MODELS[name].num_layers
             expected: Counter[Call] = Counter()
@@ -107,6 +123,51 @@ def test_a_layer_sends_its_state_and_halo_whatever_the_length():
                 for direction in ("forward", "backward"):
                     expected[Call(direction, "all_gather_into_tensor", INPUT_LAYERS[name])] += 1
             assert [calls[name, length] for length in lengths] == [expected, expected], name
+
+
+def conjugate(forward: str, backward: str, num_bytes: int, count: int) -> Counter[Call]:
+    return Counter({Call("forward", forward, num_bytes): count, Call("backward", backward, num_bytes): count})
+
+
+GATHER, SCATTER, REDUCE, EXCHANGE = (
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "all_reduce",
+    "all_to_all_single",
+)
+
+
+def test_softmax_attention_sends_its_heads_or_gathers_keys_and_values():
+    """A rank's tokens of q, k, v and y; where the ranks do not divide the heads, all tokens of k and v."""
+    names, length = ("softmax", "softmax-grouped", "three-heads"), 24
+    ids = Counter({Call("forward", GATHER, gathered(2)): 1, Call("forward", GATHER, 4 * ROWS * length): 1})
+    of_a_rank = 4 * ROWS * length // CP * HIDDEN_SIZE
+    back = conjugate(EXCHANGE, EXCHANGE, of_a_rank, 2)
+    expected = {
+        "softmax": conjugate(EXCHANGE, EXCHANGE, 3 * of_a_rank, 2) + back,
+        "softmax-grouped": conjugate(EXCHANGE, EXCHANGE, 2 * of_a_rank, 2) + back,
+        "three-heads": conjugate(GATHER, SCATTER, CP * of_a_rank, 4),
+    }
+    for calls in run_ranks(CP, _calls, names, (length,)):
+        for name in names:
+            assert calls[name, length] == expected[name] + ids, name
+
+
+def test_an_encoder_sends_its_sums_whatever_the_length():
+    """X^T X of a layer; that of the first and the last window where windows cross borders; rows for the heads."""
+    names, lengths = ("one-head", "local"), (24, 40)
+    picked = 4 * ROWS * PREDICTIONS * HIDDEN_SIZE
+    heads = conjugate(SCATTER, GATHER, picked, 1) + conjugate(REDUCE, REDUCE, 4 * ROWS * HIDDEN_SIZE, 1)
+    four_heads = ROWS * HIDDEN_SIZE * HIDDEN_SIZE  # H (D / H)^2 numbers of 4 bytes each, H = 4
+    windows = 2 * CP * four_heads
+    for calls in run_ranks(CP, _calls, names, lengths):
+        for length in lengths:
+            valid = Counter({Call("forward", GATHER, ROWS * length): 1})
+            sums = conjugate(REDUCE, REDUCE, 4 * ROWS * HIDDEN_SIZE**2, 2)
+            assert calls["one-head", length] == heads + sums + valid
+            crossing = 2 if length // CP % 8 else 1  # the shifted windows always, the others of 8 tokens
+            around = conjugate(GATHER, SCATTER, windows, crossing)
+            assert calls["local", length] == heads + conjugate(REDUCE, REDUCE, four_heads, 1) + around + valid
 
 
 def _second_document(names: tuple[str, ...]) -> dict[str, list[Arrays]]:
@@ -128,7 +189,7 @@ def _second_document(names: tuple[str, ...]) -> dict[str, list[Arrays]]:
 
 
 def test_another_document_does_not_move_a_bit_across_ranks():
-    for found in run_ranks(3, _second_document, tuple(STATES)):
+    for found in run_ranks(3, _second_document, (*STATES, "softmax", "three-heads")):
         for name, (one, other) in found.items():
             for key in one:
                 assert (one[key] == other[key]).all(), (name, key)
@@ -136,20 +197,25 @@ def test_another_document_does_not_move_a_bit_across_ranks():
 
 def _gradients(name: str, backend: str | None) -> Arrays:
     mesh, model = on_axis(2, name, compute_dtype=torch.float32, backend=backend)
-    batch = split_tokens(packed(48), mesh.cp)
-    output = model(batch.tokens, labels=batch.labels, document_ids=batch.document_ids)
-    output.token_losses.sum().backward()
+    sums = model.loss_sums(split_tokens(batch_for(name, 40), mesh.cp).inputs())
+    sums.sum().backward()
     found = {key: full_tensor(parameter.grad) for key, parameter in model.named_parameters()}
-    return to_arrays(found | {"losses": output.token_losses})
+    return to_arrays(found | {"sums": sums})
 
 
-def _compiled(name: str) -> tuple[Arrays, Arrays, int]:
-    eager, compiled = _gradients(name, None), _gradients(name, "aot_eager")
-    return eager, compiled, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+def _compiled(names: tuple[str, ...]) -> list[tuple[Arrays, Arrays, int]]:
+    found = []
+    for name in names:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        pair = _gradients(name, None), _gradients(name, "aot_eager")
+        found.append((*pair, torch._dynamo.utils.counters["stats"]["unique_graphs"]))
+    return found
 
 
-@pytest.mark.parametrize("name", ["transnormer-cosine", "rodimus"])
-def test_compiled_blocks_have_the_gradients_of_eager_ones(name: str):
-    for eager, compiled, num_graphs in run_ranks(2, _compiled, name, timeout=250.0):
-        assert num_graphs > 0
-        assert_close(to_tensors(compiled), to_tensors(eager), 2e-5)
+def test_compiled_blocks_have_the_gradients_of_eager_ones():
+    names = ("transnormer-cosine", "rodimus", "softmax-grouped", "local")
+    for results in run_ranks(2, _compiled, names, timeout=400.0):
+        for name, (eager, compiled, num_graphs) in zip(names, results, strict=True):
+            assert num_graphs > 0, name
+            assert_close(to_tensors(compiled), to_tensors(eager), 2e-5)

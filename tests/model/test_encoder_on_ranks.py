@@ -10,7 +10,7 @@ from torch import Tensor
 from megalin.checkpoint.load import load, newest
 from megalin.checkpoint.save import save
 from megalin.checkpoint.tensors import weights
-from megalin.data.packing import EncoderBatch, take_rows
+from megalin.data.packing import EncoderBatch, split_tokens, take_rows
 from megalin.model.encoder import Encoder
 from megalin.parallel.cross_entropy import vocab_parallel_argmax
 from megalin.parallel.data_parallel import shard_model
@@ -20,12 +20,21 @@ from tests.numerics import assert_close
 from tests.parallel.on_ranks import Arrays, make_mesh, materialise, to_arrays, to_tensors
 from tests.ranks import run_ranks
 
-DOCUMENTS = (torch.arange(LENGTH) // 9).expand(4, LENGTH)
+DOCUMENTS = torch.stack([torch.arange(LENGTH) // 9, torch.arange(LENGTH) // 11, *(torch.arange(LENGTH) // 29,) * 2])
+"""By row: documents that end at, before and after the borders of three ranks' tokens, and one over all three."""
 
 
-def _model(case: Case, tp: int, *, sequence_parallel: bool = False, dtype=torch.float32, backend: str | None = None):
-    mesh = make_mesh(tp, sequence_parallel=sequence_parallel)
-    model = Encoder(case.model, mesh.tp).to(dtype)
+def _model(
+    case: Case,
+    tp: int,
+    *,
+    cp: int = 1,
+    sequence_parallel: bool = False,
+    dtype=torch.float32,
+    backend: str | None = None,
+):
+    mesh = make_mesh(tp, cp=cp, sequence_parallel=sequence_parallel)
+    model = Encoder(case.model, mesh.tp, cp=mesh.cp).to(dtype)
     if backend is not None:
         for block in model.block_list():
             block.compile(fullgraph=True, dynamic=False, backend=backend)
@@ -41,13 +50,15 @@ def _results(model: Encoder, batch: EncoderBatch, documents: Tensor | None) -> d
     return {"sums": sums.detach()} | {name: full_tensor(p.grad) for name, p in model.named_parameters()}
 
 
-def _packed(tp: int) -> list[Arrays]:
+def _packed(tp: int, cp: int) -> list[Arrays]:
     found = []
     for sequence_parallel in (False, True):
         for case in CASES[:3]:
-            model, mesh = _model(case, tp, sequence_parallel=sequence_parallel, dtype=torch.float64)
-            rows = slice(4 // mesh.data.size * mesh.data.rank, 4 // mesh.data.size * (mesh.data.rank + 1))
-            results = _results(model, take_rows(make_batch(case.model), rows), DOCUMENTS[rows])
+            model, mesh = _model(case, tp, cp=cp, sequence_parallel=sequence_parallel, dtype=torch.float64)
+            share = 4 // mesh.samples.size
+            rows = slice(share * mesh.samples.rank, share * (mesh.samples.rank + 1))
+            batch = split_tokens(take_rows(make_batch(case.model), rows), mesh.cp)
+            results = _results(model, batch, mesh.cp.shard(DOCUMENTS[rows]))
             results["sums"] = mesh.sum_over_data(results["sums"])
             found.append(to_arrays(results))
     return found
@@ -55,8 +66,8 @@ def _packed(tp: int) -> list[Arrays]:
 
 def test_packed_documents_on_meshes_equal_one_process():
     expected = [_results(build(case.model), make_batch(case.model), DOCUMENTS) for case in CASES[:3]]
-    for world_size, tp in ((2, 2), (4, 2), (4, 4)):
-        for rank in run_ranks(world_size, _packed, tp):
+    for world_size, tp, cp in ((2, 2, 1), (4, 2, 1), (4, 4, 1), (3, 1, 3), (4, 2, 2)):
+        for rank in run_ranks(world_size, _packed, tp, cp):
             for found, truth in zip(rank, expected * 2, strict=True):
                 assert_close(to_tensors(found), truth, 1e-11)
 

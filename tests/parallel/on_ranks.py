@@ -15,9 +15,9 @@ from megalin.parallel.tensor_parallel import local
 Arrays = dict[str, np.ndarray]
 
 
-def make_mesh(tp: int, *, sequence_parallel: bool = False, shard: int | None = None) -> Mesh:
+def make_mesh(tp: int, *, cp: int = 1, sequence_parallel: bool = False, shard: int | None = None) -> Mesh:
     """The mesh of this rank's world, on the CPU."""
-    return Mesh(ParallelConfig(tp=tp, sequence_parallel=sequence_parallel, shard=shard), torch.device("cpu"))
+    return Mesh(ParallelConfig(tp=tp, cp=cp, sequence_parallel=sequence_parallel, shard=shard), torch.device("cpu"))
 
 
 def materialise(module: nn.Module, seed: int = 0) -> None:

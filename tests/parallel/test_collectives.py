@@ -14,6 +14,7 @@ from megalin.parallel.collectives import (
     all_gather,
     all_reduce,
     copy_to_axis,
+    exchange_over_axis,
     gather_from_axis,
     reduce_from_axis,
     reduce_scatter,
@@ -29,6 +30,11 @@ FUNCTIONS: dict[str, Callable[[Tensor, Axis], Tensor]] = {
     "reduce": reduce_from_axis,
     **{f"gather.{dim}": lambda x, axis, d=dim: gather_from_axis(x, axis, dim=d) for dim in range(3)},
     **{f"scatter.{dim}": lambda x, axis, d=dim: reduce_scatter_to_axis(x, axis, dim=d) for dim in range(3)},
+    **{
+        f"exchange.{split}.{join}": lambda x, axis, s=split, j=join: exchange_over_axis(x, axis, split=s, join=j)
+        for split in range(3)
+        for join in range(3)
+    },
 }
 REPLICATED_INPUT = ("copy", "slice")
 
@@ -68,7 +74,7 @@ def results(world_size: int) -> list[dict[str, Tensor]]:
 
 def truth(name: str, world_size: int) -> list[dict[str, Tensor]]:
     """y and dx of every rank by autograd through the dense map."""
-    kind, _, dim = name.partition(".")
+    kind, dim, *join = [*name.split("."), ""]
     xs = [input_of(name, rank).requires_grad_() for rank in range(world_size)]
     if name.startswith(REPLICATED_INPUT):
         xs = [xs[0]] * world_size
@@ -78,6 +84,9 @@ def truth(name: str, world_size: int) -> list[dict[str, Tensor]]:
         "reduce": lambda: [total] * world_size,
         "gather": lambda: [torch.cat(xs, int(dim))] * world_size,
         "scatter": lambda: total.chunk(world_size, int(dim)),
+        "exchange": lambda: [
+            torch.cat([x.chunk(world_size, int(dim))[rank] for x in xs], int(join[0])) for rank in range(world_size)
+        ],
         "slice": lambda: xs[0].chunk(world_size, int(dim)),
     }[kind]()
     counted = [(output_gradient(name, rank, y.shape) * y).sum() for rank, y in enumerate(ys)]

@@ -72,6 +72,7 @@ def test_run_is_the_same_on_every_mesh(tmp_path):
     for name, world_size, overrides in (
         ("dp2", 2, []),
         ("tp2", 2, ["parallel.tp=2", "parallel.sequence_parallel=true", "train.recompute=true"]),
+        ("cp3", 3, ["parallel.cp=3", "train.compile=false"]),
         ("tp2dp2", 4, ["parallel.tp=2", "train.micro_batch_size=1", "train.compile=false"]),
     ):
         result = run_ranks(world_size, train_here, config, tmp_path / name, *overrides)[-1]
