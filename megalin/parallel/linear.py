@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megalin.ops.gated_squares import gated_squares
+from megalin.ops.gated_squares import GatedSquares, gated_squares
+from megalin.ops.skip_gated_squares import skip_gated_squares
 from megalin.ops.srmsnorm import compute_dtype
 from megalin.parallel.initialisation import Draw, constant, normal
 from megalin.parallel.tensor_parallel import TensorParallel, local
@@ -143,17 +144,20 @@ class NormedRowParallelLinear(RowParallelLinear):
         if self.norm == "layernorm":
             draw(self.norm_bias, "norm_bias", constant(0.0))
 
-    def forward(self, x: Tensor, gate: Tensor | None = None, *, gate_first: bool = False) -> Tensor:
-        """x and, where there is one, gate [B, T, in/tp] -> [B, T, out], the residual stream's layout.
-
-        With `gate_first` the norm is that of x silu(gate), in the dtype of the gate, and no gate follows it.
-        """
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        """x and, where there is one, gate [B, T, in/tp] -> [B, T, out], the residual stream's layout."""
         if self.norm == "layernorm":
-            assert not gate_first, self.norm
             x = self._layer_norm(x)
             return self._add_bias(self._product(x if gate is None else x * gate))
         weight = local(self.norm_weight) if self.norm == "rmsnorm" else None
-        parts = gated_squares(x, gate, weight, gate_first=gate_first)
+        return self._scaled_product(gated_squares(x, gate, weight))
+
+    def joined(self, x: Tensor, skip: Tensor, factor: Tensor, gate: Tensor) -> Tensor:
+        """The same with the norm of (x + factor skip) silu(gate): x, skip, gate [B, T, in/tp], factor [in/tp]."""
+        assert self.norm == "rmsnorm", self.norm
+        return self._scaled_product(skip_gated_squares(x, skip, factor, gate, local(self.norm_weight)))
+
+    def _scaled_product(self, parts: GatedSquares) -> Tensor:
         total = self.tp.reduce_tokens(parts.squares)  # waited on at its first use, after the product
         y = self._product(parts.product)
         return self._add_bias((torch.rsqrt(total / self.in_features + self.eps)[..., None] * y).to(y.dtype))

@@ -157,10 +157,9 @@ class Mamba2(Mixer):
         return before.split([x.shape[-1], bc.shape[-1]], dim=-1)
 
     def _output(self, scanned: Tensor, inputs: _ScanInputs, context: SequenceContext) -> Tensor:
-        """[B, T, H/tp, P] of the scan -> the residual stream; the feed-through joins in fp32."""
-        feed_through = context.full_precision[2]
-        o = (scanned + feed_through[:, None] * inputs.x).to(scanned.dtype).flatten(2)
-        return self.out(o, inputs.gate, gate_first=True)
+        """[B, T, H/tp, P] of the scan -> the residual stream."""
+        feed_through = context.full_precision[2].repeat_interleave(self.config.head_dim)  # [M/tp]
+        return self.out.joined(scanned.flatten(2), inputs.x.flatten(2), feed_through, inputs.gate)
 
     def flops(self, length: int) -> int:
         scan = scalar_decay_scan_flops(

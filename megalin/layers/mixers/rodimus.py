@@ -165,10 +165,7 @@ class Rodimus(Mixer):
 
     def _output(self, scan: Tensor, inputs: _ScanInputs, context: SequenceContext) -> Tensor:
         """scan [B, T, 1, M/tp] -> y in the layout of the residual stream."""
-        x_conv, gate = inputs.x_conv, inputs.gate
-        feed_through = context.full_precision[1].to(compute_dtype(x_conv))
-        output = scan.squeeze(2) + feed_through * x_conv
-        return self.out(output, gate, gate_first=True)
+        return self.out.joined(scan.squeeze(2), inputs.x_conv, context.full_precision[1], inputs.gate)
 
     def flops(self, length: int) -> int:
         scan = vector_decay_scan_flops(
