@@ -1,13 +1,22 @@
 // The CUDA launchers as Python functions on addresses: shapes, dtypes and contiguity are megalin.ops' to check.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <cuda_runtime_api.h>
 
+#include <array>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <tuple>
+#include <vector>
+
+#include "decay_scan_arguments.cuh"
 
 extern "C" {
+int megalin_decay_scan(const megalin::ScanShape* shape, const megalin::Scan* scans, int count, cudaStream_t stream);
+int megalin_decay_scan_states(const megalin::ScanShape* shape, const megalin::Operand* k, const megalin::Operand* v,
+                              const float* boundary, float* added, float* states, int parts, cudaStream_t stream);
 int megalin_srmsnorm_forward(const void* x, void* y, float* scales, int64_t rows, int width, float eps, int dtype,
                              cudaStream_t stream);
 int megalin_srmsnorm_backward(const void* dy, const void* x, const float* scales, void* dx, int64_t rows, int width,
@@ -34,6 +43,28 @@ cudaStream_t stream_at(Address address) { return reinterpret_cast<cudaStream_t>(
 void check(const char* name, int code) {
   if (code == cudaSuccess) return;
   throw std::runtime_error(std::string(name) + ": " + cudaGetErrorString(static_cast<cudaError_t>(code)));
+}
+
+// The structures of the decay scan's launchers, their members in order.
+using OperandTuple = std::tuple<Address, int64_t, int64_t, int64_t>;
+using ScanTuple = std::tuple<OperandTuple, OperandTuple, OperandTuple, Address, Address, Address, bool>;
+using ShapeTuple = std::tuple<Address, Address, int, int, int, int, int, int, int, int, bool>;
+
+megalin::Operand operand_from(const OperandTuple& tuple) {
+  const auto& [data, batch, token, head] = tuple;
+  return {at<void>(data), batch, token, head};
+}
+
+megalin::Scan scan_from(const ScanTuple& tuple) {
+  const auto& [q, k, v, o, entering, leaving, transposed] = tuple;
+  return {operand_from(q), operand_from(k), operand_from(v), at<void>(o), at<float>(entering), at<float>(leaving),
+          transposed};
+}
+
+megalin::ScanShape shape_from(const ShapeTuple& tuple) {
+  const auto& [slopes, documents, batch, length, heads, key, value, slots, blocks, block_tokens, reverse] = tuple;
+  return {at<float>(slopes), at<int>(documents), batch, length, heads, key, value, slots,
+          blocks, block_tokens, reverse};
 }
 
 }  // namespace
@@ -64,5 +95,18 @@ PYBIND11_MODULE(_C, module) {
                                                at<unsigned>(frequencies), at<float>(peaks), at<int>(indices),
                                                at<void>(dx), rows, width, dtype, stream_at(stream));
     check("max_norm_backward", code);
+  });
+  module.def("decay_scan", [](const ShapeTuple& shape, const std::vector<ScanTuple>& tuples, Address stream) {
+    std::vector<megalin::Scan> scans;
+    for (const auto& tuple : tuples) scans.push_back(scan_from(tuple));
+    const auto wanted = shape_from(shape);
+    check("decay_scan", megalin_decay_scan(&wanted, scans.data(), int(scans.size()), stream_at(stream)));
+  });
+  module.def("decay_scan_states", [](const ShapeTuple& shape, const OperandTuple& k, const OperandTuple& v,
+                                     Address boundary, Address added, Address states, int parts, Address stream) {
+    const auto wanted = shape_from(shape);
+    const auto keys = operand_from(k), values = operand_from(v);
+    check("decay_scan_states", megalin_decay_scan_states(&wanted, &keys, &values, at<float>(boundary), at<float>(added),
+                                                         at<float>(states), parts, stream_at(stream)));
   });
 }

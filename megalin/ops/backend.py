@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -55,7 +55,9 @@ def register(op: str, order: tuple[Compiled, ...], self_test: Callable[[Compiled
 
 
 @torch.compiler.assume_constant_result
-def choose(op: str, backend: Backend, device: str, unsupported: str = "") -> str:
+def choose(
+    op: str, backend: Backend, device: str, unsupported: str = "", limits: Mapping[Compiled, str] | None = None
+) -> str:
     """The implementation that runs: "reference", "triton" or "cuda". A constant to torch.compile.
 
     Args:
@@ -63,25 +65,28 @@ def choose(op: str, backend: Backend, device: str, unsupported: str = "") -> str
         backend: as `Backend`.
         device: type of the tensors' device.
         unsupported: why no compiled implementation takes these arguments (dtype, size); empty where they do.
+        limits: the same of single implementations; auto goes on to the next in the order.
 
     Raises:
         KernelError: `backend` names an implementation that the op has but that cannot run here.
     """
-    choice = _choose(op, backend, device, unsupported)
+    choice = _choose(op, backend, device, unsupported, limits or {})
     _used[op] = choice
     return choice.backend
 
 
-def _choose(op: str, backend: Backend, device: str, unsupported: str) -> Choice:
+def _choose(op: str, backend: Backend, device: str, unsupported: str, limits: Mapping[Compiled, str]) -> Choice:
     reason = ""
     if backend == "auto":
         backend, reason = requested(op), VARIABLE
     if backend == "reference":
         return Choice("reference", reason)
     if backend == "auto" or backend not in _kernels[op].order:
-        return Choice("reference", f"no kernel takes {unsupported}") if unsupported else decide(op, device)
-    if unsupported:
-        raise KernelError(f'{op}: the {backend} kernel does not take {unsupported}; use backend "auto"')
+        if unsupported:
+            return Choice("reference", f"no kernel takes {unsupported}")
+        return decide(op, device, tuple((name, limit) for name, limit in limits.items() if limit))
+    if reason_against := unsupported or limits.get(backend, ""):
+        raise KernelError(f'{op}: the {backend} kernel does not take {reason_against}; use backend "auto"')
     if unfit := _unfit(op, backend, device):
         raise KernelError(f'{op}: the {backend} kernel cannot run: {unfit}; use backend "auto" or "reference"')
     return Choice(backend, reason)
@@ -108,13 +113,14 @@ def requested(op: str) -> Backend:
 
 
 @functools.cache
-def decide(op: str, device: str) -> Choice:
-    """What `auto` takes for an op, decided at its first use and logged."""
+def decide(op: str, device: str, limits: tuple[tuple[Compiled, str], ...] = ()) -> Choice:
+    """What `auto` takes for an op, decided at its first use and logged; `limits` as `choose` has them."""
     if device != "cuda":
         return Choice("reference", f"device {device}")
     reasons: list[str] = []
+    beyond = {name: f"does not take {limit}" for name, limit in limits}
     for candidate in _kernels[op].order:
-        if not (reason := _unfit(op, candidate, device)):
+        if not (reason := beyond.get(candidate) or _unfit(op, candidate, device)):
             _log.info("%s: %s%s", op, candidate, f" ({'; '.join(reasons)})" if reasons else "")
             return Choice(candidate, "; ".join(reasons))
         reasons.append(f"{candidate}: {reason}")

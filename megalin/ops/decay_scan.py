@@ -12,6 +12,7 @@ Documents: `document_ids` is non-decreasing along T; a token sees the tokens of 
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megalin.ops import backend as backends
+from megalin.ops import decay_scan_cuda
 from megalin.ops.backend import Backend, Compiled
 from megalin.ops.chunks import chunk_documents, split_chunks
 from megalin.ops.operands import check_operands, check_scan
@@ -59,7 +61,7 @@ def decay_scan(
         document_ids: [B, T] integers; None when each row is one document.
         chunk_size: C of the reference, kernels have their own; the result does not depend on it beyond rounding.
         backend: which implementation runs; compiled ones take q, k, v of one dtype, fp32, bf16 or fp16, with K and V
-            up to 256.
+            up to 256, the CUDA one bf16.
 
     Returns:
         ScanOutput. Products take operands in the dtype of v and sum in fp32; states are folded in fp32 (fp64 for fp64
@@ -71,7 +73,8 @@ def decay_scan(
     """
     decay = ("slopes", slopes, "H")
     check_scan("decay_scan", (q, "BTHK"), (k, "BTHK"), v, decay, initial_state, document_ids)
-    choice = backends.choose("decay_scan", backend, v.device.type, unsupported(q, k, v))
+    limits: dict[Compiled, str] = {"cuda": decay_scan_cuda.unsupported(q, k, v)}
+    choice = backends.choose("decay_scan", backend, v.device.type, unsupported(q, k, v), limits)
     if choice == "reference":
         return decay_scan_reference(
             q, k, v, slopes, initial_state=initial_state, document_ids=document_ids, chunk_size=chunk_size
@@ -240,6 +243,14 @@ def padded(x: Tensor, columns: int, rows: int = 0) -> Tensor:
     return functional.pad(x, (0, columns, 0, rows)) if rows or columns else x
 
 
+def _kernels(backend: str) -> ModuleType:
+    if backend == "cuda":
+        return decay_scan_cuda
+    from megalin._triton import decay_scan
+
+    return decay_scan
+
+
 @torch.library.custom_op("megalin::decay_scan", mutates_args=())
 def _forward(
     q: Tensor,
@@ -251,9 +262,9 @@ def _forward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> output, last state, and the states entering the blocks that the sequence is cut into (empty for one)."""
-    from megalin._triton import decay_scan as kernels
-
-    return kernels.forward(q, k, v, slopes, *(None if x is None else x.contiguous() for x in (initial, documents)))
+    return _kernels(backend).forward(
+        q, k, v, slopes, *(None if x is None else x.contiguous() for x in (initial, documents))
+    )
 
 
 @_forward.register_fake
@@ -266,11 +277,9 @@ def _(
     documents: Tensor | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from megalin._triton import decay_scan as kernels
-
     (batch, length, heads, key), value = k.shape, v.shape[-1]
     state = k.new_empty(batch, heads, key, value, dtype=torch.float32)
-    return v.new_empty(v.shape), state, state.new_empty(kernels.saved_shape(batch, length, heads, key, value))
+    return v.new_empty(v.shape), state, state.new_empty(_kernels(backend).saved_shape(batch, length, heads, key, value))
 
 
 @torch.library.custom_op("megalin::decay_scan_backward", mutates_args=())
@@ -286,10 +295,8 @@ def _backward(
     states: Tensor,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from megalin._triton import decay_scan as kernels
-
     initial, documents, d_state = (None if x is None else x.contiguous() for x in (initial, documents, d_state))
-    return kernels.backward(d_output, d_state, q, k, v, slopes, initial, documents, states)
+    return _kernels(backend).backward(d_output, d_state, q, k, v, slopes, initial, documents, states)
 
 
 @_backward.register_fake
@@ -368,5 +375,5 @@ def _self_test_step(backend: Compiled, device: str) -> str:
     return ""
 
 
-backends.register("decay_scan", ("triton",), _self_test)
+backends.register("decay_scan", ("triton", "cuda"), _self_test)
 backends.register("decay_step", ("triton",), _self_test_step)

@@ -1,5 +1,7 @@
 """The decay scans' kernels on the chip against fp64: lengths, decays, dtypes, widths, documents, equal bits."""
 
+import importlib.util
+
 import pytest
 import torch
 
@@ -12,6 +14,10 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+CUDA = pytest.param(
+    "cuda",
+    marks=pytest.mark.skipif(importlib.util.find_spec("megalin._C") is None, reason="the CUDA extension is not built"),
+)
 FLOOR = {torch.float32: 2.4e-7, torch.bfloat16: 7.8e-3, torch.float16: 9.8e-4}
 SLOPES = {"none": None, "weak": (1e-6, 0.004, 0.0), "strong": (0.5, 3.0, 20.0)}
 STRENGTHS = {"none": 0.0, "weak": 0.003, "strong": 20.0}
@@ -48,11 +54,11 @@ def results(function, inputs, **options):
     return found | {f"gradient.{name}": leaf.grad for name, leaf in leaves.items()}
 
 
-def compare(function, reference, inputs, **options):
+def compare(function, reference, inputs, *, backend="triton", **options):
     exact = {n: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for n, x in options.items()}
     truth = results(reference, {name: x.double() for name, x in inputs.items()}, **exact)
     same = errors(results(reference, inputs, **options), truth)
-    first, second = (results(function, inputs, backend="triton", **options) for _ in range(2))
+    first, second = (results(function, inputs, backend=backend, **options) for _ in range(2))
     found, floor = errors(first, truth), FLOOR[inputs["v"].dtype]
     bad = {n: (found[n], same[n]) for n in truth if not found[n] <= max(2 * same[n], floor)}
     assert not bad, f"(error, reference's error): {bad}"
@@ -70,17 +76,40 @@ def _unwritten_memory_shows():
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("decay", SLOPES)
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 1000, 4096])
-def test_fixed_decay(length, decay, packed):
+@pytest.mark.parametrize("backend", ["triton", CUDA])
+def test_fixed_decay(backend, length, decay, packed):
     slopes = None if SLOPES[decay] is None else torch.tensor(SLOPES[decay], device="cuda")
     documents = documents_of(length) if packed else None
     inputs = make_inputs(length, torch.bfloat16, 128, 128)
-    compare(decay_scan, decay_scan_reference, inputs, slopes=slopes, document_ids=documents)
+    compare(decay_scan, decay_scan_reference, inputs, backend=backend, slopes=slopes, document_ids=documents)
 
 
 @pytest.mark.parametrize(("dtype", "key", "value"), OTHERS)
 def test_fixed_decay_of_other_dtypes_and_widths(dtype, key, value):
     slopes = torch.tensor(SLOPES["weak"], device="cuda")
     compare(decay_scan, decay_scan_reference, make_inputs(1000, dtype, key, value), slopes=slopes)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("key", "value"), [(256, 128), (200, 136), (128, 64), (64, 128), (80, 17), (40, 104)])
+@pytest.mark.parametrize("backend", [CUDA])
+def test_fixed_decay_of_other_widths_in_cuda(backend, key, value, packed):
+    slopes = torch.tensor(SLOPES["weak"], device="cuda")
+    documents = documents_of(1000) if packed else None
+    inputs = make_inputs(1000, torch.bfloat16, key, value)
+    compare(decay_scan, decay_scan_reference, inputs, backend=backend, slopes=slopes, document_ids=documents)
+
+
+@pytest.mark.parametrize("backend", ["triton", CUDA])
+def test_fixed_decay_of_views_and_without_a_state(backend):
+    """q, k, v as slices of one projection, rows enough for one block each."""
+    slopes = torch.full([16], 0.01, device="cuda")
+    projection = torch.randn(10, 200, 16, 3 * 64, device="cuda", dtype=torch.bfloat16)
+    inputs = dict(zip("qkv", projection.split(64, dim=-1), strict=True))
+    found = results(lambda **x: decay_scan(**x, slopes=slopes, backend=backend), inputs)
+    exact = {name: x.double() for name, x in inputs.items()}
+    truth = results(lambda **x: decay_scan_reference(**x, slopes=slopes.double()), exact)
+    assert max(errors(found, truth).values()) <= FLOOR[torch.bfloat16]
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -100,11 +129,12 @@ def test_scalar_decay_of_other_dtypes_and_widths(dtype, key, value):
     compare(scalar_decay_scan, scalar_decay_scan_reference, inputs)
 
 
-def test_a_long_sequence_equals_its_pieces():
+@pytest.mark.parametrize("backend", ["triton", CUDA])
+def test_a_long_sequence_equals_its_pieces(backend):
     """131072 tokens at once, and in eight pieces that hand on their states, in fp64."""
     slopes = torch.tensor([0.0, 1e-4, 0.3], device="cuda")
     q, k, v = (torch.randn(1, 131072, 3, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    found, state, pieces = decay_scan(q, k, v, slopes, backend="triton"), None, []
+    found, state, pieces = decay_scan(q, k, v, slopes, backend=backend), None, []
     for piece in zip(*(x.split(16384, dim=1) for x in (q, k, v)), strict=True):
         output, state = decay_scan_reference(*(x.double() for x in piece), slopes.double(), initial_state=state)
         pieces.append(output)
@@ -124,11 +154,12 @@ def test_a_step(dtype):
     assert errors({"o": found.output}, {"o": truth.output})["o"] <= max(FLOOR[dtype], 1e-6)
 
 
-def test_blocks_compile_with_the_scans_inside():
+@pytest.mark.parametrize("backend", ["triton", CUDA])
+def test_blocks_compile_with_the_scans_inside(backend):
     slopes = torch.tensor([0.0, 0.01], device="cuda")
 
     def function(q, k, v, g):
-        o = decay_scan(q.sin(), k, v, slopes, backend="triton").output
+        o = decay_scan(q.sin(), k, v, slopes, backend=backend).output
         return scalar_decay_scan(q, k.cos(), o, g, backend="triton").output
 
     q, k, v = (torch.randn(2, 200, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))

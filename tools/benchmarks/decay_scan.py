@@ -37,13 +37,16 @@ def _case(shape: str, batch: int, length: int, key: int, *, decay: bool) -> Case
 
         return run
 
+    built = importlib.util.find_spec("megalin._C") is not None
+    backends = ["triton", "cuda"] if built else ["triton"]
+    others = {name: apply(functools.partial(decay_scan, backend=name)) for name in backends}
     return Case(
         op="decay_scan",
         shape=f"{shape} bf16",
         inputs=inputs,
         checked={name: x[:1, :CHECKED] for name, x in inputs.items()},
         reference=apply(decay_scan_reference),
-        ours={"auto": apply(decay_scan)},
+        ours={"auto": apply(decay_scan)} | others,
         peers=_peers(slopes),
         bytes=Work(read + written, 2 * read + written),
         flops=Work(flops, 2 * flops),

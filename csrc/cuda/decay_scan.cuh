@@ -1,0 +1,341 @@
+// Linear recurrence with a fixed scalar decay a head or none: one kernel gives o, dq, dk and dv.
+//
+//   o_t = sum_{j <= t} e^{-s (t - j)} (q_t . k_j) v_j + e^{-s (t + 1)} S_0^T q_t
+//
+//   dq = scan(do, v, k) with the states transposed,    dk = scan(v, do, q), dv = scan(k, q, do) from the end
+//
+// A sequence is cut into blocks, as many as fill the chip. A thread block goes over the chunks of 64 tokens of one, with
+// S^T [value, key] in registers: a warp holds 16 of its rows. With P = (q k^T) * decay, [64, 64], a chunk is
+//
+//   o^T = (S^T q^T) * from_start + v^T P^T,    S^T = through S^T + (to_end * v)^T k
+//
+// The states that enter blocks are formed first: what each part of a block adds, by the second product alone, then folded
+// over parts. A scan from the end swaps the decay from the start of the chunk, e^{-s (i + 1)}, and to its end,
+// e^{-s (n - 1 - i)}, of every token; both are zero across a document's start.
+#pragma once
+
+#include "decay_scan_arguments.cuh"
+#include "decay_scan_products.cuh"
+
+namespace megalin {
+
+constexpr float LOG2_E = 1.4426950408889634f;
+
+__device__ inline float slope_of(const ScanShape& shape, int head) {
+  return shape.slopes ? shape.slopes[head] * LOG2_E : 0.0f;  // in powers of two
+}
+
+__device__ inline const int* documents_of(const ScanShape& shape, int batch) {
+  return shape.documents ? shape.documents + int64_t(batch) * shape.length : nullptr;
+}
+
+// Two scans of one launch read the same tensors at the same time.
+struct Scans {
+  Scan scan[2];
+  int count;
+};
+
+// Shared memory of a thread block: three stages of tiles, P, and the tokens' documents and factors.
+template <int KEY, int VALUE, bool OUTPUT>
+struct Shared {
+  static constexpr int STAGES = OUTPUT && KEY > 128 ? 2 : 3;
+  static constexpr int KEY_BYTES = KEY / 64 * PANEL_BYTES, VALUE_BYTES = VALUE / 64 * PANEL_BYTES;
+  static constexpr int K = OUTPUT ? KEY_BYTES : 0, V = K + KEY_BYTES, STAGE = V + VALUE_BYTES;
+  static constexpr int SCORES = STAGES * STAGE, SMALL = SCORES + (OUTPUT ? PANEL_BYTES : 0);
+
+  struct Small {
+    int documents[STAGES][CHUNK + 1];            // of the token before the chunk, and of the chunk's
+    float decay[2 * CHUNK];                      // by reader - writer + 64: zero where the reader comes first
+    float2 read[CHUNK / 2], write[CHUNK / 2];    // factors of what tokens take from the state, and give to it
+  };
+  // Tiles start at a multiple of 1024.
+  static constexpr int BYTES = SMALL + sizeof(Small) + 1024;
+};
+
+// Pieces of a tile that a thread moves: one column of pieces, rows a multiple of eight apart, which keeps the swap.
+template <int WIDTH, int THREADS>
+struct Pieces {
+  static constexpr int PIECES = WIDTH / 8, ROWS = THREADS / PIECES, COUNT = CHUNK / ROWS;
+  static_assert(ROWS % 8 == 0);
+  static __device__ int column() { return threadIdx.x % PIECES * 8; }
+  static __device__ int row() { return threadIdx.x / PIECES; }
+  static __device__ uint32_t offset() { return piece_offset(row(), threadIdx.x % PIECES); }
+};
+
+// `count` tokens of a chunk are there, and `columns` columns of the operand.
+template <int WIDTH, int THREADS>
+__device__ void load_tile(uint32_t tile, const __nv_bfloat16* source, int64_t stride, int count, int columns) {
+  using P = Pieces<WIDTH, THREADS>;
+  tile += P::offset();
+  source += P::row() * stride + P::column();
+  const int rows = P::column() < columns ? count - P::row() : 0;
+#pragma unroll
+  for (int i = 0; i < P::COUNT; ++i) {
+    copy_piece(tile + i * P::ROWS * 128, source, i * P::ROWS < rows);
+    source += P::ROWS * stride;
+  }
+}
+
+template <int WIDTH, int THREADS>
+__device__ void store_tile(uint32_t tile, __nv_bfloat16* target, int64_t stride, int count, int columns) {
+  using P = Pieces<WIDTH, THREADS>;
+  tile += P::offset();
+  target += P::row() * stride + P::column();
+  const int rows = P::column() < columns ? count - P::row() : 0;
+#pragma unroll
+  for (int i = 0; i < P::COUNT; ++i) {
+    const uint4 x = load_piece(tile + i * P::ROWS * 128);
+    if (i * P::ROWS < rows) *reinterpret_cast<uint4*>(target) = x;
+    target += P::ROWS * stride;
+  }
+}
+
+// Where the thread block's operands start: batch, head and columns applied.
+__device__ inline const __nv_bfloat16* start_of(const Operand& x, int batch, int head, int column = 0) {
+  return static_cast<const __nv_bfloat16*>(x.data) + batch * x.batch + head * x.head + column;
+}
+
+// OUTPUT: o of a block for each of two scans, and the state after the last. Else what parts `skipped` onwards add to the
+// state, to `leaving` [B H, blocks, key, value], from k and v alone.
+template <int KEY, int VALUE, bool OUTPUT>
+__global__ void __launch_bounds__(2 * VALUE, OUTPUT || KEY > 128 ? 1 : 2)
+    decay_scan(const __grid_constant__ ScanShape shape, const __grid_constant__ Scans scans, int skipped) {
+  using S = Shared<KEY, VALUE, OUTPUT>;
+  constexpr int THREADS = 2 * VALUE, GROUPS = VALUE / 64, SEEN = CHUNK / GROUPS;  // columns of P that a warpgroup forms
+  extern __shared__ uint8_t memory[];
+  const uint32_t unaligned = shared_address(memory), base = (unaligned + 1023) / 1024 * 1024;
+  auto& small = *reinterpret_cast<typename S::Small*>(memory + (base - unaligned) + S::SMALL);
+  const int warp = threadIdx.x / 32, group = warp / 4, g = lane() / 4, c = lane() % 4;
+
+  const Scan& scan = scans.scan[blockIdx.x % scans.count];
+  const int tiles = (shape.value + VALUE - 1) / VALUE, program = blockIdx.x / scans.count;
+  const int row = program / tiles, column = program % tiles * VALUE;
+  const int batch = row / shape.heads, head = row % shape.heads, block = blockIdx.y + skipped;
+  const int columns = shape.value - column;
+  const float slope = slope_of(shape, head);
+  const int* documents = documents_of(shape, batch);
+  const __nv_bfloat16 *q = nullptr, *k = start_of(scan.k, batch, head), *v = start_of(scan.v, batch, head, column);
+  if constexpr (OUTPUT) q = start_of(scan.q, batch, head);
+  const int64_t o_stride = int64_t(shape.heads) * shape.value;
+  auto* const o_start =
+      static_cast<__nv_bfloat16*>(scan.o) + int64_t(batch) * shape.length * o_stride + head * shape.value + column;
+
+  const int first = block * shape.block_tokens, tokens = max(0, min(shape.block_tokens, shape.length - first));
+  const int chunks = (tokens + CHUNK - 1) / CHUNK;
+  const auto start_at = [&](int i) { return first + (shape.reverse ? chunks - 1 - i : i) * CHUNK; };
+  const auto stage_at = [&](int i) { return base + i % S::STAGES * S::STAGE; };
+  const auto load = [&](int i) {
+    const int start = start_at(i), count = min(shape.length - start, CHUNK);
+    const uint32_t stage = stage_at(i);
+    if constexpr (OUTPUT) load_tile<KEY, THREADS>(stage, q + start * scan.q.token, scan.q.token, count, shape.key);
+    load_tile<KEY, THREADS>(stage + S::K, k + start * scan.k.token, scan.k.token, count, shape.key);
+    load_tile<VALUE, THREADS>(stage + S::V, v + start * scan.v.token, scan.v.token, count, columns);
+    if (documents && threadIdx.x <= CHUNK) {
+      const int token = min(max(start - 1 + int(threadIdx.x), 0), start + count - 1);
+      copy_word(shared_address(&small.documents[i % S::STAGES][threadIdx.x]), documents + token);
+    }
+  };
+  const auto store = [&](int i) {
+    const int start = start_at(i), count = min(shape.length - start, CHUNK);
+    store_tile<VALUE, THREADS>(stage_at(i) + S::V, o_start + start * o_stride, o_stride, count, columns);
+  };
+  // Element e of tile j of S^T, in its matrix.
+  const auto inside = [&](int j, int e) {
+    return column + 16 * warp + g + 8 * (e / 2) < shape.value && 8 * j + 2 * c + e % 2 < shape.key;
+  };
+  const auto place = [&](int j, int e) {
+    const int value = column + 16 * warp + g + 8 * (e / 2), key = 8 * j + 2 * c + e % 2;
+    return scan.transposed ? value * shape.key + key : key * shape.value + value;
+  };
+  const int64_t size = int64_t(shape.key) * shape.value;
+
+#pragma unroll
+  for (int i = 0; i < S::STAGES - 1; ++i) {
+    if (i < chunks) load(i);
+    commit_copies();
+  }
+  float state[KEY / 8][4] = {};
+  if constexpr (OUTPUT) {
+    if (scan.entering) {
+      const float* entering = scan.entering + (int64_t(row) * shape.slots + block) * size;
+#pragma unroll
+      for (int j = 0; j < KEY / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) state[j][e] = inside(j, e) ? entering[place(j, e)] : 0.0f;
+      }
+    }
+  }
+  for (int i = threadIdx.x; OUTPUT && i < 2 * CHUNK; i += THREADS) {
+    const int distance = shape.reverse ? CHUNK - i : i - CHUNK;
+    small.decay[i] = distance < 0 ? 0.0f : exp2f(-slope * distance);
+  }
+
+  for (int i = 0; i < chunks; ++i) {
+    wait_for_copies<S::STAGES - 2>();
+    publish_tiles();
+    __syncthreads();
+    if constexpr (OUTPUT) {
+      if (i > 0) store(i - 1);
+    }
+    if (i + S::STAGES - 1 < chunks) load(i + S::STAGES - 1);
+    commit_copies();
+
+    const uint32_t stage = stage_at(i);
+    const int count = min(shape.length - start_at(i), CHUNK);
+    const int* document = small.documents[i % S::STAGES];
+    float through = exp2f(-slope * count);
+    if (documents && document[0] != document[count]) through = 0.0f;
+    if (threadIdx.x < CHUNK) {
+      const int index = threadIdx.x;
+      float from_start = exp2f(-slope * (index + 1)), to_end = exp2f(-slope * max(count - 1 - index, 0));
+      if (documents) {
+        if (document[index + 1] != document[0]) from_start = 0.0f;
+        if (document[index + 1] != document[count]) to_end = 0.0f;
+      }
+      reinterpret_cast<float*>(small.read)[index] = shape.reverse ? to_end : from_start;
+      reinterpret_cast<float*>(small.write)[index] = shape.reverse ? from_start : to_end;
+    }
+
+    float o[OUTPUT ? CHUNK / 8 : 1][4] = {};
+    if constexpr (OUTPUT) {
+      float scores[SEEN / 8][4] = {};
+      begin_products();
+      multiply_tiles<KEY>(scores, stage, stage + S::K + group * SEEN * 128);
+      end_products();
+      // As much of S^T at a time as registers hold beside it.
+      constexpr int STEPS = KEY < 128 ? KEY / 16 : 8;
+#pragma unroll
+      for (int first_step = 0; first_step < KEY / 16; first_step += STEPS) {
+        if (first_step > 0) wait_for_products<0>(o);
+        Left rounded[STEPS];
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+#pragma unroll
+          for (int r = 0; r < 4; ++r) {
+            const auto& tile = state[2 * (first_step + step) + r / 2];
+            rounded[step][r] = pack(tile[2 * (r % 2)], tile[2 * (r % 2) + 1]);
+          }
+        }
+        begin_products();
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) multiply<Rows::N>(o, rounded[step], stage, first_step + step);
+        end_products();
+      }
+      wait_for_products<1>(scores);
+      const int reader = warp % 4 * 16 + g;
+      const float* decay = small.decay + CHUNK + reader - (group * SEEN + 2 * c);
+#pragma unroll
+      for (int j = 0; j < SEEN / 8; ++j) {
+        const int writer = group * SEEN + 8 * j + 2 * c;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float x = scores[j][2 * half], y = scores[j][2 * half + 1];
+          x *= decay[8 * half - 8 * j], y *= decay[8 * half - 8 * j - 1];
+          if (documents) {
+            const int own = document[1 + reader + 8 * half];
+            if (document[1 + writer] != own) x = 0.0f;
+            if (document[2 + writer] != own) y = 0.0f;
+          }
+          store_word(base + S::SCORES + piece_offset(reader + 8 * half, writer / 8) + 4 * c, pack(x, y));
+        }
+      }
+      publish_tiles();
+    }
+    // This warp's 16 columns of v, transposed: nobody else reads them, o replaces them.
+    const int v_piece = 2 * warp;
+    Left values[CHUNK / 16];
+#pragma unroll
+    for (int step = 0; step < CHUNK / 16; ++step) {
+      const int token = 16 * step + lane() / 16 * 8 + lane() % 8;
+      load_matrices_transposed(values[step], stage + S::V + piece_offset(token, v_piece + lane() / 8 % 2));
+    }
+    if constexpr (OUTPUT) wait_for_products<0>(o);
+    __syncthreads();
+
+    if constexpr (OUTPUT) {
+#pragma unroll
+      for (int j = 0; j < CHUNK / 8; ++j) {
+        const float2 read = small.read[4 * j + c];
+        o[j][0] *= read.x, o[j][1] *= read.y, o[j][2] *= read.x, o[j][3] *= read.y;
+      }
+      begin_products();
+#pragma unroll
+      for (int step = 0; step < CHUNK / 16; ++step) multiply<Rows::N>(o, values[step], base + S::SCORES, step);
+      end_products();
+    }
+    Left weighted[CHUNK / 16];
+#pragma unroll
+    for (int step = 0; step < CHUNK / 16; ++step) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const float2 write = small.write[8 * step + 4 * (r / 2) + c];
+        weighted[step][r] = pack(low_half(values[step][r]) * write.x, high_half(values[step][r]) * write.y);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < KEY / 8; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) state[j][e] *= through;
+    }
+    begin_products();
+#pragma unroll
+    for (int step = 0; step < CHUNK / 16; ++step) multiply<Rows::K>(state, weighted[step], stage + S::K, step);
+    end_products();
+    if constexpr (OUTPUT) {
+      wait_for_products<1>(o);
+#pragma unroll
+      for (int j = 0; j < CHUNK / 8; j += 2) {
+        const Left rounded = {pack(o[j][0], o[j][1]), pack(o[j + 1][0], o[j + 1][1]), pack(o[j][2], o[j][3]),
+                              pack(o[j + 1][2], o[j + 1][3])};
+        store_matrices_transposed(stage + S::V + piece_offset(8 * j + lane() % 16, v_piece + lane() / 16), rounded);
+      }
+    }
+    wait_for_products<0>(state);
+  }
+
+  if constexpr (OUTPUT) {
+    __syncthreads();
+    if (chunks > 0) store(chunks - 1);
+  }
+  const bool last = block == (shape.reverse ? 0 : shape.blocks - 1);
+  if (OUTPUT ? scan.leaving && last : true) {
+    float* leaving = scan.leaving + (OUTPUT ? int64_t(row) : int64_t(row) * shape.blocks + block) * size;
+#pragma unroll
+    for (int j = 0; j < KEY / 8; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (inside(j, e)) leaving[place(j, e)] = state[j][e];
+      }
+    }
+  }
+}
+
+// What each of `parts` parts of a block adds [B H, blocks parts, size] -> states [B H, slots, size] that enter the
+// blocks; `boundary` [B H, size] enters the first, or the last of a scan from the end.
+__global__ void __launch_bounds__(256)
+    fold_states(const __grid_constant__ ScanShape shape, const float* added, const float* boundary, float* states,
+                int parts) {
+  const int size = shape.key * shape.value, tiles = (size + 1023) / 1024;
+  const int row = blockIdx.x / tiles, element = blockIdx.x % tiles * 1024 + threadIdx.x * 4;
+  if (element >= size) return;
+  const int total = shape.blocks * parts, part_tokens = shape.block_tokens / parts;
+  const float slope = slope_of(shape, row % shape.heads);
+  const int* documents = documents_of(shape, row / shape.heads);
+  added += int64_t(row) * total * size + element;
+  states += int64_t(row) * shape.slots * size + element;
+  float4 state = {};
+  if (boundary) state = *reinterpret_cast<const float4*>(boundary + int64_t(row) * size + element);
+  for (int i = 0; i < total; ++i) {
+    const int part = shape.reverse ? total - 1 - i : i;
+    if (i % parts == 0) *reinterpret_cast<float4*>(states + int64_t(part / parts) * size) = state;
+    if (i >= total - parts) break;
+    const float4 more = *reinterpret_cast<const float4*>(added + int64_t(part) * size);
+    const int start = min(part * part_tokens, shape.length), end = min(start + part_tokens, shape.length);
+    float through = exp2f(-slope * (end - start));
+    if (documents && documents[max(start - 1, 0)] != documents[end - 1]) through = 0.0f;
+    state.x = state.x * through + more.x, state.y = state.y * through + more.y;
+    state.z = state.z * through + more.z, state.w = state.w * through + more.w;
+  }
+}
+
+}  // namespace megalin

@@ -1,0 +1,107 @@
+// Tiles of 64 tokens in shared memory, and products of them on the tensor cores: bf16 operands, fp32 sums.
+//
+// A tile is made of panels of 64 columns: rows of 128 bytes, whose pieces of 16 bytes are swapped by the row, which is
+// what wgmma reads with its 128-byte swizzle and what ldmatrix reads without bank conflicts.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace megalin {
+
+constexpr int CHUNK = 64;
+constexpr int PANEL_BYTES = CHUNK * 128;
+
+// Fragments of one warp, with g = lane / 4 and c = lane % 4. A product's result [16, N]: element e of tile j is at row
+// g + 8 (e / 2), column 8 j + 2 c + e % 2. A left operand [16, 16]: register i holds the columns 2 c + 8 (i / 2) and the
+// next of row g + 8 (i % 2), so that two tiles of a result, rounded, are a left operand.
+template <int N>
+using Result = float[N / 8][4];
+using Left = uint32_t[4];
+
+__device__ inline int lane() { return threadIdx.x % 32; }
+
+// Bytes from the start of a tile to 8 columns of a row.
+__device__ inline uint32_t piece_offset(int row, int piece) {
+  return piece / 8 * PANEL_BYTES + row * 128 + ((piece ^ row) % 8) * 16;
+}
+
+__device__ inline uint32_t pack(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+__device__ inline float low_half(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ inline float high_half(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+__device__ inline uint32_t shared_address(const void* pointer) { return __cvta_generic_to_shared(pointer); }
+
+// 16 bytes, zeros unless `valid`.
+__device__ inline void copy_piece(uint32_t target, const void* source, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+__device__ inline void copy_word(uint32_t target, const void* source) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(source) : "memory");
+}
+
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// All but the `PENDING` groups committed last have arrived.
+template <int PENDING>
+__device__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+__device__ inline void store_word(uint32_t target, uint32_t value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(target), "r"(value) : "memory");
+}
+
+__device__ inline uint4 load_piece(uint32_t source) {
+  uint4 x;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(source));
+  return x;
+}
+
+// Four matrices of 8 x 8: lane l gives the address of row l % 8 of matrix l / 8.
+__device__ inline void load_matrices(Left& x, uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(row)
+               : "memory");
+}
+
+__device__ inline void load_matrices_transposed(Left& x, uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(row)
+               : "memory");
+}
+
+// The inverse of `load_matrices_transposed`.
+__device__ inline void store_matrices_transposed(uint32_t row, const Left& x) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(x[0]),
+               "r"(x[1]), "r"(x[2]), "r"(x[3])
+               : "memory");
+#else
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    uint32_t transposed;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(x[i]));
+    store_word(__shfl_sync(0xffffffffu, row, 8 * i + lane() / 4) + lane() % 4 * 4, transposed);
+  }
+#endif
+}
+
+__device__ inline void multiply_fragments(float (&d)[4], const Left& a, uint32_t b0, uint32_t b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+               "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+}  // namespace megalin
