@@ -1,314 +1,294 @@
-"""Linear recurrence with a data-dependent scalar decay a token and head (Mamba-2), every phase parallel over chunks.
+"""Linear recurrence with a data-dependent scalar decay a token and head (Mamba-2): states pass along in registers.
 
     S_t = e^{g_t} S_{t-1} + k_t v_t^T,    o_t = S_t^T q_t
 
-chunk_state_kernel: what each chunk adds to the state (from the end: to its gradient); fold_kernel: the states that
-enter chunks; output_kernel: o. key_gradient_kernel sums dq and dk over the heads that share q and k in registers;
-value_gradient_kernel: dv and dg. Sums of g between two tokens of a chunk are differences in fp64, restarted at each
-document; the gradient of g is taken from pairs of different tokens alone, so that nothing large cancels.
+A sequence is cut into blocks, as many as fill the chip. A block goes over its chunks of C tokens with its state in
+registers; the states that enter blocks are formed first: what each part of a block adds (state_kernel), folded over
+the parts (fold_kernel). dv = scan(k, q, do) from the end, where decays from a chunk's start and to its end swap. On
+the way both directions keep the states between chunks, from which key_gradient_kernel sums dq and dk over the heads
+that share q and k, in registers, and forms the terms of dg.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 import triton
 import triton.language as tl
+from megalin._triton.scalar_decay_gradient import key_gradients
+from megalin._triton.scalar_decays import Decays, Tiles, chunk_of, constants, decays, launches, pair_decay, power
 from megalin._triton.tiles import aligned, tiled
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 @triton.jit
-def _add_restarting(x, x_starts, y, y_starts):
-    """Sums that restart: (sum, whether a start lies in it)."""
-    return tl.where(y_starts != 0, y, x + y), x_starts | y_starts
+def _row_and_column(VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr):
+    """batch x head, and the first value column."""
+    program, tiles = tl.program_id(0), tl.cdiv(VALUE, BLOCK_VALUE)
+    return program // tiles, program % tiles * BLOCK_VALUE
 
 
-@triton.jit
-def _add(x, y):
-    return x + y
-
-
-@triton.jit
-def _running_sum(x, starts, DOCUMENTS: tl.constexpr, REVERSE: tl.constexpr):
-    """Inclusive sums over [C], restarted where `starts` is not 0 when there are documents."""
-    if DOCUMENTS:
-        return tl.associative_scan((x, starts), 0, _add_restarting, reverse=REVERSE)[0]
-    return tl.associative_scan(x, 0, _add, reverse=REVERSE)
-
-
-@triton.jit
-def _decays(g_ptr, documents_ptr, start, length, stride, DOCUMENTS: tl.constexpr, C: tl.constexpr):
-    """Of a chunk: fp64 sums of g up to each token of its document [C]; decays from the start to each token and from
-    each to the end [C], and through the chunk, zero across a start of a document; documents, and the marks of their
-    first and last tokens."""
-    index = tl.arange(0, C)
-    count = tl.minimum(length - start, C)
-    last_index = count - 1
-    g = tl.load(g_ptr + (start.to(tl.int64) + index) * stride, mask=index < count, other=0.0).to(tl.float64)
-    document = index
-    firsts = tl.zeros([C], tl.int32)
-    lasts = firsts
-    if DOCUMENTS:
-        place = tl.minimum(index, last_index)
-        document = tl.load(documents_ptr + start + place)
-        firsts = (document != tl.load(documents_ptr + start + tl.maximum(place - 1, 0))).to(tl.int32)
-        lasts = (document != tl.load(documents_ptr + start + tl.minimum(place + 1, last_index))).to(tl.int32)
-    sums = _running_sum(g, firsts, DOCUMENTS, False)
-    total = tl.sum(tl.where(index == last_index, sums, 0.0), axis=0)
-    from_start = tl.exp(sums.to(tl.float32))
-    to_end = tl.exp(tl.minimum(total - sums, 0.0).to(tl.float32))
-    through = tl.exp(total.to(tl.float32))
-    if DOCUMENTS:
-        before = tl.load(documents_ptr + tl.maximum(start - 1, 0))
-        last = tl.load(documents_ptr + start + last_index)
-        from_start = tl.where(document == before, from_start, 0.0)
-        to_end = tl.where(document == last, to_end, 0.0)
-        through = tl.where(before == last, through, 0.0)
-    return sums, from_start, to_end, through, document, firsts, lasts
-
-
-@triton.jit
-def _pair_decay(sums, document, DOCUMENTS: tl.constexpr, C: tl.constexpr):
-    """[C, C] decay between tokens s <= t of one document, else 0."""
-    index = tl.arange(0, C)
-    visible = index[:, None] >= index[None, :]
-    if DOCUMENTS:
-        visible = visible & (document[:, None] == document[None, :])
-    between = (sums[:, None] - sums[None, :]).to(tl.float32)
-    return tl.where(visible, tl.exp(tl.minimum(between, 0.0)), 0.0)
-
-
-@triton.jit(do_not_specialize=["length", "chunks"])
-def chunk_state_kernel(
-    k_tiles, v_tiles, g_ptr, documents_ptr, states_ptr, through_ptr, length, heads, group, chunks,
-    KEY: tl.constexpr, VALUE: tl.constexpr, DOCUMENTS: tl.constexpr, REVERSE: tl.constexpr, C: tl.constexpr,
-    BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+@triton.jit(do_not_specialize=["length", "chunks", "part_chunks", "skipped"])
+def state_kernel(
+    k_tiles, v_tiles, weight_ptr, through_ptr, entering_ptr, state_tiles, added_ptr, passed_ptr,
+    heads, group, chunks, parts, part_chunks, skipped,
+    KEY: tl.constexpr, VALUE: tl.constexpr, REVERSE: tl.constexpr, ENTERING: tl.constexpr, KEPT: tl.constexpr,
+    C: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """states [B H, chunks, KEY, VALUE]: the keys of chunk n decayed to its end (REVERSE: the queries decayed from its
-    start) times the values; `through` [B H, chunks]: the decay through it."""
-    row, chunk = tl.program_id(0), tl.program_id(1)
-    batch, head, wide_row = row // heads, row % heads, row.to(tl.int64)
-    if DOCUMENTS:
-        documents_ptr += batch.to(tl.int64) * length
-    g_ptr += batch.to(tl.int64) * length * heads + head
-    start = chunk * C
-    k = k_tiles.load([batch, head // group, start, 0]).reshape([C, BLOCK_KEY]).to(OPERAND)
-    v = v_tiles.load([batch, head, start, 0]).reshape([C, BLOCK_VALUE]).to(tl.float32)
-    _, from_start, to_end, through, _, _, _ = _decays(g_ptr, documents_ptr, start, length, heads, DOCUMENTS, C)
-    weighted = (v * (from_start if REVERSE else to_end)[:, None]).to(OPERAND)
-    state = tl.dot(tl.trans(k), weighted, input_precision=PRECISION)
-    key, value = tl.arange(0, BLOCK_KEY), tl.arange(0, BLOCK_VALUE)
-    states_ptr += (wide_row * chunks + chunk) * KEY * VALUE
-    inside = (key < KEY)[:, None] & (value < VALUE)[None, :]
-    tl.store(states_ptr + key[:, None] * VALUE + value[None, :], state, mask=inside)
-    tl.store(through_ptr + wide_row * chunks + chunk, through)
+    """The state over a part's chunks, `weight` the decay to a chunk's end (REVERSE: from its start). KEPT: the states
+    that enter chunks go to `state_tiles` [B H chunks, VALUE, KEY], from those entering parts [B H, parts, KEY, VALUE].
+    Else what a part adds goes to `added` [B H, parts, KEY, VALUE], the decay through it to `passed` [B H, parts]."""
+    row, column = _row_and_column(VALUE, BLOCK_VALUE)
+    batch, head, row = row // heads, row % heads, row.to(tl.int64)
+    part = tl.program_id(1) + skipped
+    key, value = tl.arange(0, BLOCK_KEY), column + tl.arange(0, BLOCK_VALUE)
+    offset = (row * parts + part) * KEY * VALUE + key[None, :] * VALUE + value[:, None]
+    inside = (key < KEY)[None, :] & (value < VALUE)[:, None]
+    state = tl.zeros([BLOCK_VALUE, BLOCK_KEY], tl.float32)
+    if ENTERING:
+        state = tl.load(entering_ptr + offset, mask=inside, other=0.0)
+    first, passed = part * part_chunks, 1.0
+    count = tl.minimum(part_chunks, chunks - first)
+    for i in range(0, count):
+        chunk = first + (count - 1 - i if REVERSE else i)
+        if KEPT:
+            kept = state.to(OPERAND).reshape([1, BLOCK_VALUE, BLOCK_KEY])
+            state_tiles.store([(row * chunks + chunk).to(tl.int32), column, 0], kept)
+        k = k_tiles.load([batch, head // group, chunk * C, 0]).reshape([C, BLOCK_KEY]).to(OPERAND)
+        v = v_tiles.load([batch, head, chunk * C, column]).reshape([C, BLOCK_VALUE]).to(tl.float32)
+        weight = tl.load(weight_ptr + (row * chunks + chunk) * C + tl.arange(0, C))
+        through = tl.load(through_ptr + row * chunks + chunk)
+        weighted = (v * weight[:, None]).to(OPERAND)
+        state = tl.dot(tl.trans(weighted), k, state * through, input_precision=PRECISION)
+        passed *= through
+    if not KEPT:
+        tl.store(added_ptr + offset, state, mask=inside)
+        tl.store(passed_ptr + row * parts + part, passed)
 
 
-@triton.jit(do_not_specialize=["chunks"])
+@triton.jit(do_not_specialize=["parts"])
 def fold_kernel(
-    states_ptr, through_ptr, boundary_ptr, leaving_ptr, chunks, SIZE: tl.constexpr, REVERSE: tl.constexpr,
-    BOUNDARY: tl.constexpr, BLOCK: tl.constexpr,
+    added_ptr, passed_ptr, boundary_ptr, states_ptr, slots, blocks,
+    SIZE: tl.constexpr, REVERSE: tl.constexpr, BOUNDARY: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """In place, states [rows, chunks, SIZE]: what each chunk adds -> what enters it; `boundary` enters the first,
-    `leaving` leaves the last (REVERSE: the other way round), both [rows, SIZE] fp32."""
-    program, tiles = tl.program_id(0), tl.cdiv(SIZE, BLOCK)
-    row, column = (program // tiles).to(tl.int64), program % tiles * BLOCK + tl.arange(0, BLOCK)
+    """What each part adds, PARTS a block -> states [rows, slots, SIZE] that enter the blocks; `boundary` [rows, SIZE]
+    enters the first (the last, where REVERSE)."""
+    row, column = _row_and_column(SIZE, BLOCK)
+    row, column = row.to(tl.int64), column + tl.arange(0, BLOCK)
     mask = column < SIZE
-    states_ptr += row * chunks * SIZE
+    added_ptr += row * blocks * PARTS * SIZE
+    passed_ptr += row * blocks * PARTS
+    states_ptr += row * slots * SIZE
     state = tl.zeros([BLOCK], tl.float32)
     if BOUNDARY:
         state = tl.load(boundary_ptr + row * SIZE + column, mask=mask, other=0.0)
-    for i in range(0, chunks):
-        chunk = tl.cast(chunks - 1 - i if REVERSE else i, tl.int64)
-        added = tl.load(states_ptr + chunk * SIZE + column, mask=mask, other=0.0).to(tl.float32)
-        through = tl.load(through_ptr + row * chunks + chunk)
-        tl.store(states_ptr + chunk * SIZE + column, state, mask=mask)
-        state = tl.where(through > 0.0, state * through, 0.0) + added
-    tl.store(leaving_ptr + row * SIZE + column, state, mask=mask)
+    tl.store(states_ptr + (blocks - 1 if REVERSE else 0) * SIZE + column, state, mask=mask)
+    for i in range(0, (blocks - 1) * PARTS):
+        part = blocks * PARTS - 1 - i if REVERSE else i
+        added = tl.load(added_ptr + part * SIZE + column, mask=mask, other=0.0)
+        state = state * tl.load(passed_ptr + part) + added
+        block = blocks - 1 - (i + 1) // PARTS if REVERSE else (i + 1) // PARTS
+        tl.store(states_ptr + block * SIZE + column, state, mask=mask & ((i + 1) % PARTS == 0))
 
 
-@triton.jit(do_not_specialize=["length", "chunks"])
-def output_kernel(
-    q_tiles, k_tiles, v_tiles, o_tiles, g_ptr, documents_ptr, state_tiles, length, heads, group, chunks,
-    DOCUMENTS: tl.constexpr, C: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+@triton.jit(do_not_specialize=["length", "chunks", "block_chunks"])
+def scan_kernel(
+    q_tiles, k_tiles, v_tiles, o_tiles, sums_ptr, from_start_ptr, to_end_ptr, through_ptr, documents_ptr,
+    entering_ptr, state_tiles, leaving_ptr, length, heads, group, chunks, slots, block_chunks,
+    KEY: tl.constexpr, VALUE: tl.constexpr, DOCUMENTS: tl.constexpr, REVERSE: tl.constexpr, ENTERING: tl.constexpr,
+    KEPT: tl.constexpr, C: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """o = (Q K^T * D) V + e^b Q S for one chunk of one head, S the state entering the chunk."""
-    head, chunk = tl.program_id(0) % heads, tl.program_id(1)
-    row, batch = tl.program_id(0), tl.program_id(0) // heads
+    """o from q, k [B, T, H / group, KEY], v [B, T, H, VALUE] and the states entering each block [B H, slots, KEY,
+    VALUE]; the state after the last block goes to `leaving`. REVERSE: from the end, `from_start` and `to_end` given
+    in each other's place. KEPT: the states that enter chunks go to `state_tiles` [B H chunks, VALUE, KEY]."""
+    row, column = _row_and_column(VALUE, BLOCK_VALUE)
+    batch, head, block, row = row // heads, row % heads, tl.program_id(1), row.to(tl.int64)
     if DOCUMENTS:
         documents_ptr += batch.to(tl.int64) * length
-    g_ptr += batch.to(tl.int64) * length * heads + head
-    start = chunk * C
-    q = q_tiles.load([batch, head // group, start, 0]).reshape([C, BLOCK_KEY]).to(OPERAND)
-    k = k_tiles.load([batch, head // group, start, 0]).reshape([C, BLOCK_KEY]).to(OPERAND)
-    v = v_tiles.load([batch, head, start, 0]).reshape([C, BLOCK_VALUE]).to(OPERAND)
-    state = state_tiles.load([row * chunks + chunk, 0, 0]).reshape([BLOCK_KEY, BLOCK_VALUE]).to(OPERAND)
-    sums, from_start, _, _, document, _, _ = _decays(g_ptr, documents_ptr, start, length, heads, DOCUMENTS, C)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * _pair_decay(sums, document, DOCUMENTS, C)
-    o = tl.dot(q, state, input_precision=PRECISION) * from_start[:, None]
-    o = tl.dot(scores.to(OPERAND), v, o, input_precision=PRECISION)
-    o_tiles.store([batch, head, start, 0], o.to(o_tiles.dtype).reshape([1, 1, C, BLOCK_VALUE]))
+    key, value = tl.arange(0, BLOCK_KEY), column + tl.arange(0, BLOCK_VALUE)
+    offset = key[None, :] * VALUE + value[:, None]
+    inside = (key < KEY)[None, :] & (value < VALUE)[:, None]
+    state = tl.zeros([BLOCK_VALUE, BLOCK_KEY], tl.float32)
+    if ENTERING:
+        state = tl.load(entering_ptr + (row * slots + block) * KEY * VALUE + offset, mask=inside, other=0.0)
+    first = block * block_chunks
+    count = tl.minimum(block_chunks, chunks - first)
+    for i in range(0, count):
+        chunk = first + (count - 1 - i if REVERSE else i)
+        start, place = chunk * C, row * chunks + chunk
+        if KEPT:
+            kept = state.to(OPERAND).reshape([1, BLOCK_VALUE, BLOCK_KEY])
+            state_tiles.store([place.to(tl.int32), column, 0], kept)
+        q = q_tiles.load([batch, head // group, start, 0]).reshape([C, BLOCK_KEY]).to(OPERAND)
+        k = k_tiles.load([batch, head // group, start, 0]).reshape([C, BLOCK_KEY]).to(OPERAND)
+        v = v_tiles.load([batch, head, start, column]).reshape([C, BLOCK_VALUE]).to(OPERAND)
+        from_start = tl.load(from_start_ptr + place * C + tl.arange(0, C))
+        to_end = tl.load(to_end_ptr + place * C + tl.arange(0, C))
+        decay = pair_decay(sums_ptr + place * C, documents_ptr, length, start, DOCUMENTS, REVERSE, C)
+        through = tl.load(through_ptr + place)
+        scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * decay
+        o = tl.dot(state.to(OPERAND), tl.trans(q), input_precision=PRECISION) * from_start[None, :]
+        o = tl.dot(tl.trans(v), scores.to(OPERAND), o, input_precision=PRECISION)
+        weighted = (v.to(tl.float32) * to_end[:, None]).to(OPERAND)
+        state = tl.dot(tl.trans(weighted), k, state * through, input_precision=PRECISION)
+        o_tiles.store([batch, head, start, column], tl.trans(o.to(o_tiles.dtype)).reshape([1, 1, C, BLOCK_VALUE]))
+    if block == (0 if REVERSE else tl.num_programs(1) - 1):
+        tl.store(leaving_ptr + row * KEY * VALUE + offset, state, mask=inside)
 
 
-@triton.jit(do_not_specialize=["length", "chunks"])
-def key_gradient_kernel(
-    q_tiles, k_tiles, v_tiles, do_tiles, dq_tiles, dk_tiles, g_ptr, documents_ptr, state_tiles, gradient_tiles,
-    length, heads, group, chunks,
-    DOCUMENTS: tl.constexpr, C: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """dq and dk of one chunk, summed over a group of heads; G is the gradient of the state leaving the chunk.
-
-    W = (dO V^T) * D;  dq = (sum_h W) K + sum_h e^b dO S^T,  dk = (sum_h W)^T Q + sum_h e^{c - b} V G^T
-    """
-    chunk, heads_of_keys = tl.program_id(1), heads // group
-    batch, key_head = tl.program_id(0) // heads_of_keys, tl.program_id(0) % heads_of_keys
-    if DOCUMENTS:
-        documents_ptr += batch.to(tl.int64) * length
-    start = chunk * C
-    dq = tl.zeros([C, BLOCK_KEY], tl.float32)
-    dk = tl.zeros([C, BLOCK_KEY], tl.float32)
-    weights = tl.zeros([C, C], tl.float32)
-    for i in range(0, group):
-        head = key_head * group + i
-        token = batch.to(tl.int64) * length * heads + head
-        place = (batch * heads + head) * chunks + chunk
-        v = v_tiles.load([batch, head, start, 0]).reshape([C, BLOCK_VALUE]).to(OPERAND)
-        do = do_tiles.load([batch, head, start, 0]).reshape([C, BLOCK_VALUE]).to(OPERAND)
-        state = state_tiles.load([place, 0, 0]).reshape([BLOCK_KEY, BLOCK_VALUE]).to(OPERAND)
-        gradient = gradient_tiles.load([place, 0, 0]).reshape([BLOCK_KEY, BLOCK_VALUE]).to(OPERAND)
-        sums, from_start, to_end, _, document, _, _ = _decays(
-            g_ptr + token, documents_ptr, start, length, heads, DOCUMENTS, C
-        )
-        decay = _pair_decay(sums, document, DOCUMENTS, C)
-        weights += tl.dot(do, tl.trans(v), input_precision=PRECISION) * decay
-        scaled = (do.to(tl.float32) * from_start[:, None]).to(OPERAND)
-        dq = tl.dot(scaled, tl.trans(state), dq, input_precision=PRECISION)
-        scaled = (v.to(tl.float32) * to_end[:, None]).to(OPERAND)
-        dk = tl.dot(scaled, tl.trans(gradient), dk, input_precision=PRECISION)
-    q = q_tiles.load([batch, key_head, start, 0]).reshape([C, BLOCK_KEY]).to(OPERAND)
-    k = k_tiles.load([batch, key_head, start, 0]).reshape([C, BLOCK_KEY]).to(OPERAND)
-    dq = tl.dot(weights.to(OPERAND), k, dq, input_precision=PRECISION)
-    dk = tl.dot(tl.trans(weights.to(OPERAND)), q, dk, input_precision=PRECISION)
-    dq_tiles.store([batch, key_head, start, 0], dq.to(dq_tiles.dtype).reshape([1, 1, C, BLOCK_KEY]))
-    dk_tiles.store([batch, key_head, start, 0], dk.to(dk_tiles.dtype).reshape([1, 1, C, BLOCK_KEY]))
+PROGRAMS = 264
+"""Programs of scan_kernel that fill the chip: 132 processors, two each; of state_kernel twice as many."""
 
 
-@triton.jit(do_not_specialize=["length", "chunks"])
-def value_gradient_kernel(
-    q_tiles, k_tiles, v_tiles, do_tiles, dv_tiles, g_ptr, dg_ptr, documents_ptr, state_tiles, gradient_tiles,
-    length, heads, group, chunks,
-    DOCUMENTS: tl.constexpr, C: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """dv and dg of one chunk of one head; G is the gradient of the state leaving the chunk.
-
-    A = Q K^T * D,  dv = A^T dO + e^{c - b} K G;  dg_j sums, over s < j <= t: A_ts (do_t . v_s), what q_t takes from S,
-    what k_s gives to G, and e^c <S, G>
-    """
-    head, chunk = tl.program_id(0) % heads, tl.program_id(1)
-    row, batch = tl.program_id(0), tl.program_id(0) // heads
-    if DOCUMENTS:
-        documents_ptr += batch.to(tl.int64) * length
-    token = batch.to(tl.int64) * length * heads + head
-    start, index = chunk * C, tl.arange(0, C)
-    state = state_tiles.load([row * chunks + chunk, 0, 0]).reshape([BLOCK_KEY, BLOCK_VALUE])
-    gradient = gradient_tiles.load([row * chunks + chunk, 0, 0]).reshape([BLOCK_KEY, BLOCK_VALUE])
-    crossing = tl.sum(tl.sum(state.to(tl.float32) * gradient.to(tl.float32), axis=1), axis=0)
-    q = q_tiles.load([batch, head // group, start, 0]).reshape([C, BLOCK_KEY]).to(OPERAND)
-    k = k_tiles.load([batch, head // group, start, 0]).reshape([C, BLOCK_KEY]).to(OPERAND)
-    v = v_tiles.load([batch, head, start, 0]).reshape([C, BLOCK_VALUE]).to(OPERAND)
-    do = do_tiles.load([batch, head, start, 0]).reshape([C, BLOCK_VALUE]).to(OPERAND)
-    sums, from_start, to_end, through, document, firsts, lasts = _decays(
-        g_ptr + token, documents_ptr, start, length, heads, DOCUMENTS, C
-    )
-    taken = tl.dot(q, state.to(OPERAND), input_precision=PRECISION) * from_start[:, None]
-    taken_sum = tl.sum(taken * do.to(tl.float32), axis=1)
-    dv = tl.dot(k, gradient.to(OPERAND), input_precision=PRECISION) * to_end[:, None]
-    given_sum = tl.sum(dv * v.to(tl.float32), axis=1)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * _pair_decay(sums, document, DOCUMENTS, C)
-    dv = tl.dot(tl.trans(scores.to(OPERAND)), do, dv, input_precision=PRECISION)
-    dv_tiles.store([batch, head, start, 0], dv.to(dv_tiles.dtype).reshape([1, 1, C, BLOCK_VALUE]))
-    pairs = tl.dot(do, tl.trans(v), input_precision=PRECISION) * scores
-    pairs = tl.where(index[:, None] > index[None, :], pairs, 0.0)
-    from_here = tl.sum(pairs, axis=1) - tl.sum(pairs, axis=0)
-    dg = _running_sum(from_here + taken_sum, lasts, DOCUMENTS, True)
-    dg += _running_sum(given_sum, firsts, DOCUMENTS, False) - given_sum
-    dg += tl.where(through > 0.0, through * crossing, 0.0)
-    tl.store(dg_ptr + token + (start.to(tl.int64) + index) * heads, dg, mask=start + index < length)
+def _tiles(key: int, value: int, dtype: torch.dtype) -> Tiles:
+    """Of state_kernel and scan_kernel."""
+    if dtype != torch.bfloat16:
+        return Tiles(min(32, power(value)), 4, 1)
+    return Tiles(min(64, power(value)), 4, 2)
 
 
-def _chunk(dtype: torch.dtype) -> int:
-    return 64 if dtype == torch.bfloat16 else 32
+def _num_slots(rows: int) -> int:
+    """Blocks into which a sequence is cut, for `rows` = batch x heads; independent of its length."""
+    return max(1, PROGRAMS // rows)
 
 
-def _stages(dtype: torch.dtype) -> int:
-    return 2 if dtype == torch.bfloat16 else 1
+def _num_parts(rows: int, slots: int) -> int:
+    """Parts of a block that form their states side by side."""
+    return min(4, max(1, 2 * PROGRAMS // (rows * max(1, slots - 1))))
 
 
-def _constants(k: Tensor, v: Tensor, documents: Tensor | None) -> dict[str, object]:
-    """bf16 operands as they are; fp16, whose range states leave, and fp32 through fp32 operands."""
-    key, value, narrow = k.shape[3], v.shape[3], v.dtype == torch.bfloat16
-    return {
-        "DOCUMENTS": documents is not None,
-        "C": _chunk(v.dtype),
-        "BLOCK_KEY": max(16, triton.next_power_of_2(key)),
-        "BLOCK_VALUE": max(16, triton.next_power_of_2(value)),
-        "OPERAND": tl.bfloat16 if narrow else tl.float32,
-        "PRECISION": "ieee" if narrow else "tf32x3",
-    }
+def _part_chunks(chunks: int, slots: int, parts: int) -> int:
+    return triton.cdiv(triton.cdiv(chunks, slots), parts) if slots > 1 else chunks
 
 
-def _tiled(x: Tensor) -> TensorDescriptor:
-    """[B, T, H, D] in chunks of one head."""
-    return tiled(x, _chunk(x.dtype), max(16, triton.next_power_of_2(x.shape[3])))
+class Scan(NamedTuple):
+    """What the launches of one op share: blocks of `parts` parts of `part_chunks` chunks."""
+
+    decays: Decays
+    documents: Tensor | None  # [B, T]
+    length: int
+    chunk: int
+    slots: int
+    parts: int
+    part_chunks: int
+
+    @property
+    def chunks(self) -> int:
+        return self.decays.through.shape[2]
+
+    @property
+    def block_chunks(self) -> int:
+        return self.part_chunks * self.parts
+
+    @property
+    def blocks(self) -> int:
+        return triton.cdiv(self.chunks, self.block_chunks)
+
+    def factors(self, *, reverse: bool) -> tuple[Tensor, Tensor]:
+        """Decays from the start and to the end of a chunk, in the direction of a scan."""
+        pair = self.decays.from_start, self.decays.to_end
+        return pair[::-1] if reverse else pair
+
+    def tiled(self, *tensors: Tensor, width: int) -> list[TensorDescriptor]:
+        return [tiled(x, self.chunk, width) for x in tensors]
+
+    def states(
+        self,
+        k: Tensor,
+        v: Tensor,
+        entering: Tensor | None,
+        *,
+        reverse: bool = False,
+        kept: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor] | None:
+        """What each part adds [B, H, parts, K, V] and its decay [B, H, parts], but for the last part to be passed.
+
+        With `kept`: nothing; the states that enter chunks go there, from those `entering` the blocks.
+        """
+        (batch, _, heads, value), (key_heads, key) = v.shape, k.shape[2:]
+        tiles, added, passed, states = _tiles(key, value, v.dtype), None, None, None
+        parts, part_chunks, skipped = self.blocks * self.parts, self.part_chunks, self.parts
+        programs = batch * heads * triton.cdiv(value, tiles.value)
+        if kept is None:
+            added = v.new_empty(batch, heads, parts, key, value, dtype=torch.float32)
+            passed = added.new_empty(batch, heads, parts)
+        else:
+            states, skipped = TensorDescriptor.from_tensor(kept, [1, tiles.value, power(key)]), 0
+            parts, part_chunks = 1 if self.blocks == 1 else self.slots, self.block_chunks
+        state_kernel[programs, self.blocks if kept is not None else parts - skipped](
+            *self.tiled(k, width=power(key)), *self.tiled(v, width=tiles.value), self.factors(reverse=reverse)[1],
+            self.decays.through, entering, states, added, passed, heads, heads // key_heads, self.chunks, parts,
+            part_chunks, skipped if reverse else 0, REVERSE=reverse, ENTERING=entering is not None,
+            KEPT=kept is not None, **constants(key, value, v.dtype, tiles),
+        )  # fmt: skip
+        return None if added is None else (added, passed)
+
+    def entering(self, k: Tensor, v: Tensor, boundary: Tensor | None, *, reverse: bool) -> Tensor | None:
+        """States entering the blocks [B, H, slots, K, V] fp32; `boundary` [B, H, K, V] itself for one block."""
+        if self.blocks == 1:
+            return boundary
+        (batch, _, heads, value), key = v.shape, k.shape[3]
+        added, passed = self.states(k, v, None, reverse=reverse)
+        states = v.new_empty(batch, heads, self.slots, key, value, dtype=torch.float32)
+        fold_kernel[batch * heads * triton.cdiv(key * value, 1024),](
+            added, passed, boundary, states, self.slots, self.blocks, SIZE=key * value, REVERSE=reverse,
+            BOUNDARY=boundary is not None, PARTS=self.parts, BLOCK=1024, num_warps=4,
+        )  # fmt: skip
+        return states
+
+    def scan(
+        self, q: Tensor, k: Tensor, v: Tensor, entering: Tensor | None, *, reverse: bool, kept: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """o like v, contiguous, and the state after the last block."""
+        (batch, _, heads, value), (key_heads, key) = v.shape, k.shape[2:]
+        o = v.new_empty(v.shape)
+        leaving = v.new_empty(batch, heads, key, value, dtype=torch.float32)
+        tiles = _tiles(key, value, v.dtype)
+        states = None if kept is None else TensorDescriptor.from_tensor(kept, [1, tiles.value, power(key)])
+        scan_kernel[batch * heads * triton.cdiv(value, tiles.value), self.blocks](
+            *self.tiled(q, k, width=power(key)), *self.tiled(v, o, width=tiles.value), self.decays.sums,
+            *self.factors(reverse=reverse), self.decays.through, self.documents, entering, states, leaving, self.length,
+            heads, heads // key_heads, self.chunks, 1 if self.blocks == 1 else self.slots, self.block_chunks,
+            DOCUMENTS=self.documents is not None, REVERSE=reverse, ENTERING=entering is not None,
+            KEPT=kept is not None, **constants(key, value, v.dtype, tiles),
+        )  # fmt: skip
+        return o, leaving
 
 
-def _state_tiles(x: Tensor) -> TensorDescriptor:
-    """[B, H, N, K, V], one state a tile."""
-    block = [1, *(max(16, triton.next_power_of_2(n)) for n in x.shape[3:])]
-    return TensorDescriptor.from_tensor(x.flatten(0, 2), block)
+def _scan(k: Tensor, v: Tensor, g: Tensor, documents: Tensor | None) -> Scan:
+    batch, length, heads = g.shape
+    chunk = chunk_of(k.shape[3], v.dtype)
+    found = decays(g, documents, chunk, exact=v.dtype == torch.float32)
+    slots = _num_slots(batch * heads)
+    parts = _num_parts(batch * heads, slots)
+    return Scan(found, documents, length, chunk, slots, parts, _part_chunks(triton.cdiv(length, chunk), slots, parts))
 
 
-def _states(
-    k: Tensor, v: Tensor, g: Tensor, documents: Tensor | None, boundary: Tensor | None, *, reverse: bool
-) -> tuple[Tensor, Tensor]:
-    """What enters each chunk [B, H, N, K, V] in the dtype of products' operands, and what leaves all [B, H, K, V]."""
-    (batch, length, key_heads, key), (heads, value) = k.shape, v.shape[2:]
-    constants = _constants(k, v, documents)
-    chunks = triton.cdiv(length, constants["C"])
-    kept = torch.bfloat16 if v.dtype == torch.bfloat16 else torch.float32
-    states = v.new_empty(batch, heads, chunks, key, value, dtype=kept)
-    through = v.new_empty(batch, heads, chunks, dtype=torch.float32)
-    leaving = v.new_empty(batch, heads, key, value, dtype=torch.float32)
-    chunk_state_kernel[batch * heads, chunks](
-        _tiled(k), _tiled(v), g, documents, states, through, length, heads, heads // key_heads, chunks,
-        KEY=key, VALUE=value, REVERSE=reverse, **constants, num_warps=4,
-    )  # fmt: skip
-    fold_kernel[batch * heads * triton.cdiv(key * value, 1024),](
-        states, through, boundary, leaving, chunks, SIZE=key * value, REVERSE=reverse, BOUNDARY=boundary is not None,
-        BLOCK=1024, num_warps=4,
-    )  # fmt: skip
-    return states, leaving
+def saved_shape(k: Tensor, v: Tensor) -> tuple[int, int, int, int, int]:
+    """[B, H, slots, K, V] of the states that forward keeps for backward: none for one block."""
+    (batch, length, heads, value), key = v.shape, k.shape[3]
+    slots, chunks = _num_slots(batch * heads), triton.cdiv(length, chunk_of(key, v.dtype))
+    parts = _num_parts(batch * heads, slots)
+    cut = chunks > _part_chunks(chunks, slots, parts) * parts
+    return batch, heads, slots if cut else 0, key, value
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial: Tensor | None, documents: Tensor | None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """q, k [B, T, H or 1, K], v [B, T, H, V], g [B, T, H] and initial [B, H, K, V] fp32, documents [B, T], the last
-    three contiguous -> o like v, and the last state."""
+    three contiguous -> o like v, the last state, and the states that enter blocks, of `saved_shape`."""
     q, k, v = aligned(q), aligned(k), aligned(v)
-    batch, length, heads, _ = v.shape
-    states, leaving = _states(k, v, g, documents, initial, reverse=False)
-    o = v.new_empty(v.shape)
-    output_kernel[batch * heads, states.shape[2]](
-        *(_tiled(x) for x in (q, k, v, o)), g, documents, _state_tiles(states), length, heads, heads // k.shape[2],
-        states.shape[2], **_constants(k, v, documents), num_warps=4,
-    )  # fmt: skip
-    return o, leaving
+    scan = _scan(k, v, g, documents)
+    entering = scan.entering(k, v, initial, reverse=False)
+    o, leaving = scan.scan(q, k, v, entering, reverse=False)
+    saved = entering if entering is not None and scan.blocks > 1 else leaving.new_empty(saved_shape(k, v))
+    return o, leaving, saved
 
 
 def backward(
@@ -320,40 +300,21 @@ def backward(
     g: Tensor,
     initial: Tensor | None,
     documents: Tensor | None,
+    saved: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """-> dq, dk, dv, dg, and the gradient of `initial`; the states are formed again."""
+    """-> dq, dk, dv, dg, and the gradient of `initial`; `saved` as forward gave it."""
     do, q, k, v = aligned(do), aligned(q), aligned(k), aligned(v)
-    (batch, length, heads, _), key_heads = v.shape, k.shape[2]
-    states, _ = _states(k, v, g, documents, initial, reverse=False)
-    gradients, d_initial = _states(q, do, g, documents, d_leaving, reverse=True)
-    dq, dk, dv, dg = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), g.new_empty(g.shape)
-    chunks, group, constants = states.shape[2], heads // key_heads, _constants(k, v, documents)
-    tiled = [_tiled(x) for x in (q, k, v, do)]
-    shared = (documents, _state_tiles(states), _state_tiles(gradients), length, heads, group, chunks)
-    key_gradient_kernel[batch * key_heads, chunks](
-        *tiled, _tiled(dq), _tiled(dk), g, *shared, **constants, num_warps=8, num_stages=_stages(v.dtype)
-    )
-    value_gradient_kernel[batch * heads, chunks](*tiled, _tiled(dv), g, dg, *shared, **constants, num_warps=4)
+    scan = _scan(k, v, g, documents)
+    kept = torch.bfloat16 if v.dtype == torch.bfloat16 else torch.float32
+    states = v.new_empty(v.shape[0] * v.shape[2] * scan.chunks, v.shape[3], k.shape[3], dtype=kept)
+    gradients = torch.empty_like(states)
+    scan.states(k, v, initial if scan.blocks == 1 else saved, kept=states)
+    entering = scan.entering(q, do, d_leaving, reverse=True)
+    dv, d_initial = scan.scan(k, q, do, entering, reverse=True, kept=gradients)
+    dq, dk, dg = key_gradients(q, k, v, do, scan.decays, documents, (states, gradients), (initial, d_leaving))
     return dq, dk, dv, dg, d_initial
 
 
 def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]]:
     """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
-    key, value, chunk = 128, 64, _chunk(torch.bfloat16)
-    types = {f"{n}_tiles": f"tensordesc<bf16[1, 1, {chunk}, {key}]>" for n in ("q", "k", "dq", "dk")}
-    types |= {f"{n}_tiles": f"tensordesc<bf16[1, 1, {chunk}, {value}]>" for n in ("v", "o", "do", "dv")}
-    types |= {f"{n}_tiles": f"tensordesc<bf16[1, {key}, {value}]>" for n in ("state", "gradient")}
-    types |= {f"{n}_ptr": "*fp32" for n in ("g", "dg", "through", "boundary", "leaving")}
-    types |= {"states_ptr": "*bf16", "documents_ptr": "*i32"}
-    types |= dict.fromkeys(("length", "heads", "group", "chunks"), "i32")
-    constants = {"KEY": key, "VALUE": value, "C": chunk, "BLOCK_KEY": key, "BLOCK_VALUE": value, "SIZE": key * value}
-    constants |= {"BLOCK": 1024, "OPERAND": tl.bfloat16, "PRECISION": "ieee", "REVERSE": True, "BOUNDARY": True}
-    cases: list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]] = []
-    warps = {chunk_state_kernel: 4, fold_kernel: 4, output_kernel: 4, key_gradient_kernel: 8, value_gradient_kernel: 4}
-    for documents in (False, True):
-        switches = {"DOCUMENTS": documents} if documents else {"DOCUMENTS": documents, "documents_ptr": None}
-        for kernel, number in warps.items():
-            chosen = {name: x for name, x in {**constants, **switches}.items() if name in kernel.arg_names}
-            signature = {name: x for name, x in types.items() if name in kernel.arg_names and name not in chosen}
-            cases.append((kernel, signature, chosen, {"num_warps": number, "num_stages": 2}))
-    return cases
+    return launches(state_kernel, _tiles) + launches(scan_kernel, _tiles)[:1]

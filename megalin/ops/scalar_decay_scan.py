@@ -64,7 +64,7 @@ def scalar_decay_scan(
     q, k, v = (padded(x, -x.shape[-1] % WIDTH_UNIT) for x in (q, k, v))
     if initial_state is not None:
         initial_state = padded(initial_state.float(), v.shape[-1] - value, k.shape[-1] - key)
-    output, state = _forward(q, k, v, log_decay.float(), initial_state, document_ids, choice)
+    output, state, _ = _forward(q, k, v, log_decay.float(), initial_state, document_ids, choice)
     return ScanOutput(output[..., :value], state[..., :key, :value])
 
 
@@ -145,7 +145,7 @@ def _forward(
     initial: Tensor | None,
     documents: Tensor | None,
     backend: str,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     from megalin._triton import scalar_decay_scan as kernels
 
     initial, documents = (None if x is None else x.contiguous() for x in (initial, documents))
@@ -161,9 +161,12 @@ def _(
     initial: Tensor | None,
     documents: Tensor | None,
     backend: str,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
+    from megalin._triton import scalar_decay_scan as kernels
+
     (batch, _, heads, value), key = v.shape, k.shape[-1]
-    return v.new_empty(v.shape), v.new_empty(batch, heads, key, value, dtype=torch.float32)
+    state = v.new_empty(batch, heads, key, value, dtype=torch.float32)
+    return v.new_empty(v.shape), state, state.new_empty(kernels.saved_shape(k, v))
 
 
 @torch.library.custom_op("megalin::scalar_decay_scan_backward", mutates_args=())
@@ -176,12 +179,13 @@ def _backward(
     log_decay: Tensor,
     initial: Tensor | None,
     documents: Tensor | None,
+    saved: Tensor,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     from megalin._triton import scalar_decay_scan as kernels
 
     initial, documents, d_state = (None if x is None else x.contiguous() for x in (initial, documents, d_state))
-    return kernels.backward(d_output, d_state, q, k, v, log_decay.contiguous(), initial, documents)
+    return kernels.backward(d_output, d_state, q, k, v, log_decay.contiguous(), initial, documents, saved)
 
 
 @_backward.register_fake
@@ -194,6 +198,7 @@ def _(
     log_decay: Tensor,
     initial: Tensor | None,
     documents: Tensor | None,
+    saved: Tensor,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     (batch, _, heads, value), key = v.shape, k.shape[-1]
@@ -202,16 +207,18 @@ def _(
     return gradients[0], gradients[1], gradients[2], gradients[3], d_initial
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     *tensors, ctx.backend = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors)
+    ctx.save_for_backward(*tensors, output[2])
 
 
-def _differentiate(ctx: Any, d_output: Tensor | None, d_state: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, log_decay, initial, documents = ctx.saved_tensors
+def _differentiate(
+    ctx: Any, d_output: Tensor | None, d_state: Tensor | None, d_saved: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    q, k, v, log_decay, initial, documents, saved = ctx.saved_tensors
     d_output = torch.zeros_like(v) if d_output is None else d_output
-    *gradients, d_initial = _backward(d_output, d_state, q, k, v, log_decay, initial, documents, ctx.backend)
+    *gradients, d_initial = _backward(d_output, d_state, q, k, v, log_decay, initial, documents, saved, ctx.backend)
     return *gradients, None if initial is None else d_initial, None, None
 
 
@@ -225,7 +232,7 @@ def _self_test(backend: Compiled, device: str) -> str:
     inputs = [q, k, sample(1, 200, 2, 64, device=device, seed=2).bfloat16()]
     inputs += [-0.3 * sample(1, 200, 2, device=device, seed=3).abs(), sample(1, 2, 128, 64, device=device, seed=4)]
     return compare(
-        lambda *x: _forward(*x, documents, backend),
+        lambda *x: _forward(*x, documents, backend)[:2],
         lambda q, k, v, g, first: scalar_decay_scan_reference(q, k, v, g, initial_state=first, document_ids=documents),
         inputs,
     )

@@ -1,0 +1,219 @@
+"""Decays of a data-dependent scalar g in chunks, and the gradient of g from sums over pairs of tokens.
+
+    c_t = sum of g_j over j <= t of its chunk and document,    from_start_t = e^{c_t},    to_end_t = e^{c_C - c_t}
+
+Sums count in powers of two. g below -104, whose e^g is no fp32 number, counts as -104, so that a sum over a chunk
+still resolves what follows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import triton
+import triton.language as tl
+
+BLOCK_HEADS = 16
+
+
+@triton.jit
+def _add_restarting(x, x_starts, y, y_starts):
+    """Sums that restart: (sum, whether a start lies in it)."""
+    return tl.where(y_starts != 0, y, x + y), x_starts | y_starts
+
+
+@triton.jit
+def _add(x, y):
+    return x + y
+
+
+@triton.jit
+def _running_sum(x, starts, DOCUMENTS: tl.constexpr, REVERSE: tl.constexpr):
+    """Inclusive sums over the first axis of [C, heads], restarted where `starts` [C] is not 0 given documents."""
+    if DOCUMENTS:
+        starts = tl.broadcast_to(starts[:, None], x.shape)
+        return tl.associative_scan((x, starts), 0, _add_restarting, reverse=REVERSE)[0]
+    return tl.associative_scan(x, 0, _add, reverse=REVERSE)
+
+
+@triton.jit
+def _program(heads, chunks, C: tl.constexpr, BLOCK_HEADS: tl.constexpr):
+    """Batch, chunk, heads [BLOCK_HEADS], and the places of tokens in chunks [B, H, chunks C], [C, BLOCK_HEADS]."""
+    tiles = tl.cdiv(heads, BLOCK_HEADS)
+    batch, chunk = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1)
+    head = tl.program_id(0) % tiles * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    row = batch * heads + head
+    return batch, chunk, head, (row * chunks + chunk)[None, :] * C + tl.arange(0, C)[:, None]
+
+
+@triton.jit(do_not_specialize=["length", "chunks"])
+def decays_kernel(
+    g_ptr, documents_ptr, sums_ptr, from_start_ptr, to_end_ptr, through_ptr, length, heads, chunks,
+    DOCUMENTS: tl.constexpr, C: tl.constexpr, BLOCK_HEADS: tl.constexpr, SUM: tl.constexpr,
+):  # fmt: skip
+    """From g [B, T, H]: c, from_start and to_end [B, H, chunks C], and the decay through each chunk [B, H, chunks];
+    all but c are zero across a start of a document."""
+    batch, chunk, head, place = _program(heads, chunks, C, BLOCK_HEADS)
+    index, start = tl.arange(0, C), chunk * C
+    last = tl.minimum(length - start, C) - 1
+    used = (head < heads)[None, :]
+    token = batch * length + start + index
+    g = tl.load(g_ptr + token[:, None] * heads + head[None, :], mask=(index <= last)[:, None] & used, other=0.0)
+    g = tl.where(g < -104.0, -104.0, g).to(SUM) * 1.4426950408889634
+    firsts = index
+    if DOCUMENTS:
+        documents_ptr += batch * length + start
+        document = tl.load(documents_ptr + tl.minimum(index, last))
+        firsts = (document != tl.load(documents_ptr + tl.minimum(tl.maximum(index - 1, 0), last))).to(tl.int32)
+    sums = _running_sum(g, firsts, DOCUMENTS, False)
+    total = tl.sum(tl.where(index[:, None] == last, sums, 0.0), axis=0)
+    from_start = tl.exp2(sums.to(tl.float32))
+    to_end = tl.exp2(tl.minimum(total[None, :] - sums, 0.0).to(tl.float32))
+    through = tl.exp2(total.to(tl.float32))
+    if DOCUMENTS:
+        before = tl.load(documents_ptr - tl.minimum(start, 1))
+        after = tl.load(documents_ptr + last)
+        from_start = tl.where((document == before)[:, None], from_start, 0.0)
+        to_end = tl.where((document == after)[:, None], to_end, 0.0)
+        through = tl.where(before == after, through, 0.0)
+    tl.store(sums_ptr + place, sums, mask=used)
+    tl.store(from_start_ptr + place, from_start, mask=used)
+    tl.store(to_end_ptr + place, to_end, mask=used)
+    tl.store(through_ptr + (batch * heads + head) * chunks + chunk, through, mask=head < heads)
+
+
+@triton.jit(do_not_specialize=["length", "chunks"])
+def log_decay_gradient_kernel(
+    taken_ptr, given_ptr, crossing_ptr, documents_ptr, dg_ptr, length, heads, chunks,
+    DOCUMENTS: tl.constexpr, C: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+):  # fmt: skip
+    """dg [B, T, H] of a chunk's token j: what tokens t >= j took less what they gave inside the chunk, what tokens
+    s < j gave beyond it, both of j's document [B, H, chunks C], and what crosses the chunk [B, H, chunks]."""
+    batch, chunk, head, place = _program(heads, chunks, C, BLOCK_HEADS)
+    index, start = tl.arange(0, C), chunk * C
+    last = tl.minimum(length - start, C) - 1
+    used = (head < heads)[None, :]
+    follows, lasts = index > 0, index
+    firsts = lasts
+    if DOCUMENTS:
+        documents_ptr += batch * length + start
+        document = tl.load(documents_ptr + tl.minimum(index, last))
+        follows = document == tl.load(documents_ptr + tl.minimum(tl.maximum(index - 1, 0), last))
+        lasts = (document != tl.load(documents_ptr + tl.minimum(index + 1, last))).to(tl.int32)
+        firsts = 1 - follows.to(tl.int32)
+        follows &= index > 0
+    taken = tl.load(taken_ptr + place, mask=used, other=0.0)
+    given = tl.load(given_ptr + place - 1, mask=used & follows[:, None], other=0.0)
+    dg = _running_sum(taken, lasts, DOCUMENTS, True) + _running_sum(given, firsts, DOCUMENTS, False)
+    dg += tl.load(crossing_ptr + (batch * heads + head) * chunks + chunk, mask=head < heads, other=0.0)[None, :]
+    token = batch * length + start + index
+    tl.store(dg_ptr + token[:, None] * heads + head[None, :], dg, mask=(index <= last)[:, None] & used)
+
+
+@triton.jit
+def pair_decay(sums_ptr, documents_ptr, length, start, DOCUMENTS: tl.constexpr, REVERSE: tl.constexpr, C: tl.constexpr):
+    """[C, C] decay between tokens [s, t] of one document where s <= t, else 0; REVERSE: between tokens [t, s]."""
+    index = tl.arange(0, C)
+    sums = tl.load(sums_ptr + index)
+    between, visible = sums[None, :] - sums[:, None], index[None, :] >= index[:, None]
+    if REVERSE:
+        between, visible = sums[:, None] - sums[None, :], index[:, None] >= index[None, :]
+    if DOCUMENTS:
+        document = tl.load(documents_ptr + tl.minimum(start + index, length - 1))
+        visible = visible & (document[:, None] == document[None, :])
+    return tl.exp2(tl.where(visible, between.to(tl.float32), float("-inf")))
+
+
+class Decays(NamedTuple):
+    """Of g [B, T, H] in chunks of C tokens."""
+
+    sums: Tensor  # [B, H, chunks C] fp32, fp64 for kernels of fp32 tensors
+    from_start: Tensor  # [B, H, chunks C] fp32
+    to_end: Tensor  # [B, H, chunks C] fp32
+    through: Tensor  # [B, H, chunks] fp32
+
+
+class Tiles(NamedTuple):
+    """How a kernel is cut over value columns and run."""
+
+    value: int
+    warps: int
+    stages: int
+
+
+def power(width: int) -> int:
+    return max(16, triton.next_power_of_2(width))
+
+
+def chunk_of(key: int, dtype: torch.dtype) -> int:
+    return 64 if dtype == torch.bfloat16 and key <= 128 else 32
+
+
+def _numbers(dtype: torch.dtype) -> dict[str, object]:
+    """Operands of products: bf16 as it is; fp16, whose range states leave, and fp32 through fp32 operands."""
+    if dtype == torch.bfloat16:
+        return {"OPERAND": tl.bfloat16, "PRECISION": "ieee"}
+    return {"OPERAND": tl.float32, "PRECISION": "tf32x3"}
+
+
+def constants(key: int, value: int, dtype: torch.dtype, tiles: Tiles) -> dict[str, object]:
+    return {
+        "KEY": key, "VALUE": value, "C": chunk_of(key, dtype), "BLOCK_KEY": power(key), "BLOCK_VALUE": tiles.value,
+        **_numbers(dtype), "num_warps": tiles.warps, "num_stages": tiles.stages,
+    }  # fmt: skip
+
+
+def decays(g: Tensor, documents: Tensor | None, chunk: int, *, exact: bool) -> Decays:
+    """g [B, T, H] fp32 and documents [B, T], contiguous; `exact`: sums in fp64."""
+    batch, length, heads = g.shape
+    chunks = triton.cdiv(length, chunk)
+    sums = g.new_empty(batch, heads, chunks * chunk, dtype=torch.float64 if exact else torch.float32)
+    found = Decays(sums, *(g.new_empty(sums.shape) for _ in range(2)), g.new_empty(batch, heads, chunks))
+    decays_kernel[batch * triton.cdiv(heads, BLOCK_HEADS), chunks](
+        g, documents, *found, length, heads, chunks, DOCUMENTS=documents is not None, C=chunk,
+        BLOCK_HEADS=BLOCK_HEADS, SUM=tl.float64 if exact else tl.float32, num_warps=4,
+    )  # fmt: skip
+    return found
+
+
+def log_decay_gradient(
+    taken: Tensor, given: Tensor, crossing: Tensor, documents: Tensor | None, length: int, chunk: int
+) -> Tensor:
+    """taken, given [B, H, chunks C] and crossing [B, H, chunks] -> dg [B, T, H]."""
+    batch, heads, chunks = crossing.shape
+    dg = crossing.new_empty(batch, length, heads)
+    log_decay_gradient_kernel[batch * triton.cdiv(heads, BLOCK_HEADS), chunks](
+        taken, given, crossing, documents, dg, length, heads, chunks, DOCUMENTS=documents is not None, C=chunk,
+        BLOCK_HEADS=BLOCK_HEADS, num_warps=4,
+    )  # fmt: skip
+    return dg
+
+
+def launches(kernel: Any, choose: Callable[[int, int, torch.dtype], Tiles]) -> list[tuple[Any, Any, Any, Any]]:
+    """Compile cases of one kernel: bf16 and fp32, without and with what is optional."""
+    cases = []
+    key, value = 128, 64
+    counts = ("length", "heads", "group", "run", "chunks", "parts", "part_chunks", "skipped", "slots", "block_chunks")
+    for (dtype, kind), switch in itertools.product(((torch.bfloat16, "bf16"), (torch.float32, "fp32")), (False, True)):
+        tiles = choose(key, value, dtype)
+        chosen = constants(key, value, dtype, tiles)
+        options = {name: chosen.pop(name) for name in ("num_warps", "num_stages")}
+        block = f"1, 1, {chunk_of(key, dtype)}"
+        types = {f"{n}_tiles": f"tensordesc<{kind}[{block}, {key}]>" for n in ("q", "k", "dq", "dk")}
+        types |= {f"{n}_tiles": f"tensordesc<{kind}[{block}, {tiles.value}]>" for n in ("v", "o", "do")}
+        types |= {f"{n}_tiles": f"tensordesc<{kind}[1, {tiles.value}, {key}]>" for n in ("state", "gradient")}
+        types |= {name: "*fp32" for name in kernel.arg_names if name.endswith("_ptr")}
+        types |= {"sums_ptr": "*fp64" if kind == "fp32" else "*fp32", "documents_ptr": "*i32"}
+        types |= dict.fromkeys(counts, "i32")
+        chosen |= dict.fromkeys(("DOCUMENTS", "REVERSE", "KEPT", "ENTERING"), switch)
+        chosen |= dict.fromkeys(("INITIAL", "D_LEAVING"), switch and kind == "bf16")
+        chosen |= {} if switch else {"documents_ptr": None}
+        chosen = {name: x for name, x in chosen.items() if name in kernel.arg_names}
+        signature = {name: x for name, x in types.items() if name in kernel.arg_names and name not in chosen}
+        cases.append((kernel, signature, chosen, options))
+    return cases
