@@ -9,6 +9,7 @@ import pydantic
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from megalin.layers.entering import entering_inputs, entering_state
 from megalin.layers.mixers.base import (
@@ -23,6 +24,7 @@ from megalin.layers.mixers.base import (
 from megalin.layers.norms import NormKind
 from megalin.layers.short_conv import ShortConv
 from megalin.ops.ddts_gates import ddts_gates
+from megalin.ops.low_rank_gate import low_rank_gate
 from megalin.ops.srmsnorm import compute_dtype
 from megalin.ops.vector_decay_scan import vector_decay_scan, vector_decay_scan_flops, vector_decay_step
 from megalin.parallel.initialisation import Draw, constant, uniform
@@ -140,8 +142,16 @@ class Rodimus(Mixer):
             conv_state = entering_inputs(x, context, self.cp, taps=self.config.conv_width)
         conv = self.conv(x, state=conv_state, document_ids=context.document_ids)
         q, k, log_decay, code = self._contracted(x, conv.output, context.full_precision[0])
-        input_gate = functional.linear(code.to(x.dtype), local(self.input_gate_up), local(self.input_gate_bias))
-        v = torch.sigmoid(input_gate) * x
+        # A pass over x where it is needed again costs less than keeping v.
+        v = checkpoint(
+            low_rank_gate,
+            x,
+            code.to(x.dtype),
+            local(self.input_gate_up),
+            local(self.input_gate_bias),
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
         q, k, v, log_decay = (y[:, :, None] for y in (q, k, v, log_decay))  # one head
         return _ScanInputs(q, k, v, log_decay, conv.output, gate, conv.state)
 
