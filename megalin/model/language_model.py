@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalin.layers.mixers.base import Mixer, SequenceContext, State
 from megalin.model.config import ModelConfig
-from megalin.model.stack import BlockStack
+from megalin.model.stack import BlockStack, Stage
 from megalin.ops.srmsnorm import compute_dtype
 from megalin.parallel.collectives import finish
 from megalin.parallel.context import ContextParallel
@@ -65,12 +65,16 @@ class LanguageModel(BlockStack[ModelConfig]):
         *,
         cp: ContextParallel | None = None,
         recompute: bool = False,
+        stage: Stage | None = None,
     ) -> None:
-        super().__init__(config, tp, recompute=recompute, cp=cp)
+        stage = Stage(0, 1, range(config.num_layers)) if stage is None else stage
+        has_table = stage.is_first or (stage.is_last and config.tie_embeddings)
+        super().__init__(config, tp, recompute=recompute, cp=cp, stage=stage, has_table=has_table)
         tied, vocabulary, width = config.tie_embeddings, config.vocab_size, config.hidden_size
         reads_row = any(sublayer.reads_row for _, block in config.blocks() for sublayer in block.sublayers)
         self._reads_row = reads_row and self.cp.size > 1
-        self.head = None if tied else VocabParallelTable(vocabulary, width, tp=self.tp, std=config.init_std)
+        has_head = stage.is_last and not tied
+        self.head = VocabParallelTable(vocabulary, width, tp=self.tp, std=config.init_std) if has_head else None
 
     def forward(
         self,
@@ -101,25 +105,37 @@ class LanguageModel(BlockStack[ModelConfig]):
             document_ids = _known_documents(tokens, document_ids, state)
             state = _forget_other_documents(state, document_ids)
         x = self.embedding.embed(tokens) * self.config.embedding_scale
-        borders = self.cp.borders(tokens, document_ids)
-        row = self.cp.row(document_ids, None) if self._reads_row else None
-        context = SequenceContext(positions, document_ids, self.shared_tensors(), x.dtype, borders=borders, row=row)
-        inputs = []
-        for index, layer in enumerate(self.input_mixers()):
-            x, input_state = layer(x, layer.own_context(context), state.inputs[index] if state else None)
-            inputs.append(input_state)
-        x = finish(self._stream(x))
+        context = self.context(tokens, positions, document_ids, x.dtype)
+        x, inputs = self.apply_input_layers(x, context, state)
         blocks = []
         for index, block in enumerate(self.block_list()):
             x, states = block(x, block.contexts(context), state.blocks[index] if state else None)
             blocks.append(states)
-        output = self._head_output(self.norm(x).to(context.compute_dtype), labels, losses)
+        output = self.head_output(self.norm(x).to(context.compute_dtype), labels, losses)
         if state is None or document_ids is None:
             return output
         ends = positions.expand_as(tokens)[:, -1] + 1
         return output._replace(state=ModelState(blocks, inputs, ends, document_ids[:, -1]))
 
-    def _head_output(self, x: Tensor, labels: Tensor | None, losses: Literal["tokens", "sum"]) -> ModelOutput:
+    def context(
+        self, tokens: Tensor, positions: Tensor, document_ids: Tensor | None, compute_dtype: torch.dtype
+    ) -> SequenceContext:
+        """What the mixers know about these tokens [B, T], of which the shape alone is read."""
+        borders = self.cp.borders(tokens, document_ids)
+        row = self.cp.row(document_ids, None) if self._reads_row else None
+        return SequenceContext(positions, document_ids, self.shared_tensors(), compute_dtype, borders=borders, row=row)
+
+    def apply_input_layers(
+        self, x: Tensor, context: SequenceContext, state: ModelState | None
+    ) -> tuple[Tensor, list[State]]:
+        """The residual stream as the first block takes it, of the embedded tokens, and the input layers' states."""
+        inputs = []
+        for index, layer in enumerate(self.input_mixers()):
+            x, input_state = layer(x, layer.own_context(context), state.inputs[index] if state else None)
+            inputs.append(input_state)
+        return finish(self._stream(x)), inputs
+
+    def head_output(self, x: Tensor, labels: Tensor | None, losses: Literal["tokens", "sum"]) -> ModelOutput:
         """The output of the normed residual stream x [B, T or T/tp, D], without a state."""
         if losses == "sum":
             assert labels is not None

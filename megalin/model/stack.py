@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Generic, TypeVar, cast
+from typing import Generic, NamedTuple, TypeVar, cast
 
 from torch import Tensor, nn
 
@@ -18,6 +18,26 @@ from megalin.parallel.tensor_parallel import TensorParallel
 ConfigT = TypeVar("ConfigT", bound=StackConfig)
 
 
+class Stage(NamedTuple):
+    """The part of a model that one stage of a pipeline holds. The first has what feeds the blocks, the last what reads
+    them, and each what its blocks share."""
+
+    number: int
+    num_stages: int
+    layers: range
+    """Its blocks, by their numbers in the model."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it embeds the tokens."""
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it has the norm and the head."""
+        return self.number == self.num_stages - 1
+
+
 class BlockStack(nn.Module, Generic[ConfigT]):
     """A token table, input layers, blocks and a norm; subclasses add heads and the forward.
 
@@ -26,6 +46,8 @@ class BlockStack(nn.Module, Generic[ConfigT]):
 
     Attributes:
         loss_names: the terms of the loss, in the order of the output's `loss_sums`.
+        stage: what of the model this is, by default all. Modules of other stages are not built, and those that are have
+            the names that they have in the whole model.
 
     Raises:
         ConfigError: sizes that the tensor-parallel axis does not divide, or a mixer that cannot split the sequence.
@@ -34,32 +56,52 @@ class BlockStack(nn.Module, Generic[ConfigT]):
     loss_names: tuple[str, ...]
 
     def __init__(
-        self, config: ConfigT, tp: TensorParallel | None, *, recompute: bool, cp: ContextParallel | None = None
+        self,
+        config: ConfigT,
+        tp: TensorParallel | None,
+        *,
+        recompute: bool,
+        cp: ContextParallel | None = None,
+        stage: Stage | None = None,
+        has_table: bool = True,
     ) -> None:
+        """`has_table`: whether this stage holds the table of tokens."""
         super().__init__()
         self.config = config
+        self.stage = stage = Stage(0, 1, range(config.num_layers)) if stage is None else stage
         self.tp = tp = TensorParallel() if tp is None else tp
         self.cp = cp = ContextParallel() if cp is None else cp
         width, std = config.hidden_size, config.init_std
-        self.embedding = VocabParallelTable(config.vocab_size, width, tp=tp, std=std)
+        if has_table:
+            self.embedding = VocabParallelTable(config.vocab_size, width, tp=tp, std=std)
         self.input_layers = nn.ModuleDict()
         self.shared = nn.ModuleDict()
         self._shared_types: list[str] = []  # as in the config; names of modules hold no dots
         self.blocks = nn.ModuleList()
+        first_scopes: dict[str, BuildScope] = {}  # of each mixer type, the same on every stage
         for layer, (path, block) in enumerate(config.blocks()):
             scope = BuildScope(width, layer, config.num_layers, tp, std, path, config.output_std, cp)
-            self.blocks.append(Block(block, scope, recompute=recompute))
-            self._build_model_level(block, scope)
-        self.norm = build_norm(config.norm, width, config.norm_eps, tp)
+            for sublayer in block.sublayers:
+                first_scopes.setdefault(sublayer.type, scope)
+            if layer in stage.layers:
+                self.blocks.add_module(str(layer), Block(block, scope, recompute=recompute))
+            self._build_model_level(block, first_scopes, reads=layer in stage.layers)
+        if stage.is_last:
+            self.norm = build_norm(config.norm, width, config.norm_eps, tp)
 
-    def _build_model_level(self, block: BlockConfig, scope: BuildScope) -> None:
-        """Builds, once per mixer type, what the type keeps at the level of the model."""
+    def _build_model_level(self, block: BlockConfig, scopes: Mapping[str, BuildScope], *, reads: bool) -> None:
+        """Builds, once per mixer type, what the type keeps at the level of the model: what blocks share where blocks of
+        this stage read it (`reads`), input layers where the tokens are embedded."""
         for sublayer in block.sublayers:
-            key = sublayer.type.replace(".", "_")
-            if key not in self.shared and (module := sublayer.shared_module(scope)) is not None:
+            key, scope = sublayer.type.replace(".", "_"), scopes[sublayer.type]
+            if reads and key not in self.shared and (module := sublayer.shared_module(scope)) is not None:
                 self.shared[key] = module
                 self._shared_types.append(sublayer.type)
-            if key not in self.input_layers and (layer := sublayer.input_layer(scope)) is not None:
+            if (
+                self.stage.is_first
+                and key not in self.input_layers
+                and (layer := sublayer.input_layer(scope)) is not None
+            ):
                 self.input_layers[key] = layer
 
     def shared_tensors(self) -> dict[str, Tensor]:

@@ -52,7 +52,9 @@ def shard_model(
     if full_precision:
         wrap(list(full_precision), full, False)
     for block in blocks:
-        wrap(block, low, True)
+        # The engine's split backward finds the gradients of whole weights alone, and the micro-batches of a pipeline
+        # would gather them once a forward and once a backward each.
+        wrap(block, low, mesh.pp.size == 1)
     wrap(model, low, False)
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -1,11 +1,12 @@
-"""The mesh: which ranks form the data, context- and tensor-parallel axes, and the process group they live in."""
+"""The mesh: which ranks form the pipeline, data, context- and tensor-parallel axes, and their process group."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Self
 
 import pydantic
 import torch
@@ -17,22 +18,78 @@ from megalin.config import Config
 from megalin.errors import ConfigError
 from megalin.parallel.collectives import Axis, all_reduce
 from megalin.parallel.context import ContextParallel
+from megalin.parallel.pipeline import PipelineParallel, ScheduleName
 from megalin.parallel.tensor_parallel import TensorParallel
+
+_STAGE = "stage"
+"""The name of the flattened mesh of a stage's ranks."""
 
 
 class ParallelConfig(Config):
-    """How the ranks of a run are arranged. The data axis is what tensor parallelism leaves, world / tp ranks. On it
-    each cp neighbours share their samples, so that dp = world / (tp cp) groups read different ones."""
+    """How the ranks of a run are arranged. The data axis is what pipeline and tensor parallelism leave, world / (pp tp)
+    ranks. On it each cp neighbours share their samples, so that dp = world / (pp tp cp) groups read different ones."""
 
     tp: int = pydantic.Field(default=1, ge=1)
     """Ranks that share each layer's weights (tensor parallelism)."""
     cp: int = pydantic.Field(default=1, ge=1)
     """Ranks that share each sample: every one holds a part of its tokens, side by side (context parallelism)."""
+    pp: int = pydantic.Field(default=1, ge=1)
+    """Ranks that share the layers, each with neighbouring ones (pipeline parallelism)."""
+    pp_schedule: ScheduleName = "1f1b"
+    """How the micro-batches of a step pass the stages, where pp > 1. 1f1b: one stage a rank, forwards and backwards in
+    turns. interleaved: pp_stages stages a rank, which shortens the wait at both ends of a step and sends more.
+    zero_bubble: as these, with gradients of weights put off into the waits; needs memory for what is put off."""
+    pp_stages: int = pydantic.Field(default=1, ge=1)
+    """Stages a rank runs: 1 for 1f1b, at least 2 for interleaved, any for zero_bubble."""
     sequence_parallel: bool = False
     """Whether activations between layers are split along the sequence inside the tensor-parallel group."""
     shard: int | None = pydantic.Field(default=None, ge=1)
     """Ranks of the data axis over which weights, gradients and optimizer state are sharded (FSDP2). Left out: all of
     them. 1: every rank keeps a replica. In between: hybrid, sharded inside groups of this size, replicated across."""
+
+    @pydantic.model_validator(mode="after")
+    def _stages_fit_the_schedule(self) -> Self:
+        if self.pp_schedule == "1f1b" and self.pp_stages > 1:
+            raise ValueError(
+                f'pp_stages = {self.pp_stages} with pp_schedule = "1f1b", which runs one stage a rank; use 1, or '
+                'pp_schedule = "interleaved"'
+            )
+        if self.pp_schedule == "interleaved" and self.pp_stages == 1:
+            raise ValueError(
+                'pp_stages = 1 with pp_schedule = "interleaved", which runs several stages a rank; use 2, or '
+                'pp_schedule = "1f1b"'
+            )
+        return self
+
+    def micro_batches_problem(self, count: int) -> str:
+        """What keeps `count` micro-batches a step from passing the stages, and the remedy; empty where nothing."""
+        if self.pp == 1 or count % self.pp == 0:
+            return ""
+        if self.pp_schedule == "1f1b" and count > self.pp:
+            return ""
+        rule = "at least" if self.pp_schedule == "1f1b" else "a multiple of"
+        fits = max(1, count // self.pp) * self.pp
+        return (
+            f'pp_schedule = "{self.pp_schedule}" of parallel.pp = {self.pp} needs {rule} {self.pp} micro-batches a '
+            f"step, not {count}; use {fits} or {fits + self.pp}"
+        )
+
+    def split_backward_problem(self, *, recompute: bool, compiled: bool) -> str:
+        """What keeps the schedule from splitting the backward, and the remedy; empty where nothing does."""
+        if self.pp == 1 or self.pp_schedule != "zero_bubble":
+            return ""
+        if recompute:
+            reason = "recomputation would run each block's forward, collectives and all, once more for its weights"
+        elif compiled:
+            reason = "a compiled block has one backward, for its input and its weights together"
+        elif tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+            reason = f"torch {torch.__version__} loses gradients of weights there (2.13 does not)"
+        else:
+            return ""
+        return (
+            'pp_schedule = "zero_bubble" takes the gradients of weights apart from those of activations, but '
+            f'{reason}; use pp_schedule = "interleaved" or "1f1b"'
+        )
 
     def length_problem(self, length: int) -> str:
         """What keeps a row of `length` tokens from being split over the ranks, and the remedy; empty where nothing."""
@@ -48,11 +105,12 @@ class Mesh:
     """The axes of a run as this rank sees them, over an initialised process group.
 
     Attributes:
-        device_mesh: dimensions ("replicate", "shard", "tp").
+        device_mesh: dimensions ("replicate", "shard", "tp"): the ranks of this rank's stages.
         data: the data axis, replicate x shard: the ranks that share weights, and sum gradients, losses and counts.
         samples: the part of the data axis whose ranks read different samples, data / cp.
         cp: the context-parallel axis as layers use it: neighbours on the data axis that share their samples.
         tp: the tensor-parallel axis as layers use it.
+        pp: the pipeline axis: ranks that have other layers and read the same samples.
         device: where this rank computes.
     """
 
@@ -63,31 +121,36 @@ class Mesh:
         *,
         tensor_parallel: type[TensorParallel] = TensorParallel,
         context_parallel: type[ContextParallel] = ContextParallel,
+        pipeline_parallel: type[PipelineParallel] = PipelineParallel,
     ) -> None:
         """Raises ConfigError where the axes do not fit the number of ranks; needs an initialised process group."""
         check_world_size(config, dist.get_world_size())
-        data_size = dist.get_world_size() // config.tp
+        data_size = dist.get_world_size() // (config.tp * config.pp)
         shard = data_size if config.shard is None else config.shard
         self.config, self.device = config, device
-        self.device_mesh = init_device_mesh(
-            device.type, (data_size // shard, shard, config.tp), mesh_dim_names=("replicate", "shard", "tp")
-        )
-        tp_mesh = self.device_mesh["tp"]
-        self.data = _axis("data", self.device_mesh["replicate", "shard"]._flatten("data"))
+        self._root = _stage_mesh(config, device, replicate=data_size // shard, shard=shard, tp=config.tp)
+        tp_mesh = self._root["tp"]
+        self.data = _axis("data", self.data_mesh._flatten("data"))
         self.tp = tensor_parallel(_axis("tp", tp_mesh), device_mesh=tp_mesh, sequence_parallel=config.sequence_parallel)
+        self.device_mesh, self.pp = self._root, pipeline_parallel()
+        if config.pp > 1:
+            self.device_mesh = self._root["replicate", "shard", "tp"]
+            self.device_mesh._flatten(_STAGE)
+            pp_mesh = self._root["pp"]
+            self.pp = pipeline_parallel(
+                _axis("pp", pp_mesh), group=pp_mesh.get_group(), stages_per_rank=config.pp_stages
+            )
         self.samples, cp = self.data, Axis("cp")
         if config.cp > 1:
             # Weights do not know it: a mesh of its own cuts the same data axis another way.
-            split = init_device_mesh(
-                device.type, (data_size // config.cp, config.cp, config.tp), mesh_dim_names=("samples", "cp", "tp")
-            )
+            split = _stage_mesh(config, device, samples=data_size // config.cp, cp=config.cp, tp=config.tp)
             self.samples, cp = _axis("samples", split["samples"]), _axis("cp", split["cp"])
         self.cp = context_parallel(cp)
 
     @property
     def data_mesh(self) -> DeviceMesh:
         """The two-dimensional mesh ("replicate", "shard") of sharded data parallelism."""
-        return self.device_mesh["replicate", "shard"]
+        return self._root["replicate", "shard"]
 
     @property
     def is_first_rank(self) -> bool:
@@ -98,26 +161,38 @@ class Mesh:
         """Sum of a tensor over the data axis, on every rank."""
         return all_reduce(value, self.data)
 
+    def count_labels(self, counts: Sequence[Tensor]) -> Tensor:
+        """Valid labels of a step, of this rank's counts [terms] a micro-batch: [terms], equal on every rank."""
+        return self.sum_over_data(torch.stack(list(counts)).sum(0))
+
 
 def check_world_size(config: ParallelConfig, world_size: int) -> None:
     """Raises ConfigError where `config` does not fit `world_size` ranks; needs no process group."""
-    if world_size % config.tp:
+    layers = config.pp * config.tp
+    divided = f"{world_size} ranks / tp {config.tp}" + (f" / pp {config.pp}" if config.pp > 1 else "")
+    if world_size % layers:
+        name = "parallel.tp" if config.pp == 1 else "parallel.pp times parallel.tp"
         raise ConfigError(
-            f"parallel.tp = {config.tp} does not divide the number of ranks, {world_size}; "
-            f"start a multiple of {config.tp} ranks (torchrun --nproc-per-node) or change parallel.tp"
+            f"{name} = {layers} does not divide the number of ranks, {world_size}; "
+            f"start a multiple of {layers} ranks (torchrun --nproc-per-node) or change {name}"
         )
-    data_size = world_size // config.tp
+    data_size = world_size // layers
     if data_size % config.cp:
         raise ConfigError(
-            f"parallel.cp = {config.cp} does not divide the data axis of {data_size} ranks ({world_size} ranks / tp "
-            f"{config.tp}); start a multiple of {config.cp * config.tp} ranks (torchrun --nproc-per-node) or change "
-            "parallel.cp"
+            f"parallel.cp = {config.cp} does not divide the data axis of {data_size} ranks ({divided}); start a "
+            f"multiple of {config.cp * layers} ranks (torchrun --nproc-per-node) or change parallel.cp"
         )
     if config.shard is not None and data_size % config.shard:
         raise ConfigError(
-            f"parallel.shard = {config.shard} does not divide the data axis of {data_size} ranks "
-            f"({world_size} ranks / tp {config.tp}); use a divisor of {data_size}, or leave it out to shard over all"
+            f"parallel.shard = {config.shard} does not divide the data axis of {data_size} ranks ({divided}); use a "
+            f"divisor of {data_size}, or leave it out to shard over all"
         )
+
+
+def _stage_mesh(config: ParallelConfig, device: torch.device, **sizes: int) -> DeviceMesh:
+    """A mesh of these dimensions over the ranks of each stage, with "pp" before them where there are several."""
+    dims = {"pp": config.pp, **sizes} if config.pp > 1 else sizes
+    return init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
 
 
 def _axis(name: str, mesh: DeviceMesh) -> Axis:
@@ -126,12 +201,13 @@ def _axis(name: str, mesh: DeviceMesh) -> Axis:
 
 
 def whole_axis(mesh: DeviceMesh) -> Axis:
-    """The axis of all ranks of a device mesh, which is one-dimensional or holds every rank of the run."""
+    """The axis of all ranks of a device mesh, which is one-dimensional or holds every rank of the run or of a stage."""
     if mesh.ndim == 1:
         return _axis("mesh", mesh)
     world = dist.group.WORLD
     assert world is not None, mesh
-    assert mesh.size() == world.size(), mesh
+    if mesh.size() < world.size():
+        return _axis(_STAGE, mesh._flatten(_STAGE))  # made with the Mesh: no group is made here
     return Axis("world", world.size(), world.rank(), world.group_name)
 
 

@@ -5,20 +5,63 @@ from __future__ import annotations
 import torch
 
 from megalin.model.build import Model, make_model
-from megalin.model.config import AnyModelConfig
+from megalin.model.config import AnyModelConfig, ModelConfig
+from megalin.model.stack import Stage
+from megalin.model.stages import DecoderStage, plan_stages
 from megalin.parallel.data_parallel import shard_model
 from megalin.parallel.initialisation import fill
 from megalin.parallel.mesh import Mesh
+from megalin.train.pipeline import Pipeline
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """The compute dtypes that a run may choose, by their name in its config."""
 
+_PLANNED_LENGTH = 4096
+"""Tokens a sequence for which layers are shared out where the caller tells none."""
+
+TrainedModel = Model | Pipeline
+"""What a rank trains: a whole model, or its stages of one."""
+
 
 def build_model(
-    config: AnyModelConfig, mesh: Mesh, *, compute_dtype: torch.dtype, recompute: bool, compile_blocks: bool, seed: int
-) -> Model:
-    """The model on the mesh with its initial weights, which depend on `seed` alone, not on the mesh."""
-    model = make_model(config, mesh.tp, cp=mesh.cp, recompute=recompute)
+    config: AnyModelConfig,
+    mesh: Mesh,
+    *,
+    compute_dtype: torch.dtype,
+    recompute: bool,
+    compile_blocks: bool,
+    seed: int,
+    length: int = _PLANNED_LENGTH,
+) -> TrainedModel:
+    """The model on the mesh with its initial weights, which depend on `seed` alone, not on the mesh.
+
+    Args:
+        length: tokens a sequence, by which the layers are shared out over the stages of a pipeline.
+    """
+    if mesh.pp.size == 1:
+        model = make_model(config, mesh.tp, cp=mesh.cp, recompute=recompute)
+        _materialise(model, mesh, compute_dtype=compute_dtype, compile_blocks=compile_blocks, seed=seed)
+        return model
+    plan = plan_stages(config, mesh.pp.num_stages, length=length)
+    assert isinstance(config, ModelConfig), type(config)
+    stages = [
+        DecoderStage(
+            config,
+            mesh.tp,
+            cp=mesh.cp,
+            recompute=recompute,
+            stage=Stage(number, mesh.pp.num_stages, layers),
+            compute_dtype=compute_dtype,
+        )
+        for number, layers in zip(mesh.pp.own_stages(), mesh.pp.layers(plan.layers), strict=True)
+    ]
+    for stage in stages:
+        _materialise(stage, mesh, compute_dtype=compute_dtype, compile_blocks=compile_blocks, seed=seed)
+    return Pipeline(config, plan, stages, mesh)
+
+
+def _materialise(model: Model, mesh: Mesh, *, compute_dtype: torch.dtype, compile_blocks: bool, seed: int) -> None:
+    """Compiles the blocks where asked, shards the model and fills it."""
     if compute_dtype == torch.float64:
         model.to(torch.float64)
     if compile_blocks:
@@ -27,4 +70,3 @@ def build_model(
     shard_model(model, model.block_list(), model.full_precision_modules(), mesh, compute_dtype=compute_dtype)
     model.to_empty(device=mesh.device)
     fill(model, seed)
-    return model

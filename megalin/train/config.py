@@ -12,8 +12,9 @@ from megalin.config import Config, apply_overrides, parse, read_toml
 from megalin.data.dataset import DataConfig
 from megalin.errors import ConfigError
 from megalin.model.build import make_model
-from megalin.model.config import EncoderConfig, ModelField
+from megalin.model.config import AnyModelConfig, EncoderConfig, ModelField
 from megalin.model.presets import expand_preset
+from megalin.model.stages import plan_stages
 from megalin.optim.adamw import OptimizerConfig
 from megalin.optim.schedule import ScheduleConfig
 from megalin.parallel.collectives import Axis
@@ -85,6 +86,8 @@ class RunConfig(Config):
                 f"train.stop_after_steps = {train.stop_after_steps} is beyond train.steps = {train.steps}; "
                 "lower it or leave it out"
             )
+        if problem := parallel.split_backward_problem(recompute=train.recompute, compiled=train.compile):
+            problems.append(f"parallel.{problem}")
         problems += self._kind_problems()
         if problems:
             raise ValueError("\n".join(problems))
@@ -116,12 +119,12 @@ def check_launch(config: RunConfig, world_size: int) -> None:
     """Checks the run against the number of ranks, without a process group: all before the first collective.
 
     Raises:
-        ConfigError: the mesh does not fit the ranks, the batch does not fit the data axis, a size of the model does
-            not divide by tp, or the model cannot split its sequences over cp.
+        ConfigError: the mesh does not fit the ranks, the batch does not fit the data axis or the pipeline, a size of
+            the model does not divide by tp, or the model cannot split its sequences over cp or its layers over pp.
     """
     check_world_size(config.parallel, world_size)
     parallel = config.parallel
-    train, data_size = config.train, world_size // (parallel.tp * parallel.cp)
+    train, data_size = config.train, world_size // (parallel.tp * parallel.cp * parallel.pp)
     together = train.micro_batch_size * data_size
     if train.global_batch_size % together:
         below = train.global_batch_size // together * together
@@ -130,7 +133,19 @@ def check_launch(config: RunConfig, world_size: int) -> None:
             f"train.global_batch_size = {train.global_batch_size} is not divisible by train.micro_batch_size = "
             f"{train.micro_batch_size} times the {_ranks_of_samples(parallel, data_size)}; use {fits}"
         )
-    make_model(config.model, TensorParallel(Axis("tp", parallel.tp)), cp=ContextParallel(Axis("cp", parallel.cp)))
+    if problem := parallel.micro_batches_problem(train.global_batch_size // together):
+        raise ConfigError(
+            f"parallel.{problem} (train.global_batch_size = {train.global_batch_size}, train.micro_batch_size = "
+            f"{train.micro_batch_size}, {data_size} groups of ranks that read different samples)"
+        )
+    check_model(config.model, parallel, config.data.sequence_length)
+
+
+def check_model(model: AnyModelConfig, parallel: ParallelConfig, length: int) -> None:
+    """Raises ConfigError for a model that cannot be split as `parallel` says; needs no process group."""
+    make_model(model, TensorParallel(Axis("tp", parallel.tp)), cp=ContextParallel(Axis("cp", parallel.cp)))
+    if parallel.pp > 1:
+        plan_stages(model, parallel.pp * parallel.pp_stages, length=length)
 
 
 def _ranks_of_samples(parallel: ParallelConfig, size: int) -> str:

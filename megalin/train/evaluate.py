@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from megalin.data.packing import AnyBatch, Batch, EncoderBatch, batch_to, split_tokens
-from megalin.model.build import Model
 from megalin.model.encoder import Encoder
 from megalin.model.language_model import LanguageModel
 from megalin.parallel.cross_entropy import IGNORED_LABEL, vocab_parallel_argmax
 from megalin.parallel.data_parallel import reshard
 from megalin.parallel.mesh import Mesh
+from megalin.train.build import TrainedModel
+from megalin.train.pipeline import Pipeline
 
 
 class Evaluation(NamedTuple):
@@ -103,7 +104,7 @@ AnyEvaluation = Evaluation | EncoderEvaluation
 
 @torch.no_grad()
 def evaluate(
-    model: Model, batches: Iterable[AnyBatch], mesh: Mesh, *, token_bytes: Tensor | None = None
+    model: TrainedModel, batches: Iterable[AnyBatch], mesh: Mesh, *, token_bytes: Tensor | None = None
 ) -> AnyEvaluation:
     """Runs every batch of this rank; all ranks call it with the same number of batches.
 
@@ -117,7 +118,7 @@ def evaluate(
 
 
 def _evaluate_decoder(
-    model: LanguageModel, batches: Iterable[Batch], mesh: Mesh, token_bytes: Tensor | None
+    model: LanguageModel | Pipeline, batches: Iterable[Batch], mesh: Mesh, token_bytes: Tensor | None
 ) -> Evaluation:
     vocab_size = model.config.vocab_size
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
@@ -127,7 +128,7 @@ def _evaluate_decoder(
         total += model.loss_sums(batch.inputs()).sum()
         counts += _count(batch.labels, vocab_size)
     reshard(model)
-    nats = mesh.sum_over_data(total).item()
+    nats = mesh.sum_over_data(mesh.pp.sum(total)).item()
     counts = mesh.sum_over_data(counts).cpu()
     tokens = int(counts.sum())
     loss = nats / max(tokens, 1)

@@ -33,6 +33,7 @@ from megalin.train.config import RunConfig
 from megalin.train.evaluate import AnyEvaluation, Evaluation, evaluate
 from megalin.train.hardware import peak_flops_per_second, peak_memory_bytes
 from megalin.train.metrics import Metrics, write_loss_curve
+from megalin.train.pipeline import Pipeline
 from megalin.train.restore import check_same_model
 from megalin.train.run_folder import RunFolder
 from megalin.train.step import StepResult, train_step
@@ -80,6 +81,7 @@ class Trainer:
             recompute=train.recompute,
             compile_blocks=train.compile,
             seed=train.seed,
+            length=config.data.sequence_length,
         )
         self.optimizer = build_optimizer(self.model, config.optimizer, no_decay=self.model.no_decay_names())
         self.first_step = self._resume()
@@ -134,6 +136,9 @@ class Trainer:
             log_interval=train.log_every_steps,
             enabled=self.mesh.is_first_rank,
         )
+        if isinstance(self.model, Pipeline):
+            for line in self.model.plan.lines():
+                metrics.tell(f"pipeline {line}")
         with self._loader() as loader, metrics:
             for step in range(self.first_step, last_step):
                 started = time.perf_counter()
@@ -189,8 +194,8 @@ class Trainer:
         except MegalinError as raised:
             error = raised
         failed = torch.tensor(int(error is not None), device=self.mesh.device)
-        # Over both axes: ranks of one tensor-parallel group read the same samples, but each from its own disk.
-        if all_reduce(self.mesh.sum_over_data(failed), self.mesh.tp.axis).item():
+        # Over all axes: ranks of other layers or slices read the same samples, but each from its own disk.
+        if self.mesh.pp.sum(all_reduce(self.mesh.sum_over_data(failed), self.mesh.tp.axis)).item():
             on_every_rank(lambda: _raise(error))
         return [batch_to(split_tokens(batch, self.mesh.cp), self.mesh.device) for batch in batches]
 
@@ -215,7 +220,7 @@ class Trainer:
         peak = peak_flops_per_second(self.mesh.device)
         if peak is not None:
             flops = self.model.training_flops(length) * tokens / seconds
-            values["model_flops_utilization"] = flops / (peak * self.mesh.device_mesh.size())
+            values["model_flops_utilization"] = flops / (peak * torch.distributed.get_world_size())
         return values
 
     def _evaluate_after(self, step: int, last_step: int) -> AnyEvaluation | None:

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from megalin.data.packing import AnyBatch
 from megalin.errors import NumericError
-from megalin.model.build import Model
 from megalin.optim.clipping import clip_gradients
 from megalin.parallel.data_parallel import set_gradient_reduction
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.tensor_parallel import local
+from megalin.train.build import TrainedModel
+from megalin.train.pipeline import Pipeline
 
 
 class StepResult(NamedTuple):
@@ -31,7 +32,7 @@ class StepResult(NamedTuple):
     """The mean loss of each term of the model's `loss_names`, over its own valid labels of all ranks."""
 
 
-def accumulate_gradients(model: Model, batches: Sequence[AnyBatch], mesh: Mesh) -> tuple[Tensor, Tensor]:
+def accumulate_gradients(model: TrainedModel, batches: Sequence[AnyBatch], mesh: Mesh) -> tuple[Tensor, Tensor]:
     """Forward and backward of a step's micro-batches; the gradient is that of the sum of the step's mean losses.
 
     loss = sum over the model's terms of (sum over ranks and micro-batches of the term's losses / number of its valid
@@ -42,7 +43,10 @@ def accumulate_gradients(model: Model, batches: Sequence[AnyBatch], mesh: Mesh) 
         The mean loss of each term (fp64, nats a label) and the number of its valid labels (int64), [terms], equal on
         every rank.
     """
-    counts = mesh.sum_over_data(torch.stack([batch.label_counts() for batch in batches]).sum(0))
+    counts = mesh.count_labels([batch.label_counts() for batch in batches])
+    if isinstance(model, Pipeline):
+        total = model.accumulate_gradients(batches, counts)
+        return mesh.sum_over_data(mesh.pp.sum(total)), counts
     total = torch.zeros(counts.shape, dtype=torch.float64, device=counts.device)
     for index, batch in enumerate(batches):
         set_gradient_reduction(model, enabled=index == len(batches) - 1)
@@ -54,7 +58,7 @@ def accumulate_gradients(model: Model, batches: Sequence[AnyBatch], mesh: Mesh) 
 
 
 def train_step(
-    model: Model,
+    model: TrainedModel,
     optimizer: torch.optim.Optimizer,
     batches: Sequence[AnyBatch],
     mesh: Mesh,
@@ -68,7 +72,7 @@ def train_step(
 
 
 def apply_gradients(
-    model: Model,
+    model: TrainedModel,
     optimizer: torch.optim.Optimizer,
     losses: Tensor,
     counts: Tensor,
@@ -82,7 +86,12 @@ def apply_gradients(
     Raises:
         NumericError: on every rank, before any weight changes, when the loss or the gradient is not finite.
     """
-    norm = clip_gradients(list(model.parameters()), max_grad_norm)
+    if isinstance(model, Pipeline):
+        norm = clip_gradients(
+            model.parameters(), max_grad_norm, counted_elsewhere=model.counted_elsewhere(), stages=model.pp.axis
+        )
+    else:
+        norm = clip_gradients(model.parameters(), max_grad_norm)
     parts = [losses.sum(), norm.to(losses.dtype), counts[0].to(losses.dtype), *losses]
     values = torch.stack(parts).tolist()
     result = StepResult(values[0], values[1], int(values[2]), tuple(values[3:]))

@@ -8,18 +8,14 @@ import torch
 
 from megalin.data.packing import AnyBatch, Batch, EncoderBatch, batch_to, split_tokens, take_rows
 from megalin.errors import ConfigError
-from megalin.model.build import make_model
 from megalin.model.config import AnyModelConfig, BlockConfig, EncoderConfig, ModelConfig
-from megalin.parallel.collectives import Axis
-from megalin.parallel.context import ContextParallel
 from megalin.parallel.cross_entropy import IGNORED_LABEL
 from megalin.parallel.mesh import Mesh, ParallelConfig
-from megalin.parallel.tensor_parallel import TensorParallel
+from megalin.train.config import check_model
 
 ROWS_PER_RANK = 2
 PREDICTIONS = 11
 """Places for predictions in a row of an encoder, more than some rows have."""
-NUM_MICRO_BATCHES = 2
 
 DtypeName = Literal["float64", "float32", "bfloat16"]
 
@@ -47,20 +43,25 @@ class Case(NamedTuple):
     @property
     def world_size(self) -> int:
         """Ranks of the mesh."""
-        return self.parallel.tp * self.parallel.cp * self.data_size
+        return self.parallel.pp * self.parallel.tp * self.parallel.cp * self.data_size
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of the step: two, or enough for every stage to go forwards and backwards in turns."""
+        return 2 * self.parallel.pp
 
 
-def shrink(model: AnyModelConfig, tp: int, cp: int = 1) -> AnyModelConfig:
+def shrink(model: AnyModelConfig, tp: int, cp: int = 1, num_stages: int = 1) -> AnyModelConfig:
     """The structure of `model` at a size that answers in seconds.
 
-    Every kind of block stays, each at most twice; at least two heads a rank, a GLU as wide as no other dimension, and
-    a vocabulary that needs padding.
+    Every kind of block stays, each at most twice, or once more than there are stages; at least two heads a rank, a GLU
+    as wide as no other dimension, and a vocabulary that needs padding.
     """
     num_heads = max(4, 2 * tp)
     hidden_size = 8 * num_heads
     layers = [
         BlockConfig(
-            repeat=min(block.repeat, 2),
+            repeat=min(block.repeat, 2 if num_stages == 1 else num_stages + 1),
             sublayers=[s.shrunk(hidden_size=hidden_size, num_heads=num_heads) for s in block.sublayers],
         )
         for block in model.layers
@@ -82,7 +83,7 @@ def shrunk_length(parts: int) -> int:
 def make_batches(case: Case) -> list[AnyBatch]:
     """The micro-batches of one step, all rows of the data axis, with unequal counts of valid labels."""
     if isinstance(case.model, EncoderConfig):
-        return [_encoder_batch(case, case.model, index) for index in range(NUM_MICRO_BATCHES)]
+        return [_encoder_batch(case, case.model, index) for index in range(case.num_micro_batches)]
     return [*_decoder_batches(case, case.model)]
 
 
@@ -90,14 +91,14 @@ def _decoder_batches(case: Case, model: ModelConfig) -> list[Batch]:
     """Packed documents.
 
     Documents end at, before and after the edge of a chunk, or of a rank's tokens; one row is a single document, one is
-    cut often; the second micro-batch has far fewer valid labels, so a local count or an average of averages shows.
+    cut often; each second micro-batch has far fewer valid labels, so a local count or an average of averages shows.
     """
     generator = torch.Generator().manual_seed(case.seed + 1)
     rows, length, vocab = ROWS_PER_RANK * case.data_size, case.length, model.vocab_size
     edge = 16 if case.parallel.cp == 1 else length // case.parallel.cp
     places = [(), (edge,), (edge - 1, 2 * edge + 1), (edge + 1, edge + 2, 3 * edge - 1)]
     batches = []
-    for index in range(NUM_MICRO_BATCHES):
+    for index in range(case.num_micro_batches):
         ids = torch.randint(0, vocab, (rows, length + 1), generator=generator)
         starts = torch.zeros(rows, length, dtype=torch.int32)
         for row in range(rows):
@@ -107,7 +108,7 @@ def _decoder_batches(case: Case, model: ModelConfig) -> list[Batch]:
         labels = ids[:, 1:].clone()
         labels[:, :-1][starts[:, 1:] == 1] = IGNORED_LABEL
         ignored = torch.rand(rows, length, generator=generator)
-        row_share = torch.linspace(0.1, 0.4 + 0.5 * index, rows)[:, None]
+        row_share = torch.linspace(0.1, 0.4 + 0.5 * (index % 2), rows)[:, None]
         labels[ignored < row_share] = IGNORED_LABEL
         documents = starts.cumsum(1, dtype=torch.int32)
         batches.append(Batch(ids[:, :-1].contiguous(), labels, documents, torch.arange(rows)))
@@ -159,7 +160,8 @@ def make_case(
         ConfigError: a length below 1, beyond an encoder's positions, or one that the mesh cannot split; a size that tp
             does not divide; a model that cannot split its sequences.
     """
-    chosen = model if full else shrink(model, parallel.tp, parallel.cp)
+    num_stages = parallel.pp * parallel.pp_stages
+    chosen = model if full else shrink(model, parallel.tp, parallel.cp, num_stages)
     parts = parallel.tp * parallel.cp
     length = (shrunk_length(parts) if not full else 8 * parts * 9) if length is None else length
     if length < 1:
@@ -170,5 +172,7 @@ def make_case(
         )
     if problem := parallel.length_problem(length):
         raise ConfigError(f"--length {length} {problem}")
-    make_model(chosen, TensorParallel(Axis("tp", parallel.tp)), cp=ContextParallel(Axis("cp", parallel.cp)))
+    if problem := parallel.split_backward_problem(recompute=recompute, compiled=False):
+        raise ConfigError(f"parallel.{problem}")
+    check_model(chosen, parallel, length)
     return Case(chosen, parallel, data_size, dtype, length, recompute)

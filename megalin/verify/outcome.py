@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,8 +19,10 @@ from megalin.parallel.collectives import Axis, all_gather, all_reduce
 from megalin.parallel.cross_entropy import IGNORED_LABEL
 from megalin.parallel.initialisation import fill
 from megalin.parallel.mesh import Mesh
+from megalin.parallel.pipeline import gather_objects
 from megalin.parallel.tensor_parallel import full_tensor
-from megalin.train.build import build_model
+from megalin.train.build import TrainedModel, build_model
+from megalin.train.pipeline import Pipeline
 from megalin.train.step import accumulate_gradients, apply_gradients
 from megalin.verify.case import Case, make_batches, rank_batches
 
@@ -40,8 +43,19 @@ class _Head(NamedTuple):
     labels: Tensor  # [...]
 
 
-def _heads(batch: AnyBatch, output: ModelOutput | EncoderOutput) -> list[_Head]:
+@torch.no_grad()
+def _forward(model: TrainedModel, batch: AnyBatch) -> ModelOutput | EncoderOutput | None:
+    """The model's output of a batch; None on a rank without the last stage."""
+    if isinstance(model, Pipeline):
+        return model.token_outputs(batch.inputs())
+    output: ModelOutput | EncoderOutput = model(**batch.inputs())
+    return output
+
+
+def _heads(batch: AnyBatch, output: ModelOutput | EncoderOutput | None) -> list[_Head]:
     """Each head's results, in the order of the loss's terms."""
+    if output is None:
+        return []
     if isinstance(output, ModelOutput):
         assert not isinstance(batch, EncoderBatch)
         assert output.logits is not None
@@ -87,9 +101,7 @@ def run_on_mesh(case: Case, mesh: Mesh, *, after_fill: Callable[[nn.Module, Mesh
     batches = rank_batches(whole, mesh)
     outcome: Outcome = {}
     for index, batch in enumerate(batches):
-        with torch.no_grad():
-            output = model(**batch.inputs())
-        for head in _heads(batch, output):
+        for head in _heads(batch, _forward(model, batch)):
             logits = head.logits
             if not head.prefix:
                 logits = all_gather(logits, mesh.tp.axis, dim=-1)[..., : case.model.vocab_size]
@@ -108,7 +120,16 @@ def run_on_mesh(case: Case, mesh: Mesh, *, after_fill: Callable[[nn.Module, Mesh
     outcome |= {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()}
     for name, parameter in model.named_parameters():
         outcome[f"weight:{name}"] = full_tensor(parameter.detach()).cpu()
-    return outcome
+    return outcome if mesh.pp.size == 1 else _joined(gather_objects(outcome, mesh.pp))
+
+
+def _joined(parts: Sequence[Outcome]) -> Outcome:
+    """The outcome of a model whose stages gave parts of it; NaN for a tensor of which two stages have other copies."""
+    whole: Outcome = {}
+    for name, tensor in (item for part in parts for item in part.items()):
+        same = name not in whole or torch.equal(whole[name], tensor)
+        whole[name] = tensor if same else torch.full_like(tensor, math.nan)
+    return whole
 
 
 def run_reference(

@@ -1,0 +1,173 @@
+"""The pipeline axis: stages of layers on neighbouring ranks, the schedule of micro-batches, and what stages share.
+
+Stage s runs on rank s % pp of the axis, so that with several stages a rank (interleaved) the model passes the ranks
+as often. Only activations and their gradients travel between stages; every rank reads the same samples. A parameter
+that several stages hold (a tied table, bounds of all layers) is equal on them by construction: its gradients are
+summed over its holders after the last micro-batch, it counts once in the norm, and is saved once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
+
+from megalin.parallel.collectives import Axis, all_reduce
+from megalin.parallel.tensor_parallel import local
+
+ScheduleName = Literal["1f1b", "interleaved", "zero_bubble"]
+
+
+class PipelineParallel:
+    """The pipeline axis: its size, the stages of this rank, and sums over stages. The default has size 1.
+
+    Args:
+        axis: this rank's view of the axis.
+        group: the process group of the axis; none at size 1.
+        stages_per_rank: stages that each rank runs.
+    """
+
+    def __init__(
+        self, axis: Axis | None = None, *, group: dist.ProcessGroup | None = None, stages_per_rank: int = 1
+    ) -> None:
+        self.axis = Axis("pp") if axis is None else axis
+        self.group = group
+        self.num_stages = self.size * stages_per_rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks on the axis."""
+        return self.axis.size
+
+    def own_stages(self) -> list[int]:
+        """The stages of this rank, in the order of the forward."""
+        return list(range(self.axis.rank, self.num_stages, self.size))
+
+    def layers(self, plan: Sequence[range]) -> list[range]:
+        """The layers of each stage of this rank, of a plan for all stages."""
+        return [plan[stage] for stage in self.own_stages()]
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Sum of a tensor over the axis, on every rank."""
+        return all_reduce(value, self.axis)
+
+    def axis_of_holders(self, stages: Sequence[int]) -> Axis:
+        """The axis of the ranks that run any of `stages`; on other ranks one of size 1. A collective of all ranks of
+        the run where these ranks are neither one nor all of the pipeline axis."""
+        ranks = sorted({stage % self.size for stage in stages})
+        if len(ranks) == 1:
+            return Axis("copies")
+        if len(ranks) == self.size:
+            return self.axis
+        own = Axis("copies")
+        apart = dist.get_world_size() // self.size  # pp is the outermost dimension of the mesh
+        for column in range(apart):
+            members = [column + rank * apart for rank in ranks]
+            group = dist.new_group(members)
+            if dist.get_rank() in members:
+                assert isinstance(group, dist.ProcessGroup), group
+                own = Axis("copies", len(members), members.index(dist.get_rank()), group.group_name)
+        return own
+
+    @torch.no_grad()
+    def sum_copies(self, copies: Sequence[nn.Parameter], holders: Axis) -> None:
+        """Sums the gradients of a parameter's copies: those of this rank's stages, then over its holders. The first
+        of this rank gets the sum, the others none."""
+        gradients = [local(copy.grad) for copy in copies if copy.grad is not None]
+        assert len(gradients) == len(copies), f"{len(gradients)} gradients of {len(copies)} copies"
+        gradients[0].copy_(all_reduce(torch.stack(gradients).sum(0), holders))
+        for copy in copies[1:]:
+            copy.grad = None
+
+
+class StreamShape(NamedTuple):
+    """The activations that travel between stages."""
+
+    shape: tuple[int, ...]
+    """[B, T/cp or T/(cp tp), D]"""
+    dtype: torch.dtype
+
+    def empty(self, device: torch.device | str) -> Tensor:
+        """Such a tensor."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+def make_schedule(
+    name: ScheduleName,
+    pp: PipelineParallel,
+    modules: Sequence[nn.Module],
+    stream: StreamShape,
+    *,
+    tokens: Tensor,
+    num_micro_batches: int,
+    loss: Callable[[Tensor, Tensor], Tensor],
+) -> Schedule1F1B | ScheduleInterleaved1F1B | ScheduleInterleavedZeroBubble:
+    """The engine's schedule of one step of this rank's stages. Losses are summed: nothing is divided by the number of
+    micro-batches.
+
+    Args:
+        modules: this rank's stages in order: tokens or stream in, stream or the last stage's loss sum out.
+        stream: what travels for one micro-batch. Told beforehand, the engine need not run the model to learn it.
+        tokens: [B, T/cp] of one micro-batch, for its shape.
+        loss: of the last stage's output and a micro-batch's labels.
+    """
+    # The first operation of a NCCL group must not be one of neighbours only.
+    pp.sum(torch.zeros(1, device=tokens.device))
+    template = stream.empty("meta").requires_grad_()
+    last = torch.empty(1, dtype=torch.promote_types(stream.dtype, torch.float32), device="meta", requires_grad=True)
+    stages = [
+        PipelineStage(
+            module,
+            index,
+            pp.num_stages,
+            tokens.device,
+            input_args=torch.empty_like(tokens, device="meta") if index == 0 else template,
+            output_args=last if index == pp.num_stages - 1 else template,
+            group=pp.group,
+        )
+        for index, module in zip(pp.own_stages(), modules, strict=True)
+    ]
+    options: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
+    if name == "1f1b":
+        return Schedule1F1B(stages[0], num_micro_batches, **options)
+    cls = ScheduleInterleaved1F1B if name == "interleaved" else ScheduleInterleavedZeroBubble
+    return cls(list(stages), num_micro_batches, **options)
+
+
+@torch.no_grad()
+def forward_through(
+    pp: PipelineParallel, modules: Sequence[nn.Module], stream: StreamShape, tokens: Tensor, options: Mapping[str, Any]
+) -> Any:
+    """One forward without a backward of this rank's stages, each after what it waits for; a rank whose stages are done
+    goes on, so that batches follow each other through the stages.
+
+    Args:
+        tokens: [B, T/cp].
+        options: what each stage takes beside its first argument.
+
+    Returns:
+        What the last stage returns; None where another rank has it.
+    """
+    output = None
+    for index, module in zip(pp.own_stages(), modules, strict=True):
+        x = tokens
+        if index > 0:
+            x = stream.empty(tokens.device)
+            dist.recv(x, group=pp.group, group_src=(index - 1) % pp.size)
+        output = module(x, **options)
+        if index < pp.num_stages - 1:
+            dist.send(output.contiguous(), group=pp.group, group_dst=(index + 1) % pp.size)
+            output = None
+    return output
+
+
+def gather_objects(value: Any, pp: PipelineParallel) -> list[Any]:
+    """Each rank's value, by rank of the axis."""
+    values = [None] * pp.size
+    dist.all_gather_object(values, value, group=pp.group)
+    return values

@@ -1,0 +1,118 @@
+"""Pipeline parallelism by the proof command's own comparison: logits, losses, every gradient, weights after a step."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from megalin.parallel.mesh import ParallelConfig
+from megalin.verify.case import Case, make_case
+from megalin.verify.comparison import Row, kind
+from megalin.verify.run import verify
+from tests.cases import CASES
+from tests.cases import Case as MixerCase
+from tests.ranks import run_ranks
+
+LENGTH = 72
+SPLITS_BACKWARD = torch.__version__ >= (2, 13)
+
+
+class Layout(NamedTuple):
+    """A mesh, the schedule on it, and the rows that it is tried with."""
+
+    rows: tuple[str, ...]
+    axes: dict[str, Any]
+    dp: int = 1
+    recompute: bool = False
+
+
+LAYOUTS = {
+    2: [
+        Layout(("transnormer-cosine", "hgrn2"), {"pp_schedule": "interleaved", "pp_stages": 2}, recompute=True),
+        Layout(("hgrn2", "sockets"), {}, recompute=True),
+    ],
+    4: [
+        Layout(("transnormer",), {"pp": 4}),
+        Layout(("tnl",), {"tp": 2, "sequence_parallel": True}),
+        Layout(("hgrn2", "sockets"), {"tp": 2}),
+        Layout(("hgrn2", "rodimus"), {}, dp=2),
+        Layout(("cosformer2",), {"shard": 1}, dp=2),
+        Layout(("rodimus_plus", "softmax"), {"cp": 2}),
+        Layout(("hgrn2-fla",), {"pp_schedule": "interleaved", "pp_stages": 2}, dp=2, recompute=True),
+        Layout(("hgrn2",), {"pp": 4, "pp_schedule": "interleaved", "pp_stages": 2}),
+    ],
+}
+"""By world size; pp = 2 where nothing is said."""
+SPLIT_BACKWARD = {
+    2: [
+        Layout(("transnormer-cosine", "hgrn2-biased", "rodimus_plus"), {"pp_schedule": "zero_bubble", "pp_stages": 2}),
+        Layout(("tnl", "mamba2"), {"pp_schedule": "zero_bubble"}),
+    ],
+    4: [
+        Layout(("hgrn2",), {"tp": 2, "pp_schedule": "zero_bubble", "pp_stages": 2}),
+        Layout(("tnl",), {"pp_schedule": "zero_bubble", "pp_stages": 2}, dp=2),
+        Layout(("cosformer2",), {"cp": 2, "pp_schedule": "zero_bubble"}),
+    ],
+}
+
+
+def deep(row: MixerCase, layers: int) -> MixerCase:
+    """The row with enough blocks for its stages, more in the first kind."""
+    more = layers - row.model.num_layers
+    if more <= 0:
+        return row
+    first, *rest = row.model.layers
+    first = first.model_copy(update={"repeat": first.repeat + more})
+    return row._replace(model=row.model.model_copy(update={"layers": [first, *rest]}))
+
+
+def mesh_case(row: MixerCase, *, dp: int = 1, recompute: bool = False, pp: int = 2, **axes: Any) -> Case:
+    """The row on a mesh, with a block more than there are stages, so that stages are uneven."""
+    parallel = ParallelConfig(pp=pp, **axes)
+    options: dict[str, Any] = {"dtype": "float64", "full": True, "length": LENGTH}
+    model = deep(row, parallel.pp * parallel.pp_stages + 1).model
+    return make_case(model, parallel, data_size=dp, recompute=recompute, **options)
+
+
+def _verify(cases: list[Case]) -> list[list[Row]]:
+    return [verify(case) for case in cases]
+
+
+def assert_agree(world_size: int, cases: list[Case]) -> None:
+    """Each case agrees with one process in every tensor."""
+    for case, found in zip(cases, run_ranks(world_size, _verify, cases, timeout=300.0)[0], strict=True):
+        assert {kind(row.name) for row in found} == {
+            "logits",
+            "token_losses",
+            "loss",
+            "grad_norm",
+            "gradient",
+            "weight",
+        }
+        assert [row for row in found if not row.passed] == [], case
+
+
+def cases_of(layouts: list[Layout]) -> list[Case]:
+    by_name = {row.name: row for row in CASES}
+    return [
+        mesh_case(by_name[name], dp=layout.dp, recompute=layout.recompute, **layout.axes)
+        for layout in layouts
+        for name in layout.rows
+    ]
+
+
+def test_every_row_agrees_with_one_process_on_two_stages():
+    assert_agree(2, [mesh_case(row) for row in CASES])
+
+
+@pytest.mark.parametrize("world_size", LAYOUTS)
+def test_stages_agree_with_one_process_on_every_mesh(world_size: int):
+    assert_agree(world_size, cases_of(LAYOUTS[world_size]))
+
+
+@pytest.mark.skipif(not SPLITS_BACKWARD, reason="torch loses gradients of weights in a split backward")
+@pytest.mark.parametrize("world_size", SPLIT_BACKWARD)
+def test_gradients_of_weights_taken_apart_agree_with_one_process(world_size: int):
+    assert_agree(world_size, cases_of(SPLIT_BACKWARD[world_size]))
