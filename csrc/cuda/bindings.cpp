@@ -21,12 +21,12 @@ int megalin_srmsnorm_forward(const void* x, void* y, float* scales, int64_t rows
                              cudaStream_t stream);
 int megalin_srmsnorm_backward(const void* dy, const void* x, const float* scales, void* dx, int64_t rows, int width,
                               int dtype, cudaStream_t stream);
-int megalin_max_norm_forward(const void* x, const float* factors, const int* positions, const unsigned* frequencies,
-                             void* y, float* peaks, int* indices, int64_t rows, int width, float eps, int dtype,
-                             cudaStream_t stream);
+int megalin_max_norm_forward(const void* x, const float* factors, const int* positions, const void* cosines,
+                             int64_t period, int head_dim, const float* scale, void* y, float* peaks, int* indices,
+                             int64_t rows, int width, float eps, int dtype, cudaStream_t stream);
 int megalin_max_norm_backward(const void* dy, const void* x, const float* factors, const int* positions,
-                              const unsigned* frequencies, const float* peaks, const int* indices, void* dx,
-                              int64_t rows, int width, int dtype, cudaStream_t stream);
+                              const void* cosines, int64_t period, int head_dim, const float* scale, const float* peaks,
+                              const int* indices, void* dx, int64_t rows, int width, int dtype, cudaStream_t stream);
 }
 
 namespace {
@@ -80,20 +80,20 @@ PYBIND11_MODULE(_C, module) {
     check("srmsnorm_backward", megalin_srmsnorm_backward(at<void>(dy), at<void>(x), at<float>(scales), at<void>(dx),
                                                          rows, width, dtype, stream_at(stream)));
   });
-  module.def("max_norm_forward", [](Address x, Address factors, Address positions, Address frequencies, Address y,
-                                    Address peaks, Address indices, int64_t rows, int width, float eps, int dtype,
-                                    Address stream) {
-    const int code = megalin_max_norm_forward(at<void>(x), at<float>(factors), at<int>(positions),
-                                              at<unsigned>(frequencies), at<void>(y), at<float>(peaks),
+  module.def("max_norm_forward", [](Address x, Address factors, Address positions, Address cosines, int64_t period,
+                                    int head_dim, Address scale, Address y, Address peaks, Address indices,
+                                    int64_t rows, int width, float eps, int dtype, Address stream) {
+    const int code = megalin_max_norm_forward(at<void>(x), at<float>(factors), at<int>(positions), at<void>(cosines),
+                                              period, head_dim, at<float>(scale), at<void>(y), at<float>(peaks),
                                               at<int>(indices), rows, width, eps, dtype, stream_at(stream));
     check("max_norm_forward", code);
   });
-  module.def("max_norm_backward", [](Address dy, Address x, Address factors, Address positions, Address frequencies,
-                                     Address peaks, Address indices, Address dx, int64_t rows, int width, int dtype,
-                                     Address stream) {
+  module.def("max_norm_backward", [](Address dy, Address x, Address factors, Address positions, Address cosines,
+                                     int64_t period, int head_dim, Address scale, Address peaks, Address indices,
+                                     Address dx, int64_t rows, int width, int dtype, Address stream) {
     const int code = megalin_max_norm_backward(at<void>(dy), at<void>(x), at<float>(factors), at<int>(positions),
-                                               at<unsigned>(frequencies), at<float>(peaks), at<int>(indices),
-                                               at<void>(dx), rows, width, dtype, stream_at(stream));
+                                               at<void>(cosines), period, head_dim, at<float>(scale), at<float>(peaks),
+                                               at<int>(indices), at<void>(dx), rows, width, dtype, stream_at(stream));
     check("max_norm_backward", code);
   });
   module.def("decay_scan", [](const ShapeTuple& shape, const std::vector<ScanTuple>& tuples, Address stream) {

@@ -6,11 +6,15 @@ namespace megalin {
 template <int KEY, int VALUE, bool OUTPUT>
 cudaError_t start(const ScanShape& shape, const Scans& scans, int skipped, int blocks, cudaStream_t stream) {
   constexpr auto kernel = decay_scan<KEY, VALUE, OUTPUT>;
-  constexpr int BYTES = Shared<KEY, VALUE, OUTPUT>::BYTES;
-  if (const auto code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES)) return code;
+  constexpr int MOST = Shared<KEY, VALUE, OUTPUT, true>::BYTES, LEAST = Shared<KEY, VALUE, OUTPUT, false>::BYTES;
+  int device, room;
+  if (const auto code = cudaGetDevice(&device)) return code;
+  if (const auto code = cudaDeviceGetAttribute(&room, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) return code;
+  const int bytes = room >= MOST ? MOST : LEAST;
+  if (const auto code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return code;
   const int tiles = (shape.value + VALUE - 1) / VALUE;
   const dim3 grid(unsigned(shape.batch) * shape.heads * tiles * scans.count, blocks);
-  kernel<<<grid, 2 * VALUE, BYTES, stream>>>(shape, scans, skipped);
+  kernel<<<grid, 2 * VALUE, bytes, stream>>>(shape, scans, skipped);
   return cudaGetLastError();
 }
 

@@ -4,13 +4,13 @@
 //
 //   dq = scan(do, v, k) with the states transposed,    dk = scan(v, do, q), dv = scan(k, q, do) from the end
 //
-// A sequence is cut into blocks, as many as fill the chip. A thread block goes over the chunks of 64 tokens of one, with
-// S^T [value, key] in registers: a warp holds 16 of its rows. With P = (q k^T) * decay, [64, 64], a chunk is
+// A sequence is cut into blocks, as many as fill the chip. A thread block goes over the chunks of 64 tokens of one,
+// with S^T [value, key] in registers: a warp holds 16 of its rows. With P = (q k^T) * decay, [64, 64], a chunk is
 //
 //   o^T = (S^T q^T) * from_start + v^T P^T,    S^T = through S^T + (to_end * v)^T k
 //
-// The states that enter blocks are formed first: what each part of a block adds, by the second product alone, then folded
-// over parts. A scan from the end swaps the decay from the start of the chunk, e^{-s (i + 1)}, and to its end,
+// The states that enter blocks are formed first: what each part of a block adds, by the second equation alone, then
+// folded over parts. A scan from the end swaps the decay from the start of the chunk, e^{-s (i + 1)}, and to its end,
 // e^{-s (n - 1 - i)}, of every token; both are zero across a document's start.
 #pragma once
 
@@ -35,22 +35,30 @@ struct Scans {
   int count;
 };
 
-// Shared memory of a thread block: three stages of tiles, P, and the tokens' documents and factors.
-template <int KEY, int VALUE, bool OUTPUT>
+// Shared memory of a thread block: tiles in stages, P, and the tokens' documents and factors. With AHEAD, P and the
+// factors of a chunk are formed while the one before it is worked on.
+template <int KEY, int VALUE, bool OUTPUT, bool HOPPER>
 struct Shared {
-  static constexpr int STAGES = OUTPUT && KEY > 128 ? 2 : 3;
+  static constexpr bool AHEAD = !OUTPUT || KEY <= 128;
+  static constexpr int STAGES = !OUTPUT ? 3 : !AHEAD ? 2 : HOPPER ? 4 : 3, BUFFERS = AHEAD ? 2 : 1;
   static constexpr int KEY_BYTES = KEY / 64 * PANEL_BYTES, VALUE_BYTES = VALUE / 64 * PANEL_BYTES;
   static constexpr int K = OUTPUT ? KEY_BYTES : 0, V = K + KEY_BYTES, STAGE = V + VALUE_BYTES;
-  static constexpr int SCORES = STAGES * STAGE, SMALL = SCORES + (OUTPUT ? PANEL_BYTES : 0);
+  static constexpr int SCORES = STAGES * STAGE, SMALL = SCORES + (OUTPUT ? BUFFERS * PANEL_BYTES : 0);
 
   struct Small {
-    int documents[STAGES][CHUNK + 1];            // of the token before the chunk, and of the chunk's
-    float decay[2 * CHUNK];                      // by reader - writer + 64: zero where the reader comes first
-    float2 read[CHUNK / 2], write[CHUNK / 2];    // factors of what tokens take from the state, and give to it
+    int documents[STAGES][CHUNK + 1];  // of the token before the chunk, and of the chunk's
+    float decay[2 * CHUNK];            // by reader - writer + 64: zero where the reader comes first
+    float2 read[BUFFERS][CHUNK / 2];   // factors of what tokens take from the state
+    float2 write[BUFFERS][CHUNK / 2];  // and of what they give to it
   };
-  // Tiles start at a multiple of 1024.
-  static constexpr int BYTES = SMALL + sizeof(Small) + 1024;
+  static constexpr int BYTES = SMALL + sizeof(Small);
 };
+
+#if __CUDA_ARCH__ >= 900
+constexpr bool ON_HOPPER = true;
+#else
+constexpr bool ON_HOPPER = false;
+#endif
 
 // Pieces of a tile that a thread moves: one column of pieces, rows a multiple of eight apart, which keeps the swap.
 template <int WIDTH, int THREADS>
@@ -95,16 +103,16 @@ __device__ inline const __nv_bfloat16* start_of(const Operand& x, int batch, int
   return static_cast<const __nv_bfloat16*>(x.data) + batch * x.batch + head * x.head + column;
 }
 
-// OUTPUT: o of a block for each of two scans, and the state after the last. Else what parts `skipped` onwards add to the
-// state, to `leaving` [B H, blocks, key, value], from k and v alone.
+// OUTPUT: o of a block for each of two scans, and the state after the last. Else what parts `skipped` onwards add to
+// the state, to `leaving` [B H, blocks, key, value], from k and v alone.
 template <int KEY, int VALUE, bool OUTPUT>
 __global__ void __launch_bounds__(2 * VALUE, OUTPUT || KEY > 128 ? 1 : 2)
     decay_scan(const __grid_constant__ ScanShape shape, const __grid_constant__ Scans scans, int skipped) {
-  using S = Shared<KEY, VALUE, OUTPUT>;
+  using S = Shared<KEY, VALUE, OUTPUT, ON_HOPPER>;
   constexpr int THREADS = 2 * VALUE, GROUPS = VALUE / 64, SEEN = CHUNK / GROUPS;  // columns of P that a warpgroup forms
-  extern __shared__ uint8_t memory[];
-  const uint32_t unaligned = shared_address(memory), base = (unaligned + 1023) / 1024 * 1024;
-  auto& small = *reinterpret_cast<typename S::Small*>(memory + (base - unaligned) + S::SMALL);
+  extern __shared__ __align__(1024) uint8_t memory[];
+  const uint32_t base = shared_address(memory);
+  auto& small = *reinterpret_cast<typename S::Small*>(memory + S::SMALL);
   const int warp = threadIdx.x / 32, group = warp / 4, g = lane() / 4, c = lane() % 4;
 
   const Scan& scan = scans.scan[blockIdx.x % scans.count];
@@ -124,8 +132,9 @@ __global__ void __launch_bounds__(2 * VALUE, OUTPUT || KEY > 128 ? 1 : 2)
   const int chunks = (tokens + CHUNK - 1) / CHUNK;
   const auto start_at = [&](int i) { return first + (shape.reverse ? chunks - 1 - i : i) * CHUNK; };
   const auto stage_at = [&](int i) { return base + i % S::STAGES * S::STAGE; };
+  const auto count_at = [&](int i) { return min(shape.length - start_at(i), CHUNK); };
   const auto load = [&](int i) {
-    const int start = start_at(i), count = min(shape.length - start, CHUNK);
+    const int start = start_at(i), count = count_at(i);
     const uint32_t stage = stage_at(i);
     if constexpr (OUTPUT) load_tile<KEY, THREADS>(stage, q + start * scan.q.token, scan.q.token, count, shape.key);
     load_tile<KEY, THREADS>(stage + S::K, k + start * scan.k.token, scan.k.token, count, shape.key);
@@ -136,8 +145,7 @@ __global__ void __launch_bounds__(2 * VALUE, OUTPUT || KEY > 128 ? 1 : 2)
     }
   };
   const auto store = [&](int i) {
-    const int start = start_at(i), count = min(shape.length - start, CHUNK);
-    store_tile<VALUE, THREADS>(stage_at(i) + S::V, o_start + start * o_stride, o_stride, count, columns);
+    store_tile<VALUE, THREADS>(stage_at(i) + S::V, o_start + start_at(i) * o_stride, o_stride, count_at(i), columns);
   };
   // Element e of tile j of S^T, in its matrix.
   const auto inside = [&](int j, int e) {
@@ -170,40 +178,80 @@ __global__ void __launch_bounds__(2 * VALUE, OUTPUT || KEY > 128 ? 1 : 2)
     small.decay[i] = distance < 0 ? 0.0f : exp2f(-slope * distance);
   }
 
-  for (int i = 0; i < chunks; ++i) {
+  const auto make_factors = [&](int i) {
+    const int index = threadIdx.x, count = count_at(i);
+    if (index >= CHUNK) return;
+    float from_start = exp2f(-slope * (index + 1)), to_end = exp2f(-slope * max(count - 1 - index, 0));
+    if (documents) {
+      const int* document = small.documents[i % S::STAGES];
+      if (document[index + 1] != document[0]) from_start = 0.0f;
+      if (document[index + 1] != document[count]) to_end = 0.0f;
+    }
+    reinterpret_cast<float*>(small.read[i % S::BUFFERS])[index] = shape.reverse ? to_end : from_start;
+    reinterpret_cast<float*>(small.write[i % S::BUFFERS])[index] = shape.reverse ? from_start : to_end;
+  };
+  // q k^T of a warp's 16 rows, SEEN columns of its group.
+  float scores[SEEN / 8][4];
+  const auto begin_scores = [&](int i) {
+#pragma unroll
+    for (auto& tile : scores) tile[0] = tile[1] = tile[2] = tile[3] = 0.0f;
+    begin_products();
+    multiply_tiles<KEY>(scores, stage_at(i), stage_at(i) + S::K + group * SEEN * 128);
+    end_products();
+  };
+  const auto scores_at = [&](int i) { return base + S::SCORES + i % S::BUFFERS * PANEL_BYTES; };
+  const auto store_scores = [&](int i) {
+    const int reader = warp % 4 * 16 + g;
+    const float* decay = small.decay + CHUNK + reader - (group * SEEN + 2 * c);
+    const int* document = small.documents[i % S::STAGES] + 1;
+#pragma unroll
+    for (int j = 0; j < SEEN / 8; ++j) {
+      const int writer = group * SEEN + 8 * j + 2 * c;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float x = scores[j][2 * half] * decay[8 * half - 8 * j];
+        float y = scores[j][2 * half + 1] * decay[8 * half - 8 * j - 1];
+        if (documents) {
+          const int own = document[reader + 8 * half];
+          if (document[writer] != own) x = 0.0f;
+          if (document[writer + 1] != own) y = 0.0f;
+        }
+        store_word(scores_at(i) + piece_offset(reader + 8 * half, writer / 8) + 4 * c, pack(x, y));
+      }
+    }
+    publish_tiles();
+  };
+
+  // The last chunk's o out of the tiles of v that the next copies fill.
+  const auto move_tiles = [&](int i) {
+    if (OUTPUT && i > 0) store(i - 1);
+    if (i + S::STAGES - 1 < chunks) load(i + S::STAGES - 1);
+    commit_copies();
+  };
+
+  if constexpr (S::AHEAD) {
     wait_for_copies<S::STAGES - 2>();
     publish_tiles();
     __syncthreads();
+    if (chunks > 0) make_factors(0);
     if constexpr (OUTPUT) {
-      if (i > 0) store(i - 1);
+      begin_scores(0);
+      wait_for_products<0>(scores);
+      store_scores(0);
     }
-    if (i + S::STAGES - 1 < chunks) load(i + S::STAGES - 1);
-    commit_copies();
+  }
 
+  for (int i = 0; i < chunks; ++i) {
+    wait_for_copies<S::STAGES - (S::AHEAD ? 3 : 2)>();
+    publish_tiles();
+    __syncthreads();
     const uint32_t stage = stage_at(i);
-    const int count = min(shape.length - start_at(i), CHUNK);
-    const int* document = small.documents[i % S::STAGES];
-    float through = exp2f(-slope * count);
-    if (documents && document[0] != document[count]) through = 0.0f;
-    if (threadIdx.x < CHUNK) {
-      const int index = threadIdx.x;
-      float from_start = exp2f(-slope * (index + 1)), to_end = exp2f(-slope * max(count - 1 - index, 0));
-      if (documents) {
-        if (document[index + 1] != document[0]) from_start = 0.0f;
-        if (document[index + 1] != document[count]) to_end = 0.0f;
-      }
-      reinterpret_cast<float*>(small.read)[index] = shape.reverse ? to_end : from_start;
-      reinterpret_cast<float*>(small.write)[index] = shape.reverse ? from_start : to_end;
-    }
-
     float o[OUTPUT ? CHUNK / 8 : 1][4] = {};
+    if constexpr (!S::AHEAD) move_tiles(i);
     if constexpr (OUTPUT) {
-      float scores[SEEN / 8][4] = {};
-      begin_products();
-      multiply_tiles<KEY>(scores, stage, stage + S::K + group * SEEN * 128);
-      end_products();
+      if constexpr (!S::AHEAD) begin_scores(i);
       // As much of S^T at a time as registers hold beside it.
-      constexpr int STEPS = KEY < 128 ? KEY / 16 : 8;
+      constexpr int STEPS = KEY < 128 ? KEY / 16 : KEY > 128 ? 4 : 8;
 #pragma unroll
       for (int first_step = 0; first_step < KEY / 16; first_step += STEPS) {
         if (first_step > 0) wait_for_products<0>(o);
@@ -221,26 +269,12 @@ __global__ void __launch_bounds__(2 * VALUE, OUTPUT || KEY > 128 ? 1 : 2)
         for (int step = 0; step < STEPS; ++step) multiply<Rows::N>(o, rounded[step], stage, first_step + step);
         end_products();
       }
-      wait_for_products<1>(scores);
-      const int reader = warp % 4 * 16 + g;
-      const float* decay = small.decay + CHUNK + reader - (group * SEEN + 2 * c);
-#pragma unroll
-      for (int j = 0; j < SEEN / 8; ++j) {
-        const int writer = group * SEEN + 8 * j + 2 * c;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          float x = scores[j][2 * half], y = scores[j][2 * half + 1];
-          x *= decay[8 * half - 8 * j], y *= decay[8 * half - 8 * j - 1];
-          if (documents) {
-            const int own = document[1 + reader + 8 * half];
-            if (document[1 + writer] != own) x = 0.0f;
-            if (document[2 + writer] != own) y = 0.0f;
-          }
-          store_word(base + S::SCORES + piece_offset(reader + 8 * half, writer / 8) + 4 * c, pack(x, y));
-        }
-      }
-      publish_tiles();
+      // After the last chunk too, of tiles that nobody reads on: a branch here would hold up the products.
+      if constexpr (S::AHEAD) begin_scores(i + 1);
     }
+    if constexpr (S::AHEAD) move_tiles(i);
+    if (!S::AHEAD || i + 1 < chunks) make_factors(S::AHEAD ? i + 1 : i);
+
     // This warp's 16 columns of v, transposed: nobody else reads them, o replaces them.
     const int v_piece = 2 * warp;
     Left values[CHUNK / 16];
@@ -249,18 +283,24 @@ __global__ void __launch_bounds__(2 * VALUE, OUTPUT || KEY > 128 ? 1 : 2)
       const int token = 16 * step + lane() / 16 * 8 + lane() % 8;
       load_matrices_transposed(values[step], stage + S::V + piece_offset(token, v_piece + lane() / 8 % 2));
     }
-    if constexpr (OUTPUT) wait_for_products<0>(o);
-    __syncthreads();
+    if constexpr (OUTPUT && !S::AHEAD) {
+      wait_for_products<0>(scores);
+      store_scores(i);
+    }
+    if constexpr (OUTPUT) wait_for_products<S::AHEAD ? 1 : 0>(o);
+    if constexpr (!S::AHEAD) __syncthreads();
 
+    const auto& read_factors = small.read[i % S::BUFFERS];
+    const auto& write_factors = small.write[i % S::BUFFERS];
     if constexpr (OUTPUT) {
 #pragma unroll
       for (int j = 0; j < CHUNK / 8; ++j) {
-        const float2 read = small.read[4 * j + c];
+        const float2 read = read_factors[4 * j + c];
         o[j][0] *= read.x, o[j][1] *= read.y, o[j][2] *= read.x, o[j][3] *= read.y;
       }
       begin_products();
 #pragma unroll
-      for (int step = 0; step < CHUNK / 16; ++step) multiply<Rows::N>(o, values[step], base + S::SCORES, step);
+      for (int step = 0; step < CHUNK / 16; ++step) multiply<Rows::N>(o, values[step], scores_at(i), step);
       end_products();
     }
     Left weighted[CHUNK / 16];
@@ -268,20 +308,24 @@ __global__ void __launch_bounds__(2 * VALUE, OUTPUT || KEY > 128 ? 1 : 2)
     for (int step = 0; step < CHUNK / 16; ++step) {
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        const float2 write = small.write[8 * step + 4 * (r / 2) + c];
+        const float2 write = write_factors[8 * step + 4 * (r / 2) + c];
         weighted[step][r] = pack(low_half(values[step][r]) * write.x, high_half(values[step][r]) * write.y);
       }
     }
+    const int count = count_at(i);
+    const int* document = small.documents[i % S::STAGES];
+    const float through = documents && document[0] != document[count] ? 0.0f : exp2f(-slope * count);
 #pragma unroll
-    for (int j = 0; j < KEY / 8; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) state[j][e] *= through;
-    }
+    for (auto& tile : state) tile[0] *= through, tile[1] *= through, tile[2] *= through, tile[3] *= through;
     begin_products();
 #pragma unroll
     for (int step = 0; step < CHUNK / 16; ++step) multiply<Rows::K>(state, weighted[step], stage + S::K, step);
     end_products();
     if constexpr (OUTPUT) {
+      if constexpr (S::AHEAD) {
+        wait_for_products<2>(scores);
+        if (i + 1 < chunks) store_scores(i + 1);
+      }
       wait_for_products<1>(o);
 #pragma unroll
       for (int j = 0; j < CHUNK / 8; j += 2) {

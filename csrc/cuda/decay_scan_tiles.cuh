@@ -15,10 +15,8 @@ constexpr int CHUNK = 64;
 constexpr int PANEL_BYTES = CHUNK * 128;
 
 // Fragments of one warp, with g = lane / 4 and c = lane % 4. A product's result [16, N]: element e of tile j is at row
-// g + 8 (e / 2), column 8 j + 2 c + e % 2. A left operand [16, 16]: register i holds the columns 2 c + 8 (i / 2) and the
-// next of row g + 8 (i % 2), so that two tiles of a result, rounded, are a left operand.
-template <int N>
-using Result = float[N / 8][4];
+// g + 8 (e / 2), column 8 j + 2 c + e % 2. A left operand [16, 16]: register i holds the columns 2 c + 8 (i / 2) and
+// the next of row g + 8 (i % 2), so that two tiles of a result, rounded, are a left operand.
 using Left = uint32_t[4];
 
 __device__ inline int lane() { return threadIdx.x % 32; }

@@ -34,11 +34,8 @@ struct Layout {
   Vector vectors[ITEMS];
 
   static __device__ int lane() { return threadIdx.x % LANES; }
-  // This group's row of the block's `turn`-th set of rows.
-  static __device__ int64_t row(int turns, int turn) {
-    return (int64_t(blockIdx.x) * turns + turn) * ROWS + threadIdx.x / LANES;
-  }
-  static int64_t blocks(int64_t rows, int turns) { return (rows + ROWS * turns - 1) / (ROWS * turns); }
+  static __device__ int64_t row() { return int64_t(blockIdx.x) * ROWS + threadIdx.x / LANES; }
+  static int64_t blocks(int64_t rows) { return (rows + ROWS - 1) / ROWS; }
 
   // Zeros beyond the row's end, and everywhere for a row that is not there.
   __device__ void load(const T* matrix, int64_t row, int64_t rows, int width) {
@@ -75,23 +72,23 @@ struct Sum {
   static __device__ float join(float a, float b) { return a + b; }
 };
 
-// The whole group's result on each of its threads, always joined in the same order. Every thread of the block calls it;
-// `turn` grows by one from call to call, so that one barrier a call is enough.
+// The whole group's result on each of its threads, always joined in the same order. Every thread of the block calls it,
+// once in a kernel.
 template <typename L, typename Join, typename V>
-__device__ V reduce(V value, int turn = 0) {
+__device__ V reduce(V value) {
 #pragma unroll
   for (int offset = (L::LANES < 32 ? L::LANES : 32) / 2; offset > 0; offset /= 2) {
     value = Join::join(value, V(__shfl_xor_sync(0xffffffffu, value, offset)));
   }
   if constexpr (L::LANES > 32) {
-    __shared__ V parts[2][L::THREADS / 32];
-    if (threadIdx.x % 32 == 0) parts[turn % 2][threadIdx.x / 32] = value;
+    __shared__ V parts[L::THREADS / 32];
+    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = value;
     __syncthreads();
     constexpr int WARPS = L::LANES / 32;
     const int first = threadIdx.x / L::LANES * WARPS;
-    value = parts[turn % 2][first];
+    value = parts[first];
 #pragma unroll
-    for (int i = 1; i < WARPS; ++i) value = Join::join(value, parts[turn % 2][first + i]);
+    for (int i = 1; i < WARPS; ++i) value = Join::join(value, parts[first + i]);
   }
   return value;
 }

@@ -6,7 +6,7 @@ namespace megalin {
 template <typename L>
 __global__ void __launch_bounds__(L::THREADS)
     srmsnorm_forward(const typename L::T* x, typename L::T* y, float* scales, int64_t rows, int width, float eps) {
-  const int64_t row = L::row(1, 0);
+  const int64_t row = L::row();
   L current;
   current.load(x, row, rows, width);
   float squares = 0.0f;
@@ -29,7 +29,7 @@ template <typename L>
 __global__ void __launch_bounds__(L::THREADS)
     srmsnorm_backward(const typename L::T* dy, const typename L::T* x, const float* scales, typename L::T* dx,
                       int64_t rows, int width) {
-  const int64_t row = L::row(1, 0);
+  const int64_t row = L::row();
   L value, gradient;
   value.load(x, row, rows, width);
   gradient.load(dy, row, rows, width);
@@ -64,7 +64,7 @@ struct ForwardLauncher {
   template <typename L>
   cudaError_t run() const {
     using T = typename L::T;
-    srmsnorm_forward<L><<<L::blocks(rows, 1), L::THREADS, 0, stream>>>(static_cast<const T*>(x), static_cast<T*>(y),
+    srmsnorm_forward<L><<<L::blocks(rows), L::THREADS, 0, stream>>>(static_cast<const T*>(x), static_cast<T*>(y),
                                                                        scales, rows, width, eps);
     return cudaGetLastError();
   }
@@ -82,7 +82,7 @@ struct BackwardLauncher {
   template <typename L>
   cudaError_t run() const {
     using T = typename L::T;
-    srmsnorm_backward<L><<<L::blocks(rows, 1), L::THREADS, 0, stream>>>(
+    srmsnorm_backward<L><<<L::blocks(rows), L::THREADS, 0, stream>>>(
         static_cast<const T*>(dy), static_cast<const T*>(x), scales, static_cast<T*>(dx), rows, width);
     return cudaGetLastError();
   }

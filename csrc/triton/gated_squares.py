@@ -11,8 +11,10 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
+from megalin._triton.column_sums import column_sums
 
-SEGMENTS = 132
+PROGRAMS = 132 * 4
+"""Of the backward: four for each of the chip's processors, whatever the rows."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -66,6 +68,7 @@ def backward_kernel(
     GATED: tl.constexpr,
     GATE_FIRST: tl.constexpr,
     WEIGHTED: tl.constexpr,
+    STAGES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ):
@@ -76,7 +79,7 @@ def backward_kernel(
     if WEIGHTED:
         weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
     dweight = tl.zeros([BLOCK_WIDTH], dtype=tl.float32)
-    for start in range(0, segment_rows, BLOCK_ROWS):
+    for start in tl.range(0, segment_rows, BLOCK_ROWS, num_stages=STAGES):
         row = first + start + tl.arange(0, BLOCK_ROWS)
         mask = (row < end)[:, None] & (column < width)[None, :]
         offset = row[:, None] * width + column[None, :]
@@ -108,9 +111,11 @@ def backward_kernel(
         tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * width + column, dweight, mask=column < width)
 
 
-def _constants(width: int) -> dict[str, int]:
+def _constants(width: int, *, backward: bool) -> dict[str, int]:
     block_width = min(triton.next_power_of_2(width), 1024)
-    return {"BLOCK_ROWS": max(1, 2048 // block_width), "BLOCK_WIDTH": block_width, "num_warps": 4}
+    elements = 1024 if backward else 2048
+    constants = {"BLOCK_ROWS": elements // block_width, "BLOCK_WIDTH": block_width, "num_warps": 4}
+    return constants | ({"STAGES": 3} if backward else {})
 
 
 def forward(x: Tensor, gate: Tensor | None, weight: Tensor | None, gate_first: bool) -> tuple[Tensor, Tensor]:
@@ -118,7 +123,7 @@ def forward(x: Tensor, gate: Tensor | None, weight: Tensor | None, gate_first: b
     rows, width = x.shape
     product = torch.empty_like(x if gate is None else gate)
     squares = x.new_empty(rows, dtype=torch.float32)
-    constants = _constants(width)
+    constants = _constants(width, backward=False)
     forward_kernel[(triton.cdiv(rows, constants["BLOCK_ROWS"]),)](
         x,
         gate,
@@ -142,9 +147,9 @@ def backward(
     them."""
     rows, width = x.shape
     dx, dgate = torch.empty_like(x), None if gate is None else torch.empty_like(gate)
-    constants = _constants(width)
+    constants = _constants(width, backward=True)
     tiles = triton.cdiv(width, constants["BLOCK_WIDTH"])
-    segments = min(triton.cdiv(rows, constants["BLOCK_ROWS"]), triton.cdiv(SEGMENTS * 8, tiles))
+    segments = min(triton.cdiv(rows, constants["BLOCK_ROWS"]), max(1, PROGRAMS // tiles))
     partial = None if weight is None else x.new_empty(segments, width, dtype=torch.float32)
     backward_kernel[(segments, tiles)](
         dproduct,
@@ -163,7 +168,7 @@ def backward(
         WEIGHTED=weight is not None,
         **constants,
     )
-    return dx, dgate, None if partial is None or weight is None else partial.sum(0).to(weight.dtype)
+    return dx, dgate, None if partial is None or weight is None else column_sums(partial, weight.dtype)
 
 
 def compile_cases() -> list[tuple[object, dict[str, str], dict[str, int], dict[str, int]]]:
@@ -184,8 +189,8 @@ def compile_cases() -> list[tuple[object, dict[str, str], dict[str, int], dict[s
         for gate_first in (False, True):
             flags = {"GATED": True, "GATE_FIRST": gate_first, "WEIGHTED": True}
             for kernel, types, constants in (
-                (forward_kernel, forward_types, _constants(width)),
-                (backward_kernel, backward_types, _constants(width)),
+                (forward_kernel, forward_types, _constants(width, backward=False)),
+                (backward_kernel, backward_types, _constants(width, backward=True)),
             ):
                 options = {"num_warps": constants.pop("num_warps")}
                 cases.append((kernel, types, {**constants, **flags}, options))

@@ -1,6 +1,7 @@
-"""MaxNorm, y = f c x / (max |x| + eps), f one factor a row and c = cos(p theta) of Cosine RelPE, both or neither.
+"""MaxNorm, y = f c s x / (max |s x| + eps), f one factor a row and c the cosines of the row's place, both or neither.
 
-Bytes: forward reads x and writes y; backward reads x, dy and writes dx. Four numbers a row, one a column beside them.
+Bytes: forward reads x and writes y; backward reads x, dy and writes dx. Four numbers a row beside them, and the table
+of cosines, once: rows of one place lie in one program, or in programs that follow each other.
 """
 
 from __future__ import annotations
@@ -10,207 +11,271 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
-
-ENCODED_TURNS = 4
-"""Blocks of rows that a program takes one after the other, where they share frequencies."""
-ENCODED_WARPS = {4096: (8, 16), 8192: (32, 8), 16384: (16, 16)}
-"""Forward and backward, by the padded width, where four are not the fastest: measured on an H200."""
+from megalin._triton.row_parts import split
 
 
 @triton.jit
-def cosine(position, frequency):
-    """-cos(2 pi p F / 2^32) for int32 p and F: the product wraps, which leaves the fraction of a turn.
-
-    Its upper 23 bits as the mantissa of a number in [1, 2), less 1.5, lie half a turn away.
-    """
-    fraction = (position * frequency).to(tl.uint32, bitcast=True) >> 9
-    turn = (fraction | 0x3F800000).to(tl.float32, bitcast=True) - 1.5
-    z = turn * turn
-    y = 6.528658390045166 * z - 25.967599868774414
-    y = y * z + 60.16762924194336
-    y = y * z - 85.45014190673828
-    y = y * z + 64.93911743164062
-    y = y * z - 19.73920440673828
-    return y * z + 1.0
+def rows_of_program(rows, period, SHARED: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """Numbers of this program's rows [R] int64, `rows` and above where there is none."""
+    program = tl.program_id(0)
+    block = tl.arange(0, BLOCK_ROWS)
+    if SHARED:  # rows b period + t of one t, which follow one another from program to program
+        batch = rows // period
+        blocks = tl.cdiv(batch, BLOCK_ROWS)
+        b = program % blocks * BLOCK_ROWS + block
+        row = b.to(tl.int64) * period + program // blocks
+    else:
+        row = program.to(tl.int64) * BLOCK_ROWS + block
+    return row
 
 
 @triton.jit
-def encode(x, factor_ptr, position_ptr, frequency, row, end):
-    """f c x [R, W], exact zeros in rows of f = 0, where x may be anything."""
-    factor = tl.load(factor_ptr + row, mask=row < end, other=0.0)[:, None]
-    position = tl.load(position_ptr + row, mask=row < end, other=0)[:, None]
-    return tl.where(factor == 0.0, 0.0, x * (-factor * cosine(position, frequency)))
+def place_of(position_ptr, row, rows, period, SHARED: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """Rows of the table of cosines, [1, 1] or [R, 1] int64."""
+    if SHARED:
+        t = tl.program_id(0) // tl.cdiv(rows // period, BLOCK_ROWS) + tl.zeros([1], dtype=tl.int32)
+        place = tl.load(position_ptr + t)
+    else:
+        place = tl.load(position_ptr + row % period, mask=row < rows, other=0)
+    return place.to(tl.int64)[:, None]
 
 
 @triton.jit
-def forward_rows(
-    x_ptr,
-    factor_ptr,
-    position_ptr,
-    frequency,
-    y_ptr,
-    peak_ptr,
-    index_ptr,
-    row,
-    column,
-    end,
-    width,
-    eps,
-    ENCODED: tl.constexpr,
-):
-    mask = (row < end)[:, None] & (column < width)[None, :]
-    offset = row[:, None] * width + column[None, :]
-    x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(x), axis=1)
-    # The first of equals, as torch.max has it; an integer minimum is cheaper than an indexed maximum.
-    index = tl.min(tl.where(tl.abs(x) == largest[:, None], column[None, :], width), axis=1)
-    peak = largest + eps
-    tl.store(peak_ptr + row, peak, mask=row < end)
-    tl.store(index_ptr + row, index, mask=row < end)
-    y = x * (1.0 / peak)[:, None]
-    if ENCODED:
-        y = encode(y, factor_ptr, position_ptr, frequency, row, end)
-    tl.store(y_ptr + offset, y, mask=mask)
+def load_part(x_ptr, row, rows, column, width):
+    """[R, W] of the rows, zeros where there is nothing."""
+    mask = (row < rows)[:, None] & (column < width)[None, :]
+    return tl.load(x_ptr + row[:, None] * width + column[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def backward_rows(
-    dy_ptr,
-    x_ptr,
-    factor_ptr,
-    position_ptr,
-    frequency,
-    peak_ptr,
-    index_ptr,
-    dx_ptr,
-    row,
-    column,
-    end,
-    width,
-    ENCODED: tl.constexpr,
-):
-    mask = (row < end)[:, None] & (column < width)[None, :]
-    offset = row[:, None] * width + column[None, :]
-    inverse = 1.0 / tl.load(peak_ptr + row, mask=row < end, other=1.0)[:, None]
-    index = tl.load(index_ptr + row, mask=row < end, other=0)[:, None]
-    unit = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32) * inverse
-    dy = tl.load(dy_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-    if ENCODED:
-        dy = encode(dy, factor_ptr, position_ptr, frequency, row, end)
-    pull = tl.sum(dy * unit, axis=1)[:, None]
-    sign = tl.where(unit > 0.0, 1.0, 0.0) - tl.where(unit < 0.0, 1.0, 0.0)
-    # The largest element carries the whole row's pull.
-    dx = inverse * tl.where(column[None, :] == index, dy - sign * pull, dy)
-    tl.store(dx_ptr + offset, dx, mask=mask)
+def store_part(y_ptr, y, row, rows, column, width):
+    mask = (row < rows)[:, None] & (column < width)[None, :]
+    tl.store(y_ptr + row[:, None] * width + column[None, :], y, mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows", "program_rows"])
+@triton.jit
+def load_cosines(cosine_ptr, place, column, width, HEAD_DIM: tl.constexpr):
+    """c [1 or R, W] fp32; one without a table."""
+    cosines = 1.0
+    if HEAD_DIM > 0:
+        element = (column % HEAD_DIM)[None, :]
+        inside = (column < width)[None, :] & (place >= 0)
+        cosines = tl.load(cosine_ptr + place * HEAD_DIM + element, mask=inside, other=0.0).to(tl.float32)
+    return cosines
+
+
+@triton.jit
+def load_scale(scale_ptr):
+    scale = 1.0
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr)
+    return scale
+
+
+@triton.jit
+def encode(x, factor, cosines, HEAD_DIM: tl.constexpr):
+    """f c x, exact zeros in rows of f = 0, where x may be anything."""
+    if HEAD_DIM > 0:
+        x = tl.where(factor == 0.0, 0.0, x * (factor * cosines))
+    return x
+
+
+@triton.jit
+def largest_key(x, column):
+    """Of each row, the bits of its largest magnitude above 16 of its inverted column: one reduction finds both, and
+    the first of equals wins, as in torch.max."""
+    if x.dtype.primitive_bitwidth == 16:
+        magnitude = (x.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int32) << 16
+        key = magnitude | (65535 - column)[None, :]
+    else:
+        magnitude = (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF).to(tl.int64) << 16
+        key = magnitude | (65535 - column)[None, :].to(tl.int64)
+    return tl.max(key, axis=1)
+
+
+@triton.jit
+def magnitude_of(key, dtype: tl.constexpr):
+    if dtype.primitive_bitwidth == 16:
+        bits = (key >> 16).to(tl.int16)
+    else:
+        bits = (key >> 16).to(tl.int32)
+    return bits.to(dtype, bitcast=True).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["rows", "period"])
 def forward_kernel(
     x_ptr,
     factor_ptr,
     position_ptr,
-    frequency_ptr,
+    cosine_ptr,
+    scale_ptr,
     y_ptr,
     peak_ptr,
     index_ptr,
     rows,
-    program_rows,
+    period,
     width,
     eps,
-    ENCODED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SHARED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
+    REST_WIDTH: tl.constexpr,
 ):
-    first = tl.program_id(0).to(tl.int64) * program_rows + tl.arange(0, BLOCK_ROWS)
+    row = rows_of_program(rows, period, SHARED, BLOCK_ROWS)
     column = tl.arange(0, BLOCK_WIDTH)
-    x, f, p, y, m, i = x_ptr, factor_ptr, position_ptr, y_ptr, peak_ptr, index_ptr
-    if ENCODED:  # frequencies are read once for all rows of the program
-        frequency = tl.load(frequency_ptr + column, mask=column < width, other=0)[None, :]
-        for start in range(0, program_rows, BLOCK_ROWS):
-            forward_rows(x, f, p, frequency, y, m, i, first + start, column, rows, width, eps, True)
-    else:
-        forward_rows(x, f, p, 0, y, m, i, first, column, rows, width, eps, False)
+    x = load_part(x_ptr, row, rows, column, width)
+    factor, place = 1.0, 0
+    if HEAD_DIM > 0:
+        factor = tl.load(factor_ptr + row, mask=row < rows, other=0.0)[:, None]
+        place = place_of(position_ptr, row, rows, period, SHARED, BLOCK_ROWS)
+    cosines = load_cosines(cosine_ptr, place, column, width, HEAD_DIM)
+    if REST_WIDTH > 0:  # every load stands before the first reduction, which all threads wait for
+        rest_column = BLOCK_WIDTH + tl.arange(0, REST_WIDTH)
+        rest = load_part(x_ptr, row, rows, rest_column, width)
+        rest_cosines = load_cosines(cosine_ptr, place, rest_column, width, HEAD_DIM)
+    key = largest_key(x, column)
+    if REST_WIDTH > 0:
+        key = tl.maximum(key, largest_key(rest, rest_column))
+    largest = magnitude_of(key, x_ptr.dtype.element_ty)
+    scale = load_scale(scale_ptr)
+    peak = scale * largest + eps
+    tl.store(peak_ptr + row, peak, mask=row < rows)
+    tl.store(index_ptr + row, 65535 - (key & 0xFFFF).to(tl.int32), mask=row < rows)
+    inverse = (scale / peak)[:, None]
+    store_part(y_ptr, encode(x.to(tl.float32) * inverse, factor, cosines, HEAD_DIM), row, rows, column, width)
+    if REST_WIDTH > 0:
+        store_part(
+            y_ptr, encode(rest.to(tl.float32) * inverse, factor, rest_cosines, HEAD_DIM), row, rows, rest_column, width
+        )
 
 
-@triton.jit(do_not_specialize=["rows", "program_rows"])
+@triton.jit
+def gradient(dy, unit, inverse, pull, index, column):
+    """dx; the largest element carries the whole row's pull."""
+    sign = tl.where(unit > 0.0, 1.0, 0.0) - tl.where(unit < 0.0, 1.0, 0.0)
+    return inverse * tl.where(column[None, :] == index, dy - sign * pull, dy)
+
+
+@triton.jit(do_not_specialize=["rows", "period"])
 def backward_kernel(
     dy_ptr,
     x_ptr,
     factor_ptr,
     position_ptr,
-    frequency_ptr,
+    cosine_ptr,
+    scale_ptr,
     peak_ptr,
     index_ptr,
     dx_ptr,
     rows,
-    program_rows,
+    period,
     width,
-    ENCODED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SHARED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
+    REST_WIDTH: tl.constexpr,
 ):
-    first = tl.program_id(0).to(tl.int64) * program_rows + tl.arange(0, BLOCK_ROWS)
+    row = rows_of_program(rows, period, SHARED, BLOCK_ROWS)
     column = tl.arange(0, BLOCK_WIDTH)
-    dy, x, f, p, m, i, dx = dy_ptr, x_ptr, factor_ptr, position_ptr, peak_ptr, index_ptr, dx_ptr
-    if ENCODED:
-        frequency = tl.load(frequency_ptr + column, mask=column < width, other=0)[None, :]
-        for start in range(0, program_rows, BLOCK_ROWS):
-            backward_rows(dy, x, f, p, frequency, m, i, dx, first + start, column, rows, width, True)
-    else:
-        backward_rows(dy, x, f, p, 0, m, i, dx, first, column, rows, width, False)
+    x = load_part(x_ptr, row, rows, column, width).to(tl.float32)
+    dy = load_part(dy_ptr, row, rows, column, width).to(tl.float32)
+    factor, place = 1.0, 0
+    if HEAD_DIM > 0:
+        factor = tl.load(factor_ptr + row, mask=row < rows, other=0.0)[:, None]
+        place = place_of(position_ptr, row, rows, period, SHARED, BLOCK_ROWS)
+    inverse = load_scale(scale_ptr) / tl.load(peak_ptr + row, mask=row < rows, other=1.0)[:, None]
+    index = tl.load(index_ptr + row, mask=row < rows, other=0)[:, None]
+    dy = encode(dy, factor, load_cosines(cosine_ptr, place, column, width, HEAD_DIM), HEAD_DIM)
+    unit = x * inverse
+    if REST_WIDTH > 0:
+        rest_column = BLOCK_WIDTH + tl.arange(0, REST_WIDTH)
+        rest_unit = load_part(x_ptr, row, rows, rest_column, width).to(tl.float32) * inverse
+        rest_dy = load_part(dy_ptr, row, rows, rest_column, width).to(tl.float32)
+        rest_cosines = load_cosines(cosine_ptr, place, rest_column, width, HEAD_DIM)
+        rest_dy = encode(rest_dy, factor, rest_cosines, HEAD_DIM)
+    pull = tl.sum(dy * unit, axis=1)[:, None]
+    if REST_WIDTH > 0:
+        pull += tl.sum(rest_dy * rest_unit, axis=1)[:, None]
+        rest_dx = gradient(rest_dy, rest_unit, inverse, pull, index, rest_column)
+        store_part(dx_ptr, rest_dx, row, rows, rest_column, width)
+    store_part(dx_ptr, gradient(dy, unit, inverse, pull, index, column), row, rows, column, width)
 
 
-def _launch(rows: int, width: int, encoded: bool, backward: bool) -> tuple[int, int, dict[str, int]]:
-    """Programs, rows of each, constants; encoded rows share their frequencies."""
-    block_width = triton.next_power_of_2(width)
+Encoding = tuple[Tensor, Tensor, Tensor]
+"""Factors [rows] fp32; positions [period] integers, of row r that at r mod period, which is the row of the table that
+holds its cosines; and the table [places, K], of which every row repeats its own along the width."""
+
+
+def _launch(rows: int, width: int, encoding: Encoding | None, *, backward: bool) -> tuple[int, int, dict[str, int]]:
+    """Programs, period and constants."""
+    block_width, rest_width = split(width)
+    period = rows if encoding is None else encoding[1].numel()
     block_rows = max(1, 2048 // block_width)
-    program_rows = block_rows * (ENCODED_TURNS if encoded else 1)
-    warps = ENCODED_WARPS.get(block_width, (4, 4))[backward] if encoded else min(32, max(4, block_width // 512))
-    constants = {"BLOCK_ROWS": block_rows, "BLOCK_WIDTH": block_width, "num_warps": warps}
-    return triton.cdiv(rows, program_rows), program_rows, constants
+    shared = encoding is not None and rows // period >= block_rows
+    programs = period * triton.cdiv(rows // period, block_rows) if shared else triton.cdiv(rows, block_rows)
+    constants = {
+        "HEAD_DIM": 0 if encoding is None else encoding[2].shape[1],
+        "SHARED": shared,
+        "BLOCK_ROWS": block_rows,
+        "BLOCK_WIDTH": block_width,
+        "REST_WIDTH": rest_width,
+        "num_warps": 32
+        if block_width > 8192
+        else 16
+        if rest_width and backward
+        else min(8, max(4, block_width // 512)),
+    }
+    return programs, period, constants
 
 
-Encoding = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""Factors [rows] fp32, positions [rows] int32 and frequencies [width] int32, in 2^-32 turns a position. Without: three
-times None."""
-
-
-def forward(x: Tensor, encoding: Encoding, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """x [rows, width] contiguous -> y like x; max |x| + eps [rows] fp32 and where it lies [rows] int32."""
+def forward(x: Tensor, encoding: Encoding | None, scale: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """x [rows, width] contiguous, s [] or one -> y like x; max |s x| + eps [rows] fp32 and where it lies [rows]
+    int32."""
     rows, width = x.shape
     y, peak = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
     index = x.new_empty(rows, dtype=torch.int32)
-    encoded = encoding[0] is not None
-    programs, program_rows, constants = _launch(rows, width, encoded, backward=False)
+    programs, period, constants = _launch(rows, width, encoding, backward=False)
     forward_kernel[(programs,)](
-        x, *encoding, y, peak, index, rows, program_rows, width, eps, ENCODED=encoded, **constants
+        x, *(encoding or (None, None, None)), scale, y, peak, index, rows, period, width, eps, **constants
     )
     return y, peak, index
 
 
-def backward(dy: Tensor, x: Tensor, encoding: Encoding, peak: Tensor, index: Tensor) -> Tensor:
+def backward(
+    dy: Tensor, x: Tensor, encoding: Encoding | None, scale: Tensor | None, peak: Tensor, index: Tensor
+) -> Tensor:
     """dy, x [rows, width] contiguous, the rest as the forward took and gave it -> dx like x."""
     rows, width = x.shape
     dx = torch.empty_like(x)
-    encoded = encoding[0] is not None
-    programs, program_rows, constants = _launch(rows, width, encoded, backward=True)
+    programs, period, constants = _launch(rows, width, encoding, backward=True)
     backward_kernel[(programs,)](
-        dy, x, *encoding, peak, index, dx, rows, program_rows, width, ENCODED=encoded, **constants
+        dy, x, *(encoding or (None, None, None)), scale, peak, index, dx, rows, period, width, **constants
     )
     return dx
 
 
 def compile_cases() -> list[tuple[object, dict[str, str], dict[str, int], dict[str, int]]]:
     """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
-    rows = {"factor_ptr": "*fp32", "position_ptr": "*i32", "frequency_ptr": "*i32", "program_rows": "i32"}
-    common = {**rows, "peak_ptr": "*fp32", "index_ptr": "*i32", "x_ptr": "*bf16", "rows": "i32", "width": "i32"}
+    tables = {
+        "scale_ptr": "*fp32",
+        "factor_ptr": "*fp32",
+        "position_ptr": "*i64",
+        "cosine_ptr": "*fp16",
+        "period": "i32",
+    }
+    common = {**tables, "peak_ptr": "*fp32", "index_ptr": "*i32", "x_ptr": "*bf16", "rows": "i32", "width": "i32"}
     forward_types = {**common, "y_ptr": "*bf16", "eps": "fp32"}
     backward_types = {**common, "dy_ptr": "*bf16", "dx_ptr": "*bf16"}
     cases = []
-    for width in (64, 1024, 4096):
-        for encoded in (False, True):
+    for width in (64, 1024, 4096, 12288):
+        table = torch.empty(4, width // 4, dtype=torch.float16)
+        rows = torch.empty(64)
+        encodings = [None, *((rows, torch.arange(period), table) for period in (4, 64))]
+        for encoding in encodings:
             for kernel, types in ((forward_kernel, forward_types), (backward_kernel, backward_types)):
-                constants = _launch(4096, width, encoded, backward=kernel is backward_kernel)[2]
+                constants = _launch(64, width, encoding, backward=kernel is backward_kernel)[2]
                 options = {"num_warps": constants.pop("num_warps")}
-                cases.append((kernel, types, {**constants, "ENCODED": encoded}, options))
+                cases.append((kernel, types, constants, options))
     return cases

@@ -11,9 +11,7 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
-
-PROCESSORS = 132
-"""The backward has two to four programs for each, whatever the rows."""
+from megalin._triton.column_sums import column_sums
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -42,6 +40,7 @@ def backward_kernel(
     rows,
     width,
     program_rows,
+    STAGES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ):
@@ -50,7 +49,7 @@ def backward_kernel(
     weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
     dweight = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], dtype=tl.float32)
     end = tl.minimum((program + 1) * program_rows, rows)
-    for start in range(0, program_rows, BLOCK_ROWS):
+    for start in tl.range(0, program_rows, BLOCK_ROWS, num_stages=STAGES):
         row = program * program_rows + start + tl.arange(0, BLOCK_ROWS)
         mask = (row < end)[:, None] & (column < width)[None, :]
         offset = row[:, None] * width + column[None, :]
@@ -64,11 +63,18 @@ def backward_kernel(
     tl.store(partial_ptr + program * width + column, tl.sum(dweight, axis=0), mask=column < width)
 
 
+PROCESSORS = 132
+"""The backward has one or two programs for each, whatever the rows."""
+
+
 def _constants(width: int, *, backward: bool) -> dict[str, int]:
     block_width = triton.next_power_of_2(width)
-    warps = min(32 if block_width > 8192 else 8 if backward else 16, max(4, block_width // 512))
-    elements = 2048 if backward else 4096
-    return {"BLOCK_ROWS": max(1, elements // block_width), "BLOCK_WIDTH": block_width, "num_warps": warps}
+    elements = 2048 if backward and block_width < 1024 else 4096
+    constants = {"BLOCK_ROWS": max(1, elements // block_width), "BLOCK_WIDTH": block_width}
+    if backward:
+        warps = 32 if block_width > 4096 else 8 if block_width > 1024 else 4
+        return constants | {"STAGES": 3, "num_warps": warps}
+    return constants | {"num_warps": 32 if block_width > 8192 else min(16, max(4, block_width // 512))}
 
 
 def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -85,11 +91,11 @@ def backward(dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tens
     """dy, x [rows, width] contiguous, weight [width], scale [rows] -> dx and dweight like x and weight."""
     rows, width = x.shape
     constants = _constants(width, backward=True)
-    programs = min(triton.cdiv(rows, constants["BLOCK_ROWS"]), PROCESSORS * (4 if width <= 2048 else 2))
+    programs = min(triton.cdiv(rows, constants["BLOCK_ROWS"]), PROCESSORS * (2 if width <= 4096 else 1))
     dx, partial = torch.empty_like(x), x.new_empty(programs, width, dtype=torch.float32)
     program_rows = triton.cdiv(rows, programs)
     backward_kernel[(programs,)](dy, x, weight, scale, dx, partial, rows, width, program_rows, **constants)
-    return dx, partial.sum(0).to(weight.dtype)
+    return dx, column_sums(partial, weight.dtype)
 
 
 def compile_cases() -> list[tuple[object, dict[str, str], dict[str, int], dict[str, int]]]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
+from megalin._triton.row_parts import split
 
 
 @triton.jit
@@ -38,6 +39,23 @@ def backward_kernel(dy_ptr, x_ptr, scale_ptr, dx_ptr, rows, width, BLOCK_ROWS: t
     tl.store(dx_ptr + offset, dx, mask=mask)
 
 
+@triton.jit
+def wide_backward_kernel(dy_ptr, x_ptr, scale_ptr, dx_ptr, width, BLOCK_WIDTH: tl.constexpr, REST_WIDTH: tl.constexpr):
+    """One row a program, in two parts: a single power of two would be up to half empty."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK_WIDTH)
+    rest_column = BLOCK_WIDTH + tl.arange(0, REST_WIDTH)
+    offset, rest_offset, rest_mask = row * width + column, row * width + rest_column, rest_column < width
+    scale = tl.load(scale_ptr + row)
+    unit = tl.load(x_ptr + offset).to(tl.float32) * scale
+    dy = tl.load(dy_ptr + offset).to(tl.float32)
+    rest_unit = tl.load(x_ptr + rest_offset, mask=rest_mask, other=0.0).to(tl.float32) * scale
+    rest_dy = tl.load(dy_ptr + rest_offset, mask=rest_mask, other=0.0).to(tl.float32)
+    pull = (tl.sum(unit * dy, axis=0) + tl.sum(rest_unit * rest_dy, axis=0)) / width
+    tl.store(dx_ptr + offset, scale * (dy - unit * pull))
+    tl.store(dx_ptr + rest_offset, scale * (rest_dy - rest_unit * pull), mask=rest_mask)
+
+
 def _launch(rows: int, width: int, *, backward: bool) -> tuple[tuple[int], dict[str, int]]:
     """Grid and constants: a row block of about 8192 elements."""
     block_width = triton.next_power_of_2(width)
@@ -62,6 +80,12 @@ def backward(dy: Tensor, x: Tensor, scale: Tensor) -> Tensor:
     """dy, x [rows, width] contiguous, scale [rows] -> dx like x."""
     rows, width = x.shape
     dx = torch.empty_like(x)
+    block_width, rest_width = split(width)
+    if rest_width:
+        wide_backward_kernel[(rows,)](
+            dy, x, scale, dx, width, BLOCK_WIDTH=block_width, REST_WIDTH=rest_width, num_warps=8
+        )
+        return dx
     grid, constants = _launch(rows, width, backward=True)
     backward_kernel[grid](dy, x, scale, dx, rows, width, **constants)
     return dx
@@ -78,4 +102,5 @@ def compile_cases() -> list[tuple[object, dict[str, str], dict[str, int], dict[s
             constants = _launch(4096, width, backward=kernel is backward_kernel)[1]
             options = {"num_warps": constants.pop("num_warps")}
             cases.append((kernel, types, constants, options))
-    return cases
+    parts = dict(zip(("BLOCK_WIDTH", "REST_WIDTH"), split(12288), strict=True))
+    return [*cases, (wide_backward_kernel, backward_types, parts, {"num_warps": 8})]

@@ -41,20 +41,30 @@ def _rows(width, dtype):
     return x.to(dtype)
 
 
-def _encoded(function, x, **options):
-    positions = torch.arange(15, device=x.device) * 4000
+def _encoded(function, x, *, packed, **options):
+    """20 sequences of 15 tokens, rows of the same places; packed: of other places each."""
+    positions = torch.arange(15, device=x.device) * 200
+    if packed:
+        positions = positions + torch.arange(20, device=x.device)[:, None]
     factor = torch.linspace(0.0, 1.0, 20, device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
     heads = 4 if x.shape[-1] % 4 == 0 else 1
     return function(x.view(20, 15, -1), factor[:, None], positions, num_heads=heads, **options)
 
 
+def _scaled(function, x, **options):
+    return function(x, eps=1e-2, scale=torch.tensor(0.03, device=x.device), **options)
+
+
 OPS = {
     "srmsnorm": (functools.partial(srmsnorm, eps=1e-6), functools.partial(srmsnorm_reference, eps=1e-6)),
     "max_norm": (functools.partial(max_norm, eps=1e-3), functools.partial(max_norm_reference, eps=1e-3)),
-    "encoded_max_norm": (
-        functools.partial(_encoded, encoded_max_norm, eps=1e-3),
-        functools.partial(_encoded, encoded_max_norm_reference, eps=1e-3),
-    ),
+    "max_norm, scaled": (functools.partial(_scaled, max_norm), functools.partial(_scaled, max_norm_reference)),
+} | {
+    name: (
+        functools.partial(_encoded, encoded_max_norm, packed=packed, num_places=3000, eps=1e-3),
+        functools.partial(_encoded, encoded_max_norm_reference, packed=packed, eps=1e-3),
+    )
+    for name, packed in (("encoded_max_norm", False), ("encoded_max_norm, packed", True))
 }
 
 
@@ -86,6 +96,18 @@ def test_strided_and_unaligned_rows_are_taken(op, backend):
         assert_as_good_as_the_reference(
             lambda x, v=view: [function(v(x), backend=backend)], lambda x, v=view: [reference(v(x))], x
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_angles_are_exact_far_from_the_start(dtype, backend):
+    """Against fp64: what is left is the rounding of the cosine and of the result, where fp32 angles are off by 1e-3."""
+    positions = torch.tensor([0, 1, 4095, 4096, 65537, 99991, 131071], device="cuda")
+    x, factor = torch.randn(3, 7, 768, device="cuda").to(dtype), torch.rand(3, 7, device="cuda")
+    found = encoded_max_norm(x, factor, positions, num_places=131072, num_heads=1, eps=1e-3, backend=backend)
+    truth = encoded_max_norm_reference(x.double(), factor.double(), positions, num_heads=1, eps=1e-3)
+    error = ((found.double() - truth).norm(dim=-1) / truth.norm(dim=-1)).max()
+    assert error <= {torch.float32: 2e-7, torch.bfloat16: 2.5e-3}[dtype]
 
 
 def test_the_row_kernels_pass_their_self_tests():

@@ -59,6 +59,12 @@ def test_zero_rows_give_zeros_and_pass_the_gradient_on(kind: str):
     torch.testing.assert_close(x.grad, dy / 1e-3)
 
 
+def test_a_scale_is_that_of_the_input():
+    x, scale = {"x": torch.randn(3, 5, 12, dtype=torch.float64)}, torch.tensor(0.07, dtype=torch.float64)
+    actual = outputs_and_gradients(lambda x: [max_norm(x, eps=0.1, scale=scale)], x)
+    assert_close(actual, outputs_and_gradients(lambda x: [definition("max", x * scale, 0.1)], x), 1e-13)
+
+
 @pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_low_precision_rounds_once(kind: str, dtype: torch.dtype):
@@ -77,30 +83,39 @@ def test_large_rows_of_half_precision_do_not_overflow(kind: str):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (5, 200), (70, 33), (2, 9000)])
-def test_the_triton_kernel_is_as_good_as_the_reference(dtype: torch.dtype, rows: int, width: int):
+@pytest.mark.parametrize("scale", [None, torch.tensor(0.03)])
+def test_the_triton_kernel_is_as_good_as_the_reference(dtype: torch.dtype, rows: int, width: int, scale: Tensor | None):
     assert_as_good_as_the_reference(
-        lambda x: [max_norm(x, eps=1e-3, backend="triton")],
-        lambda x: [max_norm_reference(x, eps=1e-3)],
+        lambda x: [max_norm(x, eps=1e-2, scale=scale, backend="triton")],
+        lambda x: [max_norm_reference(x, eps=1e-2, scale=scale)],
         {"x": torch.randn(rows, width).to(dtype)},
     )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("length", "width", "heads"), [(1, 64, 1), (65, 48, 3), (3, 9000, 5)])
-def test_the_encoded_triton_kernel_is_as_good_as_the_reference(dtype: torch.dtype, length: int, width: int, heads: int):
-    factor = torch.rand(2, length)
+@pytest.mark.parametrize(
+    ("batch", "length", "width", "heads"),
+    [(2, 1, 64, 1), (2, 65, 48, 3), (2, 3, 9000, 5), (3, 5, 1024, 1), (2, 2, 12288, 2)],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_encoded_triton_kernel_is_as_good_as_the_reference(
+    dtype: torch.dtype, batch: int, length: int, width: int, heads: int, packed: bool
+):
+    """Rows of one place share a program where there are as many sequences as it takes rows; packed ones never do."""
+    factor = torch.rand(batch, length)
     factor[1, -1] = 0.0
     positions = torch.arange(length) % 17
+    if packed:
+        positions = (positions + 7 * torch.arange(batch)[:, None]) % 17
 
-    def run(function: Callable[..., Tensor], x: Tensor, **options: str) -> list[Tensor]:
+    def run(function: Callable[..., Tensor], x: Tensor, **options: str | int) -> list[Tensor]:
         own = factor.to(torch.promote_types(x.dtype, torch.float32))
         return [function(x, own, positions, num_heads=heads, eps=1e-3, **options)]
 
-    x = torch.randn(2, length, width).to(dtype)
-    assert_as_good_as_the_reference(
-        lambda x: run(encoded_max_norm, x, backend="triton"), lambda x: run(encoded_max_norm_reference, x), {"x": x}
-    )
-    found = outputs_and_gradients(lambda x: run(encoded_max_norm, x, backend="triton"), {"x": x})
+    kernel = lambda x: run(encoded_max_norm, x, num_places=17, backend="triton")  # noqa: E731
+    x = torch.randn(batch, length, width).to(dtype)
+    assert_as_good_as_the_reference(kernel, lambda x: run(encoded_max_norm_reference, x), {"x": x})
+    found = outputs_and_gradients(kernel, {"x": x})
     assert found["output.0"][1, -1].eq(0).all()
     assert found["gradient.x"][1, -1].eq(0).all()
 
@@ -117,4 +132,5 @@ def test_encoding_is_the_scale_and_the_cosine_of_the_normed_row():
     theta = 10000.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
     cosine = torch.cos(torch.arange(7)[:, None] * theta).repeat(1, 3)
     expected = definition("max", x, 1e-3) * factor[..., None] * cosine
-    torch.testing.assert_close(encoded_max_norm(x, factor, torch.arange(7), num_heads=3, eps=1e-3), expected)
+    found = encoded_max_norm(x, factor, torch.arange(7), num_places=7, num_heads=3, eps=1e-3)
+    torch.testing.assert_close(found, expected)

@@ -66,7 +66,7 @@ def test_bf16_rounds_only_what_enters_and_leaves():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("rows", "width"), [(1, 64), (5, 200), (130, 33)])
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (5, 200), (130, 33), (2, 12300)])
 def test_the_triton_kernel_is_as_good_as_the_reference(dtype, rows, width):
     x = {"x": torch.randn(rows, width).to(dtype)}
     assert_as_good_as_the_reference(

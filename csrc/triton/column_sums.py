@@ -1,0 +1,38 @@
+"""Sums over the rows of a small fp32 matrix, in a fixed order: what programs have added up apart from one another."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import triton
+import triton.language as tl
+
+BLOCK_ROWS, BLOCK_WIDTH = 128, 16
+
+
+@triton.jit(do_not_specialize=["rows"])
+def sum_kernel(x_ptr, y_ptr, rows, width, BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    column = tl.program_id(0) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
+    total = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], dtype=tl.float32)
+    for start in range(0, rows, BLOCK_ROWS):
+        row = start + tl.arange(0, BLOCK_ROWS)
+        mask = (row < rows)[:, None] & (column < width)[None, :]
+        total += tl.load(x_ptr + row[:, None] * width + column[None, :], mask=mask, other=0.0)
+    tl.store(y_ptr + column, tl.sum(total, axis=0), mask=column < width)
+
+
+def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x [rows, width] fp32, contiguous, rows width < 2^31 -> [width] in `dtype`."""
+    rows, width = x.shape
+    y = x.new_empty(width, dtype=dtype)
+    grid = (triton.cdiv(width, BLOCK_WIDTH),)
+    sum_kernel[grid](x, y, rows, width, BLOCK_ROWS=BLOCK_ROWS, BLOCK_WIDTH=BLOCK_WIDTH, num_warps=4)
+    return y
+
+
+def compile_cases() -> list[tuple[object, dict[str, str], dict[str, int], dict[str, int]]]:
+    """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
+    types = {"x_ptr": "*fp32", "y_ptr": "*bf16", "rows": "i32", "width": "i32"}
+    constants = {"BLOCK_ROWS": BLOCK_ROWS, "BLOCK_WIDTH": BLOCK_WIDTH}
+    return [(sum_kernel, types, constants, {"num_warps": 4})]
