@@ -31,7 +31,8 @@ class Sublayer(nn.Module):
                 f"parallel.cp = {scope.cp.size} splits it; use parallel.cp = 1"
             )
         self.residual = config.residual
-        self.norm = build_norm(config.norm, scope.hidden_size, config.norm_eps, scope.tp)
+        norm = None if config.norms_input else build_norm(config.norm, scope.hidden_size, config.norm_eps, scope.tp)
+        self.norm = nn.Identity() if norm is None else norm
         self.mixer: Mixer = config.build(scope)
 
 

@@ -60,6 +60,8 @@ def seen_by(config: DenseAttentionConfig, t: int, length: int) -> list[int]:
 def document(config: DenseAttentionConfig, weights: Tensors, x: Tensor, valid: Tensor) -> Tensor:
     """The block body over one document: x [T, D], valid [T] -> [T, D]."""
     length, head = len(x), WIDTH // config.num_heads
+    if config.norm == "maxnorm":
+        x = torch.stack([row / (max(row, key=abs).abs() + config.norm_eps) for row in x])
     shift = config.window // 2 if config.kind == "shifted_local" else 0
     rows = []
     for t in range(length):
@@ -134,6 +136,16 @@ def test_values_and_gradients_equal_the_equations(kind: str, heads: int, padded:
     actual = outcome(mixer, x, context(valid=valid if padded else None), dy)
     assert 0.1 < actual["y"].abs().max() < 1.0
     assert_close(actual, defined(mixer, x, valid, ids, dy), BOUND)
+
+
+@pytest.mark.parametrize("norm", ["srmsnorm", "uncentered_layernorm"])
+def test_another_norm_of_the_input_is_the_blocks(norm: str):
+    """The mixer then takes its input as it is."""
+    assert configured().norms_input
+    mixer, (x, valid) = build(configured("shifted", 4, norm=norm)), inputs_of(17, padded=True)
+    assert not mixer.config.norms_input
+    dy, ids = torch.randn_like(x), torch.zeros(3, 17, dtype=torch.int32)
+    assert_close(outcome(mixer, x, context(valid=valid), dy), defined(mixer, x, valid, ids, dy), BOUND)
 
 
 @every_kind

@@ -98,7 +98,8 @@ class Mixer(nn.Module):
         return context._replace(full_precision=() if self.full_precision is None else self.full_precision())
 
     def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
-        """x [B, T or T/tp, D] normed -> y of the same layout. A state is returned where one is given."""
+        """x [B, T or T/tp, D], normed unless `MixerConfig.norms_input`, -> y of the same layout. A state is returned
+        where one is given."""
         raise NotImplementedError
 
     def step(self, x: Tensor, context: SequenceContext, state: State) -> MixerOutput:
@@ -160,6 +161,11 @@ class MixerConfig(Config):
     residual: Literal["add", "two_hop"] = "add"
     """How the result joins the stream x. add: x <- x + f(norm(input)). two_hop: only the next sub-layer's input
     becomes x + f(norm(input)); the stream itself is left as it was (Rodimus+ eq. 13)."""
+
+    @property
+    def norms_input(self) -> bool:
+        """Whether the mixer applies `norm` itself, in one pass with what it does next: its block then does not."""
+        return False
 
     def build(self, scope: BuildScope) -> Mixer:
         """The mixer on the meta device. Raises ConfigError where sizes do not fit the mesh."""

@@ -29,7 +29,7 @@ from megalin.ops.dense_attention import (
     read_memory,
     window_ids,
 )
-from megalin.ops.max_norm import max_norm
+from megalin.ops.max_norm import encoded_max_norm, max_norm
 from megalin.ops.positions import cosine_relpe, document_spans, num_tokens_in_documents
 from megalin.ops.srmsnorm import compute_dtype
 from megalin.parallel.initialisation import Draw
@@ -42,7 +42,8 @@ class DenseAttention(Mixer):
     X is the normed input, times N^(-1/3) for the N tokens of the document that are no padding, times Cosine RelPE;
     padding is zero in X and stays zero. Local kinds see a window of the document only, whose length takes the place
     of N: windows of `local` start with the document, those of `shifted_local` half a window before it. Places count
-    from 0 in each document, and in each window with `local_relpe`; context.positions is not read.
+    from 0 in each document, and in each window with `local_relpe`; context.positions is not read. A maxnorm of the
+    input is one pass with the two factors, and taken here; another norm is the block's.
 
     r = r_up r_down, r = min(1, w0 / max |W|) with w0 = (2 d_ff)^(-1/2), is renewed after each step and constant in
     the backward. One number for both matrices: ReLU lets a positive factor through.
@@ -91,9 +92,7 @@ class DenseAttention(Mixer):
         x = self._scaled(self.tp.enter(x), context)  # [B, T, H, D/H]
         (hidden,) = self.up(self._attention(x, context))
         z = self.down(functional.relu(hidden))
-        wide = z.to(compute_dtype(z))
-        wide = wide if self.ratio is None else wide * self.ratio
-        return MixerOutput(max_norm(wide, eps=self.config.norm_eps).to(z.dtype), ())
+        return MixerOutput(max_norm(z, eps=self.config.norm_eps, scale=self.ratio), ())
 
     def step(self, x: Tensor, context: SequenceContext, state: State) -> MixerOutput:
         self._refuse_state()
@@ -105,16 +104,21 @@ class DenseAttention(Mixer):
         )
 
     def _scaled(self, x: Tensor, context: SequenceContext) -> Tensor:
-        """[B, T, D] normed -> X [B, T, H, D/H], zero at padding."""
+        """[B, T, D] -> X [B, T, H, D/H], zero at padding."""
         config, documents = self.config, context.whole_row().document_ids
-        places = self.cp.positions(x)
+        places, num_places = self.cp.positions(x), x.shape[1] * self.cp.size
         if documents is not None:
             places = places - self.cp.shard(document_spans(documents).first)
         if config.window is not None and config.local_relpe:
-            places = (places + config.offset) % config.window
+            places, num_places = (places + config.offset) % config.window, config.window
         factor = self._num_seen(x, context).to(compute_dtype(x)) ** (-1.0 / 3.0)  # [1 or B, 1 or T]
         if context.valid is not None:
             factor = factor * context.valid
+        if config.norms_input:
+            x = encoded_max_norm(
+                x, factor, places, num_places=num_places, num_heads=config.num_heads, eps=config.norm_eps
+            )
+            return x.unflatten(-1, (config.num_heads, self.head_dim))
         heads = (x.to(factor.dtype) * factor[..., None]).unflatten(-1, (config.num_heads, self.head_dim))
         return cosine_relpe(heads, places).to(x.dtype)
 
@@ -224,6 +228,10 @@ class DenseAttentionConfig(MixerConfig):
                 f'window = {self.window} is odd, and kind = "shifted_local" shifts by half of it; use an even one'
             )
         return self
+
+    @property
+    def norms_input(self) -> bool:
+        return self.norm == "maxnorm"
 
     @property
     def offset(self) -> int:
