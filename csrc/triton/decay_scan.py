@@ -21,6 +21,7 @@ from torch import Tensor
 import triton
 import triton.language as tl
 from megalin._triton.tiles import aligned, tiled
+from megalin._triton.tuning import choose
 
 
 @triton.jit
@@ -201,6 +202,18 @@ def _tiles(key: int, value: int, dtype: torch.dtype) -> Tiles:
     return Tiles(chunk=64, value=width, warps=4, stages=3)
 
 
+def _candidates(key: int, value: int, dtype: torch.dtype) -> list[Tiles]:
+    """Of scan_kernel on chips without a measured table, the one that needs least first."""
+    width = min(64, max(16, triton.next_power_of_2(value)))
+    least = 16 if dtype != torch.bfloat16 and key > 128 else 32
+    found = [Tiles(chunk=least, value=min(width, least), warps=4, stages=1)]
+    if dtype == torch.bfloat16:
+        found.append(Tiles(chunk=32, value=width, warps=4, stages=2))
+        if key <= 128:  # wider tiles of more keys spill kilobytes, and take minutes to compile
+            found += [Tiles(chunk=64, value=width, warps=8, stages=2), Tiles(chunk=64, value=width, warps=4, stages=3)]
+    return found
+
+
 def _state_tiles(key: int, value: int, dtype: torch.dtype) -> Tiles:
     """Of block_state_kernel."""
     if dtype != torch.bfloat16:
@@ -282,16 +295,21 @@ class Sequence(NamedTuple):
         """scan(q, k, v) like v, contiguous."""
         batch, key, value = k.shape[0], k.shape[3], v.shape[3]
         o = v.new_empty(v.shape)
-        tiles, width = _tiles(key, value, v.dtype), max(16, triton.next_power_of_2(key))
-        scan_kernel[batch * self.heads * triton.cdiv(value, tiles.value), self.blocks](
-            *(tiled(x, tiles.chunk, width) for x in (q, k)), *(tiled(x, tiles.chunk, tiles.value) for x in (v, o)),
-            self.slopes, self.documents, states, leaving, self.length, self.heads,
-            1 if self.blocks == 1 else self.slots, self.block_tokens, KEY=key, VALUE=value,
-            DECAY=self.slopes is not None, DOCUMENTS=self.documents is not None, REVERSE=reverse,
-            TRANSPOSED=transposed, ENTERING=states is not None, LEAVING=leaving is not None, C=tiles.chunk,
-            BLOCK_KEY=width, BLOCK_VALUE=tiles.value, **_numbers(v.dtype), num_warps=tiles.warps,
-            num_stages=tiles.stages,
-        )  # fmt: skip
+        width = max(16, triton.next_power_of_2(key))
+
+        def launch(tiles: Tiles) -> None:
+            scan_kernel[batch * self.heads * triton.cdiv(value, tiles.value), self.blocks](
+                *(tiled(x, tiles.chunk, width) for x in (q, k)), *(tiled(x, tiles.chunk, tiles.value) for x in (v, o)),
+                self.slopes, self.documents, states, leaving, self.length, self.heads,
+                1 if self.blocks == 1 else self.slots, self.block_tokens, KEY=key, VALUE=value,
+                DECAY=self.slopes is not None, DOCUMENTS=self.documents is not None, REVERSE=reverse,
+                TRANSPOSED=transposed, ENTERING=states is not None, LEAVING=leaving is not None, C=tiles.chunk,
+                BLOCK_KEY=width, BLOCK_VALUE=tiles.value, **_numbers(v.dtype), num_warps=tiles.warps,
+                num_stages=tiles.stages,
+            )  # fmt: skip
+
+        recorded, shape = _tiles(key, value, v.dtype), f"{width} {triton.next_power_of_2(value)} {v.dtype}"
+        launch(choose("decay_scan", shape, recorded, _candidates(key, value, v.dtype), launch))
         return o
 
 
@@ -356,8 +374,8 @@ def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dic
         ((128, torch.bfloat16), (256, torch.bfloat16), (128, torch.float32)),
         (True, False),
     )
-    for (kernel, choose), (key, dtype), decay in launches:
-        value, tiles, name = 128, choose(key, 128, dtype), "bf16" if dtype == torch.bfloat16 else "fp32"
+    for (kernel, table), (key, dtype), decay in launches:
+        value, tiles, name = 128, table(key, 128, dtype), "bf16" if dtype == torch.bfloat16 else "fp32"
         types = dict.fromkeys(("q_tiles", "k_tiles"), f"tensordesc<{name}[1, 1, {tiles.chunk}, {key}]>")
         types |= dict.fromkeys(("v_tiles", "o_tiles"), f"tensordesc<{name}[1, 1, {tiles.chunk}, {tiles.value}]>")
         types |= dict.fromkeys(("added_ptr", "entering_ptr", "leaving_ptr", "slopes_ptr"), "*fp32")

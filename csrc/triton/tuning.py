@@ -1,0 +1,132 @@
+"""Which configuration a kernel takes: the recorded one on the chip it was measured on, elsewhere the best of a few.
+
+On any other chip the first launch of a shape class times each candidate once, a handful, and keeps the winner in
+MEGALIN_CACHE/tiles.json (~/.cache/megalin without that variable), by chip and Triton version. MEGALIN_TUNE=0 takes the
+first candidate instead, the one that needs least.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+import triton
+from triton.errors import TritonError
+
+MEASURED_ON = (9, 0)
+"""The compute capability of the recorded tables."""
+MAX_CANDIDATES = 6
+TIMED_LAUNCHES = 3
+
+Configuration = TypeVar("Configuration", bound=tuple[int, ...])
+
+_log = logging.getLogger(__name__)
+_found: dict[tuple[str, str], tuple[int, ...]] = {}
+
+
+def choose(
+    kernel: str,
+    shape: str,
+    recorded: Configuration,
+    candidates: Sequence[Configuration],
+    launch: Callable[[Configuration], None],
+) -> Configuration:
+    """The configuration of `kernel` for a class of shapes, which holds no length; `launch` may be called to time it.
+
+    A candidate that does not compile or fit loses; where all do, it is the first one, whose launch tells why.
+    """
+    assert 0 < len(candidates) <= MAX_CANDIDATES, len(candidates)
+    chip = current_chip()
+    if chip is None:
+        return recorded
+    if os.environ.get("MEGALIN_TUNE") == "0" or torch.cuda.is_current_stream_capturing():
+        return candidates[0]
+    key = (chip, f"{kernel} {shape}")
+    if key not in _found:
+        kept = read_cache().get(chip, {}).get(key[1])
+        known = next((candidate for candidate in candidates if list(candidate) == kept), None)
+        _found[key] = search(key, candidates, launch) if known is None else known
+    return next(candidate for candidate in candidates if candidate == _found[key])
+
+
+def current_chip() -> str | None:
+    """Name of the chip with its capability and Triton's version; None on the one of the tables, and without any."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() == MEASURED_ON:
+        return None
+    major, minor = torch.cuda.get_device_capability()
+    return f"{torch.cuda.get_device_name()} {major}.{minor} triton {triton.__version__}"
+
+
+def search(
+    key: tuple[str, str], candidates: Sequence[Configuration], launch: Callable[[Configuration], None]
+) -> Configuration:
+    """Times every candidate and keeps the fastest, here and on disk."""
+    times: dict[Configuration, float] = {}
+    for candidate in candidates:
+        try:
+            times[candidate] = milliseconds(lambda candidate=candidate: launch(candidate))
+        except (RuntimeError, TritonError) as error:
+            _log.info("%s %s: %s is out: %s", *key, candidate, error)
+    if not times:
+        return candidates[0]
+    best = min(times, key=times.__getitem__)
+    _log.info("%s %s: %s, %.3f ms", *key, best, times[best])
+    write_cache(key, best)
+    return best
+
+
+def milliseconds(call: Callable[[], None]) -> float:
+    """Median of a few launches on the device, after one that compiles."""
+    call()
+    times = []
+    for _ in range(TIMED_LAUNCHES):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def cache_path() -> Path:
+    """Where winners are kept."""
+    folder = os.environ.get("MEGALIN_CACHE")
+    return (Path(folder) if folder else Path.home() / ".cache" / "megalin") / "tiles.json"
+
+
+def read_cache() -> dict[str, dict[str, list[int]]]:
+    """Chip -> kernel and shape -> configuration; empty where there is none, or none that can be read."""
+    path = cache_path()
+    try:
+        values = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        _log.warning("%s: %s; configurations are searched again", path, error)
+        return {}
+    if not isinstance(values, dict) or not all(isinstance(entry, dict) for entry in values.values()):
+        _log.warning("%s: no table of tables; configurations are searched again", path)
+        return {}
+    return values
+
+
+def write_cache(key: tuple[str, str], configuration: tuple[int, ...]) -> None:
+    """Adds one entry; another process may write at the same time, and then one of the two entries is searched again."""
+    path, values = cache_path(), read_cache()
+    values.setdefault(key[0], {})[key[1]] = list(configuration)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False) as file:
+            json.dump(values, file, indent=1, sort_keys=True)
+        Path(file.name).replace(path)
+    except OSError as error:
+        _log.warning("%s: %s; configurations are searched again at the next start", path, error)
