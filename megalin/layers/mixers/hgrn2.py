@@ -21,7 +21,7 @@ from megalin.layers.mixers.base import (
     State,
 )
 from megalin.layers.norms import HeadNormKind
-from megalin.ops.srmsnorm import compute_dtype
+from megalin.ops.forget_gates import forget_gates
 from megalin.ops.vector_decay_scan import vector_decay_scan, vector_decay_scan_flops, vector_decay_step
 from megalin.parallel.initialisation import Draw, constant
 from megalin.parallel.linear import ColumnParallelLinear, NormedRowParallelLinear
@@ -62,8 +62,7 @@ class HGRN2(Mixer):
     """y = norm(scan(q, 1 - f, v; log f)) W_o with q = silu(x W_q), v = x W_v, f = beta + (1 - beta) sigmoid(x W_f).
 
     Other activations of q and v, and a bias at each W, where the config says so. The scan is the vector-decay
-    recurrence with K = V = D / H. Evaluated in the forms that stay exact at both ends:
-    log f = logaddexp(log beta, log(1 - beta) + logsigmoid(f~)) and 1 - f = (1 - beta) sigmoid(-f~), in fp32.
+    recurrence with K = V = D / H. 1 - f and log f are evaluated in fp32 (ops/forget_gates.py).
 
     Source: HGRN2 section 3, with the first bound subtracted.
     """
@@ -120,11 +119,7 @@ class HGRN2(Mixer):
         """q, k, v, log f, each [B, T, H/tp, K]; k in the dtype of x, log f in at least fp32."""
         q, logit, v = self.qfv(self.tp.enter(x))  # [B, T, D/tp]
         (beta,) = context.full_precision  # [D/tp]
-        logit = logit.to(compute_dtype(x))
-        # log 0 of the first block has no gradient to give: its bound is 0 whatever Gamma is.
-        log_beta = beta.clamp(min=torch.finfo(beta.dtype).tiny).log()
-        log_decay = torch.logaddexp(log_beta, torch.log1p(-beta) + functional.logsigmoid(logit))
-        k = ((1.0 - beta) * torch.sigmoid(-logit)).to(x.dtype)
+        k, log_decay = forget_gates(logit, beta)
         q = functional.silu(q) if self.config.query_activation == "silu" else torch.sigmoid(q)
         v = functional.silu(v) if self.config.value_activation == "silu" else v
         return tuple(tensor.unflatten(-1, (self.local_heads, self.head_dim)) for tensor in (q, k, v, log_decay))

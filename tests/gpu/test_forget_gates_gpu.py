@@ -1,0 +1,43 @@
+"""HGRN2's tied gates on the chip against fp64: weak and strong decays, parts of a projection, equal bits."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megalin.ops.forget_gates import forget_gates, forget_gates_reference
+from tests.numerics import outputs_and_gradients
+from tests.ops.kernels import assert_as_good_as_the_reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _poisoned() -> Iterator[None]:
+    """Memory of `torch.empty` holds NaN; cuBLAS only warns."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("rows", "width", "spread"), [(1, 64, 1.0), (65, 1003, 4.0), (1000, 2048, 30.0), (4096, 96, 1.0)]
+)
+def test_values_and_gradients_are_as_good_as_the_reference(rows, width, spread, dtype):
+    bound = torch.rand(width, device="cuda")
+    bound[: width // 3] = 0.0
+    inputs = {"projection": (spread * torch.randn(1, rows, 3 * width, device="cuda")).to(dtype), "bound": bound}
+
+    def run(function, projection, bound):
+        return function(projection.unflatten(-1, (3, -1)).unbind(-2)[1], bound)
+
+    def kernel(**x):
+        return run(lambda *y: forget_gates(*y, backend="triton"), **x)
+
+    assert_as_good_as_the_reference(kernel, lambda **x: run(forget_gates_reference, **x), inputs)
+    first, second = outputs_and_gradients(kernel, inputs), outputs_and_gradients(kernel, inputs)
+    assert all(torch.equal(first[name], second[name]) for name in first)
