@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megalin.ops.operands import check_operands
 from megalin.ops.srmsnorm import compute_dtype
 
 TAIL = -15.0
@@ -38,8 +39,12 @@ def ddts_gates(strength: Tensor, temperature: Tensor, k: Tensor) -> DDTSGates:
     Returns:
         DDTSGates, computed in at least fp32.
 
+    Raises:
+        OperandError: tensors whose shapes, kinds or devices do not fit together.
+
     Source: Rodimus eq. 10-12.
     """
+    check_operands("ddts_gates", {"strength": (strength, "*N"), "temperature": (temperature, "*N"), "k": (k, "*N")})
     wide = compute_dtype(k)
     strength, temperature, k = strength.to(wide), torch.sigmoid(temperature.to(wide)), k.to(wide)
     log_decay = -functional.softplus(strength, threshold=EXACT_ABOVE) * temperature

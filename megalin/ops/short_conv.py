@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megalin.errors import OperandError
 from megalin.ops import backend as backends
 from megalin.ops.backend import Backend, Compiled
+from megalin.ops.operands import check_operands
 from megalin.ops.self_test import compare, sample
 from megalin.ops.srmsnorm import KERNEL_DTYPES, compute_dtype
 
@@ -55,9 +57,17 @@ def short_conv(
 
     Raises:
         KernelError: an explicit backend that cannot run.
+        OperandError: tensors whose shapes, kinds or devices do not fit together.
 
     Source: Mamba; Rodimus section 3.
     """
+    operands = {"x": (x, "BTD"), "weight": (weight, "DW"), "bias": (bias, "D"), "state": (state, "BPD")}
+    check_operands("short_conv", operands | {"document_ids": (document_ids, "BT int")})
+    if state is not None and state.shape[1] != weight.shape[1] - 1:
+        raise OperandError(
+            f"short_conv: state has shape {tuple(state.shape)}; it takes one input less a channel than the "
+            f"{weight.shape[1]} taps"
+        )
     choice = backends.choose("short_conv", backend, x.device.type, _unsupported(x, weight, bias, state))
     if choice == "reference":
         return short_conv_reference(x, weight, bias, state=state, document_ids=document_ids, activation=activation)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalin.errors import OperandError
 from megalin.ops.ddts_gates import TAIL, DDTSGates, ddts_gates
 from tests.numerics import Tensors, assert_close, outputs_and_gradients, relative_error
 
@@ -71,3 +72,8 @@ def test_gates_stay_wide_and_need_no_finite_softplus():
 def test_a_key_of_zero_stays_zero():
     zero = torch.zeros(1, 4)
     assert ddts_gates(zero, zero, zero).key.eq(0).all()
+
+
+def test_operands_that_do_not_fit_are_refused():
+    with pytest.raises(OperandError, match="ddts_gates: k has shape"):
+        ddts_gates(torch.zeros(2, 4), torch.zeros(2, 4), torch.zeros(2, 5))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from megalin.errors import KernelError
+from megalin.errors import KernelError, OperandError
 from megalin.ops.low_rank_gate import low_rank_gate, low_rank_gate_reference
 from tests.numerics import assert_close, outputs_and_gradients
 from tests.ops.kernels import assert_as_good_as_the_reference
@@ -59,3 +59,9 @@ def test_equal_calls_give_the_same_bits():
 def test_unsupported_arguments_are_refused(rank, dtype, message):
     with pytest.raises(KernelError, match=message):
         kernel(**make_inputs(1, 2, 3, rank, dtype))
+
+
+def test_operands_that_do_not_fit_are_refused():
+    inputs = make_inputs(1, 2, 3, 4)
+    with pytest.raises(OperandError, match="low_rank_gate: weight has shape"):
+        low_rank_gate(**inputs | {"weight": inputs["weight"][1:]})

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megalin.errors import KernelError
+from megalin.errors import KernelError, OperandError
 from megalin.ops.short_conv import MAX_TAPS, short_conv, short_conv_recurrent, short_conv_reference
 from tests.numerics import Tensors, assert_close, errors, outputs_and_gradients
 from tests.ops.kernels import assert_as_good_as_the_reference
@@ -196,3 +196,13 @@ def test_unsupported_arguments_are_refused(taps: int, dtype: torch.dtype, messag
     inputs = make_inputs(3, dtype, taps=taps)
     with pytest.raises(KernelError, match=message):
         short_conv(**inputs, backend="triton")
+
+
+def test_operands_that_do_not_fit_are_refused():
+    inputs = make_inputs(3, torch.float32)
+    with pytest.raises(OperandError, match="weight has shape"):
+        short_conv(**inputs | {"weight": inputs["weight"][1:]})
+    with pytest.raises(OperandError, match="document_ids has shape"):
+        short_conv(**inputs, document_ids=torch.zeros(BATCH, 4, dtype=torch.int32))
+    with pytest.raises(OperandError, match="one input less a channel than the 4 taps"):
+        short_conv(**inputs | {"state": inputs["state"][:, 1:]})

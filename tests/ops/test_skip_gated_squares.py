@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megalin.errors import KernelError
+from megalin.errors import KernelError, OperandError
 from megalin.ops.gated_squares import gated_squares
 from megalin.ops.skip_gated_squares import skip_gated_squares, skip_gated_squares_reference
 from tests.numerics import assert_close, outputs_and_gradients
@@ -59,3 +59,9 @@ def test_unsupported_dtypes_are_refused():
     inputs = {name: x.double() for name, x in make_inputs((2, 3)).items()}
     with pytest.raises(KernelError, match=r"does not take dtype torch\.float64"):
         skip_gated_squares(**inputs, backend="triton")
+
+
+def test_operands_that_do_not_fit_are_refused():
+    inputs = make_inputs((2, 3))
+    with pytest.raises(OperandError, match="skip_gated_squares: gate has shape"):
+        skip_gated_squares(**inputs | {"gate": inputs["gate"][1:]})

@@ -158,11 +158,9 @@ class Rodimus(Mixer):
     def _contracted(self, x: Tensor, x_conv: Tensor, gate_bias: Tensor) -> tuple[Tensor, ...]:
         """q, k^, log alpha [B, T, N] and x W_1 [B, T, L], whole on every rank, in at least fp32."""
         n, wide = self.config.state_size, compute_dtype(x)
-        parts = [
-            functional.linear(x_conv, local(self.qk)),
-            functional.linear(x_conv, local(self.gates)),
-            functional.linear(x, local(self.input_gate_down)),
-        ]
+        # One product: its gradient is written once, at the width of x'.
+        four = functional.linear(x_conv, torch.cat([local(self.qk), local(self.gates)]))  # [B, T, 4 N]
+        parts = [four, functional.linear(x, local(self.input_gate_down))]
         # In fp32, since exponentials follow.
         whole = self.tp.sum_of_parts(torch.cat([part.to(wide) for part in parts], dim=-1))  # [B, T, 4 N + L]
         qk, gates, code = whole.split([2 * n, 2 * n, self.rank], dim=-1)
