@@ -2,6 +2,7 @@
 
 python tools/benchmark_train.py transnormerllm-1b-64k --batch 4 --length 8192 --compile
 python tools/benchmark_train.py hgrn2-1b model.vocab_size=50304 --compile --floor --peer fla
+python tools/benchmark_train.py danet-base --batch 64 --length 512
 torchrun --nproc-per-node 2 tools/benchmark_train.py transnormerllm-1b-64k --tp 2 ...
 
 --floor says which share of the step its products, scan and bytes take by themselves (train_benchmarks/floor.py).
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import subprocess
 import sys
 import time
@@ -24,9 +26,11 @@ from train_benchmarks.floor import Floor, Recorded, measure_floor, record, unavo
 from train_benchmarks.peers import PEERS, build_peer, peer_step
 
 from megalin.commands.base import model_from
-from megalin.data.packing import Batch
+from megalin.data.packing import AnyBatch, Batch, EncoderBatch
 from megalin.errors import ConfigError, MegalinError
-from megalin.model.config import AnyModelConfig, ModelConfig
+from megalin.model.config import AnyModelConfig, EncoderConfig, ModelConfig
+from megalin.model.encoder import PREDICTED_SHARE
+from megalin.ops import backend
 from megalin.optim.adamw import OptimizerConfig, build_optimizer
 from megalin.parallel.mesh import Mesh, ParallelConfig, compute_device, process_group
 from megalin.train.build import COMPUTE_DTYPES, build_model
@@ -54,14 +58,34 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def random_batch(arguments: argparse.Namespace, vocab_size: int, mesh: Mesh) -> Batch:
+def random_batch(arguments: argparse.Namespace, config: AnyModelConfig, mesh: Mesh) -> AnyBatch:
     """The same on all ranks of a tensor-parallel group, different over the data axis."""
     generator = torch.Generator().manual_seed(mesh.data.rank)
-    ids = torch.randint(0, vocab_size, (arguments.batch, arguments.length + 1), generator=generator)
+    if isinstance(config, EncoderConfig):
+        encoder_batch = random_encoder_batch(arguments, config, generator)
+        return EncoderBatch(*(tensor.to(mesh.device) for tensor in encoder_batch))
+    ids = torch.randint(0, config.vocab_size, (arguments.batch, arguments.length + 1), generator=generator)
     document = arguments.document_length or arguments.length
     documents = torch.arange(arguments.length, dtype=torch.int32).div(document, rounding_mode="floor")
     batch = Batch(ids[:, :-1], ids[:, 1:], documents.expand(arguments.batch, -1), torch.arange(arguments.batch))
     return Batch(*(tensor.contiguous().to(mesh.device) for tensor in batch))
+
+
+def random_encoder_batch(
+    arguments: argparse.Namespace, config: EncoderConfig, generator: torch.Generator
+) -> EncoderBatch:
+    """Rows of half to all of the length, two segments each, 15 % of the tokens to be predicted or a class a row."""
+    rows, length = arguments.batch, arguments.length
+    tokens = torch.randint(0, config.vocab_size, (rows, length), generator=generator)
+    sizes = torch.randint((length + 1) // 2, length + 1, (rows, 1), generator=generator)
+    places = torch.arange(length)
+    masked = torch.empty(rows, 0, dtype=torch.int64)
+    if config.num_classes is None:
+        drawn = torch.rand(rows, length, generator=generator).masked_fill(places >= sizes, 2.0)
+        masked = drawn.argsort(1)[:, : math.ceil(PREDICTED_SHARE * length)].sort(1).values
+    classes = torch.randint(0, config.num_classes or 2, (rows,), generator=generator)
+    types = (places >= sizes // 2).to(torch.int64)
+    return EncoderBatch(tokens, types, places < sizes, masked, tokens.gather(1, masked), classes, torch.arange(rows))
 
 
 class Ours(NamedTuple):
@@ -78,11 +102,15 @@ def measure(arguments: argparse.Namespace, mesh: Mesh) -> dict[str, object]:
     """Everything that the JSON line says.
 
     Raises:
-        ConfigError: a floor or a peer on several ranks or without a GPU, or a peer that there is not.
+        ConfigError: a floor or a peer on several ranks or without a GPU, a peer that there is not, or of an encoder.
     """
     if (arguments.floor or arguments.peer) and (mesh.device_mesh.size() > 1 or mesh.device.type != "cuda"):
         raise ConfigError("--floor and --peer compare steps of one GPU; start one process on a machine that has one")
     config = model_from(arguments.model, arguments.overrides)
+    if arguments.peer and isinstance(config, EncoderConfig):
+        raise ConfigError(
+            f"--peer {arguments.peer}: {arguments.model} is an encoder, and no peer here has one; leave it out"
+        )
     ours = measure_ours(arguments, config, mesh)
     release_memory()
     ranks, timing = mesh.device_mesh.size(), ours.timing
@@ -107,6 +135,7 @@ def measure(arguments: argparse.Namespace, mesh: Mesh) -> dict[str, object]:
         "peak_memory_gib": ours.peak_memory_gib,
         "build_to_first_step_seconds": timing.first_step_seconds,
         "losses": timing.losses,
+        "kernels": {op: choice.backend for op, choice in backend.used().items()},
         "device": torch.cuda.get_device_name() if mesh.device.type == "cuda" else "cpu",
         "torch": torch.__version__,
         "commit": commit(),
@@ -132,7 +161,7 @@ def measure_ours(arguments: argparse.Namespace, config: AnyModelConfig, mesh: Me
         seed=0,
     )
     optimizer = build_optimizer(model, OptimizerConfig(lr=1e-4, max_grad_norm=1.0), no_decay=model.no_decay_names())
-    batch = random_batch(arguments, config.vocab_size, mesh)
+    batch = random_batch(arguments, config, mesh)
 
     def step(index: int) -> float:
         return train_step(model, optimizer, [batch], mesh, max_grad_norm=1.0, step=index).loss
@@ -177,7 +206,7 @@ def measure_peer(arguments: argparse.Namespace, config: AnyModelConfig, mesh: Me
     torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
     model = build_peer(arguments.peer, config, device=mesh.device)
-    step = peer_step(model, random_batch(arguments, config.vocab_size, mesh).tokens, lr=1e-4)
+    step = peer_step(model, random_batch(arguments, config, mesh).tokens, lr=1e-4)
     timing = time_steps(step, warmup=arguments.warmup, steps=arguments.steps, started=started)
     return {
         "library": arguments.peer,

@@ -154,6 +154,32 @@ def test_a_peer_is_of_our_sizes(monkeypatch):
     }
 
 
+def test_encoders_train_on_rows_with_padding_and_predict_tokens_of_theirs():
+    import benchmark_train
+
+    mesh = SimpleNamespace(data=SimpleNamespace(rank=0), device=torch.device("cpu"))
+    config = model_from("danet-base", ["model.hidden_size=64", "model.vocab_size=300"])
+    batch = benchmark_train.random_batch(Namespace(batch=8, length=64), config, mesh)
+    assert batch.masked_positions.shape == (8, 10)
+    assert not batch.valid.all()
+    assert batch.valid.gather(1, batch.masked_positions).all()
+    assert batch.valid.sum(1).min() >= 32
+    assert (batch.masked_positions.diff(dim=1) > 0).all()
+    assert torch.equal(batch.masked_labels, batch.tokens.gather(1, batch.masked_positions))
+    assert batch.label_counts().tolist() == [80, 8]
+    classifier = config.model_copy(update={"num_classes": 3})
+    assert benchmark_train.random_batch(Namespace(batch=8, length=64), classifier, mesh).label_counts().tolist() == [8]
+
+
+def test_an_encoder_has_no_peer():
+    import benchmark_train
+
+    mesh = SimpleNamespace(device_mesh=SimpleNamespace(size=lambda: 1), device=torch.device("cuda"))
+    arguments = Namespace(floor=False, peer="fla", model="danet-base", overrides=[])
+    with pytest.raises(ConfigError, match="--peer fla: danet-base is an encoder, and no peer here has one"):
+        benchmark_train.measure(arguments, mesh)
+
+
 def test_comparisons_need_a_gpu():
     import benchmark_train
 
