@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from typing import get_args
 
 from megalin.commands.base import Command, model_from
 from megalin.config import parse
 from megalin.errors import ConfigError
+from megalin.parallel.context import ExchangeName
 from megalin.parallel.mesh import ParallelConfig, check_world_size, compute_device, launched_world_size, process_group
 from megalin.verify.case import Case, make_case
 from megalin.verify.launch import launch_ranks
@@ -18,6 +20,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="model.key=value", help="changes to the model")
     parser.add_argument("--tp", type=int, default=1, help="ranks of the tensor-parallel axis (1)")
     parser.add_argument("--cp", type=int, default=1, help="ranks that share each sample's tokens (1)")
+    parser.add_argument(
+        "--cp-exchange", choices=get_args(ExchangeName), default="auto", help="how states reach the ranks after (auto)"
+    )
     parser.add_argument("--dp", type=int, default=1, help="groups of ranks that read different samples (1)")
     parser.add_argument("--shard", type=int, help="ranks of the data axis that share the weights (all)")
     parser.add_argument("--sequence-parallel", action="store_true", help="split activations inside the tp group")
@@ -61,6 +66,7 @@ def _case(arguments: argparse.Namespace) -> Case:
     if min(tp, cp, dp) < 1:
         raise ConfigError(f"--tp {tp} --cp {cp} --dp {dp}: an axis has at least one rank")
     axes = {"tp": tp, "cp": cp, "sequence_parallel": arguments.sequence_parallel, "shard": arguments.shard}
+    axes["cp_exchange"] = arguments.cp_exchange
     parallel = parse(ParallelConfig, axes, "command line")
     check_world_size(parallel, tp * cp * dp)
     return make_case(

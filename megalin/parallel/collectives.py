@@ -64,6 +64,27 @@ def all_to_all(x: Tensor, axis: Axis, *, split: int, join: int) -> Tensor:
     return torch.cat(received.chunk(axis.size), join)
 
 
+def send_along(x: Tensor, baton: Tensor, axis: Axis, *, step: int, wanted: int) -> tuple[Tensor, Tensor]:
+    """Sends `x` to the rank `step` further, and returns what comes from the rank `step` before. Not differentiable.
+
+    Every rank of the axis calls it. The baton, one zero, goes round with it, to be given to the next call and added to
+    the result: without it a compiled graph may change the order of calls, or drop one of which a rank uses nothing.
+
+    Args:
+        x: [N], also of no element.
+        baton: [1], zero.
+        wanted: elements that come.
+
+    Returns:
+        [wanted], and the next baton.
+    """
+    into, out_of = [0] * axis.size, [0] * axis.size
+    into[(axis.rank + step) % axis.size] = x.numel() + 1
+    out_of[(axis.rank - step) % axis.size] = wanted + 1
+    came = functional.all_to_all_single(torch.cat([x, baton]), out_of, into, axis.group_name)  # type: ignore[arg-type]
+    return came[:-1], came[-1:]
+
+
 def local_slice(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
     """This rank's equal slice of `x` along `dim`, a view."""
     return x.chunk(axis.size, dim)[axis.rank]

@@ -10,7 +10,7 @@ document of the shard, and reaches the ranks whose first token continues that do
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,10 @@ from megalin.parallel.collectives import (
     reduce_from_axis,
     reduce_scatter_to_axis,
 )
+from megalin.parallel.fold import fold_at_once, fold_in_turn
 from megalin.parallel.tensor_parallel import TensorParallel
+
+ExchangeName = Literal["auto", "all_gather", "ring", "pipelined"]
 
 TOKENS = 1
 """The dimension of [B, T, ...] along which the sequence is split."""
@@ -51,10 +54,16 @@ class Row(NamedTuple):
 
 
 class ContextParallel:
-    """The context-parallel axis: its size, and what crosses from shard to shard. The default has size 1."""
+    """The context-parallel axis: its size, and what crosses from shard to shard. The default has size 1.
 
-    def __init__(self, axis: Axis | None = None) -> None:
+    Args:
+        axis: this rank's view of the axis.
+        exchange: how states reach the ranks after (`ParallelConfig.cp_exchange`).
+    """
+
+    def __init__(self, axis: Axis | None = None, *, exchange: ExchangeName = "auto") -> None:
         self.axis = Axis("cp") if axis is None else axis
+        self.exchange = "all_gather" if exchange == "auto" else exchange
 
     @property
     def size(self) -> int:
@@ -113,19 +122,22 @@ class ContextParallel:
     def fold(self, state: Tensor, log_decay: Tensor, borders: Borders) -> Tensor:
         """The state that enters this rank's tokens, of the document of the first of them.
 
-        One all-gather forward and one backward, in the dtype of the state; `log_decay` may have a gradient.
+        One exchange forward and one backward, in the dtype of the state; `log_decay` may have a gradient.
 
         Args:
             state: S_r [B, H, K, V], what this rank's tokens leave behind, in at least fp32.
             log_decay: T_r, the sum of the log decays over all this rank's tokens, <= 0: [B, H, K or 1], or
-                [H, K or 1] where it is equal on every rank, and then not sent.
+                [H, K or 1] where it is equal on every rank, and then never sent.
             borders: as `borders` returns them.
 
         Returns:
             S_in [B, H, K, V]; zero on the first rank and where a document starts.
         """
-        entering: Tensor = _Fold.apply(state, log_decay.to(state.dtype), *borders, self.axis)
-        return entering
+        log_decay = log_decay.to(state.dtype)
+        if self.exchange == "all_gather":
+            return fold_at_once(state, log_decay, *borders, axis=self.axis)
+        num_blocks = 1 if self.exchange == "ring" else self.size
+        return fold_in_turn(state, log_decay, *borders, axis=self.axis, num_blocks=num_blocks)
 
     def halo(self, x: Tensor, borders: Borders, document_ids: Tensor | None, *, width: int) -> Tensor:
         """The `width` inputs before this rank's tokens, zero where they are of another document than the first token,
@@ -188,54 +200,3 @@ class ContextParallel:
         """An equal share of the rows that the ranks hold in parts: [B, P, D] -> the sum's [B, P/cp, D]. Reduce-scatter
         forward, all-gather backward."""
         return reduce_scatter_to_axis(x, self.axis, dim=TOKENS)
-
-
-class _Fold(torch.autograd.Function):
-    """S_in(r) = sum over j < r of W_rj S_j with W_rj = exp(sum of T_i over j < i < r) where r continues j's document.
-
-    dS_j = sum over r > j of W_rj dS_in(r): the gradient of the state that leaves rank j, so that
-    dT_j = sum over V of exp(T_j) S_in(j) dS_j where one document fills the shard.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, state: Tensor, log_decay: Tensor, continues: Tensor, through: Tensor, axis: Axis) -> Tensor:
-        if log_decay.dim() == 2:
-            states = all_gather(state[None], axis, dim=0)  # [cp, B, H, K, V]
-            totals = log_decay.expand(axis.size, 1, *log_decay.shape)  # [cp, 1, H, K or 1]
-        else:
-            # The decay is one more column of values.
-            column = log_decay[..., None].expand(*state.shape[:-1], 1)
-            gathered = all_gather(torch.cat([state, column], dim=-1)[None], axis, dim=0)
-            states, totals = gathered[..., :-1], gathered[..., -1]
-        others = torch.arange(axis.size, device=state.device)
-        between = (others[:, None] < others) & (others < axis.rank)  # [j, i]
-        entering = (_weights(totals, between, continues[axis.rank]) * states).sum(0)
-        ctx.axis, ctx.decay_shape = axis, log_decay.shape
-        ctx.save_for_backward(entering, totals, continues, through)
-        return entering
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        entering, totals, continues, through = ctx.saved_tensors
-        axis = ctx.axis
-        gathered = all_gather(grads[0][None], axis, dim=0)  # [cp, B, H, K, V]
-        others = torch.arange(axis.size, device=entering.device)
-        between = (others > axis.rank) & (others < others[:, None])  # [r, i]
-        d_state = (_weights(totals, between, continues[:, axis.rank]) * gathered).sum(0)
-        d_decay = None
-        if ctx.needs_input_grad[1]:
-            passed = torch.exp(totals[axis.rank])[..., None] * entering * d_state
-            d_decay = passed.sum(-1).masked_fill(~through[:, None, None], 0.0).sum_to_size(ctx.decay_shape)
-        return d_state, d_decay, None, None, None
-
-
-def _weights(totals: Tensor, between: Tensor, continues: Tensor) -> Tensor:
-    """exp(sum of T_i over the ranks i between) where the document continues, else 0: [cp, B, H, K or 1, 1].
-
-    Args:
-        totals: T [cp, B or 1, H, K or 1].
-        between: [cp, cp] bool, for each other rank those between it and this one.
-        continues: [cp, B] bool.
-    """
-    exponent = totals.where(between[..., None, None, None], 0.0).sum(1)
-    return torch.exp(exponent).where(continues[..., None, None], 0.0)[..., None]

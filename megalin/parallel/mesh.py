@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from megalin.config import Config
 from megalin.errors import ConfigError
 from megalin.parallel.collectives import Axis, all_reduce
-from megalin.parallel.context import ContextParallel
+from megalin.parallel.context import ContextParallel, ExchangeName
 from megalin.parallel.pipeline import PipelineParallel, ScheduleName
 from megalin.parallel.tensor_parallel import TensorParallel
 
@@ -33,6 +33,10 @@ class ParallelConfig(Config):
     """Ranks that share each layer's weights (tensor parallelism)."""
     cp: int = pydantic.Field(default=1, ge=1)
     """Ranks that share each sample: every one holds a part of its tokens, side by side (context parallelism)."""
+    cp_exchange: ExchangeName = "auto"
+    """How recurrent states reach the ranks after, where cp > 1. all_gather: every rank gathers all states and sums up.
+    ring: states go from rank to rank, each adding its own; less to send, and cp - 1 waits. pipelined: as the ring, in
+    cp blocks that follow each other. All give the same up to rounding. auto: all_gather."""
     pp: int = pydantic.Field(default=1, ge=1)
     """Ranks that share the layers, each with neighbouring ones (pipeline parallelism)."""
     pp_schedule: ScheduleName = "1f1b"
@@ -145,7 +149,7 @@ class Mesh:
             # Weights do not know it: a mesh of its own cuts the same data axis another way.
             split = _stage_mesh(config, device, samples=data_size // config.cp, cp=config.cp, tp=config.tp)
             self.samples, cp = _axis("samples", split["samples"]), _axis("cp", split["cp"])
-        self.cp = context_parallel(cp)
+        self.cp = context_parallel(cp, exchange=config.cp_exchange)
 
     @property
     def data_mesh(self) -> DeviceMesh:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 
+import pytest
 import torch
 
 from megalin.data.packing import AnyBatch, Batch, EncoderBatch, split_tokens
 from megalin.model.build import Model, make_model
 from megalin.model.config import EncoderConfig
+from megalin.parallel.context import ExchangeName
 from megalin.parallel.data_parallel import shard_model
 from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.parallel.tensor_parallel import full_tensor
@@ -20,6 +23,12 @@ from tests.numerics import assert_close
 from tests.parallel.on_ranks import Arrays, materialise, to_arrays, to_tensors
 from tests.ranks import run_ranks
 
+GATHER, SCATTER, REDUCE, EXCHANGE = (
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "all_reduce",
+    "all_to_all_single",
+)
 CP = TP
 """Ranks of the axis, as many as the recorder multiplies what is gathered by."""
 ROWS = 3
@@ -29,9 +38,11 @@ MODELS = {case.name: case.model for case in [*CASES, *ENCODERS]}
 MODELS["three-heads"] = model({"sublayers": [{"type": "softmax", "num_heads": 3}, GLU], "repeat": 2})
 
 
-def on_axis(size: int, name: str, *, compute_dtype: torch.dtype, backend: str | None = None) -> tuple[Mesh, Model]:
+def on_axis(
+    size: int, name: str, *, compute_dtype: torch.dtype, backend: str | None = None, exchange: ExchangeName = "auto"
+) -> tuple[Mesh, Model]:
     """A filled model on `size` ranks that share each sample."""
-    mesh = Mesh(ParallelConfig(cp=size), torch.device("cpu"))
+    mesh = Mesh(ParallelConfig(cp=size, cp_exchange=exchange), torch.device("cpu"))
     model = make_model(MODELS[name], mesh.tp, cp=mesh.cp).to(compute_dtype)
     if backend is not None:
         for block in model.block_list():
@@ -93,16 +104,18 @@ def batch_for(name: str, length: int) -> AnyBatch:
     return pairs(length) if isinstance(MODELS[name], EncoderConfig) else packed(length)
 
 
-def _calls(names: tuple[str, ...], lengths: tuple[int, ...]) -> dict[tuple[str, int], Counter[Call]]:
+def _calls(
+    names: tuple[str, ...], lengths: tuple[int, ...], exchange: ExchangeName = "auto"
+) -> dict[tuple[str, int], Counter[Call]]:
     found = {}
     for name in names:
-        mesh, model = on_axis(CP, name, compute_dtype=torch.float32)
+        mesh, model = on_axis(CP, name, compute_dtype=torch.float32, exchange=exchange)
         for length in lengths:
             with CollectiveRecorder() as recorder:
                 accumulate_gradients(model, [split_tokens(batch_for(name, length), mesh.cp)], mesh)
             calls = {call: count for call, count in recorder.calls.items() if not call.name.startswith("c10d.")}
             # The loss and its count, over the data axis.
-            calls = {call: count for call, count in calls.items() if call.num_bytes > 16}
+            calls = {call: count for call, count in calls.items() if call.name == EXCHANGE or call.num_bytes > 16}
             found[name, length] = Counter(calls)
     return found
 
@@ -129,12 +142,25 @@ def conjugate(forward: str, backward: str, num_bytes: int, count: int) -> Counte
     return Counter({Call("forward", forward, num_bytes): count, Call("backward", backward, num_bytes): count})
 
 
-GATHER, SCATTER, REDUCE, EXCHANGE = (
-    "all_gather_into_tensor",
-    "reduce_scatter_tensor",
-    "all_reduce",
-    "all_to_all_single",
-)
+@pytest.mark.parametrize(("exchange", "num_turns"), [("ring", CP - 1), ("pipelined", 2 * CP - 2)])
+def test_states_that_go_in_turn_are_sent_once_a_border_and_no_decay_is(exchange, num_turns):
+    names, lengths = ("transnormer", "hgrn2"), (24, 96)
+    by_rank = run_ranks(CP, _calls, names, lengths, exchange)
+    for name, length in product(names, lengths):
+        for direction in ("forward", "backward"):
+            calls = [
+                {
+                    call.num_bytes: count
+                    for call, count in rank[name, length].items()
+                    if call[:2] == (direction, EXCHANGE)
+                }
+                for rank in by_rank
+            ]
+            state, num_layers = STATES["transnormer"][1] // CP, MODELS[name].num_layers
+            batons = 4 * CP * num_turns * num_layers  # a number for each rank and turn
+            sent = sum(size * count for rank in calls for size, count in rank.items())
+            assert sent == (CP - 1) * num_layers * state + batons
+            assert [sum(rank.values()) for rank in calls] == [num_turns * num_layers] * CP
 
 
 def test_softmax_attention_sends_its_heads_or_gathers_keys_and_values():
@@ -195,27 +221,34 @@ def test_another_document_does_not_move_a_bit_across_ranks():
                 assert (one[key] == other[key]).all(), (name, key)
 
 
-def _gradients(name: str, backend: str | None) -> Arrays:
-    mesh, model = on_axis(2, name, compute_dtype=torch.float32, backend=backend)
+def _gradients(name: str, backend: str | None, exchange: ExchangeName) -> Arrays:
+    mesh, model = on_axis(2, name, compute_dtype=torch.float32, backend=backend, exchange=exchange)
     sums = model.loss_sums(split_tokens(batch_for(name, 40), mesh.cp).inputs())
     sums.sum().backward()
     found = {key: full_tensor(parameter.grad) for key, parameter in model.named_parameters()}
     return to_arrays(found | {"sums": sums})
 
 
-def _compiled(names: tuple[str, ...]) -> list[tuple[Arrays, Arrays, int]]:
+COMPILED: tuple[tuple[str, ExchangeName], ...] = (
+    ("transnormer-cosine", "pipelined"),
+    ("rodimus", "auto"),
+    ("softmax-grouped", "auto"),
+    ("local", "auto"),
+)
+
+
+def _compiled() -> list[tuple[Arrays, Arrays, int]]:
     found = []
-    for name in names:
+    for name, exchange in COMPILED:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        pair = _gradients(name, None), _gradients(name, "aot_eager")
+        pair = _gradients(name, None, "auto"), _gradients(name, "aot_eager", exchange)
         found.append((*pair, torch._dynamo.utils.counters["stats"]["unique_graphs"]))
     return found
 
 
 def test_compiled_blocks_have_the_gradients_of_eager_ones():
-    names = ("transnormer-cosine", "rodimus", "softmax-grouped", "local")
-    for results in run_ranks(2, _compiled, names, timeout=400.0):
-        for name, (eager, compiled, num_graphs) in zip(names, results, strict=True):
+    for results in run_ranks(2, _compiled, timeout=400.0):
+        for name, (eager, compiled, num_graphs) in zip(COMPILED, results, strict=True):
             assert num_graphs > 0, name
             assert_close(to_tensors(compiled), to_tensors(eager), 2e-5)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
 
 from megalin.parallel.collectives import Axis, all_gather
-from megalin.parallel.context import ContextParallel
+from megalin.parallel.context import ContextParallel, ExchangeName
 from megalin.parallel.mesh import Mesh, ParallelConfig
 from tests.numerics import assert_close
-from tests.parallel.on_ranks import to_arrays, to_tensors
+from tests.parallel.on_ranks import Arrays, to_arrays, to_tensors
 from tests.ranks import run_ranks
 
 BATCH, HEADS, KEY, VALUE, SHARD = 5, 2, 3, 4, 6
 WIDTH = 3
 DECAYS = {"each rank's, a key": (BATCH, HEADS, KEY), "each rank's, a head": (BATCH, HEADS, 1), "equal": (HEADS, KEY)}
+
+
+CASES = list(product(("all_gather", "ring", "pipelined"), DECAYS, (False, True)))
 
 
 def normal(*shape: int, seed: int) -> Tensor:
@@ -31,9 +37,9 @@ def documents(size: int) -> Tensor:
     return starts.cumsum(1, dtype=torch.int32)
 
 
-def cp_of_all() -> ContextParallel:
+def cp_of_all(exchange: ExchangeName = "auto") -> ContextParallel:
     size = torch.distributed.get_world_size()
-    return Mesh(ParallelConfig(cp=size), torch.device("cpu")).cp
+    return Mesh(ParallelConfig(cp=size, cp_exchange=exchange), torch.device("cpu")).cp
 
 
 def whole(size: int, decay: tuple[int, ...]) -> dict[str, Tensor]:
@@ -47,10 +53,10 @@ def whole(size: int, decay: tuple[int, ...]) -> dict[str, Tensor]:
     }
 
 
-def _on_ranks(packed: bool) -> dict[str, dict[str, object]]:
-    cp = cp_of_all()
+def _on_ranks() -> dict[tuple[str, str, bool], Arrays]:
     results = {}
-    for name, decay in DECAYS.items():
+    for exchange, name, packed in CASES:
+        cp, decay = cp_of_all(exchange), DECAYS[name]
         given = whole(cp.size, decay)
         rank = cp.axis.rank
         ids = cp.shard(documents(cp.size)) if packed else None
@@ -61,7 +67,7 @@ def _on_ranks(packed: bool) -> dict[str, dict[str, object]]:
         entering = cp.fold(state, log_decay, borders)
         halo = cp.halo(x, borders, ids, width=WIDTH)
         ((entering * given["weight"][rank]).sum() + (halo * given["halo_weight"][rank]).sum()).backward()
-        results[name] = to_arrays(
+        results[exchange, name, packed] = to_arrays(
             {
                 "entering": entering,
                 "halo": halo,
@@ -107,12 +113,60 @@ def one_process(size: int, decay: tuple[int, ...], packed: bool) -> list[dict[st
     ]
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
+@lru_cache
+def results(size: int) -> list[dict[tuple[str, str, bool], Arrays]]:
+    return run_ranks(size, _on_ranks)
+
+
+@pytest.mark.parametrize(("exchange", "name", "packed"), CASES)
 @pytest.mark.parametrize("size", [3, 4])
-def test_fold_and_halo_equal_the_recurrence_with_all_gradients(size, packed):
-    for rank, found in enumerate(run_ranks(size, _on_ranks, packed)):
-        for name, decay in DECAYS.items():
-            assert_close(to_tensors(found[name]), one_process(size, decay, packed)[rank], 1e-12)
+def test_fold_and_halo_equal_the_recurrence_with_all_gradients(size, exchange, name, packed):
+    expected = one_process(size, DECAYS[name], packed)
+    for rank, found in enumerate(results(size)):
+        assert_close(to_tensors(found[exchange, name, packed]), expected[rank], 1e-12)
+
+
+def sums_of_one_process(added: Tensor, weight: Tensor, ids: Tensor) -> dict[str, list[Tensor]]:
+    """By rank what is around its runs of tokens, and the gradients of its own additions [cp, 2, ...]."""
+    size, leaves = len(added), added.clone().requires_grad_()
+    ends = [(part[:, 0], part[:, -1]) for part in ids.chunk(size, 1)]
+    zero = torch.zeros_like(added[0, 0])
+    found: dict[str, list[Tensor]] = {"before": [], "after": []}
+    for own in range(size):
+        before = [(ends[own][0] == ends[j][1]).view(-1, 1, 1, 1) * leaves[j, 1] for j in range(own)]
+        after = [(ends[own][1] == ends[j][0]).view(-1, 1, 1, 1) * leaves[j, 0] for j in range(own + 1, size)]
+        found["before"].append(sum(before, zero))
+        found["after"].append(sum(after, zero))
+    pairs = torch.stack([torch.stack(pair) for pair in zip(found["before"], found["after"], strict=True)])
+    (pairs * weight).sum().backward()
+    return found | {"d_first": list(leaves.grad[:, 0]), "d_last": list(leaves.grad[:, 1])}
+
+
+def _sums() -> tuple[Arrays, Arrays]:
+    """What is around each rank's runs of tokens, and the way to heads and back, beside one process's."""
+    cp = cp_of_all()
+    ids, rank, size = documents(cp.size), cp.axis.rank, cp.size
+    added = normal(size, 2, BATCH, HEADS, KEY, VALUE, seed=0)  # to the runs of the first and of the last token
+    weight = normal(size, 2, BATCH, HEADS, KEY, VALUE, seed=1)
+    first, last = (x.detach().requires_grad_() for x in added[rank])
+    borders, exchanged = cp.borders_of(ids), cp.borders(cp.shard(ids), cp.shard(ids))
+    before, after = cp.around(first, last, borders)
+    (before * weight[rank, 0] + after * weight[rank, 1]).sum().backward()
+    q, v = normal(BATCH, size * SHARD, 2 * size, KEY, seed=2), normal(BATCH, size * SHARD, size, KEY, seed=3)
+    own_q, own_v = cp.to_heads(cp.shard(q), cp.shard(v))
+    found = {"before": before, "after": after, "d_first": first.grad, "d_last": last.grad}
+    found |= {"q": own_q, "v": own_v, "back": cp.to_tokens(own_q), "gathered": cp.gather_tokens(cp.shard(v))}
+    found |= {"continues": borders.continues, "through": borders.through}
+    expected = {name: by_rank[rank] for name, by_rank in sums_of_one_process(added, weight, ids).items()}
+    expected |= {"q": q.chunk(size, 2)[rank], "v": v.chunk(size, 2)[rank], "back": cp.shard(q), "gathered": v}
+    expected |= {"continues": exchanged.continues, "through": exchanged.through}
+    return to_arrays(found), to_arrays(expected)
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_sums_around_and_the_way_to_heads_and_back_equal_one_process(size):
+    for found, expected in run_ranks(size, _sums):
+        assert_close(to_tensors(found), to_tensors(expected), 1e-13)
 
 
 def _long_halo() -> tuple[object, object]:
@@ -130,9 +184,9 @@ def test_halo_wider_than_a_shard_reaches_several_ranks_back():
         assert (found == expected).all()
 
 
-def _strong() -> tuple[bool, float]:
+def _strong(exchange: ExchangeName) -> tuple[bool, list[float]]:
     """Decays of -1e30 and of 0, which meet no infinity."""
-    cp = cp_of_all()
+    cp = cp_of_all(exchange)
     state = torch.ones(1, 1, 2, 1, requires_grad=True)
     log_decay = torch.tensor([[[-1e30, 0.0]]], requires_grad=True)
     entering = cp.fold(state, log_decay, cp.borders(torch.zeros(1, 4), None))
@@ -141,8 +195,9 @@ def _strong() -> tuple[bool, float]:
     return finite, all_gather(entering.detach().flatten(), cp.axis, dim=0).tolist()
 
 
-def test_decays_may_be_as_strong_as_any_number():
-    for finite, entering in run_ranks(3, _strong):
+@pytest.mark.parametrize("exchange", ["all_gather", "pipelined"])
+def test_decays_may_be_as_strong_as_any_number(exchange):
+    for finite, entering in run_ranks(3, _strong, exchange):
         assert finite
         assert entering == [0.0, 0.0, 1.0, 1.0, 1.0, 2.0]
 
