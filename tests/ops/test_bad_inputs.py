@@ -9,10 +9,11 @@ from megalin.errors import KernelError, OperandError
 from megalin.ops.decay_scan import decay_scan, decay_scan_reference, decay_step
 from megalin.ops.gated_squares import gated_squares
 from megalin.ops.linear_cross_entropy import VocabularySlice, fused_linear_cross_entropy
-from megalin.ops.max_norm import max_norm
+from megalin.ops.max_norm import encoded_max_norm, max_norm
 from megalin.ops.operands import check_operands
 from megalin.ops.rms_norm import rms_norm
 from megalin.ops.scalar_decay_scan import scalar_decay_scan
+from megalin.ops.silu_lrpe import silu_lrpe
 from megalin.ops.srmsnorm import srmsnorm, srmsnorm_reference
 from megalin.ops.vector_decay_scan import vector_decay_scan, vector_decay_step
 
@@ -47,6 +48,14 @@ OPS = {
     "vector_decay_step": (vector_decay_step, step("log_decay")),
     "rms_norm": (partial(rms_norm, eps=1e-6), {"x": ones(B, T, WIDTH), "weight": ones(WIDTH)}),
     "gated_squares": (gated_squares, {"x": ones(B, T, WIDTH), "gate": ones(B, T, WIDTH), "weight": ones(WIDTH)}),
+    "max_norm": (
+        partial(encoded_max_norm, num_places=8, num_heads=2, eps=1e-6),
+        {"x": ones(B, T, WIDTH), "factor": ones(B, T), "positions": ones(T, dtype=torch.int64)},
+    ),
+    "silu_lrpe": (
+        partial(silu_lrpe, form="cosine"),
+        {"projection": ones(B, T, 3, H, K), "theta": ones(H, K), "positions": ones(B, T, dtype=torch.int64)},
+    ),
     "linear_cross_entropy": (
         partial(fused_linear_cross_entropy, vocabulary=VocabularySlice(0, V), ignored_label=-100),
         {"x": ones(T, K), "weight": ones(V, K), "labels": ones(T, dtype=torch.int64), "token_weights": ones(T)},
@@ -55,6 +64,8 @@ OPS = {
 OPERANDS = [(op, name) for op, (_, tensors) in OPS.items() for name in tensors]
 # The first tensor says the sizes: it is what the others do not fit.
 LATER = [(op, name) for op, name in OPERANDS if name != next(iter(OPS[op][1]))]
+ANY_RANK = {("rms_norm", "x"), ("gated_squares", "x"), ("gated_squares", "gate")}
+ANY_RANK |= {("max_norm", "positions"), ("silu_lrpe", "positions")}  # [T] or [B, T]
 # Leading sizes that no other tensor knows: the rows of a head.
 FREE = {("linear_cross_entropy", "weight"): 1}
 
@@ -72,8 +83,8 @@ def test_what_fits_runs(op):
 @pytest.mark.parametrize(("op", "name"), OPERANDS)
 def test_one_dimension_too_few_or_too_many(op, name):
     tensor = OPS[op][1][name]
-    if (op, name) in {("rms_norm", "x"), ("gated_squares", "x"), ("gated_squares", "gate")}:
-        return  # any number of dimensions
+    if (op, name) in ANY_RANK:
+        return
     for changed in (tensor[None], tensor[0]):
         with pytest.raises(OperandError, match=rf"{op}: {name} has shape .*; it takes \["):
             call(op, **{name: changed})
@@ -111,6 +122,13 @@ def test_a_scan_over_no_tokens(op):
     empty = {name: x[:, :0] for name, x in tensors.items() if name not in ("slopes", "initial_state")}
     with pytest.raises(OperandError, match=rf"{op}: v has shape \(2, 0, 3, 6\), no token; give at least one"):
         call(op, **empty)
+
+
+def test_heads_that_do_not_divide_a_width():
+    with pytest.raises(OperandError, match="max_norm: 5 heads do not divide a width of 12"):
+        encoded_max_norm(ones(B, T, WIDTH), ones(B, T), ones(T).long(), num_places=8, num_heads=5, eps=1e-6)
+    with pytest.raises(OperandError, match="silu_lrpe: theta has 3 frequencies a head, which turn 6 channels, but "):
+        silu_lrpe(ones(B, T, 3, H, K), ones(H, 3), ones(T).long(), form="rotation")
 
 
 def test_norms_of_no_rows_are_empty():
