@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalin.errors import KernelError
 from megalin.ops.tpe import tpe, tpe_recurrent, tpe_step
 from tests.numerics import Tensors, assert_close, errors, outputs_and_gradients, relative_error
+from tests.ops.kernels import assert_as_good_as_the_reference
 from tests.ops.test_decay_scan import BOUNDARIES, documents_of
 
 BATCH, WIDTH = 2, 5
@@ -156,3 +158,60 @@ def test_outputs_keep_the_dtype_and_states_are_wide(dtype: torch.dtype):
         result = form(**make_inputs(20, dtype=dtype))
         assert result.output.dtype == dtype
         assert result.state.dtype == torch.promote_types(dtype, torch.float32)
+
+
+def assert_kernel_right(inputs: Tensors, documents: Tensor | None = None) -> None:
+    """The kernels round a state at every token, as the recurrence does; both against it in fp64."""
+    assert_as_good_as_the_reference(
+        lambda **x: tpe(document_ids=documents, backend="triton", **x),
+        lambda **x: tpe_recurrent(document_ids=documents, **x),
+        inputs,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("length", [1, 64, 65, 130])
+def test_the_kernels_are_as_good_as_the_recurrence(length: int, decay: str, dtype: torch.dtype):
+    """Up to three segments of 64 tokens, with a state before them and a gradient of the one after."""
+    assert_kernel_right(make_inputs(length, decay, dtype))
+
+
+@pytest.mark.parametrize("name", BOUNDARIES)
+def test_the_kernels_keep_packed_documents_apart(name: str):
+    assert_kernel_right(make_inputs(130, dtype=torch.float32), documents_of(BOUNDARIES[name], 130))
+
+
+def test_the_kernels_take_channels_of_a_wider_tensor_and_any_number_of_decays():
+    inputs = {"x": torch.randn(2, 20, 26), "coefficients": torch.randn(13, 9), "log_decay": -torch.rand(9)}
+
+    def run(function, x: Tensor, **others) -> list[Tensor]:
+        return [function(x[..., 4:17], **others).output]
+
+    assert_as_good_as_the_reference(
+        lambda **x: run(tpe, **x, backend="triton"), lambda **x: run(tpe_recurrent, **x), inputs
+    )
+
+
+def test_a_slow_decay_does_not_drift_with_the_distance():
+    """exp(-1/532) rounds to fp32 with an error of 3e-8, which a segment of 64 tokens would make 2e-6."""
+    inputs = {"x": torch.zeros(1, 200, 1), "coefficients": torch.ones(1, 1), "log_decay": torch.tensor([-1 / 532])}
+    inputs["x"][0, 0] = 1.0
+    found = tpe(**inputs, backend="triton").output[0, :, 0].double()
+    expected = torch.exp(torch.arange(200) * inputs["log_decay"].double())
+    assert ((found - expected).abs() / expected).max() <= 6e-7
+
+
+def test_equal_calls_of_the_kernels_give_the_same_bits():
+    inputs = make_inputs(130, dtype=torch.float32)
+    first, second = (outputs_and_gradients(lambda **x: tpe(backend="triton", **x), inputs) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_what_the_kernels_do_not_take_is_refused():
+    inputs = make_inputs(20)
+    with pytest.raises(KernelError, match=r"does not take dtypes torch\.float64, torch\.float64 and torch\.float64"):
+        tpe(**inputs, backend="triton")
+    many = {"coefficients": torch.ones(5, 300), "log_decay": torch.zeros(300)}
+    with pytest.raises(KernelError, match="does not take 300 decays, above 256"):
+        tpe(torch.ones(1, 3, 5), **many, backend="triton")

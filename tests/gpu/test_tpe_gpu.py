@@ -1,0 +1,66 @@
+"""TPE's kernels on the chip against the chunkwise reference in fp64: lengths, decays, documents, states, equal bits."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megalin.ops.tpe import tpe, tpe_reference
+from tests.numerics import errors, outputs_and_gradients
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+FLOOR = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+DECAYS = {"zero": (0.0, 0.0), "weak": (1e-4, 0.05), "strong": (0.5, 20.0)}
+"""Rates of the slowest and the fastest decay, nats a token."""
+
+
+@pytest.fixture(autouse=True)
+def _poisoned() -> Iterator[None]:
+    """Memory of `torch.empty` holds NaN; cuBLAS only warns."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def assert_right(inputs, dtype, documents):
+    def run(function, options):
+        return lambda **x: function(**x, document_ids=documents, **options)
+
+    truth = outputs_and_gradients(run(tpe_reference, {}), {name: x.double() for name, x in inputs.items()})
+    same = errors(outputs_and_gradients(run(tpe_reference, {}), inputs), truth)
+    results = [outputs_and_gradients(run(tpe, {"backend": "triton"}), inputs) for _ in range(2)]
+    found = errors(results[0], truth)
+    assert all(found[name] <= max(2 * same[name], FLOOR[dtype]) for name in truth), (found, same)
+    assert all(torch.equal(results[0][name], results[1][name]) for name in truth)
+
+
+@pytest.mark.parametrize("dtype", list(FLOOR))
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 1000, 4096])
+@pytest.mark.parametrize("decay", list(DECAYS))
+@pytest.mark.parametrize(("width", "num_decays", "whole"), [(100, 128, False), (64, 40, True)])
+def test_values_and_gradients(dtype, length, decay, width, num_decays, whole):
+    """Whole rows from nothing, or packed documents with a state before them."""
+    slowest, fastest = DECAYS[decay]
+    inputs = {
+        "x": torch.randn(2, length, width, device="cuda").to(dtype),
+        "coefficients": torch.randn(width, num_decays, device="cuda") / num_decays,
+        "log_decay": -torch.linspace(slowest, fastest, num_decays, device="cuda"),
+    }
+    if not whole:
+        inputs["state"] = torch.randn(2, width, num_decays, device="cuda")
+    starts = torch.tensor([[97], [length // 2]], device="cuda")
+    documents = (torch.arange(length, device="cuda") >= starts).int() if not whole else None
+    assert_right(inputs, dtype, documents)
+
+
+def test_a_long_sequence():
+    inputs = {
+        "x": torch.randn(1, 131072, 64, device="cuda").bfloat16(),
+        "coefficients": torch.randn(64, 128, device="cuda") / 128,
+        "log_decay": torch.nn.functional.logsigmoid(torch.linspace(-4.0, 9.0, 128, device="cuda")),
+    }
+    assert_right(inputs, torch.bfloat16, None)
