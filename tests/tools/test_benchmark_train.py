@@ -14,6 +14,7 @@ from megalin.errors import ConfigError
 from megalin.model.build import make_model
 
 ROOT = Path(__file__).parents[2]
+TOOLS = ("train_benchmarks", "benchmark_train", "plot_training")
 TINY = ["model.hidden_size=64", "model.vocab_size=300"]
 BLOCKS = "model.layers=[{repeat=3,sublayers=[{type='tnl',num_heads=4},{type='glu',intermediate_size=96}]}]"
 
@@ -22,7 +23,7 @@ BLOCKS = "model.layers=[{repeat=3,sublayers=[{type='tnl',num_heads=4},{type='glu
 def _tools(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     yield
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("train_benchmarks", "benchmark_train")]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in TOOLS]:
         del sys.modules[name]
 
 
@@ -186,3 +187,14 @@ def test_comparisons_need_a_gpu():
     mesh = SimpleNamespace(device_mesh=SimpleNamespace(size=lambda: 1), device=torch.device("cpu"))
     with pytest.raises(ConfigError, match="--floor and --peer compare steps of one GPU; start one process on a"):
         benchmark_train.measure(Namespace(floor=True, peer=None), mesh)
+
+
+def test_steps_are_drawn_with_and_without_floor_and_peer(tmp_path):
+    from plot_training import plot
+
+    first = {"model": "tnl-1b", "batch": 4, "length": 8192, "device": "a chip", "tokens_per_second": 80e3}
+    peer = {"library": "fla", "class": "RetNetForCausalLM", "tokens_per_second": 70e3}
+    plot([first, {**first, "model": "hgrn2-1b", "floor_share": 0.9, "peer": peer}], tmp_path / "steps.png")
+    image = (tmp_path / "steps.png").read_bytes()
+    assert image.startswith(b"\x89PNG")
+    assert len(image) < 150_000
