@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,7 +70,8 @@ def load(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], *, ignore: Seque
     """Fills `tensors` in place from the checkpoint; all ranks call it. Works without a process group too.
 
     Args:
-        tensors: by global name, plain or DTensor; names, global shapes and dtypes must be the checkpoint's.
+        tensors: by global name, plain or DTensor; global shapes and dtypes must be the checkpoint's, and so must the
+            names of all ranks together: a stage of a pipeline loads its own.
         ignore: prefixes of names that the checkpoint may hold beyond `tensors`: `("optim.",)` loads weights only.
 
     Raises:
@@ -77,19 +79,26 @@ def load(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], *, ignore: Seque
             another shape or dtype, and every file that does not hold what the index says.
     """
     indices: list[Index] = []
-    problems = dict.fromkeys(
-        problem
-        for of_rank in on_every_rank(partial(_check, checkpoint, tensors, ignore, indices))
-        for problem in of_rank
-    )
+    checks = on_every_rank(partial(_check, checkpoint, tensors, ignore, indices))
+    problems = dict.fromkeys(problem for check in checks for problem in check.problems)
+    nowhere = set.intersection(*(set(check.left_over) for check in checks))
+    problems |= dict.fromkeys(checks[0].left_over[name] for name in checks[0].left_over if name in nowhere)
     if problems:
         raise CheckpointError(f"{checkpoint.path} does not fit:\n" + "\n".join(f"  {line}" for line in problems))
     on_every_rank(partial(_read, checkpoint, tensors, indices[0]))
 
 
+class _Check(NamedTuple):
+    """What a rank found wrong."""
+
+    problems: list[str]
+    left_over: dict[str, str]
+    """By name of a tensor of the checkpoint that this rank does not hold: what to say where none does."""
+
+
 def _check(
     checkpoint: Checkpoint, tensors: Mapping[str, Tensor], ignore: Sequence[str], indices: list[Index]
-) -> list[str]:
+) -> _Check:
     index = checkpoint.index()
     indices.append(index)
     problems = []
@@ -101,11 +110,13 @@ def _check(
             problems.append(_shape_problem(name, record, tensor))
         elif record.dtype != DTYPE_NAMES.get(tensor.dtype):
             problems.append(f"{name}: dtype {record.dtype} in the checkpoint, {tensor.dtype} in the model")
-    for name, record in index.tensors.items():
-        if name not in tensors and not name.startswith(tuple(ignore)):
-            problems.append(f"{name}: in the checkpoint with shape {record.shape}, not in the model")
+    left_over = {
+        name: f"{name}: in the checkpoint with shape {record.shape}, not in the model"
+        for name, record in index.tensors.items()
+        if name not in tensors and not name.startswith(tuple(ignore))
+    }
     files = sorted({chunk.file for record in index.tensors.values() for chunk in record.chunks})
-    return problems + header_problems(checkpoint.path, index, files[rank() :: world_size()])
+    return _Check(problems + header_problems(checkpoint.path, index, files[rank() :: world_size()]), left_over)
 
 
 def _shape_problem(name: str, record: TensorRecord, tensor: Tensor) -> str:

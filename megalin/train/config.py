@@ -143,9 +143,16 @@ def check_launch(config: RunConfig, world_size: int) -> None:
 
 def check_model(model: AnyModelConfig, parallel: ParallelConfig, length: int) -> None:
     """Raises ConfigError for a model that cannot be split as `parallel` says; needs no process group."""
-    make_model(model, TensorParallel(Axis("tp", parallel.tp)), cp=ContextParallel(Axis("cp", parallel.cp)))
+    whole = make_model(model, TensorParallel(Axis("tp", parallel.tp)), cp=ContextParallel(Axis("cp", parallel.cp)))
     if parallel.pp > 1:
         plan_stages(model, parallel.pp * parallel.pp_stages, length=length)
+        shared = list(whole.shared)
+        if shared and parallel.pp_schedule == "zero_bubble":
+            raise ConfigError(
+                f'parallel.pp_schedule = "zero_bubble" takes the gradients of weights apart, but blocks of type '
+                f'"{shared[0]}" share parameters, whose gradients torch cannot take apart; use pp_schedule = '
+                '"interleaved" or "1f1b"'
+            )
 
 
 def _ranks_of_samples(parallel: ParallelConfig, size: int) -> str:

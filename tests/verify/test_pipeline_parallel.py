@@ -47,11 +47,11 @@ LAYOUTS = {
 """By world size; pp = 2 where nothing is said."""
 SPLIT_BACKWARD = {
     2: [
-        Layout(("transnormer-cosine", "hgrn2-biased", "rodimus_plus"), {"pp_schedule": "zero_bubble", "pp_stages": 2}),
+        Layout(("transnormer-cosine", "rodimus_plus"), {"pp_schedule": "zero_bubble", "pp_stages": 2}),
         Layout(("tnl", "mamba2"), {"pp_schedule": "zero_bubble"}),
     ],
     4: [
-        Layout(("hgrn2",), {"tp": 2, "pp_schedule": "zero_bubble", "pp_stages": 2}),
+        Layout(("transnormer",), {"tp": 2, "pp_schedule": "zero_bubble", "pp_stages": 2}),
         Layout(("tnl",), {"pp_schedule": "zero_bubble", "pp_stages": 2}, dp=2),
         Layout(("cosformer2",), {"cp": 2, "pp_schedule": "zero_bubble"}),
     ],

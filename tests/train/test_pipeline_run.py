@@ -1,0 +1,175 @@
+"""Runs over stages: the losses of one process, checkpoints of any mesh on any other, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalin.checkpoint.agreement import rank
+from megalin.checkpoint.load import load, newest
+from megalin.checkpoint.save import save
+from megalin.config import parse
+from megalin.errors import ConfigError
+from megalin.model.presets import load_preset
+from megalin.parallel.mesh import ParallelConfig, check_world_size
+from megalin.train.config import check_launch, check_model, load_run_config
+from megalin.train.metrics import Metrics
+from tests.model_runs import STEPS, checkpoint_tensors, metrics, train_here, write_config
+from tests.ranks import RankFailedError, run_ranks
+
+ON_STAGES = "parallel.pp=2"
+HALF = f"train.stop_after_steps={STEPS // 2}"
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two blocks whose tied table lies on both stages, in steps of four micro-batches."""
+    return write_config(tmp_path_factory.mktemp("run"), train={"micro_batch_size": 1, "evaluate_every_steps": 4})
+
+
+@pytest.fixture(scope="module")
+def one_process(config: Path) -> Path:
+    folder = config.parent / "one"
+    run_ranks(1, train_here, config, folder)
+    return folder
+
+
+def assert_same_run(folder: Path, truth: Path) -> None:
+    """Every step's loss, norm and evaluation, and the weights and moments at the end."""
+    lines, expected = metrics(folder), metrics(truth)
+    assert len(lines) == STEPS
+    for line, other in zip(lines, expected, strict=True):
+        assert {name: line[name] for name in other} == {
+            name: pytest.approx(each, rel=1e-4) for name, each in other.items()
+        }
+    tensors, others = checkpoint_tensors(folder), checkpoint_tensors(truth)
+    assert tensors.keys() == others.keys()
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(tensor, others[name], rtol=2e-2, atol=2e-4, msg=name)
+
+
+def train_and_listen(config: Path, folder: Path, *overrides: str) -> list[str]:
+    """The lines that the run tells people."""
+    told: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Metrics, "tell", lambda _, line: told.append(line))
+        train_here(config, folder, *overrides)
+    return told
+
+
+def test_run_on_two_stages_is_that_of_one_process(config: Path, one_process: Path):
+    folder = config.parent / "stages"
+    told = run_ranks(2, train_and_listen, config, folder, ON_STAGES)[0]
+    assert_same_run(folder, one_process)
+    assert told[0].startswith("pipeline stage 0: layers 0 to 0 and the embedding")
+    assert told[1].startswith("pipeline stage 1: layers 1 to 1 and the head")
+
+
+@pytest.mark.parametrize(
+    ("world_sizes", "meshes"),
+    [
+        ((2, 1), ((ON_STAGES,), ())),
+        ((1, 2), ((), (ON_STAGES,))),
+        ((4, 4), ((ON_STAGES, "parallel.tp=2"), (ON_STAGES, "parallel.cp=2", "parallel.shard=1"))),
+        ((4, 2), ((ON_STAGES,), ("parallel.tp=2",))),
+    ],
+    ids=["stages_to_one", "one_to_stages", "tp_to_cp", "sharded_to_tp"],
+)
+def test_checkpoint_goes_on_with_another_mesh(
+    config: Path, one_process: Path, world_sizes: tuple[int, int], meshes: tuple[tuple[str, ...], ...]
+):
+    folder = config.parent / "-".join(f"{size}{''.join(mesh)}" for size, mesh in zip(world_sizes, meshes, strict=True))
+    run_ranks(world_sizes[0], train_here, config, folder, *meshes[0], HALF)
+    run_ranks(world_sizes[1], train_here, config, folder, *meshes[1])
+    assert_same_run(folder, one_process)
+
+
+def load_parts(folder: Path, left_out: int) -> None:
+    """Loads a checkpoint of ten tensors, each rank five names, of which rank 1 leaves out some."""
+    checkpoint = newest(folder)
+    assert checkpoint is not None
+    names = [f"blocks.{index}.weight" for index in range(5 * rank(), 5 * rank() + 5)]
+    tensors = {name: torch.zeros(3) for name in names[: 5 - left_out * rank()]}
+    load(checkpoint, tensors)
+    assert all(torch.equal(tensor, torch.full((3,), float(name.split(".")[1]))) for name, tensor in tensors.items())
+
+
+def test_ranks_load_the_names_that_they_hold(tmp_path: Path):
+    save(
+        tmp_path,
+        step=1,
+        tensors={f"blocks.{index}.weight": torch.full((3,), float(index)) for index in range(10)},
+        state={},
+    )
+    run_ranks(2, load_parts, tmp_path, 0)
+    with pytest.raises(
+        RankFailedError, match=r"blocks\.9\.weight: in the checkpoint with shape \[3\], not in the model"
+    ):
+        run_ranks(2, load_parts, tmp_path, 1)
+
+
+def launched(config: Path, world_size: int, *overrides: str) -> None:
+    check_launch(load_run_config(config, list(overrides)), world_size)
+
+
+def test_micro_batches_that_do_not_fill_the_stages_are_refused(config: Path):
+    with pytest.raises(
+        ConfigError,
+        match=r'parallel\.pp_schedule = "1f1b" of parallel\.pp = 2 needs at least 2 micro-batches a step, not 1; use 2',
+    ):
+        launched(config, 2, ON_STAGES, "train.micro_batch_size=4")
+    with pytest.raises(ConfigError, match=r"needs a multiple of 2 micro-batches a step, not 3; use 2 or 4"):
+        launched(config, 2, ON_STAGES, 'parallel.pp_schedule="zero_bubble"', "train.global_batch_size=3")
+
+
+def test_more_stages_than_layers_are_refused(config: Path):
+    with pytest.raises(ConfigError, match=r"3 stages, but the model has 2 layers and each stage needs one"):
+        launched(config, 3, "parallel.pp=3")
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [("train.recompute=true", "recomputation would run"), ("train.compile=true", "a compiled block has one backward")],
+)
+def test_schedule_that_splits_the_backward_is_refused_where_it_cannot(config: Path, override: str, reason: str):
+    overrides = [ON_STAGES, 'parallel.pp_schedule="zero_bubble"', override]
+    with pytest.raises(ConfigError, match=rf'parallel\.pp_schedule = "zero_bubble" takes .* but {reason}'):
+        load_run_config(config, overrides)
+
+
+def test_split_backward_is_refused_where_blocks_share_parameters(config: Path):
+    layers = "model.layers=[{sublayers=[{type='hgrn2', num_heads=4}], repeat=4}]"
+    with pytest.raises(ConfigError, match=r'blocks of type "hgrn2" share parameters, whose gradients torch cannot'):
+        launched(config, 2, ON_STAGES, 'parallel.pp_schedule="zero_bubble"', layers)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"pp_schedule": "1f1b", "pp_stages": 2},
+            r'pp_stages = 2 with pp_schedule = "1f1b", which runs one stage a rank',
+        ),
+        ({"pp_schedule": "interleaved"}, r'pp_stages = 1 with pp_schedule = "interleaved", which runs several stages'),
+    ],
+)
+def test_stages_that_are_not_the_schedule_s_are_refused(values: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        parse(ParallelConfig, {"pp": 2} | values, "test")
+
+
+def test_ranks_that_the_stages_do_not_divide_are_refused():
+    with pytest.raises(
+        ConfigError, match=r"parallel\.pp times parallel\.tp = 6 does not divide the number of ranks, 8"
+    ):
+        check_world_size(ParallelConfig(pp=3, tp=2), 8)
+    with pytest.raises(ConfigError, match=r"data axis of 2 ranks \(8 ranks / tp 2 / pp 2\)"):
+        check_world_size(ParallelConfig(pp=2, tp=2, cp=4), 8)
+
+
+def test_encoder_is_refused():
+    with pytest.raises(ConfigError, match=r"an encoder cannot be cut into stages .* use parallel\.pp = 1"):
+        check_model(load_preset("danet-small").model, ParallelConfig(pp=2), 64)
