@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 
 import torch
 from train_benchmarks.clock import Timing, time_steps
+from train_benchmarks.fla_scan import scans_by_fla
 from train_benchmarks.floor import Floor, Recorded, measure_floor, record, unavoidable_bytes
-from train_benchmarks.peers import PEERS, build_peer, peer_step
+from train_benchmarks.peers import PEERS, build_peer, is_own_model, peer_step
 
 from megalin.commands.base import model_from
 from megalin.data.packing import AnyBatch, Batch, EncoderBatch
@@ -204,14 +205,19 @@ def measure_peer(arguments: argparse.Namespace, config: AnyModelConfig, mesh: Me
     """The same clock around the peer's step, on the same tokens."""
     assert isinstance(config, ModelConfig), type(config)
     torch.cuda.reset_peak_memory_stats()
-    started = time.perf_counter()
-    model = build_peer(arguments.peer, config, device=mesh.device)
-    step = peer_step(model, random_batch(arguments, config, mesh).tokens, lr=1e-4)
-    timing = time_steps(step, warmup=arguments.warmup, steps=arguments.steps, started=started)
+    if is_own_model(arguments.peer, config):
+        with scans_by_fla():
+            timing = measure_ours(argparse.Namespace(**{**vars(arguments), "floor": False}), config, mesh).timing
+        name = "our model on its scan"
+    else:
+        started = time.perf_counter()
+        model = build_peer(arguments.peer, config, device=mesh.device)
+        name = type(model).__name__
+        step = peer_step(model, random_batch(arguments, config, mesh).tokens, lr=1e-4)
+        timing = time_steps(step, warmup=arguments.warmup, steps=arguments.steps, started=started)
     return {
         "library": arguments.peer,
-        "class": type(model).__name__,
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "class": name,
         "tokens_per_second": arguments.batch * arguments.length / timing.median_seconds,
         "step_seconds_median": timing.median_seconds,
         "step_seconds_min_max": [min(timing.seconds), max(timing.seconds)],

@@ -12,6 +12,8 @@ import torch
 from megalin.commands.base import model_from
 from megalin.errors import ConfigError
 from megalin.model.build import make_model
+from megalin.ops.decay_scan import decay_scan
+from megalin.parallel.initialisation import fill
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ("train_benchmarks", "benchmark_train", "plot_training")
@@ -112,7 +114,7 @@ def test_depthwise_convolutions_have_no_wide_input():
 @pytest.mark.parametrize(
     ("library", "preset", "message"),
     [
-        ("fla", "cosformer2-1b", "--peer fla: it has no model of family 'cosformer2'; use a preset of hgrn2, mamba2"),
+        ("fla", "llama-1b", "--peer fla: it has no model of family 'softmax'; use a preset of hgrn2, mamba2, rodimus"),
         ("transformers", "tnl-1b", "--peer transformers: it has no model of family 'tnl'; use a preset of softmax"),
     ],
 )
@@ -198,3 +200,29 @@ def test_steps_are_drawn_with_and_without_floor_and_peer(tmp_path):
     image = (tmp_path / "steps.png").read_bytes()
     assert image.startswith(b"\x89PNG")
     assert len(image) < 150_000
+
+
+def test_cosformer2_is_compared_with_itself_on_another_scan(monkeypatch):
+    from train_benchmarks import fla_scan
+    from train_benchmarks.peers import is_own_model
+
+    block = "model.layers=[{sublayers=[{type='cosformer2',num_heads=4},{type='glu',intermediate_size=96}]}]"
+    config = model_from("cosformer2-1b", [*TINY, block])
+    assert is_own_model("fla", config)
+    assert not is_own_model("fla", model_from("tnl-1b", []))
+    scans = []
+
+    def scan(q, k, v, slopes, **others):
+        scans.append(slopes)
+        return decay_scan(q, k, v, slopes, **others)
+
+    model = make_model(config)
+    model.to_empty(device="cpu")
+    fill(model, 0)
+    tokens = torch.randint(0, 300, (2, 9))
+    expected = model(tokens).logits
+    monkeypatch.setattr(fla_scan, "fla_decay_scan", scan)
+    with fla_scan.scans_by_fla():
+        assert torch.equal(model(tokens).logits, expected)
+    model(tokens)
+    assert scans == [None]

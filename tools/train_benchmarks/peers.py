@@ -4,6 +4,7 @@
 | transnormer, tnl | RetNet | |
 | hgrn2, rodimus, mamba2 | the same | |
 | softmax | | LLaMA, SDPA, each block compiled |
+| cosformer2 | our own model on fla's scan, since nobody published one | |
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from megalin.errors import ConfigError
 from megalin.layers.mixers.base import MixerConfig
 from megalin.model.config import ModelConfig
 
+OWN_MODEL = ("fla", "cosformer2")
+"""What fla has the op of, but not the model."""
 PEERS = {"fla": "fla.models", "transformers": "transformers"}
 """The modules of each library."""
 
@@ -61,6 +64,11 @@ def peer_step(model: nn.Module, tokens: Tensor, *, lr: float) -> Callable[[int],
         return loss.item()
 
     return step
+
+
+def is_own_model(library: str, config: ModelConfig) -> bool:
+    """Whether the peer is our own model on the library's op."""
+    return (library, config.layers[0].sublayers[0].type) == OWN_MODEL
 
 
 def _sublayers(config: ModelConfig) -> tuple[MixerConfig, MixerConfig | None]:
