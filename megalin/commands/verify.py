@@ -10,6 +10,7 @@ from megalin.config import parse
 from megalin.errors import ConfigError
 from megalin.parallel.context import ExchangeName
 from megalin.parallel.mesh import ParallelConfig, check_world_size, compute_device, launched_world_size, process_group
+from megalin.parallel.pipeline import ScheduleName
 from megalin.verify.case import Case, make_case
 from megalin.verify.launch import launch_ranks
 from megalin.verify.run import print_faults, print_rows, self_test, verify
@@ -23,6 +24,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cp-exchange", choices=get_args(ExchangeName), default="auto", help="how states reach the ranks after (auto)"
     )
+    parser.add_argument("--pp", type=int, default=1, help="ranks that share the layers (1)")
+    parser.add_argument(
+        "--pp-schedule", choices=get_args(ScheduleName), default="1f1b", help="how micro-batches pass the stages (1f1b)"
+    )
+    parser.add_argument("--pp-stages", type=int, help="stages a rank (1, or 2 for interleaved)")
     parser.add_argument("--dp", type=int, default=1, help="groups of ranks that read different samples (1)")
     parser.add_argument("--shard", type=int, help="ranks of the data axis that share the weights (all)")
     parser.add_argument("--sequence-parallel", action="store_true", help="split activations inside the tp group")
@@ -31,7 +37,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length", type=int, help="tokens a row (a few chunks and a rest)")
     parser.add_argument("--full", action="store_true", help="the model as it is, not shrunk")
     parser.add_argument(
-        "--self-test", action="store_true", help="plant faults; each must be seen (tp, dp >= 2 or cp >= 3)"
+        "--self-test", action="store_true", help="plant faults; each must be seen (tp, dp >= 2, cp >= 3 or pp >= 2)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -43,8 +49,9 @@ def _run(arguments: argparse.Namespace) -> int:
         return launch_ranks(case.world_size, arguments.command_line)
     if launched != case.world_size:
         raise ConfigError(
-            f"--tp {case.parallel.tp} x --cp {case.parallel.cp} x --dp {case.data_size} needs {case.world_size} ranks, "
-            f"but {launched} were started; start as many, or none and let verify start them"
+            f"--pp {case.parallel.pp} x --tp {case.parallel.tp} x --cp {case.parallel.cp} x --dp {case.data_size} "
+            f"needs {case.world_size} ranks, but {launched} were started; start as many, or none and let verify start "
+            "them"
         )
     with process_group(compute_device()):
         passed = True
@@ -58,17 +65,19 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _case(arguments: argparse.Namespace) -> Case:
-    tp, cp, dp = arguments.tp, arguments.cp, arguments.dp
-    if arguments.self_test and cp < 3 and (min(tp, dp) < 2 or cp == 2):
+    tp, cp, pp, dp = arguments.tp, arguments.cp, arguments.pp, arguments.dp
+    if arguments.self_test and pp == 1 and cp < 3 and (min(tp, dp) < 2 or cp == 2):
         raise ConfigError(
-            f"--self-test with --tp {tp} --cp {cp} --dp {dp} cannot show its faults; use --tp 2 --dp 2, or --cp 3"
+            f"--self-test with --tp {tp} --cp {cp} --dp {dp} cannot show its faults; use --tp 2 --dp 2, --cp 3 or "
+            "--pp 2"
         )
-    if min(tp, cp, dp) < 1:
-        raise ConfigError(f"--tp {tp} --cp {cp} --dp {dp}: an axis has at least one rank")
+    if min(tp, cp, pp, dp) < 1:
+        raise ConfigError(f"--pp {pp} --tp {tp} --cp {cp} --dp {dp}: an axis has at least one rank")
     axes = {"tp": tp, "cp": cp, "sequence_parallel": arguments.sequence_parallel, "shard": arguments.shard}
-    axes["cp_exchange"] = arguments.cp_exchange
+    axes |= {"cp_exchange": arguments.cp_exchange, "pp": pp, "pp_schedule": arguments.pp_schedule}
+    axes["pp_stages"] = arguments.pp_stages or (2 if arguments.pp_schedule == "interleaved" else 1)
     parallel = parse(ParallelConfig, axes, "command line")
-    check_world_size(parallel, tp * cp * dp)
+    check_world_size(parallel, tp * cp * pp * dp)
     return make_case(
         model_from(arguments.model, arguments.overrides),
         parallel,

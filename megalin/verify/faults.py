@@ -6,16 +6,21 @@ the code under test runs unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from megalin.model.config import EncoderConfig
+from megalin.parallel.collectives import Axis
 from megalin.parallel.context import Borders, ContextParallel
 from megalin.parallel.linear import ColumnParallelLinear
-from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.mesh import Mesh
+from megalin.parallel.pipeline import PipelineParallel
 from megalin.parallel.tensor_parallel import TOKENS, TensorParallel, assign, full_tensor
+from megalin.train.pipeline import Pipeline
+from megalin.verify.case import Case
 
 
 class _SkippedAdjoint(TensorParallel):
@@ -162,19 +167,45 @@ def _split_across_parts(model: nn.Module, mesh: Mesh) -> None:
             assign(module.weight, torch.cat([piece.unflatten(0, (module.parts, -1)) for piece in pieces], dim=1))
 
 
+class _UnsummedCopies(PipelineParallel):
+    """A parameter that several stages hold keeps the gradient of each stage's own use."""
+
+    def sum_copies(self, copies: Sequence[nn.Parameter], holders: Axis) -> None:
+        super().sum_copies(copies, Axis("copies"))
+
+
+class _CountOfOneMicroBatch(Mesh):
+    """The loss is divided by the number of labels of one micro-batch."""
+
+    def count_labels(self, counts: Sequence[Tensor]) -> Tensor:
+        return super().count_labels(counts[-1:])
+
+
+def _reverse_blocks(model: nn.Module, mesh: Mesh) -> None:
+    """A stage runs its blocks last to first."""
+    assert isinstance(model, Pipeline), type(model)
+    for stage in model.stages():
+        blocks = dict(stage.blocks.named_children())
+        for name in blocks:
+            delattr(stage.blocks, name)
+        for name, block in reversed(blocks.items()):
+            stage.blocks.add_module(name, block)
+
+
 class Fault(NamedTuple):
     """A mistake, and how it is planted."""
 
     name: str
-    axis: Literal["tp", "data", "cp"]
+    axis: Literal["tp", "data", "cp", "pp"]
     """The axis that shows it: of 2 ranks, of cp 3, since the state that enters the first of two is zero."""
     tensor_parallel: type[TensorParallel] = TensorParallel
     context_parallel: type[ContextParallel] = ContextParallel
+    pipeline_parallel: type[PipelineParallel] = PipelineParallel
     mesh: type[Mesh] = Mesh
     after_fill: Callable[[nn.Module, Mesh], None] | None = None
     needs_low_rank: bool = False
     """Only visible with a replicated weight, or a norm without a mean, on sharded data, of which softmax attention has
-    neither: the case gets a block that has both."""
+    neither, or with a stage of several blocks or a tied table: the case gets a block more that has both, and ties."""
     decoder_only: bool = False
     """In a code path that encoders do not have."""
 
@@ -202,10 +233,15 @@ FAULTS = (
     Fault("missing_sum_adjoint", "cp", context_parallel=_MissingSumAdjoint),
     Fault("missing_neighbours", "cp", context_parallel=_MissingNeighbours),
     Fault("missing_neighbour_adjoint", "cp", context_parallel=_MissingNeighbourAdjoint),
+    Fault("unsummed_copies", "pp", pipeline_parallel=_UnsummedCopies, needs_low_rank=True),
+    Fault("reversed_blocks", "pp", after_fill=_reverse_blocks, needs_low_rank=True),
+    Fault("count_of_one_micro_batch", "pp", mesh=_CountOfOneMicroBatch),
 )
 
 
-def visible_faults(parallel: ParallelConfig, *, encoder: bool) -> list[Fault]:
-    """Those that a mesh with two ranks on its data axis shows in a model of this kind."""
-    shown = {"tp": parallel.tp > 1, "data": True, "cp": parallel.cp > 2}
+def visible_faults(case: Case) -> list[Fault]:
+    """Those that the mesh of `case` shows in a model of its kind."""
+    parallel, encoder = case.parallel, isinstance(case.model, EncoderConfig)
+    data_size = case.data_size * parallel.cp
+    shown = {"tp": parallel.tp > 1, "data": data_size > 1, "cp": parallel.cp > 2, "pp": parallel.pp > 1}
     return [fault for fault in FAULTS if shown[fault.axis] and not (encoder and fault.decoder_only)]

@@ -11,7 +11,7 @@ import torch
 
 from megalin.layers.mixers.glu import GLUConfig
 from megalin.layers.mixers.tnl import TNLConfig
-from megalin.model.config import BlockConfig, EncoderConfig
+from megalin.model.config import BlockConfig
 from megalin.parallel.mesh import Mesh, compute_device
 from megalin.verify.case import Case
 from megalin.verify.comparison import Rounding, Row, compare, kind
@@ -53,13 +53,14 @@ def self_test(case: Case) -> list[FaultResult]:
     seen. A collective; results on rank 0."""
     results = []
     references: dict[bool, Reference] = {}
-    for fault in visible_faults(case.parallel, encoder=isinstance(case.model, EncoderConfig)):
+    for fault in visible_faults(case):
         planted = with_low_rank(case) if fault.needs_low_rank else case
         mesh = fault.mesh(
             case.parallel,
             compute_device(),
             tensor_parallel=fault.tensor_parallel,
             context_parallel=fault.context_parallel,
+            pipeline_parallel=fault.pipeline_parallel,
         )
         outcome = run_on_mesh(planted, mesh, after_fill=fault.after_fill)
         if isinstance(mesh.cp, PlantedContext) and not mesh.cp.met:
@@ -73,12 +74,14 @@ def self_test(case: Case) -> list[FaultResult]:
 
 
 def with_low_rank(case: Case) -> Case:
-    """The case with a block more that has a replicated weight on sharded data, in case the model has none."""
+    """The decoder's case with a tied table and a block more that has a replicated weight on sharded data, in case the
+    model has none."""
     num_heads = max(4, 2 * case.parallel.tp)
     width = case.model.hidden_size
     sublayers = [TNLConfig(num_heads=num_heads, chunk_size=16), GLUConfig(intermediate_size=width + num_heads)]
     block = BlockConfig(sublayers=list(sublayers))
-    return case._replace(model=case.model.model_copy(update={"layers": [*case.model.layers, block]}))
+    update = {"layers": [*case.model.layers, block], "tie_embeddings": True}
+    return case._replace(model=case.model.model_copy(update=update))
 
 
 def _reference(case: Case, device: torch.device) -> Reference:
@@ -147,6 +150,7 @@ def _summary(case: Case) -> dict[str, Any]:
     return {
         "tp": case.parallel.tp,
         "cp": case.parallel.cp,
+        "pp": case.parallel.pp,
         "dp": case.data_size,
         "sequence_parallel": case.parallel.sequence_parallel,
         "shard": case.parallel.shard,
@@ -158,4 +162,6 @@ def _summary(case: Case) -> dict[str, Any]:
 def _title(case: Case) -> str:
     extra = ", sequence parallel" if case.parallel.sequence_parallel else ""
     cp = f" x cp {case.parallel.cp}" if case.parallel.cp > 1 else ""
+    if case.parallel.pp > 1:
+        cp += f" x pp {case.parallel.pp} ({case.parallel.pp_schedule})"
     return f"tp {case.parallel.tp}{cp} x dp {case.data_size}{extra} against one process, {case.dtype}"

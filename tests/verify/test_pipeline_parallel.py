@@ -7,10 +7,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from megalin.__main__ import main
+from megalin.model.presets import load_preset
 from megalin.parallel.mesh import ParallelConfig
 from megalin.verify.case import Case, make_case
 from megalin.verify.comparison import Row, kind
-from megalin.verify.run import verify
+from megalin.verify.outcome import _joined
+from megalin.verify.run import self_test, verify
 from tests.cases import CASES
 from tests.cases import Case as MixerCase
 from tests.ranks import run_ranks
@@ -116,3 +119,51 @@ def test_stages_agree_with_one_process_on_every_mesh(world_size: int):
 @pytest.mark.parametrize("world_size", SPLIT_BACKWARD)
 def test_gradients_of_weights_taken_apart_agree_with_one_process(world_size: int):
     assert_agree(world_size, cases_of(SPLIT_BACKWARD[world_size]))
+
+
+def test_every_planted_fault_of_the_axis_is_seen():
+    row = next(row for row in CASES if row.name == "hgrn2")
+    results = run_ranks(2, self_test, mesh_case(row))[0]
+    assert [result.fault for result in results] == ["unsummed_copies", "reversed_blocks", "count_of_one_micro_batch"]
+    assert [result.fault for result in results if not result.seen] == []
+    assert not any(result.worst.error <= 100 * result.worst.bound for result in results)  # NaN where copies differ
+
+
+def test_copies_that_differ_fail():
+    """Were only the first stage's copy looked at, another stage's could be wrong."""
+    joined = _joined([{"gradient:a": torch.ones(2), "gradient:b": torch.ones(2)}, {"gradient:a": torch.zeros(2)}])
+    assert joined["gradient:a"].isnan().all()
+    assert joined["gradient:b"].equal(torch.ones(2))
+
+
+def test_shrunk_model_has_a_block_more_than_stages():
+    case = make_case(
+        load_preset("hgrn2-1b").model,
+        ParallelConfig(pp=2, pp_schedule="interleaved", pp_stages=2),
+        data_size=1,
+        dtype="float64",
+        full=False,
+        length=None,
+        recompute=False,
+    )
+    assert case.model.num_layers == 5
+    assert case.num_micro_batches == 4
+
+
+def test_command_takes_stages():
+    """The command starts its own ranks."""
+    assert main(["verify", "tnl-70m", "--pp", "2", "--pp-schedule", "interleaved", "--json"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--pp", "0"], "--pp 0 --tp 1 --cp 1 --dp 1: an axis has at least one rank"),
+        (["--pp", "2", "--pp-schedule", "interleaved", "--pp-stages", "1"], "which runs several stages a rank"),
+        (["--pp", "3", "--full", "model.layers.0.repeat=2"], "3 stages, but the model has 2 layers"),
+        (["--pp", "2", "--pp-schedule", "zero_bubble", "--recompute"], "recomputation would run"),
+    ],
+)
+def test_command_refuses(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["verify", "tnl-70m", *arguments]) == 2
+    assert message in capsys.readouterr().err
