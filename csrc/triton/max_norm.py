@@ -125,6 +125,7 @@ def forward_kernel(
     row = rows_of_program(rows, period, SHARED, BLOCK_ROWS)
     column = tl.arange(0, BLOCK_WIDTH)
     x = load_part(x_ptr, row, rows, column, width)
+    scale = load_scale(scale_ptr)
     factor, place = 1.0, 0
     if HEAD_DIM > 0:
         factor = tl.load(factor_ptr + row, mask=row < rows, other=0.0)[:, None]
@@ -138,7 +139,6 @@ def forward_kernel(
     if REST_WIDTH > 0:
         key = tl.maximum(key, largest_key(rest, rest_column))
     largest = magnitude_of(key, x_ptr.dtype.element_ty)
-    scale = load_scale(scale_ptr)
     peak = scale * largest + eps
     tl.store(peak_ptr + row, peak, mask=row < rows)
     tl.store(index_ptr + row, 65535 - (key & 0xFFFF).to(tl.int32), mask=row < rows)

@@ -67,21 +67,26 @@ PROCESSORS = 132
 """The backward has one or two programs for each, whatever the rows."""
 
 
-def _constants(width: int, *, backward: bool) -> dict[str, int]:
+def _forward_constants(width: int) -> dict[str, int]:
     block_width = triton.next_power_of_2(width)
-    elements = 2048 if backward and block_width < 1024 else 4096
-    constants = {"BLOCK_ROWS": max(1, elements // block_width), "BLOCK_WIDTH": block_width}
-    if backward:
-        warps = 32 if block_width > 4096 else 8 if block_width > 1024 else 4
-        return constants | {"STAGES": 3, "num_warps": warps}
-    return constants | {"num_warps": 32 if block_width > 8192 else min(16, max(4, block_width // 512))}
+    warps = 32 if block_width > 8192 else min(16, max(4, block_width // 512))
+    return {"BLOCK_ROWS": max(1, 4096 // block_width), "BLOCK_WIDTH": block_width, "num_warps": warps}
+
+
+def _backward_constants(width: int, element_size: int) -> dict[str, int]:
+    """Rows on their way fill shared memory: those of x and dy, one stage less than there are."""
+    block_width = triton.next_power_of_2(width)
+    block_rows = max(1, (4096 if block_width == 1024 else 2048) // block_width)
+    stages = 3 if 4 * block_width * element_size <= 2**17 else 2
+    warps = 32 if block_width > 4096 else 8 if block_width > 1024 else 4
+    return {"STAGES": stages, "BLOCK_ROWS": block_rows, "BLOCK_WIDTH": block_width, "num_warps": warps}
 
 
 def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x [rows, width] contiguous, weight [width] -> y like x, and the fp32 scale [rows] of each row."""
     rows, width = x.shape
     y, scale = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
-    constants = _constants(width, backward=False)
+    constants = _forward_constants(width)
     grid = (triton.cdiv(rows, constants["BLOCK_ROWS"]),)
     forward_kernel[grid](x, weight, y, scale, rows, width, eps, **constants)
     return y, scale
@@ -90,7 +95,7 @@ def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def backward(dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """dy, x [rows, width] contiguous, weight [width], scale [rows] -> dx and dweight like x and weight."""
     rows, width = x.shape
-    constants = _constants(width, backward=True)
+    constants = _backward_constants(width, x.element_size())
     programs = min(triton.cdiv(rows, constants["BLOCK_ROWS"]), PROCESSORS * (2 if width <= 4096 else 1))
     dx, partial = torch.empty_like(x), x.new_empty(programs, width, dtype=torch.float32)
     program_rows = triton.cdiv(rows, programs)
@@ -104,11 +109,11 @@ def compile_cases() -> list[tuple[object, dict[str, str], dict[str, int], dict[s
     common = {"x_ptr": "*bf16", "weight_ptr": "*bf16", "scale_ptr": "*fp32", "rows": "i32", "width": "i32"}
     for width in (64, 2048, 8192):
         for kernel, types, constants in (
-            (forward_kernel, {"y_ptr": "*bf16", "eps": "fp32"}, _constants(width, backward=False)),
+            (forward_kernel, {"y_ptr": "*bf16", "eps": "fp32"}, _forward_constants(width)),
             (
                 backward_kernel,
                 {"dy_ptr": "*bf16", "dx_ptr": "*bf16", "partial_ptr": "*fp32", "program_rows": "i32"},
-                _constants(width, backward=True),
+                _backward_constants(width, 2),
             ),
         ):
             options = {"num_warps": constants.pop("num_warps")}
