@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from megalin._triton.silu_lrpe import _sine_and_cosine
 
-PAIRS = 1024
+PAIRS = 512
 """Pairs of a head's tokens that a program holds at a time."""
 WARPS = 4
 
