@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megalin.model.config import EncoderConfig
 from megalin.parallel.collectives import Axis
-from megalin.parallel.context import Borders, ContextParallel
+from megalin.parallel.context import Borders, ContextParallel, ExchangeName
 from megalin.parallel.linear import ColumnParallelLinear
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.pipeline import PipelineParallel
@@ -62,100 +62,114 @@ class _LocalCount(Mesh):
         return value
 
 
-class PlantedContext(ContextParallel):
-    """Context parallelism with a mistake, which only a model that has that exchange can show."""
-
-    met = False
-    """Whether the mistake was made."""
+Exchange = Literal["decay", "fold", "halo", "heads", "sum", "neighbours"]
+"""What crosses from shard to shard: states, with decays among them or without; and `ContextParallel`'s other ways."""
 
 
-class _DroppedDecay(PlantedContext):
+class Probe(ContextParallel):
+    """Notes which exchanges a model makes."""
+
+    def __init__(self, axis: Axis | None = None, *, exchange: ExchangeName = "auto") -> None:
+        super().__init__(axis, exchange=exchange)
+        self.made: set[Exchange] = set()
+
+    def fold(self, state: Tensor, log_decay: Tensor, borders: Borders) -> Tensor:
+        self.made |= {"fold", "decay"} if log_decay.any() else {"fold"}
+        return super().fold(state, log_decay, borders)
+
+    def halo(self, x: Tensor, borders: Borders, document_ids: Tensor | None, *, width: int) -> Tensor:
+        self.made.add("halo")
+        return super().halo(x, borders, document_ids, width=width)
+
+    def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        self.made.add("heads")
+        return super().to_heads(*tensors)
+
+    def total(self, x: Tensor) -> Tensor:
+        self.made.add("sum")
+        return super().total(x)
+
+    def around(self, first: Tensor, last: Tensor, borders: Borders) -> tuple[Tensor, Tensor]:
+        self.made.add("neighbours")
+        return super().around(first, last, borders)
+
+
+class _DroppedDecay(ContextParallel):
     """A state passes through a rank's tokens as if they forgot nothing."""
 
     def fold(self, state: Tensor, log_decay: Tensor, borders: Borders) -> Tensor:
-        self.met |= bool(log_decay.any())
         return super().fold(state, torch.zeros_like(log_decay), borders)
 
 
-class _WrongNeighbour(PlantedContext):
+class _WrongNeighbour(ContextParallel):
     """A rank takes its own tokens' state for that of the rank before."""
 
     def fold(self, state: Tensor, log_decay: Tensor, borders: Borders) -> Tensor:
-        self.met = True
         return super().fold(state, log_decay, borders._replace(continues=borders.continues.roll(1, dims=1)))
 
 
-class _MissingAdjoint(PlantedContext):
+class _MissingAdjoint(ContextParallel):
     """The state that enters gives no gradient to the ranks it came from."""
 
     def fold(self, state: Tensor, log_decay: Tensor, borders: Borders) -> Tensor:
-        self.met = True
         return super().fold(state.detach(), log_decay.detach(), borders)
 
 
-class _MissingHalo(PlantedContext):
+class _MissingHalo(ContextParallel):
     """A convolution or a window starts with the rank's first token."""
 
     def halo(self, x: Tensor, borders: Borders, document_ids: Tensor | None, *, width: int) -> Tensor:
-        self.met = True
         return torch.zeros_like(super().halo(x, borders, document_ids, width=width))
 
 
-class _MissingHaloAdjoint(PlantedContext):
+class _MissingHaloAdjoint(ContextParallel):
     """The inputs that a convolution or a window borrows give no gradient to the ranks they came from."""
 
     def halo(self, x: Tensor, borders: Borders, document_ids: Tensor | None, *, width: int) -> Tensor:
-        self.met = True
         return super().halo(x.detach(), borders, document_ids, width=width)
 
 
-class _SwappedSplitOrder(PlantedContext):
+class _SwappedSplitOrder(ContextParallel):
     """The ranks' tokens are joined in another order."""
 
     def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        self.met = True
         return tuple(torch.cat(x.chunk(self.size, TOKENS)[::-1], TOKENS) for x in super().to_heads(*tensors))
 
 
-class _MissingExchangeAdjoint(PlantedContext):
+class _MissingExchangeAdjoint(ContextParallel):
     """Tokens of other ranks give their keys and values, and get no gradient for them."""
 
     def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        self.met = True
         q, *others = tensors
         return super().to_heads(q, *(x.detach() + 0.0 * x for x in others))
 
 
-class _LocalSum(PlantedContext):
+class _LocalSum(ContextParallel):
     """A sum over the row is that over a rank's own tokens."""
 
     def total(self, x: Tensor) -> Tensor:
-        self.met = True
         return x * self.size
 
 
-class _MissingSumAdjoint(PlantedContext):
+class _MissingSumAdjoint(ContextParallel):
     """A sum over the row is whole, and its gradient that of a rank's own use."""
 
     def total(self, x: Tensor) -> Tensor:
-        self.met = True
         return super().total(x.detach()) + x - x.detach()
 
 
-class _MissingNeighbours(PlantedContext):
+class _MissingNeighbours(ContextParallel):
     """A window ends with the rank's tokens."""
 
     def around(self, first: Tensor, last: Tensor, borders: Borders) -> tuple[Tensor, Tensor]:
-        self.met = True
         before, after = super().around(first, last, borders)
         return torch.zeros_like(before), torch.zeros_like(after)
 
 
-class _MissingNeighbourAdjoint(PlantedContext):
+class _MissingNeighbourAdjoint(ContextParallel):
     """What a window's other tokens add gives no gradient to the ranks it came from."""
 
     def around(self, first: Tensor, last: Tensor, borders: Borders) -> tuple[Tensor, Tensor]:
-        self.met = True
         return super().around(first.detach(), last.detach(), borders)
 
 
@@ -208,6 +222,8 @@ class Fault(NamedTuple):
     neither, or with a stage of several blocks or a tied table: the case gets a block more that has both, and ties."""
     decoder_only: bool = False
     """In a code path that encoders do not have."""
+    exchange: Exchange | None = None
+    """Of context parallelism: what only models that make it can show."""
 
 
 FAULTS = (
@@ -222,26 +238,27 @@ FAULTS = (
     ),
     Fault("local_count", "data", mesh=_LocalCount),
     Fault("wrong_part_split", "tp", after_fill=_split_across_parts, decoder_only=True),
-    Fault("dropped_decay", "cp", context_parallel=_DroppedDecay),
-    Fault("wrong_neighbour", "cp", context_parallel=_WrongNeighbour),
-    Fault("missing_adjoint", "cp", context_parallel=_MissingAdjoint),
-    Fault("missing_halo", "cp", context_parallel=_MissingHalo),
-    Fault("missing_halo_adjoint", "cp", context_parallel=_MissingHaloAdjoint),
-    Fault("swapped_split_order", "cp", context_parallel=_SwappedSplitOrder),
-    Fault("missing_exchange_adjoint", "cp", context_parallel=_MissingExchangeAdjoint),
-    Fault("local_sum", "cp", context_parallel=_LocalSum),
-    Fault("missing_sum_adjoint", "cp", context_parallel=_MissingSumAdjoint),
-    Fault("missing_neighbours", "cp", context_parallel=_MissingNeighbours),
-    Fault("missing_neighbour_adjoint", "cp", context_parallel=_MissingNeighbourAdjoint),
+    Fault("dropped_decay", "cp", context_parallel=_DroppedDecay, exchange="decay"),
+    Fault("wrong_neighbour", "cp", context_parallel=_WrongNeighbour, exchange="fold"),
+    Fault("missing_adjoint", "cp", context_parallel=_MissingAdjoint, exchange="fold"),
+    Fault("missing_halo", "cp", context_parallel=_MissingHalo, exchange="halo"),
+    Fault("missing_halo_adjoint", "cp", context_parallel=_MissingHaloAdjoint, exchange="halo"),
+    Fault("swapped_split_order", "cp", context_parallel=_SwappedSplitOrder, exchange="heads"),
+    Fault("missing_exchange_adjoint", "cp", context_parallel=_MissingExchangeAdjoint, exchange="heads"),
+    Fault("local_sum", "cp", context_parallel=_LocalSum, exchange="sum"),
+    Fault("missing_sum_adjoint", "cp", context_parallel=_MissingSumAdjoint, exchange="sum"),
+    Fault("missing_neighbours", "cp", context_parallel=_MissingNeighbours, exchange="neighbours"),
+    Fault("missing_neighbour_adjoint", "cp", context_parallel=_MissingNeighbourAdjoint, exchange="neighbours"),
     Fault("unsummed_copies", "pp", pipeline_parallel=_UnsummedCopies, needs_low_rank=True),
     Fault("reversed_blocks", "pp", after_fill=_reverse_blocks, needs_low_rank=True),
     Fault("count_of_one_micro_batch", "pp", mesh=_CountOfOneMicroBatch),
 )
 
 
-def visible_faults(case: Case) -> list[Fault]:
-    """Those that the mesh of `case` shows in a model of its kind."""
+def visible_faults(case: Case, made: set[Exchange]) -> list[Fault]:
+    """Those that the mesh of `case` shows in a model of its kind that makes these exchanges."""
     parallel, encoder = case.parallel, isinstance(case.model, EncoderConfig)
     data_size = case.data_size * parallel.cp
     shown = {"tp": parallel.tp > 1, "data": data_size > 1, "cp": parallel.cp > 2, "pp": parallel.pp > 1}
-    return [fault for fault in FAULTS if shown[fault.axis] and not (encoder and fault.decoder_only)]
+    faults = [fault for fault in FAULTS if shown[fault.axis] and not (encoder and fault.decoder_only)]
+    return [fault for fault in faults if fault.exchange is None or fault.exchange in made]

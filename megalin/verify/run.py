@@ -13,9 +13,10 @@ from megalin.layers.mixers.glu import GLUConfig
 from megalin.layers.mixers.tnl import TNLConfig
 from megalin.model.config import BlockConfig
 from megalin.parallel.mesh import Mesh, compute_device
+from megalin.parallel.pipeline import gather_objects
 from megalin.verify.case import Case
 from megalin.verify.comparison import Rounding, Row, compare, kind
-from megalin.verify.faults import PlantedContext, visible_faults
+from megalin.verify.faults import Exchange, Probe, visible_faults
 from megalin.verify.outcome import Outcome, run_on_mesh, run_reference, run_step
 from megalin.verify.rounding import measure_rounding
 
@@ -49,11 +50,11 @@ def verify(case: Case) -> list[Row]:
 
 
 def self_test(case: Case) -> list[FaultResult]:
-    """Plants each fault of faults.py that the mesh and the model can have, and compares; every one must be
-    seen. A collective; results on rank 0."""
+    """Plants each fault of faults.py that the mesh and the model can have, and compares; every one must be seen. A
+    collective; results on rank 0."""
     results = []
     references: dict[bool, Reference] = {}
-    for fault in visible_faults(case):
+    for fault in visible_faults(case, _exchanges(case)):
         planted = with_low_rank(case) if fault.needs_low_rank else case
         mesh = fault.mesh(
             case.parallel,
@@ -63,14 +64,23 @@ def self_test(case: Case) -> list[FaultResult]:
             pipeline_parallel=fault.pipeline_parallel,
         )
         outcome = run_on_mesh(planted, mesh, after_fill=fault.after_fill)
-        if isinstance(mesh.cp, PlantedContext) and not mesh.cp.met:
-            continue
         if mesh.is_first_rank:
             if fault.needs_low_rank not in references:
                 references[fault.needs_low_rank] = _reference(planted, mesh.device)
             rows = _compare(planted, outcome, references[fault.needs_low_rank], mesh.device)
             results.append(FaultResult(fault.name, not all(row.passed for row in rows), _worst(rows)[0]))
     return results
+
+
+def _exchanges(case: Case) -> set[Exchange]:
+    """What the model's layers, on whatever ranks, send over the context-parallel axis."""
+    mesh = Mesh(case.parallel, compute_device(), context_parallel=Probe)
+    assert isinstance(mesh.cp, Probe), mesh.cp
+    if mesh.cp.size > 2:
+        run_on_mesh(case, mesh)
+    if mesh.pp.size == 1:
+        return mesh.cp.made
+    return set[Exchange]().union(*gather_objects(mesh.cp.made, mesh.pp))
 
 
 def with_low_rank(case: Case) -> Case:

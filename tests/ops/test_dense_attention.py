@@ -177,7 +177,10 @@ def test_the_cheaper_form_runs_and_is_what_is_counted(length: int, expected: int
 
 @pytest.mark.parametrize(("length", "scans"), [(96, False), (4096, True)])
 def test_long_packed_rows_are_scanned_instead_of_masked(length: int, scans: bool):
-    x, documents = torch.empty(1, length, 1, 16, device="meta"), torch.empty(1, length, device="meta")
+    x, documents = (
+        torch.empty(1, length, 1, 16, device="meta"),
+        torch.zeros(1, length, dtype=torch.int32, device="meta"),
+    )
     with FlopCounterMode(display=False) as counter:
         dense_attention(x, x, x, document_ids=documents)
     masked = 4 * length * length * 16

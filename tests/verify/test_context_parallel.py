@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -98,11 +97,35 @@ def compared(world_size: int, cases: Named, faulty: Named) -> tuple[dict[str, li
     return dict(zip(cases, rows, strict=True)), dict(zip(faulty, faults, strict=True))
 
 
-@lru_cache
-def fast(world_size: int) -> tuple[dict[str, list[Row]], dict[str, list[FaultResult]]]:
-    faulty = named(FAULTY, cp=3) | named(ENCODERS[2:3], cp=3, length=36)
-    faulty |= named([row for row in FAULTY if row.name == "tnl"], cp=3, cp_exchange="pipelined")
-    return compared(world_size, CASES_OF[world_size], faulty if world_size == 3 else {})
+FAULTY_CASES = (
+    named(FAULTY, cp=3)
+    | named([row for row in FAULTY if row.name == "tnl"], cp=3, cp_exchange="pipelined")
+    | named(ENCODERS[2:3], cp=3, length=36)
+)
+
+
+class Groups:
+    """What the chosen tests compare, by world size: one group of ranks each, started when the first test asks."""
+
+    def __init__(self, items: Iterable[pytest.Item]) -> None:
+        chosen = [
+            item.callspec.params for item in items if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+        ]
+        self.cases = {(params.get("world_size"), params.get("name")) for params in chosen}
+        self.faulty = {params["faulty"] for params in chosen if "faulty" in params}
+        self.found: dict[int, tuple[dict[str, list[Row]], dict[str, list[FaultResult]]]] = {}
+
+    def compared(self, world_size: int) -> tuple[dict[str, list[Row]], dict[str, list[FaultResult]]]:
+        if world_size not in self.found:
+            cases = {name: case for name, case in CASES_OF[world_size].items() if (world_size, name) in self.cases}
+            faulty = {name: case for name, case in FAULTY_CASES.items() if world_size == 3 and name in self.faulty}
+            self.found[world_size] = compared(world_size, cases, faulty)
+        return self.found[world_size]
+
+
+@pytest.fixture(scope="module")
+def groups(request: pytest.FixtureRequest) -> Groups:
+    return Groups(item for item in request.session.items if item.path == request.path)
 
 
 def assert_agrees(rows: list[Row]) -> None:
@@ -112,8 +135,8 @@ def assert_agrees(rows: list[Row]) -> None:
 
 
 @pytest.mark.parametrize(("world_size", "name"), [(size, name) for size in CASES_OF for name in CASES_OF[size]])
-def test_every_mixer_and_encoder_agrees_with_one_process(world_size: int, name: str):
-    assert_agrees(fast(world_size)[0][name])
+def test_every_mixer_and_encoder_agrees_with_one_process(groups: Groups, world_size: int, name: str):
+    assert_agrees(groups.compared(world_size)[0][name])
 
 
 @pytest.mark.slow
@@ -154,12 +177,12 @@ FAULTS_OF = {
 """By row: a fixed decay, one that the input selects with a convolution and a window, heads, an encoder's sums."""
 
 
-@pytest.mark.parametrize("name", FAULTS_OF)
-def test_every_planted_fault_that_a_model_can_have_is_seen(name: str):
-    for results in (results for case, results in fast(3)[1].items() if case.startswith(f"{name},")):
-        assert [result.fault for result in results] == ["local_count", *FAULTS_OF[name]]
-        assert [result.fault for result in results if not result.seen] == []
-        assert all(result.worst.error > 100 * result.worst.bound for result in results)
+@pytest.mark.parametrize("faulty", FAULTY_CASES)
+def test_every_planted_fault_that_a_model_can_have_is_seen(groups: Groups, faulty: str):
+    results = groups.compared(3)[1][faulty]
+    assert [result.fault for result in results] == ["local_count", *FAULTS_OF[faulty.partition(",")[0]]]
+    assert [result.fault for result in results if not result.seen] == []
+    assert all(result.worst.error > 100 * result.worst.bound for result in results)
 
 
 def test_length_of_all_ranks_beyond_the_positions_is_refused():
