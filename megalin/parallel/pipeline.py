@@ -168,6 +168,7 @@ def forward_through(
 
 def gather_objects(value: Any, pp: PipelineParallel) -> list[Any]:
     """Each rank's value, by rank of the axis."""
-    values = [None] * pp.size
-    dist.all_gather_object(values, value, group=pp.group)
+    values = [value] * pp.size
+    if pp.size > 1:
+        dist.all_gather_object(values, value, group=pp.group)
     return values

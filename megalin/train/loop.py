@@ -28,6 +28,7 @@ from megalin.optim.adamw import build_optimizer, set_learning_rate
 from megalin.optim.schedule import learning_rate
 from megalin.parallel.collectives import all_reduce
 from megalin.parallel.mesh import Mesh
+from megalin.parallel.pipeline import gather_objects
 from megalin.train.build import COMPUTE_DTYPES, build_model
 from megalin.train.config import RunConfig
 from megalin.train.evaluate import AnyEvaluation, Evaluation, evaluate
@@ -169,7 +170,7 @@ class Trainer:
 
     def _tell_kernels(self, metrics: Metrics) -> None:
         """Once a process, after its first step: which implementation of each op runs, and why."""
-        used = backend.used()
+        used = dict(item for part in gather_objects(backend.used(), self.mesh.pp) for item in part.items())
         metrics.tell("kernels: " + ", ".join(f"{op} {choice.backend}" for op, choice in used.items()))
         self.run.write_json(self.run.kernels, {op: choice._asdict() for op, choice in used.items()})
 

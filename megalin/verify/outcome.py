@@ -120,7 +120,7 @@ def run_on_mesh(case: Case, mesh: Mesh, *, after_fill: Callable[[nn.Module, Mesh
     outcome |= {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()}
     for name, parameter in model.named_parameters():
         outcome[f"weight:{name}"] = full_tensor(parameter.detach()).cpu()
-    return outcome if mesh.pp.size == 1 else _joined(gather_objects(outcome, mesh.pp))
+    return _joined(gather_objects(outcome, mesh.pp))
 
 
 def _joined(parts: Sequence[Outcome]) -> Outcome:

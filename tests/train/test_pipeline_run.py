@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +14,23 @@ from megalin.checkpoint.agreement import rank
 from megalin.checkpoint.load import load, newest
 from megalin.checkpoint.save import save
 from megalin.config import parse
-from megalin.errors import ConfigError
+from megalin.data.packing import Batch
+from megalin.errors import ConfigError, NumericError
+from megalin.model.config import ModelConfig
 from megalin.model.presets import load_preset
-from megalin.parallel.mesh import ParallelConfig, check_world_size
+from megalin.optim.adamw import OptimizerConfig, build_optimizer
+from megalin.parallel.mesh import Mesh, ParallelConfig, check_world_size
+from megalin.parallel.tensor_parallel import local
+from megalin.train.build import build_model
 from megalin.train.config import check_launch, check_model, load_run_config
 from megalin.train.metrics import Metrics
-from tests.model_runs import STEPS, checkpoint_tensors, metrics, train_here, write_config
+from megalin.train.step import train_step
+from tests.model_runs import CPU, STEPS, checkpoint_tensors, metrics, model_table, train_here, write_config
 from tests.ranks import RankFailedError, run_ranks
 
+MODEL = parse(ModelConfig, model_table(), "test")
 ON_STAGES = "parallel.pp=2"
+INTERLEAVED = ('parallel.pp_schedule="interleaved"', "parallel.pp_stages=2")
 HALF = f"train.stop_after_steps={STEPS // 2}"
 
 
@@ -66,17 +76,18 @@ def test_run_on_two_stages_is_that_of_one_process(config: Path, one_process: Pat
     assert_same_run(folder, one_process)
     assert told[0].startswith("pipeline stage 0: layers 0 to 0 and the embedding")
     assert told[1].startswith("pipeline stage 1: layers 1 to 1 and the head")
+    kernels = json.loads((folder / "kernels.json").read_text())
+    assert {"decay_scan", "linear_cross_entropy"} <= kernels.keys()  # of the first stage, and of the last
 
 
 @pytest.mark.parametrize(
     ("world_sizes", "meshes"),
     [
-        ((2, 1), ((ON_STAGES,), ())),
+        ((4, 1), ((ON_STAGES,), ())),
         ((1, 2), ((), (ON_STAGES,))),
         ((4, 4), ((ON_STAGES, "parallel.tp=2"), (ON_STAGES, "parallel.cp=2", "parallel.shard=1"))),
-        ((4, 2), ((ON_STAGES,), ("parallel.tp=2",))),
     ],
-    ids=["stages_to_one", "one_to_stages", "tp_to_cp", "sharded_to_tp"],
+    ids=["sharded_to_one", "one_to_stages", "tp_to_cp"],
 )
 def test_checkpoint_goes_on_with_another_mesh(
     config: Path, one_process: Path, world_sizes: tuple[int, int], meshes: tuple[tuple[str, ...], ...]
@@ -85,6 +96,30 @@ def test_checkpoint_goes_on_with_another_mesh(
     run_ranks(world_sizes[0], train_here, config, folder, *meshes[0], HALF)
     run_ranks(world_sizes[1], train_here, config, folder, *meshes[1])
     assert_same_run(folder, one_process)
+
+
+def step_with_a_nan() -> str:
+    """A step whose weights of the last block are not finite, on stages."""
+    mesh = Mesh(ParallelConfig(pp=2), CPU)
+    model = build_model(MODEL, mesh, compute_dtype=torch.float32, recompute=False, compile_blocks=False, seed=0)
+    weights = dict(model.named_parameters())
+    for name, weight in weights.items():
+        if name == "blocks.1.sublayers.1.mixer.down.weight":
+            local(weight.detach()).fill_(math.nan)
+    before = {name: local(weight.detach()).clone() for name, weight in weights.items()}
+    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3), no_decay=())
+    ids = torch.arange(2 * 17).remainder(250).view(2, 17)
+    batch = Batch(ids[:, :-1], ids[:, 1:], torch.zeros(2, 16, dtype=torch.int32), torch.arange(2))
+    with pytest.raises(NumericError) as raised:
+        train_step(model, optimizer, [batch, batch], mesh, max_grad_norm=1.0, step=1)
+    assert all(local(weights[name].detach()).equal(kept) for name, kept in before.items() if not kept.isnan().any())
+    return str(raised.value)
+
+
+def test_loss_that_is_not_finite_ends_every_stage_before_a_weight_changes():
+    messages = run_ranks(2, step_with_a_nan)
+    assert messages[0] == messages[1]
+    assert "first in rank 1: blocks.1.sublayers.1.mixer.down.weight (weight)" in messages[0]
 
 
 def load_parts(folder: Path, left_out: int) -> None:
@@ -122,7 +157,7 @@ def test_micro_batches_that_do_not_fill_the_stages_are_refused(config: Path):
     ):
         launched(config, 2, ON_STAGES, "train.micro_batch_size=4")
     with pytest.raises(ConfigError, match=r"needs a multiple of 2 micro-batches a step, not 3; use 2 or 4"):
-        launched(config, 2, ON_STAGES, 'parallel.pp_schedule="zero_bubble"', "train.global_batch_size=3")
+        launched(config, 2, ON_STAGES, *INTERLEAVED, "train.global_batch_size=3")
 
 
 def test_more_stages_than_layers_are_refused(config: Path):
@@ -140,10 +175,17 @@ def test_schedule_that_splits_the_backward_is_refused_where_it_cannot(config: Pa
         load_run_config(config, overrides)
 
 
-def test_split_backward_is_refused_where_blocks_share_parameters(config: Path):
+def test_split_backward_is_refused_where_blocks_share_parameters(config: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
     layers = "model.layers=[{sublayers=[{type='hgrn2', num_heads=4}], repeat=4}]"
     with pytest.raises(ConfigError, match=r'blocks of type "hgrn2" share parameters, whose gradients torch cannot'):
         launched(config, 2, ON_STAGES, 'parallel.pp_schedule="zero_bubble"', layers)
+
+
+def test_split_backward_is_refused_by_a_torch_that_loses_gradients(config: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch, "__version__", "2.12.1")
+    with pytest.raises(ConfigError, match=r"torch 2\.12\.1 loses gradients of weights there \(2\.13 does not\); use"):
+        load_run_config(config, [ON_STAGES, 'parallel.pp_schedule="zero_bubble"'])
 
 
 @pytest.mark.parametrize(
