@@ -93,6 +93,13 @@ MUTATIONS = (
     ),
     Mutation("sums_around_swapped", AXIS, "return gathered[:, 1].where(", "return gathered[:, 0].where(", CONTEXT),
     Mutation(
+        "neighbours_of_another_document",
+        AXIS,
+        "return gathered[:, 1].where(others[rank], 0.0).sum(0)",
+        "return gathered[:rank, 1].sum(0)",
+        "tests/model/test_encoder_on_ranks.py::test_another_document_does_not_move_a_bit_across_ranks",
+    ),
+    Mutation(
         "gather_keeps_its_own_gradient",
         SENT,
         "return reduce_scatter(grads[0], ctx.axis, dim=ctx.dim), None, None",

@@ -20,8 +20,11 @@ from tests.numerics import assert_close
 from tests.parallel.on_ranks import Arrays, make_mesh, materialise, to_arrays, to_tensors
 from tests.ranks import run_ranks
 
-DOCUMENTS = torch.stack([torch.arange(LENGTH) // 9, torch.arange(LENGTH) // 11, *(torch.arange(LENGTH) // 29,) * 2])
-"""By row: documents that end at, before and after the borders of three ranks' tokens, and one over all three."""
+PLACES = torch.arange(LENGTH)
+DOCUMENTS = torch.stack(
+    [(PLACES >= 12).int() + (PLACES >= 25), (PLACES >= 11).int() + (PLACES >= 29), PLACES // 9, PLACES // 9]
+)
+"""By row, for three ranks: starts at a border and one after it; one before a border, over all three; within each."""
 
 
 def _model(
@@ -70,6 +73,33 @@ def test_packed_documents_on_meshes_equal_one_process():
         for rank in run_ranks(world_size, _packed, tp, cp):
             for found, truth in zip(rank, expected * 2, strict=True):
                 assert_close(to_tensors(found), truth, 1e-11)
+
+
+def _second_documents(cp: int) -> list[list[Arrays]]:
+    """By case, for two contents of each row's first document: the others' tokens, and all gradients of them."""
+    found = []
+    for case in CASES[:3]:
+        model, mesh = _model(case, 1, cp=cp, dtype=torch.float64)
+        batch, pair = make_batch(case.model), []
+        for shift in (0, 7):
+            first = DOCUMENTS == 0
+            tokens = torch.where(first, (batch.tokens + shift) % case.model.vocab_size, batch.tokens)
+            own, others = mesh.cp.shard(tokens), mesh.cp.shard(~first)
+            hidden = model(own, valid=mesh.cp.shard(batch.valid), document_ids=mesh.cp.shard(DOCUMENTS)).hidden
+            (hidden * others[..., None]).square().sum().backward()
+            tensors = {name: full_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+            pair.append(to_arrays(tensors | {"hidden": hidden[others]}))
+            model.zero_grad(set_to_none=True)
+        found.append(pair)
+    return found
+
+
+def test_another_document_does_not_move_a_bit_across_ranks():
+    for rank in run_ranks(3, _second_documents, 3):
+        for case, (one, other) in zip(CASES, rank, strict=False):
+            assert len(one) > 5
+            for key in one:
+                assert (one[key] == other[key]).all(), (case.name, key)
 
 
 def _compiled(sequence_parallel: bool) -> list[tuple[Arrays, Arrays, int]]:
