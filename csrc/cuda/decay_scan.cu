@@ -1,16 +1,61 @@
 // Launchers of the fixed-decay scan, by the widths that its heads fit into.
+#include <cuda.h>
+
 #include "decay_scan.cuh"
 
 namespace megalin {
 
+// Panels of 64 tokens and 64 columns of a tensor, as wgmma reads them.
+cudaError_t describe(const Operand& x, const ScanShape& shape, int width, TensorMap& map) {
+  static_assert(sizeof(TensorMap) == sizeof(CUtensorMap));
+  static void* const encode = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+    return found;
+  }();
+  if (!encode) return cudaErrorNotSupported;
+  const cuuint64_t sizes[] = {cuuint64_t(width), cuuint64_t(shape.length), cuuint64_t(shape.heads),
+                              cuuint64_t(shape.batch)};
+  const int64_t steps[] = {x.token, x.head, x.batch};
+  cuuint64_t strides[3];
+  // A dimension of size one may have any stride.
+  for (int i = 0; i < 3; ++i) strides[i] = 2 * (sizes[i + 1] > 1 ? steps[i] : width);
+  const cuuint32_t box[] = {64, CHUNK, 1, 1}, every[] = {1, 1, 1, 1};
+  const auto code = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode)(
+      reinterpret_cast<CUtensorMap*>(&map), CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<void*>(x.data), sizes,
+      strides, box, every, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return code == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+cudaError_t describe(const ScanShape& shape, bool output, Scans& scans) {
+  for (int i = 0; i < scans.count; ++i) {
+    const Scan& scan = scans.scan[i];
+    const int64_t token = int64_t(shape.heads) * shape.value;
+    const Operand o{scan.o, token * shape.length, token, shape.value};
+    if (const auto code = describe(scan.k, shape, shape.key, scans.maps[i][1])) return code;
+    if (const auto code = describe(scan.v, shape, shape.value, scans.maps[i][2])) return code;
+    if (!output) continue;
+    if (const auto code = describe(scan.q, shape, shape.key, scans.maps[i][0])) return code;
+    if (const auto code = describe(o, shape, shape.value, scans.maps[i][3])) return code;
+  }
+  return cudaSuccess;
+}
+
 template <int KEY, int VALUE, bool OUTPUT>
-cudaError_t start(const ScanShape& shape, const Scans& scans, int skipped, int blocks, cudaStream_t stream) {
+cudaError_t start(const ScanShape& shape, Scans& scans, int skipped, int blocks, cudaStream_t stream) {
   constexpr auto kernel = decay_scan<KEY, VALUE, OUTPUT>;
-  constexpr int MOST = Shared<KEY, VALUE, OUTPUT, true>::BYTES, LEAST = Shared<KEY, VALUE, OUTPUT, false>::BYTES;
-  int device, room;
+  // Code for sm_90a runs on 9.0 alone; other chips run that for sm_80.
+  int device, major, minor;
   if (const auto code = cudaGetDevice(&device)) return code;
-  if (const auto code = cudaDeviceGetAttribute(&room, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) return code;
-  const int bytes = room >= MOST ? MOST : LEAST;
+  if (const auto code = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) return code;
+  if (const auto code = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device)) return code;
+  const bool hopper = major == 9 && minor == 0;
+  if (hopper) {
+    if (const auto code = describe(shape, OUTPUT, scans)) return code;
+  }
+  const int bytes = hopper ? Shared<KEY, VALUE, OUTPUT, true>::BYTES : Shared<KEY, VALUE, OUTPUT, false>::BYTES;
   if (const auto code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return code;
   const int tiles = (shape.value + VALUE - 1) / VALUE;
   const dim3 grid(unsigned(shape.batch) * shape.heads * tiles * scans.count, blocks);
@@ -19,7 +64,7 @@ cudaError_t start(const ScanShape& shape, const Scans& scans, int skipped, int b
 }
 
 template <bool OUTPUT>
-cudaError_t start(const ScanShape& shape, const Scans& scans, int skipped, int blocks, cudaStream_t stream) {
+cudaError_t start(const ScanShape& shape, Scans& scans, int skipped, int blocks, cudaStream_t stream) {
   if (shape.key > 128) return start<256, 128, OUTPUT>(shape, scans, skipped, blocks, stream);
   if (shape.key <= 64 && shape.value <= 64) return start<64, 64, OUTPUT>(shape, scans, skipped, blocks, stream);
   if (shape.key <= 64) return start<64, 128, OUTPUT>(shape, scans, skipped, blocks, stream);
@@ -32,7 +77,7 @@ cudaError_t start(const ScanShape& shape, const Scans& scans, int skipped, int b
 // o of one or two scans of a shape; returns a cudaError_t.
 extern "C" int megalin_decay_scan(const megalin::ScanShape* shape, const megalin::Scan* scans, int count,
                                   cudaStream_t stream) {
-  megalin::Scans both{{}, count};
+  megalin::Scans both{{}, count, {}};
   for (int i = 0; i < count; ++i) both.scan[i] = scans[i];
   return megalin::start<true>(*shape, both, 0, shape->blocks, stream);
 }
@@ -44,7 +89,7 @@ extern "C" int megalin_decay_scan_states(const megalin::ScanShape* shape, const 
                                          int parts, cudaStream_t stream) {
   megalin::ScanShape cut = *shape;
   cut.blocks *= parts, cut.block_tokens /= parts;
-  const megalin::Scans scans{{{{}, *k, *v, nullptr, nullptr, added, false}}, 1};
+  megalin::Scans scans{{{{}, *k, *v, nullptr, nullptr, added, false}}, 1, {}};
   const int skipped = shape->reverse ? parts : 0;
   if (const auto code = megalin::start<false>(cut, scans, skipped, cut.blocks - parts, stream)) return code;
   const unsigned tiles = (shape->key * shape->value + 1023) / 1024;

@@ -33,19 +33,34 @@ __device__ inline const int* documents_of(const ScanShape& shape, int batch) {
 struct Scans {
   Scan scan[2];
   int count;
+  // q, k, v and o of each for the copy engine, in panels, where there is one.
+  TensorMap maps[2][4];
 };
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+constexpr bool ON_HOPPER = true;
+#else
+constexpr bool ON_HOPPER = false;
+#endif
 
 // Shared memory of a thread block: tiles in stages, P, and the tokens' documents and factors. With AHEAD, P and the
 // factors of a chunk are formed while the one before it is worked on.
 template <int KEY, int VALUE, bool OUTPUT, bool HOPPER>
 struct Shared {
   static constexpr bool AHEAD = !OUTPUT || KEY <= 128;
+  static constexpr bool ENGINE = HOPPER;  // which copies tiles
   static constexpr int STAGES = !OUTPUT ? 3 : !AHEAD ? 2 : HOPPER ? 4 : 3, BUFFERS = AHEAD ? 2 : 1;
+  // o replaces v in its tile, which the engine reads for a chunk's time: with two stages, none is left for copies.
+  static constexpr bool OWN_TILE = ENGINE && !AHEAD;
+  // Chunks that are under way beyond the current one.
+  static constexpr int DISTANCE = OUTPUT && ENGINE && !OWN_TILE ? STAGES - 2 : STAGES - 1;
   static constexpr int KEY_BYTES = KEY / 64 * PANEL_BYTES, VALUE_BYTES = VALUE / 64 * PANEL_BYTES;
   static constexpr int K = OUTPUT ? KEY_BYTES : 0, V = K + KEY_BYTES, STAGE = V + VALUE_BYTES;
-  static constexpr int SCORES = STAGES * STAGE, SMALL = SCORES + (OUTPUT ? BUFFERS * PANEL_BYTES : 0);
+  static constexpr int SCORES = STAGES * STAGE, O = SCORES + (OUTPUT ? BUFFERS * PANEL_BYTES : 0);
+  static constexpr int SMALL = O + (OWN_TILE ? VALUE_BYTES : 0);
 
   struct Small {
+    uint64_t arrived[STAGES];
     int documents[STAGES][CHUNK + 1];  // of the token before the chunk, and of the chunk's
     float decay[2 * CHUNK];            // by reader - writer + 64: zero where the reader comes first
     float2 read[BUFFERS][CHUNK / 2];   // factors of what tokens take from the state
@@ -53,12 +68,6 @@ struct Shared {
   };
   static constexpr int BYTES = SMALL + sizeof(Small);
 };
-
-#if __CUDA_ARCH__ >= 900
-constexpr bool ON_HOPPER = true;
-#else
-constexpr bool ON_HOPPER = false;
-#endif
 
 // Pieces of a tile that a thread moves: one column of pieces, rows a multiple of eight apart, which keeps the swap.
 template <int WIDTH, int THREADS>
@@ -93,7 +102,7 @@ __device__ void store_tile(uint32_t tile, __nv_bfloat16* target, int64_t stride,
 #pragma unroll
   for (int i = 0; i < P::COUNT; ++i) {
     const uint4 x = load_piece(tile + i * P::ROWS * 128);
-    if (i * P::ROWS < rows) *reinterpret_cast<uint4*>(target) = x;
+    if (i * P::ROWS < rows) write_piece(target, x);
     target += P::ROWS * stride;
   }
 }
@@ -133,19 +142,50 @@ __global__ void __launch_bounds__(2 * VALUE, OUTPUT || KEY > 128 ? 1 : 2)
   const auto start_at = [&](int i) { return first + (shape.reverse ? chunks - 1 - i : i) * CHUNK; };
   const auto stage_at = [&](int i) { return base + i % S::STAGES * S::STAGE; };
   const auto count_at = [&](int i) { return min(shape.length - start_at(i), CHUNK); };
+  const auto barrier_at = [&](int i) { return shared_address(&small.arrived[i % S::STAGES]); };
   const auto load = [&](int i) {
     const int start = start_at(i), count = count_at(i);
     const uint32_t stage = stage_at(i);
-    if constexpr (OUTPUT) load_tile<KEY, THREADS>(stage, q + start * scan.q.token, scan.q.token, count, shape.key);
-    load_tile<KEY, THREADS>(stage + S::K, k + start * scan.k.token, scan.k.token, count, shape.key);
-    load_tile<VALUE, THREADS>(stage + S::V, v + start * scan.v.token, scan.v.token, count, columns);
+    if constexpr (S::ENGINE) {
+      if (threadIdx.x == 0) {
+        const uint32_t barrier = barrier_at(i);
+        const auto& maps = scans.maps[blockIdx.x % scans.count];
+        expect_bytes(barrier, S::STAGE);
+#pragma unroll
+        for (int panel = 0; panel < KEY / 64; ++panel) {
+          const uint32_t target = stage + panel * PANEL_BYTES;
+          if constexpr (OUTPUT) copy_panel(target, maps[0], panel * 64, start, head, batch, barrier);
+          copy_panel(target + S::K, maps[1], panel * 64, start, head, batch, barrier);
+        }
+#pragma unroll
+        for (int panel = 0; panel < VALUE / 64; ++panel) {
+          const uint32_t target = stage + S::V + panel * PANEL_BYTES;
+          copy_panel(target, maps[2], column + panel * 64, start, head, batch, barrier);
+        }
+      }
+    } else {
+      if constexpr (OUTPUT) load_tile<KEY, THREADS>(stage, q + start * scan.q.token, scan.q.token, count, shape.key);
+      load_tile<KEY, THREADS>(stage + S::K, k + start * scan.k.token, scan.k.token, count, shape.key);
+      load_tile<VALUE, THREADS>(stage + S::V, v + start * scan.v.token, scan.v.token, count, columns);
+    }
     if (documents && threadIdx.x <= CHUNK) {
       const int token = min(max(start - 1 + int(threadIdx.x), 0), start + count - 1);
       copy_word(shared_address(&small.documents[i % S::STAGES][threadIdx.x]), documents + token);
     }
   };
+  const auto o_at = [&](int i) { return S::OWN_TILE ? base + S::O : stage_at(i) + S::V; };
   const auto store = [&](int i) {
-    store_tile<VALUE, THREADS>(stage_at(i) + S::V, o_start + start_at(i) * o_stride, o_stride, count_at(i), columns);
+    if constexpr (S::ENGINE) {
+      if (threadIdx.x > 0) return;
+#pragma unroll
+      for (int panel = 0; panel < VALUE / 64; ++panel) {
+        const uint32_t source = o_at(i) + panel * PANEL_BYTES;
+        write_panel(source, scans.maps[blockIdx.x % scans.count][3], column + panel * 64, start_at(i), head, batch);
+      }
+      commit_writes();
+      return;
+    }
+    store_tile<VALUE, THREADS>(o_at(i), o_start + start_at(i) * o_stride, o_stride, count_at(i), columns);
   };
   // Element e of tile j of S^T, in its matrix.
   const auto inside = [&](int j, int e) {
@@ -157,8 +197,15 @@ __global__ void __launch_bounds__(2 * VALUE, OUTPUT || KEY > 128 ? 1 : 2)
   };
   const int64_t size = int64_t(shape.key) * shape.value;
 
+  if constexpr (S::ENGINE) {
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < S::STAGES; ++i) start_barrier(barrier_at(i));
+      publish_tiles();
+    }
+    __syncthreads();
+  }
 #pragma unroll
-  for (int i = 0; i < S::STAGES - 1; ++i) {
+  for (int i = 0; i < S::DISTANCE; ++i) {
     if (i < chunks) load(i);
     commit_copies();
   }
@@ -175,13 +222,13 @@ __global__ void __launch_bounds__(2 * VALUE, OUTPUT || KEY > 128 ? 1 : 2)
   }
   for (int i = threadIdx.x; OUTPUT && i < 2 * CHUNK; i += THREADS) {
     const int distance = shape.reverse ? CHUNK - i : i - CHUNK;
-    small.decay[i] = distance < 0 ? 0.0f : exp2f(-slope * distance);
+    small.decay[i] = distance < 0 ? 0.0f : power_of_two(-slope * distance);
   }
 
   const auto make_factors = [&](int i) {
     const int index = threadIdx.x, count = count_at(i);
     if (index >= CHUNK) return;
-    float from_start = exp2f(-slope * (index + 1)), to_end = exp2f(-slope * max(count - 1 - index, 0));
+    float from_start = power_of_two(-slope * (index + 1)), to_end = power_of_two(-slope * max(count - 1 - index, 0));
     if (documents) {
       const int* document = small.documents[i % S::STAGES];
       if (document[index + 1] != document[0]) from_start = 0.0f;
@@ -225,12 +272,19 @@ __global__ void __launch_bounds__(2 * VALUE, OUTPUT || KEY > 128 ? 1 : 2)
   // The last chunk's o out of the tiles of v that the next copies fill.
   const auto move_tiles = [&](int i) {
     if (OUTPUT && i > 0) store(i - 1);
-    if (i + S::STAGES - 1 < chunks) load(i + S::STAGES - 1);
+    if constexpr (OUTPUT && S::ENGINE && !S::OWN_TILE) wait_for_writes<1>();
+    if (i + S::DISTANCE < chunks) load(i + S::DISTANCE);
     commit_copies();
+  };
+  const auto wait_for_tiles = [&](int i) {
+    if constexpr (S::ENGINE) {
+      if (i < chunks) wait_for_barrier(barrier_at(i), i / S::STAGES % 2);
+    }
   };
 
   if constexpr (S::AHEAD) {
-    wait_for_copies<S::STAGES - 2>();
+    wait_for_copies<S::DISTANCE - 1>();
+    wait_for_tiles(0);
     publish_tiles();
     __syncthreads();
     if (chunks > 0) make_factors(0);
@@ -242,7 +296,8 @@ __global__ void __launch_bounds__(2 * VALUE, OUTPUT || KEY > 128 ? 1 : 2)
   }
 
   for (int i = 0; i < chunks; ++i) {
-    wait_for_copies<S::STAGES - (S::AHEAD ? 3 : 2)>();
+    wait_for_copies<S::DISTANCE - (S::AHEAD ? 2 : 1)>();
+    wait_for_tiles(S::AHEAD ? i + 1 : i);
     publish_tiles();
     __syncthreads();
     const uint32_t stage = stage_at(i);
@@ -288,6 +343,7 @@ __global__ void __launch_bounds__(2 * VALUE, OUTPUT || KEY > 128 ? 1 : 2)
       store_scores(i);
     }
     if constexpr (OUTPUT) wait_for_products<S::AHEAD ? 1 : 0>(o);
+    if constexpr (S::OWN_TILE) wait_for_writes<0>();
     if constexpr (!S::AHEAD) __syncthreads();
 
     const auto& read_factors = small.read[i % S::BUFFERS];
@@ -314,7 +370,7 @@ __global__ void __launch_bounds__(2 * VALUE, OUTPUT || KEY > 128 ? 1 : 2)
     }
     const int count = count_at(i);
     const int* document = small.documents[i % S::STAGES];
-    const float through = documents && document[0] != document[count] ? 0.0f : exp2f(-slope * count);
+    const float through = documents && document[0] != document[count] ? 0.0f : power_of_two(-slope * count);
 #pragma unroll
     for (auto& tile : state) tile[0] *= through, tile[1] *= through, tile[2] *= through, tile[3] *= through;
     begin_products();
@@ -331,15 +387,17 @@ __global__ void __launch_bounds__(2 * VALUE, OUTPUT || KEY > 128 ? 1 : 2)
       for (int j = 0; j < CHUNK / 8; j += 2) {
         const Left rounded = {pack(o[j][0], o[j][1]), pack(o[j + 1][0], o[j + 1][1]), pack(o[j][2], o[j][3]),
                               pack(o[j + 1][2], o[j + 1][3])};
-        store_matrices_transposed(stage + S::V + piece_offset(8 * j + lane() % 16, v_piece + lane() / 16), rounded);
+        store_matrices_transposed(o_at(i) + piece_offset(8 * j + lane() % 16, v_piece + lane() / 16), rounded);
       }
     }
     wait_for_products<0>(state);
   }
 
   if constexpr (OUTPUT) {
+    publish_tiles();
     __syncthreads();
     if (chunks > 0) store(chunks - 1);
+    if constexpr (S::ENGINE) wait_for_writes<0>();
   }
   const bool last = block == (shape.reverse ? 0 : shape.blocks - 1);
   if (OUTPUT ? scan.leaving && last : true) {
@@ -375,7 +433,7 @@ __global__ void __launch_bounds__(256)
     if (i >= total - parts) break;
     const float4 more = *reinterpret_cast<const float4*>(added + int64_t(part) * size);
     const int start = min(part * part_tokens, shape.length), end = min(start + part_tokens, shape.length);
-    float through = exp2f(-slope * (end - start));
+    float through = power_of_two(-slope * (end - start));
     if (documents && documents[max(start - 1, 0)] != documents[end - 1]) through = 0.0f;
     state.x = state.x * through + more.x, state.y = state.y * through + more.y;
     state.z = state.z * through + more.z, state.w = state.w * through + more.w;

@@ -64,6 +64,62 @@ __device__ inline uint4 load_piece(uint32_t source) {
   return x;
 }
 
+__device__ inline void write_piece(void* target, const uint4& x) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+               : "memory");
+}
+
+__device__ inline float power_of_two(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// The copy engine moves panels of tensors [B, H, T, width]: a barrier in shared memory counts the bytes that arrive.
+// Outside of a tensor it reads zeros and writes nothing.
+struct alignas(64) TensorMap {
+  uint64_t opaque[16];
+};
+
+__device__ inline void start_barrier(uint32_t barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+}
+
+__device__ inline void expect_bytes(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Until the phase of this parity has ended.
+__device__ inline void wait_for_barrier(uint32_t barrier, int parity) {
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+__device__ inline void copy_panel(uint32_t target, const TensorMap& map, int column, int token, int head, int batch,
+                                  uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];"
+      ::"r"(target), "l"(&map), "r"(column), "r"(token), "r"(head), "r"(batch), "r"(barrier)
+      : "memory");
+}
+
+__device__ inline void write_panel(uint32_t source, const TensorMap& map, int column, int token, int head, int batch) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(&map),
+               "r"(column), "r"(token), "r"(head), "r"(batch), "r"(source)
+               : "memory");
+}
+
+__device__ inline void commit_writes() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// All but the `PENDING` groups committed last have been read from shared memory.
+template <int PENDING>
+__device__ void wait_for_writes() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+
 // Four matrices of 8 x 8: lane l gives the address of row l % 8 of matrix l / 8.
 __device__ inline void load_matrices(Left& x, uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

@@ -375,5 +375,5 @@ def _self_test_step(backend: Compiled, device: str) -> str:
     return ""
 
 
-backends.register("decay_scan", ("triton", "cuda"), _self_test)
+backends.register("decay_scan", ("cuda", "triton"), _self_test)
 backends.register("decay_step", ("triton",), _self_test_step)

@@ -23,9 +23,14 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor) -> str:
     if v.dtype != torch.bfloat16:
         return f"q, k, v of {v.dtype}"
     widest = max(k.shape[-1], v.shape[-1])
-    if widest > WIDE and v.is_cuda and torch.cuda.get_device_capability(v.device) < (9, 0):
+    if widest > WIDE and v.is_cuda and not _is_hopper():
         return f"heads of {k.shape[-1]} keys and {v.shape[-1]} values, above {WIDE}, before compute capability 9.0"
     return ""
+
+
+@torch.compiler.assume_constant_result
+def _is_hopper() -> bool:
+    return torch.cuda.get_device_capability() >= (9, 0)
 
 
 class Cut(NamedTuple):
@@ -158,6 +163,6 @@ def _operand(x: Tensor) -> tuple[Tensor | int, ...]:
 def _aligned(x: Tensor) -> Tensor:
     """`x`, or a copy where the channels of a token do not lie side by side in pieces of 16 bytes; D % 8 = 0."""
     steps = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
-    if x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(step % 8 == 0 for step in steps):
+    if x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(step > 0 and step % 8 == 0 for step in steps):
         return x
     return x.clone(memory_format=torch.contiguous_format)

@@ -154,15 +154,17 @@ def test_a_step(dtype):
     assert errors({"o": found.output}, {"o": truth.output})["o"] <= max(FLOOR[dtype], 1e-6)
 
 
+@pytest.mark.parametrize("key", [64, 256])
 @pytest.mark.parametrize("backend", ["triton", CUDA])
-def test_blocks_compile_with_the_scans_inside(backend):
+def test_blocks_compile_with_the_scans_inside(backend, key):
     slopes = torch.tensor([0.0, 0.01], device="cuda")
 
     def function(q, k, v, g):
         o = decay_scan(q.sin(), k, v, slopes, backend=backend).output
-        return scalar_decay_scan(q, k.cos(), o, g, backend="triton").output
+        return scalar_decay_scan(q[..., :64], k[..., :64].cos(), o, g, backend="triton").output
 
-    q, k, v = (torch.randn(2, 200, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    shapes = ((2, 200, 2, width) for width in (key, key, 64))
+    q, k, v = (torch.randn(x, device="cuda", dtype=torch.bfloat16, requires_grad=True) for x in shapes)
     g = -torch.rand(2, 200, 2, device="cuda")
     eager = function(q, k, v, g)
     compiled = torch.compile(function, fullgraph=True)(q, k, v, g)
