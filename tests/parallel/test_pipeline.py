@@ -1,0 +1,76 @@
+"""The pipeline axis: what travels between stages, and the ranks that hold copies of a parameter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megalin.config import parse
+from megalin.data.packing import Batch
+from megalin.model.config import ModelConfig
+from megalin.optim.adamw import OptimizerConfig, build_optimizer
+from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.train.build import build_model
+from megalin.train.step import train_step
+from tests.model_runs import CPU, model_table
+from tests.ranks import run_ranks
+
+MODEL = parse(ModelConfig, model_table(), "test")
+ROWS, LENGTH, MICRO_BATCHES = 2, 24, 3
+Sent = list[tuple[tuple[int, ...], str]]
+
+
+def sent_in_a_step(parallel: ParallelConfig) -> Sent:
+    """Shape and dtype of all that this rank sends to a neighbour during a second step."""
+    mesh = Mesh(parallel, CPU)
+    model = build_model(MODEL, mesh, compute_dtype=torch.bfloat16, recompute=False, compile_blocks=False, seed=0)
+    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3), no_decay=())
+    ids = torch.arange(ROWS * (LENGTH + 1)).remainder(250).view(ROWS, -1)
+    documents = torch.zeros(ROWS, LENGTH, dtype=torch.int32)
+    batches = [Batch(ids[:, :-1], ids[:, 1:], documents, torch.arange(ROWS))] * MICRO_BATCHES
+    sent: Sent = []
+    operation = dist.P2POp
+
+    def spy(kind: Any, tensor: torch.Tensor, *args: Any) -> Any:
+        if kind is dist.isend:
+            sent.append((tuple(tensor.shape), str(tensor.dtype)))
+        return operation(kind, tensor, *args)
+
+    train_step(model, optimizer, batches, mesh, max_grad_norm=1.0, step=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "P2POp", spy)
+        train_step(model, optimizer, batches, mesh, max_grad_norm=1.0, step=2)
+    return sent
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_nothing_but_the_stream_and_its_gradient_travels(sequence_parallel: bool):
+    tp = 2 if sequence_parallel else 1
+    parallel = ParallelConfig(pp=2, tp=tp, sequence_parallel=sequence_parallel)
+    stream = ((ROWS, LENGTH // tp, MODEL.hidden_size), "torch.bfloat16")
+    for sent in run_ranks(2 * tp, sent_in_a_step, parallel):
+        assert sent == [stream] * MICRO_BATCHES
+
+
+def holders(parallel: ParallelConfig, stages: list[list[int]]) -> list[tuple[int, int]]:
+    """Size and index of the axis of each set of stages."""
+    axes = [Mesh(parallel, CPU).pp.axis_of_holders(each) for each in stages]
+    return [(axis.size, axis.rank) for axis in axes]
+
+
+def test_copies_lie_on_the_ranks_that_run_their_stages():
+    stages = [[0, 3], [0, 1, 2, 3], [1]]
+    assert run_ranks(4, holders, ParallelConfig(pp=4), stages) == [
+        [(2, 0), (4, 0), (1, 0)],
+        [(1, 0), (4, 1), (1, 0)],
+        [(1, 0), (4, 2), (1, 0)],
+        [(2, 1), (4, 3), (1, 0)],
+    ]
+
+
+def test_copies_of_one_rank_send_nothing():
+    parallel = ParallelConfig(pp=2, pp_schedule="interleaved", pp_stages=2)
+    assert run_ranks(2, holders, parallel, [[0, 2], [0, 3]]) == [[(1, 0), (2, 0)], [(1, 0), (2, 1)]]
