@@ -16,7 +16,7 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
-ROWS, COLUMNS, WARPS = 4, 256, 4
+ROWS, COLUMNS, WARPS = 4, 256, 2
 SEGMENTS = 1056
 """Programs of the backward, eight a multiprocessor of an H200."""
 SMALLEST = tl.constexpr(1e-30)

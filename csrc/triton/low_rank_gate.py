@@ -63,17 +63,17 @@ def backward_kernel(
     tl.store(partial_ptr + tile * width + column, tl.sum(dlogits, axis=0), mask=column < width)
 
 
-def _constants(rank: int, dtype: torch.dtype) -> dict[str, int]:
-    rows = 32 if dtype == torch.float32 else 64
+def _constants(rank: int, dtype: torch.dtype, *, backward: bool) -> dict[str, int]:
+    rows, warps = (32, 4) if dtype == torch.float32 else (32, 2) if backward else (64, 4)
     block = max(16, triton.next_power_of_2(rank))
-    return {"RANK": rank, "BLOCK_RANK": block, "BLOCK_ROWS": rows, "BLOCK_WIDTH": 64, "num_warps": 4}
+    return {"RANK": rank, "BLOCK_RANK": block, "BLOCK_ROWS": rows, "BLOCK_WIDTH": 64, "num_warps": warps}
 
 
 def forward(x: Tensor, code: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """x [rows, D] and code [rows, L] of contiguous rows, weight [D, L] and bias [D] contiguous, all of one dtype but
     the bias -> [rows, D]."""
     rows, width = x.shape
-    y, constants = x.new_empty(rows, width), _constants(code.shape[1], x.dtype)
+    y, constants = x.new_empty(rows, width), _constants(code.shape[1], x.dtype, backward=False)
     programs = triton.cdiv(rows, constants["BLOCK_ROWS"]) * triton.cdiv(width, constants["BLOCK_WIDTH"])
     forward_kernel[(programs,)](x, code, weight, bias, y, x.stride(0), code.stride(0), rows, width, **constants)
     return y
@@ -82,7 +82,8 @@ def forward(x: Tensor, code: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def backward(dy: Tensor, x: Tensor, code: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """dx and the gradient of the logits [rows, D], and that of the bias; dy as x."""
     rows, width = x.shape
-    dx, dlogits, constants = x.new_empty(rows, width), x.new_empty(rows, width), _constants(code.shape[1], x.dtype)
+    dx, dlogits = x.new_empty(rows, width), x.new_empty(rows, width)
+    constants = _constants(code.shape[1], x.dtype, backward=True)
     tiles = triton.cdiv(rows, constants["BLOCK_ROWS"])
     partial = x.new_empty(tiles, width, dtype=torch.float32)
     backward_kernel[(tiles * triton.cdiv(width, constants["BLOCK_WIDTH"]),)](
@@ -97,7 +98,7 @@ def compile_cases() -> list[tuple[object, dict[str, str], dict[str, int], dict[s
     cases = []
     for rank in (16, 32, 128):
         for kernel in (forward_kernel, backward_kernel):
-            constants = _constants(rank, torch.bfloat16)
+            constants = _constants(rank, torch.bfloat16, backward=kernel is backward_kernel)
             types = {
                 name: "i32" if not name.endswith("_ptr") else "*fp32" if name == "partial_ptr" else "*bf16"
                 for name in kernel.arg_names

@@ -20,8 +20,10 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
-FORWARD = {"BLOCK_T": 64, "BLOCK_D": 512, "ROWS": 4, "num_warps": 2}
-BACKWARD = {"BLOCK_T": 64, "BLOCK_D": 256, "ROWS": 4, "num_warps": 2}
+FORWARD = {"BLOCK_T": 64, "BLOCK_D": 256, "ROWS": 4, "num_warps": 2}
+BACKWARD = {"BLOCK_T": 64, "BLOCK_D": 128, "ROWS": 4, "num_warps": 1}
+FEW_TAPS = 4
+"""Above, the backward takes two rows at a time: four take the compiler a minute."""
 SUM_COLUMNS = 32
 SUM_TILES = 64
 
@@ -185,33 +187,23 @@ def _left_behind(
 
 
 @triton.jit
-def _gradient_step(
-    x, dy, t, begin, end, window, waiting, taps, bias, dx_ptr, dstate_ptr, dnext_ptr, documents_ptr,
-    length, width, column, inside,
-    TAPS: tl.constexpr, SILU: tl.constexpr, STATE: tl.constexpr, DOCUMENTS: tl.constexpr, FINAL: tl.constexpr,
-):  # fmt: skip
-    """One token: waiting[k - 1] is what dx_{t-k} got so far. Returns dp_t, its inputs, and all three moved on."""
-    if _starts(documents_ptr, t, length, DOCUMENTS):
-        for k in tl.static_range(1, TAPS):
-            _store_gradient(
-                dx_ptr, dstate_ptr, waiting[k - 1], t - k, begin, end, width, column, inside, TAPS, STATE
-            )  # fmt: skip
-        begin = t
-        nothing = tl.zeros_like(bias)
-        window, waiting = (nothing,) * (TAPS - 1), (nothing,) * (TAPS - 1)
-    x, dp = x.to(tl.float32), dy.to(tl.float32)
+def _gradient(x, dy, window, taps, bias, TAPS: tl.constexpr, SILU: tl.constexpr):
+    """dp_t."""
+    dp = dy.to(tl.float32)
     if SILU:
         p = _pre_activation(x, window, taps, bias, TAPS)
         gate = tl.sigmoid(p)
         dp *= gate * (1.0 + p * (1.0 - gate))
-    own = _left_behind(dnext_ptr, documents_ptr, t, length, width, column, inside, TAPS, FINAL, DOCUMENTS)
+    return dp
+
+
+@triton.jit
+def _pass_on(dp, own, waiting, taps, TAPS: tl.constexpr):
+    """What dx_t, dx_{t-1}, .. have after token t; the last is complete."""
     moved = (own + dp * taps[0],)
     for k in tl.static_range(1, TAPS):
         moved = moved + (waiting[k - 1] + dp * taps[k],)
-    _store_gradient(
-        dx_ptr, dstate_ptr, moved[TAPS - 1], t - (TAPS - 1), begin, end, width, column, inside, TAPS, STATE
-    )  # fmt: skip
-    return dp, (x,) + window, begin, moved[: TAPS - 1]
+    return moved
 
 
 @triton.jit
@@ -231,7 +223,10 @@ def backward_kernel(
     TAPS: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, STATE: tl.constexpr, DOCUMENTS: tl.constexpr,
     FINAL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of this tile's inputs, and its share of those of the taps (the newest input's first) and the bias."""
+    """Gradients of this tile's inputs, and its share of those of the taps (the newest input's first) and the bias.
+
+    waiting[k - 1] is what dx_{t-k} got so far; where a document starts, nothing more is to come.
+    """
     batch, first, batch_tile, column = _place(length, width, BLOCK_T, BLOCK_D)
     inside = column < width
     x_ptr += batch * x_b
@@ -256,34 +251,54 @@ def backward_kernel(
     if STATE:
         begin = tl.where(first == 0, 1 - TAPS, first)
     end = tl.minimum(first + BLOCK_T, length)
-    sums = (tl.zeros([BLOCK_D], tl.float32),) * (TAPS + 1)
+    nothing = tl.zeros([BLOCK_D], tl.float32)
+    sums = (nothing,) * (TAPS + 1)
+    # The next rows are under way while these are computed.
+    next_xs = _load_rows(x_ptr, first, end, x_t, column, inside, ROWS)
+    next_dys = _load_rows(dy_ptr, first, end, dy_t, column, inside, ROWS)
     for start in range(first, end, ROWS):
-        xs = _load_rows(x_ptr, start, end, x_t, column, inside, ROWS)
-        dys = _load_rows(dy_ptr, start, end, dy_t, column, inside, ROWS)
+        xs, dys = next_xs, next_dys
+        next_xs = _load_rows(x_ptr, start + ROWS, end, x_t, column, inside, ROWS)
+        next_dys = _load_rows(dy_ptr, start + ROWS, end, dy_t, column, inside, ROWS)
         # Rows are added up among themselves first: one long sum would lose more than the reference does.
-        some = (tl.zeros([BLOCK_D], tl.float32),) * (TAPS + 1)
+        some = (nothing,) * (TAPS + 1)
         for r in tl.static_range(ROWS):
-            dp, inputs, begin, waiting = _gradient_step(
-                xs[r], dys[r], start + r, begin, end, window, waiting, taps, bias,
-                dx_ptr, dstate_ptr, dnext_ptr, documents_ptr, length, width, column, inside,
-                TAPS, SILU, STATE, DOCUMENTS, FINAL,
-            )  # fmt: skip
-            window = inputs[: TAPS - 1]
+            t = start + r
+            if _starts(documents_ptr, t, length, DOCUMENTS):
+                for k in tl.static_range(1, TAPS):
+                    _store_gradient(
+                        dx_ptr, dstate_ptr, waiting[k - 1], t - k, begin, end, width, column, inside, TAPS, STATE
+                    )
+                begin = t
+                window, waiting = (nothing,) * (TAPS - 1), (nothing,) * (TAPS - 1)
+            x = xs[r].to(tl.float32)
+            dp = _gradient(x, dys[r], window, taps, bias, TAPS, SILU)
+            own = _left_behind(dnext_ptr, documents_ptr, t, length, width, column, inside, TAPS, FINAL, DOCUMENTS)
+            moved = _pass_on(dp, own, waiting, taps, TAPS)
+            _store_gradient(
+                dx_ptr, dstate_ptr, moved[TAPS - 1], t - (TAPS - 1), begin, end, width, column, inside, TAPS, STATE
+            )
+            inputs = (x,) + window
+            window, waiting = inputs[: TAPS - 1], moved[: TAPS - 1]
             some = _add(some, dp, inputs, TAPS) + (some[TAPS] + dp,)
         sums = _add(sums, 1.0, some, TAPS + 1)
     for k in tl.static_range(TAPS + 1):
         tl.store(partial_ptr + (batch_tile.to(tl.int64) * (TAPS + 1) + k) * width + column, sums[k], mask=inside)
-    # The tokens behind the tile, for the last of its own.
+    # The tokens behind the tile, of the document of its last one.
     behind = first + tl.cdiv(end - first, ROWS) * ROWS
     xs = _load_rows(x_ptr, behind, length, x_t, column, inside, TAPS - 1)
     dys = _load_rows(dy_ptr, behind, length, dy_t, column, inside, TAPS - 1)
+    goes_on = behind >= 0
     for r in tl.static_range(TAPS - 1):
-        _, inputs, begin, waiting = _gradient_step(
-            xs[r], dys[r], behind + r, begin, end, window, waiting, taps, bias,
-            dx_ptr, dstate_ptr, dnext_ptr, documents_ptr, length, width, column, inside,
-            TAPS, SILU, STATE, DOCUMENTS, FINAL,
-        )  # fmt: skip
-        window = inputs[: TAPS - 1]
+        t = behind + r
+        goes_on = goes_on & (_starts(documents_ptr, t, length, DOCUMENTS) == 0)
+        x = xs[r].to(tl.float32)
+        dp = tl.where(goes_on, _gradient(x, dys[r], window, taps, bias, TAPS, SILU), 0.0)
+        moved = _pass_on(dp, nothing, waiting, taps, TAPS)
+        _store_gradient(
+            dx_ptr, dstate_ptr, moved[TAPS - 1], t - (TAPS - 1), begin, end, width, column, inside, TAPS, STATE
+        )
+        window, waiting = (x,) + window[: TAPS - 2], moved[: TAPS - 1]
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -304,6 +319,10 @@ def sum_kernel(
     else:
         at = dweight_ptr + column * TAPS + TAPS - 1 - k
         tl.store(at, total.to(dweight_ptr.dtype.element_ty), mask=inside)
+
+
+def _backward_table(taps: int) -> dict[str, int]:
+    return BACKWARD if taps <= FEW_TAPS else BACKWARD | {"ROWS": 2}
 
 
 def forward(
@@ -346,7 +365,7 @@ def backward(
         dy, dnext, x, weight, bias, state, documents, dx, dstate, partial,
         *dy.stride()[:2], *x.stride()[:2], length, width,
         TAPS=taps, SILU=silu, BIAS=bias is not None, STATE=state is not None, DOCUMENTS=documents is not None,
-        FINAL=dnext is not None, **BACKWARD,
+        FINAL=dnext is not None, **_backward_table(taps),
     )  # fmt: skip
     dweight, dbias = torch.empty_like(weight), weight.new_empty(width)
     sum_kernel[(triton.cdiv(width, SUM_COLUMNS), taps + 1)](
@@ -362,7 +381,7 @@ def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dic
     for taps in (4, 8):
         for kernel, table, more in (
             (forward_kernel, FORWARD, {}),
-            (backward_kernel, BACKWARD, {"FINAL": False, "dnext_ptr": None, "dstate_ptr": None}),
+            (backward_kernel, _backward_table(taps), {"FINAL": False, "dnext_ptr": None, "dstate_ptr": None}),
         ):
             blocks = {name: value for name, value in table.items() if name != "num_warps"}
             flags = {"SILU": True, "BIAS": True, "STATE": False, "DOCUMENTS": True, "state_ptr": None}

@@ -1,7 +1,8 @@
 """p = u w and the row sums of u^2 with u = (x + d s) silu(g): a feed-through d s joins x before gate and norm.
 
-Bytes: forward reads x, s and g and writes p; backward reads x, s, g, dp and writes dx, ds, dg. In the backward tiles of
-columns walk down segments of rows, each adding up its own dw and dd; those sums are added afterwards.
+Bytes: forward reads x, s and g and writes p; backward reads x, s, g, dp and writes dx and dg; ds = d dx is left to what
+reads it. In the backward tiles of columns walk down segments of rows, each adding up its own dw and dd; those sums are
+added afterwards.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def forward_kernel(
 @triton.jit(do_not_specialize=["rows", "segment_rows"])
 def backward_kernel(
     dproduct_ptr, dsquares_ptr, x_ptr, skip_ptr, gate_ptr, factor_ptr, weight_ptr,
-    dx_ptr, dskip_ptr, dgate_ptr, partial_ptr,  # partial [2, segments, D] fp32: of the factor, of the weight
+    dx_ptr, dgate_ptr, partial_ptr,  # partial [2, segments, D] fp32: of the factor, of the weight
     dproduct_row, x_row, skip_row, gate_row, rows, width, segment_rows,
     BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -73,7 +74,6 @@ def backward_kernel(
         dx = du * silu
         offset = row[:, None] * width + column[None, :]
         tl.store(dx_ptr + offset, dx, mask=mask)
-        tl.store(dskip_ptr + offset, dx * factor, mask=mask)
         tl.store(dgate_ptr + offset, du * joined * (sigmoid + silu * (1.0 - sigmoid)), mask=mask)
         dfactor += dx * skip
         dweight += dproduct * u
@@ -108,20 +108,20 @@ def forward(x: Tensor, skip: Tensor, gate: Tensor, factor: Tensor, weight: Tenso
 
 def backward(
     dproduct: Tensor, dsquares: Tensor, x: Tensor, skip: Tensor, gate: Tensor, factor: Tensor, weight: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dx, dskip, dgate (contiguous), dfactor and dweight; dproduct as x, dsquares [rows] fp32 contiguous."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dx, dgate (contiguous), dfactor and dweight; dproduct as x, dsquares [rows] fp32 contiguous."""
     rows, width = x.shape
-    dx, dskip, dgate = (tensor.new_empty(rows, width) for tensor in (x, skip, gate))
+    dx, dgate = x.new_empty(rows, width), gate.new_empty(rows, width)
     constants = _backward_constants(width)
     tiles = triton.cdiv(width, constants["BLOCK_WIDTH"])
     segments = min(triton.cdiv(rows, constants["BLOCK_ROWS"]), triton.cdiv(SEGMENTS, tiles))
     partial = x.new_empty(2, segments, width, dtype=torch.float32)
     backward_kernel[(segments, tiles)](
-        dproduct, dsquares, x, skip, gate, factor, weight, dx, dskip, dgate, partial,
+        dproduct, dsquares, x, skip, gate, factor, weight, dx, dgate, partial,
         dproduct.stride(0), x.stride(0), skip.stride(0), gate.stride(0), rows, width, triton.cdiv(rows, segments),
         **constants,
     )  # fmt: skip
-    return dx, dskip, dgate, partial[0].sum(0).to(factor.dtype), partial[1].sum(0).to(weight.dtype)
+    return dx, dgate, partial[0].sum(0).to(factor.dtype), partial[1].sum(0).to(weight.dtype)
 
 
 def compile_cases() -> list[tuple[object, dict[str, str], dict[str, int], dict[str, int]]]:

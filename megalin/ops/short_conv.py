@@ -218,10 +218,10 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 
 def _self_test(backend: Compiled, device: str) -> str:
     """Two tiles of tokens with documents' starts in and before each, an entering state, and none of either."""
-    x, state = sample(2, 70, 20, device=device), sample(2, 3, 20, device=device, seed=1)
+    x, state = sample(2, 140, 20, device=device), sample(2, 3, 20, device=device, seed=1)
     weight, bias = sample(20, 4, device=device, seed=2), sample(20, device=device, seed=3)
-    starts = torch.zeros(2, 70, dtype=torch.int32, device=device)
-    starts[0, 2], starts[0, 63], starts[1, 65], starts[1, 66] = 1, 1, 1, 1
+    starts = torch.zeros(2, 140, dtype=torch.int32, device=device)
+    starts[0, 2], starts[0, 128], starts[1, 129], starts[1, 130] = 1, 1, 1, 1
     for documents in (None, starts.cumsum(1, dtype=torch.int32)):
 
         def kernel(

@@ -81,8 +81,8 @@ def _(x: Tensor, skip: Tensor, factor: Tensor, gate: Tensor, weight: Tensor) -> 
 @torch.library.custom_op("megalin::skip_gated_squares_backward", mutates_args=())
 def _backward(
     dproduct: Tensor, dsquares: Tensor, x: Tensor, skip: Tensor, factor: Tensor, gate: Tensor, weight: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Of x, skip, gate, factor and weight."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of x, gate, factor and weight; that of skip is factor times the first."""
     from megalin._triton import skip_gated_squares as kernels
 
     return kernels.backward(_rows(dproduct), dsquares.contiguous(), x, skip, gate, factor, weight)
@@ -91,9 +91,8 @@ def _backward(
 @_backward.register_fake
 def _(
     dproduct: Tensor, dsquares: Tensor, x: Tensor, skip: Tensor, factor: Tensor, gate: Tensor, weight: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dx, dskip, dgate = (tensor.new_empty(tensor.shape) for tensor in (x, skip, gate))
-    return dx, dskip, dgate, torch.empty_like(factor), torch.empty_like(weight)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), gate.new_empty(gate.shape), torch.empty_like(factor), torch.empty_like(weight)
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -101,8 +100,10 @@ def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -
 
 
 def _differentiate(ctx: Any, dproduct: Tensor, dsquares: Tensor) -> tuple[Tensor, ...]:
-    dx, dskip, dgate, dfactor, dweight = _backward(dproduct, dsquares, *ctx.saved_tensors)
-    return dx, dskip, dfactor, dgate, dweight
+    x, skip, factor, gate, weight = ctx.saved_tensors
+    dx, dgate, dfactor, dweight = _backward(dproduct, dsquares, x, skip, factor, gate, weight)
+    # Outside the kernel: a compiled block adds it to skip's other gradients without writing it.
+    return dx, (factor * dx).to(skip.dtype), dfactor, dgate, dweight
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

@@ -36,7 +36,8 @@ def make_inputs(batch, length, width, taps, dtype):
 def make_documents(batch, length):
     """Starts at one token in 16, and at the first of a tile."""
     starts = torch.rand(batch, length, device="cuda") < 1 / 16
-    starts[:, 64::256] = True
+    starts[:, 64::128] = True
+    starts[:, 129::128] = True
     return starts.cumsum(1, dtype=torch.int32)
 
 

@@ -111,10 +111,11 @@ def test_bf16_inputs_lose_only_their_own_rounding():
         (1, False, torch.float32),
         (2, True, torch.bfloat16),
         (3, False, torch.float16),
-        (63, True, torch.float32),
+        (63, True, torch.float16),
         (64, False, torch.bfloat16),
-        (65, False, torch.float32),
-        (65, True, torch.float16),
+        (65, True, torch.float32),
+        (128, False, torch.bfloat16),
+        (129, False, torch.float32),
     ],
 )
 def test_the_kernel_is_as_good_as_the_reference(length: int, packed: bool, dtype: torch.dtype):
@@ -131,13 +132,13 @@ def test_the_kernel_is_as_good_as_the_reference(length: int, packed: bool, dtype
 )
 def test_the_kernel_of_every_width(taps: int, activation):
     """Documents shorter than the window, before and in the second tile."""
-    starts = torch.zeros(BATCH, 70, dtype=torch.int32)
-    starts[0, [1, 3, 60, 64, 66]], starts[1, [62, 69]] = 1, 1
+    starts = torch.zeros(BATCH, 134, dtype=torch.int32)
+    starts[0, [1, 3, 64, 128, 130]], starts[1, [126, 129]] = 1, 1
     options = {"document_ids": starts.cumsum(1), "activation": activation}
     assert_as_good_as_the_reference(
         lambda **x: short_conv(**x, **options, backend="triton"),
         lambda **x: short_conv_reference(**x, **options),
-        make_inputs(70, torch.float32, taps=taps),
+        make_inputs(134, torch.float32, taps=taps),
     )
 
 
