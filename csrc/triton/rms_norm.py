@@ -64,7 +64,7 @@ def backward_kernel(
 
 
 PROCESSORS = 132
-"""The backward has one or two programs for each, whatever the rows."""
+"""The backward has three programs of narrow rows or one of wide rows for each, whatever their number."""
 
 
 def _forward_constants(width: int) -> dict[str, int]:
@@ -76,10 +76,12 @@ def _forward_constants(width: int) -> dict[str, int]:
 def _backward_constants(width: int, element_size: int) -> dict[str, int]:
     """Rows on their way fill shared memory: those of x and dy, one stage less than there are."""
     block_width = triton.next_power_of_2(width)
-    block_rows = max(1, (4096 if block_width == 1024 else 2048) // block_width)
-    stages = 3 if 4 * block_width * element_size <= 2**17 else 2
-    warps = 32 if block_width > 4096 else 8 if block_width > 1024 else 4
-    return {"STAGES": stages, "BLOCK_ROWS": block_rows, "BLOCK_WIDTH": block_width, "num_warps": warps}
+    if width <= 2048:
+        return {"STAGES": 4, "BLOCK_ROWS": 2048 // block_width, "BLOCK_WIDTH": block_width, "num_warps": 4}
+    elements = max(8192, block_width)
+    stages = 3 if 4 * elements * element_size <= 2**17 else 2
+    warps = 32 if block_width > 8192 else 16
+    return {"STAGES": stages, "BLOCK_ROWS": elements // block_width, "BLOCK_WIDTH": block_width, "num_warps": warps}
 
 
 def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -96,7 +98,7 @@ def backward(dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tens
     """dy, x [rows, width] contiguous, weight [width], scale [rows] -> dx and dweight like x and weight."""
     rows, width = x.shape
     constants = _backward_constants(width, x.element_size())
-    programs = min(triton.cdiv(rows, constants["BLOCK_ROWS"]), PROCESSORS * (2 if width <= 4096 else 1))
+    programs = min(triton.cdiv(rows, constants["BLOCK_ROWS"]), PROCESSORS * (3 if width <= 2048 else 1))
     dx, partial = torch.empty_like(x), x.new_empty(programs, width, dtype=torch.float32)
     program_rows = triton.cdiv(rows, programs)
     backward_kernel[(programs,)](dy, x, weight, scale, dx, partial, rows, width, program_rows, **constants)
