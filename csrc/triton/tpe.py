@@ -5,9 +5,7 @@
 
 S does not hold B, so a step of a state is two multiply-adds, one into S and one into y. A warp has all decays of a few
 channels, a quarter or an eighth of them a thread, over a segment of the tokens; states between segments come from a
-pass without outputs. Tables lie as [E, D] and widths are not specialised, so that threads split channels before decays
-and y's sum is one of registers. A document's first token forgets S, R and Q; `starts` [B, T + 1] says where, the last
-entry is 0. States are forgotten in a loop of no or one turn: what a condition guards would be issued at every token.
+pass without outputs. A document's first token forgets S, R and Q; `starts` [B, T + 1] says where, the last entry is 0.
 Operations: a multiply-add a state and token in the first pass, two in the second, eight in the backward.
 
 A lambda rounded to fp32 errs the same way at every token, and lambda^n by n times as much: every four tokens states
@@ -35,16 +33,16 @@ FOLD_BLOCK = 256
 
 @triton.jit
 def _place(decay_ptr, width, decays, CHANNELS: tl.constexpr, DECAYS: tl.constexpr):
-    """Channels, offsets [DECAYS, CHANNELS] in a [E, D] table with their mask, lambda (0 outside) and its mending."""
+    """Channels, offsets [DECAYS, CHANNELS] in a [D, E] table with their mask, lambda (0 outside) and its mending."""
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     index = tl.arange(0, DECAYS)
     mask = (index < decays)[:, None] & (channel < width)[None, :]
     decay = tl.load(decay_ptr + index, mask=index < decays, other=0.0)
     rest = tl.load(decay_ptr + decays + index, mask=index < decays, other=0.0)
-    return channel, index[:, None] * width + channel[None, :], mask, decay[:, None], rest[:, None]
+    return channel, channel[None, :].to(tl.int64) * decays + index[:, None], mask, decay[:, None], rest[:, None]
 
 
-@triton.jit(do_not_specialize=["length", "segment", "segments", "width"])
+@triton.jit(do_not_specialize=["length", "segment", "segments"])
 def states_kernel(
     x_ptr, decay_ptr, starts_ptr, state_ptr, slope_ptr, length, segment, segments, width, decays,
     REVERSE: tl.constexpr, SLOPES: tl.constexpr, MENDED: tl.constexpr, CHANNELS: tl.constexpr, DECAYS: tl.constexpr
@@ -64,37 +62,37 @@ def states_kernel(
     state = tl.zeros([DECAYS, CHANNELS], tl.float32)
     slope = tl.zeros([DECAYS, CHANNELS], tl.float32)
     x = tl.load(row, mask=channel < width, other=0.0)
-    for start in range(0, count, MENDED):
-        for i in range(start, tl.minimum(start + MENDED, count)):
-            row += step * width
-            following = tl.load(row, mask=(channel < width) & (i + 1 < count), other=0.0)
-            for _ in range(tl.load(flag).to(tl.int32)):
-                state *= 0.0
-                slope *= 0.0
-            flag += step
-            if SLOPES:
-                slope = (slope + state) * decay
-            state = state * decay + x.to(tl.float32)[None, :]
-            x = following
-        state += state * rest
+    for i in range(count):
+        row += step * width
+        following = tl.load(row, mask=(channel < width) & (i + 1 < count), other=0.0)
+        if tl.load(flag) != 0:
+            state = tl.zeros_like(state)
+            slope = tl.zeros_like(slope)
+        flag += step
         if SLOPES:
-            slope += slope * rest
+            slope = (slope + state) * decay
+        state = state * decay + x.to(tl.float32)[None, :]
+        if i % MENDED == MENDED - 1:
+            state += state * rest
+            if SLOPES:
+                slope += slope * rest
+        x = following
     place = (batch * segments + part) * width * decays + table
     tl.store(state_ptr + place, state, mask=mask)
     if SLOPES:
         tl.store(slope_ptr + place, slope, mask=mask)
 
 
-@triton.jit(do_not_specialize=["segment", "segments", "width"])
+@triton.jit(do_not_specialize=["segment", "segments"])
 def fold_kernel(
-    decay_ptr, broken_ptr, state_ptr, slope_ptr, segment, segments, size, width, decays,
+    decay_ptr, broken_ptr, state_ptr, slope_ptr, segment, segments, size, decays,
     REVERSE: tl.constexpr, SLOPES: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """In place: what a segment leaves behind -> what enters it. `broken`: whether a document starts in a segment."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     batch = tl.program_id(1).to(tl.int64)
     mask = place < size
-    through = tl.load(decay_ptr + 2 * decays + place // width, mask=mask, other=0.0)
+    through = tl.load(decay_ptr + 2 * decays + place % decays, mask=mask, other=0.0)
     state = tl.zeros([BLOCK], tl.float32)
     slope = tl.zeros([BLOCK], tl.float32)
     for i in range(segments):
@@ -109,13 +107,13 @@ def fold_kernel(
         state = kept * state + added
 
 
-@triton.jit(do_not_specialize=["length", "segment", "segments", "width"])
+@triton.jit(do_not_specialize=["length", "segment", "segments"])
 def scan_kernel(
     x_ptr, coefficients_ptr, decay_ptr, starts_ptr, entering_ptr, y_ptr, leaving_ptr,
     length, segment, segments, width, decays,
     REVERSE: tl.constexpr, MENDED: tl.constexpr, CHANNELS: tl.constexpr, DECAYS: tl.constexpr
 ):  # fmt: skip
-    """y from x and S; with `REVERSE` dx from dy and R. `leaving` [B, E, D] is the state after the last segment."""
+    """y from x and S; with `REVERSE` dx from dy and R. `leaving` [B, D, E] is the state after the last segment."""
     channel, table, mask, decay, rest = _place(decay_ptr, width, decays, CHANNELS, DECAYS)
     part, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     begin = part * segment
@@ -133,27 +131,27 @@ def scan_kernel(
         place = (batch * segments + part) * width * decays + table
         state = tl.load(entering_ptr + place, mask=mask, other=0.0)
     x = tl.load(x_ptr + row, mask=channel < width, other=0.0)
-    for start in range(0, count, MENDED):
-        for i in range(start, tl.minimum(start + MENDED, count)):
-            following = tl.load(x_ptr + row + step * width, mask=(channel < width) & (i + 1 < count), other=0.0)
-            for _ in range(tl.load(flag).to(tl.int32)):
-                state *= 0.0
-            flag += step
-            state = state * decay + x.to(tl.float32)[None, :]
-            tl.store(y_ptr + row, tl.sum(state * coefficients, axis=0), mask=channel < width)
-            row += step * width
-            x = following
-        state += state * rest
+    for i in range(count):
+        following = tl.load(x_ptr + row + step * width, mask=(channel < width) & (i + 1 < count), other=0.0)
+        if tl.load(flag) != 0:
+            state = tl.zeros_like(state)
+        flag += step
+        state = state * decay + x.to(tl.float32)[None, :]
+        tl.store(y_ptr + row, tl.sum(state * coefficients, axis=0), mask=channel < width)
+        row += step * width
+        if i % MENDED == MENDED - 1:
+            state += state * rest
+        x = following
     if part == segments - 1:
         tl.store(leaving_ptr + batch * width * decays + table, state, mask=mask)
 
 
-@triton.jit(do_not_specialize=["length", "segment", "segments", "width"])
+@triton.jit(do_not_specialize=["length", "segment", "segments"])
 def gradient_kernel(
     x_ptr, dy_ptr, decay_ptr, starts_ptr, state_ptr, slope_ptr, dcoefficients_ptr, dslope_ptr, leaving_ptr,
     length, segment, segments, width, decays, MENDED: tl.constexpr, CHANNELS: tl.constexpr, DECAYS: tl.constexpr
 ):  # fmt: skip
-    """sum_t dy_t S_t and sum_t dy_t Q_t over each segment; `leaving` [B, E, D] is Q after the last one."""
+    """sum_t dy_t S_t and sum_t dy_t Q_t over each segment; `leaving` [B, D, E] is Q after the last one."""
     channel, table, mask, decay, rest = _place(decay_ptr, width, decays, CHANNELS, DECAYS)
     part, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     begin = part * segment
@@ -170,22 +168,22 @@ def gradient_kernel(
         slope = tl.load(slope_ptr + place, mask=mask, other=0.0)
     x = tl.load(x_ptr + row, mask=channel < width, other=0.0)
     dy = tl.load(dy_ptr + row, mask=channel < width, other=0.0)
-    for start in range(0, count, MENDED):
-        for i in range(start, tl.minimum(start + MENDED, count)):
-            row += width
-            following = tl.load(x_ptr + row, mask=(channel < width) & (i + 1 < count), other=0.0)
-            dfollowing = tl.load(dy_ptr + row, mask=(channel < width) & (i + 1 < count), other=0.0)
-            for _ in range(tl.load(flag + i).to(tl.int32)):
-                state *= 0.0
-                slope *= 0.0
-            slope = (slope + state) * decay
-            state = state * decay + x.to(tl.float32)[None, :]
-            dcoefficients += dy.to(tl.float32)[None, :] * state
-            dslope += dy.to(tl.float32)[None, :] * slope
-            x = following
-            dy = dfollowing
-        state += state * rest
-        slope += slope * rest
+    for i in range(count):
+        row += width
+        following = tl.load(x_ptr + row, mask=(channel < width) & (i + 1 < count), other=0.0)
+        dfollowing = tl.load(dy_ptr + row, mask=(channel < width) & (i + 1 < count), other=0.0)
+        if tl.load(flag + i) != 0:
+            state = tl.zeros_like(state)
+            slope = tl.zeros_like(slope)
+        slope = (slope + state) * decay
+        state = state * decay + x.to(tl.float32)[None, :]
+        dcoefficients += dy.to(tl.float32)[None, :] * state
+        dslope += dy.to(tl.float32)[None, :] * slope
+        if i % MENDED == MENDED - 1:
+            state += state * rest
+            slope += slope * rest
+        x = following
+        dy = dfollowing
     tl.store(dcoefficients_ptr + place, dcoefficients, mask=mask)
     tl.store(dslope_ptr + place, dslope, mask=mask)
     if part == segments - 1:
@@ -209,13 +207,13 @@ def backward_parameters(dy: Tensor, x: Tensor, log_decay: Tensor, starts: Tensor
     segment, segments = _segments(x)
     table = _decays(log_decay, segment)
     state, slope = _entering(x, table, starts, reverse=False, slopes=True)
-    parts = [log_decay.new_empty(batch * segments, decays, width) for _ in range(2)]
-    leaving = log_decay.new_empty(batch, decays, width)
+    parts = [log_decay.new_empty(batch * segments, width, decays) for _ in range(2)]
+    leaving = log_decay.new_empty(batch, width, decays)
     gradient_kernel[(triton.cdiv(width, GRADIENT_CHANNELS), segments, batch)](
         x, dy, table, starts, state, slope, *parts, leaving, length, segment, segments, width, decays,
         MENDED=MENDED, CHANNELS=GRADIENT_CHANNELS, DECAYS=triton.next_power_of_2(decays), num_warps=1
     )  # fmt: skip
-    return *(part.sum(0, dtype=torch.float64).mT.contiguous() for part in parts), leaving.mT.contiguous()
+    return parts[0].sum(0, dtype=torch.float64), parts[1].sum(0, dtype=torch.float64), leaving
 
 
 def _scan(x: Tensor, coefficients: Tensor, log_decay: Tensor, starts: Tensor, y: Tensor, *, reverse: bool) -> Tensor:
@@ -223,12 +221,12 @@ def _scan(x: Tensor, coefficients: Tensor, log_decay: Tensor, starts: Tensor, y:
     segment, segments = _segments(x)
     table = _decays(log_decay, segment)
     entering, _ = _entering(x, table, starts, reverse=reverse, slopes=False)
-    leaving = log_decay.new_empty(batch, decays, width)
+    leaving = log_decay.new_empty(batch, width, decays)
     scan_kernel[(triton.cdiv(width, CHANNELS), segments, batch)](
-        x, coefficients.mT.contiguous(), table, starts, entering, y, leaving, length, segment, segments, width, decays,
+        x, coefficients, table, starts, entering, y, leaving, length, segment, segments, width, decays,
         REVERSE=reverse, MENDED=MENDED, CHANNELS=CHANNELS, DECAYS=triton.next_power_of_2(decays), num_warps=1
     )  # fmt: skip
-    return leaving.mT.contiguous()
+    return leaving
 
 
 def _segments(x: Tensor) -> tuple[int, int]:
@@ -249,12 +247,12 @@ def _decays(log_decay: Tensor, segment: int) -> Tensor:
 
 
 def _entering(x: Tensor, table: Tensor, starts: Tensor, *, reverse: bool, slopes: bool) -> tuple[Tensor, Tensor]:
-    """S or R, and Q, [B, segments, E, D] as they enter the segments; nothing is computed where there is one."""
+    """S or R, and Q, [B, segments, D, E] as they enter the segments; nothing is computed where there is one."""
     (batch, length, width), decays = x.shape, table.shape[1]
     segment, segments = _segments(x)
     if segments == 1:
         return table, table
-    state = table.new_empty(batch, segments, decays, width)
+    state = table.new_empty(batch, segments, width, decays)
     slope = state.new_empty(state.shape) if slopes else table
     channels = GRADIENT_CHANNELS if slopes else CHANNELS
     states_kernel[(triton.cdiv(width, channels), segments, batch)](
@@ -266,7 +264,7 @@ def _entering(x: Tensor, table: Tensor, starts: Tensor, *, reverse: bool, slopes
     broken = functional.pad(flags, (0, segments * segment - length)).unflatten(1, (segments, segment)).amax(-1)
     size = width * decays
     fold_kernel[(triton.cdiv(size, FOLD_BLOCK), batch)](
-        table, broken, state, slope, segment, segments, size, width, decays,
+        table, broken, state, slope, segment, segments, size, decays,
         REVERSE=reverse, SLOPES=slopes, BLOCK=FOLD_BLOCK, num_warps=2
     )  # fmt: skip
     return state, slope
