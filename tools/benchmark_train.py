@@ -191,6 +191,8 @@ def describe_floor(floor: Floor, step_seconds: float) -> dict[str, Any]:
         "floor_milliseconds": floor.seconds * 1e3,
         "floor_parts_milliseconds": {
             "products": floor.products * 1e3,
+            "products_alone": floor.products_alone * 1e3,
+            "products_in_step": floor.products_in_step * 1e3,
             "mixing": floor.mixing * 1e3,
             "bytes": floor.bytes * 1e3,
         },

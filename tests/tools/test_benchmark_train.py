@@ -111,6 +111,20 @@ def test_depthwise_convolutions_have_no_wide_input():
     assert with_conv == bare + rest
 
 
+def test_the_floor_takes_products_at_the_lesser_of_their_times(monkeypatch):
+    from train_benchmarks import floor
+
+    operand = floor.Operand((4, 4), (4, 1), torch.float32)
+    product = ("aten::mm", (operand, operand))
+    monkeypatch.setattr(floor, "_time_product", lambda product, count: 2.0)
+    monkeypatch.setattr(floor, "copy_bandwidth", lambda: 10.0)
+    for in_step, expected in ((5.0, 5.0), (7.0, 6.0)):
+        recorded = floor.Recorded(Counter({product: 3}), in_step, {"megalin::decay_scan": 4.0})
+        found = floor.measure_floor(recorded, 20)
+        assert found.seconds == expected + 4.0 + 2.0
+        assert (found.products_alone, found.products_in_step) == (6.0, in_step)
+
+
 @pytest.mark.parametrize(
     ("library", "preset", "message"),
     [

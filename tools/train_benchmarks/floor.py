@@ -2,7 +2,8 @@
 
 The floor is the sum of three times of one run, since a step does them one after the other:
 
-- products: every matrix product that a profiled step launched, with its shapes, strides and dtypes, timed alone;
+- products: every matrix product that a profiled step launched, with its shapes, strides and dtypes, timed alone; or
+  the time that they took in that step where it is less, since alone, in a row, they run into the chip's power limit;
 - mixing: the scans or the softmax attention, at the time that their kernels take in the profiled step;
 - bytes: what no pass around them can avoid, over the bandwidth of a device copy. Of n tokens, for a matrix of
   [out, in] inside a block, in the dtype of computation c: forward, its input is written (n in) by a norm, gate or
@@ -55,6 +56,8 @@ class Recorded(NamedTuple):
     """What a profiled step launched."""
 
     products: Counter[Product]
+    product_seconds: float
+    """Device time of all products in the step."""
     mixing_seconds: dict[str, float]
     """Device time by op."""
 
@@ -63,6 +66,9 @@ class Floor(NamedTuple):
     """Seconds a step, and where they come from."""
 
     products: float
+    """The lesser of the two below."""
+    products_alone: float
+    products_in_step: float
     mixing: float
     bytes: float
     product_rows: list[dict[str, Any]]
@@ -82,16 +88,14 @@ def record(step: Callable[[], object]) -> tuple[Recorded, Any]:
     """Profiles one call of `step`; also the profile, for tables."""
     with torch.profiler.profile(record_shapes=True) as profile:
         step()
-    mixing = {
-        event.key: event.self_device_time_total * 1e-6
-        for event in profile.key_averages()
-        if MIXING.match(event.key) and event.self_device_time_total
-    }
+    seconds = {event.key: event.self_device_time_total * 1e-6 for event in profile.key_averages()}
+    mixing = {name: time for name, time in seconds.items() if MIXING.match(name) and time}
+    in_step = sum(time for name, time in seconds.items() if name in PRODUCTS)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
         events = json.loads(path.read_text("utf-8"))["traceEvents"]
-    return Recorded(Counter(_products(events)), mixing), profile
+    return Recorded(Counter(_products(events)), in_step, mixing), profile
 
 
 def _products(events: Iterable[dict[str, Any]]) -> Iterable[Product]:
@@ -141,9 +145,11 @@ def measure_floor(recorded: Recorded, moved_bytes: int, *, rounds: int = 3) -> F
         row = {"product": _describe(product), "count": count, "milliseconds": each * 1e3}
         rows.append(row | {"tflops_per_second": product_flops(product) / each / 1e12})
     rows.sort(key=lambda row: -row["count"] * row["milliseconds"])
-    bandwidth = copy_bandwidth()
+    bandwidth, alone = copy_bandwidth(), sum(row["count"] * row["milliseconds"] for row in rows) / 1e3
     return Floor(
-        products=sum(row["count"] * row["milliseconds"] for row in rows) / 1e3,
+        products=min(alone, recorded.product_seconds),
+        products_alone=alone,
+        products_in_step=recorded.product_seconds,
         mixing=sum(recorded.mixing_seconds.values()),
         bytes=moved_bytes / bandwidth,
         product_rows=rows,
