@@ -24,6 +24,7 @@ from megalin.parallel.tensor_parallel import local
 from megalin.train.build import build_model
 from megalin.train.config import check_launch, check_model, load_run_config
 from megalin.train.metrics import Metrics
+from megalin.train.pipeline import Pipeline
 from megalin.train.step import train_step
 from tests.model_runs import CPU, STEPS, checkpoint_tensors, metrics, model_table, train_here, write_config
 from tests.ranks import RankFailedError, run_ranks
@@ -108,10 +109,8 @@ def step_with_a_nan() -> str:
             local(weight.detach()).fill_(math.nan)
     before = {name: local(weight.detach()).clone() for name, weight in weights.items()}
     optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3), no_decay=())
-    ids = torch.arange(2 * 17).remainder(250).view(2, 17)
-    batch = Batch(ids[:, :-1], ids[:, 1:], torch.zeros(2, 16, dtype=torch.int32), torch.arange(2))
     with pytest.raises(NumericError) as raised:
-        train_step(model, optimizer, [batch, batch], mesh, max_grad_norm=1.0, step=1)
+        train_step(model, optimizer, [make_batch(), make_batch()], mesh, max_grad_norm=1.0, step=1)
     assert all(local(weights[name].detach()).equal(kept) for name, kept in before.items() if not kept.isnan().any())
     return str(raised.value)
 
@@ -120,6 +119,33 @@ def test_loss_that_is_not_finite_ends_every_stage_before_a_weight_changes():
     messages = run_ranks(2, step_with_a_nan)
     assert messages[0] == messages[1]
     assert "first in rank 1: blocks.1.sublayers.1.mixer.down.weight (weight)" in messages[0]
+
+
+def copies_after_two_steps() -> list[list[float]]:
+    """Every stage's copy of the bounds that all blocks share, two stages a rank."""
+    mesh = Mesh(ParallelConfig(pp=2, pp_schedule="interleaved", pp_stages=2), CPU)
+    block = {"sublayers": [{"type": "hgrn2", "num_heads": 4, "chunk_size": 16}], "repeat": 5}
+    config = parse(ModelConfig, model_table() | {"layers": [block]}, "test")
+    model = build_model(config, mesh, compute_dtype=torch.float32, recompute=False, compile_blocks=False, seed=0)
+    assert isinstance(model, Pipeline)
+    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2), no_decay=())
+    for step in (1, 2):
+        train_step(model, optimizer, [make_batch(), make_batch()], mesh, max_grad_norm=1.0, step=step)
+    copies = [dict(stage.named_parameters())["shared.hgrn2.rows.gamma"] for stage in model.stages()]
+    return [local(copy.detach()).flatten().tolist() for copy in copies]
+
+
+def test_copies_of_a_parameter_stay_equal_on_and_across_ranks():
+    first, *others = [copy for copies in run_ranks(2, copies_after_two_steps) for copy in copies]
+    assert len(others) == 3
+    assert all(copy == first for copy in others)
+    assert len(set(first)) > 1  # they start as ones
+
+
+def make_batch() -> Batch:
+    """Two rows of one document."""
+    ids = torch.arange(2 * 17).remainder(250).view(2, 17)
+    return Batch(ids[:, :-1], ids[:, 1:], torch.zeros(2, 16, dtype=torch.int32), torch.arange(2))
 
 
 def load_parts(folder: Path, left_out: int) -> None:
