@@ -4,6 +4,7 @@ Measured on triton 3.7.1: arithmetic and products on bf16 values are garbage in 
 conftest.py before anything imports triton, and only where there is no GPU.
 """
 
+import dataclasses
 import os
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -33,7 +34,8 @@ def _narrowed(data):
 
 
 def mend() -> None:
-    """Replaces the interpreter's binary, unary and matrix operations on bf16, and its casts, which truncate."""
+    """Replaces the interpreter's binary, unary and matrix operations on bf16, and its casts, which truncate; lets
+    products name the precision of six bf16 products, which it does not know and computes in the operands' dtype."""
     builder = interpreter.InterpreterBuilder
     binary, unary, dot, cast = builder.binary_op, builder.unary_op, builder.create_dot, builder.cast_impl
 
@@ -59,6 +61,9 @@ def mend() -> None:
 
     builder.binary_op, builder.unary_op, builder.create_dot = binary_op, unary_op, create_dot
     builder.cast_impl = cast_impl
+    options = interpreter.interpreter_builder.options
+    allowed = (*options.allowed_dot_input_precisions, "bf16x6")
+    interpreter.interpreter_builder.options = dataclasses.replace(options, allowed_dot_input_precisions=allowed)
 
 
 mend()

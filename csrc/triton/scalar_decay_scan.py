@@ -4,9 +4,8 @@
 
 A sequence is cut into blocks, as many as fill the chip. A block goes over its chunks of C tokens with its state in
 registers; the states that enter blocks are formed first: what each part of a block adds (state_kernel), folded over
-the parts (fold_kernel). dv = scan(k, q, do) from the end, where decays from a chunk's start and to its end swap. On
-the way both directions keep the states between chunks, from which key_gradient_kernel sums dq and dk over the heads
-that share q and k, in registers, and forms the terms of dg.
+the parts (fold_kernel). dv = scan(k, q, do) from the end, where decays from a chunk's start and to its end swap.
+From the states between the chunks of both directions, formed again, scalar_decay_gradient.py sums dq, dk and dg.
 """
 
 from __future__ import annotations
@@ -19,7 +18,17 @@ from torch import Tensor
 import triton
 import triton.language as tl
 from megalin._triton.scalar_decay_gradient import key_gradients
-from megalin._triton.scalar_decays import Decays, Tiles, chunk_of, constants, decays, launches, pair_decay, power
+from megalin._triton.scalar_decays import (
+    Decays,
+    Tiles,
+    chunk_of,
+    constants,
+    decays,
+    gradient_chunk_of,
+    launches,
+    pair_decay,
+    power,
+)
 from megalin._triton.tiles import aligned, tiled
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -100,12 +109,13 @@ def scan_kernel(
     q_tiles, k_tiles, v_tiles, o_tiles, sums_ptr, from_start_ptr, to_end_ptr, through_ptr, documents_ptr,
     entering_ptr, state_tiles, leaving_ptr, length, heads, group, chunks, slots, block_chunks,
     KEY: tl.constexpr, VALUE: tl.constexpr, DOCUMENTS: tl.constexpr, REVERSE: tl.constexpr, ENTERING: tl.constexpr,
-    KEPT: tl.constexpr, C: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+    KEPT: tl.constexpr, RATIO: tl.constexpr, C: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """o from q, k [B, T, H / group, KEY], v [B, T, H, VALUE] and the states entering each block [B H, slots, KEY,
     VALUE]; the state after the last block goes to `leaving`. REVERSE: from the end, `from_start` and `to_end` given
-    in each other's place. KEPT: the states that enter chunks go to `state_tiles` [B H chunks, VALUE, KEY]."""
+    in each other's place. KEPT, from the end: the states that enter runs of RATIO chunks go to `state_tiles`
+    [B H cdiv(chunks, RATIO), VALUE, KEY]."""
     row, column = _row_and_column(VALUE, BLOCK_VALUE)
     batch, head, block, row = row // heads, row % heads, tl.program_id(1), row.to(tl.int64)
     if DOCUMENTS:
@@ -121,9 +131,9 @@ def scan_kernel(
     for i in range(0, count):
         chunk = first + (count - 1 - i if REVERSE else i)
         start, place = chunk * C, row * chunks + chunk
-        if KEPT:
+        if KEPT and (chunk % RATIO == RATIO - 1 or chunk == chunks - 1):
             kept = state.to(OPERAND).reshape([1, BLOCK_VALUE, BLOCK_KEY])
-            state_tiles.store([place.to(tl.int32), column, 0], kept)
+            state_tiles.store([(row * tl.cdiv(chunks, RATIO) + chunk // RATIO).to(tl.int32), column, 0], kept)
         q = q_tiles.load([batch, head // group, start, 0]).reshape([C, BLOCK_KEY]).to(OPERAND)
         k = k_tiles.load([batch, head // group, start, 0]).reshape([C, BLOCK_KEY]).to(OPERAND)
         v = v_tiles.load([batch, head, start, column]).reshape([C, BLOCK_VALUE]).to(OPERAND)
@@ -145,10 +155,23 @@ PROGRAMS = 264
 """Programs of scan_kernel that fill the chip: 132 processors, two each; of state_kernel twice as many."""
 
 
-def _tiles(key: int, value: int, dtype: torch.dtype) -> Tiles:
-    """Of state_kernel and scan_kernel."""
+def _state_tiles(key: int, value: int, dtype: torch.dtype) -> Tiles:
+    """Of state_kernel over chunks of scans."""
     if dtype != torch.bfloat16:
         return Tiles(min(32, power(value)), 4, 1)
+    return Tiles(min(64, power(value)), 4, 3 if key <= 128 else 2)
+
+
+def _wide_state_tiles(key: int, value: int, dtype: torch.dtype) -> Tiles:
+    """Of state_kernel over chunks of gradients."""
+    tiles = _state_tiles(key, value, dtype)
+    return tiles._replace(stages=min(2, tiles.stages))
+
+
+def _tiles(key: int, value: int, dtype: torch.dtype) -> Tiles:
+    """Of scan_kernel."""
+    if dtype != torch.bfloat16:
+        return Tiles(min(32, power(value)), 8, 1)
     return Tiles(min(64, power(value)), 4, 2)
 
 
@@ -162,8 +185,8 @@ def _num_parts(rows: int, slots: int) -> int:
     return min(4, max(1, 2 * PROGRAMS // (rows * max(1, slots - 1))))
 
 
-def _part_chunks(chunks: int, slots: int, parts: int) -> int:
-    return triton.cdiv(triton.cdiv(chunks, slots), parts) if slots > 1 else chunks
+def _part_tokens(length: int, slots: int, parts: int) -> int:
+    return triton.cdiv(triton.cdiv(length, slots), parts * 128) * 128 if slots > 1 else length
 
 
 class Scan(NamedTuple):
@@ -211,20 +234,21 @@ class Scan(NamedTuple):
         With `kept`: nothing; the states that enter chunks go there, from those `entering` the blocks.
         """
         (batch, _, heads, value), (key_heads, key) = v.shape, k.shape[2:]
-        tiles, added, passed, states = _tiles(key, value, v.dtype), None, None, None
+        tiles, added, passed, states = _state_tiles(key, value, v.dtype), None, None, None
         parts, part_chunks, skipped = self.blocks * self.parts, self.part_chunks, self.parts
         programs = batch * heads * triton.cdiv(value, tiles.value)
         if kept is None:
             added = v.new_empty(batch, heads, parts, key, value, dtype=torch.float32)
             passed = added.new_empty(batch, heads, parts)
         else:
+            tiles = _wide_state_tiles(key, value, v.dtype)
             states, skipped = TensorDescriptor.from_tensor(kept, [1, tiles.value, power(key)]), 0
             parts, part_chunks = 1 if self.blocks == 1 else self.slots, self.block_chunks
         state_kernel[programs, self.blocks if kept is not None else parts - skipped](
             *self.tiled(k, width=power(key)), *self.tiled(v, width=tiles.value), self.factors(reverse=reverse)[1],
             self.decays.through, entering, states, added, passed, heads, heads // key_heads, self.chunks, parts,
             part_chunks, skipped if reverse else 0, REVERSE=reverse, ENTERING=entering is not None,
-            KEPT=kept is not None, **constants(key, value, v.dtype, tiles),
+            KEPT=kept is not None, **constants(state_kernel, key, value, v.dtype, tiles, self.chunk),
         )  # fmt: skip
         return None if added is None else (added, passed)
 
@@ -255,27 +279,29 @@ class Scan(NamedTuple):
             *self.factors(reverse=reverse), self.decays.through, self.documents, entering, states, leaving, self.length,
             heads, heads // key_heads, self.chunks, 1 if self.blocks == 1 else self.slots, self.block_chunks,
             DOCUMENTS=self.documents is not None, REVERSE=reverse, ENTERING=entering is not None,
-            KEPT=kept is not None, **constants(key, value, v.dtype, tiles),
+            KEPT=kept is not None, **constants(scan_kernel, key, value, v.dtype, tiles, self.chunk),
         )  # fmt: skip
         return o, leaving
 
 
-def _scan(k: Tensor, v: Tensor, g: Tensor, documents: Tensor | None) -> Scan:
-    batch, length, heads = g.shape
-    chunk = chunk_of(k.shape[3], v.dtype)
-    found = decays(g, documents, chunk, exact=v.dtype == torch.float32)
+def _cut(v: Tensor) -> tuple[int, int, int]:
+    """Slots for blocks, parts of a block, tokens of a part."""
+    batch, length, heads = v.shape[:3]
     slots = _num_slots(batch * heads)
     parts = _num_parts(batch * heads, slots)
-    return Scan(found, documents, length, chunk, slots, parts, _part_chunks(triton.cdiv(length, chunk), slots, parts))
+    return slots, parts, _part_tokens(length, slots, parts)
+
+
+def _scan(v: Tensor, g: Tensor, documents: Tensor | None, chunk: int) -> Scan:
+    slots, parts, part_tokens = _cut(v)
+    found = decays(g, documents, chunk, exact=v.dtype == torch.float32)
+    return Scan(found, documents, v.shape[1], chunk, slots, parts, triton.cdiv(part_tokens, chunk))
 
 
 def saved_shape(k: Tensor, v: Tensor) -> tuple[int, int, int, int, int]:
     """[B, H, slots, K, V] of the states that forward keeps for backward: none for one block."""
-    (batch, length, heads, value), key = v.shape, k.shape[3]
-    slots, chunks = _num_slots(batch * heads), triton.cdiv(length, chunk_of(key, v.dtype))
-    parts = _num_parts(batch * heads, slots)
-    cut = chunks > _part_chunks(chunks, slots, parts) * parts
-    return batch, heads, slots if cut else 0, key, value
+    slots, parts, part_tokens = _cut(v)
+    return v.shape[0], v.shape[2], slots if v.shape[1] > parts * part_tokens else 0, k.shape[3], v.shape[3]
 
 
 def forward(
@@ -284,7 +310,7 @@ def forward(
     """q, k [B, T, H or 1, K], v [B, T, H, V], g [B, T, H] and initial [B, H, K, V] fp32, documents [B, T], the last
     three contiguous -> o like v, the last state, and the states that enter blocks, of `saved_shape`."""
     q, k, v = aligned(q), aligned(k), aligned(v)
-    scan = _scan(k, v, g, documents)
+    scan = _scan(v, g, documents, chunk_of(k.shape[3], v.dtype))
     entering = scan.entering(k, v, initial, reverse=False)
     o, leaving = scan.scan(q, k, v, entering, reverse=False)
     saved = entering if entering is not None and scan.blocks > 1 else leaving.new_empty(saved_shape(k, v))
@@ -304,17 +330,24 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """-> dq, dk, dv, dg, and the gradient of `initial`; `saved` as forward gave it."""
     do, q, k, v = aligned(do), aligned(q), aligned(k), aligned(v)
-    scan = _scan(k, v, g, documents)
+    key = k.shape[3]
+    scan = _scan(v, g, documents, chunk_of(key, v.dtype))
+    chunk = gradient_chunk_of(key, v.dtype)
+    wide = scan if chunk == scan.chunk else _scan(v, g, documents, chunk)
     kept = torch.bfloat16 if v.dtype == torch.bfloat16 else torch.float32
-    states = v.new_empty(v.shape[0] * v.shape[2] * scan.chunks, v.shape[3], k.shape[3], dtype=kept)
+    states = v.new_empty(v.shape[0] * v.shape[2] * wide.chunks, v.shape[3], key, dtype=kept)
     gradients = torch.empty_like(states)
-    scan.states(k, v, initial if scan.blocks == 1 else saved, kept=states)
+    wide.states(k, v, initial if scan.blocks == 1 else saved, kept=states)
     entering = scan.entering(q, do, d_leaving, reverse=True)
     dv, d_initial = scan.scan(k, q, do, entering, reverse=True, kept=gradients)
-    dq, dk, dg = key_gradients(q, k, v, do, scan.decays, documents, (states, gradients), (initial, d_leaving))
+    dq, dk, dg = key_gradients(q, k, v, do, wide.decays, documents, (states, gradients), (initial, d_leaving))
     return dq, dk, dv, dg, d_initial
 
 
 def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]]:
     """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
-    return launches(state_kernel, _tiles) + launches(scan_kernel, _tiles)[:1]
+    # Not scan_kernel of documents in bf16: it spills 40 bytes a thread, 64 where it keeps states.
+    kinds = ("bf16", "fp32")
+    cases = launches(state_kernel, _state_tiles, chunk_of, kinds, "", "REVERSE")
+    cases += launches(state_kernel, _wide_state_tiles, gradient_chunk_of, kinds, "KEPT ENTERING")
+    return cases + launches(scan_kernel, _tiles, chunk_of, kinds, "", "REVERSE KEPT ENTERING")

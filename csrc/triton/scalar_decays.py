@@ -18,8 +18,6 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
-BLOCK_HEADS = 16
-
 
 @triton.jit
 def _add_restarting(x, x_starts, y, y_starts):
@@ -89,11 +87,12 @@ def decays_kernel(
 
 @triton.jit(do_not_specialize=["length", "chunks"])
 def log_decay_gradient_kernel(
-    taken_ptr, given_ptr, crossing_ptr, documents_ptr, dg_ptr, length, heads, chunks,
-    DOCUMENTS: tl.constexpr, C: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    inside_ptr, between_ptr, taken_ptr, given_ptr, crossing_ptr, documents_ptr, dg_ptr, length, heads, chunks,
+    DOCUMENTS: tl.constexpr, BETWEEN: tl.constexpr, C: tl.constexpr, BLOCK_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """dg [B, T, H] of a chunk's token j: what tokens t >= j took less what they gave inside the chunk, what tokens
-    s < j gave beyond it, both of j's document [B, H, chunks C], and what crosses the chunk [B, H, chunks]."""
+    """dg [B, T, H] of a chunk's token j: what tokens t >= j took less what they gave to other tokens of the chunk,
+    `inside` its pieces and `between` them, and `taken` from before it, what tokens s < j have `given` beyond it, all of
+    j's document [B, H, chunks C], and what crosses the chunk [B, H, chunks]."""
     batch, chunk, head, place = _program(heads, chunks, C, BLOCK_HEADS)
     index, start = tl.arange(0, C), chunk * C
     last = tl.minimum(length - start, C) - 1
@@ -107,7 +106,9 @@ def log_decay_gradient_kernel(
         lasts = (document != tl.load(documents_ptr + tl.minimum(index + 1, last))).to(tl.int32)
         firsts = 1 - follows.to(tl.int32)
         follows &= index > 0
-    taken = tl.load(taken_ptr + place, mask=used, other=0.0)
+    taken = tl.load(inside_ptr + place, mask=used, other=0.0) + tl.load(taken_ptr + place, mask=used, other=0.0)
+    if BETWEEN:
+        taken += tl.load(between_ptr + place, mask=used, other=0.0)
     given = tl.load(given_ptr + place - 1, mask=used & follows[:, None], other=0.0)
     dg = _running_sum(taken, lasts, DOCUMENTS, True) + _running_sum(given, firsts, DOCUMENTS, False)
     dg += tl.load(crossing_ptr + (batch * heads + head) * chunks + chunk, mask=head < heads, other=0.0)[None, :]
@@ -151,68 +152,104 @@ def power(width: int) -> int:
 
 
 def chunk_of(key: int, dtype: torch.dtype) -> int:
-    return 64 if dtype == torch.bfloat16 and key <= 128 else 32
+    if dtype != torch.bfloat16:
+        return 16
+    return 64 if key <= 128 else 32
+
+
+def gradient_chunk_of(key: int, dtype: torch.dtype) -> int:
+    """Of the kernels that sum dq and dk, a multiple of the scans'."""
+    return 128 if dtype == torch.bfloat16 and key <= 128 else chunk_of(key, dtype)
 
 
 def _numbers(dtype: torch.dtype) -> dict[str, object]:
-    """Operands of products: bf16 as it is; fp16, whose range states leave, and fp32 through fp32 operands."""
+    """Operands of products: bf16 as it is; fp16, whose range states leave, and fp32 as three bf16 numbers each, whose
+    products need half the steps of three tf32 products: a tensor core's sums are cut off, not rounded, at each."""
     if dtype == torch.bfloat16:
         return {"OPERAND": tl.bfloat16, "PRECISION": "ieee"}
-    return {"OPERAND": tl.float32, "PRECISION": "tf32x3"}
+    return {"OPERAND": tl.float32, "PRECISION": "bf16x6"}
 
 
-def constants(key: int, value: int, dtype: torch.dtype, tiles: Tiles) -> dict[str, object]:
-    return {
-        "KEY": key, "VALUE": value, "C": chunk_of(key, dtype), "BLOCK_KEY": power(key), "BLOCK_VALUE": tiles.value,
-        **_numbers(dtype), "num_warps": tiles.warps, "num_stages": tiles.stages,
-    }  # fmt: skip
+def constants(kernel: Any, key: int, value: int, dtype: torch.dtype, tiles: Tiles, chunk: int) -> dict[str, Any]:
+    """What a kernel of these takes of all constants, and how it runs."""
+    found = {
+        "KEY": key,
+        "VALUE": value,
+        "C": chunk,
+        "PIECE": min(chunk, 64),
+        "RATIO": gradient_chunk_of(key, dtype) // chunk,
+        "BLOCK_KEY": power(key),
+        "BLOCK_VALUE": tiles.value,
+    }
+    found = {name: x for name, x in (found | _numbers(dtype)).items() if name in kernel.arg_names}
+    return found | {"num_warps": tiles.warps, "num_stages": tiles.stages}
+
+
+def _block_heads(heads: int) -> int:
+    return min(16, triton.next_power_of_2(heads))
 
 
 def decays(g: Tensor, documents: Tensor | None, chunk: int, *, exact: bool) -> Decays:
     """g [B, T, H] fp32 and documents [B, T], contiguous; `exact`: sums in fp64."""
     batch, length, heads = g.shape
-    chunks = triton.cdiv(length, chunk)
+    chunks, block = triton.cdiv(length, chunk), _block_heads(heads)
     sums = g.new_empty(batch, heads, chunks * chunk, dtype=torch.float64 if exact else torch.float32)
     found = Decays(sums, *(g.new_empty(sums.shape) for _ in range(2)), g.new_empty(batch, heads, chunks))
-    decays_kernel[batch * triton.cdiv(heads, BLOCK_HEADS), chunks](
+    decays_kernel[batch * triton.cdiv(heads, block), chunks](
         g, documents, *found, length, heads, chunks, DOCUMENTS=documents is not None, C=chunk,
-        BLOCK_HEADS=BLOCK_HEADS, SUM=tl.float64 if exact else tl.float32, num_warps=4,
+        BLOCK_HEADS=block, SUM=tl.float64 if exact else tl.float32, num_warps=4,
     )  # fmt: skip
     return found
 
 
 def log_decay_gradient(
-    taken: Tensor, given: Tensor, crossing: Tensor, documents: Tensor | None, length: int, chunk: int
+    inside: Tensor,
+    between: Tensor | None,
+    taken: Tensor,
+    given: Tensor,
+    crossing: Tensor,
+    documents: Tensor | None,
+    length: int,
+    chunk: int,
 ) -> Tensor:
-    """taken, given [B, H, chunks C] and crossing [B, H, chunks] -> dg [B, T, H]."""
+    """inside, between, taken, given [B, H, chunks C] and crossing [B, H, chunks] -> dg [B, T, H]."""
     batch, heads, chunks = crossing.shape
+    block = _block_heads(heads)
     dg = crossing.new_empty(batch, length, heads)
-    log_decay_gradient_kernel[batch * triton.cdiv(heads, BLOCK_HEADS), chunks](
-        taken, given, crossing, documents, dg, length, heads, chunks, DOCUMENTS=documents is not None, C=chunk,
-        BLOCK_HEADS=BLOCK_HEADS, num_warps=4,
+    log_decay_gradient_kernel[batch * triton.cdiv(heads, block), chunks](
+        inside, between, taken, given, crossing, documents, dg, length, heads, chunks,
+        DOCUMENTS=documents is not None, BETWEEN=between is not None, C=chunk, BLOCK_HEADS=block, num_warps=4,
     )  # fmt: skip
     return dg
 
 
-def launches(kernel: Any, choose: Callable[[int, int, torch.dtype], Tiles]) -> list[tuple[Any, Any, Any, Any]]:
-    """Compile cases of one kernel: bf16 and fp32, without and with what is optional."""
+def launches(
+    kernel: Any,
+    choose: Callable[[int, int, torch.dtype], Tiles],
+    chunk_of: Callable[[int, torch.dtype], int],
+    kinds: tuple[str, ...],
+    *switches: str,
+) -> list[tuple[Any, Any, Any, Any]]:
+    """Compile cases of one kernel for 128 keys and 64 values: each of `switches` names the flags that are on."""
     cases = []
     key, value = 128, 64
     counts = ("length", "heads", "group", "run", "chunks", "parts", "part_chunks", "skipped", "slots", "block_chunks")
-    for (dtype, kind), switch in itertools.product(((torch.bfloat16, "bf16"), (torch.float32, "fp32")), (False, True)):
-        tiles = choose(key, value, dtype)
-        chosen = constants(key, value, dtype, tiles)
+    flags = ("DOCUMENTS", "REVERSE", "KEPT", "ENTERING", "BOUNDARY", "OTHER", "TRACE")
+    for kind, switch in itertools.product(kinds, switches):
+        dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[kind]
+        tiles, chunk = choose(key, value, dtype), chunk_of(key, dtype)
+        chosen = constants(kernel, key, value, dtype, tiles, chunk)
+        piece = chosen.get("PIECE", chunk)
         options = {name: chosen.pop(name) for name in ("num_warps", "num_stages")}
-        block = f"1, 1, {chunk_of(key, dtype)}"
-        types = {f"{n}_tiles": f"tensordesc<{kind}[{block}, {key}]>" for n in ("q", "k", "dq", "dk")}
-        types |= {f"{n}_tiles": f"tensordesc<{kind}[{block}, {tiles.value}]>" for n in ("v", "o", "do")}
-        types |= {f"{n}_tiles": f"tensordesc<{kind}[1, {tiles.value}, {key}]>" for n in ("state", "gradient")}
+        types = {f"{n}_tiles": f"tensordesc<{kind}[1, 1, {piece}, {key}]>" for n in ("q", "k", "y", "z", "out")}
+        types |= {f"{n}_tiles": f"tensordesc<{kind}[1, 1, {piece}, {tiles.value}]>" for n in ("v", "o", "do", "x")}
+        types |= {f"{n}_tiles": f"tensordesc<{kind}[1, {tiles.value}, {key}]>" for n in ("state", "other")}
+        types |= {"weight_tiles": f"tensordesc<{kind}[1, {piece}, {piece}]>"}
         types |= {name: "*fp32" for name in kernel.arg_names if name.endswith("_ptr")}
         types |= {"sums_ptr": "*fp64" if kind == "fp32" else "*fp32", "documents_ptr": "*i32"}
         types |= dict.fromkeys(counts, "i32")
-        chosen |= dict.fromkeys(("DOCUMENTS", "REVERSE", "KEPT", "ENTERING"), switch)
-        chosen |= dict.fromkeys(("INITIAL", "D_LEAVING"), switch and kind == "bf16")
-        chosen |= {} if switch else {"documents_ptr": None}
+        chosen |= {name: name in switch.split() for name in flags}
+        chosen |= {} if chosen["DOCUMENTS"] else {"documents_ptr": None}
         chosen = {name: x for name, x in chosen.items() if name in kernel.arg_names}
         signature = {name: x for name, x in types.items() if name in kernel.arg_names and name not in chosen}
         cases.append((kernel, signature, chosen, options))

@@ -63,6 +63,12 @@ def test_packed_documents(boundaries):
     compare(make_inputs(150, batch=2), documents_of(boundaries, 150))
 
 
+def test_blocks_hand_on_their_states():
+    inputs = make_inputs(520, key=16, value=16, strength=0.01)
+    assert ops._forward(*inputs.values(), None, "triton")[2].shape[2] > 1
+    compare(inputs, documents_of(((100,),), 520))
+
+
 @pytest.mark.parametrize("boundary", [40, 64])
 def test_contents_of_one_document_do_not_move_bits_of_the_next(boundary):
     inputs, documents = make_inputs(150), documents_of(((boundary,),), 150)
