@@ -140,12 +140,9 @@ def test_every_mixer_and_encoder_agrees_with_one_process(groups: Groups, world_s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", SLOW_MESHES)
-def test_every_row_agrees_with_one_process_on_every_mesh(world_size: int):
-    cases: Named = {}
-    for mesh in SLOW_MESHES[world_size]:
-        cases |= named(ROWS, **mesh) | named(ENCODERS, length=36, **mesh)
-    for rows in compared(world_size, cases, {})[0].values():
+@pytest.mark.parametrize(("ranks", "mesh"), [(size, mesh) for size, meshes in SLOW_MESHES.items() for mesh in meshes])
+def test_every_row_agrees_with_one_process_on_every_mesh(ranks: int, mesh: dict[str, Any]):
+    for rows in compared(ranks, named(ROWS, **mesh) | named(ENCODERS, length=36, **mesh), {})[0].values():
         assert_agrees(rows)
 
 
