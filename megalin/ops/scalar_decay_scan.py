@@ -18,6 +18,7 @@ from megalin.ops import backend as backends
 from megalin.ops.backend import Backend, Compiled
 from megalin.ops.chunks import chunk_documents, fold_states, split_chunks, sum_after, visible_decay
 from megalin.ops.decay_scan import WIDTH_UNIT, ScanOutput, padded, unsupported
+from megalin.ops.operands import check_scan
 from megalin.ops.self_test import compare, sample
 from megalin.ops.srmsnorm import compute_dtype
 from megalin.ops.vector_decay_scan import vector_decay_step
@@ -54,7 +55,10 @@ def scalar_decay_scan(
 
     Raises:
         KernelError: an explicit backend that cannot run.
+        OperandError: tensors whose shapes, kinds or devices do not fit together.
     """
+    decay = ("log_decay", log_decay, "BTH")
+    check_scan("scalar_decay_scan", (q, "BThK"), (k, "BThK"), v, decay, initial_state, document_ids)
     choice = backends.choose("scalar_decay_scan", backend, v.device.type, _unsupported(q, k, v))
     if choice == "reference":
         return scalar_decay_scan_reference(

@@ -46,6 +46,7 @@ OPS = {
     "decay_step": (decay_step, step("slopes")),
     "vector_decay_scan": (vector_decay_scan, scan("log_decay")),
     "vector_decay_step": (vector_decay_step, step("log_decay")),
+    "scalar_decay_scan": (scalar_decay_scan, {**scan("log_decay"), "log_decay": -ones(B, T, H)}),
     "rms_norm": (partial(rms_norm, eps=1e-6), {"x": ones(B, T, WIDTH), "weight": ones(WIDTH)}),
     "gated_squares": (gated_squares, {"x": ones(B, T, WIDTH), "gate": ones(B, T, WIDTH), "weight": ones(WIDTH)}),
     "max_norm": (
@@ -116,7 +117,7 @@ def test_tensors_on_different_devices(op, name):
         call(op, **{name: OPS[op][1][name].to("meta")})
 
 
-@pytest.mark.parametrize("op", ["decay_scan", "vector_decay_scan"])
+@pytest.mark.parametrize("op", ["decay_scan", "vector_decay_scan", "scalar_decay_scan"])
 def test_a_scan_over_no_tokens(op):
     tensors = OPS[op][1]
     empty = {name: x[:, :0] for name, x in tensors.items() if name not in ("slopes", "initial_state")}
