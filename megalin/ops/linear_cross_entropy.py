@@ -100,7 +100,7 @@ def fused_linear_cross_entropy(
         OP,
         {"x": (x, "ND"), "weight": (weight, "VD"), "labels": (labels, "N int"), "token_weights": (token_weights, "N")},
     )
-    assert 0 < vocabulary.size <= weight.shape[0], (vocabulary, weight.shape)
+    assert 0 <= vocabulary.size <= weight.shape[0], (vocabulary, weight.shape)
     return _Fused.apply(
         x.contiguous(),
         weight.contiguous(),
