@@ -50,17 +50,18 @@ struct Shared {
   static constexpr bool AHEAD = !OUTPUT || KEY <= 128;
   static constexpr bool ENGINE = HOPPER;  // which copies tiles
   static constexpr int STAGES = !OUTPUT ? 3 : !AHEAD ? 2 : HOPPER ? 4 : 3, BUFFERS = AHEAD ? 2 : 1;
-  // o replaces v in its tile, which the engine reads for a chunk's time: with two stages, none is left for copies.
+  // Chunks whose q and k are under way beyond the current one. o replaces v in its tile, which the engine then reads
+  // for a chunk's time: v comes one chunk later, or where there is no other stage, o has its own tile.
+  static constexpr int DISTANCE = STAGES - 1;
   static constexpr bool OWN_TILE = ENGINE && !AHEAD;
-  // Chunks that are under way beyond the current one.
-  static constexpr int DISTANCE = OUTPUT && ENGINE && !OWN_TILE ? STAGES - 2 : STAGES - 1;
+  static constexpr int VALUES_DISTANCE = OUTPUT && ENGINE && !OWN_TILE ? DISTANCE - 1 : DISTANCE;
   static constexpr int KEY_BYTES = KEY / 64 * PANEL_BYTES, VALUE_BYTES = VALUE / 64 * PANEL_BYTES;
   static constexpr int K = OUTPUT ? KEY_BYTES : 0, V = K + KEY_BYTES, STAGE = V + VALUE_BYTES;
   static constexpr int SCORES = STAGES * STAGE, O = SCORES + (OUTPUT ? BUFFERS * PANEL_BYTES : 0);
   static constexpr int SMALL = O + (OWN_TILE ? VALUE_BYTES : 0);
 
   struct Small {
-    uint64_t arrived[STAGES];
+    uint64_t keys_arrived[STAGES], values_arrived[STAGES];
     int documents[STAGES][CHUNK + 1];  // of the token before the chunk, and of the chunk's
     float decay[2 * CHUNK];            // by reader - writer + 64: zero where the reader comes first
     float2 read[BUFFERS][CHUNK / 2];   // factors of what tokens take from the state
@@ -142,35 +143,43 @@ __global__ void __launch_bounds__(2 * VALUE, OUTPUT || KEY > 128 ? 1 : 2)
   const auto start_at = [&](int i) { return first + (shape.reverse ? chunks - 1 - i : i) * CHUNK; };
   const auto stage_at = [&](int i) { return base + i % S::STAGES * S::STAGE; };
   const auto count_at = [&](int i) { return min(shape.length - start_at(i), CHUNK); };
-  const auto barrier_at = [&](int i) { return shared_address(&small.arrived[i % S::STAGES]); };
-  const auto load = [&](int i) {
+  const auto keys_barrier = [&](int i) { return shared_address(&small.keys_arrived[i % S::STAGES]); };
+  const auto values_barrier = [&](int i) { return shared_address(&small.values_arrived[i % S::STAGES]); };
+  const TensorMap* const maps = scans.maps[blockIdx.x % scans.count];
+  const auto load_keys = [&](int i) {
     const int start = start_at(i), count = count_at(i);
     const uint32_t stage = stage_at(i);
     if constexpr (S::ENGINE) {
       if (threadIdx.x == 0) {
-        const uint32_t barrier = barrier_at(i);
-        const auto& maps = scans.maps[blockIdx.x % scans.count];
-        expect_bytes(barrier, S::STAGE);
+        expect_bytes(keys_barrier(i), S::V);
 #pragma unroll
         for (int panel = 0; panel < KEY / 64; ++panel) {
           const uint32_t target = stage + panel * PANEL_BYTES;
-          if constexpr (OUTPUT) copy_panel(target, maps[0], panel * 64, start, head, batch, barrier);
-          copy_panel(target + S::K, maps[1], panel * 64, start, head, batch, barrier);
-        }
-#pragma unroll
-        for (int panel = 0; panel < VALUE / 64; ++panel) {
-          const uint32_t target = stage + S::V + panel * PANEL_BYTES;
-          copy_panel(target, maps[2], column + panel * 64, start, head, batch, barrier);
+          if constexpr (OUTPUT) copy_panel(target, maps[0], panel * 64, start, head, batch, keys_barrier(i));
+          copy_panel(target + S::K, maps[1], panel * 64, start, head, batch, keys_barrier(i));
         }
       }
     } else {
       if constexpr (OUTPUT) load_tile<KEY, THREADS>(stage, q + start * scan.q.token, scan.q.token, count, shape.key);
       load_tile<KEY, THREADS>(stage + S::K, k + start * scan.k.token, scan.k.token, count, shape.key);
-      load_tile<VALUE, THREADS>(stage + S::V, v + start * scan.v.token, scan.v.token, count, columns);
     }
     if (documents && threadIdx.x <= CHUNK) {
       const int token = min(max(start - 1 + int(threadIdx.x), 0), start + count - 1);
       copy_word(shared_address(&small.documents[i % S::STAGES][threadIdx.x]), documents + token);
+    }
+  };
+  const auto load_values = [&](int i) {
+    const int start = start_at(i);
+    const uint32_t target = stage_at(i) + S::V;
+    if constexpr (S::ENGINE) {
+      if (threadIdx.x > 0) return;
+      expect_bytes(values_barrier(i), S::VALUE_BYTES);
+#pragma unroll
+      for (int panel = 0; panel < VALUE / 64; ++panel) {
+        copy_panel(target + panel * PANEL_BYTES, maps[2], column + panel * 64, start, head, batch, values_barrier(i));
+      }
+    } else {
+      load_tile<VALUE, THREADS>(target, v + start * scan.v.token, scan.v.token, count_at(i), columns);
     }
   };
   const auto o_at = [&](int i) { return S::OWN_TILE ? base + S::O : stage_at(i) + S::V; };
@@ -180,7 +189,7 @@ __global__ void __launch_bounds__(2 * VALUE, OUTPUT || KEY > 128 ? 1 : 2)
 #pragma unroll
       for (int panel = 0; panel < VALUE / 64; ++panel) {
         const uint32_t source = o_at(i) + panel * PANEL_BYTES;
-        write_panel(source, scans.maps[blockIdx.x % scans.count][3], column + panel * 64, start_at(i), head, batch);
+        write_panel(source, maps[3], column + panel * 64, start_at(i), head, batch);
       }
       commit_writes();
       return;
@@ -199,14 +208,15 @@ __global__ void __launch_bounds__(2 * VALUE, OUTPUT || KEY > 128 ? 1 : 2)
 
   if constexpr (S::ENGINE) {
     if (threadIdx.x == 0) {
-      for (int i = 0; i < S::STAGES; ++i) start_barrier(barrier_at(i));
+      for (int i = 0; i < S::STAGES; ++i) start_barrier(keys_barrier(i)), start_barrier(values_barrier(i));
       publish_tiles();
     }
     __syncthreads();
   }
 #pragma unroll
   for (int i = 0; i < S::DISTANCE; ++i) {
-    if (i < chunks) load(i);
+    if (i < chunks) load_keys(i);
+    if (i < chunks && i < S::VALUES_DISTANCE) load_values(i);
     commit_copies();
   }
   float state[KEY / 8][4] = {};
@@ -269,22 +279,26 @@ __global__ void __launch_bounds__(2 * VALUE, OUTPUT || KEY > 128 ? 1 : 2)
     publish_tiles();
   };
 
-  // The last chunk's o out of the tiles of v that the next copies fill.
+  // The last chunk's o out of the tile of v that copies fill next.
   const auto move_tiles = [&](int i) {
     if (OUTPUT && i > 0) store(i - 1);
-    if constexpr (OUTPUT && S::ENGINE && !S::OWN_TILE) wait_for_writes<1>();
-    if (i + S::DISTANCE < chunks) load(i + S::DISTANCE);
+    if (i + S::DISTANCE < chunks) load_keys(i + S::DISTANCE);
+    if constexpr (S::VALUES_DISTANCE < S::DISTANCE) wait_for_writes<1>();
+    if (i + S::VALUES_DISTANCE < chunks) load_values(i + S::VALUES_DISTANCE);
     commit_copies();
   };
-  const auto wait_for_tiles = [&](int i) {
+  const auto wait_for_keys = [&](int i) {
     if constexpr (S::ENGINE) {
-      if (i < chunks) wait_for_barrier(barrier_at(i), i / S::STAGES % 2);
+      if (i < chunks) wait_for_barrier(keys_barrier(i), i / S::STAGES % 2);
     }
+  };
+  const auto wait_for_values = [&](int i) {
+    if constexpr (S::ENGINE) wait_for_barrier(values_barrier(i), i / S::STAGES % 2);
   };
 
   if constexpr (S::AHEAD) {
     wait_for_copies<S::DISTANCE - 1>();
-    wait_for_tiles(0);
+    if constexpr (OUTPUT) wait_for_keys(0);
     publish_tiles();
     __syncthreads();
     if (chunks > 0) make_factors(0);
@@ -297,7 +311,8 @@ __global__ void __launch_bounds__(2 * VALUE, OUTPUT || KEY > 128 ? 1 : 2)
 
   for (int i = 0; i < chunks; ++i) {
     wait_for_copies<S::DISTANCE - (S::AHEAD ? 2 : 1)>();
-    wait_for_tiles(S::AHEAD ? i + 1 : i);
+    wait_for_keys(OUTPUT && S::AHEAD ? i + 1 : i);
+    if constexpr (!OUTPUT) wait_for_values(i);
     publish_tiles();
     __syncthreads();
     const uint32_t stage = stage_at(i);
@@ -332,6 +347,7 @@ __global__ void __launch_bounds__(2 * VALUE, OUTPUT || KEY > 128 ? 1 : 2)
 
     // This warp's 16 columns of v, transposed: nobody else reads them, o replaces them.
     const int v_piece = 2 * warp;
+    if constexpr (OUTPUT) wait_for_values(i);
     Left values[CHUNK / 16];
 #pragma unroll
     for (int step = 0; step < CHUNK / 16; ++step) {
