@@ -36,13 +36,17 @@ class Reference(NamedTuple):
     rounding: Rounding | None
 
 
-def verify(case: Case) -> list[Row]:
+def verify(case: Case, mesh: Mesh | None = None) -> list[Row]:
     """Compares the case on the mesh of the current process group with one process; a collective.
+
+    Args:
+        mesh: one of `case.parallel`, where several cases share it, as its process groups cost time and threads.
 
     Returns:
         One row a tensor, on rank 0; no rows on the other ranks.
     """
-    mesh = Mesh(case.parallel, compute_device())
+    mesh = Mesh(case.parallel, compute_device()) if mesh is None else mesh
+    assert mesh.config == case.parallel, (mesh.config, case.parallel)
     outcome = run_on_mesh(case, mesh)
     if not mesh.is_first_rank:
         return []

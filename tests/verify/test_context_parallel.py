@@ -12,11 +12,12 @@ from megalin.layers.mixers.base import mixer_types
 from megalin.parallel.mesh import ParallelConfig
 from megalin.verify.case import Case, make_batches, make_case
 from megalin.verify.comparison import Row, kind
-from megalin.verify.run import FaultResult, self_test, verify
+from megalin.verify.run import FaultResult, self_test
 from tests.cases import CASES, GLU, model
 from tests.cases import Case as MixerCase
 from tests.encoder_cases import CASES as ENCODERS
 from tests.ranks import run_ranks
+from tests.verify.meshes import verify_all
 
 LENGTH = 72
 """Several chunks in a row; cp and tp of every mesh divide it."""
@@ -87,7 +88,7 @@ SLOW_MESHES: dict[int, list[dict[str, Any]]] = {
 
 
 def _verify(cases: list[Case], faulty: list[Case]) -> tuple[list[list[Row]], list[list[FaultResult]]]:
-    return [verify(case) for case in cases], [self_test(case) for case in faulty]
+    return verify_all(cases), [self_test(case) for case in faulty]
 
 
 def compared(world_size: int, cases: Named, faulty: Named) -> tuple[dict[str, list[Row]], dict[str, list[FaultResult]]]:

@@ -11,10 +11,11 @@ from megalin.errors import ConfigError
 from megalin.model.presets import load_preset
 from megalin.parallel.mesh import ParallelConfig
 from megalin.verify.case import Case, make_batches, make_case, shrink, shrunk_length
-from megalin.verify.comparison import Row, kind
-from megalin.verify.run import self_test, verify
+from megalin.verify.comparison import kind
+from megalin.verify.run import self_test
 from tests.encoder_cases import CASES, LENGTH
 from tests.ranks import run_ranks
+from tests.verify.meshes import verify_all
 
 PRESET = load_preset("danet-base").model
 
@@ -49,14 +50,10 @@ def case_of(model: Any, layout: Layout, *, full: bool = True) -> Case:
     return make_case(model, parallel, data_size=layout.dp, **options)
 
 
-def _verify(cases: list[Case]) -> list[list[Row]]:
-    return [verify(case) for case in cases]
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_every_encoder_agrees_with_one_process(world_size: int):
     cases = {f"{row.name} on {layout}": case_of(row.model, layout) for layout in MESHES[world_size] for row in CASES}
-    compared = run_ranks(world_size, _verify, list(cases.values()), timeout=250.0)[0]
+    compared = run_ranks(world_size, verify_all, list(cases.values()), timeout=250.0)[0]
     for (name, case), rows in zip(cases.items(), compared, strict=True):
         heads = {"sequence_logits", "sequence_losses"}
         if case.model.num_classes is None:
@@ -67,7 +64,7 @@ def test_every_encoder_agrees_with_one_process(world_size: int):
 
 def test_preset_agrees_on_a_mesh_in_bf16_and_fp64():
     cases = [case_of(PRESET, Layout(2, 2, True, dtype=dtype), full=False) for dtype in ("float64", "bfloat16")]
-    for rows in run_ranks(4, _verify, cases, timeout=250.0)[0]:
+    for rows in run_ranks(4, verify_all, cases, timeout=250.0)[0]:
         assert [row for row in rows if not row.passed] == []
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from megalin.parallel.mesh import ParallelConfig
-from megalin.verify.case import Case, make_case
-from megalin.verify.comparison import Row, kind
-from megalin.verify.run import verify
+from megalin.verify.case import make_case
+from megalin.verify.comparison import kind
 from tests.cases import CASES, LENGTH
 from tests.cases import Case as MixerCase
 from tests.ranks import run_ranks
+from tests.verify.meshes import verify_all
 
 MESHES = {1: [(1, 1)], 2: [(1, 2), (2, 1)], 4: [(2, 2), (4, 1)], 8: [(4, 2)]}
 """World size: (tp, dp)."""
@@ -30,10 +30,6 @@ def first_row_of_each_mixer() -> list[MixerCase]:
 ROWS = first_row_of_each_mixer()
 
 
-def _verify(cases: list[Case]) -> list[list[Row]]:
-    return [verify(case) for case in cases]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", MESHES)
 def test_every_mixer_agrees_with_one_process(world_size: int):
@@ -44,7 +40,7 @@ def test_every_mixer_agrees_with_one_process(world_size: int):
             # As it is, which has heads for every tp; a row of a few chunks that tp divides.
             options = {"data_size": dp, "dtype": "float64", "full": True, "length": LENGTH + 4, "recompute": False}
             cases.append(make_case(row.model, ParallelConfig(tp=tp), **options))
-    compared = run_ranks(world_size, _verify, cases)[0]
+    compared = run_ranks(world_size, verify_all, cases)[0]
     for name, rows in zip(names, compared, strict=True):
         assert {kind(row.name) for row in rows} >= {"logits", "token_losses", "loss", "grad_norm", "gradient", "weight"}
         assert [row for row in rows if not row.passed] == [], name

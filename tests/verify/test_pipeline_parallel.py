@@ -11,12 +11,13 @@ from megalin.__main__ import main
 from megalin.model.presets import load_preset
 from megalin.parallel.mesh import ParallelConfig
 from megalin.verify.case import Case, make_case
-from megalin.verify.comparison import Row, kind
+from megalin.verify.comparison import kind
 from megalin.verify.outcome import _joined
-from megalin.verify.run import self_test, verify
+from megalin.verify.run import self_test
 from tests.cases import CASES
 from tests.cases import Case as MixerCase
 from tests.ranks import run_ranks
+from tests.verify.meshes import verify_all
 
 LENGTH = 72
 SPLITS_BACKWARD = torch.__version__ >= (2, 13)
@@ -79,13 +80,9 @@ def mesh_case(row: MixerCase, *, dp: int = 1, recompute: bool = False, pp: int =
     return make_case(model, parallel, data_size=dp, recompute=recompute, **options)
 
 
-def _verify(cases: list[Case]) -> list[list[Row]]:
-    return [verify(case) for case in cases]
-
-
 def assert_agree(world_size: int, cases: list[Case]) -> None:
     """Each case agrees with one process in every tensor."""
-    for case, found in zip(cases, run_ranks(world_size, _verify, cases, timeout=300.0)[0], strict=True):
+    for case, found in zip(cases, run_ranks(world_size, verify_all, cases, timeout=300.0)[0], strict=True):
         assert {kind(row.name) for row in found} == {
             "logits",
             "token_losses",

@@ -22,9 +22,10 @@ from megalin.verify.case import Case, DtypeName, make_batches, make_case, shrink
 from megalin.verify.comparison import Row, compare
 from megalin.verify.faults import FAULTS
 from megalin.verify.outcome import Outcome, run_reference, run_step
-from megalin.verify.run import print_rows, self_test, verify
+from megalin.verify.run import print_rows, self_test
 from tests.cases import HYBRID
 from tests.ranks import run_ranks
+from tests.verify.meshes import verify_all
 
 PRESET = load_preset("transnormerllm-385m-64k").model
 MODELS = {"preset": PRESET, "hybrid": HYBRID.model}
@@ -35,10 +36,6 @@ def case(
 ) -> Case:
     parallel = ParallelConfig(**axes)
     return make_case(model, parallel, data_size=dp, dtype=dtype, full=False, length=None, recompute=recompute)
-
-
-def _verify(cases: list[Case]) -> list[list[Row]]:
-    return [verify(case) for case in cases]
 
 
 MESHES: dict[int, list[dict[str, Any]]] = {
@@ -59,7 +56,7 @@ MESHES: dict[int, list[dict[str, Any]]] = {
 def test_every_mesh_agrees_with_one_process(model, world_size):
     # The hybrid's weights are large: the gradient of its rotations loses half of fp32's digits in any process.
     meshes = [mesh for mesh in MESHES[world_size] if model == "preset" or mesh.get("dtype") != "float32"]
-    by_rank = run_ranks(world_size, _verify, [case(MODELS[model], **mesh) for mesh in meshes])
+    by_rank = run_ranks(world_size, verify_all, [case(MODELS[model], **mesh) for mesh in meshes])
     for mesh, rows in zip(meshes, by_rank[0], strict=True):
         kinds = {row.name.partition(":")[0].partition(".")[0] for row in rows}
         assert kinds == {"logits", "token_losses", "loss", "grad_norm", "gradient", "weight"}

@@ -1,0 +1,21 @@
+"""The proof command's comparison of many cases in one group of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megalin.parallel.mesh import Mesh, ParallelConfig, compute_device
+from megalin.verify.case import Case
+from megalin.verify.comparison import Row
+from megalin.verify.run import verify
+
+
+def verify_all(cases: Sequence[Case]) -> list[list[Row]]:
+    """`verify` of each case; those of equal axes share a mesh. Hundreds of process groups would cost minutes."""
+    meshes: dict[ParallelConfig, Mesh] = {}
+    results = []
+    for case in cases:
+        if case.parallel not in meshes:
+            meshes[case.parallel] = Mesh(case.parallel, compute_device())
+        results.append(verify(case, meshes[case.parallel]))
+    return results
