@@ -39,8 +39,8 @@ def test_every_misfit_is_named_on_every_rank(tmp_path: Path) -> None:
     assert messages[0].splitlines()[1:] == [
         "  head.weight: shape [4, 6] in the checkpoint, [4, 7] in the model",
         "  unknown: missing from the checkpoint; the model has [3]",
-        "  optim.state.embedding.weight.step: in the checkpoint with shape [], not in the model",
         "  only_here: missing from the checkpoint; the model has [2]",
+        "  optim.state.embedding.weight.step: in the checkpoint with shape [], not in the model",
     ]
 
 
