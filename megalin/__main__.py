@@ -7,15 +7,27 @@ import logging
 import os
 import sys
 
-from megalin.commands import COMMANDS
 from megalin.errors import MegalinError
+from megalin.launch import adopt_launcher
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command; returns the exit code (errors.py). A user's error is printed without a traceback."""
+    try:
+        adopt_launcher()
+        return _command(arguments)
+    except MegalinError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _command(arguments: list[str] | None) -> int:
+    from megalin.commands import COMMANDS  # torch, which takes seconds and which a bad launch need not wait for
+
     parser = argparse.ArgumentParser(
         prog="megalin", description="Distributed pretraining of linear-complexity language models."
     )
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # deepspeed passes what LOCAL_RANK says as well
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         command.add_arguments(commands.add_parser(name, help=command.help, description=command.help))
@@ -28,11 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
         parsed.overrides = [*parsed.overrides, *rest]
     # Gathering a tensor that two axes split takes two all-gathers; torch warns of it at every checkpoint and report.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    try:
-        return COMMANDS[parsed.command].run(parsed)
-    except MegalinError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return error.exit_code
+    return COMMANDS[parsed.command].run(parsed)
 
 
 def run() -> None:

@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 
 from megalin.commands.base import Command
-from megalin.parallel.mesh import Mesh, compute_device, launched_world_size, process_group
+from megalin.launch import launched
+from megalin.parallel.mesh import Mesh, compute_device, process_group
 from megalin.train.config import check_launch, load_run_config
 from megalin.train.loop import TrainResult, train
 
@@ -19,7 +20,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     config = load_run_config(arguments.config, arguments.overrides)
-    check_launch(config, launched_world_size())
+    check_launch(config, launched().world_size)
     path = arguments.folder or Path("runs") / Path(arguments.config).stem
     device = compute_device()
     with process_group(device):

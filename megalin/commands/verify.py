@@ -8,12 +8,21 @@ from typing import get_args
 from megalin.commands.base import Command, model_from
 from megalin.config import parse
 from megalin.errors import ConfigError
+from megalin.launch import launched
+from megalin.model.config import AnyModelConfig
 from megalin.parallel.context import ExchangeName
-from megalin.parallel.mesh import ParallelConfig, check_world_size, compute_device, launched_world_size, process_group
+from megalin.parallel.mesh import ParallelConfig, check_world_size, compute_device, process_group
 from megalin.parallel.pipeline import ScheduleName
+from megalin.parallel.ranks import Ranks
 from megalin.verify.case import Case, make_case
+from megalin.verify.grid import print_grid, run_grid
 from megalin.verify.launch import launch_ranks
 from megalin.verify.run import print_faults, print_rows, self_test, verify
+
+_OF_ONE_MESH = (
+    *("tp", "cp", "cp_exchange", "pp", "pp_schedule", "pp_stages", "dp", "shard", "zero", "sequence_parallel"),
+    "self_test",
+)
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +40,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pp-stages", type=int, help="stages a rank (1, or 2 for interleaved)")
     parser.add_argument("--dp", type=int, default=1, help="groups of ranks that read different samples (1)")
     parser.add_argument("--shard", type=int, help="ranks of the data axis that share the weights (all)")
+    parser.add_argument("--zero", type=int, choices=range(4), help="ZeRO's stage (3; with --pp 1)")
     parser.add_argument("--sequence-parallel", action="store_true", help="split activations inside the tp group")
     parser.add_argument("--recompute", action="store_true", help="recompute activations in the backward")
     parser.add_argument("--dtype", choices=["float64", "float32", "bfloat16"], default="float64")
@@ -39,18 +49,24 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--self-test", action="store_true", help="plant faults; each must be seen (tp, dp >= 2, cp >= 3 or pp >= 2)"
     )
+    parser.add_argument("--grid", action="store_true", help="every mesh of at most --world ranks, one after the other")
+    parser.add_argument("--world", type=int, help="ranks of the largest mesh of --grid (4, or those of the launcher)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    started = launched().world_size
+    if arguments.grid:
+        return _run_grid(arguments, started)
+    if arguments.world is not None:
+        raise ConfigError("--world is the size of --grid; add --grid, or leave it out")
     case = _case(arguments)
-    launched = launched_world_size()
-    if launched == 1 and case.world_size > 1:
+    if started == 1 and case.world_size > 1:
         return launch_ranks(case.world_size, arguments.command_line)
-    if launched != case.world_size:
+    if started != case.world_size:
         raise ConfigError(
             f"--pp {case.parallel.pp} x --tp {case.parallel.tp} x --cp {case.parallel.cp} x --dp {case.data_size} "
-            f"needs {case.world_size} ranks, but {launched} were started; start as many, or none and let verify start "
+            f"needs {case.world_size} ranks, but {started} were started; start as many, or none and let verify start "
             "them"
         )
     with process_group(compute_device()):
@@ -64,6 +80,31 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0 if passed else 1
 
 
+def _run_grid(arguments: argparse.Namespace, started: int) -> int:
+    """Every mesh that fits the ranks of the launcher, or as many as are asked for."""
+    defaults = argparse.ArgumentParser()
+    _add_arguments(defaults)
+    for name in _OF_ONE_MESH:
+        if getattr(arguments, name) != defaults.get_default(name):
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} is about one mesh, and --grid runs them all; leave one of them out")
+    world_size = started if started > 1 else 4
+    world_size = world_size if arguments.world is None else arguments.world
+    if world_size < 1:
+        raise ConfigError(f"--world {world_size}: a mesh has at least one rank")
+    if started == 1 and world_size > 1:
+        return launch_ranks(world_size, arguments.command_line)
+    if started != world_size:
+        raise ConfigError(f"--world {world_size}, but {started} ranks were started; leave --world out")
+    model = model_from(arguments.model, arguments.overrides)
+    ranks = Ranks(compute_device())
+    results = run_grid(lambda layout: _make_case(arguments, model, *layout), ranks)
+    if ranks.rank > 0:
+        assert not list(results), "results are rank 0's"
+        return 0
+    return 0 if print_grid(results, as_json=arguments.json) else 1
+
+
 def _case(arguments: argparse.Namespace) -> Case:
     tp, cp, pp, dp = arguments.tp, arguments.cp, arguments.pp, arguments.dp
     if arguments.self_test and pp == 1 and cp < 3 and (min(tp, dp) < 2 or cp == 2):
@@ -75,13 +116,18 @@ def _case(arguments: argparse.Namespace) -> Case:
         raise ConfigError(f"--pp {pp} --tp {tp} --cp {cp} --dp {dp}: an axis has at least one rank")
     axes = {"tp": tp, "cp": cp, "sequence_parallel": arguments.sequence_parallel, "shard": arguments.shard}
     axes |= {"cp_exchange": arguments.cp_exchange, "pp": pp, "pp_schedule": arguments.pp_schedule}
+    axes["zero"] = arguments.zero
     axes["pp_stages"] = arguments.pp_stages or (2 if arguments.pp_schedule == "interleaved" else 1)
     parallel = parse(ParallelConfig, axes, "command line")
     check_world_size(parallel, tp * cp * pp * dp)
+    return _make_case(arguments, model_from(arguments.model, arguments.overrides), parallel, dp)
+
+
+def _make_case(arguments: argparse.Namespace, model: AnyModelConfig, parallel: ParallelConfig, dp: int) -> Case:
     return make_case(
-        model_from(arguments.model, arguments.overrides),
+        model,
         parallel,
-        data_size=arguments.dp,
+        data_size=dp,
         dtype=arguments.dtype,
         full=arguments.full,
         length=arguments.length,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Self
+from typing import Literal, Self
 
 import pydantic
 import torch
@@ -16,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megalin.config import Config
 from megalin.errors import ConfigError
+from megalin.launch import launched
 from megalin.parallel.collectives import Axis, all_reduce
 from megalin.parallel.context import ContextParallel, ExchangeName
 from megalin.parallel.pipeline import PipelineParallel, ScheduleName
@@ -50,6 +50,28 @@ class ParallelConfig(Config):
     shard: int | None = pydantic.Field(default=None, ge=1)
     """Ranks of the data axis over which weights, gradients and optimizer state are sharded (FSDP2). Left out: all of
     them. 1: every rank keeps a replica. In between: hybrid, sharded inside groups of this size, replicated across."""
+    zero: Literal[0, 1, 2, 3] | None = None
+    """What those ranks keep whole during a step, by ZeRO's stages; less memory against more to send. 0: all, as with
+    shard = 1. 1: weights in the compute dtype, gathered once a step, and gradients in fp32, reduced once a step. 2:
+    weights alone; gradients are reduced after every micro-batch. 3: nothing; each block's weights are gathered for its
+    forward and its backward. Left out: 3; with pp > 1, where micro-batches share what a stage gathered, 1."""
+
+    @pydantic.model_validator(mode="after")
+    def _zero_fits_the_other_axes(self) -> Self:
+        if self.zero == 0 and self.shard is not None and self.shard > 1:
+            raise ValueError(
+                f"zero = 0 shards nothing, but shard = {self.shard}; use zero 1, 2 or 3, or leave one of them out"
+            )
+        if self.zero and self.shard == 1:
+            raise ValueError(
+                f"zero = {self.zero} with shard = 1, which keeps a replica on every rank; leave shard out, or zero"
+            )
+        if self.zero in (2, 3) and self.pp > 1:
+            raise ValueError(
+                f"zero = {self.zero} with pp = {self.pp}: every micro-batch would gather or reduce the stage anew; use "
+                "zero = 1, or 0"
+            )
+        return self
 
     @pydantic.model_validator(mode="after")
     def _stages_fit_the_schedule(self) -> Self:
@@ -64,6 +86,12 @@ class ParallelConfig(Config):
                 'pp_schedule = "1f1b"'
             )
         return self
+
+    def shard_size(self, data_size: int) -> int:
+        """Ranks of a data axis of `data_size` over which weights, gradients and optimizer state are sharded."""
+        if self.zero == 0:
+            return 1
+        return data_size if self.shard is None else self.shard
 
     def micro_batches_problem(self, count: int) -> str:
         """What keeps `count` micro-batches a step from passing the stages, and the remedy; empty where nothing."""
@@ -112,6 +140,7 @@ class Mesh:
         device_mesh: dimensions ("replicate", "shard", "tp"): the ranks of this rank's stages.
         data: the data axis, replicate x shard: the ranks that share weights, and sum gradients, losses and counts.
         samples: the part of the data axis whose ranks read different samples, data / cp.
+        zero: the ZeRO stage of the shard axis; 0 where it has one rank.
         cp: the context-parallel axis as layers use it: neighbours on the data axis that share their samples.
         tp: the tensor-parallel axis as layers use it.
         pp: the pipeline axis: ranks that have other layers and read the same samples.
@@ -130,7 +159,9 @@ class Mesh:
         """Raises ConfigError where the axes do not fit the number of ranks; needs an initialised process group."""
         check_world_size(config, dist.get_world_size())
         data_size = dist.get_world_size() // (config.tp * config.pp)
-        shard = data_size if config.shard is None else config.shard
+        shard = config.shard_size(data_size)
+        default = 3 if config.pp == 1 else 1
+        self.zero = 0 if shard == 1 else default if config.zero is None else config.zero
         self.config, self.device = config, device
         self._root = _stage_mesh(config, device, replicate=data_size // shard, shard=shard, tp=config.tp)
         tp_mesh = self._root["tp"]
@@ -215,32 +246,20 @@ def whole_axis(mesh: DeviceMesh) -> Axis:
     return Axis("world", world.size(), world.rank(), world.group_name)
 
 
-def launched_world_size() -> int:
-    """Number of ranks that the launcher started: WORLD_SIZE, or 1 without a launcher.
+def compute_device() -> torch.device:
+    """This rank's device: its local GPU where CUDA is available, else the CPU.
 
     Raises:
-        ConfigError: where RANK, WORLD_SIZE or LOCAL_RANK is not a number or out of range.
+        ConfigError: where the launch is broken, or started more ranks on this host than it has GPUs.
     """
-    world_size = _environment("WORLD_SIZE", 1)
-    rank = _environment("RANK", 0)
-    _environment("LOCAL_RANK", 0)
-    if world_size < 1 or rank >= world_size:
-        raise ConfigError(f"RANK = {rank} is not below WORLD_SIZE = {world_size}; start the ranks with torchrun")
-    return world_size
-
-
-def _environment(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
-    if not text.isdecimal():
-        raise ConfigError(f"environment variable {name} = {text!r} is not a number; start the ranks with torchrun")
-    return int(text)
-
-
-def compute_device() -> torch.device:
-    """This rank's device: its local GPU where CUDA is available, else the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", _environment("LOCAL_RANK", 0))
-    return torch.device("cpu")
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local_rank, count = launched().local_rank, torch.cuda.device_count()
+    if local_rank >= count > 1:
+        raise ConfigError(
+            f"LOCAL_RANK = {local_rank}, but this host shows {count} GPUs; start at most {count} ranks on it"
+        )
+    return torch.device("cuda", local_rank if count > 1 else 0)
 
 
 @contextmanager
@@ -249,7 +268,7 @@ def process_group(device: torch.device, *, timeout: timedelta = timedelta(minute
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if launched_world_size() > 1:
+    if launched().world_size > 1:
         dist.init_process_group(backend, timeout=timeout)
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]

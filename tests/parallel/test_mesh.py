@@ -14,7 +14,6 @@ from megalin.parallel.mesh import (
     ParallelConfig,
     check_world_size,
     compute_device,
-    launched_world_size,
     process_group,
 )
 from tests.parallel.on_ranks import make_mesh
@@ -127,7 +126,6 @@ def _no_launcher(monkeypatch):
 
 @pytest.mark.usefixtures("_no_launcher")
 def test_without_a_launcher_there_is_one_rank():
-    assert launched_world_size() == 1
     with process_group(compute_device()):
         assert dist.get_world_size() == 1
         mesh = Mesh(ParallelConfig(sequence_parallel=True), compute_device())
@@ -141,25 +139,3 @@ def test_the_process_group_ends_with_an_error_too():
     with pytest.raises(ZeroDivisionError), process_group(torch.device("cpu")):
         raise ZeroDivisionError
     assert not dist.is_initialized()
-
-
-@pytest.mark.usefixtures("_no_launcher")
-@pytest.mark.parametrize(
-    ("environment", "message"),
-    [
-        (
-            {"WORLD_SIZE": "two"},
-            r"environment variable WORLD_SIZE = 'two' is not a number; start the ranks with torchrun",
-        ),
-        ({"WORLD_SIZE": "2", "RANK": "-1"}, "environment variable RANK = '-1' is not a number"),
-        ({"WORLD_SIZE": "2", "RANK": ""}, "environment variable RANK = '' is not a number"),
-        ({"LOCAL_RANK": "x"}, "environment variable LOCAL_RANK = 'x' is not a number"),
-        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK = 2 is not below WORLD_SIZE = 2; start the ranks with torchrun"),
-        ({"WORLD_SIZE": "0"}, "RANK = 0 is not below WORLD_SIZE = 0"),
-    ],
-)
-def test_a_broken_launch_is_refused(monkeypatch, environment, message):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=message):
-        launched_world_size()

@@ -1,0 +1,135 @@
+"""Launchers: what each sets becomes the five variables that torch.distributed reads."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from megalin import launch
+from megalin.errors import ConfigError
+from megalin.launch import Launch, adopt_launcher, launched
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+SRUN = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "2",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}
+MEETING = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+
+
+def test_without_a_launcher_there_is_one_rank():
+    environment = {"SLURM_PROCID": "0", "SLURM_JOB_ID": "1"}  # a batch script is no rank
+    before = dict(environment)
+    assert adopt_launcher(environment) == Launch(0, 1, 0)
+    assert environment == before
+
+
+@pytest.mark.parametrize("variables", [TORCHRUN, SRUN | MEETING, OPEN_MPI | MEETING, MPICH | MEETING])
+def test_each_launcher_becomes_the_same_five_variables(variables):
+    environment = dict(variables)
+    assert adopt_launcher(environment) == Launch(3, 4, 1)
+    assert {name: environment[name] for name in TORCHRUN} == TORCHRUN
+
+
+def test_torchrun_inside_a_step_of_srun_is_the_launcher():
+    assert launched(SRUN | {"SLURM_PROCID": "0"} | TORCHRUN) == Launch(3, 4, 1)
+
+
+def test_a_daemon_that_srun_started_is_no_launcher():
+    daemon = SRUN | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
+    assert launched(daemon | OPEN_MPI) == launched(daemon | MPICH) == Launch(3, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("gpu[07-09,12],login", "gpu07"),
+        ("gpu[7,9]", "gpu7"),
+        ("login,gpu[1-2]", "login"),
+        ("a.example.org", "a.example.org"),
+        ("rack[3-4]-ib0", "rack3-ib0"),
+    ],
+)
+def test_srun_meets_at_the_first_host_of_the_step(hosts, first):
+    environment = SRUN | {"SLURM_STEP_NODELIST": hosts}
+    adopt_launcher(environment)
+    assert environment["MASTER_ADDR"] == first
+    assert 20000 <= int(environment["MASTER_PORT"]) < 30000
+
+
+def test_steps_of_a_job_meet_at_different_ports_and_ranks_of_a_step_at_one():
+    def port(**changes):
+        environment = SRUN | changes
+        adopt_launcher(environment)
+        return environment["MASTER_PORT"]
+
+    assert port() == port(SLURM_PROCID="0", SLURM_LOCALID="0")
+    assert len({port(), port(SLURM_STEP_ID="3"), port(SLURM_JOB_ID="4712")}) == 3
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "two", "LOCAL_RANK": "0"}, "variable WORLD_SIZE = 'two' is not a number; start"),
+        (TORCHRUN | {"RANK": "-1"}, "variable RANK = '-1' is not a number"),
+        (TORCHRUN | {"RANK": ""}, "variable RANK = '' is not a number"),
+        ({"LOCAL_RANK": "x"}, "variable LOCAL_RANK = 'x' is not a number"),
+        (TORCHRUN | {"RANK": "4"}, "RANK = 4 is not below WORLD_SIZE = 4; start the ranks with torchrun"),
+        (TORCHRUN | {"LOCAL_RANK": "4"}, "LOCAL_RANK = 4 is above RANK = 3"),
+        ({"RANK": "0", "LOCAL_RANK": "0"}, "torchrun started this process, but WORLD_SIZE is not set"),
+        ({"WORLD_SIZE": "8"}, "WORLD_SIZE = 8, but RANK is not set; start the ranks"),
+        (SRUN | {"WORLD_SIZE": "8"}, r"WORLD_SIZE = '8', but srun started 4 ranks \(SLURM_STEP_NUM_TASKS\); unset"),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "srun started this process, but SLURM_PROCID is not set"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK = 3 is not below OMPI_COMM_WORLD_SIZE = 2"),
+        (SRUN | {"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST = '' names no host; set MASTER_ADDR"),
+        (SRUN | {"MASTER_PORT": "0"}, "variable MASTER_PORT = 0 is no port; use 1 to 65535"),
+        (
+            OPEN_MPI | {"MASTER_ADDR": "a"},
+            "mpirun started this process, but MASTER_PORT is not set; set it to the number",
+        ),
+        (
+            {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
+            "torchrun started this process, but MASTER_ADDR is not set; set it to the host of rank 0",
+        ),
+    ],
+)
+def test_a_broken_launch_is_refused(environment, message):
+    with pytest.raises(ConfigError, match=message):
+        adopt_launcher(environment)
+
+
+def test_ranks_of_mpirun_that_cannot_agree_are_told_why(monkeypatch):
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    with pytest.raises(ConfigError, match=r"cannot agree on them by mpi4py \(no output\); install mpi4py for this MPI"):
+        adopt_launcher(dict(MPICH))
+
+
+@pytest.mark.skipif(shutil.which("mpirun", path=os.path.dirname(sys.executable)) is None, reason="needs mpich, mpi4py")
+def test_ranks_of_mpirun_agree_where_to_meet():
+    mpirun = shutil.which("mpirun", path=os.path.dirname(sys.executable))
+    show = (
+        "from megalin.launch import *; print(*adopt_launcher(), *map(os.environ.get, ('MASTER_ADDR', 'MASTER_PORT')))"
+    )
+    lines = subprocess.run([mpirun, "-n", "3", sys.executable, "-c", show], capture_output=True, text=True, check=True)
+    rows = sorted(line.split() for line in lines.stdout.splitlines())
+    assert [row[:3] for row in rows] == [["0", "3", "0"], ["1", "3", "1"], ["2", "3", "2"]]
+    assert len({tuple(row[3:]) for row in rows}) == 1
+
+
+def test_a_bad_launch_ends_the_command_before_torch_is_imported():
+    code = (
+        "import sys; from megalin.__main__ import main; "
+        "status = main(['train', 'x.toml']); assert 'torch' not in sys.modules; sys.exit(status)"
+    )
+    environment = os.environ | {"RANK": "1", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "ConfigError: RANK = 1 is not below WORLD_SIZE = 1; " + launch._REMEDY + "\n"
