@@ -53,7 +53,15 @@ def extensions() -> list[Pybind11Extension]:
     """The index builder always, the kernels where they can be compiled."""
     # A blend's order is decided by rounded sums, so no product may be fused into one.
     options = ["-O3", "-ffp-contract=off"]
-    found = [Pybind11Extension("megalin._index", ["csrc/cpu/index.cpp"], cxx_std=17, extra_compile_args=options)]
+    found = [
+        Pybind11Extension(
+            "megalin._index",
+            ["csrc/cpu/index.cpp", "csrc/cpu/packing.cpp"],
+            cxx_std=17,
+            extra_compile_args=options,
+            depends=["csrc/cpu/packing.hpp"],
+        )
+    ]
     if (compiler := nvcc()) is not None and CUDA_SOURCES:
         toolkit = toolkit_folder(compiler)
         target = toolkit / "targets/x86_64-linux"

@@ -1,4 +1,4 @@
-// Index building for token shards (pybind11 module megalin._index).
+// Index building and checking for token shards (pybind11 module megalin._index).
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
@@ -10,17 +10,35 @@
 #include <string>
 #include <vector>
 
+#include "packing.hpp"
+
 namespace py = pybind11;
 
 namespace {
 
 using Lengths = py::array_t<std::int32_t, py::array::c_style>;
+using Offsets = py::array_t<std::int64_t, py::array::c_style>;
 
-// Lengths usually lie in a mapped .idx file at byte 34, so they are not aligned for an int32 load.
-std::int64_t length_at(const char* data, std::int64_t index) {
-    std::int32_t length;
-    std::memcpy(&length, data + index * static_cast<std::int64_t>(sizeof(length)), sizeof(length));
-    return length;
+// Arrays usually lie in a mapped .idx file from byte 34 on, so their entries are not aligned for a load.
+template <typename T>
+T entry_at(const char* data, std::int64_t index) {
+    T entry;
+    std::memcpy(&entry, data + index * static_cast<std::int64_t>(sizeof(entry)), sizeof(entry));
+    return entry;
+}
+
+std::int64_t length_at(const char* data, std::int64_t index) { return entry_at<std::int32_t>(data, index); }
+
+template <typename Array>
+const char* bytes_of(const Array& array) {
+    return static_cast<const char*>(static_cast<const void*>(array.data()));
+}
+
+template <typename Array>
+void require_vector(const Array& array, const char* name) {
+    if (array.ndim() != 1 || array.size() > std::numeric_limits<std::int32_t>::max()) {
+        throw std::invalid_argument(std::string(name) + " must be one-dimensional with fewer than 2^31 entries");
+    }
 }
 
 std::int64_t sum_of(const char* data, std::int64_t count) {
@@ -49,10 +67,8 @@ void check_range(std::int64_t first_token, std::int64_t stride, std::int64_t cou
 // Sample j starts at token first_token + j * stride of the sequences laid end to end. One pass over the lengths.
 py::tuple build_sample_index(const Lengths& lengths, std::int64_t first_token, std::int64_t stride,
                              std::int64_t count) {
-    if (lengths.ndim() != 1 || lengths.size() > std::numeric_limits<std::int32_t>::max()) {
-        throw std::invalid_argument("lengths must be one-dimensional with fewer than 2^31 entries");
-    }
-    const char* data = static_cast<const char*>(static_cast<const void*>(lengths.data()));
+    require_vector(lengths, "lengths");
+    const char* data = bytes_of(lengths);
     const std::int64_t num_sequences = lengths.size();
     {
         py::gil_scoped_release release;
@@ -83,11 +99,108 @@ py::tuple build_sample_index(const Lengths& lengths, std::int64_t first_token, s
     return py::make_tuple(sequences, offsets);
 }
 
-using Weights = py::array_t<double, py::array::c_style>;
-using Limits = py::array_t<std::int64_t, py::array::c_style>;
+// The first sequence whose length is negative or whose pointer is not the tokens before it, and these tokens; with none
+// such, the number of sequences and all their tokens.
+py::tuple check_lengths(const Lengths& lengths, const Offsets& pointers, std::int64_t itemsize) {
+    require_vector(lengths, "lengths");
+    require_vector(pointers, "pointers");
+    if (lengths.size() != pointers.size()) {
+        throw std::invalid_argument("lengths and pointers must have as many entries");
+    }
+    const char* length_data = bytes_of(lengths);
+    const char* pointer_data = bytes_of(pointers);
+    const std::int64_t count = lengths.size();
+    std::int64_t sequence = 0;
+    std::int64_t tokens = 0;  // below 2^62, so their bytes are below 2^64
+    {
+        py::gil_scoped_release release;
+        for (; sequence < count; ++sequence) {
+            const std::int64_t length = length_at(length_data, sequence);
+            const auto pointer = static_cast<std::uint64_t>(entry_at<std::int64_t>(pointer_data, sequence));
+            if (length < 0 || pointer != static_cast<std::uint64_t>(tokens) * static_cast<std::uint64_t>(itemsize)) {
+                break;
+            }
+            tokens += length;
+        }
+    }
+    return py::make_tuple(sequence, tokens);
+}
 
+// The first entry that is below the one before it (the first: below 0), or their number.
+std::int64_t check_documents(const Offsets& documents) {
+    const char* data = bytes_of(documents);
+    const std::int64_t count = documents.size();
+    py::gil_scoped_release release;
+    std::int64_t previous = 0;
+    for (std::int64_t entry = 0; entry < count; ++entry) {
+        const auto value = entry_at<std::int64_t>(data, entry);
+        if (value < previous) {
+            return entry;
+        }
+        previous = value;
+    }
+    return count;
+}
+
+megalin::Fit fit_of(const std::string& name) {
+    if (name != "first_fit" && name != "best_fit") {
+        throw std::invalid_argument("fit must be first_fit or best_fit, not " + name);
+    }
+    return name == "first_fit" ? megalin::Fit::first : megalin::Fit::best;
+}
+
+void require_packable(const Lengths& lengths, std::int64_t capacity, std::int64_t window) {
+    require_vector(lengths, "lengths");
+    if (capacity < 1 || capacity > std::numeric_limits<std::int32_t>::max() || window < 1) {
+        throw std::invalid_argument("capacity and window must be at least 1, and capacity below 2^31");
+    }
+}
+
+// Rows that each window of sequences takes.
+py::array_t<std::int64_t> count_rows(const Lengths& lengths, std::int64_t capacity, std::int64_t window,
+                                     const std::string& fit) {
+    require_packable(lengths, capacity, window);
+    const megalin::Fit chosen = fit_of(fit);
+    const char* data = bytes_of(lengths);
+    const std::int64_t count = lengths.size();
+    py::array_t<std::int64_t> rows((count + window - 1) / window);
+    std::int64_t* out = rows.mutable_data();
+    py::gil_scoped_release release;
+    for (std::int64_t first = 0; first < count; first += window) {
+        const std::int64_t size = std::min(window, count - first);
+        auto pieces = megalin::cut(data + first * static_cast<std::int64_t>(sizeof(std::int32_t)), size,
+                                   static_cast<std::int32_t>(capacity));
+        *out++ = megalin::place(pieces, static_cast<std::int32_t>(capacity), chosen);
+    }
+    return rows;
+}
+
+// The pieces [n, 3] (sequence, offset, size) that one window places in `row`.
+py::array_t<std::int32_t> pieces_of_row(const Lengths& lengths, std::int64_t capacity, const std::string& fit,
+                                        std::int64_t row) {
+    require_packable(lengths, capacity, 1);
+    const megalin::Fit chosen = fit_of(fit);
+    std::vector<std::int32_t> found;
+    {
+        const char* data = bytes_of(lengths);
+        const std::int64_t count = lengths.size();
+        py::gil_scoped_release release;
+        auto pieces = megalin::cut(data, count, static_cast<std::int32_t>(capacity));
+        megalin::place(pieces, static_cast<std::int32_t>(capacity), chosen);
+        for (const megalin::Piece& piece : pieces) {
+            if (piece.row == row) {
+                found.insert(found.end(), {piece.sequence, piece.offset, piece.size});
+            }
+        }
+    }
+    py::array_t<std::int32_t> result({static_cast<py::ssize_t>(found.size() / 3), py::ssize_t{3}});
+    std::copy(found.begin(), found.end(), result.mutable_data());
+    return result;
+}
+
+using Weights = py::array_t<double, py::array::c_style>;
 // Step i takes the source that is furthest behind its share of max(i, 1) samples and not used up; the first on ties.
-py::tuple build_blend(const Weights& weights, const Limits& limits, std::int64_t size) {
+py::tuple build_blend(const Weights& weights, const Offsets& limits, std::int64_t size) {
     const std::int64_t sources = weights.size();
     if (weights.ndim() != 1 || limits.ndim() != 1 || limits.size() != sources || sources < 1 ||
         sources > std::numeric_limits<std::int16_t>::max()) {
@@ -132,10 +245,18 @@ py::tuple build_blend(const Weights& weights, const Limits& limits, std::int64_t
 }  // namespace
 
 PYBIND11_MODULE(_index, module) {
-    module.doc() = "Index building for token shards.";
+    module.doc() = "Index building and checking for token shards.";
     module.def("build_sample_index", &build_sample_index, py::arg("lengths").noconvert(), py::kw_only(),
                py::arg("first_token"), py::arg("stride"), py::arg("count"),
                "Rows (sequence, offset) at which samples start; see _index.pyi.");
+    module.def("check_lengths", &check_lengths, py::arg("lengths").noconvert(), py::arg("pointers").noconvert(),
+               py::kw_only(), py::arg("itemsize"), "The first wrong sequence and the tokens before it; see _index.pyi.");
+    module.def("check_documents", &check_documents, py::arg("documents").noconvert(),
+               "The first entry below the one before it; see _index.pyi.");
+    module.def("count_rows", &count_rows, py::arg("lengths").noconvert(), py::kw_only(), py::arg("capacity"),
+               py::arg("window"), py::arg("fit"), "Rows that each window of sequences takes; see _index.pyi.");
+    module.def("pieces_of_row", &pieces_of_row, py::arg("lengths").noconvert(), py::kw_only(), py::arg("capacity"),
+               py::arg("fit"), py::arg("row"), "What one row of a window holds; see _index.pyi.");
     module.def("build_blend", &build_blend, py::arg("weights").noconvert(), py::arg("limits").noconvert(),
                py::arg("size"), "Which source gives each sample, and which of its own; see _index.pyi.");
 }

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, NoReturn, Self
 import numpy as np
 import numpy.typing as npt
 
+from megalin._index import check_documents, check_lengths
 from megalin.data.files import (
     open_regular,
     open_temporary,
@@ -45,7 +46,7 @@ _TOKEN_CODES = {dtype: code for code, dtype in _TOKEN_DTYPES.items()}
 # Megatron's writer leaves 36 values of uint16 free; readers trust the header, so this rule is the writer's alone.
 _UINT16_VOCABULARY = 65500
 MAX_SEQUENCES = 2**31 - 1  # sequence numbers are int32 in sample indices, here and in Megatron
-_CHECK_ENTRIES = 1 << 20  # entries of the .idx that are checked at a time, to bound the memory of a check
+_BLOCK_ENTRIES = 1 << 20  # entries of the .idx that are written at a time, to bound the memory
 _DIGEST_BYTES = 1 << 22
 
 TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.int32]
@@ -143,19 +144,11 @@ class Shard:
     def _check_lengths(self) -> None:
         """Lengths are not negative, pointers are their running sum, and the .bin has exactly their total."""
         path, itemsize = idx_path(self.prefix), self.dtype.itemsize
-        total = 0
-        for first in range(0, len(self.lengths), _CHECK_ENTRIES):
-            lengths = self.lengths[first : first + _CHECK_ENTRIES].astype(np.int64)
-            if (negative := np.flatnonzero(lengths < 0)).size:
-                row = int(negative[0])
-                _refuse(path, f"a length of at least 0 for sequence {first + row}", str(lengths[row]))
-            ends = np.cumsum(lengths)  # at most 2^20 * 2^31: no overflow
-            expected = (total + ends - lengths) * itemsize
-            found = self.pointers[first : first + _CHECK_ENTRIES]
-            if (wrong := np.flatnonzero(expected != found)).size:
-                row = int(wrong[0])
-                _refuse(path, f"pointer {expected[row]} for sequence {first + row}", str(found[row]))
-            total += int(ends[-1])
+        row, total = check_lengths(self.lengths, self.pointers, itemsize=itemsize)
+        if row < len(self.lengths):
+            if self.lengths[row] < 0:
+                _refuse(path, f"a length of at least 0 for sequence {row}", str(self.lengths[row]))
+            _refuse(path, f"pointer {total * itemsize} for sequence {row}", str(self.pointers[row]))
         self.num_tokens = total
         size = os.fstat(self._bin.fileno()).st_size
         if size != total * itemsize:
@@ -163,18 +156,15 @@ class Shard:
             _refuse(bin_path(self.prefix), wanted, f"{size} bytes; truncated, or of another shard")
 
     def _check_documents(self) -> None:
-        path, previous = idx_path(self.prefix), 0
+        path = idx_path(self.prefix)
         if self.documents[0] != 0:
             _refuse(path, "document index 0 to be 0", str(self.documents[0]))
-        for first in range(0, len(self.documents), _CHECK_ENTRIES):
-            entries = self.documents[first : first + _CHECK_ENTRIES]
-            steps = entries < np.concatenate(([previous], entries[:-1]))
-            if (wrong := np.flatnonzero(steps)).size:
-                row = int(wrong[0])
-                _refuse(path, f"document index {first + row} not below the one before it", str(entries[row]))
-            previous = int(entries[-1])
-        if previous != len(self.lengths):
-            _refuse(path, f"the last document index to be {len(self.lengths)}, the sequence count", str(previous))
+        row = check_documents(self.documents)
+        if row < len(self.documents):
+            _refuse(path, f"document index {row} not below the one before it", str(self.documents[row]))
+        if self.documents[-1] != len(self.lengths):
+            last = str(self.documents[-1])
+            _refuse(path, f"the last document index to be {len(self.lengths)}, the sequence count", last)
 
     @property
     def num_sequences(self) -> int:
@@ -307,8 +297,8 @@ def _write_index(
 
 def _blocks(pieces: Iterable[npt.NDArray[Any]]) -> Iterator[npt.NDArray[Any]]:
     for piece in pieces:
-        for first in range(0, len(piece), _CHECK_ENTRIES):
-            yield piece[first : first + _CHECK_ENTRIES]
+        for first in range(0, len(piece), _BLOCK_ENTRIES):
+            yield piece[first : first + _BLOCK_ENTRIES]
 
 
 class ShardWriter:

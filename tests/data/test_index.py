@@ -1,9 +1,9 @@
-"""The compiled sample index against a plain walk over the tokens."""
+"""The compiled index functions against plain Python: samples, checks of an index, and packed rows."""
 
 import numpy as np
 import pytest
 
-from megalin._index import build_sample_index
+from megalin._index import build_sample_index, check_documents, check_lengths, count_rows, pieces_of_row
 
 
 def test_rows_agree_with_a_walk_over_the_tokens():
@@ -64,3 +64,84 @@ def test_other_arrays_are_refused_rather_than_copied(lengths):
 def test_matrices_are_refused():
     with pytest.raises(ValueError, match="one-dimensional"):
         build_sample_index(np.ones((2, 2), np.int32), first_token=0, stride=1, count=1)
+
+
+def _unaligned(values, dtype):
+    return np.frombuffer(b"x" + np.array(values, dtype).tobytes(), dtype, offset=1)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "pointers", "found"),
+    [
+        ([3, 0, 2], [0, 6, 6], (3, 5)),
+        ([], [], (0, 0)),
+        ([3, 0, 2], [0, 6, 7], (2, 3)),
+        ([3, -1, 2], [0, 6, 4], (1, 3)),
+        ([3, 2], [1, 6], (0, 0)),
+        ([2**31 - 1] * 3, [0, 2**32 - 2, 2**33 - 4], (3, 3 * (2**31 - 1))),
+    ],
+)
+def test_first_wrong_sequence_is_found(lengths, pointers, found):
+    assert check_lengths(_unaligned(lengths, np.int32), _unaligned(pointers, np.int64), itemsize=2) == found
+
+
+@pytest.mark.parametrize(("entries", "found"), [([0, 0, 2], 3), ([0, 2, 1], 2), ([-1, 0], 0), ([0], 1)])
+def test_first_falling_document_is_found(entries, found):
+    assert check_documents(_unaligned(entries, np.int64)) == found
+
+
+def test_index_arrays_that_do_not_fit_together_are_refused():
+    with pytest.raises(ValueError, match="lengths and pointers must have as many entries"):
+        check_lengths(np.ones(2, np.int32), np.ones(3, np.int64), itemsize=2)
+
+
+def _packed(lengths, capacity, fit):
+    """Rows as lists of (sequence, offset, size), by looking at every row for every piece."""
+    pieces = []
+    for sequence, length in enumerate(lengths):
+        for offset in range(0, length - 1, capacity):
+            pieces.append((sequence, offset, min(capacity, length - 1 - offset)))
+    rows: list[list[tuple[int, int, int]]] = []
+    for piece in sorted(pieces, key=lambda piece: -piece[2]):
+        room = {number: capacity - sum(size for *_, size in row) for number, row in enumerate(rows)}
+        fitting = [number for number in room if room[number] >= piece[2]]
+        if not fitting:
+            rows.append([piece])
+        elif fit == "first_fit":
+            rows[fitting[0]].append(piece)
+        else:
+            rows[min(fitting, key=lambda number: (room[number], number))].append(piece)
+    return rows
+
+
+@pytest.mark.parametrize("fit", ["first_fit", "best_fit"])
+def test_packed_rows_are_those_of_the_plain_rule(fit):
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        lengths = _unaligned(rng.integers(0, 30, rng.integers(1, 40)), np.int32)
+        capacity = int(rng.integers(1, 20))
+        wanted = _packed(lengths.tolist(), capacity, fit)
+        assert count_rows(lengths, capacity=capacity, window=len(lengths), fit=fit).tolist() == [len(wanted)]
+        for row, pieces in enumerate(wanted):
+            found = pieces_of_row(lengths, capacity=capacity, fit=fit, row=row)
+            assert [tuple(piece) for piece in found.tolist()] == pieces
+
+
+def test_windows_are_packed_apart():
+    lengths = np.array([4, 4, 4, 4, 4], np.int32)
+    assert count_rows(lengths, capacity=6, window=2, fit="best_fit").tolist() == [1, 1, 1]
+    assert count_rows(lengths, capacity=6, window=3, fit="first_fit").tolist() == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"capacity": 0}, "capacity and window must be at least 1"),
+        ({"capacity": 2**31}, "capacity below 2"),
+        ({"window": 0}, "capacity and window must be at least 1"),
+        ({"fit": "worst_fit"}, "fit must be first_fit or best_fit, not worst_fit"),
+    ],
+)
+def test_packing_that_makes_no_sense_is_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        count_rows(np.ones(3, np.int32), **{"capacity": 4, "window": 2, "fit": "first_fit", **values})

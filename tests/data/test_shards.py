@@ -83,7 +83,7 @@ def test_empty_shards_and_documents_round_trip(tmp_path, sequences):
 
 
 def test_round_trip_over_several_check_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr("megalin.data.shards._CHECK_ENTRIES", 7)
+    monkeypatch.setattr("megalin.data.shards._BLOCK_ENTRIES", 7)
     rng = np.random.default_rng(0)
     sequences = [rng.integers(0, 65535, rng.integers(0, 9)).tolist() for _ in range(50)]
     prefix = _write(tmp_path / "x", sequences)
