@@ -11,6 +11,7 @@ from torch import Tensor
 from megalin.layers.mixers.base import Mixer, SequenceContext, State
 from megalin.model.config import ModelConfig
 from megalin.model.stack import BlockStack, Stage
+from megalin.ops.documents import find_documents
 from megalin.ops.srmsnorm import compute_dtype
 from megalin.parallel.collectives import finish
 from megalin.parallel.context import ContextParallel
@@ -71,8 +72,11 @@ class LanguageModel(BlockStack[ModelConfig]):
         has_table = stage.is_first or (stage.is_last and config.tie_embeddings)
         super().__init__(config, tp, recompute=recompute, cp=cp, stage=stage, has_table=has_table)
         tied, vocabulary, width = config.tie_embeddings, config.vocab_size, config.hidden_size
-        reads_row = any(sublayer.reads_row for _, block in config.blocks() for sublayer in block.sublayers)
-        self._reads_row = reads_row and self.cp.size > 1
+        sublayers = [sublayer for _, block in config.blocks() for sublayer in block.sublayers]
+        self._reads_row = self.cp.size > 1 and any(sublayer.reads_row for sublayer in sublayers)
+        # A rank that has a part of the rows, and of the others nothing, does not know the whole rows' documents.
+        knows_row = self.cp.size == 1 or self._reads_row
+        self._reads_documents = knows_row and any(sublayer.reads_documents for sublayer in sublayers)
         has_head = stage.is_last and not tied
         self.head = VocabParallelTable(vocabulary, width, tp=self.tp, std=config.init_std) if has_head else None
 
@@ -123,7 +127,13 @@ class LanguageModel(BlockStack[ModelConfig]):
         """What the mixers know about these tokens [B, T], of which the shape alone is read."""
         borders = self.cp.borders(tokens, document_ids)
         row = self.cp.row(document_ids, None) if self._reads_row else None
-        return SequenceContext(positions, document_ids, self.shared_tensors(), compute_dtype, borders=borders, row=row)
+        context = SequenceContext(
+            positions, document_ids, self.shared_tensors(), compute_dtype, borders=borders, row=row
+        )
+        whole = context.whole_row().document_ids
+        if whole is None or not self._reads_documents:
+            return context
+        return context._replace(documents=find_documents(whole))
 
     def apply_input_layers(
         self, x: Tensor, context: SequenceContext, state: ModelState | None

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor
 
 from megalin.errors import OperandError
+
+_KINDS: dict[str, tuple[str, Callable[[torch.dtype], bool]]] = {
+    "": ("floating-point numbers", lambda dtype: dtype.is_floating_point),
+    "int": ("integers", lambda dtype: not dtype.is_floating_point and not dtype.is_complex),
+    "bool": ("bools", lambda dtype: dtype == torch.bool),
+}
 
 
 def check_operands(op: str, operands: Mapping[str, tuple[Tensor | None, str]]) -> None:
@@ -15,7 +22,8 @@ def check_operands(op: str, operands: Mapping[str, tuple[Tensor | None, str]]) -
     Args:
         operands: by name, a tensor (None: left out, and not looked at) and its sizes: "BTHK" for four dimensions,
             "*D" for any number and then D. The first tensor with a letter says its size, and of "*" all of them; a
-            lower-case letter may be 1 instead. "BT int" asks for integers, the others for floating point. T is not 0.
+            lower-case letter may be 1 instead. "BT int" asks for integers, "BT bool" for bools, the others for floating
+            point. T is not 0.
 
     Raises:
         OperandError: at the first tensor that does not fit.
@@ -27,8 +35,8 @@ def check_operands(op: str, operands: Mapping[str, tuple[Tensor | None, str]]) -
             continue
         letters, _, kind = described.partition(" ")
         shape = tuple(tensor.shape)
-        if tensor.is_floating_point() == (kind == "int") or tensor.is_complex():
-            wanted = "integers" if kind == "int" else "floating-point numbers"
+        wanted, fits = _KINDS[kind]
+        if not fits(tensor.dtype):
             raise OperandError(f"{op}: {name} is of {tensor.dtype}; give it as {wanted}")
         if device is None:
             device = (tensor.device, name)

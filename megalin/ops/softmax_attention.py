@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megalin.errors import OperandError
+from megalin.ops.operands import check_operands
+
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, *, visible: Tensor | None = None) -> Tensor:
     """The attention above.
@@ -23,7 +26,12 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, *, visible: Tensor | None
 
     Returns:
         [B, T, H, K] in the dtype of q; scores and their softmax are accumulated in at least fp32.
+
+    Raises:
+        OperandError: tensors that do not fit.
     """
+    source = "BTGK" if visible is None else "BSGK"
+    check_heads("softmax_attention", q, (k, source), (v, source), visible=(visible, "bTS bool"))
     # Not enable_gqa: fused attention with a mask has no grouped form on a GPU, and the unfused one holds T x S scores.
     groups = q.shape[2] // k.shape[2]
     if groups > 1:
@@ -32,6 +40,23 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, *, visible: Tensor | None
     mask = None if visible is None else visible[:, None]
     output = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=visible is None)
     return output.transpose(1, 2)
+
+
+def check_heads(
+    op: str, q: Tensor, k: tuple[Tensor, str], v: tuple[Tensor, str], **others: tuple[Tensor | None, str]
+) -> None:
+    """`check_operands` for attention: q [B, T, H, K], the rest as described, and what sizes alone do not tell.
+
+    Raises:
+        OperandError: tensors that do not fit, of several dtypes, or key-value heads G that do not divide H.
+    """
+    check_operands(op, {"q": (q, "BTHK"), "k": k, "v": v, **others})
+    for name, x in (("k", k[0]), ("v", v[0])):
+        if x.dtype != q.dtype:
+            raise OperandError(f"{op}: {name} is of {x.dtype}, q of {q.dtype}; give them in one dtype")
+    heads, groups = q.shape[2], k[0].shape[2]
+    if heads % groups:
+        raise OperandError(f"{op}: {groups} key-value heads do not divide {heads} query heads; use a divisor")
 
 
 def visible_tokens(document_ids: Tensor, remembered: Tensor | None = None) -> Tensor:
@@ -51,6 +76,14 @@ def visible_in_row(positions: Tensor, length: int, document_ids: Tensor | None) 
     if document_ids is None:
         return visible
     return visible & (document_ids[:, positions, None] == document_ids[:, None, :])
+
+
+def within_window(visible: Tensor, window: int) -> Tensor:
+    """The part of `visible` [1 or B, T, S] inside the window that ends with each token, the last T of the S being the
+    tokens themselves."""
+    length, total = visible.shape[1:]
+    token = torch.arange(total - length, total, device=visible.device)[:, None]
+    return visible & (token - torch.arange(total, device=visible.device) < window)
 
 
 def softmax_attention_reference(q: Tensor, k: Tensor, v: Tensor, *, document_ids: Tensor | None = None) -> Tensor:

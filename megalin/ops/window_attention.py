@@ -3,7 +3,8 @@
     o_th = sum over visible s of p_ths v_sh,    p_th = softmax over visible s of q_th . k_s / sqrt(K)
 
 Token t sees the `window` tokens t - window + 1 .. t as far as they are of its document. `window_attention` is what
-models call: torch's fused attention under a mask. `window_attention_reference` is the truth it is tested against.
+models call: `causal_attention` of the repeated key, and with a cache torch's fused attention under a mask.
+`window_attention_reference` is the truth it is tested against.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+
+from megalin.errors import OperandError
+from megalin.ops.causal_attention import causal_attention
+from megalin.ops.operands import check_operands
+from megalin.ops.softmax_attention import softmax_attention, visible_tokens, within_window
 
 
 class WindowCache(NamedTuple):
@@ -21,7 +26,7 @@ class WindowCache(NamedTuple):
     k: Tensor
     """[B, W - 1, K]."""
     v: Tensor
-    """[B, W - 1, H, V]."""
+    """[B, W - 1, H, K]."""
     remembered: Tensor
     """[B, W - 1], 1 where the place holds a token of the last token's document, else 0."""
 
@@ -30,7 +35,7 @@ class WindowAttentionOutput(NamedTuple):
     """Result of windowed attention."""
 
     output: Tensor
-    """[B, T, H, V] in the dtype of q."""
+    """[B, T, H, K] in the dtype of q."""
     cache: WindowCache | None
     """After the last token, in the dtype of the one that was given; None without one."""
 
@@ -42,6 +47,7 @@ def window_attention(
     *,
     window: int,
     document_ids: Tensor | None = None,
+    offsets: Tensor | None = None,
     cache: WindowCache | None = None,
 ) -> WindowAttentionOutput:
     """The attention above.
@@ -49,62 +55,67 @@ def window_attention(
     Args:
         q: [B, T, H, K].
         k: [B, T, K], shared by the heads.
-        v: [B, T, H, V].
+        v: [B, T, H, K].
         window: W, the visible tokens, the token itself included.
         document_ids: [B, T] integers, non-decreasing; None when each row is one document.
+        offsets: those of `Documents` for these ids, with which there is no mask of T x T where a flash kernel runs;
+            not read with a cache.
         cache: the tokens before the first, of its document.
 
     Returns:
         WindowAttentionOutput. Scores and their softmax are accumulated in at least fp32.
 
+    Raises:
+        OperandError: tensors that do not fit.
+
     Source: Rodimus+ section 3.2.
     """
-    remembered = None if cache is None else cache.remembered > 0
-    visible = _visible(document_ids, remembered, window=window, batch=q.shape[0], length=q.shape[1], device=q.device)
-    if cache is not None:
-        k, v = torch.cat([cache.k.to(k.dtype), k], dim=1), torch.cat([cache.v.to(v.dtype), v], dim=1)
-    keys = k[:, None].expand(-1, q.shape[2], -1, -1)  # [B, H, S, K]
-    output = functional.scaled_dot_product_attention(
-        q.transpose(1, 2), keys, v.transpose(1, 2), attn_mask=_within(visible, window)[:, None]
-    ).transpose(1, 2)
+    _check(q, k, v, window, document_ids, cache)
     if cache is None:
+        keys = k[:, :, None].expand_as(v)
+        output = causal_attention(q, keys, v, document_ids=document_ids, offsets=offsets, window=window)
         return WindowAttentionOutput(output, None)
+    visible = _visible(document_ids, cache.remembered > 0, length=q.shape[1])  # [B, T, W - 1 + T]
+    k, v = torch.cat([cache.k.to(k.dtype), k], dim=1), torch.cat([cache.v.to(v.dtype), v], dim=1)
+    output = softmax_attention(q, k[:, :, None].expand_as(v), v, visible=within_window(visible, window))
     past = k.shape[1] - (window - 1)
-    kept = visible[:, -1, past:].expand(q.shape[0], -1)  # of the last token's document
+    kept = visible[:, -1, past:]  # of the last token's document
     next_k = k[:, past:].masked_fill(~kept[..., None], 0.0).to(cache.k.dtype)
     next_v = v[:, past:].masked_fill(~kept[..., None, None], 0.0).to(cache.v.dtype)
     return WindowAttentionOutput(output, WindowCache(next_k, next_v, kept.to(cache.remembered.dtype)))
 
 
-def _visible(
-    document_ids: Tensor | None,
-    remembered: Tensor | None,
-    *,
-    window: int,
-    batch: int,
-    length: int,
-    device: torch.device,
-) -> Tensor:
-    """[1 or B, T, S]: whether tokens from before and of now (S = W - 1 + T, or T without a cache) are not after the
-    token and of its document, however far back."""
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, window: int, document_ids: Tensor | None, cache: WindowCache | None
+) -> None:
+    op = "window_attention"
+    operands: dict[str, tuple[Tensor | None, str]] = {
+        "q": (q, "BTHK"),
+        "k": (k, "BTK"),
+        "v": (v, "BTHK"),
+        "document_ids": (document_ids, "BT int"),
+    }
+    if cache is not None:
+        operands |= {
+            "cache.k": (cache.k, "BPK"),
+            "cache.v": (cache.v, "BPHK"),
+            "cache.remembered": (cache.remembered, "BP"),
+        }
+    check_operands(op, operands)
+    if window < 1:
+        raise OperandError(f"{op}: a window of {window} tokens does not hold the token itself; use at least 1")
+    if cache is not None and cache.k.shape[1] != window - 1:
+        raise OperandError(
+            f"{op}: a cache of {cache.k.shape[1]} tokens is not of a window of {window}; give one of {window - 1}"
+        )
+
+
+def _visible(document_ids: Tensor | None, remembered: Tensor, *, length: int) -> Tensor:
+    """[B, T, W - 1 + T]: whether tokens from before and of now are not after the token and of its document, however
+    far back."""
     if document_ids is None:
-        own = torch.ones(1, length, length, dtype=torch.bool, device=device).tril()
-        first = own.new_ones(1, length)
-    else:
-        own = (document_ids[:, :, None] == document_ids[:, None, :]).tril()
-        first = document_ids == document_ids[:, :1]
-    if remembered is None:
-        return own
-    before = first[:, :, None] & remembered[:, None, :]
-    assert before.shape == (batch, length, window - 1), (before.shape, window)
-    return torch.cat([before, own.expand(batch, -1, -1)], dim=-1)
-
-
-def _within(visible: Tensor, window: int) -> Tensor:
-    """The part of `visible` [1 or B, T, S] inside the window, the last T of the S being the tokens themselves."""
-    length, total = visible.shape[1:]
-    token = torch.arange(total - length, total, device=visible.device)[:, None]
-    return visible & (token - torch.arange(total, device=visible.device) < window)
+        document_ids = torch.zeros(len(remembered), length, dtype=torch.int32, device=remembered.device)
+    return visible_tokens(document_ids, remembered)
 
 
 def window_attention_reference(

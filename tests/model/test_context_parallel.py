@@ -36,6 +36,7 @@ HEAD = HIDDEN_SIZE // NUM_HEADS
 INNER, STATE = 2 * HIDDEN_SIZE, MAMBA2["state_size"]
 MODELS = {case.name: case.model for case in [*CASES, *ENCODERS]}
 MODELS["three-heads"] = model({"sublayers": [{"type": "softmax", "num_heads": 3}, GLU], "repeat": 2})
+MODELS["two-attentions"] = model({"sublayers": [{"type": "softmax", "num_heads": 12}, SHARED_KEY, GLU], "repeat": 2})
 
 
 def on_axis(
@@ -215,7 +216,7 @@ def _second_document(names: tuple[str, ...]) -> dict[str, list[Arrays]]:
 
 
 def test_another_document_does_not_move_a_bit_across_ranks():
-    for found in run_ranks(3, _second_document, (*STATES, "softmax", "three-heads")):
+    for found in run_ranks(3, _second_document, (*STATES, "softmax", "three-heads", "two-attentions")):
         for name, (one, other) in found.items():
             for key in one:
                 assert (one[key] == other[key]).all(), (name, key)

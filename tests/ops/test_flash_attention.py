@@ -1,22 +1,33 @@
-"""Attention by flash-attn, with a stand-in of its published signatures: when it is taken, and what it is given."""
+"""Flash kernels, by stand-ins of their published signatures: when they are taken, and what they are given."""
 
 from __future__ import annotations
 
 import importlib.machinery
 import logging
+import re
 import sys
 import types
+from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.nn.attention.varlen
 from torch import Tensor
 from torch.nn import functional
 
 from megalin.errors import ConfigError
 from megalin.model.language_model import LanguageModel
+from megalin.ops import causal_attention as choice
 from megalin.ops import flash_attention as op
-from megalin.ops.flash_attention import check_backend, document_offsets, flash_attention, uses_flash_attention
-from megalin.ops.softmax_attention import softmax_attention_reference
+from megalin.ops.causal_attention import check_backend, kernel_for
+from megalin.ops.documents import find_documents
+from megalin.ops.flash_attention import flash_attention, reason_against
+from megalin.ops.softmax_attention import (
+    softmax_attention,
+    softmax_attention_reference,
+    visible_tokens,
+    within_window,
+)
 from tests.cases import CASES, GLU, NAMES, build, make_inputs, model, weighted_loss
 from tests.numerics import assert_close, outputs_and_gradients
 from tests.ops.test_softmax_attention import documents_of
@@ -39,9 +50,11 @@ def flash_attn_func(
     return_attn_probs=False,
 ):
     """[B, T, H, K] as published: grouped heads, and a mask only where asked."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    y = functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=softmax_scale, enable_gqa=True)
-    return y.transpose(1, 2)
+    length = q.shape[1]
+    starts = torch.arange(0, q.shape[0] * length + 1, length, dtype=torch.int32)
+    flat = [x.flatten(0, 1) for x in (q, k, v)]
+    y = flash_attn_varlen_func(*flat, starts, starts, length, length, causal=causal, window_size=window_size)
+    return y.unflatten(0, q.shape[:2])
 
 
 def flash_attn_varlen_func(
@@ -68,81 +81,118 @@ def flash_attn_varlen_func(
     sequence_q, sequence_k = (torch.searchsorted(o, token, right=True) for o in (cu_seqlens_q, cu_seqlens_k))
     seen = (sequence_q[:, None] == sequence_k) & ((token[:, None] >= token) | (not causal))
     seen = seen & (token[:, None] - token < max_seqlen_k)
+    if window_size[0] >= 0:
+        seen = seen & (token[:, None] - token <= window_size[0])
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     y = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=softmax_scale, enable_gqa=True)
     return y[0].transpose(0, 1)
 
 
+def varlen_attn(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)
+):
+    """torch.nn.attention.varlen's, without what was added after torch 2.11."""
+    sizes = (cu_seq_q, cu_seq_k, max_q, max_k)
+    causal = window_size[1] == 0
+    return flash_attn_varlen_func(
+        query, key, value, *sizes, softmax_scale=scale, causal=causal, window_size=window_size
+    )
+
+
 @pytest.fixture
-def package(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """The stand-in, installed; nothing decided yet."""
+def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+    """The stand-ins, installed; nothing decided yet."""
     module = types.ModuleType("flash_attn")
     module.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
     module.flash_attn_func, module.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
     monkeypatch.setitem(sys.modules, "flash_attn", module)
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", varlen_attn)
     monkeypatch.setattr(op, "_DEVICES", ("cpu",))
     monkeypatch.setattr(op, "_DTYPES", (torch.bfloat16, torch.float64))
-    op.reason_against.cache_clear()
+    forget()
     yield module
+    forget()
+
+
+def forget() -> None:
     op.reason_against.cache_clear()
+    choice._decide.cache_clear()
 
 
-def chosen(dtype: torch.dtype = DTYPE, head_dim: int = HEAD, device: str = "cpu", backend: str = "auto") -> bool:
+def chosen(dtype: torch.dtype = DTYPE, head_dim: int = HEAD, device: str = "cpu", backend: str = "auto", whole=False):
     check_backend(backend, device, dtype, head_dim, field="the.backend")
-    return uses_flash_attention(backend, device, dtype, head_dim)
+    return kernel_for(backend, whole, device, dtype, head_dim)
 
 
+@pytest.mark.parametrize("kernel", ["flash_attn", "varlen"])
 @pytest.mark.parametrize("heads", ["as many", "grouped", "one"])
 @pytest.mark.parametrize("length", [1, 17, 64, 65])
 @pytest.mark.usefixtures("package")
-def test_packed_documents_and_whole_rows_equal_the_definition(length: int, heads: str):
+def test_packed_documents_and_whole_rows_equal_the_definition(length: int, heads: str, kernel: str):
     inputs, documents = make_heads(length, heads), documents_of(length)
-    for ids, offsets in ((documents, document_offsets(documents)), (None, None)):
-        actual = outputs_and_gradients(lambda offsets=offsets, **x: [flash_attention(**x, offsets=offsets)], inputs)
+    for ids in (documents, None):
+        offsets = None if ids is None else find_documents(ids).offsets
+        actual = outputs_and_gradients(
+            lambda offsets=offsets, **x: [flash_attention(**x, offsets=offsets, kernel=kernel)], inputs
+        )
         expected = outputs_and_gradients(
             lambda ids=ids, **x: [softmax_attention_reference(document_ids=ids, **x)], inputs
         )
         assert_close(actual, expected, 1e-12)
 
 
-def test_offsets_are_the_starts_of_documents_and_few_sizes():
-    ids = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 2, 2, 3]], dtype=torch.int32)
-    offsets = document_offsets(ids)
-    assert offsets.tolist() == [0, 2, 5, 6, 7, 9, *[10] * 11]
-    assert offsets.dtype == torch.int32
-    assert document_offsets(ids[:1]).tolist() == [0, 2, 5, 5, 5]
-    assert document_offsets(torch.zeros(1, 3)).tolist() == [0, 3]
-    assert {len(document_offsets(torch.arange(n)[None])) for n in range(1, 257)} == {2, 5, 17, 65, 257}
+@pytest.mark.parametrize("kernel", ["flash_attn", "varlen"])
+@pytest.mark.parametrize("window", [1, 16, 65])
+@pytest.mark.usefixtures("package")
+def test_windows_are_those_of_the_mask(window: int, kernel: str):
+    inputs, ids = make_heads(65), documents_of(65)
+    for offsets, visible in ((find_documents(ids).offsets, visible_tokens(ids)), (None, visible_tokens(ids[:1] * 0))):
+        actual = flash_attention(**inputs, offsets=offsets, window=window, kernel=kernel)
+        expected = softmax_attention(**inputs, visible=within_window(visible, window))
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.usefixtures("package")
-def test_auto_takes_the_package_and_says_so_once(caplog: pytest.LogCaptureFixture):
-    with caplog.at_level(logging.INFO, logger=op.__name__):
-        assert [chosen(), chosen(backend="flash_attn"), chosen(), chosen(backend="sdpa")] == [True, True, True, False]
+def test_what_is_taken_is_said_once(caplog: pytest.LogCaptureFixture):
+    """The package where rows are packed, torch's kernel where the package is not to be taken."""
+    with caplog.at_level(logging.INFO, logger=choice.__name__):
+        found = [chosen(), chosen(), chosen(backend="flash_attn"), chosen(backend="sdpa")]
+        found += [chosen(backend=backend, whole=True) for backend in ("auto", "flash_attn", "sdpa")]
+    assert found == ["flash_attn", "flash_attn", "flash_attn", "varlen", None, "flash_attn", None]
+    packed, whole = (
+        f"softmax attention of {rows}, torch.bfloat16 heads of 16 on cpu: "
+        for rows in ("packed rows or windows", "whole rows")
+    )
     assert [record.message for record in caplog.records] == [
-        "softmax attention, torch.bfloat16 heads of 16 on cpu: flash_attn"
+        *(packed + kernel for kernel in ("flash_attn", "flash_attn", "varlen")),
+        *(whole + kernel for kernel in ("sdpa", "flash_attn", "sdpa")),
     ]
 
 
-def wrong_mask(q, k, v, cu_seqlens_q, *others, causal, deterministic):
+def wrong_mask(q, k, v, cu_seqlens_q, *others, **fields):
     whole = torch.tensor([0, q.shape[0]], dtype=torch.int32)
-    return flash_attn_varlen_func(q, k, v, whole, whole, q.shape[0], q.shape[0], causal=causal)
+    return flash_attn_varlen_func(q, k, v, whole, whole, q.shape[0], q.shape[0], causal=True)
 
 
-def not_causal(q, k, v, causal, deterministic):
+def wrong_window(q, k, v, *sizes, window_size, **fields):
+    wider = (window_size[0] + 1, 0) if window_size[0] >= 0 else window_size
+    return flash_attn_varlen_func(q, k, v, *sizes, causal=True, window_size=wider)
+
+
+def not_causal(q, k, v, **fields):
     return flash_attn_func(q, k, v)
 
 
-def lost_gradient(q, k, v, causal, deterministic):
-    return flash_attn_func(q, k.detach() * 0.5 + k * 0.5, v, causal=causal)
+def lost_gradient(q, k, v, **fields):
+    return flash_attn_func(q, k.detach() * 0.5 + k * 0.5, v, causal=True)
 
 
-def no_kernel(q, k, v, causal, deterministic):
+def no_kernel(q, k, v, **fields):
     raise RuntimeError("no kernel image is available\nfor this device")
 
 
-def not_a_number(q, k, v, causal, deterministic):
-    return flash_attn_func(q, k, v, causal=causal) * float("nan")
+def not_a_number(q, k, v, **fields):
+    return flash_attn_func(q, k, v, causal=True) * float("nan")
 
 
 REASONS = {
@@ -150,11 +200,12 @@ REASONS = {
     "dtype": ({"dtype": torch.float32}, {}, r"the tensors are torch\.float32, and it needs bfloat16 or float16"),
     "width": ({"head_dim": 264}, {}, "heads are 264 wide, and it takes at most 256"),
     "mask": ({}, {"flash_attn_varlen_func": wrong_mask}, r"its values differ from torch's by .* \(packed\)"),
+    "window": ({}, {"flash_attn_varlen_func": wrong_window}, r"its values differ from torch's by .* \(a window\)"),
     "causal": ({}, {"flash_attn_func": not_causal}, r"its values differ .* \(one document a row\)"),
     "gradient": ({}, {"flash_attn_func": lost_gradient}, r"its dk differ from torch's by 5\..e-01"),
     "nan": ({}, {"flash_attn_func": not_a_number}, "its values differ from torch's by nan"),
-    "kernel": ({}, {"flash_attn_func": no_kernel}, r"flash-attn fails: no kernel image is available"),
-    "build": ({}, {"flash_attn_varlen_func": None}, "flash-attn fails: cannot import name 'flash_attn_varlen_func'"),
+    "kernel": ({}, {"flash_attn_func": no_kernel}, r"it fails: no kernel image is available"),
+    "build": ({}, {"flash_attn_varlen_func": None}, "it fails: cannot import name 'flash_attn_varlen_func'"),
 }
 
 
@@ -166,21 +217,24 @@ def test_what_cannot_run_is_passed_over_and_refused_where_asked_for(package, cap
             delattr(package, function)
         else:
             setattr(package, function, replacement)
-    with caplog.at_level(logging.INFO, logger=op.__name__):
-        assert not chosen(**arguments)
-    assert ": sdpa (" in caplog.text
+    with caplog.at_level(logging.INFO, logger=choice.__name__):
+        assert chosen(**arguments) != "flash_attn"
+    assert re.search(rf": (varlen|sdpa); not flash_attn: {reason}", caplog.text)
     with pytest.raises(ConfigError, match=rf'the\.backend = "flash_attn" cannot run: {reason}.*; use "auto" or "sdpa"'):
         chosen(**arguments, backend="flash_attn")
 
 
-def test_without_the_package_it_is_refused_only_where_asked_for(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(op, "_DEVICES", ("cpu",))
+@pytest.mark.usefixtures("package")
+def test_torchs_kernel_takes_multiples_of_eight():
+    assert reason_against("varlen", "cpu", DTYPE, 12) == "heads are 12 wide, and it takes multiples of 8"
+    assert chosen(head_dim=12, backend="sdpa") is None
+
+
+def test_without_the_package_it_is_refused_only_where_asked_for(package, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    op.reason_against.cache_clear()
-    assert not chosen()
+    assert chosen() == "varlen"
     with pytest.raises(ConfigError, match="cannot run: the package flash-attn is not installed"):
         chosen(backend="flash_attn")
-    op.reason_against.cache_clear()
 
 
 def outcome(built: LanguageModel) -> dict[str, Tensor]:
@@ -190,31 +244,40 @@ def outcome(built: LanguageModel) -> dict[str, Tensor]:
     return {"losses": output.token_losses, **{name: p.grad for name, p in built.named_parameters()}}
 
 
+def with_backend(config, backend: str):
+    """The same model with that backend of softmax attention."""
+
+    def changed(block):
+        return [s.model_copy(update={"backend": backend}) if s.type == "softmax" else s for s in block.sublayers]
+
+    return config.model_copy(
+        update={"layers": [block.model_copy(update={"sublayers": changed(block)}) for block in config.layers]}
+    )
+
+
 @pytest.mark.parametrize("name", ["softmax", "softmax-grouped"])
 def test_the_model_has_the_same_losses_and_gradients(package, monkeypatch, name: str):
+    """Packed rows take the kernel of packed rows once a layer; rows of one document, and a state, do not."""
     calls = []
     for function in (flash_attn_func, flash_attn_varlen_func):
         recorded = lambda *args, function=function, **fields: (calls.append(function), function(*args, **fields))[1]  # noqa: E731
         monkeypatch.setattr(package, function.__name__, recorded)
-    config = CASES[NAMES.index(name)].model
+    config, tokens = CASES[NAMES.index(name)].model, make_inputs().tokens
     outcome(build(config))  # decides
     calls.clear()
     found = outcome(build(config))
     assert calls == [flash_attn_varlen_func] * 2
     calls.clear()
-    sdpa = [block.model_copy(update={"sublayers": sdpa_sublayers(block)}) for block in config.layers]
-    assert_close(found, outcome(build(config.model_copy(update={"layers": sdpa}))), 1e-12)
-    whole, tokens = build(config), make_inputs().tokens
+    assert_close(found, outcome(build(with_backend(config, "sdpa"))), 1e-12)
+    built = build(config)
+    expected = built(tokens).logits
+    assert torch.equal(built(tokens, document_ids=torch.full_like(tokens, 3)).logits, expected)
+    state = built(tokens, state=built.initial_state(4, dtype=torch.float64)).state
+    built.step(tokens[:, 0], state)
     assert calls == []
-    whole(tokens)
+    explicit = build(with_backend(config, "flash_attn"))(tokens).logits
     assert calls == [flash_attn_func] * 2
-    state = whole(tokens, state=whole.initial_state(4, dtype=torch.float64)).state
-    whole.step(tokens[:, 0], state)
-    assert len(calls) == 2
-
-
-def sdpa_sublayers(block):
-    return [s.model_copy(update={"backend": "sdpa"}) if s.type == "softmax" else s for s in block.sublayers]
+    torch.testing.assert_close(explicit, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.usefixtures("package")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megalin import layers
 from megalin.config import Config, NestedConfigError, problems, suggest
 from megalin.layers.norms import NormKind
+from megalin.ops.documents import Documents
 from megalin.parallel.context import Borders, ContextParallel, Row
 from megalin.parallel.data_parallel import largest_magnitudes
 from megalin.parallel.tensor_parallel import TensorParallel
@@ -42,6 +43,13 @@ class SequenceContext(NamedTuple):
     """How the documents lie on the ranks that share the sequence; None where this rank has all of it."""
     row: Row | None = None
     """What is known of the whole rows, given where a mixer reads it (`MixerConfig.reads_row`) and ranks share them."""
+
+    documents: Documents | None = None
+    """The documents of the whole rows, given where a mixer reads them (`MixerConfig.reads_documents`)."""
+
+    def known_documents(self) -> Documents:
+        """The documents of the whole rows, with as much as is known of them."""
+        return Documents(self.whole_row().document_ids, None) if self.documents is None else self.documents
 
     def whole_row(self) -> Row:
         """What is known of the whole rows, on however many ranks they lie."""
@@ -151,6 +159,8 @@ class MixerConfig(Config):
     """Whether the mixer works on a part of the sequence (parallel.cp), beside what `SequenceContext.borders` tells."""
     reads_row: ClassVar[bool] = False
     """Whether it then needs `SequenceContext.row`, which costs an exchange of a few bytes a token, once a batch."""
+    reads_documents: ClassVar[bool] = False
+    """Whether it reads `SequenceContext.documents`, for which the host waits for the device once a batch."""
     type: str
     """Module in megalin.layers.mixers, or the dotted path of a module elsewhere, whose CONFIG is the class."""
     norm: NormKind = "srmsnorm"

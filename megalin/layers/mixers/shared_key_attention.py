@@ -13,6 +13,7 @@ from megalin.errors import ConfigError
 from megalin.layers.entering import entering_inputs
 from megalin.layers.mixers.base import BuildScope, Mixer, MixerConfig, MixerOutput, SequenceContext, State
 from megalin.layers.norms import NormKind
+from megalin.ops.documents import Documents
 from megalin.ops.positions import rope
 from megalin.ops.window_attention import WindowCache, window_attention, window_attention_flops
 from megalin.parallel.initialisation import Draw, normal
@@ -54,13 +55,17 @@ class SharedKeyAttention(Mixer):
         k = functional.linear(x, self.tp.partial_gradient(local(self.key)))[:, :, None]  # [B, T, 1, K]
         q, k = (rope(y, context.positions, base=self.config.rope_base) for y in (q, k))
         k = k.squeeze(2)
+        cache = WindowCache(*state) if state else self._entering(k, v, context)
+        alone = context.borders is None
+        documents = context.known_documents() if alone else Documents(context.document_ids, None)
         attention = window_attention(
             q,
             k,
             v,
             window=self.config.window,
-            document_ids=context.document_ids,
-            cache=WindowCache(*state) if state else self._entering(k, v, context),
+            document_ids=documents.ids,
+            offsets=documents.offsets,
+            cache=cache,
         )
         remembered = attention.cache if state and attention.cache is not None else ()
         return MixerOutput(self.out(attention.output.flatten(2)), remembered)
@@ -95,6 +100,7 @@ class SharedKeyAttentionConfig(MixerConfig):
     """Sliding-window attention with one shared key."""
 
     splits_sequence: ClassVar[bool] = True
+    reads_documents: ClassVar[bool] = True
     type: Literal["shared_key_attention"] = "shared_key_attention"
     """This mixer."""
     norm: NormKind = "rmsnorm"

@@ -11,13 +11,7 @@ from torch import Tensor
 
 from megalin.errors import ConfigError
 from megalin.layers.mixers.base import BuildScope, Mixer, MixerConfig, MixerOutput, SequenceContext, State
-from megalin.ops.flash_attention import (
-    AttentionBackend,
-    check_backend,
-    document_offsets,
-    flash_attention,
-    uses_flash_attention,
-)
+from megalin.ops.causal_attention import AttentionBackend, causal_attention, check_backend
 from megalin.ops.positions import rope
 from megalin.ops.softmax_attention import (
     softmax_attention,
@@ -73,14 +67,11 @@ class Softmax(Mixer):
         self.out = RowParallelLinear(width, width, tp=tp, std=scope.output_std, name=name)
 
     def own_context(self, context: SequenceContext) -> SequenceContext:
-        # Outside the block: no graph can hold an error, or the number of documents, which is data.
-        kind = (self.config.backend, context.positions.device.type, context.compute_dtype, self.head_dim)
+        # Outside the block: no graph can hold an error.
         if torch.is_grad_enabled():
+            kind = (self.config.backend, context.positions.device.type, context.compute_dtype, self.head_dim)
             check_backend(*kind, field=f"{self.path}.backend")
-        documents = context.whole_row().document_ids
-        if documents is None or self.gathers_tokens or not uses_flash_attention(*kind):
-            return context
-        return context._replace(full_precision=(document_offsets(documents),))
+        return context
 
     def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
         x = self.tp.enter(x)
@@ -101,20 +92,16 @@ class Softmax(Mixer):
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
         """Attention [B, T/cp, H/tp, K] over rows that start with their first token."""
-        documents = context.whole_row().document_ids
         if self.gathers_tokens:
             k, v = self.cp.gather_tokens(k), self.cp.gather_tokens(v)
-            visible = visible_in_row(self.cp.positions(q), k.shape[1], documents)
+            visible = visible_in_row(self.cp.positions(q), k.shape[1], context.whole_row().document_ids)
             return softmax_attention(q, k, v, visible=visible)
         if self.repeats > 1:
             k, v = k.repeat_interleave(self.repeats, dim=2), v.repeat_interleave(self.repeats, dim=2)
         q, k, v = self.cp.to_heads(q, k, v)  # [B, T, H or G/tp/cp, K]
-        if uses_flash_attention(self.config.backend, q.device.type, q.dtype, self.head_dim):
-            (offsets,) = context.full_precision or (None,)
-            assert (offsets is None) == (documents is None), "documents without their offsets"
-            return self.cp.to_tokens(flash_attention(q, k, v, offsets=offsets))
-        own = None if documents is None else visible_tokens(documents)
-        return self.cp.to_tokens(softmax_attention(q, k, v, visible=own))
+        ids, offsets = context.known_documents()
+        y = causal_attention(q, k, v, document_ids=ids, offsets=offsets, backend=self.config.backend)
+        return self.cp.to_tokens(y)
 
     def step(self, x: Tensor, context: SequenceContext, state: State) -> MixerOutput:
         return self(x, context, state)
@@ -138,6 +125,7 @@ class SoftmaxConfig(MixerConfig):
 
     splits_sequence: ClassVar[bool] = True
     reads_row: ClassVar[bool] = True
+    reads_documents: ClassVar[bool] = True
     type: Literal["softmax"] = "softmax"
     """This mixer."""
     num_heads: int = pydantic.Field(gt=0)
@@ -148,9 +136,9 @@ class SoftmaxConfig(MixerConfig):
     rope_base: float = pydantic.Field(default=10000.0, gt=1)
     """Base of the rotary frequencies base^(-2 j / head width), radians a token."""
     backend: AttentionBackend = "auto"
-    """Implementation of attention without a state. sdpa: torch's own. flash_attn: the package flash-attn, on CUDA in
-    bf16, where packed documents cost no mask of T x T; training refuses to go on without it. auto: flash_attn where it
-    is installed and agrees with sdpa."""
+    """Implementation of attention without a state. sdpa: PyTorch's own, cuDNN or FlashAttention-2 where they run.
+    flash_attn: the package flash-attn, on CUDA in bf16 or fp16; training refuses to go on without it. auto: sdpa, but
+    for packed documents flash_attn where it is installed and agrees with sdpa."""
 
     @property
     def key_value_heads(self) -> int:

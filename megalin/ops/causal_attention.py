@@ -1,0 +1,104 @@
+"""Causal softmax attention over rows that start with their first token: the fastest kernel for their documents.
+
+    o_t = sum over visible s of p_ts v_s,    p_t = softmax over visible s of q_t . k_s / sqrt(K)
+
+Token t sees the tokens s <= t of its own document, the last `window` of them where there is a window. Rows of one
+document go to torch's fused attention, packed documents and windows to a flash kernel, which needs no mask of T x T;
+what neither takes goes to fused attention under that mask.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megalin.errors import ConfigError
+from megalin.ops.flash_attention import FlashKernel, flash_attention, reason_against
+from megalin.ops.softmax_attention import check_heads, softmax_attention, visible_in_row, visible_tokens, within_window
+
+AttentionBackend = Literal["auto", "sdpa", "flash_attn"]
+"""auto: torch's own for rows of one document, the package flash-attn for packed ones where it runs, else torch's own.
+sdpa: torch's own. flash_attn: that package (see check_backend)."""
+
+_KERNELS: dict[AttentionBackend, tuple[FlashKernel, ...]] = {
+    "auto": ("flash_attn", "varlen"),
+    "sdpa": ("varlen",),
+    "flash_attn": ("flash_attn",),
+}
+
+_log = logging.getLogger(__name__)
+
+
+def causal_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    document_ids: Tensor | None = None,
+    offsets: Tensor | None = None,
+    window: int | None = None,
+    backend: AttentionBackend = "auto",
+) -> Tensor:
+    """The attention above.
+
+    Args:
+        q: [B, T, H, K].
+        k, v: [B, T, G, K], G key-value heads; query head h reads key-value head h // (H / G).
+        document_ids: [B, T] integers, non-decreasing along T; None when each row is one document.
+        offsets: those of `Documents` for these ids; without them packed documents take a mask.
+        window: visible tokens, the token itself included; None for all.
+        backend: flash_attn where it cannot run is as sdpa.
+
+    Returns:
+        [B, T, H, K] in the dtype of q; scores and their softmax are accumulated in at least fp32.
+
+    Raises:
+        OperandError: tensors that do not fit.
+    """
+    check_heads("causal_attention", q, (k, "BTGK"), (v, "BTGK"), document_ids=(document_ids, "BT int"))
+    whole = document_ids is None and window is None
+    kernel = kernel_for(backend, whole, q.device.type, q.dtype, q.shape[3])
+    if kernel is not None and (document_ids is None or offsets is not None):
+        return flash_attention(q, k, v, offsets=offsets, window=window, kernel=kernel)
+    if whole:
+        return softmax_attention(q, k, v)
+    if document_ids is None:
+        visible = visible_in_row(torch.arange(q.shape[1], device=q.device), q.shape[1], None)
+    else:
+        visible = visible_tokens(document_ids)
+    return softmax_attention(q, k, v, visible=visible if window is None else within_window(visible, window))
+
+
+@torch.compiler.assume_constant_result
+def kernel_for(
+    backend: AttentionBackend, whole: bool, device: str, dtype: torch.dtype, head_dim: int
+) -> FlashKernel | None:
+    """The flash kernel that attends to such tensors, `whole` rows or others, None for torch's fused attention; a
+    constant to torch.compile."""
+    return _decide(backend, whole, device, dtype, head_dim)
+
+
+@functools.cache
+def _decide(
+    backend: AttentionBackend, whole: bool, device: str, dtype: torch.dtype, head_dim: int
+) -> FlashKernel | None:
+    """`kernel_for`, decided at its first use and logged."""
+    kind = f"softmax attention of {'whole rows' if whole else 'packed rows or windows'}"
+    reasons: list[str] = []
+    for kernel in () if whole and backend != "flash_attn" else _KERNELS[backend]:
+        if not (reason := reason_against(kernel, device, dtype, head_dim)):
+            _log.info("%s, %s heads of %d on %s: %s", kind, dtype, head_dim, device, "; ".join([kernel, *reasons]))
+            return kernel
+        reasons.append(f"not {kernel}: {reason}")
+    _log.info("%s, %s heads of %d on %s: %s", kind, dtype, head_dim, device, "; ".join(["sdpa", *reasons]))
+    return None
+
+
+def check_backend(backend: AttentionBackend, device: str, dtype: torch.dtype, head_dim: int, *, field: str) -> None:
+    """Raises ConfigError, naming `field`, where flash_attn was asked for and cannot run on such tensors."""
+    if backend == "flash_attn" and (reason := reason_against("flash_attn", device, dtype, head_dim)):
+        raise ConfigError(f'{field} = "flash_attn" cannot run: {reason}; use "auto" or "sdpa"')

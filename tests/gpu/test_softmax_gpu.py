@@ -1,0 +1,153 @@
+"""Softmax attention on the chip against fp64 truth: dtypes, documents, grouped keys, windows, compiled, equal bits."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalin.model.language_model import LanguageModel
+from megalin.ops.causal_attention import causal_attention, kernel_for
+from megalin.ops.documents import find_documents
+from megalin.ops.softmax_attention import visible_in_row, visible_tokens, within_window
+from megalin.ops.window_attention import window_attention
+from megalin.parallel.initialisation import fill
+from tests.cases import GLU, model
+from tests.ops.kernels import assert_as_good_as_the_reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DOCUMENTS = {"whole": None, "packed": [0, 1, 2, 65, 128, 1000], "single": [*range(40), 1337]}
+"""Where documents start in the second row; None: every row is one document."""
+
+
+@pytest.fixture(autouse=True)
+def _poisoned() -> Iterator[None]:
+    """Memory of `torch.empty` holds NaN; cuBLAS only warns."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def make_heads(batch: int, length: int, heads: int, groups: int, width: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    shapes = {"q": heads, "k": groups, "v": groups}
+    return {name: torch.randn(batch, length, n, width, device="cuda").to(dtype) for name, n in shapes.items()}
+
+
+def make_documents(name: str, batch: int, length: int) -> Tensor | None:
+    if DOCUMENTS[name] is None:
+        return None
+    starts = torch.zeros(batch, length, dtype=torch.int32, device="cuda")
+    starts[1, [place for place in DOCUMENTS[name] if place < length]] = 1
+    return starts.cumsum(1, dtype=torch.int32)
+
+
+def unfused(q: Tensor, k: Tensor, v: Tensor, *, document_ids: Tensor | None, window: int | None) -> list[Tensor]:
+    """Every product and softmax by itself, in the inputs' dtype."""
+    if document_ids is None:
+        visible = visible_in_row(torch.arange(q.shape[1], device=q.device), q.shape[1], None)
+    else:
+        visible = visible_tokens(document_ids)
+    if window is not None:
+        visible = within_window(visible, window)
+    groups = q.shape[2] // k.shape[2]
+    q, k, v = q.transpose(1, 2), *(x.repeat_interleave(groups, dim=2).transpose(1, 2) for x in (k, v))
+    scores = (q @ k.mT / q.shape[3] ** 0.5).masked_fill(~visible[:, None], -torch.inf)
+    return [(torch.softmax(scores, -1) @ v).transpose(1, 2)]
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, *, document_ids: Tensor | None, window: int | None) -> list[Tensor]:
+    ids, offsets = (None, None) if document_ids is None else find_documents(document_ids)
+    return [causal_attention(q, k, v, document_ids=ids, offsets=offsets, window=window)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("documents", DOCUMENTS)
+@pytest.mark.parametrize("window", [None, 1, 100])
+@pytest.mark.parametrize(("heads", "groups", "width"), [(3, 3, 128), (8, 2, 64)])
+@pytest.mark.parametrize("length", [1, 63, 1000, 1337])
+def test_values_and_gradients(length, heads, groups, width, window, documents, dtype):
+    inputs = make_heads(2, length, heads, groups, width, dtype)
+    options = {"document_ids": make_documents(documents, 2, length), "window": window}
+    assert_as_good_as_the_reference(partial(fused, **options), partial(unfused, **options), inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("documents", ["whole", "packed"])
+def test_a_window_under_a_shared_key(documents, dtype):
+    inputs = make_heads(2, 1337, 4, 4, 64, dtype) | {"k": torch.randn(2, 1337, 64, device="cuda").to(dtype)}
+    ids = make_documents(documents, 2, 1337)
+    known = None if ids is None else find_documents(ids).offsets
+
+    def ours(q, k, v):
+        return [window_attention(q, k, v, window=256, document_ids=ids, offsets=known).output]
+
+    def reference(q, k, v):
+        return unfused(q, k[:, :, None].expand_as(v), v, document_ids=ids, window=256)
+
+    assert_as_good_as_the_reference(ours, reference, inputs)
+
+
+@pytest.mark.parametrize("width", [36, 128, 200, 264])
+@pytest.mark.parametrize("documents", ["whole", "packed"])
+def test_widths_that_few_kernels_take(documents, width):
+    inputs = make_heads(2, 300, 2, 1, width, torch.bfloat16)
+    options = {"document_ids": make_documents(documents, 2, 300), "window": None}
+    assert_as_good_as_the_reference(partial(fused, **options), partial(unfused, **options), inputs)
+
+
+def test_half_precision_needs_no_mask():
+    """The self-test of torch's own kernel passes here, so that nothing of T x T is held."""
+    assert kernel_for("sdpa", True, "cuda", torch.bfloat16, 128) is None
+    assert kernel_for("sdpa", False, "cuda", torch.bfloat16, 128) == "varlen"
+    inputs = make_heads(1, 32768, 1, 1, 64, torch.bfloat16)
+    ids = (torch.arange(32768, device="cuda") // 1000)[None].int()
+    known = find_documents(ids)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    causal_attention(**inputs, document_ids=known.ids, offsets=known.offsets)
+    causal_attention(**inputs, window=1000)
+    causal_attention(**inputs)
+    assert torch.cuda.max_memory_allocated() - before < 32768**2 / 8
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 100}, {"packed": True}])
+def test_deterministic_algorithms_give_equal_bits(options):
+    torch.use_deterministic_algorithms(True)
+    inputs = make_heads(2, 4096, 4, 4, 128, torch.bfloat16)
+    ids = make_documents("packed", 2, 4096) if options.get("packed") else None
+    results = []
+    for _ in range(2):
+        leaves = [x.detach().requires_grad_() for x in inputs.values()]
+        (y,) = fused(*leaves, document_ids=ids, window=options.get("window"))
+        results.append([y, *torch.autograd.grad(y.float().square().sum(), leaves)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_compiled_blocks_equal_eager_ones(packed):
+    """One graph a block, with rows of one document after packed ones too."""
+    attention = {"type": "softmax", "num_heads": 4, "num_key_value_heads": 2}
+    window = {"type": "shared_key_attention", "num_heads": 4, "window": 37, "residual": "add"}
+    config = model({"sublayers": [attention, window, GLU], "repeat": 2}, hidden_size=256)
+    tokens = torch.randint(0, config.vocab_size, (2, 200), device="cuda")
+    ids = make_documents("packed" if packed else "whole", 2, 200)
+    ids = torch.zeros_like(tokens, dtype=torch.int32) if ids is None else ids
+    outcomes = []
+    for compiled in (False, True):
+        built = LanguageModel(config).to_empty(device="cuda")
+        fill(built, 0)
+        built.bfloat16()
+        for block in built.blocks if compiled else ():
+            block.compile(fullgraph=True, dynamic=False)
+        losses = built(tokens, labels=tokens, document_ids=ids).token_losses
+        losses.sum().backward()
+        outcomes.append([losses, *(p.grad for p in built.parameters())])
+    for eager, found in zip(*outcomes, strict=True):
+        error = (found.double() - eager.double()).norm() / eager.double().norm()
+        assert error < 2e-2, error

@@ -1,0 +1,50 @@
+"""Causal attention against its definition: documents with and without their offsets, and windows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megalin.ops.causal_attention import causal_attention
+from megalin.ops.documents import Documents, find_documents
+from megalin.ops.softmax_attention import softmax_attention_reference
+from megalin.ops.window_attention import window_attention_reference
+from tests.numerics import assert_close, outputs_and_gradients
+from tests.ops.test_softmax_attention import documents_of, make_inputs
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 16])
+def test_equals_the_definition(packed: bool, window: int | None):
+    inputs, ids = make_inputs(65, "as many"), documents_of(65) if packed else None
+    inputs["k"] = inputs["k"][:, :, :1].expand(-1, -1, 3, -1)
+
+    def definition(q, k, v):
+        if window is None:
+            return [softmax_attention_reference(q, k, v, document_ids=ids)]
+        return [window_attention_reference(q, k[:, :, 0], v, window=window, document_ids=ids)]
+
+    expected = outputs_and_gradients(definition, inputs)
+    expected["gradient.k"] = expected["gradient.k"].sum(2)
+    for known in (None, find_documents(ids).offsets) if packed else (None,):
+        actual = outputs_and_gradients(
+            lambda known=known, **x: [causal_attention(**x, document_ids=ids, offsets=known, window=window)], inputs
+        )
+        actual["gradient.k"] = actual["gradient.k"].sum(2)
+        assert_close(actual, expected, 1e-12)
+
+
+def test_documents_are_their_starts_in_few_sizes():
+    ids = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 2, 2, 3]], dtype=torch.int32)
+    known = find_documents(ids)
+    assert known.ids is ids
+    assert known.offsets.tolist() == [0, 2, 5, 6, 7, 9, *[10] * 11]
+    assert known.offsets.dtype == torch.int32
+    assert find_documents(ids[:1]).offsets.tolist() == [0, 2, 5, 5, 5]
+    assert {len(find_documents(torch.arange(n)[None]).offsets) for n in range(2, 257)} == {5, 17, 65, 257}
+
+
+def test_rows_of_one_document_need_neither():
+    assert find_documents(torch.tensor([[4, 4, 4], [0, 0, 0]])) == Documents(None, None)
+    assert find_documents(torch.tensor([[7]])) == Documents(None, None)
+    assert find_documents(torch.tensor([[0, 1], [0, 0]])).offsets.tolist() == [0, 1, 2, 4, 4]
