@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import pydantic
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megalin.config import Config
 
@@ -54,6 +54,15 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, no_decay: Collect
         if group
     ]
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps, fused=True)
+
+
+def step_where(sound: Tensor, optimizer: torch.optim.AdamW) -> None:
+    """One update where `sound` [] is true, else none: weights, moments and the count of steps stay as they are.
+
+    The device reads `sound`, by the way that fused AdamW has for gradient scalers; the host does not wait for it.
+    """
+    cast(Any, optimizer).found_inf = (~sound).to(torch.float32)
+    optimizer.step()
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

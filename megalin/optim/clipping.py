@@ -47,8 +47,7 @@ def clip_gradients(
     norm = (square if stages is None else all_reduce(square, stages)).sqrt()
     if max_norm is not None:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for gradient in gradients:
-            _local(gradient).mul_(scale)
+        torch._foreach_mul_([_local(gradient) for gradient in gradients], scale)
     return norm
 
 

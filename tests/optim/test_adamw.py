@@ -8,7 +8,7 @@ from torch import nn
 
 from megalin.config import dumps, parse
 from megalin.errors import ConfigError
-from megalin.optim.adamw import OptimizerConfig, build_optimizer, set_learning_rate
+from megalin.optim.adamw import OptimizerConfig, build_optimizer, set_learning_rate, step_where
 
 CONFIG = OptimizerConfig(lr=0.1, betas=[0.8, 0.9], eps=1e-3, weight_decay=0.5)
 
@@ -36,6 +36,21 @@ def test_update_is_the_documented_equation():
         optimizer.step()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.detach(), weights[name], rtol=1e-12, atol=1e-12)
+
+
+def test_an_update_that_is_not_sound_changes_nothing():
+    model = _model()
+    optimizer = build_optimizer(model, CONFIG, ())
+    kept = []
+    for gradient, sound in ((1.0, True), (float("nan"), False)):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, gradient)
+        step_where(torch.tensor(sound), optimizer)
+        states = [tensor.clone() for state in optimizer.state.values() for tensor in state.values()]
+        kept.append([*(parameter.detach().clone() for parameter in model.parameters()), *states])
+    assert len(kept[0]) == 4 * 4
+    for before, after in zip(*kept, strict=True):
+        assert torch.equal(before, after)
 
 
 def test_groups_carry_names_and_decay():
