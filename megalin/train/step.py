@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megalin.data.packing import AnyBatch
 from megalin.errors import NumericError
+from megalin.optim.adamw import step_where
 from megalin.optim.clipping import clip_gradients
 from megalin.parallel.data_parallel import set_gradient_reduction
 from megalin.parallel.mesh import Mesh
@@ -59,7 +60,7 @@ def accumulate_gradients(model: TrainedModel, batches: Sequence[AnyBatch], mesh:
 
 def train_step(
     model: TrainedModel,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.AdamW,
     batches: Sequence[AnyBatch],
     mesh: Mesh,
     *,
@@ -73,7 +74,7 @@ def train_step(
 
 def apply_gradients(
     model: TrainedModel,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.AdamW,
     losses: Tensor,
     counts: Tensor,
     *,
@@ -92,12 +93,16 @@ def apply_gradients(
         )
     else:
         norm = clip_gradients(model.parameters(), max_grad_norm)
-    parts = [losses.sum(), norm.to(losses.dtype), counts[0].to(losses.dtype), *losses]
-    values = torch.stack(parts).tolist()
-    result = StepResult(values[0], values[1], int(values[2]), tuple(values[3:]))
-    if not torch.isfinite(torch.tensor(values)).all():
+    values = torch.stack([losses.sum(), norm.to(losses.dtype), counts[0].to(losses.dtype), *losses])
+    told = values.to("cpu", non_blocking=True)
+    copied = torch.cuda.current_stream().record_event() if values.is_cuda else None
+    # Before the host knows, so that the device has work while it finds out.
+    step_where(values.isfinite().all(), optimizer)
+    if copied is not None:
+        copied.synchronize()
+    result = StepResult(told[0].item(), told[1].item(), int(told[2]), tuple(told[3:].tolist()))
+    if not told.isfinite().all():
         raise NumericError(_describe_non_finite(model, result, step))
-    optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     model.after_optimizer_step()
     return result
