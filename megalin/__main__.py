@@ -33,7 +33,6 @@ def _command(arguments: list[str] | None) -> int:
         command.add_arguments(commands.add_parser(name, help=command.help, description=command.help))
     # argparse gives up on key=value arguments that follow an option; they are left over here.
     parsed, rest = parser.parse_known_args(arguments)
-    parsed.command_line = sys.argv[1:] if arguments is None else arguments
     if rest and (any(argument.startswith("-") for argument in rest) or not hasattr(parsed, "overrides")):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     elif rest:

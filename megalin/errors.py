@@ -45,3 +45,9 @@ class NumericError(MegalinError):
     """A loss or gradient that is not finite."""
 
     exit_code = 8
+
+
+class RankFailedError(MegalinError):
+    """A rank that raised, died or did not answer in time; the message names it, with its traceback where it has one."""
+
+    exit_code = 9

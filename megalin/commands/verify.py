@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from typing import get_args
+from collections.abc import Callable
+from typing import Any, get_args
 
 from megalin.commands.base import Command, model_from
 from megalin.config import parse
@@ -13,10 +14,9 @@ from megalin.model.config import AnyModelConfig
 from megalin.parallel.context import ExchangeName
 from megalin.parallel.mesh import ParallelConfig, check_world_size, compute_device, process_group
 from megalin.parallel.pipeline import ScheduleName
-from megalin.parallel.ranks import Ranks
+from megalin.parallel.ranks import run_ranks
 from megalin.verify.case import Case, make_case
-from megalin.verify.grid import print_grid, run_grid
-from megalin.verify.launch import launch_ranks
+from megalin.verify.grid import Layout, layouts, print_grid, run_grid
 from megalin.verify.run import print_faults, print_rows, self_test, verify
 
 _OF_ONE_MESH = (
@@ -55,54 +55,63 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    started = launched().world_size
     if arguments.grid:
-        return _run_grid(arguments, started)
+        return _run_grid(arguments)
     if arguments.world is not None:
         raise ConfigError("--world is the size of --grid; add --grid, or leave it out")
-    case = _case(arguments)
-    if started == 1 and case.world_size > 1:
-        return launch_ranks(case.world_size, arguments.command_line)
-    if started != case.world_size:
+    case, started = _case(arguments), launched().world_size
+    if started not in (1, case.world_size):
         raise ConfigError(
             f"--pp {case.parallel.pp} x --tp {case.parallel.tp} x --cp {case.parallel.cp} x --dp {case.data_size} "
             f"needs {case.world_size} ranks, but {started} were started; start as many, or none and let verify start "
             "them"
         )
-    with process_group(compute_device()):
-        passed = True
-        if arguments.self_test:
-            results = self_test(case)
-            passed = not results or print_faults(case, results, as_json=arguments.json)
-        else:
-            rows = verify(case)
-            passed = not rows or print_rows(case, rows, as_json=arguments.json)
-    return 0 if passed else 1
+    compare: Callable[[Case], list[Any]] = self_test if arguments.self_test else verify
+    if started == 1 and case.world_size > 1:
+        results = _on_new_ranks(compare, case)
+    else:
+        with process_group(compute_device()):
+            results = compare(case)
+    if not results:  # they are rank 0's
+        return 0
+    printed = print_faults if arguments.self_test else print_rows
+    return 0 if printed(case, results, as_json=arguments.json) else 1
 
 
-def _run_grid(arguments: argparse.Namespace, started: int) -> int:
-    """Every mesh that fits the ranks of the launcher, or as many as are asked for."""
+def _on_new_ranks(compare: Callable[[Case], list[Any]], case: Case) -> list[Any]:
+    """The comparison on ranks of this machine's CPU."""
+    results: list[Any] = run_ranks(case.world_size, compare, case, timeout=None, preload=[verify.__module__])[0]
+    return results
+
+
+def _run_grid(arguments: argparse.Namespace) -> int:
+    """Every mesh of as many ranks as are asked for and of fewer; under a launcher, of as many as it started."""
     defaults = argparse.ArgumentParser()
     _add_arguments(defaults)
     for name in _OF_ONE_MESH:
         if getattr(arguments, name) != defaults.get_default(name):
             option = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{option} is about one mesh, and --grid runs them all; leave one of them out")
-    world_size = started if started > 1 else 4
-    world_size = world_size if arguments.world is None else arguments.world
+    started, world_size = launched().world_size, 4 if arguments.world is None else arguments.world
     if world_size < 1:
         raise ConfigError(f"--world {world_size}: a mesh has at least one rank")
-    if started == 1 and world_size > 1:
-        return launch_ranks(world_size, arguments.command_line)
-    if started != world_size:
+    if started > 1 and arguments.world not in (None, started):
         raise ConfigError(f"--world {world_size}, but {started} ranks were started; leave --world out")
     model = model_from(arguments.model, arguments.overrides)
-    ranks = Ranks(compute_device())
-    results = run_grid(lambda layout: _make_case(arguments, model, *layout), ranks)
-    if ranks.rank > 0:
-        assert not list(results), "results are rank 0's"
-        return 0
-    return 0 if print_grid(results, as_json=arguments.json) else 1
+
+    def make(layout: Layout) -> Case:
+        return _make_case(arguments, model, *layout)
+
+    if started == 1:
+        results = run_grid(layouts(world_size), make, lambda case: _on_new_ranks(verify, case))
+        return 0 if print_grid(results, as_json=arguments.json) else 1
+    with process_group(compute_device()):
+        results = run_grid((layout for layout in layouts(started) if layout.world_size == started), make, verify)
+        if launched().rank == 0:
+            return 0 if print_grid(results, as_json=arguments.json) else 1
+        for _ in results:
+            continue
+    return 0
 
 
 def _case(arguments: argparse.Namespace) -> Case:

@@ -12,7 +12,7 @@ import torch
 from megalin.layers.mixers.glu import GLUConfig
 from megalin.layers.mixers.tnl import TNLConfig
 from megalin.model.config import BlockConfig
-from megalin.parallel.mesh import Mesh, compute_device
+from megalin.parallel.mesh import Mesh, ParallelConfig, compute_device
 from megalin.parallel.pipeline import gather_objects
 from megalin.verify.case import Case
 from megalin.verify.comparison import Rounding, Row, compare, kind
@@ -72,7 +72,7 @@ def self_test(case: Case) -> list[FaultResult]:
             if fault.needs_low_rank not in references:
                 references[fault.needs_low_rank] = _reference(planted, mesh.device)
             rows = _compare(planted, outcome, references[fault.needs_low_rank], mesh.device)
-            results.append(FaultResult(fault.name, not all(row.passed for row in rows), _worst(rows)[0]))
+            results.append(FaultResult(fault.name, not all(row.passed for row in rows), worst_first(rows)[0]))
     return results
 
 
@@ -114,7 +114,7 @@ def _compare(case: Case, outcome: Outcome, reference: Reference, device: torch.d
     return compare(case, outcome, truth, reference.rounding)
 
 
-def _worst(rows: list[Row]) -> list[Row]:
+def worst_first(rows: list[Row]) -> list[Row]:
     """Rows by error over bound, the largest first; a NaN counts as the largest."""
     return sorted(rows, key=lambda row: -(row.error / row.bound) if row.error == row.error else float("-inf"))
 
@@ -123,11 +123,11 @@ def print_rows(case: Case, rows: list[Row], *, as_json: bool) -> bool:
     """Prints the comparison; returns whether every bound holds."""
     passed = all(row.passed for row in rows)
     if as_json:
-        print(json.dumps({"passed": passed, **_summary(case), "rows": [_row_json(row) for row in rows]}))
+        print(json.dumps({"passed": passed, **_summary(case), "rows": [row_json(row) for row in rows]}))
         return passed
     table = rich.table.Table("tensor", "of", "worst error", "bound", "", title=_title(case))
     for group in dict.fromkeys(kind(row.name) for row in rows):
-        of_kind = _worst([row for row in rows if kind(row.name) == group])
+        of_kind = worst_first([row for row in rows if kind(row.name) == group])
         for row in of_kind if not all(row.passed for row in of_kind) else of_kind[:1]:
             table.add_row(
                 row.name, str(len(of_kind)), f"{row.error:.2e}", f"{row.bound:.0e}", "ok" if row.passed else "FAILED"
@@ -142,7 +142,7 @@ def print_faults(case: Case, results: list[FaultResult], *, as_json: bool) -> bo
     """Prints the self-test; returns whether every fault was seen."""
     passed = all(result.seen for result in results)
     if as_json:
-        faults = [{"fault": r.fault, "seen": r.seen, "worst": _row_json(r.worst)} for r in results]
+        faults = [{"fault": r.fault, "seen": r.seen, "worst": row_json(r.worst)} for r in results]
         print(json.dumps({"passed": passed, **_summary(case), "faults": faults}))
         return passed
     table = rich.table.Table("planted fault", "seen", "by", "error", "bound", title=f"self-test, {_title(case)}")
@@ -154,28 +154,37 @@ def print_faults(case: Case, results: list[FaultResult], *, as_json: bool) -> bo
     return passed
 
 
-def _row_json(row: Row) -> dict[str, Any]:
+def row_json(row: Row) -> dict[str, Any]:
+    """A tensor's error as JSON tells it."""
     # JSON has no NaN or infinity.
     finite = row.error == row.error and row.error != float("inf")
     return {"name": row.name, "error": row.error if finite else None, "bound": row.bound, "passed": row.passed}
 
 
+def summary(parallel: ParallelConfig, data_size: int) -> dict[str, Any]:
+    """A mesh as JSON tells it: `parallel`'s fields, and `dp`."""
+    return parallel.model_dump() | {"dp": data_size}
+
+
 def _summary(case: Case) -> dict[str, Any]:
-    return {
-        "tp": case.parallel.tp,
-        "cp": case.parallel.cp,
-        "pp": case.parallel.pp,
-        "dp": case.data_size,
-        "sequence_parallel": case.parallel.sequence_parallel,
-        "shard": case.parallel.shard,
-        "dtype": case.dtype,
-        "length": case.length,
-    }
+    return summary(case.parallel, case.data_size) | {"dtype": case.dtype, "length": case.length}
+
+
+def mesh_name(parallel: ParallelConfig, data_size: int) -> str:
+    """A mesh in a line: its axes of several ranks, each with how it runs where that is not the default."""
+    axes = []
+    if parallel.tp > 1:
+        axes.append(f"tp {parallel.tp}{' (sequence parallel)' if parallel.sequence_parallel else ''}")
+    if parallel.cp > 1:
+        axes.append(f"cp {parallel.cp}{'' if parallel.cp_exchange == 'auto' else f' ({parallel.cp_exchange})'}")
+    if parallel.pp > 1:
+        axes.append(f"pp {parallel.pp}{'' if parallel.pp_schedule == '1f1b' else f' ({parallel.pp_schedule})'}")
+    if data_size > 1:
+        shards = {"shard": parallel.shard, "zero": parallel.zero}
+        told = ", ".join(f"{name} {value}" for name, value in shards.items() if value is not None)
+        axes.append(f"dp {data_size}{told and f' ({told})'}")
+    return " x ".join(axes) or "one rank"
 
 
 def _title(case: Case) -> str:
-    extra = ", sequence parallel" if case.parallel.sequence_parallel else ""
-    cp = f" x cp {case.parallel.cp}" if case.parallel.cp > 1 else ""
-    if case.parallel.pp > 1:
-        cp += f" x pp {case.parallel.pp} ({case.parallel.pp_schedule})"
-    return f"tp {case.parallel.tp}{cp} x dp {case.data_size}{extra} against one process, {case.dtype}"
+    return f"{mesh_name(case.parallel, case.data_size)} against one process, {case.dtype}"

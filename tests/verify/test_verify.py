@@ -242,7 +242,9 @@ def test_command_refuses(arguments, message, capsys):
 
 
 def test_command_under_a_launcher_with_other_ranks_is_refused(monkeypatch, capsys):
-    monkeypatch.setenv("WORLD_SIZE", "3")
+    launch = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in launch.items():
+        monkeypatch.setenv(name, value)
     assert main(["verify", "transnormerllm-385m", "--tp", "2"]) == 2
     assert "--tp 2 x --cp 1 x --dp 1 needs 2 ranks, but 3 were started" in capsys.readouterr().err
 

@@ -1,0 +1,124 @@
+"""Ranks on this machine's CPU without a launcher, each forked from one process that has loaded what they run."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import queue
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from megalin.errors import RankFailedError
+
+_PRELOAD = [
+    "numpy",
+    "torch",
+    "torch.distributed",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "torch.distributed._composable",
+    "torch._dynamo",
+    "torch._inductor.utils",
+]
+"""What every rank needs; a fork has it at once."""
+_COLLECTIVE_SECONDS = 600.0
+"""The longest that a rank waits for another in one collective."""
+
+_context = multiprocessing.get_context("forkserver")
+
+
+def run_ranks(
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float | None = 120.0,
+    preload: Sequence[str] = (),
+) -> list[Any]:
+    """Calls the module-level `function(*args)` on `world_size` gloo ranks; returns its results by rank.
+
+    Args:
+        timeout: seconds for the whole, of which a collective may take half; None: no limit but that of a collective.
+        preload: modules besides torch's that the process should load from which the ranks of all calls are forked; the
+            first call starts it.
+
+    Raises:
+        RankFailedError: when a rank raises (its traceback), dies without a report, or does not answer in time.
+    """
+    _context.set_forkserver_preload([*_PRELOAD, *preload])
+    reports, done = _context.Queue(), _context.Event()
+    waits = _COLLECTIVE_SECONDS if timeout is None else min(timeout / 2, _COLLECTIVE_SECONDS)
+    with tempfile.TemporaryDirectory() as folder:
+        meet = (str(Path(folder) / "store"), world_size, waits)
+        workers = [
+            _context.Process(target=_worker, args=(rank, meet, function, args, reports, done), daemon=True)
+            for rank in range(world_size)
+        ]
+        for worker in workers:
+            worker.start()
+        try:
+            results = _collect(workers, reports, None if timeout is None else time.monotonic() + timeout)
+            done.set()
+        finally:
+            for worker in workers:
+                worker.join(timeout=10 if done.is_set() else 0)
+                if worker.is_alive():
+                    worker.kill()
+    return [results[rank] for rank in range(world_size)]
+
+
+def _worker(rank: int, meet: tuple[str, int, float], function: Any, args: Any, reports: Any, done: Any) -> None:
+    """One rank. It leaves when all have answered, as others may still read what it sent."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # Torch warns of every tensor that takes two all-gathers to become whole.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    import torch
+    import torch.distributed as dist
+
+    store, world_size, seconds = meet
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=seconds),
+        )
+        reports.put((rank, None, function(*args)))
+    except BaseException:  # noqa: BLE001 - whatever a rank raised is what the caller must see
+        reports.put((rank, traceback.format_exc(), None))
+    done.wait()
+    dist.destroy_process_group()
+
+
+def _collect(workers: list[Any], reports: Any, deadline: float | None) -> dict[int, Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(workers):
+        try:
+            rank, error, result = reports.get(timeout=0.2)
+        except queue.Empty:
+            if died := _dead(workers):
+                raise RankFailedError(f"{died}; reported: {sorted(results)}") from None
+            if deadline is not None and time.monotonic() > deadline:
+                silent = [str(rank) for rank in range(len(workers)) if rank not in results]
+                raise RankFailedError(f"timed out: no answer from rank {', '.join(silent)}") from None
+            continue
+        if error is not None:
+            # What broke this rank may be that another one died.
+            died = _dead(workers)
+            raise RankFailedError(f"{died}; then rank {rank}:\n{error}" if died else f"rank {rank}:\n{error}")
+        results[rank] = result
+    return results
+
+
+def _dead(workers: list[Any]) -> str:
+    """Names the ranks that ended without an answer; empty where none did."""
+    codes = {rank: worker.exitcode for rank, worker in enumerate(workers) if worker.exitcode not in (None, 0)}
+    return ", ".join(f"rank {rank} died: {code}" for rank, code in codes.items())

@@ -1,0 +1,138 @@
+"""Every mesh of at most so many ranks against one process, one after the other."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from megalin.errors import ConfigError
+from megalin.parallel.mesh import ParallelConfig
+from megalin.verify.case import Case
+from megalin.verify.comparison import Row
+from megalin.verify.run import mesh_name, row_json, summary, worst_first
+
+SIZES = (1, 2, 3, 4)
+"""Ranks of an axis."""
+
+Verify = Callable[[Case], list[Row]]
+
+
+class Layout(NamedTuple):
+    """A mesh of the grid."""
+
+    parallel: ParallelConfig
+    data_size: int
+    """Groups of ranks that read different samples, dp."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the mesh."""
+        return self.parallel.tp * self.parallel.cp * self.parallel.pp * self.data_size
+
+
+class Found(NamedTuple):
+    """What a mesh gave."""
+
+    layout: Layout
+    refused: str
+    """Why the model cannot run on it; empty where it did."""
+    num_tensors: int
+    worst: Row | None
+    """The tensor whose error is the largest in units of its bound."""
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether every tensor kept its bound, or none was made."""
+        return self.worst is None or self.worst.passed
+
+
+def layouts(max_ranks: int) -> list[Layout]:
+    """All combinations of axes of 1 to 4 ranks that fit, the smallest first; of one or two axes also each other way to
+    run each axis: sequence parallelism, exchanges, schedules, ZeRO stages."""
+    found = []
+    axes = [sizes for sizes in itertools.product(SIZES, repeat=4) if math.prod(sizes) <= max_ranks]
+    for tp, cp, pp, dp in sorted(axes, key=math.prod):
+        options = _options(tp, cp, pp, dp) if sum(size > 1 for size in (tp, cp, pp, dp)) <= 2 else []
+        found += [Layout(ParallelConfig(tp=tp, cp=cp, pp=pp, **option), dp) for option in [{}, *options]]
+    return found
+
+
+def _options(tp: int, cp: int, pp: int, dp: int) -> list[dict[str, Any]]:
+    """What may differ from the defaults on a mesh of these axes, one thing at a time."""
+    options: list[dict[str, Any]] = []
+    if tp > 1:
+        options.append({"sequence_parallel": True})
+    if cp > 1:
+        options += [{"cp_exchange": exchange} for exchange in ("ring", "pipelined")]
+    if pp > 1:
+        options += [{"pp_schedule": "interleaved", "pp_stages": 2}, {"pp_schedule": "zero_bubble"}]
+    if dp > 1:
+        options += [{"zero": stage} for stage in ((0,) if pp > 1 else (0, 1, 2))]
+    return options
+
+
+def run_grid(layouts: Iterable[Layout], make: Callable[[Layout], Case], verify: Verify) -> Iterator[Found]:
+    """What each mesh gives, one after the other.
+
+    Args:
+        make: the comparison on a mesh; its ConfigError is the reason why the model cannot run there.
+        verify: `verify.run.verify` on the ranks of the case.
+    """
+    for layout in layouts:
+        started = time.monotonic()
+        rows, refused = [], ""
+        try:
+            case = make(layout)
+        except ConfigError as error:
+            refused = str(error)
+        else:
+            rows = verify(case)
+        worst = worst_first(rows)[0] if rows else None
+        yield Found(layout, refused, len(rows), worst, time.monotonic() - started)
+
+
+def print_grid(results: Iterator[Found], *, as_json: bool) -> bool:
+    """Prints a line a mesh as it is done, or one JSON object at the end; returns whether every mesh that ran passed."""
+    started, found = time.monotonic(), []
+    if not as_json:
+        print(f"{'mesh':48} {'':8} {'error':8} {'bound':6} {'seconds':>7}  worst of all tensors, or why not")
+    for result in results:
+        found.append(result)
+        if not as_json:
+            print(_line(result), flush=True)
+    passed = all(result.passed for result in found)
+    if as_json:
+        print(json.dumps({"passed": passed, "meshes": [_as_json(result) for result in found]}))
+        return passed
+    ran = [result for result in found if not result.refused]
+    failed = sum(not result.passed for result in ran)
+    print(
+        f"{'PASSED' if passed else 'FAILED'}: {len(ran) - failed} of {len(ran)} meshes agree with one process, "
+        f"{len(found) - len(ran)} refused, {time.monotonic() - started:.0f} s"
+    )
+    return passed
+
+
+def _line(result: Found) -> str:
+    name = mesh_name(*result.layout)
+    if result.worst is None:
+        return f"{name:48} {'refused':8} {'':8} {'':6} {result.seconds:7.1f}  {result.refused}"
+    row = result.worst
+    verdict = "ok" if row.passed else "FAILED"
+    return f"{name:48} {verdict:8} {row.error:<8.1e} {row.bound:<6.0e} {result.seconds:7.1f}  {row.name}"
+
+
+def _as_json(result: Found) -> dict[str, Any]:
+    row = result.worst
+    return summary(*result.layout) | {
+        "passed": result.passed,
+        "refused": result.refused or None,
+        "tensors": result.num_tensors,
+        "worst": None if row is None else row_json(row),
+        "seconds": result.seconds,
+    }

@@ -1,0 +1,122 @@
+"""The grid: which meshes it holds, what it says of each, and that one that fails or cannot run is not hidden."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from megalin.__main__ import main
+from megalin.errors import ConfigError
+from megalin.model.presets import load_preset
+from megalin.parallel.mesh import ParallelConfig
+from megalin.verify.case import Case, make_case
+from megalin.verify.comparison import Row
+from megalin.verify.grid import Layout, layouts, print_grid, run_grid
+from megalin.verify.run import mesh_name
+
+
+def names(max_ranks: int) -> list[str]:
+    return [mesh_name(*layout) for layout in layouts(max_ranks)]
+
+
+def test_two_ranks_have_every_axis_and_every_way_to_run_it():
+    assert names(2) == [
+        "one rank",
+        "dp 2",
+        *(f"dp 2 (zero {stage})" for stage in (0, 1, 2)),
+        *("pp 2", "pp 2 (interleaved)", "pp 2 (zero_bubble)"),
+        *("cp 2", "cp 2 (ring)", "cp 2 (pipelined)"),
+        *("tp 2", "tp 2 (sequence parallel)"),
+    ]
+
+
+def test_four_ranks_have_every_pair_of_axes():
+    found = set(names(4))
+    axes = [f"{axis} 2" for axis in ("tp", "cp", "pp", "dp")]
+    assert {f"{one} x {other}" for i, one in enumerate(axes) for other in axes[i + 1 :]} <= found
+    assert {"cp 3", "cp 4 (ring)", "tp 2 (sequence parallel) x cp 2", "pp 2 x dp 2 (zero 0)"} <= found
+
+
+def test_sixteen_ranks_have_triples_with_cp_3_and_4():
+    assert {"tp 2 x cp 3 x dp 2", "tp 2 x cp 4 x pp 2", "cp 4 x pp 2 x dp 2", "tp 2 x cp 2 x pp 2 x dp 2"} <= set(
+        names(16)
+    )
+    assert all(layout.world_size <= 16 for layout in layouts(16))
+    assert len(set(names(16))) == len(names(16))
+
+
+def test_command_runs_every_mesh_and_lists_what_the_model_cannot(capsys: pytest.CaptureFixture[str]):
+    """HGRN2's blocks share parameters, of which a split backward loses gradients."""
+    assert main(["verify", "hgrn2-70m", "--grid", "--world", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["passed"] is True
+    meshes = {mesh_name(*layout): mesh for layout, mesh in zip(layouts(2), found["meshes"], strict=True)}
+    refused = {name: mesh["refused"] for name, mesh in meshes.items() if mesh["refused"]}
+    assert list(refused) == ["pp 2 (zero_bubble)"]
+    assert 'blocks of type "hgrn2" share parameters' in refused["pp 2 (zero_bubble)"]
+    ran = [mesh for mesh in meshes.values() if not mesh["refused"]]
+    assert all(mesh["passed"] and mesh["tensors"] > 20 and mesh["seconds"] > 0 for mesh in ran)
+    assert all(mesh["worst"]["error"] <= 1e-12 for mesh in ran)
+    assert (meshes["dp 2 (zero 1)"]["dp"], meshes["dp 2 (zero 1)"]["zero"]) == (2, 1)
+
+
+def grid(rows: dict[int, list[Row]]) -> Any:
+    """A grid of meshes of tp 1 to 3, whose comparisons give these rows."""
+
+    def make(layout: Layout) -> Case:
+        if layout.parallel.tp == 2:
+            raise ConfigError("no half of a head")
+        options: dict[str, Any] = {"dtype": "float64", "full": False, "length": None, "recompute": False}
+        return make_case(load_preset("tnl-70m").model, layout.parallel, data_size=layout.data_size, **options)
+
+    meshes = [Layout(ParallelConfig(tp=tp), 1) for tp in (1, 2, 3)]
+    return run_grid(meshes, make, lambda case: rows[case.parallel.tp])
+
+
+GOOD, BAD = Row("loss", 1e-12, 1e-10), Row("gradient:a", float("nan"), 1e-10)
+
+
+def test_a_mesh_that_exceeds_a_bound_fails_the_grid_and_the_others_are_still_run(capsys: pytest.CaptureFixture[str]):
+    assert not print_grid(grid({1: [GOOD, BAD], 3: [GOOD]}), as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in lines[1:4]] == [
+        ["one", "rank", "FAILED"],
+        ["tp", "2", "refused"],
+        ["tp", "3", "ok"],
+    ]
+    assert lines[1].endswith("gradient:a")
+    assert lines[2].endswith("no half of a head")
+    assert lines[4].startswith("FAILED: 1 of 2 meshes agree with one process, 1 refused, ")
+    assert print_grid(grid({1: [GOOD], 3: [GOOD]}), as_json=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--world", "2"], "--world is the size of --grid; add --grid, or leave it out"),
+        (["--grid", "--world", "0"], "--world 0: a mesh has at least one rank"),
+        (["--grid", "--tp", "2"], "--tp is about one mesh, and --grid runs them all; leave one of them out"),
+        (["--grid", "--zero", "0"], "--zero is about one mesh"),
+        (["--grid", "--self-test"], "--self-test is about one mesh"),
+    ],
+)
+def test_command_refuses(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["verify", "tnl-70m", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_another_size_than_the_launcher_s_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    for name, value in {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "3",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert main(["verify", "tnl-70m", "--grid", "--world", "2"]) == 2
+    assert "--world 2, but 3 ranks were started; leave --world out" in capsys.readouterr().err
