@@ -3,8 +3,12 @@
 python tools/benchmark_train.py transnormerllm-1b-64k --batch 4 --length 8192 --compile
 python tools/benchmark_train.py hgrn2-1b model.vocab_size=50304 --compile --floor --peer fla
 python tools/benchmark_train.py danet-base --batch 64 --length 512
-torchrun --nproc-per-node 2 tools/benchmark_train.py transnormerllm-1b-64k --tp 2 ...
+torchrun --nproc-per-node 2 tools/benchmark_train.py transnormerllm-1b-64k --tp 2 --profile ...
+torchrun --nproc-per-node 4 tools/benchmark_train.py transnormerllm-1b-64k --cp 4 --batch 1 --length 131072 --recompute
+torchrun --nproc-per-node 4 tools/benchmark_train.py transnormerllm-1b-64k --pp 4 --micro-batches 16 --batch 1
 
+--profile prints where one more step spends its time on the first rank's device; of several ranks the JSON line says
+what communication took, and how much of it no other work hid (train_benchmarks/communication.py).
 --floor says which share of the step its products, scan and bytes take by themselves (train_benchmarks/floor.py).
 --peer times another library's model of the same sizes after ours was freed (train_benchmarks/peers.py).
 """
@@ -14,26 +18,30 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import math
 import subprocess
 import sys
 import time
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, get_args
 
 import torch
+import torch.distributed as dist
+from train_benchmarks.batches import random_batches
 from train_benchmarks.clock import Timing, time_steps
+from train_benchmarks.communication import Communication, record_communication
 from train_benchmarks.fla_scan import scans_by_fla
 from train_benchmarks.floor import Floor, Recorded, measure_floor, record, unavoidable_bytes
 from train_benchmarks.peers import PEERS, build_peer, is_own_model, peer_step
 
 from megalin.commands.base import model_from
-from megalin.data.packing import AnyBatch, Batch, EncoderBatch
+from megalin.config import parse
 from megalin.errors import ConfigError, MegalinError
 from megalin.model.config import AnyModelConfig, EncoderConfig, ModelConfig
-from megalin.model.encoder import PREDICTED_SHARE
 from megalin.ops import backend
 from megalin.optim.adamw import OptimizerConfig, build_optimizer
+from megalin.parallel.context import ExchangeName
 from megalin.parallel.mesh import Mesh, ParallelConfig, compute_device, process_group
+from megalin.parallel.pipeline import ScheduleName
 from megalin.train.build import COMPUTE_DTYPES, build_model
 from megalin.train.hardware import peak_memory_bytes
 from megalin.train.step import train_step
@@ -43,50 +51,33 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a preset or a config file")
     parser.add_argument("overrides", nargs="*", metavar="model.key=value")
-    parser.add_argument("--batch", type=int, default=4, help="sequences a data-parallel rank and step (4)")
-    parser.add_argument("--length", type=int, default=8192, help="tokens a sequence (8192)")
+    parser.add_argument("--batch", type=int, default=4, help="sequences of a micro-batch (4)")
+    parser.add_argument("--micro-batches", type=int, default=1, help="micro-batches a step (1)")
+    parser.add_argument("--length", type=int, default=8192, help="tokens a whole sequence (8192)")
     parser.add_argument("--document-length", type=int, help="tokens a packed document (the whole sequence)")
     parser.add_argument("--dtype", choices=sorted(COMPUTE_DTYPES), default="bfloat16")
     parser.add_argument("--compile", action="store_true", help="compile the blocks")
     parser.add_argument("--recompute", action="store_true", help="recompute activations in the backward")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument("--cp", type=int, default=1)
+    parser.add_argument("--cp-exchange", choices=get_args(ExchangeName), default="auto")
+    parser.add_argument("--pp", type=int, default=1)
+    parser.add_argument("--pp-schedule", choices=get_args(ScheduleName), default="1f1b")
+    parser.add_argument("--pp-stages", type=int, default=1, help="stages a rank (1)")
+    parser.add_argument("--shard", type=int, help="ranks of the data axis that share the weights (all)")
     parser.add_argument("--warmup", type=int, default=5, help="steps before the clock starts (5)")
     parser.add_argument("--steps", type=int, default=20, help="timed steps; the median counts (20)")
-    parser.add_argument("--profile", action="store_true", help="print where one more step spends its GPU time")
+    parser.add_argument("--profile", action="store_true", help="print where one more step spends its time")
     parser.add_argument("--floor", action="store_true", help="measure the step's floor; on one GPU")
     parser.add_argument("--peer", choices=sorted(PEERS), help="time this library's model as well; on one GPU")
     return parser.parse_args()
 
 
-def random_batch(arguments: argparse.Namespace, config: AnyModelConfig, mesh: Mesh) -> AnyBatch:
-    """The same on all ranks of a tensor-parallel group, different over the data axis."""
-    generator = torch.Generator().manual_seed(mesh.data.rank)
-    if isinstance(config, EncoderConfig):
-        encoder_batch = random_encoder_batch(arguments, config, generator)
-        return EncoderBatch(*(tensor.to(mesh.device) for tensor in encoder_batch))
-    ids = torch.randint(0, config.vocab_size, (arguments.batch, arguments.length + 1), generator=generator)
-    document = arguments.document_length or arguments.length
-    documents = torch.arange(arguments.length, dtype=torch.int32).div(document, rounding_mode="floor")
-    batch = Batch(ids[:, :-1], ids[:, 1:], documents.expand(arguments.batch, -1), torch.arange(arguments.batch))
-    return Batch(*(tensor.contiguous().to(mesh.device) for tensor in batch))
-
-
-def random_encoder_batch(
-    arguments: argparse.Namespace, config: EncoderConfig, generator: torch.Generator
-) -> EncoderBatch:
-    """Rows of half to all of the length, two segments each, 15 % of the tokens to be predicted or a class a row."""
-    rows, length = arguments.batch, arguments.length
-    tokens = torch.randint(0, config.vocab_size, (rows, length), generator=generator)
-    sizes = torch.randint((length + 1) // 2, length + 1, (rows, 1), generator=generator)
-    places = torch.arange(length)
-    masked = torch.empty(rows, 0, dtype=torch.int64)
-    if config.num_classes is None:
-        drawn = torch.rand(rows, length, generator=generator).masked_fill(places >= sizes, 2.0)
-        masked = drawn.argsort(1)[:, : math.ceil(PREDICTED_SHARE * length)].sort(1).values
-    classes = torch.randint(0, config.num_classes or 2, (rows,), generator=generator)
-    types = (places >= sizes // 2).to(torch.int64)
-    return EncoderBatch(tokens, types, places < sizes, masked, tokens.gather(1, masked), classes, torch.arange(rows))
+def parallel_config(arguments: argparse.Namespace) -> ParallelConfig:
+    """The mesh that the arguments name. Raises ConfigError where they contradict each other."""
+    names = ("tp", "sequence_parallel", "cp", "cp_exchange", "pp", "pp_schedule", "pp_stages", "shard")
+    return parse(ParallelConfig, {name: getattr(arguments, name) for name in names}, "command line")
 
 
 class Ours(NamedTuple):
@@ -97,6 +88,8 @@ class Ours(NamedTuple):
     peak_memory_gib: float
     recorded: Recorded | None
     moved_bytes: int
+    sent: Communication | None
+    """Of a profiled step of several ranks."""
 
 
 def measure(arguments: argparse.Namespace, mesh: Mesh) -> dict[str, object]:
@@ -105,7 +98,7 @@ def measure(arguments: argparse.Namespace, mesh: Mesh) -> dict[str, object]:
     Raises:
         ConfigError: a floor or a peer on several ranks or without a GPU, a peer that there is not, or of an encoder.
     """
-    if (arguments.floor or arguments.peer) and (mesh.device_mesh.size() > 1 or mesh.device.type != "cuda"):
+    if (arguments.floor or arguments.peer) and (dist.get_world_size() > 1 or mesh.device.type != "cuda"):
         raise ConfigError("--floor and --peer compare steps of one GPU; start one process on a machine that has one")
     config = model_from(arguments.model, arguments.overrides)
     if arguments.peer and isinstance(config, EncoderConfig):
@@ -114,26 +107,30 @@ def measure(arguments: argparse.Namespace, mesh: Mesh) -> dict[str, object]:
         )
     ours = measure_ours(arguments, config, mesh)
     release_memory()
-    ranks, timing = mesh.device_mesh.size(), ours.timing
-    tokens = arguments.batch * arguments.length * mesh.data.size
+    ranks, timing = dist.get_world_size(), ours.timing
+    tokens = arguments.batch * arguments.micro_batches * arguments.length * mesh.samples.size
     rate = tokens / timing.median_seconds
+    peaks = [0.0] * ranks
+    dist.all_gather_object(peaks, ours.peak_memory_gib)
     result: dict[str, object] = {
         "model": arguments.model,
         "overrides": arguments.overrides,
         "batch": arguments.batch,
+        "micro_batches": arguments.micro_batches,
         "length": arguments.length,
         "document_length": arguments.document_length or arguments.length,
         "dtype": arguments.dtype,
         "compile": arguments.compile,
         "recompute": arguments.recompute,
-        "tp": arguments.tp,
-        "sequence_parallel": arguments.sequence_parallel,
+        "parallel": mesh.config.model_dump(exclude_defaults=True),
         "ranks": ranks,
         "tokens_per_second": rate,
+        "tokens_per_second_per_rank": rate / ranks,
         "step_seconds_median": timing.median_seconds,
         "step_seconds_min_max": [min(timing.seconds), max(timing.seconds)],
         "model_tflops_per_second_per_rank": ours.flops_per_token * rate / ranks / 1e12,
-        "peak_memory_gib": ours.peak_memory_gib,
+        "peak_memory_gib": max(peaks),
+        "peak_memory_gib_by_rank": peaks,
         "build_to_first_step_seconds": timing.first_step_seconds,
         "losses": timing.losses,
         "kernels": {op: choice.backend for op, choice in backend.used().items()},
@@ -141,6 +138,8 @@ def measure(arguments: argparse.Namespace, mesh: Mesh) -> dict[str, object]:
         "torch": torch.__version__,
         "commit": commit(),
     }
+    if ours.sent is not None:
+        result["communication_milliseconds"] = ours.sent._asdict()
     if ours.recorded is not None:
         result |= describe_floor(measure_floor(ours.recorded, ours.moved_bytes), timing.median_seconds)
         release_memory()
@@ -160,17 +159,22 @@ def measure_ours(arguments: argparse.Namespace, config: AnyModelConfig, mesh: Me
         recompute=arguments.recompute,
         compile_blocks=arguments.compile,
         seed=0,
+        length=arguments.length,
     )
     optimizer = build_optimizer(model, OptimizerConfig(lr=1e-4, max_grad_norm=1.0), no_decay=model.no_decay_names())
-    batch = random_batch(arguments, config, mesh)
+    batches = random_batches(arguments, config, mesh)
 
     def step(index: int) -> float:
-        return train_step(model, optimizer, [batch], mesh, max_grad_norm=1.0, step=index).loss
+        return train_step(model, optimizer, batches, mesh, max_grad_norm=1.0, step=index).loss
 
     timing = time_steps(step, warmup=arguments.warmup, steps=arguments.steps, started=started)
-    peak, recorded, moved = peak_memory_bytes(mesh.device) / 2**30, None, 0
+    peak, recorded, moved, sent = peak_memory_bytes(mesh.device) / 2**30, None, 0, None
     if arguments.profile or arguments.floor:
-        recorded, profile = record(lambda: step(arguments.warmup + arguments.steps))
+        last = partial(step, arguments.warmup + arguments.steps)
+        if dist.get_world_size() > 1:
+            sent, profile = record_communication(last)
+        else:
+            recorded, profile = record(last)
         if arguments.profile and mesh.is_first_rank:
             print(profile.key_averages().table(sort_by="self_device_time_total", row_limit=20), file=sys.stderr)
     if arguments.floor:
@@ -181,7 +185,7 @@ def measure_ours(arguments: argparse.Namespace, config: AnyModelConfig, mesh: Me
             model, tokens=tokens, compute_bytes=compute, stream_bytes=max(compute, 4) if wide else compute
         )
     flops = model.training_flops(arguments.length)
-    return Ours(timing, flops, peak, recorded if arguments.floor else None, moved)
+    return Ours(timing, flops, peak, recorded if arguments.floor else None, moved, sent)
 
 
 def describe_floor(floor: Floor, step_seconds: float) -> dict[str, Any]:
@@ -215,7 +219,7 @@ def measure_peer(arguments: argparse.Namespace, config: AnyModelConfig, mesh: Me
         started = time.perf_counter()
         model = build_peer(arguments.peer, config, device=mesh.device)
         name = type(model).__name__
-        step = peer_step(model, random_batch(arguments, config, mesh).tokens, lr=1e-4)
+        step = peer_step(model, random_batches(arguments, config, mesh)[0].tokens, lr=1e-4)
         timing = time_steps(step, warmup=arguments.warmup, steps=arguments.steps, started=started)
     return {
         "library": arguments.peer,
@@ -248,7 +252,7 @@ def main() -> int:
     device = compute_device()
     try:
         with process_group(device):
-            mesh = Mesh(ParallelConfig(tp=arguments.tp, sequence_parallel=arguments.sequence_parallel), device)
+            mesh = Mesh(parallel_config(arguments), device)
             result = measure(arguments, mesh)
             if mesh.is_first_rank:
                 print(json.dumps(result), flush=True)

@@ -13,6 +13,8 @@ from megalin.commands.base import model_from
 from megalin.errors import ConfigError
 from megalin.model.build import make_model
 from megalin.ops.decay_scan import decay_scan
+from megalin.parallel.collectives import Axis
+from megalin.parallel.context import ContextParallel
 from megalin.parallel.initialisation import fill
 
 ROOT = Path(__file__).parents[2]
@@ -172,11 +174,11 @@ def test_a_peer_is_of_our_sizes(monkeypatch):
 
 
 def test_encoders_train_on_rows_with_padding_and_predict_tokens_of_theirs():
-    import benchmark_train
+    from train_benchmarks.batches import random_batch
 
-    mesh = SimpleNamespace(data=SimpleNamespace(rank=0), device=torch.device("cpu"))
     config = model_from("danet-base", ["model.hidden_size=64", "model.vocab_size=300"])
-    batch = benchmark_train.random_batch(Namespace(batch=8, length=64), config, mesh)
+    arguments, generator = Namespace(batch=8, length=64), torch.Generator().manual_seed(0)
+    batch = random_batch(arguments, config, generator)
     assert batch.masked_positions.shape == (8, 10)
     assert not batch.valid.all()
     assert batch.valid.gather(1, batch.masked_positions).all()
@@ -185,24 +187,70 @@ def test_encoders_train_on_rows_with_padding_and_predict_tokens_of_theirs():
     assert torch.equal(batch.masked_labels, batch.tokens.gather(1, batch.masked_positions))
     assert batch.label_counts().tolist() == [80, 8]
     classifier = config.model_copy(update={"num_classes": 3})
-    assert benchmark_train.random_batch(Namespace(batch=8, length=64), classifier, mesh).label_counts().tolist() == [8]
+    assert random_batch(arguments, classifier, generator).label_counts().tolist() == [8]
 
 
-def test_an_encoder_has_no_peer():
+def test_an_encoder_has_no_peer(monkeypatch):
     import benchmark_train
 
-    mesh = SimpleNamespace(device_mesh=SimpleNamespace(size=lambda: 1), device=torch.device("cuda"))
+    monkeypatch.setattr(benchmark_train.dist, "get_world_size", lambda: 1)
+    mesh = SimpleNamespace(device=torch.device("cuda"))
     arguments = Namespace(floor=False, peer="fla", model="danet-base", overrides=[])
     with pytest.raises(ConfigError, match="--peer fla: danet-base is an encoder, and no peer here has one"):
         benchmark_train.measure(arguments, mesh)
 
 
-def test_comparisons_need_a_gpu():
+def test_comparisons_need_a_gpu(monkeypatch):
     import benchmark_train
 
-    mesh = SimpleNamespace(device_mesh=SimpleNamespace(size=lambda: 1), device=torch.device("cpu"))
+    monkeypatch.setattr(benchmark_train.dist, "get_world_size", lambda: 1)
+    mesh = SimpleNamespace(device=torch.device("cpu"))
     with pytest.raises(ConfigError, match="--floor and --peer compare steps of one GPU; start one process on a"):
         benchmark_train.measure(Namespace(floor=True, peer=None), mesh)
+
+
+def test_ranks_that_share_a_sample_hold_its_tokens_in_turn():
+    from train_benchmarks.batches import random_batches
+
+    arguments = Namespace(batch=2, length=12, document_length=5, micro_batches=2)
+    config = model_from("tnl-1b", TINY)
+
+    def of_rank(sample, rank):
+        cp = ContextParallel(Axis("cp", 3, rank))
+        mesh = SimpleNamespace(samples=SimpleNamespace(rank=sample), cp=cp, device=torch.device("cpu"))
+        return random_batches(arguments, config, mesh)
+
+    parts = [of_rank(0, rank) for rank in range(3)]
+    assert [len(part) for part in parts] == [2, 2, 2]
+    tokens, labels = (torch.cat([getattr(part[0], name) for part in parts], 1) for name in ("tokens", "labels"))
+    assert torch.equal(tokens[:, 1:], labels[:, :-1])
+    assert [part[0].document_ids[0].tolist() for part in parts] == [[0, 0, 0, 0], [0, 1, 1, 1], [1, 1, 2, 2]]
+    assert not torch.equal(parts[0][0].tokens, parts[0][1].tokens)
+    assert not torch.equal(parts[0][0].tokens, of_rank(1, 0)[0].tokens)
+
+
+def test_communication_is_exposed_where_no_other_kernel_runs():
+    from train_benchmarks.communication import from_events
+
+    def event(name, start, end, cat="kernel"):
+        return {"name": name, "ts": start, "dur": end - start, "cat": cat}
+
+    events = [
+        event("gemm", 0, 1000),
+        event("ncclDevKernel_AllReduce_Sum(args)", 500, 2000),
+        event("norm", 1500, 1800),
+        event("ncclDevKernel_AllGather(args)", 1900, 2300),
+        event("Memcpy DtoD", 2200, 2250, "gpu_memcpy"),
+        event("ncclDevKernel_AllReduce_Sum(args)", 2900, 3000),
+        event("aten::mm", 0, 9000, "cpu_op"),
+    ]
+    found = from_events(reversed(events))
+    assert found.span == pytest.approx(3.0)
+    assert found.total == pytest.approx(1.8 + 0.1)
+    assert found.exposed == pytest.approx(1.8 - 0.5 - 0.3 - 0.05 + 0.1)
+    assert found.idle == pytest.approx(0.6)
+    assert found.by_kernel["ncclDevKernel_AllReduce_Sum"] == pytest.approx((2, 1.6, 0.8))
+    assert from_events([]).span == 0.0
 
 
 def test_steps_are_drawn_with_and_without_floor_and_peer(tmp_path):

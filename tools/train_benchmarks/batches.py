@@ -1,0 +1,48 @@
+"""Random batches for the clock: the same on the ranks that share a sample, different on the others."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+import torch
+
+from megalin.data.packing import AnyBatch, Batch, EncoderBatch, batch_to, split_tokens
+from megalin.model.config import AnyModelConfig, EncoderConfig
+from megalin.model.encoder import PREDICTED_SHARE
+from megalin.parallel.mesh import Mesh
+
+
+def random_batches(arguments: argparse.Namespace, config: AnyModelConfig, mesh: Mesh) -> list[AnyBatch]:
+    """The micro-batches of a step, this rank's tokens of them."""
+    generator = torch.Generator().manual_seed(mesh.samples.rank)
+    batches = [random_batch(arguments, config, generator) for _ in range(arguments.micro_batches)]
+    return [batch_to(split_tokens(batch, mesh.cp), mesh.device) for batch in batches]
+
+
+def random_batch(arguments: argparse.Namespace, config: AnyModelConfig, generator: torch.Generator) -> AnyBatch:
+    """Whole rows of random tokens, in documents of `--document-length` each."""
+    if isinstance(config, EncoderConfig):
+        return _random_encoder_batch(arguments, config, generator)
+    ids = torch.randint(0, config.vocab_size, (arguments.batch, arguments.length + 1), generator=generator)
+    document = arguments.document_length or arguments.length
+    documents = torch.arange(arguments.length, dtype=torch.int32).div(document, rounding_mode="floor")
+    batch = Batch(ids[:, :-1], ids[:, 1:], documents.expand(arguments.batch, -1), torch.arange(arguments.batch))
+    return Batch(*(tensor.contiguous() for tensor in batch))
+
+
+def _random_encoder_batch(
+    arguments: argparse.Namespace, config: EncoderConfig, generator: torch.Generator
+) -> EncoderBatch:
+    """Rows of half to all of the length, two segments each, 15 % of the tokens to be predicted or a class a row."""
+    rows, length = arguments.batch, arguments.length
+    tokens = torch.randint(0, config.vocab_size, (rows, length), generator=generator)
+    sizes = torch.randint((length + 1) // 2, length + 1, (rows, 1), generator=generator)
+    places = torch.arange(length)
+    masked = torch.empty(rows, 0, dtype=torch.int64)
+    if config.num_classes is None:
+        drawn = torch.rand(rows, length, generator=generator).masked_fill(places >= sizes, 2.0)
+        masked = drawn.argsort(1)[:, : math.ceil(PREDICTED_SHARE * length)].sort(1).values
+    classes = torch.randint(0, config.num_classes or 2, (rows,), generator=generator)
+    types = (places >= sizes // 2).to(torch.int64)
+    return EncoderBatch(tokens, types, places < sizes, masked, tokens.gather(1, masked), classes, torch.arange(rows))
