@@ -41,3 +41,16 @@ def test_the_gate_is_green_for_the_same_function_and_red_for_others(case):
     assert gate(lambda x: [_WrongGradient.apply(x)], case, factor=2).startswith("gradient of x 5.0e-01")
     assert "output 0 nan" in gate(lambda x: [x.square() * float("nan")], case, factor=2)
     assert gate(chance, case, factor=20).startswith("differs between two calls: output 0")
+
+
+def test_the_gate_of_a_step_compares_its_outputs_alone_each_in_its_dtype(case):
+    from benchmarks.case import gate
+
+    def step(x, *, state_error=0.0):
+        assert not x.requires_grad
+        return [x * x, x.to(torch.promote_types(x.dtype, torch.float32)) * (1 + state_error)]
+
+    step_case = case._replace(reference=step, differentiable=False)
+    assert gate(lambda x: [x.square(), x.float()], step_case, factor=2) == ""
+    assert gate(lambda x: [x * x * 1.05, x.float()], step_case, factor=2).startswith("output 0 ")
+    assert gate(lambda x: step(x, state_error=1e-4), step_case, factor=2).startswith("output 1 1.0e-04")

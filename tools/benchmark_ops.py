@@ -25,6 +25,8 @@ from benchmarks.case import Case, Timing, gate, measure
 OURS, PEERS = 2.0, 10.0
 """How far above the reference's own error each may be; of a peer it only says that it computes the same function."""
 DIRECTIONS = ("forward", "backward", "both")
+STEP = "step"
+"""The direction of what has no backward."""
 Row = dict[str, object]
 
 
@@ -68,7 +70,7 @@ def rows_of(case: Case, limits: dict[str, float], *, compile_reference: bool) ->
         torch.cuda.empty_cache()
     ours = next(iter(case.ours))
     rows: list[Row] = []
-    for direction in DIRECTIONS:
+    for direction in DIRECTIONS if case.differentiable else (STEP,):
         floor = _floor(case, limits, direction)
         for name, timing in timings.items():
             milliseconds, green = _milliseconds(timing, direction), not errors[name] and not errors[ours]
@@ -90,12 +92,13 @@ def rows_of(case: Case, limits: dict[str, float], *, compile_reference: bool) ->
 
 
 def _milliseconds(timing: Timing, direction: str) -> float:
-    return {"forward": timing.forward, "backward": timing.backward, "both": timing.forward + timing.backward}[direction]
+    both = timing.forward + timing.backward
+    return {"forward": timing.forward, "backward": timing.backward}.get(direction, both)
 
 
 def _floor(case: Case, limits: dict[str, float], direction: str) -> float:
     floors = [max(b / limits["bytes"], f / limits["flops"]) * 1e3 for b, f in zip(case.bytes, case.flops, strict=True)]
-    return {"forward": floors[0], "backward": floors[1], "both": sum(floors)}[direction]
+    return {"forward": floors[0], "backward": floors[1]}.get(direction, sum(floors))
 
 
 def show(rows: list[Row]) -> None:
@@ -112,10 +115,10 @@ def show(rows: list[Row]) -> None:
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Share of the floor, forward and backward together, one bar an implementation, one group a case."""
+    """Share of the floor, forward and backward together or a step, one bar an implementation, one group a case."""
     from matplotlib.figure import Figure
 
-    both = [row for row in rows if row["direction"] == "both" and row["floor_share"] is not None]
+    both = [row for row in rows if row["direction"] in ("both", STEP) and row["floor_share"] is not None]
     groups = list(dict.fromkeys((row["op"], row["shape"]) for row in both))
     names = list(dict.fromkeys(row["implementation"] for row in both))
     figure = Figure(figsize=(10, 1.2 + 0.14 * (len(both) + 2 * len(groups))), layout="constrained")
@@ -131,7 +134,7 @@ def plot(rows: list[Row], path: Path) -> None:
     axes.set_yticks(ticks, [f"{op} {shape}" for op, shape in groups], fontsize=7)
     axes.invert_yaxis()
     axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.set_xlabel("floor / time, forward and backward (1 = the limit of this chip)")
+    axes.set_xlabel("floor / time, forward and backward or a step (1 = the limit of this chip)")
     axes.legend([axes.barh(0, 0, color=f"C{i % 10}") for i in range(len(names))], names, fontsize=7)
     figure.savefig(path, dpi=150)
 

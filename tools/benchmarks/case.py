@@ -47,10 +47,15 @@ class Case(NamedTuple):
     """Whether inductor can compile the reference at `inputs` in seconds and within memory."""
     captured: bool = True
     """Timed as a CUDA graph, without the host's share; False for implementations that read results on the host."""
+    differentiable: bool = True
+    """Whether there is a backward; a step of decoding has none."""
 
 
 class Timing(NamedTuple):
-    """Medians in milliseconds, and the most memory that a forward and a backward hold above their inputs."""
+    """Medians in milliseconds, and the most memory that a forward and a backward hold above their inputs.
+
+    Where there is no backward, its time is zero.
+    """
 
     forward: float
     backward: float
@@ -60,19 +65,22 @@ class Timing(NamedTuple):
 def gate(function: Function, case: Case, *, factor: float) -> str:
     """What is wrong with an implementation; empty where nothing is.
 
-    Outputs and the gradient of every float input, of a fixed random weighting: the error against the reference in fp64
-    is at most `factor` times that of the reference in the inputs' own dtype, and a second call gives the same bits.
+    Outputs and, where there is a backward, the gradient of every float input, of a fixed random weighting: the error
+    against the reference in fp64 is at most `factor` times that of the reference in the inputs' own dtype, and a second
+    call gives the same bits. A step's new state is held to the rounding of its own dtype.
     """
     inputs = case.checked
     dtype = next(x.dtype for x in inputs.values() if x.is_floating_point())
-    truth = _results(case.reference, {name: _exact(x) for name, x in inputs.items()})
-    same = _errors(_results(case.reference, inputs), truth)
-    results = _results(function, inputs)
+    results_of = _results if case.differentiable else _outputs
+    truth = results_of(case.reference, {name: _exact(x) for name, x in inputs.items()})
+    same = _errors(results_of(case.reference, inputs), truth)
+    results = results_of(function, inputs)
     found = _errors(results, truth)
-    bad = [name for name in truth if not found[name] <= max(factor * same[name], ONE_ROUNDING[dtype])]
+    least = {name: ONE_ROUNDING[dtype if case.differentiable else x.dtype] for name, x in results.items()}
+    bad = [name for name in truth if not found[name] <= max(factor * same[name], least[name])]
     if bad:
         return ", ".join(f"{name} {found[name]:.1e} (reference {same[name]:.1e})" for name in bad)
-    again = _results(function, inputs)
+    again = results_of(function, inputs)
     changed = [name for name in results if not torch.equal(results[name], again[name])]
     return f"differs between two calls: {', '.join(changed)}" if changed else ""
 
@@ -80,6 +88,9 @@ def gate(function: Function, case: Case, *, factor: float) -> str:
 def measure(function: Function, case: Case) -> Timing:
     """Forward, with what it saves for the backward, and backward alone."""
     with torch.cuda.stream(torch.cuda.Stream()):
+        if not case.differentiable:
+            step = _median(lambda: function(**case.inputs), captured=case.captured)
+            return Timing(step, 0.0, _peak_bytes(function, case, []))
         leaves = _leaves(case.inputs)
         differentiable = [x for x in leaves.values() if x.requires_grad]
         outputs = [y for y in function(**leaves) if y.requires_grad]
@@ -108,12 +119,14 @@ def _median(call: Callable[[], None], *, captured: bool) -> float:
 
 
 def _peak_bytes(function: Function, case: Case, weights: Sequence[Tensor]) -> int:
-    leaves = _leaves(case.inputs)
+    leaves = _leaves(case.inputs) if case.differentiable else case.inputs
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    outputs = [y for y in function(**leaves) if y.requires_grad]
-    torch.autograd.grad(outputs, [x for x in leaves.values() if x.requires_grad], weights, allow_unused=True)
+    results = function(**leaves)
+    if case.differentiable:
+        outputs = [y for y in results if y.requires_grad]
+        torch.autograd.grad(outputs, [x for x in leaves.values() if x.requires_grad], weights, allow_unused=True)
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
 
@@ -124,6 +137,10 @@ def _leaves(inputs: Mapping[str, Tensor]) -> Inputs:
 
 def _exact(x: Tensor) -> Tensor:
     return x.double() if x.is_floating_point() else x
+
+
+def _outputs(function: Function, inputs: Mapping[str, Tensor]) -> Inputs:
+    return {f"output {i}": y for i, y in enumerate(function(**inputs))}
 
 
 def _results(function: Function, inputs: Mapping[str, Tensor]) -> Inputs:

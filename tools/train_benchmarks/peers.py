@@ -2,7 +2,8 @@
 
 | ours | fla | transformers |
 | transnormer, tnl | RetNet | |
-| hgrn2, rodimus, mamba2 | the same | |
+| hgrn2, rodimus | the same | |
+| mamba2 | the same, on its own convolution and mamba_ssm's Triton scan | |
 | softmax | | LLaMA, SDPA, each block compiled |
 | cosformer2 | our own model on fla's scan, since nobody published one | |
 """
@@ -29,7 +30,8 @@ def build_peer(library: str, config: ModelConfig, *, device: torch.device) -> nn
     """The library's model with its own initial weights in bf16, blocks compiled where the library's own ops allow it.
 
     Raises:
-        ConfigError: the library is not installed, or has no model of this family.
+        ConfigError: the library, or what its model needs to be fast, is not installed, or it has no model of this
+            family.
     """
     mixer, glu = _sublayers(config)
     recipe = RECIPES.get((library, mixer.type))
@@ -38,6 +40,11 @@ def build_peer(library: str, config: ModelConfig, *, device: torch.device) -> nn
         raise ConfigError(f"--peer {library}: it has no model of family {mixer.type!r}; use a preset of {families}")
     if importlib.util.find_spec(library) is None:
         raise ConfigError(f"--peer {library}: {library} is not installed; install it, or leave --peer out")
+    if mixer.type == "mamba2" and importlib.util.find_spec("mamba_ssm") is None:
+        raise ConfigError(
+            f"--peer {library}: without mamba_ssm, its model of family 'mamba2' forms tensors of [tokens, chunk, "
+            "heads, state]; install mamba_ssm, or leave --peer out"
+        )
     sizes = {
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_layers,
@@ -48,8 +55,7 @@ def build_peer(library: str, config: ModelConfig, *, device: torch.device) -> nn
     if glu is not None:
         sizes["intermediate_size"] = glu.intermediate_size
     with torch.device(device):
-        model = recipe(sizes, mixer).to(torch.bfloat16)
-    return model.train()
+        return recipe(sizes, mixer).to(torch.bfloat16)
 
 
 def peer_step(model: nn.Module, tokens: Tensor, *, lr: float) -> Callable[[int], float]:
@@ -98,7 +104,11 @@ def _rodimus(sizes: dict[str, object], mixer: MixerConfig) -> nn.Module:
 def _mamba2(sizes: dict[str, object], mixer: MixerConfig) -> nn.Module:
     from fla.models import Mamba2Config, Mamba2ForCausalLM
 
-    return Mamba2ForCausalLM(Mamba2Config(**sizes, head_dim=mixer.head_dim, state_size=mixer.state_size))
+    model = Mamba2ForCausalLM(Mamba2Config(**sizes, head_dim=mixer.head_dim, state_size=mixer.state_size))
+    for layer in model.backbone.layers:
+        # In training mode it wants the CUDA package causal_conv1d; in this one it takes its own convolution.
+        layer.mixer.eval()
+    return model
 
 
 def _llama(sizes: dict[str, object], mixer: MixerConfig) -> nn.Module:
