@@ -1,6 +1,14 @@
-"""What multi-rank tests run on: `megalin verify`'s own ranks, gloo processes that are cheap to start."""
+"""What multi-rank tests run on: gloo ranks forked from a process that has loaded what they all import."""
+
+from functools import partial
 
 from megalin.errors import RankFailedError
-from megalin.parallel.ranks import run_ranks
+from megalin.parallel import ranks
 
 __all__ = ["RankFailedError", "run_ranks"]
+
+# None of them imports a Triton kernel, which would settle whether the kernels are interpreted.
+run_ranks = partial(
+    ranks.run_ranks,
+    preload=("pytest", "megalin.train.loop", "megalin.verify.run", "tests.cases", "tests.encoder_cases"),
+)

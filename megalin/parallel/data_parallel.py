@@ -26,7 +26,7 @@ def shard_model(
 
     Weights and optimizer state stay in fp32, computation is in `compute_dtype`, gradients are reduced in fp32
     (everything in fp64 for a model in fp64). Gradients are summed, not averaged: the loss carries its own global
-    denominator.
+    denominator. What stays whole between its uses is `mesh.zero`'s to say.
 
     Args:
         blocks: the model's blocks, in the order of the forward.
@@ -51,10 +51,10 @@ def shard_model(
 
     if full_precision:
         wrap(list(full_precision), full, False)
+    # At stage 0 the backward would form them by a second cast. In a pipeline, which has stage 1 at most, the engine's
+    # split backward finds the gradients of whole weights alone, and each micro-batch would gather them twice.
     for block in blocks:
-        # The engine's split backward finds the gradients of whole weights alone, and the micro-batches of a pipeline
-        # would gather them once a forward and once a backward each.
-        wrap(block, low, mesh.pp.size == 1)
+        wrap(block, low, mesh.zero == 3)
     wrap(model, low, False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -98,8 +98,13 @@ def largest_magnitudes(weights: Sequence[Tensor]) -> Tensor:
     return largest if mesh is None else all_reduce(largest, whole_axis(mesh), operation="max")
 
 
-def set_gradient_reduction(model: nn.Module, enabled: bool) -> None:
-    """Whether the next backward reduces gradients over the data axis (the last micro-batch) or only accumulates."""
+def prepare_backward(model: nn.Module, mesh: Mesh, *, last: bool) -> None:
+    """Sets what the next micro-batch's backward leaves behind, by `mesh.zero`; `last` is the last one of a step.
+
+    Gradients are reduced over the data axis (2, 3) or added up whole until the last one (0, 1); weights stay gathered
+    until the last one (0, 1, 2) or are freed (3).
+    """
     assert isinstance(model, FSDPModule), type(model)
-    model.set_requires_gradient_sync(enabled)
-    model.set_is_last_backward(enabled)
+    model.set_requires_gradient_sync(last or mesh.zero >= 2)
+    model.set_reshard_after_backward(last or mesh.zero == 3)
+    model.set_is_last_backward(last)

@@ -13,7 +13,7 @@ from megalin.data.packing import AnyBatch
 from megalin.errors import NumericError
 from megalin.optim.adamw import step_where
 from megalin.optim.clipping import clip_gradients
-from megalin.parallel.data_parallel import set_gradient_reduction
+from megalin.parallel.data_parallel import prepare_backward
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.tensor_parallel import local
 from megalin.train.build import TrainedModel
@@ -37,8 +37,7 @@ def accumulate_gradients(model: TrainedModel, batches: Sequence[AnyBatch], mesh:
     """Forward and backward of a step's micro-batches; the gradient is that of the sum of the step's mean losses.
 
     loss = sum over the model's terms of (sum over ranks and micro-batches of the term's losses / number of its valid
-    labels in the whole step), so neither accumulation nor the mesh nor ignored labels change it. Gradients are reduced
-    once, after the last micro-batch.
+    labels in the whole step), so neither accumulation nor the mesh nor ignored labels change it.
 
     Returns:
         The mean loss of each term (fp64, nats a label) and the number of its valid labels (int64), [terms], equal on
@@ -50,7 +49,7 @@ def accumulate_gradients(model: TrainedModel, batches: Sequence[AnyBatch], mesh:
         return mesh.sum_over_data(mesh.pp.sum(total)), counts
     total = torch.zeros(counts.shape, dtype=torch.float64, device=counts.device)
     for index, batch in enumerate(batches):
-        set_gradient_reduction(model, enabled=index == len(batches) - 1)
+        prepare_backward(model, mesh, last=index == len(batches) - 1)
         losses = model.loss_sums(batch.inputs()) / counts.clamp(min=1)
         losses.sum().backward()
         total += losses.detach()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,9 +16,9 @@ from megalin.parallel.tensor_parallel import local
 Arrays = dict[str, np.ndarray]
 
 
-def make_mesh(tp: int, *, cp: int = 1, sequence_parallel: bool = False, shard: int | None = None) -> Mesh:
-    """The mesh of this rank's world, on the CPU."""
-    return Mesh(ParallelConfig(tp=tp, cp=cp, sequence_parallel=sequence_parallel, shard=shard), torch.device("cpu"))
+def make_mesh(tp: int, **axes: Any) -> Mesh:
+    """The mesh of this rank's world, on the CPU; `axes` are other fields of ParallelConfig."""
+    return Mesh(ParallelConfig(tp=tp, **axes), torch.device("cpu"))
 
 
 def materialise(module: nn.Module, seed: int = 0) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any, NamedTuple
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,9 +12,11 @@ from torch import Tensor, nn
 
 from megalin.layers.linear_attention import LinearAttention
 from megalin.model.language_model import LanguageModel
-from megalin.parallel.data_parallel import _shard_dim, largest_magnitudes, set_gradient_reduction, shard_model
+from megalin.parallel.data_parallel import _shard_dim, largest_magnitudes, prepare_backward, shard_model
+from megalin.parallel.mesh import Mesh
 from megalin.parallel.tensor_parallel import full_tensor, local
 from tests.cases import HYBRID, build, make_inputs
+from tests.model.test_collective_counts import CollectiveRecorder
 from tests.numerics import relative_error
 from tests.parallel.on_ranks import make_mesh, materialise
 from tests.ranks import run_ranks
@@ -33,17 +38,17 @@ def test_weights_are_split_along_a_late_dimension_that_divides(shape, size, dim)
     assert _shard_dim(shape, size) == dim
 
 
-def _sharded(dtype: torch.dtype, tp: int) -> LanguageModel:
-    mesh = make_mesh(tp)
+def _sharded(dtype: torch.dtype, tp: int, **axes: Any) -> tuple[LanguageModel, Mesh]:
+    mesh = make_mesh(tp, **axes)
     model = LanguageModel(HYBRID.model, mesh.tp)
     shard_model(model, list(model.blocks), model.full_precision_modules(), mesh, compute_dtype=dtype)
     materialise(model)
-    return model
+    return model, mesh
 
 
 def _dtypes() -> dict[str, object]:
     """What a bf16 forward really sees: of products, of LRPE's frequencies and of the scan."""
-    model, seen = _sharded(torch.bfloat16, 1), {}
+    (model, _), seen = _sharded(torch.bfloat16, 1), {}
     attention = next(mixer for mixer in model.mixers() if isinstance(mixer, LinearAttention))
 
     def at_the_mixer(module: nn.Module, args: tuple) -> None:
@@ -81,23 +86,48 @@ def test_bf16_computes_on_fp32_weights_with_frequencies_in_fp32():
         }
 
 
-def _accumulated() -> float:
-    """Two micro-batches with one reduction, against the sum of two backwards that each reduce."""
-    model = _sharded(torch.float32, 1)
+class Sent(NamedTuple):
+    """What a step of two micro-batches took."""
+
+    gathers: int
+    """All-gathers of weights."""
+    reductions: int
+    """Reduce-scatters and all-reduces of gradients."""
+    gradients: list[Tensor]
+
+
+def _step(zero: int) -> Sent:
+    model, mesh = _sharded(torch.float32, 1, zero=zero)
     tokens, labels, _ = make_inputs()
-    gradients: list[list[Tensor]] = []
-    for reduce_always in (True, False):
-        model.zero_grad()
-        for index in range(2):
-            row = slice(2 * dist.get_rank() + index, 2 * dist.get_rank() + index + 1)
-            set_gradient_reduction(model, reduce_always or index == 1)
+    with CollectiveRecorder() as recorder:
+        for last in (False, True):
+            row = slice(2 * dist.get_rank() + last, 2 * dist.get_rank() + last + 1)
+            prepare_backward(model, mesh, last=last)
             model(tokens[row], labels=labels[row]).token_losses.sum().backward()
-        gradients.append([full_tensor(parameter.grad) for parameter in model.parameters()])
-    return max(relative_error(a, b) for a, b in zip(*gradients, strict=True))
+    counts: Counter[str] = Counter()
+    for call, count in recorder.calls.items():
+        counts[call.name] += count
+    gradients = [full_tensor(parameter.grad).clone() for parameter in model.parameters()]
+    reductions = counts["c10d._reduce_scatter_base_"] + counts["c10d.allreduce_"]
+    return Sent(counts["c10d._allgather_base_"], reductions, gradients)
 
 
-def test_one_reduction_after_the_last_micro_batch_gives_the_same_gradient():
-    assert max(run_ranks(2, _accumulated)) <= 1e-5
+def _steps() -> list[Sent]:
+    return [_step(zero) for zero in (0, 1, 2, 3)]
+
+
+def test_every_zero_stage_gives_the_same_gradient_for_its_own_gathers_and_reductions():
+    replicas, *stages = run_ranks(2, _steps)[0]
+    for stage in stages:
+        assert max(relative_error(a, b) for a, b in zip(stage.gradients, replicas.gradients, strict=True)) <= 1e-5
+    blocks = HYBRID.model.num_layers
+    units = blocks + 2  # frequencies in fp32, and the rest of the model
+    assert [(sent.gathers, sent.reductions) for sent in (replicas, *stages)] == [
+        (0, units),
+        (units, units),
+        (units, 2 * units),
+        (2 * (units + blocks), 2 * units),
+    ]
 
 
 class _Vectors(nn.Module):

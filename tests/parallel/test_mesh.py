@@ -139,3 +139,36 @@ def test_the_process_group_ends_with_an_error_too():
     with pytest.raises(ZeroDivisionError), process_group(torch.device("cpu")):
         raise ZeroDivisionError
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"zero": 0, "shard": 2},
+            "zero = 0 shards nothing, but shard = 2; use zero 1, 2 or 3, or leave one of them out",
+        ),
+        (
+            {"zero": 3, "shard": 1},
+            "zero = 3 with shard = 1, which keeps a replica on every rank; leave shard out, or zero",
+        ),
+        (
+            {"zero": 2, "pp": 2},
+            "zero = 2 with pp = 2: every micro-batch would gather or reduce the stage anew; use zero =",
+        ),
+    ],
+)
+def test_zero_stages_that_the_other_axes_contradict_are_refused(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        parse(ParallelConfig, fields, "test")
+
+
+def _stages_and_shards() -> list[tuple[int, int]]:
+    meshes = [
+        make_mesh(1, **axes) for axes in ({}, {"zero": 0}, {"zero": 2}, {"shard": 1}, {"pp": 2}, {"cp": 2, "zero": 1})
+    ]
+    return [(mesh.zero, mesh.data_mesh.size(1)) for mesh in meshes]
+
+
+def test_the_zero_stage_is_3_unless_nothing_is_sharded_or_stages_share_what_they_gather():
+    assert run_ranks(4, _stages_and_shards)[0] == [(3, 4), (0, 1), (2, 4), (0, 1), (1, 2), (1, 4)]
