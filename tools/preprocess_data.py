@@ -1,103 +1,132 @@
-"""Turns jsonl and plain text into Megatron token shards, with Megatron's flag names."""
+"""Turns jsonl, parquet and plain text into Megatron token shards, with Megatron's flag names."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Callable
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-from megalin.data import corpus, preprocessing
-from megalin.data.tokenizer import BYTES
+from megalin.data import corpus, inputs, preprocessing
+from megalin.data.optional import require
+from megalin.data.parts import Share
+from megalin.data.progress import shown_progress
+from megalin.data.tokenizer import TokenizerFiles
 from megalin.errors import ConfigError, MegalinError
+
+# Megatron's names, and which files each needs.
+_TOKENIZERS = {
+    "HuggingFaceTokenizer": ("huggingface", ("tokenizer_model",)),
+    "GPT2BPETokenizer": ("gpt2", ("vocab_file", "merge_file")),
+    "SentencePieceTokenizer": ("sentencepiece", ("tokenizer_model",)),
+    "GPTSentencePieceTokenizer": ("sentencepiece", ("tokenizer_model",)),
+    "TikTokenizer": ("tiktoken", ("tokenizer_model",)),
+    "ByteTokenizer": ("bytes", ()),
+}
+# What mpirun of Open MPI, of MPICH and of MVAPICH tells a process about the number of them.
+_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the tool; the exit code is 0, or the one of the error that is printed."""
+    args = _parser().parse_args(arguments)
     try:
-        _run(_parser().parse_args(arguments))
+        if args.shard is None and any(int(os.environ.get(name, "1")) > 1 for name in _MPI_SIZES):
+            return _run_under_mpi(args)
+        share = None if args.shard is None else _share(args.shard)
+        _run(args, share, resume=args.resume)
     except MegalinError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return _told(error)
     return 0
+
+
+def _told(error: MegalinError) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return error.exit_code
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add(
-        "--input", nargs="+", required=True, help="files or globs: .jsonl/.json (an object a line), .txt (one document)"
-    )
-    add("--json-keys", nargs="+", default=["text"], help="keys to take text from; each gives a shard")
+    formats = ".jsonl/.json (an object a line), .txt (one document), each also .gz or .zst; .parquet"
+    add("--input", nargs="+", required=True, help=f"files, globs or @FILE with one of them a line: {formats}")
+    add("--json-keys", nargs="+", default=["text"], help="keys or columns to take text from; each gives a shard")
     add("--output-prefix", required=True, help="shards are <prefix>_<key>_document.{bin,idx,manifest.json}")
-    add("--tokenizer-type", choices=["HuggingFaceTokenizer", "ByteTokenizer"], default="HuggingFaceTokenizer")
-    add("--tokenizer-model", help="path of the tokenizer.json for HuggingFaceTokenizer")
+    add("--tokenizer-type", choices=[*_TOKENIZERS], default="HuggingFaceTokenizer")
+    add("--tokenizer-model", help="local tokenizer.json, SentencePiece .model or .tiktoken file of ranks")
+    add("--vocab-file", help="vocab.json of GPT2BPETokenizer")
+    add("--merge-file", help="merges.txt of GPT2BPETokenizer")
+    add("--tiktoken-pattern", default="", help="gpt2, cl100k or o200k, where the number of ranks does not tell it")
     add("--append-eod", action="store_true", help="end each document with <|endoftext|>")
     add("--workers", type=int, default=1, help="processes that tokenise; the output is the same for any number")
+    add("--shard", metavar="I/N", help="do part I of N only (from 0); when all are done, --resume without it ends it")
+    add("--resume", action="store_true", help="keep what a run that was stopped had finished")
     add("--on-bad-line", choices=["skip", "fail"], default="skip", help="count and report bad lines, or stop at one")
     add("--max-document-bytes", type=int, default=corpus.DEFAULT_DOCUMENT_BYTES, help="limit of a line or text file")
     add("--log-interval", type=int, default=10_000, help="documents between two lines of progress, off a terminal")
     return parser
 
 
-def _run(args: argparse.Namespace) -> None:
-    byte_level = args.tokenizer_type == "ByteTokenizer"
-    if byte_level == (args.tokenizer_model is not None):
-        rule = "takes no --tokenizer-model" if byte_level else "needs --tokenizer-model, the path of a tokenizer.json"
-        raise ConfigError(f"--tokenizer-type {args.tokenizer_type} {rule}")
-    if args.log_interval < 1:
-        raise ConfigError(f"--log-interval {args.log_interval}: at least 1 is needed")
-    paths = corpus.expand_inputs(args.input)
+def _tokenizer(args: argparse.Namespace) -> TokenizerFiles:
+    kind, needed = _TOKENIZERS[args.tokenizer_type]
+    for name in ("tokenizer_model", "vocab_file", "merge_file"):
+        if (name in needed) != (getattr(args, name) is not None):
+            verb = "needs" if name in needed else "takes no"
+            raise ConfigError(f"--tokenizer-type {args.tokenizer_type} {verb} --{name.replace('_', '-')}")
+    if args.tiktoken_pattern and kind != "tiktoken":
+        raise ConfigError(f"--tokenizer-type {args.tokenizer_type} takes no --tiktoken-pattern")
+    return TokenizerFiles(kind, tuple(getattr(args, name) for name in needed), args.tiktoken_pattern)
+
+
+def _share(text: str) -> Share:
+    number, _, total = text.partition("/")
+    if not (number.isdecimal() and total.isdecimal()):
+        raise ConfigError(f"--shard {text}: give I/N, as 0/8 to 7/8")
+    return Share(int(number), int(total))
+
+
+def _run_under_mpi(args: argparse.Namespace) -> int:
+    """Every rank does its share, and the first puts them together once none has failed."""
+    world = require("mpi4py.MPI", "more than one process under mpirun").COMM_WORLD
+    rank, size = world.Get_rank(), world.Get_size()
+    code = 0
+    try:
+        _run(args, Share(rank, size), resume=args.resume)
+    except MegalinError as error:
+        code = _told(error)
+    code = max(world.allgather(code))
+    if rank == 0 and code == 0:
+        try:
+            _run(args, None, resume=True)
+        except MegalinError as error:
+            code = _told(error)
+    return int(world.bcast(code))
+
+
+def _run(args: argparse.Namespace, share: Share | None, *, resume: bool) -> None:
     options = preprocessing.PreprocessOptions(
         json_keys=args.json_keys,
         output_prefix=args.output_prefix,
-        tokenizer=BYTES if byte_level else args.tokenizer_model,
+        tokenizer=_tokenizer(args),
         append_eod=args.append_eod,
         workers=args.workers,
         on_bad_line=args.on_bad_line,
         limit_bytes=args.max_document_bytes,
+        resume=resume,
+        share=share,
     )
-    console = Console(stderr=True)
-    if console.is_terminal:
-        report = _with_bar(console, paths, options)
-    else:
-        report = preprocessing.preprocess(paths, options, on_progress=_every(args.log_interval))
+    paths = inputs.expand_inputs(args.input)
+    total_bytes = sum(path.stat().st_size for path in paths) // (1 if share is None else max(share.total, 1))
+    with shown_progress("tokenising", total_bytes, interval=args.log_interval) as tell:
+        report = preprocessing.preprocess(paths, options, on_progress=tell)
+    if report is None:
+        if args.shard is not None:
+            print(f"shard {args.shard} is done; when all are, call again with --resume and without --shard")
+        return
     for bad in report.listed:
         print(f"bad line: {bad}", file=sys.stderr)
     for kind, count in report.bad_lines.items():
         print(f"left out: {count} x {kind}", file=sys.stderr)
     print(f"{report.documents} documents, {report.tokens} tokens: {', '.join(report.prefixes)}")
-
-
-def _with_bar(
-    console: Console, paths: list, options: preprocessing.PreprocessOptions
-) -> preprocessing.PreprocessReport:
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
-        total = sum(path.stat().st_size for path in paths)
-        task = progress.add_task("tokenising", total=total)
-
-        def show(state: preprocessing.Progress) -> None:
-            text = f"{state.documents} documents, {state.tokens} tokens, {state.bad_lines} bad lines"
-            progress.update(task, completed=state.read_bytes, description=text)
-
-        report = preprocessing.preprocess(paths, options, on_progress=show)
-        progress.update(task, completed=total)
-    return report
-
-
-def _every(interval: int) -> Callable[[preprocessing.Progress], None]:
-    shown = 0
-
-    def show(state: preprocessing.Progress) -> None:
-        nonlocal shown
-        if state.documents // interval > shown:
-            shown = state.documents // interval
-            print(f"{state.documents} documents, {state.tokens} tokens, {state.bad_lines} bad lines", file=sys.stderr)
-
-    return show
 
 
 if __name__ == "__main__":

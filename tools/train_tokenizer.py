@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from megalin.data import corpus
+from megalin.data import corpus, inputs
 from megalin.data.tokenizer import BytePairTrainer
 from megalin.errors import MegalinError
 
@@ -15,9 +15,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the tool; the exit code is 0, or the one of the error that is printed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add(
-        "--input", nargs="+", required=True, help="files or globs: .jsonl/.json (an object a line), .txt (one document)"
-    )
+    add("--input", nargs="+", required=True, help="files, globs or @FILE: .jsonl, .txt, also .gz or .zst; .parquet")
     add("--json-keys", nargs="+", default=["text"], help="keys to take text from; bad lines are left out")
     add("--vocab-size", type=int, required=True, help="ids wanted, the 256 bytes and <|endoftext|> included")
     add("--special-tokens", nargs="+", default=[], help="names of tokens that no text has, as [CLS] [SEP] [MASK] [PAD]")
@@ -25,7 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         trainer = BytePairTrainer(args.vocab_size, special_tokens=args.special_tokens)
-        paths = corpus.expand_inputs(args.input)
+        paths = inputs.expand_inputs(args.input)
         texts = corpus.iterate_texts(paths, args.json_keys, limit_bytes=corpus.DEFAULT_DOCUMENT_BYTES)
         trainer.train(texts).save(args.output)
     except MegalinError as error:

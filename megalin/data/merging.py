@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar, overload
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from megalin.data.shards import MAX_SEQUENCES, Shard, bin_path, manifest_path, p
 from megalin.errors import ConfigError, DataError
 
 _COPY_TOKENS = 1 << 22
+T = TypeVar("T")
 
 
 class Part(NamedTuple):
@@ -81,6 +82,64 @@ def split_shard(prefix: str | Path, outputs: Sequence[str | Path], weights: Sequ
         return [_write([part], output) for part, output in zip(parts, outputs, strict=True)]
 
 
+class _OneByOne(Sequence[T]):
+    """A piece of each shard, read when it is asked for: no number of shards needs as many open files."""
+
+    def __init__(self, prefixes: Sequence[Path], piece: Callable[[int, Shard], T]) -> None:
+        self._prefixes, self._piece = prefixes, piece
+
+    def __len__(self) -> int:
+        return len(self._prefixes)
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[T]: ...
+    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
+        assert isinstance(index, int), index
+        with Shard(self._prefixes[index]) as shard:
+            return self._piece(index, shard)
+
+
+def concatenate(
+    prefixes: Sequence[Path], output: str | Path, dtype: np.dtype[Any], manifest: Mapping[str, Any]
+) -> None:
+    """Writes the documents of many shards of `dtype`, one open at a time, as the shard `output` with this manifest.
+
+    Raises:
+        DataError: a bad shard; 2^31 sequences and more.
+        StorageError: the output cannot be written; then no shard bears its name.
+    """
+    starts, path = [0], bin_path(output)
+    with open_temporary(path) as file, ExitStack() as discard:
+        discard.callback(temporary_name(path).unlink, missing_ok=True)
+        for prefix in prefixes:
+            with Shard(prefix) as shard:
+                assert shard.dtype == dtype, (prefix, shard.dtype, dtype)
+                starts.append(starts[-1] + shard.num_sequences)
+                _check_total(starts[-1], output)
+                _copy(shard, 0, shard.num_tokens, file, path)
+        # The document index begins with one 0; each shard's own is left out.
+        documents = _OneByOne(prefixes, lambda k, shard: (shard.documents[min(k, 1) :], starts[k]))
+        publish_shard(
+            Path(output), file, dtype, _OneByOne(prefixes, lambda _, shard: shard.lengths), documents, manifest
+        )
+        discard.pop_all()
+
+
+def _check_total(sequences: int, output: str | Path) -> None:
+    if sequences > MAX_SEQUENCES:
+        raise DataError(f"{output}: {sequences} sequences; a shard holds at most {MAX_SEQUENCES}: make several")
+
+
+def _copy(shard: Shard, start: int, end: int, file: BinaryIO, path: Path) -> None:
+    """Appends tokens [start, end) of `shard` to `file`, which will be `path`."""
+    for first in range(start, end, _COPY_TOKENS):
+        block = shard.read(first, min(_COPY_TOKENS, end - first))
+        with storage_errors(path):
+            file.write(block.data)
+
+
 def _check_names(inputs: Sequence[str | Path], outputs: Sequence[str | Path]) -> None:
     if not inputs:
         raise ConfigError("no shard to read; name at least one prefix")
@@ -94,8 +153,7 @@ def _check_names(inputs: Sequence[str | Path], outputs: Sequence[str | Path]) ->
 def _write(parts: Sequence[Part], output: str | Path) -> Written:
     sequences = [slice(int(shard.documents[first]), int(shard.documents[end])) for shard, first, end in parts]
     total = sum(run.stop - run.start for run in sequences)
-    if total > MAX_SEQUENCES:
-        raise DataError(f"{output}: {total} sequences; a shard holds at most {MAX_SEQUENCES}: make several")
+    _check_total(total, output)
     documents: list[tuple[Any, int]] = [(np.zeros(1, np.int64), 0)]
     position = 0
     for part, run in zip(parts, sequences, strict=True):
@@ -111,10 +169,7 @@ def _write(parts: Sequence[Part], output: str | Path) -> Written:
     with open_temporary(path) as file, ExitStack() as discard:
         discard.callback(temporary_name(path).unlink, missing_ok=True)
         for part, (start, end) in zip(parts, ranges, strict=True):
-            for first in range(start, end, _COPY_TOKENS):
-                block = part.shard.read(first, min(_COPY_TOKENS, end - first))
-                with storage_errors(path):
-                    file.write(block.data)
+            _copy(part.shard, start, end, file, path)
         publish_shard(Path(output), file, parts[0].shard.dtype, lengths, documents, manifest)
         discard.pop_all()
     return written

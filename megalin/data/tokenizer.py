@@ -1,4 +1,4 @@
-"""Tokenizers behind one small protocol: a local tokenizer.json, plain bytes, and the training of a byte-level BPE."""
+"""Tokenizers behind one small protocol: local files of four kinds or plain bytes; and training of a byte-level BPE."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -14,12 +14,16 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megalin.data.files import read_limited, write_text
+from megalin.data.tokenizer_formats import END_OF_DOCUMENT as END_OF_DOCUMENT
+from megalin.data.tokenizer_formats import (
+    FILE_LIMIT_BYTES,
+    VOCABULARY_LIMIT,
+    SentencePieceTokenizer,
+    TiktokenTokenizer,
+)
 from megalin.errors import ConfigError, DataError
 
-END_OF_DOCUMENT = "<|endoftext|>"
 BYTES = "bytes"
-_FILE_LIMIT_BYTES = 64 << 20
-_VOCABULARY_LIMIT = 1 << 22
 _MIN_BPE_VOCABULARY = 257  # every byte, and the end of a document
 
 
@@ -55,9 +59,47 @@ class Tokenizer(Protocol):
         """[vocab_size] int64: bytes that each id decodes to, 0 for special tokens and unused ids."""
 
 
+class TokenizerFiles(NamedTuple):
+    """What makes a tokenizer: its kind and its local files."""
+
+    kind: Literal["bytes", "huggingface", "gpt2", "sentencepiece", "tiktoken"]
+    files: tuple[str, ...] = ()  # gpt2: vocab.json and merges.txt; bytes: none; else one
+    pattern: str = ""  # of tiktoken; empty: told by the number of ranks
+
+    def __str__(self) -> str:
+        return " ".join(self.files) or self.kind
+
+    def load(self) -> Tokenizer:
+        """The tokenizer. Raises DataError where a file is none, ConfigError where a library is missing."""
+        match self.kind:
+            case "bytes":
+                return ByteTokenizer()
+            case "sentencepiece":
+                return SentencePieceTokenizer(Path(self.files[0]))
+            case "tiktoken":
+                return TiktokenTokenizer(Path(self.files[0]), pattern=self.pattern)
+            case "gpt2":
+                return gpt2_tokenizer(*map(Path, self.files))
+            case "huggingface":
+                return HuggingFaceTokenizer(Path(self.files[0]))
+
+
 def load_tokenizer(path: str) -> Tokenizer:
-    """The tokenizer of a tokenizer.json file, or of plain bytes where `path` is "bytes". Raises DataError."""
-    return ByteTokenizer() if path == BYTES else HuggingFaceTokenizer(Path(path))
+    """The tokenizer of a local file, or of plain bytes where `path` is "bytes"; raises as `TokenizerFiles.load`.
+
+    A name in .model is a SentencePiece model, one in .tiktoken a file of ranks, any other a tokenizer.json.
+    """
+    return tokenizer_files(path).load()
+
+
+def tokenizer_files(path: str) -> TokenizerFiles:
+    """The kind of a tokenizer's file by its name, as `load_tokenizer` takes it."""
+    if path == BYTES:
+        return TokenizerFiles("bytes")
+    suffix = Path(path).suffix
+    kind: Literal["huggingface", "sentencepiece", "tiktoken"]
+    kind = "sentencepiece" if suffix == ".model" else "tiktoken" if suffix == ".tiktoken" else "huggingface"
+    return TokenizerFiles(kind, (path,))
 
 
 class ByteTokenizer:
@@ -90,14 +132,15 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """A tokenizer.json through the `tokenizers` library; padding, truncation and added special tokens are off."""
 
-    def __init__(self, path: Path) -> None:
-        """Reads a local file; nothing is downloaded and no code is run.
+    def __init__(self, path: Path, data: bytes | None = None) -> None:
+        """Reads a local file, or takes its content from `data`; nothing is downloaded and no code is run.
 
         Raises:
             DataError: the file is missing, longer than 64 MiB, no tokenizer, lacks `<|endoftext|>`, or has an id of
                 2^22 and more.
         """
-        data = read_limited(path, limit_bytes=_FILE_LIMIT_BYTES, remedy="give the path of a tokenizer.json")
+        if data is None:
+            data = read_limited(path, limit_bytes=FILE_LIMIT_BYTES, remedy="give the path of a tokenizer.json")
         self.path = path
         self.digest = hashlib.sha256(data).hexdigest()
         try:
@@ -113,8 +156,8 @@ class HuggingFaceTokenizer:
             raise DataError(f"{path}: has no token {END_OF_DOCUMENT}; add it as a special token")
         self.eod_id = self._vocabulary[END_OF_DOCUMENT]
         self.vocab_size = max(self._vocabulary.values()) + 1
-        if self.vocab_size > _VOCABULARY_LIMIT:
-            raise DataError(f"{path}: expected token ids below {_VOCABULARY_LIMIT}; found {self.vocab_size - 1}")
+        if self.vocab_size > VOCABULARY_LIMIT:
+            raise DataError(f"{path}: expected token ids below {VOCABULARY_LIMIT}; found {self.vocab_size - 1}")
         self._decoder = json.loads(data).get("decoder")
 
     def encode(self, text: str) -> list[int]:
@@ -155,6 +198,27 @@ def _is_byte_level(decoder: Any) -> bool:
     return decoder.get("type") == "ByteLevel" or any(_is_byte_level(part) for part in decoder.get("decoders", []))
 
 
+def gpt2_tokenizer(vocabulary: Path, merges: Path) -> HuggingFaceTokenizer:
+    """The byte-level BPE of GPT-2's pair of files, vocab.json and merges.txt. Raises DataError."""
+    for path in (vocabulary, merges):
+        read_limited(path, limit_bytes=FILE_LIMIT_BYTES, remedy="give GPT-2's vocab.json and merges.txt")
+    try:
+        model = models.BPE.from_file(str(vocabulary), str(merges))
+    except Exception as error:  # as above
+        raise DataError(f"{vocabulary} and {merges}: not GPT-2's vocabulary and merges: {error}") from error
+    tokenizer = _byte_level(model)
+    if tokenizer.token_to_id(END_OF_DOCUMENT) is not None:
+        tokenizer.add_special_tokens([END_OF_DOCUMENT])
+    return HuggingFaceTokenizer(vocabulary, tokenizer.to_str().encode("utf-8"))
+
+
+def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
 class BytePairTrainer:
     """Trains a byte-level BPE on a stream of texts: the 256 bytes, `<|endoftext|>` and the merges of most use."""
 
@@ -168,12 +232,10 @@ class BytePairTrainer:
         if len(set(self._special)) < len(self._special) or not all(self._special):
             raise ConfigError(f"special tokens {', '.join(self._special)}: each needs a name, and each only once")
         least = _MIN_BPE_VOCABULARY + len(special_tokens)
-        if not least <= vocab_size <= _VOCABULARY_LIMIT:
-            raise ConfigError(f"vocab_size = {vocab_size}: a byte-level BPE needs {least} to {_VOCABULARY_LIMIT} ids")
+        if not least <= vocab_size <= VOCABULARY_LIMIT:
+            raise ConfigError(f"vocab_size = {vocab_size}: a byte-level BPE needs {least} to {VOCABULARY_LIMIT} ids")
         self._target = vocab_size
-        self._tokenizer = tokenizers.Tokenizer(models.BPE())
-        self._tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-        self._tokenizer.decoder = decoders.ByteLevel()
+        self._tokenizer = _byte_level(models.BPE())
 
     def train(self, texts: Iterable[str]) -> Self:
         """Learns the merges; text that has no more pairs to merge gives fewer ids than asked for.

@@ -1,17 +1,24 @@
 """Reading text: every kind of bad line by file and line, byte limits, and which files a pattern means."""
 
+import gzip
 import json
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
-from megalin.data.corpus import BadLine, Documents, expand_inputs, iterate_texts, parse_raw, read_raw
+from megalin.data import corpus
+from megalin.data.corpus import BadLine, Reader, iterate_texts, lines_before
+from megalin.data.inputs import split, whole
 from megalin.errors import DataError
 
 LIMIT = 1 << 20
 
 
-def _parse(path, limit=LIMIT, keys=("text",)):
-    return [parse_raw(raw, keys, limit_bytes=limit) for raw in read_raw(path, limit_bytes=limit)]
+def _parse(path, limit=LIMIT, keys=("text",), span=None):
+    """The texts of each document, and the bad lines as they are."""
+    items = Reader(span or whole(path), keys, limit_bytes=limit)
+    return [item if isinstance(item, BadLine) else item.texts for item in items]
 
 
 def _file(tmp_path, data, name="x.jsonl"):
@@ -44,7 +51,7 @@ BAD = [
 def test_bad_line_is_told_by_kind_and_place_and_the_next_is_read(tmp_path, line, kind, detail):
     path = _file(tmp_path, b'{"text": "first"}\n' + line + b'\n{"text": "last"}')
     first, bad, last = _parse(path)
-    assert (first, last) == (Documents(("first",)), Documents(("last",)))
+    assert (first, last) == (("first",), ("last",))
     assert isinstance(bad, BadLine)
     assert (bad.path, bad.line, bad.kind) == (str(path), 2, kind)
     assert detail in bad.detail
@@ -53,18 +60,18 @@ def test_bad_line_is_told_by_kind_and_place_and_the_next_is_read(tmp_path, line,
 
 @pytest.mark.parametrize("text", ["a\x00b", "\x1b[31m", "é日🙂", "\u2028", ""])
 def test_control_characters_and_any_unicode_are_kept(tmp_path, text):
-    assert _parse(_file(tmp_path, json.dumps({"text": text}).encode())) == [Documents((text,))]
+    assert _parse(_file(tmp_path, json.dumps({"text": text}).encode())) == [(text,)]
 
 
 def test_byte_order_mark_and_carriage_returns_are_dropped(tmp_path):
     path = _file(tmp_path, b'\xef\xbb\xbf{"text": "a"}\r\n{"text": "b"}\r\n')
-    assert _parse(path) == [Documents(("a",)), Documents(("b",))]
+    assert _parse(path) == [("a",), ("b",)]
 
 
 def test_several_keys_are_taken_from_one_line(tmp_path):
     path = _file(tmp_path, b'{"b": "2", "a": "1"}\n{"a": "3"}')
     good, bad = _parse(path, keys=("a", "b"))
-    assert good == Documents(("1", "2"))
+    assert good == ("1", "2")
     assert bad.kind == "key missing"
 
 
@@ -74,14 +81,14 @@ def test_limit_counts_the_bytes_of_the_line_without_its_end(tmp_path, excess, en
     limit = 64
     line = b'{"text": "' + b"a" * (limit - 12 + excess) + b'"}'
     parsed = _parse(_file(tmp_path, b'{"text": "first"}\n' + line + end + b'{"text": "z"}' * (end != b"")), limit)
-    assert isinstance(parsed[1], Documents if excess <= 0 else BadLine)
+    assert isinstance(parsed[1], BadLine) == (excess > 0)
     assert len(parsed) == (3 if end else 2)
 
 
 def test_text_file_is_one_document(tmp_path):
-    assert _parse(_file(tmp_path, b"one\n\ntwo\n", "x.txt")) == [Documents(("one\n\ntwo\n",))]
+    assert _parse(_file(tmp_path, b"one\n\ntwo\n", "x.txt")) == [("one\n\ntwo\n",)]
     assert _parse(_file(tmp_path, b"a" * 65, "x.txt"), 64)[0].kind == "too long"
-    assert _parse(_file(tmp_path, b"a" * 64, "x.txt"), 64) == [Documents(("a" * 64,))]
+    assert _parse(_file(tmp_path, b"a" * 64, "x.txt"), 64) == [("a" * 64,)]
     assert _parse(_file(tmp_path, b"a\xff", "x.txt"))[0].kind == "invalid UTF-8"
     assert _parse(_file(tmp_path, b"", "x.txt"))[0].kind == "blank line"
 
@@ -89,25 +96,6 @@ def test_text_file_is_one_document(tmp_path):
 def test_texts_leave_bad_lines_out(tmp_path):
     path = _file(tmp_path, b'{"text": "a"}\nbad\n{"text": "b"}')
     assert list(iterate_texts([path], ["text"], limit_bytes=LIMIT)) == ["a", "b"]
-
-
-def test_patterns_expand_in_order_and_once(tmp_path):
-    for name in ("b.jsonl", "a.jsonl", "c.txt", "[d].json"):
-        (tmp_path / name).touch()
-    patterns = [f"{tmp_path}/c.txt", f"{tmp_path}/*.jsonl", f"{tmp_path}/a.jsonl", f"{tmp_path}/[d].json"]
-    assert [path.name for path in expand_inputs(patterns)] == ["c.txt", "a.jsonl", "b.jsonl", "[d].json"]
-
-
-def test_pattern_without_a_match_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"--input .*none\*: no such file, and no file matches it as a glob"):
-        expand_inputs([f"{tmp_path}/none*"])
-
-
-@pytest.mark.parametrize("name", ["x.jsonl.gz", "x.parquet", "x"])
-def test_unknown_kind_of_file_is_refused(tmp_path, name):
-    (tmp_path / name).touch()
-    with pytest.raises(DataError, match=rf"{name}: expected \.jsonl or \.json .* or \.txt .*; convert or decompress"):
-        expand_inputs([str(tmp_path / name)])
 
 
 def test_folder_is_refused(tmp_path):
@@ -123,3 +111,77 @@ def test_failing_read_names_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr("megalin.data.corpus._lines", fail)
     with pytest.raises(DataError, match=r"x\.jsonl: cannot be read: Input/output error"):
         _parse(_file(tmp_path, b"{}"))
+
+
+def _stored(folder, name, data):
+    """`data` (lines) as a file of the kind that its name tells."""
+    path = folder / name
+    if name.endswith(".parquet"):
+        texts = [json.loads(line)["text"] for line in data.splitlines()]
+        table = pyarrow.table({"text": texts, "other": list(range(len(texts)))})
+        pyarrow.parquet.write_table(table, path, row_group_size=7)
+    elif name.endswith(".gz"):
+        path.write_bytes(gzip.compress(data[: len(data) // 2]) + gzip.compress(data[len(data) // 2 :]))
+    elif name.endswith(".zst"):
+        with pyarrow.output_stream(str(path), compression="zstd") as file:
+            file.write(data)
+    else:
+        path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz", "x.json.zst", "x.parquet"])
+def test_any_cut_of_any_format_gives_each_document_once(tmp_path, name):
+    rng_lengths = [3, 0, 50, 1, 1, 200, 7, 0, 90] * 5
+    texts = [f"{k} é日" * n for k, n in enumerate(rng_lengths)]
+    data = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts).encode()
+    path = _stored(tmp_path, name, data)
+    for part_bytes in (1, 10, 64, 1000, 10**6):
+        spans = split(path, part_bytes=part_bytes)
+        assert (len(spans) > 1) == (part_bytes < 10**6 and name in ("x.jsonl", "x.parquet"))
+        found = [document for span in spans for document in Reader(span, ["text"], limit_bytes=LIMIT)]
+        assert [document.texts for document in found] == [(text,) for text in texts]
+    for span in split(path, part_bytes=100) if name == "x.jsonl" else []:
+        assert lines_before(span) == data[: span.start].count(b"\n")
+
+
+@pytest.mark.parametrize("name", ["x.jsonl.gz", "x.jsonl.zst", "x.txt.gz", "x.parquet"])
+def test_truncated_file_is_told_and_not_taken_for_a_whole_one(tmp_path, name):
+    data = "".join(json.dumps({"text": f"document {k * k * 7919 % 1000}"}) + "\n" for k in range(5000)).encode()
+    path = _stored(tmp_path, name, data)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(DataError, match=rf"{name}: (cannot be read: .* \(at byte \d+\); check|not a parquet file)"):
+        _parse(path)
+
+
+def test_file_that_expands_without_end_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "_EXPANSION_FREE_BYTES", 1 << 16)
+    path = _stored(tmp_path, "x.jsonl.gz", b"\n" + b"0" * (10 << 20) + b"\n")
+    with pytest.raises(DataError, match=r"x\.jsonl\.gz: expands to \d+ bytes from \d+; more than 256 to 1 is no text"):
+        _parse(path)
+
+
+def test_parquet_rows_that_are_no_text_are_told_by_row(tmp_path):
+    column = pyarrow.array([b"good", b"\xff", None, b"a" * 65], pyarrow.binary())
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "x.parquet")
+    good, *bad = _parse(tmp_path / "x.parquet", limit=64)
+    assert good == ("good",)
+    assert [(line.line, line.kind) for line in bad] == [(2, "invalid UTF-8"), (3, "not a string"), (4, "too long")]
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("body", r"x\.parquet: has no column 'body'; its columns are text, n"),
+        ("n", "column 'n' holds int64, no strings"),
+    ],
+)
+def test_parquet_without_a_column_of_text_is_refused(tmp_path, key, message):
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"], "n": [1]}), tmp_path / "x.parquet")
+    with pytest.raises(DataError, match=message):
+        _parse(tmp_path / "x.parquet", keys=(key,))
+
+
+def test_all_fields_of_a_line_come_with_its_text(tmp_path):
+    (document,) = Reader(whole(_file(tmp_path, b'{"n": 1, "text": "a"}')), ["text"], limit_bytes=LIMIT)
+    assert (document.line, document.fields) == (1, {"n": 1, "text": "a"})

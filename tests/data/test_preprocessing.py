@@ -1,7 +1,9 @@
 """From text to shards: the golden result, the same for any number of workers, and nothing left after a failure."""
 
+import hashlib
 import itertools
 import json
+import multiprocessing.connection
 import os
 import resource
 import signal
@@ -12,10 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalin.data import preprocessing
+from megalin.data import parts
+from megalin.data.parts import Share
 from megalin.data.preprocessing import PreprocessOptions, preprocess
 from megalin.data.shards import Shard
-from megalin.data.tokenizer import BytePairTrainer, ByteTokenizer
+from megalin.data.tokenizer import BytePairTrainer, ByteTokenizer, TokenizerFiles
 from megalin.errors import ConfigError, DataError
 from tests.data.shard_files import index_bytes
 
@@ -24,7 +27,7 @@ def _options(tmp_path, **values):
     defaults = {
         "json_keys": ["text"],
         "output_prefix": str(tmp_path / "out"),
-        "tokenizer": "bytes",
+        "tokenizer": TokenizerFiles("bytes"),
         "append_eod": False,
         "workers": 1,
         "on_bad_line": "skip",
@@ -81,7 +84,7 @@ def test_bad_line_stops_where_asked_and_a_blank_one_does_not(tmp_path):
     path = _jsonl(tmp_path, [{"text": "ab"}, "", "bad"])
     with pytest.raises(DataError, match=r"x\.jsonl:3: not JSON: .*; mend the line, or leave bad lines out"):
         preprocess([path], _options(tmp_path, on_bad_line="fail"))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["x.jsonl"]
+    assert not list(tmp_path.glob("out_*"))
 
 
 @pytest.mark.parametrize("lines", [[], [""], ["bad", {"text": ""}]])
@@ -114,49 +117,139 @@ def test_plain_text_takes_one_key(tmp_path):
     assert _documents(tmp_path / "out_a_document") == [list(b"hello")]
 
 
-def test_output_is_the_same_for_any_number_of_workers(tmp_path, monkeypatch):
-    monkeypatch.setattr(preprocessing, "_BATCH_DOCUMENTS", 7)
+@pytest.fixture
+def small_parts(monkeypatch):
+    monkeypatch.setattr(parts, "_LEAST_PART_BYTES", 700)
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """Two files of documents, one in eight of them bad, and a tokenizer for them."""
     rng = np.random.default_rng(0)
     words = ["alpha ", "beta ", "gamma ", "日本 ", "<|endoftext|>", "\n"]
     texts = ["".join(rng.choice(words, rng.integers(0, 40))) for _ in range(200)]
     lines = [{"text": text} if k % 9 else "bad" for k, text in enumerate(texts)]
-    paths = [_jsonl(tmp_path, lines[:120], "a.jsonl"), _jsonl(tmp_path, lines[120:], "b.jsonl")]
     BytePairTrainer(300).train(texts).save(tmp_path / "t.json")
+    return [_jsonl(tmp_path, lines[:120], "a.jsonl"), _jsonl(tmp_path, lines[120:], "b.jsonl")]
+
+
+def _written(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_output_is_the_same_for_any_number_of_workers_and_parts(tmp_path, mixed, monkeypatch):
     written = []
-    for workers in (1, 2, 3):
-        folder = tmp_path / str(workers)
+    for workers, least in ((1, 1 << 20), (1, 150), (2, 700)):
+        monkeypatch.setattr(parts, "_LEAST_PART_BYTES", least)
+        folder = tmp_path / str(least)
         folder.mkdir()
-        options = _options(folder, tokenizer=str(tmp_path / "t.json"), append_eod=True, workers=workers)
+        files = TokenizerFiles("huggingface", (str(tmp_path / "t.json"),))
         seen = []
-        report = preprocess(paths, options, on_progress=seen.append)
+        options = _options(folder, tokenizer=files, append_eod=True, workers=workers)
+        report = preprocess(mixed, options, on_progress=seen.append)
         assert seen[-1].documents == report.documents == 200 - len(range(0, 200, 9))
         assert seen[-1].tokens == report.tokens
         assert seen[-1].bad_lines == sum(report.bad_lines.values())
-        written.append({p.name: p.read_bytes() for p in folder.iterdir()})
+        assert seen[-1].read_bytes == sum(path.stat().st_size for path in mixed)
+        assert [bad.line for bad in report.listed if bad.path == str(mixed[0])] == list(range(1, 121, 9))
+        written.append(_written(folder))
     assert written[0] == written[1] == written[2]
     assert sorted(written[0]) == [f"out_text_document.{suffix}" for suffix in ("bin", "idx", "manifest.json")]
+    manifest = json.loads(written[0]["out_text_document.manifest.json"])
+    digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in mixed]
+    assert [entry["sha256"] for entry in manifest["inputs"]] == digests
+    assert [entry["bytes"] for entry in manifest["inputs"]] == [path.stat().st_size for path in mixed]
+    assert sum(entry["documents"] for entry in manifest["inputs"]) == manifest["documents"]
 
 
-def test_worker_that_dies_is_told(tmp_path):
-    class Lethal:
-        def __reduce__(self):
-            return os._exit, (1,)
+@pytest.mark.usefixtures("small_parts")
+def test_shares_put_together_are_the_bytes_of_one_run(tmp_path, mixed):
+    (tmp_path / "one").mkdir()
+    preprocess(mixed, _options(tmp_path / "one"))
+    (tmp_path / "many").mkdir()
+    taken = set()
+    for number in (2, 0, 1):
+        assert preprocess(mixed, _options(tmp_path / "many", share=Share(number, 3))) is None
+        assert not list((tmp_path / "many").glob("out_*"))
+        mine = {int(path.stem) for path in (tmp_path / "many" / "out.parts").glob("[0-9]*.json")} - taken
+        assert {k % 3 for k in mine} == {number}
+        taken |= mine
+    seen = []
+    report = preprocess(mixed, _options(tmp_path / "many", resume=True), on_progress=seen.append)
+    assert [state.documents for state in seen] == [report.documents]  # nothing was left to do
+    assert report.documents == 200 - len(range(0, 200, 9))
+    assert _written(tmp_path / "one") == _written(tmp_path / "many")
 
-    job = preprocessing._Job("bytes", (Lethal(),), False, 100)
+
+@pytest.mark.usefixtures("small_parts")
+def test_resumed_run_does_only_what_is_left(tmp_path, mixed):
+    class StoppedError(Exception):
+        pass
+
+    def stop(progress):
+        if progress.documents > 60:
+            raise StoppedError
+
+    (tmp_path / "one").mkdir()
+    preprocess(mixed, _options(tmp_path / "one"))
+    (tmp_path / "two").mkdir()
+    with pytest.raises(StoppedError):
+        preprocess(mixed, _options(tmp_path / "two"), on_progress=stop)
+    seen = []
+    preprocess(mixed, _options(tmp_path / "two", resume=True), on_progress=seen.append)
+    assert seen[0].documents > 40  # kept from before
+    assert _written(tmp_path / "one") == _written(tmp_path / "two")
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_resume_refuses_parts_of_other_settings_or_files(tmp_path, mixed):
+    preprocess(mixed, _options(tmp_path, share=Share(0, 2)))
+    with pytest.raises(DataError, match="made with another append_eod: False, now True; remove the folder"):
+        preprocess(mixed, _options(tmp_path, share=Share(1, 2), append_eod=True))
+    os.utime(mixed[1], ns=(0, 0))
+    with pytest.raises(DataError, match=r"made with another input .*b\.jsonl: "):
+        preprocess(mixed, _options(tmp_path, resume=True))
+    assert preprocess(mixed, _options(tmp_path)).documents  # without resume it begins anew
+
+
+def test_damaged_record_is_refused(tmp_path, mixed):
+    preprocess(mixed, _options(tmp_path, share=Share(0, 1)))
+    (tmp_path / "out.parts" / "000000.json").write_text("[")
+    with pytest.raises(DataError, match=r"000000\.json: no JSON object; remove .*out\.parts and begin anew"):
+        preprocess(mixed, _options(tmp_path, resume=True))
+
+
+@pytest.mark.parametrize(("number", "total"), [(2, 2), (-1, 2), (0, 0)])
+def test_share_that_cannot_be_is_refused(tmp_path, number, total):
+    with pytest.raises(ConfigError, match=f"--shard {number}/{total}: give i/n with i from 0 to n - 1"):
+        preprocess([_jsonl(tmp_path, [{"text": "a"}])], _options(tmp_path, share=Share(number, total)))
+
+
+def _end_abruptly(job, part, folder, tell):
+    os._exit(1)
+
+
+def test_worker_that_dies_is_told(tmp_path, mixed, monkeypatch):
+    monkeypatch.setattr(parts, "_LEAST_PART_BYTES", 700)
+    run = parts.Run(tmp_path / "p", {}, 2, False, None, lambda _: None)
     with pytest.raises(DataError, match=r"a worker process died .*; use fewer --workers or lower --max-document-bytes"):
-        list(preprocessing._encode_all([[]], job, ByteTokenizer(), 2))
+        parts.run_parts(_end_abruptly, None, parts.plan(mixed), run)
 
 
 _RUN = """
 import sys
 from pathlib import Path
-from megalin.data import preprocessing
-preprocessing._BATCH_DOCUMENTS = 10
+from megalin.data import parts, preprocessing
+from megalin.data.tokenizer import TokenizerFiles
+parts._LEAST_PART_BYTES = 500
+parts._TELL_SECONDS = 0.01
 def told(progress):
     print(progress.documents, flush=True)
     if progress.documents >= 50 and {stop}: sys.stdin.read()
 if __name__ == "__main__":
-    options = preprocessing.PreprocessOptions(["text"], sys.argv[2], "bytes", True, int(sys.argv[3]), "skip", 1 << 20)
+    options = preprocessing.PreprocessOptions(
+        ["text"], sys.argv[2], TokenizerFiles("bytes"), True, int(sys.argv[3]), "skip", 1 << 20, resume={resume}
+    )
     preprocessing.preprocess([Path(sys.argv[1])], options, on_progress=told)
 """
 
@@ -170,11 +263,11 @@ def _children(pid):
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_killed_run_leaves_no_index_and_no_process_and_can_be_run_again(tmp_path, workers):
+def test_killed_run_leaves_no_shard_and_no_process_and_can_be_resumed(tmp_path, workers):
     path = _jsonl(tmp_path, [{"text": f"document {k}"} for k in range(300)])
     script = tmp_path / "script.py"
     command = [sys.executable, str(script), str(path), str(tmp_path / "out"), workers]
-    script.write_text(_RUN.format(stop=True))
+    script.write_text(_RUN.format(stop=True, resume=False))
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         while int(process.stdout.readline()) < 50:
             pass
@@ -183,9 +276,9 @@ def test_killed_run_leaves_no_index_and_no_process_and_can_be_run_again(tmp_path
         process.send_signal(signal.SIGKILL)
     for child in children:  # readable once the process has ended
         with os.fdopen(child) as ended:
-            assert preprocessing.multiprocessing.connection.wait([ended], timeout=30)
-    assert sorted(p.name for p in tmp_path.glob("out*")) == ["out_text_document.bin.tmp"]
-    script.write_text(_RUN.format(stop=False))
+            assert multiprocessing.connection.wait([ended], timeout=30)
+    assert [p.name for p in tmp_path.glob("out*")] == ["out.parts"]
+    script.write_text(_RUN.format(stop=False, resume=True))
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     assert len(_documents(tmp_path / "out_text_document")) == 300
 
@@ -202,7 +295,7 @@ def test_giant_line_is_skipped_in_little_memory(tmp_path):
         resource.setrlimit(resource.RLIMIT_AS, (700 << 20, 700 << 20))
 
     script = tmp_path / "script.py"
-    script.write_text(_RUN.format(stop=False))
+    script.write_text(_RUN.format(stop=False, resume=False))
     command = [sys.executable, str(script), str(path), str(tmp_path / "out"), "1"]
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, preexec_fn=limit, env=environment)

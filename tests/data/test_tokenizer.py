@@ -1,14 +1,26 @@
 """Tokenizers: round trips, the end of a document, bytes a token, and hostile files."""
 
+import base64
 import json
 import os
+import re
 
 import numpy as np
 import pytest
+import regex
+import sentencepiece
 from tokenizers import Tokenizer as LibraryTokenizer
 from tokenizers import models
 
-from megalin.data.tokenizer import BytePairTrainer, ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
+from megalin.data.tokenizer import (
+    BytePairTrainer,
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    TokenizerFiles,
+    load_tokenizer,
+    tokenizer_files,
+)
+from megalin.data.tokenizer_formats import TIKTOKEN_PATTERNS, TiktokenTokenizer
 from megalin.errors import ConfigError, DataError
 
 TEXTS = [
@@ -26,9 +38,130 @@ def path(tmp_path_factory):
     return target
 
 
-@pytest.fixture(params=["bytes", "bpe"])
-def tokenizer(request, path):
-    return load_tokenizer("bytes" if request.param == "bytes" else str(path))
+def _vocabulary(path):
+    """Bytes of each id of the trained BPE but the first, which is <|endoftext|>."""
+    of_byte = {character: byte for byte, character in _characters().items()}
+    vocabulary = json.loads(path.read_bytes())["model"]["vocab"]
+    return [bytes(of_byte[c] for c in token) for token in sorted(vocabulary, key=vocabulary.get)[1:]]
+
+
+@pytest.fixture(scope="module")
+def gpt2(path):
+    """The same BPE as vocab.json and merges.txt."""
+    model = json.loads(path.read_bytes())["model"]
+    (path.parent / "vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = "\n".join(" ".join(pair) for pair in model["merges"])
+    (path.parent / "merges.txt").write_text(f"#version: 0.2\n{merges}\n")
+    return TokenizerFiles("gpt2", (str(path.parent / "vocab.json"), str(path.parent / "merges.txt")))
+
+
+@pytest.fixture(scope="module")
+def ranks(path):
+    """The same BPE as a file of ranks."""
+    lines = [b"%b %d" % (base64.b64encode(token), rank) for rank, token in enumerate(_vocabulary(path))]
+    (path.parent / "t.tiktoken").write_bytes(b"\n".join(lines) + b"\n")
+    return path.parent / "t.tiktoken"
+
+
+@pytest.fixture(params=["bytes", "bpe", "gpt2", "tiktoken"])
+def tokenizer(request, path, gpt2, ranks):
+    tiktoken = TokenizerFiles("tiktoken", (str(ranks),), "gpt2")
+    files = {"bytes": tokenizer_files("bytes"), "bpe": tokenizer_files(str(path)), "gpt2": gpt2, "tiktoken": tiktoken}
+    return files[request.param].load()
+
+
+def _characters():
+    """The character that byte-level BPE writes for each byte: itself where it shows, else those from U+0100 on."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {byte: chr(byte) for byte in shown} | {byte: chr(256 + k) for k, byte in enumerate(hidden)}
+
+
+@pytest.mark.parametrize("text", [*HARD, *TEXTS])
+def test_files_of_one_vocabulary_give_the_same_ids(path, gpt2, ranks, text):
+    expected = load_tokenizer(str(path)).encode(text)
+    assert gpt2.load().encode(text) == expected
+    assert [token + 1 for token in TiktokenTokenizer(ranks, pattern="gpt2").encode(text)] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("gpt2", "I'll take 12345  things!\n\n x", ["I", "'ll", " take", " 12345", " ", " things", "!", "\n\n", " x"]),
+        ("cl100k", "I'LL take 12345!\n\n x", ["I", "'LL", " take", " ", "123", "45", "!\n\n", " x"]),
+        ("o200k", "HTMLParser's 12345/\n", ["HTMLParser's", " ", "123", "45", "/\n"]),
+    ],
+)
+def test_published_patterns_cut_text_as_their_vocabularies_do(name, text, words):
+    assert regex.findall(TIKTOKEN_PATTERNS[name].expression, text) == words
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_model(tmp_path_factory):
+    target = tmp_path_factory.mktemp("sentencepiece") / "t.model"
+    with target.open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(TEXTS * 3), model_writer=file, vocab_size=300, byte_fallback=True, minloglevel=2
+        )
+    return target
+
+
+def test_sentencepiece_gives_its_own_ids(sentencepiece_model):
+    tokenizer = load_tokenizer(str(sentencepiece_model))
+    library = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_model))
+    assert tokenizer.encode_batch(HARD) == [library.encode(text) for text in HARD] == list(map(tokenizer.encode, HARD))
+    assert tokenizer.encode_batch([]) == []
+    assert tokenizer.decode(tokenizer.encode("the cat sat")) == "the cat sat"
+    assert (tokenizer.vocab_size, tokenizer.eod_id) == (300, library.eos_id())
+    assert tokenizer.token_id("</s>") == library.eos_id()
+    assert tokenizer.token_id("no such piece") is None
+    with pytest.raises(DataError, match=r"t\.model: bytes per token need a byte-level tokenizer"):
+        tokenizer.token_bytes()
+
+
+def test_sentencepiece_without_an_end_is_refused(tmp_path):
+    with (tmp_path / "t.model").open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(TEXTS * 3), model_writer=file, vocab_size=40, eos_id=-1, minloglevel=2
+        )
+    with pytest.raises(DataError, match=r"t\.model: has neither an end of sentence nor <\|endoftext\|>; train it"):
+        load_tokenizer(str(tmp_path / "t.model"))
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "error", "message"),
+    [
+        ("t.model", b"junk", DataError, "t.model: not a SentencePiece model"),
+        ("t.tiktoken", b"YQ== 0\nYg==\n", DataError, "t.tiktoken:2: expected the base64 of a token and its rank"),
+        ("t.tiktoken", b"YQ== 0\n", DataError, "t.tiktoken: expected every byte and each rank from 0 to 0 once"),
+        ("t.tiktoken", None, ConfigError, "t.tiktoken: 400 ranks and the pattern '' do not tell how text is cut; give"),
+    ],
+)
+def test_file_of_another_format_is_refused(tmp_path, ranks, name, data, error, message):
+    whole = ranks.read_bytes() + b"".join(
+        b"%b %d\n" % (base64.b64encode(b"%05d" % k), k) for k in range(len(ranks.read_bytes().splitlines()), 400)
+    )
+    (tmp_path / name).write_bytes(whole if data is None else data)
+    with pytest.raises(error, match=re.escape(message)):
+        load_tokenizer(str(tmp_path / name))
+
+
+def test_published_number_of_ranks_tells_pattern_and_end(tmp_path):
+    tokens = [bytes([byte]) for byte in range(256)] + [b"%06d" % k for k in range(256, 100256)]
+    path = tmp_path / "c.tiktoken"
+    path.write_bytes(b"".join(b"%b %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens)))
+    tokenizer = load_tokenizer(str(path))
+    assert (tokenizer.eod_id, tokenizer.vocab_size) == (100257, 100258)
+    assert tokenizer.token_bytes()[100256] == 0  # the id that no rank has
+    assert tokenizer.decode([97, 100256, 100257]) == "a<|endoftext|>"
+
+
+def test_gpt2_files_that_are_none_are_refused(tmp_path, gpt2):
+    (tmp_path / "merges.txt").write_text("a b c\n")
+    with pytest.raises(DataError, match="not GPT-2's vocabulary and merges"):
+        TokenizerFiles("gpt2", (gpt2.files[0], str(tmp_path / "merges.txt"))).load()
+    with pytest.raises(DataError, match=r"none\.txt: no such file; give GPT-2's vocab\.json and merges\.txt"):
+        TokenizerFiles("gpt2", (gpt2.files[0], "none.txt")).load()
 
 
 @pytest.mark.parametrize("text", HARD)

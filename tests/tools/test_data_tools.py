@@ -5,6 +5,7 @@ import os
 import pty
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ def test_tools_work_from_text_to_a_described_shard(tmp_path, corpus, capsys):
     assert _preprocess(tmp_path, corpus, "--tokenizer-model", tokenizer, "--append-eod", "--log-interval", "10") == 0
     shown = capsys.readouterr()
     assert shown.out.startswith("30 documents, ")
-    assert "30 documents, " in shown.err
+    assert "30 documents (" in shown.err
     assert f"bad line: {corpus}:31: not JSON: Expecting value" in shown.err
     assert "left out: 1 x not JSON" in shown.err
     prefix = str(tmp_path / "out_text_document")
@@ -99,7 +100,45 @@ def test_inspection_that_cannot_work_is_refused(tmp_path, capsys, arguments, cod
 def test_preprocessing_that_cannot_work_is_refused(tmp_path, corpus, capsys, arguments, code, message):
     assert _preprocess(tmp_path, corpus, *arguments) == code
     assert message in capsys.readouterr().err
-    assert not list(tmp_path.glob("out*"))
+    assert not list(tmp_path.glob("out_*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "v"], "GPT2BPETokenizer needs --merge-file"),
+        (["--tokenizer-type", "ByteTokenizer", "--tiktoken-pattern", "gpt2"], "takes no --tiktoken-pattern"),
+        (["--tokenizer-type", "ByteTokenizer", "--shard", "1"], "--shard 1: give I/N, as 0/8 to 7/8"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(tmp_path, corpus, capsys, arguments, message):
+    assert _preprocess(tmp_path, corpus, *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_shards_of_several_hosts_are_put_together(tmp_path, corpus, capsys):
+    shared = ["--tokenizer-type", "ByteTokenizer"]
+    for number in (0, 1):
+        assert _preprocess(tmp_path, corpus, *shared, "--shard", f"{number}/2") == 0
+        assert f"shard {number}/2 is done; when all are, call again with --resume" in capsys.readouterr().out
+    assert not list(tmp_path.glob("out_*"))
+    assert _preprocess(tmp_path, corpus, *shared, "--resume") == 0
+    assert capsys.readouterr().out.startswith("30 documents, ")
+
+
+@pytest.mark.parametrize(("failed", "code", "written"), [(0, 0, True), (3, 3, False)])
+def test_first_rank_of_mpi_puts_together_what_all_ranks_wrote(tmp_path, corpus, monkeypatch, failed, code, written):
+    class World:
+        Get_rank, Get_size = staticmethod(lambda: 0), staticmethod(lambda: 2)
+        allgather, bcast = staticmethod(lambda code: [code, failed]), staticmethod(lambda code: code)
+
+    shared = ["--tokenizer-type", "ByteTokenizer"]
+    assert _preprocess(tmp_path, corpus, *shared, "--shard", "1/2") == 0  # the other rank
+    monkeypatch.setenv("PMI_SIZE", "2")
+    monkeypatch.setitem(sys.modules, "mpi4py", types.ModuleType("mpi4py"))
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", types.SimpleNamespace(COMM_WORLD=World))
+    assert _preprocess(tmp_path, corpus, *shared) == code
+    assert (tmp_path / "out_text_document.idx").exists() == written
 
 
 def test_training_that_cannot_work_is_refused(tmp_path, corpus, capsys):
