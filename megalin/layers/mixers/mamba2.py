@@ -23,6 +23,7 @@ from megalin.layers.mixers.base import (
 )
 from megalin.layers.norms import NormKind
 from megalin.ops.scalar_decay_scan import scalar_decay_scan, scalar_decay_scan_flops, scalar_decay_step
+from megalin.ops.scaled_heads import scaled_heads
 from megalin.ops.short_conv import short_conv
 from megalin.ops.srmsnorm import compute_dtype
 from megalin.parallel.initialisation import Draw, constant, normal, uniform
@@ -145,8 +146,8 @@ class Mamba2(Mixer):
         a_log, step_bias, _ = context.full_precision
         step = functional.softplus(step.to(compute_dtype(step)) + step_bias)
         heads = conv.output.unflatten(-1, (self.local_heads, self.config.head_dim))
-        v = (heads * step[..., None]).to(heads.dtype)
-        return _ScanInputs(q, k, v, -torch.exp(a_log) * step, heads, gate, (conv.state, bc_conv.state))
+        v, log_decay = scaled_heads(heads, step), -torch.exp(a_log) * step
+        return _ScanInputs(q, k, v, log_decay, heads, gate, (conv.state, bc_conv.state))
 
     def _entering_inputs(self, x: Tensor, bc: Tensor, context: SequenceContext) -> tuple[Tensor | None, ...]:
         """What both convolutions saw of the ranks before, in one exchange."""
