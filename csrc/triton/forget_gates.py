@@ -26,8 +26,11 @@ TINY = tl.constexpr(1.1754943508222875e-38)
 
 @triton.jit
 def _gates(logit, bound):
-    """p, s, f."""
-    p, s = tl.sigmoid(logit), tl.sigmoid(-logit)
+    """p, s, f, of one exponential: that of -|l|, by which neither p nor s cancels."""
+    small = tl.exp(-tl.abs(logit))
+    larger = 1.0 / (1.0 + small)
+    lesser, negative = small * larger, logit < 0.0
+    p, s = tl.where(negative, lesser, larger), tl.where(negative, larger, lesser)
     return p, s, bound + (1.0 - bound) * p
 
 
@@ -43,10 +46,11 @@ def forward_kernel(
     bound = tl.load(bound_ptr + column, mask=column < width, other=0.0)[None, :]
     _, s, f = _gates(logit, bound)
     k = (1.0 - bound) * s
-    # log(1 - k) without the cancellation of a small k (Kahan).
-    rest = 1.0 - k
-    near_one = tl.where(rest == 1.0, -k, tl.log(rest) * (-k / (rest - 1.0)))
-    g = tl.where(f < 0.5, tl.where(f < SMALLEST, logit, tl.log(f)), near_one)
+    # log f, or log(1 - k) without the cancellation of a small k (Kahan): whichever has its digits, by one logarithm.
+    rest, low = 1.0 - k, f < 0.5
+    log = tl.log(tl.where(low, f, rest))
+    near_one = tl.where(rest == 1.0, -k, log * (k / (1.0 - rest)))
+    g = tl.where(low, tl.where(f < SMALLEST, logit, log), near_one)
     offset = row[:, None] * width + column[None, :]
     tl.store(k_ptr + offset, k, mask=mask)
     tl.store(g_ptr + offset, g, mask=mask)
