@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from megalin.checkpoint.load import load
 from megalin.checkpoint.tensors import OPTIMIZER_PREFIX, weights
-from megalin.data.loader import Samples, ValidationLoader
-from megalin.data.masked_dataset import open_dataset
+from megalin.data.config import Split
+from megalin.data.loader import ValidationLoader
+from megalin.data.sources import open_dataset
 from megalin.data.tokenizer import load_tokenizer
 from megalin.errors import ConfigError
 from megalin.parallel.mesh import Mesh
@@ -20,17 +20,19 @@ from megalin.train.evaluate import AnyEvaluation, evaluate
 from megalin.train.restore import open_run
 
 
-def evaluate_run(folder: str | Path, mesh: Mesh, overrides: Sequence[str] = ()) -> AnyEvaluation:
-    """The newest checkpoint of a run on its validation split (`data.validation=[...]` names another); a collective.
+def evaluate_run(
+    folder: str | Path, mesh: Mesh, overrides: Sequence[str] = (), *, split: Split = "validation"
+) -> AnyEvaluation:
+    """The newest checkpoint of a run on a split (`data.validation=[...]` names other shards); a collective.
 
     Raises:
-        MegalinError: a run without a checkpoint or without a validation split, or data that is bad or missing.
+        MegalinError: a run without a checkpoint or without this split, or data that is bad or missing.
     """
     config, checkpoint = open_run(folder, overrides)
-    if not (config.data.validation or config.data.validation_fraction):
+    if not config.data.has(split):
         raise ConfigError(
-            f"{folder}: the run has no validation split (data.validation is empty, data.validation_fraction is 0); "
-            "name shards to evaluate on: data.validation=['prefix']"
+            f"{folder}: the run has no {split} split (data.{split} is empty, and nothing of the training shards is "
+            f"held out for it); name shards to evaluate on: data.{split}=['prefix']"
         )
     model = build_model(
         config.model,
@@ -44,10 +46,9 @@ def evaluate_run(folder: str | Path, mesh: Mesh, overrides: Sequence[str] = ()) 
     model.after_optimizer_step()
     tokenizer = None if config.data.tokenizer is None else load_tokenizer(config.data.tokenizer)
     token_bytes = None if tokenizer is None else torch.from_numpy(tokenizer.token_bytes())
-    with open_dataset(config.data, "validation", config.model.vocab_size, config.train.seed) as dataset:
-        samples: Samples[Any] = dataset
+    with open_dataset(config.data, split, config.model.vocab_size, config.train.seed) as dataset:
         loader = ValidationLoader(
-            samples,
+            dataset,
             micro_batch_size=config.train.micro_batch_size,
             dp_rank=mesh.samples.rank,
             dp_size=mesh.samples.size,

@@ -108,6 +108,11 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [{name: line[name] for name in EXACT if name in line} for line in lines]
 
 
+def ledger(folder: Path) -> list[dict[str, Any]]:
+    """The lines of ledger.jsonl."""
+    return [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+
+
 def losses(folder: Path) -> list[float]:
     """The training loss of each step."""
     return [line["loss"] for line in metrics(folder)]

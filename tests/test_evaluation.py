@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megalin.data.dataset import DataConfig, TokenDataset
+from megalin.data.config import DataConfig
+from megalin.data.dataset import TokenDataset
 from megalin.data.loader import ValidationLoader
 from megalin.data.tokenizer import ByteTokenizer
 from megalin.evaluation import evaluate_run

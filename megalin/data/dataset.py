@@ -5,77 +5,20 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
-import pydantic
 
 from megalin._index import build_sample_index
-from megalin.config import Config
+from megalin.data.config import DataConfig, Split
 from megalin.data.manifest import read_manifest
-from megalin.data.masking import FRAME_TOKENS, SMALLEST_LENGTH, MaskingConfig
 from megalin.data.packing import Batch, pack
 from megalin.data.shards import Shard
 from megalin.data.tokenizer import load_tokenizer
 from megalin.errors import DataError
 
-Split = Literal["train", "validation"]
-
 _PIECE_BLOCK = 1024  # sequence starts that are looked at together
-
-
-class DataConfig(Config):
-    """Which tokens a run reads, and how they are cut into samples."""
-
-    train: Annotated[list[str], pydantic.Field(min_length=1)]
-    """Prefixes of the training shards (path without .bin and .idx), read as one stream in this order."""
-    validation: list[str] = pydantic.Field(default_factory=list)
-    """Prefixes of the validation shards; may be empty."""
-    validation_fraction: Annotated[float, pydantic.Field(ge=0.0, lt=1.0)] = 0.0
-    """Where `validation` is empty: share of the sequences at the end of each training shard that is held out."""
-    sequence_length: Annotated[int, pydantic.Field(ge=1)]
-    """T, tokens a sample that the model reads; a sample holds T + 1 ids and shares the last one with the next."""
-    tokenizer: str | None = None
-    """Path of the tokenizer.json that made the shards, or "bytes"; generation and bits per byte need it."""
-    isolate_documents: bool = True
-    """Keep documents apart in state, attention and loss; false lets a sample run on over their borders."""
-    masking: MaskingConfig | None = None
-    """Samples of masked tokens and sentence pairs, which an encoder trains on; left out: of next tokens."""
-
-    @pydantic.model_validator(mode="after")
-    def _check_splits(self) -> Self:
-        problems = []
-        if self.validation and self.validation_fraction:
-            problems.append(
-                f"validation_fraction = {self.validation_fraction} has no effect beside validation; remove one of them"
-            )
-        if shared := sorted(set(self.train) & set(self.validation)):
-            problems.append(f"validation holds the training shard {shared[0]}; a held-out split must be other data")
-        if len(set(self.train)) < len(self.train):
-            twice = next(prefix for prefix in self.train if self.train.count(prefix) > 1)
-            problems.append(f"train names the shard {twice} more than once; name each once")
-        if self.masking is not None:
-            problems += self._masking_problems(self.masking)
-        if problems:
-            raise ValueError("\n".join(problems))
-        return self
-
-    def _masking_problems(self, masking: MaskingConfig) -> list[str]:
-        problems = []
-        if self.sequence_length < SMALLEST_LENGTH:
-            problems.append(
-                f"sequence_length = {self.sequence_length} has no room for [CLS], two [SEP] and text of both segments; "
-                f"use at least {SMALLEST_LENGTH}"
-            )
-        elif masking.max_predictions > self.sequence_length - FRAME_TOKENS:
-            problems.append(
-                f"masking.max_predictions = {masking.max_predictions} is more than the "
-                f"{self.sequence_length - FRAME_TOKENS} tokens of text in a sample; lower it"
-            )
-        if not self.isolate_documents:
-            problems.append("isolate_documents = false has no effect beside masking; remove it")
-        return problems
 
 
 class _Segment(NamedTuple):
@@ -129,22 +72,24 @@ class TokenDataset:
         self._first_samples = np.array([segment.first_sample for segment in self._segments])
 
     @classmethod
-    def open(cls, config: DataConfig, split: Split, vocab_size: int) -> Self:
-        """Opens and checks the shards of `split` for a model of `vocab_size` ids.
+    def open(cls, config: DataConfig, split: Split, vocab_size: int, paths: Sequence[str] | None = None) -> Self:
+        """Opens and checks the shards of `split` for a model of `vocab_size` ids; `paths`: these of them alone.
 
         Raises:
             DataError: a bad shard; no token at all; fewer than T + 1 tokens; a tokenizer with more ids than the model,
                 or other than the one that made a shard.
         """
+        paths = config.paths(split) if paths is None else paths
         with ExitStack() as stack:
-            parts = open_parts(config, split, vocab_size, stack)
+            parts = open_parts(config, split, vocab_size, paths, stack)
             dataset = cls(
                 parts,
                 sequence_length=config.sequence_length,
                 vocab_size=vocab_size,
                 isolate_documents=config.isolate_documents,
             )
-            _check_length(config, split, dataset)
+            if not dataset.num_samples:
+                raise too_short(config, split, paths, num_tokens=dataset.num_tokens)
             stack.pop_all()
         return dataset
 
@@ -204,46 +149,38 @@ def _piece_starts(segment: _Segment, sequence: int, position: int, end: int) -> 
             return
 
 
-def open_parts(config: DataConfig, split: Split, vocab_size: int, stack: ExitStack) -> list[tuple[Shard, int, int]]:
-    """The checked shards of `split` with the sequences [first, end) of each that belong to it; `stack` closes them.
+def open_parts(
+    config: DataConfig, split: Split, vocab_size: int, paths: Sequence[str], stack: ExitStack
+) -> list[tuple[Shard, int, int]]:
+    """The checked shards `paths` of `split` with the sequences [first, end) of each in it; `stack` closes them.
 
     Raises:
         DataError: a bad shard; a tokenizer with more ids than the model, or other than the one that made a shard.
     """
-    prefixes = config.validation if split == "validation" and config.validation else config.train
     digest = _tokenizer_digest(config, vocab_size)
     parts = []
-    for prefix in prefixes:
+    for prefix in paths:
         shard = stack.enter_context(Shard(prefix, vocab_size=vocab_size))
         _check_manifest(shard, config.tokenizer, digest)
         if not shard.num_tokens:
             warnings.warn(f"{prefix}: a shard without tokens; skipped", stacklevel=3)
             shard.close()
             continue
-        parts.append((shard, *_part(config, split, shard.num_sequences)))
+        parts.append((shard, *config.sequences(split, shard.num_sequences)))
     return parts
 
 
-def _part(config: DataConfig, split: Split, num_sequences: int) -> tuple[int, int]:
-    """The sequences of a training shard, or of a validation shard, that `split` reads."""
-    if config.validation:
-        return 0, num_sequences
-    border = num_sequences - int(num_sequences * config.validation_fraction)
-    return (0, border) if split == "train" else (border, num_sequences)
-
-
-def _check_length(config: DataConfig, split: Split, dataset: TokenDataset) -> None:
-    if dataset.num_samples:
-        return
-    names = ", ".join(config.validation if split == "validation" and config.validation else config.train)
-    held_out = f" (validation_fraction = {config.validation_fraction})" if not config.validation else ""
-    if not dataset.num_tokens:
-        raise DataError(f"{names}: empty corpus: the {split} split{held_out} has no tokens; give shards with text")
-    needed = config.sequence_length + 1
-    raise DataError(
-        f"{names}: data.sequence_length = {config.sequence_length} needs {needed} tokens, but the {split} "
-        f"split{held_out} has {dataset.num_tokens}; lower sequence_length to at most "
-        f"{dataset.num_tokens - 1} or add data"
+def too_short(config: DataConfig, split: Split, paths: Sequence[str], *, num_tokens: int) -> DataError:
+    """What to tell of a split of `num_tokens` that holds no sample of T + 1 ids."""
+    names = ", ".join(paths)
+    if not num_tokens:
+        return DataError(
+            f"{names}: empty corpus: the {split} split{config.held_out()} has no tokens; give shards with text"
+        )
+    return DataError(
+        f"{names}: data.sequence_length = {config.sequence_length} needs {config.sequence_length + 1} tokens, but the "
+        f"{split} split{config.held_out()} has {num_tokens}; lower sequence_length to at most {num_tokens - 1} or add "
+        "data"
     )
 
 

@@ -1,52 +1,61 @@
-"""Batches of a rank: step s of training as a pure function of (seed, s), read ahead by one step; and validation."""
+"""Batches of a rank: a step of training as a function of its number, read ahead in threads; and validation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Generic, NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
-from megalin.data.dataset import DataConfig, TokenDataset
-from megalin.data.order import Positions, endless
-from megalin.data.packing import AnyBatch, BatchT, pad_rows, take_rows
+from megalin.data.order import Order, Positions
+from megalin.data.packing import BatchT, pad_rows, take_rows
+from megalin.data.sources import Samples
 from megalin.errors import ConfigError
 
-__all__ = ["DataConfig", "Loader", "TokenDataset", "ValidationLoader"]
+_DIGEST_BYTES = 16
 
 
-BatchT_co = TypeVar("BatchT_co", bound=AnyBatch, covariant=True)
+class Step(NamedTuple, Generic[BatchT]):
+    """What a rank trains on in a step."""
 
-
-class Samples(Protocol[BatchT_co]):
-    """A dataset as loaders see it: TokenDataset or MaskedDataset."""
-
-    num_samples: int
-
-    def batch(self, samples: Positions) -> BatchT_co:
-        """The samples [B] of these numbers."""
+    batches: list[BatchT]
+    """Its micro-batches, in order."""
+    digest: torch.Tensor
+    """[2] int64, its part of the digest of the step's token ids: the sum over ranks, wrapping, is that of the step."""
 
 
 class Loader(Generic[BatchT]):
     """The training batches of one data-parallel rank; the step number is the whole resume state.
 
-    Step s is positions [s G, (s + 1) G) of the endless order (order.py), G = global_batch_size. Micro-batch m of rank r
-    is the `micro_batch_size` positions from (m * dp_size + r) * micro_batch_size of these: so the samples of a step,
-    and with micro_batch_size * dp_size fixed those of a micro-batch, do not depend on the number of ranks.
+    Step s is positions [s G, (s + 1) G) of the order, G = global_batch_size. Micro-batch m of rank r is the
+    `micro_batch_size` positions from (m * dp_size + r) * micro_batch_size of these: so the samples of a step, and with
+    micro_batch_size * dp_size fixed those of a micro-batch, depend on the number neither of ranks nor of threads.
     """
 
     def __init__(
         self,
         dataset: Samples[BatchT],
+        order: Order,
         *,
-        seed: int,
         global_batch_size: int,
         micro_batch_size: int,
         dp_rank: int = 0,
         dp_size: int = 1,
+        workers: int = 1,
+        read_ahead_steps: int = 1,
+        prepare: Callable[[BatchT], BatchT] | None = None,
     ) -> None:
         """Starts no reading yet; the first `step` does.
+
+        Args:
+            workers: threads that read, a micro-batch each at a time.
+            read_ahead_steps: steps after the asked one that are read meanwhile.
+            prepare: done to each micro-batch by the thread that read it, after its digest: the rank's tokens of each
+                row, pinned memory.
 
         Raises:
             ConfigError: the global batch is not a whole number of micro-batches on each rank.
@@ -60,45 +69,61 @@ class Loader(Generic[BatchT]):
                 f"{micro_batch_size} times dp = {dp_size}; use {nearest} or {nearest + together}"
             )
         self._dataset: Samples[BatchT] = dataset
-        self._seed = seed
+        self._order = order
         self._global_batch_size = global_batch_size
-        self._num_micro_batches = global_batch_size // together
-        first = np.arange(self._num_micro_batches, dtype=np.int64) * dp_size + dp_rank
+        first = np.arange(global_batch_size // together, dtype=np.int64) * dp_size + dp_rank
         self._offsets: Positions = first[:, None] * micro_batch_size + np.arange(micro_batch_size)  # [micro, B]
-        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="megalin-data")
-        self._ahead: tuple[int, Future[list[BatchT]]] | None = None
+        self._prepare = prepare
+        self._read_ahead_steps = read_ahead_steps
+        self._readers = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="megalin-data")
+        self._ahead: dict[int, list[Future[tuple[BatchT, npt.NDArray[np.int64]]]]] = {}
 
-    def step(self, step: int) -> list[BatchT]:
-        """The micro-batches of `step` (>= 0), in order; step + 1 is read meanwhile in a thread.
+    def step(self, step: int) -> Step[BatchT]:
+        """The micro-batches of `step` (>= 0); the steps after it are read meanwhile.
 
-        Any step may be asked for; only the one after the last is ready. The time in this call is the wait for data.
+        Any step may be asked for; only those after the last are ready. The time in this call is the wait for data.
 
         Raises:
-            DataError: as the dataset does, also for a step that was read ahead, when it is asked for.
+            DataError: as dataset and order do, also for a step that was read ahead, when it is asked for.
         """
         assert step >= 0, step
-        if self._ahead is not None and self._ahead[0] == step:
-            current = self._ahead[1]
-        else:
-            current = self._reader.submit(self._read, step)
-        self._ahead = (step + 1, self._reader.submit(self._read, step + 1))
-        return current.result()
+        wanted = range(step, step + 1 + self._read_ahead_steps)
+        for number in self._ahead.keys() - wanted:
+            for future in self._ahead.pop(number):
+                future.cancel()
+        for number in wanted:
+            if number not in self._ahead:
+                places = range(len(self._offsets))
+                self._ahead[number] = [self._readers.submit(self._read, number, place) for place in places]
+        batches, digests = zip(*(future.result() for future in self._ahead.pop(step)), strict=True)
+        return Step(list(batches), torch.from_numpy(np.sum(digests, axis=0)))
 
-    def _read(self, step: int) -> list[BatchT]:
-        positions = self._offsets + step * self._global_batch_size
-        samples = endless(positions, num_samples=self._dataset.num_samples, seed=self._seed)
-        return [self._dataset.batch(row) for row in samples]
+    def _read(self, step: int, place: int) -> tuple[BatchT, npt.NDArray[np.int64]]:
+        offsets = self._offsets[place]
+        batch = self._dataset.batch(self._order.samples(offsets + step * self._global_batch_size))
+        digest = _digest(offsets, batch.tokens)
+        return batch if self._prepare is None else self._prepare(batch), digest
 
     def close(self) -> None:
-        """Ends the thread; what it was reading is dropped. The dataset stays open."""
-        self._ahead = None
-        self._reader.shutdown(wait=True, cancel_futures=True)
+        """Ends the threads; what they were reading is dropped. The dataset stays open."""
+        self._ahead = {}
+        self._readers.shutdown(wait=True, cancel_futures=True)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _digest(offsets: Positions, tokens: torch.Tensor) -> npt.NDArray[np.int64]:
+    """The sum, wrapping, of a hash of each row's place in the step and its token ids: [2] int64."""
+    hashes = [
+        hashlib.blake2b(offset.tobytes() + row.tobytes(), digest_size=_DIGEST_BYTES).digest()
+        for offset, row in zip(offsets.astype("<i8"), tokens.numpy().astype("<i8", copy=False), strict=True)
+    ]
+    words = np.frombuffer(b"".join(hashes), "<i8").reshape(-1, _DIGEST_BYTES // 8)
+    return words.sum(axis=0, dtype=np.int64)
 
 
 class ValidationLoader(Generic[BatchT]):

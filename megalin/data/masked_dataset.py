@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megalin.data.dataset import DataConfig, Split, TokenDataset, open_parts
+from megalin.data.config import DataConfig, Split
+from megalin.data.dataset import open_parts
 from megalin.data.masking import FRAME_TOKENS, Draws, MaskedSample, MaskingConfig, Vocabulary, mask, resolve_tokens
 from megalin.data.packing import EncoderBatch
 from megalin.data.shards import Shard
@@ -70,8 +71,12 @@ class MaskedDataset:
         self.num_samples = int(self._first_pieces[-1]) * self._copies
 
     @classmethod
-    def open(cls, config: DataConfig, split: Split, vocab_size: int, seed: int) -> Self:
+    def open(
+        cls, config: DataConfig, split: Split, vocab_size: int, seed: int, paths: Sequence[str] | None = None
+    ) -> Self:
         """Opens and checks the shards of `split` for a model of `vocab_size` ids; warns of documents left out.
+
+        `paths`: these of the split's shards alone.
 
         Raises:
             ConfigError: special tokens that the tokenizer or the vocabulary lacks.
@@ -79,9 +84,10 @@ class MaskedDataset:
         """
         masking = config.masking
         assert masking is not None
+        paths = config.paths(split) if paths is None else paths
         tokenizer = None if config.tokenizer is None else load_tokenizer(config.tokenizer)
         with ExitStack() as stack:
-            parts = open_parts(config, split, vocab_size, stack)
+            parts = open_parts(config, split, vocab_size, paths, stack)
             vocabulary = resolve_tokens(masking, tokenizer, vocab_size)
             dataset = cls(
                 parts,
@@ -92,11 +98,11 @@ class MaskedDataset:
                 vocab_size=vocab_size,
                 seed=seed,
             )
-            _check_documents(config, split, dataset)
+            _check_documents(config, split, paths, dataset)
             stack.pop_all()
         if dataset.num_left_out:
             warnings.warn(
-                f"{', '.join(config.train if split == 'train' else config.validation or config.train)}: "
+                f"{', '.join(paths)}: "
                 f"{dataset.num_left_out} documents of the {split} split have fewer than {_LEAST_TOKENS} tokens and "
                 "give no sample",
                 stacklevel=2,
@@ -159,13 +165,6 @@ class MaskedDataset:
         self.close()
 
 
-def open_dataset(config: DataConfig, split: Split, vocab_size: int, seed: int) -> TokenDataset | MaskedDataset:
-    """The samples of a split: of masked tokens where `config.masking` is set, else of next tokens. Raises as both."""
-    if config.masking is None:
-        return TokenDataset.open(config, split, vocab_size)
-    return MaskedDataset.open(config, split, vocab_size, seed)
-
-
 def _find_documents(parts: Sequence[tuple[Shard, int, int]]) -> _Documents:
     """The documents that lie in the sequences [first, end) of each shard; one that a split cuts counts as two."""
     shard_numbers, first_tokens, lengths, left_out = [], [], [], 0
@@ -191,9 +190,8 @@ def _find_documents(parts: Sequence[tuple[Shard, int, int]]) -> _Documents:
     )
 
 
-def _check_documents(config: DataConfig, split: Split, dataset: MaskedDataset) -> None:
-    names = ", ".join(config.validation if split == "validation" and config.validation else config.train)
-    held_out = f" (validation_fraction = {config.validation_fraction})" if not config.validation else ""
+def _check_documents(config: DataConfig, split: Split, paths: Sequence[str], dataset: MaskedDataset) -> None:
+    names, held_out = ", ".join(paths), config.held_out()
     if not dataset.num_documents:
         raise DataError(
             f"{names}: empty corpus: the {split} split{held_out} has no document of at least {_LEAST_TOKENS} tokens "

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,14 +23,15 @@ _OWN_EPOCH = 0.80
 """Megatron-LM shuffles the last epoch apart where the run needs less than this share of it."""
 
 
-def permute(positions: Positions, *, num_samples: int, seed: int, epoch: int) -> Positions:
-    """The samples at `positions` of an epoch: a bijection of 0 .. num_samples - 1 keyed by (seed, epoch).
+def permute(positions: Positions, *, num_samples: int, seed: int, epoch: int, stream: str = "") -> Positions:
+    """The samples at `positions` of an epoch: a bijection of 0 .. num_samples - 1 keyed by (seed, epoch, stream).
 
     A balanced Feistel network over the least even number of bits that holds `num_samples`, walked until the value
     falls inside (at most four passes on average). Memory and time depend on the number of positions alone.
 
     Args:
         positions: any shape, int64, each in [0, num_samples).
+        stream: sources of a blend have an order each, by their names.
 
     Returns:
         Sample numbers of the same shape, int64.
@@ -39,7 +40,7 @@ def permute(positions: Positions, *, num_samples: int, seed: int, epoch: int) ->
     assert positions.dtype == np.int64, positions.dtype
     assert positions.size == 0 or (positions.min() >= 0 and positions.max() < num_samples), num_samples
     half_bits = np.uint64(max(1, ((num_samples - 1).bit_length() + 1) // 2))
-    keys = _round_keys(seed, epoch)
+    keys = _round_keys(seed, epoch, stream)
     values = positions.astype(np.uint64).reshape(-1)
     outside = np.arange(values.size)
     while outside.size:
@@ -48,7 +49,7 @@ def permute(positions: Positions, *, num_samples: int, seed: int, epoch: int) ->
     return values.astype(np.int64).reshape(positions.shape)
 
 
-def endless(positions: Positions, *, num_samples: int, seed: int) -> Positions:
+def endless(positions: Positions, *, num_samples: int, seed: int, stream: str = "") -> Positions:
     """The samples at `positions` (>= 0, any shape, int64) of the endless run: epoch e is [e n, (e + 1) n)."""
     assert num_samples >= 1, num_samples
     result = np.empty_like(positions)
@@ -56,8 +57,15 @@ def endless(positions: Positions, *, num_samples: int, seed: int) -> Positions:
     for epoch in np.unique(epochs):
         chosen = epochs == epoch
         inside = positions[chosen] - epoch * num_samples
-        result[chosen] = permute(inside, num_samples=num_samples, seed=seed, epoch=int(epoch))
+        result[chosen] = permute(inside, num_samples=num_samples, seed=seed, epoch=int(epoch), stream=stream)
     return result
+
+
+class Order(Protocol):
+    """Which samples a run reads."""
+
+    def samples(self, positions: Positions) -> Positions:
+        """The samples at `positions` of the run, both any shape, int64. Raises DataError past the end of an order."""
 
 
 class MegatronOrder(NamedTuple):
@@ -180,9 +188,10 @@ def _megatron_samples(
     return rows
 
 
-def _round_keys(seed: int, epoch: int) -> npt.NDArray[np.uint64]:
+def _round_keys(seed: int, epoch: int, stream: str) -> npt.NDArray[np.uint64]:
     """One 64-bit key per round; a cryptographic hash, so that neighbouring seeds and epochs have unrelated keys."""
-    material = hashlib.shake_256(f"megalin sample order {seed} {epoch}".encode()).digest(8 * _ROUNDS)
+    words = ["megalin sample order", str(seed), str(epoch), *([stream] if stream else [])]
+    material = hashlib.shake_256(" ".join(words).encode()).digest(8 * _ROUNDS)
     return np.frombuffer(material, "<u8").astype(np.uint64)
 
 

@@ -136,6 +136,11 @@ def split_tokens(batch: BatchT, cp: ContextParallel) -> BatchT:
     return type(batch)(**(batch._asdict() | cut))
 
 
+def pinned(batch: BatchT) -> BatchT:
+    """The batch in page-locked memory, from which `batch_to` copies to a GPU while the host goes on."""
+    return type(batch)(*(tensor.pin_memory() for tensor in batch))
+
+
 def batch_to(batch: BatchT, device: torch.device) -> BatchT:
     """The batch on `device`."""
     return type(batch)(*(tensor.to(device, non_blocking=True) for tensor in batch))

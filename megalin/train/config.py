@@ -9,7 +9,7 @@ from typing import Literal, Self
 import pydantic
 
 from megalin.config import Config, apply_overrides, parse, read_toml
-from megalin.data.dataset import DataConfig
+from megalin.data.config import DataConfig
 from megalin.errors import ConfigError
 from megalin.model.build import make_model
 from megalin.model.config import AnyModelConfig, EncoderConfig, ModelField

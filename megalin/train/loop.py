@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,9 +19,9 @@ from megalin.checkpoint.load import load, newest
 from megalin.checkpoint.save import save
 from megalin.checkpoint.tensors import training_tensors, weights
 from megalin.config import dumps
-from megalin.data.loader import Loader, Samples, ValidationLoader
-from megalin.data.masked_dataset import open_dataset
-from megalin.data.packing import AnyBatch, batch_to, split_tokens
+from megalin.data.loader import Loader, Step, ValidationLoader
+from megalin.data.packing import AnyBatch, batch_to, pinned, split_tokens
+from megalin.data.sources import Dataset, open_dataset, open_training
 from megalin.data.tokenizer import load_tokenizer
 from megalin.errors import CheckpointError, ConfigError, MegalinError
 from megalin.ops import backend
@@ -33,6 +34,7 @@ from megalin.train.build import COMPUTE_DTYPES, build_model
 from megalin.train.config import RunConfig
 from megalin.train.evaluate import AnyEvaluation, Evaluation, evaluate
 from megalin.train.hardware import peak_flops_per_second, peak_memory_bytes
+from megalin.train.ledger import Ledger
 from megalin.train.metrics import Metrics, write_loss_curve
 from megalin.train.pipeline import Pipeline
 from megalin.train.restore import check_same_model
@@ -69,9 +71,16 @@ class Trainer:
         _check_same_config(config)
         vocab_size = config.model.vocab_size
         seed = config.train.seed
-        self.dataset = open_dataset(config.data, "train", vocab_size, seed)
-        has_validation = bool(config.data.validation or config.data.validation_fraction)
-        self.validation = open_dataset(config.data, "validation", vocab_size, seed) if has_validation else None
+        self.data = open_training(
+            config.data,
+            vocab_size,
+            seed=seed,
+            steps=config.train.steps,
+            global_batch_size=config.train.global_batch_size,
+        )
+        self.validation: Dataset[Any] | None = None
+        if config.data.has("validation"):
+            self.validation = open_dataset(config.data, "validation", vocab_size, seed)
         tokenizer = None if config.data.tokenizer is None else load_tokenizer(config.data.tokenizer)
         self.token_bytes = None if tokenizer is None else torch.from_numpy(tokenizer.token_bytes())
         train = config.train
@@ -100,7 +109,7 @@ class Trainer:
             return 0
         differences = [
             f"{name}: {state['order'].get(name)!r} in the checkpoint, {value!r} in the config"
-            for name, value in self._order().items()
+            for name, value in self._order(int(state["step"])).items()
             if state["order"].get(name) != value
         ]
         if differences:
@@ -137,13 +146,15 @@ class Trainer:
             log_interval=train.log_every_steps,
             enabled=self.mesh.is_first_rank,
         )
+        for line in self.data.lines():
+            metrics.tell(line)
         if isinstance(self.model, Pipeline):
             for line in self.model.plan.lines():
                 metrics.tell(f"pipeline {line}")
-        with self._loader() as loader, metrics:
+        with self._loader() as loader, metrics, closing(self._ledger()) as ledger:
             for step in range(self.first_step, last_step):
                 started = time.perf_counter()
-                batches = self._next_batches(loader, step)
+                batches, digest = self._next_batches(loader, step)
                 data_wait_seconds = time.perf_counter() - started
                 rate = learning_rate(config.optimizer, config.schedule, step, train.steps)
                 set_learning_rate(self.optimizer, rate)
@@ -161,6 +172,7 @@ class Trainer:
                 values = self._measure(step, result, rate, seconds, data_wait_seconds)
                 evaluation = self._evaluate_after(step + 1, last_step)
                 metrics.write(step + 1, values | (evaluation.metrics() if evaluation is not None else {}))
+                ledger.write(step + 1, digest)
                 self._save_after(step + 1, last_step)
         if self.mesh.is_first_rank and self.run.metrics.stat().st_size:
             # An encoder's loss has a second term, which that entropy says nothing of.
@@ -175,30 +187,47 @@ class Trainer:
         self.run.write_json(self.run.kernels, {op: choice._asdict() for op, choice in used.items()})
 
     def _loader(self) -> Loader[Any]:
-        train, samples = self.config.train, self.mesh.samples
-        dataset: Samples[Any] = self.dataset
+        train, mesh, data = self.config.train, self.mesh, self.config.data
+
+        def prepare(batch: AnyBatch) -> AnyBatch:
+            batch = split_tokens(batch, mesh.cp)
+            return pinned(batch) if mesh.device.type == "cuda" else batch
+
         return Loader(
-            dataset,
-            seed=train.seed,
+            self.data.dataset,
+            self.data.order,
             global_batch_size=train.global_batch_size,
             micro_batch_size=train.micro_batch_size,
-            dp_rank=samples.rank,
-            dp_size=samples.size,
+            dp_rank=mesh.samples.rank,
+            dp_size=mesh.samples.size,
+            workers=data.workers,
+            read_ahead_steps=data.read_ahead_steps,
+            prepare=prepare,
         )
 
-    def _next_batches(self, loader: Loader[Any], step: int) -> list[AnyBatch]:
-        """This rank's micro-batches on its device; an error of one rank's data is raised on all of them."""
-        batches: list[Any] = []
+    def _ledger(self) -> Ledger:
+        return Ledger(self.run.ledger, resumed_step=self.first_step, enabled=self.mesh.is_first_rank)
+
+    def _next_batches(self, loader: Loader[Any], step: int) -> tuple[list[AnyBatch], Tensor]:
+        """This rank's micro-batches on its device, and the digest [2] of the step's token ids over all ranks.
+
+        An error of one rank's data is raised on all of them.
+        """
+        mesh = self.mesh
+        own = Step[Any]([], torch.zeros(2, dtype=torch.int64))
         error: MegalinError | None = None
         try:
-            batches = loader.step(step)
+            own = loader.step(step)
         except MegalinError as raised:
             error = raised
-        failed = torch.tensor(int(error is not None), device=self.mesh.device)
-        # Over all axes: ranks of other layers or slices read the same samples, but each from its own disk.
-        if self.mesh.pp.sum(all_reduce(self.mesh.sum_over_data(failed), self.mesh.tp.axis)).item():
+        # Over all axes: ranks of other layers or slices read the same samples, but each from its own disk. One of those
+        # that share samples counts in the digest.
+        counts = int(max(mesh.tp.axis.rank, mesh.cp.axis.rank, mesh.pp.axis.rank) == 0)
+        told = torch.cat([torch.tensor([int(error is not None)]), counts * own.digest]).to(mesh.device)
+        failed, *digest = mesh.pp.sum(all_reduce(mesh.sum_over_data(told), mesh.tp.axis)).tolist()
+        if failed:
             on_every_rank(lambda: _raise(error))
-        return [batch_to(split_tokens(batch, self.mesh.cp), self.mesh.device) for batch in batches]
+        return [batch_to(batch, mesh.device) for batch in own.batches], torch.tensor(digest)
 
     def _measure(
         self, step: int, result: StepResult, rate: float, seconds: float, data_wait_seconds: float
@@ -238,9 +267,8 @@ class Trainer:
         """The loss on the validation split, or on its first samples; None without a validation split."""
         if self.validation is None:
             return None
-        validation: Samples[Any] = self.validation
         loader = ValidationLoader(
-            validation,
+            self.validation,
             micro_batch_size=self.config.train.micro_batch_size,
             dp_rank=self.mesh.samples.rank,
             dp_size=self.mesh.samples.size,
@@ -255,15 +283,15 @@ class Trainer:
             return
         state = {
             "step": step,
-            "order": self._order(),
+            "order": self._order(step),
             "config": self.config.model_dump(mode="json"),
             "versions": _versions(),
         }
         tensors: Mapping[str, Tensor] = training_tensors(self.model, self.optimizer)
         save(self.run.checkpoints, step=step, tensors=tensors, state=state, keep=checkpoint.keep)
 
-    def _order(self) -> dict[str, Any]:
-        """What the order of samples is a function of; equal values make step s the same samples on any mesh."""
+    def _order(self, step: int) -> dict[str, Any]:
+        """What the samples of the first `step` steps are a function of; equal values make them the same on any mesh."""
         config = self.config
         masking = config.data.masking
         return {
@@ -272,7 +300,9 @@ class Trainer:
             "train.global_batch_size": config.train.global_batch_size,
             "data.sequence_length": config.data.sequence_length,
             "data.isolate_documents": config.data.isolate_documents,
-            "number of training tokens": self.dataset.num_tokens,
+            "data.packing": config.data.packing,
+            "data.order": config.data.order,
+            **self.data.identity(step),
         }
 
 

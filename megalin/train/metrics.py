@@ -71,7 +71,7 @@ class Metrics:
         if not enabled:
             return
         try:
-            self._sinks.append(_JsonLines(Path(folder) / "metrics.jsonl", resumed_step))
+            self._sinks.append(JsonLines(Path(folder) / "metrics.jsonl", resumed_step))
             self._sinks.append(_Events(Path(folder) / "tensorboard", resumed_step))
         except OSError as error:
             self.close()
@@ -151,7 +151,12 @@ class _AppendedFile:
         os.close(self._descriptor)
 
 
-class _JsonLines:
+class JsonLines:
+    """A file of JSON objects, each with a step, one a line; lines beyond `resumed_step` are cut off when it is opened.
+
+    Every method raises OSError when the file cannot be written; a line that does not fit is taken back whole.
+    """
+
     def __init__(self, path: Path, resumed_step: int) -> None:
         self.name = str(path)
         if path.exists():
@@ -159,15 +164,21 @@ class _JsonLines:
         self._file = _AppendedFile(path)
 
     def write(self, step: int, values: Mapping[str, float | int]) -> None:
+        """Adds numbers of a step; one that is not finite is null, beside its name with _nonfinite."""
         line: dict[str, float | int | str | None] = {"step": step}
         for name, value in values.items():
             if math.isfinite(value):
                 line[name] = value
             else:
                 line[name], line[f"{name}_nonfinite"] = None, repr(float(value))
+        self.write_line(line)
+
+    def write_line(self, line: Mapping[str, float | int | str | None]) -> None:
+        """Adds an object; on disk when this returns."""
         self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
 
     def close(self) -> None:
+        """Closes the file."""
         self._file.close()
 
 

@@ -13,6 +13,7 @@ from typing import Any, Self
 from megalin.checkpoint.agreement import on_rank_zero, rank
 from megalin.checkpoint.files import FolderInUseError, FolderLock, write_atomically
 from megalin.errors import ConfigError, StorageError
+from megalin.train.ledger import LEDGER_NAME
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +44,11 @@ class RunFolder:
     def metrics(self) -> Path:
         """One JSON line a step."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def ledger(self) -> Path:
+        """One JSON line a step: the digest of its token ids."""
+        return self.path / LEDGER_NAME
 
     @property
     def tensorboard(self) -> Path:

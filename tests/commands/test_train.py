@@ -34,6 +34,7 @@ def test_run_folder_holds_all_that_the_run_made(trained, capsys):
         "checkpoints",
         "config.toml",
         "kernels.json",
+        "ledger.jsonl",
         "loss.png",
         "metrics.jsonl",
         "tensorboard",
@@ -93,7 +94,7 @@ def test_all_problems_of_a_config_are_told_at_once(fails, config):
         CONFIG, "train", config, "train.step=3", "model.hidden_sise=3", "optimizer.lr=-1.0", "data.train=[]"
     )
     assert "4 problem(s)" in message
-    for expected in ("train.step: unknown", "did you mean 'hidden_size'?", "optimizer.lr = -1.0", "data.train = []"):
+    for expected in ("train.step: unknown", "did you mean 'hidden_size'?", "optimizer.lr = -1.0", "data: train = []"):
         assert expected in message
 
 

@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from megalin.data.loader import DataConfig, Loader, TokenDataset, ValidationLoader
+from megalin.data.blend import BlendedOrder, Phase, Stream
+from megalin.data.config import DataConfig
+from megalin.data.dataset import TokenDataset
+from megalin.data.loader import Loader, ValidationLoader
 from megalin.data.order import endless
 from megalin.data.packing import IGNORED_LABEL
 from megalin.errors import ConfigError, DataError
@@ -24,7 +27,8 @@ def dataset(tmp_path):
 
 
 def _loader(dataset, **values):
-    return Loader(dataset, **{"seed": 3, "global_batch_size": 8, "micro_batch_size": 2, **values})
+    order = BlendedOrder([Stream("train", dataset.num_samples)], [Phase(0, [1.0])], seed=values.pop("seed", 3))
+    return Loader(dataset, order, **{"global_batch_size": 8, "micro_batch_size": 2, **values})
 
 
 def _same(a, b):
@@ -33,19 +37,19 @@ def _same(a, b):
 
 def test_step_is_micro_batches_of_the_asked_size(dataset):
     with _loader(dataset) as loader:
-        batches = loader.step(0)
+        batches = loader.step(0).batches
     assert [tuple(batch.tokens.shape) for batch in batches] == [(2, 5)] * 4
 
 
 @pytest.mark.parametrize(("dp_size", "micro_batch_size"), [(1, 8), (2, 4), (4, 2), (4, 1), (2, 2), (8, 1)])
 def test_every_mesh_reads_the_same_samples_in_each_step(dataset, dp_size, micro_batch_size):
     with _loader(dataset, micro_batch_size=8) as loader:
-        wanted = [loader.step(step)[0].sample_ids.tolist() for step in range(12)]
+        wanted = [loader.step(step).batches[0].sample_ids.tolist() for step in range(12)]
     loaders = [
         _loader(dataset, dp_rank=rank, dp_size=dp_size, micro_batch_size=micro_batch_size) for rank in range(dp_size)
     ]
     for step in range(12):
-        of_ranks = [loader.step(step) for loader in loaders]
+        of_ranks = [loader.step(step).batches for loader in loaders]
         got = [i for micro in zip(*of_ranks, strict=True) for batch in micro for i in batch.sample_ids.tolist()]
         assert got == wanted[step]
     for loader in loaders:
@@ -55,7 +59,7 @@ def test_every_mesh_reads_the_same_samples_in_each_step(dataset, dp_size, micro_
 def test_every_sample_is_read_once_an_epoch(dataset):
     steps = 2 * dataset.num_samples  # so that whole epochs end at a whole step
     with _loader(dataset, global_batch_size=4, micro_batch_size=4) as loader:
-        ids = [i for step in range(steps) for i in loader.step(step)[0].sample_ids.tolist()]
+        ids = [i for step in range(steps) for i in loader.step(step).batches[0].sample_ids.tolist()]
     first = ids[: dataset.num_samples]
     assert sorted(first) == list(range(dataset.num_samples))
     assert first != sorted(first)
@@ -64,20 +68,20 @@ def test_every_sample_is_read_once_an_epoch(dataset):
 
 def test_resumed_loader_continues_bit_for_bit(dataset):
     with _loader(dataset) as whole:
-        wanted = [whole.step(step) for step in range(15)]
+        wanted = [whole.step(step).batches for step in range(15)]
     with _loader(dataset) as resumed:
         for step in (9, 10, 11, 2, 14):
-            assert all(_same(a, b) for a, b in zip(resumed.step(step), wanted[step], strict=True))
+            assert all(_same(a, b) for a, b in zip(resumed.step(step).batches, wanted[step], strict=True))
 
 
 def test_seed_changes_the_order(dataset):
     with _loader(dataset) as a, _loader(dataset, seed=4) as b:
-        assert a.step(0)[0].sample_ids.tolist() != b.step(0)[0].sample_ids.tolist()
+        assert a.step(0).batches[0].sample_ids.tolist() != b.step(0).batches[0].sample_ids.tolist()
 
 
 def test_batch_holds_what_its_sample_ids_name(dataset):
     with _loader(dataset) as loader:
-        batch = loader.step(1)[2]
+        batch = loader.step(1).batches[2]
     assert _same(batch, dataset.batch(batch.sample_ids.numpy()))
 
 
@@ -96,7 +100,7 @@ def test_next_step_is_read_ahead(dataset, monkeypatch):
     with _loader(dataset, micro_batch_size=8) as loader:
         loader.step(0)
         assert read.wait(timeout=30)
-        ahead = loader.step(1)
+        ahead = loader.step(1).batches
     assert calls[1].tolist() == ahead[0].sample_ids.tolist()
 
 
@@ -107,7 +111,7 @@ def test_error_of_the_step_read_ahead_reaches_the_caller_when_it_is_asked_for(tm
         with _loader(dataset, global_batch_size=1, micro_batch_size=1) as loader:
             order = endless(np.arange(dataset.num_samples), num_samples=dataset.num_samples, seed=3).tolist()
             step = order.index(bad)
-            assert [loader.step(k)[0].sample_ids.item() for k in range(step)] == order[:step]
+            assert [loader.step(k).batches[0].sample_ids.item() for k in range(step)] == order[:step]
             with pytest.raises(DataError, match="token id 99 at offset"):
                 loader.step(step)
 

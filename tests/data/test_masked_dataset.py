@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from megalin.config import parse
-from megalin.data.dataset import DataConfig
+from megalin.data.blend import BlendedOrder, Phase, Stream
+from megalin.data.config import DataConfig
 from megalin.data.loader import Loader, ValidationLoader
-from megalin.data.masked_dataset import MaskedDataset, open_dataset
+from megalin.data.masked_dataset import MaskedDataset
 from megalin.data.packing import EncoderBatch
+from megalin.data.sources import open_dataset
 from megalin.errors import ConfigError, DataError
 from megalin.parallel.cross_entropy import IGNORED_LABEL
 from tests.data.shard_files import write_by_hand
@@ -110,17 +112,18 @@ def test_copies_of_a_piece_are_masked_in_their_own_ways(tmp_path):
 @pytest.mark.parametrize(("dp_size", "micro_batch_size"), [(1, 8), (2, 4), (4, 2), (2, 1)])
 def test_every_mesh_reads_the_same_samples_and_a_resumed_one_goes_on(tmp_path, dp_size, micro_batch_size):
     def loaders(size, micro):
+        order = BlendedOrder([Stream("train", dataset.num_samples)], [Phase(0, [1.0])], seed=3)
         return [
-            Loader(dataset, seed=3, global_batch_size=8, micro_batch_size=micro, dp_rank=rank, dp_size=size)
+            Loader(dataset, order, global_batch_size=8, micro_batch_size=micro, dp_rank=rank, dp_size=size)
             for rank in range(size)
         ]
 
     with open_masked(write(tmp_path, [50] * 9), masking={"copies": 2}) as dataset:
         (whole,) = loaders(1, 8)
-        wanted = [whole.step(step)[0] for step in range(14)]
+        wanted = [whole.step(step).batches[0] for step in range(14)]
         parts = loaders(dp_size, micro_batch_size)
         for step in (9, 10, 13, 2):
-            of_ranks = [loader.step(step) for loader in parts]
+            of_ranks = [loader.step(step).batches for loader in parts]
             batches = [batch for micro in zip(*of_ranks, strict=True) for batch in micro]
             for field, expected in zip(zip(*batches, strict=True), wanted[step], strict=True):
                 assert torch.equal(torch.cat(field), expected)

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from megalin.train.metrics import Metrics
-from tests.model_runs import STEPS, checkpoint_tensors, losses, metrics, steps_saved, train_here, write_config
+from tests.model_runs import STEPS, checkpoint_tensors, ledger, losses, metrics, steps_saved, train_here, write_config
 from tests.numerics import assert_close
 from tests.ranks import RankFailedError, run_ranks
 
 STOP = 5
 MESHES = {
     "single": (1, []),
-    "single_accumulating": (1, ["train.micro_batch_size=1"]),
+    "single_accumulating": (1, ["train.micro_batch_size=1", "data.workers=3", "data.read_ahead_steps=2"]),
     "tp2": (2, ["parallel.tp=2"]),
     "cp3": (3, ["parallel.cp=3"]),
     "cp2_dp2": (4, ["parallel.cp=2", "parallel.shard=2"]),
@@ -83,16 +83,25 @@ def test_loss_falls_and_every_mesh_has_the_same_curve(whole_runs):
         assert_close(checkpoint_tensors(folder), checkpoint_tensors(whole_runs["single"]), 1e-3)
 
 
+def test_every_mesh_and_every_resumed_run_reads_the_same_tokens_in_each_step(whole_runs):
+    expected = ledger(whole_runs["single"])
+    assert [line["step"] for line in expected] == list(range(1, STEPS + 1))
+    assert len({line["digest"] for line in expected}) == STEPS
+    for folder in whole_runs.values():
+        assert ledger(folder) == ledger(folder.with_name("stopped")) == expected
+
+
 def test_resume_on_other_meshes_goes_on_with_the_same_samples(config, whole_runs, tmp_path):
     folder = tmp_path / "run"
     run_ranks(2, _runs, config, [(folder, ["parallel.tp=2", "train.stop_after_steps=3"])])
-    run_ranks(2, _runs, config, [(folder, ["train.stop_after_steps=5"])])
+    run_ranks(2, _runs, config, [(folder, ["data.workers=4", "train.stop_after_steps=5"])])
     run_ranks(3, _runs, config, [(folder, ["parallel.cp=3", "train.stop_after_steps=8"])])
     run_ranks(2, _runs, config, [(folder, ["parallel.cp=2", "train.stop_after_steps=10"])])
     run_ranks(1, _runs, config, [(folder, [])])
     expected = metrics(whole_runs["single"])
     assert [line["label_tokens"] for line in metrics(folder)] == [line["label_tokens"] for line in expected]
     assert losses(folder) == pytest.approx([line["loss"] for line in expected], rel=2e-5)
+    assert ledger(folder) == ledger(whole_runs["single"])
 
 
 def _die(*_: object) -> None:
@@ -136,6 +145,7 @@ def test_run_killed_at_random_goes_on_as_if_nothing_had_happened(config, whole_r
     assert len(losses(folder)) <= STEPS
     run_ranks(1, _runs, config, [(folder, [])])
     assert_same_end(folder, whole_runs["single"])
+    assert ledger(folder) == ledger(whole_runs["single"])
     assert [path.name for path in (folder / "checkpoints").glob(".tmp-*")] == []
 
 

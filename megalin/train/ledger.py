@@ -1,0 +1,103 @@
+"""The ledger of a run: for each step a digest of the token ids it trained on, equal on every mesh."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from megalin.errors import DataError, StorageError
+from megalin.train.metrics import JsonLines
+
+LEDGER_NAME = "ledger.jsonl"
+"""Its name in the run folder."""
+
+
+class Ledger:
+    """The file of a run that keeps a JSON line a step: {"step": finished steps, "digest": 32 hex digits}.
+
+    A step's digest is the sum, modulo 2^64 in each half, of a hash of each sample's place in the step and its token
+    ids: it does not depend on the mesh, the micro-batches or the threads. What an earlier process wrote beyond
+    `resumed_step` is cut off.
+    """
+
+    def __init__(self, path: Path, *, resumed_step: int, enabled: bool = True) -> None:
+        """Opens the file; `enabled`: whether this rank writes. Raises StorageError when it cannot be opened or cut."""
+        self._warned = False
+        self._file: JsonLines | None = None
+        if not enabled:
+            return
+        try:
+            self._file = JsonLines(path, resumed_step)
+        except OSError as error:
+            raise StorageError(
+                f"{path}: cannot be written ({error.strerror}); free space, or choose another run folder"
+            ) from None
+
+    def write(self, step: int, digest: Tensor) -> None:
+        """Adds the line of `step`, whose digest is [2] int64; a disk that is full is warned about once."""
+        if self._file is None:
+            return
+        halves = [f"{half % 2**64:016x}" for half in digest.tolist()]
+        try:
+            self._file.write_line({"step": step, "digest": "".join(halves)})
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"{self._file.name} cannot be written ({error.strerror}); training goes on, steps are missing "
+                    "there",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+class LedgerComparison(NamedTuple):
+    """What two ledgers say of each other."""
+
+    steps: int
+    """Steps that both have."""
+    first_difference: int | None
+    """The first of these whose samples differ."""
+    only_first: int
+    """Steps that the first ledger alone has."""
+    only_second: int
+    """Steps that the second alone has."""
+
+
+def compare_ledgers(first: str | Path, second: str | Path) -> LedgerComparison:
+    """Compares two ledgers, each a file or a run folder, step by step.
+
+    Raises:
+        DataError: a file that cannot be read or is no ledger, or two without a step in common.
+    """
+    ours, theirs = dict(_read(Path(first))), dict(_read(Path(second)))
+    common = sorted(ours.keys() & theirs.keys())
+    if not common:
+        raise DataError(f"{first} and {second} have no step in common; give ledgers of runs of the same steps")
+    difference = next((step for step in common if ours[step] != theirs[step]), None)
+    return LedgerComparison(len(common), difference, len(ours.keys() - common), len(theirs.keys() - common))
+
+
+def _read(path: Path) -> Iterator[tuple[int, str]]:
+    if path.is_dir():
+        path = path / LEDGER_NAME
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); give a ledger, or a run's folder") from None
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            yield int(record["step"]), str(record["digest"])
+        except (ValueError, KeyError, TypeError):
+            raise DataError(f"{path}: line {number} is no line of a ledger; give a ledger, or a run's folder") from None
