@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megalin.errors import OperandError
 from megalin.ops.decay_scan import decay_scan, decay_scan_flops
+from megalin.ops.operands import check_one_dtype, check_operands
 from megalin.ops.positions import document_spans
 from megalin.ops.srmsnorm import compute_dtype
 
@@ -29,8 +31,16 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, document_ids: Tensor | N
         document_ids: [B, T] integers, non-decreasing along T; None where each row is one document.
 
     Returns:
-        [B, T, H, V] in the dtype of v. Source: DenseAttention, section 3.
+        [B, T, H, V] in the dtype of v.
+
+    Raises:
+        OperandError: tensors that do not fit together, or of several dtypes.
+
+    Source: DenseAttention, section 3.
     """
+    operands = {"q": (q, "BTHK"), "k": (k, "BTHK"), "v": (v, "BTHV"), "document_ids": (document_ids, "BT int")}
+    check_operands("dense_attention", operands)
+    check_one_dtype("dense_attention", q=q, k=k, v=v)
     length, key_dim, value_dim = q.shape[1], q.shape[3], v.shape[3]
     quadratic, linear = 2 * length * (key_dim + value_dim), 4 * key_dim * value_dim
     if document_ids is not None:
@@ -45,8 +55,15 @@ def local_dense_attention(
 ) -> Tensor:
     """The sum over the tokens of t's window only; arguments and result as `dense_attention`.
 
-    Windows of `window` tokens follow each other in each document, the first from `offset` tokens before its start.
+    Windows of `window` tokens follow each other in each document, the first from `offset` < window tokens before its
+    start.
     """
+    check_operands("local_dense_attention", {"q": (q, "BTHK"), "document_ids": (document_ids, "BT int")})
+    if not 0 <= offset < window:
+        raise OperandError(
+            f"local_dense_attention: windows of {window} tokens cannot start {offset} before a document; the offset "
+            "must be at least 0 and below the window"
+        )
     batch, length = q.shape[:2]
     if document_ids is None:
         padding = (0, 0, 0, 0, offset, -(length + offset) % window)

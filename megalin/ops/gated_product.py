@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megalin.errors import OperandError
 from megalin.ops import backend as backends
 from megalin.ops.backend import Backend, Compiled
+from megalin.ops.operands import check_operands
 from megalin.ops.self_test import compare, sample
 from megalin.ops.srmsnorm import KERNEL_DTYPES
 
@@ -32,7 +34,11 @@ def gated_product(halves: Tensor, *, activation: Activation, backend: Backend = 
 
     Raises:
         KernelError: an explicit backend that cannot run.
+        OperandError: an odd width, or no floating-point numbers.
     """
+    check_operands("gated_product", {"halves": (halves, "*W")})
+    if halves.shape[-1] % 2:
+        raise OperandError(f"gated_product: halves has shape {tuple(halves.shape)}; its width must be even")
     choice = backends.choose("gated_product", backend, halves.device.type, _unsupported(halves))
     if choice == "reference":
         return gated_product_reference(halves, activation=activation)

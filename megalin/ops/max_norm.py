@@ -63,7 +63,8 @@ def encoded_max_norm(
     Args:
         x: [B, T, D], D = num_heads K, any float dtype.
         factor: f [1 or B, 1 or T], in at least fp32, constant for autograd. Where it is zero, so is y, and dx.
-        positions: p [T] or [B, T] integers from 0 to below `num_places`.
+        positions: p [T] or [B, T] integers from 0 to below `num_places`. Kernels make y of any other NaN: they have no
+            cosine for it, and only the device knows.
         num_places: kernels read cosines from a table of as many, rounded once from fp64: to fp32 for fp32 rows, else to
             fp16, whose eps is an eighth of bf16's. It is made at the first call of a size and kept.
         num_heads: how often the frequencies repeat along D.
@@ -83,8 +84,10 @@ def encoded_max_norm(
     choice = backends.choose("max_norm", backend, x.device.type, unsupported(x))
     if choice == "reference":
         return encoded_max_norm_reference(x, factor, positions, num_heads=num_heads, eps=eps)
-    factors = factor.detach().to(torch.float32).expand(x.shape[:-1]).contiguous()
-    return _forward(x.contiguous(), factors, positions.contiguous(), None, num_places, num_heads, eps, choice)[0]
+    outside = (positions < 0) | (positions >= num_places)
+    factors = factor.detach().to(torch.float32).expand(x.shape[:-1]).masked_fill(outside, torch.nan)
+    places_inside = positions.masked_fill(outside, 0).contiguous()
+    return _forward(x.contiguous(), factors.contiguous(), places_inside, None, num_places, num_heads, eps, choice)[0]
 
 
 def encoded_max_norm_reference(x: Tensor, factor: Tensor, positions: Tensor, *, num_heads: int, eps: float) -> Tensor:

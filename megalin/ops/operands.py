@@ -64,6 +64,14 @@ def check_operands(op: str, operands: Mapping[str, tuple[Tensor | None, str]]) -
                 raise OperandError(f"{op}: {name} has shape {shape}, no token; give at least one")
 
 
+def check_one_dtype(op: str, **tensors: Tensor) -> None:
+    """Raises OperandError where the tensors, by name, are not all of the first one's dtype."""
+    (first, like), *others = tensors.items()
+    for name, tensor in others:
+        if tensor.dtype != like.dtype:
+            raise OperandError(f"{op}: {name} is of {tensor.dtype}, {first} of {like.dtype}; give them in one dtype")
+
+
 def check_scan(
     op: str,
     q: tuple[Tensor, str],

@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megalin.errors import OperandError
 from megalin.ops import backend as backends
 from megalin.ops.backend import Backend, Compiled
+from megalin.ops.operands import check_operands
 from megalin.ops.self_test import compare, sample
 from megalin.ops.srmsnorm import KERNEL_DTYPES, compute_dtype
 
@@ -24,8 +26,12 @@ def lrpe_cosine(x: Tensor, theta: Tensor, positions: Tensor) -> Tensor:
     Returns:
         [B, T, H, 2K] in the dtype of `x`. Angles, sines and products are computed in at least fp32.
 
+    Raises:
+        OperandError: tensors whose shapes, kinds or devices do not fit together.
+
     Source: TransNormerLLM section 3.1 (LRPE), released code; cosFormer2.
     """
+    _check("lrpe_cosine", x, positions, theta=(theta, "HK"))
     angle = _angles(x, theta, positions)
     wide = x.to(angle.dtype)
     return torch.cat([wide * angle.cos(), wide * angle.sin()], dim=-1).to(x.dtype)
@@ -41,7 +47,12 @@ def lrpe_rotation(x: Tensor, theta: Tensor, positions: Tensor) -> Tensor:
 
     Returns:
         [B, T, H, K] in the dtype of `x`. Angles, sines and products are computed in at least fp32.
+
+    Raises:
+        OperandError: tensors whose shapes, kinds or devices do not fit together.
     """
+    _check("lrpe_rotation", x, positions, theta=(theta, "HJ"))
+    check_pairs("lrpe_rotation", theta, x.shape[3])
     angle = _angles(x, theta, positions)
     even, odd = x.to(angle.dtype).unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = angle.cos(), angle.sin()
@@ -62,7 +73,11 @@ def rope(x: Tensor, positions: Tensor, *, base: float = 10000.0, backend: Backen
 
     Raises:
         KernelError: an explicit backend that cannot run.
+        OperandError: tensors whose shapes, kinds or devices do not fit together.
     """
+    _check("rope", x, positions)
+    if x.shape[3] % 2:
+        raise OperandError(f"rope: x has heads {x.shape[3]} wide, whose halves form no pairs; use an even width")
     choice = backends.choose("rope", backend, x.device.type, _unsupported(x))
     if choice == "reference":
         return rope_reference(x, positions, base=base)
@@ -95,8 +110,12 @@ def cosine_relpe(x: Tensor, positions: Tensor) -> Tensor:
     Returns:
         [B, T, H, K] in the dtype of `x`. Angles, cosines and products are computed in at least fp32.
 
+    Raises:
+        OperandError: tensors whose shapes, kinds or devices do not fit together.
+
     Source: DenseAttention section 3.2, frequencies of the released code.
     """
+    _check("cosine_relpe", x, positions)
     exponent = torch.arange(x.shape[-1], dtype=torch.float64, device=x.device) * (-1.0 / x.shape[-1])
     angle = _angles(x, 10000.0**exponent, positions)
     return (x.to(angle.dtype) * angle.cos()).to(x.dtype)
@@ -110,17 +129,35 @@ class DocumentSpans(NamedTuple):
 
 
 def document_spans(document_ids: Tensor) -> DocumentSpans:
-    """The spans of packed documents, [B, T] ids of which those of a document lie together."""
+    """The spans of packed documents, [B, T] ids of which those of a document lie together. Raises OperandError."""
+    check_operands("document_spans", {"document_ids": (document_ids, "BT int")})
     last = document_ids.shape[1] - 1
     return DocumentSpans(_first(document_ids), last - _first(document_ids.flip(1)).flip(1))
 
 
 def num_tokens_in_documents(document_ids: Tensor, valid: Tensor | None) -> Tensor:
-    """Number of valid tokens in each token's document: [B, T] ids and bools (None: all) -> [B, T] int64."""
+    """Number of valid tokens in each token's document: [B, T] ids and bools (None: all) -> [B, T] int64. Raises
+    OperandError."""
+    operands = {"document_ids": (document_ids, "BT int"), "valid": (valid, "BT bool")}
+    check_operands("num_tokens_in_documents", operands)
     first, last = document_spans(document_ids)
     counted = torch.ones_like(first) if valid is None else valid.to(first.dtype)
     total = counted.cumsum(1)
     return total.gather(1, last) - (total - counted).gather(1, first)
+
+
+def _check(op: str, x: Tensor, positions: Tensor, **others: tuple[Tensor | None, str]) -> None:
+    places = "T int" if positions.dim() == 1 else "bT int"
+    check_operands(op, {"x": (x, "BTHK"), "positions": (positions, places), **others})
+
+
+def check_pairs(op: str, theta: Tensor, head_dim: int) -> None:
+    """Raises OperandError unless theta [H, K/2] has a frequency for each pair of the head's channels."""
+    if 2 * theta.shape[1] != head_dim:
+        raise OperandError(
+            f"{op}: theta has {theta.shape[1]} frequencies a head, which turn {2 * theta.shape[1]} channels, but the "
+            f"heads have {head_dim}; they must be equal"
+        )
 
 
 def _first(document_ids: Tensor) -> Tensor:

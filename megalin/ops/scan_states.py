@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megalin.ops.chunks import sum_after, visible_decay
+from megalin.ops.operands import check_operands
 from megalin.ops.srmsnorm import compute_dtype
 
 
@@ -24,7 +25,12 @@ def decay_state(k: Tensor, v: Tensor, slopes: Tensor | None, *, document_ids: Te
 
     Returns:
         [B, H, K, V] in at least fp32.
+
+    Raises:
+        OperandError: tensors whose shapes, kinds or devices do not fit together.
     """
+    operands = {"k": (k, "BTHK"), "v": (v, "BTHV"), "slopes": (slopes, "H"), "document_ids": (document_ids, "BT int")}
+    check_operands("decay_state", operands)
     wide = compute_dtype(v)
     weight = _kept(document_ids, k)[..., None].to(wide)  # [1 or B, T, 1]
     if slopes is not None:
@@ -44,7 +50,12 @@ def selected_state(k: Tensor, v: Tensor, log_decay: Tensor, *, document_ids: Ten
 
     Returns:
         [B, H, K, V] in at least fp32.
+
+    Raises:
+        OperandError: tensors whose shapes, kinds or devices do not fit together.
     """
+    operands = {"v": (v, "BTHV"), "k": (k, "BThK"), "log_decay": (log_decay, "BTHk")}
+    check_operands("selected_state", operands | {"document_ids": (document_ids, "BT int")})
     wide = compute_dtype(v)
     exponent = sum_after(log_decay.to(wide).transpose(1, 2))  # [B, H, T, K or 1]
     to_end = visible_decay(exponent, _kept(document_ids, k)[:, None]).transpose(1, 2)
@@ -65,7 +76,12 @@ def tpe_state(x: Tensor, coefficients: Tensor, log_decay: Tensor, *, document_id
 
     Returns:
         [B, D, E] in at least fp32.
+
+    Raises:
+        OperandError: tensors whose shapes, kinds or devices do not fit together.
     """
+    operands = {"x": (x, "BTD"), "coefficients": (coefficients, "DE"), "log_decay": (log_decay, "E")}
+    check_operands("tpe_state", operands | {"document_ids": (document_ids, "BT int")})
     wide = compute_dtype(x)
     to_end = torch.arange(x.shape[1] - 1, -1, -1, device=x.device)
     powers = torch.exp(to_end[:, None] * log_decay.to(wide)) * _kept(document_ids, x)[..., None]  # [1 or B, T, E]

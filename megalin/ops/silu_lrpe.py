@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megalin.errors import OperandError
 from megalin.ops import backend as backends
 from megalin.ops.backend import Backend, Compiled
 from megalin.ops.operands import check_operands
-from megalin.ops.positions import lrpe_cosine, lrpe_rotation
+from megalin.ops.positions import check_pairs, lrpe_cosine, lrpe_rotation
 from megalin.ops.self_test import compare, sample
 from megalin.ops.srmsnorm import KERNEL_DTYPES
 
@@ -53,11 +52,8 @@ def silu_lrpe(
     check_operands("silu_lrpe", operands)
     assert 2 <= projection.shape[2] <= 4, projection.shape
     assert (theta is None) == (form is None), form
-    if theta is not None and form == "rotation" and 2 * theta.shape[1] != projection.shape[4]:
-        raise OperandError(
-            f"silu_lrpe: theta has {theta.shape[1]} frequencies a head, which turn {2 * theta.shape[1]} channels, but "
-            f"projection has {projection.shape[4]}; they must be equal"
-        )
+    if theta is not None and form == "rotation":
+        check_pairs("silu_lrpe", theta, projection.shape[4])
     choice = backends.choose("silu_lrpe", backend, projection.device.type, _unsupported(projection, theta))
     if choice == "reference":
         return silu_lrpe_reference(projection, theta, positions, form=form)

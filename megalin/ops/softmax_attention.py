@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megalin.errors import OperandError
-from megalin.ops.operands import check_operands
+from megalin.ops.operands import check_one_dtype, check_operands
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, *, visible: Tensor | None = None) -> Tensor:
@@ -51,9 +51,7 @@ def check_heads(
         OperandError: tensors that do not fit, of several dtypes, or key-value heads G that do not divide H.
     """
     check_operands(op, {"q": (q, "BTHK"), "k": k, "v": v, **others})
-    for name, x in (("k", k[0]), ("v", v[0])):
-        if x.dtype != q.dtype:
-            raise OperandError(f"{op}: {name} is of {x.dtype}, q of {q.dtype}; give them in one dtype")
+    check_one_dtype(op, q=q, k=k[0], v=v[0])
     heads, groups = q.shape[2], k[0].shape[2]
     if heads % groups:
         raise OperandError(f"{op}: {groups} key-value heads do not divide {heads} query heads; use a divisor")

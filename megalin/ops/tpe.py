@@ -17,6 +17,7 @@ from torch.nn import functional
 from megalin.ops import backend as backends
 from megalin.ops.backend import Backend, Compiled
 from megalin.ops.chunks import chunk_documents, split_chunks
+from megalin.ops.operands import check_operands
 from megalin.ops.self_test import compare, sample
 from megalin.ops.srmsnorm import KERNEL_DTYPES, compute_dtype
 
@@ -57,7 +58,9 @@ def tpe(
 
     Raises:
         KernelError: an explicit backend that cannot run.
+        OperandError: tensors whose shapes, kinds or devices do not fit together.
     """
+    _check("tpe", (x, "BTD"), coefficients, log_decay, state, document_ids)
     choice = backends.choose("tpe", backend, x.device.type, _unsupported(x, coefficients, log_decay))
     if choice == "reference":
         return tpe_reference(x, coefficients, log_decay, state=state, document_ids=document_ids, chunk_size=chunk_size)
@@ -119,7 +122,12 @@ def tpe_reference(
 
 
 def tpe_step(x: Tensor, coefficients: Tensor, log_decay: Tensor, state: Tensor) -> TPEOutput:
-    """One token of the recurrence: x [B, D], state [B, D, E] in at least fp32; output [B, D] in the dtype of x."""
+    """One token of the recurrence: x [B, D], state [B, D, E] in at least fp32; output [B, D] in the dtype of x.
+
+    Raises:
+        OperandError: tensors whose shapes, kinds or devices do not fit together.
+    """
+    _check("tpe_step", (x, "BD"), coefficients, log_decay, state, None)
     wide = state.dtype
     state = state * torch.exp(log_decay.to(wide)) + coefficients.to(wide) * x.to(wide)[..., None]
     return TPEOutput(state.sum(-1).to(x.dtype), state)
@@ -171,6 +179,18 @@ def _window(u: Tensor, taps: Tensor, documents: Tensor) -> Tensor:
         term = (u[:, :, :-lag] * taps[:, lag]).masked_fill(other, 0.0)
         total = total + functional.pad(term, (0, 0, lag, 0))
     return total
+
+
+def _check(
+    op: str,
+    x: tuple[Tensor, str],
+    coefficients: Tensor,
+    log_decay: Tensor,
+    state: Tensor | None,
+    document_ids: Tensor | None,
+) -> None:
+    operands = {"x": x, "coefficients": (coefficients, "DE"), "log_decay": (log_decay, "E")}
+    check_operands(op, operands | {"state": (state, "BDE"), "document_ids": (document_ids, "BT int")})
 
 
 def _unsupported(x: Tensor, coefficients: Tensor, log_decay: Tensor) -> str:

@@ -6,16 +6,31 @@ import pytest
 import torch
 
 from megalin.errors import KernelError, OperandError
+from megalin.ops.causal_attention import causal_attention
 from megalin.ops.decay_scan import decay_scan, decay_scan_reference, decay_step
+from megalin.ops.dense_attention import dense_attention, local_dense_attention
+from megalin.ops.gated_product import gated_product
 from megalin.ops.gated_squares import gated_squares
 from megalin.ops.linear_cross_entropy import VocabularySlice, fused_linear_cross_entropy
 from megalin.ops.max_norm import encoded_max_norm, max_norm
 from megalin.ops.operands import check_operands
+from megalin.ops.positions import (
+    cosine_relpe,
+    document_spans,
+    lrpe_cosine,
+    lrpe_rotation,
+    num_tokens_in_documents,
+    rope,
+)
 from megalin.ops.rms_norm import rms_norm
 from megalin.ops.scalar_decay_scan import scalar_decay_scan
+from megalin.ops.scan_states import decay_state, selected_state, tpe_state
 from megalin.ops.silu_lrpe import silu_lrpe
+from megalin.ops.softmax_attention import softmax_attention
 from megalin.ops.srmsnorm import srmsnorm, srmsnorm_reference
+from megalin.ops.tpe import tpe, tpe_step
 from megalin.ops.vector_decay_scan import vector_decay_scan, vector_decay_step
+from megalin.ops.window_attention import WindowCache, window_attention
 
 B, T, H, K, V = 2, 5, 3, 8, 6
 WIDTH = 12
@@ -41,6 +56,18 @@ def step(decay):
     return values | {decay: ones(H) if decay == "slopes" else -ones(B, H, K)}
 
 
+def ids():
+    return ones(B, T, dtype=torch.int32)
+
+
+def heads(key, value):
+    return {"q": ones(B, T, H, key), "k": ones(B, T, H, key), "v": ones(B, T, H, value)}
+
+
+def recurrence(*leading):
+    return {"x": ones(*leading, WIDTH), "coefficients": ones(WIDTH, K), "log_decay": -ones(K)}
+
+
 OPS = {
     "decay_scan": (decay_scan, scan("slopes")),
     "decay_step": (decay_step, step("slopes")),
@@ -57,6 +84,32 @@ OPS = {
         partial(silu_lrpe, form="cosine"),
         {"projection": ones(B, T, 3, H, K), "theta": ones(H, K), "positions": ones(B, T, dtype=torch.int64)},
     ),
+    "tpe": (tpe, {**recurrence(B, T), "state": ones(B, WIDTH, K), "document_ids": ids()}),
+    "tpe_step": (tpe_step, {**recurrence(B), "state": ones(B, WIDTH, K)}),
+    "tpe_state": (tpe_state, {**recurrence(B, T), "document_ids": ids()}),
+    "decay_state": (
+        decay_state,
+        {"k": ones(B, T, H, K), "v": ones(B, T, H, V), "slopes": ones(H), "document_ids": ids()},
+    ),
+    "selected_state": (
+        selected_state,
+        {"v": ones(B, T, H, V), "k": ones(B, T, H, K), "log_decay": -ones(B, T, H, K), "document_ids": ids()},
+    ),
+    "dense_attention": (dense_attention, heads(K, V) | {"document_ids": ids()}),
+    "softmax_attention": (softmax_attention, heads(K, K) | {"visible": ones(B, T, T, dtype=torch.bool)}),
+    "causal_attention": (causal_attention, heads(K, K) | {"document_ids": ids()}),
+    "window_attention": (
+        partial(window_attention, window=2),
+        {"q": ones(B, T, H, K), "k": ones(B, T, K), "v": ones(B, T, H, K), "document_ids": ids()},
+    ),
+    "rope": (rope, {"x": ones(B, T, H, K), "positions": ids()}),
+    "lrpe_cosine": (lrpe_cosine, {"x": ones(B, T, H, K), "theta": ones(H, K), "positions": ids()}),
+    "lrpe_rotation": (lrpe_rotation, {"x": ones(B, T, H, K), "theta": ones(H, K // 2), "positions": ids()}),
+    "cosine_relpe": (cosine_relpe, {"x": ones(B, T, H, K), "positions": ids()}),
+    "num_tokens_in_documents": (
+        num_tokens_in_documents,
+        {"document_ids": ids(), "valid": ones(B, T, dtype=torch.bool)},
+    ),
     "linear_cross_entropy": (
         partial(fused_linear_cross_entropy, vocabulary=VocabularySlice(0, V), ignored_label=-100),
         {"x": ones(T, K), "weight": ones(V, K), "labels": ones(T, dtype=torch.int64), "token_weights": ones(T)},
@@ -66,9 +119,12 @@ OPERANDS = [(op, name) for op, (_, tensors) in OPS.items() for name in tensors]
 # The first tensor says the sizes: it is what the others do not fit.
 LATER = [(op, name) for op, name in OPERANDS if name != next(iter(OPS[op][1]))]
 ANY_RANK = {("rms_norm", "x"), ("gated_squares", "x"), ("gated_squares", "gate")}
-ANY_RANK |= {("max_norm", "positions"), ("silu_lrpe", "positions")}  # [T] or [B, T]
+ENCODINGS = ("max_norm", "silu_lrpe", "rope", "lrpe_cosine", "lrpe_rotation", "cosine_relpe")
+ANY_RANK |= {(op, "positions") for op in ENCODINGS}  # [T] or [B, T]
 # Leading sizes that no other tensor knows: the rows of a head.
 FREE = {("linear_cross_entropy", "weight"): 1}
+UNSHARED = {("lrpe_rotation", "theta"): 1, ("decay_state", "v"): 1, ("dense_attention", "v"): 1}
+"""Last sizes that no other tensor has."""
 
 
 def call(op, **changes):
@@ -94,7 +150,7 @@ def test_one_dimension_too_few_or_too_many(op, name):
 @pytest.mark.parametrize(("op", "name"), LATER)
 def test_each_size_that_disagrees_is_told_with_the_tensor_that_set_it(op, name):
     tensor = OPS[op][1][name]
-    for dim in range(FREE.get((op, name), 0), tensor.dim()):
+    for dim in range(FREE.get((op, name), 0), tensor.dim() - UNSHARED.get((op, name), 0)):
         longer = torch.cat([tensor, tensor.narrow(dim, 0, 1)], dim)
         with pytest.raises(OperandError, match=rf"{op}: \w+ has shape .* but .* by \w+; they must be equal"):
             call(op, **{name: longer})
@@ -104,7 +160,8 @@ def test_each_size_that_disagrees_is_told_with_the_tensor_that_set_it(op, name):
 def test_the_wrong_kind_of_numbers(op, name):
     tensor = OPS[op][1][name]
     other = tensor.double() if not tensor.is_floating_point() else tensor.long()
-    wanted = "integers" if not tensor.is_floating_point() else "floating-point numbers"
+    kinds = {torch.bool: "bools", torch.int32: "integers", torch.int64: "integers"}
+    wanted = kinds.get(tensor.dtype, "floating-point numbers")
     with pytest.raises(OperandError, match=rf"{op}: {name} is of {other.dtype}; give it as {wanted}"):
         call(op, **{name: other})
     with pytest.raises(OperandError, match=rf"{op}: {name} is of torch.complex64"):
@@ -117,12 +174,86 @@ def test_tensors_on_different_devices(op, name):
         call(op, **{name: OPS[op][1][name].to("meta")})
 
 
-@pytest.mark.parametrize("op", ["decay_scan", "vector_decay_scan", "scalar_decay_scan"])
-def test_a_scan_over_no_tokens(op):
-    tensors = OPS[op][1]
-    empty = {name: x[:, :0] for name, x in tensors.items() if name not in ("slopes", "initial_state")}
-    with pytest.raises(OperandError, match=rf"{op}: v has shape \(2, 0, 3, 6\), no token; give at least one"):
+FIRST = {
+    **dict.fromkeys(["decay_scan", "vector_decay_scan", "scalar_decay_scan", "selected_state"], "v"),
+    **dict.fromkeys(["dense_attention", "softmax_attention", "causal_attention", "window_attention"], "q"),
+    **dict.fromkeys(["tpe", "tpe_state", "rope"], "x"),
+    "decay_state": "k",
+    "num_tokens_in_documents": "document_ids",
+}
+
+
+@pytest.mark.parametrize("op", FIRST)
+def test_no_tokens(op):
+    own = [name for name, x in OPS[op][1].items() if x.dim() > 1 and x.shape[:2] == (B, T)]
+    empty = {name: OPS[op][1][name][:, :0] for name in own}
+    with pytest.raises(OperandError, match=rf"{op}: {FIRST[op]} has shape \(2, 0.*no token; give at least one"):
         call(op, **empty)
+
+
+@pytest.mark.parametrize("op", ["dense_attention", "softmax_attention", "causal_attention"])
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_queries_keys_and_values_are_of_one_dtype(op, name):
+    message = rf"{op}: {name} is of torch.bfloat16, q of torch.float32; give them in one dtype"
+    with pytest.raises(OperandError, match=message):
+        call(op, **{name: OPS[op][1][name].bfloat16()})
+
+
+@pytest.mark.parametrize("op", ["softmax_attention", "causal_attention"])
+def test_key_value_heads_divide_the_query_heads(op):
+    with pytest.raises(OperandError, match=rf"{op}: 2 key-value heads do not divide 3 query heads; use a divisor"):
+        call(op, **{name: ones(B, T, 2, K) for name in ("k", "v")})
+
+
+def test_windows_that_no_attention_has():
+    with pytest.raises(OperandError, match="window_attention: a window of 0 tokens does not hold the token itself"):
+        window_attention(ones(B, T, H, K), ones(B, T, K), ones(B, T, H, K), window=0)
+    for offset in (-1, 4):
+        with pytest.raises(OperandError, match=rf"windows of 4 tokens cannot start {offset} before a document; the "):
+            local_dense_attention(*heads(K, V).values(), window=4, offset=offset)
+
+
+def test_a_cache_is_of_its_window():
+    tensors = OPS["window_attention"][1]
+    cache = WindowCache(ones(B, 3, K), ones(B, 3, H, K), ones(B, 3))
+    assert call("window_attention", window=4, cache=cache).cache.k.shape == (B, 3, K)
+    with pytest.raises(OperandError, match="a cache of 3 tokens is not of a window of 5; give one of 4"):
+        window_attention(**tensors, window=5, cache=cache)
+    with pytest.raises(OperandError, match=r"cache\.v has shape \(2, 3, 3, 9\), \[B, P, H, K\], but K = 8 by q; they"):
+        window_attention(**tensors, window=4, cache=cache._replace(v=ones(B, 3, H, K + 1)))
+
+
+def test_widths_that_form_no_halves():
+    with pytest.raises(OperandError, match=r"gated_product: halves has shape \(2, 7\); its width must be even"):
+        gated_product(ones(2, 7), activation="none")
+    with pytest.raises(OperandError, match=r"gated_product: halves is of torch\.int64; give it as floating-point"):
+        gated_product(ones(2, 8).long(), activation="none")
+    with pytest.raises(OperandError, match=r"gated_product: halves has shape \(\); it takes \[\.\.\., W\]"):
+        gated_product(ones(), activation="none")
+    with pytest.raises(OperandError, match="rope: x has heads 7 wide, whose halves form no pairs; use an even width"):
+        rope(ones(B, T, H, 7), ids())
+    with pytest.raises(OperandError, match="lrpe_rotation: theta has 3 frequencies a head, which turn 6 channels, but"):
+        lrpe_rotation(ones(B, T, H, K), ones(H, 3), ids())
+
+
+def test_document_ids_are_rows_of_integers():
+    with pytest.raises(OperandError, match=r"document_spans: document_ids has shape \(5,\); it takes \[B, T\]"):
+        document_spans(ids()[0])
+
+
+def test_a_place_without_a_cosine_gives_nan_and_not_another_places_value():
+    """In the kernel, which has a table; a place below zero too. Other rows are as they were."""
+    x = torch.randn(1, 5, WIDTH)
+    options = {"num_places": 5, "num_heads": 2, "eps": 1e-6, "backend": "triton"}
+    expected = encoded_max_norm(x, ones(1, 5), torch.arange(5), **options)
+    leaf = x.clone().requires_grad_()
+    found = encoded_max_norm(leaf, ones(1, 5), torch.tensor([0, 1, 5, -1, 4]), **options)
+    (gradient,) = torch.autograd.grad(found.sum(), leaf)
+    inside = [0, 1, 4]
+    assert torch.equal(found[:, inside], expected[:, inside])
+    assert found[:, [2, 3]].isnan().all()
+    assert gradient[:, [2, 3]].isnan().all()
+    assert gradient[:, inside].isfinite().all()
 
 
 def test_heads_that_do_not_divide_a_width():
