@@ -60,6 +60,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--recompute", action="store_true", help="recompute activations in the backward")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument("--interleave", type=int, default=1, help="parts of the rows that a block takes in turn (1)")
     parser.add_argument("--cp", type=int, default=1)
     parser.add_argument("--cp-exchange", choices=get_args(ExchangeName), default="auto")
     parser.add_argument("--pp", type=int, default=1)
@@ -76,7 +77,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def parallel_config(arguments: argparse.Namespace) -> ParallelConfig:
     """The mesh that the arguments name. Raises ConfigError where they contradict each other."""
-    names = ("tp", "sequence_parallel", "cp", "cp_exchange", "pp", "pp_schedule", "pp_stages", "shard")
+    names = ("tp", "sequence_parallel", "interleave", "cp", "cp_exchange", "pp", "pp_schedule", "pp_stages", "shard")
     return parse(ParallelConfig, {name: getattr(arguments, name) for name in names}, "command line")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -39,13 +40,16 @@ class Sublayer(nn.Module):
 class Block(nn.Module):
     """The sub-layers of one block.
 
+    Each takes the rows in `parallel.interleave` equal parts, one after the other, so that a part's collectives can
+    travel while another computes; all at once where their number does not divide, or with states.
+
     Args:
         recompute: whether the backward computes the block's activations again instead of keeping them.
     """
 
     def __init__(self, config: BlockConfig, scope: BuildScope, *, recompute: bool) -> None:
         super().__init__()
-        self.recompute = recompute
+        self.recompute, self.parts = recompute, scope.tp.interleave
         self.sublayers = nn.ModuleList(
             Sublayer(sublayer, scope._replace(path=f"{scope.path}.sublayers.{index}"))
             for index, sublayer in enumerate(config.sublayers)
@@ -65,17 +69,20 @@ class Block(nn.Module):
     def _run(
         self, x: Tensor, contexts: list[SequenceContext], states: list[State] | None, step: bool = False
     ) -> BlockOutput:
-        branch = x
+        parts = 1 if states is not None or x.shape[0] % self.parts else self.parts
+        streams = list(x.chunk(parts))
+        branches = list(streams)
         next_states: list[State] = []
         for index, (sublayer, context) in enumerate(zip(self._sublayers(), contexts, strict=True)):
             mixer, state = sublayer.mixer, None if states is None else states[index]
-            normed = sublayer.norm(branch).to(context.compute_dtype)
-            output = mixer.step(normed, context, state or ()) if step else mixer(normed, context, state)
+            for part, own in enumerate(context.parts(parts)):
+                normed = sublayer.norm(branches[part]).to(context.compute_dtype)
+                output = mixer.step(normed, own, state or ()) if step else mixer(normed, own, state)
+                branches[part] = streams[part] + output.y
+                if sublayer.residual == "add":
+                    streams[part] = branches[part]
             next_states.append(output.state)
-            branch = x + output.y
-            if sublayer.residual == "add":
-                x = branch
-        return BlockOutput(x, next_states)
+        return BlockOutput(torch.cat(streams) if parts > 1 else streams[0], next_states)
 
     def contexts(self, context: SequenceContext) -> list[SequenceContext]:
         """One context a sub-layer."""
