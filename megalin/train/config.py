@@ -142,7 +142,15 @@ def check_launch(config: RunConfig, world_size: int) -> None:
 
 
 def check_model(model: AnyModelConfig, parallel: ParallelConfig, length: int) -> None:
-    """Raises ConfigError for a model that cannot be split as `parallel` says; needs no process group."""
+    """Raises ConfigError for a model that cannot be split as `parallel` says, or with windows beyond rows of `length`
+    tokens; needs no process group."""
+    for path, block in model.blocks():
+        for index, sublayer in enumerate(block.sublayers):
+            if sublayer.widest_window is not None and sublayer.widest_window > length:
+                raise ConfigError(
+                    f"{path}.sublayers.{index}.window = {sublayer.widest_window} is wider than the {length} tokens of "
+                    f"a row; use at most {length}, or longer rows"
+                )
     whole = make_model(model, TensorParallel(Axis("tp", parallel.tp)), cp=ContextParallel(Axis("cp", parallel.cp)))
     if parallel.pp > 1:
         plan_stages(model, parallel.pp * parallel.pp_stages, length=length)

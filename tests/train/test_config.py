@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from megalin.errors import ConfigError
-from megalin.train.config import check_launch, load_run_config
+from megalin.parallel.mesh import ParallelConfig
+from megalin.train.config import check_launch, check_model, load_run_config
+from tests.encoder_cases import CASES as ENCODERS
 from tests.mixers import decaying_sum
 from tests.model_runs import write_config
 
@@ -64,15 +66,32 @@ def test_batch_that_the_groups_of_context_parallel_ranks_do_not_divide(path):
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        (["parallel.cp=5"], "is not divisible by parallel.cp = 5; use 35"),
+        (["parallel.cp=5"], "is not divisible by parallel.cp = 5; use 35 or 40"),
         (
             ["parallel.cp=3", "parallel.tp=8", "parallel.sequence_parallel=true"],
-            "is not divisible by parallel.cp = 3 times parallel.tp = 8, as parallel.sequence_parallel needs; use 24",
+            "is not divisible by parallel.cp = 3 times parallel.tp = 8, as parallel.sequence_parallel needs; use 24 "
+            "or 48",
         ),
     ],
 )
 def test_length_that_the_mesh_does_not_split(path, overrides, problem):
     assert f"data.sequence_length = 36 {problem}" in message(path, *overrides)
+
+
+def test_window_beyond_the_sequence_is_refused_before_any_rank_starts(path):
+    attention = 'model.layers.1.sublayers.0={type = "shared_key_attention", num_heads = 4, window = 37}'
+    assert message(path, attention) == (
+        "model.layers.1.sublayers.0.window = 37 is wider than the 36 tokens of a row; use at most 36, or longer rows"
+    )
+    check_launch(load_run_config(path, [attention.replace("37", "36")]), 1)
+
+
+def test_window_beyond_the_rows_of_an_encoder_is_refused():
+    (encoder,) = (case.model for case in ENCODERS if case.name == "local")
+    with pytest.raises(
+        ConfigError, match=r"sublayers\.0\.window = 8 is wider than the 7 tokens of a row; use at most 7"
+    ):
+        check_model(encoder, ParallelConfig(), 7)
 
 
 def test_mixer_that_needs_the_whole_sequence_is_refused_before_any_rank_starts(path):

@@ -231,7 +231,7 @@ def test_command_in_one_process_ends_with_1_when_a_bound_is_exceeded(capsys, mon
         (["--dp", "3", "--shard", "2"], "parallel.shard = 2 does not divide the data axis of 3 ranks"),
         (["--length", "0"], "--length 0: a row has at least 1 token"),
         (["--tp", "2", "--length", "33", "--sequence-parallel"], "--length 33 is not divisible by parallel.tp = 2"),
-        (["--cp", "3", "--length", "32"], "--length 32 is not divisible by parallel.cp = 3; use 30"),
+        (["--cp", "3", "--length", "32"], "--length 32 is not divisible by parallel.cp = 3; use 30 or 33"),
         (["--tp", "3", "--full"], "is not divisible by parallel.tp = 3; use tp 1, 2, 4"),
         (["modle.vocab_size=300"], "override 'modle.vocab_size=300': this command reads the model alone"),
     ],
@@ -251,5 +251,5 @@ def test_command_under_a_launcher_with_other_ranks_is_refused(monkeypatch, capsy
 
 def test_length_that_sequence_parallelism_cannot_split_is_refused():
     parallel = ParallelConfig(tp=4, sequence_parallel=True)
-    with pytest.raises(ConfigError, match=r"--length 50 is not divisible by parallel\.tp = 4.*use 48"):
+    with pytest.raises(ConfigError, match=r"--length 50 is not divisible by parallel\.tp = 4.*use 48 or 52"):
         make_case(PRESET, parallel, data_size=1, dtype="float64", full=False, length=50, recompute=False)

@@ -238,6 +238,10 @@ class DenseAttentionConfig(MixerConfig):
         """Tokens by which the first window starts before the document."""
         return self.window // 2 if self.kind == "shifted_local" and self.window is not None else 0
 
+    @property
+    def widest_window(self) -> int | None:
+        return self.window
+
     def shrunk(self, *, hidden_size: int, num_heads: int) -> Self:
         window = None if self.window is None else 16
         return self.model_copy(update={"num_heads": num_heads if self.num_heads > 1 else 1, "window": window})

@@ -114,6 +114,10 @@ class SharedKeyAttentionConfig(MixerConfig):
     rope_base: float = pydantic.Field(default=10000.0, gt=1)
     """Base of the rotary frequencies base^(-2 j / head width), radians a token."""
 
+    @property
+    def widest_window(self) -> int:
+        return self.window
+
     def shrunk(self, *, hidden_size: int, num_heads: int) -> Self:
         return self.model_copy(update={"num_heads": num_heads, "window": 11})
 
