@@ -58,7 +58,8 @@ def shard_model(
     wrap(model, low, False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
+            if data_mesh.size() > 1:  # the engine divides by one in a pass of its own
+                module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
 
 
