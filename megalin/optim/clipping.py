@@ -46,7 +46,8 @@ def clip_gradients(
     square = _sum_of_squares(counted)
     norm = (square if stages is None else all_reduce(square, stages)).sqrt()
     if max_norm is not None:
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        # A norm that is NaN would spoil every gradient, and with that who reports it: it scales nothing.
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).nan_to_num(nan=1.0)
         torch._foreach_mul_([_local(gradient) for gradient in gradients], scale)
     return norm
 

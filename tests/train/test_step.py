@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any, NamedTuple
 
@@ -257,17 +258,17 @@ def test_bf16_training_moves_weights_by_a_millionth():
     assert largest < 1.1e-6
 
 
-def _poisoned_step(parallel: ParallelConfig, what: str, name: str) -> str:
-    """A NaN in one element that rank 1 alone holds; returns the message of the error that must come."""
+def _poisoned_step(parallel: ParallelConfig, what: str, value: float, name: str) -> str:
+    """That value in one element that rank 1 alone holds; returns the message of the error that must come."""
     mesh = Mesh(parallel, CPU)
     model = build(mesh, dtype=torch.float32)
     parameters = dict(model.named_parameters())
     rank = torch.distributed.get_rank()
     if what == "weight" and rank == 1:
         with torch.no_grad():
-            local(parameters[name]).view(-1)[0] = float("nan")
+            local(parameters[name]).view(-1)[0] = value
     elif what == "gradient":
-        parameters[name].register_post_accumulate_grad_hook(lambda p: _poison(p.grad) if rank == 1 else None)
+        parameters[name].register_post_accumulate_grad_hook(lambda p: _poison(p.grad, value) if rank == 1 else None)
     optimizer = build_optimizer(model, OPTIMIZER, no_decay=())
     before = [local(parameter).detach().clone() for parameter in model.parameters()]
     with pytest.raises(NumericError) as raised:
@@ -277,27 +278,32 @@ def _poisoned_step(parallel: ParallelConfig, what: str, name: str) -> str:
     return str(raised.value)
 
 
-def _poison(gradient: Tensor | None) -> None:
+def _poison(gradient: Tensor | None, value: float) -> None:
     assert gradient is not None
-    local(gradient).view(-1)[-1] = float("inf")
+    local(gradient).view(-1)[-1] = value
 
 
 def _poisoned_steps(parallel: ParallelConfig) -> list[str]:
     return [_poisoned_step(parallel, *what) for what in POISONED]
 
 
-POISONED = [("weight", "blocks.1.sublayers.0.mixer.out.weight"), ("gradient", "blocks.0.sublayers.1.mixer.down.weight")]
+POISONED = [
+    ("weight", math.nan, "blocks.1.sublayers.0.mixer.out.weight"),
+    ("gradient", math.inf, "blocks.0.sublayers.1.mixer.down.weight"),
+    ("gradient", math.nan, "blocks.0.sublayers.1.mixer.down.weight"),
+]
 
 
 @pytest.mark.parametrize("parallel", [ParallelConfig(tp=2), ParallelConfig()], ids=["tp2", "dp2"])
 def test_what_is_not_finite_on_one_rank_stops_every_rank_and_is_named(parallel):
     messages, others = run_ranks(2, _poisoned_steps, parallel)
     assert messages == others
-    for message, (what, name) in zip(messages, POISONED, strict=True):
+    for message, (what, _, name) in zip(messages, POISONED, strict=True):
         assert f"first in rank 1: {name} ({what})." in message
         assert "No weight was changed and nothing was saved" in message
     assert messages[0].startswith("step 7: loss nan, gradient norm nan is not finite")
     assert "gradient norm inf is not finite" in messages[1]
+    assert "gradient norm nan is not finite" in messages[2]
 
 
 def test_loss_that_is_not_finite_without_a_parameter_is_an_error():
