@@ -187,6 +187,8 @@ class DataConfig(Config):
             if self.masking is not None:
                 yield 'masking: order = "megatron" is one of next tokens; use order = "megalin"'
             for source in self.sources:
+                if source.weight == 0:
+                    yield f'sources: {source.name} has weight 0; order = "megatron" reads every source: remove it'
                 if len(source.paths) > 1:
                     count = len(source.paths)
                     yield f'sources: {source.name} has {count} shards; order = "megatron" takes one a source'

@@ -14,7 +14,7 @@ from typing import BinaryIO
 from megalin.errors import DataError, StorageError
 
 # File systems that know no locks (some network mounts) answer with one of these.
-_NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK)
+NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK)
 
 
 def open_regular(path: Path, *, remedy: str) -> BinaryIO:
@@ -78,7 +78,7 @@ def _lock(file: BinaryIO, path: Path) -> None:
     except BlockingIOError:
         raise StorageError(busy) from None
     except OSError as error:
-        if error.errno not in _NO_LOCKS:
+        if error.errno not in NO_LOCKS:
             raise
     # The other writer may have renamed the file between our open and our lock: then it is published, not ours.
     if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), os.stat(path)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
@@ -13,6 +14,7 @@ from megalin.data.blend import BlendedOrder, Phase, Stream
 from megalin.data.config import DataConfig, Split
 from megalin.data.dataset import TokenDataset
 from megalin.data.masked_dataset import MaskedDataset
+from megalin.data.megatron_dataset import open_megatron
 from megalin.data.order import Order, Positions
 from megalin.data.packed_dataset import PackedDataset
 from megalin.data.packing import AnyBatch, BatchT
@@ -142,12 +144,23 @@ class Training(NamedTuple):
         return [head, *rows]
 
 
-def open_training(config: DataConfig, vocab_size: int, *, seed: int, steps: int, global_batch_size: int) -> Training:
-    """Opens the training split of a run of `steps` steps, and makes its order.
+def open_training(
+    config: DataConfig, vocab_size: int, *, seed: int, steps: int, global_batch_size: int, folder: Path
+) -> Training:
+    """Opens the training split of a run of `steps` steps in `folder`, and makes its order.
 
     Raises:
-        ConfigError, DataError: as the datasets and the order do.
+        ConfigError, DataError, StorageError: as the datasets and the order do.
     """
+    if config.order == "megatron":
+        num_samples = steps * global_batch_size
+        found = open_megatron(config, vocab_size, seed=seed, num_samples=num_samples, cache=folder / config.cache)
+        uses = [
+            SourceUse(name, dataset.num_tokens, dataset.epoch_samples, count, count / num_samples)
+            for name, dataset, count in zip(found.names, found.datasets, found.counts, strict=True)
+        ]
+        shares = {use.name: use.share for use in uses}
+        return Training(JoinedDataset(found.datasets), found.order, uses, [(0, shares)], total_steps=steps)
     sources = config.training_sources()
     with ExitStack() as stack:
         datasets = [

@@ -77,6 +77,7 @@ class Trainer:
             seed=seed,
             steps=config.train.steps,
             global_batch_size=config.train.global_batch_size,
+            folder=run.path,
         )
         self.validation: Dataset[Any] | None = None
         if config.data.has("validation"):

@@ -1,9 +1,9 @@
-"""Sources and phases in a run: what was read before a change stays, what comes after may change, in one run folder."""
+"""What runs read: sources and phases that change in mid-run, Megatron-LM's order, packed rows; over stops and ranks."""
 
 import pytest
 
 from megalin.errors import ConfigError
-from tests.model_runs import STEPS, documents, ledger, train_here, write_config, write_shard
+from tests.model_runs import STEPS, documents, ledger, losses, train_here, write_config, write_shard
 from tests.ranks import run_ranks
 
 STOP = 5
@@ -55,3 +55,29 @@ def test_change_of_what_was_read_is_refused(tmp_path):
         (["data.packing=best_fit"], "data.packing: 'concatenate' in the checkpoint, 'best_fit' in the config"),
     ]
     run_ranks(1, _refused, config, tmp_path / "run", changes)
+
+
+def _in_megatrons_order(config, folder, overrides, stop):
+    train_here(config, folder, *overrides, *([f"train.stop_after_steps={STOP}"] if stop else []))
+    if stop:
+        message = r"train.steps, for this order: 12 in the checkpoint, 13 in the config"
+        with pytest.raises(ConfigError, match=message):
+            train_here(config, folder, *overrides, "train.steps=13")
+
+
+def test_run_in_megatrons_order_goes_on_over_ranks(tmp_path):
+    config = write_config(tmp_path, data={"order": "megatron"})
+    run_ranks(1, _in_megatrons_order, config, tmp_path / "whole", [], False)
+    run_ranks(1, _in_megatrons_order, config, tmp_path / "run", [], True)
+    run_ranks(2, _in_megatrons_order, config, tmp_path / "run", ["parallel.shard=2"], False)
+    assert ledger(tmp_path / "run") == ledger(tmp_path / "whole")
+    assert len(ledger(tmp_path / "run")) == STEPS
+
+
+def test_run_on_packed_rows_goes_on_over_ranks(tmp_path):
+    config = write_config(tmp_path, data={"packing": "best_fit"})
+    run_ranks(1, train_here, config, tmp_path / "whole")
+    run_ranks(1, train_here, config, tmp_path / "run", f"train.stop_after_steps={STOP}")
+    run_ranks(2, train_here, config, tmp_path / "run", "data.workers=3")
+    assert ledger(tmp_path / "run") == ledger(tmp_path / "whole")
+    assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0] - 1

@@ -1,0 +1,110 @@
+"""Index arrays kept on disk under a fingerprint of all that they were made of: built once, published whole, mapped."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megalin.data.files import NO_LOCKS, storage_errors
+from megalin.errors import DataError
+
+_KEY_NAME = "key.json"
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+def digest_of(array: npt.NDArray[Any]) -> str:
+    """sha256, in hex, of an array's bytes, as a part of a key."""
+    return hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()
+
+
+def cached(folder: Path, key: Mapping[str, Any], build: Callable[[], Mapping[str, npt.NDArray[Any]]]) -> Arrays:
+    """The arrays of `build`, mapped from `folder`; built where no folder there bears the fingerprint of `key`.
+
+    A new folder gets its name when all of it is on the disk. Processes that need the same arrays at once, on hosts that
+    share the file system too, wait for the one that builds them; one that dies leaves the next to do it. File systems
+    without locks let each build, and keep the first.
+
+    Args:
+        key: all that the arrays are a function of, as JSON: digests of their inputs, parameters, a version.
+
+    Raises:
+        StorageError: the folder cannot be written.
+        DataError: what bears the fingerprint is damaged.
+        As `build` does.
+    """
+    text = json.dumps(key, sort_keys=True, indent=1)
+    target = folder / hashlib.sha256(text.encode()).hexdigest()[:32]
+    if not target.exists():
+        with storage_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        with _only_builder(target) as alone:
+            if not target.exists():
+                _publish(target, text, build(), alone=alone)
+    return _load(target, text)
+
+
+@contextmanager
+def _only_builder(target: Path) -> Iterator[bool]:
+    """Waits for the lock of `target`; tells whether the file system has locks."""
+    path = target.with_suffix(".lock")
+    with storage_errors(path):
+        file = path.open("wb")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            yield False
+            return
+        yield True
+
+
+def _publish(target: Path, text: str, arrays: Mapping[str, npt.NDArray[Any]], *, alone: bool) -> None:
+    if alone:  # what a killed builder left
+        for left in target.parent.glob(f".{target.name}.*"):
+            shutil.rmtree(left)
+    temporary = target.parent / f".{target.name}.{socket.gethostname()}.{os.getpid()}"
+    with storage_errors(target):
+        temporary.mkdir()
+        try:
+            for name, array in arrays.items():
+                with (temporary / f"{name}.npy").open("wb") as file:
+                    np.save(file, array, allow_pickle=False)
+                    file.flush()
+                    os.fsync(file.fileno())
+            with (temporary / _KEY_NAME).open("w", encoding="utf-8") as described:
+                described.write(text)
+                described.flush()
+                os.fsync(described.fileno())
+            temporary.rename(target)
+        except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            # Without locks another process may have published the same arrays meanwhile.
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+
+
+def _load(target: Path, text: str) -> Arrays:
+    try:
+        if (target / _KEY_NAME).read_text(encoding="utf-8") != text:
+            raise DataError(f"{target}: holds the index of something else; remove this folder")
+        files = sorted(target.glob("*.npy"))
+        return {path.stem: np.load(path, mmap_mode="r", allow_pickle=False) for path in files}
+    except (OSError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{target}: a damaged index ({error}); remove this folder, and it is built again") from None
