@@ -17,16 +17,17 @@ import torch
 from torch import Tensor
 
 from megalin.errors import ConfigError
+from megalin.ops.documents import WHOLE_ROWS, Documents
 from megalin.ops.flash_attention import FlashKernel, flash_attention, reason_against
 from megalin.ops.softmax_attention import check_heads, softmax_attention, visible_in_row, visible_tokens, within_window
 
 AttentionBackend = Literal["auto", "sdpa", "flash_attn"]
-"""auto: torch's own for rows of one document, the package flash-attn for packed ones where it runs, else torch's own.
-sdpa: torch's own. flash_attn: that package (see check_backend)."""
+"""sdpa: PyTorch's own. flash_attn: the package flash-attn (see check_backend). auto: sdpa, and the package for packed
+rows and windows that PyTorch has no kernel for."""
 
 _KERNELS: dict[AttentionBackend, tuple[FlashKernel, ...]] = {
-    "auto": ("flash_attn", "varlen"),
-    "sdpa": ("varlen",),
+    "auto": ("torch", "flash_attn"),
+    "sdpa": ("torch",),
     "flash_attn": ("flash_attn",),
 }
 
@@ -38,8 +39,7 @@ def causal_attention(
     k: Tensor,
     v: Tensor,
     *,
-    document_ids: Tensor | None = None,
-    offsets: Tensor | None = None,
+    documents: Documents = WHOLE_ROWS,
     window: int | None = None,
     backend: AttentionBackend = "auto",
 ) -> Tensor:
@@ -48,8 +48,7 @@ def causal_attention(
     Args:
         q: [B, T, H, K].
         k, v: [B, T, G, K], G key-value heads; query head h reads key-value head h // (H / G).
-        document_ids: [B, T] integers, non-decreasing along T; None when each row is one document.
-        offsets: those of `Documents` for these ids; without them packed documents take a mask.
+        documents: of the rows, by default one each. Where nobody looked where they start, they take a mask.
         window: visible tokens, the token itself included; None for all.
         backend: flash_attn where it cannot run is as sdpa.
 
@@ -59,17 +58,17 @@ def causal_attention(
     Raises:
         OperandError: tensors that do not fit.
     """
-    check_heads("causal_attention", q, (k, "BTGK"), (v, "BTGK"), document_ids=(document_ids, "BT int"))
-    whole = document_ids is None and window is None
+    check_heads("causal_attention", q, (k, "BTGK"), (v, "BTGK"), document_ids=(documents.ids, "BT int"))
+    ids, whole = documents.ids, documents.ids is None and window is None
     kernel = kernel_for(backend, whole, q.device.type, q.dtype, q.shape[3])
-    if kernel is not None and (document_ids is None or offsets is not None):
-        return flash_attention(q, k, v, offsets=offsets, window=window, kernel=kernel)
+    if kernel is not None and (ids is None or documents.offsets is not None):
+        return flash_attention(q, k, v, documents=documents, window=window, kernel=kernel)
     if whole:
         return softmax_attention(q, k, v)
-    if document_ids is None:
+    if ids is None:
         visible = visible_in_row(torch.arange(q.shape[1], device=q.device), q.shape[1], None)
     else:
-        visible = visible_tokens(document_ids)
+        visible = visible_tokens(ids)
     return softmax_attention(q, k, v, visible=visible if window is None else within_window(visible, window))
 
 

@@ -6,16 +6,16 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from megalin.ops.documents import find_documents
+from megalin.ops.documents import WHOLE_ROWS, Documents, find_documents
 from megalin.ops.softmax_attention import softmax_attention, visible_tokens, within_window
 
-FlashKernel = Literal["flash_attn", "varlen"]
-"""flash_attn: the package flash-attn. varlen: torch.nn.attention.varlen, FlashAttention-2 as well."""
+FlashKernel = Literal["torch", "flash_attn"]
+"""torch: what comes with PyTorch. flash_attn: the package flash-attn. Both are FlashAttention-2."""
 
 _DEVICES = ("cuda",)
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -37,7 +37,7 @@ def _missing(kernel: FlashKernel, device: str, dtype: torch.dtype, head_dim: int
         return f"the tensors are {dtype}, and it needs bfloat16 or float16"
     if head_dim > _LARGEST_HEAD:
         return f"heads are {head_dim} wide, and it takes at most {_LARGEST_HEAD}"
-    if kernel == "varlen" and head_dim % 8:
+    if kernel == "torch" and head_dim % 8:
         return f"heads are {head_dim} wide, and it takes multiples of 8"
     if kernel == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
         return "the package flash-attn is not installed"
@@ -56,15 +56,15 @@ def _disagreement(kernel: FlashKernel, device: torch.device, dtype: torch.dtype,
     ids = torch.zeros(2, 150, dtype=torch.int32, device=device)
     ids[1, [1, 2, 70]] = 1
     ids = ids.cumsum(1, dtype=torch.int32)
-    offsets, visible = find_documents(ids).offsets, visible_tokens(ids)
+    packed, visible = find_documents(ids), visible_tokens(ids)
     cases = {
-        "one document a row": (None, None, None),
-        "packed": (offsets, None, visible),
-        "a window": (offsets, 33, within_window(visible, 33)),
+        "one document a row": (WHOLE_ROWS, None, None),
+        "packed": (packed, None, visible),
+        "a window": (packed, 33, within_window(visible, 33)),
     }
     try:
-        for name, (starts, window, seen) in cases.items():
-            attention = functools.partial(flash_attention, offsets=starts, window=window, kernel=kernel)
+        for name, (documents, window, seen) in cases.items():
+            attention = functools.partial(flash_attention, documents=documents, window=window, kernel=kernel)
             found = _outcome(attention, (q, k, v), weight)
             wide = (q.float(), k.float(), v.float())
             expected = _outcome(functools.partial(softmax_attention, visible=seen), wide, weight.float())
@@ -86,7 +86,7 @@ def _outcome(attention: Callable[..., Tensor], inputs: tuple[Tensor, Tensor, Ten
 
 
 def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, offsets: Tensor | None, window: int | None = None, kernel: FlashKernel
+    q: Tensor, k: Tensor, v: Tensor, *, documents: Documents, window: int | None = None, kernel: FlashKernel
 ) -> Tensor:
     """Causal attention of whole documents: o_t = sum over visible s of softmax(q_t . k_s / sqrt(K)) v_s, s the tokens
     t - window + 1 .. t of t's document.
@@ -96,7 +96,7 @@ def flash_attention(
     Args:
         q: [B, T, H, K] in bf16 or fp16.
         k, v: [B, T, G, K]; query head h reads key-value head h // (H / G).
-        offsets: those of `Documents`; None when each row is one document.
+        documents: as `find_documents` gives them, or each row one document.
         window: visible tokens, the token itself included; None for all.
 
     Returns:
@@ -104,23 +104,127 @@ def flash_attention(
 
     Source: FlashAttention-2.
     """
-    batch, length = q.shape[:2]
-    reach = (-1 if window is None else window - 1, 0)
+    assert (documents.ids is None) == (documents.offsets is None), "nobody looked where documents start"
+    if kernel == "torch":
+        return _forward(q, k, v, documents.offsets, documents.sizes, window or 0)[0]
+    from flash_attn import flash_attn_func, flash_attn_varlen_func  # type: ignore[import-not-found]
+
     exact = torch.are_deterministic_algorithms_enabled()
-    if kernel == "flash_attn":
-        from flash_attn import flash_attn_func, flash_attn_varlen_func  # type: ignore[import-not-found]
-
-        if offsets is None:
-            return flash_attn_func(q, k, v, causal=True, window_size=reach, deterministic=exact)
-    if offsets is None:
-        offsets = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=q.device)
+    options = {"causal": True, "window_size": (window - 1 if window else -1, 0), "deterministic": exact}
+    if documents.offsets is None:
+        return flash_attn_func(q, k, v, **options)
+    batch, length = q.shape[:2]
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    # The longest document is not read back from the device: a row's length bounds it.
-    sizes = (offsets, offsets, length, length)
-    if kernel == "flash_attn":
-        output = flash_attn_varlen_func(q, k, v, *sizes, causal=True, window_size=reach, deterministic=exact)
-    else:
-        from torch.nn.attention.varlen import varlen_attn
-
-        output = varlen_attn(q, k, v, *sizes, window_size=reach)
+    # The longest document is a number that compiled blocks may not depend on: a row's length bounds it.
+    output = flash_attn_varlen_func(q, k, v, documents.offsets, documents.offsets, length, length, **options)
     return output.unflatten(0, (batch, length))
+
+
+@torch.library.custom_op("megalin::document_attention", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | None, sizes: Tensor | None, window: int
+) -> tuple[Tensor, Tensor]:
+    """Output [B, T, H, K], and the logarithm of each sum of exponentials [H, B T]; a window of 0 is none.
+
+    An op of its own since a graph may not depend on how many documents there are and how long the longest is: a kernel
+    that is told more than there is runs up to twice as long.
+    """
+    starts, longest = _extent(q, offsets, sizes)
+    output, sums = _attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), starts, longest, window)
+    return output.view(q.shape), sums
+
+
+@_forward.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | None, sizes: Tensor | None, window: int
+) -> tuple[Tensor, Tensor]:
+    batch, length, heads, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty(heads, batch * length, dtype=torch.float32)
+
+
+@torch.library.custom_op("megalin::document_attention_backward", mutates_args=())
+def _backward(
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: Tensor,
+    sums: Tensor,
+    offsets: Tensor | None,
+    sizes: Tensor | None,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    starts, longest = _extent(q, offsets, sizes)
+    shapes = q.shape, k.shape, v.shape
+    dy, q, k, v, output = (x.flatten(0, 1) for x in (dy.contiguous(), q, k, v, output))
+    dq, dk, dv = _attend_backward(dy, q, k, v, output, sums, starts, longest, window)
+    return dq.view(shapes[0]), dk.view(shapes[1]), dv.view(shapes[2])
+
+
+@_backward.register_fake
+def _(
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: Tensor,
+    sums: Tensor,
+    offsets: Tensor | None,
+    sizes: Tensor | None,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.window = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _differentiate(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, offsets, sizes, output, sums = ctx.saved_tensors
+    return *_backward(dy, q, k, v, output, sums, offsets, sizes, ctx.window), None, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _extent(q: Tensor, offsets: Tensor | None, sizes: Tensor | None) -> tuple[Tensor, int]:
+    """Where each of the documents starts and the last ends, and the tokens of the longest."""
+    batch, length = q.shape[:2]
+    if offsets is None or sizes is None:
+        return torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=q.device), length
+    count, longest = sizes.tolist()
+    return offsets[: count + 1], longest
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, window: int) -> tuple[Tensor, Tensor]:
+    """torch.nn.attention.varlen's kernel, over tokens [N, H or G, K]; what that gives has no gradient inside an op."""
+    output, sums, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, starts, starts, longest, longest, 0.0, not window, False, **_reach(window)
+    )
+    return output.contiguous(), sums
+
+
+def _attend_backward(
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: Tensor,
+    sums: Tensor,
+    starts: Tensor,
+    longest: int,
+    window: int,
+) -> tuple[Tensor, ...]:
+    no_dropout, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), q.new_empty(0)
+    sizes = (starts, starts, longest, longest, 0.0, not window)
+    found = torch.ops.aten._flash_attention_backward(
+        dy, q, k, v, output, sums, *sizes, no_dropout, unused, **_reach(window)
+    )
+    return tuple(x.contiguous() for x in found)
+
+
+def _reach(window: int) -> dict[str, int]:
+    """Tokens before and after that one sees, -1 for all."""
+    return {"window_size_left": window - 1 if window else -1, "window_size_right": 0 if window else -1}

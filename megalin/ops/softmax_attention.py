@@ -15,6 +15,8 @@ from torch.nn import functional
 from megalin.errors import OperandError
 from megalin.ops.operands import check_one_dtype, check_operands
 
+_WIDEST_GROUPED_HEAD = 256
+
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, *, visible: Tensor | None = None) -> Tensor:
     """The attention above.
@@ -32,13 +34,17 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, *, visible: Tensor | None
     """
     source = "BTGK" if visible is None else "BSGK"
     check_heads("softmax_attention", q, (k, source), (v, source), visible=(visible, "bTS bool"))
-    # Not enable_gqa: fused attention with a mask has no grouped form on a GPU, and the unfused one holds T x S scores.
+    # Under a mask, in fp32 and for wide heads no fused attention of a GPU has a grouped form; unfused, it holds T x S
+    # scores.
+    grouped = visible is None and q.is_cuda and q.element_size() == 2 and q.shape[3] <= _WIDEST_GROUPED_HEAD
     groups = q.shape[2] // k.shape[2]
-    if groups > 1:
+    if groups > 1 and not grouped:
         k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, T or S, K]
     mask = None if visible is None else visible[:, None]
-    output = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=visible is None)
+    output = functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=visible is None, enable_gqa=grouped and groups > 1
+    )
     return output.transpose(1, 2)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megalin.errors import OperandError
 from megalin.ops.causal_attention import causal_attention
+from megalin.ops.documents import WHOLE_ROWS, Documents
 from megalin.ops.operands import check_operands
 from megalin.ops.softmax_attention import softmax_attention, visible_tokens, within_window
 
@@ -46,8 +47,7 @@ def window_attention(
     v: Tensor,
     *,
     window: int,
-    document_ids: Tensor | None = None,
-    offsets: Tensor | None = None,
+    documents: Documents = WHOLE_ROWS,
     cache: WindowCache | None = None,
 ) -> WindowAttentionOutput:
     """The attention above.
@@ -57,9 +57,7 @@ def window_attention(
         k: [B, T, K], shared by the heads.
         v: [B, T, H, K].
         window: W, the visible tokens, the token itself included.
-        document_ids: [B, T] integers, non-decreasing; None when each row is one document.
-        offsets: those of `Documents` for these ids, with which there is no mask of T x T where a flash kernel runs;
-            not read with a cache.
+        documents: of the rows, by default one each.
         cache: the tokens before the first, of its document.
 
     Returns:
@@ -70,12 +68,12 @@ def window_attention(
 
     Source: Rodimus+ section 3.2.
     """
-    _check(q, k, v, window, document_ids, cache)
+    _check(q, k, v, window, documents.ids, cache)
     if cache is None:
         keys = k[:, :, None].expand_as(v)
-        output = causal_attention(q, keys, v, document_ids=document_ids, offsets=offsets, window=window)
+        output = causal_attention(q, keys, v, documents=documents, window=window)
         return WindowAttentionOutput(output, None)
-    visible = _visible(document_ids, cache.remembered > 0, length=q.shape[1])  # [B, T, W - 1 + T]
+    visible = _visible(documents.ids, cache.remembered > 0, length=q.shape[1])  # [B, T, W - 1 + T]
     k, v = torch.cat([cache.k.to(k.dtype), k], dim=1), torch.cat([cache.v.to(v.dtype), v], dim=1)
     output = softmax_attention(q, k[:, :, None].expand_as(v), v, visible=within_window(visible, window))
     past = k.shape[1] - (window - 1)

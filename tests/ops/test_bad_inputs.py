@@ -9,6 +9,7 @@ from megalin.errors import KernelError, OperandError
 from megalin.ops.causal_attention import causal_attention
 from megalin.ops.decay_scan import decay_scan, decay_scan_reference, decay_step
 from megalin.ops.dense_attention import dense_attention, local_dense_attention
+from megalin.ops.documents import Documents
 from megalin.ops.gated_product import gated_product
 from megalin.ops.gated_squares import gated_squares
 from megalin.ops.linear_cross_entropy import VocabularySlice, fused_linear_cross_entropy
@@ -64,6 +65,10 @@ def heads(key, value):
     return {"q": ones(B, T, H, key), "k": ones(B, T, H, key), "v": ones(B, T, H, value)}
 
 
+def of_documents(attention):
+    return lambda document_ids, **others: attention(**others, documents=Documents(document_ids))
+
+
 def recurrence(*leading):
     return {"x": ones(*leading, WIDTH), "coefficients": ones(WIDTH, K), "log_decay": -ones(K)}
 
@@ -97,9 +102,9 @@ OPS = {
     ),
     "dense_attention": (dense_attention, heads(K, V) | {"document_ids": ids()}),
     "softmax_attention": (softmax_attention, heads(K, K) | {"visible": ones(B, T, T, dtype=torch.bool)}),
-    "causal_attention": (causal_attention, heads(K, K) | {"document_ids": ids()}),
+    "causal_attention": (of_documents(causal_attention), heads(K, K) | {"document_ids": ids()}),
     "window_attention": (
-        partial(window_attention, window=2),
+        of_documents(partial(window_attention, window=2)),
         {"q": ones(B, T, H, K), "k": ones(B, T, K), "v": ones(B, T, H, K), "document_ids": ids()},
     ),
     "rope": (rope, {"x": ones(B, T, H, K), "positions": ids()}),
@@ -214,9 +219,9 @@ def test_windows_that_no_attention_has():
 
 
 def test_a_cache_is_of_its_window():
-    tensors = OPS["window_attention"][1]
+    tensors = {name: x for name, x in OPS["window_attention"][1].items() if name != "document_ids"}
     cache = WindowCache(ones(B, 3, K), ones(B, 3, H, K), ones(B, 3))
-    assert call("window_attention", window=4, cache=cache).cache.k.shape == (B, 3, K)
+    assert window_attention(**tensors, window=4, cache=cache).cache.k.shape == (B, 3, K)
     with pytest.raises(OperandError, match="a cache of 3 tokens is not of a window of 5; give one of 4"):
         window_attention(**tensors, window=5, cache=cache)
     with pytest.raises(OperandError, match=r"cache\.v has shape \(2, 3, 3, 9\), \[B, P, H, K\], but K = 8 by q; they"):

@@ -1,4 +1,4 @@
-"""Causal attention against its definition: documents with and without their offsets, and windows."""
+"""Causal attention against its definition: documents of known and unknown places, and windows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megalin.ops.causal_attention import causal_attention
-from megalin.ops.documents import Documents, find_documents
+from megalin.ops.documents import WHOLE_ROWS, Documents, find_documents
 from megalin.ops.softmax_attention import softmax_attention_reference
 from megalin.ops.window_attention import window_attention_reference
 from tests.numerics import assert_close, outputs_and_gradients
@@ -26,9 +26,9 @@ def test_equals_the_definition(packed: bool, window: int | None):
 
     expected = outputs_and_gradients(definition, inputs)
     expected["gradient.k"] = expected["gradient.k"].sum(2)
-    for known in (None, find_documents(ids).offsets) if packed else (None,):
+    for documents in (Documents(ids), find_documents(ids)) if packed else (WHOLE_ROWS,):
         actual = outputs_and_gradients(
-            lambda known=known, **x: [causal_attention(**x, document_ids=ids, offsets=known, window=window)], inputs
+            lambda documents=documents, **x: [causal_attention(**x, documents=documents, window=window)], inputs
         )
         actual["gradient.k"] = actual["gradient.k"].sum(2)
         assert_close(actual, expected, 1e-12)
@@ -40,11 +40,13 @@ def test_documents_are_their_starts_in_few_sizes():
     assert known.ids is ids
     assert known.offsets.tolist() == [0, 2, 5, 6, 7, 9, *[10] * 11]
     assert known.offsets.dtype == torch.int32
+    assert known.sizes.tolist() == [6, 3]
     assert find_documents(ids[:1]).offsets.tolist() == [0, 2, 5, 5, 5]
+    assert find_documents(ids[:1]).sizes.tolist() == [2, 3]
     assert {len(find_documents(torch.arange(n)[None]).offsets) for n in range(2, 257)} == {5, 17, 65, 257}
 
 
 def test_rows_of_one_document_need_neither():
-    assert find_documents(torch.tensor([[4, 4, 4], [0, 0, 0]])) == Documents(None, None)
-    assert find_documents(torch.tensor([[7]])) == Documents(None, None)
+    assert find_documents(torch.tensor([[4, 4, 4], [0, 0, 0]])) is WHOLE_ROWS
+    assert find_documents(torch.tensor([[7]])) is WHOLE_ROWS
     assert find_documents(torch.tensor([[0, 1], [0, 0]])).offsets.tolist() == [0, 1, 2, 4, 4]

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.nn.attention.varlen
 from torch import Tensor
 from torch.nn import functional
 
@@ -20,7 +19,7 @@ from megalin.model.language_model import LanguageModel
 from megalin.ops import causal_attention as choice
 from megalin.ops import flash_attention as op
 from megalin.ops.causal_attention import check_backend, kernel_for
-from megalin.ops.documents import find_documents
+from megalin.ops.documents import WHOLE_ROWS, find_documents
 from megalin.ops.flash_attention import flash_attention, reason_against
 from megalin.ops.softmax_attention import (
     softmax_attention,
@@ -88,15 +87,30 @@ def flash_attn_varlen_func(
     return y[0].transpose(0, 1)
 
 
-def varlen_attn(
-    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)
-):
-    """torch.nn.attention.varlen's, without what was added after torch 2.11."""
-    sizes = (cu_seq_q, cu_seq_k, max_q, max_k)
-    causal = window_size[1] == 0
-    return flash_attn_varlen_func(
-        query, key, value, *sizes, softmax_scale=scale, causal=causal, window_size=window_size
-    )
+def attend(q, k, v, starts, longest, window):
+    """Stands in for torch's kernel, without the sums that its backward reads."""
+    assert int(starts.diff().min()) > 0
+    assert int(starts.diff().max()) == longest
+    sizes = (starts, starts, longest, longest)
+    y = flash_attn_varlen_func(q, k, v, *sizes, causal=True, window_size=(window - 1, 0))
+    return y.clone(), q.new_zeros(q.shape[1], q.shape[0], dtype=torch.float32)
+
+
+def attend_backward(dy, q, k, v, output, sums, starts, longest, window):
+    """By hand, since nothing records gradients inside an op."""
+    torch.testing.assert_close(output, attend(q, k, v, starts, longest, window)[0])
+    groups, scale = q.shape[1] // k.shape[1], q.shape[2] ** -0.5
+    token = torch.arange(len(q), dtype=torch.int32)
+    sequence = torch.searchsorted(starts, token, right=True)
+    seen = (sequence[:, None] == sequence) & (token[:, None] >= token)
+    if window:
+        seen = seen & (token[:, None] - token < window)
+    dy, q, *wide = (x.transpose(0, 1) for x in (dy, q, *(x.repeat_interleave(groups, 1) for x in (k, v))))
+    scores = (q @ wide[0].mT * scale).masked_fill(~seen, -torch.inf).softmax(-1)  # [H, N, N]
+    weights = dy @ wide[1].mT
+    weights = scores * (weights - (weights * scores).sum(-1, keepdim=True)) * scale
+    shared = [x.unflatten(0, (-1, groups)).sum(1) for x in (weights.mT @ q, scores.mT @ dy)]
+    return tuple(x.transpose(0, 1).contiguous() for x in (weights @ wide[0], *shared))
 
 
 @pytest.fixture
@@ -106,7 +120,8 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
     module.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
     module.flash_attn_func, module.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
     monkeypatch.setitem(sys.modules, "flash_attn", module)
-    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(op, "_attend", attend)
+    monkeypatch.setattr(op, "_attend_backward", attend_backward)
     monkeypatch.setattr(op, "_DEVICES", ("cpu",))
     monkeypatch.setattr(op, "_DTYPES", (torch.bfloat16, torch.float64))
     forget()
@@ -124,16 +139,16 @@ def chosen(dtype: torch.dtype = DTYPE, head_dim: int = HEAD, device: str = "cpu"
     return kernel_for(backend, whole, device, dtype, head_dim)
 
 
-@pytest.mark.parametrize("kernel", ["flash_attn", "varlen"])
+@pytest.mark.parametrize("kernel", ["flash_attn", "torch"])
 @pytest.mark.parametrize("heads", ["as many", "grouped", "one"])
 @pytest.mark.parametrize("length", [1, 17, 64, 65])
 @pytest.mark.usefixtures("package")
 def test_packed_documents_and_whole_rows_equal_the_definition(length: int, heads: str, kernel: str):
     inputs, documents = make_heads(length, heads), documents_of(length)
     for ids in (documents, None):
-        offsets = None if ids is None else find_documents(ids).offsets
+        documents = WHOLE_ROWS if ids is None or length == 1 else find_documents(ids)
         actual = outputs_and_gradients(
-            lambda offsets=offsets, **x: [flash_attention(**x, offsets=offsets, kernel=kernel)], inputs
+            lambda documents=documents, **x: [flash_attention(**x, documents=documents, kernel=kernel)], inputs
         )
         expected = outputs_and_gradients(
             lambda ids=ids, **x: [softmax_attention_reference(document_ids=ids, **x)], inputs
@@ -141,30 +156,29 @@ def test_packed_documents_and_whole_rows_equal_the_definition(length: int, heads
         assert_close(actual, expected, 1e-12)
 
 
-@pytest.mark.parametrize("kernel", ["flash_attn", "varlen"])
+@pytest.mark.parametrize("kernel", ["flash_attn", "torch"])
 @pytest.mark.parametrize("window", [1, 16, 65])
 @pytest.mark.usefixtures("package")
 def test_windows_are_those_of_the_mask(window: int, kernel: str):
     inputs, ids = make_heads(65), documents_of(65)
-    for offsets, visible in ((find_documents(ids).offsets, visible_tokens(ids)), (None, visible_tokens(ids[:1] * 0))):
-        actual = flash_attention(**inputs, offsets=offsets, window=window, kernel=kernel)
+    for documents, visible in ((find_documents(ids), visible_tokens(ids)), (WHOLE_ROWS, visible_tokens(ids[:1] * 0))):
+        actual = flash_attention(**inputs, documents=documents, window=window, kernel=kernel)
         expected = softmax_attention(**inputs, visible=within_window(visible, window))
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.usefixtures("package")
 def test_what_is_taken_is_said_once(caplog: pytest.LogCaptureFixture):
-    """The package where rows are packed, torch's kernel where the package is not to be taken."""
     with caplog.at_level(logging.INFO, logger=choice.__name__):
         found = [chosen(), chosen(), chosen(backend="flash_attn"), chosen(backend="sdpa")]
         found += [chosen(backend=backend, whole=True) for backend in ("auto", "flash_attn", "sdpa")]
-    assert found == ["flash_attn", "flash_attn", "flash_attn", "varlen", None, "flash_attn", None]
+    assert found == ["torch", "torch", "flash_attn", "torch", None, "flash_attn", None]
     packed, whole = (
         f"softmax attention of {rows}, torch.bfloat16 heads of 16 on cpu: "
         for rows in ("packed rows or windows", "whole rows")
     )
     assert [record.message for record in caplog.records] == [
-        *(packed + kernel for kernel in ("flash_attn", "flash_attn", "varlen")),
+        *(packed + kernel for kernel in ("torch", "flash_attn", "torch")),
         *(whole + kernel for kernel in ("sdpa", "flash_attn", "sdpa")),
     ]
 
@@ -212,27 +226,32 @@ REASONS = {
 @pytest.mark.parametrize("name", REASONS)
 def test_what_cannot_run_is_passed_over_and_refused_where_asked_for(package, caplog, name: str):
     arguments, changes, reason = REASONS[name]
+    kind = (arguments.get("device", "cpu"), arguments.get("dtype", DTYPE), arguments.get("head_dim", HEAD))
     for function, replacement in changes.items():
         if replacement is None:
             delattr(package, function)
         else:
             setattr(package, function, replacement)
     with caplog.at_level(logging.INFO, logger=choice.__name__):
-        assert chosen(**arguments) != "flash_attn"
-    assert re.search(rf": (varlen|sdpa); not flash_attn: {reason}", caplog.text)
+        assert kernel_for("flash_attn", False, *kind) is None
+    assert re.search(f": sdpa; not flash_attn: {reason}", caplog.text)
     with pytest.raises(ConfigError, match=rf'the\.backend = "flash_attn" cannot run: {reason}.*; use "auto" or "sdpa"'):
         chosen(**arguments, backend="flash_attn")
 
 
+def test_torchs_kernel_takes_what_it_can_and_the_package_the_rest(package, monkeypatch: pytest.MonkeyPatch):
+    assert reason_against("torch", "cpu", DTYPE, 12) == "heads are 12 wide, and it takes multiples of 8"
+    assert [chosen(head_dim=12), chosen(head_dim=12, backend="sdpa")] == ["flash_attn", None]
+    forget()
+    monkeypatch.setattr(op, "_attend", lambda *_: (_ for _ in ()).throw(RuntimeError("no kernel image")))
+    assert reason_against("torch", "cpu", DTYPE, 16) == "it fails: no kernel image"
+    assert [chosen(), chosen(backend="sdpa")] == ["flash_attn", None]
+
+
 @pytest.mark.usefixtures("package")
-def test_torchs_kernel_takes_multiples_of_eight():
-    assert reason_against("varlen", "cpu", DTYPE, 12) == "heads are 12 wide, and it takes multiples of 8"
-    assert chosen(head_dim=12, backend="sdpa") is None
-
-
-def test_without_the_package_it_is_refused_only_where_asked_for(package, monkeypatch: pytest.MonkeyPatch):
+def test_without_the_package_it_is_refused_only_where_asked_for(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert chosen() == "varlen"
+    assert chosen() == "torch"
     with pytest.raises(ConfigError, match="cannot run: the package flash-attn is not installed"):
         chosen(backend="flash_attn")
 
@@ -280,10 +299,13 @@ def test_the_model_has_the_same_losses_and_gradients(package, monkeypatch, name:
     torch.testing.assert_close(explicit, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(("num_heads", "kernel"), [(6, "torch"), (12, "flash_attn")])
 @pytest.mark.usefixtures("package")
-def test_a_compiled_block_takes_the_package_too():
+def test_a_compiled_block_takes_the_kernel_too(num_heads: int, kernel: str):
     """As one graph, with document ids and without."""
-    config, tokens = CASES[NAMES.index("softmax-grouped")].model, make_inputs().tokens
+    attention = {"type": "softmax", "num_heads": num_heads, "num_key_value_heads": 2}
+    config, tokens = model({"sublayers": [attention, GLU], "repeat": 2}), make_inputs().tokens
+    assert kernel_for("auto", False, "cpu", torch.float64, 48 // num_heads) == kernel
     expected, compiled = outcome(build(config)), build(config)
     whole = build(config)(tokens).logits
     for block in compiled.blocks:

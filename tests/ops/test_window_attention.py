@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalin.ops.documents import Documents
 from megalin.ops.window_attention import WindowCache, window_attention, window_attention_reference
 from tests.numerics import Tensors, assert_close, errors, outputs_and_gradients
 
@@ -42,9 +43,13 @@ def empty_cache(window: int, dtype: torch.dtype = torch.float64) -> WindowCache:
 @pytest.mark.parametrize("window", [1, 2, 7, 64])
 @pytest.mark.parametrize("length", [1, 7, 8, 50])
 def test_equals_the_definition(length: int, window: int, packed: bool):
-    options = {"window": window, "document_ids": make_documents(length) if packed else None}
-    actual = outputs_and_gradients(lambda **x: [window_attention(**x, **options).output], make_inputs(length))
-    expected = outputs_and_gradients(lambda **x: [window_attention_reference(**x, **options)], make_inputs(length))
+    ids, inputs = make_documents(length) if packed else None, make_inputs(length)
+    actual = outputs_and_gradients(
+        lambda **x: [window_attention(**x, window=window, documents=Documents(ids)).output], inputs
+    )
+    expected = outputs_and_gradients(
+        lambda **x: [window_attention_reference(**x, window=window, document_ids=ids)], inputs
+    )
     assert_close(actual, expected, BOUND)
 
 
@@ -61,11 +66,11 @@ def test_a_window_holds_exactly_its_tokens_itself_included():
 @pytest.mark.parametrize("cut", [1, 6, 7, 8, 21, 39])
 def test_cache_carries_a_sequence_over_a_cut(cut: int, window: int):
     inputs, documents = make_inputs(50), make_documents(50)
-    whole = window_attention(**inputs, window=window, document_ids=documents, cache=empty_cache(window))
+    whole = window_attention(**inputs, window=window, documents=Documents(documents), cache=empty_cache(window))
     first = window_attention(
         **{name: x[:, :cut] for name, x in inputs.items()},
         window=window,
-        document_ids=documents[:, :cut],
+        documents=Documents(documents[:, :cut]),
         cache=empty_cache(window),
     )
     other = documents[:, cut] != documents[:, cut - 1]
@@ -73,7 +78,7 @@ def test_cache_carries_a_sequence_over_a_cut(cut: int, window: int):
     second = window_attention(
         **{name: x[:, cut:] for name, x in inputs.items()},
         window=window,
-        document_ids=documents[:, cut:],
+        documents=Documents(documents[:, cut:]),
         cache=cache,
     )
     halves = {"output": torch.cat([first.output, second.output], dim=1), **second.cache._asdict()}
@@ -90,7 +95,7 @@ def test_packed_documents_do_not_leak():
             torch.where((documents == 0).view(BATCH, 24, *[1] * (x.dim() - 2)), other * x, x).requires_grad_()
             for x in inputs.values()
         ]
-        y = window_attention(*leaves, window=7, document_ids=documents, cache=empty_cache(7, torch.float32))
+        y = window_attention(*leaves, window=7, documents=Documents(documents), cache=empty_cache(7, torch.float32))
         gradients = torch.autograd.grad(y.output[:, 11:].square().sum() + y.cache.k.sum(), leaves)
         assert all(gradient[:, :11].eq(0).all() for gradient in gradients)
         results.append([y.output[:, 11:], *y.cache, *(gradient[:, 11:] for gradient in gradients)])

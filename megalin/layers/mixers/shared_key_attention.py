@@ -57,14 +57,13 @@ class SharedKeyAttention(Mixer):
         k = k.squeeze(2)
         cache = WindowCache(*state) if state else self._entering(k, v, context)
         alone = context.borders is None
-        documents = context.known_documents() if alone else Documents(context.document_ids, None)
+        documents = context.known_documents() if alone else Documents(context.document_ids)
         attention = window_attention(
             q,
             k,
             v,
             window=self.config.window,
-            document_ids=documents.ids,
-            offsets=documents.offsets,
+            documents=documents,
             cache=cache,
         )
         remembered = attention.cache if state and attention.cache is not None else ()

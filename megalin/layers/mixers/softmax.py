@@ -99,8 +99,7 @@ class Softmax(Mixer):
         if self.repeats > 1:
             k, v = k.repeat_interleave(self.repeats, dim=2), v.repeat_interleave(self.repeats, dim=2)
         q, k, v = self.cp.to_heads(q, k, v)  # [B, T, H or G/tp/cp, K]
-        ids, offsets = context.known_documents()
-        y = causal_attention(q, k, v, document_ids=ids, offsets=offsets, backend=self.config.backend)
+        y = causal_attention(q, k, v, documents=context.known_documents(), backend=self.config.backend)
         return self.cp.to_tokens(y)
 
     def step(self, x: Tensor, context: SequenceContext, state: State) -> MixerOutput:
@@ -137,8 +136,8 @@ class SoftmaxConfig(MixerConfig):
     """Base of the rotary frequencies base^(-2 j / head width), radians a token."""
     backend: AttentionBackend = "auto"
     """Implementation of attention without a state. sdpa: PyTorch's own, cuDNN or FlashAttention-2 where they run.
-    flash_attn: the package flash-attn, on CUDA in bf16 or fp16; training refuses to go on without it. auto: sdpa, but
-    for packed documents flash_attn where it is installed and agrees with sdpa."""
+    flash_attn: the package flash-attn, on CUDA in bf16 or fp16; training refuses to go on without it. auto: sdpa, and
+    flash_attn for packed documents of head widths that PyTorch has no kernel for."""
 
     @property
     def key_value_heads(self) -> int:
