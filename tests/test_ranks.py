@@ -2,12 +2,15 @@
 
 import os
 import signal
+import socket
 import time
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megalin.parallel.mesh import process_group
 from tests.ranks import RankFailedError, run_ranks
 
 
@@ -29,6 +32,33 @@ def _die_on_rank_one() -> None:
     time.sleep(30)
 
 
+def _die_before_an_exchange() -> None:
+    _die_on_rank_one() if dist.get_rank() == 1 else _sum()
+
+
+def _stall_before_an_exchange() -> None:
+    time.sleep(60) if dist.get_rank() == 1 else _sum()
+
+
+def _sleep_on_rank_one() -> None:
+    time.sleep(60 if dist.get_rank() == 1 else 0)
+
+
+def _stall_in_a_launched_group(port: int) -> None:
+    """As `megalin train` under a launcher meets a rank that stalls."""
+    launch = {
+        "RANK": dist.get_rank(),
+        "WORLD_SIZE": 3,
+        "LOCAL_RANK": 0,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    dist.destroy_process_group()
+    os.environ |= {name: str(value) for name, value in launch.items()}
+    with process_group(torch.device("cpu"), timeout=timedelta(seconds=3)):
+        _stall_before_an_exchange()
+
+
 def test_results_come_back_by_rank():
     assert run_ranks(3, _sum) == [6.0, 6.0, 6.0]
 
@@ -43,6 +73,30 @@ def test_death_of_a_rank_is_noticed():
         run_ranks(2, _die_on_rank_one)
 
 
-def test_deadline_is_kept():
-    with pytest.raises(RankFailedError, match="timed out"):
-        run_ranks(2, time.sleep, 30, timeout=2)
+def test_rank_that_dies_in_an_exchange_is_named_beside_the_rank_that_waited():
+    with pytest.raises(
+        RankFailedError, match=r"(?s)rank 1 died: -9(; then rank 0:.*no word from rank 1|; reported: \[\])"
+    ):
+        run_ranks(2, _die_before_an_exchange)
+
+
+def test_rank_that_stalls_in_an_exchange_is_named_within_the_timeout():
+    with pytest.raises(
+        RankFailedError, match=r"(?s)an exchange failed, no word from rank 1: .*Timed out waiting 1600ms"
+    ):
+        run_ranks(3, _stall_before_an_exchange, timeout=4.0)
+
+
+def test_rank_that_stalls_under_a_launcher_is_named_within_the_timeout():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with pytest.raises(
+        RankFailedError, match=r"(?s)an exchange failed, no word from rank 1: .*Timed out waiting 3000ms"
+    ):
+        run_ranks(3, _stall_in_a_launched_group, port)
+
+
+def test_deadline_is_kept_and_names_who_did_not_answer():
+    with pytest.raises(RankFailedError, match="timed out: no answer from rank 1"):
+        run_ranks(2, _sleep_on_rank_one, timeout=2.0)

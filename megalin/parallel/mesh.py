@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from megalin.config import Config
 from megalin.errors import ConfigError
@@ -19,6 +20,7 @@ from megalin.launch import launched
 from megalin.parallel.collectives import Axis, all_reduce
 from megalin.parallel.context import ContextParallel, ExchangeName
 from megalin.parallel.pipeline import PipelineParallel, ScheduleName
+from megalin.parallel.ranks import naming_silent_ranks
 from megalin.parallel.tensor_parallel import TensorParallel
 
 _STAGE = "stage"
@@ -276,16 +278,20 @@ def compute_device() -> torch.device:
 
 @contextmanager
 def process_group(device: torch.device, *, timeout: timedelta = timedelta(minutes=10)) -> Iterator[None]:
-    """The default process group for the body: the launcher's ranks, or this process alone. NCCL on GPUs, else gloo."""
+    """The default process group for the body: the launcher's ranks, or this process alone. NCCL on GPUs, else gloo.
+
+    Raises:
+        RankFailedError: an exchange of the body failed; it names the ranks that had no part in it.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    store, rank, world_size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]
     if launched().world_size > 1:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     try:
-        yield
+        with naming_silent_ranks(store, rank, world_size, timeout):
+            yield
     finally:
         dist.destroy_process_group()

@@ -9,10 +9,14 @@ import queue
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from megalin.errors import RankFailedError
 
@@ -30,6 +34,8 @@ _PRELOAD = [
 """What every rank needs; a fork has it at once."""
 _COLLECTIVE_SECONDS = 600.0
 """The longest that a rank waits for another in one collective."""
+_WORD_SECONDS = 10.0
+"""How long a rank whose exchange failed waits for the others to fail as well."""
 
 _context = multiprocessing.get_context("forkserver")
 
@@ -44,7 +50,7 @@ def run_ranks(
     """Calls the module-level `function(*args)` on `world_size` gloo ranks; returns its results by rank.
 
     Args:
-        timeout: seconds for the whole, of which a collective may take half; None: no limit but that of a collective.
+        timeout: seconds for the whole, of which a collective may take two fifths; None: no limit but that of a collective.
         preload: modules besides torch's that the process should load from which the ranks of all calls are forked; the
             first call starts it.
 
@@ -53,7 +59,7 @@ def run_ranks(
     """
     _context.set_forkserver_preload([*_PRELOAD, *preload])
     reports, done = _context.Queue(), _context.Event()
-    waits = _COLLECTIVE_SECONDS if timeout is None else min(timeout / 2, _COLLECTIVE_SECONDS)
+    waits = _COLLECTIVE_SECONDS if timeout is None else min(0.4 * timeout, _COLLECTIVE_SECONDS)
     with tempfile.TemporaryDirectory() as folder:
         meet = (str(Path(folder) / "store"), world_size, waits)
         workers = [
@@ -78,47 +84,72 @@ def _worker(rank: int, meet: tuple[str, int, float], function: Any, args: Any, r
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # Torch warns of every tensor that takes two all-gathers to become whole.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    import torch
-    import torch.distributed as dist
-
-    store, world_size, seconds = meet
     torch.set_num_threads(1)
+    path, world_size, seconds = meet
     try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{store}",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=seconds),
-        )
-        reports.put((rank, None, function(*args)))
-    except BaseException:  # noqa: BLE001 - whatever a rank raised is what the caller must see
+        store = dist.FileStore(path, world_size)  # type: ignore[attr-defined]
+        timeout = timedelta(seconds=seconds)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+        with naming_silent_ranks(store, rank, world_size, timeout):
+            result = function(*args)
+        reports.put((rank, None, result))
+    except BaseException:
         reports.put((rank, traceback.format_exc(), None))
+        raise
     done.wait()
     dist.destroy_process_group()
+
+
+@contextmanager
+def naming_silent_ranks(
+    store: dist.Store,  # type: ignore[name-defined]
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
+) -> Iterator[None]:
+    """Where an exchange of the body fails, tells which ranks do not fail with it: those that died, stalled or left.
+
+    Ranks that wait for another give up after `timeout`, all within a short time of each other.
+
+    Raises:
+        RankFailedError: in place of the error of the exchange.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            raise
+        store.set(f"failed/{rank}", "")
+        deadline = time.monotonic() + min(_WORD_SECONDS, timeout.total_seconds())
+        silent = [other for other in range(world_size) if other != rank]
+        while silent and time.monotonic() < deadline:
+            time.sleep(0.05)
+            silent = [other for other in silent if not store.check([f"failed/{other}"])]
+        blamed = f"no word from rank {', '.join(map(str, silent))}" if silent else "every rank failed in it"
+        raise RankFailedError(f"rank {rank}: an exchange failed, {blamed}: {error}") from error
 
 
 def _collect(workers: list[Any], reports: Any, deadline: float | None) -> dict[int, Any]:
     results: dict[int, Any] = {}
     while len(results) < len(workers):
+        # Looked at first: what a rank said before it died can be read.
+        codes = {rank: worker.exitcode for rank, worker in enumerate(workers) if worker.exitcode not in (None, 0)}
         try:
             rank, error, result = reports.get(timeout=0.2)
         except queue.Empty:
-            if died := _dead(workers):
-                raise RankFailedError(f"{died}; reported: {sorted(results)}") from None
+            if codes:
+                raise RankFailedError(f"{_deaths(codes)}; reported: {sorted(results)}") from None
             if deadline is not None and time.monotonic() > deadline:
                 silent = [str(rank) for rank in range(len(workers)) if rank not in results]
                 raise RankFailedError(f"timed out: no answer from rank {', '.join(silent)}") from None
             continue
         if error is not None:
-            # What broke this rank may be that another one died.
-            died = _dead(workers)
-            raise RankFailedError(f"{died}; then rank {rank}:\n{error}" if died else f"rank {rank}:\n{error}")
+            # What broke this rank may be that another one was killed. A rank that raises ends with 1.
+            killed = _deaths({rank: code for rank, code in codes.items() if code != 1})
+            raise RankFailedError(f"{killed}; then rank {rank}:\n{error}" if killed else f"rank {rank}:\n{error}")
         results[rank] = result
     return results
 
 
-def _dead(workers: list[Any]) -> str:
-    """Names the ranks that ended without an answer; empty where none did."""
-    codes = {rank: worker.exitcode for rank, worker in enumerate(workers) if worker.exitcode not in (None, 0)}
+def _deaths(codes: dict[int, int]) -> str:
     return ", ".join(f"rank {rank} died: {code}" for rank, code in codes.items())
