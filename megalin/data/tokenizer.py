@@ -21,6 +21,7 @@ from megalin.data.tokenizer_formats import (
     SentencePieceTokenizer,
     TiktokenTokenizer,
 )
+from megalin.data.word_cache import WordCache, cuts_as_gpt2
 from megalin.errors import ConfigError, DataError
 
 BYTES = "bytes"
@@ -158,12 +159,17 @@ class HuggingFaceTokenizer:
         self.vocab_size = max(self._vocabulary.values()) + 1
         if self.vocab_size > VOCABULARY_LIMIT:
             raise DataError(f"{path}: expected token ids below {VOCABULARY_LIMIT}; found {self.vocab_size - 1}")
-        self._decoder = json.loads(data).get("decoder")
+        description = json.loads(data)
+        self._decoder = description.get("decoder")
+        self._cache = WordCache(self._encode_whole) if cuts_as_gpt2(description) else None
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return self._encode_whole(texts) if self._cache is None else self._cache.encode_batch(texts)
+
+    def _encode_whole(self, texts: Sequence[str]) -> list[list[int]]:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [list(encoding.ids) for encoding in encodings]
 

@@ -178,6 +178,57 @@ def test_batch_equals_one_by_one(tokenizer):
     assert tokenizer.encode_batch([]) == []
 
 
+SPACES = [chr(code) for code in range(0x110000) if chr(code).isspace() or 0x1C <= code <= 0x1F]
+
+
+def test_pieces_from_the_cache_are_the_library_s_own_ids(path, monkeypatch):
+    """Any mixture of spaces, letters, digits, signs and contractions; the cache is emptied now and then."""
+    monkeypatch.setattr("megalin.data.word_cache._MOST_PIECES", 500)
+    tokenizer, library = HuggingFaceTokenizer(path), LibraryTokenizer.from_file(str(path))
+    library.encode_special_tokens = True
+    rng = np.random.default_rng(0)
+    alphabet = [
+        *SPACES,
+        *" \n\t" * 8,
+        *"ab1'!é日🙂\u0301\u200b\ufeff\x00",
+        "'s",
+        "'ll",
+        "<|endoftext|>",
+        "the cat",
+        "x" * 70,
+    ]
+    for _ in range(40):
+        texts = ["".join(rng.choice(alphabet, rng.integers(0, 200))) for _ in range(25)]
+        expected = [encoding.ids for encoding in library.encode_batch(texts, add_special_tokens=False)]
+        assert tokenizer.encode_batch(texts) == expected
+    assert len(tokenizer._cache._ids) <= 500 + 25 * 200
+    assert not any(len(piece) > 64 for piece in tokenizer._cache._ids)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("normalizer", {"type": "Replace", "pattern": {"String": "e c"}, "content": "X"}),
+        ("pre_tokenizer", {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}),
+        ("pre_tokenizer", {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}),
+        ("pre_tokenizer", {"type": "Whitespace"}),
+        ("added_tokens", "e cat"),
+    ],
+)
+def test_batch_equals_the_library_for_tokenizers_that_cut_otherwise(path, tmp_path, field, value):
+    description = json.loads(path.read_bytes())
+    if field == "added_tokens":
+        last = {**description["added_tokens"][0], "id": 1000, "content": value, "special": False}
+        description["added_tokens"].append(last)
+    else:
+        description[field] = value
+    (tmp_path / "t.json").write_text(json.dumps(description))
+    library = LibraryTokenizer.from_file(str(tmp_path / "t.json"))
+    library.encode_special_tokens = True
+    expected = [encoding.ids for encoding in library.encode_batch(HARD, add_special_tokens=False)]
+    assert HuggingFaceTokenizer(tmp_path / "t.json").encode_batch(HARD) == expected
+
+
 def test_end_of_document_has_an_id_of_no_bytes(tokenizer):
     assert tokenizer.token_bytes()[tokenizer.eod_id] == 0
     assert tokenizer.token_bytes().shape == (tokenizer.vocab_size,)
