@@ -50,7 +50,7 @@ def run_ranks(
     """Calls the module-level `function(*args)` on `world_size` gloo ranks; returns its results by rank.
 
     Args:
-        timeout: seconds for the whole, of which a collective may take two fifths; None: no limit but that of a collective.
+        timeout: seconds for the whole, a collective two fifths of it; None: no limit but that of a collective.
         preload: modules besides torch's that the process should load from which the ranks of all calls are forked; the
             first call starts it.
 
