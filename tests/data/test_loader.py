@@ -164,3 +164,54 @@ def test_validation_is_bounded_over_all_ranks(dataset):
     ]
     ids = [batch.sample_ids.tolist() for loader in loaders for batch in loader]
     assert ids == [[0, 1], [4, -1], [2, 3], [-1, -1]]
+
+
+@pytest.mark.parametrize(("workers", "read_ahead_steps"), [(1, 1), (3, 1), (4, 5)])
+def test_threads_and_read_ahead_change_nothing(dataset, workers, read_ahead_steps):
+    with _loader(dataset) as plain, _loader(dataset, workers=workers, read_ahead_steps=read_ahead_steps) as loader:
+        for step in (0, 1, 2, 7, 3, 4):
+            wanted, found = plain.step(step), loader.step(step)
+            assert torch.equal(found.digest, wanted.digest)
+            assert all(_same(a, b) for a, b in zip(found.batches, wanted.batches, strict=True))
+
+
+@pytest.mark.parametrize(("dp_size", "micro_batch_size"), [(1, 1), (2, 4), (4, 2), (8, 1)])
+def test_digests_of_the_ranks_add_up_to_that_of_the_step(dataset, dp_size, micro_batch_size):
+    with _loader(dataset, micro_batch_size=8) as whole:
+        wanted = [whole.step(step).digest for step in range(4)]
+    total = [torch.zeros(2, dtype=torch.int64)] * 4
+    for rank in range(dp_size):
+        with _loader(dataset, dp_rank=rank, dp_size=dp_size, micro_batch_size=micro_batch_size) as loader:
+            total = [total[step] + loader.step(step).digest for step in range(4)]
+    assert all(torch.equal(a, b) for a, b in zip(total, wanted, strict=True))
+    assert len({tuple(digest.tolist()) for digest in wanted}) == 4
+
+
+def test_digest_tells_the_same_samples_in_other_places_apart(dataset):
+    class Swapped:
+        def samples(self, positions):
+            return positions ^ 1
+
+    class Plain:
+        def samples(self, positions):
+            return positions
+
+    with (
+        Loader(dataset, Plain(), global_batch_size=4, micro_batch_size=2) as plain,
+        Loader(dataset, Swapped(), global_batch_size=4, micro_batch_size=2) as swapped,
+    ):
+        assert not torch.equal(plain.step(0).digest, swapped.step(0).digest)
+
+
+def test_preparation_is_done_by_the_readers_after_the_digest(dataset):
+    threads = set()
+
+    def prepare(batch):
+        threads.add(threading.current_thread())
+        return batch._replace(tokens=batch.tokens[:, :2])
+
+    with _loader(dataset, prepare=prepare) as loader, _loader(dataset) as plain:
+        prepared, whole = loader.step(0), plain.step(0)
+    assert torch.equal(prepared.digest, whole.digest)
+    assert prepared.batches[0].tokens.shape == (2, 2)
+    assert threading.main_thread() not in threads

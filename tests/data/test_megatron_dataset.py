@@ -1,13 +1,18 @@
 """Runs in Megatron-LM's order: the very tokens that its builder gave, the cached index, and every refusal."""
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from megalin.data.config import DataConfig
+from megalin.data.index_cache import cached
 from megalin.data.sources import open_training
 from megalin.errors import ConfigError, DataError, StorageError
 from tests.data.shard_files import write_by_hand
@@ -120,17 +125,44 @@ def test_index_of_a_killed_builder_is_built_again(tmp_path, prefixes, monkeypatc
     assert len([path for path in (run / "cache").iterdir() if path.is_dir()]) == 1
 
 
-def test_processes_that_need_an_index_at_once_build_it_once(tmp_path, prefixes):
-    code = (
-        "import sys, numpy as np; from pathlib import Path; from megalin.data import index_cache\n"
-        "def build():\n"
-        f"    open(r'{tmp_path}/built', 'a').write('x')\n"
-        "    return {'a': np.arange(5)}\n"
-        f"print(index_cache.cached(Path(r'{tmp_path}/cache'), {{'k': 1}}, build)['a'].tolist())\n"
-    )
-    readers = [os.popen(f'"{os.sys.executable}" -c "{code}"') for _ in range(3)]
-    assert [reader.read().strip() for reader in readers] == ["[0, 1, 2, 3, 4]"] * 3
-    assert (tmp_path / "built").read_text() == "x"
+def test_second_that_needs_an_index_waits_for_the_first_that_builds_it(tmp_path, monkeypatch):
+    building, waiting, built = threading.Event(), threading.Event(), []
+    lock = fcntl.flock
+
+    def build():
+        built.append(threading.get_ident())
+        building.set()
+        assert waiting.wait(timeout=30)
+        return {"a": np.arange(5)}
+
+    def watched(file, how):
+        if building.is_set():
+            waiting.set()
+        lock(file, how)
+
+    monkeypatch.setattr("megalin.data.index_cache.fcntl.flock", watched)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(cached, tmp_path, {"k": 1}, build)
+        assert building.wait(timeout=30)
+        second = pool.submit(cached, tmp_path, {"k": 1}, build)
+        assert first.result()["a"].tolist() == second.result()["a"].tolist() == [0, 1, 2, 3, 4]
+    assert len(built) == 1
+
+
+def test_file_systems_without_locks_keep_the_first_index(tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError(errno.ENOTSUP, "no locks")
+
+    def build():
+        # Another process, which could not be waited for, publishes meanwhile.
+        if not others:
+            others.append(cached(tmp_path, {"k": 1}, lambda: {"a": np.arange(3)}))
+        return {"a": np.arange(3)}
+
+    others = []
+    monkeypatch.setattr("megalin.data.index_cache.fcntl.flock", no_locks)
+    assert cached(tmp_path, {"k": 1}, build)["a"].tolist() == [0, 1, 2]
+    assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 1
 
 
 def test_damaged_index_is_refused(tmp_path, prefixes):

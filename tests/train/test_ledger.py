@@ -1,0 +1,80 @@
+"""The ledger of a run: written step by step, cut on resume, compared, and kept from a full disk."""
+
+import errno
+import warnings
+
+import pytest
+import torch
+
+from megalin.errors import DataError, StorageError
+from megalin.train.ledger import Ledger, compare_ledgers
+
+
+def _write(path, digests, *, resumed_step=0):
+    path.parent.mkdir(exist_ok=True)
+    ledger = Ledger(path, resumed_step=resumed_step)
+    for step, digest in enumerate(digests, start=resumed_step + 1):
+        ledger.write(step, torch.tensor([digest, -digest]))
+    ledger.close()
+    return path
+
+
+def test_line_of_a_step_is_its_digest_in_hex(tmp_path):
+    path = _write(tmp_path / "ledger.jsonl", [1, 255])
+    assert path.read_text().splitlines() == [
+        '{"step": 1, "digest": "0000000000000001ffffffffffffffff"}',
+        '{"step": 2, "digest": "00000000000000ffffffffffffffff01"}',
+    ]
+
+
+def test_resumed_run_replaces_the_steps_that_it_does_again(tmp_path):
+    path = _write(tmp_path / "ledger.jsonl", [1, 2, 3, 4])
+    _write(path, [7], resumed_step=2)
+    assert [line.split('"')[-2][:16] for line in path.read_text().splitlines()] == [f"{n:016x}" for n in (1, 2, 7)]
+
+
+def test_rank_that_does_not_write_has_no_file(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.jsonl", resumed_step=0, enabled=False)
+    ledger.write(1, torch.zeros(2, dtype=torch.int64))
+    ledger.close()
+    assert not (tmp_path / "ledger.jsonl").exists()
+
+
+def test_comparison_names_the_first_step_of_other_samples(tmp_path):
+    first = _write(tmp_path / "a" / "ledger.jsonl", [1, 2, 3, 4, 5])
+    _write(tmp_path / "b" / "ledger.jsonl", [1, 2, 9, 9])
+    assert compare_ledgers(first, tmp_path / "b") == (4, 3, 1, 0)
+    assert compare_ledgers(tmp_path / "a", first) == (5, None, 0, 0)
+
+
+def test_files_that_are_no_ledgers_are_refused(tmp_path):
+    good = _write(tmp_path / "a" / "ledger.jsonl", [1])
+    with pytest.raises(DataError, match=r"none: cannot be read \(No such file or directory\); give a ledger"):
+        compare_ledgers(good, tmp_path / "none")
+    for text in ("{}", "[1]", "x", '{"step": "one", "digest": 2}', "\udcff"):
+        (tmp_path / "bad").write_text(f"{good.read_text()}{text}\n", errors="surrogateescape")
+        with pytest.raises(DataError, match="bad: line 2 is no line of a ledger"):
+            compare_ledgers(good, tmp_path / "bad")
+    later = _write(tmp_path / "later", [1], resumed_step=5)
+    with pytest.raises(DataError, match="have no step in common"):
+        compare_ledgers(good, later)
+
+
+def test_ledger_that_cannot_be_opened_is_named(tmp_path):
+    with pytest.raises(StorageError, match=r"none/ledger\.jsonl: cannot be written"):
+        Ledger(tmp_path / "none" / "ledger.jsonl", resumed_step=0)
+
+
+def test_full_disk_is_warned_about_once(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    ledger = Ledger(tmp_path / "ledger.jsonl", resumed_step=0)
+    monkeypatch.setattr("megalin.train.metrics.os.write", full)
+    with pytest.warns(
+        RuntimeWarning, match=r"cannot be written \(No space left on device\); training goes on, steps are"
+    ):
+        ledger.write(1, torch.zeros(2, dtype=torch.int64))
+    with warnings.catch_warnings(action="error"):
+        ledger.write(2, torch.zeros(2, dtype=torch.int64))
+    ledger.close()
