@@ -41,6 +41,7 @@ def test_the_gate_is_green_for_the_same_function_and_red_for_others(case):
     assert gate(lambda x: [_WrongGradient.apply(x)], case, factor=2).startswith("gradient of x 5.0e-01")
     assert "output 0 nan" in gate(lambda x: [x.square() * float("nan")], case, factor=2)
     assert gate(chance, case, factor=20).startswith("differs between two calls: output 0")
+    assert gate(chance, case._replace(repeatable=False), factor=20) == ""
 
 
 def test_the_gate_of_a_step_compares_its_outputs_alone_each_in_its_dtype(case):
