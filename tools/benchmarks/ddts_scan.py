@@ -110,6 +110,6 @@ def _peers() -> dict[str, Function]:
         strength, temperature = functional.softplus(strength), torch.sigmoid(temperature)
         k = functional.normalize(k.float(), dim=-1, eps=1e-12) * strength**temperature
         q, k, v, g = (y.to(x.dtype)[:, :, None] for y in (q, k, v, -strength * temperature))
-        return [chunk_gla(q, k, v, g)[0]]
+        return [chunk_gla(q, k, v, g, state_v_first=True)[0]]
 
     return {"fla chunk_gla": peer}

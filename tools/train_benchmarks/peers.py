@@ -98,7 +98,9 @@ def _hgrn2(sizes: dict[str, object], mixer: MixerConfig) -> nn.Module:
 def _rodimus(sizes: dict[str, object], mixer: MixerConfig) -> nn.Module:
     from fla.models import RodimusConfig, RodimusForCausalLM
 
-    return RodimusForCausalLM(RodimusConfig(**sizes, block_type="rodimus", expand_ratio=mixer.state_size))
+    # The second flag says what its blocks do by default, and what the model around them needs to be told.
+    wide = {"residual_in_fp32": True, "block_residual_in_fp32": True}
+    return RodimusForCausalLM(RodimusConfig(**sizes, **wide, block_type="rodimus", expand_ratio=mixer.state_size))
 
 
 def _mamba2(sizes: dict[str, object], mixer: MixerConfig) -> nn.Module:
