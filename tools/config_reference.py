@@ -13,6 +13,7 @@ from typing import Any
 
 import megalin.train.config as run
 from megalin.config import Config
+from megalin.data.config import PhaseConfig, SourceConfig
 from megalin.data.masking import MaskingConfig
 from megalin.layers.mixers.base import MixerConfig, mixer_types
 from megalin.model.config import BlockConfig, EncoderConfig, ModelConfig
@@ -51,7 +52,10 @@ def kind(schema: dict[str, Any]) -> str:
     if "const" in schema or "enum" in schema:
         return " or ".join(f"`{json.dumps(value)}`" for value in schema.get("enum", [schema.get("const")]))
     if schema.get("type") == "array":
-        return f"list of {kind(schema['items'])}"
+        count = f"{schema['minItems']} " if schema.get("minItems") == schema.get("maxItems", 0) else ""
+        return f"list of {count}{kind(schema['items'])}"
+    if schema.get("type") == "object":
+        return f"table of {kind(schema['additionalProperties'])}"
     limits = [f"{sign} {schema[key]:g}" for key, sign in LIMITS.items() if key in schema]
     return ", ".join([" ".join([WORDS[schema["type"]], *limits[:1]]), *limits[1:]])
 
@@ -99,8 +103,10 @@ def reference() -> str:
                 parts.append(section(f'`sublayers` with `type = "{mixer}"`', config, leave_out=common))
             continue
         assert isinstance(cls, type), name
-        parts.append(section(f"`[{name}]`", cls, leave_out=("masking",)))
+        parts.append(section(f"`[{name}]`", cls, leave_out=("masking", "sources", "phases")))
         if name == "data":
+            parts.append(section("`[[data.sources]]`", SourceConfig))
+            parts.append(section("`[[data.phases]]`", PhaseConfig))
             parts.append(section("`[data.masking]`", MaskingConfig))
     return "\n".join(parts)
 
