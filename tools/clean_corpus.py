@@ -1,0 +1,72 @@
+"""Cleans a corpus by rules that can be chosen one by one, and reports what each of them did."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from megalin.data import corpus, corpus_cleaning, inputs
+from megalin.data.cleaning import RULES
+from megalin.data.progress import shown_progress
+from megalin.errors import MegalinError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the tool; the exit code is 0, or the one of the error that is printed."""
+    args = _parser().parse_args(arguments)
+    try:
+        _run(args)
+    except MegalinError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    formats = ".jsonl/.json (an object a line), .txt (one document), each also .gz or .zst; .parquet"
+    add("--input", nargs="+", required=True, help=f"files, globs or @FILE with one of them a line: {formats}")
+    add("--json-key", default="text", help="key or column of the text")
+    add("--output-prefix", required=True, help="files are <prefix>-00000-of-00025.jsonl, and <prefix>.manifest.json")
+    add("--compress", choices=["none", "gz", "zst"], default="none", help="of the files written")
+    add("--rules", nargs="+", default=list(RULES), metavar="RULE", help="what to do")
+    add("--no-preserve-markup", action="store_true", help="clean Markdown and LaTeX like prose")
+    add("--languages", nargs="+", default=[], metavar="CODE", help="keep documents in these (en zh ...); none: all")
+    add("--least-characters", type=int, default=1, help="of a document after cleaning; shorter ones are left out")
+    add("--workers", type=int, default=1, help="processes; the output is the same for any number")
+    add("--resume", action="store_true", help="keep what a run that was stopped had finished")
+    add("--max-document-bytes", type=int, default=corpus.DEFAULT_DOCUMENT_BYTES, help="limit of a line or text file")
+    add("--log-interval", type=int, default=100_000, help="documents between two lines of progress, off a terminal")
+    return parser
+
+
+def _run(args: argparse.Namespace) -> None:
+    options = corpus_cleaning.CleanOptions(
+        json_key=args.json_key,
+        output_prefix=args.output_prefix,
+        rules=args.rules,
+        preserve_markup=not args.no_preserve_markup,
+        languages=args.languages,
+        least_characters=args.least_characters,
+        compression=args.compress,
+        workers=args.workers,
+        limit_bytes=args.max_document_bytes,
+        resume=args.resume,
+    )
+    paths = inputs.expand_inputs(args.input)
+    total_bytes = sum(path.stat().st_size for path in paths)
+    with shown_progress("cleaning", total_bytes, interval=args.log_interval) as tell:
+        report = corpus_cleaning.clean(paths, options, on_progress=tell)
+    for name, rule in report.rules.items():
+        print(f"{name}: {rule.documents} documents, {rule.removed_bytes} bytes removed")
+        for example in rule.examples[:1]:
+            print(f"    {example.before!a} -> {example.after!a}")
+    for kind, count in report.bad_lines.items():
+        print(f"left out: {count} x {kind}", file=sys.stderr)
+    left_out = f"{report.too_short} too short, {report.other_language} in other languages"
+    print(f"{report.written_documents} of {report.documents} documents ({left_out}): {len(report.files)} files")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
