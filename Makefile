@@ -30,6 +30,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# One thread a process: several ranks share the cores, and idle OpenMP threads spin.
+# One thread a process: several ranks share the cores, and idle OpenMP threads spin. A worker takes whole files, which
+# share what their first test makes, in the order of tests/conftest.py.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=15
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder --durations=15

@@ -1,5 +1,6 @@
 """What every test starts from: one seed, one thread, and uninitialised memory that shows."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -21,3 +22,9 @@ def _same_start(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(threads)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first, then those that start ranks: workers that take file after file end together."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: (-slow[item.path], not hasattr(item.module, "run_ranks")))

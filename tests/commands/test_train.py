@@ -131,7 +131,8 @@ def test_all_problems_of_a_config_are_told_at_once(fails, config):
 def test_ranks_that_do_not_fit_are_refused_before_any_is_met(
     fails, config, tmp_path, monkeypatch, environment, overrides, message
 ):
-    for name, value in environment.items():
+    launch = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in (launch | environment).items():
         monkeypatch.setenv(name, value)
     assert re.search(message, fails(CONFIG, "train", config, *overrides, "--folder", tmp_path / "run"), re.MULTILINE)
 

@@ -80,11 +80,6 @@ CASES_OF = {
     | named(ENCODERS[2:3], cp=4, length=32),
 }
 """By world size. Two ranks cannot see a wrong transition, since the state that enters the first is zero: cp 3 is in."""
-SLOW_MESHES: dict[int, list[dict[str, Any]]] = {
-    2: [{"cp": 2}],
-    4: [{"cp": 4, "shard": 2}, {"cp": 2, "tp": 2}, {"cp": 2, "tp": 2, "sequence_parallel": True}, {"cp": 2, "dp": 2}],
-    6: [{"cp": 3, "tp": 2, "sequence_parallel": True}, {"cp": 3, "dp": 2, "shard": 1}],
-}
 
 
 def _verify(cases: list[Case], faulty: list[Case]) -> tuple[list[list[Row]], list[list[FaultResult]]]:
@@ -138,13 +133,6 @@ def assert_agrees(rows: list[Row]) -> None:
 @pytest.mark.parametrize(("world_size", "name"), [(size, name) for size in CASES_OF for name in CASES_OF[size]])
 def test_every_mixer_and_encoder_agrees_with_one_process(groups: Groups, world_size: int, name: str):
     assert_agrees(groups.compared(world_size)[0][name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "mesh"), [(size, mesh) for size, meshes in SLOW_MESHES.items() for mesh in meshes])
-def test_every_row_agrees_with_one_process_on_every_mesh(ranks: int, mesh: dict[str, Any]):
-    for rows in compared(ranks, named(ROWS, **mesh) | named(ENCODERS, length=36, **mesh), {})[0].values():
-        assert_agrees(rows)
 
 
 def test_rows_hold_every_mixer():
