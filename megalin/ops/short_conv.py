@@ -19,6 +19,10 @@ MAX_TAPS = 8
 """Of the kernels, which keep two windows of that many tokens in registers."""
 
 
+MAX_STEP = 2**24
+"""Elements from a token to the next, in the kernels."""
+
+
 class ShortConvOutput(NamedTuple):
     """Result of a short convolution."""
 
@@ -146,8 +150,8 @@ def _unsupported(x: Tensor, weight: Tensor, *others: Tensor | None) -> str:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x with its last dimension contiguous."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """x with its last dimension contiguous, and tokens so near that those of a tile lie within 32 bits."""
+    return x if x.stride(-1) == 1 and x.stride(1) <= MAX_STEP else x.contiguous()
 
 
 @torch.library.custom_op("megalin::short_conv", mutates_args=())
@@ -179,7 +183,7 @@ def _backward(
     silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of x, the weight, a bias and the entering state; empty where there is no state."""
-    from megalin._triton import short_conv as kernels
+    from megalin._triton import short_conv_gradient as kernels
 
     dstate = None if dstate is None else dstate.contiguous()
     return kernels.backward(_rows(dy), dstate, x, weight, bias, state, document_ids, silu=silu)

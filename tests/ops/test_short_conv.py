@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -165,6 +167,18 @@ def test_the_kernel_takes_a_slice_and_any_gradient():
         lambda **x: run(lambda *a, **k: short_conv(*a, **k, backend="triton"), **x),
         lambda **x: run(short_conv_reference, **x),
         inputs,
+    )
+
+
+def test_the_kernel_takes_tokens_that_lie_far_apart(monkeypatch):
+    monkeypatch.setattr("megalin.ops.short_conv.MAX_STEP", WIDTH)
+    inputs = {"x": torch.randn(BATCH, 3, 2 * WIDTH), "weight": torch.randn(WIDTH, TAPS)}
+
+    def run(function, x: Tensor, weight: Tensor) -> list[Tensor]:
+        return [function(x[..., WIDTH:], weight, None).output]
+
+    assert_as_good_as_the_reference(
+        lambda **x: run(partial(short_conv, backend="triton"), **x), lambda **x: run(short_conv_reference, **x), inputs
     )
 
 
