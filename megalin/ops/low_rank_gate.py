@@ -79,16 +79,18 @@ def _(x: Tensor, code: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("megalin::low_rank_gate_backward", mutates_args=())
-def _backward(dy: Tensor, x: Tensor, code: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of x, the logits and the bias."""
+def _backward(
+    dy: Tensor, x: Tensor, code: Tensor, weight: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of x, code, weight and bias."""
     from megalin._triton import low_rank_gate as kernels
 
     return kernels.backward(_rows(dy), x, code, weight, bias)
 
 
 @_backward.register_fake
-def _(dy: Tensor, x: Tensor, code: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape), torch.empty_like(bias)
+def _(dy: Tensor, x: Tensor, code: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), code.new_empty(code.shape), torch.empty_like(weight), torch.empty_like(bias)
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -96,9 +98,7 @@ def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
-    x, code, weight, bias = ctx.saved_tensors
-    dx, dlogits, dbias = _backward(dy, x, code, weight, bias)
-    return dx, dlogits @ weight, dlogits.mT @ code, dbias
+    return _backward(dy, *ctx.saved_tensors)
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
