@@ -95,8 +95,10 @@ def test_resume_on_other_meshes_goes_on_with_the_same_samples(config, whole_runs
     folder = tmp_path / "run"
     run_ranks(2, _runs, config, [(folder, ["parallel.tp=2", "train.stop_after_steps=3"])])
     run_ranks(2, _runs, config, [(folder, ["data.workers=4", "train.stop_after_steps=5"])])
+    run_ranks(4, _runs, config, [(folder, ["train.micro_batch_size=1", "train.stop_after_steps=7"])])
     run_ranks(3, _runs, config, [(folder, ["parallel.cp=3", "train.stop_after_steps=8"])])
     run_ranks(2, _runs, config, [(folder, ["parallel.cp=2", "train.stop_after_steps=10"])])
+    run_ranks(2, _runs, config, [(folder, ["parallel.pp=2", "train.stop_after_steps=11"])])
     run_ranks(1, _runs, config, [(folder, [])])
     expected = metrics(whole_runs["single"])
     assert [line["label_tokens"] for line in metrics(folder)] == [line["label_tokens"] for line in expected]
