@@ -15,6 +15,7 @@ from megalin.model.config import AnyModelConfig, EncoderConfig, ModelConfig
 from megalin.model.language_model import LanguageModel, ModelOutput
 from megalin.model.stack import Stage
 from megalin.parallel.context import ContextParallel
+from megalin.parallel.pipeline import LOSS_DTYPE
 from megalin.parallel.tensor_parallel import TensorParallel
 
 
@@ -73,7 +74,7 @@ class DecoderStage(LanguageModel):
             x: [B, T] ids on the first stage, else the residual stream [B, T or T/tp, D].
             document_ids: [B, T], non-decreasing along T.
             labels: [B, T] next ids, IGNORED_LABEL where there is no loss; the last stage reads them.
-            losses: sum: the last stage returns the sum of the losses, [1]; tokens: logits and the loss of each token.
+            losses: sum: the last stage returns the sum of the losses, [1] fp64; tokens: logits and a loss a token.
 
         Returns:
             The residual stream; on the last stage the sum, or the output with the logits.
@@ -89,8 +90,8 @@ class DecoderStage(LanguageModel):
         if not self.stage.is_last:
             return x
         output = self.head_output(self.norm(x).to(context.compute_dtype), labels, losses)
-        # Not a view: the engine detaches it in place.
-        return output.loss_sums().clone() if losses == "sum" else output
+        # Told to the engine beforehand, so of one dtype whatever kernel gave it; not a view: the engine detaches it.
+        return output.loss_sums().to(LOSS_DTYPE, copy=True) if losses == "sum" else output
 
 
 def plan_stages(config: AnyModelConfig, num_stages: int, *, length: int) -> StagePlan:

@@ -22,6 +22,9 @@ from megalin.parallel.tensor_parallel import local
 
 ScheduleName = Literal["1f1b", "interleaved", "zero_bubble"]
 
+LOSS_DTYPE = torch.float64
+"""Dtype of the loss sum that the last stage gives."""
+
 
 class PipelineParallel:
     """The pipeline axis: its size, the stages of this rank, and sums over stages. The default has size 1.
@@ -119,7 +122,7 @@ def make_schedule(
     # The first operation of a NCCL group must not be one of neighbours only.
     pp.sum(torch.zeros(1, device=tokens.device))
     template = stream.empty("meta").requires_grad_()
-    last = torch.empty(1, dtype=torch.promote_types(stream.dtype, torch.float32), device="meta", requires_grad=True)
+    last = torch.empty(1, dtype=LOSS_DTYPE, device="meta", requires_grad=True)
     stages = [
         PipelineStage(
             module,
