@@ -214,7 +214,7 @@ def _candidates(key: int, value: int, dtype: torch.dtype) -> list[Tiles]:
     return found
 
 
-def _state_tiles(key: int, value: int, dtype: torch.dtype) -> Tiles:
+def state_tiles(key: int, value: int, dtype: torch.dtype) -> Tiles:
     """Of block_state_kernel."""
     if dtype != torch.bfloat16:
         return _tiles(key, value, dtype)
@@ -236,7 +236,7 @@ def _block_tokens(length: int, slots: int, parts: int) -> int:
     return triton.cdiv(triton.cdiv(length, slots), 64 * parts) * 64 * parts if slots > 1 else length
 
 
-def _numbers(dtype: torch.dtype) -> dict[str, object]:
+def numbers(dtype: torch.dtype) -> dict[str, object]:
     """Operands of products: bf16 as it is; fp16, whose range states leave, and fp32 through fp32 operands."""
     if dtype == torch.bfloat16:
         return {"OPERAND": tl.bfloat16, "PRECISION": "ieee"}
@@ -265,13 +265,13 @@ class Sequence(NamedTuple):
         batch, key, value = k.shape[0], k.shape[3], v.shape[3]
         states = k.new_empty(batch, self.heads, self.slots, key, value, dtype=torch.float32)
         added = k.new_empty(batch, self.heads, self.blocks * self.parts, key, value, dtype=torch.float32)
-        tiles, width = _state_tiles(key, value, v.dtype), max(16, triton.next_power_of_2(key))
+        tiles, width = state_tiles(key, value, v.dtype), max(16, triton.next_power_of_2(key))
         switches = {"DECAY": self.slopes is not None, "DOCUMENTS": self.documents is not None, "REVERSE": reverse}
         part_tokens, total = self.block_tokens // self.parts, self.blocks * self.parts
         block_state_kernel[batch * self.heads * triton.cdiv(value, tiles.value), total - self.parts](
             tiled(k, tiles.chunk, width), tiled(v, tiles.chunk, tiles.value), self.slopes, self.documents, added,
             self.length, self.heads, total, part_tokens, self.parts if reverse else 0, KEY=key, VALUE=value,
-            **switches, C=tiles.chunk, BLOCK_KEY=width, BLOCK_VALUE=tiles.value, **_numbers(v.dtype),
+            **switches, C=tiles.chunk, BLOCK_KEY=width, BLOCK_VALUE=tiles.value, **numbers(v.dtype),
             num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
         fold_kernel[batch * self.heads * triton.cdiv(key * value, 1024),](
@@ -304,7 +304,7 @@ class Sequence(NamedTuple):
                 1 if self.blocks == 1 else self.slots, self.block_tokens, KEY=key, VALUE=value,
                 DECAY=self.slopes is not None, DOCUMENTS=self.documents is not None, REVERSE=reverse,
                 TRANSPOSED=transposed, ENTERING=states is not None, LEAVING=leaving is not None, C=tiles.chunk,
-                BLOCK_KEY=width, BLOCK_VALUE=tiles.value, **_numbers(v.dtype), num_warps=tiles.warps,
+                BLOCK_KEY=width, BLOCK_VALUE=tiles.value, **numbers(v.dtype), num_warps=tiles.warps,
                 num_stages=tiles.stages,
             )  # fmt: skip
 
@@ -370,7 +370,7 @@ def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dic
     cases: list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]] = []
     integers = ("length", "heads", "slots", "block_tokens", "parts", "part_tokens", "skipped")
     launches = itertools.product(
-        ((block_state_kernel, _state_tiles), (scan_kernel, _tiles)),
+        ((block_state_kernel, state_tiles), (scan_kernel, _tiles)),
         ((128, torch.bfloat16), (256, torch.bfloat16), (128, torch.float32)),
         (True, False),
     )
@@ -381,7 +381,7 @@ def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dic
         types |= dict.fromkeys(("added_ptr", "entering_ptr", "leaving_ptr", "slopes_ptr"), "*fp32")
         types |= dict.fromkeys(integers, "i32")
         constants = {"KEY": key, "VALUE": value, "DECAY": decay, "DOCUMENTS": False, "C": tiles.chunk}
-        constants |= {"BLOCK_KEY": key, "BLOCK_VALUE": tiles.value, **_numbers(dtype), "ENTERING": True}
+        constants |= {"BLOCK_KEY": key, "BLOCK_VALUE": tiles.value, **numbers(dtype), "ENTERING": True}
         constants |= {"documents_ptr": None} | ({} if decay else {"slopes_ptr": None})
         for reverse in (False, True):
             switches = {"REVERSE": reverse, "TRANSPOSED": reverse, "LEAVING": not reverse}

@@ -6,15 +6,28 @@ end of the run, of the last token's document alone. Exponents are sums of log de
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from megalin.ops import backend as backends
+from megalin.ops.backend import Backend, Compiled
 from megalin.ops.chunks import sum_after, visible_decay
+from megalin.ops.decay_scan import WIDTH_UNIT, unsupported
 from megalin.ops.operands import check_operands
+from megalin.ops.self_test import compare, sample
 from megalin.ops.srmsnorm import compute_dtype
 
 
-def decay_state(k: Tensor, v: Tensor, slopes: Tensor | None, *, document_ids: Tensor | None = None) -> Tensor:
+def decay_state(
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    *,
+    document_ids: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
     """sum_t exp(-s (T - 1 - t)) k_t v_t^T, the state of `decay_scan`.
 
     Args:
@@ -22,21 +35,90 @@ def decay_state(k: Tensor, v: Tensor, slopes: Tensor | None, *, document_ids: Te
         v: [B, T, H, V].
         slopes: [H], s >= 0, at least fp32 (a buffer: it gets no gradient); None for no decay.
         document_ids: [B, T] integers; None when each row is one document.
+        backend: which implementation runs; the compiled one takes k and v of bf16, with K and V up to 256 in pieces of
+            8.
 
     Returns:
         [B, H, K, V] in at least fp32.
 
     Raises:
+        KernelError: an explicit backend that cannot run.
         OperandError: tensors whose shapes, kinds or devices do not fit together.
     """
     operands = {"k": (k, "BTHK"), "v": (v, "BTHV"), "slopes": (slopes, "H"), "document_ids": (document_ids, "BT int")}
     check_operands("decay_state", operands)
+    if backends.choose("decay_state", backend, v.device.type, _unsupported(k, v)) == "reference":
+        return decay_state_reference(k, v, slopes, document_ids=document_ids)
+    return _state(k, v, None if slopes is None else slopes.float(), document_ids)
+
+
+def decay_state_reference(k: Tensor, v: Tensor, slopes: Tensor | None, *, document_ids: Tensor | None = None) -> Tensor:
+    """`decay_state` in plain PyTorch."""
     wide = compute_dtype(v)
-    weight = _kept(document_ids, k)[..., None].to(wide)  # [1 or B, T, 1]
-    if slopes is not None:
-        to_end = torch.arange(k.shape[1] - 1, -1, -1, device=k.device)
-        weight = weight * torch.exp(-to_end[:, None] * slopes.to(wide))  # [1 or B, T, H]
+    weight = _weights(k, slopes, document_ids, wide)
     return torch.einsum("bthk,bthv->bhkv", k.to(wide) * weight[..., None], v.to(wide))
+
+
+def _weights(k: Tensor, slopes: Tensor | None, document_ids: Tensor | None, wide: torch.dtype) -> Tensor:
+    """exp(-s (T - 1 - t)) of the tokens of the last one's document, else 0: [1 or B, T, 1 or H]."""
+    weight = _kept(document_ids, k)[..., None].to(wide)
+    if slopes is None:
+        return weight
+    to_end = torch.arange(k.shape[1] - 1, -1, -1, device=k.device)
+    return weight * torch.exp(-to_end[:, None] * slopes.to(wide))
+
+
+def _unsupported(k: Tensor, v: Tensor) -> str:
+    """What of these the kernel does not take; empty where it does."""
+    if k.dtype != v.dtype or v.dtype != torch.bfloat16:
+        return f"k, v of {k.dtype}, {v.dtype}"
+    if k.shape[-1] % WIDTH_UNIT or v.shape[-1] % WIDTH_UNIT:
+        return f"heads of {k.shape[-1]} keys and {v.shape[-1]} values, no multiples of {WIDTH_UNIT}"
+    return unsupported(k, k, v)
+
+
+@torch.library.custom_op("megalin::decay_state", mutates_args=())
+def _state(k: Tensor, v: Tensor, slopes: Tensor | None, documents: Tensor | None) -> Tensor:
+    from megalin._triton import decay_state as kernels
+
+    return kernels.state(k, v, slopes, None if documents is None else documents.contiguous())
+
+
+@_state.register_fake
+def _(k: Tensor, v: Tensor, slopes: Tensor | None, documents: Tensor | None) -> Tensor:
+    return k.new_empty(k.shape[0], *k.shape[2:], v.shape[3], dtype=torch.float32)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx: Any, d_state: Tensor) -> tuple[Tensor | None, ...]:
+    """dk_t = w_t dS v_t, dv_t = w_t dS^T k_t: products in the dtype of k, as those of the scan."""
+    k, v, slopes, documents = ctx.saved_tensors
+    weight = _weights(k, slopes, documents, torch.float32)[..., None]
+    d_state = d_state.to(k.dtype)
+    dk = torch.einsum("bhkv,bthv->bthk", d_state, v) * weight
+    dv = torch.einsum("bhkv,bthk->bthv", d_state, k) * weight
+    return dk.to(k.dtype), dv.to(v.dtype), None, None
+
+
+_state.register_autograd(_differentiate, setup_context=_save)
+
+
+def _self_test(backend: Compiled, device: str) -> str:
+    """Two documents over several parts, in the dtype that models run in."""
+    slopes = torch.tensor([0.0, 0.3], device=device)
+    documents = (torch.arange(2500, device=device) >= 150).int()[None]
+    inputs = [sample(1, 2500, 2, width, device=device, seed=i).bfloat16() for i, width in enumerate((128, 64))]
+    return compare(
+        lambda k, v: [_state(k, v, slopes, documents)],
+        lambda k, v: [decay_state_reference(k, v, slopes, document_ids=documents)],
+        inputs,
+    )
+
+
+backends.register("decay_state", ("triton",), _self_test)
 
 
 def selected_state(k: Tensor, v: Tensor, log_decay: Tensor, *, document_ids: Tensor | None = None) -> Tensor:
