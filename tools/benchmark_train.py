@@ -67,6 +67,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--pp-schedule", choices=get_args(ScheduleName), default="1f1b")
     parser.add_argument("--pp-stages", type=int, default=1, help="stages a rank (1)")
     parser.add_argument("--shard", type=int, help="ranks of the data axis that share the weights (all)")
+    parser.add_argument("--zero", type=int, choices=range(4), help="ZeRO's stage (3; with --pp 1)")
     parser.add_argument("--warmup", type=int, default=5, help="steps before the clock starts (5)")
     parser.add_argument("--steps", type=int, default=20, help="timed steps; the median counts (20)")
     parser.add_argument("--profile", action="store_true", help="print where one more step spends its time")
@@ -77,8 +78,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def parallel_config(arguments: argparse.Namespace) -> ParallelConfig:
     """The mesh that the arguments name. Raises ConfigError where they contradict each other."""
-    names = ("tp", "sequence_parallel", "interleave", "cp", "cp_exchange", "pp", "pp_schedule", "pp_stages", "shard")
-    return parse(ParallelConfig, {name: getattr(arguments, name) for name in names}, "command line")
+    chosen = {name: value for name, value in vars(arguments).items() if name in ParallelConfig.model_fields}
+    return parse(ParallelConfig, chosen, "command line")
 
 
 class Ours(NamedTuple):
