@@ -97,7 +97,8 @@ def _worker(rank: int, meet: tuple[str, int, float], function: Any, args: Any, r
         reports.put((rank, traceback.format_exc(), None))
         raise
     done.wait()
-    dist.destroy_process_group()
+    if dist.is_initialized():  # unless the function met others in a group of its own
+        dist.destroy_process_group()
 
 
 @contextmanager

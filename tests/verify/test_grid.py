@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
+import socket
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from megalin.__main__ import main
+from megalin.commands import verify
 from megalin.errors import ConfigError
 from megalin.model.presets import load_preset
 from megalin.parallel.mesh import ParallelConfig
@@ -15,6 +21,7 @@ from megalin.verify.case import Case, make_case
 from megalin.verify.comparison import Row
 from megalin.verify.grid import Layout, layouts, print_grid, run_grid
 from megalin.verify.run import mesh_name
+from tests.ranks import run_ranks
 
 
 def names(max_ranks: int) -> list[str]:
@@ -73,6 +80,36 @@ def grid(rows: dict[int, list[Row]]) -> Any:
 
     meshes = [Layout(ParallelConfig(tp=tp), 1) for tp in (1, 2, 3)]
     return run_grid(meshes, make, lambda case: rows[case.parallel.tp])
+
+
+def _grid_of_a_launcher(port: int) -> str:
+    """What a launched rank prints; the grid is cut to two meshes and one of another size."""
+    launch = {
+        "RANK": dist.get_rank(),
+        "WORLD_SIZE": 2,
+        "LOCAL_RANK": 0,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    dist.destroy_process_group()
+    os.environ |= {name: str(value) for name, value in launch.items()}
+    meshes = [Layout(ParallelConfig(), 1), Layout(ParallelConfig(tp=2), 1), Layout(ParallelConfig(pp=2), 1)]
+    verify.layouts = lambda _: meshes  # type: ignore[attr-defined]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main(["verify", "tnl-70m", "--grid", "--json"]) == 0
+    return printed.getvalue()
+
+
+def test_under_a_launcher_meshes_of_its_size_run_in_one_group_and_rank_0_tells():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    first, other = run_ranks(2, _grid_of_a_launcher, port)
+    assert [(mesh["tp"], mesh["pp"], mesh["passed"]) for mesh in json.loads(first)["meshes"]] == [
+        (2, 1, True),
+        (1, 2, True),
+    ]
+    assert other == ""
 
 
 GOOD, BAD = Row("loss", 1e-12, 1e-10), Row("gradient:a", float("nan"), 1e-10)
