@@ -1,0 +1,32 @@
+"""tools/score_corpus.py with a trained run: what it keeps, prints and leaves behind."""
+
+import json
+from pathlib import Path
+
+from tests.model_runs import documents
+from tools import score_corpus
+
+
+def test_likely_documents_are_kept(trained, tmp_path, capsys):
+    """Half of the documents are of the kind that the run was trained on, and the others are noise."""
+    known = [bytes(ids[:-1]).decode() for ids in documents(800, seed=5)]
+    values = [{"text": text, "known": True} for text in known]
+    values += [{"text": text[::-1].translate({k: 255 - k for k in range(128)}), "known": False} for text in known]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, values)))
+    arguments = [str(trained), "--input", str(tmp_path / "x.jsonl"), "--output-prefix", str(tmp_path / "out")]
+    assert score_corpus.main([*arguments, "--keep-quantile", "0.5"]) == 0
+    written = [json.loads(line) for path in tmp_path.glob("out-*.jsonl") for line in path.read_text().splitlines()]
+    assert len(written) == len(known)
+    assert all(value["known"] for value in written)
+    assert f"{len(known)} of {len(values)} documents kept, of a perplexity of at most" in capsys.readouterr().out
+    assert Path(f"{tmp_path}/out.review.html").read_text().count("<article") == 40
+    assert not list(tmp_path.glob("*.parts"))
+
+
+def test_what_cannot_be_scored_is_told(trained, tmp_path, capsys):
+    (tmp_path / "x.jsonl").write_text('{"text": "a"}')
+    arguments = ["--input", str(tmp_path / "x.jsonl"), "--output-prefix", str(tmp_path / "out")]
+    assert score_corpus.main([str(trained), *arguments]) == 2
+    assert "give --max-perplexity or --keep-quantile" in capsys.readouterr().err
+    assert score_corpus.main([str(tmp_path), *arguments, "--max-perplexity", "9"]) != 0
+    assert capsys.readouterr().err.startswith("error: ")

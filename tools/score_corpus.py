@@ -1,0 +1,106 @@
+"""Keeps the documents that a trained run finds likely: perplexity on any number of ranks, a bound, a page to read."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+from megalin.checkpoint.agreement import on_every_rank, rank, world_size
+from megalin.data import corpus, inputs
+from megalin.data.jsonl_output import check_free
+from megalin.data.parts import Part, Share, discard, plan
+from megalin.data.progress import shown_progress
+from megalin.data.score_selection import SelectOptions, check_selection, select
+from megalin.errors import MegalinError
+from megalin.generation import load_for_generation
+from megalin.launch import adopt_launcher
+from megalin.parallel.mesh import compute_device, process_group
+from megalin.scoring import Judge, score_corpus
+
+# One rank may have more to do than another, and waits for it in one exchange at the end.
+_LONGEST_WAIT = timedelta(days=30)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the tool; the exit code is 0, or the one of the error that is printed."""
+    args = _parser().parse_args(arguments)
+    try:
+        adopt_launcher()
+        _run(args)
+    except MegalinError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    formats = ".jsonl/.json (an object a line), .txt (one document), each also .gz or .zst; .parquet"
+    add("run", type=Path, help="folder of the trained run, with data.tokenizer set")
+    add("--input", nargs="+", required=True, help=f"files, globs or @FILE with one of them a line: {formats}")
+    add("--json-key", default="text", help="key or column of the text")
+    add("--output-prefix", required=True, help="files are <prefix>-00000-of-00025.jsonl; <prefix>.review.html")
+    add("--compress", choices=["none", "gz", "zst"], default="none", help="of the files written")
+    add("--max-perplexity", type=float, help="keep documents of at most this")
+    add("--keep-quantile", type=float, help="keep this share of the documents, those of the lowest perplexity")
+    add("--samples", type=int, default=20, help="documents kept, and as many left out, on the page for people")
+    add("--seed", type=int, default=0, help="of the sample")
+    add("--workers", type=int, default=1, help="processes that write once all is scored")
+    add("--resume", action="store_true", help="keep the scores that a run that was stopped had finished")
+    add("--max-document-bytes", type=int, default=corpus.DEFAULT_DOCUMENT_BYTES, help="limit of a line or text file")
+    add("--log-interval", type=int, default=10_000, help="documents between two lines of progress, off a terminal")
+    return parser
+
+
+def _run(args: argparse.Namespace) -> None:
+    options = SelectOptions(
+        max_perplexity=args.max_perplexity,
+        keep_quantile=args.keep_quantile,
+        json_key=args.json_key,
+        output_prefix=args.output_prefix,
+        compression=args.compress,
+        workers=args.workers,
+        limit_bytes=args.max_document_bytes,
+        samples=args.samples,
+        seed=args.seed,
+    )
+    check_selection(options)
+    check_free(args.output_prefix, resume=args.resume)
+    parts = plan(inputs.expand_inputs(args.input))
+    folder = Path(f"{args.output_prefix}.parts")
+    device = compute_device()
+    with process_group(device, timeout=_LONGEST_WAIT):
+        on_every_rank(lambda: _score(args, parts, folder / "scores"))
+        if rank() > 0:
+            return
+    report = select(parts, folder / "scores", options)
+    discard(folder)
+    print(
+        f"{report.kept_documents} of {report.documents} documents kept, of a perplexity of at most "
+        f"{report.max_perplexity:.4g}: {len(report.files)} files; see {report.page}"
+    )
+
+
+def _score(args: argparse.Namespace, parts: list[Part], folder: Path) -> None:
+    """This rank's share of the scores; the first rank's progress stands for all."""
+    share = Share(rank(), world_size())
+    judge = Judge(*load_for_generation(args.run, compute_device()))
+    mine = sum(part.size_bytes for part in parts[share.number :: share.total])
+    with shown_progress(f"scoring (rank {share.number} of {share.total})", mine, interval=args.log_interval) as tell:
+        score_corpus(
+            judge,
+            parts,
+            folder,
+            json_key=args.json_key,
+            limit_bytes=args.max_document_bytes,
+            resume=args.resume,
+            share=share,
+            on_progress=tell if share.number == 0 else lambda _: None,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
