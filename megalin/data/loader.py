@@ -52,7 +52,7 @@ class Loader(Generic[BatchT]):
         """Starts no reading yet; the first `step` does.
 
         Args:
-            workers: threads that read, a micro-batch each at a time.
+            workers: threads that read; each takes an equal part of a step's micro-batches.
             read_ahead_steps: steps after the asked one that are read meanwhile.
             prepare: done to each micro-batch by the thread that read it, after its digest: the rank's tokens of each
                 row, pinned memory.
@@ -75,8 +75,9 @@ class Loader(Generic[BatchT]):
         self._offsets: Positions = first[:, None] * micro_batch_size + np.arange(micro_batch_size)  # [micro, B]
         self._prepare = prepare
         self._read_ahead_steps = read_ahead_steps
-        self._readers = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="megalin-data")
-        self._ahead: dict[int, list[Future[tuple[BatchT, npt.NDArray[np.int64]]]]] = {}
+        self._workers = min(workers, len(self._offsets))
+        self._readers = ThreadPoolExecutor(max_workers=self._workers, thread_name_prefix="megalin-data")
+        self._ahead: dict[int, list[Future[Step[BatchT]]]] = {}
 
     def step(self, step: int) -> Step[BatchT]:
         """The micro-batches of `step` (>= 0); the steps after it are read meanwhile.
@@ -93,16 +94,23 @@ class Loader(Generic[BatchT]):
                 future.cancel()
         for number in wanted:
             if number not in self._ahead:
-                places = range(len(self._offsets))
-                self._ahead[number] = [self._readers.submit(self._read, number, place) for place in places]
-        batches, digests = zip(*(future.result() for future in self._ahead.pop(step)), strict=True)
-        return Step(list(batches), torch.from_numpy(np.sum(digests, axis=0)))
+                # A task a thread, not one a micro-batch: what is handed over costs the trainer's own thread time.
+                self._ahead[number] = [
+                    self._readers.submit(self._read, number, worker) for worker in range(self._workers)
+                ]
+        parts = [future.result() for future in self._ahead.pop(step)]
+        order = range(len(self._offsets))
+        batches = [parts[place % self._workers].batches[place // self._workers] for place in order]
+        return Step(batches, torch.stack([part.digest for part in parts]).sum(0))
 
-    def _read(self, step: int, place: int) -> tuple[BatchT, npt.NDArray[np.int64]]:
-        offsets = self._offsets[place]
-        batch = self._dataset.batch(self._order.samples(offsets + step * self._global_batch_size))
-        digest = _digest(offsets, batch.tokens)
-        return batch if self._prepare is None else self._prepare(batch), digest
+    def _read(self, step: int, worker: int) -> Step[BatchT]:
+        """Micro-batches `worker`, `worker` + workers and so on of a step, and their part of its digest."""
+        batches, digest = [], np.zeros(_DIGEST_BYTES // 8, np.int64)
+        for offsets in self._offsets[worker :: self._workers]:
+            batch = self._dataset.batch(self._order.samples(offsets + step * self._global_batch_size))
+            digest += _digest(offsets, batch.tokens)
+            batches.append(batch if self._prepare is None else self._prepare(batch))
+        return Step(batches, torch.from_numpy(digest))
 
     def close(self) -> None:
         """Ends the threads; what they were reading is dropped. The dataset stays open."""

@@ -88,6 +88,12 @@ class RunConfig(Config):
             )
         if problem := parallel.split_backward_problem(recompute=train.recompute, compiled=train.compile):
             problems.append(f"parallel.{problem}")
+        for number, phase in enumerate(self.data.phases):
+            if phase.from_step >= train.steps:
+                problems.append(
+                    f"data.phases.{number}.from_step = {phase.from_step} is not below train.steps = {train.steps}; "
+                    "lower it or remove the phase"
+                )
         problems += self._kind_problems()
         if problems:
             raise ValueError("\n".join(problems))

@@ -124,3 +124,10 @@ def test_preset_is_written_out_and_overridden(path):
 def test_defaults_stand_in_for_absent_tables(path):
     config = load_run_config(path, [])
     assert (config.parallel.tp, config.schedule.type, config.train.dtype) == (1, "cosine", "float32")
+
+
+def test_phase_that_never_begins_is_refused(path):
+    phase = "data.phases=[{from_step = 12, weights = {train = 1.0}}]"
+    assert "data.phases.0.from_step = 12 is not below train.steps = 12; lower it or remove the phase" in message(
+        path, phase
+    )

@@ -1,0 +1,21 @@
+"""Batches on their way to a GPU."""
+
+import numpy as np
+import pytest
+import torch
+
+from megalin.data.packing import batch_to, pack, pinned
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def test_pinned_batch_reaches_the_device_as_it_was():
+    windows = np.arange(4 * 9).reshape(4, 9)
+    batch = pack(windows, np.zeros((4, 9), np.int32), np.arange(4), isolate_documents=True)
+    ready = pinned(batch)
+    assert all(tensor.is_pinned() for tensor in ready)
+    moved = batch_to(ready, torch.device("cuda"))
+    assert all(torch.equal(there.cpu(), here) for there, here in zip(moved, batch, strict=True))
