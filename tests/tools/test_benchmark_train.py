@@ -18,7 +18,7 @@ from megalin.parallel.context import ContextParallel
 from megalin.parallel.initialisation import fill
 
 ROOT = Path(__file__).parents[2]
-TOOLS = ("train_benchmarks", "benchmark_train", "plot_training")
+TOOLS = ("train_benchmarks", "benchmark_train", "plot_training", "plot_parallel")
 TINY = ["model.hidden_size=64", "model.vocab_size=300"]
 BLOCKS = "model.layers=[{repeat=3,sublayers=[{type='tnl',num_heads=4},{type='glu',intermediate_size=96}]}]"
 
@@ -262,6 +262,17 @@ def test_steps_are_drawn_with_and_without_floor_and_peer(tmp_path):
     image = (tmp_path / "steps.png").read_bytes()
     assert image.startswith(b"\x89PNG")
     assert len(image) < 150_000
+
+
+def test_rates_of_several_ranks_are_drawn_beside_one(tmp_path):
+    from plot_parallel import mesh_name, plot
+
+    one = {"model": "tnl-1b", "ranks": 1, "parallel": {}, "device": "a chip", "tokens_per_second_per_rank": 80e3}
+    more = {**one, "ranks": 4, "parallel": {"cp": 4, "zero": 2}, "tokens_per_second_per_rank": 70e3}
+    sharded = {**more, "parallel": {}}
+    assert [mesh_name(line) for line in (one, more, sharded)] == ["one GPU", "cp 4, zero 2", "dp 4"]
+    plot([one, more, sharded], tmp_path / "parallel.png")
+    assert (tmp_path / "parallel.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_cosformer2_is_compared_with_itself_on_another_scan(monkeypatch):
