@@ -15,7 +15,6 @@ MESHES: list[tuple[int, dict[str, Any]]] = [
     (4, {"cp": 4, "shard": 2}),
     (4, {"cp": 2, "tp": 2}),
     (4, {"cp": 2, "dp": 2}),
-    (2, {"cp": 2}),
 ]
 
 
