@@ -31,6 +31,8 @@ lint: $(INSTALLED)
 	$(BIN)/lint-imports
 
 # One thread a process: several ranks share the cores, and idle OpenMP threads spin. A worker takes whole files, which
-# share what their first test makes, in the order of tests/conftest.py.
+# share what their first test makes, in the order of tests/conftest.py. Tests on a GPU need its memory for themselves.
+WORKERS := $(if $(wildcard /dev/nvidia0),0,logical)
+
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder --durations=15
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder --durations=15
