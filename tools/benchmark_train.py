@@ -60,7 +60,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--recompute", action="store_true", help="recompute activations in the backward")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--sequence-parallel", action="store_true")
-    parser.add_argument("--interleave", type=int, default=1, help="parts of the rows that a block takes in turn (1)")
     parser.add_argument("--cp", type=int, default=1)
     parser.add_argument("--cp-exchange", choices=get_args(ExchangeName), default="auto")
     parser.add_argument("--pp", type=int, default=1)

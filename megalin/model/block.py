@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple, cast
 
-import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -40,16 +39,13 @@ class Sublayer(nn.Module):
 class Block(nn.Module):
     """The sub-layers of one block.
 
-    Each takes the rows in `parallel.interleave` equal parts, one after the other, so that a part's collectives can
-    travel while another computes; all at once where their number does not divide, or with states.
-
     Args:
         recompute: whether the backward computes the block's activations again instead of keeping them.
     """
 
     def __init__(self, config: BlockConfig, scope: BuildScope, *, recompute: bool) -> None:
         super().__init__()
-        self.recompute, self.parts = recompute, scope.tp.interleave
+        self.recompute = recompute
         self.sublayers = nn.ModuleList(
             Sublayer(sublayer, scope._replace(path=f"{scope.path}.sublayers.{index}"))
             for index, sublayer in enumerate(config.sublayers)
@@ -69,20 +65,17 @@ class Block(nn.Module):
     def _run(
         self, x: Tensor, contexts: list[SequenceContext], states: list[State] | None, step: bool = False
     ) -> BlockOutput:
-        parts = 1 if states is not None or x.shape[0] % self.parts else self.parts
-        streams = list(x.chunk(parts))
-        branches = list(streams)
+        branch = x
         next_states: list[State] = []
         for index, (sublayer, context) in enumerate(zip(self._sublayers(), contexts, strict=True)):
             mixer, state = sublayer.mixer, None if states is None else states[index]
-            for part, own in enumerate(context.parts(parts)):
-                normed = sublayer.norm(branches[part]).to(context.compute_dtype)
-                output = mixer.step(normed, own, state or ()) if step else mixer(normed, own, state)
-                branches[part] = streams[part] + output.y
-                if sublayer.residual == "add":
-                    streams[part] = branches[part]
+            normed = sublayer.norm(branch).to(context.compute_dtype)
+            output = mixer.step(normed, context, state or ()) if step else mixer(normed, context, state)
             next_states.append(output.state)
-        return BlockOutput(torch.cat(streams) if parts > 1 else streams[0], next_states)
+            branch = x + output.y
+            if sublayer.residual == "add":
+                x = branch
+        return BlockOutput(x, next_states)
 
     def contexts(self, context: SequenceContext) -> list[SequenceContext]:
         """One context a sub-layer."""

@@ -49,10 +49,6 @@ class ParallelConfig(Config):
     """Stages a rank runs: 1 for 1f1b, at least 2 for interleaved, any for zero_bubble."""
     sequence_parallel: bool = False
     """Whether activations between layers are split along the sequence inside the tensor-parallel group."""
-    interleave: int = pydantic.Field(default=1, ge=1)
-    """Equal parts of a micro-batch's rows that each block takes in turn, so that the collectives of one, tp's sums and
-    cp's states, travel while another computes; must divide train.micro_batch_size. Saves time in compiled blocks
-    alone, where the parts are large enough to keep the device busy."""
     shard: int | None = pydantic.Field(default=None, ge=1)
     """Ranks of the data axis over which weights, gradients and optimizer state are sharded (FSDP2). Left out: all of
     them. 1: every rank keeps a replica. In between: hybrid, sharded inside groups of this size, replicated across."""
@@ -136,10 +132,7 @@ class ParallelConfig(Config):
             parts *= self.tp
             of_tp = f"parallel.tp = {self.tp}, as parallel.sequence_parallel needs"
             names = of_tp if self.cp == 1 else f"{names} times {of_tp}"
-        if length % parts == 0:
-            return ""
-        below = length // parts * parts
-        return f"is not divisible by {names}; use {f'{below} or ' if below else ''}{below + parts}"
+        return f"is not divisible by {names}; use {length // parts * parts or parts}" if length % parts else ""
 
 
 class Mesh:
@@ -175,12 +168,7 @@ class Mesh:
         self._root = _stage_mesh(config, device, replicate=data_size // shard, shard=shard, tp=config.tp)
         tp_mesh = self._root["tp"]
         self.data = _axis("data", self.data_mesh._flatten("data"))
-        self.tp = tensor_parallel(
-            _axis("tp", tp_mesh),
-            device_mesh=tp_mesh,
-            sequence_parallel=config.sequence_parallel,
-            interleave=config.interleave,
-        )
+        self.tp = tensor_parallel(_axis("tp", tp_mesh), device_mesh=tp_mesh, sequence_parallel=config.sequence_parallel)
         self.device_mesh, self.pp = self._root, pipeline_parallel()
         if config.pp > 1:
             self.device_mesh = self._root["replicate", "shard", "tp"]

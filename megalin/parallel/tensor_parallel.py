@@ -33,7 +33,6 @@ class TensorParallel:
         device_mesh: one-dimensional mesh of the axis. Without one, parameters are plain and whole: for one process,
             or, at a larger size, to check on the meta device that a model fits the axis.
         sequence_parallel: whether the residual stream is split along T inside the axis.
-        interleave: parts of the rows that a block takes in turn (`ParallelConfig.interleave`).
     """
 
     def __init__(
@@ -42,12 +41,10 @@ class TensorParallel:
         *,
         device_mesh: DeviceMesh | None = None,
         sequence_parallel: bool = False,
-        interleave: int = 1,
     ) -> None:
         self.axis = Axis("tp") if axis is None else axis
         self.device_mesh = device_mesh
         self.sequence_parallel = sequence_parallel and self.axis.size > 1
-        self.interleave = interleave
 
     @property
     def size(self) -> int:

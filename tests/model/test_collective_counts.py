@@ -103,9 +103,9 @@ class CollectiveRecorder(TorchDispatchMode):
         self.calls[Call(direction, name, num_bytes)] += 1
 
 
-def _calls(case: Case, **axes: bool | int) -> Counter[Call]:
+def _calls(case: Case, sequence_parallel: bool) -> Counter[Call]:
     """Of the forward and backward of a training step's only micro-batch."""
-    mesh = make_mesh(TP, **axes)
+    mesh = make_mesh(TP, sequence_parallel=sequence_parallel)
     model = LanguageModel(case.model, mesh.tp)
     shard_model(model, list(model.blocks), model.full_precision_modules(), mesh, compute_dtype=torch.float32)
     materialise(model)
@@ -116,13 +116,8 @@ def _calls(case: Case, **axes: bool | int) -> Counter[Call]:
     return recorder.calls
 
 
-PLAIN = next(case for case in CASES if case.name == "tnl")
-"""With a norm over split heads and a replicated weight on split data."""
-
-
 def _run() -> dict[tuple[str, bool], Counter[Call]]:
-    calls = {(case.name, layout): _calls(case, sequence_parallel=layout) for case in CASES for layout in (False, True)}
-    return calls | {("interleaved", False): _calls(PLAIN, interleave=2)}
+    return {(case.name, layout): _calls(case, layout) for case in CASES for layout in (False, True)}
 
 
 @lru_cache
@@ -164,21 +159,6 @@ def test_one_all_reduce_a_sublayer_each_way(case: Case):
     expected += contractions(case)
     for rank in results():
         assert rank[case.name, False] == expected
-
-
-def test_interleaved_parts_send_the_same_bytes_in_more_collectives():
-    """The weights' small gradients aside, which each part sends for itself."""
-    num_layers, num_norms, partial = promises(PLAIN)
-    for rank in results():
-        expected = Counter(rank[PLAIN.name, False])
-        for direction in ("forward", "backward"):
-            expected[Call(direction, "all_reduce", WIDE)] -= num_layers
-            expected[Call(direction, "all_reduce", WIDE // 2)] += 2 * num_layers
-        expected[Call("forward", "all_reduce", NARROW)] -= num_norms
-        expected[Call("forward", "all_reduce", NARROW // 2)] += 2 * num_norms
-        for num_bytes in partial:
-            expected[Call("backward", "all_reduce", num_bytes)] += 1
-        assert rank["interleaved", False] == expected
 
 
 @pytest.mark.parametrize("case", WEIGHTLESS, ids=WEIGHTLESS_NAMES)

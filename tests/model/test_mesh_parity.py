@@ -28,21 +28,18 @@ class Layout(NamedTuple):
     sequence_parallel: bool = False
     shard: int | None = None
     recompute: bool = False
-    interleave: int = 1
 
 
 LAYOUTS = {
     "one rank": Layout(1, 1),
     "tp2": Layout(2, 2),
-    "tp2 sequence parallel, recomputed, interleaved": Layout(
-        2, 2, sequence_parallel=True, recompute=True, interleave=4
-    ),
+    "tp2 sequence parallel, recomputed": Layout(2, 2, sequence_parallel=True, recompute=True),
     "dp3 sharded": Layout(3, 1),
     "tp3 sequence parallel": Layout(3, 3, sequence_parallel=True),
     "tp4": Layout(4, 4),
     "tp4 sequence parallel": Layout(4, 4, sequence_parallel=True),
     "tp2 dp2 sharded, sequence parallel": Layout(4, 2, sequence_parallel=True, shard=2),
-    "tp2 dp2 replicated, interleaved": Layout(4, 2, shard=1, interleave=2),
+    "tp2 dp2 replicated, recomputed": Layout(4, 2, shard=1, recompute=True),
     "dp4 hybrid": Layout(4, 1, shard=2),
 }
 
@@ -73,9 +70,7 @@ def _outcome(case: Case, mesh: Mesh, recompute: bool) -> dict[str, Tensor]:
 
 
 def _run(layout: Layout) -> tuple[int, dict[str, Arrays]]:
-    mesh = make_mesh(
-        layout.tp, sequence_parallel=layout.sequence_parallel, shard=layout.shard, interleave=layout.interleave
-    )
+    mesh = make_mesh(layout.tp, sequence_parallel=layout.sequence_parallel, shard=layout.shard)
     return mesh.data.rank, {case.name: to_arrays(_outcome(case, mesh, layout.recompute)) for case in CASES}
 
 

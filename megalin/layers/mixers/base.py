@@ -49,26 +49,7 @@ class SequenceContext(NamedTuple):
 
     def known_documents(self) -> Documents:
         """The documents of the whole rows, with as much as is known of them."""
-        return Documents(self.whole_row().document_ids) if self.documents is None else self.documents
-
-    def parts(self, count: int) -> list[SequenceContext]:
-        """What they know about each of `count` equal parts of the rows."""
-        return [self] if count == 1 else [self._part(index, count) for index in range(count)]
-
-    def _part(self, index: int, count: int) -> SequenceContext:
-        def rows(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x.chunk(count)[index]
-
-        borders, row, documents = self.borders, self.row, self.documents
-        return self._replace(
-            positions=self.positions if self.positions.dim() == 1 else self.positions.chunk(count)[index],
-            document_ids=rows(self.document_ids),
-            valid=rows(self.valid),
-            borders=None if borders is None else Borders(*(x.chunk(count, -1)[index] for x in borders)),
-            row=None if row is None else Row(*map(rows, row)),
-            # Where they start among the tokens of fewer rows is not known.
-            documents=None if documents is None else Documents(rows(documents.ids), None),
-        )
+        return Documents(self.whole_row().document_ids, None) if self.documents is None else self.documents
 
     def whole_row(self) -> Row:
         """What is known of the whole rows, on however many ranks they lie."""
@@ -190,11 +171,6 @@ class MixerConfig(Config):
     residual: Literal["add", "two_hop"] = "add"
     """How the result joins the stream x. add: x <- x + f(norm(input)). two_hop: only the next sub-layer's input
     becomes x + f(norm(input)); the stream itself is left as it was (Rodimus+ eq. 13)."""
-
-    @property
-    def widest_window(self) -> int | None:
-        """Tokens that a token sees at most, itself included; None where it may see all of its document."""
-        return None
 
     @property
     def norms_input(self) -> bool:
