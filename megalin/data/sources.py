@@ -17,7 +17,7 @@ from megalin.data.masked_dataset import MaskedDataset
 from megalin.data.megatron_dataset import open_megatron
 from megalin.data.order import Order, Positions
 from megalin.data.packed_dataset import PackedDataset
-from megalin.data.packing import AnyBatch, BatchT
+from megalin.data.packing import AnyBatch, Batch, BatchT
 
 BatchT_co = TypeVar("BatchT_co", bound=AnyBatch, covariant=True)
 
@@ -160,7 +160,8 @@ def open_training(
             for name, dataset, count in zip(found.names, found.datasets, found.counts, strict=True)
         ]
         shares = {use.name: use.share for use in uses}
-        return Training(JoinedDataset(found.datasets), found.order, uses, [(0, shares)], total_steps=steps)
+        joined = JoinedDataset[Batch](found.datasets)
+        return Training(joined, found.order, uses, [(0, shares)], total_steps=steps)
     sources = config.training_sources()
     with ExitStack() as stack:
         datasets = [
