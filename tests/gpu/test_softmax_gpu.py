@@ -169,7 +169,9 @@ def test_deterministic_algorithms_give_equal_bits(options):
 def losses_and_gradients(dtype: torch.dtype, document_ids: Tensor, *, compiled: bool) -> dict[str, Tensor]:
     attention = {"type": "softmax", "num_heads": 4, "num_key_value_heads": 2}
     window = {"type": "shared_key_attention", "num_heads": 4, "window": 37, "residual": "add"}
-    config = model({"sublayers": [attention, window, GLU], "repeat": 2}, hidden_size=256)
+    config = model(
+        {"sublayers": [attention, window, GLU], "repeat": 2}, hidden_size=256, init_std=0.02, embedding_scale=16.0
+    )
     built = LanguageModel(config).to_empty(device=document_ids.device)
     fill(built, 0)
     built.to(dtype)
