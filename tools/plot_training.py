@@ -27,7 +27,8 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
         if peer is not None:
             theirs = peer["tokens_per_second"]
             axes.barh(row + 0.2, theirs, 0.36, color="C1")
-            name = f" {theirs / 1e3:.1f}k, {peer['class']} of {peer['library']}, ours {ours / theirs:.2f}x"
+            kind = peer["class"].removesuffix("ForCausalLM")
+            name = f" {theirs / 1e3:.1f}k, {kind} of {peer['library']}, ours {ours / theirs:.2f}x"
             axes.text(0, row + 0.2, name, va="center", color="white", fontsize=8)
     axes.set_yticks(range(len(results)), [result["model"] for result in results], fontsize=8)
     axes.invert_yaxis()
