@@ -139,7 +139,7 @@ def _written(folder):
 
 def test_output_is_the_same_for_any_number_of_workers_and_parts(tmp_path, mixed, monkeypatch):
     written = []
-    for workers, least in ((1, 1 << 20), (1, 150), (2, 700)):
+    for workers, least in ((1, 1 << 20), (1, 500), (2, 1500)):
         monkeypatch.setattr(parts, "_LEAST_PART_BYTES", least)
         folder = tmp_path / str(least)
         folder.mkdir()
@@ -241,7 +241,7 @@ import sys
 from pathlib import Path
 from megalin.data import parts, preprocessing
 from megalin.data.tokenizer import TokenizerFiles
-parts._LEAST_PART_BYTES = 500
+parts._LEAST_PART_BYTES = {least}
 parts._TELL_SECONDS = 0.01
 def told(progress):
     print(progress.documents, flush=True)
@@ -267,7 +267,7 @@ def test_killed_run_leaves_no_shard_and_no_process_and_can_be_resumed(tmp_path, 
     path = _jsonl(tmp_path, [{"text": f"document {k}"} for k in range(300)])
     script = tmp_path / "script.py"
     command = [sys.executable, str(script), str(path), str(tmp_path / "out"), workers]
-    script.write_text(_RUN.format(stop=True, resume=False))
+    script.write_text(_RUN.format(stop=True, resume=False, least=500))
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         while int(process.stdout.readline()) < 50:
             pass
@@ -278,7 +278,7 @@ def test_killed_run_leaves_no_shard_and_no_process_and_can_be_resumed(tmp_path, 
         with os.fdopen(child) as ended:
             assert multiprocessing.connection.wait([ended], timeout=30)
     assert [p.name for p in tmp_path.glob("out*")] == ["out.parts"]
-    script.write_text(_RUN.format(stop=False, resume=True))
+    script.write_text(_RUN.format(stop=False, resume=True, least=500))
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     assert len(_documents(tmp_path / "out_text_document")) == 300
 
@@ -295,7 +295,7 @@ def test_giant_line_is_skipped_in_little_memory(tmp_path):
         resource.setrlimit(resource.RLIMIT_AS, (700 << 20, 700 << 20))
 
     script = tmp_path / "script.py"
-    script.write_text(_RUN.format(stop=False, resume=False))
+    script.write_text(_RUN.format(stop=False, resume=False, least=200 << 20))
     command = [sys.executable, str(script), str(path), str(tmp_path / "out"), "1"]
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, preexec_fn=limit, env=environment)
