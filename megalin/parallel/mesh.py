@@ -132,7 +132,10 @@ class ParallelConfig(Config):
             parts *= self.tp
             of_tp = f"parallel.tp = {self.tp}, as parallel.sequence_parallel needs"
             names = of_tp if self.cp == 1 else f"{names} times {of_tp}"
-        return f"is not divisible by {names}; use {length // parts * parts or parts}" if length % parts else ""
+        if length % parts == 0:
+            return ""
+        below = length // parts * parts
+        return f"is not divisible by {names}; use {f'{below} or ' if below else ''}{below + parts}"
 
 
 class Mesh:

@@ -49,7 +49,7 @@ class SequenceContext(NamedTuple):
 
     def known_documents(self) -> Documents:
         """The documents of the whole rows, with as much as is known of them."""
-        return Documents(self.whole_row().document_ids, None) if self.documents is None else self.documents
+        return Documents(self.whole_row().document_ids) if self.documents is None else self.documents
 
     def whole_row(self) -> Row:
         """What is known of the whole rows, on however many ranks they lie."""
@@ -171,6 +171,11 @@ class MixerConfig(Config):
     residual: Literal["add", "two_hop"] = "add"
     """How the result joins the stream x. add: x <- x + f(norm(input)). two_hop: only the next sub-layer's input
     becomes x + f(norm(input)); the stream itself is left as it was (Rodimus+ eq. 13)."""
+
+    @property
+    def widest_window(self) -> int | None:
+        """Tokens that a token sees at most, itself included; None where it may see all of its document."""
+        return None
 
     @property
     def norms_input(self) -> bool:
