@@ -202,6 +202,26 @@ def test_resumed_run_does_only_what_is_left(tmp_path, mixed):
 
 
 @pytest.mark.usefixtures("small_parts")
+def test_run_killed_while_it_removes_its_parts_can_be_resumed(tmp_path, mixed, monkeypatch):
+    class KilledError(Exception):
+        pass
+
+    def remove_some(folder):
+        for path in folder.glob("*.bin"):
+            path.unlink()
+        raise KilledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(parts.shutil, "rmtree", remove_some)
+        with pytest.raises(KilledError):
+            preprocess(mixed, _options(tmp_path))
+    published = (tmp_path / "out_text_document.bin").read_bytes()
+    preprocess(mixed, _options(tmp_path, resume=True))
+    assert (tmp_path / "out_text_document.bin").read_bytes() == published
+    assert [path.name for path in tmp_path.glob("out.*")] == []
+
+
+@pytest.mark.usefixtures("small_parts")
 def test_resume_refuses_parts_of_other_settings_or_files(tmp_path, mixed):
     preprocess(mixed, _options(tmp_path, share=Share(0, 2)))
     with pytest.raises(DataError, match="made with another append_eod: False, now True; remove the folder"):
