@@ -155,8 +155,7 @@ class Trainer:
         with self._loader() as loader, metrics, closing(self._ledger()) as ledger:
             for step in range(self.first_step, last_step):
                 started = time.perf_counter()
-                batches, digest = self._next_batches(loader, step)
-                data_wait_seconds = time.perf_counter() - started
+                batches, digest, data_wait_seconds = self._next_batches(loader, step)
                 rate = learning_rate(config.optimizer, config.schedule, step, train.steps)
                 set_learning_rate(self.optimizer, rate)
                 result = train_step(
@@ -209,18 +208,21 @@ class Trainer:
     def _ledger(self) -> Ledger:
         return Ledger(self.run.ledger, resumed_step=self.first_step, enabled=self.mesh.is_first_rank)
 
-    def _next_batches(self, loader: Loader[Any], step: int) -> tuple[list[AnyBatch], Tensor]:
-        """This rank's micro-batches on its device, and the digest [2] of the step's token ids over all ranks.
+    def _next_batches(self, loader: Loader[Any], step: int) -> tuple[list[AnyBatch], Tensor, float]:
+        """This rank's micro-batches on its device, the digest [2] of the step's token ids over all ranks, and the
+        seconds that this rank waited for its data: not for the device, which may still update the weights.
 
         An error of one rank's data is raised on all of them.
         """
         mesh = self.mesh
         own = Step[Any]([], torch.zeros(2, dtype=torch.int64))
         error: MegalinError | None = None
+        started = time.perf_counter()
         try:
             own = loader.step(step)
         except MegalinError as raised:
             error = raised
+        waited = time.perf_counter() - started
         # Over all axes: ranks of other layers or slices read the same samples, but each from its own disk. One of those
         # that share samples counts in the digest.
         counts = int(max(mesh.tp.axis.rank, mesh.cp.axis.rank, mesh.pp.axis.rank) == 0)
@@ -228,7 +230,7 @@ class Trainer:
         failed, *digest = mesh.pp.sum(all_reduce(mesh.sum_over_data(told), mesh.tp.axis)).tolist()
         if failed:
             on_every_rank(lambda: _raise(error))
-        return [batch_to(batch, mesh.device) for batch in own.batches], torch.tensor(digest)
+        return [batch_to(batch, mesh.device) for batch in own.batches], torch.tensor(digest), waited
 
     def _measure(
         self, step: int, result: StepResult, rate: float, seconds: float, data_wait_seconds: float
