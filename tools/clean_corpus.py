@@ -5,39 +5,25 @@ from __future__ import annotations
 import argparse
 import sys
 
-from megalin.data import corpus, corpus_cleaning, inputs
+from megalin.data import corpus_cleaning, inputs
 from megalin.data.cleaning import RULES
+from megalin.data.corpus_tool import corpus_parser, exit_code
 from megalin.data.progress import shown_progress
-from megalin.errors import MegalinError
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the tool; the exit code is 0, or the one of the error that is printed."""
     args = _parser().parse_args(arguments)
-    try:
-        _run(args)
-    except MegalinError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    return exit_code(lambda: _run(args))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = corpus_parser(__doc__)
     add = parser.add_argument
-    formats = ".jsonl/.json (an object a line), .txt (one document), each also .gz or .zst; .parquet"
-    add("--input", nargs="+", required=True, help=f"files, globs or @FILE with one of them a line: {formats}")
-    add("--json-key", default="text", help="key or column of the text")
-    add("--output-prefix", required=True, help="files are <prefix>-00000-of-00025.jsonl, and <prefix>.manifest.json")
-    add("--compress", choices=["none", "gz", "zst"], default="none", help="of the files written")
     add("--rules", nargs="+", default=list(RULES), metavar="RULE", help="what to do")
     add("--no-preserve-markup", action="store_true", help="clean Markdown and LaTeX like prose")
     add("--languages", nargs="+", default=[], metavar="CODE", help="keep documents in these (en zh ...); none: all")
     add("--least-characters", type=int, default=1, help="of a document after cleaning; shorter ones are left out")
-    add("--workers", type=int, default=1, help="processes; the output is the same for any number")
-    add("--resume", action="store_true", help="keep what a run that was stopped had finished")
-    add("--max-document-bytes", type=int, default=corpus.DEFAULT_DOCUMENT_BYTES, help="limit of a line or text file")
-    add("--log-interval", type=int, default=100_000, help="documents between two lines of progress, off a terminal")
     return parser
 
 

@@ -8,12 +8,12 @@ from datetime import timedelta
 from pathlib import Path
 
 from megalin.checkpoint.agreement import on_every_rank, rank, world_size
-from megalin.data import corpus, inputs
+from megalin.data import inputs
+from megalin.data.corpus_tool import corpus_parser, exit_code
 from megalin.data.jsonl_output import check_free
 from megalin.data.parts import Part, Share, discard, plan
 from megalin.data.progress import shown_progress
 from megalin.data.score_selection import SelectOptions, check_selection, select
-from megalin.errors import MegalinError
 from megalin.generation import load_for_generation
 from megalin.launch import adopt_launcher
 from megalin.parallel.mesh import compute_device, process_group
@@ -26,36 +26,22 @@ _LONGEST_WAIT = timedelta(days=30)
 def main(arguments: list[str] | None = None) -> int:
     """Runs the tool; the exit code is 0, or the one of the error that is printed."""
     args = _parser().parse_args(arguments)
-    try:
-        adopt_launcher()
-        _run(args)
-    except MegalinError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    return exit_code(lambda: _run(args))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = corpus_parser(__doc__, log_interval=10_000)
     add = parser.add_argument
-    formats = ".jsonl/.json (an object a line), .txt (one document), each also .gz or .zst; .parquet"
     add("run", type=Path, help="folder of the trained run, with data.tokenizer set")
-    add("--input", nargs="+", required=True, help=f"files, globs or @FILE with one of them a line: {formats}")
-    add("--json-key", default="text", help="key or column of the text")
-    add("--output-prefix", required=True, help="files are <prefix>-00000-of-00025.jsonl; <prefix>.review.html")
-    add("--compress", choices=["none", "gz", "zst"], default="none", help="of the files written")
     add("--max-perplexity", type=float, help="keep documents of at most this")
     add("--keep-quantile", type=float, help="keep this share of the documents, those of the lowest perplexity")
     add("--samples", type=int, default=20, help="documents kept, and as many left out, on the page for people")
     add("--seed", type=int, default=0, help="of the sample")
-    add("--workers", type=int, default=1, help="processes that write once all is scored")
-    add("--resume", action="store_true", help="keep the scores that a run that was stopped had finished")
-    add("--max-document-bytes", type=int, default=corpus.DEFAULT_DOCUMENT_BYTES, help="limit of a line or text file")
-    add("--log-interval", type=int, default=10_000, help="documents between two lines of progress, off a terminal")
     return parser
 
 
 def _run(args: argparse.Namespace) -> None:
+    adopt_launcher()
     options = SelectOptions(
         max_perplexity=args.max_perplexity,
         keep_quantile=args.keep_quantile,
