@@ -15,7 +15,6 @@ from torch import Tensor
 from megalin.checkpoint.index import DTYPES
 from megalin.checkpoint.load import load, newest
 from megalin.data.shards import ShardWriter
-from megalin.parallel.mesh import Mesh
 from megalin.train.config import check_launch, load_run_config
 from megalin.train.loop import TrainResult, train
 
@@ -99,7 +98,7 @@ def train_here(config: Path, folder: Path, *overrides: str) -> TrainResult:
     """The run in the process group of this process, as the command does it; a function that run_ranks can call."""
     run_config = load_run_config(config, list(overrides))
     check_launch(run_config, torch.distributed.get_world_size())
-    return train(run_config, Mesh(run_config.parallel, CPU), folder)
+    return train(run_config, CPU, folder)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

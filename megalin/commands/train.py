@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from megalin.checkpoint.agreement import rank
 from megalin.commands.base import Command
 from megalin.launch import launched
-from megalin.parallel.mesh import Mesh, compute_device, process_group
+from megalin.parallel.mesh import compute_device, process_group
 from megalin.train.config import check_launch, load_run_config
 from megalin.train.loop import TrainResult, train
 
@@ -24,9 +25,8 @@ def _run(arguments: argparse.Namespace) -> int:
     path = arguments.folder or Path("runs") / Path(arguments.config).stem
     device = compute_device()
     with process_group(device):
-        mesh = Mesh(config.parallel, device)
-        result = train(config, mesh, path)
-        if mesh.is_first_rank:
+        result = train(config, device, path)
+        if rank() == 0:
             _report(result, path, config.train.steps)
     return 0
 

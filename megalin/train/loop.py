@@ -63,12 +63,11 @@ class Trainer:
         """Opens the data, builds the model, and loads the newest checkpoint where there is one.
 
         Raises:
-            ConfigError: ranks with different configs, or a checkpoint of another sample order.
+            ConfigError: a checkpoint of another sample order.
             DataError: bad or missing shards.
             CheckpointError: a checkpoint of another model, or none that verifies.
         """
         self.config, self.mesh, self.run = config, mesh, run
-        _check_same_config(config)
         vocab_size = config.model.vocab_size
         seed = config.train.seed
         self.data = open_training(
@@ -309,12 +308,15 @@ class Trainer:
         }
 
 
-def train(config: RunConfig, mesh: Mesh, path: Path) -> TrainResult:
-    """Trains `config` in the run folder `path`, going on from its newest checkpoint.
+def train(config: RunConfig, device: torch.device, path: Path) -> TrainResult:
+    """Trains `config` in the run folder `path`, going on from its newest checkpoint; needs a process group.
 
     Raises:
+        ConfigError: ranks with different configs, on every rank.
         MegalinError: as `RunFolder` and `Trainer` do, on every rank.
     """
+    _check_same_config(config)  # before the mesh: of other axes it has other groups, in which ranks wait for each other
+    mesh = Mesh(config.parallel, device)
     with RunFolder(path) as run:
         trainer = Trainer(config, mesh, run)
         run.write_text(run.config, dumps(config))

@@ -129,17 +129,21 @@ def test_bad_data_of_one_rank_ends_the_run_on_every_rank(config, tmp_path, overr
     assert steps_saved(tmp_path / "run") == []
 
 
-def _other_config_on_rank_one(config: Path, folder: Path) -> str:
-    return _messages(config, folder, [f"optimizer.lr={1e-2 if dist.get_rank() == 0 else 2e-2}"])
+def _other_config_on_rank_one(config: Path, folder: Path, overrides: list[str]) -> str:
+    return _messages(config, folder, [overrides[dist.get_rank()]])
 
 
-def test_ranks_with_different_configs_are_refused(config, tmp_path):
-    messages = run_ranks(2, _other_config_on_rank_one, config, tmp_path / "run")
-    assert messages[0] == messages[1]
-    assert messages[0] == (
-        "rank 1 has another config than rank 0: 'lr = 0.02' against 'lr = 0.01'; "
-        "give every rank the same file and overrides"
-    )
+@pytest.mark.parametrize(
+    ("overrides", "difference"),
+    [
+        (["optimizer.lr=1e-2", "optimizer.lr=2e-2"], "'lr = 0.02' against 'lr = 0.01'"),
+        (["parallel.tp=4", "parallel.tp=2", "parallel.tp=4", "parallel.tp=4"], "'tp = 2' against 'tp = 4'"),
+    ],
+)
+def test_ranks_with_different_configs_are_refused(config, tmp_path, overrides, difference):
+    messages = run_ranks(len(overrides), _other_config_on_rank_one, config, tmp_path / "run", overrides)
+    message = f"rank 1 has another config than rank 0: {difference}; give every rank the same file and overrides"
+    assert messages == [message] * len(overrides)
 
 
 def _use_twice(config: Path, folder: Path) -> str:
