@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import math
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -36,6 +38,7 @@ _PARQUET_ROWS = 64  # decoded at a time
 # Text is packed some ten times; far beyond that a file was made to fill the disk and the day of who reads it.
 _MAX_EXPANSION = 256
 _EXPANSION_FREE_BYTES = 1 << 30
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # as JSON spells one
 
 
 class Document(NamedTuple):
@@ -169,21 +172,27 @@ def _lines(file: BinaryIO, limit_bytes: int, span: Span, raw: BinaryIO) -> Itera
         piece = file.readline(limit_bytes + 2)  # two more, so that a line at the limit keeps its CR LF
         if not piece:
             return
-        position += len(piece)
         line: bytes | None = piece.rstrip(b"\r\n")
         if line and len(line) > limit_bytes:
             line = None
-        while piece and not piece.endswith(b"\n"):
-            piece = file.readline(limit_bytes + 2)
+        while True:
             position += len(piece)
+            if packed and position > _EXPANSION_FREE_BYTES:
+                _check_expansion(position, span, raw)
+            if not piece or piece.endswith(b"\n"):
+                break
+            piece = file.readline(limit_bytes + 2)
             if piece.rstrip(b"\r\n"):
                 line = None
-        if packed and position > max(_EXPANSION_FREE_BYTES, _MAX_EXPANSION * raw.tell()):
-            raise DataError(
-                f"{span.path}: expands to {position} bytes from {raw.tell()}; more than {_MAX_EXPANSION} to 1 is no "
-                "text: check the file, or decompress it yourself"
-            )
         yield line
+
+
+def _check_expansion(position: int, span: Span, raw: BinaryIO) -> None:
+    if position > _MAX_EXPANSION * raw.tell():
+        raise DataError(
+            f"{span.path}: expands to {position} bytes from {raw.tell()}; more than {_MAX_EXPANSION} to 1 is no "
+            "text: check the file, or decompress it yourself"
+        )
 
 
 def _skip_line(file: BinaryIO, enough: int) -> int:
@@ -234,14 +243,27 @@ def _decode(data: bytes) -> str:
 
 def _parse_object(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
     except RecursionError:
         raise _RefusedError("nested too deeply") from None
     except ValueError as error:
         raise _RefusedError("not JSON", str(error)) from None
     if not isinstance(value, dict):
         raise _RefusedError("not an object", f"found {type(value).__name__}")
+    if _SURROGATE.search(text):
+        _refuse_lone_surrogates(value)
     return value
+
+
+def _refuse_lone_surrogates(fields: dict[str, Any]) -> None:
+    """JSON can spell half of a surrogate pair, which no UTF-8 text holds."""
+    for key, value in fields.items():
+        spelt = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for text in (key, spelt):
+            try:
+                text.encode("utf-8")
+            except UnicodeEncodeError as error:
+                raise _RefusedError("lone surrogate", f"character {error.start} of {key!r}") from None
 
 
 def _text_of(value: dict[str, Any], key: str) -> str:
@@ -250,10 +272,6 @@ def _text_of(value: dict[str, Any], key: str) -> str:
     text = value[key]
     if not isinstance(text, str):
         raise _RefusedError("not a string", f"{key!r} is {type(text).__name__}")
-    try:
-        text.encode("utf-8")  # JSON can spell half of a surrogate pair, which no UTF-8 text holds
-    except UnicodeEncodeError as error:
-        raise _RefusedError("lone surrogate", f"character {error.start} of {key!r}") from None
     return text
 
 
@@ -261,10 +279,22 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON value")
 
 
+def _finite(number: str) -> float:
+    value = float(number)
+    if math.isinf(value):
+        raise ValueError(f"{number[:40]} is beyond the largest number")
+    return value
+
+
 def lines_before(span: Span) -> int:
-    """Lines of the file before a span of jsonl: what its own line numbers lack. Raises DataError."""
-    count, left = 0, span.start
+    """Lines, or rows of parquet, that start before a span: what its own line numbers lack. Raises DataError."""
+    if span.start == 0:
+        return 0
     with open_regular(Path(span.path), remedy="check --input") as file:
+        if content_suffix(span.path) == PARQUET:
+            groups = require("pyarrow.parquet", span.path).ParquetFile(file).metadata
+            return sum(groups.row_group(k).num_rows for k in range(span.start))
+        count, left = 1, span.start - 1  # the byte before the span ends no line, or the last that starts before it
         while left and (block := file.read(min(left, _BUFFER_BYTES))):
             count += block.count(b"\n")
             left -= len(block)

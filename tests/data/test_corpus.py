@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 
 import pyarrow
 import pyarrow.parquet
@@ -43,6 +44,11 @@ BAD = [
     (b'{"text": null}', "not a string", "'text' is NoneType"),
     (b'{"text": ["a"]}', "not a string", "'text' is list"),
     (b'{"text": "a\\ud800"}', "lone surrogate", "character 1 of 'text'"),
+    (b'{"text": "a", "n": "b\\uDFFF"}', "lone surrogate", "character 1 of 'n'"),
+    (b'{"text": "a", "n": {"m": ["\\ud83d"]}}', "lone surrogate", "of 'n'"),
+    (b'{"text": "a", "n\\ud83d": 1}', "lone surrogate", r"of 'n\ud83d'"),
+    (b'{"text": "a", "n": 1e999}', "not JSON", "1e999 is beyond the largest number"),
+    (b'{"text": "a", "n": [-' + b"9" * 400 + b".5]}", "not JSON", "-9999"),
     (b'{"text": "' + b"a" * LIMIT + b'"}', "too long", f"more than {LIMIT} bytes"),
 ]
 
@@ -61,6 +67,12 @@ def test_bad_line_is_told_by_kind_and_place_and_the_next_is_read(tmp_path, line,
 @pytest.mark.parametrize("text", ["a\x00b", "\x1b[31m", "é日🙂", "\u2028", ""])
 def test_control_characters_and_any_unicode_are_kept(tmp_path, text):
     assert _parse(_file(tmp_path, json.dumps({"text": text}).encode())) == [(text,)]
+
+
+def test_escaped_surrogate_pairs_and_backslashes_are_kept(tmp_path):
+    path = _file(tmp_path, b'{"text": "\\ud83d\\ude42", "n": "\\\\ud800", "m": [1.5, -2e30, 0]}')
+    (document,) = Reader(whole(path), ["text"], limit_bytes=LIMIT)
+    assert document.fields == {"text": "🙂", "n": "\\ud800", "m": [1.5, -2e30, 0]}
 
 
 def test_byte_order_mark_and_carriage_returns_are_dropped(tmp_path):
@@ -141,8 +153,16 @@ def test_any_cut_of_any_format_gives_each_document_once(tmp_path, name):
         assert (len(spans) > 1) == (part_bytes < 10**6 and name in ("x.jsonl", "x.parquet"))
         found = [document for span in spans for document in Reader(span, ["text"], limit_bytes=LIMIT)]
         assert [document.texts for document in found] == [(text,) for text in texts]
-    for span in split(path, part_bytes=100) if name == "x.jsonl" else []:
-        assert lines_before(span) == data[: span.start].count(b"\n")
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.parquet"])
+def test_lines_of_any_span_are_numbered_as_in_the_file(tmp_path, name):
+    data = b"".join(b'{"text": "%d%s"}\n' % (number, b"a" * (number % 40)) for number in range(1, 60))
+    path = _stored(tmp_path, name, data)
+    for part_bytes in range(1, 200, 9):
+        for span in split(path, part_bytes=part_bytes):
+            for document in Reader(span, ["text"], limit_bytes=LIMIT):
+                assert lines_before(span) + document.line == int(document.texts[0].rstrip("a"))
 
 
 @pytest.mark.parametrize("name", ["x.jsonl.gz", "x.jsonl.zst", "x.txt.gz", "x.parquet"])
@@ -154,11 +174,14 @@ def test_truncated_file_is_told_and_not_taken_for_a_whole_one(tmp_path, name):
         _parse(path)
 
 
-def test_file_that_expands_without_end_is_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize("data", [b"0" * (10 << 20), (b"0" * 1023 + b"\n") * (10 << 10)], ids=["line", "lines"])
+def test_file_that_expands_without_end_is_refused(tmp_path, monkeypatch, data):
     monkeypatch.setattr(corpus, "_EXPANSION_FREE_BYTES", 1 << 16)
-    path = _stored(tmp_path, "x.jsonl.gz", b"\n" + b"0" * (10 << 20) + b"\n")
-    with pytest.raises(DataError, match=r"x\.jsonl\.gz: expands to \d+ bytes from \d+; more than 256 to 1 is no text"):
-        _parse(path)
+    path = _stored(tmp_path, "x.jsonl.gz", data)
+    message = r"x\.jsonl\.gz: expands to \d+ bytes from \d+; more than 256 to 1 is no text"
+    with pytest.raises(DataError, match=message) as caught:
+        _parse(path, 1 << 12)
+    assert int(re.search(r"expands to (\d+)", str(caught.value))[1]) < 5 << 20  # 10 MiB are not read to their end
 
 
 def test_parquet_rows_that_are_no_text_are_told_by_row(tmp_path):
