@@ -8,7 +8,9 @@ import unicodedata
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from megalin.config import suggest
 from megalin.data.optional import require
+from megalin.errors import ConfigError
 
 Rule = Callable[[str], str]
 # Every repetition in an expression is bounded or cannot fail late, so that no text takes more than linear time.
@@ -38,7 +40,10 @@ _TAG_NAMES = (
 _TAG = re.compile(rf"<(/?)({_TAG_NAMES})(?:\s[^<>]{{0,4000}})?/?>", re.IGNORECASE)
 _ENDS_A_LINE = re.compile(r"br|p|div|li|tr|d[dt]|h[1-6r]|pre|blockquote|section|article|table|title", re.IGNORECASE)
 _ENTITY = re.compile(r"&(?:#\d{1,7}|#[xX][0-9a-fA-F]{1,6}|[a-zA-Z]{2,31}\d{0,2});")
-_HIDDEN = ((re.compile("<!--"), "-->"), *((re.compile(f"<{n}[\\s>]", re.I), f"</{n}>") for n in ("script", "style")))
+_HIDDEN = (
+    (re.compile("<!--"), re.compile("-->")),
+    *((re.compile(f"<{n}[\\s>]", re.I), re.compile(f"</{n}>", re.I)) for n in ("script", "style")),
+)
 _URL = re.compile(r"(?:https?://|ftp://|www\.)[^\s<>\"'\[\]{}|\\^`\u3000-\u303f\uff00-\uffef]+", re.IGNORECASE)
 
 _REPLACEMENT = re.compile(r"[^\s\ufffd]{0,200}\ufffd\S{0,200}")
@@ -74,12 +79,12 @@ def html_tags(text: str) -> str:
     return _ENTITY.sub(lambda entity: html.unescape(entity[0]), text) if "&" in text else text
 
 
-def _without_between(text: str, start: re.Pattern[str], end: str) -> str:
+def _without_between(text: str, start: re.Pattern[str], end: re.Pattern[str]) -> str:
     """Cuts from each match of `start` to the next `end`; what is never ended stays."""
-    kept, position, lower = [], 0, text.lower()
-    while (found := start.search(text, position)) and (stop := lower.find(end, found.end())) >= 0:
+    kept, position = [], 0
+    while (found := start.search(text, position)) and (stop := end.search(text, found.end())):
         kept.append(text[position : found.start()])
-        position = stop + len(end)
+        position = stop.end()
     return "".join([*kept, text[position:]])
 
 
@@ -204,9 +209,13 @@ class Languages:
     """Tells the language of a text (py3langid), and whether it is one of those asked for."""
 
     def __init__(self, wanted: list[str]) -> None:
-        """`wanted` are codes as en or zh. Raises ConfigError where the library is missing."""
+        """`wanted` are codes as en or zh. Raises ConfigError for another code, and where the library is missing."""
         self.wanted = frozenset(wanted)
         self._library: Any = require("py3langid", "--languages")
+        known = [str(code) for code, _ in self._library.rank("")]
+        for code in wanted:
+            if code not in known:
+                raise ConfigError(f"--languages {code}: no language that py3langid tells; {suggest(code, known)}")
 
     def keeps(self, text: str) -> bool:
         """Whether the most likely language of the first 4,000 characters is wanted."""

@@ -5,6 +5,7 @@ import time
 import pytest
 
 from megalin.data.cleaning import RULES, Languages, apply_rule
+from megalin.errors import ConfigError
 
 CASES = [
     ("fix-text", "schÃ¶n, donâ€™t", "schön, don\u2019t"),
@@ -18,6 +19,8 @@ CASES = [
         "a < b and b > c; <T> and List<int>; <!-- never ended",
         "a < b and b > c; <T> and List<int>; <!-- never ended",
     ),
+    ("html", "İİİİ keep1 <script>bad</script>keep this text", "İİİİ keep1 keep this text"),
+    ("html", "a<STYLE>b</Style>c<style >d</STYLE>e", "ace"),
     ("html", "&lt;b &#65;&#x42; &nosuch; AT&T", "<b AB &nosuch; AT&T"),
     ("urls", "see https://a.org/x?y=1, or www.b.com. Http://c", "see , or . "),
     ("urls", "看http://a.cn/b。然后", "看。然后"),
@@ -88,3 +91,8 @@ def test_language_of_a_text_is_told():
     english, chinese = "This is a sentence in the English language.", "这是一个用中文写的句子\uff0c内容比较简单。"
     assert [Languages(["en"]).keeps(text) for text in (english, chinese)] == [True, False]
     assert [Languages(["zh", "en"]).keeps(text) for text in (english, chinese)] == [True, True]
+
+
+def test_unknown_language_is_refused():
+    with pytest.raises(ConfigError, match="--languages eng: no language that py3langid tells; did you mean 'en'"):
+        Languages(["zh", "eng"])
