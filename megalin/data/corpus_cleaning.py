@@ -82,7 +82,7 @@ def clean(
     The result depends on the inputs and the rules alone; a document is in memory at a time.
 
     Raises:
-        ConfigError: unknown rules; a corpus of this name exists; a library is missing.
+        ConfigError: unknown rules or languages; a corpus of this name exists; a library is missing.
         DataError: a file that cannot be read; a worker that died; parts of another corpus or other options.
         StorageError: the output cannot be written.
     """
@@ -90,6 +90,8 @@ def clean(
     if unknown:
         raise ConfigError(f"--rules {' '.join(unknown)}: no such rule; there are {', '.join(RULES)}")
     check_free(options.output_prefix, resume=options.resume)
+    if options.languages:
+        _languages(tuple(options.languages))  # a bad one is told before there are workers
     job = _Job(
         options.json_key,
         [rule for rule in RULES if rule in options.rules],

@@ -31,8 +31,9 @@ class JsonLinesWriter:
         self._file = open_temporary(path)
 
     def write(self, value: Mapping[str, Any]) -> None:
-        """Appends a line. Raises StorageError."""
-        self._pending += json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8") + b"\n"
+        """Appends a line. Raises StorageError; ValueError for a float that is not finite, which JSON cannot hold."""
+        line = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        self._pending += line.encode("utf-8") + b"\n"
         if len(self._pending) >= _FRAME_BYTES:
             self._flush()
 
@@ -74,12 +75,18 @@ def _manifest_path(prefix: str) -> Path:
 
 
 def check_free(prefix: str, *, resume: bool) -> None:
-    """Raises ConfigError where a corpus of this name stands already; a run that is resumed may have left some of it."""
+    """Raises ConfigError where a corpus of this name stands already.
+
+    A run that was stopped while it published has left some of it: `resume` goes on while `<prefix>.parts` is there,
+    which is removed last.
+    """
+    if resume and Path(f"{prefix}.parts").exists():
+        return
     there = [
         *glob.glob(f"{glob.escape(prefix)}-*-of-*.jsonl*"),
         *map(str, filter(Path.exists, [_manifest_path(prefix)])),
     ]
-    if there and not resume:
+    if there:
         raise ConfigError(f"--output-prefix {prefix}: {there[0]} exists; remove that corpus or give another prefix")
 
 

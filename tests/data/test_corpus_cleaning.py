@@ -108,6 +108,46 @@ def test_unknown_rule_is_refused(tmp_path, path):
         clean([path], _options(tmp_path, rules=["html", "no-such"]))
 
 
+def test_unknown_language_is_refused_before_any_work(tmp_path, path):
+    with pytest.raises(ConfigError, match="--languages eng: no language"):
+        clean([path], _options(tmp_path, languages=["eng"]))
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["x.jsonl"]
+
+
+def test_other_fields_are_written_so_that_they_can_be_read(tmp_path):
+    path = tmp_path / "x.jsonl"
+    good = r'{"text":"fine","t":"\ud83d\ude42"}'
+    path.write_text(good + "\n" + r'{"text":"fine","t":"\ud800"}' + "\n" + '{"text":"fine","t":1e999}\n')
+    report = clean([path], _options(tmp_path))
+    assert _lines(report) == [{"text": "fine", "t": "🙂"}]
+    assert report.bad_lines == {"lone surrogate": 1, "not JSON": 1}
+
+
+def test_finished_corpus_is_not_resumed(tmp_path, path):
+    report = clean([path], _options(tmp_path))
+    before = [Path(name).stat().st_mtime_ns for name in report.files]
+    with pytest.raises(ConfigError, match=r"out-00000-of-00001\.jsonl exists; remove that corpus"):
+        clean([path], _options(tmp_path, rules=["urls"], resume=True))
+    assert [Path(name).stat().st_mtime_ns for name in report.files] == before
+
+
+def test_run_stopped_after_its_manifest_goes_on(tmp_path, path, monkeypatch):
+    class StoppedError(Exception):
+        pass
+
+    def stop(_):
+        raise StoppedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("megalin.data.jsonl_output.discard", stop)
+        with pytest.raises(StoppedError):
+            clean([path], _options(tmp_path))
+    written = {file.name: file.read_bytes() for file in tmp_path.glob("out*") if file.is_file()}
+    assert len(written) == 2
+    clean([path], _options(tmp_path, resume=True))
+    assert {file.name: file.read_bytes() for file in tmp_path.glob("out*")} == written
+
+
 def test_tool_tells_rules_with_an_example(tmp_path, path, capsys):
     arguments = ["--input", str(path), "--output-prefix", str(tmp_path / "out"), "--rules", "urls"]
     assert tool.main(arguments) == 0
