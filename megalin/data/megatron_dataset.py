@@ -66,18 +66,19 @@ class MegatronDataset:
                 that is damaged.
         """
         assert 0 <= sample < self.num_samples, (sample, self.num_samples)
-        row = int(self._order.shuffle_index[sample])
+        order, row = self._order, int(self._order.shuffle_index[sample])
+        if not 0 <= row < len(order.sample_index) - 1:
+            raise self._damaged(f"row {row} of its samples")
         ids = np.empty(self.sequence_length + 1, np.int64)
         pieces = np.empty(self.sequence_length + 1, np.int32)
-        place, offset = self._order.sample_index[row].tolist()
+        place, offset = order.sample_index[row].tolist()
         filled = piece = 0
         while filled < len(ids):
-            sequence = int(self._order.document_index[place])
+            if not 0 <= place < len(order.document_index):
+                raise self._damaged(f"place {place} of its documents")
+            sequence = int(order.document_index[place])
             if not (0 <= sequence < self._shard.num_sequences and 0 <= offset <= self._shard.lengths[sequence]):
-                raise DataError(
-                    f"{self._shard.prefix}: its cached index names token {offset} of sequence {sequence}, which is not "
-                    "there; remove the folder data.cache, and it is built again"
-                )
+                raise self._damaged(f"token {offset} of sequence {sequence}")
             count = min(int(self._shard.lengths[sequence]) - offset, len(ids) - filled)
             if count:
                 position = self._shard.first_token(sequence) + offset
@@ -87,6 +88,12 @@ class MegatronDataset:
                 piece += 1
             place, offset = place + 1, 0
         return ids, pieces
+
+    def _damaged(self, named: str) -> DataError:
+        return DataError(
+            f"{self._shard.prefix}: its cached index names {named}, which is not there; remove the folder data.cache, "
+            "and it is built again"
+        )
 
     def batch(self, samples: Positions) -> Batch:
         """The samples [B] as a Batch. Raises DataError as `window` does."""

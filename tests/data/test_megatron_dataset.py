@@ -49,7 +49,7 @@ def _sources(prefixes, weights):
     ]
 
 
-# sha256 of the same windows out of BlendedMegatronDatasetBuilder of Megatron-LM.
+# sha256 of the same windows out of BlendedMegatronDatasetBuilder of Megatron-LM d98e8a6 (August 2026).
 @pytest.mark.parametrize(
     ("shards", "weights", "split", "steps", "seed", "digest"),
     [
@@ -182,6 +182,35 @@ def test_damaged_index_is_refused(tmp_path, prefixes):
     (folder / "key.json").write_text(json.dumps({**key, "seed": 9}))
     with pytest.raises(DataError, match="holds the index of something else; remove this folder"):
         _open(run, steps=9, train=prefixes[:1])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("shuffle_index", -1, "row 4294967295 of its samples"),
+        ("shuffle_index", 2**20, "row 1048576 of its samples"),
+        ("sample_index", 2**30, "place 1073741824 of its documents"),
+        ("sample_index", -5, "place -5 of its documents"),
+    ],
+)
+def test_index_that_names_what_is_not_there_is_refused(tmp_path, prefixes, name, value, message):
+    run = tmp_path / "run"
+    _open(run, steps=9, train=prefixes[:1])
+    (path,) = (run / "cache").glob(f"*/{name}.npy")
+    array = np.load(path)
+    array[..., :1] = np.array(value).astype(array.dtype)  # of sample_index the place alone
+    np.save(path, array)
+    with pytest.raises(DataError, match=f"p0: its cached index names {message}, which is not there; remove the folder"):
+        _windows(_open(run, steps=9, train=prefixes[:1]), 90)
+
+
+def test_index_with_too_few_documents_is_refused(tmp_path, prefixes):
+    run = tmp_path / "run"
+    _open(run, steps=9, train=prefixes[:1])
+    (path,) = (run / "cache").glob("*/document_index.npy")
+    np.save(path, np.load(path)[:100])
+    with pytest.raises(DataError, match=r"p0: its cached index names place \d+ of its documents, which is not there"):
+        _windows(_open(run, steps=9, train=prefixes[:1]), 90)
 
 
 def test_cache_that_cannot_be_written_is_named(tmp_path, prefixes):
