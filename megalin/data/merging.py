@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar, overload
+from tempfile import TemporaryFile
+from typing import IO, Any, BinaryIO, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from megalin.data.files import open_temporary, storage_errors, temporary_name
 from megalin.data.manifest import Manifest, read_manifest
@@ -16,7 +18,6 @@ from megalin.data.shards import MAX_SEQUENCES, Shard, bin_path, manifest_path, p
 from megalin.errors import ConfigError, DataError
 
 _COPY_TOKENS = 1 << 22
-T = TypeVar("T")
 
 
 class Part(NamedTuple):
@@ -82,25 +83,6 @@ def split_shard(prefix: str | Path, outputs: Sequence[str | Path], weights: Sequ
         return [_write([part], output) for part, output in zip(parts, outputs, strict=True)]
 
 
-class _OneByOne(Sequence[T]):
-    """A piece of each shard, read when it is asked for: no number of shards needs as many open files."""
-
-    def __init__(self, prefixes: Sequence[Path], piece: Callable[[int, Shard], T]) -> None:
-        self._prefixes, self._piece = prefixes, piece
-
-    def __len__(self) -> int:
-        return len(self._prefixes)
-
-    @overload
-    def __getitem__(self, index: int) -> T: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[T]: ...
-    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
-        assert isinstance(index, int), index
-        with Shard(self._prefixes[index]) as shard:
-            return self._piece(index, shard)
-
-
 def concatenate(
     prefixes: Sequence[Path], output: str | Path, dtype: np.dtype[Any], manifest: Mapping[str, Any]
 ) -> None:
@@ -110,21 +92,34 @@ def concatenate(
         DataError: a bad shard; 2^31 sequences and more.
         StorageError: the output cannot be written; then no shard bears its name.
     """
-    starts, path = [0], bin_path(output)
-    with open_temporary(path) as file, ExitStack() as discard:
+    path, sequences = bin_path(output), 0
+    # The index begins with its counts, so its entries wait in files without a name; memory may not hold them.
+    with (
+        storage_errors(path),
+        TemporaryFile(dir=path.parent) as lengths,
+        TemporaryFile(dir=path.parent) as documents,
+        open_temporary(path) as file,
+        ExitStack() as discard,
+    ):
         discard.callback(temporary_name(path).unlink, missing_ok=True)
+        documents.write(np.zeros(1, np.int64).data)  # of the shards' own, each begins with a 0 that is left out
         for prefix in prefixes:
             with Shard(prefix) as shard:
                 assert shard.dtype == dtype, (prefix, shard.dtype, dtype)
-                starts.append(starts[-1] + shard.num_sequences)
-                _check_total(starts[-1], output)
+                _check_total(sequences + shard.num_sequences, output)
                 _copy(shard, 0, shard.num_tokens, file, path)
-        # The document index begins with one 0; each shard's own is left out.
-        documents = _OneByOne(prefixes, lambda k, shard: (shard.documents[min(k, 1) :], starts[k]))
-        publish_shard(
-            Path(output), file, dtype, _OneByOne(prefixes, lambda _, shard: shard.lengths), documents, manifest
-        )
+                lengths.write(shard.lengths.data)
+                documents.write((shard.documents[1:] + sequences).data)
+                sequences += shard.num_sequences
+        index = _mapped(lengths, np.dtype(np.int32)), _mapped(documents, np.dtype(np.int64))
+        publish_shard(Path(output), file, dtype, [index[0]], [(index[1], 0)], manifest)
         discard.pop_all()
+
+
+def _mapped(file: IO[bytes], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """What was written into `file`."""
+    file.flush()
+    return np.memmap(file, dtype, "r") if file.tell() else np.empty(0, dtype)
 
 
 def _check_total(sequences: int, output: str | Path) -> None:

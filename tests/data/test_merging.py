@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
 
 from megalin.data import merging
-from megalin.data.merging import merge_shards, split_shard
+from megalin.data.merging import concatenate, merge_shards, split_shard
 from megalin.data.shards import Shard, ShardWriter
 from megalin.errors import ConfigError, DataError
 from tests.data.shard_files import index_bytes, write_by_hand
@@ -51,6 +52,19 @@ def test_merged_shard_holds_the_documents_in_order(shards: list[Path], tmp_path:
     lengths, documents = [2, 1, 3, 0, 1, 100], [0, 2, 2, 3, 4, 5, 6]
     assert (tmp_path / "all.idx").read_bytes() == index_bytes(lengths, documents)
     assert (tmp_path / "all.bin").read_bytes() == b"".join(Path(f"{x}.bin").read_bytes() for x in shards)
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_shards_are_concatenated_as_they_are_merged_and_each_is_opened_once(shards, tmp_path, monkeypatch):
+    merge_shards(shards, tmp_path / "all")
+    opened = Mock(wraps=Shard)
+    monkeypatch.setattr(merging, "Shard", opened)
+    concatenate(shards, tmp_path / "again", np.dtype("uint16"), {"documents": 6})
+    assert opened.call_args_list == [call(prefix) for prefix in shards]
+    for suffix in ("bin", "idx"):
+        assert (tmp_path / f"again.{suffix}").read_bytes() == (tmp_path / f"all.{suffix}").read_bytes()
+    concatenate([shards[1]], tmp_path / "empty", np.dtype("uint16"), {})
+    assert (tmp_path / "empty.idx").read_bytes() == index_bytes([], [0])
     assert not list(tmp_path.glob("*.tmp"))
 
 
