@@ -1,5 +1,8 @@
 """The errors that users see: each names what is wrong, the rule and the remedy, and sets the exit code."""
 
+import sys
+from collections.abc import Callable
+
 
 class MegalinError(ValueError):
     """Base of every error that is the user's to mend; the command line prints it without a traceback."""
@@ -51,3 +54,12 @@ class RankFailedError(MegalinError):
     """A rank that raised, died or did not answer in time; the message names it, with its traceback where it has one."""
 
     exit_code = 9
+
+
+def exit_code(run: Callable[[], int | None]) -> int:
+    """Runs a tool: what it returns, 0 for None, or the exit code of the user's error, which it prints."""
+    try:
+        return run() or 0
+    except MegalinError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code

@@ -25,7 +25,7 @@ from megalin.data.config import DataConfig
 from megalin.data.loader import Loader
 from megalin.data.shards import ShardWriter
 from megalin.data.sources import open_training
-from megalin.errors import MegalinError
+from megalin.errors import exit_code
 
 _VOCAB_SIZE = 50_000
 _TOKENS = 60_000_000
@@ -96,17 +96,16 @@ def main(arguments: list[str] | None = None) -> int:
     add("--steps", type=int, default=40, help="steps that are measured (40)")
     add("--step-seconds", type=float, default=0.0, help="pause before each step, as if the model ran (0)")
     args = parser.parse_args(arguments)
+    return exit_code(lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            prefixes = args.prefixes or [write_shard(Path(folder) / "made", _TOKENS)]
-            names = ("sequence_length", "packing", "order", "workers", "read_ahead_steps")
-            config = parse(DataConfig, {"train": prefixes} | {name: getattr(args, name) for name in names}, "arguments")
-            found = measure(config, Path(folder), args)
-        except MegalinError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return error.exit_code
+        prefixes = args.prefixes or [write_shard(Path(folder) / "made", _TOKENS)]
+        names = ("sequence_length", "packing", "order", "workers", "read_ahead_steps")
+        config = parse(DataConfig, {"train": prefixes} | {name: getattr(args, name) for name in names}, "arguments")
+        found = measure(config, Path(folder), args)
     print(json.dumps({"packing": config.packing, "order": config.order, "workers": config.workers, **found}))
-    return 0
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ import sys
 
 from megalin.data import corpus_cleaning, inputs
 from megalin.data.cleaning import RULES
-from megalin.data.corpus_tool import corpus_parser, exit_code
+from megalin.data.corpus_tool import corpus_parser
 from megalin.data.progress import shown_progress
+from megalin.errors import exit_code
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from megalin.errors import MegalinError
+from megalin.errors import exit_code
 from megalin.train.ledger import compare_ledgers
 
 
@@ -15,11 +15,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("first", help="a run folder, or its ledger.jsonl")
     parser.add_argument("second", help="likewise")
     args = parser.parse_args(arguments)
-    try:
-        found = compare_ledgers(args.first, args.second)
-    except MegalinError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    return exit_code(lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    found = compare_ledgers(args.first, args.second)
     print(
         f"{found.steps} steps in both, {found.only_first} in the first alone, {found.only_second} in the second alone"
     )

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from megalin.data.inspection import ShardSummary, inspect_shard, validate_shard
 from megalin.data.tokenizer import load_tokenizer
-from megalin.errors import ConfigError, MegalinError
+from megalin.errors import ConfigError, exit_code
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -25,19 +25,19 @@ def main(arguments: list[str] | None = None) -> int:
     add("--validate", action="store_true", help="read every token id and compare it with --vocab-size")
     add("--vocab-size", type=int, help="ids of the vocabulary, for --validate (default: the tokenizer's)")
     args = parser.parse_args(arguments)
-    try:
-        tokenizer = load_tokenizer(args.tokenizer_model) if args.tokenizer_model else None
-        if args.vocab_size is not None and not args.validate:
-            raise ConfigError("--vocab-size is read with --validate only; add it")
-        if args.validate:
-            vocab_size = args.vocab_size if args.vocab_size is not None else tokenizer and tokenizer.vocab_size
-            if vocab_size is None or vocab_size < 1:
-                raise ConfigError("--validate needs --vocab-size V of at least 1, or --tokenizer-model")
-            validate_shard(args.prefix, vocab_size=vocab_size)
-        summary = inspect_shard(args.prefix, tokenizer)
-    except MegalinError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    return exit_code(lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> None:
+    tokenizer = load_tokenizer(args.tokenizer_model) if args.tokenizer_model else None
+    if args.vocab_size is not None and not args.validate:
+        raise ConfigError("--vocab-size is read with --validate only; add it")
+    if args.validate:
+        vocab_size = args.vocab_size if args.vocab_size is not None else tokenizer and tokenizer.vocab_size
+        if vocab_size is None or vocab_size < 1:
+            raise ConfigError("--validate needs --vocab-size V of at least 1, or --tokenizer-model")
+        validate_shard(args.prefix, vocab_size=vocab_size)
+    summary = inspect_shard(args.prefix, tokenizer)
     if args.json:
         lengths = summary.lengths and summary.lengths._asdict()
         print(json.dumps({**summary._asdict(), "lengths": lengths, "validated": args.validate}))
@@ -45,7 +45,6 @@ def main(arguments: list[str] | None = None) -> int:
         _print(summary)
         if args.validate:
             print(f"all {summary.tokens} token ids are below {vocab_size}")
-    return 0
 
 
 def _print(summary: ShardSummary) -> None:

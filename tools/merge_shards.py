@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from megalin.data.merging import Written, merge_shards, split_shard
-from megalin.errors import ConfigError, MegalinError
+from megalin.errors import ConfigError, exit_code
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -18,16 +18,15 @@ def main(arguments: list[str] | None = None) -> int:
     add("--output-prefix", required=True, help="the new shard; with --split, <prefix>_0, <prefix>_1 and so on")
     add("--split", metavar="W,W,...", help="cut the one input into parts of these shares of its documents")
     args = parser.parse_args(arguments)
-    try:
-        for shard in _run(args):
-            print(f"{shard.prefix}: {shard.documents} documents, {shard.sequences} sequences, {shard.tokens} tokens")
-    except MegalinError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    return exit_code(lambda: _run(args))
 
 
-def _run(args: argparse.Namespace) -> list[Written]:
+def _run(args: argparse.Namespace) -> None:
+    for shard in _write(args):
+        print(f"{shard.prefix}: {shard.documents} documents, {shard.sequences} sequences, {shard.tokens} tokens")
+
+
+def _write(args: argparse.Namespace) -> list[Written]:
     prefixes = [prefix for name in args.input for prefix in _prefixes(name)]
     if args.split is None:
         return [merge_shards(prefixes, args.output_prefix)]

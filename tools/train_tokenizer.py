@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megalin.data import corpus, inputs
 from megalin.data.tokenizer import BytePairTrainer
-from megalin.errors import MegalinError
+from megalin.errors import exit_code
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -21,16 +21,15 @@ def main(arguments: list[str] | None = None) -> int:
     add("--special-tokens", nargs="+", default=[], help="names of tokens that no text has, as [CLS] [SEP] [MASK] [PAD]")
     add("--output", type=Path, required=True, help="path of the tokenizer.json")
     args = parser.parse_args(arguments)
-    try:
-        trainer = BytePairTrainer(args.vocab_size, special_tokens=args.special_tokens)
-        paths = inputs.expand_inputs(args.input)
-        texts = corpus.iterate_texts(paths, args.json_keys, limit_bytes=corpus.DEFAULT_DOCUMENT_BYTES)
-        trainer.train(texts).save(args.output)
-    except MegalinError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    return exit_code(lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> None:
+    trainer = BytePairTrainer(args.vocab_size, special_tokens=args.special_tokens)
+    paths = inputs.expand_inputs(args.input)
+    texts = corpus.iterate_texts(paths, args.json_keys, limit_bytes=corpus.DEFAULT_DOCUMENT_BYTES)
+    trainer.train(texts).save(args.output)
     print(f"{trainer.vocab_size} ids: {args.output}")
-    return 0
 
 
 if __name__ == "__main__":
