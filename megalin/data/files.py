@@ -8,6 +8,7 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,7 +18,7 @@ from megalin.errors import DataError, StorageError
 NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK)
 
 
-def open_regular(path: Path, *, remedy: str) -> BinaryIO:
+def open_regular(path: Path, *, remedy: str) -> FileIO:
     """Opens `path` for unbuffered reading. Raises DataError when it is missing, unreadable or no regular file."""
     try:
         # Without O_NONBLOCK the open of a named pipe would wait for a writer for ever.

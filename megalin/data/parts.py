@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import functools
-import hashlib
+import itertools
 import json
-import multiprocessing
-import multiprocessing.connection
 import os
 import shutil
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megalin.data.files import open_regular, read_limited, storage_errors, write_text
 from megalin.data.inputs import Span, split
+from megalin.data.workers import SPAWN, worker_pool
 from megalin.errors import ConfigError, DataError
 
 _LEAST_PART_BYTES = 4 << 20
@@ -25,7 +22,6 @@ _MOST_PART_BYTES = 256 << 20
 _PARTS = 256  # that a corpus between those limits is cut into
 _RECORD_LIMIT_BYTES = 64 << 20
 _TELL_SECONDS = 0.5
-_DIGEST_BYTES = 1 << 22
 
 
 class Part(NamedTuple):
@@ -33,8 +29,8 @@ class Part(NamedTuple):
 
     number: int
     span: Span
-    size_bytes: int
-    first: bool  # of its file: it also takes the file's digest
+    size_bytes: int  # of the file's bytes; those of all its parts add up to its size
+    first: bool  # of its file
 
 
 class Share(NamedTuple):
@@ -78,9 +74,9 @@ def plan(paths: Sequence[Path]) -> list[Part]:
     for path in paths:
         spans = split(path, part_bytes=part_bytes)
         width, size = max(spans[-1].end, 1), _size(path)  # of row groups in parquet
-        for span in spans:
-            share = size * (span.end - span.start) // width
-            parts.append(Part(len(parts), span, share, span is spans[0]))
+        borders = [*(size * span.start // width for span in spans), size]
+        for span, (start, end) in zip(spans, itertools.pairwise(borders), strict=True):
+            parts.append(Part(len(parts), span, end - start, span is spans[0]))
     return parts
 
 
@@ -89,26 +85,25 @@ def _size(path: Path) -> int:
         return os.fstat(file.fileno()).st_size
 
 
-def file_digest(path: str) -> str:
-    """sha256, in hex, of a file. Raises DataError."""
-    state = hashlib.sha256()
-    with open_regular(Path(path), remedy="check --input") as file:
-        while block := file.read(_DIGEST_BYTES):
-            state.update(block)
-    return state.hexdigest()
-
-
-def record_path(folder: Path, number: int) -> Path:
+def _record_path(folder: Path, number: int) -> Path:
     """Where a part's record stands; it is written after the part's files, so with it the part is complete."""
     return folder / f"{number:06}.json"
 
 
 def read_record(folder: Path, number: int) -> dict[str, Any] | None:
     """The record of a part, or None where it is not complete. Raises DataError."""
-    path = record_path(folder, number)
+    path = _record_path(folder, number)
     if not path.exists():
         return None
     return dict(_read_json(path))
+
+
+def records(folder: Path, parts: Sequence[Part]) -> Iterator[dict[str, Any]]:
+    """The record of each part, all of which are complete. Raises DataError."""
+    for part in parts:
+        record = read_record(folder, part.number)
+        assert record is not None, part
+        yield record
 
 
 def run_parts(work: Work, job: Any, parts: Sequence[Part], run: Run) -> bool:
@@ -137,7 +132,7 @@ def run_parts(work: Work, job: Any, parts: Sequence[Part], run: Run) -> bool:
         _run_here(work, job, left, run, done)
     else:
         _run_in_workers(work, job, left, run, done)
-    return all(record_path(run.folder, part.number).exists() for part in parts)
+    return all(_record_path(run.folder, part.number).exists() for part in parts)
 
 
 def discard(folder: Path) -> None:
@@ -167,7 +162,7 @@ def _prepare(run: Run, parts: Sequence[Part]) -> None:
         discard(run.folder)
     with storage_errors(run.folder):
         run.folder.mkdir(parents=True, exist_ok=True)
-    inputs = {part.span.path: _identity(part.span.path) for part in parts}
+    inputs = {part.span.path: _identity(part.span.path) for part in parts if part.first}
     ours = {"settings": dict(run.settings), "inputs": inputs, "parts": len(parts)}
     for path in sorted(run.folder.glob("plan-*.json")):
         for name, value in _differences(ours, _read_json(path)):
@@ -179,7 +174,7 @@ def _prepare(run: Run, parts: Sequence[Part]) -> None:
     write_text(run.folder / f"plan-{share.number}-of-{share.total}.json", json.dumps(ours, indent=1) + "\n")
     if not run.resume:
         for part in parts[share.number :: share.total]:
-            record_path(run.folder, part.number).unlink(missing_ok=True)
+            _record_path(run.folder, part.number).unlink(missing_ok=True)
 
 
 def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -226,9 +221,7 @@ def _do(work: Work, job: Any, part: Part, folder: Path, tell: Tell) -> None:
 
     record = dict(work(job, part, folder, counted))
     counted(Progress(0, 0, part.size_bytes - total.read_bytes, 0))
-    if part.first:
-        record["sha256"] = file_digest(part.span.path)
-    write_text(record_path(folder, part.number), json.dumps({**record, "progress": total}) + "\n")
+    write_text(_record_path(folder, part.number), json.dumps({**record, "progress": total}) + "\n")
 
 
 def _run_here(work: Work, job: Any, parts: Sequence[Part], run: Run, done: Progress) -> None:
@@ -244,15 +237,15 @@ def _run_here(work: Work, job: Any, parts: Sequence[Part], run: Run, done: Progr
 
 
 def _run_in_workers(work: Work, job: Any, parts: Sequence[Part], run: Run, done: Progress) -> None:
-    context = multiprocessing.get_context("spawn")
-    counts = context.Array("q", len(done) + 1)  # the last is not 0 once the others shall stop
+    counts = SPAWN.Array("q", len(done) + 1)  # the last is not 0 once the others shall stop
     workers = min(run.workers, len(parts))
 
     def show() -> None:
         with counts.get_lock():
             run.on_progress(_sum(done, Progress(*counts[:-1])))
 
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(counts,)) as pool:
+    initializer = functools.partial(_take_counts, counts)
+    with worker_pool(workers, limit="--max-document-bytes", initializer=initializer) as pool:
         try:
             futures: list[Future[None]] = [pool.submit(_do_in_worker, work, job, part, run.folder) for part in parts]
             for future in futures:
@@ -260,14 +253,8 @@ def _run_in_workers(work: Work, job: Any, parts: Sequence[Part], run: Run, done:
                     show()
                 future.result()
             show()
-        except BrokenProcessPool as error:
-            raise DataError(
-                f"a worker process died (out of memory?): {error}; use fewer --workers or lower --max-document-bytes, "
-                "and go on with --resume"
-            ) from None
         finally:
             counts[-1] = 1
-            pool.shutdown(wait=True, cancel_futures=True)
 
 
 class _StoppedError(Exception):
@@ -277,10 +264,8 @@ class _StoppedError(Exception):
 _worker_tell: list[Tell] = []  # of this process, from its start on; empty in the process that started it
 
 
-def _start_worker(counts: Any) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+def _take_counts(counts: Any) -> None:
     _worker_tell.append(functools.partial(_add, counts))
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
 def _add(counts: Any, step: Progress) -> None:
@@ -289,14 +274,6 @@ def _add(counts: Any, step: Progress) -> None:
             counts[k] += value
         if counts[-1]:
             raise _StoppedError
-
-
-def _exit_with_parent() -> None:
-    """A run that is killed cannot end its workers, and they would wait for work for ever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    multiprocessing.connection.wait([parent.sentinel])
-    os._exit(1)
 
 
 def _do_in_worker(work: Work, job: Any, part: Part, folder: Path) -> None:

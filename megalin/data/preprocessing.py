@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from megalin.data.corpus import HARMLESS, BadLine, Document, Reader, lines_before
+from megalin.data.batches import batches
+from megalin.data.corpus import HARMLESS, BadLine, Reader, lines_before
+from megalin.data.files import open_regular
 from megalin.data.inputs import PLAIN, content_suffix
 from megalin.data.merging import concatenate
-from megalin.data.parts import Part, Progress, Run, Share, Tell, discard, plan, read_record, run_parts
+from megalin.data.parts import Part, Progress, Run, Share, Tell, discard, plan, records, run_parts
 from megalin.data.shards import ShardWriter, token_dtype
 from megalin.data.tokenizer import Tokenizer, TokenizerFiles
 from megalin.errors import ConfigError, DataError
 
-_BATCH_BYTES = 1 << 20
-_BATCH_DOCUMENTS = 1000
-LISTED_BAD_LINES = 100
+_LISTED_BAD_LINES = 100
 
 
 class PreprocessOptions(NamedTuple):
@@ -138,9 +139,7 @@ def _collect(folder: Path, parts: Sequence[Part], prefixes: Sequence[str]) -> _S
     bad_lines: Counter[str] = Counter()
     listed: list[BadLine] = []
     inputs: list[dict[str, Any]] = []
-    for part in parts:
-        record = read_record(folder, part.number)
-        assert record is not None, part
+    for part, record in zip(parts, records(folder, parts), strict=True):
         if part.first:
             lines = 0
             inputs.append({"path": part.span.path, "sha256": record["sha256"], "bytes": 0, "documents": 0})
@@ -150,7 +149,7 @@ def _collect(folder: Path, parts: Sequence[Part], prefixes: Sequence[str]) -> _S
         tokens = [a + b for a, b in zip(tokens, record["tokens"], strict=True)]
         sequences = [a + b for a, b in zip(sequences, record["sequences"], strict=True)]
         bad_lines.update(record["bad_lines"])
-        for path, line, kind, detail in record["listed"][: LISTED_BAD_LINES - len(listed)]:
+        for path, line, kind, detail in record["listed"][: _LISTED_BAD_LINES - len(listed)]:
             listed.append(BadLine(path, lines + line, kind, detail))
         lines += record["lines"]
     for prefix, count in zip(prefixes, tokens, strict=True):
@@ -202,18 +201,18 @@ def _tokenise(job: _Job, part: Part, folder: Path, tell: Tell) -> Mapping[str, A
             for column in range(len(job.keys))
         ]
         reader = Reader(part.span, job.keys, limit_bytes=job.limit_bytes)
-        for good, bad, read_bytes in _batches(reader):
-            for line in bad:
+        for batch in batches(reader):
+            for line in batch.bad_lines:
                 if job.fail and line.kind != HARMLESS:
                     place = line._replace(line=line.line + lines_before(part.span))
                     raise DataError(f"{place}; mend the line, or leave bad lines out with --on-bad-line skip")
-            bad_lines.update(line.kind for line in bad)
-            listed.extend(bad[: LISTED_BAD_LINES - len(listed)])
+            bad_lines.update(line.kind for line in batch.bad_lines)
+            listed.extend(batch.bad_lines[: _LISTED_BAD_LINES - len(listed)])
             before = sum(writer.num_tokens for writer in writers)
             for column, writer in enumerate(writers):
-                _encode([document.texts[column] for document in good], tokenizer, writer, job.append_eod)
+                _encode([document.texts[column] for document in batch.documents], tokenizer, writer, job.append_eod)
             tokens = sum(writer.num_tokens for writer in writers) - before
-            tell(Progress(len(good), tokens, read_bytes, len(bad)))
+            tell(Progress(len(batch.documents), tokens, batch.read_bytes, len(batch.bad_lines)))
         for writer in writers:
             writer.publish()
     return {
@@ -223,26 +222,14 @@ def _tokenise(job: _Job, part: Part, folder: Path, tell: Tell) -> Mapping[str, A
         "lines": reader.lines,
         "bad_lines": bad_lines,
         "listed": listed,
+        "sha256": _sha256(part.span.path) if part.first else None,
     }
 
 
-def _batches(reader: Reader) -> Iterator[tuple[list[Document], list[BadLine], int]]:
-    """Documents and bad lines in batches of about 1 MiB, and how many bytes of the file each took."""
-    good: list[Document] = []
-    bad: list[BadLine] = []
-    size = told = 0
-    for item in reader:
-        if isinstance(item, BadLine):
-            bad.append(item)
-        else:
-            good.append(item)
-            size += item.size_bytes
-        if size >= _BATCH_BYTES or len(good) + len(bad) >= _BATCH_DOCUMENTS:
-            yield good, bad, reader.read_bytes - told
-            told = reader.read_bytes
-            good, bad, size = [], [], 0
-    if good or bad:
-        yield good, bad, 0
+def _sha256(path: str) -> str:
+    """Of a file, in hex. Raises DataError."""
+    with open_regular(Path(path), remedy="check --input") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _encode(texts: Sequence[str], tokenizer: Tokenizer, writer: ShardWriter, append_eod: bool) -> None:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from megalin.data.optional import require
 
 Method = Literal["exact", "minhash"]
-SHINGLE_WORDS = 5
+_SHINGLE_WORDS = 5
 _PERMUTATIONS = 128
 _SEED = 42
 # A run of letters and digits, or one character of a script that is written without spaces.
@@ -109,7 +109,7 @@ def _shingles(text: str) -> Words:
     data = np.frombuffer((" ".join(words) + " ").encode("utf-8"), np.uint8)
     ends = np.flatnonzero(data == 32)
     starts = np.concatenate(([0], ends[:-1] + 1))
-    run = min(SHINGLE_WORDS, len(words))
+    run = min(_SHINGLE_WORDS, len(words))
     starts, ends = starts[: len(words) - run + 1], ends[run - 1 :]
     powers = _powers(_BASE, len(data))
     sums = np.concatenate((np.zeros(1, np.uint64), np.cumsum((data + np.uint64(1)) * powers, dtype=np.uint64)))
