@@ -6,9 +6,10 @@ import argparse
 import sys
 
 from megalin.data import deduplication, inputs
-from megalin.data.corpus_tool import corpus_parser, exit_code
+from megalin.data.corpus_tool import corpus_parser
 from megalin.data.progress import shown_progress
 from megalin.data.signatures import scheme
+from megalin.errors import exit_code
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -43,8 +44,9 @@ def _run(args: argparse.Namespace) -> None:
     )
     paths = inputs.expand_inputs(args.input)
     total_bytes = sum(path.stat().st_size for path in paths)
-    with shown_progress("deduplicating", total_bytes, interval=args.log_interval) as tell:
-        report = deduplication.deduplicate(paths, options, on_progress=tell)
+    report = deduplication.deduplicate(
+        paths, options, show=lambda name: shown_progress(name, total_bytes, interval=args.log_interval)
+    )
     for kind, count in report.bad_lines.items():
         print(f"left out: {count} x {kind}", file=sys.stderr)
     print(

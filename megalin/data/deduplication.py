@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from megalin.data.corpus import BadLine, Document, Reader
-from megalin.data.duplicates import Clusters, SignedPart, append_signatures, find_clusters
+from megalin.data.batches import batches
+from megalin.data.corpus import Document, Reader
+from megalin.data.duplicates import Ids, SignedPart, append_signatures, find_repeated
 from megalin.data.files import open_temporary, publish, storage_errors
 from megalin.data.inputs import Span
 from megalin.data.jsonl_output import Compression, JsonLinesWriter, check_free, part_path, publish_parts
-from megalin.data.parts import Part, Progress, Run, Tell, discard, plan, read_record, run_parts
+from megalin.data.parts import Part, Progress, Run, Tell, discard, plan, records, run_parts
 from megalin.data.signatures import Scheme, sign
 from megalin.errors import ConfigError
 
-_BATCH_BYTES = 1 << 20
-_BATCH_TEXTS = 4096
+_TEXTS_AT_ONCE = 4096  # that are signed
 Level = Literal["document", "line"]
+Show = Callable[[str], AbstractContextManager[Callable[[Progress], None]]]
+"""Opens the progress of a pass over the corpus, by the pass's name."""
 
 
 class DeduplicateOptions(NamedTuple):
@@ -62,13 +65,13 @@ class _Job(NamedTuple):
 
 
 def deduplicate(
-    paths: Sequence[Path], options: DeduplicateOptions, *, on_progress: Callable[[Progress], None] = lambda _: None
+    paths: Sequence[Path], options: DeduplicateOptions, *, show: Show = lambda _: nullcontext(lambda _: None)
 ) -> DeduplicateReport:
     """Writes the corpus to `<output_prefix>-00000-of-00025.jsonl` and a manifest, each text as it first came.
 
     A document that loses all its lines is left out. The result depends on the inputs and the comparison alone. Disk:
     8 bytes a band and the sketch for each text, that is 296 for MinHash at a threshold of 0.7. Memory: `memory_bytes`
-    a worker, and 48 bytes a duplicate.
+    a worker, and 48 bytes a duplicate in each band. `show` is asked for "signing" and for "writing".
 
     Raises:
         ConfigError: options that cannot work; a corpus of this name exists; a library is missing.
@@ -81,8 +84,6 @@ def deduplicate(
         raise ConfigError(f"--memory {options.memory_bytes >> 20}: at least 1 MiB is needed")
     check_free(options.output_prefix, resume=options.resume)
     folder, parts = Path(f"{options.output_prefix}.parts"), plan(paths)
-    if folder.exists() and not options.resume:
-        discard(folder)
     job = _Job(
         options.json_key,
         options.level,
@@ -94,14 +95,18 @@ def deduplicate(
         removed=str(folder / "removed.npy"),
     )
     settings = {**job._asdict(), "removed": None}
-    signing = Run(folder / "signatures", settings, options.workers, True, None, on_progress)
-    run_parts(_sign_part, job, parts, signing)
+    with show("signing") as tell:
+        if folder.exists() and not options.resume:
+            discard(folder)
+        signing = Run(folder / "signatures", settings, options.workers, True, None, tell)
+        run_parts(_sign_part, job, parts, signing)
     signed = _signed(signing.folder, parts)
     if not Path(job.removed).exists():
-        clusters = find_clusters(signed, options.how, workers=options.workers, memory_bytes=options.memory_bytes)
-        _save(Path(job.removed), clusters)
-    writing = signing._replace(folder=folder / "documents")
-    run_parts(_filter_part, job._replace(firsts=[part.first for part in signed]), parts, writing)
+        removed = find_repeated(signed, options.how, workers=options.workers, memory_bytes=options.memory_bytes)
+        _save(Path(job.removed), removed)
+    with show("writing") as tell:
+        writing = signing._replace(folder=folder / "documents", on_progress=tell)
+        run_parts(_filter_part, job._replace(firsts=[part.first for part in signed]), parts, writing)
     report = _report(writing.folder, parts, sum(sum(part.blocks) for part in signed))
     manifest = {**report._asdict(), "settings": settings}
     files = publish_parts(options.output_prefix, writing.folder, parts, options.compression, manifest)
@@ -109,18 +114,16 @@ def deduplicate(
     return report._replace(files=files)
 
 
-def _save(path: Path, clusters: Clusters) -> None:
+def _save(path: Path, removed: Ids) -> None:
     with open_temporary(path) as file:
         with storage_errors(path):
-            np.save(file, clusters.removed, allow_pickle=False)
+            np.save(file, removed, allow_pickle=False)
         publish(file, path)
 
 
 def _signed(folder: Path, parts: Sequence[Part]) -> list[SignedPart]:
     signed, first = [], 0
-    for part in parts:
-        record = read_record(folder, part.number)
-        assert record is not None, part
+    for part, record in zip(parts, records(folder, parts), strict=True):
         signed.append(SignedPart(folder / f"{part.number:06}", first, record["blocks"]))
         first += sum(record["blocks"])
     return signed
@@ -129,9 +132,7 @@ def _signed(folder: Path, parts: Sequence[Part]) -> list[SignedPart]:
 def _report(folder: Path, parts: Sequence[Part], texts: int) -> DeduplicateReport:
     counts: Counter[str] = Counter()
     bad_lines: Counter[str] = Counter()
-    for part in parts:
-        record = read_record(folder, part.number)
-        assert record is not None, part
+    for record in records(folder, parts):
         counts.update(record["counts"])
         bad_lines.update(record["bad_lines"])
     return DeduplicateReport(
@@ -165,30 +166,15 @@ def _sign_part(job: _Job, part: Part, folder: Path, tell: Tell) -> Mapping[str, 
     with storage_errors(prefix):
         for suffix in ("bands", "sketches"):
             Path(f"{prefix}.{suffix}").write_bytes(b"")
-    for batch, documents, read_bytes in _batches(_reader(part.span, job), job):
-        if batch:
+    for batch in batches(_reader(part.span, job)):
+        texts = [text for document in batch.documents for text in _texts(document, job)]
+        for first in range(0, len(texts), _TEXTS_AT_ONCE):
+            block = texts[first : first + _TEXTS_AT_ONCE]
             with storage_errors(prefix):
-                append_signatures(prefix, sign(batch, job.how))
-            blocks.append(len(batch))
-        tell(Progress(documents, 0, read_bytes, 0))
+                append_signatures(prefix, sign(block, job.how))
+            blocks.append(len(block))
+        tell(Progress(len(batch.documents), 0, batch.read_bytes, len(batch.bad_lines)))
     return {"blocks": blocks}
-
-
-def _batches(reader: Reader, job: _Job) -> Iterator[tuple[list[str], int, int]]:
-    """Texts of about 1 MiB, the documents that they are from, and the bytes of the file that were read for them."""
-    batch: list[str] = []
-    size = documents = told = 0
-    for item in reader:
-        if isinstance(item, BadLine):
-            continue
-        batch += _texts(item, job)
-        documents += 1
-        size += item.size_bytes
-        if size >= _BATCH_BYTES or len(batch) >= _BATCH_TEXTS:
-            yield batch, documents, reader.read_bytes - told
-            told = reader.read_bytes
-            batch, size, documents = [], 0, 0
-    yield batch, documents, 0
 
 
 def _filter_part(job: _Job, part: Part, folder: Path, tell: Tell) -> Mapping[str, Any]:
@@ -200,21 +186,20 @@ def _filter_part(job: _Job, part: Part, folder: Path, tell: Tell) -> Mapping[str
     counts: Counter[str] = Counter()
     bad_lines: Counter[str] = Counter()
     with JsonLinesWriter(part_path(folder, part, job.compression), job.compression) as writer:
-        for item in _reader(part.span, job):
-            if isinstance(item, BadLine):
-                bad_lines[item.kind] += 1
-                continue
-            texts = _texts(item, job)
-            left_out = [k for k in range(len(texts)) if number + k in mine]
-            number += len(texts)
-            counts["documents"] += 1
-            counts["removed_texts"] += len(left_out)
-            counts["removed_bytes"] += sum(len(texts[k].encode("utf-8")) for k in left_out)
-            text = _without(item.texts[0], set(left_out), job) if left_out else item.texts[0]
-            if text is not None:
-                writer.write({**item.fields, job.key: text})
-                counts["written_documents"] += 1
-    tell(Progress(counts["documents"], 0, 0, bad_lines.total()))
+        for batch in batches(_reader(part.span, job)):
+            bad_lines.update(line.kind for line in batch.bad_lines)
+            for document in batch.documents:
+                texts = _texts(document, job)
+                left_out = [k for k in range(len(texts)) if number + k in mine]
+                number += len(texts)
+                counts["documents"] += 1
+                counts["removed_texts"] += len(left_out)
+                counts["removed_bytes"] += sum(len(texts[k].encode("utf-8")) for k in left_out)
+                text = _without(document.texts[0], set(left_out), job) if left_out else document.texts[0]
+                if text is not None:
+                    writer.write({**document.fields, job.key: text})
+                    counts["written_documents"] += 1
+            tell(Progress(len(batch.documents), 0, batch.read_bytes, len(batch.bad_lines)))
     return {"counts": counts, "bad_lines": bad_lines}
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megalin.data.signatures import Scheme, Signatures, agreement
+from megalin.data.workers import worker_pool
 
 # One entry of a band with what sorting it takes.
 _ENTRY_BYTES = 64
@@ -39,13 +38,6 @@ def append_signatures(prefix: Path, signatures: Signatures) -> None:
         sketches.write(np.ascontiguousarray(signatures.sketches).data)
 
 
-class Clusters(NamedTuple):
-    """Texts that are like an earlier one, by number in ascending order, and the first of the cluster of each."""
-
-    removed: Ids
-    kept: Ids
-
-
 class _Task(NamedTuple):
     parts: Sequence[SignedPart]
     how: Scheme
@@ -54,19 +46,28 @@ class _Task(NamedTuple):
     divisor: int
 
 
-def find_clusters(parts: Sequence[SignedPart], how: Scheme, *, workers: int, memory_bytes: int) -> Clusters:
-    """Joins all texts that share a band and agree to `how.threshold`, directly or over others.
+def find_repeated(parts: Sequence[SignedPart], how: Scheme, *, workers: int, memory_bytes: int) -> Ids:
+    """Texts that are linked to an earlier one, directly or over others; their numbers, in ascending order.
 
-    Memory: about `memory_bytes` a worker, and 48 bytes for each pair that is alike. A corpus with more texts than fit
-    is gone through several times, each time with the bands of one remainder.
+    In each band the texts of equal hash are compared with the first of them, those that agree with it to less than
+    `how.threshold` with the first of these, and so on, 32 times; what is left then has no links in this band. A link
+    is a pair that agrees.
+
+    Memory: about `memory_bytes` a worker, and 48 bytes for each link. A corpus with more texts than fit is gone through
+    several times, each time with the bands of one remainder.
+
+    Raises:
+        DataError: a worker died.
     """
     total = sum(sum(part.blocks) for part in parts)
     divisor = max(-(-total * _ENTRY_BYTES // memory_bytes), 1)
     tasks = [_Task(parts, how, band, remainder, divisor) for band in range(how.bands) for remainder in range(divisor)]
     if workers == 1:
-        return _components(np.concatenate([np.empty((0, 2), np.int64), *map(_alike_in_band, tasks)]))
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return _components(np.concatenate([np.empty((0, 2), np.int64), *pool.map(_alike_in_band, tasks)]))
+        pairs = [*map(_alike_in_band, tasks)]
+    else:
+        with worker_pool(workers, limit="--memory") as pool:
+            pairs = [*pool.map(_alike_in_band, tasks)]
+    return _all_but_first(np.concatenate(pairs))
 
 
 def _alike_in_band(task: _Task) -> Pairs:
@@ -90,7 +91,11 @@ def _alike_in_band(task: _Task) -> Pairs:
 
 
 def pairs_of(hashes: npt.NDArray[np.uint64], ids: Ids, alike: Callable[[Ids, Ids], npt.NDArray[np.bool_]]) -> Pairs:
-    """[m, 2]: among texts of equal hash, each with the first that it is like, as `alike` (earlier, later) says."""
+    """[m, 2]: among texts of equal hash, each with the one that a round compared it with and that it is like.
+
+    In a round all texts that are left are compared, as `alike` (earlier, later), with the first of them that has their
+    hash. The next round has those that were not like it.
+    """
     order = np.lexsort((ids, hashes))
     hashes, ids = hashes[order], ids[order]
     pairs = [np.empty((0, 2), np.int64)]
@@ -135,8 +140,11 @@ def _sketches(parts: Sequence[SignedPart], ids: Ids, width: int) -> npt.NDArray[
     return found
 
 
-def _components(pairs: Pairs) -> Clusters:
-    """Clusters of the graph with these edges: each node's label falls to the least that it reaches."""
+def _all_but_first(pairs: Pairs) -> Ids:
+    """The nodes, in ascending order, that are not the least of their component in the graph with these edges.
+
+    Each node's label falls to the least that it reaches.
+    """
     nodes, edges = np.unique(pairs, return_inverse=True)
     one, other = edges.reshape(-1, 2).T
     labels = np.arange(len(nodes))
@@ -150,5 +158,4 @@ def _components(pairs: Pairs) -> Clusters:
         if np.array_equal(least, labels):
             break
         labels = least
-    later = labels != np.arange(len(nodes))
-    return Clusters(nodes[later], nodes[labels[later]])
+    return nodes[labels != np.arange(len(nodes))]

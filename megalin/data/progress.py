@@ -15,25 +15,33 @@ from megalin.errors import ConfigError
 
 
 @contextmanager
-def shown_progress(title: str, total_bytes: int, *, interval: int) -> Iterator[Callable[[Progress], None]]:
-    """What takes the counts and shows them on stderr; off a terminal every `interval` documents.
+def shown_progress(
+    title: str, total_bytes: int, *, interval: int, shown: bool = True
+) -> Iterator[Callable[[Progress], None]]:
+    """What takes the counts of one pass and shows them on stderr; off a terminal every `interval` documents.
+
+    Args:
+        shown: False where another process shows its progress for this one's too.
 
     Raises:
         ConfigError: `interval` is less than 1.
     """
     if interval < 1:
         raise ConfigError(f"--log-interval {interval}: at least 1 is needed")
+    if not shown:
+        yield lambda _: None
+        return
     console = Console(stderr=True)
     rates = Rates()
     if not console.is_terminal:
-        shown = 0
+        lines = 0
 
         def tell(state: Progress) -> None:
-            nonlocal shown
+            nonlocal lines
             text = rates.text(state)
-            if state.documents // interval > shown:
-                shown = state.documents // interval
-                console.print(text, highlight=False, soft_wrap=True)
+            if state.documents // interval > lines:
+                lines = state.documents // interval
+                console.print(f"{title}: {text}", highlight=False, soft_wrap=True)
 
         yield tell
         return

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from megalin.data.deduplication import DeduplicateOptions, deduplicate
 from megalin.data.duplicates import pairs_of
 from megalin.data.inputs import whole
 from megalin.data.signatures import scheme
-from megalin.errors import ConfigError
+from megalin.errors import ConfigError, DataError
 from tools import deduplicate as tool
 
 
@@ -71,7 +72,7 @@ def results(planted, tmp_path_factory):
         for workers, least, entry in ((1, 1 << 20, 64), (2, 150_000, 1 << 11)):
             patch.setattr(parts, "_LEAST_PART_BYTES", least)
             patch.setattr(duplicates, "_ENTRY_BYTES", entry)
-            patch.setattr(deduplication, "_BATCH_TEXTS", 500)
+            patch.setattr(deduplication, "_TEXTS_AT_ONCE", 500)
             (folder / str(workers)).mkdir()
             found.append(deduplicate([path], _options(folder / str(workers), workers=workers)))
     return found
@@ -171,6 +172,25 @@ def test_corpus_that_stands_is_not_written_over(tmp_path, capsys):
     assert "exists; remove that corpus or give another prefix" in capsys.readouterr().err
 
 
+def test_each_pass_shows_its_progress(tmp_path, capsys):
+    path = _jsonl(tmp_path / "x.jsonl", [{"text": f"text {k}"} for k in range(5)])
+    arguments = ["--input", str(path), "--output-prefix", str(tmp_path / "out"), "--method", "exact"]
+    assert tool.main([*arguments, "--log-interval", "5"]) == 0
+    shown = capsys.readouterr().err
+    assert shown.index("signing: 5 documents (") < shown.index("writing: 5 documents (")
+
+
+def _end_abruptly(task):
+    os._exit(1)
+
+
+def test_worker_that_dies_while_texts_are_joined_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(duplicates, "_alike_in_band", _end_abruptly)
+    path = _jsonl(tmp_path / "x.jsonl", [{"text": "a"}])
+    with pytest.raises(DataError, match=r"a worker process died .*; use fewer --workers or lower --memory"):
+        deduplicate([path], _options(tmp_path, workers=2))
+
+
 def test_texts_unlike_the_first_of_their_band_find_each_other():
     """Classes by the last digit; texts of one hash are alike where their classes are."""
     ids = np.arange(40)
@@ -179,11 +199,17 @@ def test_texts_unlike_the_first_of_their_band_find_each_other():
     assert sorted(map(tuple, pairs.tolist())) == [(k, k + 10) for k in (*range(10), *range(20, 30))]
 
 
+def test_texts_that_are_left_after_the_last_round_have_no_pair(monkeypatch):
+    monkeypatch.setattr(duplicates, "_ROUNDS", 3)
+    pairs = pairs_of(np.zeros(20, np.uint64), np.arange(20), lambda one, other: one % 10 == other % 10)
+    assert sorted(map(tuple, pairs.tolist())) == [(0, 10), (1, 11), (2, 12)]
+
+
 def test_clusters_keep_their_first_text_over_chains():
     rng = np.random.default_rng(0)
     nodes = rng.permutation(1000)
     pairs = np.sort(np.stack((nodes[:-1], nodes[1:]), axis=1), axis=1)[rng.random(999) < 0.9]
-    removed, kept = duplicates._components(pairs)
+    removed = duplicates._all_but_first(pairs)
     roots = list(range(1000))
 
     def root(node):
@@ -192,4 +218,4 @@ def test_clusters_keep_their_first_text_over_chains():
     for one, other in pairs.tolist():
         low, high = sorted((root(one), root(other)))
         roots[high] = low
-    assert dict(zip(removed.tolist(), kept.tolist(), strict=True)) == {n: root(n) for n in range(1000) if root(n) != n}
+    assert removed.tolist() == [node for node in range(1000) if root(node) != node]
