@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megalin.data.corpus import BadLine, Reader
+from megalin.data.batches import batches
+from megalin.data.corpus import Reader
 from megalin.data.files import open_temporary, publish, storage_errors
 from megalin.data.parts import Part, Progress, Run, Share, Tell, run_parts
 from megalin.data.score_selection import scores_path
@@ -22,7 +23,7 @@ from megalin.parallel.cross_entropy import IGNORED_LABEL
 
 _PIECE_TOKENS = 4096  # of a document at a time; the model's state goes from one to the next
 _TOKENS_AT_ONCE = 16384  # of all documents that are scored together
-_BATCH_BYTES = 1 << 20
+_STATES_BYTES = 2 << 30  # of all documents that are scored together; each has a state of its own, however short it is
 
 
 class Judge(NamedTuple):
@@ -83,31 +84,14 @@ def _score_part(job: _Job, part: Part, folder: Path, tell: Tell) -> Mapping[str,
     path, documents = scores_path(folder, part.number), 0
     with open_temporary(path) as file:
         reader = Reader(part.span, [job.key], limit_bytes=job.limit_bytes)
-        for texts, read_bytes in _batches(reader):
-            scores = score_texts(job.judge, texts)
+        for batch in batches(reader):
+            scores = score_texts(job.judge, [document.texts[0] for document in batch.documents])
             with storage_errors(path):
                 file.write(scores.tobytes())
-            documents += len(texts)
-            tell(Progress(len(texts), int(scores[:, 1].sum()), read_bytes, 0))
+            documents += len(batch.documents)
+            tell(Progress(len(batch.documents), int(scores[:, 1].sum()), batch.read_bytes, len(batch.bad_lines)))
         publish(file, path)
     return {"documents": documents}
-
-
-def _batches(reader: Reader) -> Iterator[tuple[list[str], int]]:
-    """Texts of about 1 MiB, and how many bytes of the file were read for them."""
-    batch: list[str] = []
-    size = told = 0
-    for item in reader:
-        if isinstance(item, BadLine):
-            continue
-        batch.append(item.texts[0])
-        size += item.size_bytes
-        if size >= _BATCH_BYTES:
-            yield batch, reader.read_bytes - told
-            told = reader.read_bytes
-            batch, size = [], 0
-    if batch:
-        yield batch, 0
 
 
 @torch.no_grad()
@@ -119,16 +103,17 @@ def score_texts(judge: Judge, texts: Sequence[str]) -> npt.NDArray[np.float64]:
     encoded = judge.tokenizer.encode_batch(texts)
     scores = np.array([(0.0, len(ids)) for ids in encoded], np.float64).reshape(-1, 2)
     order = sorted((k for k, ids in enumerate(encoded) if ids), key=lambda k: len(encoded[k]))
-    for group in _groups([(k, len(encoded[k])) for k in order]):
+    most = max(_STATES_BYTES // max(judge.model.state_bytes(), 1), 1)
+    for group in _groups([(k, len(encoded[k])) for k in order], most):
         scores[group, 0] = _losses(judge, [encoded[k] for k in group])
     return scores
 
 
-def _groups(lengths: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
-    """Numbers of texts that are scored together, from (number, tokens) in ascending order of tokens."""
+def _groups(lengths: Sequence[tuple[int, int]], most: int) -> Iterator[list[int]]:
+    """Numbers of at most `most` texts that are scored together, from (number, tokens) in ascending order of tokens."""
     group: list[int] = []
     for number, tokens in lengths:
-        if group and (len(group) + 1) * min(tokens, _PIECE_TOKENS) > _TOKENS_AT_ONCE:
+        if len(group) == most or (group and (len(group) + 1) * min(tokens, _PIECE_TOKENS) > _TOKENS_AT_ONCE):
             yield group
             group = []
         group.append(number)

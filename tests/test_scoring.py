@@ -3,13 +3,14 @@
 import html.parser
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
 from megalin import scoring
-from megalin.data import parts
+from megalin.data import batches, parts
 from megalin.data.score_selection import SelectOptions, check_selection, read_perplexities, select
 from megalin.data.tokenizer import BytePairTrainer, ByteTokenizer, HuggingFaceTokenizer
 from megalin.errors import ConfigError, DataError
@@ -47,17 +48,29 @@ def test_scores_are_those_of_each_text_by_itself(judge, monkeypatch, piece, at_o
     assert score_texts(judge, []).shape == (0, 2)
 
 
+def test_states_of_the_documents_scored_together_are_bounded(judge, monkeypatch):
+    monkeypatch.setattr(scoring, "_STATES_BYTES", 3 * judge.model.state_bytes() + 1)
+    losses = Mock(wraps=scoring._losses)
+    monkeypatch.setattr(scoring, "_losses", losses)
+    scores = score_texts(judge, ["abc"] * 8)
+    assert [len(call.args[1]) for call in losses.call_args_list] == [3, 3, 2]
+    np.testing.assert_allclose(scores, [_direct(judge, "abc")] * 8, rtol=1e-4)
+    monkeypatch.setattr(scoring, "_STATES_BYTES", 1)  # less than one state
+    np.testing.assert_allclose(score_texts(judge, ["abc"] * 2), scores[:2], rtol=1e-4)
+
+
 @pytest.fixture
 def corpus(tmp_path, monkeypatch):
     monkeypatch.setattr(parts, "_LEAST_PART_BYTES", 2000)
+    monkeypatch.setattr(batches, "_BATCH_LINES", 7)
     values = [{"text": TEXTS[k % 7] + "x" * (k // 7), "n": k} for k in range(140)]
     lines = [json.dumps(value) for value in values]
     (tmp_path / "x.jsonl").write_text("\n".join([*lines[:50], "bad", *lines[50:]]))
     return parts.plan([tmp_path / "x.jsonl"]), values
 
 
-def _score(judge, planned, folder, share=None):
-    score_corpus(judge, planned, folder, json_key="text", limit_bytes=1 << 20, resume=False, share=share)
+def _score(judge, planned, folder, share=None, **more):
+    score_corpus(judge, planned, folder, json_key="text", limit_bytes=1 << 20, resume=False, share=share, **more)
 
 
 def _options(folder, **values):
@@ -98,7 +111,19 @@ def test_share_of_the_likeliest_documents_is_kept_with_its_perplexity(judge, cor
     for value in written:
         assert value["perplexity"] == pytest.approx(expected[value["n"]], rel=1e-3)
         assert value["text"] == values[value["n"]]["text"]
-    assert json.loads((tmp_path / "out.manifest.json").read_text())["documents"] == report.documents == 140
+    manifest = json.loads((tmp_path / "out.manifest.json").read_text())
+    assert manifest["documents"] == report.documents == 140
+    assert manifest["bad_lines"] == report.bad_lines == {"not JSON": 1}
+
+
+def test_progress_counts_bad_lines_in_both_passes(judge, corpus, tmp_path):
+    seen = []
+    (tmp_path / "p").mkdir()
+    _score(judge, corpus[0], tmp_path / "p" / "scores", on_progress=seen.append)
+    select(corpus[0], tmp_path / "p" / "scores", _options(tmp_path, max_perplexity=1e9), on_progress=seen.append)
+    size = (tmp_path / "x.jsonl").stat().st_size
+    ends = [state for state in seen if state.documents == 140 and state.read_bytes == size]
+    assert [state.bad_lines for state in ends] == [1, 1]
 
 
 def test_page_runs_nothing_and_shows_hostile_text_as_text(judge, tmp_path):

@@ -9,11 +9,12 @@ from pathlib import Path
 
 from megalin.checkpoint.agreement import on_every_rank, rank, world_size
 from megalin.data import inputs
-from megalin.data.corpus_tool import corpus_parser, exit_code
+from megalin.data.corpus_tool import corpus_parser
 from megalin.data.jsonl_output import check_free
 from megalin.data.parts import Part, Share, discard, plan
 from megalin.data.progress import shown_progress
 from megalin.data.score_selection import SelectOptions, check_selection, select
+from megalin.errors import exit_code
 from megalin.generation import load_for_generation
 from megalin.launch import adopt_launcher
 from megalin.parallel.mesh import compute_device, process_group
@@ -62,8 +63,12 @@ def _run(args: argparse.Namespace) -> None:
         on_every_rank(lambda: _score(args, parts, folder / "scores"))
         if rank() > 0:
             return
-    report = select(parts, folder / "scores", options)
+    total_bytes = sum(part.size_bytes for part in parts)
+    with shown_progress("selecting", total_bytes, interval=args.log_interval) as tell:
+        report = select(parts, folder / "scores", options, on_progress=tell)
     discard(folder)
+    for kind, count in report.bad_lines.items():
+        print(f"left out: {count} x {kind}", file=sys.stderr)
     print(
         f"{report.kept_documents} of {report.documents} documents kept, of a perplexity of at most "
         f"{report.max_perplexity:.4g}: {len(report.files)} files; see {report.page}"
@@ -75,7 +80,8 @@ def _score(args: argparse.Namespace, parts: list[Part], folder: Path) -> None:
     share = Share(rank(), world_size())
     judge = Judge(*load_for_generation(args.run, compute_device()))
     mine = sum(part.size_bytes for part in parts[share.number :: share.total])
-    with shown_progress(f"scoring (rank {share.number} of {share.total})", mine, interval=args.log_interval) as tell:
+    title = f"scoring (rank {share.number} of {share.total})"
+    with shown_progress(title, mine, interval=args.log_interval, shown=share.number == 0) as tell:
         score_corpus(
             judge,
             parts,
@@ -84,7 +90,7 @@ def _score(args: argparse.Namespace, parts: list[Part], folder: Path) -> None:
             limit_bytes=args.max_document_bytes,
             resume=args.resume,
             share=share,
-            on_progress=tell if share.number == 0 else lambda _: None,
+            on_progress=tell,
         )
 
 

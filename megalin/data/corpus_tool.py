@@ -1,13 +1,10 @@
-"""What the tools that turn one corpus into another share: their arguments, and how they end."""
+"""The arguments that the tools share that turn one corpus into another."""
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable
 
 from megalin.data.corpus import DEFAULT_DOCUMENT_BYTES
-from megalin.errors import MegalinError
 
 _FORMATS = ".jsonl/.json (an object a line), .txt (one document), each also .gz or .zst; .parquet"
 
@@ -31,13 +28,3 @@ def corpus_parser(description: str | None, *, log_interval: int = 100_000) -> ar
         "--log-interval", type=int, default=log_interval, help="documents between two lines of progress, off a terminal"
     )
     return parser
-
-
-def exit_code(run: Callable[[], None]) -> int:
-    """Runs a tool: 0, or the exit code of the user's error, which it prints."""
-    try:
-        run()
-    except MegalinError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0

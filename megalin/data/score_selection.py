@@ -7,21 +7,21 @@ import heapq
 import html
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from megalin.data.corpus import BadLine, Document, Reader
+from megalin.data.batches import batches
+from megalin.data.corpus import Reader
 from megalin.data.files import write_text
 from megalin.data.jsonl_output import Compression, JsonLinesWriter, part_path, publish_parts
-from megalin.data.parts import Part, Progress, Run, Tell, read_record, run_parts
+from megalin.data.parts import Part, Progress, Run, Tell, records, run_parts
 from megalin.errors import ConfigError, DataError
 
 _SHOWN_CHARACTERS = 2000
-_TOLD_DOCUMENTS = 1000
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Documents by perplexity</title>
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
@@ -70,6 +70,7 @@ class SelectReport(NamedTuple):
     documents: int
     kept_documents: int
     max_perplexity: float
+    bad_lines: dict[str, int]  # by kind
     page: str
 
 
@@ -137,16 +138,23 @@ def select(
     folder = scores.parent / "selected"
     run_parts(_select_part, job, parts, Run(folder, job._asdict(), options.workers, False, None, on_progress))
     counts: Counter[str] = Counter()
+    bad_lines: Counter[str] = Counter()
     samples: dict[bool, list[Sample]] = {True: [], False: []}
-    for part in parts:
-        record = read_record(folder, part.number)
-        assert record is not None, part
+    for record in records(folder, parts):
         counts.update(record["counts"])
+        bad_lines.update(record["bad_lines"])
         for sample in (Sample(*values) for values in record["samples"]):
             samples[sample.kept].append(sample)
         samples = {kept: heapq.nsmallest(options.samples, found) for kept, found in samples.items()}
-    report = SelectReport([], counts["documents"], counts["kept"], bound, f"{options.output_prefix}.review.html")
-    write_text(Path(report.page), review_page(report, [*samples[True], *samples[False]]))
+    report = SelectReport(
+        files=[],
+        documents=counts["documents"],
+        kept_documents=counts["kept"],
+        max_perplexity=bound,
+        bad_lines=dict(sorted(bad_lines.items())),
+        page=f"{options.output_prefix}.review.html",
+    )
+    write_text(Path(report.page), _review_page(report, [*samples[True], *samples[False]]))
     manifest = {**report._asdict(), "settings": job._asdict()}
     return report._replace(files=publish_parts(options.output_prefix, folder, parts, options.compression, manifest))
 
@@ -167,32 +175,29 @@ def _select_part(job: _Job, part: Part, folder: Path, tell: Tell) -> Mapping[str
     """Writes a part's documents of at most the bound."""
     perplexities = read_perplexities(Path(job.scores), part.number).tolist()
     counts: Counter[str] = Counter()
+    bad_lines: Counter[str] = Counter()
     samples: dict[bool, list[Sample]] = {True: [], False: []}
+    reader = Reader(part.span, [job.key], limit_bytes=job.limit_bytes)
     with JsonLinesWriter(part_path(folder, part, job.compression), job.compression) as writer:
-        for document, perplexity in zip(_documents(part, job), perplexities, strict=True):
-            kept = perplexity <= job.max_perplexity
-            counts["documents"] += 1
-            if kept:
-                counts["kept"] += 1
-                writer.write({**document.fields, "perplexity": round(perplexity, 4)})
-            order = hashlib.blake2b(f"{job.seed} {part.number} {document.line}".encode(), digest_size=8).hexdigest()
-            shown = document.texts[0][:_SHOWN_CHARACTERS]
-            samples[kept].append(Sample(order, kept, perplexity, part.span.path, document.line, shown))
-            if len(samples[kept]) > 2 * job.samples:
-                samples[kept] = heapq.nsmallest(job.samples, samples[kept])
-            if counts["documents"] % _TOLD_DOCUMENTS == 0:
-                tell(Progress(_TOLD_DOCUMENTS, 0, 0, 0))
-    tell(Progress(counts["documents"] % _TOLD_DOCUMENTS, 0, 0, 0))
-    return {"counts": counts, "samples": [*samples[True], *samples[False]]}
+        for batch in batches(reader):
+            bad_lines.update(line.kind for line in batch.bad_lines)
+            first = counts["documents"]
+            counts["documents"] += len(batch.documents)
+            for document, perplexity in zip(batch.documents, perplexities[first : counts["documents"]], strict=True):
+                kept = perplexity <= job.max_perplexity
+                if kept:
+                    counts["kept"] += 1
+                    writer.write({**document.fields, "perplexity": round(perplexity, 4)})
+                order = hashlib.blake2b(f"{job.seed} {part.number} {document.line}".encode(), digest_size=8).hexdigest()
+                shown = document.texts[0][:_SHOWN_CHARACTERS]
+                samples[kept].append(Sample(order, kept, perplexity, part.span.path, document.line, shown))
+            samples = {kept: heapq.nsmallest(job.samples, found) for kept, found in samples.items()}
+            tell(Progress(len(batch.documents), 0, batch.read_bytes, len(batch.bad_lines)))
+    assert counts["documents"] == len(perplexities), (part, counts, len(perplexities))
+    return {"counts": counts, "bad_lines": bad_lines, "samples": [*samples[True], *samples[False]]}
 
 
-def _documents(part: Part, job: _Job) -> Iterator[Document]:
-    for item in Reader(part.span, [job.key], limit_bytes=job.limit_bytes):
-        if not isinstance(item, BadLine):
-            yield item
-
-
-def review_page(report: SelectReport, samples: Sequence[Sample]) -> str:
+def _review_page(report: SelectReport, samples: Sequence[Sample]) -> str:
     """A self-contained page for people: nothing in it is fetched or run, and all text is escaped."""
     share = report.kept_documents / max(report.documents, 1)
     summary = (

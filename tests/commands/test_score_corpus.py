@@ -12,13 +12,17 @@ def test_likely_documents_are_kept(trained, tmp_path, capsys):
     known = [bytes(ids[:-1]).decode() for ids in documents(800, seed=5)]
     values = [{"text": text, "known": True} for text in known]
     values += [{"text": text[::-1].translate({k: 255 - k for k in range(128)}), "known": False} for text in known]
-    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, values)))
+    (tmp_path / "x.jsonl").write_text("\n".join([*map(json.dumps, values), "bad"]))
     arguments = [str(trained), "--input", str(tmp_path / "x.jsonl"), "--output-prefix", str(tmp_path / "out")]
-    assert score_corpus.main([*arguments, "--keep-quantile", "0.5"]) == 0
+    assert score_corpus.main([*arguments, "--keep-quantile", "0.5", "--log-interval", str(len(values))]) == 0
     written = [json.loads(line) for path in tmp_path.glob("out-*.jsonl") for line in path.read_text().splitlines()]
     assert len(written) == len(known)
     assert all(value["known"] for value in written)
-    assert f"{len(known)} of {len(values)} documents kept, of a perplexity of at most" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert f"{len(known)} of {len(values)} documents kept, of a perplexity of at most" in shown.out
+    assert "left out: 1 x not JSON" in shown.err
+    for title in ("scoring (rank 0 of 1)", "selecting"):
+        assert f"{title}: {len(values)} documents" in shown.err
     assert Path(f"{tmp_path}/out.review.html").read_text().count("<article") == 40
     assert not list(tmp_path.glob("*.parts"))
 
@@ -30,3 +34,15 @@ def test_what_cannot_be_scored_is_told(trained, tmp_path, capsys):
     assert "give --max-perplexity or --keep-quantile" in capsys.readouterr().err
     assert score_corpus.main([str(tmp_path), *arguments, "--max-perplexity", "9"]) != 0
     assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_ranks_after_the_first_show_no_progress(trained, tmp_path, capsys, monkeypatch):
+    for name in ("x", "y"):
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "a"}')
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a bar, as on a terminal
+    monkeypatch.setattr(score_corpus, "world_size", lambda: 2)
+    monkeypatch.setattr(score_corpus, "rank", lambda: 1)
+    arguments = [str(trained), "--input", str(tmp_path / "*.jsonl"), "--output-prefix", str(tmp_path / "out")]
+    assert score_corpus.main([*arguments, "--max-perplexity", "9"]) == 0
+    assert len(list(tmp_path.glob("out.parts/scores/*.scores"))) == 1
+    assert "scoring" not in capsys.readouterr().err
