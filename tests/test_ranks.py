@@ -5,12 +5,14 @@ import signal
 import socket
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megalin.parallel.mesh import process_group
+from megalin.parallel.ranks import naming_silent_ranks
 from tests.ranks import RankFailedError, run_ranks
 
 
@@ -44,8 +46,9 @@ def _sleep_on_rank_one() -> None:
     time.sleep(60 if dist.get_rank() == 1 else 0)
 
 
-def _stall_in_a_launched_group(port: int) -> None:
+def _stall_in_a_launched_group(port: int, met: Path) -> None:
     """As `megalin train` under a launcher meets a rank that stalls."""
+    store = dist.FileStore(str(met), 3)
     launch = {
         "RANK": dist.get_rank(),
         "WORLD_SIZE": 3,
@@ -53,6 +56,9 @@ def _stall_in_a_launched_group(port: int) -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
     }
+    # A rank that leaves the harness's group breaks the connections of one that still joins it.
+    store.set(f"met/{dist.get_rank()}", "")
+    store.wait([f"met/{rank}" for rank in range(3)])
     dist.destroy_process_group()
     os.environ |= {name: str(value) for name, value in launch.items()}
     with process_group(torch.device("cpu"), timeout=timedelta(seconds=3)):
@@ -87,14 +93,26 @@ def test_rank_that_stalls_in_an_exchange_is_named_within_the_timeout():
         run_ranks(3, _stall_before_an_exchange, timeout=4.0)
 
 
-def test_rank_that_stalls_under_a_launcher_is_named_within_the_timeout():
+def test_an_exchange_that_fails_with_the_rank_that_keeps_the_store_says_so():
+    class Gone:
+        def set(self, *_):
+            raise dist.DistNetworkError("Broken pipe")
+
+    with (
+        pytest.raises(RankFailedError, match=r"rank 1: an exchange failed, rank 0, which keeps .*, has ended: gloo"),
+        naming_silent_ranks(Gone(), 1, 2, timedelta(seconds=1)),
+    ):
+        raise RuntimeError("gloo: connection closed by peer")
+
+
+def test_rank_that_stalls_under_a_launcher_is_named_within_the_timeout(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with pytest.raises(
         RankFailedError, match=r"(?s)an exchange failed, no word from rank 1: .*Timed out waiting 3000ms"
     ):
-        run_ranks(3, _stall_in_a_launched_group, port)
+        run_ranks(3, _stall_in_a_launched_group, port, tmp_path / "met")
 
 
 def test_deadline_is_kept_and_names_who_did_not_answer():

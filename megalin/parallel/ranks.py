@@ -1,4 +1,4 @@
-"""Ranks on this machine's CPU without a launcher, each forked from one process that has loaded what they run."""
+"""Ranks forked from a process that has loaded what they run, and which of any ranks fail in an exchange."""
 
 from __future__ import annotations
 
@@ -120,14 +120,26 @@ def naming_silent_ranks(
     except RuntimeError as error:
         if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             raise
+        blamed = _who_is_silent(store, rank, world_size, min(_WORD_SECONDS, timeout.total_seconds()))
+        raise RankFailedError(f"rank {rank}: an exchange failed, {blamed}: {error}") from error
+
+
+def _who_is_silent(
+    store: dist.Store,  # type: ignore[name-defined]
+    rank: int,
+    world_size: int,
+    seconds: float,
+) -> str:
+    silent = [other for other in range(world_size) if other != rank]
+    deadline = time.monotonic() + seconds
+    try:
         store.set(f"failed/{rank}", "")
-        deadline = time.monotonic() + min(_WORD_SECONDS, timeout.total_seconds())
-        silent = [other for other in range(world_size) if other != rank]
         while silent and time.monotonic() < deadline:
             time.sleep(0.05)
             silent = [other for other in silent if not store.check([f"failed/{other}"])]
-        blamed = f"no word from rank {', '.join(map(str, silent))}" if silent else "every rank failed in it"
-        raise RankFailedError(f"rank {rank}: an exchange failed, {blamed}: {error}") from error
+    except dist.DistError:
+        return "rank 0, which keeps what the others say, has ended"
+    return f"no word from rank {', '.join(map(str, silent))}" if silent else "every rank failed in it"
 
 
 def _collect(workers: list[Any], reports: Any, deadline: float | None) -> dict[int, Any]:
