@@ -49,7 +49,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--self-test", action="store_true", help="plant faults; each must be seen (tp, dp >= 2, cp >= 3 or pp >= 2)"
     )
-    parser.add_argument("--grid", action="store_true", help="every mesh of at most --world ranks, one after the other")
+    parser.add_argument("--grid", action="store_true", help="every mesh with axes of 1 to 4 ranks, --world at most")
     parser.add_argument("--world", type=int, help="ranks of the largest mesh of --grid (4, or those of the launcher)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -105,8 +105,11 @@ def _run_grid(arguments: argparse.Namespace) -> int:
     if started == 1:
         results = run_grid(layouts(world_size), make, lambda case: _on_new_ranks(verify, case))
         return 0 if print_grid(results, as_json=arguments.json) else 1
+    whole = [layout for layout in layouts(started) if layout.world_size == started]
+    if not whole:
+        raise ConfigError(f"--grid: no mesh with axes of 1 to 4 ranks has {started}, as were started; start 4, 6 or 8")
     with process_group(compute_device()):
-        results = run_grid((layout for layout in layouts(started) if layout.world_size == started), make, verify)
+        results = run_grid(whole, make, verify)
         if launched().rank == 0:
             return 0 if print_grid(results, as_json=arguments.json) else 1
         for _ in results:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from megalin.errors import ConfigError
+from megalin.errors import ConfigError, RankFailedError
 from megalin.parallel.mesh import ParallelConfig
 from megalin.verify.case import Case
 from megalin.verify.comparison import Row
@@ -82,6 +82,9 @@ def run_grid(layouts: Iterable[Layout], make: Callable[[Layout], Case], verify: 
     Args:
         make: the comparison on a mesh; its ConfigError is the reason why the model cannot run there.
         verify: `verify.run.verify` on the ranks of the case.
+
+    Raises:
+        RankFailedError: as `verify` does, with the mesh.
     """
     for layout in layouts:
         started = time.monotonic()
@@ -91,13 +94,17 @@ def run_grid(layouts: Iterable[Layout], make: Callable[[Layout], Case], verify: 
         except ConfigError as error:
             refused = str(error)
         else:
-            rows = verify(case)
+            try:
+                rows = verify(case)
+            except RankFailedError as error:
+                raise RankFailedError(f"{mesh_name(*layout)}: {error}") from error
         worst = worst_first(rows)[0] if rows else None
         yield Found(layout, refused, len(rows), worst, time.monotonic() - started)
 
 
 def print_grid(results: Iterator[Found], *, as_json: bool) -> bool:
-    """Prints a line a mesh as it is done, or one JSON object at the end; returns whether every mesh that ran passed."""
+    """Prints a line a mesh as it is done, or one JSON object at the end; returns whether some ran and all that ran
+    passed."""
     started, found = time.monotonic(), []
     if not as_json:
         print(f"{'mesh':48} {'':8} {'error':8} {'bound':6} {'seconds':>7}  worst of all tensors, or why not")
@@ -105,11 +112,11 @@ def print_grid(results: Iterator[Found], *, as_json: bool) -> bool:
         found.append(result)
         if not as_json:
             print(_line(result), flush=True)
-    passed = all(result.passed for result in found)
+    ran = [result for result in found if not result.refused]
+    passed = bool(ran) and all(result.passed for result in ran)
     if as_json:
         print(json.dumps({"passed": passed, "meshes": [_as_json(result) for result in found]}))
         return passed
-    ran = [result for result in found if not result.refused]
     failed = sum(not result.passed for result in ran)
     print(
         f"{'PASSED' if passed else 'FAILED'}: {len(ran) - failed} of {len(ran)} meshes agree with one process, "

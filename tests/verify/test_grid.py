@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megalin.__main__ import main
 from megalin.commands import verify
-from megalin.errors import ConfigError
+from megalin.errors import ConfigError, RankFailedError
 from megalin.model.presets import load_preset
 from megalin.parallel.mesh import ParallelConfig
 from megalin.verify.case import Case, make_case
@@ -69,14 +69,16 @@ def test_command_runs_every_mesh_and_lists_what_the_model_cannot(capsys: pytest.
     assert (meshes["dp 2 (zero 1)"]["dp"], meshes["dp 2 (zero 1)"]["zero"]) == (2, 1)
 
 
+CASE: dict[str, Any] = {"data_size": 1, "dtype": "float64", "full": False, "length": None, "recompute": False}
+
+
 def grid(rows: dict[int, list[Row]]) -> Any:
     """A grid of meshes of tp 1 to 3, whose comparisons give these rows."""
 
     def make(layout: Layout) -> Case:
         if layout.parallel.tp == 2:
             raise ConfigError("no half of a head")
-        options: dict[str, Any] = {"dtype": "float64", "full": False, "length": None, "recompute": False}
-        return make_case(load_preset("tnl-70m").model, layout.parallel, data_size=layout.data_size, **options)
+        return make_case(load_preset("tnl-70m").model, layout.parallel, **CASE | {"data_size": layout.data_size})
 
     meshes = [Layout(ParallelConfig(tp=tp), 1) for tp in (1, 2, 3)]
     return run_grid(meshes, make, lambda case: rows[case.parallel.tp])
@@ -110,6 +112,28 @@ def test_under_a_launcher_meshes_of_its_size_run_in_one_group_and_rank_0_tells()
         (1, 2, True),
     ]
     assert other == ""
+
+
+def test_a_launcher_of_ranks_that_make_no_mesh_is_refused(monkeypatch, capsys):
+    for name, value in {"RANK": 0, "WORLD_SIZE": 5, "LOCAL_RANK": 0, "MASTER_ADDR": "h", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    assert main(["verify", "tnl-70m", "--grid"]) == 2
+    assert "no mesh with axes of 1 to 4 ranks has 5, as were started; start 4, 6 or 8" in capsys.readouterr().err
+
+
+def test_a_grid_that_compared_nothing_has_not_passed(capsys: pytest.CaptureFixture[str]):
+    assert not print_grid(iter([]), as_json=False)
+    assert not print_grid((result for result in grid({1: [GOOD], 3: [GOOD]}) if result.refused), as_json=False)
+    assert capsys.readouterr().out.count("FAILED: 0 of 0 meshes agree with one process") == 2
+
+
+def test_ranks_that_fail_are_reported_with_their_mesh():
+    def fail(_: Case) -> list[Row]:
+        raise RankFailedError("rank 1 died: -9")
+
+    meshes = [Layout(ParallelConfig(tp=2), 1)]
+    with pytest.raises(RankFailedError, match="tp 2: rank 1 died: -9"):
+        list(run_grid(meshes, lambda _: make_case(load_preset("tnl-70m").model, meshes[0].parallel, **CASE), fail))
 
 
 GOOD, BAD = Row("loss", 1e-12, 1e-10), Row("gradient:a", float("nan"), 1e-10)
