@@ -113,14 +113,12 @@ def _number(environment: Mapping[str, str], name: str, default: str | None, laun
 
 def _find_meeting_point(names: _Variables, environment: MutableMapping[str, str]) -> None:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
-    if not missing:
-        pass
-    elif names.launcher == "srun":
+    if missing and names.launcher == "srun":
         found = {"MASTER_ADDR": _first_host(environment), "MASTER_PORT": str(_port_of_the_step(environment))}
         environment.update({name: found[name] for name in missing})
-    elif names is not _TORCH and len(missing) == 2:
+    elif len(missing) == 2 and names is not _TORCH:
         environment["MASTER_ADDR"], environment["MASTER_PORT"] = _agree_by_mpi(names.launcher)
-    else:
+    elif missing:
         raise ConfigError(
             f"{names.launcher} started this process, but {missing[0]} is not set; set it to the "
             + ("host of rank 0" if missing[0] == "MASTER_ADDR" else "number of a port that is free there")
@@ -131,14 +129,14 @@ def _find_meeting_point(names: _Variables, environment: MutableMapping[str, str]
 
 
 def _first_host(environment: Mapping[str, str]) -> str:
-    """The first of SLURM_STEP_NODELIST, as in `gpu[07-09,12],login`: that of rank 0."""
+    """The first of SLURM_STEP_NODELIST, as in `gpu[07-09,12],login` or `rack[0-1]n[2-3]`: that of rank 0."""
     hosts = environment.get("SLURM_STEP_NODELIST", "")
-    match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", hosts)
+    match = re.match(r"(?:[^\[,]|\[\d[^\]]*\])+", hosts)
     if match is None:
         raise ConfigError(
             f"srun started this process, but SLURM_STEP_NODELIST = {hosts!r} names no host; set MASTER_ADDR"
         )
-    return "".join(part or "" for part in match.groups())
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[0])
 
 
 def _port_of_the_step(environment: Mapping[str, str]) -> int:

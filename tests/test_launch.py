@@ -56,6 +56,7 @@ def test_a_daemon_that_srun_started_is_no_launcher():
         ("login,gpu[1-2]", "login"),
         ("a.example.org", "a.example.org"),
         ("rack[3-4]-ib0", "rack3-ib0"),
+        ("rack[0-1]n[2-3],gpu7", "rack0n2"),
     ],
 )
 def test_srun_meets_at_the_first_host_of_the_step(hosts, first):
