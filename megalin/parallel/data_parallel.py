@@ -102,10 +102,11 @@ def largest_magnitudes(weights: Sequence[Tensor]) -> Tensor:
 def prepare_backward(model: nn.Module, mesh: Mesh, *, last: bool) -> None:
     """Sets what the next micro-batch's backward leaves behind, by `mesh.zero`; `last` is the last one of a step.
 
-    Gradients are reduced over the data axis (2, 3) or added up whole until the last one (0, 1); weights stay gathered
-    until the last one (0, 1, 2) or are freed (3).
+    Gradients are reduced over the shard axis (2, 3) or added up whole until the last one (0, 1), which alone sums them
+    over replicas; weights stay gathered until the last one (0, 1, 2) or are freed (3).
     """
     assert isinstance(model, FSDPModule), type(model)
     model.set_requires_gradient_sync(last or mesh.zero >= 2)
+    model.set_requires_all_reduce(last)
     model.set_reshard_after_backward(last or mesh.zero == 3)
     model.set_is_last_backward(last)

@@ -57,7 +57,7 @@ LAYOUTS = {
     4: [
         Layout("dp4", 1),
         Layout("dp4_rank_without_label", 3),
-        Layout("dp4_hybrid", 3, shard=2),
+        Layout("dp4_hybrid", 1, shard=2),
         Layout("tp2_dp2", 3, 2),
         Layout("tp2_dp2_sp_replicated", 6, 2, True, 1, True),
         Layout("tp4", 6, 4),
