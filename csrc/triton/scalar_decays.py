@@ -226,7 +226,7 @@ def log_decay_gradient(
 def launches(
     kernel: Any,
     choose: Callable[[int, int, torch.dtype], Tiles],
-    chunk_of: Callable[[int, torch.dtype], int],
+    tokens_of: Callable[[int, torch.dtype], int],
     kinds: tuple[str, ...],
     *switches: str,
 ) -> list[tuple[Any, Any, Any, Any]]:
@@ -237,7 +237,7 @@ def launches(
     flags = ("DOCUMENTS", "REVERSE", "KEPT", "ENTERING", "BOUNDARY", "OTHER", "TRACE")
     for kind, switch in itertools.product(kinds, switches):
         dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[kind]
-        tiles, chunk = choose(key, value, dtype), chunk_of(key, dtype)
+        tiles, chunk = choose(key, value, dtype), tokens_of(key, dtype)
         chosen = constants(kernel, key, value, dtype, tiles, chunk)
         piece = chosen.get("PIECE", chunk)
         options = {name: chosen.pop(name) for name in ("num_warps", "num_stages")}

@@ -19,7 +19,14 @@ from torch import Tensor
 from megalin.errors import ConfigError
 from megalin.ops.documents import WHOLE_ROWS, Documents
 from megalin.ops.flash_attention import FlashKernel, flash_attention, reason_against
-from megalin.ops.softmax_attention import check_heads, softmax_attention, visible_in_row, visible_tokens, within_window
+from megalin.ops.softmax_attention import (
+    check_heads,
+    check_window,
+    softmax_attention,
+    visible_in_row,
+    visible_tokens,
+    within_window,
+)
 
 AttentionBackend = Literal["auto", "sdpa", "flash_attn"]
 """sdpa: PyTorch's own. flash_attn: the package flash-attn (see check_backend). auto: sdpa, and the package for packed
@@ -56,9 +63,10 @@ def causal_attention(
         [B, T, H, K] in the dtype of q; scores and their softmax are accumulated in at least fp32.
 
     Raises:
-        OperandError: tensors that do not fit.
+        OperandError: tensors that do not fit, or a window below 1.
     """
     check_heads("causal_attention", q, (k, "BTGK"), (v, "BTGK"), document_ids=(documents.ids, "BT int"))
+    check_window("causal_attention", window)
     ids, whole = documents.ids, documents.ids is None and window is None
     kernel = kernel_for(backend, whole, q.device.type, q.dtype, q.shape[3])
     if kernel is not None and (ids is None or documents.offsets is not None):

@@ -63,6 +63,12 @@ def check_heads(
         raise OperandError(f"{op}: {groups} key-value heads do not divide {heads} query heads; use a divisor")
 
 
+def check_window(op: str, window: int | None) -> None:
+    """Raises OperandError for a window without room for the token itself."""
+    if window is not None and window < 1:
+        raise OperandError(f"{op}: a window of {window} tokens does not hold the token itself; use at least 1")
+
+
 def visible_tokens(document_ids: Tensor, remembered: Tensor | None = None) -> Tensor:
     """Which tokens each sees: [B, T, S + T] for `remembered` [B, S], which tokens from before belong to the document
     of the first of the T, without it [B, T, T]. `document_ids` [B, T] is non-decreasing."""

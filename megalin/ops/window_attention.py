@@ -18,7 +18,7 @@ from megalin.errors import OperandError
 from megalin.ops.causal_attention import causal_attention
 from megalin.ops.documents import WHOLE_ROWS, Documents
 from megalin.ops.operands import check_operands
-from megalin.ops.softmax_attention import softmax_attention, visible_tokens, within_window
+from megalin.ops.softmax_attention import check_window, softmax_attention, visible_tokens, within_window
 
 
 class WindowCache(NamedTuple):
@@ -100,8 +100,7 @@ def _check(
             "cache.remembered": (cache.remembered, "BP"),
         }
     check_operands(op, operands)
-    if window < 1:
-        raise OperandError(f"{op}: a window of {window} tokens does not hold the token itself; use at least 1")
+    check_window(op, window)
     if cache is not None and cache.k.shape[1] != window - 1:
         raise OperandError(
             f"{op}: a cache of {cache.k.shape[1]} tokens is not of a window of {window}; give one of {window - 1}"

@@ -254,6 +254,8 @@ def whole_axis(mesh: DeviceMesh) -> Axis:
 def compute_device() -> torch.device:
     """This rank's device: its local GPU where CUDA is available, else the CPU.
 
+    The only GPU that a process sees is its own (srun --gpus-per-task 1).
+
     Raises:
         ConfigError: where the launch is broken, or started more ranks on this host than it has GPUs.
     """
