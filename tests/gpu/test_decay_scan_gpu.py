@@ -9,11 +9,6 @@ from megalin.ops.decay_scan import decay_scan, decay_scan_reference, decay_step,
 from megalin.ops.scalar_decay_scan import scalar_decay_scan, scalar_decay_scan_reference
 from tests.numerics import errors
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 CUDA = pytest.param(
     "cuda",
     marks=pytest.mark.skipif(importlib.util.find_spec("megalin._C") is None, reason="the CUDA extension is not built"),
@@ -63,14 +58,6 @@ def compare(function, reference, inputs, *, backend="triton", **options):
     bad = {n: (found[n], same[n]) for n in truth if not found[n] <= max(2 * same[n], floor)}
     assert not bad, f"(error, reference's error): {bad}"
     assert all(torch.equal(first[n], second[n]) for n in first)
-
-
-@pytest.fixture(autouse=True)
-def _unwritten_memory_shows():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -8,11 +8,6 @@ from tests.gpu.test_decay_scan_gpu import SLOPES, documents_of
 from tests.numerics import outputs_and_gradients
 from tests.ops.kernels import assert_as_good_as_the_reference
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 @pytest.mark.parametrize("decay", SLOPES)
 @pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])

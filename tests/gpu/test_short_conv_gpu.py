@@ -1,26 +1,11 @@
 """The short convolution on the chip against fp64: lengths, documents, states, slices, equal bits."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from megalin.ops.short_conv import short_conv, short_conv_reference
 from tests.numerics import outputs_and_gradients
 from tests.ops.kernels import assert_as_good_as_the_reference
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
-
-@pytest.fixture(autouse=True)
-def _poisoned() -> Iterator[None]:
-    """Memory of `torch.empty` holds NaN; cuBLAS only warns."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def make_inputs(batch, length, width, taps, dtype):

@@ -1,6 +1,5 @@
 """Softmax attention on the chip against fp64 truth: dtypes, documents, grouped keys, windows, compiled, equal bits."""
 
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -17,25 +16,12 @@ from tests.cases import GLU, model
 from tests.numerics import assert_close, errors, outputs_and_gradients
 from tests.ops.kernels import assert_as_good_as_the_reference
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 DTYPES = [torch.bfloat16, torch.float16]
 FP32_BOUND = 1e-5
 """Of torch's memory-efficient attention, which is what fp32 takes: its gradients err by a few times as much as those
 of separate products, and by far less than TF32 rounds."""
 DOCUMENTS = {"whole": None, "packed": [0, 1, 2, 65, 128, 1000], "single": [*range(40), 1337]}
 """Where documents start in the second row; None: every row is one document."""
-
-
-@pytest.fixture(autouse=True)
-def _poisoned() -> Iterator[None]:
-    """Memory of `torch.empty` holds NaN; cuBLAS only warns."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def make_heads(batch: int, length: int, heads: int, groups: int, width: int, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -8,11 +8,6 @@ from megalin.model.language_model import LanguageModel
 from megalin.ops.decay_scan import decay_scan
 from megalin.parallel.initialisation import fill
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 def _relative(actual, expected):
     expected = expected.double()

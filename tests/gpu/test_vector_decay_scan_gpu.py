@@ -11,11 +11,6 @@ from megalin.ops.vector_decay_scan import (
 )
 from tests.numerics import errors
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 FLOOR = {torch.float32: 2.4e-7, torch.bfloat16: 7.8e-3, torch.float16: 9.8e-4}
 DECAYS = (0.0, -1e-6, -1.0, -5.0, -20.0, -50.0)
 BOUNDARIES = ((15, 63, 64, 500), (20, 70, 71, 100, 128, 900))
@@ -56,14 +51,6 @@ def results(function, inputs, **options):
     sum((y.double() * w).sum() for y, w in zip(outputs, weights, strict=True)).backward()
     found = {f"output.{i}": y.detach() for i, y in enumerate(outputs)}
     return found | {f"gradient.{name}": leaf.grad for name, leaf in leaves.items()}
-
-
-@pytest.fixture(autouse=True)
-def _unwritten_memory_shows():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def check(inputs, documents=None):
