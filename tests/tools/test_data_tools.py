@@ -7,6 +7,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -101,6 +102,8 @@ def test_preprocessing_that_cannot_work_is_refused(tmp_path, corpus, capsys, arg
     assert _preprocess(tmp_path, corpus, *arguments) == code
     assert message in capsys.readouterr().err
     assert not list(tmp_path.glob("out_*"))
+    if code == 2:
+        assert not list(tmp_path.glob("out*"))
 
 
 @pytest.mark.parametrize(
@@ -126,6 +129,12 @@ def test_shards_of_several_hosts_are_put_together(tmp_path, corpus, capsys):
     assert capsys.readouterr().out.startswith("30 documents, ")
 
 
+def _under_mpi(monkeypatch, world):
+    monkeypatch.setenv("PMI_SIZE", "2")
+    monkeypatch.setitem(sys.modules, "mpi4py", types.ModuleType("mpi4py"))
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", types.SimpleNamespace(COMM_WORLD=world))
+
+
 @pytest.mark.parametrize(("failed", "code", "written"), [(0, 0, True), (3, 3, False)])
 def test_first_rank_of_mpi_puts_together_what_all_ranks_wrote(tmp_path, corpus, monkeypatch, failed, code, written):
     class World:
@@ -134,11 +143,33 @@ def test_first_rank_of_mpi_puts_together_what_all_ranks_wrote(tmp_path, corpus, 
 
     shared = ["--tokenizer-type", "ByteTokenizer"]
     assert _preprocess(tmp_path, corpus, *shared, "--shard", "1/2") == 0  # the other rank
-    monkeypatch.setenv("PMI_SIZE", "2")
-    monkeypatch.setitem(sys.modules, "mpi4py", types.ModuleType("mpi4py"))
-    monkeypatch.setitem(sys.modules, "mpi4py.MPI", types.SimpleNamespace(COMM_WORLD=World))
+    _under_mpi(monkeypatch, World)
     assert _preprocess(tmp_path, corpus, *shared) == code
     assert (tmp_path / "out_text_document.idx").exists() == written
+
+
+@pytest.fixture
+def second_rank(monkeypatch):
+    world = Mock()
+    world.Get_rank.return_value, world.Get_size.return_value = 1, 2
+    world.allgather.return_value, world.bcast.return_value = [0, 0], 0
+    _under_mpi(monkeypatch, world)
+    return world
+
+
+def test_ranks_of_mpi_after_the_first_show_no_progress(tmp_path, corpus, monkeypatch, capsys, second_rank):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a bar, as on a terminal
+    assert _preprocess(tmp_path, corpus, "--tokenizer-type", "ByteTokenizer") == 0
+    second_rank.allgather.assert_called_once_with(0)
+    assert "tokenising" not in capsys.readouterr().err
+
+
+def test_error_that_is_not_the_users_ends_all_ranks_of_mpi(tmp_path, corpus, monkeypatch, capsys, second_rank):
+    monkeypatch.setattr(preprocess_data.preprocessing, "preprocess", Mock(side_effect=RuntimeError("broken")))
+    with pytest.raises(RuntimeError, match="broken"):
+        _preprocess(tmp_path, corpus, "--tokenizer-type", "ByteTokenizer")
+    second_rank.Abort.assert_called_once_with(1)
+    assert "RuntimeError: broken" in capsys.readouterr().err
 
 
 def test_training_that_cannot_work_is_refused(tmp_path, corpus, capsys):
