@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 
 from megalin.data import corpus, inputs, preprocessing
 from megalin.data.optional import require
 from megalin.data.parts import Share
 from megalin.data.progress import shown_progress
 from megalin.data.tokenizer import TokenizerFiles
-from megalin.errors import ConfigError, MegalinError
+from megalin.errors import ConfigError, exit_code
 
 # Megatron's names, and which files each needs.
 _TOKENIZERS = {
@@ -29,19 +30,9 @@ _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 def main(arguments: list[str] | None = None) -> int:
     """Runs the tool; the exit code is 0, or the one of the error that is printed."""
     args = _parser().parse_args(arguments)
-    try:
-        if args.shard is None and any(int(os.environ.get(name, "1")) > 1 for name in _MPI_SIZES):
-            return _run_under_mpi(args)
-        share = None if args.shard is None else _share(args.shard)
-        _run(args, share, resume=args.resume)
-    except MegalinError as error:
-        return _told(error)
-    return 0
-
-
-def _told(error: MegalinError) -> int:
-    print(f"error: {error}", file=sys.stderr)
-    return error.exit_code
+    if args.shard is None and any(int(os.environ.get(name, "1")) > 1 for name in _MPI_SIZES):
+        return exit_code(lambda: _run_under_mpi(args))
+    return exit_code(lambda: _run(args, None if args.shard is None else _share(args.shard), resume=args.resume))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -85,21 +76,21 @@ def _share(text: str) -> Share:
 
 
 def _run_under_mpi(args: argparse.Namespace) -> int:
-    """Every rank does its share, and the first puts them together once none has failed."""
-    world = require("mpi4py.MPI", "more than one process under mpirun").COMM_WORLD
+    """Every rank does its share, and the first puts them together once none has failed.
+
+    An error that is not the user's ends all ranks, as they would wait for this one for ever.
+    """
+    world = require("mpi4py.MPI", "more than one process under mpirun", extra="mpi").COMM_WORLD
     rank, size = world.Get_rank(), world.Get_size()
-    code = 0
     try:
-        _run(args, Share(rank, size), resume=args.resume)
-    except MegalinError as error:
-        code = _told(error)
-    code = max(world.allgather(code))
-    if rank == 0 and code == 0:
-        try:
-            _run(args, None, resume=True)
-        except MegalinError as error:
-            code = _told(error)
-    return int(world.bcast(code))
+        code = max(world.allgather(exit_code(lambda: _run(args, Share(rank, size), resume=args.resume))))
+        if rank == 0 and code == 0:
+            code = exit_code(lambda: _run(args, None, resume=True))
+        return int(world.bcast(code))
+    except BaseException:
+        traceback.print_exc()
+        world.Abort(1)
+        raise
 
 
 def _run(args: argparse.Namespace, share: Share | None, *, resume: bool) -> None:
@@ -116,7 +107,9 @@ def _run(args: argparse.Namespace, share: Share | None, *, resume: bool) -> None
     )
     paths = inputs.expand_inputs(args.input)
     total_bytes = sum(path.stat().st_size for path in paths) // (1 if share is None else max(share.total, 1))
-    with shown_progress("tokenising", total_bytes, interval=args.log_interval) as tell:
+    # Under mpirun the first rank's progress stands for all.
+    shown = share is None or share.number == 0 or args.shard is not None
+    with shown_progress("tokenising", total_bytes, interval=args.log_interval, shown=shown) as tell:
         report = preprocessing.preprocess(paths, options, on_progress=tell)
     if report is None:
         if args.shard is not None:

@@ -8,8 +8,8 @@ from typing import Any
 from megalin.errors import ConfigError
 
 
-def require(module: str, purpose: str) -> Any:
-    """Imports `module`, which megalin's extra "data" brings.
+def require(module: str, purpose: str, *, extra: str = "data") -> Any:
+    """Imports `module`, which that extra of megalin brings.
 
     Raises:
         ConfigError: it is not installed; `purpose` says what asked for it.
@@ -20,5 +20,5 @@ def require(module: str, purpose: str) -> Any:
         if error.name != module.partition(".")[0]:
             raise
         raise ConfigError(
-            f"{purpose} needs the library {error.name}; install it: pip install 'megalin[data]'"
+            f"{purpose} needs the library {error.name}; install it: pip install 'megalin[{extra}]'"
         ) from None
