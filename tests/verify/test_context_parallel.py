@@ -13,7 +13,7 @@ from megalin.parallel.mesh import ParallelConfig
 from megalin.verify.case import Case, make_batches, make_case
 from megalin.verify.comparison import Row, kind
 from megalin.verify.run import FaultResult, self_test
-from tests.cases import CASES, GLU, model
+from tests.cases import CASES, GLU, TOY, model
 from tests.cases import Case as MixerCase
 from tests.encoder_cases import CASES as ENCODERS
 from tests.ranks import run_ranks
@@ -36,18 +36,21 @@ def attention_row(num_heads: int, num_key_value_heads: int) -> MixerCase:
 
 
 ROWS = split_rows()
-ONE_A_MIXER = [
-    row
-    for row in ROWS
-    if row.name in ("transnormer-cosine", "tnl", "cosformer2", "hgrn2", "rodimus_plus", "mamba2", "softmax-grouped")
-]
-REACHING = [row for row in ROWS if row.name in ("rodimus", "mamba2", "rodimus_plus")]
+
+
+def of_names(*names: str) -> list[MixerCase]:
+    by_name = {row.name: row for row in ROWS}
+    return [by_name[name] for name in names]
+
+
+ONE_A_MIXER = of_names("transnormer-cosine", "tnl", "cosformer2", "hgrn2", "rodimus_plus", "mamba2", "softmax-grouped")
+REACHING = of_names("rodimus", "mamba2", "rodimus_plus")
 """With convolutions and windows, which reach over several ranks whose tokens are few."""
 GROUPED = [attention_row(8, 2), attention_row(6, 3)]
 """Heads of keys that 4 ranks have to repeat, and heads of queries that they do not divide: keys are gathered."""
-FOLDING = [row for row in ROWS if row.name in ("tnl", "rodimus_plus", "mamba2", "cosformer2")]
+FOLDING = of_names("tnl", "rodimus_plus", "mamba2", "cosformer2")
 """A fixed decay, decays a key and a head that the input selects, and none."""
-FAULTY = [row for row in ROWS if row.name in ("tnl", "rodimus_plus", "cosformer2", "softmax")]
+FAULTY = of_names("tnl", "rodimus_plus", "cosformer2", "softmax")
 
 
 def mesh_case(
@@ -135,9 +138,13 @@ def test_every_mixer_and_encoder_agrees_with_one_process(groups: Groups, world_s
     assert_agrees(groups.compared(world_size)[0][name])
 
 
+def types_of(rows: Iterable[MixerCase]) -> set[str]:
+    return {sublayer.type for row in rows for _, block in row.model.blocks() for sublayer in block.sublayers}
+
+
 def test_rows_hold_every_mixer():
-    types = {sublayer.type for row in ROWS for _, block in row.model.blocks() for sublayer in block.sublayers}
-    assert types | {"dense_attention"} == set(mixer_types())
+    assert types_of(ROWS) | {"dense_attention"} == set(mixer_types())
+    assert types_of(ONE_A_MIXER) | {"dense_attention"} == set(mixer_types()) - {TOY["type"]}
 
 
 def test_documents_lie_at_and_beside_the_edges_of_shards():

@@ -1,0 +1,57 @@
+"""Every mixer on meshes of three axes, by the proof command's own comparison; two at a time are other files'."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megalin.layers.mixers.base import mixer_types
+from tests.cases import GLU, MAMBA2, NUM_HEADS, RODIMUS, SHARED_KEY, TOY, Case, attention, model
+from tests.encoder_cases import CASES as ENCODERS
+from tests.verify.test_context_parallel import Named, assert_agrees, compared, named, types_of
+
+EVERY_MIXER = Case(
+    "every mixer",
+    model(
+        {"sublayers": [attention("transnormer", lrpe="cosine"), attention("tnl"), GLU]},
+        {"sublayers": [attention("hgrn2"), attention("cosformer2"), {"type": "softmax", "num_heads": NUM_HEADS}]},
+        {"sublayers": [RODIMUS, SHARED_KEY, GLU, MAMBA2]},
+    ),
+)
+"""Three blocks, so that two stages are uneven."""
+
+MESHES: dict[int, list[dict[str, Any]]] = {
+    8: [{"tp": 2, "pp": 2, "dp": 2}],
+    12: [
+        {"cp": 3, "tp": 2, "dp": 2, "sequence_parallel": True},
+        {"cp": 3, "tp": 2, "pp": 2},
+        {"cp": 3, "pp": 2, "dp": 2},
+    ],
+    16: [
+        {"cp": 4, "tp": 2, "dp": 2, "shard": 1},
+        {"cp": 4, "tp": 2, "pp": 2, "sequence_parallel": True},
+        {"cp": 4, "pp": 2, "dp": 2},
+    ],
+}
+"""By world size."""
+
+
+def cases(world_size: int) -> Named:
+    found: Named = {}
+    for mesh in MESHES[world_size]:
+        found |= named([EVERY_MIXER], **mesh)
+        if "pp" not in mesh:  # encoders have no pipeline
+            found |= named(ENCODERS[2:3], length=36 if mesh["cp"] == 3 else 40, **mesh)
+    return found
+
+
+def test_the_row_has_every_mixer():
+    assert types_of([EVERY_MIXER]) | {"dense_attention"} == set(mixer_types()) - {TOY["type"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", MESHES)
+def test_every_mixer_agrees_with_one_process_on_three_axes(world_size: int):
+    for found in compared(world_size, cases(world_size), {})[0].values():
+        assert_agrees(found)
