@@ -45,12 +45,14 @@ def run_ranks(
     function: Callable[..., Any],
     *args: Any,
     timeout: float | None = 120.0,
+    collective_timeout: float | None = None,
     preload: Sequence[str] = (),
 ) -> list[Any]:
     """Calls the module-level `function(*args)` on `world_size` gloo ranks; returns its results by rank.
 
     Args:
-        timeout: seconds for the whole, a collective two fifths of it; None: no limit but that of a collective.
+        timeout: seconds for the whole; None: no limit but that of a collective.
+        collective_timeout: seconds for a collective; left out: two fifths of `timeout`, ten minutes at most.
         preload: modules besides torch's that the process should load from which the ranks of all calls are forked; the
             first call starts it.
 
@@ -59,9 +61,10 @@ def run_ranks(
     """
     _context.set_forkserver_preload([*_PRELOAD, *preload])
     reports, done = _context.Queue(), _context.Event()
-    waits = _COLLECTIVE_SECONDS if timeout is None else min(0.4 * timeout, _COLLECTIVE_SECONDS)
+    if collective_timeout is None:
+        collective_timeout = _COLLECTIVE_SECONDS if timeout is None else min(0.4 * timeout, _COLLECTIVE_SECONDS)
     with tempfile.TemporaryDirectory() as folder:
-        meet = (str(Path(folder) / "store"), world_size, waits)
+        meet = (str(Path(folder) / "store"), world_size, collective_timeout)
         workers = [
             _context.Process(target=_worker, args=(rank, meet, function, args, reports, done), daemon=True)
             for rank in range(world_size)
@@ -89,6 +92,8 @@ def _worker(rank: int, meet: tuple[str, int, float], function: Any, args: Any, r
     try:
         store = dist.FileStore(path, world_size)  # type: ignore[attr-defined]
         timeout = timedelta(seconds=seconds)
+        store.set(f"started/{rank}", "")  # a fork may be slow where a collective may not
+        store.wait([f"started/{other}" for other in range(world_size)], timedelta(seconds=_COLLECTIVE_SECONDS))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
         with naming_silent_ranks(store, rank, world_size, timeout):
             result = function(*args)
