@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megalin.data.batches import batches
 from megalin.data.cleaning import RULES, Languages, apply_rule
-from megalin.data.corpus import BadLine, Document, Reader
+from megalin.data.corpus import Document, Reader
 from megalin.data.jsonl_output import Compression, JsonLinesWriter, check_free, part_path, publish_parts
-from megalin.data.parts import Part, Progress, Run, Tell, plan, read_record, run_parts
+from megalin.data.parts import Part, Progress, Run, Tell, plan, records, run_parts
 from megalin.errors import ConfigError
 
-_TOLD_DOCUMENTS = 200
 _EXAMPLES = 5  # of a rule
 _SHOWN_CHARACTERS = 80
 _CONTEXT_CHARACTERS = 20
@@ -79,7 +79,7 @@ def clean(
 ) -> CleanReport:
     """Writes the cleaned corpus to `<output_prefix>-00000-of-00025.jsonl`, and a manifest with what each rule did.
 
-    The result depends on the inputs and the rules alone; a document is in memory at a time.
+    The result depends on the inputs and the rules alone; a mebibyte of documents is in memory at a time.
 
     Raises:
         ConfigError: unknown rules or languages; a corpus of this name exists; a library is missing.
@@ -113,9 +113,7 @@ def _report(folder: Path, parts: Sequence[Part], job: _Job) -> CleanReport:
     counts: Counter[str] = Counter()
     bad_lines: Counter[str] = Counter()
     rules = {name: RuleReport(0, 0, []) for name in job.rules}
-    for part in parts:
-        record = read_record(folder, part.number)
-        assert record is not None, part
+    for record in records(folder, parts):
         counts.update(record["counts"])
         bad_lines.update(record["bad_lines"])
         for name, (documents, removed, examples) in record["rules"].items():
@@ -145,25 +143,20 @@ def _clean_part(job: _Job, part: Part, folder: Path, tell: Tell) -> Mapping[str,
     bad_lines: Counter[str] = Counter()
     rules = {name: RuleReport(0, 0, []) for name in job.rules}
     reader = Reader(part.span, [job.key], limit_bytes=job.limit_bytes)
-    told = 0
     with JsonLinesWriter(part_path(folder, part, job.compression), job.compression) as writer:
-        for item in reader:
-            if isinstance(item, BadLine):
-                bad_lines[item.kind] += 1
-                continue
-            counts["documents"] += 1
-            text = _apply(item, job, part, rules)
-            if len(text) < max(job.least_characters, 1):
-                counts["too_short"] += 1
-            elif languages is not None and not languages.keeps(text):
-                counts["other_language"] += 1
-            else:
-                writer.write({**item.fields, job.key: text})
-                counts["written_documents"] += 1
-            if counts["documents"] % _TOLD_DOCUMENTS == 0:
-                tell(Progress(_TOLD_DOCUMENTS, 0, reader.read_bytes - told, 0))
-                told = reader.read_bytes
-    tell(Progress(counts["documents"] % _TOLD_DOCUMENTS, 0, 0, bad_lines.total()))
+        for batch in batches(reader):
+            bad_lines.update(line.kind for line in batch.bad_lines)
+            counts["documents"] += len(batch.documents)
+            for document in batch.documents:
+                text = _apply(document, job, part, rules)
+                if len(text) < max(job.least_characters, 1):
+                    counts["too_short"] += 1
+                elif languages is not None and not languages.keeps(text):
+                    counts["other_language"] += 1
+                else:
+                    writer.write({**document.fields, job.key: text})
+                    counts["written_documents"] += 1
+            tell(Progress(len(batch.documents), 0, batch.read_bytes, len(batch.bad_lines)))
     return {"counts": counts, "bad_lines": bad_lines, "rules": rules}
 
 

@@ -90,7 +90,7 @@ def _record_path(folder: Path, number: int) -> Path:
     return folder / f"{number:06}.json"
 
 
-def read_record(folder: Path, number: int) -> dict[str, Any] | None:
+def _read_record(folder: Path, number: int) -> dict[str, Any] | None:
     """The record of a part, or None where it is not complete. Raises DataError."""
     path = _record_path(folder, number)
     if not path.exists():
@@ -101,7 +101,7 @@ def read_record(folder: Path, number: int) -> dict[str, Any] | None:
 def records(folder: Path, parts: Sequence[Part]) -> Iterator[dict[str, Any]]:
     """The record of each part, all of which are complete. Raises DataError."""
     for part in parts:
-        record = read_record(folder, part.number)
+        record = _read_record(folder, part.number)
         assert record is not None, part
         yield record
 
@@ -122,7 +122,7 @@ def run_parts(work: Work, job: Any, parts: Sequence[Part], run: Run) -> bool:
     mine = [part for part in parts if part.number % share.total == share.number]
     done, left = Progress(0, 0, 0, 0), []
     for part in mine:
-        record = read_record(run.folder, part.number)
+        record = _read_record(run.folder, part.number)
         if record is None:
             left.append(part)
         else:

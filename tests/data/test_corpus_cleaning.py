@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megalin.data import corpus_cleaning, parts
+from megalin.data import batches, parts
 from megalin.data.cleaning import RULES
 from megalin.data.corpus_cleaning import CleanOptions, clean
 from megalin.errors import ConfigError
@@ -85,7 +85,7 @@ def test_output_is_the_same_for_any_number_of_workers_and_after_a_kill(tmp_path,
             raise StoppedError
 
     monkeypatch.setattr(parts, "_LEAST_PART_BYTES", 3000)
-    monkeypatch.setattr(corpus_cleaning, "_TOLD_DOCUMENTS", 10)
+    monkeypatch.setattr(batches, "_BATCH_LINES", 10)
     folders = [tmp_path / name for name in ("one", "two", "killed")]
     for folder in folders:
         folder.mkdir()
