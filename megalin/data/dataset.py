@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple, Self
@@ -18,6 +18,7 @@ from megalin.data.shards import Shard
 from megalin.data.tokenizer import load_tokenizer
 from megalin.errors import DataError
 
+_log = logging.getLogger(__name__)
 _PIECE_BLOCK = 1024  # sequence starts that are looked at together
 
 
@@ -163,7 +164,7 @@ def open_parts(
         shard = stack.enter_context(Shard(prefix, vocab_size=vocab_size))
         _check_manifest(shard, config.tokenizer, digest)
         if not shard.num_tokens:
-            warnings.warn(f"{prefix}: a shard without tokens; skipped", stacklevel=3)
+            _log.warning("%s: a shard without tokens; skipped", prefix)
             shard.close()
             continue
         parts.append((shard, *config.sequences(split, shard.num_sequences)))

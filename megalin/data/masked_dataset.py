@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import NamedTuple, Self
@@ -19,6 +19,7 @@ from megalin.data.shards import Shard
 from megalin.data.tokenizer import load_tokenizer
 from megalin.errors import DataError
 
+_log = logging.getLogger(__name__)
 _LEAST_TOKENS = 2  # one for each segment
 
 
@@ -101,11 +102,12 @@ class MaskedDataset:
             _check_documents(config, split, paths, dataset)
             stack.pop_all()
         if dataset.num_left_out:
-            warnings.warn(
-                f"{', '.join(paths)}: "
-                f"{dataset.num_left_out} documents of the {split} split have fewer than {_LEAST_TOKENS} tokens and "
-                "give no sample",
-                stacklevel=2,
+            _log.warning(
+                "%s: %d documents of the %s split have fewer than %d tokens and give no sample",
+                ", ".join(paths),
+                dataset.num_left_out,
+                split,
+                _LEAST_TOKENS,
             )
         return dataset
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor
 
-from megalin.errors import DataError, StorageError
-from megalin.train.metrics import JsonLines
+from megalin.checkpoint.agreement import on_rank_zero
+from megalin.errors import DataError
+from megalin.train.records import JsonLines
 
 LEDGER_NAME = "ledger.jsonl"
 """Its name in the run folder."""
@@ -25,35 +25,19 @@ class Ledger:
     `resumed_step` is cut off.
     """
 
-    def __init__(self, path: Path, *, resumed_step: int, enabled: bool = True) -> None:
-        """Opens the file; `enabled`: whether this rank writes. Raises StorageError when it cannot be opened or cut."""
-        self._warned = False
+    def __init__(self, path: Path, *, resumed_step: int) -> None:
+        """Opens the file on rank 0; all ranks make one (one broadcast). Raises StorageError on every rank."""
         self._file: JsonLines | None = None
-        if not enabled:
-            return
-        try:
-            self._file = JsonLines(path, resumed_step)
-        except OSError as error:
-            raise StorageError(
-                f"{path}: cannot be written ({error.strerror}); free space, or choose another run folder"
-            ) from None
+        on_rank_zero(lambda: self._open(path, resumed_step))
+
+    def _open(self, path: Path, resumed_step: int) -> None:
+        self._file = JsonLines(path, resumed_step=resumed_step)
 
     def write(self, step: int, digest: Tensor) -> None:
-        """Adds the line of `step`, whose digest is [2] int64; a disk that is full is warned about once."""
-        if self._file is None:
-            return
-        halves = [f"{half % 2**64:016x}" for half in digest.tolist()]
-        try:
-            self._file.write_line({"step": step, "digest": "".join(halves)})
-        except OSError as error:
-            if not self._warned:
-                self._warned = True
-                warnings.warn(
-                    f"{self._file.name} cannot be written ({error.strerror}); training goes on, steps are missing "
-                    "there",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+        """Adds the line of `step`, whose digest is [2] int64; nothing on other ranks than 0."""
+        if self._file is not None:
+            halves = [f"{half % 2**64:016x}" for half in digest.tolist()]
+            self._file.write(step, {"digest": "".join(halves)})
 
     def close(self) -> None:
         """Closes the file."""

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 from torch import Tensor
 
-import megalin
 from megalin.checkpoint.agreement import on_every_rank
 from megalin.checkpoint.load import load, newest
 from megalin.checkpoint.save import save
@@ -32,10 +29,13 @@ from megalin.parallel.mesh import Mesh
 from megalin.parallel.pipeline import gather_objects
 from megalin.train.build import COMPUTE_DTYPES, build_model
 from megalin.train.config import RunConfig
+from megalin.train.curves import write_loss_curve
+from megalin.train.environment import device_name, environment, versions
 from megalin.train.evaluate import AnyEvaluation, Evaluation, evaluate
 from megalin.train.hardware import peak_flops_per_second, peak_memory_bytes
+from megalin.train.incidents import Incidents
 from megalin.train.ledger import Ledger
-from megalin.train.metrics import Metrics, write_loss_curve
+from megalin.train.metrics import Metrics
 from megalin.train.pipeline import Pipeline
 from megalin.train.restore import check_same_model
 from megalin.train.run_folder import RunFolder
@@ -59,7 +59,7 @@ class Trainer:
     Every rank makes one, inside an initialised process group.
     """
 
-    def __init__(self, config: RunConfig, mesh: Mesh, run: RunFolder) -> None:
+    def __init__(self, config: RunConfig, mesh: Mesh, run: RunFolder, incidents: Incidents) -> None:
         """Opens the data, builds the model, and loads the newest checkpoint where there is one.
 
         Raises:
@@ -67,7 +67,7 @@ class Trainer:
             DataError: bad or missing shards.
             CheckpointError: a checkpoint of another model, or none that verifies.
         """
-        self.config, self.mesh, self.run = config, mesh, run
+        self.config, self.mesh, self.run, self.incidents = config, mesh, run, incidents
         vocab_size = config.model.vocab_size
         seed = config.train.seed
         self.data = open_training(
@@ -144,7 +144,7 @@ class Trainer:
             total_steps=train.steps,
             resumed_step=self.first_step,
             log_interval=train.log_every_steps,
-            enabled=self.mesh.is_first_rank,
+            incidents=self.incidents,
         )
         for line in self.data.lines():
             metrics.tell(line)
@@ -205,7 +205,7 @@ class Trainer:
         )
 
     def _ledger(self) -> Ledger:
-        return Ledger(self.run.ledger, resumed_step=self.first_step, enabled=self.mesh.is_first_rank)
+        return Ledger(self.run.ledger, resumed_step=self.first_step)
 
     def _next_batches(self, loader: Loader[Any], step: int) -> tuple[list[AnyBatch], Tensor, float]:
         """This rank's micro-batches on its device, the digest [2] of the step's token ids over all ranks, and the
@@ -287,7 +287,7 @@ class Trainer:
             "step": step,
             "order": self._order(step),
             "config": self.config.model_dump(mode="json"),
-            "versions": _versions(),
+            "versions": versions(),
         }
         tensors: Mapping[str, Tensor] = training_tensors(self.model, self.optimizer)
         save(self.run.checkpoints, step=step, tensors=tensors, state=state, keep=checkpoint.keep)
@@ -317,9 +317,13 @@ def train(config: RunConfig, device: torch.device, path: Path) -> TrainResult:
     """
     _check_same_config(config)  # before the mesh: of other axes it has other groups, in which ranks wait for each other
     mesh = Mesh(config.parallel, device)
-    with RunFolder(path) as run:
-        trainer = Trainer(config, mesh, run)
+    with RunFolder(path) as run, Incidents(run.incidents) as incidents:
+        if run.previous_owner is not None:
+            incidents.write("taken over", f"from {run.previous_owner}, which ended without closing the folder")
+        trainer = Trainer(config, mesh, run, incidents)
         run.write_text(run.config, dumps(config))
+        run.write_json(run.environment, environment(mesh))
+        incidents.begin(trainer.first_step, f"on {torch.distributed.get_world_size()} x {device_name(device)}")
         return trainer.train()
 
 
@@ -338,12 +342,3 @@ def _check_same_config(config: RunConfig) -> None:
 def _raise(error: MegalinError | None) -> None:
     if error is not None:
         raise error
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "megalin": megalin.__version__,
-        "torch": torch.__version__,
-        "numpy": numpy.__version__,
-        "python": platform.python_version(),
-    }

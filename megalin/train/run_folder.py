@@ -22,6 +22,9 @@ class RunFolder:
     """A run folder, created or reused, and locked until `close`; a context manager.
 
     All ranks make one (one broadcast); rank 0 holds the lock, which dies with its process.
+
+    Attributes:
+        previous_owner: on rank 0, the process that died while it held the folder, in words; None after an orderly end.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -33,6 +36,7 @@ class RunFolder:
         """
         self.path = Path(path)
         self._lock: FolderLock | None = None
+        self.previous_owner: str | None = None
         on_rank_zero(self._claim)
 
     @property
@@ -61,9 +65,24 @@ class RunFolder:
         return self.path / "config.toml"
 
     @property
+    def deepspeed(self) -> Path:
+        """The JSON that DeepSpeed's engine got, where it is the run's engine."""
+        return self.path / "deepspeed.json"
+
+    @property
     def kernels(self) -> Path:
         """Which implementation of each op ran, and why."""
         return self.path / "kernels.json"
+
+    @property
+    def environment(self) -> Path:
+        """What the run ran on."""
+        return self.path / "environment.json"
+
+    @property
+    def incidents(self) -> Path:
+        """One JSON line a start, warning or error."""
+        return self.path / "incidents.jsonl"
 
     @property
     def loss_curve(self) -> Path:
@@ -109,7 +128,7 @@ class RunFolder:
             raise StorageError(
                 f"cannot write run folder {self.path}: {error}; choose a folder that you may create and write"
             ) from None
-        self._lock = lock
+        self._lock, self.previous_owner = lock, lock.previous_owner
         # A data worker that outlives this process must not keep the folder.
         os.register_at_fork(after_in_child=lock.forget)
         if lock.previous_owner is not None:

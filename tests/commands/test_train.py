@@ -33,6 +33,8 @@ def test_run_folder_holds_all_that_the_run_made(trained, capsys):
         ".lock",
         "checkpoints",
         "config.toml",
+        "environment.json",
+        "incidents.jsonl",
         "kernels.json",
         "ledger.jsonl",
         "loss.png",
@@ -170,7 +172,6 @@ def _bad_shard(folder: Path, what: str) -> Path:
         ("empty", r"train: empty corpus: the train split has no tokens; give shards with text"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:.*a shard without tokens; skipped")
 def test_bad_shard_is_refused(fails, tmp_path, what, message):
     config = _bad_shard(tmp_path, what)
     assert re.search(message, fails(DATA, "train", config, "--folder", tmp_path / "run"))

@@ -1,20 +1,22 @@
 """Metrics on disk and on the terminal: valid JSON, no step twice after a resume, full disks, the loss curve."""
 
+import contextlib
 import io
 import json
 import math
 import os
-import re
-import warnings
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from matplotlib.image import imread
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megalin.errors import StorageError
-from megalin.train.metrics import Metrics, write_loss_curve
+from megalin.train.curves import write_loss_curve
+from megalin.train.metrics import Metrics
+from tests.ranks import run_ranks
 
 
 def _values(step: int) -> dict[str, float | int]:
@@ -90,7 +92,7 @@ def test_an_interrupted_cut_leaves_the_lines_alone(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", fail)
-    with pytest.raises(StorageError, match=r"metrics cannot be written \(.*No space left.*free space, or choose"):
+    with pytest.raises(StorageError, match=r"metrics.jsonl: cannot be written \(No space left.*free space, or choose"):
         _metrics(tmp_path, resumed_step=0)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
@@ -100,27 +102,42 @@ def test_steps_out_of_order_are_our_bug(tmp_path):
         metrics.write(3, _values(3))
 
 
-def test_other_ranks_write_nothing(tmp_path):
-    with _metrics(tmp_path, enabled=False) as metrics:
-        metrics.write(1, _values(1))
-    assert list(tmp_path.iterdir()) == []
+def _write_on_ranks(folder: Path, rank_folders: bool) -> str:
+    """Each rank writes a step; the error that it meets."""
+    with contextlib.suppress(FileNotFoundError):
+        os.chdir(folder / str(dist.get_rank()))
+    try:
+        with _metrics(Path.cwd() if rank_folders else folder / "none") as metrics:
+            metrics.write(1, _values(1))
+    except StorageError as error:
+        return str(error)
+    return ""
 
 
-def test_full_disk_warns_once_and_training_goes_on(tmp_path):
+def test_other_ranks_write_nothing_and_hear_of_an_error(tmp_path):
+    for rank in "01":
+        (tmp_path / rank).mkdir()
+    assert run_ranks(2, _write_on_ranks, tmp_path, True) == ["", ""]
+    assert sorted(path.name for path in (tmp_path / "0").iterdir()) == ["metrics.jsonl", "tensorboard"]
+    assert list((tmp_path / "1").iterdir()) == []
+    first, second = run_ranks(2, _write_on_ranks, tmp_path, False)
+    assert first == second
+    assert "none/metrics.jsonl: cannot be written (No such file" in first
+
+
+def test_full_disk_warns_once_and_training_goes_on(tmp_path, caplog):
     with _metrics(tmp_path) as metrics, Path("/dev/full").open("wb") as full:
         os.dup2(full.fileno(), metrics._sinks[0]._file._descriptor)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for step in (1, 2, 3):
-                metrics.write(step, _values(step))
-    assert len(caught) == 1
-    assert re.search(r"metrics.jsonl cannot be written \(No space left", str(caught[0].message))
+        for step in (1, 2, 3):
+            metrics.write(step, _values(step))
+    assert len(caplog.messages) == 1
+    assert "metrics.jsonl cannot be written (No space left" in caplog.messages[0]
     assert [step for step, _ in _scalars(tmp_path, "loss")] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 5])
-def test_step_that_does_not_fit_is_taken_back_whole(tmp_path, monkeypatch, kept_bytes):
-    from megalin.train import metrics as module
+def test_step_that_does_not_fit_is_taken_back_whole(tmp_path, monkeypatch, caplog, kept_bytes):
+    from megalin.train import records as module
 
     real_write, room = module.os.write, [10**6]
 
@@ -135,8 +152,8 @@ def test_step_that_does_not_fit_is_taken_back_whole(tmp_path, monkeypatch, kept_
         monkeypatch.setattr(module.os, "write", write)
         metrics.write(1, {"loss": 1.0})
         room[0] = kept_bytes
-        with pytest.warns(RuntimeWarning, match="steps are missing there until there is space"):
-            metrics.write(2, {"loss": 2.0})
+        metrics.write(2, {"loss": 2.0})
+        assert "steps are missing there until there is space" in caplog.text
         room[0] = 10**6
         metrics.write(3, {"loss": 3.0})
     assert _lines(tmp_path) == [{"step": 1, "loss": 1.0}, {"step": 3, "loss": 3.0}]
@@ -145,7 +162,7 @@ def test_step_that_does_not_fit_is_taken_back_whole(tmp_path, monkeypatch, kept_
 
 def test_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "tensorboard").write_text("a file, where a folder belongs")
-    with pytest.raises(StorageError, match="metrics cannot be written"):
+    with pytest.raises(StorageError, match="tensorboard: cannot be written"):
         _metrics(tmp_path)
 
 

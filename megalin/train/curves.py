@@ -1,0 +1,110 @@
+"""Curves of a run over its steps: the picture of its losses, and figures for reports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from megalin.errors import StorageError
+from megalin.train.records import read_records
+
+Points = Sequence[tuple[int, float]]
+"""(step, value) in the order of steps."""
+_LARGEST = 1e300
+
+
+class Curve(NamedTuple):
+    """What is drawn over the steps."""
+
+    label: str
+    points: Points
+    sparse: bool = False
+    """Whether every point is a mark, as of evaluations; else a mean over neighbours is drawn before the values."""
+
+
+def finite(value: Any) -> float | None:
+    """The number that `value`, of any JSON, is; None where it is no finite one."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and -_LARGEST < value < _LARGEST else None
+
+
+def draw(
+    ylabel: str,
+    curves: Sequence[Curve],
+    *,
+    levels: Sequence[tuple[str, float]] = (),
+    resumed: Sequence[int] = (),
+    size: tuple[float, float] = (8.0, 4.8),
+) -> Figure:
+    """Draws the curves that have points over steps.
+
+    Args:
+        levels: (label, value) of level lines.
+        resumed: steps after which the run went on in another process, drawn as upright lines.
+        size: inches.
+    """
+    figure = Figure(figsize=size, dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    for color, curve in zip(("tab:blue", "tab:orange", "tab:green", "tab:red"), curves, strict=False):
+        if curve.sparse and curve.points:
+            axes.plot(*zip(*curve.points, strict=True), "o-", color=color, markersize=4, label=curve.label)
+        elif curve.points:
+            _plot_smoothed(axes, curve, color)
+    for label, value in levels:
+        axes.axhline(value, color="0.35", linestyle="--", linewidth=1.0, label=label)
+    for number, step in enumerate(resumed):
+        axes.axvline(step, color="0.6", linestyle=":", linewidth=1.0, label=None if number else "resumed")
+    axes.set_xlabel("step (optimizer updates)")
+    axes.set_ylabel(ylabel)
+    axes.margins(x=0.01)
+    axes.grid(color="0.9")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    return figure
+
+
+def _plot_smoothed(axes: Any, curve: Curve, color: str) -> None:
+    steps, values = np.array(curve.points).T
+    window = min(max(1, len(values) // 50), 100)
+    label = curve.label
+    if window > 1:
+        axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
+        box = np.ones(window)
+        values = np.convolve(values, box, "same") / np.convolve(np.ones_like(values), box, "same")
+        label = f"{curve.label} (mean of {window} steps)"
+    axes.plot(steps, values, color=color, linewidth=1.6, label=label)
+
+
+def write_loss_curve(metrics_path: str | Path, png_path: str | Path, *, unigram_entropy: float | None = None) -> None:
+    """Draws training and evaluation loss (nats per token) over steps from a `metrics.jsonl` into a PNG.
+
+    Args:
+        unigram_entropy: nats per token of the evaluation tokens under their own frequencies, drawn as a level line.
+
+    Raises:
+        StorageError: when the metrics cannot be read or hold no loss, or the PNG cannot be written.
+    """
+    training: list[tuple[int, float]] = []
+    evaluation: list[tuple[int, float]] = []
+    try:
+        for record in read_records(Path(metrics_path)):
+            for name, points in (("loss", training), ("evaluation_loss", evaluation)):
+                if (value := finite(record.get(name))) is not None:
+                    points.append((record["step"], value))
+    except OSError as error:
+        raise StorageError(f"{metrics_path}: cannot be read ({error.strerror}); give a run's metrics.jsonl") from None
+    if not training:
+        raise StorageError(f"{metrics_path}: no step with a finite loss; there is nothing to draw")
+    levels = [] if unigram_entropy is None else [(f"unigram entropy ({unigram_entropy:.2f})", unigram_entropy)]
+    curves = [Curve("training", training), Curve("evaluation", evaluation, sparse=True)]
+    figure = draw("loss (nats per token)", curves, levels=levels)
+    try:
+        FigureCanvasAgg(figure).print_png(str(png_path))
+    except OSError as error:
+        raise StorageError(f"{png_path}: cannot be written ({error.strerror}); free space or fix the rights") from None
