@@ -38,7 +38,7 @@ def shard_model(
     data_mesh = mesh.data_mesh
 
     def placement(parameter: nn.Parameter) -> Shard:
-        return Shard(_shard_dim(tuple(local(parameter).shape), data_mesh.size(1)))
+        return Shard(shard_dim(tuple(local(parameter).shape), data_mesh.size(1)))
 
     def wrap(module: nn.Module | list[nn.Module], policy: MixedPrecisionPolicy, reshard: bool) -> None:
         fully_shard(
@@ -63,7 +63,7 @@ def shard_model(
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
 
 
-def _shard_dim(shape: tuple[int, ...], size: int) -> int:
+def shard_dim(shape: tuple[int, ...], size: int) -> int:
     """The last dimension, else the middle one, that `size` divides, else 0 (which alone may be uneven).
 
     Dimension 0 of a fused [parts, out, in] parameter would give most ranks nothing.

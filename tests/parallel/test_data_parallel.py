@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megalin.layers.linear_attention import LinearAttention
 from megalin.model.language_model import LanguageModel
-from megalin.parallel.data_parallel import _shard_dim, largest_magnitudes, prepare_backward, shard_model
+from megalin.parallel.data_parallel import largest_magnitudes, prepare_backward, shard_dim, shard_model
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.tensor_parallel import full_tensor, local
 from tests.cases import HYBRID, build, make_inputs
@@ -35,7 +35,7 @@ from tests.ranks import run_ranks
     ],
 )
 def test_weights_are_split_along_a_late_dimension_that_divides(shape, size, dim):
-    assert _shard_dim(shape, size) == dim
+    assert shard_dim(shape, size) == dim
 
 
 def _sharded(dtype: torch.dtype, tp: int, **axes: Any) -> tuple[LanguageModel, Mesh]:
