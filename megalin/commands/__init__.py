@@ -1,12 +1,13 @@
 """The commands of the command line, one module each: parse, call the library, print."""
 
-from megalin.commands import config, eval, export, generate, import_, params, train, verify
+from megalin.commands import config, eval, export, generate, import_, params, report, train, verify
 from megalin.commands.base import Command
 
 COMMANDS: dict[str, Command] = {
     "train": train.COMMAND,
     "eval": eval.COMMAND,
     "generate": generate.COMMAND,
+    "report": report.COMMAND,
     "export": export.COMMAND,
     "import": import_.COMMAND,
     "config": config.COMMAND,

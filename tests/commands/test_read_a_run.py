@@ -1,4 +1,4 @@
-"""`megalin eval` and `megalin generate` on a trained run."""
+"""`megalin eval`, `megalin generate` and `megalin report` on a trained run."""
 
 from __future__ import annotations
 
@@ -64,6 +64,22 @@ def test_eval_without_a_validation_split_is_refused(fails, trained):
     assert "the run has no validation split (data.validation is empty" in fails(
         2, "eval", trained, "data.validation=[]"
     )
+
+
+def test_report_of_a_run_is_one_file(trained, capsys, tmp_path):
+    assert output(capsys, "report", trained, "--output", tmp_path / "r.html").endswith("r.html: step 12 of 12, finished\n")
+    text = (tmp_path / "r.html").read_text()
+    assert f"{metrics(trained)[-1]['evaluation_loss']:.4f} nats a token, after step 12" in text
+    assert "step-00000012, 3 files" in text
+    assert "decay_scan" in text
+    assert "on 1 x cpu" in text
+
+
+def test_report_lies_in_the_run_folder_by_default(fails, trained, tmp_path):
+    (tmp_path / "config.toml").write_text((trained / "config.toml").read_text())
+    assert main(["report", str(tmp_path)]) == 0
+    assert (tmp_path / "report.html").read_text().startswith("<!DOCTYPE html>")
+    assert "no run is here" in fails(2, "report", tmp_path / "none")
 
 
 def test_generate_continues_the_prompt(trained, capsys):

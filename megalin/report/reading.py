@@ -1,0 +1,192 @@
+"""What a run folder tells of its run, however far it came: nothing but the folder itself must be there and whole."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megalin.checkpoint.files import open_regular
+from megalin.checkpoint.manifest import directory_step, read_manifest
+from megalin.errors import CheckpointError, ConfigError
+from megalin.train.curves import finite
+from megalin.train.records import read_records
+
+CURVES = ("loss", "mlm_loss", "nsp_loss", "evaluation_loss", "tokens_per_second", "grad_norm")
+"""The metrics whose values of all steps are kept."""
+SUMS = ("step_seconds", "data_wait_seconds")
+"""The metrics that are added up."""
+_EVALUATION = "evaluation_"
+_TEXT_LIMIT_BYTES = 1 << 22
+"""More of a config or a JSON file is not read."""
+
+
+class Progress(NamedTuple):
+    """What the lines of metrics.jsonl tell together."""
+
+    curves: dict[str, list[tuple[int, float]]]
+    """(step, value) by name, finite values alone."""
+    sums: dict[str, float]
+    """By name, over all steps."""
+    last: dict[str, float]
+    """The finite numbers of the newest line; empty before the first."""
+    evaluations: list[dict[str, float]]
+    """Of each line with an evaluation: the step and the evaluation's numbers, without what their names begin with."""
+    peak_memory_bytes: float
+    """The most of any step."""
+
+
+class Incident(NamedTuple):
+    """A line of incidents.jsonl."""
+
+    step: int
+    time: str
+    kind: str
+    message: str
+
+
+class Saved(NamedTuple):
+    """The newest checkpoint whose manifest can be read; its files are not hashed."""
+
+    name: str
+    step: int
+    num_files: int
+    num_bytes: int
+    written: datetime
+
+
+class RunRecord(NamedTuple):
+    """All that a run folder tells."""
+
+    path: Path
+    config_text: str
+    """config.toml as it lies there; empty where there is none."""
+    config: dict[str, Any]
+    """Its values; empty where it is not TOML."""
+    progress: Progress
+    updated: datetime | None
+    """When metrics.jsonl last grew."""
+    incidents: list[Incident]
+    environment: dict[str, Any]
+    kernels: dict[str, Any]
+    checkpoint: Saved | None
+    problems: list[str]
+    """What is there and cannot be read."""
+
+    def number(self, table: str, key: str) -> float | None:
+        """A finite number of the config; None where there is none."""
+        values = self.config.get(table)
+        return finite(values.get(key)) if isinstance(values, dict) else None
+
+
+def read_run(folder: str | Path) -> RunRecord:
+    """Reads a run folder, of a run in progress too.
+
+    Raises:
+        ConfigError: `folder` is none, or holds nothing of a run.
+    """
+    path = Path(folder)
+    names = ("config.toml", "metrics.jsonl", "incidents.jsonl")
+    if not any((path / name).exists() for name in names):
+        raise ConfigError(f"{path}: no run is here (none of {', '.join(names)}); give the folder of a run")
+    problems: list[str] = []
+    config_text = _text(path / "config.toml", problems)
+    metrics = path / "metrics.jsonl"
+    return RunRecord(
+        path=path,
+        config_text=config_text,
+        config=_toml(config_text, problems),
+        progress=_progress(_records(metrics, problems)),
+        updated=datetime.fromtimestamp(metrics.stat().st_mtime, UTC) if metrics.exists() else None,
+        incidents=[_incident(record) for record in _records(path / "incidents.jsonl", problems)],
+        environment=_json(path / "environment.json", problems),
+        kernels=_json(path / "kernels.json", problems),
+        checkpoint=_newest_checkpoint(path / "checkpoints", problems),
+        problems=problems,
+    )
+
+
+def _progress(records: Iterator[dict[str, Any]]) -> Progress:
+    curves: dict[str, list[tuple[int, float]]] = {name: [] for name in CURVES}
+    sums = dict.fromkeys(SUMS, 0.0)
+    evaluations: list[dict[str, float]] = []
+    numbers: dict[str, float] = {}
+    peak = 0.0
+    for record in records:
+        numbers = {name: number for name, value in record.items() if (number := finite(value)) is not None}
+        step = int(numbers["step"])
+        for name, points in curves.items():
+            if name in numbers:
+                points.append((step, numbers[name]))
+        for name in sums:
+            sums[name] += numbers.get(name, 0.0)
+        peak = max(peak, numbers.get("peak_memory_bytes", 0.0))
+        found = {name.removeprefix(_EVALUATION): numbers[name] for name in numbers if name.startswith(_EVALUATION)}
+        if found:
+            evaluations.append({"step": step, **found})
+    return Progress(curves, sums, numbers, evaluations, peak)
+
+
+def _incident(record: dict[str, Any]) -> Incident:
+    return Incident(record["step"], *(str(record.get(name, "")) for name in ("time", "kind", "message")))
+
+
+def _records(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
+    try:
+        yield from (record for record in read_records(path) if finite(record["step"]) is not None)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        problems.append(f"{path.name}: cannot be read ({error.strerror})")
+
+
+def _text(path: Path, problems: list[str]) -> str:
+    try:
+        with open_regular(path) as file:
+            return file.read(_TEXT_LIMIT_BYTES).decode(errors="replace")
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        problems.append(f"{path.name}: cannot be read ({error.strerror or error})")
+        return ""
+
+
+def _toml(text: str, problems: list[str]) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        problems.append(f"config.toml: not TOML ({error})")
+        return {}
+
+
+def _json(path: Path, problems: list[str]) -> dict[str, Any]:
+    if not (text := _text(path, problems)):
+        return {}
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        problems.append(f"{path.name}: not JSON ({error})")
+        return {}
+    if not isinstance(values, dict):
+        problems.append(f"{path.name}: not a JSON object")
+        return {}
+    return values
+
+
+def _newest_checkpoint(folder: Path, problems: list[str]) -> Saved | None:
+    if not folder.is_dir():
+        return None
+    names = [entry.name for entry in folder.iterdir() if directory_step(entry.name) is not None]
+    for name in sorted(names, key=lambda name: directory_step(name) or 0, reverse=True):
+        try:
+            manifest = read_manifest(folder / name)
+            written = datetime.fromtimestamp((folder / name).stat().st_mtime, UTC)
+        except (CheckpointError, OSError) as error:
+            problems.append(f"checkpoints/{name}: {error}")
+            continue
+        size = sum(record.size for record in manifest.files.values())
+        return Saved(name, manifest.step, len(manifest.files), size, written)
+    return None

@@ -1,0 +1,306 @@
+"""The report of a run: whole and harmless whatever the folder holds, and so in a browser where one is found."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalin.errors import ConfigError, StorageError
+from megalin.report.page import POLICY, page, status, write_report
+from megalin.report.reading import read_run
+from megalin.train.evaluate import EncoderEvaluation
+
+HOSTILE = """</pre><script>document.title = 'ran'</script><img src=x onerror="alert(1)">&lt;\x1b[31m'"]]>"""
+VOID = {"meta", "img"}
+
+
+class Page(HTMLParser):
+    """A page that is well-formed, as far as it was fed: its tags, attributes and text."""
+
+    def __init__(self, html: bytes) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(html.decode())
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def sources(self) -> list[str]:
+        return [attributes["src"] or "" for tag, attributes in self.tags if tag == "img"]
+
+
+def write_run(folder: Path, steps: int = 3, *, lines: list[dict[str, Any]] | None = None, **incidents: str) -> Path:
+    """A run folder with a config, metrics of `steps` steps or these lines, and an incident of each kind given."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.toml").write_text("[train]\nsteps = 3\n")
+    values = {"loss": 2.5, "grad_norm": 0.5, "tokens_per_second": 1234.0, "step_seconds": 0.5, "data_wait_seconds": 0.1}
+    lines = [{"step": step, **values} for step in range(1, steps + 1)] if lines is None else lines
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    records = [
+        {"step": 0, "time": "2026-11-21T10:00:00+00:00", "kind": kind, "message": message}
+        for kind, message in incidents.items()
+    ]
+    (folder / "incidents.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+def assert_harmless(parsed: Page) -> None:
+    """Nothing that runs, nothing from outside, and the policy before anything that it is for."""
+    assert {tag for tag, _ in parsed.tags} <= {
+        *(
+            "html",
+            "head",
+            "meta",
+            "title",
+            "style",
+            "body",
+            "h1",
+            "h2",
+            "p",
+            "pre",
+            "div",
+            "figure",
+            "figcaption",
+            "img",
+        ),
+        *("table", "thead", "tbody", "tr", "th", "td"),
+    }
+    assert {name for _, attributes in parsed.tags for name in attributes} <= {
+        *("lang", "charset", "http-equiv", "content", "name", "class", "scope", "src", "alt"),
+    }
+    policies = [attributes for _, attributes in parsed.tags[:4] if "http-equiv" in attributes]
+    assert policies == [{"http-equiv": "Content-Security-Policy", "content": POLICY}]
+    for source in parsed.sources():
+        assert source.startswith("data:image/svg+xml;base64,")
+        svg = base64.b64decode(source.partition(",")[2]).decode()
+        assert "<script" not in svg
+        assert set(re.findall(r'\bhref="(.)', svg)) <= {"#"}
+        assert set(re.findall(r"\w+://[^\"]*", svg)) <= {
+            "http://www.w3.org/2000/svg",
+            "http://www.w3.org/1999/xlink",
+            "http://www.w3.org/Graphics/SVG/1.1/DTD/svg11.dtd",
+        }
+
+
+def hostile_run(folder: Path) -> Path:
+    """A run whose every text is an attack."""
+    run = write_run(folder / "<b>&amp;", started="on 1 x cpu", warning=HOSTILE)
+    (run / "config.toml").write_text(f"[model]\nname = {json.dumps(HOSTILE)}\n")
+    (run / "environment.json").write_text(json.dumps({HOSTILE: {HOSTILE: HOSTILE}, "list": [HOSTILE]}))
+    (run / "kernels.json").write_text(json.dumps({HOSTILE: {"backend": HOSTILE, "reason": HOSTILE}, "x": HOSTILE}))
+    (run / "checkpoints" / "step-00000002").mkdir(parents=True)
+    (run / "checkpoints" / "step-00000002" / "manifest.json").write_text(HOSTILE)
+    return run
+
+
+def test_hostile_texts_are_text(tmp_path):
+    html = page(read_run(hostile_run(tmp_path)))
+    parsed = Page(html)
+    assert_harmless(parsed)
+    shown = HOSTILE.replace("\x1b", "\N{REPLACEMENT CHARACTER}")
+    assert parsed.text.count(shown) == 7
+    assert "<b>&amp;: step 3" in parsed.text
+    assert "checkpoints/step-00000002: " in parsed.text
+    assert b"\x1b" not in html
+
+
+def test_report_tells_what_the_folder_holds(tmp_path):
+    lines: list[dict[str, Any]] = [
+        {"step": step, "loss": 4.0 - step / 100, "tokens_per_second": 1000.0 * (1 + step % 3), "tokens": 4096 * step}
+        for step in range(1, 101)
+    ]
+    lines[49] |= {"evaluation_loss": 3.625, "evaluation_tokens": 5000, "evaluation_bits_per_byte": 1.25}
+    lines[99] |= {"peak_memory_bytes": 3 * 2**30, "step_seconds": 90.0, "data_wait_seconds": 9.0, "loss": 3.125}
+    run = write_run(tmp_path / "mine", lines=lines, started="on 2 x cpu", resumed="on 4 x cpu")
+    (run / "kernels.json").write_text('{"decay_scan": {"backend": "triton", "reason": "cuda: is not installed"}}')
+    record = write_report(run, tmp_path / "report.html")
+    assert record.checkpoint is None
+    parsed = Page((tmp_path / "report.html").read_bytes())
+    assert_harmless(parsed)
+    assert len(parsed.sources()) == 2
+    for expected in (
+        "step 100 of 3, finished",
+        "3.1250 nats a token",
+        "3.6250 nats a token, after step 50",
+        "409,600",
+        "2,000 tokens/s, the median step",
+        "3.00 GiB at most",
+        "0:01:30, 10.0% of it waiting for data",
+        "1.2500",
+        "on 4 x cpu",
+        "triton",
+        "Gradient norm before clipping: no step with a finite value yet.",
+        "steps = 3",
+    ):
+        assert expected in parsed.text, expected
+
+
+def test_losses_of_an_encoder_are_told_apart(tmp_path):
+    evaluation = EncoderEvaluation(3.0, 2.5, 0.125, 0.5, 0.75, 4.0, 1000, 50)
+    lines = [{"step": 1, "loss": 3.5, "mlm_loss": 2.75, "nsp_loss": 0.75, **evaluation.metrics()}]
+    run = read_run(write_run(tmp_path / "encoder", lines=lines))
+    assert run.progress.curves["mlm_loss"] == [(1, 2.75)]
+    parsed = Page(page(run))
+    assert_harmless(parsed)
+    for expected in ("mlm accuracy", "12.50%", "75.00%", "2.5000", "1,000"):
+        assert expected in parsed.text, expected
+
+
+@pytest.mark.parametrize(
+    ("steps", "incidents", "expected"),
+    [
+        (3, ["started"], "step 3 of 3, finished"),
+        (2, ["started", "error"], "step 2 of 3, ended by an error"),
+        (2, ["error", "resumed"], r"step 2 of 3, in progress or killed; the newest line is of 20\d\d-.* UTC"),
+        (2, ["started", "error", "warning"], "step 2 of 3, ended by an error"),
+        (0, ["started"], "step 0 of 3, in progress or killed"),
+    ],
+)
+def test_status_of_a_run(tmp_path, steps, incidents, expected):
+    run = write_run(tmp_path / "run", steps, **dict.fromkeys(incidents, "NumericError: step 3: loss nan"))
+    assert re.match(expected, status(read_run(run)))
+
+
+def test_run_that_stopped_as_asked_is_told_so(tmp_path):
+    run = write_run(tmp_path / "run", 2, started="on 1 x cpu")
+    (run / "config.toml").write_text("[train]\nsteps = 3\nstop_after_steps = 2\n")
+    assert status(read_run(run)) == "step 2 of 3, stopped there as asked"
+
+
+def test_run_that_ended_before_its_first_step_is_reported(tmp_path):
+    run = write_run(tmp_path / "run", error="DataError: shard.bin: expected 10 bytes")
+    for name in ("metrics.jsonl", "config.toml"):
+        (run / name).unlink()
+    parsed = Page(page(read_run(run)))
+    assert_harmless(parsed)
+    assert "step 0, ended by an error" in parsed.text
+    assert "DataError: shard.bin: expected 10 bytes" in parsed.text
+    assert "none was written: the run ended before its first step" in parsed.text
+    (run / "incidents.jsonl").write_text("")
+    assert status(read_run(run)) == "step 0, none yet"
+
+
+def test_torn_and_foreign_lines_are_left_out(tmp_path):
+    run = write_run(tmp_path / "run", 2)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": NaN}\nnull\n{"step": 3, "loss": NaN, "grad_norm": "x", "tokens": true}\n')
+        file.write(f'{{"step": 4, "loss": {10**400}}}\n{"[" * 10**5}\n{{"step": {10**400}, "loss": 1.0}}\n')
+        file.write('{"step": 5, "loss": 1.')
+    found = read_run(run).progress
+    assert found.curves["loss"] == [(1, 2.5), (2, 2.5)]
+    assert found.last == {"step": 4.0}
+    assert_harmless(Page(page(read_run(run))))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("config.toml", "steps = ", "config.toml: not TOML"),
+        ("kernels.json", "{", "kernels.json: not JSON"),
+        ("kernels.json", "[" * 10**5, "kernels.json: not JSON"),
+        ("environment.json", "[]", "environment.json: not a JSON object"),
+        ("environment.json", None, "environment.json: cannot be read"),
+        ("metrics.jsonl", None, "metrics.jsonl: cannot be read (Is a directory)"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path, name, text, problem):
+    run = write_run(tmp_path / "run")
+    (run / name).unlink(missing_ok=True)
+    if text is None:
+        (run / name).mkdir()
+    else:
+        (run / name).write_text(text)
+    assert problem in Page(page(read_run(run))).text
+
+
+def test_long_runs_are_drawn_by_means_and_long_tables_cut(tmp_path):
+    lines = [{"step": step, "loss": 5.0 + (-1) ** step, "evaluation_loss": step} for step in range(1, 6001)]
+    run = read_run(write_run(tmp_path / "run", lines=lines))
+    html = page(run)
+    assert len(html) < 600_000
+    assert "The newest 200 of 6,000." in Page(html).text
+
+
+def test_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"no run is here \(none of config.toml, metrics.jsonl, incidents.jsonl\)"):
+        write_report(tmp_path, tmp_path / "report.html")
+
+
+def test_file_that_cannot_be_written_is_refused(tmp_path):
+    run = write_run(tmp_path / "run")
+    with pytest.raises(StorageError, match=r"none/report.html: cannot be written \(No such file.*another --output"):
+        write_report(run, tmp_path / "none" / "report.html")
+
+
+@pytest.fixture
+def requests() -> Iterator[tuple[int, list[str]]]:
+    """The port of a server on this machine, and the paths that it was asked for."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_error(404)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_port, asked
+        server.shutdown()
+        thread.join()
+
+
+def test_browser_runs_no_script_and_sends_no_request(tmp_path, requests):
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        pytest.skip("no Chromium is installed")
+    port, asked = requests
+    # What escaping keeps out, put in by force: the policy is the second wall.
+    forced = f"""<script>onload = () => document.title =
+        `ran, ${{[...document.images].filter(image => image.naturalWidth > 500).length}} pictures`</script>
+        <img src="http://127.0.0.1:{port}/picture"><link rel="stylesheet" href="http://127.0.0.1:{port}/style">
+        <iframe src="http://127.0.0.1:{port}/frame"></iframe></body>""".encode()
+    html = page(read_run(hostile_run(tmp_path))).replace(b"</body>", forced)
+
+    def title(html: bytes) -> str:
+        (tmp_path / "report.html").write_bytes(html)
+        options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+        options += [
+            "--no-first-run",
+            "--disable-background-networking",
+            "--host-resolver-rules=MAP * ~NOTFOUND,EXCLUDE 127.0.0.1",
+        ]
+        command = [browser, *options, "--dump-dom", (tmp_path / "report.html").as_uri()]
+        dom = subprocess.run(command, capture_output=True, timeout=100, check=True).stdout.decode()
+        return re.findall("<title>(.*?)</title>", dom)[0]
+
+    assert title(html).startswith("&lt;b&gt;&amp;amp;: step 3")
+    assert asked == []
+    assert title(html.replace(POLICY.encode(), b"")) == "ran, 3 pictures"
+    assert sorted(set(asked) - {"/favicon.ico"}) == ["/frame", "/picture", "/style"]
