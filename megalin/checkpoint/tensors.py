@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -23,13 +26,25 @@ def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
             assert id(parameter) in names, f"the optimizer holds a parameter {tuple(parameter.shape)} not in the model"
             state = optimizer.state[parameter]
             if not state:
-                on_device = bool(group.get("fused") or group.get("capturable"))
-                state["step"] = torch.zeros((), device=parameter.device if on_device else "cpu")
-                state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-                state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                state.update(initial_state(group, parameter))
             for key, tensor in state.items():
-                tensors[f"{OPTIMIZER_PREFIX}state.{names[id(parameter)]}.{key}"] = tensor
+                tensors[optimizer_name(names[id(parameter)], key)] = tensor
     return tensors
+
+
+def optimizer_name(name: str, key: str) -> str:
+    """What a checkpoint calls the part `key` of the optimizer's state of the parameter `name`."""
+    return f"{OPTIMIZER_PREFIX}state.{name}.{key}"
+
+
+def initial_state(group: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
+    """AdamW's state of a parameter before its first step, as its group of options wants it placed."""
+    on_device = bool(group.get("fused") or group.get("capturable"))
+    return {
+        "step": torch.zeros((), device=parameter.device if on_device else "cpu"),
+        "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+        "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+    }
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:

@@ -159,11 +159,16 @@ class _Finish(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.trigger_wait() if isinstance(x, functional.AsyncCollectiveTensor) else x.view_as(x)
+        return arrived(x) if isinstance(x, functional.AsyncCollectiveTensor) else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         return grads[0]
+
+
+def arrived(x: Tensor) -> Tensor:
+    """`x` itself, or the plain tensor that a collective leaves in it, waited for. Not differentiable."""
+    return x.trigger_wait() if isinstance(x, functional.AsyncCollectiveTensor) else x
 
 
 def finish(x: Tensor) -> Tensor:

@@ -144,6 +144,7 @@ class Mesh:
     Attributes:
         device_mesh: dimensions ("replicate", "shard", "tp"): the ranks of this rank's stages.
         data: the data axis, replicate x shard: the ranks that share weights, and sum gradients, losses and counts.
+        data_group: its process group.
         samples: the part of the data axis whose ranks read different samples, data / cp.
         zero: the ZeRO stage of the shard axis; 0 where it has one rank.
         cp: the context-parallel axis as layers use it: neighbours on the data axis that share their samples.
@@ -170,7 +171,8 @@ class Mesh:
         self.config, self.device = config, device
         self._root = _stage_mesh(config, device, replicate=data_size // shard, shard=shard, tp=config.tp)
         tp_mesh = self._root["tp"]
-        self.data = _axis("data", self.data_mesh._flatten("data"))
+        flat = self.data_mesh._flatten("data")
+        self.data, self.data_group = _axis("data", flat), flat.get_group()
         self.tp = tensor_parallel(_axis("tp", tp_mesh), device_mesh=tp_mesh, sequence_parallel=config.sequence_parallel)
         self.device_mesh, self.pp = self._root, pipeline_parallel()
         if config.pp > 1:
@@ -191,6 +193,11 @@ class Mesh:
     def data_mesh(self) -> DeviceMesh:
         """The two-dimensional mesh ("replicate", "shard") of sharded data parallelism."""
         return self._root["replicate", "shard"]
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup:
+        """The process group of the tensor-parallel axis."""
+        return self._root["tp"].get_group()
 
     @property
     def is_first_rank(self) -> bool:

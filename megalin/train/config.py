@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import pydantic
 
@@ -21,11 +21,18 @@ from megalin.parallel.collectives import Axis
 from megalin.parallel.context import ContextParallel
 from megalin.parallel.mesh import ParallelConfig, check_world_size
 from megalin.parallel.tensor_parallel import TensorParallel
+from megalin.train.deepspeed_config import Owned, check_deepspeed_version, resolve_deepspeed
 
 
 class TrainConfig(Config):
     """The loop."""
 
+    engine: Literal["fsdp2", "deepspeed"] = "fsdp2"
+    """What shards weights and steps the optimizer. fsdp2: torch's fully_shard. deepspeed: DeepSpeed's ZeRO, stage
+    parallel.zero; not with pp, shard or compile."""
+    deepspeed_config: str | None = pydantic.Field(default=None, min_length=1)
+    """A DeepSpeed JSON for that engine. What this file determines too must agree with it, be left out, or be "auto";
+    the JSON as the engine got it is kept in the run folder."""
     steps: int = pydantic.Field(ge=1)
     """Optimizer steps of the whole run."""
     global_batch_size: int = pydantic.Field(ge=1)
@@ -94,10 +101,38 @@ class RunConfig(Config):
                     f"data.phases.{number}.from_step = {phase.from_step} is not below train.steps = {train.steps}; "
                     "lower it or remove the phase"
                 )
-        problems += self._kind_problems()
+        problems += self._engine_problems() + self._kind_problems()
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    def _engine_problems(self) -> list[str]:
+        """What the engine cannot do, whatever the number of ranks."""
+        train, parallel = self.train, self.parallel
+        if train.engine == "fsdp2":
+            if train.deepspeed_config is None:
+                return []
+            return [
+                f'train.deepspeed_config = {train.deepspeed_config!r}, but train.engine = "fsdp2" reads none; remove '
+                'it, or use engine = "deepspeed"'
+            ]
+        problems = []
+        if parallel.pp > 1:
+            problems.append(
+                f'parallel.pp = {parallel.pp} with train.engine = "deepspeed", whose pipelines take layers in a row '
+                'that share nothing; use engine = "fsdp2", or tp, cp and zero alone'
+            )
+        if parallel.shard is not None:
+            problems.append(
+                f'parallel.shard = {parallel.shard} with train.engine = "deepspeed", which shards over the whole data '
+                'axis; leave it out (parallel.zero = 0 shards nothing), or use engine = "fsdp2"'
+            )
+        if train.compile:
+            problems.append(
+                'train.compile = true with train.engine = "deepspeed", whose hooks break the graph of a block; use '
+                'compile = false, or engine = "fsdp2"'
+            )
+        return problems
 
     def _kind_problems(self) -> list[str]:
         """Whether data and model are of one kind."""
@@ -121,12 +156,50 @@ class RunConfig(Config):
         return problems
 
 
+def deepspeed_settings(config: RunConfig, world_size: int) -> dict[str, Any]:
+    """The JSON that DeepSpeed's engine gets on `world_size` ranks, of `train.deepspeed_config` and all else.
+
+    The engine multiplies micro-batches by the ranks of the data axis: with context parallelism, whose ranks share
+    samples, the train_batch_size that it gets is parallel.cp times train.global_batch_size.
+
+    Raises:
+        ConfigError: every key of the file that contradicts the config or that no run can have.
+    """
+    train, optimizer, parallel = config.train, config.optimizer, config.parallel
+    samples = world_size // (parallel.tp * parallel.cp)
+    accumulation = train.global_batch_size // (train.micro_batch_size * samples)
+    clip = "is left out" if optimizer.max_grad_norm is None else f"= {optimizer.max_grad_norm}"
+    owned = [
+        Owned("train_batch_size", f"train.global_batch_size = {train.global_batch_size}", train.global_batch_size),
+        Owned(
+            "train_micro_batch_size_per_gpu",
+            f"train.micro_batch_size = {train.micro_batch_size}",
+            train.micro_batch_size,
+        ),
+        Owned(
+            "gradient_accumulation_steps",
+            f"train.global_batch_size = {train.global_batch_size} over {samples} groups of ranks that read different "
+            f"samples, {train.micro_batch_size} at a time, takes {accumulation}",
+            accumulation,
+        ),
+        Owned("gradient_clipping", f"optimizer.max_grad_norm {clip}", optimizer.max_grad_norm or 0.0),
+        Owned("bf16.enabled", f'train.dtype = "{train.dtype}"', train.dtype == "bfloat16"),
+    ]
+    values = {**optimizer.model_dump(include={"lr", "betas", "eps", "weight_decay"}), "bias_correction": True}
+    for key, value in values.items():
+        name = "AdamW corrects its moments" if key == "bias_correction" else f"optimizer.{key} = {value}"
+        owned.append(Owned(f"optimizer.params.{key}", name, value))
+    settings = resolve_deepspeed(train.deepspeed_config, owned, stage=parallel.zero)
+    return settings | {"train_batch_size": train.global_batch_size * parallel.cp}
+
+
 def check_launch(config: RunConfig, world_size: int) -> None:
     """Checks the run against the number of ranks, without a process group: all before the first collective.
 
     Raises:
         ConfigError: the mesh does not fit the ranks, the batch does not fit the data axis or the pipeline, a size of
-            the model does not divide by tp, or the model cannot split its sequences over cp or its layers over pp.
+            the model does not divide by tp, the model cannot split its sequences over cp or its layers over pp, or
+            the engine is not there or its own config contradicts this one.
     """
     check_world_size(config.parallel, world_size)
     parallel = config.parallel
@@ -145,6 +218,9 @@ def check_launch(config: RunConfig, world_size: int) -> None:
             f"{train.micro_batch_size}, {data_size} groups of ranks that read different samples)"
         )
     check_model(config.model, parallel, config.data.sequence_length)
+    if train.engine == "deepspeed":
+        check_deepspeed_version()
+        deepspeed_settings(config, world_size)
 
 
 def check_model(model: AnyModelConfig, parallel: ParallelConfig, length: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,9 +11,8 @@ import torch
 from torch import Tensor
 
 from megalin.checkpoint.agreement import on_every_rank
-from megalin.checkpoint.load import load, newest
+from megalin.checkpoint.load import newest
 from megalin.checkpoint.save import save
-from megalin.checkpoint.tensors import training_tensors, weights
 from megalin.config import dumps
 from megalin.data.loader import Loader, Step, ValidationLoader
 from megalin.data.packing import AnyBatch, batch_to, pinned, split_tokens
@@ -22,14 +20,13 @@ from megalin.data.sources import Dataset, open_dataset, open_training
 from megalin.data.tokenizer import load_tokenizer
 from megalin.errors import CheckpointError, ConfigError, MegalinError
 from megalin.ops import backend
-from megalin.optim.adamw import build_optimizer, set_learning_rate
 from megalin.optim.schedule import learning_rate
 from megalin.parallel.collectives import all_reduce
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.pipeline import gather_objects
-from megalin.train.build import COMPUTE_DTYPES, build_model
 from megalin.train.config import RunConfig
 from megalin.train.curves import write_loss_curve
+from megalin.train.engine import Engine, FullyShardedEngine
 from megalin.train.environment import device_name, environment, versions
 from megalin.train.evaluate import AnyEvaluation, Evaluation, evaluate
 from megalin.train.hardware import peak_flops_per_second, peak_memory_bytes
@@ -39,7 +36,7 @@ from megalin.train.metrics import Metrics
 from megalin.train.pipeline import Pipeline
 from megalin.train.restore import check_same_model
 from megalin.train.run_folder import RunFolder
-from megalin.train.step import StepResult, train_step
+from megalin.train.step import StepResult
 
 
 class TrainResult(NamedTuple):
@@ -83,17 +80,8 @@ class Trainer:
             self.validation = open_dataset(config.data, "validation", vocab_size, seed)
         tokenizer = None if config.data.tokenizer is None else load_tokenizer(config.data.tokenizer)
         self.token_bytes = None if tokenizer is None else torch.from_numpy(tokenizer.token_bytes())
-        train = config.train
-        self.model = build_model(
-            config.model,
-            mesh,
-            compute_dtype=COMPUTE_DTYPES[train.dtype],
-            recompute=train.recompute,
-            compile_blocks=train.compile,
-            seed=train.seed,
-            length=config.data.sequence_length,
-        )
-        self.optimizer = build_optimizer(self.model, config.optimizer, no_decay=self.model.no_decay_names())
+        self.engine = _make_engine(config, mesh, run)
+        self.model = self.engine.model
         self.first_step = self._resume()
 
     def _resume(self) -> int:
@@ -104,8 +92,7 @@ class Trainer:
         state = checkpoint.state()
         if state["order"] is None:  # imported weights: no step of this run is done
             check_same_model(self.config.model, checkpoint)
-            load(checkpoint, weights(self.model))
-            self.model.after_optimizer_step()
+            self.engine.load(checkpoint, weights_only=True)
             return 0
         differences = [
             f"{name}: {state['order'].get(name)!r} in the checkpoint, {value!r} in the config"
@@ -118,8 +105,7 @@ class Trainer:
                 "restore these values or start in a new run folder:\n  " + "\n  ".join(differences)
             )
         check_same_model(self.config.model, checkpoint)
-        load(checkpoint, training_tensors(self.model, self.optimizer))
-        self.model.after_optimizer_step()
+        self.engine.load(checkpoint)
         step = int(state["step"])
         if step > self.config.train.steps:
             raise CheckpointError(
@@ -156,15 +142,7 @@ class Trainer:
                 started = time.perf_counter()
                 batches, digest, data_wait_seconds = self._next_batches(loader, step)
                 rate = learning_rate(config.optimizer, config.schedule, step, train.steps)
-                set_learning_rate(self.optimizer, rate)
-                result = train_step(
-                    self.model,
-                    self.optimizer,
-                    batches,
-                    self.mesh,
-                    max_grad_norm=config.optimizer.max_grad_norm,
-                    step=step + 1,
-                )
+                result = self.engine.step(batches, learning_rate=rate, step=step + 1)
                 seconds = time.perf_counter() - started
                 if step == self.first_step:
                     self._tell_kernels(metrics)
@@ -289,8 +267,7 @@ class Trainer:
             "config": self.config.model_dump(mode="json"),
             "versions": versions(),
         }
-        tensors: Mapping[str, Tensor] = training_tensors(self.model, self.optimizer)
-        save(self.run.checkpoints, step=step, tensors=tensors, state=state, keep=checkpoint.keep)
+        save(self.run.checkpoints, step=step, tensors=self.engine.tensors(), state=state, keep=checkpoint.keep)
 
     def _order(self, step: int) -> dict[str, Any]:
         """What the samples of the first `step` steps are a function of; equal values make them the same on any mesh."""
@@ -329,6 +306,16 @@ def train(config: RunConfig, device: torch.device, path: Path) -> TrainResult:
 
 def _check_same_config(config: RunConfig) -> None:
     texts = on_every_rank(lambda: dumps(config))
+def _make_engine(config: RunConfig, mesh: Mesh, run: RunFolder) -> Engine:
+    if config.train.engine == "fsdp2":
+        return FullyShardedEngine(config, mesh)
+    from megalin.train.deepspeed_engine import DeepSpeedEngine  # needs a library that other runs do not
+
+    engine = DeepSpeedEngine(config, mesh)
+    run.write_json(run.deepspeed, engine.settings)
+    return engine
+
+
     for rank, text in enumerate(texts):
         if text != texts[0]:
             pairs = zip(texts[0].splitlines(), text.splitlines(), strict=False)

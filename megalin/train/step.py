@@ -19,6 +19,12 @@ from megalin.parallel.tensor_parallel import local
 from megalin.train.build import TrainedModel
 from megalin.train.pipeline import Pipeline
 
+NOTHING_CHANGED = (
+    "No weight was changed and nothing was saved; resume from the last checkpoint with a lower optimizer.lr, or look "
+    "at the samples of this step"
+)
+"""What is left to say where a step was not taken."""
+
 
 class StepResult(NamedTuple):
     """What a step tells, equal on every rank."""
@@ -125,8 +131,7 @@ def _describe_non_finite(model: nn.Module, result: StepResult, step: int) -> str
     where = "; ".join(places) if places else "no parameter: the loss itself"
     return (
         f"step {step}: loss {result.loss}, gradient norm {result.grad_norm} is not finite; first in {where}. "
-        "No weight was changed and nothing was saved; resume from the last checkpoint with a lower optimizer.lr, "
-        "or look at the samples of this step"
+        + NOTHING_CHANGED
     )
 
 

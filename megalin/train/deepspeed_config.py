@@ -1,0 +1,178 @@
+"""A DeepSpeed JSON beside a run's own config: what contradicts is told, what is "auto" or left out is filled."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from packaging.specifiers import SpecifierSet
+
+from megalin.errors import ConfigError
+
+SUPPORTED = SpecifierSet(">=0.19,<0.20")
+"""Versions of deepspeed whose internals are known: where states lie, and what has to be marked."""
+
+_OWNERLESS = {
+    "fp16": "half precision needs a scaled loss, and skips steps; use train.dtype = 'bfloat16'",
+    "amp": "train.dtype is the compute dtype; remove it",
+    "torch_autocast": "train.dtype is the compute dtype; remove it",
+    "scheduler": "the table [schedule] sets the learning rate; remove it",
+    "activation_checkpointing": "train.recompute = true recomputes blocks; remove it",
+    "tensor_parallel.autotp_size": "parallel.tp splits layers; remove it",
+    "sequence_parallel_size": "parallel.cp splits sequences; remove it",
+    "hybrid_engine": "it is for reinforcement learning; remove it",
+    "elasticity": "the batch is train.global_batch_size on any number of ranks; remove it",
+    "autotuning": "it ends the run by itself; remove it",
+    "curriculum_learning": "data.phases say what is read when; remove it",
+    "data_efficiency": "data.phases say what is read when; remove it",
+    "progressive_layer_drop": "no layer of these models can be left out; remove it",
+    "compression_training": "no layer of these models has a compressed form; remove it",
+    "sparse_gradients": "the gradients of these models are dense; remove it",
+    "compile.deepcompile": "the engine's graphs do not know these models' collectives; remove it",
+    "zero_optimization.zenflow": "it updates weights by parts of a step's gradient; remove it",
+    "bf16.bf16_master_weights_and_grads": "weights at rest are fp32 and so are checkpoints; remove it",
+    "bf16.bf16_optimizer_states": "moments are fp32 and so are checkpoints; remove it",
+    "checkpoint.load_universal": "checkpoints of a run folder load on any mesh as they are; universal ones of ZeRO 3 "
+    "do not load into tensor parallelism; remove it",
+}
+"""By key of the JSON: why it cannot be switched on, and what is there in its place."""
+
+
+class Owned(NamedTuple):
+    """A key of the JSON that the run's config determines."""
+
+    key: str
+    """Dotted."""
+    name: str
+    """What the config calls it, with its value."""
+    value: Any
+
+
+def check_deepspeed_version() -> None:
+    """Raises ConfigError where deepspeed is not installed, or in a version that is not supported; imports nothing."""
+    try:
+        version = importlib.metadata.version("deepspeed")
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigError(
+            f'train.engine = "deepspeed", but deepspeed is not installed; pip install "deepspeed{SUPPORTED}", or use '
+            'train.engine = "fsdp2"'
+        ) from None
+    if version not in SUPPORTED:
+        raise ConfigError(
+            f'train.engine = "deepspeed" works with deepspeed {SUPPORTED}, not {version}; install one of these, or use '
+            'train.engine = "fsdp2"'
+        )
+
+
+def resolve_deepspeed(path: str | None, owned: Sequence[Owned], *, stage: int | None) -> dict[str, Any]:
+    """The JSON at `path` (or none) with everything that the run's config determines, as the engine takes it.
+
+    Args:
+        owned: keys that the config determines: the JSON may repeat them, leave them out, or say "auto".
+        stage: the ZeRO stage where the config names one; else the JSON's counts, else 3.
+
+    Raises:
+        ConfigError: a file that is no JSON object, and every contradiction at once, naming both places.
+    """
+    document = {} if path is None else _read(path)
+    if stage is not None:
+        owned = [*owned, Owned("zero_optimization.stage", f"parallel.zero = {stage}", stage)]
+    problems = list(_contradictions(document, owned))
+    settings = _without_auto(document)
+    for item in owned:
+        _set(settings, item.key, item.value)
+    _fill(settings)
+    bf16, stage = _get(settings, "bf16.enabled"), _get(settings, "zero_optimization.stage")
+    if stage not in (0, 1, 2, 3):
+        problems.append(f"zero_optimization.stage = {stage!r} is none of 0, 1, 2, 3")
+    if bf16 and stage == 0:
+        problems.append(
+            "zero_optimization.stage = 0 in bfloat16: this engine would add gradients up in bfloat16 and, with tensor "
+            "parallelism, clip to a norm that misses other ranks' slices; use stage 1, 2 or 3 (parallel.zero), or "
+            "train.engine = 'fsdp2'"
+        )
+    if problems:
+        source = "train.engine = 'deepspeed'" if path is None else path
+        raise ConfigError(f"{source}: {len(problems)} problem(s)\n" + "\n".join(f"  {line}" for line in problems))
+    return settings
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        document = json.loads(Path(path).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"train.deepspeed_config = {path!r} is not a readable JSON file: {error}") from None
+    if not isinstance(document, dict):
+        raise ConfigError(f"train.deepspeed_config = {path!r} holds no JSON object, but {type(document).__name__}")
+    if "bfloat16" in document:  # its older name
+        document["bf16"] = document.pop("bfloat16")
+    return document
+
+
+def _contradictions(document: Mapping[str, Any], owned: Sequence[Owned]) -> Iterator[str]:
+    for item in owned:
+        value = _get(document, item.key)
+        if value not in (None, "auto", item.value):
+            yield f'{item.key} = {value!r}, but {item.name}; make them equal, remove the key, or write "auto"'
+    for key, reason in _OWNERLESS.items():
+        value = _get(document, key)
+        if _is_on(value):
+            yield f"{key} = {json.dumps(value)}: {reason}"
+    kind = _get(document, "optimizer.type")
+    adam_w_mode = _get(document, "optimizer.params.adam_w_mode")
+    if kind is not None and (str(kind).lower() not in ("adam", "adamw") or adam_w_mode is False):
+        yield f"optimizer.type = {kind!r} is not the AdamW of [optimizer]; use 'AdamW', or remove the key"
+    if (operation := _get(document, "gradient_allreduce_op")) not in (None, "mean"):
+        yield f"gradient_allreduce_op = {operation!r}: the loss is scaled for a mean; remove it"
+    if _get(document, "managed_gradient_accumulation") is False:
+        yield "managed_gradient_accumulation = false: train.global_batch_size says when a step ends; remove it"
+    for part in ("offload_optimizer", "offload_param"):
+        if _get(document, f"zero_optimization.{part}.device") == "nvme":
+            yield f"zero_optimization.{part}.device = 'nvme': states on disks cannot be saved by the run; use 'cpu'"
+
+
+def _is_on(value: Any) -> bool:
+    """Whether a section or a switch asks for something: a section with `enabled` by that alone."""
+    if isinstance(value, Mapping):
+        return bool(value["enabled"]) if "enabled" in value else any(_is_on(item) for item in value.values())
+    return value not in (None, False, 0, 1, "auto") or value is True
+
+
+def _fill(settings: dict[str, Any]) -> None:
+    """Defaults where the engine's own are not those of a run."""
+    settings.pop("optimizer", None)  # checked; the optimizer is handed over
+    zero = settings.setdefault("zero_optimization", {})
+    zero.setdefault("stage", 3)
+    # A choice of torch's optimizer for offloaded states, which else would be compiled at the start.
+    settings.setdefault("zero_force_ds_cpu_optimizer", False)
+    settings.setdefault("log_level", "warning")
+    if settings["bf16"]["enabled"]:
+        settings["bf16"].setdefault("check_grad_overflow", True)
+        settings.setdefault("communication_data_type", "fp32")
+        settings.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+
+
+def _without_auto(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_auto(item) for key, item in value.items() if item != "auto"}
+    return value
+
+
+def _get(document: Mapping[str, Any], key: str) -> Any:
+    value: Any = document
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _set(document: dict[str, Any], key: str, value: Any) -> None:
+    *tables, last = key.split(".")
+    for part in tables:
+        table = document.get(part)
+        if not isinstance(table, dict):
+            table = document[part] = {}
+        document = table
+    document[last] = value

@@ -1,0 +1,279 @@
+"""DeepSpeed as the engine of a run: ZeRO over the data axis, with the tensor-parallel group handed over."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megalin.checkpoint.load import load
+from megalin.checkpoint.manifest import Checkpoint
+from megalin.checkpoint.tensors import initial_state, optimizer_name
+from megalin.data.packing import AnyBatch
+from megalin.errors import ConfigError, NumericError
+from megalin.launch import launched
+from megalin.model.block import Block
+from megalin.model.build import Model, make_model
+from megalin.optim.adamw import build_optimizer, set_learning_rate
+from megalin.parallel.collectives import all_reduce
+from megalin.parallel.initialisation import fill
+from megalin.parallel.localize import LocalLayout, localize
+from megalin.parallel.mesh import Mesh
+from megalin.train.config import RunConfig, deepspeed_settings
+from megalin.train.step import NOTHING_CHANGED, StepResult
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class ModelParallelUnit:
+    """The groups of a mesh under the names by which DeepSpeed and Megatron ask for them.
+
+    Ranks that share samples by context parallelism share weights too, so they are part of the data group.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        """The tensor-parallel group."""
+        return self._mesh.tp_group
+
+    def get_model_parallel_rank(self) -> int:
+        """This rank's index in it."""
+        return self._mesh.tp.axis.rank
+
+    def get_model_parallel_world_size(self) -> int:
+        """Its size."""
+        return self._mesh.tp.size
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        """The group of the data axis, replicate x shard."""
+        return self._mesh.data_group
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank's index in it."""
+        return self._mesh.data.rank
+
+    def get_data_parallel_world_size(self) -> int:
+        """Its size."""
+        return self._mesh.data.size
+
+    def get_pipeline_model_parallel_rank(self) -> int:
+        """There are no stages."""
+        return 0
+
+    def get_pipeline_model_parallel_world_size(self) -> int:
+        """There are no stages."""
+        return 1
+
+
+class _LossSums(nn.Module):
+    """The model as the engine calls it: a batch's inputs to the sums of its losses."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        return self.model.loss_sums(inputs)
+
+
+class DeepSpeedEngine:
+    """A model, torch's AdamW, and DeepSpeed's ZeRO around both.
+
+    The engine averages gradients over the data axis. Losses are multiplied by its size, so that the gradient is that of
+    the mean over the step's valid labels of all ranks and micro-batches, as with the other engine.
+
+    In bfloat16 the engine keeps fp32 weights and moments as shards, and computes with rounded ones: also those that the
+    other engine gives to exponentials and positions unrounded, though these compute in fp32 here too.
+
+    Attributes:
+        model: with plain parameters, this rank's slices; at stage 3 they are empty between their uses.
+        settings: the JSON that the engine got.
+    """
+
+    def __init__(self, config: RunConfig, mesh: Mesh) -> None:
+        """Raises ConfigError for settings that DeepSpeed refuses, and for a model that it cannot train on this mesh."""
+        self._mesh = mesh
+        self.settings = deepspeed_settings(config, dist.get_world_size())
+        self._stage: int = self.settings["zero_optimization"]["stage"]
+        self.model = _materialised(config, mesh)
+        _check_model(self.model, mesh, self._stage)
+        self._layout = LocalLayout(mesh, localize(self.model))
+        self._parameters = dict(self.model.named_parameters())
+        self._shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
+        bf16 = config.train.dtype == "bfloat16"
+        # In bfloat16 the engine makes its fp32 weights of rounded ones.
+        unrounded = {name: self._part(name, p.detach().clone()) for name, p in self._parameters.items() if bf16}
+        optimizer = build_optimizer(self.model, config.optimizer, no_decay=self.model.no_decay_names())
+        self._engine = _initialize(self.model, optimizer, self.settings, mesh)
+        self._optimizer: torch.optim.AdamW = self._engine.basic_optimizer
+        self._create_moments()
+        for name, part in unrounded.items():
+            self._set(name, None, self._layout.join(name, part.to(mesh.device)))
+        if bf16:
+            for module in self.model.full_precision_modules():
+                module.register_forward_hook(_in_fp32)
+
+    def step(self, batches: Sequence[AnyBatch], *, learning_rate: float, step: int) -> StepResult:
+        set_learning_rate(self._optimizer, learning_rate)
+        counts = self._mesh.count_labels([batch.label_counts() for batch in batches])
+        total = torch.zeros(counts.shape, dtype=torch.float64, device=counts.device)
+        for index, batch in enumerate(batches):
+            if index > 0:
+                self._engine.step()  # the engine counts micro-batches by it
+            losses = self._engine(batch.inputs()) / counts.clamp(min=1)
+            self._engine.backward(losses.sum() * self._mesh.data.size, scale_wrt_gas=False)
+            total += losses.detach()
+            del losses  # before the next forward, which needs the memory
+        terms = self._mesh.sum_over_data(total)
+        norm = self._gradient_norm() if self._stage == 0 else 0.0  # the engine tells none there
+        if math.isfinite(terms.sum().item()) and math.isfinite(norm):
+            self._engine.step()
+            if self._stage > 0:
+                norm = float(self._engine.get_global_grad_norm()) if self._engine.was_step_applied() else math.nan
+        result = StepResult(terms.sum().item(), norm, int(counts[0]), tuple(terms.tolist()))
+        if not (math.isfinite(result.loss) and math.isfinite(norm)):
+            raise NumericError(
+                f"step {step}: loss {result.loss}, gradient norm {norm} is not finite. {NOTHING_CHANGED}; "
+                'train.engine = "fsdp2" names the parameters'
+            )
+        self.model.after_optimizer_step()
+        return result
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        tensors: dict[str, Tensor] = {name: self._part(name, self._get(name, None)) for name in self._parameters}
+        (count,) = {int(state["step"]) for state in self._optimizer.state.values()}
+        for name in self._parameters:
+            tensors[optimizer_name(name, "step")] = torch.tensor(float(count))
+            for key in _MOMENTS:
+                tensors[optimizer_name(name, key)] = self._part(name, self._get(name, key))
+        return tensors
+
+    def load(self, checkpoint: Checkpoint, *, weights_only: bool = False) -> None:
+        keys = (None,) if weights_only else (None, *_MOMENTS)
+        parts = {(name, key): self._layout.empty(name, self._shapes[name]) for name in self._parameters for key in keys}
+        tensors: dict[str, Tensor] = {
+            name if key is None else optimizer_name(name, key): part for (name, key), part in parts.items()
+        }
+        steps = {} if weights_only else {optimizer_name(name, "step"): torch.zeros(()) for name in self._parameters}
+        load(checkpoint, tensors | steps)
+        for (name, key), part in parts.items():
+            self._set(name, key, self._layout.join(name, part.to(self._mesh.device)))
+        if steps:
+            (count,) = {int(step) for step in steps.values()}
+            for state in self._optimizer.state.values():
+                state["step"].fill_(count)
+        self.model.after_optimizer_step()
+
+    def _part(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's share of a weight or moment, for a checkpoint."""
+        return self._layout.split(name, whole).to("cpu")
+
+    def _create_moments(self) -> None:
+        """Zero moments, which AdamW would make in its first step, so that they can be loaded."""
+        groups = self._optimizer.param_groups
+        flat = [parameter for group in groups for parameter in group["params"]]
+        if self._stage == 3:  # the groups hold their part of the weights during a step alone
+            flat = self._engine.optimizer.fp32_partitioned_groups_flat
+        for parameter in flat:
+            self._optimizer.state[parameter] = initial_state(groups[0], parameter)
+        if self._stage in (1, 2):
+            self._engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+    def _get(self, name: str, key: str | None) -> Tensor:
+        """The fp32 weight or the moment `key` of a parameter, whole on each rank of the data axis."""
+        from deepspeed import utils
+
+        parameter = self._parameters[name]
+        if self._stage == 0:
+            return parameter.detach() if key is None else self._optimizer.state[parameter][key]
+        if key is None:
+            return utils.safe_get_full_fp32_param(parameter)
+        return utils.safe_get_full_optimizer_state(parameter, key)
+
+    def _set(self, name: str, key: str | None, value: Tensor) -> None:
+        """The way back; a weight also where the engine computes with it."""
+        from deepspeed import utils, zero
+
+        parameter = self._parameters[name]
+        if key is None:
+            with zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
+                parameter.copy_(value)
+        if self._stage == 0:
+            if key is not None:
+                self._optimizer.state[parameter][key].copy_(value)
+        elif self._stage == 3:
+            # By parts: the call for a whole value fails where the data axis does not divide it.
+            size = -(-value.numel() // self._mesh.data.size)
+            padded = torch.nn.functional.pad(value.flatten(), (0, size * self._mesh.data.size - value.numel()))
+            part = padded.narrow(0, size * self._mesh.data.rank, size)
+            if key is None:
+                utils.safe_set_local_fp32_param(parameter, part)
+            else:
+                utils.safe_set_local_optimizer_state(parameter, part, key)
+        elif key is None:
+            utils.safe_set_full_fp32_param(parameter, value)
+        else:
+            utils.safe_set_full_optimizer_state(parameter, value, key)
+
+    def _gradient_norm(self) -> float:
+        """L2 norm of the whole gradient, which each rank of the data axis has in its parameters."""
+        squares = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)  # of slices, of replicas
+        for parameter in self._parameters.values():
+            assert parameter.grad is not None
+            is_slice = getattr(parameter, "tensor_model_parallel", False)
+            squares[0 if is_slice else 1] += parameter.grad.square().sum(dtype=torch.float64)
+        return math.sqrt((all_reduce(squares[0], self._mesh.tp.axis) + squares[1]).item())
+
+
+def _materialised(config: RunConfig, mesh: Mesh) -> Model:
+    model = make_model(config.model, mesh.tp, cp=mesh.cp, recompute=config.train.recompute)
+    model.to_empty(device=mesh.device)
+    fill(model, config.train.seed)
+    return model
+
+
+def _check_model(model: Model, mesh: Mesh, stage: int) -> None:
+    """A mixer that derives values from its whole weights would find a slice of them, or nothing."""
+    if any(mixer.watched_weights() for mixer in model.mixers()) and (mesh.tp.size > 1 or stage == 3):
+        raise ConfigError(
+            f'train.engine = "deepspeed" with parallel.tp = {mesh.tp.size} and ZeRO stage {stage}: after each step a '
+            "mixer of this model reads whole weights, which lie in one place with tp = 1 and stages 0 to 2 alone; use "
+            'these, or engine = "fsdp2"'
+        )
+
+
+def _initialize(model: Model, optimizer: torch.optim.AdamW, settings: dict[str, Any], mesh: Mesh) -> Any:
+    """DeepSpeed's own engine. Nothing is compiled for it."""
+    os.environ.setdefault("DS_ACCELERATOR", mesh.device.type)
+    os.environ.setdefault("LOCAL_RANK", str(launched().local_rank))
+    import deepspeed
+
+    if mesh.device.type == "cpu":  # else it compiles collectives over shared memory, which gloo has
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    groups = ModelParallelUnit(mesh)
+    deepspeed.utils.set_z3_leaf_modules(model, [Block])
+    engine, *_ = deepspeed.initialize(
+        args=argparse.Namespace(device_rank=mesh.device.index or 0),
+        model=_LossSums(model),
+        optimizer=optimizer,
+        config=copy.deepcopy(settings),
+        mpu=groups,
+    )
+    return engine
+
+
+def _in_fp32(module: nn.Module, inputs: object, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(output.float() for output in outputs)

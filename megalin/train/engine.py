@@ -1,0 +1,78 @@
+"""What takes a run's steps: the interface of both engines, and the one on torch's fully_shard."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from megalin.checkpoint.load import load
+from megalin.checkpoint.manifest import Checkpoint
+from megalin.checkpoint.tensors import training_tensors, weights
+from megalin.data.packing import AnyBatch
+from megalin.optim.adamw import build_optimizer, set_learning_rate
+from megalin.parallel.mesh import Mesh
+from megalin.train.build import COMPUTE_DTYPES, TrainedModel, build_model
+from megalin.train.config import RunConfig
+from megalin.train.step import StepResult, train_step
+
+
+class Engine(Protocol):
+    """A model with its optimizer on this rank's mesh. Every method is a collective.
+
+    Checkpoints are the same for every engine: fp32 weights and AdamW's moments as distributed tensors under their
+    global names, so that a run may go on with another engine.
+    """
+
+    @property
+    def model(self) -> TrainedModel:
+        """The model, for forwards without a backward."""
+
+    def step(self, batches: Sequence[AnyBatch], *, learning_rate: float, step: int) -> StepResult:
+        """One update of the weights by a step's micro-batches; `step` is for messages.
+
+        Raises:
+            NumericError: on every rank, before any weight changes, when the loss or the gradient is not finite.
+        """
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """What a checkpoint saves."""
+
+    def load(self, checkpoint: Checkpoint, *, weights_only: bool = False) -> None:
+        """Sets weights, and moments unless `weights_only`, from a checkpoint of any mesh and engine.
+
+        Raises:
+            CheckpointError: on every rank, before anything is set, when it does not fit the model.
+        """
+
+
+class FullyShardedEngine:
+    """The engine on fully_shard (FSDP2), or on a pipeline of such stages, with torch's AdamW."""
+
+    def __init__(self, config: RunConfig, mesh: Mesh) -> None:
+        train = config.train
+        self.model: TrainedModel = build_model(
+            config.model,
+            mesh,
+            compute_dtype=COMPUTE_DTYPES[train.dtype],
+            recompute=train.recompute,
+            compile_blocks=train.compile,
+            seed=train.seed,
+            length=config.data.sequence_length,
+        )
+        self._optimizer = build_optimizer(self.model, config.optimizer, no_decay=self.model.no_decay_names())
+        self._mesh, self._max_grad_norm = mesh, config.optimizer.max_grad_norm
+
+    def step(self, batches: Sequence[AnyBatch], *, learning_rate: float, step: int) -> StepResult:
+        set_learning_rate(self._optimizer, learning_rate)
+        return train_step(
+            self.model, self._optimizer, batches, self._mesh, max_grad_norm=self._max_grad_norm, step=step
+        )
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        return training_tensors(self.model, self._optimizer)
+
+    def load(self, checkpoint: Checkpoint, *, weights_only: bool = False) -> None:
+        load(checkpoint, weights(self.model) if weights_only else self.tensors())
+        self.model.after_optimizer_step()
