@@ -1,0 +1,214 @@
+"""A DeepSpeed JSON as megalin's tables; what only DeepSpeed's engine can do stays JSON, for that engine."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from megalin.errors import ConfigError
+from megalin.migration.imported import Imported, Verdict
+
+_ADAM = ("adam", "adamw", "fusedadam", "cpuadam", "torchadam")
+_PEAK = 0.001
+"""Of DeepSpeed's warm-up schedules, where the JSON names none."""
+_WARMUP = 1000
+_PARAMETERS = {"lr": None, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
+"""Of an optimizer, and their defaults."""
+_KEPT = {
+    "communication_data_type",
+    "prescale_gradients",
+    "gradient_predivide_factor",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "data_types",
+    "aio",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "flops_profiler",
+    "comms_logger",
+    "dump_state",
+    "checkpoint",
+    "timers",
+    "steps_per_print",
+    "disable_allgather",
+    "gradient_allreduce_op",
+}
+"""Keys that the engine reads as they are."""
+_REASONS: dict[str, tuple[Verdict, str]] = {
+    "fp16": ("differs", "bfloat16, which needs no scaled loss"),
+    "amp": ("not available", "train.dtype is the dtype of the computation"),
+    "torch_autocast": ("not available", "train.dtype is the dtype of the computation"),
+    "activation_checkpointing": ("no effect", "it only says how; train.recompute = true recomputes blocks"),
+    "tensorboard": ("no effect", "events are written into the run folder"),
+    "wandb": ("no effect", "metrics are written into the run folder"),
+    "csv_monitor": ("no effect", "metrics are written into the run folder"),
+    "comet": ("no effect", "metrics are written into the run folder"),
+    "elasticity": ("not available", "the batch is train.global_batch_size on any number of ranks"),
+    "autotuning": ("not available", "it is a command of DeepSpeed"),
+    "curriculum_learning": ("not available", "data.phases say what is read when"),
+    "data_efficiency": ("not available", "data.phases say what is read when"),
+    "compression_training": ("not available", "weights are trained whole"),
+    "progressive_layer_drop": ("not available", "every layer is trained in every step"),
+    "eigenvalue": ("not available", "it is a part of compression"),
+    "sparse_attention": ("not available", "the mixer of model.layers says what attention is"),
+    "sparse_gradients": ("not available", "gradients are dense"),
+    "hybrid_engine": ("not available", "it is for reinforcement learning"),
+    "tensor_parallel": ("not available", "parallel.tp splits layers"),
+    "sequence_parallel_size": ("not available", "parallel.cp splits sequences"),
+    "pipeline": ("not available", "parallel.pp cuts models into stages"),
+    "compile": ("not available", "train.compile compiles blocks, for the engine fsdp2"),
+    "dataloader_drop_last": ("no effect", "every step has a whole batch"),
+    "managed_gradient_accumulation": ("no effect", "train.global_batch_size says when a step ends"),
+    "vocabulary_size": ("no effect", "model.vocab_size says it"),
+}
+
+
+def read_json(text: str, source: str) -> dict[str, Any]:
+    """A DeepSpeed config. Raises ConfigError where it is no JSON object."""
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{source}: not readable JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise ConfigError(f"{source}: holds no JSON object, but {type(document).__name__}; give DeepSpeed's config")
+    return document
+
+
+def add_deepspeed(document: Mapping[str, Any], imported: Imported) -> dict[str, Any]:
+    """Reads a DeepSpeed config into the tables of a run of the engine "deepspeed".
+
+    Returns:
+        The JSON for `train.deepspeed_config`: what no key of the run's own config says. May be empty.
+    """
+    imported.set("train.engine", "deepspeed", "a DeepSpeed JSON")
+    document = {("bf16" if key == "bfloat16" else key): value for key, value in document.items()}
+    _add_batch(document, imported)
+    _add_precision(document, imported)
+    _add_optimizer(_table(document, "optimizer"), imported)
+    _add_schedule(_table(document, "scheduler"), imported)
+    zero = _add_zero(document.get("zero_optimization", {}), imported)
+    rest = {"zero_optimization": zero} if zero else {}
+    for key, value in document.items():
+        if key in _KEPT:
+            rest[key] = value
+        elif key in _REASONS:
+            if not _off(value):
+                imported.note(_REASONS[key][0], key, _REASONS[key][1])
+        elif key not in _READ:
+            close = difflib.get_close_matches(key, [*_READ, *_KEPT, *_REASONS], n=1, cutoff=0.75)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            imported.note("unknown", key, f"DeepSpeed has no such key{hint}")
+    return rest
+
+
+_READ = (
+    "zero_optimization",
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "bf16",
+    "optimizer",
+    "scheduler",
+)
+
+
+def _table(document: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = document.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def _off(value: Any) -> bool:
+    """Whether a section or a switch asks for nothing."""
+    if isinstance(value, Mapping):
+        return not value or value.get("enabled") is False
+    return value in (None, False, 0)
+
+
+def _set(imported: Imported, key: str, value: Any, source: str) -> None:
+    """Sets a value that the JSON gives; "auto", which Hugging Face's Trainer fills in, is told."""
+    if value == "auto":
+        imported.note("fill in", source, f'"auto" is filled in by Hugging Face\'s Trainer alone; give {key}=VALUE')
+    elif value is not None:
+        imported.set(key, value, source)
+
+
+def _add_batch(document: Mapping[str, Any], imported: Imported) -> None:
+    _set(imported, "train.global_batch_size", document.get("train_batch_size"), "train_batch_size")
+    name = "train_micro_batch_size_per_gpu"
+    _set(imported, "train.micro_batch_size", document.get(name), name)
+    steps = document.get("gradient_accumulation_steps")
+    if steps is not None and steps != "auto":
+        text = "gradients accumulate where train.global_batch_size exceeds the micro-batches of all ranks"
+        imported.note("no effect", f"gradient_accumulation_steps {steps}", text)
+        imported.hint("train.global_batch_size", f"{steps} times train.micro_batch_size times the data axis")
+
+
+def _add_precision(document: Mapping[str, Any], imported: Imported) -> None:
+    for name in ("bf16", "fp16"):
+        if _table(document, name).get("enabled") is True:
+            imported.set("train.dtype", "bfloat16", f"{name}.enabled")
+        elif _table(document, name).get("enabled") == "auto":
+            _set(imported, "train.dtype", "auto", f"{name}.enabled")
+    if clip := document.get("gradient_clipping", 1.0):
+        _set(imported, "optimizer.max_grad_norm", clip, "gradient_clipping (1.0)")
+
+
+def _add_optimizer(table: Mapping[str, Any], imported: Imported) -> None:
+    kind, parameters = table.get("type"), _table(table, "params")
+    if kind is not None and str(kind).lower() not in _ADAM:
+        imported.note("differs", f"optimizer.type {kind}", "AdamW is the optimizer; rates of others do not carry over")
+    if parameters.get("adam_w_mode") is False:
+        imported.note("differs", "optimizer.params.adam_w_mode", "weight decay is decoupled (AdamW)")
+    for name, default in _PARAMETERS.items():
+        if kind is not None:
+            _set(imported, f"optimizer.{name}", parameters.get(name, default), f"optimizer.params.{name}")
+    for name in parameters:
+        if name not in (*_PARAMETERS, "adam_w_mode", "torch_adam", "bias_correction"):
+            text = "the optimizer is AdamW with lr, betas, eps and weight_decay"
+            imported.note("not available", f"optimizer.params.{name}", text)
+
+
+def _add_schedule(table: Mapping[str, Any], imported: Imported) -> None:
+    kind, parameters = table.get("type"), _table(table, "params")
+    if kind is None:
+        return
+    if kind not in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"):
+        imported.note("not available", f"scheduler.type {kind}", "write the table schedule: cosine, wsd or constant")
+        return
+    warmup, total = parameters.get("warmup_num_steps", _WARMUP), parameters.get("total_num_steps")
+    _set(imported, "schedule.warmup_steps", warmup, "scheduler.params.warmup_num_steps")
+    _set(imported, "train.steps", total, "scheduler.params.total_num_steps")
+    if kind != "WarmupCosineLR" and (peak := parameters.get("warmup_max_lr", _PEAK)) != imported.get("optimizer.lr"):
+        if imported.get("optimizer.lr") is not None:
+            imported.note("differs", "scheduler.params.warmup_max_lr", f"the peak is optimizer.lr, not {peak}")
+        else:
+            _set(imported, "optimizer.lr", peak, "scheduler.params.warmup_max_lr")
+    if parameters.get("warmup_type", "log") != "linear":
+        imported.note("differs", "scheduler.params.warmup_type", "the warmup is linear, not logarithmic")
+    for name in ("warmup_min_lr", "warmup_min_ratio"):
+        if parameters.get(name) not in (None, 0, "auto"):
+            imported.note("differs", f"scheduler.params.{name}", "the warmup begins at zero")
+    source = f"scheduler.type {kind}"
+    if kind == "WarmupLR":
+        imported.set("schedule.type", "constant", source)
+    elif kind == "WarmupCosineLR":
+        imported.set("schedule.type", "cosine", source)
+        imported.set("schedule.min_lr_ratio", parameters.get("cos_min_ratio", 0.0001), "scheduler.params.cos_min_ratio")
+    else:
+        imported.set("schedule.type", "wsd", source)
+        if isinstance(total, int) and isinstance(warmup, int):
+            imported.set("schedule.decay_steps", total - warmup, "the steps after the warmup")
+        else:
+            imported.hint("schedule", "decay_steps: train.steps less warmup_steps")
+
+
+def _add_zero(value: Any, imported: Imported) -> Any:
+    """The stage goes to `parallel.zero`; returns the other settings, "auto" left to the engine."""
+    if not isinstance(value, dict):
+        imported.set("parallel.zero", int(bool(value)), "zero_optimization")
+        return {}
+    imported.set("parallel.zero", value.get("stage", 0), "zero_optimization.stage")
+    return {name: setting for name, setting in value.items() if name != "stage" and setting != "auto"}

@@ -1,0 +1,148 @@
+"""What became of another system's config: the tables of a run, and a line for each key that has no counterpart."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import tomli_w
+
+from megalin.config import apply_overrides, parse
+from megalin.errors import ConfigError
+from megalin.model.presets import expand_preset
+from megalin.train.config import RunConfig, check_model
+
+Verdict = Literal["fill in", "differs", "not available", "no effect", "unknown"]
+"""fill in: the config lacks it. differs: the config says something else. not available: megalin cannot do it.
+no effect: megalin needs no such key. unknown: the other system has no such key either, as far as is known."""
+
+_TITLES: dict[Verdict, str] = {
+    "fill in": "To fill in before it loads",
+    "differs": "Said in another way: not the same run",
+    "not available": "Not available",
+    "no effect": "Without effect: nothing to set",
+    "unknown": "Unknown",
+}
+
+
+_SOURCE = "config"
+_PLACEHOLDER = re.compile(r"\$\{(\w+)[^}]*\}|\$\(|`")
+
+
+class Note(NamedTuple):
+    """What became of one key."""
+
+    verdict: Verdict
+    key: str
+    text: str
+
+
+class Imported:
+    """The tables of a run while keys of another system are read into them.
+
+    Attributes:
+        values: the config as TOML tables.
+        notes: one for each key that did not simply become one of megalin's.
+        mapped: (megalin's key, its value, the other system's keys) in the order of reading.
+    """
+
+    def __init__(self, source: str) -> None:
+        """`source` says what is read, for the head of the file."""
+        self.source = source
+        self.values: dict[str, Any] = {}
+        self.notes: list[Note] = []
+        self.mapped: list[tuple[str, Any, str]] = []
+        self._hints: dict[str, str] = {}
+
+    def set(self, key: str, value: Any, source: str) -> None:
+        """Sets megalin's dotted `key`, which `source` told; where another value stands already, keeps and notes it."""
+        table = self.values
+        *tables, name = key.split(".")
+        for part in tables:
+            table = table.setdefault(part, {})
+        if name in table and table[name] != value:
+            self.note("differs", source, f"says {key} = {value!r}, but {table[name]!r} was told before, and is kept")
+            return
+        table[name] = value
+        self.mapped.append((key, value, source))
+
+    def get(self, key: str) -> Any:
+        """The value of a dotted key; None where it is not set."""
+        value: Any = self.values
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return value
+
+    def note(self, verdict: Verdict, key: str, text: str) -> None:
+        """Adds a note; the same one once."""
+        note = Note(verdict, key, text)
+        if note not in self.notes:
+            self.notes.append(note)
+
+    def override(self, overrides: Sequence[str]) -> None:
+        """Applies `key=value` to what was read. Raises ConfigError for one that is not of this form."""
+        self.values = apply_overrides(self.values, overrides)
+
+    def hint(self, key: str, text: str) -> None:
+        """What to say of megalin's dotted `key` where `check` finds it missing."""
+        self._hints[key] = text
+
+    def check(self) -> None:
+        """Reads the tables as a run, sizes of the mesh included, and notes each problem as something to fill in."""
+        values = dict(self.values)
+        for key, text in _texts(values):
+            if hint := variable_hint(text):
+                self.note("fill in", f"{key} = {text!r}", hint)
+        try:
+            if isinstance(values.get("model"), dict):
+                values["model"] = expand_preset(values["model"])
+            config = parse(RunConfig, values, _SOURCE)
+            check_model(config.model, config.parallel, config.data.sequence_length)
+        except ConfigError as error:
+            lines = str(error).splitlines()
+            for line in lines[1:] if lines[0].startswith(f"{_SOURCE}:") else lines:
+                key, _, problem = line.strip().partition(": ")
+                known = self._hints.get(key.split(" = ")[0])
+                self.note("fill in", key, f"{problem} ({known})" if known else problem)
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is left to fill in; after `check`."""
+        return not any(note.verdict == "fill in" for note in self.notes)
+
+    def report(self) -> list[str]:
+        """Every note as lines of text, by verdict, keys with the same text together."""
+        lines = []
+        for verdict, title in _TITLES.items():
+            keys: dict[str, list[str]] = {}
+            for note in self.notes:
+                if note.verdict == verdict:
+                    keys.setdefault(note.text, []).append(note.key)
+            if keys:
+                lines += [f"{title}:", *(f"  {', '.join(names)}: {text}" for text, names in keys.items()), ""]
+        return lines
+
+    def toml(self) -> str:
+        """The config as a TOML file, headed by the report."""
+        head = [f"From {self.source}.", "", *self.report()]
+        comments = "\n".join(f"# {line}".rstrip() for line in head[:-1])
+        return f"{comments}\n\n{tomli_w.dumps(self.values)}"
+
+
+def variable_hint(text: str) -> str:
+    """What to do about a shell's variable in `text` that nothing set; empty where there is none."""
+    match = _PLACEHOLDER.search(text)
+    if match is None:
+        return ""
+    name = match[1]
+    return f"give --variable {name}=VALUE, or write it" if name else "only a shell can tell it; write the value"
+
+
+def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Every text in a table, with its dotted key."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, dict | list):
+        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _texts(item, f"{key}.{name}".lstrip("."))
