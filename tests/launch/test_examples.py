@@ -1,0 +1,73 @@
+"""The scripts that clusters start: they read as the shell reads them, and a job that must end is queued again."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.launch.hosts import BIN, slurm_job
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted(
+    path
+    for path in [*ROOT.glob("*/**/*.sh"), *ROOT.glob("examples/slurm/*.sbatch"), ROOT / ".ci" / "run"]
+    if not any(part.startswith(".venv") for part in path.parts)
+)
+JOBS = ["train.sbatch", "torchrun.sbatch"]
+SIGNALLED = 'kill -USR1 $PPID; until [ -e "$REQUEUED" ]; do sleep 0.05; done; echo ended'
+"""Ranks that end after the script has heard the signal that Slurm sends before a job's time is over."""
+
+
+def test_scripts_are_clean():
+    done = subprocess.run([BIN / "shellcheck", *SCRIPTS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def _run_job(script: str, folder: Path, srun: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The job's script, with another srun; it must run the command of the script and end."""
+    (folder / "srun").write_text(f"#!/bin/sh\n{srun}\n")
+    (folder / "srun").chmod(0o755)
+    job = slurm_job(folder)
+    return subprocess.run(
+        [ROOT / "examples" / "slurm" / script, "mine.toml", "parallel.tp=8"],
+        env=os.environ | job | {"PATH": f"{folder}:{job['PATH']}"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("script", JOBS)
+def test_job_near_its_end_is_queued_again(script, tmp_path):
+    done = _run_job(script, tmp_path, SIGNALLED)
+    assert (tmp_path / "requeued").read_text() == "4711\n"
+    assert (done.returncode, done.stdout) == (0, "ended\n")  # the ranks went on, as until Slurm ends them
+
+
+@pytest.mark.parametrize("script", JOBS)
+def test_job_that_cannot_be_queued_again_goes_on(script, tmp_path):
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text('#!/bin/sh\n[ "$1" = show ] && echo node1 || { touch "$REQUEUED"; exit 1; }\n')
+    scontrol.chmod(0o755)
+    done = _run_job(script, tmp_path, f"{SIGNALLED}; exit 3")
+    assert (done.returncode, done.stdout) == (3, "ended\n")
+    assert "the job goes on to its end" in done.stderr
+
+
+@pytest.mark.parametrize("script", JOBS)
+@pytest.mark.parametrize("status", [0, 3])
+def test_job_ends_as_its_ranks_did(script, status, tmp_path):
+    done = _run_job(script, tmp_path, f'echo "$*"; exit {status}')
+    assert (done.returncode, done.stderr) == (status, "")
+    assert done.stdout.endswith("megalin train mine.toml parallel.tp=8\n")
+    assert not (tmp_path / "requeued").exists()
+
+
+@pytest.mark.parametrize(("cpus", "gpus", "threads"), [("96", "8", "12"), ("1", "8", "1"), ("", "2", "1")])
+def test_threads_share_the_cores_of_a_node(cpus, gpus, threads, tmp_path):
+    environment = {"SLURM_CPUS_PER_TASK": cpus, "SLURM_GPUS_ON_NODE": gpus}
+    done = _run_job("torchrun.sbatch", tmp_path, 'echo "$OMP_NUM_THREADS $*"', **environment)
+    assert done.stdout.startswith(f"{threads} ")
+    assert f"--nproc-per-node {gpus} " in done.stdout

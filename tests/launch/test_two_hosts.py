@@ -1,0 +1,151 @@
+"""Runs across two hosts: each launcher goes on from a checkpoint, and a rank and a host that die cost no step."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launch.hosts import BIN, RSH, Hosts, slurm_job, two_hosts
+from tests.model_runs import ledger, losses, metrics, train_here, write_config
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).parents[2]
+STEPS, HALF = 40, 20
+SECONDS = 100.0
+"""The longest that a test waits for a step or an end; a run takes a tenth of it."""
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    try:
+        with two_hosts() as hosts:
+            yield hosts
+    except OSError as error:
+        pytest.skip(f"no network namespaces here: {error}")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config(tmp_path_factory.mktemp("two_hosts"), train={"steps": STEPS}, checkpoint={"keep": 2})
+
+
+def _whole_and_half(config: Path, folder: Path) -> None:
+    train_here(config, folder / "whole")
+    train_here(config, folder / "half", f"train.stop_after_steps={HALF}")
+
+
+@pytest.fixture(scope="module")
+def runs(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an undisturbed run on two ranks of one host, "whole", and one that stopped midway, "half"."""
+    folder = tmp_path_factory.mktemp("runs")
+    run_ranks(2, _whole_and_half, config, folder)
+    return folder
+
+
+@pytest.fixture
+def run(runs: Path, tmp_path: Path) -> Path:
+    """A run folder that is half done."""
+    return Path(shutil.copytree(runs / "half", tmp_path / "run"))
+
+
+def assert_same_run(run: Path, runs: Path) -> None:
+    """Every step once, with the losses, norms and tokens of the undisturbed run, to the last bit."""
+    expected = metrics(runs / "whole")
+    # A run evaluates after its last step, also where it only stops there.
+    assert [line | {"evaluation_loss": 0} for line in metrics(run)] == [
+        line | {"evaluation_loss": 0} for line in expected
+    ]
+    assert metrics(run)[-1] == expected[-1]
+    assert ledger(run) == ledger(runs / "whole")
+
+
+def assert_ends_well(processes: list[subprocess.Popen[bytes]], log: Path) -> None:
+    for process in processes:
+        assert process.wait(SECONDS) == 0, log.read_text()
+
+
+def wait_for_step(step: int, run: Path, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Until so many steps are done."""
+    deadline = time.monotonic() + SECONDS
+    while not (run / "metrics.jsonl").exists() or len(losses(run)) < step:
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.02)
+
+
+def training_rank(rank: int, process: subprocess.Popen[bytes]) -> int:
+    """The process id of a rank among all that `process` has started."""
+    found = [process.pid]
+    for pid in found:
+        found += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    for pid in found:
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        if b"RANK=%d" % rank in variables:
+            return pid
+    raise AssertionError(f"no rank {rank} among processes {found}")
+
+
+def test_srun_goes_on_across_hosts(hosts, config, run, runs, tmp_path):
+    command = [ROOT / "examples/slurm/train.sbatch", config, "--folder", run]
+    job = hosts.start("node1", command, tmp_path / "log", slurm_job(tmp_path, nodes=2))
+    assert_ends_well([job], tmp_path / "log")
+    assert_same_run(run, runs)
+
+
+def test_deepspeed_goes_on_across_hosts(hosts, config, run, runs, tmp_path):
+    (tmp_path / "hostfile").write_text("node1 slots=1\nnode2 slots=1\n")
+    command = [ROOT / "examples/deepspeed/run.sh", config, "--folder", run]
+    environment = {"PATH": f"{BIN}:{os.environ['PATH']}", "HOSTFILE": str(tmp_path / "hostfile")}
+    ranks = [
+        hosts.start(host, command, tmp_path / "log", environment | {"NODE_RANK": str(number)})
+        for number, host in enumerate(hosts.names)
+    ]
+    assert_ends_well(ranks, tmp_path / "log")
+    assert_same_run(run, runs)
+
+
+@pytest.mark.skipif(not (BIN / "mpirun").exists(), reason="needs mpich, mpi4py")
+def test_mpirun_goes_on_across_hosts(hosts, config, run, runs, tmp_path):
+    launch = [BIN / "mpirun", "-launcher", "rsh", "-launcher-exec", RSH, "-hosts", ",".join(hosts.names), "-ppn", "1"]
+    command = [*launch, "-n", "2", sys.executable, "-m", "megalin", "train", config, "--folder", run]
+    # One kernel runs both hosts, so MPI would reach for memory that they do not share.
+    job = hosts.start("node1", command, tmp_path / "log", {"UCX_TLS": "tcp"})
+    assert_ends_well([job], tmp_path / "log")
+    assert_same_run(run, runs)
+
+
+@pytest.mark.slow
+def test_torchrun_starts_a_dead_rank_again(hosts, config, run, runs, tmp_path):
+    environment = slurm_job(tmp_path) | {"RANKS_PER_NODE": "2"}
+    command = [ROOT / "examples/slurm/torchrun.sbatch", config, "--folder", run]
+    job = hosts.start("node1", command, tmp_path / "log", environment)
+    wait_for_step(HALF + 5, run, job, tmp_path / "log")
+    os.kill(training_rank(1, job), signal.SIGKILL)
+    assert_ends_well([job], tmp_path / "log")
+    assert_same_run(run, runs)
+    assert (tmp_path / "log").read_text().count("step 40/40") == 1
+
+
+@pytest.mark.slow
+def test_torchrun_takes_a_dead_host_back(hosts, config, runs, tmp_path):
+    command = [BIN / "torchrun", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d"]
+    command += ["--rdzv-endpoint=node1:29400", "--rdzv-conf=keep_alive_interval=1", "-m", "megalin", "train"]
+    command += [config, "--folder", tmp_path / "run"]
+    first, second = (
+        hosts.start(host, command, tmp_path / "log", {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+        for host in hosts.names
+    )
+    wait_for_step(5, tmp_path / "run", first, tmp_path / "log")
+    second.kill()
+    second.wait()
+    again = hosts.start("node2", command, tmp_path / "log", {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+    assert_ends_well([first, again], tmp_path / "log")
+    assert_same_run(tmp_path / "run", runs)
