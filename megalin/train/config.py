@@ -22,6 +22,7 @@ from megalin.parallel.context import ContextParallel
 from megalin.parallel.mesh import ParallelConfig, check_world_size
 from megalin.parallel.tensor_parallel import TensorParallel
 from megalin.train.deepspeed_config import Owned, check_deepspeed_version, resolve_deepspeed
+from megalin.train.weights_and_biases import LoggingConfig
 
 
 class TrainConfig(Config):
@@ -76,6 +77,7 @@ class RunConfig(Config):
     schedule: ScheduleConfig = ScheduleConfig()
     parallel: ParallelConfig = ParallelConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> Self:

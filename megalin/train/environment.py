@@ -16,17 +16,17 @@ from megalin.parallel.mesh import Mesh
 
 
 def versions() -> dict[str, str]:
-    """Version by name: megalin, Python, the libraries that compute, and CUDA where torch has it."""
+    """Version by name: megalin, Python, CUDA where torch has it, and the libraries that compute, where present."""
     found = {
         "megalin": megalin.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "numpy": importlib.metadata.version("numpy"),
     }
     if torch.version.cuda is not None:
         found["cuda"] = torch.version.cuda
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        found["triton"] = importlib.metadata.version("triton")
+    for name in ("numpy", "triton", "deepspeed"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
     return found
 
 

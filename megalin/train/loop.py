@@ -131,6 +131,8 @@ class Trainer:
             resumed_step=self.first_step,
             log_interval=train.log_every_steps,
             incidents=self.incidents,
+            wandb_project=config.logging.wandb_project,
+            wandb_config=config.model_dump(mode="json"),
         )
         for line in self.data.lines():
             metrics.tell(line)
@@ -304,8 +306,6 @@ def train(config: RunConfig, device: torch.device, path: Path) -> TrainResult:
         return trainer.train()
 
 
-def _check_same_config(config: RunConfig) -> None:
-    texts = on_every_rank(lambda: dumps(config))
 def _make_engine(config: RunConfig, mesh: Mesh, run: RunFolder) -> Engine:
     if config.train.engine == "fsdp2":
         return FullyShardedEngine(config, mesh)
@@ -316,6 +316,8 @@ def _make_engine(config: RunConfig, mesh: Mesh, run: RunFolder) -> Engine:
     return engine
 
 
+def _check_same_config(config: RunConfig) -> None:
+    texts = on_every_rank(lambda: dumps(config))
     for rank, text in enumerate(texts):
         if text != texts[0]:
             pairs = zip(texts[0].splitlines(), text.splitlines(), strict=False)

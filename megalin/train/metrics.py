@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -15,10 +16,11 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from megalin.checkpoint.agreement import on_rank_zero
-from megalin.errors import StorageError
+from megalin.errors import MegalinError, StorageError
 from megalin.train.incidents import Incidents
 from megalin.train.records import AppendedFile, JsonLines, Outlet
 from megalin.train.terminal import LiveView, PlainLines, print_line
+from megalin.train.weights_and_biases import WeightsAndBiases
 
 
 class Metrics:
@@ -37,6 +39,8 @@ class Metrics:
         resumed_step: int = 0,
         log_interval: int = 10,
         incidents: Incidents | None = None,
+        wandb_project: str | None = None,
+        wandb_config: Mapping[str, Any] | None = None,
         console: Console | None = None,
     ) -> None:
         """Opens the files under `folder`, which exists, on rank 0; all ranks make one (one broadcast).
@@ -44,11 +48,14 @@ class Metrics:
         Args:
             log_interval: steps between two lines of progress where `console` (default: stdout) is no terminal.
             incidents: those of the run, which learn the step here; a terminal shows the newest.
+            wandb_project: project of Weights & Biases that gets the metrics too, and `wandb_config` as their config.
 
         Raises:
             StorageError: on every rank, when the files cannot be opened or cut.
+            ConfigError: on every rank, when W&B is asked for and not there.
         """
         self._sinks: list[_Sink] = []
+        self._wandb: WeightsAndBiases | None = None
         self._last_step = resumed_step
         self._incidents = incidents
         self._console: Console | None = None
@@ -57,6 +64,10 @@ class Metrics:
         def open_sinks() -> None:
             self._sinks.append(JsonLines(Path(folder) / "metrics.jsonl", resumed_step=resumed_step))
             self._sinks.append(_Events(Path(folder) / "tensorboard", resumed_step))
+            if wandb_project is not None:
+                self._wandb = WeightsAndBiases(
+                    Path(folder), wandb_project, wandb_config or {}, resumed=resumed_step > 0
+                )
             self._console = shown_on = console or Console()
             if shown_on.is_terminal and not shown_on.is_dumb_terminal:
                 self._sinks.append(LiveView(shown_on, total_steps, resumed_step, incidents))
@@ -65,8 +76,8 @@ class Metrics:
 
         try:
             on_rank_zero(open_sinks)
-        except StorageError:
-            self.close()
+        except MegalinError:
+            self.close(failed=True)
             raise
 
     def write(self, step: int, values: Mapping[str, float | int]) -> None:
@@ -80,6 +91,8 @@ class Metrics:
             self._incidents.step = step
         for sink in self._sinks:
             sink.write(step, values)
+        if self._wandb is not None:
+            self._wandb.write(step, values)
 
     def tell(self, line: str) -> None:
         """Prints a line beside the progress; nothing where this rank does not write."""
@@ -87,17 +100,26 @@ class Metrics:
         if console is not None:
             self._outlet.attempt(lambda: print_line(console, line))
 
-    def close(self) -> None:
-        """Closes the files and leaves the terminal as it was; a second call does nothing."""
+    def close(self, *, failed: bool = False) -> None:
+        """Closes the files and leaves the terminal as it was; a second call does nothing.
+
+        Args:
+            failed: whether an error ends the run, which W&B shows.
+        """
         for sink in self._sinks:
             sink.close()
         self._sinks = []
+        if self._wandb is not None:
+            self._wandb.close(failed=failed)
+            self._wandb = None
 
     def __enter__(self) -> Metrics:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(failed=error is not None)
 
 
 class _Sink(Protocol):
