@@ -1,4 +1,4 @@
-"""The command line: python -m megalin train | eval | generate | report | export | import | verify | params | config."""
+"""The command line: python -m megalin COMMAND, as train, plan or report (megalin/commands)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The commands of the command line, one module each: parse, call the library, print."""
 
-from megalin.commands import config, eval, export, generate, import_, params, report, train, verify
+from megalin.commands import config, eval, export, generate, import_, params, plan, report, train, verify
 from megalin.commands.base import Command
 
 COMMANDS: dict[str, Command] = {
@@ -13,5 +13,6 @@ COMMANDS: dict[str, Command] = {
     "config": config.COMMAND,
     "verify": verify.COMMAND,
     "params": params.COMMAND,
+    "plan": plan.COMMAND,
 }
 """Every command by its name on the command line."""

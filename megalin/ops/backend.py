@@ -6,7 +6,9 @@ import functools
 import importlib.util
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -46,6 +48,7 @@ class Choice(NamedTuple):
 
 _kernels: dict[str, Kernel] = {}
 _used: dict[str, Choice] = {}
+_supposed: ContextVar[bool] = ContextVar("supposed", default=False)
 
 
 def register(op: str, order: tuple[Compiled, ...], self_test: Callable[[Compiled, str], str]) -> None:
@@ -70,6 +73,9 @@ def choose(
     Raises:
         KernelError: `backend` names an implementation that the op has but that cannot run here.
     """
+    if _supposed.get():
+        fit = [name for name in _kernels[op].order if not (unsupported or (limits or {}).get(name))]
+        return fit[0] if fit else "reference"
     choice = _choose(op, backend, device, unsupported, limits or {})
     _used[op] = choice
     return choice.backend
@@ -126,6 +132,17 @@ def decide(op: str, device: str, limits: tuple[tuple[Compiled, str], ...] = ()) 
         reasons.append(f"{candidate}: {reason}")
     _log.warning("%s: no kernel runs here, the slower reference does (%s)", op, "; ".join(reasons))
     return Choice("reference", "; ".join(reasons))
+
+
+@contextmanager
+def supposing_kernels() -> Iterator[None]:
+    """For the body, every op takes the first kernel of its order that takes the arguments, as on a GPU where all are
+    sound: for tensors without values, of which shapes and what is kept are asked, on a machine where none runs."""
+    token = _supposed.set(True)
+    try:
+        yield
+    finally:
+        _supposed.reset(token)
 
 
 def used() -> dict[str, Choice]:

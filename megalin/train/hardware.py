@@ -6,7 +6,7 @@ import resource
 
 import torch
 
-_BF16_FLOPS_PER_SECOND = {"B200": 2.25e15, "H200": 989e12, "H100": 989e12, "A100": 312e12}
+BF16_FLOPS_PER_SECOND = {"B200": 2.25e15, "H200": 989e12, "H100": 989e12, "A100": 312e12}
 """Dense bf16 matrix rates by the vendor's data sheets, by a part of the device's name."""
 
 
@@ -15,7 +15,7 @@ def peak_flops_per_second(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((rate for part, rate in _BF16_FLOPS_PER_SECOND.items() if part in name), None)
+    return next((rate for part, rate in BF16_FLOPS_PER_SECOND.items() if part in name), None)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -1,0 +1,178 @@
+"""`megalin plan`: which meshes a model fits on so many GPUs, how fast each is, and why the others are not possible."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections import defaultdict
+from typing import Any, NamedTuple
+
+from megalin.commands.base import Command, model_from
+from megalin.config import read_toml
+from megalin.errors import ConfigError
+from megalin.model.config import ModelConfig
+from megalin.model.language_model import LanguageModel
+from megalin.scaling.chips import CHIPS, Chip, chip_named
+from megalin.scaling.estimate import Estimate, Estimator
+from megalin.scaling.search import Limits, Plan, Refusal, for_tensors, search
+from megalin.scaling.workload import Workload
+from megalin.train.build import COMPUTE_DTYPES
+from megalin.train.config import load_run_config
+
+_UNITS = {"GB": 10**9, "GiB": 2**30}
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="a preset, or a config file of a model or a run")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="changes to the config, as model.vocab_size=1"
+    )
+    parser.add_argument("--gpus", type=int, required=True, help="GPUs of the whole run")
+    parser.add_argument("--gpu", default="h200", help=f"their kind: {', '.join(CHIPS)} (h200)")
+    parser.add_argument("--memory", help="of one GPU, as 80GB or 75GiB (what its kind has)")
+    parser.add_argument("--length", type=int, help="tokens a sample (the run's; 8192)")
+    parser.add_argument("--global-batch-size", type=int, help="samples a step over all GPUs (the run's; 4 a GPU)")
+    parser.add_argument("--eager", action="store_true", help="blocks are not compiled (as the run says; compiled)")
+    parser.add_argument("--sequence-parallel", action="store_true", help="split activations inside the tp group")
+    parser.add_argument("--top", type=int, default=5, help="layouts to print (5)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, with every refusal")
+
+
+class _Question(NamedTuple):
+    workload: Workload
+    sequence_parallel: bool
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    for name in ("gpus", "length", "global_batch_size", "top"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: a plan needs at least 1")
+    chip = chip_named(arguments.gpu)
+    memory = chip.memory_bytes if arguments.memory is None else _parse_memory(arguments.memory)
+    workload, sequence_parallel = _question(arguments)
+    limits = Limits(arguments.gpus, for_tensors(memory), sequence_parallel)
+    plan = search(Estimator(workload, chip), limits, count=arguments.top)
+    if arguments.json:
+        print(json.dumps(_as_json(arguments, workload, chip, memory, plan)))
+    else:
+        _print(arguments, workload, chip, memory, plan)
+    return 0 if plan.best else 1
+
+
+def _question(arguments: argparse.Namespace) -> _Question:
+    """What is to be planned: of a run's config its own steps, else those of the command line.
+
+    Raises:
+        ConfigError: a config with problems, or an encoder.
+    """
+    name, length, batch = arguments.model, arguments.length, arguments.global_batch_size
+    run = None
+    if name.endswith(".toml") and "train" in read_toml(name):
+        run = load_run_config(name, arguments.overrides)
+    model = model_from(name, arguments.overrides) if run is None else run.model
+    if not isinstance(model, ModelConfig):
+        raise ConfigError(
+            f'{name}: model.kind = "encoder"; a plan reads decoders, and an encoder of its size fits one GPU'
+        )
+    return _Question(
+        Workload(
+            model,
+            length or (8192 if run is None else run.data.sequence_length),
+            batch or (4 * arguments.gpus if run is None else run.train.global_batch_size),
+            COMPUTE_DTYPES["bfloat16" if run is None else run.train.dtype],
+            not arguments.eager and (run is None or run.train.compile),
+        ),
+        arguments.sequence_parallel or (run is not None and run.parallel.sequence_parallel),
+    )
+
+
+def _parse_memory(text: str) -> int:
+    """Bytes of 80GB or 75.5GiB. Raises ConfigError for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(GB|GiB)", text)
+    if match is None or float(match[1]) <= 0:
+        raise ConfigError(f"--memory {text}: not an amount of memory; write it as 80GB or 75GiB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _as_json(arguments: argparse.Namespace, workload: Workload, chip: Chip, memory: int, plan: Plan) -> dict[str, Any]:
+    return {
+        "model": arguments.model,
+        "gpus": arguments.gpus,
+        "gpu": chip.name,
+        "memory_bytes": memory,
+        "length": workload.length,
+        "global_batch_size": workload.global_batch_size,
+        "compiled": workload.compiled,
+        "num_layouts": plan.num_layouts,
+        "best": [_layout_json(estimate) for estimate in plan.best],
+        "refused": [refusal._asdict() for refusal in plan.refusals],
+    }
+
+
+def _layout_json(estimate: Estimate) -> dict[str, Any]:
+    layout, parallel = estimate.layout, estimate.layout.parallel
+    return {
+        "name": layout.name(),
+        "tp": parallel.tp,
+        "cp": parallel.cp,
+        "pp": parallel.pp,
+        "dp": layout.dp,
+        "zero": layout.zero,
+        "sequence_parallel": parallel.sequence_parallel,
+        "micro_batch_size": layout.micro_batch_size,
+        "num_micro_batches": layout.num_micro_batches,
+        "recompute": layout.recompute,
+        "memory_bytes": {"total": estimate.memory.total, **estimate.memory._asdict()},
+        "step_seconds": {"total": estimate.time.total, **estimate.time._asdict()},
+        "sent_bytes": estimate.sent._asdict(),
+        "tokens_per_second": estimate.tokens_per_second,
+    }
+
+
+def _print(arguments: argparse.Namespace, workload: Workload, chip: Chip, memory: int, plan: Plan) -> None:
+    parameters = LanguageModel(workload.model).num_parameters()
+    print(
+        f"{arguments.model}: {parameters / 1e9:.2f} billion parameters, {workload.global_batch_size} samples of "
+        f"{workload.length} tokens a step, {'compiled' if workload.compiled else 'eager'} blocks"
+    )
+    free = for_tensors(memory)
+    print(f"{arguments.gpus} x {chip.name} of {memory / 2**30:.1f} GiB, {free / 2**30:.1f} of it for tensors")
+    print(f"{plan.num_layouts} layouts were tried; the fastest of each mesh that fits:\n" if plan.best else "")
+    for number, estimate in enumerate(plan.best, 1):
+        _print_estimate(number, estimate)
+    if not plan.best:
+        print("No layout fits. Use more GPUs or memory, or another global batch size; the reasons:\n")
+    _print_refusals(plan.refusals)
+
+
+def _print_estimate(number: int, estimate: Estimate) -> None:
+    memory, seconds = estimate.memory.total / 2**30, estimate.time.total
+    print(
+        f"{number}. {estimate.layout.name()}: {memory:.1f} GiB, {seconds:.3g} s a step, "
+        f"{estimate.tokens_per_second:,.0f} tokens/s"
+    )
+    print(f"   GiB: {_parts(estimate.memory._asdict(), 2**30, '.1f')}")
+    print(f"   seconds: {_parts(estimate.time._asdict(), 1, '.3f')}")
+    print(f"   GB sent by a GPU: {_parts(estimate.sent._asdict(), 1e9, '.2f') or 'nothing'}\n")
+
+
+def _parts(values: dict[str, float], unit: float, form: str) -> str:
+    shown = {name.replace("_", " "): format(value / unit, form) for name, value in values.items()}
+    return ", ".join(f"{name} {text}" for name, text in shown.items() if float(text))
+
+
+def _print_refusals(refusals: list[Refusal]) -> None:
+    by_kind: dict[str, list[Refusal]] = defaultdict(list)
+    for refusal in refusals:
+        by_kind[refusal.kind].append(refusal)
+    if by_kind:
+        print("not possible:")
+    for kind, group in sorted(by_kind.items(), key=lambda item: -len(item[1])):
+        nearest = min(group, key=lambda refusal: refusal.missing_bytes)
+        told = "" if nearest.reason == kind else f"; as {nearest.layout}: {nearest.reason}"
+        print(f"{len(group):6}  {kind}{told}")
+
+
+COMMAND = Command("find the meshes that a model fits, with memory and time of each", _add_arguments, _run)

@@ -1,0 +1,90 @@
+"""What was measured on H200 (docs/benchmarks/), and what the planner says of it; run as a module: the table of
+docs/planner.md."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from megalin.model.presets import load_preset
+from megalin.parallel.mesh import ParallelConfig
+from megalin.scaling.chips import CHIPS
+from megalin.scaling.estimate import Estimate, Estimator
+from megalin.scaling.workload import Layout, Workload
+
+
+class Measured(NamedTuple):
+    """Peak of allocated memory and median step of a run of tools/benchmark_train.py with --compile."""
+
+    preset: str
+    batch: int
+    """Samples of a micro-batch."""
+    length: int
+    peak_gib: float
+    step_seconds: float
+    axes: str = ""
+    dp: int = 1
+    micro_batches: int = 1
+    vocab_size: int | None = None
+    recompute: bool = False
+
+    def name(self) -> str:
+        """The row in words."""
+        parts = [f"{self.micro_batches} x {self.batch} x {self.length}", self.axes, "recompute" * self.recompute]
+        return ", ".join([self.preset, *filter(None, parts)]) + (f", dp {self.dp}" if self.dp > 1 else "")
+
+    def estimate(self) -> Estimate:
+        """What the planner says."""
+        model = load_preset(self.preset).model
+        if self.vocab_size is not None:
+            model = model.model_copy(update={"vocab_size": self.vocab_size})
+        axes: dict[str, Any] = {
+            name: int(size) for name, size in (axis.split() for axis in self.axes.split(", ") if axis)
+        }
+        layout = Layout(ParallelConfig(**axes), self.dp, self.batch, self.micro_batches, self.recompute)
+        samples = self.batch * self.micro_batches * self.dp
+        workload = Workload(model, self.length, samples, torch.bfloat16, True)
+        return Estimator(workload, CHIPS["h200"]).estimate(layout, closely=True)
+
+
+ROWS = [
+    Measured("transnormerllm-1b-64k", 4, 8192, 57.0, 0.353, vocab_size=50304),
+    Measured("tnl-1b", 4, 8192, 83.2, 0.426),
+    Measured("hgrn2-1b", 4, 8192, 87.1, 0.454),
+    Measured("cosformer2-1b", 4, 8192, 88.3, 0.4735),
+    Measured("mamba2-1b", 4, 8192, 110.8, 0.6462),
+    Measured("rodimus-1.3b", 4, 8192, 119.6, 0.6613),
+    Measured("llama-1b", 4, 8192, 66.4, 0.563),
+    Measured("transnormerllm-1b-64k", 1, 32768, 57.4, 32768 / 87393),
+    Measured("transnormerllm-1b-64k", 1, 65536, 50.5, 32768 / 81523, "cp 2"),
+    Measured("transnormerllm-1b-64k", 1, 131072, 47.7, 32768 / 81567, "cp 4"),
+    Measured("transnormerllm-1b-64k", 1, 131072, 49.1, 32768 / 82326, "cp 4, zero 2"),
+    Measured("transnormerllm-1b-64k", 4, 8192, 47.3, 32768 / 84265, dp=4),
+    Measured("transnormerllm-7b-64k", 2, 2048, 110.8, 4096 / 10265),
+    Measured("transnormerllm-7b-64k", 2, 2048, 103.7, 4096 / 8666, recompute=True),
+    Measured("transnormerllm-7b-64k", 2, 2048, 58.0, 4096 / 18604, "tp 2"),
+    Measured("transnormerllm-7b-64k", 2, 2048, 31.5, 4096 / 26180, "tp 4"),
+    Measured("transnormerllm-1b-64k", 2, 4096, 28.8, 98304 / 85472, micro_batches=12),
+    Measured("transnormerllm-1b-64k", 2, 4096, 17.7, 98304 / 66029 / 4, "pp 4", micro_batches=12),
+]
+
+
+def table() -> str:
+    """The rows as Markdown."""
+    lines = [
+        "| run | GiB measured | planned | error | ms measured | planned | error |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in ROWS:
+        found = row.estimate()
+        peak, seconds = found.memory.total / 2**30, found.time.total
+        lines.append(
+            f"| {row.name()} | {row.peak_gib:.1f} | {peak:.1f} | {peak / row.peak_gib - 1:+.1%} "
+            f"| {row.step_seconds * 1e3:.0f} | {seconds * 1e3:.0f} | {seconds / row.step_seconds - 1:+.1%} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())

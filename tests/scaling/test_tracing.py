@@ -1,0 +1,99 @@
+"""What a trace reports of functions whose costs can be told by hand, eager and compiled."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megalin.layers.mixers.base import FullPrecision
+from megalin.ops import backend
+from megalin.parallel.collectives import reduce_from_axis
+from megalin.parallel.fake import fake_mesh
+from megalin.parallel.mesh import ParallelConfig
+from megalin.scaling.tracing import take_shape, trace, trace_compiled, without_values
+
+ROWS, WIDTH, INNER = 64, 32, 96
+X, H, W = ROWS * WIDTH * 4, ROWS * INNER * 4, WIDTH * INNER * 4
+
+
+class _Gated(nn.Module):
+    """y = (exp(x U^T) * 2) V^T"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.empty(INNER, WIDTH, device="meta"))
+        self.down = nn.Parameter(torch.empty(WIDTH, INNER, device="meta"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.exp(x @ self.up.T) * 2.0) @ self.down.T
+
+
+def test_an_eager_function_keeps_what_its_backward_reads():
+    module = _Gated()
+    with without_values():
+        take_shape(module, torch.float32)
+        cost = trace(module, module, torch.empty(ROWS, WIDTH, requires_grad=True))
+    assert cost.saved_bytes == X + 2 * H  # x, exp(..) and its double; the weights are not counted
+    # exp and its multiple forward, and backward: each reads one or two tensors and writes one.
+    assert cost.moved_bytes >= 8 * H
+    assert cost.backward_bytes >= cost.saved_bytes + H
+
+
+def test_a_compiled_function_keeps_less_and_fuses():
+    module = _Gated()
+    with without_values():
+        take_shape(module, torch.float32)
+        cost = trace_compiled(module, module, torch.empty(ROWS, WIDTH, requires_grad=True))
+    assert cost.saved_bytes <= X + 2 * H
+    assert cost.moved_bytes <= 6 * H  # of exp's: read, written; backward: gradient, exp read, one written
+    assert cost.forward == cost.backward == []
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_collectives_of_both_directions_are_told(compiled):
+    with fake_mesh(ParallelConfig(tp=4), 4) as mesh:
+        axis, module = mesh.tp.axis, _Gated()
+
+        def run(x: Tensor) -> Tensor:
+            return reduce_from_axis(module(mesh.tp.enter(x)), axis)
+
+        class _Split(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = module
+
+            def forward(self, x: Tensor) -> Tensor:
+                return run(x)
+
+        split = _Split()
+        with without_values():
+            take_shape(split, torch.float32)
+            x = torch.empty(ROWS, WIDTH, requires_grad=True)
+            cost = trace_compiled(split, split, x) if compiled else trace(split, split, x)
+        for exchanges in (cost.forward, cost.backward):
+            assert [(each.collective, each.group, each.bytes) for each in exchanges] == [
+                ("all_reduce", axis.group_name, X)
+            ]
+
+
+def test_ops_take_their_kernels_without_a_gpu_and_forget_it():
+    with without_values():
+        assert backend.choose("srmsnorm", "auto", "cpu") == "triton"
+        assert backend.choose("srmsnorm", "auto", "cpu", "an empty tensor") == "reference"
+    assert backend.choose("srmsnorm", "auto", "cpu") == "reference"
+
+
+class _Precise(FullPrecision):
+    def __init__(self) -> None:
+        super().__init__()
+        self.angle = nn.Parameter(torch.empty(3, device="meta"))
+
+
+def test_weights_take_the_dtypes_that_they_compute_in():
+    module = nn.ModuleDict({"plain": nn.Linear(2, 3, device="meta"), "precise": _Precise()})
+    module.register_buffer("table", torch.zeros(5, dtype=torch.int32, device="meta"))
+    with without_values():
+        take_shape(module, torch.bfloat16)
+    assert module["plain"].weight.dtype == torch.bfloat16
+    assert module["precise"].angle.dtype == torch.float32
+    assert module.get_buffer("table").dtype == torch.int32
+    assert module["plain"].weight.device.type == "cpu"
