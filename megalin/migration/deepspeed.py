@@ -210,5 +210,5 @@ def _add_zero(value: Any, imported: Imported) -> Any:
     if not isinstance(value, dict):
         imported.set("parallel.zero", int(bool(value)), "zero_optimization")
         return {}
-    imported.set("parallel.zero", value.get("stage", 0), "zero_optimization.stage")
+    _set(imported, "parallel.zero", value.get("stage", 0), "zero_optimization.stage")
     return {name: setting for name, setting in value.items() if name != "stage" and setting != "auto"}

@@ -26,6 +26,9 @@ _YAML_NAMES = {
     "add_position_embedding": "position-embedding",
     "num_moe_experts": "num-experts",
     "fp8": "fp8-format",
+    "apply_rope_fusion": "rope-fusion",
+    "perform_initialization": "initialization",
+    "enable_one_logger": "one-logger",
     "virtual_pipeline_model_parallel_size": "num-virtual-stages-per-pipeline-rank",
 }
 """Fields of Megatron-LM's config classes whose flags have other names."""
@@ -121,15 +124,15 @@ def read_yaml(text: str, imported: Imported) -> dict[str, list[str]]:
     if not isinstance(values, dict):
         raise ConfigError(f"{imported.source}: holds no table; give Megatron-LM's YAML of a run")
     flags: dict[str, list[str]] = {}
-    _add_table(values, flags)
+    tables = values.get("MODEL_ARGS")
+    _add_table(tables if isinstance(tables, dict) else values, flags)
     return flags
 
 
 def _add_table(table: Mapping[Any, Any], flags: dict[str, list[str]]) -> None:
     for key, value in table.items():
         if isinstance(value, dict):
-            if key != "ENV_VARS":
-                _add_table(value, flags)
+            _add_table(value, flags)
             continue
         name = str(key).lstrip("-")
         name = _YAML_NAMES.get(name, name.replace("_", "-"))
@@ -207,9 +210,11 @@ class Flags:
             if name in self._asked:
                 continue
             key = " ".join([name, *words])
-            if name in reasons():
+            if words in (["0"], ["0.0"]) or (words == ["1"] and name.endswith("-parallel-size")):
+                self._imported.note("no effect", key, "it is off")
+            elif name in reasons():
                 self._imported.note(reasons()[name].verdict, key, reasons()[name].text)
-                continue
-            close = difflib.get_close_matches(name, [*reasons(), *self._asked], n=1, cutoff=0.75)
-            hint = f"; did you mean {close[0]}?" if close else "; a fork's or an older one's?"
-            self._imported.note("unknown", key, f"Megatron-LM has no such flag{hint}")
+            else:
+                close = difflib.get_close_matches(name, [*reasons(), *self._asked], n=1, cutoff=0.75)
+                hint = f"; did you mean {close[0]}?" if close else "; a fork's or an older one's?"
+                self._imported.note("unknown", key, f"Megatron-LM has no such flag{hint}")

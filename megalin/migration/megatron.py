@@ -52,6 +52,8 @@ def add_run(flags: Flags, imported: Imported, *, ranks: int | None) -> None:
     _add_optimizer(flags, imported)
     _add_schedule(flags, imported)
     _add_data(flags, imported)
+    if flags.has("--yaml-cfg"):
+        imported.note("differs", "--yaml-cfg", "Megatron-LM reads that file in place of flags; import it")
     flags.tell_rest()
 
 
@@ -198,6 +200,7 @@ def _add_schedule(flags: Flags, imported: Imported) -> None:
         return
     if peak:
         imported.set("schedule.min_lr_ratio", least / peak, "--min-lr over --lr")
+    imported.hint("schedule", "Megatron-LM's rate falls linearly from the warmup to the last step")
     if style == "linear" and steps is not None:
         imported.set("schedule.decay_steps", steps - warmup, "the steps after the warmup")
     if style == "WSD":

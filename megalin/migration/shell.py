@@ -30,7 +30,7 @@ class Script(NamedTuple):
 def read_script(text: str, variables: Mapping[str, str]) -> Script:
     """Reads bash: assignments, arrays, `if` and `case` over texts and numbers; loops and here-documents are left out.
 
-    A variable that nothing has set stays in the words as `${NAME}`; of the environment nothing is read.
+    A variable that nothing has set stays in the words as `${NAME}`; of the environment nothing is read. PWD is `.`.
 
     Args:
         variables: given by hand: those of the environment, and arguments of the script by their numbers.
@@ -38,7 +38,7 @@ def read_script(text: str, variables: Mapping[str, str]) -> Script:
     Raises:
         ConfigError: a quote or bracket that is never closed.
     """
-    reader = _Reader(Scope({name: [value] for name, value in variables.items()}))
+    reader = _Reader(Scope({name: [value] for name, value in {"PWD": ".", **variables}.items()}))
     for statement in _statements(tokens(text)):
         reader.execute(statement)
     return Script(reader.commands, reader.notes)

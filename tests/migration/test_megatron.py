@@ -191,9 +191,13 @@ def test_flag_becomes_a_key(flags, field, value):
         ("--normalization L2", "differs", "--normalization L2"),
         ("--eval-iters 0", "differs", "--eval-iters 0"),
         ("--deepspeed", "differs", "--deepspeed"),
+        ("--yaml-cfg run.yaml", "differs", "--yaml-cfg"),
         ("--tokenizer-model hub/name", "differs", "--tokenizer-model hub/name"),
         ("--num-query-groups 2", "no effect", "--num-query-groups"),
         ("--sequence-parallel", "no effect", "--sequence-parallel"),
+        ("--expert-model-parallel-size 1", "no effect", "--expert-model-parallel-size 1"),
+        ("--expert-model-parallel-size 2", "not available", "--expert-model-parallel-size 2"),
+        ("--moe-aux-loss-coeff 0.0", "no effect", "--moe-aux-loss-coeff 0.0"),
         ("--hybrid-layer-pattern M-M*", "not available", "--hybrid-layer-pattern M-M*"),
         ("--mock-data", "not available", "--mock-data"),
         ("--num-workers ${WORKERS}", "fill in", "--num-workers"),
@@ -303,7 +307,7 @@ def test_yaml_says_the_same_as_flags():
 def test_yaml_of_flags():
     imported = Imported("model_config.yaml")
     flags = {name: " ".join(words) if words else True for name, words in parse_flags(SMALL.split()).items()}
-    add_yaml(yaml.safe_dump({"ENV_VARS": {"NCCL_ALGO": "Ring"}, "MODEL_ARGS": {**flags, "--bf16": False}}), imported)
+    add_yaml(yaml.safe_dump({"TEST_TYPE": "regular", "MODEL_ARGS": {**flags, "--bf16": False}}), imported)
     assert imported.values == _imported(SMALL).values
 
 

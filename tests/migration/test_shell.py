@@ -91,9 +91,11 @@ def test_words_are_those_of_bash(script, tmp_path):
 
 
 def test_given_variables_and_arguments_are_used_and_others_stay():
-    script = "CHECKPOINT=$1\nDATA=$2\nrun --save $CHECKPOINT --data ${DATA} --home $HOME --name ${JOB:-none}"
+    script = (
+        "CHECKPOINT=$1\nDATA=$2\nrun --save $CHECKPOINT --data ${DATA} --home $HOME --name ${JOB:-none} --here $PWD/x"
+    )
     (words,) = read_script(script, {"1": "out", "JOB": "mine"}).commands
-    assert words == ["run", "--save", "out", "--data", "${2}", "--home", "${HOME}", "--name", "mine"]
+    assert words == ["run", "--save", "out", "--data", "${2}", "--home", "${HOME}", "--name", "mine", "--here", "./x"]
 
 
 def test_what_only_a_shell_can_tell_is_left_out_and_told():
