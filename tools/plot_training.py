@@ -5,12 +5,11 @@ python tools/plot_training.py steps.jsonl steps.png
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from train_benchmarks.pictures import draw_lines
 
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:
@@ -38,12 +37,5 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def main() -> None:
-    if len(sys.argv) != 3:
-        raise SystemExit("usage: python tools/plot_training.py LINES PNG")
-    lines = Path(sys.argv[1]).read_text("utf-8").splitlines()
-    plot([json.loads(line) for line in lines if line.startswith("{")], Path(sys.argv[2]))
-
-
 if __name__ == "__main__":
-    main()
+    draw_lines(plot, __doc__)

@@ -1,5 +1,6 @@
 """What of the training benchmark needs no GPU: its clock, what it records, the bytes of the floor's rule, peers."""
 
+import json
 import sys
 from argparse import Namespace
 from collections import Counter
@@ -266,12 +267,15 @@ def test_steps_are_drawn_with_and_without_floor_and_peer(tmp_path):
 
 def test_rates_of_several_ranks_are_drawn_beside_one(tmp_path):
     from plot_parallel import mesh_name, plot
+    from train_benchmarks.pictures import draw_lines
 
     one = {"model": "tnl-1b", "ranks": 1, "parallel": {}, "device": "a chip", "tokens_per_second_per_rank": 80e3}
     more = {**one, "ranks": 4, "parallel": {"cp": 4, "zero": 2}, "tokens_per_second_per_rank": 70e3}
     sharded = {**more, "parallel": {}}
     assert [mesh_name(line) for line in (one, more, sharded)] == ["one GPU", "cp 4, zero 2", "dp 4"]
-    plot([one, more, sharded], tmp_path / "parallel.png")
+    lines = "\n".join(["a line for people", *map(json.dumps, (one, more, sharded))])
+    (tmp_path / "lines.jsonl").write_text(lines)
+    draw_lines(plot, "", [str(tmp_path / name) for name in ("lines.jsonl", "parallel.png")])
     assert (tmp_path / "parallel.png").read_bytes().startswith(b"\x89PNG")
 
 
