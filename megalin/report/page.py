@@ -28,6 +28,7 @@ body { font: 15px/1.5 system-ui, sans-serif; color: #1c2430; margin: 2rem auto; 
 h1 { margin-bottom: 0; overflow-wrap: anywhere; } h2 { margin-top: 2.5rem; border-bottom: 1px solid #d5dae1; }
 table { border-collapse: collapse; } th, td { text-align: left; padding: .2rem 1rem .2rem 0; vertical-align: top; }
 td:last-child { overflow-wrap: anywhere; } td:not(:last-child) { white-space: nowrap; }
+td:last-child:not(:first-child) { min-width: 8rem; }
 tbody tr { border-top: 1px solid #e8ebef; } thead th { color: #5b6675; }
 .scroll { overflow-x: auto; max-height: 32rem; overflow-y: auto; } .error, .error td { color: #b3261e; }
 figure { margin: 1.5rem 0; } figcaption { font-weight: 600; } img { max-width: 100%; height: auto; }
@@ -114,10 +115,10 @@ def _summary(run: RunRecord) -> list[tuple[str, str]]:
     last, seconds, rates = progress.last, progress.sums["step_seconds"], progress.curves["tokens_per_second"]
     rows = [("Folder", str(run.path.absolute()))]
     if "loss" in last:
-        rows.append(("Loss", f"{last['loss']:.4f} nats a token"))
+        rows.append(("Loss", f"{last['loss']:.4f} {_nats(run)}"))
     if progress.evaluations and "loss" in progress.evaluations[-1]:
         newest = progress.evaluations[-1]
-        rows.append(("Held-out loss", f"{newest['loss']:.4f} nats a token, after step {newest['step']:,}"))
+        rows.append(("Held-out loss", f"{newest['loss']:.4f} {_nats(run)}, after step {newest['step']:,}"))
     if "tokens" in last:
         rows.append(("Tokens", f"{last['tokens']:,.0f}"))
     if rates:
@@ -136,6 +137,11 @@ def _summary(run: RunRecord) -> list[tuple[str, str]]:
     return [*rows, ("Newest checkpoint", f"{saved.name}, {size}, {_time(saved.written)}; verified when it is loaded")]
 
 
+def _nats(run: RunRecord) -> str:
+    """The unit of the loss; an encoder's is the sum of one a masked token and one a pair of sentences."""
+    return "nats" if run.progress.curves["mlm_loss"] else "nats a token"
+
+
 def _curves(body: Element, run: RunRecord) -> None:
     _add(body, "h2", "Curves")
     names = {"loss": "training", "mlm_loss": "MLM", "nsp_loss": "NSP", "evaluation_loss": "held out"}
@@ -145,7 +151,7 @@ def _curves(body: Element, run: RunRecord) -> None:
     norm = [Curve("gradient norm", _thinned(curves["grad_norm"]))]
     resumed = sorted({incident.step for incident in run.incidents if incident.kind == "resumed"})
     for caption, ylabel, drawn in (
-        ("Loss", "loss (nats per token)", losses),
+        ("Loss", f"loss ({_nats(run)})", losses),
         ("Throughput", "tokens/s", rate),
         ("Gradient norm before clipping", "L2 norm", norm),
     ):

@@ -165,8 +165,9 @@ def test_losses_of_an_encoder_are_told_apart(tmp_path):
     assert run.progress.curves["mlm_loss"] == [(1, 2.75)]
     parsed = Page(page(run))
     assert_harmless(parsed)
-    for expected in ("mlm accuracy", "12.50%", "75.00%", "2.5000", "1,000"):
+    for expected in ("mlm accuracy", "12.50%", "75.00%", "2.5000", "1,000", "3.5000 nats", "3.0000 nats, after"):
         assert expected in parsed.text, expected
+    assert "nats a token" not in parsed.text
 
 
 @pytest.mark.parametrize(
