@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-import shlex
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
@@ -17,7 +16,7 @@ from megalin.errors import ConfigError
 from megalin.migration.imported import Imported, Verdict, variable_hint
 from megalin.migration.shell import read_script
 
-_PROGRAM = re.compile(r"[\w./${}-]*\.py")
+_INSIDE = re.compile(r"\.py\s.*--", re.DOTALL)
 _NUMBER = re.compile(r"-?\.?\d")
 _YAML_NAMES = {
     "layernorm_epsilon": "norm-epsilon",
@@ -81,21 +80,18 @@ def read_command(text: str, variables: Mapping[str, str], imported: Imported) ->
 
 def _command(words: Sequence[str]) -> Command | None:
     """The command where it has flags for a Python program, also inside one word as `srun bash -c "..."` has it."""
-    if inner := next((word for word in words if re.search(r"\.py\s+--", word)), None):
-        words = _split(inner)
-    start = next((index for index, word in enumerate(words) if _PROGRAM.fullmatch(word)), None)
+    if inner := next((word for word in words if _INSIDE.search(word)), None):
+        words = next((inside for inside in read_script(inner, {}).commands if _program(inside) is not None), [])
+    start = _program(words)
     if start is None:
-        first = next((index for index, word in enumerate(words) if word.startswith("--")), len(words))
-        return Command([], "", parse_flags(words)) if first == 0 and words else None
+        alone = bool(words) and words[0].startswith("--")
+        return Command([], "", parse_flags(words)) if alone else None
     flags = parse_flags(words[start + 1 :])
     return Command(list(words[:start]), words[start], flags) if flags else None
 
 
-def _split(text: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise ConfigError(f"{text!r} is not a command: {error}; close its quotes") from None
+def _program(words: Sequence[str]) -> int | None:
+    return next((index for index, word in enumerate(words) if word.endswith(".py")), None)
 
 
 def parse_flags(words: Iterable[str]) -> dict[str, list[str]]:

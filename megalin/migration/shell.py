@@ -183,6 +183,9 @@ class _Reader:
         fields = [field for token in words[rest:] for field in self.scope.expand(token)]
         if name in ("source", "."):
             self.notes.append((words[rest].line, f"{' '.join(fields)} is not read; give its variables by hand"))
+        elif name == "eval":
+            for statement in _statements(tokens(" ".join(fields[1:]))):
+                self.execute(statement)
         elif fields:
             self.commands.append(fields)
         return None if condition else True

@@ -260,13 +260,24 @@ def test_sizes_that_the_mesh_does_not_divide_are_told():
     assert any("tp = 3" in f"{key}: {text}" for key, text in notes.items())
 
 
-def test_command_inside_a_word_and_several_commands():
+@pytest.mark.parametrize(
+    "command",
+    [
+        'CMD="torchrun pretrain_gpt.py $FLAGS 2>&1"; srun --label bash -c "cd code && $CMD | tee log"',
+        'run_cmd="deepspeed `pwd`/../pretrain_gpt.py ${FLAGS} &> $LOG/${NAME}.log"\neval ${run_cmd}',
+        'LOCAL=1 python -u "$(dirname $0)/pretrain_gpt.py" $FLAGS > log &',
+        "$FLAGS",
+    ],
+    ids=["srun", "eval", "background", "flags"],
+)
+def test_command_is_found_in_all_its_wrappings(command):
     imported = Imported("script")
     flags = SMALL.replace("\n", " ")
-    script = f"torchrun pretrain_gpt.py --lr 1\nCMD='torchrun pretrain_gpt.py {flags}'\nsrun bash -c \"$CMD\""
+    script = f'python pretrain_gpt.py --lr 1\nFLAGS="{flags} --save $SAVE"\nset -x\n{command}\nset +x'
     add_script(script, {}, imported)
     assert imported.get("optimizer.lr") == 1e-3
-    assert _notes(imported, "differs")["pretrain_gpt.py"] == "another command of the script; the last one is read"
+    assert _notes(imported, "differs") == {"pretrain_gpt.py": "another command of the script; the last one is read"}
+    assert {note.key for note in imported.notes} == {"pretrain_gpt.py", "--save ${SAVE}"}
 
 
 @pytest.mark.parametrize("program", ["pretrain_bert.py", "pretrain_hybrid.py"])
@@ -280,11 +291,6 @@ def test_other_programs_are_told(program):
 def test_script_without_a_training_is_refused(script, message):
     with pytest.raises(ConfigError, match=message):
         _imported(script)
-
-
-def test_quotes_left_open_inside_a_word_are_refused():
-    with pytest.raises(ConfigError, match="is not a command: No closing quotation; close its quotes"):
-        _imported("""bash -c "python pretrain_gpt.py --save 'x" """)
 
 
 def _yaml_of(flags):
@@ -309,6 +315,7 @@ def test_yaml_of_flags():
     flags = {name: " ".join(words) if words else True for name, words in parse_flags(SMALL.split()).items()}
     add_yaml(yaml.safe_dump({"TEST_TYPE": "regular", "MODEL_ARGS": {**flags, "--bf16": False}}), imported)
     assert imported.values == _imported(SMALL).values
+    assert _notes(imported, "unknown") == {}
 
 
 @pytest.mark.parametrize(("text", "message"), [("a: [", "not readable YAML"), ("- 1", "holds no table")])
