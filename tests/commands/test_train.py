@@ -11,8 +11,10 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from megalin.__main__ import main
 from megalin.train.run_folder import RunFolder
@@ -47,6 +49,13 @@ def test_run_folder_holds_all_that_the_run_made(trained, capsys):
     assert line["tokens"] == 12 * 4 * 36
     assert line["tokens_per_second"] == pytest.approx(4 * 36 / line["step_seconds"])
     assert {"grad_norm", "data_wait_seconds", "peak_memory_bytes", "evaluation_bits_per_byte"} <= line.keys()
+    assert [(line["step"], line["kind"], line["message"]) for line in _incidents(trained)] == [
+        (0, "started", "on 1 x cpu")
+    ]
+
+
+def _incidents(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "incidents.jsonl").read_text().splitlines()]
 
 
 def test_finished_run_says_so(run, config, capsys):
@@ -67,6 +76,10 @@ def test_torchrun_trains_with_tensor_parallel_ranks(config, trained, tmp_path):
     assert "validation: loss" in done.stdout
     assert done.stdout.count("step 12 of 12") == 1
     assert losses(tmp_path / "run") == pytest.approx(losses(trained), rel=2e-5)
+    environment = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert environment["mesh"] == {"tp": 2, "cp": 1, "pp": 1, "dp": 1, "zero": 0}
+    assert (environment["ranks"], environment["device"]) == (2, "cpu")
+    assert environment["versions"]["torch"] == torch.__version__
 
 
 @pytest.mark.parametrize(
@@ -258,6 +271,8 @@ def test_damaged_checkpoint_is_passed_over_with_a_warning(run, config, trained, 
     assert f"{damaged}: its sha256 is not the manifest's: the bytes changed" in caplog.text
     assert "step-00000010" in caplog.text
     assert "step-00000008" not in caplog.text
+    warned = [line["message"] for line in _incidents(run) if line["kind"] == "warning"]
+    assert warned[0].startswith(f"checkpoint passed over: {damaged.parent}: {damaged}: its sha256")
     assert metrics(run) == metrics(trained)
     assert [path.name for path in (run / "checkpoints").glob(".tmp-*")] == []
 
@@ -289,3 +304,6 @@ def test_loss_that_is_not_finite_ends_the_run_and_publishes_nothing(fails, confi
     assert re.search(r"step 2: loss .* is not finite; first in rank 0: embedding.weight", message)
     assert steps_saved(tmp_path / "run") == [1]
     assert len(losses(tmp_path / "run")) == 1
+    incident = _incidents(tmp_path / "run")[-1]
+    assert (incident["step"], incident["kind"]) == (1, "error")
+    assert incident["message"].startswith("NumericError: step 2: loss")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,15 @@ def test_line_that_a_crash_tore_is_cut_off(tmp_path):
     with Incidents(tmp_path / "incidents.jsonl") as incidents:
         incidents.begin(2, "on 1 x cpu")
     assert [line["kind"] for line in _lines(tmp_path)] == ["started", "resumed"]
+
+
+def test_full_disk_does_not_end_the_run(tmp_path, caplog):
+    with Incidents(tmp_path / "incidents.jsonl") as incidents, Path("/dev/full").open("wb") as full:
+        os.dup2(full.fileno(), incidents._file._file._descriptor)
+        for _ in range(2):
+            _log.warning("a kernel fell back")
+    told = "incidents.jsonl cannot be written (No space left on device)"
+    assert [told in message for message in caplog.messages] == [True, False, False]
 
 
 def test_file_that_cannot_be_opened_is_named(tmp_path):

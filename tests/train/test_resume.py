@@ -148,6 +148,7 @@ def test_run_killed_at_random_goes_on_as_if_nothing_had_happened(config, whole_r
     run_ranks(1, _runs, config, [(folder, [])])
     assert_same_end(folder, whole_runs["single"])
     assert ledger(folder) == ledger(whole_runs["single"])
+    assert '"taken over", "message": "from pid ' in (folder / "incidents.jsonl").read_text()
     assert [path.name for path in (folder / "checkpoints").glob(".tmp-*")] == []
 
 
