@@ -85,15 +85,7 @@ def resolve_deepspeed(path: str | None, owned: Sequence[Owned], *, stage: int | 
     for item in owned:
         _set(settings, item.key, item.value)
     _fill(settings)
-    bf16, stage = _get(settings, "bf16.enabled"), _get(settings, "zero_optimization.stage")
-    if stage not in (0, 1, 2, 3):
-        problems.append(f"zero_optimization.stage = {stage!r} is none of 0, 1, 2, 3")
-    if bf16 and stage == 0:
-        problems.append(
-            "zero_optimization.stage = 0 in bfloat16: this engine would add gradients up in bfloat16 and, with tensor "
-            "parallelism, clip to a norm that misses other ranks' slices; use stage 1, 2 or 3 (parallel.zero), or "
-            "train.engine = 'fsdp2'"
-        )
+    problems += _stage_problems(settings)
     if problems:
         source = "train.engine = 'deepspeed'" if path is None else path
         raise ConfigError(f"{source}: {len(problems)} problem(s)\n" + "\n".join(f"  {line}" for line in problems))
@@ -129,9 +121,29 @@ def _contradictions(document: Mapping[str, Any], owned: Sequence[Owned]) -> Iter
         yield f"gradient_allreduce_op = {operation!r}: the loss is scaled for a mean; remove it"
     if _get(document, "managed_gradient_accumulation") is False:
         yield "managed_gradient_accumulation = false: train.global_batch_size says when a step ends; remove it"
-    for part in ("offload_optimizer", "offload_param"):
-        if _get(document, f"zero_optimization.{part}.device") == "nvme":
-            yield f"zero_optimization.{part}.device = 'nvme': states on disks cannot be saved by the run; use 'cpu'"
+
+
+def _stage_problems(settings: Mapping[str, Any]) -> Iterator[str]:
+    """What does not work, or is silently not done, at the stage."""
+    stage = _get(settings, "zero_optimization.stage")
+    if stage not in (0, 1, 2, 3):
+        yield f"zero_optimization.stage = {stage!r} is none of 0, 1, 2, 3"
+        return
+    if stage == 0 and _get(settings, "bf16.enabled"):
+        yield (
+            "zero_optimization.stage = 0 in bfloat16: this engine would add gradients up in bfloat16 and, with tensor "
+            "parallelism, clip to a norm that misses other ranks' slices; use stage 1, 2 or 3 (parallel.zero), or "
+            "train.engine = 'fsdp2'"
+        )
+    for part, least in (("offload_optimizer", 1), ("offload_param", 3)):
+        device = _get(settings, f"zero_optimization.{part}.device") or "none"
+        if device not in ("none", "cpu"):
+            yield f"zero_optimization.{part}.device = {device!r}: a run saves what the host's memory holds; use 'cpu'"
+        elif device == "cpu" and stage < least:
+            yield (
+                f"zero_optimization.{part} does nothing at stage {stage}; use stage {least} or more (parallel.zero), "
+                "or remove it"
+            )
 
 
 def _is_on(value: Any) -> bool:

@@ -6,6 +6,7 @@ import argparse
 import copy
 import math
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -256,14 +257,21 @@ def _check_model(model: Model, mesh: Mesh, stage: int) -> None:
 
 
 def _initialize(model: Model, optimizer: torch.optim.AdamW, settings: dict[str, Any], mesh: Mesh) -> Any:
-    """DeepSpeed's own engine. Nothing is compiled for it."""
+    """DeepSpeed's own engine. Nothing is compiled for it. Raises ConfigError for settings that it refuses."""
     os.environ.setdefault("DS_ACCELERATOR", mesh.device.type)
     os.environ.setdefault("LOCAL_RANK", str(launched().local_rank))
     import deepspeed
 
     if mesh.device.type == "cpu":  # else it compiles collectives over shared memory, which gloo has
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # It calls collectives by names that torch 2.12 changed, and torch would tell so at every change of weights.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    deepspeed.init_distributed()  # takes the process group that there is
     groups = ModelParallelUnit(mesh)
+    try:
+        deepspeed.DeepSpeedConfig(copy.deepcopy(settings), groups)
+    except (ValueError, AssertionError, deepspeed.DeepSpeedConfigError) as error:
+        raise ConfigError(f"DeepSpeed refuses the settings of train.deepspeed_config: {error}") from None
     deepspeed.utils.set_z3_leaf_modules(model, [Block])
     engine, *_ = deepspeed.initialize(
         args=argparse.Namespace(device_rank=mesh.device.index or 0),

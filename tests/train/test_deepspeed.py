@@ -2,36 +2,51 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from tests.model_runs import checkpoint_tensors, losses, metrics, train_here, write_config
+from megalin.data.packing import Batch
+from megalin.errors import ConfigError, NumericError
+from megalin.parallel.mesh import Mesh
+from megalin.parallel.tensor_parallel import local
+from megalin.train.config import load_run_config
+from megalin.train.deepspeed_engine import DeepSpeedEngine
+from tests.model_runs import CPU, checkpoint_tensors, losses, metrics, train_here, write_config
 from tests.numerics import assert_close
 from tests.ranks import run_ranks
+from tests.train.test_encoder_run import write_config as write_encoder_config
 from tests.train.test_resume import assert_same_end
 
-STEPS = 4
+STEPS = 3
+ENGINE = "train.engine=deepspeed"
 
 
 class Case(NamedTuple):
-    """A run on the engine, beside the run of the same name with the other engine."""
+    """A run on the engine: what its mesh and steps are, with either engine, and what its ZeRO is."""
 
     world_size: int
     overrides: tuple[str, ...]
-    json: Mapping[str, Any] | None = None
+    zero: int | Mapping[str, Any]
+    """A stage, or a JSON."""
 
 
+BF16 = "train.dtype=bfloat16"
+ACCUMULATING = "train.micro_batch_size=1"
 CASES = {
-    "zero0": Case(2, ("parallel.zero=0",)),
-    "zero1": Case(2, ("parallel.zero=1",)),
-    "zero2": Case(2, ("parallel.zero=2",)),
-    "zero3": Case(2, ("parallel.zero=3",)),
-    "zero2_accumulating": Case(2, ("parallel.zero=2", "train.micro_batch_size=1")),
-    "zero3_recomputing": Case(2, ("parallel.zero=3", "train.micro_batch_size=1", "train.recompute=true")),
+    "zero0": Case(2, (), 0),
+    "zero1": Case(2, (), 1),
+    "zero2": Case(2, (), 2),
+    "zero3": Case(2, (), 3),
+    "zero3_accumulating": Case(2, (ACCUMULATING, "train.recompute=true"), 3),
     "zero2_offloaded": Case(
         2, (), {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "train_batch_size": "auto"}
     ),
@@ -43,19 +58,18 @@ CASES = {
             "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "betas": "auto"}},
         },
     ),
-    "zero0_tp2": Case(4, ("parallel.tp=2", "parallel.zero=0")),
-    "zero1_tp2": Case(4, ("parallel.tp=2", "parallel.zero=1", "parallel.sequence_parallel=true")),
-    "zero2_tp2": Case(4, ("parallel.tp=2", "parallel.zero=2")),
-    "zero3_tp2": Case(4, ("parallel.tp=2", "parallel.zero=3")),
-    "zero2_tp2_cp2": Case(4, ("parallel.tp=2", "parallel.cp=2", "parallel.zero=2")),
+    "zero0_tp2": Case(4, ("parallel.tp=2",), 0),
+    "zero1_tp2": Case(4, ("parallel.tp=2",), 1),
+    "zero3_tp2": Case(4, ("parallel.tp=2",), 3),
+    "zero2_tp2_cp2": Case(4, ("parallel.tp=2", "parallel.cp=2", "parallel.sequence_parallel=true"), 2),
     # Weights that three ranks cannot share evenly.
-    "zero3_cp3": Case(3, ("parallel.cp=3", "parallel.zero=3")),
-    "zero1_bf16": Case(2, ("parallel.zero=1", "train.dtype=bfloat16", "train.micro_batch_size=1")),
-    "zero2_tp2_bf16": Case(4, ("parallel.tp=2", "parallel.zero=2", "train.dtype=bfloat16")),
-    "zero3_bf16": Case(2, ("parallel.zero=3", "train.dtype=bfloat16")),
+    "zero3_cp3": Case(3, ("parallel.cp=3",), 3),
+    "zero1_bf16": Case(2, (BF16, ACCUMULATING), 1),
+    "zero3_bf16": Case(2, (BF16, ACCUMULATING), 3),
+    "zero2_tp2_bf16": Case(4, (BF16, "parallel.tp=2"), 2),
 }
-STOPPED = ("zero0", "zero1_bf16", "zero2_offloaded", "zero3_bf16", "zero2_tp2", "zero3_cp3")
-"""Cases that stop after half of their steps, and go on."""
+PAUSED = ("zero0", "zero1_bf16", "zero2_offloaded", "zero3_bf16", "zero3_cp3")
+"""Cases that are run again, with a pause in the middle."""
 
 
 @pytest.fixture(scope="module")
@@ -76,53 +90,61 @@ def _runs(config: Path, calls: list[tuple[Path, list[str]]]) -> None:
         train_here(config, folder, *overrides)
 
 
-def overrides_of(case: Case, folder: Path) -> list[str]:
+def of_engine(zero: int | Mapping[str, Any], folder: Path) -> list[str]:
     """How the engine is asked for."""
-    overrides = ["train.engine=deepspeed", *case.overrides]
-    if case.json is None:
-        return overrides
+    if isinstance(zero, int):
+        return [ENGINE, f"parallel.zero={zero}"]
     path = folder / "ds.json"
-    path.write_text(json.dumps(case.json))
-    return [*overrides, f"train.deepspeed_config={path}"]
+    path.write_text(json.dumps(zero))
+    return [ENGINE, f"train.deepspeed_config={path}"]
+
+
+class Folders(NamedTuple):
+    """Run folders of a case."""
+
+    deepspeed: Path
+    fsdp2: Path
+    paused: Path
 
 
 @pytest.fixture(scope="module")
-def folders(config: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Of each case: `deepspeed`, the same as `fsdp2`, and for some `stopped`, which paused in the middle."""
-    made: dict[str, Path] = {}
-    calls: dict[int, list[tuple[Path, list[str]]]] = {2: [], 3: [], 4: []}
+def folders(config: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Folders]:
+    """Those of each case; cases that only differ in ZeRO share the run of the other engine."""
+    made: dict[str, Folders] = {}
+    calls: dict[int, dict[Path, list[list[str]]]] = {2: {}, 3: {}, 4: {}}
+    root = tmp_path_factory.mktemp("runs")
     for name, case in CASES.items():
-        folder = made[name] = tmp_path_factory.mktemp(name)
-        overrides = overrides_of(case, folder)
-        ours = [item for item in case.overrides if "zero" not in item]
-        calls[case.world_size] += [(folder / "deepspeed", overrides), (folder / "fsdp2", ours)]
-        if name in STOPPED:
-            stop = [*overrides, "train.stop_after_steps=2"]
-            calls[case.world_size] += [(folder / "stopped", stop), (folder / "stopped", overrides)]
-    for world_size, of_world in calls.items():
-        run_ranks(world_size, _runs, config, of_world)
+        folder, shared = root / name, root / f"fsdp2 {case.world_size} {' '.join(case.overrides)}"
+        folder.mkdir()
+        made[name] = Folders(folder / "deepspeed", shared, folder / "paused")
+        overrides, of_world = [*of_engine(case.zero, folder), *case.overrides], calls[case.world_size]
+        of_world |= {made[name].deepspeed: [overrides], shared: [list(case.overrides)]}
+        if name in PAUSED:
+            of_world[made[name].paused] = [[*overrides, "train.stop_after_steps=2"], overrides]
+    for world_size, runs in calls.items():
+        run_ranks(world_size, _runs, config, [(folder, item) for folder, items in runs.items() for item in items])
     return made
 
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_both_engines_take_the_same_steps(folders, name):
-    actual, expected = metrics(folders[name] / "deepspeed"), metrics(folders[name] / "fsdp2")
+    actual, expected = metrics(folders[name].deepspeed), metrics(folders[name].fsdp2)
     assert min(line["grad_norm"] for line in expected) > 1.0  # what the norm is clipped to
     low = "bf16" in name
     assert len(actual) == len(expected) == STEPS
     for mine, other in zip(actual, expected, strict=True):
         assert mine == pytest.approx(other, rel=2e-3 if low else 2e-6)
     if not low:
-        assert_close(checkpoint_tensors(folders[name] / "deepspeed"), checkpoint_tensors(folders[name] / "fsdp2"), 2e-5)
+        assert_close(checkpoint_tensors(folders[name].deepspeed), checkpoint_tensors(folders[name].fsdp2), 2e-5)
 
 
-@pytest.mark.parametrize("name", STOPPED)
+@pytest.mark.parametrize("name", PAUSED)
 def test_a_run_that_paused_ends_with_the_same_bits(folders, name):
-    assert_same_end(folders[name] / "stopped", folders[name] / "deepspeed")
+    assert_same_end(folders[name].paused, folders[name].deepspeed)
 
 
 def test_the_run_folder_keeps_what_the_engine_got(folders):
-    settings = json.loads((folders["zero2_tp2_cp2"] / "deepspeed" / "deepspeed.json").read_text())
+    settings = json.loads((folders["zero2_tp2_cp2"].deepspeed / "deepspeed.json").read_text())
     assert settings["zero_optimization"] == {"stage": 2}
     # With context parallelism the ranks that share a sample count too.
     assert (settings["train_batch_size"], settings["gradient_accumulation_steps"]) == (8, 2)
@@ -130,14 +152,90 @@ def test_the_run_folder_keeps_what_the_engine_got(folders):
 
 def test_either_engine_goes_on_from_the_other_on_another_mesh(config, folders, tmp_path):
     folder = tmp_path / "run"
-    ways = [
-        ["train.engine=deepspeed", "parallel.zero=3"],
-        ["parallel.tp=2"],
-        ["train.engine=deepspeed", "parallel.tp=2", "parallel.zero=1"],
-        ["train.engine=deepspeed", "parallel.zero=0"],
-    ]
+    ways = [[ENGINE, "parallel.zero=3"], ["parallel.tp=2"], [ENGINE, "parallel.tp=2", "parallel.zero=1"]]
     stops = [[*way, f"train.stop_after_steps={step}"] for step, way in enumerate(ways, start=1)]
     run_ranks(2, _runs, config, [(folder, overrides) for overrides in stops])
-    expected = folders["zero0"] / "fsdp2"
+    expected = folders["zero0"].fsdp2
     assert losses(folder) == pytest.approx(losses(expected), rel=2e-6)
     assert_close(checkpoint_tensors(folder), checkpoint_tensors(expected), 2e-5)
+
+
+def _encoders(config: Path, folder: Path) -> list[str]:
+    """Runs an encoder with either engine; returns how the engine refuses where its weights are spread."""
+    train_here(config, folder / "fsdp2", "train.steps=3")
+    train_here(config, folder / "deepspeed", "train.steps=3", ENGINE, "parallel.zero=2")
+    messages = []
+    for spread in ("parallel.tp=2", "parallel.zero=3"):
+        with pytest.raises(ConfigError) as raised:
+            train_here(config, folder / "refused", "parallel.zero=2", spread, ENGINE)
+        messages.append(str(raised.value))
+    return messages
+
+
+def test_a_mixer_that_reads_its_whole_weights_trains_where_they_are_whole(tmp_path):
+    for messages in run_ranks(2, _encoders, write_encoder_config(tmp_path), tmp_path):
+        assert "parallel.tp = 2 and ZeRO stage 2: after each step a mixer of this model reads whole" in messages[0]
+        assert "parallel.tp = 1 and ZeRO stage 3: after each step" in messages[1]
+    for mine, other in zip(metrics(tmp_path / "deepspeed"), metrics(tmp_path / "fsdp2"), strict=True):
+        assert mine == pytest.approx(other, rel=2e-6)
+
+
+def _engine(config: Path, *overrides: str) -> DeepSpeedEngine:
+    run = load_run_config(config, [ENGINE, *overrides])
+    return DeepSpeedEngine(run, Mesh(run.parallel, CPU))
+
+
+STAGES = (["zero=0"], ["zero=1"], ["zero=3"], ["zero=1", BF16], ["zero=2", BF16])
+POISONS = {"loss": r"loss nan, gradient norm", "gradient": r"loss \d\S*, gradient norm (nan|inf) is not finite"}
+
+
+def _poisoned(config: Path) -> list[tuple[str, str]]:
+    """What the second step says of one rank's poisoned loss or gradient, at every stage; no weight may change."""
+    tokens = torch.arange(24).view(2, 12) + dist.get_rank()
+    batch = Batch(tokens, tokens + 1, torch.zeros_like(tokens, dtype=torch.int32), torch.arange(2))
+    messages = []
+    for (zero, *others), poison in itertools.product(STAGES, POISONS):
+        engine = _engine(config, f"parallel.{zero}", *others)
+        engine.step([batch], learning_rate=1e-2, step=1)
+        before = {name: local(tensor).clone() for name, tensor in engine.tensors().items()}
+        if dist.get_rank() == 1:
+            _poison(engine, poison)
+        with pytest.raises(NumericError) as raised:
+            engine.step([batch], learning_rate=1e-2, step=2)
+        messages.append((poison, str(raised.value)))
+        assert all(torch.equal(local(tensor), before[name]) for name, tensor in engine.tensors().items())
+    return messages
+
+
+def _poison(engine: DeepSpeedEngine, poison: str) -> None:
+    sums = engine.model.loss_sums
+
+    def poisoned(inputs: Mapping[str, Tensor]) -> Tensor:
+        losses = sums(inputs)
+        if poison == "loss":
+            return losses * float("nan")
+        losses.register_hook(lambda gradient: gradient * float("inf"))
+        return losses
+
+    engine.model.loss_sums = poisoned  # type: ignore[method-assign]
+
+
+def test_no_rank_takes_a_step_that_is_not_finite(config):
+    for messages in run_ranks(2, _poisoned, config):
+        assert len(messages) == len(STAGES) * len(POISONS)
+        for poison, message in messages:
+            assert re.match(rf"step 2: {POISONS[poison]}", message)
+            assert "No weight was changed and nothing was saved" in message
+
+
+def _refused(config: Path, override: str) -> str:
+    with pytest.raises(ConfigError) as raised:
+        _engine(config, override)
+    return str(raised.value)
+
+
+def test_settings_that_deepspeed_refuses_are_an_error_of_the_user(config, tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"communication_data_type": "fp8"}))
+    (message,) = run_ranks(1, _refused, config, f"train.deepspeed_config={file}")
+    assert "refuses the settings of train.deepspeed_config: Invalid communication_data_type" in message
