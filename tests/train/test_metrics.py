@@ -178,17 +178,6 @@ def test_plain_lines_come_every_interval_and_at_the_edges(tmp_path):
     assert "evaluation loss 1.5000" in lines[2]
 
 
-def test_terminal_shows_a_progress_bar(tmp_path):
-    output = io.StringIO()
-    console = Console(file=output, force_terminal=True, width=100)
-    with _metrics(tmp_path, console=console) as metrics:
-        for step in range(1, 11):
-            metrics.write(step, _values(step) | ({"evaluation_loss": 1.5} if step == 6 else {}))
-    text = output.getvalue()
-    for expected in ("10/10", "loss 0.9000", "12,346 tokens/s", "evaluation loss 1.5000"):
-        assert expected in text
-
-
 def test_loss_curve_is_drawn_from_a_run(tmp_path):
     with _metrics(tmp_path, total_steps=400) as metrics:
         for step in range(1, 401):
