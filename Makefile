@@ -11,7 +11,7 @@ INSTALLED := .venv/.installed
 help:
 	@echo 'make quickstart   install, prepare data, train, resume, evaluate and generate: a few minutes on two cores'
 	@echo 'make test         install, then lint and run every test, as CI does'
-	@echo 'make lint         ruff, mypy and the import layers'
+	@echo 'make lint         ruff, mypy, the import layers, shellcheck and hadolint'
 	@echo 'make install      create .venv (PYTHON=python3.12 names another interpreter)'
 
 install: $(INSTALLED)
@@ -24,11 +24,14 @@ $(INSTALLED): pyproject.toml constraints.txt setup.py tools/install.sh $(shell f
 quickstart: $(INSTALLED)
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/quickstart/run.sh
 
+SCRIPTS := .ci/run $(wildcard */*.sh */*/*.sh examples/slurm/*.sbatch tests/launch/slurm/*)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/shellcheck $(SCRIPTS)
+	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.cpu
 
 # One thread a process: several ranks share the cores, and idle OpenMP threads spin. A worker takes whole files, which
 # share what their first test makes, in the order of tests/conftest.py. Tests on a GPU need its memory for themselves.

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Creates .venv with megalin in place: the tested pins on a CPU, or the torch that is there where it has a GPU.
 # Usage: tools/install.sh [PYTHON]
+# With MEGALIN_REQUIRE_CUDA=1 (images for clusters) it fails where torch or the kernels would be without CUDA.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export DS_BUILD_OPS=0 # DeepSpeed's wheel is made without kernels, in seconds
@@ -40,6 +41,11 @@ else
     "$python" -m venv .venv
     # torch alone and first: nothing else may choose its version.
     .venv/bin/python -m pip install -qq --disable-pip-version-check "$pin"
+    if [[ ${MEGALIN_REQUIRE_CUDA:-} == 1 ]]; then
+        .venv/bin/python -c 'import sys, torch; sys.exit(not torch.version.cuda)' ||
+            fail "MEGALIN_REQUIRE_CUDA=1, but torch $(torch_version .venv/bin/python) is built without CUDA;" \
+                "give pip an index of wheels for this CUDA: PIP_INDEX_URL"
+    fi
     .venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
 fi
 
@@ -47,4 +53,7 @@ found=$(torch_version .venv/bin/python)
 # A local version (2.13.0+cpu) is a build of the pinned one.
 [[ $found == "$expected" || ${found%%+*} == "$expected" ]] ||
     fail "torch $found came in place of $expected; remove .venv and report this"
+if [[ ${MEGALIN_REQUIRE_CUDA:-} == 1 ]]; then
+    .venv/bin/python -c 'import megalin._C' || fail "MEGALIN_REQUIRE_CUDA=1, but the CUDA kernels do not load"
+fi
 echo "install: done, torch $found"

@@ -5,7 +5,6 @@
 # CORPUS_SHARE=0.1 takes a tenth of the text.
 set -euo pipefail
 here=$(realpath --relative-to=. "$(dirname "$0")")
-tools=$here/../../tools
 config=$here/transnormer.toml
 data=quickstart-data
 run=runs/quickstart
@@ -30,19 +29,9 @@ resolved=$(python -m megalin config "$config" "$@")
 field() { sed -n "s/^$1 = //p" <<<"$resolved"; }
 steps=$(field steps)
 
-say 'text: the sources, help topics and docstrings of this Python'
 rm -rf "$run"
 mkdir -p "$run"
-python "$here/collect.py" "$data" --share "${CORPUS_SHARE:-1.0}"
-
-say 'tokenizer and token shards'
-python "$tools/train_tokenizer.py" --input "$data/train.jsonl" --vocab-size "$(field vocab_size)" \
-    --output "$data/tokenizer.json"
-for split in train held-out; do
-    python "$tools/preprocess_data.py" --input "$data/$split.jsonl" --output-prefix "$data/$split" \
-        --tokenizer-model "$data/tokenizer.json" --append-eod --workers 2
-done
-python "$tools/inspect_shards.py" "$data/held-out_text_document" --tokenizer-model "$data/tokenizer.json" --validate
+bash "$here/data.sh" "$data" "$(field vocab_size)"
 
 say "training: $device, stopping midway"
 $launch train "$config" --folder "$run" "$@" train.stop_after_steps=$((steps / 2))

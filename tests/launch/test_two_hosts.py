@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.launch.hosts import BIN, RSH, Hosts, slurm_job, two_hosts
 from tests.model_runs import ledger, losses, metrics, train_here, write_config
@@ -135,17 +136,19 @@ def test_torchrun_starts_a_dead_rank_again(hosts, config, run, runs, tmp_path):
 
 
 @pytest.mark.slow
-def test_torchrun_takes_a_dead_host_back(hosts, config, runs, tmp_path):
-    command = [BIN / "torchrun", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d"]
-    command += ["--rdzv-endpoint=node1:29400", "--rdzv-conf=keep_alive_interval=1", "-m", "megalin", "train"]
-    command += [config, "--folder", tmp_path / "run"]
-    first, second = (
-        hosts.start(host, command, tmp_path / "log", {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
-        for host in hosts.names
-    )
+def test_torchrun_takes_a_dead_host_of_the_compose_file_back(hosts, config, runs, tmp_path):
+    node = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())["services"]["node2"]
+    here = {"torchrun": BIN / "torchrun", "/opt/megalin/examples/quickstart/transnormer.toml": config}
+    here |= {"--folder=runs/two-hosts": f"--folder={tmp_path / 'run'}"}
+    command = [here.pop(word, word) for word in node["command"]]
+    assert not here, f"compose.yaml names no {here.keys()}"
+
+    def start(host: str) -> subprocess.Popen[bytes]:
+        return hosts.start(host, command, tmp_path / "log", node["environment"])
+
+    first, second = map(start, hosts.names)
     wait_for_step(5, tmp_path / "run", first, tmp_path / "log")
     second.kill()
     second.wait()
-    again = hosts.start("node2", command, tmp_path / "log", {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
-    assert_ends_well([first, again], tmp_path / "log")
+    assert_ends_well([first, start("node2")], tmp_path / "log")
     assert_same_run(tmp_path / "run", runs)

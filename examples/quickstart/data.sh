@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# The text of this Python, a tokenizer trained on it, and token shards of both splits.
+# Usage: data.sh FOLDER VOCAB_SIZE     CORPUS_SHARE=0.1 takes a tenth of the text
+set -euo pipefail
+here=$(realpath --relative-to=. "$(dirname "$0")")
+tools=$here/../../tools
+data=$1
+
+say() { printf '\n== %s\n' "$*"; }
+
+say 'text: the sources, help topics and docstrings of this Python'
+python "$here/collect.py" "$data" --share "${CORPUS_SHARE:-1.0}"
+
+say 'tokenizer and token shards'
+python "$tools/train_tokenizer.py" --input "$data/train.jsonl" --vocab-size "$2" --output "$data/tokenizer.json"
+for split in train held-out; do
+    python "$tools/preprocess_data.py" --input "$data/$split.jsonl" --output-prefix "$data/$split" \
+        --tokenizer-model "$data/tokenizer.json" --append-eod --workers 2
+done
+python "$tools/inspect_shards.py" "$data/held-out_text_document" --tokenizer-model "$data/tokenizer.json" --validate
