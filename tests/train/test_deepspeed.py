@@ -17,9 +17,10 @@ from torch import Tensor
 from megalin.data.packing import Batch
 from megalin.errors import ConfigError, NumericError
 from megalin.parallel.mesh import Mesh
-from megalin.parallel.tensor_parallel import local
+from megalin.parallel.tensor_parallel import full_tensor, local
 from megalin.train.config import load_run_config
 from megalin.train.deepspeed_engine import DeepSpeedEngine
+from megalin.train.engine import FullyShardedEngine
 from tests.model_runs import CPU, checkpoint_tensors, losses, metrics, train_here, write_config
 from tests.numerics import assert_close
 from tests.ranks import run_ranks
@@ -239,3 +240,24 @@ def test_settings_that_deepspeed_refuses_are_an_error_of_the_user(config, tmp_pa
     file.write_text(json.dumps({"communication_data_type": "fp8"}))
     (message,) = run_ranks(1, _refused, config, f"train.deepspeed_config={file}")
     assert "refuses the settings of train.deepspeed_config: Invalid communication_data_type" in message
+
+
+def _initial(config: Path) -> None:
+    """In bfloat16, the weights at rest and what the engine computes with, before the first step."""
+    from deepspeed import zero as engine_zero
+
+    run = load_run_config(config, [BF16])
+    truth = FullyShardedEngine(run, Mesh(run.parallel, CPU)).tensors()
+    for zero in (1, 2, 3):
+        engine = _engine(config, BF16, f"parallel.zero={zero}")
+        tensors = engine.tensors()
+        assert tensors.keys() == truth.keys()
+        assert all(torch.equal(full_tensor(tensors[name]), full_tensor(truth[name])) for name in truth)
+        assert {parameter.dtype for parameter in engine.model.parameters()} == {torch.bfloat16}
+        (frequencies,) = engine.model.full_precision_modules()
+        with engine_zero.GatheredParameters(list(frequencies.parameters())):
+            assert {output.dtype for output in frequencies()} == {torch.float32}
+
+
+def test_bf16_keeps_the_unrounded_weights_and_computes_exponentials_in_fp32(config):
+    run_ranks(1, _initial, config)
