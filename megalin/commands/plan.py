@@ -6,7 +6,9 @@ import argparse
 import json
 import re
 from collections import defaultdict
-from typing import Any, NamedTuple
+from typing import Any
+
+import torch
 
 from megalin.commands.base import Command, model_from
 from megalin.config import read_toml
@@ -16,8 +18,7 @@ from megalin.model.language_model import LanguageModel
 from megalin.scaling.chips import CHIPS, Chip, chip_named
 from megalin.scaling.estimate import Estimate, Estimator
 from megalin.scaling.search import Limits, Plan, Refusal, for_tensors, search
-from megalin.scaling.workload import Workload
-from megalin.train.build import COMPUTE_DTYPES
+from megalin.scaling.workload import Workload, workload_of
 from megalin.train.config import load_run_config
 
 _UNITS = {"GB": 10**9, "GiB": 2**30}
@@ -39,11 +40,6 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object, with every refusal")
 
 
-class _Question(NamedTuple):
-    workload: Workload
-    sequence_parallel: bool
-
-
 def _run(arguments: argparse.Namespace) -> int:
     for name in ("gpus", "length", "global_batch_size", "top"):
         value = getattr(arguments, name)
@@ -61,31 +57,29 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0 if plan.best else 1
 
 
-def _question(arguments: argparse.Namespace) -> _Question:
-    """What is to be planned: of a run's config its own steps, else those of the command line.
+def _question(arguments: argparse.Namespace) -> tuple[Workload, bool]:
+    """What is to be planned, of a run's config its own steps unless the command line says otherwise, and whether
+    activations are split inside the tp group.
 
     Raises:
         ConfigError: a config with problems, or an encoder.
     """
     name, length, batch = arguments.model, arguments.length, arguments.global_batch_size
-    run = None
-    if name.endswith(".toml") and "train" in read_toml(name):
-        run = load_run_config(name, arguments.overrides)
+    is_run = name.endswith(".toml") and "train" in read_toml(name)
+    run = load_run_config(name, arguments.overrides) if is_run else None
     model = model_from(name, arguments.overrides) if run is None else run.model
     if not isinstance(model, ModelConfig):
-        raise ConfigError(
-            f'{name}: model.kind = "encoder"; a plan reads decoders, and an encoder of its size fits one GPU'
-        )
-    return _Question(
-        Workload(
-            model,
-            length or (8192 if run is None else run.data.sequence_length),
-            batch or (4 * arguments.gpus if run is None else run.train.global_batch_size),
-            COMPUTE_DTYPES["bfloat16" if run is None else run.train.dtype],
-            not arguments.eager and (run is None or run.train.compile),
-        ),
-        arguments.sequence_parallel or (run is not None and run.parallel.sequence_parallel),
+        raise ConfigError(f'{name}: model.kind = "encoder", but a plan reads decoders; use "decoder", or no plan')
+    if run is None:
+        planned = Workload(model, 8192, 4 * arguments.gpus, torch.bfloat16, compiled=True)
+    else:
+        planned = workload_of(run, model)
+    asked = planned._replace(
+        length=length or planned.length,
+        global_batch_size=batch or planned.global_batch_size,
+        compiled=planned.compiled and not arguments.eager,
     )
+    return asked, arguments.sequence_parallel or (run is not None and run.parallel.sequence_parallel)
 
 
 def _parse_memory(text: str) -> int:
@@ -115,6 +109,7 @@ def _layout_json(estimate: Estimate) -> dict[str, Any]:
     layout, parallel = estimate.layout, estimate.layout.parallel
     return {
         "name": layout.name(),
+        "overrides": layout.overrides(),
         "tp": parallel.tp,
         "cp": parallel.cp,
         "pp": parallel.pp,
@@ -155,7 +150,8 @@ def _print_estimate(number: int, estimate: Estimate) -> None:
     )
     print(f"   GiB: {_parts(estimate.memory._asdict(), 2**30, '.1f')}")
     print(f"   seconds: {_parts(estimate.time._asdict(), 1, '.3f')}")
-    print(f"   GB sent by a GPU: {_parts(estimate.sent._asdict(), 1e9, '.2f') or 'nothing'}\n")
+    print(f"   GB sent by a GPU: {_parts(estimate.sent._asdict(), 1e9, '.2f') or 'nothing'}")
+    print(f"   {' '.join(estimate.layout.overrides())}\n")
 
 
 def _parts(values: dict[str, float], unit: float, form: str) -> str:

@@ -9,7 +9,9 @@ from megalin.checkpoint.agreement import rank
 from megalin.commands.base import Command
 from megalin.launch import launched
 from megalin.parallel.mesh import compute_device, process_group
+from megalin.scaling.check import check_memory
 from megalin.train.config import check_launch, load_run_config
+from megalin.train.hardware import device_memory_bytes
 from megalin.train.loop import TrainResult, train
 
 
@@ -17,13 +19,18 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="a config file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, as train.steps=100")
     parser.add_argument("--folder", type=Path, help="run folder (runs/<name of the config file>); it is resumed")
+    parser.add_argument(
+        "--no-memory-check", action="store_true", help="start although the estimate says that it does not fit the GPUs"
+    )
 
 
 def _run(arguments: argparse.Namespace) -> int:
     config = load_run_config(arguments.config, arguments.overrides)
-    check_launch(config, launched().world_size)
+    world_size, device = launched().world_size, compute_device()
+    check_launch(config, world_size)
+    if not arguments.no_memory_check:
+        check_memory(config, world_size, device_memory_bytes(device))
     path = arguments.folder or Path("runs") / Path(arguments.config).stem
-    device = compute_device()
     with process_group(device):
         result = train(config, device, path)
         if rank() == 0:

@@ -78,22 +78,23 @@ class Estimator:
             ]
         return self._parameters[key]
 
+    def cut(self, count: int) -> list[range]:
+        """The layers of each of `count` stages. Raises ConfigError where the model has fewer layers."""
+        if count not in self._cuts:
+            self._cuts[count] = plan_stages(self.workload.model, count, length=self.workload.length).layers
+        return self._cuts[count]
+
     def _stages(self, tp: int, count: int) -> list[LanguageModel]:
         if (tp, count) not in self._modules:
             axis = LocalTensorParallel(Axis("tp", tp))
             self._modules[tp, count] = [
                 LanguageModel(self.workload.model, axis, stage=Stage(number, count, layers))
-                for number, layers in enumerate(self._cut(count))
+                for number, layers in enumerate(self.cut(count))
             ]
         return self._modules[tp, count]
 
-    def _cut(self, count: int) -> list[range]:
-        if count not in self._cuts:
-            self._cuts[count] = plan_stages(self.workload.model, count, length=self.workload.length).layers
-        return self._cuts[count]
-
     def _own_layers(self, parallel: ParallelConfig, rank: int) -> list[int]:
-        stages = self._cut(parallel.pp * parallel.pp_stages)[rank :: parallel.pp]
+        stages = self.cut(parallel.pp * parallel.pp_stages)[rank :: parallel.pp]
         return [layer for stage in stages for layer in stage]
 
     @cached_property
@@ -101,9 +102,8 @@ class Estimator:
         """Forward operations a token of a block of each kind, and of what stands around the blocks."""
         model, length = LanguageModel(self.workload.model), self.workload.length
         blocks = model.block_list()
-        each = [
-            sum(mixer.flops(length) for mixer in blocks[self._kinds.index(kind)].mixers()) for kind in set(self._kinds)
-        ]
+        first = [blocks[self._kinds.index(kind)] for kind in range(len(self.workload.model.layers))]
+        each = [sum(mixer.flops(length) for mixer in block.mixers()) for block in first]
         return each, model.forward_flops(length) - sum(each[kind] for kind in self._kinds)
 
     def _work(self, layout: Layout, of: list[int], parallel: ParallelConfig, rank: int) -> Work:

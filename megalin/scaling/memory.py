@@ -54,11 +54,11 @@ def stage_memory(
     last = len(saved) - 1
     # Between neighbours of a kind the memory changes evenly: it is most at the ends of their runs.
     turns = [b for b in range(last + 1) if b in (0, last) or len({*kinds[b - 1 : b + 2]}) > 1]
-    peaks = [moments.at(block, before + sum(saved[:block]), backward[block]) for block in turns]
+    peaks = [moments.at(b, before + sum(saved[: b + 1]), backward[b] - saved[b]) for b in turns]
     if parameters.table:
         loss = max(trace.loss.forward_bytes, trace.loss.backward_bytes)
-        kept = sum(saved) + trace.exit.saved_bytes
-        peaks.append(moments.at(last, before + kept, loss, after_loss=False))
+        kept = before + sum(saved) + trace.exit.saved_bytes
+        peaks.append(moments.at(last, kept, loss, after_loss=False))
     peaks.append(moments.update())
     return max(peaks, key=lambda memory: memory.total)
 
@@ -119,4 +119,5 @@ class _Moments:
         if self.layout.zero < 3:
             return always + self.itemsize * sum(unit.whole for unit in left)
         # The block that runs, the next one, and the next one as it arrived.
-        return always + 3 * self.itemsize * max((unit.whole for unit in left), default=0)
+        sizes = [unit.whole for unit in left]
+        return always + self.itemsize * min(3 * max(sizes, default=0), sum(sizes))

@@ -9,7 +9,7 @@ from megalin.errors import ConfigError
 from megalin.parallel.mesh import ParallelConfig
 from megalin.scaling.chips import GPUS_PER_HOST
 from megalin.scaling.estimate import Estimate, Estimator
-from megalin.scaling.workload import Layout, Workload
+from megalin.scaling.workload import Layout, Workload, one_of_each
 from megalin.train.config import check_model
 
 LEAST_TOKENS = 1024
@@ -65,7 +65,7 @@ def search(estimator: Estimator, limits: Limits, *, count: int) -> Plan:
     refusals: list[Refusal] = []
     near: list[Estimate] = []
     tried = 0
-    for layout in _layouts(estimator.workload, limits, refusals):
+    for layout in _layouts(estimator, limits, refusals):
         exact = estimator.resting_bytes(layout)
         tried += 1
         if exact > limits.memory_bytes:
@@ -112,9 +112,9 @@ def _too_large(layout: Layout, missing: int, largest: str) -> Refusal:
     return Refusal(layout.name(), f"lacks {missing / 2**30:.1f} GiB", kind, missing)
 
 
-def _layouts(workload: Workload, limits: Limits, refusals: list[Refusal]) -> Iterator[Layout]:
+def _layouts(estimator: Estimator, limits: Limits, refusals: list[Refusal]) -> Iterator[Layout]:
     """Every layout that the rules allow; what they forbid goes to `refusals`."""
-    model = _ModelProblems(workload)
+    workload, model = estimator.workload, _ModelProblems(estimator)
     for pp in _divisors(limits.gpus):
         for tp in _divisors(limits.gpus // pp):
             for cp in _divisors(limits.gpus // (pp * tp)):
@@ -144,23 +144,32 @@ def _mesh_problem(length: int, parallel: ParallelConfig) -> str:
 class _ModelProblems:
     """What keeps the model from a mesh. What tp and cp ask of it does not depend on pp, nor the reverse."""
 
-    def __init__(self, workload: Workload) -> None:
-        self._workload = workload
-        self._known: dict[tuple[int, int, int], str] = {}
+    def __init__(self, estimator: Estimator) -> None:
+        self._estimator = estimator
+        self._known: dict[tuple[int, ...], str] = {}
 
     def of(self, parallel: ParallelConfig) -> str:
         """The problem and its remedy; empty where there is none."""
-        return self._part(parallel.tp, parallel.cp, 1) or self._part(1, 1, parallel.pp)
+        return self._split(parallel.tp, parallel.cp) or self._staged(parallel.pp)
 
-    def _part(self, tp: int, cp: int, pp: int) -> str:
-        if (tp, cp, pp) not in self._known:
-            problem = ""
+    def _split(self, tp: int, cp: int) -> str:
+        workload = self._estimator.workload
+        if (tp, cp) not in self._known:
+            self._known[tp, cp] = ""
             try:
-                check_model(self._workload.model, ParallelConfig(tp=tp, cp=cp, pp=pp), self._workload.length)
+                check_model(one_of_each(workload.model), ParallelConfig(tp=tp, cp=cp), workload.length)
             except ConfigError as error:
-                problem = str(error)
-            self._known[tp, cp, pp] = problem
-        return self._known[tp, cp, pp]
+                self._known[tp, cp] = str(error)
+        return self._known[tp, cp]
+
+    def _staged(self, pp: int) -> str:
+        if (pp,) not in self._known:
+            self._known[pp,] = ""
+            try:
+                self._estimator.cut(pp)
+            except ConfigError as error:
+                self._known[pp,] = str(error)
+        return self._known[pp,]
 
 
 def _variants(workload: Workload, parallel: ParallelConfig, dp: int, refusals: list[Refusal]) -> Iterator[Layout]:

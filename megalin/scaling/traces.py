@@ -18,7 +18,7 @@ from megalin.parallel.fake import fake_mesh
 from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.scaling.graphs import Exchange
 from megalin.scaling.tracing import RunCost, take_shape, trace, trace_compiled, without_values
-from megalin.scaling.workload import Workload
+from megalin.scaling.workload import Workload, one_of_each
 
 
 class LossCost(NamedTuple):
@@ -53,10 +53,8 @@ def trace_model(workload: Workload, parallel: ParallelConfig, micro_batch_size: 
         parallel: of which tp, cp, their exchanges and sequence parallelism are read.
     """
     alone = parallel.model_copy(update={"pp": 1, "pp_schedule": "1f1b", "pp_stages": 1, "shard": None, "zero": None})
-    config = workload.model
-    once = config.model_copy(update={"layers": [block.model_copy(update={"repeat": 1}) for block in config.layers]})
     with fake_mesh(alone, parallel.tp * parallel.cp) as mesh:
-        model = LanguageModel(once, mesh.tp, cp=mesh.cp)
+        model = LanguageModel(one_of_each(workload.model), mesh.tp, cp=mesh.cp)
         with without_values():
             take_shape(model, workload.dtype)
             return _trace(workload, model, mesh, micro_batch_size)

@@ -8,6 +8,8 @@ import torch
 
 from megalin.model.config import ModelConfig
 from megalin.parallel.mesh import ParallelConfig
+from megalin.train.build import COMPUTE_DTYPES
+from megalin.train.config import RunConfig
 
 
 class Workload(NamedTuple):
@@ -61,10 +63,41 @@ class Layout(NamedTuple):
         return min(turns, self.num_micro_batches * parallel.pp_stages)
 
     def name(self) -> str:
-        """For people: tp 2, dp 4 (ZeRO 3), ..."""
+        """For people: tp 2, dp 4, ZeRO 3, micro-batches 1 x 8."""
         parallel = self.parallel
         axes = [f"{axis} {size}" for axis, size in (("tp", parallel.tp), ("cp", parallel.cp), ("pp", parallel.pp))]
         axes = [axis for axis in axes if not axis.endswith(" 1")]
         batch = f"{self.num_micro_batches} x {self.micro_batch_size}"
         tail = ", recompute" if self.recompute else ""
         return ", ".join([*axes, f"dp {self.dp}", f"ZeRO {self.zero}", f"micro-batches {batch}"]) + tail
+
+    def overrides(self) -> list[str]:
+        """What makes a run's config this layout, as arguments of `megalin train`."""
+        parallel = self.parallel
+        values = {name: getattr(parallel, name) for name in ("tp", "cp", "pp")}
+        values |= {"zero": self.zero} if self.dp * parallel.cp > 1 else {}
+        return [
+            *(f"parallel.{name}={value}" for name, value in values.items()),
+            f"train.micro_batch_size={self.micro_batch_size}",
+            f"train.recompute={str(self.recompute).lower()}",
+        ]
+
+
+def one_of_each(model: ModelConfig) -> ModelConfig:
+    """The model with one block of each entry of `layers`."""
+    return model.model_copy(update={"layers": [block.model_copy(update={"repeat": 1}) for block in model.layers]})
+
+
+def workload_of(config: RunConfig, model: ModelConfig) -> Workload:
+    """The workload of a run; `model` is its model, a decoder."""
+    train = config.train
+    dtype = COMPUTE_DTYPES[train.dtype]
+    return Workload(model, config.data.sequence_length, train.global_batch_size, dtype, train.compile)
+
+
+def layout_of(config: RunConfig, world_size: int) -> Layout:
+    """The layout of a run on `world_size` ranks, which divide by its axes."""
+    train, parallel = config.train, config.parallel
+    dp = world_size // (parallel.tp * parallel.cp * parallel.pp)
+    micro_batches = train.global_batch_size // (dp * train.micro_batch_size)
+    return Layout(parallel, dp, train.micro_batch_size, micro_batches, train.recompute)

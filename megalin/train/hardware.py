@@ -18,6 +18,11 @@ def peak_flops_per_second(device: torch.device) -> float | None:
     return next((rate for part, rate in BF16_FLOPS_PER_SECOND.items() if part in name), None)
 
 
+def device_memory_bytes(device: torch.device) -> int | None:
+    """The memory of a GPU; None for a CPU, which has the host's."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """The most memory held at once so far: allocated tensors on a GPU, resident memory of the process on a CPU."""
     if device.type == "cuda":

@@ -1,0 +1,75 @@
+"""`megalin plan`, and the question that `megalin train` asks of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megalin.__main__ import main
+from megalin.scaling.search import for_tensors
+
+SMALL = ["transnormerllm-385m-64k", "--gpus", "2", "--length", "1024", "--global-batch-size", "4", "--eager"]
+
+
+def test_a_plan_names_meshes_and_why_others_fail(capsys):
+    assert main(["plan", *SMALL, "--memory", "7GB", "--top", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "0.40 billion parameters, 4 samples of 1024 tokens a step, eager blocks" in text
+    assert "2 x h200 of 6.5 GiB, 6.0 of it for tensors" in text
+    assert "\n1. " in text
+    assert "\n2. " in text
+    assert "parallel.tp=1 parallel.cp=1 parallel.pp=1 parallel.zero=" in text
+    assert "memory, most of it" in text
+    assert "the pipeline needs more micro-batches" in text
+
+
+def test_json_has_every_refusal_and_all_parts(capsys):
+    assert main(["plan", *SMALL, "--gpu", "a100", "--memory", "20GB", "--top", "1", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    (best,) = plan["best"]
+    assert best["memory_bytes"]["total"] == sum(best["memory_bytes"].values()) - best["memory_bytes"]["total"]
+    assert best["memory_bytes"]["total"] <= for_tensors(plan["memory_bytes"]) == 18_400_000_000
+    assert best["step_seconds"]["total"] > best["step_seconds"]["products"] > 0
+    assert {"tp", "cp", "data", "pp"} == best["sent_bytes"].keys()
+    assert (plan["gpus"], plan["gpu"], plan["length"], plan["global_batch_size"]) == (2, "a100", 1024, 4)
+    assert {"layout", "reason", "kind", "missing_bytes"} == plan["refused"][0].keys()
+
+
+def test_a_config_of_a_run_tells_its_own_steps(config, capsys):
+    arguments = ["plan", str(config), "train.micro_batch_size=1", "--gpus", "1", "--memory", "1GB", "--json"]
+    assert main(arguments) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["length"], plan["global_batch_size"], plan["compiled"]) == (36, 4, False)
+
+
+def test_nothing_fits(capsys):
+    assert main(["plan", *SMALL, "--memory", "1GB"]) == 1
+    assert "No layout fits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["llama-1b", "--gpus", "0"], "--gpus 0: a plan needs at least 1"),
+        (["llama-1b", "--gpus", "1", "--global-batch-size", "0"], "--global-batch-size 0: a plan needs at least 1"),
+        (["llama-1b", "--gpus", "1", "--memory", "80"], "--memory 80: not an amount of memory; write it as 80GB"),
+        (["llama-1b", "--gpus", "1", "--memory", "0GB"], "--memory 0GB: not an amount of memory"),
+        (
+            ["llama-1b", "--gpus", "1", "--gpu", "h20"],
+            "--gpu h20: no data sheet of it is known here; did you mean 'h200'",
+        ),
+        (["danet-base", "--gpus", "1"], 'danet-base: model.kind = "encoder", but a plan reads decoders'),
+    ],
+)
+def test_what_cannot_be_planned_is_told(arguments, message, fails):
+    assert message in fails(2, "plan", *arguments)
+
+
+def test_train_refuses_a_run_that_cannot_fit_before_it_makes_anything(config, tmp_path, fails, monkeypatch):
+    monkeypatch.setattr("megalin.commands.train.device_memory_bytes", lambda device: 100_000)
+    folder = tmp_path / "run"
+    told = fails(2, "train", config, "--folder", folder)
+    assert "weights, gradients and optimizer state alone are" in told
+    assert not folder.exists()
+    assert main(["train", str(config), "--folder", str(folder), "--no-memory-check", "train.stop_after_steps=1"]) == 0

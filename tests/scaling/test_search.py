@@ -1,0 +1,142 @@
+"""The search over layouts, on models of a few layers."""
+
+import pytest
+import torch
+
+from megalin.parallel.mesh import ParallelConfig
+from megalin.scaling.chips import CHIPS
+from megalin.scaling.estimate import Estimator
+from megalin.scaling.memory import Memory
+from megalin.scaling.search import Limits, Plan, search
+from megalin.scaling.workload import Layout, Workload
+from tests.cases import HYBRID
+
+MIB = 2**20
+FIRST, SECOND, *_ = HYBRID.model.layers
+MODEL = HYBRID.model.model_copy(update={"layers": [FIRST, SECOND.model_copy(update={"repeat": 7})]})
+
+
+def workload(*, samples: int = 8, length: int = 4096, compiled: bool = False) -> Workload:
+    return Workload(MODEL, length, samples, torch.bfloat16, compiled)
+
+
+@pytest.fixture(scope="module")
+def estimator() -> Estimator:
+    """Its traces serve every test."""
+    return Estimator(workload(), CHIPS["h200"])
+
+
+def reasons(found: Plan) -> dict[str, list[str]]:
+    kinds: dict[str, list[str]] = {}
+    for refusal in found.refusals:
+        kinds.setdefault(refusal.kind, []).append(f"{refusal.layout}: {refusal.reason}")
+    return kinds
+
+
+def refused(gpus: int, **sizes: int) -> dict[str, list[str]]:
+    """What the rules alone refuse: no layout fits one byte, so no block is run."""
+    return reasons(search(Estimator(workload(**sizes), CHIPS["h200"]), Limits(gpus, 1), count=1))
+
+
+def layout(parallel: ParallelConfig = ParallelConfig(), **fields: int) -> Layout:  # noqa: B008
+    values = {"dp": 4, "micro_batch_size": 1, "num_micro_batches": 2, "recompute": False}
+    return Layout(parallel, **(values | fields))
+
+
+def test_with_memory_to_spare_every_mesh_is_offered_once_and_fastest_first(estimator):
+    found = search(estimator, Limits(2, 10**12), count=100)
+    meshes = [(e.layout.parallel.tp, e.layout.parallel.cp, e.layout.parallel.pp) for e in found.best]
+    assert sorted(meshes) == [(1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1)]
+    times = [float(f"{estimate.time.total:.2g}") for estimate in found.best]
+    assert times == sorted(times)
+    for estimate in found.best:
+        parallel, each = estimate.layout.parallel, estimate.layout
+        assert each.dp * parallel.tp * parallel.cp * parallel.pp == 2
+        assert each.dp * each.micro_batch_size * each.num_micro_batches == 8
+        assert estimate.tokens_per_second == pytest.approx(8 * 4096 / estimate.time.total)
+
+
+def test_each_refusal_has_its_reason():
+    found = refused(36, samples=36, length=6150)
+    assert any("tp above 8" in kind for kind in found)
+    assert any("cp would leave a rank less than 1024 of the 6150 tokens" in kind for kind in found)
+    assert any("a row of 6150 tokens is not divisible by parallel.cp = 4" in kind for kind in found)
+    assert any("needs at least" in reason for reason in found["the pipeline needs more micro-batches"])
+    assert any("the model has 8 layers" in kind for kind in found)
+    uneven = refused(4, samples=6)["samples a step are not divisible by dp"]
+    assert uneven == ["tp 1, cp 1, pp 1: 6 samples a step are not divisible by dp = 4"]
+
+
+def test_sizes_that_do_not_divide_are_refused_by_the_models_own_rule():
+    (kind,) = [kind for kind in refused(8) if "is not divisible by parallel.tp = 8" in kind]
+    assert "use tp 1, 2, 3, 4" in kind
+
+
+def test_memory_refuses_and_says_what_is_missing(estimator):
+    found = search(estimator, Limits(2, 100 * MIB), count=100)
+    assert found.best
+    assert max(estimate.memory.total for estimate in found.best) <= 100 * MIB
+    missing = [refusal for refusal in found.refusals if refusal.kind.startswith("memory")]
+    assert all(refusal.missing_bytes > 0 for refusal in missing)
+    assert {refusal.kind for refusal in missing} >= {"memory, most of it activations"}
+
+
+def test_nothing_fits_where_the_weights_do_not():
+    assert set(refused(1)) == {"memory, most of it weights and optimizer"}
+
+
+def test_what_a_layout_shards_and_recomputes_shows_in_its_memory(estimator):
+    def memory(parallel: ParallelConfig, **fields: int) -> Memory:
+        return estimator.estimate(layout(parallel, **fields), closely=False).memory
+
+    zero = [memory(ParallelConfig(zero=stage)) for stage in (0, 1, 2, 3)]
+    assert zero[0].weights > 3 * zero[1].weights
+    assert zero[1].gradients > zero[2].gradients
+    assert zero[2].gathered > zero[3].gathered
+    assert zero[1].optimizer == zero[3].optimizer == 2 * (zero[3].weights - _buffers(estimator))
+    kept, formed = memory(ParallelConfig()), memory(ParallelConfig(), recompute=True)
+    assert formed.activations < kept.activations / 2
+    assert formed.total < kept.total
+    assert memory(ParallelConfig(), micro_batch_size=3).activations > 2.5 * kept.activations
+    assert memory(ParallelConfig(tp=2)).activations < 0.7 * kept.activations
+    assert memory(ParallelConfig(cp=2)).activations < 0.7 * kept.activations
+
+
+def _buffers(estimator: Estimator) -> int:
+    (parameters,) = estimator.parameters(layout())
+    return parameters.buffer_bytes
+
+
+def test_bytes_by_axis_are_those_of_the_collectives(estimator):
+    (parameters,) = estimator.parameters(layout())
+    sent = estimator.estimate(layout(), closely=False).sent
+    # ZeRO 3 over 4 ranks, 2 micro-batches: bf16 weights come twice, fp32 gradients go once, in each.
+    assert sent == (0, 0, (2 * 2 * 2 + 2 * 4) * parameters.whole * 3 // 4, 0)
+    stream = 4096 * MODEL.hidden_size * 2
+    tp = estimator.estimate(layout(ParallelConfig(tp=2), dp=1), closely=False).sent.tp
+    sublayers = sum(len(block.sublayers) * block.repeat for block in MODEL.layers)
+    # An all-reduce a sub-layer and direction, the embedding's and the head's; two micro-batches.
+    assert tp >= 2 * (2 * sublayers + 2) * stream
+    assert tp < 1.3 * 2 * (2 * sublayers + 2) * stream
+    pp = estimator.estimate(layout(ParallelConfig(pp=2, zero=1)), closely=False).sent.pp
+    assert pp == 2 * 2 * stream
+
+
+def test_a_deeper_pipeline_keeps_more_micro_batches_and_waits_longer(estimator):
+    assert [layout(ParallelConfig(pp=4), num_micro_batches=9).in_flight(rank) for rank in range(4)] == [4, 3, 2, 1]
+    assert layout(ParallelConfig(pp=4), num_micro_batches=2).in_flight(0) == 2
+    stages = ParallelConfig(pp=2, pp_schedule="interleaved", pp_stages=2)
+    assert [layout(stages, num_micro_batches=8).in_flight(rank) for rank in range(2)] == [5, 3]
+    two, interleaved = (
+        estimator.estimate(layout(parallel, num_micro_batches=8), closely=False)
+        for parallel in (ParallelConfig(pp=2), stages)
+    )
+    assert two.time.pipeline > 0
+    assert interleaved.time.pipeline < two.time.pipeline
+    assert two.memory.total > 0
+
+
+def test_an_axis_that_leaves_the_host_waits_for_the_network(estimator):
+    inside = estimator.estimate(layout(dp=8), closely=False)
+    outside = estimator.estimate(layout(dp=16), closely=False)
+    assert outside.time.data_parallel > 4 * inside.time.data_parallel
