@@ -67,7 +67,8 @@ def test_eval_without_a_validation_split_is_refused(fails, trained):
 
 
 def test_report_of_a_run_is_one_file(trained, capsys, tmp_path):
-    assert output(capsys, "report", trained, "--output", tmp_path / "r.html").endswith("r.html: step 12 of 12, finished\n")
+    told = output(capsys, "report", trained, "--output", tmp_path / "r.html")
+    assert told.endswith("r.html: step 12 of 12, finished\n")
     text = (tmp_path / "r.html").read_text()
     assert f"{metrics(trained)[-1]['evaluation_loss']:.4f} nats a token, after step 12" in text
     assert "step-00000012, 3 files" in text
