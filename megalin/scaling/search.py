@@ -79,9 +79,10 @@ def search(estimator: Estimator, limits: Limits, *, count: int) -> Plan:
             near.append(rough)
     best: list[Estimate] = []
     for rough in sorted(near, key=_order):
-        parallel = rough.layout.parallel
         meshes = {_mesh(estimate.layout.parallel) for estimate in best}
-        if len(best) == count or _mesh(parallel) in meshes:
+        if len(best) == count or _mesh(rough.layout.parallel) in meshes:
+            if rough.memory.total > limits.memory_bytes:
+                refusals.append(_not_fitting(rough, limits))
             continue
         close = estimator.estimate(rough.layout, closely=True)
         if close.memory.total > limits.memory_bytes:

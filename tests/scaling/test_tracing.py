@@ -3,12 +3,14 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from megalin.layers.mixers.base import FullPrecision
 from megalin.ops import backend
 from megalin.parallel.collectives import reduce_from_axis
 from megalin.parallel.fake import fake_mesh
 from megalin.parallel.mesh import ParallelConfig
+from megalin.scaling.graphs import graph_cost
 from megalin.scaling.tracing import take_shape, trace, trace_compiled, without_values
 
 ROWS, WIDTH, INNER = 64, 32, 96
@@ -46,6 +48,19 @@ def test_a_compiled_function_keeps_less_and_fuses():
     assert cost.saved_bytes <= X + 2 * H
     assert cost.moved_bytes <= 6 * H  # of exp's: read, written; backward: gradient, exp read, one written
     assert cost.forward == cost.backward == []
+
+
+def test_a_graph_holds_what_is_still_read_and_fuses_what_is_element_wise():
+    module = _Gated()
+    with without_values():
+        take_shape(module, torch.float32)
+        x = torch.empty(ROWS, WIDTH)
+        graph = make_fx(lambda x, up, down: (torch.exp(x @ up.T) * 2.0) @ down.T)(x, module.up, module.down).graph
+    _, *weights = [node.name for node in graph.nodes if node.op == "placeholder"]
+    cost = graph_cost(graph, weights)
+    assert cost.peak_bytes == 2 * H  # the first product beside its gated form; x is gone, the result not there
+    assert cost.moved_bytes == 2 * H  # exp and its double are one kernel; products are not counted
+    assert graph_cost(graph, []).peak_bytes == 2 * H + 2 * W - W  # up's last use is the first product
 
 
 @pytest.mark.parametrize("compiled", [False, True])
