@@ -41,6 +41,14 @@ _OWNERLESS = {
 """By key of the JSON: why it cannot be switched on, and what is there in its place."""
 
 
+_NEVER_OFF = {
+    "managed_gradient_accumulation": "train.global_batch_size says when a step ends",
+    "bf16.check_grad_overflow": "a step by a gradient that is not finite would be taken",
+    "zero_optimization.compute_grad_norm": "a step by a gradient that is not finite would be taken",
+}
+"""By key of the JSON: why it cannot be switched off."""
+
+
 class Owned(NamedTuple):
     """A key of the JSON that the run's config determines."""
 
@@ -119,8 +127,9 @@ def _contradictions(document: Mapping[str, Any], owned: Sequence[Owned]) -> Iter
         yield f"optimizer.type = {kind!r} is not the AdamW of [optimizer]; use 'AdamW', or remove the key"
     if (operation := _get(document, "gradient_allreduce_op")) not in (None, "mean"):
         yield f"gradient_allreduce_op = {operation!r}: the loss is scaled for a mean; remove it"
-    if _get(document, "managed_gradient_accumulation") is False:
-        yield "managed_gradient_accumulation = false: train.global_batch_size says when a step ends; remove it"
+    for key, reason in _NEVER_OFF.items():
+        if _get(document, key) is False:
+            yield f"{key} = false: {reason}; remove it"
 
 
 def _stage_problems(settings: Mapping[str, Any]) -> Iterator[str]:

@@ -22,7 +22,8 @@ from megalin.errors import ConfigError, NumericError
 from megalin.launch import launched
 from megalin.model.block import Block
 from megalin.model.build import Model, make_model
-from megalin.optim.adamw import build_optimizer, set_learning_rate
+from megalin.optim.adamw import set_learning_rate
+from megalin.optim.fused_adam import build_plain_optimizer
 from megalin.parallel.collectives import all_reduce
 from megalin.parallel.initialisation import fill
 from megalin.parallel.localize import LocalLayout, localize
@@ -91,7 +92,7 @@ class _LossSums(nn.Module):
 
 
 class DeepSpeedEngine:
-    """A model, torch's AdamW, and DeepSpeed's ZeRO around both.
+    """A model, AdamW (apex's where it is there, else torch's), and DeepSpeed's ZeRO around both.
 
     The engine averages gradients over the data axis. Losses are multiplied by its size, so that the gradient is that of
     the mean over the step's valid labels of all ranks and micro-batches, as with the other engine.
@@ -117,9 +118,15 @@ class DeepSpeedEngine:
         bf16 = config.train.dtype == "bfloat16"
         # In bfloat16 the engine makes its fp32 weights of rounded ones.
         unrounded = {name: self._part(name, p.detach().clone()) for name, p in self._parameters.items() if bf16}
-        optimizer = build_optimizer(self.model, config.optimizer, no_decay=self.model.no_decay_names())
+        optimizer = build_plain_optimizer(
+            self.model,
+            config.optimizer,
+            no_decay=self.model.no_decay_names(),
+            device=_update_device(self.settings, mesh.device),
+            by_parts=self._stage == 3,
+        )
         self._engine = _initialize(self.model, optimizer, self.settings, mesh)
-        self._optimizer: torch.optim.AdamW = self._engine.basic_optimizer
+        self._optimizer: torch.optim.Optimizer = self._engine.basic_optimizer
         self._create_moments()
         for name, part in unrounded.items():
             self._set(name, None, self._layout.join(name, part.to(mesh.device)))
@@ -142,8 +149,8 @@ class DeepSpeedEngine:
         norm = self._gradient_norm() if self._stage == 0 else 0.0  # the engine tells none there
         if math.isfinite(terms.sum().item()) and math.isfinite(norm):
             self._engine.step()
-            if self._stage > 0:
-                norm = float(self._engine.get_global_grad_norm()) if self._engine.was_step_applied() else math.nan
+            if self._stage > 0:  # infinite where the engine took no step for it
+                norm = float(self._engine.get_global_grad_norm())
         result = StepResult(terms.sum().item(), norm, int(counts[0]), tuple(terms.tolist()))
         if not (math.isfinite(result.loss) and math.isfinite(norm)):
             raise NumericError(
@@ -246,6 +253,12 @@ def _materialised(config: RunConfig, mesh: Mesh) -> Model:
     return model
 
 
+def _update_device(settings: Mapping[str, Any], device: torch.device) -> torch.device:
+    """Where weights and moments lie at an update."""
+    offload = settings["zero_optimization"].get("offload_optimizer") or {}
+    return torch.device("cpu") if offload.get("device") == "cpu" else device
+
+
 def _check_model(model: Model, mesh: Mesh, stage: int) -> None:
     """A mixer that derives values from its whole weights would find a slice of them, or nothing."""
     if any(mixer.watched_weights() for mixer in model.mixers()) and (mesh.tp.size > 1 or stage == 3):
@@ -256,7 +269,7 @@ def _check_model(model: Model, mesh: Mesh, stage: int) -> None:
         )
 
 
-def _initialize(model: Model, optimizer: torch.optim.AdamW, settings: dict[str, Any], mesh: Mesh) -> Any:
+def _initialize(model: Model, optimizer: torch.optim.Optimizer, settings: dict[str, Any], mesh: Mesh) -> Any:
     """DeepSpeed's own engine. Nothing is compiled for it. Raises ConfigError for settings that it refuses."""
     os.environ.setdefault("DS_ACCELERATOR", mesh.device.type)
     os.environ.setdefault("LOCAL_RANK", str(launched().local_rank))

@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalin.checkpoint.load import newest
+from megalin.checkpoint.save import save
+from megalin.checkpoint.tensors import OPTIMIZER_PREFIX
 from megalin.data.packing import Batch
 from megalin.errors import ConfigError, NumericError
 from megalin.parallel.mesh import Mesh
@@ -242,12 +245,16 @@ def test_settings_that_deepspeed_refuses_are_an_error_of_the_user(config, tmp_pa
     assert "refuses the settings of train.deepspeed_config: Invalid communication_data_type" in message
 
 
-def _initial(config: Path) -> None:
-    """In bfloat16, the weights at rest and what the engine computes with, before the first step."""
+def _initial(config: Path, root: Path) -> None:
+    """In bfloat16, the weights at rest and what the engine computes with, before the first step; and other weights."""
     from deepspeed import zero as engine_zero
 
     run = load_run_config(config, [BF16])
     truth = FullyShardedEngine(run, Mesh(run.parallel, CPU)).tensors()
+    names = [name for name in truth if not name.startswith(OPTIMIZER_PREFIX)]
+    save(root, step=0, tensors={name: -truth[name].detach() for name in names}, state={})
+    imported = newest(root)
+    assert imported is not None
     for zero in (1, 2, 3):
         engine = _engine(config, BF16, f"parallel.zero={zero}")
         tensors = engine.tensors()
@@ -257,7 +264,10 @@ def _initial(config: Path) -> None:
         (frequencies,) = engine.model.full_precision_modules()
         with engine_zero.GatheredParameters(list(frequencies.parameters())):
             assert {output.dtype for output in frequencies()} == {torch.float32}
+        engine.load(imported, weights_only=True)
+        loaded = engine.tensors()
+        assert all(torch.equal(full_tensor(loaded[name]), -full_tensor(truth[name])) for name in names)
 
 
-def test_bf16_keeps_the_unrounded_weights_and_computes_exponentials_in_fp32(config):
-    run_ranks(1, _initial, config)
+def test_bf16_keeps_the_unrounded_weights_and_computes_exponentials_in_fp32(config, tmp_path):
+    run_ranks(1, _initial, config, tmp_path)

@@ -121,6 +121,8 @@ def test_every_contradiction_is_told_at_once_with_both_places(path):
         ({"checkpoint": {"load_universal": True}}, "do not load into tensor parallelism"),
         ({"gradient_allreduce_op": "sum"}, "the loss is scaled for a mean"),
         ({"managed_gradient_accumulation": False}, "train.global_batch_size says when a step ends"),
+        ({"bf16": {"check_grad_overflow": False}}, "a step by a gradient that is not finite"),
+        ({"zero_optimization": {"compute_grad_norm": False}}, "a step by a gradient that is not finite"),
         ({"zero_optimization": {"stage": 4}}, "stage = 4 is none of 0, 1, 2, 3"),
         ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "is not the AdamW"),
         (
