@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from torch import Tensor, nn
-from torch.nn import functional
 
+from megalin.ops.layer_norm import layer_norm
 from megalin.ops.max_norm import max_norm, mean_magnitude_norm
 from megalin.ops.rms_norm import rms_norm
 from megalin.ops.srmsnorm import compute_dtype, srmsnorm
@@ -67,9 +67,8 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
-        wide = compute_dtype(x)
-        weight, bias = (self.tp.stream_weight(local(p)).to(wide) for p in (self.weight, self.bias))
-        return functional.layer_norm(x.to(wide), x.shape[-1:], weight, bias, self.eps).to(x.dtype)
+        weight, bias = (self.tp.stream_weight(local(p)) for p in (self.weight, self.bias))
+        return layer_norm(x, weight, bias, eps=self.eps)
 
 
 class MaxNorm(nn.Module):

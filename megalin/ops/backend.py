@@ -1,4 +1,4 @@
-"""Which implementation of an op runs, reference, Triton or CUDA: chosen once, self-tested, told."""
+"""Which implementation of an op runs, reference, Triton, CUDA or apex: chosen once, self-tested, told."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ import torch
 from megalin.config import suggest
 from megalin.errors import KernelError
 
-Backend = Literal["auto", "reference", "triton", "cuda"]
-"""auto: the fastest one that runs and passes its self-test. triton, cuda: that one in every op that has it, or an error
-that says why not; ops without it choose as auto does. reference: plain PyTorch."""
+Backend = Literal["auto", "reference", "triton", "cuda", "apex"]
+"""auto: the fastest one that runs and passes its self-test. triton, cuda, apex: that one in every op that has it, or an
+error that says why not; ops without it choose as auto does. reference: plain PyTorch."""
 
-Compiled = Literal["triton", "cuda"]
+Compiled = Literal["triton", "cuda", "apex"]
+"""Kernels of csrc/, and NVIDIA's apex where it is installed."""
 
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 VARIABLE = "MEGALIN_KERNELS"
@@ -61,7 +62,7 @@ def register(op: str, order: tuple[Compiled, ...], self_test: Callable[[Compiled
 def choose(
     op: str, backend: Backend, device: str, unsupported: str = "", limits: Mapping[Compiled, str] | None = None
 ) -> str:
-    """The implementation that runs: "reference", "triton" or "cuda". A constant to torch.compile.
+    """The implementation that runs: "reference", "triton", "cuda" or "apex". A constant to torch.compile.
 
     Args:
         op: a registered name.
@@ -74,7 +75,8 @@ def choose(
         KernelError: `backend` names an implementation that the op has but that cannot run here.
     """
     if _supposed.get():
-        fit = [name for name in _kernels[op].order if not (unsupported or (limits or {}).get(name))]
+        own = [name for name in _kernels[op].order if name != "apex"]  # which few machines have
+        fit = [name for name in own if not (unsupported or (limits or {}).get(name))]
         return fit[0] if fit else "reference"
     choice = _choose(op, backend, device, unsupported, limits or {})
     _used[op] = choice
@@ -145,6 +147,11 @@ def supposing_kernels() -> Iterator[None]:
         _supposed.reset(token)
 
 
+def tell(op: str, choice: Choice) -> None:
+    """Adds to `used` what an op decided by itself."""
+    _used[op] = choice
+
+
 def used() -> dict[str, Choice]:
     """What ran last in every op that was called so far."""
     return dict(sorted(_used.items()))
@@ -164,16 +171,16 @@ def _unfit(op: str, backend: Compiled, device: str) -> str:
 
 
 def _errors() -> tuple[type[Exception], ...]:
-    """What a compiler or a launch raises."""
+    """What a compiler, a launch, or a library of another torch's build raises."""
     if importlib.util.find_spec("triton") is None:
-        return (RuntimeError, OSError)
+        return (RuntimeError, OSError, ImportError)
     from triton.errors import TritonError
 
-    return (RuntimeError, OSError, TritonError)
+    return (RuntimeError, OSError, ImportError, TritonError)
 
 
 def _missing(backend: Compiled, device: str) -> str:
-    module = {"triton": "triton", "cuda": "megalin._C"}[backend]
+    module = {"triton": "triton", "cuda": "megalin._C", "apex": "apex"}[backend]
     if importlib.util.find_spec(module) is None:
         return f"{module} is not installed"
     if device == "cuda":

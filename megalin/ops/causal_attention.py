@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megalin.errors import ConfigError
+from megalin.ops.backend import Choice, tell
 from megalin.ops.documents import WHOLE_ROWS, Documents
 from megalin.ops.flash_attention import FlashKernel, flash_attention, reason_against
 from megalin.ops.softmax_attention import (
@@ -86,23 +87,31 @@ def kernel_for(
 ) -> FlashKernel | None:
     """The flash kernel that attends to such tensors, `whole` rows or others, None for torch's fused attention; a
     constant to torch.compile."""
-    return _decide(backend, whole, device, dtype, head_dim)
+    kernel, reasons = _decide(backend, whole, device, dtype, head_dim)
+    name = "torch's FlashAttention-2" if kernel == "torch" else kernel or "sdpa"
+    tell(f"softmax_attention of {_kind(whole)}", Choice(name, reasons))
+    return kernel
+
+
+def _kind(whole: bool) -> str:
+    return "whole rows" if whole else "packed rows or windows"
 
 
 @functools.cache
 def _decide(
     backend: AttentionBackend, whole: bool, device: str, dtype: torch.dtype, head_dim: int
-) -> FlashKernel | None:
-    """`kernel_for`, decided at its first use and logged."""
-    kind = f"softmax attention of {'whole rows' if whole else 'packed rows or windows'}"
+) -> tuple[FlashKernel | None, str]:
+    """`kernel_for`, and why not another; decided at its first use and logged."""
+    taken: FlashKernel | None = None
     reasons: list[str] = []
     for kernel in () if whole and backend != "flash_attn" else _KERNELS[backend]:
         if not (reason := reason_against(kernel, device, dtype, head_dim)):
-            _log.info("%s, %s heads of %d on %s: %s", kind, dtype, head_dim, device, "; ".join([kernel, *reasons]))
-            return kernel
+            taken = kernel
+            break
         reasons.append(f"not {kernel}: {reason}")
-    _log.info("%s, %s heads of %d on %s: %s", kind, dtype, head_dim, device, "; ".join(["sdpa", *reasons]))
-    return None
+    kind = f"softmax attention of {_kind(whole)}"
+    _log.info("%s, %s heads of %d on %s: %s", kind, dtype, head_dim, device, "; ".join([taken or "sdpa", *reasons]))
+    return taken, "; ".join(reasons)
 
 
 def check_backend(backend: AttentionBackend, device: str, dtype: torch.dtype, head_dim: int, *, field: str) -> None:

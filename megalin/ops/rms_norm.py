@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megalin.ops import backend as backends
+from megalin.ops.apex import apex_rms_norm, reason_against
 from megalin.ops.backend import Backend, Compiled
 from megalin.ops.fusion import left_to_inductor
 from megalin.ops.operands import check_operands
@@ -23,7 +24,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, backend: Backend = "auto"
         weight: w [D].
         eps: inside the root.
         backend: which implementation runs; in compiled blocks "auto" leaves the reference to inductor.
-            The compiled one takes fp32, bf16 and fp16 of widths up to 16384.
+            Compiled ones take fp32, bf16 and fp16 of widths up to 16384, apex's weights of the same dtype alone.
 
     Returns:
         [..., D] in the dtype of `x`.
@@ -34,9 +35,12 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, backend: Backend = "auto"
     """
     check_operands("rms_norm", {"x": (x, "*D"), "weight": (weight, "D")})
     reason = unsupported(x) or ("" if weight.dtype in KERNEL_DTYPES else f"a weight of dtype {weight.dtype}")
-    choice = backends.choose("rms_norm", backend, x.device.type, reason)
+    limits: dict[Compiled, str] = {"apex": "" if weight.dtype == x.dtype else f"a weight of dtype {weight.dtype}"}
+    choice = backends.choose("rms_norm", backend, x.device.type, reason, limits)
     if choice == "reference" or left_to_inductor("rms_norm", backend):
         return rms_norm_reference(x, weight, eps=eps)
+    if choice == "apex":
+        return apex_rms_norm(x, weight, eps=eps)
     return _forward(x.contiguous(), weight.contiguous(), eps)[0]
 
 
@@ -89,11 +93,13 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 
 
 def _self_test(backend: Compiled, device: str) -> str:
+    if backend == "apex" and (reason := reason_against("fused_layer_norm_cuda")):
+        return reason
     return compare(
-        lambda x, weight: _forward(x, weight, 1e-6)[0],
+        lambda x, weight: apex_rms_norm(x, weight, eps=1e-6) if backend == "apex" else _forward(x, weight, 1e-6)[0],
         lambda x, weight: rms_norm_reference(x, weight, eps=1e-6),
         [sample(5, 200, device=device), sample(200, device=device, seed=1)],
     )
 
 
-backends.register("rms_norm", ("triton",), _self_test)
+backends.register("rms_norm", ("triton", "apex"), _self_test)

@@ -43,17 +43,22 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, no_decay: Collect
         no_decay: global names of parameters without weight decay; names that this model does not hold (another
             pipeline stage's) are ignored. An attribute on the parameter would not survive `fully_shard`.
     """
+    groups = parameter_groups(model, config, no_decay)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps, fused=True)
+
+
+def parameter_groups(model: nn.Module, config: OptimizerConfig, no_decay: Collection[str]) -> list[dict[str, Any]]:
+    """The trainable parameters with their names, as optimizers take them: with weight decay, then without."""
     decayed: list[tuple[str, nn.Parameter]] = []
     kept: list[tuple[str, nn.Parameter]] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             (kept if name in no_decay else decayed).append((name, parameter))
-    groups = [
+    return [
         {"params": group, "weight_decay": weight_decay}
         for group, weight_decay in ((decayed, config.weight_decay), (kept, 0.0))
         if group
     ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps, fused=True)
 
 
 def step_where(sound: Tensor, optimizer: torch.optim.AdamW) -> None:

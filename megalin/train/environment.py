@@ -24,7 +24,7 @@ def versions() -> dict[str, str]:
     }
     if torch.version.cuda is not None:
         found["cuda"] = torch.version.cuda
-    for name in ("numpy", "triton", "deepspeed"):
+    for name in ("numpy", "triton", "deepspeed", "flash-attn", "apex"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found

@@ -1,0 +1,107 @@
+"""AdamW over plain tensors: apex's FusedAdam where it is there and agrees with torch's, else torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+
+from megalin.ops import apex, backend
+from megalin.ops.backend import Compiled
+from megalin.optim.adamw import OptimizerConfig, build_optimizer, parameter_groups
+
+_BOUND = 1e-5
+"""Relative error of the self-test: what fp32 rounds in a few steps, far below another rule."""
+_STEPS = 3
+
+
+def build_plain_optimizer(
+    model: nn.Module, config: OptimizerConfig, no_decay: Collection[str], *, device: torch.device, by_parts: bool
+) -> torch.optim.Optimizer:
+    """AdamW over the trainable parameters of `model`, plain fp32 tensors, with the state that torch's AdamW has.
+
+    Which one it is, is a choice as that of kernels: op "adamw", reference for torch's.
+
+    Args:
+        no_decay: as `build_optimizer` takes it.
+        device: where weights and moments lie at the update.
+        by_parts: whether a step updates one group at a time while the others are empty, which apex fails at.
+
+    Raises:
+        KernelError: MEGALIN_KERNELS asks for apex, and it cannot run.
+    """
+    unsupported = "groups without parameters" if by_parts else ""
+    if backend.choose("adamw", "auto", device.type, unsupported) == "apex":
+        return _fused_adam(parameter_groups(model, config, no_decay), config)
+    return build_optimizer(model, config, no_decay)
+
+
+def _fused_adam(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    from apex.optimizers import FusedAdam  # type: ignore[import-not-found]
+
+    betas = (config.betas[0], config.betas[1])
+    optimizer: torch.optim.Optimizer = FusedAdam(groups, lr=config.lr, betas=betas, eps=config.eps)
+    optimizer.register_step_pre_hook(_tell_step)
+    optimizer.register_step_post_hook(_count_step)
+    return optimizer
+
+
+def _tell_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """apex counts the steps of a group, in the group; a checkpoint has the count of each parameter, as torch does."""
+    for group in optimizer.param_groups:
+        counts = {int(_state(optimizer, parameter)["step"]) for parameter in group["params"]}
+        assert len(counts) <= 1, f"parameters of one group have taken {counts} steps"
+        group["step"] = max(counts, default=0)
+
+
+def _count_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                optimizer.state[parameter]["step"] += 1
+
+
+def _state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
+    state = optimizer.state[parameter]
+    if not state:
+        state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
+    return state
+
+
+def _self_test(name: Compiled, device: str) -> str:
+    """Weights and moments after a few steps, with and without decay, beside torch's AdamW."""
+    assert name == "apex", name
+    if reason := apex.reason_against("amp_C"):
+        return reason
+    config = OptimizerConfig(lr=0.01, betas=[0.9, 0.95], weight_decay=0.1)
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(shape, generator=generator) for shape in ((33, 7), (1001,), (1,))]
+    steps = [[torch.randn(x.shape, generator=generator) for x in start] for _ in range(_STEPS)]
+    found = {}
+    for kind in ("apex", "torch"):
+        weights = [nn.Parameter(x.to(device, copy=True)) for x in start]
+        groups = [{"params": weights[:2], "weight_decay": 0.1}, {"params": weights[2:], "weight_decay": 0.0}]
+        optimizer: torch.optim.Optimizer = (
+            _fused_adam(groups, config)
+            if kind == "apex"
+            else torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), eps=config.eps)
+        )
+        for gradients in steps:
+            for weight, gradient in zip(weights, gradients, strict=True):
+                weight.grad = gradient.to(device)
+            optimizer.step()
+        found[kind] = [
+            tensor for x in weights for tensor in (x.detach(), *(optimizer.state[x][key] for key in _MOMENTS))
+        ]
+    for ours, truth in zip(found["apex"], found["torch"], strict=True):
+        error = float((ours - truth).norm() / truth.norm())
+        if not error <= _BOUND:
+            return f"self-test: weights or moments differ from torch's by {error:.1e} (bound {_BOUND:.0e})"
+    return ""
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+backend.register("adamw", ("apex",), _self_test)
