@@ -33,6 +33,8 @@ _KEPT = {
     "timers",
     "steps_per_print",
     "disable_allgather",
+    "disable_python_gc",
+    "log_level",
     "gradient_allreduce_op",
 }
 """Keys that the engine reads as they are."""
@@ -54,6 +56,12 @@ _REASONS: dict[str, tuple[Verdict, str]] = {
     "eigenvalue": ("not available", "it is a part of compression"),
     "sparse_attention": ("not available", "the mixer of model.layers says what attention is"),
     "sparse_gradients": ("not available", "gradients are dense"),
+    "weight_quantization": ("not available", "weights are trained whole"),
+    "expert_parallel": ("not available", "there are no mixtures of experts"),
+    "use_data_before_expert_parallelism": ("not available", "there are no mixtures of experts"),
+    "seq_parallel_communication_data_type": ("not available", "parallel.cp exchanges what the computation gives"),
+    "datastates_ckpt": ("not available", "checkpoints are megalin's own"),
+    "nebula": ("not available", "checkpoints are megalin's own"),
     "hybrid_engine": ("not available", "it is for reinforcement learning"),
     "tensor_parallel": ("not available", "parallel.tp splits layers"),
     "sequence_parallel_size": ("not available", "parallel.cp splits sequences"),

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from megalin.train.config import load_run_config
+from megalin.train.config import deepspeed_settings, load_run_config
 from tests.migration.test_deepspeed import ZERO3
 from tests.migration.test_megatron import SMALL
 from tools import import_config
@@ -54,6 +54,9 @@ def test_json_leaves_what_the_engine_alone_reads_beside_the_config(tmp_path):
     kept = json.loads((tmp_path / "run.deepspeed.json").read_text())
     assert config.train.deepspeed_config == str(tmp_path / "run.deepspeed.json")
     assert kept["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+    settings = deepspeed_settings(config, 64 // (4 * 2))  # nothing of the two contradicts the other
+    assert settings["gradient_accumulation_steps"] == 2
+    assert settings["zero_optimization"].items() >= {"stage": 3, **kept["zero_optimization"]}.items()
 
 
 def test_command_of_megatron_deepspeed_takes_its_json_along(tmp_path):
