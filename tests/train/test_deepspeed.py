@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import re
@@ -82,14 +83,20 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_config(tmp_path_factory.mktemp("deepspeed"), **tables)
 
 
-def _runs(config: Path, calls: list[tuple[Path, list[str]]]) -> None:
-    """Several runs one after the other, each from its folder alone; nothing may be compiled for them."""
+def _nothing_is_compiled() -> None:
+    """Refuses compilation, which the engine must not ask for; spares this rank the garbage that it collects often."""
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     def refuse(self: OpBuilder, verbose: bool = True) -> None:
         raise AssertionError(f"{self.name} is compiled")
 
     OpBuilder.jit_load = refuse
+    gc.freeze()
+
+
+def _runs(config: Path, calls: list[tuple[Path, list[str]]]) -> None:
+    """Several runs one after the other, each from its folder alone."""
+    _nothing_is_compiled()
     for folder, overrides in calls:
         train_here(config, folder, *overrides)
 
@@ -130,6 +137,7 @@ def folders(config: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(CASES))
 def test_both_engines_take_the_same_steps(folders, name):
     actual, expected = metrics(folders[name].deepspeed), metrics(folders[name].fsdp2)
@@ -195,6 +203,7 @@ POISONS = {"loss": r"loss nan, gradient norm", "gradient": r"loss \d\S*, gradien
 
 def _poisoned(config: Path) -> list[tuple[str, str]]:
     """What the second step says of one rank's poisoned loss or gradient, at every stage; no weight may change."""
+    _nothing_is_compiled()
     tokens = torch.arange(24).view(2, 12) + dist.get_rank()
     batch = Batch(tokens, tokens + 1, torch.zeros_like(tokens, dtype=torch.int32), torch.arange(2))
     messages = []
