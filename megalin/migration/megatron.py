@@ -14,6 +14,7 @@ from megalin.migration.megatron_model import add_model
 _SEED = 1234
 _SPLIT = "969,30,1"
 _STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+_SPLITS = {"train": "train", "validation": "valid", "test": "test"}
 _DECAY = ("--lr-decay-iters", "--lr-decay-samples", "--lr-decay-tokens")
 _WARMUP = ("--lr-warmup-iters", "--lr-warmup-samples", "--lr-warmup-tokens")
 _TOKENIZER_FILES = (".json", ".model", ".tiktoken")
@@ -275,9 +276,6 @@ def _add_data(flags: Flags, imported: Imported) -> None:
     for name in ("--mock-data", "--data-args-path", "--per-split-data-args-path"):
         if flags.has(name):
             imported.note("not available", name, "name the shards: data.train or data.sources")
-
-
-_SPLITS = {"train": "train", "validation": "valid", "test": "test"}
 
 
 def _add_sources(blend: list[str], source: str, imported: Imported) -> None:

@@ -1,6 +1,7 @@
 """apex where it is installed, by a stand-in of its published names: when it is taken, for what, and what is told."""
 
 import sys
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,10 +20,10 @@ def installed(monkeypatch, tmp_path):
     """Installs what a function writes, for a device on which everything runs."""
 
     def install(write, **options):
-        for name in [name for name in sys.modules if name.partition(".")[0] in ("apex", "amp_C")]:
-            monkeypatch.delitem(sys.modules, name)
         monkeypatch.syspath_prepend(str(write(tmp_path / "site", **options)))
 
+    for name in [name for name in sys.modules if name.partition(".")[0] == "apex"]:
+        monkeypatch.delitem(sys.modules, name)  # a real one
     monkeypatch.setattr(backend, "_used", {})
     monkeypatch.setattr(backend, "_missing", lambda name, device: "" if name == "apex" else "not here")
     backend.decide.cache_clear()
@@ -35,11 +36,13 @@ def installed(monkeypatch, tmp_path):
 
 
 def test_apex_is_known_by_its_parts_without_an_import(installed, tmp_path):
-    assert reason_against("amp_C") == "apex is not installed"
-    installed(write_apex)
-    assert reason_against("amp_C") == ""
-    (tmp_path / "site" / "amp_C.py").unlink()
-    assert "without its extension amp_C; build it with" in reason_against("amp_C")
+    with patch.object(sys, "path", []):
+        assert reason_against("amp_C") == "apex is not installed"
+    site = write_apex(tmp_path)
+    with patch.object(sys, "path", [str(site)]):
+        assert reason_against("amp_C") == ""
+        (site / "amp_C.py").unlink()
+        assert "without its extension amp_C; build it with" in reason_against("amp_C")
     assert "apex" not in sys.modules
 
 
