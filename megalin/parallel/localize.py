@@ -23,7 +23,7 @@ def localize(model: nn.Module) -> dict[str, Placement]:
     Gradients are made plain too. One that a collective of the backward still brings would be a wrapper, into whose
     place an engine may write its reduced gradient without effect: each rank then steps by its own.
 
-    The model is materialised, on the tensor-parallel mesh alone: what data parallelism has sharded stays as it is.
+    The model is materialised, on the tensor-parallel mesh alone: what data parallelism has sharded is refused.
 
     Returns:
         How each parameter lies on the tensor-parallel axis, by its name.
