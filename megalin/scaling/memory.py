@@ -32,11 +32,6 @@ class Memory(NamedTuple):
         """All of it."""
         return sum(self)
 
-    @property
-    def exact(self) -> int:
-        """What follows from the parameters alone: weights, gradients as shards, and moments are never less."""
-        return self.weights + self.optimizer
-
 
 def stage_memory(
     parameters: StageParameters, trace: Trace, kinds: list[int], layout: Layout, *, rank: int, itemsize: int
@@ -50,7 +45,8 @@ def stage_memory(
     """
     saved, backward = _block_costs(trace, kinds, layout)
     moments = _Moments(parameters, trace, layout, saved, itemsize)
-    before = (layout.in_flight(rank) - 1) * sum(saved) // max(1, layout.parallel.pp_stages)
+    before = (layout.in_flight(rank) - 1) * sum(saved) // layout.parallel.pp_stages
+    before += layout.in_flight(rank) * trace.entry.saved_bytes if rank == 0 else 0
     last = len(saved) - 1
     # Between neighbours of a kind the memory changes evenly: it is most at the ends of their runs.
     turns = [b for b in range(last + 1) if b in (0, last) or len({*kinds[b - 1 : b + 2]}) > 1]

@@ -81,6 +81,16 @@ def test_memory_refuses_and_says_what_is_missing(estimator):
     assert {refusal.kind for refusal in missing} >= {"memory, most of it activations"}
 
 
+def test_a_layout_is_offered_only_after_its_compiled_blocks_were_read():
+    estimator = Estimator(workload(samples=1, length=512, compiled=True), CHIPS["h200"])
+    least = layout(dp=1, num_micro_batches=1, recompute=True)
+    close = estimator.estimate(least, closely=True).memory.total
+    assert close < estimator.estimate(least, closely=False).memory.total  # so eager blocks are no reason to refuse
+    (best,) = search(estimator, Limits(1, close), count=1).best
+    assert best.layout == least
+    assert search(estimator, Limits(1, close - 1), count=1).best == []
+
+
 def test_nothing_fits_where_the_weights_do_not():
     assert set(refused(1)) == {"memory, most of it weights and optimizer"}
 
