@@ -44,7 +44,6 @@ _REASONS: dict[str, tuple[Verdict, str]] = {
     "torch_autocast": ("not available", "train.dtype is the dtype of the computation"),
     "activation_checkpointing": ("no effect", "it only says how; train.recompute = true recomputes blocks"),
     "tensorboard": ("no effect", "events are written into the run folder"),
-    "wandb": ("no effect", "metrics are written into the run folder"),
     "csv_monitor": ("no effect", "metrics are written into the run folder"),
     "comet": ("no effect", "metrics are written into the run folder"),
     "elasticity": ("not available", "the batch is train.global_batch_size on any number of ranks"),
@@ -96,6 +95,7 @@ def add_deepspeed(document: Mapping[str, Any], imported: Imported) -> dict[str, 
     _add_precision(document, imported)
     _add_optimizer(_table(document, "optimizer"), imported)
     _add_schedule(_table(document, "scheduler"), imported)
+    _add_wandb(_table(document, "wandb"), imported)
     zero = _add_zero(document.get("zero_optimization", {}), imported)
     rest = {"zero_optimization": zero} if zero else {}
     for key, value in document.items():
@@ -120,6 +120,7 @@ _READ = (
     "bf16",
     "optimizer",
     "scheduler",
+    "wandb",
 )
 
 
@@ -211,6 +212,15 @@ def _add_schedule(table: Mapping[str, Any], imported: Imported) -> None:
             imported.set("schedule.decay_steps", total - warmup, "the steps after the warmup")
         else:
             imported.hint("schedule", "decay_steps: train.steps less warmup_steps")
+
+
+def _add_wandb(table: Mapping[str, Any], imported: Imported) -> None:
+    if _off(table):
+        return
+    imported.set("logging.wandb_project", table.get("project", "deepspeed"), "wandb.project")
+    for name, variable in (("team", "WANDB_ENTITY"), ("group", "WANDB_RUN_GROUP")):
+        if table.get(name) is not None:
+            imported.note("differs", f"wandb.{name}", f"set the environment's {variable}")
 
 
 def _add_zero(value: Any, imported: Imported) -> Any:

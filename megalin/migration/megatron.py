@@ -159,6 +159,8 @@ def _add_loop(flags: Flags, imported: Imported) -> None:
         imported.set("train.evaluate_batches", evaluations, "--eval-iters")
     elif evaluations == 0:
         imported.note("differs", "--eval-iters 0", "a validation split is evaluated after the last step; leave it out")
+    if project := flags.text("--wandb-project"):
+        imported.set("logging.wandb_project", project, "--wandb-project")
 
 
 def _add_optimizer(flags: Flags, imported: Imported) -> None:

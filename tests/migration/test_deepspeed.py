@@ -121,7 +121,7 @@ def test_defaults_are_those_of_deepspeed():
         (PEAKS, "differs", "scheduler.params.warmup_min_lr"),
         ({"tensor_parallel": {"autotp_size": 2}}, "not available", "tensor_parallel"),
         ({"sparse_gradients": True}, "not available", "sparse_gradients"),
-        ({"wandb": {"enabled": True, "project": "x"}}, "no effect", "wandb"),
+        ({"wandb": {"enabled": True, "team": "x"}}, "differs", "wandb.team"),
     ],
 )
 def test_key_that_no_table_has_is_told(document, verdict, key):
@@ -159,3 +159,11 @@ def test_bad_json_is_refused(text, message):
 def test_older_name_of_bf16_is_known():
     imported, _ = _read(json.loads('{"bfloat16": {"enabled": true}}'))
     assert imported.get("train.dtype") == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("table", "project"),
+    [({"enabled": True, "project": "x"}, "x"), ({"enabled": True}, "deepspeed"), ({"enabled": False}, None)],
+)
+def test_wandb_goes_on_under_its_project(table, project):
+    assert _read({"wandb": table})[0].get("logging.wandb_project") == project

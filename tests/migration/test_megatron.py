@@ -168,6 +168,7 @@ def test_linear_decay_is_the_same_rate(iterations, decay):
         ("--normalization RMSNorm --norm-epsilon 1e-6", "model.norm_eps", 1e-6),
         ("--fp32-residual-connection", "model.residual_dtype", "float32"),
         ("--seed 7", "train.seed", 7),
+        ("--wandb-project x", "logging.wandb_project", "x"),
     ],
 )
 def test_flag_becomes_a_key(flags, field, value):
