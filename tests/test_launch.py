@@ -114,13 +114,16 @@ def test_ranks_of_mpirun_that_cannot_agree_are_told_why(monkeypatch):
 
 
 @pytest.mark.skipif(shutil.which("mpirun", path=os.path.dirname(sys.executable)) is None, reason="needs mpich, mpi4py")
-def test_ranks_of_mpirun_agree_where_to_meet():
+def test_ranks_of_mpirun_agree_where_to_meet(tmp_path):
     mpirun = shutil.which("mpirun", path=os.path.dirname(sys.executable))
+    # A file each: what ranks print may be mixed within a line.
     show = (
-        "from megalin.launch import *; print(*adopt_launcher(), *map(os.environ.get, ('MASTER_ADDR', 'MASTER_PORT')))"
+        "import os, sys; from pathlib import Path; from megalin.launch import *; place = adopt_launcher();"
+        "told = *place, os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'];"
+        "Path(sys.argv[1], str(place.rank)).write_text(' '.join(map(str, told)))"
     )
-    lines = subprocess.run([mpirun, "-n", "3", sys.executable, "-c", show], capture_output=True, text=True, check=True)
-    rows = sorted(line.split() for line in lines.stdout.splitlines())
+    subprocess.run([mpirun, "-n", "3", sys.executable, "-c", show, tmp_path], capture_output=True, check=True)
+    rows = [path.read_text().split() for path in sorted(tmp_path.iterdir())]
     assert [row[:3] for row in rows] == [["0", "3", "0"], ["1", "3", "1"], ["2", "3", "2"]]
     assert len({tuple(row[3:]) for row in rows}) == 1
 
