@@ -12,7 +12,6 @@ from tests.verify.test_context_parallel import ONE_A_MIXER, ROWS, assert_agrees,
 MESHES: list[tuple[int, dict[str, Any]]] = [
     (6, {"cp": 3, "dp": 2, "shard": 1}),
     (4, {"cp": 4, "shard": 2}),
-    (4, {"cp": 2, "dp": 2}),
 ]
 
 
