@@ -10,6 +10,7 @@ import socket
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megalin.__main__ import main
@@ -62,7 +63,9 @@ def test_command_runs_every_mesh_and_lists_what_the_model_cannot(capsys: pytest.
     meshes = {mesh_name(*layout): mesh for layout, mesh in zip(layouts(2), found["meshes"], strict=True)}
     refused = {name: mesh["refused"] for name, mesh in meshes.items() if mesh["refused"]}
     assert list(refused) == ["pp 2 (zero_bubble)"]
-    assert 'blocks of type "hgrn2" share parameters' in refused["pp 2 (zero_bubble)"]
+    # Before torch 2.13 no model has this schedule.
+    reason = 'blocks of type "hgrn2" share parameters' if torch.__version__ >= (2, 13) else "(2.13 does not)"
+    assert reason in refused["pp 2 (zero_bubble)"]
     ran = [mesh for mesh in meshes.values() if not mesh["refused"]]
     assert all(mesh["passed"] and mesh["tensors"] > 20 and mesh["seconds"] > 0 for mesh in ran)
     assert all(mesh["worst"]["error"] <= 1e-12 for mesh in ran)
