@@ -139,7 +139,7 @@ def _off(value: Any) -> bool:
 def _set(imported: Imported, key: str, value: Any, source: str) -> None:
     """Sets a value that the JSON gives; "auto", which Hugging Face's Trainer fills in, is told."""
     if value == "auto":
-        imported.note("fill in", source, f'"auto" is filled in by Hugging Face\'s Trainer alone; give {key}=VALUE')
+        imported.missing(key, source, f'"auto" is filled in by Hugging Face\'s Trainer alone; give {key}=VALUE')
     elif value is not None:
         imported.set(key, value, source)
 

@@ -206,10 +206,11 @@ class Flags:
             if name in self._asked:
                 continue
             key = " ".join([name, *words])
-            if words in (["0"], ["0.0"]) or (words == ["1"] and name.endswith("-parallel-size")):
-                self._imported.note("no effect", key, "it is off")
-            elif name in reasons():
-                self._imported.note(reasons()[name].verdict, key, reasons()[name].text)
+            one = words == ["1"] and name.endswith(("-parallel-size", "-instances"))
+            if name in reasons():
+                off = one or words in (["0"], ["0.0"])
+                verdict, text = Reason("no effect", "it is off") if off else reasons()[name]
+                self._imported.note(verdict, key, text)
             else:
                 close = difflib.get_close_matches(name, [*reasons(), *self._asked], n=1, cutoff=0.75)
                 hint = f"; did you mean {close[0]}?" if close else "; a fork's or an older one's?"

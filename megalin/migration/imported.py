@@ -54,6 +54,7 @@ class Imported:
         self.notes: list[Note] = []
         self.mapped: list[tuple[str, Any, str]] = []
         self._hints: dict[str, str] = {}
+        self._missing: list[tuple[str, Note]] = []
 
     def set(self, key: str, value: Any, source: str) -> None:
         """Sets megalin's dotted `key`, which `source` told; where another value stands already, keeps and notes it."""
@@ -88,9 +89,16 @@ class Imported:
         """What to say of megalin's dotted `key` where `check` finds it missing."""
         self._hints[key] = text
 
+    def missing(self, key: str, source: str, text: str) -> None:
+        """What to say of `source` as something to fill in where `check` finds megalin's dotted `key` still unset."""
+        self._missing.append((key, Note("fill in", source, text)))
+
     def check(self) -> None:
         """Reads the tables as a run, sizes of the mesh included, and notes each problem as something to fill in."""
         values = dict(self.values)
+        for key, note in self._missing:
+            if self.get(key) is None:
+                self.note(*note)
         for key, text in _texts(values):
             if hint := variable_hint(text):
                 self.note("fill in", f"{key} = {text!r}", hint)

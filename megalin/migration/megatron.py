@@ -15,6 +15,7 @@ _SEED = 1234
 _SPLIT = "969,30,1"
 _STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 _SPLITS = {"train": "train", "validation": "valid", "test": "test"}
+_TRAIN = ("--train-iters", "--train-samples", "--train-tokens")
 _DECAY = ("--lr-decay-iters", "--lr-decay-samples", "--lr-decay-tokens")
 _WARMUP = ("--lr-warmup-iters", "--lr-warmup-samples", "--lr-warmup-tokens")
 _TOKENIZER_FILES = (".json", ".model", ".tiktoken")
@@ -89,8 +90,11 @@ def _add_mesh(flags: Flags, imported: Imported) -> None:
     if flags.has("--use-distributed-optimizer"):
         zero, source = 1, "--use-distributed-optimizer"
     strategy = flags.text("--data-parallel-sharding-strategy", "optim_grads_params")
+    whole = flags.given("--torch-fsdp2-no-reshard-after-forward")
     if flags.has("--use-torch-fsdp2"):
-        zero, source = 3, "--use-torch-fsdp2"
+        zero, source = (2, f"--use-torch-fsdp2 {whole}") if whole else (3, "--use-torch-fsdp2")
+    elif whole:
+        imported.note("no effect", whole, "Megatron-LM reads it beside --use-torch-fsdp2 alone")
     if flags.has("--use-megatron-fsdp"):
         zero, source = _STRATEGIES.get(strategy, 3), "--use-megatron-fsdp --data-parallel-sharding-strategy"
     if (stage := flags.integer("--zero-stage")) is not None:
@@ -140,9 +144,10 @@ def _add_loop(flags: Flags, imported: Imported) -> None:
     half = next((name for name in ("--bf16", "--fp16") if flags.has(name)), None)
     imported.set("train.dtype", "bfloat16" if half else "float32", half or "neither --bf16 nor --fp16")
     granularity = flags.text("--recompute-granularity")
-    if flags.has("--checkpoint-activations") or granularity == "full":
+    whole, parts = flags.has("--checkpoint-activations"), flags.has("--recompute-activations")
+    if whole or granularity == "full":
         imported.set("train.recompute", True, "--recompute-granularity full")
-    elif flags.has("--recompute-activations") or granularity == "selective":
+    if parts or granularity == "selective":
         text = "a block is recomputed whole (train.recompute = true) or kept"
         imported.note("differs", "--recompute-granularity selective", text)
     evaluations = flags.integer("--eval-iters")
@@ -187,11 +192,11 @@ def _add_schedule(flags: Flags, imported: Imported) -> None:
     least, shape = flags.number("--min-lr") or 0.0, flags.text("--lr-wsd-decay-style", "exponential")
     steps, final = (
         _add_steps(flags, imported),
-        _steps(flags, imported, "--lr-wsd-decay-iters", "--lr-wsd-decay-samples"),
+        _steps(flags, imported, "schedule.decay_steps", "--lr-wsd-decay-iters", "--lr-wsd-decay-samples"),
     )
-    warmup = _steps(flags, imported, *_WARMUP) or 0
+    warmup = _steps(flags, imported, "schedule.warmup_steps", *_WARMUP) or 0
     if (fraction := flags.number("--lr-warmup-fraction")) is not None and steps is not None:
-        decay = _steps(flags, imported, *_DECAY)
+        decay = _steps(flags, imported, "train.steps", *_DECAY)
         warmup = round(fraction * (decay or steps))
     if warmup:
         imported.set("schedule.warmup_steps", warmup, flags.given(*_WARMUP, "--lr-warmup-fraction"))
@@ -215,25 +220,24 @@ def _add_schedule(flags: Flags, imported: Imported) -> None:
 
 def _add_steps(flags: Flags, imported: Imported) -> int | None:
     """The steps that the schedule counts on; where those are more than the run's, it stops before their end."""
-    steps = _steps(flags, imported, "--train-iters", "--train-samples", "--train-tokens")
-    decay = _steps(flags, imported, *_DECAY)
+    steps, decay = (_steps(flags, imported, "train.steps", *names) for names in (_TRAIN, _DECAY))
     if steps is None:
         return None
     if decay is None or decay <= steps:
-        imported.set("train.steps", steps, flags.given("--train-iters", "--train-samples", *_DECAY))
+        imported.set("train.steps", steps, flags.given(*_TRAIN, *_DECAY))
         if decay is not None and decay < steps:
             text = f"the rate reaches its minimum at step {steps}, not at {decay}"
             imported.note("differs", flags.given(*_DECAY), text)
         return steps
     imported.set("train.steps", decay, flags.given(*_DECAY))
-    imported.set("train.stop_after_steps", steps, flags.given("--train-iters", "--train-samples"))
+    imported.set("train.stop_after_steps", steps, flags.given(*_TRAIN))
     text = f"samples are ordered as for {decay} steps, of which {steps} are run"
     imported.note("differs", flags.given(*_DECAY), text)
     return decay
 
 
-def _steps(flags: Flags, imported: Imported, iterations: str, samples: str, tokens: str = "") -> int | None:
-    """Steps that are told as such, or as samples or tokens, rounded as Megatron-LM does; None where nothing is."""
+def _steps(flags: Flags, imported: Imported, key: str, iterations: str, samples: str, tokens: str = "") -> int | None:
+    """Steps for `key`, told as such or as samples or tokens, rounded as Megatron-LM does; None where nothing is."""
     steps, count, batch = flags.integer(iterations), flags.integer(samples), imported.get("train.global_batch_size")
     many, length = (flags.integer(tokens) if tokens else None), flags.integer("--seq-length")
     if count is None and many is not None and length:
@@ -241,7 +245,8 @@ def _steps(flags: Flags, imported: Imported, iterations: str, samples: str, toke
     if steps is not None or count is None:
         return steps
     if batch is None:
-        imported.note("fill in", samples, "counts samples: it takes train.global_batch_size to make steps of them")
+        name, unit = (samples, "samples") if flags.has(samples) else (tokens, "tokens")
+        imported.missing(key, name, f"counts {unit}: it takes train.global_batch_size to make steps of them")
         return None
     return int(count // batch)
 
@@ -265,8 +270,8 @@ def _add_data(flags: Flags, imported: Imported) -> None:
         imported.set("data.split", [*shares, 0.0, 0.0][:3], flags.given("--split") or "--split's default")
     if cache := flags.text("--data-cache-path"):
         imported.set("data.cache", cache, "--data-cache-path")
-    apart = flags.has("--reset-attention-mask") or flags.has("--dataloader-inter-document-masking")
-    imported.set("data.isolate_documents", apart, "--reset-attention-mask" if apart else "no --reset-attention-mask")
+    apart = flags.given("--reset-attention-mask", "--dataloader-inter-document-masking")
+    imported.set("data.isolate_documents", bool(apart), apart or "no --reset-attention-mask")
     if workers := flags.integer("--num-workers"):
         imported.set("data.workers", workers, "--num-workers")
     tokenizer = flags.text("--tokenizer-model")

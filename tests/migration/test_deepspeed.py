@@ -91,7 +91,8 @@ def test_auto_is_to_be_filled_in():
         "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
     }
     imported, _ = _read(document)
-    assert set(_notes(imported, "fill in")) == {"train_batch_size", "bf16.enabled", "optimizer.params.lr"}
+    imported.check()
+    assert set(_notes(imported, "fill in")) >= {"train_batch_size", "bf16.enabled", "optimizer.params.lr"}
 
 
 def test_defaults_are_those_of_deepspeed():

@@ -121,6 +121,23 @@ def test_unknown_flag_is_told_with_the_nearest_one():
     assert "--my-own-thing 7" in notes
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--reset-attention-mask --dataloader-inter-document-masking",
+        "--recompute-granularity full --recompute-activations",
+        "--checkpoint-activations --recompute-activations",
+    ],
+)
+def test_flags_for_the_same_thing_are_all_known(flags):
+    assert _notes(_imported(SMALL + flags), "unknown") == {}
+
+
+def test_tokens_are_named_as_where_the_steps_come_from():
+    imported = _imported(SMALL.replace("--train-iters 100", "--train-tokens 25600"))
+    assert ("train.steps", 100, "--train-tokens") in imported.mapped
+
+
 def test_defaults_are_those_of_megatron():
     config = _config(SMALL)
     assert (config.optimizer.betas, config.optimizer.eps) == ([0.9, 0.999], 1e-8)
@@ -159,6 +176,7 @@ def test_linear_decay_is_the_same_rate(iterations, decay):
         ("--recompute-granularity full --recompute-method uniform", "train.recompute", True),
         ("--context-parallel-size 4", "parallel.cp", 4),
         ("--use-torch-fsdp2", "parallel.zero", 3),
+        ("--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward", "parallel.zero", 2),
         ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", "parallel.zero", 2),
         ("--lr-decay-style WSD --lr-wsd-decay-iters 7 --lr-wsd-decay-style linear", "schedule.decay_steps", 7),
         ("--lr-decay-style constant --min-lr 1e-5", "schedule.type", "constant"),
@@ -199,6 +217,11 @@ def test_flag_becomes_a_key(flags, field, value):
         ("--expert-model-parallel-size 1", "no effect", "--expert-model-parallel-size 1"),
         ("--expert-model-parallel-size 2", "not available", "--expert-model-parallel-size 2"),
         ("--moe-aux-loss-coeff 0.0", "no effect", "--moe-aux-loss-coeff 0.0"),
+        ("--weight-decy 0", "unknown", "--weight-decy 0"),
+        ("--torch-fsdp2-no-reshard-after-forward", "no effect", "--torch-fsdp2-no-reshard-after-forward"),
+        ("--cp-comm-type a2a", "differs", "--cp-comm-type a2a"),
+        ("--num-distributed-optimizer-instances 2", "differs", "--num-distributed-optimizer-instances 2"),
+        ("--num-distributed-optimizer-instances 1", "no effect", "--num-distributed-optimizer-instances 1"),
         ("--hybrid-layer-pattern M-M*", "not available", "--hybrid-layer-pattern M-M*"),
         ("--mock-data", "not available", "--mock-data"),
         ("--num-workers ${WORKERS}", "fill in", "--num-workers"),

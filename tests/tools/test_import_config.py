@@ -59,6 +59,21 @@ def test_json_leaves_what_the_engine_alone_reads_beside_the_config(tmp_path):
     assert settings["zero_optimization"].items() >= {"stage": 3, **kept["zero_optimization"]}.items()
 
 
+def test_what_an_override_gives_is_not_to_be_filled_in(tmp_path, capsys):
+    source, batch = tmp_path / "ds.json", "train.global_batch_size=64"
+    source.write_text(json.dumps({**ZERO3, "train_batch_size": "auto"}))
+    data = f'data={{train = ["{tmp_path / "corpus"}"], sequence_length = 128}}'
+    arguments = [str(source), str(tmp_path / "a.toml"), "model.preset=llama-70m", data]
+    assert import_config.main([*arguments, batch]) == 0
+    assert "to be filled in" not in capsys.readouterr().out
+    samples = SMALL.replace("--global-batch-size 8", "").replace("--train-iters 100", "--train-samples 6400")
+    arguments = [samples.replace("\n", " "), str(tmp_path / "b.toml"), batch, "schedule.decay_steps=100"]
+    assert import_config.main([*arguments, "train.steps=100"]) == 0
+    arguments[1] = str(tmp_path / "c.toml")
+    assert import_config.main(arguments) == 1
+    assert "--train-samples: counts samples" in capsys.readouterr().out
+
+
 def test_command_of_megatron_deepspeed_takes_its_json_along(tmp_path):
     source, output = tmp_path / "ds.json", tmp_path / "run.toml"
     source.write_text(json.dumps({"train_batch_size": 16, "zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}))
