@@ -2,6 +2,7 @@
 
 import html.parser
 import json
+import math
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -155,7 +156,8 @@ def test_page_runs_nothing_and_shows_hostile_text_as_text(judge, tmp_path):
     [
         ({}, "give --max-perplexity or --keep-quantile, one of them"),
         ({"max_perplexity": 5.0, "keep_quantile": 0.5}, "give --max-perplexity or --keep-quantile, one of them"),
-        ({"max_perplexity": 0.0}, "--max-perplexity 0.0: above 0 is needed"),
+        ({"max_perplexity": 0.0}, "--max-perplexity 0.0: above 0 and finite is needed"),
+        ({"max_perplexity": math.inf}, "--max-perplexity inf: above 0 and finite is needed"),
         ({"keep_quantile": 1.5}, "--keep-quantile 1.5: above 0 and at most 1 is needed"),
         ({"keep_quantile": 0.5, "samples": -1}, "--samples -1: at least 0 is needed"),
     ],

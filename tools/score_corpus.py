@@ -31,7 +31,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = corpus_parser(__doc__, log_interval=10_000)
+    parser = corpus_parser(__doc__, workers="processes that write what is kept, once the ranks have scored all")
+    parser.set_defaults(log_interval=10_000)
     add = parser.add_argument
     add("run", type=Path, help="folder of the trained run, with data.tokenizer set")
     add("--max-perplexity", type=float, help="keep documents of at most this")

@@ -9,11 +9,11 @@ from megalin.data.corpus import DEFAULT_DOCUMENT_BYTES
 _FORMATS = ".jsonl/.json (an object a line), .txt (one document), each also .gz or .zst; .parquet"
 
 
-def corpus_parser(description: str | None, *, log_interval: int = 100_000) -> argparse.ArgumentParser:
+def corpus_parser(description: str | None, *, workers: str = "processes") -> argparse.ArgumentParser:
     """A parser with the arguments that say which documents are read, where they go, and how.
 
     Args:
-        log_interval: default of --log-interval, in documents.
+        workers: what --workers counts, for its help.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
@@ -21,10 +21,8 @@ def corpus_parser(description: str | None, *, log_interval: int = 100_000) -> ar
     add("--json-key", default="text", help="key or column of the text")
     add("--output-prefix", required=True, help="files are <prefix>-00000-of-00025.jsonl, and others with this prefix")
     add("--compress", choices=["none", "gz", "zst"], default="none", help="of the files written")
-    add("--workers", type=int, default=1, help="processes; the output is the same for any number")
+    add("--workers", type=int, default=1, help=f"{workers}; the output is the same for any number")
     add("--resume", action="store_true", help="keep what a run that was stopped had finished")
     add("--max-document-bytes", type=int, default=DEFAULT_DOCUMENT_BYTES, help="limit of a line or text file")
-    add(
-        "--log-interval", type=int, default=log_interval, help="documents between two lines of progress, off a terminal"
-    )
+    add("--log-interval", type=int, default=100_000, help="documents between two lines of progress, off a terminal")
     return parser

@@ -89,8 +89,8 @@ def check_selection(options: SelectOptions) -> None:
     perplexity, quantile = options.max_perplexity, options.keep_quantile
     if (perplexity is None) == (quantile is None):
         raise ConfigError("give --max-perplexity or --keep-quantile, one of them")
-    if perplexity is not None and not perplexity > 0:
-        raise ConfigError(f"--max-perplexity {perplexity}: above 0 is needed")
+    if perplexity is not None and not 0 < perplexity < math.inf:
+        raise ConfigError(f"--max-perplexity {perplexity}: above 0 and finite is needed")
     if quantile is not None and not 0 < quantile <= 1:
         raise ConfigError(f"--keep-quantile {quantile}: above 0 and at most 1 is needed")
     if options.samples < 0:
