@@ -3,6 +3,7 @@
 # one does. The health check of the images: on CPUs and at the lowest priority, so that a run beside it hardly notices.
 # Usage: smoke.sh     with the installation's python on the path
 set -euo pipefail
+renice -n 19 $$ >/dev/null
 cd "$(dirname "$0")/.."
 
 fail() {
@@ -14,9 +15,9 @@ python -c 'import megalin._index' || fail "the index builder does not load"
 if [[ ${MEGALIN_REQUIRE_CUDA:-} == 1 ]]; then
     python -c 'import megalin._C' || fail "the CUDA kernels do not load"
 fi
-if [[ -e /dev/nvidia0 ]]; then
+if compgen -G '/dev/nvidia[0-9]*' >/dev/null; then
     python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
         fail "torch does not see the GPU; is the host's driver older than this CUDA?"
 fi
 export CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1
-nice -n 19 python -m megalin verify examples/quickstart/transnormer.toml --tp 2
+python -m megalin verify examples/quickstart/transnormer.toml --tp 2
