@@ -17,7 +17,8 @@ from megalin.config import suggest
 from megalin.errors import KernelError
 
 Backend = Literal["auto", "reference", "triton", "cuda", "apex"]
-"""auto: the fastest one that runs and passes its self-test. triton, cuda, apex: that one in every op that has it, or an
+"""auto: the first of the op's order that runs and passes its self-test: the fastest as measured, and NVIDIA's apex,
+which was not, before torch's own. triton, cuda, apex: that one in every op that has it, or an
 error that says why not; ops without it choose as auto does. reference: plain PyTorch."""
 
 Compiled = Literal["triton", "cuda", "apex"]
@@ -132,7 +133,10 @@ def decide(op: str, device: str, limits: tuple[tuple[Compiled, str], ...] = ()) 
             _log.info("%s: %s%s", op, candidate, f" ({'; '.join(reasons)})" if reasons else "")
             return Choice(candidate, "; ".join(reasons))
         reasons.append(f"{candidate}: {reason}")
-    _log.warning("%s: no kernel runs here, the slower reference does (%s)", op, "; ".join(reasons))
+    if any(name != "apex" for name in _kernels[op].order):
+        _log.warning("%s: no kernel runs here, the slower reference does (%s)", op, "; ".join(reasons))
+    else:  # torch's own is what most machines have
+        _log.info("%s: reference (%s)", op, "; ".join(reasons))
     return Choice("reference", "; ".join(reasons))
 
 
@@ -149,7 +153,8 @@ def supposing_kernels() -> Iterator[None]:
 
 def tell(op: str, choice: Choice) -> None:
     """Adds to `used` what an op decided by itself."""
-    _used[op] = choice
+    if not _supposed.get():
+        _used[op] = choice
 
 
 def used() -> dict[str, Choice]:

@@ -95,6 +95,12 @@ class ParallelConfig(Config):
             return 1
         return data_size if self.shard is None else self.shard
 
+    def zero_stage(self, data_size: int) -> int:
+        """The ZeRO stage that runs on such a data axis; 0 where nothing is sharded."""
+        if self.shard_size(data_size) == 1:
+            return 0
+        return (3 if self.pp == 1 else 1) if self.zero is None else self.zero
+
     def micro_batches_problem(self, count: int) -> str:
         """What keeps `count` micro-batches a step from passing the stages, and the remedy; empty where nothing."""
         if self.pp == 1 or count % self.pp == 0:
@@ -166,8 +172,7 @@ class Mesh:
         check_world_size(config, dist.get_world_size())
         data_size = dist.get_world_size() // (config.tp * config.pp)
         shard = config.shard_size(data_size)
-        default = 3 if config.pp == 1 else 1
-        self.zero = 0 if shard == 1 else default if config.zero is None else config.zero
+        self.zero = config.zero_stage(data_size)
         self.config, self.device = config, device
         self._root = _stage_mesh(config, device, replicate=data_size // shard, shard=shard, tp=config.tp)
         tp_mesh = self._root["tp"]

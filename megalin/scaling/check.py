@@ -51,6 +51,8 @@ def check_memory(config: RunConfig, world_size: int, memory_bytes: int | None) -
     # A search runs blocks too: not those from elsewhere.
     fitting = search(estimator, limits, count=3).best if _is_own(model) else []
     options = "; ".join(" ".join(estimate.layout.overrides()) for estimate in fitting)
+    if config.parallel.shard is not None:
+        options = f"with parallel.shard left out: {options}"
     remedy = f"on {world_size} GPUs these fit: {options}" if fitting else "use more GPUs, or a smaller micro-batch"
     raise ConfigError(
         f"train.micro_batch_size = {layout.micro_batch_size} with {layout.name()}: {what} on a GPU of "

@@ -47,10 +47,7 @@ class Layout(NamedTuple):
     @property
     def zero(self) -> int:
         """The ZeRO stage that runs, as `Mesh.zero`."""
-        if self.shard == 1:
-            return 0
-        default = 3 if self.parallel.pp == 1 else 1
-        return default if self.parallel.zero is None else self.parallel.zero
+        return self.parallel.zero_stage(self.dp * self.parallel.cp)
 
     def in_flight(self, rank: int) -> int:
         """Forwards of single stages whose backward is still to come, at most, on a rank of the pipeline."""
@@ -72,7 +69,7 @@ class Layout(NamedTuple):
         return ", ".join([*axes, f"dp {self.dp}", f"ZeRO {self.zero}", f"micro-batches {batch}"]) + tail
 
     def overrides(self) -> list[str]:
-        """What makes a run's config this layout, as arguments of `megalin train`."""
+        """What makes a run's config without `shard` this layout, as arguments of `megalin train`."""
         parallel = self.parallel
         values = {name: getattr(parallel, name) for name in ("tp", "cp", "pp")}
         values |= {"zero": self.zero} if self.dp * parallel.cp > 1 else {}
@@ -80,6 +77,9 @@ class Layout(NamedTuple):
             *(f"parallel.{name}={value}" for name, value in values.items()),
             f"train.micro_batch_size={self.micro_batch_size}",
             f"train.recompute={str(self.recompute).lower()}",
+            f"parallel.pp_schedule={parallel.pp_schedule}",
+            f"parallel.pp_stages={parallel.pp_stages}",
+            f"parallel.sequence_parallel={str(parallel.sequence_parallel).lower()}",
         ]
 
 

@@ -35,6 +35,8 @@ _OWNERLESS = {
     "zero_optimization.zenflow": "it updates weights by parts of a step's gradient; remove it",
     "bf16.bf16_master_weights_and_grads": "weights at rest are fp32 and so are checkpoints; remove it",
     "bf16.bf16_optimizer_states": "moments are fp32 and so are checkpoints; remove it",
+    "zero_optimization.cpu_offload": "its name is offload_optimizer.device today; use that",
+    "zero_optimization.cpu_offload_param": "its name is offload_param.device today; use that",
     "checkpoint.load_universal": "checkpoints of a run folder load on any mesh as they are; universal ones of ZeRO 3 "
     "do not load into tensor parallelism; remove it",
 }
@@ -109,6 +111,9 @@ def _read(path: str) -> dict[str, Any]:
         raise ConfigError(f"train.deepspeed_config = {path!r} holds no JSON object, but {type(document).__name__}")
     if "bfloat16" in document:  # its older name
         document["bf16"] = document.pop("bfloat16")
+    for key in ("zero_optimization", "bf16", "data_types"):
+        if not (isinstance(document.get(key, {}), dict) or document[key] == "auto"):
+            raise ConfigError(f"train.deepspeed_config = {path!r}: {key} = {document[key]!r} is no table; make it one")
     return document
 
 

@@ -145,13 +145,13 @@ class DeepSpeedEngine:
             self._engine.backward(losses.sum() * self._mesh.data.size, scale_wrt_gas=False)
             total += losses.detach()
             del losses  # before the next forward, which needs the memory
-        terms = self._mesh.sum_over_data(total)
-        norm = self._gradient_norm() if self._stage == 0 else 0.0  # the engine tells none there
-        if math.isfinite(terms.sum().item()) and math.isfinite(norm):
+        terms: list[float] = self._mesh.sum_over_data(total).tolist()
+        norm = self._gradient_norm() if self._stage == 0 else math.nan  # the engine tells none there
+        if math.isfinite(sum(terms)) and (self._stage > 0 or math.isfinite(norm)):
             self._engine.step()
             if self._stage > 0:  # infinite where the engine took no step for it
                 norm = float(self._engine.get_global_grad_norm())
-        result = StepResult(terms.sum().item(), norm, int(counts[0]), tuple(terms.tolist()))
+        result = StepResult(sum(terms), norm, int(counts[0]), tuple(terms))
         if not (math.isfinite(result.loss) and math.isfinite(norm)):
             raise NumericError(
                 f"step {step}: loss {result.loss}, gradient norm {norm} is not finite. {NOTHING_CHANGED}; "

@@ -43,6 +43,22 @@ def test_auto_takes_the_reference_where_no_kernel_runs(op, monkeypatch, caplog):
     assert "no kernel runs here, the slower reference does" in caplog.text
 
 
+def test_an_op_without_kernels_of_its_own_is_quiet_where_apex_is_not(op, monkeypatch, caplog):
+    monkeypatch.setitem(backend._kernels, "op", backend.Kernel(("apex",), lambda name, device: ""))
+    monkeypatch.setattr(backend, "_missing", lambda name, device: "apex is not installed")
+    with caplog.at_level(logging.INFO):
+        assert backend.choose(op, "auto", "cuda") == "reference"
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+
+
+def test_what_is_only_supposed_is_not_told(op):
+    before = backend.used()
+    with backend.supposing_kernels():
+        backend.tell(op, backend.Choice("triton", ""))
+        backend.choose(op, "auto", "cuda")
+    assert backend.used() == before
+
+
 def test_auto_takes_the_reference_on_a_cpu_and_for_arguments_that_no_kernel_takes(op):
     assert backend.choose(op, "auto", "cpu") == "reference"
     assert backend.choose(op, "auto", "cuda", "dtype torch.float64") == "reference"

@@ -53,6 +53,15 @@ def test_the_layout_and_the_workload_are_the_runs(path):
     assert (workload.length, workload.global_batch_size, workload.compiled) == (36, 4, False)
 
 
+def test_what_is_offered_replaces_what_the_file_says(path):
+    """A layout without sequence parallelism and on the plain schedule, in the file of a run with both."""
+    own = ["parallel.tp=2", "parallel.sequence_parallel=true", "parallel.pp=2", "parallel.pp_stages=2"]
+    own += ['parallel.pp_schedule="interleaved"', "train.micro_batch_size=1"]
+    assert load_run_config(path, own).parallel.pp_stages == 2
+    offered = Layout(ParallelConfig(pp=2, zero=1), 2, 1, 2, False)
+    assert load_run_config(path, [*own, *offered.overrides()]).parallel == offered.parallel
+
+
 def test_a_run_that_fits_or_nearly_fits_starts(config, needed):
     check_memory(config, 1, needed)
     check_memory(config, 1, int(needed / MARGIN) + 1)

@@ -73,7 +73,7 @@ CASES = {
     "zero3_bf16": Case(2, (BF16, ACCUMULATING), 3),
     "zero2_tp2_bf16": Case(4, (BF16, "parallel.tp=2"), 2),
 }
-PAUSED = ("zero0", "zero1_bf16", "zero3_cp3")
+PAUSED = ("zero0", "zero1_bf16", "zero3_tp2", "zero3_cp3")
 """Cases that are run again, with a pause in the middle."""
 
 

@@ -108,6 +108,8 @@ def test_every_contradiction_is_told_at_once_with_both_places(path):
     ("document", "problem"),
     [
         ({"fp16": {"enabled": True}}, "half precision needs a scaled loss"),
+        ({"zero_optimization": {"cpu_offload": True}}, "its name is offload_optimizer.device today"),
+        ({"zero_optimization": {"cpu_offload_param": True}}, "its name is offload_param.device today"),
         ({"amp": {"enabled": True}}, "train.dtype is the compute dtype"),
         ({"torch_autocast": {"enabled": True}}, "train.dtype is the compute dtype"),
         ({"scheduler": {"type": "WarmupLR"}}, r"the table \[schedule\] sets the learning rate"),
@@ -165,7 +167,12 @@ def test_clipping_that_the_config_leaves_out_is_a_contradiction(tmp_path):
 
 @pytest.mark.parametrize(
     ("document", "problem"),
-    [("{", "is not a readable JSON file: Expecting property name"), ([1], "holds no JSON object, but list")],
+    [
+        ("{", "is not a readable JSON file: Expecting property name"),
+        ([1], "holds no JSON object, but list"),
+        ({"zero_optimization": True}, "zero_optimization = True is no table"),
+        ({"data_types": None}, "data_types = None is no table"),
+    ],
 )
 def test_a_file_that_is_no_json_object_is_refused(path, document, problem):
     assert problem in message(path, document)
