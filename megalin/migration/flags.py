@@ -42,7 +42,7 @@ class Command(NamedTuple):
 
 
 class Reason(NamedTuple):
-    """Why a flag of Megatron-LM has no counterpart."""
+    """Why a flag of Megatron-LM becomes no key by itself."""
 
     verdict: Verdict
     text: str
@@ -50,7 +50,7 @@ class Reason(NamedTuple):
 
 @functools.cache
 def reasons() -> Mapping[str, Reason]:
-    """The flags of Megatron-LM without a counterpart, by name, dashes included."""
+    """The flags of Megatron-LM that become no key by themselves, by name, dashes included."""
     text = (resources.files("megalin") / "migration" / "megatron_flags.toml").read_text(encoding="utf-8")
     groups = tomllib.loads(text)["flags"]
     return {
@@ -143,15 +143,21 @@ def _add_table(table: Mapping[Any, Any], flags: dict[str, list[str]]) -> None:
 
 def _boolean(name: str, value: bool) -> str:
     """The flag that says `name` is `value`; empty where that is what no flag says."""
-    known = [*reasons(), *NEGATIVE]
-    off = next((f"--{prefix}-{name}" for prefix in ("no", "disable") if f"--{prefix}-{name}" in known), None)
-    if off is None or f"--{name}" in known:
+    off = _negative().get(f"--{name}")
+    if off is None or f"--{name}" in reasons():
         return f"--{name}" if value else ""
     return "" if value else off
 
 
-NEGATIVE = ("--disable-bias-linear", "--no-position-embedding")
+_NEGATIVE = ("--disable-bias-linear", "--no-position-embedding", "--torch-fsdp2-no-reshard-after-forward")
 """Flags that a reader takes and that turn off what is on without them."""
+
+
+@functools.cache
+def _negative() -> Mapping[str, str]:
+    """Flags that turn something off, by the flag that would turn it on."""
+    known = [*reasons(), *_NEGATIVE]
+    return {on: name for name in known if (on := re.sub("-(no|disable)-", "-", name, count=1)) != name}
 
 
 class Flags:
@@ -180,8 +186,11 @@ class Flags:
         words = self.words(name)
         return " ".join(words) if words else default
 
-    def number(self, name: str) -> float | None:
-        """The value as a number; None where the flag is not given. One that is no number is told."""
+    def number(self, name: str, key: str = "") -> float | None:
+        """The value as a number; None where the flag is not given.
+
+        One that is no number is told, but where an override gives megalin's dotted `key`, which it is read for.
+        """
         text = self.text(name)
         if not text:
             return None
@@ -189,14 +198,14 @@ class Flags:
             return float(text.replace("_", ""))
         except ValueError:
             hint = variable_hint(text)
-            self._imported.note("fill in", name, f"{text!r} is no number" + (f"; {hint}" if hint else ""))
+            self._imported.note("fill in", name, f"{text!r} is no number" + (f"; {hint}" if hint else ""), answer=key)
             return None
 
-    def integer(self, name: str) -> int | None:
+    def integer(self, name: str, key: str = "") -> int | None:
         """The value as an integer, likewise."""
-        number = self.number(name)
+        number = self.number(name, key)
         if number is not None and number != int(number):
-            self._imported.note("fill in", name, f"{number} is no whole number")
+            self._imported.note("fill in", name, f"{number} is no whole number", answer=key)
             return None
         return None if number is None else int(number)
 

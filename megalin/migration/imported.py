@@ -36,6 +36,8 @@ class Note(NamedTuple):
     verdict: Verdict
     key: str
     text: str
+    answer: str = ""
+    """megalin's dotted key that makes the note void where an override gives it; empty where none does."""
 
 
 class Imported:
@@ -75,15 +77,22 @@ class Imported:
             value = value.get(part) if isinstance(value, dict) else None
         return value
 
-    def note(self, verdict: Verdict, key: str, text: str) -> None:
+    def note(self, verdict: Verdict, key: str, text: str, answer: str = "") -> None:
         """Adds a note; the same one once."""
-        note = Note(verdict, key, text)
+        note = Note(verdict, key, text, answer)
         if note not in self.notes:
             self.notes.append(note)
 
     def override(self, overrides: Sequence[str]) -> None:
-        """Applies `key=value` to what was read. Raises ConfigError for one that is not of this form."""
+        """Applies `key=value` to what was read, and drops the notes that these answer.
+
+        Raises:
+            ConfigError: an override that is not of this form.
+        """
         self.values = apply_overrides(self.values, overrides)
+        for override in overrides:
+            key = ".".join(part.strip() for part in override.partition("=")[0].split("."))
+            self.notes = [note for note in self.notes if not f"{note.answer}.".startswith(f"{key}.")]
 
     def hint(self, key: str, text: str) -> None:
         """What to say of megalin's dotted `key` where `check` finds it missing."""

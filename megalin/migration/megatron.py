@@ -74,7 +74,7 @@ def _add_mesh(flags: Flags, imported: Imported) -> None:
         ("pp", "--pipeline-model-parallel-size"),
     ):
         for name in names:
-            if (size := flags.integer(name)) is not None:
+            if (size := flags.integer(name, f"parallel.{key}")) is not None:
                 imported.set(f"parallel.{key}", size, name)
     tp, pp = imported.get("parallel.tp") or 1, imported.get("parallel.pp") or 1
     if flags.has("--sequence-parallel"):
@@ -97,7 +97,7 @@ def _add_mesh(flags: Flags, imported: Imported) -> None:
         imported.note("no effect", whole, "Megatron-LM reads it beside --use-torch-fsdp2 alone")
     if flags.has("--use-megatron-fsdp"):
         zero, source = _STRATEGIES.get(strategy, 3), "--use-megatron-fsdp --data-parallel-sharding-strategy"
-    if (stage := flags.integer("--zero-stage")) is not None:
+    if (stage := flags.integer("--zero-stage", "parallel.zero")) is not None:
         zero, source = stage, "--zero-stage"
     if imported.get("parallel.zero") is not None and stage is None:
         return  # told by a DeepSpeed JSON
@@ -109,19 +109,25 @@ def _add_mesh(flags: Flags, imported: Imported) -> None:
 
 def _add_stages(flags: Flags, imported: Imported, pp: int) -> None:
     """Several stages a rank: told as layers of one, or as their number."""
-    layers, each = flags.integer("--num-layers"), flags.integer("--num-layers-per-virtual-pipeline-stage")
-    stages, source = flags.integer("--num-virtual-stages-per-pipeline-rank"), "--num-virtual-stages-per-pipeline-rank"
-    if stages is None and layers and each:
-        stages, source = layers // (pp * each), "--num-layers-per-virtual-pipeline-stage"
+    key, source = "parallel.pp_stages", "--num-virtual-stages-per-pipeline-rank"
+    layers, stages = flags.integer("--num-layers", "model.layers"), flags.integer(source, key)
+    each = flags.integer("--num-layers-per-virtual-pipeline-stage", key)
+    if pp > 1 and stages is None and each:
+        source = "--num-layers-per-virtual-pipeline-stage"
+        if layers is None:
+            imported.missing(key, source, "counts layers of --num-layers, which does not tell them")
+        else:
+            stages = layers // (pp * each)
     if stages is not None and stages > 1 and pp > 1:
         imported.set("parallel.pp_schedule", "interleaved", source)
-        imported.set("parallel.pp_stages", stages, source)
+        imported.set(key, stages, source)
 
 
 def _add_batch(flags: Flags, imported: Imported, ranks: int | None) -> None:
-    micro, batch = flags.integer("--micro-batch-size"), flags.integer("--global-batch-size")
+    micro = flags.integer("--micro-batch-size", "train.micro_batch_size")
+    batch = flags.integer("--global-batch-size", "train.global_batch_size")
     if micro is None:
-        micro = flags.integer("--batch-size")
+        micro = flags.integer("--batch-size", "train.micro_batch_size")
     if micro is not None:
         imported.set("train.micro_batch_size", micro, flags.given("--micro-batch-size", "--batch-size"))
     source = "--global-batch-size"
@@ -137,7 +143,7 @@ def _add_batch(flags: Flags, imported: Imported, ranks: int | None) -> None:
 
 
 def _add_loop(flags: Flags, imported: Imported) -> None:
-    seed = flags.integer("--seed")
+    seed = flags.integer("--seed", "train.seed")
     imported.set("train.seed", _SEED if seed is None else seed, flags.given("--seed") or "--seed's default")
     if flags.has("--fp16"):
         imported.note("differs", "--fp16", "bfloat16, which needs no scaled loss")
@@ -150,7 +156,7 @@ def _add_loop(flags: Flags, imported: Imported) -> None:
     if parts or granularity == "selective":
         text = "a block is recomputed whole (train.recompute = true) or kept"
         imported.note("differs", "--recompute-granularity selective", text)
-    evaluations = flags.integer("--eval-iters")
+    evaluations = flags.integer("--eval-iters", "train.evaluate_batches")
     for key, name in (
         ("train.evaluate_every_steps", "--eval-interval"),
         ("train.log_every_steps", "--log-interval"),
@@ -158,7 +164,7 @@ def _add_loop(flags: Flags, imported: Imported) -> None:
         ("checkpoint.every_steps", "--save-interval"),
         ("checkpoint.every_steps", "--persistent-save-interval"),
     ):
-        if (interval := flags.integer(name)) is not None and not (name == "--eval-interval" and evaluations == 0):
+        if (interval := flags.integer(name, key)) is not None and not (name == "--eval-interval" and evaluations == 0):
             imported.set(key, interval, name)
     if evaluations:
         imported.set("train.evaluate_batches", evaluations, "--eval-iters")
@@ -172,16 +178,16 @@ def _add_optimizer(flags: Flags, imported: Imported) -> None:
     kind = flags.text("--optimizer", "adam")
     if kind != "adam":
         imported.note("differs", f"--optimizer {kind}", "AdamW is the optimizer; rates of others do not carry over")
-    if (rate := flags.number("--lr")) is not None:
+    if (rate := flags.number("--lr", "optimizer.lr")) is not None:
         imported.set("optimizer.lr", rate, "--lr")
-    beta1, beta2 = flags.number("--adam-beta1"), flags.number("--adam-beta2")
+    beta1, beta2 = (flags.number(f"--adam-beta{number}", "optimizer.betas") for number in (1, 2))
     betas = [0.9 if beta1 is None else beta1, 0.999 if beta2 is None else beta2]
     imported.set("optimizer.betas", betas, flags.given("--adam-beta1", "--adam-beta2") or "AdamW's 0.9 and 0.999")
     for key, name, default in (("eps", "--adam-eps", 1e-8), ("weight_decay", "--weight-decay", 0.01)):
-        value = flags.number(name)
+        value = flags.number(name, f"optimizer.{key}")
         source = name if flags.has(name) else f"{name}'s default"
         imported.set(f"optimizer.{key}", default if value is None else value, source)
-    clip = flags.number("--clip-grad")
+    clip = flags.number("--clip-grad", "optimizer.max_grad_norm")
     clip = 1.0 if clip is None else clip
     if clip > 0:
         imported.set("optimizer.max_grad_norm", clip, flags.given("--clip-grad") or "--clip-grad's default")
@@ -189,15 +195,21 @@ def _add_optimizer(flags: Flags, imported: Imported) -> None:
 
 def _add_schedule(flags: Flags, imported: Imported) -> None:
     style, peak = flags.text("--lr-decay-style", "linear"), imported.get("optimizer.lr")
-    least, shape = flags.number("--min-lr") or 0.0, flags.text("--lr-wsd-decay-style", "exponential")
+    least, shape = (
+        flags.number("--min-lr", "schedule.min_lr_ratio") or 0.0,
+        flags.text("--lr-wsd-decay-style", "exponential"),
+    )
     steps, final = (
         _add_steps(flags, imported),
         _steps(flags, imported, "schedule.decay_steps", "--lr-wsd-decay-iters", "--lr-wsd-decay-samples"),
     )
     warmup = _steps(flags, imported, "schedule.warmup_steps", *_WARMUP) or 0
-    if (fraction := flags.number("--lr-warmup-fraction")) is not None and steps is not None:
+    fraction = flags.number("--lr-warmup-fraction", "schedule.warmup_steps")
+    if fraction is not None and steps is not None:
         decay = _steps(flags, imported, "train.steps", *_DECAY)
         warmup = round(fraction * (decay or steps))
+    elif fraction:
+        imported.missing("schedule.warmup_steps", "--lr-warmup-fraction", "is a share of steps, which no flag tells")
     if warmup:
         imported.set("schedule.warmup_steps", warmup, flags.given(*_WARMUP, "--lr-warmup-fraction"))
     known = {"constant": "constant", "cosine": "cosine", "linear": "wsd", "WSD": "wsd"}
@@ -208,6 +220,8 @@ def _add_schedule(flags: Flags, imported: Imported) -> None:
         return
     if peak:
         imported.set("schedule.min_lr_ratio", least / peak, "--min-lr over --lr")
+    elif least:
+        imported.missing("schedule.min_lr_ratio", "--min-lr", "is told over --lr, which no flag tells")
     imported.hint("schedule", "Megatron-LM's rate falls linearly from the warmup to the last step")
     if style == "linear" and steps is not None:
         imported.set("schedule.decay_steps", steps - warmup, "the steps after the warmup")
@@ -238,8 +252,9 @@ def _add_steps(flags: Flags, imported: Imported) -> int | None:
 
 def _steps(flags: Flags, imported: Imported, key: str, iterations: str, samples: str, tokens: str = "") -> int | None:
     """Steps for `key`, told as such or as samples or tokens, rounded as Megatron-LM does; None where nothing is."""
-    steps, count, batch = flags.integer(iterations), flags.integer(samples), imported.get("train.global_batch_size")
-    many, length = (flags.integer(tokens) if tokens else None), flags.integer("--seq-length")
+    steps, count = flags.integer(iterations, key), flags.integer(samples, key)
+    many, batch = flags.integer(tokens, key) if tokens else None, imported.get("train.global_batch_size")
+    length = flags.integer("--seq-length", "data.sequence_length")
     if count is None and many is not None and length:
         count = many // length
     if steps is not None or count is None:
@@ -252,7 +267,7 @@ def _steps(flags: Flags, imported: Imported, key: str, iterations: str, samples:
 
 
 def _add_data(flags: Flags, imported: Imported) -> None:
-    if (length := flags.integer("--seq-length")) is not None:
+    if (length := flags.integer("--seq-length", "data.sequence_length")) is not None:
         imported.set("data.sequence_length", length, "--seq-length")
     imported.set("data.order", "megatron", "Megatron-LM's order of samples")
     own = {split: flags.words(f"--{flag}-data-path") for split, flag in _SPLITS.items()}
@@ -272,7 +287,7 @@ def _add_data(flags: Flags, imported: Imported) -> None:
         imported.set("data.cache", cache, "--data-cache-path")
     apart = flags.given("--reset-attention-mask", "--dataloader-inter-document-masking")
     imported.set("data.isolate_documents", bool(apart), apart or "no --reset-attention-mask")
-    if workers := flags.integer("--num-workers"):
+    if workers := flags.integer("--num-workers", "data.workers"):
         imported.set("data.workers", workers, "--num-workers")
     tokenizer = flags.text("--tokenizer-model")
     if tokenizer.endswith(_TOKENIZER_FILES):

@@ -7,6 +7,7 @@ from typing import Any
 from megalin.migration.flags import Flags
 from megalin.migration.imported import Imported
 
+_LAYERS = "model.layers"
 _NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 _OF_LAYERS = (
     "--num-layers",
@@ -30,12 +31,11 @@ them."""
 
 def add_model(flags: Flags, imported: Imported) -> None:
     """Reads the flags of the network into the table `model`."""
-    hidden, heads, layers = (
-        flags.integer(f"--{name}") for name in ("hidden-size", "num-attention-heads", "num-layers")
-    )
-    for key, name in (("vocab_size", "--vocab-size"), ("vocab_size", "--padded-vocab-size")):
-        if (value := flags.integer(name)) is not None:
-            imported.set(f"model.{key}", value, name)
+    hidden = flags.integer("--hidden-size", "model.hidden_size")
+    heads, layers = (flags.integer(name, _LAYERS) for name in ("--num-attention-heads", "--num-layers"))
+    for name in ("--vocab-size", "--padded-vocab-size"):
+        if (value := flags.integer(name, "model.vocab_size")) is not None:
+            imported.set("model.vocab_size", value, name)
     imported.hint("model.vocab_size", "Megatron-LM asks the tokenizer: the number of its ids")
     if hidden is not None:
         imported.set("model.hidden_size", hidden, "--hidden-size")
@@ -44,7 +44,7 @@ def add_model(flags: Flags, imported: Imported) -> None:
     for key, value in norm.items():
         name = flags.given("--normalization", "--norm-epsilon", "--layernorm-epsilon")
         imported.set(f"model.{key}", value, name or "Megatron-LM's default norm")
-    if (std := flags.number("--init-method-std")) is not None:
+    if (std := flags.number("--init-method-std", "model.init_std")) is not None:
         imported.set("model.init_std", std, "--init-method-std")
     imported.set("model.output_init", "depth", "Megatron-LM's scaled initialisation of output layers")
     if flags.has("--fp32-residual-connection"):
@@ -54,11 +54,9 @@ def add_model(flags: Flags, imported: Imported) -> None:
     _tell_other_kinds(flags, imported)
     if layers is not None and "num_heads" in attention and "intermediate_size" in glu:
         block = {"repeat": layers, "sublayers": [attention, glu]}
-        imported.set("model.layers", [block], flags.given(*_OF_LAYERS))
+        imported.set(_LAYERS, [block], flags.given(*_OF_LAYERS))
     else:
-        imported.hint(
-            "model.layers", "from --num-layers, --hidden-size and --num-attention-heads, which are not all there"
-        )
+        imported.hint(_LAYERS, "from --num-layers, --hidden-size and --num-attention-heads, which are not all there")
 
 
 def _untied(flags: Flags) -> str:
@@ -79,16 +77,17 @@ def _attention(flags: Flags, imported: Imported, hidden: int | None, heads: int 
     sublayer: dict[str, Any] = {"type": "softmax"}
     if heads is not None:
         sublayer["num_heads"] = heads
-    groups, old = flags.integer("--num-query-groups"), flags.integer("--num-key-value-heads")
+    groups, old = (flags.integer(name, _LAYERS) for name in ("--num-query-groups", "--num-key-value-heads"))
     groups = old if groups is None else groups
     if flags.has("--group-query-attention") or old is not None:
         sublayer["num_key_value_heads"] = groups or 1
     elif groups is not None:
         imported.note("no effect", "--num-query-groups", "Megatron-LM reads it beside --group-query-attention alone")
-    base, old_base = flags.number("--rotary-base"), flags.number("--rotary-position-embeddings-theta")
+    base = flags.number("--rotary-base", _LAYERS)
+    old_base = flags.number("--rotary-position-embeddings-theta", _LAYERS)
     if (base := old_base if base is None else base) is not None:
         sublayer["rope_base"] = base
-    width = flags.integer("--kv-channels")
+    width = flags.integer("--kv-channels", _LAYERS)
     if width is not None and heads and hidden is not None and width * heads != hidden:
         text = f"heads are {hidden / heads:g} wide, the hidden size over their number"
         imported.note("differs", f"--kv-channels {width}", text)
@@ -97,7 +96,7 @@ def _attention(flags: Flags, imported: Imported, hidden: int | None, heads: int 
     if kind != "rope":
         imported.note("differs", f"--position-embedding-type {kind}", "positions are rotary")
     flags.has("--no-position-embedding")  # says that a rotary model has no table beside
-    percent = flags.number("--rotary-percent")
+    percent = flags.number("--rotary-percent", _LAYERS)
     if percent not in (None, 1.0):
         imported.note("differs", f"--rotary-percent {percent}", "all channels of a head are rotated")
     if not flags.has("--disable-bias-linear"):
@@ -107,7 +106,7 @@ def _attention(flags: Flags, imported: Imported, hidden: int | None, heads: int 
 
 def _glu(flags: Flags, imported: Imported, hidden: int | None) -> dict[str, Any]:
     sublayer: dict[str, Any] = {"type": "glu", "activation": "silu"}
-    width = flags.integer("--ffn-hidden-size")
+    width = flags.integer("--ffn-hidden-size", _LAYERS)
     others = [name for name in ("--squared-relu", "--quick-geglu", "--openai-gelu") if flags.has(name)]
     gated = flags.has("--swiglu")
     if width is None and hidden is not None:
@@ -129,7 +128,7 @@ def _glu(flags: Flags, imported: Imported, hidden: int | None) -> dict[str, Any]
 def _tell_other_kinds(flags: Flags, imported: Imported) -> None:
     """Notes what makes the network another kind than a dense transformer without dropout."""
     for name in ("--hidden-dropout", "--attention-dropout"):
-        rate = flags.number(name)
+        rate = flags.number(name, _LAYERS)
         if rate is None or rate > 0:
             key = f"{name} {0.1 if rate is None else rate}"
             imported.note("differs", key + (" (its default)" if rate is None else ""), "there is no dropout")

@@ -41,6 +41,7 @@ LLAMA3 = """
 --save-interval 1000 --log-throughput --profile --profile-step-start 4 --profile-step-end 6 --ckpt-format torch_dist
 --distributed-timeout-minutes 60 --save ck --load ck --tensorboard-dir tb
 """
+VIRTUAL = "--num-layers-per-virtual-pipeline-stage"
 SMALL = """
 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --global-batch-size 8
 --train-iters 100 --lr 1e-3 --data-path corpus --vocab-size 512 --swiglu --position-embedding-type rope
@@ -220,6 +221,9 @@ def test_flag_becomes_a_key(flags, field, value):
         ("--weight-decy 0", "unknown", "--weight-decy 0"),
         ("--torch-fsdp2-no-reshard-after-forward", "no effect", "--torch-fsdp2-no-reshard-after-forward"),
         ("--cp-comm-type a2a", "differs", "--cp-comm-type a2a"),
+        ("--lr ${LR} --min-lr 1e-5", "fill in", "--min-lr"),
+        ("--train-iters ${N} --lr-warmup-fraction 0.1", "fill in", "--lr-warmup-fraction"),
+        (f"{VIRTUAL} 2 --num-layers ${{L}} --pipeline-model-parallel-size 2", "fill in", VIRTUAL),
         ("--num-distributed-optimizer-instances 2", "differs", "--num-distributed-optimizer-instances 2"),
         ("--num-distributed-optimizer-instances 1", "no effect", "--num-distributed-optimizer-instances 1"),
         ("--hybrid-layer-pattern M-M*", "not available", "--hybrid-layer-pattern M-M*"),
@@ -230,6 +234,16 @@ def test_flag_becomes_a_key(flags, field, value):
 )
 def test_flag_that_says_more_than_a_key_is_told(flags, verdict, key):
     assert key in _notes(_imported(SMALL + flags), verdict)
+
+
+def test_number_that_an_override_gives_is_not_to_be_filled_in():
+    flags = SMALL.replace("--lr 1e-3", "--lr ${LR} --num-layers ${L} --num-workers 1.5 --norm-epsilon ${E}")
+    imported = _imported(flags + "--adam-beta2 ${B}")
+    numbers = {"--lr", "--num-layers", "--num-workers", "--adam-beta2"}
+    assert set(_notes(imported, "fill in")) >= {*numbers, "--norm-epsilon"}
+    imported.override(["optimizer={lr = 1e-4, betas = [0.9, 0.95]}", "data.workers=1", "model.layers=[]"])
+    assert not numbers & set(_notes(imported, "fill in"))
+    assert "--norm-epsilon" in _notes(imported, "fill in")  # it is read for several keys
 
 
 def test_stages_of_a_rank_are_told_by_layers_or_by_number():
@@ -332,6 +346,14 @@ def test_yaml_says_the_same_as_flags():
     imported.check()
     assert imported.complete, imported.report()
     assert imported.values == _imported(LLAMA3).values
+
+
+@pytest.mark.parametrize(("fields", "zero"), [({}, 3), ({"torch_fsdp2_reshard_after_forward": False}, 2)])
+def test_yaml_turns_off_what_has_its_no_inside_the_name(fields, zero):
+    imported = Imported("run.yaml")
+    add_yaml(yaml.safe_dump({"use_torch_fsdp2": True, "torch_fsdp2_reshard_after_forward": True, **fields}), imported)
+    assert imported.get("parallel.zero") == zero
+    assert _notes(imported, "unknown") == {}
 
 
 def test_yaml_of_flags():
