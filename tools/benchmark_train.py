@@ -6,6 +6,7 @@ python tools/benchmark_train.py danet-base --batch 64 --length 512
 torchrun --nproc-per-node 2 tools/benchmark_train.py transnormerllm-1b-64k --tp 2 --profile ...
 torchrun --nproc-per-node 4 tools/benchmark_train.py transnormerllm-1b-64k --cp 4 --batch 1 --length 131072 --recompute
 torchrun --nproc-per-node 4 tools/benchmark_train.py transnormerllm-1b-64k --pp 4 --micro-batches 16 --batch 1
+torchrun --nproc-per-node 4 tools/benchmark_train.py transnormerllm-1b-64k --engine deepspeed --zero 2
 
 --profile prints where one more step spends its time on the first rank's device; of several ranks the JSON line says
 what communication took, and how much of it no other work hid (train_benchmarks/communication.py).
@@ -29,6 +30,7 @@ import torch.distributed as dist
 from train_benchmarks.batches import random_batches
 from train_benchmarks.clock import Timing, time_steps
 from train_benchmarks.communication import Communication, record_communication
+from train_benchmarks.engine import build_step
 from train_benchmarks.fla_scan import scans_by_fla
 from train_benchmarks.floor import Floor, Recorded, measure_floor, record, unavoidable_bytes
 from train_benchmarks.peers import PEERS, build_peer, is_own_model, peer_step
@@ -38,13 +40,11 @@ from megalin.config import parse
 from megalin.errors import ConfigError, MegalinError
 from megalin.model.config import AnyModelConfig, EncoderConfig, ModelConfig
 from megalin.ops import backend
-from megalin.optim.adamw import OptimizerConfig, build_optimizer
 from megalin.parallel.context import ExchangeName
 from megalin.parallel.mesh import Mesh, ParallelConfig, compute_device, process_group
 from megalin.parallel.pipeline import ScheduleName
-from megalin.train.build import COMPUTE_DTYPES, build_model
+from megalin.train.build import COMPUTE_DTYPES
 from megalin.train.hardware import peak_memory_bytes
-from megalin.train.step import train_step
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -56,6 +56,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=8192, help="tokens a whole sequence (8192)")
     parser.add_argument("--document-length", type=int, help="tokens a packed document (the whole sequence)")
     parser.add_argument("--dtype", choices=sorted(COMPUTE_DTYPES), default="bfloat16")
+    parser.add_argument("--engine", choices=["fsdp2", "deepspeed"], default="fsdp2", help="what shards weights (fsdp2)")
+    parser.add_argument("--deepspeed-config", help="a DeepSpeed JSON for that engine")
     parser.add_argument("--compile", action="store_true", help="compile the blocks")
     parser.add_argument("--recompute", action="store_true", help="recompute activations in the backward")
     parser.add_argument("--tp", type=int, default=1)
@@ -93,14 +95,24 @@ class Ours(NamedTuple):
     """Of a profiled step of several ranks."""
 
 
+def check_options(arguments: argparse.Namespace, mesh: Mesh) -> None:
+    """Raises ConfigError for a floor or a peer of DeepSpeed's engine, on several ranks or without a GPU, and for a
+    DeepSpeed JSON without that engine."""
+    if arguments.deepspeed_config and arguments.engine == "fsdp2":
+        raise ConfigError("--deepspeed-config is nothing that fsdp2 reads; leave it out, or use --engine deepspeed")
+    if (arguments.floor or arguments.peer) and arguments.engine != "fsdp2":
+        raise ConfigError(f"--floor and --peer compare steps of fsdp2; leave --engine {arguments.engine} out, or them")
+    if (arguments.floor or arguments.peer) and (dist.get_world_size() > 1 or mesh.device.type != "cuda"):
+        raise ConfigError("--floor and --peer compare steps of one GPU; start one process on a machine that has one")
+
+
 def measure(arguments: argparse.Namespace, mesh: Mesh) -> dict[str, object]:
     """Everything that the JSON line says.
 
     Raises:
-        ConfigError: a floor or a peer on several ranks or without a GPU, a peer that there is not, or of an encoder.
+        ConfigError: what `check_options` says, a peer that there is not, or of an encoder, what DeepSpeed cannot do.
     """
-    if (arguments.floor or arguments.peer) and (dist.get_world_size() > 1 or mesh.device.type != "cuda"):
-        raise ConfigError("--floor and --peer compare steps of one GPU; start one process on a machine that has one")
+    check_options(arguments, mesh)
     config = model_from(arguments.model, arguments.overrides)
     if arguments.peer and isinstance(config, EncoderConfig):
         raise ConfigError(
@@ -123,6 +135,8 @@ def measure(arguments: argparse.Namespace, mesh: Mesh) -> dict[str, object]:
         "dtype": arguments.dtype,
         "compile": arguments.compile,
         "recompute": arguments.recompute,
+        "engine": arguments.engine,
+        "deepspeed_config": arguments.deepspeed_config,
         "parallel": mesh.config.model_dump(exclude_defaults=True),
         "ranks": ranks,
         "tokens_per_second": rate,
@@ -153,21 +167,7 @@ def measure(arguments: argparse.Namespace, mesh: Mesh) -> dict[str, object]:
 def measure_ours(arguments: argparse.Namespace, config: AnyModelConfig, mesh: Mesh) -> Ours:
     """Times our step; profiles one more where the arguments want what it tells."""
     started = time.perf_counter()
-    model = build_model(
-        config,
-        mesh,
-        compute_dtype=COMPUTE_DTYPES[arguments.dtype],
-        recompute=arguments.recompute,
-        compile_blocks=arguments.compile,
-        seed=0,
-        length=arguments.length,
-    )
-    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-4, max_grad_norm=1.0), no_decay=model.no_decay_names())
-    batches = random_batches(arguments, config, mesh)
-
-    def step(index: int) -> float:
-        return train_step(model, optimizer, batches, mesh, max_grad_norm=1.0, step=index).loss
-
+    model, step = build_step(arguments, config, mesh)
     timing = time_steps(step, warmup=arguments.warmup, steps=arguments.steps, started=started)
     peak, recorded, moved, sent = peak_memory_bytes(mesh.device) / 2**30, None, 0, None
     if arguments.profile or arguments.floor:

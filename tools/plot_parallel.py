@@ -15,11 +15,13 @@ from train_benchmarks.pictures import draw_lines
 
 
 def mesh_name(result: dict[str, Any]) -> str:
-    """The axes and options of a line's mesh, as one runs it."""
-    axes = ", ".join(f"{name} {value}" for name, value in result["parallel"].items())
+    """The axes and options of a line's mesh, and its engine, as one runs it."""
+    axes = [f"{name} {value}" for name, value in result["parallel"].items()]
     if not axes:
-        return "one GPU" if result["ranks"] == 1 else f"dp {result['ranks']}"
-    return axes
+        axes = ["one GPU" if result["ranks"] == 1 else f"dp {result['ranks']}"]
+    if result.get("engine", "fsdp2") != "fsdp2":
+        axes.append(result["engine"])
+    return ", ".join(axes)
 
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:

@@ -17,6 +17,8 @@ from megalin.ops.decay_scan import decay_scan
 from megalin.parallel.collectives import Axis
 from megalin.parallel.context import ContextParallel
 from megalin.parallel.initialisation import fill
+from megalin.parallel.mesh import Mesh
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ("train_benchmarks", "benchmark_train", "plot_training", "plot_parallel")
@@ -196,7 +198,9 @@ def test_an_encoder_has_no_peer(monkeypatch):
 
     monkeypatch.setattr(benchmark_train.dist, "get_world_size", lambda: 1)
     mesh = SimpleNamespace(device=torch.device("cuda"))
-    arguments = Namespace(floor=False, peer="fla", model="danet-base", overrides=[])
+    arguments = Namespace(
+        floor=False, peer="fla", model="danet-base", overrides=[], engine="fsdp2", deepspeed_config=None
+    )
     with pytest.raises(ConfigError, match="--peer fla: danet-base is an encoder, and no peer here has one"):
         benchmark_train.measure(arguments, mesh)
 
@@ -207,7 +211,55 @@ def test_comparisons_need_a_gpu(monkeypatch):
     monkeypatch.setattr(benchmark_train.dist, "get_world_size", lambda: 1)
     mesh = SimpleNamespace(device=torch.device("cpu"))
     with pytest.raises(ConfigError, match="--floor and --peer compare steps of one GPU; start one process on a"):
-        benchmark_train.measure(Namespace(floor=True, peer=None), mesh)
+        benchmark_train.measure(Namespace(floor=True, peer=None, engine="fsdp2", deepspeed_config=None), mesh)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--engine", "deepspeed", "--floor"], "--floor and --peer compare steps of fsdp2; leave --engine deepspeed"),
+        (["--engine", "deepspeed", "--peer", "fla"], "--floor and --peer compare steps of fsdp2"),
+        (["--deepspeed-config", "ds.json"], "--deepspeed-config is nothing that fsdp2 reads; leave it out, or use"),
+    ],
+)
+def test_options_of_the_other_engine_are_refused(monkeypatch, option, message):
+    import benchmark_train
+
+    monkeypatch.setattr(sys, "argv", ["benchmark_train.py", "tnl-1b", *option])
+    with pytest.raises(ConfigError, match=message):
+        benchmark_train.measure(benchmark_train.parse_arguments(), SimpleNamespace())
+
+
+def _of_engines(tools: str, config: str) -> list[dict]:
+    """The JSON line of the same steps by either engine, and how DeepSpeed's refuses a pipeline."""
+    sys.path.insert(0, tools)
+    import benchmark_train
+
+    def line(*options: str) -> dict:
+        sizes = ["--batch", "1", "--micro-batches", "2", "--length", "32", "--tp", "2", "--dtype", "float32"]
+        sys.argv = ["benchmark_train.py", "tnl-1b", *TINY, BLOCKS, *sizes, "--warmup", "1", "--steps", "2", *options]
+        arguments = benchmark_train.parse_arguments()
+        return benchmark_train.measure(arguments, Mesh(benchmark_train.parallel_config(arguments), torch.device("cpu")))
+
+    engine = ["--engine", "deepspeed"]
+    with pytest.raises(ConfigError, match=r'parallel\.pp = 2 with train\.engine = "deepspeed"'):
+        line(*engine, "--tp", "1", "--pp", "2")
+    engine = ["--engine", "deepspeed"]
+    return [
+        line("--zero", "2"),
+        line(*engine, "--zero", "2", "--recompute"),
+        line(*engine, "--deepspeed-config", config),
+    ]
+
+
+def test_both_engines_are_timed_on_the_same_steps(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 1}}))
+    for lines in run_ranks(2, _of_engines, str(ROOT / "tools"), str(path)):
+        assert [line["engine"] for line in lines] == ["fsdp2", "deepspeed", "deepspeed"]
+        assert all(line["step_seconds_median"] > 0 for line in lines)
+        for line in lines[1:]:
+            assert line["losses"] == pytest.approx(lines[0]["losses"], rel=2e-6)
 
 
 def test_ranks_that_share_a_sample_hold_its_tokens_in_turn():
@@ -272,7 +324,9 @@ def test_rates_of_several_ranks_are_drawn_beside_one(tmp_path):
     one = {"model": "tnl-1b", "ranks": 1, "parallel": {}, "device": "a chip", "tokens_per_second_per_rank": 80e3}
     more = {**one, "ranks": 4, "parallel": {"cp": 4, "zero": 2}, "tokens_per_second_per_rank": 70e3}
     sharded = {**more, "parallel": {}}
-    assert [mesh_name(line) for line in (one, more, sharded)] == ["one GPU", "cp 4, zero 2", "dp 4"]
+    other = {**sharded, "engine": "deepspeed"}
+    names = [mesh_name(line) for line in (one, more, sharded, other)]
+    assert names == ["one GPU", "cp 4, zero 2", "dp 4", "dp 4, deepspeed"]
     lines = "\n".join(["a line for people", *map(json.dumps, (one, more, sharded))])
     (tmp_path / "lines.jsonl").write_text(lines)
     draw_lines(plot, "", [str(tmp_path / name) for name in ("lines.jsonl", "parallel.png")])
