@@ -30,7 +30,7 @@ class Outlet:
             if not self._warned:
                 self._warned = True
                 _log.warning(
-                    "%s cannot be written (%s); training goes on, steps are missing there until there is space",
+                    "%s cannot be written (%s); training goes on, steps are missing there until it can",
                     self._name,
                     error.strerror,
                 )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from megalin.checkpoint.files import write_atomically
 from megalin.config import Config
 from megalin.data.optional import require
 from megalin.errors import ConfigError
+from megalin.train.records import Outlet
 
 ID_FILE = "wandb_id"
 """The file of a run folder that keeps the id under which W&B knows the run."""
@@ -41,6 +43,7 @@ class WeightsAndBiases:
             ConfigError: wandb is not installed, or does not begin a run.
         """
         purpose = f"logging.wandb_project = {project!r}"
+        self._outlet = Outlet("W&B")
         wandb = require("wandb", purpose, extra="wandb")
         if not hasattr(wandb, "init"):  # a folder that W&B left where one works imports as an empty package
             raise ConfigError(f"{purpose} needs the library wandb; install it: pip install 'megalin[wandb]'")
@@ -66,9 +69,17 @@ class WeightsAndBiases:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: Mapping[str, float | int]) -> None:
-        """Sends the values of a step, in the background."""
-        self._run.log({"step": step, **values})
+        """Sends the values of a step, in the background; an error of the library is warned about once."""
+        self._outlet.attempt(lambda: _call(lambda: self._run.log({"step": step, **values})))
 
     def close(self, *, failed: bool) -> None:
-        """Ends the run in W&B, as one that failed where an error ended it; returns when all is sent."""
-        self._run.finish(exit_code=int(failed))
+        """Ends the run in W&B, as one that failed where an error ended it; returns when all is sent, or cannot be."""
+        self._outlet.attempt(lambda: _call(lambda: self._run.finish(exit_code=int(failed))))
+
+
+def _call(function: Callable[[], None]) -> None:
+    """Calls what of the library may fail in mid-run. Raises OSError, as any place does that cannot be written."""
+    try:
+        function()
+    except Exception as error:  # of a service that died it raises bare Exception, of a full disk what it met
+        raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error

@@ -13,7 +13,9 @@ from rich.console import Console
 
 from megalin.errors import ConfigError
 from megalin.parallel.mesh import process_group
+from megalin.train.incidents import Incidents
 from megalin.train.metrics import Metrics
+from megalin.train.records import read_records
 from tests.model_runs import CPU, train_here, write_config
 from tests.ranks import run_ranks
 
@@ -25,7 +27,7 @@ class StandIn(SimpleNamespace):
         pass
 
     def __init__(self) -> None:
-        super().__init__(begun=[], logged=[], metrics=[], exit_codes=[], problem=None)
+        super().__init__(begun=[], logged=[], metrics=[], exit_codes=[], problem=None, failure=None)
 
     def init(self, **arguments: Any) -> StandIn:
         if self.problem is not None:
@@ -38,9 +40,13 @@ class StandIn(SimpleNamespace):
 
     def log(self, values: dict[str, Any]) -> None:
         self.logged.append(values)
+        if self.failure is not None:
+            raise self.failure
 
     def finish(self, exit_code: int) -> None:
         self.exit_codes.append(exit_code)
+        if self.failure is not None:
+            raise self.failure
 
 
 @pytest.fixture
@@ -51,11 +57,14 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     return stand_in
 
 
-def _metrics(folder: Path, *, resumed_step: int = 0, project: str | None = "mine") -> Metrics:
+def _metrics(
+    folder: Path, *, resumed_step: int = 0, project: str | None = "mine", incidents: Incidents | None = None
+) -> Metrics:
     return Metrics(
         folder,
         total_steps=10,
         resumed_step=resumed_step,
+        incidents=incidents,
         wandb_project=project,
         wandb_config={"train": {"steps": 10}},
         console=Console(file=io.StringIO()),
@@ -86,6 +95,21 @@ def test_run_that_an_error_ends_has_failed(tmp_path, wandb):
     with pytest.raises(KeyboardInterrupt), _metrics(tmp_path):
         raise KeyboardInterrupt
     assert wandb.exit_codes == [1]
+
+
+@pytest.mark.parametrize("failure", [Exception("the service has shut down"), BrokenPipeError(32, "Broken pipe")])
+def test_error_in_mid_run_is_one_incident_and_the_run_goes_on(tmp_path, wandb, failure):
+    wandb.failure = failure
+    with Incidents(tmp_path / "incidents.jsonl") as incidents, _metrics(tmp_path, incidents=incidents) as metrics:
+        for step in (1, 2, 3):
+            metrics.write(step, {"loss": 2.5})
+    assert [values["step"] for values in wandb.logged] == [1, 2, 3]  # tried again, as it may be a network's
+    assert wandb.exit_codes == [0]
+    (incident,) = read_records(tmp_path / "incidents.jsonl")
+    what = f"{type(failure).__name__}: {failure}"
+    assert incident["message"].startswith(f"W&B cannot be written ({what}); training goes on, steps are missing there")
+    assert (incident["step"], incident["kind"]) == (1, "warning")
+    assert [record["step"] for record in read_records(tmp_path / "metrics.jsonl")] == [1, 2, 3]
 
 
 def test_nothing_is_begun_unasked(tmp_path, wandb):
