@@ -60,7 +60,7 @@ class Estimator:
             of = [self._kinds[layer] for layer in own]
             memories.append(stage_memory(parts[rank], trace, of, layout, rank=rank, itemsize=itemsize))
             work = self._work(layout, of, parallel, rank)
-            times.append(step_time(work, parts[rank], trace, of, layout, self.chip, itemsize))
+            times.append(step_time(work, parts[rank], trace, of, layout, self.chip, rank=rank, itemsize=itemsize))
         time, sent = max(times, key=lambda each: each[0].total)
         tokens = self.workload.global_batch_size * self.workload.length
         memory = max(memories, key=lambda each: each.total)

@@ -69,21 +69,31 @@ class Sent(NamedTuple):
 
 
 def step_time(
-    work: Work, parameters: StageParameters, trace: Trace, kinds: list[int], layout: Layout, chip: Chip, itemsize: int
+    work: Work,
+    parameters: StageParameters,
+    trace: Trace,
+    kinds: list[int],
+    layout: Layout,
+    chip: Chip,
+    *,
+    rank: int,
+    itemsize: int,
 ) -> tuple[StepTime, Sent]:
     """The step of one stage's ranks; the slowest stage's is the run's.
 
     Args:
         kinds: for each block of the stage, its entry in the trace.
+        rank: on the pipeline axis: the first has the embedding and the input layers, the last the last norm.
         itemsize: bytes of the compute dtype.
     """
     count, parallel, again = layout.num_micro_batches, layout.parallel, int(layout.recompute)
     matrix, memory = chip.matrix_flops * MATRIX_SHARE, chip.memory_bandwidth * MEMORY_SHARE
     products = ((3 + again) * work.block_flops + 3 * work.other_flops) / matrix
-    moved = sum(trace.blocks[kind].moved_bytes for kind in kinds) + trace.entry.moved_bytes + trace.exit.moved_bytes
+    around = [trace.entry] * (rank == 0) + [trace.exit] * (rank == parallel.pp - 1)
+    moved = sum(cost.moved_bytes for cost in [*(trace.blocks[kind] for kind in kinds), *around])
     kernels = moved * (1 + again / 3) / memory
     exchanged = [exchange for kind in kinds for exchange in _exchanges(trace, kind, again)]
-    exchanged += [*trace.entry.forward, *trace.entry.backward, *trace.exit.forward, *trace.exit.backward]
+    exchanged += [exchange for cost in around for exchange in [*cost.forward, *cost.backward]]
     spans = {"tp": (parallel.tp, parallel.tp), "cp": (parallel.cp, parallel.cp * parallel.tp)}
     sent, waited = {"tp": 0, "cp": 0}, 0.0
     for exchange in exchanged:

@@ -6,8 +6,13 @@ import torch
 from megalin.parallel.mesh import ParallelConfig
 from megalin.scaling.chips import CHIPS
 from megalin.scaling.estimate import Estimator
+from megalin.scaling.graphs import Exchange
 from megalin.scaling.memory import Memory
+from megalin.scaling.parameters import Elements, StageParameters
 from megalin.scaling.search import Limits, Plan, search
+from megalin.scaling.step_time import Work, step_time
+from megalin.scaling.traces import LossCost, Trace
+from megalin.scaling.tracing import RunCost
 from megalin.scaling.workload import Layout, Workload
 from tests.cases import HYBRID
 
@@ -144,6 +149,22 @@ def test_a_deeper_pipeline_keeps_more_micro_batches_and_waits_longer(estimator):
     assert two.time.pipeline > 0
     assert interleaved.time.pipeline < two.time.pipeline
     assert two.memory.total > 0
+
+
+def test_embedding_and_last_norm_count_on_the_ranks_that_have_them():
+    entry, block, exit_ = (RunCost(0, 0, size, [Exchange("all_reduce", "tp", size)], []) for size in (10, 100, 1))
+    trace = Trace([block], entry, exit_, LossCost(0, 0, 0), 0)
+    nothing = StageParameters([], Elements(0, 0), Elements(0, 0), 0, 0)
+    each = layout(ParallelConfig(tp=2, pp=3), dp=1, num_micro_batches=3)
+    times, sent = zip(
+        *(
+            step_time(Work(0, 0, 1), nothing, trace, [0], each, CHIPS["h200"], rank=rank, itemsize=2)
+            for rank in range(3)
+        ),
+        strict=True,
+    )
+    assert [of.tp for of in sent] == [3 * 110, 3 * 100, 3 * 101]
+    assert [of.kernels / times[1].kernels for of in times] == pytest.approx([1.1, 1.0, 1.01])
 
 
 def test_an_axis_that_leaves_the_host_waits_for_the_network(estimator):
