@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -110,7 +111,8 @@ def _not_fitting(estimate: Estimate, limits: Limits) -> Refusal:
 
 def _too_large(layout: Layout, missing: int, largest: str) -> Refusal:
     kind = f"memory, most of it {largest}"
-    return Refusal(layout.name(), f"lacks {missing / 2**30:.1f} GiB", kind, missing)
+    lacking = math.ceil(missing / 2**30 * 10) / 10  # a few bytes are told as 0.1, not as 0.0
+    return Refusal(layout.name(), f"lacks {lacking:.1f} GiB", kind, missing)
 
 
 def _layouts(estimator: Estimator, limits: Limits, refusals: list[Refusal]) -> Iterator[Layout]:
