@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from typing import Any
 
 from megalin.errors import ConfigError
 from megalin.migration.imported import Imported, Verdict
+from megalin.train.deepspeed_config import NEVER_OFF, OWNERLESS, STAGE_0_IN_BF16, refusals
 
 _ADAM = ("adam", "adamw", "fusedadam", "cpuadam", "torchadam")
 _PEAK = 0.001
@@ -39,37 +41,25 @@ _KEPT = {
 }
 """Keys that the engine reads as they are."""
 _REASONS: dict[str, tuple[Verdict, str]] = {
-    "fp16": ("differs", "bfloat16, which needs no scaled loss"),
-    "amp": ("not available", "train.dtype is the dtype of the computation"),
-    "torch_autocast": ("not available", "train.dtype is the dtype of the computation"),
-    "activation_checkpointing": ("no effect", "it only says how; train.recompute = true recomputes blocks"),
     "tensorboard": ("no effect", "events are written into the run folder"),
     "csv_monitor": ("no effect", "metrics are written into the run folder"),
     "comet": ("no effect", "metrics are written into the run folder"),
-    "elasticity": ("not available", "the batch is train.global_batch_size on any number of ranks"),
-    "autotuning": ("not available", "it is a command of DeepSpeed"),
-    "curriculum_learning": ("not available", "data.phases say what is read when"),
-    "data_efficiency": ("not available", "data.phases say what is read when"),
-    "compression_training": ("not available", "weights are trained whole"),
-    "progressive_layer_drop": ("not available", "every layer is trained in every step"),
     "eigenvalue": ("not available", "it is a part of compression"),
     "sparse_attention": ("not available", "the mixer of model.layers says what attention is"),
-    "sparse_gradients": ("not available", "gradients are dense"),
     "weight_quantization": ("not available", "weights are trained whole"),
     "expert_parallel": ("not available", "there are no mixtures of experts"),
     "use_data_before_expert_parallelism": ("not available", "there are no mixtures of experts"),
     "seq_parallel_communication_data_type": ("not available", "parallel.cp exchanges what the computation gives"),
     "datastates_ckpt": ("not available", "checkpoints are megalin's own"),
     "nebula": ("not available", "checkpoints are megalin's own"),
-    "hybrid_engine": ("not available", "it is for reinforcement learning"),
-    "tensor_parallel": ("not available", "parallel.tp splits layers"),
-    "sequence_parallel_size": ("not available", "parallel.cp splits sequences"),
     "pipeline": ("not available", "parallel.pp cuts models into stages"),
-    "compile": ("not available", "train.compile compiles blocks, for the engine fsdp2"),
+    "compile": ("not available", "train.compile compiles blocks"),
     "dataloader_drop_last": ("no effect", "every step has a whole batch"),
-    "managed_gradient_accumulation": ("no effect", "train.global_batch_size says when a step ends"),
     "vocabulary_size": ("no effect", "model.vocab_size says it"),
 }
+"""Of keys that the engine would take, and that change nothing in a run."""
+_REFUSABLE = {key.partition(".")[0] for key in (*OWNERLESS, *NEVER_OFF)}
+"""Keys with what the engine refuses when it is on, or off."""
 
 
 def read_json(text: str, source: str) -> dict[str, Any]:
@@ -90,22 +80,26 @@ def add_deepspeed(document: Mapping[str, Any], imported: Imported) -> dict[str, 
         The JSON for `train.deepspeed_config`: what no key of the run's own config says. May be empty.
     """
     imported.set("train.engine", "deepspeed", "a DeepSpeed JSON")
-    document = {("bf16" if key == "bfloat16" else key): value for key, value in document.items()}
-    _add_batch(document, imported)
-    _add_precision(document, imported)
-    _add_optimizer(_table(document, "optimizer"), imported)
-    _add_schedule(_table(document, "scheduler"), imported)
-    _add_wandb(_table(document, "wandb"), imported)
-    zero = _add_zero(document.get("zero_optimization", {}), imported)
+    left = copy.deepcopy({("bf16" if key == "bfloat16" else key): value for key, value in document.items()})
+    _add_batch(left, imported)
+    _add_precision(left, imported)
+    _add_optimizer(_table(left, "optimizer"), imported)
+    _add_schedule(_table(left, "scheduler"), imported)
+    _add_wandb(_table(left, "wandb"), imported)
+    left["zero_optimization"] = zero = _add_zero(left.get("zero_optimization", {}), imported)
+    _drop_refused(left, imported)
     rest = {"zero_optimization": zero} if zero else {}
-    for key, value in document.items():
+    for key, value in left.items():
         if key in _KEPT:
             rest[key] = value
-        elif key in _REASONS:
+        elif key in _READ:
+            continue
+        elif key in _REASONS or key in _REFUSABLE:
             if not _off(value):
-                imported.note(_REASONS[key][0], key, _REASONS[key][1])
-        elif key not in _READ:
-            close = difflib.get_close_matches(key, [*_READ, *_KEPT, *_REASONS], n=1, cutoff=0.75)
+                verdict, reason = _REASONS.get(key, ("no effect", "it asks for nothing that would not be so"))
+                imported.note(verdict, key, reason)
+        else:
+            close = difflib.get_close_matches(key, [*_READ, *_KEPT, *_REASONS, *_REFUSABLE], n=1, cutoff=0.75)
             hint = f"; did you mean {close[0]}?" if close else ""
             imported.note("unknown", key, f"DeepSpeed has no such key{hint}")
     return rest
@@ -122,6 +116,20 @@ _READ = (
     "scheduler",
     "wandb",
 )
+
+
+def _drop_refused(document: dict[str, Any], imported: Imported) -> None:
+    """Takes out what the engine refuses, and notes it with the engine's reason."""
+    stage = imported.get("parallel.zero")
+    for key, reason, _ in refusals(document, stage=stage if isinstance(stage, int) else 3):
+        if key in _READ:
+            continue
+        *tables, name = key.split(".")
+        table = document
+        for part in tables:
+            table = table[part]
+        del table[name]
+        imported.note("differs" if key == "fp16" else "not available", key, reason)
 
 
 def _table(document: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -228,5 +236,9 @@ def _add_zero(value: Any, imported: Imported) -> Any:
     if not isinstance(value, dict):
         imported.set("parallel.zero", int(bool(value)), "zero_optimization")
         return {}
-    _set(imported, "parallel.zero", value.get("stage", 0), "zero_optimization.stage")
+    stage = value.get("stage", 0)
+    if stage == 0 and imported.get("train.dtype") == "bfloat16":
+        imported.note("differs", "zero_optimization.stage 0", f"parallel.zero = 1, since {STAGE_0_IN_BF16}")
+        stage = 1
+    _set(imported, "parallel.zero", stage, "zero_optimization.stage")
     return {name: setting for name, setting in value.items() if name != "stage" and setting != "auto"}

@@ -15,40 +15,54 @@ from megalin.errors import ConfigError
 SUPPORTED = SpecifierSet(">=0.19,<0.20")
 """Versions of deepspeed whose internals are known: where states lie, and what has to be marked."""
 
-_OWNERLESS = {
-    "fp16": "half precision needs a scaled loss, and skips steps; use train.dtype = 'bfloat16'",
-    "amp": "train.dtype is the compute dtype; remove it",
-    "torch_autocast": "train.dtype is the compute dtype; remove it",
-    "scheduler": "the table [schedule] sets the learning rate; remove it",
-    "activation_checkpointing": "train.recompute = true recomputes blocks; remove it",
-    "tensor_parallel.autotp_size": "parallel.tp splits layers; remove it",
-    "sequence_parallel_size": "parallel.cp splits sequences; remove it",
-    "hybrid_engine": "it is for reinforcement learning; remove it",
-    "elasticity": "the batch is train.global_batch_size on any number of ranks; remove it",
-    "autotuning": "it ends the run by itself; remove it",
-    "curriculum_learning": "data.phases say what is read when; remove it",
-    "data_efficiency": "data.phases say what is read when; remove it",
-    "progressive_layer_drop": "no layer of these models can be left out; remove it",
-    "compression_training": "no layer of these models has a compressed form; remove it",
-    "sparse_gradients": "the gradients of these models are dense; remove it",
-    "compile.deepcompile": "the engine's graphs do not know these models' collectives; remove it",
-    "zero_optimization.zenflow": "it updates weights by parts of a step's gradient; remove it",
-    "bf16.bf16_master_weights_and_grads": "weights at rest are fp32 and so are checkpoints; remove it",
-    "bf16.bf16_optimizer_states": "moments are fp32 and so are checkpoints; remove it",
-    "zero_optimization.cpu_offload": "its name is offload_optimizer.device today; use that",
-    "zero_optimization.cpu_offload_param": "its name is offload_param.device today; use that",
+OWNERLESS = {
+    "fp16": "half precision needs a scaled loss, and skips steps; train.dtype = 'bfloat16' does not",
+    "amp": "train.dtype is the compute dtype",
+    "torch_autocast": "train.dtype is the compute dtype",
+    "scheduler": "the table [schedule] sets the learning rate",
+    "activation_checkpointing": "train.recompute = true recomputes blocks",
+    "tensor_parallel.autotp_size": "parallel.tp splits layers",
+    "sequence_parallel_size": "parallel.cp splits sequences",
+    "hybrid_engine": "it is for reinforcement learning",
+    "elasticity": "the batch is train.global_batch_size on any number of ranks",
+    "autotuning": "it ends the run by itself",
+    "curriculum_learning": "data.phases say what is read when",
+    "data_efficiency": "data.phases say what is read when",
+    "progressive_layer_drop": "no layer of these models can be left out",
+    "compression_training": "no layer of these models has a compressed form",
+    "sparse_gradients": "the gradients of these models are dense",
+    "compile.deepcompile": "the engine's graphs do not know these models' collectives",
+    "zero_optimization.zenflow": "it updates weights by parts of a step's gradient",
+    "bf16.bf16_master_weights_and_grads": "weights at rest are fp32 and so are checkpoints",
+    "bf16.bf16_optimizer_states": "moments are fp32 and so are checkpoints",
+    "zero_optimization.cpu_offload": "its name is offload_optimizer.device today",
+    "zero_optimization.cpu_offload_param": "its name is offload_param.device today",
     "checkpoint.load_universal": "checkpoints of a run folder load on any mesh as they are; universal ones of ZeRO 3 "
-    "do not load into tensor parallelism; remove it",
+    "do not load into tensor parallelism",
 }
 """By key of the JSON: why it cannot be switched on, and what is there in its place."""
 
+STAGE_0_IN_BF16 = (
+    "this engine would add gradients up in bfloat16 and, with tensor parallelism, clip to a norm that misses other "
+    "ranks' slices"
+)
+"""Why no run in bfloat16 has ZeRO's stage 0 by this engine."""
 
-_NEVER_OFF = {
+NEVER_OFF = {
     "managed_gradient_accumulation": "train.global_batch_size says when a step ends",
     "bf16.check_grad_overflow": "a step by a gradient that is not finite would be taken",
     "zero_optimization.compute_grad_norm": "a step by a gradient that is not finite would be taken",
 }
 """By key of the JSON: why it cannot be switched off."""
+
+
+class Refusal(NamedTuple):
+    """A key of a JSON that no run has, whatever its config says."""
+
+    key: str
+    """Dotted."""
+    reason: str
+    remedy: str = "remove it"
 
 
 class Owned(NamedTuple):
@@ -95,11 +109,30 @@ def resolve_deepspeed(path: str | None, owned: Sequence[Owned], *, stage: int | 
     for item in owned:
         _set(settings, item.key, item.value)
     _fill(settings)
-    problems += _stage_problems(settings)
+    problems += _stage_problems(document, settings)
     if problems:
         source = "train.engine = 'deepspeed'" if path is None else path
         raise ConfigError(f"{source}: {len(problems)} problem(s)\n" + "\n".join(f"  {line}" for line in problems))
     return settings
+
+
+def refusals(document: Mapping[str, Any], *, stage: int) -> Iterator[Refusal]:
+    """What of a DeepSpeed JSON no run of this engine has at ZeRO's `stage`."""
+    for key, reason in OWNERLESS.items():
+        if _is_on(_get(document, key)):
+            yield Refusal(key, reason)
+    if _get(document, "gradient_allreduce_op") not in (None, "mean"):
+        yield Refusal("gradient_allreduce_op", "the loss is scaled for a mean")
+    for key, reason in NEVER_OFF.items():
+        if _get(document, key) is False:
+            yield Refusal(key, reason)
+    for key, least in (("zero_optimization.offload_optimizer", 1), ("zero_optimization.offload_param", 3)):
+        device = _get(document, f"{key}.device") or "none"
+        if device not in ("none", "auto", "cpu"):
+            yield Refusal(f"{key}.device", "a run saves what the host's memory holds", "use 'cpu'")
+        elif device == "cpu" and stage < least:
+            remedy = f"use stage {least} or more (parallel.zero), or remove it"
+            yield Refusal(key, f"it does nothing at stage {stage}", remedy)
 
 
 def _read(path: str) -> dict[str, Any]:
@@ -122,48 +155,32 @@ def _contradictions(document: Mapping[str, Any], owned: Sequence[Owned]) -> Iter
         value = _get(document, item.key)
         if value not in (None, "auto", item.value):
             yield f'{item.key} = {value!r}, but {item.name}; make them equal, remove the key, or write "auto"'
-    for key, reason in _OWNERLESS.items():
-        value = _get(document, key)
-        if _is_on(value):
-            yield f"{key} = {json.dumps(value)}: {reason}"
     kind = _get(document, "optimizer.type")
     adam_w_mode = _get(document, "optimizer.params.adam_w_mode")
     if kind is not None and (str(kind).lower() not in ("adam", "adamw") or adam_w_mode is False):
         yield f"optimizer.type = {kind!r} is not the AdamW of [optimizer]; use 'AdamW', or remove the key"
-    if (operation := _get(document, "gradient_allreduce_op")) not in (None, "mean"):
-        yield f"gradient_allreduce_op = {operation!r}: the loss is scaled for a mean; remove it"
-    for key, reason in _NEVER_OFF.items():
-        if _get(document, key) is False:
-            yield f"{key} = false: {reason}; remove it"
 
 
-def _stage_problems(settings: Mapping[str, Any]) -> Iterator[str]:
-    """What does not work, or is silently not done, at the stage."""
+def _stage_problems(document: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[str]:
+    """What no run has, or silently does not do, at the stage of the `settings` that `document` became."""
     stage = _get(settings, "zero_optimization.stage")
     if stage not in (0, 1, 2, 3):
         yield f"zero_optimization.stage = {stage!r} is none of 0, 1, 2, 3"
-        return
-    if stage == 0 and _get(settings, "bf16.enabled"):
+        stage = 3  # at which there is most
+    elif stage == 0 and _get(settings, "bf16.enabled"):
         yield (
-            "zero_optimization.stage = 0 in bfloat16: this engine would add gradients up in bfloat16 and, with tensor "
-            "parallelism, clip to a norm that misses other ranks' slices; use stage 1, 2 or 3 (parallel.zero), or "
+            f"zero_optimization.stage = 0 in bfloat16: {STAGE_0_IN_BF16}; use stage 1, 2 or 3 (parallel.zero), or "
             "train.engine = 'fsdp2'"
         )
-    for part, least in (("offload_optimizer", 1), ("offload_param", 3)):
-        device = _get(settings, f"zero_optimization.{part}.device") or "none"
-        if device not in ("none", "cpu"):
-            yield f"zero_optimization.{part}.device = {device!r}: a run saves what the host's memory holds; use 'cpu'"
-        elif device == "cpu" and stage < least:
-            yield (
-                f"zero_optimization.{part} does nothing at stage {stage}; use stage {least} or more (parallel.zero), "
-                "or remove it"
-            )
+    for key, reason, remedy in refusals(document, stage=stage):
+        yield f"{key} = {json.dumps(_get(document, key))}: {reason}; {remedy}"
 
 
 def _is_on(value: Any) -> bool:
     """Whether a section or a switch asks for something: a section with `enabled` by that alone."""
     if isinstance(value, Mapping):
-        return bool(value["enabled"]) if "enabled" in value else any(_is_on(item) for item in value.values())
+        on = value.get("enabled")
+        return on != "auto" and bool(on) if "enabled" in value else any(_is_on(item) for item in value.values())
     return value not in (None, False, 0, 1, "auto") or value is True
 
 

@@ -5,8 +5,11 @@ import json
 import pytest
 
 from megalin.errors import ConfigError
+from megalin.migration import deepspeed
 from megalin.migration.deepspeed import add_deepspeed, read_json
 from megalin.migration.imported import Imported
+from megalin.train.deepspeed_config import Owned, resolve_deepspeed
+from tests.train.test_deepspeed_config import REFUSED
 
 ZERO3 = {
     "train_batch_size": 64,
@@ -120,13 +123,38 @@ def test_defaults_are_those_of_deepspeed():
         ({"scheduler": {"type": "OneCycle"}}, "not available", "scheduler.type OneCycle"),
         (PEAKS, "differs", "scheduler.params.warmup_max_lr"),
         (PEAKS, "differs", "scheduler.params.warmup_min_lr"),
-        ({"tensor_parallel": {"autotp_size": 2}}, "not available", "tensor_parallel"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "not available", "tensor_parallel.autotp_size"),
         ({"sparse_gradients": True}, "not available", "sparse_gradients"),
+        ({"sequence_parallel_size": 1}, "no effect", "sequence_parallel_size"),
+        ({"bf16": {"enabled": True}}, "differs", "zero_optimization.stage 0"),
         ({"wandb": {"enabled": True, "team": "x"}}, "differs", "wandb.team"),
     ],
 )
 def test_key_that_no_table_has_is_told(document, verdict, key):
     assert key in _notes(_read(document)[0], verdict)
+
+
+def _settings(path, imported, rest):
+    """What the engine makes of the JSON that is left."""
+    path.write_text(json.dumps(rest))
+    bf16 = imported.get("train.dtype") == "bfloat16"
+    return resolve_deepspeed(str(path), [Owned("bf16.enabled", "", bf16)], stage=imported.get("parallel.zero"))
+
+
+@pytest.mark.parametrize("document", [*(document for document, _ in REFUSED), {"bf16": {"enabled": True}}], ids=str)
+def test_what_the_engine_refuses_is_told_and_left_out(tmp_path, document):
+    before = json.dumps(document)
+    imported, rest = _read(document)
+    assert imported.notes
+    _settings(tmp_path / "ds.json", imported, rest)
+    assert json.dumps(document) == before
+
+
+def test_engine_takes_every_key_that_is_kept(tmp_path):
+    document = {**dict.fromkeys(deepspeed._KEPT, True), "data_types": {}, "gradient_allreduce_op": "mean"}
+    imported, rest = _read(document)
+    assert rest == document
+    assert _settings(tmp_path / "ds.json", imported, rest).items() >= document.items()
 
 
 def test_warmup_alone_stays_at_its_peak():

@@ -63,6 +63,7 @@ def test_a_json_that_agrees_is_taken_as_it_is(path):
         "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto", "overlap_comm": True},
         "activation_checkpointing": {"partition_activations": False},
         "sequence_parallel_size": 1,
+        "amp": {"enabled": "auto", "opt_level": "O1"},
         "log_level": "info",
         "wall_clock_breakdown": True,
     }
@@ -104,42 +105,44 @@ def test_every_contradiction_is_told_at_once_with_both_places(path):
     ]
 
 
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"fp16": {"enabled": True}}, "half precision needs a scaled loss"),
+    ({"zero_optimization": {"cpu_offload": True}}, "its name is offload_optimizer.device today"),
+    ({"zero_optimization": {"cpu_offload_param": True}}, "its name is offload_param.device today"),
+    ({"amp": {"enabled": True}}, "train.dtype is the compute dtype"),
+    ({"torch_autocast": {"enabled": True}}, "train.dtype is the compute dtype"),
+    ({"scheduler": {"type": "WarmupLR"}}, r"the table \[schedule\] sets the learning rate"),
+    ({"activation_checkpointing": {"cpu_checkpointing": True}}, "train.recompute = true recomputes"),
+    ({"tensor_parallel": {"autotp_size": 2}}, "parallel.tp splits layers"),
+    ({"sequence_parallel_size": 2}, "parallel.cp splits sequences"),
+    ({"elasticity": {"enabled": True}}, "on any number of ranks"),
+    ({"data_efficiency": {"enabled": True}}, "data.phases say what is read when"),
+    ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "by parts of a step's gradient"),
+    ({"bf16": {"bf16_optimizer_states": True}}, "moments are fp32"),
+    ({"checkpoint": {"load_universal": True}}, "do not load into tensor parallelism"),
+    ({"gradient_allreduce_op": "sum"}, "the loss is scaled for a mean"),
+    ({"managed_gradient_accumulation": False}, "train.global_batch_size says when a step ends"),
+    ({"bf16": {"check_grad_overflow": False}}, "a step by a gradient that is not finite"),
+    ({"zero_optimization": {"compute_grad_norm": False}}, "a step by a gradient that is not finite"),
+    ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "is not the AdamW"),
+    (
+        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}},
+        "a run saves what the host's memory holds; use 'cpu'",
+    ),
+    (
+        {"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}},
+        "it does nothing at stage 0; use stage 1 or more",
+    ),
+    (
+        {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+        "it does nothing at stage 2; use stage 3 or more",
+    ),
+]
+
+
 @pytest.mark.parametrize(
     ("document", "problem"),
-    [
-        ({"fp16": {"enabled": True}}, "half precision needs a scaled loss"),
-        ({"zero_optimization": {"cpu_offload": True}}, "its name is offload_optimizer.device today"),
-        ({"zero_optimization": {"cpu_offload_param": True}}, "its name is offload_param.device today"),
-        ({"amp": {"enabled": True}}, "train.dtype is the compute dtype"),
-        ({"torch_autocast": {"enabled": True}}, "train.dtype is the compute dtype"),
-        ({"scheduler": {"type": "WarmupLR"}}, r"the table \[schedule\] sets the learning rate"),
-        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "train.recompute = true recomputes"),
-        ({"tensor_parallel": {"autotp_size": 2}}, "parallel.tp splits layers"),
-        ({"sequence_parallel_size": 2}, "parallel.cp splits sequences"),
-        ({"elasticity": {"enabled": True}}, "on any number of ranks"),
-        ({"data_efficiency": {"enabled": True}}, "data.phases say what is read when"),
-        ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "by parts of a step's gradient"),
-        ({"bf16": {"bf16_optimizer_states": True}}, "moments are fp32"),
-        ({"checkpoint": {"load_universal": True}}, "do not load into tensor parallelism"),
-        ({"gradient_allreduce_op": "sum"}, "the loss is scaled for a mean"),
-        ({"managed_gradient_accumulation": False}, "train.global_batch_size says when a step ends"),
-        ({"bf16": {"check_grad_overflow": False}}, "a step by a gradient that is not finite"),
-        ({"zero_optimization": {"compute_grad_norm": False}}, "a step by a gradient that is not finite"),
-        ({"zero_optimization": {"stage": 4}}, "stage = 4 is none of 0, 1, 2, 3"),
-        ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "is not the AdamW"),
-        (
-            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}},
-            "a run saves what the host's memory holds; use 'cpu'",
-        ),
-        (
-            {"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}},
-            "offload_optimizer does nothing at stage 0; use stage 1 or more",
-        ),
-        (
-            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
-            "offload_param does nothing at stage 2; use stage 3 or more",
-        ),
-    ],
+    [*REFUSED, ({"zero_optimization": {"stage": 4}}, "stage = 4 is none of 0, 1, 2, 3")],
 )
 def test_what_a_run_cannot_have_is_refused_with_the_reason(path, document, problem):
     with pytest.raises(ConfigError, match=problem):
