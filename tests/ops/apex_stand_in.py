@@ -1,6 +1,13 @@
 """A package with the names, signatures and ways of NVIDIA's apex, in plain PyTorch: the real one needs a GPU."""
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
+
+from megalin.ops import backend
 
 _OPTIMIZERS = '''
 import torch
@@ -47,6 +54,33 @@ def fused_layer_norm_affine(input, weight, bias, normalized_shape, eps=1e-6, mem
     x, w, b = wide
     return torch.nn.functional.layer_norm(x, normalized_shape, w, b, eps).to(input.dtype)
 """
+
+
+@contextmanager
+def installing(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[Callable[..., None]]:
+    """For the body, a function that installs what one of the writers below writes into `folder`, for a device on which
+    apex alone runs."""
+
+    def install(write: Callable[..., Path], **options: object) -> None:
+        monkeypatch.syspath_prepend(str(write(folder, **options)))
+
+    def forget() -> None:
+        backend.decide.cache_clear()
+        backend._unfit.cache_clear()
+
+    for name in _modules_of_apex():
+        monkeypatch.delitem(sys.modules, name)  # a real one
+    monkeypatch.setattr(backend, "_used", {})
+    monkeypatch.setattr(backend, "_missing", lambda name, device: "" if name == "apex" else "not here")
+    forget()
+    yield install
+    forget()
+    for name in _modules_of_apex():
+        del sys.modules[name]
+
+
+def _modules_of_apex() -> list[str]:
+    return [name for name in sys.modules if name.partition(".")[0] == "apex"]
 
 
 def write_apex(folder: Path, *, replace: tuple[str, str] = ("", "")) -> Path:

@@ -12,27 +12,13 @@ from megalin.ops.apex import reason_against
 from megalin.ops.layer_norm import layer_norm, layer_norm_reference
 from megalin.ops.rms_norm import rms_norm, rms_norm_reference
 from tests.numerics import assert_close, outputs_and_gradients
-from tests.ops.apex_stand_in import write_another_project, write_apex
+from tests.ops.apex_stand_in import installing, write_another_project, write_apex
 
 
 @pytest.fixture
 def installed(monkeypatch, tmp_path):
-    """Installs what a function writes, for a device on which everything runs."""
-
-    def install(write, **options):
-        monkeypatch.syspath_prepend(str(write(tmp_path / "site", **options)))
-
-    for name in [name for name in sys.modules if name.partition(".")[0] == "apex"]:
-        monkeypatch.delitem(sys.modules, name)  # a real one
-    monkeypatch.setattr(backend, "_used", {})
-    monkeypatch.setattr(backend, "_missing", lambda name, device: "" if name == "apex" else "not here")
-    backend.decide.cache_clear()
-    backend._unfit.cache_clear()
-    yield install
-    backend.decide.cache_clear()
-    backend._unfit.cache_clear()
-    for name in [name for name in sys.modules if name.partition(".")[0] == "apex"]:
-        del sys.modules[name]
+    with installing(monkeypatch, tmp_path / "site") as install:
+        yield install
 
 
 def test_apex_is_known_by_its_parts_without_an_import(installed, tmp_path):

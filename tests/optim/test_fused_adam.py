@@ -1,6 +1,6 @@
 """AdamW by apex, as a stand-in of its published ways does it: torch's weights, moments and counts of steps."""
 
-import sys
+import functools
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from megalin.errors import KernelError
 from megalin.ops import backend
 from megalin.optim.adamw import OptimizerConfig, build_optimizer, set_learning_rate
 from megalin.optim.fused_adam import build_plain_optimizer
-from tests.ops.apex_stand_in import write_apex
+from tests.ops.apex_stand_in import installing, write_apex
 
 CPU = torch.device("cpu")
 CONFIG = OptimizerConfig(lr=0.1, betas=[0.9, 0.95], weight_decay=0.1)
@@ -19,19 +19,10 @@ STEPS = 4
 
 @pytest.fixture
 def apex(monkeypatch, tmp_path):
-    """Asks for apex, and installs a stand-in on a device where it runs."""
-
-    def install(**options):
-        monkeypatch.syspath_prepend(str(write_apex(tmp_path / "site", **options)))
-
+    """Asks for apex, and installs its stand-in."""
     monkeypatch.setenv("MEGALIN_KERNELS", "adamw=apex")
-    monkeypatch.setattr(backend, "_used", {})
-    monkeypatch.setattr(backend, "_missing", lambda name, device: "")
-    backend._unfit.cache_clear()
-    yield install
-    backend._unfit.cache_clear()
-    for name in [name for name in sys.modules if name.partition(".")[0] == "apex"]:
-        del sys.modules[name]
+    with installing(monkeypatch, tmp_path / "site") as install:
+        yield functools.partial(install, write_apex)
 
 
 def _model():
