@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -110,3 +111,24 @@ def prepare_backward(model: nn.Module, mesh: Mesh, *, last: bool) -> None:
     model.set_requires_all_reduce(last)
     model.set_reshard_after_backward(last or mesh.zero == 3)
     model.set_is_last_backward(last)
+
+
+@contextmanager
+def joined_streams(model: nn.Module) -> Iterator[None]:
+    """For the body, the streams on which a model that has run gathers weights and reduces gradients start after what
+    the current stream was given before, and what it is given after starts after theirs: a graph that is recorded of the
+    body has all of their work, and ends with it."""
+    assert isinstance(model, FSDPModule), type(model)
+    context = model._get_fsdp_state()._comm_ctx
+    current = context.device_handle.current_stream()
+    streams = [
+        context.all_gather_copy_in_stream,
+        context.all_gather_stream,
+        context.reduce_scatter_stream,
+        context.all_reduce_stream,
+    ]
+    for stream in streams:
+        stream.wait_stream(current)
+    yield
+    for stream in streams:
+        current.wait_stream(stream)

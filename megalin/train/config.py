@@ -48,6 +48,10 @@ class TrainConfig(Config):
     """Whether the backward computes each block's activations again instead of keeping them."""
     compile: bool = False
     """Whether blocks are compiled (torch.compile, one graph a kind of block)."""
+    cuda_graphs: bool = False
+    """Whether a step's forwards and backwards are recorded as one CUDA graph after the third step, for models whose
+    kernels are too short for the host to start in time. What the graph uses stays reserved: an evaluation needs memory
+    of its own. Not with pp, the deepspeed engine, or mixers for which the host looks up documents."""
     evaluate_every_steps: int | None = pydantic.Field(default=None, ge=1)
     """Steps between evaluations on the validation split; left out: only after the last step."""
     evaluate_batches: int | None = pydantic.Field(default=None, ge=1)
@@ -103,7 +107,7 @@ class RunConfig(Config):
                     f"data.phases.{number}.from_step = {phase.from_step} is not below train.steps = {train.steps}; "
                     "lower it or remove the phase"
                 )
-        problems += self._engine_problems() + self._kind_problems()
+        problems += self._engine_problems() + self._graph_problems() + self._kind_problems()
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -133,6 +137,29 @@ class RunConfig(Config):
             problems.append(
                 'train.compile = true with train.engine = "deepspeed", whose hooks break the graph of a block; use '
                 'compile = false, or engine = "fsdp2"'
+            )
+        return problems
+
+    def _graph_problems(self) -> list[str]:
+        """What keeps a step from being recorded, whatever the number of ranks."""
+        if not self.train.cuda_graphs:
+            return []
+        problems = []
+        if self.train.engine == "deepspeed":
+            problems.append(
+                'train.cuda_graphs = true with train.engine = "deepspeed", which starts its own kernels; use '
+                'cuda_graphs = false, or engine = "fsdp2"'
+            )
+        if self.parallel.pp > 1:
+            problems.append(
+                f"train.cuda_graphs = true with parallel.pp = {self.parallel.pp}, whose ranks wait for each other on "
+                "the host; use cuda_graphs = false, or pp = 1"
+            )
+        reading = {sub.type for _, block in self.model.blocks() for sub in block.sublayers if sub.reads_documents}
+        if reading:
+            problems.append(
+                f"train.cuda_graphs = true with the mixer {', '.join(sorted(reading))}, for which the host counts the "
+                "documents of each batch; use cuda_graphs = false"
             )
         return problems
 

@@ -15,7 +15,9 @@ from megalin.optim.adamw import build_optimizer, set_learning_rate
 from megalin.parallel.mesh import Mesh
 from megalin.train.build import COMPUTE_DTYPES, TrainedModel, build_model
 from megalin.train.config import RunConfig
-from megalin.train.step import StepResult, train_step
+from megalin.train.cuda_graphs import GradientGraph
+from megalin.train.pipeline import Pipeline
+from megalin.train.step import StepResult, accumulate_gradients, apply_gradients
 
 
 class Engine(Protocol):
@@ -63,12 +65,25 @@ class FullyShardedEngine:
         )
         self._optimizer = build_optimizer(self.model, config.optimizer, no_decay=self.model.no_decay_names())
         self._mesh, self._max_grad_norm = mesh, config.optimizer.max_grad_norm
+        self._graph: GradientGraph | None = None
+        if train.cuda_graphs:
+            assert not isinstance(self.model, Pipeline), config.parallel
+            self._graph = GradientGraph(self.model, mesh)
 
     def step(self, batches: Sequence[AnyBatch], *, learning_rate: float, step: int) -> StepResult:
         set_learning_rate(self._optimizer, learning_rate)
-        return train_step(
-            self.model, self._optimizer, batches, self._mesh, max_grad_norm=self._max_grad_norm, step=step
+        if self._graph is None:
+            losses, counts = accumulate_gradients(self.model, batches, self._mesh)
+        else:
+            losses, counts = self._graph.accumulate_gradients(batches)
+        return apply_gradients(
+            self.model, self._optimizer, losses, counts, max_grad_norm=self._max_grad_norm, step=step
         )
+
+    def close(self) -> None:
+        """Ends the CUDA graph where there is one; before the process group ends."""
+        if self._graph is not None:
+            self._graph.close()
 
     def tensors(self) -> Mapping[str, Tensor]:
         return training_tensors(self.model, self._optimizer)

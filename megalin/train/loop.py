@@ -84,6 +84,11 @@ class Trainer:
         self.model = self.engine.model
         self.first_step = self._resume()
 
+    def close(self) -> None:
+        """Lets go of what would keep the process group from ending."""
+        if isinstance(self.engine, FullyShardedEngine):
+            self.engine.close()
+
     def _resume(self) -> int:
         """Loads the newest checkpoint; returns the number of finished steps."""
         checkpoint = newest(self.run.checkpoints)
@@ -303,7 +308,8 @@ def train(config: RunConfig, device: torch.device, path: Path) -> TrainResult:
         run.write_text(run.config, dumps(config))
         run.write_json(run.environment, environment(mesh))
         incidents.begin(trainer.first_step, f"on {torch.distributed.get_world_size()} x {device_name(device)}")
-        return trainer.train()
+        with closing(trainer):
+            return trainer.train()
 
 
 def _make_engine(config: RunConfig, mesh: Mesh, run: RunFolder) -> Engine:

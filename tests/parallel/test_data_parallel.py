@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from megalin.layers.linear_attention import LinearAttention
 from megalin.model.language_model import LanguageModel
-from megalin.parallel.data_parallel import largest_magnitudes, prepare_backward, shard_dim, shard_model
+from megalin.parallel.data_parallel import joined_streams, largest_magnitudes, prepare_backward, shard_dim, shard_model
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.tensor_parallel import full_tensor, local
 from tests.cases import HYBRID, build, make_inputs
@@ -103,7 +104,8 @@ def _step(zero: int) -> Sent:
         for last in (False, True):
             row = slice(2 * dist.get_rank() + last, 2 * dist.get_rank() + last + 1)
             prepare_backward(model, mesh, last=last)
-            model(tokens[row], labels=labels[row]).token_losses.sum().backward()
+            with joined_streams(model) if last else nullcontext():  # the streams are there once it has run
+                model(tokens[row], labels=labels[row]).token_losses.sum().backward()
     counts: Counter[str] = Counter()
     for call, count in recorder.calls.items():
         counts[call.name] += count

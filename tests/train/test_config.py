@@ -131,3 +131,15 @@ def test_phase_that_never_begins_is_refused(path):
     assert "data.phases.0.from_step = 12 is not below train.steps = 12; lower it or remove the phase" in message(
         path, phase
     )
+
+
+def test_what_keeps_a_step_from_being_one_graph(path, tmp_path):
+    assert "train.cuda_graphs = true with parallel.pp = 2" in message(
+        path, "train.cuda_graphs=true", "parallel.pp=2", world_size=2
+    )
+    assert 'train.cuda_graphs = true with train.engine = "deepspeed"' in message(
+        path, "train.cuda_graphs=true", 'train.engine="deepspeed"'
+    )
+    layers = [{"sublayers": [{"type": "softmax", "num_heads": 2}, {"type": "glu", "intermediate_size": 48}]}]
+    softmax = write_config(tmp_path, model={"layers": layers})
+    assert "train.cuda_graphs = true with the mixer softmax" in message(softmax, "train.cuda_graphs=true")

@@ -1,0 +1,28 @@
+"""A run whose steps are one CUDA graph gives the bits of the run without it."""
+
+import pytest
+import torch
+
+from megalin.parallel.mesh import process_group
+from megalin.train.config import load_run_config
+from megalin.train.loop import train
+from tests.model_runs import checkpoint_tensors, metrics, write_config
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [[], ["train.compile=true", "train.dtype=bfloat16", "train.recompute=true"]],
+    ids=["eager", "compiled_bf16_recomputed"],
+)
+def test_graphs_change_no_bit_of_a_run_that_accumulates_and_evaluates(tmp_path, overrides):
+    config = write_config(tmp_path, train={"evaluate_every_steps": 5}, checkpoint={"every_steps": 6})
+    device = torch.device("cuda", torch.cuda.current_device())
+    folders = {graphs: tmp_path / graphs for graphs in ("false", "true")}
+    with process_group(device):
+        for graphs, folder in folders.items():
+            torch.compiler.reset()
+            train(load_run_config(config, [*overrides, f"train.cuda_graphs={graphs}"]), device, folder)
+    assert metrics(folders["true"]) == metrics(folders["false"])
+    expected = checkpoint_tensors(folders["false"])
+    for name, tensor in checkpoint_tensors(folders["true"]).items():
+        assert torch.equal(tensor, expected[name]), name

@@ -1,0 +1,31 @@
+"""Steps as CUDA graphs: where they are refused. That they change no bit is tests/gpu/test_cuda_graphs_gpu.py's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megalin.errors import ConfigError
+from megalin.train.cuda_graphs import GradientGraph
+
+
+def graph_on(device: str) -> GradientGraph:
+    mesh: Any = SimpleNamespace(device=torch.device(device))
+    model: Any = None
+    return GradientGraph(model, mesh)
+
+
+def test_no_gpu_is_told():
+    with pytest.raises(ConfigError, match=r"train.cuda_graphs = true, but this run computes on a cpu device"):
+        graph_on("cpu")
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_segments_whose_addresses_nccl_would_register_are_told(monkeypatch, variable):
+    monkeypatch.setenv(variable, "max_split_size_mb:512,expandable_segments:True")
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
+    with pytest.raises(ConfigError, match=r"expandable_segments:True.*set NCCL_GRAPH_REGISTER=0 in the environment"):
+        graph_on("cuda")
