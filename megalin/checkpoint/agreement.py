@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
+from torch import Tensor
 
 from megalin.errors import MegalinError, StorageError
 
@@ -67,6 +68,14 @@ def on_every_rank(work: Callable[[], ResultT]) -> list[ResultT]:
             raise failures[0][1].kind(failures[0][1].message)
         raise failures[0][1].kind("\n".join(f"rank {number}: {failure.message}" for number, failure in failures))
     return outcomes
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """Sum over all ranks of a tensor in the host's memory. One all-reduce between hosts: it waits for no device."""
+    total = values.clone()
+    if distributed():
+        dist.all_reduce(total)
+    return total
 
 
 def _attempt(work: Callable[[], ResultT]) -> ResultT | _Failure:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megalin.checkpoint.agreement import on_every_rank
+from megalin.checkpoint.agreement import on_every_rank, sum_over_ranks
 from megalin.checkpoint.load import newest
 from megalin.checkpoint.save import save
 from megalin.config import dumps
@@ -21,7 +21,6 @@ from megalin.data.tokenizer import load_tokenizer
 from megalin.errors import CheckpointError, ConfigError, MegalinError
 from megalin.ops import backend
 from megalin.optim.schedule import learning_rate
-from megalin.parallel.collectives import all_reduce
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.pipeline import gather_objects
 from megalin.train.config import RunConfig
@@ -210,8 +209,8 @@ class Trainer:
         # Over all axes: ranks of other layers or slices read the same samples, but each from its own disk. One of those
         # that share samples counts in the digest.
         counts = int(max(mesh.tp.axis.rank, mesh.cp.axis.rank, mesh.pp.axis.rank) == 0)
-        told = torch.cat([torch.tensor([int(error is not None)]), counts * own.digest]).to(mesh.device)
-        failed, *digest = mesh.pp.sum(all_reduce(mesh.sum_over_data(told), mesh.tp.axis)).tolist()
+        told = torch.cat([torch.tensor([int(error is not None)]), counts * own.digest])
+        failed, *digest = sum_over_ranks(told).tolist()
         if failed:
             on_every_rank(lambda: _raise(error))
         return [batch_to(batch, mesh.device) for batch in own.batches], torch.tensor(digest), waited
