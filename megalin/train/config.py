@@ -30,7 +30,7 @@ class TrainConfig(Config):
 
     engine: Literal["fsdp2", "deepspeed"] = "fsdp2"
     """What shards weights and steps the optimizer. fsdp2: torch's fully_shard. deepspeed: DeepSpeed's ZeRO, stage
-    parallel.zero; not with pp, shard or compile."""
+    parallel.zero; not with pp or shard."""
     deepspeed_config: str | None = pydantic.Field(default=None, min_length=1)
     """A DeepSpeed JSON for that engine. What this file determines too must agree with it, be left out, or be "auto";
     the JSON as the engine got it is kept in the run folder."""
@@ -133,11 +133,6 @@ class RunConfig(Config):
                 f'parallel.shard = {parallel.shard} with train.engine = "deepspeed", which shards over the whole data '
                 'axis; leave it out (parallel.zero = 0 shards nothing), or use engine = "fsdp2"'
             )
-        if train.compile:
-            problems.append(
-                'train.compile = true with train.engine = "deepspeed", whose hooks break the graph of a block; use '
-                'compile = false, or engine = "fsdp2"'
-            )
         return problems
 
     def _graph_problems(self) -> list[str]:
@@ -218,6 +213,10 @@ def deepspeed_settings(config: RunConfig, world_size: int) -> dict[str, Any]:
     for key, value in values.items():
         name = "AdamW corrects its moments" if key == "bias_correction" else f"optimizer.{key} = {value}"
         owned.append(Owned(f"optimizer.params.{key}", name, value))
+    if train.compile:
+        # ZeRO 3 has linear layers that compile anew for each weight; blocks share kernels that count on an alignment.
+        owned.append(Owned("zero_optimization.memory_efficient_linear", "train.compile = true", False))
+        owned.append(Owned("zero_optimization.parameter_alignment", "train.compile = true", True))
     settings = resolve_deepspeed(train.deepspeed_config, owned, stage=parallel.zero)
     return settings | {"train_batch_size": train.global_batch_size * parallel.cp}
 

@@ -159,6 +159,13 @@ def test_bf16_without_zero_is_refused(path, document, tp):
     )
 
 
+def test_compiled_blocks_share_graphs_over_weights_that_lie_alike(path):
+    compiled = settings(path, {}, "train.compile=true")["zero_optimization"]
+    assert compiled == {"stage": 3, "memory_efficient_linear": False, "parameter_alignment": True}
+    told = message(path, {"zero_optimization": {"parameter_alignment": False}}, "train.compile=true")
+    assert "zero_optimization.parameter_alignment = False, but train.compile = true; make them equal" in told
+
+
 def test_clipping_that_the_config_leaves_out_is_a_contradiction(tmp_path):
     path = write_config(tmp_path)
     path.write_text(path.read_text().replace("max_grad_norm = 1.0\n", ""))
@@ -193,7 +200,6 @@ def test_a_file_that_is_missing_is_refused(path):
         (["train.deepspeed_config=ds.json"], 'but train.engine = "fsdp2" reads none'),
         ([ENGINE, "parallel.pp=2"], 'parallel.pp = 2 with train.engine = "deepspeed"'),
         ([ENGINE, "parallel.shard=2"], "which shards over the whole data axis; leave it out"),
-        ([ENGINE, "train.compile=true"], "whose hooks break the graph of a block"),
     ],
 )
 def test_what_the_engine_cannot_do_is_refused(path, overrides, problem):
