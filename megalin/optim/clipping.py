@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from megalin.parallel.collectives import Axis, all_reduce
 
 
+@torch.no_grad()
 def clip_gradients(
     parameters: Iterable[nn.Parameter],
     max_norm: float | None,

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor, Shard
 
 from megalin.parallel.collectives import all_reduce
@@ -62,6 +63,25 @@ def shard_model(
             if data_mesh.size() > 1:  # the engine divides by one in a pass of its own
                 module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+            if data_mesh.size(1) == 1:
+                module.set_custom_reduce_scatter(_SumOfOneRank())
+
+
+class _SumOfOneRank(DefaultReduceScatter):
+    """What a shard axis of one rank reduces. The engine asks for memory to collect a unit's gradients in, then for
+    memory of their sum over ranks, into which it copies them; given the same tensor again, it has nothing to copy."""
+
+    def __init__(self) -> None:
+        self._collected: Tensor | None = None
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory of `size`, the same one at each second call."""
+        if self._collected is None:
+            self._collected = super().allocate(size, dtype=dtype, device=device)
+            return self._collected
+        collected, self._collected = self._collected, None
+        assert (*collected.shape, collected.dtype) == (*size, dtype), (collected.shape, size)
+        return collected
 
 
 def shard_dim(shape: tuple[int, ...], size: int) -> int:
@@ -107,9 +127,11 @@ def prepare_backward(model: nn.Module, mesh: Mesh, *, last: bool) -> None:
     over replicas; weights stay gathered until the last one (0, 1, 2) or are freed (3).
     """
     assert isinstance(model, FSDPModule), type(model)
-    model.set_requires_gradient_sync(last or mesh.zero >= 2)
-    model.set_requires_all_reduce(last)
-    model.set_reshard_after_backward(last or mesh.zero == 3)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_requires_gradient_sync(last or mesh.zero >= 2, recurse=False)
+            module.set_requires_all_reduce(last, recurse=False)
+            module.set_reshard_after_backward(last or mesh.zero == 3, recurse=False)
     model.set_is_last_backward(last)
 
 

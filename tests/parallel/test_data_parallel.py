@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import nullcontext
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 
 from megalin.layers.linear_attention import LinearAttention
 from megalin.model.language_model import LanguageModel
@@ -94,13 +96,16 @@ class Sent(NamedTuple):
     """All-gathers of weights."""
     reductions: int
     """Reduce-scatters and all-reduces of gradients."""
+    buffers: int
+    """Pieces of memory that gradients were collected in or summed into."""
     gradients: list[Tensor]
 
 
 def _step(zero: int) -> Sent:
     model, mesh = _sharded(torch.float32, 1, zero=zero)
     tokens, labels, _ = make_inputs()
-    with CollectiveRecorder() as recorder:
+    allocate = patch.object(DefaultAllocMixin, "allocate", autospec=True, side_effect=DefaultAllocMixin.allocate)
+    with CollectiveRecorder() as recorder, allocate as allocated:
         for last in (False, True):
             row = slice(2 * dist.get_rank() + last, 2 * dist.get_rank() + last + 1)
             prepare_backward(model, mesh, last=last)
@@ -111,7 +116,8 @@ def _step(zero: int) -> Sent:
         counts[call.name] += count
     gradients = [full_tensor(parameter.grad).clone() for parameter in model.parameters()]
     reductions = counts["c10d._reduce_scatter_base_"] + counts["c10d.allreduce_"]
-    return Sent(counts["c10d._allgather_base_"], reductions, gradients)
+    gathers = counts["c10d._allgather_base_"]
+    return Sent(gathers, reductions, allocated.call_count - gathers, gradients)
 
 
 def _steps() -> list[Sent]:
@@ -124,11 +130,11 @@ def test_every_zero_stage_gives_the_same_gradient_for_its_own_gathers_and_reduct
         assert max(relative_error(a, b) for a, b in zip(stage.gradients, replicas.gradients, strict=True)) <= 1e-5
     blocks = HYBRID.model.num_layers
     units = blocks + 2  # frequencies in fp32, and the rest of the model
-    assert [(sent.gathers, sent.reductions) for sent in (replicas, *stages)] == [
-        (0, units),
-        (units, units),
-        (units, 2 * units),
-        (2 * (units + blocks), 2 * units),
+    assert [(sent.gathers, sent.reductions, sent.buffers) for sent in (replicas, *stages)] == [
+        (0, units, units),  # a shard axis of one rank has its sum where it collects
+        (units, units, 2 * units),
+        (units, 2 * units, 4 * units),
+        (2 * (units + blocks), 2 * units, 4 * units),
     ]
 
 
