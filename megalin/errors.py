@@ -56,6 +56,12 @@ class RankFailedError(MegalinError):
     exit_code = 9
 
 
+class PreemptedError(MegalinError):
+    """A run that SIGTERM ended before its last step, with all its steps saved."""
+
+    exit_code = 75
+
+
 def exit_code(run: Callable[[], int | None]) -> int:
     """Runs a tool: what it returns, 0 for None, or the exit code of the user's error, which it prints."""
     try:

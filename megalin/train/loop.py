@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from megalin.data.loader import Loader, Step, ValidationLoader
 from megalin.data.packing import AnyBatch, batch_to, pinned, split_tokens
 from megalin.data.sources import Dataset, open_dataset, open_training
 from megalin.data.tokenizer import load_tokenizer
-from megalin.errors import CheckpointError, ConfigError, MegalinError
+from megalin.errors import CheckpointError, ConfigError, MegalinError, PreemptedError
 from megalin.ops import backend
 from megalin.optim.schedule import learning_rate
 from megalin.parallel.mesh import Mesh
@@ -36,6 +36,7 @@ from megalin.train.pipeline import Pipeline
 from megalin.train.restore import check_same_model
 from megalin.train.run_folder import RunFolder
 from megalin.train.step import StepResult
+from megalin.train.termination import Termination
 
 
 class TrainResult(NamedTuple):
@@ -82,6 +83,7 @@ class Trainer:
         self.engine = _make_engine(config, mesh, run)
         self.model = self.engine.model
         self.first_step = self._resume()
+        self.termination = Termination()
 
     def close(self) -> None:
         """Lets go of what would keep the process group from ending."""
@@ -124,6 +126,7 @@ class Trainer:
         Raises:
             NumericError: a loss or gradient that is not finite; nothing is saved.
             DataError: a token id beyond the vocabulary or a shard that cannot be read, on every rank.
+            PreemptedError: SIGTERM on any rank, on every rank, after the step that runs; its checkpoint is saved.
         """
         config, train = self.config, self.config.train
         last_step = train.stop_after_steps or train.steps
@@ -143,7 +146,7 @@ class Trainer:
         if isinstance(self.model, Pipeline):
             for line in self.model.plan.lines():
                 metrics.tell(f"pipeline {line}")
-        with self._loader() as loader, metrics, closing(self._ledger()) as ledger:
+        with self._loader() as loader, metrics, closing(self._ledger()) as ledger, self.termination:
             for step in range(self.first_step, last_step):
                 started = time.perf_counter()
                 batches, digest, data_wait_seconds = self._next_batches(loader, step)
@@ -195,7 +198,7 @@ class Trainer:
         """This rank's micro-batches on its device, the digest [2] of the step's token ids over all ranks, and the
         seconds that this rank waited for its data: not for the device, which may still update the weights.
 
-        An error of one rank's data is raised on all of them.
+        An error of one rank's data is raised on all of them, and so is a signal that one rank heard.
         """
         mesh = self.mesh
         own = Step[Any]([], torch.zeros(2, dtype=torch.int64))
@@ -209,10 +212,12 @@ class Trainer:
         # Over all axes: ranks of other layers or slices read the same samples, but each from its own disk. One of those
         # that share samples counts in the digest.
         counts = int(max(mesh.tp.axis.rank, mesh.cp.axis.rank, mesh.pp.axis.rank) == 0)
-        told = torch.cat([torch.tensor([int(error is not None)]), counts * own.digest])
-        failed, *digest = sum_over_ranks(told).tolist()
+        flags = torch.tensor([error is not None, self.termination.asked]).long()
+        failed, terminated, *digest = sum_over_ranks(torch.cat([flags, counts * own.digest])).tolist()
         if failed:
             on_every_rank(lambda: _raise(error))
+        if terminated:
+            self._leave(step)
         return [batch_to(batch, mesh.device) for batch in own.batches], torch.tensor(digest), waited
 
     def _measure(
@@ -262,18 +267,32 @@ class Trainer:
         )
         return evaluate(self.model, loader, self.mesh, token_bytes=self.token_bytes)
 
+    def _leave(self, step: int) -> NoReturn:
+        """Ends the run after `step` finished steps, all of them saved."""
+        if step > self.first_step and not self._is_save_due(step):
+            self._save(step)
+        raise PreemptedError(
+            f"SIGTERM after {step} of {self.config.train.steps} steps, all of them saved in {self.run.checkpoints}; "
+            "the same command goes on"
+        )
+
+    def _is_save_due(self, step: int) -> bool:
+        every_steps = self.config.checkpoint.every_steps
+        return every_steps is not None and step % every_steps == 0
+
     def _save_after(self, step: int, last_step: int) -> None:
-        checkpoint = self.config.checkpoint
-        due = checkpoint.every_steps is not None and step % checkpoint.every_steps == 0
-        if not due and step != last_step:
-            return
+        if self._is_save_due(step) or step == last_step:
+            self._save(step)
+
+    def _save(self, step: int) -> None:
         state = {
             "step": step,
             "order": self._order(step),
             "config": self.config.model_dump(mode="json"),
             "versions": versions(),
         }
-        save(self.run.checkpoints, step=step, tensors=self.engine.tensors(), state=state, keep=checkpoint.keep)
+        keep = self.config.checkpoint.keep
+        save(self.run.checkpoints, step=step, tensors=self.engine.tensors(), state=state, keep=keep)
 
     def _order(self, step: int) -> dict[str, Any]:
         """What the samples of the first `step` steps are a function of; equal values make them the same on any mesh."""

@@ -8,10 +8,13 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from megalin.checkpoint.agreement import rank
+from megalin.errors import PreemptedError
 from megalin.train.metrics import Metrics
 from tests.model_runs import STEPS, checkpoint_tensors, ledger, losses, metrics, steps_saved, train_here, write_config
 from tests.numerics import assert_close
@@ -104,6 +107,42 @@ def test_resume_on_other_meshes_goes_on_with_the_same_samples(config, whole_runs
     assert [line["label_tokens"] for line in metrics(folder)] == [line["label_tokens"] for line in expected]
     assert losses(folder) == pytest.approx([line["loss"] for line in expected], rel=2e-5)
     assert ledger(folder) == ledger(whole_runs["single"])
+
+
+def _train_with_signals(config: Path, folder: Path, overrides: list[str], steps: list[int]) -> list[str]:
+    """Trains; rank 1 gets SIGTERM after each of `steps`, where the run ends and goes on as a new process would."""
+    told, write = [], Metrics.write
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def signalled(metrics: Metrics, step: int, values: Any) -> None:
+        write(metrics, step, values)
+        if step in steps and rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)  # the launcher's, beside the cluster manager's
+
+    with patch.object(Metrics, "write", signalled):
+        for _ in steps:
+            with pytest.raises(PreemptedError) as raised:
+                train_here(config, folder, *overrides)
+            told.append(str(raised.value))
+        train_here(config, folder, *overrides)
+    assert signal.getsignal(signal.SIGTERM) is handler
+    return told
+
+
+def test_run_that_sigterm_ends_on_one_rank_goes_on_bit_equal(config, whole_runs, tmp_path):
+    mesh, folder = "dp2_accumulating", tmp_path / "run"
+    world_size, overrides = MESHES[mesh]
+    steps = [4, 7]  # the first is saved anyway, and once
+    for told in run_ranks(world_size, _train_with_signals, config, folder, overrides, steps):
+        assert told == [
+            f"SIGTERM after {step} of {STEPS} steps, all of them saved in {folder / 'checkpoints'}; the same command "
+            "goes on"
+            for step in steps
+        ]
+    assert steps_saved(folder) == [2, 4, 6, 7, 8, 10, 12]
+    assert_same_end(folder, whole_runs[mesh])
+    assert ledger(folder) == ledger(whole_runs[mesh])
 
 
 def _die(*_: object) -> None:
