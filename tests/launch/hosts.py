@@ -102,6 +102,7 @@ def slurm_job(folder: Path, *, nodes: int = 1) -> dict[str, str]:
         "PATH": f"{RSH.parent / 'slurm'}:{BIN}:{os.environ['PATH']}",
         "RSH": str(RSH),
         "REQUEUED": str(folder / "requeued"),
+        "RANKS": str(folder / "ranks"),
         "SLURM_JOB_ID": "4711",
         "SLURM_JOB_NODELIST": "node[1-2]" if nodes == 2 else "node1",
         "SLURM_JOB_NUM_NODES": str(nodes),

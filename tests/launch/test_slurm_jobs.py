@@ -10,8 +10,13 @@ from tests.launch.hosts import slurm_job
 
 ROOT = Path(__file__).parents[2]
 JOBS = ["train.sbatch", "torchrun.sbatch"]
-SIGNALLED = 'kill -USR1 $PPID; until [ -e "$REQUEUED" ]; do sleep 0.05; done; echo ended'
-"""Ranks that end after the script has heard the signal that Slurm sends before a job's time is over."""
+SIGNALLED = """
+echo $$ >"$RANKS"
+trap 'echo saved; exit %d' TERM
+kill -USR1 $PPID
+for i in $(seq 200); do sleep 0.05; done
+"""
+"""Ranks that end on SIGTERM, with a script that gets the signal that Slurm sends before a job's time is over."""
 
 
 def _run_job(script: str, folder: Path, srun: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -30,20 +35,22 @@ def _run_job(script: str, folder: Path, srun: str, **environment: str) -> subpro
 
 
 @pytest.mark.parametrize("script", JOBS)
-def test_job_near_its_end_is_queued_again(script, tmp_path):
-    done = _run_job(script, tmp_path, SIGNALLED)
-    assert (tmp_path / "requeued").read_text() == "4711\n"
-    assert (done.returncode, done.stdout) == (0, "ended\n")  # the ranks went on, as until Slurm ends them
+@pytest.mark.parametrize(("status", "requeued"), [(75, ["4711"]), (0, [])], ids=["saved", "all steps done"])
+def test_job_near_its_end_saves_and_is_queued_again(script, status, requeued, tmp_path):
+    done = _run_job(script, tmp_path, SIGNALLED % status)
+    assert (done.returncode, done.stdout, done.stderr) == (status, "saved\n", "")
+    queue = tmp_path / "requeued"
+    assert (queue.read_text().split() if queue.exists() else []) == requeued
 
 
 @pytest.mark.parametrize("script", JOBS)
-def test_job_that_cannot_be_queued_again_goes_on(script, tmp_path):
+def test_job_that_cannot_be_queued_again_says_so(script, tmp_path):
     scontrol = tmp_path / "scontrol"
-    scontrol.write_text('#!/bin/sh\n[ "$1" = show ] && echo node1 || { touch "$REQUEUED"; exit 1; }\n')
+    scontrol.write_text('#!/bin/sh\n[ "$1" = show ] && echo node1\n')
     scontrol.chmod(0o755)
-    done = _run_job(script, tmp_path, f"{SIGNALLED}; exit 3")
-    assert (done.returncode, done.stdout) == (3, "ended\n")
-    assert "the job goes on to its end" in done.stderr
+    done = _run_job(script, tmp_path, SIGNALLED % 75)
+    assert (done.returncode, done.stdout) == (75, "saved\n")
+    assert "the job is not queued again; submit it again" in done.stderr
 
 
 @pytest.mark.parametrize("script", JOBS)
