@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -46,17 +48,27 @@ class Block(nn.Module):
     def __init__(self, config: BlockConfig, scope: BuildScope, *, recompute: bool) -> None:
         super().__init__()
         self.recompute = recompute
+        self._compiled: Callable[..., BlockOutput] | None = None
         self.sublayers = nn.ModuleList(
             Sublayer(sublayer, scope._replace(path=f"{scope.path}.sublayers.{index}"))
             for index, sublayer in enumerate(config.sublayers)
         )
 
+    def compile(self, *args: Any, **options: Any) -> None:
+        """Compiles what a forward computes, with `torch.compile`'s arguments.
+
+        Hooks and recomputation stay around the graph. Inside of it torch decides what is formed again, and keeps the
+        results of collectives (2.11, and of every `autograd.Function`) or fails on their groups (2.13).
+        """
+        self._compiled = torch.compile(self._run, *args, **options)
+
     def forward(self, x: Tensor, contexts: list[SequenceContext], states: list[State] | None) -> BlockOutput:
         """x [B, T or T/tp, D]; one context a sub-layer, and one state where the caller wants the next ones."""
+        run = self._compiled or self._run
         if self.recompute and states is None:
             # No part of a block draws random numbers, so there is no generator state to restore.
-            return checkpoint(self._run, x, contexts, states, use_reentrant=False, preserve_rng_state=False)
-        return self._run(x, contexts, states)
+            return checkpoint(run, x, contexts, states, use_reentrant=False, preserve_rng_state=False)
+        return run(x, contexts, states)
 
     def step(self, x: Tensor, contexts: list[SequenceContext], states: list[State]) -> BlockOutput:
         """One token of decoding: x [B, 1, D]."""

@@ -250,8 +250,7 @@ def _materialised(config: RunConfig, mesh: Mesh) -> Model:
     model = make_model(config.model, mesh.tp, cp=mesh.cp, recompute=config.train.recompute)
     if config.train.compile:
         for block in model.block_list():
-            # Not the module: ZeRO 3 gathers its weights in hooks around it, which no graph can hold.
-            block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)  # type: ignore[method-assign]
+            block.compile(fullgraph=True, dynamic=False)
     model.to_empty(device=mesh.device)
     fill(model, config.train.seed)
     return model
