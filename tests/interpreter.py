@@ -4,6 +4,7 @@ Measured on triton 3.7.1: arithmetic and products on bf16 values are garbage in 
 conftest.py before anything imports triton, and only where there is no GPU.
 """
 
+import contextlib
 import dataclasses
 import os
 
@@ -67,3 +68,47 @@ def mend() -> None:
 
 
 mend()
+
+
+def _extent(x):
+    """First address of a tensor's elements, and the one after its last."""
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else -1
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+
+
+@contextlib.contextmanager
+def checked_addresses():
+    """For the body, a kernel that loads or stores outside of the elements of its own tensors raises IndexError."""
+    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+    load, store, convert = builder.create_masked_load, builder.create_masked_store, executor._init_args_hst
+    extents = {}
+
+    def launched(self, args, named):
+        args, named = convert(self, args, named)
+        tensors = [x for x in (*args, *named.values()) if hasattr(x, "data_ptr")]
+        extents["first"], extents["end"] = np.array([_extent(x) for x in tensors], dtype=np.uint64).T
+        extents["kernel"] = self.fn.__name__
+        return args, named
+
+    def check(pointers, mask):
+        size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+        addresses = pointers.data[np.broadcast_to(mask.data != 0, pointers.data.shape)].astype(np.uint64)[:, None]
+        inside = (addresses >= extents["first"]) & (addresses + np.uint64(size) <= extents["end"])
+        if not inside.any(axis=1).all():
+            raise IndexError(f"{extents['kernel']} leaves its tensors")
+
+    def checked_load(self, pointers, mask, *rest):
+        check(pointers, mask)
+        return load(self, pointers, mask, *rest)
+
+    def checked_store(self, pointers, value, mask, *rest):
+        check(pointers, mask)
+        return store(self, pointers, value, mask, *rest)
+
+    builder.create_masked_load, builder.create_masked_store = checked_load, checked_store
+    executor._init_args_hst = launched
+    try:
+        yield
+    finally:
+        builder.create_masked_load, builder.create_masked_store = load, store
+        executor._init_args_hst = convert

@@ -9,7 +9,9 @@ from tests.ops.kernels import assert_as_good_as_the_reference
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("rows", "width", "rank"), [(1, 64, 16), (65, 1003, 20), (1000, 4096, 32), (4096, 96, 128)])
+@pytest.mark.parametrize(
+    ("rows", "width", "rank"), [(1, 64, 16), (72, 32, 5), (65, 1003, 20), (1000, 4096, 32), (4096, 96, 128)]
+)
 def test_values_and_gradients_are_as_good_as_the_reference(rows, width, rank, dtype):
     inputs = {
         "projection": torch.randn(1, rows, 2 * width, device="cuda").to(dtype),

@@ -1,0 +1,99 @@
+"""No kernel leaves its tensors at the sizes that `megalin verify` gives a rank: fewer channels than any tile has, odd
+numbers of keys, slices of projections, documents shorter than the taps."""
+
+import pytest
+import torch
+from triton.runtime.errors import InterpreterError
+
+from megalin.ops import backend as backends
+from megalin.ops.gated_product import gated_product
+from megalin.ops.low_rank_gate import low_rank_gate
+from megalin.ops.positions import rope
+from megalin.ops.rms_norm import rms_norm
+from megalin.ops.short_conv import short_conv
+from megalin.ops.skip_gated_squares import skip_gated_squares
+from megalin.ops.vector_decay_scan import vector_decay_scan
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter tells addresses, a GPU does not")
+BATCH, WIDTH, KEYS, RANK = 2, 32, 6, 5
+CASES = ((1, torch.float32), (72, torch.bfloat16))
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch):
+    """Without their self-tests, which take the interpreter longer than all of this."""
+    monkeypatch.setattr(backends, "choose", lambda *_: "triton")
+
+
+def draw(*shape, dtype):
+    return torch.randn(shape).to(dtype).requires_grad_()
+
+
+def documents(length):
+    starts = torch.zeros(BATCH, length, dtype=torch.int32)
+    starts[0, [place for place in (1, 2, 35, 36, 37) if place < length]] = 1
+    return starts.cumsum(1, dtype=torch.int32)
+
+
+def run(function, *inputs):
+    """Outputs, and the gradients of all inputs."""
+    from tests.interpreter import checked_addresses  # which switches the interpreter on
+
+    with checked_addresses():
+        outputs = [y for y in function(*inputs) if y.requires_grad]
+        torch.autograd.grad(sum(y.float().sum() for y in outputs), inputs)
+
+
+@pytest.mark.parametrize(("length", "dtype"), CASES)
+def test_the_short_convolution(length, dtype):
+    def conv(projection, weight, bias, state):
+        x = projection[..., :WIDTH]
+        return short_conv(x, weight, bias, state=state, document_ids=documents(length))
+
+    shapes = ((BATCH, length, 2 * WIDTH), (WIDTH, 4), (WIDTH,))
+    run(conv, *(draw(*shape, dtype=dtype) for shape in shapes), draw(BATCH, 3, WIDTH, dtype=torch.float32))
+
+
+@pytest.mark.parametrize(("length", "dtype"), CASES)
+def test_the_scan_of_a_vector_decay(length, dtype):
+    def scan(gates, v, state):
+        q, k, strength, _ = gates.split([KEYS, KEYS, KEYS, RANK], dim=-1)
+        log_decay = -strength.square()
+        q, k, log_decay, v = (x[:, :, None] for x in (q, k, log_decay, v))
+        return vector_decay_scan(q, k, v, log_decay, initial_state=state, document_ids=documents(length))
+
+    gates = draw(BATCH, length, 3 * KEYS + RANK, dtype=torch.float32)
+    run(scan, gates, draw(BATCH, length, WIDTH, dtype=dtype), draw(BATCH, 1, KEYS, WIDTH, dtype=torch.float32))
+
+
+@pytest.mark.parametrize(("length", "dtype"), CASES)
+def test_passes_over_rows(length, dtype):
+    def gate(projection, code, weight, bias):
+        return [low_rank_gate(projection[..., :WIDTH], code[..., -RANK:], weight, bias)]
+
+    def join(projection, skip, factor, weight):
+        x, gate = projection.chunk(2, dim=-1)
+        return skip_gated_squares(x, skip, factor, gate, weight)
+
+    projection = draw(BATCH, length, 2 * WIDTH, dtype=dtype)
+    code = draw(BATCH, length, 3 * KEYS + RANK, dtype=dtype)
+    run(gate, projection, code, draw(WIDTH, RANK, dtype=dtype), draw(WIDTH, dtype=dtype))
+    vectors = draw(WIDTH, dtype=torch.float32), draw(WIDTH, dtype=dtype)
+    skip = draw(BATCH, length, WIDTH, dtype=dtype)
+    run(join, projection, skip, *vectors)
+    run(lambda x: [gated_product(x, activation="silu")], projection)
+    run(lambda x, w: [rms_norm(x, w, eps=1e-5)], skip, draw(WIDTH, dtype=dtype))
+    heads = projection.detach().unflatten(-1, (-1, KEYS + 2)).requires_grad_()
+    run(lambda x: [rope(x, torch.arange(length))], heads)
+
+
+def test_an_address_outside_is_told():
+    from megalin._triton import column_sums
+    from tests.interpreter import checked_addresses
+
+    x, y = torch.ones(3, 20), torch.empty(20)
+    launch = {"BLOCK_ROWS": 4, "BLOCK_WIDTH": 16}
+    with checked_addresses():
+        column_sums.sum_kernel[(2,)](x, y, 3, 20, **launch)
+        with pytest.raises(InterpreterError, match="sum_kernel leaves its tensors"):
+            column_sums.sum_kernel[(2,)](x[:, :19].contiguous(), y, 3, 20, **launch)
