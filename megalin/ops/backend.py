@@ -168,8 +168,9 @@ def _unfit(op: str, backend: Compiled, device: str) -> str:
     if reason := _missing(backend, device):
         return reason
     # A compiler's known and unknown bugs show here: wrong gradients come without an error.
+    own = torch.autograd.graph.saved_tensors_hooks(lambda value: value, lambda value: value)
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), own:  # those around the caller recompute, or move, what its backward needs
             return _kernels[op].self_test(backend, device)
     except _errors() as error:
         return f"self-test: {type(error).__name__}: {error}"

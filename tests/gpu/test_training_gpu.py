@@ -36,7 +36,7 @@ def test_scan_and_its_gradients_match_fp64(dtype, bound, length, slope):
         assert _relative(actual, expected) < bound
 
 
-def _gradients(dtype, *, compiled):
+def _gradients(dtype, *, compiled, recompute=False):
     config = ModelConfig.model_validate(
         {
             "vocab_size": 1000,
@@ -53,7 +53,7 @@ def _gradients(dtype, *, compiled):
             ],
         }
     )
-    model = LanguageModel(config).to(dtype)
+    model = LanguageModel(config, recompute=recompute).to(dtype)
     for module in model.full_precision_modules():
         module.to(torch.promote_types(dtype, torch.float32))
     model.to_empty(device="cuda")
@@ -82,3 +82,9 @@ def test_gradients_of_compiled_fp32_blocks_match_fp64():
     truth = _gradients(torch.float64, compiled=False)
     for name, gradient in _gradients(torch.float32, compiled=True).items():
         assert _relative(gradient, truth[name]) < 2e-5, name
+
+
+def test_compiled_blocks_that_recompute_have_the_same_gradients():
+    kept = _gradients(torch.bfloat16, compiled=True)
+    for name, gradient in _gradients(torch.bfloat16, compiled=True, recompute=True).items():
+        assert torch.equal(gradient, kept[name]), name
