@@ -116,6 +116,17 @@ def test_scalar_decay_of_other_dtypes_and_widths(dtype, key, value):
     compare(scalar_decay_scan, scalar_decay_scan_reference, inputs)
 
 
+@pytest.mark.parametrize(("key", "value"), [(8, 8), (16, 6), (6, 64)])
+def test_heads_narrower_than_a_block(key, value):
+    """What `verify` shrinks models to."""
+    slopes, documents = torch.tensor(SLOPES["weak"], device="cuda"), documents_of(72)
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = make_inputs(72, dtype, key, value)
+        compare(decay_scan, decay_scan_reference, inputs, slopes=slopes, document_ids=documents)
+    inputs["log_decay"] = -torch.rand(2, 72, 3, device="cuda")
+    compare(scalar_decay_scan, scalar_decay_scan_reference, inputs, document_ids=documents)
+
+
 @pytest.mark.parametrize("backend", ["triton", CUDA])
 def test_a_long_sequence_equals_its_pieces(backend):
     """131072 tokens at once, and in eight pieces that hand on their states, in fp64."""

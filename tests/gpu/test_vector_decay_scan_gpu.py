@@ -87,6 +87,13 @@ def test_any_width(key, value, packed, decay):
     check(make_inputs(500, decay, torch.bfloat16, key, value), documents_of(500) if packed else None)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("key", "value"), [(6, 64), (64, 6), (8, 8), (12, 20), (21, 23)])
+def test_heads_narrower_than_a_block(key, value, dtype):
+    """What `verify` shrinks models to."""
+    check(make_inputs(72, "data", dtype, key, value), documents_of(72))
+
+
 @pytest.mark.parametrize("decay", ["weak", "mixed"])
 @pytest.mark.parametrize(("length", "key", "value"), [(1000, 64, 512), (36, 6, 32), (72, 6, 64)])
 def test_keys_wider_than_the_values_dtype(length, key, value, decay):
