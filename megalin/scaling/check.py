@@ -13,7 +13,7 @@ from megalin.scaling.workload import Layout, layout_of, workload_of
 from megalin.train.config import RunConfig
 
 MARGIN = 1.15
-"""How far the estimate must exceed a GPU's memory for a run to be refused; it was off by 9 % at most
+"""How far the estimate must exceed a GPU's memory for a run to be refused; it was off by 5 % at most
 (docs/planner.md)."""
 
 

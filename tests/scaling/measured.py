@@ -49,23 +49,23 @@ class Measured(NamedTuple):
 
 
 ROWS = [
-    Measured("transnormerllm-1b-64k", 4, 8192, 57.0, 0.353, vocab_size=50304),
-    Measured("tnl-1b", 4, 8192, 83.2, 0.426),
+    Measured("transnormerllm-1b-64k", 4, 8192, 55.0, 0.3442, vocab_size=50304),
+    Measured("tnl-1b", 4, 8192, 75.8, 0.4101),
     Measured("hgrn2-1b", 4, 8192, 87.1, 0.454),
     Measured("cosformer2-1b", 4, 8192, 88.3, 0.4735),
     Measured("mamba2-1b", 4, 8192, 110.8, 0.6462),
-    Measured("rodimus-1.3b", 4, 8192, 119.6, 0.6613),
-    Measured("llama-1b", 4, 8192, 66.4, 0.563),
+    Measured("rodimus-1.3b", 4, 8192, 119.6, 0.6599),
+    Measured("llama-1b", 4, 8192, 66.4, 0.5872),
     Measured("transnormerllm-1b-64k", 1, 32768, 57.4, 32768 / 87393),
     Measured("transnormerllm-1b-64k", 1, 65536, 50.5, 32768 / 81523, "cp 2"),
     Measured("transnormerllm-1b-64k", 1, 131072, 47.7, 32768 / 81567, "cp 4"),
-    Measured("transnormerllm-1b-64k", 1, 131072, 49.1, 32768 / 82326, "cp 4, zero 2"),
+    Measured("transnormerllm-1b-64k", 1, 131072, 46.9, 0.4009, "cp 4, zero 2"),
     Measured("transnormerllm-1b-64k", 4, 8192, 47.3, 32768 / 84265, dp=4),
     Measured("transnormerllm-7b-64k", 2, 2048, 110.8, 4096 / 10265),
     Measured("transnormerllm-7b-64k", 2, 2048, 103.7, 4096 / 8666, recompute=True),
     Measured("transnormerllm-7b-64k", 2, 2048, 58.0, 4096 / 18604, "tp 2"),
-    Measured("transnormerllm-7b-64k", 2, 2048, 31.5, 4096 / 26180, "tp 4"),
-    Measured("transnormerllm-1b-64k", 2, 4096, 28.8, 98304 / 85472, micro_batches=12),
+    Measured("transnormerllm-7b-64k", 2, 2048, 30.6, 0.1643, "tp 4"),
+    Measured("transnormerllm-1b-64k", 2, 4096, 28.3, 98304 / 84622, micro_batches=12),
     Measured("transnormerllm-1b-64k", 2, 4096, 17.7, 98304 / 66029 / 4, "pp 4", micro_batches=12),
 ]
 
