@@ -5,6 +5,7 @@ python tools/benchmark_train.py hgrn2-1b model.vocab_size=50304 --compile --floo
 python tools/benchmark_train.py danet-base --batch 64 --length 512
 torchrun --nproc-per-node 2 tools/benchmark_train.py transnormerllm-1b-64k --tp 2 --profile ...
 torchrun --nproc-per-node 4 tools/benchmark_train.py transnormerllm-1b-64k --cp 4 --batch 1 --length 131072 --recompute
+torchrun --nproc-per-node 4 tools/benchmark_train.py transnormerllm-7b-64k --tp 4 --batch 2 --length 2048 --cuda-graphs
 torchrun --nproc-per-node 4 tools/benchmark_train.py transnormerllm-1b-64k --pp 4 --micro-batches 16 --batch 1
 torchrun --nproc-per-node 4 tools/benchmark_train.py transnormerllm-1b-64k --engine deepspeed --zero 2
 
@@ -30,7 +31,7 @@ import torch.distributed as dist
 from train_benchmarks.batches import random_batches
 from train_benchmarks.clock import Timing, time_steps
 from train_benchmarks.communication import Communication, record_communication
-from train_benchmarks.engine import build_step
+from train_benchmarks.engine import OPTIMIZER, build_engine
 from train_benchmarks.fla_scan import scans_by_fla
 from train_benchmarks.floor import Floor, Recorded, measure_floor, record, unavoidable_bytes
 from train_benchmarks.peers import PEERS, build_peer, is_own_model, peer_step
@@ -44,6 +45,7 @@ from megalin.parallel.context import ExchangeName
 from megalin.parallel.mesh import Mesh, ParallelConfig, compute_device, process_group
 from megalin.parallel.pipeline import ScheduleName
 from megalin.train.build import COMPUTE_DTYPES
+from megalin.train.engine import FullyShardedEngine
 from megalin.train.hardware import peak_memory_bytes
 
 
@@ -59,6 +61,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--engine", choices=["fsdp2", "deepspeed"], default="fsdp2", help="what shards weights (fsdp2)")
     parser.add_argument("--deepspeed-config", help="a DeepSpeed JSON for that engine")
     parser.add_argument("--compile", action="store_true", help="compile the blocks")
+    parser.add_argument(
+        "--cuda-graphs", action="store_true", help="start each step as one CUDA graph (4 steps warm up)"
+    )
     parser.add_argument("--recompute", action="store_true", help="recompute activations in the backward")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--sequence-parallel", action="store_true")
@@ -135,6 +140,7 @@ def measure(arguments: argparse.Namespace, mesh: Mesh) -> dict[str, object]:
         "dtype": arguments.dtype,
         "compile": arguments.compile,
         "recompute": arguments.recompute,
+        "cuda_graphs": arguments.cuda_graphs,
         "engine": arguments.engine,
         "deepspeed_config": arguments.deepspeed_config,
         "parallel": mesh.config.model_dump(exclude_defaults=True),
@@ -167,7 +173,11 @@ def measure(arguments: argparse.Namespace, mesh: Mesh) -> dict[str, object]:
 def measure_ours(arguments: argparse.Namespace, config: AnyModelConfig, mesh: Mesh) -> Ours:
     """Times our step; profiles one more where the arguments want what it tells."""
     started = time.perf_counter()
-    model, step = build_step(arguments, config, mesh)
+    batches, engine = random_batches(arguments, config, mesh), build_engine(arguments, config, mesh)
+
+    def step(number: int) -> float:
+        return engine.step(batches, learning_rate=OPTIMIZER.lr, step=number).loss
+
     timing = time_steps(step, warmup=arguments.warmup, steps=arguments.steps, started=started)
     peak, recorded, moved, sent = peak_memory_bytes(mesh.device) / 2**30, None, 0, None
     if arguments.profile or arguments.floor:
@@ -183,9 +193,11 @@ def measure_ours(arguments: argparse.Namespace, config: AnyModelConfig, mesh: Me
         wide = isinstance(config, ModelConfig) and config.residual_dtype == "float32"
         tokens = arguments.batch * arguments.length
         moved = unavoidable_bytes(
-            model, tokens=tokens, compute_bytes=compute, stream_bytes=max(compute, 4) if wide else compute
+            engine.model, tokens=tokens, compute_bytes=compute, stream_bytes=max(compute, 4) if wide else compute
         )
-    flops = model.training_flops(arguments.length)
+    flops = engine.model.training_flops(arguments.length)
+    if isinstance(engine, FullyShardedEngine):
+        engine.close()
     return Ours(timing, flops, peak, recorded if arguments.floor else None, moved, sent)
 
 

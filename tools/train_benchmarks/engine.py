@@ -1,53 +1,37 @@
-"""The step that is timed, by either engine."""
+"""The engine whose steps are timed."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
 from megalin.config import parse
 from megalin.model.config import AnyModelConfig, EncoderConfig
-from megalin.optim.adamw import OptimizerConfig, build_optimizer
+from megalin.optim.adamw import OptimizerConfig
 from megalin.parallel.mesh import Mesh
-from megalin.train.build import COMPUTE_DTYPES, TrainedModel, build_model
 from megalin.train.config import RunConfig, check_launch
 from megalin.train.deepspeed_engine import DeepSpeedEngine
-from megalin.train.step import train_step
-from train_benchmarks.batches import random_batches
+from megalin.train.engine import FullyShardedEngine
 
 OPTIMIZER = OptimizerConfig(lr=1e-4, max_grad_norm=1.0)
 
 
-def build_step(
+def build_engine(
     arguments: argparse.Namespace, config: AnyModelConfig, mesh: Mesh
-) -> tuple[TrainedModel, Callable[[int], float]]:
-    """The model with its initial weights, and its step of a number on random tokens, which returns the loss.
+) -> FullyShardedEngine | DeepSpeedEngine:
+    """The engine that the arguments name, with the model's initial weights.
 
     Raises:
-        ConfigError: what DeepSpeed cannot do, where that is the engine.
+        ConfigError: what the engine cannot do.
     """
-    batches = random_batches(arguments, config, mesh)
-    if arguments.engine == "deepspeed":
-        engine = DeepSpeedEngine(run_config(arguments, config, mesh), mesh)
-        return engine.model, lambda number: engine.step(batches, learning_rate=OPTIMIZER.lr, step=number).loss
-    model = build_model(
-        config,
-        mesh,
-        compute_dtype=COMPUTE_DTYPES[arguments.dtype],
-        recompute=arguments.recompute,
-        compile_blocks=arguments.compile,
-        seed=0,
-        length=arguments.length,
-    )
-    optimizer = build_optimizer(model, OPTIMIZER, no_decay=model.no_decay_names())
-    return model, lambda number: train_step(model, optimizer, batches, mesh, max_grad_norm=1.0, step=number).loss
+    run = run_config(arguments, config, mesh)
+    return DeepSpeedEngine(run, mesh) if arguments.engine == "deepspeed" else FullyShardedEngine(run, mesh)
 
 
 def run_config(arguments: argparse.Namespace, config: AnyModelConfig, mesh: Mesh) -> RunConfig:
-    """The arguments as a run on DeepSpeed's engine has them. Its data are named, not read."""
+    """The arguments as a run has them. Its data are named, not read."""
     data: dict[str, Any] = {"train": ["random tokens"], "sequence_length": arguments.length}
     if isinstance(config, EncoderConfig):
         data["masking"] = {"max_predictions": arguments.length}
@@ -63,6 +47,7 @@ def run_config(arguments: argparse.Namespace, config: AnyModelConfig, mesh: Mesh
             "dtype": arguments.dtype,
             "recompute": arguments.recompute,
             "compile": arguments.compile,
+            "cuda_graphs": arguments.cuda_graphs,
         },
         "optimizer": OPTIMIZER.model_dump(),
         "parallel": mesh.config.model_dump(),
