@@ -44,6 +44,15 @@ def test_job_near_its_end_saves_and_is_queued_again(script, status, requeued, tm
 
 
 @pytest.mark.parametrize("script", JOBS)
+def test_signal_that_comes_before_the_job_waits_is_kept(script, tmp_path):
+    slow = tmp_path / "slow"
+    slow.write_text("trap 'sleep 0.1' DEBUG\n")
+    done = _run_job(script, tmp_path, SIGNALLED % 75, BASH_ENV=str(slow))
+    assert (done.returncode, done.stdout, done.stderr) == (75, "saved\n", "")
+    assert (tmp_path / "requeued").read_text().split() == ["4711"]
+
+
+@pytest.mark.parametrize("script", JOBS)
 def test_job_that_cannot_be_queued_again_says_so(script, tmp_path):
     scontrol = tmp_path / "scontrol"
     scontrol.write_text('#!/bin/sh\n[ "$1" = show ] && echo node1\n')
