@@ -45,7 +45,6 @@ from megalin.parallel.context import ExchangeName
 from megalin.parallel.mesh import Mesh, ParallelConfig, compute_device, process_group
 from megalin.parallel.pipeline import ScheduleName
 from megalin.train.build import COMPUTE_DTYPES
-from megalin.train.engine import FullyShardedEngine
 from megalin.train.hardware import peak_memory_bytes
 
 
@@ -196,8 +195,7 @@ def measure_ours(arguments: argparse.Namespace, config: AnyModelConfig, mesh: Me
             engine.model, tokens=tokens, compute_bytes=compute, stream_bytes=max(compute, 4) if wide else compute
         )
     flops = engine.model.training_flops(arguments.length)
-    if isinstance(engine, FullyShardedEngine):
-        engine.close()
+    engine.close()
     return Ours(timing, flops, peak, recorded if arguments.floor else None, moved, sent)
 
 

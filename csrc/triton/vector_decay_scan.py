@@ -23,6 +23,8 @@ PROGRAMS = 512
 """Sweeps of this many segments and tiles fill an H200, four a multiprocessor."""
 SEGMENT_CHUNKS = 8
 """No segment is shorter: every one re-reads the sums of those before it."""
+FP32_BLOCK = 32
+"""Triton 3.6 reads outside of shared memory, or gives wrong gradients without an error, in fp32 blocks of 16."""
 
 
 class Saved(NamedTuple):
@@ -186,12 +188,8 @@ def _block(width: int, largest: int) -> int:
     return min(largest, max(16, triton.next_power_of_2(width)))
 
 
-_FP32_BLOCK = 32
-"""Triton 3.6 reads outside of shared memory, or gives wrong gradients without an error, in fp32 blocks of 16."""
-
-
 def _scores_constants(width: int, dtype: torch.dtype) -> dict[str, int]:
-    block = _FP32_BLOCK if dtype == torch.float32 else _block(width, 64)
+    block = FP32_BLOCK if dtype == torch.float32 else _block(width, 64)
     return {"K": width, "BLOCK_K": block, "num_warps": 4, "num_stages": 1}
 
 
@@ -205,8 +203,8 @@ def _mild_gradients_constants(width: int) -> dict[str, int]:
 
 def _sweep_constants(width: int, values: int, dtype: torch.dtype) -> dict[str, int]:
     if dtype == torch.float32:
-        key = max(_FP32_BLOCK, _block(width, 256))
-        value, warps, stages = max(_FP32_BLOCK, _block(values, 4096 // key)), 8, 2 if key <= 128 else 1
+        key = max(FP32_BLOCK, _block(width, 256))
+        value, warps, stages = max(FP32_BLOCK, _block(values, 4096 // key)), 8, 2 if key <= 128 else 1
     else:
         key = _block(width, 256)
         value, warps, stages = _block(values, 8192 // max(key, 128)), 4, 3 if key <= 128 else 2
@@ -215,7 +213,7 @@ def _sweep_constants(width: int, values: int, dtype: torch.dtype) -> dict[str, i
 
 def _products_constants(width: int, values: int, dtype: torch.dtype) -> dict[str, int]:
     if dtype == torch.float32:
-        blocks = {"BLOCK_K": _FP32_BLOCK, "BLOCK_V": _FP32_BLOCK, "num_warps": 8, "num_stages": 2}
+        blocks = {"BLOCK_K": FP32_BLOCK, "BLOCK_V": FP32_BLOCK, "num_warps": 8, "num_stages": 2}
     else:
         key = _block(width, 128)
         blocks = {"BLOCK_K": key, "BLOCK_V": _block(values, 64), "num_warps": 4, "num_stages": 2 if key == 128 else 3}
@@ -224,7 +222,7 @@ def _products_constants(width: int, values: int, dtype: torch.dtype) -> dict[str
 
 def _gradients_constants(width: int, dtype: torch.dtype) -> dict[str, int]:
     # Triton 3.6 gives wrong gradients of g in blocks of 32 channels of bf16, without an error.
-    return {"K": width, "BLOCK_K": _FP32_BLOCK if dtype == torch.float32 else 64, "num_warps": 4, "num_stages": 1}
+    return {"K": width, "BLOCK_K": FP32_BLOCK if dtype == torch.float32 else 64, "num_warps": 4, "num_stages": 1}
 
 
 def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]]:

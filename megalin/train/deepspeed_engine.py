@@ -185,6 +185,9 @@ class DeepSpeedEngine:
                 state["step"].fill_(count)
         self.model.after_optimizer_step()
 
+    def close(self) -> None:
+        """Nothing of this engine does."""
+
     def _part(self, name: str, whole: Tensor) -> Tensor:
         """This rank's share of a weight or moment, for a checkpoint."""
         return self._layout.split(name, whole).to("cpu")

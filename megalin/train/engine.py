@@ -17,7 +17,7 @@ from megalin.train.build import COMPUTE_DTYPES, TrainedModel, build_model
 from megalin.train.config import RunConfig
 from megalin.train.cuda_graphs import GradientGraph
 from megalin.train.pipeline import Pipeline
-from megalin.train.step import StepResult, accumulate_gradients, apply_gradients
+from megalin.train.step import StepResult, apply_gradients, train_step
 
 
 class Engine(Protocol):
@@ -48,6 +48,9 @@ class Engine(Protocol):
             CheckpointError: on every rank, before anything is set, when it does not fit the model.
         """
 
+    def close(self) -> None:
+        """Lets go of what would keep the process group from ending."""
+
 
 class FullyShardedEngine:
     """The engine on fully_shard (FSDP2), or on a pipeline of such stages, with torch's AdamW."""
@@ -72,18 +75,11 @@ class FullyShardedEngine:
 
     def step(self, batches: Sequence[AnyBatch], *, learning_rate: float, step: int) -> StepResult:
         set_learning_rate(self._optimizer, learning_rate)
+        norm = self._max_grad_norm
         if self._graph is None:
-            losses, counts = accumulate_gradients(self.model, batches, self._mesh)
-        else:
-            losses, counts = self._graph.accumulate_gradients(batches)
-        return apply_gradients(
-            self.model, self._optimizer, losses, counts, max_grad_norm=self._max_grad_norm, step=step
-        )
-
-    def close(self) -> None:
-        """Ends the CUDA graph where there is one; before the process group ends."""
-        if self._graph is not None:
-            self._graph.close()
+            return train_step(self.model, self._optimizer, batches, self._mesh, max_grad_norm=norm, step=step)
+        losses, counts = self._graph.accumulate_gradients(batches)
+        return apply_gradients(self.model, self._optimizer, losses, counts, max_grad_norm=norm, step=step)
 
     def tensors(self) -> Mapping[str, Tensor]:
         return training_tensors(self.model, self._optimizer)
@@ -91,3 +87,7 @@ class FullyShardedEngine:
     def load(self, checkpoint: Checkpoint, *, weights_only: bool = False) -> None:
         load(checkpoint, weights(self.model) if weights_only else self.tensors())
         self.model.after_optimizer_step()
+
+    def close(self) -> None:
+        if self._graph is not None:
+            self._graph.close()

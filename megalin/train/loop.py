@@ -85,11 +85,6 @@ class Trainer:
         self.first_step = self._resume()
         self.termination = Termination()
 
-    def close(self) -> None:
-        """Lets go of what would keep the process group from ending."""
-        if isinstance(self.engine, FullyShardedEngine):
-            self.engine.close()
-
     def _resume(self) -> int:
         """Loads the newest checkpoint; returns the number of finished steps."""
         checkpoint = newest(self.run.checkpoints)
@@ -326,7 +321,7 @@ def train(config: RunConfig, device: torch.device, path: Path) -> TrainResult:
         run.write_text(run.config, dumps(config))
         run.write_json(run.environment, environment(mesh))
         incidents.begin(trainer.first_step, f"on {torch.distributed.get_world_size()} x {device_name(device)}")
-        with closing(trainer):
+        with closing(trainer.engine):
             return trainer.train()
 
 

@@ -13,14 +13,12 @@ from megalin.optim.adamw import OptimizerConfig
 from megalin.parallel.mesh import Mesh
 from megalin.train.config import RunConfig, check_launch
 from megalin.train.deepspeed_engine import DeepSpeedEngine
-from megalin.train.engine import FullyShardedEngine
+from megalin.train.engine import Engine, FullyShardedEngine
 
 OPTIMIZER = OptimizerConfig(lr=1e-4, max_grad_norm=1.0)
 
 
-def build_engine(
-    arguments: argparse.Namespace, config: AnyModelConfig, mesh: Mesh
-) -> FullyShardedEngine | DeepSpeedEngine:
+def build_engine(arguments: argparse.Namespace, config: AnyModelConfig, mesh: Mesh) -> Engine:
     """The engine that the arguments name, with the model's initial weights.
 
     Raises:
