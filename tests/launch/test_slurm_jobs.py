@@ -1,6 +1,7 @@
 """The job scripts for Slurm: a job that must end is queued again, and one that ends does as its ranks did."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -53,13 +54,28 @@ def test_signal_that_comes_before_the_job_waits_is_kept(script, tmp_path):
 
 
 @pytest.mark.parametrize("script", JOBS)
+@pytest.mark.parametrize(("status", "requeued"), [(75, "4711\n"), (0, "")], ids=["saved", "all steps done"])
+def test_preempted_job_whose_ranks_left_is_queued_again(script, status, requeued, tmp_path):
+    (tmp_path / "requeued").touch()
+    done = _run_job(script, tmp_path, f"exit {status}", PREEMPTED="2026-11-22T00:28:43")
+    assert (done.returncode, done.stderr) == (status, "")
+    assert (tmp_path / "requeued").read_text() == requeued
+
+
+def test_torchrun_gives_the_ranks_the_time_that_slurm_gives(tmp_path):
+    (seconds,) = re.findall(r"--signal=B:USR1@(\d+)", (ROOT / "examples" / "slurm" / "torchrun.sbatch").read_text())
+    done = _run_job("torchrun.sbatch", tmp_path, 'echo "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT"')
+    assert done.stdout == f"{seconds}\n"
+
+
+@pytest.mark.parametrize("script", JOBS)
 def test_job_that_cannot_be_queued_again_says_so(script, tmp_path):
     scontrol = tmp_path / "scontrol"
     scontrol.write_text('#!/bin/sh\n[ "$1" = show ] && echo node1\n')
     scontrol.chmod(0o755)
     done = _run_job(script, tmp_path, SIGNALLED % 75)
     assert (done.returncode, done.stdout) == (75, "saved\n")
-    assert "the job is not queued again; submit it again" in done.stderr
+    assert "job 4711 is not queued again; submit it again" in done.stderr
 
 
 @pytest.mark.parametrize("script", JOBS)
