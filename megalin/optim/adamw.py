@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megalin.config import Config
+from megalin.parallel.tensor_parallel import local
 
 _Beta = Annotated[float, pydantic.Field(ge=0.0, lt=1.0, allow_inf_nan=False)]
 
@@ -33,7 +34,21 @@ class OptimizerConfig(Config):
     """Global gradient norm that gradients are scaled down to; absent: no clipping."""
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig, no_decay: Collection[str]) -> torch.optim.AdamW:
+class _LocalAdamW(torch.optim.AdamW):
+    """Updates what this rank holds of each weight as plain tensors. The update is elementwise; of distributed ones each
+    step would match hundreds of placements, seconds before the first."""
+
+    def _init_group(self, *args: Any) -> Any:
+        """Collects a group: lists of weights, gradients and moments, after the group itself."""
+        has_complex = super()._init_group(*args)
+        for tensors in args[1:]:
+            tensors[:] = map(local, tensors)
+        return has_complex
+
+
+def build_optimizer(
+    model: nn.Module, config: OptimizerConfig, no_decay: Collection[str], *, plain: bool = False
+) -> torch.optim.AdamW:
     """Torch's fused AdamW over the trainable parameters of `model`, plain tensors or DTensors, on CPU or CUDA.
 
     Call it after sharding. State has the dtype and placements of its parameter. Groups carry the parameters' names
@@ -42,9 +57,11 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, no_decay: Collect
     Args:
         no_decay: global names of parameters without weight decay; names that this model does not hold (another
             pipeline stage's) are ignored. An attribute on the parameter would not survive `fully_shard`.
+        plain: no parameter is a DTensor; the optimizer is torch's own class, which DeepSpeed insists on.
     """
+    kind = torch.optim.AdamW if plain else _LocalAdamW
     groups = parameter_groups(model, config, no_decay)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps, fused=True)
+    return kind(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps, fused=True)
 
 
 def parameter_groups(model: nn.Module, config: OptimizerConfig, no_decay: Collection[str]) -> list[dict[str, Any]]:

@@ -35,7 +35,7 @@ def build_plain_optimizer(
     unsupported = "groups without parameters" if by_parts else ""
     if backend.choose("adamw", "auto", device.type, unsupported) == "apex":
         return _fused_adam(parameter_groups(model, config, no_decay), config)
-    return build_optimizer(model, config, no_decay)
+    return build_optimizer(model, config, no_decay, plain=True)
 
 
 def _fused_adam(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:

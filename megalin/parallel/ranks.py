@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -85,6 +86,7 @@ def run_ranks(
 def _worker(rank: int, meet: tuple[str, int, float], function: Any, args: Any, reports: Any, done: Any) -> None:
     """One rank. It leaves when all have answered, as others may still read what it sent."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    gc.freeze()  # what the fork came with stays: no collection walks through it, nor copies its pages
     # Torch warns of every tensor that takes two all-gathers to become whole.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     torch.set_num_threads(1)

@@ -158,4 +158,4 @@ def assign(parameter: Tensor, full: Tensor) -> None:
     """Sets a parameter from a whole tensor that every rank has: each keeps its slice, nothing is sent."""
     if isinstance(parameter, DTensor):
         full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    parameter.copy_(full)
+    local(parameter).copy_(local(full))
