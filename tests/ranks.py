@@ -10,5 +10,13 @@ __all__ = ["RankFailedError", "run_ranks"]
 # None of them imports a Triton kernel, which would settle whether the kernels are interpreted.
 run_ranks = partial(
     ranks.run_ranks,
-    preload=("pytest", "megalin.train.loop", "megalin.verify.run", "tests.cases", "tests.encoder_cases"),
+    preload=(
+        "pytest",
+        "matplotlib.backends.backend_agg",
+        "matplotlib.figure",
+        "megalin.train.loop",
+        "megalin.verify.run",
+        "tests.cases",
+        "tests.encoder_cases",
+    ),
 )

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from megalin.errors import StorageError
 from megalin.train.records import read_records
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Points = Sequence[tuple[int, float]]
 """(step, value) in the order of steps."""
@@ -48,6 +49,8 @@ def draw(
         resumed: steps after which the run went on in another process, drawn as upright lines.
         size: inches.
     """
+    from matplotlib.figure import Figure  # half a second, and all but one rank never draw
+
     figure = Figure(figsize=size, dpi=150, layout="constrained")
     axes = figure.add_subplot()
     for color, curve in zip(("tab:blue", "tab:orange", "tab:green", "tab:red"), curves, strict=False):
@@ -105,6 +108,6 @@ def write_loss_curve(metrics_path: str | Path, png_path: str | Path, *, unigram_
     curves = [Curve("training", training), Curve("evaluation", evaluation, sparse=True)]
     figure = draw("loss (nats per token)", curves, levels=levels)
     try:
-        FigureCanvasAgg(figure).print_png(str(png_path))
+        figure.savefig(png_path, format="png")
     except OSError as error:
         raise StorageError(f"{png_path}: cannot be written ({error.strerror}); free space or fix the rights") from None
