@@ -14,6 +14,7 @@ run_ranks = partial(
         "pytest",
         "matplotlib.backends.backend_agg",
         "matplotlib.figure",
+        "torch._inductor.compile_fx",
         "megalin.train.loop",
         "megalin.verify.run",
         "tests.cases",
