@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import sys
@@ -24,6 +25,9 @@ def main(arguments: list[str] | None = None) -> int:
 def _command(arguments: list[str] | None) -> int:
     from megalin.commands import COMMANDS  # torch, which takes seconds and which a bad launch need not wait for
 
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
     parser = argparse.ArgumentParser(
         prog="megalin", description="Distributed pretraining of linear-complexity language models."
     )
@@ -45,6 +49,7 @@ def _command(arguments: list[str] | None) -> int:
 def run() -> None:
     """`main` as a process. It leaves without the interpreter's teardown, which now and then meets a thread of a process
     group that was destroyed and aborts a command that has done its work."""
+    gc.disable()  # until torch is there: its objects stay, and walking through them takes a fifth of a start
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import tomllib
 
@@ -94,6 +95,16 @@ def test_params_refuses(fails, arguments, message):
 def test_model_that_is_no_table_is_refused(fails, tmp_path):
     (tmp_path / "config.toml").write_text("model = 3\n")
     assert "model = 3 is not a table; write it as [model]" in fails(2, "params", tmp_path / "config.toml")
+
+
+def test_collections_go_on_once_torch_is_loaded(monkeypatch):
+    monkeypatch.setattr(gc, "freeze", lambda: None)  # this process has more than torch
+    gc.disable()
+    try:
+        main(["params"])
+        assert gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_overrides_may_stand_before_and_after_options(config, trained, capsys):
