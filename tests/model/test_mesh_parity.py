@@ -36,7 +36,6 @@ LAYOUTS = {
     "tp2 sequence parallel, recomputed": Layout(2, 2, sequence_parallel=True, recompute=True),
     "dp3 sharded": Layout(3, 1),
     "tp3 sequence parallel": Layout(3, 3, sequence_parallel=True),
-    "tp4": Layout(4, 4),
     "tp4 sequence parallel": Layout(4, 4, sequence_parallel=True),
     "tp2 dp2 sharded, sequence parallel": Layout(4, 2, sequence_parallel=True, shard=2),
     "tp2 dp2 replicated, recomputed": Layout(4, 2, shard=1, recompute=True),
