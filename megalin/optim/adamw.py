@@ -35,11 +35,11 @@ class OptimizerConfig(Config):
 
 
 class _LocalAdamW(torch.optim.AdamW):
-    """Updates what this rank holds of each weight as plain tensors. The update is elementwise; of distributed ones each
-    step would match hundreds of placements, seconds before the first."""
+    """Updates what this rank holds of each weight, which is all that an elementwise update needs. For DTensors it would
+    match the placements of every weight, gradient and moment: seconds before the first step."""
 
     def _init_group(self, *args: Any) -> Any:
-        """Collects a group: lists of weights, gradients and moments, after the group itself."""
+        """Fills the lists that come after the group: weights, gradients, moments, counts of steps."""
         has_complex = super()._init_group(*args)
         for tensors in args[1:]:
             tensors[:] = map(local, tensors)
