@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _command(arguments: list[str] | None) -> int:
     from megalin.commands import COMMANDS  # torch, which takes seconds and which a bad launch need not wait for
 
-    if not gc.isenabled():
+    if not gc.isenabled():  # run() leaves this to be done once torch is there
         gc.freeze()
         gc.enable()
     parser = argparse.ArgumentParser(
@@ -49,7 +49,7 @@ def _command(arguments: list[str] | None) -> int:
 def run() -> None:
     """`main` as a process. It leaves without the interpreter's teardown, which now and then meets a thread of a process
     group that was destroyed and aborts a command that has done its work."""
-    gc.disable()  # until torch is there: its objects stay, and walking through them takes a fifth of a start
+    gc.disable()  # the objects of what is loaded stay; walking through them takes a fifth of a start
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()

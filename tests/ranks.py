@@ -7,7 +7,7 @@ from megalin.parallel import ranks
 
 __all__ = ["RankFailedError", "run_ranks"]
 
-# None of them imports a Triton kernel, which would settle whether the kernels are interpreted.
+# None of them imports a Triton kernel of megalin's, which would settle whether the kernels are interpreted.
 run_ranks = partial(
     ranks.run_ranks,
     preload=(

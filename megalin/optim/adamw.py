@@ -35,8 +35,8 @@ class OptimizerConfig(Config):
 
 
 class _LocalAdamW(torch.optim.AdamW):
-    """Updates what this rank holds of each weight, which is all that an elementwise update needs. For DTensors it would
-    match the placements of every weight, gradient and moment: seconds before the first step."""
+    """Updates what this rank holds of each weight, which is all that an elementwise update needs. For DTensors torch
+    would match the placements of every weight, gradient and moment first."""
 
     def _init_group(self, *args: Any) -> Any:
         """Fills the lists that come after the group: weights, gradients, moments, counts of steps."""

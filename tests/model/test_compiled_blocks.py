@@ -49,14 +49,16 @@ def _check(name: str, sequence_parallel: bool, backend: str) -> None:
         assert_close(to_tensors(compiled), to_tensors(eager), 2e-5)
 
 
+both_layouts = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence_parallel"])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("sequence_parallel", "backend"), [(False, "aot_eager"), (True, "inductor")])
-def test_compiled_blocks_have_the_gradients_of_eager_ones(sequence_parallel: bool, backend: str):
-    """The compiler's own code, which takes a minute to compile, of the layout with the more kinds of collectives."""
-    _check(GLU, sequence_parallel, backend)
+@both_layouts
+def test_compiled_blocks_have_the_gradients_of_eager_ones(sequence_parallel: bool):
+    _check(GLU, sequence_parallel, "inductor")
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence_parallel"])
+@both_layouts
 def test_gradients_reach_an_input_layer_before_compiled_blocks(sequence_parallel: bool):
     """Traced only: it is tracing that would lose the gradient of a pending collective."""
     _check(INPUT_LAYER, sequence_parallel, "aot_eager")
