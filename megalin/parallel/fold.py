@@ -117,7 +117,9 @@ def _arrived(state: Tensor, passed: Tensor, kept: Tensor, axis: Axis, num_blocks
     place = axis.rank if step == 1 else axis.size - 1 - axis.rank
     own = state.tensor_split(num_blocks, dim=-1)
     arrived = [torch.zeros_like(block) for block in own]
-    baton = state.new_zeros(1)
+    # Zero, but of the state: what a rank sends that has nothing to send must not look as if it could be sent before the
+    # state is there, or a compiled graph of the backward moves it into the forward.
+    baton = state.flatten()[:1].clamp(0.0, 0.0)
     for turn in range(axis.size - 1 + num_blocks - 1):
         sent, received = turn - place, turn - (place - 1)
         payload, wanted = state.new_empty(0), 0
