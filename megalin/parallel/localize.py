@@ -67,7 +67,9 @@ class LocalLayout:
 
     def __init__(self, mesh: Mesh, placements: dict[str, Placement]) -> None:
         self._placements = placements
-        ranks = mesh.device_mesh.mesh.flatten(0, 1).T.contiguous()  # [tp, data]
+        # [tp, data]. A copy: of an axis of one rank the transposed view has a stride out of order, which torch 2.11
+        # refuses when it gathers over both axes at once.
+        ranks = mesh.device_mesh.mesh.flatten(0, 1).T.clone(memory_format=torch.contiguous_format)
         self._mesh = DeviceMesh.from_group(
             [mesh.tp_group, mesh.data_group], mesh.device.type, ranks, mesh_dim_names=("tp", "data")
         )
