@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from megalin.model.build import Model, make_model
@@ -15,6 +17,13 @@ from megalin.train.pipeline import Pipeline
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """The compute dtypes that a run may choose, by their name in its config."""
+
+EARLY_COLLECTIVES = {
+    "reorder_for_compute_comm_overlap": True,
+    "reorder_for_compute_comm_overlap_passes": ["raise_comms", "sink_waits"],
+}
+"""Inductor's options by which each collective of a block starts as early, and is waited for as late, as what it needs
+and what needs it allow: in the backward of tensor parallelism, beside two gradients of weights. The same kernels."""
 
 _PLANNED_LENGTH = 4096
 """Tokens a sequence for which layers are shared out where the caller tells none."""
@@ -32,15 +41,20 @@ def build_model(
     compile_blocks: bool,
     seed: int,
     length: int = _PLANNED_LENGTH,
+    overlap: bool = False,
 ) -> TrainedModel:
     """The model on the mesh with its initial weights, which depend on `seed` alone, not on the mesh.
 
     Args:
         length: tokens a sequence, by which the layers are shared out over the stages of a pipeline.
+        overlap: whether compiled blocks start their tensor-parallel collectives early, which pays where the host is in
+            time to start what they travel beside.
     """
     if mesh.pp.size == 1:
         model = make_model(config, mesh.tp, cp=mesh.cp, recompute=recompute)
-        _materialise(model, mesh, compute_dtype=compute_dtype, compile_blocks=compile_blocks, seed=seed)
+        # With cp the ranks' graphs differ, and two of them might order their collectives each in its own way.
+        options = EARLY_COLLECTIVES if overlap and mesh.cp.size == 1 else None
+        _materialise(model, mesh, compute_dtype, compile_blocks=compile_blocks, options=options, seed=seed)
         return model
     plan = plan_stages(config, mesh.pp.num_stages, length=length)
     assert isinstance(config, ModelConfig), type(config)
@@ -56,17 +70,25 @@ def build_model(
         for number, layers in zip(mesh.pp.own_stages(), mesh.pp.layers(plan.layers), strict=True)
     ]
     for stage in stages:
-        _materialise(stage, mesh, compute_dtype=compute_dtype, compile_blocks=compile_blocks, seed=seed)
+        _materialise(stage, mesh, compute_dtype, compile_blocks=compile_blocks, options=None, seed=seed)
     return Pipeline(config, plan, stages, mesh)
 
 
-def _materialise(model: Model, mesh: Mesh, *, compute_dtype: torch.dtype, compile_blocks: bool, seed: int) -> None:
-    """Compiles the blocks where asked, shards the model and fills it."""
+def _materialise(
+    model: Model,
+    mesh: Mesh,
+    compute_dtype: torch.dtype,
+    *,
+    compile_blocks: bool,
+    options: dict[str, Any] | None,
+    seed: int,
+) -> None:
+    """Compiles the blocks where asked, with inductor's `options`, shards the model and fills it."""
     if compute_dtype == torch.float64:
         model.to(torch.float64)
     if compile_blocks:
         for block in model.block_list():
-            block.compile(fullgraph=True, dynamic=False)
+            block.compile(fullgraph=True, dynamic=False, options=options)
     shard_model(model, model.block_list(), model.full_precision_modules(), mesh, compute_dtype=compute_dtype)
     model.to_empty(device=mesh.device)
     fill(model, seed)

@@ -65,6 +65,7 @@ class FullyShardedEngine:
             compile_blocks=train.compile,
             seed=train.seed,
             length=config.data.sequence_length,
+            overlap=train.cuda_graphs,
         )
         self._optimizer = build_optimizer(self.model, config.optimizer, no_decay=self.model.no_decay_names())
         self._mesh, self._max_grad_norm = mesh, config.optimizer.max_grad_norm

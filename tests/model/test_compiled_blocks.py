@@ -13,6 +13,7 @@ import torch
 from megalin.model.language_model import LanguageModel
 from megalin.parallel.data_parallel import shard_model
 from megalin.parallel.tensor_parallel import full_tensor
+from megalin.train.build import EARLY_COLLECTIVES
 from tests.cases import CASES, NAMES, make_inputs
 from tests.numerics import assert_close
 from tests.parallel.on_ranks import Arrays, make_mesh, materialise, to_arrays, to_tensors
@@ -29,7 +30,8 @@ def _gradients(name: str, sequence_parallel: bool, backend: str | None) -> Array
     model = LanguageModel(CASES[NAMES.index(name)].model, mesh.tp)
     if backend is not None:
         for block in model.blocks:
-            block.compile(fullgraph=True, dynamic=False, backend=backend)
+            options = None if sequence_parallel or backend != "inductor" else EARLY_COLLECTIVES
+            block.compile(fullgraph=True, dynamic=False, backend=backend, options=options)
     shard_model(model, list(model.blocks), model.full_precision_modules(), mesh, compute_dtype=torch.float32)
     materialise(model)
     inputs = make_inputs()
@@ -45,7 +47,8 @@ Found = dict[tuple[str, bool], tuple[Arrays, Arrays, int]]
 
 
 def _run() -> Found:
-    """Eager and compiled, and how many graphs; what a first compilation sets up serves the others of this rank."""
+    """Eager and compiled, one layout with its collectives early, and how many graphs; what a first compilation sets up
+    serves the others of this rank."""
     config = torch._inductor.config
     config.fx_graph_cache = False  # ranks' keys differ: none finds what another kept
     config.cpp.simdlen = 1  # vectors, which are inductor's own, take it half of its time
