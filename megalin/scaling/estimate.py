@@ -99,12 +99,16 @@ class Estimator:
 
     @cached_property
     def _flops(self) -> tuple[list[int], int]:
-        """Forward operations a token of a block of each kind, and of what stands around the blocks."""
+        """Forward operations a token of a block of each kind, and of what stands around the blocks. Of its T tokens a
+        causal sequence shows each (T + 1) / 2 in the mean, where a model's own count has all pairs."""
         model, length = LanguageModel(self.workload.model), self.workload.length
         blocks = model.block_list()
         first = [blocks[self._kinds.index(kind)] for kind in range(len(self.workload.model.layers))]
-        each = [sum(mixer.flops(length) for mixer in block.mixers()) for block in first]
-        return each, model.forward_flops(length) - sum(each[kind] for kind in self._kinds)
+        each, counted = (
+            [sum(mixer.flops(tokens) for mixer in block.mixers()) for block in first]
+            for tokens in ((length + 1) // 2, length)
+        )
+        return each, model.forward_flops(length) - sum(counted[kind] for kind in self._kinds)
 
     def _work(self, layout: Layout, of: list[int], parallel: ParallelConfig, rank: int) -> Work:
         tokens = layout.micro_batch_size * self.workload.length / (parallel.tp * parallel.cp)

@@ -5,7 +5,10 @@ import pytest
 from tests.scaling.measured import ROWS
 
 
-@pytest.mark.parametrize("row", [ROWS[17]], ids=lambda row: row.name())
+PIPELINE, ATTENTION = ROWS[-1], ROWS[7]
+
+
+@pytest.mark.parametrize("row", [PIPELINE, ATTENTION], ids=lambda row: row.name())
 def test_estimates_are_near_what_was_measured(row):
     found = row.estimate()
     assert found.memory.total / 2**30 == pytest.approx(row.peak_gib, rel=0.1)
