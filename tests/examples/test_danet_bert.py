@@ -1,12 +1,16 @@
 """The encoder example, scaled down: pretraining and fine-tuning by its script, and input that it refuses."""
 
+import importlib
 import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
+
+from megalin.errors import DataError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "danet_bert"
 SMALL = [
@@ -25,7 +29,7 @@ def run_python(script: str, *arguments: str | Path, folder: Path) -> subprocess.
 
 
 @pytest.mark.slow
-def test_script_goes_from_text_to_a_saved_classifier(tmp_path):
+def test_script_goes_from_text_to_a_saved_classifier(tmp_path, monkeypatch):
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -53,12 +57,13 @@ def test_script_goes_from_text_to_a_saved_classifier(tmp_path):
     assert refused.returncode == 3
     assert f'{bad}:2: expected an object with strings "text" and "label"' in refused.stderr
     bad.write_text('{"text": "a", "label": "z"}\n')
-    refused = run_python("classify.py", run, "--train", other, "--test", bad, *arguments, folder=tmp_path)
-    assert refused.returncode == 3
-    assert "label 'z' of the test file is not in the training file" in refused.stderr
-    refused = run_python("classify.py", run, "--train", bad, "--test", other, *arguments, folder=tmp_path)
-    assert refused.returncode == 3
-    assert "has one label, 'z'; there is nothing to tell apart" in refused.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(EXAMPLE)
+    classify = importlib.import_module("classify").classify
+    with pytest.raises(DataError, match="label 'z' of the test file is not in the training file"):
+        classify(Namespace(run=run, train=other, test=bad))
+    with pytest.raises(DataError, match="has one label, 'z'; there is nothing to tell apart"):
+        classify(Namespace(run=run, train=bad, test=other))
 
 
 SOURCE = """\

@@ -4,7 +4,6 @@ import pytest
 
 from tests.scaling.measured import ROWS
 
-
 PIPELINE, ATTENTION = ROWS[-1], ROWS[7]
 
 
