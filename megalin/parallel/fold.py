@@ -119,7 +119,7 @@ def _arrived(state: Tensor, passed: Tensor, kept: Tensor, axis: Axis, num_blocks
     arrived = [torch.zeros_like(block) for block in own]
     # Zero, but of the state: what a rank sends that has nothing to send must not look as if it could be sent before the
     # state is there, or a compiled graph of the backward moves it into the forward.
-    baton = state.flatten()[:1].clamp(0.0, 0.0)
+    baton = state[0, 0, 0, :1].clamp(0.0, 0.0)
     for turn in range(axis.size - 1 + num_blocks - 1):
         sent, received = turn - place, turn - (place - 1)
         payload, wanted = state.new_empty(0), 0
