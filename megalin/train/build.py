@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from megalin.model.build import Model, make_model
@@ -47,14 +45,14 @@ def build_model(
 
     Args:
         length: tokens a sequence, by which the layers are shared out over the stages of a pipeline.
-        overlap: whether compiled blocks start their tensor-parallel collectives early, which pays where the host is in
-            time to start what they travel beside.
+        overlap: whether compiled blocks start the all-reduces of tensor parallelism early, which pays where the host is
+            in time to start what they travel beside.
     """
     if mesh.pp.size == 1:
         model = make_model(config, mesh.tp, cp=mesh.cp, recompute=recompute)
-        # With cp the ranks' graphs differ, and two of them might order their collectives each in its own way.
-        options = EARLY_COLLECTIVES if overlap and mesh.cp.size == 1 else None
-        _materialise(model, mesh, compute_dtype, compile_blocks=compile_blocks, options=options, seed=seed)
+        _materialise(
+            model, mesh, compute_dtype=compute_dtype, compile_blocks=compile_blocks, overlap=overlap, seed=seed
+        )
         return model
     plan = plan_stages(config, mesh.pp.num_stages, length=length)
     assert isinstance(config, ModelConfig), type(config)
@@ -70,23 +68,23 @@ def build_model(
         for number, layers in zip(mesh.pp.own_stages(), mesh.pp.layers(plan.layers), strict=True)
     ]
     for stage in stages:
-        _materialise(stage, mesh, compute_dtype, compile_blocks=compile_blocks, options=None, seed=seed)
+        _materialise(
+            stage, mesh, compute_dtype=compute_dtype, compile_blocks=compile_blocks, overlap=overlap, seed=seed
+        )
     return Pipeline(config, plan, stages, mesh)
 
 
 def _materialise(
-    model: Model,
-    mesh: Mesh,
-    compute_dtype: torch.dtype,
-    *,
-    compile_blocks: bool,
-    options: dict[str, Any] | None,
-    seed: int,
+    model: Model, mesh: Mesh, *, compute_dtype: torch.dtype, compile_blocks: bool, overlap: bool, seed: int
 ) -> None:
-    """Compiles the blocks where asked, with inductor's `options`, shards the model and fills it."""
+    """Compiles the blocks where asked, shards the model and fills it."""
     if compute_dtype == torch.float64:
         model.to(torch.float64)
     if compile_blocks:
+        # With cp the ranks' graphs differ, and two of them might order their collectives each in its own way; under
+        # sequence parallelism nobody measured what it changes.
+        early = overlap and mesh.cp.size == 1 and not mesh.tp.sequence_parallel
+        options = EARLY_COLLECTIVES if early else None
         for block in model.block_list():
             block.compile(fullgraph=True, dynamic=False, options=options)
     shard_model(model, model.block_list(), model.full_precision_modules(), mesh, compute_dtype=compute_dtype)

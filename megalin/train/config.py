@@ -47,9 +47,8 @@ class TrainConfig(Config):
     recompute: bool = False
     """Whether the backward computes each block's activations again instead of keeping them."""
     compile: bool = False
-    """Whether blocks are compiled (torch.compile, one graph a kind of block). On a GPU inductor chooses sizes of tiles
-    by the clock: two compilations may differ in the last bits, a run that goes on with the same cache
-    (TORCHINDUCTOR_CACHE_DIR) keeps them."""
+    """Whether blocks are compiled (torch.compile, one graph a kind of block). On a GPU two compilations
+    may differ in the last bits; processes that share inductor's cache (TORCHINDUCTOR_CACHE_DIR) agreed."""
     cuda_graphs: bool = False
     """Whether a step's forwards and backwards are recorded as one CUDA graph after the third step, for models whose
     kernels are too short for the host to start in time. What the graph uses stays reserved: an evaluation needs memory
