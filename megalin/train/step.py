@@ -13,6 +13,7 @@ from megalin.data.packing import AnyBatch
 from megalin.errors import NumericError
 from megalin.optim.adamw import step_where
 from megalin.optim.clipping import clip_gradients
+from megalin.parallel.collectives import arrived
 from megalin.parallel.data_parallel import prepare_backward
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.tensor_parallel import local
@@ -47,12 +48,12 @@ def accumulate_gradients(model: TrainedModel, batches: Sequence[AnyBatch], mesh:
 
     Returns:
         The mean loss of each term (fp64, nats a label) and the number of its valid labels (int64), [terms], equal on
-        every rank.
+        every rank; no collective is pending in them, which after the recording of a graph nothing could wait for.
     """
     counts = mesh.count_labels([batch.label_counts() for batch in batches])
     if isinstance(model, Pipeline):
         total = model.accumulate_gradients(batches, counts)
-        return mesh.sum_over_data(mesh.pp.sum(total)), counts
+        return arrived(mesh.sum_over_data(mesh.pp.sum(total))), arrived(counts)
     total = torch.zeros(counts.shape, dtype=torch.float64, device=counts.device)
     for index, batch in enumerate(batches):
         prepare_backward(model, mesh, last=index == len(batches) - 1)
@@ -60,7 +61,7 @@ def accumulate_gradients(model: TrainedModel, batches: Sequence[AnyBatch], mesh:
         losses.sum().backward()
         total += losses.detach()
         del losses  # before the next forward, which needs the memory
-    return mesh.sum_over_data(total), counts
+    return arrived(mesh.sum_over_data(total)), arrived(counts)
 
 
 def train_step(

@@ -1,5 +1,8 @@
 """A run whose steps are one CUDA graph gives the bits of the run without it."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -22,6 +25,21 @@ def test_graphs_change_no_bit_of_a_run_that_accumulates_and_evaluates(tmp_path, 
         for graphs, folder in folders.items():
             torch.compiler.reset()
             train(load_run_config(config, [*overrides, f"train.cuda_graphs={graphs}"]), device, folder)
+    assert metrics(folders["true"]) == metrics(folders["false"])
+    expected = checkpoint_tensors(folders["false"])
+    for name, tensor in checkpoint_tensors(folders["true"]).items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("axes", [{"cp": 2, "zero": 2}, {"cp": 2, "cp_exchange": "ring"}, {"tp": 2}, {}], ids=str)
+def test_graphs_change_no_bit_on_two_gpus(tmp_path, axes):
+    config = write_config(tmp_path, parallel=axes, checkpoint={"every_steps": 6})
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    folders = {graphs: tmp_path / graphs for graphs in ("false", "true")}
+    for graphs, folder in folders.items():
+        command = [*launcher, "-m", "megalin", "train", config, "--folder", folder, f"train.cuda_graphs={graphs}"]
+        subprocess.run([str(part) for part in command], check=True, timeout=240)
     assert metrics(folders["true"]) == metrics(folders["false"])
     expected = checkpoint_tensors(folders["false"])
     for name, tensor in checkpoint_tensors(folders["true"]).items():

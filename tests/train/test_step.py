@@ -195,6 +195,16 @@ def _step_without_labels() -> dict[str, Any]:
     return result._asdict()
 
 
+def _kinds_of_result() -> list[str]:
+    mesh = Mesh(ParallelConfig(), CPU)
+    model = build(mesh, dtype=torch.float32)
+    return [type(value).__name__ for value in accumulate_gradients(model, micro_batches(make_batch(), mesh, 3), mesh)]
+
+
+def test_no_collective_of_the_data_axis_is_pending_after_the_gradients():
+    assert run_ranks(2, _kinds_of_result) == [["Tensor", "Tensor"]] * 2
+
+
 def test_step_without_any_label_only_decays_the_weights():
     assert run_ranks(2, _step_without_labels)[1] == {
         "loss": 0.0,
