@@ -318,19 +318,28 @@ def test_steps_are_drawn_with_and_without_floor_and_peer(tmp_path):
 
 
 def test_rates_of_several_ranks_are_drawn_beside_one(tmp_path):
-    from plot_parallel import mesh_name, plot
+    from plot_parallel import mesh_name, plot, split_curves
     from train_benchmarks.pictures import draw_lines
 
     one = {"model": "tnl-1b", "ranks": 1, "parallel": {}, "device": "a chip", "tokens_per_second_per_rank": 80e3}
+    one |= {"length": 8192, "recompute": False, "cuda_graphs": False}
     more = {**one, "ranks": 4, "parallel": {"cp": 4, "zero": 2}, "tokens_per_second_per_rank": 70e3}
     sharded = {**more, "parallel": {}}
     other = {**sharded, "engine": "deepspeed"}
-    names = [mesh_name(line) for line in (one, more, sharded, other)]
-    assert names == ["one GPU", "cp 4, zero 2", "dp 4", "dp 4, deepspeed"]
+    both = {**sharded, "parallel": {"tp": 2, "zero": 1}}
+    names = [mesh_name(line) for line in (one, more, sharded, other, both)]
+    assert names == ["one GPU", "cp 4, zero 2", "dp 4", "dp 4, deepspeed", "dp 2, tp 2, zero 1"]
     lines = "\n".join(["a line for people", *map(json.dumps, (one, more, sharded))])
     (tmp_path / "lines.jsonl").write_text(lines)
     draw_lines(plot, "", [str(tmp_path / name) for name in ("lines.jsonl", "parallel.png")])
     assert (tmp_path / "parallel.png").read_bytes().startswith(b"\x89PNG")
+
+    sweep = [{**more, "length": length} for length in (16384, 8192, 4096)]
+    again = {**more, "recompute": True}
+    assert split_curves([one, *sweep, again]) == ([one, again], {"tnl-1b, cp 4, zero 2": sweep[::-1]})
+    assert split_curves([one, *sweep[:2], again]) == ([one, *sweep[:2], again], {})
+    plot([one, *sweep, again], tmp_path / "curves.png")
+    assert len((tmp_path / "curves.png").read_bytes()) > len((tmp_path / "parallel.png").read_bytes())
 
 
 def test_cosformer2_is_compared_with_itself_on_another_scan(monkeypatch):
