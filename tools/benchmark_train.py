@@ -23,13 +23,12 @@ import json
 import subprocess
 import sys
 import time
-from functools import partial
 from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
 from train_benchmarks.batches import random_batches
-from train_benchmarks.clock import Timing, time_steps
+from train_benchmarks.clock import Timing, Wait, time_steps
 from train_benchmarks.communication import Communication, record_communication
 from train_benchmarks.engine import OPTIMIZER, build_engine
 from train_benchmarks.fla_scan import scans_by_fla
@@ -174,13 +173,17 @@ def measure_ours(arguments: argparse.Namespace, config: AnyModelConfig, mesh: Me
     started = time.perf_counter()
     batches, engine = random_batches(arguments, config, mesh), build_engine(arguments, config, mesh)
 
-    def step(number: int) -> float:
-        return engine.step(batches, learning_rate=OPTIMIZER.lr, step=number).loss
+    def start(number: int) -> Wait:
+        begun = engine.step(batches, learning_rate=OPTIMIZER.lr, step=number)
+        return lambda: begun.wait().loss
 
-    timing = time_steps(step, warmup=arguments.warmup, steps=arguments.steps, started=started)
+    timing = time_steps(start, warmup=arguments.warmup, steps=arguments.steps, started=started)
     peak, recorded, moved, sent = peak_memory_bytes(mesh.device) / 2**30, None, 0, None
     if arguments.profile or arguments.floor:
-        last = partial(step, arguments.warmup + arguments.steps)
+
+        def last() -> float:
+            return start(arguments.warmup + arguments.steps)()
+
         if dist.get_world_size() > 1:
             sent, profile = record_communication(last)
         else:
@@ -230,8 +233,8 @@ def measure_peer(arguments: argparse.Namespace, config: AnyModelConfig, mesh: Me
         started = time.perf_counter()
         model = build_peer(arguments.peer, config, device=mesh.device)
         name = type(model).__name__
-        step = peer_step(model, random_batches(arguments, config, mesh)[0].tokens, lr=1e-4)
-        timing = time_steps(step, warmup=arguments.warmup, steps=arguments.steps, started=started)
+        start = peer_step(model, random_batches(arguments, config, mesh)[0].tokens, lr=1e-4)
+        timing = time_steps(start, warmup=arguments.warmup, steps=arguments.steps, started=started)
     return {
         "library": arguments.peer,
         "class": name,

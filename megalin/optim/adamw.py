@@ -79,12 +79,20 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig, no_decay: Collec
 
 
 def step_where(sound: Tensor, optimizer: torch.optim.AdamW) -> None:
-    """One update where `sound` [] is true, else none: weights, moments and the count of steps stay as they are.
+    """One update where `sound` [] is true and was at each call before, else none: weights, moments and the count of
+    steps stay as they are.
 
     The device reads `sound`, by the way that fused AdamW has for gradient scalers; the host does not wait for it.
     """
-    cast(Any, optimizer).found_inf = (~sound).to(torch.float32)
+    unsound = (~sound).to(torch.float32)
+    before: Tensor | None = getattr(optimizer, "found_inf", None)
+    cast(Any, optimizer).found_inf = unsound if before is None else torch.maximum(before, unsound)
     optimizer.step()
+
+
+def forget_unsound(optimizer: torch.optim.AdamW) -> None:
+    """Lets updates be taken again after one that was not sound."""
+    cast(Any, optimizer).found_inf = None
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

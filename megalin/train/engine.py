@@ -17,7 +17,7 @@ from megalin.train.build import COMPUTE_DTYPES, TrainedModel, build_model
 from megalin.train.config import RunConfig
 from megalin.train.cuda_graphs import GradientGraph
 from megalin.train.pipeline import Pipeline
-from megalin.train.step import StepResult, apply_gradients, train_step
+from megalin.train.step import PendingStep, apply_gradients, train_step
 
 
 class Engine(Protocol):
@@ -31,11 +31,12 @@ class Engine(Protocol):
     def model(self) -> TrainedModel:
         """The model, for forwards without a backward."""
 
-    def step(self, batches: Sequence[AnyBatch], *, learning_rate: float, step: int) -> StepResult:
-        """One update of the weights by a step's micro-batches; `step` is for messages.
+    def step(self, batches: Sequence[AnyBatch], *, learning_rate: float, step: int) -> PendingStep:
+        """Starts one update of the weights by a step's micro-batches; `step` is for messages. Whoever waits for its
+        result later has started the next one meanwhile.
 
         Raises:
-            NumericError: on every rank, before any weight changes, when the loss or the gradient is not finite.
+            NumericError: as `PendingStep.wait` does, from an engine that waits itself.
         """
 
     def tensors(self) -> Mapping[str, Tensor]:
@@ -74,7 +75,7 @@ class FullyShardedEngine:
             assert not isinstance(self.model, Pipeline), config.parallel
             self._graph = GradientGraph(self.model, mesh)
 
-    def step(self, batches: Sequence[AnyBatch], *, learning_rate: float, step: int) -> StepResult:
+    def step(self, batches: Sequence[AnyBatch], *, learning_rate: float, step: int) -> PendingStep:
         set_learning_rate(self._optimizer, learning_rate)
         norm = self._max_grad_norm
         if self._graph is None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -18,13 +20,14 @@ from megalin.data.loader import Loader, Step, ValidationLoader
 from megalin.data.packing import AnyBatch, batch_to, pinned, split_tokens
 from megalin.data.sources import Dataset, open_dataset, open_training
 from megalin.data.tokenizer import load_tokenizer
-from megalin.errors import CheckpointError, ConfigError, MegalinError, PreemptedError
+from megalin.errors import CheckpointError, ConfigError, MegalinError, NumericError, PreemptedError
 from megalin.ops import backend
 from megalin.optim.schedule import learning_rate
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.pipeline import gather_objects
 from megalin.train.config import RunConfig
 from megalin.train.curves import write_loss_curve
+from megalin.train.ends import Ends, Running
 from megalin.train.engine import Engine, FullyShardedEngine
 from megalin.train.environment import device_name, environment, versions
 from megalin.train.evaluate import AnyEvaluation, Evaluation, evaluate
@@ -84,6 +87,7 @@ class Trainer:
         self.model = self.engine.model
         self.first_step = self._resume()
         self.termination = Termination()
+        self._evaluation: AnyEvaluation | None = None
 
     def _resume(self) -> int:
         """Loads the newest checkpoint; returns the number of finished steps."""
@@ -125,8 +129,6 @@ class Trainer:
         """
         config, train = self.config, self.config.train
         last_step = train.stop_after_steps or train.steps
-        result: StepResult | None = None
-        evaluation: AnyEvaluation | None = None
         metrics = Metrics(
             self.run.path,
             total_steps=train.steps,
@@ -142,24 +144,43 @@ class Trainer:
             for line in self.model.plan.lines():
                 metrics.tell(f"pipeline {line}")
         with self._loader() as loader, metrics, closing(self._ledger()) as ledger, self.termination:
+            ends = Ends(partial(self._end, metrics, ledger, last_step))
             for step in range(self.first_step, last_step):
-                started = time.perf_counter()
-                batches, digest, data_wait_seconds = self._next_batches(loader, step)
+                batches, digest, data_wait_seconds = self._next_batches(loader, step, ends.settle)
                 rate = learning_rate(config.optimizer, config.schedule, step, train.steps)
-                result = self.engine.step(batches, learning_rate=rate, step=step + 1)
-                seconds = time.perf_counter() - started
-                if step == self.first_step:
-                    self._tell_kernels(metrics)
-                values = self._measure(step, result, rate, seconds, data_wait_seconds)
-                evaluation = self._evaluate_after(step + 1, last_step)
-                metrics.write(step + 1, values | (evaluation.metrics() if evaluation is not None else {}))
-                ledger.write(step + 1, digest)
-                self._save_after(step + 1, last_step)
+                try:
+                    started = self.engine.step(batches, learning_rate=rate, step=step + 1)
+                except NumericError:  # of an engine that waits itself; the step before counts
+                    ends.settle()
+                    raise
+                ends.settle()
+                ends.follow(Running(step + 1, started, rate, data_wait_seconds, digest))
+                if self._is_known_at_once(step + 1, last_step):
+                    ends.settle()
         if self.mesh.is_first_rank and self.run.metrics.stat().st_size:
             # An encoder's loss has a second term, which that entropy says nothing of.
-            entropy = evaluation.unigram_entropy if isinstance(evaluation, Evaluation) else None
+            entropy = self._evaluation.unigram_entropy if isinstance(self._evaluation, Evaluation) else None
             write_loss_curve(self.run.metrics, self.run.loss_curve, unigram_entropy=entropy)
-        return TrainResult(max(last_step, self.first_step), result.loss if result else None, evaluation)
+        loss = None if ends.result is None else ends.result.loss
+        return TrainResult(max(last_step, self.first_step), loss, self._evaluation)
+
+    def _is_known_at_once(self, step: int, last_step: int) -> bool:
+        """Whether the result of `step` is waited for before the next step is started."""
+        return step in (self.first_step + 1, last_step) or self._is_save_due(step) or self._is_evaluation_due(step)
+
+    def _end(
+        self, metrics: Metrics, ledger: Ledger, last_step: int, running: Running, result: StepResult, seconds: float
+    ) -> None:
+        """Records a step, evaluates and saves as configured."""
+        if running.step == self.first_step + 1:
+            self._tell_kernels(metrics)
+        values = self._measure(running, result, seconds)
+        self._evaluation = self._evaluate_after(running.step, last_step)
+        of_evaluation = {} if self._evaluation is None else self._evaluation.metrics()
+        metrics.write(running.step, values | of_evaluation)
+        ledger.write(running.step, running.digest)
+        if running.step == last_step or self._is_save_due(running.step):
+            self._save(running.step)
 
     def _tell_kernels(self, metrics: Metrics) -> None:
         """Once a process, after its first step: which implementation of each op runs, and why."""
@@ -189,11 +210,14 @@ class Trainer:
     def _ledger(self) -> Ledger:
         return Ledger(self.run.ledger, resumed_step=self.first_step)
 
-    def _next_batches(self, loader: Loader[Any], step: int) -> tuple[list[AnyBatch], Tensor, float]:
+    def _next_batches(
+        self, loader: Loader[Any], step: int, settle: Callable[[], None]
+    ) -> tuple[list[AnyBatch], Tensor, float]:
         """This rank's micro-batches on its device, the digest [2] of the step's token ids over all ranks, and the
-        seconds that this rank waited for its data: not for the device, which may still update the weights.
+        seconds that this rank waited for its data: not for the device, which may still work at the step before.
 
-        An error of one rank's data is raised on all of them, and so is a signal that one rank heard.
+        An error of one rank's data is raised on all of them, and so is a signal that one rank heard; the step before is
+        settled first.
         """
         mesh = self.mesh
         own = Step[Any]([], torch.zeros(2, dtype=torch.int64))
@@ -209,26 +233,26 @@ class Trainer:
         counts = int(max(mesh.tp.axis.rank, mesh.cp.axis.rank, mesh.pp.axis.rank) == 0)
         flags = torch.tensor([error is not None, self.termination.asked]).long()
         failed, terminated, *digest = sum_over_ranks(torch.cat([flags, counts * own.digest])).tolist()
+        if failed or terminated:
+            settle()
         if failed:
             on_every_rank(lambda: _raise(error))
         if terminated:
             self._leave(step)
         return [batch_to(batch, mesh.device) for batch in own.batches], torch.tensor(digest), waited
 
-    def _measure(
-        self, step: int, result: StepResult, rate: float, seconds: float, data_wait_seconds: float
-    ) -> dict[str, float | int]:
+    def _measure(self, running: Running, result: StepResult, seconds: float) -> dict[str, float | int]:
         train, length = self.config.train, self.config.data.sequence_length
         tokens = train.global_batch_size * length
         values: dict[str, float | int] = {
             "loss": result.loss,
             "grad_norm": result.grad_norm,
-            "learning_rate": rate,
-            "tokens": (step + 1) * tokens,
+            "learning_rate": running.learning_rate,
+            "tokens": running.step * tokens,
             "label_tokens": result.label_tokens,
             "tokens_per_second": tokens / seconds,
             "step_seconds": seconds,
-            "data_wait_seconds": data_wait_seconds,
+            "data_wait_seconds": running.data_wait_seconds,
             "peak_memory_bytes": peak_memory_bytes(self.mesh.device),
         }
         if len(result.terms) > 1:
@@ -241,13 +265,16 @@ class Trainer:
 
     def _evaluate_after(self, step: int, last_step: int) -> AnyEvaluation | None:
         train = self.config.train
-        due = train.evaluate_every_steps is not None and step % train.evaluate_every_steps == 0
         if step == last_step:
             return self.evaluate()
-        if not due or self.validation is None:
+        if not self._is_evaluation_due(step):
             return None
         batches = train.evaluate_batches
         return self.evaluate(max_samples=None if batches is None else batches * train.global_batch_size)
+
+    def _is_evaluation_due(self, step: int) -> bool:
+        every_steps = self.config.train.evaluate_every_steps
+        return self.validation is not None and every_steps is not None and step % every_steps == 0
 
     def evaluate(self, *, max_samples: int | None = None) -> AnyEvaluation | None:
         """The loss on the validation split, or on its first samples; None without a validation split."""
@@ -274,10 +301,6 @@ class Trainer:
     def _is_save_due(self, step: int) -> bool:
         every_steps = self.config.checkpoint.every_steps
         return every_steps is not None and step % every_steps == 0
-
-    def _save_after(self, step: int, last_step: int) -> None:
-        if self._is_save_due(step) or step == last_step:
-            self._save(step)
 
     def _save(self, step: int) -> None:
         state = {

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from megalin.data.packing import AnyBatch
 from megalin.errors import NumericError
-from megalin.optim.adamw import step_where
+from megalin.optim.adamw import forget_unsound, step_where
 from megalin.optim.clipping import clip_gradients
 from megalin.parallel.collectives import arrived
 from megalin.parallel.data_parallel import prepare_backward
@@ -38,6 +39,59 @@ class StepResult(NamedTuple):
     """Valid labels of the step over all ranks, those of tokens."""
     terms: tuple[float, ...]
     """The mean loss of each term of the model's `loss_names`, over its own valid labels of all ranks."""
+
+    def wait(self) -> StepResult:
+        """Itself: nothing is to come."""
+        return self
+
+
+class PendingStep(Protocol):
+    """A step that was started, whose result the device may still owe."""
+
+    def wait(self) -> StepResult:
+        """The result; the host waits for it. A collective where it is an error.
+
+        Raises:
+            NumericError: on every rank, when the loss or the gradient is not finite. Neither this step nor one started
+                after it has changed a weight.
+        """
+
+
+class Told:
+    """Numbers on their way from the device to the host, which waits where it reads them, and for nothing that the
+    device was given after them."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._numbers = numbers.to("cpu", non_blocking=True)
+        self._copied = torch.cuda.current_stream().record_event() if numbers.is_cuda else None
+
+    def read(self) -> Tensor:
+        """The numbers in the host's memory."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._numbers
+
+
+class _StartedStep:
+    """A step of `apply_gradients`."""
+
+    def __init__(
+        self, model: TrainedModel, optimizer: torch.optim.AdamW, names: list[str], told: Tensor, step: int
+    ) -> None:
+        """`told` [3 + terms + names]: loss, norm, labels, terms, and the norm of each named gradient on this rank."""
+        self._model, self._optimizer, self._names, self._step = model, optimizer, names, step
+        self._told = Told(told)
+
+    def wait(self) -> StepResult:
+        told = self._told.read()
+        values, norms_of_parts = told.split([len(told) - len(self._names), len(self._names)])
+        loss, norm, labels, *terms = values.tolist()
+        result = StepResult(loss, norm, int(labels), tuple(terms))
+        if not values.isfinite().all():
+            forget_unsound(self._optimizer)
+            norms = dict(zip(self._names, norms_of_parts.tolist(), strict=True))
+            raise NumericError(_describe_non_finite(self._model, norms, result, self._step))
+        return result
 
 
 def accumulate_gradients(model: TrainedModel, batches: Sequence[AnyBatch], mesh: Mesh) -> tuple[Tensor, Tensor]:
@@ -72,7 +126,7 @@ def train_step(
     *,
     max_grad_norm: float | None,
     step: int,
-) -> StepResult:
+) -> PendingStep:
     """One update of the weights: `accumulate_gradients`, then `apply_gradients`."""
     losses, counts = accumulate_gradients(model, batches, mesh)
     return apply_gradients(model, optimizer, losses, counts, max_grad_norm=max_grad_norm, step=step)
@@ -86,39 +140,33 @@ def apply_gradients(
     *,
     max_grad_norm: float | None,
     step: int,
-) -> StepResult:
+) -> PendingStep:
     """One norm, one finite check, clip, update; `losses` and `counts` are `accumulate_gradients`', `step` is for
     messages.
 
-    Raises:
-        NumericError: on every rank, before any weight changes, when the loss or the gradient is not finite.
+    The host waits for nothing of it, so that it can start the next step while the device works. Where the loss or the
+    gradient is not finite the device leaves out the update, and every later one until that result was waited for.
     """
+    names = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
     if isinstance(model, Pipeline):
-        norm = clip_gradients(
+        norms = clip_gradients(
             model.parameters(), max_grad_norm, counted_elsewhere=model.counted_elsewhere(), stages=model.pp.axis
         )
     else:
-        norm = clip_gradients(model.parameters(), max_grad_norm)
-    values = torch.stack([losses.sum(), norm.to(losses.dtype), counts[0].to(losses.dtype), *losses])
-    told = values.to("cpu", non_blocking=True)
-    copied = torch.cuda.current_stream().record_event() if values.is_cuda else None
-    # Before the host knows, so that the device has work while it finds out.
+        norms = clip_gradients(model.parameters(), max_grad_norm)
+    values = torch.stack([losses.sum(), norms.whole.to(losses.dtype), counts[0].to(losses.dtype), *losses])
     step_where(values.isfinite().all(), optimizer)
-    if copied is not None:
-        copied.synchronize()
-    result = StepResult(told[0].item(), told[1].item(), int(told[2]), tuple(told[3:].tolist()))
-    if not told.isfinite().all():
-        raise NumericError(_describe_non_finite(model, result, step))
+    started = _StartedStep(model, optimizer, names, torch.cat([values, norms.parts.to(losses.dtype)]), step)
     optimizer.zero_grad(set_to_none=True)
     model.after_optimizer_step()
-    return result
+    return started
 
 
-def _describe_non_finite(model: nn.Module, result: StepResult, step: int) -> str:
+def _describe_non_finite(model: nn.Module, norms: Mapping[str, float], result: StepResult, step: int) -> str:
     """Names the ranks and parameters with non-finite elements; a collective, called on every rank."""
     found = {
         "weight": [name for name, parameter in model.named_parameters() if not _is_finite(parameter)],
-        "gradient": [name for name, parameter in model.named_parameters() if not _is_finite(parameter.grad)],
+        "gradient": [name for name, norm in norms.items() if not math.isfinite(norm)],
     }
     by_rank: list[dict[str, list[str]]] = [{}] * dist.get_world_size()
     dist.all_gather_object(by_rank, found)
@@ -136,5 +184,5 @@ def _describe_non_finite(model: nn.Module, result: StepResult, step: int) -> str
     )
 
 
-def _is_finite(tensor: Tensor | None) -> bool:
-    return tensor is None or bool(torch.isfinite(local(tensor.detach())).all())
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(local(tensor.detach())).all())

@@ -115,7 +115,7 @@ def run_on_mesh(case: Case, mesh: Mesh, *, after_fill: Callable[[nn.Module, Mesh
         assert parameter.grad is not None, name
         # A copy: where nothing is gathered the whole gradient is the gradient itself, which clipping scales in place.
         outcome[f"gradient:{name}"] = full_tensor(parameter.grad).clone().cpu()
-    result = apply_gradients(model, optimizer, losses, counts, max_grad_norm=OPTIMIZER.max_grad_norm, step=0)
+    result = apply_gradients(model, optimizer, losses, counts, max_grad_norm=OPTIMIZER.max_grad_norm, step=0).wait()
     scalars = {"loss": result.loss, "grad_norm": result.grad_norm}
     outcome |= {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()}
     for name, parameter in model.named_parameters():

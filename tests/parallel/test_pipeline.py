@@ -44,9 +44,9 @@ def sent_in_a_step(parallel: ParallelConfig) -> Sent:
     with pytest.MonkeyPatch.context() as patch:
         # As its kernel does on a GPU, where the reference sums in fp32.
         patch.setattr(VocabParallelTable, "loss_sum", lambda *args: loss_sum(*args).double())
-        train_step(model, optimizer, batches, mesh, max_grad_norm=1.0, step=1)
+        train_step(model, optimizer, batches, mesh, max_grad_norm=1.0, step=1).wait()
         patch.setattr(dist, "P2POp", spy)
-        train_step(model, optimizer, batches, mesh, max_grad_norm=1.0, step=2)
+        train_step(model, optimizer, batches, mesh, max_grad_norm=1.0, step=2).wait()
     return sent
 
 

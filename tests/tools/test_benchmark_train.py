@@ -37,15 +37,23 @@ def _tools(monkeypatch):
 def test_the_clock_leaves_out_the_first_steps_and_takes_the_median(monkeypatch):
     from train_benchmarks import clock
 
-    now = [0.0]
+    now, order = [0.0], []
     monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
 
-    def step(index):
-        now[0] += [50.0, 9.0, 3.0, 1.0, 2.0][index]
-        return float(index)
+    def start(index):
+        order.append(f"start {index}")
 
-    timing = clock.time_steps(step, warmup=2, steps=3, started=-7.0)
+        def wait():
+            order.append(f"wait {index}")
+            now[0] += [50.0, 9.0, 3.0, 1.0, 2.0][index]
+            return float(index)
+
+        return wait
+
+    timing = clock.time_steps(start, warmup=2, steps=3, started=-7.0)
     assert timing == (2.0, [3.0, 1.0, 2.0], 57.0, [0.0, 1.0, 2.0, 3.0, 4.0])
+    assert order[:4] == ["start 0", "wait 0", "start 1", "start 2"]
+    assert order[4:] == ["wait 1", "start 3", "wait 2", "start 4", "wait 3", "wait 4"]
 
 
 def test_every_product_of_a_step_is_recorded_with_its_layout():

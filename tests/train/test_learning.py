@@ -84,7 +84,7 @@ def test_associative_recall_is_learned_far_below_what_a_stateless_model_can_reac
         for step in range(STEPS):
             set_learning_rate(optimizer, learning_rate(config, schedule, step, STEPS))
             batches = [recall_batch(generator, BATCH)]
-            losses.append(train_step(model, optimizer, batches, mesh, max_grad_norm=1.0, step=step).loss)
+            losses.append(train_step(model, optimizer, batches, mesh, max_grad_norm=1.0, step=step).wait().loss)
         held_out = evaluate(model, [recall_batch(generator, 500)], mesh)
     assert losses[0] > STATELESS_ENTROPY - 0.1
     assert held_out.tokens == 500 * PAIRS

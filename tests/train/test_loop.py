@@ -8,12 +8,17 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch import Tensor
 
+import megalin.train.step as steps
 from megalin.data.dataset import TokenDataset
-from megalin.errors import ConfigError, DataError
+from megalin.data.loader import Loader
+from megalin.errors import ConfigError, DataError, NumericError
 from megalin.parallel.mesh import process_group
+from megalin.train.engine import FullyShardedEngine
 from megalin.train.loop import TrainResult
 from megalin.train.run_folder import RunFolder
+from megalin.train.step import StepResult, _StartedStep
 from tests.model_runs import CPU, losses, metrics, steps_saved, train_here, write_config
 from tests.ranks import run_ranks
 
@@ -95,6 +100,64 @@ def test_compiled_blocks_give_the_same_losses(config, tmp_path):
     run(config, tmp_path / "eager", *overrides)
     run(config, tmp_path / "compiled", *overrides, "train.compile=true")
     assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "eager"), rel=2e-5)
+
+
+def test_a_step_is_waited_for_after_the_next_one_was_started(config, tmp_path, monkeypatch):
+    order, take, wait = [], FullyShardedEngine.step, _StartedStep.wait
+
+    def taken(engine: FullyShardedEngine, *args: Any, step: int, **options: Any) -> Any:
+        order.append(f"start {step}")
+        return take(engine, *args, step=step, **options)
+
+    def waited(started: Any) -> StepResult:
+        order.append(f"wait {started._step}")
+        return wait(started)
+
+    monkeypatch.setattr(FullyShardedEngine, "step", taken)
+    monkeypatch.setattr(_StartedStep, "wait", waited)
+    run(config, tmp_path, "train.steps=9", "checkpoint.every_steps=4", "train.evaluate_every_steps=7")
+    assert order == [
+        *("start 1", "wait 1"),  # at once: kernels are told
+        *("start 2", "start 3", "wait 2", "start 4", "wait 3", "wait 4"),  # saved
+        *("start 5", "start 6", "wait 5", "start 7", "wait 6", "wait 7"),  # evaluated
+        *("start 8", "wait 8"),  # saved
+        *("start 9", "wait 9"),
+    ]
+
+
+@pytest.mark.parametrize("step", [4, 5])
+def test_a_step_that_is_not_finite_ends_the_run_with_all_that_was_before(config, plain, tmp_path, monkeypatch, step):
+    count, accumulate = 0, steps.accumulate_gradients
+
+    def spoiled(*args: Any) -> tuple[Tensor, Tensor]:
+        nonlocal count
+        count += 1
+        losses, counts = accumulate(*args)
+        return losses * (float("nan") if count == step else 1.0), counts
+
+    monkeypatch.setattr(steps, "accumulate_gradients", spoiled)
+    overrides = ["checkpoint.every_steps=3", "checkpoint.keep=9"]
+    with pytest.raises(NumericError, match=f"step {step}: loss nan.* first in no parameter: the loss itself"):
+        run(config, tmp_path, *overrides)
+    assert count == step + 1  # the next one was started
+    assert metrics(tmp_path) == metrics(plain)[: step - 1]
+    assert steps_saved(tmp_path) == [3]
+    run(config, tmp_path, *overrides)
+    assert metrics(tmp_path) == metrics(plain)
+
+
+def test_data_that_cannot_be_read_end_the_run_after_the_steps_before(config, plain, tmp_path, monkeypatch):
+    read = Loader.step
+
+    def failing(loader: Loader[Any], step: int) -> Any:
+        if step == 5:
+            raise DataError("shard.bin: gone")
+        return read(loader, step)
+
+    monkeypatch.setattr(Loader, "step", failing)
+    with pytest.raises(DataError, match=r"shard.bin: gone"):
+        run(config, tmp_path)
+    assert metrics(tmp_path) == metrics(plain)[:5]
 
 
 def _messages(config: Path, folder: Path, overrides: list[str]) -> str:

@@ -111,7 +111,7 @@ def step_with_a_nan() -> str:
     before = {name: local(weight.detach()).clone() for name, weight in weights.items()}
     optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3), no_decay=())
     with pytest.raises(NumericError) as raised:
-        train_step(model, optimizer, [make_batch(), make_batch()], mesh, max_grad_norm=1.0, step=1)
+        train_step(model, optimizer, [make_batch(), make_batch()], mesh, max_grad_norm=1.0, step=1).wait()
     assert all(local(weights[name].detach()).equal(kept) for name, kept in before.items() if not kept.isnan().any())
     return str(raised.value)
 
@@ -131,7 +131,7 @@ def copies_after_two_steps() -> list[list[float]]:
     assert isinstance(model, Pipeline)
     optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2), no_decay=())
     for step in (1, 2):
-        train_step(model, optimizer, [make_batch(), make_batch()], mesh, max_grad_norm=1.0, step=step)
+        train_step(model, optimizer, [make_batch(), make_batch()], mesh, max_grad_norm=1.0, step=step).wait()
     copies = [dict(stage.named_parameters())["shared.hgrn2.rows.gamma"] for stage in model.stages()]
     return [local(copy.detach()).flatten().tolist() for copy in copies]
 

@@ -15,7 +15,9 @@ import torch
 
 from megalin.checkpoint.agreement import rank
 from megalin.errors import PreemptedError
+from megalin.train.engine import FullyShardedEngine
 from megalin.train.metrics import Metrics
+from megalin.train.step import PendingStep
 from tests.model_runs import STEPS, checkpoint_tensors, ledger, losses, metrics, steps_saved, train_here, write_config
 from tests.numerics import assert_close
 from tests.ranks import RankFailedError, run_ranks
@@ -110,17 +112,18 @@ def test_resume_on_other_meshes_goes_on_with_the_same_samples(config, whole_runs
 
 
 def _train_with_signals(config: Path, folder: Path, overrides: list[str], steps: list[int]) -> list[str]:
-    """Trains; rank 1 gets SIGTERM after each of `steps`, where the run ends and goes on as a new process would."""
-    told, write = [], Metrics.write
+    """Trains; rank 1 gets SIGTERM while each of `steps` runs, where the run ends and goes on as a new process would."""
+    told, take = [], FullyShardedEngine.step
     handler = signal.getsignal(signal.SIGTERM)
 
-    def signalled(metrics: Metrics, step: int, values: Any) -> None:
-        write(metrics, step, values)
+    def signalled(engine: FullyShardedEngine, *args: Any, step: int, **options: Any) -> PendingStep:
+        started = take(engine, *args, step=step, **options)
         if step in steps and rank() == 1:
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)  # the launcher's, beside the cluster manager's
+        return started
 
-    with patch.object(Metrics, "write", signalled):
+    with patch.object(FullyShardedEngine, "step", signalled):
         for _ in steps:
             with pytest.raises(PreemptedError) as raised:
                 train_here(config, folder, *overrides)

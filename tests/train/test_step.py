@@ -23,7 +23,7 @@ from megalin.parallel.initialisation import fill
 from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.parallel.tensor_parallel import full_tensor, local
 from megalin.train.build import build_model
-from megalin.train.step import accumulate_gradients, apply_gradients, train_step
+from megalin.train.step import PendingStep, accumulate_gradients, apply_gradients, train_step
 from tests.model_runs import CPU, model_table
 from tests.numerics import Tensors, assert_close
 from tests.ranks import RankFailedError, run_ranks
@@ -106,7 +106,7 @@ def step_on(layout: Layout, dtype: torch.dtype) -> Tensors:
     outcome = whole(model, "gradient")
     model.zero_grad(set_to_none=True)
     optimizer = build_optimizer(model, OPTIMIZER, no_decay=())
-    result = train_step(model, optimizer, batches, mesh, max_grad_norm=OPTIMIZER.max_grad_norm, step=1)
+    result = train_step(model, optimizer, batches, mesh, max_grad_norm=OPTIMIZER.max_grad_norm, step=1).wait()
     scalars = {"loss": result.loss, "grad_norm": result.grad_norm, "label_tokens": float(result.label_tokens)}
     outcome |= {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()}
     return outcome | whole(model, "weight")
@@ -190,7 +190,7 @@ def _step_without_labels() -> dict[str, Any]:
     model = build(mesh, dtype=torch.float32)
     before = whole(model, "weight")
     optimizer = build_optimizer(model, OPTIMIZER, no_decay=())
-    result = train_step(model, optimizer, batches, mesh, max_grad_norm=1.0, step=1)
+    result = train_step(model, optimizer, batches, mesh, max_grad_norm=1.0, step=1).wait()
     assert_close(whole(model, "weight"), {name: weight * (1 - 1e-4) for name, weight in before.items()}, 1e-6)
     return result._asdict()
 
@@ -255,7 +255,7 @@ def _small_update() -> tuple[float, float]:
     model = build(mesh, dtype=torch.bfloat16)
     before = whole(model, "weight")["weight:embedding.weight"]
     optimizer = build_optimizer(model, OptimizerConfig(lr=1e-6, weight_decay=0.0), no_decay=())
-    train_step(model, optimizer, micro_batches(make_batch(), mesh, 4), mesh, max_grad_norm=None, step=1)
+    train_step(model, optimizer, micro_batches(make_batch(), mesh, 4), mesh, max_grad_norm=None, step=1).wait()
     used = make_batch().tokens.unique()
     moved = (whole(model, "weight")["weight:embedding.weight"] - before)[used].abs()
     assert optimizer.state[next(model.parameters())]["exp_avg"].dtype == torch.float32
@@ -282,7 +282,7 @@ def _poisoned_step(parallel: ParallelConfig, what: str, value: float, name: str)
     optimizer = build_optimizer(model, OPTIMIZER, no_decay=())
     before = [local(parameter).detach().clone() for parameter in model.parameters()]
     with pytest.raises(NumericError) as raised:
-        train_step(model, optimizer, micro_batches(make_batch(), mesh, 3), mesh, max_grad_norm=1.0, step=7)
+        train_step(model, optimizer, micro_batches(make_batch(), mesh, 3), mesh, max_grad_norm=1.0, step=7).wait()
     for old, parameter in zip(before, model.parameters(), strict=True):
         assert torch.equal(old.nan_to_num(0.5), local(parameter).detach().nan_to_num(0.5))
     return str(raised.value)
@@ -316,6 +316,40 @@ def test_what_is_not_finite_on_one_rank_stops_every_rank_and_is_named(parallel):
     assert "gradient norm nan is not finite" in messages[2]
 
 
+def _steps_after_one_that_is_not_finite() -> str:
+    """Three are started: the second is not finite, the third would be. Only the first may change weights."""
+    mesh = Mesh(ParallelConfig(), CPU)
+    model = build(mesh, dtype=torch.float32)
+    optimizer = build_optimizer(model, OPTIMIZER, no_decay=())
+
+    def start(number: int) -> PendingStep:
+        return train_step(model, optimizer, micro_batches(make_batch(), mesh, 3), mesh, max_grad_norm=1.0, step=number)
+
+    def state() -> list[Tensor]:
+        moments = [tensor for state in optimizer.state.values() for tensor in state.values()]
+        return [local(tensor).clone() for tensor in [*model.parameters(), *moments]]
+
+    first, before = start(1), state()
+    weight = next(model.parameters())
+    hook = weight.register_post_accumulate_grad_hook(lambda p: _poison(p.grad, math.nan))
+    second = start(2)
+    hook.remove()
+    third = start(3)
+    assert first.wait().loss > third.wait().loss > 0
+    assert all(map(torch.equal, state(), before))
+    with pytest.raises(NumericError) as raised:
+        second.wait()
+    start(4).wait()  # after the error was told
+    assert not torch.equal(state()[0], before[0])
+    return str(raised.value)
+
+
+def test_no_step_started_after_one_that_is_not_finite_changes_anything():
+    for message in run_ranks(2, _steps_after_one_that_is_not_finite):
+        assert message.startswith("step 2: loss")
+        assert "gradient norm nan is not finite; first in rank 0: embedding.weight (gradient)" in message
+
+
 def test_loss_that_is_not_finite_without_a_parameter_is_an_error():
     with pytest.raises(RankFailedError, match=r"step 3: loss nan.*first in no parameter: the loss itself"):
         run_ranks(1, _apply_nan_loss)
@@ -326,4 +360,4 @@ def _apply_nan_loss() -> None:
     model = build(mesh, dtype=torch.float32)
     _, counts = accumulate_gradients(model, micro_batches(make_batch(), mesh, 3), mesh)
     losses = torch.tensor([float("nan")], dtype=torch.float64)
-    apply_gradients(model, build_optimizer(model, OPTIMIZER, ()), losses, counts, max_grad_norm=1.0, step=3)
+    apply_gradients(model, build_optimizer(model, OPTIMIZER, ()), losses, counts, max_grad_norm=1.0, step=3).wait()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
 from typing import NamedTuple
+
+Wait = Callable[[], float]
+"""Waits for the loss of a step that was started."""
 
 
 class Timing(NamedTuple):
@@ -13,22 +17,31 @@ class Timing(NamedTuple):
 
     median_seconds: float
     seconds: list[float]
-    """Of the timed steps."""
+    """Of the timed steps, each from the loss before to its own."""
     first_step_seconds: float
     """From `started` to the end of the first step: compilers, autotuning and start-up."""
     losses: list[float]
     """Of every step, those before the clock started included."""
 
 
-def time_steps(step: Callable[[int], float], *, warmup: int, steps: int, started: float) -> Timing:
-    """Runs `step(index)`, which returns its loss and so waits for the device, and times the last `steps`."""
-    seconds, losses = [], []
-    first_step_seconds = 0.0
+def time_steps(start: Callable[[int], Wait], *, warmup: int, steps: int, started: float) -> Timing:
+    """Runs steps by `start(index)` and times the last `steps`. As in training, a step is started before the loss of the
+    one before is waited for; but for the first, which ends by itself."""
+    ends, losses = [time.perf_counter()], []
+    running: Wait | None = None
+
+    def end() -> None:
+        if running is not None:
+            losses.append(running())
+            ends.append(time.perf_counter())
+
     for index in range(warmup + steps):
-        begin = time.perf_counter()
-        losses.append(step(index))
+        begun = start(index)
+        end()
+        running = begun
         if index == 0:
-            first_step_seconds = time.perf_counter() - started
-        if index >= warmup:
-            seconds.append(time.perf_counter() - begin)
-    return Timing(statistics.median(seconds), seconds, first_step_seconds, losses)
+            end()
+            running = None
+    end()
+    seconds = [after - before for before, after in itertools.pairwise(ends)][warmup:]
+    return Timing(statistics.median(seconds), seconds, ends[1] - started, losses)

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from megalin.errors import ConfigError
 from megalin.layers.mixers.base import MixerConfig
 from megalin.model.config import ModelConfig
+from megalin.train.step import Told
+from train_benchmarks.clock import Wait
 
 OWN_MODEL = ("fla", "cosformer2")
 """What fla has the op of, but not the model."""
@@ -58,16 +60,17 @@ def build_peer(library: str, config: ModelConfig, *, device: torch.device) -> nn
         return recipe(sizes, mixer).to(torch.bfloat16)
 
 
-def peer_step(model: nn.Module, tokens: Tensor, *, lr: float) -> Callable[[int], float]:
-    """A training step on `tokens` [B, T], which predicts each next token of a row; returns its loss."""
+def peer_step(model: nn.Module, tokens: Tensor, *, lr: float) -> Callable[[int], Wait]:
+    """A training step on `tokens` [B, T], which predicts each next token of a row; returns what waits for its loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
 
-    def step(index: int) -> float:
+    def step(index: int) -> Wait:
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
+        told = Told(loss.detach())
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return loss.item()
+        return lambda: told.read().item()
 
     return step
 
