@@ -10,6 +10,9 @@ from megalin.train.hardware import BF16_FLOPS_PER_SECOND
 
 MATRIX_SHARE = 0.69
 """Of the data sheet's matrix rate: 680 of 989 TFLOP/s at 8192^3 and at the models' own shapes, H200."""
+ATTENTION_SHARE = 0.48
+"""Of the data sheet's matrix rate, causal softmax attention with its backward counted as two forwards: 28.0 ms for
+3 x 4.4 TFLOP, cuDNN, 32,768 tokens and 16 heads of 128, H200."""
 MEMORY_SHARE = 0.60
 """Of the data sheet's bandwidth, kernels beside matrix products: between 0.4 (scans) and 0.85 (norms, gates), H200. One
 number for all of them is what the estimate's error is made of."""

@@ -98,23 +98,30 @@ class Estimator:
         return [layer for stage in stages for layer in stage]
 
     @cached_property
-    def _flops(self) -> tuple[list[int], int]:
-        """Forward operations a token of a block of each kind, and of what stands around the blocks. Of its T tokens a
-        causal sequence shows each (T + 1) / 2 in the mean, where a model's own count has all pairs."""
+    def _flops(self) -> tuple[list[int], list[float], int]:
+        """Forward operations a token: of a block of each kind but for attention, of its attention, and of what stands
+        around the blocks.
+
+        Attention is what a sequence of twice the length adds to a token. Of its T tokens a causal sequence shows each
+        about T / 2, where a model's own count has all pairs.
+        """
         model, length = LanguageModel(self.workload.model), self.workload.length
         blocks = model.block_list()
         first = [blocks[self._kinds.index(kind)] for kind in range(len(self.workload.model.layers))]
-        each, counted = (
-            [sum(mixer.flops(tokens) for mixer in block.mixers()) for block in first]
-            for tokens in ((length + 1) // 2, length)
+        counted, of_twice = (
+            [sum(mixer.flops(tokens) for mixer in block.mixers()) for block in first] for tokens in (length, 2 * length)
         )
-        return each, model.forward_flops(length) - sum(counted[kind] for kind in self._kinds)
+        pairs = [twice - once for twice, once in zip(of_twice, counted, strict=True)]
+        around = model.forward_flops(length) - sum(counted[kind] for kind in self._kinds)
+        others = [once - of_pairs for once, of_pairs in zip(counted, pairs, strict=True)]
+        return others, [of_pairs / 2 for of_pairs in pairs], around
 
     def _work(self, layout: Layout, of: list[int], parallel: ParallelConfig, rank: int) -> Work:
         tokens = layout.micro_batch_size * self.workload.length / (parallel.tp * parallel.cp)
-        each, around = self._flops
+        each, attention, around = self._flops
         other = around if rank == parallel.pp - 1 else 0
-        return Work(tokens * sum(each[kind] for kind in of), tokens * other, len(of))
+        own, of_pairs = (sum(flops[kind] for kind in of) for flops in (each, attention))
+        return Work(tokens * own, tokens * of_pairs, tokens * other, len(of))
 
     def _trace(self, layout: Layout, *, closely: bool) -> Trace:
         parallel, size = layout.parallel, layout.micro_batch_size

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from megalin.scaling.chips import (
+    ATTENTION_SHARE,
     COLLECTIVE_SECONDS,
     GPUS_PER_HOST,
     HOST_SECONDS,
@@ -28,7 +29,9 @@ class Work(NamedTuple):
     """What a rank of the pipeline does for one micro-batch."""
 
     block_flops: float
-    """Operations of its blocks' forward."""
+    """Operations of its blocks' forward, but for attention."""
+    attention_flops: float
+    """Operations of its blocks' forward that grow with the square of the length."""
     other_flops: float
     """Operations of the forward around them."""
     num_blocks: int
@@ -38,7 +41,7 @@ class StepTime(NamedTuple):
     """Seconds of a step, of the slowest stage; the parts add up but for what overlaps."""
 
     products: float
-    """Matrix products and scans at the chip's attained rate."""
+    """Matrix products, scans and attention at the chip's attained rates."""
     kernels: float
     """Reads and writes of all other kernels."""
     exchanges: float
@@ -88,7 +91,8 @@ def step_time(
     """
     count, parallel, again = layout.num_micro_batches, layout.parallel, int(layout.recompute)
     matrix, memory = chip.matrix_flops * MATRIX_SHARE, chip.memory_bandwidth * MEMORY_SHARE
-    products = ((3 + again) * work.block_flops + 3 * work.other_flops) / matrix
+    attention = work.attention_flops / (chip.matrix_flops * ATTENTION_SHARE)
+    products = (3 + again) * (work.block_flops / matrix + attention) + 3 * work.other_flops / matrix
     around = [trace.entry] * (rank == 0) + [trace.exit] * (rank == parallel.pp - 1)
     moved = sum(cost.moved_bytes for cost in [*(trace.blocks[kind] for kind in kinds), *around])
     kernels = moved * (1 + again / 3) / memory

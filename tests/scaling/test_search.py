@@ -160,7 +160,7 @@ def test_embedding_and_last_norm_count_on_the_ranks_that_have_them():
     each = layout(ParallelConfig(tp=2, pp=3), dp=1, num_micro_batches=3)
     times, sent = zip(
         *(
-            step_time(Work(0, 0, 1), nothing, trace, [0], each, CHIPS["h200"], rank=rank, itemsize=2)
+            step_time(Work(0, 0, 0, 1), nothing, trace, [0], each, CHIPS["h200"], rank=rank, itemsize=2)
             for rank in range(3)
         ),
         strict=True,
