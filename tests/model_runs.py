@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import tomli_w
@@ -17,6 +19,7 @@ from megalin.checkpoint.load import load, newest
 from megalin.data.shards import ShardWriter
 from megalin.train.config import check_launch, load_run_config
 from megalin.train.loop import TrainResult, train
+from megalin.train.step import _StartedStep
 
 STEPS = 12
 CPU = torch.device("cpu")
@@ -99,6 +102,13 @@ def train_here(config: Path, folder: Path, *overrides: str) -> TrainResult:
     run_config = load_run_config(config, list(overrides))
     check_launch(run_config, torch.distributed.get_world_size())
     return train(run_config, CPU, folder)
+
+
+@contextmanager
+def late_results() -> Iterator[None]:
+    """As on a GPU: no step's result is known before it was waited for."""
+    with patch.object(_StartedStep, "known", property(lambda _: False, lambda *_: None), create=True):
+        yield
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 import torch.distributed as dist
 from train_benchmarks.batches import random_batches
-from train_benchmarks.clock import Timing, Wait, time_steps
+from train_benchmarks.clock import Begun, Timing, time_steps
 from train_benchmarks.communication import Communication, record_communication
 from train_benchmarks.engine import OPTIMIZER, build_engine
 from train_benchmarks.fla_scan import scans_by_fla
@@ -173,16 +173,16 @@ def measure_ours(arguments: argparse.Namespace, config: AnyModelConfig, mesh: Me
     started = time.perf_counter()
     batches, engine = random_batches(arguments, config, mesh), build_engine(arguments, config, mesh)
 
-    def start(number: int) -> Wait:
-        begun = engine.step(batches, learning_rate=OPTIMIZER.lr, step=number)
-        return lambda: begun.wait().loss
+    def start(number: int) -> Begun:
+        started = engine.step(batches, learning_rate=OPTIMIZER.lr, step=number)
+        return Begun(started.known, lambda: started.wait().loss)
 
     timing = time_steps(start, warmup=arguments.warmup, steps=arguments.steps, started=started)
     peak, recorded, moved, sent = peak_memory_bytes(mesh.device) / 2**30, None, 0, None
     if arguments.profile or arguments.floor:
 
         def last() -> float:
-            return start(arguments.warmup + arguments.steps)()
+            return start(arguments.warmup + arguments.steps).wait()
 
         if dist.get_world_size() > 1:
             sent, profile = record_communication(last)

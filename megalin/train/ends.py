@@ -1,4 +1,4 @@
-"""When a step ends: once the next one was started, so that the device has work while the host reads and writes."""
+"""When a step ends: on a GPU once the next one was started, so that it has work while the host reads and writes."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ class Trainer:
                     raise
                 ends.settle()
                 ends.follow(Running(step + 1, started, rate, data_wait_seconds, digest))
-                if self._is_known_at_once(step + 1, last_step):
+                if started.known or self._is_wanted(step + 1, last_step):
                     ends.settle()
         if self.mesh.is_first_rank and self.run.metrics.stat().st_size:
             # An encoder's loss has a second term, which that entropy says nothing of.
@@ -164,8 +164,8 @@ class Trainer:
         loss = None if ends.result is None else ends.result.loss
         return TrainResult(max(last_step, self.first_step), loss, self._evaluation)
 
-    def _is_known_at_once(self, step: int, last_step: int) -> bool:
-        """Whether the result of `step` is waited for before the next step is started."""
+    def _is_wanted(self, step: int, last_step: int) -> bool:
+        """Whether the end of `step` asks for the weights as they are then, or tells of the run."""
         return step in (self.first_step + 1, last_step) or self._is_save_due(step) or self._is_evaluation_due(step)
 
     def _end(

@@ -40,13 +40,22 @@ class StepResult(NamedTuple):
     terms: tuple[float, ...]
     """The mean loss of each term of the model's `loss_names`, over its own valid labels of all ranks."""
 
+    @property
+    def known(self) -> bool:
+        """Nothing is to come."""
+        return True
+
     def wait(self) -> StepResult:
-        """Itself: nothing is to come."""
+        """Itself."""
         return self
 
 
 class PendingStep(Protocol):
     """A step that was started, whose result the device may still owe."""
+
+    @property
+    def known(self) -> bool:
+        """Whether the step is done and its result is here; the same on every rank."""
 
     def wait(self) -> StepResult:
         """The result; the host waits for it. A collective where it is an error.
@@ -81,6 +90,7 @@ class _StartedStep:
         """`told` [3 + terms + names]: loss, norm, labels, terms, and the norm of each named gradient on this rank."""
         self._model, self._optimizer, self._names, self._step = model, optimizer, names, step
         self._told = Told(told)
+        self.known = not told.is_cuda
 
     def wait(self) -> StepResult:
         told = self._told.read()

@@ -34,26 +34,27 @@ def _tools(monkeypatch):
         del sys.modules[name]
 
 
-def test_the_clock_leaves_out_the_first_steps_and_takes_the_median(monkeypatch):
+@pytest.mark.parametrize("known", [False, True])
+def test_the_clock_leaves_out_the_first_steps_and_takes_the_median(monkeypatch, known):
     from train_benchmarks import clock
 
     now, order = [0.0], []
     monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
 
-    def start(index):
-        order.append(f"start {index}")
-
-        def wait():
-            order.append(f"wait {index}")
+    def work(index, by):
+        order.append(f"{by} {index}")
+        if by == ("start" if known else "wait"):
             now[0] += [50.0, 9.0, 3.0, 1.0, 2.0][index]
-            return float(index)
+        return float(index)
 
-        return wait
+    def start(index):
+        work(index, "start")
+        return clock.Begun(known, lambda: work(index, "wait"))
 
     timing = clock.time_steps(start, warmup=2, steps=3, started=-7.0)
     assert timing == (2.0, [3.0, 1.0, 2.0], 57.0, [0.0, 1.0, 2.0, 3.0, 4.0])
-    assert order[:4] == ["start 0", "wait 0", "start 1", "start 2"]
-    assert order[4:] == ["wait 1", "start 3", "wait 2", "start 4", "wait 3", "wait 4"]
+    late = ["start 0", "wait 0", "start 1", "start 2", "wait 1", "start 3", "wait 2", "start 4", "wait 3", "wait 4"]
+    assert order == ([f"{what} {index}" for index in range(5) for what in ("start", "wait")] if known else late)
 
 
 def test_every_product_of_a_step_is_recorded_with_its_layout():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import statistics
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from megalin.train.engine import FullyShardedEngine
 from megalin.train.loop import TrainResult
 from megalin.train.run_folder import RunFolder
 from megalin.train.step import StepResult, _StartedStep
-from tests.model_runs import CPU, losses, metrics, steps_saved, train_here, write_config
+from tests.model_runs import CPU, late_results, losses, metrics, steps_saved, train_here, write_config
 from tests.ranks import run_ranks
 
 
@@ -102,6 +104,18 @@ def test_compiled_blocks_give_the_same_losses(config, tmp_path):
     assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "eager"), rel=2e-5)
 
 
+@pytest.fixture(name="late_results")
+def _late_results() -> Iterator[None]:
+    with late_results():
+        yield
+
+
+def test_a_step_whose_result_is_known_ends_at_once(config, plain):
+    seconds = [line["step_seconds"] for line in _raw(plain)]
+    assert min(seconds) > 0.1 * statistics.median(seconds)
+
+
+@pytest.mark.usefixtures("late_results")
 def test_a_step_is_waited_for_after_the_next_one_was_started(config, tmp_path, monkeypatch):
     order, take, wait = [], FullyShardedEngine.step, _StartedStep.wait
 
@@ -125,6 +139,7 @@ def test_a_step_is_waited_for_after_the_next_one_was_started(config, tmp_path, m
     ]
 
 
+@pytest.mark.usefixtures("late_results")
 @pytest.mark.parametrize("step", [4, 5])
 def test_a_step_that_is_not_finite_ends_the_run_with_all_that_was_before(config, plain, tmp_path, monkeypatch, step):
     count, accumulate = 0, steps.accumulate_gradients
@@ -146,6 +161,7 @@ def test_a_step_that_is_not_finite_ends_the_run_with_all_that_was_before(config,
     assert metrics(tmp_path) == metrics(plain)
 
 
+@pytest.mark.usefixtures("late_results")
 def test_data_that_cannot_be_read_end_the_run_after_the_steps_before(config, plain, tmp_path, monkeypatch):
     read = Loader.step
 

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +19,17 @@ from megalin.errors import PreemptedError
 from megalin.train.engine import FullyShardedEngine
 from megalin.train.metrics import Metrics
 from megalin.train.step import PendingStep
-from tests.model_runs import STEPS, checkpoint_tensors, ledger, losses, metrics, steps_saved, train_here, write_config
+from tests.model_runs import (
+    STEPS,
+    checkpoint_tensors,
+    late_results,
+    ledger,
+    losses,
+    metrics,
+    steps_saved,
+    train_here,
+    write_config,
+)
 from tests.numerics import assert_close
 from tests.ranks import RankFailedError, run_ranks
 
@@ -111,7 +122,7 @@ def test_resume_on_other_meshes_goes_on_with_the_same_samples(config, whole_runs
     assert ledger(folder) == ledger(whole_runs["single"])
 
 
-def _train_with_signals(config: Path, folder: Path, overrides: list[str], steps: list[int]) -> list[str]:
+def _train_with_signals(config: Path, folder: Path, overrides: list[str], steps: list[int], late: bool) -> list[str]:
     """Trains; rank 1 gets SIGTERM while each of `steps` runs, where the run ends and goes on as a new process would."""
     told, take = [], FullyShardedEngine.step
     handler = signal.getsignal(signal.SIGTERM)
@@ -123,7 +134,7 @@ def _train_with_signals(config: Path, folder: Path, overrides: list[str], steps:
             os.kill(os.getpid(), signal.SIGTERM)  # the launcher's, beside the cluster manager's
         return started
 
-    with patch.object(FullyShardedEngine, "step", signalled):
+    with patch.object(FullyShardedEngine, "step", signalled), late_results() if late else nullcontext():
         for _ in steps:
             with pytest.raises(PreemptedError) as raised:
                 train_here(config, folder, *overrides)
@@ -133,11 +144,12 @@ def _train_with_signals(config: Path, folder: Path, overrides: list[str], steps:
     return told
 
 
-def test_run_that_sigterm_ends_on_one_rank_goes_on_bit_equal(config, whole_runs, tmp_path):
+@pytest.mark.parametrize("late", [False, True])
+def test_run_that_sigterm_ends_on_one_rank_goes_on_bit_equal(config, whole_runs, tmp_path, late):
     mesh, folder = "dp2_accumulating", tmp_path / "run"
     world_size, overrides = MESHES[mesh]
     steps = [4, 7]  # the first is saved anyway, and once
-    for told in run_ranks(world_size, _train_with_signals, config, folder, overrides, steps):
+    for told in run_ranks(world_size, _train_with_signals, config, folder, overrides, steps, late):
         assert told == [
             f"SIGTERM after {step} of {STEPS} steps, all of them saved in {folder / 'checkpoints'}; the same command "
             "goes on"

@@ -8,8 +8,14 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-Wait = Callable[[], float]
-"""Waits for the loss of a step that was started."""
+
+class Begun(NamedTuple):
+    """A step that was started."""
+
+    known: bool
+    """Whether it is done, too."""
+    wait: Callable[[], float]
+    """Waits for its loss."""
 
 
 class Timing(NamedTuple):
@@ -24,24 +30,23 @@ class Timing(NamedTuple):
     """Of every step, those before the clock started included."""
 
 
-def time_steps(start: Callable[[int], Wait], *, warmup: int, steps: int, started: float) -> Timing:
+def time_steps(start: Callable[[int], Begun], *, warmup: int, steps: int, started: float) -> Timing:
     """Runs steps by `start(index)` and times the last `steps`. As in training, a step is started before the loss of the
-    one before is waited for; but for the first, which ends by itself."""
+    one before is waited for, unless that is known; the first ends by itself."""
     ends, losses = [time.perf_counter()], []
-    running: Wait | None = None
+    running: list[Begun] = []
 
     def end() -> None:
-        if running is not None:
-            losses.append(running())
+        while running:
+            losses.append(running.pop().wait())
             ends.append(time.perf_counter())
 
     for index in range(warmup + steps):
         begun = start(index)
         end()
-        running = begun
-        if index == 0:
+        running.append(begun)
+        if index == 0 or begun.known:
             end()
-            running = None
     end()
     seconds = [after - before for before, after in itertools.pairwise(ends)][warmup:]
     return Timing(statistics.median(seconds), seconds, ends[1] - started, losses)

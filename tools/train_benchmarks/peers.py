@@ -20,7 +20,7 @@ from megalin.errors import ConfigError
 from megalin.layers.mixers.base import MixerConfig
 from megalin.model.config import ModelConfig
 from megalin.train.step import Told
-from train_benchmarks.clock import Wait
+from train_benchmarks.clock import Begun
 
 OWN_MODEL = ("fla", "cosformer2")
 """What fla has the op of, but not the model."""
@@ -60,17 +60,17 @@ def build_peer(library: str, config: ModelConfig, *, device: torch.device) -> nn
         return recipe(sizes, mixer).to(torch.bfloat16)
 
 
-def peer_step(model: nn.Module, tokens: Tensor, *, lr: float) -> Callable[[int], Wait]:
-    """A training step on `tokens` [B, T], which predicts each next token of a row; returns what waits for its loss."""
+def peer_step(model: nn.Module, tokens: Tensor, *, lr: float) -> Callable[[int], Begun]:
+    """A training step on `tokens` [B, T], which predicts each next token of a row."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
 
-    def step(index: int) -> Wait:
+    def step(index: int) -> Begun:
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
         told = Told(loss.detach())
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return lambda: told.read().item()
+        return Begun(not loss.is_cuda, lambda: told.read().item())
 
     return step
 
