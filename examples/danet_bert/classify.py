@@ -95,7 +95,7 @@ def fine_tune(model: Model, examples: EncoderBatch, mesh: Mesh, *, steps: int, b
         set_learning_rate(optimizer, rate * min(1.0, 10 * (step + 1) / steps) * (1.0 - step / steps))
         rows = torch.randint(0, len(examples.tokens), (batch_size,), generator=generator)
         batch = batch_to(EncoderBatch(*(field[rows] for field in examples)), mesh.device)
-        result = train_step(model, optimizer, [batch], mesh, max_grad_norm=1.0, step=step + 1)
+        result = train_step(model, optimizer, [batch], mesh, max_grad_norm=1.0, step=step + 1).wait()
         if (step + 1) % max(1, steps // 10) == 0:
             print(f"step {step + 1}/{steps}  loss {result.loss:.4f}")
 
