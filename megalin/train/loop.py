@@ -20,7 +20,7 @@ from megalin.data.loader import Loader, Step, ValidationLoader
 from megalin.data.packing import AnyBatch, batch_to, pinned, split_tokens
 from megalin.data.sources import Dataset, open_dataset, open_training
 from megalin.data.tokenizer import load_tokenizer
-from megalin.errors import CheckpointError, ConfigError, MegalinError, NumericError, PreemptedError
+from megalin.errors import CheckpointError, ConfigError, MegalinError, PreemptedError
 from megalin.ops import backend
 from megalin.optim.schedule import learning_rate
 from megalin.parallel.mesh import Mesh
@@ -148,11 +148,7 @@ class Trainer:
             for step in range(self.first_step, last_step):
                 batches, digest, data_wait_seconds = self._next_batches(loader, step, ends.settle)
                 rate = learning_rate(config.optimizer, config.schedule, step, train.steps)
-                try:
-                    started = self.engine.step(batches, learning_rate=rate, step=step + 1)
-                except NumericError:  # of an engine that waits itself; the step before counts
-                    ends.settle()
-                    raise
+                started = self.engine.step(batches, learning_rate=rate, step=step + 1)
                 ends.settle()
                 ends.follow(Running(step + 1, started, rate, data_wait_seconds, digest))
                 if started.known or self._is_wanted(step + 1, last_step):

@@ -165,8 +165,8 @@ def apply_gradients(
     else:
         norms = clip_gradients(model.parameters(), max_grad_norm)
     values = torch.stack([losses.sum(), norms.whole.to(losses.dtype), counts[0].to(losses.dtype), *losses])
-    step_where(values.isfinite().all(), optimizer)
     started = _StartedStep(model, optimizer, names, torch.cat([values, norms.parts.to(losses.dtype)]), step)
+    step_where(values.isfinite().all(), optimizer)
     optimizer.zero_grad(set_to_none=True)
     model.after_optimizer_step()
     return started
