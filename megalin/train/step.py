@@ -157,15 +157,15 @@ def apply_gradients(
     The host waits for nothing of it, so that it can start the next step while the device works. Where the loss or the
     gradient is not finite the device leaves out the update, and every later one until that result was waited for.
     """
-    names = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+    given = {name: parameter for name, parameter in model.named_parameters() if parameter.grad is not None}
     if isinstance(model, Pipeline):
         norms = clip_gradients(
-            model.parameters(), max_grad_norm, counted_elsewhere=model.counted_elsewhere(), stages=model.pp.axis
+            given.values(), max_grad_norm, counted_elsewhere=model.counted_elsewhere(), stages=model.pp.axis
         )
     else:
-        norms = clip_gradients(model.parameters(), max_grad_norm)
+        norms = clip_gradients(given.values(), max_grad_norm)
     values = torch.stack([losses.sum(), norms.whole.to(losses.dtype), counts[0].to(losses.dtype), *losses])
-    started = _StartedStep(model, optimizer, names, torch.cat([values, norms.parts.to(losses.dtype)]), step)
+    started = _StartedStep(model, optimizer, list(given), torch.cat([values, norms.parts.to(losses.dtype)]), step)
     step_where(values.isfinite().all(), optimizer)
     optimizer.zero_grad(set_to_none=True)
     model.after_optimizer_step()
