@@ -9,8 +9,9 @@ torchrun --nproc-per-node 4 tools/benchmark_train.py transnormerllm-7b-64k --tp 
 torchrun --nproc-per-node 4 tools/benchmark_train.py transnormerllm-1b-64k --pp 4 --micro-batches 16 --batch 1
 torchrun --nproc-per-node 4 tools/benchmark_train.py transnormerllm-1b-64k --engine deepspeed --zero 2
 
---profile prints where one more step spends its time on the first rank's device; of several ranks the JSON line says
-what communication took, and how much of it no other work hid (train_benchmarks/communication.py).
+--profile prints where one more step spends its time on the first rank's device; of several ranks it is three steps, and
+the JSON line says what communication took in the second, and how much of it no other work hid
+(train_benchmarks/communication.py).
 --floor says which share of the step its products, scan and bytes take by themselves (train_benchmarks/floor.py).
 --peer times another library's model of the same sizes after ours was freed (train_benchmarks/peers.py).
 """
@@ -28,7 +29,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 import torch.distributed as dist
 from train_benchmarks.batches import random_batches
-from train_benchmarks.clock import Begun, Timing, time_steps
+from train_benchmarks.clock import Begun, Timing, end_on, time_steps
 from train_benchmarks.communication import Communication, record_communication
 from train_benchmarks.engine import OPTIMIZER, build_engine
 from train_benchmarks.fla_scan import scans_by_fla
@@ -77,7 +78,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--profile", action="store_true", help="print where one more step spends its time")
     parser.add_argument("--floor", action="store_true", help="measure the step's floor; on one GPU")
     parser.add_argument("--peer", choices=sorted(PEERS), help="time this library's model as well; on one GPU")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.warmup < 1:
+        parser.error(f"--warmup {arguments.warmup}: the first step compiles and is never timed; use 1 or more")
+    return arguments
 
 
 def parallel_config(arguments: argparse.Namespace) -> ParallelConfig:
@@ -175,19 +179,16 @@ def measure_ours(arguments: argparse.Namespace, config: AnyModelConfig, mesh: Me
 
     def start(number: int) -> Begun:
         started = engine.step(batches, learning_rate=OPTIMIZER.lr, step=number)
-        return Begun(started.known, lambda: started.wait().loss)
+        return Begun(started.known, lambda: started.wait().loss, end_on(mesh.device))
 
     timing = time_steps(start, warmup=arguments.warmup, steps=arguments.steps, started=started)
     peak, recorded, moved, sent = peak_memory_bytes(mesh.device) / 2**30, None, 0, None
     if arguments.profile or arguments.floor:
-
-        def last() -> float:
-            return start(arguments.warmup + arguments.steps).wait()
-
+        number = arguments.warmup + arguments.steps
         if dist.get_world_size() > 1:
-            sent, profile = record_communication(last)
+            sent, profile = record_communication(start, number)
         else:
-            recorded, profile = record(last)
+            recorded, profile = record(lambda: start(number).wait())
         if arguments.profile and mesh.is_first_rank:
             print(profile.key_averages().table(sort_by="self_device_time_total", row_limit=20), file=sys.stderr)
     if arguments.floor:

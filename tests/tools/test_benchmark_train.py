@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -55,6 +56,29 @@ def test_the_clock_leaves_out_the_first_steps_and_takes_the_median(monkeypatch, 
     assert timing == (2.0, [3.0, 1.0, 2.0], 57.0, [0.0, 1.0, 2.0, 3.0, 4.0])
     late = ["start 0", "wait 0", "start 1", "start 2", "wait 1", "start 3", "wait 2", "start 4", "wait 3", "wait 4"]
     assert order == ([f"{what} {index}" for index in range(5) for what in ("start", "wait")] if known else late)
+
+
+def test_on_a_device_a_step_ends_there_however_late_the_host_looks(monkeypatch):
+    from train_benchmarks import clock
+
+    class End(NamedTuple):
+        milliseconds: float
+        waited: list[float]
+
+        def synchronize(self):
+            self.waited.append(self.milliseconds)
+
+        def elapsed_time(self, other):
+            assert other.milliseconds in other.waited
+            return other.milliseconds - self.milliseconds
+
+    ends, waited = [50_000.0, 59_000.0, 62_000.0, 63_000.0, 65_000.0], []
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: 99.0)
+
+    timing = clock.time_steps(
+        lambda index: clock.Begun(False, lambda: float(index), End(ends[index], waited)), warmup=2, steps=3, started=9.0
+    )
+    assert timing == (2.0, [3.0, 1.0, 2.0], 90.0, [0.0, 1.0, 2.0, 3.0, 4.0])
 
 
 def test_every_product_of_a_step_is_recorded_with_its_layout():
@@ -313,6 +337,20 @@ def test_communication_is_exposed_where_no_other_kernel_runs():
     assert found.idle == pytest.approx(0.6)
     assert found.by_kernel["ncclDevKernel_AllReduce_Sum"] == pytest.approx((2, 1.6, 0.8))
     assert from_events([]).span == 0.0
+
+
+def test_the_communication_of_a_step_is_what_its_host_launched():
+    from train_benchmarks.communication import of_step
+
+    def event(name, cat, start, correlation=None, dur=10):
+        return {"name": name, "cat": cat, "ts": start, "dur": dur, "args": {"correlation": correlation}}
+
+    windows = [event(f"benchmark step {index}", "user_annotation", 100 * index, dur=50) for index in range(3)]
+    shadows = [{**window, "cat": "gpu_user_annotation", "ts": window["ts"] + 70} for window in windows]
+    launches = [event("cudaLaunchKernel", "cuda_runtime", start, start) for start in (20, 120, 149, 160, 220)]
+    kernels = [event(f"kernel {start}", "kernel", start + 200, start) for start in (20, 120, 149, 160, 220)]
+    events = [{"ph": "M", "name": "process_name"}, *windows, *shadows, *launches, *kernels]
+    assert [found["name"] for found in of_step(events, 1)] == ["kernel 120", "kernel 149"]
 
 
 def test_steps_are_drawn_with_and_without_floor_and_peer(tmp_path):

@@ -12,8 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from train_benchmarks.clock import Begun
+
 COMMUNICATION = re.compile(r"nccl")
 ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+BY_HOST = frozenset({"cuda_runtime", "cuda_driver"})
+_STEP = "benchmark step "
 
 Interval = tuple[float, float]
 """Start and end."""
@@ -33,14 +37,35 @@ class Communication(NamedTuple):
     """Launches, milliseconds, exposed milliseconds."""
 
 
-def record_communication(step: Callable[[], object]) -> tuple[Communication, Any]:
-    """Profiles one call of `step` on this rank; also the profile, for tables."""
+def record_communication(start: Callable[[int], Begun], number: int) -> tuple[Communication, Any]:
+    """Profiles three steps from `number` on, started as the clock starts them, and gives the communication of the
+    second on this rank; also the profile of all three, for tables."""
     with torch.profiler.profile() as profile:
-        step()
+        before: Begun | None = None
+        for index in range(3):
+            with torch.profiler.record_function(f"{_STEP}{index}"):
+                begun = start(number + index)
+            if before is not None:
+                before.wait()
+            before = begun
+        begun.wait()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
-        return from_events(json.loads(path.read_text("utf-8"))["traceEvents"]), profile
+        return from_events(of_step(json.loads(path.read_text("utf-8"))["traceEvents"], 1)), profile
+
+
+def of_step(events: list[dict[str, Any]], index: int) -> list[dict[str, Any]]:
+    """What the device did in the step, whenever it did it: what the host launched while it started the step."""
+    (window,) = [e for e in events if (e.get("cat"), e["name"]) == ("user_annotation", f"{_STEP}{index}")]
+    launched = {
+        event["args"]["correlation"]
+        for event in events
+        if event.get("cat") in BY_HOST and window["ts"] <= event["ts"] <= window["ts"] + window["dur"]
+    }
+    return [
+        event for event in events if event.get("cat") in ON_DEVICE and event["args"].get("correlation") in launched
+    ]
 
 
 def from_events(events: Iterable[dict[str, Any]]) -> Communication:

@@ -20,7 +20,7 @@ from megalin.errors import ConfigError
 from megalin.layers.mixers.base import MixerConfig
 from megalin.model.config import ModelConfig
 from megalin.train.step import Told
-from train_benchmarks.clock import Begun
+from train_benchmarks.clock import Begun, end_on
 
 OWN_MODEL = ("fla", "cosformer2")
 """What fla has the op of, but not the model."""
@@ -70,7 +70,7 @@ def peer_step(model: nn.Module, tokens: Tensor, *, lr: float) -> Callable[[int],
         told = Told(loss.detach())
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return Begun(not loss.is_cuda, lambda: told.read().item())
+        return Begun(not loss.is_cuda, lambda: told.read().item(), end_on(loss.device))
 
     return step
 
