@@ -21,7 +21,8 @@ EARLY_COLLECTIVES = {
     "reorder_for_compute_comm_overlap_passes": ["raise_comms", "sink_waits"],
 }
 """Inductor's options by which each collective of a block starts as early, and is waited for as late, as what it needs
-and what needs it allow: in the backward of tensor parallelism, beside two gradients of weights. The same kernels."""
+and what needs it allow: in the backward beside gradients of weights. The same kernels; the collectives of a block stay
+in their order, which is that of its trace and the same on every rank."""
 
 _PLANNED_LENGTH = 4096
 """Tokens a sequence for which layers are shared out where the caller tells none."""
@@ -81,9 +82,9 @@ def _materialise(
     if compute_dtype == torch.float64:
         model.to(torch.float64)
     if compile_blocks:
-        # With cp the ranks' graphs differ, and two of them might order their collectives each in its own way; under
-        # sequence parallelism nobody measured what it changes.
-        early = overlap and mesh.cp.size == 1 and not mesh.tp.sequence_parallel
+        # The states of cp are small, and what is waited for is the slowest rank: work beside them pays on any host.
+        # Under sequence parallelism nobody measured what it changes.
+        early = (overlap or mesh.cp.size > 1) and not mesh.tp.sequence_parallel
         options = EARLY_COLLECTIVES if early else None
         for block in model.block_list():
             block.compile(fullgraph=True, dynamic=False, options=options)

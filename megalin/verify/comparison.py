@@ -38,15 +38,16 @@ class Row(NamedTuple):
         return self.error <= self.bound
 
 
-def compare(case: Case, outcome: Outcome, truth: Outcome, rounding: Rounding | None) -> list[Row]:
-    """One row a tensor. `truth` is one process in at least fp32; `rounding` widens the bounds of bf16."""
+def compare(case: Case, outcome: Outcome, truth: Outcome, rounding: Rounding | None, device: torch.device) -> list[Row]:
+    """One row a tensor. `truth` is one process in at least fp32; `rounding` widens the bounds of bf16; `device` does
+    the sums, one tensor after the other."""
     assert outcome.keys() == truth.keys(), outcome.keys() ^ truth.keys()
     rows = []
     for name, expected in truth.items():
         bound = (WEIGHT_BOUND if kind(name) == "weight" else RELATIVE_BOUND)[case.dtype]
         if rounding is not None:
             bound = max(bound, BF16_FACTOR * rounding.get(role(name), 0.0))
-        rows.append(Row(name, error(name, outcome[name], expected), bound))
+        rows.append(Row(name, error(name, outcome[name], expected, device), bound))
     return rows
 
 
@@ -60,11 +61,11 @@ def role(name: str) -> str:
     return re.sub(r"(?<=:blocks\.)\d+", "*", name) if ":" in name else kind(name)
 
 
-def error(name: str, actual: Tensor, expected: Tensor) -> float:
-    """The difference in the units of the bounds; inf for another shape."""
+def error(name: str, actual: Tensor, expected: Tensor, device: torch.device) -> float:
+    """The difference in the units of the bounds, summed in fp64 on `device`; inf for another shape."""
     if actual.shape != expected.shape:
         return float("inf")
-    actual, expected = actual.to(torch.float64), expected.to(torch.float64)
+    actual, expected = actual.to(device, torch.float64), expected.to(device, torch.float64)
     difference = (actual - expected).norm().item()
     if kind(name) == "weight":
         return difference / expected.numel() ** 0.5 / OPTIMIZER.lr

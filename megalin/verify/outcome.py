@@ -27,7 +27,7 @@ from megalin.train.step import accumulate_gradients, apply_gradients
 from megalin.verify.case import Case, make_batches, rank_batches
 
 Outcome = dict[str, Tensor]
-"""Whole tensors on the CPU by name: logits.<m>, token_losses.<m>, loss, grad_norm, gradient:<p>, weight:<p>; of an
+"""Whole tensors by name: logits.<m>, token_losses.<m>, loss, grad_norm, gradient:<p>, weight:<p>; of an
 encoder also sequence_logits.<m> and sequence_losses.<m>."""
 
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, max_grad_norm=0.05)
@@ -81,7 +81,7 @@ def _of_whole_rows(head: _Head, tensor: Tensor, whole: AnyBatch, axis: Axis) -> 
 
 
 def run_on_mesh(case: Case, mesh: Mesh, *, after_fill: Callable[[nn.Module, Mesh], None] | None = None) -> Outcome:
-    """The step on the mesh, by the code that trains; a collective, the outcome is whole on every rank.
+    """The step on the mesh, by the code that trains; a collective, the outcome is whole on every rank, on its host.
 
     Args:
         after_fill: called on the filled model; the self-test plants a fault there.
@@ -135,7 +135,7 @@ def _joined(parts: Sequence[Outcome]) -> Outcome:
 def run_reference(
     case: Case, dtype: torch.dtype, device: torch.device, *, dither: torch.Generator | None = None
 ) -> Outcome:
-    """The step in this process alone, in `dtype`: plain tensors, plain autograd, plain AdamW.
+    """The step in this process alone, in `dtype`: plain tensors, plain autograd, plain AdamW; all on `device`.
 
     `device` is that of the mesh: the draws of the initial weights are the same on every mesh of one kind of device.
 
@@ -175,6 +175,11 @@ def run_reference(
         outcome[f"gradient:{name}"], master.grad = gradients[name].clone(), gradients[name]
     outcome["loss"] = total
     outcome |= _step(masters)
+    return outcome
+
+
+def on_host(outcome: Outcome) -> Outcome:
+    """The same in the host's memory, where several of a large model fit."""
     return {name: tensor.cpu() for name, tensor in outcome.items()}
 
 
@@ -190,7 +195,7 @@ def run_step(case: Case, gradients: Outcome, device: torch.device) -> Outcome:
     masters = dict(_filled(case, torch.float32, device).named_parameters())
     for name, master in masters.items():
         master.grad = gradients[f"gradient:{name}"].to(device, torch.float32, copy=True)  # clipped in place
-    return {name: tensor.cpu() for name, tensor in _step(masters).items()}
+    return on_host(_step(masters))
 
 
 def _filled(case: Case, dtype: torch.dtype, device: torch.device) -> Model:

@@ -20,8 +20,15 @@ def measure_rounding(case: Case, truth: Outcome, device: torch.device) -> Roundi
     largest: dict[str, float] = {}
     for draw in range(NUM_DRAWS):
         dither = torch.Generator(device).manual_seed(draw) if draw else None
-        narrow = run_reference(case, torch.bfloat16, device, dither=dither)
-        for name, expected in truth.items():
-            if kind(name) not in ("grad_norm", "weight"):
-                largest[role(name)] = max(largest.get(role(name), 0.0), error(name, narrow[name], expected))
+        for name, found in _errors(case, truth, device, dither):
+            largest[role(name)] = max(largest.get(role(name), 0.0), found)
     return largest
+
+
+def _errors(
+    case: Case, truth: Outcome, device: torch.device, dither: torch.Generator | None
+) -> list[tuple[str, float]]:
+    """The errors of one draw, whose tensors never leave the device."""
+    narrow = run_reference(case, torch.bfloat16, device, dither=dither)
+    names = [name for name in truth if kind(name) not in ("grad_norm", "weight")]
+    return [(name, error(name, narrow[name], truth[name], device)) for name in names]

@@ -17,7 +17,7 @@ from megalin.parallel.pipeline import gather_objects
 from megalin.verify.case import Case
 from megalin.verify.comparison import Rounding, Row, compare, kind
 from megalin.verify.faults import Exchange, Probe, visible_faults
-from megalin.verify.outcome import Outcome, run_on_mesh, run_reference, run_step
+from megalin.verify.outcome import Outcome, on_host, run_on_mesh, run_reference, run_step
 from megalin.verify.rounding import measure_rounding
 
 
@@ -100,9 +100,9 @@ def with_low_rank(case: Case) -> Case:
 
 def _reference(case: Case, device: torch.device) -> Reference:
     if case.dtype == "bfloat16":
-        truth = run_reference(case, torch.float32, device)
+        truth = on_host(run_reference(case, torch.float32, device))
         return Reference(truth, measure_rounding(case, truth, device))
-    return Reference(run_reference(case, case.compute_dtype, device), None)
+    return Reference(on_host(run_reference(case, case.compute_dtype, device)), None)
 
 
 def _compare(case: Case, outcome: Outcome, reference: Reference, device: torch.device) -> list[Row]:
@@ -111,7 +111,7 @@ def _compare(case: Case, outcome: Outcome, reference: Reference, device: torch.d
         # The sign of a gradient element near zero is rounding, and AdamW's first step moves its weight by twice lr.
         # The gradients have their own rows; what the optimizer makes of them is exact.
         truth = truth | run_step(case, outcome, device)
-    return compare(case, outcome, truth, reference.rounding)
+    return compare(case, outcome, truth, reference.rounding, device)
 
 
 def worst_first(rows: list[Row]) -> list[Row]:

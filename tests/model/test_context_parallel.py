@@ -15,6 +15,7 @@ from megalin.parallel.context import ExchangeName
 from megalin.parallel.data_parallel import shard_model
 from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.parallel.tensor_parallel import full_tensor
+from megalin.train.build import EARLY_COLLECTIVES
 from megalin.train.step import accumulate_gradients
 from tests.cases import CASES, GLU, HIDDEN_SIZE, MAMBA2, NUM_HEADS, RODIMUS, SHARED_KEY, VOCAB_SIZE, model
 from tests.encoder_cases import CASES as ENCODERS
@@ -42,12 +43,14 @@ MODELS["two-attentions"] = model({"sublayers": [{"type": "softmax", "num_heads":
 def on_axis(
     size: int, name: str, *, compute_dtype: torch.dtype, backend: str | None = None, exchange: ExchangeName = "auto"
 ) -> tuple[Mesh, Model]:
-    """A filled model on `size` ranks that share each sample; if compiled, it forms activations again."""
+    """A filled model on `size` ranks that share each sample; if compiled, it forms activations again, and by inductor
+    as a run has it."""
     mesh = Mesh(ParallelConfig(cp=size, cp_exchange=exchange), torch.device("cpu"))
     model = make_model(MODELS[name], mesh.tp, cp=mesh.cp, recompute=backend is not None).to(compute_dtype)
     if backend is not None:
         for block in model.block_list():
-            block.compile(fullgraph=True, dynamic=False, backend=backend)
+            options = EARLY_COLLECTIVES if backend == "inductor" else None
+            block.compile(fullgraph=True, dynamic=False, backend=backend, options=options)
     shard_model(model, model.block_list(), model.full_precision_modules(), mesh, compute_dtype=compute_dtype)
     materialise(model)
     return mesh, model
@@ -232,21 +235,23 @@ def _gradients(name: str, backend: str | None, exchange: ExchangeName) -> Arrays
 
 AS_INDUCTOR_CUTS = "aot_eager_decomp_partition"
 """Cuts a block's graph into a forward and a backward as inductor does, but compiles neither."""
-COMPILED: tuple[tuple[str, ExchangeName], ...] = (
-    ("transnormer-cosine", "pipelined"),
-    ("hgrn2", "ring"),
-    ("rodimus", "auto"),
-    ("softmax-grouped", "auto"),
-    ("local", "auto"),
+COMPILED: tuple[tuple[str, ExchangeName, str], ...] = (
+    ("transnormer-cosine", "pipelined", AS_INDUCTOR_CUTS),
+    ("hgrn2", "ring", AS_INDUCTOR_CUTS),
+    ("rodimus", "auto", "inductor"),  # several exchanges in a block, which must keep their order
+    ("softmax-grouped", "auto", AS_INDUCTOR_CUTS),
+    ("local", "auto", AS_INDUCTOR_CUTS),
 )
 
 
 def _compiled() -> list[tuple[Arrays, Arrays, int]]:
+    torch._inductor.config.fx_graph_cache = False  # ranks' keys differ: none finds what another kept
+    torch._inductor.config.cpp.simdlen = 1  # vectors, which are inductor's own, take it half of its time
     found = []
-    for name, exchange in COMPILED:
+    for name, exchange, backend in COMPILED:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        pair = _gradients(name, None, "auto"), _gradients(name, AS_INDUCTOR_CUTS, exchange)
+        pair = _gradients(name, None, "auto"), _gradients(name, backend, exchange)
         found.append((*pair, torch._dynamo.utils.counters["stats"]["unique_graphs"]))
     return found
 

@@ -116,10 +116,10 @@ def test_bf16_bound_is_twice_the_largest_rounding_of_one_process(monkeypatch):
     wide = run_reference(bf16, torch.float32, CPU)
     for dither in (None, torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)):
         narrow = run_reference(bf16, torch.bfloat16, CPU, dither=dither)
-        for row in compare(bf16, narrow, wide, {}):
+        for row in compare(bf16, narrow, wide, {}, CPU):
             largest[comparison.role(row.name)] = max(largest.get(comparison.role(row.name), 0.0), row.error)
     assert 1e-3 < largest["logits"] < 3e-2
-    for row in compare(bf16, wide, wide, rounding.measure_rounding(bf16, wide, CPU)):
+    for row in compare(bf16, wide, wide, rounding.measure_rounding(bf16, wide, CPU), CPU):
         if comparison.kind(row.name) == "weight":
             assert row.bound == 1e-3
         else:
@@ -153,7 +153,7 @@ def test_likes_in_other_blocks_and_micro_batches_share_a_role():
 def bf16_weight_rows(narrow: Outcome, wide: Outcome) -> list[Row]:
     """Of an outcome in bf16 against one process, as `verify` compares them."""
     truth = wide | run_step(case(PRESET, dtype="bfloat16"), narrow, CPU)
-    rows = compare(case(PRESET, dtype="bfloat16"), narrow, truth, {})
+    rows = compare(case(PRESET, dtype="bfloat16"), narrow, truth, {}, CPU)
     return [row for row in rows if comparison.kind(row.name) in ("weight", "grad_norm")]
 
 
@@ -162,7 +162,7 @@ def test_bf16_weights_are_those_that_the_gradients_make():
     wide, narrow = (
         run_reference(case(PRESET, dtype="bfloat16"), dtype, CPU) for dtype in (torch.float32, torch.bfloat16)
     )
-    turned = [row for row in compare(case(PRESET, dtype="bfloat16"), narrow, wide, {}) if row.name[:6] == "weight"]
+    turned = [row for row in compare(case(PRESET, dtype="bfloat16"), narrow, wide, {}, CPU) if row.name[:6] == "weight"]
     assert max(row.error for row in turned) > 2e-2
     assert max(row.error for row in bf16_weight_rows(narrow, wide)) < 1e-4
     name = "weight:blocks.0.sublayers.1.mixer.down.weight"
@@ -183,7 +183,7 @@ def test_a_step_from_gradients_is_the_step_of_one_process():
 def test_error_that_is_nan_or_of_another_shape_does_not_pass():
     truth = {"loss": torch.ones(()), "weight:a": torch.ones(2)}
     wrong = {"loss": torch.tensor(float("nan")), "weight:a": torch.ones(3)}
-    assert [row.passed for row in compare(case(PRESET), wrong, truth, None)] == [False, False]
+    assert [row.passed for row in compare(case(PRESET), wrong, truth, None, CPU)] == [False, False]
 
 
 def test_exceeded_bound_is_printed_and_fails(capsys):
