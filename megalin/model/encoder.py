@@ -15,7 +15,6 @@ from megalin.layers.norms import build_norm
 from megalin.model.config import EncoderConfig
 from megalin.model.stack import BlockStack
 from megalin.ops.srmsnorm import compute_dtype
-from megalin.parallel.collectives import finish
 from megalin.parallel.context import ContextParallel
 from megalin.parallel.cross_entropy import IGNORED_LABEL, vocab_parallel_cross_entropy
 from megalin.parallel.embedding import StreamTable, VocabParallelTable, VocabularyBias
@@ -141,7 +140,7 @@ class Encoder(BlockStack[EncoderConfig]):
         x = self.embedding.embed(tokens) + self.position_embedding(positions) + self.type_embedding(token_types)
         row = None if self.cp.size == 1 else self.cp.row(document_ids, valid)
         context = SequenceContext(positions, document_ids, self.shared_tensors(), x.dtype, valid=valid, row=row)
-        x = finish(functional.hardtanh(x))
+        x = functional.hardtanh(x)
         for block in self.block_list():
             x = block(x, block.contexts(context), None).x
         hidden = self.norm(x)
