@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -39,20 +39,24 @@ class Sublayer(nn.Module):
 
 
 class Block(nn.Module):
-    """The sub-layers of one block.
+    """The sub-layers of one block, or of a stage of a pipeline that ends or begins inside of it.
 
     Args:
         recompute: whether the backward computes the block's activations again instead of keeping them.
+        own: the sub-layers that there are, under the names that they have in the whole block; None: all.
     """
 
-    def __init__(self, config: BlockConfig, scope: BuildScope, *, recompute: bool) -> None:
+    def __init__(
+        self, config: BlockConfig, scope: BuildScope, *, recompute: bool, own: Sequence[int] | None = None
+    ) -> None:
         super().__init__()
         self.recompute = recompute
         self._compiled: Callable[..., BlockOutput] | None = None
-        self.sublayers = nn.ModuleList(
-            Sublayer(sublayer, scope._replace(path=f"{scope.path}.sublayers.{index}"))
-            for index, sublayer in enumerate(config.sublayers)
-        )
+        self.sublayers = nn.ModuleList()
+        for index, sublayer in enumerate(config.sublayers):
+            if own is None or index in own:
+                part = Sublayer(sublayer, scope._replace(path=f"{scope.path}.sublayers.{index}"))
+                self.sublayers.add_module(str(index), part)
 
     def compile(self, *args: Any, **options: Any) -> None:
         """Compiles what a forward computes, with `torch.compile`'s arguments.

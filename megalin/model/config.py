@@ -53,6 +53,11 @@ class StackConfig(Config):
         return sum(block.repeat for block in self.layers)
 
     @property
+    def num_sublayers(self) -> int:
+        """Number of sub-layers of all blocks."""
+        return sum(block.repeat * len(block.sublayers) for block in self.layers)
+
+    @property
     def output_std(self) -> float:
         """Standard deviation of the initial matrices that write to the residual stream."""
         return self.init_std
@@ -106,7 +111,7 @@ class ModelConfig(StackConfig):
         """Standard deviation of the initial matrices that write to the residual stream."""
         if self.output_init == "plain":
             return self.init_std
-        return self.init_std / math.sqrt(sum(block.repeat * len(block.sublayers) for block in self.layers))
+        return self.init_std / math.sqrt(self.num_sublayers)
 
 
 class EncoderConfig(StackConfig):

@@ -68,7 +68,7 @@ class LanguageModel(BlockStack[ModelConfig]):
         recompute: bool = False,
         stage: Stage | None = None,
     ) -> None:
-        stage = Stage(0, 1, range(config.num_layers)) if stage is None else stage
+        stage = Stage(0, 1, range(config.num_sublayers)) if stage is None else stage
         has_table = stage.is_first or (stage.is_last and config.tie_embeddings)
         super().__init__(config, tp, recompute=recompute, cp=cp, stage=stage, has_table=has_table)
         tied, vocabulary, width = config.tie_embeddings, config.vocab_size, config.hidden_size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar, cast
 
 from torch import Tensor, nn
@@ -24,8 +24,8 @@ class Stage(NamedTuple):
 
     number: int
     num_stages: int
-    layers: range
-    """Its blocks, by their numbers in the model."""
+    sublayers: range
+    """Its sub-layers, by their numbers in the model: of the first and the last block it may have a part."""
 
     @property
     def is_first(self) -> bool:
@@ -68,7 +68,7 @@ class BlockStack(nn.Module, Generic[ConfigT]):
         """`has_table`: whether this stage holds the table of tokens."""
         super().__init__()
         self.config = config
-        self.stage = stage = Stage(0, 1, range(config.num_layers)) if stage is None else stage
+        self.stage = stage = Stage(0, 1, range(config.num_sublayers)) if stage is None else stage
         self.tp = tp = TensorParallel() if tp is None else tp
         self.cp = cp = ContextParallel() if cp is None else cp
         width, std = config.hidden_size, config.init_std
@@ -79,22 +79,25 @@ class BlockStack(nn.Module, Generic[ConfigT]):
         self._shared_types: list[str] = []  # as in the config; names of modules hold no dots
         self.blocks = nn.ModuleList()
         first_scopes: dict[str, BuildScope] = {}  # of each mixer type, the same on every stage
+        number = 0
         for layer, (path, block) in enumerate(config.blocks()):
+            own = [index for index in range(len(block.sublayers)) if number + index in stage.sublayers]
+            number += len(block.sublayers)
             scope = BuildScope(width, layer, config.num_layers, tp, std, path, config.output_std, cp)
             for sublayer in block.sublayers:
                 first_scopes.setdefault(sublayer.type, scope)
-            if layer in stage.layers:
-                self.blocks.add_module(str(layer), Block(block, scope, recompute=recompute))
-            self._build_model_level(block, first_scopes, reads=layer in stage.layers)
+            if own:
+                self.blocks.add_module(str(layer), Block(block, scope, recompute=recompute, own=own))
+            self._build_model_level(block, first_scopes, own)
         if stage.is_last:
             self.norm = build_norm(config.norm, width, config.norm_eps, tp)
 
-    def _build_model_level(self, block: BlockConfig, scopes: Mapping[str, BuildScope], *, reads: bool) -> None:
-        """Builds, once per mixer type, what the type keeps at the level of the model: what blocks share where blocks of
-        this stage read it (`reads`), input layers where the tokens are embedded."""
-        for sublayer in block.sublayers:
+    def _build_model_level(self, block: BlockConfig, scopes: Mapping[str, BuildScope], own: Sequence[int]) -> None:
+        """Builds, once per mixer type, what the type keeps at the level of the model: what sub-layers share where this
+        stage has one that reads it (`own` of the block's), input layers where the tokens are embedded."""
+        for index, sublayer in enumerate(block.sublayers):
             key, scope = sublayer.type.replace(".", "_"), scopes[sublayer.type]
-            if reads and key not in self.shared and (module := sublayer.shared_module(scope)) is not None:
+            if index in own and key not in self.shared and (module := sublayer.shared_module(scope)) is not None:
                 self.shared[key] = module
                 self._shared_types.append(sublayer.type)
             if (

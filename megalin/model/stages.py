@@ -1,17 +1,16 @@
-"""A decoder cut into the stages of a pipeline: which layers each gets, by cost, and a stage as a module."""
+"""A decoder cut into the stages of a pipeline: which sub-layers each gets, by cost, and a stage as a module."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megalin.errors import ConfigError
-from megalin.layers.mixers.base import Mixer
 from megalin.model.config import AnyModelConfig, EncoderConfig, ModelConfig
+from megalin.model.cuts import cut_by_rank
 from megalin.model.language_model import LanguageModel, ModelOutput
 from megalin.model.stack import Stage
 from megalin.parallel.context import ContextParallel
@@ -20,23 +19,30 @@ from megalin.parallel.tensor_parallel import TensorParallel
 
 
 class StagePlan(NamedTuple):
-    """How a decoder's layers are shared out."""
+    """How a decoder's sub-layers are shared out."""
 
-    layers: list[range]
-    """The blocks of each stage."""
+    sublayers: list[range]
+    """Those of each stage, by their numbers in the model."""
+    places: list[tuple[int, int]]
+    """For each sub-layer of the model its layer, and its number in that."""
     costs: list[int]
     """Forward floating-point operations a token of each stage, embedding, input layers and head counted."""
     holders: dict[str, list[int]]
     """By global name, the stages of each parameter that several stages hold."""
 
     def lines(self) -> list[str]:
-        """A line a stage, for people."""
+        """A line a stage, for people: layer 4.1 is the second sub-layer of layer 4, where a stage has a part of it."""
         total = sum(self.costs)
-        extras = [" and the embedding", *[""] * (len(self.layers) - 2), " and the head"]
+        extras = [" and the embedding", *[""] * (len(self.sublayers) - 2), " and the head"]
         return [
-            f"stage {number}: layers {layers.start} to {layers.stop - 1}{extra}, {cost / total:.1%} of the work"
-            for number, (layers, cost, extra) in enumerate(zip(self.layers, self.costs, extras, strict=True))
+            f"stage {number}: layers {self._span(part)}{extra}, {cost / total:.1%} of the work"
+            for number, (part, cost, extra) in enumerate(zip(self.sublayers, self.costs, extras, strict=True))
         ]
+
+    def _span(self, part: range) -> str:
+        (first, begin), (last, end) = self.places[part.start], self.places[part.stop - 1]
+        cut = part.stop < len(self.places) and self.places[part.stop][0] == last
+        return f"{first}{f'.{begin}' if begin else ''} to {last}{f'.{end}' if cut else ''}"
 
 
 class DecoderStage(LanguageModel):
@@ -94,11 +100,13 @@ class DecoderStage(LanguageModel):
         return output.loss_sums().to(LOSS_DTYPE, copy=True) if losses == "sum" else output
 
 
-def plan_stages(config: AnyModelConfig, num_stages: int, *, length: int) -> StagePlan:
-    """The cut into runs of neighbouring blocks whose largest cost is least, of those the most even.
+def plan_stages(config: AnyModelConfig, num_stages: int, *, num_ranks: int, length: int) -> StagePlan:
+    """The cut into runs of neighbouring sub-layers, stage s on rank s % num_ranks, by which the rank with most work has
+    least; of those the one whose largest stage is least, of those the most even.
 
-    A block costs its mixers' operations, the head its product with the table, the embedding a multiply and an add an
-    element.
+    A sub-layer costs its mixer's operations, the head its product with the table, the embedding a multiply and an add
+    an element. What travels between stages is the residual stream: there is no cut behind a sub-layer whose result only
+    the next one reads (`residual = "two_hop"`).
 
     Raises:
         ConfigError: an encoder, or more stages than blocks.
@@ -114,42 +122,19 @@ def plan_stages(config: AnyModelConfig, num_stages: int, *, length: int) -> Stag
             f"and each stage needs one; use at most {config.num_layers} stages"
         )
     whole = LanguageModel(config)
-    costs = [_flops(block.mixers(), length) for block in whole.block_list()]
-    costs[0] += 2 * config.hidden_size + _flops(whole.input_mixers(), length)
+    costs = [mixer.flops(length) for mixer in whole.mixers()]
+    costs[0] += 2 * config.hidden_size + sum(mixer.flops(length) for mixer in whole.input_mixers())
     costs[-1] += whole.forward_flops(length) - whole.stack_flops(length)
-    layers = _even_cut(costs, num_stages)
+    blocks = [block.sublayers for _, block in config.blocks()]
+    places = [(layer, index) for layer, sublayers in enumerate(blocks) for index in range(len(sublayers))]
+    ends = [end for end, (layer, index) in enumerate(places, 1) if blocks[layer][index].residual == "add"]
+    runs = [range(start, end) for start, end in itertools.pairwise([0, *ends])]
+    cut = cut_by_rank([sum(costs[run.start : run.stop]) for run in runs], num_stages, num_ranks=num_ranks)
+    sublayers = [range(runs[part.start].start, runs[part.stop - 1].stop) for part in cut]
     holders: dict[str, list[int]] = {}
-    for number, part in enumerate(layers):
+    for number, part in enumerate(sublayers):
         stage = Stage(number, num_stages, part)
         for name, _ in LanguageModel(config, stage=stage).named_parameters():
             holders.setdefault(name, []).append(number)
     shared = {name: stages for name, stages in sorted(holders.items()) if len(stages) > 1}
-    return StagePlan(layers, [sum(costs[part.start : part.stop]) for part in layers], shared)
-
-
-def _flops(mixers: Sequence[Mixer], length: int) -> int:
-    return sum(mixer.flops(length) for mixer in mixers)
-
-
-def _even_cut(costs: list[int], num_parts: int) -> list[range]:
-    """Runs of neighbours with the least largest sum, of those with the least sum of squares: by the length of what is
-    cut so far, for one part more at a time."""
-    before = [0]
-    for cost in costs:
-        before.append(before[-1] + cost)
-    best: dict[int, tuple[tuple[int, int], list[int]]] = {0: ((0, 0), [0])}  # by end: (largest, squares), borders
-    for part in range(num_parts):
-        ends = range(part + 1, len(costs) - (num_parts - part - 1) + 1)
-        best = {
-            end: min(
-                (
-                    (max(largest, before[end] - before[start]), squares + (before[end] - before[start]) ** 2),
-                    [*borders, end],
-                )
-                for start, ((largest, squares), borders) in best.items()
-                if start < end
-            )
-            for end in ends
-        }
-    borders = best[len(costs)][1]
-    return [range(start, end) for start, end in itertools.pairwise(borders)]
+    return StagePlan(sublayers, places, [sum(costs[part.start : part.stop]) for part in sublayers], shared)

@@ -51,8 +51,8 @@ class PipelineParallel:
         """The stages of this rank, in the order of the forward."""
         return list(range(self.axis.rank, self.num_stages, self.size))
 
-    def layers(self, plan: Sequence[range]) -> list[range]:
-        """The layers of each stage of this rank, of a plan for all stages."""
+    def own(self, plan: Sequence[range]) -> list[range]:
+        """The part of each stage of this rank, of a plan for all stages."""
         return [plan[stage] for stage in self.own_stages()]
 
     def sum(self, value: Tensor) -> Tensor:

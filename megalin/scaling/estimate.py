@@ -15,7 +15,7 @@ from megalin.scaling.chips import Chip
 from megalin.scaling.memory import Memory, stage_memory
 from megalin.scaling.parameters import StageParameters, joined, stage_parameters
 from megalin.scaling.step_time import Sent, StepTime, Work, step_time
-from megalin.scaling.traces import Trace, kinds, stretched, trace_model
+from megalin.scaling.traces import Trace, kinds, part_of, stretched, trace_model
 from megalin.scaling.workload import Layout, Workload
 
 
@@ -33,14 +33,34 @@ class Estimate(NamedTuple):
     """Of all ranks."""
 
 
+class _Part(NamedTuple):
+    """Sub-layers of a block that a stage has, mostly all."""
+
+    kind: int
+    """The entry of `model.layers` that the block is of."""
+    sublayers: tuple[int, ...]
+    """By their numbers in the block."""
+
+
+class _Operations(NamedTuple):
+    """Forward operations a token of sub-layers."""
+
+    attention: float
+    other: float
+
+
 class Estimator:
-    """Estimates of a workload's layouts; modules and traces are kept, since many layouts share them."""
+    """Estimates of a workload's layouts; modules and traces are kept, since many layouts share them.
+
+    Attributes:
+        cuts: the sub-layers of each stage, by the ranks and the stages of a pipeline; those not yet there are planned.
+    """
 
     def __init__(self, workload: Workload, chip: Chip) -> None:
         self.workload, self.chip = workload, chip
+        self.cuts: dict[tuple[int, int], list[range]] = {(1, 1): [range(workload.model.num_sublayers)]}
         self._kinds = kinds(workload.model.layers)
-        self._cuts: dict[int, list[range]] = {1: [range(workload.model.num_layers)]}
-        self._modules: dict[tuple[int, int], list[LanguageModel]] = {}
+        self._modules: dict[tuple[int, int, int], list[LanguageModel]] = {}
         self._parameters: dict[tuple[int, int, int, int], list[StageParameters]] = {}
         self._traces: dict[tuple[object, ...], Trace] = {}
 
@@ -56,11 +76,13 @@ class Estimator:
         memories, times = [], []
         parts = self.parameters(layout)
         for rank in _telling_ranks(parts):
-            own = self._own_layers(parallel, rank)
-            of = [self._kinds[layer] for layer in own]
-            memories.append(stage_memory(parts[rank], trace, of, layout, rank=rank, itemsize=itemsize))
-            work = self._work(layout, of, parallel, rank)
-            times.append(step_time(work, parts[rank], trace, of, layout, self.chip, rank=rank, itemsize=itemsize))
+            own = self._own_blocks(parallel, rank)
+            distinct = [*dict.fromkeys(own)]
+            of_own = trace._replace(blocks=[part_of(trace.blocks[part.kind], self._share(part)) for part in distinct])
+            of = [distinct.index(part) for part in own]
+            memories.append(stage_memory(parts[rank], of_own, of, layout, rank=rank, itemsize=itemsize))
+            work = self._work(layout, own, parallel, rank)
+            times.append(step_time(work, parts[rank], of_own, of, layout, self.chip, rank=rank, itemsize=itemsize))
         time, sent = max(times, key=lambda each: each[0].total)
         tokens = self.workload.global_batch_size * self.workload.length
         memory = max(memories, key=lambda each: each.total)
@@ -71,57 +93,74 @@ class Estimator:
         parallel = layout.parallel
         key = (parallel.tp, parallel.pp, parallel.pp_stages, layout.shard)
         if key not in self._parameters:
-            stages = self._stages(parallel.tp, parallel.pp * parallel.pp_stages)
+            stages = self._stages(parallel.tp, parallel.pp, parallel.pp * parallel.pp_stages)
             self._parameters[key] = [
                 joined([stage_parameters(stage, layout.shard) for stage in stages[rank :: parallel.pp]])
                 for rank in range(parallel.pp)
             ]
         return self._parameters[key]
 
-    def cut(self, count: int) -> list[range]:
-        """The layers of each of `count` stages. Raises ConfigError where the model has fewer layers."""
-        if count not in self._cuts:
-            self._cuts[count] = plan_stages(self.workload.model, count, length=self.workload.length).layers
-        return self._cuts[count]
+    def cut(self, num_ranks: int, num_stages: int) -> list[range]:
+        """The sub-layers of each stage. Raises ConfigError where the model has fewer layers."""
+        if (num_ranks, num_stages) not in self.cuts:
+            plan = plan_stages(self.workload.model, num_stages, num_ranks=num_ranks, length=self.workload.length)
+            self.cuts[num_ranks, num_stages] = plan.sublayers
+        return self.cuts[num_ranks, num_stages]
 
-    def _stages(self, tp: int, count: int) -> list[LanguageModel]:
-        if (tp, count) not in self._modules:
+    def _stages(self, tp: int, num_ranks: int, num_stages: int) -> list[LanguageModel]:
+        key = (tp, num_ranks, num_stages)
+        if key not in self._modules:
             axis = LocalTensorParallel(Axis("tp", tp))
-            self._modules[tp, count] = [
-                LanguageModel(self.workload.model, axis, stage=Stage(number, count, layers))
-                for number, layers in enumerate(self.cut(count))
+            self._modules[key] = [
+                LanguageModel(self.workload.model, axis, stage=Stage(number, num_stages, sublayers))
+                for number, sublayers in enumerate(self.cut(num_ranks, num_stages))
             ]
-        return self._modules[tp, count]
+        return self._modules[key]
 
-    def _own_layers(self, parallel: ParallelConfig, rank: int) -> list[int]:
-        stages = self.cut(parallel.pp * parallel.pp_stages)[rank :: parallel.pp]
-        return [layer for stage in stages for layer in stage]
+    def _own_blocks(self, parallel: ParallelConfig, rank: int) -> list[_Part]:
+        """What the rank's stages have of each of their blocks."""
+        found = []
+        for stage in self.cut(parallel.pp, parallel.pp * parallel.pp_stages)[rank :: parallel.pp]:
+            start = 0
+            for kind in self._kinds:
+                end = start + len(self._operations[kind])
+                if own := range(max(start, stage.start), min(end, stage.stop)):
+                    found.append(_Part(kind, tuple(number - start for number in own)))
+                start = end
+        return found
+
+    def _share(self, part: _Part) -> float:
+        """Of the operations of its block."""
+        whole = self._operations[part.kind]
+        return sum(sum(whole[index]) for index in part.sublayers) / sum(sum(each) for each in whole)
 
     @cached_property
-    def _flops(self) -> tuple[list[int], list[float], int]:
-        """Forward operations a token: of a block of each kind but for attention, of its attention, and of what stands
-        around the blocks.
+    def _operations(self) -> list[list[_Operations]]:
+        """Of each sub-layer of a block of each kind.
 
         Attention is what a sequence of twice the length adds to a token. Of its T tokens a causal sequence shows each
         about T / 2, where a model's own count has all pairs.
         """
-        model, length = LanguageModel(self.workload.model), self.workload.length
-        blocks = model.block_list()
+        length, blocks = self.workload.length, LanguageModel(self.workload.model).block_list()
         first = [blocks[self._kinds.index(kind)] for kind in range(len(self.workload.model.layers))]
-        counted, of_twice = (
-            [sum(mixer.flops(tokens) for mixer in block.mixers()) for block in first] for tokens in (length, 2 * length)
-        )
-        pairs = [twice - once for twice, once in zip(of_twice, counted, strict=True)]
-        around = model.forward_flops(length) - sum(counted[kind] for kind in self._kinds)
-        others = [once - of_pairs for once, of_pairs in zip(counted, pairs, strict=True)]
-        return others, [of_pairs / 2 for of_pairs in pairs], around
+        found = []
+        for block in first:
+            counted = [(mixer.flops(length), mixer.flops(2 * length)) for mixer in block.mixers()]
+            found.append([_Operations((twice - once) / 2, 2 * once - twice) for once, twice in counted])
+        return found
 
-    def _work(self, layout: Layout, of: list[int], parallel: ParallelConfig, rank: int) -> Work:
+    @cached_property
+    def _operations_around(self) -> int:
+        """Forward operations a token of what stands around the blocks."""
+        model, length = LanguageModel(self.workload.model), self.workload.length
+        return model.forward_flops(length) - sum(mixer.flops(length) for mixer in model.mixers())
+
+    def _work(self, layout: Layout, own: list[_Part], parallel: ParallelConfig, rank: int) -> Work:
         tokens = layout.micro_batch_size * self.workload.length / (parallel.tp * parallel.cp)
-        each, attention, around = self._flops
-        other = around if rank == parallel.pp - 1 else 0
-        own, of_pairs = (sum(flops[kind] for kind in of) for flops in (each, attention))
-        return Work(tokens * own, tokens * of_pairs, tokens * other, len(of))
+        around = self._operations_around if rank == parallel.pp - 1 else 0
+        each = [self._operations[part.kind][index] for part in own for index in part.sublayers]
+        attention, other = (tokens * sum(kind) for kind in zip(*each, strict=True))
+        return Work(other, attention, tokens * around, sum(map(self._share, own)))
 
     def _trace(self, layout: Layout, *, closely: bool) -> Trace:
         parallel, size = layout.parallel, layout.micro_batch_size
@@ -139,6 +178,6 @@ class Estimator:
 
 def _telling_ranks(parts: list[StageParameters]) -> list[int]:
     """The first rank of a pipeline, which has most micro-batches in flight, the last, which has the head, and the one
-    with most blocks."""
-    most = max(range(len(parts)), key=lambda rank: len(parts[rank].blocks))
+    whose blocks are largest."""
+    most = max(range(len(parts)), key=lambda rank: sum(unit.whole for unit in parts[rank].blocks))
     return sorted({0, most, len(parts) - 1})

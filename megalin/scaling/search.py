@@ -169,7 +169,7 @@ class _ModelProblems:
         if (pp,) not in self._known:
             self._known[pp,] = ""
             try:
-                self._estimator.cut(pp)
+                self._estimator.cut(pp, pp)
             except ConfigError as error:
                 self._known[pp,] = str(error)
         return self._known[pp,]

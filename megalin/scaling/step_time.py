@@ -34,7 +34,8 @@ class Work(NamedTuple):
     """Operations of its blocks' forward that grow with the square of the length."""
     other_flops: float
     """Operations of the forward around them."""
-    num_blocks: int
+    num_blocks: float
+    """A part of one counts as its share of the operations."""
 
 
 class StepTime(NamedTuple):

@@ -111,6 +111,21 @@ def _loss(table: Tensor, rows: int) -> LossCost:
     return LossCost(kept + chunk, kept, kept + scaled)
 
 
+def part_of(cost: RunCost, share: float) -> RunCost:
+    """The cost of sub-layers of a block that are worth `share` of its operations, as if all else went with them."""
+
+    def scaled(exchanges: list[Exchange]) -> list[Exchange]:
+        return [exchange._replace(bytes=round(share * exchange.bytes)) for exchange in exchanges]
+
+    return RunCost(
+        round(share * cost.saved_bytes),
+        round(share * cost.backward_bytes),
+        round(share * cost.moved_bytes),
+        scaled(cost.forward),
+        scaled(cost.backward),
+    )
+
+
 def stretched(one: Trace, two: Trace, batch: int) -> Trace:
     """The trace of a micro-batch of `batch` samples, of those of one and of two."""
     more = batch - 1

@@ -55,7 +55,7 @@ def build_model(
             model, mesh, compute_dtype=compute_dtype, compile_blocks=compile_blocks, overlap=overlap, seed=seed
         )
         return model
-    plan = plan_stages(config, mesh.pp.num_stages, length=length)
+    plan = plan_stages(config, mesh.pp.num_stages, num_ranks=mesh.pp.size, length=length)
     assert isinstance(config, ModelConfig), type(config)
     stages = [
         DecoderStage(
@@ -63,10 +63,10 @@ def build_model(
             mesh.tp,
             cp=mesh.cp,
             recompute=recompute,
-            stage=Stage(number, mesh.pp.num_stages, layers),
+            stage=Stage(number, mesh.pp.num_stages, sublayers),
             compute_dtype=compute_dtype,
         )
-        for number, layers in zip(mesh.pp.own_stages(), mesh.pp.layers(plan.layers), strict=True)
+        for number, sublayers in zip(mesh.pp.own_stages(), mesh.pp.own(plan.sublayers), strict=True)
     ]
     for stage in stages:
         _materialise(

@@ -264,7 +264,7 @@ def check_model(model: AnyModelConfig, parallel: ParallelConfig, length: int) ->
                 )
     whole = make_model(model, TensorParallel(Axis("tp", parallel.tp)), cp=ContextParallel(Axis("cp", parallel.cp)))
     if parallel.pp > 1:
-        plan_stages(model, parallel.pp * parallel.pp_stages, length=length)
+        plan_stages(model, parallel.pp * parallel.pp_stages, num_ranks=parallel.pp, length=length)
         shared = list(whole.shared)
         if shared and parallel.pp_schedule == "zero_bubble":
             raise ConfigError(

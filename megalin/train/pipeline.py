@@ -24,7 +24,7 @@ class Pipeline(nn.Module):
     is the parameter, and the others follow it.
 
     Attributes:
-        plan: which layers each stage of the model has.
+        plan: which sub-layers each stage of the model has.
     """
 
     loss_names = LanguageModel.loss_names

@@ -3,81 +3,136 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from megalin.errors import ConfigError
+from megalin.model.config import ModelConfig
 from megalin.model.language_model import LanguageModel
 from megalin.model.presets import load_preset
 from megalin.model.stack import Stage
-from megalin.model.stages import _even_cut, plan_stages
-from tests.cases import CASES
+from megalin.model.stages import DecoderStage, plan_stages
+from megalin.parallel.initialisation import fill
+from tests.cases import CASES, make_inputs
 from tests.cases import Case as MixerCase
 
-
-def lengths(costs: list[int], parts: int) -> list[int]:
-    return [len(part) for part in _even_cut(costs, parts)]
+by_case = pytest.mark.parametrize("row", CASES, ids=lambda row: row.name)
 
 
-def test_largest_stage_is_as_small_as_it_can_be():
-    assert lengths([1] * 8, 4) == [2, 2, 2, 2]
-    assert lengths([1, 1, 1, 1, 1, 1, 1, 4], 3) in ([3, 4, 1], [4, 3, 1])  # a head that costs three layers
-    assert lengths([9, 1, 1, 1], 2) == [1, 3]
+def cuts_in_two(config: ModelConfig) -> list[list[Stage]]:
+    """Two stages by every cut that the residual rules allow."""
+    sublayers = [sublayer for _, block in config.blocks() for sublayer in block.sublayers]
+    ends = [end for end, sublayer in enumerate(sublayers[:-1], 1) if sublayer.residual == "add"]
+    return [[Stage(0, 2, range(end)), Stage(1, 2, range(end, len(sublayers)))] for end in ends]
 
 
-def test_layers_beyond_the_even_share_are_spread():
-    assert sorted(lengths([1] * 10, 4)) == [2, 2, 3, 3]
-
-
-def test_one_layer_a_stage():
-    assert _even_cut([5, 1, 7], 3) == [range(0, 1), range(1, 2), range(2, 3)]
+def decoder_stages(config: ModelConfig, stages: list[Stage]) -> list[DecoderStage]:
+    """Filled, in fp64."""
+    made = []
+    for stage in stages:
+        module = DecoderStage(config, None, cp=None, recompute=False, stage=stage, compute_dtype=torch.float64)
+        made.append(module.to(torch.float64).to_empty(device="cpu"))
+        fill(made[-1], 0)
+    return made
 
 
 def test_head_takes_layers_from_the_last_stage():
-    plan = plan_stages(load_preset("tnl-7b").model, 4, length=8192)
-    assert [len(layers) for layers in plan.layers] == [8, 8, 9, 7]
-    assert max(plan.costs) / sum(plan.costs) < 0.27
+    plan = plan_stages(load_preset("tnl-7b").model, 4, num_ranks=4, length=8192)
+    assert [len(sublayers) for sublayers in plan.sublayers] == [17, 17, 17, 13]
+    assert max(plan.costs) / sum(plan.costs) < 0.255
     whole = LanguageModel(load_preset("tnl-7b").model)
     work = sum(plan.costs) - 2 * whole.config.hidden_size
     assert work == whole.forward_flops(8192)
 
 
+def test_several_stages_a_rank_are_even_by_rank():
+    """Even stages would leave the rank of the head with much less than the others."""
+    config = load_preset("transnormerllm-1b-64k").model
+    costs = plan_stages(config, 8, num_ranks=4, length=4096).costs
+    assert max(sum(costs[rank::4]) for rank in range(4)) < 1.03 * sum(costs) / 4
+
+
 def test_plan_reads_as_lines():
-    lines = plan_stages(load_preset("tnl-7b").model, 3, length=8192).lines()
-    assert lines[0].startswith("stage 0: layers 0 to 10 and the embedding, 3")
-    assert lines[1].startswith("stage 1: layers 11 to 21, 3")
-    assert lines[2].startswith("stage 2: layers 22 to 31 and the head, 3")
+    """Layer 8.0 is the first sub-layer of layer 8."""
+    lines = plan_stages(load_preset("tnl-7b").model, 4, num_ranks=4, length=8192).lines()
+    assert lines[0].startswith("stage 0: layers 0 to 8.0 and the embedding, 2")
+    assert lines[1].startswith("stage 1: layers 8.1 to 16, 2")
+    assert lines[2].startswith("stage 2: layers 17 to 25.0, 2")
+    assert lines[3].startswith("stage 3: layers 25.1 to 31 and the head, 2")
 
 
-@pytest.mark.parametrize("row", CASES, ids=lambda row: row.name)
+@by_case
 def test_stages_together_hold_every_parameter_by_its_name(row: MixerCase):
+    """Wherever the cut is: once, but for a tied table and what sub-layers share."""
     whole = {name: tuple(parameter.shape) for name, parameter in LanguageModel(row.model).named_parameters()}
-    plan = plan_stages(row.model, 2, length=64)
-    held: dict[str, list[int]] = {}
-    for number, layers in enumerate(plan.layers):
-        stage = LanguageModel(row.model, stage=Stage(number, 2, layers))
-        for name, parameter in stage.named_parameters():
-            assert tuple(parameter.shape) == whole[name]
-            held.setdefault(name, []).append(number)
-    assert held.keys() == whole.keys()
-    assert {name: stages for name, stages in held.items() if len(stages) > 1} == plan.holders
+    for stages in cuts_in_two(row.model):
+        held: dict[str, list[int]] = {}
+        for stage in stages:
+            for name, parameter in LanguageModel(row.model, stage=stage).named_parameters():
+                assert tuple(parameter.shape) == whole[name]
+                held.setdefault(name, []).append(stage.number)
+        assert held.keys() == whole.keys()
+        several = {name for name, numbers in held.items() if len(numbers) > 1}
+        assert all(name == "embedding.weight" or name.startswith("shared.") for name in several), several
+
+
+@by_case
+def test_stages_one_after_the_other_are_the_model(row: MixerCase):
+    """Wherever the cut is."""
+    inputs = make_inputs()
+    (model,) = decoder_stages(row.model, [Stage(0, 1, range(row.model.num_sublayers))])
+    expected = model(inputs.tokens, document_ids=inputs.document_ids, labels=inputs.labels)
+    for stages in cuts_in_two(row.model):
+        x = inputs.tokens
+        for stage in decoder_stages(row.model, stages):
+            x = stage(x, document_ids=inputs.document_ids, labels=inputs.labels)
+        torch.testing.assert_close(x, expected, rtol=1e-12, atol=0.0, msg=str(stages))
+
+
+def test_part_of_a_block_compiles():
+    row = next(row for row in CASES if row.name == "glu-silu")
+    inputs = make_inputs()
+    stages = [Stage(0, 2, range(1)), Stage(1, 2, range(1, row.model.num_sublayers))]
+    x, expected = inputs.tokens, inputs.tokens
+    for stage, compiled in zip(decoder_stages(row.model, stages), decoder_stages(row.model, stages), strict=True):
+        for block in compiled.block_list():
+            block.compile(fullgraph=True, dynamic=False, backend="eager")
+        x = compiled(x, document_ids=inputs.document_ids, labels=inputs.labels)
+        expected = stage(expected, document_ids=inputs.document_ids, labels=inputs.labels)
+    torch.testing.assert_close(x, expected)
+
+
+def test_what_only_the_next_sublayer_reads_is_not_cut_off():
+    """The residual stream alone travels: never what a two_hop sub-layer of Rodimus+ adds."""
+    config = load_preset("rodimus_plus-1.3b").model
+    assert [sublayer.residual for sublayer in config.layers[0].sublayers] == ["add", "two_hop", "add"]
+    inside = False
+    for num_stages in range(2, config.num_layers + 1):
+        plan = plan_stages(config, num_stages, num_ranks=num_stages, length=4096)
+        starts = {plan.places[part.start][1] for part in plan.sublayers}
+        assert starts <= {0, 1}, plan.lines()
+        inside |= 1 in starts
+    assert inside
 
 
 def test_tied_table_and_bounds_of_all_layers_are_held_by_several_stages():
     row = next(row for row in CASES if row.name == "hgrn2")
-    assert plan_stages(row.model, 2, length=64).holders == {
-        "embedding.weight": [0, 1],
-        "shared.hgrn2.rows.gamma": [0, 1],
-    }
-    untied = next(row for row in CASES if row.name == "hgrn2-fla")
-    assert list(plan_stages(untied.model, 2, length=64).holders) == ["shared.hgrn2.rows.gamma"]
+    bounds = "shared.hgrn2.rows.gamma"
+    deep = row.model.model_copy(update={"layers": row.model.layers * 2})
+    assert plan_stages(deep, 2, num_ranks=2, length=64).holders == {"embedding.weight": [0, 1], bounds: [0, 1]}
+    assert list(plan_stages(deep.model_copy(update={"tie_embeddings": False}), 2, num_ranks=2, length=64).holders) == [
+        bounds
+    ]
+    plan = plan_stages(row.model, 2, num_ranks=2, length=64)  # the second stage has a GLU alone
+    assert (plan.sublayers, plan.holders) == ([range(3), range(3, 4)], {"embedding.weight": [0, 1]})
 
 
 def test_more_stages_than_layers_are_refused():
     with pytest.raises(
         ConfigError, match=r"3 stages, but the model has 2 layers and each stage needs one; use at most 2"
     ):
-        plan_stages(CASES[0].model, 3, length=64)
+        plan_stages(CASES[0].model, 3, num_ranks=3, length=64)
 
 
 def test_encoder_is_refused():
     with pytest.raises(ConfigError, match=r'model\.kind = "encoder": an encoder cannot be cut into stages'):
-        plan_stages(load_preset("danet-small").model, 2, length=64)
+        plan_stages(load_preset("danet-small").model, 2, num_ranks=2, length=64)

@@ -11,7 +11,7 @@ from megalin.scaling.memory import Memory
 from megalin.scaling.parameters import Elements, StageParameters
 from megalin.scaling.search import Limits, Plan, search
 from megalin.scaling.step_time import Work, step_time
-from megalin.scaling.traces import LossCost, Trace
+from megalin.scaling.traces import LossCost, Trace, part_of
 from megalin.scaling.tracing import RunCost
 from megalin.scaling.workload import Layout, Workload
 from tests.cases import HYBRID
@@ -151,6 +151,23 @@ def test_a_deeper_pipeline_keeps_more_micro_batches_and_waits_longer(estimator):
     assert two.time.pipeline > 0
     assert interleaved.time.pipeline < two.time.pipeline
     assert two.memory.total > 0
+
+
+def test_parts_of_blocks_add_up_to_the_model(estimator):
+    """On four ranks, some of which share a block."""
+    alone, parallel = ParallelConfig(), ParallelConfig(pp=4)
+    whole = estimator._work(layout(), estimator._own_blocks(alone, 0), alone, 0)
+    parts = [estimator._own_blocks(parallel, rank) for rank in range(4)]
+    works = [estimator._work(layout(parallel), own, parallel, rank) for rank, own in enumerate(parts)]
+    assert [sum(each) for each in zip(*works, strict=True)] == pytest.approx(whole)
+    assert any(estimator._share(part) < 1 for own in parts for part in own)
+
+
+def test_part_of_a_block_costs_its_share():
+    exchange = Exchange("all_reduce", "tp", 40)
+    assert part_of(RunCost(100, 300, 200, [exchange], [exchange]), 0.25) == RunCost(
+        25, 75, 50, [exchange._replace(bytes=10)], [exchange._replace(bytes=10)]
+    )
 
 
 def test_embedding_and_last_norm_count_on_the_ranks_that_have_them():

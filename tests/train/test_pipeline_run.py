@@ -37,7 +37,7 @@ HALF = f"train.stop_after_steps={STEPS // 2}"
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two blocks whose tied table lies on both stages, in steps of four micro-batches."""
+    """Two blocks, of which two stages share the second, as they do the tied table; in steps of four micro-batches."""
     return write_config(tmp_path_factory.mktemp("run"), train={"micro_batch_size": 1, "evaluate_every_steps": 4})
 
 
@@ -76,8 +76,8 @@ def test_run_on_two_stages_is_that_of_one_process(config: Path, one_process: Pat
     told = run_ranks(2, train_and_listen, config, folder, ON_STAGES)[0]
     assert_same_run(folder, one_process)
     first, last = (line for line in told if line.startswith("pipeline stage"))
-    assert first.startswith("pipeline stage 0: layers 0 to 0 and the embedding")
-    assert last.startswith("pipeline stage 1: layers 1 to 1 and the head")
+    assert first.startswith("pipeline stage 0: layers 0 to 1.0 and the embedding")
+    assert last.startswith("pipeline stage 1: layers 1.1 to 1 and the head")
     kernels = json.loads((folder / "kernels.json").read_text())
     assert {"decay_scan", "linear_cross_entropy"} <= kernels.keys()  # of the first stage, and of the last
 

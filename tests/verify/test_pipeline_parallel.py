@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from megalin.__main__ import main
+from megalin.model.config import ModelConfig
 from megalin.model.presets import load_preset
+from megalin.model.stages import plan_stages
 from megalin.parallel.mesh import ParallelConfig
 from megalin.verify.case import Case, make_case
 from megalin.verify.comparison import kind
@@ -72,11 +74,20 @@ def deep(row: MixerCase, layers: int) -> MixerCase:
     return row._replace(model=row.model.model_copy(update={"layers": [first, *rest]}))
 
 
+def cuts_a_block(model: ModelConfig, parallel: ParallelConfig) -> bool:
+    """Whether a stage begins inside of a block."""
+    plan = plan_stages(model, parallel.pp * parallel.pp_stages, num_ranks=parallel.pp, length=LENGTH)
+    return any(plan.places[part.start][1] > 0 for part in plan.sublayers)
+
+
 def mesh_case(row: MixerCase, *, dp: int = 1, recompute: bool = False, pp: int = 2, **axes: Any) -> Case:
-    """The row on a mesh, with a block more than there are stages, so that stages are uneven."""
+    """The row on a mesh, with as many blocks as stages or few more, so that a block is cut in two; where no number of
+    blocks gives that, a block more than there are stages, so that these are uneven."""
     parallel = ParallelConfig(pp=pp, **axes)
     options: dict[str, Any] = {"dtype": "float64", "full": True, "length": LENGTH}
-    model = deep(row, parallel.pp * parallel.pp_stages + 1).model
+    num_stages = parallel.pp * parallel.pp_stages
+    models = [deep(row, num_stages + more).model for more in (1, 0, 2, 3, 4)]
+    model = next((model for model in models if cuts_a_block(model, parallel)), models[0])
     return make_case(model, parallel, data_size=dp, recompute=recompute, **options)
 
 
@@ -101,6 +112,17 @@ def cases_of(layouts: list[Layout]) -> list[Case]:
         for layout in layouts
         for name in layout.rows
     ]
+
+
+def test_all_rows_but_those_of_one_sublayer_a_block_are_cut_inside_of_one():
+    """So that this file's comparisons are of stages with parts of blocks."""
+    cases = [mesh_case(row) for row in CASES]
+    for layouts in (*LAYOUTS.values(), *SPLIT_BACKWARD.values()):
+        cases += cases_of(layouts)
+    for case in cases:
+        several = any(len(block.sublayers) > 1 for block in case.model.layers)
+        assert isinstance(case.model, ModelConfig)
+        assert cuts_a_block(case.model, case.parallel) == several, case
 
 
 def test_every_row_agrees_with_one_process_on_two_stages():

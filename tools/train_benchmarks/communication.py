@@ -63,9 +63,7 @@ def of_step(events: list[dict[str, Any]], index: int) -> list[dict[str, Any]]:
         for event in events
         if event.get("cat") in BY_HOST and window["ts"] <= event["ts"] <= window["ts"] + window["dur"]
     }
-    return [
-        event for event in events if event.get("cat") in ON_DEVICE and event["args"].get("correlation") in launched
-    ]
+    return [event for event in events if event.get("cat") in ON_DEVICE and event["args"].get("correlation") in launched]
 
 
 def from_events(events: Iterable[dict[str, Any]]) -> Communication:
