@@ -1,4 +1,4 @@
-"""What of the training benchmark needs no GPU: its clock, what it records, the bytes of the floor's rule, peers."""
+"""What of the training benchmark needs no GPU: what it records, the bytes of the floor's rule, peers, pictures."""
 
 import json
 import sys
@@ -6,7 +6,6 @@ from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -22,63 +21,9 @@ from megalin.parallel.mesh import Mesh
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
-TOOLS = ("train_benchmarks", "benchmark_train", "plot_training", "plot_parallel")
+pytestmark = pytest.mark.usefixtures("benchmark_tools")
 TINY = ["model.hidden_size=64", "model.vocab_size=300"]
 BLOCKS = "model.layers=[{repeat=3,sublayers=[{type='tnl',num_heads=4},{type='glu',intermediate_size=96}]}]"
-
-
-@pytest.fixture(autouse=True)
-def _tools(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    yield
-    for name in [name for name in sys.modules if name.partition(".")[0] in TOOLS]:
-        del sys.modules[name]
-
-
-@pytest.mark.parametrize("known", [False, True])
-def test_the_clock_leaves_out_the_first_steps_and_takes_the_median(monkeypatch, known):
-    from train_benchmarks import clock
-
-    now, order = [0.0], []
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
-
-    def work(index, by):
-        order.append(f"{by} {index}")
-        if by == ("start" if known else "wait"):
-            now[0] += [50.0, 9.0, 3.0, 1.0, 2.0][index]
-        return float(index)
-
-    def start(index):
-        work(index, "start")
-        return clock.Begun(known, lambda: work(index, "wait"))
-
-    timing = clock.time_steps(start, warmup=2, steps=3, started=-7.0)
-    assert timing == (2.0, [3.0, 1.0, 2.0], 57.0, [0.0, 1.0, 2.0, 3.0, 4.0])
-    late = ["start 0", "wait 0", "start 1", "start 2", "wait 1", "start 3", "wait 2", "start 4", "wait 3", "wait 4"]
-    assert order == ([f"{what} {index}" for index in range(5) for what in ("start", "wait")] if known else late)
-
-
-def test_on_a_device_a_step_ends_there_however_late_the_host_looks(monkeypatch):
-    from train_benchmarks import clock
-
-    class End(NamedTuple):
-        milliseconds: float
-        waited: list[float]
-
-        def synchronize(self):
-            self.waited.append(self.milliseconds)
-
-        def elapsed_time(self, other):
-            assert other.milliseconds in other.waited
-            return other.milliseconds - self.milliseconds
-
-    ends, waited = [50_000.0, 59_000.0, 62_000.0, 63_000.0, 65_000.0], []
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: 99.0)
-
-    timing = clock.time_steps(
-        lambda index: clock.Begun(False, lambda: float(index), End(ends[index], waited)), warmup=2, steps=3, started=9.0
-    )
-    assert timing == (2.0, [3.0, 1.0, 2.0], 90.0, [0.0, 1.0, 2.0, 3.0, 4.0])
 
 
 def test_every_product_of_a_step_is_recorded_with_its_layout():
@@ -313,44 +258,6 @@ def test_ranks_that_share_a_sample_hold_its_tokens_in_turn():
     assert [part[0].document_ids[0].tolist() for part in parts] == [[0, 0, 0, 0], [0, 1, 1, 1], [1, 1, 2, 2]]
     assert not torch.equal(parts[0][0].tokens, parts[0][1].tokens)
     assert not torch.equal(parts[0][0].tokens, of_rank(1, 0)[0].tokens)
-
-
-def test_communication_is_exposed_where_no_other_kernel_runs():
-    from train_benchmarks.communication import from_events
-
-    def event(name, start, end, cat="kernel"):
-        return {"name": name, "ts": start, "dur": end - start, "cat": cat}
-
-    events = [
-        event("gemm", 0, 1000),
-        event("ncclDevKernel_AllReduce_Sum(args)", 500, 2000),
-        event("norm", 1500, 1800),
-        event("ncclDevKernel_AllGather(args)", 1900, 2300),
-        event("Memcpy DtoD", 2200, 2250, "gpu_memcpy"),
-        event("ncclDevKernel_AllReduce_Sum(args)", 2900, 3000),
-        event("aten::mm", 0, 9000, "cpu_op"),
-    ]
-    found = from_events(reversed(events))
-    assert found.span == pytest.approx(3.0)
-    assert found.total == pytest.approx(1.8 + 0.1)
-    assert found.exposed == pytest.approx(1.8 - 0.5 - 0.3 - 0.05 + 0.1)
-    assert found.idle == pytest.approx(0.6)
-    assert found.by_kernel["ncclDevKernel_AllReduce_Sum"] == pytest.approx((2, 1.6, 0.8))
-    assert from_events([]).span == 0.0
-
-
-def test_the_communication_of_a_step_is_what_its_host_launched():
-    from train_benchmarks.communication import of_step
-
-    def event(name, cat, start, correlation=None, dur=10):
-        return {"name": name, "cat": cat, "ts": start, "dur": dur, "args": {"correlation": correlation}}
-
-    windows = [event(f"benchmark step {index}", "user_annotation", 100 * index, dur=50) for index in range(3)]
-    shadows = [{**window, "cat": "gpu_user_annotation", "ts": window["ts"] + 70} for window in windows]
-    launches = [event("cudaLaunchKernel", "cuda_runtime", start, start) for start in (20, 120, 149, 160, 220)]
-    kernels = [event(f"kernel {start}", "kernel", start + 200, start) for start in (20, 120, 149, 160, 220)]
-    events = [{"ph": "M", "name": "process_name"}, *windows, *shadows, *launches, *kernels]
-    assert [found["name"] for found in of_step(events, 1)] == ["kernel 120", "kernel 149"]
 
 
 def test_steps_are_drawn_with_and_without_floor_and_peer(tmp_path):
