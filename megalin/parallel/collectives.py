@@ -36,7 +36,7 @@ WAITED_AT_ONCE = frozenset({"cpu"})
 which some were dropped without a wait ended in a segmentation fault (torch 2.13), and there is nothing to overlap."""
 
 
-def _begun(result: Tensor, x: Tensor) -> Tensor:
+def _wait_at_once(result: Tensor, x: Tensor) -> Tensor:
     return arrived(result) if x.device.type in WAITED_AT_ONCE else result
 
 
@@ -44,14 +44,14 @@ def all_reduce(x: Tensor, axis: Axis, *, operation: str = "sum") -> Tensor:
     """Element-wise sum (or "max") of `x` over the axis, on every rank. Not differentiable."""
     if axis.size == 1:
         return x
-    return _begun(functional.all_reduce(x.contiguous(), operation, axis.group_name), x)  # type: ignore[arg-type]
+    return _wait_at_once(functional.all_reduce(x.contiguous(), operation, axis.group_name), x)  # type: ignore[arg-type]
 
 
 def all_gather(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
     """Concatenation of every rank's `x` along `dim`, in rank order. Not differentiable."""
     if axis.size == 1:
         return x
-    gathered = _begun(_gather(x.contiguous(), 0, axis.group_name), x)
+    gathered = _wait_at_once(_gather(x.contiguous(), 0, axis.group_name), x)
     # torch 2.11 cannot trace the concatenation that its own function makes for another dim.
     return gathered if dim == 0 else torch.cat(gathered.chunk(axis.size), dim)
 
@@ -60,7 +60,7 @@ def reduce_scatter(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
     """This rank's slice along `dim` of the sum of `x` over the axis. Not differentiable."""
     if axis.size == 1:
         return x
-    return _begun(_scatter(x.contiguous(), "sum", dim, axis.group_name), x)
+    return _wait_at_once(_scatter(x.contiguous(), "sum", dim, axis.group_name), x)
 
 
 def all_to_all(x: Tensor, axis: Axis, *, split: int, join: int) -> Tensor:
@@ -69,7 +69,7 @@ def all_to_all(x: Tensor, axis: Axis, *, split: int, join: int) -> Tensor:
     if axis.size == 1:
         return x
     parts = torch.cat(x.chunk(axis.size, split))
-    received = _begun(functional.all_to_all_single(parts, None, None, axis.group_name), x)  # type: ignore[arg-type]
+    received = _wait_at_once(functional.all_to_all_single(parts, None, None, axis.group_name), x)  # type: ignore[arg-type]
     return torch.cat(received.chunk(axis.size), join)
 
 
@@ -91,7 +91,7 @@ def send_along(x: Tensor, baton: Tensor, axis: Axis, *, step: int, wanted: int) 
     into[(axis.rank + step) % axis.size] = x.numel() + 1
     out_of[(axis.rank - step) % axis.size] = wanted + 1
     came = functional.all_to_all_single(torch.cat([x, baton]), out_of, into, axis.group_name)  # type: ignore[arg-type]
-    came = _begun(came, x)
+    came = _wait_at_once(came, x)
     return came[:-1], came[-1:]
 
 

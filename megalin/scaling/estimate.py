@@ -141,7 +141,7 @@ class Estimator:
         Attention is what a sequence of twice the length adds to a token. Of its T tokens a causal sequence shows each
         about T / 2, where a model's own count has all pairs.
         """
-        length, blocks = self.workload.length, LanguageModel(self.workload.model).block_list()
+        length, blocks = self.workload.length, self._whole.block_list()
         first = [blocks[self._kinds.index(kind)] for kind in range(len(self.workload.model.layers))]
         found = []
         for block in first:
@@ -152,8 +152,12 @@ class Estimator:
     @cached_property
     def _operations_around(self) -> int:
         """Forward operations a token of what stands around the blocks."""
-        model, length = LanguageModel(self.workload.model), self.workload.length
-        return model.forward_flops(length) - sum(mixer.flops(length) for mixer in model.mixers())
+        length = self.workload.length
+        return self._whole.forward_flops(length) - sum(mixer.flops(length) for mixer in self._whole.mixers())
+
+    @cached_property
+    def _whole(self) -> LanguageModel:
+        return LanguageModel(self.workload.model)
 
     def _work(self, layout: Layout, own: list[_Part], parallel: ParallelConfig, rank: int) -> Work:
         tokens = layout.micro_batch_size * self.workload.length / (parallel.tp * parallel.cp)

@@ -47,7 +47,7 @@ def build_model(
     Args:
         length: tokens a sequence, by which the layers are shared out over the stages of a pipeline.
         overlap: whether compiled blocks start the all-reduces of tensor parallelism early, which pays where the host is
-            in time to start what they travel beside.
+            in time to start what they travel beside. Exchanges of context parallelism start early in any case.
     """
     if mesh.pp.size == 1:
         model = make_model(config, mesh.tp, cp=mesh.cp, recompute=recompute)
@@ -82,7 +82,7 @@ def _materialise(
     if compute_dtype == torch.float64:
         model.to(torch.float64)
     if compile_blocks:
-        # The states of cp are small, and what is waited for is the slowest rank: work beside them pays on any host.
+        # An exchange of cp's states waits for the slowest rank; gradients of weights fit beside that.
         # Under sequence parallelism nobody measured what it changes.
         early = (overlap or mesh.cp.size > 1) and not mesh.tp.sequence_parallel
         options = EARLY_COLLECTIVES if early else None

@@ -18,7 +18,7 @@ from megalin.verify.case import Case
 from megalin.verify.comparison import Rounding, Row, compare, kind
 from megalin.verify.faults import Exchange, Probe, visible_faults
 from megalin.verify.outcome import Outcome, on_host, run_on_mesh, run_reference, run_step
-from megalin.verify.rounding import rounding_of_bf16, rounding_of_fp32
+from megalin.verify.rounding import measure_rounding
 
 
 class FaultResult(NamedTuple):
@@ -101,7 +101,7 @@ def with_low_rank(case: Case) -> Case:
 def _reference(case: Case, device: torch.device) -> Reference:
     if case.dtype == "bfloat16":
         truth = on_host(run_reference(case, torch.float32, device))
-        return Reference(truth, rounding_of_bf16(case, truth, device))
+        return Reference(truth, measure_rounding(case, truth, device))
     return Reference(on_host(run_reference(case, case.compute_dtype, device)), None)
 
 
@@ -111,11 +111,7 @@ def _compare(case: Case, outcome: Outcome, reference: Reference, device: torch.d
         # The sign of a gradient element near zero is rounding, and AdamW's first step moves its weight by twice lr.
         # The gradients have their own rows; what the optimizer makes of them is exact.
         truth = truth | run_step(case, outcome, device)
-    rows = compare(case, outcome, truth, reference.rounding, device)
-    if case.dtype == "float32" and not all(row.passed for row in rows):
-        # Only here, as it changes no row that passes: a step in fp64 takes twice the memory.
-        rows = compare(case, outcome, truth, rounding_of_fp32(case, truth, device), device)
-    return rows
+    return compare(case, outcome, truth, reference.rounding, device)
 
 
 def worst_first(rows: list[Row]) -> list[Row]:

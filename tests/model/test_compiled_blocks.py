@@ -11,11 +11,14 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from megalin.model.block import Block
 from megalin.model.language_model import LanguageModel
 from megalin.parallel import collectives
 from megalin.parallel.data_parallel import shard_model
+from megalin.parallel.fake import fake_mesh
+from megalin.parallel.mesh import ParallelConfig
 from megalin.parallel.tensor_parallel import full_tensor
-from megalin.train.build import EARLY_COLLECTIVES
+from megalin.train.build import EARLY_COLLECTIVES, build_model
 from tests.cases import CASES, NAMES, make_inputs
 from tests.numerics import assert_close
 from tests.parallel.on_ranks import Arrays, make_mesh, materialise, to_arrays, to_tensors
@@ -91,3 +94,33 @@ def test_compiled_blocks_have_the_gradients_of_eager_ones(ranks, sequence_parall
 def test_gradients_reach_an_input_layer_before_compiled_blocks(ranks, sequence_parallel: bool):
     """Traced only: it is tracing that would lose the gradient of a pending collective."""
     _check(ranks, INPUT_LAYER, sequence_parallel)
+
+
+@pytest.mark.parametrize(
+    ("axes", "cuda_graphs", "early"),
+    [
+        ({}, False, False),
+        ({"tp": 2}, False, False),
+        ({"tp": 2}, True, True),
+        ({"tp": 2, "sequence_parallel": True}, True, False),
+        ({"cp": 2}, False, True),
+        ({"cp": 2, "tp": 2, "sequence_parallel": True}, False, False),
+    ],
+    ids=str,
+)
+def test_collectives_start_early_under_cp_and_in_a_graph(monkeypatch, axes, cuda_graphs: bool, early: bool):
+    compiled = []
+    monkeypatch.setattr(Block, "compile", lambda block, **options: compiled.append(options["options"]))
+    parallel = ParallelConfig(**axes)
+    with fake_mesh(parallel, parallel.tp * parallel.cp) as mesh:
+        build_model(
+            CASES[NAMES.index(GLU)].model,
+            mesh,
+            compute_dtype=torch.float32,
+            recompute=False,
+            compile_blocks=True,
+            seed=0,
+            overlap=cuda_graphs,
+        )
+    assert compiled
+    assert all(options == (EARLY_COLLECTIVES if early else None) for options in compiled)
