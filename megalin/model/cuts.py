@@ -1,12 +1,24 @@
-"""A row of costs cut into runs of neighbours, evenly: for the stages of a pipeline, one or several a rank."""
+"""Costs cut into runs of neighbours for the stages of a pipeline: evenly, or by what its schedule then takes."""
 
 from __future__ import annotations
 
 import itertools
+import random
 from typing import NamedTuple
 
-_KEPT = 8192
-"""Beginnings that the search for several runs a rank goes on with, of all numbers of runs together."""
+import numpy as np
+from numpy.typing import NDArray
+
+_PLANNED_ROUNDS = 8
+"""Micro-batches a rank of the schedule that a cut is made for. With more the ends of a step count less, and whether the
+ranks have equal work counts more."""
+
+_TRIES = 30
+"""Places from which the search sets out again."""
+_STEPS = 10_000_000
+"""Operations of schedules that it computes in all, about a second."""
+_AT_ONCE = 256
+"""Cuts whose schedules are computed together."""
 
 
 class _Cut(NamedTuple):
@@ -23,72 +35,15 @@ class _Cut(NamedTuple):
         """With one run more, to `end`."""
         return _Cut(max(self.largest, cost), self.squares + cost**2, [*self.borders, end])
 
-    def ranges(self) -> list[range]:
-        """The runs."""
-        return [range(start, end) for start, end in itertools.pairwise(self.borders)]
 
+def cut_evenly(costs: list[int], num_runs: int) -> list[range]:
+    """The cut with the least largest run, of those with the least sum of squares. Costs are positive.
 
-def cut_by_rank(costs: list[int], num_runs: int, *, num_ranks: int) -> list[range]:
-    """The cut, run s on rank s % num_ranks, whose largest sum of a rank is least; of those the one with the least
-    largest run, of those with the least sum of squares. Costs are positive.
-
-    Exact with one run a rank. With several it is a search, never worse than the even cut and exact while it keeps every
-    beginning: by one run more at a time, it keeps those whose ranks are most even with the rest shared out evenly.
+    By the end of what is cut so far, for one run more at a time. Twice: the second time it knows the largest run, and
+    any smaller one is as good.
     """
     before = [0, *itertools.accumulate(costs)]
-    even = _even_cut(before, num_runs)
-    if num_runs == num_ranks:
-        return even.ranges()
-    sums = [before[run.stop] - before[run.start] for run in even.ranges()]
-    best = max(sum(sums[rank::num_ranks]) for rank in range(num_ranks)), even
-    for _ in range(2):  # the second time it knows the largest run, and any smaller one is as good
-        best = min([best, *_search(before, num_runs, num_ranks, bound=best[0], largest=best[1].largest)])
-    return best[1].ranges()
-
-
-def _search(before: list[int], num_runs: int, num_ranks: int, *, bound: int, largest: int) -> list[tuple[int, _Cut]]:
-    """The cuts that it comes to with no rank above `bound`, each after its largest sum of a rank."""
-    kept = {(0,) * num_ranks: _Cut(largest, 0, [0])}  # by the sum of each rank
-    for run in range(num_runs):
-        rank, found = run % num_ranks, dict[tuple[int, ...], _Cut]()
-        ends = [each for ranks, cut in kept.items() for each in _ends(ranks, cut, before, run, num_runs, bound)]
-        for _, ranks, end in sorted(ends):
-            cost = before[end] - sum(ranks)
-            key, cut = (*ranks[:rank], ranks[rank] + cost, *ranks[rank + 1 :]), kept[ranks].longer(cost, end)
-            found[key] = min(cut, found.get(key, cut))
-            if len(found) == _KEPT // num_runs:
-                break
-        kept = found
-    return [(max(ranks), cut) for ranks, cut in kept.items()]
-
-
-def _ends(
-    ranks: tuple[int, ...], cut: _Cut, before: list[int], run: int, num_runs: int, bound: int
-) -> list[tuple[int, tuple[int, ...], int]]:
-    """Where the next run of a beginning may end: its rank has at most `bound`, and each later run something. Each after
-    how uneven the ranks then are, by the sum of the squares of their sums, times the squared number of runs left."""
-    start, size, rank = cut.borders[-1], len(ranks), run % len(ranks)
-    # After the next run `left` are left: `rounds` of each rank, one less of those up to this one.
-    left, rounds = num_runs - run - 1, num_runs // size - run // size
-    squares, done = sum(cost**2 for cost in ranks) - ranks[rank] ** 2, sum(ranks[:rank])
-    runs_left = (rank + 1) * (rounds - 1) ** 2 + (size - rank - 1) * rounds**2
-    found = []
-    for end in range(start + 1 if left else len(before) - 1, len(before) - left):
-        own = ranks[rank] + before[end] - before[start]
-        if own > bound:
-            break
-        rest = before[-1] - before[end]
-        # (left * cost + runs of the rank * rest) ** 2 of each rank, added up.
-        uneven = left**2 * (squares + own**2) + runs_left * rest**2
-        uneven += 2 * left * rest * (rounds * before[end] - done - own)
-        found.append((uneven, ranks, end))
-    return found
-
-
-def _even_cut(before: list[int], num_runs: int) -> _Cut:
-    """The cut with the least largest run, of those with the least sum of squares: by the end of what is cut so far, for
-    one run more at a time. Twice: the second time it knows the largest run, and any smaller one is as good."""
-    largest, size = 0, len(before) - 1
+    largest, size = 0, len(costs)
     for _ in range(2):
         best = {0: _Cut(largest, 0, [0])}
         for run in range(num_runs):
@@ -102,4 +57,141 @@ def _even_cut(before: list[int], num_runs: int) -> _Cut:
                         cut = shorter[start].longer(cost, end)
                         best[end] = min(cut, best.get(end, cut))
         largest = best[size].largest
-    return best[size]
+    return _ranges(best[size].borders)
+
+
+def cut_for_interleaving(costs: list[int], num_runs: int, *, num_ranks: int) -> list[range]:
+    """The cut, run s on rank s % num_ranks, with which interleaved 1F1B is done soonest; a backward takes two forwards.
+
+    Equal sums of the ranks are not enough: a rank goes through its runs in turns with the others, and waits where its
+    neighbours' take longer. This is a search, never worse than the even cut: it moves a cost from one run to another,
+    with the runs between them, while that helps, and sets out again from cuts near the best one.
+    """
+    schedule = _Schedule(num_ranks, num_runs // num_ranks, _PLANNED_ROUNDS * num_ranks)
+    inner = range(1, num_runs)
+    moves = [
+        [sign * (first <= border <= last) for border in range(num_runs + 1)]
+        for first, last in itertools.combinations_with_replacement(inner, 2)
+        for sign in (1, -1)
+    ]
+    search = _Search(np.array([0, *itertools.accumulate(costs)], dtype=np.float64), schedule, np.array(moves))
+    even = np.array([0, *(run.stop for run in cut_evenly(costs, num_runs))])
+    return _ranges(search.best(even).tolist())
+
+
+class _Schedule:
+    """The operations of one step, each after those that it waits for."""
+
+    def __init__(self, num_ranks: int, runs_a_rank: int, num_micro_batches: int) -> None:
+        self.num_runs = num_ranks * runs_a_rank
+        rows = [interleaved_order(rank, num_ranks, runs_a_rank, num_micro_batches) for rank in range(num_ranks)]
+        self.operations: list[tuple[int, int, int]] = []
+        """Run, of a backward after those of all forwards; the operation before it on its rank; the one it waits for on
+        another. -1: none."""
+        number: dict[Operation, int] = {}
+        done, last = [0] * num_ranks, [-1] * num_ranks
+        while len(number) < sum(map(len, rows)):
+            for rank, row in enumerate(rows):
+                for operation in row[done[rank] :]:
+                    awaited = operation.awaited(self.num_runs)
+                    if awaited is not None and awaited not in number:
+                        break
+                    run = operation.stage + self.num_runs * operation.backward
+                    self.operations.append((run, last[rank], -1 if awaited is None else number[awaited]))
+                    last[rank] = number[operation] = len(number)
+                    done[rank] += 1
+
+    def seconds(self, costs: NDArray[np.float64]) -> NDArray[np.float64]:
+        """How long it takes with the forward's costs of each run: [cuts, runs] -> [cuts]."""
+        lasting = np.concatenate([costs, 2 * costs], axis=1).T.copy()
+        ends = np.zeros((len(self.operations) + 1, len(costs)))
+        for number, (run, before, awaited) in enumerate(self.operations):
+            np.maximum(ends[before], ends[awaited], out=ends[number])
+            ends[number] += lasting[run]
+        latest: NDArray[np.float64] = ends.max(axis=0)
+        return latest
+
+
+class Operation(NamedTuple):
+    """The forward or the backward of a micro-batch on a stage."""
+
+    backward: bool
+    stage: int
+    micro_batch: int
+
+    def awaited(self, num_stages: int) -> Operation | None:
+        """The operation whose result it takes."""
+        if self.backward:
+            last = self.stage == num_stages - 1
+            return Operation(not last, self.stage + (not last), self.micro_batch)
+        return Operation(False, self.stage - 1, self.micro_batch) if self.stage > 0 else None
+
+
+def interleaved_order(rank: int, num_ranks: int, stages_a_rank: int, num_micro_batches: int) -> list[Operation]:
+    """What a rank does one after the other in interleaved 1F1B, of a multiple of num_ranks micro-batches.
+
+    Source: Narayanan et al., Efficient large-scale language model training on GPU clusters, section 2.2.2.
+    """
+    own = range(rank, num_ranks * stages_a_rank, num_ranks)
+    rounds = [range(first, first + num_ranks) for first in range(0, num_micro_batches, num_ranks)]
+    forwards = [Operation(False, stage, number) for numbers in rounds for stage in own for number in numbers]
+    backwards = [Operation(True, stage, number) for numbers in rounds for stage in reversed(own) for number in numbers]
+    ahead = min((stages_a_rank - 1) * num_ranks + 2 * (num_ranks - 1 - rank), len(forwards))
+    pairs = zip(forwards[ahead:], backwards, strict=False)
+    return [*forwards[:ahead], *itertools.chain(*pairs), *backwards[len(forwards) - ahead :]]
+
+
+class _Search:
+    """Of the cut whose schedule is the shortest.
+
+    Args:
+        before: sum of the costs before each place of the row.
+        moves: [moves, borders] changes of a cut.
+    """
+
+    def __init__(self, before: NDArray[np.float64], schedule: _Schedule, moves: NDArray[np.int64]) -> None:
+        self._before, self._schedule, self._moves = before, schedule, moves
+        self._steps = 0
+
+    def best(self, start: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The best of the cuts that it comes to."""
+        draw = random.Random(0)
+        seconds, cut = self._descend(start)
+        for _ in range(_TRIES):
+            if self._steps > _STEPS:
+                break
+            other = cut
+            for _ in range(3):
+                moved = other + self._moves[draw.randrange(len(self._moves))]
+                other = moved if self._whole(moved[None])[0] else other
+            found = self._descend(other)
+            if found[0] < seconds:
+                seconds, cut = found
+        return cut
+
+    def _descend(self, cut: NDArray[np.int64]) -> tuple[float, NDArray[np.int64]]:
+        """By the best move each time, to a cut that none makes better; and its time."""
+        seconds = self._seconds(cut[None])[0]
+        while True:
+            cuts = cut + self._moves
+            cuts = cuts[self._whole(cuts)]
+            if not len(cuts):
+                return seconds, cut
+            each = self._seconds(cuts)
+            if each.min() >= seconds:
+                return seconds, cut
+            seconds, cut = each.min(), cuts[each.argmin()]
+
+    def _whole(self, cuts: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether each run has something: [cuts, borders] -> [cuts]."""
+        whole: NDArray[np.bool_] = np.all(np.diff(cuts, axis=1) > 0, axis=1)
+        return whole
+
+    def _seconds(self, cuts: NDArray[np.int64]) -> NDArray[np.float64]:
+        self._steps += len(cuts) * len(self._schedule.operations)
+        parts = np.array_split(cuts, -(-len(cuts) // _AT_ONCE))
+        return np.concatenate([self._schedule.seconds(np.diff(self._before[part], axis=1)) for part in parts])
+
+
+def _ranges(borders: list[int]) -> list[range]:
+    return [range(start, end) for start, end in itertools.pairwise(borders)]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalin.errors import ConfigError
 from megalin.model.config import AnyModelConfig, EncoderConfig, ModelConfig
-from megalin.model.cuts import cut_by_rank
+from megalin.model.cuts import cut_evenly, cut_for_interleaving
 from megalin.model.language_model import LanguageModel, ModelOutput
 from megalin.model.stack import Stage
 from megalin.parallel.context import ContextParallel
@@ -101,8 +101,8 @@ class DecoderStage(LanguageModel):
 
 
 def plan_stages(config: AnyModelConfig, num_stages: int, *, num_ranks: int, length: int) -> StagePlan:
-    """The cut into runs of neighbouring sub-layers, stage s on rank s % num_ranks, by which the rank with most work has
-    least; of those the one whose largest stage is least, of those the most even.
+    """The cut into runs of neighbouring sub-layers, stage s on rank s % num_ranks, with which a step is done soonest:
+    the even one, or with several stages a rank the one of the shortest interleaved schedule.
 
     A sub-layer costs its mixer's operations, the head its product with the table, the embedding a multiply and an add
     an element. What travels between stages is the residual stream: there is no cut behind a sub-layer whose result only
@@ -129,7 +129,11 @@ def plan_stages(config: AnyModelConfig, num_stages: int, *, num_ranks: int, leng
     places = [(layer, index) for layer, sublayers in enumerate(blocks) for index in range(len(sublayers))]
     ends = [end for end, (layer, index) in enumerate(places, 1) if blocks[layer][index].residual == "add"]
     runs = [range(start, end) for start, end in itertools.pairwise([0, *ends])]
-    cut = cut_by_rank([sum(costs[run.start : run.stop]) for run in runs], num_stages, num_ranks=num_ranks)
+    whole_runs = [sum(costs[run.start : run.stop]) for run in runs]
+    if num_stages == num_ranks:
+        cut = cut_evenly(whole_runs, num_stages)
+    else:
+        cut = cut_for_interleaving(whole_runs, num_stages, num_ranks=num_ranks)
     sublayers = [range(runs[part.start].start, runs[part.stop - 1].stop) for part in cut]
     holders: dict[str, list[int]] = {}
     for number, part in enumerate(sublayers):

@@ -9,6 +9,7 @@ summed over its holders after the last micro-batch, it counts once in the norm, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -67,14 +68,31 @@ class PipelineParallel:
             return Axis("copies")
         if len(ranks) == self.size:
             return self.axis
-        own = Axis("copies")
+        group = self._group_of(ranks)
+        return Axis("copies", len(ranks), ranks.index(self.axis.rank), group.group_name) if group else Axis("copies")
+
+    @cached_property
+    def neighbours(self) -> dict[int, dist.ProcessGroup]:
+        """A group with each neighbour alone, by its rank in the run; the first rank of the axis and the last are
+        neighbours too. A collective of all ranks of the run at its first use."""
+        found = {}
+        for pair in sorted({tuple(sorted([rank, (rank + 1) % self.size])) for rank in range(self.size)}):
+            group = self._group_of(pair)
+            if group is not None:
+                (other,) = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
+                found[other] = group
+        return found
+
+    def _group_of(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """A group of these ranks of the axis; None on others. A collective of all ranks of the run."""
+        own = None
         apart = dist.get_world_size() // self.size  # pp is the outermost dimension of the mesh
         for column in range(apart):
             members = [column + rank * apart for rank in ranks]
             group = dist.new_group(members)
             if dist.get_rank() in members:
                 assert isinstance(group, dist.ProcessGroup), group
-                own = Axis("copies", len(members), members.index(dist.get_rank()), group.group_name)
+                own = group
         return own
 
     @torch.no_grad()
@@ -86,6 +104,33 @@ class PipelineParallel:
         gradients[0].copy_(all_reduce(torch.stack(gradients).sum(0), holders))
         for copy in copies[1:]:
             copy.grad = None
+
+
+class _InterleavedStage(PipelineStage):
+    """A stage of a rank that has several. It exchanges with each neighbour in a group of the two.
+
+    What a NCCL group sends and receives goes one after the other, and these schedules ask early for what they receive:
+    in a group of all, a result would wait until another rank has sent what was asked of it before.
+    """
+
+    def __init__(self, neighbours: Mapping[int, dist.ProcessGroup], *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._neighbours = neighbours
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._apart(super().get_fwd_recv_ops(fwd_chunk_id))
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._apart(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._apart(super().get_bwd_recv_ops(bwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._apart(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _apart(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
+        return [dist.P2POp(each.op, each.tensor, each.peer, self._neighbours[each.peer]) for each in operations]
 
 
 class StreamShape(NamedTuple):
@@ -123,8 +168,9 @@ def make_schedule(
     pp.sum(torch.zeros(1, device=tokens.device))
     template = stream.empty("meta").requires_grad_()
     last = torch.empty(1, dtype=LOSS_DTYPE, device="meta", requires_grad=True)
+    make_stage = PipelineStage if name == "1f1b" else partial(_InterleavedStage, pp.neighbours)
     stages = [
-        PipelineStage(
+        make_stage(
             module,
             index,
             pp.num_stages,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.pipelining import schedules
 
 from megalin.config import parse
 from megalin.data.packing import Batch
@@ -14,6 +16,7 @@ from megalin.model.config import ModelConfig
 from megalin.optim.adamw import OptimizerConfig, build_optimizer
 from megalin.parallel.embedding import VocabParallelTable
 from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.pipeline import ScheduleName
 from megalin.train.build import build_model
 from megalin.train.step import train_step
 from tests.model_runs import CPU, model_table
@@ -24,14 +27,23 @@ ROWS, LENGTH, MICRO_BATCHES = 2, 24, 3
 Sent = list[tuple[tuple[int, ...], str]]
 
 
-def sent_in_a_step(parallel: ParallelConfig) -> Sent:
-    """Shape and dtype of all that this rank sends to a neighbour during a second step."""
-    mesh = Mesh(parallel, CPU)
-    model = build_model(MODEL, mesh, compute_dtype=torch.bfloat16, recompute=False, compile_blocks=False, seed=0)
+def steps_of(model_config: ModelConfig, mesh: Mesh) -> Callable[[int], None]:
+    """What does the step of a number, with weights of its own."""
+    model = build_model(model_config, mesh, compute_dtype=torch.bfloat16, recompute=False, compile_blocks=False, seed=0)
     optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3), no_decay=())
     ids = torch.arange(ROWS * (LENGTH + 1)).remainder(250).view(ROWS, -1)
     documents = torch.zeros(ROWS, LENGTH, dtype=torch.int32)
     batches = [Batch(ids[:, :-1], ids[:, 1:], documents, torch.arange(ROWS))] * MICRO_BATCHES
+
+    def step(number: int) -> None:
+        train_step(model, optimizer, batches, mesh, max_grad_norm=1.0, step=number).wait()
+
+    return step
+
+
+def sent_in_a_step(parallel: ParallelConfig) -> Sent:
+    """Shape and dtype of all that this rank sends to a neighbour during a second step."""
+    step = steps_of(MODEL, Mesh(parallel, CPU))
     sent: Sent = []
     operation = dist.P2POp
 
@@ -44,9 +56,9 @@ def sent_in_a_step(parallel: ParallelConfig) -> Sent:
     with pytest.MonkeyPatch.context() as patch:
         # As its kernel does on a GPU, where the reference sums in fp32.
         patch.setattr(VocabParallelTable, "loss_sum", lambda *args: loss_sum(*args).double())
-        train_step(model, optimizer, batches, mesh, max_grad_norm=1.0, step=1).wait()
+        step(1)
         patch.setattr(dist, "P2POp", spy)
-        train_step(model, optimizer, batches, mesh, max_grad_norm=1.0, step=2).wait()
+        step(2)
     return sent
 
 
@@ -57,6 +69,43 @@ def test_nothing_but_the_stream_and_its_gradient_travels(sequence_parallel: bool
     stream = ((ROWS, LENGTH // tp, MODEL.hidden_size), "torch.bfloat16")
     for sent in run_ranks(2 * tp, sent_in_a_step, parallel):
         assert sent == [stream] * MICRO_BATCHES
+
+
+def exchanged_in_a_step(parallel: ParallelConfig) -> set[tuple[int, ...]]:
+    """The ranks of the groups in which this rank's stages exchange with others, and the other rank, of each."""
+    blocks = model_table()["layers"] * 3
+    step = steps_of(parse(ModelConfig, model_table() | {"layers": blocks}, "test"), Mesh(parallel, CPU))
+    found: set[tuple[int, ...]] = set()
+    exchange = schedules._batch_p2p
+
+    def spy(operations: list[dist.P2POp], *args: Any) -> list[dist.Work]:
+        found.update((*dist.get_process_group_ranks(each.group), each.peer) for each in operations)
+        return exchange(operations, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedules, "_batch_p2p", spy)
+        step(1)
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
+def test_stages_of_a_rank_exchange_with_each_neighbour_apart(schedule: ScheduleName):
+    """What one rank asks for must not hold up what another one gets."""
+    parallel = ParallelConfig(pp=3, pp_schedule=schedule, pp_stages=2)
+    assert run_ranks(3, exchanged_in_a_step, parallel) == [
+        {(0, 1, 1), (0, 2, 2)},
+        {(0, 1, 0), (1, 2, 2)},
+        {(0, 2, 0), (1, 2, 1)},
+    ]
+
+
+def test_two_ranks_are_neighbours_once():
+    parallel = ParallelConfig(pp=2, tp=2, pp_schedule="interleaved", pp_stages=2)
+    assert run_ranks(4, neighbours, parallel) == [[2], [3], [0], [1]]
+
+
+def neighbours(parallel: ParallelConfig) -> list[int]:
+    return list(Mesh(parallel, CPU).pp.neighbours)
 
 
 def holders(parallel: ParallelConfig, stages: list[list[int]]) -> list[tuple[int, int]]:
