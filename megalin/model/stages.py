@@ -17,6 +17,10 @@ from megalin.parallel.context import ContextParallel
 from megalin.parallel.pipeline import LOSS_DTYPE
 from megalin.parallel.tensor_parallel import TensorParallel
 
+_EMBEDDING_COST = 0.15
+"""Time of the embedding, most of it for its table's gradient, over that of the head. Measured on H200 with 64,000 rows
+and 8,192 tokens a micro-batch (docs/benchmarks/2026-11-22-h200-pipeline.md)."""
+
 
 class StagePlan(NamedTuple):
     """How a decoder's sub-layers are shared out."""
@@ -26,7 +30,7 @@ class StagePlan(NamedTuple):
     places: list[tuple[int, int]]
     """For each sub-layer of the model its layer, and its number in that."""
     costs: list[int]
-    """Forward floating-point operations a token of each stage, embedding, input layers and head counted."""
+    """What each stage costs, in forward operations a token of its blocks."""
     holders: dict[str, list[int]]
     """By global name, the stages of each parameter that several stages hold."""
 
@@ -104,9 +108,9 @@ def plan_stages(config: AnyModelConfig, num_stages: int, *, num_ranks: int, leng
     """The cut into runs of neighbouring sub-layers, stage s on rank s % num_ranks, with which a step is done soonest:
     the even one, or with several stages a rank the one of the shortest interleaved schedule.
 
-    A sub-layer costs its mixer's operations, the head its product with the table, the embedding a multiply and an add
-    an element. What travels between stages is the residual stream: there is no cut behind a sub-layer whose result only
-    the next one reads (`residual = "two_hop"`).
+    A sub-layer costs its mixer's operations, the head its product with the table, the embedding a share of that. What
+    travels between stages is the residual stream: there is no cut behind a sub-layer whose result only the next
+    one reads (`residual = "two_hop"`).
 
     Raises:
         ConfigError: an encoder, or more stages than blocks.
@@ -123,8 +127,9 @@ def plan_stages(config: AnyModelConfig, num_stages: int, *, num_ranks: int, leng
         )
     whole = LanguageModel(config)
     costs = [mixer.flops(length) for mixer in whole.mixers()]
-    costs[0] += 2 * config.hidden_size + sum(mixer.flops(length) for mixer in whole.input_mixers())
-    costs[-1] += whole.forward_flops(length) - whole.stack_flops(length)
+    head = whole.forward_flops(length) - whole.stack_flops(length)
+    costs[0] += round(_EMBEDDING_COST * head) + sum(mixer.flops(length) for mixer in whole.input_mixers())
+    costs[-1] += head
     blocks = [block.sublayers for _, block in config.blocks()]
     places = [(layer, index) for layer, sublayers in enumerate(blocks) for index in range(len(sublayers))]
     ends = [end for end, (layer, index) in enumerate(places, 1) if blocks[layer][index].residual == "add"]

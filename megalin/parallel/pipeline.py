@@ -9,7 +9,7 @@ summed over its holders after the last micro-batch, it counts once in the norm, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -106,30 +106,64 @@ class PipelineParallel:
             copy.grad = None
 
 
-class _InterleavedStage(PipelineStage):
-    """A stage of a rank that has several. It exchanges with each neighbour in a group of the two.
+class _Received(dict[int, Any]):
+    """What a stage receives, by micro-batch, without the memory that the engine takes for all of them beforehand."""
 
-    What a NCCL group sends and receives goes one after the other, and these schedules ask early for what they receive:
-    in a group of all, a result would wait until another rank has sent what was asked of it before.
+    def __setitem__(self, micro_batch: int, infos: Any) -> None:
+        super().__setitem__(micro_batch, infos)
+        self.move(micro_batch, "meta")
+
+    def move(self, micro_batch: int, device: torch.device | str) -> None:
+        """Gives a micro-batch's tensors memory on the device, with nothing in it; none on "meta"."""
+        for info in self[micro_batch]:
+            buffer = getattr(info, "buffer", None)  # none for what the first stage is given
+            if buffer is not None:
+                info.buffer = torch.empty_like(buffer, device=device).requires_grad_(buffer.requires_grad)
+
+
+class _Stage(PipelineStage):
+    """A stage as the engine's, but for memory and for what it waits for.
+
+    It has memory for what it receives from the request to its use, so that no more micro-batches take some than are on
+    their way. Where a rank has several stages it exchanges with each neighbour in a group of the two: what a NCCL group
+    sends and receives goes one after the other, and such schedules ask early for what they receive, so that in a group
+    of all a result would wait until another rank has sent what was asked of it before.
     """
+
+    args_recv_info: _Received
+    grad_recv_info: _Received
 
     def __init__(self, neighbours: Mapping[int, dist.ProcessGroup], *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._neighbours = neighbours
+        self.args_recv_info, self.grad_recv_info = _Received(), _Received()
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        self.args_recv_info.move(fwd_chunk_id, self.device)
         return self._apart(super().get_fwd_recv_ops(fwd_chunk_id))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return self._apart(super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        self.grad_recv_info.move(bwd_chunk_id, self.device)
         return self._apart(super().get_bwd_recv_ops(bwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         return self._apart(super().get_bwd_send_ops(bwd_chunk_id))
 
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **options)
+        self.args_recv_info.move(fwd_chunk_id, "meta")  # the backward's input keeps its memory
+        return output
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:
+        super().backward_one_chunk(bwd_chunk_id, *args, **options)
+        self.grad_recv_info.move(bwd_chunk_id, "meta")
+
     def _apart(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
+        if not self._neighbours:
+            return operations
         return [dist.P2POp(each.op, each.tensor, each.peer, self._neighbours[each.peer]) for each in operations]
 
 
@@ -168,9 +202,10 @@ def make_schedule(
     pp.sum(torch.zeros(1, device=tokens.device))
     template = stream.empty("meta").requires_grad_()
     last = torch.empty(1, dtype=LOSS_DTYPE, device="meta", requires_grad=True)
-    make_stage = PipelineStage if name == "1f1b" else partial(_InterleavedStage, pp.neighbours)
+    neighbours = {} if name == "1f1b" else pp.neighbours
     stages = [
-        make_stage(
+        _Stage(
+            neighbours,
             module,
             index,
             pp.num_stages,

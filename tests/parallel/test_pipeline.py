@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining import PipelineStage, schedules
 
 from megalin.config import parse
 from megalin.data.packing import Batch
@@ -23,17 +23,18 @@ from tests.model_runs import CPU, model_table
 from tests.ranks import run_ranks
 
 MODEL = parse(ModelConfig, model_table(), "test")
+DEEP_MODEL = parse(ModelConfig, model_table() | {"layers": model_table()["layers"] * 3}, "test")
 ROWS, LENGTH, MICRO_BATCHES = 2, 24, 3
 Sent = list[tuple[tuple[int, ...], str]]
 
 
-def steps_of(model_config: ModelConfig, mesh: Mesh) -> Callable[[int], None]:
+def steps_of(model_config: ModelConfig, mesh: Mesh, num_micro_batches: int = MICRO_BATCHES) -> Callable[[int], None]:
     """What does the step of a number, with weights of its own."""
     model = build_model(model_config, mesh, compute_dtype=torch.bfloat16, recompute=False, compile_blocks=False, seed=0)
     optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3), no_decay=())
     ids = torch.arange(ROWS * (LENGTH + 1)).remainder(250).view(ROWS, -1)
     documents = torch.zeros(ROWS, LENGTH, dtype=torch.int32)
-    batches = [Batch(ids[:, :-1], ids[:, 1:], documents, torch.arange(ROWS))] * MICRO_BATCHES
+    batches = [Batch(ids[:, :-1], ids[:, 1:], documents, torch.arange(ROWS))] * num_micro_batches
 
     def step(number: int) -> None:
         train_step(model, optimizer, batches, mesh, max_grad_norm=1.0, step=number).wait()
@@ -73,8 +74,7 @@ def test_nothing_but_the_stream_and_its_gradient_travels(sequence_parallel: bool
 
 def exchanged_in_a_step(parallel: ParallelConfig) -> set[tuple[int, ...]]:
     """The ranks of the groups in which this rank's stages exchange with others, and the other rank, of each."""
-    blocks = model_table()["layers"] * 3
-    step = steps_of(parse(ModelConfig, model_table() | {"layers": blocks}, "test"), Mesh(parallel, CPU))
+    step = steps_of(DEEP_MODEL, Mesh(parallel, CPU))
     found: set[tuple[int, ...]] = set()
     exchange = schedules._batch_p2p
 
@@ -97,6 +97,37 @@ def test_stages_of_a_rank_exchange_with_each_neighbour_apart(schedule: ScheduleN
         {(0, 1, 0), (1, 2, 2)},
         {(0, 2, 0), (1, 2, 1)},
     ]
+
+
+def most_memory_in_a_step(parallel: ParallelConfig, num_micro_batches: int) -> int:
+    """The most tensors that a stage of this rank has memory for to receive into, while it computes."""
+    step = steps_of(DEEP_MODEL, Mesh(parallel, CPU), num_micro_batches)
+    most = 0
+
+    def counting(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(stage: PipelineStage, *args: Any, **options: Any) -> Any:
+            nonlocal most
+            infos = [*stage.args_recv_info.values(), *stage.grad_recv_info.values()]
+            buffers = [info.buffer for each in infos for info in each if info.buffer is not None]
+            most = max(most, sum(not buffer.is_meta for buffer in buffers))
+            return compute(stage, *args, **options)
+
+        return counted
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("forward_one_chunk", "backward_one_chunk"):
+            patch.setattr(PipelineStage, name, counting(getattr(PipelineStage, name)))
+        step(1)
+        step(2)
+    return most
+
+
+@pytest.mark.parametrize("axes", [{}, {"pp_schedule": "interleaved", "pp_stages": 2}])
+def test_memory_does_not_grow_with_micro_batches(axes: dict[str, Any]):
+    parallel = ParallelConfig(pp=2, **axes)
+    few, many = (run_ranks(2, most_memory_in_a_step, parallel, count) for count in (8, 16))
+    assert few == many
+    assert max(many) < 8
 
 
 def test_two_ranks_are_neighbours_once():

@@ -31,13 +31,16 @@ class Measured(NamedTuple):
     recompute: bool = False
     cuda_graphs: bool = False
     """Started by one call, so that the host's part of the plan does not count."""
-    layers: tuple[int, ...] = ()
-    """Of each stage, for a run whose stages had whole layers; else they are as they are cut today."""
+    stages: tuple[int, ...] = ()
+    """Sub-layers of each stage, for a run whose stages were cut otherwise than today."""
 
     def name(self) -> str:
         """The row in words."""
         parts = [f"{self.micro_batches} x {self.batch} x {self.length}", self.axes, "recompute" * self.recompute]
-        parts += ["CUDA graph" * self.cuda_graphs, " + ".join(map(str, self.layers)) + " layers" * bool(self.layers)]
+        parts += [
+            "CUDA graph" * self.cuda_graphs,
+            " + ".join(map(str, self.stages)) + " sub-layers" * bool(self.stages),
+        ]
         return ", ".join([self.preset, *filter(None, parts)]) + (f", dp {self.dp}" if self.dp > 1 else "")
 
     def estimate(self) -> Estimate:
@@ -48,15 +51,15 @@ class Measured(NamedTuple):
         axes: dict[str, Any] = {
             name: int(size) for name, size in (axis.split() for axis in self.axes.split(", ") if axis)
         }
+        if "pp_stages" in axes:
+            axes["pp_schedule"] = "interleaved"
         layout = Layout(ParallelConfig(**axes), self.dp, self.batch, self.micro_batches, self.recompute)
         samples = self.batch * self.micro_batches * self.dp
         workload = Workload(model, self.length, samples, torch.bfloat16, True)
         estimator = Estimator(workload, CHIPS["h200"])
-        if self.layers:
-            sublayers = model.num_sublayers // model.num_layers
-            borders = [0, *itertools.accumulate(sublayers * count for count in self.layers)]
-            count = len(self.layers)
-            estimator.cuts[count, count] = [range(start, end) for start, end in itertools.pairwise(borders)]
+        if self.stages:
+            borders = itertools.pairwise([0, *itertools.accumulate(self.stages)])
+            estimator.cuts[layout.parallel.pp, len(self.stages)] = [range(start, end) for start, end in borders]
         return estimator.estimate(layout, closely=True)
 
 
@@ -95,9 +98,22 @@ ROWS = [
     Measured("transnormerllm-7b-64k", 2, 2048, 30.7, 0.1180, "tp 4", cuda_graphs=True),
     Measured("transnormerllm-7b-64k", 2, 2048, 30.6, 0.1643, "tp 4"),
     Measured("transnormerllm-1b-64k", 2, 4096, 28.3, 98304 / 84622, micro_batches=12),
-    Measured("transnormerllm-1b-64k", 2, 4096, 23.1, 0.8392, "pp 2", micro_batches=16, layers=(9, 7)),
-    Measured("transnormerllm-1b-64k", 2, 4096, 17.7, 98304 / 66029 / 4, "pp 4", micro_batches=12, layers=(4, 5, 5, 2)),
-    Measured("transnormerllm-1b-64k", 2, 4096, 18.1, 1.1063, "pp 4", micro_batches=40, layers=(4, 5, 5, 2)),
+    Measured("transnormerllm-1b-64k", 2, 4096, 23.1, 0.8392, "pp 2", micro_batches=16, stages=(18, 14)),
+    Measured(
+        "transnormerllm-1b-64k", 2, 4096, 17.7, 98304 / 66029 / 4, "pp 4", micro_batches=12, stages=(8, 10, 10, 4)
+    ),
+    Measured("transnormerllm-1b-64k", 2, 4096, 18.5, 1.0598, "pp 4", micro_batches=40, stages=(9, 9, 9, 5)),
+    Measured("transnormerllm-1b-64k", 2, 4096, 18.6, 2.1581, "pp 4", micro_batches=80, stages=(9, 9, 10, 4)),
+    Measured(
+        "transnormerllm-1b-64k",
+        2,
+        4096,
+        22.9,
+        2.1943,
+        "pp 4, pp_stages 2",
+        micro_batches=80,
+        stages=(4, 5, 4, 3, 5, 5, 5, 1),
+    ),
 ]
 
 

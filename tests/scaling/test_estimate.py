@@ -5,7 +5,7 @@ import pytest
 from tests.scaling.measured import ROWS
 
 TAKEN = (
-    "transnormerllm-1b-64k, 12 x 2 x 4096, pp 4, 4 + 5 + 5 + 2 layers",
+    "transnormerllm-1b-64k, 12 x 2 x 4096, pp 4, 8 + 10 + 10 + 4 sub-layers",
     "llama-1b, 1 x 1 x 262144, cp 4, recompute",
 )
 """A pipeline, and a step that is nine tenths attention."""

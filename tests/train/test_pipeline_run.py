@@ -38,7 +38,10 @@ HALF = f"train.stop_after_steps={STEPS // 2}"
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two blocks, of which two stages share the second, as they do the tied table; in steps of four micro-batches."""
-    return write_config(tmp_path_factory.mktemp("run"), train={"micro_batch_size": 1, "evaluate_every_steps": 4})
+    layers = model_table()["layers"]
+    layers[1]["sublayers"][1]["intermediate_size"] = 64  # as large as what is left to the second stage must be
+    train = {"micro_batch_size": 1, "evaluate_every_steps": 4}
+    return write_config(tmp_path_factory.mktemp("run"), model={"layers": layers}, train=train)
 
 
 @pytest.fixture(scope="module")
