@@ -9,7 +9,6 @@ summed over its holders after the last micro-batch, it counts once in the norm, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -68,31 +67,14 @@ class PipelineParallel:
             return Axis("copies")
         if len(ranks) == self.size:
             return self.axis
-        group = self._group_of(ranks)
-        return Axis("copies", len(ranks), ranks.index(self.axis.rank), group.group_name) if group else Axis("copies")
-
-    @cached_property
-    def neighbours(self) -> dict[int, dist.ProcessGroup]:
-        """A group with each neighbour alone, by its rank in the run; the first rank of the axis and the last are
-        neighbours too. A collective of all ranks of the run at its first use."""
-        found = {}
-        for pair in sorted({tuple(sorted([rank, (rank + 1) % self.size])) for rank in range(self.size)}):
-            group = self._group_of(pair)
-            if group is not None:
-                (other,) = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
-                found[other] = group
-        return found
-
-    def _group_of(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
-        """A group of these ranks of the axis; None on others. A collective of all ranks of the run."""
-        own = None
+        own = Axis("copies")
         apart = dist.get_world_size() // self.size  # pp is the outermost dimension of the mesh
         for column in range(apart):
             members = [column + rank * apart for rank in ranks]
             group = dist.new_group(members)
             if dist.get_rank() in members:
                 assert isinstance(group, dist.ProcessGroup), group
-                own = group
+                own = Axis("copies", len(members), members.index(dist.get_rank()), group.group_name)
         return own
 
     @torch.no_grad()
@@ -122,35 +104,23 @@ class _Received(dict[int, Any]):
 
 
 class _Stage(PipelineStage):
-    """A stage as the engine's, but for memory and for what it waits for.
-
-    It has memory for what it receives from the request to its use, so that no more micro-batches take some than are on
-    their way. Where a rank has several stages it exchanges with each neighbour in a group of the two: what a NCCL group
-    sends and receives goes one after the other, and such schedules ask early for what they receive, so that in a group
-    of all a result would wait until another rank has sent what was asked of it before.
-    """
+    """A stage that has memory for what it receives from the request to its use, so that no more micro-batches take some
+    than are on their way."""
 
     args_recv_info: _Received
     grad_recv_info: _Received
 
-    def __init__(self, neighbours: Mapping[int, dist.ProcessGroup], *args: Any, **options: Any) -> None:
+    def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._neighbours = neighbours
         self.args_recv_info, self.grad_recv_info = _Received(), _Received()
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         self.args_recv_info.move(fwd_chunk_id, self.device)
-        return self._apart(super().get_fwd_recv_ops(fwd_chunk_id))
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._apart(super().get_fwd_send_ops(fwd_chunk_id))
+        return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         self.grad_recv_info.move(bwd_chunk_id, self.device)
-        return self._apart(super().get_bwd_recv_ops(bwd_chunk_id))
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._apart(super().get_bwd_send_ops(bwd_chunk_id))
+        return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
         output = super().forward_one_chunk(fwd_chunk_id, *args, **options)
@@ -160,11 +130,6 @@ class _Stage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:
         super().backward_one_chunk(bwd_chunk_id, *args, **options)
         self.grad_recv_info.move(bwd_chunk_id, "meta")
-
-    def _apart(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
-        if not self._neighbours:
-            return operations
-        return [dist.P2POp(each.op, each.tensor, each.peer, self._neighbours[each.peer]) for each in operations]
 
 
 class StreamShape(NamedTuple):
@@ -202,10 +167,8 @@ def make_schedule(
     pp.sum(torch.zeros(1, device=tokens.device))
     template = stream.empty("meta").requires_grad_()
     last = torch.empty(1, dtype=LOSS_DTYPE, device="meta", requires_grad=True)
-    neighbours = {} if name == "1f1b" else pp.neighbours
     stages = [
         _Stage(
-            neighbours,
             module,
             index,
             pp.num_stages,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining import PipelineStage
 
 from megalin.config import parse
 from megalin.data.packing import Batch
@@ -16,7 +16,6 @@ from megalin.model.config import ModelConfig
 from megalin.optim.adamw import OptimizerConfig, build_optimizer
 from megalin.parallel.embedding import VocabParallelTable
 from megalin.parallel.mesh import Mesh, ParallelConfig
-from megalin.parallel.pipeline import ScheduleName
 from megalin.train.build import build_model
 from megalin.train.step import train_step
 from tests.model_runs import CPU, model_table
@@ -72,33 +71,6 @@ def test_nothing_but_the_stream_and_its_gradient_travels(sequence_parallel: bool
         assert sent == [stream] * MICRO_BATCHES
 
 
-def exchanged_in_a_step(parallel: ParallelConfig) -> set[tuple[int, ...]]:
-    """The ranks of the groups in which this rank's stages exchange with others, and the other rank, of each."""
-    step = steps_of(DEEP_MODEL, Mesh(parallel, CPU))
-    found: set[tuple[int, ...]] = set()
-    exchange = schedules._batch_p2p
-
-    def spy(operations: list[dist.P2POp], *args: Any) -> list[dist.Work]:
-        found.update((*dist.get_process_group_ranks(each.group), each.peer) for each in operations)
-        return exchange(operations, *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schedules, "_batch_p2p", spy)
-        step(1)
-    return found
-
-
-@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
-def test_stages_of_a_rank_exchange_with_each_neighbour_apart(schedule: ScheduleName):
-    """What one rank asks for must not hold up what another one gets."""
-    parallel = ParallelConfig(pp=3, pp_schedule=schedule, pp_stages=2)
-    assert run_ranks(3, exchanged_in_a_step, parallel) == [
-        {(0, 1, 1), (0, 2, 2)},
-        {(0, 1, 0), (1, 2, 2)},
-        {(0, 2, 0), (1, 2, 1)},
-    ]
-
-
 def most_memory_in_a_step(parallel: ParallelConfig, num_micro_batches: int) -> int:
     """The most tensors that a stage of this rank has memory for to receive into, while it computes."""
     step = steps_of(DEEP_MODEL, Mesh(parallel, CPU), num_micro_batches)
@@ -128,15 +100,6 @@ def test_memory_does_not_grow_with_micro_batches(axes: dict[str, Any]):
     few, many = (run_ranks(2, most_memory_in_a_step, parallel, count) for count in (8, 16))
     assert few == many
     assert max(many) < 8
-
-
-def test_two_ranks_are_neighbours_once():
-    parallel = ParallelConfig(pp=2, tp=2, pp_schedule="interleaved", pp_stages=2)
-    assert run_ranks(4, neighbours, parallel) == [[2], [3], [0], [1]]
-
-
-def neighbours(parallel: ParallelConfig) -> list[int]:
-    return list(Mesh(parallel, CPU).pp.neighbours)
 
 
 def holders(parallel: ParallelConfig, stages: list[list[int]]) -> list[tuple[int, int]]:
