@@ -15,8 +15,8 @@ ranks have equal work counts more."""
 
 _TRIES = 30
 """Places from which the search sets out again."""
-_STEPS = 10_000_000
-"""Operations of schedules that it computes in all, about a second."""
+_STEPS = 20_000_000
+"""Operations of schedules after which it ends, about a second."""
 _AT_ONCE = 256
 """Cuts whose schedules are computed together."""
 
@@ -158,8 +158,6 @@ class _Search:
         draw = random.Random(0)
         seconds, cut = self._descend(start)
         for _ in range(_TRIES):
-            if self._steps > _STEPS:
-                break
             other = cut
             for _ in range(3):
                 moved = other + self._moves[draw.randrange(len(self._moves))]
@@ -171,16 +169,14 @@ class _Search:
 
     def _descend(self, cut: NDArray[np.int64]) -> tuple[float, NDArray[np.int64]]:
         """By the best move each time, to a cut that none makes better; and its time."""
-        seconds = self._seconds(cut[None])[0]
-        while True:
-            cuts = cut + self._moves
+        seconds, better = self._seconds(cut[None])[0], True
+        while better and self._steps < _STEPS:
+            cuts = np.concatenate([cut[None], cut + self._moves])
             cuts = cuts[self._whole(cuts)]
-            if not len(cuts):
-                return seconds, cut
             each = self._seconds(cuts)
-            if each.min() >= seconds:
-                return seconds, cut
+            better = each.min() < seconds
             seconds, cut = each.min(), cuts[each.argmin()]
+        return seconds, cut
 
     def _whole(self, cuts: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Whether each run has something: [cuts, borders] -> [cuts]."""

@@ -134,11 +134,11 @@ def plan_stages(config: AnyModelConfig, num_stages: int, *, num_ranks: int, leng
     places = [(layer, index) for layer, sublayers in enumerate(blocks) for index in range(len(sublayers))]
     ends = [end for end, (layer, index) in enumerate(places, 1) if blocks[layer][index].residual == "add"]
     runs = [range(start, end) for start, end in itertools.pairwise([0, *ends])]
-    whole_runs = [sum(costs[run.start : run.stop]) for run in runs]
+    run_costs = [sum(costs[run.start : run.stop]) for run in runs]
     if num_stages == num_ranks:
-        cut = cut_evenly(whole_runs, num_stages)
+        cut = cut_evenly(run_costs, num_stages)
     else:
-        cut = cut_for_interleaving(whole_runs, num_stages, num_ranks=num_ranks)
+        cut = cut_for_interleaving(run_costs, num_stages, num_ranks=num_ranks)
     sublayers = [range(runs[part.start].start, runs[part.stop - 1].stop) for part in cut]
     holders: dict[str, list[int]] = {}
     for number, part in enumerate(sublayers):

@@ -110,8 +110,11 @@ class _Stage(PipelineStage):
     args_recv_info: _Received
     grad_recv_info: _Received
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(
+        self, module: nn.Module, index: int, pp: PipelineParallel, device: torch.device, given: Tensor, gives: Tensor
+    ) -> None:
+        """The stage of a number, which takes such a tensor as `given` and returns one as `gives`."""
+        super().__init__(module, index, pp.num_stages, device, input_args=given, output_args=gives, group=pp.group)
         self.args_recv_info, self.grad_recv_info = _Received(), _Received()
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -122,13 +125,17 @@ class _Stage(PipelineStage):
         self.grad_recv_info.move(bwd_chunk_id, self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
-        output = super().forward_one_chunk(fwd_chunk_id, *args, **options)
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
+    ) -> Any:
+        output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
         self.args_recv_info.move(fwd_chunk_id, "meta")  # the backward's input keeps its memory
         return output
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:
-        super().backward_one_chunk(bwd_chunk_id, *args, **options)
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         self.grad_recv_info.move(bwd_chunk_id, "meta")
 
 
@@ -171,11 +178,10 @@ def make_schedule(
         _Stage(
             module,
             index,
-            pp.num_stages,
+            pp,
             tokens.device,
-            input_args=torch.empty_like(tokens, device="meta") if index == 0 else template,
-            output_args=last if index == pp.num_stages - 1 else template,
-            group=pp.group,
+            torch.empty_like(tokens, device="meta") if index == 0 else template,
+            last if index == pp.num_stages - 1 else template,
         )
         for index, module in zip(pp.own_stages(), modules, strict=True)
     ]
