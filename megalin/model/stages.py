@@ -30,7 +30,7 @@ class StagePlan(NamedTuple):
     places: list[tuple[int, int]]
     """For each sub-layer of the model its layer, and its number in that."""
     costs: list[int]
-    """What each stage costs, in forward operations a token of its blocks."""
+    """Forward operations a token of each stage; input layers and head counted, the embedding as a share of the head."""
     holders: dict[str, list[int]]
     """By global name, the stages of each parameter that several stages hold."""
 

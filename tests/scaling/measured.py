@@ -32,7 +32,7 @@ class Measured(NamedTuple):
     cuda_graphs: bool = False
     """Started by one call, so that the host's part of the plan does not count."""
     stages: tuple[int, ...] = ()
-    """Sub-layers of each stage, for a run whose stages were cut otherwise than today."""
+    """Sub-layers of each stage of a pipeline, as it was cut when it ran."""
 
     def name(self) -> str:
         """The row in words."""
