@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megalin.errors import ConfigError
 from megalin.layers.decay import DecayKind, decay_slopes
+from megalin.layers.lrpe_segments import LRPESegments
 from megalin.layers.mixers.base import BuildScope, Mixer, MixerConfig, MixerOutput, SequenceContext, State
 from megalin.layers.norms import HeadNormKind
 from megalin.layers.positions import LRPEFrequencies, LRPEKind, key_dim
@@ -18,6 +19,10 @@ from megalin.ops.scan_states import decay_state
 from megalin.ops.silu_lrpe import silu_lrpe
 from megalin.parallel.initialisation import Draw
 from megalin.parallel.linear import ColumnParallelLinear, LowRankLinear, NormedRowParallelLinear
+
+SEGMENT_CHUNKS = 2
+"""Chunks between two origins of LRPE's positions: the rounding of its frequencies' gradient grows with them, the memory
+of the states between with their inverse."""
 
 
 class Projections(NamedTuple):
@@ -102,7 +107,10 @@ class LinearAttention(Mixer):
         self.slopes.copy_(self.tp.local_slice(table, dim=0))
 
     def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
-        q, k, v, gate = self._heads(x, context)
+        if state is None and self.config.lrpe is not None and self.slopes is not None:
+            output, gate = self._by_segments(x, context)
+            return MixerOutput(self.out(output.flatten(2), gate), ())
+        q, k, v, gate = self._heads(x, context, context.positions)
         scan = decay_scan(
             q,
             k,
@@ -115,7 +123,7 @@ class LinearAttention(Mixer):
         return MixerOutput(self.out(scan.output.flatten(2), gate), () if state is None else (scan.state,))
 
     def step(self, x: Tensor, context: SequenceContext, state: State) -> MixerOutput:
-        q, k, v, gate = self._heads(x, context)
+        q, k, v, gate = self._heads(x, context, context.positions)
         scan = decay_step(q[:, 0], k[:, 0], v[:, 0], self.slopes, state[0])
         return MixerOutput(self.out(scan.output.flatten(1)[:, None], gate), (scan.state,))
 
@@ -127,12 +135,43 @@ class LinearAttention(Mixer):
         slopes = added.new_zeros(self.local_heads) if self.slopes is None else self.slopes
         return self.cp.fold(added, -k.shape[1] * slopes[:, None], context.borders)
 
-    def _heads(self, x: Tensor, context: SequenceContext) -> Projections:
-        """q and k as the scan takes them, v, and the gate."""
+    def _by_segments(self, x: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor]:
+        """The scan's output [B, T, H/tp, V] with LRPE's positions counted from the middle of short segments, as the
+        gradient of its frequencies needs them (`ops.lrpe_states`); and the gate."""
+        (theta,), form, rows, length = context.full_precision, self.config.lrpe, len(x), context.positions.shape[-1]
+        assert form is not None
+        assert self.slopes is not None
+        tokens = min(length, SEGMENT_CHUNKS * self.config.chunk_size)
+        segments = LRPESegments(tokens, theta, form, self.slopes, context.document_ids)
+        q, k, v, gate = self._heads(x, context, segments.positions(length, x.device))
+        cut_k, cut_v = segments.cut(k), segments.cut(v)
+        entering = None
+        if context.borders is not None or tokens < length:
+            entering = segments.entering(cut_k, cut_v, rows)
+        if context.borders is not None:
+            # Between ranks, states are in positions of the whole row.
+            assert entering is not None
+            origin = self.cp.tokens_before(k) + tokens // 2
+            leaving = segments.moved(segments.leaving(k, v, entering), -(origin + length))
+            before = self.cp.fold(leaving, -length * self.slopes[:, None], context.borders)
+            entering = segments.entering(cut_k, cut_v, rows, segments.moved(before, origin))
+        output = decay_scan(
+            segments.cut(q),
+            cut_k,
+            cut_v,
+            self.slopes,
+            initial_state=None if entering is None else entering.flatten(0, 1),
+            document_ids=segments.cut_documents(),
+            chunk_size=self.config.chunk_size,
+        ).output
+        return output.unflatten(0, (rows, -1)).flatten(1, 2)[:, :length], gate
+
+    def _heads(self, x: Tensor, context: SequenceContext, positions: Tensor) -> Projections:
+        """q and k as the scan takes them at these positions, v, and the gate."""
         joined, gate = self.project(self.tp.enter(x))
         joined = joined.unflatten(-1, (-1, self.local_heads, self.head_dim))  # [B, T, 3 or 4, H/tp, V]
         (theta,) = context.full_precision or (None,)
-        q, k, v, *rest = silu_lrpe(joined, theta, context.positions, form=self.config.lrpe)
+        q, k, v, *rest = silu_lrpe(joined, theta, positions, form=self.config.lrpe)
         return Projections(q, k, v, rest[0].flatten(-2) if gate is None else gate)
 
     def flops(self, length: int) -> int:

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from megalin.layers.linear_attention import LinearAttention
+from megalin.layers.linear_attention import SEGMENT_CHUNKS, LinearAttention
 from megalin.layers.mixers.base import State
 from megalin.layers.mixers.cosformer2 import TPE
 from megalin.layers.mixers.hgrn2 import HGRN2
@@ -239,14 +239,23 @@ def counted_flops(model: LanguageModel, batch: int, length: int) -> int:
 
 
 def implementation_flops(model: LanguageModel, batch: int, length: int) -> int:
-    """What a counted forward holds beyond the model's own count: the fold over chunks, and the padded head rows."""
+    """What a counted forward holds beyond the model's own count: the fold over chunks, LRPE's segments, and the padded
+    head rows."""
     padding = padded_rows(model.config.vocab_size) - model.config.vocab_size
     total = batch * length * 2 * padding * model.config.hidden_size
     for mixer in model.mixers():
         if isinstance(mixer, LinearAttention):
-            num_chunks = -(-length // min(mixer.config.chunk_size, length))
             state = mixer.config.num_heads * mixer.key_dim * mixer.head_dim
-            total += batch * 2 * (num_chunks + 1) ** 2 * state
+            tokens = length
+            if mixer.config.lrpe is not None and mixer.slopes is not None:
+                tokens = min(length, SEGMENT_CHUNKS * mixer.config.chunk_size)
+            segments = -(-length // tokens)
+            num_chunks = -(-tokens // min(mixer.config.chunk_size, tokens))
+            total += batch * segments * 2 * (num_chunks + 1) ** 2 * state
+            if segments > 1:
+                chunk = mixer.config.chunk_size
+                scan = 2 * chunk * (mixer.key_dim + mixer.head_dim) * mixer.config.num_heads + 4 * state
+                total += batch * ((segments * tokens - length) * scan + segments * tokens * 2 * state)
         elif isinstance(mixer, HGRN2):
             extra = vector_scan_extra(length, mixer.config.chunk_size, mixer.head_dim, mixer.head_dim)
             total += batch * mixer.config.num_heads * extra

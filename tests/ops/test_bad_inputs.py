@@ -13,6 +13,7 @@ from megalin.ops.documents import Documents
 from megalin.ops.gated_product import gated_product
 from megalin.ops.gated_squares import gated_squares
 from megalin.ops.linear_cross_entropy import VocabularySlice, fused_linear_cross_entropy
+from megalin.ops.lrpe_states import enter_segments, move_origin
 from megalin.ops.max_norm import encoded_max_norm, max_norm
 from megalin.ops.operands import check_operands
 from megalin.ops.positions import (
@@ -96,6 +97,20 @@ OPS = {
         decay_state,
         {"k": ones(B, T, H, K), "v": ones(B, T, H, V), "slopes": ones(H), "document_ids": ids()},
     ),
+    "enter_segments": (
+        partial(enter_segments, form="cosine", length=T),
+        {
+            "added": ones(B, 1, H, K, V),
+            "theta": ones(H, K // 2),
+            "slopes": ones(H),
+            "initial": ones(B, H, K, V),
+            "document_ids": ids(),
+        },
+    ),
+    "move_origin": (
+        partial(move_origin, tokens=1, form="cosine"),
+        {"state": ones(B, H, K, V), "theta": ones(H, K // 2)},
+    ),
     "selected_state": (
         selected_state,
         {"v": ones(B, T, H, V), "k": ones(B, T, H, K), "log_decay": -ones(B, T, H, K), "document_ids": ids()},
@@ -129,6 +144,7 @@ ANY_RANK |= {(op, "positions") for op in ENCODINGS}  # [T] or [B, T]
 # Leading sizes that no other tensor knows: the rows of a head.
 FREE = {("linear_cross_entropy", "weight"): 1}
 UNSHARED = {("lrpe_rotation", "theta"): 1, ("decay_state", "v"): 1, ("dense_attention", "v"): 1}
+UNSHARED |= {("enter_segments", "theta"): 1, ("enter_segments", "document_ids"): 1, ("move_origin", "theta"): 1}
 """Last sizes that no other tensor has."""
 
 

@@ -1,0 +1,77 @@
+"""A row in segments from whose middles LRPE counts positions, and the states between them (`ops.lrpe_states`)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megalin.ops.lrpe_states import enter_segments, move_origin
+from megalin.ops.scan_states import decay_state
+from megalin.ops.silu_lrpe import LRPEForm
+
+
+class LRPESegments(NamedTuple):
+    """N segments of L tokens, the last one shorter where L does not divide the row."""
+
+    tokens: int
+    """L."""
+    theta: Tensor
+    """[H, K/2] angular frequencies in radians a token."""
+    form: LRPEForm
+    slopes: Tensor
+    """[H]."""
+    document_ids: Tensor | None
+    """[B, T]; None when each row is one document."""
+
+    def positions(self, length: int, device: torch.device) -> Tensor:
+        """[T], from -L/2 in each segment."""
+        return torch.arange(length, device=device) % self.tokens - self.tokens // 2
+
+    def cut(self, x: Tensor) -> Tensor:
+        """[B, T, ...] -> [B N, L, ...], with zeros after the last token."""
+        missing = -x.shape[1] % self.tokens
+        if missing:
+            x = functional.pad(x, (0, 0) * (x.dim() - 2) + (0, missing))
+        return x.reshape(-1, self.tokens, *x.shape[2:])
+
+    def cut_documents(self) -> Tensor | None:
+        """The documents of the segments, [B N, L]."""
+        return None if self.document_ids is None else self.cut(self.document_ids)
+
+    def entering(self, k: Tensor, v: Tensor, rows: int, initial: Tensor | None = None) -> Tensor:
+        """The states [B, N, H, K, V] that enter the segments.
+
+        Args:
+            k, v: [B N, L, H, K or V], cut.
+            rows: B.
+            initial: the first of them, [B, H, K, V]; None for zeros.
+        """
+        ids = self.cut_documents()
+        added = decay_state(k, v, self.slopes, document_ids=ids).unflatten(0, (rows, -1))
+        ids = None if ids is None else ids.view(rows, -1)
+        return enter_segments(
+            added, self.theta, self.slopes, form=self.form, length=self.tokens, initial=initial, document_ids=ids
+        ).entering
+
+    def leaving(self, k: Tensor, v: Tensor, entering: Tensor) -> Tensor:
+        """The state after the last token, [B, H, K, V], in positions whose origin lies as far behind the first one's
+        as the row is long; k, v [B, T, H, K or V], entering [B, N, H, K, V]."""
+        length = (k.shape[1] - 1) % self.tokens + 1
+        ids = None if self.document_ids is None else self.document_ids[:, -length:]
+        added = decay_state(k[:, -length:], v[:, -length:], self.slopes, document_ids=ids)
+        return enter_segments(
+            added[:, None],
+            self.theta,
+            self.slopes,
+            form=self.form,
+            length=length,
+            initial=entering[:, -1],
+            document_ids=ids,
+        ).leaving
+
+    def moved(self, state: Tensor, tokens: int) -> Tensor:
+        """The state [B, H, K, V] in positions whose origin lies `tokens` later."""
+        return move_origin(state, self.theta, tokens, form=self.form)
