@@ -89,18 +89,27 @@ def _(k: Tensor, v: Tensor, slopes: Tensor | None, documents: Tensor | None) -> 
     return k.new_empty(k.shape[0], *k.shape[2:], v.shape[3], dtype=torch.float32)
 
 
+@torch.library.custom_op("megalin::decay_state_backward", mutates_args=())
+def _backward(
+    d_state: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, documents: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    from megalin._triton import decay_state as kernels
+
+    documents = None if documents is None else documents.contiguous()
+    return kernels.gradient(d_state.contiguous(), k, v, slopes, documents)
+
+
+@_backward.register_fake
+def _(d_state: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, documents: Tensor | None) -> tuple[Tensor, Tensor]:
+    return k.new_empty(k.shape), v.new_empty(v.shape)
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
 def _differentiate(ctx: Any, d_state: Tensor) -> tuple[Tensor | None, ...]:
-    """dk_t = w_t dS v_t, dv_t = w_t dS^T k_t: products in the dtype of k, as those of the scan."""
-    k, v, slopes, documents = ctx.saved_tensors
-    weight = _weights(k, slopes, documents, torch.float32)[..., None]
-    d_state = d_state.to(k.dtype)
-    dk = torch.einsum("bhkv,bthv->bthk", d_state, v) * weight
-    dv = torch.einsum("bhkv,bthk->bthv", d_state, k) * weight
-    return dk.to(k.dtype), dv.to(v.dtype), None, None
+    return *_backward(d_state, *ctx.saved_tensors), None, None
 
 
 _state.register_autograd(_differentiate, setup_context=_save)
