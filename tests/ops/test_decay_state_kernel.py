@@ -10,11 +10,11 @@ from tests.ops.kernels import assert_as_good_as_the_reference
 SLOPES = {"none": None, "mild": (0.0, 0.07), "strong": (20.0, 3.0)}
 
 
-@pytest.fixture(autouse=True)
-def _few_programs(monkeypatch):
+@pytest.fixture(autouse=True, params=[1, 6], ids=["one part", "parts"])
+def _few_programs(monkeypatch, request):
     from megalin._triton import decay_state as kernels
 
-    monkeypatch.setattr(kernels, "PROGRAMS", 6)
+    monkeypatch.setattr(kernels, "PROGRAMS", request.param)
 
 
 def compare(length, slopes, *, packed):
