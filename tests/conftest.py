@@ -1,5 +1,6 @@
-"""What every test starts from: one seed, one thread, and uninitialised memory that shows."""
+"""What every test starts from: one seed, one thread, nothing compiled, and uninitialised memory that shows."""
 
+import sys
 from collections import Counter
 from collections.abc import Iterator
 
@@ -12,7 +13,12 @@ if not torch.cuda.is_available():
 
 @pytest.fixture(autouse=True)
 def _same_start(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Seeds the generators; outside GPU tests every `torch.empty` holds NaN, so an element that nobody writes shows."""
+    """Seeds the generators; outside GPU tests every `torch.empty` holds NaN, so an element that nobody writes shows.
+
+    What tests before compiled counts against the limit of compilations of one function.
+    """
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
     torch.manual_seed(0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -138,23 +138,23 @@ class LinearAttention(Mixer):
     def _by_segments(self, x: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor]:
         """The scan's output [B, T, H/tp, V] with LRPE's positions counted from the middle of short segments, as the
         gradient of its frequencies needs them (`ops.lrpe_states`); and the gate."""
-        (theta,), form, rows, length = context.full_precision, self.config.lrpe, len(x), context.positions.shape[-1]
+        (theta,), form, length = context.full_precision, self.config.lrpe, context.positions.shape[-1]
         assert form is not None
         assert self.slopes is not None
         tokens = min(length, SEGMENT_CHUNKS * self.config.chunk_size)
-        segments = LRPESegments(tokens, theta, form, self.slopes, context.document_ids)
-        q, k, v, gate = self._heads(x, context, segments.positions(length, x.device))
+        segments = LRPESegments(len(x), length, tokens, theta, form, self.slopes, context.document_ids)
+        q, k, v, gate = self._heads(x, context, segments.positions(x.device))
         cut_k, cut_v = segments.cut(k), segments.cut(v)
         entering = None
         if context.borders is not None or tokens < length:
-            entering = segments.entering(cut_k, cut_v, rows)
+            entering = segments.entering(cut_k, cut_v)
         if context.borders is not None:
             # Between ranks, states are in positions of the whole row.
             assert entering is not None
             origin = self.cp.tokens_before(k) + tokens // 2
             leaving = segments.moved(segments.leaving(k, v, entering), -(origin + length))
             before = self.cp.fold(leaving, -length * self.slopes[:, None], context.borders)
-            entering = segments.entering(cut_k, cut_v, rows, segments.moved(before, origin))
+            entering = segments.entering(cut_k, cut_v, segments.moved(before, origin))
         output = decay_scan(
             segments.cut(q),
             cut_k,
@@ -164,7 +164,7 @@ class LinearAttention(Mixer):
             document_ids=segments.cut_documents(),
             chunk_size=self.config.chunk_size,
         ).output
-        return output.unflatten(0, (rows, -1)).flatten(1, 2)[:, :length], gate
+        return segments.join(output), gate
 
     def _heads(self, x: Tensor, context: SequenceContext, positions: Tensor) -> Projections:
         """q and k as the scan takes them at these positions, v, and the gate."""

@@ -14,8 +14,12 @@ from megalin.ops.silu_lrpe import LRPEForm
 
 
 class LRPESegments(NamedTuple):
-    """N segments of L tokens, the last one shorter where L does not divide the row."""
+    """N segments of L tokens a row, the last one shorter where L does not divide the row."""
 
+    rows: int
+    """B."""
+    length: int
+    """T, tokens a row."""
     tokens: int
     """L."""
     theta: Tensor
@@ -26,32 +30,41 @@ class LRPESegments(NamedTuple):
     document_ids: Tensor | None
     """[B, T]; None when each row is one document."""
 
-    def positions(self, length: int, device: torch.device) -> Tensor:
+    @property
+    def number(self) -> int:
+        """N."""
+        return -(-self.length // self.tokens)
+
+    def positions(self, device: torch.device) -> Tensor:
         """[T], from -L/2 in each segment."""
-        return torch.arange(length, device=device) % self.tokens - self.tokens // 2
+        return torch.arange(self.length, device=device) % self.tokens - self.tokens // 2
 
     def cut(self, x: Tensor) -> Tensor:
         """[B, T, ...] -> [B N, L, ...], with zeros after the last token."""
-        missing = -x.shape[1] % self.tokens
+        missing = -self.length % self.tokens
         if missing:
             x = functional.pad(x, (0, 0) * (x.dim() - 2) + (0, missing))
-        return x.reshape(-1, self.tokens, *x.shape[2:])
+        return x.reshape(self.rows * self.number, self.tokens, *x.shape[2:])
+
+    def join(self, x: Tensor) -> Tensor:
+        """[B N, L, ...] -> [B, T, ...]."""
+        return x.unflatten(0, (self.rows, self.number)).flatten(1, 2)[:, : self.length]
 
     def cut_documents(self) -> Tensor | None:
         """The documents of the segments, [B N, L]."""
         return None if self.document_ids is None else self.cut(self.document_ids)
 
-    def entering(self, k: Tensor, v: Tensor, rows: int, initial: Tensor | None = None) -> Tensor:
+    def entering(self, k: Tensor, v: Tensor, initial: Tensor | None = None) -> Tensor:
         """The states [B, N, H, K, V] that enter the segments.
 
         Args:
             k, v: [B N, L, H, K or V], cut.
-            rows: B.
             initial: the first of them, [B, H, K, V]; None for zeros.
         """
+        shape = (self.rows, self.number)
         ids = self.cut_documents()
-        added = decay_state(k, v, self.slopes, document_ids=ids).unflatten(0, (rows, -1))
-        ids = None if ids is None else ids.view(rows, -1)
+        added = decay_state(k, v, self.slopes, document_ids=ids).unflatten(0, shape)
+        ids = None if ids is None else ids.unflatten(0, shape).flatten(1)
         return enter_segments(
             added, self.theta, self.slopes, form=self.form, length=self.tokens, initial=initial, document_ids=ids
         ).entering
@@ -59,7 +72,7 @@ class LRPESegments(NamedTuple):
     def leaving(self, k: Tensor, v: Tensor, entering: Tensor) -> Tensor:
         """The state after the last token, [B, H, K, V], in positions whose origin lies as far behind the first one's
         as the row is long; k, v [B, T, H, K or V], entering [B, N, H, K, V]."""
-        length = (k.shape[1] - 1) % self.tokens + 1
+        length = (self.length - 1) % self.tokens + 1
         ids = None if self.document_ids is None else self.document_ids[:, -length:]
         added = decay_state(k[:, -length:], v[:, -length:], self.slopes, document_ids=ids)
         return enter_segments(

@@ -274,7 +274,6 @@ def test_flops_are_counted(length: int, kind: str, heads: int):
 @every_head_case
 def test_compiled_as_one_graph_it_is_the_same(kind: str, heads: int):
     mixer, (x, valid) = build(configured(kind, heads)), inputs_of(17, padded=True)
-    torch._dynamo.reset()
     compiled = torch.compile(mixer, fullgraph=True, backend="aot_eager")
     for ids in (None, (torch.arange(17) // 6).expand(3, -1)):
         dy, known = torch.randn_like(x), context(valid=valid, document_ids=ids)

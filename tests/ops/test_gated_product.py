@@ -57,7 +57,6 @@ def test_it_compiles_into_one_graph(activation):
         return [gated_product(x @ weight, activation=activation, backend="triton").sin()]
 
     inputs = {"x": torch.randn(2, 7, 6), "weight": torch.randn(6, 20)}
-    torch._dynamo.reset()
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     expected, found = outputs_and_gradients(block, inputs), outputs_and_gradients(compiled, inputs)
     for name, tensor in expected.items():

@@ -102,7 +102,6 @@ def test_it_compiles_into_one_graph(form):
         found = enter_segments(added * 2.0, theta, SLOPES.float(), **options)
         return [found.entering.sin(), move_origin(found.leaving, theta, 1000, form=form)]
 
-    torch._dynamo.reset()
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     expected, found = outputs_and_gradients(run, inputs), outputs_and_gradients(compiled, inputs)
     for name, tensor in expected.items():

@@ -160,7 +160,6 @@ def test_the_kernel_of_rope_compiles_into_one_graph():
         return [rope(x * 2.0, torch.arange(7), backend="triton").sin()]
 
     inputs = {"x": torch.randn(2, 7, 3, 8)}
-    torch._dynamo.reset()
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     assert_close(outputs_and_gradients(compiled, inputs), outputs_and_gradients(block, inputs), 1e-6)
 
