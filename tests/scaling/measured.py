@@ -74,9 +74,9 @@ ROWS = [
     Measured("llama-1b", 1, 32768, 19.3, 1.3487, recompute=True),
     Measured("llama-1b", 1, 65536, 6.4, 1.2337, "cp 4", recompute=True),
     Measured("llama-1b", 1, 262144, 13.9, 15.7987, "cp 4", recompute=True),
-    Measured("transnormerllm-1b-64k", 1, 32768, 55.4, 0.3661),
+    Measured("transnormerllm-1b-64k", 1, 32768, 55.8, 0.3750),
     Measured("transnormerllm-1b-64k", 1, 65536, 48.2, 0.4042, "cp 2"),
-    Measured("transnormerllm-1b-64k", 1, 65536, 49.8, 0.4010, "cp 2, zero 2"),
+    Measured("transnormerllm-1b-64k", 1, 65536, 51.0, 0.3956, "cp 2, zero 2"),
     Measured("transnormerllm-1b-64k", 1, 65536, 11.9, 0.5186, "cp 2", recompute=True),
     Measured("transnormerllm-1b-64k", 1, 1048576, 90.0, 7.6229, "cp 2", recompute=True),
     Measured("transnormerllm-1b-64k", 1, 131072, 45.4, 0.3960, "cp 4"),
@@ -102,17 +102,17 @@ ROWS = [
     Measured(
         "transnormerllm-1b-64k", 2, 4096, 17.7, 98304 / 66029 / 4, "pp 4", micro_batches=12, stages=(8, 10, 10, 4)
     ),
-    Measured("transnormerllm-1b-64k", 2, 4096, 18.5, 1.0598, "pp 4", micro_batches=40, stages=(9, 9, 9, 5)),
-    Measured("transnormerllm-1b-64k", 2, 4096, 18.6, 2.1581, "pp 4", micro_batches=80, stages=(9, 9, 10, 4)),
+    Measured("transnormerllm-1b-64k", 2, 4096, 19.0, 1.1069, "pp 4", micro_batches=40, stages=(9, 9, 9, 5)),
+    Measured("transnormerllm-1b-64k", 2, 4096, 19.0, 2.1659, "pp 4", micro_batches=80, stages=(9, 9, 9, 5)),
     Measured(
         "transnormerllm-1b-64k",
         2,
         4096,
-        22.9,
-        2.1943,
+        23.7,
+        2.2057,
         "pp 4, pp_stages 2",
         micro_batches=80,
-        stages=(4, 5, 4, 3, 5, 5, 5, 1),
+        stages=(4, 4, 5, 3, 5, 5, 5, 1),
     ),
 ]
 
