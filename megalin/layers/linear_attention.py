@@ -48,7 +48,7 @@ class LinearAttentionConfig(MixerConfig):
     output_norm: HeadNormKind = "srmsnorm"
     """Norm of all heads' outputs together, before the gate."""
     chunk_size: int = pydantic.Field(default=64, gt=0)
-    """Tokens a chunk of the scan; the result does not depend on it."""
+    """Tokens a chunk of the scan, half of a segment of LRPE's; the result does not depend on it beyond rounding."""
 
     def shrunk(self, *, hidden_size: int, num_heads: int) -> Self:
         return self.model_copy(update={"num_heads": num_heads, "chunk_size": 16})
