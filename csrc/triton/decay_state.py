@@ -13,7 +13,12 @@ import triton.language as tl
 from megalin._triton.decay_scan import PROGRAMS, block_state_kernel, fold_kernel, numbers, state_tiles
 from megalin._triton.tiles import aligned, tiled
 
-GRADIENT_TILE = {"C": 64, "BLOCK_VALUE": 128, "num_warps": 4, "num_stages": 2}
+
+def gradient_tile(key: int, value: int) -> dict[str, int]:
+    """The gradient's tile: 128 values at once, or 64 where two tiles of 256 keys outgrow a multiprocessor's memory."""
+    if key > 128 and value > 128:
+        return {"C": 64, "BLOCK_VALUE": 64, "num_warps": 8, "num_stages": 2}
+    return {"C": 64, "BLOCK_VALUE": max(16, min(128, triton.next_power_of_2(value))), "num_warps": 4, "num_stages": 2}
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -84,13 +89,12 @@ def gradient(
     k, v = aligned(k), aligned(v)
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     (batch, length, heads, key), value = k.shape, v.shape[3]
-    width, tile = max(16, triton.next_power_of_2(key)), GRADIENT_TILE
-    column = max(16, min(tile["BLOCK_VALUE"], triton.next_power_of_2(value)))
+    width, tile = max(16, triton.next_power_of_2(key)), gradient_tile(key, value)
+    column = tile["BLOCK_VALUE"]
     gradient_kernel[batch * heads, triton.cdiv(length, tile["C"])](
         d_state, tiled(k, tile["C"], width), tiled(v, tile["C"], column), tiled(dk, tile["C"], width),
         tiled(dv, tile["C"], column), slopes, documents, length, heads, KEY=key, VALUE=value,
-        DECAY=slopes is not None, DOCUMENTS=documents is not None, BLOCK_KEY=width,
-        **(tile | {"BLOCK_VALUE": column}),
+        DECAY=slopes is not None, DOCUMENTS=documents is not None, BLOCK_KEY=width, **tile,
     )  # fmt: skip
     return dk, dv
 
@@ -98,13 +102,14 @@ def gradient(
 def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]]:
     """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
     cases: list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]] = []
-    chunk, column = GRADIENT_TILE["C"], GRADIENT_TILE["BLOCK_VALUE"]
-    for key in (128, 256):
+    for key, value in ((128, 128), (128, 256), (256, 128), (256, 256)):
+        tile = gradient_tile(key, value)
+        chunk, column = tile["C"], tile["BLOCK_VALUE"]
         signature = dict.fromkeys(("k_tiles", "dk_tiles"), f"tensordesc<bf16[1, 1, {chunk}, {key}]>")
         signature |= dict.fromkeys(("v_tiles", "dv_tiles"), f"tensordesc<bf16[1, 1, {chunk}, {column}]>")
         signature |= {"dstate_ptr": "*fp32", "slopes_ptr": "*fp32", "length": "i32", "heads": "i32"}
-        constants = {"KEY": key, "VALUE": 128, "DECAY": True, "DOCUMENTS": False, "documents_ptr": None}
+        constants = {"KEY": key, "VALUE": value, "DECAY": True, "DOCUMENTS": False, "documents_ptr": None}
         constants |= {"C": chunk, "BLOCK_KEY": key, "BLOCK_VALUE": column}
-        options = {name: GRADIENT_TILE[name] for name in ("num_warps", "num_stages")}
+        options = {name: tile[name] for name in ("num_warps", "num_stages")}
         cases.append((gradient_kernel, signature, constants, options))
     return cases

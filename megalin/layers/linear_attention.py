@@ -147,14 +147,14 @@ class LinearAttention(Mixer):
         cut_k, cut_v = segments.cut(k), segments.cut(v)
         entering = None
         if context.borders is not None or tokens < length:
-            entering = segments.entering(cut_k, cut_v)
-        if context.borders is not None:
-            # Between ranks, states are in positions of the whole row.
-            assert entering is not None
-            origin = self.cp.tokens_before(k) + tokens // 2
-            leaving = segments.moved(segments.leaving(k, v, entering), -(origin + length))
-            before = self.cp.fold(leaving, -length * self.slopes[:, None], context.borders)
-            entering = segments.entering(cut_k, cut_v, segments.moved(before, origin))
+            added = segments.added(cut_k, cut_v)
+            entering = segments.entering(added)
+            if context.borders is not None:
+                # Between ranks, states are in positions of the whole row.
+                origin = self.cp.tokens_before(k) + tokens // 2
+                leaving = segments.moved(segments.leaving(k, v, entering), -(origin + length))
+                before = self.cp.fold(leaving, -length * self.slopes[:, None], context.borders)
+                entering = segments.entering(added, segments.moved(before, origin))
         output = decay_scan(
             segments.cut(q),
             cut_k,

@@ -54,17 +54,15 @@ class LRPESegments(NamedTuple):
         """The documents of the segments, [B N, L]."""
         return None if self.document_ids is None else self.cut(self.document_ids)
 
-    def entering(self, k: Tensor, v: Tensor, initial: Tensor | None = None) -> Tensor:
-        """The states [B, N, H, K, V] that enter the segments.
+    def added(self, k: Tensor, v: Tensor) -> Tensor:
+        """What each segment leaves behind from zero, [B, N, H, K, V], of k, v [B N, L, H, K or V], cut."""
+        added = decay_state(k, v, self.slopes, document_ids=self.cut_documents())
+        return added.unflatten(0, (self.rows, self.number))
 
-        Args:
-            k, v: [B N, L, H, K or V], cut.
-            initial: the first of them, [B, H, K, V]; None for zeros.
-        """
-        shape = (self.rows, self.number)
+    def entering(self, added: Tensor, initial: Tensor | None = None) -> Tensor:
+        """The states [B, N, H, K, V] that enter the segments, the first of them `initial` [B, H, K, V] or zero."""
         ids = self.cut_documents()
-        added = decay_state(k, v, self.slopes, document_ids=ids).unflatten(0, shape)
-        ids = None if ids is None else ids.unflatten(0, shape).flatten(1)
+        ids = None if ids is None else ids.unflatten(0, (self.rows, self.number)).flatten(1)
         return enter_segments(
             added, self.theta, self.slopes, form=self.form, length=self.tokens, initial=initial, document_ids=ids
         ).entering

@@ -22,7 +22,7 @@ from torch import Tensor
 from megalin.errors import OperandError
 from megalin.ops import backend as backends
 from megalin.ops.backend import Backend, Compiled
-from megalin.ops.operands import check_operands
+from megalin.ops.operands import check_one_dtype, check_operands
 from megalin.ops.positions import check_pairs
 from megalin.ops.self_test import compare, sample
 from megalin.ops.silu_lrpe import LRPEForm
@@ -56,7 +56,7 @@ def enter_segments(
         slopes: s [H], >= 0 in nats a token, at least fp32 (a buffer: it gets no gradient).
         form: how a frequency's two keys lie, as `ops.silu_lrpe` writes them.
         length: L, tokens a segment.
-        initial: E_0 [B, H, K, V], in the first segment's positions; None for zeros.
+        initial: E_0 [B, H, K, V] in the dtype of `added` and the first segment's positions; None for zeros.
         document_ids: [B, N L] integers, non-decreasing; None when each row is one document.
         backend: which implementation runs; the compiled one takes fp32.
 
@@ -71,6 +71,8 @@ def enter_segments(
     operands |= {"slopes": (slopes, "H"), "initial": (initial, "BHKV"), "document_ids": (document_ids, "BT int")}
     check_operands("enter_segments", operands)
     check_pairs("enter_segments", theta, added.shape[3])
+    if initial is not None:
+        check_one_dtype("enter_segments", added=added, initial=initial)
     tokens = added.shape[1] * length
     if document_ids is not None and document_ids.shape[1] != tokens:
         raise OperandError(
@@ -79,7 +81,7 @@ def enter_segments(
         )
     passed, joined = _ways(added, slopes, length, document_ids)
     angle = _angle(theta, length, added.dtype)
-    choice = backends.choose("enter_segments", backend, added.device.type, _unsupported(added, initial))
+    choice = backends.choose("enter_segments", backend, added.device.type, _unsupported(added))
     if choice == "reference":
         return enter_segments_reference(added, initial, angle, passed, joined, form=form)
     entering, leaving = _enter(added, initial, angle, passed, joined, form)
@@ -139,9 +141,9 @@ def _ways(added: Tensor, slopes: Tensor, length: int, document_ids: Tensor | Non
     return passed.contiguous(), joined
 
 
-def _unsupported(added: Tensor, initial: Tensor | None) -> str:
-    if added.dtype != torch.float32 or (initial is not None and initial.dtype != torch.float32):
-        return f"states of {added.dtype if initial is None else initial.dtype}"
+def _unsupported(added: Tensor) -> str:
+    if added.dtype != torch.float32:
+        return f"states of {added.dtype}"
     return "an empty tensor" if added.numel() == 0 else ""
 
 

@@ -116,10 +116,10 @@ _state.register_autograd(_differentiate, setup_context=_save)
 
 
 def _self_test(backend: Compiled, device: str) -> str:
-    """Two documents over several parts, in the dtype that models run in."""
+    """Two documents over several parts, in the dtype that models run in, with more values than one tile holds."""
     slopes = torch.tensor([0.0, 0.3], device=device)
     documents = (torch.arange(2500, device=device) >= 150).int()[None]
-    inputs = [sample(1, 2500, 2, width, device=device, seed=i).bfloat16() for i, width in enumerate((128, 64))]
+    inputs = [sample(1, 2500, 2, width, device=device, seed=i).bfloat16() for i, width in enumerate((128, 192))]
     return compare(
         lambda k, v: [_state(k, v, slopes, documents)],
         lambda k, v: [decay_state_reference(k, v, slopes, document_ids=documents)],

@@ -17,8 +17,8 @@ def _few_programs(monkeypatch, request):
     monkeypatch.setattr(kernels, "PROGRAMS", request.param)
 
 
-def compare(length, slopes, *, packed):
-    inputs = {name: torch.randn(2, length, 2, width).bfloat16() for name, width in {"k": 24, "v": 40}.items()}
+def compare(length, slopes, *, packed, value=40):
+    inputs = {name: torch.randn(2, length, 2, width).bfloat16() for name, width in {"k": 24, "v": value}.items()}
     slopes, ids = None if slopes is None else torch.tensor(slopes), None
     if packed:
         ids = torch.stack([torch.arange(length) >= length // 3, torch.arange(length) == length - 1]).int()
@@ -34,6 +34,10 @@ def compare(length, slopes, *, packed):
 @pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
 def test_the_kernel_is_as_good_as_the_reference(length, decay, packed):
     compare(length, SLOPES[decay], packed=packed)
+
+
+def test_more_values_than_a_tile_of_the_gradient_holds():
+    compare(65, SLOPES["mild"], packed=True, value=200)
 
 
 @pytest.mark.parametrize(

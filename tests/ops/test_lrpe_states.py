@@ -121,5 +121,7 @@ def test_what_the_kernel_does_not_take():
         enter_segments(added, theta, torch.ones(1), form="cosine", length=4, backend="triton")
     with pytest.raises(OperandError, match="document_ids has 7 tokens a row, but 2 segments of 4 have 8; they must be"):
         enter_segments(added, theta, torch.ones(1), form="cosine", length=4, document_ids=torch.zeros(1, 7).int())
+    with pytest.raises(OperandError, match=r"initial is of torch\.float32, added of torch\.float64"):
+        enter_segments(added, theta, torch.ones(1), form="cosine", length=4, initial=added[:, 0].float())
     with pytest.raises(OperandError, match="theta has 3 frequencies a head"):
         enter_segments(added, torch.rand(1, 3), torch.ones(1), form="cosine", length=4)
