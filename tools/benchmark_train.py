@@ -43,7 +43,7 @@ from megalin.model.config import AnyModelConfig, EncoderConfig, ModelConfig
 from megalin.ops import backend
 from megalin.parallel.context import ExchangeName
 from megalin.parallel.mesh import Mesh, ParallelConfig, compute_device, process_group
-from megalin.parallel.pipeline import ScheduleName
+from megalin.parallel.pipeline import ScheduleName, TransferName
 from megalin.train.build import COMPUTE_DTYPES
 from megalin.train.hardware import peak_memory_bytes
 
@@ -71,6 +71,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--pp-schedule", choices=get_args(ScheduleName), default="1f1b")
     parser.add_argument("--pp-stages", type=int, default=1, help="stages a rank (1)")
+    parser.add_argument("--pp-transfer", choices=get_args(TransferName), default="auto")
     parser.add_argument("--shard", type=int, help="ranks of the data axis that share the weights (all)")
     parser.add_argument("--zero", type=int, choices=range(4), help="ZeRO's stage (3; with --pp 1)")
     parser.add_argument("--warmup", type=int, default=5, help="steps before the clock starts (5)")

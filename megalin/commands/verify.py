@@ -13,15 +13,15 @@ from megalin.launch import launched
 from megalin.model.config import AnyModelConfig
 from megalin.parallel.context import ExchangeName
 from megalin.parallel.mesh import ParallelConfig, check_world_size, compute_device, process_group
-from megalin.parallel.pipeline import ScheduleName
+from megalin.parallel.pipeline import ScheduleName, TransferName
 from megalin.parallel.ranks import run_ranks
 from megalin.verify.case import Case, make_case
 from megalin.verify.grid import Layout, layouts, print_grid, run_grid
 from megalin.verify.run import print_faults, print_rows, self_test, verify
 
 _OF_ONE_MESH = (
-    *("tp", "cp", "cp_exchange", "pp", "pp_schedule", "pp_stages", "dp", "shard", "zero", "sequence_parallel"),
-    "self_test",
+    *("tp", "cp", "cp_exchange", "pp", "pp_schedule", "pp_stages", "pp_transfer", "dp", "shard", "zero"),
+    *("sequence_parallel", "self_test"),
 )
 
 
@@ -38,6 +38,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--pp-schedule", choices=get_args(ScheduleName), default="1f1b", help="how micro-batches pass the stages (1f1b)"
     )
     parser.add_argument("--pp-stages", type=int, help="stages a rank (1, or 2 for interleaved)")
+    parser.add_argument(
+        "--pp-transfer", choices=get_args(TransferName), default="auto", help="how stages reach their neighbours (auto)"
+    )
     parser.add_argument("--dp", type=int, default=1, help="groups of ranks that read different samples (1)")
     parser.add_argument("--shard", type=int, help="ranks of the data axis that share the weights (all)")
     parser.add_argument("--zero", type=int, choices=range(4), help="ZeRO's stage (3; with --pp 1)")
@@ -128,7 +131,7 @@ def _case(arguments: argparse.Namespace) -> Case:
         raise ConfigError(f"--pp {pp} --tp {tp} --cp {cp} --dp {dp}: an axis has at least one rank")
     axes = {"tp": tp, "cp": cp, "sequence_parallel": arguments.sequence_parallel, "shard": arguments.shard}
     axes |= {"cp_exchange": arguments.cp_exchange, "pp": pp, "pp_schedule": arguments.pp_schedule}
-    axes["zero"] = arguments.zero
+    axes |= {"pp_transfer": arguments.pp_transfer, "zero": arguments.zero}
     axes["pp_stages"] = arguments.pp_stages or (2 if arguments.pp_schedule == "interleaved" else 1)
     parallel = parse(ParallelConfig, axes, "command line")
     check_world_size(parallel, tp * cp * pp * dp)

@@ -9,6 +9,7 @@ identity.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -30,6 +31,9 @@ class Axis:
     rank: int = 0
     group_name: str = ""
 
+
+EXCHANGE_TIMEOUT = timedelta(minutes=10)
+"""How long a rank of a run waits for another one in an exchange."""
 
 WAITED_AT_ONCE = frozenset({"cpu"})
 """Devices on which a result is waited for where it is asked for. Gloo works in threads of its own: small all-gathers of

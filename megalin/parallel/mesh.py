@@ -17,9 +17,9 @@ from torch.distributed.rendezvous import rendezvous
 from megalin.config import Config
 from megalin.errors import ConfigError
 from megalin.launch import launched
-from megalin.parallel.collectives import Axis, all_reduce
+from megalin.parallel.collectives import EXCHANGE_TIMEOUT, Axis, all_reduce
 from megalin.parallel.context import ContextParallel, ExchangeName
-from megalin.parallel.pipeline import PipelineParallel, ScheduleName
+from megalin.parallel.pipeline import PipelineParallel, ScheduleName, TransferName
 from megalin.parallel.ranks import naming_silent_ranks
 from megalin.parallel.tensor_parallel import TensorParallel
 
@@ -47,6 +47,10 @@ class ParallelConfig(Config):
     zero_bubble: as these, with gradients of weights put off into the waits; needs memory for what is put off."""
     pp_stages: int = pydantic.Field(default=1, ge=1)
     """Stages a rank runs: 1 for 1f1b, at least 2 for interleaved, any for zero_bubble."""
+    pp_transfer: TransferName = "auto"
+    """How activations and their gradients reach the neighbouring stages, where pp > 1. copy: copy engines write them
+    into the neighbour's memory, and no multiprocessor waits for them; needs the axis's GPUs on one host, and memory for
+    four activations a stage. send: the process group's sends and receives. auto: copy where it is possible."""
     sequence_parallel: bool = False
     """Whether activations between layers are split along the sequence inside the tensor-parallel group."""
     shard: int | None = pydantic.Field(default=None, ge=1)
@@ -282,7 +286,7 @@ def compute_device() -> torch.device:
 
 
 @contextmanager
-def process_group(device: torch.device, *, timeout: timedelta = timedelta(minutes=10)) -> Iterator[None]:
+def process_group(device: torch.device, *, timeout: timedelta = EXCHANGE_TIMEOUT) -> Iterator[None]:
     """The default process group for the body: the launcher's ranks, or this process alone. NCCL on GPUs, else gloo.
 
     Raises:

@@ -17,10 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 
-from megalin.parallel.collectives import Axis, all_reduce
+from megalin.errors import ConfigError
+from megalin.parallel.collectives import EXCHANGE_TIMEOUT, Axis, all_reduce
+from megalin.parallel.peer_copies import PeerCopies, open_lines
 from megalin.parallel.tensor_parallel import local
 
 ScheduleName = Literal["1f1b", "interleaved", "zero_bubble"]
+TransferName = Literal["auto", "copy", "send"]
 
 LOSS_DTYPE = torch.float64
 """Dtype of the loss sum that the last stage gives."""
@@ -139,6 +142,63 @@ class _Stage(PipelineStage):
         self.grad_recv_info.move(bwd_chunk_id, "meta")
 
 
+class _CopyingStage(_Stage):
+    """A stage whose neighbours' copy engines write into its memory: the engine is given nothing to send or receive.
+
+    A stage's lines are numbered by what it receives: twice its index among the rank's, for activations, and the next
+    number for gradients.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        index: int,
+        pp: PipelineParallel,
+        device: torch.device,
+        given: Tensor,
+        gives: Tensor,
+        copies: PeerCopies,
+    ) -> None:
+        super().__init__(module, index, pp, device, given, gives)
+        own, before, after = (2 * (stage // pp.size) for stage in (index, index - 1, index + 1))
+        if not self.is_first:
+            peer = (index - 1) % pp.size
+            self._activations_in, self._gradients_out = copies.receiver(peer, own), copies.sender(peer, before + 1)
+        if not self.is_last:
+            peer = (index + 1) % pp.size
+            self._activations_out, self._gradients_in = copies.sender(peer, after), copies.receiver(peer, own + 1)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return []
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return []
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        for op in super().get_fwd_send_ops(fwd_chunk_id):
+            self._activations_out.send(op.tensor)
+        return []
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        for op in super().get_bwd_send_ops(bwd_chunk_id):
+            self._gradients_out.send(op.tensor)
+        return []
+
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
+    ) -> Any:
+        for op in super().get_fwd_recv_ops(fwd_chunk_id):
+            self._activations_in.receive(op.tensor)
+        return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        for op in super().get_bwd_recv_ops(bwd_chunk_id):
+            self._gradients_in.receive(op.tensor)
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+
 class StreamShape(NamedTuple):
     """The activations that travel between stages."""
 
@@ -160,6 +220,7 @@ def make_schedule(
     tokens: Tensor,
     num_micro_batches: int,
     loss: Callable[[Tensor, Tensor], Tensor],
+    transfer: TransferName = "auto",
 ) -> Schedule1F1B | ScheduleInterleaved1F1B | ScheduleInterleavedZeroBubble:
     """The engine's schedule of one step of this rank's stages. Losses are summed: nothing is divided by the number of
     micro-batches.
@@ -169,27 +230,45 @@ def make_schedule(
         stream: what travels for one micro-batch. Told beforehand, the engine need not run the model to learn it.
         tokens: [B, T/cp] of one micro-batch, for its shape.
         loss: of the last stage's output and a micro-batch's labels.
+        transfer: how the stream travels.
+
+    Raises:
+        ConfigError: `transfer` "copy" where that is not possible.
     """
     # The first operation of a NCCL group must not be one of neighbours only.
     pp.sum(torch.zeros(1, device=tokens.device))
     template = stream.empty("meta").requires_grad_()
     last = torch.empty(1, dtype=LOSS_DTYPE, device="meta", requires_grad=True)
-    stages = [
-        _Stage(
-            module,
-            index,
-            pp,
-            tokens.device,
-            torch.empty_like(tokens, device="meta") if index == 0 else template,
-            last if index == pp.num_stages - 1 else template,
-        )
-        for index, module in zip(pp.own_stages(), modules, strict=True)
-    ]
+    copies = _open_lines(pp, stream, tokens.device, transfer)
+    stages = []
+    for index, module in zip(pp.own_stages(), modules, strict=True):
+        given = torch.empty_like(tokens, device="meta") if index == 0 else template
+        gives = last if index == pp.num_stages - 1 else template
+        if copies is None:
+            stages.append(_Stage(module, index, pp, tokens.device, given, gives))
+        else:
+            stages.append(_CopyingStage(module, index, pp, tokens.device, given, gives, copies))
     options: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
     if name == "1f1b":
         return Schedule1F1B(stages[0], num_micro_batches, **options)
     cls = ScheduleInterleaved1F1B if name == "interleaved" else ScheduleInterleavedZeroBubble
     return cls(list(stages), num_micro_batches, **options)
+
+
+def _open_lines(
+    pp: PipelineParallel, stream: StreamShape, device: torch.device, transfer: TransferName
+) -> PeerCopies | None:
+    """Two lines into each stage; None where the process group sends."""
+    if transfer == "send":
+        return None
+    assert pp.group is not None
+    num_lines = 2 * pp.num_stages // pp.size
+    copies = open_lines(num_lines, *stream, device, group=pp.group, timeout=EXCHANGE_TIMEOUT)
+    if isinstance(copies, PeerCopies):
+        return copies
+    if transfer == "copy":
+        raise ConfigError(f'parallel.pp_transfer = "copy", but {copies}; use "auto" or "send"')
+    return None
 
 
 @torch.no_grad()

@@ -125,7 +125,8 @@ def naming_silent_ranks(
     try:
         yield
     except RuntimeError as error:
-        if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+        # A stream that waited too long for a signal of another GPU stops with a launch failure.
+        if not (isinstance(error, dist.DistError) or "gloo" in str(error) or "launch failure" in str(error)):
             raise
         blamed = _who_is_silent(store, rank, world_size, min(_WORD_SECONDS, timeout.total_seconds()))
         raise RankFailedError(f"rank {rank}: an exchange failed, {blamed}: {error}") from error

@@ -112,6 +112,7 @@ class Pipeline(nn.Module):
                 tokens=tokens,
                 num_micro_batches=len(batches),
                 loss=self._loss,
+                transfer=self._mesh.config.pp_transfer,
             )
         return self._schedules[key]
 

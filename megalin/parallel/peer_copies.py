@@ -1,0 +1,175 @@
+"""Tensors that go to another GPU of the host by copy engines: no multiprocessor waits for them.
+
+NCCL receives with a kernel that holds multiprocessors until the sender comes, and products beside it take 1.2 to 2
+times as long (docs/benchmarks/2026-11-22-h200-pipeline.md). Here the sender's copy engine writes the tensor into a slot
+of the receiver's memory and sets a signal, for which one warp of the receiver's stream waits when the tensor is needed.
+A slot is written again when the receiver has signalled that it is read.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+SLOTS = 2
+"""Tensors of a line that may have been sent and not read: one is read while the next one comes."""
+
+_log = logging.getLogger(__name__)
+
+
+class PeerMemory(Protocol):
+    """A buffer and signals on every rank of a group, which the others can write, as torch's symmetric memory gives. A
+    signal is set or not, and has a number and the rank that sets it."""
+
+    def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype, storage_offset: int, /) -> Tensor:
+        """A part of a rank's buffer, from an element on."""
+
+    def put_signal(self, dst_rank: int, channel: int, timeout_ms: int, /) -> None:
+        """Sets a rank's signal, when it has taken the one before."""
+
+    def wait_signal(self, src_rank: int, channel: int, timeout_ms: int, /) -> None:
+        """Waits until a rank has set the signal, and takes it."""
+
+
+class PeerCopies:
+    """Lines between the ranks of a group for tensors of one shape. A line is a number at the rank that receives."""
+
+    def __init__(
+        self,
+        memory: PeerMemory,
+        rank: int,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        timeout: timedelta,
+        buffer: Tensor | None = None,
+    ) -> None:
+        """
+        Args:
+            memory: of SLOTS tensors a line on each rank.
+            rank: this one, in the group.
+            shape, dtype: of what is sent.
+            timeout: how long a stream waits for another rank.
+            buffer: this rank's part of the memory, where something else must keep it.
+        """
+        self.memory, self._rank, self._buffer = memory, rank, buffer
+        self._shape, self._dtype = tuple(shape), dtype
+        self.milliseconds = round(timeout.total_seconds() * 1000)
+
+    def sender(self, to: int, line: int) -> Sender:
+        """This rank's end of line `line` of rank `to`."""
+        return Sender(self, to, line, self._slots(to, line))
+
+    def receiver(self, source: int, line: int) -> Receiver:
+        """This rank's end of its line `line`, which rank `source` sends on."""
+        return Receiver(self, source, line, self._slots(self._rank, line))
+
+    def _slots(self, rank: int, line: int) -> list[Tensor]:
+        size = torch.Size(self._shape).numel()
+        starts = (size * (SLOTS * line + slot) for slot in range(SLOTS))
+        return [self.memory.get_buffer(rank, self._shape, self._dtype, start) for start in starts]
+
+
+class _Line:
+    """An end of a line: tensors pass the receiver's slots in turn. Slot i of line l has two signals: 2 (SLOTS l + i),
+    it is full, and the number after it, it is read."""
+
+    def __init__(self, copies: PeerCopies, peer: int, line: int, slots: Sequence[Tensor]) -> None:
+        self._copies, self._peer, self._line, self._slots = copies, peer, line, slots
+        self._count = 0
+
+    def _next(self) -> tuple[Tensor, int, bool]:
+        """The slot whose turn it is, its first signal, and whether it was used before."""
+        turn, index = divmod(self._count, SLOTS)
+        self._count += 1
+        return self._slots[index], 2 * (SLOTS * self._line + index), turn > 0
+
+    def _wait(self, signal: int) -> None:
+        self._copies.memory.wait_signal(self._peer, signal, self._copies.milliseconds)
+
+    def _set(self, signal: int) -> None:
+        self._copies.memory.put_signal(self._peer, signal, self._copies.milliseconds)
+
+
+class Sender(_Line):
+    """The end that sends."""
+
+    def __init__(self, copies: PeerCopies, peer: int, line: int, slots: Sequence[Tensor]) -> None:
+        super().__init__(copies, peer, line, slots)
+        self._stream = torch.cuda.Stream(slots[0].device, priority=-1) if slots[0].is_cuda else None
+
+    def send(self, tensor: Tensor) -> None:
+        """Sends what the current stream computes; on a GPU neither that stream nor the host waits."""
+        if self._stream is None:
+            self._copy(tensor)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._copy(tensor)
+        tensor.record_stream(self._stream)
+
+    def _copy(self, tensor: Tensor) -> None:
+        slot, full, used = self._next()
+        if used:
+            self._wait(full + 1)
+        slot.copy_(tensor.detach(), non_blocking=True)
+        self._set(full)
+
+
+class Receiver(_Line):
+    """The end that receives."""
+
+    def receive(self, into: Tensor) -> None:
+        """Fills a tensor with the next one that was sent; the current stream waits for it."""
+        slot, full, _ = self._next()
+        self._wait(full)
+        into.detach().copy_(slot)
+        self._set(full + 1)
+
+
+def open_lines(
+    num_lines: int,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    group: dist.ProcessGroup,
+    timeout: timedelta,
+) -> PeerCopies | str:
+    """So many lines into each rank of the group; a collective.
+
+    Returns:
+        The lines; or, the same on every rank, why there are none.
+    """
+    if device.type != "cuda":
+        return f"a {device.type.upper()} has no copy engines"
+    hosts = len(set(_gathered(socket.gethostname(), group)))
+    if hosts > 1:
+        return f"the ranks of the axis are on {hosts} hosts"
+    problem, buffer, memory = "", None, None
+    try:
+        # A prototype in torch: where it fails on one rank, all do without.
+        from torch.distributed import _symmetric_memory as symmetric
+
+        buffer = symmetric.empty(num_lines, SLOTS, *shape, dtype=dtype, device=device)
+        memory = symmetric.rendezvous(buffer, group.group_name)
+    except (ImportError, RuntimeError) as error:
+        problem = f"torch's symmetric memory fails on rank {group.rank()} of the axis: {error}"
+    if problem := next(filter(None, _gathered(problem, group)), ""):
+        _log.warning("%s", problem)
+        return problem
+    assert memory is not None
+    return PeerCopies(memory, group.rank(), shape, dtype, timeout=timeout, buffer=buffer)
+
+
+def _gathered(value: str, group: dist.ProcessGroup) -> list[str]:
+    values = [value] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values

@@ -1,0 +1,169 @@
+"""Tensors that travel by copies into a neighbour's memory: in order, none lost, and the bits of sends and receives."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import schedules
+
+from megalin.parallel import pipeline
+from megalin.parallel.peer_copies import SLOTS, PeerCopies, open_lines
+from tests.model_runs import checkpoint_tensors, metrics, model_table, train_here, write_config
+from tests.parallel.shared_memory import SharedMemory
+from tests.ranks import RankFailedError, run_ranks
+
+SHAPE = (2, 3)
+SECOND = timedelta(seconds=1)
+
+
+def ends(folder: Path, *, lines: int = 1) -> list[PeerCopies]:
+    """Both ranks' views of a memory of two, in this process."""
+    numel = lines * SLOTS * torch.Size(SHAPE).numel()
+    memories = [SharedMemory(folder, rank, 2, numel, torch.float32) for rank in range(2)]
+    return [PeerCopies(memory, rank, SHAPE, torch.float32, timeout=SECOND) for rank, memory in enumerate(memories)]
+
+
+def sent(number: float) -> torch.Tensor:
+    return torch.full(SHAPE, number)
+
+
+def received(receiver: Any) -> float:
+    into = torch.empty(SHAPE, requires_grad=True)  # as the engine's buffers are
+    receiver.receive(into)
+    assert (into == into[0, 0]).all()
+    return into[0, 0].item()
+
+
+def test_tensors_arrive_in_the_order_in_which_they_were_sent(tmp_path):
+    first, second = ends(tmp_path)
+    sender, receiver = first.sender(1, 0), second.receiver(0, 0)
+    for number in range(3 * SLOTS):
+        sender.send(sent(number))
+        if number >= SLOTS - 1:
+            assert received(receiver) == number - SLOTS + 1
+
+
+def test_lines_do_not_touch_each_other(tmp_path):
+    """There and back, two lines each way."""
+    first, second = ends(tmp_path, lines=2)
+    ways = [(one.sender(to, line), other.receiver(source, line)) for one, other, source, to in
+            ((first, second, 0, 1), (second, first, 1, 0)) for line in range(2)]  # fmt: skip
+    for turn in range(2 * SLOTS):
+        for number, (sender, _) in enumerate(ways):
+            sender.send(sent(10 * turn + number))
+        assert [received(receiver) for _, receiver in ways] == [10 * turn + number for number in range(4)]
+
+
+def test_a_slot_that_was_not_read_is_not_written(tmp_path):
+    first, second = ends(tmp_path)
+    sender, receiver = first.sender(1, 0), second.receiver(0, 0)
+    for number in range(SLOTS):
+        sender.send(sent(number))
+    with pytest.raises(RuntimeError, match="launch failure"):
+        sender.send(sent(SLOTS))
+    assert received(receiver) == 0
+
+
+def test_nothing_is_received_before_it_was_sent(tmp_path):
+    with pytest.raises(RuntimeError, match="launch failure"):
+        received(ends(tmp_path)[1].receiver(0, 0))
+
+
+def train_by_copies(config: Path, folder: Path, *overrides: str) -> int:
+    """A run whose stages' memory is a shared file; how many tensors were sent beside it in the steps."""
+    number = 0
+
+    def lines(num_lines: int, shape: tuple[int, ...], dtype: torch.dtype, device: Any, *, group: Any, **_: Any) -> Any:
+        nonlocal number
+        here, number = (
+            folder / f"memory-{number}-{dist.get_rank() % (dist.get_world_size() // group.size())}",
+            number + 1,
+        )
+        if group.rank() == 0:
+            here.mkdir(parents=True)
+        dist.barrier(group)
+        numel = num_lines * SLOTS * torch.Size(shape).numel()
+        memory = SharedMemory(here, group.rank(), group.size(), numel, dtype)
+        return PeerCopies(memory, group.rank(), shape, dtype, timeout=timedelta(seconds=60))
+
+    beside = 0
+    engine = schedules._batch_p2p
+
+    def counted(ops: list[dist.P2POp], *args: Any, **options: Any) -> Any:
+        nonlocal beside
+        beside += sum(op.tensor.dim() == 3 for op in ops)
+        return engine(ops, *args, **options)
+
+    with patch.object(pipeline, "open_lines", lines), patch.object(schedules, "_batch_p2p", counted):
+        train_here(config, folder, *overrides)
+    assert number > 0
+    return beside
+
+
+INTERLEAVED = ('parallel.pp_schedule="interleaved"', "parallel.pp_stages=2")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides"),
+    [
+        (2, ["parallel.pp=2"]),
+        (4, ["parallel.pp=4"]),
+        (2, ["parallel.pp=2", *INTERLEAVED]),
+        (4, ["parallel.pp=2", "parallel.tp=2", "parallel.sequence_parallel=true", *INTERLEAVED]),
+        (4, ["parallel.pp=2", "parallel.cp=2"]),
+        pytest.param(
+            2,
+            ["parallel.pp=2", 'parallel.pp_schedule="zero_bubble"', "parallel.pp_stages=2"],
+            marks=pytest.mark.skipif(torch.__version__ < (2, 13), reason="refused before torch 2.13"),
+        ),
+    ],
+    ids=["pp2", "pp4", "interleaved", "interleaved_tp2", "cp2", "zero_bubble"],
+)
+def test_a_run_by_copies_has_the_bits_of_one_that_sends(tmp_path, world_size, overrides):
+    table = model_table()
+    config = write_config(tmp_path, model={"layers": table["layers"] * 2}, train={"micro_batch_size": 1})
+    by_send, by_copy = tmp_path / "send", tmp_path / "copy"
+    run_ranks(world_size, train_here, config, by_send, 'parallel.pp_transfer="send"', *overrides)
+    assert run_ranks(world_size, train_by_copies, config, by_copy, *overrides) == [0] * world_size
+    assert metrics(by_copy) == metrics(by_send)
+    expected = checkpoint_tensors(by_send)
+    for name, tensor in checkpoint_tensors(by_copy).items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def why_not(device: torch.device, *, apart: bool) -> PeerCopies | str:
+    """What ranks that are or are not apart hear of lines on such a device."""
+    host = f"host{dist.get_rank()}" if apart else "host"
+    with patch.object(socket, "gethostname", lambda: host):
+        group = dist.group.WORLD
+        assert group is not None
+        return open_lines(2, SHAPE, torch.float32, device, group=group, timeout=SECOND)
+
+
+def test_where_memory_is_not_shared_every_rank_hears_why():
+    assert run_ranks(2, why_not_apart) == ["the ranks of the axis are on 2 hosts"] * 2
+    here, there = run_ranks(2, why_not_together)
+    assert here == there
+    assert "torch's symmetric memory fails on rank 0 of the axis: " in here
+
+
+def why_not_apart() -> PeerCopies | str:
+    return why_not(torch.device("cuda"), apart=True)
+
+
+def why_not_together() -> PeerCopies | str:
+    return why_not(torch.device("cuda"), apart=False)
+
+
+def test_copies_on_cpus_are_refused(tmp_path):
+    config = write_config(tmp_path, train={"micro_batch_size": 1})
+    overrides = ["parallel.pp=2", 'parallel.pp_transfer="copy"']
+    with pytest.raises(RankFailedError, match=r'parallel\.pp_transfer = "copy", but a CPU has no copy engines; use'):
+        run_ranks(2, train_here, config, tmp_path / "run", *overrides)
