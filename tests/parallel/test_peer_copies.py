@@ -91,7 +91,7 @@ def train_by_copies(config: Path, folder: Path, *overrides: str) -> int:
         dist.barrier(group)
         numel = num_lines * SLOTS * torch.Size(shape).numel()
         memory = SharedMemory(here, group.rank(), group.size(), numel, dtype)
-        return PeerCopies(memory, group.rank(), shape, dtype, timeout=timedelta(seconds=60))
+        return PeerCopies(memory, group.rank(), shape, dtype, timeout=timedelta(seconds=20))
 
     beside = 0
     engine = schedules._batch_p2p
