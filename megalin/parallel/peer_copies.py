@@ -1,6 +1,6 @@
 """Tensors that go to another GPU of the host by copy engines: no multiprocessor waits for them.
 
-NCCL receives with a kernel that holds multiprocessors until the sender comes, and products beside it take 1.2 to 2
+NCCL receives with a kernel that holds multiprocessors until the sender comes, and products beside it take 1.2 to 1.5
 times as long (docs/benchmarks/2026-11-22-h200-pipeline.md). Here the sender's copy engine writes the tensor into a slot
 of the receiver's memory and sets a signal, for which one warp of the receiver's stream waits when the tensor is needed.
 A slot is written again when the receiver has signalled that it is read.
@@ -162,10 +162,14 @@ def open_lines(
 
         buffer = symmetric.empty(num_lines, SLOTS, *shape, dtype=dtype, device=device)
         memory = symmetric.rendezvous(buffer, group.group_name)
+        signals, needed = memory.signal_pad_size // (4 * group.size()), 2 * SLOTS * num_lines
+        if signals < needed:
+            problem = f"torch's symmetric memory has {signals} signals a rank, and {num_lines} lines need {needed}"
     except (ImportError, RuntimeError) as error:
         problem = f"torch's symmetric memory fails on rank {group.rank()} of the axis: {error}"
     if problem := next(filter(None, _gathered(problem, group)), ""):
-        _log.warning("%s", problem)
+        if group.rank() == 0:
+            _log.warning("no copies into other GPUs' memory: %s", problem)
         return problem
     assert memory is not None
     stream = torch.cuda.Stream(device, priority=-1)
