@@ -105,6 +105,14 @@ def test_an_exchange_that_fails_with_the_rank_that_keeps_the_store_says_so():
         raise RuntimeError("gloo: connection closed by peer")
 
 
+def test_a_rank_whose_gpu_waited_too_long_for_another_names_it():
+    with (
+        pytest.raises(RankFailedError, match=r"rank 0: an exchange failed, no word from rank 1: .*launch failure"),
+        naming_silent_ranks(dist.HashStore(), 0, 2, timedelta(seconds=0.2)),
+    ):
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+
 def test_rank_that_stalls_under_a_launcher_is_named_within_the_timeout(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
