@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import schedules
 
+from megalin.model.cuts import interleaved_order
 from megalin.parallel import pipeline
 from megalin.parallel.peer_copies import SLOTS, PeerCopies, open_lines
 from tests.model_runs import checkpoint_tensors, metrics, model_table, train_here, write_config
@@ -167,3 +169,44 @@ def test_copies_on_cpus_are_refused(tmp_path):
     overrides = ["parallel.pp=2", 'parallel.pp_transfer="copy"']
     with pytest.raises(RankFailedError, match=r'parallel\.pp_transfer = "copy", but a CPU has no copy engines; use'):
         run_ranks(2, train_here, config, tmp_path / "run", *overrides)
+
+
+def program(rank: int, num_ranks: int, stages: int, count: int) -> list[tuple[str, tuple[int, bool]]]:
+    """What a rank takes from lines and puts on them in a step, in order; a line is its receiver's stage and direction."""
+    last = num_ranks * stages - 1
+    if stages == 1:
+        ahead = num_ranks - rank
+        forwards, backwards = [(rank, False)] * count, [(rank, True)] * count
+        order = forwards[:ahead]
+        for index, backward in enumerate(backwards):
+            order += [backward, *forwards[ahead + index : ahead + index + 1]]
+    else:
+        order = [(each.stage, each.backward) for each in interleaved_order(rank, num_ranks, stages, count)]
+    events: list[tuple[str, tuple[int, bool]]] = []
+    for stage, backward in order:
+        before, after = (stage + 1, stage - 1) if backward else (stage - 1, stage + 1)
+        if 0 <= before <= last:
+            events.append(("take", (stage, backward)))
+        if 0 <= after <= last:
+            events.append(("put", (after, backward)))
+    return events
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("rounds", [1, 2, 7])
+def test_no_schedule_waits_for_itself(num_ranks, stages, rounds):
+    """Even where a rank computes nothing until what it sent before has found a free slot."""
+    programs = [program(rank, num_ranks, stages, rounds * num_ranks) for rank in range(num_ranks)]
+    places, waiting = [0] * num_ranks, Counter[tuple[int, bool]]()
+    moved = True
+    while moved:
+        moved = False
+        for rank, events in enumerate(programs):
+            while places[rank] < len(events):
+                what, line = events[places[rank]]
+                if waiting[line] == (SLOTS if what == "put" else 0):
+                    break
+                waiting[line] += 1 if what == "put" else -1
+                places[rank], moved = places[rank] + 1, True
+    assert places == [len(events) for events in programs]
