@@ -172,7 +172,7 @@ def test_copies_on_cpus_are_refused(tmp_path):
 
 
 def program(rank: int, num_ranks: int, stages: int, count: int) -> list[tuple[str, tuple[int, bool]]]:
-    """What a rank takes from lines and puts on them in a step, in order; a line is (the stage that receives, backward)."""
+    """What a rank takes from lines and puts on them in a step, in order; a line is (its receiver, backward)."""
     last = num_ranks * stages - 1
     if stages == 1:
         ahead = num_ranks - rank
