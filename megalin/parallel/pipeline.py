@@ -140,6 +140,8 @@ class _Stage(PipelineStage):
     ) -> None:
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         self.grad_recv_info.move(bwd_chunk_id, "meta")
+        if loss is not None:
+            loss.detach_()  # the engine keeps losses to the end of the step, and with them what they were computed from
 
 
 class _CopyingStage(_Stage):

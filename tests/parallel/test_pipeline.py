@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -100,6 +101,34 @@ def test_memory_does_not_grow_with_micro_batches(axes: dict[str, Any]):
     few, many = (run_ranks(2, most_memory_in_a_step, parallel, count) for count in (8, 16))
     assert few == many
     assert max(many) < 8
+
+
+def alive_at_the_last_backward(parallel: ParallelConfig, num_micro_batches: int) -> int:
+    """Tensors like the stream with memory, whoever keeps them, when this rank ends its last backward of a step."""
+    step = steps_of(DEEP_MODEL, Mesh(parallel, CPU), num_micro_batches)
+    alive = -1
+    backward = PipelineStage.backward_one_chunk
+
+    def counted(stage: PipelineStage, number: int, *args: Any, **options: Any) -> None:
+        nonlocal alive
+        backward(stage, number, *args, **options)
+        if number == num_micro_batches - 1:
+            gc.collect()
+            tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor and not each.is_meta]
+            alive = sum(each.shape == (ROWS, LENGTH, DEEP_MODEL.hidden_size) for each in tensors)
+
+    step(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PipelineStage, "backward_one_chunk", counted)
+        step(2)
+    return alive
+
+
+def test_a_micro_batch_is_forgotten_with_its_backward():
+    """The engine keeps the losses of a step, and they would keep all that they were computed from. (Interleaved, gloo
+    keeps what it has sent as well.)"""
+    few, many = (run_ranks(2, alive_at_the_last_backward, ParallelConfig(pp=2), count) for count in (4, 8))
+    assert few == many
 
 
 def holders(parallel: ParallelConfig, stages: list[list[int]]) -> list[tuple[int, int]]:
