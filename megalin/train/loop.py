@@ -32,6 +32,7 @@ from megalin.train.engine import Engine, FullyShardedEngine
 from megalin.train.environment import device_name, environment, versions
 from megalin.train.evaluate import AnyEvaluation, Evaluation, evaluate
 from megalin.train.hardware import peak_flops_per_second, peak_memory_bytes
+from megalin.train.heap import without_long_collections
 from megalin.train.incidents import Incidents
 from megalin.train.ledger import Ledger
 from megalin.train.metrics import Metrics
@@ -143,7 +144,13 @@ class Trainer:
         if isinstance(self.model, Pipeline):
             for line in self.model.plan.lines():
                 metrics.tell(f"pipeline {line}")
-        with self._loader() as loader, metrics, closing(self._ledger()) as ledger, self.termination:
+        with (
+            self._loader() as loader,
+            metrics,
+            closing(self._ledger()) as ledger,
+            self.termination,
+            without_long_collections() as freeze,
+        ):
             ends = Ends(partial(self._end, metrics, ledger, last_step))
             for step in range(self.first_step, last_step):
                 batches, digest, data_wait_seconds = self._next_batches(loader, step, ends.settle)
@@ -153,6 +160,8 @@ class Trainer:
                 ends.follow(Running(step + 1, started, rate, data_wait_seconds, digest))
                 if started.known or self._is_wanted(step + 1, last_step):
                     ends.settle()
+                if step == self.first_step:
+                    freeze()
         if self.mesh.is_first_rank and self.run.metrics.stat().st_size:
             # An encoder's loss has a second term, which that entropy says nothing of.
             entropy = self._evaluation.unigram_entropy if isinstance(self._evaluation, Evaluation) else None

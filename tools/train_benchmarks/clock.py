@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from megalin.train.heap import without_long_collections
+
 
 class Begun(NamedTuple):
     """A step that was started."""
@@ -61,13 +63,16 @@ def time_steps(start: Callable[[int], Begun], *, warmup: int, steps: int, starte
             losses.append(step.wait())
             ends.append(time.perf_counter())
 
-    for index in range(warmup + steps):
-        begun = start(index)
-        end()
-        steps_begun.append(begun)
-        if index == 0 or begun.known:
+    with without_long_collections() as freeze:
+        for index in range(warmup + steps):
+            begun = start(index)
             end()
-    end()
+            steps_begun.append(begun)
+            if index == 0 or begun.known:
+                end()
+            if index == 0:
+                freeze()
+        end()
     seconds = [_between(*of_two) for of_two in itertools.pairwise(zip(ends, steps_begun, strict=True))]
     timed = seconds[warmup - 1 :]
     return Timing(statistics.median(timed), timed, ends[0] - started, losses)
