@@ -12,7 +12,7 @@ from megalin.errors import ConfigError
 from megalin.launch import launched
 from megalin.model.config import AnyModelConfig
 from megalin.parallel.context import ExchangeName
-from megalin.parallel.mesh import ParallelConfig, check_world_size, compute_device, process_group
+from megalin.parallel.mesh import ParallelConfig, check_device, check_world_size, compute_device, process_group
 from megalin.parallel.pipeline import ScheduleName, TransferName
 from megalin.parallel.ranks import run_ranks
 from megalin.verify.case import Case, make_case
@@ -83,6 +83,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _on_new_ranks(compare: Callable[[Case], list[Any]], case: Case) -> list[Any]:
     """The comparison on ranks of this machine's CPU."""
+    check_device(case.parallel, "cpu")
     results: list[Any] = run_ranks(case.world_size, compare, case, timeout=None, preload=[verify.__module__])[0]
     return results
 

@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
@@ -34,6 +35,16 @@ class Axis:
 
 EXCHANGE_TIMEOUT = timedelta(minutes=10)
 """How long a rank of a run waits for another one in an exchange."""
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Each rank's value, by rank of the group; without a group this one's alone."""
+    if group is None:
+        return [value]
+    values = [value] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
 
 WAITED_AT_ONCE = frozenset({"cpu"})
 """Devices on which a result is waited for where it is asked for. Gloo works in threads of its own: small all-gathers of

@@ -172,8 +172,10 @@ class Mesh:
         context_parallel: type[ContextParallel] = ContextParallel,
         pipeline_parallel: type[PipelineParallel] = PipelineParallel,
     ) -> None:
-        """Raises ConfigError where the axes do not fit the number of ranks; needs an initialised process group."""
+        """Raises ConfigError where the axes do not fit the number of ranks, or pp_transfer the device; needs an
+        initialised process group."""
         check_world_size(config, dist.get_world_size())
+        check_device(config, device.type)
         data_size = dist.get_world_size() // (config.tp * config.pp)
         shard = config.shard_size(data_size)
         self.zero = config.zero_stage(data_size)
@@ -242,6 +244,15 @@ def check_world_size(config: ParallelConfig, world_size: int) -> None:
         raise ConfigError(
             f"parallel.shard = {config.shard} does not divide the data axis of {data_size} ranks ({divided}); use a "
             f"divisor of {data_size}, or leave it out to shard over all"
+        )
+
+
+def check_device(config: ParallelConfig, device_type: str) -> None:
+    """Raises ConfigError where `config` needs another kind of device than the ranks compute on."""
+    if config.pp > 1 and config.pp_transfer == "copy" and device_type != "cuda":
+        raise ConfigError(
+            'parallel.pp_transfer = "copy" needs the copy engines of GPUs, but the ranks compute on '
+            f'{device_type}; use "auto" or "send"'
         )
 
 

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalin.parallel.collectives import gather_objects
+
 SLOTS = 2
 """Tensors of a line that may have been sent and not read: one is read while the next one comes."""
 
@@ -152,7 +154,7 @@ def open_lines(
     """
     if device.type != "cuda":
         return f"a {device.type.upper()} has no copy engines"
-    hosts = len(set(_gathered(socket.gethostname(), group)))
+    hosts = len(set(gather_objects(socket.gethostname(), group)))
     if hosts > 1:
         return f"the ranks of the axis are on {hosts} hosts"
     problem, buffer, memory = "", None, None
@@ -167,16 +169,10 @@ def open_lines(
             problem = f"torch's symmetric memory has {signals} signals a rank, and {num_lines} lines need {needed}"
     except (ImportError, RuntimeError) as error:
         problem = f"torch's symmetric memory fails on rank {group.rank()} of the axis: {error}"
-    if problem := next(filter(None, _gathered(problem, group)), ""):
+    if problem := next(filter(None, gather_objects(problem, group)), ""):
         if group.rank() == 0:
             _log.warning("no copies into other GPUs' memory: %s", problem)
         return problem
     assert memory is not None
     stream = torch.cuda.Stream(device, priority=-1)
     return PeerCopies(memory, group.rank(), shape, dtype, timeout=timeout, stream=stream, buffer=buffer)
-
-
-def _gathered(value: str, group: dist.ProcessGroup) -> list[str]:
-    values = [value] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return values

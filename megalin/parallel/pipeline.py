@@ -222,7 +222,7 @@ def make_schedule(
     tokens: Tensor,
     num_micro_batches: int,
     loss: Callable[[Tensor, Tensor], Tensor],
-    transfer: TransferName = "auto",
+    transfer: TransferName,
 ) -> Schedule1F1B | ScheduleInterleaved1F1B | ScheduleInterleavedZeroBubble:
     """The engine's schedule of one step of this rank's stages. Losses are summed: nothing is divided by the number of
     micro-batches.
@@ -298,11 +298,3 @@ def forward_through(
             dist.send(output.contiguous(), group=pp.group, group_dst=(index + 1) % pp.size)
             output = None
     return output
-
-
-def gather_objects(value: Any, pp: PipelineParallel) -> list[Any]:
-    """Each rank's value, by rank of the axis."""
-    values = [value] * pp.size
-    if pp.size > 1:
-        dist.all_gather_object(values, value, group=pp.group)
-    return values

@@ -23,8 +23,8 @@ from megalin.data.tokenizer import load_tokenizer
 from megalin.errors import CheckpointError, ConfigError, MegalinError, PreemptedError
 from megalin.ops import backend
 from megalin.optim.schedule import learning_rate
+from megalin.parallel.collectives import gather_objects
 from megalin.parallel.mesh import Mesh
-from megalin.parallel.pipeline import gather_objects
 from megalin.train.config import RunConfig
 from megalin.train.curves import write_loss_curve
 from megalin.train.ends import Ends, Running
@@ -189,7 +189,7 @@ class Trainer:
 
     def _tell_kernels(self, metrics: Metrics) -> None:
         """Once a process, after its first step: which implementation of each op runs, and why."""
-        used = dict(item for part in gather_objects(backend.used(), self.mesh.pp) for item in part.items())
+        used = dict(item for part in gather_objects(backend.used(), self.mesh.pp.group) for item in part.items())
         metrics.tell("kernels: " + ", ".join(f"{op} {choice.backend}" for op, choice in used.items()))
         self.run.write_json(self.run.kernels, {op: choice._asdict() for op, choice in used.items()})
 

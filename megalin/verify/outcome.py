@@ -15,11 +15,10 @@ from megalin.model.build import Model, make_model
 from megalin.model.encoder import EncoderOutput
 from megalin.model.language_model import ModelOutput
 from megalin.optim.adamw import OptimizerConfig, build_optimizer
-from megalin.parallel.collectives import Axis, all_gather, all_reduce
+from megalin.parallel.collectives import Axis, all_gather, all_reduce, gather_objects
 from megalin.parallel.cross_entropy import IGNORED_LABEL
 from megalin.parallel.initialisation import fill
 from megalin.parallel.mesh import Mesh
-from megalin.parallel.pipeline import gather_objects
 from megalin.parallel.tensor_parallel import full_tensor
 from megalin.train.build import TrainedModel, build_model
 from megalin.train.pipeline import Pipeline
@@ -120,7 +119,7 @@ def run_on_mesh(case: Case, mesh: Mesh, *, after_fill: Callable[[nn.Module, Mesh
     outcome |= {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()}
     for name, parameter in model.named_parameters():
         outcome[f"weight:{name}"] = full_tensor(parameter.detach()).cpu()
-    return _joined(gather_objects(outcome, mesh.pp))
+    return _joined(gather_objects(outcome, mesh.pp.group))
 
 
 def _joined(parts: Sequence[Outcome]) -> Outcome:

@@ -12,8 +12,8 @@ import torch
 from megalin.layers.mixers.glu import GLUConfig
 from megalin.layers.mixers.tnl import TNLConfig
 from megalin.model.config import BlockConfig
+from megalin.parallel.collectives import gather_objects
 from megalin.parallel.mesh import Mesh, ParallelConfig, compute_device
-from megalin.parallel.pipeline import gather_objects
 from megalin.verify.case import Case
 from megalin.verify.comparison import Rounding, Row, compare, kind
 from megalin.verify.faults import Exchange, Probe, visible_faults
@@ -84,7 +84,7 @@ def _exchanges(case: Case) -> set[Exchange]:
         run_on_mesh(case, mesh)
     if mesh.pp.size == 1:
         return mesh.cp.made
-    return set[Exchange]().union(*gather_objects(mesh.cp.made, mesh.pp))
+    return set[Exchange]().union(*gather_objects(mesh.cp.made, mesh.pp.group))
 
 
 def with_low_rank(case: Case) -> Case:

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import schedules
 
+from megalin.__main__ import main
+from megalin.errors import ConfigError
 from megalin.model.cuts import interleaved_order
 from megalin.parallel import pipeline
 from megalin.parallel.peer_copies import SLOTS, PeerCopies, open_lines
@@ -84,10 +86,9 @@ def train_by_copies(config: Path, folder: Path, *overrides: str) -> int:
 
     def lines(num_lines: int, shape: tuple[int, ...], dtype: torch.dtype, device: Any, *, group: Any, **_: Any) -> Any:
         nonlocal number
-        here, number = (
-            folder / f"memory-{number}-{dist.get_rank() % (dist.get_world_size() // group.size())}",
-            number + 1,
-        )
+        column = dist.get_rank() % (dist.get_world_size() // group.size())
+        here = folder / f"memory-{number}-{column}"
+        number += 1
         if group.rank() == 0:
             here.mkdir(parents=True)
         dist.barrier(group)
@@ -140,35 +141,33 @@ def test_a_run_by_copies_has_the_bits_of_one_that_sends(tmp_path, world_size, ov
         assert torch.equal(tensor, expected[name]), name
 
 
-def why_not(device: torch.device, *, apart: bool) -> PeerCopies | str:
-    """What ranks that are or are not apart hear of lines on such a device."""
-    host = f"host{dist.get_rank()}" if apart else "host"
-    with patch.object(socket, "gethostname", lambda: host):
-        group = dist.group.WORLD
-        assert group is not None
-        return open_lines(2, SHAPE, torch.float32, device, group=group, timeout=SECOND)
+def why_not(host: str) -> PeerCopies | str:
+    """What a rank hears of lines between GPUs that no rank has, where ranks are on hosts of such names."""
+    with patch.object(socket, "gethostname", lambda: host.format(rank=dist.get_rank())):
+        return open_lines(2, SHAPE, torch.float32, torch.device("cuda"), group=dist.group.WORLD, timeout=SECOND)
 
 
 def test_where_memory_is_not_shared_every_rank_hears_why():
-    assert run_ranks(2, why_not_apart) == ["the ranks of the axis are on 2 hosts"] * 2
-    here, there = run_ranks(2, why_not_together)
+    assert run_ranks(2, why_not, "host{rank}") == ["the ranks of the axis are on 2 hosts"] * 2
+    here, there = run_ranks(2, why_not, "host")
     assert here == there
     assert "torch's symmetric memory fails on rank 0 of the axis: " in here
-
-
-def why_not_apart() -> PeerCopies | str:
-    return why_not(torch.device("cuda"), apart=True)
-
-
-def why_not_together() -> PeerCopies | str:
-    return why_not(torch.device("cuda"), apart=False)
 
 
 def test_copies_on_cpus_are_refused(tmp_path):
     config = write_config(tmp_path, train={"micro_batch_size": 1})
     overrides = ["parallel.pp=2", 'parallel.pp_transfer="copy"']
-    with pytest.raises(RankFailedError, match=r'parallel\.pp_transfer = "copy", but a CPU has no copy engines; use'):
+    with pytest.raises(
+        RankFailedError, match=r'pp_transfer = "copy" needs .* GPUs, but the ranks compute on cpu; use "auto"'
+    ):
         run_ranks(2, train_here, config, tmp_path / "run", *overrides)
+    assert not (tmp_path / "run").exists()
+
+
+def test_verify_refuses_copies_before_it_starts_its_ranks(capsys):
+    assert main(["verify", "transnormerllm-1b-64k", "--pp", "2", "--pp-transfer", "copy"]) == ConfigError.exit_code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith('ConfigError: parallel.pp_transfer = "copy" needs the copy engines of GPUs')
 
 
 def program(rank: int, num_ranks: int, stages: int, count: int) -> list[tuple[str, tuple[int, bool]]]:

@@ -53,5 +53,5 @@ def test_a_run_leaves_out_what_its_first_step_made(tmp_path):
     (first, *others, after) = run_ranks(1, frozen_by_step, write_config(tmp_path), tmp_path / "run")[0]
     assert (first, after) == (0, 0)
     assert len(others) == STEPS - 1
-    assert len(set(others)) <= 2
     assert min(others) > 100_000
+    assert others == sorted(others, reverse=True)  # it is done once: what was left out only dies
