@@ -9,8 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_long_collections() -> Iterator[Callable[[], None]]:
-    """Gives what leaves all objects that are there out of collections, to the end of the body; for good where the
-    process has done so before.
+    """Gives what leaves all objects that are there out of collections, to the end of the body.
 
     A full collection walks through every object of the process, at a time of its own on each rank, and meanwhile the
     rank starts no kernel: 0.2 to 0.3 s for the 250 to 290 thousand objects that torch.compile leaves behind (two slow
@@ -21,9 +20,7 @@ def without_long_collections() -> Iterator[Callable[[], None]]:
         gc.collect()
         gc.freeze()
 
-    own = gc.get_freeze_count() == 0
     try:
         yield freeze
     finally:
-        if own:
-            gc.unfreeze()
+        gc.unfreeze()
