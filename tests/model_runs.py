@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -99,6 +100,7 @@ def write_config(folder: Path, **tables: dict[str, Any]) -> Path:
 
 def train_here(config: Path, folder: Path, *overrides: str) -> TrainResult:
     """The run in the process group of this process, as the command does it; a function that run_ranks can call."""
+    gc.freeze()  # as where a process has one run: its collections walk through no other's objects
     run_config = load_run_config(config, list(overrides))
     check_launch(run_config, torch.distributed.get_world_size())
     return train(run_config, CPU, folder)

@@ -131,7 +131,7 @@ INTERLEAVED = ('parallel.pp_schedule="interleaved"', "parallel.pp_stages=2")
 )
 def test_a_run_by_copies_has_the_bits_of_one_that_sends(tmp_path, world_size, overrides):
     table = model_table()
-    config = write_config(tmp_path, model={"layers": table["layers"] * 2}, train={"micro_batch_size": 1})
+    config = write_config(tmp_path, model={"layers": table["layers"] * 2}, train={"micro_batch_size": 1, "steps": 4})
     by_send, by_copy = tmp_path / "send", tmp_path / "copy"
     run_ranks(world_size, train_here, config, by_send, 'parallel.pp_transfer="send"', *overrides)
     assert run_ranks(world_size, train_by_copies, config, by_copy, *overrides) == [0] * world_size

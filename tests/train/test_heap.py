@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from megalin.train.config import load_run_config
 from megalin.train.engine import FullyShardedEngine
 from megalin.train.heap import without_long_collections
-from tests.model_runs import STEPS, train_here, write_config
+from megalin.train.loop import train
+from tests.model_runs import CPU, STEPS, write_config
 from tests.ranks import run_ranks
 
 
@@ -46,7 +48,7 @@ def frozen_by_step(config: Path, folder: Path) -> list[int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FullyShardedEngine, "step", counted)
-        train_here(config, folder)
+        train(load_run_config(config, []), CPU, folder)
     return [*counts, gc.get_freeze_count()]
 
 
