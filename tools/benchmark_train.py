@@ -43,6 +43,7 @@ from megalin.model.config import AnyModelConfig, EncoderConfig, ModelConfig
 from megalin.ops import backend
 from megalin.parallel.context import ExchangeName
 from megalin.parallel.mesh import Mesh, ParallelConfig, compute_device, process_group
+from megalin.parallel.overlapped_products import StreamTransferName
 from megalin.parallel.pipeline import ScheduleName, TransferName
 from megalin.train.build import COMPUTE_DTYPES
 from megalin.train.hardware import peak_memory_bytes
@@ -66,6 +67,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--recompute", action="store_true", help="recompute activations in the backward")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument("--tp-transfer", choices=get_args(StreamTransferName), default="auto")
     parser.add_argument("--cp", type=int, default=1)
     parser.add_argument("--cp-exchange", choices=get_args(ExchangeName), default="auto")
     parser.add_argument("--pp", type=int, default=1)

@@ -13,6 +13,7 @@ from megalin.launch import launched
 from megalin.model.config import AnyModelConfig
 from megalin.parallel.context import ExchangeName
 from megalin.parallel.mesh import ParallelConfig, check_device, check_world_size, compute_device, process_group
+from megalin.parallel.overlapped_products import StreamTransferName
 from megalin.parallel.pipeline import ScheduleName, TransferName
 from megalin.parallel.ranks import run_ranks
 from megalin.verify.case import Case, make_case
@@ -21,7 +22,7 @@ from megalin.verify.run import print_faults, print_rows, self_test, verify
 
 _OF_ONE_MESH = (
     *("tp", "cp", "cp_exchange", "pp", "pp_schedule", "pp_stages", "pp_transfer", "dp", "shard", "zero"),
-    *("sequence_parallel", "self_test"),
+    *("sequence_parallel", "tp_transfer", "self_test"),
 )
 
 
@@ -45,6 +46,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shard", type=int, help="ranks of the data axis that share the weights (all)")
     parser.add_argument("--zero", type=int, choices=range(4), help="ZeRO's stage (3; with --pp 1)")
     parser.add_argument("--sequence-parallel", action="store_true", help="split activations inside the tp group")
+    parser.add_argument(
+        "--tp-transfer",
+        choices=get_args(StreamTransferName),
+        default="auto",
+        help="how activations reach products and leave them with --sequence-parallel (auto)",
+    )
     parser.add_argument("--recompute", action="store_true", help="recompute activations in the backward")
     parser.add_argument("--dtype", choices=["float64", "float32", "bfloat16"], default="float64")
     parser.add_argument("--length", type=int, help="tokens a row (a few chunks and a rest)")
@@ -132,7 +139,7 @@ def _case(arguments: argparse.Namespace) -> Case:
         raise ConfigError(f"--pp {pp} --tp {tp} --cp {cp} --dp {dp}: an axis has at least one rank")
     axes = {"tp": tp, "cp": cp, "sequence_parallel": arguments.sequence_parallel, "shard": arguments.shard}
     axes |= {"cp_exchange": arguments.cp_exchange, "pp": pp, "pp_schedule": arguments.pp_schedule}
-    axes |= {"pp_transfer": arguments.pp_transfer, "zero": arguments.zero}
+    axes |= {"pp_transfer": arguments.pp_transfer, "tp_transfer": arguments.tp_transfer, "zero": arguments.zero}
     axes["pp_stages"] = arguments.pp_stages or (2 if arguments.pp_schedule == "interleaved" else 1)
     parallel = parse(ParallelConfig, axes, "command line")
     check_world_size(parallel, tp * cp * pp * dp)

@@ -90,8 +90,8 @@ class LinearAttention(Mixer):
         self.register_buffer("slopes", slopes, persistent=False)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[B, T, D] (entered) -> q | k | v of this rank's heads side by side [B, T, 3 D/tp], and the gate [B, T, D/tp];
-        None where the gate is a fourth part, after v."""
+        """The residual stream [B, T or T/tp, D] -> q | k | v of this rank's heads side by side [B, T, 3 D/tp], and the
+        gate [B, T, D/tp]; None where the gate is a fourth part, after v."""
         raise NotImplementedError
 
     def projection_flops(self) -> int:
@@ -168,7 +168,7 @@ class LinearAttention(Mixer):
 
     def _heads(self, x: Tensor, context: SequenceContext, positions: Tensor) -> Projections:
         """q and k as the scan takes them at these positions, v, and the gate."""
-        joined, gate = self.project(self.tp.enter(x))
+        joined, gate = self.project(x)
         joined = joined.unflatten(-1, (-1, self.local_heads, self.head_dim))  # [B, T, 3 or 4, H/tp, V]
         (theta,) = context.full_precision or (None,)
         q, k, v, *rest = silu_lrpe(joined, theta, positions, form=self.config.lrpe)
@@ -198,6 +198,7 @@ class LowRankGatedAttention(LinearAttention):
         self.gate = LowRankLinear(width, self.head_dim, width, tp=scope.tp, std=scope.init_std, name=name)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        x = self.tp.enter(x)
         return self.qkv.joined(x), torch.sigmoid(self.gate(x))
 
     def projection_flops(self) -> int:

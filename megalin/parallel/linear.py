@@ -19,8 +19,8 @@ class ColumnParallelLinear(nn.Module):
     """`parts` fused maps y_i = x W_i^T (+ b_i) with the outputs of every part split over the axis.
 
     The weight is one parameter [parts, out, in], split along `out`: the split lies inside each part by construction,
-    and its flat view [parts * out, in] is the published layout. The input must have entered the sharded region
-    (`TensorParallel.enter`), once for all layers that read it.
+    and its flat view [parts * out, in] is the published layout. What several layers read has entered the sharded region
+    before (`TensorParallel.enter`), once for all; one that reads the residual stream alone may enter it itself.
     """
 
     def __init__(
@@ -37,6 +37,7 @@ class ColumnParallelLinear(nn.Module):
         """Raises ConfigError where `out_features`, called `name` in the message, does not divide."""
         super().__init__()
         self.parts, self.in_features, self.out_features, self.std = parts, in_features, out_features, std
+        self.tp = tp
         tp.divide(out_features, name)
         self.weight = tp.fused_parameter(parts, out_features, in_features)
         self.bias = tp.parameter(parts, out_features, shard_dim=1) if bias else None
@@ -49,12 +50,26 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """[B, T, in] -> `parts` tensors [B, T, out/tp]."""
-        return self.joined(x).unflatten(-1, (self.parts, -1)).unbind(-2)
+        return self._split(self.joined(x))
 
     def joined(self, x: Tensor) -> Tensor:
         """[B, T, in] -> [B, T, parts * out/tp], the parts side by side, for ops that take them together."""
+        return functional.linear(x, *self._matrix())
+
+    def of_stream(self, x: Tensor) -> tuple[Tensor, ...]:
+        """`forward` of the residual stream [B, T or T/tp, in], which nothing else reads."""
+        return self._split(self.joined_of_stream(x))
+
+    def joined_of_stream(self, x: Tensor) -> Tensor:
+        """`joined` of the residual stream [B, T or T/tp, in], which nothing else reads."""
+        return self.tp.enter_product(x, *self._matrix())
+
+    def _matrix(self) -> tuple[Tensor, Tensor | None]:
         bias = None if self.bias is None else local(self.bias).flatten()
-        return functional.linear(x, local(self.weight).flatten(0, 1), bias)
+        return local(self.weight).flatten(0, 1), bias
+
+    def _split(self, y: Tensor) -> tuple[Tensor, ...]:
+        return y.unflatten(-1, (self.parts, -1)).unbind(-2)
 
     def flops(self) -> int:
         """Forward floating-point operations a token, whole axis."""
@@ -95,7 +110,7 @@ class RowParallelLinear(nn.Module):
         return self._add_bias(self._product(x))
 
     def _product(self, x: Tensor) -> Tensor:
-        return self.tp.leave(functional.linear(x, local(self.weight)))
+        return self.tp.leave_product(x, local(self.weight))
 
     def _add_bias(self, y: Tensor) -> Tensor:
         return y if self.bias is None else y + self.tp.stream_weight(local(self.bias))

@@ -19,6 +19,7 @@ from megalin.errors import ConfigError
 from megalin.launch import launched
 from megalin.parallel.collectives import EXCHANGE_TIMEOUT, Axis, all_reduce
 from megalin.parallel.context import ContextParallel, ExchangeName
+from megalin.parallel.overlapped_products import StreamCopies, StreamTransferName, open_stream_copies
 from megalin.parallel.pipeline import PipelineParallel, ScheduleName, TransferName
 from megalin.parallel.ranks import naming_silent_ranks
 from megalin.parallel.tensor_parallel import TensorParallel
@@ -53,6 +54,11 @@ class ParallelConfig(Config):
     four activations a stage. send: the process group's sends and receives. auto: copy where it is possible."""
     sequence_parallel: bool = False
     """Whether activations between layers are split along the sequence inside the tensor-parallel group."""
+    tp_transfer: StreamTransferName = "auto"
+    """How activations reach the products of layers and leave them, with sequence_parallel. copy: copy engines write
+    them into the other ranks' memory beside the products, which run in parts; needs the axis's GPUs on one host, and
+    memory for two activations. collective: the process group's all-gathers and reduce-scatters before and after. auto:
+    copy where it is possible."""
     shard: int | None = pydantic.Field(default=None, ge=1)
     """Ranks of the data axis over which weights, gradients and optimizer state are sharded (FSDP2). Left out: all of
     them. 1: every rank keeps a replica. In between: hybrid, sharded inside groups of this size, replicated across."""
@@ -78,6 +84,28 @@ class ParallelConfig(Config):
                 "zero = 1, or 0"
             )
         return self
+
+    @pydantic.model_validator(mode="after")
+    def _copies_fit_the_other_axes(self) -> Self:
+        if self.tp_transfer != "copy" or self.tp == 1:
+            return self
+        if not self.sequence_parallel:
+            raise ValueError(
+                'tp_transfer = "copy" without sequence_parallel, whose all-gathers and reduce-scatters it stands for; '
+                'set sequence_parallel = true, or tp_transfer = "auto"'
+            )
+        if not self.stream_may_be_copied:
+            raise ValueError(
+                'tp_transfer = "copy" with pp_schedule = "zero_bubble", which takes the gradients of weights apart '
+                'from those of activations: copies travel beside both together; use "auto" or "collective"'
+            )
+        return self
+
+    @property
+    def stream_may_be_copied(self) -> bool:
+        """Whether the settings let products run beside copies of the stream; the device and the hosts may not."""
+        zero_bubble = self.pp > 1 and self.pp_schedule == "zero_bubble"
+        return self.tp > 1 and self.sequence_parallel and self.tp_transfer != "collective" and not zero_bubble
 
     @pydantic.model_validator(mode="after")
     def _stages_fit_the_schedule(self) -> Self:
@@ -172,7 +200,7 @@ class Mesh:
         context_parallel: type[ContextParallel] = ContextParallel,
         pipeline_parallel: type[PipelineParallel] = PipelineParallel,
     ) -> None:
-        """Raises ConfigError where the axes do not fit the number of ranks, or pp_transfer the device; needs an
+        """Raises ConfigError where the axes do not fit the number of ranks, or a transfer the devices; needs an
         initialised process group."""
         check_world_size(config, dist.get_world_size())
         check_device(config, device.type)
@@ -184,7 +212,12 @@ class Mesh:
         tp_mesh = self._root["tp"]
         flat = self.data_mesh._flatten("data")
         self.data, self.data_group = _axis("data", flat), flat.get_group()
-        self.tp = tensor_parallel(_axis("tp", tp_mesh), device_mesh=tp_mesh, sequence_parallel=config.sequence_parallel)
+        self.tp = tensor_parallel(
+            _axis("tp", tp_mesh),
+            device_mesh=tp_mesh,
+            sequence_parallel=config.sequence_parallel,
+            copies=_stream_copies(config, device, tp_mesh.get_group()),
+        )
         self.device_mesh, self.pp = self._root, pipeline_parallel()
         if config.pp > 1:
             self.device_mesh = self._root["replicate", "shard", "tp"]
@@ -254,6 +287,23 @@ def check_device(config: ParallelConfig, device_type: str) -> None:
             'parallel.pp_transfer = "copy" needs the copy engines of GPUs, but the ranks compute on '
             f'{device_type}; use "auto" or "send"'
         )
+    if config.tp > 1 and config.tp_transfer == "copy" and device_type != "cuda":
+        raise ConfigError(
+            'parallel.tp_transfer = "copy" needs the copy engines of GPUs, but the ranks compute on '
+            f'{device_type}; use "auto" or "collective"'
+        )
+
+
+def _stream_copies(config: ParallelConfig, device: torch.device, group: dist.ProcessGroup) -> StreamCopies | None:
+    """What copies the stream inside the tensor-parallel group; None where collectives send it."""
+    if not config.stream_may_be_copied:
+        return None
+    copies = open_stream_copies(device, group=group, timeout=EXCHANGE_TIMEOUT)
+    if isinstance(copies, StreamCopies):
+        return copies
+    if config.tp_transfer == "copy":
+        raise ConfigError(f'parallel.tp_transfer = "copy", but {copies}; use "auto" or "collective"')
+    return None
 
 
 def _stage_mesh(config: ParallelConfig, device: torch.device, **sizes: int) -> DeviceMesh:

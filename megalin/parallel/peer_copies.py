@@ -8,36 +8,17 @@ A slot is written again when the receiver has signalled that it is read.
 
 from __future__ import annotations
 
-import logging
-import socket
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalin.parallel.collectives import gather_objects
+from megalin.parallel.peer_memory import PeerMemory, open_peer_memory
 
 SLOTS = 2
 """Tensors of a line that may have been sent and not read: one is read while the next one comes."""
-
-_log = logging.getLogger(__name__)
-
-
-class PeerMemory(Protocol):
-    """A buffer and signals on every rank of a group, which the others can write, as torch's symmetric memory gives. A
-    signal is set or not, and has a number and the rank that sets it."""
-
-    def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype, storage_offset: int, /) -> Tensor:
-        """A part of a rank's buffer, from an element on."""
-
-    def put_signal(self, dst_rank: int, channel: int, timeout_ms: int, /) -> None:
-        """Sets a rank's signal, when it has taken the one before."""
-
-    def wait_signal(self, src_rank: int, channel: int, timeout_ms: int, /) -> None:
-        """Waits until a rank has set the signal, and takes it."""
 
 
 class PeerCopies:
@@ -152,27 +133,9 @@ def open_lines(
     Returns:
         The lines; or, the same on every rank, why there are none.
     """
-    if device.type != "cuda":
-        return f"a {device.type.upper()} has no copy engines"
-    hosts = len(set(gather_objects(socket.gethostname(), group)))
-    if hosts > 1:
-        return f"the ranks of the axis are on {hosts} hosts"
-    problem, buffer, memory = "", None, None
-    try:
-        # A prototype in torch: where it fails on one rank, all do without.
-        from torch.distributed import _symmetric_memory as symmetric
-
-        buffer = symmetric.empty(num_lines, SLOTS, *shape, dtype=dtype, device=device)
-        memory = symmetric.rendezvous(buffer, group.group_name)
-        signals, needed = memory.signal_pad_size // (4 * group.size()), 2 * SLOTS * num_lines
-        if signals < needed:
-            problem = f"torch's symmetric memory has {signals} signals a rank, and {num_lines} lines need {needed}"
-    except (ImportError, RuntimeError) as error:
-        problem = f"torch's symmetric memory fails on rank {group.rank()} of the axis: {error}"
-    if problem := next(filter(None, gather_objects(problem, group)), ""):
-        if group.rank() == 0:
-            _log.warning("no copies into other GPUs' memory: %s", problem)
-        return problem
-    assert memory is not None
+    numel = SLOTS * num_lines * torch.Size(shape).numel()
+    opened = open_peer_memory(numel, dtype, device, group, num_signals=2 * SLOTS * num_lines)
+    if isinstance(opened, str):
+        return opened
     stream = torch.cuda.Stream(device, priority=-1)
-    return PeerCopies(memory, group.rank(), shape, dtype, timeout=timeout, stream=stream, buffer=buffer)
+    return PeerCopies(opened.memory, group.rank(), shape, dtype, timeout=timeout, stream=stream, buffer=opened.own)

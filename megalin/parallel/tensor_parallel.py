@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.nn import functional
 
 from megalin.errors import ConfigError
 from megalin.parallel.collectives import (
@@ -20,6 +21,7 @@ from megalin.parallel.collectives import (
     reduce_from_axis,
     reduce_scatter_to_axis,
 )
+from megalin.parallel.overlapped_products import StreamCopies, all_gather_matmul, matmul_reduce_scatter
 
 TOKENS = 1
 """The dimension of [B, T, ...] along which sequence parallelism splits."""
@@ -33,6 +35,7 @@ class TensorParallel:
         device_mesh: one-dimensional mesh of the axis. Without one, parameters are plain and whole: for one process,
             or, at a larger size, to check on the meta device that a model fits the axis.
         sequence_parallel: whether the residual stream is split along T inside the axis.
+        copies: how the stream reaches products and leaves them, with sequence parallelism; None: by collectives.
     """
 
     def __init__(
@@ -41,10 +44,13 @@ class TensorParallel:
         *,
         device_mesh: DeviceMesh | None = None,
         sequence_parallel: bool = False,
+        copies: StreamCopies | None = None,
     ) -> None:
         self.axis = Axis("tp") if axis is None else axis
         self.device_mesh = device_mesh
         self.sequence_parallel = sequence_parallel and self.axis.size > 1
+        self.copies = copies
+        assert copies is None or self.sequence_parallel
 
     @property
     def size(self) -> int:
@@ -71,6 +77,21 @@ class TensorParallel:
         if self.sequence_parallel:
             return reduce_scatter_to_axis(x, self.axis, dim=TOKENS)
         return reduce_from_axis(x, self.axis)
+
+    def enter_product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The residual stream times sharded weights that alone read it: x [B, T or T/tp, D], weight [N/tp, D], bias
+        [N/tp] -> x W^T + b [B, T, N/tp]."""
+        if self.copies is None:
+            return functional.linear(self.enter(x), weight, bias)
+        y = all_gather_matmul(x, weight, self.axis)
+        return y if bias is None else y + bias
+
+    def leave_product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Sums the ranks' partial products into the residual stream: x [B, T, K/tp], weight [D, K/tp] ->
+        [B, T or T/tp, D]."""
+        if self.copies is None:
+            return self.leave(functional.linear(x, weight))
+        return matmul_reduce_scatter(x, weight, self.axis)
 
     def reduce_tokens(self, x: Tensor) -> Tensor:
         """Sums one number a token over the axis, for the tokens of the residual stream: [B, T] -> [B, T or T/tp]."""

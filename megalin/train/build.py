@@ -83,8 +83,9 @@ def _materialise(
         model.to(torch.float64)
     if compile_blocks:
         # An exchange of cp's states waits for the slowest rank; gradients of weights fit beside that.
-        # Under sequence parallelism nobody measured what it changes.
-        early = (overlap or mesh.cp.size > 1) and not mesh.tp.sequence_parallel
+        # Where sequence parallelism goes by collectives nobody measured what it changes.
+        by_collectives = mesh.tp.sequence_parallel and mesh.tp.copies is None
+        early = (overlap or mesh.cp.size > 1) and not by_collectives
         options = EARLY_COLLECTIVES if early else None
         for block in model.block_list():
             block.compile(fullgraph=True, dynamic=False, options=options)

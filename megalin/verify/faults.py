@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from megalin.model.config import EncoderConfig
 from megalin.parallel.collectives import Axis
@@ -38,6 +39,9 @@ class _SkippedAdjoint(TensorParallel):
             ],
             dim=TOKENS,
         )
+
+    def enter_product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return functional.linear(self.enter(x), weight, bias)
 
 
 class _NormOfOneShard(TensorParallel):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
 from megalin.model.language_model import LanguageModel
+from megalin.parallel import mesh as meshes
 from megalin.parallel.collectives import all_gather
 from megalin.parallel.data_parallel import shard_model
 from megalin.parallel.mesh import Mesh
@@ -17,6 +22,7 @@ from megalin.parallel.tensor_parallel import full_tensor
 from tests.cases import CASES, NAMES, VOCAB_SIZE, Case, build, make_inputs
 from tests.numerics import assert_close
 from tests.parallel.on_ranks import Arrays, make_mesh, materialise, to_arrays, to_tensors
+from tests.parallel.shared_memory import stream_copies
 from tests.ranks import run_ranks
 
 
@@ -28,6 +34,7 @@ class Layout(NamedTuple):
     sequence_parallel: bool = False
     shard: int | None = None
     recompute: bool = False
+    copies: bool = False
 
 
 LAYOUTS = {
@@ -35,7 +42,9 @@ LAYOUTS = {
     "tp2": Layout(2, 2),
     "tp2 sequence parallel, recomputed": Layout(2, 2, sequence_parallel=True, recompute=True),
     "dp3 sharded": Layout(3, 1),
+    "tp2 sequence parallel by copies, recomputed": Layout(2, 2, sequence_parallel=True, recompute=True, copies=True),
     "tp3 sequence parallel": Layout(3, 3, sequence_parallel=True),
+    "tp3 sequence parallel by copies": Layout(3, 3, sequence_parallel=True, copies=True),
     "tp4 sequence parallel": Layout(4, 4, sequence_parallel=True),
     "tp2 dp2 sharded, sequence parallel": Layout(4, 2, sequence_parallel=True, shard=2),
     "tp2 dp2 replicated, recomputed": Layout(4, 2, shard=1, recompute=True),
@@ -68,14 +77,17 @@ def _outcome(case: Case, mesh: Mesh, recompute: bool) -> dict[str, Tensor]:
     return found
 
 
-def _run(layout: Layout) -> tuple[int, dict[str, Arrays]]:
-    mesh = make_mesh(layout.tp, sequence_parallel=layout.sequence_parallel, shard=layout.shard)
+def _run(layout: Layout, folder: Path) -> tuple[int, dict[str, Arrays]]:
+    with patch.object(meshes, "open_stream_copies", stream_copies(folder)) if layout.copies else nullcontext():
+        mesh = make_mesh(layout.tp, sequence_parallel=layout.sequence_parallel, shard=layout.shard)
+    assert (mesh.tp.copies is not None) == layout.copies
     return mesh.data.rank, {case.name: to_arrays(_outcome(case, mesh, layout.recompute)) for case in CASES}
 
 
 @lru_cache
 def results(layout: Layout) -> list[tuple[int, dict[str, Arrays]]]:
-    return run_ranks(layout.world_size, _run, layout)
+    with TemporaryDirectory() as folder:
+        return run_ranks(layout.world_size, _run, layout, Path(folder))
 
 
 @lru_cache

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from megalin.parallel.overlapped_products import StreamCopies
+from megalin.parallel.peer_memory import OpenMemory
 
 NUM_SIGNALS = 64
 
@@ -33,6 +39,13 @@ class SharedMemory:
     def wait_signal(self, src_rank: int, channel: int, timeout_ms: int) -> None:
         self._change(self._signals[self._rank, channel, src_rank], 1, 0, timeout_ms)
 
+    def barrier(self, channel: int, timeout_ms: int) -> None:
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        for rank in others:
+            self.put_signal(rank, channel, timeout_ms)
+        for rank in others:
+            self.wait_signal(rank, channel, timeout_ms)
+
     @staticmethod
     def _change(signal: Tensor, old: int, new: int, timeout_ms: int) -> None:
         deadline = time.monotonic() + timeout_ms / 1000
@@ -41,3 +54,26 @@ class SharedMemory:
                 raise RuntimeError("launch failure: a signal did not change in time")
             time.sleep(1e-4)
         signal.fill_(new)
+
+
+def stream_copies(folder: Path) -> Callable[..., StreamCopies]:
+    """What stands in for `open_stream_copies` on CPU ranks, with files in a folder that all of them see."""
+    opened = 0
+
+    def open_(device: torch.device, *, group: dist.ProcessGroup, timeout: timedelta) -> StreamCopies:
+        assert device.type == "cpu"
+        ranks = dist.get_process_group_ranks(group)
+
+        def open_memory(numel: int, dtype: torch.dtype) -> OpenMemory:
+            nonlocal opened
+            here = folder / f"{'-'.join(map(str, ranks))}.{opened}"
+            opened += 1
+            if group.rank() == 0:
+                here.mkdir(parents=True)
+            dist.barrier(group)
+            memory = SharedMemory(here, group.rank(), group.size(), numel, dtype)
+            return OpenMemory(memory, torch.empty(0))
+
+        return StreamCopies(group.group_name, group.rank(), group.size(), open_memory, timeout=timedelta(seconds=20))
+
+    return open_

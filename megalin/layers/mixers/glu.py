@@ -17,7 +17,7 @@ class GLU(Mixer):
 
     def __init__(self, config: GLUConfig, scope: BuildScope) -> None:
         super().__init__()
-        self.activation, self.tp = config.activation, scope.tp
+        self.activation = config.activation
         size, tp, std = config.intermediate_size, scope.tp, scope.init_std
         name = f"{scope.path}.intermediate_size"
         bias = config.bias
@@ -25,7 +25,7 @@ class GLU(Mixer):
         self.down = RowParallelLinear(size, scope.hidden_size, bias=bias, tp=tp, std=scope.output_std, name=name)
 
     def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
-        product = gated_product(self.up.joined(self.tp.enter(x)), activation=self.activation)
+        product = gated_product(self.up.joined_of_stream(x), activation=self.activation)
         return MixerOutput(self.down(product), ())
 
     def step(self, x: Tensor, context: SequenceContext, state: State) -> MixerOutput:

@@ -137,7 +137,7 @@ class Rodimus(Mixer):
         return MixerOutput(self._output(scan.output[:, None], inputs, context), (inputs.conv_state, scan.state))
 
     def _scan_inputs(self, x: Tensor, context: SequenceContext, conv_state: Tensor | None) -> _ScanInputs:
-        x, gate = self.fc(self.tp.enter(x))  # [B, T, M/tp]
+        x, gate = self.fc.of_stream(x)  # [B, T, M/tp]
         if conv_state is None:
             conv_state = entering_inputs(x, context, self.cp, taps=self.config.conv_width)
         conv = self.conv(x, state=conv_state, document_ids=context.document_ids)
