@@ -10,7 +10,7 @@ weight beside its copies.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megalin.errors import ConfigError
 from megalin.parallel.collectives import Axis
-from megalin.parallel.peer_memory import OpenMemory, PeerMemory, open_peer_memory
+from megalin.parallel.peer_memory import OpenMemory, open_peer_memory
 
 StreamTransferName = Literal["auto", "copy", "collective"]
 
@@ -43,7 +43,8 @@ class StreamCopies:
         rank, size: of the axis.
         open_memory: memory of so many elements of a dtype on each rank; a collective.
         timeout: how long a stream waits for another rank.
-        stream: on which this rank sends and waits; None: the one that computes.
+        streams: on which this rank sends and waits, and on which products run that may start late; None: all on the
+            current one.
     """
 
     def __init__(
@@ -54,21 +55,24 @@ class StreamCopies:
         open_memory: Callable[[int, torch.dtype], OpenMemory],
         *,
         timeout: timedelta,
-        stream: torch.cuda.Stream | None = None,
+        streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None,
     ) -> None:
-        self.rank, self.size, self.stream = rank, size, stream
+        self.rank, self.size = rank, size
+        self.sending: torch.cuda.Stream | None
+        self.late: torch.cuda.Stream | None
+        self.sending, self.late = streams or (None, None)
         self.milliseconds = round(timeout.total_seconds() * 1000)
         self._open_memory = open_memory
-        self._memories: dict[tuple[torch.Size, torch.dtype], OpenMemory] = {}
+        self._exchanges: dict[tuple[torch.Size, torch.dtype], _Exchange] = {}
         _OPEN[group_name] = self
 
     def exchange(self, shape: torch.Size, dtype: torch.dtype) -> _Exchange:
         """What one op sends of a stream [B, T, D], for the body of a `with`. The first of a shape is a collective, and
         its memory, twice the stream's, is kept."""
         key = shape, dtype
-        if key not in self._memories:
-            self._memories[key] = self._open_memory(2 * shape.numel(), dtype)
-        return _Exchange(self, self._memories[key].memory, shape, dtype)
+        if key not in self._exchanges:
+            self._exchanges[key] = _Exchange(self, self._open_memory(2 * shape.numel(), dtype), shape, dtype)
+        return self._exchanges[key]
 
 
 _OPEN: WeakValueDictionary[str, StreamCopies] = WeakValueDictionary()
@@ -76,126 +80,128 @@ _OPEN: WeakValueDictionary[str, StreamCopies] = WeakValueDictionary()
 
 
 class _Exchange:
-    """What one op sends. From its begin every rank's memory may be written; at its end all that this rank sends has
-    left. Beside what the computing stream does goes what a method sends, after what that stream was given before."""
+    """What one op sends. From its begin every rank's memory may be written; at its end what this rank sent has left,
+    and late products are done. The current stream is the one that computes."""
 
-    def __init__(self, copies: StreamCopies, memory: PeerMemory, shape: torch.Size, dtype: torch.dtype) -> None:
-        self._stream, self._milliseconds, self._memory = copies.stream, copies.milliseconds, memory
-        self._rank, self._size = copies.rank, copies.size
+    def __init__(self, copies: StreamCopies, opened: OpenMemory, shape: torch.Size, dtype: torch.dtype) -> None:
+        self._sending, self._late, self._milliseconds = copies.sending, copies.late, copies.milliseconds
+        self._memory, self._kept_memory = opened
+        rank, size = copies.rank, copies.size
         batch, length, width = shape
-        self._length = length // self._size
-        parts = (self._size, batch, self._length, width)
-        ranks = range(self._size)
-        self._whole = [memory.get_buffer(rank, tuple(shape), dtype, 0) for rank in ranks]
+        part = length // size
+        self._tokens = [slice(rank * part, (rank + 1) * part) for rank in range(size)]
+        self.own = self._tokens[rank]
+        """This rank's part of the sequence."""
+        self._targets = [(rank + step) % size for step in range(1, size)]
+        """The other ranks, in the order in which this one sends to them."""
+        self._sources = self._targets[::-1]
+        """The other ranks, in the order in which what they send comes."""
+        get = self._memory.get_buffer
+        self._whole = [get(rank, tuple(shape), dtype, 0) for rank in range(size)]
         """Of each rank: all tokens, [B, T, D]."""
-        self._partial = [memory.get_buffer(rank, parts, dtype, shape.numel()) for rank in ranks]
-        """Of each rank: partial sums of its tokens by source, [tp, B, T/tp, D]."""
+        partial = [get(rank, (size, batch, part, width), dtype, shape.numel()) for rank in range(size)]
+        self._partial_there = {target: partial[target][rank] for target in self._targets}
+        self._partial_here = {source: partial[rank][source] for source in self._sources}
+        """Partial sums of a rank's tokens, [B, T/tp, D]: from this rank, and for it."""
+        self._rank = rank
         self._arrived: dict[tuple[int, int], torch.cuda.Event | None] = {}
-        self._sent: list[Tensor] = []
+        self._in_use: list[Tensor] = []
 
     def __enter__(self) -> Self:
-        with self._beside():
+        with _after_current(self._sending):
             self._memory.barrier(_READY, self._milliseconds)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
-        self._sent.clear()
-
-    def tokens(self, rank: int | None = None) -> slice:
-        """A rank's part of the sequence; None: this one's."""
-        first = self._length * (self._rank if rank is None else rank)
-        return slice(first, first + self._length)
+        for stream in (self._sending, self._late):
+            if stream is not None:
+                torch.cuda.current_stream().wait_stream(stream)
+        self._in_use.clear()
 
     def send_tokens(self, x: Tensor, *, keep: bool = False) -> None:
-        """Sends this rank's tokens [B, T/tp, D] to all others; to itself as well where `all_tokens` is wanted."""
-        with self._beside():
-            for peer in self._others():
-                _copy_rows(self._whole[peer][:, self.tokens()], x)
-                self._memory.put_signal(peer, _GATHERED, self._milliseconds)
+        """Sends this rank's tokens [B, T/tp, D], formed before the exchange began, to all others; where `all_tokens` is
+        wanted, to itself too."""
+        with _on(self._sending):
+            for target in self._targets:
+                _copy_rows(self._whole[target][:, self.own], x)
+                self._memory.put_signal(target, _GATHERED, self._milliseconds)
             if keep:
-                _copy_rows(self._whole[self._rank][:, self.tokens()], x)
-        self._expect(_GATHERED)
+                _copy_rows(self._whole[self._rank][:, self.own], x)
+            self._expect(_GATHERED)
 
     def others_tokens(self) -> Iterator[tuple[slice, Tensor]]:
-        """The others' tokens in the order in which they come: their part of the sequence, and [B, T/tp, D]."""
-        for source in self._sources():
-            self._wait(self._arrived[source, _GATHERED])
-            part = self.tokens(source)
+        """The others' tokens in the order in which they come: their part of the sequence, and [B, T/tp, D]. The current
+        stream waits for each."""
+        for source in self._sources:
+            _wait(self._arrived[source, _GATHERED])
+            part = self._tokens[source]
             yield part, self._whole[self._rank][:, part]
 
     def all_tokens(self) -> Tensor:
         """[B, T, D] of all ranks, after `send_tokens` that keeps; until the exchange ends."""
-        for source in self._sources():
-            self._wait(self._arrived[source, _GATHERED])
+        for source in self._sources:
+            _wait(self._arrived[source, _GATHERED])
         return self._whole[self._rank]
 
-    def send_products(self, x: Tensor, weight: Tensor, *, collect: bool = False) -> None:
-        """Sends the others x W of their tokens, partial sums: x [B, T, K], W [K, D]. What comes from them is added up
-        where `collected_sums` is wanted."""
-        for peer in self._others():
-            own, into = x[:, self.tokens(peer)], self._partial[peer][self._rank]
+    def send_products(self, x: Tensor, weight: Tensor) -> None:
+        """Sends the others x W of their tokens, partial sums: x [B, T, K], W [K, D]."""
+        for target in self._targets:
+            tokens, slots = x[:, self._tokens[target]], self._partial_there[target]
             count, dim = 2 if len(weight) < SHORT_PRODUCT else 1, 0 if len(x) > 1 else 1
-            for part, slot in zip(own.chunk(count, dim), into.chunk(count, dim), strict=True):
+            for part, slot in zip(tokens.chunk(count, dim), slots.chunk(count, dim), strict=True):
                 product = _matmul(part, weight)
-                self._sent.append(product)
-                with self._beside():
+                self._in_use.append(product)
+                with _after_current(self._sending):
                     slot.copy_(product, non_blocking=True)
-            with self._beside():
-                self._memory.put_signal(peer, _SUMMED, self._milliseconds)
-        self._expect(_SUMMED)
-        if collect:
-            received = self._partial[self._rank]
-            self._collected = torch.empty_like(received[self._rank])
-            with self._beside():
-                first, *rest = self._sources()
-                self._collected.copy_(received[first])
-                for source in rest:
-                    self._collected.add_(received[source])
-                self._formed = self._event()
+            with _on(self._sending):
+                self._memory.put_signal(target, _SUMMED, self._milliseconds)
+        with _on(self._sending):
+            self._expect(_SUMMED)
 
-    def collected_sums(self) -> Tensor:
-        """The others' partial sums of this rank's tokens together, [B, T/tp, D]: `send_products` collected them."""
-        self._wait(self._formed)
-        return self._collected
+    def received_sum(self) -> tuple[Tensor, torch.cuda.Event | None]:
+        """The sum of the others' partial sums of this rank's tokens, [B, T/tp, D], and the event that it is formed."""
+        first, *rest = self._partial_here.values()
+        total = torch.empty_like(first)
+        with _after_current(self._sending):
+            total.copy_(first)
+            for received in rest:
+                total.add_(received)
+            return total, _event(self._sending)
 
     def add_received(self, y: Tensor) -> None:
         """Adds the others' partial sums of this rank's tokens to y [B, T/tp, D]."""
-        for source in self._sources():
-            self._wait(self._arrived[source, _SUMMED])
-            y.add_(self._partial[self._rank][source])
+        for source, received in self._partial_here.items():
+            _wait(self._arrived[source, _SUMMED])
+            y.add_(received)
 
-    def _others(self) -> list[int]:
-        """In the order in which this rank sends to them."""
-        return [(self._rank + step) % self._size for step in range(1, self._size)]
-
-    def _sources(self) -> list[int]:
-        """The others in the order in which what they send to this rank comes."""
-        return self._others()[::-1]
+    def late_products(self) -> AbstractContextManager[None]:
+        """For the body, a stream for products that may start late, beside those of the current one."""
+        return _after_current(self._late)
 
     def _expect(self, signal: int) -> None:
-        """Waits for the others beside what follows."""
-        for source in self._sources():
-            with self._beside():
-                self._memory.wait_signal(source, signal, self._milliseconds)
-                self._arrived[source, signal] = self._event()
+        for source in self._sources:
+            self._memory.wait_signal(source, signal, self._milliseconds)
+            self._arrived[source, signal] = _event(self._sending)
 
-    def _event(self) -> torch.cuda.Event | None:
-        return None if self._stream is None else self._stream.record_event()
 
-    def _wait(self, event: torch.cuda.Event | None) -> None:
-        if event is not None:
-            torch.cuda.current_stream().wait_event(event)
+def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[None]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
-    @contextmanager
-    def _beside(self) -> Iterator[None]:
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            yield
+
+def _after_current(stream: torch.cuda.Stream | None) -> AbstractContextManager[None]:
+    """`stream` for the body, after what the current one was given so far."""
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream())
+    return _on(stream)
+
+
+def _event(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+    return None if stream is None else stream.record_event()
+
+
+def _wait(event: torch.cuda.Event | None) -> None:
+    if event is not None:
+        torch.cuda.current_stream().wait_event(event)
 
 
 def _copy_rows(into: Tensor, x: Tensor) -> None:
@@ -212,12 +218,12 @@ def _matmul(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
     return torch.bmm(x, weight.expand(len(x), *weight.shape), out=out)
 
 
-def _accumulate(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """y + x W in place: y [B, T, N] contiguous, x and W as `_matmul` takes them."""
+def _accumulate(y: Tensor, x: Tensor, weight: Tensor) -> None:
+    """Adds x W to y: y [B, T, N] contiguous, x and W as `_matmul` takes them."""
     if x.is_contiguous():
         y.view(-1, y.shape[-1]).addmm_(x.flatten(0, 1), weight)
-        return y
-    return y.baddbmm_(x, weight.expand(len(x), *weight.shape))
+    else:
+        y.baddbmm_(x, weight.expand(len(x), *weight.shape))
 
 
 def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
@@ -237,9 +243,10 @@ def _all_gather_matmul(x: Tensor, weight: Tensor, size: int, group_name: str) ->
     with _exchange(group_name, x, length * size, width) as exchange:
         exchange.send_tokens(x)
         y = x.new_empty(batch, length * size, len(weight))
-        _matmul(x, weight.t(), out=y[:, exchange.tokens()])
-        for part, tokens in exchange.others_tokens():
-            _matmul(tokens, weight.t(), out=y[:, part])
+        with exchange.late_products():
+            for part, tokens in exchange.others_tokens():
+                _matmul(tokens, weight.t(), out=y[:, part])
+        _matmul(x, weight.t(), out=y[:, exchange.own])
     return y
 
 
@@ -256,9 +263,12 @@ def _all_gather_matmul_backward(
     dy, x = dy.contiguous(), x.contiguous()
     with _exchange(group_name, x, x.shape[1] * size, x.shape[2]) as exchange:
         exchange.send_tokens(x, keep=True)
-        exchange.send_products(dy, weight, collect=True)
+        exchange.send_products(dy, weight)
+        dx, formed = exchange.received_sum()
+        with exchange.late_products():
+            _wait(formed)
+            _accumulate(dx, dy[:, exchange.own], weight)
         dweight = _weight_gradient(dy, exchange.all_tokens())
-        dx = _accumulate(exchange.collected_sums(), dy[:, exchange.tokens()], weight)
     return dx, dweight
 
 
@@ -273,7 +283,7 @@ def _matmul_reduce_scatter(x: Tensor, weight: Tensor, size: int, group_name: str
     x = x.contiguous()
     with _exchange(group_name, x, x.shape[1], len(weight)) as exchange:
         exchange.send_products(x, weight.t())
-        y = _matmul(x[:, exchange.tokens()], weight.t())
+        y = _matmul(x[:, exchange.own], weight.t())
         exchange.add_received(y)
     return y
 
@@ -292,9 +302,10 @@ def _matmul_reduce_scatter_backward(
     with _exchange(group_name, dy, x.shape[1], dy.shape[2]) as exchange:
         exchange.send_tokens(dy, keep=True)
         dx = torch.empty_like(x)
-        _matmul(dy, weight, out=dx[:, exchange.tokens()])
-        for part, tokens in exchange.others_tokens():
-            _matmul(tokens, weight, out=dx[:, part])
+        with exchange.late_products():
+            for part, tokens in exchange.others_tokens():
+                _matmul(tokens, weight, out=dx[:, part])
+        _matmul(dy, weight, out=dx[:, exchange.own])
         dweight = _weight_gradient(exchange.all_tokens(), x)
     return dx, dweight
 
@@ -349,5 +360,5 @@ def open_stream_copies(device: torch.device, *, group: dist.ProcessGroup, timeou
     tried = open_peer_memory(1, torch.float32, device, group, num_signals=_NUM_SIGNALS)
     if isinstance(tried, str):
         return tried
-    stream = torch.cuda.Stream(device, priority=-1)
-    return StreamCopies(group.group_name, group.rank(), group.size(), open_memory, timeout=timeout, stream=stream)
+    streams = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device)
+    return StreamCopies(group.group_name, group.rank(), group.size(), open_memory, timeout=timeout, streams=streams)
