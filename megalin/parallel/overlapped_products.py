@@ -43,8 +43,7 @@ class StreamCopies:
         rank, size: of the axis.
         open_memory: memory of so many elements of a dtype on each rank; a collective.
         timeout: how long a stream waits for another rank.
-        streams: on which this rank sends and waits, and on which products run that may start late; None: all on the
-            current one.
+        stream: on which this rank sends and waits; None: the current one.
     """
 
     def __init__(
@@ -55,12 +54,9 @@ class StreamCopies:
         open_memory: Callable[[int, torch.dtype], OpenMemory],
         *,
         timeout: timedelta,
-        streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
-        self.rank, self.size = rank, size
-        self.sending: torch.cuda.Stream | None
-        self.late: torch.cuda.Stream | None
-        self.sending, self.late = streams or (None, None)
+        self.rank, self.size, self.stream = rank, size, stream
         self.milliseconds = round(timeout.total_seconds() * 1000)
         self._open_memory = open_memory
         self._exchanges: dict[tuple[torch.Size, torch.dtype], _Exchange] = {}
@@ -80,11 +76,10 @@ _OPEN: WeakValueDictionary[str, StreamCopies] = WeakValueDictionary()
 
 
 class _Exchange:
-    """What one op sends. From its begin every rank's memory may be written; at its end what this rank sent has left,
-    and late products are done. The current stream is the one that computes."""
+    """What one op sends. From its begin every rank's memory may be written; at its end what this rank sent has left."""
 
     def __init__(self, copies: StreamCopies, opened: OpenMemory, shape: torch.Size, dtype: torch.dtype) -> None:
-        self._sending, self._late, self._milliseconds = copies.sending, copies.late, copies.milliseconds
+        self._stream, self._milliseconds = copies.stream, copies.milliseconds
         self._memory, self._kept_memory = opened
         rank, size = copies.rank, copies.size
         batch, length, width = shape
@@ -108,20 +103,19 @@ class _Exchange:
         self._in_use: list[Tensor] = []
 
     def __enter__(self) -> Self:
-        with _after_current(self._sending):
+        with _after_current(self._stream):
             self._memory.barrier(_READY, self._milliseconds)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for stream in (self._sending, self._late):
-            if stream is not None:
-                torch.cuda.current_stream().wait_stream(stream)
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
         self._in_use.clear()
 
     def send_tokens(self, x: Tensor, *, keep: bool = False) -> None:
         """Sends this rank's tokens [B, T/tp, D], formed before the exchange began, to all others; where `all_tokens` is
         wanted, to itself too."""
-        with _on(self._sending):
+        with _on(self._stream):
             for target in self._targets:
                 _copy_rows(self._whole[target][:, self.own], x)
                 self._memory.put_signal(target, _GATHERED, self._milliseconds)
@@ -151,22 +145,22 @@ class _Exchange:
             for part, slot in zip(tokens.chunk(count, dim), slots.chunk(count, dim), strict=True):
                 product = _matmul(part, weight)
                 self._in_use.append(product)
-                with _after_current(self._sending):
+                with _after_current(self._stream):
                     slot.copy_(product, non_blocking=True)
-            with _on(self._sending):
+            with _on(self._stream):
                 self._memory.put_signal(target, _SUMMED, self._milliseconds)
-        with _on(self._sending):
+        with _on(self._stream):
             self._expect(_SUMMED)
 
     def received_sum(self) -> tuple[Tensor, torch.cuda.Event | None]:
         """The sum of the others' partial sums of this rank's tokens, [B, T/tp, D], and the event that it is formed."""
         first, *rest = self._partial_here.values()
         total = torch.empty_like(first)
-        with _after_current(self._sending):
+        with _after_current(self._stream):
             total.copy_(first)
             for received in rest:
                 total.add_(received)
-            return total, _event(self._sending)
+            return total, _event(self._stream)
 
     def add_received(self, y: Tensor) -> None:
         """Adds the others' partial sums of this rank's tokens to y [B, T/tp, D]."""
@@ -174,14 +168,10 @@ class _Exchange:
             _wait(self._arrived[source, _SUMMED])
             y.add_(received)
 
-    def late_products(self) -> AbstractContextManager[None]:
-        """For the body, a stream for products that may start late, beside those of the current one."""
-        return _after_current(self._late)
-
     def _expect(self, signal: int) -> None:
         for source in self._sources:
             self._memory.wait_signal(source, signal, self._milliseconds)
-            self._arrived[source, signal] = _event(self._sending)
+            self._arrived[source, signal] = _event(self._stream)
 
 
 def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[None]:
@@ -243,10 +233,9 @@ def _all_gather_matmul(x: Tensor, weight: Tensor, size: int, group_name: str) ->
     with _exchange(group_name, x, length * size, width) as exchange:
         exchange.send_tokens(x)
         y = x.new_empty(batch, length * size, len(weight))
-        with exchange.late_products():
-            for part, tokens in exchange.others_tokens():
-                _matmul(tokens, weight.t(), out=y[:, part])
         _matmul(x, weight.t(), out=y[:, exchange.own])
+        for part, tokens in exchange.others_tokens():
+            _matmul(tokens, weight.t(), out=y[:, part])
     return y
 
 
@@ -265,10 +254,9 @@ def _all_gather_matmul_backward(
         exchange.send_tokens(x, keep=True)
         exchange.send_products(dy, weight)
         dx, formed = exchange.received_sum()
-        with exchange.late_products():
-            _wait(formed)
-            _accumulate(dx, dy[:, exchange.own], weight)
         dweight = _weight_gradient(dy, exchange.all_tokens())
+        _wait(formed)
+        _accumulate(dx, dy[:, exchange.own], weight)
     return dx, dweight
 
 
@@ -302,10 +290,9 @@ def _matmul_reduce_scatter_backward(
     with _exchange(group_name, dy, x.shape[1], dy.shape[2]) as exchange:
         exchange.send_tokens(dy, keep=True)
         dx = torch.empty_like(x)
-        with exchange.late_products():
-            for part, tokens in exchange.others_tokens():
-                _matmul(tokens, weight, out=dx[:, part])
         _matmul(dy, weight, out=dx[:, exchange.own])
+        for part, tokens in exchange.others_tokens():
+            _matmul(tokens, weight, out=dx[:, part])
         dweight = _weight_gradient(exchange.all_tokens(), x)
     return dx, dweight
 
@@ -360,5 +347,5 @@ def open_stream_copies(device: torch.device, *, group: dist.ProcessGroup, timeou
     tried = open_peer_memory(1, torch.float32, device, group, num_signals=_NUM_SIGNALS)
     if isinstance(tried, str):
         return tried
-    streams = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device)
-    return StreamCopies(group.group_name, group.rank(), group.size(), open_memory, timeout=timeout, streams=streams)
+    stream = torch.cuda.Stream(device, priority=-1)
+    return StreamCopies(group.group_name, group.rank(), group.size(), open_memory, timeout=timeout, stream=stream)

@@ -32,7 +32,11 @@ def test_graphs_change_no_bit_of_a_run_that_accumulates_and_evaluates(tmp_path, 
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("axes", [{"cp": 2, "zero": 2}, {"cp": 2, "cp_exchange": "ring"}, {"tp": 2}, {}], ids=str)
+@pytest.mark.parametrize(
+    "axes",
+    [{"cp": 2, "zero": 2}, {"cp": 2, "cp_exchange": "ring"}, {"tp": 2}, {"tp": 2, "sequence_parallel": True}, {}],
+    ids=str,
+)
 def test_graphs_change_no_bit_on_two_gpus(tmp_path, axes):
     config = write_config(tmp_path, parallel=axes, checkpoint={"every_steps": 6})
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
