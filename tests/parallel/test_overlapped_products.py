@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import socket
+import time
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalin.errors import ConfigError
+from megalin.parallel import mesh as meshes
+from megalin.parallel import overlapped_products
 from megalin.parallel.collectives import Axis
-from megalin.parallel.overlapped_products import SHORT_PRODUCT, all_gather_matmul, matmul_reduce_scatter
+from megalin.parallel.mesh import ParallelConfig, check_device
+from megalin.parallel.overlapped_products import (
+    SHORT_PRODUCT,
+    all_gather_matmul,
+    matmul_reduce_scatter,
+    open_stream_copies,
+)
+from tests.model_runs import checkpoint_tensors, train_here, write_config
 from tests.numerics import assert_close
 from tests.parallel.on_ranks import Arrays, to_arrays, to_tensors
 from tests.parallel.shared_memory import stream_copies
@@ -39,7 +54,7 @@ def layer(x: Tensor, up: Tensor, down: Tensor, axis: Axis | None) -> Tensor:
     return x
 
 
-def on_ranks(folder: Path, batch: int, channels: int) -> Arrays:
+def on_ranks(folder: Path, batch: int, channels: int, compiled: bool) -> Arrays:
     group = dist.group.WORLD
     assert group is not None
     axis = Axis("tp", group.size(), group.rank(), group.group_name)
@@ -48,7 +63,8 @@ def on_ranks(folder: Path, batch: int, channels: int) -> Arrays:
     x, dy = (whole.chunk(axis.size, 1)[axis.rank] for whole in (x, dy))
     up, down = up.chunk(axis.size, 0)[axis.rank], down.chunk(axis.size, 1)[axis.rank]
     leaves = [leaf.detach().clone().requires_grad_() for leaf in (x, up, down)]
-    y = layer(*leaves, axis)
+    run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+    y = run(*leaves, axis)
     y.backward(dy)
     del copies
     found = {name: leaf.grad for name, leaf in zip(("dx", "dup", "ddown"), leaves, strict=True)}
@@ -56,16 +72,106 @@ def on_ranks(folder: Path, batch: int, channels: int) -> Arrays:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize(("batch", "channels"), [(1, 12), (2, 24), (3, 12), (2, 4 * SHORT_PRODUCT)])
-def test_values_and_gradients_are_those_of_one_process(tmp_path, world_size, batch, channels):
-    if channels % world_size:
-        channels += world_size - channels % world_size
+@pytest.mark.parametrize(
+    ("batch", "channels", "compiled"),
+    [(1, 12, False), (2, 24, False), (3, 12, True), (2, 12 * SHORT_PRODUCT, False)],
+)
+def test_values_and_gradients_are_those_of_one_process(tmp_path, world_size, batch, channels, compiled):
     x, *weights, dy = inputs(batch, channels)
     leaves = [leaf.requires_grad_() for leaf in (x, *weights)]
     y = layer(*leaves, None)
     y.backward(dy)
     expected = {"y": y.detach(), "dx": x.grad, "dup": weights[0].grad, "ddown": weights[1].grad}
     dims = {"y": 1, "dx": 1, "dup": 0, "ddown": 1}
-    for rank, found in enumerate(run_ranks(world_size, on_ranks, tmp_path, batch, channels)):
+    for rank, found in enumerate(run_ranks(world_size, on_ranks, tmp_path, batch, channels, compiled)):
         mine = {name: whole.chunk(world_size, dims[name])[rank] for name, whole in expected.items()}
         assert_close(to_tensors(found), mine, 1e-13)
+
+
+def gather_often(folder: Path) -> list[float]:
+    """All-gathers that follow each other, with rank 1 slow to read what came: what its products were of."""
+    group = dist.group.WORLD
+    assert group is not None
+    axis = Axis("tp", group.size(), group.rank(), group.group_name)
+    copies = stream_copies(folder)(torch.device("cpu"), group=group, timeout=None)
+    product = overlapped_products._matmul
+
+    def late(*arguments: Any, **options: Any) -> Tensor:
+        time.sleep(0.05 * axis.rank)
+        return product(*arguments, **options)
+
+    with patch.object(overlapped_products, "_matmul", late):
+        found = [all_gather_matmul(torch.full((1, 2, 3), float(turn)), torch.eye(3), axis) for turn in range(4)]
+    assert copies.size == axis.size
+    return [turn.mean().item() for turn in found]
+
+
+def test_tokens_are_not_written_over_while_a_rank_reads_them(tmp_path):
+    assert run_ranks(2, gather_often, tmp_path) == [[0.0, 1.0, 2.0, 3.0]] * 2
+
+
+def train_by_copies(config: Path, folder: Path, *overrides: str) -> None:
+    with patch.object(meshes, "open_stream_copies", stream_copies(folder / "memory")):
+        train_here(config, folder, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides"),
+    [
+        (4, ["parallel.cp=2", "train.recompute=true"]),
+        (4, ["parallel.pp=2"]),
+        (4, ["parallel.shard=2"]),
+    ],
+    ids=["cp2", "pp2", "dp2"],
+)
+def test_runs_by_copies_lose_what_runs_by_collectives_lose(tmp_path, world_size, overrides):
+    """On tp 2, with packed documents, over several steps, with an evaluation and a checkpoint."""
+    config = write_config(tmp_path, train={"steps": 4, "evaluate_every_steps": 2})
+    overrides = ["parallel.tp=2", "parallel.sequence_parallel=true", *overrides]
+    by_collectives, by_copies = tmp_path / "collectives", tmp_path / "copies"
+    run_ranks(world_size, train_here, config, by_collectives, 'parallel.tp_transfer="collective"', *overrides)
+    run_ranks(world_size, train_by_copies, config, by_copies, *overrides)
+    expected = checkpoint_tensors(by_collectives)
+    assert_close(checkpoint_tensors(by_copies), expected, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({"tp": 2}, 'tp_transfer = "copy" without sequence_parallel'),
+        (
+            {"tp": 2, "sequence_parallel": True, "pp": 2, "pp_schedule": "zero_bubble"},
+            'tp_transfer = "copy" with pp_schedule = "zero_bubble"',
+        ),
+    ],
+    ids=["whole_stream", "zero_bubble"],
+)
+def test_settings_that_cannot_copy_are_refused(axes, message):
+    with pytest.raises(ValueError, match=message):
+        ParallelConfig(tp_transfer="copy", **axes)
+    assert not ParallelConfig(**axes).stream_may_be_copied
+
+
+def test_ranks_without_copy_engines_are_told_before_they_begin():
+    config = ParallelConfig(tp=2, sequence_parallel=True, tp_transfer="copy")
+    with pytest.raises(
+        ConfigError, match=r'tp_transfer = "copy" needs .* GPUs, but the ranks compute on cpu; use "auto"'
+    ):
+        check_device(config, "cpu")
+
+
+def why_none(host: str) -> str:
+    """What a rank hears of copies between GPUs that no rank has, where ranks are on hosts of such names."""
+    group = dist.group.WORLD
+    assert group is not None
+    with patch.object(socket, "gethostname", lambda: host.format(rank=dist.get_rank())):
+        found = open_stream_copies(torch.device("cuda"), group=group, timeout=timedelta(seconds=1))
+    assert isinstance(found, str), found
+    return found
+
+
+def test_every_rank_hears_why_there_are_no_copies():
+    assert run_ranks(2, why_none, "host{rank}") == ["the ranks of the axis are on 2 hosts"] * 2
+    first, second = run_ranks(2, why_none, "host")
+    assert first == second
+    assert "symmetric memory fails on rank 0" in first
