@@ -65,14 +65,16 @@ def test_communication_is_exposed_where_no_other_kernel_runs():
         event("norm", 1500, 1800),
         event("ncclDevKernel_AllGather(args)", 1900, 2300),
         event("Memcpy DtoD", 2200, 2250, "gpu_memcpy"),
+        event("Memcpy PtoP (Device -> Device)", 2300, 2400, "gpu_memcpy"),
         event("ncclDevKernel_AllReduce_Sum(args)", 2900, 3000),
         event("aten::mm", 0, 9000, "cpu_op"),
     ]
     found = from_events(reversed(events))
     assert found.span == pytest.approx(3.0)
-    assert found.total == pytest.approx(1.8 + 0.1)
-    assert found.exposed == pytest.approx(1.8 - 0.5 - 0.3 - 0.05 + 0.1)
-    assert found.idle == pytest.approx(0.6)
+    assert found.total == pytest.approx(1.9 + 0.1)
+    assert found.exposed == pytest.approx(1.9 - 0.5 - 0.3 - 0.05 + 0.1)
+    assert found.idle == pytest.approx(0.5)
+    assert found.by_kernel["Memcpy PtoP"] == pytest.approx((1, 0.1, 0.1))
     assert found.by_kernel["ncclDevKernel_AllReduce_Sum"] == pytest.approx((2, 1.6, 0.8))
     assert from_events([]).span == 0.0
 

@@ -14,7 +14,8 @@ import torch
 
 from train_benchmarks.clock import Begun
 
-COMMUNICATION = re.compile(r"nccl")
+COMMUNICATION = re.compile(r"nccl|Memcpy PtoP|symmetric_memory")
+"""Collectives, copies into another GPU's memory, and the signals beside them."""
 ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 BY_HOST = frozenset({"cuda_runtime", "cuda_driver"})
 _STEP = "benchmark step "
@@ -74,7 +75,7 @@ def from_events(events: Iterable[dict[str, Any]]) -> Communication:
         if event.get("cat") in ON_DEVICE:
             interval = event["ts"], event["ts"] + event["dur"]
             if COMMUNICATION.search(event["name"]):
-                sent[event["name"].split("(")[0]].append(interval)
+                sent[event["name"].split("(")[0].strip()].append(interval)
             else:
                 work.append(interval)
     work = merged(work)
