@@ -59,15 +59,21 @@ class StreamCopies:
         self.rank, self.size, self.stream = rank, size, stream
         self.milliseconds = round(timeout.total_seconds() * 1000)
         self._open_memory = open_memory
+        self._numel: dict[torch.dtype, int] = {}
+        self._memory: dict[torch.dtype, OpenMemory] = {}
         self._exchanges: dict[tuple[torch.Size, torch.dtype], _Exchange] = {}
         _OPEN[group_name] = self
 
     def exchange(self, shape: torch.Size, dtype: torch.dtype) -> _Exchange:
-        """What one op sends of a stream [B, T, D], for the body of a `with`. The first of a shape is a collective, and
-        its memory, twice the stream's, is kept."""
+        """What one op sends of a stream [B, T, D], for the body of a `with`; a collective. Ops of all shapes take the
+        same memory, twice the largest stream's; a larger one gets new memory, at least twice as much as before."""
         key = shape, dtype
         if key not in self._exchanges:
-            self._exchanges[key] = _Exchange(self, self._open_memory(2 * shape.numel(), dtype), shape, dtype)
+            needed, there = 2 * shape.numel(), self._numel.get(dtype, 0)
+            if needed > there:
+                self._numel[dtype] = max(needed, 2 * there)
+                self._memory[dtype] = self._open_memory(self._numel[dtype], dtype)
+            self._exchanges[key] = _Exchange(self, self._memory[dtype], shape, dtype)
         return self._exchanges[key]
 
 

@@ -21,14 +21,16 @@ from megalin.parallel.collectives import Axis
 from megalin.parallel.mesh import ParallelConfig, check_device
 from megalin.parallel.overlapped_products import (
     SHORT_PRODUCT,
+    StreamCopies,
     all_gather_matmul,
     matmul_reduce_scatter,
     open_stream_copies,
 )
+from megalin.parallel.peer_memory import OpenMemory
 from tests.model_runs import checkpoint_tensors, train_here, write_config
 from tests.numerics import assert_close
 from tests.parallel.on_ranks import Arrays, to_arrays, to_tensors
-from tests.parallel.shared_memory import stream_copies
+from tests.parallel.shared_memory import SharedMemory, stream_copies
 from tests.ranks import run_ranks
 
 WIDTH, TOKENS = 6, 12
@@ -86,6 +88,20 @@ def test_values_and_gradients_are_those_of_one_process(tmp_path, world_size, bat
     for rank, found in enumerate(run_ranks(world_size, on_ranks, tmp_path, batch, channels, compiled)):
         mine = {name: whole.chunk(world_size, dims[name])[rank] for name, whole in expected.items()}
         assert_close(to_tensors(found), mine, 1e-13)
+
+
+def test_streams_of_all_shapes_share_memory(tmp_path):
+    opened: list[int] = []
+
+    def open_memory(numel: int, dtype: torch.dtype) -> OpenMemory:
+        opened.append(numel)
+        (here := tmp_path / str(numel)).mkdir()
+        return OpenMemory(SharedMemory(here, 0, 2, numel, dtype), torch.empty(0))
+
+    copies = StreamCopies("alone", 0, 2, open_memory, timeout=timedelta(seconds=1))
+    for length in (8, 2, 8, 10, 14, 16, 40):
+        copies.exchange(torch.Size((1, length, 4)), torch.float32)
+    assert opened == [64, 128, 320]
 
 
 def gather_often(folder: Path) -> list[float]:
