@@ -28,7 +28,7 @@ from megalin.parallel.overlapped_products import (
 )
 from megalin.parallel.peer_memory import OpenMemory
 from tests.model_runs import checkpoint_tensors, train_here, write_config
-from tests.numerics import assert_close
+from tests.numerics import Tensors, assert_close, errors
 from tests.parallel.on_ranks import Arrays, to_arrays, to_tensors
 from tests.parallel.shared_memory import SharedMemory, stream_copies
 from tests.ranks import run_ranks
@@ -56,7 +56,7 @@ def layer(x: Tensor, up: Tensor, down: Tensor, axis: Axis | None) -> Tensor:
     return x
 
 
-def on_ranks(folder: Path, batch: int, channels: int, compiled: bool) -> Arrays:
+def on_ranks(folder: Path, batch: int, channels: int, compiled: bool, dtype: torch.dtype = torch.float64) -> Arrays:
     group = dist.group.WORLD
     assert group is not None
     axis = Axis("tp", group.size(), group.rank(), group.group_name)
@@ -64,13 +64,27 @@ def on_ranks(folder: Path, batch: int, channels: int, compiled: bool) -> Arrays:
     x, up, down, dy = inputs(batch, channels)
     x, dy = (whole.chunk(axis.size, 1)[axis.rank] for whole in (x, dy))
     up, down = up.chunk(axis.size, 0)[axis.rank], down.chunk(axis.size, 1)[axis.rank]
-    leaves = [leaf.detach().clone().requires_grad_() for leaf in (x, up, down)]
+    leaves = [leaf.detach().to(dtype, copy=True).requires_grad_() for leaf in (x, up, down)]
     run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
     y = run(*leaves, axis)
-    y.backward(dy)
+    y.backward(dy.to(dtype))
     del copies
     found = {name: leaf.grad for name, leaf in zip(("dx", "dup", "ddown"), leaves, strict=True)}
-    return to_arrays({"y": y, **found})
+    return to_arrays({name: tensor.double() for name, tensor in {"y": y, **found}.items()})
+
+
+def on_one_process(batch: int, channels: int, dtype: torch.dtype) -> Tensors:
+    x, *weights, dy = (tensor.to(dtype) for tensor in inputs(batch, channels))
+    leaves = [leaf.requires_grad_() for leaf in (x, *weights)]
+    y = layer(*leaves, None)
+    y.backward(dy)
+    found = {"y": y, **{name: leaf.grad for name, leaf in zip(("dx", "dup", "ddown"), leaves, strict=True)}}
+    return {name: tensor.detach().double() for name, tensor in found.items()}
+
+
+def part_of(whole: Tensors, size: int, rank: int) -> Tensors:
+    dims = {"y": 1, "dx": 1, "dup": 0, "ddown": 1}
+    return {name: tensor.chunk(size, dims[name])[rank] for name, tensor in whole.items()}
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -79,15 +93,19 @@ def on_ranks(folder: Path, batch: int, channels: int, compiled: bool) -> Arrays:
     [(1, 12, False), (2, 24, False), (3, 12, True), (2, 12 * SHORT_PRODUCT, False)],
 )
 def test_values_and_gradients_are_those_of_one_process(tmp_path, world_size, batch, channels, compiled):
-    x, *weights, dy = inputs(batch, channels)
-    leaves = [leaf.requires_grad_() for leaf in (x, *weights)]
-    y = layer(*leaves, None)
-    y.backward(dy)
-    expected = {"y": y.detach(), "dx": x.grad, "dup": weights[0].grad, "ddown": weights[1].grad}
-    dims = {"y": 1, "dx": 1, "dup": 0, "ddown": 1}
+    expected = on_one_process(batch, channels, torch.float64)
     for rank, found in enumerate(run_ranks(world_size, on_ranks, tmp_path, batch, channels, compiled)):
-        mine = {name: whole.chunk(world_size, dims[name])[rank] for name, whole in expected.items()}
-        assert_close(to_tensors(found), mine, 1e-13)
+        assert_close(to_tensors(found), part_of(expected, world_size, rank), 1e-13)
+
+
+def test_bf16_has_at_most_twice_the_error_of_one_process(tmp_path):
+    """Where sequences that lie apart are multiplied in batches."""
+    truth, reference = (on_one_process(3, 256, dtype) for dtype in (torch.float64, torch.bfloat16))
+    for rank, found in enumerate(run_ranks(2, on_ranks, tmp_path, 3, 256, False, torch.bfloat16)):
+        own = part_of(truth, 2, rank)
+        bounds = errors(part_of(reference, 2, rank), own)
+        for name, error in errors(to_tensors(found), own).items():
+            assert error <= 2 * bounds[name], (name, error, bounds[name])
 
 
 def test_streams_of_all_shapes_share_memory(tmp_path):
