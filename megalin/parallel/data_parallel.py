@@ -124,15 +124,32 @@ def prepare_backward(model: nn.Module, mesh: Mesh, *, last: bool) -> None:
     """Sets what the next micro-batch's backward leaves behind, by `mesh.zero`; `last` is the last one of a step.
 
     Gradients are reduced over the shard axis (2, 3) or added up whole until the last one (0, 1), which alone sums them
-    over replicas; weights stay gathered until the last one (0, 1, 2) or are freed (3).
+    over replicas; weights stay gathered until the last one (0, 1, 2) or are freed (3). Where there is nothing to reduce
+    they stay whole; `finish_backward` takes them after the last one.
     """
     assert isinstance(model, FSDPModule), type(model)
+    reduce = mesh.data_mesh.size() > 1 and (last or mesh.zero >= 2)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_requires_gradient_sync(last or mesh.zero >= 2, recurse=False)
+            module.set_requires_gradient_sync(reduce, recurse=False)
             module.set_requires_all_reduce(last, recurse=False)
             module.set_reshard_after_backward(last or mesh.zero == 3, recurse=False)
     model.set_is_last_backward(last)
+
+
+def finish_backward(model: nn.Module, mesh: Mesh) -> None:
+    """After the last micro-batch's backward: on a data axis of one rank the whole gradients become the weights'. The
+    engine's reduction would have collected them in a copy of its own, at half the rate of a cast."""
+    if mesh.data_mesh.size() > 1:
+        return
+    for module in model.modules():
+        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        for weight in [] if group is None else group.fsdp_params:
+            whole = weight._unsharded_param
+            gradient = whole.grad if weight.unsharded_accumulated_grad is None else weight.unsharded_accumulated_grad
+            if gradient is not None:
+                weight.sharded_param.grad = weight.to_sharded_dtensor(local(gradient).to(weight.sharded_param.dtype))
+            whole.grad, weight.unsharded_accumulated_grad = None, None
 
 
 @contextmanager

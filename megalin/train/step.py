@@ -15,7 +15,7 @@ from megalin.errors import NumericError
 from megalin.optim.adamw import forget_unsound, step_where
 from megalin.optim.clipping import clip_gradients
 from megalin.parallel.collectives import arrived
-from megalin.parallel.data_parallel import prepare_backward
+from megalin.parallel.data_parallel import finish_backward, prepare_backward
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.tensor_parallel import local
 from megalin.train.build import TrainedModel
@@ -125,6 +125,7 @@ def accumulate_gradients(model: TrainedModel, batches: Sequence[AnyBatch], mesh:
         losses.sum().backward()
         total += losses.detach()
         del losses  # before the next forward, which needs the memory
+    finish_backward(model, mesh)
     return arrived(mesh.sum_over_data(total)), arrived(counts)
 
 

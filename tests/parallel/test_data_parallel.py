@@ -15,7 +15,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMi
 
 from megalin.layers.linear_attention import LinearAttention
 from megalin.model.language_model import LanguageModel
-from megalin.parallel.data_parallel import joined_streams, largest_magnitudes, prepare_backward, shard_dim, shard_model
+from megalin.parallel.data_parallel import (
+    finish_backward,
+    joined_streams,
+    largest_magnitudes,
+    prepare_backward,
+    shard_dim,
+    shard_model,
+)
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.tensor_parallel import full_tensor, local
 from tests.cases import HYBRID, build, make_inputs
@@ -118,6 +125,32 @@ def _step(zero: int) -> Sent:
     reductions = counts["c10d._reduce_scatter_base_"] + counts["c10d.allreduce_"]
     gathers = counts["c10d._allgather_base_"]
     return Sent(gathers, reductions, allocated.call_count - gathers, gradients)
+
+
+def _of_one_rank(dtype: torch.dtype) -> list[bool]:
+    """Whether gradients of two micro-batches, on a data axis of one rank, have the bits of the engine's reduction, and
+    the dtype of their weights."""
+    found = []
+    for reduced_by_engine in (True, False):
+        model, mesh = _sharded(dtype, 2)
+        tokens, labels, _ = make_inputs()
+        for last in (False, True):
+            prepare_backward(model, mesh, last=last)
+            if reduced_by_engine:
+                model.set_requires_gradient_sync(True)
+            model(tokens[int(last) :][:1], labels=labels[int(last) :][:1]).token_losses.sum().backward()
+        if not reduced_by_engine:
+            assert all(parameter.grad is None for parameter in model.parameters())
+            finish_backward(model, mesh)
+        found.append({name: parameter.grad for name, parameter in model.named_parameters()})
+        assert all(gradient.dtype == model.get_parameter(name).dtype for name, gradient in found[-1].items())
+    first, second = found
+    return [torch.equal(local(first[name]), local(second[name])) for name in first]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_one_rank_does_not_reduce_has_the_bits_of_a_reduction(dtype):
+    assert all(run_ranks(2, _of_one_rank, dtype)[0])
 
 
 def _steps() -> list[Sent]:

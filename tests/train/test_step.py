@@ -280,12 +280,13 @@ def _poisoned_step(parallel: ParallelConfig, what: str, value: float, name: str)
     if what == "weight" and rank == 1:
         with torch.no_grad():
             local(parameters[name]).view(-1)[0] = value
-    elif what == "gradient":
-        parameters[name].register_post_accumulate_grad_hook(lambda p: _poison(p.grad, value) if rank == 1 else None)
     optimizer = build_optimizer(model, OPTIMIZER, no_decay=())
     before = [local(parameter).detach().clone() for parameter in model.parameters()]
+    losses, counts = accumulate_gradients(model, micro_batches(make_batch(), mesh, 3), mesh)
+    if what == "gradient" and rank == 1:
+        _poison(parameters[name].grad, value)
     with pytest.raises(NumericError) as raised:
-        train_step(model, optimizer, micro_batches(make_batch(), mesh, 3), mesh, max_grad_norm=1.0, step=7).wait()
+        apply_gradients(model, optimizer, losses, counts, max_grad_norm=1.0, step=7).wait()
     for old, parameter in zip(before, model.parameters(), strict=True):
         assert torch.equal(old.nan_to_num(0.5), local(parameter).detach().nan_to_num(0.5))
     return str(raised.value)
