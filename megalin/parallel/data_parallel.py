@@ -85,14 +85,13 @@ class _SumOfOneRank(DefaultReduceScatter):
 
 
 def shard_dim(shape: tuple[int, ...], size: int) -> int:
-    """The last dimension, else the middle one, that `size` divides, else 0 (which alone may be uneven).
+    """Dimension 0 if `size` divides it, else the last one that it divides, else 0 (which alone may be uneven).
 
-    Dimension 0 of a fused [parts, out, in] parameter would give most ranks nothing.
+    Along another dimension than 0 the engine lays out weights anew when it gathers them, and gradients when it reduces
+    them; dimension 0 of a fused [parts, out, in] parameter would give nothing to ranks beyond its parts.
     """
-    for dim in range(len(shape) - 1, 0, -1):
-        if shape[dim] % size == 0:
-            return dim
-    return 0
+    divided = [dim for dim, length in enumerate(shape) if length % size == 0]
+    return divided[-1] if divided and divided[0] > 0 else 0
 
 
 def reshard(model: nn.Module) -> None:

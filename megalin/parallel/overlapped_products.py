@@ -26,12 +26,12 @@ from megalin.parallel.peer_memory import OpenMemory, open_peer_memory
 StreamTransferName = Literal["auto", "copy", "collective"]
 
 SHORT_PRODUCT = 4096
-"""A product of the stream with fewer channels than this takes about as long as the copy beside it (H200: 2048
-channels), so what goes to a rank is copied in two parts: one beside the product that gives, or takes, the other."""
+"""Products over fewer channels than this take about as long as the copy of their result (H200: 2048 channels), so what
+goes to a rank is sent in two parts, the first beside the second's product."""
 
-_NUM_SIGNALS = 4
-_READY, _SUMMED, *_GATHERED = range(_NUM_SIGNALS)
-"""Signals: this rank's memory may be written; its partial sums are in the other's; each part of its tokens is."""
+_NUM_SIGNALS = 3
+_READY, _GATHERED, _SUMMED = range(_NUM_SIGNALS)
+"""Signals: this rank's memory may be written; its tokens are in the other's; its partial sums are."""
 
 
 class StreamCopies:
@@ -104,8 +104,8 @@ class _Exchange:
         self._partial_here = {source: partial[rank][source] for source in self._sources}
         """Partial sums of a rank's tokens, [B, T/tp, D]: from this rank, and for it."""
         self._rank = rank
-        self._tokens_arrived: dict[int, list[torch.cuda.Event | None]] = {}
-        self._sums_arrived: dict[int, torch.cuda.Event | None] = {}
+        self._arrived: dict[tuple[int, int], torch.cuda.Event | None] = {}
+        self._all_tokens_here: torch.cuda.Event | None = None
         self._in_use: list[Tensor] = []
 
     def __enter__(self) -> Self:
@@ -118,45 +118,37 @@ class _Exchange:
             torch.cuda.current_stream().wait_stream(self._stream)
         self._in_use.clear()
 
-    def send_tokens(self, x: Tensor, channels: int, *, keep: bool = False) -> None:
-        """Sends this rank's tokens [B, T/tp, D], formed before the exchange began, to all others, for products with so
-        many channels; where `all_tokens` is wanted, to itself too."""
+    def send_tokens(self, x: Tensor, *, keep: bool = False) -> None:
+        """Sends this rank's tokens [B, T/tp, D], formed before the exchange began, to all others; where `all_tokens` is
+        wanted, to itself too."""
         with _on(self._stream):
-            for target, source in zip(self._targets, self._sources, strict=True):
-                parts = _parts(x, channels)
-                signals = _GATHERED[: len(parts)]
-                for part, into, signal in zip(
-                    parts, _parts(self._whole[target][:, self.own], channels), signals, strict=True
-                ):
-                    _copy_rows(into, part)
-                    self._memory.put_signal(target, signal, self._milliseconds)
-                self._tokens_arrived[source] = [self._arrival(source, signal) for signal in signals]
-            if keep:
+            for target in self._targets:
+                _copy_rows(self._whole[target][:, self.own], x)
+                self._memory.put_signal(target, _GATHERED, self._milliseconds)
+            self._expect(_GATHERED)
+            if keep:  # after what products wait for
                 _copy_rows(self._whole[self._rank][:, self.own], x)
+                self._all_tokens_here = _event(self._stream)
 
-    def others_tokens(self, y: Tensor, channels: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The others' tokens [B, T/tp, D] in the order and the parts in which they come, with their rows of y [B, T,
-        N]. The current stream waits for each."""
+    def others_tokens(self) -> Iterator[tuple[slice, Tensor]]:
+        """The others' tokens in the order in which they come: their part of the sequence, and [B, T/tp, D]. The current
+        stream waits for each."""
         for source in self._sources:
-            tokens, rows = (_parts(whole[:, self._tokens[source]], channels) for whole in (self._whole[self._rank], y))
-            for arrived, part, into in zip(self._tokens_arrived[source], tokens, rows, strict=True):
-                _wait(arrived)
-                yield part, into
+            _wait(self._arrived[source, _GATHERED])
+            part = self._tokens[source]
+            yield part, self._whole[self._rank][:, part]
 
     def all_tokens(self) -> Tensor:
         """[B, T, D] of all ranks, after `send_tokens` that keeps; until the exchange ends."""
-        for source in self._sources:
-            for arrived in self._tokens_arrived[source]:
-                _wait(arrived)
+        _wait(self._all_tokens_here)
         return self._whole[self._rank]
 
     def send_products(self, x: Tensor, weight: Tensor) -> None:
         """Sends the others x W of their tokens, partial sums: x [B, T, K], W [K, D]."""
         for target in self._targets:
-            tokens, slots = (
-                _parts(whole, len(weight)) for whole in (x[:, self._tokens[target]], self._partial_there[target])
-            )
-            for part, slot in zip(tokens, slots, strict=True):
+            tokens, slots = x[:, self._tokens[target]], self._partial_there[target]
+            count, dim = 2 if len(weight) < SHORT_PRODUCT else 1, 0 if len(x) > 1 else 1
+            for part, slot in zip(tokens.chunk(count, dim), slots.chunk(count, dim), strict=True):
                 product = _matmul(part, weight)
                 self._in_use.append(product)
                 with _after_current(self._stream):
@@ -164,8 +156,7 @@ class _Exchange:
             with _on(self._stream):
                 self._memory.put_signal(target, _SUMMED, self._milliseconds)
         with _on(self._stream):
-            for source in self._sources:
-                self._sums_arrived[source] = self._arrival(source, _SUMMED)
+            self._expect(_SUMMED)
 
     def received_sum(self) -> tuple[Tensor, torch.cuda.Event | None]:
         """The sum of the others' partial sums of this rank's tokens, [B, T/tp, D], and the event that it is formed."""
@@ -180,17 +171,13 @@ class _Exchange:
     def add_received(self, y: Tensor) -> None:
         """Adds the others' partial sums of this rank's tokens to y [B, T/tp, D]."""
         for source, received in self._partial_here.items():
-            _wait(self._sums_arrived[source])
+            _wait(self._arrived[source, _SUMMED])
             y.add_(received)
 
-    def _arrival(self, source: int, signal: int) -> torch.cuda.Event | None:
-        self._memory.wait_signal(source, signal, self._milliseconds)
-        return _event(self._stream)
-
-
-def _parts(x: Tensor, channels: int) -> tuple[Tensor, ...]:
-    """What is copied by itself of a rank's tokens [B, T/tp, D], whose product has so many channels."""
-    return x.chunk(2, 0 if len(x) > 1 else 1) if channels < SHORT_PRODUCT else (x,)
+    def _expect(self, signal: int) -> None:
+        for source in self._sources:
+            self._memory.wait_signal(source, signal, self._milliseconds)
+            self._arrived[source, signal] = _event(self._stream)
 
 
 def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[None]:
@@ -259,11 +246,11 @@ def _all_gather_matmul(x: Tensor, weight: Tensor, size: int, group_name: str) ->
     batch, length, width = x.shape
     x = x.contiguous()
     with _exchange(group_name, x, length * size, width) as exchange:
-        exchange.send_tokens(x, len(weight))
+        exchange.send_tokens(x)
         y = x.new_empty(batch, length * size, len(weight))
         _matmul(x, weight.t(), out=y[:, exchange.own])
-        for tokens, rows in exchange.others_tokens(y, len(weight)):
-            _matmul(tokens, weight.t(), out=rows)
+        for part, tokens in exchange.others_tokens():
+            _matmul(tokens, weight.t(), out=y[:, part])
     return y
 
 
@@ -279,7 +266,7 @@ def _all_gather_matmul_backward(
     """dy [B, T, N] -> dx [B, T/tp, D], summed over the axis, and the gradient of the weight."""
     dy, x = dy.contiguous(), x.contiguous()
     with _exchange(group_name, x, x.shape[1] * size, x.shape[2]) as exchange:
-        exchange.send_tokens(x, len(weight), keep=True)
+        exchange.send_tokens(x, keep=True)
         exchange.send_products(dy, weight)
         dx, formed = exchange.received_sum()
         dweight = _weight_gradient(dy, exchange.all_tokens())
@@ -316,11 +303,11 @@ def _matmul_reduce_scatter_backward(
     """dy [B, T/tp, D] -> dx [B, T, K] and the gradient of the weight."""
     dy, x = dy.contiguous(), x.contiguous()
     with _exchange(group_name, dy, x.shape[1], dy.shape[2]) as exchange:
-        exchange.send_tokens(dy, x.shape[2], keep=True)
+        exchange.send_tokens(dy, keep=True)
         dx = torch.empty_like(x)
         _matmul(dy, weight, out=dx[:, exchange.own])
-        for tokens, rows in exchange.others_tokens(dx, x.shape[2]):
-            _matmul(tokens, weight, out=rows)
+        for part, tokens in exchange.others_tokens():
+            _matmul(tokens, weight, out=dx[:, part])
         dweight = _weight_gradient(exchange.all_tokens(), x)
     return dx, dweight
 

@@ -35,16 +35,18 @@ from tests.ranks import run_ranks
 @pytest.mark.parametrize(
     ("shape", "size", "dim"),
     [
-        ((4, 48, 36), 2, 2),
-        ((4, 48, 35), 2, 1),
-        ((4, 47, 35), 2, 0),
-        ((384, 48), 3, 1),
+        ((4, 48, 36), 2, 0),
+        ((2, 48, 36), 4, 2),
+        ((2, 48, 35), 4, 1),
+        ((2, 47, 35), 4, 0),
+        ((384, 48), 3, 0),
+        ((383, 48), 3, 1),
         ((3,), 2, 0),
         ((7, 5), 64, 0),
         ((4, 4096, 4096), 64, 2),
     ],
 )
-def test_weights_are_split_along_a_late_dimension_that_divides(shape, size, dim):
+def test_weights_are_split_along_a_dimension_that_divides(shape, size, dim):
     assert shard_dim(shape, size) == dim
 
 
