@@ -104,6 +104,7 @@ class Encoder(BlockStack[EncoderConfig]):
         pretraining = config.num_classes is None
         self.masked_head = MaskedTokenHead(config, self.tp) if pretraining else None
         self.sequence_head = SequenceHead(config, self.tp)
+        self.head: VocabParallelTable | None = None  # tokens' logits are the embedding's
         self.loss_names = ("mlm", "nsp") if pretraining else ("classification",)
 
     def forward(

@@ -45,6 +45,7 @@ class BlockStack(nn.Module, Generic[ConfigT]):
     (`parallel.fill`).
 
     Attributes:
+        head: the table of tokens' logits, where it is not the embedding.
         loss_names: the terms of the loss, in the order of the output's `loss_sums`.
         stage: what of the model this is, by default all. Modules of other stages are not built, and those that are have
             the names that they have in the whole model.
@@ -53,6 +54,7 @@ class BlockStack(nn.Module, Generic[ConfigT]):
         ConfigError: sizes that the tensor-parallel axis does not divide, or a mixer that cannot split the sequence.
     """
 
+    head: VocabParallelTable | None
     loss_names: tuple[str, ...]
 
     def __init__(

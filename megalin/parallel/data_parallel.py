@@ -7,11 +7,12 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor, Shard
 
 from megalin.parallel.collectives import all_reduce
+from megalin.parallel.embedding import VocabParallelTable
 from megalin.parallel.mesh import Mesh, whole_axis
 from megalin.parallel.tensor_parallel import local
 
@@ -23,8 +24,9 @@ def shard_model(
     mesh: Mesh,
     *,
     compute_dtype: torch.dtype,
+    head: VocabParallelTable | None = None,
 ) -> None:
-    """Shards `model` in place over the data axis: each block is a unit, the rest is one.
+    """Shards `model` in place over the data axis: each block is a unit, the head is, and the rest is one.
 
     Weights and optimizer state stay in fp32, computation is in `compute_dtype`, gradients are reduced in fp32
     (everything in fp64 for a model in fp64). Gradients are summed, not averaged: the loss carries its own global
@@ -33,6 +35,8 @@ def shard_model(
     Args:
         blocks: the model's blocks, in the order of the forward.
         full_precision: submodules whose parameters feed exponentials or positions; they compute in fp32.
+        head: the table of the logits, if it is no other's: gathered beside the blocks, not before them, and its
+            gradient reduced beside theirs.
     """
     reduce_dtype = torch.promote_types(compute_dtype, torch.float32)
     low = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
@@ -57,6 +61,10 @@ def shard_model(
     # split backward finds the gradients of whole weights alone, and each micro-batch would gather them twice.
     for block in blocks:
         wrap(block, low, mesh.zero == 3)
+    if head is not None:
+        wrap(head, low, False)
+        for method in ("logits", "loss_sum"):
+            register_fsdp_forward_method(head, method)
     wrap(model, low, False)
     for module in model.modules():
         if isinstance(module, FSDPModule):

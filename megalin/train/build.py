@@ -89,6 +89,7 @@ def _materialise(
         options = EARLY_COLLECTIVES if early else None
         for block in model.block_list():
             block.compile(fullgraph=True, dynamic=False, options=options)
-    shard_model(model, model.block_list(), model.full_precision_modules(), mesh, compute_dtype=compute_dtype)
+    blocks, precise = model.block_list(), model.full_precision_modules()
+    shard_model(model, blocks, precise, mesh, compute_dtype=compute_dtype, head=model.head)
     model.to_empty(device=mesh.device)
     fill(model, seed)

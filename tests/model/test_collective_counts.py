@@ -107,7 +107,9 @@ def _calls(case: Case, sequence_parallel: bool) -> Counter[Call]:
     """Of the forward and backward of a training step's only micro-batch."""
     mesh = make_mesh(TP, sequence_parallel=sequence_parallel)
     model = LanguageModel(case.model, mesh.tp)
-    shard_model(model, list(model.blocks), model.full_precision_modules(), mesh, compute_dtype=torch.float32)
+    shard_model(
+        model, list(model.blocks), model.full_precision_modules(), mesh, compute_dtype=torch.float32, head=model.head
+    )
     materialise(model)
     tokens, labels, documents = make_inputs()
     batch = Batch(tokens, labels, documents, torch.arange(len(tokens)))

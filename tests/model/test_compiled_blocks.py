@@ -37,7 +37,9 @@ def _gradients(name: str, sequence_parallel: bool, backend: str | None) -> Array
         for block in model.blocks:
             options = None if sequence_parallel or backend != "inductor" else EARLY_COLLECTIVES
             block.compile(fullgraph=True, dynamic=False, backend=backend, options=options)
-    shard_model(model, list(model.blocks), model.full_precision_modules(), mesh, compute_dtype=torch.float32)
+    shard_model(
+        model, list(model.blocks), model.full_precision_modules(), mesh, compute_dtype=torch.float32, head=model.head
+    )
     materialise(model)
     inputs = make_inputs()
     output = model(inputs.tokens, labels=inputs.labels, document_ids=inputs.document_ids)

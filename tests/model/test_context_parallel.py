@@ -51,7 +51,9 @@ def on_axis(
         for block in model.block_list():
             options = EARLY_COLLECTIVES if backend == "inductor" else None
             block.compile(fullgraph=True, dynamic=False, backend=backend, options=options)
-    shard_model(model, model.block_list(), model.full_precision_modules(), mesh, compute_dtype=compute_dtype)
+    shard_model(
+        model, model.block_list(), model.full_precision_modules(), mesh, compute_dtype=compute_dtype, head=model.head
+    )
     materialise(model)
     return mesh, model
 

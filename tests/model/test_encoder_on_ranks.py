@@ -42,7 +42,7 @@ def _model(
     if backend is not None:
         for block in model.block_list():
             block.compile(fullgraph=True, dynamic=False, backend=backend)
-    shard_model(model, model.block_list(), model.full_precision_modules(), mesh, compute_dtype=dtype)
+    shard_model(model, model.block_list(), model.full_precision_modules(), mesh, compute_dtype=dtype, head=model.head)
     materialise(model)
     return model, mesh
 

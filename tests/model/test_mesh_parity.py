@@ -59,7 +59,9 @@ def loss_weights() -> Tensor:
 
 def _outcome(case: Case, mesh: Mesh, recompute: bool) -> dict[str, Tensor]:
     model = LanguageModel(case.model, mesh.tp, recompute=recompute).to(torch.float64)
-    shard_model(model, list(model.blocks), model.full_precision_modules(), mesh, compute_dtype=torch.float64)
+    shard_model(
+        model, list(model.blocks), model.full_precision_modules(), mesh, compute_dtype=torch.float64, head=model.head
+    )
     materialise(model)
     found = {f"weight:{name}": full_tensor(p.detach()) for name, p in model.named_parameters()}
     for name, buffer in model.named_buffers():

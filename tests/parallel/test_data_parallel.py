@@ -53,7 +53,7 @@ def test_weights_are_split_along_a_dimension_that_divides(shape, size, dim):
 def _sharded(dtype: torch.dtype, tp: int, **axes: Any) -> tuple[LanguageModel, Mesh]:
     mesh = make_mesh(tp, **axes)
     model = LanguageModel(HYBRID.model, mesh.tp)
-    shard_model(model, list(model.blocks), model.full_precision_modules(), mesh, compute_dtype=dtype)
+    shard_model(model, list(model.blocks), model.full_precision_modules(), mesh, compute_dtype=dtype, head=model.head)
     materialise(model)
     return model, mesh
 
@@ -164,7 +164,7 @@ def test_every_zero_stage_gives_the_same_gradient_for_its_own_gathers_and_reduct
     for stage in stages:
         assert max(relative_error(a, b) for a, b in zip(stage.gradients, replicas.gradients, strict=True)) <= 1e-5
     blocks = HYBRID.model.num_layers
-    units = blocks + 2  # frequencies in fp32, and the rest of the model
+    units = blocks + 3  # frequencies in fp32, the head, and the rest of the model
     assert [(sent.gathers, sent.reductions, sent.buffers) for sent in (replicas, *stages)] == [
         (0, units, units),  # a shard axis of one rank has its sum where it collects
         (units, units, 2 * units),

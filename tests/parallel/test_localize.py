@@ -70,7 +70,9 @@ def test_shared_parameters_stay_shared_and_gradients_have_arrived():
 def _sharded() -> None:
     mesh = make_mesh(1)
     model = LanguageModel(HYBRID.model, mesh.tp)
-    shard_model(model, list(model.blocks), model.full_precision_modules(), mesh, compute_dtype=torch.float32)
+    shard_model(
+        model, list(model.blocks), model.full_precision_modules(), mesh, compute_dtype=torch.float32, head=model.head
+    )
     with pytest.raises(AssertionError, match=r"embedding.weight lies on .*make it plain before it is sharded"):
         localize(model)
 
