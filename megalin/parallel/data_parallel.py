@@ -146,7 +146,7 @@ def prepare_backward(model: nn.Module, mesh: Mesh, *, last: bool) -> None:
 
 def finish_backward(model: nn.Module, mesh: Mesh) -> None:
     """After the last micro-batch's backward: on a data axis of one rank the whole gradients become the weights'. The
-    engine's reduction would have collected them in a copy of its own, at half the rate of a cast."""
+    engine's reduction would have cast each unit's into one piece, by a table that the host sends to the device."""
     if mesh.data_mesh.size() > 1:
         return
     for module in model.modules():
