@@ -145,8 +145,9 @@ def prepare_backward(model: nn.Module, mesh: Mesh, *, last: bool) -> None:
 
 
 def finish_backward(model: nn.Module, mesh: Mesh) -> None:
-    """After the last micro-batch's backward: on a data axis of one rank the whole gradients become the weights'. The
-    engine's reduction would have cast each unit's into one piece, by a table that the host sends to the device."""
+    """After the last micro-batch's backward: on a data axis of one rank the whole gradients become the weights', or are
+    added to those that are there. The engine's reduction would have cast each unit's into one piece, by a table that
+    the host sends to the device."""
     if mesh.data_mesh.size() > 1:
         return
     for module in model.modules():
@@ -155,7 +156,9 @@ def finish_backward(model: nn.Module, mesh: Mesh) -> None:
             whole = weight._unsharded_param
             gradient = whole.grad if weight.unsharded_accumulated_grad is None else weight.unsharded_accumulated_grad
             if gradient is not None:
-                weight.sharded_param.grad = weight.to_sharded_dtensor(local(gradient).to(weight.sharded_param.dtype))
+                shard = weight.sharded_param
+                gradient = weight.to_sharded_dtensor(local(gradient).to(shard.dtype))
+                shard.grad = gradient if shard.grad is None else shard.grad + gradient
             whole.grad, weight.unsharded_accumulated_grad = None, None
 
 

@@ -130,20 +130,21 @@ def _step(zero: int) -> Sent:
 
 
 def _of_one_rank(dtype: torch.dtype) -> list[bool]:
-    """Whether gradients of two micro-batches, on a data axis of one rank, have the bits of the engine's reduction, and
-    the dtype of their weights."""
+    """Whether gradients of two steps of two micro-batches, on a data axis of one rank, that nothing cleared between,
+    have the bits of the engine's reduction, and the dtype of their weights."""
     found = []
     for reduced_by_engine in (True, False):
         model, mesh = _sharded(dtype, 2)
         tokens, labels, _ = make_inputs()
-        for last in (False, True):
-            prepare_backward(model, mesh, last=last)
-            if reduced_by_engine:
-                model.set_requires_gradient_sync(True)
-            model(tokens[int(last) :][:1], labels=labels[int(last) :][:1]).token_losses.sum().backward()
-        if not reduced_by_engine:
-            assert all(parameter.grad is None for parameter in model.parameters())
-            finish_backward(model, mesh)
+        for step in range(2):
+            for last in (False, True):
+                prepare_backward(model, mesh, last=last)
+                if reduced_by_engine:
+                    model.set_requires_gradient_sync(last)
+                model(tokens[int(last) :][:1], labels=labels[int(last) :][:1]).token_losses.sum().backward()
+            if not reduced_by_engine:
+                assert step or all(parameter.grad is None for parameter in model.parameters())
+                finish_backward(model, mesh)
         found.append({name: parameter.grad for name, parameter in model.named_parameters()})
         assert all(gradient.dtype == model.get_parameter(name).dtype for name, gradient in found[-1].items())
     first, second = found
