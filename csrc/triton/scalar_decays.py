@@ -189,12 +189,19 @@ def _block_heads(heads: int) -> int:
     return min(16, triton.next_power_of_2(heads))
 
 
+def empty_decays(g: Tensor, chunk: int, *, exact: bool) -> Decays:
+    """Uninitialised; arguments as `decays`."""
+    batch, length, heads = g.shape
+    chunks = triton.cdiv(length, chunk)
+    sums = g.new_empty(batch, heads, chunks * chunk, dtype=torch.float64 if exact else torch.float32)
+    return Decays(sums, *(g.new_empty(sums.shape) for _ in range(2)), g.new_empty(batch, heads, chunks))
+
+
 def decays(g: Tensor, documents: Tensor | None, chunk: int, *, exact: bool) -> Decays:
     """g [B, T, H] fp32 and documents [B, T], contiguous; `exact`: sums in fp64."""
     batch, length, heads = g.shape
-    chunks, block = triton.cdiv(length, chunk), _block_heads(heads)
-    sums = g.new_empty(batch, heads, chunks * chunk, dtype=torch.float64 if exact else torch.float32)
-    found = Decays(sums, *(g.new_empty(sums.shape) for _ in range(2)), g.new_empty(batch, heads, chunks))
+    found = empty_decays(g, chunk, exact=exact)
+    chunks, block = found.through.shape[2], _block_heads(heads)
     decays_kernel[batch * triton.cdiv(heads, block), chunks](
         g, documents, *found, length, heads, chunks, DOCUMENTS=documents is not None, C=chunk,
         BLOCK_HEADS=block, SUM=tl.float64 if exact else tl.float32, num_warps=4,

@@ -29,11 +29,13 @@ def segment_kernel(
     x_ptr, y_ptr, through_ptr, update_ptr, decay_ptr,  # x [B, H, N C, K], y [B, T, H, V] strided
     y_b, y_t, y_h, length, num_chunks, heads, num_segments, segment_chunks,
     K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, REVERSE: tl.constexpr,
+    LAST: tl.constexpr,
 ):  # fmt: skip
-    """What each segment adds to the state [B, H, segments, K, V], and the decay through it [B, H, segments, K]."""
+    """What each segment adds to the state [B, H, segments, K, V], and the decay through it [B, H, segments, K]; of the
+    last in the direction, behind which no other lies, where LAST."""
     tile, segment, batch_head = place(num_segments, tl.cdiv(V, BLOCK_V))
-    if segment == (0 if REVERSE else num_segments - 1):
-        return  # No other segment lies behind it.
+    if not LAST and segment == (0 if REVERSE else num_segments - 1):
+        return
     batch, head = batch_head // heads, batch_head % heads
     row, channel, value = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K), tile * BLOCK_V + tl.arange(0, BLOCK_V)
     begin = (segment * segment_chunks).to(tl.int64)
@@ -65,6 +67,26 @@ def fold(state, update_ptr, decay_ptr, at, channel, value, K: tl.constexpr, V: t
     inside = (channel < K)[:, None] & (value < V)[None, :]
     update = tl.load(update_ptr + at * K * V + channel[:, None] * V + value[None, :], mask=inside, other=0.0)
     return state * decay[:, None] + update
+
+
+@triton.jit(do_not_specialize=["num_segments"])
+def total_kernel(
+    update_ptr, decay_ptr, sum_ptr, product_ptr, num_segments,
+    K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """What all segments together add to the state [B, H, K, V], and the decay through them [B, H, K]."""
+    tile, _, batch_head = place(1, tl.cdiv(V, BLOCK_V))
+    channel, value = tl.arange(0, BLOCK_K), tile * BLOCK_V + tl.arange(0, BLOCK_V)
+    state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    decay = tl.full([BLOCK_K], 1.0, tl.float32)
+    for index in range(0, num_segments):
+        at = batch_head * num_segments + (num_segments - 1 - index if REVERSE else index)
+        state = fold(state, update_ptr, decay_ptr, at, channel, value, K, V)
+        decay *= tl.load(decay_ptr + at * K + channel, mask=channel < K, other=0.0)
+    inside = (channel < K)[:, None] & (value < V)[None, :]
+    tl.store(sum_ptr + batch_head * K * V + channel[:, None] * V + value[None, :], state, mask=inside)
+    if tile == 0:
+        tl.store(product_ptr + batch_head * K + channel, decay, mask=channel < K)
 
 
 @triton.jit(do_not_specialize=["length", "num_chunks", "num_segments", "segment_chunks"])

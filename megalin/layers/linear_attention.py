@@ -15,7 +15,6 @@ from megalin.layers.mixers.base import BuildScope, Mixer, MixerConfig, MixerOutp
 from megalin.layers.norms import HeadNormKind
 from megalin.layers.positions import LRPEFrequencies, LRPEKind, key_dim
 from megalin.ops.decay_scan import decay_scan, decay_scan_flops, decay_step
-from megalin.ops.scan_states import decay_state
 from megalin.ops.silu_lrpe import silu_lrpe
 from megalin.parallel.initialisation import Draw
 from megalin.parallel.linear import ColumnParallelLinear, LowRankLinear, NormedRowParallelLinear
@@ -116,7 +115,8 @@ class LinearAttention(Mixer):
             k,
             v,
             self.slopes,
-            initial_state=state[0] if state else self._entering(k, v, context),
+            initial_state=state[0] if state else None,
+            split=self.cp.split(context.borders),
             document_ids=context.document_ids,
             chunk_size=self.config.chunk_size,
         )
@@ -126,14 +126,6 @@ class LinearAttention(Mixer):
         q, k, v, gate = self._heads(x, context, context.positions)
         scan = decay_step(q[:, 0], k[:, 0], v[:, 0], self.slopes, state[0])
         return MixerOutput(self.out(scan.output.flatten(1)[:, None], gate), (scan.state,))
-
-    def _entering(self, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor | None:
-        """The state after the tokens of the ranks before, [B, H/tp, K, V]; None where this rank has them all."""
-        if context.borders is None:
-            return None
-        added = decay_state(k, v, self.slopes, document_ids=context.document_ids)
-        slopes = added.new_zeros(self.local_heads) if self.slopes is None else self.slopes
-        return self.cp.fold(added, -k.shape[1] * slopes[:, None], context.borders)
 
     def _by_segments(self, x: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor]:
         """The scan's output [B, T, H/tp, V] with LRPE's positions counted from the middle of short segments, as the

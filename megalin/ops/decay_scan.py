@@ -12,25 +12,22 @@ Documents: `document_ids` is non-decreasing along T; a token sees the tokens of 
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from megalin.ops import backend as backends
 from megalin.ops import decay_scan_cuda
+from megalin.ops import decay_scan_kernels as kernels
 from megalin.ops.backend import Backend, Compiled
 from megalin.ops.chunks import chunk_documents, split_chunks
+from megalin.ops.kernel_limits import WIDTH_UNIT, padded, unsupported
 from megalin.ops.operands import check_operands, check_scan
+from megalin.ops.scan_states import decay_state
 from megalin.ops.self_test import BOUND, compare, sample
+from megalin.ops.split import RowsAsRanks, Split
 from megalin.ops.srmsnorm import compute_dtype
-
-KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MAX_WIDTH = 256
-WIDTH_UNIT = 8
-"""Kernels load tokens in pieces of 16 bytes: other widths are padded with zeros."""
 
 
 class ScanOutput(NamedTuple):
@@ -47,6 +44,7 @@ def decay_scan(
     slopes: Tensor | None,
     *,
     initial_state: Tensor | None = None,
+    split: Split | None = None,
     document_ids: Tensor | None = None,
     chunk_size: int = 64,
     backend: Backend = "auto",
@@ -58,6 +56,8 @@ def decay_scan(
         v: [B, T, H, V].
         slopes: [H], s >= 0 in nats a token, at least fp32 (a buffer: it gets no gradient); None for no decay.
         initial_state: [B, H, K, V]; None for zeros.
+        split: that T are this rank's tokens of longer rows: what the ranks before leave behind is the initial state,
+            and no gradient goes through the state of the result; None where they are all.
         document_ids: [B, T] integers; None when each row is one document.
         chunk_size: C of the reference, kernels have their own; the result does not depend on it beyond rounding.
         backend: which implementation runs; compiled ones take q, k, v of one dtype, fp32, bf16 or fp16, with K and V
@@ -74,18 +74,29 @@ def decay_scan(
     decay = ("slopes", slopes, "H")
     check_scan("decay_scan", (q, "BTHK"), (k, "BTHK"), v, decay, initial_state, document_ids)
     limits: dict[Compiled, str] = {"cuda": decay_scan_cuda.unsupported(q, k, v)}
-    choice = backends.choose("decay_scan", backend, v.device.type, unsupported(q, k, v), limits)
+    device, limit = v.device.type, unsupported(q, k, v)
+    choice = backends.choose("decay_scan", backend, device, limit, limits)
+    halves = False
+    if split is not None:
+        assert initial_state is None, "a first state beside those of the ranks before"
+        # Both are chosen: whoever names a kernel that cannot run is told.
+        halves = backends.choose("split_decay_scan", backend, device, limit) != "reference" and choice != "reference"
+        if not halves:
+            added = decay_state(k, v, slopes, document_ids=document_ids)
+            initial_state = split.fold(added, kernels.total_decay(k, slopes))
     if choice == "reference":
         return decay_scan_reference(
             q, k, v, slopes, initial_state=initial_state, document_ids=document_ids, chunk_size=chunk_size
         )
     key, value = k.shape[-1], v.shape[-1]
     q, k, v = (padded(x, -x.shape[-1] % WIDTH_UNIT) for x in (q, k, v))
-    if initial_state is not None:
-        initial_state = padded(initial_state.float(), v.shape[-1] - value, k.shape[-1] - key)
-    output, state, _ = _forward(
-        q, k, v, None if slopes is None else slopes.float(), initial_state, document_ids, choice
-    )
+    slopes = None if slopes is None else slopes.float()
+    if split is not None and halves:
+        output, state = kernels.split_scan(q, k, v, slopes, document_ids, split, choice)
+    else:
+        if initial_state is not None:
+            initial_state = padded(initial_state.float(), v.shape[-1] - value, k.shape[-1] - key)
+        output, state, _ = kernels.scan(q, k, v, slopes, initial_state, document_ids, choice)
     return ScanOutput(output[..., :value], state[..., :key, :value])
 
 
@@ -159,7 +170,7 @@ def decay_step(
     choice = backends.choose("decay_step", backend, v.device.type, _unsupported_step(q, k, v, state))
     if choice == "reference":
         return decay_step_reference(q, k, v, slopes, state)
-    return ScanOutput(*_step(q, k, v, None if slopes is None else slopes.float(), state, choice))
+    return ScanOutput(*kernels.step(q, k, v, None if slopes is None else slopes.float(), state, choice))
 
 
 def decay_step_reference(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, state: Tensor) -> ScanOutput:
@@ -223,128 +234,10 @@ def _causal_decay(positions: Tensor, s: Tensor) -> Tensor:
     return decay.masked_fill(torch.ones_like(distance, dtype=torch.bool).triu(1), 0.0)
 
 
-def unsupported(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """What of these no kernel of a scan takes; empty where they do."""
-    if not q.dtype == k.dtype == v.dtype or v.dtype not in KERNEL_DTYPES:
-        return f"q, k, v of {q.dtype}, {k.dtype}, {v.dtype}"
-    if max(k.shape[-1], v.shape[-1]) > MAX_WIDTH:
-        return f"heads of {k.shape[-1]} keys and {v.shape[-1]} values, above {MAX_WIDTH}"
-    return "an empty tensor" if 0 in (q.numel(), v.numel()) else ""
-
-
 def _unsupported_step(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> str:
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, state)):
         return "inputs that require gradients"
     return unsupported(q, k, v) or (f"a state of {state.dtype}" if state.dtype != torch.float32 else "")
-
-
-def padded(x: Tensor, columns: int, rows: int = 0) -> Tensor:
-    """`x` with zeros after its last columns and rows."""
-    return functional.pad(x, (0, columns, 0, rows)) if rows or columns else x
-
-
-def _kernels(backend: str) -> ModuleType:
-    if backend == "cuda":
-        return decay_scan_cuda
-    from megalin._triton import decay_scan
-
-    return decay_scan
-
-
-@torch.library.custom_op("megalin::decay_scan", mutates_args=())
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slopes: Tensor | None,
-    initial: Tensor | None,
-    documents: Tensor | None,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """-> output, last state, and the states entering the blocks that the sequence is cut into (empty for one)."""
-    return _kernels(backend).forward(
-        q, k, v, slopes, *(None if x is None else x.contiguous() for x in (initial, documents))
-    )
-
-
-@_forward.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slopes: Tensor | None,
-    initial: Tensor | None,
-    documents: Tensor | None,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    (batch, length, heads, key), value = k.shape, v.shape[-1]
-    state = k.new_empty(batch, heads, key, value, dtype=torch.float32)
-    return v.new_empty(v.shape), state, state.new_empty(_kernels(backend).saved_shape(batch, length, heads, key, value))
-
-
-@torch.library.custom_op("megalin::decay_scan_backward", mutates_args=())
-def _backward(
-    d_output: Tensor,
-    d_state: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slopes: Tensor | None,
-    initial: Tensor | None,
-    documents: Tensor | None,
-    states: Tensor,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    initial, documents, d_state = (None if x is None else x.contiguous() for x in (initial, documents, d_state))
-    return _kernels(backend).backward(d_output, d_state, q, k, v, slopes, initial, documents, states)
-
-
-@_backward.register_fake
-def _(
-    d_output: Tensor,
-    d_state: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slopes: Tensor | None,
-    initial: Tensor | None,
-    documents: Tensor | None,
-    states: Tensor,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    (batch, _, heads, key), value = k.shape, v.shape[-1]
-    d_initial = k.new_empty(batch, heads, key, value, dtype=torch.float32)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), d_initial
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    *tensors, ctx.backend = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, output[2])
-
-
-def _differentiate(
-    ctx: Any, d_output: Tensor | None, d_state: Tensor | None, _: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    q, k, v, slopes, initial, documents, states = ctx.saved_tensors
-    d_output = torch.zeros_like(v) if d_output is None else d_output
-    dq, dk, dv, d_initial = _backward(d_output, d_state, q, k, v, slopes, initial, documents, states, ctx.backend)
-    return dq, dk, dv, None, None if initial is None else d_initial, None, None
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
-
-
-@torch.library.custom_op("megalin::decay_step", mutates_args=())
-def _step(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, state: Tensor, backend: str) -> tuple[Tensor, Tensor]:
-    from megalin._triton import decay_step as kernels
-
-    return kernels.step(*(x.contiguous() for x in (q, k, v)), slopes, state.contiguous())
-
-
-@_step.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, state: Tensor, backend: str) -> tuple[Tensor, Tensor]:
-    return v.new_empty(v.shape), state.new_empty(state.shape)
 
 
 def _self_test(backend: Compiled, device: str) -> str:
@@ -354,7 +247,7 @@ def _self_test(backend: Compiled, device: str) -> str:
     inputs = [sample(1, 200, 2, width, device=device, seed=i).bfloat16() for i, width in enumerate((128, 128, 64))]
     inputs.append(sample(1, 2, 128, 64, device=device, seed=3))
     return compare(
-        lambda q, k, v, first: _forward(q, k, v, slopes, first, documents, backend)[:2],
+        lambda q, k, v, first: kernels.scan(q, k, v, slopes, first, documents, backend)[:2],
         lambda q, k, v, first: decay_scan_reference(q, k, v, slopes, initial_state=first, document_ids=documents),
         inputs,
     )
@@ -365,7 +258,7 @@ def _self_test_step(backend: Compiled, device: str) -> str:
     inputs = [sample(2, 2, width, device=device, seed=i) for i, width in enumerate((40, 40, 24))]
     inputs.append(sample(2, 2, 40, 24, device=device, seed=3))
     expected = decay_step_reference(*(x.double() for x in (*inputs[:3], slopes, inputs[3])))
-    found, again = (_step(*inputs[:3], slopes, inputs[3], backend) for _ in range(2))
+    found, again = (kernels.step(*inputs[:3], slopes, inputs[3], backend) for _ in range(2))
     for name, first, second, truth in zip(("output", "state"), found, again, expected, strict=True):
         error = ((first.double() - truth).norm() / truth.norm()).item()
         if not error <= BOUND:
@@ -375,5 +268,23 @@ def _self_test_step(backend: Compiled, device: str) -> str:
     return ""
 
 
+def _split_self_test(backend: Compiled, device: str) -> str:
+    """Three parts of a row, the second within one document, the third with the start of another."""
+    slopes = torch.tensor([0.0, 0.005], device=device)
+    documents = (torch.arange(600, device=device) >= 450).int()[None]
+    parts = documents.view(3, 200)
+    inputs = [sample(1, 600, 2, width, device=device, seed=i).bfloat16() for i, width in enumerate((128, 128, 64))]
+
+    def kernel(*inputs: Tensor) -> Tensor:
+        q, k, v = (x.unflatten(1, (3, 200))[0] for x in inputs)
+        return kernels.split_scan(q, k, v, slopes, parts, RowsAsRanks().split(parts), backend)[0].flatten(0, 1)[None]
+
+    def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return decay_scan_reference(q, k, v, slopes, document_ids=documents).output
+
+    return compare(kernel, reference, inputs)
+
+
 backends.register("decay_scan", ("cuda", "triton"), _self_test)
+backends.register("split_decay_scan", ("triton",), _split_self_test)
 backends.register("decay_step", ("triton",), _self_test_step)

@@ -9,17 +9,19 @@ Exponents and documents: as there.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from megalin.ops import backend as backends
+from megalin.ops import scalar_decay_kernels as kernels
 from megalin.ops.backend import Backend, Compiled
 from megalin.ops.chunks import chunk_documents, fold_states, split_chunks, sum_after, visible_decay
-from megalin.ops.decay_scan import WIDTH_UNIT, ScanOutput, padded, unsupported
+from megalin.ops.decay_scan import ScanOutput
+from megalin.ops.kernel_limits import WIDTH_UNIT, padded, unsupported
 from megalin.ops.operands import check_scan
+from megalin.ops.scan_states import selected_state
 from megalin.ops.self_test import compare, sample
+from megalin.ops.split import RowsAsRanks, Split
 from megalin.ops.srmsnorm import compute_dtype
 from megalin.ops.vector_decay_scan import vector_decay_step
 
@@ -33,6 +35,7 @@ def scalar_decay_scan(
     log_decay: Tensor,
     *,
     initial_state: Tensor | None = None,
+    split: Split | None = None,
     document_ids: Tensor | None = None,
     chunk_size: int = 64,
     backend: Backend = "auto",
@@ -44,6 +47,8 @@ def scalar_decay_scan(
         v: [B, T, H, V].
         log_decay: g [B, T, H], <= 0, at least fp32; -20 a token and below is safe.
         initial_state: [B, H, K, V]; None for zeros.
+        split: that T are this rank's tokens of longer rows: what the ranks before leave behind is the initial state,
+            and no gradient goes through the state of the result; None where they are all.
         document_ids: [B, T] integers; None when each row is one document.
         chunk_size: C of the reference, kernels have their own; the result does not depend on it beyond rounding.
         backend: which implementation runs; compiled ones take q, k, v of one dtype, fp32, bf16 or fp16, with K up to
@@ -59,16 +64,26 @@ def scalar_decay_scan(
     """
     decay = ("log_decay", log_decay, "BTH")
     check_scan("scalar_decay_scan", (q, "BThK"), (k, "BThK"), v, decay, initial_state, document_ids)
-    choice = backends.choose("scalar_decay_scan", backend, v.device.type, _unsupported(q, k, v))
+    unsupported, halves = _unsupported(q, k, v), False
+    if split is not None:
+        assert initial_state is None, "a first state beside those of the ranks before"
+        halves = backends.choose("split_scalar_decay_scan", backend, v.device.type, unsupported) != "reference"
+        if not halves:
+            added = selected_state(k, v, log_decay[..., None], document_ids=document_ids)
+            initial_state = split.fold(added, log_decay.sum(1)[..., None])
+    choice = "triton" if halves else backends.choose("scalar_decay_scan", backend, v.device.type, unsupported)
     if choice == "reference":
         return scalar_decay_scan_reference(
             q, k, v, log_decay, initial_state=initial_state, document_ids=document_ids, chunk_size=chunk_size
         )
     key, value = k.shape[-1], v.shape[-1]
     q, k, v = (padded(x, -x.shape[-1] % WIDTH_UNIT) for x in (q, k, v))
-    if initial_state is not None:
-        initial_state = padded(initial_state.float(), v.shape[-1] - value, k.shape[-1] - key)
-    output, state, _ = _forward(q, k, v, log_decay.float(), initial_state, document_ids, choice)
+    if split is not None and halves:
+        output, state = kernels.split_scan(q, k, v, log_decay.float(), document_ids, split)
+    else:
+        if initial_state is not None:
+            initial_state = padded(initial_state.float(), v.shape[-1] - value, k.shape[-1] - key)
+        output, state, _ = kernels.scan(q, k, v, log_decay.float(), initial_state, document_ids, choice)
     return ScanOutput(output[..., :value], state[..., :key, :value])
 
 
@@ -140,95 +155,6 @@ def _unsupported(q: Tensor, k: Tensor, v: Tensor) -> str:
     return unsupported(q, k, v)
 
 
-@torch.library.custom_op("megalin::scalar_decay_scan", mutates_args=())
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    initial: Tensor | None,
-    documents: Tensor | None,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    from megalin._triton import scalar_decay_scan as kernels
-
-    initial, documents = (None if x is None else x.contiguous() for x in (initial, documents))
-    return kernels.forward(q, k, v, log_decay.contiguous(), initial, documents)
-
-
-@_forward.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    initial: Tensor | None,
-    documents: Tensor | None,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    from megalin._triton import scalar_decay_scan as kernels
-
-    (batch, _, heads, value), key = v.shape, k.shape[-1]
-    state = v.new_empty(batch, heads, key, value, dtype=torch.float32)
-    return v.new_empty(v.shape), state, state.new_empty(kernels.saved_shape(k, v))
-
-
-@torch.library.custom_op("megalin::scalar_decay_scan_backward", mutates_args=())
-def _backward(
-    d_output: Tensor,
-    d_state: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    initial: Tensor | None,
-    documents: Tensor | None,
-    saved: Tensor,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from megalin._triton import scalar_decay_scan as kernels
-
-    initial, documents, d_state = (None if x is None else x.contiguous() for x in (initial, documents, d_state))
-    return kernels.backward(d_output, d_state, q, k, v, log_decay.contiguous(), initial, documents, saved)
-
-
-@_backward.register_fake
-def _(
-    d_output: Tensor,
-    d_state: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    initial: Tensor | None,
-    documents: Tensor | None,
-    saved: Tensor,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    (batch, _, heads, value), key = v.shape, k.shape[-1]
-    d_initial = v.new_empty(batch, heads, key, value, dtype=torch.float32)
-    gradients = [x.new_empty(x.shape) for x in (q, k, v, log_decay)]
-    return gradients[0], gradients[1], gradients[2], gradients[3], d_initial
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    *tensors, ctx.backend = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, output[2])
-
-
-def _differentiate(
-    ctx: Any, d_output: Tensor | None, d_state: Tensor | None, d_saved: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    q, k, v, log_decay, initial, documents, saved = ctx.saved_tensors
-    d_output = torch.zeros_like(v) if d_output is None else d_output
-    *gradients, d_initial = _backward(d_output, d_state, q, k, v, log_decay, initial, documents, saved, ctx.backend)
-    return *gradients, None if initial is None else d_initial, None, None
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
-
-
 def _self_test(backend: Compiled, device: str) -> str:
     """Two documents over several chunks, one head of q and k for two of v, in the dtype that models run in."""
     documents = (torch.arange(200, device=device) >= 150).int()[None]
@@ -236,10 +162,29 @@ def _self_test(backend: Compiled, device: str) -> str:
     inputs = [q, k, sample(1, 200, 2, 64, device=device, seed=2).bfloat16()]
     inputs += [-0.3 * sample(1, 200, 2, device=device, seed=3).abs(), sample(1, 2, 128, 64, device=device, seed=4)]
     return compare(
-        lambda *x: _forward(*x, documents, backend)[:2],
+        lambda *x: kernels.scan(*x, documents, backend)[:2],
         lambda q, k, v, g, first: scalar_decay_scan_reference(q, k, v, g, initial_state=first, document_ids=documents),
         inputs,
     )
 
 
+def _split_self_test(backend: Compiled, device: str) -> str:
+    """Three parts of a row, the second within one document, the third with the start of another."""
+    documents = (torch.arange(600, device=device) >= 450).int()[None]
+    parts = documents.view(3, 200)
+    q, k = (sample(1, 600, 1, 128, device=device, seed=i).bfloat16() for i in range(2))
+    inputs = [q, k, sample(1, 600, 2, 64, device=device, seed=2).bfloat16()]
+    inputs.append(-0.03 * sample(1, 600, 2, device=device, seed=3).abs())
+
+    def kernel(*inputs: Tensor) -> Tensor:
+        q, k, v, g = (x.unflatten(1, (3, 200))[0] for x in inputs)
+        return kernels.split_scan(q, k, v, g, parts, RowsAsRanks().split(parts))[0].flatten(0, 1)[None]
+
+    def reference(*inputs: Tensor) -> Tensor:
+        return scalar_decay_scan_reference(*inputs, document_ids=documents).output
+
+    return compare(kernel, reference, inputs)
+
+
 backends.register("scalar_decay_scan", ("triton",), _self_test)
+backends.register("split_scalar_decay_scan", ("triton",), _split_self_test)

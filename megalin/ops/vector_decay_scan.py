@@ -13,17 +13,18 @@ Documents: as in decay_scan.py.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from megalin.ops import backend as backends
+from megalin.ops import vector_decay_kernels as kernels
 from megalin.ops.backend import Backend, Compiled
 from megalin.ops.chunks import chunk_documents, fold_states, split_chunks, sum_after, visible_decay
 from megalin.ops.decay_scan import ScanOutput
 from megalin.ops.operands import check_operands, check_scan
+from megalin.ops.scan_states import selected_state
 from megalin.ops.self_test import compare, sample
+from megalin.ops.split import RowsAsRanks, Split
 from megalin.ops.srmsnorm import KERNEL_DTYPES, compute_dtype
 
 SUB_BLOCK = 16
@@ -39,6 +40,7 @@ def vector_decay_scan(
     *,
     scale: float = 1.0,
     initial_state: Tensor | None = None,
+    split: Split | None = None,
     document_ids: Tensor | None = None,
     chunk_size: int = 64,
     backend: Backend = "auto",
@@ -51,6 +53,8 @@ def vector_decay_scan(
         log_decay: g [B, T, H, K], <= 0, at least fp32; -20 a token and below is safe.
         scale: factor on the output.
         initial_state: [B, H, K, V]; None for zeros.
+        split: that T are this rank's tokens of longer rows: what the ranks before leave behind is the initial state,
+            and no gradient goes through the state of the result; None where they are all.
         document_ids: [B, T] integers; None when each row is one document.
         chunk_size: C of the reference, rounded up to a multiple of 16 (kernels: 64); the result does not depend on it
             beyond rounding.
@@ -67,18 +71,35 @@ def vector_decay_scan(
     """
     decay = ("log_decay", log_decay, "BTHK")
     check_scan("vector_decay_scan", (q, "BTHK"), (k, "BTHK"), v, decay, initial_state, document_ids)
-    choice = backends.choose("vector_decay_scan", backend, v.device.type, _unsupported(q, k, v, log_decay))
+    unsupported = _unsupported(q, k, v, log_decay)
+    if split is not None:
+        assert initial_state is None, "a first state beside those of the ranks before"
+        if backends.choose("split_vector_decay_scan", backend, v.device.type, unsupported) != "reference":
+            tensors, documents, keep = _operands(q, k, v, log_decay, None, document_ids)
+            result = kernels.split_scan(*tensors, documents, split, scale, keep)
+            return ScanOutput(result[0].to(v.dtype), result[1])
+        added = selected_state(k, v, log_decay, document_ids=document_ids)
+        initial_state = split.fold(added, log_decay.sum(1))
+    choice = backends.choose("vector_decay_scan", backend, v.device.type, unsupported)
     if choice == "reference":
         options = {"initial_state": initial_state, "document_ids": document_ids}
         return vector_decay_scan_reference(q, k, v, log_decay, scale=scale, chunk_size=chunk_size, **options)
+    first = None if initial_state is None else initial_state.float().contiguous()
+    tensors, documents, keep = _operands(q, k, v, log_decay, first, document_ids)
+    output, state, *_ = kernels.scan(*tensors, first, documents, scale, keep, choice)
+    return ScanOutput(output.to(v.dtype), state)
+
+
+def _operands(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, first: Tensor | None, document_ids: Tensor | None
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor | None, bool]:
+    """What kernels take: q, k, v and g, documents, and whether a backward will follow."""
     # fp16 has no range for states and for sums of decays: such inputs are computed in fp32.
     wide = v.float() if v.dtype == torch.float16 else v
     documents = None if document_ids is None else document_ids.to(torch.int32).contiguous()
-    first = None if initial_state is None else initial_state.float().contiguous()
-    tensors = (_rows(q), _rows(k), _rows(wide), _rows(log_decay.float()))
+    tensors = (kernels.rows(q), kernels.rows(k), kernels.rows(wide), kernels.rows(log_decay.float()))
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, first) if x is not None)
-    result = _forward(*tensors, first, documents, scale, keep, choice)
-    return ScanOutput(result[0].to(v.dtype), result[1])
+    return tensors, documents, keep
 
 
 def vector_decay_scan_reference(
@@ -138,7 +159,7 @@ def vector_decay_step(
     if backends.choose("vector_decay_step", backend, v.device.type, unsupported) == "reference":
         return vector_decay_step_reference(q, k, v, log_decay, state, scale=scale)
     q, k, log_decay = (x.expand(*state.shape[:3]) for x in (q, k, log_decay))
-    return ScanOutput(*_step(q, k, v, log_decay, state.float().contiguous(), scale))
+    return ScanOutput(*kernels.step(q, k, v, log_decay, state.float().contiguous(), scale))
 
 
 def vector_decay_step_reference(
@@ -236,118 +257,6 @@ def _unsupported(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> str:
     return "an empty tensor" if v.numel() == 0 or q.numel() == 0 else ""
 
 
-def _rows(x: Tensor) -> Tensor:
-    """x with its last dimension contiguous."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-_Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-
-
-@torch.library.custom_op("megalin::vector_decay_scan", mutates_args=())
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    initial_state: Tensor | None,
-    document_ids: Tensor | None,
-    scale: float,
-    keep: bool,
-    backend: str,
-) -> _Outputs:
-    """Output, last state, and what the backward takes (csrc/triton/vector_decay_scan.py: Saved)."""
-    from megalin._triton import vector_decay_scan as kernels
-
-    output, state, saved = kernels.forward(q, k, v, log_decay, scale, initial_state, document_ids, keep)
-    return output, state, *saved
-
-
-@_forward.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    initial_state: Tensor | None,
-    document_ids: Tensor | None,
-    scale: float,
-    keep: bool,
-    backend: str,
-) -> _Outputs:
-    batch, length, heads, width = q.shape
-    chunks = -(-length // 64)
-    rows, fp32 = (batch, heads, chunks * 64), torch.float32
-    return (
-        v.new_empty(v.shape),
-        v.new_empty(batch, heads, width, v.shape[3], dtype=fp32),
-        v.new_empty(*rows, width),
-        v.new_empty(*rows, width),
-        v.new_empty(*rows, 64),
-        v.new_empty(batch, heads, chunks, width, dtype=fp32),
-        v.new_empty(batch, heads, chunks, dtype=torch.int32),
-        v.new_empty(batch, heads, chunks, width, v.shape[3]) if keep else v.new_empty(0),
-    )
-
-
-@torch.library.custom_op("megalin::vector_decay_scan_backward", mutates_args=())
-def _backward(
-    doutput: Tensor,
-    dstate: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    document_ids: Tensor | None,
-    saved: list[Tensor],
-    scale: float,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from megalin._triton import vector_decay_scan as kernels
-
-    dstate = None if dstate is None else dstate.contiguous()
-    return kernels.backward(_rows(doutput), dstate, q, k, v, log_decay, scale, document_ids, kernels.Saved(*saved))
-
-
-@_backward.register_fake
-def _(
-    doutput: Tensor,
-    dstate: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    document_ids: Tensor | None,
-    saved: list[Tensor],
-    scale: float,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    wide = q.new_empty(q.shape, dtype=torch.float32)
-    dinitial = wide.new_empty(q.shape[0], q.shape[2], q.shape[3], v.shape[3])
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), wide, dinitial
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: _Outputs) -> None:
-    q, k, v, log_decay, initial_state, document_ids, ctx.scale, _, ctx.backend = inputs
-    ctx.has_initial_state = initial_state is not None
-    ctx.save_for_backward(q, k, v, log_decay, document_ids, *output[2:])
-    # Their gradients would be zeros as large as the states.
-    ctx.mark_non_differentiable(*output[2:])
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx: Any, doutput: Tensor | None, dstate: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, log_decay, document_ids, *saved = ctx.saved_tensors
-    doutput = v.new_zeros(v.shape) if doutput is None else doutput
-    dq, dk, dv, dg, dinitial = _backward(
-        doutput, dstate, q, k, v, log_decay, document_ids, saved, ctx.scale, ctx.backend
-    )
-    return dq, dk, dv, dg, dinitial if ctx.has_initial_state else None, None, None, None, None
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
-
-
 def _self_test(backend: Compiled, device: str) -> str:
     """Three chunks: one of mild decays, one with the start of a document, and one of steep decays."""
     shape = (1, 150, 2, 20)
@@ -358,7 +267,7 @@ def _self_test(backend: Compiled, device: str) -> str:
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, g: Tensor, first: Tensor) -> ScanOutput:
         decay = -g.exp() * steepness
-        return ScanOutput(*_forward(q, k, v.bfloat16(), decay, first, documents, 0.5, True, backend)[:2])
+        return ScanOutput(*kernels.scan(q, k, v.bfloat16(), decay, first, documents, 0.5, True, backend)[:2])
 
     def reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, first: Tensor) -> ScanOutput:
         return vector_decay_scan_reference(
@@ -368,25 +277,32 @@ def _self_test(backend: Compiled, device: str) -> str:
     return compare(kernel, reference, [q, k, v, g, first])
 
 
+def _split_self_test(backend: Compiled, device: str) -> str:
+    """Three parts of a row, the second within one document, the third with the start of another."""
+    q, k, v, g = (sample(1, 300, 2, 20, device=device, seed=seed) for seed in range(4))
+    documents = (torch.arange(300, device=device) >= 230).to(torch.int32)[None]
+    parts = documents.view(3, 100)
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+        q, k, v, g = (x.view(3, 100, 2, 20) for x in (q, k, v.bfloat16(), -0.05 * g.exp()))
+        output, _ = kernels.split_scan(q, k, v, g, parts, RowsAsRanks().split(parts), 0.5, True)
+        return output.flatten(0, 1)[None]
+
+    def reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+        decay = -0.05 * g.exp()
+        return vector_decay_scan_reference(q, k, v, decay, scale=0.5, document_ids=documents, chunk_size=16).output
+
+    return compare(kernel, reference, [q, k, v, g])
+
+
 backends.register("vector_decay_scan", ("triton",), _self_test)
-
-
-@torch.library.custom_op("megalin::vector_decay_step", mutates_args=())
-def _step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    from megalin._triton import vector_decay_step as kernels
-
-    return kernels.step(q, k, v, log_decay, state, scale)
-
-
-@_step.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    return v.new_empty(v.shape), torch.empty_like(state)
+backends.register("split_vector_decay_scan", ("triton",), _split_self_test)
 
 
 def _step_self_test(backend: Compiled, device: str) -> str:
     q, k, v, g = (sample(2, 3, 20, device=device, seed=seed) for seed in range(4))
     inputs = (q, k, v, -g.exp(), sample(2, 3, 20, 20, device=device, seed=4))
-    truth, found = vector_decay_step_reference(*(x.double() for x in inputs), scale=0.5), _step(*inputs, 0.5)
+    truth, found = vector_decay_step_reference(*(x.double() for x in inputs), scale=0.5), kernels.step(*inputs, 0.5)
     error = max(((x - y).norm() / y.norm()).item() for x, y in zip(found, truth, strict=True))
     return "" if error <= 1e-5 else f"self-test: off by {error:.1e} (bound 1e-05)"
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megalin.ops.split import Borders, Split
 from megalin.parallel.collectives import (
     Axis,
     all_gather,
@@ -26,22 +27,13 @@ from megalin.parallel.collectives import (
     reduce_from_axis,
     reduce_scatter_to_axis,
 )
-from megalin.parallel.fold import fold_at_once, fold_in_turn
+from megalin.parallel.fold import Step, sum_at_once, sum_in_turn
 from megalin.parallel.tensor_parallel import TensorParallel
 
 ExchangeName = Literal["auto", "all_gather", "ring", "pipelined"]
 
 TOKENS = 1
 """The dimension of [B, T, ...] along which the sequence is split."""
-
-
-class Borders(NamedTuple):
-    """How the documents of a batch lie on the ranks."""
-
-    continues: Tensor
-    """[cp, cp, B] bool: rank r (first) starts in the document that an earlier rank j (second) ends with."""
-    through: Tensor
-    """[B] bool: this rank's tokens are of one document."""
 
 
 class Row(NamedTuple):
@@ -119,25 +111,28 @@ class ContextParallel:
         same = ends[:, None, 0] == ends[None, :, 1]  # [cp, cp, B]
         return Borders(same & earlier[..., None], ends[self.axis.rank, 0] == ends[self.axis.rank, 1])
 
+    def split(self, borders: Borders | None) -> Split | None:
+        """What a scan takes of a row of which this rank holds a part; None where it holds all (`borders`)."""
+        return None if borders is None else Split(self, borders)
+
     def fold(self, state: Tensor, log_decay: Tensor, borders: Borders) -> Tensor:
-        """The state that enters this rank's tokens, of the document of the first of them.
+        """The state that enters this rank's tokens [B, H, K, V], of the document of the first of them, with gradients;
+        arguments as `Split.fold` has them."""
+        return Split(self, borders).fold(state, log_decay)
 
-        One exchange forward and one backward, in the dtype of the state; `log_decay` may have a gradient.
+    def entering(self, state: Tensor, log_decay: Tensor, borders: Borders) -> Tensor:
+        """As `ops.split.Ranks` has it: S -> S_in, one exchange."""
+        return self._received(state, log_decay, borders, step=1)
 
-        Args:
-            state: S_r [B, H, K, V], what this rank's tokens leave behind, in at least fp32.
-            log_decay: T_r, the sum of the log decays over all this rank's tokens, <= 0: [B, H, K or 1], or
-                [H, K or 1] where it is equal on every rank, and then never sent.
-            borders: as `borders` returns them.
+    def leaving_gradient(self, gradient: Tensor, log_decay: Tensor, borders: Borders) -> Tensor:
+        """As `ops.split.Ranks` has it: dS_in -> dS, one exchange."""
+        return self._received(gradient, log_decay, borders, step=-1)
 
-        Returns:
-            S_in [B, H, K, V]; zero on the first rank and where a document starts.
-        """
-        log_decay = log_decay.to(state.dtype)
+    def _received(self, x: Tensor, log_decay: Tensor, borders: Borders, *, step: Step) -> Tensor:
         if self.exchange == "all_gather":
-            return fold_at_once(state, log_decay, *borders, axis=self.axis)
+            return sum_at_once(x, log_decay, borders, axis=self.axis, step=step)
         num_blocks = 1 if self.exchange == "ring" else self.size
-        return fold_in_turn(state, log_decay, *borders, axis=self.axis, num_blocks=num_blocks)
+        return sum_in_turn(x, log_decay, borders, axis=self.axis, step=step, num_blocks=num_blocks)
 
     def halo(self, x: Tensor, borders: Borders, document_ids: Tensor | None, *, width: int) -> Tensor:
         """The `width` inputs before this rank's tokens, zero where they are of another document than the first token,

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megalin.model.config import EncoderConfig
+from megalin.ops.split import Borders
 from megalin.parallel.collectives import Axis
-from megalin.parallel.context import Borders, ContextParallel, ExchangeName
+from megalin.parallel.context import ContextParallel, ExchangeName
 from megalin.parallel.linear import ColumnParallelLinear
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.pipeline import PipelineParallel
@@ -77,9 +78,9 @@ class Probe(ContextParallel):
         super().__init__(axis, exchange=exchange)
         self.made: set[Exchange] = set()
 
-    def fold(self, state: Tensor, log_decay: Tensor, borders: Borders) -> Tensor:
+    def entering(self, state: Tensor, log_decay: Tensor, borders: Borders) -> Tensor:
         self.made |= {"fold", "decay"} if log_decay.any() else {"fold"}
-        return super().fold(state, log_decay, borders)
+        return super().entering(state, log_decay, borders)
 
     def halo(self, x: Tensor, borders: Borders, document_ids: Tensor | None, *, width: int) -> Tensor:
         self.made.add("halo")
@@ -101,22 +102,29 @@ class Probe(ContextParallel):
 class _DroppedDecay(ContextParallel):
     """A state passes through a rank's tokens as if they forgot nothing."""
 
-    def fold(self, state: Tensor, log_decay: Tensor, borders: Borders) -> Tensor:
-        return super().fold(state, torch.zeros_like(log_decay), borders)
+    def entering(self, state: Tensor, log_decay: Tensor, borders: Borders) -> Tensor:
+        return super().entering(state, torch.zeros_like(log_decay), borders)
+
+    def leaving_gradient(self, gradient: Tensor, log_decay: Tensor, borders: Borders) -> Tensor:
+        return super().leaving_gradient(gradient, torch.zeros_like(log_decay), borders)
 
 
 class _WrongNeighbour(ContextParallel):
     """A rank takes its own tokens' state for that of the rank before."""
 
-    def fold(self, state: Tensor, log_decay: Tensor, borders: Borders) -> Tensor:
-        return super().fold(state, log_decay, borders._replace(continues=borders.continues.roll(1, dims=1)))
+    def entering(self, state: Tensor, log_decay: Tensor, borders: Borders) -> Tensor:
+        return super().entering(state, log_decay, borders._replace(continues=borders.continues.roll(1, dims=1)))
+
+    def leaving_gradient(self, gradient: Tensor, log_decay: Tensor, borders: Borders) -> Tensor:
+        borders = borders._replace(continues=borders.continues.roll(1, dims=1))
+        return super().leaving_gradient(gradient, log_decay, borders)
 
 
 class _MissingAdjoint(ContextParallel):
     """The state that enters gives no gradient to the ranks it came from."""
 
-    def fold(self, state: Tensor, log_decay: Tensor, borders: Borders) -> Tensor:
-        return super().fold(state.detach(), log_decay.detach(), borders)
+    def leaving_gradient(self, gradient: Tensor, log_decay: Tensor, borders: Borders) -> Tensor:
+        return torch.zeros_like(super().leaving_gradient(gradient, log_decay, borders))
 
 
 class _MissingHalo(ContextParallel):

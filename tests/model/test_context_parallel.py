@@ -75,14 +75,14 @@ def gathered(numbers: int) -> int:
 
 
 STATES = {
-    "transnormer": (gathered(NUM_HEADS * HEAD * HEAD), gathered(NUM_HEADS * HEAD * HEAD)),
-    "hgrn2": (gathered(NUM_HEADS * HEAD * (HEAD + 1)), gathered(NUM_HEADS * HEAD * HEAD)),
-    "rodimus": (gathered(RODIMUS["state_size"] * (INNER + 1)), gathered(RODIMUS["state_size"] * INNER)),
-    "rodimus_plus": (gathered(RODIMUS["state_size"] * (INNER + 1)), gathered(RODIMUS["state_size"] * INNER)),
-    "mamba2": (gathered(INNER // 8 * STATE * 9), gathered(INNER // 8 * STATE * 8)),
-    "cosformer2": (gathered(NUM_HEADS * 2 * HEAD * HEAD), gathered(NUM_HEADS * 2 * HEAD * HEAD)),
+    "transnormer": gathered(NUM_HEADS * HEAD * HEAD),
+    "hgrn2": gathered(NUM_HEADS * HEAD * (HEAD + 1)),
+    "rodimus": gathered(RODIMUS["state_size"] * (INNER + 1)),
+    "rodimus_plus": gathered(RODIMUS["state_size"] * (INNER + 1)),
+    "mamba2": gathered(INNER // 8 * STATE * 9),
+    "cosformer2": gathered(NUM_HEADS * 2 * HEAD * HEAD),
 }
-"""Bytes of a layer's exchange of states, forward (with the total decay where the input selects it) and backward."""
+"""Bytes of a layer's exchange of states, each way, with the total decay where the input selects it."""
 HALOS = {
     "rodimus": [gathered(3 * INNER)],
     "rodimus_plus": [gathered(3 * INNER), gathered((SHARED_KEY["window"] - 1) * (HEAD + HIDDEN_SIZE + 1))],
@@ -129,12 +129,12 @@ def _calls(
 def test_a_layer_sends_its_state_and_halo_whatever_the_length():
     lengths = (24, 96)
     for calls in run_ranks(CP, _calls, tuple(STATES), lengths):
-        for name, (forward, backward) in STATES.items():
+        for name, states in STATES.items():
             num_layers = MODELS[name].num_layers
             expected: Counter[Call] = Counter()
             expected[Call("forward", "all_gather_into_tensor", DOCUMENTS)] += 1
-            expected[Call("forward", "all_gather_into_tensor", forward)] += num_layers
-            expected[Call("backward", "all_gather_into_tensor", backward)] += num_layers
+            for direction in ("forward", "backward"):
+                expected[Call(direction, "all_gather_into_tensor", states)] += num_layers
             for halo in HALOS.get(name, []):
                 expected[Call("forward", "all_gather_into_tensor", halo)] += num_layers
                 expected[Call("backward", "reduce_scatter_tensor", halo)] += num_layers
@@ -162,7 +162,7 @@ def test_states_that_go_in_turn_are_sent_once_a_border_and_no_decay_is(exchange,
                 }
                 for rank in by_rank
             ]
-            state, num_layers = STATES["transnormer"][1] // CP, MODELS[name].num_layers
+            state, num_layers = STATES["transnormer"] // CP, MODELS[name].num_layers
             batons = 4 * CP * num_turns * num_layers  # a number for each rank and turn
             sent = sum(size * count for rank in calls for size, count in rank.items())
             assert sent == (CP - 1) * num_layers * state + batons

@@ -5,6 +5,7 @@ import torch
 
 from megalin.errors import KernelError
 from megalin.ops import decay_scan as ops
+from megalin.ops import decay_scan_kernels as launches
 from megalin.ops.decay_scan import decay_scan, decay_scan_reference, decay_step, decay_step_reference
 from tests.numerics import outputs_and_gradients
 from tests.ops.kernels import assert_as_good_as_the_reference
@@ -171,8 +172,8 @@ def test_the_op_compiles_inside_a_block():
 def test_the_op_tells_its_shapes():
     q, k, v, state = make_inputs(150, key=16, value=24).values()
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(ops._forward, (q, k, v, None, state, None, "triton"), test_utils=tests)
-    o, last, states = ops._forward(q, k, v, None, state, None, "triton")
+    torch.library.opcheck(launches.scan, (q, k, v, None, state, None, "triton"), test_utils=tests)
+    o, last, states = launches.scan(q, k, v, None, state, None, "triton")
     arguments = (o, last, q, k, v, None, state, None, states, "triton")
-    torch.library.opcheck(ops._backward, arguments, test_utils=tests)
-    torch.library.opcheck(ops._step, (q[:, 0], k[:, 0], v[:, 0], None, state, "triton"), test_utils=tests)
+    torch.library.opcheck(launches._backward, arguments, test_utils=tests)
+    torch.library.opcheck(launches.step, (q[:, 0], k[:, 0], v[:, 0], None, state, "triton"), test_utils=tests)

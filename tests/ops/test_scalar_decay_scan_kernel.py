@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megalin.errors import KernelError
+from megalin.ops import scalar_decay_kernels as launches
 from megalin.ops import scalar_decay_scan as ops
 from megalin.ops.scalar_decay_scan import scalar_decay_scan, scalar_decay_scan_reference
 from tests.numerics import outputs_and_gradients
@@ -65,7 +66,7 @@ def test_packed_documents(boundaries):
 
 def test_blocks_hand_on_their_states():
     inputs = make_inputs(520, key=16, value=16, strength=0.01)
-    assert ops._forward(*inputs.values(), None, "triton")[2].shape[2] > 1
+    assert launches.scan(*inputs.values(), None, "triton")[2].shape[2] > 1
     compare(inputs, documents_of(((100,),), 520))
 
 
@@ -126,7 +127,7 @@ def test_the_op_compiles_inside_a_block_and_tells_its_shapes():
         assert torch.equal(found, expected[name]), name
     arguments = (*inputs.values(), None, "triton")
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(ops._forward, arguments, test_utils=tests)
-    *outputs, saved = ops._forward(*arguments)
+    torch.library.opcheck(launches.scan, arguments, test_utils=tests)
+    *outputs, saved = launches.scan(*arguments)
     arguments = (*outputs, *arguments[:-1], saved, "triton")
-    torch.library.opcheck(ops._backward, arguments, test_utils=tests)
+    torch.library.opcheck(launches._backward, arguments, test_utils=tests)

@@ -15,7 +15,8 @@ from megalin import layers
 from megalin.config import Config, NestedConfigError, problems, suggest
 from megalin.layers.norms import NormKind
 from megalin.ops.documents import Documents
-from megalin.parallel.context import Borders, ContextParallel, Row
+from megalin.ops.split import Borders
+from megalin.parallel.context import ContextParallel, Row
 from megalin.parallel.data_parallel import largest_magnitudes
 from megalin.parallel.tensor_parallel import TensorParallel
 

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megalin.errors import ConfigError
-from megalin.layers.entering import entering_state
 from megalin.layers.mixers.base import (
     BuildScope,
     FullPrecision,
@@ -104,7 +103,8 @@ class HGRN2(Mixer):
             v,
             log_decay,
             scale=self.scale,
-            initial_state=state[0] if state else entering_state(k, v, log_decay, context, self.cp),
+            initial_state=state[0] if state else None,
+            split=self.cp.split(context.borders),
             document_ids=context.document_ids,
             chunk_size=self.config.chunk_size,
         )

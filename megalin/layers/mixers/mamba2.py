@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megalin.errors import ConfigError
-from megalin.layers.entering import entering_inputs, entering_state
+from megalin.layers.entering import entering_inputs
 from megalin.layers.mixers.base import (
     BuildScope,
     FullPrecision,
@@ -119,7 +119,8 @@ class Mamba2(Mixer):
             k,
             v,
             log_decay,
-            initial_state=state[2] if state else entering_state(k, v, log_decay[..., None], context, self.cp),
+            initial_state=state[2] if state else None,
+            split=self.cp.split(context.borders),
             document_ids=context.document_ids,
             chunk_size=self.config.chunk_size,
         )

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from megalin.layers.entering import entering_inputs, entering_state
+from megalin.layers.entering import entering_inputs
 from megalin.layers.mixers.base import (
     BuildScope,
     FullPrecision,
@@ -123,7 +123,8 @@ class Rodimus(Mixer):
             v,
             log_decay,
             scale=self.config.scale,
-            initial_state=state[1] if state else entering_state(k, v, log_decay, context, self.cp),
+            initial_state=state[1] if state else None,
+            split=self.cp.split(context.borders),
             document_ids=context.document_ids,
             chunk_size=self.config.chunk_size,
         )

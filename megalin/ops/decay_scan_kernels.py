@@ -1,0 +1,185 @@
+"""Launches of the fixed-decay scan as ops of torch: the scan, its halves around an exchange of states, and its step.
+
+The first half, forward and backward, needs nothing of other ranks (docs/adr/0016).
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalin.ops import decay_scan_cuda, scan_states
+from megalin.ops.split import Borders, Ranks, Split
+
+
+def _kernels(backend: str) -> ModuleType:
+    if backend == "cuda":
+        return decay_scan_cuda
+    from megalin._triton import decay_scan
+
+    return decay_scan
+
+
+@torch.library.custom_op("megalin::decay_scan", mutates_args=())
+def scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    initial: Tensor | None,
+    documents: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-> output, last state, and the states entering the blocks that the sequence is cut into (empty for one)."""
+    return _kernels(backend).forward(
+        q, k, v, slopes, *(None if x is None else x.contiguous() for x in (initial, documents))
+    )
+
+
+@scan.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    initial: Tensor | None,
+    documents: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    (batch, length, heads, key), value = k.shape, v.shape[-1]
+    state = k.new_empty(batch, heads, key, value, dtype=torch.float32)
+    return v.new_empty(v.shape), state, state.new_empty(_kernels(backend).saved_shape(batch, length, heads, key, value))
+
+
+@torch.library.custom_op("megalin::decay_scan_backward", mutates_args=())
+def _backward(
+    d_output: Tensor,
+    d_state: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    initial: Tensor | None,
+    documents: Tensor | None,
+    states: Tensor,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    initial, documents, d_state = (None if x is None else x.contiguous() for x in (initial, documents, d_state))
+    return _kernels(backend).backward(d_output, d_state, q, k, v, slopes, initial, documents, states)
+
+
+@_backward.register_fake
+def _(
+    d_output: Tensor,
+    d_state: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    initial: Tensor | None,
+    documents: Tensor | None,
+    states: Tensor,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (batch, _, heads, key), value = k.shape, v.shape[-1]
+    d_initial = k.new_empty(batch, heads, key, value, dtype=torch.float32)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), d_initial
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    *tensors, ctx.backend = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, output[2])
+
+
+def _differentiate(
+    ctx: Any, d_output: Tensor | None, d_state: Tensor | None, _: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    q, k, v, slopes, initial, documents, states = ctx.saved_tensors
+    d_output = torch.zeros_like(v) if d_output is None else d_output
+    dq, dk, dv, d_initial = _backward(d_output, d_state, q, k, v, slopes, initial, documents, states, ctx.backend)
+    return dq, dk, dv, None, None if initial is None else d_initial, None, None
+
+
+scan.register_autograd(_differentiate, setup_context=_save)
+
+
+@torch.library.custom_op("megalin::decay_scan_entering_gradient", mutates_args=())
+def _entering_gradient(d_output: Tensor, q: Tensor, slopes: Tensor | None, documents: Tensor | None) -> Tensor:
+    """The gradient [B, H, K, V] fp32 of the state that enters, by the output alone."""
+    from megalin._triton import decay_state as kernels
+
+    return kernels.state(q, d_output, slopes, None if documents is None else documents.contiguous(), reverse=True)
+
+
+@_entering_gradient.register_fake
+def _(d_output: Tensor, q: Tensor, slopes: Tensor | None, documents: Tensor | None) -> Tensor:
+    return q.new_empty(q.shape[0], *q.shape[2:], d_output.shape[3], dtype=torch.float32)
+
+
+def total_decay(k: Tensor, slopes: Tensor | None) -> Tensor:
+    """The log decay through the tokens of k [B, T, H, K]: [H, 1]."""
+    if slopes is None:
+        return k.new_zeros(k.shape[2], 1, dtype=torch.float32)
+    return -k.shape[1] * slopes[:, None]
+
+
+def split_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    document_ids: Tensor | None,
+    split: Split,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """Output and last state of `scan` on this rank's part of each row; no gradient goes through the last state."""
+    output, state = _SplitScan.apply(q, k, v, slopes, document_ids, *split.borders, split.ranks, backend)
+    return output, state
+
+
+class _SplitScan(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slopes: Tensor | None,
+        document_ids: Tensor | None,
+        continues: Tensor,
+        through: Tensor,
+        ranks: Ranks,
+        backend: str,
+    ) -> tuple[Tensor, Tensor]:
+        added = scan_states.state(k, v, slopes, document_ids)
+        entering = ranks.entering(added, total_decay(k, slopes), Borders(continues, through))
+        output, state, states = scan(q, k, v, slopes, entering, document_ids, backend)
+        ctx.ranks, ctx.backend = ranks, backend
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, slopes, document_ids, continues, through, entering, states)
+        ctx.mark_non_differentiable(state)
+        return output, state
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, slopes, document_ids, continues, through, entering, states = ctx.saved_tensors
+        gradient = _entering_gradient(grads[0], q, slopes, document_ids)
+        leaving = ctx.ranks.leaving_gradient(gradient, total_decay(k, slopes), Borders(continues, through))
+        inputs = (grads[0], leaving, q, k, v, slopes, entering, document_ids, states, ctx.backend)
+        return *_backward(*inputs)[:3], *(None,) * 6
+
+
+@torch.library.custom_op("megalin::decay_step", mutates_args=())
+def step(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, state: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+    from megalin._triton import decay_step as kernels
+
+    return kernels.step(*(x.contiguous() for x in (q, k, v)), slopes, state.contiguous())
+
+
+@step.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, state: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+    return v.new_empty(v.shape), state.new_empty(state.shape)
