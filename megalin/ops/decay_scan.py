@@ -271,12 +271,12 @@ def _self_test_step(backend: Compiled, device: str) -> str:
 def _split_self_test(backend: Compiled, device: str) -> str:
     """Three parts of a row, the second within one document, the third with the start of another."""
     slopes = torch.tensor([0.0, 0.005], device=device)
-    documents = (torch.arange(600, device=device) >= 450).int()[None]
-    parts = documents.view(3, 200)
-    inputs = [sample(1, 600, 2, width, device=device, seed=i).bfloat16() for i, width in enumerate((128, 128, 64))]
+    documents = (torch.arange(300, device=device) >= 230).int()[None]
+    parts = documents.view(3, 100)
+    inputs = [sample(1, 300, 2, width, device=device, seed=i).bfloat16() for i, width in enumerate((128, 128, 64))]
 
     def kernel(*inputs: Tensor) -> Tensor:
-        q, k, v = (x.unflatten(1, (3, 200))[0] for x in inputs)
+        q, k, v = (x.unflatten(1, (3, 100))[0] for x in inputs)
         return kernels.split_scan(q, k, v, slopes, parts, RowsAsRanks().split(parts), backend)[0].flatten(0, 1)[None]
 
     def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

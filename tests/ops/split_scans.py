@@ -12,7 +12,7 @@ from megalin.ops.decay_scan import decay_scan, decay_scan_reference
 from megalin.ops.scalar_decay_scan import scalar_decay_scan, scalar_decay_scan_reference
 from megalin.ops.split import RowsAsRanks
 from megalin.ops.vector_decay_scan import vector_decay_scan, vector_decay_scan_reference
-from tests.numerics import Tensors, outputs_and_gradients
+from tests.numerics import outputs_and_gradients
 from tests.ops.kernels import assert_as_good_as_the_reference
 
 HEADS = 2
@@ -70,8 +70,8 @@ def documents_of(case: Case, starts: tuple[float, ...]) -> Tensor:
 def compare(
     name: str, case: Case, starts: tuple[float, ...] | None = None, *, device: str = "cpu", backend: str = "triton"
 ) -> None:
-    """The split scan is as good as the reference on the whole row, in the output and all gradients, and gives the same
-    bits again."""
+    """The split scan is as good as the reference on the whole row, in the output and all gradients; on a device it
+    gives the same bits again."""
     op, keys = OPS[name], 1 if case.shared_keys else HEADS
     tokens = case.ranks * case.length
     widths = {"q": (keys, case.key), "k": (keys, case.key), "v": (HEADS, case.value)}
@@ -94,10 +94,6 @@ def compare(
         return [op.reference(**x, **options, document_ids=documents).output]
 
     assert_as_good_as_the_reference(kernel, reference, inputs)
-    first, second = (outputs_and_gradients(kernel, inputs) for _ in range(2))
-    assert_equal(first, second)
-
-
-def assert_equal(first: Tensors, second: Tensors) -> None:
-    """The same bits."""
-    assert not [name for name in first if not torch.equal(first[name], second[name])]
+    if device != "cpu":
+        first, second = (outputs_and_gradients(kernel, inputs) for _ in range(2))
+        assert not [kind for kind in first if not torch.equal(first[kind], second[kind])], "other bits"
