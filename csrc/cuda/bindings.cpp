@@ -15,8 +15,10 @@
 
 extern "C" {
 int megalin_decay_scan(const megalin::ScanShape* shape, const megalin::Scan* scans, int count, cudaStream_t stream);
-int megalin_decay_scan_states(const megalin::ScanShape* shape, const megalin::Operand* k, const megalin::Operand* v,
-                              const float* boundary, float* added, float* states, int parts, cudaStream_t stream);
+int megalin_decay_scan_parts(const megalin::ScanShape* shape, const megalin::Operand* k, const megalin::Operand* v,
+                             float* added, int parts, bool last, cudaStream_t stream);
+int megalin_decay_scan_fold(const megalin::ScanShape* shape, const float* added, const float* boundary, float* states,
+                            int parts, bool whole, cudaStream_t stream);
 int megalin_srmsnorm_forward(const void* x, void* y, float* scales, int64_t rows, int width, float eps, int dtype,
                              cudaStream_t stream);
 int megalin_srmsnorm_backward(const void* dy, const void* x, const float* scales, void* dx, int64_t rows, int width,
@@ -102,11 +104,17 @@ PYBIND11_MODULE(_C, module) {
     const auto wanted = shape_from(shape);
     check("decay_scan", megalin_decay_scan(&wanted, scans.data(), int(scans.size()), stream_at(stream)));
   });
-  module.def("decay_scan_states", [](const ShapeTuple& shape, const OperandTuple& k, const OperandTuple& v,
-                                     Address boundary, Address added, Address states, int parts, Address stream) {
+  module.def("decay_scan_parts", [](const ShapeTuple& shape, const OperandTuple& k, const OperandTuple& v,
+                                    Address added, int parts, bool last, Address stream) {
     const auto wanted = shape_from(shape);
     const auto keys = operand_from(k), values = operand_from(v);
-    check("decay_scan_states", megalin_decay_scan_states(&wanted, &keys, &values, at<float>(boundary), at<float>(added),
-                                                         at<float>(states), parts, stream_at(stream)));
+    check("decay_scan_parts",
+          megalin_decay_scan_parts(&wanted, &keys, &values, at<float>(added), parts, last, stream_at(stream)));
+  });
+  module.def("decay_scan_fold", [](const ShapeTuple& shape, Address added, Address boundary, Address states, int parts,
+                                   bool whole, Address stream) {
+    const auto wanted = shape_from(shape);
+    check("decay_scan_fold", megalin_decay_scan_fold(&wanted, at<float>(added), at<float>(boundary), at<float>(states),
+                                                     parts, whole, stream_at(stream)));
   });
 }

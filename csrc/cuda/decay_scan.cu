@@ -82,18 +82,24 @@ extern "C" int megalin_decay_scan(const megalin::ScanShape* shape, const megalin
   return megalin::start<true>(*shape, both, 0, shape->blocks, stream);
 }
 
-// The states [B H, slots, key, value] that enter blocks, from k, v and `boundary` [B H, key, value] or null, through
-// `added` [B H, blocks parts, key, value]: what each of `parts` parts of a block adds. Returns a cudaError_t.
-extern "C" int megalin_decay_scan_states(const megalin::ScanShape* shape, const megalin::Operand* k,
-                                         const megalin::Operand* v, const float* boundary, float* added, float* states,
-                                         int parts, cudaStream_t stream) {
+// `added` [B H, blocks parts, key, value]: what each of `parts` parts of a block adds to the state, but for the last block
+// in the direction unless `last`. Returns a cudaError_t.
+extern "C" int megalin_decay_scan_parts(const megalin::ScanShape* shape, const megalin::Operand* k,
+                                        const megalin::Operand* v, float* added, int parts, bool last,
+                                        cudaStream_t stream) {
   megalin::ScanShape cut = *shape;
   cut.blocks *= parts, cut.block_tokens /= parts;
   megalin::Scans scans{{{{}, *k, *v, nullptr, nullptr, added, false}}, 1, {}};
-  const int skipped = shape->reverse ? parts : 0;
-  if (const auto code = megalin::start<false>(cut, scans, skipped, cut.blocks - parts, stream)) return code;
+  const int skipped = last || !shape->reverse ? 0 : parts;
+  return megalin::start<false>(cut, scans, skipped, last ? cut.blocks : cut.blocks - parts, stream);
+}
+
+// The states [B H, slots, key, value] that enter blocks, from what their parts add and `boundary` [B H, key, value] or
+// null; where `whole`, the state [B H, key, value] after all of them. Returns a cudaError_t.
+extern "C" int megalin_decay_scan_fold(const megalin::ScanShape* shape, const float* added, const float* boundary,
+                                       float* states, int parts, bool whole, cudaStream_t stream) {
   const unsigned tiles = (shape->key * shape->value + 1023) / 1024;
   megalin::fold_states<<<unsigned(shape->batch) * shape->heads * tiles, 256, 0, stream>>>(*shape, added, boundary,
-                                                                                          states, parts);
+                                                                                          states, parts, whole);
   return cudaGetLastError();
 }

@@ -429,10 +429,11 @@ __global__ void __launch_bounds__(2 * VALUE, OUTPUT || KEY > 128 ? 1 : 2)
 }
 
 // What each of `parts` parts of a block adds [B H, blocks parts, size] -> states [B H, slots, size] that enter the
-// blocks; `boundary` [B H, size] enters the first, or the last of a scan from the end.
+// blocks, or where `whole` the state [B H, size] after them all; `boundary` [B H, size] enters the first, or the last of
+// a scan from the end.
 __global__ void __launch_bounds__(256)
     fold_states(const __grid_constant__ ScanShape shape, const float* added, const float* boundary, float* states,
-                int parts) {
+                int parts, bool whole) {
   const int size = shape.key * shape.value, tiles = (size + 1023) / 1024;
   const int row = blockIdx.x / tiles, element = blockIdx.x % tiles * 1024 + threadIdx.x * 4;
   if (element >= size) return;
@@ -440,13 +441,15 @@ __global__ void __launch_bounds__(256)
   const float slope = slope_of(shape, row % shape.heads);
   const int* documents = documents_of(shape, row / shape.heads);
   added += int64_t(row) * total * size + element;
-  states += int64_t(row) * shape.slots * size + element;
+  states += int64_t(row) * (whole ? 1 : shape.slots) * size + element;
   float4 state = {};
   if (boundary) state = *reinterpret_cast<const float4*>(boundary + int64_t(row) * size + element);
   for (int i = 0; i < total; ++i) {
     const int part = shape.reverse ? total - 1 - i : i;
-    if (i % parts == 0) *reinterpret_cast<float4*>(states + int64_t(part / parts) * size) = state;
-    if (i >= total - parts) break;
+    if (!whole) {
+      if (i % parts == 0) *reinterpret_cast<float4*>(states + int64_t(part / parts) * size) = state;
+      if (i >= total - parts) break;
+    }
     const float4 more = *reinterpret_cast<const float4*>(added + int64_t(part) * size);
     const int start = min(part * part_tokens, shape.length), end = min(start + part_tokens, shape.length);
     float through = power_of_two(-slope * (end - start));
@@ -454,6 +457,7 @@ __global__ void __launch_bounds__(256)
     state.x = state.x * through + more.x, state.y = state.y * through + more.y;
     state.z = state.z * through + more.z, state.w = state.w * through + more.w;
   }
+  if (whole) *reinterpret_cast<float4*>(states) = state;
 }
 
 }  // namespace megalin

@@ -1,8 +1,6 @@
 """The state that tokens leave behind under a fixed decay: the parts of a scan that form states, by themselves.
 
 S = sum_t w_t k_t v_t^T,    w_t = exp(-s (T - 1 - t));    dk_t = w_t dS v_t,    dv_t = w_t dS^T k_t
-
-A row is cut into parts that form their states side by side (block_state_kernel), folded by total_kernel.
 """
 
 from __future__ import annotations
@@ -12,7 +10,8 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
-from megalin._triton.decay_scan import PROGRAMS, block_state_kernel, numbers, state_tiles
+from megalin._triton.decay_scan import PROGRAMS, numbers, state_tiles
+from megalin._triton.decay_sweep import block_state_kernel, fold_kernel
 from megalin._triton.tiles import aligned, tiled
 
 
@@ -56,40 +55,8 @@ def gradient_kernel(
     dk_tiles.store([batch, head, start, 0], dk.reshape([1, 1, C, BLOCK_KEY]))
 
 
-@triton.jit(do_not_specialize=["length", "parts", "part_tokens"])
-def total_kernel(
-    added_ptr, total_ptr, slopes_ptr, documents_ptr, length, heads, parts, part_tokens,
-    SIZE: tl.constexpr, DECAY: tl.constexpr, DOCUMENTS: tl.constexpr, REVERSE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """What all parts together add to the state [B H, SIZE], from what each does [B H, parts, SIZE]."""
-    tiles = tl.cdiv(SIZE, BLOCK)
-    row, column = tl.program_id(0) // tiles, tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
-    batch, head, row = row // heads, row % heads, row.to(tl.int64)
-    slope = tl.load(slopes_ptr + head).to(tl.float32) * 1.4426950408889634 if DECAY else 0.0
-    if DOCUMENTS:
-        documents_ptr += batch.to(tl.int64) * length
-    state = tl.zeros([BLOCK], tl.float32)
-    for i in range(0, parts):
-        part = parts - 1 - i if REVERSE else i
-        first = tl.minimum(part * part_tokens, length)
-        end = tl.minimum(first + part_tokens, length)
-        through = 1.0
-        if DECAY:
-            through = tl.exp2(-slope * (end - first).to(tl.float32))
-        if DOCUMENTS:
-            before = tl.load(documents_ptr + tl.maximum(first - 1, 0))
-            through = tl.where(before == tl.load(documents_ptr + end - 1), through, 0.0)
-        added = tl.load(added_ptr + (row * parts + part) * SIZE + column, mask=column < SIZE, other=0.0)
-        state = state * through + added
-    tl.store(total_ptr + row * SIZE + column, state, mask=column < SIZE)
-
-
-def state(k: Tensor, v: Tensor, slopes: Tensor | None, documents: Tensor | None, *, reverse: bool = False) -> Tensor:
-    """k [B, T, H, K], v [B, T, H, V], slopes [H] fp32, documents [B, T] -> [B, H, K, V] fp32.
-
-    `reverse`: sum_t exp(-s (t + 1)) k_t v_t^T over the first token's document: of q and the gradient of a scan's
-    output, the gradient of the state that enters.
-    """
+def state(k: Tensor, v: Tensor, slopes: Tensor | None, documents: Tensor | None) -> Tensor:
+    """k [B, T, H, K], v [B, T, H, V], slopes [H] fp32, documents [B, T] -> [B, H, K, V] fp32."""
     k, v = aligned(k), aligned(v)
     (batch, length, heads, key), value = k.shape, v.shape[3]
     rows, tiles = batch * heads, state_tiles(key, value, v.dtype)
@@ -97,7 +64,7 @@ def state(k: Tensor, v: Tensor, slopes: Tensor | None, documents: Tensor | None,
     parts = min(32, triton.cdiv(PROGRAMS, rows * columns), triton.cdiv(length, tiles.chunk))
     part_tokens = triton.cdiv(triton.cdiv(length, parts), tiles.chunk) * tiles.chunk
     added = k.new_empty(batch, heads, parts, key, value, dtype=torch.float32)
-    switches = {"DECAY": slopes is not None, "DOCUMENTS": documents is not None, "REVERSE": reverse}
+    switches = {"DECAY": slopes is not None, "DOCUMENTS": documents is not None, "REVERSE": False}
     width = max(16, triton.next_power_of_2(key))
     block_state_kernel[rows * columns, parts](
         tiled(k, tiles.chunk, width), tiled(v, tiles.chunk, tiles.value), slopes, documents, added, length, heads,
@@ -106,10 +73,10 @@ def state(k: Tensor, v: Tensor, slopes: Tensor | None, documents: Tensor | None,
     )  # fmt: skip
     if parts == 1:
         return added[:, :, 0]
-    total = k.new_empty(batch, heads, key, value, dtype=torch.float32)
-    total_kernel[rows * triton.cdiv(key * value, 1024),](
-        added, total, slopes, documents, length, heads, parts, part_tokens, SIZE=key * value, **switches, BLOCK=1024,
-        num_warps=4,
+    total = torch.empty_like(added[:, :, 0])
+    fold_kernel[rows * triton.cdiv(key * value, 1024),](
+        added, total, None, slopes, documents, length, heads, 1, 1, part_tokens, SIZE=key * value, **switches,
+        BOUNDARY=False, WHOLE=True, PARTS=parts, BLOCK=1024, num_warps=4,
     )  # fmt: skip
     return total
 

@@ -74,16 +74,15 @@ def decay_scan(
     decay = ("slopes", slopes, "H")
     check_scan("decay_scan", (q, "BTHK"), (k, "BTHK"), v, decay, initial_state, document_ids)
     limits: dict[Compiled, str] = {"cuda": decay_scan_cuda.unsupported(q, k, v)}
-    device, limit = v.device.type, unsupported(q, k, v)
-    choice = backends.choose("decay_scan", backend, device, limit, limits)
-    halves = False
+    limit = unsupported(q, k, v)
     if split is not None:
         assert initial_state is None, "a first state beside those of the ranks before"
-        # Both are chosen: whoever names a kernel that cannot run is told.
-        halves = backends.choose("split_decay_scan", backend, device, limit) != "reference" and choice != "reference"
-        if not halves:
+        choice = backends.choose("split_decay_scan", backend, v.device.type, limit, limits)
+        if choice == "reference":
             added = decay_state(k, v, slopes, document_ids=document_ids)
-            initial_state = split.fold(added, kernels.total_decay(k, slopes))
+            initial_state, split = split.fold(added, kernels.total_decay(k, slopes)), None
+    if split is None:
+        choice = backends.choose("decay_scan", backend, v.device.type, limit, limits)
     if choice == "reference":
         return decay_scan_reference(
             q, k, v, slopes, initial_state=initial_state, document_ids=document_ids, chunk_size=chunk_size
@@ -91,7 +90,7 @@ def decay_scan(
     key, value = k.shape[-1], v.shape[-1]
     q, k, v = (padded(x, -x.shape[-1] % WIDTH_UNIT) for x in (q, k, v))
     slopes = None if slopes is None else slopes.float()
-    if split is not None and halves:
+    if split is not None:
         output, state = kernels.split_scan(q, k, v, slopes, document_ids, split, choice)
     else:
         if initial_state is not None:
@@ -286,5 +285,5 @@ def _split_self_test(backend: Compiled, device: str) -> str:
 
 
 backends.register("decay_scan", ("cuda", "triton"), _self_test)
-backends.register("split_decay_scan", ("triton",), _split_self_test)
+backends.register("split_decay_scan", ("cuda", "triton"), _split_self_test)
 backends.register("decay_step", ("triton",), _self_test_step)

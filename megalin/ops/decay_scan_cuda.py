@@ -42,10 +42,15 @@ class Cut(NamedTuple):
     blocks: int
 
 
+def _plan(rows: int, length: int, *, together: bool) -> Cut:
+    """`cut` of a scan of `rows` heads of sequences, or of two that run `together`."""
+    return cut(2 * rows if together else rows, length)
+
+
 def cut(rows: int, length: int) -> Cut:
     """Of `rows` scans, a head of a sequence each, in one launch; slots and parts do not depend on the length."""
     slots = max(1, PROCESSORS // rows)
-    parts = min(4, max(1, 2 * PROCESSORS // (rows * max(1, slots - 1))))
+    parts = 1 if slots == 1 else min(4, max(1, 2 * PROCESSORS // (rows * (slots - 1))))
     unit = CHUNK * parts
     block_tokens = -(-length // (slots * unit)) * unit if slots > 1 else length
     return Cut(slots, parts, block_tokens, -(-length // block_tokens))
@@ -65,16 +70,34 @@ class Sequence(NamedTuple):
         states = 1 if plan.blocks == 1 else plan.slots, plan.blocks, plan.block_tokens
         return self.slopes, self.documents, self.batch, self.length, self.heads, key, value, *states, reverse
 
-    def states(self, plan: Cut, k: Tensor, v: Tensor, boundary: Tensor | None, *, reverse: bool) -> Tensor | None:
-        """States entering the blocks [B, H, slots, K, V] fp32; `boundary` [B, H, K, V] itself for one block."""
-        if plan.blocks == 1:
-            return boundary
+    def parts(self, plan: Cut, k: Tensor, v: Tensor, *, reverse: bool, last: bool = False) -> Tensor | None:
+        """What each part adds to the state [B, H, parts, K, V] fp32, but for those of the last block in the direction
+        unless `last`; None where that leaves none."""
+        if plan.blocks == 1 and not last:
+            return None
         key, value = k.shape[3], v.shape[3]
-        states = k.new_empty(self.batch, self.heads, plan.slots, key, value, dtype=torch.float32)
         added = k.new_empty(self.batch, self.heads, plan.blocks * plan.parts, key, value, dtype=torch.float32)
         shape = self.shape(plan, key, value, reverse=reverse)
-        call("decay_scan_states", k.device, shape, _operand(k), _operand(v), boundary, added, states, plan.parts)
+        call("decay_scan_parts", k.device, shape, _operand(k), _operand(v), added, plan.parts, last)
+        return added
+
+    def states(self, plan: Cut, parts: Tensor | None, boundary: Tensor | None, *, reverse: bool) -> Tensor | None:
+        """States entering the blocks [B, H, slots, K, V] fp32; `boundary` [B, H, K, V] itself for one block."""
+        if plan.blocks == 1 or parts is None:
+            return boundary
+        key, value = parts.shape[3:]
+        states = parts.new_empty(self.batch, self.heads, plan.slots, key, value)
+        shape = self.shape(plan, key, value, reverse=reverse)
+        call("decay_scan_fold", parts.device, shape, parts, boundary, states, plan.parts, False)
         return states
+
+    def total(self, plan: Cut, parts: Tensor, *, reverse: bool) -> Tensor:
+        """What all parts together add to the state [B, H, K, V] fp32."""
+        key, value = parts.shape[3:]
+        total = parts.new_empty(self.batch, self.heads, key, value)
+        shape = self.shape(plan, key, value, reverse=reverse)
+        call("decay_scan_fold", parts.device, shape, parts, None, total, plan.parts, True)
+        return total
 
 
 class Scan(NamedTuple):
@@ -95,16 +118,45 @@ def saved_shape(batch: int, length: int, heads: int, key: int, value: int) -> tu
     return batch, heads, plan.slots if plan.blocks > 1 else 0, key, value
 
 
+def parts_shape(
+    batch: int, length: int, heads: int, key: int, value: int, *, reverse: bool
+) -> tuple[int, int, int, int, int]:
+    """[B, H, parts, K, V] of the parts that `begin` forms."""
+    plan = _plan(batch * heads, length, together=reverse and key == value)
+    return batch, heads, plan.blocks * plan.parts, key, value
+
+
+def begin(
+    k: Tensor, v: Tensor, slopes: Tensor | None, documents: Tensor | None, *, reverse: bool
+) -> tuple[Tensor, Tensor]:
+    """What the tokens add to the state that enters them [B, H, K, V] fp32, and what each part does, for `forward`;
+    `reverse`, of q and do: to the gradient of the state that leaves them, for `backward`."""
+    sequence = _sequence(k, slopes, documents)
+    k, v = _aligned(k), _aligned(v)
+    (batch, length, heads, key), value = k.shape, v.shape[3]
+    plan = _plan(batch * heads, length, together=reverse and key == value)
+    parts = sequence.parts(plan, k, v, reverse=reverse, last=True)
+    assert parts is not None
+    return sequence.total(plan, parts, reverse=reverse), parts
+
+
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, initial: Tensor | None, documents: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    initial: Tensor | None,
+    documents: Tensor | None,
+    parts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k [B, T, H, K], v [B, T, H, V] bf16, slopes [H] and initial [B, H, K, V] fp32 and documents [B, T] contiguous
-    -> o, the last state, and the states that enter blocks, of `saved_shape`."""
+    """q, k [B, T, H, K], v [B, T, H, V] bf16, slopes [H] and initial [B, H, K, V] fp32 and documents [B, T] contiguous,
+    `parts` as `begin` gives them -> o, the last state, and the states that enter blocks, of `saved_shape`."""
     sequence = _sequence(k, slopes, documents)
     q, k, v = _aligned(q), _aligned(k), _aligned(v)
     (batch, length, heads, key), value = k.shape, v.shape[3]
-    plan = cut(batch * heads, length)
-    states = sequence.states(plan, k, v, initial, reverse=False)
+    plan = _plan(batch * heads, length, together=False)
+    parts = sequence.parts(plan, k, v, reverse=False) if parts is None else parts
+    states = sequence.states(plan, parts, initial, reverse=False)
     leaving = k.new_empty(batch, heads, key, value, dtype=torch.float32)
     o = v.new_empty(v.shape)
     _launch(sequence, plan, [Scan(q, k, v, o, states, leaving)], reverse=False)
@@ -123,20 +175,23 @@ def backward(
     initial: Tensor | None,
     documents: Tensor | None,
     states: Tensor,
+    parts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """-> dq, dk, dv, and the gradient [B, H, K, V] fp32 of `initial`; `states` as forward gave them."""
+    """-> dq, dk, dv, and the gradient [B, H, K, V] fp32 of `initial`; `states` as forward gave them, `parts` as `begin`
+    gives them."""
     sequence = _sequence(k, slopes, documents)
     do, q, k, v = _aligned(do), _aligned(q), _aligned(k), _aligned(v)
     (batch, length, heads, key), value = k.shape, v.shape[3]
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    plan = cut(batch * heads, length)
+    plan = _plan(batch * heads, length, together=False)
     entering = initial if plan.blocks == 1 else states
     _launch(sequence, plan, [Scan(do, v, k, dq, entering, None, transposed=True)], reverse=False)
 
     # dk and dv read the same three tensors: of equal widths, they do so together.
     together = key == value
-    plan = cut(batch * heads * (2 if together else 1), length)
-    gradients = sequence.states(plan, q, do, d_leaving, reverse=True)
+    plan = _plan(batch * heads, length, together=together)
+    parts = sequence.parts(plan, q, do, reverse=True) if parts is None else parts
+    gradients = sequence.states(plan, parts, d_leaving, reverse=True)
     d_initial = k.new_empty(batch, heads, key, value, dtype=torch.float32)
     both = [Scan(v, do, q, dk, gradients, None, transposed=True), Scan(k, q, do, dv, gradients, d_initial)]
     for scans in [both] if together else [both[:1], both[1:]]:

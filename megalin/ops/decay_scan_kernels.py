@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalin.ops import decay_scan_cuda, scan_states
+from megalin.ops import decay_scan_cuda
 from megalin.ops.split import Borders, Ranks, Split
 
 
@@ -49,6 +49,10 @@ def _(
     documents: Tensor | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    return _fake_results(k, v, backend)
+
+
+def _fake_results(k: Tensor, v: Tensor, backend: str) -> tuple[Tensor, Tensor, Tensor]:
     (batch, length, heads, key), value = k.shape, v.shape[-1]
     state = k.new_empty(batch, heads, key, value, dtype=torch.float32)
     return v.new_empty(v.shape), state, state.new_empty(_kernels(backend).saved_shape(batch, length, heads, key, value))
@@ -107,17 +111,89 @@ def _differentiate(
 scan.register_autograd(_differentiate, setup_context=_save)
 
 
-@torch.library.custom_op("megalin::decay_scan_entering_gradient", mutates_args=())
-def _entering_gradient(d_output: Tensor, q: Tensor, slopes: Tensor | None, documents: Tensor | None) -> Tensor:
-    """The gradient [B, H, K, V] fp32 of the state that enters, by the output alone."""
-    from megalin._triton import decay_state as kernels
+@torch.library.custom_op("megalin::decay_scan_begin", mutates_args=())
+def _begin(
+    k: Tensor, v: Tensor, slopes: Tensor | None, documents: Tensor | None, reverse: bool, backend: str
+) -> tuple[Tensor, Tensor]:
+    """What the tokens add to the state [B, H, K, V] fp32 that enters them, and what each part of them does; `reverse`,
+    of q and the output's gradient: to the gradient of the state that leaves them."""
+    documents = None if documents is None else documents.contiguous()
+    return _kernels(backend).begin(k, v, slopes, documents, reverse=reverse)
 
-    return kernels.state(q, d_output, slopes, None if documents is None else documents.contiguous(), reverse=True)
+
+@_begin.register_fake
+def _(
+    k: Tensor, v: Tensor, slopes: Tensor | None, documents: Tensor | None, reverse: bool, backend: str
+) -> tuple[Tensor, Tensor]:
+    batch, heads, _, *sizes = shape = _kernels(backend).parts_shape(*k.shape, v.shape[3], reverse=reverse)
+    total = k.new_empty(batch, heads, *sizes, dtype=torch.float32)
+    return total, total.new_empty(shape)
 
 
-@_entering_gradient.register_fake
-def _(d_output: Tensor, q: Tensor, slopes: Tensor | None, documents: Tensor | None) -> Tensor:
-    return q.new_empty(q.shape[0], *q.shape[2:], d_output.shape[3], dtype=torch.float32)
+@torch.library.custom_op("megalin::decay_scan_finish", mutates_args=())
+def _finish(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    entering: Tensor,
+    documents: Tensor | None,
+    parts: Tensor,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `scan`."""
+    documents = None if documents is None else documents.contiguous()
+    return _kernels(backend).forward(q, k, v, slopes, entering.contiguous(), documents, parts)
+
+
+@_finish.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    entering: Tensor,
+    documents: Tensor | None,
+    parts: Tensor,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _fake_results(k, v, backend)
+
+
+@torch.library.custom_op("megalin::decay_scan_finish_backward", mutates_args=())
+def _finish_backward(
+    d_output: Tensor,
+    d_leaving: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    entering: Tensor,
+    documents: Tensor | None,
+    states: Tensor,
+    parts: Tensor,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    documents = None if documents is None else documents.contiguous()
+    inputs = (d_output, d_leaving.contiguous(), q, k, v, slopes, entering.contiguous(), documents, states, parts)
+    return _kernels(backend).backward(*inputs)[:3]
+
+
+@_finish_backward.register_fake
+def _(
+    d_output: Tensor,
+    d_leaving: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    entering: Tensor,
+    documents: Tensor | None,
+    states: Tensor,
+    parts: Tensor,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def total_decay(k: Tensor, slopes: Tensor | None) -> Tensor:
@@ -155,9 +231,9 @@ class _SplitScan(torch.autograd.Function):
         ranks: Ranks,
         backend: str,
     ) -> tuple[Tensor, Tensor]:
-        added = scan_states.state(k, v, slopes, document_ids)
+        added, parts = _begin(k, v, slopes, document_ids, False, backend)
         entering = ranks.entering(added, total_decay(k, slopes), Borders(continues, through))
-        output, state, states = scan(q, k, v, slopes, entering, document_ids, backend)
+        output, state, states = _finish(q, k, v, slopes, entering, document_ids, parts, backend)
         ctx.ranks, ctx.backend = ranks, backend
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, slopes, document_ids, continues, through, entering, states)
@@ -167,10 +243,10 @@ class _SplitScan(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, slopes, document_ids, continues, through, entering, states = ctx.saved_tensors
-        gradient = _entering_gradient(grads[0], q, slopes, document_ids)
+        gradient, parts = _begin(q, grads[0], slopes, document_ids, True, ctx.backend)
         leaving = ctx.ranks.leaving_gradient(gradient, total_decay(k, slopes), Borders(continues, through))
-        inputs = (grads[0], leaving, q, k, v, slopes, entering, document_ids, states, ctx.backend)
-        return *_backward(*inputs)[:3], *(None,) * 6
+        inputs = (grads[0], leaving, q, k, v, slopes, entering, document_ids, states, parts, ctx.backend)
+        return *_finish_backward(*inputs), *(None,) * 6
 
 
 @torch.library.custom_op("megalin::decay_step", mutates_args=())

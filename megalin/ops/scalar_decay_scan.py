@@ -64,21 +64,22 @@ def scalar_decay_scan(
     """
     decay = ("log_decay", log_decay, "BTH")
     check_scan("scalar_decay_scan", (q, "BThK"), (k, "BThK"), v, decay, initial_state, document_ids)
-    unsupported, halves = _unsupported(q, k, v), False
+    limit = _unsupported(q, k, v)
     if split is not None:
         assert initial_state is None, "a first state beside those of the ranks before"
-        halves = backends.choose("split_scalar_decay_scan", backend, v.device.type, unsupported) != "reference"
-        if not halves:
+        choice = backends.choose("split_scalar_decay_scan", backend, v.device.type, limit)
+        if choice == "reference":
             added = selected_state(k, v, log_decay[..., None], document_ids=document_ids)
-            initial_state = split.fold(added, log_decay.sum(1)[..., None])
-    choice = "triton" if halves else backends.choose("scalar_decay_scan", backend, v.device.type, unsupported)
+            initial_state, split = split.fold(added, log_decay.sum(1)[..., None]), None
+    if split is None:
+        choice = backends.choose("scalar_decay_scan", backend, v.device.type, limit)
     if choice == "reference":
         return scalar_decay_scan_reference(
             q, k, v, log_decay, initial_state=initial_state, document_ids=document_ids, chunk_size=chunk_size
         )
     key, value = k.shape[-1], v.shape[-1]
     q, k, v = (padded(x, -x.shape[-1] % WIDTH_UNIT) for x in (q, k, v))
-    if split is not None and halves:
+    if split is not None:
         output, state = kernels.split_scan(q, k, v, log_decay.float(), document_ids, split)
     else:
         if initial_state is not None:

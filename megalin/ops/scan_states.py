@@ -49,7 +49,7 @@ def decay_state(
     check_operands("decay_state", operands)
     if backends.choose("decay_state", backend, v.device.type, _unsupported(k, v)) == "reference":
         return decay_state_reference(k, v, slopes, document_ids=document_ids)
-    return state(k, v, None if slopes is None else slopes.float(), document_ids)
+    return _state(k, v, None if slopes is None else slopes.float(), document_ids)
 
 
 def decay_state_reference(k: Tensor, v: Tensor, slopes: Tensor | None, *, document_ids: Tensor | None = None) -> Tensor:
@@ -78,13 +78,13 @@ def _unsupported(k: Tensor, v: Tensor) -> str:
 
 
 @torch.library.custom_op("megalin::decay_state", mutates_args=())
-def state(k: Tensor, v: Tensor, slopes: Tensor | None, documents: Tensor | None) -> Tensor:
+def _state(k: Tensor, v: Tensor, slopes: Tensor | None, documents: Tensor | None) -> Tensor:
     from megalin._triton import decay_state as kernels
 
     return kernels.state(k, v, slopes, None if documents is None else documents.contiguous())
 
 
-@state.register_fake
+@_state.register_fake
 def _(k: Tensor, v: Tensor, slopes: Tensor | None, documents: Tensor | None) -> Tensor:
     return k.new_empty(k.shape[0], *k.shape[2:], v.shape[3], dtype=torch.float32)
 
@@ -112,7 +112,7 @@ def _differentiate(ctx: Any, d_state: Tensor) -> tuple[Tensor | None, ...]:
     return *_backward(d_state, *ctx.saved_tensors), None, None
 
 
-state.register_autograd(_differentiate, setup_context=_save)
+_state.register_autograd(_differentiate, setup_context=_save)
 
 
 def _self_test(backend: Compiled, device: str) -> str:
@@ -121,7 +121,7 @@ def _self_test(backend: Compiled, device: str) -> str:
     documents = (torch.arange(2500, device=device) >= 150).int()[None]
     inputs = [sample(1, 2500, 2, width, device=device, seed=i).bfloat16() for i, width in enumerate((128, 192))]
     return compare(
-        lambda k, v: [state(k, v, slopes, documents)],
+        lambda k, v: [_state(k, v, slopes, documents)],
         lambda k, v: [decay_state_reference(k, v, slopes, document_ids=documents)],
         inputs,
     )

@@ -71,35 +71,29 @@ def vector_decay_scan(
     """
     decay = ("log_decay", log_decay, "BTHK")
     check_scan("vector_decay_scan", (q, "BTHK"), (k, "BTHK"), v, decay, initial_state, document_ids)
-    unsupported = _unsupported(q, k, v, log_decay)
+    limit = _unsupported(q, k, v, log_decay)
     if split is not None:
         assert initial_state is None, "a first state beside those of the ranks before"
-        if backends.choose("split_vector_decay_scan", backend, v.device.type, unsupported) != "reference":
-            tensors, documents, keep = _operands(q, k, v, log_decay, None, document_ids)
-            result = kernels.split_scan(*tensors, documents, split, scale, keep)
-            return ScanOutput(result[0].to(v.dtype), result[1])
-        added = selected_state(k, v, log_decay, document_ids=document_ids)
-        initial_state = split.fold(added, log_decay.sum(1))
-    choice = backends.choose("vector_decay_scan", backend, v.device.type, unsupported)
+        choice = backends.choose("split_vector_decay_scan", backend, v.device.type, limit)
+        if choice == "reference":
+            added = selected_state(k, v, log_decay, document_ids=document_ids)
+            initial_state, split = split.fold(added, log_decay.sum(1)), None
+    if split is None:
+        choice = backends.choose("vector_decay_scan", backend, v.device.type, limit)
     if choice == "reference":
         options = {"initial_state": initial_state, "document_ids": document_ids}
         return vector_decay_scan_reference(q, k, v, log_decay, scale=scale, chunk_size=chunk_size, **options)
-    first = None if initial_state is None else initial_state.float().contiguous()
-    tensors, documents, keep = _operands(q, k, v, log_decay, first, document_ids)
-    output, state, *_ = kernels.scan(*tensors, first, documents, scale, keep, choice)
-    return ScanOutput(output.to(v.dtype), state)
-
-
-def _operands(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, first: Tensor | None, document_ids: Tensor | None
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor | None, bool]:
-    """What kernels take: q, k, v and g, documents, and whether a backward will follow."""
     # fp16 has no range for states and for sums of decays: such inputs are computed in fp32.
     wide = v.float() if v.dtype == torch.float16 else v
     documents = None if document_ids is None else document_ids.to(torch.int32).contiguous()
-    tensors = (kernels.rows(q), kernels.rows(k), kernels.rows(wide), kernels.rows(log_decay.float()))
+    first = None if initial_state is None else initial_state.float().contiguous()
+    tensors = kernels.rows(q), kernels.rows(k), kernels.rows(wide), kernels.rows(log_decay.float())
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, first) if x is not None)
-    return tensors, documents, keep
+    if split is not None:
+        output, state = kernels.split_scan(*tensors, documents, split, scale, keep)
+    else:
+        output, state, *_ = kernels.scan(*tensors, first, documents, scale, keep, choice)
+    return ScanOutput(output.to(v.dtype), state)
 
 
 def vector_decay_scan_reference(

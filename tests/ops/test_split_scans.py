@@ -121,7 +121,17 @@ def test_the_ops_tell_their_shapes(dtype):
     tests, documents = ("test_schema", "test_faketensor"), torch.zeros(1, 150, dtype=torch.int32)
     q, k, v = (make(1, 150, 2, width, dtype=dtype) for width in (16, 16, 24))
     entering, output, g = make(1, 2, 16, 24), make(1, 150, 2, 24, dtype=dtype), -make(1, 150, 2, 16).abs()
-    torch.library.opcheck(decay_scan_kernels._entering_gradient, (output, q, None, documents), test_utils=tests)
+
+    ops = decay_scan_kernels
+    for k_or_q, v_or_do, reverse in ((k, v, False), (q, output, True)):
+        torch.library.opcheck(ops._begin, (k_or_q, v_or_do, None, documents, reverse, "triton"), test_utils=tests)
+    _, parts = ops._begin(k, v, None, documents, False, "triton")
+    arguments = (q, k, v, None, entering, documents, parts, "triton")
+    torch.library.opcheck(ops._finish, arguments, test_utils=tests)
+    states = ops._finish(*arguments)[2]
+    _, parts = ops._begin(q, output, None, documents, True, "triton")
+    arguments = (output, entering, q, k, v, None, entering, documents, states, parts, "triton")
+    torch.library.opcheck(ops._finish_backward, arguments, test_utils=tests)
 
     ops = vector_decay_kernels
     torch.library.opcheck(ops._begin, (q, k, v, g, documents, 1.0), test_utils=tests)
