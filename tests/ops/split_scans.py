@@ -60,11 +60,18 @@ OPS = {
 }
 
 
-def documents_of(case: Case, starts: tuple[float, ...]) -> Tensor:
-    """[1, ranks * length]; documents start at these parts of shards: 1.5 is the middle of the second."""
-    begun = torch.zeros(1, case.ranks * case.length, dtype=torch.int32)
-    begun[0, [int(place * case.length) for place in starts]] = 1
-    return begun.cumsum(1, dtype=torch.int32)
+def make_parts(name: str, case: Case, starts: tuple[float, ...]) -> tuple[dict[str, Tensor], Tensor, dict[str, Any]]:
+    """Inputs [ranks, length, ...], documents [ranks, length] that start at these parts of shards, 1.5 the middle of the
+    second, and a scan's options."""
+    keys, tokens = 1 if case.shared_keys else HEADS, case.ranks * case.length
+    widths = {"q": (keys, case.key), "k": (keys, case.key), "v": (HEADS, case.value)}
+    inputs = {kind: torch.randn(1, tokens, *width).to(case.dtype) for kind, width in widths.items()}
+    inputs |= OPS[name].decays(case)
+    begun = torch.zeros(tokens, dtype=torch.int32)
+    begun[[int(place * case.length) for place in starts]] = 1
+    parts = begun.cumsum(0, dtype=torch.int32).view(case.ranks, case.length)
+    inputs = {kind: x.unflatten(1, (case.ranks, case.length))[0] for kind, x in inputs.items()}
+    return inputs, parts, OPS[name].options(case)
 
 
 def compare(
@@ -72,16 +79,11 @@ def compare(
 ) -> None:
     """The split scan is as good as the reference on the whole row, in the output and all gradients; on a device it
     gives the same bits again."""
-    op, keys = OPS[name], 1 if case.shared_keys else HEADS
-    tokens = case.ranks * case.length
-    widths = {"q": (keys, case.key), "k": (keys, case.key), "v": (HEADS, case.value)}
-    inputs = {kind: torch.randn(1, tokens, *width).to(case.dtype) for kind, width in widths.items()} | op.decays(case)
-    inputs = {kind: x.to(device) for kind, x in inputs.items()}
-    options = {kind: x.to(device) if isinstance(x, Tensor) else x for kind, x in op.options(case).items()}
-    documents = None if starts is None else documents_of(case, starts).to(device)
-    parts = (torch.zeros(1, tokens, device=device, dtype=torch.int32) if starts is None else documents).view(
-        case.ranks, case.length
-    )
+    inputs, parts, options = make_parts(name, case, starts or ())
+    op, documents = OPS[name], None if starts is None else parts.flatten()[None].to(device)
+    inputs = {kind: x.flatten(0, 1)[None].to(device) for kind, x in inputs.items()}
+    options = {kind: x.to(device) if isinstance(x, Tensor) else x for kind, x in options.items()}
+    parts = parts.to(device)
     split = RowsAsRanks().split(parts)
 
     def kernel(**x: Tensor) -> list[Tensor]:

@@ -18,7 +18,7 @@ from megalin.ops import (
     vector_decay_scan,
 )
 from megalin.ops.split import RowsAsRanks
-from tests.ops.split_scans import OPS, Case, compare
+from tests.ops.split_scans import OPS, Case, compare, make_parts
 
 DOCUMENTS = {
     "one": None,
@@ -79,6 +79,27 @@ def test_keys_that_heads_share():
 @pytest.mark.parametrize("documents", DOCUMENTS)
 def test_the_reference_takes_a_split_row(name, documents):
     compare(name, Case(ranks=3, length=50, key=8, value=12), DOCUMENTS[documents], backend="reference")
+
+
+@every_scan
+def test_another_document_does_not_move_a_bit(name):
+    """The second document begins in the second of three parts: its outputs and gradients, for two first documents."""
+    case = Case(ranks=3, length=70, key=16, value=24)
+    found = []
+    for scale in (1.0, 0.5):
+        torch.manual_seed(0)
+        inputs, parts, options = make_parts(name, case, (1.5,))
+        first = parts == 0
+        for x in inputs.values():
+            x[first] *= scale
+            x.requires_grad_()
+        split = RowsAsRanks().split(parts)
+        scan = OPS[name].scan(**inputs, **options, split=split, document_ids=parts, backend="triton")
+        scan.output[~first].square().sum().backward()
+        found.append([scan.output[~first], *(x.grad[~first] for x in inputs.values())])
+        assert not any(x.grad[first].any() for x in inputs.values())
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("op", [decay_scan, vector_decay_scan, scalar_decay_scan], ids=list(OPS))
