@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
+from train_benchmarks.alone import alone
 from train_benchmarks.batches import random_batches
 from train_benchmarks.clock import Begun, Timing, end_on, time_steps
 from train_benchmarks.communication import Communication, record_communication
@@ -76,6 +77,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--pp-transfer", choices=get_args(TransferName), default="auto")
     parser.add_argument("--shard", type=int, help="ranks of the data axis that share the weights (all)")
     parser.add_argument("--zero", type=int, choices=range(4), help="ZeRO's stage (3; with --pp 1)")
+    parser.add_argument(
+        "--alone", type=int, default=1, metavar="N", help="as rank 0 of N that have its tensors: what a rank computes"
+    )
     parser.add_argument("--warmup", type=int, default=5, help="steps before the clock starts (5)")
     parser.add_argument("--steps", type=int, default=20, help="timed steps; the median counts (20)")
     parser.add_argument("--profile", action="store_true", help="print where one more step spends its time")
@@ -150,6 +154,7 @@ def measure(arguments: argparse.Namespace, mesh: Mesh) -> dict[str, object]:
         "deepspeed_config": arguments.deepspeed_config,
         "parallel": mesh.config.model_dump(exclude_defaults=True),
         "ranks": ranks,
+        "alone": arguments.alone > 1,
         "tokens_per_second": rate,
         "tokens_per_second_per_rank": rate / ranks,
         "step_seconds_median": timing.median_seconds,
@@ -269,7 +274,7 @@ def main() -> int:
     arguments = parse_arguments()
     device = compute_device()
     try:
-        with process_group(device):
+        with process_group(device) if arguments.alone == 1 else alone(arguments.alone, device):
             mesh = Mesh(parallel_config(arguments), device)
             result = measure(arguments, mesh)
             if mesh.is_first_rank:

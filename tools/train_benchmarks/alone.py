@@ -1,0 +1,104 @@
+"""One process as rank 0 of several, whose others hold and send what it does: what a rank computes, by one GPU.
+
+Collectives copy this rank's own tensors where the others' would come, so that values stay of the right size and nothing
+is waited for. Steps are no training: sums over ranks are this rank's alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import _create_work_from_future
+from torch.futures import Future
+
+
+def _done(result: Any) -> Any:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return _create_work_from_future(future)
+
+
+class Alone(dist.ProcessGroup):
+    """Every call enqueues its copies on the current stream."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "alone"
+
+    @property
+    def pg_name(self) -> str:
+        return dist.distributed_c10d._world.pg_names[self]
+
+    group_name = pg_name
+
+    def allreduce(self, tensors: Sequence[Tensor], options: Any = None) -> Any:
+        return _done(tensors)
+
+    allreduce_coalesced = broadcast = allreduce
+
+    def barrier(self, options: Any = None) -> Any:
+        return _done(None)
+
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], options: Any = None) -> Any:
+        for received, sent in zip(outputs, inputs, strict=True):
+            for target in received:
+                target.copy_(sent)
+        return _done(outputs)
+
+    def all_gather_single(self, output: Tensor, sent: Tensor, options: Any = None) -> Any:
+        output.view(self._size, -1).copy_(sent.reshape(1, -1).expand(self._size, -1))
+        return _done(output)
+
+    def reduce_scatter_single(self, output: Tensor, sent: Tensor, options: Any = None) -> Any:
+        output.view(-1).copy_(sent.view(self._size, -1)[0])
+        return _done(output)
+
+    def all_to_all_single(self, output: Tensor, sent: Tensor, *splits: Any) -> Any:
+        output.view(-1).copy_(sent.view(-1))
+        return _done(output)
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], sent: Sequence[Tensor], options: Any = None
+    ) -> Any:
+        for pair in zip(outputs, sent, strict=True):
+            self.all_gather_single(*pair)
+        return _done(outputs)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], sent: Sequence[Tensor], options: Any = None
+    ) -> Any:
+        for pair in zip(outputs, sent, strict=True):
+            self.reduce_scatter_single(*pair)
+        return _done(outputs)
+
+    # As torch before 2.12 calls them.
+    _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+
+@contextmanager
+def alone(size: int, device: torch.device) -> Iterator[None]:
+    """The default process group of `size` ranks, of which this process is the first and only one."""
+    if not hasattr(dist.Backend, "ALONE"):
+        dist.Backend.register_backend(
+            "alone", lambda store, rank, size, timeout: Alone(rank, size), devices=["cpu", "cuda"]
+        )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("alone", store=dist.HashStore(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
