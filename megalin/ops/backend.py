@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import logging
 import os
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -113,12 +115,21 @@ def requested(op: str) -> Backend:
     for entry in filter(None, os.environ.get(VARIABLE, "").split(",")):
         name, equals, value = entry.strip().rpartition("=")
         if equals and name not in _kernels:
+            _register_all()  # an op of other models' mixers
+        if equals and name not in _kernels:
             raise KernelError(f"{VARIABLE}: {name!r} is no op with kernels; {suggest(name, sorted(_kernels))}")
         if value not in BACKENDS:
             raise KernelError(f"{VARIABLE}: {value!r} is no backend; {suggest(value, list(BACKENDS))}")
         if name in ("", op):
             chosen = value
     return chosen
+
+
+def _register_all() -> None:
+    """Ops register with their modules, which models import as they need them."""
+    package = importlib.import_module(__package__)
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{__package__}.{module.name}")
 
 
 @functools.cache

@@ -21,6 +21,7 @@ from tests.ops.aot import SHARED_LIMIT, SPILL_LIMIT, SPILLS
 @pytest.fixture
 def op(monkeypatch):
     """An op whose Triton form passes and whose CUDA form fails its self-test, on a device that has both."""
+    backend._register_all()  # once, and not into what the test takes their place with
     monkeypatch.setattr(backend, "_kernels", {})
     monkeypatch.setattr(backend, "_used", {})
     monkeypatch.setattr(backend, "_missing", lambda name, device: "")
@@ -135,6 +136,14 @@ def test_the_environment_is_checked(op, monkeypatch, value, message):
     monkeypatch.setenv("MEGALIN_KERNELS", value)
     with pytest.raises(KernelError, match=message):
         backend.choose(op, "auto", "cpu")
+
+
+def test_the_environment_may_name_ops_of_other_models():
+    """Which nothing has imported yet: one line serves all runs of a cluster."""
+    code = "from megalin.ops import backend, srmsnorm; print(backend.requested('srmsnorm'))"
+    environment = os.environ | {"MEGALIN_KERNELS": "tpe=reference,srmsnorm=cuda"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "cuda"
 
 
 def test_a_kernel_that_does_not_compile_is_passed_over(op, monkeypatch):
