@@ -74,15 +74,13 @@ def decay_scan(
     decay = ("slopes", slopes, "H")
     check_scan("decay_scan", (q, "BTHK"), (k, "BTHK"), v, decay, initial_state, document_ids)
     limits: dict[Compiled, str] = {"cuda": decay_scan_cuda.unsupported(q, k, v)}
-    limit = unsupported(q, k, v)
-    if split is not None:
-        assert initial_state is None, "a first state beside those of the ranks before"
-        choice = backends.choose("split_decay_scan", backend, v.device.type, limit, limits)
-        if choice == "reference":
-            added = decay_state(k, v, slopes, document_ids=document_ids)
-            initial_state, split = split.fold(added, kernels.total_decay(k, slopes)), None
-    if split is None:
-        choice = backends.choose("decay_scan", backend, v.device.type, limit, limits)
+    assert split is None or initial_state is None, "a first state beside those of the ranks before"
+    op, limit = "decay_scan", unsupported(q, k, v)
+    choice = backends.choose(op if split is None else f"split_{op}", backend, v.device.type, limit, limits)
+    if split is not None and choice == "reference":
+        added = decay_state(k, v, slopes, document_ids=document_ids)
+        initial_state, split = split.fold(added, kernels.total_decay(k, slopes)), None
+        choice = backends.choose(op, backend, v.device.type, limit, limits)
     if choice == "reference":
         return decay_scan_reference(
             q, k, v, slopes, initial_state=initial_state, document_ids=document_ids, chunk_size=chunk_size

@@ -64,15 +64,13 @@ def scalar_decay_scan(
     """
     decay = ("log_decay", log_decay, "BTH")
     check_scan("scalar_decay_scan", (q, "BThK"), (k, "BThK"), v, decay, initial_state, document_ids)
-    limit = _unsupported(q, k, v)
-    if split is not None:
-        assert initial_state is None, "a first state beside those of the ranks before"
-        choice = backends.choose("split_scalar_decay_scan", backend, v.device.type, limit)
-        if choice == "reference":
-            added = selected_state(k, v, log_decay[..., None], document_ids=document_ids)
-            initial_state, split = split.fold(added, log_decay.sum(1)[..., None]), None
-    if split is None:
-        choice = backends.choose("scalar_decay_scan", backend, v.device.type, limit)
+    assert split is None or initial_state is None, "a first state beside those of the ranks before"
+    op, limit = "scalar_decay_scan", _unsupported(q, k, v)
+    choice = backends.choose(op if split is None else f"split_{op}", backend, v.device.type, limit)
+    if split is not None and choice == "reference":
+        added = selected_state(k, v, log_decay[..., None], document_ids=document_ids)
+        initial_state, split = split.fold(added, log_decay.sum(1)[..., None]), None
+        choice = backends.choose(op, backend, v.device.type, limit)
     if choice == "reference":
         return scalar_decay_scan_reference(
             q, k, v, log_decay, initial_state=initial_state, document_ids=document_ids, chunk_size=chunk_size

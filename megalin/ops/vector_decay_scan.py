@@ -69,31 +69,28 @@ def vector_decay_scan(
         KernelError: an explicit backend that cannot run.
         OperandError: tensors whose shapes, kinds or devices do not fit together.
     """
-    decay = ("log_decay", log_decay, "BTHK")
-    check_scan("vector_decay_scan", (q, "BTHK"), (k, "BTHK"), v, decay, initial_state, document_ids)
-    limit = _unsupported(q, k, v, log_decay)
-    if split is not None:
-        assert initial_state is None, "a first state beside those of the ranks before"
-        choice = backends.choose("split_vector_decay_scan", backend, v.device.type, limit)
-        if choice == "reference":
-            added = selected_state(k, v, log_decay, document_ids=document_ids)
-            initial_state, split = split.fold(added, log_decay.sum(1)), None
-    if split is None:
-        choice = backends.choose("vector_decay_scan", backend, v.device.type, limit)
+    g = ("log_decay", log_decay, "BTHK")
+    check_scan("vector_decay_scan", (q, "BTHK"), (k, "BTHK"), v, g, initial_state, document_ids)
+    assert split is None or initial_state is None, "a first state beside those of the ranks before"
+    op, limit = "vector_decay_scan", _unsupported(q, k, v, log_decay)
+    choice = backends.choose(op if split is None else f"split_{op}", backend, v.device.type, limit)
+    if split is not None and choice == "reference":
+        added = selected_state(k, v, log_decay, document_ids=document_ids)
+        initial_state, split = split.fold(added, log_decay.sum(1)), None
+        choice = backends.choose(op, backend, v.device.type, limit)
     if choice == "reference":
         options = {"initial_state": initial_state, "document_ids": document_ids}
         return vector_decay_scan_reference(q, k, v, log_decay, scale=scale, chunk_size=chunk_size, **options)
-    # fp16 has no range for states and for sums of decays: such inputs are computed in fp32.
-    wide = v.float() if v.dtype == torch.float16 else v
+    wide = v.float() if v.dtype == torch.float16 else v  # fp16 has no range for states and for sums of decays
     documents = None if document_ids is None else document_ids.to(torch.int32).contiguous()
     first = None if initial_state is None else initial_state.float().contiguous()
     tensors = kernels.rows(q), kernels.rows(k), kernels.rows(wide), kernels.rows(log_decay.float())
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, first) if x is not None)
     if split is not None:
-        output, state = kernels.split_scan(*tensors, documents, split, scale, keep)
+        result = kernels.split_scan(*tensors, documents, split, scale, keep)
     else:
-        output, state, *_ = kernels.scan(*tensors, first, documents, scale, keep, choice)
-    return ScanOutput(output.to(v.dtype), state)
+        result = kernels.scan(*tensors, first, documents, scale, keep, choice)[:2]
+    return ScanOutput(result[0].to(v.dtype), result[1])
 
 
 def vector_decay_scan_reference(
