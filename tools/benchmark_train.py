@@ -40,6 +40,7 @@ from train_benchmarks.peers import PEERS, build_peer, is_own_model, peer_step
 from megalin.commands.base import model_from
 from megalin.config import parse
 from megalin.errors import ConfigError, MegalinError
+from megalin.launch import launched
 from megalin.model.config import AnyModelConfig, EncoderConfig, ModelConfig
 from megalin.ops import backend
 from megalin.parallel.context import ExchangeName
@@ -88,7 +89,24 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.warmup < 1:
         parser.error(f"--warmup {arguments.warmup}: the first step compiles and is never timed; use 1 or more")
+    if arguments.alone != 1 and (problem := waits_for_others(arguments)):
+        parser.error(f"--alone {arguments.alone}: {problem}")
     return arguments
+
+
+def waits_for_others(arguments: argparse.Namespace) -> str:
+    """What of these a rank cannot do by itself; empty where it can."""
+    if arguments.alone < 1:
+        return "the number of ranks, this one among them; use 2 or more"
+    if launched().world_size > 1:
+        return f"one process stands for all, and the launcher started {launched().world_size}; start one"
+    if arguments.pp > 1:
+        return f"stages wait for each other's activations; leave --pp {arguments.pp} out"
+    if arguments.engine != "fsdp2":
+        return f"--engine {arguments.engine} has process groups of its own; leave it out"
+    if arguments.sequence_parallel and arguments.tp_transfer != "collective":
+        return "copies between GPUs need them; add --tp-transfer collective"
+    return ""
 
 
 def parallel_config(arguments: argparse.Namespace) -> ParallelConfig:

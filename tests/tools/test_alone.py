@@ -1,6 +1,7 @@
 """A rank of the training benchmark by itself: the others' tensors are its own."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -43,7 +44,40 @@ def test_what_others_would_send_is_this_ranks_own():
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("axes", [["--cp", "2", "--zero", "2"], ["--tp", "2"]], ids=" ".join)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--alone", "0"], "--alone 0: the number of ranks, this one among them; use 2 or more"),
+        (["--alone", "2", "--pp", "2"], "--alone 2: stages wait for each other's activations; leave --pp 2 out"),
+        (["--alone", "2", "--engine", "deepspeed"], "--alone 2: --engine deepspeed has process groups of its own"),
+        (["--alone", "2", "--tp", "2", "--sequence-parallel"], "--alone 2: .* add --tp-transfer collective"),
+    ],
+)
+def test_what_a_rank_cannot_do_alone_is_refused(options, message, capsys, monkeypatch):
+    import benchmark_train
+
+    monkeypatch.setattr("sys.argv", ["benchmark_train.py", "tnl-3b", *options])
+    with pytest.raises(SystemExit):
+        benchmark_train.parse_arguments()
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_launchers_ranks_are_not_alone(capsys, monkeypatch):
+    import benchmark_train
+
+    monkeypatch.setattr("sys.argv", ["benchmark_train.py", "tnl-3b", "--alone", "2"])
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        benchmark_train.parse_arguments()
+    assert "the launcher started 2; start one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [["--cp", "2", "--zero", "2"], ["--tp", "2", "--sequence-parallel", "--tp-transfer", "collective"]],
+    ids=" ".join,
+)
 def test_a_rank_of_the_benchmark_runs_alone(axes, capsys, monkeypatch):
     import benchmark_train
 
