@@ -82,8 +82,8 @@ extern "C" int megalin_decay_scan(const megalin::ScanShape* shape, const megalin
   return megalin::start<true>(*shape, both, 0, shape->blocks, stream);
 }
 
-// `added` [B H, blocks parts, key, value]: what each of `parts` parts of a block adds to the state, but for the last block
-// in the direction unless `last`. Returns a cudaError_t.
+// `added` [B H, blocks parts, key, value]: what each of `parts` parts of a block adds to the state, but for the last
+// block in the direction unless `last`. Returns a cudaError_t.
 extern "C" int megalin_decay_scan_parts(const megalin::ScanShape* shape, const megalin::Operand* k,
                                         const megalin::Operand* v, float* added, int parts, bool last,
                                         cudaStream_t stream) {

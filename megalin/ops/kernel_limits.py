@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
-KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from megalin.ops.srmsnorm import KERNEL_DTYPES
+
 MAX_WIDTH = 256
 WIDTH_UNIT = 8
 """Kernels load tokens in pieces of 16 bytes: other widths are padded with zeros."""

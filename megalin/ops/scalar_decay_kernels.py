@@ -13,6 +13,10 @@ from torch import Tensor
 from megalin.ops.split import Borders, Ranks, Split
 
 
+def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if x is None else x.contiguous() for x in tensors]
+
+
 @torch.library.custom_op("megalin::scalar_decay_scan", mutates_args=())
 def scan(
     q: Tensor,
@@ -25,8 +29,7 @@ def scan(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from megalin._triton import scalar_decay_scan as kernels
 
-    initial, documents = (None if x is None else x.contiguous() for x in (initial, documents))
-    return kernels.forward(q, k, v, log_decay.contiguous(), initial, documents)
+    return kernels.forward(q, k, v, log_decay.contiguous(), *_contiguous(initial, documents))
 
 
 @scan.register_fake
@@ -61,7 +64,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     from megalin._triton import scalar_decay_scan as kernels
 
-    initial, documents, d_state = (None if x is None else x.contiguous() for x in (initial, documents, d_state))
+    initial, documents, d_state = _contiguous(initial, documents, d_state)
     return kernels.backward(d_output, d_state, q, k, v, log_decay.contiguous(), initial, documents, saved)
 
 
@@ -100,10 +103,6 @@ def _differentiate(
 
 
 scan.register_autograd(_differentiate, setup_context=_save)
-
-
-def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
-    return [None if x is None else x.contiguous() for x in tensors]
 
 
 @torch.library.custom_op("megalin::scalar_decay_scan_begin", mutates_args=())

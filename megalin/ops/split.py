@@ -81,7 +81,7 @@ class _Fold(torch.autograd.Function):
 
 
 class RowsAsRanks:
-    """`Ranks` in one process, for tests: row r of a batch holds the tokens of rank r of one long row."""
+    """`Ranks` in one process, for self-tests and tests: row r of a batch holds the tokens of rank r of one long row."""
 
     def split(self, document_ids: Tensor) -> Split:
         """For document_ids [cp, T]."""
