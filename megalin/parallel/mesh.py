@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import socket
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,7 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 from megalin.config import Config
 from megalin.errors import ConfigError
 from megalin.launch import launched
-from megalin.parallel.collectives import EXCHANGE_TIMEOUT, Axis, all_reduce
+from megalin.parallel.collectives import EXCHANGE_TIMEOUT, Axis, all_reduce, gather_objects
 from megalin.parallel.context import ContextParallel, ExchangeName
 from megalin.parallel.overlapped_products import StreamCopies, StreamTransferName, open_stream_copies
 from megalin.parallel.pipeline import PipelineParallel, ScheduleName, TransferName
@@ -26,6 +29,8 @@ from megalin.parallel.tensor_parallel import TensorParallel
 
 _STAGE = "stage"
 """The name of the flattened mesh of a stage's ranks."""
+SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
+"""The variable by which NCCL lets ranks share a GPU."""
 
 
 class ParallelConfig(Config):
@@ -331,7 +336,8 @@ def whole_axis(mesh: DeviceMesh) -> Axis:
 def compute_device() -> torch.device:
     """This rank's device: its local GPU where CUDA is available, else the CPU.
 
-    The only GPU that a process sees is its own (srun --gpus-per-task 1).
+    The only GPU that a process sees is its own (srun --gpus-per-task 1), or one that all ranks share, as NCCL lets them
+    from 2.30 on if NCCL_MULTI_RANK_GPU_ENABLE is 1: `process_group` refuses it where that is not set.
 
     Raises:
         ConfigError: where the launch is broken, or started more ranks on this host than it has GPUs.
@@ -351,6 +357,7 @@ def process_group(device: torch.device, *, timeout: timedelta = EXCHANGE_TIMEOUT
     """The default process group for the body: the launcher's ranks, or this process alone. NCCL on GPUs, else gloo.
 
     Raises:
+        ConfigError: ranks share a GPU, which was not asked for.
         RankFailedError: an exchange of the body failed; it names the ranks that had no part in it.
     """
     if device.type == "cuda":
@@ -362,6 +369,29 @@ def process_group(device: torch.device, *, timeout: timedelta = EXCHANGE_TIMEOUT
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     try:
         with naming_silent_ranks(store, rank, world_size, timeout):
+            if device.type == "cuda":
+                refuse_shared_gpus(f"{socket.gethostname()}, {torch.cuda.get_device_properties(device).uuid}")
             yield
     finally:
         dist.destroy_process_group()
+
+
+def refuse_shared_gpus(gpu: str) -> None:
+    """Where ranks have the same GPU, an error on all of them, before NCCL's own; a collective.
+
+    Args:
+        gpu: this rank's host and GPU.
+
+    Raises:
+        ConfigError: which ranks share one, and NCCL_MULTI_RANK_GPU_ENABLE is not 1.
+    """
+    if os.environ.get(SHARED_GPUS) == "1":
+        return
+    gpus = gather_objects(gpu, dist.group.WORLD)
+    shared = next((name for name, count in Counter(gpus).items() if count > 1), None)
+    if shared is not None:
+        ranks = ", ".join(str(rank) for rank, name in enumerate(gpus) if name == shared)
+        raise ConfigError(
+            f"ranks {ranks} have the same GPU ({shared}); start one rank a GPU, or, to try a mesh without its speed, "
+            f"set {SHARED_GPUS}=1 (NCCL 2.30 or later)"
+        )

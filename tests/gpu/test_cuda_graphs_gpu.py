@@ -1,14 +1,12 @@
 """A run whose steps are one CUDA graph gives the bits of the run without it."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from megalin.parallel.mesh import process_group
 from megalin.train.config import load_run_config
 from megalin.train.loop import train
+from tests.gpu.ranks import needs_gpus, on_gpus
 from tests.model_runs import checkpoint_tensors, metrics, write_config
 
 
@@ -31,7 +29,7 @@ def test_graphs_change_no_bit_of_a_run_that_accumulates_and_evaluates(tmp_path, 
         assert torch.equal(tensor, expected[name]), name
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@needs_gpus(2)
 @pytest.mark.parametrize(
     "axes",
     [{"cp": 2, "zero": 2}, {"cp": 2, "cp_exchange": "ring"}, {"tp": 2}, {"tp": 2, "sequence_parallel": True}, {}],
@@ -39,11 +37,10 @@ def test_graphs_change_no_bit_of_a_run_that_accumulates_and_evaluates(tmp_path, 
 )
 def test_graphs_change_no_bit_on_two_gpus(tmp_path, axes):
     config = write_config(tmp_path, parallel=axes, checkpoint={"every_steps": 6})
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     folders = {graphs: tmp_path / graphs for graphs in ("false", "true")}
     for graphs, folder in folders.items():
-        command = [*launcher, "-m", "megalin", "train", config, "--folder", folder, f"train.cuda_graphs={graphs}"]
-        subprocess.run([str(part) for part in command], check=True, timeout=240)
+        run = on_gpus(2, "megalin", "train", config, "--folder", folder, f"train.cuda_graphs={graphs}")
+        assert run.returncode == 0, run.stderr[-4000:]
     assert metrics(folders["true"]) == metrics(folders["false"])
     expected = checkpoint_tensors(folders["false"])
     for name, tensor in checkpoint_tensors(folders["true"]).items():

@@ -1,26 +1,17 @@
 """Stages that write into each other's memory: the bits of sends and receives, and an end where a rank stalls."""
 
-import subprocess
-import sys
-from pathlib import Path
-
-import pytest
 import torch
 
+from tests.gpu.ranks import needs_gpus, on_gpus
 from tests.gpu.transfers import SCHEDULES
 from tests.model_runs import checkpoint_tensors, metrics, model_table, write_config
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-
-
-def on_two_gpus(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, "-m", "tests.gpu.transfers", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+TRANSFERS = "tests.gpu.transfers"
+pytestmark = needs_gpus(2)
 
 
 def test_every_tensor_arrives_in_order():
-    run = on_two_gpus("send")
+    run = on_gpus(2, TRANSFERS, "send")
     assert run.returncode == 0, run.stderr[-4000:]
 
 
@@ -28,7 +19,7 @@ def test_runs_by_copies_have_the_bits_of_runs_that_send(tmp_path):
     config = write_config(
         tmp_path, model={"layers": model_table()["layers"] * 2}, train={"micro_batch_size": 1, "dtype": "bfloat16"}
     )
-    run = on_two_gpus("train", config, tmp_path)
+    run = on_gpus(2, TRANSFERS, "train", config, tmp_path)
     assert run.returncode == 0, run.stderr[-4000:]
     for schedule in SCHEDULES:
         by_copy, by_send = (tmp_path / f"{schedule}-{transfer}" for transfer in ("copy", "send"))
@@ -39,6 +30,6 @@ def test_runs_by_copies_have_the_bits_of_runs_that_send(tmp_path):
 
 
 def test_a_rank_that_does_not_send_is_named():
-    run = on_two_gpus("stall")
+    run = on_gpus(2, TRANSFERS, "stall")
     assert run.returncode != 0
     assert "rank 0: an exchange failed, no word from rank 1" in run.stderr, run.stderr[-4000:]

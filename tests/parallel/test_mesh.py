@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,11 +12,13 @@ from megalin.config import parse
 from megalin.errors import ConfigError
 from megalin.parallel.collectives import all_gather
 from megalin.parallel.mesh import (
+    SHARED_GPUS,
     Mesh,
     ParallelConfig,
     check_world_size,
     compute_device,
     process_group,
+    refuse_shared_gpus,
 )
 from tests.parallel.on_ranks import make_mesh
 from tests.ranks import run_ranks
@@ -132,6 +136,25 @@ def test_without_a_launcher_there_is_one_rank():
         assert (mesh.tp.size, mesh.data.size, mesh.is_first_rank) == (1, 1, True)
         assert not mesh.tp.sequence_parallel
     assert not dist.is_initialized()
+
+
+def _share(gpus, allowed):
+    os.environ[SHARED_GPUS] = allowed
+    try:
+        refuse_shared_gpus(gpus[dist.get_rank()])
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_share_a_gpu_are_told_so_all_of_them():
+    told = run_ranks(3, _share, ["a, GPU-1", "b, GPU-1", "a, GPU-1"], "0")
+    assert set(told) == {
+        "ranks 0, 2 have the same GPU (a, GPU-1); start one rank a GPU, or, to try a mesh without its speed, set "
+        "NCCL_MULTI_RANK_GPU_ENABLE=1 (NCCL 2.30 or later)"
+    }
+    assert run_ranks(3, _share, ["a, GPU-1", "a, GPU-2", "b, GPU-1"], "0") == [""] * 3
+    assert run_ranks(2, _share, ["a, GPU-1"] * 2, "1") == [""] * 2
 
 
 @pytest.mark.usefixtures("_no_launcher")

@@ -1,0 +1,28 @@
+"""Meshes of NCCL ranks give one process's answer, in dtypes that kernels run in."""
+
+import pytest
+
+from tests.gpu.ranks import needs_gpus, on_gpus
+
+
+def check(ranks: int, model: str, options: str) -> None:
+    run = on_gpus(ranks, "megalin", "verify", model, *options.split())
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
+
+
+@needs_gpus(3)
+@pytest.mark.parametrize("model", ["transnormerllm-1b-64k", "hgrn2-1b", "rodimus-plus-1.6b", "mamba2-1b"])
+def test_three_ranks_of_a_sequence(model):
+    check(3, model, "--cp 3 --dtype float32")
+
+
+@needs_gpus(4)
+@pytest.mark.parametrize("model", ["transnormerllm-1b-64k", "hgrn2-1b", "rodimus-1.3b", "mamba2-1b"])
+def test_split_layers_and_sequences(model):
+    check(4, model, "--tp 2 --cp 2 --sequence-parallel --dtype bfloat16")
+
+
+@needs_gpus(8)
+@pytest.mark.parametrize("model", ["transnormerllm-1b-64k", "hgrn2-1b"])
+def test_three_axes(model):
+    check(8, model, "--tp 2 --cp 2 --pp 2 --dtype float32")
