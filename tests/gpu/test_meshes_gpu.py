@@ -11,7 +11,7 @@ def check(ranks: int, model: str, options: str) -> None:
 
 
 @needs_gpus(3)
-@pytest.mark.parametrize("model", ["transnormerllm-1b-64k", "hgrn2-1b", "rodimus-plus-1.6b", "mamba2-1b"])
+@pytest.mark.parametrize("model", ["transnormerllm-1b-64k", "hgrn2-1b", "rodimus_plus-1.6b", "mamba2-1b"])
 def test_three_ranks_of_a_sequence(model):
     check(3, model, "--cp 3 --dtype float32")
 

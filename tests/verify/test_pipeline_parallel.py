@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megalin.__main__ import main
+from megalin.layers.mixers.base import mixer_types
 from megalin.model.config import ModelConfig
 from megalin.model.presets import load_preset
 from megalin.model.stages import plan_stages
@@ -16,10 +17,11 @@ from megalin.verify.case import Case, make_case
 from megalin.verify.comparison import kind
 from megalin.verify.outcome import _joined
 from megalin.verify.run import self_test
-from tests.cases import CASES
+from tests.cases import CASES, TOY
 from tests.cases import Case as MixerCase
 from tests.ranks import run_ranks
 from tests.verify.meshes import verify_all
+from tests.verify.test_context_parallel import types_of
 
 LENGTH = 72
 SPLITS_BACKWARD = torch.__version__ >= (2, 13)
@@ -34,6 +36,9 @@ class Layout(NamedTuple):
     recompute: bool = False
 
 
+EVERY_MIXER = ("transnormer-cosine", "tnl", "hgrn2", "cosformer2", "rodimus_plus", "softmax", "mamba2")
+"""Rows that have every mixer between them."""
+
 LAYOUTS = {
     2: [
         Layout(("transnormer-cosine", "hgrn2"), {"pp_schedule": "interleaved", "pp_stages": 2}, recompute=True),
@@ -42,10 +47,10 @@ LAYOUTS = {
     4: [
         Layout(("transnormer",), {"pp": 4}),
         Layout(("tnl",), {"tp": 2, "sequence_parallel": True}),
-        Layout(("hgrn2", "sockets"), {"tp": 2}),
-        Layout(("hgrn2", "rodimus"), {}, dp=2),
+        Layout((*EVERY_MIXER, "sockets"), {"tp": 2}),
+        Layout(EVERY_MIXER, {}, dp=2),
         Layout(("cosformer2",), {"shard": 1}, dp=2),
-        Layout(("rodimus_plus", "softmax"), {"cp": 2}),
+        Layout(EVERY_MIXER, {"cp": 2}),
         Layout(("hgrn2-fla",), {"pp_schedule": "interleaved", "pp_stages": 2}, dp=2, recompute=True),
         Layout(("hgrn2",), {"pp": 4, "pp_schedule": "interleaved", "pp_stages": 2}),
     ],
@@ -123,6 +128,11 @@ def test_all_rows_but_those_of_one_sublayer_a_block_are_cut_inside_of_one():
         several = any(len(block.sublayers) > 1 for block in case.model.layers)
         assert isinstance(case.model, ModelConfig)
         assert cuts_a_block(case.model, case.parallel) == several, case
+
+
+def test_rows_beside_another_axis_have_every_mixer():
+    rows = [row for row in CASES if row.name in EVERY_MIXER]
+    assert types_of(rows) | {"dense_attention"} == set(mixer_types()) - {TOY["type"]}
 
 
 def test_every_row_agrees_with_one_process_on_two_stages():

@@ -31,6 +31,7 @@ MESHES: dict[int, list[dict[str, Any]]] = {
     16: [
         {"cp": 4, "tp": 2, "dp": 2, "shard": 1},
         {"cp": 4, "tp": 2, "pp": 2, "sequence_parallel": True},
+        {"cp": 4, "pp": 2, "dp": 2},
     ],
 }
 """By world size."""
