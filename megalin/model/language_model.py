@@ -74,9 +74,9 @@ class LanguageModel(BlockStack[ModelConfig]):
         tied, vocabulary, width = config.tie_embeddings, config.vocab_size, config.hidden_size
         sublayers = [sublayer for _, block in config.blocks() for sublayer in block.sublayers]
         self._reads_row = self.cp.size > 1 and any(sublayer.reads_row for sublayer in sublayers)
-        # A rank that has a part of the rows, and of the others nothing, does not know the whole rows' documents.
-        knows_row = self.cp.size == 1 or self._reads_row
-        self._reads_documents = knows_row and any(sublayer.reads_documents for sublayer in sublayers)
+        windows = {sublayer.widest_window for sublayer in sublayers if sublayer.reads_documents}
+        self._reads_documents = bool(windows) if self.cp.size == 1 else self._reads_row and None in windows
+        self._windows = sorted(window for window in windows if window is not None) if self.cp.size > 1 else []
         has_head = stage.is_last and not tied
         self.head = VocabParallelTable(vocabulary, width, tp=self.tp, std=config.init_std) if has_head else None
 
@@ -131,9 +131,14 @@ class LanguageModel(BlockStack[ModelConfig]):
             positions, document_ids, self.shared_tensors(), compute_dtype, borders=borders, row=row
         )
         whole = context.whole_row().document_ids
-        if whole is None or not self._reads_documents:
+        if whole is None or document_ids is None:
             return context
-        return context._replace(documents=find_documents(whole))
+        return context._replace(
+            documents=find_documents(whole) if self._reads_documents else None,
+            windows={
+                window: find_documents(self.cp.seen_documents(document_ids, window=window)) for window in self._windows
+            },
+        )
 
     def apply_input_layers(
         self, x: Tensor, context: SequenceContext, state: ModelState | None

@@ -3,8 +3,9 @@
     o_t = sum over visible s of p_ts v_s,    p_t = softmax over visible s of q_t . k_s / sqrt(K)
 
 Token t sees the tokens s <= t of its own document, the last `window` of them where there is a window. Rows of one
-document go to torch's fused attention, packed documents and windows to a flash kernel, which needs no mask of T x T;
-what neither takes goes to fused attention under that mask.
+document go to torch's fused attention, packed documents and windows to a flash kernel, which needs no mask of T x S;
+what neither takes goes to fused attention under that mask. Queries of the last tokens alone have the others' in front,
+zeros, of which a kernel throws the results away: with a window, work of at most its width times what all tokens see.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from megalin.errors import ConfigError
+from megalin.errors import ConfigError, OperandError
 from megalin.ops.backend import Choice, tell
 from megalin.ops.documents import WHOLE_ROWS, Documents
 from megalin.ops.flash_attention import FlashKernel, flash_attention, reason_against
@@ -25,7 +27,6 @@ from megalin.ops.softmax_attention import (
     check_window,
     softmax_attention,
     visible_in_row,
-    visible_tokens,
     within_window,
 )
 
@@ -54,9 +55,9 @@ def causal_attention(
     """The attention above.
 
     Args:
-        q: [B, T, H, K].
-        k, v: [B, T, G, K], G key-value heads; query head h reads key-value head h // (H / G).
-        documents: of the rows, by default one each. Where nobody looked where they start, they take a mask.
+        q: [B, T, H, K], of the last T of S tokens.
+        k, v: [B, S, G, K], G key-value heads; query head h reads key-value head h // (H / G).
+        documents: of the S tokens, by default one a row. Where nobody looked where they start, they take a mask.
         window: visible tokens, the token itself included; None for all.
         backend: flash_attn where it cannot run is as sdpa.
 
@@ -66,18 +67,19 @@ def causal_attention(
     Raises:
         OperandError: tensors that do not fit, or a window below 1.
     """
-    check_heads("causal_attention", q, (k, "BTGK"), (v, "BTGK"), document_ids=(documents.ids, "BT int"))
+    check_heads("causal_attention", q, (k, "BSGK"), (v, "BSGK"), document_ids=(documents.ids, "BS int"))
     check_window("causal_attention", window)
+    length, before = k.shape[1], k.shape[1] - q.shape[1]
+    if before < 0:
+        raise OperandError(f"causal_attention: {q.shape[1]} queries of {length} tokens; give at most one a token")
     ids, whole = documents.ids, documents.ids is None and window is None
     kernel = kernel_for(backend, whole, q.device.type, q.dtype, q.shape[3])
     if kernel is not None and (ids is None or documents.offsets is not None):
-        return flash_attention(q, k, v, documents=documents, window=window, kernel=kernel)
-    if whole:
+        asked = functional.pad(q, (0, 0, 0, 0, before, 0)) if before else q
+        return flash_attention(asked, k, v, documents=documents, window=window, kernel=kernel)[:, before:]
+    if whole and not before:
         return softmax_attention(q, k, v)
-    if ids is None:
-        visible = visible_in_row(torch.arange(q.shape[1], device=q.device), q.shape[1], None)
-    else:
-        visible = visible_tokens(ids)
+    visible = visible_in_row(torch.arange(before, length, device=q.device), length, ids)
     return softmax_attention(q, k, v, visible=visible if window is None else within_window(visible, window))
 
 

@@ -53,11 +53,11 @@ def window_attention(
     """The attention above.
 
     Args:
-        q: [B, T, H, K].
-        k: [B, T, K], shared by the heads.
-        v: [B, T, H, K].
+        q: [B, T, H, K], of the last T of S tokens; with a cache S = T.
+        k: [B, S, K], shared by the heads.
+        v: [B, S, H, K].
         window: W, the visible tokens, the token itself included.
-        documents: of the rows, by default one each.
+        documents: of the S tokens, by default one a row.
         cache: the tokens before the first, of its document.
 
     Returns:
@@ -89,9 +89,9 @@ def _check(
     op = "window_attention"
     operands: dict[str, tuple[Tensor | None, str]] = {
         "q": (q, "BTHK"),
-        "k": (k, "BTK"),
-        "v": (v, "BTHK"),
-        "document_ids": (document_ids, "BT int"),
+        "k": (k, "BSK"),
+        "v": (v, "BSHK"),
+        "document_ids": (document_ids, "BS int"),
     }
     if cache is not None:
         operands |= {
@@ -99,6 +99,7 @@ def _check(
             "cache.v": (cache.v, "BPHK"),
             "cache.remembered": (cache.remembered, "BP"),
         }
+        operands |= {"k": (k, "BTK"), "v": (v, "BTHK"), "document_ids": (document_ids, "BT int")}
     check_operands(op, operands)
     check_window(op, window)
     if cache is not None and cache.k.shape[1] != window - 1:

@@ -75,6 +75,18 @@ class ContextParallel:
         """Tokens of the whole row before this rank's [B, T/cp, ...]."""
         return self.axis.rank * tokens.shape[TOKENS]
 
+    def reach(self, tokens: Tensor, *, window: int) -> int:
+        """How many tokens before this rank's [B, T/cp, ...] a window of so many tokens shows to the first of them."""
+        return min(window - 1, self.tokens_before(tokens))
+
+    def seen_documents(self, document_ids: Tensor, *, window: int) -> Tensor:
+        """Of ids [B, T/cp] those [B, reach + T/cp] of all tokens that this rank's see through a window. Exchanges
+        window - 1 ids a rank; not differentiable."""
+        reach, num = self.reach(document_ids, window=window), min(window - 1, document_ids.shape[TOKENS])
+        tails = all_gather(document_ids[:, document_ids.shape[TOKENS] - num :], self.axis, dim=TOKENS)
+        before = tails.narrow(TOKENS, self.axis.rank * num - reach, reach)
+        return torch.cat([before, document_ids], dim=TOKENS)
+
     def row(self, document_ids: Tensor | None, valid: Tensor | None) -> Row:
         """Gathers what is known of each rank's tokens [B, T/cp], for mixers that need it of all, once a batch."""
         ids, bits = (None if x is None else self._whole(x) for x in (document_ids, valid))

@@ -83,15 +83,19 @@ STATES = {
     "cosformer2": gathered(NUM_HEADS * 2 * HEAD * HEAD),
 }
 """Bytes of a layer's exchange of states, each way, with the total decay where the input selects it."""
+WINDOW = SHARED_KEY["window"] - 1
+"""Tokens before that one sees."""
 HALOS = {
     "rodimus": [gathered(3 * INNER)],
-    "rodimus_plus": [gathered(3 * INNER), gathered((SHARED_KEY["window"] - 1) * (HEAD + HIDDEN_SIZE + 1))],
+    "rodimus_plus": [gathered(3 * INNER), gathered(WINDOW * (HEAD + HIDDEN_SIZE))],
     "mamba2": [gathered(3 * (INNER + 2 * STATE))],
 }
 """Bytes of a layer's halos, each way: of convolutions, and of a window's keys and values."""
 INPUT_LAYERS = {"cosformer2": gathered(HIDDEN_SIZE * HEAD)}
 DOCUMENTS = gathered(2)
 """Bytes of the document ids at the ends of the ranks' tokens, once a batch."""
+WINDOWS = {"rodimus_plus": gathered(WINDOW)}
+"""Bytes of the document ids of the tokens before that a window shows, once a batch."""
 
 
 PREDICTIONS = 6
@@ -133,6 +137,8 @@ def test_a_layer_sends_its_state_and_halo_whatever_the_length():
             num_layers = MODELS[name].num_layers
             expected: Counter[Call] = Counter()
             expected[Call("forward", "all_gather_into_tensor", DOCUMENTS)] += 1
+            if name in WINDOWS:
+                expected[Call("forward", "all_gather_into_tensor", WINDOWS[name])] += 1
             for direction in ("forward", "backward"):
                 expected[Call(direction, "all_gather_into_tensor", states)] += num_layers
             for halo in HALOS.get(name, []):

@@ -231,6 +231,8 @@ def test_windows_that_no_attention_has():
         window_attention(ones(B, T, H, K), ones(B, T, K), ones(B, T, H, K), window=0)
     with pytest.raises(OperandError, match="causal_attention: a window of -3 tokens does not hold the token itself"):
         causal_attention(*(ones(B, T, H, K) for _ in "qkv"), window=-3)
+    with pytest.raises(OperandError, match="causal_attention: 5 queries of 4 tokens; give at most one a token"):
+        causal_attention(ones(B, 5, H, K), ones(B, 4, H, K), ones(B, 4, H, K), window=3)
     for offset in (-1, 4):
         with pytest.raises(OperandError, match=rf"windows of 4 tokens cannot start {offset} before a document; the "):
             local_dense_attention(*heads(K, V).values(), window=4, offset=offset)

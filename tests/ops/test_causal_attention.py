@@ -34,6 +34,20 @@ def test_equals_the_definition(packed: bool, window: int | None):
         assert_close(actual, expected, 1e-12)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 16])
+def test_the_last_tokens_ask_as_all_do(packed: bool, window: int | None):
+    inputs, documents = make_inputs(65), Documents(documents_of(65)) if packed else WHOLE_ROWS
+
+    def asked(q, k, v):
+        return [causal_attention(q[:, 40:], k, v, documents=documents, window=window)]
+
+    def all_ask(q, k, v):
+        return [causal_attention(q, k, v, documents=documents, window=window)[:, 40:]]
+
+    assert_close(outputs_and_gradients(asked, inputs), outputs_and_gradients(all_ask, inputs), 1e-12)
+
+
 def test_documents_are_their_starts_in_few_sizes():
     ids = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 2, 2, 3]], dtype=torch.int32)
     known = find_documents(ids)

@@ -18,7 +18,8 @@ from megalin.errors import ConfigError
 from megalin.model.language_model import LanguageModel
 from megalin.ops import causal_attention as choice
 from megalin.ops import flash_attention as op
-from megalin.ops.causal_attention import check_backend, kernel_for
+from megalin.ops import window_attention as windows
+from megalin.ops.causal_attention import AttentionBackend, causal_attention, check_backend, kernel_for
 from megalin.ops.documents import WHOLE_ROWS, find_documents
 from megalin.ops.flash_attention import flash_attention, reason_against
 from megalin.ops.softmax_attention import (
@@ -27,10 +28,15 @@ from megalin.ops.softmax_attention import (
     visible_tokens,
     within_window,
 )
-from tests.cases import CASES, GLU, NAMES, build, make_inputs, model, weighted_loss
+from megalin.parallel.mesh import ParallelConfig
+from megalin.verify.case import Case, make_case
+from megalin.verify.comparison import Row
+from tests.cases import CASES, GLU, NAMES, SHARED_KEY, build, make_inputs, model, weighted_loss
 from tests.numerics import assert_close, outputs_and_gradients
 from tests.ops.test_softmax_attention import documents_of
 from tests.ops.test_softmax_attention import make_inputs as make_heads
+from tests.ranks import run_ranks
+from tests.verify.meshes import verify_all
 
 DTYPE, HEAD = torch.bfloat16, 16
 
@@ -165,6 +171,55 @@ def test_windows_are_those_of_the_mask(window: int, kernel: str):
         actual = flash_attention(**inputs, documents=documents, window=window, kernel=kernel)
         expected = softmax_attention(**inputs, visible=within_window(visible, window))
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["flash_attn", "auto"])
+@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.usefixtures("package")
+def test_the_last_tokens_ask_as_all_do(window: int | None, backend: AttentionBackend, monkeypatch: pytest.MonkeyPatch):
+    """Without a mask of all tokens."""
+    inputs, ids = make_heads(65), documents_of(65)
+    assert chosen(torch.float64, inputs["q"].shape[3], backend="flash_attn") == "flash_attn"
+    for documents in (find_documents(ids), WHOLE_ROWS):
+
+        def asked(q, k, v, documents=documents):
+            return [causal_attention(q[:, 40:], k, v, documents=documents, window=window, backend=backend)]
+
+        def all_ask(q, k, v, documents=documents):
+            return [causal_attention(q, k, v, documents=documents, window=window, backend=backend)[:, 40:]]
+
+        if documents is not WHOLE_ROWS or window is not None or backend == "flash_attn":
+            with monkeypatch.context() as patch:
+                patch.setattr(choice, "visible_in_row", None)
+                assert asked(**inputs)[0].shape == inputs["q"][:, 40:].shape
+        assert_close(outputs_and_gradients(asked, inputs), outputs_and_gradients(all_ask, inputs), 1e-12)
+
+
+def agree_without_masks(cases: list[Case]) -> list[Row]:
+    """On a rank of its own process: what differs from one process where flash kernels, stand-ins, see all windows."""
+    op._attend, op._attend_backward = attend, attend_backward
+    op._DEVICES, op._DTYPES = ("cpu",), (torch.float64,)
+    choice.visible_in_row = windows.softmax_attention = None
+    return [row for rows in verify_all(cases) for row in rows if not row.passed]
+
+
+@pytest.mark.parametrize("window", [7, 40])
+def test_windows_over_ranks_take_the_kernel(window: int):
+    """A window that ends on the rank before, and one that reaches over several."""
+    sublayers = [SHARED_KEY | {"window": window, "num_heads": 6}, GLU]
+    cases = [
+        make_case(
+            model({"sublayers": sublayers, "repeat": 2}),
+            ParallelConfig(cp=3),
+            data_size=1,
+            dtype="float64",
+            full=True,
+            length=48,
+            recompute=recompute,
+        )
+        for recompute in (False, True)
+    ]
+    assert run_ranks(3, agree_without_masks, cases) == [[]] * 3
 
 
 @pytest.mark.usefixtures("package")

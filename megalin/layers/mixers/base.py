@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import pydantic
@@ -47,6 +48,9 @@ class SequenceContext(NamedTuple):
 
     documents: Documents | None = None
     """The documents of the whole rows, given where a mixer reads them (`MixerConfig.reads_documents`)."""
+    windows: Mapping[int, Documents] = MappingProxyType({})
+    """Where ranks share the rows, by the width of a window: the documents of the tokens that this rank's see through it
+    (`ContextParallel.seen_documents`), given where a mixer with such a window reads documents and rows have several."""
 
     def known_documents(self) -> Documents:
         """The documents of the whole rows, with as much as is known of them."""
@@ -161,7 +165,8 @@ class MixerConfig(Config):
     reads_row: ClassVar[bool] = False
     """Whether it then needs `SequenceContext.row`, which costs an exchange of a few bytes a token, once a batch."""
     reads_documents: ClassVar[bool] = False
-    """Whether it reads `SequenceContext.documents`, for which the host waits for the device once a batch."""
+    """Whether it reads `SequenceContext.documents` or `windows`, for which the host waits for the device once a
+    batch."""
     type: str
     """Module in megalin.layers.mixers, or the dotted path of a module elsewhere, whose CONFIG is the class."""
     norm: NormKind = "srmsnorm"

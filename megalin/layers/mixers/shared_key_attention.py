@@ -13,7 +13,7 @@ from megalin.errors import ConfigError
 from megalin.layers.entering import entering_inputs
 from megalin.layers.mixers.base import BuildScope, Mixer, MixerConfig, MixerOutput, SequenceContext, State
 from megalin.layers.norms import NormKind
-from megalin.ops.documents import Documents
+from megalin.ops.documents import WHOLE_ROWS, Documents
 from megalin.ops.positions import rope
 from megalin.ops.window_attention import WindowCache, window_attention, window_attention_flops
 from megalin.parallel.initialisation import Draw, normal
@@ -55,30 +55,27 @@ class SharedKeyAttention(Mixer):
         k = functional.linear(x, self.tp.partial_gradient(local(self.key)))[:, :, None]  # [B, T, 1, K]
         q, k = (rope(y, context.positions, base=self.config.rope_base) for y in (q, k))
         k = k.squeeze(2)
-        cache = WindowCache(*state) if state else self._entering(k, v, context)
-        alone = context.borders is None
-        documents = context.known_documents() if alone else Documents(context.document_ids)
-        attention = window_attention(
-            q,
-            k,
-            v,
-            window=self.config.window,
-            documents=documents,
-            cache=cache,
-        )
-        remembered = attention.cache if state and attention.cache is not None else ()
-        return MixerOutput(self.out(attention.output.flatten(2)), remembered)
+        cache = WindowCache(*state) if state else None
+        if context.borders is None:
+            documents = context.known_documents()
+        else:
+            k, v, documents = self._seen(k, v, context)
+        attention = window_attention(q, k, v, window=self.config.window, documents=documents, cache=cache)
+        return MixerOutput(self.out(attention.output.flatten(2)), () if attention.cache is None else attention.cache)
 
-    def _entering(self, k: Tensor, v: Tensor, context: SequenceContext) -> WindowCache | None:
-        """The window's tokens of the ranks before, in one exchange; None where no window reaches there."""
-        if context.borders is None or self.config.window == 1:
-            return None
-        # Ones tell which places hold a token: what is not of the first token's document arrives as zero.
-        tokens = torch.cat([k, v.flatten(2), torch.ones_like(k[..., :1])], dim=-1)
-        before = entering_inputs(tokens, context, self.cp, taps=self.config.window)
+    def _seen(self, k: Tensor, v: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor, Documents]:
+        """Keys and values of the tokens that this rank's see, those of the ranks before in one exchange, and their
+        documents."""
+        window = self.config.window
+        documents = context.windows.get(window, WHOLE_ROWS)
+        if window == 1:
+            return k, v, documents
+        tokens = torch.cat([k, v.flatten(2)], dim=-1)
+        before = entering_inputs(tokens, context, self.cp, taps=window)
         assert before is not None
-        k, values, remembered = before.split([self.head_dim, tokens.shape[-1] - self.head_dim - 1, 1], dim=-1)
-        return WindowCache(k, values.unflatten(-1, v.shape[2:]), remembered.squeeze(-1))
+        reach = self.cp.reach(tokens, window=window)
+        keys, values = torch.cat([before[:, window - 1 - reach :], tokens], dim=1).tensor_split([self.head_dim], dim=-1)
+        return keys, values.unflatten(-1, v.shape[2:]), documents
 
     def step(self, x: Tensor, context: SequenceContext, state: State) -> MixerOutput:
         return self(x, context, state)
