@@ -106,7 +106,7 @@ class LinearAttention(Mixer):
         self.slopes.copy_(self.tp.local_slice(table, dim=0))
 
     def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
-        if state is None and self.config.lrpe is not None and self.slopes is not None:
+        if state is None and context.counted and self.config.lrpe is not None and self.slopes is not None:
             output, gate = self._by_segments(x, context)
             return MixerOutput(self.out(output.flatten(2), gate), ())
         q, k, v, gate = self._heads(x, context, context.positions)

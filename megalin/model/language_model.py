@@ -102,6 +102,7 @@ class LanguageModel(BlockStack[ModelConfig]):
                 in less time and memory where a kernel runs.
         """
         assert state is None or self.cp.size == 1, self.cp.size
+        counted = positions is None
         if positions is None:
             positions = self.cp.positions(tokens)
             positions = positions if state is None else state.positions[:, None] + positions
@@ -109,7 +110,7 @@ class LanguageModel(BlockStack[ModelConfig]):
             document_ids = _known_documents(tokens, document_ids, state)
             state = _forget_other_documents(state, document_ids)
         x = self.embedding.embed(tokens) * self.config.embedding_scale
-        context = self.context(tokens, positions, document_ids, x.dtype)
+        context = self.context(tokens, positions, document_ids, x.dtype)._replace(counted=counted)
         x, inputs = self.apply_input_layers(x, context, state)
         blocks = []
         for index, block in enumerate(self.block_list()):

@@ -320,6 +320,19 @@ def test_running_positions_change_nothing():
     assert relative_error(moved.logits[..., :VOCAB_SIZE], plain.logits[..., :VOCAB_SIZE]) <= 1e-9
 
 
+@every_case
+def test_positions_that_leave_tokens_out_are_those_of_a_state(case: Case):
+    """Training and decoding take given positions alike, whatever they are."""
+    model, inputs = build(case.model), make_inputs()
+    positions = 3 * torch.arange(LENGTH).expand_as(inputs.tokens)
+    with torch.no_grad():
+        whole = model(inputs.tokens, positions=positions)
+        decoding = model(
+            inputs.tokens, positions=positions, state=model.initial_state(len(positions), dtype=torch.float64)
+        )
+    assert relative_error(whole.logits[..., :VOCAB_SIZE], decoding.logits[..., :VOCAB_SIZE]) <= 1e-9
+
+
 def test_an_optimizer_step_refreshes_derived_buffers():
     case = next(case for case in CASES if case.name == "sockets")
     model = build(case.model)

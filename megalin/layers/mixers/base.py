@@ -52,6 +52,9 @@ class SequenceContext(NamedTuple):
     """Where ranks share the rows, by the width of a window: the documents of the tokens that this rank's see through it
     (`ContextParallel.seen_documents`), given where a mixer with such a window reads documents and rows have several."""
 
+    counted: bool = True
+    """Whether positions count on from token to token, over documents and ranks too."""
+
     def known_documents(self) -> Documents:
         """The documents of the whole rows, with as much as is known of them."""
         return Documents(self.whole_row().document_ids) if self.documents is None else self.documents
