@@ -1,0 +1,79 @@
+"""Packed documents on ranks that share their rows: what the others hold moves no bit of one's, wherever they lie."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalin.data.packing import Batch, split_tokens
+from megalin.parallel.context import ExchangeName
+from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.train.build import build_model
+from tests.cases import CASES, GLU, RODIMUS, SHARED_KEY, VOCAB_SIZE, Case, model
+from tests.ranks import run_ranks
+
+CP, LENGTH = 3, 36
+STARTS = [(), (12,), (12, 24), (11, 13, 25), (1, 2, 3, 35), (12, 13, 23, 24), tuple(range(1, LENGTH)), (5, 30)]
+"""Where documents start, by row: at, before and after the first token of a rank, on all of them, and over several."""
+SHARED_KEYS = [
+    Case(f"window of {window}", model({"sublayers": [RODIMUS, SHARED_KEY | {"window": window}, GLU], "repeat": 2}))
+    for window in (1, 30)
+]
+ROWS = {case.name: case.model for case in (*CASES, *SHARED_KEYS) if case.name != "sockets"}
+"""`sockets` needs the whole sequence."""
+WAYS: list[tuple[int, torch.dtype, ExchangeName]] = [
+    (1, torch.float32, "auto"),
+    (CP, torch.bfloat16, "ring"),
+    (CP, torch.float32, "pipelined"),
+]
+
+
+def rows_of(changed: int | None) -> tuple[Batch, Tensor]:
+    """The rows, with other tokens in each second document from `changed` on; and which tokens these are."""
+    generator = torch.Generator().manual_seed(5)
+    starts = torch.zeros(len(STARTS), LENGTH, dtype=torch.int32)
+    for row, places in enumerate(STARTS):
+        starts[row, list(places)] = 1
+    ids = starts.cumsum(1, dtype=torch.int32)
+    tokens, labels, others = (torch.randint(0, VOCAB_SIZE, ids.shape, generator=generator) for _ in range(3))
+    other = torch.zeros_like(ids, dtype=torch.bool) if changed is None else ids % 2 == changed
+    return Batch(torch.where(other, others, tokens), labels, ids, torch.arange(len(ids))), other
+
+
+def moved(names: list[str], cp: int, dtype: torch.dtype, exchange: ExchangeName) -> dict[str, int]:
+    """By what was looked at, how many numbers of documents that were not changed have other bits."""
+    mesh = Mesh(ParallelConfig(cp=cp, cp_exchange=exchange), torch.device("cpu"))
+    found: dict[str, int] = {}
+    for name in names:
+        built = build_model(ROWS[name], mesh, compute_dtype=dtype, recompute=False, compile_blocks=False, seed=0)
+        embed, kept = built.embedding.embed, {}
+
+        def keep(tokens: Tensor, embed=embed, kept=kept) -> Tensor:
+            kept["embedded"] = embed(tokens)
+            kept["embedded"].retain_grad()
+            return kept["embedded"]
+
+        built.embedding.embed = keep
+        expected: dict[str, Tensor] = {}
+        for changed in (None, 0, 1):
+            whole, other = rows_of(changed)
+            batch = split_tokens(whole, mesh.cp)
+            output = built(batch.tokens, labels=batch.labels, document_ids=batch.document_ids)
+            output.token_losses.sum().backward()
+            results = {"logits": output.logits, "losses": output.token_losses, "gradient": kept["embedded"].grad}
+            expected = expected or {what: tensor.detach().clone() for what, tensor in results.items()}
+            same = ~mesh.cp.shard(other)
+            for what, tensor in results.items():
+                count = int((tensor != expected[what])[same].sum())
+                found[f"{name}, {what}"] = found.get(f"{name}, {what}", 0) + count
+            assert changed is None or not torch.equal(results["logits"], expected["logits"])
+            built.zero_grad(set_to_none=True)
+    return found
+
+
+@pytest.mark.parametrize(("cp", "dtype", "exchange"), WAYS, ids=str)
+def test_other_documents_move_no_bit(cp: int, dtype: torch.dtype, exchange: ExchangeName):
+    """Of logits, losses, and the gradients of all losses by embedded tokens."""
+    for found in run_ranks(cp, moved, list(ROWS), cp, dtype, exchange, timeout=200.0):
+        assert {what: count for what, count in found.items() if count} == {}
