@@ -1,7 +1,7 @@
 """The errors that users see: each names what is wrong, the rule and the remedy, and sets the exit code."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 
 class MegalinError(ValueError):
@@ -60,6 +60,14 @@ class PreemptedError(MegalinError):
     """A run that SIGTERM ended before its last step, with all its steps saved."""
 
     exit_code = 75
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, what it was raised from, what that was raised from, and so on."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
 
 
 def exit_code(run: Callable[[], int | None]) -> int:

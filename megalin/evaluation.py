@@ -1,4 +1,4 @@
-"""Evaluation of a saved run on its validation split, on any number of data-parallel ranks."""
+"""Evaluation of a saved run on one of its splits, on ranks that share out samples, tokens and layers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from megalin.data.loader import ValidationLoader
 from megalin.data.sources import open_dataset
 from megalin.data.tokenizer import load_tokenizer
 from megalin.errors import ConfigError
+from megalin.model.build import check_divisions
 from megalin.parallel.mesh import Mesh
 from megalin.train.build import COMPUTE_DTYPES, build_model
 from megalin.train.evaluate import AnyEvaluation, evaluate
@@ -25,10 +26,18 @@ def evaluate_run(
 ) -> AnyEvaluation:
     """The newest checkpoint of a run on a split (`data.validation=[...]` names other shards); a collective.
 
+    Args:
+        mesh: not the one of the training: any that the model and the length of its rows fit.
+
     Raises:
-        MegalinError: a run without a checkpoint or without this split, or data that is bad or missing.
+        MegalinError: a run without a checkpoint or without this split, data that is bad or missing, or a mesh that does
+            not fit.
     """
-    config, checkpoint = open_run(folder, overrides)
+    # What the run was trained on says nothing of the rows and the ranks here.
+    config, checkpoint = open_run(folder, [*overrides, "parallel={}"])
+    if problem := mesh.config.length_problem(config.data.sequence_length):
+        raise ConfigError(f"data.sequence_length = {config.data.sequence_length} {problem}")
+    check_divisions(config.model, mesh.tp.size)
     if not config.data.has(split):
         raise ConfigError(
             f"{folder}: the run has no {split} split (data.{split} is empty, and nothing of the training shards is "

@@ -14,11 +14,12 @@ from megalin.data.dataset import TokenDataset
 from megalin.data.loader import ValidationLoader
 from megalin.data.tokenizer import ByteTokenizer
 from megalin.evaluation import evaluate_run
-from megalin.parallel.mesh import Mesh, ParallelConfig, process_group
+from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.process_group import process_group
 from megalin.train.build import build_model
-from megalin.train.evaluate import Evaluation, evaluate
-from tests.model_runs import CPU, train_here, write_config, write_shard
-from tests.ranks import run_ranks
+from megalin.train.evaluate import AnyEvaluation, Evaluation, evaluate
+from tests.model_runs import CPU, model_table, train_here, write_config, write_shard
+from tests.ranks import RankFailedError, run_ranks
 from tests.train.test_step import MODEL
 
 
@@ -60,15 +61,45 @@ def test_evaluation_does_not_depend_on_the_ranks(tmp_path):
 
 
 def test_evaluation_of_a_run_on_other_ranks_is_that_of_its_training(tmp_path):
+    """17 samples, which no batches divide, of documents that end anywhere."""
     config = write_config(tmp_path, train={"steps": 2}, schedule={"warmup_steps": 0})
     (trained,) = run_ranks(1, _train, config, tmp_path / "run")
-    for result in run_ranks(2, _evaluate_saved, tmp_path / "run"):
-        assert result == pytest.approx(trained, rel=1e-6)
+    meshes: list[tuple[int, dict[str, int]]] = [(2, {}), (2, {"tp": 2}), (3, {"cp": 3}), (4, {"cp": 2})]
+    for world_size, axes in meshes:
+        for result in run_ranks(world_size, _evaluate_saved, tmp_path / "run", axes):
+            assert result == pytest.approx(trained, rel=1e-6), axes
+
+
+def test_evaluation_knows_nothing_of_the_mesh_of_the_training(tmp_path):
+    """32 tokens, which three ranks cannot share."""
+    config = write_config(tmp_path, train={"steps": 1}, schedule={"warmup_steps": 0}, parallel={"cp": 3})
+    run_ranks(3, _train, config, tmp_path / "run")
+    whole, halves = (
+        run_ranks(ranks, _evaluate_saved, tmp_path / "run", {"cp": ranks}, "data.sequence_length=32")[-1]
+        for ranks in (1, 2)
+    )
+    assert halves == pytest.approx(whole, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({"cp": 2}, r"data\.sequence_length = 35 is not divisible by parallel\.cp = 2; use 34 or 36"),
+        ({"tp": 2}, r"intermediate_size = 45 is not divisible by parallel\.tp = 2; use tp 1\n"),
+    ],
+)
+def test_evaluation_on_a_mesh_that_does_not_fit_is_refused(tmp_path, axes, message):
+    layers = model_table()["layers"]
+    layers[1]["sublayers"][1]["intermediate_size"] = 45
+    config = write_config(tmp_path, model={"layers": layers}, train={"steps": 1}, schedule={"warmup_steps": 0})
+    run_ranks(1, _train, config, tmp_path / "run")
+    with pytest.raises(RankFailedError, match=message):
+        run_ranks(2, _evaluate_saved, tmp_path / "run", axes, "data.sequence_length=35")
 
 
 def _train(config: Path, folder: Path) -> Any:
     return train_here(config, folder).evaluation
 
 
-def _evaluate_saved(folder: Path) -> Evaluation:
-    return evaluate_run(folder, Mesh(ParallelConfig(), CPU))
+def _evaluate_saved(folder: Path, axes: dict[str, int], *overrides: str) -> AnyEvaluation:
+    return evaluate_run(folder, Mesh(ParallelConfig(**axes), CPU), overrides)

@@ -1,19 +1,26 @@
 """The multi-process harness itself: results by rank, and failures that name the rank."""
 
 import os
+import re
 import signal
 import socket
 import time
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megalin.parallel.mesh import process_group
-from megalin.parallel.ranks import naming_silent_ranks
+from megalin.errors import MegalinError
+from megalin.parallel.collectives import all_reduce
+from megalin.parallel.failures import Meeting, naming_silent_ranks
+from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.process_group import process_group
 from tests.ranks import RankFailedError, run_ranks
+
+CPU = torch.device("cpu")
 
 
 def _sum() -> float:
@@ -46,23 +53,67 @@ def _sleep_on_rank_one() -> None:
     time.sleep(60 if dist.get_rank() == 1 else 0)
 
 
+def _launch(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What a launcher tells a rank."""
+    launch = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return {name: str(value) for name, value in launch.items()}
+
+
+def _leave_the_group(met: Path) -> int:
+    """Ends the harness's group, on all ranks at once; returns this one's number."""
+    store, rank = dist.FileStore(str(met), dist.get_world_size()), dist.get_rank()
+    # A rank that leaves the harness's group breaks the connections of one that still joins it.
+    store.set(f"met/{rank}", "")
+    store.wait([f"met/{other}" for other in range(dist.get_world_size())])
+    dist.destroy_process_group()
+    return rank
+
+
 def _stall_in_a_launched_group(port: int, met: Path) -> None:
     """As `megalin train` under a launcher meets a rank that stalls."""
-    store = dist.FileStore(str(met), 3)
-    launch = {
-        "RANK": dist.get_rank(),
-        "WORLD_SIZE": 3,
-        "LOCAL_RANK": 0,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-    # A rank that leaves the harness's group breaks the connections of one that still joins it.
-    store.set(f"met/{dist.get_rank()}", "")
-    store.wait([f"met/{rank}" for rank in range(3)])
-    dist.destroy_process_group()
-    os.environ |= {name: str(value) for name, value in launch.items()}
+    os.environ |= _launch(_leave_the_group(met), 3, port)
     with process_group(torch.device("cpu"), timeout=timedelta(seconds=3)):
         _stall_before_an_exchange()
+
+
+def _meet(launch: dict[str, str], seconds: float) -> str:
+    group = process_group(CPU, timeout=timedelta(seconds=seconds))
+    with patch.dict(os.environ, launch), pytest.raises(MegalinError) as raised, group:
+        pass
+    return f"{raised.typename}: {raised.value}"
+
+
+def _meet_without_rank_two(port: int, met: Path) -> str:
+    rank = _leave_the_group(met)
+    return _meet(_launch(rank, 4, port), 1.5) if rank != 2 else ""
+
+
+def _meet_where_rank_zero_ends(port: int, met: Path) -> str:
+    rank = _leave_the_group(met)
+    if rank > 0:
+        return _meet(_launch(rank, 2, port), 20)
+    store = dist.TCPStore("127.0.0.1", port, 2, True, wait_for_workers=False)
+    store.wait(["came/1"])
+    return ""
+
+
+def _stop_where_axes_meet() -> None:
+    """Rank 3 stops before an exchange with rank 2; ranks 0 and 1 then wait for these on another axis."""
+    mesh = Mesh(ParallelConfig(pp=2, tp=2), CPU)
+    if dist.get_rank() == 3:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    for axis in (mesh.tp.axis, mesh.pp.axis):
+        all_reduce(torch.ones(1), axis)
+
+
+def _end_a_chain_early() -> None:
+    """Rank 3 ends, of which rank 2 hears at once; rank 1 waits for rank 2 alone, and rank 0 for rank 1, for longer."""
+    _sum()
+    rank = dist.get_rank()
+    if rank == 3:
+        os._exit(0)
+    time.sleep(1 if rank < 2 else 0)
+    dist.recv(torch.ones(1), rank + 1)
 
 
 def test_results_come_back_by_rank():
@@ -100,27 +151,90 @@ def test_an_exchange_that_fails_with_the_rank_that_keeps_the_store_says_so():
 
     with (
         pytest.raises(RankFailedError, match=r"rank 1: an exchange failed, rank 0, which keeps .*, has ended: gloo"),
-        naming_silent_ranks(Gone(), 1, 2, timedelta(seconds=1)),
+        naming_silent_ranks(Meeting(Gone(), 1, 2, timedelta(seconds=1))),
     ):
         raise RuntimeError("gloo: connection closed by peer")
+
+
+def test_the_exchange_that_failed_is_found_under_what_others_made_of_its_error():
+    with (
+        pytest.raises(RankFailedError, match=r"rank 0: an exchange failed, no word from rank 1: gloo: closed$"),
+        naming_silent_ranks(Meeting(dist.HashStore(), 0, 2, timedelta(seconds=0.2))),
+    ):
+        raise RuntimeError("[Stage 0] failed to run forward") from RuntimeError("gloo: closed")
+
+
+def test_another_error_stays_what_it_is():
+    with (
+        pytest.raises(RuntimeError, match=r"^planted$"),
+        naming_silent_ranks(Meeting(dist.HashStore(), 0, 2, timedelta(seconds=60))),
+    ):
+        raise RuntimeError("planted")
 
 
 def test_a_rank_whose_gpu_waited_too_long_for_another_names_it():
     with (
         pytest.raises(RankFailedError, match=r"rank 0: an exchange failed, no word from rank 1: .*launch failure"),
-        naming_silent_ranks(dist.HashStore(), 0, 2, timedelta(seconds=0.2)),
+        naming_silent_ranks(Meeting(dist.HashStore(), 0, 2, timedelta(seconds=0.2))),
     ):
         raise RuntimeError("CUDA error: unspecified launch failure")
 
 
-def test_rank_that_stalls_under_a_launcher_is_named_within_the_timeout(tmp_path):
+@pytest.fixture
+def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        return probe.getsockname()[1]
+
+
+def test_rank_that_stalls_under_a_launcher_is_named_within_the_timeout(tmp_path, free_port):
     with pytest.raises(
         RankFailedError, match=r"(?s)an exchange failed, no word from rank 1: .*Timed out waiting 3000ms"
     ):
-        run_ranks(3, _stall_in_a_launched_group, port, tmp_path / "met")
+        run_ranks(3, _stall_in_a_launched_group, free_port, tmp_path / "met")
+
+
+def test_rank_that_stops_is_named_by_ranks_on_every_axis():
+    with pytest.raises(RankFailedError, match=r"(?s)an exchange failed, no word from rank 3: .*Timed out waiting 1600"):
+        run_ranks(4, _stop_where_axes_meet, collective_timeout=1.6)
+
+
+def test_ranks_that_wait_for_a_live_one_are_not_named():
+    with pytest.raises(RankFailedError, match=r"rank 2: an exchange failed, no word from rank 3: "):
+        run_ranks(4, _end_a_chain_early, collective_timeout=2.5)
+
+
+def test_ranks_that_do_not_come_are_named(tmp_path, free_port):
+    place = f"127.0.0.1:{free_port}"
+    told = run_ranks(4, _meet_without_rank_two, free_port, tmp_path / "met")
+    assert told[0] == (
+        f"RankFailedError: rank 0: no word from rank 2 in the 1.5 s in which all 4 were to meet at {place}; see what "
+        "they print, whether they were started, and whether their hosts reach this address"
+    )
+    for rank in (1, 3):  # rank 0, which keeps the place, may leave before they give up
+        assert re.match(f"RankFailedError: rank {rank}: (no word from rank 2 in|who keeps {place} ended)", told[rank])
+
+
+def test_rank_zero_is_named_where_it_does_not_come(free_port):
+    assert f"rank 1: no word from rank 0 in the 0.5 s in which all 2 were to meet at 127.0.0.1:{free_port}" in _meet(
+        _launch(1, 2, free_port), 0.5
+    )
+
+
+def test_a_meeting_whose_keeper_ends_says_so(tmp_path, free_port):
+    told = run_ranks(2, _meet_where_rank_zero_ends, free_port, tmp_path / "met")[1]
+    assert told.startswith(f"RankFailedError: rank 1: who keeps 127.0.0.1:{free_port} ended before all ranks had met: ")
+
+
+def test_a_port_in_use_is_named():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        told = _meet(_launch(0, 2, port), 0.5)
+    assert re.match(
+        rf"ConfigError: rank 0 cannot open 127.0.0.1:{port} \(.*\); set MASTER_PORT to a port that is", told
+    )
 
 
 def test_deadline_is_kept_and_names_who_did_not_answer():

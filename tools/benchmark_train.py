@@ -44,9 +44,10 @@ from megalin.launch import launched
 from megalin.model.config import AnyModelConfig, EncoderConfig, ModelConfig
 from megalin.ops import backend
 from megalin.parallel.context import ExchangeName
-from megalin.parallel.mesh import Mesh, ParallelConfig, compute_device, process_group
+from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.parallel.overlapped_products import StreamTransferName
 from megalin.parallel.pipeline import ScheduleName, TransferName
+from megalin.parallel.process_group import compute_device, process_group
 from megalin.train.build import COMPUTE_DTYPES
 from megalin.train.hardware import peak_memory_bytes
 

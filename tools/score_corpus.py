@@ -17,7 +17,7 @@ from megalin.data.score_selection import SelectOptions, check_selection, select
 from megalin.errors import exit_code
 from megalin.generation import load_for_generation
 from megalin.launch import adopt_launcher
-from megalin.parallel.mesh import compute_device, process_group
+from megalin.parallel.process_group import compute_device, process_group
 from megalin.scoring import Judge, score_corpus
 
 # One rank may have more to do than another, and waits for it in one exchange at the end.

@@ -28,7 +28,8 @@ from megalin.model.build import Model
 from megalin.model.config import EncoderConfig
 from megalin.optim.adamw import OptimizerConfig, build_optimizer, set_learning_rate
 from megalin.parallel.data_parallel import reshard
-from megalin.parallel.mesh import Mesh, ParallelConfig, compute_device, process_group
+from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.process_group import compute_device, process_group
 from megalin.train.build import build_model
 from megalin.train.restore import open_run
 from megalin.train.step import train_step

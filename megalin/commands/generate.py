@@ -8,7 +8,7 @@ from pathlib import Path
 from megalin.commands.base import Command
 from megalin.errors import ConfigError
 from megalin.generation import Sampling, generate, load_for_generation
-from megalin.parallel.mesh import compute_device
+from megalin.parallel.process_group import compute_device
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 from megalin.checkpoint.agreement import rank
 from megalin.commands.base import Command
 from megalin.launch import launched
-from megalin.parallel.mesh import compute_device, process_group
+from megalin.parallel.mesh import check_device
+from megalin.parallel.process_group import compute_device, process_group
 from megalin.scaling.check import check_memory
 from megalin.train.config import check_launch, load_run_config
 from megalin.train.hardware import device_memory_bytes
@@ -28,6 +29,7 @@ def _run(arguments: argparse.Namespace) -> int:
     config = load_run_config(arguments.config, arguments.overrides)
     world_size, device = launched().world_size, compute_device()
     check_launch(config, world_size)
+    check_device(config.parallel, device.type)
     if not arguments.no_memory_check:
         check_memory(config, world_size, device_memory_bytes(device))
     path = arguments.folder or Path("runs") / Path(arguments.config).stem

@@ -12,9 +12,10 @@ from megalin.errors import ConfigError
 from megalin.launch import launched
 from megalin.model.config import AnyModelConfig
 from megalin.parallel.context import ExchangeName
-from megalin.parallel.mesh import ParallelConfig, check_device, check_world_size, compute_device, process_group
+from megalin.parallel.mesh import ParallelConfig, check_device, check_world_size
 from megalin.parallel.overlapped_products import StreamTransferName
 from megalin.parallel.pipeline import ScheduleName, TransferName
+from megalin.parallel.process_group import compute_device, process_group
 from megalin.parallel.ranks import run_ranks
 from megalin.verify.case import Case, make_case
 from megalin.verify.grid import Layout, layouts, print_grid, run_grid
@@ -114,13 +115,13 @@ def _run_grid(arguments: argparse.Namespace) -> int:
         return _make_case(arguments, model, *layout)
 
     if started == 1:
-        results = run_grid(layouts(world_size), make, lambda case: _on_new_ranks(verify, case))
+        results = run_grid(layouts(world_size), make, lambda case: _on_new_ranks(verify, case), new_ranks=True)
         return 0 if print_grid(results, as_json=arguments.json) else 1
     whole = [layout for layout in layouts(started) if layout.world_size == started]
     if not whole:
         raise ConfigError(f"--grid: no mesh with axes of 1 to 4 ranks has {started}, as were started; start 4, 6 or 8")
     with process_group(compute_device()):
-        results = run_grid(whole, make, verify)
+        results = run_grid(whole, make, verify, new_ranks=False)
         if launched().rank == 0:
             return 0 if print_grid(results, as_json=arguments.json) else 1
         for _ in results:
@@ -140,7 +141,8 @@ def _case(arguments: argparse.Namespace) -> Case:
     axes = {"tp": tp, "cp": cp, "sequence_parallel": arguments.sequence_parallel, "shard": arguments.shard}
     axes |= {"cp_exchange": arguments.cp_exchange, "pp": pp, "pp_schedule": arguments.pp_schedule}
     axes |= {"pp_transfer": arguments.pp_transfer, "tp_transfer": arguments.tp_transfer, "zero": arguments.zero}
-    axes["pp_stages"] = arguments.pp_stages or (2 if arguments.pp_schedule == "interleaved" else 1)
+    least = 2 if arguments.pp_schedule == "interleaved" else 1
+    axes["pp_stages"] = least if arguments.pp_stages is None else arguments.pp_stages
     parallel = parse(ParallelConfig, axes, "command line")
     check_world_size(parallel, tp * cp * pp * dp)
     return _make_case(arguments, model_from(arguments.model, arguments.overrides), parallel, dp)

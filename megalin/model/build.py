@@ -6,7 +6,7 @@ from megalin.model.config import AnyModelConfig, EncoderConfig
 from megalin.model.encoder import Encoder
 from megalin.model.language_model import LanguageModel
 from megalin.parallel.context import ContextParallel
-from megalin.parallel.tensor_parallel import TensorParallel
+from megalin.parallel.tensor_parallel import DividedSizes, TensorParallel
 
 Model = LanguageModel | Encoder
 """Any model."""
@@ -24,3 +24,11 @@ def make_model(
     if isinstance(config, EncoderConfig):
         return Encoder(config, tp, cp=cp, recompute=recompute)
     return LanguageModel(config, tp, cp=cp, recompute=recompute)
+
+
+def check_divisions(config: AnyModelConfig, tp: int) -> None:
+    """Raises ConfigError where a size of the model is not divisible by a tensor-parallel axis of `tp` ranks; it names
+    the axes that divide all of them: heads, widths and the padded vocabulary."""
+    sizes = DividedSizes()
+    make_model(config, sizes)
+    sizes.check(tp)

@@ -113,26 +113,23 @@ def plan_stages(config: AnyModelConfig, num_stages: int, *, num_ranks: int, leng
     one reads (`residual = "two_hop"`).
 
     Raises:
-        ConfigError: an encoder, or more stages than blocks.
+        ConfigError: an encoder, or more stages than the model can be cut into.
     """
     if isinstance(config, EncoderConfig):
         raise ConfigError(
             'model.kind = "encoder": an encoder cannot be cut into stages (its heads need the embedding and the pooled '
             "first token); use parallel.pp = 1 and more tp, cp or data parallelism"
         )
-    if num_stages > config.num_layers:
-        raise ConfigError(
-            f"parallel.pp times parallel.pp_stages = {num_stages} stages, but the model has {config.num_layers} layers "
-            f"and each stage needs one; use at most {config.num_layers} stages"
-        )
+    blocks = [block.sublayers for _, block in config.blocks()]
+    places = [(layer, index) for layer, sublayers in enumerate(blocks) for index in range(len(sublayers))]
+    ends = [end for end, (layer, index) in enumerate(places, 1) if blocks[layer][index].residual == "add"]
+    if num_stages > len(ends):
+        raise ConfigError(_too_many_stages(num_ranks, num_stages // num_ranks, len(ends)))
     whole = LanguageModel(config)
     costs = [mixer.flops(length) for mixer in whole.mixers()]
     head = whole.forward_flops(length) - whole.stack_flops(length)
     costs[0] += round(_EMBEDDING_COST * head) + sum(mixer.flops(length) for mixer in whole.input_mixers())
     costs[-1] += head
-    blocks = [block.sublayers for _, block in config.blocks()]
-    places = [(layer, index) for layer, sublayers in enumerate(blocks) for index in range(len(sublayers))]
-    ends = [end for end, (layer, index) in enumerate(places, 1) if blocks[layer][index].residual == "add"]
     runs = [range(start, end) for start, end in itertools.pairwise([0, *ends])]
     run_costs = [sum(costs[run.start : run.stop]) for run in runs]
     if num_stages == num_ranks:
@@ -147,3 +144,20 @@ def plan_stages(config: AnyModelConfig, num_stages: int, *, num_ranks: int, leng
             holders.setdefault(name, []).append(number)
     shared = {name: stages for name, stages in sorted(holders.items()) if len(stages) > 1}
     return StagePlan(sublayers, places, [sum(costs[part.start : part.stop]) for part in sublayers], shared)
+
+
+def _too_many_stages(num_ranks: int, stages_a_rank: int, most: int) -> str:
+    """What is wrong with so many stages, and the values of each key that fit the other's."""
+    told, remedies = f"parallel.pp = {num_ranks} stages", []
+    if stages_a_rank > 1:
+        told = f"parallel.pp = {num_ranks} times parallel.pp_stages = {stages_a_rank} stages"
+    if (ranks := most // stages_a_rank) > 1:
+        remedies.append(f"parallel.pp = {ranks} or less")
+    if (stages := most // num_ranks) > 1:
+        remedies.append(f"parallel.pp_stages = {stages}" + (" or less" if stages > 2 else ""))
+    elif stages == 1:
+        remedies.append('parallel.pp_stages = 1 with another pp_schedule than "interleaved"')
+    return (
+        f"{told} are more than the {most} that the model can be cut into, by its sub-layers; use "
+        f"{', or '.join(remedies) or 'parallel.pp = 1'}"
+    )

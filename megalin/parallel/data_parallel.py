@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from megalin.parallel.collectives import all_reduce
 from megalin.parallel.embedding import VocabParallelTable
-from megalin.parallel.mesh import Mesh, whole_axis
+from megalin.parallel.mesh import Mesh, covering_axes
 from megalin.parallel.tensor_parallel import local
 
 
@@ -111,7 +111,8 @@ def reshard(model: nn.Module) -> None:
 
 @torch.no_grad()
 def largest_magnitudes(weights: Sequence[Tensor]) -> Tensor:
-    """max |w| over the whole of each weight, [len(weights)] on every rank in at least fp32: one all-reduce for all.
+    """max |w| over the whole of each weight, [len(weights)] on every rank in at least fp32: one all-reduce for all, or
+    one for each axis of a stage.
 
     Weights are plain, whole tensors, or shards of the axis or of the mesh that all of them share. A collective.
     """
@@ -124,7 +125,9 @@ def largest_magnitudes(weights: Sequence[Tensor]) -> Tensor:
     meshes = {weight.device_mesh if isinstance(weight, DTensor) else None for weight in weights}
     assert len(meshes) == 1, meshes
     mesh = meshes.pop()
-    return largest if mesh is None else all_reduce(largest, whole_axis(mesh), operation="max")
+    for axis in [] if mesh is None else covering_axes(mesh):
+        largest = all_reduce(largest, axis, operation="max")
+    return largest
 
 
 def prepare_backward(model: nn.Module, mesh: Mesh, *, last: bool) -> None:

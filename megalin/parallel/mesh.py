@@ -1,36 +1,24 @@
-"""The mesh: which ranks form the pipeline, data, context- and tensor-parallel axes, and their process group."""
+"""The mesh: which ranks form the pipeline, data, context- and tensor-parallel axes."""
 
 from __future__ import annotations
 
-import os
-import socket
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Sequence
 from typing import Literal, Self
 
 import pydantic
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.device_mesh import DeviceMesh
 
 from megalin.config import Config
 from megalin.errors import ConfigError
-from megalin.launch import launched
-from megalin.parallel.collectives import EXCHANGE_TIMEOUT, Axis, all_reduce, gather_objects
+from megalin.parallel.collectives import EXCHANGE_TIMEOUT, Axis, all_reduce
 from megalin.parallel.context import ContextParallel, ExchangeName
 from megalin.parallel.overlapped_products import StreamCopies, StreamTransferName, open_stream_copies
 from megalin.parallel.pipeline import PipelineParallel, ScheduleName, TransferName
-from megalin.parallel.ranks import naming_silent_ranks
+from megalin.parallel.process_group import open_group
 from megalin.parallel.tensor_parallel import TensorParallel
-
-_STAGE = "stage"
-"""The name of the flattened mesh of a stage's ranks."""
-SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
-"""The variable by which NCCL lets ranks share a GPU."""
 
 
 class ParallelConfig(Config):
@@ -139,16 +127,15 @@ class ParallelConfig(Config):
         return (3 if self.pp == 1 else 1) if self.zero is None else self.zero
 
     def micro_batches_problem(self, count: int) -> str:
-        """What keeps `count` micro-batches a step from passing the stages, and the remedy; empty where nothing."""
+        """What keeps `count` micro-batches a step from passing the stages; empty where nothing does."""
         if self.pp == 1 or count % self.pp == 0:
             return ""
         if self.pp_schedule == "1f1b" and count > self.pp:
             return ""
         rule = "at least" if self.pp_schedule == "1f1b" else "a multiple of"
-        fits = max(1, count // self.pp) * self.pp
         return (
             f'pp_schedule = "{self.pp_schedule}" of parallel.pp = {self.pp} needs {rule} {self.pp} micro-batches a '
-            f"step, not {count}; use {fits} or {fits + self.pp}"
+            f"step, not {count}"
         )
 
     def split_backward_problem(self, *, recompute: bool, compiled: bool) -> str:
@@ -215,10 +202,10 @@ class Mesh:
         self.config, self.device = config, device
         self._root = _stage_mesh(config, device, replicate=data_size // shard, shard=shard, tp=config.tp)
         tp_mesh = self._root["tp"]
-        flat = self.data_mesh._flatten("data")
-        self.data, self.data_group = _axis("data", flat), flat.get_group()
+        self.data_group = open_group("data", self._root.mesh, -3, -2)
+        self.data = _axis("data", self.data_group)
         self.tp = tensor_parallel(
-            _axis("tp", tp_mesh),
+            _axis("tp", tp_mesh.get_group()),
             device_mesh=tp_mesh,
             sequence_parallel=config.sequence_parallel,
             copies=_stream_copies(config, device, tp_mesh.get_group()),
@@ -226,16 +213,13 @@ class Mesh:
         self.device_mesh, self.pp = self._root, pipeline_parallel()
         if config.pp > 1:
             self.device_mesh = self._root["replicate", "shard", "tp"]
-            self.device_mesh._flatten(_STAGE)
-            pp_mesh = self._root["pp"]
-            self.pp = pipeline_parallel(
-                _axis("pp", pp_mesh), group=pp_mesh.get_group(), stages_per_rank=config.pp_stages
-            )
+            group = self._root["pp"].get_group()
+            self.pp = pipeline_parallel(_axis("pp", group), group=group, stages_per_rank=config.pp_stages)
         self.samples, cp = self.data, Axis("cp")
         if config.cp > 1:
             # Weights do not know it: a mesh of its own cuts the same data axis another way.
             split = _stage_mesh(config, device, samples=data_size // config.cp, cp=config.cp, tp=config.tp)
-            self.samples, cp = _axis("samples", split["samples"]), _axis("cp", split["cp"])
+            self.samples, cp = (_axis(name, split[name].get_group()) for name in ("samples", "cp"))
         self.cp = context_parallel(cp, exchange=config.cp_exchange)
 
     @property
@@ -314,84 +298,19 @@ def _stream_copies(config: ParallelConfig, device: torch.device, group: dist.Pro
 def _stage_mesh(config: ParallelConfig, device: torch.device, **sizes: int) -> DeviceMesh:
     """A mesh of these dimensions over the ranks of each stage, with "pp" before them where there are several."""
     dims = {"pp": config.pp, **sizes} if config.pp > 1 else sizes
-    return init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+    ranks = torch.arange(dist.get_world_size(), device="cpu").view(*dims.values())
+    groups = [open_group(name, ranks, dim) for dim, name in enumerate(dims)]
+    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=tuple(dims))
 
 
-def _axis(name: str, mesh: DeviceMesh) -> Axis:
-    group = mesh.get_group()
-    return Axis(name, mesh.size(), mesh.get_local_rank(), group.group_name)
+def _axis(name: str, group: dist.ProcessGroup) -> Axis:
+    return Axis(name, group.size(), group.rank(), group.group_name)
 
 
-def whole_axis(mesh: DeviceMesh) -> Axis:
-    """The axis of all ranks of a device mesh, which is one-dimensional or holds every rank of the run or of a stage."""
-    if mesh.ndim == 1:
-        return _axis("mesh", mesh)
+def covering_axes(mesh: DeviceMesh) -> list[Axis]:
+    """Axes over which reductions, one after the other, reach all ranks of a device mesh: one where these are all of the
+    run, else one a dimension."""
     world = dist.group.WORLD
     assert world is not None, mesh
-    if mesh.size() < world.size():
-        return _axis(_STAGE, mesh._flatten(_STAGE))  # made with the Mesh: no group is made here
-    return Axis("world", world.size(), world.rank(), world.group_name)
-
-
-def compute_device() -> torch.device:
-    """This rank's device: its local GPU where CUDA is available, else the CPU.
-
-    The only GPU that a process sees is its own (srun --gpus-per-task 1), or one that all ranks share, as NCCL lets them
-    from 2.30 on if NCCL_MULTI_RANK_GPU_ENABLE is 1: `process_group` refuses it where that is not set.
-
-    Raises:
-        ConfigError: where the launch is broken, or started more ranks on this host than it has GPUs.
-    """
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    local_rank, count = launched().local_rank, torch.cuda.device_count()
-    if local_rank >= count > 1:
-        raise ConfigError(
-            f"LOCAL_RANK = {local_rank}, but this host shows {count} GPUs; start at most {count} ranks on it"
-        )
-    return torch.device("cuda", local_rank if count > 1 else 0)
-
-
-@contextmanager
-def process_group(device: torch.device, *, timeout: timedelta = EXCHANGE_TIMEOUT) -> Iterator[None]:
-    """The default process group for the body: the launcher's ranks, or this process alone. NCCL on GPUs, else gloo.
-
-    Raises:
-        ConfigError: ranks share a GPU, which was not asked for.
-        RankFailedError: an exchange of the body failed; it names the ranks that had no part in it.
-    """
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    store, rank, world_size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]
-    if launched().world_size > 1:
-        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    try:
-        with naming_silent_ranks(store, rank, world_size, timeout):
-            if device.type == "cuda":
-                refuse_shared_gpus(f"{socket.gethostname()}, {torch.cuda.get_device_properties(device).uuid}")
-            yield
-    finally:
-        dist.destroy_process_group()
-
-
-def refuse_shared_gpus(gpu: str) -> None:
-    """Where ranks have the same GPU, an error on all of them, before NCCL's own; a collective.
-
-    Args:
-        gpu: this rank's host and GPU.
-
-    Raises:
-        ConfigError: which ranks share one, and NCCL_MULTI_RANK_GPU_ENABLE is not 1.
-    """
-    if os.environ.get(SHARED_GPUS) == "1":
-        return
-    gpus = gather_objects(gpu, dist.group.WORLD)
-    shared = next((name for name, count in Counter(gpus).items() if count > 1), None)
-    if shared is not None:
-        ranks = ", ".join(str(rank) for rank, name in enumerate(gpus) if name == shared)
-        raise ConfigError(
-            f"ranks {ranks} have the same GPU ({shared}); start one rank a GPU, or, to try a mesh without its speed, "
-            f"set {SHARED_GPUS}=1 (NCCL 2.30 or later)"
-        )
+    groups = [world] if mesh.size() == world.size() else mesh.get_all_groups()
+    return [_axis("mesh", group) for group in groups]

@@ -20,6 +20,7 @@ from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 from megalin.errors import ConfigError
 from megalin.parallel.collectives import EXCHANGE_TIMEOUT, Axis, all_reduce
 from megalin.parallel.peer_copies import PeerCopies, open_lines
+from megalin.parallel.process_group import open_groups
 from megalin.parallel.tensor_parallel import local
 
 ScheduleName = Literal["1f1b", "interleaved", "zero_bubble"]
@@ -70,15 +71,11 @@ class PipelineParallel:
             return Axis("copies")
         if len(ranks) == self.size:
             return self.axis
-        own = Axis("copies")
         apart = dist.get_world_size() // self.size  # pp is the outermost dimension of the mesh
-        for column in range(apart):
-            members = [column + rank * apart for rank in ranks]
-            group = dist.new_group(members)
-            if dist.get_rank() in members:
-                assert isinstance(group, dist.ProcessGroup), group
-                own = Axis("copies", len(members), members.index(dist.get_rank()), group.group_name)
-        return own
+        group = open_groups("copies", [[column + rank * apart for rank in ranks] for column in range(apart)])
+        if group is None:
+            return Axis("copies")
+        return Axis("copies", group.size(), group.rank(), group.group_name)
 
     @torch.no_grad()
     def sum_copies(self, copies: Sequence[nn.Parameter], holders: Axis) -> None:

@@ -1,4 +1,4 @@
-"""Ranks forked from a process that has loaded what they run, and which of any ranks fail in an exchange."""
+"""Ranks forked from a process that has loaded what they run: their results, and which of them failed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import queue
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megalin.errors import RankFailedError
+from megalin.parallel.failures import answering, meeting, naming_silent_ranks
 
 _PRELOAD = [
     "numpy",
@@ -35,8 +35,6 @@ _PRELOAD = [
 """What every rank needs; a fork has it at once."""
 _COLLECTIVE_SECONDS = 600.0
 """The longest that a rank waits for another in one collective."""
-_WORD_SECONDS = 10.0
-"""How long a rank whose exchange failed waits for the others to fail as well."""
 
 _context = multiprocessing.get_context("forkserver")
 
@@ -97,7 +95,7 @@ def _worker(rank: int, meet: tuple[str, int, float], function: Any, args: Any, r
         store.set(f"started/{rank}", "")  # a fork may be slow where a collective may not
         store.wait([f"started/{other}" for other in range(world_size)], timedelta(seconds=_COLLECTIVE_SECONDS))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-        with naming_silent_ranks(store, rank, world_size, timeout):
+        with naming_silent_ranks(meeting()), answering(meeting()):
             result = function(*args)
         reports.put((rank, None, result))
     except BaseException:
@@ -106,48 +104,6 @@ def _worker(rank: int, meet: tuple[str, int, float], function: Any, args: Any, r
     done.wait()
     if dist.is_initialized():  # unless the function met others in a group of its own
         dist.destroy_process_group()
-
-
-@contextmanager
-def naming_silent_ranks(
-    store: dist.Store,  # type: ignore[name-defined]
-    rank: int,
-    world_size: int,
-    timeout: timedelta,
-) -> Iterator[None]:
-    """Where an exchange of the body fails, tells which ranks do not fail with it: those that died, stalled or left.
-
-    Ranks that wait for another give up after `timeout`, all within a short time of each other.
-
-    Raises:
-        RankFailedError: in place of the error of the exchange.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        # A stream that waited too long for a signal of another GPU stops with a launch failure.
-        if not (isinstance(error, dist.DistError) or "gloo" in str(error) or "launch failure" in str(error)):
-            raise
-        blamed = _who_is_silent(store, rank, world_size, min(_WORD_SECONDS, timeout.total_seconds()))
-        raise RankFailedError(f"rank {rank}: an exchange failed, {blamed}: {error}") from error
-
-
-def _who_is_silent(
-    store: dist.Store,  # type: ignore[name-defined]
-    rank: int,
-    world_size: int,
-    seconds: float,
-) -> str:
-    silent = [other for other in range(world_size) if other != rank]
-    deadline = time.monotonic() + seconds
-    try:
-        store.set(f"failed/{rank}", "")
-        while silent and time.monotonic() < deadline:
-            time.sleep(0.05)
-            silent = [other for other in silent if not store.check([f"failed/{other}"])]
-    except dist.DistError:
-        return "rank 0, which keeps what the others say, has ended"
-    return f"no word from rank {', '.join(map(str, silent))}" if silent else "every rank failed in it"
 
 
 def _collect(workers: list[Any], reports: Any, deadline: float | None) -> dict[int, Any]:

@@ -6,6 +6,8 @@ T, leaving reduce-scatters along T. A layer is written once for both.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,6 +27,8 @@ from megalin.parallel.overlapped_products import StreamCopies, all_gather_matmul
 
 TOKENS = 1
 """The dimension of [B, T, ...] along which sequence parallelism splits."""
+_MOST_RANKS = 64
+"""The largest axis that an error proposes."""
 
 
 class TensorParallel:
@@ -60,10 +64,7 @@ class TensorParallel:
     def divide(self, total: int, what: str) -> int:
         """total / tp, the size of this rank's part of `what`. Raises ConfigError where it does not divide."""
         if total % self.size:
-            fits = [n for n in range(1, total + 1) if total % n == 0 and n <= 64]
-            raise ConfigError(
-                f"{what} = {total} is not divisible by parallel.tp = {self.size}; use tp {', '.join(map(str, fits))}"
-            )
+            raise ConfigError(_indivisible(total, what, self.size, common=total))
         return total // self.size
 
     def enter(self, x: Tensor) -> Tensor:
@@ -162,6 +163,36 @@ class TensorParallel:
     def fused_parameter(self, parts: int, out: int, inner: int) -> nn.Parameter:
         """`parts` matrices [out, inner] as one parameter [parts, out, inner], each part split along its outputs."""
         return self.parameter(parts, out, inner, shard_dim=1)
+
+
+class DividedSizes(TensorParallel):
+    """An axis of one rank that keeps what layers divide by it, to tell which sizes of the axis fit all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[tuple[int, str]] = []
+
+    def divide(self, total: int, what: str) -> int:
+        """All of `total`, which is kept."""
+        self.sizes.append((total, what))
+        return total
+
+    def for_whole_rows(self) -> TensorParallel:
+        """This axis: what is divided there counts as well."""
+        return self
+
+    def check(self, size: int) -> None:
+        """Raises ConfigError where an axis of `size` ranks does not divide all that was kept, with those that do."""
+        common = math.gcd(*(total for total, _ in self.sizes))
+        for total, what in self.sizes:
+            if total % size:
+                raise ConfigError(_indivisible(total, what, size, common=common))
+
+
+def _indivisible(total: int, what: str, size: int, *, common: int) -> str:
+    """What is wrong, and the sizes of the axis that divide `common`, of all that must be divided."""
+    fits = [n for n in range(1, min(common, _MOST_RANKS) + 1) if common % n == 0]
+    return f"{what} = {total} is not divisible by parallel.tp = {size}; use tp {', '.join(map(str, fits))}"
 
 
 def local(parameter: Tensor) -> Tensor:

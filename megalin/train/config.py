@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -11,7 +11,7 @@ import pydantic
 from megalin.config import Config, apply_overrides, parse, read_toml
 from megalin.data.config import DataConfig
 from megalin.errors import ConfigError
-from megalin.model.build import make_model
+from megalin.model.build import check_divisions, make_model
 from megalin.model.config import AnyModelConfig, EncoderConfig, ModelField
 from megalin.model.presets import expand_preset
 from megalin.model.stages import plan_stages
@@ -226,13 +226,30 @@ def check_launch(config: RunConfig, world_size: int) -> None:
     """Checks the run against the number of ranks, without a process group: all before the first collective.
 
     Raises:
-        ConfigError: the mesh does not fit the ranks, the batch does not fit the data axis or the pipeline, a size of
-            the model does not divide by tp, the model cannot split its sequences over cp or its layers over pp, or
-            the engine is not there or its own config contradicts this one.
+        ConfigError: the mesh does not fit the ranks; or all of these that are so: the batch does not fit the data axis
+            or the pipeline; a size of the model does not divide by tp, or the model cannot split its sequences over cp
+            or its layers over pp; the engine is not there, or its own config contradicts this one.
     """
     check_world_size(config.parallel, world_size)
-    parallel = config.parallel
-    train, data_size = config.train, world_size // (parallel.tp * parallel.cp * parallel.pp)
+    checks: list[Callable[[], object]] = [
+        lambda: _check_step(config, world_size),
+        lambda: check_model(config.model, config.parallel, config.data.sequence_length),
+    ]
+    problems = []
+    for check in checks:
+        try:
+            check()
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError(problems[0] if len(problems) == 1 else "\n  ".join([f"{len(problems)} problems", *problems]))
+
+
+def _check_step(config: RunConfig, world_size: int) -> None:
+    """Raises ConfigError for samples that cannot be shared out to the data axis or do not fill the pipeline, or for an
+    engine that is not there or whose own config contradicts this one."""
+    train, parallel = config.train, config.parallel
+    data_size = world_size // (parallel.tp * parallel.cp * parallel.pp)
     together = train.micro_batch_size * data_size
     if train.global_batch_size % together:
         below = train.global_batch_size // together * together
@@ -243,13 +260,30 @@ def check_launch(config: RunConfig, world_size: int) -> None:
         )
     if problem := parallel.micro_batches_problem(train.global_batch_size // together):
         raise ConfigError(
-            f"parallel.{problem} (train.global_batch_size = {train.global_batch_size}, train.micro_batch_size = "
-            f"{train.micro_batch_size}, {data_size} groups of ranks that read different samples)"
+            f"parallel.{problem}: train.global_batch_size = {train.global_batch_size} is that many times "
+            f"train.micro_batch_size = {train.micro_batch_size} times dp = {data_size}; use "
+            f"{_batches_that_fill(train, parallel, data_size)}"
         )
-    check_model(config.model, parallel, config.data.sequence_length)
     if train.engine == "deepspeed":
         check_deepspeed_version()
         deepspeed_settings(config, world_size)
+
+
+def _batches_that_fill(train: TrainConfig, parallel: ParallelConfig, data_size: int) -> str:
+    """The nearest values of each key of the batch with which it fills the pipeline, for people."""
+    together, samples = train.micro_batch_size * data_size, train.global_batch_size // data_size
+    below = samples // train.micro_batch_size // parallel.pp * parallel.pp * together
+    above = below + parallel.pp * together
+    if parallel.pp_schedule == "1f1b":  # of fewer micro-batches than stages; any more will do
+        sizes = f"{above} or " + (f"a larger multiple of {together}" if together > 1 else "more")
+    else:
+        sizes = f"{below} or {above}" if below else f"{above}"
+    smaller = [
+        size
+        for size in range(1, train.micro_batch_size)
+        if samples % size == 0 and not parallel.micro_batches_problem(samples // size)
+    ]
+    return f"train.global_batch_size = {sizes}" + (f", or train.micro_batch_size = {smaller[-1]}" if smaller else "")
 
 
 def check_model(model: AnyModelConfig, parallel: ParallelConfig, length: int) -> None:
@@ -262,6 +296,7 @@ def check_model(model: AnyModelConfig, parallel: ParallelConfig, length: int) ->
                     f"{path}.sublayers.{index}.window = {sublayer.widest_window} is wider than the {length} tokens of "
                     f"a row; use at most {length}, or longer rows"
                 )
+    check_divisions(model, parallel.tp)
     whole = make_model(model, TensorParallel(Axis("tp", parallel.tp)), cp=ContextParallel(Axis("cp", parallel.cp)))
     if parallel.pp > 1:
         plan_stages(model, parallel.pp * parallel.pp_stages, num_ranks=parallel.pp, length=length)

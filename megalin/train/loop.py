@@ -24,6 +24,7 @@ from megalin.errors import CheckpointError, ConfigError, MegalinError, Preempted
 from megalin.ops import backend
 from megalin.optim.schedule import learning_rate
 from megalin.parallel.collectives import gather_objects
+from megalin.parallel.failures import meeting, naming_silent_ranks
 from megalin.parallel.mesh import Mesh
 from megalin.train.config import RunConfig
 from megalin.train.curves import write_loss_curve
@@ -65,30 +66,32 @@ class Trainer:
 
         Raises:
             ConfigError: a checkpoint of another sample order.
-            DataError: bad or missing shards.
+            DataError: shards or a tokenizer that are bad or missing on any rank, on every rank.
             CheckpointError: a checkpoint of another model, or none that verifies.
         """
         self.config, self.mesh, self.run, self.incidents = config, mesh, run, incidents
-        vocab_size = config.model.vocab_size
-        seed = config.train.seed
+        on_every_rank(self._open_data)  # hosts need not have the same disks
+        self.engine = _make_engine(config, mesh, run)
+        self.model = self.engine.model
+        self.first_step = self._resume()
+        self.termination = Termination()
+        self._evaluation: AnyEvaluation | None = None
+
+    def _open_data(self) -> None:
+        config, vocab_size, seed = self.config, self.config.model.vocab_size, self.config.train.seed
         self.data = open_training(
             config.data,
             vocab_size,
             seed=seed,
             steps=config.train.steps,
             global_batch_size=config.train.global_batch_size,
-            folder=run.path,
+            folder=self.run.path,
         )
         self.validation: Dataset[Any] | None = None
         if config.data.has("validation"):
             self.validation = open_dataset(config.data, "validation", vocab_size, seed)
         tokenizer = None if config.data.tokenizer is None else load_tokenizer(config.data.tokenizer)
         self.token_bytes = None if tokenizer is None else torch.from_numpy(tokenizer.token_bytes())
-        self.engine = _make_engine(config, mesh, run)
-        self.model = self.engine.model
-        self.first_step = self._resume()
-        self.termination = Termination()
-        self._evaluation: AnyEvaluation | None = None
 
     def _resume(self) -> int:
         """Loads the newest checkpoint; returns the number of finished steps."""
@@ -342,7 +345,8 @@ def train(config: RunConfig, device: torch.device, path: Path) -> TrainResult:
     """
     _check_same_config(config)  # before the mesh: of other axes it has other groups, in which ranks wait for each other
     mesh = Mesh(config.parallel, device)
-    with RunFolder(path) as run, Incidents(run.incidents) as incidents:
+    # Ranks are named inside, so that the incident names them.
+    with RunFolder(path) as run, Incidents(run.incidents) as incidents, naming_silent_ranks(meeting()):
         if run.previous_owner is not None:
             incidents.write("taken over", f"from {run.previous_owner}, which ended without closing the folder")
         trainer = Trainer(config, mesh, run, incidents)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from megalin.data.packing import AnyBatch, Batch
+from megalin.errors import MegalinError, causes
 from megalin.model.config import ModelConfig
 from megalin.model.language_model import LanguageModel, ModelOutput
 from megalin.model.stages import DecoderStage, StagePlan
@@ -17,6 +19,18 @@ from megalin.parallel.collectives import Axis
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.pipeline import StreamShape, forward_through, make_schedule
 from megalin.parallel.tensor_parallel import local
+
+
+@contextmanager
+def _errors_as_raised() -> Iterator[None]:
+    """The engine raises what a stage raised as a RuntimeError of its own: here a user's error is itself again."""
+    try:
+        yield
+    except RuntimeError as error:
+        for cause in causes(error):
+            if isinstance(cause, MegalinError):
+                raise cause from cause.__cause__
+        raise
 
 
 class Pipeline(nn.Module):
@@ -82,14 +96,15 @@ class Pipeline(nn.Module):
         self._counts = counts.clamp(min=1)
         whole = {name: torch.cat([getattr(batch, name) for batch in rows]) for name in Batch._fields}
         losses: list[Tensor] = []
-        self._schedule(rows).step(
-            whole["tokens"],
-            document_ids=whole["document_ids"],
-            labels=whole["labels"],
-            target=whole["labels"],
-            losses=losses,
-            return_outputs=False,
-        )
+        with _errors_as_raised():
+            self._schedule(rows).step(
+                whole["tokens"],
+                document_ids=whole["document_ids"],
+                labels=whole["labels"],
+                target=whole["labels"],
+                losses=losses,
+                return_outputs=False,
+            )
         for name, copies in self._copies():
             self.pp.sum_copies(copies, self._holders[name])
         missing = [name for name, parameter in self.named_parameters() if parameter.grad is None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Literal, NamedTuple
 
 import torch
@@ -157,8 +158,8 @@ def make_case(
     """The comparison that the user asked for.
 
     Raises:
-        ConfigError: a length below 1, beyond an encoder's positions, or one that the mesh cannot split; a size that tp
-            does not divide; a model that cannot split its sequences.
+        ConfigError: a length below 1 or the model's widest window, beyond an encoder's positions, or one that the mesh
+            cannot split; a size that tp does not divide; a model that cannot split its sequences.
     """
     num_stages = parallel.pp * parallel.pp_stages
     chosen = model if full else shrink(model, parallel.tp, parallel.cp, num_stages)
@@ -172,6 +173,13 @@ def make_case(
         )
     if problem := parallel.length_problem(length):
         raise ConfigError(f"--length {length} {problem}")
+    window = max(sub.widest_window or 1 for _, block in chosen.blocks() for sub in block.sublayers)
+    if window > length:
+        fits = next(size for size in itertools.count(window) if not parallel.length_problem(size))
+        raise ConfigError(
+            f"--length {length}: the {'' if full else 'shrunk '}model has a window of {window} tokens, which a "
+            f"row must hold; use --length {fits} or more"
+        )
     if problem := parallel.split_backward_problem(recompute=recompute, compiled=False):
         raise ConfigError(f"parallel.{problem}")
     check_model(chosen, parallel, length)

@@ -18,6 +18,9 @@ from megalin.verify.run import mesh_name, row_json, summary, worst_first
 SIZES = (1, 2, 3, 4)
 """Ranks of an axis."""
 
+AXES = ("tp", "cp", "pp", "dp")
+"""The axes of a mesh."""
+
 Verify = Callable[[Case], list[Row]]
 
 
@@ -31,7 +34,11 @@ class Layout(NamedTuple):
     @property
     def world_size(self) -> int:
         """Ranks of the mesh."""
-        return self.parallel.tp * self.parallel.cp * self.parallel.pp * self.data_size
+        return math.prod(self.sizes().values())
+
+    def sizes(self) -> dict[str, int]:
+        """Ranks of each axis."""
+        return dict(zip(AXES, (self.parallel.tp, self.parallel.cp, self.parallel.pp, self.data_size), strict=True))
 
 
 class Found(NamedTuple):
@@ -39,7 +46,9 @@ class Found(NamedTuple):
 
     layout: Layout
     refused: str
-    """Why the model cannot run on it; empty where it did."""
+    """Why the model cannot run on it; empty where it was started."""
+    failed: str
+    """What its ranks said where they gave no answer; else empty."""
     num_tensors: int
     worst: Row | None
     """The tensor whose error is the largest in units of its bound."""
@@ -47,8 +56,8 @@ class Found(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """Whether every tensor kept its bound, or none was made."""
-        return self.worst is None or self.worst.passed
+        """Whether every tensor kept its bound, or the mesh was refused."""
+        return not self.failed and (self.worst is None or self.worst.passed)
 
 
 def layouts(max_ranks: int) -> list[Layout]:
@@ -76,19 +85,22 @@ def _options(tp: int, cp: int, pp: int, dp: int) -> list[dict[str, Any]]:
     return options
 
 
-def run_grid(layouts: Iterable[Layout], make: Callable[[Layout], Case], verify: Verify) -> Iterator[Found]:
+def run_grid(
+    layouts: Iterable[Layout], make: Callable[[Layout], Case], verify: Verify, *, new_ranks: bool
+) -> Iterator[Found]:
     """What each mesh gives, one after the other.
 
     Args:
         make: the comparison on a mesh; its ConfigError is the reason why the model cannot run there.
         verify: `verify.run.verify` on the ranks of the case.
+        new_ranks: whether it starts ranks for each mesh: those that fail are then no hindrance to the next mesh.
 
     Raises:
-        RankFailedError: as `verify` does, with the mesh.
+        RankFailedError: as `verify` does, with the mesh, where all meshes share their ranks.
     """
     for layout in layouts:
         started = time.monotonic()
-        rows, refused = [], ""
+        rows, refused, failed = [], "", ""
         try:
             case = make(layout)
         except ConfigError as error:
@@ -97,14 +109,16 @@ def run_grid(layouts: Iterable[Layout], make: Callable[[Layout], Case], verify: 
             try:
                 rows = verify(case)
             except RankFailedError as error:
-                raise RankFailedError(f"{mesh_name(*layout)}: {error}") from error
+                if not new_ranks:
+                    raise RankFailedError(f"{mesh_name(*layout)}: {error}") from error
+                failed = str(error)
         worst = worst_first(rows)[0] if rows else None
-        yield Found(layout, refused, len(rows), worst, time.monotonic() - started)
+        yield Found(layout, refused, failed, len(rows), worst, time.monotonic() - started)
 
 
 def print_grid(results: Iterator[Found], *, as_json: bool) -> bool:
     """Prints a line a mesh as it is done, or one JSON object at the end; returns whether some ran and all that ran
-    passed."""
+    passed. It also tells the axes of which no mesh ran: of these nothing is shown."""
     started, found = time.monotonic(), []
     if not as_json:
         print(f"{'mesh':48} {'':8} {'error':8} {'bound':6} {'seconds':>7}  worst of all tensors, or why not")
@@ -114,22 +128,27 @@ def print_grid(results: Iterator[Found], *, as_json: bool) -> bool:
             print(_line(result), flush=True)
     ran = [result for result in found if not result.refused]
     passed = bool(ran) and all(result.passed for result in ran)
+    shown = {axis for result in ran for axis, size in result.layout.sizes().items() if size > 1 and not result.failed}
+    missing = [axis for axis in AXES if axis not in shown]
     if as_json:
-        print(json.dumps({"passed": passed, "meshes": [_as_json(result) for result in found]}))
+        meshes = [_as_json(result) for result in found]
+        print(json.dumps({"passed": passed, "axes_not_run": missing, "meshes": meshes}))
         return passed
     failed = sum(not result.passed for result in ran)
     print(
         f"{'PASSED' if passed else 'FAILED'}: {len(ran) - failed} of {len(ran)} meshes agree with one process, "
         f"{len(found) - len(ran)} refused, {time.monotonic() - started:.0f} s"
+        + (f"; no mesh ran with {' or '.join(missing)} above 1" if missing else "")
     )
     return passed
 
 
 def _line(result: Found) -> str:
     name = mesh_name(*result.layout)
-    if result.worst is None:
-        return f"{name:48} {'refused':8} {'':8} {'':6} {result.seconds:7.1f}  {result.refused}"
     row = result.worst
+    if row is None:
+        word, reason = ("FAILED", result.failed) if result.failed else ("refused", result.refused)
+        return f"{name:48} {word:8} {'':8} {'':6} {result.seconds:7.1f}  {reason}"
     verdict = "ok" if row.passed else "FAILED"
     return f"{name:48} {verdict:8} {row.error:<8.1e} {row.bound:<6.0e} {result.seconds:7.1f}  {row.name}"
 
@@ -139,6 +158,7 @@ def _as_json(result: Found) -> dict[str, Any]:
     return summary(*result.layout) | {
         "passed": result.passed,
         "refused": result.refused or None,
+        "failed": result.failed or None,
         "tensors": result.num_tensors,
         "worst": None if row is None else row_json(row),
         "seconds": result.seconds,

@@ -66,6 +66,26 @@ def test_eval_without_a_validation_split_is_refused(fails, trained):
     )
 
 
+@pytest.mark.parametrize("override", ["parallel.pp=2", "parallel.shard=1", "parallel={tp = 2}"])
+def test_eval_on_a_mesh_of_other_axes_is_refused(fails, trained, override):
+    assert (
+        f"override {override!r}: an evaluation is shared out by parallel.tp and parallel.cp, and by samples over the "
+        "ranks that these leave; leave it out"
+    ) in fails(2, "eval", trained, override)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("parallel.cp=3", "parallel.cp = 3 does not divide the data axis of 1 ranks"),
+        ("parallel.tp=2", "parallel.tp = 2 does not divide the number of ranks, 1"),
+        ("parallel.tp=0", "tp = 0: input should be greater than or equal to 1"),
+    ],
+)
+def test_eval_on_more_ranks_than_were_started_is_refused(fails, trained, override, message):
+    assert message in fails(2, "eval", trained, override)
+
+
 def test_report_of_a_run_is_one_file(trained, capsys, tmp_path):
     told = output(capsys, "report", trained, "--output", tmp_path / "r.html")
     assert told.endswith("r.html: step 12 of 12, finished\n")

@@ -122,6 +122,16 @@ def test_all_problems_of_a_config_are_told_at_once(fails, config):
             ["parallel.tp=8"],
             r"model.layers.0.sublayers.0.num_heads = 4 is not divisible by parallel.tp = 8; use tp 1, 2, 4$",
         ),
+        (
+            {"WORLD_SIZE": "2"},
+            ["parallel.pp=2", 'parallel.pp_transfer="copy"'],
+            'parallel.pp_transfer = "copy" needs the copy engines of GPUs, but the ranks compute on cpu',
+        ),
+        (
+            {"WORLD_SIZE": "2"},
+            ["parallel.tp=2", "parallel.sequence_parallel=true", 'parallel.tp_transfer="copy"'],
+            'parallel.tp_transfer = "copy" needs the copy engines of GPUs, but the ranks compute on cpu',
+        ),
         ({"WORLD_SIZE": "3"}, ["parallel.tp=2"], "parallel.tp = 2 does not divide the number of ranks, 3"),
         (
             {"WORLD_SIZE": "3"},

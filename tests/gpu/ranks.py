@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalin.parallel.mesh import SHARED_GPUS
+from megalin.parallel.process_group import SHARED_GPUS
 
 
 def _missing(count: int) -> bool:

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalin.parallel.collectives import Axis, gather_from_axis, reduce_scatter_to_axis
-from megalin.parallel.mesh import compute_device, process_group
 from megalin.parallel.overlapped_products import (
     SHORT_PRODUCT,
     StreamCopies,
@@ -18,6 +17,7 @@ from megalin.parallel.overlapped_products import (
     matmul_reduce_scatter,
     open_stream_copies,
 )
+from megalin.parallel.process_group import compute_device, process_group
 from tests.numerics import Tensors, relative_error
 
 TOKENS, WIDTH = 256, 512

@@ -13,7 +13,7 @@ from megalin.ops.causal_attention import causal_attention
 from megalin.ops.documents import WHOLE_ROWS, find_documents
 from megalin.ops.layer_norm import layer_norm, layer_norm_reference
 from megalin.ops.rms_norm import rms_norm, rms_norm_reference
-from megalin.parallel.mesh import process_group
+from megalin.parallel.process_group import process_group
 from megalin.train.config import load_run_config
 from megalin.train.loop import train
 from tests.gpu.test_softmax_gpu import DOCUMENTS, make_documents, make_heads, unfused

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megalin.parallel.mesh import process_group
+from megalin.parallel.process_group import process_group
 from megalin.train.config import load_run_config
 from megalin.train.loop import train
 from tests.gpu.ranks import needs_gpus, on_gpus

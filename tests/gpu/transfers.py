@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megalin.parallel.mesh import compute_device, process_group
 from megalin.parallel.peer_copies import SLOTS, PeerCopies, open_lines
+from megalin.parallel.process_group import compute_device, process_group
 from megalin.train.config import load_run_config
 from megalin.train.loop import train
 

@@ -126,11 +126,28 @@ def test_tied_table_and_bounds_of_all_layers_are_held_by_several_stages():
     assert (plan.sublayers, plan.holders) == ([range(3), range(3, 4)], {"embedding.weight": [0, 1]})
 
 
-def test_more_stages_than_layers_are_refused():
-    with pytest.raises(
-        ConfigError, match=r"3 stages, but the model has 2 layers and each stage needs one; use at most 2"
-    ):
-        plan_stages(CASES[0].model, 3, num_ranks=3, length=64)
+@pytest.mark.parametrize(
+    ("name", "ranks", "stages_a_rank", "remedy"),
+    [
+        ("tnl", 5, 1, "parallel.pp = 4 or less"),
+        ("tnl", 3, 2, 'parallel.pp = 2 or less, or parallel.pp_stages = 1 with another pp_schedule than "interleaved"'),
+        ("tnl", 2, 3, "parallel.pp_stages = 2"),
+        ("rodimus_plus", 2, 4, "parallel.pp_stages = 2"),
+        ("tnl", 5, 3, "parallel.pp = 1"),
+    ],
+)
+def test_more_stages_than_the_model_has_parts_are_refused(name: str, ranks: int, stages_a_rank: int, remedy: str):
+    """Two blocks of two sub-layers; of Rodimus+ three, two of which stay together: four parts."""
+    model = next(row.model for row in CASES if row.name == name)
+    two = model.model_copy(update={"layers": [model.layers[0].model_copy(update={"repeat": 2})]})
+    times = f" times parallel.pp_stages = {stages_a_rank}" if stages_a_rank > 1 else ""
+    with pytest.raises(ConfigError) as raised:
+        plan_stages(two, ranks * stages_a_rank, num_ranks=ranks, length=64)
+    assert str(raised.value) == (
+        f"parallel.pp = {ranks}{times} stages are more than the 4 that the model can be cut into, by its sub-layers; "
+        f"use {remedy}"
+    )
+    assert len(plan_stages(two, 4, num_ranks=4, length=64).sublayers) == 4
 
 
 def test_encoder_is_refused():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megalin.model.language_model import LanguageModel
+from megalin.parallel import collectives
 from megalin.parallel.data_parallel import shard_model
 from megalin.parallel.localize import LocalLayout, localize
 from tests.cases import HYBRID, make_inputs
@@ -55,12 +58,15 @@ def _shared() -> None:
     assert list(localize(model)) == ["0.weight", "0.bias", "1.bias"]
     assert first.weight is second.weight
     assert first.weight.shape == (2, 4)
-    # A gradient that is still on its way.
+    # Gradients that are still on their way where they are accumulated: one given, and one that a backward brings.
     grad = functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD)
     assert isinstance(grad, functional.AsyncCollectiveTensor)
     first.bias.backward(grad)
-    assert type(first.bias.grad) is torch.Tensor
-    assert first.bias.grad.tolist() == [2.0] * 4
+    with patch.object(collectives, "WAITED_AT_ONCE", frozenset()):  # as on a GPU
+        mesh.tp.partial_gradient(second.bias).sum().backward()
+    for bias in (first.bias, second.bias):
+        assert type(bias.grad) is torch.Tensor
+        assert bias.grad.tolist() == [2.0] * 4
 
 
 def test_shared_parameters_stay_shared_and_gradients_have_arrived():

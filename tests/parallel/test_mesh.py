@@ -11,15 +11,8 @@ import torch.distributed as dist
 from megalin.config import parse
 from megalin.errors import ConfigError
 from megalin.parallel.collectives import all_gather
-from megalin.parallel.mesh import (
-    SHARED_GPUS,
-    Mesh,
-    ParallelConfig,
-    check_world_size,
-    compute_device,
-    process_group,
-    refuse_shared_gpus,
-)
+from megalin.parallel.mesh import Mesh, ParallelConfig, check_world_size
+from megalin.parallel.process_group import SHARED_GPUS, compute_device, process_group, refuse_shared_gpus
 from tests.parallel.on_ranks import make_mesh
 from tests.ranks import run_ranks
 
@@ -120,6 +113,21 @@ def test_sharding_groups_split_the_data_axis(shard, shape):
     found = run_ranks(4, _axes, 1, shard)
     assert [axes["data"] for axes, _, _ in found] == [(4, rank, [0, 1, 2, 3]) for rank in range(4)]
     assert all(got == shape for _, got, _ in found)
+
+
+def _timeouts(axes: dict[str, int]) -> list[float]:
+    """Seconds that each process group of a run waits, the default one's first."""
+    mesh = Mesh(ParallelConfig(**axes), torch.device("cpu"))
+    mesh.pp.axis_of_holders([0, mesh.pp.size - 2])
+    backends = [group._get_backend(torch.device("cpu")) for group in dist.distributed_c10d._world.pg_map]
+    return [backend.options._timeout.total_seconds() for backend in backends]
+
+
+@pytest.mark.parametrize(("world_size", "axes"), [(4, {"tp": 2, "cp": 2}), (4, {"pp": 2, "tp": 2}), (6, {"pp": 3})])
+def test_every_group_waits_as_long_as_the_default_one(world_size, axes):
+    for timeouts in run_ranks(world_size, _timeouts, axes, collective_timeout=77.0):
+        assert len(timeouts) > 3
+        assert set(timeouts) == {77.0}
 
 
 @pytest.fixture

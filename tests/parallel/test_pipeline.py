@@ -81,7 +81,7 @@ def most_memory_in_a_step(parallel: ParallelConfig, num_micro_batches: int) -> i
         def counted(stage: PipelineStage, *args: Any, **options: Any) -> Any:
             nonlocal most
             infos = [*stage.args_recv_info.values(), *stage.grad_recv_info.values()]
-            buffers = [info.buffer for each in infos for info in each if info.buffer is not None]
+            buffers = [info.buffer for each in infos for info in each if getattr(info, "buffer", None) is not None]
             most = max(most, sum(not buffer.is_meta for buffer in buffers))
             return compute(stage, *args, **options)
 
@@ -150,3 +150,9 @@ def test_copies_lie_on_the_ranks_that_run_their_stages():
 def test_copies_of_one_rank_send_nothing():
     parallel = ParallelConfig(pp=2, pp_schedule="interleaved", pp_stages=2)
     assert run_ranks(2, holders, parallel, [[0, 2], [0, 3]]) == [[(1, 0), (2, 0)], [(1, 0), (2, 1)]]
+
+
+def test_copies_lie_in_their_own_column_of_the_mesh():
+    """Each rank of the tensor-parallel axis shares with its like on the other stages."""
+    expected = [(2, 0), (2, 0), (1, 0), (1, 0), (2, 1), (2, 1)]
+    assert run_ranks(6, holders, ParallelConfig(pp=3, tp=2), [[0, 2]]) == [[axis] for axis in expected]

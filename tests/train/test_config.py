@@ -94,6 +94,25 @@ def test_window_beyond_the_rows_of_an_encoder_is_refused():
         check_model(encoder, ParallelConfig(), 7)
 
 
+def test_sizes_of_the_axis_that_an_error_names_divide_all_of_the_model(path):
+    """The padded vocabulary, which comes first, would let 3, 6 and 8 through, which the heads do not."""
+    assert message(path, "parallel.tp=5", world_size=5) == (
+        "model.vocab_size padded to a multiple of 128 = 384 is not divisible by parallel.tp = 5; use tp 1, 2, 4"
+    )
+    (encoder,) = (case.model for case in ENCODERS if case.name == "local")
+    with pytest.raises(ConfigError, match=r"= 5; use tp 1, 2, 4$"):
+        check_model(encoder, ParallelConfig(tp=5), 24)
+
+
+def test_what_model_and_batch_lack_is_told_at_once(path):
+    assert message(path, "parallel.tp=8", "train.global_batch_size=6", world_size=16).splitlines() == [
+        "2 problems",
+        "  train.global_batch_size = 6 is not divisible by train.micro_batch_size = 2 times the data axis of 2 ranks; "
+        "use 4 or 8",
+        "  model.layers.0.sublayers.0.num_heads = 4 is not divisible by parallel.tp = 8; use tp 1, 2, 4",
+    ]
+
+
 def test_mixer_that_needs_the_whole_sequence_is_refused_before_any_rank_starts(path):
     toy = f'model.layers.0.sublayers.0={{type = "{decaying_sum.TYPE}"}}'
     assert message(path, toy, "parallel.cp=2", world_size=2) == (

@@ -14,7 +14,8 @@ from megalin.__main__ import main
 from megalin.config import dumps
 from megalin.data.packing import pad_rows, take_rows
 from megalin.errors import ConfigError
-from megalin.parallel.mesh import Mesh, ParallelConfig, process_group
+from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.process_group import process_group
 from megalin.train.build import build_model
 from megalin.train.config import load_run_config
 from megalin.train.evaluate import evaluate

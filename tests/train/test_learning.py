@@ -13,7 +13,8 @@ from megalin.model.config import ModelConfig
 from megalin.optim.adamw import OptimizerConfig, build_optimizer, set_learning_rate
 from megalin.optim.schedule import ScheduleConfig, learning_rate
 from megalin.parallel.cross_entropy import IGNORED_LABEL
-from megalin.parallel.mesh import Mesh, ParallelConfig, process_group
+from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.process_group import process_group
 from megalin.train.build import build_model
 from megalin.train.evaluate import evaluate
 from megalin.train.step import train_step

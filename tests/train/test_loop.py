@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,13 +18,13 @@ import megalin.train.step as steps
 from megalin.data.dataset import TokenDataset
 from megalin.data.loader import Loader
 from megalin.errors import ConfigError, DataError, NumericError
-from megalin.parallel.mesh import process_group
+from megalin.parallel.process_group import process_group
 from megalin.train.engine import FullyShardedEngine
-from megalin.train.loop import TrainResult
+from megalin.train.loop import Trainer, TrainResult
 from megalin.train.run_folder import RunFolder
 from megalin.train.step import StepResult, _StartedStep
 from tests.model_runs import CPU, late_results, losses, metrics, steps_saved, train_here, write_config
-from tests.ranks import run_ranks
+from tests.ranks import RankFailedError, run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +208,35 @@ def test_bad_data_of_one_rank_ends_the_run_on_every_rank(config, tmp_path, overr
         or messages == ["shard.bin: token id 999 at offset 3 of sequence 2"] * 2
     )
     assert steps_saved(tmp_path / "run") == []
+
+
+def _data_missing_on_rank_one(config: Path, folder: Path) -> str:
+    os.chdir(folder if dist.get_rank() == 1 else config.parent)
+    with pytest.raises(DataError) as raised:
+        train_here(config, folder, 'data.train=["data/train"]')
+    return str(raised.value)
+
+
+def test_data_missing_on_one_rank_end_the_run_on_every_rank(config, tmp_path):
+    messages = run_ranks(2, _data_missing_on_rank_one, config, tmp_path, collective_timeout=5.0)
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("rank 1: data/train")
+
+
+def _stop_rank_one(config: Path, folder: Path) -> None:
+    if dist.get_rank() == 1:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Trainer, "_measure", lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
+            train_here(config, folder)
+    train_here(config, folder)
+
+
+def test_the_rank_that_stalls_is_named_among_the_incidents(config, tmp_path):
+    with pytest.raises(RankFailedError):
+        run_ranks(2, _stop_rank_one, config, tmp_path, collective_timeout=2.0)
+    last = json.loads((tmp_path / "incidents.jsonl").read_text().splitlines()[-1])
+    assert last["kind"] == "error"
+    assert last["message"].startswith("RankFailedError: rank 0: an exchange failed, no word from rank 1: ")
 
 
 def _other_config_on_rank_one(config: Path, folder: Path, overrides: list[str]) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,9 +17,10 @@ from megalin.checkpoint.load import load, newest
 from megalin.checkpoint.save import save
 from megalin.config import parse
 from megalin.data.packing import Batch
-from megalin.errors import ConfigError, NumericError
+from megalin.errors import ConfigError, NumericError, OperandError
 from megalin.model.config import ModelConfig
 from megalin.model.presets import load_preset
+from megalin.model.stages import DecoderStage
 from megalin.optim.adamw import OptimizerConfig, build_optimizer
 from megalin.parallel.mesh import Mesh, ParallelConfig, check_world_size
 from megalin.parallel.tensor_parallel import local
@@ -125,6 +128,24 @@ def test_loss_that_is_not_finite_ends_every_stage_before_a_weight_changes():
     assert "first in rank 1: blocks.1.sublayers.1.mixer.down.weight (weight)" in messages[0]
 
 
+def refused_in_a_stage() -> str:
+    """What a rank raises where stages refuse their input: the first has some, the second waits in vain."""
+    mesh = Mesh(ParallelConfig(pp=2), CPU)
+    model = build_model(MODEL, mesh, compute_dtype=torch.float32, recompute=False, compile_blocks=False, seed=0)
+    assert isinstance(model, Pipeline)
+    planted = OperandError("planted")
+    with (
+        patch.object(DecoderStage, "forward", side_effect=planted),
+        pytest.raises((OperandError, RuntimeError)) as raised,
+    ):
+        model.accumulate_gradients([make_batch(), make_batch()], torch.ones(1))
+    return f"{raised.typename}: {raised.value}"
+
+
+def test_error_of_a_stage_keeps_its_kind():
+    assert run_ranks(2, refused_in_a_stage, collective_timeout=2.0)[0] == "OperandError: planted"
+
+
 def copies_after_two_steps() -> list[list[float]]:
     """Every stage's copy of the bounds that all blocks share, two stages a rank."""
     mesh = Mesh(ParallelConfig(pp=2, pp_schedule="interleaved", pp_stages=2), CPU)
@@ -181,18 +202,47 @@ def launched(config: Path, world_size: int, *overrides: str) -> None:
 
 
 def test_micro_batches_that_do_not_fill_the_stages_are_refused(config: Path):
-    with pytest.raises(
-        ConfigError,
-        match=r'parallel\.pp_schedule = "1f1b" of parallel\.pp = 2 needs at least 2 micro-batches a step, not 1; use 2',
-    ):
+    with pytest.raises(ConfigError) as raised:
         launched(config, 2, ON_STAGES, "train.micro_batch_size=4")
-    with pytest.raises(ConfigError, match=r"needs a multiple of 2 micro-batches a step, not 3; use 2 or 4"):
+    assert str(raised.value) == (
+        'parallel.pp_schedule = "1f1b" of parallel.pp = 2 needs at least 2 micro-batches a step, not 1: '
+        "train.global_batch_size = 4 is that many times train.micro_batch_size = 4 times dp = 1; use "
+        "train.global_batch_size = 8 or a larger multiple of 4, or train.micro_batch_size = 2"
+    )
+    with pytest.raises(ConfigError, match=r"needs a multiple of 2 micro-batches a step, not 3: "):
         launched(config, 2, ON_STAGES, *INTERLEAVED, "train.global_batch_size=3")
 
 
-def test_more_stages_than_layers_are_refused(config: Path):
-    with pytest.raises(ConfigError, match=r"3 stages, but the model has 2 layers and each stage needs one"):
-        launched(config, 3, "parallel.pp=3")
+@pytest.mark.parametrize(
+    ("schedule", "samples", "micro_batch_size", "dp", "remedy"),
+    [
+        ((), 8, 4, 2, "16 or a larger multiple of 8, or train.micro_batch_size = 2"),
+        ((), 1, 1, 1, "2 or more"),
+        (INTERLEAVED, 3, 1, 1, "2 or 4"),
+        (INTERLEAVED, 12, 4, 1, "8 or 16, or train.micro_batch_size = 3"),
+        (INTERLEAVED, 2, 2, 1, "4, or train.micro_batch_size = 1"),
+    ],
+)
+def test_each_remedy_for_too_few_micro_batches_helps(config: Path, schedule, samples, micro_batch_size, dp, remedy):
+    keys = {"train.global_batch_size": str(samples), "train.micro_batch_size": str(micro_batch_size)}
+
+    def launch(**changed: str) -> None:
+        values = keys | {f"train.{name}": value for name, value in changed.items()}
+        launched(config, 2 * dp, ON_STAGES, *schedule, *(f"{key}={value}" for key, value in values.items()))
+
+    with pytest.raises(ConfigError) as raised:
+        launch()
+    assert str(raised.value).endswith(f"; use train.global_batch_size = {remedy}")
+    sizes, _, smaller = remedy.partition(", or train.micro_batch_size = ")
+    for size in re.findall(r"\d+", sizes.partition(" or a larger")[0]):
+        launch(global_batch_size=size)
+    if smaller:
+        launch(micro_batch_size=smaller)
+
+
+def test_more_stages_than_sublayers_are_refused(config: Path):
+    with pytest.raises(ConfigError, match=r"parallel\.pp = 5 stages are more than the 4 that the model"):
+        launched(config, 5, "parallel.pp=5", "train.global_batch_size=5")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from megalin.errors import ConfigError
-from megalin.parallel.mesh import process_group
+from megalin.parallel.process_group import process_group
 from megalin.train.incidents import Incidents
 from megalin.train.metrics import Metrics
 from megalin.train.records import read_records

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megalin.parallel.mesh import Mesh, ParallelConfig, compute_device
+from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.process_group import compute_device
 from megalin.verify.case import Case
 from megalin.verify.comparison import Row
 from megalin.verify.run import verify

@@ -59,7 +59,7 @@ def test_command_runs_every_mesh_and_lists_what_the_model_cannot(capsys: pytest.
     """HGRN2's blocks share parameters, of which a split backward loses gradients."""
     assert main(["verify", "hgrn2-70m", "--grid", "--world", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["passed"] is True
+    assert (found["passed"], found["axes_not_run"]) == (True, [])
     meshes = {mesh_name(*layout): mesh for layout, mesh in zip(layouts(2), found["meshes"], strict=True)}
     refused = {name: mesh["refused"] for name, mesh in meshes.items() if mesh["refused"]}
     assert list(refused) == ["pp 2 (zero_bubble)"]
@@ -76,15 +76,20 @@ CASE: dict[str, Any] = {"data_size": 1, "dtype": "float64", "full": False, "leng
 
 
 def grid(rows: dict[int, list[Row]]) -> Any:
-    """A grid of meshes of tp 1 to 3, whose comparisons give these rows."""
+    """A grid of meshes of tp 1 to 3, whose comparisons give these rows; where there are none, their ranks fail."""
 
     def make(layout: Layout) -> Case:
         if layout.parallel.tp == 2:
             raise ConfigError("no half of a head")
         return make_case(load_preset("tnl-70m").model, layout.parallel, **CASE | {"data_size": layout.data_size})
 
+    def compare(case: Case) -> list[Row]:
+        if case.parallel.tp not in rows:
+            raise RankFailedError("rank 1:\nTraceback\nKeyError: 'a'")
+        return rows[case.parallel.tp]
+
     meshes = [Layout(ParallelConfig(tp=tp), 1) for tp in (1, 2, 3)]
-    return run_grid(meshes, make, lambda case: rows[case.parallel.tp])
+    return run_grid(meshes, make, compare, new_ranks=True)
 
 
 def _grid_of_a_launcher(port: int) -> str:
@@ -130,13 +135,44 @@ def test_a_grid_that_compared_nothing_has_not_passed(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.count("FAILED: 0 of 0 meshes agree with one process") == 2
 
 
-def test_ranks_that_fail_are_reported_with_their_mesh():
+def test_new_ranks_that_fail_are_a_mesh_that_failed_beside_the_others(capsys: pytest.CaptureFixture[str]):
+    assert not print_grid(grid({3: [GOOD]}), as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["passed"] is False
+    assert [(mesh["tp"], mesh["passed"], mesh["failed"]) for mesh in found["meshes"]] == [
+        (1, False, "rank 1:\nTraceback\nKeyError: 'a'"),
+        (2, True, None),
+        (3, True, None),
+    ]
+    assert not print_grid(grid({3: [GOOD]}), as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["one", "rank", "FAILED", "0.0", "rank", "1:"]
+    assert lines[3] == "KeyError: 'a'"
+    assert lines[-1].startswith("FAILED: 1 of 2 meshes agree with one process, 1 refused, ")
+
+
+def test_axes_of_which_no_mesh_ran_are_told(capsys: pytest.CaptureFixture[str]):
+    """Those that were not asked for, that the model refused, and whose ranks failed."""
+    assert print_grid(grid({1: [GOOD], 3: [GOOD]}), as_json=False)
+    assert capsys.readouterr().out.endswith(" s; no mesh ran with cp or pp or dp above 1\n")
+    print_grid(grid({1: [GOOD]}), as_json=True)
+    assert json.loads(capsys.readouterr().out)["axes_not_run"] == ["tp", "cp", "pp", "dp"]
+
+
+def test_ranks_of_all_meshes_that_fail_end_the_grid_and_are_told_with_their_mesh():
     def fail(_: Case) -> list[Row]:
         raise RankFailedError("rank 1 died: -9")
 
     meshes = [Layout(ParallelConfig(tp=2), 1)]
     with pytest.raises(RankFailedError, match="tp 2: rank 1 died: -9"):
-        list(run_grid(meshes, lambda _: make_case(load_preset("tnl-70m").model, meshes[0].parallel, **CASE), fail))
+        list(
+            run_grid(
+                meshes,
+                lambda _: make_case(load_preset("tnl-70m").model, meshes[0].parallel, **CASE),
+                fail,
+                new_ranks=False,
+            )
+        )
 
 
 GOOD, BAD = Row("loss", 1e-12, 1e-10), Row("gradient:a", float("nan"), 1e-10)

@@ -150,6 +150,19 @@ def test_gradients_of_weights_taken_apart_agree_with_one_process(world_size: int
     assert_agree(world_size, cases_of(SPLIT_BACKWARD[world_size]))
 
 
+def test_stages_of_one_sublayer_agree_with_one_process():
+    """As many stages as the model can be cut into, twice its layers: some are a GLU alone."""
+    parallel = ParallelConfig(pp=4, pp_schedule="interleaved", pp_stages=2)
+    models = [deep(row, 4).model for row in CASES if row.name in ("hgrn2", "rodimus_plus")]
+    assert_agree(
+        4,
+        [
+            make_case(model, parallel, data_size=1, dtype="float64", full=True, length=LENGTH, recompute=False)
+            for model in models
+        ],
+    )
+
+
 def test_every_planted_fault_of_the_axis_is_seen():
     row = next(row for row in CASES if row.name == "hgrn2")
     results = run_ranks(2, self_test, mesh_case(row))[0]
@@ -189,7 +202,8 @@ def test_command_takes_stages():
     [
         (["--pp", "0"], "--pp 0 --tp 1 --cp 1 --dp 1: an axis has at least one rank"),
         (["--pp", "2", "--pp-schedule", "interleaved", "--pp-stages", "1"], "which runs several stages a rank"),
-        (["--pp", "3", "--full", "model.layers.0.repeat=2"], "3 stages, but the model has 2 layers"),
+        (["--pp", "5", "--full", "model.layers.0.repeat=2"], "5 stages are more than the 4 that the model can be cut"),
+        (["--pp", "2", "--pp-stages", "0"], "pp_stages = 0: input should be greater than or equal to 1"),
         (["--pp", "2", "--pp-schedule", "zero_bubble", "--recompute"], "recomputation would run"),
     ],
 )
