@@ -15,6 +15,7 @@ from megalin.config import read_toml
 from megalin.errors import ConfigError
 from megalin.model.config import ModelConfig
 from megalin.model.language_model import LanguageModel
+from megalin.parallel.mesh import ParallelConfig
 from megalin.scaling.chips import CHIPS, Chip, chip_named
 from megalin.scaling.estimate import Estimate, Estimator
 from megalin.scaling.search import Limits, Plan, Refusal, for_tensors, search
@@ -35,7 +36,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length", type=int, help="tokens a sample (the run's; 8192)")
     parser.add_argument("--global-batch-size", type=int, help="samples a step over all GPUs (the run's; 4 a GPU)")
     parser.add_argument("--eager", action="store_true", help="blocks are not compiled (as the run says; compiled)")
-    parser.add_argument("--sequence-parallel", action="store_true", help="split activations inside the tp group")
+    parser.add_argument(
+        "--sequence-parallel", action="store_true", help="only layouts that split activations in tp groups"
+    )
     parser.add_argument("--top", type=int, default=5, help="layouts to print (5)")
     parser.add_argument("--json", action="store_true", help="print one JSON object, with every refusal")
 
@@ -47,8 +50,9 @@ def _run(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: a plan needs at least 1")
     chip = chip_named(arguments.gpu)
     memory = chip.memory_bytes if arguments.memory is None else _parse_memory(arguments.memory)
-    workload, sequence_parallel = _question(arguments)
-    limits = Limits(arguments.gpus, for_tensors(memory), sequence_parallel)
+    workload, parallel = _question(arguments)
+    sequence_parallel = arguments.sequence_parallel or parallel.sequence_parallel
+    limits = Limits(arguments.gpus, for_tensors(memory), sequence_parallel, parallel.tp_transfer)
     plan = search(Estimator(workload, chip), limits, count=arguments.top)
     if arguments.json:
         print(json.dumps(_as_json(arguments, workload, chip, memory, plan)))
@@ -57,9 +61,9 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0 if plan.best else 1
 
 
-def _question(arguments: argparse.Namespace) -> tuple[Workload, bool]:
-    """What is to be planned, of a run's config its own steps unless the command line says otherwise, and whether
-    activations are split inside the tp group.
+def _question(arguments: argparse.Namespace) -> tuple[Workload, ParallelConfig]:
+    """What is to be planned, of a run's config its own steps unless the command line says otherwise, and the config's
+    mesh, of which the search reads how activations are split inside the tp group.
 
     Raises:
         ConfigError: a config with problems, or an encoder.
@@ -79,7 +83,7 @@ def _question(arguments: argparse.Namespace) -> tuple[Workload, bool]:
         global_batch_size=batch or planned.global_batch_size,
         compiled=planned.compiled and not arguments.eager,
     )
-    return asked, arguments.sequence_parallel or (run is not None and run.parallel.sequence_parallel)
+    return asked, ParallelConfig() if run is None else run.parallel
 
 
 def _parse_memory(text: str) -> int:

@@ -12,7 +12,10 @@ from torch import nn
 # Registers the backend "fake", whose collectives send nothing; torch keeps it among its tests.
 from torch.testing._internal.distributed import fake_pg  # noqa: F401
 
+from megalin.parallel.collectives import EXCHANGE_TIMEOUT
 from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.overlapped_products import StreamCopies
+from megalin.parallel.peer_memory import OpenMemory
 from megalin.parallel.tensor_parallel import TensorParallel
 
 
@@ -25,12 +28,24 @@ class LocalTensorParallel(TensorParallel):
         return nn.Parameter(torch.empty(local_shape, dtype=torch.float32, device="meta"))
 
 
+def _no_memory(numel: int, dtype: torch.dtype) -> OpenMemory:
+    raise AssertionError(f"{numel} elements of {dtype} on a mesh that sends nothing")
+
+
 @contextmanager
 def fake_mesh(
-    config: ParallelConfig, world_size: int, *, tensor_parallel: type[TensorParallel] = LocalTensorParallel
+    config: ParallelConfig,
+    world_size: int,
+    *,
+    tensor_parallel: type[TensorParallel] = LocalTensorParallel,
+    stream_copied: bool = False,
 ) -> Iterator[Mesh]:
     """The mesh as rank 0 of `world_size` ranks sees it. No process group may be initialised; that of the mesh ends with
     the body.
+
+    Args:
+        stream_copied: whether products run beside copies of the stream, as on GPUs of one host; of `config.tp_transfer`
+            nothing is read.
 
     Raises:
         ConfigError: axes that do not fit the number of ranks.
@@ -38,6 +53,12 @@ def fake_mesh(
     assert not dist.is_initialized(), "a plan is made before the ranks meet"
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)  # type: ignore[attr-defined]
     try:
-        yield Mesh(config, torch.device("cpu"), tensor_parallel=tensor_parallel)
+        # A mesh on CPUs refuses copies, which have no engines there.
+        by_collectives = config.model_copy(update={"tp_transfer": "collective"})
+        mesh = Mesh(by_collectives, torch.device("cpu"), tensor_parallel=tensor_parallel)
+        if stream_copied:
+            axis = mesh.tp.axis
+            mesh.tp.copies = StreamCopies(axis.group_name, axis.rank, axis.size, _no_memory, timeout=EXCHANGE_TIMEOUT)
+        yield mesh
     finally:
         dist.destroy_process_group()

@@ -20,6 +20,10 @@ LINK_SHARE = 0.67
 """Of a link's data sheet, large collectives: 292 to 329 of 450 GB/s, four H200. Taken for the network as well."""
 COLLECTIVE_SECONDS = 36e-6
 """Least time of a collective, four H200 of one host."""
+COPY_SHARE = 0.84
+"""Of a link's data sheet, a copy engine that writes into another GPU: 378 of 450 GB/s, 33.5 MB, two H200."""
+SIGNAL_SECONDS = 16e-6
+"""What a copy to other ranks takes beside its bytes: a signal between two copies of one stream, two H200."""
 HOST_SECONDS = 5e-3
 """What the host needs to start one block forward and backward: 150 ms for 30 blocks; a faster device waits for it."""
 

@@ -15,7 +15,7 @@ from megalin.scaling.chips import Chip
 from megalin.scaling.memory import Memory, stage_memory
 from megalin.scaling.parameters import StageParameters, joined, stage_parameters
 from megalin.scaling.step_time import Sent, StepTime, Work, step_time
-from megalin.scaling.traces import Trace, kinds, part_of, stretched, trace_model
+from megalin.scaling.traces import Trace, kinds, part_of, stream_is_copied, stretched, trace_model
 from megalin.scaling.workload import Layout, Workload
 
 
@@ -101,7 +101,7 @@ class Estimator:
         return self._parameters[key]
 
     def cut(self, num_ranks: int, num_stages: int) -> list[range]:
-        """The sub-layers of each stage. Raises ConfigError where the model has fewer layers."""
+        """The sub-layers of each stage. Raises ConfigError where the model has fewer to cut behind."""
         if (num_ranks, num_stages) not in self.cuts:
             plan = plan_stages(self.workload.model, num_stages, num_ranks=num_ranks, length=self.workload.length)
             self.cuts[num_ranks, num_stages] = plan.sublayers
@@ -169,7 +169,7 @@ class Estimator:
     def _trace(self, layout: Layout, *, closely: bool) -> Trace:
         parallel, size = layout.parallel, layout.micro_batch_size
         workload = self.workload if closely else self.workload._replace(compiled=False)
-        axes = (parallel.tp, parallel.cp, parallel.cp_exchange, parallel.sequence_parallel)
+        axes = (parallel.tp, parallel.cp, parallel.cp_exchange, parallel.sequence_parallel, stream_is_copied(parallel))
 
         def of(batch: int) -> Trace:
             key = (*axes, workload.compiled, batch)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -15,16 +16,44 @@ _VIEWS = {"aten::_unsafe_view", "aten::reshape"}
 _INLINING = {"aten::sum", "aten::mean", "aten::amax", "aten::amin", "aten::var_mean", "aten::cat", "aten::any"}
 """Operations that form what they read on the way, as element-wise ones do, but make a tensor."""
 _PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
+_COLLECTIVES = "_c10d_functional"
+"""The namespace of torch's functional collectives, and of waiting for one."""
+COPY = "copy"
+"""As the name of a collective: copy engines send the residual stream while products run."""
 _CONSTANT = {"aten::full", "aten::empty", "aten::zeros", "aten::scalar_tensor", "prims::iota", "aten::arange"}
 """Operations of which no tensor is made."""
 
 
 class Exchange(NamedTuple):
-    """One collective: its name in torch's functional collectives, its group's name, and the bytes a rank puts in."""
+    """What the ranks of a group send each other at one place."""
 
     collective: str
+    """Its name in torch's functional collectives; or COPY."""
     group: str
+    """The group's name."""
     bytes: int
+    """What a rank puts in; of a COPY, the stream of all ranks [B, T, D]."""
+    flops_beside: int = 0
+    """Operations of products that run while a COPY is on its way."""
+
+
+class _ProductsBesideCopies(NamedTuple):
+    """An op of `megalin.parallel.overlapped_products`, called with (tensors, weight, size, group)."""
+
+    transfers: int
+    """How often it sends the stream."""
+    is_split: bool
+    """Whether the first tensor is of this rank's tokens, not of all."""
+    stream_dim: int
+    """The weight's dimension along which the stream's channels lie."""
+
+
+_BESIDE_COPIES = {
+    "megalin::all_gather_matmul": _ProductsBesideCopies(1, True, 1),
+    "megalin::all_gather_matmul_backward": _ProductsBesideCopies(2, False, 1),
+    "megalin::matmul_reduce_scatter": _ProductsBesideCopies(1, False, 0),
+    "megalin::matmul_reduce_scatter_backward": _ProductsBesideCopies(1, True, 0),
+}
 
 
 class GraphCost(NamedTuple):
@@ -33,7 +62,8 @@ class GraphCost(NamedTuple):
     peak_bytes: int
     """Most that is held at once, without parameters. Inputs go after their last use, outputs stay."""
     moved_bytes: int
-    """Read and written by kernels other than matrix products, whose bytes pass while they compute."""
+    """Read and written by kernels: not by matrix products, whose bytes pass while they compute, nor by collectives,
+    whose bytes take the wire's time."""
     exchanges: list[Exchange]
 
 
@@ -56,8 +86,8 @@ def graph_cost(graph: Graph, parameters: Collection[str]) -> GraphCost:
         sources[node] = {node} if node in stored else read
         if node.op == "output" or (node in stored and node.op != "placeholder"):
             ends.update(dict.fromkeys(read, index))
-            moved += 0 if node.op == "output" or is_product(node.target) else sum(map(_bytes, read)) + _bytes(node)
-        exchanges += exchange(node.target, node.args, node.kwargs, _bytes) if node.op == "call_function" else []
+            moved += sum(map(_bytes, read)) + _bytes(node) if node.op != "output" and is_kernel(_maker(node)) else 0
+        exchanges += exchanged(node.target, node.args, node.kwargs, _value) if node.op == "call_function" else []
     owned = [node for node in stored if node.name not in parameters]
     change = defaultdict[int, int](int)
     for node in owned:
@@ -91,12 +121,24 @@ def _stored(nodes: list[Node]) -> dict[Node, None]:
 
 
 def _name(node: Node) -> str:
-    return str(getattr(getattr(node.target, "_schema", None), "name", ""))
+    return _target_name(node.target)
 
 
-def is_product(target: Any) -> bool:
-    """Whether an operation of torch is a matrix product."""
-    return str(getattr(getattr(target, "_schema", None), "name", "")) in _PRODUCTS
+def _maker(node: Node) -> Any:
+    """What makes a node's tensor: of one of several results the operation that has them."""
+    made = node.args[0] if node.target is operator.getitem else node
+    return made.target if isinstance(made, Node) else node.target
+
+
+def _target_name(target: Any) -> str:
+    return str(getattr(getattr(target, "_schema", None), "name", ""))
+
+
+def is_kernel(target: Any) -> bool:
+    """Whether an operation takes the time of the bytes that it reads and writes: neither a matrix product, alone or
+    beside copies, nor a collective or the wait for one."""
+    name = _target_name(target)
+    return name not in _PRODUCTS and name not in _BESIDE_COPIES and not name.startswith(f"{_COLLECTIVES}::")
 
 
 def _is_view(node: Node) -> bool:
@@ -107,15 +149,32 @@ def _is_pointwise(node: Node) -> bool:
     return torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
+def _value(argument: Any) -> Any:
+    return argument.meta.get("val") if isinstance(argument, Node) else argument
+
+
 def _bytes(value: Any) -> int:
     """Bytes of a node's tensor, 0 for several: what takes them apart has each."""
-    value = value.meta.get("val") if isinstance(value, Node) else value
+    value = _value(value)
     return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
 
 
-def exchange(target: Any, args: Any, kwargs: Any, size: Any) -> list[Exchange]:
-    """The collective that a call of `target` is, if it is one; `size` gives the bytes of an argument."""
-    if getattr(target, "namespace", "") != "_c10d_functional" or "wait" in target.name():
+def exchanged(target: Any, args: Any, kwargs: Any, value: Callable[[Any], Any]) -> list[Exchange]:
+    """What a call of `target` sends, in order; `value` gives the tensor of an argument."""
+    if op := _BESIDE_COPIES.get(_target_name(target)):
+        return _copies(op, args, value)
+    if getattr(target, "namespace", "") != _COLLECTIVES or "wait" in target.name():
         return []
-    group = next(value for value in [*kwargs.values(), *reversed(args)] if isinstance(value, str))
-    return [Exchange(target.name().split("::")[1].split(".")[0], group, size(args[0]))]
+    group = next(each for each in [*kwargs.values(), *reversed(args)] if isinstance(each, str))
+    return [Exchange(target.name().split("::")[1].split(".")[0], group, _bytes(value(args[0])))]
+
+
+def _copies(op: _ProductsBesideCopies, args: Any, value: Callable[[Any], Any]) -> list[Exchange]:
+    """Beside each transfer runs the product of the other ranks' tokens: the own ones' comes before what follows the
+    last token, or after the last sum has left."""
+    *tensors, weight, size, group = args
+    first, weight = value(tensors[0]), value(weight)
+    tokens = first.shape[0] * first.shape[1] * (size if op.is_split else 1)
+    flops = 2 * tokens * weight.numel() * (size - 1) // size
+    stream = tokens * weight.shape[op.stream_dim] * first.element_size()
+    return [Exchange(COPY, group, stream, flops)] * op.transfers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from megalin.parallel.peer_copies import SLOTS
 from megalin.scaling.parameters import Elements, StageParameters
 from megalin.scaling.traces import Trace
 from megalin.scaling.workload import Layout
@@ -26,6 +27,8 @@ class Memory(NamedTuple):
     """What forwards keep for their backwards, recurrent states included."""
     working: int
     """What one block's backward, or the loss, holds beside that, and what travels between ranks."""
+    peer_memory: int
+    """What other ranks' copy engines write into, beside the caching allocator's (docs/adr/0014 and 0015)."""
 
     @property
     def total(self) -> int:
@@ -67,6 +70,13 @@ def _block_costs(trace: Trace, kinds: list[int], layout: Layout) -> tuple[list[i
     return [trace.stream_bytes] * len(costs), [trace.stream_bytes + cost.backward_bytes for cost in costs]
 
 
+def _peer_memory(trace: Trace, layout: Layout) -> int:
+    """Of products beside copies, a stream of all tokens and the partial sums of one; of each stage, the slots of two
+    lines, for activations and for gradients."""
+    slots = 2 * SLOTS * layout.parallel.pp_stages * trace.stream_bytes if layout.copies_between_stages else 0
+    return 2 * trace.copied_bytes + slots
+
+
 class _Moments:
     """What a rank holds of weights and gradients as the last backward of a step passes its blocks."""
 
@@ -76,6 +86,7 @@ class _Moments:
         self.parameters, self.trace, self.layout, self.itemsize = parameters, trace, layout, itemsize
         self.weights = _FP32 * parameters.shard + parameters.buffer_bytes
         self.optimizer = 2 * _FP32 * parameters.shard
+        self.peer_memory = _peer_memory(trace, layout)
 
     def at(self, block: int, activations: int, working: int, *, after_loss: bool = True) -> Memory:
         """During the backward of `block`, or before that of the last one."""
@@ -93,7 +104,10 @@ class _Moments:
         reducing = max((self._reduced(unit) for unit in done[:1]), default=0)
         if layout.parallel.pp > 1:
             reducing += 4 * self.trace.stream_bytes
-        return Memory(self.weights, gradients, self.optimizer, self._gathered(left), activations, working + reducing)
+        gathered = self._gathered(left)
+        return Memory(
+            self.weights, gradients, self.optimizer, gathered, activations, working + reducing, self.peer_memory
+        )
 
     def update(self) -> Memory:
         """After the last backward: all gradients, and the reduction of what is no block."""
@@ -105,6 +119,7 @@ class _Moments:
             self.itemsize * rest.whole + _FP32 * self.parameters.precise.whole,
             0,
             self._reduced(rest) + self.itemsize * self.parameters.table,
+            self.peer_memory,
         )
 
     def _reduced(self, unit: Elements) -> int:

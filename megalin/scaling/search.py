@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from megalin.errors import ConfigError
 from megalin.parallel.mesh import ParallelConfig
+from megalin.parallel.overlapped_products import StreamTransferName
 from megalin.scaling.chips import GPUS_PER_HOST
 from megalin.scaling.estimate import Estimate, Estimator
 from megalin.scaling.workload import Layout, Workload, one_of_each
@@ -49,7 +50,9 @@ class Limits(NamedTuple):
     memory_bytes: int
     """Of a GPU, for tensors (`for_tensors`)."""
     sequence_parallel: bool = False
-    """As in the config of the mesh, for layouts with tp > 1."""
+    """Whether layouts with tp > 1 are those with sequence parallelism alone, not those without it too."""
+    tp_transfer: StreamTransferName = "auto"
+    """How the stream of those reaches products."""
 
 
 def for_tensors(memory_bytes: int) -> int:
@@ -131,7 +134,24 @@ def _layouts(estimator: Estimator, limits: Limits, refusals: list[Refusal]) -> I
                     reason = f"{workload.global_batch_size} samples a step are not divisible by dp = {dp}"
                     refusals.append(Refusal(name, reason, "samples a step are not divisible by dp"))
                     continue
-                yield from _variants(workload, parallel, dp, refusals)
+                for variant in _streams(workload.length, parallel, limits, refusals):
+                    yield from _variants(workload, variant, dp, refusals)
+
+
+def _streams(
+    length: int, parallel: ParallelConfig, limits: Limits, refusals: list[Refusal]
+) -> Iterator[ParallelConfig]:
+    """The mesh, and of one with tp > 1 that with the stream split inside of tp, unless that alone is asked for."""
+    if parallel.tp == 1 or not limits.sequence_parallel:
+        yield parallel
+    if parallel.tp > 1:
+        split = parallel.model_copy(update={"sequence_parallel": True, "tp_transfer": limits.tp_transfer})
+        if problem := split.length_problem(length):
+            name = f"tp {parallel.tp}, cp {parallel.cp}, pp {parallel.pp}, sequence parallel"
+            reason = f"a row of {length} tokens {problem}"
+            refusals.append(Refusal(name, reason, "rows do not divide over the ranks of sequence parallelism"))
+        else:
+            yield split
 
 
 def _mesh_problem(length: int, parallel: ParallelConfig) -> str:

@@ -8,14 +8,16 @@ from typing import NamedTuple
 from megalin.scaling.chips import (
     ATTENTION_SHARE,
     COLLECTIVE_SECONDS,
+    COPY_SHARE,
     GPUS_PER_HOST,
     HOST_SECONDS,
     LINK_SHARE,
     MATRIX_SHARE,
     MEMORY_SHARE,
+    SIGNAL_SECONDS,
     Chip,
 )
-from megalin.scaling.graphs import Exchange
+from megalin.scaling.graphs import COPY, Exchange
 from megalin.scaling.parameters import StageParameters
 from megalin.scaling.traces import Trace
 from megalin.scaling.workload import Layout
@@ -46,7 +48,7 @@ class StepTime(NamedTuple):
     kernels: float
     """Reads and writes of all other kernels."""
     exchanges: float
-    """Tensor- and context-parallel collectives, for which every rank waits."""
+    """Tensor- and context-parallel collectives, for which every rank waits; of copies what no product hides."""
     data_parallel: float
     """What of gathering weights and reducing gradients no computation hides."""
     host: float
@@ -105,7 +107,7 @@ def step_time(
         size, span = spans[exchange.group]
         wire = _wire_bytes(exchange, size)
         sent[exchange.group] += count * wire
-        waited += COLLECTIVE_SECONDS + wire / _bandwidth(chip, span)
+        waited += _waited(exchange, wire, chip, span)
     device = products + kernels + waited
     host = max(0.0, HOST_SECONDS * work.num_blocks - device)
     data_bytes, gathers = _data_bytes(parameters, layout, itemsize)
@@ -131,6 +133,14 @@ def _wire_bytes(exchange: Exchange, size: int) -> int:
     if exchange.collective.startswith("all_gather"):
         return exchange.bytes * (size - 1)
     return exchange.bytes * (size - 1) * (2 if exchange.collective.startswith("all_reduce") else 1) // size
+
+
+def _waited(exchange: Exchange, wire: int, chip: Chip, span: int) -> float:
+    """Seconds for which the products of a rank wait, that sends `wire` bytes in a group over `span` ranks."""
+    if exchange.collective != COPY:
+        return COLLECTIVE_SECONDS + wire / _bandwidth(chip, span)
+    beside = exchange.flops_beside / (chip.matrix_flops * MATRIX_SHARE)
+    return SIGNAL_SECONDS + max(0.0, wire / (chip.link_bandwidth * COPY_SHARE) - beside)
 
 
 def _bandwidth(chip: Chip, span: int) -> float:

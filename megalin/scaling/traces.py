@@ -16,7 +16,8 @@ from megalin.ops.linear_cross_entropy import chunk_rows
 from megalin.ops.srmsnorm import compute_dtype
 from megalin.parallel.fake import fake_mesh
 from megalin.parallel.mesh import Mesh, ParallelConfig
-from megalin.scaling.graphs import Exchange
+from megalin.scaling.chips import GPUS_PER_HOST
+from megalin.scaling.graphs import COPY, Exchange
 from megalin.scaling.tracing import RunCost, take_shape, trace, trace_compiled, without_values
 from megalin.scaling.workload import Workload, one_of_each
 
@@ -33,7 +34,7 @@ class LossCost(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """Costs of a micro-batch on one rank; collectives carry the name of their axis as their group."""
+    """Costs of a micro-batch on one rank; exchanges carry the name of their axis as their group."""
 
     blocks: list[RunCost]
     """Of each entry of `model.layers`, one of its blocks."""
@@ -44,16 +45,23 @@ class Trace(NamedTuple):
     loss: LossCost
     stream_bytes: int
     """The residual stream."""
+    copied_bytes: int = 0
+    """The largest tensor [B, T, D] that copies bring to products; 0 where collectives do."""
+
+
+def stream_is_copied(parallel: ParallelConfig) -> bool:
+    """Whether products run beside copies of the stream: as `auto` chooses where the axis's GPUs share a host."""
+    return parallel.stream_may_be_copied and parallel.tp <= GPUS_PER_HOST
 
 
 def trace_model(workload: Workload, parallel: ParallelConfig, micro_batch_size: int) -> Trace:
     """Runs one block of each entry without values, and what stands around the blocks.
 
     Args:
-        parallel: of which tp, cp, their exchanges and sequence parallelism are read.
+        parallel: of which tp, cp, how they exchange and sequence parallelism are read.
     """
     alone = parallel.model_copy(update={"pp": 1, "pp_schedule": "1f1b", "pp_stages": 1, "shard": None, "zero": None})
-    with fake_mesh(alone, parallel.tp * parallel.cp) as mesh:
+    with fake_mesh(alone, parallel.tp * parallel.cp, stream_copied=stream_is_copied(parallel)) as mesh:
         model = LanguageModel(one_of_each(workload.model), mesh.tp, cp=mesh.cp)
         with without_values():
             take_shape(model, workload.dtype)
@@ -63,15 +71,16 @@ def trace_model(workload: Workload, parallel: ParallelConfig, micro_batch_size: 
 def _trace(workload: Workload, model: LanguageModel, mesh: Mesh, batch: int) -> Trace:
     config, dtype, length = workload.model, workload.dtype, workload.length // mesh.cp.size
     tokens = torch.zeros(batch, length, dtype=torch.int64)
-    # One document a row: what packed rows cost beside, an id a token, no figure shows.
-    context = model.context(tokens, mesh.cp.positions(tokens), None, dtype)
+    # One document a row: what packed rows cost beside, an id a token, no figure shows. A backward frees the graph of
+    # what mixers share, so each has a context of its own.
+    new_context = partial(model.context, tokens, mesh.cp.positions(tokens), None, dtype)
     wide = compute_dtype(torch.empty(0, dtype=dtype)) if config.residual_dtype == "float32" else dtype
     split = mesh.tp.size if mesh.tp.sequence_parallel else 1
     stream = partial(torch.empty, batch, length // split, config.hidden_size, dtype=wide)
     names = {axis.group_name: axis.name for axis in (mesh.tp.axis, mesh.cp.axis) if axis.size > 1}
     blocks = []
     for block in model.block_list():
-        contexts = block.contexts(context)
+        contexts = block.contexts(new_context())
 
         def run(x: Tensor, block: Block = block, contexts: list[SequenceContext] = contexts) -> Tensor:
             return block(x, contexts, None).x
@@ -82,7 +91,7 @@ def _trace(workload: Workload, model: LanguageModel, mesh: Mesh, batch: int) -> 
     entry = trace(
         model,
         lambda zero: model.apply_input_layers(
-            model.embedding.embed(tokens) * config.embedding_scale + zero.to(dtype), context, None
+            model.embedding.embed(tokens) * config.embedding_scale + zero.to(dtype), new_context(), None
         )[0],
         torch.empty(1, requires_grad=True),
     )
@@ -90,7 +99,9 @@ def _trace(workload: Workload, model: LanguageModel, mesh: Mesh, batch: int) -> 
     table = (model.embedding if model.head is None else model.head).weight
     loss = _loss(table, batch * length)
     numel = batch * (length // split) * config.hidden_size
-    return Trace(blocks, _named(entry, names), _named(exit_, names), loss, numel * wide.itemsize)
+    copied = [exchange.bytes for cost in blocks for exchange in cost.forward if exchange.collective == COPY]
+    stream_bytes = numel * wide.itemsize
+    return Trace(blocks, _named(entry, names), _named(exit_, names), loss, stream_bytes, max(copied, default=0))
 
 
 def _named(cost: RunCost, names: dict[str, str]) -> RunCost:
@@ -115,7 +126,10 @@ def part_of(cost: RunCost, share: float) -> RunCost:
     """The cost of sub-layers of a block that are worth `share` of its operations, as if all else went with them."""
 
     def scaled(exchanges: list[Exchange]) -> list[Exchange]:
-        return [exchange._replace(bytes=round(share * exchange.bytes)) for exchange in exchanges]
+        return [
+            exchange._replace(bytes=round(share * exchange.bytes), flops_beside=round(share * exchange.flops_beside))
+            for exchange in exchanges
+        ]
 
     return RunCost(
         round(share * cost.saved_bytes),
@@ -134,7 +148,10 @@ def stretched(one: Trace, two: Trace, batch: int) -> Trace:
         return a + more * (b - a)
 
     def all_of(a: list[Exchange], b: list[Exchange]) -> list[Exchange]:
-        return [x._replace(bytes=number(x.bytes, y.bytes)) for x, y in zip(a, b, strict=True)]
+        return [
+            x._replace(bytes=number(x.bytes, y.bytes), flops_beside=number(x.flops_beside, y.flops_beside))
+            for x, y in zip(a, b, strict=True)
+        ]
 
     def cost(a: RunCost, b: RunCost) -> RunCost:
         return RunCost(
@@ -151,6 +168,7 @@ def stretched(one: Trace, two: Trace, batch: int) -> Trace:
         cost(one.exit, two.exit),
         LossCost(*(number(a, b) for a, b in zip(one.loss, two.loss, strict=True))),
         number(one.stream_bytes, two.stream_bytes),
+        number(one.copied_bytes, two.copied_bytes),
     )
 
 

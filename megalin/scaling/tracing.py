@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalin.layers.mixers.base import FullPrecision
 from megalin.ops.backend import supposing_kernels
-from megalin.scaling.graphs import Exchange, GraphCost, exchange, graph_cost, is_product
+from megalin.scaling.graphs import Exchange, GraphCost, exchanged, graph_cost, is_kernel
 
 
 class RunCost(NamedTuple):
@@ -28,11 +28,11 @@ class RunCost(NamedTuple):
     backward_bytes: int
     """Most that is held during the backward, what the forward kept included."""
     moved_bytes: int
-    """Read and written in both by kernels other than matrix products."""
+    """Read and written in both by kernels other than matrix products and collectives."""
     forward: list[Exchange]
-    """Collectives of the forward."""
+    """What the forward sends."""
     backward: list[Exchange]
-    """Collectives of the backward."""
+    """What the backward sends."""
 
 
 @contextmanager
@@ -64,10 +64,10 @@ class _Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.exchanges += exchange(func, args, kwargs or {}, _bytes)
+        self.exchanges += exchanged(func, args, kwargs or {}, lambda value: value)
         made = [value for value in torch.utils._pytree.tree_leaves(result) if isinstance(value, Tensor)]
         new = [value for value in made if self._hold(value)]
-        if new and not is_product(func):
+        if new and is_kernel(func):
             read = [value for value in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
             self.moved += sum(map(_bytes, [*read, *new]))
         return result

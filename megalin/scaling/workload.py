@@ -8,6 +8,7 @@ import torch
 
 from megalin.model.config import ModelConfig
 from megalin.parallel.mesh import ParallelConfig
+from megalin.scaling.chips import GPUS_PER_HOST
 from megalin.train.build import COMPUTE_DTYPES
 from megalin.train.config import RunConfig
 
@@ -49,6 +50,14 @@ class Layout(NamedTuple):
         """The ZeRO stage that runs, as `Mesh.zero`."""
         return self.parallel.zero_stage(self.dp * self.parallel.cp)
 
+    @property
+    def copies_between_stages(self) -> bool:
+        """Whether copies bring activations to the next stage, as `auto` chooses on one host; the pipeline's axis
+        reaches over all ranks."""
+        parallel = self.parallel
+        ranks = self.dp * parallel.tp * parallel.cp * parallel.pp
+        return parallel.pp > 1 and parallel.pp_transfer != "send" and ranks <= GPUS_PER_HOST
+
     def in_flight(self, rank: int) -> int:
         """Forwards of single stages whose backward is still to come, at most, on a rank of the pipeline."""
         parallel = self.parallel
@@ -64,6 +73,7 @@ class Layout(NamedTuple):
         parallel = self.parallel
         axes = [f"{axis} {size}" for axis, size in (("tp", parallel.tp), ("cp", parallel.cp), ("pp", parallel.pp))]
         axes = [axis for axis in axes if not axis.endswith(" 1")]
+        axes += ["sequence parallel"] if parallel.tp > 1 and parallel.sequence_parallel else []
         batch = f"{self.num_micro_batches} x {self.micro_batch_size}"
         tail = ", recompute" if self.recompute else ""
         return ", ".join([*axes, f"dp {self.dp}", f"ZeRO {self.zero}", f"micro-batches {batch}"]) + tail
@@ -80,6 +90,7 @@ class Layout(NamedTuple):
             f"parallel.pp_schedule={parallel.pp_schedule}",
             f"parallel.pp_stages={parallel.pp_stages}",
             f"parallel.sequence_parallel={str(parallel.sequence_parallel).lower()}",
+            f"parallel.tp_transfer={parallel.tp_transfer}",
         ]
 
 

@@ -43,6 +43,35 @@ def test_a_config_of_a_run_tells_its_own_steps(config, capsys):
     assert (plan["length"], plan["global_batch_size"], plan["compiled"]) == (36, 4, False)
 
 
+def test_a_config_of_a_run_tells_how_streams_reach_products(config, capsys):
+    arguments = [
+        "plan",
+        str(config),
+        "train.micro_batch_size=1",
+        "--gpus",
+        "2",
+        "--memory",
+        "1GB",
+        "--top",
+        "9",
+        "--json",
+    ]
+    assert main([*arguments, "--sequence-parallel", 'parallel.tp_transfer="collective"']) == 0
+    best = json.loads(capsys.readouterr().out)["best"]
+    (split,) = (layout["overrides"] for layout in best if layout["tp"] == 2)
+    assert {"parallel.sequence_parallel=true", "parallel.tp_transfer=collective"} <= set(split)
+
+
+def test_mixers_that_share_a_module_may_lie_in_several_entries(tmp_path, capsys):
+    """HGRN2's bounds, whose graph the first backward frees."""
+    entry = '[[model.layers]]\nsublayers = [{ type = "hgrn2", num_heads = 4, chunk_size = 16 }]\n'
+    model = "[model]\nvocab_size = 257\nhidden_size = 32\n"
+    path = tmp_path / "model.toml"
+    path.write_text(model + 2 * entry)
+    assert main(["plan", str(path), "--gpus", "1", "--length", "64", "--global-batch-size", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["best"]
+
+
 def test_nothing_fits(capsys):
     assert main(["plan", *SMALL, "--memory", "1GB"]) == 1
     assert "No layout fits" in capsys.readouterr().out

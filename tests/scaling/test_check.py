@@ -56,15 +56,28 @@ def test_the_layout_and_the_workload_are_the_runs(path):
 def test_what_is_offered_replaces_what_the_file_says(path):
     """A layout without sequence parallelism and on the plain schedule, in the file of a run with both."""
     own = ["parallel.tp=2", "parallel.sequence_parallel=true", "parallel.pp=2", "parallel.pp_stages=2"]
-    own += ['parallel.pp_schedule="interleaved"', "train.micro_batch_size=1"]
+    own += ['parallel.pp_schedule="interleaved"', "train.micro_batch_size=1", "parallel.tp_transfer=copy"]
     assert load_run_config(path, own).parallel.pp_stages == 2
-    offered = Layout(ParallelConfig(pp=2, zero=1), 2, 1, 2, False)
-    assert load_run_config(path, [*own, *offered.overrides()]).parallel == offered.parallel
+    for parallel in (ParallelConfig(pp=2, zero=1), ParallelConfig(tp=2, zero=3)):
+        offered = Layout(parallel, 2, 1, 2, False)
+        assert load_run_config(path, [*own, *offered.overrides()]).parallel == offered.parallel
 
 
 def test_a_run_that_fits_or_nearly_fits_starts(config, needed):
     check_memory(config, 1, needed)
     check_memory(config, 1, int(needed / MARGIN) + 1)
+
+
+def test_a_run_that_asks_for_copies_is_looked_at_as_one(path):
+    asked = ["parallel.tp=2", "parallel.sequence_parallel=true", "parallel.tp_transfer=copy"]
+    config = load_run_config(path, [*asked, "train.micro_batch_size=4"])
+    assert isinstance(config.model, ModelConfig)
+    estimator = Estimator(workload_of(config, config.model), CHIPS["h200"])
+    memory = estimator.estimate(layout_of(config, 2), closely=False).memory
+    assert memory.peer_memory > 0
+    check_memory(config, 2, memory.total)
+    with pytest.raises(ConfigError, match=r"GiB are needed .*peer_memory"):
+        check_memory(config, 2, int(memory.total / MARGIN) - 1)
 
 
 def test_nothing_is_asked_where_the_memory_is_not_known(config):

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from megalin.parallel.mesh import ParallelConfig
-from megalin.scaling.chips import CHIPS
+from megalin.scaling.chips import CHIPS, COPY_SHARE, MATRIX_SHARE, SIGNAL_SECONDS
 from megalin.scaling.estimate import Estimator
-from megalin.scaling.graphs import Exchange
+from megalin.scaling.graphs import COPY, Exchange
 from megalin.scaling.memory import Memory
 from megalin.scaling.parameters import Elements, StageParameters
 from megalin.scaling.search import Limits, Plan, search
@@ -38,9 +38,9 @@ def reasons(found: Plan) -> dict[str, list[str]]:
     return kinds
 
 
-def refused(gpus: int, **sizes: int) -> dict[str, list[str]]:
+def refused(gpus: int, *, split: bool = False, **sizes: int) -> dict[str, list[str]]:
     """What the rules alone refuse: no layout fits one byte, so no block is run."""
-    return reasons(search(Estimator(workload(**sizes), CHIPS["h200"]), Limits(gpus, 1), count=1))
+    return reasons(search(Estimator(workload(**sizes), CHIPS["h200"]), Limits(gpus, 1, split), count=1))
 
 
 def layout(parallel: ParallelConfig = ParallelConfig(), **fields: int) -> Layout:  # noqa: B008
@@ -67,7 +67,7 @@ def test_each_refusal_has_its_reason():
     assert any("cp would leave a rank less than 1024 of the 6150 tokens" in kind for kind in found)
     assert any("a row of 6150 tokens is not divisible by parallel.cp = 4" in kind for kind in found)
     assert any("needs at least" in reason for reason in found["the pipeline needs more micro-batches"])
-    assert any("the model has 8 layers" in kind for kind in found)
+    assert any("that the model can be cut into" in kind for kind in found)
     uneven = refused(4, samples=6)["samples a step are not divisible by dp"]
     assert uneven == ["tp 1, cp 1, pp 1: 6 samples a step are not divisible by dp = 4"]
 
@@ -75,6 +75,32 @@ def test_each_refusal_has_its_reason():
 def test_sizes_that_do_not_divide_are_refused_by_the_models_own_rule():
     (kind,) = [kind for kind in refused(8) if "is not divisible by parallel.tp = 8" in kind]
     assert "use tp 1, 2, 3, 4" in kind
+
+
+def test_meshes_with_tp_are_tried_with_and_without_sequence_parallelism():
+    kind = "memory, most of it weights and optimizer"
+    both, split = refused(2)[kind], refused(2, split=True)[kind]
+    tp = [name for name in both if name.startswith("tp 2")]
+    assert len(tp) == 2 * len([name for name in tp if "sequence parallel, " in name]) > 0
+    assert [name for name in split if name.startswith("tp 2")] == [name for name in tp if "sequence parallel, " in name]
+    assert [name for name in split if not name.startswith("tp")] == [name for name in both if not name.startswith("tp")]
+
+
+def test_rows_that_sequence_parallelism_cannot_split_leave_their_mesh_without_it():
+    found = refused(4, length=4098)
+    told = (
+        "tp 4, cp 1, pp 1, sequence parallel: a row of 4098 tokens is not divisible by parallel.tp = 4, as "
+        "parallel.sequence_parallel needs; use 4096 or 4100"
+    )
+    assert told in found["rows do not divide over the ranks of sequence parallelism"]
+    assert any(told.startswith("tp 4, dp 1") for told in found["memory, most of it weights and optimizer"])
+
+
+def test_how_the_stream_travels_is_as_the_config_says(estimator):
+    found = search(estimator, Limits(2, 10**12, True, "collective"), count=100)
+    (tp,) = [estimate for estimate in found.best if estimate.layout.parallel.tp == 2]
+    assert tp.layout.parallel.tp_transfer == "collective"
+    assert tp.memory.peer_memory == 0
 
 
 def test_memory_refuses_and_says_what_is_missing(estimator):
@@ -117,6 +143,43 @@ def test_what_a_layout_shards_and_recomputes_shows_in_its_memory(estimator):
     assert memory(ParallelConfig(), micro_batch_size=3).activations > 2.5 * kept.activations
     assert memory(ParallelConfig(tp=2)).activations < 0.7 * kept.activations
     assert memory(ParallelConfig(cp=2)).activations < 0.7 * kept.activations
+
+
+def test_what_other_ranks_write_into_is_counted_where_copies_run(estimator):
+    def peer_memory(dp: int = 1, **axes: object) -> int:
+        parallel = ParallelConfig.model_validate(axes)
+        each = layout(parallel, dp=dp, num_micro_batches=4, micro_batch_size=3)
+        return estimator.estimate(each, closely=False).memory.peer_memory
+
+    stream = 3 * 4096 * MODEL.hidden_size * 2
+    split = {"tp": 2, "sequence_parallel": True}
+    assert peer_memory() == peer_memory(tp=2) == 0
+    assert peer_memory(**split) == peer_memory(**split, tp_transfer="copy") == 2 * stream
+    assert peer_memory(**split, tp_transfer="collective") == 0
+    # Two slots for activations and two for gradients a stage, while all ranks of the pipeline share a host.
+    assert peer_memory(pp=2) == peer_memory(pp=2, dp=4) == 4 * stream
+    assert peer_memory(pp=2, pp_schedule="interleaved", pp_stages=2) == 8 * stream
+    assert peer_memory(pp=2, pp_transfer="send") == peer_memory(pp=2, dp=8) == 0
+    assert peer_memory(**split, pp=2) == 2 * stream + 4 * stream // 2
+    assert peer_memory(**split, pp=2, pp_schedule="zero_bubble") == 4 * stream // 2
+
+
+def test_streams_that_are_gathered_anew_for_the_backward_are_sent_again(estimator):
+    by_collectives, beside_copies = (
+        estimator.estimate(layout(ParallelConfig(tp=2, sequence_parallel=True, tp_transfer=way)), closely=False).sent.tp
+        for way in ("collective", "copy")
+    )
+    # Of most sub-layers five transfers instead of four.
+    assert 1.1 * by_collectives < beside_copies < 1.25 * by_collectives
+
+
+def test_copies_of_more_samples_are_stretched_with_what_runs_beside_them(estimator):
+    each = layout(ParallelConfig(tp=2, sequence_parallel=True), micro_batch_size=3)
+    rough, close = (estimator._trace(each, closely=closely) for closely in (False, True))
+    assert any(exchange.flops_beside for exchange in close.blocks[0].forward)
+    assert [cost.forward + cost.backward for cost in rough.blocks] == [
+        cost.forward + cost.backward for cost in close.blocks
+    ]
 
 
 def _buffers(estimator: Estimator) -> int:
@@ -164,9 +227,9 @@ def test_parts_of_blocks_add_up_to_the_model(estimator):
 
 
 def test_part_of_a_block_costs_its_share():
-    exchange = Exchange("all_reduce", "tp", 40)
+    exchange = Exchange(COPY, "tp", 40, 8)
     assert part_of(RunCost(100, 300, 200, [exchange], [exchange]), 0.25) == RunCost(
-        25, 75, 50, [exchange._replace(bytes=10)], [exchange._replace(bytes=10)]
+        25, 75, 50, [Exchange(COPY, "tp", 10, 2)], [Exchange(COPY, "tp", 10, 2)]
     )
 
 
@@ -184,6 +247,20 @@ def test_embedding_and_last_norm_count_on_the_ranks_that_have_them():
     )
     assert [of.tp for of in sent] == [3 * 110, 3 * 100, 3 * 101]
     assert [of.kernels / times[1].kernels for of in times] == pytest.approx([1.1, 1.0, 1.01])
+
+
+@pytest.mark.parametrize("hidden_share", [0.0, 0.25, 1.0, 4.0])
+def test_a_copy_is_waited_for_where_products_do_not_hide_it(hidden_share):
+    chip, stream = CHIPS["h200"], 10**9
+    wire = stream * 3 // 4 / (chip.link_bandwidth * COPY_SHARE)
+    copy = Exchange(COPY, "tp", stream, int(hidden_share * wire * chip.matrix_flops * MATRIX_SHARE))
+    block = RunCost(0, 0, 0, [copy], [])
+    trace = Trace([block], RunCost(0, 0, 0, [], []), RunCost(0, 0, 0, [], []), LossCost(0, 0, 0), 0)
+    nothing = StageParameters([], Elements(0, 0), Elements(0, 0), 0, 0)
+    each = layout(ParallelConfig(tp=4, sequence_parallel=True), dp=1, num_micro_batches=1)
+    time, sent = step_time(Work(0, 0, 0, 1), nothing, trace, [0], each, chip, rank=0, itemsize=2)
+    assert sent.tp == stream * 3 // 4
+    assert time.exchanges == pytest.approx(SIGNAL_SECONDS + wire * max(0.0, 1 - hidden_share))
 
 
 def test_an_axis_that_leaves_the_host_waits_for_the_network(estimator):

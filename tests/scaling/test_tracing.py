@@ -10,7 +10,7 @@ from megalin.ops import backend
 from megalin.parallel.collectives import reduce_from_axis
 from megalin.parallel.fake import fake_mesh
 from megalin.parallel.mesh import ParallelConfig
-from megalin.scaling.graphs import graph_cost
+from megalin.scaling.graphs import COPY, graph_cost
 from megalin.scaling.tracing import take_shape, trace, trace_compiled, without_values
 
 ROWS, WIDTH, INNER = 64, 32, 96
@@ -83,11 +83,45 @@ def test_collectives_of_both_directions_are_told(compiled):
         with without_values():
             take_shape(split, torch.float32)
             x = torch.empty(ROWS, WIDTH, requires_grad=True)
-            cost = trace_compiled(split, split, x) if compiled else trace(split, split, x)
+            run_cost = trace_compiled if compiled else trace
+            cost = run_cost(split, split, x)
+            take_shape(module, torch.float32)  # without gradients again
+            alone = run_cost(module, module, x.detach().requires_grad_())
+        assert cost.moved_bytes == alone.moved_bytes  # a collective's bytes are the wire's alone
         for exchanges in (cost.forward, cost.backward):
             assert [(each.collective, each.group, each.bytes) for each in exchanges] == [
                 ("all_reduce", axis.group_name, X)
             ]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_products_beside_copies_are_told_with_their_streams(compiled):
+    """y = exp(all-gather(x) U^T) V^T, reduce-scattered: what is sent, what runs beside it, and that the products' bytes
+    are no kernel's."""
+    with fake_mesh(ParallelConfig(tp=4, sequence_parallel=True), 4, stream_copied=True) as mesh:
+        parallel, module = mesh.tp, _Gated()
+
+        class _Split(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = module
+
+            def forward(self, x: Tensor) -> Tensor:
+                return parallel.leave_product(torch.exp(parallel.enter_product(x, module.up)), module.down)
+
+        split = _Split()
+        with without_values():
+            take_shape(split, torch.float32)
+            x = torch.empty(2, ROWS // 4, WIDTH, requires_grad=True)
+            cost = trace_compiled(split, split, x) if compiled else trace(split, split, x)
+    transfer = (COPY, parallel.axis.group_name, 2 * X, 2 * (2 * ROWS) * WIDTH * INNER * 3 // 4)
+    assert [tuple(each) for each in cost.forward] == [transfer, transfer]
+    # The gradient of what entered: the tokens once more, and the sums.
+    assert [tuple(each) for each in cost.backward] == [transfer, transfer, transfer]
+    # exp reads and writes; its gradient reads two tensors and writes one. Eager gradients that arrive are copied.
+    arrived = 0 if compiled else 2 * (X // 2) + 2 * 2 * (W + X // 4)
+    assert 0 <= cost.moved_bytes - 5 * 2 * H <= arrived
+    assert cost.saved_bytes == X // 2 + 2 * H  # x of the own tokens, not of all, and exp's result
 
 
 def test_ops_take_their_kernels_without_a_gpu_and_forget_it():
