@@ -1,4 +1,4 @@
-"""Breaks context and pipeline parallelism and the data axis one line at a time, and shows that the suite goes red.
+"""Breaks what ranks exchange, on every axis, one line at a time, and shows that the suite goes red.
 
 python tools/mutation_check.py [NAME ...]
 
