@@ -74,6 +74,7 @@ class LanguageModel(BlockStack[ModelConfig]):
         tied, vocabulary, width = config.tie_embeddings, config.vocab_size, config.hidden_size
         sublayers = [sublayer for _, block in config.blocks() for sublayer in block.sublayers]
         self._reads_row = self.cp.size > 1 and any(sublayer.reads_row for sublayer in sublayers)
+        # With ranks that share rows, windows read the documents of what they show, and mixers without one whole rows'.
         windows = {sublayer.widest_window for sublayer in sublayers if sublayer.reads_documents}
         self._reads_documents = bool(windows) if self.cp.size == 1 else self._reads_row and None in windows
         self._windows = sorted(window for window in windows if window is not None) if self.cp.size > 1 else []

@@ -4,8 +4,8 @@
 
 Token t sees the tokens s <= t of its own document, the last `window` of them where there is a window. Rows of one
 document go to torch's fused attention, packed documents and windows to a flash kernel, which needs no mask of T x S;
-what neither takes goes to fused attention under that mask. Queries of the last tokens alone have the others' in front,
-zeros, of which a kernel throws the results away: with a window, work of at most its width times what all tokens see.
+what neither takes goes to fused attention under that mask. Where the last T of S tokens alone ask, a kernel is given
+zeros as queries of the others, and those results are dropped: with a window, at most S - T times its width pairs more.
 """
 
 from __future__ import annotations

@@ -24,11 +24,11 @@ def test_estimates_are_near_what_was_measured(name):
 
 
 def test_tensor_parallelism_is_fastest_beside_copies_and_slowest_by_split_collectives():
-    """As on two H200, with memory within 2 % and time within 7 %."""
+    """As on two H200, with memory within 2 % and time within 5 %."""
     run = "transnormerllm-7b-64k, 1 x 2 x 2048, tp 2"
     names = [f"{run}, {way}CUDA graph" for way in ("split, beside copies, ", "", "split by collectives, ")]
     found = [NAMED[name].compared() for name in names]
     assert [gib for gib, _ in found] == pytest.approx([NAMED[name].peak_gib for name in names], rel=0.02)
     times = [seconds for _, seconds in found]
-    assert times == pytest.approx([NAMED[name].step_seconds for name in names], rel=0.07)
+    assert times == pytest.approx([NAMED[name].step_seconds for name in names], rel=0.05)
     assert times == sorted(times)
