@@ -18,11 +18,11 @@ WEIGHT_BOUND = {"float64": 1e-7, "float32": 2e-2, "bfloat16": 1e-3}
 """Root mean square of the difference of a weight after the step, in units of the learning rate. AdamW divides each
 gradient element by its own magnitude, so rounding of the smallest elements is amplified up to lr / eps. bf16: from the
 same gradients, so what is left is the rounding of weights in fp32, 5e-4 at a magnitude of 8."""
-BF16_FACTOR = 2.0
-"""bf16: a bound is this factor times the rounding of one process in tensors of that role."""
+ROUNDING_FACTOR = 2.0
+"""Where rounding is measured, a bound is this factor times that of one process in tensors of that role."""
 
 Rounding = Mapping[str, float]
-"""By role: the largest relative error of one process in bf16 against one in fp32."""
+"""By role: the largest relative error of one process in bf16 against one in fp32, or in fp32 against one in fp64."""
 
 
 class Row(NamedTuple):
@@ -39,14 +39,14 @@ class Row(NamedTuple):
 
 
 def compare(case: Case, outcome: Outcome, truth: Outcome, rounding: Rounding | None, device: torch.device) -> list[Row]:
-    """One row a tensor. `truth` is one process in at least fp32; `rounding` widens the bounds of bf16; `device` does
-    the sums, one tensor after the other."""
+    """One row a tensor. `truth` is one process in at least fp32; `rounding`, where it was measured, widens the bounds;
+    `device` does the sums, one tensor after the other."""
     assert outcome.keys() == truth.keys(), outcome.keys() ^ truth.keys()
     rows = []
     for name, expected in truth.items():
         bound = (WEIGHT_BOUND if kind(name) == "weight" else RELATIVE_BOUND)[case.dtype]
         if rounding is not None:
-            bound = max(bound, BF16_FACTOR * rounding.get(role(name), 0.0))
+            bound = max(bound, ROUNDING_FACTOR * rounding.get(role(name), 0.0))
         rows.append(Row(name, error(name, outcome[name], expected, device), bound))
     return rows
 

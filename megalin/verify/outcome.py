@@ -132,7 +132,12 @@ def _joined(parts: Sequence[Outcome]) -> Outcome:
 
 
 def run_reference(
-    case: Case, dtype: torch.dtype, device: torch.device, *, dither: torch.Generator | None = None
+    case: Case,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    dither: torch.Generator | None = None,
+    recompute: bool = False,
 ) -> Outcome:
     """The step in this process alone, in `dtype`: plain tensors, plain autograd, plain AdamW; all on `device`.
 
@@ -140,9 +145,10 @@ def run_reference(
 
     Args:
         dither: for bf16: rounds each weight up or down by chance, the nearer the likelier, instead of to the nearest.
+        recompute: blocks compute their activations again: the same bits, for a model whose activations do not fit.
     """
     wide = torch.promote_types(dtype, torch.float32)
-    model = _filled(case, wide, device)
+    model = _filled(case, wide, device, recompute=recompute)
     # As on the mesh: the optimizer's weights and the sum of gradients are wide, what the model computes with is not.
     masters = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in model.named_parameters()}
     gradients = {name: torch.zeros_like(master) for name, master in masters.items()}
@@ -197,9 +203,9 @@ def run_step(case: Case, gradients: Outcome, device: torch.device) -> Outcome:
     return on_host(_step(masters))
 
 
-def _filled(case: Case, dtype: torch.dtype, device: torch.device) -> Model:
+def _filled(case: Case, dtype: torch.dtype, device: torch.device, *, recompute: bool = False) -> Model:
     """The whole model with its initial weights."""
-    model = make_model(case.model).to(dtype)
+    model = make_model(case.model, recompute=recompute).to(dtype)
     model.to_empty(device=device)
     fill(model, case.seed)
     return model

@@ -1,4 +1,5 @@
-"""How far rounding to bf16 takes one process: the yardstick of a mesh in bf16 (docs/adr/0004-bf16-bounds.md)."""
+"""How far rounding takes one process, the yardstick of a mesh: in bf16, and in fp32 where a mesh exceeds its bound
+(docs/adr/0004-bf16-bounds.md)."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import torch
 
 from megalin.verify.case import Case
 from megalin.verify.comparison import Rounding, error, kind, role
-from megalin.verify.outcome import Outcome, run_reference
+from megalin.verify.outcome import Outcome, on_host, run_reference
 
 NUM_DRAWS = 16
 """One process in bf16 with its weights rounded to the nearest, and the others with weights rounded by chance."""
@@ -17,18 +18,35 @@ def measure_rounding(case: Case, truth: Outcome, device: torch.device) -> Roundi
 
     The norm of the gradients and the weights after the step are left out: they follow from the gradients without bf16.
     """
-    largest: dict[str, float] = {}
+    found: list[tuple[str, float]] = []
     for draw in range(NUM_DRAWS):
         dither = torch.Generator(device).manual_seed(draw) if draw else None
-        for name, found in _errors(case, truth, device, dither):
-            largest[role(name)] = max(largest.get(role(name), 0.0), found)
-    return largest
+        narrow = run_reference(case, torch.bfloat16, device, dither=dither)
+        found += _errors(narrow, truth, _without(truth, "grad_norm", "weight"), device)
+    return _largest(found)
 
 
-def _errors(
-    case: Case, truth: Outcome, device: torch.device, dither: torch.Generator | None
-) -> list[tuple[str, float]]:
-    """The errors of one draw, whose tensors never leave the device."""
-    narrow = run_reference(case, torch.bfloat16, device, dither=dither)
-    names = [name for name in truth if kind(name) not in ("grad_norm", "weight")]
+def measure_fp32(case: Case, narrow: Outcome, device: torch.device) -> tuple[Outcome, Rounding]:
+    """One process in fp64, from the same weights, and the largest error against it of `narrow`, one in fp32, over all
+    tensors of a role.
+
+    The weights after the step are those of `narrow`: AdamW moves them by what rounding makes of small gradients.
+    """
+    wide = on_host(run_reference(case, torch.float64, device, recompute=True))
+    names = _without(wide, "weight")
+    return narrow | {name: wide[name] for name in names}, _largest(_errors(narrow, wide, names, device))
+
+
+def _without(outcome: Outcome, *kinds: str) -> list[str]:
+    return [name for name in outcome if kind(name) not in kinds]
+
+
+def _errors(narrow: Outcome, truth: Outcome, names: list[str], device: torch.device) -> list[tuple[str, float]]:
     return [(name, error(name, narrow[name], truth[name], device)) for name in names]
+
+
+def _largest(errors: list[tuple[str, float]]) -> Rounding:
+    largest: dict[str, float] = {}
+    for name, found in errors:
+        largest[role(name)] = max(largest.get(role(name), 0.0), found)
+    return largest

@@ -16,6 +16,11 @@ def test_three_ranks_of_a_sequence(model):
     check(3, model, "--cp 3 --dtype float32")
 
 
+@needs_gpus(3)
+def test_windows_of_three_ranks():
+    check(3, "rodimus_plus-1.6b", "--cp 3 --dtype bfloat16")
+
+
 @needs_gpus(4)
 @pytest.mark.parametrize("model", ["transnormerllm-1b-64k", "hgrn2-1b", "rodimus-1.3b", "mamba2-1b"])
 def test_split_layers_and_sequences(model):

@@ -17,7 +17,8 @@ from megalin.errors import ConfigError
 from megalin.model.config import ModelConfig
 from megalin.model.presets import load_preset
 from megalin.parallel.mesh import ParallelConfig
-from megalin.verify import comparison, outcome, rounding
+from megalin.parallel.process_group import process_group
+from megalin.verify import comparison, outcome, rounding, run
 from megalin.verify.case import Case, DtypeName, make_batches, make_case, shrink
 from megalin.verify.comparison import Row, compare
 from megalin.verify.faults import FAULTS
@@ -125,6 +126,46 @@ def test_bf16_bound_is_twice_the_largest_rounding_of_one_process(monkeypatch):
         else:
             of_bf16 = 0.0 if row.name == "grad_norm" else 2 * largest[comparison.role(row.name)]
             assert row.bound == pytest.approx(max(2e-5, of_bf16)), row.name
+
+
+def test_fp32_beyond_its_bound_is_held_against_one_process_in_fp64(monkeypatch):
+    one = case(PRESET, dtype="float32")
+    narrow, exact = (run_reference(one, dtype, CPU) for dtype in (torch.float32, torch.float64))
+    name = "gradient:embedding.weight"
+    rounded = narrow[name].double() - exact[name]
+    # 1.5 times the error of one process, to the other side of the truth, and 2.5 times it, to the same side.
+    other_side, too_far = {name: exact[name] - 1.5 * rounded}, {name: exact[name] + 2.5 * rounded}
+    monkeypatch.setitem(comparison.RELATIVE_BOUND, "float32", 1e-9)
+    assert not all(row.passed for row in compare(one, exact, narrow, None, CPU))
+    with process_group(CPU):
+        for changed, failing in (({}, []), (other_side, []), (too_far, [name])):
+            monkeypatch.setattr(run, "run_on_mesh", lambda *_, changed=changed: exact | changed)
+            rows = run.verify(one)
+            assert [row.name for row in rows if not row.passed] == failing
+    logits = next(row for row in rows if row.name == "logits.0")
+    largest = max(comparison.error(name, narrow[name], exact[name], CPU) for name in ("logits.0", "logits.1"))
+    assert logits.bound == pytest.approx(2 * largest)
+
+
+def test_a_reference_that_recomputes_has_the_same_bits():
+    one = case(PRESET)
+    kept, again = (run_reference(one, torch.float64, CPU, recompute=recompute) for recompute in (False, True))
+    assert all(torch.equal(kept[name], again[name]) for name in kept)
+
+
+def test_where_one_process_in_fp64_does_not_fit_the_bound_stays(monkeypatch, caplog):
+    one = case(PRESET, dtype="float32")
+    exact = run_reference(one, torch.float64, CPU)
+
+    def too_large(*_):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setitem(comparison.RELATIVE_BOUND, "float32", 1e-9)
+    monkeypatch.setattr(run, "run_on_mesh", lambda *_: exact)
+    monkeypatch.setattr(run, "measure_fp32", too_large)
+    with process_group(CPU):
+        assert {row.bound for row in run.verify(one)} == {1e-9, 2e-2}
+    assert "bounds of float32 stay as they are" in caplog.text
 
 
 def test_dithered_weights_go_to_either_neighbour_and_stay_right_on_average():
