@@ -17,7 +17,7 @@ from megalin.errors import MegalinError
 from megalin.parallel.collectives import all_reduce
 from megalin.parallel.failures import Meeting, naming_silent_ranks
 from megalin.parallel.mesh import Mesh, ParallelConfig
-from megalin.parallel.process_group import process_group
+from megalin.parallel.process_group import join, process_group
 from tests.ranks import RankFailedError, run_ranks
 
 CPU = torch.device("cpu")
@@ -114,6 +114,25 @@ def _end_a_chain_early() -> None:
         os._exit(0)
     time.sleep(1 if rank < 2 else 0)
     dist.recv(torch.ones(1), rank + 1)
+
+
+def _join_one_after_the_other(folder: Path) -> tuple[float, float]:
+    """When this rank had made its connections, and when it joined."""
+    rank, connected = dist.get_rank(), []
+    dist.destroy_process_group()
+
+    def connect(*_: object, **__: object) -> None:
+        time.sleep(rank)
+        connected.append(time.monotonic())
+
+    with patch.object(dist, "init_process_group", connect):
+        join(Meeting(dist.FileStore(str(folder / "store"), 2), rank, 2, timedelta(seconds=60)), "gloo")
+    return connected[0], time.monotonic()
+
+
+def test_no_rank_leaves_a_group_that_another_still_joins(tmp_path):
+    (_, first), (connected, _) = run_ranks(2, _join_one_after_the_other, tmp_path)
+    assert first >= connected
 
 
 def test_results_come_back_by_rank():

@@ -57,9 +57,7 @@ def process_group(device: torch.device, *, timeout: timedelta = EXCHANGE_TIMEOUT
     place = _meet(launched(), timeout)
     try:
         with naming_silent_ranks(place):
-            dist.init_process_group(
-                backend, store=place.store, rank=place.rank, world_size=place.world_size, timeout=timeout
-            )
+            join(place, backend)
         with naming_silent_ranks(meeting()), answering(meeting()):
             if device.type == "cuda":
                 refuse_shared_gpus(f"{socket.gethostname()}, {torch.cuda.get_device_properties(device).uuid}")
@@ -67,6 +65,15 @@ def process_group(device: torch.device, *, timeout: timedelta = EXCHANGE_TIMEOUT
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def join(place: Meeting, backend: str) -> None:
+    """Makes the default process group of ranks that have met; returns where every rank has: one that left before, with
+    an error or without, would break the others' connections to it while they are made."""
+    store, rank, world_size, timeout = place
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    store.set(f"joined/{rank}", "")
+    store.wait([f"joined/{other}" for other in range(world_size)], timeout)
 
 
 def _meet(launch: Launch, timeout: timedelta) -> Meeting:

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from megalin.errors import RankFailedError
-from megalin.parallel.failures import answering, meeting, naming_silent_ranks
+from megalin.parallel.failures import Meeting, answering, meeting, naming_silent_ranks
+from megalin.parallel.process_group import join
 
 _PRELOAD = [
     "numpy",
@@ -94,7 +95,7 @@ def _worker(rank: int, meet: tuple[str, int, float], function: Any, args: Any, r
         timeout = timedelta(seconds=seconds)
         store.set(f"started/{rank}", "")  # a fork may be slow where a collective may not
         store.wait([f"started/{other}" for other in range(world_size)], timedelta(seconds=_COLLECTIVE_SECONDS))
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+        join(Meeting(store, rank, world_size, timeout), "gloo")
         with naming_silent_ranks(meeting()), answering(meeting()):
             result = function(*args)
         reports.put((rank, None, result))
