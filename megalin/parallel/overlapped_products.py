@@ -2,7 +2,7 @@
 reduce-scatter ("async tensor parallelism").
 
 A rank multiplies its own tokens while copy engines bring the others', and multiplies the others' first where sums go to
-them. No multiprocessor waits or sends (docs/adr/0015-products-beside-copies.md). The adjoint of each op is the other
+them. No multiprocessor waits or sends (docs/adr/0015-async-tensor-parallelism.md). The adjoint of each op is the other
 one, with the gradient of the weight beside its copies.
 """
 
