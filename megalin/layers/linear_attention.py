@@ -191,7 +191,7 @@ class LowRankGatedAttention(LinearAttention):
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         x = self.tp.enter(x)
-        return self.qkv.joined(x), torch.sigmoid(self.gate(x))
+        return self.qkv(x, split_parts=False), torch.sigmoid(self.gate(x))
 
     def projection_flops(self) -> int:
         return self.qkv.flops() + self.gate.flops()

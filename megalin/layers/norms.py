@@ -48,7 +48,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
-        return rms_norm(x, self.tp.stream_weight(local(self.weight)), eps=self.eps)
+        return rms_norm(x, self.tp.sequence_parallel_weight(local(self.weight)), eps=self.eps)
 
 
 class LayerNorm(nn.Module):
@@ -67,7 +67,7 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
-        weight, bias = (self.tp.stream_weight(local(p)) for p in (self.weight, self.bias))
+        weight, bias = (self.tp.sequence_parallel_weight(local(p)) for p in (self.weight, self.bias))
         return layer_norm(x, weight, bias, eps=self.eps)
 
 
@@ -98,7 +98,7 @@ class UncenteredLayerNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
         wide = compute_dtype(x)
-        weight = self.tp.stream_weight(local(self.weight)).to(wide)
+        weight = self.tp.sequence_parallel_weight(local(self.weight)).to(wide)
         return (mean_magnitude_norm(x.to(wide), eps=self.eps) * weight).to(x.dtype)
 
 

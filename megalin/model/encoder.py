@@ -51,7 +51,7 @@ class MaskedTokenHead(nn.Module):
 
     def __init__(self, config: EncoderConfig, tp: TensorParallel) -> None:
         super().__init__()
-        self.tp = tp = tp.for_whole_rows()
+        self.tp = tp = tp.without_sequence_parallel()
         width = config.hidden_size
         self.dense = ReplicatedLinear(width, width, tp=tp, std=config.init_std)
         self.norm = build_norm(config.norm, width, config.norm_eps, tp)
@@ -68,7 +68,7 @@ class SequenceHead(nn.Module):
 
     def __init__(self, config: EncoderConfig, tp: TensorParallel) -> None:
         super().__init__()
-        tp = tp.for_whole_rows()
+        tp = tp.without_sequence_parallel()
         width, std = config.hidden_size, config.init_std
         self.pooler = ReplicatedLinear(width, width, tp=tp, std=std)
         self.classifier = ReplicatedLinear(width, config.num_classes or 2, bias=True, tp=tp, std=std)
@@ -148,7 +148,7 @@ class Encoder(BlockStack[EncoderConfig]):
         masked_logits = masked_losses = sequence_losses = None
         if masked_positions is not None:
             assert self.masked_head is not None
-            picked = self.cp.share_rows(self.cp.pick_rows(hidden, masked_positions, self.tp))
+            picked = self.cp.reduce_scatter_tokens(self.cp.pick_tokens(hidden, masked_positions, self.tp))
             masked_logits = self.masked_head(picked, self.embedding)
             if masked_labels is not None:
                 masked_losses = vocab_parallel_cross_entropy(masked_logits, masked_labels, self.tp.axis)
@@ -168,12 +168,12 @@ class Encoder(BlockStack[EncoderConfig]):
         """One row a sequence: [B, T or T/tp, D] -> [B, D], whole on every rank."""
         places = context.positions
         if self.config.pooling == "first":
-            first = self.cp.pick_rows(hidden, torch.zeros_like(places[:, :1]), self.tp)
+            first = self.cp.pick_tokens(hidden, torch.zeros_like(places[:, :1]), self.tp)
             return self.cp.total(first)[:, 0]
         valid, whole = context.valid, context.whole_row().valid
         kept = (torch.ones_like(places) if valid is None else valid).to(compute_dtype(hidden))
         count = kept.sum(1, keepdim=True) * self.cp.size if whole is None else whole.sum(1, keepdim=True)
-        return self.cp.total(self.tp.sum_of_rows(hidden, (kept / count.clamp(min=1)).to(hidden.dtype)))
+        return self.cp.total(self.tp.weighted_token_sum(hidden, (kept / count.clamp(min=1)).to(hidden.dtype)))
 
     def num_embedding_parameters(self) -> int:
         """Parameters of the three tables that embed; the vocabulary's is the head's as well."""

@@ -193,17 +193,17 @@ class ContextParallel:
         """[B, T/cp, ...] -> [B, T, ...] of every rank: all-gather forward, reduce-scatter backward."""
         return gather_from_axis(x, self.axis, dim=TOKENS)
 
-    def pick_rows(self, x: Tensor, index: Tensor, tp: TensorParallel) -> Tensor:
+    def pick_tokens(self, x: Tensor, index: Tensor, tp: TensorParallel) -> Tensor:
         """Some tokens of the residual stream, zero where another rank has them: [B, T/cp or T/cp/tp, D] at the token
         numbers index [B, P] of the whole row -> [B, P, D]. Sum them over the ranks."""
         if self.size == 1:
-            return tp.pick_rows(x, index)
+            return tp.pick_tokens(x, index)
         length = x.shape[TOKENS] * (tp.size if tp.sequence_parallel else 1)
         index = index - self.axis.rank * length
         absent = (index < 0) | (index >= length)
-        return tp.pick_rows(x, index.masked_fill(absent, 0)).masked_fill(absent[..., None], 0.0)
+        return tp.pick_tokens(x, index.masked_fill(absent, 0)).masked_fill(absent[..., None], 0.0)
 
-    def share_rows(self, x: Tensor) -> Tensor:
+    def reduce_scatter_tokens(self, x: Tensor) -> Tensor:
         """An equal share of the rows that the ranks hold in parts: [B, P, D] -> the sum's [B, P/cp, D]. Reduce-scatter
         forward, all-gather backward."""
         return reduce_scatter_to_axis(x, self.axis, dim=TOKENS)

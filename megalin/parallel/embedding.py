@@ -115,4 +115,4 @@ class StreamTable(nn.Module):
         """[B, T] row numbers, of all tokens -> rows [B, T or T/tp, D] of the residual stream."""
         if self.tp.sequence_parallel:
             index = self.tp.local_slice(index, dim=TOKENS)
-        return functional.embedding(index, self.tp.stream_weight(local(self.weight)))
+        return functional.embedding(index, self.tp.sequence_parallel_weight(local(self.weight)))

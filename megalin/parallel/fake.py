@@ -58,7 +58,7 @@ def fake_mesh(
         mesh = Mesh(by_collectives, torch.device("cpu"), tensor_parallel=tensor_parallel)
         if stream_copied:
             axis = mesh.tp.axis
-            mesh.tp.copies = StreamCopies(axis.group_name, axis.rank, axis.size, _no_memory, timeout=EXCHANGE_TIMEOUT)
+            mesh.tp.buffers = StreamCopies(axis.group_name, axis.rank, axis.size, _no_memory, timeout=EXCHANGE_TIMEOUT)
         yield mesh
     finally:
         dist.destroy_process_group()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,11 @@ from megalin.parallel.tensor_parallel import TensorParallel, local
 
 
 class ColumnParallelLinear(nn.Module):
-    """`parts` fused maps y_i = x W_i^T (+ b_i) with the outputs of every part split over the axis.
+    """`parts` fused matrices y_i = x W_i^T (+ b_i), each sharded along its outputs over the axis.
 
-    The weight is one parameter [parts, out, in], split along `out`: the split lies inside each part by construction,
-    and its flat view [parts * out, in] is the published layout. What several layers read has entered the sharded region
-    before (`TensorParallel.enter`), once for all; one that reads the residual stream alone may enter it itself.
+    The weight is one parameter [parts, out, in], sharded along `out`, so every rank holds a slice of every part; its
+    flat view [parts * out, in] is the published layout. An input that several layers read is gathered once by
+    `TensorParallel.enter`; the only reader of the residual stream may gather it itself (`gather_input`).
     """
 
     def __init__(
@@ -48,28 +48,29 @@ class ColumnParallelLinear(nn.Module):
         if self.bias is not None:
             draw(self.bias, "bias", constant(0.0))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """[B, T, in] -> `parts` tensors [B, T, out/tp]."""
-        return self._split(self.joined(x))
+    @overload
+    def forward(
+        self, x: Tensor, *, gather_input: bool = ..., split_parts: Literal[True] = ...
+    ) -> tuple[Tensor, ...]: ...
 
-    def joined(self, x: Tensor) -> Tensor:
-        """[B, T, in] -> [B, T, parts * out/tp], the parts side by side, for ops that take them together."""
-        return functional.linear(x, *self._matrix())
+    @overload
+    def forward(self, x: Tensor, *, gather_input: bool = ..., split_parts: Literal[False]) -> Tensor: ...
 
-    def of_stream(self, x: Tensor) -> tuple[Tensor, ...]:
-        """`forward` of the residual stream [B, T or T/tp, in], which nothing else reads."""
-        return self._split(self.joined_of_stream(x))
+    def forward(
+        self, x: Tensor, *, gather_input: bool = False, split_parts: bool = True
+    ) -> Tensor | tuple[Tensor, ...]:
+        """[B, T, in] -> `parts` tensors [B, T, out/tp], or one [B, T, parts * out/tp].
 
-    def joined_of_stream(self, x: Tensor) -> Tensor:
-        """`joined` of the residual stream [B, T or T/tp, in], which nothing else reads."""
-        return self.tp.enter_product(x, *self._matrix())
-
-    def _matrix(self) -> tuple[Tensor, Tensor | None]:
+        Args:
+            gather_input: x is the residual stream [B, T or T/tp, in], which no other layer reads: it enters the
+                sharded region here (`TensorParallel.all_gather_linear`). Otherwise x has entered it already.
+            split_parts: return each part as a tensor of its own, or all of them concatenated for a fused op.
+        """
+        weight = local(self.weight).flatten(0, 1)
         bias = None if self.bias is None else local(self.bias).flatten()
-        return local(self.weight).flatten(0, 1), bias
-
-    def _split(self, y: Tensor) -> tuple[Tensor, ...]:
-        return y.unflatten(-1, (self.parts, -1)).unbind(-2)
+        linear = self.tp.all_gather_linear if gather_input else functional.linear
+        y = linear(x, weight, bias)
+        return y.unflatten(-1, (self.parts, -1)).unbind(-2) if split_parts else y
 
     def flops(self) -> int:
         """Forward floating-point operations a token, whole axis."""
@@ -77,9 +78,9 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """y = x W^T (+ b) with the inputs split over the axis; the ranks' partial sums leave through one collective.
+    """y = x W^T (+ b), sharded along its inputs over the axis; one collective reduces the ranks' partial sums.
 
-    The bias is replicated, and joins the sum once, after the collective.
+    The bias is replicated and added once, after the collective.
     """
 
     def __init__(
@@ -107,13 +108,13 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, in/tp] -> [B, T, out], the residual stream's layout."""
-        return self._add_bias(self._product(x))
+        return self._add_bias(self._matmul(x))
 
-    def _product(self, x: Tensor) -> Tensor:
-        return self.tp.leave_product(x, local(self.weight))
+    def _matmul(self, x: Tensor) -> Tensor:
+        return self.tp.linear_reduce_scatter(x, local(self.weight))
 
     def _add_bias(self, y: Tensor) -> Tensor:
-        return y if self.bias is None else y + self.tp.stream_weight(local(self.bias))
+        return y if self.bias is None else y + self.tp.sequence_parallel_weight(local(self.bias))
 
     def flops(self) -> int:
         """Forward floating-point operations a token, whole axis."""
@@ -163,23 +164,23 @@ class NormedRowParallelLinear(RowParallelLinear):
         """x and, where there is one, gate [B, T, in/tp] -> [B, T, out], the residual stream's layout."""
         if self.norm == "layernorm":
             x = self._layer_norm(x)
-            return self._add_bias(self._product(x if gate is None else x * gate))
+            return self._add_bias(self._matmul(x if gate is None else x * gate))
         weight = local(self.norm_weight) if self.norm == "rmsnorm" else None
-        return self._scaled_product(gated_squares(x, gate, weight))
+        return self._normed_matmul(gated_squares(x, gate, weight))
 
-    def joined(self, x: Tensor, skip: Tensor, factor: Tensor, gate: Tensor) -> Tensor:
-        """The same with the norm of (x + factor skip) silu(gate): x, skip, gate [B, T, in/tp], factor [in/tp]."""
+    def forward_with_skip(self, x: Tensor, skip: Tensor, factor: Tensor, gate: Tensor) -> Tensor:
+        """`forward` of (x + factor skip) silu(gate), normalized: x, skip, gate [B, T, in/tp], factor [in/tp]."""
         assert self.norm == "rmsnorm", self.norm
-        return self._scaled_product(skip_gated_squares(x, skip, factor, gate, local(self.norm_weight)))
+        return self._normed_matmul(skip_gated_squares(x, skip, factor, gate, local(self.norm_weight)))
 
-    def _scaled_product(self, parts: GatedSquares) -> Tensor:
-        total = self.tp.reduce_tokens(parts.squares)  # waited on at its first use, after the product
-        y = self._product(parts.product)
+    def _normed_matmul(self, parts: GatedSquares) -> Tensor:
+        total = self.tp.reduce_tokens(parts.squares)  # waited on at its first use, after the matmul
+        y = self._matmul(parts.product)
         return self._add_bias((torch.rsqrt(total / self.in_features + self.eps)[..., None] * y).to(y.dtype))
 
     def _layer_norm(self, x: Tensor) -> Tensor:
         wide = x.to(compute_dtype(x))
-        sums = self.tp.total_of_parts(torch.stack([wide.sum(-1), wide.square().sum(-1)], dim=-1))  # [B, T, 2]
+        sums = self.tp.all_reduce_both(torch.stack([wide.sum(-1), wide.square().sum(-1)], dim=-1))  # [B, T, 2]
         mean, square = (sums / self.in_features)[..., None].unbind(-2)  # [B, T, 1]
         deviation = torch.rsqrt((square - mean.square()).clamp(min=0.0) + self.eps)
         weight, bias = local(self.norm_weight).to(wide.dtype), local(self.norm_bias).to(wide.dtype)
@@ -189,8 +190,8 @@ class NormedRowParallelLinear(RowParallelLinear):
 class LowRankLinear(nn.Module):
     """y = x W_down^T W_up^T with rank `rank`: W_down is replicated and computed on every rank, W_up is split.
 
-    W_down meets only the part of the gradient that flows through this rank's columns, so its gradient is a partial
-    sum (`TensorParallel.partial_gradient`).
+    The gradient of W_down flows through this rank's columns alone, so it is a partial sum
+    (`TensorParallel.all_reduce_gradient`).
     """
 
     def __init__(
@@ -215,8 +216,8 @@ class LowRankLinear(nn.Module):
         draw(self.up, "up", normal(self.std))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, in] (entered) -> [B, T, out/tp]."""
-        hidden = functional.linear(x, self.tp.partial_gradient(local(self.down)))
+        """[B, T, in] (after `TensorParallel.enter`) -> [B, T, out/tp]."""
+        hidden = functional.linear(x, self.tp.all_reduce_gradient(local(self.down)))
         return functional.linear(hidden, local(self.up))
 
     def flops(self) -> int:
@@ -225,7 +226,7 @@ class LowRankLinear(nn.Module):
 
 
 class ReplicatedLinear(nn.Module):
-    """y = x W^T (+ b) on rows that every rank holds whole (`TensorParallel.pick_rows`), and on which all work alike."""
+    """y = x W^T (+ b) on tokens that every rank holds (`TensorParallel.pick_tokens`); each rank computes all of it."""
 
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool = False, tp: TensorParallel, std: float

@@ -208,7 +208,7 @@ class Mesh:
             _axis("tp", tp_mesh.get_group()),
             device_mesh=tp_mesh,
             sequence_parallel=config.sequence_parallel,
-            copies=_stream_copies(config, device, tp_mesh.get_group()),
+            buffers=_stream_copies(config, device, tp_mesh.get_group()),
         )
         self.device_mesh, self.pp = self._root, pipeline_parallel()
         if config.pp > 1:

@@ -84,7 +84,7 @@ def _materialise(
     if compile_blocks:
         # An exchange of cp's states waits for the slowest rank; gradients of weights fit beside that.
         # Where sequence parallelism goes by collectives nobody measured what it changes.
-        by_collectives = mesh.tp.sequence_parallel and mesh.tp.copies is None
+        by_collectives = mesh.tp.sequence_parallel and mesh.tp.buffers is None
         early = (overlap or mesh.cp.size > 1) and not by_collectives
         options = EARLY_COLLECTIVES if early else None
         for block in model.block_list():

@@ -41,7 +41,7 @@ class _SkippedAdjoint(TensorParallel):
             dim=TOKENS,
         )
 
-    def enter_product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def all_gather_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return functional.linear(self.enter(x), weight, bias)
 
 
@@ -56,7 +56,7 @@ class _NormOfOneShard(TensorParallel):
 class _DroppedPartialGradient(TensorParallel):
     """A replicated weight on sharded data keeps its partial gradient."""
 
-    def partial_gradient(self, weight: Tensor) -> Tensor:
+    def all_reduce_gradient(self, weight: Tensor) -> Tensor:
         return weight
 
 

@@ -63,7 +63,7 @@ def _shared() -> None:
     assert isinstance(grad, functional.AsyncCollectiveTensor)
     first.bias.backward(grad)
     with patch.object(collectives, "WAITED_AT_ONCE", frozenset()):  # as on a GPU
-        mesh.tp.partial_gradient(second.bias).sum().backward()
+        mesh.tp.all_reduce_gradient(second.bias).sum().backward()
     for bias in (first.bias, second.bias):
         assert type(bias.grad) is torch.Tensor
         assert bias.grad.tolist() == [2.0] * 4

@@ -107,7 +107,7 @@ def test_products_beside_copies_are_told_with_their_streams(compiled):
                 self.inner = module
 
             def forward(self, x: Tensor) -> Tensor:
-                return parallel.leave_product(torch.exp(parallel.enter_product(x, module.up)), module.down)
+                return parallel.linear_reduce_scatter(torch.exp(parallel.all_gather_linear(x, module.up)), module.down)
 
         split = _Split()
         with without_values():

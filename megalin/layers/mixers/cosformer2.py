@@ -84,7 +84,7 @@ class TPE(Mixer):
         """This rank's channels [B, T, D/tp], their B [D/tp, E], and log lambda [E]."""
         coefficients, logit = context.full_precision
         # Every rank uses all decays, on its own channels only.
-        log_decay = functional.logsigmoid(self.tp.partial_gradient(logit))
+        log_decay = functional.logsigmoid(self.tp.all_reduce_gradient(logit))
         return self.tp.local_slice(self.tp.enter(x), dim=-1), coefficients, log_decay
 
     def _entering(self, x: Tensor, coefficients: Tensor, log_decay: Tensor, context: SequenceContext) -> Tensor | None:

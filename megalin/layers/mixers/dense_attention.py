@@ -145,7 +145,7 @@ class DenseAttention(Mixer):
             q, k = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, own))
             v = k
         y = self._seen(q, k, v, context).flatten(2)
-        return self.tp.total_of_parts(y) if self.config.num_heads == 1 else self.tp.join_parts(y)
+        return self.tp.all_reduce_both(y) if self.config.num_heads == 1 else self.tp.all_gather_last_dim(y)
 
     def _seen(self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
         """y_t = sum over the tokens s that t sees of (q_t . k_s) v_s, [B, T/cp, H, V]."""

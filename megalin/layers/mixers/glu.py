@@ -25,7 +25,7 @@ class GLU(Mixer):
         self.down = RowParallelLinear(size, scope.hidden_size, bias=bias, tp=tp, std=scope.output_std, name=name)
 
     def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
-        product = gated_product(self.up.joined_of_stream(x), activation=self.activation)
+        product = gated_product(self.up(x, gather_input=True, split_parts=False), activation=self.activation)
         return MixerOutput(self.down(product), ())
 
     def step(self, x: Tensor, context: SequenceContext, state: State) -> MixerOutput:

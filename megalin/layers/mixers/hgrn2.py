@@ -117,7 +117,7 @@ class HGRN2(Mixer):
 
     def _heads(self, x: Tensor, context: SequenceContext) -> tuple[Tensor, ...]:
         """q, k, v, log f, each [B, T, H/tp, K]; k in the dtype of x, log f in at least fp32."""
-        q, logit, v = self.qfv.of_stream(x)  # [B, T, D/tp]
+        q, logit, v = self.qfv(x, gather_input=True)  # [B, T, D/tp]
         (beta,) = context.full_precision  # [D/tp]
         k, log_decay = forget_gates(logit, beta)
         q = functional.silu(q) if self.config.query_activation == "silu" else torch.sigmoid(q)

@@ -137,7 +137,7 @@ class Mamba2(Mixer):
         stream = self.tp.enter(x)
         gate, x = self.zx(stream)  # [B, T, M/tp]
         (step,) = self.time_step(stream)  # [B, T, H/tp]
-        bc_weights = (self.tp.partial_gradient(local(p)) for p in (self.bc, self.bc_conv_weight, self.bc_conv_bias))
+        bc_weights = (self.tp.all_reduce_gradient(local(p)) for p in (self.bc, self.bc_conv_weight, self.bc_conv_bias))
         bc_map, bc_conv_weight, bc_conv_bias = bc_weights
         bc = functional.linear(stream, bc_map)  # [B, T, 2 N]
         documents, states = context.document_ids, state[:2] if state else self._entering_inputs(x, bc, context)
@@ -161,7 +161,7 @@ class Mamba2(Mixer):
     def _output(self, scanned: Tensor, inputs: _ScanInputs, context: SequenceContext) -> Tensor:
         """[B, T, H/tp, P] of the scan -> the residual stream."""
         feed_through = context.full_precision[2].repeat_interleave(self.config.head_dim)  # [M/tp]
-        return self.out.joined(scanned.flatten(2), inputs.x.flatten(2), feed_through, inputs.gate)
+        return self.out.forward_with_skip(scanned.flatten(2), inputs.x.flatten(2), feed_through, inputs.gate)
 
     def flops(self, length: int) -> int:
         scan = scalar_decay_scan_flops(

@@ -138,7 +138,7 @@ class Rodimus(Mixer):
         return MixerOutput(self._output(scan.output[:, None], inputs, context), (inputs.conv_state, scan.state))
 
     def _scan_inputs(self, x: Tensor, context: SequenceContext, conv_state: Tensor | None) -> _ScanInputs:
-        x, gate = self.fc.of_stream(x)  # [B, T, M/tp]
+        x, gate = self.fc(x, gather_input=True)  # [B, T, M/tp]
         if conv_state is None:
             conv_state = entering_inputs(x, context, self.cp, taps=self.config.conv_width)
         conv = self.conv(x, state=conv_state, document_ids=context.document_ids)
@@ -163,18 +163,18 @@ class Rodimus(Mixer):
         four = functional.linear(x_conv, torch.cat([local(self.qk), local(self.gates)]))  # [B, T, 4 N]
         parts = [four, functional.linear(x, local(self.input_gate_down))]
         # In fp32, since exponentials follow.
-        whole = self.tp.sum_of_parts(torch.cat([part.to(wide) for part in parts], dim=-1))  # [B, T, 4 N + L]
+        whole = self.tp.all_reduce_forward(torch.cat([part.to(wide) for part in parts], dim=-1))  # [B, T, 4 N + L]
         qk, gates, code = whole.split([2 * n, 2 * n, self.rank], dim=-1)
         q, k = qk.chunk(2, dim=-1)
         strength, temperature = (gates + gate_bias.to(wide)).chunk(2, dim=-1)
         selected = ddts_gates(strength, temperature, k)
         shared = torch.cat([q, selected.key, selected.log_decay, code], dim=-1)  # [B, T, 3 N + L]
-        q, k, log_decay, code = self.tp.partial_gradient(shared).split([n, n, n, self.rank], dim=-1)
+        q, k, log_decay, code = self.tp.all_reduce_gradient(shared).split([n, n, n, self.rank], dim=-1)
         return q, k, log_decay, code
 
     def _output(self, scan: Tensor, inputs: _ScanInputs, context: SequenceContext) -> Tensor:
         """scan [B, T, 1, M/tp] -> y in the layout of the residual stream."""
-        return self.out.joined(scan.squeeze(2), inputs.x_conv, context.full_precision[1], inputs.gate)
+        return self.out.forward_with_skip(scan.squeeze(2), inputs.x_conv, context.full_precision[1], inputs.gate)
 
     def flops(self, length: int) -> int:
         scan = vector_decay_scan_flops(

@@ -52,7 +52,7 @@ class SharedKeyAttention(Mixer):
     def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
         x = self.tp.enter(x)
         q, v = (y.unflatten(-1, (self.local_heads, self.head_dim)) for y in self.qv(x))  # [B, T, H/tp, K]
-        k = functional.linear(x, self.tp.partial_gradient(local(self.key)))[:, :, None]  # [B, T, 1, K]
+        k = functional.linear(x, self.tp.all_reduce_gradient(local(self.key)))[:, :, None]  # [B, T, 1, K]
         q, k = (rope(y, context.positions, base=self.config.rope_base) for y in (q, k))
         k = k.squeeze(2)
         cache = WindowCache(*state) if state else None

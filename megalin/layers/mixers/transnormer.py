@@ -23,7 +23,7 @@ class TransNormer(LinearAttention):
         )
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        return self.qkvu.joined_of_stream(x), None
+        return self.qkvu(x, gather_input=True, split_parts=False), None
 
     def projection_flops(self) -> int:
         return self.qkvu.flops()
