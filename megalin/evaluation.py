@@ -9,7 +9,7 @@ import torch
 
 from megalin.checkpoint.load import load
 from megalin.checkpoint.tensors import OPTIMIZER_PREFIX, weights
-from megalin.data.config import Split
+from megalin.data.config import SplitName
 from megalin.data.loader import ValidationLoader
 from megalin.data.sources import open_dataset
 from megalin.data.tokenizer import load_tokenizer
@@ -22,7 +22,7 @@ from megalin.train.restore import open_run
 
 
 def evaluate_run(
-    folder: str | Path, mesh: Mesh, overrides: Sequence[str] = (), *, split: Split = "validation"
+    folder: str | Path, mesh: Mesh, overrides: Sequence[str] = (), *, split: SplitName = "validation"
 ) -> AnyEvaluation:
     """The newest checkpoint of a run on a split (`data.validation=[...]` names other shards); a collective.
 

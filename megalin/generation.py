@@ -15,7 +15,7 @@ from megalin.data.tokenizer import Tokenizer, load_tokenizer
 from megalin.errors import ConfigError
 from megalin.model.config import EncoderConfig
 from megalin.model.language_model import LanguageModel
-from megalin.parallel.initialisation import fill
+from megalin.parallel.initialisation import init_weights
 from megalin.train.restore import open_run
 
 
@@ -47,7 +47,7 @@ def load_for_generation(folder: str | Path, device: torch.device) -> tuple[Langu
         raise ConfigError(f"{folder}: data.tokenizer is not set, so there is no text to read or write; set it")
     model = LanguageModel(config.model)
     model.to_empty(device=device)
-    fill(model, config.train.seed)
+    init_weights(model, config.train.seed)
     load(checkpoint, weights(model), ignore=(OPTIMIZER_PREFIX,))
     model.after_optimizer_step()
     return model, load_tokenizer(config.data.tokenizer)

@@ -14,7 +14,7 @@ import torch
 from megalin.data.batches import batches
 from megalin.data.corpus import Reader
 from megalin.data.files import open_temporary, publish, storage_errors
-from megalin.data.parts import Part, Progress, Run, Share, Tell, run_parts
+from megalin.data.parts import CorpusPart, CorpusProgress, PartShare, ReportProgress, Run, run_parts
 from megalin.data.score_selection import scores_path
 from megalin.data.tokenizer import Tokenizer
 from megalin.errors import ConfigError
@@ -26,7 +26,7 @@ _TOKENS_AT_ONCE = 16384  # of all documents that are scored together
 _STATES_BYTES = 2 << 30  # of all documents that are scored together; each has a state of its own, however short it is
 
 
-class Judge(NamedTuple):
+class ScoringModel(NamedTuple):
     """The model that scores, whole on one device, and its tokenizer."""
 
     model: LanguageModel
@@ -34,21 +34,21 @@ class Judge(NamedTuple):
 
 
 class _Job(NamedTuple):
-    judge: Judge
+    judge: ScoringModel
     key: str
     limit_bytes: int
 
 
 def score_corpus(
-    judge: Judge,
-    parts: Sequence[Part],
+    judge: ScoringModel,
+    parts: Sequence[CorpusPart],
     folder: Path,
     *,
     json_key: str,
     limit_bytes: int,
     resume: bool,
-    share: Share | None,
-    on_progress: Callable[[Progress], None] = lambda _: None,
+    share: PartShare | None,
+    on_progress: Callable[[CorpusProgress], None] = lambda _: None,
 ) -> None:
     """Writes the scores of this share's parts into `folder`; they do not depend on how many share the work.
 
@@ -80,7 +80,7 @@ def _digest(model: LanguageModel) -> str:
     return state.hexdigest()
 
 
-def _score_part(job: _Job, part: Part, folder: Path, tell: Tell) -> Mapping[str, Any]:
+def _score_part(job: _Job, part: CorpusPart, folder: Path, report: ReportProgress) -> Mapping[str, Any]:
     path, documents = scores_path(folder, part.number), 0
     with open_temporary(path) as file:
         reader = Reader(part.span, [job.key], limit_bytes=job.limit_bytes)
@@ -89,13 +89,15 @@ def _score_part(job: _Job, part: Part, folder: Path, tell: Tell) -> Mapping[str,
             with storage_errors(path):
                 file.write(scores.tobytes())
             documents += len(batch.documents)
-            tell(Progress(len(batch.documents), int(scores[:, 1].sum()), batch.read_bytes, len(batch.bad_lines)))
+            report(
+                CorpusProgress(len(batch.documents), int(scores[:, 1].sum()), batch.read_bytes, len(batch.bad_lines))
+            )
         publish(file, path)
     return {"documents": documents}
 
 
 @torch.no_grad()
-def score_texts(judge: Judge, texts: Sequence[str]) -> npt.NDArray[np.float64]:
+def score_texts(judge: ScoringModel, texts: Sequence[str]) -> npt.NDArray[np.float64]:
     """[n, 2] float64: -sum_t ln p(x_t | end of document, x_1 .. x_(t-1)) in nats, and the number of tokens x.
 
     A text of any length: it runs through the model in pieces, the state going from one to the next.
@@ -121,7 +123,7 @@ def _groups(lengths: Sequence[tuple[int, int]], most: int) -> Iterator[list[int]
         yield group
 
 
-def _losses(judge: Judge, encoded: Sequence[list[int]]) -> npt.NDArray[np.float64]:
+def _losses(judge: ScoringModel, encoded: Sequence[list[int]]) -> npt.NDArray[np.float64]:
     """[B] sums of the losses."""
     model = judge.model
     length = max(map(len, encoded))

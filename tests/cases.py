@@ -15,7 +15,7 @@ from megalin.config import parse
 from megalin.model.config import ModelConfig
 from megalin.model.language_model import LanguageModel
 from megalin.parallel.cross_entropy import IGNORED_LABEL
-from megalin.parallel.initialisation import fill
+from megalin.parallel.initialisation import init_weights
 from tests.mixers import decaying_sum
 from tests.references import document_logits
 
@@ -153,7 +153,7 @@ def build(config: ModelConfig, *, dtype: torch.dtype = torch.float64, seed: int 
     """The filled model of one process, without a mesh."""
     built = LanguageModel(config).to(dtype)
     built.to_empty(device="cpu")
-    fill(built, seed)
+    init_weights(built, seed)
     return built
 
 

@@ -16,7 +16,7 @@ from megalin.data.packing import EncoderBatch
 from megalin.model.config import EncoderConfig
 from megalin.model.encoder import Encoder
 from megalin.parallel.cross_entropy import IGNORED_LABEL
-from megalin.parallel.initialisation import fill
+from megalin.parallel.initialisation import init_weights
 
 VOCAB_SIZE, HIDDEN_SIZE, LENGTH, PREDICTIONS, CLASSES = 380, 48, 36, 7, 5
 HEADS = {"type": "dense_attention", "num_heads": 4, "ffn_ratio": 3}
@@ -59,7 +59,7 @@ def build(config: EncoderConfig, *, dtype: torch.dtype = torch.float64, seed: in
     """The filled model of one process, without a mesh."""
     built = Encoder(config).to(dtype)
     built.to_empty(device="cpu")
-    fill(built, seed)
+    init_weights(built, seed)
     return built
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megalin.errors import MegalinError
 from megalin.parallel.collectives import all_reduce
-from megalin.parallel.failures import Meeting, naming_silent_ranks
+from megalin.parallel.failures import Rendezvous, report_failed_ranks
 from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.parallel.process_group import join, process_group
 from tests.ranks import RankFailedError, run_ranks
@@ -126,7 +126,7 @@ def _join_one_after_the_other(folder: Path) -> tuple[float, float]:
         connected.append(time.monotonic())
 
     with patch.object(dist, "init_process_group", connect):
-        join(Meeting(dist.FileStore(str(folder / "store"), 2), rank, 2, timedelta(seconds=60)), "gloo")
+        join(Rendezvous(dist.FileStore(str(folder / "store"), 2), rank, 2, timedelta(seconds=60)), "gloo")
     return connected[0], time.monotonic()
 
 
@@ -170,7 +170,7 @@ def test_an_exchange_that_fails_with_the_rank_that_keeps_the_store_says_so():
 
     with (
         pytest.raises(RankFailedError, match=r"rank 1: an exchange failed, rank 0, which keeps .*, has ended: gloo"),
-        naming_silent_ranks(Meeting(Gone(), 1, 2, timedelta(seconds=1))),
+        report_failed_ranks(Rendezvous(Gone(), 1, 2, timedelta(seconds=1))),
     ):
         raise RuntimeError("gloo: connection closed by peer")
 
@@ -178,7 +178,7 @@ def test_an_exchange_that_fails_with_the_rank_that_keeps_the_store_says_so():
 def test_the_exchange_that_failed_is_found_under_what_others_made_of_its_error():
     with (
         pytest.raises(RankFailedError, match=r"rank 0: an exchange failed, no word from rank 1: gloo: closed$"),
-        naming_silent_ranks(Meeting(dist.HashStore(), 0, 2, timedelta(seconds=0.2))),
+        report_failed_ranks(Rendezvous(dist.HashStore(), 0, 2, timedelta(seconds=0.2))),
     ):
         raise RuntimeError("[Stage 0] failed to run forward") from RuntimeError("gloo: closed")
 
@@ -186,7 +186,7 @@ def test_the_exchange_that_failed_is_found_under_what_others_made_of_its_error()
 def test_another_error_stays_what_it_is():
     with (
         pytest.raises(RuntimeError, match=r"^planted$"),
-        naming_silent_ranks(Meeting(dist.HashStore(), 0, 2, timedelta(seconds=60))),
+        report_failed_ranks(Rendezvous(dist.HashStore(), 0, 2, timedelta(seconds=60))),
     ):
         raise RuntimeError("planted")
 
@@ -194,7 +194,7 @@ def test_another_error_stays_what_it_is():
 def test_a_rank_whose_gpu_waited_too_long_for_another_names_it():
     with (
         pytest.raises(RankFailedError, match=r"rank 0: an exchange failed, no word from rank 1: .*launch failure"),
-        naming_silent_ranks(Meeting(dist.HashStore(), 0, 2, timedelta(seconds=0.2))),
+        report_failed_ranks(Rendezvous(dist.HashStore(), 0, 2, timedelta(seconds=0.2))),
     ):
         raise RuntimeError("CUDA error: unspecified launch failure")
 

@@ -17,8 +17,8 @@ from megalin.data.tokenizer import BytePairTrainer, ByteTokenizer, HuggingFaceTo
 from megalin.errors import ConfigError, DataError
 from megalin.model.config import ModelConfig
 from megalin.model.language_model import LanguageModel
-from megalin.parallel.initialisation import fill
-from megalin.scoring import Judge, score_corpus, score_texts
+from megalin.parallel.initialisation import init_weights
+from megalin.scoring import ScoringModel, score_corpus, score_texts
 from tests.model_runs import model_table
 
 TEXTS = ["", "a", "the quick brown fox " * 20, "é日本🙂", "abc" * 100, "zz top\n" * 7, "the quick brown fox"]
@@ -28,8 +28,8 @@ TEXTS = ["", "a", "the quick brown fox " * 20, "é日本🙂", "abc" * 100, "zz 
 def judge():
     model = LanguageModel(ModelConfig(**model_table()))
     model.to_empty(device=torch.device("cpu"))
-    fill(model, 0)
-    return Judge(model, ByteTokenizer())
+    init_weights(model, 0)
+    return ScoringModel(model, ByteTokenizer())
 
 
 @torch.no_grad()
@@ -94,7 +94,7 @@ def test_scores_are_the_same_for_any_number_of_shares(judge, corpus, tmp_path):
     assert len(planned) > 3
     _score(judge, planned, tmp_path / "one")
     for number in range(3):
-        _score(judge, planned, tmp_path / "three", parts.Share(number, 3))
+        _score(judge, planned, tmp_path / "three", parts.PartShare(number, 3))
     one, three = ([read_perplexities(tmp_path / name, part.number) for part in planned] for name in ("one", "three"))
     np.testing.assert_array_equal(np.concatenate(one), np.concatenate(three))
 
@@ -179,4 +179,4 @@ def test_tokenizer_of_another_model_is_refused(judge, corpus, tmp_path):
     BytePairTrainer(300).train(["the quick brown fox " * 20]).save(tmp_path / "t.json")
     tokenizer = HuggingFaceTokenizer(tmp_path / "t.json")
     with pytest.raises(ConfigError, match=r"the tokenizer has \d+ ids, the model 257; score with the run's own"):
-        _score(Judge(judge.model, tokenizer), corpus[0], tmp_path / "p")
+        _score(ScoringModel(judge.model, tokenizer), corpus[0], tmp_path / "p")

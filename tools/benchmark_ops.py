@@ -27,7 +27,7 @@ OURS, PEERS = 2.0, 10.0
 DIRECTIONS = ("forward", "backward", "both")
 STEP = "step"
 """The direction of what has no backward."""
-Row = dict[str, object]
+BenchmarkRow = dict[str, object]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -56,7 +56,7 @@ def environment() -> dict[str, str]:
     return {"device": torch.cuda.get_device_name(), **versions}
 
 
-def rows_of(case: Case, limits: dict[str, float], *, compile_reference: bool) -> list[Row]:
+def rows_of(case: Case, limits: dict[str, float], *, compile_reference: bool) -> list[BenchmarkRow]:
     """One row for every implementation and direction, ours first."""
     implementations = {**case.ours, "reference": case.reference}
     if compile_reference and case.compiled:
@@ -69,7 +69,7 @@ def rows_of(case: Case, limits: dict[str, float], *, compile_reference: bool) ->
         timings[name] = measure(function, case)
         torch.cuda.empty_cache()
     ours = next(iter(case.ours))
-    rows: list[Row] = []
+    rows: list[BenchmarkRow] = []
     for direction in DIRECTIONS if case.differentiable else (STEP,):
         floor = _floor(case, limits, direction)
         for name, timing in timings.items():
@@ -101,7 +101,7 @@ def _floor(case: Case, limits: dict[str, float], direction: str) -> float:
     return {"forward": floors[0], "backward": floors[1]}.get(direction, sum(floors))
 
 
-def show(rows: list[Row]) -> None:
+def show(rows: list[BenchmarkRow]) -> None:
     """Prints the rows of one case."""
     for row in rows:
         share, ratio = row["floor_share"], row["times_ours"]
@@ -114,7 +114,7 @@ def show(rows: list[Row]) -> None:
         )
 
 
-def plot(rows: list[Row], path: Path) -> None:
+def plot(rows: list[BenchmarkRow], path: Path) -> None:
     """Share of the floor, forward and backward together or a step, one bar an implementation, one group a case."""
     from matplotlib.figure import Figure
 
@@ -149,7 +149,7 @@ def main() -> None:
     print(" ".join(f"{name}={value}" for name, value in place.items()))
     print(f"copy {limits['bytes'] / 1e12:.2f} TB/s, bf16 product {limits['flops'] / 1e12:.0f} TFLOP/s")
     print(f"{'op':<16}{'shape':<30}{'':<9}{'':<18}{'ms':>9}{'floor':>9}{'share':>7}{'/ours':>8}{'GiB':>8}")
-    rows: list[Row] = []
+    rows: list[BenchmarkRow] = []
     for op in arguments.ops:
         for case in importlib.import_module(f"benchmarks.{op}").cases():
             if arguments.shapes in case.shape:

@@ -45,8 +45,8 @@ from megalin.model.config import AnyModelConfig, EncoderConfig, ModelConfig
 from megalin.ops import backend
 from megalin.parallel.context import ExchangeName
 from megalin.parallel.mesh import Mesh, ParallelConfig
-from megalin.parallel.overlapped_products import StreamTransferName
-from megalin.parallel.pipeline import ScheduleName, TransferName
+from megalin.parallel.overlapped_products import TPOverlapName
+from megalin.parallel.pipeline import PPTransferName, ScheduleName
 from megalin.parallel.process_group import compute_device, process_group
 from megalin.train.build import COMPUTE_DTYPES
 from megalin.train.hardware import peak_memory_bytes
@@ -70,13 +70,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--recompute", action="store_true", help="recompute activations in the backward")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--sequence-parallel", action="store_true")
-    parser.add_argument("--tp-transfer", choices=get_args(StreamTransferName), default="auto")
+    parser.add_argument("--tp-transfer", choices=get_args(TPOverlapName), default="auto")
     parser.add_argument("--cp", type=int, default=1)
     parser.add_argument("--cp-exchange", choices=get_args(ExchangeName), default="auto")
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--pp-schedule", choices=get_args(ScheduleName), default="1f1b")
     parser.add_argument("--pp-stages", type=int, default=1, help="stages a rank (1)")
-    parser.add_argument("--pp-transfer", choices=get_args(TransferName), default="auto")
+    parser.add_argument("--pp-transfer", choices=get_args(PPTransferName), default="auto")
     parser.add_argument("--shard", type=int, help="ranks of the data axis that share the weights (all)")
     parser.add_argument("--zero", type=int, choices=range(4), help="ZeRO's stage (3; with --pp 1)")
     parser.add_argument(
@@ -223,7 +223,7 @@ def measure_ours(arguments: argparse.Namespace, config: AnyModelConfig, mesh: Me
         wide = isinstance(config, ModelConfig) and config.residual_dtype == "float32"
         tokens = arguments.batch * arguments.length
         moved = unavoidable_bytes(
-            engine.model, tokens=tokens, compute_bytes=compute, stream_bytes=max(compute, 4) if wide else compute
+            engine.model, tokens=tokens, compute_bytes=compute, hidden_bytes=max(compute, 4) if wide else compute
         )
     flops = engine.model.training_flops(arguments.length)
     engine.close()

@@ -9,7 +9,7 @@ import traceback
 
 from megalin.data import corpus, inputs, preprocessing
 from megalin.data.optional import require
-from megalin.data.parts import Share
+from megalin.data.parts import PartShare
 from megalin.data.progress import shown_progress
 from megalin.data.tokenizer import TokenizerFiles
 from megalin.errors import ConfigError, exit_code
@@ -68,11 +68,11 @@ def _tokenizer(args: argparse.Namespace) -> TokenizerFiles:
     return TokenizerFiles(kind, tuple(getattr(args, name) for name in needed), args.tiktoken_pattern)
 
 
-def _share(text: str) -> Share:
+def _share(text: str) -> PartShare:
     number, _, total = text.partition("/")
     if not (number.isdecimal() and total.isdecimal()):
         raise ConfigError(f"--shard {text}: give I/N, as 0/8 to 7/8")
-    return Share(int(number), int(total))
+    return PartShare(int(number), int(total))
 
 
 def _run_under_mpi(args: argparse.Namespace) -> int:
@@ -83,7 +83,7 @@ def _run_under_mpi(args: argparse.Namespace) -> int:
     world = require("mpi4py.MPI", "more than one process under mpirun", extra="mpi").COMM_WORLD
     rank, size = world.Get_rank(), world.Get_size()
     try:
-        code = max(world.allgather(exit_code(lambda: _run(args, Share(rank, size), resume=args.resume))))
+        code = max(world.allgather(exit_code(lambda: _run(args, PartShare(rank, size), resume=args.resume))))
         if rank == 0 and code == 0:
             code = exit_code(lambda: _run(args, None, resume=True))
         return int(world.bcast(code))
@@ -93,7 +93,7 @@ def _run_under_mpi(args: argparse.Namespace) -> int:
         raise
 
 
-def _run(args: argparse.Namespace, share: Share | None, *, resume: bool) -> None:
+def _run(args: argparse.Namespace, share: PartShare | None, *, resume: bool) -> None:
     options = preprocessing.PreprocessOptions(
         json_keys=args.json_keys,
         output_prefix=args.output_prefix,

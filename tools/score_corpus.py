@@ -11,14 +11,14 @@ from megalin.checkpoint.agreement import on_every_rank, rank, world_size
 from megalin.data import inputs
 from megalin.data.corpus_tool import corpus_parser
 from megalin.data.jsonl_output import check_free
-from megalin.data.parts import Part, Share, discard, plan
+from megalin.data.parts import CorpusPart, PartShare, discard, plan
 from megalin.data.progress import shown_progress
 from megalin.data.score_selection import SelectOptions, check_selection, select
 from megalin.errors import exit_code
 from megalin.generation import load_for_generation
 from megalin.launch import adopt_launcher
 from megalin.parallel.process_group import compute_device, process_group
-from megalin.scoring import Judge, score_corpus
+from megalin.scoring import ScoringModel, score_corpus
 
 # One rank may have more to do than another, and waits for it in one exchange at the end.
 _LONGEST_WAIT = timedelta(days=30)
@@ -76,10 +76,10 @@ def _run(args: argparse.Namespace) -> None:
     )
 
 
-def _score(args: argparse.Namespace, parts: list[Part], folder: Path) -> None:
+def _score(args: argparse.Namespace, parts: list[CorpusPart], folder: Path) -> None:
     """This rank's share of the scores; the first rank's progress stands for all."""
-    share = Share(rank(), world_size())
-    judge = Judge(*load_for_generation(args.run, compute_device()))
+    share = PartShare(rank(), world_size())
+    judge = ScoringModel(*load_for_generation(args.run, compute_device()))
     mine = sum(part.size_bytes for part in parts[share.number :: share.total])
     title = f"scoring (rank {share.number} of {share.total})"
     with shown_progress(title, mine, interval=args.log_interval, shown=share.number == 0) as tell:

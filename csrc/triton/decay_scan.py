@@ -25,7 +25,7 @@ from megalin._triton.tiles import aligned, tiled
 from megalin._triton.tuning import choose
 
 
-class Tiles(NamedTuple):
+class FixedDecayTiles(NamedTuple):
     """How a scan over `value` columns is cut and run."""
 
     chunk: int
@@ -38,34 +38,37 @@ PROGRAMS = 264
 """Programs of scan_kernel that fill the chip: 132 processors, two each; of block_state_kernel twice as many."""
 
 
-def _tiles(key: int, value: int, dtype: torch.dtype) -> Tiles:
+def _tiles(key: int, value: int, dtype: torch.dtype) -> FixedDecayTiles:
     """Of scan_kernel."""
     if dtype != torch.bfloat16:
-        return Tiles(chunk=32, value=32, warps=4, stages=1)
+        return FixedDecayTiles(chunk=32, value=32, warps=4, stages=1)
     width = min(64, max(16, triton.next_power_of_2(value)))
     if key > 128:
-        return Tiles(chunk=32, value=width, warps=4, stages=2)
-    return Tiles(chunk=64, value=width, warps=4, stages=3)
+        return FixedDecayTiles(chunk=32, value=width, warps=4, stages=2)
+    return FixedDecayTiles(chunk=64, value=width, warps=4, stages=3)
 
 
-def _candidates(key: int, value: int, dtype: torch.dtype) -> list[Tiles]:
+def _candidates(key: int, value: int, dtype: torch.dtype) -> list[FixedDecayTiles]:
     """Of scan_kernel on chips without a measured table, the one that needs least first."""
     width = min(64, max(16, triton.next_power_of_2(value)))
     least = 16 if dtype != torch.bfloat16 and key > 128 else 32
-    found = [Tiles(chunk=least, value=min(width, least), warps=4, stages=1)]
+    found = [FixedDecayTiles(chunk=least, value=min(width, least), warps=4, stages=1)]
     if dtype == torch.bfloat16:
-        found.append(Tiles(chunk=32, value=width, warps=4, stages=2))
+        found.append(FixedDecayTiles(chunk=32, value=width, warps=4, stages=2))
         if key <= 128:  # wider tiles of more keys spill kilobytes, and take minutes to compile
-            found += [Tiles(chunk=64, value=width, warps=8, stages=2), Tiles(chunk=64, value=width, warps=4, stages=3)]
+            found += [
+                FixedDecayTiles(chunk=64, value=width, warps=8, stages=2),
+                FixedDecayTiles(chunk=64, value=width, warps=4, stages=3),
+            ]
     return found
 
 
-def state_tiles(key: int, value: int, dtype: torch.dtype) -> Tiles:
+def state_tiles(key: int, value: int, dtype: torch.dtype) -> FixedDecayTiles:
     """Of block_state_kernel."""
     if dtype != torch.bfloat16:
         return _tiles(key, value, dtype)
     width = min(64, max(16, triton.next_power_of_2(value)))
-    return Tiles(chunk=64, value=width, warps=4 if key <= 128 else 8, stages=2)
+    return FixedDecayTiles(chunk=64, value=width, warps=4 if key <= 128 else 8, stages=2)
 
 
 def num_blocks(rows: int) -> int:
@@ -89,7 +92,7 @@ def numbers(dtype: torch.dtype) -> dict[str, object]:
     return {"OPERAND": tl.float32, "PRECISION": "tf32x3"}
 
 
-class Sequence(NamedTuple):
+class LaunchSequence(NamedTuple):
     """What the launches of one op share."""
 
     slopes: Tensor | None  # [H] fp32
@@ -162,7 +165,7 @@ class Sequence(NamedTuple):
         o = v.new_empty(v.shape)
         width = max(16, triton.next_power_of_2(key))
 
-        def launch(tiles: Tiles) -> None:
+        def launch(tiles: FixedDecayTiles) -> None:
             scan_kernel[batch * self.heads * triton.cdiv(value, tiles.value), self.blocks](
                 *(tiled(x, tiles.chunk, width) for x in (q, k)), *(tiled(x, tiles.chunk, tiles.value) for x in (v, o)),
                 self.slopes, self.documents, states, leaving, self.length, self.heads,
@@ -178,11 +181,11 @@ class Sequence(NamedTuple):
         return o
 
 
-def _sequence(shape: torch.Size, slopes: Tensor | None, documents: Tensor | None) -> Sequence:
+def _sequence(shape: torch.Size, slopes: Tensor | None, documents: Tensor | None) -> LaunchSequence:
     batch, length, heads = shape[:3]
     slots = num_blocks(batch * heads)
     parts = num_parts(batch * heads, slots)
-    return Sequence(slopes, documents, length, heads, slots, parts, _block_tokens(length, slots, parts))
+    return LaunchSequence(slopes, documents, length, heads, slots, parts, _block_tokens(length, slots, parts))
 
 
 def saved_shape(batch: int, length: int, heads: int, key: int, value: int) -> tuple[int, int, int, int, int]:

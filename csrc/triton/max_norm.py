@@ -203,7 +203,7 @@ def backward_kernel(
     store_part(dx_ptr, gradient(dy, unit, inverse, pull, index, column), row, rows, column, width)
 
 
-Encoding = tuple[Tensor, Tensor, Tensor]
+EncodingTensors = tuple[Tensor, Tensor, Tensor]
 """Factors [rows] fp32; positions [period] integers, of row r that at r mod period, which is the row of the table that
 holds its cosines; and the table [places, K], of which every row repeats its own along the width."""
 
@@ -212,7 +212,9 @@ ENCODED_FORWARD = {1024: (4, 4), 2048: (1, 2)}
 """Rows of a program and warps, by the padded width, where the rule is not the fastest: measured on an H200."""
 
 
-def _launch(rows: int, width: int, encoding: Encoding | None, *, backward: bool) -> tuple[int, int, dict[str, int]]:
+def _launch(
+    rows: int, width: int, encoding: EncodingTensors | None, *, backward: bool
+) -> tuple[int, int, dict[str, int]]:
     """Programs, period and constants."""
     block_width, rest_width = split(width)
     block_rows = max(1, 2048 // block_width)
@@ -235,7 +237,9 @@ def _launch(rows: int, width: int, encoding: Encoding | None, *, backward: bool)
     return programs, period, constants
 
 
-def forward(x: Tensor, encoding: Encoding | None, scale: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def forward(
+    x: Tensor, encoding: EncodingTensors | None, scale: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """x [rows, width] contiguous, s [] or one -> y like x; max |s x| + eps [rows] fp32 and where it lies [rows]
     int32."""
     rows, width = x.shape
@@ -249,7 +253,7 @@ def forward(x: Tensor, encoding: Encoding | None, scale: Tensor | None, eps: flo
 
 
 def backward(
-    dy: Tensor, x: Tensor, encoding: Encoding | None, scale: Tensor | None, peak: Tensor, index: Tensor
+    dy: Tensor, x: Tensor, encoding: EncodingTensors | None, scale: Tensor | None, peak: Tensor, index: Tensor
 ) -> Tensor:
     """dy, x [rows, width] contiguous, the rest as the forward took and gave it -> dx like x."""
     rows, width = x.shape

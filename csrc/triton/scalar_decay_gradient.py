@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from megalin._triton.scalar_decays import (
     Decays,
-    Tiles,
+    ScalarDecayTiles,
     constants,
     gradient_chunk_of,
     launches,
@@ -151,12 +151,12 @@ PROGRAMS = 264
 """Programs that fill the chip, into which the sum over heads is cut where there are few chunks."""
 
 
-def _pair_tiles(key: int, value: int, dtype: torch.dtype) -> Tiles:
-    return Tiles(power(value), 4, 3 if dtype == torch.bfloat16 and key <= 128 else 1)
+def _pair_tiles(key: int, value: int, dtype: torch.dtype) -> ScalarDecayTiles:
+    return ScalarDecayTiles(power(value), 4, 3 if dtype == torch.bfloat16 and key <= 128 else 1)
 
 
-def _carried_tiles(key: int, value: int, dtype: torch.dtype) -> Tiles:
-    return Tiles(power(value), 8, 3 if dtype == torch.bfloat16 and power(key) * power(value) <= 8192 else 1)
+def _carried_tiles(key: int, value: int, dtype: torch.dtype) -> ScalarDecayTiles:
+    return ScalarDecayTiles(power(value), 8, 3 if dtype == torch.bfloat16 and power(key) * power(value) <= 8192 else 1)
 
 
 def _num_runs(group: int, programs: int) -> int:

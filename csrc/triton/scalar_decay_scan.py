@@ -20,7 +20,7 @@ from megalin._triton.scalar_decay_gradient import key_gradients
 from megalin._triton.scalar_decay_sweep import fold_kernel, scan_kernel, state_kernel, total_kernel
 from megalin._triton.scalar_decays import (
     Decays,
-    Tiles,
+    ScalarDecayTiles,
     chunk_of,
     constants,
     decays,
@@ -36,24 +36,24 @@ PROGRAMS = 264
 """Programs of scan_kernel that fill the chip: 132 processors, two each; of state_kernel twice as many."""
 
 
-def _state_tiles(key: int, value: int, dtype: torch.dtype) -> Tiles:
+def _state_tiles(key: int, value: int, dtype: torch.dtype) -> ScalarDecayTiles:
     """Of state_kernel over chunks of scans."""
     if dtype != torch.bfloat16:
-        return Tiles(min(32, power(value)), 4, 1)
-    return Tiles(min(64, power(value)), 4, 3 if key <= 128 else 2)
+        return ScalarDecayTiles(min(32, power(value)), 4, 1)
+    return ScalarDecayTiles(min(64, power(value)), 4, 3 if key <= 128 else 2)
 
 
-def _wide_state_tiles(key: int, value: int, dtype: torch.dtype) -> Tiles:
+def _wide_state_tiles(key: int, value: int, dtype: torch.dtype) -> ScalarDecayTiles:
     """Of state_kernel over chunks of gradients."""
     tiles = _state_tiles(key, value, dtype)
     return tiles._replace(stages=min(2, tiles.stages))
 
 
-def _tiles(key: int, value: int, dtype: torch.dtype) -> Tiles:
+def _tiles(key: int, value: int, dtype: torch.dtype) -> ScalarDecayTiles:
     """Of scan_kernel."""
     if dtype != torch.bfloat16:
-        return Tiles(min(32, power(value)), 8, 1)
-    return Tiles(min(64, power(value)), 4, 2)
+        return ScalarDecayTiles(min(32, power(value)), 8, 1)
+    return ScalarDecayTiles(min(64, power(value)), 4, 2)
 
 
 def _num_slots(rows: int) -> int:
@@ -86,7 +86,7 @@ class Parts(NamedTuple):
         return added, passed
 
 
-class Scan(NamedTuple):
+class ScalarScan(NamedTuple):
     """What the launches of one op share: blocks of `parts` parts of `part_chunks` chunks."""
 
     decays: Decays
@@ -140,7 +140,7 @@ class Scan(NamedTuple):
         self,
         k: Tensor,
         v: Tensor,
-        tiles: Tiles,
+        tiles: ScalarDecayTiles,
         programs: int,
         entering: Tensor | None,
         states: TensorDescriptor | None,
@@ -200,9 +200,9 @@ def _cut(v: Tensor) -> tuple[int, int, int]:
     return slots, parts, _part_tokens(length, slots, parts)
 
 
-def _scan(v: Tensor, found: Decays, documents: Tensor | None, chunk: int) -> Scan:
+def _scan(v: Tensor, found: Decays, documents: Tensor | None, chunk: int) -> ScalarScan:
     slots, parts, part_tokens = _cut(v)
-    return Scan(found, documents, v.shape[1], chunk, slots, parts, triton.cdiv(part_tokens, chunk))
+    return ScalarScan(found, documents, v.shape[1], chunk, slots, parts, triton.cdiv(part_tokens, chunk))
 
 
 def _decays(k: Tensor, v: Tensor, g: Tensor, documents: Tensor | None) -> Decays:

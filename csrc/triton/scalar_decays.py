@@ -139,7 +139,7 @@ class Decays(NamedTuple):
     through: Tensor  # [B, H, chunks] fp32
 
 
-class Tiles(NamedTuple):
+class ScalarDecayTiles(NamedTuple):
     """How a kernel is cut over value columns and run."""
 
     value: int
@@ -170,7 +170,9 @@ def _numbers(dtype: torch.dtype) -> dict[str, object]:
     return {"OPERAND": tl.float32, "PRECISION": "bf16x6"}
 
 
-def constants(kernel: Any, key: int, value: int, dtype: torch.dtype, tiles: Tiles, chunk: int) -> dict[str, Any]:
+def constants(
+    kernel: Any, key: int, value: int, dtype: torch.dtype, tiles: ScalarDecayTiles, chunk: int
+) -> dict[str, Any]:
     """What a kernel of these takes of all constants, and how it runs."""
     found = {
         "KEY": key,
@@ -232,7 +234,7 @@ def log_decay_gradient(
 
 def launches(
     kernel: Any,
-    choose: Callable[[int, int, torch.dtype], Tiles],
+    choose: Callable[[int, int, torch.dtype], ScalarDecayTiles],
     tokens_of: Callable[[int, torch.dtype], int],
     kinds: tuple[str, ...],
     *switches: str,

@@ -102,9 +102,9 @@ class FolderLock:
         """Gives the lock back; harmless when it is not held."""
         if self._descriptor is not None:
             os.ftruncate(self._descriptor, 0)
-            self.forget()
+            self.close()
 
-    def forget(self) -> None:
+    def close(self) -> None:
         """Closes this process's copy only: what a child made by fork does, lest it keep the lock of a dead parent."""
         if self._descriptor is not None:
             with contextlib.suppress(OSError):

@@ -41,7 +41,7 @@ class FileRecord(Config):
         return cls(size=len(data), sha256=hashlib.sha256(data).hexdigest())
 
 
-class Manifest(Config):
+class CheckpointManifest(Config):
     """The content of manifest.json."""
 
     format: Literal[1] = 1
@@ -57,7 +57,7 @@ class Manifest(Config):
 class Checkpoint:
     """A published checkpoint whose manifest was verified."""
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Path, manifest: CheckpointManifest) -> None:
         self.path = path
         self.manifest = manifest
         self.step = manifest.step
@@ -117,7 +117,7 @@ def read_limited(path: Path) -> bytes:
     return data
 
 
-def read_manifest(directory: Path) -> Manifest:
+def read_manifest(directory: Path) -> CheckpointManifest:
     """The manifest of a checkpoint directory; its files are not looked at yet.
 
     Raises:
@@ -127,7 +127,7 @@ def read_manifest(directory: Path) -> Manifest:
         raise CheckpointError(f"{directory}: not a directory of its own (links are refused)")
     path = directory / MANIFEST_FILE
     try:
-        manifest = Manifest.model_validate_json(read_limited(path))
+        manifest = CheckpointManifest.model_validate_json(read_limited(path))
     except pydantic.ValidationError as error:
         raise CheckpointError(f"{path}: not a manifest: {first_problem(error)}") from None
     if step_directory(manifest.step) != directory.name:
@@ -135,7 +135,7 @@ def read_manifest(directory: Path) -> Manifest:
     return manifest
 
 
-def file_problems(directory: Path, manifest: Manifest, *, part: int = 0, num_parts: int = 1) -> list[str]:
+def file_problems(directory: Path, manifest: CheckpointManifest, *, part: int = 0, num_parts: int = 1) -> list[str]:
     """What is wrong with the files of `manifest`: missing, of another size, other bytes. Empty when all is well.
 
     Of several ranks each looks at its own part. Hashing runs in threads (about 2 GB/s each).

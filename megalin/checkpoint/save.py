@@ -29,8 +29,8 @@ from megalin.checkpoint.index import DTYPE_NAMES
 from megalin.checkpoint.manifest import (
     MANIFEST_FILE,
     STATE_FILE,
+    CheckpointManifest,
     FileRecord,
-    Manifest,
     directory_step,
     file_problems,
     read_manifest,
@@ -173,7 +173,7 @@ def _publish(temporary: Path, target: Path, step: int, document: bytes, files: d
         size = (temporary / name).stat().st_size
         if size != record.size:
             raise OSError(f"{temporary / name}: {size} bytes where {record.size} were written")
-    manifest = Manifest(step=step, files=dict(sorted(files.items())))
+    manifest = CheckpointManifest(step=step, files=dict(sorted(files.items())))
     write_new(temporary / MANIFEST_FILE, manifest.model_dump_json(indent=1).encode())
     sync_directory(temporary)
     if os.path.lexists(target):

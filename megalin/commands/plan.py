@@ -16,9 +16,9 @@ from megalin.errors import ConfigError
 from megalin.model.config import ModelConfig
 from megalin.model.language_model import LanguageModel
 from megalin.parallel.mesh import ParallelConfig
-from megalin.scaling.chips import CHIPS, Chip, chip_named
+from megalin.scaling.chips import CHIPS, Hardware, chip_named
 from megalin.scaling.estimate import Estimate, Estimator
-from megalin.scaling.search import Limits, Plan, Refusal, for_tensors, search
+from megalin.scaling.search import InfeasibleLayout, Limits, Plan, for_tensors, search
 from megalin.scaling.workload import Workload, workload_of
 from megalin.train.config import load_run_config
 
@@ -94,7 +94,9 @@ def _parse_memory(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-def _as_json(arguments: argparse.Namespace, workload: Workload, chip: Chip, memory: int, plan: Plan) -> dict[str, Any]:
+def _as_json(
+    arguments: argparse.Namespace, workload: Workload, chip: Hardware, memory: int, plan: Plan
+) -> dict[str, Any]:
     return {
         "model": arguments.model,
         "gpus": arguments.gpus,
@@ -130,7 +132,7 @@ def _layout_json(estimate: Estimate) -> dict[str, Any]:
     }
 
 
-def _print(arguments: argparse.Namespace, workload: Workload, chip: Chip, memory: int, plan: Plan) -> None:
+def _print(arguments: argparse.Namespace, workload: Workload, chip: Hardware, memory: int, plan: Plan) -> None:
     parameters = LanguageModel(workload.model).num_parameters()
     print(
         f"{arguments.model}: {parameters / 1e9:.2f} billion parameters, {workload.global_batch_size} samples of "
@@ -163,8 +165,8 @@ def _parts(values: dict[str, float], unit: float, form: str) -> str:
     return ", ".join(f"{name} {text}" for name, text in shown.items() if float(text))
 
 
-def _print_refusals(refusals: list[Refusal]) -> None:
-    by_kind: dict[str, list[Refusal]] = defaultdict(list)
+def _print_refusals(refusals: list[InfeasibleLayout]) -> None:
+    by_kind: dict[str, list[InfeasibleLayout]] = defaultdict(list)
     for refusal in refusals:
         by_kind[refusal.kind].append(refusal)
     if by_kind:

@@ -13,12 +13,12 @@ from megalin.launch import launched
 from megalin.model.config import AnyModelConfig
 from megalin.parallel.context import ExchangeName
 from megalin.parallel.mesh import ParallelConfig, check_device, check_world_size
-from megalin.parallel.overlapped_products import StreamTransferName
-from megalin.parallel.pipeline import ScheduleName, TransferName
+from megalin.parallel.overlapped_products import TPOverlapName
+from megalin.parallel.pipeline import PPTransferName, ScheduleName
 from megalin.parallel.process_group import compute_device, process_group
 from megalin.parallel.ranks import run_ranks
 from megalin.verify.case import Case, make_case
-from megalin.verify.grid import Layout, layouts, print_grid, run_grid
+from megalin.verify.grid import GridMesh, layouts, print_grid, run_grid
 from megalin.verify.run import print_faults, print_rows, self_test, verify
 
 _OF_ONE_MESH = (
@@ -41,7 +41,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--pp-stages", type=int, help="stages a rank (1, or 2 for interleaved)")
     parser.add_argument(
-        "--pp-transfer", choices=get_args(TransferName), default="auto", help="how stages reach their neighbours (auto)"
+        "--pp-transfer",
+        choices=get_args(PPTransferName),
+        default="auto",
+        help="how stages reach their neighbours (auto)",
     )
     parser.add_argument("--dp", type=int, default=1, help="groups of ranks that read different samples (1)")
     parser.add_argument("--shard", type=int, help="ranks of the data axis that share the weights (all)")
@@ -49,7 +52,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequence-parallel", action="store_true", help="split activations inside the tp group")
     parser.add_argument(
         "--tp-transfer",
-        choices=get_args(StreamTransferName),
+        choices=get_args(TPOverlapName),
         default="auto",
         help="how activations reach products and leave them with --sequence-parallel (auto)",
     )
@@ -111,7 +114,7 @@ def _run_grid(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--world {world_size}, but {started} ranks were started; leave --world out")
     model = model_from(arguments.model, arguments.overrides)
 
-    def make(layout: Layout) -> Case:
+    def make(layout: GridMesh) -> Case:
         return _make_case(arguments, model, *layout)
 
     if started == 1:

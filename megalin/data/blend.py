@@ -15,7 +15,7 @@ _UNIT = 1 << _UNIT_BITS
 _MOST_POSITIONS = 1 << (63 - _UNIT_BITS - 1)
 
 
-class Stream(NamedTuple):
+class BlendSource(NamedTuple):
     """A source as an order sees it."""
 
     name: str
@@ -40,14 +40,14 @@ class BlendedOrder:
     over all phases, reads its sample `endless(k)`: so no phase repeats what another has read of an epoch.
     """
 
-    def __init__(self, streams: Sequence[Stream], phases: Sequence[Phase], *, seed: int) -> None:
+    def __init__(self, sources: Sequence[BlendSource], phases: Sequence[Phase], *, seed: int) -> None:
         """`phases` begin at rising positions, the first at 0."""
         assert phases[0].first_position == 0, phases
-        self._streams, self._seed = list(streams), seed
+        self._sources, self._seed = list(sources), seed
         self._firsts = np.array([phase.first_position for phase in phases], np.int64)
         assert (np.diff(self._firsts) > 0).all(), phases
         self._shares = [_Shares(phase.weights) for phase in phases]
-        sizes = [stream.num_samples for stream in streams]
+        sizes = [source.num_samples for source in sources]
         self._first_samples = np.cumsum([0, *sizes[:-1]], dtype=np.int64)
 
     def sources(self, positions: Positions) -> tuple[Positions, Positions]:
@@ -64,7 +64,7 @@ class BlendedOrder:
 
     def counts(self, positions: int) -> Positions:
         """How many of the first `positions` of the run each source gives, [sources]."""
-        total = np.zeros(len(self._streams), np.int64)
+        total = np.zeros(len(self._sources), np.int64)
         ends = [*self._firsts[1:].tolist(), positions]
         for first, end, shares in zip(self._firsts.tolist(), ends, self._shares, strict=True):
             total += shares.counts(max(0, min(end, positions) - first))
@@ -75,7 +75,7 @@ class BlendedOrder:
         sources, ranks = self.sources(positions)
         samples = np.empty_like(positions)
         for source in np.unique(sources):
-            stream, chosen = self._streams[source], sources == source
+            stream, chosen = self._sources[source], sources == source
             key = "" if stream.name == ONLY_SOURCE else stream.name
             own = endless(ranks[chosen], num_samples=stream.num_samples, seed=self._seed, stream=key)
             samples[chosen] = own + self._first_samples[source]

@@ -11,13 +11,13 @@ import pydantic
 from megalin.config import Config, suggest
 from megalin.data.masking import FRAME_TOKENS, SMALLEST_LENGTH, MaskingConfig
 
-Split = Literal["train", "validation", "test"]
-SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+SplitName = Literal["train", "validation", "test"]
+SPLITS: tuple[SplitName, ...] = ("train", "validation", "test")
 ONLY_SOURCE = "train"
 """Name of the source that `data.train` is."""
 DEFAULT_CACHE = "cache"
 
-Share = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
+SamplingWeight = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
 
 
 class SourceConfig(Config):
@@ -27,7 +27,7 @@ class SourceConfig(Config):
     """Name of the source in phases and reports; its own order of samples is keyed by it."""
     paths: Annotated[list[str], pydantic.Field(min_length=1)]
     """Prefixes of its shards (path without .bin and .idx), read as one stream in this order."""
-    weight: Share | None = None
+    weight: SamplingWeight | None = None
     """Its share of the samples, in any unit; left out everywhere: sources have shares as they have samples. 0: none
     until a phase says otherwise."""
 
@@ -37,7 +37,7 @@ class PhaseConfig(Config):
 
     from_step: int = pydantic.Field(ge=1)
     """Finished steps after which the shares change; rising from phase to phase."""
-    weights: dict[str, Share]
+    weights: dict[str, SamplingWeight]
     """Share of each source by its name, in any unit; a source that is not named gives no sample."""
 
 
@@ -57,7 +57,7 @@ class DataConfig(Config):
     """Prefixes of the test shards, which `megalin eval --split test` reads; may be empty."""
     validation_fraction: Annotated[float, pydantic.Field(ge=0.0, lt=1.0)] = 0.0
     """Where `validation` is empty: share of the sequences at the end of each training shard that is held out."""
-    split: Annotated[list[Share], pydantic.Field(min_length=3, max_length=3)] | None = None
+    split: Annotated[list[SamplingWeight], pydantic.Field(min_length=3, max_length=3)] | None = None
     """Shares of training, validation and test in the sequences of each training shard, in this order and in any unit,
     as Megatron-LM's --split 969,30,1; left out: all of each shard but `validation_fraction`."""
     sequence_length: Annotated[int, pydantic.Field(ge=1)]
@@ -98,19 +98,19 @@ class DataConfig(Config):
         """The prefixes of all training shards."""
         return [path for source in self.training_sources() for path in source.paths]
 
-    def paths(self, split: Split) -> list[str]:
+    def paths(self, split: SplitName) -> list[str]:
         """The prefixes of the shards of a split: its own, or the training shards that it is a part of."""
         own = {"train": [], "validation": self.validation, "test": self.test}[split]
         return own or self.training_paths()
 
-    def has(self, split: Split) -> bool:
+    def has(self, split: SplitName) -> bool:
         """Whether the run has this split."""
         if self.split is not None:
             return self.split[SPLITS.index(split)] > 0
         held_out = {"train": True, "validation": self.validation_fraction > 0, "test": False}[split]
         return held_out or bool({"train": [], "validation": self.validation, "test": self.test}[split])
 
-    def sequences(self, split: Split, num_sequences: int) -> tuple[int, int]:
+    def sequences(self, split: SplitName, num_sequences: int) -> tuple[int, int]:
         """The sequences [first, end) that a split reads of a shard of `paths(split)`."""
         if self.split is not None:
             # As Megatron-LM places the borders: sums of normalised shares, times N, rounded.

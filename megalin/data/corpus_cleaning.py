@@ -12,7 +12,7 @@ from megalin.data.batches import batches
 from megalin.data.cleaning import RULES, Languages, apply_rule
 from megalin.data.corpus import Document, Reader
 from megalin.data.jsonl_output import Compression, JsonLinesWriter, check_free, part_path, publish_parts
-from megalin.data.parts import Part, Progress, Run, Tell, plan, records, run_parts
+from megalin.data.parts import CorpusPart, CorpusProgress, ReportProgress, Run, plan, records, run_parts
 from megalin.errors import ConfigError
 
 _EXAMPLES = 5  # of a rule
@@ -75,7 +75,7 @@ class _Job(NamedTuple):
 
 
 def clean(
-    paths: Sequence[Path], options: CleanOptions, *, on_progress: Callable[[Progress], None] = lambda _: None
+    paths: Sequence[Path], options: CleanOptions, *, on_progress: Callable[[CorpusProgress], None] = lambda _: None
 ) -> CleanReport:
     """Writes the cleaned corpus to `<output_prefix>-00000-of-00025.jsonl`, and a manifest with what each rule did.
 
@@ -109,7 +109,7 @@ def clean(
     return report._replace(files=publish_parts(options.output_prefix, folder, parts, options.compression, manifest))
 
 
-def _report(folder: Path, parts: Sequence[Part], job: _Job) -> CleanReport:
+def _report(folder: Path, parts: Sequence[CorpusPart], job: _Job) -> CleanReport:
     counts: Counter[str] = Counter()
     bad_lines: Counter[str] = Counter()
     rules = {name: RuleReport(0, 0, []) for name in job.rules}
@@ -136,7 +136,7 @@ def _languages(wanted: tuple[str, ...]) -> Languages:
     return Languages(list(wanted))
 
 
-def _clean_part(job: _Job, part: Part, folder: Path, tell: Tell) -> Mapping[str, Any]:
+def _clean_part(job: _Job, part: CorpusPart, folder: Path, report: ReportProgress) -> Mapping[str, Any]:
     """Writes a part's documents after the rules."""
     languages = _languages(tuple(job.languages)) if job.languages else None
     counts: Counter[str] = Counter()
@@ -156,11 +156,11 @@ def _clean_part(job: _Job, part: Part, folder: Path, tell: Tell) -> Mapping[str,
                 else:
                     writer.write({**document.fields, job.key: text})
                     counts["written_documents"] += 1
-            tell(Progress(len(batch.documents), 0, batch.read_bytes, len(batch.bad_lines)))
+            report(CorpusProgress(len(batch.documents), 0, batch.read_bytes, len(batch.bad_lines)))
     return {"counts": counts, "bad_lines": bad_lines, "rules": rules}
 
 
-def _apply(document: Document, job: _Job, part: Part, rules: dict[str, RuleReport]) -> str:
+def _apply(document: Document, job: _Job, part: CorpusPart, rules: dict[str, RuleReport]) -> str:
     """The text after all rules, and what they did to it added to `rules`."""
     text = document.texts[0]
     for name in job.rules:

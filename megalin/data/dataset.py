@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megalin._index import build_sample_index
-from megalin.data.config import DataConfig, Split
+from megalin.data.config import DataConfig, SplitName
 from megalin.data.manifest import read_manifest
 from megalin.data.packing import Batch, pack
 from megalin.data.shards import Shard
@@ -73,7 +73,7 @@ class TokenDataset:
         self._first_samples = np.array([segment.first_sample for segment in self._segments])
 
     @classmethod
-    def open(cls, config: DataConfig, split: Split, vocab_size: int, paths: Sequence[str] | None = None) -> Self:
+    def open(cls, config: DataConfig, split: SplitName, vocab_size: int, paths: Sequence[str] | None = None) -> Self:
         """Opens and checks the shards of `split` for a model of `vocab_size` ids; `paths`: these of them alone.
 
         Raises:
@@ -151,7 +151,7 @@ def _piece_starts(segment: _Segment, sequence: int, position: int, end: int) -> 
 
 
 def open_parts(
-    config: DataConfig, split: Split, vocab_size: int, paths: Sequence[str], stack: ExitStack
+    config: DataConfig, split: SplitName, vocab_size: int, paths: Sequence[str], stack: ExitStack
 ) -> list[tuple[Shard, int, int]]:
     """The checked shards `paths` of `split` with the sequences [first, end) of each in it; `stack` closes them.
 
@@ -171,7 +171,7 @@ def open_parts(
     return parts
 
 
-def too_short(config: DataConfig, split: Split, paths: Sequence[str], *, num_tokens: int) -> DataError:
+def too_short(config: DataConfig, split: SplitName, paths: Sequence[str], *, num_tokens: int) -> DataError:
     """What to tell of a split of `num_tokens` that holds no sample of T + 1 ids."""
     names = ", ".join(paths)
     if not num_tokens:

@@ -12,17 +12,17 @@ import numpy as np
 
 from megalin.data.batches import batches
 from megalin.data.corpus import Document, Reader
-from megalin.data.duplicates import Ids, SignedPart, append_signatures, find_repeated
+from megalin.data.duplicates import DocumentIds, SignedPart, append_signatures, find_repeated
 from megalin.data.files import open_temporary, publish, storage_errors
 from megalin.data.inputs import Span
 from megalin.data.jsonl_output import Compression, JsonLinesWriter, check_free, part_path, publish_parts
-from megalin.data.parts import Part, Progress, Run, Tell, discard, plan, records, run_parts
+from megalin.data.parts import CorpusPart, CorpusProgress, ReportProgress, Run, discard, plan, records, run_parts
 from megalin.data.signatures import Scheme, sign
 from megalin.errors import ConfigError
 
 _TEXTS_AT_ONCE = 4096  # that are signed
 Level = Literal["document", "line"]
-Show = Callable[[str], AbstractContextManager[Callable[[Progress], None]]]
+Show = Callable[[str], AbstractContextManager[Callable[[CorpusProgress], None]]]
 """Opens the progress of a pass over the corpus, by the pass's name."""
 
 
@@ -95,17 +95,17 @@ def deduplicate(
         removed=str(folder / "removed.npy"),
     )
     settings = {**job._asdict(), "removed": None}
-    with show("signing") as tell:
+    with show("signing") as report_progress:
         if folder.exists() and not options.resume:
             discard(folder)
-        signing = Run(folder / "signatures", settings, options.workers, True, None, tell)
+        signing = Run(folder / "signatures", settings, options.workers, True, None, report_progress)
         run_parts(_sign_part, job, parts, signing)
     signed = _signed(signing.folder, parts)
     if not Path(job.removed).exists():
         removed = find_repeated(signed, options.how, workers=options.workers, memory_bytes=options.memory_bytes)
         _save(Path(job.removed), removed)
-    with show("writing") as tell:
-        writing = signing._replace(folder=folder / "documents", on_progress=tell)
+    with show("writing") as report_progress:
+        writing = signing._replace(folder=folder / "documents", on_progress=report_progress)
         run_parts(_filter_part, job._replace(firsts=[part.first for part in signed]), parts, writing)
     report = _report(writing.folder, parts, sum(sum(part.blocks) for part in signed))
     manifest = {**report._asdict(), "settings": settings}
@@ -114,14 +114,14 @@ def deduplicate(
     return report._replace(files=files)
 
 
-def _save(path: Path, removed: Ids) -> None:
+def _save(path: Path, removed: DocumentIds) -> None:
     with open_temporary(path) as file:
         with storage_errors(path):
             np.save(file, removed, allow_pickle=False)
         publish(file, path)
 
 
-def _signed(folder: Path, parts: Sequence[Part]) -> list[SignedPart]:
+def _signed(folder: Path, parts: Sequence[CorpusPart]) -> list[SignedPart]:
     signed, first = [], 0
     for part, record in zip(parts, records(folder, parts), strict=True):
         signed.append(SignedPart(folder / f"{part.number:06}", first, record["blocks"]))
@@ -129,7 +129,7 @@ def _signed(folder: Path, parts: Sequence[Part]) -> list[SignedPart]:
     return signed
 
 
-def _report(folder: Path, parts: Sequence[Part], texts: int) -> DeduplicateReport:
+def _report(folder: Path, parts: Sequence[CorpusPart], texts: int) -> DeduplicateReport:
     counts: Counter[str] = Counter()
     bad_lines: Counter[str] = Counter()
     for record in records(folder, parts):
@@ -160,7 +160,7 @@ def _reader(span: Span, job: _Job) -> Reader:
     return Reader(span, [job.key], limit_bytes=job.limit_bytes)
 
 
-def _sign_part(job: _Job, part: Part, folder: Path, tell: Tell) -> Mapping[str, Any]:
+def _sign_part(job: _Job, part: CorpusPart, folder: Path, report: ReportProgress) -> Mapping[str, Any]:
     """Writes the signatures of a part's texts."""
     prefix, blocks = folder / f"{part.number:06}", []
     with storage_errors(prefix):
@@ -173,11 +173,11 @@ def _sign_part(job: _Job, part: Part, folder: Path, tell: Tell) -> Mapping[str, 
             with storage_errors(prefix):
                 append_signatures(prefix, sign(block, job.how))
             blocks.append(len(block))
-        tell(Progress(len(batch.documents), 0, batch.read_bytes, len(batch.bad_lines)))
+        report(CorpusProgress(len(batch.documents), 0, batch.read_bytes, len(batch.bad_lines)))
     return {"blocks": blocks}
 
 
-def _filter_part(job: _Job, part: Part, folder: Path, tell: Tell) -> Mapping[str, Any]:
+def _filter_part(job: _Job, part: CorpusPart, folder: Path, report: ReportProgress) -> Mapping[str, Any]:
     """Writes a part's documents without the texts that are to be left out."""
     number = job.firsts[part.number]
     removed = np.load(job.removed, mmap_mode="r", allow_pickle=False)
@@ -199,7 +199,7 @@ def _filter_part(job: _Job, part: Part, folder: Path, tell: Tell) -> Mapping[str
                 if text is not None:
                     writer.write({**document.fields, job.key: text})
                     counts["written_documents"] += 1
-            tell(Progress(len(batch.documents), 0, batch.read_bytes, len(batch.bad_lines)))
+            report(CorpusProgress(len(batch.documents), 0, batch.read_bytes, len(batch.bad_lines)))
     return {"counts": counts, "bad_lines": bad_lines}
 
 

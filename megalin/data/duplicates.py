@@ -19,7 +19,7 @@ _PAIRS_AT_ONCE = 1 << 16
 # on. What is left after so many rounds shares a band by chance, or was made to waste the time of who reads it.
 _ROUNDS = 32
 
-Ids = npt.NDArray[np.int64]
+DocumentIds = npt.NDArray[np.int64]
 Pairs = npt.NDArray[np.int64]
 
 
@@ -46,7 +46,7 @@ class _Task(NamedTuple):
     divisor: int
 
 
-def find_repeated(parts: Sequence[SignedPart], how: Scheme, *, workers: int, memory_bytes: int) -> Ids:
+def find_repeated(parts: Sequence[SignedPart], how: Scheme, *, workers: int, memory_bytes: int) -> DocumentIds:
     """Texts that are linked to an earlier one, directly or over others; their numbers, in ascending order.
 
     In each band the texts of equal hash are compared with the first of them, those that agree with it to less than
@@ -79,7 +79,7 @@ def _alike_in_band(task: _Task) -> Pairs:
             hashes.append(values[mine])
             ids.append(mine + first)
 
-    def alike(one: Ids, other: Ids) -> npt.NDArray[np.bool_]:
+    def alike(one: DocumentIds, other: DocumentIds) -> npt.NDArray[np.bool_]:
         found = [np.empty(0, np.bool_)]
         for first in range(0, len(one), _PAIRS_AT_ONCE):
             pair = slice(first, first + _PAIRS_AT_ONCE)
@@ -90,7 +90,9 @@ def _alike_in_band(task: _Task) -> Pairs:
     return pairs_of(np.concatenate(hashes), np.concatenate(ids), alike)
 
 
-def pairs_of(hashes: npt.NDArray[np.uint64], ids: Ids, alike: Callable[[Ids, Ids], npt.NDArray[np.bool_]]) -> Pairs:
+def pairs_of(
+    hashes: npt.NDArray[np.uint64], ids: DocumentIds, alike: Callable[[DocumentIds, DocumentIds], npt.NDArray[np.bool_]]
+) -> Pairs:
     """[m, 2]: among texts of equal hash, each with the one that a round compared it with and that it is like.
 
     In a round all texts that are left are compared, as `alike` (earlier, later), with the first of them that has their
@@ -127,7 +129,7 @@ def _read_band(part: SignedPart, bands: int, band: int) -> Iterator[tuple[int, n
             first, offset = first + count, offset + 8 * count * bands
 
 
-def _sketches(parts: Sequence[SignedPart], ids: Ids, width: int) -> npt.NDArray[np.uint8]:
+def _sketches(parts: Sequence[SignedPart], ids: DocumentIds, width: int) -> npt.NDArray[np.uint8]:
     """[len(ids), width]: the sketches of these texts; one part is open at a time."""
     found = np.empty((len(ids), width), np.uint8)
     order = np.argsort(ids, kind="stable")
@@ -140,7 +142,7 @@ def _sketches(parts: Sequence[SignedPart], ids: Ids, width: int) -> npt.NDArray[
     return found
 
 
-def _all_but_first(pairs: Pairs) -> Ids:
+def _all_but_first(pairs: Pairs) -> DocumentIds:
     """The nodes, in ascending order, that are not the least of their component in the graph with these edges.
 
     Each node's label falls to the least that it reaches.

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 
 from megalin.data.files import open_temporary, publish, storage_errors, temporary_name, write_text
 from megalin.data.optional import require
-from megalin.data.parts import Part, discard
+from megalin.data.parts import CorpusPart, discard
 from megalin.errors import ConfigError
 
 Compression = Literal["none", "gz", "zst"]
@@ -61,7 +61,7 @@ class JsonLinesWriter:
             publish(self._file, self.path)
 
 
-def part_path(folder: Path, part: Part, compression: Compression) -> Path:
+def part_path(folder: Path, part: CorpusPart, compression: Compression) -> Path:
     """Where a part's lines stand until all parts are complete."""
     return folder / f"{part.number:06}{_suffix(compression)}"
 
@@ -91,7 +91,7 @@ def check_free(prefix: str, *, resume: bool) -> None:
 
 
 def publish_parts(
-    prefix: str, folder: Path, parts: Sequence[Part], compression: Compression, manifest: Mapping[str, Any]
+    prefix: str, folder: Path, parts: Sequence[CorpusPart], compression: Compression, manifest: Mapping[str, Any]
 ) -> list[str]:
     """Gives the parts' files their names `<prefix>-00000-of-00025.jsonl`, then writes the manifest; removes `folder`.
 

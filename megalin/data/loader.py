@@ -19,7 +19,7 @@ from megalin.errors import ConfigError
 _DIGEST_BYTES = 16
 
 
-class Step(NamedTuple, Generic[BatchT]):
+class StepBatches(NamedTuple, Generic[BatchT]):
     """What a rank trains on in a step."""
 
     batches: list[BatchT]
@@ -77,9 +77,9 @@ class Loader(Generic[BatchT]):
         self._read_ahead_steps = read_ahead_steps
         self._workers = min(workers, len(self._offsets))
         self._readers = ThreadPoolExecutor(max_workers=self._workers, thread_name_prefix="megalin-data")
-        self._ahead: dict[int, list[Future[Step[BatchT]]]] = {}
+        self._ahead: dict[int, list[Future[StepBatches[BatchT]]]] = {}
 
-    def step(self, step: int) -> Step[BatchT]:
+    def step(self, step: int) -> StepBatches[BatchT]:
         """The micro-batches of `step` (>= 0); the steps after it are read meanwhile.
 
         Any step may be asked for; only those after the last are ready. The time in this call is the wait for data.
@@ -101,16 +101,16 @@ class Loader(Generic[BatchT]):
         parts = [future.result() for future in self._ahead.pop(step)]
         order = range(len(self._offsets))
         batches = [parts[place % self._workers].batches[place // self._workers] for place in order]
-        return Step(batches, torch.stack([part.digest for part in parts]).sum(0))
+        return StepBatches(batches, torch.stack([part.digest for part in parts]).sum(0))
 
-    def _read(self, step: int, worker: int) -> Step[BatchT]:
+    def _read(self, step: int, worker: int) -> StepBatches[BatchT]:
         """Micro-batches `worker`, `worker` + workers and so on of a step, and their part of its digest."""
         batches, digest = [], np.zeros(_DIGEST_BYTES // 8, np.int64)
         for offsets in self._offsets[worker :: self._workers]:
             batch = self._dataset.batch(self._order.samples(offsets + step * self._global_batch_size))
             digest += _digest(offsets, batch.tokens)
             batches.append(batch if self._prepare is None else self._prepare(batch))
-        return Step(batches, torch.from_numpy(digest))
+        return StepBatches(batches, torch.from_numpy(digest))
 
     def close(self) -> None:
         """Ends the threads; what they were reading is dropped. The dataset stays open."""

@@ -13,7 +13,7 @@ _LIMIT_BYTES = 16 << 20
 _REMEDY = "remove it if the shard was replaced, or write the shard again"
 
 
-class Manifest(NamedTuple):
+class ShardManifest(NamedTuple):
     """What a manifest says of the tokenizer."""
 
     digest: str
@@ -22,7 +22,7 @@ class Manifest(NamedTuple):
     """The whole entry, the digest included."""
 
 
-def read_manifest(shard: Shard) -> Manifest | None:
+def read_manifest(shard: Shard) -> ShardManifest | None:
     """The manifest of `shard`, or None where it has none.
 
     Raises:
@@ -40,4 +40,4 @@ def read_manifest(shard: Shard) -> Manifest | None:
         raise DataError(f"{path}: not a manifest of a shard; {_REMEDY}") from None
     if tokens != shard.num_tokens:
         raise DataError(f"{path}: expected the {shard.num_tokens} tokens of its shard; found {tokens}; {_REMEDY}")
-    return Manifest(digest, tokenizer)
+    return ShardManifest(digest, tokenizer)

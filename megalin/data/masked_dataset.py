@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megalin.data.config import DataConfig, Split
+from megalin.data.config import DataConfig, SplitName
 from megalin.data.dataset import open_parts
 from megalin.data.masking import FRAME_TOKENS, Draws, MaskedSample, MaskingConfig, Vocabulary, mask, resolve_tokens
 from megalin.data.packing import EncoderBatch
@@ -54,7 +54,7 @@ class MaskedDataset:
         config: MaskingConfig,
         vocabulary: Vocabulary,
         *,
-        split: Split,
+        split: SplitName,
         sequence_length: int,
         vocab_size: int,
         seed: int,
@@ -73,7 +73,7 @@ class MaskedDataset:
 
     @classmethod
     def open(
-        cls, config: DataConfig, split: Split, vocab_size: int, seed: int, paths: Sequence[str] | None = None
+        cls, config: DataConfig, split: SplitName, vocab_size: int, seed: int, paths: Sequence[str] | None = None
     ) -> Self:
         """Opens and checks the shards of `split` for a model of `vocab_size` ids; warns of documents left out.
 
@@ -192,7 +192,7 @@ def _find_documents(parts: Sequence[tuple[Shard, int, int]]) -> _Documents:
     )
 
 
-def _check_documents(config: DataConfig, split: Split, paths: Sequence[str], dataset: MaskedDataset) -> None:
+def _check_documents(config: DataConfig, split: SplitName, paths: Sequence[str], dataset: MaskedDataset) -> None:
     names, held_out = ", ".join(paths), config.held_out()
     if not dataset.num_documents:
         raise DataError(

@@ -19,7 +19,7 @@ FRAME_TOKENS = 3
 SMALLEST_LENGTH = FRAME_TOKENS + 3
 """Tokens of a sample at least: with text for three, a document's equal pieces hold two tokens each."""
 
-Ids = npt.NDArray[np.int64]
+TokenIds = npt.NDArray[np.int64]
 TokenId = Annotated[int, pydantic.Field(ge=0)]
 
 
@@ -70,7 +70,7 @@ class Vocabulary(NamedTuple):
     """What masking knows of the ids."""
 
     special: SpecialTokens
-    ordinary: Ids
+    ordinary: TokenIds
     """[n] the ids that a random token is drawn from: all but the special ones."""
 
 
@@ -126,15 +126,15 @@ class Draws:
 class MaskedSample(NamedTuple):
     """One row of a batch; T tokens, P predictions."""
 
-    tokens: Ids  # [T]
-    token_types: Ids  # [T] 0 up to and with the first [SEP] and for padding, 1 for B and its [SEP]
+    tokens: TokenIds  # [T]
+    token_types: TokenIds  # [T] 0 up to and with the first [SEP] and for padding, 1 for B and its [SEP]
     valid: npt.NDArray[np.bool_]  # [T] False at padding
-    masked_positions: Ids  # [P] rising; 0 where there is no prediction
-    masked_labels: Ids  # [P] the tokens before masking; IGNORED_LABEL where there is no prediction
+    masked_positions: TokenIds  # [P] rising; 0 where there is no prediction
+    masked_labels: TokenIds  # [P] the tokens before masking; IGNORED_LABEL where there is no prediction
 
 
 def mask(
-    first: Ids, second: Ids, config: MaskingConfig, vocabulary: Vocabulary, draws: Draws, *, length: int
+    first: TokenIds, second: TokenIds, config: MaskingConfig, vocabulary: Vocabulary, draws: Draws, *, length: int
 ) -> MaskedSample:
     """[CLS] first [SEP] second [SEP] with padding up to `length`, and its masked tokens.
 

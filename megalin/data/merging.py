@@ -13,14 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from megalin.data.files import open_temporary, storage_errors, temporary_name
-from megalin.data.manifest import Manifest, read_manifest
+from megalin.data.manifest import ShardManifest, read_manifest
 from megalin.data.shards import MAX_SEQUENCES, Shard, bin_path, manifest_path, publish_shard
 from megalin.errors import ConfigError, DataError
 
 _COPY_TOKENS = 1 << 22
 
 
-class Part(NamedTuple):
+class DocumentRange(NamedTuple):
     """Documents [first, end) of a shard."""
 
     shard: Shard
@@ -56,7 +56,7 @@ def merge_shards(prefixes: Sequence[str | Path], output: str | Path) -> Written:
                     f"{shard.prefix}: tokens of {shard.dtype.name}, but {shards[0].prefix} has {shards[0].dtype.name}; "
                     "shards of one vocabulary have one dtype: preprocess one of them again"
                 )
-        return _write([Part(shard, 0, shard.num_documents) for shard in shards], output)
+        return _write([DocumentRange(shard, 0, shard.num_documents) for shard in shards], output)
 
 
 def split_shard(prefix: str | Path, outputs: Sequence[str | Path], weights: Sequence[float]) -> list[Written]:
@@ -73,7 +73,7 @@ def split_shard(prefix: str | Path, outputs: Sequence[str | Path], weights: Sequ
     with Shard(prefix) as shard:
         shares = np.cumsum([0.0, *weights]) / sum(weights)
         borders = [round(share * shard.num_documents) for share in shares.tolist()]
-        parts = [Part(shard, *pair) for pair in itertools.pairwise(borders)]
+        parts = [DocumentRange(shard, *pair) for pair in itertools.pairwise(borders)]
         for part, output in zip(parts, outputs, strict=True):
             if part.first == part.end:
                 raise DataError(
@@ -145,7 +145,7 @@ def _check_names(inputs: Sequence[str | Path], outputs: Sequence[str | Path]) ->
         taken.add(Path(output).resolve())
 
 
-def _write(parts: Sequence[Part], output: str | Path) -> Written:
+def _write(parts: Sequence[DocumentRange], output: str | Path) -> Written:
     sequences = [slice(int(shard.documents[first]), int(shard.documents[end])) for shard, first, end in parts]
     total = sum(run.stop - run.start for run in sequences)
     _check_total(total, output)
@@ -170,9 +170,9 @@ def _write(parts: Sequence[Part], output: str | Path) -> Written:
     return written
 
 
-def _manifest(parts: Sequence[Part], written: Written) -> dict[str, Any] | None:
+def _manifest(parts: Sequence[DocumentRange], written: Written) -> dict[str, Any] | None:
     """The new shard's, where all parts have one; a tokenizer that differs is an error."""
-    found: list[Manifest] = []
+    found: list[ShardManifest] = []
     for part in parts:
         manifest = read_manifest(part.shard)
         if manifest is None:

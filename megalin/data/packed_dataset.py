@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from megalin._index import count_rows, pieces_of_row
-from megalin.data.config import DataConfig, Split
+from megalin.data.config import DataConfig, SplitName
 from megalin.data.dataset import open_parts, too_short
 from megalin.data.packing import Batch
 from megalin.data.shards import Shard
@@ -66,7 +66,7 @@ class PackedDataset:
         self._first_rows = np.array([part.first_rows[0] for part in self._parts])
 
     @classmethod
-    def open(cls, config: DataConfig, split: Split, vocab_size: int, paths: Sequence[str] | None = None) -> Self:
+    def open(cls, config: DataConfig, split: SplitName, vocab_size: int, paths: Sequence[str] | None = None) -> Self:
         """Opens and checks the shards of `split` for a model of `vocab_size` ids; `paths`: these of them alone.
 
         Raises:
@@ -132,7 +132,7 @@ class PackedDataset:
         self.close()
 
 
-def _nothing_to_pack(config: DataConfig, split: Split, paths: Sequence[str], num_tokens: int) -> DataError:
+def _nothing_to_pack(config: DataConfig, split: SplitName, paths: Sequence[str], num_tokens: int) -> DataError:
     if not num_tokens:
         return too_short(config, split, paths, num_tokens=0)
     return DataError(

@@ -21,10 +21,10 @@ _LEAST_PART_BYTES = 4 << 20
 _MOST_PART_BYTES = 256 << 20
 _PARTS = 256  # that a corpus between those limits is cut into
 _RECORD_LIMIT_BYTES = 64 << 20
-_TELL_SECONDS = 0.5
+_REPORT_SECONDS = 0.5
 
 
-class Part(NamedTuple):
+class CorpusPart(NamedTuple):
     """A span of the corpus that one process does at a time; a function of the input files alone."""
 
     number: int
@@ -33,14 +33,14 @@ class Part(NamedTuple):
     first: bool  # of its file
 
 
-class Share(NamedTuple):
+class PartShare(NamedTuple):
     """Which parts this run does: those whose number leaves `number` when divided by `total`."""
 
     number: int
     total: int
 
 
-class Progress(NamedTuple):
+class CorpusProgress(NamedTuple):
     """Counts so far; what a run before did is in them."""
 
     documents: int
@@ -49,10 +49,10 @@ class Progress(NamedTuple):
     bad_lines: int
 
 
-Tell = Callable[[Progress], None]
+ReportProgress = Callable[[CorpusProgress], None]
 """Adds these counts to the progress."""
-Work = Callable[[Any, Part, Path, Tell], Mapping[str, Any]]
-"""(job, part, folder, tell) -> the part's record; a function of a module, and it leaves its files in `folder`."""
+PartFunction = Callable[[Any, CorpusPart, Path, ReportProgress], Mapping[str, Any]]
+"""(job, part, folder, report) -> the part's record; a function of a module, and it leaves its files in `folder`."""
 
 
 class Run(NamedTuple):
@@ -62,21 +62,21 @@ class Run(NamedTuple):
     settings: Mapping[str, Any]  # all that the parts' contents depend on besides the inputs
     workers: int
     resume: bool
-    share: Share | None
-    on_progress: Callable[[Progress], None]
+    share: PartShare | None
+    on_progress: Callable[[CorpusProgress], None]
 
 
-def plan(paths: Sequence[Path]) -> list[Part]:
+def plan(paths: Sequence[Path]) -> list[CorpusPart]:
     """Cuts the files into about 256 parts of 4 to 256 MiB, in their order. Raises DataError, and ConfigError."""
     total = sum(_size(path) for path in paths)
     part_bytes = min(max(total // _PARTS, _LEAST_PART_BYTES), _MOST_PART_BYTES)
-    parts: list[Part] = []
+    parts: list[CorpusPart] = []
     for path in paths:
         spans = split(path, part_bytes=part_bytes)
         width, size = max(spans[-1].end, 1), _size(path)  # of row groups in parquet
         borders = [*(size * span.start // width for span in spans), size]
         for span, (start, end) in zip(spans, itertools.pairwise(borders), strict=True):
-            parts.append(Part(len(parts), span, end - start, span is spans[0]))
+            parts.append(CorpusPart(len(parts), span, end - start, span is spans[0]))
     return parts
 
 
@@ -98,7 +98,7 @@ def _read_record(folder: Path, number: int) -> dict[str, Any] | None:
     return dict(_read_json(path))
 
 
-def records(folder: Path, parts: Sequence[Part]) -> Iterator[dict[str, Any]]:
+def records(folder: Path, parts: Sequence[CorpusPart]) -> Iterator[dict[str, Any]]:
     """The record of each part, all of which are complete. Raises DataError."""
     for part in parts:
         record = _read_record(folder, part.number)
@@ -106,7 +106,7 @@ def records(folder: Path, parts: Sequence[Part]) -> Iterator[dict[str, Any]]:
         yield record
 
 
-def run_parts(work: Work, job: Any, parts: Sequence[Part], run: Run) -> bool:
+def run_parts(work: PartFunction, job: Any, parts: Sequence[CorpusPart], run: Run) -> bool:
     """Does the parts of this run's share that have no record yet; True once every part of the corpus has one.
 
     Without `resume` a run begins anew. The first part that fails ends it, and what is complete stays for `resume`.
@@ -118,15 +118,15 @@ def run_parts(work: Work, job: Any, parts: Sequence[Part], run: Run) -> bool:
     """
     _check(run)
     _prepare(run, parts)
-    share = run.share or Share(0, 1)
+    share = run.share or PartShare(0, 1)
     mine = [part for part in parts if part.number % share.total == share.number]
-    done, left = Progress(0, 0, 0, 0), []
+    done, left = CorpusProgress(0, 0, 0, 0), []
     for part in mine:
         record = _read_record(run.folder, part.number)
         if record is None:
             left.append(part)
         else:
-            done = _sum(done, Progress(*record["progress"]))
+            done = _sum(done, CorpusProgress(*record["progress"]))
     run.on_progress(done)
     if run.workers == 1 or len(left) < 2:
         _run_here(work, job, left, run, done)
@@ -156,7 +156,7 @@ def _check(run: Run) -> None:
         raise ConfigError(f"--shard {run.share.number}/{run.share.total}: give i/n with i from 0 to n - 1")
 
 
-def _prepare(run: Run, parts: Sequence[Part]) -> None:
+def _prepare(run: Run, parts: Sequence[CorpusPart]) -> None:
     """Makes the folder, or takes the one that is there when all who wrote in it had the same plan."""
     if run.folder.exists() and not run.resume and run.share is None:
         discard(run.folder)
@@ -170,7 +170,7 @@ def _prepare(run: Run, parts: Sequence[Part]) -> None:
                 f"{path}: these parts were made with another {name}: {value}; remove the folder {run.folder} to begin "
                 "anew, or call with what it was made with"
             )
-    share = run.share or Share(0, 1)
+    share = run.share or PartShare(0, 1)
     write_text(run.folder / f"plan-{share.number}-of-{share.total}.json", json.dumps(ours, indent=1) + "\n")
     if not run.resume:
         for part in parts[share.number :: share.total]:
@@ -206,50 +206,50 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _sum(one: Progress, other: Progress) -> Progress:
-    return Progress(*(a + b for a, b in zip(one, other, strict=True)))
+def _sum(one: CorpusProgress, other: CorpusProgress) -> CorpusProgress:
+    return CorpusProgress(*(a + b for a, b in zip(one, other, strict=True)))
 
 
-def _do(work: Work, job: Any, part: Part, folder: Path, tell: Tell) -> None:
+def _do(work: PartFunction, job: Any, part: CorpusPart, folder: Path, report: ReportProgress) -> None:
     """One part: its files, then its record; what `work` did not tell of its bytes is told at the end."""
-    total = Progress(0, 0, 0, 0)
+    total = CorpusProgress(0, 0, 0, 0)
 
-    def counted(step: Progress) -> None:
+    def counted(step: CorpusProgress) -> None:
         nonlocal total
         total = _sum(total, step)
-        tell(step)
+        report(step)
 
     record = dict(work(job, part, folder, counted))
-    counted(Progress(0, 0, part.size_bytes - total.read_bytes, 0))
+    counted(CorpusProgress(0, 0, part.size_bytes - total.read_bytes, 0))
     write_text(_record_path(folder, part.number), json.dumps({**record, "progress": total}) + "\n")
 
 
-def _run_here(work: Work, job: Any, parts: Sequence[Part], run: Run, done: Progress) -> None:
+def _run_here(work: PartFunction, job: Any, parts: Sequence[CorpusPart], run: Run, done: CorpusProgress) -> None:
     state = done
 
-    def tell(step: Progress) -> None:
+    def report(step: CorpusProgress) -> None:
         nonlocal state
         state = _sum(state, step)
         run.on_progress(state)
 
     for part in parts:
-        _do(work, job, part, run.folder, tell)
+        _do(work, job, part, run.folder, report)
 
 
-def _run_in_workers(work: Work, job: Any, parts: Sequence[Part], run: Run, done: Progress) -> None:
+def _run_in_workers(work: PartFunction, job: Any, parts: Sequence[CorpusPart], run: Run, done: CorpusProgress) -> None:
     counts = SPAWN.Array("q", len(done) + 1)  # the last is not 0 once the others shall stop
     workers = min(run.workers, len(parts))
 
     def show() -> None:
         with counts.get_lock():
-            run.on_progress(_sum(done, Progress(*counts[:-1])))
+            run.on_progress(_sum(done, CorpusProgress(*counts[:-1])))
 
     initializer = functools.partial(_take_counts, counts)
     with worker_pool(workers, limit="--max-document-bytes", initializer=initializer) as pool:
         try:
             futures: list[Future[None]] = [pool.submit(_do_in_worker, work, job, part, run.folder) for part in parts]
             for future in futures:
-                while not wait([future], _TELL_SECONDS).done:
+                while not wait([future], _REPORT_SECONDS).done:
                     show()
                 future.result()
             show()
@@ -261,14 +261,14 @@ class _StoppedError(Exception):
     """Another part has failed, so this one need not go on."""
 
 
-_worker_tell: list[Tell] = []  # of this process, from its start on; empty in the process that started it
+_worker_report: list[ReportProgress] = []  # of this process, from its start on; empty in the process that started it
 
 
 def _take_counts(counts: Any) -> None:
-    _worker_tell.append(functools.partial(_add, counts))
+    _worker_report.append(functools.partial(_add, counts))
 
 
-def _add(counts: Any, step: Progress) -> None:
+def _add(counts: Any, step: CorpusProgress) -> None:
     with counts.get_lock():
         for k, value in enumerate(step):
             counts[k] += value
@@ -276,5 +276,5 @@ def _add(counts: Any, step: Progress) -> None:
             raise _StoppedError
 
 
-def _do_in_worker(work: Work, job: Any, part: Part, folder: Path) -> None:
-    _do(work, job, part, folder, _worker_tell[0])
+def _do_in_worker(work: PartFunction, job: Any, part: CorpusPart, folder: Path) -> None:
+    _do(work, job, part, folder, _worker_report[0])

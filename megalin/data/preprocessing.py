@@ -17,7 +17,17 @@ from megalin.data.corpus import HARMLESS, BadLine, Reader, lines_before
 from megalin.data.files import open_regular
 from megalin.data.inputs import PLAIN, content_suffix
 from megalin.data.merging import concatenate
-from megalin.data.parts import Part, Progress, Run, Share, Tell, discard, plan, records, run_parts
+from megalin.data.parts import (
+    CorpusPart,
+    CorpusProgress,
+    PartShare,
+    ReportProgress,
+    Run,
+    discard,
+    plan,
+    records,
+    run_parts,
+)
 from megalin.data.shards import ShardWriter, token_dtype
 from megalin.data.tokenizer import Tokenizer, TokenizerFiles
 from megalin.errors import ConfigError, DataError
@@ -36,7 +46,7 @@ class PreprocessOptions(NamedTuple):
     on_bad_line: Literal["skip", "fail"]
     limit_bytes: int  # of a line or text file
     resume: bool = False  # keep the parts that a run before has finished
-    share: Share | None = None  # of the parts, when several hosts work; then nothing is put together
+    share: PartShare | None = None  # of the parts, when several hosts work; then nothing is put together
 
 
 class PreprocessReport(NamedTuple):
@@ -58,7 +68,7 @@ class _Job(NamedTuple):
 
 
 def preprocess(
-    paths: Sequence[Path], options: PreprocessOptions, *, on_progress: Callable[[Progress], None] = lambda _: None
+    paths: Sequence[Path], options: PreprocessOptions, *, on_progress: Callable[[CorpusProgress], None] = lambda _: None
 ) -> PreprocessReport | None:
     """Writes `<output_prefix>_<key>_document` for every key, one sequence a document, and a manifest beside each.
 
@@ -125,11 +135,11 @@ def _check(paths: Sequence[Path], options: PreprocessOptions) -> None:
         raise ConfigError(f"--max-document-bytes {options.limit_bytes}: at least 1 is needed")
 
 
-def _part_prefix(folder: Path, part: Part, column: int) -> Path:
+def _part_prefix(folder: Path, part: CorpusPart, column: int) -> Path:
     return folder / f"{part.number:06}-{column}"
 
 
-def _collect(folder: Path, parts: Sequence[Part], prefixes: Sequence[str]) -> _Sums:
+def _collect(folder: Path, parts: Sequence[CorpusPart], prefixes: Sequence[str]) -> _Sums:
     """Adds up the records; lines are counted on over the parts of a file.
 
     Raises:
@@ -189,7 +199,7 @@ def _load_once(files: TokenizerFiles) -> Tokenizer:
     return files.load()
 
 
-def _tokenise(job: _Job, part: Part, folder: Path, tell: Tell) -> Mapping[str, Any]:
+def _tokenise(job: _Job, part: CorpusPart, folder: Path, report: ReportProgress) -> Mapping[str, Any]:
     """Writes a part's shard for every key; its record counts what is in them and what was left out."""
     tokenizer = _load_once(job.tokenizer)
     dtype = token_dtype(tokenizer.vocab_size)
@@ -212,7 +222,7 @@ def _tokenise(job: _Job, part: Part, folder: Path, tell: Tell) -> Mapping[str, A
             for column, writer in enumerate(writers):
                 _encode([document.texts[column] for document in batch.documents], tokenizer, writer, job.append_eod)
             tokens = sum(writer.num_tokens for writer in writers) - before
-            tell(Progress(len(batch.documents), tokens, batch.read_bytes, len(batch.bad_lines)))
+            report(CorpusProgress(len(batch.documents), tokens, batch.read_bytes, len(batch.bad_lines)))
         for writer in writers:
             writer.publish()
     return {

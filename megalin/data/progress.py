@@ -10,14 +10,14 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from megalin.data.parts import Progress
+from megalin.data.parts import CorpusProgress
 from megalin.errors import ConfigError
 
 
 @contextmanager
 def shown_progress(
     title: str, total_bytes: int, *, interval: int, shown: bool = True
-) -> Iterator[Callable[[Progress], None]]:
+) -> Iterator[Callable[[CorpusProgress], None]]:
     """What takes the counts of one pass and shows them on stderr; off a terminal every `interval` documents.
 
     Args:
@@ -36,14 +36,14 @@ def shown_progress(
     if not console.is_terminal:
         lines = 0
 
-        def tell(state: Progress) -> None:
+        def report(state: CorpusProgress) -> None:
             nonlocal lines
             text = rates.text(state)
             if state.documents // interval > lines:
                 lines = state.documents // interval
                 console.print(f"{title}: {text}", highlight=False, soft_wrap=True)
 
-        yield tell
+        yield report
         return
     columns = (
         TextColumn("{task.description}"),
@@ -63,9 +63,9 @@ class Rates:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._start = clock()
-        self._before: Progress | None = None
+        self._before: CorpusProgress | None = None
 
-    def text(self, state: Progress) -> str:
+    def text(self, state: CorpusProgress) -> str:
         """One line for people."""
         if self._before is None:
             self._before = state

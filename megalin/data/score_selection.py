@@ -18,7 +18,7 @@ from megalin.data.batches import batches
 from megalin.data.corpus import Reader
 from megalin.data.files import write_text
 from megalin.data.jsonl_output import Compression, JsonLinesWriter, part_path, publish_parts
-from megalin.data.parts import Part, Progress, Run, Tell, records, run_parts
+from megalin.data.parts import CorpusPart, CorpusProgress, ReportProgress, Run, records, run_parts
 from megalin.errors import ConfigError, DataError
 
 _SHOWN_CHARACTERS = 2000
@@ -110,11 +110,11 @@ def read_perplexities(folder: Path, number: int) -> npt.NDArray[np.float64]:
 
 
 def select(
-    parts: Sequence[Part],
+    parts: Sequence[CorpusPart],
     scores: Path,
     options: SelectOptions,
     *,
-    on_progress: Callable[[Progress], None] = lambda _: None,
+    on_progress: Callable[[CorpusProgress], None] = lambda _: None,
 ) -> SelectReport:
     """Writes the documents of at most the bound, each with its "perplexity", a manifest, and a page of samples.
 
@@ -159,7 +159,7 @@ def select(
     return report._replace(files=publish_parts(options.output_prefix, folder, parts, options.compression, manifest))
 
 
-def _bound(parts: Sequence[Part], scores: Path, options: SelectOptions) -> float:
+def _bound(parts: Sequence[CorpusPart], scores: Path, options: SelectOptions) -> float:
     if options.max_perplexity is not None:
         return options.max_perplexity
     assert options.keep_quantile is not None
@@ -171,7 +171,7 @@ def _bound(parts: Sequence[Part], scores: Path, options: SelectOptions) -> float
     return float(np.partition(values, place)[place])
 
 
-def _select_part(job: _Job, part: Part, folder: Path, tell: Tell) -> Mapping[str, Any]:
+def _select_part(job: _Job, part: CorpusPart, folder: Path, report: ReportProgress) -> Mapping[str, Any]:
     """Writes a part's documents of at most the bound."""
     perplexities = read_perplexities(Path(job.scores), part.number).tolist()
     counts: Counter[str] = Counter()
@@ -192,7 +192,7 @@ def _select_part(job: _Job, part: Part, folder: Path, tell: Tell) -> Mapping[str
                 shown = document.texts[0][:_SHOWN_CHARACTERS]
                 samples[kept].append(Sample(order, kept, perplexity, part.span.path, document.line, shown))
             samples = {kept: heapq.nsmallest(job.samples, found) for kept, found in samples.items()}
-            tell(Progress(len(batch.documents), 0, batch.read_bytes, len(batch.bad_lines)))
+            report(CorpusProgress(len(batch.documents), 0, batch.read_bytes, len(batch.bad_lines)))
     assert counts["documents"] == len(perplexities), (part, counts, len(perplexities))
     return {"counts": counts, "bad_lines": bad_lines, "samples": [*samples[True], *samples[False]]}
 

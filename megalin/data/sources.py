@@ -10,8 +10,8 @@ from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 import numpy as np
 import torch
 
-from megalin.data.blend import BlendedOrder, Phase, Stream
-from megalin.data.config import DataConfig, Split
+from megalin.data.blend import BlendedOrder, BlendSource, Phase
+from megalin.data.config import DataConfig, SplitName
 from megalin.data.dataset import TokenDataset
 from megalin.data.masked_dataset import MaskedDataset
 from megalin.data.megatron_dataset import open_megatron
@@ -177,7 +177,7 @@ def open_training(
     phases = [(0, _shares(dict(zip(names, weights, strict=True))))]
     phases += [(phase.from_step, _shares(phase.weights)) for phase in config.phases]
     order = BlendedOrder(
-        [Stream(name, dataset.num_samples) for name, dataset in zip(names, datasets, strict=True)],
+        [BlendSource(name, dataset.num_samples) for name, dataset in zip(names, datasets, strict=True)],
         [Phase(first * global_batch_size, [shares.get(name, 0.0) for name in names]) for first, shares in phases],
         seed=seed,
     )
@@ -207,7 +207,7 @@ def _uses(names: Sequence[str], datasets: Sequence[Dataset[Any]], counts: Sequen
 
 
 def open_dataset(
-    config: DataConfig, split: Split, vocab_size: int, seed: int, paths: Sequence[str] | None = None
+    config: DataConfig, split: SplitName, vocab_size: int, seed: int, paths: Sequence[str] | None = None
 ) -> Dataset[Any]:
     """The samples of a split, or of `paths` of its shards: of masked tokens where `config.masking` is set, else of next
     tokens, cut or packed as `config.packing` says. Raises as the datasets do."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megalin.export.layout import Layout, Link, norm
+from megalin.export.layout import CheckpointLayout, Link, norm
 from megalin.export.settings import MOST_RATIO, Settings
 from megalin.model.config import ModelConfig
 
@@ -80,7 +80,7 @@ _MIXER = (
 )
 _DOWN = Link("1.mixer.down.weight", ("mlp.down_proj.weight",))
 
-HGRN2 = Layout(
+HGRN2 = CheckpointLayout(
     format="fla",
     architecture="HGRN2ForCausalLM",
     model_type="hgrn2",

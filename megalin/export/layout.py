@@ -41,7 +41,7 @@ def norm(ours: str, theirs: str) -> Link:
     return Link(ours, (theirs,), absent="ones")
 
 
-class Layout(NamedTuple):
+class CheckpointLayout(NamedTuple):
     """One class of one system."""
 
     format: str
@@ -119,7 +119,7 @@ def as_rows(tensor: Tensor) -> Tensor:
     return tensor.flatten(0, 1) if tensor.dim() == 3 else tensor
 
 
-def place(layout: Layout, model: LanguageModel, *, older: bool = False) -> list[Placed]:
+def place(layout: CheckpointLayout, model: LanguageModel, *, older: bool = False) -> list[Placed]:
     """Every link of `model`, which may lie on the meta device, in the order of the forward."""
     left = weights(model)
     placed = []
@@ -138,7 +138,7 @@ def place(layout: Layout, model: LanguageModel, *, older: bool = False) -> list[
     return placed
 
 
-def _links(layout: Layout, model: LanguageModel, older: bool) -> Iterator[Link]:
+def _links(layout: CheckpointLayout, model: LanguageModel, older: bool) -> Iterator[Link]:
     block = layout.older_block if older else layout.block
     first, *rest = layout.model
     yield first

@@ -9,7 +9,7 @@ from typing import Any
 from megalin.config import parse
 from megalin.errors import CheckpointError, ConfigError
 from megalin.export import hgrn2, llama, rodimus, transnormerllm
-from megalin.export.layout import Layout
+from megalin.export.layout import CheckpointLayout
 from megalin.export.settings import Settings
 from megalin.model.config import ModelConfig
 
@@ -28,7 +28,7 @@ _INITIAL_ONLY = ("init_std", "output_init", "layers")
 """Fields of a model that say nothing of what it computes, and the one that is compared block by block."""
 
 
-def layout_of_model(model: ModelConfig, form: str | None) -> Layout:
+def layout_of_model(model: ModelConfig, form: str | None) -> CheckpointLayout:
     """The layout that blocks like these have, the first one or that of `form`.
 
     Raises:
@@ -48,7 +48,7 @@ def layout_of_model(model: ModelConfig, form: str | None) -> Layout:
     return chosen[0]
 
 
-def check_expressible(model: ModelConfig, layout: Layout) -> None:
+def check_expressible(model: ModelConfig, layout: CheckpointLayout) -> None:
     """Compares the model with what its own config.json would be read as.
 
     A norm without weights passes as one with a weight of ones.
@@ -92,7 +92,7 @@ def _meaning(model: ModelConfig, names: ModelConfig) -> Iterator[tuple[str, Any]
                 yield f"{path}.sublayers.{index}.{field}", defaults.get(field) if value is None else value
 
 
-def layouts_of_folder(settings: Settings) -> list[Layout]:
+def layouts_of_folder(settings: Settings) -> list[CheckpointLayout]:
     """The layouts of the class that config.json names; their config.json is read by the first one's `to_model`.
 
     Raises:

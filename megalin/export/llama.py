@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megalin.export.layout import Layout, Link, norm
+from megalin.export.layout import CheckpointLayout, Link, norm
 from megalin.export.settings import Settings
 from megalin.model.config import ModelConfig
 
@@ -72,7 +72,7 @@ def _to_settings(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-LLAMA = Layout(
+LLAMA = CheckpointLayout(
     format="transformers",
     architecture="LlamaForCausalLM",
     model_type="llama",

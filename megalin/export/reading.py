@@ -17,7 +17,7 @@ from megalin.config import dumps, parse
 from megalin.data.tokenizer import HuggingFaceTokenizer
 from megalin.errors import CheckpointError, DataError, MegalinError, StorageError
 from megalin.export.folder import CONFIG_FILE, Folder, equal, read_json
-from megalin.export.layout import Layout, Placed, place
+from megalin.export.layout import CheckpointLayout, Placed, place
 from megalin.export.layouts import layouts_of_folder
 from megalin.export.settings import Settings
 from megalin.export.writing import TOKENIZER_FILE, check_empty
@@ -32,10 +32,10 @@ _SEQUENCE_LENGTH = 2048
 _HEAD, _EMBEDDING = "head.weight", "embedding.weight"
 
 
-class Imported(NamedTuple):
+class ImportedWeights(NamedTuple):
     """What was read."""
 
-    layout: Layout
+    layout: CheckpointLayout
     num_parameters: int
     without_tokenizer: str | None
     """Why the run has no tokenizer; None where it has one."""
@@ -44,12 +44,12 @@ class Imported(NamedTuple):
 class _Plan(NamedTuple):
     """A folder that fits: its layout, its model on the meta device, and the place of every tensor."""
 
-    layout: Layout
+    layout: CheckpointLayout
     model: LanguageModel
     placed: list[Placed]
 
 
-def import_hf(source: Path, run: Path) -> Imported:
+def import_hf(source: Path, run: Path) -> ImportedWeights:
     """Makes the run folder `run` from the folder `source`; train, eval and generate read it like any other.
 
     Its config.toml holds the model; the data, the batch and the learning rate in it are to be set by whoever trains.
@@ -70,7 +70,7 @@ def import_hf(source: Path, run: Path) -> Imported:
             except MegalinError:
                 shutil.rmtree(run, ignore_errors=True)  # nothing but this import's was there
                 raise
-    return Imported(plan.layout, plan.model.num_parameters(), reason)
+    return ImportedWeights(plan.layout, plan.model.num_parameters(), reason)
 
 
 def _fill(run: RunFolder, folder: Folder, plan: _Plan, settings: Settings) -> str | None:

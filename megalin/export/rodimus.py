@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from megalin.errors import ConfigError
-from megalin.export.layout import Layout, Link, norm
+from megalin.export.layout import CheckpointLayout, Link, norm
 from megalin.export.settings import MOST_RATIO, Settings
 from megalin.model.config import ModelConfig
 
@@ -243,7 +243,7 @@ _CODEFUSE_PLUS = (
 )
 _PLUS = ("rodimus", "shared_key_attention", "glu")
 
-FLA = Layout(
+FLA = CheckpointLayout(
     format="fla",
     architecture="RodimusForCausalLM",
     model_type="rodimus",
@@ -262,7 +262,7 @@ FLA = Layout(
 )
 FLA_PLUS = FLA._replace(sublayers=_PLUS, block=(*_FLA_MIXER, *_FLA_PLUS))
 
-CODEFUSE = Layout(
+CODEFUSE = CheckpointLayout(
     format="codefuse",
     architecture="RodimusForCausalLM",
     model_type="rodimus",

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from megalin.errors import ConfigError
-from megalin.export.layout import Layout, Link
+from megalin.export.layout import CheckpointLayout, Link
 from megalin.export.settings import Settings
 from megalin.model.config import ModelConfig
 
@@ -65,7 +65,7 @@ def _to_settings(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-TRANSNORMERLLM = Layout(
+TRANSNORMERLLM = CheckpointLayout(
     format="opennlplab",
     architecture="TransnormerForCausalLM",
     model_type="transnormer",

@@ -20,7 +20,7 @@ from megalin.checkpoint.tensors import OPTIMIZER_PREFIX, weights
 from megalin.data.tokenizer import END_OF_DOCUMENT, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from megalin.errors import CheckpointError, ConfigError, StorageError
 from megalin.export.folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
-from megalin.export.layout import Layout, Placed, place
+from megalin.export.layout import CheckpointLayout, Placed, place
 from megalin.export.layouts import layout_of_model
 from megalin.model.config import ModelConfig
 from megalin.model.language_model import LanguageModel
@@ -32,7 +32,7 @@ _ELEMENT_BYTES = 4
 TOKENIZER_FILE = "tokenizer.json"
 
 
-def export_hf(run: Path, out: Path, *, form: str | None = None, file_bytes: int = FILE_BYTES) -> Layout:
+def export_hf(run: Path, out: Path, *, form: str | None = None, file_bytes: int = FILE_BYTES) -> CheckpointLayout:
     """Writes the newest checkpoint of `run` as fp32 safetensors with a config.json; `out` appears when it is whole.
 
     Args:
@@ -81,7 +81,9 @@ def _check_tensors(checkpoint: Checkpoint, model: LanguageModel) -> None:
         raise CheckpointError(f"{checkpoint.path}: holds tensors that its model does not have: {', '.join(extra[:8])}")
 
 
-def _write_tensors(folder: Path, checkpoint: Checkpoint, model: LanguageModel, layout: Layout, file_bytes: int) -> None:
+def _write_tensors(
+    folder: Path, checkpoint: Checkpoint, model: LanguageModel, layout: CheckpointLayout, file_bytes: int
+) -> None:
     shapes = weights(model)
     groups = list(_groups(place(layout, model), file_bytes))
     weight_map: dict[str, str] = {}
@@ -119,7 +121,7 @@ def _num_bytes(item: Placed) -> int:
 
 
 def _write_config(
-    folder: Path, model: ModelConfig, layout: Layout, tokenizer: Tokenizer | None, *, length: int
+    folder: Path, model: ModelConfig, layout: CheckpointLayout, tokenizer: Tokenizer | None, *, length: int
 ) -> None:
     """config.json, and what is known of the tokenizer."""
     end = {"bos_token_id": None, "eos_token_id": None if tokenizer is None else tokenizer.eod_id, "pad_token_id": None}

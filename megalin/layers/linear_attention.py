@@ -11,12 +11,12 @@ from torch import Tensor
 from megalin.errors import ConfigError
 from megalin.layers.decay import DecayKind, decay_slopes
 from megalin.layers.lrpe_segments import LRPESegments
-from megalin.layers.mixers.base import BuildScope, Mixer, MixerConfig, MixerOutput, SequenceContext, State
+from megalin.layers.mixers.base import BuildContext, Mixer, MixerConfig, MixerOutput, SequenceContext, State
 from megalin.layers.norms import HeadNormKind
 from megalin.layers.positions import LRPEFrequencies, LRPEKind, key_dim
 from megalin.ops.decay_scan import decay_scan, decay_scan_flops, decay_step
 from megalin.ops.silu_lrpe import silu_lrpe
-from megalin.parallel.initialisation import Draw
+from megalin.parallel.initialisation import Initializer
 from megalin.parallel.linear import ColumnParallelLinear, LowRankLinear, NormedRowParallelLinear
 
 SEGMENT_CHUNKS = 2
@@ -49,7 +49,7 @@ class LinearAttentionConfig(MixerConfig):
     chunk_size: int = pydantic.Field(default=64, gt=0)
     """Tokens a chunk of the scan, half of a segment of LRPE's; the result does not depend on it beyond rounding."""
 
-    def shrunk(self, *, hidden_size: int, num_heads: int) -> Self:
+    def shrink_for_verify(self, *, hidden_size: int, num_heads: int) -> Self:
         return self.model_copy(update={"num_heads": num_heads, "chunk_size": 16})
 
 
@@ -62,7 +62,7 @@ class LinearAttention(Mixer):
 
     slopes: Tensor | None
 
-    def __init__(self, config: LinearAttentionConfig, scope: BuildScope, *, decay: DecayKind | None) -> None:
+    def __init__(self, config: LinearAttentionConfig, scope: BuildContext, *, decay: DecayKind | None) -> None:
         super().__init__()
         self.config, self.scope, self.decay = config, scope, decay
         self.tp, self.cp = scope.tp, scope.cp
@@ -97,7 +97,7 @@ class LinearAttention(Mixer):
         """Forward floating-point operations a token of `project`."""
         raise NotImplementedError
 
-    def fill(self, draw: Draw) -> None:
+    def init_weights(self, initializer: Initializer) -> None:
         """Sets this layer's row of the decay table."""
         if self.decay is None or self.slopes is None:
             return
@@ -183,7 +183,7 @@ class LinearAttention(Mixer):
 class LowRankGatedAttention(LinearAttention):
     """Linear attention with the gate G = sigmoid(x W_down W_up) of rank D / H (TNL, cosFormer2)."""
 
-    def __init__(self, config: LinearAttentionConfig, scope: BuildScope, *, decay: DecayKind | None) -> None:
+    def __init__(self, config: LinearAttentionConfig, scope: BuildContext, *, decay: DecayKind | None) -> None:
         super().__init__(config, scope, decay=decay)
         width, name = scope.hidden_size, "model.hidden_size"
         self.qkv = ColumnParallelLinear(width, width, parts=3, tp=scope.tp, std=scope.init_std, name=name)

@@ -10,7 +10,7 @@ from megalin.ops.layer_norm import layer_norm
 from megalin.ops.max_norm import max_norm, mean_magnitude_norm
 from megalin.ops.rms_norm import rms_norm
 from megalin.ops.srmsnorm import compute_dtype, srmsnorm
-from megalin.parallel.initialisation import Draw, constant
+from megalin.parallel.initialisation import Initializer, constant
 from megalin.parallel.tensor_parallel import TensorParallel, local
 
 HeadNormKind = Literal["srmsnorm", "rmsnorm", "layernorm"]
@@ -42,9 +42,9 @@ class RMSNorm(nn.Module):
         self.eps, self.tp = eps, tp
         self.weight = tp.parameter(hidden_size, shard_dim=None)
 
-    def fill(self, draw: Draw) -> None:
+    def init_weights(self, initializer: Initializer) -> None:
         """Ones."""
-        draw(self.weight, "weight", constant(1.0))
+        initializer(self.weight, "weight", constant(1.0))
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
@@ -60,10 +60,10 @@ class LayerNorm(nn.Module):
         self.weight = tp.parameter(hidden_size, shard_dim=None)
         self.bias = tp.parameter(hidden_size, shard_dim=None)
 
-    def fill(self, draw: Draw) -> None:
+    def init_weights(self, initializer: Initializer) -> None:
         """Weight one, bias zero."""
-        draw(self.weight, "weight", constant(1.0))
-        draw(self.bias, "bias", constant(0.0))
+        initializer(self.weight, "weight", constant(1.0))
+        initializer(self.bias, "bias", constant(0.0))
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
@@ -91,9 +91,9 @@ class UncenteredLayerNorm(nn.Module):
         self.eps, self.tp = eps, tp
         self.weight = tp.parameter(hidden_size, shard_dim=None)
 
-    def fill(self, draw: Draw) -> None:
+    def init_weights(self, initializer: Initializer) -> None:
         """Ones."""
-        draw(self.weight, "weight", constant(1.0))
+        initializer(self.weight, "weight", constant(1.0))
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""

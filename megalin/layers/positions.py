@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megalin.layers.mixers.base import FullPrecision
 from megalin.ops.silu_lrpe import LRPEForm
-from megalin.parallel.initialisation import Draw, constant
+from megalin.parallel.initialisation import Initializer, constant
 from megalin.parallel.tensor_parallel import TensorParallel, local
 
 LRPEKind = LRPEForm
@@ -25,10 +25,10 @@ class LRPEFrequencies(FullPrecision):
         self.width = num_heads * head_dim
         self.theta = tp.parameter(num_heads, head_dim if kind == "cosine" else head_dim // 2, shard_dim=0)
 
-    def fill(self, draw: Draw) -> None:
+    def init_weights(self, initializer: Initializer) -> None:
         """Sets the initial frequencies."""
         exponent = torch.arange(self.theta.numel(), dtype=torch.float64) * (-2.0 / self.width)
-        draw(self.theta, "theta", constant((10000.0**exponent).view(self.theta.shape)))
+        initializer(self.theta, "theta", constant((10000.0**exponent).view(self.theta.shape)))
 
     def forward(self) -> tuple[Tensor, ...]:
         """(theta,) of this rank's heads; a copy, since a sharded parameter's memory is freed and filled again."""

@@ -7,7 +7,7 @@ import math
 from torch import Tensor, nn
 
 from megalin.ops.short_conv import ShortConvOutput, short_conv
-from megalin.parallel.initialisation import Draw, uniform
+from megalin.parallel.initialisation import Initializer, uniform
 from megalin.parallel.tensor_parallel import TensorParallel, local
 
 
@@ -22,11 +22,11 @@ class ShortConv(nn.Module):
         self.weight = tp.parameter(width, taps, shard_dim=0)
         self.bias = tp.parameter(width, shard_dim=0)
 
-    def fill(self, draw: Draw) -> None:
+    def init_weights(self, initializer: Initializer) -> None:
         """Draws both evenly within 1 / sqrt(taps), as torch's convolutions do."""
         bound = 1.0 / math.sqrt(self.taps)
-        draw(self.weight, "weight", uniform(bound))
-        draw(self.bias, "bias", uniform(bound))
+        initializer(self.weight, "weight", uniform(bound))
+        initializer(self.bias, "bias", uniform(bound))
 
     def forward(self, x: Tensor, *, state: Tensor | None, document_ids: Tensor | None) -> ShortConvOutput:
         """x [B, T, D/tp], state [B, taps - 1, D/tp]."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalin.errors import ConfigError
-from megalin.migration.imported import Imported, Verdict
+from megalin.migration.imported import ImportedConfig, Verdict
 from megalin.train.deepspeed_config import NEVER_OFF, OWNERLESS, STAGE_0_IN_BF16, refusals
 
 _ADAM = ("adam", "adamw", "fusedadam", "cpuadam", "torchadam")
@@ -73,7 +73,7 @@ def read_json(text: str, source: str) -> dict[str, Any]:
     return document
 
 
-def add_deepspeed(document: Mapping[str, Any], imported: Imported) -> dict[str, Any]:
+def add_deepspeed(document: Mapping[str, Any], imported: ImportedConfig) -> dict[str, Any]:
     """Reads a DeepSpeed config into the tables of a run of the engine "deepspeed".
 
     Returns:
@@ -118,7 +118,7 @@ _READ = (
 )
 
 
-def _drop_refused(document: dict[str, Any], imported: Imported) -> None:
+def _drop_refused(document: dict[str, Any], imported: ImportedConfig) -> None:
     """Takes out what the engine refuses, and notes it with the engine's reason."""
     stage = imported.get("parallel.zero")
     for key, reason, _ in refusals(document, stage=stage if isinstance(stage, int) else 3):
@@ -144,7 +144,7 @@ def _off(value: Any) -> bool:
     return value in (None, False, 0)
 
 
-def _set(imported: Imported, key: str, value: Any, source: str) -> None:
+def _set(imported: ImportedConfig, key: str, value: Any, source: str) -> None:
     """Sets a value that the JSON gives; "auto", which Hugging Face's Trainer fills in, is told."""
     if value == "auto":
         imported.missing(key, source, f'"auto" is filled in by Hugging Face\'s Trainer alone; give {key}=VALUE')
@@ -152,7 +152,7 @@ def _set(imported: Imported, key: str, value: Any, source: str) -> None:
         imported.set(key, value, source)
 
 
-def _add_batch(document: Mapping[str, Any], imported: Imported) -> None:
+def _add_batch(document: Mapping[str, Any], imported: ImportedConfig) -> None:
     _set(imported, "train.global_batch_size", document.get("train_batch_size"), "train_batch_size")
     name = "train_micro_batch_size_per_gpu"
     _set(imported, "train.micro_batch_size", document.get(name), name)
@@ -163,7 +163,7 @@ def _add_batch(document: Mapping[str, Any], imported: Imported) -> None:
         imported.hint("train.global_batch_size", f"{steps} times train.micro_batch_size times the data axis")
 
 
-def _add_precision(document: Mapping[str, Any], imported: Imported) -> None:
+def _add_precision(document: Mapping[str, Any], imported: ImportedConfig) -> None:
     for name in ("bf16", "fp16"):
         if _table(document, name).get("enabled") is True:
             imported.set("train.dtype", "bfloat16", f"{name}.enabled")
@@ -173,7 +173,7 @@ def _add_precision(document: Mapping[str, Any], imported: Imported) -> None:
         _set(imported, "optimizer.max_grad_norm", clip, "gradient_clipping (1.0)")
 
 
-def _add_optimizer(table: Mapping[str, Any], imported: Imported) -> None:
+def _add_optimizer(table: Mapping[str, Any], imported: ImportedConfig) -> None:
     kind, parameters = table.get("type"), _table(table, "params")
     if kind is not None and str(kind).lower() not in _ADAM:
         imported.note("differs", f"optimizer.type {kind}", "AdamW is the optimizer; rates of others do not carry over")
@@ -188,7 +188,7 @@ def _add_optimizer(table: Mapping[str, Any], imported: Imported) -> None:
             imported.note("not available", f"optimizer.params.{name}", text)
 
 
-def _add_schedule(table: Mapping[str, Any], imported: Imported) -> None:
+def _add_schedule(table: Mapping[str, Any], imported: ImportedConfig) -> None:
     kind, parameters = table.get("type"), _table(table, "params")
     if kind is None:
         return
@@ -222,7 +222,7 @@ def _add_schedule(table: Mapping[str, Any], imported: Imported) -> None:
             imported.hint("schedule", "decay_steps: train.steps less warmup_steps")
 
 
-def _add_wandb(table: Mapping[str, Any], imported: Imported) -> None:
+def _add_wandb(table: Mapping[str, Any], imported: ImportedConfig) -> None:
     if _off(table):
         return
     imported.set("logging.wandb_project", table.get("project", "deepspeed"), "wandb.project")
@@ -231,7 +231,7 @@ def _add_wandb(table: Mapping[str, Any], imported: Imported) -> None:
             imported.note("differs", f"wandb.{name}", f"set the environment's {variable}")
 
 
-def _add_zero(value: Any, imported: Imported) -> Any:
+def _add_zero(value: Any, imported: ImportedConfig) -> Any:
     """The stage goes to `parallel.zero`; returns the other settings, "auto" left to the engine."""
     if not isinstance(value, dict):
         imported.set("parallel.zero", int(bool(value)), "zero_optimization")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from megalin.errors import ConfigError
-from megalin.migration.imported import Imported, Verdict, variable_hint
+from megalin.migration.imported import ImportedConfig, Verdict, variable_hint
 from megalin.migration.shell import read_script
 
 _INSIDE = re.compile(r"\.py\s.*--", re.DOTALL)
@@ -33,7 +33,7 @@ _YAML_NAMES = {
 """Fields of Megatron-LM's config classes whose flags have other names."""
 
 
-class Command(NamedTuple):
+class TrainingCommand(NamedTuple):
     """A training command: the words before its program (the launcher's), the program, and the flags behind it."""
 
     launcher: list[str]
@@ -58,7 +58,7 @@ def reasons() -> Mapping[str, Reason]:
     }
 
 
-def read_command(text: str, variables: Mapping[str, str], imported: Imported) -> Command:
+def read_command(text: str, variables: Mapping[str, str], imported: ImportedConfig) -> TrainingCommand:
     """The training command of a shell script, or of a line with nothing but flags; parts left out become notes.
 
     Raises:
@@ -78,16 +78,16 @@ def read_command(text: str, variables: Mapping[str, str], imported: Imported) ->
     return commands[-1]
 
 
-def _command(words: Sequence[str]) -> Command | None:
+def _command(words: Sequence[str]) -> TrainingCommand | None:
     """The command where it has flags for a Python program, also inside one word as `srun bash -c "..."` has it."""
     if inner := next((word for word in words if _INSIDE.search(word)), None):
         words = next((inside for inside in read_script(inner, {}).commands if _program(inside) is not None), [])
     start = _program(words)
     if start is None:
         alone = bool(words) and words[0].startswith("--")
-        return Command([], "", parse_flags(words)) if alone else None
+        return TrainingCommand([], "", parse_flags(words)) if alone else None
     flags = parse_flags(words[start + 1 :])
-    return Command(list(words[:start]), words[start], flags) if flags else None
+    return TrainingCommand(list(words[:start]), words[start], flags) if flags else None
 
 
 def _program(words: Sequence[str]) -> int | None:
@@ -107,7 +107,7 @@ def parse_flags(words: Iterable[str]) -> dict[str, list[str]]:
     return flags
 
 
-def read_yaml(text: str, imported: Imported) -> dict[str, list[str]]:
+def read_yaml(text: str, imported: ImportedConfig) -> dict[str, list[str]]:
     """Flags of Megatron-LM's YAML: fields of its config classes in tables, or `MODEL_ARGS` with flags as keys.
 
     Raises:
@@ -163,7 +163,7 @@ def _negative() -> Mapping[str, str]:
 class Flags:
     """The flags of a run while they are read; what nobody took is told at the end."""
 
-    def __init__(self, given: Mapping[str, list[str]], imported: Imported) -> None:
+    def __init__(self, given: Mapping[str, list[str]], imported: ImportedConfig) -> None:
         self._given, self._imported = given, imported
         self._asked: dict[str, None] = {}
 
@@ -209,7 +209,7 @@ class Flags:
             return None
         return None if number is None else int(number)
 
-    def tell_rest(self) -> None:
+    def report_rest(self) -> None:
         """Notes every flag that nobody asked for, with the reason."""
         for name, words in self._given.items():
             if name in self._asked:

@@ -40,7 +40,7 @@ class Note(NamedTuple):
     """megalin's dotted key that makes the note void where an override gives it; empty where none does."""
 
 
-class Imported:
+class ImportedConfig:
     """The tables of a run while keys of another system are read into them.
 
     Attributes:

@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import Any
 
 from megalin.migration.flags import Flags, read_command, read_yaml
-from megalin.migration.imported import Imported
+from megalin.migration.imported import ImportedConfig
 from megalin.migration.megatron_model import add_model
 
 _SEED = 1234
@@ -21,7 +21,7 @@ _WARMUP = ("--lr-warmup-iters", "--lr-warmup-samples", "--lr-warmup-tokens")
 _TOKENIZER_FILES = (".json", ".model", ".tiktoken")
 
 
-def add_script(text: str, variables: Mapping[str, str], imported: Imported) -> None:
+def add_script(text: str, variables: Mapping[str, str], imported: ImportedConfig) -> None:
     """Reads the run that a script, a command or a line of flags starts.
 
     Args:
@@ -36,7 +36,7 @@ def add_script(text: str, variables: Mapping[str, str], imported: Imported) -> N
     add_run(Flags(command.flags, imported), imported, ranks=_ranks(command.launcher))
 
 
-def add_yaml(text: str, imported: Imported) -> None:
+def add_yaml(text: str, imported: ImportedConfig) -> None:
     """Reads the run of a file for --yaml-cfg, or of one that lists flags under MODEL_ARGS.
 
     Raises:
@@ -45,7 +45,7 @@ def add_yaml(text: str, imported: Imported) -> None:
     add_run(Flags(read_yaml(text, imported), imported), imported, ranks=None)
 
 
-def add_run(flags: Flags, imported: Imported, *, ranks: int | None) -> None:
+def add_run(flags: Flags, imported: ImportedConfig, *, ranks: int | None) -> None:
     """Reads every flag into the tables of a run; `ranks` is None where the launcher does not tell them."""
     add_model(flags, imported)
     _add_mesh(flags, imported)
@@ -56,7 +56,7 @@ def add_run(flags: Flags, imported: Imported, *, ranks: int | None) -> None:
     _add_data(flags, imported)
     if flags.has("--yaml-cfg"):
         imported.note("differs", "--yaml-cfg", "Megatron-LM reads that file in place of flags; import it")
-    flags.tell_rest()
+    flags.report_rest()
 
 
 def _ranks(launcher: list[str]) -> int | None:
@@ -67,7 +67,7 @@ def _ranks(launcher: list[str]) -> int | None:
     return int(local[1]) * int(nodes[1] if nodes else 1) if local else None
 
 
-def _add_mesh(flags: Flags, imported: Imported) -> None:
+def _add_mesh(flags: Flags, imported: ImportedConfig) -> None:
     for key, *names in (
         ("tp", "--tensor-model-parallel-size", "--model-parallel-size"),
         ("cp", "--context-parallel-size"),
@@ -107,7 +107,7 @@ def _add_mesh(flags: Flags, imported: Imported) -> None:
     imported.set("parallel.zero", zero, source)
 
 
-def _add_stages(flags: Flags, imported: Imported, pp: int) -> None:
+def _add_stages(flags: Flags, imported: ImportedConfig, pp: int) -> None:
     """Several stages a rank: told as layers of one, or as their number."""
     key, source = "parallel.pp_stages", "--num-virtual-stages-per-pipeline-rank"
     layers, stages = flags.integer("--num-layers", "model.layers"), flags.integer(source, key)
@@ -123,7 +123,7 @@ def _add_stages(flags: Flags, imported: Imported, pp: int) -> None:
         imported.set(key, stages, source)
 
 
-def _add_batch(flags: Flags, imported: Imported, ranks: int | None) -> None:
+def _add_batch(flags: Flags, imported: ImportedConfig, ranks: int | None) -> None:
     micro = flags.integer("--micro-batch-size", "train.micro_batch_size")
     batch = flags.integer("--global-batch-size", "train.global_batch_size")
     if micro is None:
@@ -142,7 +142,7 @@ def _add_batch(flags: Flags, imported: Imported, ranks: int | None) -> None:
         imported.hint("train.global_batch_size", "Megatron-LM takes the micro-batch times the data axis")
 
 
-def _add_loop(flags: Flags, imported: Imported) -> None:
+def _add_loop(flags: Flags, imported: ImportedConfig) -> None:
     seed = flags.integer("--seed", "train.seed")
     imported.set("train.seed", _SEED if seed is None else seed, flags.given("--seed") or "--seed's default")
     if flags.has("--fp16"):
@@ -174,7 +174,7 @@ def _add_loop(flags: Flags, imported: Imported) -> None:
         imported.set("logging.wandb_project", project, "--wandb-project")
 
 
-def _add_optimizer(flags: Flags, imported: Imported) -> None:
+def _add_optimizer(flags: Flags, imported: ImportedConfig) -> None:
     kind = flags.text("--optimizer", "adam")
     if kind != "adam":
         imported.note("differs", f"--optimizer {kind}", "AdamW is the optimizer; rates of others do not carry over")
@@ -193,7 +193,7 @@ def _add_optimizer(flags: Flags, imported: Imported) -> None:
         imported.set("optimizer.max_grad_norm", clip, flags.given("--clip-grad") or "--clip-grad's default")
 
 
-def _add_schedule(flags: Flags, imported: Imported) -> None:
+def _add_schedule(flags: Flags, imported: ImportedConfig) -> None:
     style, peak = flags.text("--lr-decay-style", "linear"), imported.get("optimizer.lr")
     least, shape = (
         flags.number("--min-lr", "schedule.min_lr_ratio") or 0.0,
@@ -232,7 +232,7 @@ def _add_schedule(flags: Flags, imported: Imported) -> None:
             imported.note("differs", f"--lr-wsd-decay-style {shape}", "the rate falls linearly at the end")
 
 
-def _add_steps(flags: Flags, imported: Imported) -> int | None:
+def _add_steps(flags: Flags, imported: ImportedConfig) -> int | None:
     """The steps that the schedule counts on; where those are more than the run's, it stops before their end."""
     steps, decay = (_steps(flags, imported, "train.steps", *names) for names in (_TRAIN, _DECAY))
     if steps is None:
@@ -250,7 +250,9 @@ def _add_steps(flags: Flags, imported: Imported) -> int | None:
     return decay
 
 
-def _steps(flags: Flags, imported: Imported, key: str, iterations: str, samples: str, tokens: str = "") -> int | None:
+def _steps(
+    flags: Flags, imported: ImportedConfig, key: str, iterations: str, samples: str, tokens: str = ""
+) -> int | None:
     """Steps for `key`, told as such or as samples or tokens, rounded as Megatron-LM does; None where nothing is."""
     steps, count = flags.integer(iterations, key), flags.integer(samples, key)
     many, batch = flags.integer(tokens, key) if tokens else None, imported.get("train.global_batch_size")
@@ -266,7 +268,7 @@ def _steps(flags: Flags, imported: Imported, key: str, iterations: str, samples:
     return int(count // batch)
 
 
-def _add_data(flags: Flags, imported: Imported) -> None:
+def _add_data(flags: Flags, imported: ImportedConfig) -> None:
     if (length := flags.integer("--seq-length", "data.sequence_length")) is not None:
         imported.set("data.sequence_length", length, "--seq-length")
     imported.set("data.order", "megatron", "Megatron-LM's order of samples")
@@ -300,7 +302,7 @@ def _add_data(flags: Flags, imported: Imported) -> None:
             imported.note("not available", name, "name the shards: data.train or data.sources")
 
 
-def _add_sources(blend: list[str], source: str, imported: Imported) -> None:
+def _add_sources(blend: list[str], source: str, imported: ImportedConfig) -> None:
     """Prefixes, or weights and prefixes in turns."""
     if not blend:
         imported.hint("data", "name the shards: data.train=[...]")

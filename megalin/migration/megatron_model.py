@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megalin.migration.flags import Flags
-from megalin.migration.imported import Imported
+from megalin.migration.imported import ImportedConfig
 
 _LAYERS = "model.layers"
 _NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
@@ -29,7 +29,7 @@ _NARROW = 128
 them."""
 
 
-def add_model(flags: Flags, imported: Imported) -> None:
+def add_model(flags: Flags, imported: ImportedConfig) -> None:
     """Reads the flags of the network into the table `model`."""
     hidden = flags.integer("--hidden-size", "model.hidden_size")
     heads, layers = (flags.integer(name, _LAYERS) for name in ("--num-attention-heads", "--num-layers"))
@@ -51,7 +51,7 @@ def add_model(flags: Flags, imported: Imported) -> None:
         imported.set("model.residual_dtype", "float32", "--fp32-residual-connection")
     attention = _attention(flags, imported, hidden, heads) | norm
     glu = _glu(flags, imported, hidden) | norm
-    _tell_other_kinds(flags, imported)
+    _report_other_kinds(flags, imported)
     if layers is not None and "num_heads" in attention and "intermediate_size" in glu:
         block = {"repeat": layers, "sublayers": [attention, glu]}
         imported.set(_LAYERS, [block], flags.given(*_OF_LAYERS))
@@ -64,7 +64,7 @@ def _untied(flags: Flags) -> str:
     return name if flags.has(name) else f"no {name}"
 
 
-def _norm(flags: Flags, imported: Imported) -> dict[str, Any]:
+def _norm(flags: Flags, imported: ImportedConfig) -> dict[str, Any]:
     kind, eps = flags.text("--normalization", "LayerNorm"), flags.number("--norm-epsilon")
     old = flags.number("--layernorm-epsilon")
     eps = old if eps is None else eps
@@ -73,7 +73,7 @@ def _norm(flags: Flags, imported: Imported) -> dict[str, Any]:
     return {"norm": _NORMS.get(kind, "layernorm"), "norm_eps": 1e-5 if eps is None else eps}
 
 
-def _attention(flags: Flags, imported: Imported, hidden: int | None, heads: int | None) -> dict[str, Any]:
+def _attention(flags: Flags, imported: ImportedConfig, hidden: int | None, heads: int | None) -> dict[str, Any]:
     sublayer: dict[str, Any] = {"type": "softmax"}
     if heads is not None:
         sublayer["num_heads"] = heads
@@ -104,7 +104,7 @@ def _attention(flags: Flags, imported: Imported, hidden: int | None, heads: int 
     return sublayer
 
 
-def _glu(flags: Flags, imported: Imported, hidden: int | None) -> dict[str, Any]:
+def _glu(flags: Flags, imported: ImportedConfig, hidden: int | None) -> dict[str, Any]:
     sublayer: dict[str, Any] = {"type": "glu", "activation": "silu"}
     width = flags.integer("--ffn-hidden-size", _LAYERS)
     others = [name for name in ("--squared-relu", "--quick-geglu", "--openai-gelu") if flags.has(name)]
@@ -125,7 +125,7 @@ def _glu(flags: Flags, imported: Imported, hidden: int | None) -> dict[str, Any]
     return sublayer
 
 
-def _tell_other_kinds(flags: Flags, imported: Imported) -> None:
+def _report_other_kinds(flags: Flags, imported: ImportedConfig) -> None:
     """Notes what makes the network another kind than a dense transformer without dropout."""
     for name in ("--hidden-dropout", "--attention-dropout"):
         rate = flags.number(name, _LAYERS)

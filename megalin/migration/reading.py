@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megalin.errors import ConfigError, StorageError
 from megalin.migration.deepspeed import add_deepspeed, read_json
-from megalin.migration.imported import Imported
+from megalin.migration.imported import ImportedConfig
 from megalin.migration.megatron import add_script, add_yaml
 
 _LIMIT_BYTES = 16 << 20
@@ -22,7 +22,7 @@ def import_config(
     variables: Mapping[str, str],
     deepspeed_config: Path | None = None,
     overrides: Sequence[str] = (),
-) -> Imported:
+) -> ImportedConfig:
     """Writes what `source` says as `output`, with `<output's stem>.deepspeed.json` beside it where that holds anything.
 
     Args:
@@ -38,7 +38,7 @@ def import_config(
         StorageError: a file that exists or cannot be written.
     """
     text, name = _text(source)
-    imported, rest = Imported(name), {}
+    imported, rest = ImportedConfig(name), {}
     if name.endswith(".json"):
         rest = add_deepspeed(read_json(text, name), imported)
     else:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megalin.errors import ConfigError
-from megalin.layers.mixers.base import BuildScope, Mixer, MixerConfig, SequenceContext, State
+from megalin.layers.mixers.base import BuildContext, Mixer, MixerConfig, SequenceContext, State
 from megalin.layers.norms import build_norm
 from megalin.model.config import BlockConfig
 
@@ -25,7 +25,7 @@ class BlockOutput(NamedTuple):
 class Sublayer(nn.Module):
     """A mixer with the norm of its input. Raises ConfigError for a mixer that cannot work on a split sequence."""
 
-    def __init__(self, config: MixerConfig, scope: BuildScope) -> None:
+    def __init__(self, config: MixerConfig, scope: BuildContext) -> None:
         super().__init__()
         if scope.cp.size > 1 and not config.splits_sequence:
             raise ConfigError(
@@ -47,7 +47,7 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self, config: BlockConfig, scope: BuildScope, *, recompute: bool, own: Sequence[int] | None = None
+        self, config: BlockConfig, scope: BuildContext, *, recompute: bool, own: Sequence[int] | None = None
     ) -> None:
         super().__init__()
         self.recompute = recompute
@@ -95,7 +95,7 @@ class Block(nn.Module):
 
     def contexts(self, context: SequenceContext) -> list[SequenceContext]:
         """One context a sub-layer."""
-        return [mixer.own_context(context) for mixer in self.mixers()]
+        return [mixer.build_mixer_context(context) for mixer in self.mixers()]
 
     def mixers(self) -> list[Mixer]:
         """The mixers in order."""

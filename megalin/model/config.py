@@ -22,7 +22,7 @@ class BlockConfig(Config):
     """Number of such blocks in a row."""
 
     @pydantic.model_validator(mode="after")
-    def _last_sublayer_joins_the_stream(self) -> BlockConfig:
+    def _last_sublayer_writes_to_the_residual_stream(self) -> BlockConfig:
         if self.sublayers[-1].residual != "add":
             raise ValueError(
                 f'the last sub-layer has residual = "{self.sublayers[-1].residual}", so its result would be lost; '

@@ -13,11 +13,11 @@ from torch.nn import functional
 from megalin.layers.mixers.base import SequenceContext
 from megalin.layers.norms import build_norm
 from megalin.model.config import EncoderConfig
-from megalin.model.stack import BlockStack
+from megalin.model.stack import BaseModel
 from megalin.ops.srmsnorm import compute_dtype
 from megalin.parallel.context import ContextParallel
 from megalin.parallel.cross_entropy import IGNORED_LABEL, vocab_parallel_cross_entropy
-from megalin.parallel.embedding import StreamTable, VocabParallelTable, VocabularyBias
+from megalin.parallel.embedding import ReplicatedEmbedding, VocabParallelEmbedding, VocabularyBias
 from megalin.parallel.linear import ReplicatedLinear
 from megalin.parallel.tensor_parallel import TensorParallel
 
@@ -57,7 +57,7 @@ class MaskedTokenHead(nn.Module):
         self.norm = build_norm(config.norm, width, config.norm_eps, tp)
         self.vocabulary = VocabularyBias(config.vocab_size, tp=tp)
 
-    def forward(self, x: Tensor, table: VocabParallelTable) -> Tensor:
+    def forward(self, x: Tensor, table: VocabParallelEmbedding) -> Tensor:
         """x [B, P, D], whole on every rank -> this rank's logits [B, P, V/tp]."""
         x = self.norm(functional.gelu(self.dense(x)))
         return self.vocabulary(table.logits_of_entered(self.tp.enter(x)))
@@ -82,7 +82,7 @@ class SequenceHead(nn.Module):
         return self.pooler.flops() + self.classifier.flops()
 
 
-class Encoder(BlockStack[EncoderConfig]):
+class Encoder(BaseModel[EncoderConfig]):
     """X = hardtanh(E_token + E_position + E_type), blocks over X, a norm, and the heads (DenseAttention, BERT).
 
     A pretraining model has a head for masked tokens, which computes logits at the asked positions alone, and one for
@@ -99,12 +99,12 @@ class Encoder(BlockStack[EncoderConfig]):
     ) -> None:
         super().__init__(config, tp, recompute=recompute, cp=cp)
         width, std = config.hidden_size, config.init_std
-        self.position_embedding = StreamTable(config.max_positions, width, tp=self.tp, std=std)
-        self.type_embedding = StreamTable(config.num_token_types, width, tp=self.tp, std=std)
+        self.position_embedding = ReplicatedEmbedding(config.max_positions, width, tp=self.tp, std=std)
+        self.type_embedding = ReplicatedEmbedding(config.num_token_types, width, tp=self.tp, std=std)
         pretraining = config.num_classes is None
         self.masked_head = MaskedTokenHead(config, self.tp) if pretraining else None
         self.sequence_head = SequenceHead(config, self.tp)
-        self.head: VocabParallelTable | None = None  # tokens' logits are the embedding's
+        self.head: VocabParallelEmbedding | None = None  # tokens' logits are the embedding's
         self.loss_names = ("mlm", "nsp") if pretraining else ("classification",)
 
     def forward(

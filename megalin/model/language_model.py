@@ -10,13 +10,13 @@ from torch import Tensor
 
 from megalin.layers.mixers.base import Mixer, SequenceContext, State
 from megalin.model.config import ModelConfig
-from megalin.model.stack import BlockStack, Stage
+from megalin.model.stack import BaseModel, Stage
 from megalin.ops.documents import find_documents
 from megalin.ops.srmsnorm import compute_dtype
-from megalin.parallel.collectives import finish
+from megalin.parallel.collectives import wait_tensor_with_grad
 from megalin.parallel.context import ContextParallel
 from megalin.parallel.cross_entropy import vocab_parallel_cross_entropy
-from megalin.parallel.embedding import VocabParallelTable
+from megalin.parallel.embedding import VocabParallelEmbedding
 from megalin.parallel.tensor_parallel import TensorParallel
 
 
@@ -54,7 +54,7 @@ class ModelOutput(NamedTuple):
         return self.token_losses.sum().view(1)
 
 
-class LanguageModel(BlockStack[ModelConfig]):
+class LanguageModel(BaseModel[ModelConfig]):
     """Causal language model over a pattern of blocks."""
 
     loss_names = ("next_token",)
@@ -79,7 +79,7 @@ class LanguageModel(BlockStack[ModelConfig]):
         self._reads_documents = bool(windows) if self.cp.size == 1 else self._reads_row and None in windows
         self._windows = sorted(window for window in windows if window is not None) if self.cp.size > 1 else []
         has_head = stage.is_last and not tied
-        self.head = VocabParallelTable(vocabulary, width, tp=self.tp, std=config.init_std) if has_head else None
+        self.head = VocabParallelEmbedding(vocabulary, width, tp=self.tp, std=config.init_std) if has_head else None
 
     def forward(
         self,
@@ -148,9 +148,9 @@ class LanguageModel(BlockStack[ModelConfig]):
         """The residual stream as the first block takes it, of the embedded tokens, and the input layers' states."""
         inputs = []
         for index, layer in enumerate(self.input_mixers()):
-            x, input_state = layer(x, layer.own_context(context), state.inputs[index] if state else None)
+            x, input_state = layer(x, layer.build_mixer_context(context), state.inputs[index] if state else None)
             inputs.append(input_state)
-        return finish(self._stream(x)), inputs
+        return wait_tensor_with_grad(self._stream(x)), inputs
 
     def head_output(self, x: Tensor, labels: Tensor | None, losses: Literal["tokens", "sum"]) -> ModelOutput:
         """The output of the normed residual stream x [B, T or T/tp, D], without a state."""
@@ -176,7 +176,7 @@ class LanguageModel(BlockStack[ModelConfig]):
         context = SequenceContext(positions, None, self.shared_tensors(), x.dtype)
         inputs = []
         for layer, layer_state in zip(self.input_mixers(), state.inputs, strict=True):
-            x, next_state = layer.step(x, layer.own_context(context), layer_state)
+            x, next_state = layer.step(x, layer.build_mixer_context(context), layer_state)
             inputs.append(next_state)
         x = self._stream(x)
         blocks = []
@@ -191,7 +191,7 @@ class LanguageModel(BlockStack[ModelConfig]):
         """The embedded tokens in the dtype of the residual stream."""
         return x if self.config.residual_dtype == "compute" else x.to(compute_dtype(x))
 
-    def _table(self) -> VocabParallelTable:
+    def _table(self) -> VocabParallelEmbedding:
         return self.embedding if self.head is None else self.head
 
     def initial_state(self, batch_size: int, *, dtype: torch.dtype = torch.float32) -> ModelState:

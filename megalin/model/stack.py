@@ -7,12 +7,12 @@ from typing import Generic, NamedTuple, TypeVar, cast
 
 from torch import Tensor, nn
 
-from megalin.layers.mixers.base import BuildScope, FullPrecision, Mixer, renew_derived
+from megalin.layers.mixers.base import BuildContext, FullPrecision, Mixer, renew_derived
 from megalin.layers.norms import build_norm
 from megalin.model.block import Block
 from megalin.model.config import BlockConfig, StackConfig
 from megalin.parallel.context import ContextParallel
-from megalin.parallel.embedding import VocabParallelTable, VocabularyBias
+from megalin.parallel.embedding import VocabParallelEmbedding, VocabularyBias
 from megalin.parallel.tensor_parallel import TensorParallel
 
 ConfigT = TypeVar("ConfigT", bound=StackConfig)
@@ -38,11 +38,11 @@ class Stage(NamedTuple):
         return self.number == self.num_stages - 1
 
 
-class BlockStack(nn.Module, Generic[ConfigT]):
+class BaseModel(nn.Module, Generic[ConfigT]):
     """A token table, input layers, blocks and a norm; subclasses add heads and the forward.
 
     Built on the meta device: shard it (`parallel.shard_model`), materialise it (`to_empty`), then fill it
-    (`parallel.fill`).
+    (`init_weights`).
 
     Attributes:
         head: the table of tokens' logits, where it is not the embedding.
@@ -54,7 +54,7 @@ class BlockStack(nn.Module, Generic[ConfigT]):
         ConfigError: sizes that the tensor-parallel axis does not divide, or a mixer that cannot split the sequence.
     """
 
-    head: VocabParallelTable | None
+    head: VocabParallelEmbedding | None
     loss_names: tuple[str, ...]
 
     def __init__(
@@ -75,17 +75,17 @@ class BlockStack(nn.Module, Generic[ConfigT]):
         self.cp = cp = ContextParallel() if cp is None else cp
         width, std = config.hidden_size, config.init_std
         if has_table:
-            self.embedding = VocabParallelTable(config.vocab_size, width, tp=tp, std=std)
+            self.embedding = VocabParallelEmbedding(config.vocab_size, width, tp=tp, std=std)
         self.input_layers = nn.ModuleDict()
         self.shared = nn.ModuleDict()
         self._shared_types: list[str] = []  # as in the config; names of modules hold no dots
         self.blocks = nn.ModuleList()
-        first_scopes: dict[str, BuildScope] = {}  # of each mixer type, the same on every stage
+        first_scopes: dict[str, BuildContext] = {}  # of each mixer type, the same on every stage
         number = 0
         for layer, (path, block) in enumerate(config.blocks()):
             own = [index for index in range(len(block.sublayers)) if number + index in stage.sublayers]
             number += len(block.sublayers)
-            scope = BuildScope(width, layer, config.num_layers, tp, std, path, config.output_std, cp)
+            scope = BuildContext(width, layer, config.num_layers, tp, std, path, config.output_std, cp)
             for sublayer in block.sublayers:
                 first_scopes.setdefault(sublayer.type, scope)
             if own:
@@ -94,7 +94,7 @@ class BlockStack(nn.Module, Generic[ConfigT]):
         if stage.is_last:
             self.norm = build_norm(config.norm, width, config.norm_eps, tp)
 
-    def _build_model_level(self, block: BlockConfig, scopes: Mapping[str, BuildScope], own: Sequence[int]) -> None:
+    def _build_model_level(self, block: BlockConfig, scopes: Mapping[str, BuildContext], own: Sequence[int]) -> None:
         """Builds, once per mixer type, what the type keeps at the level of the model: what sub-layers share where this
         stage has one that reads it (`own` of the block's), input layers where the tokens are embedded."""
         for index, sublayer in enumerate(block.sublayers):
@@ -134,7 +134,7 @@ class BlockStack(nn.Module, Generic[ConfigT]):
         raise NotImplementedError
 
     def after_optimizer_step(self) -> None:
-        """Lets every mixer renew what it derives from its weights: after a step, and after weights were loaded."""
+        """Updates what every mixer derives from its weights, after an optimizer step and after loading weights."""
         renew_derived([*self.input_mixers(), *self.mixers()])
 
     def no_decay_names(self) -> set[str]:
@@ -145,7 +145,7 @@ class BlockStack(nn.Module, Generic[ConfigT]):
 
     def num_parameters(self) -> int:
         """Parameters of the whole model over all ranks; rows that pad the vocabulary are not counted."""
-        rows = [m.padded_parameters() for m in self.modules() if isinstance(m, VocabParallelTable | VocabularyBias)]
+        rows = [m.padded_parameters() for m in self.modules() if isinstance(m, VocabParallelEmbedding | VocabularyBias)]
         return sum(parameter.numel() for parameter in self.parameters()) - sum(rows)
 
     def num_embedding_parameters(self) -> int:

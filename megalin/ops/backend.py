@@ -152,7 +152,7 @@ def decide(op: str, device: str, limits: tuple[tuple[Compiled, str], ...] = ()) 
 
 
 @contextmanager
-def supposing_kernels() -> Iterator[None]:
+def assume_kernels() -> Iterator[None]:
     """For the body, every op takes the first kernel of its order that takes the arguments, as on a GPU where all are
     sound: for tensors without values, of which shapes and what is kept are asked, on a machine where none runs."""
     token = _supposed.set(True)
@@ -162,7 +162,7 @@ def supposing_kernels() -> Iterator[None]:
         _supposed.reset(token)
 
 
-def tell(op: str, choice: Choice) -> None:
+def report_choice(op: str, choice: Choice) -> None:
     """Adds to `used` what an op decided by itself."""
     if not _supposed.get():
         _used[op] = choice

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megalin.errors import ConfigError, OperandError
-from megalin.ops.backend import Choice, tell
+from megalin.ops.backend import Choice, report_choice
 from megalin.ops.documents import WHOLE_ROWS, Documents
 from megalin.ops.flash_attention import FlashKernel, flash_attention, reason_against
 from megalin.ops.softmax_attention import (
@@ -91,7 +91,7 @@ def kernel_for(
     constant to torch.compile."""
     kernel, reasons = _decide(backend, whole, device, dtype, head_dim)
     name = "torch's FlashAttention-2" if kernel == "torch" else kernel or "sdpa"
-    tell(f"softmax_attention of {_kind(whole)}", Choice(name, reasons))
+    report_choice(f"softmax_attention of {_kind(whole)}", Choice(name, reasons))
     return kernel
 
 

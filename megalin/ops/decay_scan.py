@@ -26,7 +26,7 @@ from megalin.ops.kernel_limits import WIDTH_UNIT, padded, unsupported
 from megalin.ops.operands import check_operands, check_scan
 from megalin.ops.scan_states import decay_state
 from megalin.ops.self_test import BOUND, compare, sample
-from megalin.ops.split import RowsAsRanks, Split
+from megalin.ops.split import SequenceShard, SingleProcessExchange
 from megalin.ops.srmsnorm import compute_dtype
 
 
@@ -44,7 +44,7 @@ def decay_scan(
     slopes: Tensor | None,
     *,
     initial_state: Tensor | None = None,
-    split: Split | None = None,
+    split: SequenceShard | None = None,
     document_ids: Tensor | None = None,
     chunk_size: int = 64,
     backend: Backend = "auto",
@@ -274,7 +274,9 @@ def _split_self_test(backend: Compiled, device: str) -> str:
 
     def kernel(*inputs: Tensor) -> Tensor:
         q, k, v = (x.unflatten(1, (3, 100))[0] for x in inputs)
-        return kernels.split_scan(q, k, v, slopes, parts, RowsAsRanks().split(parts), backend)[0].flatten(0, 1)[None]
+        return kernels.split_scan(q, k, v, slopes, parts, SingleProcessExchange().split(parts), backend)[0].flatten(
+            0, 1
+        )[None]
 
     def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return decay_scan_reference(q, k, v, slopes, document_ids=documents).output

@@ -56,7 +56,7 @@ def cut(rows: int, length: int) -> Cut:
     return Cut(slots, parts, block_tokens, -(-length // block_tokens))
 
 
-class Sequence(NamedTuple):
+class CudaSequence(NamedTuple):
     """What the launches of one op share."""
 
     slopes: Tensor | None  # [H] fp32
@@ -100,7 +100,7 @@ class Sequence(NamedTuple):
         return total
 
 
-class Scan(NamedTuple):
+class CudaScan(NamedTuple):
     """scan(q, k, v) -> o, like v and contiguous; states [B, H, (slots,) V, K] where `transposed`."""
 
     q: Tensor
@@ -159,7 +159,7 @@ def forward(
     states = sequence.states(plan, parts, initial, reverse=False)
     leaving = k.new_empty(batch, heads, key, value, dtype=torch.float32)
     o = v.new_empty(v.shape)
-    _launch(sequence, plan, [Scan(q, k, v, o, states, leaving)], reverse=False)
+    _launch(sequence, plan, [CudaScan(q, k, v, o, states, leaving)], reverse=False)
     if states is None or plan.blocks == 1:
         states = leaving.new_empty(saved_shape(batch, length, heads, key, value))
     return o, leaving, states
@@ -185,7 +185,7 @@ def backward(
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     plan = _plan(batch * heads, length, together=False)
     entering = initial if plan.blocks == 1 else states
-    _launch(sequence, plan, [Scan(do, v, k, dq, entering, None, transposed=True)], reverse=False)
+    _launch(sequence, plan, [CudaScan(do, v, k, dq, entering, None, transposed=True)], reverse=False)
 
     # dk and dv read the same three tensors: of equal widths, they do so together.
     together = key == value
@@ -193,18 +193,18 @@ def backward(
     parts = sequence.parts(plan, q, do, reverse=True) if parts is None else parts
     gradients = sequence.states(plan, parts, d_leaving, reverse=True)
     d_initial = k.new_empty(batch, heads, key, value, dtype=torch.float32)
-    both = [Scan(v, do, q, dk, gradients, None, transposed=True), Scan(k, q, do, dv, gradients, d_initial)]
+    both = [CudaScan(v, do, q, dk, gradients, None, transposed=True), CudaScan(k, q, do, dv, gradients, d_initial)]
     for scans in [both] if together else [both[:1], both[1:]]:
         _launch(sequence, plan, scans, reverse=True)
     return dq, dk, dv, d_initial
 
 
-def _sequence(k: Tensor, slopes: Tensor | None, documents: Tensor | None) -> Sequence:
+def _sequence(k: Tensor, slopes: Tensor | None, documents: Tensor | None) -> CudaSequence:
     documents = None if documents is None else documents.int()
-    return Sequence(slopes, documents, *k.shape[:3])
+    return CudaSequence(slopes, documents, *k.shape[:3])
 
 
-def _launch(sequence: Sequence, plan: Cut, scans: list[Scan], *, reverse: bool) -> None:
+def _launch(sequence: CudaSequence, plan: Cut, scans: list[CudaScan], *, reverse: bool) -> None:
     key, value = scans[0].k.shape[3], scans[0].v.shape[3]
     shape = sequence.shape(plan, key, value, reverse=reverse)
     arguments = tuple((_operand(x.q), _operand(x.k), _operand(x.v), *x[3:]) for x in scans)

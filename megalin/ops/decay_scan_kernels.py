@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megalin.ops import decay_scan_cuda
-from megalin.ops.split import Borders, Ranks, Split
+from megalin.ops.split import SequenceShard, ShardDocuments, StateExchange
 
 
 def _kernels(backend: str) -> ModuleType:
@@ -209,7 +209,7 @@ def split_scan(
     v: Tensor,
     slopes: Tensor | None,
     document_ids: Tensor | None,
-    split: Split,
+    split: SequenceShard,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """Output and last state of `scan` on this rank's part of each row; no gradient goes through the last state."""
@@ -228,11 +228,11 @@ class _SplitScan(torch.autograd.Function):
         document_ids: Tensor | None,
         continues: Tensor,
         through: Tensor,
-        ranks: Ranks,
+        ranks: StateExchange,
         backend: str,
     ) -> tuple[Tensor, Tensor]:
         added, parts = _begin(k, v, slopes, document_ids, False, backend)
-        entering = ranks.entering(added, total_decay(k, slopes), Borders(continues, through))
+        entering = ranks.entering(added, total_decay(k, slopes), ShardDocuments(continues, through))
         output, state, states = _finish(q, k, v, slopes, entering, document_ids, parts, backend)
         ctx.ranks, ctx.backend = ranks, backend
         ctx.set_materialize_grads(False)
@@ -244,7 +244,7 @@ class _SplitScan(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, slopes, document_ids, continues, through, entering, states = ctx.saved_tensors
         gradient, parts = _begin(q, grads[0], slopes, document_ids, True, ctx.backend)
-        leaving = ctx.ranks.leaving_gradient(gradient, total_decay(k, slopes), Borders(continues, through))
+        leaving = ctx.ranks.leaving_gradient(gradient, total_decay(k, slopes), ShardDocuments(continues, through))
         inputs = (grads[0], leaving, q, k, v, slopes, entering, document_ids, states, parts, ctx.backend)
         return *_finish_backward(*inputs), *(None,) * 6
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalin.ops.split import Borders, Ranks, Split
+from megalin.ops.split import SequenceShard, ShardDocuments, StateExchange
 
 
 def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
@@ -200,7 +200,7 @@ def _(
 
 
 def split_scan(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, document_ids: Tensor | None, split: Split
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, document_ids: Tensor | None, split: SequenceShard
 ) -> tuple[Tensor, Tensor]:
     """Output and last state of `scan` on this rank's part of each row; no gradient goes through the last state."""
     output, state = _SplitScan.apply(q, k, v, log_decay, document_ids, *split.borders, split.ranks)
@@ -218,11 +218,11 @@ class _SplitScan(torch.autograd.Function):
         document_ids: Tensor | None,
         continues: Tensor,
         through: Tensor,
-        ranks: Ranks,
+        ranks: StateExchange,
     ) -> tuple[Tensor, Tensor]:
         added, decay, *begun = _begin(k, v, log_decay, document_ids)
         total = decay.log()[..., None]  # [B, H, 1]
-        entering = ranks.entering(added, total, Borders(continues, through))
+        entering = ranks.entering(added, total, ShardDocuments(continues, through))
         output, state, saved = _finish(q, k, v, entering, document_ids, begun)
         ctx.ranks = ranks
         ctx.set_materialize_grads(False)
@@ -234,6 +234,6 @@ class _SplitScan(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, log_decay, document_ids, continues, through, total, entering, saved = ctx.saved_tensors
         gradient, *begun = _begin_backward(grads[0], q, log_decay, document_ids)
-        leaving = ctx.ranks.leaving_gradient(gradient, total, Borders(continues, through))
+        leaving = ctx.ranks.leaving_gradient(gradient, total, ShardDocuments(continues, through))
         inputs = (grads[0], leaving, q, k, v, log_decay, entering, document_ids, saved, begun)
         return *_finish_backward(*inputs), None, None, None, None

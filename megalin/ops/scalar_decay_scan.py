@@ -21,7 +21,7 @@ from megalin.ops.kernel_limits import WIDTH_UNIT, padded, unsupported
 from megalin.ops.operands import check_scan
 from megalin.ops.scan_states import selected_state
 from megalin.ops.self_test import compare, sample
-from megalin.ops.split import RowsAsRanks, Split
+from megalin.ops.split import SequenceShard, SingleProcessExchange
 from megalin.ops.srmsnorm import compute_dtype
 from megalin.ops.vector_decay_scan import vector_decay_step
 
@@ -35,7 +35,7 @@ def scalar_decay_scan(
     log_decay: Tensor,
     *,
     initial_state: Tensor | None = None,
-    split: Split | None = None,
+    split: SequenceShard | None = None,
     document_ids: Tensor | None = None,
     chunk_size: int = 64,
     backend: Backend = "auto",
@@ -177,7 +177,7 @@ def _split_self_test(backend: Compiled, device: str) -> str:
 
     def kernel(*inputs: Tensor) -> Tensor:
         q, k, v, g = (x.unflatten(1, (3, 100))[0] for x in inputs)
-        return kernels.split_scan(q, k, v, g, parts, RowsAsRanks().split(parts))[0].flatten(0, 1)[None]
+        return kernels.split_scan(q, k, v, g, parts, SingleProcessExchange().split(parts))[0].flatten(0, 1)[None]
 
     def reference(*inputs: Tensor) -> Tensor:
         return scalar_decay_scan_reference(*inputs, document_ids=documents).output

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 
-class Borders(NamedTuple):
+class ShardDocuments(NamedTuple):
     """How the documents of a batch lie on the ranks."""
 
     continues: Tensor
@@ -26,34 +26,34 @@ class Borders(NamedTuple):
     """[B] bool: this rank's tokens are of one document."""
 
 
-class Ranks(Protocol):
+class StateExchange(Protocol):
     """The exchange of states between the ranks of a row, one each way; no autograd.
 
     `log_decay` is T of this rank's tokens, <= 0, in the dtype of the state: [B, H, K or 1], or [H, K or 1] where it is
     equal on every rank, and then never sent.
     """
 
-    def entering(self, state: Tensor, log_decay: Tensor, borders: Borders) -> Tensor:
+    def entering(self, state: Tensor, log_decay: Tensor, borders: ShardDocuments) -> Tensor:
         """S_in [B, H, K, V] of S [B, H, K, V]; zero on the first rank and where a document starts."""
         ...
 
-    def leaving_gradient(self, gradient: Tensor, log_decay: Tensor, borders: Borders) -> Tensor:
+    def leaving_gradient(self, gradient: Tensor, log_decay: Tensor, borders: ShardDocuments) -> Tensor:
         """dS [B, H, K, V] of dS_in [B, H, K, V]; zero on the last rank and where a document ends."""
         ...
 
 
-class Split(NamedTuple):
+class SequenceShard(NamedTuple):
     """That a rank holds a part of each row."""
 
-    ranks: Ranks
-    borders: Borders
+    ranks: StateExchange
+    borders: ShardDocuments
 
     def fold(self, state: Tensor, log_decay: Tensor) -> Tensor:
         """S_in [B, H, K, V] of this rank's S and T, with gradients for both: one exchange each way.
 
         Args:
             state: S [B, H, K, V], in at least fp32.
-            log_decay: T as `Ranks` has it, in any dtype.
+            log_decay: T as `StateExchange` has it, in any dtype.
         """
         entering: Tensor = _Fold.apply(state, log_decay.to(state.dtype), *self.borders, self.ranks)
         return entering
@@ -63,8 +63,10 @@ class _Fold(torch.autograd.Function):
     """dT = sum over V of exp(T) S_in dS where one document fills the shard."""
 
     @staticmethod
-    def forward(ctx: Any, state: Tensor, log_decay: Tensor, continues: Tensor, through: Tensor, ranks: Ranks) -> Tensor:
-        entering = ranks.entering(state, log_decay, Borders(continues, through))
+    def forward(
+        ctx: Any, state: Tensor, log_decay: Tensor, continues: Tensor, through: Tensor, ranks: StateExchange
+    ) -> Tensor:
+        entering = ranks.entering(state, log_decay, ShardDocuments(continues, through))
         ctx.ranks = ranks
         ctx.save_for_backward(entering, log_decay, continues, through)
         return entering
@@ -72,7 +74,7 @@ class _Fold(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         entering, log_decay, continues, through = ctx.saved_tensors
-        d_state = ctx.ranks.leaving_gradient(grads[0], log_decay, Borders(continues, through))
+        d_state = ctx.ranks.leaving_gradient(grads[0], log_decay, ShardDocuments(continues, through))
         d_decay = None
         if ctx.needs_input_grad[1]:
             passed = torch.exp(log_decay)[..., None] * entering * d_state
@@ -80,21 +82,21 @@ class _Fold(torch.autograd.Function):
         return d_state, d_decay, None, None, None
 
 
-class RowsAsRanks:
-    """`Ranks` in one process, for self-tests and tests: row r of a batch holds the tokens of rank r of one long row."""
+class SingleProcessExchange:
+    """`StateExchange` in one process, for tests: batch row r holds the tokens of rank r of one sequence."""
 
-    def split(self, document_ids: Tensor) -> Split:
+    def split(self, document_ids: Tensor) -> SequenceShard:
         """For document_ids [cp, T]."""
         first, last = document_ids[:, 0], document_ids[:, -1]
-        return Split(self, Borders((first[:, None] == last).tril(-1)[..., None], first == last))
+        return SequenceShard(self, ShardDocuments((first[:, None] == last).tril(-1)[..., None], first == last))
 
-    def entering(self, state: Tensor, log_decay: Tensor, borders: Borders) -> Tensor:
+    def entering(self, state: Tensor, log_decay: Tensor, borders: ShardDocuments) -> Tensor:
         return self._received(state, log_decay, borders, list(range(len(state))))
 
-    def leaving_gradient(self, gradient: Tensor, log_decay: Tensor, borders: Borders) -> Tensor:
+    def leaving_gradient(self, gradient: Tensor, log_decay: Tensor, borders: ShardDocuments) -> Tensor:
         return self._received(gradient, log_decay, borders, list(range(len(gradient)))[::-1])
 
-    def _received(self, x: Tensor, log_decay: Tensor, borders: Borders, order: list[int]) -> Tensor:
+    def _received(self, x: Tensor, log_decay: Tensor, borders: ShardDocuments, order: list[int]) -> Tensor:
         passed = log_decay.exp().expand(*x.shape[:2], -1)[..., None] * borders.through[:, None, None, None]
         received = torch.zeros_like(x)
         for rank, next_rank in pairwise(order):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalin.ops.split import Borders, Ranks, Split
+from megalin.ops.split import SequenceShard, ShardDocuments, StateExchange
 
 CHUNK = 64
 
@@ -236,7 +236,7 @@ def split_scan(
     v: Tensor,
     log_decay: Tensor,
     document_ids: Tensor | None,
-    split: Split,
+    split: SequenceShard,
     scale: float,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -256,13 +256,13 @@ class _SplitScan(torch.autograd.Function):
         document_ids: Tensor | None,
         continues: Tensor,
         through: Tensor,
-        ranks: Ranks,
+        ranks: StateExchange,
         scale: float,
         keep: bool,
     ) -> tuple[Tensor, Tensor]:
         added, decay, *begun = _begin(q, k, v, log_decay, document_ids, scale)
         total = decay.log()  # [B, H, K]
-        entering = ranks.entering(added, total, Borders(continues, through))
+        entering = ranks.entering(added, total, ShardDocuments(continues, through))
         output, state, states = _finish(v, entering, begun, keep)
         ctx.set_materialize_grads(False)
         ctx.ranks, ctx.scale = ranks, scale
@@ -274,7 +274,7 @@ class _SplitScan(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, log_decay, document_ids, continues, through, total, *saved = ctx.saved_tensors
         gradient, *segments = _begin_backward(grads[0], saved[:5])
-        leaving = ctx.ranks.leaving_gradient(gradient, total, Borders(continues, through))
+        leaving = ctx.ranks.leaving_gradient(gradient, total, ShardDocuments(continues, through))
         inputs = (grads[0], leaving, q, k, v, log_decay, document_ids)
         return *_finish_backward(*inputs, saved, segments, ctx.scale), *(None,) * 6
 

@@ -24,7 +24,7 @@ from megalin.ops.decay_scan import ScanOutput
 from megalin.ops.operands import check_operands, check_scan
 from megalin.ops.scan_states import selected_state
 from megalin.ops.self_test import compare, sample
-from megalin.ops.split import RowsAsRanks, Split
+from megalin.ops.split import SequenceShard, SingleProcessExchange
 from megalin.ops.srmsnorm import KERNEL_DTYPES, compute_dtype
 
 SUB_BLOCK = 16
@@ -40,7 +40,7 @@ def vector_decay_scan(
     *,
     scale: float = 1.0,
     initial_state: Tensor | None = None,
-    split: Split | None = None,
+    split: SequenceShard | None = None,
     document_ids: Tensor | None = None,
     chunk_size: int = 64,
     backend: Backend = "auto",
@@ -276,7 +276,7 @@ def _split_self_test(backend: Compiled, device: str) -> str:
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
         q, k, v, g = (x.view(3, 100, 2, 20) for x in (q, k, v.bfloat16(), -0.05 * g.exp()))
-        output, _ = kernels.split_scan(q, k, v, g, parts, RowsAsRanks().split(parts), 0.5, True)
+        output, _ = kernels.split_scan(q, k, v, g, parts, SingleProcessExchange().split(parts), 0.5, True)
         return output.flatten(0, 1)[None]
 
     def reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Collectives on one axis of the mesh, each with its adjoint beside it.
 
-All are functional (`torch.distributed._functional_collectives`), so autograd and torch.compile see what they do: an
-in-place all-reduce inside an autograd.Function compiles to a zero gradient on torch 2.11, without a word. A result
-is waited on at its first use; `finish` waits before a compiled module. On an axis of size 1 every collective is the
+All are functional (`torch.distributed._functional_collectives`), so autograd and torch.compile can trace them: torch
+2.11 silently compiles an in-place all-reduce inside an autograd.Function to a zero gradient. A result is waited on at
+its first use; `wait_tensor_with_grad` waits before a compiled module. On an axis of size 1 every collective is the
 identity.
 """
 
@@ -52,7 +52,7 @@ which some were dropped without a wait ended in a segmentation fault (torch 2.13
 
 
 def _wait_at_once(result: Tensor, x: Tensor) -> Tensor:
-    return arrived(result) if x.device.type in WAITED_AT_ONCE else result
+    return wait_tensor(result) if x.device.type in WAITED_AT_ONCE else result
 
 
 def all_reduce(x: Tensor, axis: Axis, *, operation: str = "sum") -> Tensor:
@@ -88,7 +88,7 @@ def all_to_all(x: Tensor, axis: Axis, *, split: int, join: int) -> Tensor:
     return torch.cat(received.chunk(axis.size), join)
 
 
-def send_along(x: Tensor, baton: Tensor, axis: Axis, *, step: int, wanted: int) -> tuple[Tensor, Tensor]:
+def ring_shift(x: Tensor, baton: Tensor, axis: Axis, *, step: int, wanted: int) -> tuple[Tensor, Tensor]:
     """Sends `x` to the rank `step` further, and returns what comes from the rank `step` before. Not differentiable.
 
     Every rank of the axis calls it. The baton, one zero, goes round with it, to be given to the next call and added to
@@ -184,19 +184,19 @@ class _Finish(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return arrived(x) if isinstance(x, functional.AsyncCollectiveTensor) else x.view_as(x)
+        return wait_tensor(x) if isinstance(x, functional.AsyncCollectiveTensor) else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         return grads[0]
 
 
-def arrived(x: Tensor) -> Tensor:
+def wait_tensor(x: Tensor) -> Tensor:
     """`x` itself, or the plain tensor that a collective leaves in it, waited for. Not differentiable."""
     return x.trigger_wait() if isinstance(x, functional.AsyncCollectiveTensor) else x
 
 
-def finish(x: Tensor) -> Tensor:
+def wait_tensor_with_grad(x: Tensor) -> Tensor:
     """`x` after any collective that it waits for: what a compiled module may take as input. The gradient of a pending
     result is lost there, without a word."""
     return _Finish.apply(x)
@@ -222,6 +222,6 @@ def reduce_scatter_to_axis(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
     return x if axis.size == 1 else _ReduceScatter.apply(x, axis, dim)
 
 
-def exchange_over_axis(x: Tensor, axis: Axis, *, split: int, join: int) -> Tensor:
+def all_to_all_over_axis(x: Tensor, axis: Axis, *, split: int, join: int) -> Tensor:
     """All-to-all from parts along `split` to parts along `join` forward, the way back for the gradient."""
     return x if axis.size == 1 else _Exchange.apply(x, axis, split, join)

@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megalin.ops.split import Borders, Split
+from megalin.ops.split import SequenceShard, ShardDocuments
 from megalin.parallel.collectives import (
     Axis,
     all_gather,
+    all_to_all_over_axis,
     copy_to_axis,
-    exchange_over_axis,
     gather_from_axis,
     local_slice,
     reduce_from_axis,
     reduce_scatter_to_axis,
 )
-from megalin.parallel.fold import Step, sum_at_once, sum_in_turn
+from megalin.parallel.fold import Direction, all_gather_states, ring_states
 from megalin.parallel.tensor_parallel import TensorParallel
 
 ExchangeName = Literal["auto", "all_gather", "ring", "pipelined"]
@@ -36,7 +36,7 @@ TOKENS = 1
 """The dimension of [B, T, ...] along which the sequence is split."""
 
 
-class Row(NamedTuple):
+class FullSequenceInfo(NamedTuple):
     """What a rank knows of all tokens of its rows, those of the other ranks too."""
 
     document_ids: Tensor | None
@@ -87,16 +87,16 @@ class ContextParallel:
         before = tails.narrow(TOKENS, self.axis.rank * num - reach, reach)
         return torch.cat([before, document_ids], dim=TOKENS)
 
-    def row(self, document_ids: Tensor | None, valid: Tensor | None) -> Row:
+    def row(self, document_ids: Tensor | None, valid: Tensor | None) -> FullSequenceInfo:
         """Gathers what is known of each rank's tokens [B, T/cp], for mixers that need it of all, once a batch."""
         ids, bits = (None if x is None else self._whole(x) for x in (document_ids, valid))
-        return Row(ids, bits)
+        return FullSequenceInfo(ids, bits)
 
     def _whole(self, x: Tensor) -> Tensor:
         # Not every backend sends bools.
         return all_gather(x.to(torch.uint8) if x.dtype == torch.bool else x, self.axis, dim=TOKENS).to(x.dtype)
 
-    def borders(self, tokens: Tensor, document_ids: Tensor | None) -> Borders | None:
+    def borders(self, tokens: Tensor, document_ids: Tensor | None) -> ShardDocuments | None:
         """Exchanges the documents at the ends of the shards, once a batch; None on an axis of size 1.
 
         Args:
@@ -112,41 +112,41 @@ class ContextParallel:
             ends = all_gather(own, self.axis, dim=0).unflatten(0, (self.size, 2))  # [cp, 2, B]
         return self._borders(ends)
 
-    def borders_of(self, ids: Tensor) -> Borders:
+    def borders_of(self, ids: Tensor) -> ShardDocuments:
         """The borders of any runs of tokens, whose ids [B, T] every rank has of whole rows; sends nothing."""
         shards = ids.unflatten(TOKENS, (self.size, -1))  # [B, cp, T/cp]
         return self._borders(torch.stack([shards[..., 0].T, shards[..., -1].T], dim=1))
 
-    def _borders(self, ends: Tensor) -> Borders:
+    def _borders(self, ends: Tensor) -> ShardDocuments:
         """Borders of the ids at the first and the last token of each rank, [cp, 2, B]."""
         earlier = torch.ones(self.size, self.size, dtype=torch.bool, device=ends.device).tril(-1)
         same = ends[:, None, 0] == ends[None, :, 1]  # [cp, cp, B]
-        return Borders(same & earlier[..., None], ends[self.axis.rank, 0] == ends[self.axis.rank, 1])
+        return ShardDocuments(same & earlier[..., None], ends[self.axis.rank, 0] == ends[self.axis.rank, 1])
 
-    def split(self, borders: Borders | None) -> Split | None:
+    def split(self, borders: ShardDocuments | None) -> SequenceShard | None:
         """What a scan takes of a row of which this rank holds a part; None where it holds all (`borders`)."""
-        return None if borders is None else Split(self, borders)
+        return None if borders is None else SequenceShard(self, borders)
 
-    def fold(self, state: Tensor, log_decay: Tensor, borders: Borders) -> Tensor:
+    def fold(self, state: Tensor, log_decay: Tensor, borders: ShardDocuments) -> Tensor:
         """The state that enters this rank's tokens [B, H, K, V], of the document of the first of them, with gradients;
-        arguments as `Split.fold` has them."""
-        return Split(self, borders).fold(state, log_decay)
+        arguments as `SequenceShard.fold` has them."""
+        return SequenceShard(self, borders).fold(state, log_decay)
 
-    def entering(self, state: Tensor, log_decay: Tensor, borders: Borders) -> Tensor:
+    def entering(self, state: Tensor, log_decay: Tensor, borders: ShardDocuments) -> Tensor:
         """As `ops.split.Ranks` has it: S -> S_in, one exchange."""
         return self._received(state, log_decay, borders, step=1)
 
-    def leaving_gradient(self, gradient: Tensor, log_decay: Tensor, borders: Borders) -> Tensor:
+    def leaving_gradient(self, gradient: Tensor, log_decay: Tensor, borders: ShardDocuments) -> Tensor:
         """As `ops.split.Ranks` has it: dS_in -> dS, one exchange."""
         return self._received(gradient, log_decay, borders, step=-1)
 
-    def _received(self, x: Tensor, log_decay: Tensor, borders: Borders, *, step: Step) -> Tensor:
+    def _received(self, x: Tensor, log_decay: Tensor, borders: ShardDocuments, *, step: Direction) -> Tensor:
         if self.exchange == "all_gather":
-            return sum_at_once(x, log_decay, borders, axis=self.axis, step=step)
+            return all_gather_states(x, log_decay, borders, axis=self.axis, step=step)
         num_blocks = 1 if self.exchange == "ring" else self.size
-        return sum_in_turn(x, log_decay, borders, axis=self.axis, step=step, num_blocks=num_blocks)
+        return ring_states(x, log_decay, borders, axis=self.axis, step=step, num_blocks=num_blocks)
 
-    def halo(self, x: Tensor, borders: Borders, document_ids: Tensor | None, *, width: int) -> Tensor:
+    def halo(self, x: Tensor, borders: ShardDocuments, document_ids: Tensor | None, *, width: int) -> Tensor:
         """The `width` inputs before this rank's tokens, zero where they are of another document than the first token,
         and before the row: x [B, T/cp, D] -> [B, width, D]. An all-gather of `width` tokens a rank forward, a
         reduce-scatter backward."""
@@ -159,7 +159,7 @@ class ContextParallel:
         known = functional.pad(tails.masked_fill(~seen[..., None], 0.0), (0, 0, width, 0))
         return known.narrow(TOKENS, self.axis.rank * num, width)
 
-    def around(self, first: Tensor, last: Tensor, borders: Borders) -> tuple[Tensor, Tensor]:
+    def around(self, first: Tensor, last: Tensor, borders: ShardDocuments) -> tuple[Tensor, Tensor]:
         """The sums, over the ranks before and over those after, of what belongs to the run of tokens that this rank's
         first token continues, and that its last token starts. Both [B, H, K, V], zero where there is nothing; an
         all-gather of twice as much a rank forward, a reduce-scatter backward.
@@ -182,12 +182,12 @@ class ContextParallel:
         if self.size == 1:
             return tensors
         parts = torch.cat([x.unflatten(2, (self.size, -1)) for x in tensors], dim=3)  # [B, T/cp, cp, sum of H/cp, K]
-        whole = exchange_over_axis(parts, self.axis, split=2, join=TOKENS).squeeze(2)
+        whole = all_to_all_over_axis(parts, self.axis, split=2, join=TOKENS).squeeze(2)
         return whole.split([x.shape[2] // self.size for x in tensors], dim=2)
 
     def to_tokens(self, x: Tensor) -> Tensor:
         """The way back: [B, T, H/cp, K] -> [B, T/cp, H, K]. One all-to-all each way."""
-        return exchange_over_axis(x, self.axis, split=TOKENS, join=2)
+        return all_to_all_over_axis(x, self.axis, split=TOKENS, join=2)
 
     def gather_tokens(self, x: Tensor) -> Tensor:
         """[B, T/cp, ...] -> [B, T, ...] of every rank: all-gather forward, reduce-scatter backward."""

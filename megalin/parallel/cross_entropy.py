@@ -11,7 +11,7 @@ from torch.nn import functional
 from megalin.ops.backend import Backend
 from megalin.ops.linear_cross_entropy import VocabularySlice, choose_backend, fused_linear_cross_entropy
 from megalin.ops.srmsnorm import compute_dtype
-from megalin.parallel.collectives import Axis, all_gather, all_reduce, finish
+from megalin.parallel.collectives import Axis, all_gather, all_reduce, wait_tensor_with_grad
 
 IGNORED_LABEL = -100
 """A label that takes no part in the loss."""
@@ -107,7 +107,7 @@ def vocab_parallel_linear_cross_entropy(
         vocabulary=VocabularySlice(first, min(max(vocab_size - first, 0), len(weight))),
         ignored_label=IGNORED_LABEL,
         token_weights=token_weights.flatten(),
-        gather=lambda statistics: finish(all_gather(statistics[None], axis, dim=0)),
+        gather=lambda statistics: wait_tensor_with_grad(all_gather(statistics[None], axis, dim=0)),
     )
 
 

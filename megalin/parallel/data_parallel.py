@@ -12,7 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch.distributed.tensor import DTensor, Shard
 
 from megalin.parallel.collectives import all_reduce
-from megalin.parallel.embedding import VocabParallelTable
+from megalin.parallel.embedding import VocabParallelEmbedding
 from megalin.parallel.mesh import Mesh, covering_axes
 from megalin.parallel.tensor_parallel import local
 
@@ -24,7 +24,7 @@ def shard_model(
     mesh: Mesh,
     *,
     compute_dtype: torch.dtype,
-    head: VocabParallelTable | None = None,
+    head: VocabParallelEmbedding | None = None,
 ) -> None:
     """Shards `model` in place over the data axis: each block is a unit, the head is, and the rest is one.
 
@@ -166,7 +166,7 @@ def finish_backward(model: nn.Module, mesh: Mesh) -> None:
 
 
 @contextmanager
-def joined_streams(model: nn.Module) -> Iterator[None]:
+def ordered_cuda_streams(model: nn.Module) -> Iterator[None]:
     """For the body, the streams on which a model that has run gathers weights and reduces gradients start after what
     the current stream was given before, and what it is given after starts after theirs: a graph that is recorded of the
     body has all of their work, and ends with it."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megalin.parallel.cross_entropy import vocab_parallel_linear_cross_entropy, vocab_parallel_logits
-from megalin.parallel.initialisation import Draw, Initialiser, constant, normal
+from megalin.parallel.initialisation import FillFunction, Initializer, constant, normal
 from megalin.parallel.tensor_parallel import TOKENS, TensorParallel, local
 
 ROW_MULTIPLE = 128
@@ -20,7 +20,7 @@ def padded_rows(vocab_size: int) -> int:
     return -(-vocab_size // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
-class VocabParallelTable(nn.Module):
+class VocabParallelEmbedding(nn.Module):
     """A [padded vocabulary, D] table, rows split over the axis; rows beyond the vocabulary are zero and masked."""
 
     def __init__(self, vocab_size: int, hidden_size: int, *, tp: TensorParallel, std: float) -> None:
@@ -32,11 +32,11 @@ class VocabParallelTable(nn.Module):
         self.first_row = tp.axis.rank * self.local_rows
         self.weight = tp.parameter(rows, hidden_size, shard_dim=0)
 
-    def fill(self, draw: Draw) -> None:
+    def init_weights(self, initializer: Initializer) -> None:
         """Draws the rows of real tokens from N(0, std^2); padding is zero."""
-        draw(self.weight, "weight", self._rows(normal(self.std)))
+        initializer(self.weight, "weight", self._rows(normal(self.std)))
 
-    def _rows(self, initialise: Initialiser) -> Initialiser:
+    def _rows(self, initialise: FillFunction) -> FillFunction:
         def padded(full: Tensor, generator: torch.Generator) -> None:
             full.zero_()
             initialise(full[: self.vocab_size], generator)
@@ -79,16 +79,16 @@ class VocabParallelTable(nn.Module):
 
 
 class VocabularyBias(nn.Module):
-    """One number a token id, added to its logit; rows split as those of `VocabParallelTable`, zero at first."""
+    """One number a token id, added to its logit; rows split as those of `VocabParallelEmbedding`, zero at first."""
 
     def __init__(self, vocab_size: int, *, tp: TensorParallel) -> None:
         super().__init__()
         self.vocab_size = vocab_size
         self.bias = tp.parameter(padded_rows(vocab_size), shard_dim=0)
 
-    def fill(self, draw: Draw) -> None:
+    def init_weights(self, initializer: Initializer) -> None:
         """Zeros."""
-        draw(self.bias, "bias", constant(0.0))
+        initializer(self.bias, "bias", constant(0.0))
 
     def padded_parameters(self) -> int:
         """Elements that belong to no token."""
@@ -99,7 +99,7 @@ class VocabularyBias(nn.Module):
         return logits + local(self.bias)
 
 
-class StreamTable(nn.Module):
+class ReplicatedEmbedding(nn.Module):
     """A [rows, D] table that every rank holds whole: positions and token types, added to the residual stream."""
 
     def __init__(self, rows: int, hidden_size: int, *, tp: TensorParallel, std: float) -> None:
@@ -107,9 +107,9 @@ class StreamTable(nn.Module):
         self.std, self.tp = std, tp
         self.weight = tp.parameter(rows, hidden_size, shard_dim=None)
 
-    def fill(self, draw: Draw) -> None:
+    def init_weights(self, initializer: Initializer) -> None:
         """Draws the rows from N(0, std^2)."""
-        draw(self.weight, "weight", normal(self.std))
+        initializer(self.weight, "weight", normal(self.std))
 
     def forward(self, index: Tensor) -> Tensor:
         """[B, T] row numbers, of all tokens -> rows [B, T or T/tp, D] of the residual stream."""

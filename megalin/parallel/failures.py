@@ -21,7 +21,7 @@ _ANSWER_SECONDS = 1.0
 """How often a rank looks whether another one asks who is there."""
 
 
-class Meeting(NamedTuple):
+class Rendezvous(NamedTuple):
     """Where the ranks of a process group meet, as one of them sees it."""
 
     store: dist.Store  # type: ignore[name-defined]
@@ -31,7 +31,7 @@ class Meeting(NamedTuple):
     """How long a rank waits for another one in an exchange."""
 
 
-def meeting() -> Meeting:
+def default_rendezvous() -> Rendezvous:
     """That of the default process group."""
     timeout = EXCHANGE_TIMEOUT
     if "gloo" in dist.get_backend_config():  # not for a plan, where nothing is sent
@@ -39,11 +39,11 @@ def meeting() -> Meeting:
         backend = dist.group.WORLD._get_backend(torch.device("cpu"))
         # With TORCH_DISTRIBUTED_DEBUG=DETAIL a wrapper stands before it.
         timeout = getattr(backend, "wrapped_pg", backend).options._timeout
-    return Meeting(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size(), timeout)
+    return Rendezvous(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size(), timeout)
 
 
 @contextmanager
-def naming_silent_ranks(place: Meeting) -> Iterator[None]:
+def report_failed_ranks(place: Rendezvous) -> Iterator[None]:
     """Where an exchange of the body fails, tells which ranks do not fail with it: those that died, stalled or left.
 
     Ranks that wait for another give up after the timeout, all within a short time of each other; in a pipeline, or on
@@ -68,7 +68,7 @@ def _is_of_an_exchange(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and told)
 
 
-def _blamed(place: Meeting) -> str:
+def _blamed(place: Rendezvous) -> str:
     store, silent = place.store, [other for other in range(place.world_size) if other != place.rank]
     deadline = time.monotonic() + min(_WORD_SECONDS, place.timeout.total_seconds())
     try:
@@ -84,7 +84,7 @@ def _blamed(place: Meeting) -> str:
 
 
 @contextmanager
-def answering(place: Meeting) -> Iterator[None]:
+def answering(place: Rendezvous) -> Iterator[None]:
     """During the body, a thread tells ranks whose exchange failed that this process lives, which may itself wait for
     one of them."""
     ended = threading.Event()

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401
 
 from megalin.parallel.collectives import EXCHANGE_TIMEOUT
 from megalin.parallel.mesh import Mesh, ParallelConfig
-from megalin.parallel.overlapped_products import StreamCopies
+from megalin.parallel.overlapped_products import AsyncTPBuffers
 from megalin.parallel.peer_memory import OpenMemory
 from megalin.parallel.tensor_parallel import TensorParallel
 
@@ -38,13 +38,13 @@ def fake_mesh(
     world_size: int,
     *,
     tensor_parallel: type[TensorParallel] = LocalTensorParallel,
-    stream_copied: bool = False,
+    async_tp: bool = False,
 ) -> Iterator[Mesh]:
     """The mesh as rank 0 of `world_size` ranks sees it. No process group may be initialised; that of the mesh ends with
     the body.
 
     Args:
-        stream_copied: whether products run beside copies of the stream, as on GPUs of one host; of `config.tp_transfer`
+        async_tp: whether products run beside copies of the stream, as on GPUs of one host; of `config.tp_transfer`
             nothing is read.
 
     Raises:
@@ -56,9 +56,11 @@ def fake_mesh(
         # A mesh on CPUs refuses copies, which have no engines there.
         by_collectives = config.model_copy(update={"tp_transfer": "collective"})
         mesh = Mesh(by_collectives, torch.device("cpu"), tensor_parallel=tensor_parallel)
-        if stream_copied:
+        if async_tp:
             axis = mesh.tp.axis
-            mesh.tp.buffers = StreamCopies(axis.group_name, axis.rank, axis.size, _no_memory, timeout=EXCHANGE_TIMEOUT)
+            mesh.tp.buffers = AsyncTPBuffers(
+                axis.group_name, axis.rank, axis.size, _no_memory, timeout=EXCHANGE_TIMEOUT
+            )
         yield mesh
     finally:
         dist.destroy_process_group()

@@ -11,13 +11,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megalin.ops.split import Borders
-from megalin.parallel.collectives import Axis, all_gather, send_along
+from megalin.ops.split import ShardDocuments
+from megalin.parallel.collectives import Axis, all_gather, ring_shift
 
-Step = Literal[1, -1]
+Direction = Literal[1, -1]
 
 
-def sum_at_once(state: Tensor, log_decay: Tensor, borders: Borders, *, axis: Axis, step: Step) -> Tensor:
+def all_gather_states(
+    state: Tensor, log_decay: Tensor, borders: ShardDocuments, *, axis: Axis, step: Direction
+) -> Tensor:
     """x_in [B, H, K, V] by an all-gather of every rank's x [B, H, K, V] and total decay (LASP-2)."""
     if log_decay.dim() == 2:
         states = all_gather(state[None], axis, dim=0)  # [cp, B, H, K, V]
@@ -37,8 +39,8 @@ def sum_at_once(state: Tensor, log_decay: Tensor, borders: Borders, *, axis: Axi
     return (_weights(totals, between, continues) * states).sum(0)
 
 
-def sum_in_turn(
-    state: Tensor, log_decay: Tensor, borders: Borders, *, axis: Axis, step: Step, num_blocks: int
+def ring_states(
+    state: Tensor, log_decay: Tensor, borders: ShardDocuments, *, axis: Axis, step: Direction, num_blocks: int
 ) -> Tensor:
     """x_in [B, H, K, V] by states that go from rank to rank, each adding its own:
     x_in(r + step) = x(r) + exp(T_r) x_in(r) where the document goes on. A rank sends one state each way, however many
@@ -65,7 +67,7 @@ def sum_in_turn(
             payload = (own[sent] + passed * arrived[sent]).flatten()
         if place > 0 and 0 <= received < num_blocks:
             wanted = arrived[received].numel()
-        came, baton = send_along(payload, baton, axis, step=step, wanted=wanted)
+        came, baton = ring_shift(payload, baton, axis, step=step, wanted=wanted)
         if wanted:
             kept = borders.continues[max(axis.rank, sender), min(axis.rank, sender)]
             arrived[received] = came.view_as(arrived[received]).where(kept[:, None, None, None], 0.0)

@@ -10,26 +10,26 @@ from torch import Tensor, nn
 
 from megalin.parallel.tensor_parallel import assign
 
-Initialiser = Callable[[Tensor, torch.Generator], object]
+FillFunction = Callable[[Tensor, torch.Generator], object]
 """Fills a whole fp32 tensor in place from a generator."""
 
 
-def normal(std: float) -> Initialiser:
+def normal(std: float) -> FillFunction:
     """N(0, std^2)."""
     return lambda full, generator: full.normal_(0.0, std, generator=generator)
 
 
-def uniform(bound: float) -> Initialiser:
+def uniform(bound: float) -> FillFunction:
     """Evenly in [-bound, bound]."""
     return lambda full, generator: full.uniform_(-bound, bound, generator=generator)
 
 
-def constant(value: Tensor | float) -> Initialiser:
+def constant(value: Tensor | float) -> FillFunction:
     """A given tensor (or number), the same on every mesh."""
     return lambda full, generator: full.copy_(torch.as_tensor(value))
 
 
-class Draw:
+class Initializer:
     """Draws the parameters of one module; the only source of randomness in a model's initialisation.
 
     The whole tensor is drawn in fp32 on the parameter's device from a generator seeded by (seed, name, part), then
@@ -39,11 +39,11 @@ class Draw:
     def __init__(self, seed: int, prefix: str = "") -> None:
         self.seed, self.prefix = seed, prefix
 
-    def child(self, prefix: str) -> Draw:
-        """The draw for the module whose global name is `prefix`."""
-        return Draw(self.seed, f"{prefix}." if prefix else "")
+    def child(self, prefix: str) -> Initializer:
+        """The initializer of the module whose global name is `prefix`."""
+        return Initializer(self.seed, f"{prefix}." if prefix else "")
 
-    def __call__(self, parameter: nn.Parameter, name: str, initialise: Initialiser) -> None:
+    def __call__(self, parameter: nn.Parameter, name: str, initialise: FillFunction) -> None:
         """Fills `parameter`, which the module calls `name`, by `initialise`."""
         full = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
         for part, matrix in enumerate(full if full.dim() == 3 else full[None]):
@@ -55,12 +55,12 @@ class Draw:
         return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-def fill(model: nn.Module, seed: int) -> None:
-    """Fills every parameter and buffer of a materialised `model`: each module that holds some has `fill(draw)`.
+def init_weights(model: nn.Module, seed: int) -> None:
+    """Fills every parameter and buffer of a materialised `model` by the `init_weights(initializer)` of its modules.
 
     Children come before their parents, which may derive buffers from the children's weights.
     """
-    draw = Draw(seed)
+    initializer = Initializer(seed)
     for name, module in reversed(list(model.named_modules())):
-        if hasattr(module, "fill"):
-            module.fill(draw.child(name))
+        if hasattr(module, "init_weights"):
+            module.init_weights(initializer.child(name))

@@ -11,7 +11,7 @@ from torch.nn import functional
 from megalin.ops.gated_squares import GatedSquares, gated_squares
 from megalin.ops.skip_gated_squares import skip_gated_squares
 from megalin.ops.srmsnorm import compute_dtype
-from megalin.parallel.initialisation import Draw, constant, normal
+from megalin.parallel.initialisation import Initializer, constant, normal
 from megalin.parallel.tensor_parallel import TensorParallel, local
 
 
@@ -42,11 +42,11 @@ class ColumnParallelLinear(nn.Module):
         self.weight = tp.fused_parameter(parts, out_features, in_features)
         self.bias = tp.parameter(parts, out_features, shard_dim=1) if bias else None
 
-    def fill(self, draw: Draw) -> None:
+    def init_weights(self, initializer: Initializer) -> None:
         """Draws the weight from N(0, std^2); the bias is zero."""
-        draw(self.weight, "weight", normal(self.std))
+        initializer(self.weight, "weight", normal(self.std))
         if self.bias is not None:
-            draw(self.bias, "bias", constant(0.0))
+            initializer(self.bias, "bias", constant(0.0))
 
     @overload
     def forward(
@@ -100,11 +100,11 @@ class RowParallelLinear(nn.Module):
         self.weight = tp.parameter(out_features, in_features, shard_dim=1)
         self.bias = tp.parameter(out_features, shard_dim=None) if bias else None
 
-    def fill(self, draw: Draw) -> None:
+    def init_weights(self, initializer: Initializer) -> None:
         """Draws the weight from N(0, std^2); the bias is zero."""
-        draw(self.weight, "weight", normal(self.std))
+        initializer(self.weight, "weight", normal(self.std))
         if self.bias is not None:
-            draw(self.bias, "bias", constant(0.0))
+            initializer(self.bias, "bias", constant(0.0))
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, in/tp] -> [B, T, out], the residual stream's layout."""
@@ -152,13 +152,13 @@ class NormedRowParallelLinear(RowParallelLinear):
         if norm == "layernorm":
             self.norm_bias = tp.parameter(in_features, shard_dim=0)
 
-    def fill(self, draw: Draw) -> None:
+    def init_weights(self, initializer: Initializer) -> None:
         """Draws the weight from N(0, std^2); the norm's weight is one, biases are zero."""
-        super().fill(draw)
+        super().init_weights(initializer)
         if self.norm != "srmsnorm":
-            draw(self.norm_weight, "norm_weight", constant(1.0))
+            initializer(self.norm_weight, "norm_weight", constant(1.0))
         if self.norm == "layernorm":
-            draw(self.norm_bias, "norm_bias", constant(0.0))
+            initializer(self.norm_bias, "norm_bias", constant(0.0))
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         """x and, where there is one, gate [B, T, in/tp] -> [B, T, out], the residual stream's layout."""
@@ -210,10 +210,10 @@ class LowRankLinear(nn.Module):
         self.down = tp.parameter(rank, in_features, shard_dim=None)
         self.up = tp.parameter(out_features, rank, shard_dim=0)
 
-    def fill(self, draw: Draw) -> None:
+    def init_weights(self, initializer: Initializer) -> None:
         """Draws both matrices from N(0, std^2)."""
-        draw(self.down, "down", normal(self.std))
-        draw(self.up, "up", normal(self.std))
+        initializer(self.down, "down", normal(self.std))
+        initializer(self.up, "up", normal(self.std))
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, in] (after `TensorParallel.enter`) -> [B, T, out/tp]."""
@@ -236,11 +236,11 @@ class ReplicatedLinear(nn.Module):
         self.weight = tp.parameter(out_features, in_features, shard_dim=None)
         self.bias = tp.parameter(out_features, shard_dim=None) if bias else None
 
-    def fill(self, draw: Draw) -> None:
+    def init_weights(self, initializer: Initializer) -> None:
         """Draws the weight from N(0, std^2); the bias is zero."""
-        draw(self.weight, "weight", normal(self.std))
+        initializer(self.weight, "weight", normal(self.std))
         if self.bias is not None:
-            draw(self.bias, "bias", constant(0.0))
+            initializer(self.bias, "bias", constant(0.0))
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""

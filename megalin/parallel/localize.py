@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from megalin.parallel.collectives import arrived
+from megalin.parallel.collectives import wait_tensor
 from megalin.parallel.data_parallel import shard_dim
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.tensor_parallel import local
@@ -54,7 +54,7 @@ def _plain(parameter: nn.Parameter) -> nn.Parameter:
     if isinstance(parameter, DTensor) and parameter.placements[0].is_shard() and parameter.device_mesh.size() > 1:
         plain.tensor_model_parallel = True  # type: ignore[attr-defined]
     if plain.requires_grad:
-        plain.register_hook(arrived)
+        plain.register_hook(wait_tensor)
     return plain
 
 

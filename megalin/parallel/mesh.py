@@ -15,8 +15,8 @@ from megalin.config import Config
 from megalin.errors import ConfigError
 from megalin.parallel.collectives import EXCHANGE_TIMEOUT, Axis, all_reduce
 from megalin.parallel.context import ContextParallel, ExchangeName
-from megalin.parallel.overlapped_products import StreamCopies, StreamTransferName, open_stream_copies
-from megalin.parallel.pipeline import PipelineParallel, ScheduleName, TransferName
+from megalin.parallel.overlapped_products import AsyncTPBuffers, TPOverlapName, open_async_tp_buffers
+from megalin.parallel.pipeline import PipelineParallel, PPTransferName, ScheduleName
 from megalin.parallel.process_group import open_group
 from megalin.parallel.tensor_parallel import TensorParallel
 
@@ -41,13 +41,13 @@ class ParallelConfig(Config):
     zero_bubble: as these, with gradients of weights put off into the waits; needs memory for what is put off."""
     pp_stages: int = pydantic.Field(default=1, ge=1)
     """Stages a rank runs: 1 for 1f1b, at least 2 for interleaved, any for zero_bubble."""
-    pp_transfer: TransferName = "auto"
+    pp_transfer: PPTransferName = "auto"
     """How activations and their gradients reach the neighbouring stages, where pp > 1. copy: copy engines write them
     into the neighbour's memory, and no multiprocessor waits for them; needs the axis's GPUs on one host, and memory for
     four activations a stage. send: the process group's sends and receives. auto: copy where it is possible."""
     sequence_parallel: bool = False
     """Whether activations between layers are split along the sequence inside the tensor-parallel group."""
-    tp_transfer: StreamTransferName = "auto"
+    tp_transfer: TPOverlapName = "auto"
     """How activations reach the products of layers and leave them, with sequence_parallel. copy: copy engines write
     them into the other ranks' memory beside the products, which run in parts; needs the axis's GPUs on one host, and
     memory for two activations. collective: the process group's all-gathers and reduce-scatters before and after. auto:
@@ -87,7 +87,7 @@ class ParallelConfig(Config):
                 'tp_transfer = "copy" without sequence_parallel, whose all-gathers and reduce-scatters it stands for; '
                 'set sequence_parallel = true, or tp_transfer = "auto"'
             )
-        if not self.stream_may_be_copied:
+        if not self.may_use_async_tp:
             raise ValueError(
                 'tp_transfer = "copy" with pp_schedule = "zero_bubble", which takes the gradients of weights apart '
                 'from those of activations: copies travel beside both together; use "auto" or "collective"'
@@ -95,7 +95,7 @@ class ParallelConfig(Config):
         return self
 
     @property
-    def stream_may_be_copied(self) -> bool:
+    def may_use_async_tp(self) -> bool:
         """Whether the settings let products run beside copies of the stream; the device and the hosts may not."""
         zero_bubble = self.pp > 1 and self.pp_schedule == "zero_bubble"
         return self.tp > 1 and self.sequence_parallel and self.tp_transfer != "collective" and not zero_bubble
@@ -208,7 +208,7 @@ class Mesh:
             _axis("tp", tp_mesh.get_group()),
             device_mesh=tp_mesh,
             sequence_parallel=config.sequence_parallel,
-            buffers=_stream_copies(config, device, tp_mesh.get_group()),
+            buffers=_async_tp_buffers(config, device, tp_mesh.get_group()),
         )
         self.device_mesh, self.pp = self._root, pipeline_parallel()
         if config.pp > 1:
@@ -283,12 +283,12 @@ def check_device(config: ParallelConfig, device_type: str) -> None:
         )
 
 
-def _stream_copies(config: ParallelConfig, device: torch.device, group: dist.ProcessGroup) -> StreamCopies | None:
+def _async_tp_buffers(config: ParallelConfig, device: torch.device, group: dist.ProcessGroup) -> AsyncTPBuffers | None:
     """What copies the stream inside the tensor-parallel group; None where collectives send it."""
-    if not config.stream_may_be_copied:
+    if not config.may_use_async_tp:
         return None
-    copies = open_stream_copies(device, group=group, timeout=EXCHANGE_TIMEOUT)
-    if isinstance(copies, StreamCopies):
+    copies = open_async_tp_buffers(device, group=group, timeout=EXCHANGE_TIMEOUT)
+    if isinstance(copies, AsyncTPBuffers):
         return copies
     if config.tp_transfer == "copy":
         raise ConfigError(f'parallel.tp_transfer = "copy", but {copies}; use "auto" or "collective"')

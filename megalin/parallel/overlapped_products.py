@@ -21,11 +21,11 @@ from torch import Tensor
 
 from megalin.errors import ConfigError
 from megalin.parallel.collectives import Axis
-from megalin.parallel.peer_memory import OpenMemory, open_peer_memory
+from megalin.parallel.peer_memory import OpenMemory, open_symmetric_memory
 
-StreamTransferName = Literal["auto", "copy", "collective"]
+TPOverlapName = Literal["auto", "copy", "collective"]
 
-SHORT_PRODUCT = 4096
+SHORT_MATMUL = 4096
 """Products over fewer channels than this take about as long as the copy of their result (H200: 2048 channels), so what
 goes to a rank is sent in two parts, the first beside the second's product."""
 
@@ -34,7 +34,7 @@ _READY, _GATHERED, _SUMMED = range(_NUM_SIGNALS)
 """Signals: this rank's memory may be written; its tokens are in the other's; its partial sums are."""
 
 
-class StreamCopies:
+class AsyncTPBuffers:
     """The residual stream's way between the ranks of an axis of one host, by copy engines.
 
     Args:
@@ -76,14 +76,14 @@ class StreamCopies:
         return self._exchanges[key]
 
 
-_OPEN: WeakValueDictionary[str, StreamCopies] = WeakValueDictionary()
+_OPEN: WeakValueDictionary[str, AsyncTPBuffers] = WeakValueDictionary()
 """By the name of the group, which an op can be given."""
 
 
 class _Exchange:
     """What one op sends. From its begin every rank's memory may be written; at its end what this rank sent has left."""
 
-    def __init__(self, copies: StreamCopies, opened: OpenMemory, shape: torch.Size, dtype: torch.dtype) -> None:
+    def __init__(self, copies: AsyncTPBuffers, opened: OpenMemory, shape: torch.Size, dtype: torch.dtype) -> None:
         self._stream, self._milliseconds = copies.stream, copies.milliseconds
         self._memory, self._kept_memory = opened
         rank, size = copies.rank, copies.size
@@ -147,7 +147,7 @@ class _Exchange:
         """Sends the others x W of their tokens, partial sums: x [B, T, K], W [K, D]."""
         for target in self._targets:
             tokens, slots = x[:, self._tokens[target]], self._partial_there[target]
-            count, dim = 2 if len(weight) < SHORT_PRODUCT else 1, 0 if len(x) > 1 else 1
+            count, dim = 2 if len(weight) < SHORT_MATMUL else 1, 0 if len(x) > 1 else 1
             for part, slot in zip(tokens.chunk(count, dim), slots.chunk(count, dim), strict=True):
                 product = _matmul(part, weight)
                 self._in_use.append(product)
@@ -346,7 +346,9 @@ def matmul_reduce_scatter(x: Tensor, weight: Tensor, axis: Axis) -> Tensor:
     return _matmul_reduce_scatter(x, weight, axis.size, axis.group_name)
 
 
-def open_stream_copies(device: torch.device, *, group: dist.ProcessGroup, timeout: timedelta) -> StreamCopies | str:
+def open_async_tp_buffers(
+    device: torch.device, *, group: dist.ProcessGroup, timeout: timedelta
+) -> AsyncTPBuffers | str:
     """What both ops need on this group's axis; they work while the caller keeps it. A collective.
 
     Returns:
@@ -354,13 +356,13 @@ def open_stream_copies(device: torch.device, *, group: dist.ProcessGroup, timeou
     """
 
     def open_memory(numel: int, dtype: torch.dtype) -> OpenMemory:
-        opened = open_peer_memory(numel, dtype, device, group, num_signals=_NUM_SIGNALS)
+        opened = open_symmetric_memory(numel, dtype, device, group, num_signals=_NUM_SIGNALS)
         if isinstance(opened, str):
             raise ConfigError(f'{numel} elements for copies of the stream: {opened}; use tp_transfer = "collective"')
         return opened
 
-    tried = open_peer_memory(1, torch.float32, device, group, num_signals=_NUM_SIGNALS)
+    tried = open_symmetric_memory(1, torch.float32, device, group, num_signals=_NUM_SIGNALS)
     if isinstance(tried, str):
         return tried
     stream = torch.cuda.Stream(device, priority=-1)
-    return StreamCopies(group.group_name, group.rank(), group.size(), open_memory, timeout=timeout, stream=stream)
+    return AsyncTPBuffers(group.group_name, group.rank(), group.size(), open_memory, timeout=timeout, stream=stream)

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalin.parallel.peer_memory import PeerMemory, open_peer_memory
+from megalin.parallel.peer_memory import SymmetricMemory, open_symmetric_memory
 
 SLOTS = 2
 """Tensors of a line that may have been sent and not read: one is read while the next one comes."""
 
 
-class PeerCopies:
+class P2PChannels:
     """Lines between the ranks of a group for tensors of one shape. A line is a number at the rank that receives.
 
     A rank sends on one stream: with three, the gaps between its kernels grew from 1.8 to 3.1 us (H200).
@@ -29,7 +29,7 @@ class PeerCopies:
 
     def __init__(
         self,
-        memory: PeerMemory,
+        memory: SymmetricMemory,
         rank: int,
         shape: Sequence[int],
         dtype: torch.dtype,
@@ -69,7 +69,7 @@ class _Line:
     """An end of a line: tensors pass the receiver's slots in turn. Slot i of line l has two signals: 2 (SLOTS l + i),
     it is full, and the number after it, it is read."""
 
-    def __init__(self, copies: PeerCopies, peer: int, line: int, slots: Sequence[Tensor]) -> None:
+    def __init__(self, copies: P2PChannels, peer: int, line: int, slots: Sequence[Tensor]) -> None:
         self._copies, self._peer, self._line, self._slots = copies, peer, line, slots
         self._count = 0
 
@@ -119,7 +119,7 @@ class Receiver(_Line):
         self._set(full + 1)
 
 
-def open_lines(
+def open_channels(
     num_lines: int,
     shape: Sequence[int],
     dtype: torch.dtype,
@@ -127,15 +127,15 @@ def open_lines(
     *,
     group: dist.ProcessGroup,
     timeout: timedelta,
-) -> PeerCopies | str:
+) -> P2PChannels | str:
     """So many lines into each rank of the group; a collective.
 
     Returns:
         The lines; or, the same on every rank, why there are none.
     """
     numel = SLOTS * num_lines * torch.Size(shape).numel()
-    opened = open_peer_memory(numel, dtype, device, group, num_signals=2 * SLOTS * num_lines)
+    opened = open_symmetric_memory(numel, dtype, device, group, num_signals=2 * SLOTS * num_lines)
     if isinstance(opened, str):
         return opened
     stream = torch.cuda.Stream(device, priority=-1)
-    return PeerCopies(opened.memory, group.rank(), shape, dtype, timeout=timeout, stream=stream, buffer=opened.own)
+    return P2PChannels(opened.memory, group.rank(), shape, dtype, timeout=timeout, stream=stream, buffer=opened.own)

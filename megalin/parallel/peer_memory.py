@@ -15,7 +15,7 @@ from megalin.parallel.collectives import gather_objects
 _log = logging.getLogger(__name__)
 
 
-class PeerMemory(Protocol):
+class SymmetricMemory(Protocol):
     """A buffer and signals on every rank of a group, which the others can write, as torch's symmetric memory gives. A
     signal is set or not, and has a number and the rank that sets it."""
 
@@ -35,11 +35,11 @@ class PeerMemory(Protocol):
 class OpenMemory(NamedTuple):
     """Memory, and this rank's part of it, which must be kept as long."""
 
-    memory: PeerMemory
+    memory: SymmetricMemory
     own: Tensor
 
 
-def open_peer_memory(
+def open_symmetric_memory(
     numel: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup, *, num_signals: int
 ) -> OpenMemory | str:
     """So many elements and signals on each rank of the group; a collective.
@@ -62,7 +62,7 @@ def open_peer_memory(
         signals = memory.signal_pad_size // (4 * group.size())
         if signals < num_signals:
             problem = f"torch's symmetric memory has {signals} signals a rank, and {num_signals} are needed"
-        opened = OpenMemory(cast(PeerMemory, memory), own)
+        opened = OpenMemory(cast(SymmetricMemory, memory), own)
     except (ImportError, RuntimeError) as error:
         problem = f"torch's symmetric memory fails on rank {group.rank()} of the axis: {error}"
     if problem := next(filter(None, gather_objects(problem, group)), ""):

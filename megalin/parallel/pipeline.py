@@ -19,12 +19,12 @@ from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 
 from megalin.errors import ConfigError
 from megalin.parallel.collectives import EXCHANGE_TIMEOUT, Axis, all_reduce
-from megalin.parallel.peer_copies import PeerCopies, open_lines
+from megalin.parallel.peer_copies import P2PChannels, open_channels
 from megalin.parallel.process_group import open_groups
 from megalin.parallel.tensor_parallel import local
 
 ScheduleName = Literal["1f1b", "interleaved", "zero_bubble"]
-TransferName = Literal["auto", "copy", "send"]
+PPTransferName = Literal["auto", "copy", "send"]
 
 LOSS_DTYPE = torch.float64
 """Dtype of the loss sum that the last stage gives."""
@@ -156,7 +156,7 @@ class _CopyingStage(_Stage):
         device: torch.device,
         given: Tensor,
         gives: Tensor,
-        copies: PeerCopies,
+        copies: P2PChannels,
     ) -> None:
         super().__init__(module, index, pp, device, given, gives)
         own, before, after = (2 * (stage // pp.size) for stage in (index, index - 1, index + 1))
@@ -198,7 +198,7 @@ class _CopyingStage(_Stage):
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
 
-class StreamShape(NamedTuple):
+class HiddenStatesShape(NamedTuple):
     """The activations that travel between stages."""
 
     shape: tuple[int, ...]
@@ -214,12 +214,12 @@ def make_schedule(
     name: ScheduleName,
     pp: PipelineParallel,
     modules: Sequence[nn.Module],
-    stream: StreamShape,
+    stream: HiddenStatesShape,
     *,
     tokens: Tensor,
     num_micro_batches: int,
     loss: Callable[[Tensor, Tensor], Tensor],
-    transfer: TransferName,
+    transfer: PPTransferName,
 ) -> Schedule1F1B | ScheduleInterleaved1F1B | ScheduleInterleavedZeroBubble:
     """The engine's schedule of one step of this rank's stages. Losses are summed: nothing is divided by the number of
     micro-batches.
@@ -255,15 +255,15 @@ def make_schedule(
 
 
 def _open_lines(
-    pp: PipelineParallel, stream: StreamShape, device: torch.device, transfer: TransferName
-) -> PeerCopies | None:
+    pp: PipelineParallel, stream: HiddenStatesShape, device: torch.device, transfer: PPTransferName
+) -> P2PChannels | None:
     """Two lines into each stage; None where the process group sends."""
     if transfer == "send":
         return None
     assert pp.group is not None
     num_lines = 2 * pp.num_stages // pp.size
-    copies = open_lines(num_lines, *stream, device, group=pp.group, timeout=EXCHANGE_TIMEOUT)
-    if isinstance(copies, PeerCopies):
+    copies = open_channels(num_lines, *stream, device, group=pp.group, timeout=EXCHANGE_TIMEOUT)
+    if isinstance(copies, P2PChannels):
         return copies
     if transfer == "copy":
         raise ConfigError(f'parallel.pp_transfer = "copy", but {copies}; use "auto" or "send"')
@@ -272,7 +272,11 @@ def _open_lines(
 
 @torch.no_grad()
 def forward_through(
-    pp: PipelineParallel, modules: Sequence[nn.Module], stream: StreamShape, tokens: Tensor, options: Mapping[str, Any]
+    pp: PipelineParallel,
+    modules: Sequence[nn.Module],
+    stream: HiddenStatesShape,
+    tokens: Tensor,
+    options: Mapping[str, Any],
 ) -> Any:
     """One forward without a backward of this rank's stages, each after what it waits for; a rank whose stages are done
     goes on, so that batches follow each other through the stages.

@@ -18,7 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 from megalin.errors import ConfigError, RankFailedError
 from megalin.launch import Launch, launched
 from megalin.parallel.collectives import EXCHANGE_TIMEOUT, gather_objects
-from megalin.parallel.failures import Meeting, answering, meeting, naming_silent_ranks
+from megalin.parallel.failures import Rendezvous, answering, default_rendezvous, report_failed_ranks
 
 SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
 """The variable by which NCCL lets ranks share a GPU."""
@@ -56,9 +56,9 @@ def process_group(device: torch.device, *, timeout: timedelta = EXCHANGE_TIMEOUT
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     place = _meet(launched(), timeout)
     try:
-        with naming_silent_ranks(place):
+        with report_failed_ranks(place):
             join(place, backend)
-        with naming_silent_ranks(meeting()), answering(meeting()):
+        with report_failed_ranks(default_rendezvous()), answering(default_rendezvous()):
             if device.type == "cuda":
                 refuse_shared_gpus(f"{socket.gethostname()}, {torch.cuda.get_device_properties(device).uuid}")
             yield
@@ -67,7 +67,7 @@ def process_group(device: torch.device, *, timeout: timedelta = EXCHANGE_TIMEOUT
             dist.destroy_process_group()
 
 
-def join(place: Meeting, backend: str) -> None:
+def join(place: Rendezvous, backend: str) -> None:
     """Makes the default process group of ranks that have met; returns where every rank has: one that left before, with
     an error or without, would break the others' connections to it while they are made."""
     store, rank, world_size, timeout = place
@@ -76,11 +76,11 @@ def join(place: Meeting, backend: str) -> None:
     store.wait([f"joined/{other}" for other in range(world_size)], timeout)
 
 
-def _meet(launch: Launch, timeout: timedelta) -> Meeting:
+def _meet(launch: Launch, timeout: timedelta) -> Rendezvous:
     """Where all ranks have come. Raises ConfigError and RankFailedError, which names those that have not."""
     rank, world_size = launch.rank, launch.world_size
     if world_size == 1:
-        return Meeting(dist.HashStore(), rank, world_size, timeout)  # type: ignore[attr-defined]
+        return Rendezvous(dist.HashStore(), rank, world_size, timeout)  # type: ignore[attr-defined]
     place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
         store = _open_store(launch, timeout)
@@ -99,7 +99,7 @@ def _meet(launch: Launch, timeout: timedelta) -> Meeting:
             raise RankFailedError(_missing(missing, launch, timeout, place)) from error
     except dist.DistError as error:
         raise RankFailedError(f"rank {rank}: who keeps {place} ended before all ranks had met: {error}") from error
-    return Meeting(store, rank, world_size, timeout)
+    return Rendezvous(store, rank, world_size, timeout)
 
 
 def _missing(ranks: Sequence[int], launch: Launch, timeout: timedelta, place: str) -> str:
@@ -152,7 +152,7 @@ def open_groups(name: str, rows: Sequence[Sequence[int]]) -> dist.ProcessGroup |
     It waits as long as the default group does: those that torch makes for a device mesh wait half an hour. A collective
     of all ranks of the run.
     """
-    timeout = meeting().timeout
+    timeout = default_rendezvous().timeout
     own: dist.ProcessGroup | None = dist.new_subgroups_by_enumeration(rows, timeout=timeout, group_desc=name)[0]
     return own
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megalin.errors import RankFailedError
-from megalin.parallel.failures import Meeting, answering, meeting, naming_silent_ranks
+from megalin.parallel.failures import Rendezvous, answering, default_rendezvous, report_failed_ranks
 from megalin.parallel.process_group import join
 
 _PRELOAD = [
@@ -95,8 +95,8 @@ def _worker(rank: int, meet: tuple[str, int, float], function: Any, args: Any, r
         timeout = timedelta(seconds=seconds)
         store.set(f"started/{rank}", "")  # a fork may be slow where a collective may not
         store.wait([f"started/{other}" for other in range(world_size)], timedelta(seconds=_COLLECTIVE_SECONDS))
-        join(Meeting(store, rank, world_size, timeout), "gloo")
-        with naming_silent_ranks(meeting()), answering(meeting()):
+        join(Rendezvous(store, rank, world_size, timeout), "gloo")
+        with report_failed_ranks(default_rendezvous()), answering(default_rendezvous()):
             result = function(*args)
         reports.put((rank, None, result))
     except BaseException:

@@ -24,7 +24,7 @@ from megalin.parallel.collectives import (
     reduce_from_axis,
     reduce_scatter_to_axis,
 )
-from megalin.parallel.overlapped_products import StreamCopies, all_gather_matmul, matmul_reduce_scatter
+from megalin.parallel.overlapped_products import AsyncTPBuffers, all_gather_matmul, matmul_reduce_scatter
 
 TOKENS = 1
 """The dimension of [B, T, ...] along which sequence parallelism shards."""
@@ -50,7 +50,7 @@ class TensorParallel:
         *,
         device_mesh: DeviceMesh | None = None,
         sequence_parallel: bool = False,
-        buffers: StreamCopies | None = None,
+        buffers: AsyncTPBuffers | None = None,
     ) -> None:
         self.axis = Axis("tp") if axis is None else axis
         self.device_mesh = device_mesh

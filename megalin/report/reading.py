@@ -24,7 +24,7 @@ _TEXT_LIMIT_BYTES = 1 << 22
 """More of a config or a JSON file is not read."""
 
 
-class Progress(NamedTuple):
+class MetricsSummary(NamedTuple):
     """What the lines of metrics.jsonl tell together."""
 
     curves: dict[str, list[tuple[int, float]]]
@@ -66,7 +66,7 @@ class RunRecord(NamedTuple):
     """config.toml as it lies there; empty where there is none."""
     config: dict[str, Any]
     """Its values; empty where it is not TOML."""
-    progress: Progress
+    progress: MetricsSummary
     updated: datetime | None
     """When metrics.jsonl last grew."""
     incidents: list[Incident]
@@ -109,7 +109,7 @@ def read_run(folder: str | Path) -> RunRecord:
     )
 
 
-def _progress(records: Iterator[dict[str, Any]]) -> Progress:
+def _progress(records: Iterator[dict[str, Any]]) -> MetricsSummary:
     curves: dict[str, list[tuple[int, float]]] = {name: [] for name in CURVES}
     sums = dict.fromkeys(SUMS, 0.0)
     evaluations: list[dict[str, float]] = []
@@ -127,7 +127,7 @@ def _progress(records: Iterator[dict[str, Any]]) -> Progress:
         found = {name.removeprefix(_EVALUATION): numbers[name] for name in numbers if name.startswith(_EVALUATION)}
         if found:
             evaluations.append({"step": step, **found})
-    return Progress(curves, sums, numbers, evaluations, peak)
+    return MetricsSummary(curves, sums, numbers, evaluations, peak)
 
 
 def _incident(record: dict[str, Any]) -> Incident:

@@ -9,7 +9,7 @@ from megalin.scaling.chips import CHIPS
 from megalin.scaling.estimate import Estimator
 from megalin.scaling.memory import Memory
 from megalin.scaling.search import Limits, for_tensors, search
-from megalin.scaling.workload import Layout, layout_of, workload_of
+from megalin.scaling.workload import ParallelLayout, layout_of, workload_of
 from megalin.train.config import RunConfig
 
 MARGIN = 1.15
@@ -61,7 +61,7 @@ def check_memory(config: RunConfig, world_size: int, memory_bytes: int | None) -
     )
 
 
-def _memory(estimator: Estimator, layout: Layout, *, allowed: int) -> Memory:
+def _memory(estimator: Estimator, layout: ParallelLayout, *, allowed: int) -> Memory:
     """The estimate; the slower trace of compiled blocks only where eager ones, which hold more, exceed `allowed`."""
     memory = estimator.estimate(layout, closely=False).memory
     return memory if memory.total <= allowed else estimator.estimate(layout, closely=True).memory

@@ -28,7 +28,7 @@ HOST_SECONDS = 5e-3
 """What the host needs to start one block forward and backward: 150 ms for 30 blocks; a faster device waits for it."""
 
 
-class Chip(NamedTuple):
+class Hardware(NamedTuple):
     """A GPU in the machine that it usually comes in, by the vendor's data sheets."""
 
     name: str
@@ -46,17 +46,17 @@ class Chip(NamedTuple):
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("a100", 80 * 10**9, BF16_FLOPS_PER_SECOND["A100"], 2.039e12, 300e9, 25e9),
-        Chip("h100", 80 * 10**9, BF16_FLOPS_PER_SECOND["H100"], 3.35e12, 450e9, 50e9),
-        Chip("h200", 141 * 10**9, BF16_FLOPS_PER_SECOND["H200"], 4.8e12, 450e9, 50e9),
-        Chip("b200", 180 * 10**9, BF16_FLOPS_PER_SECOND["B200"], 7.7e12, 900e9, 50e9),
+        Hardware("a100", 80 * 10**9, BF16_FLOPS_PER_SECOND["A100"], 2.039e12, 300e9, 25e9),
+        Hardware("h100", 80 * 10**9, BF16_FLOPS_PER_SECOND["H100"], 3.35e12, 450e9, 50e9),
+        Hardware("h200", 141 * 10**9, BF16_FLOPS_PER_SECOND["H200"], 4.8e12, 450e9, 50e9),
+        Hardware("b200", 180 * 10**9, BF16_FLOPS_PER_SECOND["B200"], 7.7e12, 900e9, 50e9),
     )
 }
 """The chips that a plan knows: SXM boards, 8 of them on a host."""
 GPUS_PER_HOST = 8
 
 
-def chip_named(name: str) -> Chip:
+def chip_named(name: str) -> Hardware:
     """The chip of that name. Raises ConfigError for one that is not known."""
     if name not in CHIPS:
         raise ConfigError(f"--gpu {name}: no data sheet of it is known here; {suggest(name, list(CHIPS))}")

@@ -11,18 +11,18 @@ from megalin.model.stages import plan_stages
 from megalin.parallel.collectives import Axis
 from megalin.parallel.fake import LocalTensorParallel
 from megalin.parallel.mesh import ParallelConfig
-from megalin.scaling.chips import Chip
+from megalin.scaling.chips import Hardware
 from megalin.scaling.memory import Memory, stage_memory
 from megalin.scaling.parameters import StageParameters, joined, stage_parameters
-from megalin.scaling.step_time import Sent, StepTime, Work, step_time
-from megalin.scaling.traces import Trace, kinds, part_of, stream_is_copied, stretched, trace_model
-from megalin.scaling.workload import Layout, Workload
+from megalin.scaling.step_time import MicroBatchWork, Sent, StepTime, step_time
+from megalin.scaling.traces import Trace, kinds, part_of, stretched, trace_model, uses_async_tp
+from megalin.scaling.workload import ParallelLayout, Workload
 
 
 class Estimate(NamedTuple):
     """A layout, and what it needs."""
 
-    layout: Layout
+    layout: ParallelLayout
     memory: Memory
     """Of the rank of the pipeline that holds most."""
     time: StepTime
@@ -56,7 +56,7 @@ class Estimator:
         cuts: the sub-layers of each stage, by the ranks and the stages of a pipeline; those not yet there are planned.
     """
 
-    def __init__(self, workload: Workload, chip: Chip) -> None:
+    def __init__(self, workload: Workload, chip: Hardware) -> None:
         self.workload, self.chip = workload, chip
         self.cuts: dict[tuple[int, int], list[range]] = {(1, 1): [range(workload.model.num_sublayers)]}
         self._kinds = kinds(workload.model.layers)
@@ -64,11 +64,11 @@ class Estimator:
         self._parameters: dict[tuple[int, int, int, int], list[StageParameters]] = {}
         self._traces: dict[tuple[object, ...], Trace] = {}
 
-    def resting_bytes(self, layout: Layout) -> int:
+    def resting_bytes(self, layout: ParallelLayout) -> int:
         """fp32 weights, gradients and both moments as shards, of the rank that has most: no step needs less."""
         return max(16 * parameters.shard for parameters in self.parameters(layout))
 
-    def estimate(self, layout: Layout, *, closely: bool) -> Estimate:
+    def estimate(self, layout: ParallelLayout, *, closely: bool) -> Estimate:
         """What `layout` needs: by a trace of its own micro-batch as the workload's blocks run, or, not `closely`, by
         eager traces of one and two samples."""
         trace = self._trace(layout, closely=closely)
@@ -88,7 +88,7 @@ class Estimator:
         memory = max(memories, key=lambda each: each.total)
         return Estimate(layout, memory, time, sent, tokens / time.total)
 
-    def parameters(self, layout: Layout) -> list[StageParameters]:
+    def parameters(self, layout: ParallelLayout) -> list[StageParameters]:
         """What each rank of the pipeline holds."""
         parallel = layout.parallel
         key = (parallel.tp, parallel.pp, parallel.pp_stages, layout.shard)
@@ -159,17 +159,17 @@ class Estimator:
     def _whole(self) -> LanguageModel:
         return LanguageModel(self.workload.model)
 
-    def _work(self, layout: Layout, own: list[_Part], parallel: ParallelConfig, rank: int) -> Work:
+    def _work(self, layout: ParallelLayout, own: list[_Part], parallel: ParallelConfig, rank: int) -> MicroBatchWork:
         tokens = layout.micro_batch_size * self.workload.length / (parallel.tp * parallel.cp)
         around = self._operations_around if rank == parallel.pp - 1 else 0
         each = [self._operations[part.kind][index] for part in own for index in part.sublayers]
         attention, other = (tokens * sum(kind) for kind in zip(*each, strict=True))
-        return Work(other, attention, tokens * around, sum(map(self._share, own)))
+        return MicroBatchWork(other, attention, tokens * around, sum(map(self._share, own)))
 
-    def _trace(self, layout: Layout, *, closely: bool) -> Trace:
+    def _trace(self, layout: ParallelLayout, *, closely: bool) -> Trace:
         parallel, size = layout.parallel, layout.micro_batch_size
         workload = self.workload if closely else self.workload._replace(compiled=False)
-        axes = (parallel.tp, parallel.cp, parallel.cp_exchange, parallel.sequence_parallel, stream_is_copied(parallel))
+        axes = (parallel.tp, parallel.cp, parallel.cp_exchange, parallel.sequence_parallel, uses_async_tp(parallel))
 
         def of(batch: int) -> Trace:
             key = (*axes, workload.compiled, batch)

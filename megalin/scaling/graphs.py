@@ -24,7 +24,7 @@ _CONSTANT = {"aten::full", "aten::empty", "aten::zeros", "aten::scalar_tensor", 
 """Operations of which no tensor is made."""
 
 
-class Exchange(NamedTuple):
+class CollectiveCost(NamedTuple):
     """What the ranks of a group send each other at one place."""
 
     collective: str
@@ -33,26 +33,26 @@ class Exchange(NamedTuple):
     """The group's name."""
     bytes: int
     """What a rank puts in; of a COPY, the stream of all ranks [B, T, D]."""
-    flops_beside: int = 0
+    overlapped_flops: int = 0
     """Operations of products that run while a COPY is on its way."""
 
 
-class _ProductsBesideCopies(NamedTuple):
+class _AsyncTPOp(NamedTuple):
     """An op of `megalin.parallel.overlapped_products`, called with (tensors, weight, size, group)."""
 
     transfers: int
     """How often it sends the stream."""
     is_split: bool
     """Whether the first tensor is of this rank's tokens, not of all."""
-    stream_dim: int
+    hidden_dim: int
     """The weight's dimension along which the stream's channels lie."""
 
 
-_BESIDE_COPIES = {
-    "megalin::all_gather_matmul": _ProductsBesideCopies(1, True, 1),
-    "megalin::all_gather_matmul_backward": _ProductsBesideCopies(2, False, 1),
-    "megalin::matmul_reduce_scatter": _ProductsBesideCopies(1, False, 0),
-    "megalin::matmul_reduce_scatter_backward": _ProductsBesideCopies(1, True, 0),
+_ASYNC_TP_OPS = {
+    "megalin::all_gather_matmul": _AsyncTPOp(1, True, 1),
+    "megalin::all_gather_matmul_backward": _AsyncTPOp(2, False, 1),
+    "megalin::matmul_reduce_scatter": _AsyncTPOp(1, False, 0),
+    "megalin::matmul_reduce_scatter_backward": _AsyncTPOp(1, True, 0),
 }
 
 
@@ -64,7 +64,7 @@ class GraphCost(NamedTuple):
     moved_bytes: int
     """Read and written by kernels: not by matrix products, whose bytes pass while they compute, nor by collectives,
     whose bytes take the wire's time."""
-    exchanges: list[Exchange]
+    exchanges: list[CollectiveCost]
 
 
 def graph_cost(graph: Graph, parameters: Collection[str]) -> GraphCost:
@@ -138,7 +138,7 @@ def is_kernel(target: Any) -> bool:
     """Whether an operation takes the time of the bytes that it reads and writes: neither a matrix product, alone or
     beside copies, nor a collective or the wait for one."""
     name = _target_name(target)
-    return name not in _PRODUCTS and name not in _BESIDE_COPIES and not name.startswith(f"{_COLLECTIVES}::")
+    return name not in _PRODUCTS and name not in _ASYNC_TP_OPS and not name.startswith(f"{_COLLECTIVES}::")
 
 
 def _is_view(node: Node) -> bool:
@@ -159,22 +159,22 @@ def _bytes(value: Any) -> int:
     return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
 
 
-def exchanged(target: Any, args: Any, kwargs: Any, value: Callable[[Any], Any]) -> list[Exchange]:
+def exchanged(target: Any, args: Any, kwargs: Any, value: Callable[[Any], Any]) -> list[CollectiveCost]:
     """What a call of `target` sends, in order; `value` gives the tensor of an argument."""
-    if op := _BESIDE_COPIES.get(_target_name(target)):
+    if op := _ASYNC_TP_OPS.get(_target_name(target)):
         return _copies(op, args, value)
     if getattr(target, "namespace", "") != _COLLECTIVES or "wait" in target.name():
         return []
     group = next(each for each in [*kwargs.values(), *reversed(args)] if isinstance(each, str))
-    return [Exchange(target.name().split("::")[1].split(".")[0], group, _bytes(value(args[0])))]
+    return [CollectiveCost(target.name().split("::")[1].split(".")[0], group, _bytes(value(args[0])))]
 
 
-def _copies(op: _ProductsBesideCopies, args: Any, value: Callable[[Any], Any]) -> list[Exchange]:
+def _copies(op: _AsyncTPOp, args: Any, value: Callable[[Any], Any]) -> list[CollectiveCost]:
     """Beside each transfer runs the product of the other ranks' tokens: the own ones' comes before what follows the
     last token, or after the last sum has left."""
     *tensors, weight, size, group = args
     first, weight = value(tensors[0]), value(weight)
     tokens = first.shape[0] * first.shape[1] * (size if op.is_split else 1)
     flops = 2 * tokens * weight.numel() * (size - 1) // size
-    stream = tokens * weight.shape[op.stream_dim] * first.element_size()
-    return [Exchange(COPY, group, stream, flops)] * op.transfers
+    stream = tokens * weight.shape[op.hidden_dim] * first.element_size()
+    return [CollectiveCost(COPY, group, stream, flops)] * op.transfers

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from megalin.parallel.peer_copies import SLOTS
 from megalin.scaling.parameters import Elements, StageParameters
 from megalin.scaling.traces import Trace
-from megalin.scaling.workload import Layout
+from megalin.scaling.workload import ParallelLayout
 
 _FP32 = 4
 
@@ -27,7 +27,7 @@ class Memory(NamedTuple):
     """What forwards keep for their backwards, recurrent states included."""
     working: int
     """What one block's backward, or the loss, holds beside that, and what travels between ranks."""
-    peer_memory: int
+    symmetric_memory_bytes: int
     """What other ranks' copy engines write into, beside the caching allocator's (docs/adr/0014 and 0015)."""
 
     @property
@@ -37,7 +37,7 @@ class Memory(NamedTuple):
 
 
 def stage_memory(
-    parameters: StageParameters, trace: Trace, kinds: list[int], layout: Layout, *, rank: int, itemsize: int
+    parameters: StageParameters, trace: Trace, kinds: list[int], layout: ParallelLayout, *, rank: int, itemsize: int
 ) -> Memory:
     """The peak of a rank that holds the stage.
 
@@ -62,18 +62,18 @@ def stage_memory(
     return max(peaks, key=lambda memory: memory.total)
 
 
-def _block_costs(trace: Trace, kinds: list[int], layout: Layout) -> tuple[list[int], list[int]]:
+def _block_costs(trace: Trace, kinds: list[int], layout: ParallelLayout) -> tuple[list[int], list[int]]:
     """Of each block: what it keeps, and the most that its backward holds, that included."""
     costs = [trace.blocks[kind] for kind in kinds]
     if not layout.recompute:
         return [cost.saved_bytes for cost in costs], [cost.backward_bytes for cost in costs]
-    return [trace.stream_bytes] * len(costs), [trace.stream_bytes + cost.backward_bytes for cost in costs]
+    return [trace.hidden_bytes] * len(costs), [trace.hidden_bytes + cost.backward_bytes for cost in costs]
 
 
-def _peer_memory(trace: Trace, layout: Layout) -> int:
+def _symmetric_memory_bytes(trace: Trace, layout: ParallelLayout) -> int:
     """Of products beside copies, a stream of all tokens and the partial sums of one; of each stage, the slots of two
     lines, for activations and for gradients."""
-    slots = 2 * SLOTS * layout.parallel.pp_stages * trace.stream_bytes if layout.copies_between_stages else 0
+    slots = 2 * SLOTS * layout.parallel.pp_stages * trace.hidden_bytes if layout.copies_between_stages else 0
     return 2 * trace.copied_bytes + slots
 
 
@@ -81,12 +81,12 @@ class _Moments:
     """What a rank holds of weights and gradients as the last backward of a step passes its blocks."""
 
     def __init__(
-        self, parameters: StageParameters, trace: Trace, layout: Layout, saved: list[int], itemsize: int
+        self, parameters: StageParameters, trace: Trace, layout: ParallelLayout, saved: list[int], itemsize: int
     ) -> None:
         self.parameters, self.trace, self.layout, self.itemsize = parameters, trace, layout, itemsize
         self.weights = _FP32 * parameters.shard + parameters.buffer_bytes
         self.optimizer = 2 * _FP32 * parameters.shard
-        self.peer_memory = _peer_memory(trace, layout)
+        self.symmetric_memory_bytes = _symmetric_memory_bytes(trace, layout)
 
     def at(self, block: int, activations: int, working: int, *, after_loss: bool = True) -> Memory:
         """During the backward of `block`, or before that of the last one."""
@@ -103,10 +103,16 @@ class _Moments:
         # A unit that is done is reduced in fp32 beside its own gradients while the next one runs.
         reducing = max((self._reduced(unit) for unit in done[:1]), default=0)
         if layout.parallel.pp > 1:
-            reducing += 4 * self.trace.stream_bytes
+            reducing += 4 * self.trace.hidden_bytes
         gathered = self._gathered(left)
         return Memory(
-            self.weights, gradients, self.optimizer, gathered, activations, working + reducing, self.peer_memory
+            self.weights,
+            gradients,
+            self.optimizer,
+            gathered,
+            activations,
+            working + reducing,
+            self.symmetric_memory_bytes,
         )
 
     def update(self) -> Memory:
@@ -119,7 +125,7 @@ class _Moments:
             self.itemsize * rest.whole + _FP32 * self.parameters.precise.whole,
             0,
             self._reduced(rest) + self.itemsize * self.parameters.table,
-            self.peer_memory,
+            self.symmetric_memory_bytes,
         )
 
     def _reduced(self, unit: Elements) -> int:

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from megalin.errors import ConfigError
 from megalin.parallel.mesh import ParallelConfig
-from megalin.parallel.overlapped_products import StreamTransferName
+from megalin.parallel.overlapped_products import TPOverlapName
 from megalin.scaling.chips import GPUS_PER_HOST
 from megalin.scaling.estimate import Estimate, Estimator
-from megalin.scaling.workload import Layout, Workload, one_of_each
+from megalin.scaling.workload import ParallelLayout, Workload, one_of_each
 from megalin.train.config import check_model
 
 LEAST_TOKENS = 1024
@@ -22,7 +22,7 @@ _EAGER_EXCESS = 1.25
 """How much more than a compiled block an eager one may seem to need and still be looked at closely."""
 
 
-class Refusal(NamedTuple):
+class InfeasibleLayout(NamedTuple):
     """A layout, or all of a mesh, that cannot run."""
 
     layout: str
@@ -38,7 +38,7 @@ class Plan(NamedTuple):
 
     best: list[Estimate]
     """The fastest layout of each mesh, fastest first."""
-    refusals: list[Refusal]
+    refusals: list[InfeasibleLayout]
     num_layouts: int
     """Layouts that were looked at."""
 
@@ -51,7 +51,7 @@ class Limits(NamedTuple):
     """Of a GPU, for tensors (`for_tensors`)."""
     sequence_parallel: bool = False
     """Whether layouts with tp > 1 are those with sequence parallelism alone, not those without it too."""
-    tp_transfer: StreamTransferName = "auto"
+    tp_transfer: TPOverlapName = "auto"
     """How the stream of those reaches products."""
 
 
@@ -66,7 +66,7 @@ def search(estimator: Estimator, limits: Limits, *, count: int) -> Plan:
     A first pass reads eager blocks of one and two samples, which is quick; a second reads the fastest of what may fit
     as the workload has them, so that only what was read closely is named as fitting.
     """
-    refusals: list[Refusal] = []
+    refusals: list[InfeasibleLayout] = []
     near: list[Estimate] = []
     tried = 0
     for layout in _layouts(estimator, limits, refusals):
@@ -106,19 +106,19 @@ def _mesh(parallel: ParallelConfig) -> tuple[int, int, int]:
     return parallel.tp, parallel.cp, parallel.pp
 
 
-def _not_fitting(estimate: Estimate, limits: Limits) -> Refusal:
+def _not_fitting(estimate: Estimate, limits: Limits) -> InfeasibleLayout:
     memory = estimate.memory
     largest = max(zip(memory, memory._fields, strict=True))[1]
     return _too_large(estimate.layout, memory.total - limits.memory_bytes, largest)
 
 
-def _too_large(layout: Layout, missing: int, largest: str) -> Refusal:
+def _too_large(layout: ParallelLayout, missing: int, largest: str) -> InfeasibleLayout:
     kind = f"memory, most of it {largest}"
     lacking = math.ceil(missing / 2**30 * 10) / 10  # a few bytes are told as 0.1, not as 0.0
-    return Refusal(layout.name(), f"lacks {lacking:.1f} GiB", kind, missing)
+    return InfeasibleLayout(layout.name(), f"lacks {lacking:.1f} GiB", kind, missing)
 
 
-def _layouts(estimator: Estimator, limits: Limits, refusals: list[Refusal]) -> Iterator[Layout]:
+def _layouts(estimator: Estimator, limits: Limits, refusals: list[InfeasibleLayout]) -> Iterator[ParallelLayout]:
     """Every layout that the rules allow; what they forbid goes to `refusals`."""
     workload, model = estimator.workload, _ModelProblems(estimator)
     for pp in _divisors(limits.gpus):
@@ -127,19 +127,19 @@ def _layouts(estimator: Estimator, limits: Limits, refusals: list[Refusal]) -> I
                 name = f"tp {tp}, cp {cp}, pp {pp}"
                 parallel = ParallelConfig(tp=tp, cp=cp, pp=pp, sequence_parallel=limits.sequence_parallel)
                 if problem := _mesh_problem(workload.length, parallel) or model.of(parallel):
-                    refusals.append(Refusal(name, problem, problem))
+                    refusals.append(InfeasibleLayout(name, problem, problem))
                     continue
                 dp = limits.gpus // (pp * tp * cp)
                 if workload.global_batch_size % dp:
                     reason = f"{workload.global_batch_size} samples a step are not divisible by dp = {dp}"
-                    refusals.append(Refusal(name, reason, "samples a step are not divisible by dp"))
+                    refusals.append(InfeasibleLayout(name, reason, "samples a step are not divisible by dp"))
                     continue
                 for variant in _streams(workload.length, parallel, limits, refusals):
                     yield from _variants(workload, variant, dp, refusals)
 
 
 def _streams(
-    length: int, parallel: ParallelConfig, limits: Limits, refusals: list[Refusal]
+    length: int, parallel: ParallelConfig, limits: Limits, refusals: list[InfeasibleLayout]
 ) -> Iterator[ParallelConfig]:
     """The mesh, and of one with tp > 1 that with the stream split inside of tp, unless that alone is asked for."""
     if parallel.tp == 1 or not limits.sequence_parallel:
@@ -149,7 +149,7 @@ def _streams(
         if problem := split.length_problem(length):
             name = f"tp {parallel.tp}, cp {parallel.cp}, pp {parallel.pp}, sequence parallel"
             reason = f"a row of {length} tokens {problem}"
-            refusals.append(Refusal(name, reason, "rows do not divide over the ranks of sequence parallelism"))
+            refusals.append(InfeasibleLayout(name, reason, "rows do not divide over the ranks of sequence parallelism"))
         else:
             yield split
 
@@ -195,7 +195,9 @@ class _ModelProblems:
         return self._known[pp,]
 
 
-def _variants(workload: Workload, parallel: ParallelConfig, dp: int, refusals: list[Refusal]) -> Iterator[Layout]:
+def _variants(
+    workload: Workload, parallel: ParallelConfig, dp: int, refusals: list[InfeasibleLayout]
+) -> Iterator[ParallelLayout]:
     """The layouts of a mesh: ZeRO stages, micro-batches, recomputation."""
     samples = workload.global_batch_size // dp
     stages = [None] if dp * parallel.cp == 1 else [0, 1] if parallel.pp > 1 else [0, 1, 2, 3]
@@ -203,12 +205,12 @@ def _variants(workload: Workload, parallel: ParallelConfig, dp: int, refusals: l
         count = samples // micro_batch_size
         if problem := parallel.micro_batches_problem(count):
             name = f"tp {parallel.tp}, cp {parallel.cp}, pp {parallel.pp}, {count} micro-batches of {micro_batch_size}"
-            refusals.append(Refusal(name, problem, "the pipeline needs more micro-batches"))
+            refusals.append(InfeasibleLayout(name, problem, "the pipeline needs more micro-batches"))
             continue
         for zero in stages:
             staged = parallel.model_copy(update={"zero": zero})
             for recompute in (False, True):
-                yield Layout(staged, dp, micro_batch_size, count, recompute)
+                yield ParallelLayout(staged, dp, micro_batch_size, count, recompute)
 
 
 def _divisors(number: int) -> list[int]:

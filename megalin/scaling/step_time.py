@@ -15,19 +15,19 @@ from megalin.scaling.chips import (
     MATRIX_SHARE,
     MEMORY_SHARE,
     SIGNAL_SECONDS,
-    Chip,
+    Hardware,
 )
-from megalin.scaling.graphs import COPY, Exchange
+from megalin.scaling.graphs import COPY, CollectiveCost
 from megalin.scaling.parameters import StageParameters
 from megalin.scaling.traces import Trace
-from megalin.scaling.workload import Layout
+from megalin.scaling.workload import ParallelLayout
 
 _UPDATE_BYTES = 36
 """Of an element in a step: the norm reads its gradient, clipping reads and writes it, AdamW reads weight, gradient and
 moments and writes all but the gradient."""
 
 
-class Work(NamedTuple):
+class MicroBatchWork(NamedTuple):
     """What a rank of the pipeline does for one micro-batch."""
 
     block_flops: float
@@ -75,12 +75,12 @@ class Sent(NamedTuple):
 
 
 def step_time(
-    work: Work,
+    work: MicroBatchWork,
     parameters: StageParameters,
     trace: Trace,
     kinds: list[int],
-    layout: Layout,
-    chip: Chip,
+    layout: ParallelLayout,
+    chip: Hardware,
     *,
     rank: int,
     itemsize: int,
@@ -119,36 +119,36 @@ def step_time(
     wait = (parallel.pp - 1) / parallel.pp_stages * (device + host)
     update = _UPDATE_BYTES * parameters.shard / memory
     time = StepTime(count * products, count * kernels, count * waited, exposed, count * host, wait, update)
-    stream = 2 * count * trace.stream_bytes * parallel.pp_stages if parallel.pp > 1 else 0
+    stream = 2 * count * trace.hidden_bytes * parallel.pp_stages if parallel.pp > 1 else 0
     return time, Sent(sent["tp"], sent["cp"], data_bytes, stream)
 
 
-def _exchanges(trace: Trace, kind: int, again: int) -> Iterable[Exchange]:
+def _exchanges(trace: Trace, kind: int, again: int) -> Iterable[CollectiveCost]:
     cost = trace.blocks[kind]
     return [*cost.forward * (1 + again), *cost.backward]
 
 
-def _wire_bytes(exchange: Exchange, size: int) -> int:
+def _wire_bytes(exchange: CollectiveCost, size: int) -> int:
     """What a rank sends in a ring of `size` ranks."""
     if exchange.collective.startswith("all_gather"):
         return exchange.bytes * (size - 1)
     return exchange.bytes * (size - 1) * (2 if exchange.collective.startswith("all_reduce") else 1) // size
 
 
-def _waited(exchange: Exchange, wire: int, chip: Chip, span: int) -> float:
+def _waited(exchange: CollectiveCost, wire: int, chip: Hardware, span: int) -> float:
     """Seconds for which the products of a rank wait, that sends `wire` bytes in a group over `span` ranks."""
     if exchange.collective != COPY:
         return COLLECTIVE_SECONDS + wire / _bandwidth(chip, span)
-    beside = exchange.flops_beside / (chip.matrix_flops * MATRIX_SHARE)
+    beside = exchange.overlapped_flops / (chip.matrix_flops * MATRIX_SHARE)
     return SIGNAL_SECONDS + max(0.0, wire / (chip.link_bandwidth * COPY_SHARE) - beside)
 
 
-def _bandwidth(chip: Chip, span: int) -> float:
+def _bandwidth(chip: Hardware, span: int) -> float:
     """Bytes a second a rank sends in a group that reaches over `span` neighbouring ranks."""
     return LINK_SHARE * (chip.link_bandwidth if span <= GPUS_PER_HOST else chip.network_bandwidth)
 
 
-def _data_bytes(parameters: StageParameters, layout: Layout, itemsize: int) -> tuple[int, int]:
+def _data_bytes(parameters: StageParameters, layout: ParallelLayout, itemsize: int) -> tuple[int, int]:
     """What a rank sends over the data axis in a step, and in how many collectives."""
     shard, count = layout.shard, layout.num_micro_batches
     replicas = layout.dp * layout.parallel.cp // shard

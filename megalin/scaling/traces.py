@@ -17,7 +17,7 @@ from megalin.ops.srmsnorm import compute_dtype
 from megalin.parallel.fake import fake_mesh
 from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.scaling.chips import GPUS_PER_HOST
-from megalin.scaling.graphs import COPY, Exchange
+from megalin.scaling.graphs import COPY, CollectiveCost
 from megalin.scaling.tracing import RunCost, take_shape, trace, trace_compiled, without_values
 from megalin.scaling.workload import Workload, one_of_each
 
@@ -43,15 +43,15 @@ class Trace(NamedTuple):
     exit: RunCost
     """The last norm, and the way into the head."""
     loss: LossCost
-    stream_bytes: int
+    hidden_bytes: int
     """The residual stream."""
     copied_bytes: int = 0
     """The largest tensor [B, T, D] that copies bring to products; 0 where collectives do."""
 
 
-def stream_is_copied(parallel: ParallelConfig) -> bool:
+def uses_async_tp(parallel: ParallelConfig) -> bool:
     """Whether products run beside copies of the stream: as `auto` chooses where the axis's GPUs share a host."""
-    return parallel.stream_may_be_copied and parallel.tp <= GPUS_PER_HOST
+    return parallel.may_use_async_tp and parallel.tp <= GPUS_PER_HOST
 
 
 def trace_model(workload: Workload, parallel: ParallelConfig, micro_batch_size: int) -> Trace:
@@ -61,7 +61,7 @@ def trace_model(workload: Workload, parallel: ParallelConfig, micro_batch_size: 
         parallel: of which tp, cp, how they exchange and sequence parallelism are read.
     """
     alone = parallel.model_copy(update={"pp": 1, "pp_schedule": "1f1b", "pp_stages": 1, "shard": None, "zero": None})
-    with fake_mesh(alone, parallel.tp * parallel.cp, stream_copied=stream_is_copied(parallel)) as mesh:
+    with fake_mesh(alone, parallel.tp * parallel.cp, async_tp=uses_async_tp(parallel)) as mesh:
         model = LanguageModel(one_of_each(workload.model), mesh.tp, cp=mesh.cp)
         with without_values():
             take_shape(model, workload.dtype)
@@ -100,12 +100,12 @@ def _trace(workload: Workload, model: LanguageModel, mesh: Mesh, batch: int) -> 
     loss = _loss(table, batch * length)
     numel = batch * (length // split) * config.hidden_size
     copied = [exchange.bytes for cost in blocks for exchange in cost.forward if exchange.collective == COPY]
-    stream_bytes = numel * wide.itemsize
-    return Trace(blocks, _named(entry, names), _named(exit_, names), loss, stream_bytes, max(copied, default=0))
+    hidden_bytes = numel * wide.itemsize
+    return Trace(blocks, _named(entry, names), _named(exit_, names), loss, hidden_bytes, max(copied, default=0))
 
 
 def _named(cost: RunCost, names: dict[str, str]) -> RunCost:
-    def named(exchanges: list[Exchange]) -> list[Exchange]:
+    def named(exchanges: list[CollectiveCost]) -> list[CollectiveCost]:
         return [exchange._replace(group=names[exchange.group]) for exchange in exchanges]
 
     return cost._replace(forward=named(cost.forward), backward=named(cost.backward))
@@ -125,9 +125,11 @@ def _loss(table: Tensor, rows: int) -> LossCost:
 def part_of(cost: RunCost, share: float) -> RunCost:
     """The cost of sub-layers of a block that are worth `share` of its operations, as if all else went with them."""
 
-    def scaled(exchanges: list[Exchange]) -> list[Exchange]:
+    def scaled(exchanges: list[CollectiveCost]) -> list[CollectiveCost]:
         return [
-            exchange._replace(bytes=round(share * exchange.bytes), flops_beside=round(share * exchange.flops_beside))
+            exchange._replace(
+                bytes=round(share * exchange.bytes), overlapped_flops=round(share * exchange.overlapped_flops)
+            )
             for exchange in exchanges
         ]
 
@@ -147,9 +149,9 @@ def stretched(one: Trace, two: Trace, batch: int) -> Trace:
     def number(a: int, b: int) -> int:
         return a + more * (b - a)
 
-    def all_of(a: list[Exchange], b: list[Exchange]) -> list[Exchange]:
+    def all_of(a: list[CollectiveCost], b: list[CollectiveCost]) -> list[CollectiveCost]:
         return [
-            x._replace(bytes=number(x.bytes, y.bytes), flops_beside=number(x.flops_beside, y.flops_beside))
+            x._replace(bytes=number(x.bytes, y.bytes), overlapped_flops=number(x.overlapped_flops, y.overlapped_flops))
             for x, y in zip(a, b, strict=True)
         ]
 
@@ -167,7 +169,7 @@ def stretched(one: Trace, two: Trace, batch: int) -> Trace:
         cost(one.entry, two.entry),
         cost(one.exit, two.exit),
         LossCost(*(number(a, b) for a, b in zip(one.loss, two.loss, strict=True))),
-        number(one.stream_bytes, two.stream_bytes),
+        number(one.hidden_bytes, two.hidden_bytes),
         number(one.copied_bytes, two.copied_bytes),
     )
 

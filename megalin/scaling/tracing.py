@@ -16,8 +16,8 @@ from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalin.layers.mixers.base import FullPrecision
-from megalin.ops.backend import supposing_kernels
-from megalin.scaling.graphs import Exchange, GraphCost, exchanged, graph_cost, is_kernel
+from megalin.ops.backend import assume_kernels
+from megalin.scaling.graphs import CollectiveCost, GraphCost, exchanged, graph_cost, is_kernel
 
 
 class RunCost(NamedTuple):
@@ -29,16 +29,16 @@ class RunCost(NamedTuple):
     """Most that is held during the backward, what the forward kept included."""
     moved_bytes: int
     """Read and written in both by kernels other than matrix products and collectives."""
-    forward: list[Exchange]
+    forward: list[CollectiveCost]
     """What the forward sends."""
-    backward: list[Exchange]
+    backward: list[CollectiveCost]
     """What the backward sends."""
 
 
 @contextmanager
 def without_values() -> Iterator[None]:
     """For the body, tensors have no values, and ops take the kernels that a GPU has."""
-    with supposing_kernels(), FakeTensorMode(allow_non_fake_inputs=True):
+    with assume_kernels(), FakeTensorMode(allow_non_fake_inputs=True):
         yield
 
 
@@ -59,7 +59,7 @@ class _Counting(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.live = self.peak = self.moved = 0
-        self.exchanges: list[Exchange] = []
+        self.exchanges: list[CollectiveCost] = []
         self._known: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -27,7 +27,7 @@ class Workload(NamedTuple):
     """Whether blocks are compiled."""
 
 
-class Layout(NamedTuple):
+class ParallelLayout(NamedTuple):
     """How ranks share a workload."""
 
     parallel: ParallelConfig
@@ -106,9 +106,9 @@ def workload_of(config: RunConfig, model: ModelConfig) -> Workload:
     return Workload(model, config.data.sequence_length, train.global_batch_size, dtype, train.compile)
 
 
-def layout_of(config: RunConfig, world_size: int) -> Layout:
+def layout_of(config: RunConfig, world_size: int) -> ParallelLayout:
     """The layout of a run on `world_size` ranks, which divide by its axes."""
     train, parallel = config.train, config.parallel
     dp = world_size // (parallel.tp * parallel.cp * parallel.pp)
     micro_batches = train.global_batch_size // (dp * train.micro_batch_size)
-    return Layout(parallel, dp, train.micro_batch_size, micro_batches, train.recompute)
+    return ParallelLayout(parallel, dp, train.micro_batch_size, micro_batches, train.recompute)

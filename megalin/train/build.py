@@ -9,7 +9,7 @@ from megalin.model.config import AnyModelConfig, ModelConfig
 from megalin.model.stack import Stage
 from megalin.model.stages import DecoderStage, plan_stages
 from megalin.parallel.data_parallel import shard_model
-from megalin.parallel.initialisation import fill
+from megalin.parallel.initialisation import init_weights
 from megalin.parallel.mesh import Mesh
 from megalin.train.pipeline import Pipeline
 
@@ -92,4 +92,4 @@ def _materialise(
     blocks, precise = model.block_list(), model.full_precision_modules()
     shard_model(model, blocks, precise, mesh, compute_dtype=compute_dtype, head=model.head)
     model.to_empty(device=mesh.device)
-    fill(model, seed)
+    init_weights(model, seed)

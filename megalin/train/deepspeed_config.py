@@ -56,7 +56,7 @@ NEVER_OFF = {
 """By key of the JSON: why it cannot be switched off."""
 
 
-class Refusal(NamedTuple):
+class RefusedKey(NamedTuple):
     """A key of a JSON that no run has, whatever its config says."""
 
     key: str
@@ -116,23 +116,23 @@ def resolve_deepspeed(path: str | None, owned: Sequence[Owned], *, stage: int | 
     return settings
 
 
-def refusals(document: Mapping[str, Any], *, stage: int) -> Iterator[Refusal]:
+def refusals(document: Mapping[str, Any], *, stage: int) -> Iterator[RefusedKey]:
     """What of a DeepSpeed JSON no run of this engine has at ZeRO's `stage`."""
     for key, reason in OWNERLESS.items():
         if _is_on(_get(document, key)):
-            yield Refusal(key, reason)
+            yield RefusedKey(key, reason)
     if _get(document, "gradient_allreduce_op") not in (None, "mean"):
-        yield Refusal("gradient_allreduce_op", "the loss is scaled for a mean")
+        yield RefusedKey("gradient_allreduce_op", "the loss is scaled for a mean")
     for key, reason in NEVER_OFF.items():
         if _get(document, key) is False:
-            yield Refusal(key, reason)
+            yield RefusedKey(key, reason)
     for key, least in (("zero_optimization.offload_optimizer", 1), ("zero_optimization.offload_param", 3)):
         device = _get(document, f"{key}.device") or "none"
         if device not in ("none", "auto", "cpu"):
-            yield Refusal(f"{key}.device", "a run saves what the host's memory holds", "use 'cpu'")
+            yield RefusedKey(f"{key}.device", "a run saves what the host's memory holds", "use 'cpu'")
         elif device == "cpu" and stage < least:
             remedy = f"use stage {least} or more (parallel.zero), or remove it"
-            yield Refusal(key, f"it does nothing at stage {stage}", remedy)
+            yield RefusedKey(key, f"it does nothing at stage {stage}", remedy)
 
 
 def _read(path: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from megalin.model.stages import DecoderStage, StagePlan
 from megalin.ops.srmsnorm import compute_dtype
 from megalin.parallel.collectives import Axis
 from megalin.parallel.mesh import Mesh
-from megalin.parallel.pipeline import StreamShape, forward_through, make_schedule
+from megalin.parallel.pipeline import HiddenStatesShape, forward_through, make_schedule
 from megalin.parallel.tensor_parallel import local
 
 
@@ -136,14 +136,14 @@ class Pipeline(nn.Module):
         assert self._counts is not None
         return (loss_sum / self._counts).sum()
 
-    def _stream(self, tokens: Tensor) -> StreamShape:
+    def _stream(self, tokens: Tensor) -> HiddenStatesShape:
         """What travels between stages for tokens [B, T/cp]."""
         stage, tp = self.stages()[0], self._mesh.tp
         length = tokens.shape[1] // tp.size if tp.sequence_parallel else tokens.shape[1]
         dtype = stage.compute_dtype
         if self.config.residual_dtype == "float32":
             dtype = compute_dtype(torch.empty(0, dtype=dtype))
-        return StreamShape((tokens.shape[0], length, self.config.hidden_size), dtype)
+        return HiddenStatesShape((tokens.shape[0], length, self.config.hidden_size), dtype)
 
     def outputs(self, inputs: Mapping[str, Tensor], *, losses: str) -> Any:
         """The last stage's output of a batch, without a backward; None where another rank has it."""

@@ -130,7 +130,7 @@ class RunFolder:
             ) from None
         self._lock, self.previous_owner = lock, lock.previous_owner
         # A data worker that outlives this process must not keep the folder.
-        os.register_at_fork(after_in_child=lock.forget)
+        os.register_at_fork(after_in_child=lock.close)
         if lock.previous_owner is not None:
             _log.warning(
                 "run folder %s: taken over from %s, which ended without closing it", self.path, lock.previous_owner

@@ -63,7 +63,7 @@ def shrink(model: AnyModelConfig, tp: int, cp: int = 1, num_stages: int = 1) -> 
     layers = [
         BlockConfig(
             repeat=min(block.repeat, 2 if num_stages == 1 else num_stages + 1),
-            sublayers=[s.shrunk(hidden_size=hidden_size, num_heads=num_heads) for s in block.sublayers],
+            sublayers=[s.shrink_for_verify(hidden_size=hidden_size, num_heads=num_heads) for s in block.sublayers],
         )
         for block in model.layers
     ]

@@ -25,7 +25,7 @@ Rounding = Mapping[str, float]
 """By role: the largest relative error of one process in bf16 against one in fp32, or in fp32 against one in fp64."""
 
 
-class Row(NamedTuple):
+class TensorError(NamedTuple):
     """One tensor's error against one process; it passes while error <= bound."""
 
     name: str
@@ -38,7 +38,9 @@ class Row(NamedTuple):
         return self.error <= self.bound
 
 
-def compare(case: Case, outcome: Outcome, truth: Outcome, rounding: Rounding | None, device: torch.device) -> list[Row]:
+def compare(
+    case: Case, outcome: Outcome, truth: Outcome, rounding: Rounding | None, device: torch.device
+) -> list[TensorError]:
     """One row a tensor. `truth` is one process in at least fp32; `rounding`, where it was measured, widens the bounds;
     `device` does the sums, one tensor after the other."""
     assert outcome.keys() == truth.keys(), outcome.keys() ^ truth.keys()
@@ -47,7 +49,7 @@ def compare(case: Case, outcome: Outcome, truth: Outcome, rounding: Rounding | N
         bound = (WEIGHT_BOUND if kind(name) == "weight" else RELATIVE_BOUND)[case.dtype]
         if rounding is not None:
             bound = max(bound, ROUNDING_FACTOR * rounding.get(role(name), 0.0))
-        rows.append(Row(name, error(name, outcome[name], expected, device), bound))
+        rows.append(TensorError(name, error(name, outcome[name], expected, device), bound))
     return rows
 
 

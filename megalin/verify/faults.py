@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megalin.model.config import EncoderConfig
-from megalin.ops.split import Borders
+from megalin.ops.split import ShardDocuments
 from megalin.parallel.collectives import Axis
 from megalin.parallel.context import ContextParallel, ExchangeName
 from megalin.parallel.linear import ColumnParallelLinear
@@ -67,7 +67,7 @@ class _LocalCount(Mesh):
         return value
 
 
-Exchange = Literal["decay", "fold", "halo", "heads", "sum", "neighbours"]
+ExchangeKind = Literal["decay", "fold", "halo", "heads", "sum", "neighbours"]
 """What crosses from shard to shard: states, with decays among them or without; and `ContextParallel`'s other ways."""
 
 
@@ -76,13 +76,13 @@ class Probe(ContextParallel):
 
     def __init__(self, axis: Axis | None = None, *, exchange: ExchangeName = "auto") -> None:
         super().__init__(axis, exchange=exchange)
-        self.made: set[Exchange] = set()
+        self.made: set[ExchangeKind] = set()
 
-    def entering(self, state: Tensor, log_decay: Tensor, borders: Borders) -> Tensor:
+    def entering(self, state: Tensor, log_decay: Tensor, borders: ShardDocuments) -> Tensor:
         self.made |= {"fold", "decay"} if log_decay.any() else {"fold"}
         return super().entering(state, log_decay, borders)
 
-    def halo(self, x: Tensor, borders: Borders, document_ids: Tensor | None, *, width: int) -> Tensor:
+    def halo(self, x: Tensor, borders: ShardDocuments, document_ids: Tensor | None, *, width: int) -> Tensor:
         self.made.add("halo")
         return super().halo(x, borders, document_ids, width=width)
 
@@ -94,7 +94,7 @@ class Probe(ContextParallel):
         self.made.add("sum")
         return super().total(x)
 
-    def around(self, first: Tensor, last: Tensor, borders: Borders) -> tuple[Tensor, Tensor]:
+    def around(self, first: Tensor, last: Tensor, borders: ShardDocuments) -> tuple[Tensor, Tensor]:
         self.made.add("neighbours")
         return super().around(first, last, borders)
 
@@ -102,20 +102,20 @@ class Probe(ContextParallel):
 class _DroppedDecay(ContextParallel):
     """A state passes through a rank's tokens as if they forgot nothing."""
 
-    def entering(self, state: Tensor, log_decay: Tensor, borders: Borders) -> Tensor:
+    def entering(self, state: Tensor, log_decay: Tensor, borders: ShardDocuments) -> Tensor:
         return super().entering(state, torch.zeros_like(log_decay), borders)
 
-    def leaving_gradient(self, gradient: Tensor, log_decay: Tensor, borders: Borders) -> Tensor:
+    def leaving_gradient(self, gradient: Tensor, log_decay: Tensor, borders: ShardDocuments) -> Tensor:
         return super().leaving_gradient(gradient, torch.zeros_like(log_decay), borders)
 
 
 class _WrongNeighbour(ContextParallel):
     """A rank takes its own tokens' state for that of the rank before."""
 
-    def entering(self, state: Tensor, log_decay: Tensor, borders: Borders) -> Tensor:
+    def entering(self, state: Tensor, log_decay: Tensor, borders: ShardDocuments) -> Tensor:
         return super().entering(state, log_decay, borders._replace(continues=borders.continues.roll(1, dims=1)))
 
-    def leaving_gradient(self, gradient: Tensor, log_decay: Tensor, borders: Borders) -> Tensor:
+    def leaving_gradient(self, gradient: Tensor, log_decay: Tensor, borders: ShardDocuments) -> Tensor:
         borders = borders._replace(continues=borders.continues.roll(1, dims=1))
         return super().leaving_gradient(gradient, log_decay, borders)
 
@@ -123,21 +123,21 @@ class _WrongNeighbour(ContextParallel):
 class _MissingAdjoint(ContextParallel):
     """The state that enters gives no gradient to the ranks it came from."""
 
-    def leaving_gradient(self, gradient: Tensor, log_decay: Tensor, borders: Borders) -> Tensor:
+    def leaving_gradient(self, gradient: Tensor, log_decay: Tensor, borders: ShardDocuments) -> Tensor:
         return torch.zeros_like(super().leaving_gradient(gradient, log_decay, borders))
 
 
 class _MissingHalo(ContextParallel):
     """A convolution or a window starts with the rank's first token."""
 
-    def halo(self, x: Tensor, borders: Borders, document_ids: Tensor | None, *, width: int) -> Tensor:
+    def halo(self, x: Tensor, borders: ShardDocuments, document_ids: Tensor | None, *, width: int) -> Tensor:
         return torch.zeros_like(super().halo(x, borders, document_ids, width=width))
 
 
 class _MissingHaloAdjoint(ContextParallel):
     """The inputs that a convolution or a window borrows give no gradient to the ranks they came from."""
 
-    def halo(self, x: Tensor, borders: Borders, document_ids: Tensor | None, *, width: int) -> Tensor:
+    def halo(self, x: Tensor, borders: ShardDocuments, document_ids: Tensor | None, *, width: int) -> Tensor:
         return super().halo(x.detach(), borders, document_ids, width=width)
 
 
@@ -173,7 +173,7 @@ class _MissingSumAdjoint(ContextParallel):
 class _MissingNeighbours(ContextParallel):
     """A window ends with the rank's tokens."""
 
-    def around(self, first: Tensor, last: Tensor, borders: Borders) -> tuple[Tensor, Tensor]:
+    def around(self, first: Tensor, last: Tensor, borders: ShardDocuments) -> tuple[Tensor, Tensor]:
         before, after = super().around(first, last, borders)
         return torch.zeros_like(before), torch.zeros_like(after)
 
@@ -181,7 +181,7 @@ class _MissingNeighbours(ContextParallel):
 class _MissingNeighbourAdjoint(ContextParallel):
     """What a window's other tokens add gives no gradient to the ranks it came from."""
 
-    def around(self, first: Tensor, last: Tensor, borders: Borders) -> tuple[Tensor, Tensor]:
+    def around(self, first: Tensor, last: Tensor, borders: ShardDocuments) -> tuple[Tensor, Tensor]:
         return super().around(first.detach(), last.detach(), borders)
 
 
@@ -234,7 +234,7 @@ class Fault(NamedTuple):
     neither, or with a stage of several blocks or a tied table: the case gets a block more that has both, and ties."""
     decoder_only: bool = False
     """In a code path that encoders do not have."""
-    exchange: Exchange | None = None
+    exchange: ExchangeKind | None = None
     """Of context parallelism: what only models that make it can show."""
 
 
@@ -267,7 +267,7 @@ FAULTS = (
 )
 
 
-def visible_faults(case: Case, made: set[Exchange]) -> list[Fault]:
+def visible_faults(case: Case, made: set[ExchangeKind]) -> list[Fault]:
     """Those that the mesh of `case` shows in a model of its kind that makes these exchanges."""
     parallel, encoder = case.parallel, isinstance(case.model, EncoderConfig)
     data_size = case.data_size * parallel.cp

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from megalin.errors import ConfigError, RankFailedError
 from megalin.parallel.mesh import ParallelConfig
 from megalin.verify.case import Case
-from megalin.verify.comparison import Row
+from megalin.verify.comparison import TensorError
 from megalin.verify.run import mesh_name, row_json, summary, worst_first
 
 SIZES = (1, 2, 3, 4)
@@ -21,10 +21,10 @@ SIZES = (1, 2, 3, 4)
 AXES = ("tp", "cp", "pp", "dp")
 """The axes of a mesh."""
 
-Verify = Callable[[Case], list[Row]]
+Verify = Callable[[Case], list[TensorError]]
 
 
-class Layout(NamedTuple):
+class GridMesh(NamedTuple):
     """A mesh of the grid."""
 
     parallel: ParallelConfig
@@ -41,16 +41,16 @@ class Layout(NamedTuple):
         return dict(zip(AXES, (self.parallel.tp, self.parallel.cp, self.parallel.pp, self.data_size), strict=True))
 
 
-class Found(NamedTuple):
+class MeshResult(NamedTuple):
     """What a mesh gave."""
 
-    layout: Layout
+    layout: GridMesh
     refused: str
     """Why the model cannot run on it; empty where it was started."""
     failed: str
     """What its ranks said where they gave no answer; else empty."""
     num_tensors: int
-    worst: Row | None
+    worst: TensorError | None
     """The tensor whose error is the largest in units of its bound."""
     seconds: float
 
@@ -60,14 +60,14 @@ class Found(NamedTuple):
         return not self.failed and (self.worst is None or self.worst.passed)
 
 
-def layouts(max_ranks: int) -> list[Layout]:
+def layouts(max_ranks: int) -> list[GridMesh]:
     """All combinations of axes of 1 to 4 ranks that fit, the smallest first; of one or two axes also each other way to
     run each axis: sequence parallelism, exchanges, schedules, ZeRO stages."""
     found = []
     axes = [sizes for sizes in itertools.product(SIZES, repeat=4) if math.prod(sizes) <= max_ranks]
     for tp, cp, pp, dp in sorted(axes, key=math.prod):
         options = _options(tp, cp, pp, dp) if sum(size > 1 for size in (tp, cp, pp, dp)) <= 2 else []
-        found += [Layout(ParallelConfig(tp=tp, cp=cp, pp=pp, **option), dp) for option in [{}, *options]]
+        found += [GridMesh(ParallelConfig(tp=tp, cp=cp, pp=pp, **option), dp) for option in [{}, *options]]
     return found
 
 
@@ -86,8 +86,8 @@ def _options(tp: int, cp: int, pp: int, dp: int) -> list[dict[str, Any]]:
 
 
 def run_grid(
-    layouts: Iterable[Layout], make: Callable[[Layout], Case], verify: Verify, *, new_ranks: bool
-) -> Iterator[Found]:
+    layouts: Iterable[GridMesh], make: Callable[[GridMesh], Case], verify: Verify, *, new_ranks: bool
+) -> Iterator[MeshResult]:
     """What each mesh gives, one after the other.
 
     Args:
@@ -113,10 +113,10 @@ def run_grid(
                     raise RankFailedError(f"{mesh_name(*layout)}: {error}") from error
                 failed = str(error)
         worst = worst_first(rows)[0] if rows else None
-        yield Found(layout, refused, failed, len(rows), worst, time.monotonic() - started)
+        yield MeshResult(layout, refused, failed, len(rows), worst, time.monotonic() - started)
 
 
-def print_grid(results: Iterator[Found], *, as_json: bool) -> bool:
+def print_grid(results: Iterator[MeshResult], *, as_json: bool) -> bool:
     """Prints a line a mesh as it is done, or one JSON object at the end; returns whether some ran and all that ran
     passed. It also tells the axes of which no mesh ran: of these nothing is shown."""
     started, found = time.monotonic(), []
@@ -143,7 +143,7 @@ def print_grid(results: Iterator[Found], *, as_json: bool) -> bool:
     return passed
 
 
-def _line(result: Found) -> str:
+def _line(result: MeshResult) -> str:
     name = mesh_name(*result.layout)
     row = result.worst
     if row is None:
@@ -153,7 +153,7 @@ def _line(result: Found) -> str:
     return f"{name:48} {verdict:8} {row.error:<8.1e} {row.bound:<6.0e} {result.seconds:7.1f}  {row.name}"
 
 
-def _as_json(result: Found) -> dict[str, Any]:
+def _as_json(result: MeshResult) -> dict[str, Any]:
     row = result.worst
     return summary(*result.layout) | {
         "passed": result.passed,

@@ -17,7 +17,7 @@ from megalin.model.language_model import ModelOutput
 from megalin.optim.adamw import OptimizerConfig, build_optimizer
 from megalin.parallel.collectives import Axis, all_gather, all_reduce, gather_objects
 from megalin.parallel.cross_entropy import IGNORED_LABEL
-from megalin.parallel.initialisation import fill
+from megalin.parallel.initialisation import init_weights
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.tensor_parallel import full_tensor
 from megalin.train.build import TrainedModel, build_model
@@ -207,7 +207,7 @@ def _filled(case: Case, dtype: torch.dtype, device: torch.device, *, recompute: 
     """The whole model with its initial weights."""
     model = make_model(case.model, recompute=recompute).to(dtype)
     model.to_empty(device=device)
-    fill(model, case.seed)
+    init_weights(model, case.seed)
     return model
 
 

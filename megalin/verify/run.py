@@ -17,8 +17,8 @@ from megalin.parallel.collectives import gather_objects
 from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.parallel.process_group import compute_device
 from megalin.verify.case import Case
-from megalin.verify.comparison import Rounding, Row, compare, kind
-from megalin.verify.faults import Exchange, Probe, visible_faults
+from megalin.verify.comparison import Rounding, TensorError, compare, kind
+from megalin.verify.faults import ExchangeKind, Probe, visible_faults
 from megalin.verify.outcome import Outcome, on_host, run_on_mesh, run_reference, run_step
 from megalin.verify.rounding import measure_fp32, measure_rounding
 
@@ -30,7 +30,7 @@ class FaultResult(NamedTuple):
 
     fault: str
     seen: bool
-    worst: Row
+    worst: TensorError
 
 
 class Reference(NamedTuple):
@@ -40,7 +40,7 @@ class Reference(NamedTuple):
     rounding: Rounding | None
 
 
-def verify(case: Case, mesh: Mesh | None = None) -> list[Row]:
+def verify(case: Case, mesh: Mesh | None = None) -> list[TensorError]:
     """Compares the case on the mesh of the current process group with one process; a collective. In fp32, where a bound
     is exceeded, the truth becomes one process in fp64, and bounds are twice the error of the one in fp32.
 
@@ -91,7 +91,7 @@ def self_test(case: Case) -> list[FaultResult]:
     return results
 
 
-def _exchanges(case: Case) -> set[Exchange]:
+def _exchanges(case: Case) -> set[ExchangeKind]:
     """What the model's layers, on whatever ranks, send over the context-parallel axis."""
     mesh = Mesh(case.parallel, compute_device(), context_parallel=Probe)
     assert isinstance(mesh.cp, Probe), mesh.cp
@@ -99,7 +99,7 @@ def _exchanges(case: Case) -> set[Exchange]:
         run_on_mesh(case, mesh)
     if mesh.pp.size == 1:
         return mesh.cp.made
-    return set[Exchange]().union(*gather_objects(mesh.cp.made, mesh.pp.group))
+    return set[ExchangeKind]().union(*gather_objects(mesh.cp.made, mesh.pp.group))
 
 
 def with_low_rank(case: Case) -> Case:
@@ -120,7 +120,7 @@ def _reference(case: Case, device: torch.device) -> Reference:
     return Reference(on_host(run_reference(case, case.compute_dtype, device)), None)
 
 
-def _compare(case: Case, outcome: Outcome, reference: Reference, device: torch.device) -> list[Row]:
+def _compare(case: Case, outcome: Outcome, reference: Reference, device: torch.device) -> list[TensorError]:
     truth = reference.outcome
     if reference.rounding is not None:
         # The sign of a gradient element near zero is rounding, and AdamW's first step moves its weight by twice lr.
@@ -129,12 +129,12 @@ def _compare(case: Case, outcome: Outcome, reference: Reference, device: torch.d
     return compare(case, outcome, truth, reference.rounding, device)
 
 
-def worst_first(rows: list[Row]) -> list[Row]:
+def worst_first(rows: list[TensorError]) -> list[TensorError]:
     """Rows by error over bound, the largest first; a NaN counts as the largest."""
     return sorted(rows, key=lambda row: -(row.error / row.bound) if row.error == row.error else float("-inf"))
 
 
-def print_rows(case: Case, rows: list[Row], *, as_json: bool) -> bool:
+def print_rows(case: Case, rows: list[TensorError], *, as_json: bool) -> bool:
     """Prints the comparison; returns whether every bound holds."""
     passed = all(row.passed for row in rows)
     if as_json:
@@ -169,7 +169,7 @@ def print_faults(case: Case, results: list[FaultResult], *, as_json: bool) -> bo
     return passed
 
 
-def row_json(row: Row) -> dict[str, Any]:
+def row_json(row: TensorError) -> dict[str, Any]:
     """A tensor's error as JSON tells it."""
     # JSON has no NaN or infinity.
     finite = row.error == row.error and row.error != float("inf")

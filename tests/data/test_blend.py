@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megalin.data.blend import BlendedOrder, Phase, Stream
+from megalin.data.blend import BlendedOrder, BlendSource, Phase
 from megalin.data.order import endless
 
 ALL = np.arange(3000, dtype=np.int64)
@@ -13,7 +13,7 @@ GOLDEN_LARGE = 60000002384
 
 def _order(weights, sizes=None, seed=3, phases=()):
     sizes = sizes or [100 * (number + 1) for number in range(len(weights))]
-    streams = [Stream(f"s{number}", size) for number, size in enumerate(sizes)]
+    streams = [BlendSource(f"s{number}", size) for number, size in enumerate(sizes)]
     return BlendedOrder(streams, [Phase(0, weights), *phases], seed=seed)
 
 
@@ -62,7 +62,7 @@ def test_a_phase_and_a_source_that_come_later_change_nothing_before():
 
 
 def test_a_single_source_named_train_is_the_order_without_sources():
-    order = BlendedOrder([Stream("train", 90)], [Phase(0, [1.0])], seed=3)
+    order = BlendedOrder([BlendSource("train", 90)], [Phase(0, [1.0])], seed=3)
     assert order.samples(ALL).tolist() == endless(ALL, num_samples=90, seed=3).tolist()
 
 

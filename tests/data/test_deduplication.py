@@ -136,11 +136,11 @@ def test_killed_run_goes_on_and_compressed_output_is_the_same(tmp_path, planted,
     options = _options(tmp_path / "two", compression=compression, resume=True)
     work, calls = deduplication._filter_part, []
 
-    def stop(job, part, folder, tell):
+    def stop(job, part, folder, report):
         calls.append(part.number)
         if len(calls) == 3:
             raise StoppedError
-        return work(job, part, folder, tell)
+        return work(job, part, folder, report)
 
     monkeypatch.setattr(deduplication, "_filter_part", stop)
     with pytest.raises(StoppedError):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megalin.data.blend import BlendedOrder, Phase, Stream
+from megalin.data.blend import BlendedOrder, BlendSource, Phase
 from megalin.data.config import DataConfig
 from megalin.data.dataset import TokenDataset
 from megalin.data.loader import Loader, ValidationLoader
@@ -27,7 +27,7 @@ def dataset(tmp_path):
 
 
 def _loader(dataset, **values):
-    order = BlendedOrder([Stream("train", dataset.num_samples)], [Phase(0, [1.0])], seed=values.pop("seed", 3))
+    order = BlendedOrder([BlendSource("train", dataset.num_samples)], [Phase(0, [1.0])], seed=values.pop("seed", 3))
     return Loader(dataset, order, **{"global_batch_size": 8, "micro_batch_size": 2, **values})
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megalin.config import parse
-from megalin.data.blend import BlendedOrder, Phase, Stream
+from megalin.data.blend import BlendedOrder, BlendSource, Phase
 from megalin.data.config import DataConfig
 from megalin.data.loader import Loader, ValidationLoader
 from megalin.data.masked_dataset import MaskedDataset
@@ -111,7 +111,7 @@ def test_copies_of_a_piece_are_masked_in_their_own_ways(tmp_path):
 @pytest.mark.parametrize(("dp_size", "micro_batch_size"), [(1, 8), (2, 4), (4, 2), (2, 1)])
 def test_every_mesh_reads_the_same_samples_and_a_resumed_one_goes_on(tmp_path, dp_size, micro_batch_size):
     def loaders(size, micro):
-        order = BlendedOrder([Stream("train", dataset.num_samples)], [Phase(0, [1.0])], seed=3)
+        order = BlendedOrder([BlendSource("train", dataset.num_samples)], [Phase(0, [1.0])], seed=3)
         return [
             Loader(dataset, order, global_batch_size=8, micro_batch_size=micro, dp_rank=rank, dp_size=size)
             for rank in range(size)

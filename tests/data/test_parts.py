@@ -28,7 +28,7 @@ def test_sizes_of_the_parts_add_up_to_their_file(corpus):
         assert sum(mine) == path.stat().st_size
 
 
-def _record_nothing(job, part, folder, tell):
+def _record_nothing(job, part, folder, report):
     return {"job": job}
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from megalin.data import parts
-from megalin.data.parts import Share
+from megalin.data.parts import PartShare
 from megalin.data.preprocessing import PreprocessOptions, preprocess
 from megalin.data.shards import Shard
 from megalin.data.tokenizer import BytePairTrainer, ByteTokenizer, TokenizerFiles
@@ -169,7 +169,7 @@ def test_shares_put_together_are_the_bytes_of_one_run(tmp_path, mixed):
     (tmp_path / "many").mkdir()
     taken = set()
     for number in (2, 0, 1):
-        assert preprocess(mixed, _options(tmp_path / "many", share=Share(number, 3))) is None
+        assert preprocess(mixed, _options(tmp_path / "many", share=PartShare(number, 3))) is None
         assert not list((tmp_path / "many").glob("out_*"))
         mine = {int(path.stem) for path in (tmp_path / "many" / "out.parts").glob("[0-9]*.json")} - taken
         assert {k % 3 for k in mine} == {number}
@@ -223,9 +223,9 @@ def test_run_killed_while_it_removes_its_parts_can_be_resumed(tmp_path, mixed, m
 
 @pytest.mark.usefixtures("small_parts")
 def test_resume_refuses_parts_of_other_settings_or_files(tmp_path, mixed):
-    preprocess(mixed, _options(tmp_path, share=Share(0, 2)))
+    preprocess(mixed, _options(tmp_path, share=PartShare(0, 2)))
     with pytest.raises(DataError, match="made with another append_eod: False, now True; remove the folder"):
-        preprocess(mixed, _options(tmp_path, share=Share(1, 2), append_eod=True))
+        preprocess(mixed, _options(tmp_path, share=PartShare(1, 2), append_eod=True))
     os.utime(mixed[1], ns=(0, 0))
     with pytest.raises(DataError, match=r"made with another input .*b\.jsonl: "):
         preprocess(mixed, _options(tmp_path, resume=True))
@@ -233,7 +233,7 @@ def test_resume_refuses_parts_of_other_settings_or_files(tmp_path, mixed):
 
 
 def test_damaged_record_is_refused(tmp_path, mixed):
-    preprocess(mixed, _options(tmp_path, share=Share(0, 1)))
+    preprocess(mixed, _options(tmp_path, share=PartShare(0, 1)))
     (tmp_path / "out.parts" / "000000.json").write_text("[")
     with pytest.raises(DataError, match=r"000000\.json: no JSON object; remove .*out\.parts and begin anew"):
         preprocess(mixed, _options(tmp_path, resume=True))
@@ -242,10 +242,10 @@ def test_damaged_record_is_refused(tmp_path, mixed):
 @pytest.mark.parametrize(("number", "total"), [(2, 2), (-1, 2), (0, 0)])
 def test_share_that_cannot_be_is_refused(tmp_path, number, total):
     with pytest.raises(ConfigError, match=f"--shard {number}/{total}: give i/n with i from 0 to n - 1"):
-        preprocess([_jsonl(tmp_path, [{"text": "a"}])], _options(tmp_path, share=Share(number, total)))
+        preprocess([_jsonl(tmp_path, [{"text": "a"}])], _options(tmp_path, share=PartShare(number, total)))
 
 
-def _end_abruptly(job, part, folder, tell):
+def _end_abruptly(job, part, folder, report):
     os._exit(1)
 
 
@@ -262,7 +262,7 @@ from pathlib import Path
 from megalin.data import parts, preprocessing
 from megalin.data.tokenizer import TokenizerFiles
 parts._LEAST_PART_BYTES = {least}
-parts._TELL_SECONDS = 0.01
+parts._REPORT_SECONDS = 0.01
 def told(progress):
     print(progress.documents, flush=True)
     if progress.documents >= 50 and {stop}: sys.stdin.read()

@@ -2,16 +2,16 @@
 
 import pytest
 
-from megalin.data.parts import Progress
+from megalin.data.parts import CorpusProgress
 from megalin.data.progress import shown_progress
 from megalin.errors import ConfigError
 
 
 def test_lines_bear_the_name_of_their_pass(capsys):
     for title in ("one", "two"):
-        with shown_progress(title, 100, interval=10) as tell:
+        with shown_progress(title, 100, interval=10) as report:
             for documents in (5, 12, 19, 25):
-                tell(Progress(documents, 0, 4 * documents, 1))
+                report(CorpusProgress(documents, 0, 4 * documents, 1))
     shown = [line.partition(" (")[0] for line in capsys.readouterr().err.splitlines()]
     assert shown == ["one: 12 documents", "one: 25 documents", "two: 12 documents", "two: 25 documents"]
 
@@ -19,11 +19,11 @@ def test_lines_bear_the_name_of_their_pass(capsys):
 @pytest.mark.parametrize("terminal", ["", "1"])
 def test_progress_that_another_process_shows_is_silent(capsys, monkeypatch, terminal):
     monkeypatch.setenv("FORCE_COLOR", terminal)
-    with shown_progress("one", 100, interval=1, shown=False) as tell:
-        tell(Progress(5, 0, 20, 0))
+    with shown_progress("one", 100, interval=1, shown=False) as report:
+        report(CorpusProgress(5, 0, 20, 0))
     assert capsys.readouterr().err == ""
-    with shown_progress("one", 100, interval=1) as tell:
-        tell(Progress(5, 0, 20, 0))
+    with shown_progress("one", 100, interval=1) as report:
+        report(CorpusProgress(5, 0, 20, 0))
     assert "one: 5 documents" in capsys.readouterr().err
 
 

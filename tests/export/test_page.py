@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megalin.export.layout import Layout, Link
+from megalin.export.layout import CheckpointLayout, Link
 from megalin.export.layouts import LAYOUTS
 
 PAGE = Path(__file__).parents[2] / "docs/interchange.md"
@@ -31,7 +31,7 @@ def row(link: Link) -> str:
     return f"| `{link.ours}` | {names} | {'; '.join(notes)} |"
 
 
-def rows(layout: Layout) -> list[str]:
+def rows(layout: CheckpointLayout) -> list[str]:
     """The lines of a layout's table: the model's, then a block's."""
     return [row(link) for link in (*layout.model, *layout.block)]
 

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from megalin.parallel.collectives import Axis, gather_from_axis, reduce_scatter_to_axis
 from megalin.parallel.overlapped_products import (
-    SHORT_PRODUCT,
-    StreamCopies,
+    SHORT_MATMUL,
+    AsyncTPBuffers,
     all_gather_matmul,
     matmul_reduce_scatter,
-    open_stream_copies,
+    open_async_tp_buffers,
 )
 from megalin.parallel.process_group import compute_device, process_group
 from tests.numerics import Tensors, relative_error
@@ -23,11 +23,11 @@ from tests.numerics import Tensors, relative_error
 TOKENS, WIDTH = 256, 512
 
 
-def opened(device: torch.device, timeout: timedelta) -> tuple[StreamCopies, Axis]:
+def opened(device: torch.device, timeout: timedelta) -> tuple[AsyncTPBuffers, Axis]:
     group = dist.group.WORLD
     assert group is not None
-    copies = open_stream_copies(device, group=group, timeout=timeout)
-    assert isinstance(copies, StreamCopies), copies
+    copies = open_async_tp_buffers(device, group=group, timeout=timeout)
+    assert isinstance(copies, AsyncTPBuffers), copies
     return copies, Axis("tp", group.size(), group.rank(), group.group_name)
 
 
@@ -58,7 +58,7 @@ def layer(parts: list[Tensor], axis: Axis, dtype: torch.dtype, *, by_copies: boo
 def compare_values(device: torch.device) -> None:
     """Each dtype against fp64 by collectives, with at most twice the error of the same dtype by collectives."""
     copies, axis = opened(device, timedelta(seconds=20))
-    for batch, channels in ((1, 1024), (3, 1024), (2, 2 * SHORT_PRODUCT * axis.size)):
+    for batch, channels in ((1, 1024), (3, 1024), (2, 2 * SHORT_MATMUL * axis.size)):
         parts = inputs(batch, channels, device)
         truth = layer(parts, axis, torch.float64, by_copies=False)
         for dtype in (torch.float64, torch.float32, torch.bfloat16):

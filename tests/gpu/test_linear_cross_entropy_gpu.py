@@ -6,7 +6,7 @@ import torch
 from megalin.model.config import ModelConfig
 from megalin.model.language_model import LanguageModel
 from megalin.ops.linear_cross_entropy import VocabularySlice, fused_linear_cross_entropy, linear_cross_entropy_reference
-from megalin.parallel.initialisation import fill
+from megalin.parallel.initialisation import init_weights
 from tests.numerics import errors
 
 
@@ -105,7 +105,7 @@ def test_a_model_learns_the_same_from_the_sum_alone():
     )
     model = LanguageModel(config).to(torch.bfloat16)
     model.to_empty(device="cuda")
-    fill(model, 0)
+    init_weights(model, 0)
     ids = torch.randint(0, 1000, (2, 301), generator=torch.Generator().manual_seed(1)).cuda()
     inputs = {"tokens": ids[:, :-1], "labels": ids[:, 1:]}
 

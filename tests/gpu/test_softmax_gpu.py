@@ -11,7 +11,7 @@ from megalin.ops.causal_attention import causal_attention, kernel_for
 from megalin.ops.documents import WHOLE_ROWS, find_documents
 from megalin.ops.softmax_attention import visible_in_row, visible_tokens, within_window
 from megalin.ops.window_attention import window_attention
-from megalin.parallel.initialisation import fill
+from megalin.parallel.initialisation import init_weights
 from tests.cases import GLU, model
 from tests.numerics import assert_close, errors, outputs_and_gradients
 from tests.ops.kernels import assert_as_good_as_the_reference
@@ -163,7 +163,7 @@ def losses_and_gradients(dtype: torch.dtype, document_ids: Tensor, *, compiled: 
         {"sublayers": [attention, window, GLU], "repeat": 2}, hidden_size=256, init_std=0.02, embedding_scale=16.0
     )
     built = LanguageModel(config).to_empty(device=document_ids.device)
-    fill(built, 0)
+    init_weights(built, 0)
     built.to(dtype)
     for block in built.blocks if compiled else ():
         block.compile(fullgraph=True, dynamic=False)

@@ -6,7 +6,7 @@ import torch
 from megalin.model.config import ModelConfig
 from megalin.model.language_model import LanguageModel
 from megalin.ops.decay_scan import decay_scan
-from megalin.parallel.initialisation import fill
+from megalin.parallel.initialisation import init_weights
 
 
 def _relative(actual, expected):
@@ -57,7 +57,7 @@ def _gradients(dtype, *, compiled, recompute=False):
     for module in model.full_precision_modules():
         module.to(torch.promote_types(dtype, torch.float32))
     model.to_empty(device="cuda")
-    fill(model, 0)
+    init_weights(model, 0)
     if compiled:
         for block in model.block_list():
             block.compile(fullgraph=True, dynamic=False)

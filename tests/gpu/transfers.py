@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megalin.parallel.peer_copies import SLOTS, PeerCopies, open_lines
+from megalin.parallel.peer_copies import SLOTS, P2PChannels, open_channels
 from megalin.parallel.process_group import compute_device, process_group
 from megalin.train.config import load_run_config
 from megalin.train.loop import train
@@ -25,11 +25,11 @@ def train_every_way(config: Path, folder: Path, device: torch.device) -> None:
             train(run, device, folder / f"{schedule}-{transfer}")
 
 
-def lines_of_two(device: torch.device, timeout: timedelta) -> PeerCopies:
+def lines_of_two(device: torch.device, timeout: timedelta) -> P2PChannels:
     group = dist.group.WORLD
     assert group is not None
-    copies = open_lines(1, SHAPE, torch.float32, device, group=group, timeout=timeout)
-    assert isinstance(copies, PeerCopies), copies
+    copies = open_channels(1, SHAPE, torch.float32, device, group=group, timeout=timeout)
+    assert isinstance(copies, P2PChannels), copies
     return copies
 
 

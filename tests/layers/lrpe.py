@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from megalin.layers.mixers.base import BuildScope, SequenceContext
+from megalin.layers.mixers.base import BuildContext, SequenceContext
 from megalin.layers.mixers.transnormer import TransNormer, TransNormerConfig
-from megalin.parallel.initialisation import fill
+from megalin.parallel.initialisation import init_weights
 from megalin.parallel.tensor_parallel import TensorParallel
 
 
@@ -13,18 +13,18 @@ def frequency_gradient(
     form: str, length: int, dtype: torch.dtype, *, whole_row: bool = False, device: str = "cpu"
 ) -> Tensor:
     """d theta [H, K/2] of the first of 24 layers, 8 heads of 64, for random tokens and a random gradient."""
-    scope = BuildScope(512, layer=0, num_layers=24, tp=TensorParallel(), init_std=0.05, path="", output_std=0.05)
+    scope = BuildContext(512, layer=0, num_layers=24, tp=TensorParallel(), init_std=0.05, path="", output_std=0.05)
     with torch.device("meta"):
         mixer = TransNormer(TransNormerConfig(num_heads=8, lrpe=form), scope)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     mixer.to_empty(device=device).to(dtype)
     mixer.full_precision.to(wide)
     mixer.slopes = mixer.slopes.to(wide)
-    fill(mixer, seed=1)
+    init_weights(mixer, seed=1)
     generator = torch.Generator().manual_seed(2)
     x, gradient = (torch.randn(1, length, 512, generator=generator).bfloat16().to(device, dtype) for _ in range(2))
     positions = torch.arange(length, device=device)
-    context = mixer.own_context(SequenceContext(positions, None, {}, dtype))
+    context = mixer.build_mixer_context(SequenceContext(positions, None, {}, dtype))
     state = mixer.initial_state(1, dtype=wide, device=torch.device(device)) if whole_row else None
     mixer(x, context, state).y.backward(gradient)
     return mixer.full_precision.theta.grad

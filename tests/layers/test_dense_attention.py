@@ -12,10 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megalin.config import parse
 from megalin.errors import ConfigError
-from megalin.layers.mixers.base import BuildScope, SequenceContext, renew_derived
+from megalin.layers.mixers.base import BuildContext, SequenceContext, renew_derived
 from megalin.layers.mixers.dense_attention import DenseAttention, DenseAttentionConfig
 from megalin.parallel.collectives import Axis
-from megalin.parallel.initialisation import fill
+from megalin.parallel.initialisation import init_weights
 from megalin.parallel.tensor_parallel import TensorParallel
 from tests.numerics import Tensors, assert_close, errors
 
@@ -38,10 +38,10 @@ def configured(setting: str = "global", heads: int = 1, **fields: Any) -> DenseA
 
 def build(config: DenseAttentionConfig, dtype: torch.dtype = torch.float64) -> DenseAttention:
     """Weights so large that MaxNorm's eps does not hide the rest, and that the network's are scaled down."""
-    scope = BuildScope(WIDTH, 1, 3, TensorParallel(), 0.2, "place", 0.2)
+    scope = BuildContext(WIDTH, 1, 3, TensorParallel(), 0.2, "place", 0.2)
     mixer = config.build(scope).to(dtype)
     mixer.to_empty(device="cpu")
-    fill(mixer, 0)
+    init_weights(mixer, 0)
     with torch.no_grad():
         for weight, factor in ((mixer.query.weight, 300.0), (mixer.up.weight, 5.0), (mixer.down.weight, 7.0)):
             weight.mul_(factor)
@@ -231,17 +231,17 @@ def test_the_ratio_follows_the_weights():
 
 
 def test_the_ratio_is_right_after_fill_and_absent_where_not_asked_for():
-    scope = BuildScope(WIDTH, 0, 2, TensorParallel(), 0.02, "place", 0.02)
+    scope = BuildContext(WIDTH, 0, 2, TensorParallel(), 0.02, "place", 0.02)
     mixer = configured().build(scope)
     mixer.to_empty(device="cpu")
-    fill(mixer, 0)
+    init_weights(mixer, 0)
     largest = [weight.detach().abs().max() for weight in (mixer.up.weight, mixer.down.weight)]
     bound = 1.0 / math.sqrt(2 * 2 * WIDTH)
     torch.testing.assert_close(mixer.ratio, (bound / largest[0]) * (bound / largest[1]))
     assert mixer.ratio.dtype == torch.float32
     assert mixer.state_dict().keys() == {"query.weight", "up.weight", "down.weight"}
     plain = build(configured(scale_ffn_weights=False))
-    assert plain.watched_weights() == []
+    assert plain.norm_tracked_weights() == []
     assert not list(plain.buffers())
     x, valid = inputs_of(17, padded=False)
     dy, ids = torch.randn_like(x), torch.zeros(3, 17)
@@ -250,9 +250,9 @@ def test_the_ratio_is_right_after_fill_and_absent_where_not_asked_for():
 
 def test_initial_weights_have_the_published_spread():
     width, num_layers = 96, 5
-    mixer = configured(ffn_ratio=4).build(BuildScope(width, 0, num_layers, TensorParallel(), 0.02, "place", 1.0))
+    mixer = configured(ffn_ratio=4).build(BuildContext(width, 0, num_layers, TensorParallel(), 0.02, "place", 1.0))
     mixer.to_empty(device="cpu")
-    fill(mixer, 0)
+    init_weights(mixer, 0)
     assert mixer.query.weight.std().item() == pytest.approx(0.02 / math.sqrt(2 * num_layers * width), rel=0.05)
     for weight in (mixer.up.weight, mixer.down.weight):
         assert weight.std().item() == pytest.approx(1.0 / math.sqrt(2 * 4 * width), rel=0.05)
@@ -313,13 +313,13 @@ def test_windows_that_do_not_fit_the_kind_are_refused(fields: dict[str, Any], me
     ],
 )
 def test_sizes_that_do_not_divide_are_refused(heads: int, width: int, tp: int, message: str):
-    scope = BuildScope(width, 0, 1, TensorParallel(Axis("tp", tp)), 0.02, "place", 0.02)
+    scope = BuildContext(width, 0, 1, TensorParallel(Axis("tp", tp)), 0.02, "place", 0.02)
     with pytest.raises(ConfigError, match=message):
         configured(heads=heads).build(scope)
 
 
 def test_shrunk_keeps_one_head_and_its_kind():
-    assert configured("shifted").shrunk(hidden_size=32, num_heads=4).num_heads == 1
-    small = configured("shifted", heads=2, window=512).shrunk(hidden_size=32, num_heads=4)
+    assert configured("shifted").shrink_for_verify(hidden_size=32, num_heads=4).num_heads == 1
+    small = configured("shifted", heads=2, window=512).shrink_for_verify(hidden_size=32, num_heads=4)
     assert (small.num_heads, small.window, small.kind) == (4, 16, "shifted_local")
-    assert configured().shrunk(hidden_size=32, num_heads=4).window is None
+    assert configured().shrink_for_verify(hidden_size=32, num_heads=4).window is None

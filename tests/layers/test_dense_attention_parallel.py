@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalin.layers.mixers.base import BuildScope, renew_derived
+from megalin.layers.mixers.base import BuildContext, renew_derived
 from megalin.layers.mixers.dense_attention import DenseAttention
 from megalin.parallel.collectives import all_gather
 from megalin.parallel.data_parallel import shard_model
@@ -37,7 +37,7 @@ def _of_one_process(kind: str, heads: int, packed: bool) -> Tensors:
 
 
 def _split(kind: str, heads: int, packed: bool, tp: TensorParallel) -> tuple[Tensors, Counter[Call]]:
-    mixer = configured(kind, heads).build(BuildScope(WIDTH, 1, 3, tp, 0.2, "place", 0.2)).to(torch.float64)
+    mixer = configured(kind, heads).build(BuildContext(WIDTH, 1, 3, tp, 0.2, "place", 0.2)).to(torch.float64)
     materialise(mixer)
     for name, weight in build(configured(kind, heads)).named_parameters():
         assign(mixer.get_parameter(name), weight.detach())
@@ -111,7 +111,7 @@ class _Stack(torch.nn.Module):
     def __init__(self, tp: TensorParallel) -> None:
         super().__init__()
         config = configured(heads=4)
-        self.layers = torch.nn.ModuleList(config.build(BuildScope(WIDTH, i, 3, tp, 0.2, "", 0.2)) for i in range(3))
+        self.layers = torch.nn.ModuleList(config.build(BuildContext(WIDTH, i, 3, tp, 0.2, "", 0.2)) for i in range(3))
 
 
 def _renewed(tp: int, shard: int | None) -> tuple[Arrays, Counter[Call]]:

@@ -1,4 +1,4 @@
-"""Building mixers: sizes that do not fit, buffers that fill() owns, and shrinking."""
+"""Building mixers: sizes that do not fit, buffers that init_weights() owns, and shrinking."""
 
 from importlib import import_module
 

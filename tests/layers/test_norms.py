@@ -8,7 +8,7 @@ from megalin.layers.norms import LayerNorm, MaxNorm, RMSNorm, SRMSNorm, Uncenter
 from megalin.model.language_model import LanguageModel
 from megalin.ops.max_norm import max_norm
 from megalin.ops.srmsnorm import srmsnorm
-from megalin.parallel.initialisation import fill
+from megalin.parallel.initialisation import init_weights
 from megalin.parallel.tensor_parallel import TensorParallel
 from tests.cases import attention, model
 from tests.numerics import assert_close, outputs_and_gradients
@@ -41,7 +41,7 @@ def test_the_name_of_a_norm_says_its_parameters(kind, expected, names):
 def filled(kind: str, eps: float) -> torch.nn.Module:
     norm = build_norm(kind, 8, eps, TensorParallel())
     norm.to_empty(device="cpu")
-    fill(norm, 0)
+    init_weights(norm, 0)
     return norm
 
 

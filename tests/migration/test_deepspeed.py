@@ -7,7 +7,7 @@ import pytest
 from megalin.errors import ConfigError
 from megalin.migration import deepspeed
 from megalin.migration.deepspeed import add_deepspeed, read_json
-from megalin.migration.imported import Imported
+from megalin.migration.imported import ImportedConfig
 from megalin.train.deepspeed_config import Owned, resolve_deepspeed
 from tests.train.test_deepspeed_config import REFUSED
 
@@ -43,7 +43,7 @@ PEAKS = {
 
 
 def _read(document):
-    imported = Imported("ds.json")
+    imported = ImportedConfig("ds.json")
     return imported, add_deepspeed(document, imported)
 
 

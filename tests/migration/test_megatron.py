@@ -9,7 +9,7 @@ import yaml
 from megalin.config import parse
 from megalin.errors import ConfigError
 from megalin.migration.flags import parse_flags, reasons
-from megalin.migration.imported import Imported
+from megalin.migration.imported import ImportedConfig
 from megalin.migration.megatron import add_script, add_yaml
 from megalin.optim.schedule import learning_rate
 from megalin.train.config import RunConfig
@@ -50,7 +50,7 @@ SMALL = """
 
 
 def _imported(flags, **variables):
-    imported = Imported("flags")
+    imported = ImportedConfig("flags")
     add_script(flags.replace("\n", " "), variables, imported)
     imported.check()
     return imported
@@ -262,7 +262,7 @@ def test_fsdp_with_a_pipeline_keeps_weights_whole():
 
 def test_batch_is_told_by_the_launcher_where_no_flag_does():
     flags = SMALL.replace("--global-batch-size 8", "--tensor-model-parallel-size 2").replace("\n", " ")
-    imported = Imported("command")
+    imported = ImportedConfig("command")
     add_script(f"torchrun --nproc_per_node 8 --nnodes 2 pretrain_gpt.py {flags}", {}, imported)
     assert imported.get("train.global_batch_size") == 2 * 16 // 2
     alone = _imported(flags)
@@ -309,7 +309,7 @@ def test_sizes_that_the_mesh_does_not_divide_are_told():
     ids=["srun", "eval", "background", "flags"],
 )
 def test_command_is_found_in_all_its_wrappings(command):
-    imported = Imported("script")
+    imported = ImportedConfig("script")
     flags = SMALL.replace("\n", " ")
     script = f'python pretrain_gpt.py --lr 1\nFLAGS="{flags} --save $SAVE"\nset -x\n{command}\nset +x'
     add_script(script, {}, imported)
@@ -320,7 +320,7 @@ def test_command_is_found_in_all_its_wrappings(command):
 
 @pytest.mark.parametrize("program", ["pretrain_bert.py", "pretrain_hybrid.py"])
 def test_other_programs_are_told(program):
-    imported = Imported("command")
+    imported = ImportedConfig("command")
     add_script(f"python {program} {SMALL}".replace("\n", " "), {}, imported)
     assert program in _notes(imported, "differs")
 
@@ -341,7 +341,7 @@ def _yaml_of(flags):
 
 
 def test_yaml_says_the_same_as_flags():
-    imported = Imported("run.yaml")
+    imported = ImportedConfig("run.yaml")
     add_yaml(_yaml_of(parse_flags(LLAMA3.split())), imported)
     imported.check()
     assert imported.complete, imported.report()
@@ -350,14 +350,14 @@ def test_yaml_says_the_same_as_flags():
 
 @pytest.mark.parametrize(("fields", "zero"), [({}, 3), ({"torch_fsdp2_reshard_after_forward": False}, 2)])
 def test_yaml_turns_off_what_has_its_no_inside_the_name(fields, zero):
-    imported = Imported("run.yaml")
+    imported = ImportedConfig("run.yaml")
     add_yaml(yaml.safe_dump({"use_torch_fsdp2": True, "torch_fsdp2_reshard_after_forward": True, **fields}), imported)
     assert imported.get("parallel.zero") == zero
     assert _notes(imported, "unknown") == {}
 
 
 def test_yaml_of_flags():
-    imported = Imported("model_config.yaml")
+    imported = ImportedConfig("model_config.yaml")
     flags = {name: " ".join(words) if words else True for name, words in parse_flags(SMALL.split()).items()}
     add_yaml(yaml.safe_dump({"TEST_TYPE": "regular", "MODEL_ARGS": {**flags, "--bf16": False}}), imported)
     assert imported.values == _imported(SMALL).values
@@ -367,7 +367,7 @@ def test_yaml_of_flags():
 @pytest.mark.parametrize(("text", "message"), [("a: [", "not readable YAML"), ("- 1", "holds no table")])
 def test_bad_yaml_is_refused(text, message):
     with pytest.raises(ConfigError, match=f"run.yaml: {message}"):
-        add_yaml(text, Imported("run.yaml"))
+        add_yaml(text, ImportedConfig("run.yaml"))
 
 
 def test_no_flag_has_two_reasons_or_a_key():

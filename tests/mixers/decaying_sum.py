@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megalin.layers.mixers.base import (
-    BuildScope,
+    BuildContext,
     FullPrecision,
     Mixer,
     MixerConfig,
@@ -20,7 +20,7 @@ from megalin.layers.mixers.base import (
     renew_derived,
 )
 from megalin.ops.srmsnorm import compute_dtype
-from megalin.parallel.initialisation import Draw, normal
+from megalin.parallel.initialisation import Initializer, normal
 from megalin.parallel.linear import ColumnParallelLinear
 from megalin.parallel.tensor_parallel import local
 
@@ -46,12 +46,12 @@ def decaying_sum(v: Tensor, rate: Tensor, document_ids: Tensor | None, state: Te
 class Rates(FullPrecision):
     """softplus(theta) [D/tp], the decay rates."""
 
-    def __init__(self, scope: BuildScope) -> None:
+    def __init__(self, scope: BuildContext) -> None:
         super().__init__()
         self.theta = scope.tp.parameter(scope.hidden_size, shard_dim=0)
 
-    def fill(self, draw: Draw) -> None:
-        draw(self.theta, "theta", normal(1.0))
+    def init_weights(self, initializer: Initializer) -> None:
+        initializer(self.theta, "theta", normal(1.0))
 
     def forward(self) -> tuple[Tensor, ...]:
         return (functional.softplus(local(self.theta)),)
@@ -60,12 +60,12 @@ class Rates(FullPrecision):
 class LayerGates(nn.Module):
     """Gates [L, D/tp] of all layers: a softmax over the layers, so each use reaches the whole parameter."""
 
-    def __init__(self, scope: BuildScope) -> None:
+    def __init__(self, scope: BuildContext) -> None:
         super().__init__()
         self.logits = scope.tp.parameter(scope.num_layers, scope.hidden_size, shard_dim=1)
 
-    def fill(self, draw: Draw) -> None:
-        draw(self.logits, "logits", normal(1.0))
+    def init_weights(self, initializer: Initializer) -> None:
+        initializer(self.logits, "logits", normal(1.0))
 
     def forward(self) -> Tensor:
         return local(self.logits).softmax(0)
@@ -74,14 +74,14 @@ class LayerGates(nn.Module):
 class InputSum(Mixer):
     """y = x + gain * m, m the decaying sum of x with rate ln 2: channels split over the axis."""
 
-    def __init__(self, scope: BuildScope) -> None:
+    def __init__(self, scope: BuildContext) -> None:
         super().__init__()
         self.tp, self.width = scope.tp, scope.hidden_size
         self.local_width = scope.tp.divide(self.width, "model.hidden_size")
         self.gain = scope.tp.parameter(self.width, shard_dim=0)
 
-    def fill(self, draw: Draw) -> None:
-        draw(self.gain, "gain", normal(1.0))
+    def init_weights(self, initializer: Initializer) -> None:
+        initializer(self.gain, "gain", normal(1.0))
 
     def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
         mine = self.tp.local_slice(self.tp.enter(x), dim=-1)  # [B, T, D/tp]
@@ -107,7 +107,7 @@ class DecayingSum(Mixer):
 
     ratio: Tensor
 
-    def __init__(self, scope: BuildScope) -> None:
+    def __init__(self, scope: BuildContext) -> None:
         super().__init__()
         width, self.tp, self.scope = scope.hidden_size, scope.tp, scope
         self.value = ColumnParallelLinear(width, width, tp=self.tp, std=scope.init_std, name="model.hidden_size")
@@ -115,14 +115,14 @@ class DecayingSum(Mixer):
         self.full_precision = Rates(scope)
         self.register_buffer("ratio", torch.empty((), device="meta"), persistent=False)
 
-    def fill(self, draw: Draw) -> None:
-        draw(self.out, "out", normal(2.0 * self.scope.init_std))
+    def init_weights(self, initializer: Initializer) -> None:
+        initializer(self.out, "out", normal(2.0 * self.scope.init_std))
         renew_derived([self])
 
-    def watched_weights(self) -> list[nn.Parameter]:
+    def norm_tracked_weights(self) -> list[nn.Parameter]:
         return [self.out]
 
-    def renew(self, largest: Tensor) -> None:
+    def update_from_weights(self, largest: Tensor) -> None:
         self.ratio.copy_((1.0 / largest[0]).clamp(max=1.0))
 
     def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
@@ -149,13 +149,13 @@ class DecayingSumConfig(MixerConfig):
     type: Literal["tests.mixers.decaying_sum"] = TYPE
     """This mixer."""
 
-    def build(self, scope: BuildScope) -> DecayingSum:
+    def build(self, scope: BuildContext) -> DecayingSum:
         return DecayingSum(scope)
 
-    def shared_module(self, scope: BuildScope) -> nn.Module:
+    def shared_module(self, scope: BuildContext) -> nn.Module:
         return LayerGates(scope)
 
-    def input_layer(self, scope: BuildScope) -> InputSum:
+    def input_layer(self, scope: BuildContext) -> InputSum:
         return InputSum(scope)
 
 

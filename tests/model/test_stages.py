@@ -11,7 +11,7 @@ from megalin.model.language_model import LanguageModel
 from megalin.model.presets import load_preset
 from megalin.model.stack import Stage
 from megalin.model.stages import DecoderStage, plan_stages
-from megalin.parallel.initialisation import fill
+from megalin.parallel.initialisation import init_weights
 from tests.cases import CASES, make_inputs
 from tests.cases import Case as MixerCase
 
@@ -31,7 +31,7 @@ def decoder_stages(config: ModelConfig, stages: list[Stage]) -> list[DecoderStag
     for stage in stages:
         module = DecoderStage(config, None, cp=None, recompute=False, stage=stage, compute_dtype=torch.float64)
         made.append(module.to(torch.float64).to_empty(device="cpu"))
-        fill(made[-1], 0)
+        init_weights(made[-1], 0)
     return made
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalin.ops.decay_scan import decay_scan, decay_scan_reference
 from megalin.ops.scalar_decay_scan import scalar_decay_scan, scalar_decay_scan_reference
-from megalin.ops.split import RowsAsRanks
+from megalin.ops.split import SingleProcessExchange
 from megalin.ops.vector_decay_scan import vector_decay_scan, vector_decay_scan_reference
 from tests.numerics import outputs_and_gradients
 from tests.ops.kernels import assert_as_good_as_the_reference
@@ -84,7 +84,7 @@ def compare(
     inputs = {kind: x.flatten(0, 1)[None].to(device) for kind, x in inputs.items()}
     options = {kind: x.to(device) if isinstance(x, Tensor) else x for kind, x in options.items()}
     parts = parts.to(device)
-    split = RowsAsRanks().split(parts)
+    split = SingleProcessExchange().split(parts)
 
     def kernel(**x: Tensor) -> list[Tensor]:
         x = {kind: y.unflatten(1, (case.ranks, case.length))[0] for kind, y in x.items()}

@@ -76,8 +76,8 @@ def test_a_self_test_is_not_part_of_what_its_caller_recomputes(op, monkeypatch):
 
 def test_what_is_only_supposed_is_not_told(op):
     before = backend.used()
-    with backend.supposing_kernels():
-        backend.tell(op, backend.Choice("triton", ""))
+    with backend.assume_kernels():
+        backend.report_choice(op, backend.Choice("triton", ""))
         backend.choose(op, "auto", "cuda")
     assert backend.used() == before
 

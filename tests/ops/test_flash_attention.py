@@ -30,7 +30,7 @@ from megalin.ops.softmax_attention import (
 )
 from megalin.parallel.mesh import ParallelConfig
 from megalin.verify.case import Case, make_case
-from megalin.verify.comparison import Row
+from megalin.verify.comparison import TensorError
 from tests.cases import CASES, GLU, NAMES, SHARED_KEY, build, make_inputs, model, weighted_loss
 from tests.numerics import assert_close, outputs_and_gradients
 from tests.ops.test_softmax_attention import documents_of
@@ -195,7 +195,7 @@ def test_the_last_tokens_ask_as_all_do(window: int | None, backend: AttentionBac
         assert_close(outputs_and_gradients(asked, inputs), outputs_and_gradients(all_ask, inputs), 1e-12)
 
 
-def agree_without_masks(cases: list[Case]) -> list[Row]:
+def agree_without_masks(cases: list[Case]) -> list[TensorError]:
     """On a rank of its own process: what differs from one process where flash kernels, stand-ins, see all windows."""
     op._attend, op._attend_backward = attend, attend_backward
     op._DEVICES, op._DTYPES = ("cpu",), (torch.float64,)

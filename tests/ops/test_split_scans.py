@@ -17,7 +17,7 @@ from megalin.ops import (
     vector_decay_kernels,
     vector_decay_scan,
 )
-from megalin.ops.split import RowsAsRanks
+from megalin.ops.split import SingleProcessExchange
 from tests.ops.split_scans import OPS, Case, compare, make_parts
 
 DOCUMENTS = {
@@ -93,7 +93,7 @@ def test_another_document_does_not_move_a_bit(name):
         for x in inputs.values():
             x[first] *= scale
             x.requires_grad_()
-        split = RowsAsRanks().split(parts)
+        split = SingleProcessExchange().split(parts)
         scan = OPS[name].scan(**inputs, **options, split=split, document_ids=parts, backend="triton")
         scan.output[~first].square().sum().backward()
         found.append([scan.output[~first], *(x.grad[~first] for x in inputs.values())])
@@ -107,7 +107,7 @@ def test_the_self_test_passes_and_sees_a_lost_exchange(op, monkeypatch):
     assert op._split_self_test("triton", "cpu") == ""
     for method in ("entering", "leaving_gradient"):
         with monkeypatch.context() as changed:
-            changed.setattr(RowsAsRanks, method, lambda self, x, decay, borders: torch.zeros_like(x))
+            changed.setattr(SingleProcessExchange, method, lambda self, x, decay, borders: torch.zeros_like(x))
             assert "is off by" in op._split_self_test("triton", "cpu"), method
 
 

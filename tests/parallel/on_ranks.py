@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megalin.parallel.initialisation import fill
+from megalin.parallel.initialisation import init_weights
 from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.parallel.tensor_parallel import local
 
@@ -27,7 +27,7 @@ def materialise(module: nn.Module, seed: int = 0) -> None:
     with torch.no_grad():
         for tensor in [*module.parameters(), *module.buffers()]:
             local(tensor).fill_(float("nan"))
-    fill(module, seed)
+    init_weights(module, seed)
 
 
 def to_arrays(tensors: Mapping[str, Tensor]) -> Arrays:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalin.parallel.overlapped_products import StreamCopies
+from megalin.parallel.overlapped_products import AsyncTPBuffers
 from megalin.parallel.peer_memory import OpenMemory
 
 NUM_SIGNALS = 64
@@ -56,11 +56,11 @@ class SharedMemory:
         signal.fill_(new)
 
 
-def stream_copies(folder: Path) -> Callable[..., StreamCopies]:
+def stream_copies(folder: Path) -> Callable[..., AsyncTPBuffers]:
     """What stands in for `open_stream_copies` on CPU ranks, with files in a folder that all of them see."""
     opened = 0
 
-    def open_(device: torch.device, *, group: dist.ProcessGroup, timeout: timedelta) -> StreamCopies:
+    def open_(device: torch.device, *, group: dist.ProcessGroup, timeout: timedelta) -> AsyncTPBuffers:
         assert device.type == "cpu"
         ranks = dist.get_process_group_ranks(group)
 
@@ -74,6 +74,6 @@ def stream_copies(folder: Path) -> Callable[..., StreamCopies]:
             memory = SharedMemory(here, group.rank(), group.size(), numel, dtype)
             return OpenMemory(memory, torch.empty(0))
 
-        return StreamCopies(group.group_name, group.rank(), group.size(), open_memory, timeout=timedelta(seconds=20))
+        return AsyncTPBuffers(group.group_name, group.rank(), group.size(), open_memory, timeout=timedelta(seconds=20))
 
     return open_

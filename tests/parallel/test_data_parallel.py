@@ -17,8 +17,8 @@ from megalin.layers.linear_attention import LinearAttention
 from megalin.model.language_model import LanguageModel
 from megalin.parallel.data_parallel import (
     finish_backward,
-    joined_streams,
     largest_magnitudes,
+    ordered_cuda_streams,
     prepare_backward,
     shard_dim,
     shard_model,
@@ -118,7 +118,7 @@ def _step(zero: int) -> Sent:
         for last in (False, True):
             row = slice(2 * dist.get_rank() + last, 2 * dist.get_rank() + last + 1)
             prepare_backward(model, mesh, last=last)
-            with joined_streams(model) if last else nullcontext():  # the streams are there once it has run
+            with ordered_cuda_streams(model) if last else nullcontext():  # the streams are there once it has run
                 model(tokens[row], labels=labels[row]).token_losses.sum().backward()
     counts: Counter[str] = Counter()
     for call, count in recorder.calls.items():

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megalin.parallel.initialisation import Draw, constant, normal
+from megalin.parallel.initialisation import Initializer, constant, normal
 
 
 def drawn(*shape: int, seed: int = 0, prefix: str = "a", name: str = "weight", dtype=torch.float32) -> Tensor:
     parameter = nn.Parameter(torch.empty(shape, dtype=dtype))
-    Draw(seed).child(prefix)(parameter, name, normal(0.5))
+    Initializer(seed).child(prefix)(parameter, name, normal(0.5))
     return parameter.detach()
 
 
@@ -47,7 +47,7 @@ def test_wider_parameters_hold_the_fp32_draw():
 
 def test_constants_of_numbers_and_tensors():
     parameter = nn.Parameter(torch.empty(2, 3))
-    Draw(0)(parameter, "x", constant(2.5))
+    Initializer(0)(parameter, "x", constant(2.5))
     assert parameter.eq(2.5).all()
-    Draw(0)(parameter, "x", constant(torch.arange(6.0).view(2, 3)))
+    Initializer(0)(parameter, "x", constant(torch.arange(6.0).view(2, 3)))
     assert parameter.flatten().tolist() == [0, 1, 2, 3, 4, 5]

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from megalin.layers.norms import LayerNorm, RMSNorm
 from megalin.parallel.collectives import all_gather, local_slice
-from megalin.parallel.embedding import VocabParallelTable
+from megalin.parallel.embedding import VocabParallelEmbedding
 from megalin.parallel.linear import ColumnParallelLinear, LowRankLinear, NormedRowParallelLinear, RowParallelLinear
 from megalin.parallel.tensor_parallel import TensorParallel, assign, full_tensor
 from tests.numerics import assert_close
@@ -207,7 +207,7 @@ def _run_stream_layer(name: str, tp: TensorParallel) -> dict[str, Tensor]:
 
 def _run_table(tp: TensorParallel) -> dict[str, Tensor]:
     """The table as embedding and as head: y = tanh(embed(tokens)) through the head."""
-    table = VocabParallelTable(VOCAB, WIDTH, tp=tp, std=0.3).double()
+    table = VocabParallelEmbedding(VOCAB, WIDTH, tp=tp, std=0.3).double()
     materialise(table)
     rows = table.embed(token_ids())
     logits = table.logits(rows.tanh())
@@ -279,7 +279,7 @@ def test_the_table_equals_a_dense_one(world_size: int, sequence_parallel: bool):
 
 @pytest.mark.parametrize("vocab_size", [1, 128, 129, 380])
 def test_one_rank_embeds_and_masks_like_many(vocab_size: int):
-    table = VocabParallelTable(vocab_size, WIDTH, tp=TensorParallel(), std=0.3)
+    table = VocabParallelEmbedding(vocab_size, WIDTH, tp=TensorParallel(), std=0.3)
     materialise(table)
     rows = -(-vocab_size // 128) * 128
     assert table.weight.shape == (rows, WIDTH)

@@ -20,11 +20,11 @@ from megalin.parallel import overlapped_products
 from megalin.parallel.collectives import Axis
 from megalin.parallel.mesh import ParallelConfig, check_device
 from megalin.parallel.overlapped_products import (
-    SHORT_PRODUCT,
-    StreamCopies,
+    SHORT_MATMUL,
+    AsyncTPBuffers,
     all_gather_matmul,
     matmul_reduce_scatter,
-    open_stream_copies,
+    open_async_tp_buffers,
 )
 from megalin.parallel.peer_memory import OpenMemory
 from tests.model_runs import checkpoint_tensors, train_here, write_config
@@ -90,7 +90,7 @@ def part_of(whole: Tensors, size: int, rank: int) -> Tensors:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize(
     ("batch", "channels", "compiled"),
-    [(1, 12, False), (2, 24, False), (3, 12, True), (2, 12 * SHORT_PRODUCT, False)],
+    [(1, 12, False), (2, 24, False), (3, 12, True), (2, 12 * SHORT_MATMUL, False)],
 )
 def test_values_and_gradients_are_those_of_one_process(tmp_path, world_size, batch, channels, compiled):
     expected = on_one_process(batch, channels, torch.float64)
@@ -116,7 +116,7 @@ def test_streams_of_all_shapes_share_memory(tmp_path):
         (here := tmp_path / str(numel)).mkdir()
         return OpenMemory(SharedMemory(here, 0, 2, numel, dtype), torch.empty(0))
 
-    copies = StreamCopies("alone", 0, 2, open_memory, timeout=timedelta(seconds=1))
+    copies = AsyncTPBuffers("alone", 0, 2, open_memory, timeout=timedelta(seconds=1))
     for length in (8, 2, 8, 10, 14, 16, 40):
         copies.exchange(torch.Size((1, length, 4)), torch.float32)
     assert opened == [64, 128, 320]
@@ -183,7 +183,7 @@ def test_runs_by_copies_lose_what_runs_by_collectives_lose(tmp_path, world_size,
 def test_settings_that_cannot_copy_are_refused(axes, message):
     with pytest.raises(ValueError, match=message):
         ParallelConfig(tp_transfer="copy", **axes)
-    assert not ParallelConfig(**axes).stream_may_be_copied
+    assert not ParallelConfig(**axes).may_use_async_tp
 
 
 def test_ranks_without_copy_engines_are_told_before_they_begin():
@@ -199,7 +199,7 @@ def why_none(host: str) -> str:
     group = dist.group.WORLD
     assert group is not None
     with patch.object(socket, "gethostname", lambda: host.format(rank=dist.get_rank())):
-        found = open_stream_copies(torch.device("cuda"), group=group, timeout=timedelta(seconds=1))
+        found = open_async_tp_buffers(torch.device("cuda"), group=group, timeout=timedelta(seconds=1))
     assert isinstance(found, str), found
     return found
 

@@ -18,7 +18,7 @@ from megalin.__main__ import main
 from megalin.errors import ConfigError
 from megalin.model.cuts import interleaved_order
 from megalin.parallel import pipeline
-from megalin.parallel.peer_copies import SLOTS, PeerCopies, open_lines
+from megalin.parallel.peer_copies import SLOTS, P2PChannels, open_channels
 from tests.model_runs import checkpoint_tensors, metrics, model_table, train_here, write_config
 from tests.parallel.shared_memory import SharedMemory
 from tests.ranks import RankFailedError, run_ranks
@@ -27,11 +27,11 @@ SHAPE = (2, 3)
 SECOND = timedelta(seconds=1)
 
 
-def ends(folder: Path, *, lines: int = 1) -> list[PeerCopies]:
+def ends(folder: Path, *, lines: int = 1) -> list[P2PChannels]:
     """Both ranks' views of a memory of two, in this process."""
     numel = lines * SLOTS * torch.Size(SHAPE).numel()
     memories = [SharedMemory(folder, rank, 2, numel, torch.float32) for rank in range(2)]
-    return [PeerCopies(memory, rank, SHAPE, torch.float32, timeout=SECOND) for rank, memory in enumerate(memories)]
+    return [P2PChannels(memory, rank, SHAPE, torch.float32, timeout=SECOND) for rank, memory in enumerate(memories)]
 
 
 def sent(number: float) -> torch.Tensor:
@@ -94,7 +94,7 @@ def train_by_copies(config: Path, folder: Path, *overrides: str) -> int:
         dist.barrier(group)
         numel = num_lines * SLOTS * torch.Size(shape).numel()
         memory = SharedMemory(here, group.rank(), group.size(), numel, dtype)
-        return PeerCopies(memory, group.rank(), shape, dtype, timeout=timedelta(seconds=20))
+        return P2PChannels(memory, group.rank(), shape, dtype, timeout=timedelta(seconds=20))
 
     beside = 0
     engine = schedules._batch_p2p
@@ -141,10 +141,10 @@ def test_a_run_by_copies_has_the_bits_of_one_that_sends(tmp_path, world_size, ov
         assert torch.equal(tensor, expected[name]), name
 
 
-def why_not(host: str) -> PeerCopies | str:
+def why_not(host: str) -> P2PChannels | str:
     """What a rank hears of lines between GPUs that no rank has, where ranks are on hosts of such names."""
     with patch.object(socket, "gethostname", lambda: host.format(rank=dist.get_rank())):
-        return open_lines(2, SHAPE, torch.float32, torch.device("cuda"), group=dist.group.WORLD, timeout=SECOND)
+        return open_channels(2, SHAPE, torch.float32, torch.device("cuda"), group=dist.group.WORLD, timeout=SECOND)
 
 
 def test_where_memory_is_not_shared_every_rank_hears_why():

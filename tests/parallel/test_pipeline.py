@@ -15,7 +15,7 @@ from megalin.config import parse
 from megalin.data.packing import Batch
 from megalin.model.config import ModelConfig
 from megalin.optim.adamw import OptimizerConfig, build_optimizer
-from megalin.parallel.embedding import VocabParallelTable
+from megalin.parallel.embedding import VocabParallelEmbedding
 from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.train.build import build_model
 from megalin.train.step import train_step
@@ -53,10 +53,10 @@ def sent_in_a_step(parallel: ParallelConfig) -> Sent:
             sent.append((tuple(tensor.shape), str(tensor.dtype)))
         return operation(kind, tensor, *args)
 
-    loss_sum = VocabParallelTable.loss_sum
+    loss_sum = VocabParallelEmbedding.loss_sum
     with pytest.MonkeyPatch.context() as patch:
         # As its kernel does on a GPU, where the reference sums in fp32.
-        patch.setattr(VocabParallelTable, "loss_sum", lambda *args: loss_sum(*args).double())
+        patch.setattr(VocabParallelEmbedding, "loss_sum", lambda *args: loss_sum(*args).double())
         step(1)
         patch.setattr(dist, "P2POp", spy)
         step(2)

@@ -12,7 +12,7 @@ from megalin.model.presets import load_preset
 from megalin.parallel.mesh import ParallelConfig
 from megalin.scaling.chips import CHIPS
 from megalin.scaling.estimate import Estimate, Estimator
-from megalin.scaling.workload import Layout, Workload
+from megalin.scaling.workload import ParallelLayout, Workload
 
 
 class Measured(NamedTuple):
@@ -62,7 +62,7 @@ class Measured(NamedTuple):
             axes["pp_schedule"] = "interleaved"
         if self.stream != "whole":
             axes |= {"sequence_parallel": True, "tp_transfer": self.stream}
-        layout = Layout(ParallelConfig(**axes), self.dp, self.batch, self.micro_batches, self.recompute)
+        layout = ParallelLayout(ParallelConfig(**axes), self.dp, self.batch, self.micro_batches, self.recompute)
         samples = self.batch * self.micro_batches * self.dp
         workload = Workload(model, self.length, samples, torch.bfloat16, True)
         estimator = Estimator(workload, CHIPS["h200"])
@@ -76,7 +76,7 @@ class Measured(NamedTuple):
         what the run did not wait for does not count."""
         memory, time = self.estimate()[1:3]
         missing = self.cuda_graphs * time.host + self.alone * (time.exchanges + time.data_parallel)
-        return (memory.total - memory.peer_memory) / 2**30, time.total - missing
+        return (memory.total - memory.symmetric_memory_bytes) / 2**30, time.total - missing
 
 
 ROWS = [

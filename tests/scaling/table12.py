@@ -18,7 +18,7 @@ from megalin.scaling.chips import CHIPS
 from megalin.scaling.estimate import Estimator
 from megalin.scaling.parameters import StageParameters
 from megalin.scaling.tracing import RunCost, trace, without_values
-from megalin.scaling.workload import Layout, Workload
+from megalin.scaling.workload import ParallelLayout, Workload
 
 Preset = Literal["transnormerllm-7b", "llama-7b"]
 
@@ -228,14 +228,14 @@ def head_cost(tp: int, dtype: torch.dtype, batch: int, gathered: bool) -> RunCos
         return _run(_Head(tp, dtype, gathered), dtype, batch)
 
 
-def _planned(preset: Preset, tp: int) -> tuple[Estimator, Layout]:
+def _planned(preset: Preset, tp: int) -> tuple[Estimator, ParallelLayout]:
     dp = GPUS // tp
     model = load_preset(preset).model
     assert isinstance(model, ModelConfig)
     model = model.model_copy(update={"vocab_size": VOCABULARY, "tie_embeddings": True})
     workload = Workload(model, LENGTH, BATCH * dp, torch.bfloat16, False)
     parallel = ParallelConfig(tp=tp, zero=3 if dp > 1 else None)
-    return Estimator(workload, CHIPS["a100"]), Layout(parallel, dp, BATCH, 1, False)
+    return Estimator(workload, CHIPS["a100"]), ParallelLayout(parallel, dp, BATCH, 1, False)
 
 
 @cache

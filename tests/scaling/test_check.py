@@ -10,7 +10,7 @@ from megalin.parallel.mesh import ParallelConfig
 from megalin.scaling.check import MARGIN, check_memory
 from megalin.scaling.chips import CHIPS
 from megalin.scaling.estimate import Estimator
-from megalin.scaling.workload import Layout, layout_of, workload_of
+from megalin.scaling.workload import ParallelLayout, layout_of, workload_of
 from megalin.train.config import RunConfig, load_run_config
 from tests.cases import TOY
 from tests.model_runs import write_config
@@ -45,7 +45,7 @@ def test_the_layout_and_the_workload_are_the_runs(path):
     config = load_run_config(path, overrides)
     assert isinstance(config.model, ModelConfig)
     layout = layout_of(config, 12)
-    assert layout == Layout(ParallelConfig(tp=2, cp=3, zero=2), 2, 1, 2, True)
+    assert layout == ParallelLayout(ParallelConfig(tp=2, cp=3, zero=2), 2, 1, 2, True)
     assert layout.name() == "tp 2, cp 3, dp 2, ZeRO 2, micro-batches 2 x 1, recompute"
     again = load_run_config(path, layout.overrides())
     assert layout_of(again, 12) == layout
@@ -59,7 +59,7 @@ def test_what_is_offered_replaces_what_the_file_says(path):
     own += ['parallel.pp_schedule="interleaved"', "train.micro_batch_size=1", "parallel.tp_transfer=copy"]
     assert load_run_config(path, own).parallel.pp_stages == 2
     for parallel in (ParallelConfig(pp=2, zero=1), ParallelConfig(tp=2, zero=3)):
-        offered = Layout(parallel, 2, 1, 2, False)
+        offered = ParallelLayout(parallel, 2, 1, 2, False)
         assert load_run_config(path, [*own, *offered.overrides()]).parallel == offered.parallel
 
 
@@ -74,9 +74,9 @@ def test_a_run_that_asks_for_copies_is_looked_at_as_one(path):
     assert isinstance(config.model, ModelConfig)
     estimator = Estimator(workload_of(config, config.model), CHIPS["h200"])
     memory = estimator.estimate(layout_of(config, 2), closely=False).memory
-    assert memory.peer_memory > 0
+    assert memory.symmetric_memory_bytes > 0
     check_memory(config, 2, memory.total)
-    with pytest.raises(ConfigError, match=r"GiB are needed .*peer_memory"):
+    with pytest.raises(ConfigError, match=r"GiB are needed .*symmetric_memory_bytes"):
         check_memory(config, 2, int(memory.total / MARGIN) - 1)
 
 

@@ -6,14 +6,14 @@ import torch
 from megalin.parallel.mesh import ParallelConfig
 from megalin.scaling.chips import CHIPS, COPY_SHARE, MATRIX_SHARE, SIGNAL_SECONDS
 from megalin.scaling.estimate import Estimator
-from megalin.scaling.graphs import COPY, Exchange
+from megalin.scaling.graphs import COPY, CollectiveCost
 from megalin.scaling.memory import Memory
 from megalin.scaling.parameters import Elements, StageParameters
 from megalin.scaling.search import Limits, Plan, search
-from megalin.scaling.step_time import Work, step_time
+from megalin.scaling.step_time import MicroBatchWork, step_time
 from megalin.scaling.traces import LossCost, Trace, part_of
 from megalin.scaling.tracing import RunCost
-from megalin.scaling.workload import Layout, Workload
+from megalin.scaling.workload import ParallelLayout, Workload
 from tests.cases import HYBRID
 
 MIB = 2**20
@@ -43,9 +43,9 @@ def refused(gpus: int, *, split: bool = False, **sizes: int) -> dict[str, list[s
     return reasons(search(Estimator(workload(**sizes), CHIPS["h200"]), Limits(gpus, 1, split), count=1))
 
 
-def layout(parallel: ParallelConfig = ParallelConfig(), **fields: int) -> Layout:  # noqa: B008
+def layout(parallel: ParallelConfig = ParallelConfig(), **fields: int) -> ParallelLayout:  # noqa: B008
     values = {"dp": 4, "micro_batch_size": 1, "num_micro_batches": 2, "recompute": False}
-    return Layout(parallel, **(values | fields))
+    return ParallelLayout(parallel, **(values | fields))
 
 
 def test_with_memory_to_spare_every_mesh_is_offered_once_and_fastest_first(estimator):
@@ -100,7 +100,7 @@ def test_how_the_stream_travels_is_as_the_config_says(estimator):
     found = search(estimator, Limits(2, 10**12, True, "collective"), count=100)
     (tp,) = [estimate for estimate in found.best if estimate.layout.parallel.tp == 2]
     assert tp.layout.parallel.tp_transfer == "collective"
-    assert tp.memory.peer_memory == 0
+    assert tp.memory.symmetric_memory_bytes == 0
 
 
 def test_memory_refuses_and_says_what_is_missing(estimator):
@@ -146,22 +146,22 @@ def test_what_a_layout_shards_and_recomputes_shows_in_its_memory(estimator):
 
 
 def test_what_other_ranks_write_into_is_counted_where_copies_run(estimator):
-    def peer_memory(dp: int = 1, **axes: object) -> int:
+    def symmetric_memory_bytes(dp: int = 1, **axes: object) -> int:
         parallel = ParallelConfig.model_validate(axes)
         each = layout(parallel, dp=dp, num_micro_batches=4, micro_batch_size=3)
-        return estimator.estimate(each, closely=False).memory.peer_memory
+        return estimator.estimate(each, closely=False).memory.symmetric_memory_bytes
 
     stream = 3 * 4096 * MODEL.hidden_size * 2
     split = {"tp": 2, "sequence_parallel": True}
-    assert peer_memory() == peer_memory(tp=2) == 0
-    assert peer_memory(**split) == peer_memory(**split, tp_transfer="copy") == 2 * stream
-    assert peer_memory(**split, tp_transfer="collective") == 0
+    assert symmetric_memory_bytes() == symmetric_memory_bytes(tp=2) == 0
+    assert symmetric_memory_bytes(**split) == symmetric_memory_bytes(**split, tp_transfer="copy") == 2 * stream
+    assert symmetric_memory_bytes(**split, tp_transfer="collective") == 0
     # Two slots for activations and two for gradients a stage, while all ranks of the pipeline share a host.
-    assert peer_memory(pp=2) == peer_memory(pp=2, dp=4) == 4 * stream
-    assert peer_memory(pp=2, pp_schedule="interleaved", pp_stages=2) == 8 * stream
-    assert peer_memory(pp=2, pp_transfer="send") == peer_memory(pp=2, dp=8) == 0
-    assert peer_memory(**split, pp=2) == 2 * stream + 4 * stream // 2
-    assert peer_memory(**split, pp=2, pp_schedule="zero_bubble") == 4 * stream // 2
+    assert symmetric_memory_bytes(pp=2) == symmetric_memory_bytes(pp=2, dp=4) == 4 * stream
+    assert symmetric_memory_bytes(pp=2, pp_schedule="interleaved", pp_stages=2) == 8 * stream
+    assert symmetric_memory_bytes(pp=2, pp_transfer="send") == symmetric_memory_bytes(pp=2, dp=8) == 0
+    assert symmetric_memory_bytes(**split, pp=2) == 2 * stream + 4 * stream // 2
+    assert symmetric_memory_bytes(**split, pp=2, pp_schedule="zero_bubble") == 4 * stream // 2
 
 
 def test_streams_that_are_gathered_anew_for_the_backward_are_sent_again(estimator):
@@ -176,7 +176,7 @@ def test_streams_that_are_gathered_anew_for_the_backward_are_sent_again(estimato
 def test_copies_of_more_samples_are_stretched_with_what_runs_beside_them(estimator):
     each = layout(ParallelConfig(tp=2, sequence_parallel=True), micro_batch_size=3)
     rough, close = (estimator._trace(each, closely=closely) for closely in (False, True))
-    assert any(exchange.flops_beside for exchange in close.blocks[0].forward)
+    assert any(exchange.overlapped_flops for exchange in close.blocks[0].forward)
     assert [cost.forward + cost.backward for cost in rough.blocks] == [
         cost.forward + cost.backward for cost in close.blocks
     ]
@@ -227,20 +227,20 @@ def test_parts_of_blocks_add_up_to_the_model(estimator):
 
 
 def test_part_of_a_block_costs_its_share():
-    exchange = Exchange(COPY, "tp", 40, 8)
+    exchange = CollectiveCost(COPY, "tp", 40, 8)
     assert part_of(RunCost(100, 300, 200, [exchange], [exchange]), 0.25) == RunCost(
-        25, 75, 50, [Exchange(COPY, "tp", 10, 2)], [Exchange(COPY, "tp", 10, 2)]
+        25, 75, 50, [CollectiveCost(COPY, "tp", 10, 2)], [CollectiveCost(COPY, "tp", 10, 2)]
     )
 
 
 def test_embedding_and_last_norm_count_on_the_ranks_that_have_them():
-    entry, block, exit_ = (RunCost(0, 0, size, [Exchange("all_reduce", "tp", size)], []) for size in (10, 100, 1))
+    entry, block, exit_ = (RunCost(0, 0, size, [CollectiveCost("all_reduce", "tp", size)], []) for size in (10, 100, 1))
     trace = Trace([block], entry, exit_, LossCost(0, 0, 0), 0)
     nothing = StageParameters([], Elements(0, 0), Elements(0, 0), 0, 0)
     each = layout(ParallelConfig(tp=2, pp=3), dp=1, num_micro_batches=3)
     times, sent = zip(
         *(
-            step_time(Work(0, 0, 0, 1), nothing, trace, [0], each, CHIPS["h200"], rank=rank, itemsize=2)
+            step_time(MicroBatchWork(0, 0, 0, 1), nothing, trace, [0], each, CHIPS["h200"], rank=rank, itemsize=2)
             for rank in range(3)
         ),
         strict=True,
@@ -253,12 +253,12 @@ def test_embedding_and_last_norm_count_on_the_ranks_that_have_them():
 def test_a_copy_is_waited_for_where_products_do_not_hide_it(hidden_share):
     chip, stream = CHIPS["h200"], 10**9
     wire = stream * 3 // 4 / (chip.link_bandwidth * COPY_SHARE)
-    copy = Exchange(COPY, "tp", stream, int(hidden_share * wire * chip.matrix_flops * MATRIX_SHARE))
+    copy = CollectiveCost(COPY, "tp", stream, int(hidden_share * wire * chip.matrix_flops * MATRIX_SHARE))
     block = RunCost(0, 0, 0, [copy], [])
     trace = Trace([block], RunCost(0, 0, 0, [], []), RunCost(0, 0, 0, [], []), LossCost(0, 0, 0), 0)
     nothing = StageParameters([], Elements(0, 0), Elements(0, 0), 0, 0)
     each = layout(ParallelConfig(tp=4, sequence_parallel=True), dp=1, num_micro_batches=1)
-    time, sent = step_time(Work(0, 0, 0, 1), nothing, trace, [0], each, chip, rank=0, itemsize=2)
+    time, sent = step_time(MicroBatchWork(0, 0, 0, 1), nothing, trace, [0], each, chip, rank=0, itemsize=2)
     assert sent.tp == stream * 3 // 4
     assert time.exchanges == pytest.approx(SIGNAL_SECONDS + wire * max(0.0, 1 - hidden_share))
 

@@ -98,7 +98,7 @@ def test_collectives_of_both_directions_are_told(compiled):
 def test_products_beside_copies_are_told_with_their_streams(compiled):
     """y = exp(all-gather(x) U^T) V^T, reduce-scattered: what is sent, what runs beside it, and that the products' bytes
     are no kernel's."""
-    with fake_mesh(ParallelConfig(tp=4, sequence_parallel=True), 4, stream_copied=True) as mesh:
+    with fake_mesh(ParallelConfig(tp=4, sequence_parallel=True), 4, async_tp=True) as mesh:
         parallel, module = mesh.tp, _Gated()
 
         class _Split(nn.Module):

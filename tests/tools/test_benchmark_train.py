@@ -16,7 +16,7 @@ from megalin.model.build import make_model
 from megalin.ops.decay_scan import decay_scan
 from megalin.parallel.collectives import Axis
 from megalin.parallel.context import ContextParallel
-from megalin.parallel.initialisation import fill
+from megalin.parallel.initialisation import init_weights
 from megalin.parallel.mesh import Mesh
 from tests.ranks import run_ranks
 
@@ -74,8 +74,8 @@ def test_bytes_that_a_step_cannot_avoid_follow_the_rule():
     stream = (5 * 6 + 2) * width
     parameters = sum(p.numel() for p in model.parameters())
     expected = tokens * (columns + stream + 2 * 300) * compute + parameters * (4 + compute + 8 + 24)
-    assert unavoidable_bytes(model, tokens=tokens, compute_bytes=2, stream_bytes=2) == expected
-    wide = unavoidable_bytes(model, tokens=tokens, compute_bytes=2, stream_bytes=4)
+    assert unavoidable_bytes(model, tokens=tokens, compute_bytes=2, hidden_bytes=2) == expected
+    wide = unavoidable_bytes(model, tokens=tokens, compute_bytes=2, hidden_bytes=4)
     assert wide - expected == tokens * stream * 2
 
 
@@ -84,7 +84,7 @@ def test_depthwise_convolutions_have_no_wide_input():
 
     block = "model.layers=[{sublayers=[{type='mamba2',head_dim=16,state_size=16}]}]"
     model = make_model(model_from("mamba2-1b", [*TINY, block]))
-    with_conv = unavoidable_bytes(model, tokens=1, compute_bytes=2, stream_bytes=2)
+    with_conv = unavoidable_bytes(model, tokens=1, compute_bytes=2, hidden_bytes=2)
     conv = [p for p in model.parameters() if p.ndim >= 2 and p.shape[-1] <= 4]
     assert sum(p.shape[:-1].numel() for p in conv) == 2 * 64 + 2 * 16
     bare = 3 * (2 * 64 + 2 * 16) * 2
@@ -312,7 +312,7 @@ def test_cosformer2_is_compared_with_itself_on_another_scan(monkeypatch):
 
     model = make_model(config)
     model.to_empty(device="cpu")
-    fill(model, 0)
+    init_weights(model, 0)
     tokens = torch.randint(0, 300, (2, 9))
     expected = model(tokens).logits
     monkeypatch.setattr(fla_scan, "fla_decay_scan", scan)

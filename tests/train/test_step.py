@@ -21,7 +21,7 @@ from megalin.ops.backend import VARIABLE, used
 from megalin.optim.adamw import OptimizerConfig, build_optimizer
 from megalin.parallel import collectives
 from megalin.parallel.cross_entropy import IGNORED_LABEL
-from megalin.parallel.initialisation import fill
+from megalin.parallel.initialisation import init_weights
 from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.parallel.tensor_parallel import full_tensor, local
 from megalin.train.build import build_model
@@ -131,7 +131,7 @@ def truth() -> Tensors:
     """The same step by plain autograd, clipping and AdamW on plain tensors."""
     model = LanguageModel(MODEL).to(torch.float64)
     model.to_empty(device="cpu")
-    fill(model, 0)
+    init_weights(model, 0)
     batch = make_batch()
     losses = model(batch.tokens, labels=batch.labels, document_ids=batch.document_ids).token_losses
     assert losses is not None
@@ -233,7 +233,7 @@ def bf16_gradients_row_by_row() -> Tensors:
     for parameter in set(model.parameters()) - in_fp32:
         parameter.data = parameter.data.to(torch.bfloat16)
     model.to_empty(device="cpu")
-    fill(model, 0)
+    init_weights(model, 0)
     batch = make_batch()
     total: Tensors = {}
     for row in range(ROWS):

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.parallel.process_group import compute_device
 from megalin.verify.case import Case
-from megalin.verify.comparison import Row
+from megalin.verify.comparison import TensorError
 from megalin.verify.run import verify
 
 
-def verify_all(cases: Sequence[Case]) -> list[list[Row]]:
+def verify_all(cases: Sequence[Case]) -> list[list[TensorError]]:
     """`verify` of each case; those of equal axes share a mesh. Hundreds of process groups would cost minutes."""
     meshes: dict[ParallelConfig, Mesh] = {}
     results = []

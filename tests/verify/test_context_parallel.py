@@ -11,7 +11,7 @@ from megalin.errors import ConfigError
 from megalin.layers.mixers.base import mixer_types
 from megalin.parallel.mesh import ParallelConfig
 from megalin.verify.case import Case, make_batches, make_case
-from megalin.verify.comparison import Row, kind
+from megalin.verify.comparison import TensorError, kind
 from megalin.verify.run import FaultResult, self_test
 from tests.cases import CASES, GLU, TOY, model
 from tests.cases import Case as MixerCase
@@ -85,11 +85,13 @@ CASES_OF = {
 """By world size. Two ranks cannot see a wrong transition, since the state that enters the first is zero: cp 3 is in."""
 
 
-def _verify(cases: list[Case], faulty: list[Case]) -> tuple[list[list[Row]], list[list[FaultResult]]]:
+def _verify(cases: list[Case], faulty: list[Case]) -> tuple[list[list[TensorError]], list[list[FaultResult]]]:
     return verify_all(cases), [self_test(case) for case in faulty]
 
 
-def compared(world_size: int, cases: Named, faulty: Named) -> tuple[dict[str, list[Row]], dict[str, list[FaultResult]]]:
+def compared(
+    world_size: int, cases: Named, faulty: Named
+) -> tuple[dict[str, list[TensorError]], dict[str, list[FaultResult]]]:
     """Every case in one group of ranks, whose start costs more than a case."""
     arguments = list(cases.values()), list(faulty.values())
     rows, faults = run_ranks(world_size, _verify, *arguments, timeout=600.0)[0]
@@ -112,9 +114,9 @@ class Groups:
         ]
         self.cases = {(params.get("world_size"), params.get("name")) for params in chosen}
         self.faulty = {params["faulty"] for params in chosen if "faulty" in params}
-        self.found: dict[int, tuple[dict[str, list[Row]], dict[str, list[FaultResult]]]] = {}
+        self.found: dict[int, tuple[dict[str, list[TensorError]], dict[str, list[FaultResult]]]] = {}
 
-    def compared(self, world_size: int) -> tuple[dict[str, list[Row]], dict[str, list[FaultResult]]]:
+    def compared(self, world_size: int) -> tuple[dict[str, list[TensorError]], dict[str, list[FaultResult]]]:
         if world_size not in self.found:
             cases = {name: case for name, case in CASES_OF[world_size].items() if (world_size, name) in self.cases}
             faulty = {name: case for name, case in FAULTY_CASES.items() if world_size == 3 and name in self.faulty}
@@ -127,7 +129,7 @@ def groups(request: pytest.FixtureRequest) -> Groups:
     return Groups(item for item in request.session.items if item.path == request.path)
 
 
-def assert_agrees(rows: list[Row]) -> None:
+def assert_agrees(rows: list[TensorError]) -> None:
     assert {kind(row.name) for row in rows} >= {"loss", "grad_norm", "gradient", "weight"}
     assert {kind(row.name) for row in rows} & {"logits", "sequence_logits"}
     assert [row for row in rows if not row.passed] == []

@@ -19,8 +19,8 @@ from megalin.errors import ConfigError, RankFailedError
 from megalin.model.presets import load_preset
 from megalin.parallel.mesh import ParallelConfig
 from megalin.verify.case import Case, make_case
-from megalin.verify.comparison import Row
-from megalin.verify.grid import Layout, layouts, print_grid, run_grid
+from megalin.verify.comparison import TensorError
+from megalin.verify.grid import GridMesh, layouts, print_grid, run_grid
 from megalin.verify.run import mesh_name
 from tests.ranks import run_ranks
 
@@ -75,20 +75,20 @@ def test_command_runs_every_mesh_and_lists_what_the_model_cannot(capsys: pytest.
 CASE: dict[str, Any] = {"data_size": 1, "dtype": "float64", "full": False, "length": None, "recompute": False}
 
 
-def grid(rows: dict[int, list[Row]]) -> Any:
+def grid(rows: dict[int, list[TensorError]]) -> Any:
     """A grid of meshes of tp 1 to 3, whose comparisons give these rows; where there are none, their ranks fail."""
 
-    def make(layout: Layout) -> Case:
+    def make(layout: GridMesh) -> Case:
         if layout.parallel.tp == 2:
             raise ConfigError("no half of a head")
         return make_case(load_preset("tnl-70m").model, layout.parallel, **CASE | {"data_size": layout.data_size})
 
-    def compare(case: Case) -> list[Row]:
+    def compare(case: Case) -> list[TensorError]:
         if case.parallel.tp not in rows:
             raise RankFailedError("rank 1:\nTraceback\nKeyError: 'a'")
         return rows[case.parallel.tp]
 
-    meshes = [Layout(ParallelConfig(tp=tp), 1) for tp in (1, 2, 3)]
+    meshes = [GridMesh(ParallelConfig(tp=tp), 1) for tp in (1, 2, 3)]
     return run_grid(meshes, make, compare, new_ranks=True)
 
 
@@ -103,7 +103,7 @@ def _grid_of_a_launcher(port: int) -> str:
     }
     dist.destroy_process_group()
     os.environ |= {name: str(value) for name, value in launch.items()}
-    meshes = [Layout(ParallelConfig(), 1), Layout(ParallelConfig(tp=2), 1), Layout(ParallelConfig(pp=2), 1)]
+    meshes = [GridMesh(ParallelConfig(), 1), GridMesh(ParallelConfig(tp=2), 1), GridMesh(ParallelConfig(pp=2), 1)]
     verify.layouts = lambda _: meshes  # type: ignore[attr-defined]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         assert main(["verify", "tnl-70m", "--grid", "--json"]) == 0
@@ -160,10 +160,10 @@ def test_axes_of_which_no_mesh_ran_are_told(capsys: pytest.CaptureFixture[str]):
 
 
 def test_ranks_of_all_meshes_that_fail_end_the_grid_and_are_told_with_their_mesh():
-    def fail(_: Case) -> list[Row]:
+    def fail(_: Case) -> list[TensorError]:
         raise RankFailedError("rank 1 died: -9")
 
-    meshes = [Layout(ParallelConfig(tp=2), 1)]
+    meshes = [GridMesh(ParallelConfig(tp=2), 1)]
     with pytest.raises(RankFailedError, match="tp 2: rank 1 died: -9"):
         list(
             run_grid(
@@ -175,7 +175,7 @@ def test_ranks_of_all_meshes_that_fail_end_the_grid_and_are_told_with_their_mesh
         )
 
 
-GOOD, BAD = Row("loss", 1e-12, 1e-10), Row("gradient:a", float("nan"), 1e-10)
+GOOD, BAD = TensorError("loss", 1e-12, 1e-10), TensorError("gradient:a", float("nan"), 1e-10)
 
 
 def test_a_mesh_that_exceeds_a_bound_fails_the_grid_and_the_others_are_still_run(capsys: pytest.CaptureFixture[str]):

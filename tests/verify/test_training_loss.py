@@ -8,26 +8,26 @@ import pytest
 from torch import Tensor
 
 from megalin.ops.backend import VARIABLE, used
-from megalin.parallel.embedding import VocabParallelTable
+from megalin.parallel.embedding import VocabParallelEmbedding
 from megalin.verify.case import Case
-from megalin.verify.comparison import Row
+from megalin.verify.comparison import TensorError
 from megalin.verify.run import verify
 from tests.ranks import run_ranks
 from tests.verify.test_verify import PRESET, case
 
-LOSS_SUM = VocabParallelTable.loss_sum
+LOSS_SUM = VocabParallelEmbedding.loss_sum
 
 
-def _value_is_off(self: VocabParallelTable, x: Tensor, labels: Tensor) -> Tensor:
+def _value_is_off(self: VocabParallelEmbedding, x: Tensor, labels: Tensor) -> Tensor:
     return LOSS_SUM(self, x, labels) + 1e-3
 
 
-def _gradient_is_off(self: VocabParallelTable, x: Tensor, labels: Tensor) -> Tensor:
+def _gradient_is_off(self: VocabParallelEmbedding, x: Tensor, labels: Tensor) -> Tensor:
     loss = LOSS_SUM(self, x, labels)
     return loss + 1e-3 * (loss - loss.detach())
 
 
-def _forgets_the_weight(self: VocabParallelTable, x: Tensor, labels: Tensor) -> Tensor:
+def _forgets_the_weight(self: VocabParallelEmbedding, x: Tensor, labels: Tensor) -> Tensor:
     self.weight.requires_grad_(False)
     try:
         return LOSS_SUM(self, x, labels)
@@ -38,12 +38,12 @@ def _forgets_the_weight(self: VocabParallelTable, x: Tensor, labels: Tensor) -> 
 FAULTS = {"value": _value_is_off, "gradient": _gradient_is_off, "weight": _forgets_the_weight}
 
 
-def _verify_with(fault: str, case: Case) -> list[Row]:
-    VocabParallelTable.loss_sum = FAULTS[fault]  # type: ignore[method-assign]
+def _verify_with(fault: str, case: Case) -> list[TensorError]:
+    VocabParallelEmbedding.loss_sum = FAULTS[fault]  # type: ignore[method-assign]
     try:
         return verify(case)
     finally:
-        VocabParallelTable.loss_sum = LOSS_SUM  # type: ignore[method-assign]
+        VocabParallelEmbedding.loss_sum = LOSS_SUM  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -55,7 +55,7 @@ def test_a_fault_of_the_loss_that_trains_alone_is_seen(fault: str, tp: int):
     assert ("loss" if fault == "value" else "gradient") in wrong
 
 
-def _verify_with_the_kernel(case: Case) -> tuple[list[Row], str]:
+def _verify_with_the_kernel(case: Case) -> tuple[list[TensorError], str]:
     import tests.interpreter  # noqa: F401
 
     os.environ[VARIABLE] = "linear_cross_entropy=triton"

@@ -20,7 +20,7 @@ from megalin.parallel.mesh import ParallelConfig
 from megalin.parallel.process_group import process_group
 from megalin.verify import comparison, outcome, rounding, run
 from megalin.verify.case import Case, DtypeName, make_batches, make_case, shrink
-from megalin.verify.comparison import Row, compare
+from megalin.verify.comparison import TensorError, compare
 from megalin.verify.faults import FAULTS
 from megalin.verify.outcome import Outcome, run_reference, run_step
 from megalin.verify.run import print_rows, self_test
@@ -191,7 +191,7 @@ def test_likes_in_other_blocks_and_micro_batches_share_a_role():
     assert {name: comparison.role(name) for name in names} == names
 
 
-def bf16_weight_rows(narrow: Outcome, wide: Outcome) -> list[Row]:
+def bf16_weight_rows(narrow: Outcome, wide: Outcome) -> list[TensorError]:
     """Of an outcome in bf16 against one process, as `verify` compares them."""
     truth = wide | run_step(case(PRESET, dtype="bfloat16"), narrow, CPU)
     rows = compare(case(PRESET, dtype="bfloat16"), narrow, truth, {}, CPU)
@@ -228,7 +228,11 @@ def test_error_that_is_nan_or_of_another_shape_does_not_pass():
 
 
 def test_exceeded_bound_is_printed_and_fails(capsys):
-    rows = [Row("loss", 1e-12, 1e-10), Row("gradient:a", 1e-3, 1e-10), Row("gradient:b", float("nan"), 1e-10)]
+    rows = [
+        TensorError("loss", 1e-12, 1e-10),
+        TensorError("gradient:a", 1e-3, 1e-10),
+        TensorError("gradient:b", float("nan"), 1e-10),
+    ]
     assert not print_rows(case(PRESET), rows, as_json=True)
     result = json.loads(capsys.readouterr().out)
     assert result["passed"] is False

@@ -9,21 +9,21 @@ import torch
 import triton.testing
 from torch import Tensor
 
-Function = Callable[..., Sequence[Tensor]]
+BenchmarkFunction = Callable[..., Sequence[Tensor]]
 Inputs = dict[str, Tensor]
 
 ONE_ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 """Relative errors that are none: a reference may happen to be exact."""
 
 
-class Work(NamedTuple):
+class BenchmarkWork(NamedTuple):
     """Bytes or floating-point operations that no implementation can avoid."""
 
     forward: float
     backward: float
 
 
-class Case(NamedTuple):
+class BenchmarkCase(NamedTuple):
     """Every function takes `inputs` by name and returns the outputs, in the same order."""
 
     op: str
@@ -33,15 +33,15 @@ class Case(NamedTuple):
     """Random, and too large for the cache together with the outputs."""
     checked: Inputs
     """What the gate compares on; smaller where the truth is expensive."""
-    reference: Function
+    reference: BenchmarkFunction
     """Plain PyTorch, fp64 clean."""
-    ours: dict[str, Function]
+    ours: dict[str, BenchmarkFunction]
     """By backend; the first is what users get, the denominator of every ratio."""
-    peers: dict[str, Function]
+    peers: dict[str, BenchmarkFunction]
     """Others' implementations of the same function, those that are installed."""
-    bytes: Work
+    bytes: BenchmarkWork
     """Each input read once and each output written once; the backward reads what it needs again."""
-    flops: Work
+    flops: BenchmarkWork
     """Of matrix products, multiply and add counted as two."""
     compiled: bool = True
     """Whether inductor can compile the reference at `inputs` in seconds and within memory."""
@@ -53,7 +53,7 @@ class Case(NamedTuple):
     """Whether two calls give the same bits; a library's kernel may add up in any order."""
 
 
-class Timing(NamedTuple):
+class KernelTiming(NamedTuple):
     """Medians in milliseconds, and the most memory that a forward and a backward hold above their inputs.
 
     Where there is no backward, its time is zero.
@@ -64,7 +64,7 @@ class Timing(NamedTuple):
     peak_bytes: int
 
 
-def gate(function: Function, case: Case, *, factor: float) -> str:
+def gate(function: BenchmarkFunction, case: BenchmarkCase, *, factor: float) -> str:
     """What is wrong with an implementation; empty where nothing is.
 
     Outputs and, where there is a backward, the gradient of every float input, of a fixed random weighting: the error
@@ -89,12 +89,12 @@ def gate(function: Function, case: Case, *, factor: float) -> str:
     return f"differs between two calls: {', '.join(changed)}" if changed else ""
 
 
-def measure(function: Function, case: Case) -> Timing:
+def measure(function: BenchmarkFunction, case: BenchmarkCase) -> KernelTiming:
     """Forward, with what it saves for the backward, and backward alone."""
     with torch.cuda.stream(torch.cuda.Stream()):
         if not case.differentiable:
             step = _median(lambda: function(**case.inputs), captured=case.captured)
-            return Timing(step, 0.0, _peak_bytes(function, case, []))
+            return KernelTiming(step, 0.0, _peak_bytes(function, case, []))
         leaves = _leaves(case.inputs)
         differentiable = [x for x in leaves.values() if x.requires_grad]
         outputs = [y for y in function(**leaves) if y.requires_grad]
@@ -107,7 +107,7 @@ def measure(function: Function, case: Case) -> Timing:
             torch.autograd.grad(outputs, differentiable, weights, retain_graph=True, allow_unused=True)
 
         seconds = [_median(call, captured=case.captured) for call in (forward, backward)]
-        return Timing(*seconds, _peak_bytes(function, case, weights))
+        return KernelTiming(*seconds, _peak_bytes(function, case, weights))
 
 
 def _median(call: Callable[[], None], *, captured: bool) -> float:
@@ -122,7 +122,7 @@ def _median(call: Callable[[], None], *, captured: bool) -> float:
     return float(triton.testing.do_bench(call, warmup=20, rep=100, quantiles=[0.5]))
 
 
-def _peak_bytes(function: Function, case: Case, weights: Sequence[Tensor]) -> int:
+def _peak_bytes(function: BenchmarkFunction, case: BenchmarkCase, weights: Sequence[Tensor]) -> int:
     leaves = _leaves(case.inputs) if case.differentiable else case.inputs
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -143,11 +143,11 @@ def _exact(x: Tensor) -> Tensor:
     return x.double() if x.is_floating_point() else x
 
 
-def _outputs(function: Function, inputs: Mapping[str, Tensor]) -> Inputs:
+def _outputs(function: BenchmarkFunction, inputs: Mapping[str, Tensor]) -> Inputs:
     return {f"output {i}": y for i, y in enumerate(function(**inputs))}
 
 
-def _results(function: Function, inputs: Mapping[str, Tensor]) -> Inputs:
+def _results(function: BenchmarkFunction, inputs: Mapping[str, Tensor]) -> Inputs:
     leaves = _leaves(inputs)
     outputs = [y for y in function(**leaves) if y.requires_grad]
     generator = torch.Generator(outputs[0].device).manual_seed(7)

@@ -16,11 +16,11 @@ from megalin.ops.decay_scan import decay_scan, decay_scan_flops, decay_scan_refe
 from megalin.ops.decay_scan_kernels import total_decay
 from megalin.ops.scalar_decay_scan import scalar_decay_scan, scalar_decay_scan_flops, scalar_decay_scan_reference
 from megalin.ops.scan_states import decay_state, selected_state
-from megalin.ops.split import RowsAsRanks
+from megalin.ops.split import SingleProcessExchange
 from megalin.ops.vector_decay_scan import vector_decay_scan, vector_decay_scan_flops, vector_decay_scan_reference
 
 TOKENS, CHECKED, CHUNK = 32768, 600, 64
-Scan = Callable[..., Any]
+SplitScan = Callable[..., Any]
 
 
 def cases() -> Iterator[Case]:
@@ -53,8 +53,8 @@ def _scalar_state(x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 def _case(
     shape: str,
     widths: dict[str, tuple[int, ...]],
-    scan: Scan,
-    reference: Scan,
+    scan: SplitScan,
+    reference: SplitScan,
     state: Callable[..., tuple[Tensor, Tensor]],
     flops: int,
     **options: Tensor,
@@ -65,7 +65,7 @@ def _case(
         inputs["log_decay"] = torch.nn.functional.logsigmoid(inputs["log_decay"] + 1.0)
 
     def split_of(x: dict[str, Tensor]) -> Any:
-        return RowsAsRanks().split(torch.zeros(1, x["v"].shape[1], dtype=torch.int32, device="cuda"))
+        return SingleProcessExchange().split(torch.zeros(1, x["v"].shape[1], dtype=torch.int32, device="cuda"))
 
     compiled = torch.compile(state, dynamic=False)  # as a block does
 

@@ -117,7 +117,7 @@ def product_flops(product: Product) -> int:
     return flops
 
 
-def unavoidable_bytes(model: nn.Module, *, tokens: int, compute_bytes: int, stream_bytes: int) -> int:
+def unavoidable_bytes(model: nn.Module, *, tokens: int, compute_bytes: int, hidden_bytes: int) -> int:
     """The bytes of the rule above, for `model` whose blocks are `model.block_list()`."""
     config = model.config
     inner = [p for block in model.block_list() for p in block.parameters() if p.ndim >= 2]
@@ -129,7 +129,7 @@ def unavoidable_bytes(model: nn.Module, *, tokens: int, compute_bytes: int, stre
     sublayers = sum(len(block.sublayers) for _, block in config.blocks())
     stream = (5 * sublayers + 2) * config.hidden_size
     parameters = sum(p.numel() for p in model.parameters())
-    per_token = (columns + 2 * config.vocab_size) * compute_bytes + stream * stream_bytes
+    per_token = (columns + 2 * config.vocab_size) * compute_bytes + stream * hidden_bytes
     return tokens * per_token + parameters * (UPDATE_BYTES + compute_bytes)
 
 

@@ -16,8 +16,8 @@ from megalin import layers
 from megalin.config import Config, NestedConfigError, problems, suggest
 from megalin.layers.norms import NormKind
 from megalin.ops.documents import Documents
-from megalin.ops.split import Borders
-from megalin.parallel.context import ContextParallel, Row
+from megalin.ops.split import ShardDocuments
+from megalin.parallel.context import ContextParallel, FullSequenceInfo
 from megalin.parallel.data_parallel import largest_magnitudes
 from megalin.parallel.tensor_parallel import TensorParallel
 
@@ -41,9 +41,9 @@ class SequenceContext(NamedTuple):
     valid: Tensor | None = None
     """[B, T] bool, False where a token is padding; None where all tokens count. Causal mixers, whose padding comes
     last and without labels, do not read it."""
-    borders: Borders | None = None
+    borders: ShardDocuments | None = None
     """How the documents lie on the ranks that share the sequence; None where this rank has all of it."""
-    row: Row | None = None
+    row: FullSequenceInfo | None = None
     """What is known of the whole rows, given where a mixer reads it (`MixerConfig.reads_row`) and ranks share them."""
 
     documents: Documents | None = None
@@ -59,9 +59,9 @@ class SequenceContext(NamedTuple):
         """The documents of the whole rows, with as much as is known of them."""
         return Documents(self.whole_row().document_ids) if self.documents is None else self.documents
 
-    def whole_row(self) -> Row:
+    def whole_row(self) -> FullSequenceInfo:
         """What is known of the whole rows, on however many ranks they lie."""
-        return Row(self.document_ids, self.valid) if self.row is None else self.row
+        return FullSequenceInfo(self.document_ids, self.valid) if self.row is None else self.row
 
 
 class MixerOutput(NamedTuple):
@@ -71,7 +71,7 @@ class MixerOutput(NamedTuple):
     state: State
 
 
-class BuildScope(NamedTuple):
+class BuildContext(NamedTuple):
     """Where in a model a mixer is built."""
 
     hidden_size: int
@@ -109,7 +109,7 @@ class Mixer(nn.Module):
         super().__init__()
         self.full_precision: FullPrecision | None = None
 
-    def own_context(self, context: SequenceContext) -> SequenceContext:
+    def build_mixer_context(self, context: SequenceContext) -> SequenceContext:
         """`context` with the tensors of this mixer's full-precision module; called outside the block."""
         return context._replace(full_precision=() if self.full_precision is None else self.full_precision())
 
@@ -134,28 +134,28 @@ class Mixer(nn.Module):
         """The state before the first token, zeros in `dtype` (at least fp32)."""
         return tuple(torch.zeros(batch_size, *shape, dtype=dtype, device=device) for shape in self.state_shapes())
 
-    def watched_weights(self) -> list[nn.Parameter]:
-        """The weights whose largest magnitude `renew` needs."""
+    def norm_tracked_weights(self) -> list[nn.Parameter]:
+        """The weights whose largest magnitude `update_from_weights` needs."""
         return []
 
-    def renew(self, largest: Tensor) -> None:
+    def update_from_weights(self, largest: Tensor) -> None:
         """Renews what this mixer derives from its weights; called where they changed (`renew_derived`).
 
         Args:
-            largest: [len(watched_weights())], max |w| over the whole of each, on every rank, at least fp32.
+            largest: [len(norm_tracked_weights())], max |w| over the whole of each, on every rank, at least fp32.
         """
 
 
 @torch.no_grad()
 def renew_derived(mixers: Sequence[Mixer]) -> None:
-    """Lets every mixer renew what it derives from its weights, with one collective for all of them together.
+    """Updates what every mixer derives from its weights, with one collective for all of them.
 
     A collective: called on every rank with the same mixers, after an optimizer step and after weights were loaded.
     """
-    watched = [mixer.watched_weights() for mixer in mixers]
+    watched = [mixer.norm_tracked_weights() for mixer in mixers]
     largest = largest_magnitudes([weight for weights in watched for weight in weights])
     for mixer, part in zip(mixers, largest.split([len(weights) for weights in watched]), strict=True):
-        mixer.renew(part)
+        mixer.update_from_weights(part)
 
 
 class MixerConfig(Config):
@@ -191,19 +191,19 @@ class MixerConfig(Config):
         """Whether the mixer applies `norm` itself, in one pass with what it does next: its block then does not."""
         return False
 
-    def build(self, scope: BuildScope) -> Mixer:
+    def build(self, scope: BuildContext) -> Mixer:
         """The mixer on the meta device. Raises ConfigError where sizes do not fit the mesh."""
         raise NotImplementedError
 
-    def shrunk(self, *, hidden_size: int, num_heads: int) -> Self:
+    def shrink_for_verify(self, *, hidden_size: int, num_heads: int) -> Self:
         """The same mixer at a size that answers in seconds, for `megalin verify`: many chunks, uneven widths."""
         return self
 
-    def shared_module(self, scope: BuildScope) -> nn.Module | None:
+    def shared_module(self, scope: BuildContext) -> nn.Module | None:
         """A model-level module that all mixers of this type share; its output reaches them as context.shared[type]."""
         return None
 
-    def input_layer(self, scope: BuildScope) -> Mixer | None:
+    def input_layer(self, scope: BuildContext) -> Mixer | None:
         """A mixer that the model applies once to its embedded tokens, in place of them (no norm, no residual)."""
         return None
 

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from megalin.layers.linear_attention import LinearAttentionConfig, LowRankGatedAttention
-from megalin.layers.mixers.base import BuildScope, FullPrecision, Mixer, MixerOutput, SequenceContext, State
+from megalin.layers.mixers.base import BuildContext, FullPrecision, Mixer, MixerOutput, SequenceContext, State
 from megalin.layers.positions import LRPEKind
 from megalin.ops.scan_states import tpe_state
 from megalin.ops.tpe import TPEOutput, tpe, tpe_flops, tpe_step
-from megalin.parallel.initialisation import Draw, constant
+from megalin.parallel.initialisation import Initializer, constant
 from megalin.parallel.tensor_parallel import TensorParallel, local
 
 LARGEST_LOGIT = 4.0
@@ -26,7 +26,7 @@ class CosFormer2(LowRankGatedAttention):
     The gate has rank D / H. Source: the scaling-laws paper eq. 17, with p theta for its theta.
     """
 
-    def __init__(self, config: CosFormer2Config, scope: BuildScope) -> None:
+    def __init__(self, config: CosFormer2Config, scope: BuildContext) -> None:
         super().__init__(config, scope, decay=None)
 
 
@@ -38,11 +38,13 @@ class TPEParameters(FullPrecision):
         self.coefficients = tp.parameter(hidden_size, num_decays, shard_dim=0)
         self.decay_logit = tp.parameter(num_decays, shard_dim=None)
 
-    def fill(self, draw: Draw) -> None:
+    def init_weights(self, initializer: Initializer) -> None:
         """B sums to one over the decays of each channel; the decays spread over all time scales (LARGEST_LOGIT)."""
         num_decays = self.decay_logit.numel()
-        draw(self.coefficients, "coefficients", constant(1.0 / num_decays))
-        draw(self.decay_logit, "decay_logit", constant(torch.linspace(-LARGEST_LOGIT, LARGEST_LOGIT, num_decays)))
+        initializer(self.coefficients, "coefficients", constant(1.0 / num_decays))
+        initializer(
+            self.decay_logit, "decay_logit", constant(torch.linspace(-LARGEST_LOGIT, LARGEST_LOGIT, num_decays))
+        )
 
     def forward(self) -> tuple[Tensor, ...]:
         """B [D/tp, E], and the logits."""
@@ -55,7 +57,7 @@ class TPE(Mixer):
     The number of decays is the width of a head. Channels are split over the axis.
     """
 
-    def __init__(self, config: CosFormer2Config, scope: BuildScope) -> None:
+    def __init__(self, config: CosFormer2Config, scope: BuildContext) -> None:
         super().__init__()
         self.tp, self.cp, self.width, self.chunk_size = scope.tp, scope.cp, scope.hidden_size, config.chunk_size
         self.num_decays = self.width // config.num_heads
@@ -117,10 +119,10 @@ class CosFormer2Config(LinearAttentionConfig):
     lrpe: LRPEKind | None = "cosine"
     """Learnable relative positions on queries and keys."""
 
-    def build(self, scope: BuildScope) -> CosFormer2:
+    def build(self, scope: BuildContext) -> CosFormer2:
         return CosFormer2(self, scope)
 
-    def input_layer(self, scope: BuildScope) -> TPE:
+    def input_layer(self, scope: BuildContext) -> TPE:
         return TPE(self, scope)
 
 

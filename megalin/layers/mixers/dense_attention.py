@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from megalin.errors import ConfigError
 from megalin.layers.mixers.base import (
-    BuildScope,
+    BuildContext,
     Mixer,
     MixerConfig,
     MixerOutput,
@@ -32,7 +32,7 @@ from megalin.ops.dense_attention import (
 from megalin.ops.max_norm import encoded_max_norm, max_norm
 from megalin.ops.positions import cosine_relpe, document_spans, num_tokens_in_documents
 from megalin.ops.srmsnorm import compute_dtype
-from megalin.parallel.initialisation import Draw
+from megalin.parallel.initialisation import Initializer
 from megalin.parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 
@@ -55,7 +55,7 @@ class DenseAttention(Mixer):
 
     ratio: Tensor | None
 
-    def __init__(self, config: DenseAttentionConfig, scope: BuildScope) -> None:
+    def __init__(self, config: DenseAttentionConfig, scope: BuildContext) -> None:
         super().__init__()
         width, heads, tp = scope.hidden_size, config.num_heads, scope.tp
         self.config, self.tp, self.cp, self.path = config, tp, scope.cp, scope.path
@@ -75,14 +75,14 @@ class DenseAttention(Mixer):
         ratio = torch.empty((), device="meta") if config.scale_ffn_weights else None
         self.register_buffer("ratio", ratio, persistent=False)
 
-    def fill(self, draw: Draw) -> None:
+    def init_weights(self, initializer: Initializer) -> None:
         """The ratio of the weights that were just drawn."""
         renew_derived([self])
 
-    def watched_weights(self) -> list[nn.Parameter]:
+    def norm_tracked_weights(self) -> list[nn.Parameter]:
         return [] if self.ratio is None else [self.up.weight, self.down.weight]
 
-    def renew(self, largest: Tensor) -> None:
+    def update_from_weights(self, largest: Tensor) -> None:
         if self.ratio is not None:
             self.ratio.copy_((self.bound / largest).clamp(max=1.0).prod())
 
@@ -242,11 +242,11 @@ class DenseAttentionConfig(MixerConfig):
     def widest_window(self) -> int | None:
         return self.window
 
-    def shrunk(self, *, hidden_size: int, num_heads: int) -> Self:
+    def shrink_for_verify(self, *, hidden_size: int, num_heads: int) -> Self:
         window = None if self.window is None else 16
         return self.model_copy(update={"num_heads": num_heads if self.num_heads > 1 else 1, "window": window})
 
-    def build(self, scope: BuildScope) -> DenseAttention:
+    def build(self, scope: BuildContext) -> DenseAttention:
         return DenseAttention(self, scope)
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, Self
 import pydantic
 from torch import Tensor
 
-from megalin.layers.mixers.base import BuildScope, Mixer, MixerConfig, MixerOutput, SequenceContext, State
+from megalin.layers.mixers.base import BuildContext, Mixer, MixerConfig, MixerOutput, SequenceContext, State
 from megalin.ops.gated_product import Activation, gated_product
 from megalin.parallel.linear import ColumnParallelLinear, RowParallelLinear
 
@@ -15,7 +15,7 @@ from megalin.parallel.linear import ColumnParallelLinear, RowParallelLinear
 class GLU(Mixer):
     """y = (act(x W_1) * (x W_2)) W_3, and a bias at each W where asked (TransNormerLLM eq. 6 with act = identity)."""
 
-    def __init__(self, config: GLUConfig, scope: BuildScope) -> None:
+    def __init__(self, config: GLUConfig, scope: BuildContext) -> None:
         super().__init__()
         self.activation = config.activation
         size, tp, std = config.intermediate_size, scope.tp, scope.init_std
@@ -48,10 +48,10 @@ class GLUConfig(MixerConfig):
     bias: bool = False
     """Whether the three maps have biases."""
 
-    def shrunk(self, *, hidden_size: int, num_heads: int) -> Self:
+    def shrink_for_verify(self, *, hidden_size: int, num_heads: int) -> Self:
         return self.model_copy(update={"intermediate_size": hidden_size + num_heads})
 
-    def build(self, scope: BuildScope) -> GLU:
+    def build(self, scope: BuildContext) -> GLU:
         return GLU(self, scope)
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from megalin.errors import ConfigError
 from megalin.layers.mixers.base import (
-    BuildScope,
+    BuildContext,
     FullPrecision,
     Mixer,
     MixerConfig,
@@ -22,7 +22,7 @@ from megalin.layers.mixers.base import (
 from megalin.layers.norms import HeadNormKind
 from megalin.ops.forget_gates import forget_gates
 from megalin.ops.vector_decay_scan import vector_decay_scan, vector_decay_scan_flops, vector_decay_step
-from megalin.parallel.initialisation import Draw, constant
+from megalin.parallel.initialisation import Initializer, constant
 from megalin.parallel.linear import ColumnParallelLinear, NormedRowParallelLinear
 from megalin.parallel.tensor_parallel import TensorParallel, local
 
@@ -36,9 +36,9 @@ class Gamma(FullPrecision):
         super().__init__()
         self.gamma = tp.parameter(num_layers, hidden_size, shard_dim=1)
 
-    def fill(self, draw: Draw) -> None:
+    def init_weights(self, initializer: Initializer) -> None:
         """Ones: the bounds start as beta^l = l / L."""
-        draw(self.gamma, "gamma", constant(1.0))
+        initializer(self.gamma, "gamma", constant(1.0))
 
     def forward(self) -> tuple[Tensor, ...]:
         return (local(self.gamma).clone(),)
@@ -47,7 +47,7 @@ class Gamma(FullPrecision):
 class LowerBounds(nn.Module):
     """beta [L, D/tp]: beta^l = sum over j = 1 .. l of softmax over layers (Gamma)_j, so beta^0 = 0 and beta < 1."""
 
-    def __init__(self, scope: BuildScope) -> None:
+    def __init__(self, scope: BuildContext) -> None:
         super().__init__()
         self.rows = Gamma(scope.num_layers, scope.hidden_size, scope.tp)
 
@@ -66,7 +66,7 @@ class HGRN2(Mixer):
     Source: HGRN2 section 3, with the first bound subtracted.
     """
 
-    def __init__(self, config: HGRN2Config, scope: BuildScope) -> None:
+    def __init__(self, config: HGRN2Config, scope: BuildContext) -> None:
         super().__init__()
         self.config, self.scope, self.tp, self.cp = config, scope, scope.tp, scope.cp
         width, std = scope.hidden_size, scope.init_std
@@ -91,7 +91,7 @@ class HGRN2(Mixer):
             norm=config.output_norm,
         )
 
-    def own_context(self, context: SequenceContext) -> SequenceContext:
+    def build_mixer_context(self, context: SequenceContext) -> SequenceContext:
         # Outside the block: inside, the row's number would make every layer another graph.
         return context._replace(full_precision=(context.shared[TYPE][self.scope.layer],))
 
@@ -162,13 +162,13 @@ class HGRN2Config(MixerConfig):
     chunk_size: int = pydantic.Field(default=64, gt=0)
     """Tokens a chunk of the scan; the result does not depend on it."""
 
-    def build(self, scope: BuildScope) -> HGRN2:
+    def build(self, scope: BuildContext) -> HGRN2:
         return HGRN2(self, scope)
 
-    def shared_module(self, scope: BuildScope) -> LowerBounds:
+    def shared_module(self, scope: BuildContext) -> LowerBounds:
         return LowerBounds(scope)
 
-    def shrunk(self, *, hidden_size: int, num_heads: int) -> Self:
+    def shrink_for_verify(self, *, hidden_size: int, num_heads: int) -> Self:
         return self.model_copy(update={"num_heads": num_heads, "chunk_size": 16})
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 from megalin.errors import ConfigError
 from megalin.layers.entering import entering_inputs
 from megalin.layers.mixers.base import (
-    BuildScope,
+    BuildContext,
     FullPrecision,
     Mixer,
     MixerConfig,
@@ -26,7 +26,7 @@ from megalin.ops.scalar_decay_scan import scalar_decay_scan, scalar_decay_scan_f
 from megalin.ops.scaled_heads import scaled_heads
 from megalin.ops.short_conv import short_conv
 from megalin.ops.srmsnorm import compute_dtype
-from megalin.parallel.initialisation import Draw, constant, normal, uniform
+from megalin.parallel.initialisation import Initializer, constant, normal, uniform
 from megalin.parallel.linear import ColumnParallelLinear, NormedRowParallelLinear
 from megalin.parallel.tensor_parallel import TensorParallel, local
 
@@ -40,11 +40,11 @@ class HeadRates(FullPrecision):
         self.step_bias = tp.parameter(num_heads, shard_dim=0)
         self.feed_through = tp.parameter(num_heads, shard_dim=0)
 
-    def fill(self, draw: Draw) -> None:
+    def init_weights(self, initializer: Initializer) -> None:
         """A uniform in [1, 16], softplus(bias) log-uniform in [0.001, 0.1], D one."""
-        draw(self.a_log, "a_log", lambda full, generator: full.uniform_(1.0, 16.0, generator=generator).log_())
-        draw(self.step_bias, "step_bias", _step_bias)
-        draw(self.feed_through, "feed_through", constant(1.0))
+        initializer(self.a_log, "a_log", lambda full, generator: full.uniform_(1.0, 16.0, generator=generator).log_())
+        initializer(self.step_bias, "step_bias", _step_bias)
+        initializer(self.feed_through, "feed_through", constant(1.0))
 
     def forward(self) -> tuple[Tensor, ...]:
         return tuple(local(p).clone() for p in (self.a_log, self.step_bias, self.feed_through))
@@ -79,7 +79,7 @@ class Mamba2(Mixer):
     Source: Mamba-2 section 7, one group.
     """
 
-    def __init__(self, config: Mamba2Config, scope: BuildScope) -> None:
+    def __init__(self, config: Mamba2Config, scope: BuildContext) -> None:
         super().__init__()
         self.config, self.tp, self.cp, self.std = config, scope.tp, scope.cp, scope.init_std
         self.width, tp = scope.hidden_size, scope.tp
@@ -105,11 +105,11 @@ class Mamba2(Mixer):
             self.inner, self.width, eps=config.norm_eps, tp=tp, std=scope.output_std, name=name, norm="rmsnorm"
         )
 
-    def fill(self, draw: Draw) -> None:
+    def init_weights(self, initializer: Initializer) -> None:
         """Draws B's and C's map from N(0, std^2), and the convolutions evenly within 1 / sqrt(taps), as torch does."""
-        draw(self.bc, "bc", normal(self.std))
+        initializer(self.bc, "bc", normal(self.std))
         for name in ("conv_weight", "conv_bias", "bc_conv_weight", "bc_conv_bias"):
-            draw(getattr(self, name), name, uniform(1.0 / math.sqrt(self.config.conv_width)))
+            initializer(getattr(self, name), name, uniform(1.0 / math.sqrt(self.config.conv_width)))
 
     def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
         inputs = self._scan_inputs(x, context, state)
@@ -200,10 +200,10 @@ class Mamba2Config(MixerConfig):
     chunk_size: int = pydantic.Field(default=64, gt=0)
     """Tokens a chunk of the scan; the result does not depend on it."""
 
-    def build(self, scope: BuildScope) -> Mamba2:
+    def build(self, scope: BuildContext) -> Mamba2:
         return Mamba2(self, scope)
 
-    def shrunk(self, *, hidden_size: int, num_heads: int) -> Self:
+    def shrink_for_verify(self, *, hidden_size: int, num_heads: int) -> Self:
         head_dim = 2 * hidden_size // num_heads
         return self.model_copy(update={"head_dim": head_dim, "state_size": 12, "chunk_size": 16})
 

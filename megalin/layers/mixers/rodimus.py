@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megalin.layers.entering import entering_inputs
 from megalin.layers.mixers.base import (
-    BuildScope,
+    BuildContext,
     FullPrecision,
     Mixer,
     MixerConfig,
@@ -27,7 +27,7 @@ from megalin.ops.ddts_gates import ddts_gates
 from megalin.ops.low_rank_gate import low_rank_gate
 from megalin.ops.srmsnorm import compute_dtype
 from megalin.ops.vector_decay_scan import vector_decay_scan, vector_decay_scan_flops, vector_decay_step
-from megalin.parallel.initialisation import Draw, constant, uniform
+from megalin.parallel.initialisation import Initializer, constant, uniform
 from megalin.parallel.linear import ColumnParallelLinear, NormedRowParallelLinear
 from megalin.parallel.tensor_parallel import TensorParallel, local
 
@@ -44,11 +44,11 @@ class GateVectors(FullPrecision):
         self.gate_bias = tp.parameter(2 * state_size, shard_dim=None)
         self.feed_through = tp.parameter(inner, shard_dim=0)
 
-    def fill(self, draw: Draw) -> None:
+    def init_weights(self, initializer: Initializer) -> None:
         """softplus(bias) log-uniform in [0.001, 0.1] for the selection, sigmoid(bias) uniform in [1/16, 0.9] for the
         temperature; D is one."""
-        draw(self.gate_bias, "gate_bias", _gate_bias)
-        draw(self.feed_through, "feed_through", constant(1.0))
+        initializer(self.gate_bias, "gate_bias", _gate_bias)
+        initializer(self.feed_through, "feed_through", constant(1.0))
 
     def forward(self) -> tuple[Tensor, ...]:
         return local(self.gate_bias).clone(), local(self.feed_through).clone()
@@ -87,7 +87,7 @@ class Rodimus(Mixer):
     Source: Rodimus section 3.
     """
 
-    def __init__(self, config: RodimusConfig, scope: BuildScope) -> None:
+    def __init__(self, config: RodimusConfig, scope: BuildContext) -> None:
         super().__init__()
         self.config, self.tp, self.cp = config, scope.tp, scope.cp
         width, n, tp = scope.hidden_size, config.state_size, scope.tp
@@ -107,12 +107,12 @@ class Rodimus(Mixer):
             self.inner, width, eps=config.norm_eps, tp=tp, std=scope.output_std, name=name, norm="rmsnorm"
         )
 
-    def fill(self, draw: Draw) -> None:
+    def init_weights(self, initializer: Initializer) -> None:
         """Xavier-uniform matrices, each of the fused ones by its whole shape; a bias of zero."""
         for name in ("qk", "gates", "input_gate_down", "input_gate_up"):
             parameter = getattr(self, name)
-            draw(parameter, name, uniform(GAIN * math.sqrt(6.0 / sum(parameter.shape))))
-        draw(self.input_gate_bias, "input_gate_bias", constant(0.0))
+            initializer(parameter, name, uniform(GAIN * math.sqrt(6.0 / sum(parameter.shape))))
+        initializer(self.input_gate_bias, "input_gate_bias", constant(0.0))
 
     def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
         inputs = self._scan_inputs(x, context, state[0] if state else None)
@@ -216,10 +216,10 @@ class RodimusConfig(MixerConfig):
         """Factor on the scan's output, n^(-1/2): part of the model, since the feed-through joins before the norm."""
         return 1.0 / math.sqrt(self.state_size)
 
-    def shrunk(self, *, hidden_size: int, num_heads: int) -> Self:
+    def shrink_for_verify(self, *, hidden_size: int, num_heads: int) -> Self:
         return self.model_copy(update={"state_size": 6, "input_gate_rank": 5, "chunk_size": 16})
 
-    def build(self, scope: BuildScope) -> Rodimus:
+    def build(self, scope: BuildContext) -> Rodimus:
         return Rodimus(self, scope)
 
 

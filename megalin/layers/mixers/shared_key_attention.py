@@ -11,12 +11,12 @@ from torch.nn import functional
 
 from megalin.errors import ConfigError
 from megalin.layers.entering import entering_inputs
-from megalin.layers.mixers.base import BuildScope, Mixer, MixerConfig, MixerOutput, SequenceContext, State
+from megalin.layers.mixers.base import BuildContext, Mixer, MixerConfig, MixerOutput, SequenceContext, State
 from megalin.layers.norms import NormKind
 from megalin.ops.documents import WHOLE_ROWS, Documents
 from megalin.ops.positions import rope
 from megalin.ops.window_attention import WindowCache, window_attention, window_attention_flops
-from megalin.parallel.initialisation import Draw, normal
+from megalin.parallel.initialisation import Initializer, normal
 from megalin.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalin.parallel.tensor_parallel import local
 
@@ -30,7 +30,7 @@ class SharedKeyAttention(Mixer):
     Source: Rodimus+ section 3.2.
     """
 
-    def __init__(self, config: SharedKeyAttentionConfig, scope: BuildScope) -> None:
+    def __init__(self, config: SharedKeyAttentionConfig, scope: BuildContext) -> None:
         super().__init__()
         self.config, self.tp, self.cp, self.std = config, scope.tp, scope.cp, scope.init_std
         width, tp, std, name = scope.hidden_size, scope.tp, scope.init_std, "model.hidden_size"
@@ -45,9 +45,9 @@ class SharedKeyAttention(Mixer):
         self.key = tp.parameter(self.head_dim, width, shard_dim=None)
         self.out = RowParallelLinear(width, width, tp=tp, std=scope.output_std, name=name)
 
-    def fill(self, draw: Draw) -> None:
+    def init_weights(self, initializer: Initializer) -> None:
         """Draws the key's matrix from N(0, std^2)."""
-        draw(self.key, "key", normal(self.std))
+        initializer(self.key, "key", normal(self.std))
 
     def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
         x = self.tp.enter(x)
@@ -114,10 +114,10 @@ class SharedKeyAttentionConfig(MixerConfig):
     def widest_window(self) -> int:
         return self.window
 
-    def shrunk(self, *, hidden_size: int, num_heads: int) -> Self:
+    def shrink_for_verify(self, *, hidden_size: int, num_heads: int) -> Self:
         return self.model_copy(update={"num_heads": num_heads, "window": 11})
 
-    def build(self, scope: BuildScope) -> SharedKeyAttention:
+    def build(self, scope: BuildContext) -> SharedKeyAttention:
         return SharedKeyAttention(self, scope)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megalin.errors import ConfigError
-from megalin.layers.mixers.base import BuildScope, Mixer, MixerConfig, MixerOutput, SequenceContext, State
+from megalin.layers.mixers.base import BuildContext, Mixer, MixerConfig, MixerOutput, SequenceContext, State
 from megalin.ops.causal_attention import AttentionBackend, causal_attention, check_backend
 from megalin.ops.positions import rope
 from megalin.ops.softmax_attention import (
@@ -35,7 +35,7 @@ class Softmax(Mixer):
     keys and values of all tokens instead.
     """
 
-    def __init__(self, config: SoftmaxConfig, scope: BuildScope) -> None:
+    def __init__(self, config: SoftmaxConfig, scope: BuildContext) -> None:
         super().__init__()
         self.config, self.tp, self.cp, self.path = config, scope.tp, scope.cp, scope.path
         width, tp, heads, groups = scope.hidden_size, scope.tp, config.num_heads, config.key_value_heads
@@ -66,7 +66,7 @@ class Softmax(Mixer):
         self.kv = ColumnParallelLinear(width, groups * self.head_dim, parts=2, tp=tp, std=std, name=name)
         self.out = RowParallelLinear(width, width, tp=tp, std=scope.output_std, name=name)
 
-    def own_context(self, context: SequenceContext) -> SequenceContext:
+    def build_mixer_context(self, context: SequenceContext) -> SequenceContext:
         # Outside the block: no graph can hold an error.
         if torch.is_grad_enabled():
             kind = (self.config.backend, context.positions.device.type, context.compute_dtype, self.head_dim)
@@ -144,13 +144,13 @@ class SoftmaxConfig(MixerConfig):
         """Heads of keys and values."""
         return self.num_heads if self.num_key_value_heads is None else self.num_key_value_heads
 
-    def shrunk(self, *, hidden_size: int, num_heads: int) -> Self:
+    def shrink_for_verify(self, *, hidden_size: int, num_heads: int) -> Self:
         grouped = self.key_value_heads < self.num_heads
         return self.model_copy(
             update={"num_heads": num_heads, "num_key_value_heads": num_heads // 2 if grouped else None}
         )
 
-    def build(self, scope: BuildScope) -> Softmax:
+    def build(self, scope: BuildContext) -> Softmax:
         return Softmax(self, scope)
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from megalin.layers.decay import DecayKind
 from megalin.layers.linear_attention import LinearAttentionConfig, LowRankGatedAttention
-from megalin.layers.mixers.base import BuildScope
+from megalin.layers.mixers.base import BuildContext
 
 
 class TNL(LowRankGatedAttention):
@@ -15,7 +15,7 @@ class TNL(LowRankGatedAttention):
     Source: the scaling-laws paper eq. 8-11, with the output projection that its tables count.
     """
 
-    def __init__(self, config: TNLConfig, scope: BuildScope) -> None:
+    def __init__(self, config: TNLConfig, scope: BuildContext) -> None:
         super().__init__(config, scope, decay=config.decay)
 
 
@@ -27,7 +27,7 @@ class TNLConfig(LinearAttentionConfig):
     decay: DecayKind = "alibi"
     """Which table of fixed decays: the released checkpoints' (alibi) or the paper's eq. 2."""
 
-    def build(self, scope: BuildScope) -> TNL:
+    def build(self, scope: BuildContext) -> TNL:
         return TNL(self, scope)
 
 

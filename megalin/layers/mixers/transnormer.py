@@ -8,14 +8,14 @@ from torch import Tensor
 
 from megalin.layers.decay import DecayKind
 from megalin.layers.linear_attention import LinearAttention, LinearAttentionConfig
-from megalin.layers.mixers.base import BuildScope
+from megalin.layers.mixers.base import BuildContext
 from megalin.parallel.linear import ColumnParallelLinear
 
 
 class TransNormer(LinearAttention):
     """[q | k | v | u] = x W_qkvu; y = (SRMSNorm(scan(silu(q), silu(k), v)) * u) W_o (TransNormerLLM eq. 3-4)."""
 
-    def __init__(self, config: TransNormerConfig, scope: BuildScope) -> None:
+    def __init__(self, config: TransNormerConfig, scope: BuildContext) -> None:
         super().__init__(config, scope, decay=config.decay)
         width = scope.hidden_size
         self.qkvu = ColumnParallelLinear(
@@ -37,7 +37,7 @@ class TransNormerConfig(LinearAttentionConfig):
     decay: DecayKind = "alibi"
     """Which table of fixed decays: the released checkpoints' (alibi) or the paper's eq. 2."""
 
-    def build(self, scope: BuildScope) -> TransNormer:
+    def build(self, scope: BuildContext) -> TransNormer:
         return TransNormer(self, scope)
 
 
