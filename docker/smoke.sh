@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Whether an installation works: what is compiled loads, torch sees the GPUs that are there, and two ranks compute what
-# one does. The health check of the images: on CPUs and at the lowest priority, so that a run beside it hardly notices.
+# Checks an installation: compiled modules load, torch sees the machine's GPUs, and two ranks compute the same as one.
+# Health check of the images; runs on CPUs at the lowest priority, so that it hardly slows down a training run.
 # Usage: smoke.sh     with the installation's python on the path
 set -euo pipefail
 renice -n 19 $$ >/dev/null

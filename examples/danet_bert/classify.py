@@ -1,8 +1,8 @@
-"""Fine-tunes a pretrained encoder run to classify texts, and tells its accuracy on others.
+"""Fine-tunes the pretrained encoder of a run to classify texts, and reports its accuracy on a test file.
 
 python classify.py RUN --train labelled.jsonl --test others.jsonl --output FOLDER
 
-Each line of a jsonl file is an object with the strings "text" and "label".
+Each line of a jsonl file is an object with two strings, "text" and "label".
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from megalin.train.restore import open_run
 from megalin.train.step import train_step
 
 NEW_HEAD = "sequence_head.classifier."
-"""What the run does not have for these classes; all other weights come from it."""
+"""Prefix of the new weights; all others are loaded from the run."""
 
 
 class Examples(NamedTuple):
-    """Texts and what they are."""
+    """Texts and their labels."""
 
     texts: list[str]
     labels: list[str]
 
 
 def read(path: Path) -> Examples:
-    """The examples of a jsonl file. Raises DataError for a line that is none."""
+    """Reads the examples of a jsonl file. Raises DataError for an invalid line."""
     texts, labels = [], []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
@@ -66,7 +66,7 @@ def read(path: Path) -> Examples:
 def encode(
     examples: Examples, classes: list[str], tokenizer: Tokenizer, special: SpecialTokens, *, length: int
 ) -> EncoderBatch:
-    """All examples as one batch: [CLS] text [SEP], cut off at `length`, padded to it."""
+    """All examples as one batch: [CLS] text [SEP], truncated or padded to `length` tokens."""
     tokens = np.full((len(examples.texts), length), special.pad, np.int64)
     sizes = []
     for row, ids in enumerate(tokenizer.encode_batch(examples.texts)):
@@ -89,7 +89,7 @@ def encode(
 
 
 def fine_tune(model: Model, examples: EncoderBatch, mesh: Mesh, *, steps: int, batch_size: int, rate: float) -> None:
-    """AdamW over random rows, the rate rising over a tenth of the steps and falling to zero."""
+    """Trains with AdamW on random batches; the rate warms up over a tenth of the steps and decays to zero."""
     optimizer = build_optimizer(model, OptimizerConfig(lr=rate, weight_decay=0.0), model.no_decay_names())
     generator = torch.Generator().manual_seed(0)
     for step in range(steps):
@@ -103,7 +103,7 @@ def fine_tune(model: Model, examples: EncoderBatch, mesh: Mesh, *, steps: int, b
 
 @torch.no_grad()
 def accuracy(model: Model, examples: EncoderBatch, mesh: Mesh, *, batch_size: int) -> float:
-    """Share of the examples whose likeliest class is theirs."""
+    """Fraction of the examples whose most likely class is their label."""
     right = 0
     for first in range(0, len(examples.tokens), batch_size):
         batch = batch_to(take_rows(examples, slice(first, first + batch_size)), mesh.device)
@@ -113,10 +113,10 @@ def accuracy(model: Model, examples: EncoderBatch, mesh: Mesh, *, batch_size: in
 
 
 def classify(arguments: argparse.Namespace) -> None:
-    """Fine-tunes, saves, loads what was saved, and tells its accuracy."""
+    """Fine-tunes the model, saves it, loads the saved checkpoint and prints its accuracy."""
     config, checkpoint = open_run(arguments.run)
     if not isinstance(config.model, EncoderConfig) or config.data.masking is None or config.data.tokenizer is None:
-        raise ConfigError(f"{arguments.run}: expected the run of an encoder that has a tokenizer")
+        raise ConfigError(f"{arguments.run}: expected the run of an encoder with a tokenizer")
     tokenizer = load_tokenizer(config.data.tokenizer)
     special = resolve_tokens(config.data.masking, tokenizer, config.model.vocab_size).special
     train, test = read(arguments.train), read(arguments.test)
@@ -152,11 +152,11 @@ def classify(arguments: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Returns 0, or the exit code of the error that is printed."""
+    """Returns 0, or the exit code of the printed error."""
     parser = argparse.ArgumentParser(description="Fine-tune a pretrained encoder to classify texts.")
     parser.add_argument("run", type=Path, help="run folder of a pretrained encoder")
     parser.add_argument("--train", type=Path, required=True, help='jsonl with "text" and "label"')
-    parser.add_argument("--test", type=Path, required=True, help="likewise, for the accuracy")
+    parser.add_argument("--test", type=Path, required=True, help="test file in the same format, for the accuracy")
     parser.add_argument("--output", type=Path, required=True, help="folder for the checkpoint of the classifier")
     parser.add_argument("--steps", type=int, default=200, help="updates (200)")
     parser.add_argument("--batch-size", type=int, default=32, help="texts an update (32)")

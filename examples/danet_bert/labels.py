@@ -1,4 +1,4 @@
-"""Takes lines out of collected Python sources with a label: whether the line is code, or the text of a comment."""
+"""Labelled lines from collected Python sources; the label says whether a line is code or a comment."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from collections import Counter
 from pathlib import Path
 
 SHORTEST = 40
-"""Characters of a line at least."""
+"""Minimum characters of a line."""
 MOST = 10
-"""Lines of each label a source gives at most; as many of one as of the other."""
+"""Maximum lines of each label from one source, which gives equally many of both."""
 
 
 def labelled_lines(source: str) -> dict[str, list[str]]:
-    """The comments and the lines of code of a source, without indentation; none of a text that is no Python."""
+    """The comments and lines of code of a source, without indentation; empty if the text is not valid Python."""
     comments: list[str] = []
     passed: set[int] = set()  # lines with a comment, or with a part of a string of several lines
     try:

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# From this machine's own Python library to a pretrained DANet encoder, and to a classifier of texts.
-# Usage: run.sh [key=value ...]   overrides of danet.toml, as train.steps=1000
-# Works in the current folder, in danet-data/ and runs/danet/; what an earlier run left there is replaced.
-# CORPUS_SHARE=0.1 takes a tenth of the text; CLASSIFY_STEPS=20 fine-tunes for so many steps.
+# Pretrains a DANet encoder on this machine's own Python library, and fine-tunes it as a text classifier.
+# Usage: run.sh [key=value ...]   overrides of danet.toml, such as train.steps=1000
+# Writes danet-data/ and runs/danet/ in the current folder, and replaces the results of an earlier run.
+# CORPUS_SHARE=0.1 uses a tenth of the text; CLASSIFY_STEPS=20 sets the number of fine-tuning steps.
 set -euo pipefail
 here=$(realpath --relative-to=. "$(dirname "$0")")
 tools=$here/../../tools
@@ -11,7 +11,7 @@ data=danet-data
 run=runs/danet
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
-# glibc gives memory of this size back to the system at each free, and page faults took a quarter of the time.
+# By default glibc returns large blocks to the system at each free; the page faults took a quarter of the time.
 export MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=1073741824
 
 say() { printf '\n== %s\n' "$*"; }

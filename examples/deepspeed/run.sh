@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Starts a run by the deepspeed launcher, on the hosts of a hostfile: a line each, its name and slots=ranks.
-# Usage: run.sh CONFIG [key=value ...]               on one of them, which reaches the others by pdsh over ssh
-#        NODE_RANK=0 run.sh CONFIG [key=value ...]   on each of them, with the number of its line from 0: without ssh
-# With train.engine=deepspeed train.deepspeed_config=examples/deepspeed/ds.json its engine trains as well as its launcher
-# starts. HOSTFILE names another hostfile than the one beside this script, MASTER_PORT another port than 29500.
+# Starts a run with the deepspeed launcher on the hosts of a hostfile (one line a host: its name and slots=ranks).
+# Usage: run.sh CONFIG [key=value ...]               on one host, which reaches the others by pdsh over ssh
+#        NODE_RANK=0 run.sh CONFIG [key=value ...]   without ssh: on each host, with the number of its line, from 0
+# Add train.engine=deepspeed train.deepspeed_config=examples/deepspeed/ds.json to train with DeepSpeed's engine too.
+# HOSTFILE: another hostfile than the one in this folder. MASTER_PORT: another port than 29500.
 set -euo pipefail
 hostfile=${HOSTFILE:-$(dirname "$0")/hostfile}
 options=(--hostfile "$hostfile" --master_port "${MASTER_PORT:-29500}")

@@ -1,4 +1,4 @@
-"""Collects text that every machine with Python has: the standard library's sources, help topics and docstrings."""
+"""Corpus from text that every machine with Python has: the standard library's sources, help topics and docstrings."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from pydoc_data import topics
 from typing import Any, NamedTuple
 
 HELD_OUT_SHARE = 0.02
-# Not the library's own text, tables of character codes, and the topics, which are documents of their own.
+# Third-party text, tables of character codes, and the help topics, which `help_topics` collects.
 LEFT_OUT = ("site-packages/", "dist-packages/", "__pycache__/", "encodings/", "pydoc_data/")
 LICENSE_NOTE = """\
-train.jsonl and held-out.jsonl hold text of the standard library of Python {version}:
-its sources, the topics of its help, and the docstrings of the modules that are built into the interpreter.
+train.jsonl and held-out.jsonl contain text of the standard library of Python {version}:
+its sources, its help topics, and the docstrings of the modules that are built into the interpreter.
 
 {copyright}
 
 It is licensed under the PSF License Agreement, version 2, https://docs.python.org/3/license.html;
-some files name another licence at their top, and that page lists them.
+some files name another licence at their top; that page lists them.
 """
 
 
 class Document(NamedTuple):
-    """A text and where it comes from."""
+    """A text and its origin."""
 
     source: str
     text: str
 
 
 def sources(library: Path) -> Iterator[Document]:
-    """The library's Python files by name, one document each; files that are no text on purpose (tests) are passed."""
+    """The library's Python files by name, one document each, without undecodable ones (files of its tests)."""
     for path in sorted(library.rglob("*.py")):
         name = path.relative_to(library).as_posix()
         if any(part in f"{name}/" for part in LEFT_OUT):
@@ -58,14 +58,14 @@ def help_topics() -> Iterator[Document]:
 
 
 def docstrings() -> Iterator[Document]:
-    """For each module that is built into the interpreter, and so has no source here, its docstrings."""
+    """Docstrings of each module that is built into the interpreter and so has no Python source."""
     for name in sorted(sys.builtin_module_names):
         parts = list(_docstrings_of(name, importlib.import_module(name), depth=2))
         yield Document(f"docstrings of {name}", "\n\n".join(parts))
 
 
 def _docstrings_of(name: str, owner: Any, depth: int) -> Iterator[str]:
-    """`name`'s docstring and, down to `depth` levels, those of its public members."""
+    """Docstring of `owner`, and of its public members down to `depth` levels."""
     text = inspect.getdoc(owner)
     if text:
         yield f"{name}\n\n{text}"
@@ -78,11 +78,11 @@ def _docstrings_of(name: str, owner: Any, depth: int) -> Iterator[str]:
 def collect(folder: Path, share: float) -> dict[str, list[Document]]:
     """Writes train.jsonl, held-out.jsonl and LICENSE.txt into `folder`; returns the documents of each split.
 
-    The split is by the hash of the text, so it does not follow the order of the files; equal texts count once, so
-    none is in both splits.
+    The split is by the hash of the text, so it is independent of the order of the files. Equal texts count once, so no
+    text is in both splits.
 
     Args:
-        share: of all documents to take, those with the smallest hashes.
+        share: fraction of the documents to use, those with the smallest hashes.
     """
     library = Path(sysconfig.get_path("stdlib"))
     found = itertools.chain(sources(library), help_topics(), docstrings())
@@ -107,10 +107,10 @@ def _hash(text: str) -> str:
 
 
 def main() -> int:
-    """Collects into a folder and tells how much came together."""
+    """Collects the corpus into a folder and prints its size."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--share", type=float, default=1.0, help="of the documents to take (1.0)")
+    parser.add_argument("--share", type=float, default=1.0, help="fraction of the documents to use (1.0)")
     arguments = parser.parse_args()
     for split, documents in collect(arguments.folder, arguments.share).items():
         size_bytes = sum(len(document.text.encode()) for document in documents)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The text of this Python, a tokenizer trained on it, and token shards of both splits.
-# Usage: data.sh FOLDER VOCAB_SIZE     CORPUS_SHARE=0.1 takes a tenth of the text
+# Collects the text of this Python, trains a tokenizer on it, and writes token shards of both splits.
+# Usage: data.sh FOLDER VOCAB_SIZE     CORPUS_SHARE=0.1 uses a tenth of the text
 set -euo pipefail
 here=$(realpath --relative-to=. "$(dirname "$0")")
 tools=$here/../../tools

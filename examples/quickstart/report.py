@@ -1,4 +1,4 @@
-"""Says what a quickstart run made, and fails where its held-out loss is not clearly below the unigram entropy."""
+"""Report on a quickstart run; fails unless the held-out loss is clearly below the unigram entropy."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import sys
 from pathlib import Path
 
 REQUIRED_MARGIN = 1.0
-"""Nats a token: a model that knows no context reaches the entropy itself, and never less."""
+"""Nats a token. A model without context cannot go below the unigram entropy."""
 MADE = {
     "checkpoints": "weights and optimizer state; they load on any mesh",
     "config.toml": "the resolved config",
     "evaluation.json": "this evaluation",
     "loss.png": "the loss curve",
     "metrics.jsonl": "loss, learning rate, tokens/s and more, one line a step",
-    "tensorboard": "the same for TensorBoard",
+    "tensorboard": "the same metrics for TensorBoard",
 }
 
 
 def main() -> int:
-    """Prints the report; returns 1 where something is missing or the loss is too high."""
+    """Prints the report; returns 1 if a file is missing or the loss is too high."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path, help="a run folder with evaluation.json, from `megalin eval --json`")
     run = parser.parse_args().run
@@ -31,7 +31,7 @@ def main() -> int:
     print(f"\ntraining loss    {lines[0]['loss']:7.3f} -> {lines[-1]['loss']:.3f} nats a token in {len(lines)} steps")
     print(f"held-out loss    {evaluation['loss']:7.3f} nats a token over {evaluation['tokens']:,} tokens")
     print(f"unigram entropy  {evaluation['unigram_entropy']:7.3f} nats a token, of the same tokens")
-    print(f"margin           {margin:7.3f} nats a token; at least {REQUIRED_MARGIN} is asked for")
+    print(f"margin           {margin:7.3f} nats a token; at least {REQUIRED_MARGIN} is required")
     print(f"perplexity       {evaluation['perplexity']:7.2f}")
     print(f"bits per byte    {evaluation['bits_per_byte']:7.3f}")
     print(f"\nMade in {run}:")
@@ -39,7 +39,7 @@ def main() -> int:
         print(f"  {name:16} {what}")
     problems = [f"{run / name} is missing" for name in MADE if not (run / name).exists()]
     if steps != list(range(1, len(steps) + 1)):
-        problems.append(f"{run / 'metrics.jsonl'} does not hold each step once: the run was not resumed cleanly")
+        problems.append(f"{run / 'metrics.jsonl'} does not contain each step once: the run was not resumed correctly")
     if not margin >= REQUIRED_MARGIN:
         problems.append(f"held-out loss is {margin:.3f} nats below the unigram entropy, not {REQUIRED_MARGIN}")
     for problem in problems:

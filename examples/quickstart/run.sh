@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# From this machine's own Python library to a trained TransNormerLLM: text, tokenizer, shards, training, evaluation.
-# Usage: run.sh [key=value ...]   overrides of transnormer.toml, as train.steps=1000
-# Works in the current folder, in quickstart-data/ and runs/quickstart/; what an earlier run left there is replaced.
-# CORPUS_SHARE=0.1 takes a tenth of the text.
+# Trains a TransNormerLLM on this machine's own Python library: text, tokenizer, shards, training, evaluation.
+# Usage: run.sh [key=value ...]   overrides of transnormer.toml, such as train.steps=1000
+# Writes quickstart-data/ and runs/quickstart/ in the current folder, and replaces the results of an earlier run.
+# CORPUS_SHARE=0.1 uses a tenth of the text.
 set -euo pipefail
 here=$(realpath --relative-to=. "$(dirname "$0")")
 config=$here/transnormer.toml
 data=quickstart-data
 run=runs/quickstart
 
-# One thread a process: the ranks share the machine, and OpenMP threads without work spin.
+# One thread a process: the ranks share the machine, and idle OpenMP threads spin.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-# glibc gives memory of this size back to the system at each free, and page faults took a quarter of the time.
+# By default glibc returns large blocks to the system at each free; the page faults took a quarter of the time.
 export MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=1073741824
 
 say() { printf '\n== %s\n' "$*"; }
@@ -33,7 +33,7 @@ rm -rf "$run"
 mkdir -p "$run"
 bash "$here/data.sh" "$data" "$(field vocab_size)"
 
-say "training: $device, stopping midway"
+say "training: $device, first half"
 $launch train "$config" --folder "$run" "$@" train.stop_after_steps=$((steps / 2))
 say 'training: going on from the checkpoint'
 $launch train "$config" --folder "$run" "$@"
