@@ -1,4 +1,4 @@
-// Index building and checking for token shards (pybind11 module megalin._index).
+// Index building and validation for token shards (pybind11 module megalin._index).
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
@@ -19,7 +19,7 @@ namespace {
 using Lengths = py::array_t<std::int32_t, py::array::c_style>;
 using Offsets = py::array_t<std::int64_t, py::array::c_style>;
 
-// Arrays usually lie in a mapped .idx file from byte 34 on, so their entries are not aligned for a load.
+// Loads an entry of an array that may be unaligned: arrays usually start at byte 34 of a memory-mapped .idx file.
 template <typename T>
 T entry_at(const char* data, std::int64_t index) {
     T entry;
@@ -64,7 +64,8 @@ void check_range(std::int64_t first_token, std::int64_t stride, std::int64_t cou
     }
 }
 
-// Sample j starts at token first_token + j * stride of the sequences laid end to end. One pass over the lengths.
+// Sequence and offset of each sample: sample j starts at token first_token + j * stride of the concatenated sequences.
+// One pass over the lengths.
 py::tuple build_sample_index(const Lengths& lengths, std::int64_t first_token, std::int64_t stride,
                              std::int64_t count) {
     require_vector(lengths, "lengths");
@@ -91,7 +92,7 @@ py::tuple build_sample_index(const Lengths& lengths, std::int64_t first_token, s
             }
             begin = end;
         }
-        // Only a file that changes between the two passes gets here with rows left over.
+        // Reached with samples left over only if the file changes between the two passes.
         if (sample != count) {
             throw std::invalid_argument("the lengths changed while the index was built");
         }
@@ -99,8 +100,8 @@ py::tuple build_sample_index(const Lengths& lengths, std::int64_t first_token, s
     return py::make_tuple(sequences, offsets);
 }
 
-// The first sequence whose length is negative or whose pointer is not the tokens before it, and these tokens; with none
-// such, the number of sequences and all their tokens.
+// The first sequence whose length is negative or whose pointer does not match the tokens before it, and the number of
+// these tokens; if all are valid, the number of sequences and of all tokens.
 py::tuple check_lengths(const Lengths& lengths, const Offsets& pointers, std::int64_t itemsize) {
     require_vector(lengths, "lengths");
     require_vector(pointers, "pointers");
@@ -126,7 +127,7 @@ py::tuple check_lengths(const Lengths& lengths, const Offsets& pointers, std::in
     return py::make_tuple(sequence, tokens);
 }
 
-// The first entry that is below the one before it (the first: below 0), or their number.
+// The first entry below its predecessor (for the first entry: below 0), or the number of entries if there is none.
 std::int64_t check_documents(const Offsets& documents) {
     const char* data = bytes_of(documents);
     const std::int64_t count = documents.size();
@@ -156,7 +157,7 @@ void require_packable(const Lengths& lengths, std::int64_t capacity, std::int64_
     }
 }
 
-// Rows that each window of sequences takes.
+// Number of packed rows for each window of sequences.
 py::array_t<std::int64_t> count_rows(const Lengths& lengths, std::int64_t capacity, std::int64_t window,
                                      const std::string& fit) {
     require_packable(lengths, capacity, window);
@@ -175,7 +176,7 @@ py::array_t<std::int64_t> count_rows(const Lengths& lengths, std::int64_t capaci
     return rows;
 }
 
-// The pieces [n, 3] (sequence, offset, size) that one window places in `row`.
+// The pieces [n, 3] (sequence, offset, size) of one window that are placed in `row`.
 py::array_t<std::int32_t> pieces_of_row(const Lengths& lengths, std::int64_t capacity, const std::string& fit,
                                         std::int64_t row) {
     require_packable(lengths, capacity, 1);
@@ -199,7 +200,8 @@ py::array_t<std::int32_t> pieces_of_row(const Lengths& lengths, std::int64_t cap
 }
 
 using Weights = py::array_t<double, py::array::c_style>;
-// Step i takes the source that is furthest behind its share of max(i, 1) samples and not used up; the first on ties.
+// Source of each sample, and its index in the source. Step i takes the source that is furthest behind its weight times
+// max(i, 1) samples, among those with samples left; the first one on ties.
 py::tuple build_blend(const Weights& weights, const Offsets& limits, std::int64_t size) {
     const std::int64_t sources = weights.size();
     if (weights.ndim() != 1 || limits.ndim() != 1 || limits.size() != sources || sources < 1 ||

@@ -1,4 +1,4 @@
-// Whole documents packed into rows of a fixed number of tokens.
+// First-fit and best-fit packing of whole documents into rows of a fixed number of tokens.
 #include "packing.hpp"
 
 #include <algorithm>
@@ -10,7 +10,8 @@ namespace megalin {
 
 namespace {
 
-// The room of each row in the leaves of a binary tree of maxima, so that the first row with room is found from the top.
+// First fit: a binary tree of maxima over the free space of the rows (its leaves) finds the first row with enough
+// space.
 class FirstFit {
    public:
     FirstFit(std::size_t most_rows, std::int32_t capacity) {
@@ -46,7 +47,7 @@ class FirstFit {
     std::vector<std::int32_t> room_;
 };
 
-// The rows that are not full, by their room and then their number.
+// Best fit: the rows that are not full, ordered by free space, then by number.
 class BestFit {
    public:
     explicit BestFit(std::int32_t capacity) : capacity_(capacity) {}

@@ -1,4 +1,4 @@
-// Whole documents packed into rows of a fixed number of tokens.
+// Packing of whole documents into rows of a fixed number of tokens.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@ namespace megalin {
 
 enum class Fit { first, best };
 
-// Tokens [offset, offset + size] of a sequence (one more than `size`: the last is a label only), placed in a row.
+// Tokens [offset, offset + size] of a sequence, placed in a row; `size` + 1 tokens, because the last is only a label.
 struct Piece {
     std::int32_t sequence;
     std::int32_t offset;
@@ -16,12 +16,12 @@ struct Piece {
     std::int32_t row;
 };
 
-// The pieces of sequences of these lengths: each is one piece, or, where it has more than `capacity` + 1 tokens, pieces
-// of `capacity` and a rest. A sequence of fewer than two tokens predicts nothing and gives none. `lengths` may be
-// unaligned.
+// Cuts sequences of these lengths into pieces. A sequence is one piece; one of more than `capacity` + 1 tokens is cut
+// into pieces of `capacity` and a remainder. One of fewer than two tokens has no label and yields no piece. `lengths`
+// may be unaligned.
 std::vector<Piece> cut(const char* lengths, std::int64_t count, std::int32_t capacity);
 
-// Gives each piece its row, the largest first and in their order where equal; returns the number of rows.
+// Assigns a row to each piece, the largest first, equal ones in their order; returns the number of rows.
 std::int32_t place(std::vector<Piece>& pieces, std::int32_t capacity, Fit fit);
 
 }  // namespace megalin

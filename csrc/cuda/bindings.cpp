@@ -1,4 +1,5 @@
-// The CUDA launchers as Python functions on addresses: shapes, dtypes and contiguity are megalin.ops' to check.
+// Python bindings of the CUDA launchers. Tensors are passed as addresses; megalin.ops validates shapes, dtypes and
+// contiguity.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -47,7 +48,7 @@ void check(const char* name, int code) {
   throw std::runtime_error(std::string(name) + ": " + cudaGetErrorString(static_cast<cudaError_t>(code)));
 }
 
-// The structures of the decay scan's launchers, their members in order.
+// Arguments of the decay scan's launchers as tuples, with the members in the order of the structs.
 using OperandTuple = std::tuple<Address, int64_t, int64_t, int64_t>;
 using ScanTuple = std::tuple<OperandTuple, OperandTuple, OperandTuple, Address, Address, Address, bool>;
 using ShapeTuple = std::tuple<Address, Address, int, int, int, int, int, int, int, int, bool>;

@@ -1,11 +1,11 @@
-// Launchers of the fixed-decay scan, by the widths that its heads fit into.
+// Launchers of the fixed-decay scan; they select the kernel by head width.
 #include <cuda.h>
 
 #include "decay_scan.cuh"
 
 namespace megalin {
 
-// Panels of 64 tokens and 64 columns of a tensor, as wgmma reads them.
+// Tensor map of a tensor in panels of 64 tokens and 64 columns, the layout that wgmma reads.
 cudaError_t describe(const Operand& x, const ScanShape& shape, int width, TensorMap& map) {
   static_assert(sizeof(TensorMap) == sizeof(CUtensorMap));
   static void* const encode = [] {
@@ -46,7 +46,7 @@ cudaError_t describe(const ScanShape& shape, bool output, Scans& scans) {
 template <int KEY, int VALUE, bool OUTPUT>
 cudaError_t start(const ScanShape& shape, Scans& scans, int skipped, int blocks, cudaStream_t stream) {
   constexpr auto kernel = decay_scan<KEY, VALUE, OUTPUT>;
-  // Code for sm_90a runs on 9.0 alone; other chips run that for sm_80.
+  // Code for sm_90a runs only on compute capability 9.0; other GPUs run the code for sm_80.
   int device, major, minor;
   if (const auto code = cudaGetDevice(&device)) return code;
   if (const auto code = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) return code;
@@ -74,7 +74,7 @@ cudaError_t start(const ScanShape& shape, Scans& scans, int skipped, int blocks,
 
 }  // namespace megalin
 
-// o of one or two scans of a shape; returns a cudaError_t.
+// Computes o of one or two scans with the same shape; returns a cudaError_t.
 extern "C" int megalin_decay_scan(const megalin::ScanShape* shape, const megalin::Scan* scans, int count,
                                   cudaStream_t stream) {
   megalin::Scans both{{}, count, {}};
@@ -82,8 +82,8 @@ extern "C" int megalin_decay_scan(const megalin::ScanShape* shape, const megalin
   return megalin::start<true>(*shape, both, 0, shape->blocks, stream);
 }
 
-// `added` [B H, blocks parts, key, value]: what each of `parts` parts of a block adds to the state, but for the last
-// block in the direction unless `last`. Returns a cudaError_t.
+// Computes `added` [B H, blocks parts, key, value]: the contribution to the state of each of the `parts` parts of a
+// block. Skips the last block in the scan's direction unless `last`. Returns a cudaError_t.
 extern "C" int megalin_decay_scan_parts(const megalin::ScanShape* shape, const megalin::Operand* k,
                                         const megalin::Operand* v, float* added, int parts, bool last,
                                         cudaStream_t stream) {
@@ -94,8 +94,8 @@ extern "C" int megalin_decay_scan_parts(const megalin::ScanShape* shape, const m
   return megalin::start<false>(cut, scans, skipped, last ? cut.blocks : cut.blocks - parts, stream);
 }
 
-// The states [B H, slots, key, value] that enter blocks, from what their parts add and `boundary` [B H, key, value] or
-// null; where `whole`, the state [B H, key, value] after all of them. Returns a cudaError_t.
+// Computes the initial states [B H, slots, key, value] of the blocks from the parts' contributions and `boundary`
+// [B H, key, value] or null; if `whole`, the final state [B H, key, value] instead. Returns a cudaError_t.
 extern "C" int megalin_decay_scan_fold(const megalin::ScanShape* shape, const float* added, const float* boundary,
                                        float* states, int parts, bool whole, cudaStream_t stream) {
   const unsigned tiles = (shape->key * shape->value + 1023) / 1024;

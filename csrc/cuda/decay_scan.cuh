@@ -1,17 +1,18 @@
-// Linear recurrence with a fixed scalar decay a head or none: one kernel gives o, dq, dk and dv.
+// Linear attention with a fixed scalar decay per head, or none: one kernel computes o, dq, dk and dv.
 //
 //   o_t = sum_{j <= t} e^{-s (t - j)} (q_t . k_j) v_j + e^{-s (t + 1)} S_0^T q_t
 //
-//   dq = scan(do, v, k) with the states transposed,    dk = scan(v, do, q), dv = scan(k, q, do) from the end
+//   dq = scan(do, v, k) with transposed states;    dk = scan(v, do, q), dv = scan(k, q, do), both in reverse order
 //
-// A sequence is cut into blocks, as many as fill the chip. A thread block goes over the chunks of 64 tokens of one,
-// with S^T [value, key] in registers: a warp holds 16 of its rows. With P = (q k^T) * decay, [64, 64], a chunk is
+// A sequence is cut into as many blocks as fill the GPU. A thread block iterates over the chunks of 64 tokens of one
+// block, with S^T [value, key] in registers: each warp holds 16 of its rows. With P = (q k^T) * decay, [64, 64], a
+// chunk computes
 //
 //   o^T = (S^T q^T) * from_start + v^T P^T,    S^T = through S^T + (to_end * v)^T k
 //
-// The states that enter blocks are formed first: what each part of a block adds, by the second equation alone, then
-// folded over parts. A scan from the end swaps the decay from the start of the chunk, e^{-s (i + 1)}, and to its end,
-// e^{-s (n - 1 - i)}, of every token; both are zero across a document's start.
+// The blocks' initial states are computed first: each part of a block gives its contribution, by the second equation
+// alone; then the contributions are combined in order. A reverse scan swaps two decays of every token: from the start
+// of the chunk, e^{-s (i + 1)}, and to its end, e^{-s (n - 1 - i)}. Both are zero across the start of a document.
 #pragma once
 
 #include "decay_scan_arguments.cuh"
@@ -22,18 +23,18 @@ namespace megalin {
 constexpr float LOG2_E = 1.4426950408889634f;
 
 __device__ inline float slope_of(const ScanShape& shape, int head) {
-  return shape.slopes ? shape.slopes[head] * LOG2_E : 0.0f;  // in powers of two
+  return shape.slopes ? shape.slopes[head] * LOG2_E : 0.0f;  // base-2 exponent
 }
 
 __device__ inline const int* documents_of(const ScanShape& shape, int batch) {
   return shape.documents ? shape.documents + int64_t(batch) * shape.length : nullptr;
 }
 
-// Two scans of one launch read the same tensors at the same time.
+// Scans of one launch, at most two; they read the same tensors at the same time.
 struct Scans {
   Scan scan[2];
   int count;
-  // q, k, v and o of each for the copy engine, in panels, where there is one.
+  // Tensor maps of q, k, v and o of each scan, in panels, on GPUs with a copy engine (TMA).
   TensorMap maps[2][4];
 };
 
@@ -43,15 +44,15 @@ constexpr bool ON_HOPPER = true;
 constexpr bool ON_HOPPER = false;
 #endif
 
-// Shared memory of a thread block: tiles in stages, P, and the tokens' documents and factors. With AHEAD, P and the
-// factors of a chunk are formed while the one before it is worked on.
+// Shared memory of a thread block: tiles in pipeline stages, P, and the tokens' documents and factors. With AHEAD, P
+// and the factors of a chunk are computed while the previous chunk is processed.
 template <int KEY, int VALUE, bool OUTPUT, bool HOPPER>
 struct Shared {
   static constexpr bool AHEAD = !OUTPUT || KEY <= 128;
-  static constexpr bool ENGINE = HOPPER;  // which copies tiles
+  static constexpr bool ENGINE = HOPPER;  // tiles are copied by TMA
   static constexpr int STAGES = !OUTPUT ? 3 : !AHEAD ? 2 : HOPPER ? 4 : 3, BUFFERS = AHEAD ? 2 : 1;
-  // Chunks whose q and k are under way beyond the current one. o replaces v in its tile, which the engine then reads
-  // for a chunk's time: v comes one chunk later, or where there is no other stage, o has its own tile.
+  // Number of chunks by which q and k are prefetched. o overwrites v in its tile, and the copy engine reads this tile
+  // for the duration of a chunk: so v is prefetched one chunk less, or, if there is no spare stage, o has its own tile.
   static constexpr int DISTANCE = STAGES - 1;
   static constexpr bool OWN_TILE = ENGINE && !AHEAD;
   static constexpr int VALUES_DISTANCE = OUTPUT && ENGINE && !OWN_TILE ? DISTANCE - 1 : DISTANCE;
@@ -62,15 +63,16 @@ struct Shared {
 
   struct Small {
     uint64_t keys_arrived[STAGES], values_arrived[STAGES];
-    int documents[STAGES][CHUNK + 1];  // of the token before the chunk, and of the chunk's
-    float decay[2 * CHUNK];            // by reader - writer + 64: zero where the reader comes first
-    float2 read[BUFFERS][CHUNK / 2];   // factors of what tokens take from the state
-    float2 write[BUFFERS][CHUNK / 2];  // and of what they give to it
+    int documents[STAGES][CHUNK + 1];  // of the token before the chunk, then of the chunk's tokens
+    float decay[2 * CHUNK];            // index: query - key + 64; zero where the query precedes the key
+    float2 read[BUFFERS][CHUNK / 2];   // factors on each token's read from the state
+    float2 write[BUFFERS][CHUNK / 2];  // factors on each token's write to the state
   };
   static constexpr int BYTES = SMALL + sizeof(Small);
 };
 
-// Pieces of a tile that a thread moves: one column of pieces, rows a multiple of eight apart, which keeps the swap.
+// The 16-byte pieces of a tile that a thread copies: one column of pieces, with rows a multiple of eight apart, so that
+// the swizzle is the same for all.
 template <int WIDTH, int THREADS>
 struct Pieces {
   static constexpr int PIECES = WIDTH / 8, ROWS = THREADS / PIECES, COUNT = CHUNK / ROWS;
@@ -80,7 +82,7 @@ struct Pieces {
   static __device__ uint32_t offset() { return piece_offset(row(), threadIdx.x % PIECES); }
 };
 
-// `count` tokens of a chunk are there, and `columns` columns of the operand.
+// Copies a chunk with `count` valid tokens and `columns` valid columns; the rest is filled with zeros.
 template <int WIDTH, int THREADS>
 __device__ void load_tile(uint32_t tile, const __nv_bfloat16* source, int64_t stride, int count, int columns) {
   using P = Pieces<WIDTH, THREADS>;
@@ -108,18 +110,18 @@ __device__ void store_tile(uint32_t tile, __nv_bfloat16* target, int64_t stride,
   }
 }
 
-// Where the thread block's operands start: batch, head and columns applied.
+// Address of an operand at this thread block's batch, head and column.
 __device__ inline const __nv_bfloat16* start_of(const Operand& x, int batch, int head, int column = 0) {
   return static_cast<const __nv_bfloat16*>(x.data) + batch * x.batch + head * x.head + column;
 }
 
-// OUTPUT: o of a block for each of two scans, and the state after the last. Else what parts `skipped` onwards add to
-// the state, to `leaving` [B H, blocks, key, value], from k and v alone.
+// OUTPUT: computes o of a block for each scan, and the final state after the last block. Otherwise: computes the parts'
+// contributions to the state from k and v alone, from part `skipped` on, into `leaving` [B H, blocks, key, value].
 template <int KEY, int VALUE, bool OUTPUT>
 __global__ void __launch_bounds__(2 * VALUE, OUTPUT || KEY > 128 ? 1 : 2)
     decay_scan(const __grid_constant__ ScanShape shape, const __grid_constant__ Scans scans, int skipped) {
   using S = Shared<KEY, VALUE, OUTPUT, ON_HOPPER>;
-  constexpr int THREADS = 2 * VALUE, GROUPS = VALUE / 64, SEEN = CHUNK / GROUPS;  // columns of P that a warpgroup forms
+  constexpr int THREADS = 2 * VALUE, GROUPS = VALUE / 64, SEEN = CHUNK / GROUPS;  // columns of P per warpgroup
   extern __shared__ __align__(1024) uint8_t memory[];
   const uint32_t base = shared_address(memory);
   auto& small = *reinterpret_cast<typename S::Small*>(memory + S::SMALL);
@@ -196,7 +198,7 @@ __global__ void __launch_bounds__(2 * VALUE, OUTPUT || KEY > 128 ? 1 : 2)
     }
     store_tile<VALUE, THREADS>(o_at(i), o_start + start_at(i) * o_stride, o_stride, count_at(i), columns);
   };
-  // Element e of tile j of S^T, in its matrix.
+  // Bounds check and offset in the stored state of element e of tile j of S^T.
   const auto inside = [&](int j, int e) {
     return column + 16 * warp + g + 8 * (e / 2) < shape.value && 8 * j + 2 * c + e % 2 < shape.key;
   };
@@ -247,7 +249,7 @@ __global__ void __launch_bounds__(2 * VALUE, OUTPUT || KEY > 128 ? 1 : 2)
     reinterpret_cast<float*>(small.read[i % S::BUFFERS])[index] = shape.reverse ? to_end : from_start;
     reinterpret_cast<float*>(small.write[i % S::BUFFERS])[index] = shape.reverse ? from_start : to_end;
   };
-  // q k^T of a warp's 16 rows, SEEN columns of its group.
+  // q k^T for this warp's 16 rows and the SEEN columns of its warpgroup.
   float scores[SEEN / 8][4];
   const auto begin_scores = [&](int i) {
 #pragma unroll
@@ -279,7 +281,7 @@ __global__ void __launch_bounds__(2 * VALUE, OUTPUT || KEY > 128 ? 1 : 2)
     publish_tiles();
   };
 
-  // The last chunk's o out of the tile of v that copies fill next.
+  // Stores the previous chunk's o, whose tile the next copies overwrite, then starts these copies.
   const auto move_tiles = [&](int i) {
     if (OUTPUT && i > 0) store(i - 1);
     if (i + S::DISTANCE < chunks) load_keys(i + S::DISTANCE);
@@ -320,7 +322,7 @@ __global__ void __launch_bounds__(2 * VALUE, OUTPUT || KEY > 128 ? 1 : 2)
     if constexpr (!S::AHEAD) move_tiles(i);
     if constexpr (OUTPUT) {
       if constexpr (!S::AHEAD) begin_scores(i);
-      // As much of S^T at a time as registers hold beside it.
+      // Converts to bf16 as much of S^T at a time as the remaining registers can hold.
       constexpr int STEPS = KEY < 128 ? KEY / 16 : KEY > 128 ? 4 : 8;
 #pragma unroll
       for (int first_step = 0; first_step < KEY / 16; first_step += STEPS) {
@@ -339,13 +341,13 @@ __global__ void __launch_bounds__(2 * VALUE, OUTPUT || KEY > 128 ? 1 : 2)
         for (int step = 0; step < STEPS; ++step) multiply<Rows::N>(o, rounded[step], stage, first_step + step);
         end_products();
       }
-      // After the last chunk too, of tiles that nobody reads on: a branch here would hold up the products.
+      // Also after the last chunk, on tiles whose result is not used: a branch here would delay the matmuls.
       if constexpr (S::AHEAD) begin_scores(i + 1);
     }
     if constexpr (S::AHEAD) move_tiles(i);
     if (!S::AHEAD || i + 1 < chunks) make_factors(S::AHEAD ? i + 1 : i);
 
-    // This warp's 16 columns of v, transposed: nobody else reads them, o replaces them.
+    // This warp's 16 columns of v, transposed. No other warp reads them; o overwrites them.
     const int v_piece = 2 * warp;
     if constexpr (OUTPUT) wait_for_values(i);
     Left values[CHUNK / 16];
@@ -428,9 +430,9 @@ __global__ void __launch_bounds__(2 * VALUE, OUTPUT || KEY > 128 ? 1 : 2)
   }
 }
 
-// What each of `parts` parts of a block adds [B H, blocks parts, size] -> states [B H, slots, size] that enter the
-// blocks, or where `whole` the state [B H, size] after them all; `boundary` [B H, size] enters the first, or the last of
-// a scan from the end.
+// Combines the parts' contributions [B H, blocks parts, size] into the blocks' initial states [B H, slots, size], or,
+// if `whole`, into the final state [B H, size]. `boundary` [B H, size] is the initial state of the first block, in a
+// reverse scan of the last one.
 __global__ void __launch_bounds__(256)
     fold_states(const __grid_constant__ ScanShape shape, const float* added, const float* boundary, float* states,
                 int parts, bool whole) {

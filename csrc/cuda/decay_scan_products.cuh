@@ -1,24 +1,24 @@
-// Products of 64-row warpgroups with tiles: wgmma where the chip has it, else the same function of warps by mma.
+// Matmuls of 64-row warpgroups with tiles: wgmma on GPUs that have it, otherwise the same result with mma in each warp.
 //
-// wgmma runs beside what follows it: `begin_products` before the first, `end_products` after the last of a group, and
-// `wait_for_products` before a result is used. Without it a product is there at once.
+// wgmma is asynchronous: call `begin_products` before the first matmul of a group, `end_products` after the last, and
+// `wait_for_products` before using a result. mma is synchronous, and these functions do nothing.
 #pragma once
 
 #include "decay_scan_tiles.cuh"
 
 namespace megalin {
 
-// How the right operand [k, n] lies in its tile: a row for each n, or a row for each k.
+// Layout of the right operand [k, n] in its tile: one row for each n, or one row for each k.
 enum class Rows { N, K };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 __device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Ordinary writes to shared memory before, wgmma's reads after the next barrier.
+// Makes earlier ordinary writes to shared memory visible to wgmma's reads after the next barrier.
 __device__ inline void publish_tiles() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// All but the `PENDING` groups ended last are there; `result` belongs to the others.
+// Waits until at most the `PENDING` most recent groups are unfinished; `result` belongs to an older group.
 template <int PENDING, int TILES>
 __device__ void wait_for_products(float (&result)[TILES][4]) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
@@ -28,7 +28,7 @@ __device__ void wait_for_products(float (&result)[TILES][4]) {
   }
 }
 
-// Groups of eight rows lie 1024 bytes apart, panels 8192.
+// Matrix descriptor of a tile: groups of eight rows are 1024 bytes apart, panels 8192.
 __device__ inline uint64_t descriptor(uint32_t address) {
   constexpr uint64_t LAYOUT = uint64_t(1) << 62 | uint64_t(1024 / 16) << 32 | uint64_t(PANEL_BYTES / 16) << 16;
   return LAYOUT | (address & 0x3ffff) / 16;
@@ -59,7 +59,7 @@ __device__ void multiply_step(float (*d)[4], const Left& a, uint64_t b) {
   }
 }
 
-// d [64, N] += a [64, 16] b [16, N], where b is step `step` of the tile's k.
+// d [64, N] += a [64, 16] b [16, N], with b the k rows 16 step to 16 step + 15 of the tile.
 template <Rows ROWS, int TILES>
 __device__ void multiply(float (&d)[TILES][4], const Left& a, uint32_t tile, int step) {
   const uint32_t offset = ROWS == Rows::K ? step * 2048 : step / 4 * PANEL_BYTES + step % 4 * 32;
@@ -67,7 +67,7 @@ __device__ void multiply(float (&d)[TILES][4], const Left& a, uint32_t tile, int
   if constexpr (TILES == 32) multiply_step<ROWS, 16>(d + 16, a, descriptor(tile + offset + 2 * PANEL_BYTES));
 }
 
-// d [64, N] += a b^T over KEY columns; a, b: tiles with rows for the results' rows and columns.
+// d [64, N] += a b^T over KEY columns; the rows of tiles a and b are the result's rows and columns.
 template <int KEY, int TILES>
 __device__ void multiply_tiles(float (&d)[TILES][4], uint32_t a, uint32_t b) {
 #pragma unroll

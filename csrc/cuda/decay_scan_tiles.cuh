@@ -1,7 +1,7 @@
-// Tiles of 64 tokens in shared memory, and products of them on the tensor cores: bf16 operands, fp32 sums.
+// Tiles of 64 tokens in shared memory and their tensor-core primitives: bf16 operands, fp32 accumulation.
 //
-// A tile is made of panels of 64 columns: rows of 128 bytes, whose pieces of 16 bytes are swapped by the row, which is
-// what wgmma reads with its 128-byte swizzle and what ldmatrix reads without bank conflicts.
+// A tile consists of panels of 64 columns: rows of 128 bytes whose 16-byte pieces are permuted depending on the row.
+// This is wgmma's 128-byte swizzle, and ldmatrix reads it without bank conflicts.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -14,14 +14,15 @@ namespace megalin {
 constexpr int CHUNK = 64;
 constexpr int PANEL_BYTES = CHUNK * 128;
 
-// Fragments of one warp, with g = lane / 4 and c = lane % 4. A product's result [16, N]: element e of tile j is at row
-// g + 8 (e / 2), column 8 j + 2 c + e % 2. A left operand [16, 16]: register i holds the columns 2 c + 8 (i / 2) and
-// the next of row g + 8 (i % 2), so that two tiles of a result, rounded, are a left operand.
+// Left operand of one warp. Fragments, with g = lane / 4 and c = lane % 4:
+//   result of a matmul [16, N]: element e of tile j is at row g + 8 (e / 2), column 8 j + 2 c + e % 2;
+//   left operand [16, 16]: register i holds columns 2 c + 8 (i / 2) and the next one of row g + 8 (i % 2).
+// So two tiles of a result, rounded to bf16, form a left operand.
 using Left = uint32_t[4];
 
 __device__ inline int lane() { return threadIdx.x % 32; }
 
-// Bytes from the start of a tile to 8 columns of a row.
+// Byte offset in a tile of a 16-byte piece (8 columns) of a row.
 __device__ inline uint32_t piece_offset(int row, int piece) {
   return piece / 8 * PANEL_BYTES + row * 128 + ((piece ^ row) % 8) * 16;
 }
@@ -36,7 +37,7 @@ __device__ inline float high_half(uint32_t pair) { return __uint_as_float(pair &
 
 __device__ inline uint32_t shared_address(const void* pointer) { return __cvta_generic_to_shared(pointer); }
 
-// 16 bytes, zeros unless `valid`.
+// Asynchronous copy of 16 bytes; writes zeros unless `valid`.
 __device__ inline void copy_piece(uint32_t target, const void* source, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(valid ? 16 : 0)
                : "memory");
@@ -48,7 +49,7 @@ __device__ inline void copy_word(uint32_t target, const void* source) {
 
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// All but the `PENDING` groups committed last have arrived.
+// Waits until at most the `PENDING` most recently committed groups are unfinished.
 template <int PENDING>
 __device__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
@@ -75,8 +76,8 @@ __device__ inline float power_of_two(float x) {
   return y;
 }
 
-// The copy engine moves panels of tensors [B, H, T, width]: a barrier in shared memory counts the bytes that arrive.
-// Outside of a tensor it reads zeros and writes nothing.
+// Tensor map of the copy engine (TMA), which moves panels of tensors [B, H, T, width]. A barrier in shared memory
+// counts the bytes that arrive. Outside of the tensor, reads give zeros and writes are dropped.
 struct alignas(64) TensorMap {
   uint64_t opaque[16];
 };
@@ -89,7 +90,7 @@ __device__ inline void expect_bytes(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Until the phase of this parity has ended.
+// Waits until the phase with this parity has completed.
 __device__ inline void wait_for_barrier(uint32_t barrier, int parity) {
   asm volatile(
       "{\n.reg .pred done;\n"
@@ -114,13 +115,13 @@ __device__ inline void write_panel(uint32_t source, const TensorMap& map, int co
 
 __device__ inline void commit_writes() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// All but the `PENDING` groups committed last have been read from shared memory.
+// Waits until at most the `PENDING` most recently committed groups have yet to be read from shared memory.
 template <int PENDING>
 __device__ void wait_for_writes() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
-// Four matrices of 8 x 8: lane l gives the address of row l % 8 of matrix l / 8.
+// Loads four 8 x 8 matrices; lane l provides the address of row l % 8 of matrix l / 8.
 __device__ inline void load_matrices(Left& x, uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])

@@ -1,11 +1,11 @@
-// MaxNorm, y = f c s x / M with M = max |s x| + eps, f one factor a row and c = cos(p theta) of Cosine RelPE, both or
-// neither, over rows of a matrix. With g = f c s dy: dx = g / M, and dx_j -= sign(x_j) sum(g s x) / M^2 at the first j
-// of the largest magnitude.
+// MaxNorm over the rows of a matrix: y = f c s x / M with M = max |s x| + eps; f is one factor a row and
+// c = cos(p theta) of Cosine RelPE, both or neither. With g = f c s dy: dx = g / M, and
+// dx_j -= sign(x_j) sum(g s x) / M^2 at the first j of the largest magnitude.
 #include "rows.cuh"
 
 namespace megalin {
 
-// Magnitude above the inverted column: the largest key is the first of the largest magnitudes.
+// Magnitude in the high bits, inverted column in the low bits: the largest key is the first of the largest magnitudes.
 using Key = unsigned long long;
 
 struct Largest {
@@ -16,8 +16,8 @@ __device__ inline Key key_of(float x, int column) {
   return Key(__float_as_uint(fabsf(x))) << 32 | (0xffffffffu - unsigned(column));
 }
 
-// Factor of each row, and its place, positions[row % period], whose cosines [head_dim] repeat along the row: in fp32
-// for fp32 rows, else in fp16.
+// Factor of each row, and its position, positions[row % period]. The cosines [head_dim] of the position repeat along
+// the row; they are fp32 for fp32 rows, otherwise fp16.
 struct Encoding {
   const float* factors;
   const int* positions;
@@ -36,7 +36,7 @@ struct Table<float> {
   using Cosine = float;
 };
 
-// f c of the elements that this thread holds of a row, one without an encoding. Loaded before the row is reduced.
+// f c of this thread's elements of a row; 1 without an encoding. Loaded before the row is reduced.
 template <typename L, bool ENCODED>
 struct Gains {
   using Cosine = typename Table<typename L::T>::Cosine;
@@ -71,7 +71,7 @@ struct Gains {
     }
   }
 
-  // f c x, also of the zeros beyond the row's end; zero exactly where the factor is, whatever x.
+  // f c x, also for the zeros beyond the end of the row; exactly zero if the factor is zero, for any x.
   __device__ float apply(float x, int i, int j) const {
     if constexpr (ENCODED) return factor == 0.0f ? 0.0f : x * (factor * widen(cosines[i].data[j]));
     return x;
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(L::THREADS)
 #pragma unroll
     for (int j = 0; j < L::N; ++j) largest = fmaxf(largest, fabsf(current.get(i, j)));
   }
-  // The thread's first column that holds its largest magnitude.
+  // This thread's first column with its largest magnitude.
   int column = 0;
 #pragma unroll
   for (int i = L::ITEMS - 1; i >= 0; --i) {
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(L::THREADS)
   value.load(x, row, rows, width);
   gradient.load(dy, row, rows, width);
   const float inverse = row < rows ? (scale ? *scale : 1.0f) / peaks[row] : 0.0f;
-  // f c dy stays in fp32: in the dtype of dy it would be rounded twice.
+  // f c dy stays in fp32; in the dtype of dy it would be rounded twice.
   float scaled[L::ITEMS][L::N];
   float product = 0.0f;
 #pragma unroll
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(L::THREADS)
   const int index = row < rows ? indices[row] : -1;
 #pragma unroll
   for (int i = 0; i < L::ITEMS; ++i) {
-    // One vector of the whole row holds the largest element, which carries the row's pull.
+    // One vector of the row contains the largest element, the only one with the second term of dx.
     if (unsigned(index - L::column(i, 0)) < unsigned(L::N)) {
 #pragma unroll
       for (int j = 0; j < L::N; ++j) {
@@ -216,7 +216,7 @@ struct MaxNormBackward {
 }  // namespace megalin
 
 // x, y [rows, width] of a Dtype; factors [rows], positions [period] and cosines [places, head_dim] as in Encoding, or
-// all three null; scale [] or null: one; peaks, indices [rows]; returns a cudaError_t.
+// all three null; scale [], null for 1; peaks, indices [rows]; returns a cudaError_t.
 extern "C" int megalin_max_norm_forward(const void* x, const float* factors, const int* positions, const void* cosines,
                                         int64_t period, int head_dim, const float* scale, void* y, float* peaks,
                                         int* indices, int64_t rows, int width, float eps, int dtype,
@@ -226,7 +226,7 @@ extern "C" int megalin_max_norm_forward(const void* x, const float* factors, con
   return megalin::with_dtype(launcher, dtype, width, megalin::aligned(x) && megalin::aligned(y));
 }
 
-// dy, x, dx [rows, width] of a Dtype, the rest as the forward took and gave it; returns a cudaError_t.
+// dy, x, dx [rows, width] of a Dtype, the rest as passed to or returned by the forward; returns a cudaError_t.
 extern "C" int megalin_max_norm_backward(const void* dy, const void* x, const float* factors, const int* positions,
                                          const void* cosines, int64_t period, int head_dim, const float* scale,
                                          const float* peaks, const int* indices, void* dx, int64_t rows, int width,

@@ -1,4 +1,4 @@
-// Rows of a matrix in registers: a group of LANES threads owns a row and reads it once, 16 bytes a load.
+// Rows of a matrix in registers: a group of LANES threads processes one row and reads it once, 16 bytes a load.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -18,8 +18,8 @@ __device__ inline void narrow(float x, float& y) { y = x; }
 __device__ inline void narrow(float x, __nv_bfloat16& y) { y = __float2bfloat16_rn(x); }
 __device__ inline void narrow(float x, __half& y) { y = __float2half_rn(x); }
 
-// How a row of `width` elements lies in a group: N elements a load, ITEMS loads a thread, LANES threads.
-// Load i of lane l holds elements (i * LANES + l) * N onwards.
+// Distribution of a row of `width` elements over a group of threads: N elements a load, ITEMS loads a thread, LANES
+// threads. Load i of lane l holds the N elements from (i * LANES + l) * N on.
 template <typename T_, int N_, int LANES_, int ITEMS_>
 struct Layout {
   using T = T_;
@@ -37,7 +37,7 @@ struct Layout {
   static __device__ int64_t row() { return int64_t(blockIdx.x) * ROWS + threadIdx.x / LANES; }
   static int64_t blocks(int64_t rows) { return (rows + ROWS - 1) / ROWS; }
 
-  // Zeros beyond the row's end, and everywhere for a row that is not there.
+  // Loads zeros beyond the end of the row, and for rows beyond the matrix.
   __device__ void load(const T* matrix, int64_t row, int64_t rows, int width) {
     const Vector* source = reinterpret_cast<const Vector*>(matrix + row * width);
     const int count = row < rows ? width / N : 0;
@@ -72,8 +72,8 @@ struct Sum {
   static __device__ float join(float a, float b) { return a + b; }
 };
 
-// The whole group's result on each of its threads, always joined in the same order. Every thread of the block calls it,
-// once in a kernel.
+// Reduction over the group, with the result on each of its threads, always in the same order. Every thread of the block
+// must call it, and only once in a kernel.
 template <typename L, typename Join, typename V>
 __device__ V reduce(V value) {
 #pragma unroll
@@ -95,8 +95,8 @@ __device__ V reduce(V value) {
 
 inline bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
-// Calls `launcher.run<Layout>()` with the layout of a row of `width` elements, of Launcher::ITEMS loads a thread where
-// rows are wide; `vectorised`: all rows start at a multiple of 16 bytes.
+// Calls `launcher.run<Layout>()` with the layout for rows of `width` elements; wide rows use Launcher::ITEMS loads a
+// thread. `vectorised`: all rows start at a multiple of 16 bytes.
 template <typename T, typename Launcher>
 cudaError_t with_layout(const Launcher& launcher, int width, bool vectorised) {
   constexpr int N = 16 / sizeof(T), ITEMS = Launcher::ITEMS;

@@ -1,4 +1,4 @@
-// SRMSNorm, y = x r with r = (mean(x^2) + eps)^(-1/2), and dx = r (dy - x r^2 mean(x dy)), over rows of a matrix.
+// SRMSNorm over the rows of a matrix: y = x r with r = (mean(x^2) + eps)^(-1/2), and dx = r (dy - x r^2 mean(x dy)).
 #include "rows.cuh"
 
 namespace megalin {
@@ -97,7 +97,7 @@ extern "C" int megalin_srmsnorm_forward(const void* x, void* y, float* scales, i
   return megalin::with_dtype(launcher, dtype, width, megalin::aligned(x) && megalin::aligned(y));
 }
 
-// dy, x, dx [rows, width] of a Dtype, scales [rows] as the forward gave them; returns a cudaError_t.
+// dy, x, dx [rows, width] of a Dtype, scales [rows] as returned by the forward; returns a cudaError_t.
 extern "C" int megalin_srmsnorm_backward(const void* dy, const void* x, const float* scales, void* dx, int64_t rows,
                                          int width, int dtype, cudaStream_t stream) {
   const megalin::BackwardLauncher launcher{dy, x, scales, dx, rows, width, stream};
