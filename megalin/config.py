@@ -7,7 +7,7 @@ import tomllib
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 import pydantic
 import tomli_w
@@ -24,6 +24,36 @@ class Config(pydantic.BaseModel):
 
 
 ConfigT = TypeVar("ConfigT", bound=Config)
+
+
+class Renamed(NamedTuple):
+    """The present name of a config key, and the present names of its renamed values."""
+
+    key: str
+    values: Mapping[str, str]
+
+
+RENAMED: Mapping[str, Renamed] = {
+    "checkpoint.keep": Renamed("keep_latest", {}),
+    "model.output_init": Renamed("output_init", {"depth": "scaled_by_depth"}),
+    "parallel.pp_stages": Renamed("pp_stages_per_rank", {}),
+    "parallel.pp_transfer": Renamed("pp_transfer", {"copy": "symmetric_memory", "send": "p2p"}),
+    "parallel.tp_transfer": Renamed("tp_overlap", {"copy": "symmetric_memory", "collective": "none"}),
+}
+"""By former names, table and key. `parse` refuses former names and suggests the present ones; configs that a run saved
+are read through `translate_renamed`."""
+
+
+def translate_renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the config that a run saved, with former keys and values under their present names."""
+    result = _copy(values)
+    for path, renamed in RENAMED.items():
+        name, key = path.split(".")
+        table = result.get(name)
+        if isinstance(table, dict) and key in table and (key == renamed.key or renamed.key not in table):
+            value = table.pop(key)
+            table[renamed.key] = renamed.values.get(value, value) if isinstance(value, str) else value
+    return result
 
 
 def parse(cls: type[ConfigT], values: Mapping[str, Any], source: str) -> ConfigT:
@@ -130,9 +160,7 @@ def _describe(cls: type[Config], detail: Any) -> Iterator[str]:
     field = ".".join(str(part) for part in location)
     kind, value = detail["type"], detail["input"]
     if kind == "extra_forbidden":
-        owner = _owner(cls, location[:-1])
-        hint = suggest(str(location[-1]), list(owner.model_fields)) if owner else "remove it"
-        yield f"{field}: unknown key; {hint}"
+        yield f"{field}: unknown key; {_key_hint(_owner(cls, location[:-1]), str(location[-1]), value)}"
     elif kind == "missing":
         yield f"{field}: required, but missing; set it in the file or as an override"
     elif kind == "value_error" and isinstance(detail["ctx"]["error"], NestedConfigError):
@@ -141,7 +169,28 @@ def _describe(cls: type[Config], detail: Any) -> Iterator[str]:
         for line in str(detail["ctx"]["error"]).splitlines():
             yield f"{field}: {line}" if field else line
     else:
-        yield f"{field} = {value!r}: {detail['msg'][:1].lower()}{detail['msg'][1:]}"
+        hint = ""
+        if kind == "literal_error" and (present := _present_value(_owner(cls, location[:-1]), location[-1], value)):
+            hint = f"; did you mean {present!r}?"
+        yield f"{field} = {value!r}: {detail['msg'][:1].lower()}{detail['msg'][1:]}{hint}"
+
+
+def _key_hint(owner: type[Config] | None, key: str, value: Any) -> str:
+    """The remedy for an unknown key of `owner`: the present name of a renamed key, else a near miss."""
+    if owner is None:
+        return "remove it"
+    present = [renamed.key for path, renamed in RENAMED.items() if path.rpartition(".")[2] == key]
+    if not present or present[0] not in owner.model_fields:
+        return suggest(key, list(owner.model_fields))
+    new_value = _present_value(owner, present[0], value)
+    return f"did you mean {present[0]!r}" + (f" with the value {new_value!r}?" if new_value else "?")
+
+
+def _present_value(owner: type[Config] | None, key: Any, value: Any) -> str | None:
+    """The present name of a renamed value of the field `key` of `owner`; None for any other value."""
+    if owner is None or key not in owner.model_fields or not isinstance(value, str):
+        return None
+    return next((renamed.values.get(value) for renamed in RENAMED.values() if renamed.key == key), None)
 
 
 def _is_type_tag(part: Any) -> bool:

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from megalin.checkpoint.load import load
 from megalin.checkpoint.tensors import OPTIMIZER_PREFIX, weights
-from megalin.data.tokenizer import Tokenizer, load_tokenizer
+from megalin.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megalin.errors import ConfigError
 from megalin.model.config import EncoderConfig
 from megalin.model.language_model import LanguageModel
 from megalin.parallel.initialisation import init_weights
-from megalin.train.restore import open_run
+from megalin.train.open_run import open_run
 
 
 class Sampling(NamedTuple):

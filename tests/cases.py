@@ -138,7 +138,9 @@ CASES = (
     FLA_HGRN2,
     _row("cosformer2", attention("cosformer2")),
     Case("rodimus_plus", model({"sublayers": [RODIMUS, SHARED_KEY, GLU | {"activation": "silu"}], "repeat": 2})),
-    Case("rodimus", model({"sublayers": [RODIMUS], "repeat": 2}, output_init="depth", residual_dtype="float32")),
+    Case(
+        "rodimus", model({"sublayers": [RODIMUS], "repeat": 2}, output_init="scaled_by_depth", residual_dtype="float32")
+    ),
     _row("softmax", {"type": "softmax", "num_heads": NUM_HEADS}),
     _row("softmax-grouped", {"type": "softmax", "num_heads": 2 * NUM_HEADS, "num_key_value_heads": NUM_HEADS}),
     Case("mamba2", model({"sublayers": [MAMBA2], "repeat": 2})),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megalin.config import parse
-from megalin.data.packing import EncoderBatch
+from megalin.data.batch import EncoderBatch
 from megalin.model.config import EncoderConfig
 from megalin.model.encoder import Encoder
 from megalin.parallel.cross_entropy import IGNORED_LABEL

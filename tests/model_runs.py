@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megalin.checkpoint.index import DTYPES
 from megalin.checkpoint.load import load, newest
-from megalin.data.shards import ShardWriter
+from megalin.data.shards.indexed_dataset import ShardWriter
 from megalin.train.config import check_launch, load_run_config
 from megalin.train.loop import TrainResult, train
 from megalin.train.step import _StartedStep

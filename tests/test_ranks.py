@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from megalin.errors import MegalinError
 from megalin.parallel.collectives import all_reduce
-from megalin.parallel.failures import Rendezvous, report_failed_ranks
 from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.parallel.process_group import join, process_group
+from megalin.parallel.rank_failures import Rendezvous, report_failed_ranks
 from tests.ranks import RankFailedError, run_ranks
 
 CPU = torch.device("cpu")

@@ -23,7 +23,7 @@ import numpy as np
 from megalin.config import parse
 from megalin.data.config import DataConfig
 from megalin.data.loader import Loader
-from megalin.data.shards import ShardWriter
+from megalin.data.shards.indexed_dataset import ShardWriter
 from megalin.data.sources import open_training
 from megalin.errors import exit_code
 

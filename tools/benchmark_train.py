@@ -28,25 +28,25 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
-from train_benchmarks.alone import alone
+from train_benchmarks.baselines import PEERS, build_peer, is_own_model, peer_step
 from train_benchmarks.batches import random_batches
 from train_benchmarks.clock import Begun, Timing, end_on, time_steps
 from train_benchmarks.communication import Communication, record_communication
 from train_benchmarks.engine import OPTIMIZER, build_engine
 from train_benchmarks.fla_scan import scans_by_fla
-from train_benchmarks.floor import Floor, Recorded, measure_floor, record, unavoidable_bytes
-from train_benchmarks.peers import PEERS, build_peer, is_own_model, peer_step
+from train_benchmarks.roofline import Floor, Recorded, measure_floor, record, unavoidable_bytes
+from train_benchmarks.simulated_ranks import alone
 
 from megalin.commands.base import model_from
 from megalin.config import parse
 from megalin.errors import ConfigError, MegalinError
 from megalin.launch import launched
 from megalin.model.config import AnyModelConfig, EncoderConfig, ModelConfig
-from megalin.ops import backend
-from megalin.parallel.context import ExchangeName
+from megalin.ops.dispatch import backend
+from megalin.parallel.async_tensor_parallel import TPOverlapName
+from megalin.parallel.context_parallel import ExchangeName
 from megalin.parallel.mesh import Mesh, ParallelConfig
-from megalin.parallel.overlapped_products import TPOverlapName
-from megalin.parallel.pipeline import PPTransferName, ScheduleName
+from megalin.parallel.pipeline_parallel import PPTransferName, ScheduleName
 from megalin.parallel.process_group import compute_device, process_group
 from megalin.train.build import COMPUTE_DTYPES
 from megalin.train.hardware import peak_memory_bytes
@@ -70,12 +70,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--recompute", action="store_true", help="recompute activations in the backward")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--sequence-parallel", action="store_true")
-    parser.add_argument("--tp-transfer", choices=get_args(TPOverlapName), default="auto")
+    parser.add_argument("--tp-overlap", choices=get_args(TPOverlapName), default="auto")
     parser.add_argument("--cp", type=int, default=1)
     parser.add_argument("--cp-exchange", choices=get_args(ExchangeName), default="auto")
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--pp-schedule", choices=get_args(ScheduleName), default="1f1b")
-    parser.add_argument("--pp-stages", type=int, default=1, help="stages a rank (1)")
+    parser.add_argument("--pp-stages-per-rank", type=int, default=1, help="stages a rank (1)")
     parser.add_argument("--pp-transfer", choices=get_args(PPTransferName), default="auto")
     parser.add_argument("--shard", type=int, help="ranks of the data axis that share the weights (all)")
     parser.add_argument("--zero", type=int, choices=range(4), help="ZeRO's stage (3; with --pp 1)")
@@ -105,8 +105,8 @@ def waits_for_others(arguments: argparse.Namespace) -> str:
         return f"stages wait for each other's activations; leave --pp {arguments.pp} out"
     if arguments.engine != "fsdp2":
         return f"--engine {arguments.engine} has process groups of its own; leave it out"
-    if arguments.sequence_parallel and arguments.tp_transfer != "collective":
-        return "copies between GPUs need them; add --tp-transfer collective"
+    if arguments.sequence_parallel and arguments.tp_overlap != "none":
+        return "copies between GPUs need them; add --tp-overlap none"
     return ""
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 
-from megalin.data import corpus_cleaning, inputs
-from megalin.data.cleaning import RULES
-from megalin.data.corpus_tool import corpus_parser
-from megalin.data.progress import shown_progress
+from corpus_arguments import corpus_parser
+
+from megalin.data.corpus import cleaning, inputs
+from megalin.data.corpus.progress import shown_progress
+from megalin.data.corpus.rules import RULES
 from megalin.errors import exit_code
 
 
@@ -29,7 +30,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace) -> None:
-    options = corpus_cleaning.CleanOptions(
+    options = cleaning.CleanOptions(
         json_key=args.json_key,
         output_prefix=args.output_prefix,
         rules=args.rules,
@@ -44,7 +45,7 @@ def _run(args: argparse.Namespace) -> None:
     paths = inputs.expand_inputs(args.input)
     total_bytes = sum(path.stat().st_size for path in paths)
     with shown_progress("cleaning", total_bytes, interval=args.log_interval) as tell:
-        report = corpus_cleaning.clean(paths, options, on_progress=tell)
+        report = cleaning.clean(paths, options, on_progress=tell)
     for name, rule in report.rules.items():
         print(f"{name}: {rule.documents} documents, {rule.removed_bytes} bytes removed")
         for example in rule.examples[:1]:

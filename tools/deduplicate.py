@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 
-from megalin.data import deduplication, inputs
-from megalin.data.corpus_tool import corpus_parser
-from megalin.data.progress import shown_progress
-from megalin.data.signatures import scheme
+from corpus_arguments import corpus_parser
+
+from megalin.data.corpus import deduplication, inputs
+from megalin.data.corpus.progress import shown_progress
+from megalin.data.corpus.signatures import scheme
 from megalin.errors import exit_code
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megalin.data.shards import Shard, ShardWriter, bin_path, digest, idx_path
+from megalin.data.shards.indexed_dataset import Shard, ShardWriter, bin_path, digest, idx_path
 from megalin.errors import DataError
 
 _SEQUENCES = 40

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from megalin.errors import ConfigError, exit_code
-from megalin.migration.reading import import_config
+from megalin.interop.configs.reading import import_config
 
 
 def main(arguments: list[str] | None = None) -> int:

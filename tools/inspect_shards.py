@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megalin.data.inspection import ShardSummary, inspect_shard, validate_shard
-from megalin.data.tokenizer import load_tokenizer
+from megalin.data.shards.inspection import ShardSummary, inspect_shard, validate_shard
+from megalin.data.tokenizers.tokenizer import load_tokenizer
 from megalin.errors import ConfigError, exit_code
 
 

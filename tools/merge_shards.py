@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from megalin.data.merging import Written, merge_shards, split_shard
+from megalin.data.shards.merging import Written, merge_shards, split_shard
 from megalin.errors import ConfigError, exit_code
 
 

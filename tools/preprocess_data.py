@@ -7,12 +7,13 @@ import os
 import sys
 import traceback
 
-from megalin.data import corpus, inputs, preprocessing
-from megalin.data.optional import require
-from megalin.data.parts import PartShare
-from megalin.data.progress import shown_progress
-from megalin.data.tokenizer import TokenizerFiles
+from megalin.data.corpus import documents, inputs
+from megalin.data.corpus.parts import PartShare
+from megalin.data.corpus.progress import shown_progress
+from megalin.data.shards import tokenization
+from megalin.data.tokenizers.tokenizer import TokenizerFiles
 from megalin.errors import ConfigError, exit_code
+from megalin.optional import require
 
 # Megatron's names, and which files each needs.
 _TOKENIZERS = {
@@ -52,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--shard", metavar="I/N", help="do part I of N only (from 0); when all are done, --resume without it ends it")
     add("--resume", action="store_true", help="keep what a run that was stopped had finished")
     add("--on-bad-line", choices=["skip", "fail"], default="skip", help="count and report bad lines, or stop at one")
-    add("--max-document-bytes", type=int, default=corpus.DEFAULT_DOCUMENT_BYTES, help="limit of a line or text file")
+    add("--max-document-bytes", type=int, default=documents.DEFAULT_DOCUMENT_BYTES, help="limit of a line or text file")
     add("--log-interval", type=int, default=10_000, help="documents between two lines of progress, off a terminal")
     return parser
 
@@ -94,7 +95,7 @@ def _run_under_mpi(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace, share: PartShare | None, *, resume: bool) -> None:
-    options = preprocessing.PreprocessOptions(
+    options = tokenization.PreprocessOptions(
         json_keys=args.json_keys,
         output_prefix=args.output_prefix,
         tokenizer=_tokenizer(args),
@@ -110,7 +111,7 @@ def _run(args: argparse.Namespace, share: PartShare | None, *, resume: bool) -> 
     # Under mpirun the first rank's progress stands for all.
     shown = share is None or share.number == 0 or args.shard is not None
     with shown_progress("tokenising", total_bytes, interval=args.log_interval, shown=shown) as tell:
-        report = preprocessing.preprocess(paths, options, on_progress=tell)
+        report = tokenization.preprocess(paths, options, on_progress=tell)
     if report is None:
         if args.shard is not None:
             print(f"shard {args.shard} is done; when all are, call again with --resume and without --shard")

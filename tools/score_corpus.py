@@ -7,18 +7,19 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
-from megalin.checkpoint.agreement import on_every_rank, rank, world_size
-from megalin.data import inputs
-from megalin.data.corpus_tool import corpus_parser
-from megalin.data.jsonl_output import check_free
-from megalin.data.parts import CorpusPart, PartShare, discard, plan
-from megalin.data.progress import shown_progress
-from megalin.data.score_selection import SelectOptions, check_selection, select
+from corpus_arguments import corpus_parser
+
+from megalin.data.corpus import inputs
+from megalin.data.corpus.jsonl_output import check_free
+from megalin.data.corpus.parts import CorpusPart, PartShare, discard, plan
+from megalin.data.corpus.progress import shown_progress
+from megalin.data.corpus.score_selection import SelectOptions, check_selection, select
 from megalin.errors import exit_code
+from megalin.evaluation.scoring import ScoringModel, score_corpus
 from megalin.generation import load_for_generation
 from megalin.launch import adopt_launcher
+from megalin.parallel.agreement import on_every_rank, rank, world_size
 from megalin.parallel.process_group import compute_device, process_group
-from megalin.scoring import ScoringModel, score_corpus
 
 # One rank may have more to do than another, and waits for it in one exchange at the end.
 _LONGEST_WAIT = timedelta(days=30)

@@ -6,8 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from megalin.data import corpus, inputs
-from megalin.data.tokenizer import BytePairTrainer
+from megalin.data.corpus import documents, inputs
+from megalin.data.tokenizers.tokenizer import BytePairTrainer
 from megalin.errors import exit_code
 
 
@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> None:
     trainer = BytePairTrainer(args.vocab_size, special_tokens=args.special_tokens)
     paths = inputs.expand_inputs(args.input)
-    texts = corpus.iterate_texts(paths, args.json_keys, limit_bytes=corpus.DEFAULT_DOCUMENT_BYTES)
+    texts = documents.iterate_texts(paths, args.json_keys, limit_bytes=documents.DEFAULT_DOCUMENT_BYTES)
     trainer.train(texts).save(args.output)
     print(f"{trainer.vocab_size} ids: {args.output}")
 

@@ -1,1 +1,4 @@
-"""Triton kernels, imported only by megalin.ops: kernels, and launchers from tensors to tensors."""
+"""Triton kernels, imported only by megalin.ops: `megalin._triton.X` is the file csrc/triton/X.py (by a symlink).
+
+Each module holds kernels and their launchers, functions from tensors to tensors.
+"""

@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as engine_load
 
-from megalin.checkpoint.agreement import on_every_rank, on_rank_zero, rank, world_size
 from megalin.checkpoint.index import DTYPE_NAMES, Index, TensorRecord
 from megalin.checkpoint.manifest import Checkpoint, directory_step, file_problems, read_manifest, step_directory
 from megalin.checkpoint.storage import SafetensorsReader, header_problems
 from megalin.errors import CheckpointError, MegalinError
+from megalin.parallel.agreement import on_every_rank, on_rank_zero, rank, world_size
 
 _log = logging.getLogger(__name__)
 

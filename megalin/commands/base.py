@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megalin.config import apply_overrides, read_toml
+from megalin.config import apply_overrides
 from megalin.errors import ConfigError
 from megalin.model.config import AnyModelConfig, parse_model
 from megalin.model.presets import expand_preset, preset_table
+from megalin.train.run_folder import read_config
 
 
 class Command(NamedTuple):
@@ -30,7 +31,7 @@ def model_from(name: str, overrides: Sequence[str]) -> AnyModelConfig:
     for override in overrides:
         if not override.startswith("model."):
             raise ConfigError(f"override {override!r}: this command reads the model alone; write model.<key>=<value>")
-    values: dict[str, Any] = read_toml(name) if name.endswith(".toml") else {"model": preset_table(name)}
+    values: dict[str, Any] = read_config(name) if name.endswith(".toml") else {"model": preset_table(name)}
     values = apply_overrides(values, overrides)
     table = values.get("model", {})
     if not isinstance(table, dict):

@@ -11,7 +11,7 @@ from megalin.commands.base import Command
 from megalin.config import apply_overrides, parse
 from megalin.data.config import SPLITS
 from megalin.errors import ConfigError
-from megalin.evaluation import evaluate_run
+from megalin.evaluation.held_out import evaluate_run
 from megalin.launch import launched
 from megalin.parallel.mesh import Mesh, ParallelConfig, check_world_size
 from megalin.parallel.process_group import compute_device, process_group

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from megalin.commands.base import Command
-from megalin.export.layouts import FORMATS
-from megalin.export.writing import export_hf
+from megalin.interop.weights.exporting import export_hf
+from megalin.interop.weights.layouts import FORMATS
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from megalin.commands.base import Command
-from megalin.export.reading import import_hf
+from megalin.interop.weights.importing import import_hf
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

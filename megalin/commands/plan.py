@@ -16,10 +16,10 @@ from megalin.errors import ConfigError
 from megalin.model.config import ModelConfig
 from megalin.model.language_model import LanguageModel
 from megalin.parallel.mesh import ParallelConfig
-from megalin.scaling.chips import CHIPS, Hardware, chip_named
-from megalin.scaling.estimate import Estimate, Estimator
-from megalin.scaling.search import InfeasibleLayout, Limits, Plan, for_tensors, search
-from megalin.scaling.workload import Workload, workload_of
+from megalin.planner.estimate import Estimate, Estimator
+from megalin.planner.hardware import CHIPS, Hardware, chip_named
+from megalin.planner.search import InfeasibleLayout, Limits, Plan, for_tensors, search
+from megalin.planner.workload import Workload, workload_of
 from megalin.train.config import load_run_config
 
 _UNITS = {"GB": 10**9, "GiB": 2**30}
@@ -52,7 +52,7 @@ def _run(arguments: argparse.Namespace) -> int:
     memory = chip.memory_bytes if arguments.memory is None else _parse_memory(arguments.memory)
     workload, parallel = _question(arguments)
     sequence_parallel = arguments.sequence_parallel or parallel.sequence_parallel
-    limits = Limits(arguments.gpus, for_tensors(memory), sequence_parallel, parallel.tp_transfer)
+    limits = Limits(arguments.gpus, for_tensors(memory), sequence_parallel, parallel.tp_overlap)
     plan = search(Estimator(workload, chip), limits, count=arguments.top)
     if arguments.json:
         print(json.dumps(_as_json(arguments, workload, chip, memory, plan)))

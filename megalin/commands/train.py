@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megalin.checkpoint.agreement import rank
 from megalin.commands.base import Command
 from megalin.launch import launched
+from megalin.parallel.agreement import rank
 from megalin.parallel.mesh import check_device
 from megalin.parallel.process_group import compute_device, process_group
-from megalin.scaling.check import check_memory
+from megalin.planner.check import check_memory
 from megalin.train.config import check_launch, load_run_config
 from megalin.train.hardware import device_memory_bytes
 from megalin.train.loop import TrainResult, train

@@ -11,10 +11,10 @@ from megalin.config import parse
 from megalin.errors import ConfigError
 from megalin.launch import launched
 from megalin.model.config import AnyModelConfig
-from megalin.parallel.context import ExchangeName
+from megalin.parallel.async_tensor_parallel import TPOverlapName
+from megalin.parallel.context_parallel import ExchangeName
 from megalin.parallel.mesh import ParallelConfig, check_device, check_world_size
-from megalin.parallel.overlapped_products import TPOverlapName
-from megalin.parallel.pipeline import PPTransferName, ScheduleName
+from megalin.parallel.pipeline_parallel import PPTransferName, ScheduleName
 from megalin.parallel.process_group import compute_device, process_group
 from megalin.parallel.ranks import run_ranks
 from megalin.verify.case import Case, make_case
@@ -22,8 +22,8 @@ from megalin.verify.grid import GridMesh, layouts, print_grid, run_grid
 from megalin.verify.run import print_faults, print_rows, self_test, verify
 
 _OF_ONE_MESH = (
-    *("tp", "cp", "cp_exchange", "pp", "pp_schedule", "pp_stages", "pp_transfer", "dp", "shard", "zero"),
-    *("sequence_parallel", "tp_transfer", "self_test"),
+    *("tp", "cp", "cp_exchange", "pp", "pp_schedule", "pp_stages_per_rank", "pp_transfer", "dp", "shard", "zero"),
+    *("sequence_parallel", "tp_overlap", "self_test"),
 )
 
 
@@ -39,7 +39,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pp-schedule", choices=get_args(ScheduleName), default="1f1b", help="how micro-batches pass the stages (1f1b)"
     )
-    parser.add_argument("--pp-stages", type=int, help="stages a rank (1, or 2 for interleaved)")
+    parser.add_argument("--pp-stages-per-rank", type=int, help="stages a rank (1, or 2 for interleaved)")
     parser.add_argument(
         "--pp-transfer",
         choices=get_args(PPTransferName),
@@ -51,7 +51,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--zero", type=int, choices=range(4), help="ZeRO's stage (3; with --pp 1)")
     parser.add_argument("--sequence-parallel", action="store_true", help="split activations inside the tp group")
     parser.add_argument(
-        "--tp-transfer",
+        "--tp-overlap",
         choices=get_args(TPOverlapName),
         default="auto",
         help="how activations reach products and leave them with --sequence-parallel (auto)",
@@ -143,9 +143,9 @@ def _case(arguments: argparse.Namespace) -> Case:
         raise ConfigError(f"--pp {pp} --tp {tp} --cp {cp} --dp {dp}: an axis has at least one rank")
     axes = {"tp": tp, "cp": cp, "sequence_parallel": arguments.sequence_parallel, "shard": arguments.shard}
     axes |= {"cp_exchange": arguments.cp_exchange, "pp": pp, "pp_schedule": arguments.pp_schedule}
-    axes |= {"pp_transfer": arguments.pp_transfer, "tp_transfer": arguments.tp_transfer, "zero": arguments.zero}
+    axes |= {"pp_transfer": arguments.pp_transfer, "tp_overlap": arguments.tp_overlap, "zero": arguments.zero}
     least = 2 if arguments.pp_schedule == "interleaved" else 1
-    axes["pp_stages"] = least if arguments.pp_stages is None else arguments.pp_stages
+    axes["pp_stages_per_rank"] = least if arguments.pp_stages_per_rank is None else arguments.pp_stages_per_rank
     parallel = parse(ParallelConfig, axes, "command line")
     check_world_size(parallel, tp * cp * pp * dp)
     return _make_case(arguments, model_from(arguments.model, arguments.overrides), parallel, dp)

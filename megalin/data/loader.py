@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megalin.data.batch import BatchT, pad_rows, take_rows
 from megalin.data.order import Order, Positions
-from megalin.data.packing import BatchT, pad_rows, take_rows
 from megalin.data.sources import Samples
 from megalin.errors import ConfigError
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pydantic
 
 from megalin.config import Config
-from megalin.data.tokenizer import Tokenizer
+from megalin.data.tokenizers.tokenizer import Tokenizer
 from megalin.errors import ConfigError
 from megalin.parallel.cross_entropy import IGNORED_LABEL
 

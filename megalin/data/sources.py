@@ -10,14 +10,14 @@ from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 import numpy as np
 import torch
 
+from megalin.data.batch import AnyBatch, Batch, BatchT
 from megalin.data.blend import BlendedOrder, BlendSource, Phase
 from megalin.data.config import DataConfig, SplitName
-from megalin.data.dataset import TokenDataset
-from megalin.data.masked_dataset import MaskedDataset
-from megalin.data.megatron_dataset import open_megatron
+from megalin.data.datasets.masked import MaskedDataset
+from megalin.data.datasets.megatron import open_megatron
+from megalin.data.datasets.packed import PackedDataset
+from megalin.data.datasets.token import TokenDataset
 from megalin.data.order import Order, Positions
-from megalin.data.packed_dataset import PackedDataset
-from megalin.data.packing import AnyBatch, Batch, BatchT
 
 BatchT_co = TypeVar("BatchT_co", bound=AnyBatch, covariant=True)
 

@@ -14,8 +14,8 @@ from megalin.layers.lrpe_segments import LRPESegments
 from megalin.layers.mixers.base import BuildContext, Mixer, MixerConfig, MixerOutput, SequenceContext, State
 from megalin.layers.norms import HeadNormKind
 from megalin.layers.positions import LRPEFrequencies, LRPEKind, key_dim
-from megalin.ops.decay_scan import decay_scan, decay_scan_flops, decay_step
-from megalin.ops.silu_lrpe import silu_lrpe
+from megalin.ops.positions.silu_lrpe import silu_lrpe
+from megalin.ops.scans.fixed_decay import decay_scan, decay_scan_flops, decay_step
 from megalin.parallel.initialisation import Initializer
 from megalin.parallel.linear import ColumnParallelLinear, LowRankLinear, NormedRowParallelLinear
 

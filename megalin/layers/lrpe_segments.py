@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megalin.ops.lrpe_states import enter_segments, move_origin
-from megalin.ops.scan_states import decay_state
-from megalin.ops.silu_lrpe import LRPEForm
+from megalin.ops.positions.lrpe_states import enter_segments, move_origin
+from megalin.ops.positions.silu_lrpe import LRPEForm
+from megalin.ops.scans.states import decay_state
 
 
 class LRPESegments(NamedTuple):

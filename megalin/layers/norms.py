@@ -6,10 +6,11 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from megalin.ops.layer_norm import layer_norm
-from megalin.ops.max_norm import max_norm, mean_magnitude_norm
-from megalin.ops.rms_norm import rms_norm
-from megalin.ops.srmsnorm import compute_dtype, srmsnorm
+from megalin.ops.dispatch.dtypes import compute_dtype
+from megalin.ops.norms.layer_norm import layer_norm
+from megalin.ops.norms.max_norm import max_norm, mean_magnitude_norm
+from megalin.ops.norms.rms_norm import rms_norm
+from megalin.ops.norms.srmsnorm import srmsnorm
 from megalin.parallel.initialisation import Initializer, constant
 from megalin.parallel.tensor_parallel import TensorParallel, local
 

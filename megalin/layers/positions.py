@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megalin.layers.mixers.base import FullPrecision
-from megalin.ops.silu_lrpe import LRPEForm
+from megalin.ops.positions.silu_lrpe import LRPEForm
 from megalin.parallel.initialisation import Initializer, constant
 from megalin.parallel.tensor_parallel import TensorParallel, local
 

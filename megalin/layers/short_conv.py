@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor, nn
 
-from megalin.ops.short_conv import ShortConvOutput, short_conv
+from megalin.ops.scans.short_conv import ShortConvOutput, short_conv
 from megalin.parallel.initialisation import Initializer, uniform
 from megalin.parallel.tensor_parallel import TensorParallel, local
 

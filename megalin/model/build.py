@@ -5,7 +5,7 @@ from __future__ import annotations
 from megalin.model.config import AnyModelConfig, EncoderConfig
 from megalin.model.encoder import Encoder
 from megalin.model.language_model import LanguageModel
-from megalin.parallel.context import ContextParallel
+from megalin.parallel.context_parallel import ContextParallel
 from megalin.parallel.tensor_parallel import DividedSizes, TensorParallel
 
 Model = LanguageModel | Encoder

@@ -93,9 +93,9 @@ class ModelConfig(StackConfig):
     """Norm before the head."""
     norm_eps: float = pydantic.Field(default=1e-6, gt=0)
     """Added to the mean square or the variance inside the root of that norm."""
-    output_init: Literal["plain", "depth"] = "plain"
-    """Standard deviation of the matrices that write to the residual stream. plain: init_std. depth: init_std divided
-    by the square root of the number of sub-layers in the model (Rodimus)."""
+    output_init: Literal["plain", "scaled_by_depth"] = "plain"
+    """Standard deviation of the matrices that write to the residual stream. plain: init_std. scaled_by_depth: init_std
+    divided by the square root of the number of sub-layers in the model (Rodimus)."""
     residual_dtype: Literal["compute", "float32"] = "compute"
     """Dtype of the residual stream. compute: that of the weights' computation. float32: at least fp32 (Rodimus)."""
 

@@ -12,10 +12,10 @@ from torch.nn import functional
 
 from megalin.layers.mixers.base import SequenceContext
 from megalin.layers.norms import build_norm
+from megalin.model.base import BaseModel
 from megalin.model.config import EncoderConfig
-from megalin.model.stack import BaseModel
-from megalin.ops.srmsnorm import compute_dtype
-from megalin.parallel.context import ContextParallel
+from megalin.ops.dispatch.dtypes import compute_dtype
+from megalin.parallel.context_parallel import ContextParallel
 from megalin.parallel.cross_entropy import IGNORED_LABEL, vocab_parallel_cross_entropy
 from megalin.parallel.embedding import ReplicatedEmbedding, VocabParallelEmbedding, VocabularyBias
 from megalin.parallel.linear import ReplicatedLinear

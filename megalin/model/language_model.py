@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from megalin.layers.mixers.base import Mixer, SequenceContext, State
+from megalin.model.base import BaseModel, Stage
 from megalin.model.config import ModelConfig
-from megalin.model.stack import BaseModel, Stage
+from megalin.ops.dispatch.dtypes import compute_dtype
 from megalin.ops.documents import find_documents
-from megalin.ops.srmsnorm import compute_dtype
 from megalin.parallel.collectives import wait_tensor_with_grad
-from megalin.parallel.context import ContextParallel
+from megalin.parallel.context_parallel import ContextParallel
 from megalin.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megalin.parallel.embedding import VocabParallelEmbedding
 from megalin.parallel.tensor_parallel import TensorParallel

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from megalin.ops import backend as backends
-from megalin.ops.backend import Backend, Compiled
-from megalin.ops.operands import check_operands
-from megalin.ops.self_test import compare, sample
-from megalin.ops.srmsnorm import KERNEL_DTYPES, compute_dtype
+from megalin.ops.dispatch import backend as backends
+from megalin.ops.dispatch.backend import Backend, Compiled
+from megalin.ops.dispatch.dtypes import KERNEL_DTYPES, compute_dtype
+from megalin.ops.dispatch.operands import check_operands
+from megalin.ops.dispatch.self_test import compare, sample
 
 OP = "linear_cross_entropy"
 CHUNK_BYTES = 430_000_000

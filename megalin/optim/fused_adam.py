@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megalin.ops import apex, backend
-from megalin.ops.backend import Compiled
+from megalin.ops.dispatch import apex, backend
+from megalin.ops.dispatch.backend import Compiled
 from megalin.optim.adamw import OptimizerConfig, build_optimizer, parameter_groups
 
 _BOUND = 1e-5

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megalin.ops.backend import Backend
+from megalin.ops.dispatch.backend import Backend
+from megalin.ops.dispatch.dtypes import compute_dtype
 from megalin.ops.linear_cross_entropy import VocabularySlice, choose_backend, fused_linear_cross_entropy
-from megalin.ops.srmsnorm import compute_dtype
 from megalin.parallel.collectives import Axis, all_gather, all_reduce, wait_tensor_with_grad
 
 IGNORED_LABEL = -100

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megalin.ops.gated_squares import GatedSquares, gated_squares
-from megalin.ops.skip_gated_squares import skip_gated_squares
-from megalin.ops.srmsnorm import compute_dtype
+from megalin.ops.dispatch.dtypes import compute_dtype
+from megalin.ops.norms.gated_squares import GatedSquares, gated_squares
+from megalin.ops.norms.skip_gated_squares import skip_gated_squares
 from megalin.parallel.initialisation import Initializer, constant, normal
 from megalin.parallel.tensor_parallel import TensorParallel, local
 

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megalin.config import Config
 from megalin.errors import ConfigError
+from megalin.parallel.async_tensor_parallel import AsyncTPBuffers, TPOverlapName, open_async_tp_buffers
 from megalin.parallel.collectives import EXCHANGE_TIMEOUT, Axis, all_reduce
-from megalin.parallel.context import ContextParallel, ExchangeName
-from megalin.parallel.overlapped_products import AsyncTPBuffers, TPOverlapName, open_async_tp_buffers
-from megalin.parallel.pipeline import PipelineParallel, PPTransferName, ScheduleName
+from megalin.parallel.context_parallel import ContextParallel, ExchangeName
+from megalin.parallel.pipeline_parallel import PipelineParallel, PPTransferName, ScheduleName
 from megalin.parallel.process_group import open_group
 from megalin.parallel.tensor_parallel import TensorParallel
 
@@ -37,21 +37,22 @@ class ParallelConfig(Config):
     """Ranks that share the layers, each with neighbouring ones (pipeline parallelism)."""
     pp_schedule: ScheduleName = "1f1b"
     """How the micro-batches of a step pass the stages, where pp > 1. 1f1b: one stage a rank, forwards and backwards in
-    turns. interleaved: pp_stages stages a rank, which shortens the wait at both ends of a step and sends more.
+    turns. interleaved: pp_stages_per_rank stages a rank, which shortens the wait at both ends of a step and sends more.
     zero_bubble: as these, with gradients of weights put off into the waits; needs memory for what is put off."""
-    pp_stages: int = pydantic.Field(default=1, ge=1)
+    pp_stages_per_rank: int = pydantic.Field(default=1, ge=1)
     """Stages a rank runs: 1 for 1f1b, at least 2 for interleaved, any for zero_bubble."""
     pp_transfer: PPTransferName = "auto"
-    """How activations and their gradients reach the neighbouring stages, where pp > 1. copy: copy engines write them
-    into the neighbour's memory, and no multiprocessor waits for them; needs the axis's GPUs on one host, and memory for
-    four activations a stage. send: the process group's sends and receives. auto: copy where it is possible."""
+    """How activations and their gradients reach the neighbouring stages, where pp > 1. symmetric_memory: copy
+    engines write them into the neighbour's memory, and no multiprocessor waits for them; needs the axis's GPUs on one
+    host, and memory for four activations a stage. p2p: the process group's sends and receives. auto: symmetric_memory
+    where it is possible."""
     sequence_parallel: bool = False
     """Whether activations between layers are split along the sequence inside the tensor-parallel group."""
-    tp_transfer: TPOverlapName = "auto"
-    """How activations reach the products of layers and leave them, with sequence_parallel. copy: copy engines write
-    them into the other ranks' memory beside the products, which run in parts; needs the axis's GPUs on one host, and
-    memory for two activations. collective: the process group's all-gathers and reduce-scatters before and after. auto:
-    copy where it is possible."""
+    tp_overlap: TPOverlapName = "auto"
+    """Overlap of matmuls with the all-gathers and reduce-scatters of sequence_parallel (async tensor parallelism).
+    symmetric_memory: copy engines write activations into the other ranks' memory while the matmul runs in chunks; needs
+    the axis's GPUs on one host, and memory for two activations. none: the process group's collectives, before and after
+    the matmul. auto: symmetric_memory where it is possible."""
     shard: int | None = pydantic.Field(default=None, ge=1)
     """Ranks of the data axis over which weights, gradients and optimizer state are sharded (FSDP2). Left out: all of
     them. 1: every rank keeps a replica. In between: hybrid, sharded inside groups of this size, replicated across."""
@@ -80,17 +81,17 @@ class ParallelConfig(Config):
 
     @pydantic.model_validator(mode="after")
     def _copies_fit_the_other_axes(self) -> Self:
-        if self.tp_transfer != "copy" or self.tp == 1:
+        if self.tp_overlap != "symmetric_memory" or self.tp == 1:
             return self
         if not self.sequence_parallel:
             raise ValueError(
-                'tp_transfer = "copy" without sequence_parallel, whose all-gathers and reduce-scatters it stands for; '
-                'set sequence_parallel = true, or tp_transfer = "auto"'
+                'tp_overlap = "symmetric_memory" without sequence_parallel, whose all-gathers and reduce-scatters it '
+                'overlaps; set sequence_parallel = true, or tp_overlap = "auto"'
             )
         if not self.may_use_async_tp:
             raise ValueError(
-                'tp_transfer = "copy" with pp_schedule = "zero_bubble", which takes the gradients of weights apart '
-                'from those of activations: copies travel beside both together; use "auto" or "collective"'
+                'tp_overlap = "symmetric_memory" with pp_schedule = "zero_bubble", which computes the gradients of '
+                'weights and of activations separately, but the overlapped matmul gives both; use "auto" or "none"'
             )
         return self
 
@@ -98,18 +99,18 @@ class ParallelConfig(Config):
     def may_use_async_tp(self) -> bool:
         """Whether the settings let products run beside copies of the stream; the device and the hosts may not."""
         zero_bubble = self.pp > 1 and self.pp_schedule == "zero_bubble"
-        return self.tp > 1 and self.sequence_parallel and self.tp_transfer != "collective" and not zero_bubble
+        return self.tp > 1 and self.sequence_parallel and self.tp_overlap != "none" and not zero_bubble
 
     @pydantic.model_validator(mode="after")
     def _stages_fit_the_schedule(self) -> Self:
-        if self.pp_schedule == "1f1b" and self.pp_stages > 1:
+        if self.pp_schedule == "1f1b" and self.pp_stages_per_rank > 1:
             raise ValueError(
-                f'pp_stages = {self.pp_stages} with pp_schedule = "1f1b", which runs one stage a rank; use 1, or '
+                f'pp_stages_per_rank = {self.pp_stages_per_rank} with pp_schedule = "1f1b", which runs one stage a rank; use 1, or '
                 'pp_schedule = "interleaved"'
             )
-        if self.pp_schedule == "interleaved" and self.pp_stages == 1:
+        if self.pp_schedule == "interleaved" and self.pp_stages_per_rank == 1:
             raise ValueError(
-                'pp_stages = 1 with pp_schedule = "interleaved", which runs several stages a rank; use 2, or '
+                'pp_stages_per_rank = 1 with pp_schedule = "interleaved", which runs several stages a rank; use 2, or '
                 'pp_schedule = "1f1b"'
             )
         return self
@@ -214,7 +215,7 @@ class Mesh:
         if config.pp > 1:
             self.device_mesh = self._root["replicate", "shard", "tp"]
             group = self._root["pp"].get_group()
-            self.pp = pipeline_parallel(_axis("pp", group), group=group, stages_per_rank=config.pp_stages)
+            self.pp = pipeline_parallel(_axis("pp", group), group=group, stages_per_rank=config.pp_stages_per_rank)
         self.samples, cp = self.data, Axis("cp")
         if config.cp > 1:
             # Weights do not know it: a mesh of its own cuts the same data axis another way.
@@ -271,15 +272,15 @@ def check_world_size(config: ParallelConfig, world_size: int) -> None:
 
 def check_device(config: ParallelConfig, device_type: str) -> None:
     """Raises ConfigError where `config` needs another kind of device than the ranks compute on."""
-    if config.pp > 1 and config.pp_transfer == "copy" and device_type != "cuda":
+    if config.pp > 1 and config.pp_transfer == "symmetric_memory" and device_type != "cuda":
         raise ConfigError(
-            'parallel.pp_transfer = "copy" needs the copy engines of GPUs, but the ranks compute on '
-            f'{device_type}; use "auto" or "send"'
+            'parallel.pp_transfer = "symmetric_memory" needs the copy engines of GPUs, but the ranks compute on '
+            f'{device_type}; use "auto" or "p2p"'
         )
-    if config.tp > 1 and config.tp_transfer == "copy" and device_type != "cuda":
+    if config.tp > 1 and config.tp_overlap == "symmetric_memory" and device_type != "cuda":
         raise ConfigError(
-            'parallel.tp_transfer = "copy" needs the copy engines of GPUs, but the ranks compute on '
-            f'{device_type}; use "auto" or "collective"'
+            'parallel.tp_overlap = "symmetric_memory" needs the copy engines of GPUs, but the ranks compute on '
+            f'{device_type}; use "auto" or "none"'
         )
 
 
@@ -290,8 +291,8 @@ def _async_tp_buffers(config: ParallelConfig, device: torch.device, group: dist.
     copies = open_async_tp_buffers(device, group=group, timeout=EXCHANGE_TIMEOUT)
     if isinstance(copies, AsyncTPBuffers):
         return copies
-    if config.tp_transfer == "copy":
-        raise ConfigError(f'parallel.tp_transfer = "copy", but {copies}; use "auto" or "collective"')
+    if config.tp_overlap == "symmetric_memory":
+        raise ConfigError(f'parallel.tp_overlap = "symmetric_memory", but {copies}; use "auto" or "none"')
     return None
 
 

@@ -18,7 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 from megalin.errors import ConfigError, RankFailedError
 from megalin.launch import Launch, launched
 from megalin.parallel.collectives import EXCHANGE_TIMEOUT, gather_objects
-from megalin.parallel.failures import Rendezvous, answering, default_rendezvous, report_failed_ranks
+from megalin.parallel.rank_failures import Rendezvous, answering, default_rendezvous, report_failed_ranks
 
 SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
 """The variable by which NCCL lets ranks share a GPU."""

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from megalin.errors import RankFailedError
-from megalin.parallel.failures import Rendezvous, answering, default_rendezvous, report_failed_ranks
 from megalin.parallel.process_group import join
+from megalin.parallel.rank_failures import Rendezvous, answering, default_rendezvous, report_failed_ranks
 
 _PRELOAD = [
     "numpy",

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.nn import functional
 
 from megalin.errors import ConfigError
+from megalin.parallel.async_tensor_parallel import AsyncTPBuffers, all_gather_matmul, matmul_reduce_scatter
 from megalin.parallel.collectives import (
     Axis,
     copy_to_axis,
@@ -24,7 +25,6 @@ from megalin.parallel.collectives import (
     reduce_from_axis,
     reduce_scatter_to_axis,
 )
-from megalin.parallel.overlapped_products import AsyncTPBuffers, all_gather_matmul, matmul_reduce_scatter
 
 TOKENS = 1
 """The dimension of [B, T, ...] along which sequence parallelism shards."""

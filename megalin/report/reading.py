@@ -13,7 +13,7 @@ from megalin.checkpoint.files import open_regular
 from megalin.checkpoint.manifest import directory_step, read_manifest
 from megalin.errors import CheckpointError, ConfigError
 from megalin.train.curves import finite
-from megalin.train.records import read_records
+from megalin.train.jsonl import read_records
 
 CURVES = ("loss", "mlm_loss", "nsp_loss", "evaluation_loss", "tokens_per_second", "grad_norm")
 """The metrics whose values of all steps are kept."""

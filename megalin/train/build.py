@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from megalin.model.base import Stage
 from megalin.model.build import Model, make_model
 from megalin.model.config import AnyModelConfig, ModelConfig
-from megalin.model.stack import Stage
-from megalin.model.stages import DecoderStage, plan_stages
+from megalin.model.pipeline_stages import DecoderStage, plan_stages
 from megalin.parallel.data_parallel import shard_model
 from megalin.parallel.initialisation import init_weights
 from megalin.parallel.mesh import Mesh
-from megalin.train.pipeline import Pipeline
+from megalin.train.pipeline_model import Pipeline
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """The compute dtypes that a run may choose, by their name in its config."""

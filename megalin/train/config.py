@@ -8,20 +8,21 @@ from typing import Any, Literal, Self
 
 import pydantic
 
-from megalin.config import Config, apply_overrides, parse, read_toml
+from megalin.config import Config, apply_overrides, parse
 from megalin.data.config import DataConfig
 from megalin.errors import ConfigError
 from megalin.model.build import check_divisions, make_model
 from megalin.model.config import AnyModelConfig, EncoderConfig, ModelField
+from megalin.model.pipeline_stages import plan_stages
 from megalin.model.presets import expand_preset
-from megalin.model.stages import plan_stages
 from megalin.optim.adamw import OptimizerConfig
 from megalin.optim.schedule import ScheduleConfig
 from megalin.parallel.collectives import Axis
-from megalin.parallel.context import ContextParallel
+from megalin.parallel.context_parallel import ContextParallel
 from megalin.parallel.mesh import ParallelConfig, check_world_size
 from megalin.parallel.tensor_parallel import TensorParallel
 from megalin.train.deepspeed_config import Owned, check_deepspeed_version, resolve_deepspeed
+from megalin.train.run_folder import read_config
 from megalin.train.weights_and_biases import LoggingConfig
 
 
@@ -68,8 +69,8 @@ class CheckpointConfig(Config):
 
     every_steps: int | None = pydantic.Field(default=None, ge=1)
     """Steps between checkpoints; left out: only after the last step."""
-    keep: int | None = pydantic.Field(default=None, ge=1)
-    """How many of the newest are kept; left out: all."""
+    keep_latest: int | None = pydantic.Field(default=None, ge=1)
+    """Checkpoints that are kept, the newest; left out: all."""
 
 
 class RunConfig(Config):
@@ -299,7 +300,7 @@ def check_model(model: AnyModelConfig, parallel: ParallelConfig, length: int) ->
     check_divisions(model, parallel.tp)
     whole = make_model(model, TensorParallel(Axis("tp", parallel.tp)), cp=ContextParallel(Axis("cp", parallel.cp)))
     if parallel.pp > 1:
-        plan_stages(model, parallel.pp * parallel.pp_stages, num_ranks=parallel.pp, length=length)
+        plan_stages(model, parallel.pp * parallel.pp_stages_per_rank, num_ranks=parallel.pp, length=length)
         shared = list(whole.shared)
         if shared and parallel.pp_schedule == "zero_bubble":
             raise ConfigError(
@@ -321,7 +322,7 @@ def load_run_config(path: str | Path, overrides: Sequence[str]) -> RunConfig:
     Raises:
         ConfigError: naming every problem at once.
     """
-    values = apply_overrides(read_toml(path), overrides)
+    values = apply_overrides(read_config(path), overrides)
     if isinstance(values.get("model"), dict):
         values["model"] = expand_preset(values["model"])
     return parse(RunConfig, values, str(path))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from megalin.errors import StorageError
-from megalin.train.records import read_records
+from megalin.train.jsonl import read_records
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from megalin.checkpoint.agreement import on_rank_zero
 from megalin.errors import DataError
-from megalin.train.records import JsonLines
+from megalin.parallel.agreement import on_rank_zero
+from megalin.train.jsonl import JsonLines
 
 LEDGER_NAME = "ledger.jsonl"
 """Its name in the run folder."""

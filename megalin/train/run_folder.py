@@ -10,12 +10,27 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from megalin.checkpoint.agreement import on_rank_zero, rank
 from megalin.checkpoint.files import FolderInUseError, FolderLock, write_atomically
+from megalin.config import read_toml, translate_renamed
 from megalin.errors import ConfigError, StorageError
+from megalin.parallel.agreement import on_rank_zero, rank
 from megalin.train.ledger import LEDGER_NAME
 
+CONFIG_NAME = "config.toml"
+CHECKPOINTS_NAME = "checkpoints"
+
 _log = logging.getLogger(__name__)
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """`read_toml` of a config file. A run folder's own config.toml may have renamed keys, since its run wrote it.
+
+    Raises:
+        ConfigError: as `read_toml` does.
+    """
+    values, path = read_toml(path), Path(path)
+    is_saved = path.name == CONFIG_NAME and (path.parent / CHECKPOINTS_NAME).is_dir()
+    return translate_renamed(values) if is_saved else values
 
 
 class RunFolder:
@@ -42,7 +57,7 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         """Folder of checkpoints."""
-        return self.path / "checkpoints"
+        return self.path / CHECKPOINTS_NAME
 
     @property
     def metrics(self) -> Path:
@@ -62,7 +77,7 @@ class RunFolder:
     @property
     def config(self) -> Path:
         """The resolved config, as TOML."""
-        return self.path / "config.toml"
+        return self.path / CONFIG_NAME
 
     @property
     def deepspeed(self) -> Path:

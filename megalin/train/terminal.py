@@ -13,8 +13,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from megalin.train.incidents import Incidents
-from megalin.train.records import Outlet
+from megalin.train.events import Incidents
+from megalin.train.jsonl import Outlet
 
 _SHOWN = {
     "loss": "loss {:.4f}",

@@ -13,9 +13,9 @@ import pydantic
 
 from megalin.checkpoint.files import write_atomically
 from megalin.config import Config
-from megalin.data.optional import require
 from megalin.errors import ConfigError
-from megalin.train.records import Outlet
+from megalin.optional import require
+from megalin.train.jsonl import Outlet
 
 ID_FILE = "wandb_id"
 """The file of a run folder that keeps the id under which W&B knows the run."""

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from megalin.data.packing import AnyBatch, Batch, EncoderBatch, batch_to, split_tokens, take_rows
+from megalin.data.batch import AnyBatch, Batch, EncoderBatch, batch_to, split_tokens, take_rows
 from megalin.errors import ConfigError
 from megalin.model.config import AnyModelConfig, BlockConfig, EncoderConfig, ModelConfig
 from megalin.parallel.cross_entropy import IGNORED_LABEL
@@ -161,7 +161,7 @@ def make_case(
         ConfigError: a length below 1 or the model's widest window, beyond an encoder's positions, or one that the mesh
             cannot split; a size that tp does not divide; a model that cannot split its sequences.
     """
-    num_stages = parallel.pp * parallel.pp_stages
+    num_stages = parallel.pp * parallel.pp_stages_per_rank
     chosen = model if full else shrink(model, parallel.tp, parallel.cp, num_stages)
     parts = parallel.tp * parallel.cp
     length = (shrunk_length(parts) if not full else 8 * parts * 9) if length is None else length

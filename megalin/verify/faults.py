@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megalin.model.config import EncoderConfig
-from megalin.ops.split import ShardDocuments
+from megalin.ops.scans.context_parallel import ShardDocuments
 from megalin.parallel.collectives import Axis
-from megalin.parallel.context import ContextParallel, ExchangeName
+from megalin.parallel.context_parallel import ContextParallel, ExchangeName
 from megalin.parallel.linear import ColumnParallelLinear
 from megalin.parallel.mesh import Mesh
-from megalin.parallel.pipeline import PipelineParallel
+from megalin.parallel.pipeline_parallel import PipelineParallel
 from megalin.parallel.tensor_parallel import TOKENS, TensorParallel, assign, full_tensor
-from megalin.train.pipeline import Pipeline
+from megalin.train.pipeline_model import Pipeline
 from megalin.verify.case import Case
 
 

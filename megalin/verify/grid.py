@@ -79,7 +79,7 @@ def _options(tp: int, cp: int, pp: int, dp: int) -> list[dict[str, Any]]:
     if cp > 1:
         options += [{"cp_exchange": exchange} for exchange in ("ring", "pipelined")]
     if pp > 1:
-        options += [{"pp_schedule": "interleaved", "pp_stages": 2}, {"pp_schedule": "zero_bubble"}]
+        options += [{"pp_schedule": "interleaved", "pp_stages_per_rank": 2}, {"pp_schedule": "zero_bubble"}]
     if dp > 1:
         options += [{"zero": stage} for stage in ((0,) if pp > 1 else (0, 1, 2))]
     return options

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional
 from torch import Tensor, nn
 
-from megalin.data.packing import AnyBatch, EncoderBatch, batch_to
+from megalin.data.batch import AnyBatch, EncoderBatch, batch_to
 from megalin.model.build import Model, make_model
 from megalin.model.encoder import EncoderOutput
 from megalin.model.language_model import ModelOutput
@@ -21,7 +21,7 @@ from megalin.parallel.initialisation import init_weights
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.tensor_parallel import full_tensor
 from megalin.train.build import TrainedModel, build_model
-from megalin.train.pipeline import Pipeline
+from megalin.train.pipeline_model import Pipeline
 from megalin.train.step import accumulate_gradients, apply_gradients
 from megalin.verify.case import Case, make_batches, rank_batches
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from megalin.__main__ import main
-from megalin.scaling.search import for_tensors
+from megalin.planner.search import for_tensors
 
 SMALL = ["transnormerllm-385m-64k", "--gpus", "2", "--length", "1024", "--global-batch-size", "4", "--eager"]
 
@@ -56,10 +56,10 @@ def test_a_config_of_a_run_tells_how_streams_reach_products(config, capsys):
         "9",
         "--json",
     ]
-    assert main([*arguments, "--sequence-parallel", 'parallel.tp_transfer="collective"']) == 0
+    assert main([*arguments, "--sequence-parallel", 'parallel.tp_overlap="none"']) == 0
     best = json.loads(capsys.readouterr().out)["best"]
     (split,) = (layout["overrides"] for layout in best if layout["tp"] == 2)
-    assert {"parallel.sequence_parallel=true", "parallel.tp_transfer=collective"} <= set(split)
+    assert {"parallel.sequence_parallel=true", "parallel.tp_overlap=none"} <= set(split)
 
 
 def test_mixers_that_share_a_module_may_lie_in_several_entries(tmp_path, capsys):

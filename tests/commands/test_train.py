@@ -124,13 +124,13 @@ def test_all_problems_of_a_config_are_told_at_once(fails, config):
         ),
         (
             {"WORLD_SIZE": "2"},
-            ["parallel.pp=2", 'parallel.pp_transfer="copy"'],
-            'parallel.pp_transfer = "copy" needs the copy engines of GPUs, but the ranks compute on cpu',
+            ["parallel.pp=2", 'parallel.pp_transfer="symmetric_memory"'],
+            'parallel.pp_transfer = "symmetric_memory" needs the copy engines of GPUs, but the ranks compute on cpu',
         ),
         (
             {"WORLD_SIZE": "2"},
-            ["parallel.tp=2", "parallel.sequence_parallel=true", 'parallel.tp_transfer="copy"'],
-            'parallel.tp_transfer = "copy" needs the copy engines of GPUs, but the ranks compute on cpu',
+            ["parallel.tp=2", "parallel.sequence_parallel=true", 'parallel.tp_overlap="symmetric_memory"'],
+            'parallel.tp_overlap = "symmetric_memory" needs the copy engines of GPUs, but the ranks compute on cpu',
         ),
         ({"WORLD_SIZE": "3"}, ["parallel.tp=2"], "parallel.tp = 2 does not divide the number of ranks, 3"),
         (

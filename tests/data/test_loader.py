@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from megalin.data.batch import IGNORED_LABEL
 from megalin.data.blend import BlendedOrder, BlendSource, Phase
 from megalin.data.config import DataConfig
-from megalin.data.dataset import TokenDataset
+from megalin.data.datasets.token import TokenDataset
 from megalin.data.loader import Loader, ValidationLoader
 from megalin.data.order import endless
-from megalin.data.packing import IGNORED_LABEL
 from megalin.errors import ConfigError, DataError
 from tests.data.shard_files import write_by_hand
 

@@ -9,7 +9,7 @@ import pytest
 
 from megalin.config import parse
 from megalin.data.masking import Draws, MaskedSample, MaskingConfig, SpecialTokens, Vocabulary, mask, resolve_tokens
-from megalin.data.tokenizer import BytePairTrainer, ByteTokenizer, HuggingFaceTokenizer
+from megalin.data.tokenizers.tokenizer import BytePairTrainer, ByteTokenizer, HuggingFaceTokenizer
 from megalin.errors import ConfigError
 from megalin.parallel.cross_entropy import IGNORED_LABEL
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megalin.data.config import DataConfig
-from megalin.data.dataset import TokenDataset
+from megalin.data.datasets.token import TokenDataset
 from megalin.data.sources import JoinedDataset, open_training
 from tests.data.shard_files import write_by_hand
 

@@ -26,12 +26,12 @@ import torch
 from torch import Tensor
 
 from megalin.config import parse
-from megalin.export.writing import export_hf
 from megalin.generation import Sampling, generate
+from megalin.interop.weights.exporting import export_hf
 from megalin.model.config import ModelConfig
 from megalin.model.language_model import LanguageModel
 from megalin.model.presets import preset_table
-from tests.export.models import write_run
+from tests.interop.weights.models import write_run
 
 LENGTH, PROMPT, NEW_TOKENS = 300, 48, 32
 EXACT, TENSOR_CORES, LOW = 5e-5, 5e-3, 1e-1

@@ -7,12 +7,12 @@ from functools import partial
 import pytest
 import torch
 
-from megalin.ops import backend
-from megalin.ops.apex import reason_against
-from megalin.ops.causal_attention import causal_attention
+from megalin.ops.attention.causal import causal_attention
+from megalin.ops.dispatch import backend
+from megalin.ops.dispatch.apex import reason_against
 from megalin.ops.documents import WHOLE_ROWS, find_documents
-from megalin.ops.layer_norm import layer_norm, layer_norm_reference
-from megalin.ops.rms_norm import rms_norm, rms_norm_reference
+from megalin.ops.norms.layer_norm import layer_norm, layer_norm_reference
+from megalin.ops.norms.rms_norm import rms_norm, rms_norm_reference
 from megalin.parallel.process_group import process_group
 from megalin.train.config import load_run_config
 from megalin.train.loop import train

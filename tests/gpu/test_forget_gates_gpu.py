@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megalin.ops.forget_gates import forget_gates, forget_gates_reference
+from megalin.ops.gates.forget_gates import forget_gates, forget_gates_reference
 from tests.numerics import outputs_and_gradients
 from tests.ops.kernels import assert_as_good_as_the_reference
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from megalin.ops.decay_scan import decay_scan
-from megalin.ops.rms_norm import rms_norm
-from megalin.ops.srmsnorm import srmsnorm
+from megalin.ops.norms.rms_norm import rms_norm
+from megalin.ops.norms.srmsnorm import srmsnorm
+from megalin.ops.scans.fixed_decay import decay_scan
 
 ROWS, WIDTH = 2**20 + 8, 2048
 

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from megalin.data.packing import batch_to, pack, pinned
+from megalin.data.batch import batch_to, pack, pinned
 
 
 def test_pinned_batch_reaches_the_device_as_it_was():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megalin.ops.low_rank_gate import low_rank_gate, low_rank_gate_reference
+from megalin.ops.gates.low_rank_gate import low_rank_gate, low_rank_gate_reference
 from tests.numerics import outputs_and_gradients
 from tests.ops.kernels import assert_as_good_as_the_reference
 

@@ -4,7 +4,7 @@ they are for, the gradient of the frequencies over long rows in bf16."""
 import pytest
 import torch
 
-from megalin.ops.lrpe_states import enter_segments
+from megalin.ops.positions.lrpe_states import enter_segments
 from tests.layers.lrpe import frequency_gradient
 from tests.numerics import outputs_and_gradients, relative_error
 from tests.ops.kernels import assert_as_good_as_the_reference

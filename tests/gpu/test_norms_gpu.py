@@ -5,11 +5,11 @@ import functools
 import pytest
 import torch
 
-from megalin.ops import backend as backends
-from megalin.ops.gated_squares import gated_squares, gated_squares_reference
-from megalin.ops.max_norm import encoded_max_norm, encoded_max_norm_reference, max_norm, max_norm_reference
-from megalin.ops.rms_norm import rms_norm, rms_norm_reference
-from megalin.ops.srmsnorm import srmsnorm, srmsnorm_reference
+from megalin.ops.dispatch import backend as backends
+from megalin.ops.norms.gated_squares import gated_squares, gated_squares_reference
+from megalin.ops.norms.max_norm import encoded_max_norm, encoded_max_norm_reference, max_norm, max_norm_reference
+from megalin.ops.norms.rms_norm import rms_norm, rms_norm_reference
+from megalin.ops.norms.srmsnorm import srmsnorm, srmsnorm_reference
 from tests.numerics import outputs_and_gradients
 from tests.ops.kernels import assert_as_good_as_the_reference
 

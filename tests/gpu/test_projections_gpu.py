@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from megalin.ops.gated_product import gated_product, gated_product_reference
-from megalin.ops.positions import rope, rope_reference
-from megalin.ops.silu_lrpe import silu_lrpe, silu_lrpe_reference
+from megalin.ops.gates.gated_product import gated_product, gated_product_reference
+from megalin.ops.positions.encodings import rope, rope_reference
+from megalin.ops.positions.silu_lrpe import silu_lrpe, silu_lrpe_reference
 from tests.numerics import errors, outputs_and_gradients
 
 FLOOR = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megalin.ops.scaled_heads import scaled_heads, scaled_heads_reference
+from megalin.ops.gates.scaled_heads import scaled_heads, scaled_heads_reference
 from tests.numerics import outputs_and_gradients
 from tests.ops.kernels import assert_as_good_as_the_reference
 

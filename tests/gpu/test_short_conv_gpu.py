@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megalin.ops.short_conv import short_conv, short_conv_reference
+from megalin.ops.scans.short_conv import short_conv, short_conv_reference
 from tests.numerics import outputs_and_gradients
 from tests.ops.kernels import assert_as_good_as_the_reference
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megalin.ops.skip_gated_squares import skip_gated_squares, skip_gated_squares_reference
+from megalin.ops.norms.skip_gated_squares import skip_gated_squares, skip_gated_squares_reference
 from tests.numerics import outputs_and_gradients
 from tests.ops.kernels import assert_as_good_as_the_reference
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from megalin.model.language_model import LanguageModel
-from megalin.ops.causal_attention import causal_attention, kernel_for
+from megalin.ops.attention.causal import causal_attention, kernel_for
+from megalin.ops.attention.softmax import visible_in_row, visible_tokens, within_window
+from megalin.ops.attention.window import window_attention
 from megalin.ops.documents import WHOLE_ROWS, find_documents
-from megalin.ops.softmax_attention import visible_in_row, visible_tokens, within_window
-from megalin.ops.window_attention import window_attention
 from megalin.parallel.initialisation import init_weights
 from tests.cases import GLU, model
 from tests.numerics import assert_close, errors, outputs_and_gradients

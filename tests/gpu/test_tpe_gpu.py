@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megalin.ops.tpe import tpe, tpe_reference
+from megalin.ops.scans.tpe import tpe, tpe_reference
 from tests.numerics import errors, outputs_and_gradients
 
 FLOOR = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}

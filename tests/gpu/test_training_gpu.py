@@ -5,7 +5,7 @@ import torch
 
 from megalin.model.config import ModelConfig
 from megalin.model.language_model import LanguageModel
-from megalin.ops.decay_scan import decay_scan
+from megalin.ops.scans.fixed_decay import decay_scan
 from megalin.parallel.initialisation import init_weights
 
 

@@ -35,7 +35,7 @@ def hosts() -> Iterator[Hosts]:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_config(tmp_path_factory.mktemp("two_hosts"), train={"steps": STEPS}, checkpoint={"keep": 2})
+    return write_config(tmp_path_factory.mktemp("two_hosts"), train={"steps": STEPS}, checkpoint={"keep_latest": 2})
 
 
 def _whole_and_half(config: Path, folder: Path) -> None:

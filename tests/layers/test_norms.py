@@ -6,8 +6,8 @@ import torch
 from megalin.errors import ConfigError
 from megalin.layers.norms import LayerNorm, MaxNorm, RMSNorm, SRMSNorm, UncenteredLayerNorm, build_norm
 from megalin.model.language_model import LanguageModel
-from megalin.ops.max_norm import max_norm
-from megalin.ops.srmsnorm import srmsnorm
+from megalin.ops.norms.max_norm import max_norm
+from megalin.ops.norms.srmsnorm import srmsnorm
 from megalin.parallel.initialisation import init_weights
 from megalin.parallel.tensor_parallel import TensorParallel
 from tests.cases import attention, model

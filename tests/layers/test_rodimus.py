@@ -21,7 +21,7 @@ INNER = 2 * HIDDEN_SIZE
 
 def rodimus(**fields) -> Rodimus:
     """The first mixer of a model of two blocks, filled."""
-    return build(model({"sublayers": [RODIMUS | fields], "repeat": 2}, output_init="depth")).mixers()[0]
+    return build(model({"sublayers": [RODIMUS | fields], "repeat": 2}, output_init="scaled_by_depth")).mixers()[0]
 
 
 def test_initial_values_are_the_released_codes():
@@ -42,7 +42,7 @@ def test_initial_values_are_the_released_codes():
 def test_the_output_matrix_shrinks_with_the_number_of_sublayers():
     assert rodimus().out.weight.std().item() == pytest.approx(0.2 / math.sqrt(2), rel=0.05)
     glu = {"type": "glu", "intermediate_size": 200}
-    mixers = build(model({"sublayers": [RODIMUS, glu, glu], "repeat": 3}, output_init="depth")).mixers()
+    mixers = build(model({"sublayers": [RODIMUS, glu, glu], "repeat": 3}, output_init="scaled_by_depth")).mixers()
     assert mixers[1].down.weight.std().item() == pytest.approx(0.2 / 3, rel=0.05)
     assert mixers[1].up.weight.std().item() == pytest.approx(0.2, rel=0.05)
 

@@ -19,7 +19,7 @@ from megalin.layers.mixers.base import (
     State,
     renew_derived,
 )
-from megalin.ops.srmsnorm import compute_dtype
+from megalin.ops.dispatch.dtypes import compute_dtype
 from megalin.parallel.initialisation import Initializer, normal
 from megalin.parallel.linear import ColumnParallelLinear
 from megalin.parallel.tensor_parallel import local

@@ -8,10 +8,10 @@ from itertools import product
 import pytest
 import torch
 
-from megalin.data.packing import AnyBatch, Batch, EncoderBatch, split_tokens
+from megalin.data.batch import AnyBatch, Batch, EncoderBatch, split_tokens
 from megalin.model.build import Model, make_model
 from megalin.model.config import EncoderConfig
-from megalin.parallel.context import ExchangeName
+from megalin.parallel.context_parallel import ExchangeName
 from megalin.parallel.data_parallel import shard_model
 from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.parallel.tensor_parallel import full_tensor

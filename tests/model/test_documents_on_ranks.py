@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalin.data.packing import Batch, split_tokens
-from megalin.parallel.context import ExchangeName
+from megalin.data.batch import Batch, split_tokens
+from megalin.parallel.context_parallel import ExchangeName
 from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.train.build import build_model
 from tests.cases import CASES, GLU, RODIMUS, SHARED_KEY, VOCAB_SIZE, Case, model

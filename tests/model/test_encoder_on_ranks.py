@@ -11,7 +11,7 @@ from torch import Tensor
 from megalin.checkpoint.load import load, newest
 from megalin.checkpoint.save import save
 from megalin.checkpoint.tensors import weights
-from megalin.data.packing import EncoderBatch, split_tokens, take_rows
+from megalin.data.batch import EncoderBatch, split_tokens, take_rows
 from megalin.model.encoder import Encoder
 from megalin.parallel.cross_entropy import vocab_parallel_argmax
 from megalin.parallel.data_parallel import shard_model

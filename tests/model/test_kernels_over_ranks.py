@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalin.data.packing import take_rows
-from megalin.ops import backend as backends
-from megalin.parallel.context import ExchangeName
+from megalin.data.batch import take_rows
+from megalin.ops.dispatch import backend as backends
+from megalin.parallel.context_parallel import ExchangeName
 from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.parallel.tensor_parallel import full_tensor
 from tests.model.test_context_parallel import AS_INDUCTOR_CUTS, on_axis, packed, split_tokens
 from tests.numerics import assert_close
-from tests.ops.split_scans import HEADS, OPS, Case
+from tests.ops.scans.two_phase import HEADS, OPS, Case
 from tests.parallel.on_ranks import Arrays, to_arrays, to_tensors
 from tests.ranks import run_ranks
 

@@ -80,7 +80,7 @@ def _outcome(case: Case, mesh: Mesh, recompute: bool) -> dict[str, Tensor]:
 
 
 def _run(layout: Layout, folder: Path) -> tuple[int, dict[str, Arrays]]:
-    with patch.object(meshes, "open_stream_copies", stream_copies(folder)) if layout.copies else nullcontext():
+    with patch.object(meshes, "open_async_tp_buffers", stream_copies(folder)) if layout.copies else nullcontext():
         mesh = make_mesh(layout.tp, sequence_parallel=layout.sequence_parallel, shard=layout.shard)
     assert (mesh.tp.buffers is not None) == layout.copies
     return mesh.data.rank, {case.name: to_arrays(_outcome(case, mesh, layout.recompute)) for case in CASES}

@@ -23,15 +23,15 @@ SPILL_LIMIT = 16
 """Bytes of stack a thread of a kernel, above which it spills more than a pointer or two."""
 SPILLS: dict[tuple[str, str, str], int] = {
     # Faster than tiles that do not spill, by measurement: docs/benchmarks/2026-11-21-h200-kernels.md.
-    ("decay_scan", "scan_kernel", "bf16[1, 1, 32, 256]"): 168,
-    ("decay_scan", "scan_kernel", "fp32[1, 1, 32, 128]"): 344,
+    ("scans.fixed_decay", "scan_kernel", "bf16[1, 1, 32, 256]"): 168,
+    ("scans.fixed_decay", "scan_kernel", "fp32[1, 1, 32, 128]"): 344,
     # Steep decays and fp32 run rarely.
-    ("vector_decay_scan", "scores_kernel", "bf16"): 72,
-    ("vector_decay_scan", "gradients_kernel", "bf16"): 520,
-    ("vector_decay_scan", "scores_kernel", "fp32"): 1080,
-    ("vector_decay_scan", "gradients_kernel", "fp32"): 1240,
-    ("vector_decay_scan", "forward_kernel", "fp32"): 1200,
-    ("vector_decay_scan", "reverse_kernel", "fp32"): 1256,
+    ("scans.vector_decay", "scores_kernel", "bf16"): 72,
+    ("scans.vector_decay", "gradients_kernel", "bf16"): 520,
+    ("scans.vector_decay", "scores_kernel", "fp32"): 1080,
+    ("scans.vector_decay", "gradients_kernel", "fp32"): 1240,
+    ("scans.vector_decay", "forward_kernel", "fp32"): 1200,
+    ("scans.vector_decay", "reverse_kernel", "fp32"): 1256,
 }
 """(module, kernel, type of its first argument): the bytes that are known of, by Triton 3.7.1."""
 
@@ -68,8 +68,10 @@ def compile_launch(kernel, signature, constants, options, arch):
 
 
 def main(modules):
-    for name in modules or sorted(module.name for module in pkgutil.iter_modules(megalin._triton.__path__)):
-        module = importlib.import_module(f"megalin._triton.{name}")
+    prefix = "megalin._triton."
+    walked = (module.name.removeprefix(prefix) for module in pkgutil.walk_packages(megalin._triton.__path__, prefix))
+    for name in modules or sorted(walked):
+        module = importlib.import_module(prefix + name)
         for case in getattr(module, "compile_cases", list)():
             print(json.dumps({"module": name, **compile_launch(*case, arch=90)}), flush=True)
 

@@ -6,17 +6,19 @@ import pytest
 import torch
 
 from megalin.errors import KernelError, OperandError
-from megalin.ops.causal_attention import causal_attention
-from megalin.ops.decay_scan import decay_scan, decay_scan_reference, decay_step
-from megalin.ops.dense_attention import dense_attention, local_dense_attention
+from megalin.ops.attention.causal import causal_attention
+from megalin.ops.attention.dense import dense_attention, local_dense_attention
+from megalin.ops.attention.softmax import softmax_attention
+from megalin.ops.attention.window import WindowCache, window_attention
+from megalin.ops.dispatch.operands import check_operands
 from megalin.ops.documents import Documents
-from megalin.ops.gated_product import gated_product
-from megalin.ops.gated_squares import gated_squares
+from megalin.ops.gates.gated_product import gated_product
 from megalin.ops.linear_cross_entropy import VocabularySlice, fused_linear_cross_entropy
-from megalin.ops.lrpe_states import enter_segments, move_origin
-from megalin.ops.max_norm import encoded_max_norm, max_norm
-from megalin.ops.operands import check_operands
-from megalin.ops.positions import (
+from megalin.ops.norms.gated_squares import gated_squares
+from megalin.ops.norms.max_norm import encoded_max_norm, max_norm
+from megalin.ops.norms.rms_norm import rms_norm
+from megalin.ops.norms.srmsnorm import srmsnorm, srmsnorm_reference
+from megalin.ops.positions.encodings import (
     cosine_relpe,
     document_spans,
     lrpe_cosine,
@@ -24,15 +26,13 @@ from megalin.ops.positions import (
     num_tokens_in_documents,
     rope,
 )
-from megalin.ops.rms_norm import rms_norm
-from megalin.ops.scalar_decay_scan import scalar_decay_scan
-from megalin.ops.scan_states import decay_state, selected_state, tpe_state
-from megalin.ops.silu_lrpe import silu_lrpe
-from megalin.ops.softmax_attention import softmax_attention
-from megalin.ops.srmsnorm import srmsnorm, srmsnorm_reference
-from megalin.ops.tpe import tpe, tpe_step
-from megalin.ops.vector_decay_scan import vector_decay_scan, vector_decay_step
-from megalin.ops.window_attention import WindowCache, window_attention
+from megalin.ops.positions.lrpe_states import enter_segments, move_origin
+from megalin.ops.positions.silu_lrpe import silu_lrpe
+from megalin.ops.scans.fixed_decay import decay_scan, decay_scan_reference, decay_step
+from megalin.ops.scans.scalar_decay import scalar_decay_scan
+from megalin.ops.scans.states import decay_state, selected_state, tpe_state
+from megalin.ops.scans.tpe import tpe, tpe_step
+from megalin.ops.scans.vector_decay import vector_decay_scan, vector_decay_step
 
 B, T, H, K, V = 2, 5, 3, 8, 6
 WIDTH = 12

@@ -5,14 +5,14 @@ import pytest
 import torch
 from triton.runtime.errors import InterpreterError
 
-from megalin.ops import backend as backends
-from megalin.ops.gated_product import gated_product
-from megalin.ops.low_rank_gate import low_rank_gate
-from megalin.ops.positions import rope
-from megalin.ops.rms_norm import rms_norm
-from megalin.ops.short_conv import short_conv
-from megalin.ops.skip_gated_squares import skip_gated_squares
-from megalin.ops.vector_decay_scan import vector_decay_scan
+from megalin.ops.dispatch import backend as backends
+from megalin.ops.gates.gated_product import gated_product
+from megalin.ops.gates.low_rank_gate import low_rank_gate
+from megalin.ops.norms.rms_norm import rms_norm
+from megalin.ops.norms.skip_gated_squares import skip_gated_squares
+from megalin.ops.positions.encodings import rope
+from megalin.ops.scans.short_conv import short_conv
+from megalin.ops.scans.vector_decay import vector_decay_scan
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter tells addresses, a GPU does not")
 BATCH, WIDTH, KEYS, RANK = 2, 32, 6, 5
@@ -88,7 +88,7 @@ def test_passes_over_rows(length, dtype):
 
 
 def test_an_address_outside_is_told():
-    from megalin._triton import column_sums
+    from megalin._triton.dispatch import column_sums
     from tests.interpreter import checked_addresses
 
     x, y = torch.ones(3, 20), torch.empty(20)

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from megalin.errors import KernelError
-from megalin.ops import backend
+from megalin.ops.dispatch import backend
 from megalin.optim.adamw import OptimizerConfig, build_optimizer, set_learning_rate
 from megalin.optim.fused_adam import build_plain_optimizer
-from tests.ops.apex_stand_in import installing, write_apex
+from tests.ops.dispatch.apex_stand_in import installing, write_apex
 
 CPU = torch.device("cpu")
 CONFIG = OptimizerConfig(lr=0.1, betas=[0.9, 0.95], weight_decay=0.1)

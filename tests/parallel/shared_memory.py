@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalin.parallel.overlapped_products import AsyncTPBuffers
-from megalin.parallel.peer_memory import OpenMemory
+from megalin.parallel.async_tensor_parallel import AsyncTPBuffers
+from megalin.parallel.symmetric_memory import OpenMemory
 
 NUM_SIGNALS = 64
 
@@ -57,7 +57,7 @@ class SharedMemory:
 
 
 def stream_copies(folder: Path) -> Callable[..., AsyncTPBuffers]:
-    """What stands in for `open_stream_copies` on CPU ranks, with files in a folder that all of them see."""
+    """What stands in for `open_async_tp_buffers` on CPU ranks, with files in a folder that all of them see."""
     opened = 0
 
     def open_(device: torch.device, *, group: dist.ProcessGroup, timeout: timedelta) -> AsyncTPBuffers:

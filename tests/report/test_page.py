@@ -19,7 +19,7 @@ import pytest
 from megalin.errors import ConfigError, StorageError
 from megalin.report.page import POLICY, page, status, write_report
 from megalin.report.reading import read_run
-from megalin.train.evaluate import EncoderEvaluation
+from megalin.train.validation import EncoderEvaluation
 
 HOSTILE = """</pre><script>document.title = 'ran'</script><img src=x onerror="alert(1)">&lt;\x1b[31m'"]]>"""
 VOID = {"meta", "img"}

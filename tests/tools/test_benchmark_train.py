@@ -13,9 +13,9 @@ import torch
 from megalin.commands.base import model_from
 from megalin.errors import ConfigError
 from megalin.model.build import make_model
-from megalin.ops.decay_scan import decay_scan
+from megalin.ops.scans.fixed_decay import decay_scan
 from megalin.parallel.collectives import Axis
-from megalin.parallel.context import ContextParallel
+from megalin.parallel.context_parallel import ContextParallel
 from megalin.parallel.initialisation import init_weights
 from megalin.parallel.mesh import Mesh
 from tests.ranks import run_ranks
@@ -27,7 +27,7 @@ BLOCKS = "model.layers=[{repeat=3,sublayers=[{type='tnl',num_heads=4},{type='glu
 
 
 def test_every_product_of_a_step_is_recorded_with_its_layout():
-    from train_benchmarks.floor import product_flops, record
+    from train_benchmarks.roofline import product_flops, record
 
     a, b = torch.randn(6, 8), torch.randn(5, 8)
     summand, batch = torch.randn(6, 5), torch.randn(2, 3, 8)
@@ -54,7 +54,7 @@ def test_every_product_of_a_step_is_recorded_with_its_layout():
 
 
 def test_scans_and_attention_are_mixing_and_nothing_else_is():
-    from train_benchmarks.floor import MIXING
+    from train_benchmarks.roofline import MIXING
 
     mixing = ["megalin::decay_scan", "megalin::vector_decay_scan_backward", "aten::_cudnn_attention_backward"]
     others = ["megalin::linear_cross_entropy", "megalin::silu_lrpe", "aten::mm", "aten::_fused_adamw_"]
@@ -62,7 +62,7 @@ def test_scans_and_attention_are_mixing_and_nothing_else_is():
 
 
 def test_bytes_that_a_step_cannot_avoid_follow_the_rule():
-    from train_benchmarks.floor import unavoidable_bytes
+    from train_benchmarks.roofline import unavoidable_bytes
 
     model = make_model(model_from("tnl-1b", [*TINY, BLOCKS]))
     tokens, width, glu, compute = 1000, 64, 96, 2
@@ -80,7 +80,7 @@ def test_bytes_that_a_step_cannot_avoid_follow_the_rule():
 
 
 def test_depthwise_convolutions_have_no_wide_input():
-    from train_benchmarks.floor import unavoidable_bytes
+    from train_benchmarks.roofline import unavoidable_bytes
 
     block = "model.layers=[{sublayers=[{type='mamba2',head_dim=16,state_size=16}]}]"
     model = make_model(model_from("mamba2-1b", [*TINY, block]))
@@ -95,15 +95,15 @@ def test_depthwise_convolutions_have_no_wide_input():
 
 
 def test_the_floor_takes_products_at_the_lesser_of_their_times(monkeypatch):
-    from train_benchmarks import floor
+    from train_benchmarks import roofline
 
-    operand = floor.Operand((4, 4), (4, 1), torch.float32)
+    operand = roofline.Operand((4, 4), (4, 1), torch.float32)
     product = ("aten::mm", (operand, operand))
-    monkeypatch.setattr(floor, "_time_product", lambda product, count: 2.0)
-    monkeypatch.setattr(floor, "copy_bandwidth", lambda: 10.0)
+    monkeypatch.setattr(roofline, "_time_product", lambda product, count: 2.0)
+    monkeypatch.setattr(roofline, "copy_bandwidth", lambda: 10.0)
     for in_step, expected in ((5.0, 5.0), (7.0, 6.0)):
-        recorded = floor.Recorded(Counter({product: 3}), in_step, {"megalin::decay_scan": 4.0})
-        found = floor.measure_floor(recorded, 20)
+        recorded = roofline.Recorded(Counter({product: 3}), in_step, {"megalin::decay_scan": 4.0})
+        found = roofline.measure_floor(recorded, 20)
         assert found.seconds == expected + 4.0 + 2.0
         assert (found.products_alone, found.products_in_step) == (6.0, in_step)
 
@@ -116,22 +116,22 @@ def test_the_floor_takes_products_at_the_lesser_of_their_times(monkeypatch):
     ],
 )
 def test_a_family_that_a_library_lacks_is_named(library, preset, message):
-    from train_benchmarks.peers import build_peer
+    from train_benchmarks.baselines import build_peer
 
     with pytest.raises(ConfigError, match=message):
         build_peer(library, model_from(preset, []), device=torch.device("meta"))
 
 
 def test_a_library_that_is_not_installed_is_named(monkeypatch):
-    from train_benchmarks import peers
+    from train_benchmarks import baselines
 
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(baselines.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="--peer fla: fla is not installed; install it, or leave --peer out"):
-        peers.build_peer("fla", model_from("tnl-1b", []), device=torch.device("meta"))
+        baselines.build_peer("fla", model_from("tnl-1b", []), device=torch.device("meta"))
 
 
 def test_a_peer_is_of_our_sizes(monkeypatch):
-    from train_benchmarks import peers
+    from train_benchmarks import baselines
 
     seen = {}
 
@@ -139,9 +139,9 @@ def test_a_peer_is_of_our_sizes(monkeypatch):
         seen.update(sizes, num_heads=mixer.num_heads)
         return torch.nn.Linear(2, 2)
 
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setitem(peers.RECIPES, ("fla", "tnl"), recipe)
-    model = peers.build_peer("fla", model_from("tnl-1b", [*TINY, BLOCKS]), device=torch.device("meta"))
+    monkeypatch.setattr(baselines.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setitem(baselines.RECIPES, ("fla", "tnl"), recipe)
+    model = baselines.build_peer("fla", model_from("tnl-1b", [*TINY, BLOCKS]), device=torch.device("meta"))
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert seen == {
         "hidden_size": 64,
@@ -298,7 +298,7 @@ def test_rates_of_several_ranks_are_drawn_beside_one(tmp_path):
 
 def test_cosformer2_is_compared_with_itself_on_another_scan(monkeypatch):
     from train_benchmarks import fla_scan
-    from train_benchmarks.peers import is_own_model
+    from train_benchmarks.baselines import is_own_model
 
     block = "model.layers=[{sublayers=[{type='cosformer2',num_heads=4},{type='glu',intermediate_size=96}]}]"
     config = model_from("cosformer2-1b", [*TINY, block])

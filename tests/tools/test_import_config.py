@@ -6,8 +6,8 @@ import json
 import pytest
 
 from megalin.train.config import deepspeed_settings, load_run_config
-from tests.migration.test_deepspeed import ZERO3
-from tests.migration.test_megatron import SMALL
+from tests.interop.configs.test_deepspeed import ZERO3
+from tests.interop.configs.test_megatron import SMALL
 from tools import import_config
 
 SCRIPT = f"""

@@ -8,9 +8,9 @@ from unittest.mock import patch
 
 import pytest
 
-from megalin.ops import backend
+from megalin.ops.dispatch import backend
 from tests.model_runs import metrics, train_here, write_config
-from tests.ops.apex_stand_in import write_apex
+from tests.ops.dispatch.apex_stand_in import write_apex
 from tests.ranks import run_ranks
 
 STEPS = 3

@@ -18,7 +18,7 @@ from torch import Tensor
 from megalin.checkpoint.load import newest
 from megalin.checkpoint.save import save
 from megalin.checkpoint.tensors import OPTIMIZER_PREFIX
-from megalin.data.packing import Batch
+from megalin.data.batch import Batch
 from megalin.errors import ConfigError, NumericError
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.tensor_parallel import full_tensor, local

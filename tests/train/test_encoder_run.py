@@ -12,13 +12,13 @@ import torch
 
 from megalin.__main__ import main
 from megalin.config import dumps
-from megalin.data.packing import pad_rows, take_rows
+from megalin.data.batch import pad_rows, take_rows
 from megalin.errors import ConfigError
 from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.parallel.process_group import process_group
 from megalin.train.build import build_model
 from megalin.train.config import load_run_config
-from megalin.train.evaluate import evaluate
+from megalin.train.validation import evaluate
 from tests.encoder_cases import CASES, build, make_batch
 from tests.model_runs import checkpoint_tensors, documents, train_here, write_shard
 from tests.numerics import assert_close

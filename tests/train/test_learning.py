@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megalin.config import parse
-from megalin.data.packing import Batch
+from megalin.data.batch import Batch
 from megalin.model.config import ModelConfig
 from megalin.optim.adamw import OptimizerConfig, build_optimizer, set_learning_rate
 from megalin.optim.schedule import ScheduleConfig, learning_rate
@@ -16,8 +16,8 @@ from megalin.parallel.cross_entropy import IGNORED_LABEL
 from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.parallel.process_group import process_group
 from megalin.train.build import build_model
-from megalin.train.evaluate import evaluate
 from megalin.train.step import train_step
+from megalin.train.validation import evaluate
 from tests.model_runs import CPU
 
 KEYS, VALUES, PAIRS, CHUNK = 8, 8, 4, 4

@@ -62,7 +62,7 @@ def test_full_disk_is_warned_about_once(tmp_path, monkeypatch, caplog):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     ledger = Ledger(tmp_path / "ledger.jsonl", resumed_step=0)
-    monkeypatch.setattr("megalin.train.records.os.write", full)
+    monkeypatch.setattr("megalin.train.jsonl.os.write", full)
     for step in (1, 2):
         ledger.write(step, torch.zeros(2, dtype=torch.int64))
     ledger.close()

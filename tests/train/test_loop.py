@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import megalin.train.step as steps
-from megalin.data.dataset import TokenDataset
+from megalin.data.datasets.token import TokenDataset
 from megalin.data.loader import Loader
 from megalin.errors import ConfigError, DataError, NumericError
 from megalin.parallel.process_group import process_group
@@ -93,7 +93,7 @@ def test_bf16_run_follows_the_fp32_run(config, plain, tmp_path):
 
 
 def test_checkpoints_are_kept_as_asked(config, tmp_path):
-    run(config, tmp_path, "checkpoint.every_steps=5", "checkpoint.keep=2")
+    run(config, tmp_path, "checkpoint.every_steps=5", "checkpoint.keep_latest=2")
     assert steps_saved(tmp_path) == [10, 12]
 
 
@@ -153,7 +153,7 @@ def test_a_step_that_is_not_finite_ends_the_run_with_all_that_was_before(config,
         return losses * (float("nan") if count == step else 1.0), counts
 
     monkeypatch.setattr(steps, "accumulate_gradients", spoiled)
-    overrides = ["checkpoint.every_steps=3", "checkpoint.keep=9"]
+    overrides = ["checkpoint.every_steps=3", "checkpoint.keep_latest=9"]
     with pytest.raises(NumericError, match=f"step {step}: loss nan.* first in no parameter: the loss itself"):
         run(config, tmp_path, *overrides)
     assert count == step + 1  # the next one was started

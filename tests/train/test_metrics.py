@@ -137,7 +137,7 @@ def test_full_disk_warns_once_and_training_goes_on(tmp_path, caplog):
 
 @pytest.mark.parametrize("kept_bytes", [0, 5])
 def test_step_that_does_not_fit_is_taken_back_whole(tmp_path, monkeypatch, caplog, kept_bytes):
-    from megalin.train import records as module
+    from megalin.train import jsonl as module
 
     real_write, room = module.os.write, [10**6]
 

@@ -12,29 +12,29 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megalin.checkpoint.agreement import rank
 from megalin.checkpoint.load import load, newest
 from megalin.checkpoint.save import save
 from megalin.config import parse
-from megalin.data.packing import Batch
+from megalin.data.batch import Batch
 from megalin.errors import ConfigError, NumericError, OperandError
 from megalin.model.config import ModelConfig
+from megalin.model.pipeline_stages import DecoderStage
 from megalin.model.presets import load_preset
-from megalin.model.stages import DecoderStage
 from megalin.optim.adamw import OptimizerConfig, build_optimizer
+from megalin.parallel.agreement import rank
 from megalin.parallel.mesh import Mesh, ParallelConfig, check_world_size
 from megalin.parallel.tensor_parallel import local
 from megalin.train.build import build_model
 from megalin.train.config import check_launch, check_model, load_run_config
 from megalin.train.metrics import Metrics
-from megalin.train.pipeline import Pipeline
+from megalin.train.pipeline_model import Pipeline
 from megalin.train.step import train_step
 from tests.model_runs import CPU, STEPS, checkpoint_tensors, metrics, model_table, train_here, write_config
 from tests.ranks import RankFailedError, run_ranks
 
 MODEL = parse(ModelConfig, model_table(), "test")
 ON_STAGES = "parallel.pp=2"
-INTERLEAVED = ('parallel.pp_schedule="interleaved"', "parallel.pp_stages=2")
+INTERLEAVED = ('parallel.pp_schedule="interleaved"', "parallel.pp_stages_per_rank=2")
 HALF = f"train.stop_after_steps={STEPS // 2}"
 
 
@@ -148,7 +148,7 @@ def test_error_of_a_stage_keeps_its_kind():
 
 def copies_after_two_steps() -> list[list[float]]:
     """Every stage's copy of the bounds that all blocks share, two stages a rank."""
-    mesh = Mesh(ParallelConfig(pp=2, pp_schedule="interleaved", pp_stages=2), CPU)
+    mesh = Mesh(ParallelConfig(pp=2, pp_schedule="interleaved", pp_stages_per_rank=2), CPU)
     block = {"sublayers": [{"type": "hgrn2", "num_heads": 4, "chunk_size": 16}], "repeat": 5}
     config = parse(ModelConfig, model_table() | {"layers": [block]}, "test")
     model = build_model(config, mesh, compute_dtype=torch.float32, recompute=False, compile_blocks=False, seed=0)
@@ -272,10 +272,13 @@ def test_split_backward_is_refused_by_a_torch_that_loses_gradients(config: Path,
     ("values", "message"),
     [
         (
-            {"pp_schedule": "1f1b", "pp_stages": 2},
-            r'pp_stages = 2 with pp_schedule = "1f1b", which runs one stage a rank',
+            {"pp_schedule": "1f1b", "pp_stages_per_rank": 2},
+            r'pp_stages_per_rank = 2 with pp_schedule = "1f1b", which runs one stage a rank',
         ),
-        ({"pp_schedule": "interleaved"}, r'pp_stages = 1 with pp_schedule = "interleaved", which runs several stages'),
+        (
+            {"pp_schedule": "interleaved"},
+            r'pp_stages_per_rank = 1 with pp_schedule = "interleaved", which runs several stages',
+        ),
     ],
 )
 def test_stages_that_are_not_the_schedule_s_are_refused(values: dict[str, Any], message: str):

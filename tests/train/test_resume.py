@@ -14,8 +14,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megalin.checkpoint.agreement import rank
 from megalin.errors import PreemptedError
+from megalin.parallel.agreement import rank
 from megalin.train.engine import FullyShardedEngine
 from megalin.train.metrics import Metrics
 from megalin.train.step import PendingStep

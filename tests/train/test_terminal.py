@@ -11,7 +11,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from megalin.train.incidents import Incidents
+from megalin.train.events import Incidents
 from megalin.train.metrics import Metrics
 
 VALUES = {

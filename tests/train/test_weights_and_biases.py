@@ -13,9 +13,9 @@ from rich.console import Console
 
 from megalin.errors import ConfigError
 from megalin.parallel.process_group import process_group
-from megalin.train.incidents import Incidents
+from megalin.train.events import Incidents
+from megalin.train.jsonl import read_records
 from megalin.train.metrics import Metrics
-from megalin.train.records import read_records
 from tests.model_runs import CPU, train_here, write_config
 from tests.ranks import run_ranks
 

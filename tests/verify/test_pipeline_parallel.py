@@ -10,8 +10,8 @@ import torch
 from megalin.__main__ import main
 from megalin.layers.mixers.base import mixer_types
 from megalin.model.config import ModelConfig
+from megalin.model.pipeline_stages import plan_stages
 from megalin.model.presets import load_preset
-from megalin.model.stages import plan_stages
 from megalin.parallel.mesh import ParallelConfig
 from megalin.verify.case import Case, make_case
 from megalin.verify.comparison import kind
@@ -41,7 +41,9 @@ EVERY_MIXER = ("transnormer-cosine", "tnl", "hgrn2", "cosformer2", "rodimus_plus
 
 LAYOUTS = {
     2: [
-        Layout(("transnormer-cosine", "hgrn2"), {"pp_schedule": "interleaved", "pp_stages": 2}, recompute=True),
+        Layout(
+            ("transnormer-cosine", "hgrn2"), {"pp_schedule": "interleaved", "pp_stages_per_rank": 2}, recompute=True
+        ),
         Layout(("hgrn2", "sockets"), {}, recompute=True),
     ],
     4: [
@@ -51,19 +53,19 @@ LAYOUTS = {
         Layout(EVERY_MIXER, {}, dp=2),
         Layout(("cosformer2",), {"shard": 1}, dp=2),
         Layout(EVERY_MIXER, {"cp": 2}),
-        Layout(("hgrn2-fla",), {"pp_schedule": "interleaved", "pp_stages": 2}, dp=2, recompute=True),
-        Layout(("hgrn2",), {"pp": 4, "pp_schedule": "interleaved", "pp_stages": 2}),
+        Layout(("hgrn2-fla",), {"pp_schedule": "interleaved", "pp_stages_per_rank": 2}, dp=2, recompute=True),
+        Layout(("hgrn2",), {"pp": 4, "pp_schedule": "interleaved", "pp_stages_per_rank": 2}),
     ],
 }
 """By world size; pp = 2 where nothing is said."""
 SPLIT_BACKWARD = {
     2: [
-        Layout(("transnormer-cosine", "rodimus_plus"), {"pp_schedule": "zero_bubble", "pp_stages": 2}),
+        Layout(("transnormer-cosine", "rodimus_plus"), {"pp_schedule": "zero_bubble", "pp_stages_per_rank": 2}),
         Layout(("tnl", "mamba2"), {"pp_schedule": "zero_bubble"}),
     ],
     4: [
-        Layout(("transnormer",), {"tp": 2, "pp_schedule": "zero_bubble", "pp_stages": 2}),
-        Layout(("tnl",), {"pp_schedule": "zero_bubble", "pp_stages": 2}, dp=2),
+        Layout(("transnormer",), {"tp": 2, "pp_schedule": "zero_bubble", "pp_stages_per_rank": 2}),
+        Layout(("tnl",), {"pp_schedule": "zero_bubble", "pp_stages_per_rank": 2}, dp=2),
         Layout(("cosformer2",), {"cp": 2, "pp_schedule": "zero_bubble"}),
     ],
 }
@@ -81,7 +83,7 @@ def deep(row: MixerCase, layers: int) -> MixerCase:
 
 def cuts_a_block(model: ModelConfig, parallel: ParallelConfig) -> bool:
     """Whether a stage begins inside of a block."""
-    plan = plan_stages(model, parallel.pp * parallel.pp_stages, num_ranks=parallel.pp, length=LENGTH)
+    plan = plan_stages(model, parallel.pp * parallel.pp_stages_per_rank, num_ranks=parallel.pp, length=LENGTH)
     return any(plan.places[part.start][1] > 0 for part in plan.sublayers)
 
 
@@ -90,7 +92,7 @@ def mesh_case(row: MixerCase, *, dp: int = 1, recompute: bool = False, pp: int =
     blocks gives that, a block more than there are stages, so that these are uneven."""
     parallel = ParallelConfig(pp=pp, **axes)
     options: dict[str, Any] = {"dtype": "float64", "full": True, "length": LENGTH}
-    num_stages = parallel.pp * parallel.pp_stages
+    num_stages = parallel.pp * parallel.pp_stages_per_rank
     models = [deep(row, num_stages + more).model for more in (1, 0, 2, 3, 4)]
     model = next((model for model in models if cuts_a_block(model, parallel)), models[0])
     return make_case(model, parallel, data_size=dp, recompute=recompute, **options)
@@ -152,7 +154,7 @@ def test_gradients_of_weights_taken_apart_agree_with_one_process(world_size: int
 
 def test_stages_of_one_sublayer_agree_with_one_process():
     """As many stages as the model can be cut into, twice its layers: some are a GLU alone."""
-    parallel = ParallelConfig(pp=4, pp_schedule="interleaved", pp_stages=2)
+    parallel = ParallelConfig(pp=4, pp_schedule="interleaved", pp_stages_per_rank=2)
     models = [deep(row, 4).model for row in CASES if row.name in ("hgrn2", "rodimus_plus")]
     assert_agree(
         4,
@@ -181,7 +183,7 @@ def test_copies_that_differ_fail():
 def test_shrunk_model_has_a_block_more_than_stages():
     case = make_case(
         load_preset("hgrn2-1b").model,
-        ParallelConfig(pp=2, pp_schedule="interleaved", pp_stages=2),
+        ParallelConfig(pp=2, pp_schedule="interleaved", pp_stages_per_rank=2),
         data_size=1,
         dtype="float64",
         full=False,
@@ -201,9 +203,15 @@ def test_command_takes_stages():
     ("arguments", "message"),
     [
         (["--pp", "0"], "--pp 0 --tp 1 --cp 1 --dp 1: an axis has at least one rank"),
-        (["--pp", "2", "--pp-schedule", "interleaved", "--pp-stages", "1"], "which runs several stages a rank"),
+        (
+            ["--pp", "2", "--pp-schedule", "interleaved", "--pp-stages-per-rank", "1"],
+            "which runs several stages a rank",
+        ),
         (["--pp", "5", "--full", "model.layers.0.repeat=2"], "5 stages are more than the 4 that the model can be cut"),
-        (["--pp", "2", "--pp-stages", "0"], "pp_stages = 0: input should be greater than or equal to 1"),
+        (
+            ["--pp", "2", "--pp-stages-per-rank", "0"],
+            "pp_stages_per_rank = 0: input should be greater than or equal to 1",
+        ),
         (["--pp", "2", "--pp-schedule", "zero_bubble", "--recompute"], "recomputation would run"),
     ],
 )

@@ -7,7 +7,7 @@ import os
 import pytest
 from torch import Tensor
 
-from megalin.ops.backend import VARIABLE, used
+from megalin.ops.dispatch.backend import VARIABLE, used
 from megalin.parallel.embedding import VocabParallelEmbedding
 from megalin.verify.case import Case
 from megalin.verify.comparison import TensorError

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.case import Case, Function, Work
-from megalin.ops.ddts_gates import ddts_gates
-from megalin.ops.low_rank_gate import low_rank_gate, low_rank_gate_reference
-from megalin.ops.short_conv import short_conv, short_conv_reference
-from megalin.ops.srmsnorm import compute_dtype
-from megalin.ops.vector_decay_scan import vector_decay_scan, vector_decay_scan_flops, vector_decay_scan_reference
+from megalin.ops.dispatch.dtypes import compute_dtype
+from megalin.ops.gates.ddts_gates import ddts_gates
+from megalin.ops.gates.low_rank_gate import low_rank_gate, low_rank_gate_reference
+from megalin.ops.scans.short_conv import short_conv, short_conv_reference
+from megalin.ops.scans.vector_decay import vector_decay_scan, vector_decay_scan_flops, vector_decay_scan_reference
 
 BATCH, LENGTH, WIDTH, KEY, RANK, TAPS, CHECKED, CHUNK = 4, 8192, 4096, 64, 32, 4, 600, 64
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.case import Case, Function, Work
-from megalin.ops.decay_scan import decay_scan, decay_scan_flops, decay_scan_reference
+from megalin.ops.scans.fixed_decay import decay_scan, decay_scan_flops, decay_scan_reference
 
 TOKENS, HEADS, VALUE, CHECKED, CHUNK = 32768, 16, 128, 600, 64
 

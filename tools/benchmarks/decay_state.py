@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.case import Case, Function, Work
-from megalin.ops.scan_states import decay_state, decay_state_reference
+from megalin.ops.scans.states import decay_state, decay_state_reference
 
 HEADS, VALUE = 16, 128
 

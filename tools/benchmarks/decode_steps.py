@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.case import Case, Function, Inputs, Work
-from megalin.ops.decay_scan import decay_step, decay_step_reference
-from megalin.ops.vector_decay_scan import vector_decay_step, vector_decay_step_reference
+from megalin.ops.scans.fixed_decay import decay_step, decay_step_reference
+from megalin.ops.scans.vector_decay import vector_decay_step, vector_decay_step_reference
 
 STATE_BYTES, CHECKED = 2**28, 3
 """Of all rows together, far more than the cache holds."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.case import Case, Function, Work
-from megalin.ops.forget_gates import forget_gates, forget_gates_reference
+from megalin.ops.gates.forget_gates import forget_gates, forget_gates_reference
 
 ROWS, WIDTH, CHECKED = 32768, 1536, 1000
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.case import Case, Function, Work
-from megalin.ops.gated_product import Activation, gated_product, gated_product_reference
+from megalin.ops.gates.gated_product import Activation, gated_product, gated_product_reference
 
 TOKENS, CHECKED = 32768, 1000
 

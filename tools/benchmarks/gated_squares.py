@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.case import Case, Work
-from megalin.ops.gated_squares import gated_squares, gated_squares_reference
+from megalin.ops.norms.gated_squares import gated_squares, gated_squares_reference
 
 ELEMENTS = 2**26
 WIDTHS = (1024, 2048, 4096, 8192, 12288)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.case import Case, Function, Work
-from megalin.ops.low_rank_gate import low_rank_gate, low_rank_gate_reference
+from megalin.ops.gates.low_rank_gate import low_rank_gate, low_rank_gate_reference
 
 ROWS, WIDTH, RANK, CHECKED = 32768, 4096, 32, 1000
 

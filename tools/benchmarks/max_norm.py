@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.case import Case, Work
-from megalin.ops.max_norm import encoded_max_norm, encoded_max_norm_reference, max_norm, max_norm_reference
+from megalin.ops.norms.max_norm import encoded_max_norm, encoded_max_norm_reference, max_norm, max_norm_reference
 
 ELEMENTS, LENGTH = 2**26, 512
 PLAIN = ENCODED = (1024, 2048, 4096, 8192, 12288)

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from benchmarks.case import Case, Function, Work
-from megalin.ops.rms_norm import rms_norm, rms_norm_reference
+from megalin.ops.norms.rms_norm import rms_norm, rms_norm_reference
 
 ELEMENTS = 2**26
 WIDTHS = (1024, 2048, 4096, 8192)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.case import Case, Work
-from megalin.ops.positions import rope, rope_reference
+from megalin.ops.positions.encodings import rope, rope_reference
 
 BATCH, LENGTH, HEADS, KEY, CHECKED = 4, 8192, 12, 128, 1000
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.case import Case, Function, Work
-from megalin.ops.scalar_decay_scan import scalar_decay_scan, scalar_decay_scan_flops, scalar_decay_scan_reference
+from megalin.ops.scans.scalar_decay import scalar_decay_scan, scalar_decay_scan_flops, scalar_decay_scan_reference
 
 TOKENS, HEADS, KEY, VALUE, CHECKED, CHUNK = 32768, 64, 128, 64, 600, 64
 

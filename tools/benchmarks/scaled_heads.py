@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.case import Case, Function, Work
-from megalin.ops.scaled_heads import scaled_heads, scaled_heads_reference
+from megalin.ops.gates.scaled_heads import scaled_heads, scaled_heads_reference
 
 ROWS, HEADS, WIDTH, CHECKED = 32768, 64, 64, 1000
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.case import Case, Function, Work
-from megalin.ops.short_conv import ShortConvOutput, short_conv, short_conv_reference
+from megalin.ops.scans.short_conv import ShortConvOutput, short_conv, short_conv_reference
 
 BATCH, LENGTH, WIDTH, CHECKED, TAPS, DOCUMENT = 4, 8192, 4096, 1000, 4, 600
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.case import Case, Function, Work
-from megalin.ops.skip_gated_squares import skip_gated_squares, skip_gated_squares_reference
+from megalin.ops.norms.skip_gated_squares import skip_gated_squares, skip_gated_squares_reference
 
 ROWS, WIDTH, CHECKED = 32768, 4096, 1000
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.case import Case, Function, Inputs, Work
-from megalin.ops.causal_attention import causal_attention
+from megalin.ops.attention.causal import causal_attention
+from megalin.ops.attention.softmax import softmax_attention, visible_tokens, within_window
 from megalin.ops.documents import WHOLE_ROWS, Documents, find_documents
-from megalin.ops.softmax_attention import softmax_attention, visible_tokens, within_window
 
 HEADS, KEY, CHECKED = 12, 128, 1000
 SHAPES = ((4, 8192), (16, 2048), (1, 32768))

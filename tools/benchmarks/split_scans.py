@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.case import Case, Work
-from megalin.ops.decay_scan import decay_scan, decay_scan_flops, decay_scan_reference
-from megalin.ops.decay_scan_kernels import total_decay
-from megalin.ops.scalar_decay_scan import scalar_decay_scan, scalar_decay_scan_flops, scalar_decay_scan_reference
-from megalin.ops.scan_states import decay_state, selected_state
-from megalin.ops.split import SingleProcessExchange
-from megalin.ops.vector_decay_scan import vector_decay_scan, vector_decay_scan_flops, vector_decay_scan_reference
+from megalin.ops.scans.context_parallel import SingleProcessExchange
+from megalin.ops.scans.fixed_decay import decay_scan, decay_scan_flops, decay_scan_reference
+from megalin.ops.scans.fixed_decay_kernels import total_decay
+from megalin.ops.scans.scalar_decay import scalar_decay_scan, scalar_decay_scan_flops, scalar_decay_scan_reference
+from megalin.ops.scans.states import decay_state, selected_state
+from megalin.ops.scans.vector_decay import vector_decay_scan, vector_decay_scan_flops, vector_decay_scan_reference
 
 TOKENS, CHECKED, CHUNK = 32768, 600, 64
 SplitScan = Callable[..., Any]

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from benchmarks.case import Case, Work
-from megalin.ops.srmsnorm import srmsnorm, srmsnorm_reference
+from megalin.ops.norms.srmsnorm import srmsnorm, srmsnorm_reference
 
 ELEMENTS = 2**26
 WIDTHS = (64, 1024, 2048, 4096, 5120, 8192, 12288, 16384)

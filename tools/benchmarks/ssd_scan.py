@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.case import Case, Function, Work
-from megalin.ops.scalar_decay_scan import scalar_decay_scan, scalar_decay_scan_flops, scalar_decay_scan_reference
-from megalin.ops.scaled_heads import scaled_heads, scaled_heads_reference
-from megalin.ops.srmsnorm import compute_dtype
+from megalin.ops.dispatch.dtypes import compute_dtype
+from megalin.ops.gates.scaled_heads import scaled_heads, scaled_heads_reference
+from megalin.ops.scans.scalar_decay import scalar_decay_scan, scalar_decay_scan_flops, scalar_decay_scan_reference
 
 BATCH, LENGTH, HEADS, KEY, VALUE, CHECKED, CHUNK, PEER_CHUNK = 4, 8192, 64, 128, 64, 600, 64, 256
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.case import Case, Work
-from megalin.ops.tpe import tpe, tpe_reference
+from megalin.ops.scans.tpe import tpe, tpe_reference
 
 BATCH, LENGTH, WIDTH, DECAYS, CHECKED = 4, 8192, 1536, 128, 1000
 

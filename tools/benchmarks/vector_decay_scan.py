@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.case import Case, Function, Work
-from megalin.ops.vector_decay_scan import (
+from megalin.ops.scans.vector_decay import (
     vector_decay_scan,
     vector_decay_scan_flops,
     vector_decay_scan_reference,

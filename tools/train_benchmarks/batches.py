@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from megalin.data.packing import AnyBatch, Batch, EncoderBatch, batch_to, split_tokens
+from megalin.data.batch import AnyBatch, Batch, EncoderBatch, batch_to, split_tokens
 from megalin.model.config import AnyModelConfig, EncoderConfig
 from megalin.model.encoder import PREDICTED_SHARE
 from megalin.parallel.mesh import Mesh

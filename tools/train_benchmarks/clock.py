@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from megalin.train.heap import without_long_collections
+from megalin.train.garbage_collection import without_long_collections
 
 
 class Begun(NamedTuple):

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megalin.ops.decay_scan import ScanOutput
+from megalin.ops.scans.fixed_decay import ScanOutput
 
 
 @contextlib.contextmanager

@@ -16,8 +16,8 @@ from megalin import layers
 from megalin.config import Config, NestedConfigError, problems, suggest
 from megalin.layers.norms import NormKind
 from megalin.ops.documents import Documents
-from megalin.ops.split import ShardDocuments
-from megalin.parallel.context import ContextParallel, FullSequenceInfo
+from megalin.ops.scans.context_parallel import ShardDocuments
+from megalin.parallel.context_parallel import ContextParallel, FullSequenceInfo
 from megalin.parallel.data_parallel import largest_magnitudes
 from megalin.parallel.tensor_parallel import TensorParallel
 

@@ -11,8 +11,8 @@ from torch.nn import functional
 from megalin.layers.linear_attention import LinearAttentionConfig, LowRankGatedAttention
 from megalin.layers.mixers.base import BuildContext, FullPrecision, Mixer, MixerOutput, SequenceContext, State
 from megalin.layers.positions import LRPEKind
-from megalin.ops.scan_states import tpe_state
-from megalin.ops.tpe import TPEOutput, tpe, tpe_flops, tpe_step
+from megalin.ops.scans.states import tpe_state
+from megalin.ops.scans.tpe import TPEOutput, tpe, tpe_flops, tpe_step
 from megalin.parallel.initialisation import Initializer, constant
 from megalin.parallel.tensor_parallel import TensorParallel, local
 

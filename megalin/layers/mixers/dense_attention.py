@@ -21,7 +21,7 @@ from megalin.layers.mixers.base import (
     renew_derived,
 )
 from megalin.layers.norms import NormKind
-from megalin.ops.dense_attention import (
+from megalin.ops.attention.dense import (
     dense_attention,
     dense_attention_flops,
     dense_memory,
@@ -29,9 +29,9 @@ from megalin.ops.dense_attention import (
     read_memory,
     window_ids,
 )
-from megalin.ops.max_norm import encoded_max_norm, max_norm
-from megalin.ops.positions import cosine_relpe, document_spans, num_tokens_in_documents
-from megalin.ops.srmsnorm import compute_dtype
+from megalin.ops.dispatch.dtypes import compute_dtype
+from megalin.ops.norms.max_norm import encoded_max_norm, max_norm
+from megalin.ops.positions.encodings import cosine_relpe, document_spans, num_tokens_in_documents
 from megalin.parallel.initialisation import Initializer
 from megalin.parallel.linear import ColumnParallelLinear, RowParallelLinear
 

@@ -8,7 +8,7 @@ import pydantic
 from torch import Tensor
 
 from megalin.layers.mixers.base import BuildContext, Mixer, MixerConfig, MixerOutput, SequenceContext, State
-from megalin.ops.gated_product import Activation, gated_product
+from megalin.ops.gates.gated_product import Activation, gated_product
 from megalin.parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 

@@ -20,8 +20,8 @@ from megalin.layers.mixers.base import (
     State,
 )
 from megalin.layers.norms import HeadNormKind
-from megalin.ops.forget_gates import forget_gates
-from megalin.ops.vector_decay_scan import vector_decay_scan, vector_decay_scan_flops, vector_decay_step
+from megalin.ops.gates.forget_gates import forget_gates
+from megalin.ops.scans.vector_decay import vector_decay_scan, vector_decay_scan_flops, vector_decay_step
 from megalin.parallel.initialisation import Initializer, constant
 from megalin.parallel.linear import ColumnParallelLinear, NormedRowParallelLinear
 from megalin.parallel.tensor_parallel import TensorParallel, local
@@ -61,7 +61,7 @@ class HGRN2(Mixer):
     """y = norm(scan(q, 1 - f, v; log f)) W_o with q = silu(x W_q), v = x W_v, f = beta + (1 - beta) sigmoid(x W_f).
 
     Other activations of q and v, and a bias at each W, where the config says so. The scan is the vector-decay
-    recurrence with K = V = D / H. 1 - f and log f are evaluated in fp32 (ops/forget_gates.py).
+    recurrence with K = V = D / H. 1 - f and log f are evaluated in fp32 (ops/gates/forget_gates.py).
 
     Source: HGRN2 section 3, with the first bound subtracted.
     """

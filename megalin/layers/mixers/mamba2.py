@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megalin.errors import ConfigError
-from megalin.layers.entering import entering_inputs
+from megalin.layers.halo import entering_inputs
 from megalin.layers.mixers.base import (
     BuildContext,
     FullPrecision,
@@ -22,10 +22,10 @@ from megalin.layers.mixers.base import (
     State,
 )
 from megalin.layers.norms import NormKind
-from megalin.ops.scalar_decay_scan import scalar_decay_scan, scalar_decay_scan_flops, scalar_decay_step
-from megalin.ops.scaled_heads import scaled_heads
-from megalin.ops.short_conv import short_conv
-from megalin.ops.srmsnorm import compute_dtype
+from megalin.ops.dispatch.dtypes import compute_dtype
+from megalin.ops.gates.scaled_heads import scaled_heads
+from megalin.ops.scans.scalar_decay import scalar_decay_scan, scalar_decay_scan_flops, scalar_decay_step
+from megalin.ops.scans.short_conv import short_conv
 from megalin.parallel.initialisation import Initializer, constant, normal, uniform
 from megalin.parallel.linear import ColumnParallelLinear, NormedRowParallelLinear
 from megalin.parallel.tensor_parallel import TensorParallel, local

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from megalin.layers.entering import entering_inputs
+from megalin.layers.halo import entering_inputs
 from megalin.layers.mixers.base import (
     BuildContext,
     FullPrecision,
@@ -23,10 +23,10 @@ from megalin.layers.mixers.base import (
 )
 from megalin.layers.norms import NormKind
 from megalin.layers.short_conv import ShortConv
-from megalin.ops.ddts_gates import ddts_gates
-from megalin.ops.low_rank_gate import low_rank_gate
-from megalin.ops.srmsnorm import compute_dtype
-from megalin.ops.vector_decay_scan import vector_decay_scan, vector_decay_scan_flops, vector_decay_step
+from megalin.ops.dispatch.dtypes import compute_dtype
+from megalin.ops.gates.ddts_gates import ddts_gates
+from megalin.ops.gates.low_rank_gate import low_rank_gate
+from megalin.ops.scans.vector_decay import vector_decay_scan, vector_decay_scan_flops, vector_decay_step
 from megalin.parallel.initialisation import Initializer, constant, uniform
 from megalin.parallel.linear import ColumnParallelLinear, NormedRowParallelLinear
 from megalin.parallel.tensor_parallel import TensorParallel, local
@@ -77,7 +77,7 @@ class Rodimus(Mixer):
     """y = RMSNorm((o + D x') silu(g)) W_out of width m = 2 D, with no channel mixer beside it.
 
         [x | g] = X W_fc,  x' = conv(x),  [q | k] = x' W_qk,  [a | t] = x' W_gates + b
-        log alpha, k^ = gates(a, t, k) (ops/ddts_gates.py),  v^ = sigmoid(x W_1 W_2 + b_2) x
+        log alpha, k^ = gates(a, t, k) (ops/gates/ddts_gates.py),  v^ = sigmoid(x W_1 W_2 + b_2) x
         o = scan(q, k^, v^; log alpha) / sqrt(n), one head with K = n and V = m
 
     Tensor parallel over m, by any divisor. The 4 n numbers behind q, k, a, t and the l of x W_1 contract over m, so

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from megalin.errors import ConfigError
-from megalin.layers.entering import entering_inputs
+from megalin.layers.halo import entering_inputs
 from megalin.layers.mixers.base import BuildContext, Mixer, MixerConfig, MixerOutput, SequenceContext, State
 from megalin.layers.norms import NormKind
+from megalin.ops.attention.window import WindowCache, window_attention, window_attention_flops
 from megalin.ops.documents import WHOLE_ROWS, Documents
-from megalin.ops.positions import rope
-from megalin.ops.window_attention import WindowCache, window_attention, window_attention_flops
+from megalin.ops.positions.encodings import rope
 from megalin.parallel.initialisation import Initializer, normal
 from megalin.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalin.parallel.tensor_parallel import local

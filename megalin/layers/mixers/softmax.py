@@ -11,14 +11,14 @@ from torch import Tensor
 
 from megalin.errors import ConfigError
 from megalin.layers.mixers.base import BuildContext, Mixer, MixerConfig, MixerOutput, SequenceContext, State
-from megalin.ops.causal_attention import AttentionBackend, causal_attention, check_backend
-from megalin.ops.positions import rope
-from megalin.ops.softmax_attention import (
+from megalin.ops.attention.causal import AttentionBackend, causal_attention, check_backend
+from megalin.ops.attention.softmax import (
     softmax_attention,
     softmax_attention_flops,
     visible_in_row,
     visible_tokens,
 )
+from megalin.ops.positions.encodings import rope
 from megalin.parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 

@@ -1,0 +1,1 @@
+"""Tile choice, tensor descriptors and reductions, shared by the Triton kernels."""

@@ -1,0 +1,1 @@
+"""Triton kernels of megalin.ops.scans."""

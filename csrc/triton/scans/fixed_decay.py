@@ -1,0 +1,287 @@
+"""Linear recurrence with a fixed scalar decay a head or none: one scan kernel gives o, dq, dk and dv.
+
+    o_t = sum_{j <= t} e^{-s (t - j)} (q_t . k_j) v_j + e^{-s (t + 1)} S_0^T q_t
+
+    dq = scan(do, v, k) with the states transposed,    dk = scan(v, do, q), dv = scan(k, q, do) from the end
+
+A sequence is cut into blocks, as many as fill the chip. A block goes over its chunks of C tokens with its state in
+registers. The states that enter blocks are formed first: what each block adds (block_state_kernel), folded over
+the blocks (fold_kernel). A scan from the end swaps two factors of every token: the decay from the start of its chunk,
+e^{-s (i + 1)}, and to the end of its chunk, e^{-s (n - 1 - i)}.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import triton
+import triton.language as tl
+from megalin._triton.dispatch.tiles import aligned, tiled
+from megalin._triton.dispatch.tuning import choose
+from megalin._triton.scans.fixed_decay_sweep import block_state_kernel, fold_kernel, scan_kernel
+
+
+class FixedDecayTiles(NamedTuple):
+    """How a scan over `value` columns is cut and run."""
+
+    chunk: int
+    value: int
+    warps: int
+    stages: int
+
+
+PROGRAMS = 264
+"""Programs of scan_kernel that fill the chip: 132 processors, two each; of block_state_kernel twice as many."""
+
+
+def _tiles(key: int, value: int, dtype: torch.dtype) -> FixedDecayTiles:
+    """Of scan_kernel."""
+    if dtype != torch.bfloat16:
+        return FixedDecayTiles(chunk=32, value=32, warps=4, stages=1)
+    width = min(64, max(16, triton.next_power_of_2(value)))
+    if key > 128:
+        return FixedDecayTiles(chunk=32, value=width, warps=4, stages=2)
+    return FixedDecayTiles(chunk=64, value=width, warps=4, stages=3)
+
+
+def _candidates(key: int, value: int, dtype: torch.dtype) -> list[FixedDecayTiles]:
+    """Of scan_kernel on chips without a measured table, the one that needs least first."""
+    width = min(64, max(16, triton.next_power_of_2(value)))
+    least = 16 if dtype != torch.bfloat16 and key > 128 else 32
+    found = [FixedDecayTiles(chunk=least, value=min(width, least), warps=4, stages=1)]
+    if dtype == torch.bfloat16:
+        found.append(FixedDecayTiles(chunk=32, value=width, warps=4, stages=2))
+        if key <= 128:  # wider tiles of more keys spill kilobytes, and take minutes to compile
+            found += [
+                FixedDecayTiles(chunk=64, value=width, warps=8, stages=2),
+                FixedDecayTiles(chunk=64, value=width, warps=4, stages=3),
+            ]
+    return found
+
+
+def state_tiles(key: int, value: int, dtype: torch.dtype) -> FixedDecayTiles:
+    """Of block_state_kernel."""
+    if dtype != torch.bfloat16:
+        return _tiles(key, value, dtype)
+    width = min(64, max(16, triton.next_power_of_2(value)))
+    return FixedDecayTiles(chunk=64, value=width, warps=4 if key <= 128 else 8, stages=2)
+
+
+def num_blocks(rows: int) -> int:
+    """Blocks into which a sequence is cut, for `rows` = batch x heads; independent of its length."""
+    return max(1, PROGRAMS // (2 * rows))
+
+
+def num_parts(rows: int, slots: int) -> int:
+    """Parts of a block that form their states side by side."""
+    return 1 if slots == 1 else min(4, max(1, PROGRAMS // (rows * max(1, slots - 1))))
+
+
+def _block_tokens(length: int, slots: int, parts: int) -> int:
+    return triton.cdiv(triton.cdiv(length, slots), 64 * parts) * 64 * parts if slots > 1 else length
+
+
+def numbers(dtype: torch.dtype) -> dict[str, object]:
+    """Operands of products: bf16 as it is; fp16, whose range states leave, and fp32 through fp32 operands."""
+    if dtype == torch.bfloat16:
+        return {"OPERAND": tl.bfloat16, "PRECISION": "ieee"}
+    return {"OPERAND": tl.float32, "PRECISION": "tf32x3"}
+
+
+class LaunchSequence(NamedTuple):
+    """What the launches of one op share."""
+
+    slopes: Tensor | None  # [H] fp32
+    documents: Tensor | None  # [B, T]
+    length: int
+    heads: int
+    slots: int
+    parts: int
+    block_tokens: int
+
+    @property
+    def blocks(self) -> int:
+        return triton.cdiv(self.length, self.block_tokens)
+
+    def parts_of(self, k: Tensor, v: Tensor, *, reverse: bool, last: bool = False) -> Tensor | None:
+        """What each part adds to the state [B, H, parts, K, V] fp32, but for those of the last block in the direction
+        unless `last`; None where that leaves none."""
+        if self.blocks == 1 and not last:
+            return None
+        batch, key, value = k.shape[0], k.shape[3], v.shape[3]
+        total, skipped = self.blocks * self.parts, 0 if last else self.parts
+        added = k.new_empty(batch, self.heads, total, key, value, dtype=torch.float32)
+        tiles, width = state_tiles(key, value, v.dtype), max(16, triton.next_power_of_2(key))
+        block_state_kernel[batch * self.heads * triton.cdiv(value, tiles.value), total - skipped](
+            tiled(k, tiles.chunk, width), tiled(v, tiles.chunk, tiles.value), self.slopes, self.documents, added,
+            self.length, self.heads, total, self.block_tokens // self.parts, skipped if reverse else 0, KEY=key,
+            VALUE=value, DECAY=self.slopes is not None, DOCUMENTS=self.documents is not None, REVERSE=reverse,
+            C=tiles.chunk, BLOCK_KEY=width, BLOCK_VALUE=tiles.value, **numbers(v.dtype), num_warps=tiles.warps,
+            num_stages=tiles.stages,
+        )  # fmt: skip
+        return added
+
+    def states(self, parts: Tensor | None, boundary: Tensor | None, *, reverse: bool) -> Tensor | None:
+        """States entering the blocks [B, H, slots, K, V] fp32; `boundary` [B, H, K, V] itself for one block."""
+        if self.blocks == 1 or parts is None:
+            return boundary
+        batch, heads, _, *sizes = parts.shape
+        states = parts.new_empty(batch, heads, self.slots, *sizes)
+        self._fold(parts, states, boundary, reverse=reverse, whole=False)
+        return states
+
+    def total(self, parts: Tensor, *, reverse: bool) -> Tensor:
+        """What all parts together add to the state [B, H, K, V] fp32."""
+        total = torch.empty_like(parts[:, :, 0])
+        self._fold(parts, total, None, reverse=reverse, whole=True)
+        return total
+
+    def _fold(self, parts: Tensor, states: Tensor, boundary: Tensor | None, *, reverse: bool, whole: bool) -> None:
+        batch, heads, _, key, value = parts.shape
+        fold_kernel[batch * heads * triton.cdiv(key * value, 1024),](
+            parts, states, boundary, self.slopes, self.documents, self.length, self.heads, self.slots, self.blocks,
+            self.block_tokens // self.parts, SIZE=key * value, DECAY=self.slopes is not None,
+            DOCUMENTS=self.documents is not None, REVERSE=reverse, BOUNDARY=boundary is not None, WHOLE=whole,
+            PARTS=self.parts, BLOCK=1024, num_warps=4,
+        )  # fmt: skip
+
+    def scan(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        states: Tensor | None,
+        leaving: Tensor | None,
+        *,
+        reverse: bool = False,
+        transposed: bool = False,
+    ) -> Tensor:
+        """scan(q, k, v) like v, contiguous."""
+        batch, key, value = k.shape[0], k.shape[3], v.shape[3]
+        o = v.new_empty(v.shape)
+        width = max(16, triton.next_power_of_2(key))
+
+        def launch(tiles: FixedDecayTiles) -> None:
+            scan_kernel[batch * self.heads * triton.cdiv(value, tiles.value), self.blocks](
+                *(tiled(x, tiles.chunk, width) for x in (q, k)), *(tiled(x, tiles.chunk, tiles.value) for x in (v, o)),
+                self.slopes, self.documents, states, leaving, self.length, self.heads,
+                1 if self.blocks == 1 else self.slots, self.block_tokens, KEY=key, VALUE=value,
+                DECAY=self.slopes is not None, DOCUMENTS=self.documents is not None, REVERSE=reverse,
+                TRANSPOSED=transposed, ENTERING=states is not None, LEAVING=leaving is not None, C=tiles.chunk,
+                BLOCK_KEY=width, BLOCK_VALUE=tiles.value, **numbers(v.dtype), num_warps=tiles.warps,
+                num_stages=tiles.stages,
+            )  # fmt: skip
+
+        recorded, shape = _tiles(key, value, v.dtype), f"{width} {triton.next_power_of_2(value)} {v.dtype}"
+        launch(choose("decay_scan", shape, recorded, _candidates(key, value, v.dtype), launch))
+        return o
+
+
+def _sequence(shape: torch.Size, slopes: Tensor | None, documents: Tensor | None) -> LaunchSequence:
+    batch, length, heads = shape[:3]
+    slots = num_blocks(batch * heads)
+    parts = num_parts(batch * heads, slots)
+    return LaunchSequence(slopes, documents, length, heads, slots, parts, _block_tokens(length, slots, parts))
+
+
+def saved_shape(batch: int, length: int, heads: int, key: int, value: int) -> tuple[int, int, int, int, int]:
+    """[B, H, slots, K, V] of the states that forward keeps for backward: none for one block."""
+    sequence = _sequence(torch.Size((batch, length, heads)), None, None)
+    return batch, heads, sequence.slots if sequence.blocks > 1 else 0, key, value
+
+
+def parts_shape(
+    batch: int, length: int, heads: int, key: int, value: int, *, reverse: bool
+) -> tuple[int, int, int, int, int]:
+    """[B, H, parts, K, V] of the parts that `begin` forms."""
+    sequence = _sequence(torch.Size((batch, length, heads)), None, None)
+    return batch, heads, sequence.blocks * sequence.parts, key, value
+
+
+def begin(
+    k: Tensor, v: Tensor, slopes: Tensor | None, documents: Tensor | None, *, reverse: bool
+) -> tuple[Tensor, Tensor]:
+    """What the tokens add to the state that enters them [B, H, K, V] fp32, and what each part does, for `forward`;
+    `reverse`, of q and do: to the gradient of the state that leaves them, for `backward`."""
+    sequence = _sequence(k.shape, slopes, documents)
+    parts = sequence.parts_of(aligned(k), aligned(v), reverse=reverse, last=True)
+    assert parts is not None
+    return sequence.total(parts, reverse=reverse), parts
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    initial: Tensor | None,
+    documents: Tensor | None,
+    parts: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k [B, T, H, K], v [B, T, H, V], slopes [H] and initial [B, H, K, V] fp32, documents [B, T], `parts` as `begin`
+    gives them -> o, the last state, and the states that enter blocks, of `saved_shape`."""
+    sequence = _sequence(k.shape, slopes, documents)
+    q, k, v = aligned(q), aligned(k), aligned(v)
+    (batch, length, heads, key), value = k.shape, v.shape[3]
+    parts = sequence.parts_of(k, v, reverse=False) if parts is None else parts
+    states = sequence.states(parts, initial, reverse=False)
+    leaving = k.new_empty(batch, heads, key, value, dtype=torch.float32)
+    o = sequence.scan(q, k, v, states, leaving)
+    if states is None or sequence.blocks == 1:
+        states = leaving.new_empty(saved_shape(batch, length, heads, key, value))
+    return o, leaving, states
+
+
+def backward(
+    do: Tensor,
+    d_leaving: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    initial: Tensor | None,
+    documents: Tensor | None,
+    states: Tensor,
+    parts: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """-> dq, dk, dv, and the gradient [B, H, K, V] fp32 of `initial`; `states` as forward gave them, `parts` as `begin`
+    gives them."""
+    sequence = _sequence(k.shape, slopes, documents)
+    do, q, k, v = aligned(do), aligned(q), aligned(k), aligned(v)
+    dq = sequence.scan(do, v, k, initial if sequence.blocks == 1 else states, None, transposed=True)
+    parts = sequence.parts_of(q, do, reverse=True) if parts is None else parts
+    gradients = sequence.states(parts, d_leaving, reverse=True)
+    d_initial = k.new_empty(k.shape[0], k.shape[2], k.shape[3], v.shape[3], dtype=torch.float32)
+    dk = sequence.scan(v, do, q, gradients, None, reverse=True, transposed=True)
+    dv = sequence.scan(k, q, do, gradients, d_initial, reverse=True)
+    return dq, dk, dv, d_initial
+
+
+def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]]:
+    """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
+    cases: list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]] = []
+    integers = ("length", "heads", "slots", "block_tokens", "parts", "part_tokens", "skipped")
+    launches = itertools.product(
+        ((block_state_kernel, state_tiles), (scan_kernel, _tiles)),
+        ((128, torch.bfloat16), (256, torch.bfloat16), (128, torch.float32)),
+        (True, False),
+    )
+    for (kernel, table), (key, dtype), decay in launches:
+        value, tiles, name = 128, table(key, 128, dtype), "bf16" if dtype == torch.bfloat16 else "fp32"
+        types = dict.fromkeys(("q_tiles", "k_tiles"), f"tensordesc<{name}[1, 1, {tiles.chunk}, {key}]>")
+        types |= dict.fromkeys(("v_tiles", "o_tiles"), f"tensordesc<{name}[1, 1, {tiles.chunk}, {tiles.value}]>")
+        types |= dict.fromkeys(("added_ptr", "entering_ptr", "leaving_ptr", "slopes_ptr"), "*fp32")
+        types |= dict.fromkeys(integers, "i32")
+        constants = {"KEY": key, "VALUE": value, "DECAY": decay, "DOCUMENTS": False, "C": tiles.chunk}
+        constants |= {"BLOCK_KEY": key, "BLOCK_VALUE": tiles.value, **numbers(dtype), "ENTERING": True}
+        constants |= {"documents_ptr": None} | ({} if decay else {"slopes_ptr": None})
+        for reverse in (False, True):
+            switches = {"REVERSE": reverse, "TRANSPOSED": reverse, "LEAVING": not reverse}
+            chosen = {name: x for name, x in {**constants, **switches}.items() if name in kernel.arg_names}
+            signature = {name: x for name, x in types.items() if name in kernel.arg_names and name not in chosen}
+            cases.append((kernel, signature, chosen, {"num_warps": tiles.warps, "num_stages": tiles.stages}))
+    return cases

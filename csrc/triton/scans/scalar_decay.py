@@ -1,0 +1,333 @@
+"""Linear recurrence with a data-dependent scalar decay a token and head (Mamba-2): states pass along in registers.
+
+    S_t = e^{g_t} S_{t-1} + k_t v_t^T,    o_t = S_t^T q_t
+
+A sequence is cut into blocks, as many as fill the chip. A block goes over its chunks of C tokens with its state in
+registers; the states that enter blocks are formed first: what each part of a block adds (state_kernel), folded over
+the parts (fold_kernel). dv = scan(k, q, do) from the end, where decays from a chunk's start and to its end swap.
+From the states between the chunks of both directions, formed again, scalar_decay_gradient.py sums dq, dk and dg.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import triton
+from megalin._triton.dispatch.tiles import aligned, tiled
+from megalin._triton.scans.scalar_decay_chunk import (
+    Decays,
+    ScalarDecayTiles,
+    chunk_of,
+    constants,
+    decays,
+    empty_decays,
+    gradient_chunk_of,
+    launches,
+    power,
+)
+from megalin._triton.scans.scalar_decay_gradient import key_gradients
+from megalin._triton.scans.scalar_decay_sweep import fold_kernel, scan_kernel, state_kernel, total_kernel
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+PROGRAMS = 264
+"""Programs of scan_kernel that fill the chip: 132 processors, two each; of state_kernel twice as many."""
+
+
+def _state_tiles(key: int, value: int, dtype: torch.dtype) -> ScalarDecayTiles:
+    """Of state_kernel over chunks of scans."""
+    if dtype != torch.bfloat16:
+        return ScalarDecayTiles(min(32, power(value)), 4, 1)
+    return ScalarDecayTiles(min(64, power(value)), 4, 3 if key <= 128 else 2)
+
+
+def _wide_state_tiles(key: int, value: int, dtype: torch.dtype) -> ScalarDecayTiles:
+    """Of state_kernel over chunks of gradients."""
+    tiles = _state_tiles(key, value, dtype)
+    return tiles._replace(stages=min(2, tiles.stages))
+
+
+def _tiles(key: int, value: int, dtype: torch.dtype) -> ScalarDecayTiles:
+    """Of scan_kernel."""
+    if dtype != torch.bfloat16:
+        return ScalarDecayTiles(min(32, power(value)), 8, 1)
+    return ScalarDecayTiles(min(64, power(value)), 4, 2)
+
+
+def _num_slots(rows: int) -> int:
+    """Blocks into which a sequence is cut, for `rows` = batch x heads; independent of its length."""
+    return max(1, PROGRAMS // rows)
+
+
+def _num_parts(rows: int, slots: int) -> int:
+    """Parts of a block that form their states side by side."""
+    return min(4, max(1, 2 * PROGRAMS // (rows * max(1, slots - 1))))
+
+
+def _part_tokens(length: int, slots: int, parts: int) -> int:
+    return triton.cdiv(triton.cdiv(length, slots), parts * 128) * 128 if slots > 1 else length
+
+
+class Parts(NamedTuple):
+    """What each part of a sequence adds to the state [B, H, parts, K, V], and the decay through it [B, H, parts]."""
+
+    added: Tensor
+    passed: Tensor
+
+    def total(self, *, reverse: bool) -> tuple[Tensor, Tensor]:
+        """Of all of them together: [B, H, K, V] and [B, H]."""
+        batch, heads, parts, key, value = self.added.shape
+        added, passed = self.added.new_empty(batch, heads, key, value), self.passed.new_empty(batch, heads)
+        total_kernel[batch * heads * triton.cdiv(key * value, 1024),](
+            *self, added, passed, parts, SIZE=key * value, REVERSE=reverse, BLOCK=1024, num_warps=4
+        )
+        return added, passed
+
+
+class ScalarScan(NamedTuple):
+    """What the launches of one op share: blocks of `parts` parts of `part_chunks` chunks."""
+
+    decays: Decays
+    documents: Tensor | None  # [B, T]
+    length: int
+    chunk: int
+    slots: int
+    parts: int
+    part_chunks: int
+
+    @property
+    def chunks(self) -> int:
+        return self.decays.through.shape[2]
+
+    @property
+    def block_chunks(self) -> int:
+        return self.part_chunks * self.parts
+
+    @property
+    def blocks(self) -> int:
+        return triton.cdiv(self.chunks, self.block_chunks)
+
+    def factors(self, *, reverse: bool) -> tuple[Tensor, Tensor]:
+        """Decays from the start and to the end of a chunk, in the direction of a scan."""
+        pair = self.decays.from_start, self.decays.to_end
+        return pair[::-1] if reverse else pair
+
+    def tiled(self, *tensors: Tensor, width: int) -> list[TensorDescriptor]:
+        return [tiled(x, self.chunk, width) for x in tensors]
+
+    def sums(self, k: Tensor, v: Tensor, *, reverse: bool, last: bool = False) -> Parts | None:
+        """Of each part, but for those of the last block to be passed unless `last`; None where that leaves none."""
+        if self.blocks == 1 and not last:
+            return None
+        (batch, _, heads, value), key = v.shape, k.shape[3]
+        parts, skipped = self.blocks * self.parts, 0 if last else self.parts
+        added = v.new_empty(batch, heads, parts, key, value, dtype=torch.float32)
+        found = Parts(added, added.new_empty(batch, heads, parts))
+        tiles = _state_tiles(key, value, v.dtype)
+        self._launch(k, v, tiles, parts - skipped, None, None, found, skipped if reverse else 0, reverse=reverse)
+        return found
+
+    def keep(self, k: Tensor, v: Tensor, entering: Tensor | None, kept: Tensor) -> None:
+        """The states that enter chunks go to `kept`, from those `entering` the blocks."""
+        key, value = k.shape[3], v.shape[3]
+        tiles = _wide_state_tiles(key, value, v.dtype)
+        states = TensorDescriptor.from_tensor(kept, [1, tiles.value, power(key)])
+        self._launch(k, v, tiles, self.blocks, entering, states, None, 0, reverse=False)
+
+    def _launch(
+        self,
+        k: Tensor,
+        v: Tensor,
+        tiles: ScalarDecayTiles,
+        programs: int,
+        entering: Tensor | None,
+        states: TensorDescriptor | None,
+        found: Parts | None,
+        skipped: int,
+        *,
+        reverse: bool,
+    ) -> None:
+        """state_kernel over parts where they are to be found, over blocks where their states are kept."""
+        (batch, _, heads, value), (key_heads, key) = v.shape, k.shape[2:]
+        parts, part_chunks = (1 if self.blocks == 1 else self.slots), self.block_chunks
+        if found is not None:
+            parts, part_chunks = self.blocks * self.parts, self.part_chunks
+        state_kernel[batch * heads * triton.cdiv(value, tiles.value), programs](
+            *self.tiled(k, width=power(key)), *self.tiled(v, width=tiles.value), self.factors(reverse=reverse)[1],
+            self.decays.through, entering, states, *(found or (None, None)), heads, heads // key_heads, self.chunks,
+            parts, part_chunks, skipped, REVERSE=reverse, ENTERING=entering is not None, KEPT=found is None,
+            **constants(state_kernel, key, value, v.dtype, tiles, self.chunk),
+        )  # fmt: skip
+
+    def entering(self, found: Parts | None, boundary: Tensor | None, *, reverse: bool) -> Tensor | None:
+        """States entering the blocks [B, H, slots, K, V] fp32; `boundary` [B, H, K, V] itself for one block."""
+        if self.blocks == 1 or found is None:
+            return boundary
+        batch, heads, _, key, value = found.added.shape
+        states = found.added.new_empty(batch, heads, self.slots, key, value)
+        fold_kernel[batch * heads * triton.cdiv(key * value, 1024),](
+            *found, boundary, states, self.slots, self.blocks, SIZE=key * value, REVERSE=reverse,
+            BOUNDARY=boundary is not None, PARTS=self.parts, BLOCK=1024, num_warps=4,
+        )  # fmt: skip
+        return states
+
+    def scan(
+        self, q: Tensor, k: Tensor, v: Tensor, entering: Tensor | None, *, reverse: bool, kept: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """o like v, contiguous, and the state after the last block."""
+        (batch, _, heads, value), (key_heads, key) = v.shape, k.shape[2:]
+        o = v.new_empty(v.shape)
+        leaving = v.new_empty(batch, heads, key, value, dtype=torch.float32)
+        tiles = _tiles(key, value, v.dtype)
+        states = None if kept is None else TensorDescriptor.from_tensor(kept, [1, tiles.value, power(key)])
+        scan_kernel[batch * heads * triton.cdiv(value, tiles.value), self.blocks](
+            *self.tiled(q, k, width=power(key)), *self.tiled(v, o, width=tiles.value), self.decays.sums,
+            *self.factors(reverse=reverse), self.decays.through, self.documents, entering, states, leaving, self.length,
+            heads, heads // key_heads, self.chunks, 1 if self.blocks == 1 else self.slots, self.block_chunks,
+            DOCUMENTS=self.documents is not None, REVERSE=reverse, ENTERING=entering is not None,
+            KEPT=kept is not None, **constants(scan_kernel, key, value, v.dtype, tiles, self.chunk),
+        )  # fmt: skip
+        return o, leaving
+
+
+def _cut(v: Tensor) -> tuple[int, int, int]:
+    """Slots for blocks, parts of a block, tokens of a part."""
+    batch, length, heads = v.shape[:3]
+    slots = _num_slots(batch * heads)
+    parts = _num_parts(batch * heads, slots)
+    return slots, parts, _part_tokens(length, slots, parts)
+
+
+def _scan(v: Tensor, found: Decays, documents: Tensor | None, chunk: int) -> ScalarScan:
+    slots, parts, part_tokens = _cut(v)
+    return ScalarScan(found, documents, v.shape[1], chunk, slots, parts, triton.cdiv(part_tokens, chunk))
+
+
+def _decays(k: Tensor, v: Tensor, g: Tensor, documents: Tensor | None) -> Decays:
+    return decays(g, documents, chunk_of(k.shape[3], v.dtype), exact=v.dtype == torch.float32)
+
+
+def saved_shape(k: Tensor, v: Tensor) -> tuple[int, int, int, int, int]:
+    """[B, H, slots, K, V] of the states that forward keeps for backward: none for one block."""
+    slots, parts, part_tokens = _cut(v)
+    return v.shape[0], v.shape[2], slots if v.shape[1] > parts * part_tokens else 0, k.shape[3], v.shape[3]
+
+
+def handed_over(k: Tensor, v: Tensor, g: Tensor) -> tuple[Decays, Parts]:
+    """What `begin` hands over, uninitialised."""
+    chunk = chunk_of(k.shape[3], v.dtype)
+    scan = _scan(v, empty_decays(g, chunk, exact=v.dtype == torch.float32), None, chunk)
+    passed = v.new_empty(v.shape[0], v.shape[2], scan.blocks * scan.parts, dtype=torch.float32)
+    return scan.decays, Parts(passed.new_empty(*passed.shape, k.shape[3], v.shape[3]), passed)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial: Tensor | None, documents: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k [B, T, H or 1, K], v [B, T, H, V], g [B, T, H] and initial [B, H, K, V] fp32, documents [B, T], the last
+    three contiguous -> o like v, the last state, and the states that enter blocks, of `saved_shape`."""
+    q, k, v = aligned(q), aligned(k), aligned(v)
+    found = _decays(k, v, g, documents)
+    parts = _scan(v, found, documents, chunk_of(k.shape[3], v.dtype)).sums(k, v, reverse=False)
+    return finish(q, k, v, initial, documents, found, parts)
+
+
+def begin(k: Tensor, v: Tensor, g: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor, Decays, Parts]:
+    """The first half of `forward`, which needs no state: the state that the tokens leave behind when they start from
+    zero [B, H, K, V], the decay through them [B, H], and what `finish` takes."""
+    k, v = aligned(k), aligned(v)
+    found = _decays(k, v, g, documents)
+    parts = _scan(v, found, documents, chunk_of(k.shape[3], v.dtype)).sums(k, v, reverse=False, last=True)
+    assert parts is not None
+    return *parts.total(reverse=False), found, parts
+
+
+def finish(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    initial: Tensor | None,
+    documents: Tensor | None,
+    found: Decays,
+    parts: Parts | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `forward` gives."""
+    q, k, v = aligned(q), aligned(k), aligned(v)
+    scan = _scan(v, found, documents, chunk_of(k.shape[3], v.dtype))
+    entering = scan.entering(parts, initial, reverse=False)
+    o, leaving = scan.scan(q, k, v, entering, reverse=False)
+    saved = entering if entering is not None and scan.blocks > 1 else leaving.new_empty(saved_shape(k, v))
+    return o, leaving, saved
+
+
+def backward(
+    do: Tensor,
+    d_leaving: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    initial: Tensor | None,
+    documents: Tensor | None,
+    saved: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """-> dq, dk, dv, dg, and the gradient of `initial`; `saved` as forward gave it."""
+    do, q = aligned(do), aligned(q)
+    found = _decays(k, v, g, documents)
+    parts = _scan(v, found, documents, chunk_of(k.shape[3], v.dtype)).sums(q, do, reverse=True)
+    return finish_backward(do, d_leaving, q, k, v, g, initial, documents, saved, found, parts, exact=True)
+
+
+def begin_backward(do: Tensor, q: Tensor, g: Tensor, documents: Tensor | None) -> tuple[Tensor, Decays, Parts]:
+    """The first half of `backward`, which needs no gradient of the last state: the gradient [B, H, K, V] of the first
+    state by the output alone, and what `finish_backward` takes."""
+    do, q = aligned(do), aligned(q)
+    found = _decays(q, do, g, documents)
+    parts = _scan(do, found, documents, chunk_of(q.shape[3], do.dtype)).sums(q, do, reverse=True, last=True)
+    assert parts is not None
+    return parts.total(reverse=True)[0], found, parts
+
+
+def finish_backward(
+    do: Tensor,
+    d_leaving: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    initial: Tensor | None,
+    documents: Tensor | None,
+    saved: Tensor,
+    found: Decays,
+    parts: Parts | None,
+    *,
+    exact: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What `backward` gives. `exact`: dg from the first state and the last gradient as they are, not rounded like those
+    between chunks, which takes half as long again."""
+    do, q, k, v = aligned(do), aligned(q), aligned(k), aligned(v)
+    key = k.shape[3]
+    scan = _scan(v, found, documents, chunk_of(key, v.dtype))
+    chunk, wide = gradient_chunk_of(key, v.dtype), scan
+    if chunk != scan.chunk:
+        wide = _scan(v, decays(g, documents, chunk, exact=v.dtype == torch.float32), documents, chunk)
+    kept = torch.bfloat16 if v.dtype == torch.bfloat16 else torch.float32
+    states = v.new_empty(v.shape[0] * v.shape[2] * wide.chunks, v.shape[3], key, dtype=kept)
+    gradients = torch.empty_like(states)
+    wide.keep(k, v, initial if scan.blocks == 1 else saved, states)
+    entering = scan.entering(parts, d_leaving, reverse=True)
+    dv, d_initial = scan.scan(k, q, do, entering, reverse=True, kept=gradients)
+    boundaries = (initial, d_leaving) if exact else (None, None)
+    dq, dk, dg = key_gradients(q, k, v, do, wide.decays, documents, (states, gradients), boundaries)
+    return dq, dk, dv, dg, d_initial
+
+
+def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]]:
+    """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
+    # Not scan_kernel of documents in bf16: it spills 40 bytes a thread, 64 where it keeps states.
+    kinds = ("bf16", "fp32")
+    cases = launches(state_kernel, _state_tiles, chunk_of, kinds, "", "REVERSE")
+    cases += launches(state_kernel, _wide_state_tiles, gradient_chunk_of, kinds, "KEPT ENTERING")
+    return cases + launches(scan_kernel, _tiles, chunk_of, kinds, "", "REVERSE KEPT ENTERING")

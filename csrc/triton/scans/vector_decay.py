@@ -1,0 +1,330 @@
+"""Launches of the vector-decay scan: scores of all chunks, sweeps of states, gradients of all chunks.
+
+Bytes, of n = B T H elements K or V wide: the scores read q, k, g and write q, k decayed and the sums of g (one fp32),
+and C/K of an element for A; the forward sweep reads three and A, writes the output and V/C of a state; the reverse
+sweep likewise; the gradients read q, k, v, do, the sums and two states a chunk and write dq, dk and dg.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import triton
+from megalin._triton.scans.vector_decay_chunk import gradients_kernel, products_kernel, scores_kernel
+from megalin._triton.scans.vector_decay_mild import mild_gradients_kernel, mild_scores_kernel
+from megalin._triton.scans.vector_decay_sweep import forward_kernel, reverse_kernel, segment_kernel, total_kernel
+
+CHUNK = 64
+PROGRAMS = 512
+"""Sweeps of this many segments and tiles fill an H200, four a multiprocessor."""
+SEGMENT_CHUNKS = 8
+"""No segment is shorter: every one re-reads the sums of those before it."""
+FP32_BLOCK = 32
+"""Triton 3.6 reads outside of shared memory, or gives wrong gradients without an error, in fp32 blocks of 16."""
+
+
+class Chunks(NamedTuple):
+    """What is known of each chunk by itself; N chunks of C, T padded to N C."""
+
+    q_start: Tensor
+    """[B, H, N C, K] scale * q decayed from the start of its chunk, in the dtype of v."""
+    k_end: Tensor
+    """The same of k, decayed to the end of its chunk."""
+    scores: Tensor
+    """[B, H, N C, C] in the dtype of v."""
+    through: Tensor
+    """[B, H, N, K] fp32, the decay through each chunk, 0 through a document's end."""
+    kind: Tensor
+    """[B, H, N] int32, whether a chunk's decays are mild (vector_decay_mild.py); for fp32, which has no such kernels,
+    uninitialised."""
+
+
+class Segments(NamedTuple):
+    """What each segment of chunks adds to the state [B, H, segments, K, V], and the decay through it [B, H, segments,
+    K], fp32; in the direction of a sweep."""
+
+    update: Tensor
+    decay: Tensor
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float, initial: Tensor | None,
+    documents: Tensor | None, keep: bool,
+) -> tuple[Tensor, Tensor, Chunks, Tensor]:  # fmt: skip
+    """Output [B, T, H, V], last state [B, H, K, V] in fp32, and what the backward takes: chunks, and where `keep` the
+    states [B, H, N, K, V] that enter them, in the dtype of v.
+
+    q, k, log_decay [B, T, H, K] and v [B, T, H, V], last dimension contiguous; initial [B, H, K, V] and documents
+    [B, T] contiguous.
+    """
+    chunks = _chunks(q, k, v, log_decay, scale, documents)
+    segments = _sum_segments(chunks.k_end, v, chunks.through, reverse=False)
+    output, final, states = finish(v, initial, chunks, segments, keep)
+    return output, final, chunks, states
+
+
+def begin(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float, documents: Tensor | None
+) -> tuple[Tensor, Tensor, Chunks, Segments]:
+    """The first half of `forward`, which needs no state: the state that the tokens leave behind when they start from
+    zero [B, H, K, V], the decay through them [B, H, K], fp32, and what `finish` takes."""
+    chunks = _chunks(q, k, v, log_decay, scale, documents)
+    segments = _sum_segments(chunks.k_end, v, chunks.through, reverse=False, last=True)
+    return *_total(segments, v, reverse=False), chunks, segments
+
+
+def finish(
+    v: Tensor, initial: Tensor | None, chunks: Chunks, segments: Segments, keep: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, last state, and the states that enter chunks, as `forward` has them."""
+    batch, length, heads, _ = v.shape
+    width = chunks.through.shape[3]
+    constants = _sweep_constants(width, v.shape[3], v.dtype)
+    plan = _segments(v, chunks.through.shape[2], constants)
+    output = torch.empty_like(v, memory_format=torch.contiguous_format)
+    final = v.new_empty(batch, heads, width, v.shape[3], dtype=torch.float32)
+    states = v.new_empty(*chunks.through.shape, v.shape[3]) if keep else v.new_empty(0)
+    forward_kernel[(plan.programs,)](
+        *chunks[:2], v, chunks.scores, chunks.through, *segments, initial, output, states, final,
+        *v.stride()[:3], length, chunks.through.shape[2], heads, plan.segments, plan.chunks,
+        INITIAL=initial is not None, KEEP=keep, **constants,
+    )  # fmt: skip
+    return output, final, states
+
+
+def backward(
+    doutput: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float,
+    documents: Tensor | None, chunks: Chunks, states: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv, dg and the gradient of the initial state, contiguous, from that of the output and the last state."""
+    segments = _sum_segments(chunks.q_start, doutput, chunks.through, reverse=True)
+    return finish_backward(doutput, dfinal, q, k, v, log_decay, scale, documents, chunks, states, segments)
+
+
+def begin_backward(doutput: Tensor, chunks: Chunks) -> tuple[Tensor, Segments]:
+    """The first half of `backward`, which needs no gradient of the last state: the gradient [B, H, K, V] fp32 of the
+    first state by the output alone, and what `finish_backward` takes."""
+    segments = _sum_segments(chunks.q_start, doutput, chunks.through, reverse=True, last=True)
+    return _total(segments, doutput, reverse=True)[0], segments
+
+
+def finish_backward(
+    doutput: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float,
+    documents: Tensor | None, chunks: Chunks, states: Tensor, segments: Segments,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """What `backward` gives."""
+    batch, length, heads, width = q.shape
+    number = chunks.through.shape[2]
+    constants = _sweep_constants(width, v.shape[3], v.dtype)
+    plan = _segments(v, number, constants)
+    dv, dstates = v.new_empty(v.shape), torch.empty_like(states)
+    dinitial = v.new_empty(batch, heads, width, v.shape[3], dtype=torch.float32)
+    reverse_kernel[(plan.programs,)](
+        *chunks[:2], doutput, chunks.scores, chunks.through, *segments, dfinal, dv, dstates, dinitial,
+        *doutput.stride()[:3], length, number, heads, plan.segments, plan.chunks,
+        FINAL=dfinal is not None, **constants,
+    )  # fmt: skip
+    dq_start, dk_end = torch.empty_like(chunks.q_start), torch.empty_like(chunks.k_end)
+    dscores, dthrough = torch.empty_like(chunks.scores), torch.empty_like(chunks.through)
+    dself = chunks.through.new_empty(chunks.scores.shape[:-1])
+    constants = _products_constants(width, v.shape[3], v.dtype)
+    products_kernel[(batch * heads * number, triton.cdiv(width, constants["BLOCK_K"]))](
+        v, doutput, states, dstates, dq_start, dk_end, dscores, dself, dthrough,
+        *v.stride()[:3], *doutput.stride()[:3], length, number, heads, **constants,
+    )  # fmt: skip
+    dq, dk = q.new_empty(q.shape), k.new_empty(k.shape)
+    dg = q.new_empty(q.shape, dtype=torch.float32)
+    strides = (*q.stride()[:3], *k.stride()[:3], *log_decay.stride()[:3])
+    masks, some = _level_masks(v.device, v.dtype), v.dtype != torch.float32
+    from_products = (dq_start, dk_end, dscores, dself, dthrough)
+    if some:
+        constants = _mild_gradients_constants(width)
+        mild_gradients_kernel[(batch * heads * number, triton.cdiv(width, constants["BLOCK_K"]))](
+            q, k, log_decay, masks, chunks.kind, *from_products, dq, dk, dg,
+            *strides, length, number, heads, scale, **constants,
+        )  # fmt: skip
+    constants = _gradients_constants(width, v.dtype)
+    gradients_kernel[(batch * heads * number, triton.cdiv(width, constants["BLOCK_K"]))](
+        q, k, log_decay, documents, masks, chunks.kind, chunks.through, *from_products, dq, dk, dg,
+        *strides, length, number, heads, scale,
+        DOCUMENTS=documents is not None, SOME=some, **constants,
+    )  # fmt: skip
+    return dq, dk, dv, dg, dinitial
+
+
+def _chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float, documents: Tensor | None) -> Chunks:
+    batch, length, heads, width = q.shape
+    number = triton.cdiv(length, CHUNK)
+    shape = (batch, heads, number * CHUNK)
+    chunks = Chunks(
+        v.new_empty(*shape, width),
+        v.new_empty(*shape, width),
+        v.new_empty(*shape, CHUNK),
+        v.new_empty(batch, heads, number, width, dtype=torch.float32),
+        v.new_empty(batch, heads, number, dtype=torch.int32),
+    )
+    strides = (*q.stride()[:3], *k.stride()[:3], *log_decay.stride()[:3])
+    masks, some = _level_masks(v.device, v.dtype), v.dtype != torch.float32
+    if some:
+        mild_scores_kernel[(batch * heads * number,)](
+            q, k, log_decay, documents, masks, *chunks, *strides, length, number, heads, scale,
+            DOCUMENTS=documents is not None, **_mild_scores_constants(width),
+        )  # fmt: skip
+    scores_kernel[(batch * heads * number,)](
+        q, k, log_decay, documents, masks, chunks.kind, *chunks[:4], *strides, length, number, heads, scale,
+        DOCUMENTS=documents is not None, SOME=some, **_scores_constants(width, v.dtype),
+    )  # fmt: skip
+    return chunks
+
+
+@functools.cache
+def _level_masks(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """[levels + 1, 2, C, C] zeros and ones: of each level, the pairs of rows that belong to it, and the tokens between
+    each row and its pivot; at last the tokens up to each row, and those after it."""
+    t, j = torch.arange(CHUNK)[:, None], torch.arange(CHUNK)
+    masks = []
+    for level in range(CHUNK.bit_length() - 1):
+        halves, odd = (t ^ j) >> level, (t >> level) & 1 == 1
+        masks.append(torch.stack([halves == 1, (halves == 0) & ((j <= t) == odd)]))
+    masks.append(torch.stack([j <= t, j > t]))
+    return torch.stack(masks).to(device=device, dtype=dtype)
+
+
+class _Plan(NamedTuple):
+    segments: int
+    chunks: int
+    """Of a segment; the last may have fewer."""
+    programs: int
+
+
+def _segments(v: Tensor, chunks: int, constants: dict[str, int]) -> _Plan:
+    batch, _, heads, width = v.shape
+    rows = batch * heads * triton.cdiv(width, constants["BLOCK_V"])
+    segments = max(1, min(PROGRAMS // rows, chunks // SEGMENT_CHUNKS))
+    each = triton.cdiv(chunks, segments)
+    segments = triton.cdiv(chunks, each)
+    return _Plan(segments, each, rows * segments)
+
+
+def segments_shape(q: Tensor, v: Tensor) -> tuple[int, int, int, int]:
+    """[B, H, segments, K] of `begin`, from q [B, T, H, K] and v [B, T, H, V]."""
+    batch, length, heads, width = q.shape
+    constants = _sweep_constants(width, v.shape[3], v.dtype)
+    return batch, heads, _segments(v, triton.cdiv(length, CHUNK), constants).segments, width
+
+
+def _sum_segments(x: Tensor, y: Tensor, through: Tensor, *, reverse: bool, last: bool = False) -> Segments:
+    """Of all segments, but for the last of the sweep unless `last`; for one segment then, tensors that nobody reads."""
+    batch, length, heads, width = y.shape
+    chunks, keys = through.shape[2:]
+    constants = _sweep_constants(keys, width, y.dtype)
+    plan = _segments(y, chunks, constants)
+    if plan.segments == 1 and not last:
+        return Segments(through, through)
+    update = through.new_empty(batch, heads, plan.segments, keys, width)
+    decay = through.new_empty(batch, heads, plan.segments, keys)
+    segment_kernel[(plan.programs,)](
+        x, y, through, update, decay, *y.stride()[:3], length, chunks, heads, plan.segments, plan.chunks,
+        REVERSE=reverse, LAST=last, **constants,
+    )  # fmt: skip
+    return Segments(update, decay)
+
+
+def _total(segments: Segments, y: Tensor, *, reverse: bool) -> tuple[Tensor, Tensor]:
+    """What all segments together add to the state [B, H, K, V], and the decay through them [B, H, K]."""
+    batch, heads, number, keys, width = segments.update.shape
+    constants = _sweep_constants(keys, width, y.dtype)
+    update, decay = segments.update.new_empty(batch, heads, keys, width), segments.decay.new_empty(batch, heads, keys)
+    total_kernel[(batch * heads * triton.cdiv(width, constants["BLOCK_V"]),)](
+        *segments, update, decay, number, REVERSE=reverse, **constants
+    )
+    return update, decay
+
+
+def _block(width: int, largest: int) -> int:
+    return min(largest, max(16, triton.next_power_of_2(width)))
+
+
+def _scores_constants(width: int, dtype: torch.dtype) -> dict[str, int]:
+    block = FP32_BLOCK if dtype == torch.float32 else _block(width, 64)
+    return {"K": width, "BLOCK_K": block, "num_warps": 4, "num_stages": 1}
+
+
+def _mild_scores_constants(width: int) -> dict[str, int]:
+    return {"K": width, "BLOCK_K": _block(width, 64), "num_warps": 4, "num_stages": 1}
+
+
+def _mild_gradients_constants(width: int) -> dict[str, int]:
+    return {"K": width, "BLOCK_K": 64, "num_warps": 4, "num_stages": 1}
+
+
+def _sweep_constants(width: int, values: int, dtype: torch.dtype) -> dict[str, int]:
+    if dtype == torch.float32:
+        key = max(FP32_BLOCK, _block(width, 256))
+        value, warps, stages = max(FP32_BLOCK, _block(values, 4096 // key)), 8, 2 if key <= 128 else 1
+    else:
+        key = _block(width, 256)
+        value, warps, stages = _block(values, 8192 // max(key, 128)), 4, 3 if key <= 128 else 2
+    return {"K": width, "V": values, "BLOCK_K": key, "BLOCK_V": value, "num_warps": warps, "num_stages": stages}
+
+
+def _products_constants(width: int, values: int, dtype: torch.dtype) -> dict[str, int]:
+    if dtype == torch.float32:
+        blocks = {"BLOCK_K": FP32_BLOCK, "BLOCK_V": FP32_BLOCK, "num_warps": 8, "num_stages": 2}
+    else:
+        key = _block(width, 128)
+        blocks = {"BLOCK_K": key, "BLOCK_V": _block(values, 64), "num_warps": 4, "num_stages": 2 if key == 128 else 3}
+    return {"K": width, "V": values, **blocks}
+
+
+def _gradients_constants(width: int, dtype: torch.dtype) -> dict[str, int]:
+    # Triton 3.6 gives wrong gradients of g in blocks of 32 channels of bf16, without an error.
+    return {"K": width, "BLOCK_K": FP32_BLOCK if dtype == torch.float32 else 64, "num_warps": 4, "num_stages": 1}
+
+
+def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]]:
+    """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
+    cases = []
+    dtype = torch.bfloat16
+    for width, values in ((128, 128), (64, 4096), (256, 64)):
+        sweep = _sweep_constants(width, values, dtype)
+        for kernel, constants in (
+            (mild_scores_kernel, _mild_scores_constants(width) | {"DOCUMENTS": True}),
+            (segment_kernel, sweep | {"REVERSE": False, "LAST": False}),
+            (total_kernel, sweep | {"REVERSE": False}),
+            (forward_kernel, sweep | {"INITIAL": True, "KEEP": True}),
+            (reverse_kernel, sweep | {"FINAL": True}),
+            (products_kernel, _products_constants(width, values, dtype)),
+            (mild_gradients_kernel, _mild_gradients_constants(width)),
+        ):
+            cases.append(_case(kernel, dict(constants), "bf16"))
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
+        steep = {"DOCUMENTS": True, "SOME": dtype != torch.float32}
+        cases.append(_case(scores_kernel, _scores_constants(128, dtype) | steep, name))
+        cases.append(_case(gradients_kernel, _gradients_constants(128, dtype) | steep, name))
+    for width, values in ((128, 128), (256, 64)):
+        sweep = _sweep_constants(width, values, torch.float32)
+        cases.append(_case(forward_kernel, sweep | {"INITIAL": True, "KEEP": True}, "fp32"))
+        cases.append(_case(reverse_kernel, sweep | {"FINAL": True}, "fp32"))
+    cases.append(_case(products_kernel, _products_constants(128, 128, torch.float32), "fp32"))
+    return cases
+
+
+def _case(
+    kernel: triton.JITFunction, constants: dict[str, int], name: str
+) -> tuple[object, dict[str, str], dict[str, object], dict[str, int]]:
+    options = {option: constants.pop(option) for option in ("num_warps", "num_stages")}
+    wide = {"g", "through", "dthrough", "dself", "update", "decay", "sum", "product", "initial", "final", "dfinal"}
+    wide |= {"dinitial", "dg"}
+    types = {}
+    for argument in kernel.arg_names:
+        stem = argument.removesuffix("_ptr")
+        if stem != argument:
+            types[argument] = "*i32" if stem in {"documents", "kind"} else "*fp32" if stem in wide else f"*{name}"
+        elif argument not in constants:
+            types[argument] = "fp32" if argument == "scale" else "i32"
+    return kernel, types, dict(constants), options

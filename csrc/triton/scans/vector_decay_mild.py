@@ -1,0 +1,158 @@
+"""What vector_decay_chunk.py computes, for the chunks whose decays are mild: one product in place of one a level.
+
+Where no channel's g sums to less than -LIMIT over a chunk, decays from the middle m of that sum stay in range:
+
+    A = tril(X_q X_k^T),  x_q,t = q_t exp(b_t - m),  x_k,s = k_s exp(m - b_s),  b_t = sum of g up to t,  m = b_C / 2
+
+Entries above the diagonal may overflow; they are dropped, never multiplied. A chunk with the start of a document is
+never mild: which products form its scores would depend on another document's decays.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from megalin._triton.scans.vector_decay_chunk import (
+    CHUNK,
+    LOG2_E,
+    LOWEST,
+    add_product,
+    document_masks,
+    load_rows,
+    same_document,
+)
+
+LIMIT = tl.constexpr(140.0)
+"""exp of half of it is 2.5e30: its products with gradients and values of any sane size stay finite."""
+
+
+@triton.jit
+def middle_decays(g, past, row, DTYPE: tl.constexpr):
+    """Decays [C, K] of q and k from and to the middle, what is left of the start's and the end's decay [K], that
+    through the chunk [K], and whether all channels are mild."""
+    sums = add_product(past, g, tl.zeros_like(g), DTYPE, 2)
+    total = tl.sum(tl.where((row == CHUNK - 1)[:, None], sums, 0.0), axis=0)
+    mild = total >= -LIMIT * LOG2_E
+    # In channels that are not, the start and the end take the place of the middle: their scores are not used.
+    start, end = tl.where(mild, 0.5 * total, 0.0), tl.where(mild, 0.5 * total, total)
+    of_q = tl.exp2(tl.minimum(sums - start[None, :], 0.5 * LIMIT * LOG2_E))
+    of_k = tl.exp2(tl.minimum(end[None, :] - sums, 0.5 * LIMIT * LOG2_E))
+    return of_q, of_k, tl.exp2(start), tl.exp2(total - end), tl.exp2(total), tl.min(mild.to(tl.int32), axis=0)
+
+
+@triton.jit(do_not_specialize=["length", "num_chunks"])
+def mild_scores_kernel(
+    q_ptr, k_ptr, g_ptr, documents_ptr, masks_ptr,
+    q_start_ptr, k_end_ptr, scores_ptr, through_ptr, kind_ptr,  # as scores_kernel; kind [B, H, N] int32
+    q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h,
+    length, num_chunks, heads, scale,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, DOCUMENTS: tl.constexpr,
+):  # fmt: skip
+    """As scores_kernel, for each mild chunk; of the others the scores are left to it.
+
+    The kind of a chunk is 0 where it is not mild, 1 where it is and begins with a document, 2 where it continues one.
+    """
+    DTYPE: tl.constexpr = q_start_ptr.dtype.element_ty
+    chunk = tl.program_id(0) % num_chunks
+    batch_head = (tl.program_id(0) // num_chunks).to(tl.int64)
+    batch, head = batch_head // heads, batch_head % heads
+    row, column = tl.arange(0, CHUNK), tl.arange(0, CHUNK)
+    first = chunk.to(tl.int64) * CHUNK
+    live = first + row < length
+    block = batch_head * num_chunks * CHUNK + first
+    q_ptr += batch * q_b + head * q_h + first * q_t
+    k_ptr += batch * k_b + head * k_h + first * k_t
+    g_ptr += batch * g_b + head * g_h + first * g_t
+    document, entering, leaving = row, first, first
+    kind = 2
+    if DOCUMENTS:
+        documents_ptr += batch * length
+        document, entering, leaving = same_document(documents_ptr, first, row, length)
+        kind = (tl.load(documents_ptr + first) == leaving).to(tl.int32) + (entering == leaving).to(tl.int32)
+    past, _ = document_masks(masks_ptr, row, column, document, DOCUMENTS)
+    scores = tl.zeros([CHUNK, CHUNK], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        channel = start + tl.arange(0, BLOCK_K)
+        mask = live[:, None] & (channel < K)[None, :]
+        g = load_rows(g_ptr, g_t, row, channel, mask)
+        q, k = load_rows(q_ptr, q_t, row, channel, mask), load_rows(k_ptr, k_t, row, channel, mask)
+        g = tl.maximum(g, LOWEST) * LOG2_E
+        of_q, of_k, to_start, to_end, through, mild = middle_decays(g, past, row, DTYPE)
+        q, k = q.to(tl.float32) * (of_q * scale), k.to(tl.float32) * of_k
+        scores = tl.dot(q.to(DTYPE), tl.trans(k.to(DTYPE)), scores)
+        kind *= mild
+        q *= to_start[None, :]
+        k *= to_end[None, :]
+        if DOCUMENTS:
+            q = tl.where((document == entering)[:, None], q, 0.0)
+            k = tl.where((document == leaving)[:, None], k, 0.0)
+            through = tl.where(entering == leaving, through, 0.0)
+        at, wide = row[:, None] * K + channel[None, :], (channel < K)[None, :]
+        tl.store(q_start_ptr + block * K + at, q.to(DTYPE), mask=wide)
+        tl.store(k_end_ptr + block * K + at, k.to(DTYPE), mask=wide)
+        tl.store(through_ptr + (batch_head * num_chunks + chunk) * K + channel, through, mask=channel < K)
+    scores = tl.where(row[:, None] >= column[None, :], scores, 0.0)
+    tl.store(scores_ptr + block * CHUNK + row[:, None] * CHUNK + column[None, :], scores.to(DTYPE))
+    tl.store(kind_ptr + batch_head * num_chunks + chunk, kind)
+
+
+@triton.jit(do_not_specialize=["length", "num_chunks"])
+def mild_gradients_kernel(
+    q_ptr, k_ptr, g_ptr, masks_ptr, kind_ptr,
+    dq_start_ptr, dk_end_ptr, dscores_ptr, dself_ptr, dthrough_ptr,
+    dq_ptr, dk_ptr, dg_ptr,
+    q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h,
+    length, num_chunks, heads, scale,
+    K: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """As gradients_kernel, for each mild chunk."""
+    DTYPE: tl.constexpr = dscores_ptr.dtype.element_ty
+    chunk = tl.program_id(0) % num_chunks
+    batch_head = (tl.program_id(0) // num_chunks).to(tl.int64)
+    kind = tl.load(kind_ptr + batch_head * num_chunks + chunk)
+    if kind == 0:
+        return
+    batch, head = batch_head // heads, batch_head % heads
+    row, column = tl.arange(0, CHUNK), tl.arange(0, CHUNK)
+    first = chunk.to(tl.int64) * CHUNK
+    live = first + row < length
+    block = batch_head * num_chunks * CHUNK + first
+    channel = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask, wide = live[:, None] & (channel < K)[None, :], (channel < K)[None, :]
+    base = ((batch * length + first) * heads + head) * K
+    out = row[:, None] * heads * K + channel[None, :]
+    # Loads stand first, to be under way together; one more would spill registers.
+    g = load_rows(g_ptr + batch * g_b + head * g_h + first * g_t, g_t, row, channel, mask)
+    past, future = document_masks(masks_ptr, row, column, row, False)
+    q = load_rows(q_ptr + batch * q_b + head * q_h + first * q_t, q_t, row, channel, mask)
+    k = load_rows(k_ptr + batch * k_b + head * k_h + first * k_t, k_t, row, channel, mask)
+    dscores = tl.load(dscores_ptr + block * CHUNK + row[:, None] * CHUNK + column[None, :])
+    own = tl.load(dself_ptr + block + row)[:, None]
+    dk_end = load_rows(dk_end_ptr + block * K, K, row, channel, wide)
+    dthrough = tl.load(dthrough_ptr + (batch_head * num_chunks + chunk) * K + channel, mask=channel < K, other=0.0)
+
+    g = tl.maximum(g, LOWEST) * LOG2_E
+    sums = add_product(past, g, tl.zeros_like(g), DTYPE, 2)
+    middle = 0.5 * tl.sum(tl.where((row == CHUNK - 1)[:, None], sums, 0.0), axis=0)
+    of_q, of_k, to_end = tl.exp2(sums - middle[None, :]), tl.exp2(middle[None, :] - sums), tl.exp2(middle)
+    # Nothing of the chunk before reaches a document that begins with this one.
+    continues = tl.where(kind == 2, 1.0, 0.0)
+    x_q, x_k = (q.to(tl.float32) * (of_q * scale)).to(DTYPE), (k.to(tl.float32) * of_k).to(DTYPE)
+
+    dx = tl.dot(tl.trans(dscores), x_q)
+    dsums = -x_k.to(tl.float32) * dx
+    dk_end = dk_end.to(tl.float32) * to_end[None, :]
+    # The pair of a token with itself has no decay: it moves q and k (of_q of_k = 1), not g.
+    dk = (dx + dk_end + own * x_q.to(tl.float32)) * of_k
+    tl.store(dk_ptr + base + out, dk.to(dk_ptr.dtype.element_ty), mask=mask)
+    dg = tl.zeros_like(dk) + (dthrough * to_end * to_end * continues)[None, :]
+    dg = add_product(tl.trans(future), x_k.to(tl.float32) * dk_end, dg, DTYPE, 1)
+
+    dq_start = load_rows(dq_start_ptr + block * K, K, row, channel, wide)
+    dx = tl.dot(dscores, x_k)
+    dx += dq_start.to(tl.float32) * (to_end * continues)[None, :]
+    dsums += x_q.to(tl.float32) * dx
+    dq = (dx + own * x_k.to(tl.float32)) * (of_q * scale)
+    tl.store(dq_ptr + base + out, dq.to(dq_ptr.dtype.element_ty), mask=mask)
+    dg = add_product(tl.trans(past), dsums, dg, DTYPE, 2)
+    tl.store(dg_ptr + base + out, dg, mask=mask)

@@ -1,0 +1,146 @@
+"""What models train on: batches of next tokens out of windows of T + 1 ids, and batches for encoders."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megalin.parallel.context_parallel import ContextParallel
+from megalin.parallel.cross_entropy import IGNORED_LABEL
+
+
+class Batch(NamedTuple):
+    """What a model trains on; B samples of T tokens."""
+
+    tokens: torch.Tensor  # [B, T] int64
+    labels: torch.Tensor  # [B, T] int64, -100 = ignored
+    document_ids: torch.Tensor  # [B, T] int32, from 0 in each row, never falling
+    sample_ids: torch.Tensor  # [B] int64, number of the sample in its split; -1 = padding row
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """What the forward of a decoder takes."""
+        return {"tokens": self.tokens, "labels": self.labels, "document_ids": self.document_ids}
+
+    def label_counts(self) -> torch.Tensor:
+        """[1] int64, the valid labels of each term of the loss."""
+        return (self.labels != IGNORED_LABEL).sum().view(1)
+
+    def padding(self) -> tuple[int, ...]:
+        """What a padding row holds, by field."""
+        return 0, IGNORED_LABEL, 0, -1
+
+
+class EncoderBatch(NamedTuple):
+    """What an encoder trains on; B sequences of T tokens, each with P places for predictions."""
+
+    tokens: torch.Tensor  # [B, T] int64
+    token_types: torch.Tensor  # [B, T] int64
+    valid: torch.Tensor  # [B, T] bool, False at padding
+    masked_positions: torch.Tensor  # [B, P] int64, in the whole sequence; P = 0 for a model that classifies
+    masked_labels: torch.Tensor  # [B, P] int64, -100 = ignored
+    sequence_labels: (
+        torch.Tensor
+    )  # [B] int64, next sentence (0 follows, 1 of another document) or class; -100 = ignored
+    sample_ids: torch.Tensor  # [B] int64, number of the sample in its split; -1 = padding row
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """What the forward of an encoder takes."""
+        names = ["tokens", "token_types", "valid", "sequence_labels"]
+        if self.masked_positions.shape[1]:
+            names += ["masked_positions", "masked_labels"]
+        return {name: getattr(self, name) for name in names}
+
+    def label_counts(self) -> torch.Tensor:
+        """[1 or 2] int64, the valid labels of each term of the loss: masked tokens where there are any, sequences."""
+        labels = [self.masked_labels, self.sequence_labels] if self.masked_labels.shape[1] else [self.sequence_labels]
+        return torch.stack([(each != IGNORED_LABEL).sum() for each in labels])
+
+    def padding(self) -> tuple[int, ...]:
+        """What a padding row holds, by field."""
+        return 0, 0, 0, 0, IGNORED_LABEL, IGNORED_LABEL, -1
+
+
+AnyBatch = Batch | EncoderBatch
+BatchT = TypeVar("BatchT", bound=AnyBatch)
+
+
+def pack(
+    windows: npt.NDArray[np.int64],
+    pieces: npt.NDArray[np.int32],
+    sample_ids: npt.NDArray[np.int64],
+    *,
+    isolate_documents: bool,
+) -> Batch:
+    """Shifts the labels on the whole window, before anything splits it: labels[t] = windows[t + 1].
+
+    Args:
+        windows: [B, T + 1] int64, token ids.
+        pieces: [B, T + 1] int32, the document of each id, from 0 in each row and never falling. It comes from the
+            shard's index, so a text that holds the end-of-document token is not cut there.
+        sample_ids: [B] int64.
+        isolate_documents: ignore the label after a document's last token (it is the next document's first) and keep
+            the documents apart; else every label counts and the row is one document.
+    """
+    assert windows.shape == pieces.shape, (windows.shape, pieces.shape)
+    labels = windows[:, 1:].copy()  # [B, T]
+    if isolate_documents:
+        labels[pieces[:, 1:] != pieces[:, :-1]] = IGNORED_LABEL
+        document_ids = pieces[:, :-1].copy()  # [B, T]
+    else:
+        document_ids = np.zeros(labels.shape, np.int32)
+    return Batch(
+        tokens=torch.from_numpy(windows[:, :-1].copy()),
+        labels=torch.from_numpy(labels),
+        document_ids=torch.from_numpy(document_ids),
+        sample_ids=torch.from_numpy(sample_ids),
+    )
+
+
+def pad_rows(batch: BatchT, rows: int) -> BatchT:
+    """Appends rows without a valid label (token 0, sample -1) until there are `rows`."""
+    missing = rows - len(batch.sample_ids)
+    assert missing >= 0, (rows, len(batch.sample_ids))
+
+    def padded(tensor: torch.Tensor, value: int) -> torch.Tensor:
+        return torch.cat([tensor, tensor.new_full((missing, *tensor.shape[1:]), value)])
+
+    return type(batch)(*(padded(tensor, value) for tensor, value in zip(batch, batch.padding(), strict=True)))
+
+
+def take_rows(batch: BatchT, rows: slice) -> BatchT:
+    """Some rows of a batch."""
+    return type(batch)(*(tensor[rows] for tensor in batch))
+
+
+def split_tokens(batch: BatchT, cp: ContextParallel) -> BatchT:
+    """This rank's tokens of a batch, whose labels were made of whole rows.
+
+    Each rank of an encoder predicts an equal share of the masked tokens, wherever they lie: it has the numbers of all
+    of them, P rounded up to a multiple of cp, and the labels of its share. Sequences have labels on the first rank.
+    """
+    if cp.size == 1:
+        return batch
+    if isinstance(batch, Batch):
+        cut = {name: cp.shard(getattr(batch, name)).contiguous() for name in ("tokens", "labels", "document_ids")}
+        return type(batch)(**(batch._asdict() | cut))
+    cut = {name: cp.shard(getattr(batch, name)).contiguous() for name in ("tokens", "token_types", "valid")}
+    missing = (0, -batch.masked_labels.shape[1] % cp.size)
+    labels = torch.nn.functional.pad(batch.masked_labels, missing, value=IGNORED_LABEL)
+    cut["masked_positions"] = torch.nn.functional.pad(batch.masked_positions, missing)
+    cut["masked_labels"] = cp.shard(labels).contiguous()
+    if cp.axis.rank > 0:
+        cut["sequence_labels"] = torch.full_like(batch.sequence_labels, IGNORED_LABEL)
+    return type(batch)(**(batch._asdict() | cut))
+
+
+def pinned(batch: BatchT) -> BatchT:
+    """The batch in page-locked memory, from which `batch_to` copies to a GPU while the host goes on."""
+    return type(batch)(*(tensor.pin_memory() for tensor in batch))
+
+
+def batch_to(batch: BatchT, device: torch.device) -> BatchT:
+    """The batch on `device`."""
+    return type(batch)(*(tensor.to(device, non_blocking=True) for tensor in batch))

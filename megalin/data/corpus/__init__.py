@@ -1,0 +1,1 @@
+"""Text corpora before tokenization: reading, cleaning, deduplication and selection in resumable parts."""

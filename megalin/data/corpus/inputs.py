@@ -1,0 +1,123 @@
+"""The files of a corpus: what --input names, their formats, and how they are cut into spans for processes and hosts."""
+
+from __future__ import annotations
+
+import glob
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from megalin.data.files import open_regular, read_limited
+from megalin.errors import DataError
+from megalin.optional import require
+
+JSON_LINES = (".jsonl", ".json")
+PLAIN = ".txt"
+PARQUET = ".parquet"
+_COMPRESSED = (".gz", ".zst")
+_LIST_LIMIT_BYTES = 256 << 20
+_DEEPEST_LIST = 4
+
+
+class Span(NamedTuple):
+    """What one process reads of a file: the lines that start in bytes [start, end), or these row groups of parquet.
+
+    A compressed or plain text file is one span from 0 to its size, as nothing inside it can be sought.
+    """
+
+    path: str
+    start: int
+    end: int
+
+
+def expand_inputs(patterns: Sequence[str]) -> list[Path]:
+    """The files of `patterns` in their order, each once: paths, globs (sorted), or @FILE with one pattern a line.
+
+    Raises:
+        DataError: a pattern without a match, a bad list, or a file of no known kind.
+    """
+    paths: dict[Path, None] = {}
+    for pattern in _listed(patterns, depth=0):
+        # A file may bear brackets in its name, so a path that exists is no glob.
+        found = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
+        if not found:
+            raise DataError(f"--input {pattern}: no such file, and no file matches it as a glob")
+        paths.update((Path(name), None) for name in found)
+    for path in paths:
+        content = content_suffix(path)
+        if content not in (*JSON_LINES, PLAIN, PARQUET) or (content == PARQUET and compression(path)):
+            raise DataError(
+                f"{path}: expected .jsonl or .json (one JSON object a line) or .txt (one document a file), also with "
+                ".gz or .zst, or .parquet; convert it first"
+            )
+    return list(paths)
+
+
+def _listed(patterns: Sequence[str], *, depth: int) -> Iterator[str]:
+    for pattern in patterns:
+        if not pattern.startswith("@"):
+            yield pattern
+            continue
+        if depth == _DEEPEST_LIST:
+            raise DataError(
+                f"--input {pattern}: lists inside lists, deeper than {_DEEPEST_LIST}; does one name itself?"
+            )
+        remedy = "after @ comes a file with a path or glob a line"
+        data = read_limited(Path(pattern[1:]), limit_bytes=_LIST_LIMIT_BYTES, remedy=remedy)
+        try:
+            names = [line.strip() for line in data.decode("utf-8").splitlines()]
+        except UnicodeDecodeError:
+            raise DataError(f"{pattern[1:]}: not UTF-8; {remedy}") from None
+        yield from _listed([name for name in names if name], depth=depth + 1)
+
+
+def compression(path: str | Path) -> Literal["gz", "zst"] | None:
+    """How the file is compressed, by its name."""
+    suffix = Path(path).suffix
+    return "gz" if suffix == ".gz" else "zst" if suffix == ".zst" else None
+
+
+def content_suffix(path: str | Path) -> str:
+    """The suffix that tells the kind of content: the last but .gz and .zst."""
+    return Path(Path(path).stem if Path(path).suffix in _COMPRESSED else path).suffix
+
+
+def whole(path: Path) -> Span:
+    """The span of a whole file. Raises DataError."""
+    return split(path, part_bytes=None)[0]
+
+
+def split(path: Path, *, part_bytes: int | None) -> list[Span]:
+    """Cuts a file into spans of about `part_bytes` (None: one span) that together hold every line once.
+
+    Raises:
+        DataError: the file is missing, no regular file, or no parquet.
+        ConfigError: it is parquet and pyarrow is not installed.
+    """
+    with open_regular(path, remedy="check --input") as file:
+        size = file.seek(0, 2)
+        if content_suffix(path) == PARQUET:
+            arrow = require("pyarrow", f"{path}: reading parquet")
+            try:
+                metadata = require("pyarrow.parquet", str(path)).ParquetFile(file).metadata
+                groups = [metadata.row_group(k).total_byte_size for k in range(metadata.num_row_groups)]
+            except (arrow.ArrowException, OSError) as error:
+                raise DataError(f"{path}: not a parquet file, or a damaged one: {error}") from None
+            return _row_groups(str(path), groups, part_bytes)
+    if part_bytes is None or compression(path) or content_suffix(path) == PLAIN:
+        return [Span(str(path), 0, size)]
+    borders = [*range(0, max(size, 1), part_bytes), size]
+    return [Span(str(path), start, end) for start, end in itertools.pairwise(borders)]
+
+
+def _row_groups(path: str, sizes: Sequence[int], part_bytes: int | None) -> list[Span]:
+    spans, start, held = [], 0, 0
+    for group, size in enumerate(sizes, start=1):
+        held += size
+        if part_bytes is not None and held >= part_bytes:
+            spans.append(Span(path, start, group))
+            start, held = group, 0
+    if start < len(sizes) or not spans:
+        spans.append(Span(path, start, len(sizes)))
+    return spans

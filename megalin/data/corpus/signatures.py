@@ -1,0 +1,130 @@
+"""What makes two texts alike: digests, and MinHash sketches of their words, with the bands that bring them together."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megalin.optional import require
+
+Method = Literal["exact", "minhash"]
+_SHINGLE_WORDS = 5
+_PERMUTATIONS = 128
+_SEED = 42
+# A run of letters and digits, or one character of a script that is written without spaces.
+_WORDS = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+")
+_BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2^64
+_INVERSE = pow(_BASE, -1, 1 << 64)
+_LEAST_CHANCE = 0.9  # that a pair as alike as the threshold shares a band
+
+Words = npt.NDArray[np.uint64]
+
+
+class Scheme(NamedTuple):
+    """How texts are compared: their sketch is `width` bytes, and `bands` numbers of which a pair must share one."""
+
+    method: Method
+    threshold: float  # share of the sketch that must agree; 1 for "exact"
+    bands: int
+    rows: int  # MinHash values in a band; 0 for "exact"
+
+    @property
+    def width(self) -> int:
+        return 16 if self.method == "exact" else _PERMUTATIONS
+
+
+def scheme(method: Method, threshold: float) -> Scheme:
+    """The bands for a threshold t: the most rows r for which 1 - (1 - t^r)^b >= 0.9 with b = floor(128 / r) bands.
+
+    More rows bring fewer pairs to compare that are not alike.
+    """
+    if method == "exact":
+        return Scheme("exact", 1.0, 1, 0)
+    chances = {rows: 1 - (1 - threshold**rows) ** (_PERMUTATIONS // rows) for rows in range(1, 17)}
+    rows = max((rows for rows, chance in chances.items() if chance >= _LEAST_CHANCE), default=1)
+    return Scheme("minhash", threshold, _PERMUTATIONS // rows, rows)
+
+
+class Signatures(NamedTuple):
+    """Of n texts: bands [n, bands] uint64, and sketches [n, width] uint8."""
+
+    bands: npt.NDArray[np.uint64]
+    sketches: npt.NDArray[np.uint8]
+
+
+def sign(texts: Sequence[str], how: Scheme) -> Signatures:
+    """The signatures of `texts`.
+
+    "exact": the first 8 and all 16 bytes of a digest of the text, its white space being one space each.
+    "minhash": of the set of runs of five words, in lower case; of each of the 128 minima the lowest byte is kept, so
+    that a share s of agreeing bytes estimates a Jaccard index of (256 s - 1) / 255. A text of fewer than five words is
+    one run, and one without any is like no other: its sketch is that of its digest.
+
+    Raises:
+        ConfigError: "minhash", and the library rensa is not installed.
+    """
+    digests = np.frombuffer(b"".join(map(_digest, texts)), np.uint8).reshape(len(texts), 16)
+    if how.method == "exact":
+        return Signatures(digests.view("<u8")[:, :1].copy(), digests)
+    minima = _minima(texts)
+    rows = minima[:, : how.bands * how.rows].reshape(len(texts), how.bands, how.rows).astype(np.uint64)
+    bands = np.broadcast_to(np.arange(how.bands, dtype=np.uint64), (len(texts), how.bands))
+    for row in range(how.rows):
+        bands = _mixed(bands * np.uint64(_BASE) + rows[:, :, row])
+    return Signatures(bands, minima.astype(np.uint8))
+
+
+def agreement(one: npt.NDArray[np.uint8], other: npt.NDArray[np.uint8], how: Scheme) -> npt.NDArray[np.float64]:
+    """Estimated likeness, 0 to 1, of pairs of sketches [n, width]."""
+    share = (one == other).mean(axis=1)
+    return share if how.method == "exact" else np.maximum((256 * share - 1) / 255, 0.0)
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(" ".join(text.split()).encode("utf-8"), digest_size=16).digest()
+
+
+def _minima(texts: Sequence[str]) -> npt.NDArray[np.uint32]:
+    """[n, 128] MinHash values."""
+    hashes = [_shingles(text) for text in texts]
+    offsets = np.concatenate(([0], np.cumsum([len(values) for values in hashes]))).astype(np.uint64)
+    library = require("rensa", "--method minhash").RMinHash
+    matrix: Any = library.digest_matrix_from_flat_token_hashes(np.concatenate(hashes), offsets, _PERMUTATIONS, _SEED)
+    return np.array(matrix.to_rows(), np.uint32)
+
+
+def _shingles(text: str) -> Words:
+    """[m] uint64, a hash of each run of five words; of all words where they are fewer, of the digest where none are.
+
+    A run's hash is that of its bytes, sum of b_j p^j modulo 2^64 from the run's start on, mixed.
+    """
+    words = _WORDS.findall(text.lower())
+    if not words:
+        return np.frombuffer(_digest(text), "<u8")
+    data = np.frombuffer((" ".join(words) + " ").encode("utf-8"), np.uint8)
+    ends = np.flatnonzero(data == 32)
+    starts = np.concatenate(([0], ends[:-1] + 1))
+    run = min(_SHINGLE_WORDS, len(words))
+    starts, ends = starts[: len(words) - run + 1], ends[run - 1 :]
+    powers = _powers(_BASE, len(data))
+    sums = np.concatenate((np.zeros(1, np.uint64), np.cumsum((data + np.uint64(1)) * powers, dtype=np.uint64)))
+    return _mixed((sums[ends] - sums[starts]) * _powers(_INVERSE, len(data))[starts])
+
+
+def _powers(base: int, count: int) -> Words:
+    """base^0 .. base^(count - 1) modulo 2^64."""
+    factors = np.full(count, base, np.uint64)
+    factors[0] = 1
+    return np.cumprod(factors, dtype=np.uint64)
+
+
+def _mixed(values: Words) -> Words:
+    """Every bit of the result depends on every bit of `values`: the finaliser of splitmix64."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

@@ -1,0 +1,1 @@
+"""Training and evaluation samples out of token shards."""

@@ -1,0 +1,207 @@
+"""One split of a corpus as sentence pairs with masked tokens, for encoders, out of the shards that decoders read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megalin.data.batch import EncoderBatch
+from megalin.data.config import DataConfig, SplitName
+from megalin.data.datasets.token import open_parts
+from megalin.data.masking import FRAME_TOKENS, Draws, MaskedSample, MaskingConfig, Vocabulary, mask, resolve_tokens
+from megalin.data.shards.indexed_dataset import Shard
+from megalin.data.tokenizers.tokenizer import load_tokenizer
+from megalin.errors import DataError
+
+_log = logging.getLogger(__name__)
+_LEAST_TOKENS = 2  # one for each segment
+
+
+class _Documents(NamedTuple):
+    """The documents of a split that give samples, over all its shards."""
+
+    shards: list[Shard]
+    shard: npt.NDArray[np.int32]  # [documents] number of the shard
+    first_token: npt.NDArray[np.int64]  # [documents] of the shard
+    length: npt.NDArray[np.int64]  # [documents] tokens
+    left_out: int  # documents of fewer than two tokens
+
+
+class MaskedDataset:
+    """Samples of one split. A document of n tokens is cut into ceil(n / (T - 3)) pieces of equal length (to a token),
+    and each piece gives `copies` samples: sample i is piece i // copies, cut and masked as (seed, i) says.
+
+    A piece is cut at a random token into segments A and B; in a share of the samples B is replaced by a run of as many
+    tokens of another document, or by all of it where that is shorter. Documents of fewer than two tokens give no
+    sample. Memory: 28 bytes a document. Thread-safe once open.
+
+    Attributes:
+        sequence_length: T.
+        num_tokens: tokens of the documents that give samples.
+        num_left_out: documents that give none.
+        num_samples: pieces times copies.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[Shard, int, int]],
+        config: MaskingConfig,
+        vocabulary: Vocabulary,
+        *,
+        split: SplitName,
+        sequence_length: int,
+        vocab_size: int,
+        seed: int,
+    ) -> None:
+        """Takes the documents of sequences [first, end) of each (shard, first, end); `open` is the usual way in."""
+        self.sequence_length = sequence_length
+        self._config, self._vocabulary = config, vocabulary
+        self._split, self._vocab_size, self._seed = split, vocab_size, seed
+        self._copies = config.copies if split == "train" else 1
+        self._documents = documents = _find_documents(parts)
+        self.num_left_out = documents.left_out
+        self.num_tokens = int(documents.length.sum())
+        pieces = -(-documents.length // (sequence_length - FRAME_TOKENS))
+        self._first_pieces = np.concatenate(([0], np.cumsum(pieces)))  # [documents + 1]
+        self.num_samples = int(self._first_pieces[-1]) * self._copies
+
+    @classmethod
+    def open(
+        cls, config: DataConfig, split: SplitName, vocab_size: int, seed: int, paths: Sequence[str] | None = None
+    ) -> Self:
+        """Opens and checks the shards of `split` for a model of `vocab_size` ids; warns of documents left out.
+
+        `paths`: these of the split's shards alone.
+
+        Raises:
+            ConfigError: special tokens that the tokenizer or the vocabulary lacks.
+            DataError: a bad shard, no document of two tokens, or a single one where segment B needs another.
+        """
+        masking = config.masking
+        assert masking is not None
+        paths = config.paths(split) if paths is None else paths
+        tokenizer = None if config.tokenizer is None else load_tokenizer(config.tokenizer)
+        with ExitStack() as stack:
+            parts = open_parts(config, split, vocab_size, paths, stack)
+            vocabulary = resolve_tokens(masking, tokenizer, vocab_size)
+            dataset = cls(
+                parts,
+                masking,
+                vocabulary,
+                split=split,
+                sequence_length=config.sequence_length,
+                vocab_size=vocab_size,
+                seed=seed,
+            )
+            _check_documents(config, split, paths, dataset)
+            stack.pop_all()
+        if dataset.num_left_out:
+            _log.warning(
+                "%s: %d documents of the %s split have fewer than %d tokens and give no sample",
+                ", ".join(paths),
+                dataset.num_left_out,
+                split,
+                _LEAST_TOKENS,
+            )
+        return dataset
+
+    @property
+    def num_documents(self) -> int:
+        """Documents that give samples."""
+        return len(self._documents.length)
+
+    def sample(self, sample: int) -> tuple[MaskedSample, int]:
+        """The row of `sample`, and its next-sentence label: 0 where B follows A, 1 where it is of another document.
+
+        Raises:
+            DataError: an id of `vocab_size` or more (file, sequence, offset), or a file that fails or shrank.
+        """
+        assert 0 <= sample < self.num_samples, (sample, self.num_samples)
+        draws = Draws(self._seed, self._split, sample)
+        piece = sample // self._copies
+        document = int(np.searchsorted(self._first_pieces, piece, side="right")) - 1
+        first, end = (int(number) for number in self._first_pieces[document : document + 2])
+        length = int(self._documents.length[document])
+        begin, stop = ((piece - first + step) * length // (end - first) for step in (0, 1))
+        text = self._read(document, begin, stop - begin)
+        cut = 1 + draws.below("cut", len(text) - 1)
+        other = bool(draws.uniform("other document", 1)[0] < self._config.other_document_share)
+        second = self._elsewhere(document, len(text) - cut, draws) if other else text[cut:]
+        row = mask(text[:cut], second, self._config, self._vocabulary, draws, length=self.sequence_length)
+        return row, int(other)
+
+    def _elsewhere(self, document: int, count: int, draws: Draws) -> npt.NDArray[np.int64]:
+        """A run of `count` tokens, or fewer, of a document other than `document`."""
+        other = draws.below("which document", self.num_documents - 1)
+        other += other >= document
+        room = max(0, int(self._documents.length[other]) - count)
+        begin = draws.below("where", room + 1)
+        return self._read(other, begin, min(count, int(self._documents.length[other])))
+
+    def _read(self, document: int, begin: int, count: int) -> npt.NDArray[np.int64]:
+        shard = self._documents.shards[self._documents.shard[document]]
+        position = int(self._documents.first_token[document]) + begin
+        return shard.read_checked(position, count, vocab_size=self._vocab_size).astype(np.int64)
+
+    def batch(self, samples: npt.NDArray[np.int64]) -> EncoderBatch:
+        """The samples [B] as a batch. Raises DataError as `sample` does."""
+        rows, labels = zip(*(self.sample(int(number)) for number in samples), strict=True)
+        fields = [torch.from_numpy(np.stack(field)) for field in zip(*rows, strict=True)]
+        return EncoderBatch(*[*fields, torch.tensor(labels), torch.from_numpy(samples.copy())])
+
+    def close(self) -> None:
+        """Closes the shards."""
+        for shard in self._documents.shards:
+            shard.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _find_documents(parts: Sequence[tuple[Shard, int, int]]) -> _Documents:
+    """The documents that lie in the sequences [first, end) of each shard; one that a split cuts counts as two."""
+    shard_numbers, first_tokens, lengths, left_out = [], [], [], 0
+    for number, (shard, first, end) in enumerate(parts):
+        edges = np.unique(np.clip(shard.documents, first, end))  # documents without a sequence fall together
+        starts = shard.pointers[np.minimum(edges, shard.num_sequences - 1)] // shard.dtype.itemsize
+        starts[edges == shard.num_sequences] = shard.num_tokens
+        sizes = np.diff(starts)
+        usable = sizes >= _LEAST_TOKENS
+        begins = shard.documents[:-1]
+        inside = (begins >= first) & ((begins < end) | (end == shard.num_sequences))
+        empty = inside & (np.diff(shard.documents) == 0)
+        left_out += int(empty.sum()) + int((~usable).sum())
+        shard_numbers.append(np.full(int(usable.sum()), number, np.int32))
+        first_tokens.append(starts[:-1][usable])
+        lengths.append(sizes[usable])
+    return _Documents(
+        [shard for shard, _, _ in parts],
+        np.concatenate([np.empty(0, np.int32), *shard_numbers]),
+        np.concatenate([np.empty(0, np.int64), *first_tokens]),
+        np.concatenate([np.empty(0, np.int64), *lengths]),
+        left_out,
+    )
+
+
+def _check_documents(config: DataConfig, split: SplitName, paths: Sequence[str], dataset: MaskedDataset) -> None:
+    names, held_out = ", ".join(paths), config.held_out()
+    if not dataset.num_documents:
+        raise DataError(
+            f"{names}: empty corpus: the {split} split{held_out} has no document of at least {_LEAST_TOKENS} tokens "
+            f"({dataset.num_left_out} are shorter); give shards with text"
+        )
+    assert config.masking is not None
+    if dataset.num_documents == 1 and config.masking.other_document_share:
+        raise DataError(
+            f"{names}: data.masking.other_document_share = {config.masking.other_document_share} needs another "
+            f"document, but the {split} split{held_out} has one; give more documents, or set it to 0"
+        )

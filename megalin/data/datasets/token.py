@@ -1,0 +1,207 @@
+"""One split of a corpus: its shards as one stream of tokens, cut into samples of T + 1 ids."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from megalin._index import build_sample_index
+from megalin.data.batch import Batch, pack
+from megalin.data.config import DataConfig, SplitName
+from megalin.data.shards.indexed_dataset import Shard
+from megalin.data.shards.manifest import read_manifest
+from megalin.data.tokenizers.tokenizer import load_tokenizer
+from megalin.errors import DataError
+
+_log = logging.getLogger(__name__)
+_PIECE_BLOCK = 1024  # sequence starts that are looked at together
+
+
+class _Segment(NamedTuple):
+    """Sequences [first_sequence, end_sequence) of a shard, and the samples that start in them."""
+
+    shard: Shard
+    first_sequence: int
+    end_sequence: int
+    first_token: int  # of the shard
+    end_token: int
+    first_sample: int
+    sequences: npt.NDArray[np.int32]  # [samples] sequence in which each starts, from first_sequence
+    offsets: npt.NDArray[np.int32]  # [samples] token of that sequence
+
+
+class TokenDataset:
+    """Samples of one split: sample i is tokens [iT, iT + T] of its shards laid end to end; the tail is dropped.
+
+    Memory: 8 bytes a sample for where it starts, and one window while it is read. Thread-safe once open.
+
+    Attributes:
+        sequence_length: T.
+        num_tokens: tokens of the split, the dropped tail included.
+        num_samples: (num_tokens - 1) // T.
+    """
+
+    def __init__(
+        self, parts: Sequence[tuple[Shard, int, int]], *, sequence_length: int, vocab_size: int, isolate_documents: bool
+    ) -> None:
+        """Lays sequences [first, end) of each (shard, first, end) end to end; `open` is the usual way in."""
+        self.sequence_length = sequence_length
+        self._vocab_size = vocab_size
+        self._isolate_documents = isolate_documents
+        sizes = [shard.first_token(end) - shard.first_token(first) for shard, first, end in parts]
+        self.num_tokens = sum(sizes)
+        self.num_samples = max(0, self.num_tokens - 1) // sequence_length
+        self._segments = []
+        position = 0
+        for (shard, first, end), size in zip(parts, sizes, strict=True):
+            first_sample = min(-(-position // sequence_length), self.num_samples)
+            end_sample = min(-(-(position + size) // sequence_length), self.num_samples)
+            sequences, offsets = build_sample_index(
+                shard.lengths[first:end],
+                first_token=first_sample * sequence_length - position if end_sample > first_sample else 0,
+                stride=sequence_length,
+                count=end_sample - first_sample,
+            )
+            start = shard.first_token(first)
+            self._segments.append(_Segment(shard, first, end, start, start + size, first_sample, sequences, offsets))
+            position += size
+        self._first_samples = np.array([segment.first_sample for segment in self._segments])
+
+    @classmethod
+    def open(cls, config: DataConfig, split: SplitName, vocab_size: int, paths: Sequence[str] | None = None) -> Self:
+        """Opens and checks the shards of `split` for a model of `vocab_size` ids; `paths`: these of them alone.
+
+        Raises:
+            DataError: a bad shard; no token at all; fewer than T + 1 tokens; a tokenizer with more ids than the model,
+                or other than the one that made a shard.
+        """
+        paths = config.paths(split) if paths is None else paths
+        with ExitStack() as stack:
+            parts = open_parts(config, split, vocab_size, paths, stack)
+            dataset = cls(
+                parts,
+                sequence_length=config.sequence_length,
+                vocab_size=vocab_size,
+                isolate_documents=config.isolate_documents,
+            )
+            if not dataset.num_samples:
+                raise too_short(config, split, paths, num_tokens=dataset.num_tokens)
+            stack.pop_all()
+        return dataset
+
+    def window(self, sample: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+        """The ids [T + 1] int64 of `sample`, and for each the piece (sequence) it belongs to, [T + 1] int32 from 0.
+
+        Raises:
+            DataError: an id of `vocab_size` or more (file, sequence, offset), or a file that fails or shrank.
+        """
+        assert 0 <= sample < self.num_samples, (sample, self.num_samples)
+        number = int(np.searchsorted(self._first_samples, sample, side="right")) - 1
+        segment = self._segments[number]
+        row = sample - segment.first_sample
+        sequence = segment.first_sequence + int(segment.sequences[row])
+        position = segment.shard.first_token(sequence) + int(segment.offsets[row])
+        ids = np.empty(self.sequence_length + 1, np.int64)
+        starts = np.zeros(self.sequence_length + 1, np.int32)
+        filled = 0
+        while True:
+            count = min(len(ids) - filled, segment.end_token - position)
+            ids[filled : filled + count] = segment.shard.read_checked(position, count, vocab_size=self._vocab_size)
+            for begin in _piece_starts(segment, sequence, position, position + count):
+                starts[filled + begin - position] = 1
+            filled += count
+            if filled == len(ids):
+                return ids, np.cumsum(starts, dtype=np.int32)
+            number += 1
+            segment = self._segments[number]
+            sequence, position = segment.first_sequence, segment.first_token
+            starts[filled] = 1
+
+    def batch(self, samples: npt.NDArray[np.int64]) -> Batch:
+        """The samples [B] as a Batch. Raises DataError as `window` does."""
+        windows, pieces = zip(*(self.window(int(sample)) for sample in samples), strict=True)
+        return pack(np.stack(windows), np.stack(pieces), samples.copy(), isolate_documents=self._isolate_documents)
+
+    def close(self) -> None:
+        """Closes the shards."""
+        for segment in self._segments:
+            segment.shard.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _piece_starts(segment: _Segment, sequence: int, position: int, end: int) -> Iterator[int]:
+    """The tokens in (position, end) of the shard at which a sequence after `sequence` starts."""
+    itemsize = segment.shard.dtype.itemsize
+    for first in range(sequence + 1, segment.end_sequence, _PIECE_BLOCK):
+        block = segment.shard.pointers[first : min(first + _PIECE_BLOCK, segment.end_sequence)] // itemsize
+        inside = block[(block > position) & (block < end)]
+        yield from inside.tolist()
+        if block[-1] >= end:
+            return
+
+
+def open_parts(
+    config: DataConfig, split: SplitName, vocab_size: int, paths: Sequence[str], stack: ExitStack
+) -> list[tuple[Shard, int, int]]:
+    """The checked shards `paths` of `split` with the sequences [first, end) of each in it; `stack` closes them.
+
+    Raises:
+        DataError: a bad shard; a tokenizer with more ids than the model, or other than the one that made a shard.
+    """
+    digest = _tokenizer_digest(config, vocab_size)
+    parts = []
+    for prefix in paths:
+        shard = stack.enter_context(Shard(prefix, vocab_size=vocab_size))
+        _check_manifest(shard, config.tokenizer, digest)
+        if not shard.num_tokens:
+            _log.warning("%s: a shard without tokens; skipped", prefix)
+            shard.close()
+            continue
+        parts.append((shard, *config.sequences(split, shard.num_sequences)))
+    return parts
+
+
+def too_short(config: DataConfig, split: SplitName, paths: Sequence[str], *, num_tokens: int) -> DataError:
+    """What to tell of a split of `num_tokens` that holds no sample of T + 1 ids."""
+    names = ", ".join(paths)
+    if not num_tokens:
+        return DataError(
+            f"{names}: empty corpus: the {split} split{config.held_out()} has no tokens; give shards with text"
+        )
+    return DataError(
+        f"{names}: data.sequence_length = {config.sequence_length} needs {config.sequence_length + 1} tokens, but the "
+        f"{split} split{config.held_out()} has {num_tokens}; lower sequence_length to at most {num_tokens - 1} or add "
+        "data"
+    )
+
+
+def _tokenizer_digest(config: DataConfig, vocab_size: int) -> str | None:
+    if config.tokenizer is None:
+        return None
+    tokenizer = load_tokenizer(config.tokenizer)
+    if tokenizer.vocab_size > vocab_size:
+        raise DataError(
+            f"{config.tokenizer}: has {tokenizer.vocab_size} token ids, but the model's vocab_size is {vocab_size}; "
+            f"raise vocab_size to at least {tokenizer.vocab_size}"
+        )
+    return tokenizer.digest
+
+
+def _check_manifest(shard: Shard, tokenizer: str | None, digest: str | None) -> None:
+    """Where a manifest lies beside the shard it must be this shard's, and name the run's tokenizer."""
+    manifest = read_manifest(shard)
+    if manifest is not None and digest is not None and manifest.digest != digest:
+        raise DataError(
+            f"{shard.prefix}: made by the tokenizer with sha256 {manifest.digest}, but data.tokenizer = {tokenizer} "
+            f"has {digest}; use the one that made the shard"
+        )

@@ -1,0 +1,81 @@
+"""What a shard holds, told from its checked index, and the full scan of its token ids."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from megalin.data.shards.indexed_dataset import Shard, digest
+from megalin.data.tokenizers.tokenizer import Tokenizer
+
+_FIRST_TOKENS = 64
+_SCAN_TOKENS = 1 << 22
+
+
+class LengthSummary(NamedTuple):
+    """Tokens a sequence."""
+
+    min: int
+    median: float
+    mean: float
+    max: int
+
+
+class ShardSummary(NamedTuple):
+    """The facts of one shard."""
+
+    prefix: str
+    documents: int
+    sequences: int
+    tokens: int
+    dtype: str
+    lengths: LengthSummary | None  # None for a shard without sequences
+    first_tokens: list[int]
+    first_text: str | None  # None without a tokenizer
+    digest: str  # sha256 of the bytes of .idx and .bin
+
+
+def inspect_shard(prefix: str | Path, tokenizer: Tokenizer | None = None) -> ShardSummary:
+    """Opens and checks the shard and reads all of its bytes for the digest.
+
+    Raises:
+        DataError: a bad shard, or a first token that the tokenizer does not know.
+    """
+    with Shard(prefix) as shard:
+        first_tokens = shard.read(0, min(shard.num_tokens, _FIRST_TOKENS)).tolist()
+        lengths = None
+        if shard.num_sequences:
+            lengths = LengthSummary(
+                int(shard.lengths.min()),
+                float(np.median(shard.lengths)),
+                shard.num_tokens / shard.num_sequences,
+                int(shard.lengths.max()),
+            )
+        if tokenizer is not None:
+            shard.read_checked(0, len(first_tokens), vocab_size=tokenizer.vocab_size)
+        return ShardSummary(
+            prefix=str(prefix),
+            documents=shard.num_documents,
+            sequences=shard.num_sequences,
+            tokens=shard.num_tokens,
+            dtype=shard.dtype.name,
+            lengths=lengths,
+            first_tokens=first_tokens,
+            first_text=None if tokenizer is None else tokenizer.decode(first_tokens),
+            digest=digest(prefix),
+        )
+
+
+def validate_shard(prefix: str | Path, *, vocab_size: int) -> int:
+    """Reads every token id, a few MiB at a time; returns how many there are.
+
+    Raises:
+        DataError: a bad shard, or the first id outside 0 .. vocab_size - 1: file, sequence, offset and id.
+    """
+    with Shard(prefix, vocab_size=vocab_size) as shard:
+        for position in range(0, shard.num_tokens, _SCAN_TOKENS):
+            count = min(_SCAN_TOKENS, shard.num_tokens - position)
+            shard.read_checked(position, count, vocab_size=vocab_size)
+        return shard.num_tokens

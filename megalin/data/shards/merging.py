@@ -1,0 +1,191 @@
+"""Shards made of the documents of others: several laid end to end, or one cut into parts; in constant memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, Any, BinaryIO, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megalin.data.files import open_temporary, storage_errors, temporary_name
+from megalin.data.shards.indexed_dataset import MAX_SEQUENCES, Shard, bin_path, manifest_path, publish_shard
+from megalin.data.shards.manifest import ShardManifest, read_manifest
+from megalin.errors import ConfigError, DataError
+
+_COPY_TOKENS = 1 << 22
+
+
+class DocumentRange(NamedTuple):
+    """Documents [first, end) of a shard."""
+
+    shard: Shard
+    first: int
+    end: int
+
+
+class Written(NamedTuple):
+    """What a new shard holds."""
+
+    prefix: str
+    documents: int
+    sequences: int
+    tokens: int
+
+
+def merge_shards(prefixes: Sequence[str | Path], output: str | Path) -> Written:
+    """Writes the documents of all shards, in this order, as the shard `output`; the same bytes as Megatron's merge.
+
+    Where every shard has a manifest the new one gets one too, with the tokenizer and where its documents come from.
+
+    Raises:
+        ConfigError: no shard, or one that is the output.
+        DataError: a bad shard; shards of different token dtypes or tokenizers; 2^31 sequences and more.
+        StorageError: the output cannot be written; then no shard bears its name.
+    """
+    _check_names(prefixes, [output])
+    with ExitStack() as stack:
+        shards = [stack.enter_context(Shard(prefix)) for prefix in prefixes]
+        for shard in shards[1:]:
+            if shard.dtype != shards[0].dtype:
+                raise DataError(
+                    f"{shard.prefix}: tokens of {shard.dtype.name}, but {shards[0].prefix} has {shards[0].dtype.name}; "
+                    "shards of one vocabulary have one dtype: preprocess one of them again"
+                )
+        return _write([DocumentRange(shard, 0, shard.num_documents) for shard in shards], output)
+
+
+def split_shard(prefix: str | Path, outputs: Sequence[str | Path], weights: Sequence[float]) -> list[Written]:
+    """Cuts a shard's documents into consecutive parts of these shares; border k is round(documents x sum of shares).
+
+    Raises:
+        ConfigError: not one positive weight for each output, an output twice, or the shard itself.
+        DataError: a bad shard, or a part without documents.
+        StorageError: an output cannot be written.
+    """
+    _check_names([prefix], outputs)
+    if len(weights) != len(outputs) or not all(0 < weight < float("inf") for weight in weights):
+        raise ConfigError(f"weights {', '.join(map(str, weights))} for {len(outputs)} parts; give one above 0 for each")
+    with Shard(prefix) as shard:
+        shares = np.cumsum([0.0, *weights]) / sum(weights)
+        borders = [round(share * shard.num_documents) for share in shares.tolist()]
+        parts = [DocumentRange(shard, *pair) for pair in itertools.pairwise(borders)]
+        for part, output in zip(parts, outputs, strict=True):
+            if part.first == part.end:
+                raise DataError(
+                    f"{output}: its share of the {shard.num_documents} documents of {prefix} is none; "
+                    "raise its weight or split a larger shard"
+                )
+        return [_write([part], output) for part, output in zip(parts, outputs, strict=True)]
+
+
+def concatenate(
+    prefixes: Sequence[Path], output: str | Path, dtype: np.dtype[Any], manifest: Mapping[str, Any]
+) -> None:
+    """Writes the documents of many shards of `dtype`, one open at a time, as the shard `output` with this manifest.
+
+    Raises:
+        DataError: a bad shard; 2^31 sequences and more.
+        StorageError: the output cannot be written; then no shard bears its name.
+    """
+    path, sequences = bin_path(output), 0
+    # The index begins with its counts, so its entries wait in files without a name; memory may not hold them.
+    with (
+        storage_errors(path),
+        TemporaryFile(dir=path.parent) as lengths,
+        TemporaryFile(dir=path.parent) as documents,
+        open_temporary(path) as file,
+        ExitStack() as discard,
+    ):
+        discard.callback(temporary_name(path).unlink, missing_ok=True)
+        documents.write(np.zeros(1, np.int64).data)  # of the shards' own, each begins with a 0 that is left out
+        for prefix in prefixes:
+            with Shard(prefix) as shard:
+                assert shard.dtype == dtype, (prefix, shard.dtype, dtype)
+                _check_total(sequences + shard.num_sequences, output)
+                _copy(shard, 0, shard.num_tokens, file, path)
+                lengths.write(shard.lengths.data)
+                documents.write((shard.documents[1:] + sequences).data)
+                sequences += shard.num_sequences
+        index = _mapped(lengths, np.dtype(np.int32)), _mapped(documents, np.dtype(np.int64))
+        publish_shard(Path(output), file, dtype, [index[0]], [(index[1], 0)], manifest)
+        discard.pop_all()
+
+
+def _mapped(file: IO[bytes], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """What was written into `file`."""
+    file.flush()
+    return np.memmap(file, dtype, "r") if file.tell() else np.empty(0, dtype)
+
+
+def _check_total(sequences: int, output: str | Path) -> None:
+    if sequences > MAX_SEQUENCES:
+        raise DataError(f"{output}: {sequences} sequences; a shard holds at most {MAX_SEQUENCES}: make several")
+
+
+def _copy(shard: Shard, start: int, end: int, file: BinaryIO, path: Path) -> None:
+    """Appends tokens [start, end) of `shard` to `file`, which will be `path`."""
+    for first in range(start, end, _COPY_TOKENS):
+        block = shard.read(first, min(_COPY_TOKENS, end - first))
+        with storage_errors(path):
+            file.write(block.data)
+
+
+def _check_names(inputs: Sequence[str | Path], outputs: Sequence[str | Path]) -> None:
+    if not inputs:
+        raise ConfigError("no shard to read; name at least one prefix")
+    taken = {Path(prefix).resolve() for prefix in inputs}
+    for output in outputs:
+        if Path(output).resolve() in taken:
+            raise ConfigError(f"{output}: named more than once, or read as well; give each output a name of its own")
+        taken.add(Path(output).resolve())
+
+
+def _write(parts: Sequence[DocumentRange], output: str | Path) -> Written:
+    sequences = [slice(int(shard.documents[first]), int(shard.documents[end])) for shard, first, end in parts]
+    total = sum(run.stop - run.start for run in sequences)
+    _check_total(total, output)
+    documents: list[tuple[Any, int]] = [(np.zeros(1, np.int64), 0)]
+    position = 0
+    for part, run in zip(parts, sequences, strict=True):
+        documents.append((part.shard.documents[part.first + 1 : part.end + 1], position - run.start))
+        position += run.stop - run.start
+    lengths = [part.shard.lengths[run] for part, run in zip(parts, sequences, strict=True)]
+    ranges = [
+        (p.shard.first_token(run.start), p.shard.first_token(run.stop)) for p, run in zip(parts, sequences, strict=True)
+    ]
+    num_documents, tokens = sum(part.end - part.first for part in parts), sum(end - start for start, end in ranges)
+    written = Written(str(output), num_documents, total, tokens)
+    manifest, path = _manifest(parts, written), bin_path(output)
+    with open_temporary(path) as file, ExitStack() as discard:
+        discard.callback(temporary_name(path).unlink, missing_ok=True)
+        for part, (start, end) in zip(parts, ranges, strict=True):
+            _copy(part.shard, start, end, file, path)
+        publish_shard(Path(output), file, parts[0].shard.dtype, lengths, documents, manifest)
+        discard.pop_all()
+    return written
+
+
+def _manifest(parts: Sequence[DocumentRange], written: Written) -> dict[str, Any] | None:
+    """The new shard's, where all parts have one; a tokenizer that differs is an error."""
+    found: list[ShardManifest] = []
+    for part in parts:
+        manifest = read_manifest(part.shard)
+        if manifest is None:
+            return None
+        found.append(manifest)
+        if manifest.digest != found[0].digest:
+            raise DataError(
+                f"{manifest_path(part.shard.prefix)}: made by the tokenizer with sha256 {manifest.digest}, but "
+                f"{parts[0].shard.prefix} by {found[0].digest}; merge shards of one tokenizer"
+            )
+    return {
+        **{name: getattr(written, name) for name in ("documents", "sequences", "tokens")},
+        "dtype": parts[0].shard.dtype.name,
+        "tokenizer": found[0].tokenizer,
+        "parts": [[str(part.shard.prefix), part.first, part.end] for part in parts],
+    }

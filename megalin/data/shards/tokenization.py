@@ -1,0 +1,251 @@
+"""From text to token shards: each part of the corpus becomes a small shard, and together they become one a key."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from megalin.data.corpus.batches import batches
+from megalin.data.corpus.documents import HARMLESS, BadLine, Reader, lines_before
+from megalin.data.corpus.inputs import PLAIN, content_suffix
+from megalin.data.corpus.parts import (
+    CorpusPart,
+    CorpusProgress,
+    PartShare,
+    ReportProgress,
+    Run,
+    discard,
+    plan,
+    records,
+    run_parts,
+)
+from megalin.data.files import open_regular
+from megalin.data.shards.indexed_dataset import ShardWriter, token_dtype
+from megalin.data.shards.merging import concatenate
+from megalin.data.tokenizers.tokenizer import Tokenizer, TokenizerFiles
+from megalin.errors import ConfigError, DataError
+
+_LISTED_BAD_LINES = 100
+
+
+class PreprocessOptions(NamedTuple):
+    """What `preprocess` does with its files."""
+
+    json_keys: Sequence[str]  # one shard each; a text file's text goes to the only key
+    output_prefix: str
+    tokenizer: TokenizerFiles
+    append_eod: bool
+    workers: int
+    on_bad_line: Literal["skip", "fail"]
+    limit_bytes: int  # of a line or text file
+    resume: bool = False  # keep the parts that a run before has finished
+    share: PartShare | None = None  # of the parts, when several hosts work; then nothing is put together
+
+
+class PreprocessReport(NamedTuple):
+    """What was written and what was left out."""
+
+    prefixes: list[str]
+    documents: int
+    tokens: int
+    bad_lines: dict[str, int]  # by kind
+    listed: list[BadLine]  # the first hundred
+
+
+class _Job(NamedTuple):
+    tokenizer: TokenizerFiles
+    keys: Sequence[str]
+    append_eod: bool
+    limit_bytes: int
+    fail: bool
+
+
+def preprocess(
+    paths: Sequence[Path], options: PreprocessOptions, *, on_progress: Callable[[CorpusProgress], None] = lambda _: None
+) -> PreprocessReport | None:
+    """Writes `<output_prefix>_<key>_document` for every key, one sequence a document, and a manifest beside each.
+
+    The parts stand in `<output_prefix>.parts` until all are complete. A line that is bad for one key gives no document
+    for any, so the shards of the keys stay aligned. The bytes written depend on the inputs and the tokenizer alone,
+    not on workers, shares or kills. Memory: a batch of 1 MiB a worker, and 12 bytes for each document of a part.
+
+    Returns:
+        What was written; None for a share, after which another call, with `resume` and no share, writes the shards.
+
+    Raises:
+        ConfigError: options that exclude each other; a library is missing.
+        DataError: a file or tokenizer that cannot be read; no document with a token (nothing is written); a bad line
+            where `on_bad_line` is "fail"; a worker that died; parts of another corpus or other options.
+        StorageError: the output cannot be written.
+    """
+    _check(paths, options)
+    tokenizer = options.tokenizer.load()
+    job = _Job(
+        options.tokenizer,
+        tuple(options.json_keys),
+        options.append_eod,
+        options.limit_bytes,
+        options.on_bad_line == "fail",
+    )
+    settings = {**job._asdict(), "tokenizer": tokenizer.digest}
+    folder = Path(f"{options.output_prefix}.parts")
+    parts = plan(paths)
+    run = Run(folder, settings, options.workers, options.resume, options.share, on_progress)
+    complete = run_parts(_tokenise, job, parts, run)
+    if options.share is not None:
+        return None
+    assert complete, folder
+    prefixes = [f"{options.output_prefix}_{key}_document" for key in options.json_keys]
+    sums = _collect(folder, parts, prefixes)
+    dtype = token_dtype(tokenizer.vocab_size)
+    for column, prefix in enumerate(prefixes):
+        manifest = _manifest(sums, column, tokenizer, options, dtype)
+        concatenate([_part_prefix(folder, part, column) for part in parts], prefix, dtype, manifest)
+    discard(folder)
+    return PreprocessReport(prefixes, sums.documents, sum(sums.tokens), sums.bad_lines, sums.listed)
+
+
+class _Sums(NamedTuple):
+    """The records of all parts together."""
+
+    documents: int
+    tokens: list[int]  # of each key
+    sequences: list[int]
+    bad_lines: dict[str, int]
+    listed: list[BadLine]
+    inputs: list[dict[str, Any]]
+
+
+def _check(paths: Sequence[Path], options: PreprocessOptions) -> None:
+    plain = [path for path in paths if content_suffix(path) == PLAIN]
+    if plain and len(options.json_keys) != 1:
+        raise ConfigError(f"--json-keys {' '.join(options.json_keys)}: {plain[0]} is plain text; give a single key")
+    if len(set(options.json_keys)) != len(options.json_keys) or not options.json_keys:
+        raise ConfigError(f"--json-keys {' '.join(options.json_keys)}: give each key once")
+    if any("/" in key or "\0" in key for key in options.json_keys):
+        raise ConfigError(f"--json-keys {' '.join(options.json_keys)}: a key names a file, so it has no '/'")
+    if options.limit_bytes < 1:
+        raise ConfigError(f"--max-document-bytes {options.limit_bytes}: at least 1 is needed")
+
+
+def _part_prefix(folder: Path, part: CorpusPart, column: int) -> Path:
+    return folder / f"{part.number:06}-{column}"
+
+
+def _collect(folder: Path, parts: Sequence[CorpusPart], prefixes: Sequence[str]) -> _Sums:
+    """Adds up the records; lines are counted on over the parts of a file.
+
+    Raises:
+        DataError: no document has a token.
+    """
+    documents, tokens, sequences = 0, [0] * len(prefixes), [0] * len(prefixes)
+    bad_lines: Counter[str] = Counter()
+    listed: list[BadLine] = []
+    inputs: list[dict[str, Any]] = []
+    for part, record in zip(parts, records(folder, parts), strict=True):
+        if part.first:
+            lines = 0
+            inputs.append({"path": part.span.path, "sha256": record["sha256"], "bytes": 0, "documents": 0})
+        inputs[-1]["bytes"] += part.size_bytes
+        inputs[-1]["documents"] += record["documents"]
+        documents += record["documents"]
+        tokens = [a + b for a, b in zip(tokens, record["tokens"], strict=True)]
+        sequences = [a + b for a, b in zip(sequences, record["sequences"], strict=True)]
+        bad_lines.update(record["bad_lines"])
+        for path, line, kind, detail in record["listed"][: _LISTED_BAD_LINES - len(listed)]:
+            listed.append(BadLine(path, lines + line, kind, detail))
+        lines += record["lines"]
+    for prefix, count in zip(prefixes, tokens, strict=True):
+        if not count:
+            kinds = ", ".join(f"{number} x {kind}" for kind, number in bad_lines.items()) or "none"
+            discard(folder)
+            raise DataError(
+                f"{prefix}: empty corpus: {documents} documents without a token (bad lines: {kinds}); "
+                "check --input and --json-keys"
+            )
+    return _Sums(documents, tokens, sequences, dict(sorted(bad_lines.items())), listed, inputs)
+
+
+def _manifest(
+    sums: _Sums, column: int, tokenizer: Tokenizer, options: PreprocessOptions, dtype: np.dtype[Any]
+) -> Mapping[str, Any]:
+    return {
+        "documents": sums.documents,
+        "sequences": sums.sequences[column],
+        "tokens": sums.tokens[column],
+        "dtype": dtype.name,
+        "append_eod": options.append_eod,
+        "tokenizer": {
+            "source": str(options.tokenizer),
+            "digest": tokenizer.digest,
+            "vocab_size": tokenizer.vocab_size,
+            "eod_id": tokenizer.eod_id,
+        },
+        "bad_lines": sums.bad_lines,
+        "first_bad_lines": [str(bad) for bad in sums.listed],
+        "inputs": sums.inputs,
+    }
+
+
+@functools.lru_cache(maxsize=1)
+def _load_once(files: TokenizerFiles) -> Tokenizer:
+    return files.load()
+
+
+def _tokenise(job: _Job, part: CorpusPart, folder: Path, report: ReportProgress) -> Mapping[str, Any]:
+    """Writes a part's shard for every key; its record counts what is in them and what was left out."""
+    tokenizer = _load_once(job.tokenizer)
+    dtype = token_dtype(tokenizer.vocab_size)
+    bad_lines: Counter[str] = Counter()
+    listed: list[BadLine] = []
+    with ExitStack() as stack:
+        writers = [
+            stack.enter_context(ShardWriter(_part_prefix(folder, part, column), dtype))
+            for column in range(len(job.keys))
+        ]
+        reader = Reader(part.span, job.keys, limit_bytes=job.limit_bytes)
+        for batch in batches(reader):
+            for line in batch.bad_lines:
+                if job.fail and line.kind != HARMLESS:
+                    place = line._replace(line=line.line + lines_before(part.span))
+                    raise DataError(f"{place}; mend the line, or leave bad lines out with --on-bad-line skip")
+            bad_lines.update(line.kind for line in batch.bad_lines)
+            listed.extend(batch.bad_lines[: _LISTED_BAD_LINES - len(listed)])
+            before = sum(writer.num_tokens for writer in writers)
+            for column, writer in enumerate(writers):
+                _encode([document.texts[column] for document in batch.documents], tokenizer, writer, job.append_eod)
+            tokens = sum(writer.num_tokens for writer in writers) - before
+            report(CorpusProgress(len(batch.documents), tokens, batch.read_bytes, len(batch.bad_lines)))
+        for writer in writers:
+            writer.publish()
+    return {
+        "documents": writers[0].num_documents,
+        "tokens": [writer.num_tokens for writer in writers],
+        "sequences": [writer.num_sequences for writer in writers],
+        "lines": reader.lines,
+        "bad_lines": bad_lines,
+        "listed": listed,
+        "sha256": _sha256(part.span.path) if part.first else None,
+    }
+
+
+def _sha256(path: str) -> str:
+    """Of a file, in hex. Raises DataError."""
+    with open_regular(Path(path), remedy="check --input") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _encode(texts: Sequence[str], tokenizer: Tokenizer, writer: ShardWriter, append_eod: bool) -> None:
+    for ids in tokenizer.encode_batch(texts):
+        if ids:  # an empty document has no sequence and no end, as in Megatron
+            if append_eod:
+                ids.append(tokenizer.eod_id)
+            writer.add_sequence(np.array(ids, writer.dtype))
+        writer.end_document()

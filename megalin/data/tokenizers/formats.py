@@ -1,0 +1,162 @@
+"""SentencePiece models and tiktoken's files of ranks as tokenizers: local files only, each library imported at need."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megalin.data.files import read_limited
+from megalin.errors import ConfigError, DataError
+from megalin.optional import require
+
+END_OF_DOCUMENT = "<|endoftext|>"
+FILE_LIMIT_BYTES = 64 << 20
+VOCABULARY_LIMIT = 1 << 22
+
+
+class TiktokenPattern(NamedTuple):
+    """How text is cut into words before its bytes are merged, and what else a published vocabulary fixes."""
+
+    expression: str
+    num_ranks: int  # of the vocabulary published with the pattern
+    eod_id: int  # of <|endoftext|> there
+
+
+# Published with each vocabulary: another pattern gives other ids from the same ranks.
+TIKTOKEN_PATTERNS = {
+    "gpt2": TiktokenPattern(
+        r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s""", 50256, 50256
+    ),
+    "cl100k": TiktokenPattern(
+        r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"""
+        r"""|\s++$|\s*[\r\n]|\s+(?!\S)|\s""",
+        100256,
+        100257,
+    ),
+    "o200k": TiktokenPattern(
+        r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"""
+        r"""|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"""
+        r"""|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
+        199998,
+        199999,
+    ),
+}
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model; its end of sentence ends a document, or the piece <|endoftext|> where it has none."""
+
+    def __init__(self, path: Path) -> None:
+        """Reads a local .model file.
+
+        Raises:
+            ConfigError: the library sentencepiece is not installed.
+            DataError: the file is missing, longer than 64 MiB, no model, or has nothing that ends a document.
+        """
+        library = require("sentencepiece", f"{path}: a SentencePiece model")
+        data = read_limited(path, limit_bytes=FILE_LIMIT_BYTES, remedy="give the path of a SentencePiece .model")
+        self.path = path
+        self.digest = hashlib.sha256(data).hexdigest()
+        self._processor = library.SentencePieceProcessor()
+        try:
+            self._processor.LoadFromSerializedProto(data)
+        except RuntimeError as error:
+            raise DataError(f"{path}: not a SentencePiece model: {error}") from None
+        self.vocab_size = int(self._processor.vocab_size())
+        eod = self._processor.eos_id() if self._processor.eos_id() >= 0 else self.token_id(END_OF_DOCUMENT)
+        if eod is None:
+            raise DataError(f"{path}: has neither an end of sentence nor {END_OF_DOCUMENT}; train it with one of them")
+        self.eod_id = int(eod)
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._processor.encode(text))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        # One thread: the processes are the parallelism.
+        return list(self._processor.encode(list(texts), num_threads=1)) if texts else []
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._processor.decode(list(ids)))
+
+    def token_id(self, token: str) -> int | None:
+        found = int(self._processor.piece_to_id(token))
+        return found if self._processor.id_to_piece(found) == token else None
+
+    def token_bytes(self) -> npt.NDArray[np.int64]:
+        """Raises DataError: the model changes text before it cuts it, so an id does not tell its bytes."""
+        raise DataError(f"{self.path}: bytes per token need a byte-level tokenizer; a SentencePiece model is none")
+
+
+class TiktokenTokenizer:
+    """A file of ranks (a line: base64 of the bytes, and the rank) with the pattern that it was made for."""
+
+    def __init__(self, path: Path, *, pattern: str = "") -> None:
+        """Reads a local .tiktoken file; an empty `pattern` is that of the published vocabulary with as many ranks.
+
+        Raises:
+            ConfigError: the library tiktoken is not installed; the pattern is unknown, or not told by the ranks.
+            DataError: the file is missing, longer than 64 MiB, or no ranks of bytes from 0 on.
+        """
+        library = require("tiktoken", f"{path}: a file of tiktoken's ranks")
+        data = read_limited(path, limit_bytes=FILE_LIMIT_BYTES, remedy="give the path of a .tiktoken file of ranks")
+        self.path = path
+        ranks = _read_ranks(path, data)
+        name = pattern or next((name for name, known in TIKTOKEN_PATTERNS.items() if known.num_ranks == len(ranks)), "")
+        if name not in TIKTOKEN_PATTERNS:
+            raise ConfigError(
+                f"{path}: {len(ranks)} ranks and the pattern {name!r} do not tell how text is cut; give "
+                f"--tiktoken-pattern {', '.join(TIKTOKEN_PATTERNS)}"
+            )
+        known = TIKTOKEN_PATTERNS[name]
+        self.eod_id = known.eod_id if known.num_ranks == len(ranks) else len(ranks)
+        self.vocab_size = self.eod_id + 1
+        self.digest = hashlib.sha256(f"tiktoken {name}\n".encode() + data).hexdigest()
+        self._ranks = ranks
+        self._encoding: Any = library.Encoding(
+            f"{path.name} {name}",
+            pat_str=known.expression,
+            mergeable_ranks=ranks,
+            special_tokens={END_OF_DOCUMENT: self.eod_id},
+        )
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._encoding.encode_ordinary(text))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self._encoding.encode_ordinary(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        known = [token for token in ids if token < len(self._ranks) or token == self.eod_id]
+        return str(self._encoding.decode(known, errors="replace"))
+
+    def token_id(self, token: str) -> int | None:
+        return self.eod_id if token == END_OF_DOCUMENT else self._ranks.get(token.encode("utf-8"))
+
+    def token_bytes(self) -> npt.NDArray[np.int64]:
+        counts = np.zeros(self.vocab_size, np.int64)
+        for token, rank in self._ranks.items():
+            counts[rank] = len(token)
+        return counts
+
+
+def _read_ranks(path: Path, data: bytes) -> dict[bytes, int]:
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(data.splitlines(), start=1):
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except (ValueError, binascii.Error):
+            raise DataError(
+                f"{path}:{number}: expected the base64 of a token and its rank; found {line[:80]!r}"
+            ) from None
+    whole = sorted(ranks.values()) == list(range(len(ranks))) and len(ranks) < VOCABULARY_LIMIT
+    if not whole or any(bytes([byte]) not in ranks for byte in range(256)):
+        raise DataError(f"{path}: expected every byte and each rank from 0 to {len(ranks) - 1} once; is it cut short?")
+    return ranks

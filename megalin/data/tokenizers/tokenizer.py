@@ -1,0 +1,278 @@
+"""Tokenizers behind one small protocol: local files of four kinds or plain bytes; and training of a byte-level BPE."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from megalin.data.files import read_limited, write_text
+from megalin.data.tokenizers.formats import END_OF_DOCUMENT as END_OF_DOCUMENT
+from megalin.data.tokenizers.formats import (
+    FILE_LIMIT_BYTES,
+    VOCABULARY_LIMIT,
+    SentencePieceTokenizer,
+    TiktokenTokenizer,
+)
+from megalin.data.tokenizers.word_cache import WordCache, cuts_as_gpt2
+from megalin.errors import ConfigError, DataError
+
+BYTES = "bytes"
+_MIN_BPE_VOCABULARY = 257  # every byte, and the end of a document
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back.
+
+    Attributes:
+        vocab_size: one more than the largest id.
+        eod_id: the id that ends a document; `encode` never returns it.
+        digest: sha256, in hex, of what defines the ids: equal digests give equal ids.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def eod_id(self) -> int: ...
+    @property
+    def digest(self) -> str: ...
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`, nothing added; the text of a special token inside it is ordinary text."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each text."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, special tokens included; bytes that are no UTF-8 become U+FFFD."""
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its name, special ones included; None where there is no such token."""
+
+    def token_bytes(self) -> npt.NDArray[np.int64]:
+        """[vocab_size] int64: bytes that each id decodes to, 0 for special tokens and unused ids."""
+
+
+class TokenizerFiles(NamedTuple):
+    """What makes a tokenizer: its kind and its local files."""
+
+    kind: Literal["bytes", "huggingface", "gpt2", "sentencepiece", "tiktoken"]
+    files: tuple[str, ...] = ()  # gpt2: vocab.json and merges.txt; bytes: none; else one
+    pattern: str = ""  # of tiktoken; empty: told by the number of ranks
+
+    def __str__(self) -> str:
+        return " ".join(self.files) or self.kind
+
+    def load(self) -> Tokenizer:
+        """The tokenizer. Raises DataError where a file is none, ConfigError where a library is missing."""
+        match self.kind:
+            case "bytes":
+                return ByteTokenizer()
+            case "sentencepiece":
+                return SentencePieceTokenizer(Path(self.files[0]))
+            case "tiktoken":
+                return TiktokenTokenizer(Path(self.files[0]), pattern=self.pattern)
+            case "gpt2":
+                return gpt2_tokenizer(*map(Path, self.files))
+            case "huggingface":
+                return HuggingFaceTokenizer(Path(self.files[0]))
+
+
+def load_tokenizer(path: str) -> Tokenizer:
+    """The tokenizer of a local file, or of plain bytes where `path` is "bytes"; raises as `TokenizerFiles.load`.
+
+    A name in .model is a SentencePiece model, one in .tiktoken a file of ranks, any other a tokenizer.json.
+    """
+    return tokenizer_files(path).load()
+
+
+def tokenizer_files(path: str) -> TokenizerFiles:
+    """The kind of a tokenizer's file by its name, as `load_tokenizer` takes it."""
+    if path == BYTES:
+        return TokenizerFiles("bytes")
+    suffix = Path(path).suffix
+    kind: Literal["huggingface", "sentencepiece", "tiktoken"]
+    kind = "sentencepiece" if suffix == ".model" else "tiktoken" if suffix == ".tiktoken" else "huggingface"
+    return TokenizerFiles(kind, (path,))
+
+
+class ByteTokenizer:
+    """One id a byte of UTF-8, and 256 for the end of a document."""
+
+    vocab_size = 257
+    eod_id = 256
+    digest = hashlib.sha256(b"megalin byte tokenizer: 256 bytes, end of document 256").hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        end = END_OF_DOCUMENT.encode("utf-8")
+        data = b"".join(end if token == self.eod_id else bytes([token]) for token in ids)
+        return data.decode("utf-8", errors="replace")
+
+    def token_id(self, token: str) -> int | None:
+        return self.eod_id if token == END_OF_DOCUMENT else None
+
+    def token_bytes(self) -> npt.NDArray[np.int64]:
+        counts = np.ones(self.vocab_size, np.int64)
+        counts[self.eod_id] = 0
+        return counts
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer.json through the `tokenizers` library; padding, truncation and added special tokens are off."""
+
+    def __init__(self, path: Path, data: bytes | None = None) -> None:
+        """Reads a local file, or takes its content from `data`; nothing is downloaded and no code is run.
+
+        Raises:
+            DataError: the file is missing, longer than 64 MiB, no tokenizer, lacks `<|endoftext|>`, or has an id of
+                2^22 and more.
+        """
+        if data is None:
+            data = read_limited(path, limit_bytes=FILE_LIMIT_BYTES, remedy="give the path of a tokenizer.json")
+        self.path = path
+        self.digest = hashlib.sha256(data).hexdigest()
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
+        except Exception as error:  # the library raises bare Exception for every malformed file
+            raise DataError(f"{path}: not a tokenizer.json: {error}") from error
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        # Else a corpus that merely mentions `<|endoftext|>` would end its document there.
+        self._tokenizer.encode_special_tokens = True
+        self._vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        if END_OF_DOCUMENT not in self._vocabulary:
+            raise DataError(f"{path}: has no token {END_OF_DOCUMENT}; add it as a special token")
+        self.eod_id = self._vocabulary[END_OF_DOCUMENT]
+        self.vocab_size = max(self._vocabulary.values()) + 1
+        if self.vocab_size > VOCABULARY_LIMIT:
+            raise DataError(f"{path}: expected token ids below {VOCABULARY_LIMIT}; found {self.vocab_size - 1}")
+        description = json.loads(data)
+        self._decoder = description.get("decoder")
+        self._cache = WordCache(self._encode_whole) if cuts_as_gpt2(description) else None
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return self._encode_whole(texts) if self._cache is None else self._cache.encode_batch(texts)
+
+    def _encode_whole(self, texts: Sequence[str]) -> list[list[int]]:
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [list(encoding.ids) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def token_id(self, token: str) -> int | None:
+        return self._vocabulary.get(token)
+
+    def token_bytes(self) -> npt.NDArray[np.int64]:
+        """As the protocol says; exact, as a byte-level token has one character a byte.
+
+        Raises:
+            DataError: the tokenizer is not byte-level, so an id alone does not tell its bytes.
+        """
+        if not _is_byte_level(self._decoder):
+            raise DataError(f"{self.path}: bytes per token need a byte-level tokenizer (decoder ByteLevel)")
+        alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+        added = self._tokenizer.get_added_tokens_decoder()
+        counts = np.zeros(self.vocab_size, np.int64)
+        for token, number in self._vocabulary.items():
+            if number in added:
+                counts[number] = 0 if added[number].special else len(token.encode("utf-8"))
+            else:
+                counts[number] = len(token) if alphabet.issuperset(token) else len(token.encode("utf-8"))
+        return counts
+
+
+def _is_byte_level(decoder: Any) -> bool:
+    if not isinstance(decoder, dict):
+        return False
+    return decoder.get("type") == "ByteLevel" or any(_is_byte_level(part) for part in decoder.get("decoders", []))
+
+
+def gpt2_tokenizer(vocabulary: Path, merges: Path) -> HuggingFaceTokenizer:
+    """The byte-level BPE of GPT-2's pair of files, vocab.json and merges.txt. Raises DataError."""
+    for path in (vocabulary, merges):
+        read_limited(path, limit_bytes=FILE_LIMIT_BYTES, remedy="give GPT-2's vocab.json and merges.txt")
+    try:
+        model = models.BPE.from_file(str(vocabulary), str(merges))
+    except Exception as error:  # as above
+        raise DataError(f"{vocabulary} and {merges}: not GPT-2's vocabulary and merges: {error}") from error
+    tokenizer = _byte_level(model)
+    if tokenizer.token_to_id(END_OF_DOCUMENT) is not None:
+        tokenizer.add_special_tokens([END_OF_DOCUMENT])
+    return HuggingFaceTokenizer(vocabulary, tokenizer.to_str().encode("utf-8"))
+
+
+def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+class BytePairTrainer:
+    """Trains a byte-level BPE on a stream of texts: the 256 bytes, `<|endoftext|>` and the merges of most use."""
+
+    def __init__(self, vocab_size: int, *, special_tokens: Sequence[str] = ()) -> None:
+        """`special_tokens` are names beside `<|endoftext|>` that get ids of their own, which no text has.
+
+        Raises:
+            ConfigError: `vocab_size` has no room for the bytes and the special tokens, or a name comes twice.
+        """
+        self._special = [END_OF_DOCUMENT, *special_tokens]
+        if len(set(self._special)) < len(self._special) or not all(self._special):
+            raise ConfigError(f"special tokens {', '.join(self._special)}: each needs a name, and each only once")
+        least = _MIN_BPE_VOCABULARY + len(special_tokens)
+        if not least <= vocab_size <= VOCABULARY_LIMIT:
+            raise ConfigError(f"vocab_size = {vocab_size}: a byte-level BPE needs {least} to {VOCABULARY_LIMIT} ids")
+        self._target = vocab_size
+        self._tokenizer = _byte_level(models.BPE())
+
+    def train(self, texts: Iterable[str]) -> Self:
+        """Learns the merges; text that has no more pairs to merge gives fewer ids than asked for.
+
+        Raises:
+            DataError: there is no text at all.
+        """
+        trainer = trainers.BpeTrainer(
+            vocab_size=self._target,
+            special_tokens=self._special,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        count = 0
+
+        def counted() -> Iterable[str]:
+            nonlocal count
+            for text in texts:
+                count += bool(text)
+                yield text
+
+        self._tokenizer.train_from_iterator(counted(), trainer)
+        if not count:
+            raise DataError("empty corpus: no text to train a tokenizer on; check --input and --json-keys")
+        return self
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of ids so far."""
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
+    def save(self, path: Path) -> None:
+        """Writes the tokenizer.json; a reader sees all of it or none. Raises StorageError."""
+        write_text(path, self._tokenizer.to_str(pretty=False))

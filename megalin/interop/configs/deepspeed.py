@@ -1,0 +1,244 @@
+"""A DeepSpeed JSON as megalin's tables; what only DeepSpeed's engine can do stays JSON, for that engine."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from megalin.errors import ConfigError
+from megalin.interop.configs.imported import ImportedConfig, Verdict
+from megalin.train.deepspeed_config import NEVER_OFF, OWNERLESS, STAGE_0_IN_BF16, refusals
+
+_ADAM = ("adam", "adamw", "fusedadam", "cpuadam", "torchadam")
+_PEAK = 0.001
+"""Of DeepSpeed's warm-up schedules, where the JSON names none."""
+_WARMUP = 1000
+_PARAMETERS = {"lr": None, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
+"""Of an optimizer, and their defaults."""
+_KEPT = {
+    "communication_data_type",
+    "prescale_gradients",
+    "gradient_predivide_factor",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "data_types",
+    "aio",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "flops_profiler",
+    "comms_logger",
+    "dump_state",
+    "checkpoint",
+    "timers",
+    "steps_per_print",
+    "disable_allgather",
+    "disable_python_gc",
+    "log_level",
+    "gradient_allreduce_op",
+}
+"""Keys that the engine reads as they are."""
+_REASONS: dict[str, tuple[Verdict, str]] = {
+    "tensorboard": ("no effect", "events are written into the run folder"),
+    "csv_monitor": ("no effect", "metrics are written into the run folder"),
+    "comet": ("no effect", "metrics are written into the run folder"),
+    "eigenvalue": ("not available", "it is a part of compression"),
+    "sparse_attention": ("not available", "the mixer of model.layers says what attention is"),
+    "weight_quantization": ("not available", "weights are trained whole"),
+    "expert_parallel": ("not available", "there are no mixtures of experts"),
+    "use_data_before_expert_parallelism": ("not available", "there are no mixtures of experts"),
+    "seq_parallel_communication_data_type": ("not available", "parallel.cp exchanges what the computation gives"),
+    "datastates_ckpt": ("not available", "checkpoints are megalin's own"),
+    "nebula": ("not available", "checkpoints are megalin's own"),
+    "pipeline": ("not available", "parallel.pp cuts models into stages"),
+    "compile": ("not available", "train.compile compiles blocks"),
+    "dataloader_drop_last": ("no effect", "every step has a whole batch"),
+    "vocabulary_size": ("no effect", "model.vocab_size says it"),
+}
+"""Of keys that the engine would take, and that change nothing in a run."""
+_REFUSABLE = {key.partition(".")[0] for key in (*OWNERLESS, *NEVER_OFF)}
+"""Keys with what the engine refuses when it is on, or off."""
+
+
+def read_json(text: str, source: str) -> dict[str, Any]:
+    """A DeepSpeed config. Raises ConfigError where it is no JSON object."""
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{source}: not readable JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise ConfigError(f"{source}: holds no JSON object, but {type(document).__name__}; give DeepSpeed's config")
+    return document
+
+
+def add_deepspeed(document: Mapping[str, Any], imported: ImportedConfig) -> dict[str, Any]:
+    """Reads a DeepSpeed config into the tables of a run of the engine "deepspeed".
+
+    Returns:
+        The JSON for `train.deepspeed_config`: what no key of the run's own config says. May be empty.
+    """
+    imported.set("train.engine", "deepspeed", "a DeepSpeed JSON")
+    left = copy.deepcopy({("bf16" if key == "bfloat16" else key): value for key, value in document.items()})
+    _add_batch(left, imported)
+    _add_precision(left, imported)
+    _add_optimizer(_table(left, "optimizer"), imported)
+    _add_schedule(_table(left, "scheduler"), imported)
+    _add_wandb(_table(left, "wandb"), imported)
+    left["zero_optimization"] = zero = _add_zero(left.get("zero_optimization", {}), imported)
+    _drop_refused(left, imported)
+    rest = {"zero_optimization": zero} if zero else {}
+    for key, value in left.items():
+        if key in _KEPT:
+            rest[key] = value
+        elif key in _READ:
+            continue
+        elif key in _REASONS or key in _REFUSABLE:
+            if not _off(value):
+                verdict, reason = _REASONS.get(key, ("no effect", "it asks for nothing that would not be so"))
+                imported.note(verdict, key, reason)
+        else:
+            close = difflib.get_close_matches(key, [*_READ, *_KEPT, *_REASONS, *_REFUSABLE], n=1, cutoff=0.75)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            imported.note("unknown", key, f"DeepSpeed has no such key{hint}")
+    return rest
+
+
+_READ = (
+    "zero_optimization",
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "bf16",
+    "optimizer",
+    "scheduler",
+    "wandb",
+)
+
+
+def _drop_refused(document: dict[str, Any], imported: ImportedConfig) -> None:
+    """Takes out what the engine refuses, and notes it with the engine's reason."""
+    stage = imported.get("parallel.zero")
+    for key, reason, _ in refusals(document, stage=stage if isinstance(stage, int) else 3):
+        if key in _READ:
+            continue
+        *tables, name = key.split(".")
+        table = document
+        for part in tables:
+            table = table[part]
+        del table[name]
+        imported.note("differs" if key == "fp16" else "not available", key, reason)
+
+
+def _table(document: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = document.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def _off(value: Any) -> bool:
+    """Whether a section or a switch asks for nothing."""
+    if isinstance(value, Mapping):
+        return not value or value.get("enabled") is False
+    return value in (None, False, 0)
+
+
+def _set(imported: ImportedConfig, key: str, value: Any, source: str) -> None:
+    """Sets a value that the JSON gives; "auto", which Hugging Face's Trainer fills in, is told."""
+    if value == "auto":
+        imported.missing(key, source, f'"auto" is filled in by Hugging Face\'s Trainer alone; give {key}=VALUE')
+    elif value is not None:
+        imported.set(key, value, source)
+
+
+def _add_batch(document: Mapping[str, Any], imported: ImportedConfig) -> None:
+    _set(imported, "train.global_batch_size", document.get("train_batch_size"), "train_batch_size")
+    name = "train_micro_batch_size_per_gpu"
+    _set(imported, "train.micro_batch_size", document.get(name), name)
+    steps = document.get("gradient_accumulation_steps")
+    if steps is not None and steps != "auto":
+        text = "gradients accumulate where train.global_batch_size exceeds the micro-batches of all ranks"
+        imported.note("no effect", f"gradient_accumulation_steps {steps}", text)
+        imported.hint("train.global_batch_size", f"{steps} times train.micro_batch_size times the data axis")
+
+
+def _add_precision(document: Mapping[str, Any], imported: ImportedConfig) -> None:
+    for name in ("bf16", "fp16"):
+        if _table(document, name).get("enabled") is True:
+            imported.set("train.dtype", "bfloat16", f"{name}.enabled")
+        elif _table(document, name).get("enabled") == "auto":
+            _set(imported, "train.dtype", "auto", f"{name}.enabled")
+    if clip := document.get("gradient_clipping", 1.0):
+        _set(imported, "optimizer.max_grad_norm", clip, "gradient_clipping (1.0)")
+
+
+def _add_optimizer(table: Mapping[str, Any], imported: ImportedConfig) -> None:
+    kind, parameters = table.get("type"), _table(table, "params")
+    if kind is not None and str(kind).lower() not in _ADAM:
+        imported.note("differs", f"optimizer.type {kind}", "AdamW is the optimizer; rates of others do not carry over")
+    if parameters.get("adam_w_mode") is False:
+        imported.note("differs", "optimizer.params.adam_w_mode", "weight decay is decoupled (AdamW)")
+    for name, default in _PARAMETERS.items():
+        if kind is not None:
+            _set(imported, f"optimizer.{name}", parameters.get(name, default), f"optimizer.params.{name}")
+    for name in parameters:
+        if name not in (*_PARAMETERS, "adam_w_mode", "torch_adam", "bias_correction"):
+            text = "the optimizer is AdamW with lr, betas, eps and weight_decay"
+            imported.note("not available", f"optimizer.params.{name}", text)
+
+
+def _add_schedule(table: Mapping[str, Any], imported: ImportedConfig) -> None:
+    kind, parameters = table.get("type"), _table(table, "params")
+    if kind is None:
+        return
+    if kind not in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"):
+        imported.note("not available", f"scheduler.type {kind}", "write the table schedule: cosine, wsd or constant")
+        return
+    warmup, total = parameters.get("warmup_num_steps", _WARMUP), parameters.get("total_num_steps")
+    _set(imported, "schedule.warmup_steps", warmup, "scheduler.params.warmup_num_steps")
+    _set(imported, "train.steps", total, "scheduler.params.total_num_steps")
+    if kind != "WarmupCosineLR" and (peak := parameters.get("warmup_max_lr", _PEAK)) != imported.get("optimizer.lr"):
+        if imported.get("optimizer.lr") is not None:
+            imported.note("differs", "scheduler.params.warmup_max_lr", f"the peak is optimizer.lr, not {peak}")
+        else:
+            _set(imported, "optimizer.lr", peak, "scheduler.params.warmup_max_lr")
+    if parameters.get("warmup_type", "log") != "linear":
+        imported.note("differs", "scheduler.params.warmup_type", "the warmup is linear, not logarithmic")
+    for name in ("warmup_min_lr", "warmup_min_ratio"):
+        if parameters.get(name) not in (None, 0, "auto"):
+            imported.note("differs", f"scheduler.params.{name}", "the warmup begins at zero")
+    source = f"scheduler.type {kind}"
+    if kind == "WarmupLR":
+        imported.set("schedule.type", "constant", source)
+    elif kind == "WarmupCosineLR":
+        imported.set("schedule.type", "cosine", source)
+        imported.set("schedule.min_lr_ratio", parameters.get("cos_min_ratio", 0.0001), "scheduler.params.cos_min_ratio")
+    else:
+        imported.set("schedule.type", "wsd", source)
+        if isinstance(total, int) and isinstance(warmup, int):
+            imported.set("schedule.decay_steps", total - warmup, "the steps after the warmup")
+        else:
+            imported.hint("schedule", "decay_steps: train.steps less warmup_steps")
+
+
+def _add_wandb(table: Mapping[str, Any], imported: ImportedConfig) -> None:
+    if _off(table):
+        return
+    imported.set("logging.wandb_project", table.get("project", "deepspeed"), "wandb.project")
+    for name, variable in (("team", "WANDB_ENTITY"), ("group", "WANDB_RUN_GROUP")):
+        if table.get(name) is not None:
+            imported.note("differs", f"wandb.{name}", f"set the environment's {variable}")
+
+
+def _add_zero(value: Any, imported: ImportedConfig) -> Any:
+    """The stage goes to `parallel.zero`; returns the other settings, "auto" left to the engine."""
+    if not isinstance(value, dict):
+        imported.set("parallel.zero", int(bool(value)), "zero_optimization")
+        return {}
+    stage = value.get("stage", 0)
+    if stage == 0 and imported.get("train.dtype") == "bfloat16":
+        imported.note("differs", "zero_optimization.stage 0", f"parallel.zero = 1, since {STAGE_0_IN_BF16}")
+        stage = 1
+    _set(imported, "parallel.zero", stage, "zero_optimization.stage")
+    return {name: setting for name, setting in value.items() if name != "stage" and setting != "auto"}

@@ -1,0 +1,141 @@
+"""A Megatron-LM transformer as a decoder of softmax attention and GLU, and what of it cannot be said so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megalin.interop.configs.flags import Flags
+from megalin.interop.configs.imported import ImportedConfig
+
+_LAYERS = "model.layers"
+_NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
+_OF_LAYERS = (
+    "--num-layers",
+    "--num-attention-heads",
+    "--group-query-attention",
+    "--num-query-groups",
+    "--num-key-value-heads",
+    "--rotary-base",
+    "--rotary-position-embeddings-theta",
+    "--position-embedding-type",
+    "--use-rotary-position-embeddings",
+    "--no-position-embedding",
+    "--ffn-hidden-size",
+    "--swiglu",
+    "--disable-bias-linear",
+)
+_NARROW = 128
+"""Widths of a GLU that stands for another MLP are rounded up to a multiple of this, so that tensor parallelism divides
+them."""
+
+
+def add_model(flags: Flags, imported: ImportedConfig) -> None:
+    """Reads the flags of the network into the table `model`."""
+    hidden = flags.integer("--hidden-size", "model.hidden_size")
+    heads, layers = (flags.integer(name, _LAYERS) for name in ("--num-attention-heads", "--num-layers"))
+    for name in ("--vocab-size", "--padded-vocab-size"):
+        if (value := flags.integer(name, "model.vocab_size")) is not None:
+            imported.set("model.vocab_size", value, name)
+    imported.hint("model.vocab_size", "Megatron-LM asks the tokenizer: the number of its ids")
+    if hidden is not None:
+        imported.set("model.hidden_size", hidden, "--hidden-size")
+    imported.set("model.tie_embeddings", not flags.has("--untie-embeddings-and-output-weights"), _untied(flags))
+    norm = _norm(flags, imported)
+    for key, value in norm.items():
+        name = flags.given("--normalization", "--norm-epsilon", "--layernorm-epsilon")
+        imported.set(f"model.{key}", value, name or "Megatron-LM's default norm")
+    if (std := flags.number("--init-method-std", "model.init_std")) is not None:
+        imported.set("model.init_std", std, "--init-method-std")
+    imported.set("model.output_init", "scaled_by_depth", "Megatron-LM's scaled initialisation of output layers")
+    if flags.has("--fp32-residual-connection"):
+        imported.set("model.residual_dtype", "float32", "--fp32-residual-connection")
+    attention = _attention(flags, imported, hidden, heads) | norm
+    glu = _glu(flags, imported, hidden) | norm
+    _report_other_kinds(flags, imported)
+    if layers is not None and "num_heads" in attention and "intermediate_size" in glu:
+        block = {"repeat": layers, "sublayers": [attention, glu]}
+        imported.set(_LAYERS, [block], flags.given(*_OF_LAYERS))
+    else:
+        imported.hint(_LAYERS, "from --num-layers, --hidden-size and --num-attention-heads, which are not all there")
+
+
+def _untied(flags: Flags) -> str:
+    name = "--untie-embeddings-and-output-weights"
+    return name if flags.has(name) else f"no {name}"
+
+
+def _norm(flags: Flags, imported: ImportedConfig) -> dict[str, Any]:
+    kind, eps = flags.text("--normalization", "LayerNorm"), flags.number("--norm-epsilon")
+    old = flags.number("--layernorm-epsilon")
+    eps = old if eps is None else eps
+    if kind not in _NORMS:
+        imported.note("differs", f"--normalization {kind}", "layernorm in its place")
+    return {"norm": _NORMS.get(kind, "layernorm"), "norm_eps": 1e-5 if eps is None else eps}
+
+
+def _attention(flags: Flags, imported: ImportedConfig, hidden: int | None, heads: int | None) -> dict[str, Any]:
+    sublayer: dict[str, Any] = {"type": "softmax"}
+    if heads is not None:
+        sublayer["num_heads"] = heads
+    groups, old = (flags.integer(name, _LAYERS) for name in ("--num-query-groups", "--num-key-value-heads"))
+    groups = old if groups is None else groups
+    if flags.has("--group-query-attention") or old is not None:
+        sublayer["num_key_value_heads"] = groups or 1
+    elif groups is not None:
+        imported.note("no effect", "--num-query-groups", "Megatron-LM reads it beside --group-query-attention alone")
+    base = flags.number("--rotary-base", _LAYERS)
+    old_base = flags.number("--rotary-position-embeddings-theta", _LAYERS)
+    if (base := old_base if base is None else base) is not None:
+        sublayer["rope_base"] = base
+    width = flags.integer("--kv-channels", _LAYERS)
+    if width is not None and heads and hidden is not None and width * heads != hidden:
+        text = f"heads are {hidden / heads:g} wide, the hidden size over their number"
+        imported.note("differs", f"--kv-channels {width}", text)
+    kind = "rope" if flags.has("--use-rotary-position-embeddings") else "learned_absolute"
+    kind = flags.text("--position-embedding-type", kind)
+    if kind != "rope":
+        imported.note("differs", f"--position-embedding-type {kind}", "positions are rotary")
+    flags.has("--no-position-embedding")  # says that a rotary model has no table beside
+    percent = flags.number("--rotary-percent", _LAYERS)
+    if percent not in (None, 1.0):
+        imported.note("differs", f"--rotary-percent {percent}", "all channels of a head are rotated")
+    if not flags.has("--disable-bias-linear"):
+        imported.note("differs", "no --disable-bias-linear", "attention has no biases here; the GLU has")
+    return sublayer
+
+
+def _glu(flags: Flags, imported: ImportedConfig, hidden: int | None) -> dict[str, Any]:
+    sublayer: dict[str, Any] = {"type": "glu", "activation": "silu"}
+    width = flags.integer("--ffn-hidden-size", _LAYERS)
+    others = [name for name in ("--squared-relu", "--quick-geglu", "--openai-gelu") if flags.has(name)]
+    gated = flags.has("--swiglu")
+    if width is None and hidden is not None:
+        width = int(4 * hidden * 2 / 3) // 64 * 64 if gated else 4 * hidden
+    if not gated:
+        kind = others[0] if others else "no --swiglu"
+        plain = width
+        if width is not None and kind != "--quick-geglu":
+            width = -(-2 * width // (3 * _NARROW)) * _NARROW
+        text = f"a SwiGLU {width} wide stands for the MLP of {plain}, with about as many parameters"
+        imported.note("differs", kind, text)
+    if width is not None:
+        sublayer["intermediate_size"] = width
+    if not flags.has("--disable-bias-linear"):
+        sublayer["bias"] = True
+    return sublayer
+
+
+def _report_other_kinds(flags: Flags, imported: ImportedConfig) -> None:
+    """Notes what makes the network another kind than a dense transformer without dropout."""
+    for name in ("--hidden-dropout", "--attention-dropout"):
+        rate = flags.number(name, _LAYERS)
+        if rate is None or rate > 0:
+            key = f"{name} {0.1 if rate is None else rate}"
+            imported.note("differs", key + (" (its default)" if rate is None else ""), "there is no dropout")
+    if flags.has("--num-experts"):
+        experts = flags.text("--num-experts")
+        imported.note("differs", f"--num-experts {experts}", "one dense network stands for the experts")
+    for name in ("--hybrid-layer-pattern", "--hybrid-override-pattern", "--is-hybrid-model"):
+        if flags.has(name):
+            text = "write the pattern under model.layers, with mixers as mamba2, softmax and glu"
+            imported.note("not available", f"{name} {flags.text(name)}".strip(), text)

@@ -1,0 +1,89 @@
+"""Which kind of config a source is, and its import as files: a TOML, and a JSON of what DeepSpeed's engine keeps."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megalin.errors import ConfigError, StorageError
+from megalin.interop.configs.deepspeed import add_deepspeed, read_json
+from megalin.interop.configs.imported import ImportedConfig
+from megalin.interop.configs.megatron import add_script, add_yaml
+
+_LIMIT_BYTES = 16 << 20
+
+
+def import_config(
+    source: str,
+    output: Path,
+    *,
+    variables: Mapping[str, str],
+    deepspeed_config: Path | None = None,
+    overrides: Sequence[str] = (),
+) -> ImportedConfig:
+    """Writes what `source` says as `output`, with `<output's stem>.deepspeed.json` beside it where that holds anything.
+
+    Args:
+        source: a path of a shell script, of Megatron-LM's YAML or of a DeepSpeed JSON; a command; or "-" for a script
+            on standard input.
+        output: the TOML to write; it must not exist.
+        variables: values of the script's variables, and of its arguments by number.
+        deepspeed_config: the JSON beside a command of Megatron-DeepSpeed.
+        overrides: `key=value` of what is to be filled in or changed.
+
+    Raises:
+        ConfigError: a source that is missing or cannot be read, or an override that cannot be applied.
+        StorageError: a file that exists or cannot be written.
+    """
+    text, name = _text(source)
+    imported, rest = ImportedConfig(name), {}
+    if name.endswith(".json"):
+        rest = add_deepspeed(read_json(text, name), imported)
+    else:
+        if deepspeed_config is not None:
+            rest = add_deepspeed(read_json(_read(deepspeed_config), str(deepspeed_config)), imported)
+        if name.endswith((".yaml", ".yml")):
+            add_yaml(text, imported)
+        else:
+            add_script(text, variables, imported)
+    kept = output.with_suffix(".deepspeed.json")
+    if rest:
+        imported.set("train.deepspeed_config", str(kept), "what DeepSpeed's engine alone reads")
+    imported.override(overrides)
+    imported.check()
+    _write(output, imported.toml())
+    if rest:
+        _write(kept, json.dumps(rest, indent=2) + "\n")
+    return imported
+
+
+def _text(source: str) -> tuple[str, str]:
+    """The text of a source and what to call it."""
+    if source == "-":
+        return sys.stdin.read(), "standard input"
+    if " " in source.strip() and "--" in source:
+        return source, "the command line"
+    return _read(Path(source)), source
+
+
+def _read(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            content = file.read(_LIMIT_BYTES + 1)
+        if len(content) > _LIMIT_BYTES:
+            raise ConfigError(f"{path}: more than {_LIMIT_BYTES} bytes, which no config has; give the config")
+        return content.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not a readable text file: {error}; give a path, or a command in quotes") from None
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise StorageError(f"{path}: exists already; remove it or give another name") from None
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written: {error}") from None

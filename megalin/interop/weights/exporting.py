@@ -1,0 +1,148 @@
+"""Export: the newest checkpoint of a run as a folder of another system, one file's worth of tensors at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megalin.checkpoint.load import load
+from megalin.checkpoint.manifest import Checkpoint
+from megalin.checkpoint.tensors import OPTIMIZER_PREFIX, weights
+from megalin.data.tokenizers.tokenizer import END_OF_DOCUMENT, HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from megalin.errors import CheckpointError, ConfigError, StorageError
+from megalin.interop.weights.folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
+from megalin.interop.weights.layout import CheckpointLayout, Placed, place
+from megalin.interop.weights.layouts import layout_of_model
+from megalin.model.config import ModelConfig
+from megalin.model.language_model import LanguageModel
+from megalin.train.open_run import open_run
+
+FILE_BYTES = 2 << 30
+"""No file is larger, but for one that holds a single tensor; an export needs about three times as much memory."""
+_ELEMENT_BYTES = 4
+TOKENIZER_FILE = "tokenizer.json"
+
+
+def export_hf(run: Path, out: Path, *, form: str | None = None, file_bytes: int = FILE_BYTES) -> CheckpointLayout:
+    """Writes the newest checkpoint of `run` as fp32 safetensors with a config.json; `out` appears when it is whole.
+
+    Args:
+        form: the system, for models that go into more than one; None takes the first.
+        file_bytes: no file gets larger, but for a single tensor.
+
+    Returns:
+        The layout that was written.
+
+    Raises:
+        ConfigError: no run, a model that the class cannot express, or an `out` that holds something.
+        CheckpointError: no checkpoint that verifies, or one with other tensors than its model.
+        StorageError: `out` cannot be written.
+    """
+    check_empty(out)
+    config, checkpoint = open_run(run)
+    if not isinstance(config.model, ModelConfig):
+        raise ConfigError(f'{run}: model.kind = "{config.model.kind}" has no class outside; give the run of a decoder')
+    layout = layout_of_model(config.model, form)
+    model = LanguageModel(config.model)
+    _check_tensors(checkpoint, model)
+    tokenizer = None if config.data.tokenizer is None else load_tokenizer(config.data.tokenizer)
+    temporary = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        temporary.mkdir(parents=True)
+        _write_tensors(temporary, checkpoint, model, layout, file_bytes)
+        _write_config(temporary, config.model, layout, tokenizer, length=config.data.sequence_length)
+        os.rename(temporary, out)
+    except OSError as error:
+        raise StorageError(f"cannot write {out}: {error}; free space or mend permissions") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return layout
+
+
+def check_empty(path: Path) -> None:
+    """Raises ConfigError where `path` is anything but absent or an empty folder."""
+    if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
+        raise ConfigError(f"{path}: exists and is not an empty folder; name one that does not exist yet")
+
+
+def _check_tensors(checkpoint: Checkpoint, model: LanguageModel) -> None:
+    """The tensors of a checkpoint are looked up by name, so that none may be left over."""
+    names = {name for name in checkpoint.index().tensors if not name.startswith(OPTIMIZER_PREFIX)}
+    if extra := sorted(names - weights(model).keys()):
+        raise CheckpointError(f"{checkpoint.path}: holds tensors that its model does not have: {', '.join(extra[:8])}")
+
+
+def _write_tensors(
+    folder: Path, checkpoint: Checkpoint, model: LanguageModel, layout: CheckpointLayout, file_bytes: int
+) -> None:
+    shapes = weights(model)
+    groups = list(_groups(place(layout, model), file_bytes))
+    weight_map: dict[str, str] = {}
+    for number, group in enumerate(groups, start=1):
+        name = WEIGHTS_FILE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        ours = {item.link.ours: torch.empty(shapes[item.link.ours].shape) for item in group if item.held}
+        load(checkpoint, ours, ignore=("",))  # these tensors and no others
+        tensors = {name: tensor for item in group for name, tensor in _theirs(item, ours).items()}
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, name)
+    if len(groups) > 1:
+        total = sum(_num_bytes(item) for group in groups for item in group)
+        _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _theirs(item: Placed, ours: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A placed link's tensors; each of ours is let go once it is converted."""
+    tensor = ours.pop(item.link.ours) if item.held else torch.ones(item.rows)
+    return item.to_theirs(tensor)
+
+
+def _groups(items: list[Placed], limit_bytes: int) -> Iterator[list[Placed]]:
+    """Runs of parameters that fit into one file."""
+    group: list[Placed] = []
+    for item in items:
+        if group and sum(map(_num_bytes, group)) + _num_bytes(item) > limit_bytes:
+            yield group
+            group = []
+        group.append(item)
+    yield group
+
+
+def _num_bytes(item: Placed) -> int:
+    return torch.Size(item.rows).numel() * _ELEMENT_BYTES
+
+
+def _write_config(
+    folder: Path, model: ModelConfig, layout: CheckpointLayout, tokenizer: Tokenizer | None, *, length: int
+) -> None:
+    """config.json, and what is known of the tokenizer."""
+    end = {"bos_token_id": None, "eos_token_id": None if tokenizer is None else tokenizer.eod_id, "pad_token_id": None}
+    values: dict[str, Any] = {
+        "architectures": [layout.architecture],
+        "model_type": layout.model_type,
+        "torch_dtype": "float32",
+        "max_position_embeddings": length,
+        **{key: accepted[0] for key, accepted in layout.fixed.items()},
+        **layout.to_settings(model),
+        **end,
+    }
+    _write_json(folder / CONFIG_FILE, values)
+    if tokenizer is None:
+        return
+    _write_json(folder / "generation_config.json", end)
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        shutil.copyfile(tokenizer.path, folder / TOKENIZER_FILE)
+        about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_DOCUMENT}
+        _write_json(folder / "tokenizer_config.json", about)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")

@@ -1,0 +1,182 @@
+"""Import: a folder of another system as a run folder, whose first checkpoint holds its weights at step 0."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import megalin
+from megalin.checkpoint.save import save
+from megalin.checkpoint.tensors import weights
+from megalin.config import dumps, parse
+from megalin.data.tokenizers.tokenizer import HuggingFaceTokenizer
+from megalin.errors import CheckpointError, DataError, MegalinError, StorageError
+from megalin.interop.weights.exporting import TOKENIZER_FILE, check_empty
+from megalin.interop.weights.folder import CONFIG_FILE, Folder, equal, read_json
+from megalin.interop.weights.layout import CheckpointLayout, Placed, place
+from megalin.interop.weights.layouts import layouts_of_folder
+from megalin.interop.weights.settings import Settings
+from megalin.model.config import ModelConfig
+from megalin.model.language_model import LanguageModel
+from megalin.train.config import RunConfig
+from megalin.train.run_folder import RunFolder
+
+UNNAMED_SHARDS = "name-your-training-shards"
+"""Where an imported run's config names its training data."""
+_SEQUENCE_LENGTH = 2048
+_HEAD, _EMBEDDING = "head.weight", "embedding.weight"
+
+
+class ImportedWeights(NamedTuple):
+    """What was read."""
+
+    layout: CheckpointLayout
+    num_parameters: int
+    without_tokenizer: str | None
+    """Why the run has no tokenizer; None where it has one."""
+
+
+class _Plan(NamedTuple):
+    """A folder that fits: its layout, its model on the meta device, and the place of every tensor."""
+
+    layout: CheckpointLayout
+    model: LanguageModel
+    placed: list[Placed]
+
+
+def import_hf(source: Path, run: Path) -> ImportedWeights:
+    """Makes the run folder `run` from the folder `source`; train, eval and generate read it like any other.
+
+    Its config.toml holds the model; the data, the batch and the learning rate in it are to be set by whoever trains.
+    Memory: one tensor. Disk: the fp32 weights twice while it works, then once.
+
+    Raises:
+        CheckpointError: a folder that is not supported, whole and consistent; every tensor that does not fit is named.
+        ConfigError: a `run` that holds something, or sizes that no model can have.
+        StorageError: `run` cannot be written.
+    """
+    check_empty(run)
+    with Folder(source) as folder:
+        settings = Settings(read_json(source / CONFIG_FILE), str(source / CONFIG_FILE))
+        plan = _plan(folder, settings)
+        with RunFolder(run) as claimed:
+            try:
+                reason = _fill(claimed, folder, plan, settings)
+            except MegalinError:
+                shutil.rmtree(run, ignore_errors=True)  # nothing but this import's was there
+                raise
+    return ImportedWeights(plan.layout, plan.model.num_parameters(), reason)
+
+
+def _fill(run: RunFolder, folder: Folder, plan: _Plan, settings: Settings) -> str | None:
+    """Writes tokenizer, checkpoint and config; returns why the run has no tokenizer, or None."""
+    model, title = plan.model.config, plan.layout.title
+    reason = _copy_tokenizer(folder.path, run.path, model)
+    config = _run_config(model, settings, None if reason else run.path / TOKENIZER_FILE)
+    state = {
+        "step": 0,
+        "order": None,
+        "config": config.model_dump(mode="json"),
+        "versions": {"megalin": megalin.__version__, "torch": torch.__version__},
+        "source": {"folder": str(folder.path), "class": title},
+    }
+    save(run.checkpoints, step=0, tensors=_staged(plan, folder, run.path), state=state)
+    # A name may hold a line break, and a comment must not.
+    header = f"# {title} from {str(folder.path)!r}. To train it, set data.train, train.* and optimizer.lr.\n"
+    run.write_text(run.config, header + dumps(config))
+    return reason
+
+
+def _plan(folder: Folder, settings: Settings) -> _Plan:
+    """Reads config.json, builds the model and compares every tensor. Raises CheckpointError and ConfigError."""
+    candidates = layouts_of_folder(settings)
+    settings.check_fixed(candidates[0].fixed, candidates[0].title)
+    table = candidates[0].to_model(settings)
+    num_layers = sum(block["repeat"] for block in table["layers"])
+    if num_layers > len(folder.tensors):
+        raise CheckpointError(f"{settings.source}: {num_layers} layers, but {len(folder.tensors)} tensors in all")
+    config = parse(ModelConfig, table, settings.source)
+    kinds = tuple(sublayer.type for sublayer in config.layers[0].sublayers)
+    layout = next(candidate for candidate in candidates if candidate.sublayers == kinds)
+    model = LanguageModel(config)
+    plans = []
+    for older in (False, True) if layout.older_block else (False,):
+        held = [item for item in place(layout, model, older=older) if item.held]
+        plans.append(_Plan(layout, model, held))
+    found = [_problems(folder, plan) for plan in plans]
+    if all(found):
+        raise CheckpointError(f"{folder.path}: not the tensors of {layout.title}:\n  " + "\n  ".join(found[0]))
+    return plans[found.index([])]
+
+
+def _problems(folder: Folder, plan: _Plan) -> list[str]:
+    expected = {name: shape for item in plan.placed for name, shape in item.shapes().items()}
+    links = {link.ours: link.theirs[0] for link in plan.layout.model}
+    head, embedding = links[_HEAD], links[_EMBEDDING]
+    copied = plan.model.config.tie_embeddings and head in folder.tensors
+    problems = folder.problems(expected, ignored=(*plan.layout.ignored, *([head] if copied else [])))
+    if copied and not problems and not equal(folder.read(head), folder.read(embedding)):
+        problems.append(
+            f"{head}: differs from {embedding}, though the model ties them; set tie_word_embeddings to false in "
+            f"{CONFIG_FILE} to keep both"
+        )
+    return problems
+
+
+def _staged(plan: _Plan, folder: Folder, path: Path) -> Mapping[str, Tensor]:
+    """Our parameters in fp32, as maps of files without a name: they take disk, and no memory that is not given back."""
+    shapes = {name: tensor.shape for name, tensor in weights(plan.model).items()}
+    staged = {}
+    try:
+        for item in plan.placed:
+            shape = shapes[item.link.ours]
+            file = path / ".import"
+            tensor = torch.from_file(str(file), shared=True, size=shape.numel(), dtype=torch.float32).view(shape)
+            file.unlink()
+            item.to_ours(folder.read, tensor)
+            staged[item.link.ours] = tensor
+    except (OSError, RuntimeError) as error:
+        raise _unwritable(path, error) from None
+    return staged
+
+
+def _run_config(model: ModelConfig, settings: Settings, tokenizer: Path | None) -> RunConfig:
+    """The config of a run that has this model and knows nothing else."""
+    length = min(_SEQUENCE_LENGTH, settings.integer("max_position_embeddings", _SEQUENCE_LENGTH))
+    data: dict[str, Any] = {"train": [UNNAMED_SHARDS], "sequence_length": length}
+    if tokenizer is not None:
+        data["tokenizer"] = str(tokenizer.resolve())
+    values = {
+        "model": model.model_dump(),
+        "data": data,
+        "train": {"steps": 1, "global_batch_size": 1, "micro_batch_size": 1},
+        "optimizer": {"lr": 1e-5},
+    }
+    return parse(RunConfig, values, "imported run")
+
+
+def _copy_tokenizer(source: Path, run: Path, model: ModelConfig) -> str | None:
+    """Copies tokenizer.json where it is one that runs can use; else says why not."""
+    file = source / TOKENIZER_FILE
+    if not file.exists():
+        return f"{source} has no {TOKENIZER_FILE}"
+    try:
+        tokenizer = HuggingFaceTokenizer(file.resolve())
+    except DataError as error:
+        return str(error)
+    if tokenizer.vocab_size > model.vocab_size:
+        return f"{file} has {tokenizer.vocab_size} ids, the model {model.vocab_size}"
+    try:
+        shutil.copyfile(tokenizer.path, run / TOKENIZER_FILE)
+    except OSError as error:
+        raise _unwritable(run, error) from None
+    return None
+
+
+def _unwritable(path: Path, error: Exception) -> StorageError:
+    return StorageError(f"cannot write {path}: {error}; free space or mend permissions")

@@ -1,0 +1,114 @@
+"""All layouts: which one a folder has, which one a model goes into, and what a class cannot express."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from megalin.config import parse
+from megalin.errors import CheckpointError, ConfigError
+from megalin.interop.weights import hgrn2, llama, rodimus, transnormerllm
+from megalin.interop.weights.layout import CheckpointLayout
+from megalin.interop.weights.settings import Settings
+from megalin.model.config import ModelConfig
+
+LAYOUTS = (
+    transnormerllm.TRANSNORMERLLM,
+    hgrn2.HGRN2,
+    rodimus.FLA,
+    rodimus.FLA_PLUS,
+    rodimus.CODEFUSE,
+    rodimus.CODEFUSE_PLUS,
+    llama.LLAMA,
+)
+FORMATS = sorted({layout.format for layout in LAYOUTS})
+_MOST_DIFFERENCES = 8
+_INITIAL_ONLY = ("init_std", "output_init", "layers")
+"""Fields of a model that say nothing of what it computes, and the one that is compared block by block."""
+
+
+def layout_of_model(model: ModelConfig, form: str | None) -> CheckpointLayout:
+    """The layout that blocks like these have, the first one or that of `form`.
+
+    Raises:
+        ConfigError: no class has such blocks, or none of that form; or the class computes something else.
+    """
+    kinds = {tuple(sublayer.type for sublayer in block.sublayers) for _, block in model.blocks()}
+    fitting = [layout for layout in LAYOUTS if kinds == {layout.sublayers}]
+    if not fitting:
+        described = " and ".join(f"[{', '.join(kind)}]" for kind in sorted(kinds))
+        known = "; ".join(f"[{', '.join(layout.sublayers)}]: {layout.title}" for layout in LAYOUTS)
+        raise ConfigError(f"model.layers: there is no class outside for blocks of {described}; there is {known}")
+    chosen = [layout for layout in fitting if form in (None, layout.format)]
+    if not chosen:
+        formats = " or ".join(layout.format for layout in fitting)
+        raise ConfigError(f"--format {form}: such a model goes into the format {formats}")
+    check_expressible(model, chosen[0])
+    return chosen[0]
+
+
+def check_expressible(model: ModelConfig, layout: CheckpointLayout) -> None:
+    """Compares the model with what its own config.json would be read as.
+
+    A norm without weights passes as one with a weight of ones.
+
+    Raises:
+        ConfigError: naming each field that the class has no place for, with both values.
+    """
+    there = parse(ModelConfig, layout.to_model(Settings(layout.to_settings(model), "config.json")), layout.title)
+    ours, theirs = dict(_meaning(model, model)), dict(_meaning(there, model))
+    problems = [
+        f"{name} = {value!r}: the class has {theirs.get(name)!r}"
+        for name, value in ours.items()
+        if not _equal(value, theirs.get(name)) and (value, theirs.get(name)) != ("srmsnorm", "rmsnorm")
+    ]
+    if problems:
+        raise ConfigError(
+            f"{layout.title} cannot express this model; it takes one with the values of the class:\n  "
+            + "\n  ".join(problems[:_MOST_DIFFERENCES])
+        )
+
+
+def _equal(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, float) and isinstance(theirs, float):
+        return math.isclose(ours, theirs, rel_tol=1e-9)
+    return bool(ours == theirs)
+
+
+def _meaning(model: ModelConfig, names: ModelConfig) -> Iterator[tuple[str, Any]]:
+    """What the model computes, field by field, what is left out filled in; blocks named as in `names`."""
+    for field, value in model.model_dump(exclude=set(_INITIAL_ONLY)).items():
+        yield f"model.{field}", value
+    for (path, _), (_, block) in zip(names.blocks(), model.blocks(), strict=True):
+        for index, sublayer in enumerate(block.sublayers):
+            fields = sublayer.model_dump(exclude={"chunk_size"})
+            defaults = {
+                "num_key_value_heads": fields.get("num_heads"),
+                "input_gate_rank": max(model.hidden_size // 64, 16),
+                "output_norm_eps": fields["norm_eps"],
+            }
+            for field, value in fields.items():
+                yield f"{path}.sublayers.{index}.{field}", defaults.get(field) if value is None else value
+
+
+def layouts_of_folder(settings: Settings) -> list[CheckpointLayout]:
+    """The layouts of the class that config.json names; their config.json is read by the first one's `to_model`.
+
+    Raises:
+        CheckpointError: a class that is not supported, with those that are.
+    """
+    named = settings.values.get("architectures")
+    architecture = named[0] if isinstance(named, list) and named else None
+    fitting = [
+        layout
+        for layout in LAYOUTS
+        if architecture == layout.architecture and all(settings.has(mark) for mark in layout.marks)
+    ]
+    if not fitting:
+        known = ", ".join(dict.fromkeys(layout.title for layout in LAYOUTS))
+        raise CheckpointError(
+            f"{settings.source}: architectures = {named!r} (model_type = {settings.values.get('model_type')!r}) is not "
+            f"supported; supported: {known}"
+        )
+    return fitting

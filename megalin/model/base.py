@@ -1,0 +1,165 @@
+"""What decoders and encoders share: the embedded tokens, the blocks over them, the norm after, and what they count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Generic, NamedTuple, TypeVar, cast
+
+from torch import Tensor, nn
+
+from megalin.layers.mixers.base import BuildContext, FullPrecision, Mixer, renew_derived
+from megalin.layers.norms import build_norm
+from megalin.model.block import Block
+from megalin.model.config import BlockConfig, StackConfig
+from megalin.parallel.context_parallel import ContextParallel
+from megalin.parallel.embedding import VocabParallelEmbedding, VocabularyBias
+from megalin.parallel.tensor_parallel import TensorParallel
+
+ConfigT = TypeVar("ConfigT", bound=StackConfig)
+
+
+class Stage(NamedTuple):
+    """The part of a model that one stage of a pipeline holds. The first has what feeds the blocks, the last what reads
+    them, and each what its blocks share."""
+
+    number: int
+    num_stages: int
+    sublayers: range
+    """Its sub-layers, by their numbers in the model: of the first and the last block it may have a part."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it embeds the tokens."""
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it has the norm and the head."""
+        return self.number == self.num_stages - 1
+
+
+class BaseModel(nn.Module, Generic[ConfigT]):
+    """A token table, input layers, blocks and a norm; subclasses add heads and the forward.
+
+    Built on the meta device: shard it (`parallel.shard_model`), materialise it (`to_empty`), then fill it
+    (`init_weights`).
+
+    Attributes:
+        head: the table of tokens' logits, where it is not the embedding.
+        loss_names: the terms of the loss, in the order of the output's `loss_sums`.
+        stage: what of the model this is, by default all. Modules of other stages are not built, and those that are have
+            the names that they have in the whole model.
+
+    Raises:
+        ConfigError: sizes that the tensor-parallel axis does not divide, or a mixer that cannot split the sequence.
+    """
+
+    head: VocabParallelEmbedding | None
+    loss_names: tuple[str, ...]
+
+    def __init__(
+        self,
+        config: ConfigT,
+        tp: TensorParallel | None,
+        *,
+        recompute: bool,
+        cp: ContextParallel | None = None,
+        stage: Stage | None = None,
+        has_table: bool = True,
+    ) -> None:
+        """`has_table`: whether this stage holds the table of tokens."""
+        super().__init__()
+        self.config = config
+        self.stage = stage = Stage(0, 1, range(config.num_sublayers)) if stage is None else stage
+        self.tp = tp = TensorParallel() if tp is None else tp
+        self.cp = cp = ContextParallel() if cp is None else cp
+        width, std = config.hidden_size, config.init_std
+        if has_table:
+            self.embedding = VocabParallelEmbedding(config.vocab_size, width, tp=tp, std=std)
+        self.input_layers = nn.ModuleDict()
+        self.shared = nn.ModuleDict()
+        self._shared_types: list[str] = []  # as in the config; names of modules hold no dots
+        self.blocks = nn.ModuleList()
+        first_scopes: dict[str, BuildContext] = {}  # of each mixer type, the same on every stage
+        number = 0
+        for layer, (path, block) in enumerate(config.blocks()):
+            own = [index for index in range(len(block.sublayers)) if number + index in stage.sublayers]
+            number += len(block.sublayers)
+            scope = BuildContext(width, layer, config.num_layers, tp, std, path, config.output_std, cp)
+            for sublayer in block.sublayers:
+                first_scopes.setdefault(sublayer.type, scope)
+            if own:
+                self.blocks.add_module(str(layer), Block(block, scope, recompute=recompute, own=own))
+            self._build_model_level(block, first_scopes, own)
+        if stage.is_last:
+            self.norm = build_norm(config.norm, width, config.norm_eps, tp)
+
+    def _build_model_level(self, block: BlockConfig, scopes: Mapping[str, BuildContext], own: Sequence[int]) -> None:
+        """Builds, once per mixer type, what the type keeps at the level of the model: what sub-layers share where this
+        stage has one that reads it (`own` of the block's), input layers where the tokens are embedded."""
+        for index, sublayer in enumerate(block.sublayers):
+            key, scope = sublayer.type.replace(".", "_"), scopes[sublayer.type]
+            if index in own and key not in self.shared and (module := sublayer.shared_module(scope)) is not None:
+                self.shared[key] = module
+                self._shared_types.append(sublayer.type)
+            if (
+                self.stage.is_first
+                and key not in self.input_layers
+                and (layer := sublayer.input_layer(scope)) is not None
+            ):
+                self.input_layers[key] = layer
+
+    def shared_tensors(self) -> dict[str, Tensor]:
+        """The output of each mixer type's model-level module."""
+        return {name: module() for name, module in zip(self._shared_types, self.shared.values(), strict=True)}
+
+    def mixers(self) -> list[Mixer]:
+        """Every mixer, blocks in order."""
+        return [mixer for block in self.block_list() for mixer in block.mixers()]
+
+    def block_list(self) -> list[Block]:
+        """The blocks in order."""
+        return cast(list[Block], list(self.blocks))
+
+    def input_mixers(self) -> list[Mixer]:
+        """The input layers in order."""
+        return cast(list[Mixer], list(self.input_layers.values()))
+
+    def full_precision_modules(self) -> list[nn.Module]:
+        """The submodules whose parameters must compute in fp32: they feed exponentials or positions."""
+        return [module for module in self.modules() if isinstance(module, FullPrecision)]
+
+    def loss_sums(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """[terms] the sum of each term's losses, by the forward of `inputs` with labels; keeps nothing else of it."""
+        raise NotImplementedError
+
+    def after_optimizer_step(self) -> None:
+        """Updates what every mixer derives from its weights, after an optimizer step and after loading weights."""
+        renew_derived([*self.input_mixers(), *self.mixers()])
+
+    def no_decay_names(self) -> set[str]:
+        """Global names of the parameters without weight decay: vectors (norm weights), biases (a fused one is
+        [parts, out]) and all that computes in full precision."""
+        precise = {id(p) for module in self.full_precision_modules() for p in module.parameters()}
+        return {n for n, p in self.named_parameters() if p.dim() <= 1 or n.endswith(".bias") or id(p) in precise}
+
+    def num_parameters(self) -> int:
+        """Parameters of the whole model over all ranks; rows that pad the vocabulary are not counted."""
+        rows = [m.padded_parameters() for m in self.modules() if isinstance(m, VocabParallelEmbedding | VocabularyBias)]
+        return sum(parameter.numel() for parameter in self.parameters()) - sum(rows)
+
+    def num_embedding_parameters(self) -> int:
+        """Parameters of the tables that embed, and of a head with a table of its own."""
+        raise NotImplementedError
+
+    def forward_flops(self, length: int) -> int:
+        """Forward floating-point operations a token at `length` tokens; a multiply and an add count as two."""
+        raise NotImplementedError
+
+    def training_flops(self, length: int) -> int:
+        """Forward and backward floating-point operations a token: three forwards. Recomputation is not counted."""
+        return 3 * self.forward_flops(length)
+
+    def stack_flops(self, length: int) -> int:
+        """The share of input layers and blocks in `forward_flops`."""
+        return sum(mixer.flops(length) for mixer in [*self.input_mixers(), *self.mixers()])

@@ -1,0 +1,163 @@
+"""A decoder cut into the stages of a pipeline: which sub-layers each gets, by cost, and a stage as a module."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalin.errors import ConfigError
+from megalin.model.base import Stage
+from megalin.model.config import AnyModelConfig, EncoderConfig, ModelConfig
+from megalin.model.language_model import LanguageModel, ModelOutput
+from megalin.model.pipeline_partition import cut_evenly, cut_for_interleaving
+from megalin.parallel.context_parallel import ContextParallel
+from megalin.parallel.pipeline_parallel import LOSS_DTYPE
+from megalin.parallel.tensor_parallel import TensorParallel
+
+_EMBEDDING_COST = 0.15
+"""Time of the embedding, most of it for its table's gradient, over that of the head. Measured on H200 with 64,000 rows
+and 8,192 tokens a micro-batch (docs/benchmarks/2026-11-22-h200-pipeline.md)."""
+
+
+class StagePlan(NamedTuple):
+    """How a decoder's sub-layers are shared out."""
+
+    sublayers: list[range]
+    """Those of each stage, by their numbers in the model."""
+    places: list[tuple[int, int]]
+    """For each sub-layer of the model its layer, and its number in that."""
+    costs: list[int]
+    """Forward operations a token of each stage; input layers and head counted, the embedding as a share of the head."""
+    holders: dict[str, list[int]]
+    """By global name, the stages of each parameter that several stages hold."""
+
+    def lines(self) -> list[str]:
+        """A line a stage, for people: layer 4.1 is the second sub-layer of layer 4, where a stage has a part of it."""
+        total = sum(self.costs)
+        extras = [" and the embedding", *[""] * (len(self.sublayers) - 2), " and the head"]
+        return [
+            f"stage {number}: layers {self._span(part)}{extra}, {cost / total:.1%} of the work"
+            for number, (part, cost, extra) in enumerate(zip(self.sublayers, self.costs, extras, strict=True))
+        ]
+
+    def _span(self, part: range) -> str:
+        (first, begin), (last, end) = self.places[part.start], self.places[part.stop - 1]
+        cut = part.stop < len(self.places) and self.places[part.stop][0] == last
+        return f"{first}{f'.{begin}' if begin else ''} to {last}{f'.{end}' if cut else ''}"
+
+
+class DecoderStage(LanguageModel):
+    """The blocks of one stage of a decoder, with the embedding on the first and norm and head on the last.
+
+    Args:
+        compute_dtype: what the blocks compute in; later stages see no embedding that tells it.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tp: TensorParallel | None,
+        *,
+        cp: ContextParallel | None,
+        recompute: bool,
+        stage: Stage,
+        compute_dtype: torch.dtype,
+    ) -> None:
+        super().__init__(config, tp, cp=cp, recompute=recompute, stage=stage)
+        self.compute_dtype = compute_dtype
+
+    # The engine calls a stage with what the stage before it gave.
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        *,
+        document_ids: Tensor,
+        labels: Tensor,
+        losses: Literal["tokens", "sum"] = "sum",
+    ) -> Tensor | ModelOutput:
+        """Runs T tokens of each of B sequences through this stage.
+
+        Args:
+            x: [B, T] ids on the first stage, else the residual stream [B, T or T/tp, D].
+            document_ids: [B, T], non-decreasing along T.
+            labels: [B, T] next ids, IGNORED_LABEL where there is no loss; the last stage reads them.
+            losses: sum: the last stage returns the sum of the losses, [1] fp64; tokens: logits and a loss a token.
+
+        Returns:
+            The residual stream; on the last stage the sum, or the output with the logits.
+        """
+        positions = self.cp.positions(document_ids)
+        if self.stage.is_first:
+            x = self.embedding.embed(x) * self.config.embedding_scale
+        context = self.context(document_ids, positions, document_ids, self.compute_dtype)
+        if self.stage.is_first:
+            x, _ = self.apply_input_layers(x, context, None)
+        for block in self.block_list():
+            x, _ = block(x, block.contexts(context), None)
+        if not self.stage.is_last:
+            return x
+        output = self.head_output(self.norm(x).to(context.compute_dtype), labels, losses)
+        # Told to the engine beforehand, so of one dtype whatever kernel gave it; not a view: the engine detaches it.
+        return output.loss_sums().to(LOSS_DTYPE, copy=True) if losses == "sum" else output
+
+
+def plan_stages(config: AnyModelConfig, num_stages: int, *, num_ranks: int, length: int) -> StagePlan:
+    """The cut into runs of neighbouring sub-layers, stage s on rank s % num_ranks, with which a step is done soonest:
+    the even one, or with several stages a rank the one of the shortest interleaved schedule.
+
+    A sub-layer costs its mixer's operations, the head its product with the table, the embedding a share of that. What
+    travels between stages is the residual stream: there is no cut behind a sub-layer whose result only the next
+    one reads (`residual = "two_hop"`).
+
+    Raises:
+        ConfigError: an encoder, or more stages than the model can be cut into.
+    """
+    if isinstance(config, EncoderConfig):
+        raise ConfigError(
+            'model.kind = "encoder": an encoder cannot be cut into stages (its heads need the embedding and the pooled '
+            "first token); use parallel.pp = 1 and more tp, cp or data parallelism"
+        )
+    blocks = [block.sublayers for _, block in config.blocks()]
+    places = [(layer, index) for layer, sublayers in enumerate(blocks) for index in range(len(sublayers))]
+    ends = [end for end, (layer, index) in enumerate(places, 1) if blocks[layer][index].residual == "add"]
+    if num_stages > len(ends):
+        raise ConfigError(_too_many_stages(num_ranks, num_stages // num_ranks, len(ends)))
+    whole = LanguageModel(config)
+    costs = [mixer.flops(length) for mixer in whole.mixers()]
+    head = whole.forward_flops(length) - whole.stack_flops(length)
+    costs[0] += round(_EMBEDDING_COST * head) + sum(mixer.flops(length) for mixer in whole.input_mixers())
+    costs[-1] += head
+    runs = [range(start, end) for start, end in itertools.pairwise([0, *ends])]
+    run_costs = [sum(costs[run.start : run.stop]) for run in runs]
+    if num_stages == num_ranks:
+        cut = cut_evenly(run_costs, num_stages)
+    else:
+        cut = cut_for_interleaving(run_costs, num_stages, num_ranks=num_ranks)
+    sublayers = [range(runs[part.start].start, runs[part.stop - 1].stop) for part in cut]
+    holders: dict[str, list[int]] = {}
+    for number, part in enumerate(sublayers):
+        stage = Stage(number, num_stages, part)
+        for name, _ in LanguageModel(config, stage=stage).named_parameters():
+            holders.setdefault(name, []).append(number)
+    shared = {name: stages for name, stages in sorted(holders.items()) if len(stages) > 1}
+    return StagePlan(sublayers, places, [sum(costs[part.start : part.stop]) for part in sublayers], shared)
+
+
+def _too_many_stages(num_ranks: int, stages_a_rank: int, most: int) -> str:
+    """What is wrong with so many stages, and the values of each key that fit the other's."""
+    told, remedies = f"parallel.pp = {num_ranks} stages", []
+    if stages_a_rank > 1:
+        told = f"parallel.pp = {num_ranks} times parallel.pp_stages_per_rank = {stages_a_rank} stages"
+    if (ranks := most // stages_a_rank) > 1:
+        remedies.append(f"parallel.pp = {ranks} or less")
+    if (stages := most // num_ranks) > 1:
+        remedies.append(f"parallel.pp_stages_per_rank = {stages}" + (" or less" if stages > 2 else ""))
+    elif stages == 1:
+        remedies.append('parallel.pp_stages_per_rank = 1 with another pp_schedule than "interleaved"')
+    return (
+        f"{told} are more than the {most} that the model can be cut into, by its sub-layers; use "
+        f"{', or '.join(remedies) or 'parallel.pp = 1'}"
+    )

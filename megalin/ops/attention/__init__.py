@@ -1,0 +1,1 @@
+"""Softmax attention, causal and in windows, and DANet's attention without a softmax."""

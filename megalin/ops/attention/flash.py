@@ -1,0 +1,218 @@
+"""Causal softmax attention of whole documents by flash kernels, torch's own or those of the flash-attn package: where
+they run and agree with attention under a mask."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megalin.ops.attention.softmax import softmax_attention, visible_tokens, within_window
+from megalin.ops.documents import WHOLE_ROWS, Documents, find_documents
+
+FlashKernel = Literal["torch", "flash_attn"]
+"""torch: what comes with PyTorch. flash_attn: the package flash-attn. Both are FlashAttention-2."""
+
+_DEVICES = ("cuda",)
+_DTYPES = (torch.bfloat16, torch.float16)
+_LARGEST_HEAD = 256
+_BOUND = 2e-2
+"""Relative error of the self-test's values and gradients: several times what bf16 rounds, far below a wrong mask."""
+
+
+@functools.cache
+def reason_against(kernel: FlashKernel, device: str, dtype: torch.dtype, head_dim: int) -> str:
+    """Why a kernel cannot run on tensors of that type of device; decided once. Empty where it can."""
+    return _missing(kernel, device, dtype, head_dim) or _disagreement(kernel, torch.device(device), dtype, head_dim)
+
+
+def _missing(kernel: FlashKernel, device: str, dtype: torch.dtype, head_dim: int) -> str:
+    if device not in _DEVICES:
+        return f"the tensors are on {device}, and it needs {_DEVICES[0]}"
+    if dtype not in _DTYPES:
+        return f"the tensors are {dtype}, and it needs bfloat16 or float16"
+    if head_dim > _LARGEST_HEAD:
+        return f"heads are {head_dim} wide, and it takes at most {_LARGEST_HEAD}"
+    if kernel == "torch" and head_dim % 8:
+        return f"heads are {head_dim} wide, and it takes multiples of 8"
+    if kernel == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
+        return "the package flash-attn is not installed"
+    return ""
+
+
+def _disagreement(kernel: FlashKernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """What differs from torch's attention in fp32 on a small case; empty where nothing does.
+
+    Values and all gradients with grouped keys: one document a row, packed ones, two of a single token, and windows.
+    """
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, weight = (
+        torch.randn(2, 150, heads, head_dim, generator=generator).to(device, dtype) for heads in (4, 2, 2, 4)
+    )
+    ids = torch.zeros(2, 150, dtype=torch.int32, device=device)
+    ids[1, [1, 2, 70]] = 1
+    ids = ids.cumsum(1, dtype=torch.int32)
+    packed, visible = find_documents(ids), visible_tokens(ids)
+    cases = {
+        "one document a row": (WHOLE_ROWS, None, None),
+        "packed": (packed, None, visible),
+        "a window": (packed, 33, within_window(visible, 33)),
+    }
+    try:
+        for name, (documents, window, seen) in cases.items():
+            attention = functools.partial(flash_attention, documents=documents, window=window, kernel=kernel)
+            found = _outcome(attention, (q, k, v), weight)
+            wide = (q.float(), k.float(), v.float())
+            expected = _outcome(functools.partial(softmax_attention, visible=seen), wide, weight.float())
+            for what, actual, truth in zip(("values", "dq", "dk", "dv"), found, expected, strict=True):
+                error = float((actual.float() - truth).norm() / truth.norm())
+                if not error <= _BOUND:
+                    return f"its {what} differ from torch's by {error:.1e} ({name})"
+    except (ImportError, OSError, RuntimeError) as error:  # of another torch's build, or without a kernel for this GPU
+        return f"it fails: {str(error).partition(chr(10))[0] or type(error).__name__}"
+    return ""
+
+
+def _outcome(attention: Callable[..., Tensor], inputs: tuple[Tensor, Tensor, Tensor], weight: Tensor) -> list[Tensor]:
+    """The output, and the gradients of its product with `weight`."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    with torch.enable_grad():
+        output = attention(*leaves)
+        return [output.detach(), *torch.autograd.grad(output, leaves, weight)]
+
+
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, documents: Documents, window: int | None = None, kernel: FlashKernel
+) -> Tensor:
+    """Causal attention of whole documents: o_t = sum over visible s of softmax(q_t . k_s / sqrt(K)) v_s, s the tokens
+    t - window + 1 .. t of t's document.
+
+    Its gradients are the same bits twice under torch.use_deterministic_algorithms alone.
+
+    Args:
+        q: [B, T, H, K] in bf16 or fp16.
+        k, v: [B, T, G, K]; query head h reads key-value head h // (H / G).
+        documents: as `find_documents` gives them, or each row one document.
+        window: visible tokens, the token itself included; None for all.
+
+    Returns:
+        [B, T, H, K] in the dtype of q, accumulated in fp32.
+
+    Source: FlashAttention-2.
+    """
+    assert (documents.ids is None) == (documents.offsets is None), "nobody looked where documents start"
+    if kernel == "torch":
+        return _forward(q, k, v, documents.offsets, documents.sizes, window or 0)[0]
+    from flash_attn import flash_attn_func, flash_attn_varlen_func  # type: ignore[import-not-found]
+
+    exact = torch.are_deterministic_algorithms_enabled()
+    options = {"causal": True, "window_size": (window - 1 if window else -1, 0), "deterministic": exact}
+    if documents.offsets is None:
+        return flash_attn_func(q, k, v, **options)
+    batch, length = q.shape[:2]
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    # The longest document is a number that compiled blocks may not depend on: a row's length bounds it.
+    output = flash_attn_varlen_func(q, k, v, documents.offsets, documents.offsets, length, length, **options)
+    return output.unflatten(0, (batch, length))
+
+
+@torch.library.custom_op("megalin::document_attention", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | None, sizes: Tensor | None, window: int
+) -> tuple[Tensor, Tensor]:
+    """Output [B, T, H, K], and the logarithm of each sum of exponentials [H, B T]; a window of 0 is none.
+
+    An op of its own since a graph may not depend on how many documents there are and how long the longest is: a kernel
+    that is told more than there is runs up to twice as long.
+    """
+    starts, longest = _extent(q, offsets, sizes)
+    output, sums = _attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), starts, longest, window)
+    return output.view(q.shape), sums
+
+
+@_forward.register_fake
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    batch, length, heads = q.shape[:3]
+    return q.new_empty(q.shape), q.new_empty(heads, batch * length, dtype=torch.float32)
+
+
+@torch.library.custom_op("megalin::document_attention_backward", mutates_args=())
+def _backward(
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: Tensor,
+    sums: Tensor,
+    offsets: Tensor | None,
+    sizes: Tensor | None,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    starts, longest = _extent(q, offsets, sizes)
+    shapes = q.shape, k.shape, v.shape
+    dy, q, k, v, output = (x.flatten(0, 1) for x in (dy.contiguous(), q, k, v, output))
+    dq, dk, dv = _attend_backward(dy, q, k, v, output, sums, starts, longest, window)
+    return dq.view(shapes[0]), dk.view(shapes[1]), dv.view(shapes[2])
+
+
+@_backward.register_fake
+def _(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.window = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _differentiate(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, offsets, sizes, output, sums = ctx.saved_tensors
+    return *_backward(dy, q, k, v, output, sums, offsets, sizes, ctx.window), None, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _extent(q: Tensor, offsets: Tensor | None, sizes: Tensor | None) -> tuple[Tensor, int]:
+    """Where each of the documents starts and the last ends, and the tokens of the longest."""
+    batch, length = q.shape[:2]
+    if offsets is None or sizes is None:
+        return torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=q.device), length
+    count, longest = sizes.tolist()
+    return offsets[: count + 1], longest
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, window: int) -> tuple[Tensor, Tensor]:
+    """torch.nn.attention.varlen's kernel, over tokens [N, H or G, K]; what that gives has no gradient inside an op."""
+    output, sums, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, starts, starts, longest, longest, 0.0, not window, False, **_reach(window)
+    )
+    return output.contiguous(), sums
+
+
+def _attend_backward(
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: Tensor,
+    sums: Tensor,
+    starts: Tensor,
+    longest: int,
+    window: int,
+) -> tuple[Tensor, ...]:
+    no_dropout, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), q.new_empty(0)
+    sizes = (starts, starts, longest, longest, 0.0, not window)
+    found = torch.ops.aten._flash_attention_backward(
+        dy, q, k, v, output, sums, *sizes, no_dropout, unused, **_reach(window)
+    )
+    return tuple(x.contiguous() for x in found)
+
+
+def _reach(window: int) -> dict[str, int]:
+    """Tokens before and after that one sees, -1 for all."""
+    return {"window_size_left": window - 1 if window else -1, "window_size_right": 0 if window else -1}

@@ -1,0 +1,1 @@
+"""Backend choice, self-tests and operand checks, shared by all ops."""

@@ -1,0 +1,1 @@
+"""Gates of mixers and gated linear units."""

@@ -1,0 +1,115 @@
+"""HGRN2's tied gates: one logit decays the memory and says how much of the input enters it, above a lower bound."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megalin.ops.dispatch import backend as backends
+from megalin.ops.dispatch.backend import Backend, Compiled
+from megalin.ops.dispatch.dtypes import KERNEL_DTYPES, compute_dtype
+from megalin.ops.dispatch.operands import check_operands
+from megalin.ops.dispatch.self_test import compare, sample
+
+
+class ForgetGates(NamedTuple):
+    """What the scan takes, each [..., D]."""
+
+    key: Tensor
+    """1 - f in the dtype of the logit."""
+    log_decay: Tensor
+    """log f, at least fp32."""
+
+
+def forget_gates(logit: Tensor, bound: Tensor, *, backend: Backend = "auto") -> ForgetGates:
+    """1 - f and log f with f = b + (1 - b) sigmoid(l), in forms that stay exact at both ends.
+
+    Args:
+        logit: l [..., D].
+        bound: b [D] in [0, 1), at least fp32. Where it is 0, log b gives it no gradient.
+        backend: which implementation runs; compiled ones take fp32, bf16 and fp16.
+
+    Returns:
+        ForgetGates, computed in at least fp32. The backward keeps l alone, and adds up the gradient of b in fp32,
+        always in the same order.
+
+    Raises:
+        KernelError: an explicit backend that cannot run.
+        OperandError: tensors whose shapes, kinds or devices do not fit together.
+
+    Source: HGRN2 section 3.
+    """
+    check_operands("forget_gates", {"logit": (logit, "*D"), "bound": (bound, "D")})
+    choice = backends.choose("forget_gates", backend, logit.device.type, _unsupported(logit, bound))
+    if choice == "reference":
+        return forget_gates_reference(logit, bound)
+    return ForgetGates(*(gate.view(logit.shape) for gate in _forward(_rows(logit), bound.contiguous())))
+
+
+def forget_gates_reference(logit: Tensor, bound: Tensor) -> ForgetGates:
+    """log f = logaddexp(log b, log(1 - b) + logsigmoid(l)) and 1 - f = (1 - b) sigmoid(-l) in plain PyTorch; the truth
+    of the kernels and the CPU backend."""
+    wide = logit.to(compute_dtype(logit))
+    # log 0 has no gradient to give: a bound of 0 is one whatever it is made of.
+    log_bound = bound.clamp(min=torch.finfo(bound.dtype).tiny).log()
+    log_decay = torch.logaddexp(log_bound, torch.log1p(-bound) + functional.logsigmoid(wide))
+    return ForgetGates(((1.0 - bound) * torch.sigmoid(-wide)).to(logit.dtype), log_decay)
+
+
+def _unsupported(logit: Tensor, bound: Tensor) -> str:
+    if logit.dtype not in KERNEL_DTYPES or bound.dtype != torch.float32:
+        return f"dtypes {logit.dtype} and {bound.dtype}"
+    return "an empty tensor" if logit.numel() == 0 else ""
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[..., D] as [rows, D] of contiguous rows, a view where the strides allow."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+@torch.library.custom_op("megalin::forget_gates", mutates_args=())
+def _forward(logit: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
+    from megalin._triton.gates import forget_gates as kernels
+
+    return kernels.forward(logit, bound)
+
+
+@_forward.register_fake
+def _(logit: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
+    return logit.new_empty(logit.shape), logit.new_empty(logit.shape, dtype=torch.float32)
+
+
+@torch.library.custom_op("megalin::forget_gates_backward", mutates_args=())
+def _backward(dkey: Tensor, dlog_decay: Tensor, logit: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
+    from megalin._triton.gates import forget_gates as kernels
+
+    return kernels.backward(_rows(dkey), _rows(dlog_decay), logit, bound)
+
+
+@_backward.register_fake
+def _(dkey: Tensor, dlog_decay: Tensor, logit: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
+    return logit.new_empty(logit.shape), torch.empty_like(bound)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx: Any, dkey: Tensor, dlog_decay: Tensor) -> tuple[Tensor, Tensor]:
+    return _backward(dkey, dlog_decay, *ctx.saved_tensors)
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _self_test(backend: Compiled, device: str) -> str:
+    logit, bound = 8.0 * sample(9, 40, device=device), sample(40, device=device, seed=1).sigmoid()
+    bound[:4] = 0.0
+    return compare(_forward, forget_gates_reference, [logit, bound], bound=1e-5)
+
+
+backends.register("forget_gates", ("triton",), _self_test)

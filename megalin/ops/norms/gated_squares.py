@@ -1,0 +1,147 @@
+"""The gated and weighted rows of a norm whose root is applied later, and their sums of squares, in one pass."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megalin.ops.dispatch import backend as backends
+from megalin.ops.dispatch.backend import Backend, Compiled
+from megalin.ops.dispatch.dtypes import KERNEL_DTYPES, compute_dtype
+from megalin.ops.dispatch.fusion import left_to_inductor
+from megalin.ops.dispatch.operands import check_operands
+from megalin.ops.dispatch.self_test import compare, sample
+
+
+class GatedSquares(NamedTuple):
+    """What a norm over a split width needs of the part at hand."""
+
+    product: Tensor
+    """[..., D] in the dtype of the gate, or else of x."""
+    squares: Tensor
+    """[...] sums over D, in at least fp32."""
+
+
+def gated_squares(
+    x: Tensor,
+    gate: Tensor | None = None,
+    weight: Tensor | None = None,
+    *,
+    gate_first: bool = False,
+    backend: Backend = "auto",
+) -> GatedSquares:
+    """x w g and sum_j x_j^2; with the gate first u w and sum_j u_j^2, u = x silu(g).
+
+    Args:
+        x: [..., D], any float dtype; sums are accumulated in at least fp32.
+        gate: g [..., D], as it is multiplied, or with `gate_first` before its silu; None: one.
+        weight: w [D]; None: one.
+        gate_first: whether the norm is that of the gated rows (Rodimus, Mamba-2) or of x (TransNormerLLM, TNL).
+        backend: which implementation runs; in compiled blocks "auto" leaves the reference to inductor.
+            The compiled one takes fp32, bf16 and fp16.
+
+    Returns:
+        The parts of RMSNorm(x) w g, or RMSNorm(u) w, before the root of the mean square over all parts.
+
+    Raises:
+        KernelError: an explicit backend that cannot run.
+        OperandError: tensors whose shapes, kinds or devices do not fit together.
+    """
+    check_operands("gated_squares", {"x": (x, "*D"), "gate": (gate, "*D"), "weight": (weight, "D")})
+    choice = backends.choose("gated_squares", backend, x.device.type, _unsupported(x, gate, weight))
+    if choice == "reference" or left_to_inductor("gated_squares", backend):
+        return gated_squares_reference(x, gate, weight, gate_first=gate_first)
+    gate = None if gate is None else gate.contiguous()
+    return GatedSquares(*_forward(x.contiguous(), gate, weight, gate_first))
+
+
+def gated_squares_reference(
+    x: Tensor, gate: Tensor | None = None, weight: Tensor | None = None, *, gate_first: bool = False
+) -> GatedSquares:
+    """The equations of `gated_squares` in plain PyTorch; the truth of the kernels and the CPU backend."""
+    if gate is not None and gate_first:
+        x, gate = (x * functional.silu(gate)).to(gate.dtype), None
+    squares = x.to(compute_dtype(x)).square().sum(-1)
+    product = x if weight is None else x * weight
+    return GatedSquares(product if gate is None else product * gate, squares)
+
+
+def _unsupported(x: Tensor, gate: Tensor | None, weight: Tensor | None) -> str:
+    tensors = [tensor for tensor in (x, gate, weight) if tensor is not None]
+    wrong = [str(tensor.dtype) for tensor in tensors if tensor.dtype not in KERNEL_DTYPES]
+    if wrong:
+        return f"dtype {wrong[0]}"
+    return "an empty tensor" if x.numel() == 0 else ""
+
+
+@torch.library.custom_op("megalin::gated_squares", mutates_args=())
+def _forward(x: Tensor, gate: Tensor | None, weight: Tensor | None, gate_first: bool) -> tuple[Tensor, Tensor]:
+    from megalin._triton.norms import gated_squares as kernels
+
+    width = x.shape[-1]
+    rows = None if gate is None else gate.view(-1, width)
+    product, squares = kernels.forward(x.view(-1, width), rows, weight, gate_first)
+    return product.view(x.shape), squares.view(x.shape[:-1])
+
+
+@_forward.register_fake
+def _(x: Tensor, gate: Tensor | None, weight: Tensor | None, gate_first: bool) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x if gate is None else gate), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op("megalin::gated_squares_backward", mutates_args=())
+def _backward(
+    dproduct: Tensor, dsquares: Tensor, x: Tensor, gate: Tensor | None, weight: Tensor | None, gate_first: bool
+) -> list[Tensor]:
+    """dx, then dgate and dweight where there are such."""
+    from megalin._triton.norms import gated_squares as kernels
+
+    width = x.shape[-1]
+    rows = None if gate is None else gate.view(-1, width)
+    dproduct, dsquares = dproduct.contiguous().view(-1, width), dsquares.contiguous().view(-1)
+    dx, dgate, dweight = kernels.backward(dproduct, dsquares, x.view(-1, width), rows, weight, gate_first)
+    found = [dx.view(x.shape)]
+    if dgate is not None:
+        found.append(dgate.view(x.shape))
+    return found if dweight is None else [*found, dweight]
+
+
+@_backward.register_fake
+def _(
+    dproduct: Tensor, dsquares: Tensor, x: Tensor, gate: Tensor | None, weight: Tensor | None, gate_first: bool
+) -> list[Tensor]:
+    return [torch.empty_like(tensor) for tensor in (x, gate, weight) if tensor is not None]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, gate, weight, ctx.gate_first = inputs
+    ctx.save_for_backward(x, gate, weight)
+
+
+def _differentiate(ctx: Any, dproduct: Tensor, dsquares: Tensor) -> tuple[Tensor | None, ...]:
+    x, gate, weight = ctx.saved_tensors
+    found = iter(_backward(dproduct, dsquares, x, gate, weight, ctx.gate_first))
+    dx, dgate, dweight = (None if tensor is None else next(found) for tensor in (x, gate, weight))
+    return dx, dgate, dweight, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _self_test(backend: Compiled, device: str) -> str:
+    inputs = [sample(5, 200, device=device), sample(5, 200, device=device, seed=1), sample(200, device=device, seed=2)]
+    problems = [
+        compare(
+            lambda x, gate, weight, first=first: _forward(x, gate, weight, first),
+            lambda x, gate, weight, first=first: gated_squares_reference(x, gate, weight, gate_first=first),
+            inputs,
+        )
+        for first in (False, True)
+    ]
+    return problems[0] or problems[1]
+
+
+backends.register("gated_squares", ("triton",), _self_test)

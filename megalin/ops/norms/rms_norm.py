@@ -1,0 +1,106 @@
+"""RMSNorm with a weight, its gradient added up without atomics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalin.ops.dispatch import backend as backends
+from megalin.ops.dispatch.apex import apex_rms_norm, reason_against
+from megalin.ops.dispatch.backend import Backend, Compiled
+from megalin.ops.dispatch.dtypes import KERNEL_DTYPES, compute_dtype
+from megalin.ops.dispatch.fusion import left_to_inductor
+from megalin.ops.dispatch.operands import check_operands
+from megalin.ops.dispatch.self_test import compare, sample
+from megalin.ops.norms.srmsnorm import srmsnorm_reference, unsupported
+
+
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float, backend: Backend = "auto") -> Tensor:
+    """y = w * x * (mean(x^2) + eps)^(-1/2) over the last dimension.
+
+    Args:
+        x: [..., D], any float dtype; the mean, the root and the products are computed in at least fp32.
+        weight: w [D].
+        eps: inside the root.
+        backend: which implementation runs; in compiled blocks "auto" leaves the reference to inductor.
+            Compiled ones take fp32, bf16 and fp16 of widths up to 16384, apex's weights of the same dtype alone.
+
+    Returns:
+        [..., D] in the dtype of `x`.
+
+    Raises:
+        KernelError: an explicit backend that cannot run.
+        OperandError: tensors whose shapes, kinds or devices do not fit together.
+    """
+    check_operands("rms_norm", {"x": (x, "*D"), "weight": (weight, "D")})
+    reason = unsupported(x) or ("" if weight.dtype in KERNEL_DTYPES else f"a weight of dtype {weight.dtype}")
+    limits: dict[Compiled, str] = {"apex": "" if weight.dtype == x.dtype else f"a weight of dtype {weight.dtype}"}
+    choice = backends.choose("rms_norm", backend, x.device.type, reason, limits)
+    if choice == "reference" or left_to_inductor("rms_norm", backend):
+        return rms_norm_reference(x, weight, eps=eps)
+    if choice == "apex":
+        return apex_rms_norm(x, weight, eps=eps)
+    return _forward(x.contiguous(), weight.contiguous(), eps)[0]
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+    """The equation of `rms_norm` in plain PyTorch; the truth of the kernels and the CPU backend."""
+    wide = compute_dtype(x)
+    return (srmsnorm_reference(x.to(wide), eps=eps) * weight.to(wide)).to(x.dtype)
+
+
+@torch.library.custom_op("megalin::rms_norm", mutates_args=())
+def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x [..., D] contiguous -> y, and the fp32 scale of each row."""
+    from megalin._triton.norms import rms_norm as kernels
+
+    y, scale = kernels.forward(x.view(-1, x.shape[-1]), weight, eps)
+    return y.view_as(x), scale.view(x.shape[:-1])
+
+
+@_forward.register_fake
+def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op("megalin::rms_norm_backward", mutates_args=())
+def _backward(dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    from megalin._triton.norms import rms_norm as kernels
+
+    width = x.shape[-1]
+    dy = dy.contiguous().view(-1, width)
+    dx, dweight = kernels.backward(dy, x.view(-1, width), weight, scale.view(-1))
+    return dx.view_as(x), dweight
+
+
+@_backward.register_fake
+def _(dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, _ = inputs
+    ctx.save_for_backward(x, weight, output[1])
+
+
+def _differentiate(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor, None]:
+    dx, dweight = _backward(dy, *ctx.saved_tensors)
+    return dx, dweight, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _self_test(backend: Compiled, device: str) -> str:
+    if backend == "apex" and (reason := reason_against("fused_layer_norm_cuda")):
+        return reason
+    return compare(
+        lambda x, weight: apex_rms_norm(x, weight, eps=1e-6) if backend == "apex" else _forward(x, weight, 1e-6)[0],
+        lambda x, weight: rms_norm_reference(x, weight, eps=1e-6),
+        [sample(5, 200, device=device), sample(200, device=device, seed=1)],
+    )
+
+
+backends.register("rms_norm", ("triton", "apex"), _self_test)

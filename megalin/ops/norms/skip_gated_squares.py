@@ -1,0 +1,125 @@
+"""A scan's output joined by a feed-through, gated and weighted, for a norm whose root is applied later: in one pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megalin.ops.dispatch import backend as backends
+from megalin.ops.dispatch.backend import Backend, Compiled
+from megalin.ops.dispatch.dtypes import KERNEL_DTYPES, compute_dtype
+from megalin.ops.dispatch.operands import check_operands
+from megalin.ops.dispatch.self_test import compare, sample
+from megalin.ops.norms.gated_squares import GatedSquares
+
+
+def skip_gated_squares(
+    x: Tensor, skip: Tensor, factor: Tensor, gate: Tensor, weight: Tensor, *, backend: Backend = "auto"
+) -> GatedSquares:
+    """u w and sum_j u_j^2 with u = (x + d s) silu(g): what Rodimus and Mamba-2 put between scan and last matrix.
+
+    Args:
+        x: [..., D].
+        skip: s [..., D].
+        factor: d [D].
+        gate: g [..., D], before its silu.
+        weight: w [D], of the norm.
+        backend: which implementation runs; compiled ones take fp32, bf16 and fp16.
+
+    Returns:
+        The parts of RMSNorm(u) w before the root of the mean square, computed in at least fp32, the product in the
+        dtype of the gate. The backward keeps x, s and g alone.
+
+    Raises:
+        KernelError: an explicit backend that cannot run.
+        OperandError: tensors whose shapes, kinds or devices do not fit together.
+    """
+    rows = {"x": (x, "*D"), "skip": (skip, "*D"), "gate": (gate, "*D")}
+    check_operands("skip_gated_squares", rows | {"factor": (factor, "D"), "weight": (weight, "D")})
+    choice = backends.choose("skip_gated_squares", backend, x.device.type, _unsupported(x, skip, factor, gate, weight))
+    if choice == "reference":
+        return skip_gated_squares_reference(x, skip, factor, gate, weight)
+    product, squares = _forward(_rows(x), _rows(skip), factor.contiguous(), _rows(gate), weight.contiguous())
+    return GatedSquares(product.view(x.shape), squares.view(x.shape[:-1]))
+
+
+def skip_gated_squares_reference(x: Tensor, skip: Tensor, factor: Tensor, gate: Tensor, weight: Tensor) -> GatedSquares:
+    """The equations of `skip_gated_squares` in plain PyTorch; the truth of the kernels and the CPU backend."""
+    wide = compute_dtype(x)
+    u = (x.to(wide) + factor.to(wide) * skip.to(wide)) * functional.silu(gate.to(wide))
+    return GatedSquares((u * weight.to(wide)).to(gate.dtype), u.square().sum(-1))
+
+
+def _unsupported(*tensors: Tensor) -> str:
+    wrong = [str(tensor.dtype) for tensor in tensors if tensor.dtype not in KERNEL_DTYPES]
+    if wrong:
+        return f"dtype {wrong[0]}"
+    return "an empty tensor" if tensors[0].numel() == 0 else ""
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[..., D] as [rows, D] of contiguous rows, a view where the strides allow."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+@torch.library.custom_op("megalin::skip_gated_squares", mutates_args=())
+def _forward(x: Tensor, skip: Tensor, factor: Tensor, gate: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    from megalin._triton.norms import skip_gated_squares as kernels
+
+    return kernels.forward(x, skip, gate, factor, weight)
+
+
+@_forward.register_fake
+def _(x: Tensor, skip: Tensor, factor: Tensor, gate: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(x.shape), x.new_empty(x.shape[0], dtype=torch.float32)
+
+
+@torch.library.custom_op("megalin::skip_gated_squares_backward", mutates_args=())
+def _backward(
+    dproduct: Tensor, dsquares: Tensor, x: Tensor, skip: Tensor, factor: Tensor, gate: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of x, gate, factor and weight; that of skip is factor times the first."""
+    from megalin._triton.norms import skip_gated_squares as kernels
+
+    return kernels.backward(_rows(dproduct), dsquares.contiguous(), x, skip, gate, factor, weight)
+
+
+@_backward.register_fake
+def _(
+    dproduct: Tensor, dsquares: Tensor, x: Tensor, skip: Tensor, factor: Tensor, gate: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), gate.new_empty(gate.shape), torch.empty_like(factor), torch.empty_like(weight)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx: Any, dproduct: Tensor, dsquares: Tensor) -> tuple[Tensor, ...]:
+    x, skip, factor, gate, weight = ctx.saved_tensors
+    dx, dgate, dfactor, dweight = _backward(dproduct, dsquares, x, skip, factor, gate, weight)
+    # Outside the kernel: a compiled block adds it to skip's other gradients without writing it.
+    return dx, (factor * dx).to(skip.dtype), dfactor, dgate, dweight
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _self_test(backend: Compiled, device: str) -> str:
+    rows = [sample(5, 200, device=device, seed=seed) for seed in range(3)]
+    columns = [sample(200, device=device, seed=seed) for seed in (3, 4)]
+
+    def function(x: Tensor, skip: Tensor, gate: Tensor, factor: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return _forward(x, skip, factor, gate, weight)
+
+    def reference(x: Tensor, skip: Tensor, gate: Tensor, factor: Tensor, weight: Tensor) -> GatedSquares:
+        return skip_gated_squares_reference(x, skip, factor, gate, weight)
+
+    return compare(function, reference, [*rows, *columns], bound=1e-5)
+
+
+backends.register("skip_gated_squares", ("triton",), _self_test)

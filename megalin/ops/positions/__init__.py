@@ -1,0 +1,1 @@
+"""Position encodings: LRPE, RoPE and Cosine RelPE."""

@@ -1,0 +1,223 @@
+"""Position encodings: LRPE in its cosine and its rotation form, RoPE, Cosine RelPE, and places in packed documents."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalin.errors import OperandError
+from megalin.ops.dispatch import backend as backends
+from megalin.ops.dispatch.backend import Backend, Compiled
+from megalin.ops.dispatch.dtypes import KERNEL_DTYPES, compute_dtype
+from megalin.ops.dispatch.operands import check_operands
+from megalin.ops.dispatch.self_test import compare, sample
+
+
+def lrpe_cosine(x: Tensor, theta: Tensor, positions: Tensor) -> Tensor:
+    """y_t = [x_t cos(p_t theta) | x_t sin(p_t theta)], so that y_s . y_t = sum_i x_si x_ti cos(theta_i (s - t)).
+
+    Args:
+        x: [B, T, H, K] queries or keys.
+        theta: [H, K] angular frequencies in radians a token, fp32.
+        positions: [T] or [B, T] token positions, integers (a shift of all positions changes nothing).
+
+    Returns:
+        [B, T, H, 2K] in the dtype of `x`. Angles, sines and products are computed in at least fp32.
+
+    Raises:
+        OperandError: tensors whose shapes, kinds or devices do not fit together.
+
+    Source: TransNormerLLM section 3.1 (LRPE), released code; cosFormer2.
+    """
+    _check("lrpe_cosine", x, positions, theta=(theta, "HK"))
+    angle = _angles(x, theta, positions)
+    wide = x.to(angle.dtype)
+    return torch.cat([wide * angle.cos(), wide * angle.sin()], dim=-1).to(x.dtype)
+
+
+def lrpe_rotation(x: Tensor, theta: Tensor, positions: Tensor) -> Tensor:
+    """Rotates the pairs (x_2j, x_2j+1) of each head by the angle p theta_j.
+
+    Args:
+        x: [B, T, H, K] queries or keys, K even; neighbouring elements form a pair.
+        theta: [H, K/2] angular frequencies in radians a token, fp32.
+        positions: [T] or [B, T] token positions, integers.
+
+    Returns:
+        [B, T, H, K] in the dtype of `x`. Angles, sines and products are computed in at least fp32.
+
+    Raises:
+        OperandError: tensors whose shapes, kinds or devices do not fit together.
+    """
+    _check("lrpe_rotation", x, positions, theta=(theta, "HJ"))
+    check_pairs("lrpe_rotation", theta, x.shape[3])
+    angle = _angles(x, theta, positions)
+    even, odd = x.to(angle.dtype).unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x.dtype)
+
+
+def rope(x: Tensor, positions: Tensor, *, base: float = 10000.0, backend: Backend = "auto") -> Tensor:
+    """Rotates the pairs (x_j, x_j+K/2) of each head by the angle p base^(-2j/K), j < K/2 (RoFormer eq. 34).
+
+    Args:
+        x: [B, T, H, K] queries or keys, K even; the two halves of a head form the pairs.
+        positions: [T] or [B, T] token positions, integers (a shift of all positions changes no score).
+        base: the slowest pair turns by about 1 / base radians a token.
+        backend: which implementation runs; compiled ones take fp32, bf16 and fp16.
+
+    Returns:
+        [B, T, H, K] in the dtype of `x`. Angles, sines and products are computed in at least fp32.
+
+    Raises:
+        KernelError: an explicit backend that cannot run.
+        OperandError: tensors whose shapes, kinds or devices do not fit together.
+    """
+    _check("rope", x, positions)
+    if x.shape[3] % 2:
+        raise OperandError(f"rope: x has heads {x.shape[3]} wide, whose halves form no pairs; use an even width")
+    choice = backends.choose("rope", backend, x.device.type, _unsupported(x))
+    if choice == "reference":
+        return rope_reference(x, positions, base=base)
+    return _turn(x, _frequencies(x, base).float(), positions, False)
+
+
+def rope_reference(x: Tensor, positions: Tensor, *, base: float = 10000.0) -> Tensor:
+    """`rope` in plain PyTorch; the truth of the kernel and the CPU backend."""
+    angle = _angles(x, _frequencies(x, base), positions)
+    first, second = x.to(angle.dtype).chunk(2, dim=-1)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).to(x.dtype)
+
+
+def _frequencies(x: Tensor, base: float) -> Tensor:
+    """base^(-2j/K), j < K/2, fp64."""
+    exponent = torch.arange(x.shape[-1] // 2, dtype=torch.float64, device=x.device) * (-2.0 / x.shape[-1])
+    return base**exponent
+
+
+def cosine_relpe(x: Tensor, positions: Tensor) -> Tensor:
+    """y_i = x_i cos(p 10000^(-i/K)), i < K, of each head: one factor of the sum that RoPE's rotation expands to.
+
+    Unlike the encodings above it depends on where positions start: number the tokens of each document from 0.
+
+    Args:
+        x: [B, T, H, K].
+        positions: [T] or [B, T] token positions, integers.
+
+    Returns:
+        [B, T, H, K] in the dtype of `x`. Angles, cosines and products are computed in at least fp32.
+
+    Raises:
+        OperandError: tensors whose shapes, kinds or devices do not fit together.
+
+    Source: DenseAttention section 3.2, frequencies of the released code.
+    """
+    _check("cosine_relpe", x, positions)
+    exponent = torch.arange(x.shape[-1], dtype=torch.float64, device=x.device) * (-1.0 / x.shape[-1])
+    angle = _angles(x, 10000.0**exponent, positions)
+    return (x.to(angle.dtype) * angle.cos()).to(x.dtype)
+
+
+class DocumentSpans(NamedTuple):
+    """Index along T of the first and of the last token of each token's document, [B, T] int64."""
+
+    first: Tensor
+    last: Tensor
+
+
+def document_spans(document_ids: Tensor) -> DocumentSpans:
+    """The spans of packed documents, [B, T] ids of which those of a document lie together. Raises OperandError."""
+    check_operands("document_spans", {"document_ids": (document_ids, "BT int")})
+    last = document_ids.shape[1] - 1
+    return DocumentSpans(_first(document_ids), last - _first(document_ids.flip(1)).flip(1))
+
+
+def num_tokens_in_documents(document_ids: Tensor, valid: Tensor | None) -> Tensor:
+    """Number of valid tokens in each token's document: [B, T] ids and bools (None: all) -> [B, T] int64. Raises
+    OperandError."""
+    operands = {"document_ids": (document_ids, "BT int"), "valid": (valid, "BT bool")}
+    check_operands("num_tokens_in_documents", operands)
+    first, last = document_spans(document_ids)
+    counted = torch.ones_like(first) if valid is None else valid.to(first.dtype)
+    total = counted.cumsum(1)
+    return total.gather(1, last) - (total - counted).gather(1, first)
+
+
+def _check(op: str, x: Tensor, positions: Tensor, **others: tuple[Tensor | None, str]) -> None:
+    places = "T int" if positions.dim() == 1 else "bT int"
+    check_operands(op, {"x": (x, "BTHK"), "positions": (positions, places), **others})
+
+
+def check_pairs(op: str, theta: Tensor, head_dim: int) -> None:
+    """Raises OperandError unless theta [H, K/2] has a frequency for each pair of the head's channels."""
+    if 2 * theta.shape[1] != head_dim:
+        raise OperandError(
+            f"{op}: theta has {theta.shape[1]} frequencies a head, which turn {2 * theta.shape[1]} channels, but the "
+            f"heads have {head_dim}; they must be equal"
+        )
+
+
+def _first(document_ids: Tensor) -> Tensor:
+    starts = torch.ones_like(document_ids, dtype=torch.bool)
+    starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    index = torch.arange(document_ids.shape[1], device=document_ids.device)
+    return torch.where(starts, index, 0).cummax(1).values
+
+
+def _angles(x: Tensor, theta: Tensor, positions: Tensor) -> Tensor:
+    """p_t theta_hi as [1 or B, T, H, K'], in the compute dtype: bf16 could not even count the positions."""
+    dtype = compute_dtype(x)
+    return positions.to(dtype)[..., None, None] * theta.to(dtype)
+
+
+def _unsupported(x: Tensor) -> str:
+    if x.dtype not in KERNEL_DTYPES:
+        return f"dtype {x.dtype}"
+    return "an empty tensor" if x.numel() == 0 else ""
+
+
+@torch.library.custom_op("megalin::rope", mutates_args=())
+def _turn(x: Tensor, theta: Tensor, positions: Tensor, back: bool) -> Tensor:
+    from megalin._triton.positions import rope as kernels
+
+    return kernels.turn(_rows(x), theta, positions.flatten().contiguous(), back=back).view(x.shape)
+
+
+@_turn.register_fake
+def _(x: Tensor, theta: Tensor, positions: Tensor, back: bool) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, theta, positions, ctx.back = inputs
+    ctx.save_for_backward(theta, positions)
+
+
+def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+    theta, positions = ctx.saved_tensors
+    return _turn(dy, theta, positions, not ctx.back), None, None, None
+
+
+_turn.register_autograd(_differentiate, setup_context=_save)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[B, T, H, K] as [B T, H, K] with the elements of a row side by side: a view where the strides allow."""
+    batch, length, heads, key = x.shape
+    whole = x.stride(3) == 1 and x.stride(2) == key and (batch == 1 or x.stride(0) == length * x.stride(1))
+    return x.as_strided((batch * length, heads, key), (x.stride(1), key, 1)) if whole else x.flatten(0, 1).contiguous()
+
+
+def _self_test(backend: Compiled, device: str) -> str:
+    x, positions = sample(2, 5, 3, 12, device=device), torch.tensor([0, 1, 7, 500, 4099], device=device)
+    return compare(
+        lambda x: _turn(x, _frequencies(x, 10000.0).float(), positions, False),
+        lambda x: rope_reference(x, positions),
+        [x],
+    )
+
+
+backends.register("rope", ("triton",), _self_test)

@@ -1,0 +1,178 @@
+"""What linear attention does with its projection before the scan: SiLU and learnable relative positions of q and k."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megalin.ops.dispatch import backend as backends
+from megalin.ops.dispatch.backend import Backend, Compiled
+from megalin.ops.dispatch.dtypes import KERNEL_DTYPES
+from megalin.ops.dispatch.operands import check_operands
+from megalin.ops.dispatch.self_test import compare, sample
+from megalin.ops.positions.encodings import check_pairs, lrpe_cosine, lrpe_rotation
+
+LRPEForm = Literal["cosine", "rotation"]
+
+
+def silu_lrpe(
+    projection: Tensor,
+    theta: Tensor | None,
+    positions: Tensor,
+    *,
+    form: LRPEForm | None,
+    backend: Backend = "auto",
+) -> tuple[Tensor, ...]:
+    """LRPE(silu(q)), LRPE(silu(k)) in the `cosine` or the `rotation` form of `ops.positions`, and the other parts.
+
+    The parts stay together so that the backward writes their gradients as one tensor, which the projection's matrix
+    product reads as it lies.
+
+    Args:
+        projection: [B, T, P, H, K], P from 2 to 4: q, k and what follows them, values and a gate.
+        theta: [H, K] (cosine) or [H, K/2] (rotation), radians a token, fp32; None without a form.
+        positions: [T] or [B, T], integers.
+        form: None for SiLU alone.
+        backend: which implementation runs; compiled ones take fp32, bf16 and fp16.
+
+    Returns:
+        q and k, [B, T, H, 2K] (cosine) or [B, T, H, K], and views [B, T, H, K] of the parts after them, in the dtype
+        of `projection`; the gradient of theta is summed in fp32, always in the same order.
+
+    Raises:
+        KernelError: an explicit backend that cannot run.
+        OperandError: tensors whose shapes, kinds or devices do not fit together.
+    """
+    places = "T int" if positions.dim() == 1 else "BT int"
+    frequencies = "HK" if form == "cosine" else "HF"
+    operands = {"projection": (projection, "BTPHK"), "theta": (theta, frequencies), "positions": (positions, places)}
+    check_operands("silu_lrpe", operands)
+    assert 2 <= projection.shape[2] <= 4, projection.shape
+    assert (theta is None) == (form is None), form
+    if theta is not None and form == "rotation":
+        check_pairs("silu_lrpe", theta, projection.shape[4])
+    choice = backends.choose("silu_lrpe", backend, projection.device.type, _unsupported(projection, theta))
+    if choice == "reference":
+        return silu_lrpe_reference(projection, theta, positions, form=form)
+    found: tuple[Tensor, ...] = _Parts.apply(projection.contiguous(), theta, positions, form)
+    return found
+
+
+def silu_lrpe_reference(
+    projection: Tensor, theta: Tensor | None, positions: Tensor, *, form: LRPEForm | None
+) -> tuple[Tensor, ...]:
+    """`silu_lrpe` in plain PyTorch; the truth of the kernels and the CPU backend."""
+    q, k, *others = projection.unbind(2)
+    q, k = functional.silu(q), functional.silu(k)
+    if theta is not None:
+        encode = lrpe_cosine if form == "cosine" else lrpe_rotation
+        q, k = encode(q, theta, positions), encode(k, theta, positions)
+    return q, k, *others
+
+
+def _unsupported(projection: Tensor, theta: Tensor | None) -> str:
+    if projection.dtype not in KERNEL_DTYPES:
+        return f"dtype {projection.dtype}"
+    if theta is not None and theta.dtype != torch.float32:
+        return f"theta of {theta.dtype}"
+    return "an empty tensor" if projection.numel() == 0 else ""
+
+
+class _Parts(torch.autograd.Function):
+    """A Function and not a custom op alone: the parts that nothing is done to leave it as views."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, projection: Tensor, theta: Tensor | None, positions: Tensor, form: LRPEForm | None
+    ) -> tuple[Tensor, ...]:
+        ctx.form = form
+        ctx.save_for_backward(projection, theta, positions)
+        q, k, *others = projection.unbind(2)
+        if theta is None:
+            return functional.silu(q), functional.silu(k), *others
+        assert form is not None
+        return *_encode(projection, theta, positions, form), *others
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        projection, theta, positions = ctx.saved_tensors
+        if theta is None:
+            return _silu_backward(list(gradients), projection), None, None, None
+        return *_backward(list(gradients), projection, theta, positions, ctx.form), None, None
+
+
+@torch.library.custom_op("megalin::silu_lrpe", mutates_args=())
+def _encode(projection: Tensor, theta: Tensor, positions: Tensor, form: str) -> tuple[Tensor, Tensor]:
+    from megalin._triton.positions import silu_lrpe as kernels
+
+    codes = kernels.forward(
+        projection.flatten(0, 1), theta.contiguous(), positions.flatten().contiguous(), rotation=form == "rotation"
+    )
+    return codes[0].unflatten(0, projection.shape[:2]), codes[1].unflatten(0, projection.shape[:2])
+
+
+@_encode.register_fake
+def _(projection: Tensor, theta: Tensor, positions: Tensor, form: str) -> tuple[Tensor, Tensor]:
+    batch, length, _, heads, key = projection.shape
+    shape = [batch, length, heads, key * (2 if form == "cosine" else 1)]
+    return projection.new_empty(shape), projection.new_empty(shape)
+
+
+@torch.library.custom_op("megalin::silu_lrpe_backward", mutates_args=())
+def _backward(
+    gradients: list[Tensor], projection: Tensor, theta: Tensor, positions: Tensor, form: str
+) -> tuple[Tensor, Tensor]:
+    from megalin._triton.positions import silu_lrpe as kernels
+
+    d_projection, d_theta = kernels.backward(
+        [gradient.contiguous() for gradient in gradients],
+        projection.flatten(0, 1),
+        theta.contiguous(),
+        positions.flatten().contiguous(),
+        rotation=form == "rotation",
+    )
+    return d_projection.view(projection.shape), d_theta
+
+
+@_backward.register_fake
+def _(
+    gradients: list[Tensor], projection: Tensor, theta: Tensor, positions: Tensor, form: str
+) -> tuple[Tensor, Tensor]:
+    return projection.new_empty(projection.shape), theta.new_empty(theta.shape)
+
+
+@torch.library.custom_op("megalin::silu_parts_backward", mutates_args=())
+def _silu_backward(gradients: list[Tensor], projection: Tensor) -> Tensor:
+    from megalin._triton.positions import silu_lrpe as kernels
+
+    found = kernels.silu_backward([gradient.contiguous() for gradient in gradients], projection.flatten(0, 1))
+    return found.view(projection.shape)
+
+
+@_silu_backward.register_fake
+def _(gradients: list[Tensor], projection: Tensor) -> Tensor:
+    return projection.new_empty(projection.shape)
+
+
+def _self_test(backend: Compiled, device: str) -> str:
+    projection = sample(2, 5, 4, 3, 8, device=device)
+    positions = torch.tensor([0, 1, 7, 500, 4099], device=device)
+    for form, width in (("cosine", 8), ("rotation", 4), (None, 0)):
+        theta = [] if form is None else [sample(3, width, device=device, seed=2).abs()]
+
+        def kernel(x: Tensor, theta: Tensor | None = None, form: str | None = form) -> tuple[Tensor, ...]:
+            found: tuple[Tensor, ...] = _Parts.apply(x, theta, positions, form)
+            return found
+
+        def reference(x: Tensor, theta: Tensor | None = None, form: Any = form) -> tuple[Tensor, ...]:
+            return silu_lrpe_reference(x, theta, positions, form=form)
+
+        if wrong := compare(kernel, reference, [projection, *theta]):
+            return f"{form}: {wrong}"
+    return ""
+
+
+backends.register("silu_lrpe", ("triton",), _self_test)

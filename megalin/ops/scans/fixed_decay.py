@@ -1,0 +1,289 @@
+"""The linear recurrence with no decay or a fixed scalar decay a head: recurrent, parallel and chunkwise forms.
+
+    S_t = exp(-s) S_{t-1} + k_t v_t^T,    o_t = S_t^T q_t    (s >= 0 a head)
+
+`decay_scan` is the chunkwise form, the one that models call. `decay_scan_recurrent` and `decay_scan_parallel`
+compute the same function token by token and as one masked matrix; they are the truth it is tested against.
+
+No form divides by a cumulative decay: every exponent is a difference of positions times -s, hence <= 0.
+Documents: `document_ids` is non-decreasing along T; a token sees the tokens of its own document only, and
+`initial_state` belongs to the document of the first token.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalin.ops.dispatch import backend as backends
+from megalin.ops.dispatch.backend import Backend, Compiled
+from megalin.ops.dispatch.dtypes import compute_dtype
+from megalin.ops.dispatch.operands import check_operands, check_scan
+from megalin.ops.dispatch.self_test import BOUND, compare, sample
+from megalin.ops.scans import fixed_decay_cuda
+from megalin.ops.scans import fixed_decay_kernels as kernels
+from megalin.ops.scans.chunks import chunk_documents, split_chunks
+from megalin.ops.scans.context_parallel import SequenceShard, SingleProcessExchange
+from megalin.ops.scans.limits import WIDTH_UNIT, padded, unsupported
+from megalin.ops.scans.states import decay_state
+
+
+class ScanOutput(NamedTuple):
+    """Outputs [B, T, H, V] in the dtype of v, and the state [B, H, K, V] after the last token in at least fp32."""
+
+    output: Tensor
+    state: Tensor
+
+
+def decay_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    *,
+    initial_state: Tensor | None = None,
+    split: SequenceShard | None = None,
+    document_ids: Tensor | None = None,
+    chunk_size: int = 64,
+    backend: Backend = "auto",
+) -> ScanOutput:
+    """The recurrence above in chunks of C tokens: matrix products inside a chunk, states between chunks.
+
+    Args:
+        q, k: [B, T, H, K].
+        v: [B, T, H, V].
+        slopes: [H], s >= 0 in nats a token, at least fp32 (a buffer: it gets no gradient); None for no decay.
+        initial_state: [B, H, K, V]; None for zeros.
+        split: that T are this rank's tokens of longer rows: what the ranks before leave behind is the initial state,
+            and no gradient goes through the state of the result; None where they are all.
+        document_ids: [B, T] integers; None when each row is one document.
+        chunk_size: C of the reference, kernels have their own; the result does not depend on it beyond rounding.
+        backend: which implementation runs; compiled ones take q, k, v of one dtype, fp32, bf16 or fp16, with K and V
+            up to 256, the CUDA one bf16.
+
+    Returns:
+        ScanOutput. Products take operands in the dtype of v and sum in fp32; states are folded in fp32 (fp64 for fp64
+        inputs).
+
+    Raises:
+        KernelError: an explicit backend that cannot run.
+        OperandError: tensors whose shapes, kinds or devices do not fit together.
+    """
+    decay = ("slopes", slopes, "H")
+    check_scan("decay_scan", (q, "BTHK"), (k, "BTHK"), v, decay, initial_state, document_ids)
+    limits: dict[Compiled, str] = {"cuda": fixed_decay_cuda.unsupported(q, k, v)}
+    assert split is None or initial_state is None, "a first state beside those of the ranks before"
+    op, limit = "decay_scan", unsupported(q, k, v)
+    choice = backends.choose(op if split is None else f"split_{op}", backend, v.device.type, limit, limits)
+    if split is not None and choice == "reference":
+        added = decay_state(k, v, slopes, document_ids=document_ids)
+        initial_state, split = split.fold(added, kernels.total_decay(k, slopes)), None
+        choice = backends.choose(op, backend, v.device.type, limit, limits)
+    if choice == "reference":
+        return decay_scan_reference(
+            q, k, v, slopes, initial_state=initial_state, document_ids=document_ids, chunk_size=chunk_size
+        )
+    key, value = k.shape[-1], v.shape[-1]
+    q, k, v = (padded(x, -x.shape[-1] % WIDTH_UNIT) for x in (q, k, v))
+    slopes = None if slopes is None else slopes.float()
+    if split is not None:
+        output, state = kernels.split_scan(q, k, v, slopes, document_ids, split, choice)
+    else:
+        if initial_state is not None:
+            initial_state = padded(initial_state.float(), v.shape[-1] - value, k.shape[-1] - key)
+        output, state, _ = kernels.scan(q, k, v, slopes, initial_state, document_ids, choice)
+    return ScanOutput(output[..., :value], state[..., :key, :value])
+
+
+def decay_scan_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    *,
+    initial_state: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    chunk_size: int = 64,
+) -> ScanOutput:
+    """`decay_scan` in plain PyTorch: T need not be a multiple of the chunk of C tokens.
+
+    q k^T and the products with v stay in the dtype of v; states are formed and folded in fp32 (fp64 for fp64 inputs).
+    """
+    length, heads = q.shape[1:3]
+    chunk = min(chunk_size, length)
+    wide = compute_dtype(v)
+    s = torch.zeros(heads, dtype=wide, device=v.device) if slopes is None else slopes.to(wide)
+    q, k, v = (split_chunks(x, chunk) for x in (q, k, v))  # [B, H, N, C, K or V]
+    documents = chunk_documents(document_ids, length, chunk, v.device)  # [1 or B, N, C]
+    index = torch.arange(chunk, device=v.device)
+    # Tokens before the start of chunk i, i = 0..N: the last chunk ends with the last real token, not with the padding.
+    starts = (torch.arange(q.shape[2] + 1, device=v.device) * chunk).clamp(max=length)
+    ends = starts[1:, None] - starts[:-1, None] - 1  # [N, 1] index of each chunk's last real token
+
+    same = (documents[..., :, None] == documents[..., None, :])[:, None]  # [1 or B, 1, N, C, C]
+    scores = (q @ k.mT) * _causal_decay(index, s)[:, None]  # [B, H, N, C, C]
+    local = scores.masked_fill(~same, 0.0).to(v.dtype) @ v  # [B, H, N, C, V]
+
+    # A chunk adds the keys of its last document, decayed to its end. The fold over chunks is the same causal decay.
+    leaving = torch.cat([documents[:, :1, 0], documents[..., -1]], dim=1)  # [1 or B, N + 1] document of each state
+    to_end = torch.exp(-s[:, None, None] * (ends - index).clamp(min=0))  # [H, N, C]
+    kept = (documents == leaving[:, 1:, None])[:, None]  # [1 or B, 1, N, C]
+    update = (k.to(wide) * (to_end * kept)[..., None]).mT @ v.to(wide)  # [B, H, N, K, V]
+    first = torch.zeros_like(update[:, :, 0]) if initial_state is None else initial_state.to(wide)
+    flows = _causal_decay(starts, s) * (leaving[:, None, :, None] == leaving[:, None, None, :])  # [., H, N + 1, N + 1]
+    sources = torch.cat([first[:, :, None], update], dim=2)  # [B, H, N + 1, K, V]
+    states = (flows @ sources.flatten(-2)).view_as(sources)  # state entering chunk i; the last one leaves the sequence
+
+    from_start = torch.exp(-s[:, None, None] * (index + 1))  # [H, 1, C]
+    seen = (documents == leaving[:, :-1, None])[:, None]  # [1 or B, 1, N, C]
+    carried = (q.to(wide) * (from_start * seen)[..., None]) @ states[:, :, :-1]  # [B, H, N, C, V]
+    output = (local + carried.to(v.dtype)).flatten(2, 3)[:, :, :length].transpose(1, 2)
+    return ScanOutput(output, states[:, :, -1].clone())
+
+
+def decay_step(
+    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, state: Tensor, *, backend: Backend = "auto"
+) -> ScanOutput:
+    """One token of the recurrence, the decoding step.
+
+    Args:
+        q, k: [B, H, K]; v: [B, H, V]; slopes: [H] or None; state: [B, H, K, V] in at least fp32.
+        backend: which implementation runs; compiled ones take q, k and v of one dtype, fp32, bf16 or fp16, an fp32
+            state of K and V up to 256, and record no gradient.
+
+    Returns:
+        ScanOutput with output [B, H, V] in the dtype of v and the next state.
+
+    Raises:
+        KernelError: an explicit backend that cannot run.
+        OperandError: tensors whose shapes, kinds or devices do not fit together.
+    """
+    check_operands(
+        "decay_step",
+        {"v": (v, "BHV"), "q": (q, "BHK"), "k": (k, "BHK"), "slopes": (slopes, "H"), "state": (state, "BHKV")},
+    )
+    choice = backends.choose("decay_step", backend, v.device.type, _unsupported_step(q, k, v, state))
+    if choice == "reference":
+        return decay_step_reference(q, k, v, slopes, state)
+    return ScanOutput(*kernels.step(q, k, v, None if slopes is None else slopes.float(), state, choice))
+
+
+def decay_step_reference(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, state: Tensor) -> ScanOutput:
+    """`decay_step` in plain PyTorch."""
+    wide = state.dtype
+    if slopes is not None:
+        state = state * torch.exp(-slopes.to(wide))[:, None, None]
+    state = state + k.to(wide)[..., :, None] * v.to(wide)[..., None, :]
+    return ScanOutput((q.to(wide)[..., None, :] @ state).squeeze(-2).to(v.dtype), state)
+
+
+def decay_scan_recurrent(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    *,
+    initial_state: Tensor | None = None,
+    document_ids: Tensor | None = None,
+) -> ScanOutput:
+    """The recurrence token by token; arguments and result as `decay_scan`."""
+    state = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3], dtype=compute_dtype(v))
+    if initial_state is not None:
+        state = state + initial_state
+    outputs = []
+    for t in range(q.shape[1]):
+        if document_ids is not None and t > 0:
+            state = state.masked_fill((document_ids[:, t] != document_ids[:, t - 1])[:, None, None, None], 0.0)
+        output, state = decay_step_reference(q[:, t], k[:, t], v[:, t], slopes, state)
+        outputs.append(output)
+    return ScanOutput(torch.stack(outputs, dim=1), state)
+
+
+def decay_scan_parallel(
+    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, *, document_ids: Tensor | None = None
+) -> Tensor:
+    """O = (Q K^T * M) V with M_ts = exp(-s (t - s)) for s <= t of the same document; [B, T, H, V], no state."""
+    s = torch.zeros(q.shape[2], dtype=q.dtype, device=q.device) if slopes is None else slopes.to(q.dtype)
+    mask = _causal_decay(torch.arange(q.shape[1], device=q.device), s)
+    scores = torch.einsum("bthk,bshk->bhts", q, k) * mask
+    if document_ids is not None:
+        scores = scores * (document_ids[:, None, :, None] == document_ids[:, None, None, :])
+    return torch.einsum("bhts,bshv->bthv", scores, v)
+
+
+def decay_scan_flops(length: int, *, num_heads: int, key_dim: int, value_dim: int, chunk_size: int) -> int:
+    """Forward floating-point operations a token of the chunkwise form, multiply and add counted as two.
+
+    2 C (K + V) for q k^T and its product with v inside a chunk, 2 K V to form the state, 2 K V to read it, a head.
+    The fold of states between chunks, 2 K V N / C a token with N = T / C chunks, is an artefact of this
+    implementation and is not counted.
+    """
+    chunk = min(chunk_size, length)
+    return num_heads * (2 * chunk * (key_dim + value_dim) + 4 * key_dim * value_dim)
+
+
+def _causal_decay(positions: Tensor, s: Tensor) -> Tensor:
+    """[H, n, n] exp(-s_h (p_t - p_s)) where p_t >= p_s, else 0; `positions` [n] is non-decreasing."""
+    distance = positions[:, None] - positions[None, :]
+    decay = torch.exp(-s[:, None, None] * distance.clamp(min=0))
+    return decay.masked_fill(torch.ones_like(distance, dtype=torch.bool).triu(1), 0.0)
+
+
+def _unsupported_step(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> str:
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, state)):
+        return "inputs that require gradients"
+    return unsupported(q, k, v) or (f"a state of {state.dtype}" if state.dtype != torch.float32 else "")
+
+
+def _self_test(backend: Compiled, device: str) -> str:
+    """Two documents over several chunks, in the dtype that models run in."""
+    slopes = torch.tensor([0.0, 0.3], device=device)
+    documents = (torch.arange(200, device=device) >= 150).int()[None]
+    inputs = [sample(1, 200, 2, width, device=device, seed=i).bfloat16() for i, width in enumerate((128, 128, 64))]
+    inputs.append(sample(1, 2, 128, 64, device=device, seed=3))
+    return compare(
+        lambda q, k, v, first: kernels.scan(q, k, v, slopes, first, documents, backend)[:2],
+        lambda q, k, v, first: decay_scan_reference(q, k, v, slopes, initial_state=first, document_ids=documents),
+        inputs,
+    )
+
+
+def _self_test_step(backend: Compiled, device: str) -> str:
+    slopes = torch.tensor([0.0, 0.3], device=device)
+    inputs = [sample(2, 2, width, device=device, seed=i) for i, width in enumerate((40, 40, 24))]
+    inputs.append(sample(2, 2, 40, 24, device=device, seed=3))
+    expected = decay_step_reference(*(x.double() for x in (*inputs[:3], slopes, inputs[3])))
+    found, again = (kernels.step(*inputs[:3], slopes, inputs[3], backend) for _ in range(2))
+    for name, first, second, truth in zip(("output", "state"), found, again, expected, strict=True):
+        error = ((first.double() - truth).norm() / truth.norm()).item()
+        if not error <= BOUND:
+            return f"self-test: {name} is off by {error:.1e} (bound {BOUND:.0e})"
+        if not torch.equal(first, second):
+            return f"self-test: {name} differs between two equal calls"
+    return ""
+
+
+def _split_self_test(backend: Compiled, device: str) -> str:
+    """Three parts of a row, the second within one document, the third with the start of another."""
+    slopes = torch.tensor([0.0, 0.005], device=device)
+    documents = (torch.arange(300, device=device) >= 230).int()[None]
+    parts = documents.view(3, 100)
+    inputs = [sample(1, 300, 2, width, device=device, seed=i).bfloat16() for i, width in enumerate((128, 128, 64))]
+
+    def kernel(*inputs: Tensor) -> Tensor:
+        q, k, v = (x.unflatten(1, (3, 100))[0] for x in inputs)
+        return kernels.split_scan(q, k, v, slopes, parts, SingleProcessExchange().split(parts), backend)[0].flatten(
+            0, 1
+        )[None]
+
+    def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return decay_scan_reference(q, k, v, slopes, document_ids=documents).output
+
+    return compare(kernel, reference, inputs)
+
+
+backends.register("decay_scan", ("cuda", "triton"), _self_test)
+backends.register("split_decay_scan", ("cuda", "triton"), _split_self_test)
+backends.register("decay_step", ("triton",), _self_test_step)

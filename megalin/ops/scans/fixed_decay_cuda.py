@@ -1,0 +1,223 @@
+"""The fixed-decay scan's launches in CUDA C++ (csrc/cuda/decay_scan.cuh): how a sequence is cut, and what is kept."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalin.ops.dispatch.cuda_launch import call
+
+WIDE = 128
+"""Keys or values a head above which a thread block needs the shared memory of Hopper."""
+
+PROCESSORS = 132
+"""Thread blocks of the scan that fill the chip; of the states before it twice as many."""
+
+CHUNK = 64
+
+
+def unsupported(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """What the CUDA kernels do not take of inputs that some kernel takes; empty where they do."""
+    if v.dtype != torch.bfloat16:
+        return f"q, k, v of {v.dtype}"
+    widest = max(k.shape[-1], v.shape[-1])
+    if widest > WIDE and v.is_cuda and not _is_hopper():
+        return f"heads of {k.shape[-1]} keys and {v.shape[-1]} values, above {WIDE}, before compute capability 9.0"
+    return ""
+
+
+@torch.compiler.assume_constant_result
+def _is_hopper() -> bool:
+    return torch.cuda.get_device_capability() >= (9, 0)
+
+
+class Cut(NamedTuple):
+    """A sequence in blocks, each in parts that form their states side by side."""
+
+    slots: int
+    parts: int
+    block_tokens: int
+    blocks: int
+
+
+def _plan(rows: int, length: int, *, together: bool) -> Cut:
+    """`cut` of a scan of `rows` heads of sequences, or of two that run `together`."""
+    return cut(2 * rows if together else rows, length)
+
+
+def cut(rows: int, length: int) -> Cut:
+    """Of `rows` scans, a head of a sequence each, in one launch; slots and parts do not depend on the length."""
+    slots = max(1, PROCESSORS // rows)
+    parts = 1 if slots == 1 else min(4, max(1, 2 * PROCESSORS // (rows * (slots - 1))))
+    unit = CHUNK * parts
+    block_tokens = -(-length // (slots * unit)) * unit if slots > 1 else length
+    return Cut(slots, parts, block_tokens, -(-length // block_tokens))
+
+
+class CudaSequence(NamedTuple):
+    """What the launches of one op share."""
+
+    slopes: Tensor | None  # [H] fp32
+    documents: Tensor | None  # [B, T] int32
+    batch: int
+    length: int
+    heads: int
+
+    def shape(self, plan: Cut, key: int, value: int, *, reverse: bool) -> tuple[Tensor | int | None, ...]:
+        """ScanShape."""
+        states = 1 if plan.blocks == 1 else plan.slots, plan.blocks, plan.block_tokens
+        return self.slopes, self.documents, self.batch, self.length, self.heads, key, value, *states, reverse
+
+    def parts(self, plan: Cut, k: Tensor, v: Tensor, *, reverse: bool, last: bool = False) -> Tensor | None:
+        """What each part adds to the state [B, H, parts, K, V] fp32, but for those of the last block in the direction
+        unless `last`; None where that leaves none."""
+        if plan.blocks == 1 and not last:
+            return None
+        key, value = k.shape[3], v.shape[3]
+        added = k.new_empty(self.batch, self.heads, plan.blocks * plan.parts, key, value, dtype=torch.float32)
+        shape = self.shape(plan, key, value, reverse=reverse)
+        call("decay_scan_parts", k.device, shape, _operand(k), _operand(v), added, plan.parts, last)
+        return added
+
+    def states(self, plan: Cut, parts: Tensor | None, boundary: Tensor | None, *, reverse: bool) -> Tensor | None:
+        """States entering the blocks [B, H, slots, K, V] fp32; `boundary` [B, H, K, V] itself for one block."""
+        if plan.blocks == 1 or parts is None:
+            return boundary
+        key, value = parts.shape[3:]
+        states = parts.new_empty(self.batch, self.heads, plan.slots, key, value)
+        shape = self.shape(plan, key, value, reverse=reverse)
+        call("decay_scan_fold", parts.device, shape, parts, boundary, states, plan.parts, False)
+        return states
+
+    def total(self, plan: Cut, parts: Tensor, *, reverse: bool) -> Tensor:
+        """What all parts together add to the state [B, H, K, V] fp32."""
+        key, value = parts.shape[3:]
+        total = parts.new_empty(self.batch, self.heads, key, value)
+        shape = self.shape(plan, key, value, reverse=reverse)
+        call("decay_scan_fold", parts.device, shape, parts, None, total, plan.parts, True)
+        return total
+
+
+class CudaScan(NamedTuple):
+    """scan(q, k, v) -> o, like v and contiguous; states [B, H, (slots,) V, K] where `transposed`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    entering: Tensor | None
+    leaving: Tensor | None
+    transposed: bool = False
+
+
+def saved_shape(batch: int, length: int, heads: int, key: int, value: int) -> tuple[int, int, int, int, int]:
+    """[B, H, slots, K, V] of the states that forward keeps for backward: none for one block."""
+    plan = cut(batch * heads, length)
+    return batch, heads, plan.slots if plan.blocks > 1 else 0, key, value
+
+
+def parts_shape(
+    batch: int, length: int, heads: int, key: int, value: int, *, reverse: bool
+) -> tuple[int, int, int, int, int]:
+    """[B, H, parts, K, V] of the parts that `begin` forms."""
+    plan = _plan(batch * heads, length, together=reverse and key == value)
+    return batch, heads, plan.blocks * plan.parts, key, value
+
+
+def begin(
+    k: Tensor, v: Tensor, slopes: Tensor | None, documents: Tensor | None, *, reverse: bool
+) -> tuple[Tensor, Tensor]:
+    """What the tokens add to the state that enters them [B, H, K, V] fp32, and what each part does, for `forward`;
+    `reverse`, of q and do: to the gradient of the state that leaves them, for `backward`."""
+    sequence = _sequence(k, slopes, documents)
+    k, v = _aligned(k), _aligned(v)
+    (batch, length, heads, key), value = k.shape, v.shape[3]
+    plan = _plan(batch * heads, length, together=reverse and key == value)
+    parts = sequence.parts(plan, k, v, reverse=reverse, last=True)
+    assert parts is not None
+    return sequence.total(plan, parts, reverse=reverse), parts
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    initial: Tensor | None,
+    documents: Tensor | None,
+    parts: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k [B, T, H, K], v [B, T, H, V] bf16, slopes [H] and initial [B, H, K, V] fp32 and documents [B, T] contiguous,
+    `parts` as `begin` gives them -> o, the last state, and the states that enter blocks, of `saved_shape`."""
+    sequence = _sequence(k, slopes, documents)
+    q, k, v = _aligned(q), _aligned(k), _aligned(v)
+    (batch, length, heads, key), value = k.shape, v.shape[3]
+    plan = _plan(batch * heads, length, together=False)
+    parts = sequence.parts(plan, k, v, reverse=False) if parts is None else parts
+    states = sequence.states(plan, parts, initial, reverse=False)
+    leaving = k.new_empty(batch, heads, key, value, dtype=torch.float32)
+    o = v.new_empty(v.shape)
+    _launch(sequence, plan, [CudaScan(q, k, v, o, states, leaving)], reverse=False)
+    if states is None or plan.blocks == 1:
+        states = leaving.new_empty(saved_shape(batch, length, heads, key, value))
+    return o, leaving, states
+
+
+def backward(
+    do: Tensor,
+    d_leaving: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    initial: Tensor | None,
+    documents: Tensor | None,
+    states: Tensor,
+    parts: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """-> dq, dk, dv, and the gradient [B, H, K, V] fp32 of `initial`; `states` as forward gave them, `parts` as `begin`
+    gives them."""
+    sequence = _sequence(k, slopes, documents)
+    do, q, k, v = _aligned(do), _aligned(q), _aligned(k), _aligned(v)
+    (batch, length, heads, key), value = k.shape, v.shape[3]
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    plan = _plan(batch * heads, length, together=False)
+    entering = initial if plan.blocks == 1 else states
+    _launch(sequence, plan, [CudaScan(do, v, k, dq, entering, None, transposed=True)], reverse=False)
+
+    # dk and dv read the same three tensors: of equal widths, they do so together.
+    together = key == value
+    plan = _plan(batch * heads, length, together=together)
+    parts = sequence.parts(plan, q, do, reverse=True) if parts is None else parts
+    gradients = sequence.states(plan, parts, d_leaving, reverse=True)
+    d_initial = k.new_empty(batch, heads, key, value, dtype=torch.float32)
+    both = [CudaScan(v, do, q, dk, gradients, None, transposed=True), CudaScan(k, q, do, dv, gradients, d_initial)]
+    for scans in [both] if together else [both[:1], both[1:]]:
+        _launch(sequence, plan, scans, reverse=True)
+    return dq, dk, dv, d_initial
+
+
+def _sequence(k: Tensor, slopes: Tensor | None, documents: Tensor | None) -> CudaSequence:
+    documents = None if documents is None else documents.int()
+    return CudaSequence(slopes, documents, *k.shape[:3])
+
+
+def _launch(sequence: CudaSequence, plan: Cut, scans: list[CudaScan], *, reverse: bool) -> None:
+    key, value = scans[0].k.shape[3], scans[0].v.shape[3]
+    shape = sequence.shape(plan, key, value, reverse=reverse)
+    arguments = tuple((_operand(x.q), _operand(x.k), _operand(x.v), *x[3:]) for x in scans)
+    call("decay_scan", scans[0].k.device, shape, arguments)
+
+
+def _operand(x: Tensor) -> tuple[Tensor | int, ...]:
+    return x, *x.stride()[:3]
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """`x`, or a copy where the channels of a token do not lie side by side in pieces of 16 bytes; D % 8 = 0."""
+    steps = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
+    if x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(step > 0 and step % 8 == 0 for step in steps):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,246 @@
+"""The short convolution of Rodimus and Mamba: depthwise, causal, a few tokens wide, blind across documents."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megalin.errors import OperandError
+from megalin.ops.dispatch import backend as backends
+from megalin.ops.dispatch.backend import Backend, Compiled
+from megalin.ops.dispatch.dtypes import KERNEL_DTYPES, compute_dtype
+from megalin.ops.dispatch.operands import check_operands
+from megalin.ops.dispatch.self_test import compare, sample
+
+MAX_TAPS = 8
+"""Of the kernels, which keep two windows of that many tokens in registers."""
+
+
+MAX_STEP = 2**24
+"""Elements from a token to the next, in the kernels."""
+
+
+class ShortConvOutput(NamedTuple):
+    """Result of a short convolution."""
+
+    output: Tensor
+    """[B, T, D] in the dtype of the input."""
+    state: Tensor
+    """[B, W - 1, D], the last inputs of the last token's document, oldest first, zero before its start; at least
+    fp32."""
+
+
+def short_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    state: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    activation: Literal["none", "silu"] = "silu",
+    backend: Backend = "auto",
+) -> ShortConvOutput:
+    """y_t = act(bias + sum over j = 0 .. W-1 of weight_j * x_{t-W+1+j}), each channel by itself.
+
+    Args:
+        x: [B, T, D].
+        weight: [D, W], the newest input last.
+        bias: [D], or None for zero.
+        state: [B, W - 1, D], the inputs before the first, of its document; None for zeros.
+        document_ids: [B, T] integers; None when each row is one document. An input of another document counts as
+            zero.
+        activation: after the sum.
+        backend: which implementation runs; compiled ones take fp32, bf16 and fp16, and 2 to 8 taps.
+
+    Returns:
+        ShortConvOutput. Products and the sum are computed in at least fp32; the backward keeps x alone, and adds up
+        the gradients of weight and bias in fp32, always in the same order.
+
+    Raises:
+        KernelError: an explicit backend that cannot run.
+        OperandError: tensors whose shapes, kinds or devices do not fit together.
+
+    Source: Mamba; Rodimus section 3.
+    """
+    operands = {"x": (x, "BTD"), "weight": (weight, "DW"), "bias": (bias, "D"), "state": (state, "BPD")}
+    check_operands("short_conv", operands | {"document_ids": (document_ids, "BT int")})
+    if state is not None and state.shape[1] != weight.shape[1] - 1:
+        raise OperandError(
+            f"short_conv: state has shape {tuple(state.shape)}; it takes one input less a channel than the "
+            f"{weight.shape[1]} taps"
+        )
+    choice = backends.choose("short_conv", backend, x.device.type, _unsupported(x, weight, bias, state))
+    if choice == "reference":
+        return short_conv_reference(x, weight, bias, state=state, document_ids=document_ids, activation=activation)
+    documents = None if document_ids is None else document_ids.to(torch.int32).contiguous()
+    before = None if state is None else state.float().contiguous()
+    bias = None if bias is None else bias.contiguous()
+    return ShortConvOutput(*_forward(_rows(x), weight.contiguous(), bias, before, documents, activation == "silu"))
+
+
+def short_conv_reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    state: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    activation: Literal["none", "silu"] = "silu",
+) -> ShortConvOutput:
+    """`short_conv` in plain PyTorch; the truth of the kernels and the CPU backend."""
+    wide, length, past = compute_dtype(x), x.shape[1], weight.shape[1] - 1
+    before = x.new_zeros(x.shape[0], past, x.shape[2], dtype=wide) if state is None else state.to(wide)
+    inputs = torch.cat([before, x.to(wide)], dim=1)  # [B, W - 1 + T, D]
+    taps = [inputs[:, j : j + length] for j in range(past + 1)]
+    next_state = inputs[:, length:]
+    if document_ids is not None:
+        known = torch.cat([document_ids[:, :1].expand(-1, past), document_ids], dim=1)  # [B, W - 1 + T]
+        taps = [_hide(tap, known[:, j : j + length] != document_ids) for j, tap in enumerate(taps[:-1])] + taps[-1:]
+        next_state = _hide(next_state, known[:, length:] != document_ids[:, -1:])
+    wide_weight = weight.to(wide)
+    y = taps[0] * wide_weight[:, 0]
+    for j in range(1, past + 1):
+        y = y + taps[j] * wide_weight[:, j]
+    if bias is not None:
+        y = y + bias.to(wide)
+    if activation == "silu":
+        y = functional.silu(y)
+    return ShortConvOutput(y.to(x.dtype), next_state.clone())
+
+
+def short_conv_recurrent(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    state: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    activation: Literal["none", "silu"] = "silu",
+) -> ShortConvOutput:
+    """The same token by token, over a window of W inputs that a new document empties."""
+    wide, past = compute_dtype(x), weight.shape[1] - 1
+    window = x.new_zeros(x.shape[0], past, x.shape[2], dtype=wide) if state is None else state.to(wide)
+    outputs = []
+    for t in range(x.shape[1]):
+        if document_ids is not None and t > 0:
+            window = _hide(window, (document_ids[:, t] != document_ids[:, t - 1])[:, None])
+        window = torch.cat([window, x[:, t : t + 1].to(wide)], dim=1)  # [B, W, D]
+        y = (window * weight.to(wide).T).sum(1)
+        y = y if bias is None else y + bias.to(wide)
+        outputs.append(functional.silu(y) if activation == "silu" else y)
+        window = window[:, 1:]
+    return ShortConvOutput(torch.stack(outputs, dim=1).to(x.dtype), window)
+
+
+def _hide(x: Tensor, hidden: Tensor) -> Tensor:
+    """x [B, W, D] with zeros where hidden [B, W or 1] is true."""
+    return x.masked_fill(hidden[..., None], 0.0)
+
+
+def _unsupported(x: Tensor, weight: Tensor, *others: Tensor | None) -> str:
+    for tensor in (x, weight, *others):
+        if tensor is not None and tensor.dtype not in KERNEL_DTYPES:
+            return f"dtype {tensor.dtype}"
+    if not 2 <= weight.shape[1] <= MAX_TAPS:
+        return f"{weight.shape[1]} taps, outside 2 to {MAX_TAPS}"
+    return "an empty tensor" if x.numel() == 0 else ""
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x with its last dimension contiguous, and tokens so near that those of a tile lie within 32 bits."""
+    return x if x.stride(-1) == 1 and x.stride(1) <= MAX_STEP else x.contiguous()
+
+
+@torch.library.custom_op("megalin::short_conv", mutates_args=())
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, document_ids: Tensor | None, silu: bool
+) -> tuple[Tensor, Tensor]:
+    from megalin._triton.scans import short_conv as kernels
+
+    return kernels.forward(x, weight, bias, state, document_ids, silu=silu)
+
+
+@_forward.register_fake
+def _(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, document_ids: Tensor | None, silu: bool
+) -> tuple[Tensor, Tensor]:
+    batch, _, width = x.shape
+    return x.new_empty(x.shape), x.new_empty(batch, weight.shape[1] - 1, width, dtype=torch.float32)
+
+
+@torch.library.custom_op("megalin::short_conv_backward", mutates_args=())
+def _backward(
+    dy: Tensor,
+    dstate: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor | None,
+    document_ids: Tensor | None,
+    silu: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of x, the weight, a bias and the entering state; empty where there is no state."""
+    from megalin._triton.scans import short_conv_gradient as kernels
+
+    dstate = None if dstate is None else dstate.contiguous()
+    return kernels.backward(_rows(dy), dstate, x, weight, bias, state, document_ids, silu=silu)
+
+
+@_backward.register_fake
+def _(
+    dy: Tensor,
+    dstate: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor | None,
+    document_ids: Tensor | None,
+    silu: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dinitial = x.new_empty(0, dtype=torch.float32) if state is None else torch.empty_like(state)
+    return x.new_empty(x.shape), torch.empty_like(weight), weight.new_empty(x.shape[2]), dinitial
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.silu = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dy: Tensor | None, dstate: Tensor | None) -> tuple[Tensor | None, ...]:
+    x, weight, bias, state, document_ids = ctx.saved_tensors
+    dy = x.new_zeros(x.shape) if dy is None else dy
+    dx, dweight, dbias, dinitial = _backward(dy, dstate, x, weight, bias, state, document_ids, ctx.silu)
+    return dx, dweight, None if bias is None else dbias.to(bias.dtype), None if state is None else dinitial, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _self_test(backend: Compiled, device: str) -> str:
+    """Two tiles of tokens with documents' starts in and before each, an entering state, and none of either."""
+    x, state = sample(2, 140, 20, device=device), sample(2, 3, 20, device=device, seed=1)
+    weight, bias = sample(20, 4, device=device, seed=2), sample(20, device=device, seed=3)
+    starts = torch.zeros(2, 140, dtype=torch.int32, device=device)
+    starts[0, 2], starts[0, 128], starts[1, 129], starts[1, 130] = 1, 1, 1, 1
+    for documents in (None, starts.cumsum(1, dtype=torch.int32)):
+
+        def kernel(
+            x: Tensor, weight: Tensor, bias: Tensor, state: Tensor, documents: Tensor | None = documents
+        ) -> tuple[Tensor, Tensor]:
+            return _forward(x, weight, bias, state, documents, True)
+
+        def reference(
+            x: Tensor, weight: Tensor, bias: Tensor, state: Tensor, documents: Tensor | None = documents
+        ) -> ShortConvOutput:
+            return short_conv_reference(x, weight, bias, state=state, document_ids=documents)
+
+        if wrong := compare(kernel, reference, [x, weight, bias, state], bound=1e-5):
+            return f"{'one document' if documents is None else 'documents'}: {wrong}"
+    return ""
+
+
+backends.register("short_conv", ("triton",), _self_test)

@@ -1,0 +1,186 @@
+"""The state that a run of tokens leaves behind when it starts from zero: what the fold over a split sequence adds up.
+
+Each function is the state of its scan without the outputs: one product of keys and values, every one decayed to the
+end of the run, of the last token's document alone. Exponents are sums of log decays over the tokens between, <= 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalin.ops.dispatch import backend as backends
+from megalin.ops.dispatch.backend import Backend, Compiled
+from megalin.ops.dispatch.dtypes import compute_dtype
+from megalin.ops.dispatch.operands import check_operands
+from megalin.ops.dispatch.self_test import compare, sample
+from megalin.ops.scans.chunks import sum_after, visible_decay
+from megalin.ops.scans.limits import WIDTH_UNIT, unsupported
+
+
+def decay_state(
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    *,
+    document_ids: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """sum_t exp(-s (T - 1 - t)) k_t v_t^T, the state of `decay_scan`.
+
+    Args:
+        k: [B, T, H, K].
+        v: [B, T, H, V].
+        slopes: [H], s >= 0, at least fp32 (a buffer: it gets no gradient); None for no decay.
+        document_ids: [B, T] integers; None when each row is one document.
+        backend: which implementation runs; the compiled one takes k and v of bf16, with K and V up to 256 in pieces of
+            8.
+
+    Returns:
+        [B, H, K, V] in at least fp32.
+
+    Raises:
+        KernelError: an explicit backend that cannot run.
+        OperandError: tensors whose shapes, kinds or devices do not fit together.
+    """
+    operands = {"k": (k, "BTHK"), "v": (v, "BTHV"), "slopes": (slopes, "H"), "document_ids": (document_ids, "BT int")}
+    check_operands("decay_state", operands)
+    if backends.choose("decay_state", backend, v.device.type, _unsupported(k, v)) == "reference":
+        return decay_state_reference(k, v, slopes, document_ids=document_ids)
+    return _state(k, v, None if slopes is None else slopes.float(), document_ids)
+
+
+def decay_state_reference(k: Tensor, v: Tensor, slopes: Tensor | None, *, document_ids: Tensor | None = None) -> Tensor:
+    """`decay_state` in plain PyTorch."""
+    wide = compute_dtype(v)
+    weight = _weights(k, slopes, document_ids, wide)
+    return torch.einsum("bthk,bthv->bhkv", k.to(wide) * weight[..., None], v.to(wide))
+
+
+def _weights(k: Tensor, slopes: Tensor | None, document_ids: Tensor | None, wide: torch.dtype) -> Tensor:
+    """exp(-s (T - 1 - t)) of the tokens of the last one's document, else 0: [1 or B, T, 1 or H]."""
+    weight = _kept(document_ids, k)[..., None].to(wide)
+    if slopes is None:
+        return weight
+    to_end = torch.arange(k.shape[1] - 1, -1, -1, device=k.device)
+    return weight * torch.exp(-to_end[:, None] * slopes.to(wide))
+
+
+def _unsupported(k: Tensor, v: Tensor) -> str:
+    """What of these the kernel does not take; empty where it does."""
+    if k.dtype != v.dtype or v.dtype != torch.bfloat16:
+        return f"k, v of {k.dtype}, {v.dtype}"
+    if k.shape[-1] % WIDTH_UNIT or v.shape[-1] % WIDTH_UNIT:
+        return f"heads of {k.shape[-1]} keys and {v.shape[-1]} values, no multiples of {WIDTH_UNIT}"
+    return unsupported(k, k, v)
+
+
+@torch.library.custom_op("megalin::decay_state", mutates_args=())
+def _state(k: Tensor, v: Tensor, slopes: Tensor | None, documents: Tensor | None) -> Tensor:
+    from megalin._triton.scans import fixed_decay_state as kernels
+
+    return kernels.state(k, v, slopes, None if documents is None else documents.contiguous())
+
+
+@_state.register_fake
+def _(k: Tensor, v: Tensor, slopes: Tensor | None, documents: Tensor | None) -> Tensor:
+    return k.new_empty(k.shape[0], *k.shape[2:], v.shape[3], dtype=torch.float32)
+
+
+@torch.library.custom_op("megalin::decay_state_backward", mutates_args=())
+def _backward(
+    d_state: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, documents: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    from megalin._triton.scans import fixed_decay_state as kernels
+
+    documents = None if documents is None else documents.contiguous()
+    return kernels.gradient(d_state.contiguous(), k, v, slopes, documents)
+
+
+@_backward.register_fake
+def _(d_state: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, documents: Tensor | None) -> tuple[Tensor, Tensor]:
+    return k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx: Any, d_state: Tensor) -> tuple[Tensor | None, ...]:
+    return *_backward(d_state, *ctx.saved_tensors), None, None
+
+
+_state.register_autograd(_differentiate, setup_context=_save)
+
+
+def _self_test(backend: Compiled, device: str) -> str:
+    """Two documents over several parts, in the dtype that models run in, with more values than one tile holds."""
+    slopes = torch.tensor([0.0, 0.3], device=device)
+    documents = (torch.arange(2500, device=device) >= 150).int()[None]
+    inputs = [sample(1, 2500, 2, width, device=device, seed=i).bfloat16() for i, width in enumerate((128, 192))]
+    return compare(
+        lambda k, v: [_state(k, v, slopes, documents)],
+        lambda k, v: [decay_state_reference(k, v, slopes, document_ids=documents)],
+        inputs,
+    )
+
+
+backends.register("decay_state", ("triton",), _self_test)
+
+
+def selected_state(k: Tensor, v: Tensor, log_decay: Tensor, *, document_ids: Tensor | None = None) -> Tensor:
+    """sum_t (exp(sum of g_j over j > t) k_t) v_t^T, the state of `vector_decay_scan` and `scalar_decay_scan`.
+
+    Args:
+        k: [B, T, H, K], or [B, T, 1, K] for all heads of v, with a decay a head.
+        v: [B, T, H, V].
+        log_decay: g [B, T, H, K], or [B, T, H, 1] for a decay a head; <= 0, at least fp32.
+        document_ids: [B, T] integers; None when each row is one document.
+
+    Returns:
+        [B, H, K, V] in at least fp32.
+
+    Raises:
+        OperandError: tensors whose shapes, kinds or devices do not fit together.
+    """
+    operands = {"v": (v, "BTHV"), "k": (k, "BThK"), "log_decay": (log_decay, "BTHk")}
+    check_operands("selected_state", operands | {"document_ids": (document_ids, "BT int")})
+    wide = compute_dtype(v)
+    exponent = sum_after(log_decay.to(wide).transpose(1, 2))  # [B, H, T, K or 1]
+    to_end = visible_decay(exponent, _kept(document_ids, k)[:, None]).transpose(1, 2)
+    k, v = k.to(wide), v.to(wide)
+    # A decay a head goes to the values: one head of keys may serve them all.
+    k, v = (k, v * to_end) if log_decay.shape[-1] == 1 else (k * to_end, v)
+    return torch.einsum("bthk,bthv->bhkv", k, v)
+
+
+def tpe_state(x: Tensor, coefficients: Tensor, log_decay: Tensor, *, document_ids: Tensor | None = None) -> Tensor:
+    """B[c, e] sum_t lambda_e^(T - 1 - t) x_t[c], the state of `tpe`.
+
+    Args:
+        x: [B, T, D].
+        coefficients: B [D, E].
+        log_decay: log lambda [E], <= 0, at least fp32.
+        document_ids: [B, T] integers; None when each row is one document.
+
+    Returns:
+        [B, D, E] in at least fp32.
+
+    Raises:
+        OperandError: tensors whose shapes, kinds or devices do not fit together.
+    """
+    operands = {"x": (x, "BTD"), "coefficients": (coefficients, "DE"), "log_decay": (log_decay, "E")}
+    check_operands("tpe_state", operands | {"document_ids": (document_ids, "BT int")})
+    wide = compute_dtype(x)
+    to_end = torch.arange(x.shape[1] - 1, -1, -1, device=x.device)
+    powers = torch.exp(to_end[:, None] * log_decay.to(wide)) * _kept(document_ids, x)[..., None]  # [1 or B, T, E]
+    return coefficients.to(wide) * (x.to(wide).mT @ powers)
+
+
+def _kept(document_ids: Tensor | None, x: Tensor) -> Tensor:
+    """[1 or B, T] bool, whether a token is of the last one's document."""
+    if document_ids is None:
+        return torch.ones(1, x.shape[1], dtype=torch.bool, device=x.device)
+    return document_ids == document_ids[:, -1:]

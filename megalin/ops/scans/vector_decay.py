@@ -1,0 +1,301 @@
+"""The linear recurrence with a data-dependent decay per token and key channel: recurrent, parallel and chunkwise forms.
+
+    S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T,    o_t = scale S_t^T q_t,    g_t <= 0
+
+`vector_decay_scan` is the chunkwise form, the one that models call. `vector_decay_scan_recurrent` and
+`vector_decay_scan_parallel` compute the same function token by token and pair by pair; they are its truth.
+
+No form divides by a cumulative decay, nor subtracts one from another: the decay between two tokens is exp of the sum of
+g over the tokens between, <= 0 by itself. A difference of cumulative sums would lose a weak decay beside strong ones,
+and its gradient would be the rounding left over by terms that cancel.
+Documents: as in decay_scan.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megalin.ops.dispatch import backend as backends
+from megalin.ops.dispatch.backend import Backend, Compiled
+from megalin.ops.dispatch.dtypes import KERNEL_DTYPES, compute_dtype
+from megalin.ops.dispatch.operands import check_operands, check_scan
+from megalin.ops.dispatch.self_test import compare, sample
+from megalin.ops.scans import vector_decay_kernels as kernels
+from megalin.ops.scans.chunks import chunk_documents, fold_states, split_chunks, sum_after, visible_decay
+from megalin.ops.scans.context_parallel import SequenceShard, SingleProcessExchange
+from megalin.ops.scans.fixed_decay import ScanOutput
+from megalin.ops.scans.states import selected_state
+
+SUB_BLOCK = 16
+"""Tokens of the sub-blocks of a chunk: pairs in different ones meet at a pivot, pairs in one element by element."""
+MAX_KEY_DIM = 256
+
+
+def vector_decay_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    *,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    split: SequenceShard | None = None,
+    document_ids: Tensor | None = None,
+    chunk_size: int = 64,
+    backend: Backend = "auto",
+) -> ScanOutput:
+    """The recurrence above in chunks of C tokens.
+
+    Args:
+        q, k: [B, T, H, K].
+        v: [B, T, H, V].
+        log_decay: g [B, T, H, K], <= 0, at least fp32; -20 a token and below is safe.
+        scale: factor on the output.
+        initial_state: [B, H, K, V]; None for zeros.
+        split: that T are this rank's tokens of longer rows: what the ranks before leave behind is the initial state,
+            and no gradient goes through the state of the result; None where they are all.
+        document_ids: [B, T] integers; None when each row is one document.
+        chunk_size: C of the reference, rounded up to a multiple of 16 (kernels: 64); the result does not depend on it
+            beyond rounding.
+        backend: which implementation runs; compiled ones take fp32, bf16 and fp16 of K up to 256.
+
+    Returns:
+        ScanOutput. Decays, states and their fold are computed in fp32 (fp64 for fp64 inputs). The reference forms
+        scores in fp32 too, and multiplies them with v in the dtype of v; kernels form all products in the dtype of v,
+        with fp32 sums.
+
+    Raises:
+        KernelError: an explicit backend that cannot run.
+        OperandError: tensors whose shapes, kinds or devices do not fit together.
+    """
+    g = ("log_decay", log_decay, "BTHK")
+    check_scan("vector_decay_scan", (q, "BTHK"), (k, "BTHK"), v, g, initial_state, document_ids)
+    assert split is None or initial_state is None, "a first state beside those of the ranks before"
+    op, limit = "vector_decay_scan", _unsupported(q, k, v, log_decay)
+    choice = backends.choose(op if split is None else f"split_{op}", backend, v.device.type, limit)
+    if split is not None and choice == "reference":
+        added = selected_state(k, v, log_decay, document_ids=document_ids)
+        initial_state, split = split.fold(added, log_decay.sum(1)), None
+        choice = backends.choose(op, backend, v.device.type, limit)
+    if choice == "reference":
+        options = {"initial_state": initial_state, "document_ids": document_ids}
+        return vector_decay_scan_reference(q, k, v, log_decay, scale=scale, chunk_size=chunk_size, **options)
+    wide = v.float() if v.dtype == torch.float16 else v  # fp16 has no range for states and for sums of decays
+    documents = None if document_ids is None else document_ids.to(torch.int32).contiguous()
+    first = None if initial_state is None else initial_state.float().contiguous()
+    tensors = kernels.rows(q), kernels.rows(k), kernels.rows(wide), kernels.rows(log_decay.float())
+    keep = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, first) if x is not None)
+    if split is not None:
+        result = kernels.split_scan(*tensors, documents, split, scale, keep)
+    else:
+        result = kernels.scan(*tensors, first, documents, scale, keep, choice)[:2]
+    return ScanOutput(result[0].to(v.dtype), result[1])
+
+
+def vector_decay_scan_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    *,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    chunk_size: int = 64,
+) -> ScanOutput:
+    """`vector_decay_scan` in plain PyTorch; the CPU's implementation."""
+    length = q.shape[1]
+    chunk = -(-min(chunk_size, length) // SUB_BLOCK) * SUB_BLOCK
+    wide = compute_dtype(v)
+    q, k, v, g = (split_chunks(x, chunk) for x in (q.to(wide), k.to(wide), v, log_decay.to(wide)))
+    documents = chunk_documents(document_ids, length, chunk, v.device)[:, None]  # [1 or B, 1, N, C]
+    scores = _scores(q, k, g, documents)  # [B, H, N, C, C]
+
+    # Document of the state that enters chunk n (the last row's document of the chunk before), and of the last to leave.
+    leaving = torch.cat([documents[..., :1, 0], documents[..., -1]], dim=-1)  # [1 or B, 1, N + 1]
+    from_start = visible_decay(g.cumsum(-2), documents == leaving[..., :-1, None])  # [B, H, N, C, K]
+    to_end = visible_decay(sum_after(g), documents == leaving[..., 1:, None])
+    update = (k * to_end).mT @ v.to(wide)  # [B, H, N, K, V]
+    through = visible_decay(g.sum(-2), leaving[..., 1:] == leaving[..., :-1])  # [B, H, N, K]
+    states = fold_states(through, update, initial_state)  # [B, H, N + 1, K, V]
+
+    output = (scores * scale).to(v.dtype) @ v + ((q * from_start) @ states[:, :, :-1] * scale).to(v.dtype)
+    return ScanOutput(output.flatten(2, 3)[:, :, :length].transpose(1, 2), states[:, :, -1].clone())
+
+
+def vector_decay_step(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, *, scale: float = 1.0, backend: Backend = "auto"
+) -> ScanOutput:
+    """One token of the recurrence, the decoding step.
+
+    Args:
+        q, k: [B, H or 1, K]; v: [B, H, V]; log_decay: [B, H, K or 1]; state: [B, H, K, V] in at least fp32.
+        scale: factor on the output.
+        backend: which implementation runs; compiled ones take no tensors that need gradients.
+
+    Returns:
+        ScanOutput with output [B, H, V] in the dtype of v and the next state.
+
+    Raises:
+        KernelError: an explicit backend that cannot run.
+        OperandError: tensors whose shapes, kinds or devices do not fit together.
+    """
+    operands = {"v": (v, "BHV"), "q": (q, "BhK"), "k": (k, "BhK"), "log_decay": (log_decay, "BHk")}
+    check_operands("vector_decay_step", operands | {"state": (state, "BHKV")})
+    tensors = (q, k, v, log_decay, state)
+    unsupported = _unsupported(*tensors)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        unsupported = "tensors that need gradients"
+    if backends.choose("vector_decay_step", backend, v.device.type, unsupported) == "reference":
+        return vector_decay_step_reference(q, k, v, log_decay, state, scale=scale)
+    q, k, log_decay = (x.expand(*state.shape[:3]) for x in (q, k, log_decay))
+    return ScanOutput(*kernels.step(q, k, v, log_decay, state.float().contiguous(), scale))
+
+
+def vector_decay_step_reference(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, *, scale: float = 1.0
+) -> ScanOutput:
+    """`vector_decay_step` in plain PyTorch."""
+    wide = state.dtype
+    state = state * torch.exp(log_decay.to(wide))[..., None] + k.to(wide)[..., None] * v.to(wide)[..., None, :]
+    output = (q.to(wide)[..., None, :] @ state).squeeze(-2) * scale
+    return ScanOutput(output.to(v.dtype), state)
+
+
+def vector_decay_scan_recurrent(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    *,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    document_ids: Tensor | None = None,
+) -> ScanOutput:
+    """The recurrence token by token; arguments and result as `vector_decay_scan`."""
+    state = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3], dtype=compute_dtype(v))
+    if initial_state is not None:
+        state = state + initial_state
+    outputs = []
+    for t in range(q.shape[1]):
+        if document_ids is not None and t > 0:
+            state = state.masked_fill((document_ids[:, t] != document_ids[:, t - 1])[:, None, None, None], 0.0)
+        output, state = vector_decay_step_reference(q[:, t], k[:, t], v[:, t], log_decay[:, t], state, scale=scale)
+        outputs.append(output)
+    return ScanOutput(torch.stack(outputs, dim=1), state)
+
+
+def vector_decay_scan_parallel(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, *, scale: float = 1.0, document_ids: Tensor | None = None
+) -> Tensor:
+    """O = A V, A_ts = scale sum_i q_ti k_si exp(sum of g_ji over s < j <= t) for s <= t of one document; [B, T, H, V].
+
+    Every exponent is summed by itself, so memory grows with B H K T^3: for short sequences.
+    """
+    length = q.shape[1]
+    t = torch.arange(length, device=q.device)
+    between = (t > t[:, None]) & (t <= t[:, None, None])  # [t, s, j]
+    exponent = torch.einsum("tsj,bjhk->bhtsk", between.to(log_decay.dtype), log_decay)
+    scores = torch.einsum("bthk,bshk,bhtsk->bhts", q, k, torch.exp(exponent)).tril()
+    if document_ids is not None:
+        scores = scores * (document_ids[:, None, :, None] == document_ids[:, None, None, :])
+    return torch.einsum("bhts,bshv->bthv", scores * scale, v)
+
+
+def vector_decay_scan_flops(length: int, *, num_heads: int, key_dim: int, value_dim: int, chunk_size: int) -> int:
+    """Forward floating-point operations a token: as a scalar decay's (`decay_scan_flops`), a vector decay moves the
+    same products. The exponentials, the cumulative sums and the fold between chunks are not counted."""
+    chunk = min(chunk_size, length)
+    return num_heads * (2 * chunk * (key_dim + value_dim) + 4 * key_dim * value_dim)
+
+
+def _scores(q: Tensor, k: Tensor, g: Tensor, documents: Tensor) -> Tensor:
+    """A_ts = sum_i q_ti k_si exp(sum of g_ji over s < j <= t) for s <= t of one document, else 0; [B, H, N, C, C]."""
+    blocks = [x.unflatten(-2, (-1, SUB_BLOCK)) for x in (q, k, g)]
+    diagonal = _diagonal_scores(blocks[0], blocks[1], blocks[2], documents)
+    rows = []
+    for index in range(q.shape[-2] // SUB_BLOCK):
+        start, end = index * SUB_BLOCK, (index + 1) * SUB_BLOCK
+        parts = [diagonal[..., index, :, :]]
+        if index:
+            # The pivot is the row before this block. Rows and keys of another document than the pivot's have no pair.
+            document = documents[..., start - 1 : start]
+            from_pivot = visible_decay(g[..., start:end, :].cumsum(-2), documents[..., start:end] == document)
+            to_pivot = visible_decay(sum_after(g[..., :start, :]), documents[..., :start] == document)
+            parts.insert(0, (q[..., start:end, :] * from_pivot) @ (k[..., :start, :] * to_pivot).mT)
+        if end < q.shape[-2]:
+            parts.append(q.new_zeros(*q.shape[:-2], SUB_BLOCK, q.shape[-2] - end))
+        rows.append(torch.cat(parts, dim=-1))
+    return torch.cat(rows, dim=-2)
+
+
+def _diagonal_scores(q: Tensor, k: Tensor, g: Tensor, documents: Tensor) -> Tensor:
+    """The scores inside each sub-block, pair by pair: q, k, g [B, H, N, C/16, 16, K] -> [B, H, N, C/16, 16, 16]."""
+    blocks = documents.unflatten(-1, (-1, SUB_BLOCK))
+    visible = (blocks[..., :, None] == blocks[..., None, :]).tril()
+    after = torch.ones(SUB_BLOCK, SUB_BLOCK, dtype=torch.bool, device=g.device).tril(-1)[..., None]  # [t, s, 1]
+    between = g[..., :, None, :].where(after, 0.0).cumsum(-3)  # [B, H, N, C/16, 16, 16, K]
+    return (q[..., :, None, :] * k[..., None, :, :] * visible_decay(between, visible)).sum(-1)
+
+
+def _unsupported(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> str:
+    for x in (q, k, v, *others):
+        if x.dtype not in KERNEL_DTYPES:
+            return f"dtype {x.dtype}"
+    if q.shape[-1] > MAX_KEY_DIM:
+        return f"keys of width {q.shape[-1]}, above {MAX_KEY_DIM}"
+    return "an empty tensor" if v.numel() == 0 or q.numel() == 0 else ""
+
+
+def _self_test(backend: Compiled, device: str) -> str:
+    """Three chunks: one of mild decays, one with the start of a document, and one of steep decays."""
+    shape = (1, 150, 2, 20)
+    q, k, v, g = (sample(*shape, device=device, seed=seed) for seed in range(4))
+    first = sample(1, 2, 20, 20, device=device, seed=4)
+    documents = (torch.arange(150, device=device) >= 100).to(torch.int32)[None].contiguous()
+    steepness = torch.where(torch.arange(150, device=device) < 128, 0.1, 20.0)[:, None, None]
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, g: Tensor, first: Tensor) -> ScanOutput:
+        decay = -g.exp() * steepness
+        return ScanOutput(*kernels.scan(q, k, v.bfloat16(), decay, first, documents, 0.5, True, backend)[:2])
+
+    def reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, first: Tensor) -> ScanOutput:
+        return vector_decay_scan_reference(
+            q, k, v, -g.exp() * steepness, scale=0.5, initial_state=first, document_ids=documents, chunk_size=16
+        )
+
+    return compare(kernel, reference, [q, k, v, g, first])
+
+
+def _split_self_test(backend: Compiled, device: str) -> str:
+    """Three parts of a row, the second within one document, the third with the start of another."""
+    q, k, v, g = (sample(1, 300, 2, 20, device=device, seed=seed) for seed in range(4))
+    documents = (torch.arange(300, device=device) >= 230).to(torch.int32)[None]
+    parts = documents.view(3, 100)
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+        q, k, v, g = (x.view(3, 100, 2, 20) for x in (q, k, v.bfloat16(), -0.05 * g.exp()))
+        output, _ = kernels.split_scan(q, k, v, g, parts, SingleProcessExchange().split(parts), 0.5, True)
+        return output.flatten(0, 1)[None]
+
+    def reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+        decay = -0.05 * g.exp()
+        return vector_decay_scan_reference(q, k, v, decay, scale=0.5, document_ids=documents, chunk_size=16).output
+
+    return compare(kernel, reference, [q, k, v, g])
+
+
+backends.register("vector_decay_scan", ("triton",), _self_test)
+backends.register("split_vector_decay_scan", ("triton",), _split_self_test)
+
+
+def _step_self_test(backend: Compiled, device: str) -> str:
+    q, k, v, g = (sample(2, 3, 20, device=device, seed=seed) for seed in range(4))
+    inputs = (q, k, v, -g.exp(), sample(2, 3, 20, 20, device=device, seed=4))
+    truth, found = vector_decay_step_reference(*(x.double() for x in inputs), scale=0.5), kernels.step(*inputs, 0.5)
+    error = max(((x - y).norm() / y.norm()).item() for x, y in zip(found, truth, strict=True))
+    return "" if error <= 1e-5 else f"self-test: off by {error:.1e} (bound 1e-05)"
+
+
+backends.register("vector_decay_step", ("triton",), _step_self_test)

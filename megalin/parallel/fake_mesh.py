@@ -1,0 +1,66 @@
+"""A rank's view of a mesh that nothing runs on: for planning, with tensors that have shapes and no values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+# Registers the backend "fake", whose collectives send nothing; torch keeps it among its tests.
+from torch.testing._internal.distributed import fake_pg  # noqa: F401
+
+from megalin.parallel.async_tensor_parallel import AsyncTPBuffers
+from megalin.parallel.collectives import EXCHANGE_TIMEOUT
+from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.symmetric_memory import OpenMemory
+from megalin.parallel.tensor_parallel import TensorParallel
+
+
+class LocalTensorParallel(TensorParallel):
+    """The axis with this rank's part of each parameter as a plain parameter of that size."""
+
+    def parameter(self, *shape: int, shard_dim: int | None) -> nn.Parameter:
+        """An fp32 meta parameter: this rank's part of global `shape`."""
+        local_shape = [size // self.size if dim == shard_dim else size for dim, size in enumerate(shape)]
+        return nn.Parameter(torch.empty(local_shape, dtype=torch.float32, device="meta"))
+
+
+def _no_memory(numel: int, dtype: torch.dtype) -> OpenMemory:
+    raise AssertionError(f"{numel} elements of {dtype} on a mesh that sends nothing")
+
+
+@contextmanager
+def fake_mesh(
+    config: ParallelConfig,
+    world_size: int,
+    *,
+    tensor_parallel: type[TensorParallel] = LocalTensorParallel,
+    async_tp: bool = False,
+) -> Iterator[Mesh]:
+    """The mesh as rank 0 of `world_size` ranks sees it. No process group may be initialised; that of the mesh ends with
+    the body.
+
+    Args:
+        async_tp: whether products run beside copies of the stream, as on GPUs of one host; of `config.tp_overlap`
+            nothing is read.
+
+    Raises:
+        ConfigError: axes that do not fit the number of ranks.
+    """
+    assert not dist.is_initialized(), "a plan is made before the ranks meet"
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)  # type: ignore[attr-defined]
+    try:
+        # A mesh on CPUs refuses copies, which have no engines there.
+        by_collectives = config.model_copy(update={"tp_overlap": "none"})
+        mesh = Mesh(by_collectives, torch.device("cpu"), tensor_parallel=tensor_parallel)
+        if async_tp:
+            axis = mesh.tp.axis
+            mesh.tp.buffers = AsyncTPBuffers(
+                axis.group_name, axis.rank, axis.size, _no_memory, timeout=EXCHANGE_TIMEOUT
+            )
+        yield mesh
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,140 @@
+"""The most memory that a rank holds during a step, and what it is made of at that moment."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megalin.parallel.p2p_copies import SLOTS
+from megalin.planner.block_traces import Trace
+from megalin.planner.parameters import Elements, StageParameters
+from megalin.planner.workload import ParallelLayout
+
+_FP32 = 4
+
+
+class Memory(NamedTuple):
+    """Bytes of a rank at the moment when it holds most."""
+
+    weights: int
+    """fp32 shards, and buffers."""
+    gradients: int
+    """fp32, as shards or, between the micro-batches of ZeRO 0 and 1, whole; and those of the tables on their way."""
+    optimizer: int
+    """Both moments, fp32 shards."""
+    gathered: int
+    """Whole weights in the dtype that computes."""
+    activations: int
+    """What forwards keep for their backwards, recurrent states included."""
+    working: int
+    """What one block's backward, or the loss, holds beside that, and what travels between ranks."""
+    symmetric_memory_bytes: int
+    """What other ranks' copy engines write into, beside the caching allocator's (docs/adr/0014 and 0015)."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self)
+
+
+def stage_memory(
+    parameters: StageParameters, trace: Trace, kinds: list[int], layout: ParallelLayout, *, rank: int, itemsize: int
+) -> Memory:
+    """The peak of a rank that holds the stage.
+
+    Args:
+        kinds: for each block of the stage, its entry in the trace.
+        rank: on the pipeline axis.
+        itemsize: bytes of the compute dtype.
+    """
+    saved, backward = _block_costs(trace, kinds, layout)
+    moments = _Moments(parameters, trace, layout, saved, itemsize)
+    before = (layout.in_flight(rank) - 1) * sum(saved) // layout.parallel.pp_stages_per_rank
+    before += layout.in_flight(rank) * trace.entry.saved_bytes if rank == 0 else 0
+    last = len(saved) - 1
+    # Between neighbours of a kind the memory changes evenly: it is most at the ends of their runs.
+    turns = [b for b in range(last + 1) if b in (0, last) or len({*kinds[b - 1 : b + 2]}) > 1]
+    peaks = [moments.at(b, before + sum(saved[: b + 1]), backward[b] - saved[b]) for b in turns]
+    if parameters.table:
+        loss = max(trace.loss.forward_bytes, trace.loss.backward_bytes)
+        kept = before + sum(saved) + trace.exit.saved_bytes
+        peaks.append(moments.at(last, kept, loss, after_loss=False))
+    peaks.append(moments.update())
+    return max(peaks, key=lambda memory: memory.total)
+
+
+def _block_costs(trace: Trace, kinds: list[int], layout: ParallelLayout) -> tuple[list[int], list[int]]:
+    """Of each block: what it keeps, and the most that its backward holds, that included."""
+    costs = [trace.blocks[kind] for kind in kinds]
+    if not layout.recompute:
+        return [cost.saved_bytes for cost in costs], [cost.backward_bytes for cost in costs]
+    return [trace.hidden_bytes] * len(costs), [trace.hidden_bytes + cost.backward_bytes for cost in costs]
+
+
+def _symmetric_memory_bytes(trace: Trace, layout: ParallelLayout) -> int:
+    """Of products beside copies, a stream of all tokens and the partial sums of one; of each stage, the slots of two
+    lines, for activations and for gradients."""
+    slots = 2 * SLOTS * layout.parallel.pp_stages_per_rank * trace.hidden_bytes if layout.copies_between_stages else 0
+    return 2 * trace.copied_bytes + slots
+
+
+class _Moments:
+    """What a rank holds of weights and gradients as the last backward of a step passes its blocks."""
+
+    def __init__(
+        self, parameters: StageParameters, trace: Trace, layout: ParallelLayout, saved: list[int], itemsize: int
+    ) -> None:
+        self.parameters, self.trace, self.layout, self.itemsize = parameters, trace, layout, itemsize
+        self.weights = _FP32 * parameters.shard + parameters.buffer_bytes
+        self.optimizer = 2 * _FP32 * parameters.shard
+        self.symmetric_memory_bytes = _symmetric_memory_bytes(trace, layout)
+
+    def at(self, block: int, activations: int, working: int, *, after_loss: bool = True) -> Memory:
+        """During the backward of `block`, or before that of the last one."""
+        layout, blocks, rest = self.layout, self.parameters.blocks, self.parameters.rest
+        accumulating = layout.num_micro_batches > 1
+        done = blocks[block + 1 :] if after_loss else []
+        left = blocks[: len(blocks) - len(done)]
+        gradients = _FP32 * sum(unit.shard for unit in done)
+        if accumulating:
+            everywhere = [*left, rest, self.parameters.precise]
+            gradients += _FP32 * sum(unit.shard if layout.zero >= 2 else unit.whole for unit in everywhere)
+        if after_loss and self.parameters.table:
+            gradients += self.itemsize * self.parameters.table
+        # A unit that is done is reduced in fp32 beside its own gradients while the next one runs.
+        reducing = max((self._reduced(unit) for unit in done[:1]), default=0)
+        if layout.parallel.pp > 1:
+            reducing += 4 * self.trace.hidden_bytes
+        gathered = self._gathered(left)
+        return Memory(
+            self.weights,
+            gradients,
+            self.optimizer,
+            gathered,
+            activations,
+            working + reducing,
+            self.symmetric_memory_bytes,
+        )
+
+    def update(self) -> Memory:
+        """After the last backward: all gradients, and the reduction of what is no block."""
+        rest = self.parameters.rest
+        return Memory(
+            self.weights,
+            _FP32 * self.parameters.shard,
+            self.optimizer,
+            self.itemsize * rest.whole + _FP32 * self.parameters.precise.whole,
+            0,
+            self._reduced(rest) + self.itemsize * self.parameters.table,
+            self.symmetric_memory_bytes,
+        )
+
+    def _reduced(self, unit: Elements) -> int:
+        return (self.itemsize + _FP32) * unit.whole
+
+    def _gathered(self, left: list[Elements]) -> int:
+        always = self.itemsize * self.parameters.rest.whole + _FP32 * self.parameters.precise.whole
+        if self.layout.zero < 3:
+            return always + self.itemsize * sum(unit.whole for unit in left)
+        # The block that runs, the next one, and the next one as it arrived.
+        sizes = [unit.whole for unit in left]
+        return always + self.itemsize * min(3 * max(sizes, default=0), sum(sizes))

@@ -1,0 +1,114 @@
+"""What is planned, a model and its steps, and one way to lay it out over ranks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from megalin.model.config import ModelConfig
+from megalin.parallel.mesh import ParallelConfig
+from megalin.planner.hardware import GPUS_PER_HOST
+from megalin.train.build import COMPUTE_DTYPES
+from megalin.train.config import RunConfig
+
+
+class Workload(NamedTuple):
+    """A model and the steps that train it, whatever the mesh."""
+
+    model: ModelConfig
+    length: int
+    """Tokens a sample."""
+    global_batch_size: int
+    """Samples a step over all ranks."""
+    dtype: torch.dtype
+    """Compute dtype."""
+    compiled: bool
+    """Whether blocks are compiled."""
+
+
+class ParallelLayout(NamedTuple):
+    """How ranks share a workload."""
+
+    parallel: ParallelConfig
+    dp: int
+    """Groups of ranks that read different samples."""
+    micro_batch_size: int
+    """Samples a rank runs at a time."""
+    num_micro_batches: int
+    """Micro-batches a step."""
+    recompute: bool
+    """Whether the backward forms activations again."""
+
+    @property
+    def shard(self) -> int:
+        """Ranks over which weights, gradients and optimizer state are sharded."""
+        return self.parallel.shard_size(self.dp * self.parallel.cp)
+
+    @property
+    def zero(self) -> int:
+        """The ZeRO stage that runs, as `Mesh.zero`."""
+        return self.parallel.zero_stage(self.dp * self.parallel.cp)
+
+    @property
+    def copies_between_stages(self) -> bool:
+        """Whether copies bring activations to the next stage, as `auto` chooses on one host; the pipeline's axis
+        reaches over all ranks."""
+        parallel = self.parallel
+        ranks = self.dp * parallel.tp * parallel.cp * parallel.pp
+        return parallel.pp > 1 and parallel.pp_transfer != "p2p" and ranks <= GPUS_PER_HOST
+
+    def in_flight(self, rank: int) -> int:
+        """Forwards of single stages whose backward is still to come, at most, on a rank of the pipeline."""
+        parallel = self.parallel
+        if parallel.pp == 1:
+            return 1
+        turns = parallel.pp - rank
+        if parallel.pp_stages_per_rank > 1:
+            turns = 2 * (parallel.pp - rank - 1) + (parallel.pp_stages_per_rank - 1) * parallel.pp + 1
+        return min(turns, self.num_micro_batches * parallel.pp_stages_per_rank)
+
+    def name(self) -> str:
+        """For people: tp 2, dp 4, ZeRO 3, micro-batches 1 x 8."""
+        parallel = self.parallel
+        axes = [f"{axis} {size}" for axis, size in (("tp", parallel.tp), ("cp", parallel.cp), ("pp", parallel.pp))]
+        axes = [axis for axis in axes if not axis.endswith(" 1")]
+        axes += ["sequence parallel"] if parallel.tp > 1 and parallel.sequence_parallel else []
+        batch = f"{self.num_micro_batches} x {self.micro_batch_size}"
+        tail = ", recompute" if self.recompute else ""
+        return ", ".join([*axes, f"dp {self.dp}", f"ZeRO {self.zero}", f"micro-batches {batch}"]) + tail
+
+    def overrides(self) -> list[str]:
+        """What makes a run's config without `shard` this layout, as arguments of `megalin train`."""
+        parallel = self.parallel
+        values = {name: getattr(parallel, name) for name in ("tp", "cp", "pp")}
+        values |= {"zero": self.zero} if self.dp * parallel.cp > 1 else {}
+        return [
+            *(f"parallel.{name}={value}" for name, value in values.items()),
+            f"train.micro_batch_size={self.micro_batch_size}",
+            f"train.recompute={str(self.recompute).lower()}",
+            f"parallel.pp_schedule={parallel.pp_schedule}",
+            f"parallel.pp_stages_per_rank={parallel.pp_stages_per_rank}",
+            f"parallel.sequence_parallel={str(parallel.sequence_parallel).lower()}",
+            f"parallel.tp_overlap={parallel.tp_overlap}",
+        ]
+
+
+def one_of_each(model: ModelConfig) -> ModelConfig:
+    """The model with one block of each entry of `layers`."""
+    return model.model_copy(update={"layers": [block.model_copy(update={"repeat": 1}) for block in model.layers]})
+
+
+def workload_of(config: RunConfig, model: ModelConfig) -> Workload:
+    """The workload of a run; `model` is its model, a decoder."""
+    train = config.train
+    dtype = COMPUTE_DTYPES[train.dtype]
+    return Workload(model, config.data.sequence_length, train.global_batch_size, dtype, train.compile)
+
+
+def layout_of(config: RunConfig, world_size: int) -> ParallelLayout:
+    """The layout of a run on `world_size` ranks, which divide by its axes."""
+    train, parallel = config.train, config.parallel
+    dp = world_size // (parallel.tp * parallel.cp * parallel.pp)
+    micro_batches = train.global_batch_size // (dp * train.micro_batch_size)
+    return ParallelLayout(parallel, dp, train.micro_batch_size, micro_batches, train.recompute)

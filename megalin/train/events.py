@@ -1,0 +1,81 @@
+"""What happens to a run beside its steps: starts, resumptions, warnings, and the error that ended it."""
+
+from __future__ import annotations
+
+import logging
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+from megalin.parallel.agreement import on_rank_zero, rank
+from megalin.train.jsonl import JsonLines
+
+IncidentKind = Literal["started", "resumed", "taken over", "warning", "error"]
+"""taken over: the process before was killed. warning: logged by megalin. error: what ended the process."""
+
+_logger = logging.getLogger("megalin")
+
+
+class Incidents:
+    """The file of a run that keeps a JSON line an incident: step, time (UTC), kind, message. A context manager.
+
+    Unlike metrics, lines stay when a run goes on from an earlier step. Between enter and exit, warnings that megalin
+    logs on rank 0 are incidents, and so is the error that the body ends with, whatever it is.
+
+    Attributes:
+        step: finished steps, which lines carry; whoever counts them sets it.
+        last: the newest incident of this process that is no start, for people; empty before the first.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Opens the file on rank 0; all ranks make one (one broadcast). Raises StorageError on every rank."""
+        self.step = 0
+        self.last = ""
+        self._file: JsonLines | None = None
+        self._handler = _Handler(self)
+        on_rank_zero(lambda: self._open(path))
+
+    def _open(self, path: Path) -> None:
+        self._file = JsonLines(path)
+
+    def write(self, kind: IncidentKind, message: str) -> None:
+        """Adds a line; nothing on other ranks than 0."""
+        if self._file is None:
+            return
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        if kind not in ("started", "resumed"):
+            self.last = f"{now[11:19]} {kind}: {message}"
+        self._file.write(self.step, {"time": now, "kind": kind, "message": message})
+
+    def begin(self, step: int, where: str) -> None:
+        """The run begins, or goes on after `step` finished steps; `where` says on what."""
+        self.step = step
+        self.write("resumed" if step else "started", where)
+
+    def __enter__(self) -> Self:
+        if rank() == 0:
+            _logger.addHandler(self._handler)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _logger.removeHandler(self._handler)
+        if error is not None:
+            self.write("error", f"{type(error).__name__}: {error}")
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class _Handler(logging.Handler):
+    def __init__(self, incidents: Incidents) -> None:
+        super().__init__(logging.WARNING)
+        self._incidents = incidents
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._incidents.write("warning", record.getMessage())
+        # Python prints a warning that no handler takes; this one only notes it.
+        if logging.lastResort is not None and not logging.root.handlers:
+            logging.lastResort.handle(record)

@@ -1,0 +1,72 @@
+"""Opening a finished or interrupted run for reading: its config and its newest checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megalin.checkpoint.load import newest
+from megalin.checkpoint.manifest import Checkpoint
+from megalin.config import translate_renamed
+from megalin.errors import CheckpointError, ConfigError
+from megalin.model.config import AnyModelConfig, parse_model
+from megalin.train.config import RunConfig, load_run_config
+from megalin.train.run_folder import CHECKPOINTS_NAME, CONFIG_NAME
+
+_MOST_DIFFERENCES = 8
+
+
+def open_run(folder: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, Checkpoint]:
+    """The config that a run folder keeps, with overrides, and the newest checkpoint that verifies.
+
+    Raises:
+        ConfigError: no run folder, or a config that does not parse.
+        CheckpointError: no checkpoint, none that verifies, or one of another model.
+    """
+    config = load_run_config(Path(folder) / CONFIG_NAME, overrides)
+    checkpoint = newest(Path(folder) / CHECKPOINTS_NAME)
+    if checkpoint is None:
+        raise CheckpointError(f"{folder}: the run has no checkpoint yet; train it first (megalin train)")
+    check_same_model(config.model, checkpoint)
+    return config, checkpoint
+
+
+def check_same_model(model: AnyModelConfig, checkpoint: Checkpoint) -> None:
+    """Compares the model with the one that made the checkpoint: another may have tensors of the same shapes.
+
+    Raises:
+        CheckpointError: naming the fields that differ, with both values.
+    """
+    try:
+        table = {"model": checkpoint.state()["config"]["model"]}
+        saved = parse_model(translate_renamed(table)["model"], "its saved config")
+    except (ConfigError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{checkpoint.path}: does not tell a model that this version knows: {error}") from None
+    there, here = dict(_fields("model", _meaning(saved))), dict(_fields("model", _meaning(model)))
+    differences = [
+        f"{name}: {there.get(name)!r} in the checkpoint, {here.get(name)!r} in the config"
+        for name in here | there
+        if there.get(name) != here.get(name)
+    ]
+    if differences:
+        raise CheckpointError(
+            f"{checkpoint.path} is of another model; restore these values or start in a new run folder:\n  "
+            + "\n  ".join(differences[:_MOST_DIFFERENCES])
+        )
+
+
+def _meaning(model: AnyModelConfig) -> dict[str, Any]:
+    """What the model computes, repeats written out: neither initial weights nor the chunks of a scan are part of it."""
+    table = model.model_dump(mode="json", exclude={"init_std", "layers"})
+    return table | {"blocks": [block.model_dump(mode="json")["sublayers"] for _, block in model.blocks()]}
+
+
+def _fields(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Every leaf of nested tables and lists under its dotted name."""
+    if isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if key != "chunk_size":
+                yield from _fields(f"{name}.{key}", item)
+    else:
+        yield name, value

@@ -1,0 +1,180 @@
+"""The stages that a rank runs of a decoder, seen by the training loop as one model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from megalin.data.batch import AnyBatch, Batch
+from megalin.errors import MegalinError, causes
+from megalin.model.config import ModelConfig
+from megalin.model.language_model import LanguageModel, ModelOutput
+from megalin.model.pipeline_stages import DecoderStage, StagePlan
+from megalin.ops.dispatch.dtypes import compute_dtype
+from megalin.parallel.collectives import Axis
+from megalin.parallel.mesh import Mesh
+from megalin.parallel.pipeline_parallel import HiddenStatesShape, forward_through, make_schedule
+from megalin.parallel.tensor_parallel import local
+
+
+@contextmanager
+def _errors_as_raised() -> Iterator[None]:
+    """The engine raises what a stage raised as a RuntimeError of its own: here a user's error is itself again."""
+    try:
+        yield
+    except RuntimeError as error:
+        for cause in causes(error):
+            if isinstance(cause, MegalinError):
+                raise cause from cause.__cause__
+        raise
+
+
+class Pipeline(nn.Module):
+    """This rank's stages. Parameters have their global names, each once: of copies on several of its stages the first
+    is the parameter, and the others follow it.
+
+    Attributes:
+        plan: which sub-layers each stage of the model has.
+    """
+
+    loss_names = LanguageModel.loss_names
+
+    def __init__(self, config: ModelConfig, plan: StagePlan, stages: Sequence[DecoderStage], mesh: Mesh) -> None:
+        """A collective: the groups of ranks that hold the same parameters are made here."""
+        super().__init__()
+        self.config, self.plan, self.pp, self._mesh = config, plan, mesh.pp, mesh
+        self._stages = nn.ModuleList(stages)
+        axes: dict[tuple[int, ...], Axis] = {}
+        for holders in plan.holders.values():
+            if tuple(holders) not in axes:
+                axes[tuple(holders)] = self.pp.axis_of_holders(holders)
+        self._holders = {name: axes[tuple(holders)] for name, holders in plan.holders.items()}
+        self._schedules: dict[tuple[int, ...], Any] = {}
+        self._counts: Tensor | None = None
+
+    def stages(self) -> list[DecoderStage]:
+        """This rank's stages in order."""
+        return cast(list[DecoderStage], list(self._stages))
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of this rank's stages under their global names, each name once."""
+        seen: set[str] = set()
+        for stage in self.stages():
+            for name, parameter in stage.named_parameters(prefix, recurse, remove_duplicate):
+                if name not in seen:
+                    seen.add(name)
+                    yield name, parameter
+
+    def _copies(self) -> Iterator[tuple[str, list[nn.Parameter]]]:
+        """What several stages hold, this one among them: all copies of this rank, in the order of the names."""
+        of_stages = [dict(stage.named_parameters()) for stage in self.stages()]
+        for name in self._holders:
+            if copies := [parameters[name] for parameters in of_stages if name in parameters]:
+                yield name, copies
+
+    def counted_elsewhere(self) -> list[nn.Parameter]:
+        """The parameters of this rank whose first copy lies on another one, which counts them."""
+        own = set(self.pp.own_stages())
+        return [copies[0] for name, copies in self._copies() if self.plan.holders[name][0] not in own]
+
+    def accumulate_gradients(self, batches: Sequence[AnyBatch], counts: Tensor) -> Tensor:
+        """Forward and backward of a step's micro-batches, equal in shape, through all stages, by the schedule.
+
+        Args:
+            counts: [1] valid labels of the whole step; the loss is divided by them.
+
+        Returns:
+            [1] fp64, the sum of this rank's losses: zero where another rank has the last stage.
+        """
+        rows = [cast(Batch, batch) for batch in batches]
+        self._counts = counts.clamp(min=1)
+        whole = {name: torch.cat([getattr(batch, name) for batch in rows]) for name in Batch._fields}
+        losses: list[Tensor] = []
+        with _errors_as_raised():
+            self._schedule(rows).step(
+                whole["tokens"],
+                document_ids=whole["document_ids"],
+                labels=whole["labels"],
+                target=whole["labels"],
+                losses=losses,
+                return_outputs=False,
+            )
+        for name, copies in self._copies():
+            self.pp.sum_copies(copies, self._holders[name])
+        missing = [name for name, parameter in self.named_parameters() if parameter.grad is None]
+        assert not missing, f"the schedule gave no gradient to {missing}"
+        total = torch.zeros(counts.shape, dtype=torch.float64, device=counts.device)
+        for loss in losses:
+            total += loss.detach()
+        return total
+
+    def _schedule(self, batches: Sequence[Batch]) -> Any:
+        """The engine's schedule for as many micro-batches of this shape; made at its first use."""
+        tokens = batches[0].tokens
+        key = (len(batches), *tokens.shape)
+        if key not in self._schedules:
+            self._schedules[key] = make_schedule(
+                self._mesh.config.pp_schedule,
+                self.pp,
+                self.stages(),
+                self._stream(tokens),
+                tokens=tokens,
+                num_micro_batches=len(batches),
+                loss=self._loss,
+                transfer=self._mesh.config.pp_transfer,
+            )
+        return self._schedules[key]
+
+    def _loss(self, loss_sum: Tensor, _labels: Tensor) -> Tensor:
+        """The share of a micro-batch in the mean loss of the step; the last stage has read the labels itself."""
+        assert self._counts is not None
+        return (loss_sum / self._counts).sum()
+
+    def _stream(self, tokens: Tensor) -> HiddenStatesShape:
+        """What travels between stages for tokens [B, T/cp]."""
+        stage, tp = self.stages()[0], self._mesh.tp
+        length = tokens.shape[1] // tp.size if tp.sequence_parallel else tokens.shape[1]
+        dtype = stage.compute_dtype
+        if self.config.residual_dtype == "float32":
+            dtype = compute_dtype(torch.empty(0, dtype=dtype))
+        return HiddenStatesShape((tokens.shape[0], length, self.config.hidden_size), dtype)
+
+    def outputs(self, inputs: Mapping[str, Tensor], *, losses: str) -> Any:
+        """The last stage's output of a batch, without a backward; None where another rank has it."""
+        options = {"document_ids": inputs["document_ids"], "labels": inputs["labels"], "losses": losses}
+        tokens = inputs["tokens"]
+        return forward_through(self.pp, self.stages(), self._stream(tokens), tokens, options)
+
+    def loss_sums(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """[1] the sum of a batch's losses, without a backward; zero where another rank has the last stage."""
+        sums: Tensor | None = self.outputs(inputs, losses="sum")
+        return torch.zeros(1, device=self._mesh.device) if sums is None else sums
+
+    def token_outputs(self, inputs: Mapping[str, Tensor]) -> ModelOutput | None:
+        """Logits and token losses of a batch, without a backward; None where another rank has the last stage."""
+        output: ModelOutput | None = self.outputs(inputs, losses="tokens")
+        return output
+
+    @torch.no_grad()
+    def after_optimizer_step(self) -> None:
+        """Brings the copies of parameters and what mixers derive from weights up to date: after a step, and after
+        weights were loaded."""
+        for _, copies in self._copies():
+            for copy in copies[1:]:
+                local(copy).copy_(local(copies[0]))
+        for stage in self.stages():
+            stage.after_optimizer_step()
+
+    def no_decay_names(self) -> set[str]:
+        """Global names of this rank's parameters without weight decay."""
+        return {name for stage in self.stages() for name in stage.no_decay_names()}
+
+    def training_flops(self, length: int) -> int:
+        """Forward and backward floating-point operations a token of the whole model."""
+        return LanguageModel(self.config).training_flops(length)

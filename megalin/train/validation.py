@@ -1,0 +1,192 @@
+"""What a model reaches on a split: a decoder's loss and bits per byte, an encoder's losses and accuracies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from megalin.data.batch import AnyBatch, Batch, EncoderBatch, batch_to, split_tokens
+from megalin.model.encoder import Encoder
+from megalin.model.language_model import LanguageModel
+from megalin.parallel.cross_entropy import IGNORED_LABEL, vocab_parallel_argmax
+from megalin.parallel.data_parallel import reshard
+from megalin.parallel.mesh import Mesh
+from megalin.train.build import TrainedModel
+from megalin.train.pipeline_model import Pipeline
+
+
+class Evaluation(NamedTuple):
+    """A decoder on all valid labels of a split, equal on every rank."""
+
+    loss: float
+    """Mean nats a token."""
+    perplexity: float
+    """exp(loss)."""
+    bits_per_byte: float | None
+    """Total loss in bits over the UTF-8 bytes that the labels decode to; None without a tokenizer."""
+    unigram_entropy: float
+    """Entropy in nats of the labels' own frequencies: the loss of the best model that knows no context."""
+    tokens: int
+    """Number of labels."""
+
+    def metrics(self) -> dict[str, float | int]:
+        """What a line of metrics.jsonl takes."""
+        values: dict[str, float | int] = {"evaluation_loss": self.loss, "evaluation_tokens": self.tokens}
+        return values if self.bits_per_byte is None else values | {"evaluation_bits_per_byte": self.bits_per_byte}
+
+    def lines(self) -> list[str]:
+        """A report for people."""
+        bits = "no tokenizer" if self.bits_per_byte is None else f"{self.bits_per_byte:.4f}"
+        return [
+            f"loss            {self.loss:.4f} nats a token over {self.tokens:,} tokens",
+            f"unigram entropy {self.unigram_entropy:.4f} nats a token, of the same tokens",
+            f"perplexity      {self.perplexity:.2f}",
+            f"bits per byte   {bits}",
+        ]
+
+    def summary(self) -> str:
+        """The report in a line."""
+        bits = "" if self.bits_per_byte is None else f", {self.bits_per_byte:.4f} bits per byte"
+        return (
+            f"loss {self.loss:.4f} nats a token, perplexity {self.perplexity:.2f}{bits} "
+            f"(unigram entropy {self.unigram_entropy:.4f})"
+        )
+
+
+class EncoderEvaluation(NamedTuple):
+    """A pretraining encoder on all valid labels of a split, equal on every rank."""
+
+    loss: float
+    """mlm_loss + nsp_loss."""
+    mlm_loss: float
+    """Mean nats a masked token."""
+    mlm_accuracy: float
+    """Share of the masked tokens whose likeliest id is the right one."""
+    nsp_loss: float
+    """Mean nats a sentence pair."""
+    nsp_accuracy: float
+    """Share of the pairs that are told right."""
+    unigram_entropy: float
+    """Entropy in nats of the masked tokens' own frequencies: the mlm_loss of the best model that knows no context."""
+    tokens: int
+    """Number of masked tokens."""
+    sequences: int
+    """Number of pairs."""
+
+    def metrics(self) -> dict[str, float | int]:
+        """What a line of metrics.jsonl takes."""
+        return {f"evaluation_{name}": value for name, value in self._asdict().items() if name != "unigram_entropy"}
+
+    def lines(self) -> list[str]:
+        """A report for people."""
+        return [
+            f"MLM loss        {self.mlm_loss:.4f} nats a masked token over {self.tokens:,} of them",
+            f"MLM accuracy    {self.mlm_accuracy:.2%}",
+            f"unigram entropy {self.unigram_entropy:.4f} nats a token, of the same tokens",
+            f"NSP loss        {self.nsp_loss:.4f} nats a pair over {self.sequences:,} pairs",
+            f"NSP accuracy    {self.nsp_accuracy:.2%}",
+        ]
+
+    def summary(self) -> str:
+        """The report in a line."""
+        return (
+            f"MLM loss {self.mlm_loss:.4f} nats a masked token (unigram entropy {self.unigram_entropy:.4f}), accuracy "
+            f"{self.mlm_accuracy:.2%}; NSP loss {self.nsp_loss:.4f} nats a pair, accuracy {self.nsp_accuracy:.2%}"
+        )
+
+
+AnyEvaluation = Evaluation | EncoderEvaluation
+
+
+@torch.no_grad()
+def evaluate(
+    model: TrainedModel, batches: Iterable[AnyBatch], mesh: Mesh, *, token_bytes: Tensor | None = None
+) -> AnyEvaluation:
+    """Runs every batch of this rank; all ranks call it with the same number of batches.
+
+    Args:
+        batches: whole rows of a decoder, or those of an encoder that pretrains.
+        token_bytes: [vocabulary] int64, UTF-8 bytes that each id decodes to; decoders alone use it.
+    """
+    if isinstance(model, Encoder):
+        return _evaluate_encoder(model, cast(Iterable[EncoderBatch], batches), mesh)
+    return _evaluate_decoder(model, cast(Iterable[Batch], batches), mesh, token_bytes)
+
+
+def _evaluate_decoder(
+    model: LanguageModel | Pipeline, batches: Iterable[Batch], mesh: Mesh, token_bytes: Tensor | None
+) -> Evaluation:
+    vocab_size = model.config.vocab_size
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    counts = torch.zeros(vocab_size, dtype=torch.int64, device=mesh.device)
+    for batch in batches:
+        batch = batch_to(split_tokens(batch, mesh.cp), mesh.device)
+        total += model.loss_sums(batch.inputs()).sum()
+        counts += _count(batch.labels, vocab_size)
+    reshard(model)
+    nats = mesh.sum_over_data(mesh.pp.sum(total)).item()
+    counts = mesh.sum_over_data(counts).cpu()
+    tokens = int(counts.sum())
+    loss = nats / max(tokens, 1)
+    bits_per_byte = None
+    if token_bytes is not None:
+        num_bytes = int((counts[: len(token_bytes)] * token_bytes[:vocab_size]).sum())
+        bits_per_byte = nats / math.log(2) / max(num_bytes, 1)
+    return Evaluation(loss, math.exp(min(loss, 700.0)), bits_per_byte, _entropy(counts), tokens)
+
+
+def _evaluate_encoder(model: Encoder, batches: Iterable[EncoderBatch], mesh: Mesh) -> EncoderEvaluation:
+    vocab_size, device = model.config.vocab_size, mesh.device
+    sums = torch.zeros(2, dtype=torch.float64, device=device)  # losses: masked tokens, pairs
+    right = torch.zeros(2, dtype=torch.int64, device=device)
+    sequences = torch.zeros((), dtype=torch.int64, device=device)
+    counts = torch.zeros(vocab_size, dtype=torch.int64, device=device)
+    for batch in batches:
+        batch = batch_to(split_tokens(batch, mesh.cp), device)
+        output = model(**batch.inputs())
+        assert output.masked_losses is not None
+        assert output.masked_logits is not None
+        assert output.sequence_losses is not None
+        losses = (output.masked_losses, output.sequence_losses)
+        sums += torch.stack([each.sum(dtype=torch.float64) for each in losses])
+        likeliest = vocab_parallel_argmax(output.masked_logits, mesh.tp.axis)
+        right += torch.stack(
+            [
+                (likeliest == batch.masked_labels).sum(),
+                (output.sequence_logits.argmax(-1) == batch.sequence_labels).sum(),
+            ]
+        )
+        sequences += (batch.sequence_labels != IGNORED_LABEL).sum()
+        counts += _count(batch.masked_labels, vocab_size)
+    reshard(model)
+    mlm_nats, nsp_nats = mesh.sum_over_data(sums).tolist()
+    mlm_right, nsp_right = mesh.sum_over_data(right).tolist()
+    pairs = int(mesh.sum_over_data(sequences))
+    counts = mesh.sum_over_data(counts).cpu()
+    tokens = int(counts.sum())
+    mlm_loss, nsp_loss = mlm_nats / max(tokens, 1), nsp_nats / max(pairs, 1)
+    return EncoderEvaluation(
+        loss=mlm_loss + nsp_loss,
+        mlm_loss=mlm_loss,
+        mlm_accuracy=mlm_right / max(tokens, 1),
+        nsp_loss=nsp_loss,
+        nsp_accuracy=nsp_right / max(pairs, 1),
+        unigram_entropy=_entropy(counts),
+        tokens=tokens,
+        sequences=pairs,
+    )
+
+
+def _count(labels: Tensor, vocab_size: int) -> Tensor:
+    """[vocabulary] int64, how often each id is a valid label."""
+    return torch.bincount(labels[labels != IGNORED_LABEL], minlength=vocab_size)
+
+
+def _entropy(counts: Tensor) -> float:
+    """Nats of the distribution that the counts [vocabulary] tell."""
+    share = counts[counts > 0].double() / max(int(counts.sum()), 1)
+    return -(share * share.log()).sum().item()

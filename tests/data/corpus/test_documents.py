@@ -1,0 +1,210 @@
+"""Reading text: every kind of bad line by file and line, byte limits, and which files a pattern means."""
+
+import gzip
+import json
+import re
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from megalin.data.corpus import documents
+from megalin.data.corpus.documents import BadLine, Reader, iterate_texts, lines_before
+from megalin.data.corpus.inputs import split, whole
+from megalin.errors import DataError
+
+LIMIT = 1 << 20
+
+
+def _parse(path, limit=LIMIT, keys=("text",), span=None):
+    """The texts of each document, and the bad lines as they are."""
+    items = Reader(span or whole(path), keys, limit_bytes=limit)
+    return [item if isinstance(item, BadLine) else item.texts for item in items]
+
+
+def _file(tmp_path, data, name="x.jsonl"):
+    (tmp_path / name).write_bytes(data)
+    return tmp_path / name
+
+
+BAD = [
+    (b"", "blank line", ""),
+    (b" \t\r", "blank line", ""),
+    (b'{"text": "\xff"}', "invalid UTF-8", "byte 10"),
+    (b'\xef\xbb\xbf{"text": "a"}', "not JSON", "Unexpected UTF-8 BOM"),  # only line 1 may have it
+    (b'{"text": "a"', "not JSON", "Expecting"),
+    (b"text", "not JSON", "Expecting value"),
+    (b'{"text": "a", "score": NaN}', "not JSON", "NaN is no JSON value"),
+    (b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "not JSON", "Exceeds the limit"),
+    (b"[" * 200_000, "nested too deeply", ""),
+    (b'{"text":' * 100_000, "nested too deeply", ""),
+    (b'["text"]', "not an object", "found list"),
+    (b"null", "not an object", "found NoneType"),
+    (b'{"body": "a"}', "key missing", "'text'"),
+    (b'{"text": null}', "not a string", "'text' is NoneType"),
+    (b'{"text": ["a"]}', "not a string", "'text' is list"),
+    (b'{"text": "a\\ud800"}', "lone surrogate", "character 1 of 'text'"),
+    (b'{"text": "a", "n": "b\\uDFFF"}', "lone surrogate", "character 1 of 'n'"),
+    (b'{"text": "a", "n": {"m": ["\\ud83d"]}}', "lone surrogate", "of 'n'"),
+    (b'{"text": "a", "n\\ud83d": 1}', "lone surrogate", r"of 'n\ud83d'"),
+    (b'{"text": "a", "n": 1e999}', "not JSON", "1e999 is beyond the largest number"),
+    (b'{"text": "a", "n": [-' + b"9" * 400 + b".5]}", "not JSON", "-9999"),
+    (b'{"text": "' + b"a" * LIMIT + b'"}', "too long", f"more than {LIMIT} bytes"),
+]
+
+
+@pytest.mark.parametrize(("line", "kind", "detail"), BAD, ids=range(len(BAD)))
+def test_bad_line_is_told_by_kind_and_place_and_the_next_is_read(tmp_path, line, kind, detail):
+    path = _file(tmp_path, b'{"text": "first"}\n' + line + b'\n{"text": "last"}')
+    first, bad, last = _parse(path)
+    assert (first, last) == (("first",), ("last",))
+    assert isinstance(bad, BadLine)
+    assert (bad.path, bad.line, bad.kind) == (str(path), 2, kind)
+    assert detail in bad.detail
+    assert str(bad).startswith(f"{path}:2: {kind}")
+
+
+@pytest.mark.parametrize("text", ["a\x00b", "\x1b[31m", "é日🙂", "\u2028", ""])
+def test_control_characters_and_any_unicode_are_kept(tmp_path, text):
+    assert _parse(_file(tmp_path, json.dumps({"text": text}).encode())) == [(text,)]
+
+
+def test_escaped_surrogate_pairs_and_backslashes_are_kept(tmp_path):
+    path = _file(tmp_path, b'{"text": "\\ud83d\\ude42", "n": "\\\\ud800", "m": [1.5, -2e30, 0]}')
+    (document,) = Reader(whole(path), ["text"], limit_bytes=LIMIT)
+    assert document.fields == {"text": "🙂", "n": "\\ud800", "m": [1.5, -2e30, 0]}
+
+
+def test_byte_order_mark_and_carriage_returns_are_dropped(tmp_path):
+    path = _file(tmp_path, b'\xef\xbb\xbf{"text": "a"}\r\n{"text": "b"}\r\n')
+    assert _parse(path) == [("a",), ("b",)]
+
+
+def test_several_keys_are_taken_from_one_line(tmp_path):
+    path = _file(tmp_path, b'{"b": "2", "a": "1"}\n{"a": "3"}')
+    good, bad = _parse(path, keys=("a", "b"))
+    assert good == ("1", "2")
+    assert bad.kind == "key missing"
+
+
+@pytest.mark.parametrize("end", [b"", b"\n", b"\r\n"])
+@pytest.mark.parametrize("excess", [-1, 0, 1, 2, 3, 50, 64, 65, 66, 200])
+def test_limit_counts_the_bytes_of_the_line_without_its_end(tmp_path, excess, end):
+    limit = 64
+    line = b'{"text": "' + b"a" * (limit - 12 + excess) + b'"}'
+    parsed = _parse(_file(tmp_path, b'{"text": "first"}\n' + line + end + b'{"text": "z"}' * (end != b"")), limit)
+    assert isinstance(parsed[1], BadLine) == (excess > 0)
+    assert len(parsed) == (3 if end else 2)
+
+
+def test_text_file_is_one_document(tmp_path):
+    assert _parse(_file(tmp_path, b"one\n\ntwo\n", "x.txt")) == [("one\n\ntwo\n",)]
+    assert _parse(_file(tmp_path, b"a" * 65, "x.txt"), 64)[0].kind == "too long"
+    assert _parse(_file(tmp_path, b"a" * 64, "x.txt"), 64) == [("a" * 64,)]
+    assert _parse(_file(tmp_path, b"a\xff", "x.txt"))[0].kind == "invalid UTF-8"
+    assert _parse(_file(tmp_path, b"", "x.txt"))[0].kind == "blank line"
+
+
+def test_texts_leave_bad_lines_out(tmp_path):
+    path = _file(tmp_path, b'{"text": "a"}\nbad\n{"text": "b"}')
+    assert list(iterate_texts([path], ["text"], limit_bytes=LIMIT)) == ["a", "b"]
+
+
+def test_folder_is_refused(tmp_path):
+    (tmp_path / "x.jsonl").mkdir()
+    with pytest.raises(DataError, match="expected a regular file"):
+        _parse(tmp_path / "x.jsonl")
+
+
+def test_failing_read_names_the_file(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("megalin.data.corpus.documents._lines", fail)
+    with pytest.raises(DataError, match=r"x\.jsonl: cannot be read: Input/output error"):
+        _parse(_file(tmp_path, b"{}"))
+
+
+def _stored(folder, name, data):
+    """`data` (lines) as a file of the kind that its name tells."""
+    path = folder / name
+    if name.endswith(".parquet"):
+        texts = [json.loads(line)["text"] for line in data.splitlines()]
+        table = pyarrow.table({"text": texts, "other": list(range(len(texts)))})
+        pyarrow.parquet.write_table(table, path, row_group_size=7)
+    elif name.endswith(".gz"):
+        path.write_bytes(gzip.compress(data[: len(data) // 2]) + gzip.compress(data[len(data) // 2 :]))
+    elif name.endswith(".zst"):
+        with pyarrow.output_stream(str(path), compression="zstd") as file:
+            file.write(data)
+    else:
+        path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz", "x.json.zst", "x.parquet"])
+def test_any_cut_of_any_format_gives_each_document_once(tmp_path, name):
+    rng_lengths = [3, 0, 50, 1, 1, 200, 7, 0, 90] * 5
+    texts = [f"{k} é日" * n for k, n in enumerate(rng_lengths)]
+    data = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts).encode()
+    path = _stored(tmp_path, name, data)
+    for part_bytes in (1, 10, 64, 1000, 10**6):
+        spans = split(path, part_bytes=part_bytes)
+        assert (len(spans) > 1) == (part_bytes < 10**6 and name in ("x.jsonl", "x.parquet"))
+        found = [document for span in spans for document in Reader(span, ["text"], limit_bytes=LIMIT)]
+        assert [document.texts for document in found] == [(text,) for text in texts]
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.parquet"])
+def test_lines_of_any_span_are_numbered_as_in_the_file(tmp_path, name):
+    data = b"".join(b'{"text": "%d%s"}\n' % (number, b"a" * (number % 40)) for number in range(1, 60))
+    path = _stored(tmp_path, name, data)
+    for part_bytes in range(1, 200, 9):
+        for span in split(path, part_bytes=part_bytes):
+            for document in Reader(span, ["text"], limit_bytes=LIMIT):
+                assert lines_before(span) + document.line == int(document.texts[0].rstrip("a"))
+
+
+@pytest.mark.parametrize("name", ["x.jsonl.gz", "x.jsonl.zst", "x.txt.gz", "x.parquet"])
+def test_truncated_file_is_told_and_not_taken_for_a_whole_one(tmp_path, name):
+    data = "".join(json.dumps({"text": f"document {k * k * 7919 % 1000}"}) + "\n" for k in range(5000)).encode()
+    path = _stored(tmp_path, name, data)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(DataError, match=rf"{name}: (cannot be read: .* \(at byte \d+\); check|not a parquet file)"):
+        _parse(path)
+
+
+@pytest.mark.parametrize("data", [b"0" * (10 << 20), (b"0" * 1023 + b"\n") * (10 << 10)], ids=["line", "lines"])
+def test_file_that_expands_without_end_is_refused(tmp_path, monkeypatch, data):
+    monkeypatch.setattr(documents, "_EXPANSION_FREE_BYTES", 1 << 16)
+    path = _stored(tmp_path, "x.jsonl.gz", data)
+    message = r"x\.jsonl\.gz: expands to \d+ bytes from \d+; more than 256 to 1 is no text"
+    with pytest.raises(DataError, match=message) as caught:
+        _parse(path, 1 << 12)
+    assert int(re.search(r"expands to (\d+)", str(caught.value))[1]) < 5 << 20  # 10 MiB are not read to their end
+
+
+def test_parquet_rows_that_are_no_text_are_told_by_row(tmp_path):
+    column = pyarrow.array([b"good", b"\xff", None, b"a" * 65], pyarrow.binary())
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "x.parquet")
+    good, *bad = _parse(tmp_path / "x.parquet", limit=64)
+    assert good == ("good",)
+    assert [(line.line, line.kind) for line in bad] == [(2, "invalid UTF-8"), (3, "not a string"), (4, "too long")]
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("body", r"x\.parquet: has no column 'body'; its columns are text, n"),
+        ("n", "column 'n' holds int64, no strings"),
+    ],
+)
+def test_parquet_without_a_column_of_text_is_refused(tmp_path, key, message):
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"], "n": [1]}), tmp_path / "x.parquet")
+    with pytest.raises(DataError, match=message):
+        _parse(tmp_path / "x.parquet", keys=(key,))
+
+
+def test_all_fields_of_a_line_come_with_its_text(tmp_path):
+    (document,) = Reader(whole(_file(tmp_path, b'{"n": 1, "text": "a"}')), ["text"], limit_bytes=LIMIT)
+    assert (document.line, document.fields) == (1, {"n": 1, "text": "a"})

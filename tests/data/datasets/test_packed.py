@@ -1,0 +1,100 @@
+"""Rows of whole sequences: every label of the corpus once, nothing cut that fits, nothing mixed."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from megalin.data.batch import IGNORED_LABEL
+from megalin.data.config import DataConfig
+from megalin.data.datasets.packed import PackedDataset
+from megalin.errors import DataError
+from tests.data.shard_files import write_by_hand
+
+FITS = pytest.mark.parametrize("fit", ["first_fit", "best_fit"])
+
+
+def _open(tmp_path, shards, *, of="train", **values):
+    prefixes = [str(write_by_hand(tmp_path / f"s{number}", shard)) for number, shard in enumerate(shards)]
+    config = DataConfig(**{"train": prefixes, "sequence_length": 6, "packing": "best_fit", **values})
+    return PackedDataset.open(config, of, 1000)
+
+
+def _sequences(count, *, seed=0, longest=20):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 1000, rng.integers(0, longest)).tolist() for _ in range(count)]
+
+
+@FITS
+def test_every_pair_of_neighbours_is_learnt_once(tmp_path, monkeypatch, fit):
+    monkeypatch.setattr("megalin.data.datasets.packed._WINDOW", 16)
+    shards = [_sequences(40), _sequences(1, seed=3), _sequences(70, seed=2)]
+    with _open(tmp_path, shards, packing=fit) as dataset:
+        batch = dataset.batch(np.arange(dataset.num_samples))
+    learnt = sorted(
+        zip(batch.tokens[batch.labels >= 0].tolist(), batch.labels[batch.labels >= 0].tolist(), strict=True)
+    )
+    wanted = [pair for shard in shards for ids in shard for pair in itertools.pairwise(ids)]
+    assert learnt == sorted(wanted)
+    assert dataset.num_labels == len(wanted)
+    empty = (batch.labels == IGNORED_LABEL).float().mean().item()
+    assert dataset.empty_share == pytest.approx(empty)
+
+
+@FITS
+def test_a_document_of_a_row_is_one_run_of_one_sequence(tmp_path, fit):
+    shard = _sequences(60)
+    runs = {tuple(ids[k : k + 7]) for ids in shard for k in range(0, max(1, len(ids) - 1), 6)}
+    with _open(tmp_path, [shard], packing=fit) as dataset:
+        batch = dataset.batch(np.arange(dataset.num_samples))
+    for tokens, labels, documents in zip(batch.tokens, batch.labels, batch.document_ids, strict=True):
+        assert (documents.diff() >= 0).all()
+        for number in documents.unique():
+            inside = documents == number
+            if (labels[inside] == IGNORED_LABEL).all():
+                assert not tokens[inside].any()
+            else:
+                assert (*tokens[inside].tolist(), labels[inside][-1].item()) in runs
+
+
+@FITS
+def test_a_row_is_a_function_of_its_number(tmp_path, monkeypatch, fit):
+    monkeypatch.setattr("megalin.data.datasets.packed._WINDOW", 8)
+    with _open(tmp_path, [_sequences(50), [[1]], _sequences(30, seed=1)], packing=fit) as dataset:
+        whole = dataset.batch(np.arange(dataset.num_samples))
+        some = np.array([dataset.num_samples - 1, 0, 3])
+        for field, expected in zip(dataset.batch(some), whole, strict=True):
+            assert torch.equal(field, expected[some])
+
+
+def test_few_long_rows_stay_nearly_full(tmp_path):
+    shards = [_sequences(2000, longest=60)]
+    shares = {}
+    for fit in ("first_fit", "best_fit"):
+        with _open(tmp_path, shards, packing=fit, sequence_length=64) as dataset:
+            shares[fit] = dataset.empty_share
+    assert max(shares.values()) < 0.01
+
+
+def test_held_out_sequences_are_packed_by_themselves(tmp_path):
+    shard = [[number] * 4 for number in range(10)]
+    for split, wanted in (("train", range(8)), ("validation", range(8, 9)), ("test", range(9, 10))):
+        with _open(tmp_path, [shard], of=split, split=[80, 10, 10]) as dataset:
+            batch = dataset.batch(np.arange(dataset.num_samples))
+            assert set(batch.labels[batch.labels >= 0].tolist()) == set(wanted)
+
+
+def test_corpus_without_a_pair_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"none of the 2 tokens of the train split .* is followed by another"):
+        _open(tmp_path, [[[1], [2]]])
+    with pytest.raises(DataError, match="empty corpus: the train split"):
+        _open(tmp_path, [[]])
+
+
+def test_token_beyond_the_vocabulary_is_refused(tmp_path):
+    with (
+        _open(tmp_path, [[[1, 2], [3, 1001, 4]]]) as dataset,
+        pytest.raises(DataError, match="token id 1001 at offset 1 of sequence 1"),
+    ):
+        dataset.batch(np.arange(1))

@@ -1,0 +1,101 @@
+"""Labels shifted on the whole window, and documents kept apart by their true borders."""
+
+import numpy as np
+import torch
+
+from megalin.data.batch import IGNORED_LABEL, EncoderBatch, pack, pad_rows, split_tokens
+from megalin.parallel.collectives import Axis
+from megalin.parallel.context_parallel import ContextParallel
+
+
+def _pack(window, pieces, **kwargs):
+    kwargs.setdefault("isolate_documents", True)
+    return pack(np.array([window]), np.array([pieces], np.int32), np.array([7]), **kwargs)
+
+
+def test_labels_are_the_next_ids_and_end_with_the_document():
+    batch = _pack([10, 11, 12, 20, 21, 30], [0, 0, 0, 1, 1, 2])
+    assert batch.tokens.tolist() == [[10, 11, 12, 20, 21]]
+    assert batch.labels.tolist() == [[11, 12, -100, 21, -100]]
+    assert batch.document_ids.tolist() == [[0, 0, 0, 1, 1]]
+    assert batch.sample_ids.tolist() == [7]
+
+
+def test_document_that_fills_the_window_has_every_label():
+    assert _pack([1, 2, 3], [0, 0, 0]).labels.tolist() == [[2, 3]]
+
+
+def test_documents_of_one_token_have_no_label():
+    batch = _pack([1, 2, 3], [0, 1, 2])
+    assert batch.labels.tolist() == [[-100, -100]]
+    assert batch.document_ids.tolist() == [[0, 1]]
+
+
+def test_documents_run_on_when_they_are_not_isolated():
+    batch = _pack([10, 11, 20, 21], [0, 0, 1, 1], isolate_documents=False)
+    assert batch.labels.tolist() == [[11, 20, 21]]
+    assert batch.document_ids.tolist() == [[0, 0, 0]]
+
+
+def test_dtypes_are_those_of_the_contract():
+    batch = _pack([1, 2, 3], [0, 0, 1])
+    assert [field.dtype for field in batch] == [torch.int64, torch.int64, torch.int32, torch.int64]
+
+
+def test_batch_owns_its_memory():
+    windows, pieces = np.array([[1, 2, 3]]), np.zeros((1, 3), np.int32)
+    batch = pack(windows, pieces, np.array([0]), isolate_documents=True)
+    windows[:] = 99
+    pieces[:] = 5
+    assert batch.tokens.tolist() == [[1, 2]]
+    assert batch.labels.tolist() == [[2, 3]]
+    assert batch.document_ids.tolist() == [[0, 0]]
+
+
+def test_padding_rows_have_no_valid_label():
+    batch = pad_rows(_pack([1, 2, 3], [0, 0, 1]), 3)
+    assert batch.tokens.shape == batch.labels.shape == batch.document_ids.shape == (3, 2)
+    assert (batch.labels[1:] == IGNORED_LABEL).all()
+    assert batch.labels[0].tolist() == [2, -100]
+    assert batch.sample_ids.tolist() == [7, -1, -1]
+
+
+def _parts(batch, size):
+    return [split_tokens(batch, ContextParallel(Axis("cp", size, rank))) for rank in range(size)]
+
+
+def test_ranks_that_share_samples_cut_tokens_and_labels_alike():
+    batch = _pack([10, 11, 12, 20, 21], [0, 0, 0, 1, 1])
+    parts = _parts(batch, 2)
+    assert [part.tokens.tolist() for part in parts] == [[[10, 11]], [[12, 20]]]
+    assert [part.labels.tolist() for part in parts] == [[[11, 12]], [[-100, 21]]]
+    assert [part.document_ids.tolist() for part in parts] == [[[0, 0]], [[0, 1]]]
+    assert [part.sample_ids.tolist() for part in parts] == [[7], [7]]
+
+
+def _pair(predictions):
+    rows = torch.arange(12).view(2, 6)
+    positions = torch.tensor([[0, 2, 3, 5, 0][:predictions], [1, 4, 0, 0, 0][:predictions]])
+    labels = torch.tensor([[7, 8, 9, 6, -100][:predictions], [5, 4, -100, -100, -100][:predictions]])
+    return EncoderBatch(rows, rows // 3, rows < 10, positions, labels, torch.tensor([0, 1]), torch.tensor([3, 4]))
+
+
+def test_ranks_that_share_an_encoders_samples_share_its_predictions():
+    parts = _parts(_pair(5), 3)
+    assert [part.tokens.tolist() for part in parts] == [[[0, 1], [6, 7]], [[2, 3], [8, 9]], [[4, 5], [10, 11]]]
+    assert [part.valid.tolist() for part in parts][2] == [[True, True], [False, False]]
+    assert [part.token_types.tolist() for part in parts][1] == [[0, 1], [2, 3]]
+    assert [part.masked_positions.tolist() for part in parts] == [[[0, 2, 3, 5, 0, 0], [1, 4, 0, 0, 0, 0]]] * 3
+    assert [part.masked_labels.tolist() for part in parts] == [
+        [[7, 8], [5, 4]],
+        [[9, 6], [-100, -100]],
+        [[-100, -100], [-100, -100]],
+    ]
+    assert [part.sequence_labels.tolist() for part in parts] == [[0, 1], [-100, -100], [-100, -100]]
+    assert sum(part.label_counts() for part in parts).tolist() == _pair(5).label_counts().tolist() == [6, 2]
+
+
+def test_ranks_that_share_samples_without_predictions_have_none():
+    parts = _parts(_pair(0), 3)
+    assert [list(part.inputs()) for part in parts] == [["tokens", "token_types", "valid", "sequence_labels"]] * 3
+    assert sum(part.label_counts() for part in parts).tolist() == [2]

@@ -1,0 +1,26 @@
+"""Products beside copies of the stream on two GPUs: values and gradients, whatever waits, and whole models."""
+
+import pytest
+
+from tests.gpu.ranks import needs_gpus, on_gpus
+
+pytestmark = needs_gpus(2)
+
+
+@pytest.mark.parametrize("what", ["values", "delays"])
+def test_ops(what):
+    run = on_gpus(2, "tests.gpu.async_tp_runs", what)
+    assert run.returncode == 0, run.stderr[-4000:]
+
+
+def test_a_rank_that_takes_no_part_is_named():
+    run = on_gpus(2, "tests.gpu.async_tp_runs", "stall")
+    assert run.returncode != 0
+    assert "rank 0: an exchange failed, no word from rank 1" in run.stderr, run.stderr[-4000:]
+
+
+@pytest.mark.parametrize("model", ["transnormerllm-1b-64k", "hgrn2-1b", "rodimus-1.3b"])
+def test_models_give_the_answer_of_one_process(model):
+    options = ["--tp", "2", "--sequence-parallel", "--tp-overlap", "symmetric_memory"]
+    run = on_gpus(2, "megalin", "verify", model, *options)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]

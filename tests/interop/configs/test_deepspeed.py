@@ -1,0 +1,198 @@
+"""DeepSpeed's JSON as tables: what a run's own config says, what stays for the engine, and what is told."""
+
+import json
+
+import pytest
+
+from megalin.errors import ConfigError
+from megalin.interop.configs import deepspeed
+from megalin.interop.configs.deepspeed import add_deepspeed, read_json
+from megalin.interop.configs.imported import ImportedConfig
+from megalin.train.deepspeed_config import Owned, resolve_deepspeed
+from tests.train.test_deepspeed_config import REFUSED
+
+ZERO3 = {
+    "train_batch_size": 64,
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "steps_per_print": 100,
+    "gradient_clipping": 0.5,
+    "bf16": {"enabled": True},
+    "fp16": {"enabled": False, "loss_scale": 0},
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-9, "weight_decay": 0.2}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_num_steps": 100, "total_num_steps": 1000, "warmup_max_lr": 3e-4, "warmup_type": "linear"},
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "overlap_comm": True,
+        "reduce_bucket_size": "auto",
+        "sub_group_size": 1e9,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+    },
+    "activation_checkpointing": {"partition_activations": True},
+    "tensorboard": {"enabled": False},
+    "wall_clock_breakdown": False,
+}
+
+PEAKS = {
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-3, "warmup_min_lr": 1e-5}},
+}
+
+
+def _read(document):
+    imported = ImportedConfig("ds.json")
+    return imported, add_deepspeed(document, imported)
+
+
+def _notes(imported, verdict):
+    return {note.key: note.text for note in imported.notes if note.verdict == verdict}
+
+
+def test_zero3_json_becomes_tables_and_what_the_engine_keeps():
+    imported, rest = _read(ZERO3)
+    assert imported.values == {
+        "train": {
+            "engine": "deepspeed",
+            "global_batch_size": 64,
+            "micro_batch_size": 4,
+            "dtype": "bfloat16",
+            "steps": 1000,
+        },
+        "optimizer": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-9, "weight_decay": 0.2, "max_grad_norm": 0.5},
+        "schedule": {"type": "wsd", "warmup_steps": 100, "decay_steps": 900},
+        "parallel": {"zero": 3},
+    }
+    assert rest == {
+        "steps_per_print": 100,
+        "wall_clock_breakdown": False,
+        "zero_optimization": {
+            "overlap_comm": True,
+            "sub_group_size": 1e9,
+            "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        },
+    }
+    assert {note.key for note in imported.notes} == {"gradient_accumulation_steps 2", "activation_checkpointing"}
+
+
+def test_what_is_missing_of_a_json_is_said():
+    imported, _ = _read(ZERO3)
+    imported.check()
+    assert set(_notes(imported, "fill in")) == {"model", "data"}
+    imported.override(["model.preset=llama-70m", 'data={train = ["corpus"], sequence_length = 128}'])
+    imported.notes.clear()
+    imported.check()
+    assert imported.complete, imported.report()
+
+
+def test_auto_is_to_be_filled_in():
+    document = {
+        "train_batch_size": "auto",
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+    }
+    imported, _ = _read(document)
+    imported.check()
+    assert set(_notes(imported, "fill in")) >= {"train_batch_size", "bf16.enabled", "optimizer.params.lr"}
+
+
+def test_defaults_are_those_of_deepspeed():
+    imported, _ = _read(
+        {"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}, "scheduler": {"type": "WarmupCosineLR"}}
+    )
+    assert imported.values["optimizer"] == {
+        "lr": 1e-3,
+        "betas": [0.9, 0.999],
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+    }
+    assert imported.values["schedule"] == {"type": "cosine", "warmup_steps": 1000, "min_lr_ratio": 0.0001}
+    assert "scheduler.params.warmup_type" in _notes(imported, "differs")
+
+
+@pytest.mark.parametrize(
+    ("document", "verdict", "key"),
+    [
+        ({"fp16": {"enabled": True}}, "differs", "fp16"),
+        ({"optimizer": {"type": "Lamb"}}, "differs", "optimizer.type Lamb"),
+        ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "differs", "optimizer.params.adam_w_mode"),
+        ({"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, "not available", "optimizer.params.amsgrad"),
+        ({"scheduler": {"type": "OneCycle"}}, "not available", "scheduler.type OneCycle"),
+        (PEAKS, "differs", "scheduler.params.warmup_max_lr"),
+        (PEAKS, "differs", "scheduler.params.warmup_min_lr"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "not available", "tensor_parallel.autotp_size"),
+        ({"sparse_gradients": True}, "not available", "sparse_gradients"),
+        ({"sequence_parallel_size": 1}, "no effect", "sequence_parallel_size"),
+        ({"bf16": {"enabled": True}}, "differs", "zero_optimization.stage 0"),
+        ({"wandb": {"enabled": True, "team": "x"}}, "differs", "wandb.team"),
+    ],
+)
+def test_key_that_no_table_has_is_told(document, verdict, key):
+    assert key in _notes(_read(document)[0], verdict)
+
+
+def _settings(path, imported, rest):
+    """What the engine makes of the JSON that is left."""
+    path.write_text(json.dumps(rest))
+    bf16 = imported.get("train.dtype") == "bfloat16"
+    return resolve_deepspeed(str(path), [Owned("bf16.enabled", "", bf16)], stage=imported.get("parallel.zero"))
+
+
+@pytest.mark.parametrize("document", [*(document for document, _ in REFUSED), {"bf16": {"enabled": True}}], ids=str)
+def test_what_the_engine_refuses_is_told_and_left_out(tmp_path, document):
+    before = json.dumps(document)
+    imported, rest = _read(document)
+    assert imported.notes
+    _settings(tmp_path / "ds.json", imported, rest)
+    assert json.dumps(document) == before
+
+
+def test_engine_takes_every_key_that_is_kept(tmp_path):
+    document = {**dict.fromkeys(deepspeed._KEPT, True), "data_types": {}, "gradient_allreduce_op": "mean"}
+    imported, rest = _read(document)
+    assert rest == document
+    assert _settings(tmp_path / "ds.json", imported, rest).items() >= document.items()
+
+
+def test_warmup_alone_stays_at_its_peak():
+    imported, _ = _read({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-4, "warmup_num_steps": 5}}})
+    assert imported.values["schedule"] == {"type": "constant", "warmup_steps": 5}
+    assert imported.get("parallel.zero") == 0
+    assert imported.get("optimizer.lr") == 2e-4
+
+
+@pytest.mark.parametrize(("zero", "stage"), [(True, 1), ({"stage": 2}, 2), ({}, 0)])
+def test_stage_is_told_in_three_ways(zero, stage):
+    imported, rest = _read({"zero_optimization": zero})
+    assert imported.get("parallel.zero") == stage
+    assert rest == {}
+
+
+def test_unknown_key_is_told_with_the_nearest_one():
+    imported, _ = _read({"gradient_cliping": 1.0, "my_key": 1})
+    assert _notes(imported, "unknown") == {
+        "gradient_cliping": "DeepSpeed has no such key; did you mean gradient_clipping?",
+        "my_key": "DeepSpeed has no such key",
+    }
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "not readable JSON"), ("[1]", "holds no JSON object, but list")])
+def test_bad_json_is_refused(text, message):
+    with pytest.raises(ConfigError, match=f"ds.json: {message}"):
+        read_json(text, "ds.json")
+
+
+def test_older_name_of_bf16_is_known():
+    imported, _ = _read(json.loads('{"bfloat16": {"enabled": true}}'))
+    assert imported.get("train.dtype") == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("table", "project"),
+    [({"enabled": True, "project": "x"}, "x"), ({"enabled": True}, "deepspeed"), ({"enabled": False}, None)],
+)
+def test_wandb_goes_on_under_its_project(table, project):
+    assert _read({"wandb": table})[0].get("logging.wandb_project") == project

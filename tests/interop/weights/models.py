@@ -1,0 +1,141 @@
+"""Small models that outside classes can express, as runs on disk, and their forwards outside."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from megalin.checkpoint.load import load
+from megalin.checkpoint.save import save
+from megalin.checkpoint.tensors import OPTIMIZER_PREFIX, weights
+from megalin.config import dumps, parse
+from megalin.model.config import ModelConfig
+from megalin.model.language_model import LanguageModel
+from megalin.train.config import RunConfig
+from megalin.train.open_run import open_run
+from tests.cases import build
+from tests.interop.weights import outside
+
+VOCABULARY, WIDTH, HEADS = 300, 32, 4
+SEQUENCE_LENGTH = 24
+
+
+class Outside(NamedTuple):
+    """A model and the class that it goes into."""
+
+    format: str
+    architecture: str
+    forward: Callable[[outside.Tensors, dict[str, Any], Tensor], Tensor]
+    table: dict[str, Any]
+
+
+def model_table(*sublayers: dict[str, Any], norm: str = "rmsnorm", eps: float = 1e-5, **fields: Any) -> dict[str, Any]:
+    """Three blocks of these, every norm of one kind."""
+    norms = {"norm": norm, "norm_eps": eps}
+    blocks = [{"sublayers": [sublayer | norms for sublayer in sublayers], "repeat": 3}]
+    return {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "layers": blocks, "init_std": 0.2, **norms, **fields}
+
+
+def _transnormerllm() -> dict[str, Any]:
+    table = model_table(
+        {"type": "transnormer", "num_heads": HEADS},
+        {"type": "glu", "intermediate_size": 40},
+        norm="srmsnorm",
+        eps=1e-6,
+        embedding_scale=WIDTH**0.5,
+    )
+    (block,) = table["layers"]
+    attention, glu = block["sublayers"]
+    first = {"sublayers": [attention | {"lrpe": "cosine"}, glu], "repeat": 1}
+    return table | {"layers": [first, block | {"repeat": 2}]}
+
+
+SWIGLU = {"type": "glu", "intermediate_size": 40, "activation": "silu"}
+HGRN2 = {
+    "type": "hgrn2",
+    "num_heads": HEADS,
+    "output_norm": "rmsnorm",
+    "output_norm_eps": 1e-5,
+    "scan_scale": "inverse_sqrt",
+}
+RODIMUS = {"type": "rodimus", "state_size": 6, "input_gate_rank": 5, "conv_width": 3}
+SHARED_KEY = {"type": "shared_key_attention", "num_heads": HEADS, "window": 7, "residual": "two_hop"}
+SOFTMAX = {"type": "softmax", "num_heads": HEADS, "num_key_value_heads": 2, "rope_base": 500.0}
+WIDE = {"residual_dtype": "float32"}
+
+MODELS = {
+    "transnormerllm": Outside("opennlplab", "TransnormerForCausalLM", outside.transnormerllm, _transnormerllm()),
+    "hgrn2": Outside("fla", "HGRN2ForCausalLM", outside.hgrn2, model_table(HGRN2, SWIGLU, eps=1e-3)),
+    "rodimus-fla": Outside("fla", "RodimusForCausalLM", outside.rodimus_fla, model_table(RODIMUS, **WIDE)),
+    "rodimus_plus-fla": Outside(
+        "fla", "RodimusForCausalLM", outside.rodimus_fla, model_table(RODIMUS, SHARED_KEY, SWIGLU)
+    ),
+    "rodimus-codefuse": Outside(
+        "codefuse",
+        "RodimusForCausalLM",
+        outside.rodimus_codefuse,
+        model_table(RODIMUS, embedding_scale=6**0.5, **WIDE),
+    ),
+    "rodimus_plus-codefuse": Outside(
+        "codefuse", "RodimusForCausalLM", outside.rodimus_codefuse, model_table(RODIMUS, SHARED_KEY, SWIGLU, **WIDE)
+    ),
+    "llama": Outside("transformers", "LlamaForCausalLM", outside.llama, model_table(SOFTMAX, SWIGLU)),
+}
+NAMES = list(MODELS)
+
+
+def random_model(config: ModelConfig, *, noise: float = 0.1, seed: int = 0) -> LanguageModel:
+    """Filled in fp32, with every norm, bias and bound off its initial value."""
+    model = build(config, dtype=torch.float32, seed=seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            rows = parameter[: config.vocab_size] if name in ("embedding.weight", "head.weight") else parameter
+            rows.add_(noise * torch.randn(rows.shape, generator=generator))
+    return model
+
+
+def write_run(
+    folder: Path, table: dict[str, Any], *, tokenizer: str | None = None, noise: float = 0.1
+) -> LanguageModel:
+    """A run folder of a random model with a checkpoint of step 3, as training leaves it; returns the model."""
+    data = {"train": ["shard"], "sequence_length": SEQUENCE_LENGTH, "tokenizer": tokenizer}
+    train = {"steps": 3, "global_batch_size": 1, "micro_batch_size": 1}
+    config = parse(RunConfig, {"model": table, "data": data, "train": train, "optimizer": {"lr": 1e-3}}, "run")
+    assert isinstance(config.model, ModelConfig)
+    model = random_model(config.model, noise=noise)
+    tensors = dict(weights(model)) | {f"{OPTIMIZER_PREFIX}state.embedding.weight.step": torch.tensor(3.0)}
+    state = {"step": 3, "order": {}, "config": config.model_dump(mode="json")}
+    save(folder / "checkpoints", step=3, tensors=tensors, state=state)
+    (folder / "config.toml").write_text(dumps(config))
+    return model
+
+
+def read_run(folder: Path) -> LanguageModel:
+    """The model of a run folder, as evaluation and generation read it."""
+    config, checkpoint = open_run(folder)
+    assert isinstance(config.model, ModelConfig)
+    model = build(config.model, dtype=torch.float32, seed=9)
+    load(checkpoint, weights(model), ignore=(OPTIMIZER_PREFIX,))
+    return model
+
+
+def read_outside(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Every tensor of an exported folder, and its config.json."""
+    tensors: dict[str, Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= safetensors.torch.load_file(file)
+    return tensors, json.loads((folder / "config.json").read_text())
+
+
+def make_tokens() -> Tensor:
+    """[T] ids, the last of the vocabulary among them."""
+    tokens = torch.randint(0, VOCABULARY, (SEQUENCE_LENGTH,), generator=torch.Generator().manual_seed(5))
+    tokens[3] = VOCABULARY - 1
+    return tokens

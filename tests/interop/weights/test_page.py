@@ -1,0 +1,48 @@
+"""The tables of docs/interchange.md are those of the code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megalin.interop.weights.layout import CheckpointLayout, Link
+from megalin.interop.weights.layouts import LAYOUTS
+
+PAGE = Path(__file__).parents[3] / "docs/interchange.md"
+SECTIONS = {
+    "TransNormerLLM": [0],
+    "HGRN2 of flash-linear-attention": [1],
+    "Rodimus and Rodimus+ of flash-linear-attention": [2, 3],
+    "Rodimus and Rodimus+ of their authors": [4, 5],
+    "LLaMA of transformers": [6],
+}
+"""Title of each section and the layouts in it; a later one holds the tables of those before."""
+
+
+def row(link: Link) -> str:
+    """A line of a table."""
+    swapped = list(link.order) != sorted(link.order)
+    notes = [f"parts in the order {', '.join(map(str, link.order))}"] if swapped else []
+    notes += ["a dim of 1 behind the first"] if link.inner_one else []
+    notes += {"never": [], "ones": ["ones for a norm without weights"], "skip": ["where the model has it"]}[link.absent]
+    names = ", ".join(f"`{name}`" for name in link.theirs)
+    return f"| `{link.ours}` | {names} | {'; '.join(notes)} |"
+
+
+def rows(layout: CheckpointLayout) -> list[str]:
+    """The lines of a layout's table: the model's, then a block's."""
+    return [row(link) for link in (*layout.model, *layout.block)]
+
+
+@pytest.mark.parametrize("title", list(SECTIONS))
+def test_table_of_the_page_is_the_table_of_the_code(title: str):
+    text = PAGE.read_text(encoding="utf-8")
+    (section,) = re.findall(rf"^### {re.escape(title)}\n(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL)
+    written = [line for line in section.splitlines() if line.startswith("| `")]
+    assert written == rows(LAYOUTS[SECTIONS[title][-1]])
+
+
+def test_every_layout_is_on_the_page():
+    assert sorted(number for numbers in SECTIONS.values() for number in numbers) == list(range(len(LAYOUTS)))

@@ -1,0 +1,101 @@
+"""The commands, and what an imported run is good for: generation, evaluation, training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+
+from megalin.__main__ import main
+from megalin.checkpoint.tensors import weights
+from megalin.data.tokenizers.tokenizer import END_OF_DOCUMENT, BytePairTrainer
+from megalin.train.open_run import open_run
+from tests.interop.weights.models import MODELS, SOFTMAX, SWIGLU, VOCABULARY, model_table, read_run, write_run
+from tests.model_runs import steps_saved, write_config
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    """A byte-level BPE of fewer ids than the models have."""
+    trainer = BytePairTrainer(VOCABULARY - 5).train(["the cat and the dog and the bird sat on the mat " * 3])
+    trainer.save(tmp_path / "bpe.json")
+    return tmp_path / "bpe.json"
+
+
+def _say(*arguments: Any) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def test_export_and_import_carry_the_tokenizer(tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    write_run(tmp_path / "run", MODELS["rodimus-codefuse"].table, tokenizer=str(tokenizer))
+    assert _say("export", "hf", tmp_path / "run", tmp_path / "out", "--format", "codefuse") == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'out'}: RodimusForCausalLM (codefuse)\n"
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    end = tokenizers.Tokenizer.from_file(str(tokenizer)).token_to_id(END_OF_DOCUMENT)
+    generation = json.loads((tmp_path / "out/generation_config.json").read_text())
+    assert config["eos_token_id"] == generation["eos_token_id"] == end
+    about = json.loads((tmp_path / "out/tokenizer_config.json").read_text())
+    assert about == {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_DOCUMENT}
+    assert _say("import", "hf", tmp_path / "out", tmp_path / "back") == 0
+    said = capsys.readouterr().out
+    assert "RodimusForCausalLM (codefuse), " in said
+    assert "step 0" in said
+    assert "without a tokenizer" not in said
+    tokenizer.unlink()  # the imported run has its own
+    texts = []
+    for run in (tmp_path / "back", tmp_path / "back"):
+        assert _say("generate", run, "--prompt", "the cat", "--max-tokens", "8") == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("the cat")
+
+
+@pytest.mark.parametrize("spoiled", ["missing", "no end", "too large"])
+def test_a_tokenizer_that_runs_cannot_use_stays_behind(
+    spoiled: str, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    table = MODELS["llama"].table | ({"vocab_size": 260} if spoiled == "too large" else {})
+    write_run(tmp_path / "run", table)
+    assert _say("export", "hf", tmp_path / "run", tmp_path / "out") == 0
+    assert not (tmp_path / "out/generation_config.json").exists()
+    if spoiled != "missing":
+        text = tokenizer.read_text()
+        text = text.replace(END_OF_DOCUMENT, "</s>") if spoiled == "no end" else text
+        (tmp_path / "out/tokenizer.json").write_text(text)
+    assert _say("import", "hf", tmp_path / "out", tmp_path / "back") == 0
+    reasons = {"missing": "has no tokenizer.json", "no end": "has no token <|endoftext|>", "too large": "the model 260"}
+    assert f"without a tokenizer: {tmp_path / 'out'}" in (said := capsys.readouterr().out)
+    assert reasons[spoiled] in said
+    config, _ = open_run(tmp_path / "back")
+    assert config.data.tokenizer is None
+
+
+def test_a_user_sees_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert _say("import", "hf", tmp_path, tmp_path / "run") == 4
+    assert capsys.readouterr().err.startswith("CheckpointError: ")
+    assert _say("export", "hf", tmp_path, tmp_path / "out") == 2
+    assert "no such config file" in capsys.readouterr().err
+
+
+def test_training_starts_from_imported_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    table = model_table(SOFTMAX, SWIGLU, vocab_size=257)
+    model = write_run(tmp_path / "run", table)
+    assert _say("export", "hf", tmp_path / "run", tmp_path / "out") == 0
+    assert _say("import", "hf", tmp_path / "out", tmp_path / "back") == 0
+    write_config(tmp_path / "files")
+    data = tmp_path / "files/data"
+    validation = f"data.validation=['{data / 'validation'}']"
+    assert _say("eval", tmp_path / "back", validation, "data.sequence_length=36", "--json") == 0
+    before = json.loads(capsys.readouterr().out.splitlines()[-1])["loss"]
+    overrides = ["data.tokenizer=bytes", f"data.train=['{data / 'train'}']", validation, "data.sequence_length=36"]
+    overrides += ["train.steps=2", "train.global_batch_size=2", "optimizer.lr=1e-12", "optimizer.weight_decay=0.0"]
+    assert _say("train", tmp_path / "back/config.toml", *overrides, "--folder", tmp_path / "back") == 0
+    assert steps_saved(tmp_path / "back") == [0, 2]
+    for name, tensor in weights(read_run(tmp_path / "back")).items():
+        torch.testing.assert_close(tensor, weights(model)[name], rtol=0, atol=1e-6)
+    lines = [json.loads(line) for line in (tmp_path / "back/metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["evaluation_loss"] == pytest.approx(before, rel=1e-5)

@@ -1,0 +1,66 @@
+"""Causal attention against its definition: documents of known and unknown places, and windows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megalin.ops.attention.causal import causal_attention
+from megalin.ops.attention.softmax import softmax_attention_reference
+from megalin.ops.attention.window import window_attention_reference
+from megalin.ops.documents import WHOLE_ROWS, Documents, find_documents
+from tests.numerics import assert_close, outputs_and_gradients
+from tests.ops.attention.test_softmax import documents_of, make_inputs
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 16])
+def test_equals_the_definition(packed: bool, window: int | None):
+    inputs, ids = make_inputs(65, "as many"), documents_of(65) if packed else None
+    inputs["k"] = inputs["k"][:, :, :1].expand(-1, -1, 3, -1)
+
+    def definition(q, k, v):
+        if window is None:
+            return [softmax_attention_reference(q, k, v, document_ids=ids)]
+        return [window_attention_reference(q, k[:, :, 0], v, window=window, document_ids=ids)]
+
+    expected = outputs_and_gradients(definition, inputs)
+    expected["gradient.k"] = expected["gradient.k"].sum(2)
+    for documents in (Documents(ids), find_documents(ids)) if packed else (WHOLE_ROWS,):
+        actual = outputs_and_gradients(
+            lambda documents=documents, **x: [causal_attention(**x, documents=documents, window=window)], inputs
+        )
+        actual["gradient.k"] = actual["gradient.k"].sum(2)
+        assert_close(actual, expected, 1e-12)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 16])
+def test_the_last_tokens_ask_as_all_do(packed: bool, window: int | None):
+    inputs, documents = make_inputs(65), Documents(documents_of(65)) if packed else WHOLE_ROWS
+
+    def asked(q, k, v):
+        return [causal_attention(q[:, 40:], k, v, documents=documents, window=window)]
+
+    def all_ask(q, k, v):
+        return [causal_attention(q, k, v, documents=documents, window=window)[:, 40:]]
+
+    assert_close(outputs_and_gradients(asked, inputs), outputs_and_gradients(all_ask, inputs), 1e-12)
+
+
+def test_documents_are_their_starts_in_few_sizes():
+    ids = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 2, 2, 3]], dtype=torch.int32)
+    known = find_documents(ids)
+    assert known.ids is ids
+    assert known.offsets.tolist() == [0, 2, 5, 6, 7, 9, *[10] * 11]
+    assert known.offsets.dtype == torch.int32
+    assert known.sizes.tolist() == [6, 3]
+    assert find_documents(ids[:1]).offsets.tolist() == [0, 2, 5, 5, 5]
+    assert find_documents(ids[:1]).sizes.tolist() == [2, 3]
+    assert {len(find_documents(torch.arange(n)[None]).offsets) for n in range(2, 257)} == {5, 17, 65, 257}
+
+
+def test_rows_of_one_document_need_neither():
+    assert find_documents(torch.tensor([[4, 4, 4], [0, 0, 0]])) is WHOLE_ROWS
+    assert find_documents(torch.tensor([[7]])) is WHOLE_ROWS
+    assert find_documents(torch.tensor([[0, 1], [0, 0]])).offsets.tolist() == [0, 1, 2, 4, 4]

@@ -1,0 +1,124 @@
+"""Configurations on a chip without a measured table: what is timed, what is kept, and what wins."""
+
+import json
+import logging
+from typing import NamedTuple
+
+import pytest
+
+from megalin._triton.dispatch import tuning
+
+
+class Tile(NamedTuple):
+    chunk: int
+    warps: int
+
+
+RECORDED = Tile(64, 8)
+SMALL, FAST, BROKEN = Tile(16, 4), Tile(32, 4), Tile(128, 8)
+MILLISECONDS = {SMALL: 3.0, FAST: 1.0}
+
+
+@pytest.fixture
+def launches(monkeypatch, tmp_path):
+    """An unknown chip on which each launch is noted and takes its own time; the largest tile does not fit."""
+    noted = []
+
+    def milliseconds(call):
+        call()
+        return MILLISECONDS[noted[-1]]
+
+    monkeypatch.setenv("MEGALIN_CACHE", str(tmp_path / "new"))
+    monkeypatch.delenv("MEGALIN_TUNE", raising=False)
+    monkeypatch.setattr(tuning, "_found", {})
+    monkeypatch.setattr(tuning, "current_chip", lambda: "a chip 8.6 triton 3.6.0")
+    monkeypatch.setattr(tuning, "milliseconds", milliseconds)
+    monkeypatch.setattr(tuning.torch.cuda, "is_current_stream_capturing", lambda: False)
+    return noted
+
+
+def choose(launches, shape="128", candidates=(SMALL, BROKEN, FAST)):
+    def launch(tile):
+        launches.append(tile)
+        if tile == BROKEN:
+            raise RuntimeError("out of resource: shared memory")
+
+    return tuning.choose("scan", shape, RECORDED, candidates, launch)
+
+
+def restart():
+    tuning._found.clear()
+
+
+def test_the_measured_chip_takes_its_table_and_times_nothing(launches, monkeypatch):
+    monkeypatch.setattr(tuning, "current_chip", lambda: None)
+    assert choose(launches) == RECORDED
+    assert launches == []
+
+
+def test_another_chip_times_each_candidate_once_a_shape_class_and_takes_the_fastest(launches):
+    assert choose(launches) == FAST
+    assert launches == [SMALL, BROKEN, FAST]
+    assert choose(launches) == FAST
+    assert len(launches) == 3
+    choose(launches, shape="256")
+    assert len(launches) == 6
+
+
+def test_the_winner_is_kept_on_disk_by_chip(launches, monkeypatch):
+    choose(launches)
+    assert json.loads(tuning.cache_path().read_text()) == {"a chip 8.6 triton 3.6.0": {"scan 128": [32, 4]}}
+    restart()
+    assert choose(launches) == FAST
+    assert len(launches) == 3
+    monkeypatch.setattr(tuning, "current_chip", lambda: "another chip")
+    choose(launches)
+    assert len(launches) == 6
+    assert set(tuning.read_cache()) == {"a chip 8.6 triton 3.6.0", "another chip"}
+
+
+def test_a_kept_winner_that_is_no_candidate_any_more_is_searched_again(launches):
+    choose(launches)
+    restart()
+    assert choose(launches, candidates=(SMALL, BROKEN)) == SMALL
+    assert len(launches) == 5
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"a chip 8.6 triton 3.6.0": 3}'])
+def test_a_spoilt_file_is_told_and_searched_again(launches, caplog, text):
+    tuning.cache_path().parent.mkdir()
+    tuning.cache_path().write_text(text)
+    with caplog.at_level(logging.WARNING):
+        assert choose(launches) == FAST
+    assert "configurations are searched again" in caplog.text
+    assert tuning.read_cache()
+
+
+def test_a_folder_that_cannot_be_written_is_told(launches, caplog, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MEGALIN_CACHE", str(tmp_path / "file"))
+    with caplog.at_level(logging.WARNING):
+        assert choose(launches) == FAST
+    assert "searched again at the next start" in caplog.text
+
+
+def test_tuning_can_be_turned_off(launches, monkeypatch):
+    monkeypatch.setenv("MEGALIN_TUNE", "0")
+    assert choose(launches) == SMALL
+    assert launches == []
+
+
+def test_nothing_is_timed_while_a_graph_is_captured(launches, monkeypatch):
+    monkeypatch.setattr(tuning.torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert choose(launches) == SMALL
+    assert launches == []
+
+
+def test_where_no_candidate_runs_it_is_the_first_whose_launch_tells_why(launches):
+    assert choose(launches, candidates=(BROKEN,)) == BROKEN
+    assert not tuning.cache_path().exists()
+
+
+def test_the_search_is_bounded(launches):
+    with pytest.raises(AssertionError):
+        choose(launches, candidates=[Tile(n, 1) for n in range(tuning.MAX_CANDIDATES + 1)])

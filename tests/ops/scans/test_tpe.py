@@ -1,0 +1,217 @@
+"""The chunkwise TPE against its recurrence, values and every gradient."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalin.errors import KernelError
+from megalin.ops.scans.tpe import tpe, tpe_recurrent, tpe_step
+from tests.numerics import Tensors, assert_close, errors, outputs_and_gradients, relative_error
+from tests.ops.kernels import assert_as_good_as_the_reference
+from tests.ops.scans.test_fixed_decay import BOUNDARIES, documents_of
+
+BATCH, WIDTH = 2, 5
+BOUND = 1e-12
+DECAYS = {"none": (0.0, 0.0, 0.0), "mild": (-0.001, -0.05, -0.7), "strong": (-3.0, -20.0, -500.0)}
+
+
+def make_inputs(length: int, decay: str = "mild", dtype: torch.dtype = torch.float64) -> Tensors:
+    generator = torch.Generator().manual_seed(length)
+    wide, num_decays = torch.promote_types(dtype, torch.float32), len(DECAYS[decay])
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    return {
+        "x": draw(BATCH, length, WIDTH).to(dtype),
+        "coefficients": draw(WIDTH, num_decays).to(wide),
+        "log_decay": torch.tensor(DECAYS[decay], dtype=wide),
+        "state": draw(BATCH, WIDTH, num_decays).to(wide),
+    }
+
+
+@lru_cache
+def recurrent(length: int, decay: str) -> Tensors:
+    return outputs_and_gradients(tpe_recurrent, make_inputs(length, decay))
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
+@pytest.mark.parametrize("chunk_size", [16, 64])
+def test_chunkwise_equals_recurrent(length: int, decay: str, chunk_size: int):
+    actual = outputs_and_gradients(lambda **x: tpe(chunk_size=chunk_size, **x), make_inputs(length, decay))
+    assert_close(actual, recurrent(length, decay), BOUND)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 65, 66, 4096])
+def test_any_chunk_size_gives_the_same(chunk_size: int):
+    actual = outputs_and_gradients(lambda **x: tpe(chunk_size=chunk_size, **x), make_inputs(65))
+    assert_close(actual, recurrent(65, "mild"), BOUND)
+
+
+def test_the_recurrence_is_a_convolution_with_sums_of_powers():
+    """tau_{c, i} = sum_k B[c, k] lambda_k^i, written out for one row."""
+    inputs = make_inputs(20)
+    del inputs["state"]
+    x, coefficients, decay = inputs["x"], inputs["coefficients"], inputs["log_decay"].exp()
+    expected = torch.zeros_like(x)
+    for t in range(20):
+        for s in range(t + 1):
+            expected[:, t] += (coefficients * decay ** (t - s)).sum(-1) * x[:, s]
+    assert relative_error(tpe_recurrent(**inputs).output, expected) <= BOUND
+    assert relative_error(tpe(**inputs, chunk_size=16).output, expected) <= BOUND
+
+
+@pytest.mark.parametrize("form", [tpe, tpe_recurrent])
+def test_no_state_means_zeros(form):
+    inputs = make_inputs(65)
+    expected = outputs_and_gradients(form, inputs | {"state": torch.zeros_like(inputs["state"])})
+    del inputs["state"], expected["gradient.state"]
+    assert_close(outputs_and_gradients(form, inputs), expected, BOUND)
+
+
+def test_state_carries_a_sequence_over_a_cut():
+    inputs = make_inputs(150)
+    whole = tpe(**inputs)
+    for cut in (1, 63, 64, 65, 149):
+        first = tpe(**(inputs | {"x": inputs["x"][:, :cut]}))
+        second = tpe(**(inputs | {"x": inputs["x"][:, cut:], "state": first.state}))
+        assert relative_error(torch.cat([first.output, second.output], dim=1), whole.output) <= BOUND
+        assert relative_error(second.state, whole.state) <= BOUND
+
+
+def test_steps_equal_the_scan():
+    inputs = make_inputs(65)
+    expected, state, outputs = tpe(**inputs), inputs["state"], []
+    for t in range(65):
+        output, state = tpe_step(inputs["x"][:, t], inputs["coefficients"], inputs["log_decay"], state)
+        outputs.append(output)
+    assert relative_error(torch.stack(outputs, dim=1), expected.output) <= BOUND
+    assert relative_error(state, expected.state) <= BOUND
+
+
+def separate_documents(x, coefficients, log_decay, state, documents):
+    """Each document by the recurrence alone; the first one continues the state."""
+    rows, states = [], []
+    for row, ids in enumerate(documents):
+        _, lengths = ids.unique_consecutive(return_counts=True)
+        parts, memory = [], state[row : row + 1]
+        for index, piece in enumerate(x[row : row + 1].split(lengths.tolist(), dim=1)):
+            output, memory = tpe_recurrent(piece, coefficients, log_decay, state=None if index else memory)
+            parts.append(output)
+        rows.append(torch.cat(parts, dim=1))
+        states.append(memory)
+    return torch.cat(rows), torch.cat(states)
+
+
+@pytest.mark.parametrize("name", BOUNDARIES)
+def test_packed_documents_equal_separate_ones(name: str):
+    documents, inputs = documents_of(BOUNDARIES[name], 130), make_inputs(130)
+    expected = outputs_and_gradients(lambda **x: separate_documents(**x, documents=documents), inputs)
+    for chunk_size in (16, 64):
+        actual = outputs_and_gradients(lambda c=chunk_size, **x: tpe(document_ids=documents, chunk_size=c, **x), inputs)
+        assert_close(actual, expected, BOUND)
+    assert_close(outputs_and_gradients(lambda **x: tpe_recurrent(document_ids=documents, **x), inputs), expected, BOUND)
+
+
+@pytest.mark.parametrize("boundary", [15, 16, 17, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_contents_of_one_document_do_not_move_bits_of_the_next(boundary: int, dtype: torch.dtype):
+    inputs, documents = make_inputs(65, dtype=dtype), documents_of(((boundary,), (boundary,)), 65)
+    results = []
+    for scale in (1.0, -3.0):
+        changed = inputs | {
+            "x": torch.cat([inputs["x"][:, :boundary] * scale, inputs["x"][:, boundary:]], dim=1),
+            "state": inputs["state"] * scale,
+        }
+
+        def second_document(**x: Tensor) -> list[Tensor]:
+            result = tpe(document_ids=documents, chunk_size=16, **x)
+            return [result.output[:, boundary:], result.state]
+
+        results.append(outputs_and_gradients(second_document, changed))
+    for name, tensor in results[0].items():
+        assert torch.equal(tensor, results[1][name]), name
+    assert results[0]["gradient.x"][:, :boundary].eq(0).all()
+    assert results[0]["gradient.x"][:, boundary:].ne(0).any()
+    assert results[0]["gradient.state"].eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_low_precision_errs_at_most_twice_as_much_as_the_recurrence(dtype: torch.dtype, decay: str):
+    low = make_inputs(200, decay, dtype)
+    truth = outputs_and_gradients(tpe_recurrent, {name: x.double() for name, x in low.items()})
+    allowed = errors(outputs_and_gradients(tpe_recurrent, low), truth)
+    found = errors(outputs_and_gradients(tpe, low), truth)
+    # Besides, one rounding of fp32: states and what flows through them are kept in it.
+    assert not {n: (error, allowed[n]) for n, error in found.items() if not error <= 2.0 * allowed[n] + 2**-23}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_outputs_keep_the_dtype_and_states_are_wide(dtype: torch.dtype):
+    for form in (tpe, tpe_recurrent):
+        result = form(**make_inputs(20, dtype=dtype))
+        assert result.output.dtype == dtype
+        assert result.state.dtype == torch.promote_types(dtype, torch.float32)
+
+
+def assert_kernel_right(inputs: Tensors, documents: Tensor | None = None) -> None:
+    """The kernels round a state at every token, as the recurrence does; both against it in fp64."""
+    assert_as_good_as_the_reference(
+        lambda **x: tpe(document_ids=documents, backend="triton", **x),
+        lambda **x: tpe_recurrent(document_ids=documents, **x),
+        inputs,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("length", [1, 64, 65, 130])
+def test_the_kernels_are_as_good_as_the_recurrence(length: int, decay: str, dtype: torch.dtype):
+    """Up to three segments of 64 tokens, with a state before them and a gradient of the one after."""
+    assert_kernel_right(make_inputs(length, decay, dtype))
+
+
+@pytest.mark.parametrize("name", BOUNDARIES)
+def test_the_kernels_keep_packed_documents_apart(name: str):
+    assert_kernel_right(make_inputs(130, dtype=torch.float32), documents_of(BOUNDARIES[name], 130))
+
+
+def test_the_kernels_take_channels_of_a_wider_tensor_and_any_number_of_decays():
+    inputs = {"x": torch.randn(2, 20, 26), "coefficients": torch.randn(13, 9), "log_decay": -torch.rand(9)}
+
+    def run(function, x: Tensor, **others) -> list[Tensor]:
+        return [function(x[..., 4:17], **others).output]
+
+    assert_as_good_as_the_reference(
+        lambda **x: run(tpe, **x, backend="triton"), lambda **x: run(tpe_recurrent, **x), inputs
+    )
+
+
+def test_a_slow_decay_does_not_drift_with_the_distance():
+    """exp(-1/532) rounds to fp32 with an error of 3e-8, which a segment of 64 tokens would make 2e-6."""
+    inputs = {"x": torch.zeros(1, 200, 1), "coefficients": torch.ones(1, 1), "log_decay": torch.tensor([-1 / 532])}
+    inputs["x"][0, 0] = 1.0
+    found = tpe(**inputs, backend="triton").output[0, :, 0].double()
+    expected = torch.exp(torch.arange(200) * inputs["log_decay"].double())
+    assert ((found - expected).abs() / expected).max() <= 6e-7
+
+
+def test_equal_calls_of_the_kernels_give_the_same_bits():
+    inputs = make_inputs(130, dtype=torch.float32)
+    first, second = (outputs_and_gradients(lambda **x: tpe(backend="triton", **x), inputs) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_what_the_kernels_do_not_take_is_refused():
+    inputs = make_inputs(20)
+    with pytest.raises(KernelError, match=r"does not take dtypes torch\.float64, torch\.float64 and torch\.float64"):
+        tpe(**inputs, backend="triton")
+    many = {"coefficients": torch.ones(5, 300), "log_decay": torch.zeros(300)}
+    with pytest.raises(KernelError, match="does not take 300 decays, above 256"):
+        tpe(torch.ones(1, 3, 5), **many, backend="triton")

@@ -1,0 +1,211 @@
+"""Products beside copies of the stream: values and gradients of one process, on any number of ranks."""
+
+from __future__ import annotations
+
+import socket
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalin.errors import ConfigError
+from megalin.parallel import async_tensor_parallel
+from megalin.parallel import mesh as meshes
+from megalin.parallel.async_tensor_parallel import (
+    SHORT_MATMUL,
+    AsyncTPBuffers,
+    all_gather_matmul,
+    matmul_reduce_scatter,
+    open_async_tp_buffers,
+)
+from megalin.parallel.collectives import Axis
+from megalin.parallel.mesh import ParallelConfig, check_device
+from megalin.parallel.symmetric_memory import OpenMemory
+from tests.model_runs import checkpoint_tensors, train_here, write_config
+from tests.numerics import Tensors, assert_close, errors
+from tests.parallel.on_ranks import Arrays, to_arrays, to_tensors
+from tests.parallel.shared_memory import SharedMemory, stream_copies
+from tests.ranks import run_ranks
+
+WIDTH, TOKENS = 6, 12
+
+
+def sample(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def inputs(batch: int, channels: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The stream, weights up [channels, WIDTH] and down [WIDTH, channels], and the gradient of the result."""
+    shapes = ((batch, TOKENS, WIDTH), (channels, WIDTH), (WIDTH, channels), (batch, TOKENS, WIDTH))
+    x, up, down, dy = (sample(*shape, seed=seed) for seed, shape in enumerate(shapes))
+    return x, up, down / channels**0.5, dy
+
+
+def layer(x: Tensor, up: Tensor, down: Tensor, axis: Axis | None) -> Tensor:
+    """x + down(up(x)^2), twice: an op's memory is written again."""
+    for _ in range(2):
+        hidden = x @ up.t() if axis is None else all_gather_matmul(x, up, axis)
+        hidden = hidden.square()
+        x = x + (hidden @ down.t() if axis is None else matmul_reduce_scatter(hidden, down, axis))
+    return x
+
+
+def on_ranks(folder: Path, batch: int, channels: int, compiled: bool, dtype: torch.dtype = torch.float64) -> Arrays:
+    group = dist.group.WORLD
+    assert group is not None
+    axis = Axis("tp", group.size(), group.rank(), group.group_name)
+    copies = stream_copies(folder)(torch.device("cpu"), group=group, timeout=None)
+    x, up, down, dy = inputs(batch, channels)
+    x, dy = (whole.chunk(axis.size, 1)[axis.rank] for whole in (x, dy))
+    up, down = up.chunk(axis.size, 0)[axis.rank], down.chunk(axis.size, 1)[axis.rank]
+    leaves = [leaf.detach().to(dtype, copy=True).requires_grad_() for leaf in (x, up, down)]
+    run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+    y = run(*leaves, axis)
+    y.backward(dy.to(dtype))
+    del copies
+    found = {name: leaf.grad for name, leaf in zip(("dx", "dup", "ddown"), leaves, strict=True)}
+    return to_arrays({name: tensor.double() for name, tensor in {"y": y, **found}.items()})
+
+
+def on_one_process(batch: int, channels: int, dtype: torch.dtype) -> Tensors:
+    x, *weights, dy = (tensor.to(dtype) for tensor in inputs(batch, channels))
+    leaves = [leaf.requires_grad_() for leaf in (x, *weights)]
+    y = layer(*leaves, None)
+    y.backward(dy)
+    found = {"y": y, **{name: leaf.grad for name, leaf in zip(("dx", "dup", "ddown"), leaves, strict=True)}}
+    return {name: tensor.detach().double() for name, tensor in found.items()}
+
+
+def part_of(whole: Tensors, size: int, rank: int) -> Tensors:
+    dims = {"y": 1, "dx": 1, "dup": 0, "ddown": 1}
+    return {name: tensor.chunk(size, dims[name])[rank] for name, tensor in whole.items()}
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("batch", "channels", "compiled"),
+    [(1, 12, False), (2, 24, False), (3, 12, True), (2, 12 * SHORT_MATMUL, False)],
+)
+def test_values_and_gradients_are_those_of_one_process(tmp_path, world_size, batch, channels, compiled):
+    expected = on_one_process(batch, channels, torch.float64)
+    for rank, found in enumerate(run_ranks(world_size, on_ranks, tmp_path, batch, channels, compiled)):
+        assert_close(to_tensors(found), part_of(expected, world_size, rank), 1e-13)
+
+
+def test_bf16_has_at_most_twice_the_error_of_one_process(tmp_path):
+    """Where sequences that lie apart are multiplied in batches."""
+    truth, reference = (on_one_process(3, 256, dtype) for dtype in (torch.float64, torch.bfloat16))
+    for rank, found in enumerate(run_ranks(2, on_ranks, tmp_path, 3, 256, False, torch.bfloat16)):
+        own = part_of(truth, 2, rank)
+        bounds = errors(part_of(reference, 2, rank), own)
+        for name, error in errors(to_tensors(found), own).items():
+            assert error <= 2 * bounds[name], (name, error, bounds[name])
+
+
+def test_streams_of_all_shapes_share_memory(tmp_path):
+    opened: list[int] = []
+
+    def open_memory(numel: int, dtype: torch.dtype) -> OpenMemory:
+        opened.append(numel)
+        (here := tmp_path / str(numel)).mkdir()
+        return OpenMemory(SharedMemory(here, 0, 2, numel, dtype), torch.empty(0))
+
+    copies = AsyncTPBuffers("alone", 0, 2, open_memory, timeout=timedelta(seconds=1))
+    for length in (8, 2, 8, 10, 14, 16, 40):
+        copies.exchange(torch.Size((1, length, 4)), torch.float32)
+    assert opened == [64, 128, 320]
+
+
+def gather_often(folder: Path) -> list[float]:
+    """All-gathers that follow each other, with rank 1 slow to read what came: what its products were of."""
+    group = dist.group.WORLD
+    assert group is not None
+    axis = Axis("tp", group.size(), group.rank(), group.group_name)
+    copies = stream_copies(folder)(torch.device("cpu"), group=group, timeout=None)
+    product = async_tensor_parallel._matmul
+
+    def late(*arguments: Any, **options: Any) -> Tensor:
+        time.sleep(0.05 * axis.rank)
+        return product(*arguments, **options)
+
+    with patch.object(async_tensor_parallel, "_matmul", late):
+        found = [all_gather_matmul(torch.full((1, 2, 3), float(turn)), torch.eye(3), axis) for turn in range(4)]
+    assert copies.size == axis.size
+    return [turn.mean().item() for turn in found]
+
+
+def test_tokens_are_not_written_over_while_a_rank_reads_them(tmp_path):
+    assert run_ranks(2, gather_often, tmp_path) == [[0.0, 1.0, 2.0, 3.0]] * 2
+
+
+def train_by_copies(config: Path, folder: Path, *overrides: str) -> None:
+    with patch.object(meshes, "open_async_tp_buffers", stream_copies(folder / "memory")):
+        train_here(config, folder, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides"),
+    [
+        (4, ["parallel.cp=2", "train.recompute=true"]),
+        (4, ["parallel.pp=2"]),
+        (4, ["parallel.shard=2"]),
+    ],
+    ids=["cp2", "pp2", "dp2"],
+)
+def test_runs_by_copies_lose_what_runs_by_collectives_lose(tmp_path, world_size, overrides):
+    """On tp 2, with packed documents, over several steps, with an evaluation and a checkpoint."""
+    config = write_config(tmp_path, train={"steps": 4, "evaluate_every_steps": 2})
+    overrides = ["parallel.tp=2", "parallel.sequence_parallel=true", *overrides]
+    by_collectives, by_copies = tmp_path / "collectives", tmp_path / "copies"
+    run_ranks(world_size, train_here, config, by_collectives, 'parallel.tp_overlap="none"', *overrides)
+    run_ranks(world_size, train_by_copies, config, by_copies, *overrides)
+    expected = checkpoint_tensors(by_collectives)
+    assert_close(checkpoint_tensors(by_copies), expected, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({"tp": 2}, 'tp_overlap = "symmetric_memory" without sequence_parallel'),
+        (
+            {"tp": 2, "sequence_parallel": True, "pp": 2, "pp_schedule": "zero_bubble"},
+            'tp_overlap = "symmetric_memory" with pp_schedule = "zero_bubble"',
+        ),
+    ],
+    ids=["whole_stream", "zero_bubble"],
+)
+def test_settings_that_cannot_copy_are_refused(axes, message):
+    with pytest.raises(ValueError, match=message):
+        ParallelConfig(tp_overlap="symmetric_memory", **axes)
+    assert not ParallelConfig(**axes).may_use_async_tp
+
+
+def test_ranks_without_copy_engines_are_told_before_they_begin():
+    config = ParallelConfig(tp=2, sequence_parallel=True, tp_overlap="symmetric_memory")
+    with pytest.raises(
+        ConfigError, match=r'tp_overlap = "symmetric_memory" needs .* GPUs, but the ranks compute on cpu; use "auto"'
+    ):
+        check_device(config, "cpu")
+
+
+def why_none(host: str) -> str:
+    """What a rank hears of copies between GPUs that no rank has, where ranks are on hosts of such names."""
+    group = dist.group.WORLD
+    assert group is not None
+    with patch.object(socket, "gethostname", lambda: host.format(rank=dist.get_rank())):
+        found = open_async_tp_buffers(torch.device("cuda"), group=group, timeout=timedelta(seconds=1))
+    assert isinstance(found, str), found
+    return found
+
+
+def test_every_rank_hears_why_there_are_no_copies():
+    assert run_ranks(2, why_none, "host{rank}") == ["the ranks of the axis are on 2 hosts"] * 2
+    first, second = run_ranks(2, why_none, "host")
+    assert first == second
+    assert "symmetric memory fails on rank 0" in first

@@ -1,0 +1,215 @@
+"""Tensors that travel by copies into a neighbour's memory: in order, none lost, and the bits of sends and receives."""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import schedules
+
+from megalin.__main__ import main
+from megalin.errors import ConfigError
+from megalin.model.pipeline_partition import interleaved_order
+from megalin.parallel import pipeline_parallel
+from megalin.parallel.p2p_copies import SLOTS, P2PChannels, open_channels
+from tests.model_runs import checkpoint_tensors, metrics, model_table, train_here, write_config
+from tests.parallel.shared_memory import SharedMemory
+from tests.ranks import RankFailedError, run_ranks
+
+SHAPE = (2, 3)
+SECOND = timedelta(seconds=1)
+
+
+def ends(folder: Path, *, lines: int = 1) -> list[P2PChannels]:
+    """Both ranks' views of a memory of two, in this process."""
+    numel = lines * SLOTS * torch.Size(SHAPE).numel()
+    memories = [SharedMemory(folder, rank, 2, numel, torch.float32) for rank in range(2)]
+    return [P2PChannels(memory, rank, SHAPE, torch.float32, timeout=SECOND) for rank, memory in enumerate(memories)]
+
+
+def sent(number: float) -> torch.Tensor:
+    return torch.full(SHAPE, number)
+
+
+def received(receiver: Any) -> float:
+    into = torch.empty(SHAPE, requires_grad=True)  # as the engine's buffers are
+    receiver.receive(into)
+    assert (into == into[0, 0]).all()
+    return into[0, 0].item()
+
+
+def test_tensors_arrive_in_the_order_in_which_they_were_sent(tmp_path):
+    first, second = ends(tmp_path)
+    sender, receiver = first.sender(1, 0), second.receiver(0, 0)
+    for number in range(3 * SLOTS):
+        sender.send(sent(number))
+        if number >= SLOTS - 1:
+            assert received(receiver) == number - SLOTS + 1
+
+
+def test_lines_do_not_touch_each_other(tmp_path):
+    """There and back, two lines each way."""
+    first, second = ends(tmp_path, lines=2)
+    ways = [(one.sender(to, line), other.receiver(source, line)) for one, other, source, to in
+            ((first, second, 0, 1), (second, first, 1, 0)) for line in range(2)]  # fmt: skip
+    for turn in range(2 * SLOTS):
+        for number, (sender, _) in enumerate(ways):
+            sender.send(sent(10 * turn + number))
+        assert [received(receiver) for _, receiver in ways] == [10 * turn + number for number in range(4)]
+
+
+def test_a_slot_that_was_not_read_is_not_written(tmp_path):
+    first, second = ends(tmp_path)
+    sender, receiver = first.sender(1, 0), second.receiver(0, 0)
+    for number in range(SLOTS):
+        sender.send(sent(number))
+    with pytest.raises(RuntimeError, match="launch failure"):
+        sender.send(sent(SLOTS))
+    assert received(receiver) == 0
+
+
+def test_nothing_is_received_before_it_was_sent(tmp_path):
+    with pytest.raises(RuntimeError, match="launch failure"):
+        received(ends(tmp_path)[1].receiver(0, 0))
+
+
+def train_by_copies(config: Path, folder: Path, *overrides: str) -> int:
+    """A run whose stages' memory is a shared file; how many tensors were sent beside it in the steps."""
+    number = 0
+
+    def lines(num_lines: int, shape: tuple[int, ...], dtype: torch.dtype, device: Any, *, group: Any, **_: Any) -> Any:
+        nonlocal number
+        column = dist.get_rank() % (dist.get_world_size() // group.size())
+        here = folder / f"memory-{number}-{column}"
+        number += 1
+        if group.rank() == 0:
+            here.mkdir(parents=True)
+        dist.barrier(group)
+        numel = num_lines * SLOTS * torch.Size(shape).numel()
+        memory = SharedMemory(here, group.rank(), group.size(), numel, dtype)
+        return P2PChannels(memory, group.rank(), shape, dtype, timeout=timedelta(seconds=20))
+
+    beside = 0
+    engine = schedules._batch_p2p
+
+    def counted(ops: list[dist.P2POp], *args: Any, **options: Any) -> Any:
+        nonlocal beside
+        beside += sum(op.tensor.dim() == 3 for op in ops)
+        return engine(ops, *args, **options)
+
+    with patch.object(pipeline_parallel, "open_channels", lines), patch.object(schedules, "_batch_p2p", counted):
+        train_here(config, folder, *overrides)
+    assert number > 0
+    return beside
+
+
+INTERLEAVED = ('parallel.pp_schedule="interleaved"', "parallel.pp_stages_per_rank=2")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides"),
+    [
+        (2, ["parallel.pp=2"]),
+        (4, ["parallel.pp=4"]),
+        (2, ["parallel.pp=2", *INTERLEAVED]),
+        (4, ["parallel.pp=2", "parallel.tp=2", "parallel.sequence_parallel=true", *INTERLEAVED]),
+        (4, ["parallel.pp=2", "parallel.cp=2"]),
+        pytest.param(
+            2,
+            ["parallel.pp=2", 'parallel.pp_schedule="zero_bubble"', "parallel.pp_stages_per_rank=2"],
+            marks=pytest.mark.skipif(torch.__version__ < (2, 13), reason="refused before torch 2.13"),
+        ),
+    ],
+    ids=["pp2", "pp4", "interleaved", "interleaved_tp2", "cp2", "zero_bubble"],
+)
+def test_a_run_by_copies_has_the_bits_of_one_that_sends(tmp_path, world_size, overrides):
+    table = model_table()
+    config = write_config(tmp_path, model={"layers": table["layers"] * 2}, train={"micro_batch_size": 1, "steps": 4})
+    by_send, by_copy = tmp_path / "send", tmp_path / "copy"
+    run_ranks(world_size, train_here, config, by_send, 'parallel.pp_transfer="p2p"', *overrides)
+    assert run_ranks(world_size, train_by_copies, config, by_copy, *overrides) == [0] * world_size
+    assert metrics(by_copy) == metrics(by_send)
+    expected = checkpoint_tensors(by_send)
+    for name, tensor in checkpoint_tensors(by_copy).items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def why_not(host: str) -> P2PChannels | str:
+    """What a rank hears of lines between GPUs that no rank has, where ranks are on hosts of such names."""
+    with patch.object(socket, "gethostname", lambda: host.format(rank=dist.get_rank())):
+        return open_channels(2, SHAPE, torch.float32, torch.device("cuda"), group=dist.group.WORLD, timeout=SECOND)
+
+
+def test_where_memory_is_not_shared_every_rank_hears_why():
+    assert run_ranks(2, why_not, "host{rank}") == ["the ranks of the axis are on 2 hosts"] * 2
+    here, there = run_ranks(2, why_not, "host")
+    assert here == there
+    assert "torch's symmetric memory fails on rank 0 of the axis: " in here
+
+
+def test_copies_on_cpus_are_refused(tmp_path):
+    config = write_config(tmp_path, train={"micro_batch_size": 1})
+    overrides = ["parallel.pp=2", 'parallel.pp_transfer="symmetric_memory"']
+    with pytest.raises(
+        RankFailedError,
+        match=r'pp_transfer = "symmetric_memory" needs .* GPUs, but the ranks compute on cpu; use "auto"',
+    ):
+        run_ranks(2, train_here, config, tmp_path / "run", *overrides)
+    assert not (tmp_path / "run").exists()
+
+
+def test_verify_refuses_copies_before_it_starts_its_ranks(capsys):
+    assert (
+        main(["verify", "transnormerllm-1b-64k", "--pp", "2", "--pp-transfer", "symmetric_memory"])
+        == ConfigError.exit_code
+    )
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith('ConfigError: parallel.pp_transfer = "symmetric_memory" needs the copy engines of GPUs')
+
+
+def program(rank: int, num_ranks: int, stages: int, count: int) -> list[tuple[str, tuple[int, bool]]]:
+    """What a rank takes from lines and puts on them in a step, in order; a line is (its receiver, backward)."""
+    last = num_ranks * stages - 1
+    if stages == 1:
+        ahead = num_ranks - rank
+        forwards, backwards = [(rank, False)] * count, [(rank, True)] * count
+        order = forwards[:ahead]
+        for index, backward in enumerate(backwards):
+            order += [backward, *forwards[ahead + index : ahead + index + 1]]
+    else:
+        order = [(each.stage, each.backward) for each in interleaved_order(rank, num_ranks, stages, count)]
+    events: list[tuple[str, tuple[int, bool]]] = []
+    for stage, backward in order:
+        before, after = (stage + 1, stage - 1) if backward else (stage - 1, stage + 1)
+        if 0 <= before <= last:
+            events.append(("take", (stage, backward)))
+        if 0 <= after <= last:
+            events.append(("put", (after, backward)))
+    return events
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("rounds", [1, 2, 7])
+def test_no_schedule_waits_for_itself(num_ranks, stages, rounds):
+    """Even where a rank computes nothing until what it sent before has found a free slot."""
+    programs = [program(rank, num_ranks, stages, rounds * num_ranks) for rank in range(num_ranks)]
+    places, waiting = [0] * num_ranks, Counter[tuple[int, bool]]()
+    moved = True
+    while moved:
+        moved = False
+        for rank, events in enumerate(programs):
+            while places[rank] < len(events):
+                what, line = events[places[rank]]
+                if waiting[line] == (SLOTS if what == "put" else 0):
+                    break
+                waiting[line] += 1 if what == "put" else -1
+                places[rank], moved = places[rank] + 1, True
+    assert places == [len(events) for events in programs]

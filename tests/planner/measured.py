@@ -1,0 +1,168 @@
+"""What was measured on H200 (docs/benchmarks/), and what the planner says of it; run as a module: the table of
+docs/planner.md."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from megalin.model.presets import load_preset
+from megalin.parallel.mesh import ParallelConfig
+from megalin.planner.estimate import Estimate, Estimator
+from megalin.planner.hardware import CHIPS
+from megalin.planner.workload import ParallelLayout, Workload
+
+
+class Measured(NamedTuple):
+    """Peak of allocated memory and median step of a run of tools/benchmark_train.py with --compile; where a page has
+    the same of several machines, the median of those."""
+
+    preset: str
+    batch: int
+    """Samples of a micro-batch."""
+    length: int
+    peak_gib: float
+    step_seconds: float
+    axes: str = ""
+    dp: int = 1
+    micro_batches: int = 1
+    vocab_size: int | None = None
+    recompute: bool = False
+    cuda_graphs: bool = False
+    """Started by one call, so that the host's part of the plan does not count."""
+    stages: tuple[int, ...] = ()
+    """Sub-layers of each stage of a pipeline, as it was cut when it ran."""
+    stream: Literal["whole", "none", "symmetric_memory"] = "whole"
+    """whole: no sequence parallelism; else its parallel.tp_overlap."""
+    alone: bool = False
+    """One rank whose collectives copy its own tensors: it waits for nothing."""
+
+    def name(self) -> str:
+        """The row in words."""
+        parts = [f"{self.micro_batches} x {self.batch} x {self.length}", self.axes, "recompute" * self.recompute]
+        parts += [
+            {"whole": "", "none": "split by collectives", "symmetric_memory": "split, beside copies"}[self.stream],
+            "CUDA graph" * self.cuda_graphs,
+            "one rank alone" * self.alone,
+            " + ".join(map(str, self.stages)) + " sub-layers" * bool(self.stages),
+        ]
+        return ", ".join([self.preset, *filter(None, parts)]) + (f", dp {self.dp}" if self.dp > 1 else "")
+
+    def estimate(self) -> Estimate:
+        """What the planner says."""
+        model = load_preset(self.preset).model
+        if self.vocab_size is not None:
+            model = model.model_copy(update={"vocab_size": self.vocab_size})
+        axes: dict[str, Any] = {
+            name: int(size) for name, size in (axis.split() for axis in self.axes.split(", ") if axis)
+        }
+        if "pp_stages_per_rank" in axes:
+            axes["pp_schedule"] = "interleaved"
+        if self.stream != "whole":
+            axes |= {"sequence_parallel": True, "tp_overlap": self.stream}
+        layout = ParallelLayout(ParallelConfig(**axes), self.dp, self.batch, self.micro_batches, self.recompute)
+        samples = self.batch * self.micro_batches * self.dp
+        workload = Workload(model, self.length, samples, torch.bfloat16, True)
+        estimator = Estimator(workload, CHIPS["h200"])
+        if self.stages:
+            borders = itertools.pairwise([0, *itertools.accumulate(self.stages)])
+            estimator.cuts[layout.parallel.pp, len(self.stages)] = [range(start, end) for start, end in borders]
+        return estimator.estimate(layout, closely=True)
+
+    def compared(self) -> tuple[float, float]:
+        """GiB and seconds of the plan that stand beside the measured ones: peer memory is not the allocator's, and
+        what the run did not wait for does not count."""
+        memory, time = self.estimate()[1:3]
+        missing = self.cuda_graphs * time.host + self.alone * (time.exchanges + time.data_parallel)
+        return (memory.total - memory.symmetric_memory_bytes) / 2**30, time.total - missing
+
+
+ROWS = [
+    Measured("transnormerllm-1b-64k", 4, 8192, 55.0, 0.3442, vocab_size=50304),
+    Measured("tnl-1b", 4, 8192, 75.8, 0.4101),
+    Measured("hgrn2-1b", 4, 8192, 87.1, 0.454),
+    Measured("cosformer2-1b", 4, 8192, 88.3, 0.4735),
+    Measured("mamba2-1b", 4, 8192, 110.8, 0.6462),
+    Measured("rodimus-1.3b", 4, 8192, 119.6, 0.6599),
+    Measured("hgrn2-1b", 1, 32768, 88.8, 0.4350),
+    Measured("mamba2-1b", 1, 32768, 111.2, 0.6309),
+    Measured("rodimus-1.3b", 1, 32768, 119.6, 0.6338),
+    Measured("hgrn2-1b", 1, 65536, 82.9, 0.4362, "cp 2, zero 2", alone=True),
+    Measured("mamba2-1b", 1, 65536, 103.8, 0.6388, "cp 2, zero 2", alone=True),
+    Measured("rodimus-1.3b", 1, 65536, 112.0, 0.6224, "cp 2, zero 2", alone=True),
+    Measured("transnormerllm-1b-64k", 1, 65536, 51.0, 0.3635, "cp 2, zero 2", alone=True),
+    Measured("llama-1b", 4, 8192, 66.4, 0.5761),
+    Measured("llama-1b", 1, 32768, 19.3, 1.3487, recompute=True),
+    Measured("llama-1b", 1, 65536, 6.4, 1.2337, "cp 4", recompute=True),
+    Measured("llama-1b", 1, 262144, 13.9, 15.7987, "cp 4", recompute=True),
+    Measured("transnormerllm-1b-64k", 1, 32768, 55.8, 0.3625),
+    Measured("transnormerllm-1b-64k", 1, 65536, 48.2, 0.4042, "cp 2"),
+    Measured("transnormerllm-1b-64k", 1, 65536, 51.0, 0.3956, "cp 2, zero 2"),
+    Measured("transnormerllm-1b-64k", 1, 65536, 11.9, 0.5186, "cp 2", recompute=True),
+    Measured("transnormerllm-1b-64k", 1, 1048576, 90.0, 7.6229, "cp 2", recompute=True),
+    Measured("transnormerllm-1b-64k", 1, 131072, 45.4, 0.3960, "cp 4"),
+    Measured("transnormerllm-1b-64k", 1, 131072, 47.1, 0.3878, "cp 4, zero 2"),
+    Measured("transnormerllm-1b-64k", 1, 65536, 6.5, 0.2911, "cp 4", recompute=True),
+    Measured("transnormerllm-1b-64k", 1, 65536, 8.0, 0.2603, "cp 4, zero 2", recompute=True),
+    Measured("transnormerllm-1b-64k", 1, 262144, 14.1, 0.9791, "cp 4", recompute=True),
+    Measured("transnormerllm-1b-64k", 1, 1048576, 45.4, 3.7998, "cp 4", recompute=True),
+    Measured("transnormerllm-1b-64k", 1, 1048576, 49.7, 3.7878, "cp 4, zero 2", recompute=True),
+    Measured("transnormerllm-1b-64k", 1, 2883584, 118.5, 10.3402, "cp 4", recompute=True),
+    Measured("transnormerllm-1b-64k", 4, 8192, 45.3, 0.3824, dp=4),
+    Measured("transnormerllm-1b-64k", 4, 8192, 32.7, 0.2160, "tp 2"),
+    Measured("transnormerllm-1b-64k", 4, 8192, 30.6, 0.2292, "tp 2", stream="none"),
+    Measured("transnormerllm-1b-64k", 4, 8192, 28.6, 0.2069, "tp 2", stream="symmetric_memory"),
+    Measured("transnormerllm-1b-64k", 4, 8192, 32.7, 0.2138, "tp 2", cuda_graphs=True),
+    Measured("transnormerllm-1b-64k", 4, 8192, 28.6, 0.1977, "tp 2", stream="symmetric_memory", cuda_graphs=True),
+    Measured("transnormerllm-7b-64k", 2, 2048, 109.9, 0.3806, cuda_graphs=True),
+    Measured("transnormerllm-7b-64k", 1, 32768, 108.7, 2.9644, recompute=True),
+    Measured("transnormerllm-7b-64k", 1, 65536, 59.5, 3.1815, "cp 2", recompute=True),
+    Measured("transnormerllm-7b-64k", 1, 131072, 35.7, 3.1218, "cp 4", recompute=True),
+    Measured("transnormerllm-7b-64k", 1, 917504, 118.1, 20.7142, "cp 4", recompute=True),
+    Measured("transnormerllm-7b-64k", 2, 2048, 57.2, 0.2107, "tp 2", cuda_graphs=True),
+    Measured("transnormerllm-7b-64k", 2, 2048, 56.4, 0.2200, "tp 2", stream="none", cuda_graphs=True),
+    Measured("transnormerllm-7b-64k", 2, 2048, 55.2, 0.2039, "tp 2", stream="symmetric_memory", cuda_graphs=True),
+    Measured("transnormerllm-7b-64k", 2, 2048, 57.2, 0.2137, "tp 2"),
+    Measured("transnormerllm-7b-64k", 2, 2048, 56.4, 0.2228, "tp 2", stream="none"),
+    Measured("transnormerllm-7b-64k", 2, 2048, 55.2, 0.2292, "tp 2", stream="symmetric_memory"),
+    Measured("transnormerllm-7b-64k", 2, 2048, 30.7, 0.1180, "tp 4", cuda_graphs=True),
+    Measured("transnormerllm-7b-64k", 2, 2048, 30.6, 0.1643, "tp 4"),
+    Measured("transnormerllm-1b-64k", 2, 4096, 28.3, 98304 / 84622, micro_batches=12),
+    Measured("transnormerllm-1b-64k", 2, 4096, 23.1, 0.8392, "pp 2", micro_batches=16, stages=(18, 14)),
+    Measured(
+        "transnormerllm-1b-64k", 2, 4096, 17.7, 98304 / 66029 / 4, "pp 4", micro_batches=12, stages=(8, 10, 10, 4)
+    ),
+    Measured("transnormerllm-1b-64k", 2, 4096, 19.0, 1.1069, "pp 4", micro_batches=40, stages=(9, 9, 9, 5)),
+    Measured("transnormerllm-1b-64k", 2, 4096, 19.0, 2.1659, "pp 4", micro_batches=80, stages=(9, 9, 9, 5)),
+    Measured(
+        "transnormerllm-1b-64k",
+        2,
+        4096,
+        23.7,
+        2.2057,
+        "pp 4, pp_stages_per_rank 2",
+        micro_batches=80,
+        stages=(4, 4, 5, 3, 5, 5, 5, 1),
+    ),
+]
+
+
+def table() -> str:
+    """The rows as Markdown."""
+    lines = [
+        "| run | GiB measured | planned | error | ms measured | planned | error |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in ROWS:
+        peak, seconds = row.compared()
+        lines.append(
+            f"| {row.name()} | {row.peak_gib:.1f} | {peak:.1f} | {peak / row.peak_gib - 1:+.1%} "
+            f"| {row.step_seconds * 1e3:.0f} | {seconds * 1e3:.0f} | {seconds / row.step_seconds - 1:+.1%} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())

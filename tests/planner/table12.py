@@ -1,0 +1,377 @@
+"""TransNormerLLM's Table 12, memory by model parallel size, from the planner's traces and parameter counts and stated
+assumptions about the paper's system; run as a module: the tables of docs/planner.md."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megalin.model.config import ModelConfig
+from megalin.model.presets import load_preset
+from megalin.parallel.mesh import ParallelConfig
+from megalin.planner.estimate import Estimator
+from megalin.planner.hardware import CHIPS
+from megalin.planner.parameters import StageParameters
+from megalin.planner.tracing import RunCost, trace, without_values
+from megalin.planner.workload import ParallelLayout, Workload
+
+Preset = Literal["transnormerllm-7b", "llama-7b"]
+
+PAPER = {1: 64.0, 2: 41.0, 4: 36.3, 8: 24.1}
+"""TransNormerLLM-7B: GB a GPU by model parallel size, 8 A100."""
+TRANSFORMER = {1: 66.3, 2: 44.6, 4: 40.2, 8: 28.7}
+"""Transformer-7B."""
+GPUS, BATCH, LENGTH = 8, 2, 2048
+WIDTH, INNER, HEADS, VOCABULARY = 4096, 11008, 32, 50272
+SCAN_WIDTH = 128
+"""Key channels that one call of the published lightning attention takes; wider keys are cut into several."""
+GIB, GB = 2**30, 10**9
+
+
+class System(NamedTuple):
+    """What the paper's system is taken to do; each field is a choice, none a number that was fitted."""
+
+    autocast: bool = True
+    """Parameters, all-gathers and gradients in fp32, and a bf16 copy of each weight that a product keeps for its
+    backward (`torch.autocast`); False: the sharded data parallelism casts the shards, all computes in bf16."""
+    reshard: bool = True
+    """Whether a unit frees its gathered weights after its forward."""
+    wrap_elements: int = 10**8
+    """Layers with fewer parameters on a rank are no unit of their own but part of the outermost one."""
+    lrpe: Literal["cosine", "rotation", "first"] = "cosine"
+    """Form of LRPE in every layer; first: cosine, in the first layer only."""
+    rounded: bool = False
+    """Whether LRPE's queries and keys, fp32 as the angles are, are rounded to bf16 before lightning attention."""
+    gathered_loss: bool = True
+    """Whether each rank has the logits of the whole vocabulary; False: Megatron's vocabulary-parallel loss."""
+    recompute: bool = False
+    """Whether layers keep their input only; each is then a unit."""
+    batch_per_gpu: bool = False
+    """Whether tp ranks share 2 tp samples; False: 2."""
+
+
+class Parts(NamedTuple):
+    """Bytes of a rank at the moment when it holds most."""
+
+    state: int
+    """fp32 weights and both moments: shards."""
+    gathered: int
+    """Whole weights of units."""
+    kept: int
+    """What the forward of the layers keeps for the backward."""
+    working: int
+    """What the loss or a layer's backward holds beside that, gradients included."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self)
+
+
+class _Norm(torch.autograd.Function):
+    """SRMSNorm as one kernel: keeps its input and a number a row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x, torch.empty(x.shape[:-1]))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return torch.empty_like(gradient)
+
+
+class _Attention(torch.autograd.Function):
+    """Attention as one kernel: keeps contiguous q, k and v [B, H/tp, T, .]; the output has the dtype of q."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (each.contiguous() for each in (q, k, v))
+        ctx.save_for_backward(q, k, v)
+        return torch.empty(v.shape, dtype=q.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        gradient = gradient.contiguous()
+        return tuple(torch.empty_like(each) for each in ctx.saved_tensors)
+
+
+class _ParallelLoss(torch.autograd.Function):
+    """Megatron's: fp32 logits become probabilities and then their gradient in place."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.save_for_backward(logits)
+        return torch.empty(logits.shape[:-1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (probabilities,) = ctx.saved_tensors
+        return probabilities.mul_(gradient[..., None])
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """In bf16, as autocast does it; no copies where both are bf16."""
+    return functional.linear(x.to(torch.bfloat16), weight.to(torch.bfloat16))
+
+
+def _weight(dtype: torch.dtype, *shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype))
+
+
+class _TransNormerLayer(nn.Module):
+    """x + GLA(SRMSNorm(x)), then x + SGLU(SRMSNorm(x)) (eq. 9), by eager operations; the heads and columns of one rank.
+    Collectives of tensor parallelism work in place and keep nothing."""
+
+    def __init__(self, tp: int, dtype: torch.dtype, lrpe: Literal["cosine", "rotation"] | None, rounded: bool) -> None:
+        super().__init__()
+        self.heads, self.lrpe, self.rounded = HEADS // tp, lrpe, rounded
+        self.qkvu, self.out = _weight(dtype, 4 * WIDTH // tp, WIDTH), _weight(dtype, WIDTH, WIDTH // tp)
+        self.value, self.gate = _weight(dtype, INNER // tp, WIDTH), _weight(dtype, INNER // tp, WIDTH)
+        self.down = _weight(dtype, WIDTH, INNER // tp)
+        angles = WIDTH // HEADS // (2 if lrpe == "rotation" else 1)
+        self.theta = None if lrpe is None else _weight(dtype, self.heads, 1, angles)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + _product(self._attended(_Norm.apply(x)), self.out)
+        normed = _Norm.apply(x)
+        return x + _product(_product(normed, self.value) * _product(normed, self.gate), self.down)
+
+    def _attended(self, normed: Tensor) -> Tensor:
+        q, k, v, u = _product(normed, self.qkvu).chunk(4, dim=-1)
+        q, k, v = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in (q, k, v))
+        q, k = self._placed(functional.silu(q)), self._placed(functional.silu(k))
+        parts = zip(q.split(SCAN_WIDTH, dim=-1), k.split(SCAN_WIDTH, dim=-1), strict=True)
+        output = sum((_Attention.apply(part_q, part_k, v) for part_q, part_k in parts), start=torch.zeros(()))
+        return u * _Norm.apply(output.transpose(1, 2).flatten(2))
+
+    def _placed(self, x: Tensor) -> Tensor:
+        """x [B, H/tp, T, K] with LRPE."""
+        if self.theta is None:
+            return x
+        angles = self.theta * torch.empty(1, LENGTH, 1, dtype=self.theta.dtype)
+        if self.lrpe == "cosine":
+            placed = torch.cat([x * angles.cos(), x * angles.sin()], dim=-1)
+        else:
+            cosines, sines = (torch.stack([each, each], dim=-1).flatten(-2) for each in (angles.cos(), angles.sin()))
+            turned = torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
+            placed = x * cosines + turned * sines
+        return placed.to(x.dtype) if self.rounded else placed
+
+
+class _SoftmaxLayer(nn.Module):
+    """LLaMA's layer: RMSNorm as separate operations in fp32, fixed rotary angles, flash attention in bf16."""
+
+    def __init__(self, tp: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.heads = HEADS // tp
+        self.qkv, self.out = _weight(dtype, 3 * WIDTH // tp, WIDTH), _weight(dtype, WIDTH, WIDTH // tp)
+        self.up, self.down = _weight(dtype, 2 * INNER // tp, WIDTH), _weight(dtype, WIDTH, INNER // tp)
+        self.norms = nn.ParameterList(_weight(dtype, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.norms
+        q, k, v = _product(self._normed(x) * first, self.qkv).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        output = _Attention.apply(self._turned(q), self._turned(k), v)
+        x = x + _product(output.flatten(2), self.out)
+        gate, value = _product(self._normed(x) * second, self.up).chunk(2, dim=-1)
+        return x + _product(functional.silu(gate) * value, self.down)
+
+    def _normed(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+    def _turned(self, x: Tensor) -> Tensor:
+        cosines, sines = torch.empty(2, LENGTH, 1, WIDTH // HEADS)
+        half, other = x.chunk(2, dim=-1)
+        return (x * cosines + torch.cat([-other, half], dim=-1) * sines).to(torch.bfloat16)
+
+
+class _Head(nn.Module):
+    """The last norm, the logits and their loss, unfused."""
+
+    def __init__(self, tp: int, dtype: torch.dtype, gathered: bool) -> None:
+        super().__init__()
+        self.tp, self.gathered = tp, gathered
+        self.table = _weight(dtype, VOCABULARY // tp, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = _product(_Norm.apply(x), self.table)
+        if not self.gathered:
+            return _ParallelLoss.apply(logits.float()).sum()
+        logits = torch.cat([logits] * self.tp, dim=-1) if self.tp > 1 else logits
+        scores = functional.log_softmax(logits.flatten(0, 1), dim=-1, dtype=torch.float32)
+        return functional.nll_loss(scores, torch.zeros(len(scores), dtype=torch.int64), reduction="sum")
+
+
+def _run(module: nn.Module, dtype: torch.dtype, batch: int) -> RunCost:
+    return trace(module, module, torch.empty(batch, LENGTH, WIDTH, dtype=dtype, requires_grad=True))
+
+
+@cache
+def layer_cost(preset: Preset, tp: int, dtype: torch.dtype, batch: int, lrpe: Any, rounded: bool) -> RunCost:
+    """One layer on one rank, by the planner's trace."""
+    with without_values():
+        softmax = preset == "llama-7b"
+        return _run(_SoftmaxLayer(tp, dtype) if softmax else _TransNormerLayer(tp, dtype, lrpe, rounded), dtype, batch)
+
+
+@cache
+def head_cost(tp: int, dtype: torch.dtype, batch: int, gathered: bool) -> RunCost:
+    """The loss on one rank, by the planner's trace."""
+    with without_values():
+        return _run(_Head(tp, dtype, gathered), dtype, batch)
+
+
+def _planned(preset: Preset, tp: int) -> tuple[Estimator, ParallelLayout]:
+    dp = GPUS // tp
+    model = load_preset(preset).model
+    assert isinstance(model, ModelConfig)
+    model = model.model_copy(update={"vocab_size": VOCABULARY, "tie_embeddings": True})
+    workload = Workload(model, LENGTH, BATCH * dp, torch.bfloat16, False)
+    parallel = ParallelConfig(tp=tp, zero=3 if dp > 1 else None)
+    return Estimator(workload, CHIPS["a100"]), ParallelLayout(parallel, dp, BATCH, 1, False)
+
+
+@cache
+def units(preset: Preset, tp: int) -> StageParameters:
+    """Parameters of a rank, by the planner's count."""
+    estimator, layout = _planned(preset, tp)
+    return estimator.parameters(layout)[0]
+
+
+@cache
+def plan_bytes(tp: int) -> int:
+    """The planner's own estimate: ZeRO 3 over the ranks that tensor parallelism leaves, eager blocks of megalin."""
+    estimator, layout = _planned("transnormerllm-7b", tp)
+    return estimator.estimate(layout, closely=True).memory.total
+
+
+def peak(system: System, tp: int, preset: Preset = "transnormerllm-7b") -> Parts:
+    """The most that a rank holds: the largest of the moments at which a step's memory can turn.
+
+    A unit's gradients are views of one flat parameter: they stay until the last of them is there, and are then joined.
+    """
+    shared = GPUS // tp > 1  # one rank needs no gathering: torch computes on the parameters themselves
+    parameters = units(preset, tp)
+    layers, layer = len(parameters.blocks), parameters.blocks[0].whole
+    outer = parameters.rest.whole + parameters.precise.whole
+    dtype, size = (torch.float32, 4) if system.autocast else (torch.bfloat16, 2)
+    gathered_size = size if shared or not system.autocast else 0
+    own_unit = layer >= system.wrap_elements or system.recompute
+    state = 12 * parameters.shard
+
+    kept, kept_by_one, held_by_one = _layers(system, tp, preset, dtype, layers)
+    batch = BATCH * tp if system.batch_per_gpu else BATCH
+    loss, table = head_cost(tp, dtype, batch, system.gathered_loss), size * parameters.table
+    between = outer if own_unit and system.reshard else outer + layers * layer
+    during = outer + layer if own_unit and system.reshard else between
+    moments = [
+        Parts(state, gathered_size * between, kept, loss.backward_bytes),
+        Parts(state, gathered_size * during, kept - kept_by_one, held_by_one + table),
+    ]
+    if own_unit:
+        joined = table + 2 * size * layer
+        moments.append(Parts(state, gathered_size * during, kept - kept_by_one, joined))
+    else:
+        moments.append(Parts(state, gathered_size * between, 0, 2 * size * (layers * layer + outer)))
+    return max(moments, key=lambda moment: moment.total)
+
+
+def _layers(system: System, tp: int, preset: Preset, dtype: torch.dtype, layers: int) -> tuple[int, int, int]:
+    """Bytes that the layers keep, that the last of them does, and the most that its backward holds, that included."""
+    batch = BATCH * tp if system.batch_per_gpu else BATCH
+    forms = ["cosine", None] if system.lrpe == "first" else [system.lrpe]
+    costs = [layer_cost(preset, tp, dtype, batch, form, system.rounded) for form in forms]
+    own = costs[-1]
+    if system.recompute:
+        stream = batch * LENGTH * WIDTH * dtype.itemsize
+        return layers * stream, stream, stream + own.backward_bytes
+    return costs[0].saved_bytes + (layers - 1) * own.saved_bytes, own.saved_bytes, own.backward_bytes
+
+
+def gib(system: System, preset: Preset = "transnormerllm-7b") -> list[float]:
+    """Of each model parallel size."""
+    return [peak(system, tp, preset).total / GIB for tp in PAPER]
+
+
+def errors(found: list[float], paper: dict[int, float]) -> list[float]:
+    """Of each size, as shares of the paper's figures."""
+    return [value / figure - 1 for value, figure in zip(found, paper.values(), strict=True)]
+
+
+OWN = System(autocast=False, wrap_elements=0, lrpe="first")
+"""The planner's own assumptions: a unit a layer, all in bf16, LRPE where the paper's text has it."""
+STEPS = {
+    "layers and loss as separate operations": OWN,
+    "autocast: fp32 gathers and residual stream, bf16 copies of weights": OWN._replace(autocast=True),
+    "LRPE in every layer": OWN._replace(autocast=True, lrpe="cosine"),
+    "layers of less than 10^8 parameters are no unit": System(),
+}
+OTHERWISE = {
+    "the sharded data parallelism casts to bf16": System(autocast=False),
+    "weights stay gathered after the forward": System(reshard=False),
+    "each layer is a unit": System(wrap_elements=0),
+    "LRPE in the first layer only": System(lrpe="first"),
+    "LRPE as a rotation": System(lrpe="rotation"),
+    "LRPE rounded to bf16": System(rounded=True),
+    "vocabulary-parallel loss": System(gathered_loss=False),
+    "layers recomputed": System(recompute=True),
+    "batch 2 a GPU": System(batch_per_gpu=True),
+}
+
+
+def combinations() -> list[tuple[System, int]]:
+    """All choices of `System`, with what the paper's GB can mean."""
+    both = (True, False)
+    forms: tuple[Literal["cosine", "rotation", "first"], ...] = ("cosine", "rotation", "first")
+    choices = itertools.product(itertools.product(both, both, (10**8, 0), forms), itertools.product(both, repeat=4))
+    return [(System(*first, *second), unit) for first, second in choices for unit in (GIB, GB)]
+
+
+def within(tolerance: float) -> list[tuple[System, int]]:
+    """The combinations under which each of the four figures is within the tolerance."""
+
+    def worst(system: System, unit: int) -> float:
+        return max(map(abs, errors([value * GIB / unit for value in gib(system)], PAPER)))
+
+    return [(system, unit) for system, unit in combinations() if worst(system, unit) <= tolerance]
+
+
+def _row(name: str, values: list[float], form: str) -> str:
+    return f"| {name} | " + " | ".join(format(value, form) for value in values) + " |"
+
+
+def tables() -> str:
+    """As Markdown: what each assumption adds, what the sum is made of, and what other choices would give."""
+    head = ["| GiB a GPU | tp 1 | tp 2 | tp 4 | tp 8 |", "|---|---|---|---|---|"]
+    before = [plan_bytes(tp) / GIB for tp in PAPER]
+    lines = [*head, _row("the plan, ZeRO 3, eager", before, ".1f")]
+    for name, system in STEPS.items():
+        now = gib(system)
+        lines.append(_row(name, [b - a for a, b in zip(before, now, strict=True)], "+.1f"))
+        before = now
+    lines += [_row("together", before, ".1f"), _row("paper", list(PAPER.values()), ".1f")]
+    lines += [_row("error", errors(before, PAPER), "+.1%"), "", *head]
+    parts = [peak(System(), tp) for tp in PAPER]
+    for field in Parts._fields:
+        lines.append(_row(field, [getattr(part, field) / GIB for part in parts], ".1f"))
+    lines += ["", head[0].replace("GiB a GPU", "one choice otherwise, error"), head[1]]
+    lines += [_row(name, errors(gib(system), PAPER), "+.1%") for name, system in OTHERWISE.items()]
+    lines += ["", head[0].replace("GiB a GPU", "the paper's Transformer, error"), head[1]]
+    lines += [_row("LLaMA's layer", errors(gib(System(), "llama-7b"), TRANSFORMER), "+.1%"), ""]
+    lines.append(f"within 10 %, of {len(combinations())} combinations:")
+    for system, unit in within(0.1):
+        other = [f"{name} {value}" for name, value in system._asdict().items() if value != getattr(System(), name)]
+        missed = max(map(abs, errors([value * GIB / unit for value in gib(system)], PAPER)))
+        lines.append(f"{missed:.1%}: {', '.join(['GiB' if unit == GIB else '10^9 bytes', *other])}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(tables())

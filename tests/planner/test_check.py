@@ -1,0 +1,113 @@
+"""A run that cannot fit is refused, one that may is not."""
+
+from pathlib import Path
+
+import pytest
+
+from megalin.errors import ConfigError
+from megalin.model.config import ModelConfig
+from megalin.parallel.mesh import ParallelConfig
+from megalin.planner.check import MARGIN, check_memory
+from megalin.planner.estimate import Estimator
+from megalin.planner.hardware import CHIPS
+from megalin.planner.workload import ParallelLayout, layout_of, workload_of
+from megalin.train.config import RunConfig, load_run_config
+from tests.cases import TOY
+from tests.model_runs import write_config
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config(tmp_path_factory.mktemp("config"))
+
+
+@pytest.fixture(scope="module")
+def config(path: Path) -> RunConfig:
+    return load_run_config(path, ["train.micro_batch_size=4"])
+
+
+@pytest.fixture(scope="module")
+def needed(config: RunConfig) -> int:
+    """The whole estimate of the run on one rank."""
+    assert isinstance(config.model, ModelConfig)
+    estimator = Estimator(workload_of(config, config.model), CHIPS["h200"])
+    return estimator.estimate(layout_of(config, 1), closely=False).memory.total
+
+
+def test_the_layout_and_the_workload_are_the_runs(path):
+    overrides = [
+        "parallel.tp=2",
+        "parallel.cp=3",
+        "parallel.zero=2",
+        "train.recompute=true",
+        "train.micro_batch_size=1",
+    ]
+    config = load_run_config(path, overrides)
+    assert isinstance(config.model, ModelConfig)
+    layout = layout_of(config, 12)
+    assert layout == ParallelLayout(ParallelConfig(tp=2, cp=3, zero=2), 2, 1, 2, True)
+    assert layout.name() == "tp 2, cp 3, dp 2, ZeRO 2, micro-batches 2 x 1, recompute"
+    again = load_run_config(path, layout.overrides())
+    assert layout_of(again, 12) == layout
+    workload = workload_of(config, config.model)
+    assert (workload.length, workload.global_batch_size, workload.compiled) == (36, 4, False)
+
+
+def test_what_is_offered_replaces_what_the_file_says(path):
+    """A layout without sequence parallelism and on the plain schedule, in the file of a run with both."""
+    own = ["parallel.tp=2", "parallel.sequence_parallel=true", "parallel.pp=2", "parallel.pp_stages_per_rank=2"]
+    own += ['parallel.pp_schedule="interleaved"', "train.micro_batch_size=1", "parallel.tp_overlap=symmetric_memory"]
+    assert load_run_config(path, own).parallel.pp_stages_per_rank == 2
+    for parallel in (ParallelConfig(pp=2, zero=1), ParallelConfig(tp=2, zero=3)):
+        offered = ParallelLayout(parallel, 2, 1, 2, False)
+        assert load_run_config(path, [*own, *offered.overrides()]).parallel == offered.parallel
+
+
+def test_a_run_that_fits_or_nearly_fits_starts(config, needed):
+    check_memory(config, 1, needed)
+    check_memory(config, 1, int(needed / MARGIN) + 1)
+
+
+def test_a_run_that_asks_for_copies_is_looked_at_as_one(path):
+    asked = ["parallel.tp=2", "parallel.sequence_parallel=true", "parallel.tp_overlap=symmetric_memory"]
+    config = load_run_config(path, [*asked, "train.micro_batch_size=4"])
+    assert isinstance(config.model, ModelConfig)
+    estimator = Estimator(workload_of(config, config.model), CHIPS["h200"])
+    memory = estimator.estimate(layout_of(config, 2), closely=False).memory
+    assert memory.symmetric_memory_bytes > 0
+    check_memory(config, 2, memory.total)
+    with pytest.raises(ConfigError, match=r"GiB are needed .*symmetric_memory_bytes"):
+        check_memory(config, 2, int(memory.total / MARGIN) - 1)
+
+
+def test_nothing_is_asked_where_the_memory_is_not_known(config):
+    check_memory(config, 1, None)
+
+
+def test_an_estimate_beyond_the_margin_is_refused_with_what_fits(config, needed):
+    memory = int(needed / MARGIN) - 1
+    with pytest.raises(
+        ConfigError, match=r"train.micro_batch_size = 4 .* GiB are needed \(weights .*activations"
+    ) as told:
+        check_memory(config, 1, memory)
+    assert "on 1 GPUs these fit: parallel.tp=1 parallel.cp=1 parallel.pp=1 train.micro_batch_size=" in str(told.value)
+    assert str(told.value).endswith("--no-memory-check starts it all the same")
+
+
+def test_weights_and_moments_that_alone_do_not_fit_are_refused(config):
+    with pytest.raises(ConfigError, match=r"weights, gradients and optimizer state alone are .* use more GPUs"):
+        check_memory(config, 1, 100_000)
+
+
+def test_mixers_from_elsewhere_are_not_run_but_counted(config):
+    table = {"vocab_size": 257, "hidden_size": 32, "layers": [{"sublayers": [TOY]}]}
+    model = ModelConfig.model_validate(table)
+    foreign = config.model_copy(update={"model": model})
+    resting = Estimator(workload_of(foreign, model), CHIPS["h200"]).resting_bytes(layout_of(foreign, 1))
+    check_memory(foreign, 1, resting)
+    with pytest.raises(ConfigError, match=r"alone are .* use more GPUs"):
+        check_memory(foreign, 1, resting - 1)
+
+
+def test_deepspeed_shards_in_its_own_way(path):
+    check_memory(load_run_config(path, ["train.engine=deepspeed"]), 1, 1)

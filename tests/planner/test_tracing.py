@@ -1,0 +1,148 @@
+"""What a trace reports of functions whose costs can be told by hand, eager and compiled."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from megalin.layers.mixers.base import FullPrecision
+from megalin.ops.dispatch import backend
+from megalin.parallel.collectives import reduce_from_axis
+from megalin.parallel.fake_mesh import fake_mesh
+from megalin.parallel.mesh import ParallelConfig
+from megalin.planner.graph_cost import COPY, graph_cost
+from megalin.planner.tracing import take_shape, trace, trace_compiled, without_values
+
+ROWS, WIDTH, INNER = 64, 32, 96
+X, H, W = ROWS * WIDTH * 4, ROWS * INNER * 4, WIDTH * INNER * 4
+
+
+class _Gated(nn.Module):
+    """y = (exp(x U^T) * 2) V^T"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.empty(INNER, WIDTH, device="meta"))
+        self.down = nn.Parameter(torch.empty(WIDTH, INNER, device="meta"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.exp(x @ self.up.T) * 2.0) @ self.down.T
+
+
+def test_an_eager_function_keeps_what_its_backward_reads():
+    module = _Gated()
+    with without_values():
+        take_shape(module, torch.float32)
+        cost = trace(module, module, torch.empty(ROWS, WIDTH, requires_grad=True))
+    assert cost.saved_bytes == X + 2 * H  # x, exp(..) and its double; the weights are not counted
+    # exp and its multiple forward, and backward: each reads one or two tensors and writes one.
+    assert cost.moved_bytes >= 8 * H
+    assert cost.backward_bytes >= cost.saved_bytes + H
+
+
+def test_a_compiled_function_keeps_less_and_fuses():
+    module = _Gated()
+    with without_values():
+        take_shape(module, torch.float32)
+        cost = trace_compiled(module, module, torch.empty(ROWS, WIDTH, requires_grad=True))
+    assert cost.saved_bytes <= X + 2 * H
+    assert cost.moved_bytes <= 6 * H  # of exp's: read, written; backward: gradient, exp read, one written
+    assert cost.forward == cost.backward == []
+
+
+def test_a_graph_holds_what_is_still_read_and_fuses_what_is_element_wise():
+    module = _Gated()
+    with without_values():
+        take_shape(module, torch.float32)
+        x = torch.empty(ROWS, WIDTH)
+        graph = make_fx(lambda x, up, down: (torch.exp(x @ up.T) * 2.0) @ down.T)(x, module.up, module.down).graph
+    _, *weights = [node.name for node in graph.nodes if node.op == "placeholder"]
+    cost = graph_cost(graph, weights)
+    assert cost.peak_bytes == 2 * H  # the first product beside its gated form; x is gone, the result not there
+    assert cost.moved_bytes == 2 * H  # exp and its double are one kernel; products are not counted
+    assert graph_cost(graph, []).peak_bytes == 2 * H + 2 * W - W  # up's last use is the first product
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_collectives_of_both_directions_are_told(compiled):
+    with fake_mesh(ParallelConfig(tp=4), 4) as mesh:
+        axis, module = mesh.tp.axis, _Gated()
+
+        def run(x: Tensor) -> Tensor:
+            return reduce_from_axis(module(mesh.tp.enter(x)), axis)
+
+        class _Split(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = module
+
+            def forward(self, x: Tensor) -> Tensor:
+                return run(x)
+
+        split = _Split()
+        with without_values():
+            take_shape(split, torch.float32)
+            x = torch.empty(ROWS, WIDTH, requires_grad=True)
+            run_cost = trace_compiled if compiled else trace
+            cost = run_cost(split, split, x)
+            take_shape(module, torch.float32)  # without gradients again
+            alone = run_cost(module, module, x.detach().requires_grad_())
+        assert cost.moved_bytes == alone.moved_bytes  # a collective's bytes are the wire's alone
+        for exchanges in (cost.forward, cost.backward):
+            assert [(each.collective, each.group, each.bytes) for each in exchanges] == [
+                ("all_reduce", axis.group_name, X)
+            ]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_products_beside_copies_are_told_with_their_streams(compiled):
+    """y = exp(all-gather(x) U^T) V^T, reduce-scattered: what is sent, what runs beside it, and that the products' bytes
+    are no kernel's."""
+    with fake_mesh(ParallelConfig(tp=4, sequence_parallel=True), 4, async_tp=True) as mesh:
+        parallel, module = mesh.tp, _Gated()
+
+        class _Split(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = module
+
+            def forward(self, x: Tensor) -> Tensor:
+                return parallel.linear_reduce_scatter(torch.exp(parallel.all_gather_linear(x, module.up)), module.down)
+
+        split = _Split()
+        with without_values():
+            take_shape(split, torch.float32)
+            x = torch.empty(2, ROWS // 4, WIDTH, requires_grad=True)
+            cost = trace_compiled(split, split, x) if compiled else trace(split, split, x)
+    transfer = (COPY, parallel.axis.group_name, 2 * X, 2 * (2 * ROWS) * WIDTH * INNER * 3 // 4)
+    assert [tuple(each) for each in cost.forward] == [transfer, transfer]
+    # The gradient of what entered: the tokens once more, and the sums.
+    assert [tuple(each) for each in cost.backward] == [transfer, transfer, transfer]
+    # exp reads and writes; its gradient reads two tensors and writes one. Eager gradients that arrive are copied.
+    arrived = 0 if compiled else 2 * (X // 2) + 2 * 2 * (W + X // 4)
+    assert 0 <= cost.moved_bytes - 5 * 2 * H <= arrived
+    assert cost.saved_bytes == X // 2 + 2 * H  # x of the own tokens, not of all, and exp's result
+
+
+def test_ops_take_their_kernels_without_a_gpu_and_forget_it():
+    with without_values():
+        assert backend.choose("srmsnorm", "auto", "cpu") == "triton"
+        assert backend.choose("srmsnorm", "auto", "cpu", "an empty tensor") == "reference"
+    assert backend.choose("srmsnorm", "auto", "cpu") == "reference"
+
+
+class _Precise(FullPrecision):
+    def __init__(self) -> None:
+        super().__init__()
+        self.angle = nn.Parameter(torch.empty(3, device="meta"))
+
+
+def test_weights_take_the_dtypes_that_they_compute_in():
+    module = nn.ModuleDict({"plain": nn.Linear(2, 3, device="meta"), "precise": _Precise()})
+    module.register_buffer("table", torch.zeros(5, dtype=torch.int32, device="meta"))
+    with without_values():
+        take_shape(module, torch.bfloat16)
+    assert module["plain"].weight.dtype == torch.bfloat16
+    assert module["precise"].angle.dtype == torch.float32
+    assert module.get_buffer("table").dtype == torch.int32
+    assert module["plain"].weight.device.type == "cpu"

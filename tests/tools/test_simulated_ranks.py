@@ -1,0 +1,89 @@
+"""A rank of the training benchmark by itself: the others' tensors are its own."""
+
+import json
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+
+from megalin.parallel.mesh import Mesh, ParallelConfig
+
+pytestmark = pytest.mark.usefixtures("benchmark_tools")
+MODEL = [
+    "model.hidden_size=64",
+    "model.vocab_size=300",
+    "model.layers=[{sublayers=[{type='hgrn2',num_heads=4},{type='glu',intermediate_size=96}]}]",
+]
+
+
+def test_what_others_would_send_is_this_ranks_own():
+    from train_benchmarks.simulated_ranks import alone
+
+    x = torch.arange(6.0)
+    with alone(3, torch.device("cpu")):
+        group = dist.group.WORLD
+        assert dist.get_world_size() == 3
+        gathered = torch.empty(18)
+        dist.all_gather_into_tensor(gathered, x)
+        assert torch.equal(gathered, x.repeat(3))
+        part = torch.empty(2)
+        dist.reduce_scatter_tensor(part, x)
+        assert torch.equal(part, x[:2])
+        exchanged = torch.empty(6)
+        dist.all_to_all_single(exchanged, x)
+        assert torch.equal(exchanged, x)
+        objects = [None] * 3
+        dist.all_gather_object(objects, "word")
+        assert objects == ["word"] * 3
+        assert torch.equal(functional.all_reduce(x, "sum", group), x)
+        assert torch.equal(functional.all_gather_tensor(x, 0, group), x.repeat(3))
+        assert torch.equal(functional.reduce_scatter_tensor(x, "sum", 0, group), x[:2])
+        assert Mesh(ParallelConfig(cp=3), torch.device("cpu")).cp.size == 3
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--alone", "0"], "--alone 0: the number of ranks, this one among them; use 2 or more"),
+        (["--alone", "2", "--pp", "2"], "--alone 2: stages wait for each other's activations; leave --pp 2 out"),
+        (["--alone", "2", "--engine", "deepspeed"], "--alone 2: --engine deepspeed has process groups of its own"),
+        (["--alone", "2", "--tp", "2", "--sequence-parallel"], "--alone 2: .* add --tp-overlap none"),
+    ],
+)
+def test_what_a_rank_cannot_do_alone_is_refused(options, message, capsys, monkeypatch):
+    import benchmark_train
+
+    monkeypatch.setattr("sys.argv", ["benchmark_train.py", "tnl-3b", *options])
+    with pytest.raises(SystemExit):
+        benchmark_train.parse_arguments()
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_launchers_ranks_are_not_alone(capsys, monkeypatch):
+    import benchmark_train
+
+    monkeypatch.setattr("sys.argv", ["benchmark_train.py", "tnl-3b", "--alone", "2"])
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        benchmark_train.parse_arguments()
+    assert "the launcher started 2; start one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [["--cp", "2", "--zero", "2"], ["--tp", "2", "--sequence-parallel", "--tp-overlap", "none"]],
+    ids=" ".join,
+)
+def test_a_rank_of_the_benchmark_runs_alone(axes, capsys, monkeypatch):
+    import benchmark_train
+
+    options = ["--batch", "1", "--length", "64", "--dtype", "float32", "--alone", "2", "--warmup", "1", "--steps", "1"]
+    monkeypatch.setattr("sys.argv", ["benchmark_train.py", "tnl-3b", *MODEL, *axes, *options])
+    assert benchmark_train.main() == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["ranks"], result["alone"], result["parallel"]["tp" if "--tp" in axes else "cp"]) == (2, True, 2)
+    assert all(5.0 < loss < 7.0 for loss in result["losses"]), result["losses"]
