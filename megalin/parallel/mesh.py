@@ -105,8 +105,8 @@ class ParallelConfig(Config):
     def _stages_fit_the_schedule(self) -> Self:
         if self.pp_schedule == "1f1b" and self.pp_stages_per_rank > 1:
             raise ValueError(
-                f'pp_stages_per_rank = {self.pp_stages_per_rank} with pp_schedule = "1f1b", which runs one stage a rank; use 1, or '
-                'pp_schedule = "interleaved"'
+                f'pp_stages_per_rank = {self.pp_stages_per_rank} with pp_schedule = "1f1b", which runs one stage '
+                'a rank; use 1, or pp_schedule = "interleaved"'
             )
         if self.pp_schedule == "interleaved" and self.pp_stages_per_rank == 1:
             raise ValueError(

@@ -317,7 +317,7 @@ class Trainer:
             "config": self.config.model_dump(mode="json"),
             "versions": versions(),
         }
-        keep = self.config.checkpoint.keep
+        keep = self.config.checkpoint.keep_latest
         save(self.run.checkpoints, step=step, tensors=self.engine.tensors(), state=state, keep=keep)
 
     def _order(self, step: int) -> dict[str, Any]:
