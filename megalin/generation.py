@@ -1,4 +1,4 @@
-"""Generation of text with a constant state: the prompt in chunks, then token by token."""
+"""Text generation with a state of constant size: the prompt in chunks, then token by token."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from megalin.train.open_run import open_run
 
 
 class Sampling(NamedTuple):
-    """How the next token is chosen."""
+    """Sampling parameters of the next token."""
 
     temperature: float = 0.0
-    """Divides the logits; 0 takes the likeliest token."""
+    """Divides the logits; 0 takes the likeliest token (greedy)."""
     top_k: int | None = None
-    """Only the k likeliest tokens take part."""
+    """Samples from the k likeliest tokens only."""
     top_p: float | None = None
-    """Only the likeliest tokens whose probabilities first reach p take part."""
+    """Samples from the smallest set of likeliest tokens whose probabilities reach p (nucleus sampling)."""
     seed: int = 0
-    """Seed of the draws."""
+    """Seed of the sampling."""
 
 
 def load_for_generation(folder: str | Path, device: torch.device) -> tuple[LanguageModel, Tokenizer]:
-    """The newest checkpoint of a run as one fp32 model on `device`, and the run's tokenizer.
+    """Loads the newest checkpoint of a run as one fp32 model on `device`, and the run's tokenizer.
 
     Raises:
-        MegalinError: a run without a checkpoint or without a tokenizer, or of an encoder.
+        MegalinError: the run has no checkpoint or no tokenizer, or its model is an encoder.
     """
     config, checkpoint = open_run(folder)
     if isinstance(config.model, EncoderConfig):
         raise ConfigError(
-            f'{folder}: model.kind = "encoder" reads whole sequences and cannot continue one; give the run of a decoder'
+            f'{folder}: model.kind = "encoder" attends to full sequences and cannot continue one; give a decoder run'
         )
     if config.data.tokenizer is None:
-        raise ConfigError(f"{folder}: data.tokenizer is not set, so there is no text to read or write; set it")
+        raise ConfigError(f"{folder}: data.tokenizer is not set, so text cannot be encoded; set it")
     model = LanguageModel(config.model)
     model.to_empty(device=device)
     init_weights(model, config.train.seed)
@@ -65,14 +65,14 @@ def generate(
 ) -> Iterator[int]:
     """Yields up to `max_tokens` ids that continue `prompt`, ending before `stop_id`.
 
-    The prompt runs through the chunkwise forward once; each further token costs the same work and memory, whatever
-    the length: the model's state, kept in fp32.
+    The prompt runs through the chunkwise forward once. Each further token costs the same work and memory at any
+    length: that of the model's state, kept in fp32.
 
     Args:
-        num_ids: only ids below it are generated: a tokenizer may have fewer than the model.
+        num_ids: only ids below it are generated; a tokenizer may have fewer ids than the model.
 
     Raises:
-        ConfigError: an empty prompt, an id outside the vocabulary, or sampling values out of range.
+        ConfigError: the prompt is empty, an id is outside the vocabulary, or a sampling parameter is out of range.
     """
     _check(model, prompt, sampling)
     device = model.embedding.weight.device
@@ -91,7 +91,7 @@ def generate(
 
 
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """The next token from logits [V]: the likeliest, or drawn from softmax(logits / temperature) of those kept."""
+    """Picks the next token from logits [V]: the likeliest, or one sampled from softmax(logits / temperature)."""
     if sampling.temperature == 0.0:
         return int(logits.argmax())
     logits = logits.double().cpu() / sampling.temperature
@@ -101,7 +101,7 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
     probabilities = logits.softmax(-1)
     if sampling.top_p is not None:
         ordered, order = probabilities.sort(descending=True, stable=True)
-        # A token stays while those before it do not reach p yet: the first one always does.
+        # A token stays if the likelier ones do not reach p; the first one always stays.
         dropped = ordered.cumsum(0) - ordered >= sampling.top_p
         probabilities[order[dropped]] = 0.0
     return int(torch.multinomial(probabilities, 1, generator=generator))
@@ -111,7 +111,7 @@ def _check(model: LanguageModel, prompt: Sequence[int], sampling: Sampling) -> N
     vocab_size = model.config.vocab_size
     problems = []
     if not prompt:
-        problems.append("the prompt has no token; give some text")
+        problems.append("the prompt has no tokens; give some text")
     if outside := [token for token in prompt if not 0 <= token < vocab_size]:
         problems.append(f"prompt token {outside[0]} is outside the vocabulary of {vocab_size} ids")
     if not 0.0 <= sampling.temperature < float("inf"):

@@ -1,7 +1,7 @@
-"""Which of the launched ranks this process is, whoever launched it. Needs no torch, so a bad launch ends at once.
+"""Rank and world size from any launcher's environment variables. Needs no torch, so a bad launch fails at once.
 
 torchrun and deepspeed set what torch.distributed reads: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
-srun and mpirun set numbers of their own, of which `adopt_launcher` makes those five.
+srun and mpirun set other variables, from which `adopt_launcher` sets those five.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megalin.errors import ConfigError
 
 
 class Launch(NamedTuple):
-    """The place of this process among the ranks."""
+    """Rank of this process, number of ranks, and rank within its host."""
 
     rank: int
     world_size: int
@@ -26,7 +26,7 @@ class Launch(NamedTuple):
 
 
 class _Variables(NamedTuple):
-    """What a launcher calls the numbers. It is the launcher where `marker` is set."""
+    """A launcher's names of these numbers. `marker` is set in every process that it starts."""
 
     launcher: str
     marker: str
@@ -36,8 +36,8 @@ class _Variables(NamedTuple):
 
 
 _TORCH = _Variables("torchrun", "RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK")
-# mpirun may start its daemons by srun, whose variables the ranks then inherit: they come last. SLURM_PROCID is set in a
-# batch script too, which is no rank; SLURM_STEP_NUM_TASKS is not.
+# srun comes last: mpirun may start its daemons with srun, and the ranks then inherit its variables. A batch script is no
+# rank; it has SLURM_PROCID too, but not SLURM_STEP_NUM_TASKS.
 _LAUNCHERS = (
     _TORCH,
     _Variables(
@@ -52,14 +52,14 @@ _LAUNCHERS = (
 )
 _REMEDY = "start the ranks with torchrun, deepspeed, srun or mpirun"
 _FIRST_PORT, _PORTS = 20000, 10000
-"""Below the ports that Linux hands out by itself."""
+"""Below the ephemeral ports of Linux."""
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launch:
-    """The place that the launcher gave this process; without a launcher it is the only rank.
+    """Reads this process's rank from the launcher's variables; without a launcher it is the only rank.
 
     Raises:
-        ConfigError: a variable of the launcher that is missing, no number or out of range.
+        ConfigError: a variable of the launcher is missing, not a number or out of range.
     """
     names = _launcher(environment)
     if names is None:
@@ -80,20 +80,20 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launch:
 
 
 def adopt_launcher(environment: MutableMapping[str, str] = os.environ) -> Launch:
-    """`launched`, and sets the five variables that torch.distributed reads.
+    """Calls `launched` and sets the five variables that torch.distributed reads.
 
-    MASTER_ADDR and MASTER_PORT are kept where they are set. Else under srun they are the step's first host and a port
-    made of the job's number; under mpirun rank 0 chooses them and tells the others through mpi4py.
+    MASTER_ADDR and MASTER_PORT are kept if they are set. Otherwise, srun's ranks take the step's first host and a port
+    derived from the job's number; under mpirun rank 0 chooses them and broadcasts them through mpi4py.
 
     Raises:
-        ConfigError: as `launched`; no address or port to meet at.
+        ConfigError: as `launched`; or no address or port of the rendezvous.
     """
     place = launched(environment)
     names = _launcher(environment)
     if names is None:
         return place
     if place.world_size > 1:
-        _find_meeting_point(names, environment)
+        _set_rendezvous(names, environment)
     environment.update(RANK=str(place.rank), WORLD_SIZE=str(place.world_size), LOCAL_RANK=str(place.local_rank))
     return place
 
@@ -111,25 +111,25 @@ def _number(environment: Mapping[str, str], name: str, default: str | None, laun
     return int(text)
 
 
-def _find_meeting_point(names: _Variables, environment: MutableMapping[str, str]) -> None:
+def _set_rendezvous(names: _Variables, environment: MutableMapping[str, str]) -> None:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
     if missing and names.launcher == "srun":
-        found = {"MASTER_ADDR": _first_host(environment), "MASTER_PORT": str(_port_of_the_step(environment))}
+        found = {"MASTER_ADDR": _first_host(environment), "MASTER_PORT": str(_step_port(environment))}
         environment.update({name: found[name] for name in missing})
     elif len(missing) == 2 and names is not _TORCH:
-        environment["MASTER_ADDR"], environment["MASTER_PORT"] = _agree_by_mpi(names.launcher)
+        environment["MASTER_ADDR"], environment["MASTER_PORT"] = _broadcast_by_mpi(names.launcher)
     elif missing:
         raise ConfigError(
             f"{names.launcher} started this process, but {missing[0]} is not set; set it to the "
-            + ("host of rank 0" if missing[0] == "MASTER_ADDR" else "number of a port that is free there")
+            + ("host of rank 0" if missing[0] == "MASTER_ADDR" else "number of a free port of rank 0's host")
         )
     port = _number(environment, "MASTER_PORT", None)
     if not 1 <= port <= 65535:
-        raise ConfigError(f"environment variable MASTER_PORT = {port} is no port; use 1 to 65535")
+        raise ConfigError(f"environment variable MASTER_PORT = {port} is not a port; use 1 to 65535")
 
 
 def _first_host(environment: Mapping[str, str]) -> str:
-    """The first of SLURM_STEP_NODELIST, as in `gpu[07-09,12],login` or `rack[0-1]n[2-3]`: that of rank 0."""
+    """The first host of SLURM_STEP_NODELIST, for example `gpu[07-09,12],login` or `rack[0-1]n[2-3]`: rank 0's."""
     hosts = environment.get("SLURM_STEP_NODELIST", "")
     match = re.match(r"(?:[^\[,]|\[\d[^\]]*\])+", hosts)
     if match is None:
@@ -139,36 +139,36 @@ def _first_host(environment: Mapping[str, str]) -> str:
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[0])
 
 
-def _port_of_the_step(environment: Mapping[str, str]) -> int:
-    """Ranks of a step agree, and steps of a job or jobs that share a host seldom do."""
+def _step_port(environment: Mapping[str, str]) -> int:
+    """A port that is equal on all ranks of a step, and rarely equal for two steps or jobs on one host."""
     job, step = (_number(environment, name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return _FIRST_PORT + (job * 131 + step) % _PORTS
 
 
-def _agree_by_mpi(launcher: str) -> tuple[str, str]:
-    """Rank 0's host and a free port of it, through MPI in a process of its own: the one that trains may then leave
-    without the interpreter's teardown, which mpirun would take for a failure of a rank that had used MPI."""
+def _broadcast_by_mpi(launcher: str) -> tuple[str, str]:
+    """Rank 0's host and a free port there, broadcast through MPI in a subprocess: the training process may then exit
+    without the interpreter's teardown, which mpirun would report as a failure of a rank that had used MPI."""
     command = [sys.executable, "-m", "megalin.launch"]
     done = subprocess.run(command, close_fds=False, capture_output=True, text=True, check=False)
-    match = re.search(r"^meet at (\S+) (\d+)$", done.stdout, re.MULTILINE)
+    match = re.search(r"^rendezvous at (\S+) (\d+)$", done.stdout, re.MULTILINE)
     if match is None:
         last = (done.stderr.strip() or "no output").splitlines()[-1]
         raise ConfigError(
-            f"{launcher} started this process, MASTER_ADDR and MASTER_PORT are not set, and the ranks cannot agree on "
-            f"them by mpi4py ({last}); install mpi4py for this MPI, or set both"
+            f"{launcher} started this process, but MASTER_ADDR and MASTER_PORT are not set, and rank 0 could not "
+            f"broadcast them through mpi4py ({last}); install mpi4py for this MPI, or set both"
         )
     return match[1], match[2]
 
 
-def _agree() -> None:
+def _broadcast() -> None:
     from mpi4py import MPI
 
     with socket.socket() as probe:
         probe.bind(("", 0))
         chosen = socket.gethostname(), probe.getsockname()[1]
     address, port = MPI.COMM_WORLD.bcast(chosen, root=0)
-    print(f"meet at {address} {port}")
+    print(f"rendezvous at {address} {port}")
 
 
 if __name__ == "__main__":
-    _agree()
+    _broadcast()

@@ -1,4 +1,4 @@
-"""Libraries that only some inputs need: imported at the first use, and named with the remedy where they are missing."""
+"""Optional libraries: imported at the first use; a missing one is an error with the command that installs it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from megalin.errors import ConfigError
 
 
 def require(module: str, purpose: str, *, extra: str = "data") -> Any:
-    """Imports `module`, which that extra of megalin brings.
+    """Imports `module`, a dependency in megalin's `extra`.
 
     Raises:
-        ConfigError: it is not installed; `purpose` says what asked for it.
+        ConfigError: it is not installed; the message starts with `purpose`.
     """
     try:
         return importlib.import_module(module)

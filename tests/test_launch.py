@@ -91,7 +91,7 @@ def test_steps_of_a_job_meet_at_different_ports_and_ranks_of_a_step_at_one():
         ({"SLURM_STEP_NUM_TASKS": "4"}, "srun started this process, but SLURM_PROCID is not set"),
         (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK = 3 is not below OMPI_COMM_WORLD_SIZE = 2"),
         (SRUN | {"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST = '' names no host; set MASTER_ADDR"),
-        (SRUN | {"MASTER_PORT": "0"}, "variable MASTER_PORT = 0 is no port; use 1 to 65535"),
+        (SRUN | {"MASTER_PORT": "0"}, "variable MASTER_PORT = 0 is not a port; use 1 to 65535"),
         (
             OPEN_MPI | {"MASTER_ADDR": "a"},
             "mpirun started this process, but MASTER_PORT is not set; set it to the number",
@@ -109,7 +109,9 @@ def test_a_broken_launch_is_refused(environment, message):
 
 def test_ranks_of_mpirun_that_cannot_agree_are_told_why(monkeypatch):
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
-    with pytest.raises(ConfigError, match=r"cannot agree on them by mpi4py \(no output\); install mpi4py for this MPI"):
+    with pytest.raises(
+        ConfigError, match=r"rank 0 could not broadcast them through mpi4py \(no output\); install mpi4py for this MPI"
+    ):
         adopt_launcher(dict(MPICH))
 
 

@@ -122,7 +122,7 @@ def test_generate_loads_the_trained_weights(trained):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--prompt", ""], "the prompt has no token; give some text"),
+        (["--prompt", ""], "the prompt has no tokens; give some text"),
         (["--prompt", "a", "--max-tokens", "0"], "--max-tokens 0: generate at least 1 token"),
         (["--prompt", "a", "--temperature", "-1"], "temperature = -1.0 is not in [0, inf); use 0 for the likeliest"),
         (["--prompt", "a", "--temperature", "nan"], "temperature = nan is not in [0, inf)"),
@@ -140,4 +140,4 @@ def test_generate_without_a_tokenizer_is_refused(fails, trained, tmp_path):
     (tmp_path / "config.toml").write_text(text)
     (tmp_path / "checkpoints").symlink_to(trained / "checkpoints")
     message = fails(2, "generate", tmp_path, "--prompt", "a")
-    assert "data.tokenizer is not set, so there is no text to read or write; set it" in message
+    assert "data.tokenizer is not set, so text cannot be encoded; set it" in message

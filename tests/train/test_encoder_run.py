@@ -126,7 +126,7 @@ def test_commands_know_encoders(tmp_path, capsys):
     assert main(["params", str(config), "--json"]) == 0
     assert "state_bytes" not in json.loads(capsys.readouterr().out)
     assert main(["generate", str(run), "--prompt", "x"]) == 2
-    assert 'model.kind = "encoder" reads whole sequences and cannot continue one' in capsys.readouterr().err
+    assert 'model.kind = "encoder" attends to full sequences and cannot continue one' in capsys.readouterr().err
     assert (run / "loss.png").exists()
 
 
