@@ -1,7 +1,9 @@
-"""The house rules as tests: sizes, layers, ignorance of ranks, and calls that are never safe."""
+"""The house rules as tests: sizes, language, layers, and calls that are never safe."""
 
 import ast
 import graphlib
+import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +13,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
+FIRST_WORDS = {"What", "Which", "Where", "That", "Whoever", "When", "Whose"}
+"""Words that turn a docstring's first line into a clause: it is a noun phrase or a verb in the third person."""
+RETIRED_WORDS = {"told", "tell", "hear", "forget", "settle", "whoever", "beside", "peer", "stream"}
+"""Words that no public name holds, but within one of STANDARD_TERMS (docs/glossary.md has the field's words)."""
+STANDARD_TERMS = re.compile(r"(residual|cuda)_streams?|forget_gates?")
 RANK_NAMES = {"ProcessGroup", "DeviceMesh", "get_rank", "get_world_size"}
 RANK_MODULE = "torch.distributed"
 KNOW_RANKS = ("megalin/parallel/", "megalin/checkpoint/", "megalin/optim/", "megalin/train/")
@@ -94,6 +101,44 @@ def missing_docstring(tree: ast.Module) -> Iterator[str]:
         yield "1: the first line is no docstring that says what the file owns"
 
 
+def clause_docstrings(tree: ast.Module) -> Iterator[str]:
+    """Docstrings, attributes' too, whose first line begins with a clause."""
+    for node in ast.walk(tree):
+        for child in getattr(node, "body", []) if not isinstance(node, ast.Lambda | ast.IfExp) else []:
+            text = child.value.value if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant) else None
+            if isinstance(text, str):
+                first = re.match(r"\w*", text.strip())
+                if first and first[0] in FIRST_WORDS:
+                    yield f"{child.lineno}: a docstring begins with {first[0]}"
+
+
+def _public_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, name) of modules' and classes' public functions, classes, arguments and attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef):
+            for child in node.body:
+                if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                    yield child.lineno, child.name
+                if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and (
+                    not child.name.startswith("_") or child.name == "__init__"
+                ):
+                    yield from ((item.lineno, item.arg) for item in (*child.args.args, *child.args.kwonlyargs))
+                targets = child.targets if isinstance(child, ast.Assign) else [getattr(child, "target", None)]
+                yield from ((target.lineno, target.id) for target in targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.attr
+
+
+def retired_words(tree: ast.Module) -> Iterator[str]:
+    for line, name in _public_names(tree):
+        if name.startswith("_"):
+            continue
+        snake = STANDARD_TERMS.sub("", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
+        for word in re.findall(r"[a-z]+", snake):
+            if word.removesuffix("s") in RETIRED_WORDS:
+                yield f"{line}: the public name {name} holds the retired word {word}"
+
+
 def distributed_imports(tree: ast.Module) -> Iterator[str]:
     for line, name, _ in _imports(tree):
         if _is_rank_module(name):
@@ -150,6 +195,14 @@ PLANTED = [
     (long_functions, "class A:\n    async def f(self):\n" + "        x = 1\n" * 60, "2: f has 61 lines"),
     (missing_docstring, "import os\n", "no docstring"),
     (missing_docstring, "# comment\n'''doc'''\n", "no docstring"),
+    (clause_docstrings, "'What a rank holds.'\n", "1: a docstring begins with What"),
+    (clause_docstrings, "def _f():\n    'Where it lies.'\n", "2: a docstring begins with Where"),
+    (clause_docstrings, "class A:\n    x: int\n    'That of a rank.'\n", "3: a docstring begins with That"),
+    (retired_words, "def tell(line): ...\n", "1: the public name tell holds"),
+    (retired_words, "class A:\n    def f(self, peers): ...\n", "the public name peers holds"),
+    (retired_words, "class StreamCopies: ...\n", "the public name StreamCopies holds the retired word stream"),
+    (retired_words, "FLOPS_BESIDE = 1\n", "the public name FLOPS_BESIDE holds"),
+    (retired_words, "class A:\n    def __init__(self):\n        self.told = 1\n", "3: the public name told"),
     (distributed_imports, "import torch.distributed as dist\n", "imports torch.distributed"),
     (distributed_imports, "from torch import distributed\n", "imports torch.distributed"),
     (distributed_imports, "from torch.distributed.tensor import DTensor\n", "imports torch.distributed.tensor.DTensor"),
@@ -233,7 +286,35 @@ def test_files_say_what_they_own():
     assert _problems(missing_docstring, _sources("megalin", "tools", "examples", "csrc")) == []
 
 
-def test_layers_and_models_know_nothing_of_ranks():
+def test_docstrings_begin_with_a_noun_or_a_verb():
+    assert _problems(clause_docstrings, _sources("megalin", "tools", "examples", "csrc", "tests")) == []
+
+
+def test_public_names_hold_no_retired_word():
+    assert _problems(retired_words, _sources("megalin", "tools", "csrc")) == []
+
+
+def _class_names_twice(trees: dict[str, ast.Module]) -> dict[str, list[str]]:
+    """The public classes of the same name, with their files."""
+    places = defaultdict(list)
+    for path, tree in trees.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(path)
+    return {name: paths for name, paths in places.items() if len(paths) > 1}
+
+
+def test_planted_class_name_is_found_twice():
+    trees = {path: ast.parse("class A: ...\nclass _B: ...\n") for path in ("a.py", "b.py")}
+    assert _class_names_twice(trees) == {"A": ["a.py", "b.py"]}
+
+
+def test_no_public_class_name_stands_twice():
+    paths = _sources("megalin", "tools", "csrc")
+    assert _class_names_twice({path: ast.parse((ROOT / path).read_text("utf-8")) for path in paths}) == {}
+
+
+def test_layers_and_models_name_no_rank_and_no_collective():
     assert _problems(rank_names, _sources("megalin/layers", "megalin/model")) == []
 
 
