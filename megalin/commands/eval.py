@@ -39,7 +39,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(evaluation._asdict()))
         return 0
-    print("\n".join(evaluation.lines()))
+    print("\n".join(evaluation.report_lines()))
     return 0
 
 

@@ -132,7 +132,7 @@ class Training(NamedTuple):
             "train.steps, for this order": self.total_steps,
         }
 
-    def lines(self) -> list[str]:
+    def report_lines(self) -> list[str]:
         """The report of the sources, a line each: tokens, samples, share and epochs of the run, places left empty."""
         width = max(len("source"), *(len(use.name) for use in self.uses))
         head = f"{'source':{width}} {'tokens':>18} {'samples':>14} {'read':>14} {'share':>8} {'epochs':>8} {'empty':>8}"

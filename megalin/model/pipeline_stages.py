@@ -34,7 +34,7 @@ class StagePlan(NamedTuple):
     holders: dict[str, list[int]]
     """By global name, the stages of each parameter that several stages hold."""
 
-    def lines(self) -> list[str]:
+    def report_lines(self) -> list[str]:
         """A line a stage, for people: layer 4.1 is the second sub-layer of layer 4, where a stage has a part of it."""
         total = sum(self.costs)
         extras = [" and the embedding", *[""] * (len(self.sublayers) - 2), " and the head"]

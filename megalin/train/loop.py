@@ -142,10 +142,10 @@ class Trainer:
             wandb_project=config.logging.wandb_project,
             wandb_config=config.model_dump(mode="json"),
         )
-        for line in self.data.lines():
+        for line in self.data.report_lines():
             metrics.tell(line)
         if isinstance(self.model, Pipeline):
-            for line in self.model.plan.lines():
+            for line in self.model.plan.report_lines():
                 metrics.tell(f"pipeline {line}")
         with (
             self._loader() as loader,

@@ -38,7 +38,7 @@ class Evaluation(NamedTuple):
         values: dict[str, float | int] = {"evaluation_loss": self.loss, "evaluation_tokens": self.tokens}
         return values if self.bits_per_byte is None else values | {"evaluation_bits_per_byte": self.bits_per_byte}
 
-    def lines(self) -> list[str]:
+    def report_lines(self) -> list[str]:
         """A report for people."""
         bits = "no tokenizer" if self.bits_per_byte is None else f"{self.bits_per_byte:.4f}"
         return [
@@ -81,7 +81,7 @@ class EncoderEvaluation(NamedTuple):
         """What a line of metrics.jsonl takes."""
         return {f"evaluation_{name}": value for name, value in self._asdict().items() if name != "unigram_entropy"}
 
-    def lines(self) -> list[str]:
+    def report_lines(self) -> list[str]:
         """A report for people."""
         return [
             f"MLM loss        {self.mlm_loss:.4f} nats a masked token over {self.tokens:,} of them",

@@ -57,7 +57,7 @@ def test_sources_without_weights_have_shares_as_they_have_samples(tmp_path, pref
 def test_report_tells_tokens_samples_shares_and_epochs(tmp_path, prefixes):
     phases = [{"from_step": 10, "weights": {"s0": 1.0}}]
     training = _open(tmp_path, sources=_sources(prefixes, (0.5, 0.5, 0.0)), phases=phases)
-    rows = [line.split() for line in training.lines()]
+    rows = [line.split() for line in training.report_lines()]
     assert rows[0] == ["source", "tokens", "samples", "read", "share", "epochs", "empty"]
     assert rows[1] == ["s0", "120", "23", "150", "75.000%", "6.522", "-"]
     assert rows[2] == ["s1", "240", "47", "50", "25.000%", "1.064", "-"]
@@ -66,7 +66,7 @@ def test_report_tells_tokens_samples_shares_and_epochs(tmp_path, prefixes):
 
 def test_report_tells_the_places_that_packed_rows_leave_empty(tmp_path, prefixes):
     training = _open(tmp_path, train=prefixes[:1], packing="best_fit", sequence_length=16)
-    assert training.lines()[1].split()[-1] == "31.250%"  # 10 documents of 11 places in 10 rows of 16
+    assert training.report_lines()[1].split()[-1] == "31.250%"  # 10 documents of 11 places in 10 rows of 16
 
 
 def test_identity_holds_what_was_read_and_nothing_that_comes_later(tmp_path, prefixes):

@@ -53,7 +53,7 @@ def test_several_stages_a_rank_are_cut_for_their_schedule():
 
 def test_plan_reads_as_lines():
     """Layer 8.0 is the first sub-layer of layer 8."""
-    lines = plan_stages(load_preset("tnl-7b").model, 4, num_ranks=4, length=8192).lines()
+    lines = plan_stages(load_preset("tnl-7b").model, 4, num_ranks=4, length=8192).report_lines()
     assert lines[0].startswith("stage 0: layers 0 to 8.0 and the embedding, 2")
     assert lines[1].startswith("stage 1: layers 8.1 to 16, 2")
     assert lines[2].startswith("stage 2: layers 17 to 25.0, 2")
@@ -109,7 +109,7 @@ def test_what_only_the_next_sublayer_reads_is_not_cut_off():
     for num_stages in range(2, config.num_layers + 1):
         plan = plan_stages(config, num_stages, num_ranks=num_stages, length=4096)
         starts = {plan.places[part.start][1] for part in plan.sublayers}
-        assert starts <= {0, 1}, plan.lines()
+        assert starts <= {0, 1}, plan.report_lines()
         inside |= 1 in starts
     assert inside
 
