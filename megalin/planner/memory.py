@@ -27,7 +27,7 @@ class Memory(NamedTuple):
     """What forwards keep for their backwards, recurrent states included."""
     working: int
     """What one block's backward, or the loss, holds beside that, and what travels between ranks."""
-    symmetric_memory_bytes: int
+    symmetric_memory: int
     """What other ranks' copy engines write into, beside the caching allocator's (docs/adr/0014 and 0015)."""
 
     @property
@@ -86,7 +86,7 @@ class _Moments:
         self.parameters, self.trace, self.layout, self.itemsize = parameters, trace, layout, itemsize
         self.weights = _FP32 * parameters.shard + parameters.buffer_bytes
         self.optimizer = 2 * _FP32 * parameters.shard
-        self.symmetric_memory_bytes = _symmetric_memory_bytes(trace, layout)
+        self.symmetric_memory = _symmetric_memory_bytes(trace, layout)
 
     def at(self, block: int, activations: int, working: int, *, after_loss: bool = True) -> Memory:
         """During the backward of `block`, or before that of the last one."""
@@ -112,7 +112,7 @@ class _Moments:
             gathered,
             activations,
             working + reducing,
-            self.symmetric_memory_bytes,
+            self.symmetric_memory,
         )
 
     def update(self) -> Memory:
@@ -125,7 +125,7 @@ class _Moments:
             self.itemsize * rest.whole + _FP32 * self.parameters.precise.whole,
             0,
             self._reduced(rest) + self.itemsize * self.parameters.table,
-            self.symmetric_memory_bytes,
+            self.symmetric_memory,
         )
 
     def _reduced(self, unit: Elements) -> int:

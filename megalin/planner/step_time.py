@@ -1,4 +1,4 @@
-"""How long a step takes, and what each axis sends in it: products, other kernels, exchanges, waiting."""
+"""Seconds of a step (matmuls, other kernels, collectives, waits), and the bytes that each axis sends in it."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class MicroBatchWork(NamedTuple):
 class StepTime(NamedTuple):
     """Seconds of a step, of the slowest stage; the parts add up but for what overlaps."""
 
-    products: float
-    """Matrix products, scans and attention at the chip's attained rates."""
+    matmuls: float
+    """Matmuls, scans and attention at the GPU's attained rates."""
     kernels: float
     """Reads and writes of all other kernels."""
-    exchanges: float
-    """Tensor- and context-parallel collectives, for which every rank waits; of copies what no product hides."""
+    collectives: float
+    """Waits for tensor- and context-parallel collectives, and for copies as far as matmuls do not hide them."""
     data_parallel: float
     """What of gathering weights and reducing gradients no computation hides."""
     host: float
@@ -95,7 +95,7 @@ def step_time(
     count, parallel, again = layout.num_micro_batches, layout.parallel, int(layout.recompute)
     matrix, memory = chip.matrix_flops * MATRIX_SHARE, chip.memory_bandwidth * MEMORY_SHARE
     attention = work.attention_flops / (chip.matrix_flops * ATTENTION_SHARE)
-    products = (3 + again) * (work.block_flops / matrix + attention) + 3 * work.other_flops / matrix
+    matmuls = (3 + again) * (work.block_flops / matrix + attention) + 3 * work.other_flops / matrix
     around = [trace.entry] * (rank == 0) + [trace.exit] * (rank == parallel.pp - 1)
     moved = sum(cost.moved_bytes for cost in [*(trace.blocks[kind] for kind in kinds), *around])
     kernels = moved * (1 + again / 3) / memory
@@ -108,7 +108,7 @@ def step_time(
         wire = _wire_bytes(exchange, size)
         sent[exchange.group] += count * wire
         waited += _waited(exchange, wire, chip, span)
-    device = products + kernels + waited
+    device = matmuls + kernels + waited
     host = max(0.0, HOST_SECONDS * work.num_blocks - device)
     data_bytes, gathers = _data_bytes(parameters, layout, itemsize)
     hidden = (device + host) * (count if layout.zero >= 2 else 1)
@@ -118,7 +118,7 @@ def step_time(
     exposed = max(rest / _bandwidth(chip, data_span), sending - hidden)
     wait = (parallel.pp - 1) / parallel.pp_stages_per_rank * (device + host)
     update = _UPDATE_BYTES * parameters.shard / memory
-    time = StepTime(count * products, count * kernels, count * waited, exposed, count * host, wait, update)
+    time = StepTime(count * matmuls, count * kernels, count * waited, exposed, count * host, wait, update)
     stream = 2 * count * trace.hidden_bytes * parallel.pp_stages_per_rank if parallel.pp > 1 else 0
     return time, Sent(sent["tp"], sent["cp"], data_bytes, stream)
 

@@ -75,8 +75,8 @@ class Measured(NamedTuple):
         """GiB and seconds of the plan that stand beside the measured ones: peer memory is not the allocator's, and
         what the run did not wait for does not count."""
         memory, time = self.estimate()[1:3]
-        missing = self.cuda_graphs * time.host + self.alone * (time.exchanges + time.data_parallel)
-        return (memory.total - memory.symmetric_memory_bytes) / 2**30, time.total - missing
+        missing = self.cuda_graphs * time.host + self.alone * (time.collectives + time.data_parallel)
+        return (memory.total - memory.symmetric_memory) / 2**30, time.total - missing
 
 
 ROWS = [

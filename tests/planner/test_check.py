@@ -74,9 +74,9 @@ def test_a_run_that_asks_for_copies_is_looked_at_as_one(path):
     assert isinstance(config.model, ModelConfig)
     estimator = Estimator(workload_of(config, config.model), CHIPS["h200"])
     memory = estimator.estimate(layout_of(config, 2), closely=False).memory
-    assert memory.symmetric_memory_bytes > 0
+    assert memory.symmetric_memory > 0
     check_memory(config, 2, memory.total)
-    with pytest.raises(ConfigError, match=r"GiB are needed .*symmetric_memory_bytes"):
+    with pytest.raises(ConfigError, match=r"GiB are needed .*symmetric_memory"):
         check_memory(config, 2, int(memory.total / MARGIN) - 1)
 
 

@@ -100,7 +100,7 @@ def test_how_the_stream_travels_is_as_the_config_says(estimator):
     found = search(estimator, Limits(2, 10**12, True, "none"), count=100)
     (tp,) = [estimate for estimate in found.best if estimate.layout.parallel.tp == 2]
     assert tp.layout.parallel.tp_overlap == "none"
-    assert tp.memory.symmetric_memory_bytes == 0
+    assert tp.memory.symmetric_memory == 0
 
 
 def test_memory_refuses_and_says_what_is_missing(estimator):
@@ -149,7 +149,7 @@ def test_what_other_ranks_write_into_is_counted_where_copies_run(estimator):
     def symmetric_memory_bytes(dp: int = 1, **axes: object) -> int:
         parallel = ParallelConfig.model_validate(axes)
         each = layout(parallel, dp=dp, num_micro_batches=4, micro_batch_size=3)
-        return estimator.estimate(each, closely=False).memory.symmetric_memory_bytes
+        return estimator.estimate(each, closely=False).memory.symmetric_memory
 
     stream = 3 * 4096 * MODEL.hidden_size * 2
     split = {"tp": 2, "sequence_parallel": True}
@@ -262,7 +262,7 @@ def test_a_copy_is_waited_for_where_products_do_not_hide_it(hidden_share):
     each = layout(ParallelConfig(tp=4, sequence_parallel=True), dp=1, num_micro_batches=1)
     time, sent = step_time(MicroBatchWork(0, 0, 0, 1), nothing, trace, [0], each, chip, rank=0, itemsize=2)
     assert sent.tp == stream * 3 // 4
-    assert time.exchanges == pytest.approx(SIGNAL_SECONDS + wire * max(0.0, 1 - hidden_share))
+    assert time.collectives == pytest.approx(SIGNAL_SECONDS + wire * max(0.0, 1 - hidden_share))
 
 
 def test_an_axis_that_leaves_the_host_waits_for_the_network(estimator):
