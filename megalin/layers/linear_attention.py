@@ -116,7 +116,7 @@ class LinearAttention(Mixer):
             v,
             self.slopes,
             initial_state=state[0] if state else None,
-            split=self.cp.split(context.borders),
+            shard=self.cp.sequence_shard(context.borders),
             document_ids=context.document_ids,
             chunk_size=self.config.chunk_size,
         )

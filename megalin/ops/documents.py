@@ -1,4 +1,4 @@
-"""Where the documents of packed rows lie, as the host knows it."""
+"""Document boundaries of packed sequences."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from torch import Tensor
 from torch.nn import functional
 
 
-class Documents(NamedTuple):
-    """The documents of B rows of T tokens; nothing is known of where they start unless `find_documents` looked."""
+class PackedDocuments(NamedTuple):
+    """The documents of B sequences of T tokens; `find_documents` fills in `offsets` and `sizes`."""
 
     ids: Tensor | None
-    """[B, T] integers, non-decreasing along T; None when each row is one document."""
+    """[B, T] integers, non-decreasing along T; None if each sequence is one document."""
     offsets: Tensor | None = None
-    """int32 [N + 1], where documents start among the B T tokens of all rows, then B T. N is their number rounded up to
-    a power of 4, the rest being empty documents at the end, so that a compiled block meets few sizes."""
+    """int32 [N + 1]: start of each document among the B T tokens of the batch, then B T. N is the number of documents
+    padded with empty ones to a power of 4, so that a compiled block is compiled for few sizes."""
     sizes: Tensor | None = None
-    """int64 [2] in the host's memory: the number of documents, and the tokens of the longest."""
+    """int64 [2] on the CPU: the number of documents, and the tokens of the longest."""
 
 
-WHOLE_ROWS = Documents(None)
-"""Each row is one document."""
+UNPACKED = PackedDocuments(None)
+"""Each sequence is one document."""
 
 
-def find_documents(ids: Tensor) -> Documents:
-    """The documents of ids [B, T]. Waits for the device, which alone knows their number: call it once a batch."""
+def find_documents(ids: Tensor) -> PackedDocuments:
+    """Documents of ids [B, T]. Synchronises with the device to read their number: call it once per batch."""
     starts = functional.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True)  # [B, T]
     places = starts.cpu().flatten().nonzero()[:, 0]
     count = len(places)
     if count == len(ids):
-        return WHOLE_ROWS
+        return UNPACKED
     size = 1
     while size < count:
         size *= 4
     offsets = functional.pad(places, (0, size + 1 - count), value=ids.numel())
     sizes = torch.stack([torch.tensor(count), offsets.diff().max()])
-    return Documents(ids, offsets.to(ids.device, torch.int32), sizes)
+    return PackedDocuments(ids, offsets.to(ids.device, torch.int32), sizes)

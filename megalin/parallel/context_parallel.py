@@ -123,9 +123,9 @@ class ContextParallel:
         same = ends[:, None, 0] == ends[None, :, 1]  # [cp, cp, B]
         return ShardDocuments(same & earlier[..., None], ends[self.axis.rank, 0] == ends[self.axis.rank, 1])
 
-    def split(self, borders: ShardDocuments | None) -> SequenceShard | None:
-        """What a scan takes of a row of which this rank holds a part; None where it holds all (`borders`)."""
-        return None if borders is None else SequenceShard(self, borders)
+    def sequence_shard(self, documents: ShardDocuments | None) -> SequenceShard | None:
+        """The `shard` argument of a scan: this rank's shard of every sequence; None on an axis of size 1."""
+        return None if documents is None else SequenceShard(self, documents)
 
     def fold(self, state: Tensor, log_decay: Tensor, borders: ShardDocuments) -> Tensor:
         """The state that enters this rank's tokens [B, H, K, V], of the document of the first of them, with gradients;

@@ -1,6 +1,6 @@
-"""Scans of a rank's part of a split row, 32,768 tokens: in halves, from a state formed apart, and as a whole row.
+"""Two-phase scans of a rank's shard of 32,768 tokens, against a separately computed state and an unsharded scan.
 
-One rank without others: what its GPU computes, without the exchange of states.
+Simulates one rank: its computation, without the state exchange.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megalin.ops.scans.states import decay_state, selected_state
 from megalin.ops.scans.vector_decay import vector_decay_scan, vector_decay_scan_flops, vector_decay_scan_reference
 
 TOKENS, CHECKED, CHUNK = 32768, 600, 64
-SplitScan = Callable[..., Any]
+Scan = Callable[..., Any]
 
 
 def cases() -> Iterator[Case]:
@@ -53,8 +53,8 @@ def _scalar_state(x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 def _case(
     shape: str,
     widths: dict[str, tuple[int, ...]],
-    scan: SplitScan,
-    reference: SplitScan,
+    scan: Scan,
+    reference: Scan,
     state: Callable[..., tuple[Tensor, Tensor]],
     flops: int,
     **options: Tensor,
@@ -64,19 +64,19 @@ def _case(
     if "log_decay" in inputs:
         inputs["log_decay"] = torch.nn.functional.logsigmoid(inputs["log_decay"] + 1.0)
 
-    def split_of(x: dict[str, Tensor]) -> Any:
-        return SingleProcessExchange().split(torch.zeros(1, x["v"].shape[1], dtype=torch.int32, device="cuda"))
+    def shard_of(x: dict[str, Tensor]) -> Any:
+        return SingleProcessExchange().sequence_shard(torch.zeros(1, x["v"].shape[1], dtype=torch.int32, device="cuda"))
 
     compiled = torch.compile(state, dynamic=False)  # as a block does
 
-    def halves(**x: Tensor) -> list[Tensor]:
-        return [scan(**x, **options, split=split_of(x)).output]
+    def two_phases(**x: Tensor) -> list[Tensor]:
+        return [scan(**x, **options, shard=shard_of(x)).output]
 
-    def apart(**x: Tensor) -> list[Tensor]:
-        entering = split_of(x).fold(*compiled(x, **options))
+    def separate_state(**x: Tensor) -> list[Tensor]:
+        entering = shard_of(x).fold(*compiled(x, **options))
         return [scan(**x, **options, initial_state=entering).output]
 
-    def whole(**x: Tensor) -> list[Tensor]:
+    def unsharded(**x: Tensor) -> list[Tensor]:
         return [scan(**x, **options).output]
 
     in_bytes, out_bytes = sum(x.nbytes for x in inputs.values()), inputs["v"].nbytes
@@ -86,7 +86,7 @@ def _case(
         inputs=inputs,
         checked={name: x[:, :CHECKED].contiguous() for name, x in inputs.items()},
         reference=lambda **x: [reference(**x, **options).output],
-        ours={"halves": halves, "state apart": apart, "whole row": whole},
+        ours={"two phases": two_phases, "separate state": separate_state, "unsharded": unsharded},
         peers={},
         bytes=Work(in_bytes + out_bytes, 2 * in_bytes + out_bytes),
         flops=Work(TOKENS * flops, 2 * TOKENS * flops),

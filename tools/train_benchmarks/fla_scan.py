@@ -26,7 +26,7 @@ def fla_decay_scan(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, **oth
     As an op of its own, so that blocks compile whole around it as they do around ours. Document ids are not read.
     """
     assert slopes is None, "a decay"
-    assert others["initial_state"] is others["split"] is None, "a scan from a state"
+    assert others["initial_state"] is others["shard"] is None, "a scan from a state"
     return ScanOutput(_forward(q, k, v), q.new_empty(0))
 
 

@@ -104,7 +104,7 @@ class HGRN2(Mixer):
             log_decay,
             scale=self.scale,
             initial_state=state[0] if state else None,
-            split=self.cp.split(context.borders),
+            shard=self.cp.sequence_shard(context.borders),
             document_ids=context.document_ids,
             chunk_size=self.config.chunk_size,
         )

@@ -120,7 +120,7 @@ class Mamba2(Mixer):
             v,
             log_decay,
             initial_state=state[2] if state else None,
-            split=self.cp.split(context.borders),
+            shard=self.cp.sequence_shard(context.borders),
             document_ids=context.document_ids,
             chunk_size=self.config.chunk_size,
         )

@@ -124,7 +124,7 @@ class Rodimus(Mixer):
             log_decay,
             scale=self.config.scale,
             initial_state=state[1] if state else None,
-            split=self.cp.split(context.borders),
+            shard=self.cp.sequence_shard(context.borders),
             document_ids=context.document_ids,
             chunk_size=self.config.chunk_size,
         )

@@ -3,10 +3,10 @@
     S_t = exp(-s) S_{t-1} + k_t v_t^T,    o_t = S_t^T q_t    (s >= 0 a head)
 
 `decay_scan` is the chunkwise form, the one that models call. `decay_scan_recurrent` and `decay_scan_parallel`
-compute the same function token by token and as one masked matrix; they are the truth it is tested against.
+compute the same function token by token and as one masked matrix; `decay_scan` is tested against them.
 
 No form divides by a cumulative decay: every exponent is a difference of positions times -s, hence <= 0.
-Documents: `document_ids` is non-decreasing along T; a token sees the tokens of its own document only, and
+Documents: `document_ids` is non-decreasing along T; a token attends to the tokens of its own document only, and
 `initial_state` belongs to the document of the first token.
 """
 
@@ -44,42 +44,44 @@ def decay_scan(
     slopes: Tensor | None,
     *,
     initial_state: Tensor | None = None,
-    split: SequenceShard | None = None,
+    shard: SequenceShard | None = None,
     document_ids: Tensor | None = None,
     chunk_size: int = 64,
     backend: Backend = "auto",
 ) -> ScanOutput:
-    """The recurrence above in chunks of C tokens: matrix products inside a chunk, states between chunks.
+    """The recurrence above in chunks of C tokens: matmuls inside a chunk, states between chunks.
 
     Args:
         q, k: [B, T, H, K].
         v: [B, T, H, V].
         slopes: [H], s >= 0 in nats a token, at least fp32 (a buffer: it gets no gradient); None for no decay.
         initial_state: [B, H, K, V]; None for zeros.
-        split: that T are this rank's tokens of longer rows: what the ranks before leave behind is the initial state,
-            and no gradient goes through the state of the result; None where they are all.
-        document_ids: [B, T] integers; None when each row is one document.
+        shard: this rank's shard under context parallelism: the initial state then comes from the ranks before, and the
+            returned state has no gradient; None for full sequences.
+        document_ids: [B, T] integers; None if each sequence is one document.
         chunk_size: C of the reference, kernels have their own; the result does not depend on it beyond rounding.
-        backend: which implementation runs; compiled ones take q, k, v of one dtype, fp32, bf16 or fp16, with K and V
-            up to 256, the CUDA one bf16.
+        backend: implementation to run; compiled ones take q, k, v of one dtype, fp32, bf16 or fp16, with K and V up to
+            256, the CUDA one only bf16.
 
     Returns:
-        ScanOutput. Products take operands in the dtype of v and sum in fp32; states are folded in fp32 (fp64 for fp64
-        inputs).
+        ScanOutput. Matmuls take operands in the dtype of v and accumulate in fp32; states are accumulated in fp32 (fp64
+        for fp64 inputs).
 
     Raises:
         KernelError: an explicit backend that cannot run.
-        OperandError: tensors whose shapes, kinds or devices do not fit together.
+        OperandError: mismatched shapes, kinds or devices.
     """
     decay = ("slopes", slopes, "H")
     check_scan("decay_scan", (q, "BTHK"), (k, "BTHK"), v, decay, initial_state, document_ids)
     limits: dict[Compiled, str] = {"cuda": fixed_decay_cuda.unsupported(q, k, v)}
-    assert split is None or initial_state is None, "a first state beside those of the ranks before"
+    assert shard is None or initial_state is None, (
+        "initial_state and shard are exclusive: a shard's initial state comes from the ranks before"
+    )
     op, limit = "decay_scan", unsupported(q, k, v)
-    choice = backends.choose(op if split is None else f"split_{op}", backend, v.device.type, limit, limits)
-    if split is not None and choice == "reference":
+    choice = backends.choose(op if shard is None else f"split_{op}", backend, v.device.type, limit, limits)
+    if shard is not None and choice == "reference":
         added = decay_state(k, v, slopes, document_ids=document_ids)
-        initial_state, split = split.fold(added, kernels.total_decay(k, slopes)), None
+        initial_state, shard = shard.fold(added, kernels.total_decay(k, slopes)), None
         choice = backends.choose(op, backend, v.device.type, limit, limits)
     if choice == "reference":
         return decay_scan_reference(
@@ -88,8 +90,8 @@ def decay_scan(
     key, value = k.shape[-1], v.shape[-1]
     q, k, v = (padded(x, -x.shape[-1] % WIDTH_UNIT) for x in (q, k, v))
     slopes = None if slopes is None else slopes.float()
-    if split is not None:
-        output, state = kernels.split_scan(q, k, v, slopes, document_ids, split, choice)
+    if shard is not None:
+        output, state = kernels.two_phase_scan(q, k, v, slopes, document_ids, shard, choice)
     else:
         if initial_state is not None:
             initial_state = padded(initial_state.float(), v.shape[-1] - value, k.shape[-1] - key)
@@ -107,9 +109,9 @@ def decay_scan_reference(
     document_ids: Tensor | None = None,
     chunk_size: int = 64,
 ) -> ScanOutput:
-    """`decay_scan` in plain PyTorch: T need not be a multiple of the chunk of C tokens.
+    """`decay_scan` in plain PyTorch; T need not be a multiple of C.
 
-    q k^T and the products with v stay in the dtype of v; states are formed and folded in fp32 (fp64 for fp64 inputs).
+    q k^T and the matmuls with v stay in the dtype of v; states are computed in fp32 (fp64 for fp64 inputs).
     """
     length, heads = q.shape[1:3]
     chunk = min(chunk_size, length)
@@ -126,7 +128,7 @@ def decay_scan_reference(
     scores = (q @ k.mT) * _causal_decay(index, s)[:, None]  # [B, H, N, C, C]
     local = scores.masked_fill(~same, 0.0).to(v.dtype) @ v  # [B, H, N, C, V]
 
-    # A chunk adds the keys of its last document, decayed to its end. The fold over chunks is the same causal decay.
+    # A chunk adds the keys of its last document, decayed to its end. States pass between chunks by the same decay.
     leaving = torch.cat([documents[:, :1, 0], documents[..., -1]], dim=1)  # [1 or B, N + 1] document of each state
     to_end = torch.exp(-s[:, None, None] * (ends - index).clamp(min=0))  # [H, N, C]
     kept = (documents == leaving[:, 1:, None])[:, None]  # [1 or B, 1, N, C]
@@ -150,15 +152,15 @@ def decay_step(
 
     Args:
         q, k: [B, H, K]; v: [B, H, V]; slopes: [H] or None; state: [B, H, K, V] in at least fp32.
-        backend: which implementation runs; compiled ones take q, k and v of one dtype, fp32, bf16 or fp16, an fp32
-            state of K and V up to 256, and record no gradient.
+        backend: implementation to run; compiled ones take q, k and v of one dtype, fp32, bf16 or fp16, and an fp32
+            state with K and V up to 256, and have no backward.
 
     Returns:
         ScanOutput with output [B, H, V] in the dtype of v and the next state.
 
     Raises:
         KernelError: an explicit backend that cannot run.
-        OperandError: tensors whose shapes, kinds or devices do not fit together.
+        OperandError: mismatched shapes, kinds or devices.
     """
     check_operands(
         "decay_step",
@@ -214,18 +216,18 @@ def decay_scan_parallel(
 
 
 def decay_scan_flops(length: int, *, num_heads: int, key_dim: int, value_dim: int, chunk_size: int) -> int:
-    """Forward floating-point operations a token of the chunkwise form, multiply and add counted as two.
+    """Forward FLOPs per token of the chunkwise form, a multiply-add counted as two.
 
-    2 C (K + V) for q k^T and its product with v inside a chunk, 2 K V to form the state, 2 K V to read it, a head.
-    The fold of states between chunks, 2 K V N / C a token with N = T / C chunks, is an artefact of this
-    implementation and is not counted.
+    Per head: 2 C (K + V) for q k^T and its matmul with v inside a chunk, 2 K V to form the state, 2 K V to read it.
+    Passing states between chunks, 2 K V N / C per token with N = T / C chunks, is an artefact of this implementation
+    and is not counted.
     """
     chunk = min(chunk_size, length)
     return num_heads * (2 * chunk * (key_dim + value_dim) + 4 * key_dim * value_dim)
 
 
 def _causal_decay(positions: Tensor, s: Tensor) -> Tensor:
-    """[H, n, n] exp(-s_h (p_t - p_s)) where p_t >= p_s, else 0; `positions` [n] is non-decreasing."""
+    """Causal decay [H, n, n]: exp(-s_h (p_t - p_s)) where p_t >= p_s, else 0; `positions` p [n] is non-decreasing."""
     distance = positions[:, None] - positions[None, :]
     decay = torch.exp(-s[:, None, None] * distance.clamp(min=0))
     return decay.masked_fill(torch.ones_like(distance, dtype=torch.bool).triu(1), 0.0)
@@ -238,7 +240,7 @@ def _unsupported_step(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> str:
 
 
 def _self_test(backend: Compiled, device: str) -> str:
-    """Two documents over several chunks, in the dtype that models run in."""
+    """Two documents over several chunks, in the compute dtype of models."""
     slopes = torch.tensor([0.0, 0.3], device=device)
     documents = (torch.arange(200, device=device) >= 150).int()[None]
     inputs = [sample(1, 200, 2, width, device=device, seed=i).bfloat16() for i, width in enumerate((128, 128, 64))]
@@ -265,18 +267,17 @@ def _self_test_step(backend: Compiled, device: str) -> str:
     return ""
 
 
-def _split_self_test(backend: Compiled, device: str) -> str:
-    """Three parts of a row, the second within one document, the third with the start of another."""
+def _two_phase_self_test(backend: Compiled, device: str) -> str:
+    """Three shards of a sequence: the second inside one document, the third with the start of another."""
     slopes = torch.tensor([0.0, 0.005], device=device)
     documents = (torch.arange(300, device=device) >= 230).int()[None]
-    parts = documents.view(3, 100)
+    shards = documents.view(3, 100)
     inputs = [sample(1, 300, 2, width, device=device, seed=i).bfloat16() for i, width in enumerate((128, 128, 64))]
 
     def kernel(*inputs: Tensor) -> Tensor:
         q, k, v = (x.unflatten(1, (3, 100))[0] for x in inputs)
-        return kernels.split_scan(q, k, v, slopes, parts, SingleProcessExchange().split(parts), backend)[0].flatten(
-            0, 1
-        )[None]
+        shard = SingleProcessExchange().sequence_shard(shards)
+        return kernels.two_phase_scan(q, k, v, slopes, shards, shard, backend)[0].flatten(0, 1)[None]
 
     def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return decay_scan_reference(q, k, v, slopes, document_ids=documents).output
@@ -285,5 +286,5 @@ def _split_self_test(backend: Compiled, device: str) -> str:
 
 
 backends.register("decay_scan", ("cuda", "triton"), _self_test)
-backends.register("split_decay_scan", ("cuda", "triton"), _split_self_test)
+backends.register("split_decay_scan", ("cuda", "triton"), _two_phase_self_test)
 backends.register("decay_step", ("triton",), _self_test_step)

@@ -1,4 +1,4 @@
-"""The fixed-decay scan's launches in CUDA C++ (csrc/cuda/decay_scan.cuh): how a sequence is cut, and what is kept."""
+"""Launches of the fixed-decay scan in CUDA C++ (csrc/cuda/decay_scan.cuh): partition of a sequence, saved states."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ WIDE = 128
 """Keys or values a head above which a thread block needs the shared memory of Hopper."""
 
 PROCESSORS = 132
-"""Thread blocks of the scan that fill the chip; of the states before it twice as many."""
+"""Thread blocks that fill the GPU: of the scan; the state kernels before it launch twice as many."""
 
 CHUNK = 64
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """What the CUDA kernels do not take of inputs that some kernel takes; empty where they do."""
+    """Reason why the CUDA kernels do not take inputs that another kernel takes; empty if they do."""
     if v.dtype != torch.bfloat16:
         return f"q, k, v of {v.dtype}"
     widest = max(k.shape[-1], v.shape[-1])
@@ -34,7 +34,7 @@ def _is_hopper() -> bool:
 
 
 class Cut(NamedTuple):
-    """A sequence in blocks, each in parts that form their states side by side."""
+    """Partition of a sequence into blocks, and of each block into parts whose states are computed in parallel."""
 
     slots: int
     parts: int
@@ -43,12 +43,12 @@ class Cut(NamedTuple):
 
 
 def _plan(rows: int, length: int, *, together: bool) -> Cut:
-    """`cut` of a scan of `rows` heads of sequences, or of two that run `together`."""
+    """`cut` for one scan of `rows` = batch x heads, or for two scans in one launch (`together`)."""
     return cut(2 * rows if together else rows, length)
 
 
 def cut(rows: int, length: int) -> Cut:
-    """Of `rows` scans, a head of a sequence each, in one launch; slots and parts do not depend on the length."""
+    """Partition for `rows` heads of sequences in one launch; slots and parts do not depend on the length."""
     slots = max(1, PROCESSORS // rows)
     parts = 1 if slots == 1 else min(4, max(1, 2 * PROCESSORS // (rows * (slots - 1))))
     unit = CHUNK * parts
@@ -57,7 +57,7 @@ def cut(rows: int, length: int) -> Cut:
 
 
 class CudaSequence(NamedTuple):
-    """What the launches of one op share."""
+    """Arguments common to the launches of one op."""
 
     slopes: Tensor | None  # [H] fp32
     documents: Tensor | None  # [B, T] int32
@@ -66,13 +66,13 @@ class CudaSequence(NamedTuple):
     heads: int
 
     def shape(self, plan: Cut, key: int, value: int, *, reverse: bool) -> tuple[Tensor | int | None, ...]:
-        """ScanShape."""
+        """Arguments of the C++ struct ScanShape."""
         states = 1 if plan.blocks == 1 else plan.slots, plan.blocks, plan.block_tokens
         return self.slopes, self.documents, self.batch, self.length, self.heads, key, value, *states, reverse
 
     def parts(self, plan: Cut, k: Tensor, v: Tensor, *, reverse: bool, last: bool = False) -> Tensor | None:
-        """What each part adds to the state [B, H, parts, K, V] fp32, but for those of the last block in the direction
-        unless `last`; None where that leaves none."""
+        """State update of each part [B, H, parts, K, V] fp32; parts of the last block in scan direction are skipped
+        unless `last`; None if no part is left."""
         if plan.blocks == 1 and not last:
             return None
         key, value = k.shape[3], v.shape[3]
@@ -82,7 +82,7 @@ class CudaSequence(NamedTuple):
         return added
 
     def states(self, plan: Cut, parts: Tensor | None, boundary: Tensor | None, *, reverse: bool) -> Tensor | None:
-        """States entering the blocks [B, H, slots, K, V] fp32; `boundary` [B, H, K, V] itself for one block."""
+        """States entering the blocks [B, H, slots, K, V] fp32; for one block `boundary` [B, H, K, V]."""
         if plan.blocks == 1 or parts is None:
             return boundary
         key, value = parts.shape[3:]
@@ -92,7 +92,7 @@ class CudaSequence(NamedTuple):
         return states
 
     def total(self, plan: Cut, parts: Tensor, *, reverse: bool) -> Tensor:
-        """What all parts together add to the state [B, H, K, V] fp32."""
+        """State update of all parts together, [B, H, K, V] fp32."""
         key, value = parts.shape[3:]
         total = parts.new_empty(self.batch, self.heads, key, value)
         shape = self.shape(plan, key, value, reverse=reverse)
@@ -101,7 +101,7 @@ class CudaSequence(NamedTuple):
 
 
 class CudaScan(NamedTuple):
-    """scan(q, k, v) -> o, like v and contiguous; states [B, H, (slots,) V, K] where `transposed`."""
+    """Tensors of one scan(q, k, v) -> o; o like v and contiguous; states [B, H, (slots,) V, K] if `transposed`."""
 
     q: Tensor
     k: Tensor
@@ -113,7 +113,7 @@ class CudaScan(NamedTuple):
 
 
 def saved_shape(batch: int, length: int, heads: int, key: int, value: int) -> tuple[int, int, int, int, int]:
-    """[B, H, slots, K, V] of the states that forward keeps for backward: none for one block."""
+    """Shape [B, H, slots, K, V] of the states saved for backward; slots is 0 for one block."""
     plan = cut(batch * heads, length)
     return batch, heads, plan.slots if plan.blocks > 1 else 0, key, value
 
@@ -121,7 +121,7 @@ def saved_shape(batch: int, length: int, heads: int, key: int, value: int) -> tu
 def parts_shape(
     batch: int, length: int, heads: int, key: int, value: int, *, reverse: bool
 ) -> tuple[int, int, int, int, int]:
-    """[B, H, parts, K, V] of the parts that `begin` forms."""
+    """Shape [B, H, parts, K, V] of the state updates that `begin` returns."""
     plan = _plan(batch * heads, length, together=reverse and key == value)
     return batch, heads, plan.blocks * plan.parts, key, value
 
@@ -129,8 +129,8 @@ def parts_shape(
 def begin(
     k: Tensor, v: Tensor, slopes: Tensor | None, documents: Tensor | None, *, reverse: bool
 ) -> tuple[Tensor, Tensor]:
-    """What the tokens add to the state that enters them [B, H, K, V] fp32, and what each part does, for `forward`;
-    `reverse`, of q and do: to the gradient of the state that leaves them, for `backward`."""
+    """First phase: the state update of all tokens [B, H, K, V] fp32, and that of each part, for `forward`. `reverse`,
+    with q and do as k and v: the updates of the state's gradient, for `backward`."""
     sequence = _sequence(k, slopes, documents)
     k, v = _aligned(k), _aligned(v)
     (batch, length, heads, key), value = k.shape, v.shape[3]
@@ -150,7 +150,7 @@ def forward(
     parts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k [B, T, H, K], v [B, T, H, V] bf16, slopes [H] and initial [B, H, K, V] fp32 and documents [B, T] contiguous,
-    `parts` as `begin` gives them -> o, the last state, and the states that enter blocks, of `saved_shape`."""
+    `parts` from `begin` -> o, the final state, and the states entering blocks, of `saved_shape`."""
     sequence = _sequence(k, slopes, documents)
     q, k, v = _aligned(q), _aligned(k), _aligned(v)
     (batch, length, heads, key), value = k.shape, v.shape[3]
@@ -177,8 +177,8 @@ def backward(
     states: Tensor,
     parts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """-> dq, dk, dv, and the gradient [B, H, K, V] fp32 of `initial`; `states` as forward gave them, `parts` as `begin`
-    gives them."""
+    """Returns dq, dk, dv, and the gradient [B, H, K, V] fp32 of `initial`; `states` from `forward`, `parts` from
+    `begin`."""
     sequence = _sequence(k, slopes, documents)
     do, q, k, v = _aligned(do), _aligned(q), _aligned(k), _aligned(v)
     (batch, length, heads, key), value = k.shape, v.shape[3]
@@ -187,7 +187,7 @@ def backward(
     entering = initial if plan.blocks == 1 else states
     _launch(sequence, plan, [CudaScan(do, v, k, dq, entering, None, transposed=True)], reverse=False)
 
-    # dk and dv read the same three tensors: of equal widths, they do so together.
+    # dk and dv read the same three tensors: if K = V, one launch computes both.
     together = key == value
     plan = _plan(batch * heads, length, together=together)
     parts = sequence.parts(plan, q, do, reverse=True) if parts is None else parts
@@ -216,7 +216,7 @@ def _operand(x: Tensor) -> tuple[Tensor | int, ...]:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """`x`, or a copy where the channels of a token do not lie side by side in pieces of 16 bytes; D % 8 = 0."""
+    """`x`, or a copy if a token's channels are not contiguous and 16-byte aligned; D % 8 = 0."""
     steps = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
     if x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(step > 0 and step % 8 == 0 for step in steps):
         return x

@@ -1,6 +1,6 @@
-"""Launches of the fixed-decay scan as ops of torch: the scan, its halves around an exchange of states, and its step.
+"""torch.library ops of the fixed-decay scan: the scan, the two-phase scan around a state exchange, and the step.
 
-The first half, forward and backward, needs nothing of other ranks (docs/adr/0016).
+The first phase, forward and backward, needs no data of other ranks (docs/adr/0016).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def scan(
     documents: Tensor | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """-> output, last state, and the states entering the blocks that the sequence is cut into (empty for one)."""
+    """Returns output, final state, and the states entering the blocks of the sequence (empty for one block)."""
     return _kernels(backend).forward(
         q, k, v, slopes, *(None if x is None else x.contiguous() for x in (initial, documents))
     )
@@ -115,8 +115,8 @@ scan.register_autograd(_differentiate, setup_context=_save)
 def _begin(
     k: Tensor, v: Tensor, slopes: Tensor | None, documents: Tensor | None, reverse: bool, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """What the tokens add to the state [B, H, K, V] fp32 that enters them, and what each part of them does; `reverse`,
-    of q and the output's gradient: to the gradient of the state that leaves them."""
+    """First phase: the state update of all tokens [B, H, K, V] fp32, and that of each part. `reverse`, with q and the
+    output's gradient as k and v: the updates of the state's gradient."""
     documents = None if documents is None else documents.contiguous()
     return _kernels(backend).begin(k, v, slopes, documents, reverse=reverse)
 
@@ -141,7 +141,7 @@ def _finish(
     parts: Tensor,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `scan`."""
+    """Second phase: returns what `scan` does."""
     documents = None if documents is None else documents.contiguous()
     return _kernels(backend).forward(q, k, v, slopes, entering.contiguous(), documents, parts)
 
@@ -197,27 +197,27 @@ def _(
 
 
 def total_decay(k: Tensor, slopes: Tensor | None) -> Tensor:
-    """The log decay through the tokens of k [B, T, H, K]: [H, 1]."""
+    """Sum of the log decays over the tokens of k [B, T, H, K]: [H, 1]."""
     if slopes is None:
         return k.new_zeros(k.shape[2], 1, dtype=torch.float32)
     return -k.shape[1] * slopes[:, None]
 
 
-def split_scan(
+def two_phase_scan(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     slopes: Tensor | None,
     document_ids: Tensor | None,
-    split: SequenceShard,
+    shard: SequenceShard,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Output and last state of `scan` on this rank's part of each row; no gradient goes through the last state."""
-    output, state = _SplitScan.apply(q, k, v, slopes, document_ids, *split.borders, split.ranks, backend)
+    """Output and final state of `scan` on this rank's shard of every sequence; the final state has no gradient."""
+    output, state = _TwoPhaseScan.apply(q, k, v, slopes, document_ids, *shard.documents, shard.exchange, backend)
     return output, state
 
 
-class _SplitScan(torch.autograd.Function):
+class _TwoPhaseScan(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -228,13 +228,13 @@ class _SplitScan(torch.autograd.Function):
         document_ids: Tensor | None,
         continues: Tensor,
         through: Tensor,
-        ranks: StateExchange,
+        exchange: StateExchange,
         backend: str,
     ) -> tuple[Tensor, Tensor]:
         added, parts = _begin(k, v, slopes, document_ids, False, backend)
-        entering = ranks.entering(added, total_decay(k, slopes), ShardDocuments(continues, through))
+        entering = exchange.entering(added, total_decay(k, slopes), ShardDocuments(continues, through))
         output, state, states = _finish(q, k, v, slopes, entering, document_ids, parts, backend)
-        ctx.ranks, ctx.backend = ranks, backend
+        ctx.exchange, ctx.backend = exchange, backend
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, slopes, document_ids, continues, through, entering, states)
         ctx.mark_non_differentiable(state)
@@ -244,7 +244,7 @@ class _SplitScan(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, slopes, document_ids, continues, through, entering, states = ctx.saved_tensors
         gradient, parts = _begin(q, grads[0], slopes, document_ids, True, ctx.backend)
-        leaving = ctx.ranks.leaving_gradient(gradient, total_decay(k, slopes), ShardDocuments(continues, through))
+        leaving = ctx.exchange.leaving_gradient(gradient, total_decay(k, slopes), ShardDocuments(continues, through))
         inputs = (grads[0], leaving, q, k, v, slopes, entering, document_ids, states, parts, ctx.backend)
         return *_finish_backward(*inputs), *(None,) * 6
 

@@ -1,4 +1,4 @@
-"""What the kernels of scans take: dtypes and widths."""
+"""Limits of the scan kernels: dtypes and widths."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from megalin.ops.dispatch.dtypes import KERNEL_DTYPES
 
 MAX_WIDTH = 256
 WIDTH_UNIT = 8
-"""Kernels load tokens in pieces of 16 bytes: other widths are padded with zeros."""
+"""Kernels load 16 bytes at a time: widths are zero-padded to a multiple of 8."""
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """What of these no kernel of a scan takes; empty where they do."""
+    """Reason why no scan kernel takes these inputs; empty if one does."""
     if not q.dtype == k.dtype == v.dtype or v.dtype not in KERNEL_DTYPES:
         return f"q, k, v of {q.dtype}, {k.dtype}, {v.dtype}"
     if max(k.shape[-1], v.shape[-1]) > MAX_WIDTH:
@@ -22,5 +22,5 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor) -> str:
 
 
 def padded(x: Tensor, columns: int, rows: int = 0) -> Tensor:
-    """`x` with zeros after its last columns and rows."""
+    """Zero-pads the last two dimensions of `x` at the end by `rows` and `columns`."""
     return functional.pad(x, (0, columns, 0, rows)) if rows or columns else x

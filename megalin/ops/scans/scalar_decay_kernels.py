@@ -1,6 +1,6 @@
-"""Launches of the scalar-decay scan as ops of torch: the scan, and its halves around an exchange of states.
+"""torch.library ops of the scalar-decay scan: the scan, and the two-phase scan around a state exchange.
 
-The first half, forward and backward, needs nothing of other ranks (docs/adr/0016).
+The first phase, forward and backward, needs no data of other ranks (docs/adr/0016).
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ scan.register_autograd(_differentiate, setup_context=_save)
 
 @torch.library.custom_op("megalin::scalar_decay_scan_begin", mutates_args=())
 def _begin(k: Tensor, v: Tensor, log_decay: Tensor, documents: Tensor | None) -> list[Tensor]:
-    """The tokens' state from zero, the decay through them, and what `_finish` takes: Decays and Parts."""
+    """First phase: the final state from a zero initial state, the total decay, and Decays and Parts for `_finish`."""
     from megalin._triton.scans import scalar_decay as kernels
 
     state, decay, found, parts = kernels.begin(k, v, log_decay.contiguous(), *_contiguous(documents))
@@ -131,7 +131,7 @@ def _fake_begun(k: Tensor, v: Tensor, log_decay: Tensor) -> list[Tensor]:
 def _finish(
     q: Tensor, k: Tensor, v: Tensor, entering: Tensor, documents: Tensor | None, begun: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `scan`."""
+    """Second phase: returns what `scan` does."""
     from megalin._triton.scans import scalar_decay as kernels
 
     found, parts = kernels.Decays(*begun[:4]), kernels.Parts(*begun[4:])
@@ -149,7 +149,7 @@ def _(
 
 @torch.library.custom_op("megalin::scalar_decay_scan_begin_backward", mutates_args=())
 def _begin_backward(d_output: Tensor, q: Tensor, log_decay: Tensor, documents: Tensor | None) -> list[Tensor]:
-    """The gradient of the state that enters, by the output alone, and Decays and Parts of the way back."""
+    """First phase: the output's contribution to the gradient of S_in, and Decays and Parts for `_finish_backward`."""
     from megalin._triton.scans import scalar_decay as kernels
 
     gradient, found, parts = kernels.begin_backward(d_output, q, log_decay.contiguous(), *_contiguous(documents))
@@ -199,15 +199,15 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), log_decay.new_empty(log_decay.shape)
 
 
-def split_scan(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, document_ids: Tensor | None, split: SequenceShard
+def two_phase_scan(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, document_ids: Tensor | None, shard: SequenceShard
 ) -> tuple[Tensor, Tensor]:
-    """Output and last state of `scan` on this rank's part of each row; no gradient goes through the last state."""
-    output, state = _SplitScan.apply(q, k, v, log_decay, document_ids, *split.borders, split.ranks)
+    """Output and final state of `scan` on this rank's shard of every sequence; the final state has no gradient."""
+    output, state = _TwoPhaseScan.apply(q, k, v, log_decay, document_ids, *shard.documents, shard.exchange)
     return output, state
 
 
-class _SplitScan(torch.autograd.Function):
+class _TwoPhaseScan(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -218,13 +218,13 @@ class _SplitScan(torch.autograd.Function):
         document_ids: Tensor | None,
         continues: Tensor,
         through: Tensor,
-        ranks: StateExchange,
+        exchange: StateExchange,
     ) -> tuple[Tensor, Tensor]:
         added, decay, *begun = _begin(k, v, log_decay, document_ids)
         total = decay.log()[..., None]  # [B, H, 1]
-        entering = ranks.entering(added, total, ShardDocuments(continues, through))
+        entering = exchange.entering(added, total, ShardDocuments(continues, through))
         output, state, saved = _finish(q, k, v, entering, document_ids, begun)
-        ctx.ranks = ranks
+        ctx.exchange = exchange
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, log_decay, document_ids, continues, through, total, entering, saved)
         ctx.mark_non_differentiable(state)
@@ -234,6 +234,6 @@ class _SplitScan(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, log_decay, document_ids, continues, through, total, entering, saved = ctx.saved_tensors
         gradient, *begun = _begin_backward(grads[0], q, log_decay, document_ids)
-        leaving = ctx.ranks.leaving_gradient(gradient, total, ShardDocuments(continues, through))
+        leaving = ctx.exchange.leaving_gradient(gradient, total, ShardDocuments(continues, through))
         inputs = (grads[0], leaving, q, k, v, log_decay, entering, document_ids, saved, begun)
         return *_finish_backward(*inputs), None, None, None, None

@@ -1,4 +1,4 @@
-"""The short convolution of Rodimus and Mamba: depthwise, causal, a few tokens wide, blind across documents."""
+"""The short convolution of Rodimus and Mamba: depthwise, causal, a few tokens wide, within one document."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megalin.ops.dispatch.operands import check_operands
 from megalin.ops.dispatch.self_test import compare, sample
 
 MAX_TAPS = 8
-"""Of the kernels, which keep two windows of that many tokens in registers."""
+"""Largest W of the kernels, which keep two windows of W tokens in registers."""
 
 
 MAX_STEP = 2**24
-"""Elements from a token to the next, in the kernels."""
+"""Largest stride between tokens in the kernels, in elements."""
 
 
 class ShortConvOutput(NamedTuple):
@@ -43,25 +43,24 @@ def short_conv(
     activation: Literal["none", "silu"] = "silu",
     backend: Backend = "auto",
 ) -> ShortConvOutput:
-    """y_t = act(bias + sum over j = 0 .. W-1 of weight_j * x_{t-W+1+j}), each channel by itself.
+    """y_t = act(bias + sum over j = 0 .. W-1 of weight_j * x_{t-W+1+j}) in each channel.
 
     Args:
         x: [B, T, D].
         weight: [D, W], the newest input last.
         bias: [D], or None for zero.
-        state: [B, W - 1, D], the inputs before the first, of its document; None for zeros.
-        document_ids: [B, T] integers; None when each row is one document. An input of another document counts as
-            zero.
+        state: [B, W - 1, D], the inputs before the first token, of its document; None for zeros.
+        document_ids: [B, T] integers; None if each sequence is one document. Inputs of other documents count as zero.
         activation: after the sum.
-        backend: which implementation runs; compiled ones take fp32, bf16 and fp16, and 2 to 8 taps.
+        backend: implementation to run; compiled ones take fp32, bf16 and fp16, and 2 to 8 taps.
 
     Returns:
-        ShortConvOutput. Products and the sum are computed in at least fp32; the backward keeps x alone, and adds up
+        ShortConvOutput. Products and the sum are computed in at least fp32; the backward saves only x, and accumulates
         the gradients of weight and bias in fp32, always in the same order.
 
     Raises:
         KernelError: an explicit backend that cannot run.
-        OperandError: tensors whose shapes, kinds or devices do not fit together.
+        OperandError: mismatched shapes, kinds or devices.
 
     Source: Mamba; Rodimus section 3.
     """
@@ -69,8 +68,8 @@ def short_conv(
     check_operands("short_conv", operands | {"document_ids": (document_ids, "BT int")})
     if state is not None and state.shape[1] != weight.shape[1] - 1:
         raise OperandError(
-            f"short_conv: state has shape {tuple(state.shape)}; it takes one input less a channel than the "
-            f"{weight.shape[1]} taps"
+            f"short_conv: state has shape {tuple(state.shape)}; with {weight.shape[1]} taps, give it "
+            f"[B, {weight.shape[1] - 1}, D]"
         )
     choice = backends.choose("short_conv", backend, x.device.type, _unsupported(x, weight, bias, state))
     if choice == "reference":
@@ -90,7 +89,7 @@ def short_conv_reference(
     document_ids: Tensor | None = None,
     activation: Literal["none", "silu"] = "silu",
 ) -> ShortConvOutput:
-    """`short_conv` in plain PyTorch; the truth of the kernels and the CPU backend."""
+    """`short_conv` in plain PyTorch: the reference of the kernels, and the CPU backend."""
     wide, length, past = compute_dtype(x), x.shape[1], weight.shape[1] - 1
     before = x.new_zeros(x.shape[0], past, x.shape[2], dtype=wide) if state is None else state.to(wide)
     inputs = torch.cat([before, x.to(wide)], dim=1)  # [B, W - 1 + T, D]
@@ -120,7 +119,7 @@ def short_conv_recurrent(
     document_ids: Tensor | None = None,
     activation: Literal["none", "silu"] = "silu",
 ) -> ShortConvOutput:
-    """The same token by token, over a window of W inputs that a new document empties."""
+    """`short_conv` token by token, over a window of W inputs that is cleared at the start of a document."""
     wide, past = compute_dtype(x), weight.shape[1] - 1
     window = x.new_zeros(x.shape[0], past, x.shape[2], dtype=wide) if state is None else state.to(wide)
     outputs = []
@@ -136,7 +135,7 @@ def short_conv_recurrent(
 
 
 def _hide(x: Tensor, hidden: Tensor) -> Tensor:
-    """x [B, W, D] with zeros where hidden [B, W or 1] is true."""
+    """x [B, W, D], zero where hidden [B, W or 1] is true."""
     return x.masked_fill(hidden[..., None], 0.0)
 
 
@@ -150,7 +149,8 @@ def _unsupported(x: Tensor, weight: Tensor, *others: Tensor | None) -> str:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x with its last dimension contiguous, and tokens so near that those of a tile lie within 32 bits."""
+    """`x`, or a copy if its last dimension is not contiguous or its tokens are more than MAX_STEP apart: kernels index
+    within a tile in 32 bits."""
     return x if x.stride(-1) == 1 and x.stride(1) <= MAX_STEP else x.contiguous()
 
 
@@ -182,7 +182,7 @@ def _backward(
     document_ids: Tensor | None,
     silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of x, the weight, a bias and the entering state; empty where there is no state."""
+    """Gradients of x, weight, bias and the initial state; the last is empty if there is no state."""
     from megalin._triton.scans import short_conv_gradient as kernels
 
     dstate = None if dstate is None else dstate.contiguous()
@@ -221,7 +221,7 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 
 
 def _self_test(backend: Compiled, device: str) -> str:
-    """Two tiles of tokens with documents' starts in and before each, an entering state, and none of either."""
+    """Two tiles of tokens with an initial state: one document, and document starts in and before each tile."""
     x, state = sample(2, 140, 20, device=device), sample(2, 3, 20, device=device, seed=1)
     weight, bias = sample(20, 4, device=device, seed=2), sample(20, device=device, seed=3)
     starts = torch.zeros(2, 140, dtype=torch.int32, device=device)

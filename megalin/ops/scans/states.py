@@ -1,7 +1,7 @@
-"""The state that a run of tokens leaves behind when it starts from zero: what the fold over a split sequence adds up.
+"""Final states of scans from a zero initial state, the summands of the state exchange between sequence shards.
 
-Each function is the state of its scan without the outputs: one product of keys and values, every one decayed to the
-end of the run, of the last token's document alone. Exponents are sums of log decays over the tokens between, <= 0.
+Each function is its scan without the outputs: one matmul of keys and values, each token decayed to the end of the
+sequence, over the last token's document only. Exponents are sums of log decays over the tokens between, <= 0.
 """
 
 from __future__ import annotations
@@ -28,22 +28,21 @@ def decay_state(
     document_ids: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """sum_t exp(-s (T - 1 - t)) k_t v_t^T, the state of `decay_scan`.
+    """Final state of `decay_scan` from zero: sum_t exp(-s (T - 1 - t)) k_t v_t^T.
 
     Args:
         k: [B, T, H, K].
         v: [B, T, H, V].
         slopes: [H], s >= 0, at least fp32 (a buffer: it gets no gradient); None for no decay.
-        document_ids: [B, T] integers; None when each row is one document.
-        backend: which implementation runs; the compiled one takes k and v of bf16, with K and V up to 256 in pieces of
-            8.
+        document_ids: [B, T] integers; None if each sequence is one document.
+        backend: implementation to run; the compiled one takes k and v of bf16, with K and V multiples of 8 up to 256.
 
     Returns:
         [B, H, K, V] in at least fp32.
 
     Raises:
         KernelError: an explicit backend that cannot run.
-        OperandError: tensors whose shapes, kinds or devices do not fit together.
+        OperandError: mismatched shapes, kinds or devices.
     """
     operands = {"k": (k, "BTHK"), "v": (v, "BTHV"), "slopes": (slopes, "H"), "document_ids": (document_ids, "BT int")}
     check_operands("decay_state", operands)
@@ -60,8 +59,8 @@ def decay_state_reference(k: Tensor, v: Tensor, slopes: Tensor | None, *, docume
 
 
 def _weights(k: Tensor, slopes: Tensor | None, document_ids: Tensor | None, wide: torch.dtype) -> Tensor:
-    """exp(-s (T - 1 - t)) of the tokens of the last one's document, else 0: [1 or B, T, 1 or H]."""
-    weight = _kept(document_ids, k)[..., None].to(wide)
+    """exp(-s (T - 1 - t)) for tokens of the last token's document, else 0: [1 or B, T, 1 or H]."""
+    weight = _in_last_document(document_ids, k)[..., None].to(wide)
     if slopes is None:
         return weight
     to_end = torch.arange(k.shape[1] - 1, -1, -1, device=k.device)
@@ -69,11 +68,11 @@ def _weights(k: Tensor, slopes: Tensor | None, document_ids: Tensor | None, wide
 
 
 def _unsupported(k: Tensor, v: Tensor) -> str:
-    """What of these the kernel does not take; empty where it does."""
+    """Reason why the kernel does not take these inputs; empty if it does."""
     if k.dtype != v.dtype or v.dtype != torch.bfloat16:
         return f"k, v of {k.dtype}, {v.dtype}"
     if k.shape[-1] % WIDTH_UNIT or v.shape[-1] % WIDTH_UNIT:
-        return f"heads of {k.shape[-1]} keys and {v.shape[-1]} values, no multiples of {WIDTH_UNIT}"
+        return f"heads of {k.shape[-1]} keys and {v.shape[-1]} values, not multiples of {WIDTH_UNIT}"
     return unsupported(k, k, v)
 
 
@@ -116,7 +115,7 @@ _state.register_autograd(_differentiate, setup_context=_save)
 
 
 def _self_test(backend: Compiled, device: str) -> str:
-    """Two documents over several parts, in the dtype that models run in, with more values than one tile holds."""
+    """Two documents over several parts, in the compute dtype of models, with more values than one tile holds."""
     slopes = torch.tensor([0.0, 0.3], device=device)
     documents = (torch.arange(2500, device=device) >= 150).int()[None]
     inputs = [sample(1, 2500, 2, width, device=device, seed=i).bfloat16() for i, width in enumerate((128, 192))]
@@ -131,56 +130,58 @@ backends.register("decay_state", ("triton",), _self_test)
 
 
 def selected_state(k: Tensor, v: Tensor, log_decay: Tensor, *, document_ids: Tensor | None = None) -> Tensor:
-    """sum_t (exp(sum of g_j over j > t) k_t) v_t^T, the state of `vector_decay_scan` and `scalar_decay_scan`.
+    """Final state of the vector- and scalar-decay scans from zero: sum_t (exp(sum of g_j over j > t) k_t) v_t^T.
 
     Args:
-        k: [B, T, H, K], or [B, T, 1, K] for all heads of v, with a decay a head.
+        k: [B, T, H, K], or [B, T, 1, K] shared by all heads of v, for one decay per head.
         v: [B, T, H, V].
-        log_decay: g [B, T, H, K], or [B, T, H, 1] for a decay a head; <= 0, at least fp32.
-        document_ids: [B, T] integers; None when each row is one document.
+        log_decay: g [B, T, H, K], or [B, T, H, 1] for one decay per head; <= 0, at least fp32.
+        document_ids: [B, T] integers; None if each sequence is one document.
 
     Returns:
         [B, H, K, V] in at least fp32.
 
     Raises:
-        OperandError: tensors whose shapes, kinds or devices do not fit together.
+        OperandError: mismatched shapes, kinds or devices.
     """
     operands = {"v": (v, "BTHV"), "k": (k, "BThK"), "log_decay": (log_decay, "BTHk")}
     check_operands("selected_state", operands | {"document_ids": (document_ids, "BT int")})
     wide = compute_dtype(v)
     exponent = sum_after(log_decay.to(wide).transpose(1, 2))  # [B, H, T, K or 1]
-    to_end = visible_decay(exponent, _kept(document_ids, k)[:, None]).transpose(1, 2)
+    to_end = visible_decay(exponent, _in_last_document(document_ids, k)[:, None]).transpose(1, 2)
     k, v = k.to(wide), v.to(wide)
-    # A decay a head goes to the values: one head of keys may serve them all.
+    # One decay per head is applied to the values, as all heads may share one head of keys.
     k, v = (k, v * to_end) if log_decay.shape[-1] == 1 else (k * to_end, v)
     return torch.einsum("bthk,bthv->bhkv", k, v)
 
 
 def tpe_state(x: Tensor, coefficients: Tensor, log_decay: Tensor, *, document_ids: Tensor | None = None) -> Tensor:
-    """B[c, e] sum_t lambda_e^(T - 1 - t) x_t[c], the state of `tpe`.
+    """Final state of `tpe` from zero: B[c, e] sum_t lambda_e^(T - 1 - t) x_t[c].
 
     Args:
         x: [B, T, D].
         coefficients: B [D, E].
         log_decay: log lambda [E], <= 0, at least fp32.
-        document_ids: [B, T] integers; None when each row is one document.
+        document_ids: [B, T] integers; None if each sequence is one document.
 
     Returns:
         [B, D, E] in at least fp32.
 
     Raises:
-        OperandError: tensors whose shapes, kinds or devices do not fit together.
+        OperandError: mismatched shapes, kinds or devices.
     """
     operands = {"x": (x, "BTD"), "coefficients": (coefficients, "DE"), "log_decay": (log_decay, "E")}
     check_operands("tpe_state", operands | {"document_ids": (document_ids, "BT int")})
     wide = compute_dtype(x)
     to_end = torch.arange(x.shape[1] - 1, -1, -1, device=x.device)
-    powers = torch.exp(to_end[:, None] * log_decay.to(wide)) * _kept(document_ids, x)[..., None]  # [1 or B, T, E]
+    powers = (
+        torch.exp(to_end[:, None] * log_decay.to(wide)) * _in_last_document(document_ids, x)[..., None]
+    )  # [1 or B, T, E]
     return coefficients.to(wide) * (x.to(wide).mT @ powers)
 
 
-def _kept(document_ids: Tensor | None, x: Tensor) -> Tensor:
-    """[1 or B, T] bool, whether a token is of the last one's document."""
+def _in_last_document(document_ids: Tensor | None, x: Tensor) -> Tensor:
+    """[1 or B, T] bool, True for tokens of the last token's document."""
     if document_ids is None:
         return torch.ones(1, x.shape[1], dtype=torch.bool, device=x.device)
     return document_ids == document_ids[:, -1:]

@@ -1,9 +1,9 @@
-"""TPE, cosFormer2's input layer: each channel becomes a sum of its past under many exponential decays at once.
+"""TPE, cosFormer2's input layer: each channel becomes a sum of its past under many exponential decays.
 
     H_t[c, k] = lambda_k H_{t-1}[c, k] + B[c, k] x_t[c],    y_t[c] = sum_k H_t[c, k]
 
-`tpe_reference` is the chunkwise form; `tpe_recurrent` is the truth it is tested against. Every exponent is a distance
-times log lambda, hence <= 0. Documents: as in decay_scan.py.
+`tpe_reference` is the chunkwise form; it is tested against `tpe_recurrent`. Every exponent is a distance times
+log lambda, hence <= 0. Documents: as in fixed_decay.py.
 """
 
 from __future__ import annotations
@@ -48,17 +48,16 @@ def tpe(
         coefficients: B [D, E].
         log_decay: log lambda [E], <= 0, at least fp32.
         state: [B, D, E] before the first token; None for zeros.
-        document_ids: [B, T] integers; None when each row is one document.
+        document_ids: [B, T] integers; None if each sequence is one document.
         chunk_size: of the reference, kernels have their own; the result does not depend on it beyond rounding.
-        backend: which implementation runs; compiled ones take x in fp32, bf16 or fp16, the rest in fp32, and E up to
-            256.
+        backend: implementation to run; compiled ones take x in fp32, bf16 or fp16, the rest in fp32, and E up to 256.
 
     Returns:
         TPEOutput; everything is computed in at least fp32.
 
     Raises:
         KernelError: an explicit backend that cannot run.
-        OperandError: tensors whose shapes, kinds or devices do not fit together.
+        OperandError: mismatched shapes, kinds or devices.
     """
     _check("tpe", (x, "BTD"), coefficients, log_decay, state, document_ids)
     choice = backends.choose("tpe", backend, x.device.type, _unsupported(x, coefficients, log_decay))
@@ -67,7 +66,7 @@ def tpe(
     starts = torch.zeros(x.shape[0], x.shape[1] + 1, dtype=torch.uint8, device=x.device)
     if document_ids is not None:
         starts[:, 1:-1] = document_ids[:, 1:] != document_ids[:, :-1]
-    # What a given state adds is a sum of few terms, rarely there, and joins the output before it is rounded.
+    # An initial state is rare; its contribution is added before the output is rounded.
     output, last = _scan(x.contiguous(), coefficients.contiguous(), log_decay.contiguous(), starts, state is not None)
     last = coefficients * last
     if state is not None:
@@ -89,7 +88,7 @@ def tpe_reference(
 ) -> TPEOutput:
     """`tpe` in plain PyTorch, in chunks of C tokens: a window of C taps inside a chunk, states only between chunks.
 
-    States are kept once a chunk, so memory is that of E / C copies of x, not of E. T need not be a multiple of C.
+    States are stored once per chunk, so memory is E / C copies of x, not E. T need not be a multiple of C.
     """
     length, wide = x.shape[1], compute_dtype(x)
     chunk = min(chunk_size, length)
@@ -125,7 +124,7 @@ def tpe_step(x: Tensor, coefficients: Tensor, log_decay: Tensor, state: Tensor) 
     """One token of the recurrence: x [B, D], state [B, D, E] in at least fp32; output [B, D] in the dtype of x.
 
     Raises:
-        OperandError: tensors whose shapes, kinds or devices do not fit together.
+        OperandError: mismatched shapes, kinds or devices.
     """
     _check("tpe_step", (x, "BD"), coefficients, log_decay, state, None)
     wide = state.dtype
@@ -155,10 +154,10 @@ def tpe_recurrent(
 
 
 def tpe_flops(*, hidden_size: int, num_decays: int) -> int:
-    """Forward floating-point operations a token: 4 D E, which is what the recurrence costs and the paper counts.
+    """Forward FLOPs per token: 4 D E, the cost of the recurrence, as counted in the paper.
 
-    The chunkwise form's products with the state cost as much: 2 D E to form it, 2 D E to read it. Its window inside a
-    chunk, its taps and the fold of states between chunks are artefacts of this implementation and are not counted.
+    The chunkwise form costs as much for its state: 2 D E to form it, 2 D E to read it. Its window inside a chunk, its
+    taps and the states between chunks are artefacts of this implementation and are not counted.
     """
     return 4 * hidden_size * num_decays
 
@@ -171,7 +170,7 @@ def _powers(log_decay: Tensor, distance: Tensor) -> Tensor:
 def _window(u: Tensor, taps: Tensor, documents: Tensor) -> Tensor:
     """y_t = sum over lags i of taps_i u_{t-i}, inside the chunk and t's document; [B, N, C, D].
 
-    Lag by lag: autograd keeps views of `u` and masks, where a matrix a channel and chunk would keep C copies of it.
+    Lag by lag, so that autograd saves views of `u` and masks; a matrix per channel and chunk would save C copies of it.
     """
     total = u * taps[:, 0]
     for lag in range(1, u.shape[2]):
@@ -203,7 +202,7 @@ def _unsupported(x: Tensor, coefficients: Tensor, log_decay: Tensor) -> str:
 
 @torch.library.custom_op("megalin::tpe", mutates_args=())
 def _scan(x: Tensor, coefficients: Tensor, log_decay: Tensor, starts: Tensor, wide: bool) -> tuple[Tensor, Tensor]:
-    """-> y, in fp32 if `wide`, and H / B after the last token, both from a state of zeros."""
+    """Returns y, in fp32 if `wide`, and H / B after the last token, both from a zero state."""
     from megalin._triton.scans import tpe as kernels
 
     y = torch.empty_like(x, dtype=torch.float32 if wide else x.dtype)
@@ -225,7 +224,7 @@ def _backward(
     dy, dx = dy.contiguous(), torch.empty_like(x, dtype=x.dtype if d_last is None else torch.float32)
     kernels.backward_input(dy, coefficients, log_decay, starts, dx)
     d_coefficients, d_slope, slope = kernels.backward_parameters(dy, x, log_decay, starts)
-    d_log_decay = (coefficients * d_slope).sum(0)  # fp64: all channels share it, and most of it cancels
+    d_log_decay = (coefficients * d_slope).sum(0)  # fp64: the sum over channels cancels to a large part
     if d_last is not None:
         d_log_decay += (d_last * slope).sum((0, 1))
         later = starts[:, 1:].flip(1).cumsum(1).flip(1)  # documents that start after each token

@@ -3,12 +3,12 @@
     S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T,    o_t = scale S_t^T q_t,    g_t <= 0
 
 `vector_decay_scan` is the chunkwise form, the one that models call. `vector_decay_scan_recurrent` and
-`vector_decay_scan_parallel` compute the same function token by token and pair by pair; they are its truth.
+`vector_decay_scan_parallel` compute the same function token by token and pair by pair; it is tested against them.
 
-No form divides by a cumulative decay, nor subtracts one from another: the decay between two tokens is exp of the sum of
-g over the tokens between, <= 0 by itself. A difference of cumulative sums would lose a weak decay beside strong ones,
-and its gradient would be the rounding left over by terms that cancel.
-Documents: as in decay_scan.py.
+No form divides by a cumulative decay or subtracts cumulative sums: the decay between two tokens is exp of the sum of g
+over the tokens between, and every such sum is <= 0. A difference of cumulative sums would lose a weak decay among
+strong ones, and its gradient would be the rounding error of terms that cancel.
+Documents: as in fixed_decay.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megalin.ops.scans.fixed_decay import ScanOutput
 from megalin.ops.scans.states import selected_state
 
 SUB_BLOCK = 16
-"""Tokens of the sub-blocks of a chunk: pairs in different ones meet at a pivot, pairs in one element by element."""
+"""Tokens in a sub-block of a chunk: scores within one are computed element by element, across two through a pivot."""
 MAX_KEY_DIM = 256
 
 
@@ -40,7 +40,7 @@ def vector_decay_scan(
     *,
     scale: float = 1.0,
     initial_state: Tensor | None = None,
-    split: SequenceShard | None = None,
+    shard: SequenceShard | None = None,
     document_ids: Tensor | None = None,
     chunk_size: int = 64,
     backend: Backend = "auto",
@@ -50,33 +50,35 @@ def vector_decay_scan(
     Args:
         q, k: [B, T, H, K].
         v: [B, T, H, V].
-        log_decay: g [B, T, H, K], <= 0, at least fp32; -20 a token and below is safe.
+        log_decay: g [B, T, H, K], <= 0, at least fp32; -20 per token and below is safe.
         scale: factor on the output.
         initial_state: [B, H, K, V]; None for zeros.
-        split: that T are this rank's tokens of longer rows: what the ranks before leave behind is the initial state,
-            and no gradient goes through the state of the result; None where they are all.
-        document_ids: [B, T] integers; None when each row is one document.
+        shard: this rank's shard under context parallelism: the initial state then comes from the ranks before, and the
+            returned state has no gradient; None for full sequences.
+        document_ids: [B, T] integers; None if each sequence is one document.
         chunk_size: C of the reference, rounded up to a multiple of 16 (kernels: 64); the result does not depend on it
             beyond rounding.
-        backend: which implementation runs; compiled ones take fp32, bf16 and fp16 of K up to 256.
+        backend: implementation to run; compiled ones take fp32, bf16 and fp16 with K up to 256.
 
     Returns:
-        ScanOutput. Decays, states and their fold are computed in fp32 (fp64 for fp64 inputs). The reference forms
-        scores in fp32 too, and multiplies them with v in the dtype of v; kernels form all products in the dtype of v,
-        with fp32 sums.
+        ScanOutput. Decays and states are computed in fp32 (fp64 for fp64 inputs). The reference computes scores in fp32
+        too, and multiplies them with v in the dtype of v; kernels run all matmuls in the dtype of v, with fp32
+        accumulators.
 
     Raises:
         KernelError: an explicit backend that cannot run.
-        OperandError: tensors whose shapes, kinds or devices do not fit together.
+        OperandError: mismatched shapes, kinds or devices.
     """
     g = ("log_decay", log_decay, "BTHK")
     check_scan("vector_decay_scan", (q, "BTHK"), (k, "BTHK"), v, g, initial_state, document_ids)
-    assert split is None or initial_state is None, "a first state beside those of the ranks before"
+    assert shard is None or initial_state is None, (
+        "initial_state and shard are exclusive: a shard's initial state comes from the ranks before"
+    )
     op, limit = "vector_decay_scan", _unsupported(q, k, v, log_decay)
-    choice = backends.choose(op if split is None else f"split_{op}", backend, v.device.type, limit)
-    if split is not None and choice == "reference":
+    choice = backends.choose(op if shard is None else f"split_{op}", backend, v.device.type, limit)
+    if shard is not None and choice == "reference":
         added = selected_state(k, v, log_decay, document_ids=document_ids)
-        initial_state, split = split.fold(added, log_decay.sum(1)), None
+        initial_state, shard = shard.fold(added, log_decay.sum(1)), None
         choice = backends.choose(op, backend, v.device.type, limit)
     if choice == "reference":
         options = {"initial_state": initial_state, "document_ids": document_ids}
@@ -86,8 +88,8 @@ def vector_decay_scan(
     first = None if initial_state is None else initial_state.float().contiguous()
     tensors = kernels.rows(q), kernels.rows(k), kernels.rows(wide), kernels.rows(log_decay.float())
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, first) if x is not None)
-    if split is not None:
-        result = kernels.split_scan(*tensors, documents, split, scale, keep)
+    if shard is not None:
+        result = kernels.two_phase_scan(*tensors, documents, shard, scale, keep)
     else:
         result = kernels.scan(*tensors, first, documents, scale, keep, choice)[:2]
     return ScanOutput(result[0].to(v.dtype), result[1])
@@ -104,7 +106,7 @@ def vector_decay_scan_reference(
     document_ids: Tensor | None = None,
     chunk_size: int = 64,
 ) -> ScanOutput:
-    """`vector_decay_scan` in plain PyTorch; the CPU's implementation."""
+    """`vector_decay_scan` in plain PyTorch; the CPU backend."""
     length = q.shape[1]
     chunk = -(-min(chunk_size, length) // SUB_BLOCK) * SUB_BLOCK
     wide = compute_dtype(v)
@@ -112,7 +114,7 @@ def vector_decay_scan_reference(
     documents = chunk_documents(document_ids, length, chunk, v.device)[:, None]  # [1 or B, 1, N, C]
     scores = _scores(q, k, g, documents)  # [B, H, N, C, C]
 
-    # Document of the state that enters chunk n (the last row's document of the chunk before), and of the last to leave.
+    # Document of the state entering chunk n (that of the previous chunk's last token), and of the final state.
     leaving = torch.cat([documents[..., :1, 0], documents[..., -1]], dim=-1)  # [1 or B, 1, N + 1]
     from_start = visible_decay(g.cumsum(-2), documents == leaving[..., :-1, None])  # [B, H, N, C, K]
     to_end = visible_decay(sum_after(g), documents == leaving[..., 1:, None])
@@ -132,14 +134,14 @@ def vector_decay_step(
     Args:
         q, k: [B, H or 1, K]; v: [B, H, V]; log_decay: [B, H, K or 1]; state: [B, H, K, V] in at least fp32.
         scale: factor on the output.
-        backend: which implementation runs; compiled ones take no tensors that need gradients.
+        backend: implementation to run; compiled ones have no backward.
 
     Returns:
         ScanOutput with output [B, H, V] in the dtype of v and the next state.
 
     Raises:
         KernelError: an explicit backend that cannot run.
-        OperandError: tensors whose shapes, kinds or devices do not fit together.
+        OperandError: mismatched shapes, kinds or devices.
     """
     operands = {"v": (v, "BHV"), "q": (q, "BhK"), "k": (k, "BhK"), "log_decay": (log_decay, "BHk")}
     check_operands("vector_decay_step", operands | {"state": (state, "BHKV")})
@@ -191,7 +193,7 @@ def vector_decay_scan_parallel(
 ) -> Tensor:
     """O = A V, A_ts = scale sum_i q_ti k_si exp(sum of g_ji over s < j <= t) for s <= t of one document; [B, T, H, V].
 
-    Every exponent is summed by itself, so memory grows with B H K T^3: for short sequences.
+    Every exponent is its own sum, so memory grows with B H K T^3: for short sequences.
     """
     length = q.shape[1]
     t = torch.arange(length, device=q.device)
@@ -204,8 +206,8 @@ def vector_decay_scan_parallel(
 
 
 def vector_decay_scan_flops(length: int, *, num_heads: int, key_dim: int, value_dim: int, chunk_size: int) -> int:
-    """Forward floating-point operations a token: as a scalar decay's (`decay_scan_flops`), a vector decay moves the
-    same products. The exponentials, the cumulative sums and the fold between chunks are not counted."""
+    """Forward FLOPs per token: those of a fixed decay (`decay_scan_flops`), as the matmuls are the same. Exponentials,
+    cumulative sums and the states between chunks are not counted."""
     chunk = min(chunk_size, length)
     return num_heads * (2 * chunk * (key_dim + value_dim) + 4 * key_dim * value_dim)
 
@@ -219,7 +221,7 @@ def _scores(q: Tensor, k: Tensor, g: Tensor, documents: Tensor) -> Tensor:
         start, end = index * SUB_BLOCK, (index + 1) * SUB_BLOCK
         parts = [diagonal[..., index, :, :]]
         if index:
-            # The pivot is the row before this block. Rows and keys of another document than the pivot's have no pair.
+            # The pivot is the token before this block. Queries and keys of other documents than its own form no pair.
             document = documents[..., start - 1 : start]
             from_pivot = visible_decay(g[..., start:end, :].cumsum(-2), documents[..., start:end] == document)
             to_pivot = visible_decay(sum_after(g[..., :start, :]), documents[..., :start] == document)
@@ -231,7 +233,7 @@ def _scores(q: Tensor, k: Tensor, g: Tensor, documents: Tensor) -> Tensor:
 
 
 def _diagonal_scores(q: Tensor, k: Tensor, g: Tensor, documents: Tensor) -> Tensor:
-    """The scores inside each sub-block, pair by pair: q, k, g [B, H, N, C/16, 16, K] -> [B, H, N, C/16, 16, 16]."""
+    """Scores inside each sub-block, pair by pair: q, k, g [B, H, N, C/16, 16, K] -> [B, H, N, C/16, 16, 16]."""
     blocks = documents.unflatten(-1, (-1, SUB_BLOCK))
     visible = (blocks[..., :, None] == blocks[..., None, :]).tril()
     after = torch.ones(SUB_BLOCK, SUB_BLOCK, dtype=torch.bool, device=g.device).tril(-1)[..., None]  # [t, s, 1]
@@ -268,15 +270,16 @@ def _self_test(backend: Compiled, device: str) -> str:
     return compare(kernel, reference, [q, k, v, g, first])
 
 
-def _split_self_test(backend: Compiled, device: str) -> str:
-    """Three parts of a row, the second within one document, the third with the start of another."""
+def _two_phase_self_test(backend: Compiled, device: str) -> str:
+    """Three shards of a sequence: the second inside one document, the third with the start of another."""
     q, k, v, g = (sample(1, 300, 2, 20, device=device, seed=seed) for seed in range(4))
     documents = (torch.arange(300, device=device) >= 230).to(torch.int32)[None]
-    parts = documents.view(3, 100)
+    shards = documents.view(3, 100)
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
         q, k, v, g = (x.view(3, 100, 2, 20) for x in (q, k, v.bfloat16(), -0.05 * g.exp()))
-        output, _ = kernels.split_scan(q, k, v, g, parts, SingleProcessExchange().split(parts), 0.5, True)
+        shard = SingleProcessExchange().sequence_shard(shards)
+        output, _ = kernels.two_phase_scan(q, k, v, g, shards, shard, 0.5, True)
         return output.flatten(0, 1)[None]
 
     def reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
@@ -287,7 +290,7 @@ def _split_self_test(backend: Compiled, device: str) -> str:
 
 
 backends.register("vector_decay_scan", ("triton",), _self_test)
-backends.register("split_vector_decay_scan", ("triton",), _split_self_test)
+backends.register("split_vector_decay_scan", ("triton",), _two_phase_self_test)
 
 
 def _step_self_test(backend: Compiled, device: str) -> str:

@@ -1,6 +1,6 @@
-"""Launches of the vector-decay scan as ops of torch: the scan, its halves around an exchange of states, and its step.
+"""torch.library ops of the vector-decay scan: the scan, the two-phase scan around a state exchange, and the step.
 
-The first half, forward and backward, needs nothing of other ranks (docs/adr/0016).
+The first phase, forward and backward, needs no data of other ranks (docs/adr/0016).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CHUNK = 64
 
 
 def rows(x: Tensor) -> Tensor:
-    """x with its last dimension contiguous."""
+    """`x`, or a copy if its last dimension is not contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -35,7 +35,7 @@ def scan(
     keep: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Output, last state, and what the backward takes (csrc/triton/scans/vector_decay.py: Chunks, and states)."""
+    """Returns output, final state, and Chunks and states for the backward (csrc/triton/scans/vector_decay.py)."""
     from megalin._triton.scans import vector_decay as kernels
 
     output, state, chunks, states = kernels.forward(q, k, v, log_decay, scale, initial_state, document_ids, keep)
@@ -121,7 +121,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     q, k, v, log_decay, initial_state, document_ids, ctx.scale, _, ctx.backend = inputs
     ctx.has_initial_state = initial_state is not None
     ctx.save_for_backward(q, k, v, log_decay, document_ids, *output[2:])
-    # Their gradients would be zeros as large as the states.
+    # Otherwise autograd allocates zero gradients as large as the states.
     ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
 
@@ -142,7 +142,7 @@ scan.register_autograd(_differentiate, setup_context=_save)
 def _begin(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, document_ids: Tensor | None, scale: float
 ) -> list[Tensor]:
-    """The tokens' state from zero, the decay through them, and what `_finish` takes: Chunks and Segments."""
+    """First phase: the final state from a zero initial state, the total decay, Chunks and Segments for `_finish`."""
     from megalin._triton.scans import vector_decay as kernels
 
     state, decay, chunks, segments = kernels.begin(q, k, v, log_decay, scale, document_ids)
@@ -165,7 +165,7 @@ def _fake_segments(q: Tensor, v: Tensor) -> list[Tensor]:
 
 @torch.library.custom_op("megalin::vector_decay_scan_finish", mutates_args=())
 def _finish(v: Tensor, entering: Tensor, begun: list[Tensor], keep: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, last state, and the states that enter chunks."""
+    """Second phase: output, final state, and the states entering chunks."""
     from megalin._triton.scans import vector_decay as kernels
 
     return kernels.finish(v, entering.contiguous(), kernels.Chunks(*begun[:5]), kernels.Segments(*begun[5:]), keep)
@@ -179,7 +179,7 @@ def _(v: Tensor, entering: Tensor, begun: list[Tensor], keep: bool) -> tuple[Ten
 
 @torch.library.custom_op("megalin::vector_decay_scan_begin_backward", mutates_args=())
 def _begin_backward(doutput: Tensor, chunks: list[Tensor]) -> list[Tensor]:
-    """The gradient of the state that enters, by the output alone, and Segments of the way back."""
+    """First phase: the output's contribution to the gradient of S_in, and Segments for `_finish_backward`."""
     from megalin._triton.scans import vector_decay as kernels
 
     gradient, segments = kernels.begin_backward(rows(doutput), kernels.Chunks(*chunks))
@@ -230,22 +230,22 @@ def _(
     return dq, dk, dv, dg
 
 
-def split_scan(
+def two_phase_scan(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     log_decay: Tensor,
     document_ids: Tensor | None,
-    split: SequenceShard,
+    shard: SequenceShard,
     scale: float,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Output and last state of `scan` on this rank's part of each row; no gradient goes through the last state."""
-    output, state = _SplitScan.apply(q, k, v, log_decay, document_ids, *split.borders, split.ranks, scale, keep)
+    """Output and final state of `scan` on this rank's shard of every sequence; the final state has no gradient."""
+    output, state = _TwoPhaseScan.apply(q, k, v, log_decay, document_ids, *shard.documents, shard.exchange, scale, keep)
     return output, state
 
 
-class _SplitScan(torch.autograd.Function):
+class _TwoPhaseScan(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -256,16 +256,16 @@ class _SplitScan(torch.autograd.Function):
         document_ids: Tensor | None,
         continues: Tensor,
         through: Tensor,
-        ranks: StateExchange,
+        exchange: StateExchange,
         scale: float,
         keep: bool,
     ) -> tuple[Tensor, Tensor]:
         added, decay, *begun = _begin(q, k, v, log_decay, document_ids, scale)
         total = decay.log()  # [B, H, K]
-        entering = ranks.entering(added, total, ShardDocuments(continues, through))
+        entering = exchange.entering(added, total, ShardDocuments(continues, through))
         output, state, states = _finish(v, entering, begun, keep)
         ctx.set_materialize_grads(False)
-        ctx.ranks, ctx.scale = ranks, scale
+        ctx.exchange, ctx.scale = exchange, scale
         ctx.save_for_backward(q, k, v, log_decay, document_ids, continues, through, total, *begun[:5], states)
         ctx.mark_non_differentiable(state)
         return output, state
@@ -274,7 +274,7 @@ class _SplitScan(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, log_decay, document_ids, continues, through, total, *saved = ctx.saved_tensors
         gradient, *segments = _begin_backward(grads[0], saved[:5])
-        leaving = ctx.ranks.leaving_gradient(gradient, total, ShardDocuments(continues, through))
+        leaving = ctx.exchange.leaving_gradient(gradient, total, ShardDocuments(continues, through))
         inputs = (grads[0], leaving, q, k, v, log_decay, document_ids)
         return *_finish_backward(*inputs, saved, segments, ctx.scale), *(None,) * 6
 

@@ -44,7 +44,7 @@ def test_more_values_than_a_tile_of_the_gradient_holds():
     ("width", "dtype", "message"),
     [
         (16, torch.float32, "k, v of torch.float32"),
-        (12, torch.bfloat16, "heads of 12 keys and 12 values, no multiples"),
+        (12, torch.bfloat16, "heads of 12 keys and 12 values, not multiples"),
     ],
 )
 def test_what_the_kernel_does_not_take(width, dtype, message):

@@ -109,7 +109,7 @@ def test_a_self_test_passes():
 
 def test_what_the_kernel_does_not_take_is_told():
     x = make_inputs(3, key_heads=2)
-    with pytest.raises(KernelError, match="the triton kernel does not take 1 heads of q beside 2 of k"):
+    with pytest.raises(KernelError, match="the triton kernel does not take 1 heads of q but 2 of k"):
         scalar_decay_scan(**x | {"q": x["q"][:, :, :1]}, backend="triton")
     with pytest.raises(KernelError, match="does not take heads of 136 values, above 128"):
         scalar_decay_scan(**make_inputs(3, value=136), backend="triton")

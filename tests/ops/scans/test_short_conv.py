@@ -219,5 +219,5 @@ def test_operands_that_do_not_fit_are_refused():
         short_conv(**inputs | {"weight": inputs["weight"][1:]})
     with pytest.raises(OperandError, match="document_ids has shape"):
         short_conv(**inputs, document_ids=torch.zeros(BATCH, 4, dtype=torch.int32))
-    with pytest.raises(OperandError, match="one input less a channel than the 4 taps"):
+    with pytest.raises(OperandError, match=r"with 4 taps, give it \[B, 3, D\]"):
         short_conv(**inputs | {"state": inputs["state"][:, 1:]})

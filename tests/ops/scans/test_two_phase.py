@@ -32,7 +32,7 @@ every_scan = pytest.mark.parametrize("name", OPS)
 @pytest.fixture(params=[1, 3], ids=["one segment", "segments"])
 def segments(request, monkeypatch):
     """Blocks, or segments, that each part of a row is cut into."""
-    from megalin._triton.scans import fixed_decay, scalar_decay, vector_decay  # noqa: F811
+    from megalin._triton.scans import fixed_decay, scalar_decay, vector_decay
 
     monkeypatch.setattr(fixed_decay, "num_blocks", lambda rows: request.param)
     monkeypatch.setattr(fixed_decay, "num_parts", lambda rows, slots: 1 if slots == 1 else 2)
@@ -93,8 +93,8 @@ def test_another_document_does_not_move_a_bit(name):
         for x in inputs.values():
             x[first] *= scale
             x.requires_grad_()
-        split = SingleProcessExchange().split(parts)
-        scan = OPS[name].scan(**inputs, **options, split=split, document_ids=parts, backend="triton")
+        shard = SingleProcessExchange().sequence_shard(parts)
+        scan = OPS[name].scan(**inputs, **options, shard=shard, document_ids=parts, backend="triton")
         scan.output[~first].square().sum().backward()
         found.append([scan.output[~first], *(x.grad[~first] for x in inputs.values())])
         assert not any(x.grad[first].any() for x in inputs.values())
@@ -104,11 +104,11 @@ def test_another_document_does_not_move_a_bit(name):
 
 @pytest.mark.parametrize("op", [fixed_decay, vector_decay, scalar_decay], ids=list(OPS))
 def test_the_self_test_passes_and_sees_a_lost_exchange(op, monkeypatch):
-    assert op._split_self_test("triton", "cpu") == ""
+    assert op._two_phase_self_test("triton", "cpu") == ""
     for method in ("entering", "leaving_gradient"):
         with monkeypatch.context() as changed:
-            changed.setattr(SingleProcessExchange, method, lambda self, x, decay, borders: torch.zeros_like(x))
-            assert "is off by" in op._split_self_test("triton", "cpu"), method
+            changed.setattr(SingleProcessExchange, method, lambda self, x, decay, documents: torch.zeros_like(x))
+            assert "is off by" in op._two_phase_self_test("triton", "cpu"), method
 
 
 @every_scan
@@ -117,7 +117,7 @@ def test_where_halves_cannot_run_the_state_is_formed_apart(name, monkeypatch, ca
     broken = backends._kernels["split_" + name]._replace(self_test=lambda backend, device: "self-test: off")
     monkeypatch.setitem(backends._kernels, "split_" + name, broken)
     monkeypatch.setenv("MEGALIN_KERNELS", f"{name}=triton")
-    for cached in (backends._unfit, backends.decide):
+    for cached in (backends._unavailable_reason, backends.decide):
         cached.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
@@ -129,7 +129,7 @@ def test_where_halves_cannot_run_the_state_is_formed_apart(name, monkeypatch, ca
         with pytest.raises(KernelError, match=f"split_{name}: the triton kernel cannot run: self-test: off"):
             compare(name, Case(ranks=3, length=70, key=16, value=24), backend="auto")
     finally:
-        for cached in (backends._unfit, backends.decide):
+        for cached in (backends._unavailable_reason, backends.decide):
             cached.cache_clear()
 
 

@@ -84,12 +84,12 @@ def compare(
     inputs = {kind: x.flatten(0, 1)[None].to(device) for kind, x in inputs.items()}
     options = {kind: x.to(device) if isinstance(x, Tensor) else x for kind, x in options.items()}
     parts = parts.to(device)
-    split = SingleProcessExchange().split(parts)
+    shard = SingleProcessExchange().sequence_shard(parts)
 
     def kernel(**x: Tensor) -> list[Tensor]:
         x = {kind: y.unflatten(1, (case.ranks, case.length))[0] for kind, y in x.items()}
         ids = None if starts is None else parts
-        scan = op.scan(**x, **options, split=split, document_ids=ids, backend=backend)
+        scan = op.scan(**x, **options, shard=shard, document_ids=ids, backend=backend)
         return [scan.output.flatten(0, 1)[None]]
 
     def reference(**x: Tensor) -> list[Tensor]:
