@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megalin.checkpoint.load import load
 from megalin.checkpoint.manifest import Checkpoint
 from megalin.checkpoint.tensors import initial_state, optimizer_name
-from megalin.data.packing import AnyBatch
+from megalin.data.batch import AnyBatch
 from megalin.errors import ConfigError, NumericError
 from megalin.launch import launched
 from megalin.model.block import Block
@@ -25,11 +25,12 @@ from megalin.model.build import Model, make_model
 from megalin.optim.adamw import set_learning_rate
 from megalin.optim.fused_adam import build_plain_optimizer
 from megalin.parallel.collectives import all_reduce
-from megalin.parallel.initialisation import fill
+from megalin.parallel.initialisation import init_weights
 from megalin.parallel.localize import LocalLayout, localize
 from megalin.parallel.mesh import Mesh
 from megalin.train.config import RunConfig, deepspeed_settings
 from megalin.train.step import NOTHING_CHANGED, StepResult
+from megalin.train.step_timer import StepTimer
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -108,6 +109,7 @@ class DeepSpeedEngine:
     def __init__(self, config: RunConfig, mesh: Mesh) -> None:
         """Raises ConfigError for settings that DeepSpeed refuses, and for a model that it cannot train on this mesh."""
         self._mesh = mesh
+        self.timer = StepTimer(mesh.device)
         self.settings = deepspeed_settings(config, dist.get_world_size())
         self._stage: int = self.settings["zero_optimization"]["stage"]
         self.model = _materialised(config, mesh)
@@ -135,6 +137,7 @@ class DeepSpeedEngine:
                 module.register_forward_hook(_in_fp32)
 
     def step(self, batches: Sequence[AnyBatch], *, learning_rate: float, step: int) -> StepResult:
+        self.timer.start()
         set_learning_rate(self._optimizer, learning_rate)
         counts = self._mesh.count_labels([batch.label_counts() for batch in batches])
         total = torch.zeros(counts.shape, dtype=torch.float64, device=counts.device)
@@ -145,13 +148,15 @@ class DeepSpeedEngine:
             self._engine.backward(losses.sum() * self._mesh.data.size, scale_wrt_gas=False)
             total += losses.detach()
             del losses  # before the next forward, which needs the memory
-        terms: list[float] = self._mesh.sum_over_data(total).tolist()
+        sums = self._mesh.sum_over_data(total)
+        duration = self.timer.end()  # before the sums are read, which waits for it; the update counts for the next step
+        terms: list[float] = sums.tolist()
         norm = self._gradient_norm() if self._stage == 0 else math.nan  # the engine tells none there
         if math.isfinite(sum(terms)) and (self._stage > 0 or math.isfinite(norm)):
             self._engine.step()
             if self._stage > 0:  # infinite where the engine took no step for it
                 norm = float(self._engine.get_global_grad_norm())
-        result = StepResult(sum(terms), norm, int(counts[0]), tuple(terms))
+        result = StepResult(sum(terms), norm, int(counts[0]), tuple(terms), duration.seconds())
         if not (math.isfinite(result.loss) and math.isfinite(norm)):
             raise NumericError(
                 f"step {step}: loss {result.loss}, gradient norm {norm} is not finite. {NOTHING_CHANGED}; "
@@ -255,7 +260,7 @@ def _materialised(config: RunConfig, mesh: Mesh) -> Model:
         for block in model.block_list():
             block.compile(fullgraph=True, dynamic=False)
     model.to_empty(device=mesh.device)
-    fill(model, config.train.seed)
+    init_weights(model, config.train.seed)
     return model
 
 
@@ -267,7 +272,7 @@ def _update_device(settings: Mapping[str, Any], device: torch.device) -> torch.d
 
 def _check_model(model: Model, mesh: Mesh, stage: int) -> None:
     """A mixer that derives values from its whole weights would find a slice of them, or nothing."""
-    if any(mixer.watched_weights() for mixer in model.mixers()) and (mesh.tp.size > 1 or stage == 3):
+    if any(mixer.norm_tracked_weights() for mixer in model.mixers()) and (mesh.tp.size > 1 or stage == 3):
         raise ConfigError(
             f'train.engine = "deepspeed" with parallel.tp = {mesh.tp.size} and ZeRO stage {stage}: after each step a '
             "mixer of this model reads whole weights, which lie in one place with tp = 1 and stages 0 to 2 alone; use "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -27,12 +26,11 @@ class Ends:
     """Ends steps in their order, one at most behind the last that was started.
 
     Args:
-        end: records the result of a step that took so many seconds, with what is due after it.
+        end: records the result of a step, with what is due after it.
     """
 
-    def __init__(self, end: Callable[[Running, StepResult, float], None]) -> None:
+    def __init__(self, end: Callable[[Running, StepResult], None]) -> None:
         self._end = end
-        self._ended = time.perf_counter()
         self._running: Running | None = None
         self.result: StepResult | None = None
         """Of the last step that ended."""
@@ -52,6 +50,4 @@ class Ends:
             return
         running, self._running = self._running, None
         self.result = running.started.wait()
-        self._end(running, self.result, time.perf_counter() - self._ended)
-        # Evaluations and checkpoints are part of no step's time.
-        self._ended = time.perf_counter()
+        self._end(running, self.result)

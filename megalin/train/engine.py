@@ -10,14 +10,15 @@ from torch import Tensor
 from megalin.checkpoint.load import load
 from megalin.checkpoint.manifest import Checkpoint
 from megalin.checkpoint.tensors import training_tensors, weights
-from megalin.data.packing import AnyBatch
+from megalin.data.batch import AnyBatch
 from megalin.optim.adamw import build_optimizer, set_learning_rate
 from megalin.parallel.mesh import Mesh
 from megalin.train.build import COMPUTE_DTYPES, TrainedModel, build_model
 from megalin.train.config import RunConfig
 from megalin.train.cuda_graphs import GradientGraph
-from megalin.train.pipeline import Pipeline
+from megalin.train.pipeline_model import Pipeline
 from megalin.train.step import PendingStep, apply_gradients, train_step
+from megalin.train.step_timer import StepTimer
 
 
 class Engine(Protocol):
@@ -30,6 +31,10 @@ class Engine(Protocol):
     @property
     def model(self) -> TrainedModel:
         """The model, for forwards without a backward."""
+
+    @property
+    def timer(self) -> StepTimer:
+        """The clock of the steps, to be paused before the device is used for anything else than steps."""
 
     def step(self, batches: Sequence[AnyBatch], *, learning_rate: float, step: int) -> PendingStep:
         """Starts one update of the weights by a step's micro-batches; `step` is for messages. Whoever waits for its
@@ -69,6 +74,7 @@ class FullyShardedEngine:
             overlap=train.cuda_graphs,
         )
         self._optimizer = build_optimizer(self.model, config.optimizer, no_decay=self.model.no_decay_names())
+        self.timer = StepTimer(mesh.device)
         self._mesh, self._max_grad_norm = mesh, config.optimizer.max_grad_norm
         self._graph: GradientGraph | None = None
         if train.cuda_graphs:
@@ -77,11 +83,12 @@ class FullyShardedEngine:
 
     def step(self, batches: Sequence[AnyBatch], *, learning_rate: float, step: int) -> PendingStep:
         set_learning_rate(self._optimizer, learning_rate)
-        norm = self._max_grad_norm
+        model, optimizer, norm, timer = self.model, self._optimizer, self._max_grad_norm, self.timer
         if self._graph is None:
-            return train_step(self.model, self._optimizer, batches, self._mesh, max_grad_norm=norm, step=step)
+            return train_step(model, optimizer, batches, self._mesh, max_grad_norm=norm, step=step, timer=timer)
+        timer.start()
         losses, counts = self._graph.accumulate_gradients(batches)
-        return apply_gradients(self.model, self._optimizer, losses, counts, max_grad_norm=norm, step=step)
+        return apply_gradients(model, optimizer, losses, counts, max_grad_norm=norm, step=step, timer=timer)
 
     def tensors(self) -> Mapping[str, Tensor]:
         return training_tensors(self.model, self._optimizer)

@@ -12,36 +12,36 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from megalin.checkpoint.agreement import on_every_rank, sum_over_ranks
 from megalin.checkpoint.load import newest
 from megalin.checkpoint.save import save
 from megalin.config import dumps
-from megalin.data.loader import Loader, Step, ValidationLoader
-from megalin.data.packing import AnyBatch, batch_to, pinned, split_tokens
+from megalin.data.batch import AnyBatch, batch_to, pinned, split_tokens
+from megalin.data.loader import Loader, StepBatches, ValidationLoader
 from megalin.data.sources import Dataset, open_dataset, open_training
-from megalin.data.tokenizer import load_tokenizer
+from megalin.data.tokenizers.tokenizer import load_tokenizer
 from megalin.errors import CheckpointError, ConfigError, MegalinError, PreemptedError
-from megalin.ops import backend
+from megalin.ops.dispatch import backend
 from megalin.optim.schedule import learning_rate
+from megalin.parallel.agreement import on_every_rank, sum_over_ranks
 from megalin.parallel.collectives import gather_objects
-from megalin.parallel.failures import meeting, naming_silent_ranks
 from megalin.parallel.mesh import Mesh
+from megalin.parallel.rank_failures import default_rendezvous, report_failed_ranks
 from megalin.train.config import RunConfig
 from megalin.train.curves import write_loss_curve
 from megalin.train.ends import Ends, Running
 from megalin.train.engine import Engine, FullyShardedEngine
 from megalin.train.environment import device_name, environment, versions
-from megalin.train.evaluate import AnyEvaluation, Evaluation, evaluate
+from megalin.train.events import Incidents
+from megalin.train.garbage_collection import without_long_collections
 from megalin.train.hardware import peak_flops_per_second, peak_memory_bytes
-from megalin.train.heap import without_long_collections
-from megalin.train.incidents import Incidents
 from megalin.train.ledger import Ledger
 from megalin.train.metrics import Metrics
-from megalin.train.pipeline import Pipeline
-from megalin.train.restore import check_same_model
+from megalin.train.open_run import check_same_model
+from megalin.train.pipeline_model import Pipeline
+from megalin.train.preemption import Termination
 from megalin.train.run_folder import RunFolder
 from megalin.train.step import StepResult
-from megalin.train.termination import Termination
+from megalin.train.validation import AnyEvaluation, Evaluation, evaluate
 
 
 class TrainResult(NamedTuple):
@@ -159,9 +159,12 @@ class Trainer:
                 batches, digest, data_wait_seconds = self._next_batches(loader, step, ends.settle)
                 rate = learning_rate(config.optimizer, config.schedule, step, train.steps)
                 started = self.engine.step(batches, learning_rate=rate, step=step + 1)
+                is_wanted = self._is_wanted(step + 1, last_step)
+                if is_wanted:
+                    self.engine.timer.pause()  # evaluations and checkpoints are part of no step
                 ends.settle()
                 ends.follow(Running(step + 1, started, rate, data_wait_seconds, digest))
-                if started.known or self._is_wanted(step + 1, last_step):
+                if started.known or is_wanted:
                     ends.settle()
                 if step == self.first_step:
                     freeze()
@@ -176,13 +179,11 @@ class Trainer:
         """Whether the end of `step` asks for the weights as they are then, or tells of the run."""
         return step in (self.first_step + 1, last_step) or self._is_save_due(step) or self._is_evaluation_due(step)
 
-    def _end(
-        self, metrics: Metrics, ledger: Ledger, last_step: int, running: Running, result: StepResult, seconds: float
-    ) -> None:
+    def _end(self, metrics: Metrics, ledger: Ledger, last_step: int, running: Running, result: StepResult) -> None:
         """Records a step, evaluates and saves as configured."""
         if running.step == self.first_step + 1:
             self._tell_kernels(metrics)
-        values = self._measure(running, result, seconds)
+        values = self._measure(running, result)
         self._evaluation = self._evaluate_after(running.step, last_step)
         of_evaluation = {} if self._evaluation is None else self._evaluation.metrics()
         metrics.write(running.step, values | of_evaluation)
@@ -228,7 +229,7 @@ class Trainer:
         settled first.
         """
         mesh = self.mesh
-        own = Step[Any]([], torch.zeros(2, dtype=torch.int64))
+        own = StepBatches[Any]([], torch.zeros(2, dtype=torch.int64))
         error: MegalinError | None = None
         started = time.perf_counter()
         try:
@@ -249,7 +250,7 @@ class Trainer:
             self._leave(step)
         return [batch_to(batch, mesh.device) for batch in own.batches], torch.tensor(digest), waited
 
-    def _measure(self, running: Running, result: StepResult, seconds: float) -> dict[str, float | int]:
+    def _measure(self, running: Running, result: StepResult) -> dict[str, float | int]:
         train, length = self.config.train, self.config.data.sequence_length
         tokens = train.global_batch_size * length
         values: dict[str, float | int] = {
@@ -258,8 +259,8 @@ class Trainer:
             "learning_rate": running.learning_rate,
             "tokens": running.step * tokens,
             "label_tokens": result.label_tokens,
-            "tokens_per_second": tokens / seconds,
-            "step_seconds": seconds,
+            "tokens_per_second": tokens / result.seconds,
+            "step_seconds": result.seconds,
             "data_wait_seconds": running.data_wait_seconds,
             "peak_memory_bytes": peak_memory_bytes(self.mesh.device),
         }
@@ -267,7 +268,7 @@ class Trainer:
             values |= {f"{name}_loss": term for name, term in zip(self.model.loss_names, result.terms, strict=True)}
         peak = peak_flops_per_second(self.mesh.device)
         if peak is not None:
-            flops = self.model.training_flops(length) * tokens / seconds
+            flops = self.model.training_flops(length) * tokens / result.seconds
             values["model_flops_utilization"] = flops / (peak * torch.distributed.get_world_size())
         return values
 
@@ -346,7 +347,7 @@ def train(config: RunConfig, device: torch.device, path: Path) -> TrainResult:
     _check_same_config(config)  # before the mesh: of other axes it has other groups, in which ranks wait for each other
     mesh = Mesh(config.parallel, device)
     # Ranks are named inside, so that the incident names them.
-    with RunFolder(path) as run, Incidents(run.incidents) as incidents, naming_silent_ranks(meeting()):
+    with RunFolder(path) as run, Incidents(run.incidents) as incidents, report_failed_ranks(default_rendezvous()):
         if run.previous_owner is not None:
             incidents.write("taken over", f"from {run.previous_owner}, which ended without closing the folder")
         trainer = Trainer(config, mesh, run, incidents)

@@ -10,16 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalin.data.packing import AnyBatch
+from megalin.data.batch import AnyBatch
 from megalin.errors import NumericError
 from megalin.optim.adamw import forget_unsound, step_where
 from megalin.optim.clipping import clip_gradients
-from megalin.parallel.collectives import arrived
+from megalin.parallel.collectives import wait_tensor
 from megalin.parallel.data_parallel import finish_backward, prepare_backward
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.tensor_parallel import local
 from megalin.train.build import TrainedModel
-from megalin.train.pipeline import Pipeline
+from megalin.train.pipeline_model import Pipeline
+from megalin.train.step_timer import StepDuration, StepTimer
 
 NOTHING_CHANGED = (
     "No weight was changed and nothing was saved; resume from the last checkpoint with a lower optimizer.lr, or look "
@@ -29,7 +30,7 @@ NOTHING_CHANGED = (
 
 
 class StepResult(NamedTuple):
-    """What a step tells, equal on every rank."""
+    """Result of a step, equal on every rank except for `seconds`."""
 
     loss: float
     """The sum of the terms: of a decoder, the mean loss of the step's valid labels over all ranks, nats a token."""
@@ -39,6 +40,8 @@ class StepResult(NamedTuple):
     """Valid labels of the step over all ranks, those of tokens."""
     terms: tuple[float, ...]
     """The mean loss of each term of the model's `loss_names`, over its own valid labels of all ranks."""
+    seconds: float
+    """Duration of the step on this rank, as `StepTimer` measures it."""
 
     @property
     def known(self) -> bool:
@@ -85,10 +88,20 @@ class _StartedStep:
     """A step of `apply_gradients`."""
 
     def __init__(
-        self, model: TrainedModel, optimizer: torch.optim.AdamW, names: list[str], told: Tensor, step: int
+        self,
+        model: TrainedModel,
+        optimizer: torch.optim.AdamW,
+        names: list[str],
+        told: Tensor,
+        duration: StepDuration,
+        step: int,
     ) -> None:
-        """`told` [3 + terms + names]: loss, norm, labels, terms, and the norm of each named gradient on this rank."""
+        """`told` [3 + terms + names]: loss, norm, labels, terms, and the norm of each named gradient on this rank.
+
+        The end of `duration` was recorded before this call, so it is readable once the scalars are on the host.
+        """
         self._model, self._optimizer, self._names, self._step = model, optimizer, names, step
+        self._duration = duration
         self._told = Told(told)
         self.known = not told.is_cuda
 
@@ -96,7 +109,7 @@ class _StartedStep:
         told = self._told.read()
         values, norms_of_parts = told.split([len(told) - len(self._names), len(self._names)])
         loss, norm, labels, *terms = values.tolist()
-        result = StepResult(loss, norm, int(labels), tuple(terms))
+        result = StepResult(loss, norm, int(labels), tuple(terms), self._duration.seconds())
         if not values.isfinite().all():
             forget_unsound(self._optimizer)
             norms = dict(zip(self._names, norms_of_parts.tolist(), strict=True))
@@ -117,7 +130,7 @@ def accumulate_gradients(model: TrainedModel, batches: Sequence[AnyBatch], mesh:
     counts = mesh.count_labels([batch.label_counts() for batch in batches])
     if isinstance(model, Pipeline):
         total = model.accumulate_gradients(batches, counts)
-        return arrived(mesh.sum_over_data(mesh.pp.sum(total))), arrived(counts)
+        return wait_tensor(mesh.sum_over_data(mesh.pp.sum(total))), wait_tensor(counts)
     total = torch.zeros(counts.shape, dtype=torch.float64, device=counts.device)
     for index, batch in enumerate(batches):
         prepare_backward(model, mesh, last=index == len(batches) - 1)
@@ -126,7 +139,7 @@ def accumulate_gradients(model: TrainedModel, batches: Sequence[AnyBatch], mesh:
         total += losses.detach()
         del losses  # before the next forward, which needs the memory
     finish_backward(model, mesh)
-    return arrived(mesh.sum_over_data(total)), arrived(counts)
+    return wait_tensor(mesh.sum_over_data(total)), wait_tensor(counts)
 
 
 def train_step(
@@ -137,10 +150,17 @@ def train_step(
     *,
     max_grad_norm: float | None,
     step: int,
+    timer: StepTimer | None = None,
 ) -> PendingStep:
-    """One update of the weights: `accumulate_gradients`, then `apply_gradients`."""
+    """One update of the weights: `accumulate_gradients`, then `apply_gradients`.
+
+    Args:
+        timer: the clock of a run's steps; without one this step is measured alone.
+    """
+    timer = timer or StepTimer(mesh.device)
+    timer.start()
     losses, counts = accumulate_gradients(model, batches, mesh)
-    return apply_gradients(model, optimizer, losses, counts, max_grad_norm=max_grad_norm, step=step)
+    return apply_gradients(model, optimizer, losses, counts, max_grad_norm=max_grad_norm, step=step, timer=timer)
 
 
 def apply_gradients(
@@ -151,13 +171,19 @@ def apply_gradients(
     *,
     max_grad_norm: float | None,
     step: int,
+    timer: StepTimer | None = None,
 ) -> PendingStep:
     """One norm, one finite check, clip, update; `losses` and `counts` are `accumulate_gradients`', `step` is for
     messages.
 
     The host waits for nothing of it, so that it can start the next step while the device works. Where the loss or the
     gradient is not finite the device leaves out the update, and every later one until that result was waited for.
+
+    The step's duration ends with its loss and norm, before the update, so that reading it waits for nothing more than
+    they do; the update counts for the next step. Without a `timer` this function alone is measured.
     """
+    timer = timer or StepTimer(losses.device)
+    timer.start()
     given = {name: parameter for name, parameter in model.named_parameters() if parameter.grad is not None}
     if isinstance(model, Pipeline):
         norms = clip_gradients(
@@ -166,7 +192,8 @@ def apply_gradients(
     else:
         norms = clip_gradients(given.values(), max_grad_norm)
     values = torch.stack([losses.sum(), norms.whole.to(losses.dtype), counts[0].to(losses.dtype), *losses])
-    started = _StartedStep(model, optimizer, list(given), torch.cat([values, norms.parts.to(losses.dtype)]), step)
+    told = torch.cat([values, norms.parts.to(losses.dtype)])
+    started = _StartedStep(model, optimizer, list(given), told, timer.end(), step)
     step_where(values.isfinite().all(), optimizer)
     optimizer.zero_grad(set_to_none=True)
     model.after_optimizer_step()

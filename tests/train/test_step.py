@@ -197,7 +197,7 @@ def _step_without_labels() -> dict[str, Any]:
     return {name: value for name, value in result._asdict().items() if name != "seconds"}
 
 
-@patch.object(collectives, "WAITED_AT_ONCE", frozenset())  # as on a GPU
+@patch.object(collectives, "SYNCHRONOUS_DEVICES", frozenset())  # as on a GPU
 def _kinds_of_result() -> list[str]:
     mesh = Mesh(ParallelConfig(), CPU)
     model = build(mesh, dtype=torch.float32)

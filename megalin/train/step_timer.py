@@ -1,0 +1,74 @@
+"""Duration of training steps, measured on the device that computes them."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import torch
+
+
+class _Timestamp:
+    """A point in time: a CUDA event on the current stream of a GPU, on other devices the host's clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._seconds = 0.0
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+        else:
+            self._seconds = time.perf_counter()
+
+    def seconds_until(self, later: _Timestamp) -> float:
+        """The time from this point to `later`, which the device has reached."""
+        if self._event is None or later._event is None:
+            return later._seconds - self._seconds
+        return self._event.elapsed_time(later._event) / 1e3
+
+
+class StepDuration(NamedTuple):
+    """Duration of a step, readable once the device has reached the step's end."""
+
+    intervals: tuple[tuple[_Timestamp, _Timestamp], ...]
+    """Start and end of each period that counts; pauses lie between them."""
+
+    def seconds(self) -> float:
+        """The sum of the intervals, s. The host does not wait for the device."""
+        return sum(start.seconds_until(end) for start, end in self.intervals)
+
+
+class StepTimer:
+    """Measures each step from the end of the previous step to its own end, without pauses between them.
+
+    A step includes the wait for its data and all else that the host does between two steps, so tokens over seconds is
+    the rate of the run. A pause lasts until the next step starts. On a GPU all times are CUDA events on the compute
+    stream, which must be the current one: recording them takes microseconds of the host and never waits.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._start: _Timestamp | None = None
+        self._intervals: list[tuple[_Timestamp, _Timestamp]] = []
+
+    def start(self) -> None:
+        """Marks the start of a step; only the first one, and one after a pause, is measured from here."""
+        if self._start is None:
+            self._start = _Timestamp(self._device)
+
+    def end(self) -> StepDuration:
+        """Marks the end of a started step, which is the start of the next one."""
+        assert self._start is not None
+        now = _Timestamp(self._device)
+        duration = StepDuration((*self._intervals, (self._start, now)))
+        self._start, self._intervals = now, []
+        return duration
+
+    def pause(self) -> None:
+        """Leaves what the device and the host do until the next step starts out of that step's duration.
+
+        No step may be between its `start` and `end`.
+        """
+        if self._start is not None:
+            self._intervals.append((self._start, _Timestamp(self._device)))
+            self._start = None
