@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 
-from megalin.checkpoint.files import open_regular
 from megalin.checkpoint.index import FILE_NAME_PATTERN, INDEX_FILE, Index, first_problem, parse_index
 from megalin.config import Config
 from megalin.errors import CheckpointError
+from megalin.files import FileTooLargeError, open_regular, read_limited
 
 MANIFEST_FILE = "manifest.json"
 STATE_FILE = "train_state.json"
@@ -87,7 +87,7 @@ class Checkpoint:
         record = self.manifest.files.get(name)
         if record is None:
             raise CheckpointError(f"{self.path}: the manifest holds no {name}; this checkpoint is not whole")
-        data = read_limited(self.path / name)
+        data = read_json_bytes(self.path / name)
         if FileRecord.of(data) != record:
             raise CheckpointError(f"{self.path / name}: changed since the checkpoint was verified")
         return data
@@ -105,16 +105,16 @@ def directory_step(name: str) -> int | None:
     return step if step is not None and step_directory(step) == name else None
 
 
-def read_limited(path: Path) -> bytes:
+def read_json_bytes(path: Path) -> bytes:
     """Bytes of a JSON file of a checkpoint. Raises CheckpointError when it is unreadable, a link or too large."""
     try:
-        with open_regular(path) as file:
-            data = file.read(JSON_LIMIT_BYTES + 1)
+        return read_limited(path, limit_bytes=JSON_LIMIT_BYTES, follow_links=False)
+    except FileTooLargeError:
+        raise CheckpointError(
+            f"{path}: larger than {JSON_LIMIT_BYTES} bytes, the limit for JSON in a checkpoint"
+        ) from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
-    if len(data) > JSON_LIMIT_BYTES:
-        raise CheckpointError(f"{path}: larger than {JSON_LIMIT_BYTES} bytes, the limit for JSON in a checkpoint")
-    return data
 
 
 def read_manifest(directory: Path) -> CheckpointManifest:
@@ -127,7 +127,7 @@ def read_manifest(directory: Path) -> CheckpointManifest:
         raise CheckpointError(f"{directory}: not a directory of its own (links are refused)")
     path = directory / MANIFEST_FILE
     try:
-        manifest = CheckpointManifest.model_validate_json(read_limited(path))
+        manifest = CheckpointManifest.model_validate_json(read_json_bytes(path))
     except pydantic.ValidationError as error:
         raise CheckpointError(f"{path}: not a manifest: {first_problem(error)}") from None
     if step_directory(manifest.step) != directory.name:
@@ -148,7 +148,7 @@ def file_problems(directory: Path, manifest: CheckpointManifest, *, part: int = 
 
 def _file_problem(path: Path, record: FileRecord) -> str | None:
     try:
-        with open_regular(path) as file:
+        with open_regular(path, follow_links=False) as file:
             size = os.fstat(file.fileno()).st_size
             if size != record.size:
                 return f"{path}: {size} bytes, the manifest says {record.size}"

@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as engine_save
 
-from megalin.checkpoint.files import FolderInUseError, FolderLock, remove, sync_directory, write_new
 from megalin.checkpoint.index import DTYPE_NAMES
 from megalin.checkpoint.manifest import (
     MANIFEST_FILE,
@@ -37,6 +36,7 @@ from megalin.checkpoint.manifest import (
 )
 from megalin.checkpoint.storage import FILE_BYTES, SafetensorsWriter
 from megalin.errors import CheckpointError, StorageError
+from megalin.files import FolderInUseError, FolderLock, remove, sync_directory, write_new
 from megalin.parallel.agreement import distributed, on_rank_zero, rank
 
 _TEMPORARY_PREFIX = ".tmp-"

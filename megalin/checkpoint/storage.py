@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 import itertools
 import json
 import math
@@ -40,10 +41,10 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from megalin.checkpoint.files import open_regular, sync, write_new
 from megalin.checkpoint.index import DTYPE_NAMES, DTYPES, INDEX_FILE, Chunk, Index, TensorRecord, chunk_key
 from megalin.checkpoint.manifest import FileRecord
 from megalin.errors import CheckpointError
+from megalin.files import open_regular, sync, write_new
 
 FILE_BYTES = 1 << 30
 """No file of a checkpoint is larger."""
@@ -239,7 +240,7 @@ def _entry(entry: tuple[str, list[int]] | None) -> str:
 
 
 def _read_header(path: Path) -> dict[str, tuple[str, list[int]]]:
-    with open_regular(path) as file:
+    with io.BufferedReader(open_regular(path, follow_links=False)) as file:
         size = os.fstat(file.fileno()).st_size
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0

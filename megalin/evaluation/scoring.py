@@ -15,9 +15,9 @@ from megalin.data.corpus.batches import batches
 from megalin.data.corpus.documents import Reader
 from megalin.data.corpus.parts import CorpusPart, CorpusProgress, PartShare, ReportProgress, Run, run_parts
 from megalin.data.corpus.score_selection import scores_path
-from megalin.data.files import open_temporary, publish, storage_errors
 from megalin.data.tokenizers.tokenizer import Tokenizer
 from megalin.errors import ConfigError
+from megalin.files import open_temporary, publish, storage_errors
 from megalin.model.language_model import LanguageModel
 from megalin.parallel.cross_entropy import IGNORED_LABEL
 

@@ -16,8 +16,8 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 import megalin
-from megalin.checkpoint.files import write_atomically
 from megalin.errors import StorageError
+from megalin.files import write_atomically
 from megalin.report.reading import RunRecord, read_run
 from megalin.train.curves import Curve, Points, draw
 

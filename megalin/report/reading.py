@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import tomllib
 from collections.abc import Iterator
@@ -9,9 +10,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megalin.checkpoint.files import open_regular
 from megalin.checkpoint.manifest import directory_step, read_manifest
 from megalin.errors import CheckpointError, ConfigError
+from megalin.files import open_regular
 from megalin.train.curves import finite
 from megalin.train.jsonl import read_records
 
@@ -145,7 +146,7 @@ def _records(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
 
 def _text(path: Path, problems: list[str]) -> str:
     try:
-        with open_regular(path) as file:
+        with io.BufferedReader(open_regular(path, follow_links=False)) as file:
             return file.read(_TEXT_LIMIT_BYTES).decode(errors="replace")
     except FileNotFoundError:
         return ""

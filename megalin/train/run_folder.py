@@ -10,9 +10,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from megalin.checkpoint.files import FolderInUseError, FolderLock, write_atomically
 from megalin.config import read_toml, translate_renamed
 from megalin.errors import ConfigError, StorageError
+from megalin.files import FolderInUseError, FolderLock, write_atomically
 from megalin.parallel.agreement import on_rank_zero, rank
 from megalin.train.ledger import LEDGER_NAME
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pydantic
 
-from megalin.checkpoint.files import write_atomically
 from megalin.config import Config
 from megalin.errors import ConfigError
+from megalin.files import write_atomically
 from megalin.optional import require
 from megalin.train.jsonl import Outlet
 

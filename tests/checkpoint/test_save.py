@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from megalin.checkpoint.files import FolderLock
 from megalin.checkpoint.load import load, newest
 from megalin.checkpoint.manifest import file_problems, read_manifest
 from megalin.checkpoint.save import save
 from megalin.errors import StorageError
+from megalin.files import FolderLock
 from tests.checkpoint.saved import names, tensors, write
 from tests.ranks import RankFailedError, run_ranks
 

@@ -17,8 +17,8 @@ from megalin.data.corpus.inputs import Span
 from megalin.data.corpus.jsonl_output import Compression, JsonLinesWriter, check_free, part_path, publish_parts
 from megalin.data.corpus.parts import CorpusPart, CorpusProgress, ReportProgress, Run, discard, plan, records, run_parts
 from megalin.data.corpus.signatures import Scheme, sign
-from megalin.data.files import open_temporary, publish, storage_errors
 from megalin.errors import ConfigError
+from megalin.files import open_temporary, publish, storage_errors
 
 _TEXTS_AT_ONCE = 4096  # that are signed
 Level = Literal["document", "line"]

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, NoReturn, cast
 
 from megalin.data.corpus.inputs import PARQUET, PLAIN, Span, compression, content_suffix, whole
-from megalin.data.files import open_regular
 from megalin.errors import DataError
+from megalin.files import open_input
 from megalin.optional import require
 
 BadKind = Literal[
@@ -99,7 +99,7 @@ class Reader:
             ConfigError: a library that the file needs is not installed.
         """
         path = self.span.path
-        with open_regular(Path(path), remedy="check --input") as raw:
+        with open_input(Path(path), remedy="check --input") as raw:
             self._raw = raw
             items = self._rows(raw) if content_suffix(path) == PARQUET else self._lines_of(raw)
             try:
@@ -290,7 +290,7 @@ def lines_before(span: Span) -> int:
     """Lines, or rows of parquet, that start before a span: what its own line numbers lack. Raises DataError."""
     if span.start == 0:
         return 0
-    with open_regular(Path(span.path), remedy="check --input") as file:
+    with open_input(Path(span.path), remedy="check --input") as file:
         if content_suffix(span.path) == PARQUET:
             groups = require("pyarrow.parquet", span.path).ParquetFile(file).metadata
             return sum(groups.row_group(k).num_rows for k in range(span.start))

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from megalin.data.files import open_regular, read_limited
 from megalin.errors import DataError
+from megalin.files import open_input, read_input
 from megalin.optional import require
 
 JSON_LINES = (".jsonl", ".json")
@@ -64,7 +64,7 @@ def _listed(patterns: Sequence[str], *, depth: int) -> Iterator[str]:
                 f"--input {pattern}: lists inside lists, deeper than {_DEEPEST_LIST}; does one name itself?"
             )
         remedy = "after @ comes a file with a path or glob a line"
-        data = read_limited(Path(pattern[1:]), limit_bytes=_LIST_LIMIT_BYTES, remedy=remedy)
+        data = read_input(Path(pattern[1:]), limit_bytes=_LIST_LIMIT_BYTES, remedy=remedy)
         try:
             names = [line.strip() for line in data.decode("utf-8").splitlines()]
         except UnicodeDecodeError:
@@ -95,7 +95,7 @@ def split(path: Path, *, part_bytes: int | None) -> list[Span]:
         DataError: the file is missing, no regular file, or no parquet.
         ConfigError: it is parquet and pyarrow is not installed.
     """
-    with open_regular(path, remedy="check --input") as file:
+    with open_input(path, remedy="check --input") as file:
         size = file.seek(0, 2)
         if content_suffix(path) == PARQUET:
             arrow = require("pyarrow", f"{path}: reading parquet")

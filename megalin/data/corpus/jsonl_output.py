@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from megalin.data.corpus.parts import CorpusPart, discard
-from megalin.data.files import open_temporary, publish, storage_errors, temporary_name, write_text
 from megalin.errors import ConfigError
+from megalin.files import open_temporary, publish, storage_errors, temporary_name, write_text
 from megalin.optional import require
 
 Compression = Literal["none", "gz", "zst"]

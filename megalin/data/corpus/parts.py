@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from megalin.data.corpus.inputs import Span, split
 from megalin.data.corpus.worker_pool import SPAWN, worker_pool
-from megalin.data.files import open_regular, read_limited, storage_errors, write_text
 from megalin.errors import ConfigError, DataError
+from megalin.files import open_input, read_input, storage_errors, write_text
 
 _LEAST_PART_BYTES = 4 << 20
 _MOST_PART_BYTES = 256 << 20
@@ -81,7 +81,7 @@ def plan(paths: Sequence[Path]) -> list[CorpusPart]:
 
 
 def _size(path: Path) -> int:
-    with open_regular(path, remedy="check --input") as file:
+    with open_input(path, remedy="check --input") as file:
         return os.fstat(file.fileno()).st_size
 
 
@@ -190,13 +190,13 @@ def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator
 
 
 def _identity(path: str) -> list[int]:
-    with open_regular(Path(path), remedy="check --input") as file:
+    with open_input(Path(path), remedy="check --input") as file:
         status = os.fstat(file.fileno())
     return [status.st_size, status.st_mtime_ns]
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    data = read_limited(path, limit_bytes=_RECORD_LIMIT_BYTES, remedy=f"remove {path.parent} and begin anew")
+    data = read_input(path, limit_bytes=_RECORD_LIMIT_BYTES, remedy=f"remove {path.parent} and begin anew")
     try:
         value = json.loads(data)
     except (ValueError, RecursionError):

@@ -18,8 +18,8 @@ from megalin.data.corpus.batches import batches
 from megalin.data.corpus.documents import Reader
 from megalin.data.corpus.jsonl_output import Compression, JsonLinesWriter, part_path, publish_parts
 from megalin.data.corpus.parts import CorpusPart, CorpusProgress, ReportProgress, Run, records, run_parts
-from megalin.data.files import write_text
 from megalin.errors import ConfigError, DataError
+from megalin.files import write_text
 
 _SHOWN_CHARACTERS = 2000
 _PAGE = """<!doctype html>

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megalin.data.files import NO_LOCKS, storage_errors
 from megalin.errors import DataError
+from megalin.files import NO_LOCKS, storage_errors, sync, write_new
 
 _KEY_NAME = "key.json"
 
@@ -84,12 +84,8 @@ def _publish(target: Path, text: str, arrays: Mapping[str, npt.NDArray[Any]], *,
             for name, array in arrays.items():
                 with (temporary / f"{name}.npy").open("wb") as file:
                     np.save(file, array, allow_pickle=False)
-                    file.flush()
-                    os.fsync(file.fileno())
-            with (temporary / _KEY_NAME).open("w", encoding="utf-8") as described:
-                described.write(text)
-                described.flush()
-                os.fsync(described.fileno())
+                    sync(file)
+            write_new(temporary / _KEY_NAME, text.encode("utf-8"))
             temporary.rename(target)
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)

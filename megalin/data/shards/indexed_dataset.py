@@ -17,15 +17,15 @@ import numpy as np
 import numpy.typing as npt
 
 from megalin._index import check_documents, check_lengths
-from megalin.data.files import (
-    open_regular,
+from megalin.errors import DataError, StorageError
+from megalin.files import (
+    open_input,
     open_temporary,
     publish,
     storage_errors,
     temporary_name,
     write_text,
 )
-from megalin.errors import DataError, StorageError
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -93,9 +93,9 @@ class Shard:
         """
         self.prefix = Path(prefix)
         remedy = "give the prefix of a shard, without .bin or .idx"
-        self._bin = open_regular(bin_path(prefix), remedy=remedy)
+        self._bin = open_input(bin_path(prefix), remedy=remedy)
         try:
-            with open_regular(idx_path(prefix), remedy=remedy) as idx:
+            with open_input(idx_path(prefix), remedy=remedy) as idx:
                 self._read_index(idx.fileno())
             self._check_lengths()
             self._check_documents()
@@ -239,7 +239,7 @@ def digest(prefix: str | Path) -> str:
     """sha256, in hex, of the bytes of the .idx followed by those of the .bin. Raises DataError."""
     state = hashlib.sha256()
     for path in (idx_path(prefix), bin_path(prefix)):
-        with open_regular(path, remedy="give the prefix of a shard, without .bin or .idx") as file:
+        with open_input(path, remedy="give the prefix of a shard, without .bin or .idx") as file:
             while block := file.read(_DIGEST_BYTES):
                 state.update(block)
     return state.hexdigest()

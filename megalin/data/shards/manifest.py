@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-from megalin.data.files import read_limited
 from megalin.data.shards.indexed_dataset import Shard, manifest_path
 from megalin.errors import DataError
+from megalin.files import read_input
 
 _LIMIT_BYTES = 16 << 20
 _REMEDY = "remove it if the shard was replaced, or write the shard again"
@@ -31,7 +31,7 @@ def read_manifest(shard: Shard) -> ShardManifest | None:
     path = manifest_path(shard.prefix)
     if not path.exists():
         return None
-    data = read_limited(path, limit_bytes=_LIMIT_BYTES, remedy=_REMEDY)
+    data = read_input(path, limit_bytes=_LIMIT_BYTES, remedy=_REMEDY)
     try:
         manifest = json.loads(data)
         tokens, tokenizer = manifest["tokens"], dict(manifest["tokenizer"])

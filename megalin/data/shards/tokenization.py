@@ -26,11 +26,11 @@ from megalin.data.corpus.parts import (
     records,
     run_parts,
 )
-from megalin.data.files import open_regular
 from megalin.data.shards.indexed_dataset import ShardWriter, token_dtype
 from megalin.data.shards.merging import concatenate
 from megalin.data.tokenizers.tokenizer import Tokenizer, TokenizerFiles
 from megalin.errors import ConfigError, DataError
+from megalin.files import open_input
 
 _LISTED_BAD_LINES = 100
 
@@ -238,7 +238,7 @@ def _tokenise(job: _Job, part: CorpusPart, folder: Path, report: ReportProgress)
 
 def _sha256(path: str) -> str:
     """Of a file, in hex. Raises DataError."""
-    with open_regular(Path(path), remedy="check --input") as file:
+    with open_input(Path(path), remedy="check --input") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

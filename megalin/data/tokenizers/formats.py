@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megalin.data.files import read_limited
 from megalin.errors import ConfigError, DataError
+from megalin.files import read_input
 from megalin.optional import require
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -61,7 +61,7 @@ class SentencePieceTokenizer:
             DataError: the file is missing, longer than 64 MiB, no model, or has nothing that ends a document.
         """
         library = require("sentencepiece", f"{path}: a SentencePiece model")
-        data = read_limited(path, limit_bytes=FILE_LIMIT_BYTES, remedy="give the path of a SentencePiece .model")
+        data = read_input(path, limit_bytes=FILE_LIMIT_BYTES, remedy="give the path of a SentencePiece .model")
         self.path = path
         self.digest = hashlib.sha256(data).hexdigest()
         self._processor = library.SentencePieceProcessor()
@@ -105,7 +105,7 @@ class TiktokenTokenizer:
             DataError: the file is missing, longer than 64 MiB, or no ranks of bytes from 0 on.
         """
         library = require("tiktoken", f"{path}: a file of tiktoken's ranks")
-        data = read_limited(path, limit_bytes=FILE_LIMIT_BYTES, remedy="give the path of a .tiktoken file of ranks")
+        data = read_input(path, limit_bytes=FILE_LIMIT_BYTES, remedy="give the path of a .tiktoken file of ranks")
         self.path = path
         ranks = _read_ranks(path, data)
         name = pattern or next((name for name, known in TIKTOKEN_PATTERNS.items() if known.num_ranks == len(ranks)), "")

@@ -13,7 +13,6 @@ import numpy.typing as npt
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from megalin.data.files import read_limited, write_text
 from megalin.data.tokenizers.formats import END_OF_DOCUMENT as END_OF_DOCUMENT
 from megalin.data.tokenizers.formats import (
     FILE_LIMIT_BYTES,
@@ -23,6 +22,7 @@ from megalin.data.tokenizers.formats import (
 )
 from megalin.data.tokenizers.word_cache import WordCache, cuts_as_gpt2
 from megalin.errors import ConfigError, DataError
+from megalin.files import read_input, write_text
 
 BYTES = "bytes"
 _MIN_BPE_VOCABULARY = 257  # every byte, and the end of a document
@@ -141,7 +141,7 @@ class HuggingFaceTokenizer:
                 2^22 and more.
         """
         if data is None:
-            data = read_limited(path, limit_bytes=FILE_LIMIT_BYTES, remedy="give the path of a tokenizer.json")
+            data = read_input(path, limit_bytes=FILE_LIMIT_BYTES, remedy="give the path of a tokenizer.json")
         self.path = path
         self.digest = hashlib.sha256(data).hexdigest()
         try:
@@ -207,7 +207,7 @@ def _is_byte_level(decoder: Any) -> bool:
 def gpt2_tokenizer(vocabulary: Path, merges: Path) -> HuggingFaceTokenizer:
     """The byte-level BPE of GPT-2's pair of files, vocab.json and merges.txt. Raises DataError."""
     for path in (vocabulary, merges):
-        read_limited(path, limit_bytes=FILE_LIMIT_BYTES, remedy="give GPT-2's vocab.json and merges.txt")
+        read_input(path, limit_bytes=FILE_LIMIT_BYTES, remedy="give GPT-2's vocab.json and merges.txt")
     try:
         model = models.BPE.from_file(str(vocabulary), str(merges))
     except Exception as error:  # as above

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megalin.checkpoint.index import FILE_NAME_PATTERN
-from megalin.checkpoint.manifest import read_limited
+from megalin.checkpoint.manifest import read_json_bytes
 from megalin.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
@@ -40,7 +40,7 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: unreadable, too large, or something else.
     """
     try:
-        value = json.loads(read_limited(path.resolve()))
+        value = json.loads(read_json_bytes(path.resolve()))
     except (ValueError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise

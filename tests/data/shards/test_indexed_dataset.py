@@ -325,23 +325,6 @@ def test_two_writers_of_one_shard_are_refused(tmp_path):
     assert Shard(tmp_path / "x").read(0, 1).tolist() == [3]
 
 
-def test_writer_whose_temporary_file_was_published_by_another_is_refused(tmp_path, monkeypatch):
-    def lock(file, _):
-        (tmp_path / "x.bin.tmp").rename(tmp_path / "x.bin")
-
-    monkeypatch.setattr("fcntl.flock", lock)
-    with pytest.raises(StorageError, match="another process is writing it"):
-        ShardWriter(tmp_path / "x", np.dtype(np.uint16))
-
-
-def test_file_systems_without_locks_still_work(tmp_path, monkeypatch):
-    def unsupported(*_):
-        raise OSError(95, "Operation not supported")
-
-    monkeypatch.setattr("fcntl.flock", unsupported)
-    assert Shard(_write(tmp_path / "x")).num_tokens == 8
-
-
 def test_unpublished_writer_leaves_nothing(tmp_path):
     with ShardWriter(tmp_path / "x", np.dtype(np.uint16)) as writer:
         writer.add_sequence([1, 2])

@@ -259,7 +259,8 @@ def test_worker_that_dies_is_told(tmp_path, mixed, monkeypatch):
 _RUN = """
 import sys
 from pathlib import Path
-from megalin.data import parts, preprocessing
+from megalin.data.corpus import parts
+from megalin.data.shards import tokenization
 from megalin.data.tokenizers.tokenizer import TokenizerFiles
 parts._LEAST_PART_BYTES = {least}
 parts._REPORT_SECONDS = 0.01
@@ -267,10 +268,10 @@ def told(progress):
     print(progress.documents, flush=True)
     if progress.documents >= 50 and {stop}: sys.stdin.read()
 if __name__ == "__main__":
-    options = preprocessing.PreprocessOptions(
+    options = tokenization.PreprocessOptions(
         ["text"], sys.argv[2], TokenizerFiles("bytes"), True, int(sys.argv[3]), "skip", 1 << 20, resume={resume}
     )
-    preprocessing.preprocess([Path(sys.argv[1])], options, on_progress=told)
+    tokenization.preprocess([Path(sys.argv[1])], options, on_progress=told)
 """
 
 

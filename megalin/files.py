@@ -1,0 +1,258 @@
+"""Opening, publishing and locking of files: regular files only, size limits, temporary name then rename, fsync."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import io
+import json
+import os
+import shutil
+import socket
+import stat
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import BinaryIO
+
+from megalin.errors import DataError, StorageError
+
+NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK)
+"""errno values of file systems without locks (some network mounts)."""
+
+
+class NotRegularFileError(OSError):
+    """A folder, pipe or device in the place of a regular file."""
+
+
+class FileTooLargeError(OSError):
+    """A file that is larger than its reader's limit."""
+
+
+def open_regular(path: Path, *, follow_links: bool) -> io.FileIO:
+    """Opens a regular file for unbuffered reading.
+
+    Raises:
+        NotRegularFileError: a folder, pipe (never waited for) or device.
+        OSError: missing, unreadable, or a symlink without `follow_links`.
+    """
+    # Without O_NONBLOCK the open of a named pipe would wait for a writer for ever.
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
+    descriptor = os.open(path, flags)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        expected = "expected a regular file, found a folder, pipe or device"
+        raise NotRegularFileError(errno.EINVAL, expected, str(path))
+    return os.fdopen(descriptor, "rb", buffering=0)
+
+
+def read_limited(path: Path, *, limit_bytes: int, follow_links: bool) -> bytes:
+    """Reads a whole regular file of at most `limit_bytes`.
+
+    Raises:
+        FileTooLargeError: it is longer.
+        OSError: as `open_regular`, or a read that fails.
+    """
+    with io.BufferedReader(open_regular(path, follow_links=follow_links)) as file:
+        size = os.fstat(file.fileno()).st_size
+        data = b"" if size > limit_bytes else file.read(limit_bytes + 1)  # one more, as it may be growing
+    if (size := max(size, len(data))) > limit_bytes:
+        raise FileTooLargeError(errno.EFBIG, f"expected at most {limit_bytes} bytes, found {size}", str(path))
+    return data
+
+
+def open_input(path: Path, *, remedy: str) -> io.FileIO:
+    """Opens a data file of the user's, following links. Raises DataError, which ends with `remedy`."""
+    with _data_errors(path, remedy):
+        return open_regular(path, follow_links=True)
+
+
+def read_input(path: Path, *, limit_bytes: int, remedy: str) -> bytes:
+    """Reads a data file of the user's of at most `limit_bytes`. Raises DataError, which ends with `remedy`."""
+    with _data_errors(path, remedy):
+        return read_limited(path, limit_bytes=limit_bytes, follow_links=True)
+
+
+@contextlib.contextmanager
+def _data_errors(path: Path, remedy: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file; {remedy}") from None
+    except (NotRegularFileError, FileTooLargeError) as error:
+        raise DataError(f"{path}: {error.strerror}; {remedy}") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read by user {os.getuid()}: {error.strerror}; {remedy}") from None
+
+
+@contextlib.contextmanager
+def storage_errors(path: Path) -> Iterator[None]:
+    """Turns an OSError of the block into a StorageError that names `path`."""
+    try:
+        yield
+    except BlockingIOError as error:  # of `_lock`
+        raise StorageError(f"{path}: {error.strerror}") from None
+    except OSError as error:
+        raise StorageError(
+            f"{path}: cannot be written: {error.strerror}; check the folder, its permissions and the free space"
+        ) from error
+
+
+def temporary_name(path: Path) -> Path:
+    """The name under which `path` is written: same folder, so that the rename is atomic."""
+    return path.with_name(path.name + ".tmp")
+
+
+def open_temporary(path: Path) -> BinaryIO:
+    """Opens the empty, locked temporary file of `path` for writing; a killed writer's leftover is replaced.
+
+    Raises:
+        StorageError: the folder cannot be written, or another process is writing the same file.
+    """
+    temporary = temporary_name(path)
+    with storage_errors(temporary):
+        return _open_locked(temporary)
+
+
+def _open_locked(path: Path) -> BinaryIO:
+    """Opens `path` for writing, empty and locked. Raises BlockingIOError where another process has the lock."""
+    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666), "r+b", 1 << 20)
+    try:
+        _lock(file, path)
+        os.ftruncate(file.fileno(), 0)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _lock(file: BinaryIO, path: Path) -> None:
+    busy = "another process is writing it; wait for it to end or choose another output"
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise BlockingIOError(errno.EWOULDBLOCK, busy) from None
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+    # The other writer may have renamed the file between our open and our lock: then it is published, not ours.
+    if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+        raise BlockingIOError(errno.EWOULDBLOCK, busy)
+
+
+def publish(file: BinaryIO, path: Path) -> None:
+    """Makes the temporary `file` durable and renames it to `path`. Raises StorageError."""
+    with storage_errors(path):
+        _publish(file, path)
+
+
+def _publish(file: BinaryIO, path: Path) -> None:
+    sync(file)
+    os.replace(temporary_name(path), path)
+    sync_directory(path.parent)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replaces `path` by `data`: readers, also after a crash, find the old or the new content, never a mix.
+
+    Raises:
+        BlockingIOError: another process is writing it.
+        OSError: it cannot be written; the old content stays, and no temporary file.
+    """
+    temporary = temporary_name(path)
+    with _open_locked(temporary) as file:
+        try:
+            file.write(data)
+            _publish(file, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """`write_atomically` of a text in UTF-8. Raises StorageError."""
+    with storage_errors(path):
+        write_atomically(path, text.encode("utf-8"))
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Creates `path` (an error if it exists) and returns when its bytes are on the disk."""
+    with open(path, "xb") as file:
+        file.write(data)
+        sync(file)
+
+
+def sync(file: BinaryIO) -> None:
+    """Flushes a file to the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Makes creations and renames in a directory last over a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """Removes a directory tree, or a link itself."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
+
+
+class FolderInUseError(Exception):
+    """A lock that a live process holds; the text names it: pid, host, since when."""
+
+
+class FolderLock:
+    """An exclusive lock on a file, which the kernel releases when its owner dies, however it dies.
+
+    The file stays: removing a lock file lets two owners in. A child made by fork shares the lock until it calls
+    `close` or exits.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Takes the lock. Raises FolderInUseError (held by a live process) or OSError."""
+        self._descriptor: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = _owner(self._descriptor)
+            os.close(self._descriptor)
+            raise FolderInUseError(owner or "a process that did not leave its name") from None
+        except OSError:
+            os.close(self._descriptor)
+            raise
+        self.previous_owner = _owner(self._descriptor)
+        """The process that died while holding the lock, or None after an orderly release."""
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since})
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, text.encode(), 0)
+
+    def release(self) -> None:
+        """Releases the lock; harmless when it is not held."""
+        if self._descriptor is not None:
+            os.ftruncate(self._descriptor, 0)
+            self.close()
+
+    def close(self) -> None:
+        """Closes this process's copy only: a child made by fork calls it, so as not to hold a dead parent's lock."""
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _owner(descriptor: int) -> str | None:
+    try:
+        record = json.loads(os.pread(descriptor, 4096, 0))
+        return f"pid {int(record['pid'])} on {str(record['host'])!r} since {str(record['since'])!r}"
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
