@@ -20,7 +20,7 @@ from megalin.checkpoint.load import load, newest
 from megalin.data.shards.indexed_dataset import ShardWriter
 from megalin.train.config import check_launch, load_run_config
 from megalin.train.loop import TrainResult, train
-from megalin.train.step import _StartedStep
+from megalin.train.step import _LaunchedStep
 
 STEPS = 12
 CPU = torch.device("cpu")
@@ -109,7 +109,7 @@ def train_here(config: Path, folder: Path, *overrides: str) -> TrainResult:
 @contextmanager
 def late_results() -> Iterator[None]:
     """As on a GPU: no step's result is known before it was waited for."""
-    with patch.object(_StartedStep, "known", property(lambda _: False, lambda *_: None), create=True):
+    with patch.object(_LaunchedStep, "is_ready", property(lambda _: False, lambda *_: None), create=True):
         yield
 
 

@@ -206,7 +206,7 @@ def measure_ours(arguments: argparse.Namespace, config: AnyModelConfig, mesh: Me
 
     def start(number: int) -> Begun:
         started = engine.step(batches, learning_rate=OPTIMIZER.lr, step=number)
-        return Begun(started.known, lambda: started.wait().loss, end_on(mesh.device))
+        return Begun(started.is_ready, lambda: started.wait().loss, end_on(mesh.device))
 
     timing = time_steps(start, warmup=arguments.warmup, steps=arguments.steps, started=started)
     peak, recorded, moved, sent = peak_memory_bytes(mesh.device) / 2**30, None, 0, None

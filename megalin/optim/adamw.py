@@ -78,20 +78,20 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig, no_decay: Collec
     ]
 
 
-def step_where(sound: Tensor, optimizer: torch.optim.AdamW) -> None:
-    """One update where `sound` [] is true and was at each call before, else none: weights, moments and the count of
-    steps stay as they are.
+def step_if_finite(finite: Tensor, optimizer: torch.optim.AdamW) -> None:
+    """Updates the weights if `finite` [] is true and was true at every earlier call; otherwise weights, moments and
+    step count stay unchanged.
 
-    The device reads `sound`, by the way that fused AdamW has for gradient scalers; the host does not wait for it.
+    The device reads `finite`, through fused AdamW's support for gradient scalers; the host does not wait for it.
     """
-    unsound = (~sound).to(torch.float32)
+    found_inf = (~finite).to(torch.float32)
     before: Tensor | None = getattr(optimizer, "found_inf", None)
-    cast(Any, optimizer).found_inf = unsound if before is None else torch.maximum(before, unsound)
+    cast(Any, optimizer).found_inf = found_inf if before is None else torch.maximum(before, found_inf)
     optimizer.step()
 
 
-def forget_unsound(optimizer: torch.optim.AdamW) -> None:
-    """Lets updates be taken again after one that was not sound."""
+def clear_non_finite(optimizer: torch.optim.AdamW) -> None:
+    """Clears the non-finite flag so that updates resume."""
     cast(Any, optimizer).found_inf = None
 
 

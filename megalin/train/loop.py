@@ -28,12 +28,12 @@ from megalin.parallel.mesh import Mesh
 from megalin.parallel.rank_failures import default_rendezvous, report_failed_ranks
 from megalin.train.config import RunConfig
 from megalin.train.curves import write_loss_curve
-from megalin.train.ends import Ends, Running
 from megalin.train.engine import Engine, FullyShardedEngine
 from megalin.train.environment import device_name, environment, versions
 from megalin.train.events import Incidents
 from megalin.train.garbage_collection import without_long_collections
 from megalin.train.hardware import peak_flops_per_second, peak_memory_bytes
+from megalin.train.in_flight import InFlightStep, InFlightSteps
 from megalin.train.ledger import Ledger
 from megalin.train.metrics import Metrics
 from megalin.train.open_run import check_same_model
@@ -45,32 +45,32 @@ from megalin.train.validation import AnyEvaluation, Evaluation, evaluate
 
 
 class TrainResult(NamedTuple):
-    """How a run ended."""
+    """Outcome of a run."""
 
     step: int
     """Finished steps."""
     loss: float | None
-    """Loss of the last step, nats a token; None where no step was left to do."""
+    """Loss of the last step, nats a token; None if no step was left."""
     evaluation: AnyEvaluation | None
-    """The validation split after the last step; None without one."""
+    """Evaluation of the validation split after the last step; None without one."""
 
 
-class Trainer:
+class TrainingLoop:
     """One run on this rank's mesh, from its first step or from the newest checkpoint of its folder.
 
-    Every rank makes one, inside an initialised process group.
+    Every rank creates one, inside an initialised process group.
     """
 
     def __init__(self, config: RunConfig, mesh: Mesh, run: RunFolder, incidents: Incidents) -> None:
-        """Opens the data, builds the model, and loads the newest checkpoint where there is one.
+        """Opens the data, builds the model, and loads the newest checkpoint if there is one.
 
         Raises:
-            ConfigError: a checkpoint of another sample order.
-            DataError: shards or a tokenizer that are bad or missing on any rank, on every rank.
-            CheckpointError: a checkpoint of another model, or none that verifies.
+            ConfigError: a checkpoint with a different sample order.
+            DataError: on every rank, when shards or a tokenizer are bad or missing on any rank.
+            CheckpointError: a checkpoint of a different model, or none that verifies.
         """
         self.config, self.mesh, self.run, self.incidents = config, mesh, run, incidents
-        on_every_rank(self._open_data)  # hosts need not have the same disks
+        on_every_rank(self._open_data)  # hosts may have different disks
         self.engine = _make_engine(config, mesh, run)
         self.model = self.engine.model
         self.first_step = self._resume()
@@ -110,7 +110,7 @@ class Trainer:
         ]
         if differences:
             raise ConfigError(
-                f"{checkpoint.path} was made with another order of samples, so samples would be lost or repeated; "
+                f"{checkpoint.path} was made with a different order of samples, so samples would be lost or repeated; "
                 "restore these values or start in a new run folder:\n  " + "\n  ".join(differences)
             )
         check_same_model(self.config.model, checkpoint)
@@ -124,12 +124,12 @@ class Trainer:
         return step
 
     def train(self) -> TrainResult:
-        """Runs the steps that are left, saving as configured and after the last one.
+        """Runs the remaining steps, saving as configured and after the last one.
 
         Raises:
             NumericError: a loss or gradient that is not finite; nothing is saved.
-            DataError: a token id beyond the vocabulary or a shard that cannot be read, on every rank.
-            PreemptedError: SIGTERM on any rank, on every rank, after the step that runs; its checkpoint is saved.
+            DataError: on every rank, for a token id beyond the vocabulary or an unreadable shard on any rank.
+            PreemptedError: on every rank, after SIGTERM on any rank; the current step is finished and saved first.
         """
         config, train = self.config, self.config.train
         last_step = train.stop_after_steps or train.steps
@@ -143,10 +143,10 @@ class Trainer:
             wandb_config=config.model_dump(mode="json"),
         )
         for line in self.data.report_lines():
-            metrics.tell(line)
+            metrics.print_line(line)
         if isinstance(self.model, Pipeline):
             for line in self.model.plan.report_lines():
-                metrics.tell(f"pipeline {line}")
+                metrics.print_line(f"pipeline {line}")
         with (
             self._loader() as loader,
             metrics,
@@ -154,47 +154,51 @@ class Trainer:
             self.termination,
             without_long_collections() as freeze,
         ):
-            ends = Ends(partial(self._end, metrics, ledger, last_step))
+            in_flight = InFlightSteps(partial(self._finish_step, metrics, ledger, last_step))
             for step in range(self.first_step, last_step):
-                batches, digest, data_wait_seconds = self._next_batches(loader, step, ends.settle)
+                batches, digest, data_wait_seconds = self._next_batches(loader, step, in_flight.finish)
                 rate = learning_rate(config.optimizer, config.schedule, step, train.steps)
-                started = self.engine.step(batches, learning_rate=rate, step=step + 1)
-                is_wanted = self._is_wanted(step + 1, last_step)
-                if is_wanted:
-                    self.engine.timer.pause()  # evaluations and checkpoints are part of no step
-                ends.settle()
-                ends.follow(Running(step + 1, started, rate, data_wait_seconds, digest))
-                if started.known or is_wanted:
-                    ends.settle()
+                pending = self.engine.step(batches, learning_rate=rate, step=step + 1)
+                must_finish = self._must_finish(step + 1, last_step)
+                if must_finish:
+                    self.engine.timer.pause()  # evaluations and checkpoints count for no step
+                in_flight.finish()
+                in_flight.add(InFlightStep(step + 1, pending, rate, data_wait_seconds, digest))
+                if pending.is_ready or must_finish:
+                    in_flight.finish()
                 if step == self.first_step:
                     freeze()
         if self.mesh.is_first_rank and self.run.metrics.stat().st_size:
-            # An encoder's loss has a second term, which that entropy says nothing of.
+            # An encoder's loss has a second term, which the unigram entropy does not bound.
             entropy = self._evaluation.unigram_entropy if isinstance(self._evaluation, Evaluation) else None
             write_loss_curve(self.run.metrics, self.run.loss_curve, unigram_entropy=entropy)
-        loss = None if ends.result is None else ends.result.loss
+        loss = None if in_flight.result is None else in_flight.result.loss
         return TrainResult(max(last_step, self.first_step), loss, self._evaluation)
 
-    def _is_wanted(self, step: int, last_step: int) -> bool:
-        """Whether the end of `step` asks for the weights as they are then, or tells of the run."""
+    def _must_finish(self, step: int, last_step: int) -> bool:
+        """Whether this step must be finished before the next one starts: it is logged first or last, evaluated or
+        checkpointed."""
         return step in (self.first_step + 1, last_step) or self._is_save_due(step) or self._is_evaluation_due(step)
 
-    def _end(self, metrics: Metrics, ledger: Ledger, last_step: int, running: Running, result: StepResult) -> None:
+    def _finish_step(
+        self, metrics: Metrics, ledger: Ledger, last_step: int, finished: InFlightStep, result: StepResult
+    ) -> None:
         """Records a step, evaluates and saves as configured."""
-        if running.step == self.first_step + 1:
-            self._tell_kernels(metrics)
-        values = self._measure(running, result)
-        self._evaluation = self._evaluate_after(running.step, last_step)
-        of_evaluation = {} if self._evaluation is None else self._evaluation.metrics()
-        metrics.write(running.step, values | of_evaluation)
-        ledger.write(running.step, running.digest)
-        if running.step == last_step or self._is_save_due(running.step):
-            self._save(running.step)
+        step = finished.step
+        if step == self.first_step + 1:
+            self._log_kernels(metrics)
+        values = self._measure(finished, result)
+        self._evaluation = self._evaluate_after(step, last_step)
+        evaluation_values = {} if self._evaluation is None else self._evaluation.metrics()
+        metrics.write(step, values | evaluation_values)
+        ledger.write(step, finished.digest)
+        if step == last_step or self._is_save_due(step):
+            self._save(step)
 
-    def _tell_kernels(self, metrics: Metrics) -> None:
-        """Once a process, after its first step: which implementation of each op runs, and why."""
+    def _log_kernels(self, metrics: Metrics) -> None:
+        """Logs the implementation of each op and the reason for it, once per process after its first step."""
         used = dict(item for part in gather_objects(backend.used(), self.mesh.pp.group) for item in part.items())
-        metrics.tell("kernels: " + ", ".join(f"{op} {choice.backend}" for op, choice in used.items()))
+        metrics.print_line("kernels: " + ", ".join(f"{op} {choice.backend}" for op, choice in used.items()))
         self.run.write_json(self.run.kernels, {op: choice._asdict() for op, choice in used.items()})
 
     def _loader(self) -> Loader[Any]:
@@ -220,13 +224,12 @@ class Trainer:
         return Ledger(self.run.ledger, resumed_step=self.first_step)
 
     def _next_batches(
-        self, loader: Loader[Any], step: int, settle: Callable[[], None]
+        self, loader: Loader[Any], step: int, finish: Callable[[], None]
     ) -> tuple[list[AnyBatch], Tensor, float]:
         """This rank's micro-batches on its device, the digest [2] of the step's token ids over all ranks, and the
-        seconds that this rank waited for its data: not for the device, which may still work at the step before.
+        seconds that this rank waited for its data (not for the device, which may still run the previous step).
 
-        An error of one rank's data is raised on all of them, and so is a signal that one rank heard; the step before is
-        settled first.
+        A data error or a SIGTERM of one rank is raised on all ranks, after `finish` has finished the in-flight step.
         """
         mesh = self.mesh
         own = StepBatches[Any]([], torch.zeros(2, dtype=torch.int64))
@@ -237,31 +240,31 @@ class Trainer:
         except MegalinError as raised:
             error = raised
         waited = time.perf_counter() - started
-        # Over all axes: ranks of other layers or slices read the same samples, but each from its own disk. One of those
-        # that share samples counts in the digest.
+        # Over all axes: ranks of other layers or shards read the same samples, each from its own disk. Only one of the
+        # ranks that share samples counts in the digest.
         counts = int(max(mesh.tp.axis.rank, mesh.cp.axis.rank, mesh.pp.axis.rank) == 0)
         flags = torch.tensor([error is not None, self.termination.asked]).long()
         failed, terminated, *digest = sum_over_ranks(torch.cat([flags, counts * own.digest])).tolist()
         if failed or terminated:
-            settle()
+            finish()
         if failed:
             on_every_rank(lambda: _raise(error))
         if terminated:
             self._leave(step)
         return [batch_to(batch, mesh.device) for batch in own.batches], torch.tensor(digest), waited
 
-    def _measure(self, running: Running, result: StepResult) -> dict[str, float | int]:
+    def _measure(self, finished: InFlightStep, result: StepResult) -> dict[str, float | int]:
         train, length = self.config.train, self.config.data.sequence_length
         tokens = train.global_batch_size * length
         values: dict[str, float | int] = {
             "loss": result.loss,
             "grad_norm": result.grad_norm,
-            "learning_rate": running.learning_rate,
-            "tokens": running.step * tokens,
+            "learning_rate": finished.learning_rate,
+            "tokens": finished.step * tokens,
             "label_tokens": result.label_tokens,
             "tokens_per_second": tokens / result.seconds,
             "step_seconds": result.seconds,
-            "data_wait_seconds": running.data_wait_seconds,
+            "data_wait_seconds": finished.data_wait_seconds,
             "peak_memory_bytes": peak_memory_bytes(self.mesh.device),
         }
         if len(result.terms) > 1:
@@ -286,7 +289,7 @@ class Trainer:
         return self.validation is not None and every_steps is not None and step % every_steps == 0
 
     def evaluate(self, *, max_samples: int | None = None) -> AnyEvaluation | None:
-        """The loss on the validation split, or on its first samples; None without a validation split."""
+        """Evaluates the validation split, or its first samples; returns None without a validation split."""
         if self.validation is None:
             return None
         loader = ValidationLoader(
@@ -299,12 +302,12 @@ class Trainer:
         return evaluate(self.model, loader, self.mesh, token_bytes=self.token_bytes)
 
     def _leave(self, step: int) -> NoReturn:
-        """Ends the run after `step` finished steps, all of them saved."""
+        """Ends the run after `step` finished steps; saves them first."""
         if step > self.first_step and not self._is_save_due(step):
             self._save(step)
         raise PreemptedError(
             f"SIGTERM after {step} of {self.config.train.steps} steps, all of them saved in {self.run.checkpoints}; "
-            "the same command goes on"
+            "run the same command to continue"
         )
 
     def _is_save_due(self, step: int) -> bool:
@@ -322,7 +325,7 @@ class Trainer:
         save(self.run.checkpoints, step=step, tensors=self.engine.tensors(), state=state, keep=keep)
 
     def _order(self, step: int) -> dict[str, Any]:
-        """What the samples of the first `step` steps are a function of; equal values make them the same on any mesh."""
+        """Everything that determines the samples of the first `step` steps; equal values give the same on any mesh."""
         config = self.config
         masking = config.data.masking
         return {
@@ -338,30 +341,30 @@ class Trainer:
 
 
 def train(config: RunConfig, device: torch.device, path: Path) -> TrainResult:
-    """Trains `config` in the run folder `path`, going on from its newest checkpoint; needs a process group.
+    """Trains `config` in the run folder `path`, resuming from its newest checkpoint; needs a process group.
 
     Raises:
         ConfigError: ranks with different configs, on every rank.
-        MegalinError: as `RunFolder` and `Trainer` do, on every rank.
+        MegalinError: as `RunFolder` and `TrainingLoop` do, on every rank.
     """
-    _check_same_config(config)  # before the mesh: of other axes it has other groups, in which ranks wait for each other
+    _check_same_config(config)  # before the mesh: with different axes, ranks would wait in different groups
     mesh = Mesh(config.parallel, device)
-    # Ranks are named inside, so that the incident names them.
+    # Failed ranks are reported inside the event log, so that its error names them.
     with RunFolder(path) as run, Incidents(run.incidents) as incidents, report_failed_ranks(default_rendezvous()):
         if run.previous_owner is not None:
             incidents.write("taken over", f"from {run.previous_owner}, which ended without closing the folder")
-        trainer = Trainer(config, mesh, run, incidents)
+        loop = TrainingLoop(config, mesh, run, incidents)
         run.write_text(run.config, dumps(config))
         run.write_json(run.environment, environment(mesh))
-        incidents.begin(trainer.first_step, f"on {torch.distributed.get_world_size()} x {device_name(device)}")
-        with closing(trainer.engine):
-            return trainer.train()
+        incidents.begin(loop.first_step, f"on {torch.distributed.get_world_size()} x {device_name(device)}")
+        with closing(loop.engine):
+            return loop.train()
 
 
 def _make_engine(config: RunConfig, mesh: Mesh, run: RunFolder) -> Engine:
     if config.train.engine == "fsdp2":
         return FullyShardedEngine(config, mesh)
-    from megalin.train.deepspeed_engine import DeepSpeedEngine  # needs a library that other runs do not
+    from megalin.train.deepspeed_engine import DeepSpeedEngine  # imports a library that other runs do not need
 
     engine = DeepSpeedEngine(config, mesh)
     run.write_json(run.deepspeed, engine.settings)
@@ -373,9 +376,9 @@ def _check_same_config(config: RunConfig) -> None:
     for rank, text in enumerate(texts):
         if text != texts[0]:
             pairs = zip(texts[0].splitlines(), text.splitlines(), strict=False)
-            line = next(((a, b) for a, b in pairs if a != b), ("", "another number of lines"))
+            line = next(((a, b) for a, b in pairs if a != b), ("", "a different number of lines"))
             raise ConfigError(
-                f"rank {rank} has another config than rank 0: {line[1]!r} against {line[0]!r}; "
+                f"rank {rank} has a different config than rank 0: {line[1]!r} against {line[0]!r}; "
                 "give every rank the same file and overrides"
             )
 

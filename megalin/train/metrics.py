@@ -1,4 +1,4 @@
-"""What a run tells about itself: a JSON line and TensorBoard events a step, W&B where asked, progress for people."""
+"""Metrics of a run: a JSON line and TensorBoard events per step, optionally W&B, and progress in the terminal."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from megalin.checkpoint.agreement import on_rank_zero
 from megalin.errors import MegalinError, StorageError
-from megalin.train.incidents import Incidents
-from megalin.train.records import AppendedFile, JsonLines, Outlet
+from megalin.parallel.agreement import on_rank_zero
+from megalin.train.events import Incidents
+from megalin.train.jsonl import AppendedFile, JsonLines, Outlet
 from megalin.train.terminal import LiveView, PlainLines, print_line
 from megalin.train.weights_and_biases import WeightsAndBiases
 
@@ -26,9 +26,9 @@ from megalin.train.weights_and_biases import WeightsAndBiases
 class Metrics:
     """The sink of a run's metrics: `metrics.jsonl`, TensorBoard events and progress. A context manager.
 
-    Steps count finished updates from 1, so the lines up to `resumed_step` belong to the checkpoint of that step; what
-    an earlier process wrote beyond it is cut off, and no step appears twice. A file that cannot be written (a full
-    disk) is warned about once; training goes on, and the step that did not fit is missing as a whole.
+    Steps count finished updates from 1, so the lines up to `resumed_step` belong to the checkpoint of that step; later
+    lines of an earlier process are truncated, and no step appears twice. A file that cannot be written (a full disk)
+    causes one warning; training continues, and the step that did not fit is missing as a whole.
     """
 
     def __init__(
@@ -43,16 +43,16 @@ class Metrics:
         wandb_config: Mapping[str, Any] | None = None,
         console: Console | None = None,
     ) -> None:
-        """Opens the files under `folder`, which exists, on rank 0; all ranks make one (one broadcast).
+        """Opens the files under `folder`, which exists, on rank 0. Every rank creates a `Metrics` (one broadcast).
 
         Args:
-            log_interval: steps between two lines of progress where `console` (default: stdout) is no terminal.
-            incidents: those of the run, which learn the step here; a terminal shows the newest.
-            wandb_project: project of Weights & Biases that gets the metrics too, and `wandb_config` as their config.
+            log_interval: steps between two lines of progress if `console` (default: stdout) is not a terminal.
+            incidents: the run's incidents, which get the step here; a terminal shows the newest.
+            wandb_project: Weights & Biases project that also receives the metrics, with `wandb_config` as its config.
 
         Raises:
-            StorageError: on every rank, when the files cannot be opened or cut.
-            ConfigError: on every rank, when W&B is asked for and not there.
+            StorageError: on every rank, when the files cannot be opened or truncated.
+            ConfigError: on every rank, when W&B is configured but not installed.
         """
         self._sinks: list[_Sink] = []
         self._wandb: WeightsAndBiases | None = None
@@ -81,9 +81,9 @@ class Metrics:
             raise
 
     def write(self, step: int, values: Mapping[str, float | int]) -> None:
-        """Records `values` (units in their names) of `step`, once a step and in order; on disk when this returns.
+        """Records `values` (units in their names) of `step`, once per step and in order; on disk when this returns.
 
-        In JSON a value that is not finite is null, beside `<name>_nonfinite` = "nan", "inf" or "-inf".
+        In JSON a value that is not finite is null, with `<name>_nonfinite` = "nan", "inf" or "-inf" added.
         """
         assert step > self._last_step, f"step {step} after step {self._last_step}"
         self._last_step = step
@@ -94,17 +94,17 @@ class Metrics:
         if self._wandb is not None:
             self._wandb.write(step, values)
 
-    def tell(self, line: str) -> None:
-        """Prints a line beside the progress; nothing where this rank does not write."""
+    def print_line(self, line: str) -> None:
+        """Prints a line above the progress; does nothing on ranks that do not write."""
         console = self._console
         if console is not None:
             self._outlet.attempt(lambda: print_line(console, line))
 
     def close(self, *, failed: bool = False) -> None:
-        """Closes the files and leaves the terminal as it was; a second call does nothing.
+        """Closes the files and restores the terminal; a second call does nothing.
 
         Args:
-            failed: whether an error ends the run, which W&B shows.
+            failed: whether the run ends with an error, which W&B shows.
         """
         for sink in self._sinks:
             sink.close()
@@ -129,7 +129,7 @@ class _Sink(Protocol):
 
 
 class _Events:
-    # Written in this thread: SummaryWriter's own would die of a full disk with a traceback on the terminal.
+    # Written in this thread: SummaryWriter's own thread would die on a full disk with a traceback in the terminal.
     def __init__(self, folder: Path, resumed_step: int) -> None:
         try:
             folder.mkdir(exist_ok=True)
@@ -141,7 +141,7 @@ class _Events:
             ) from None
         self._records = RecordWriter(self._file)
         self._record(file_version="brain.Event:2")
-        # Makes TensorBoard drop what earlier event files hold from this step on.
+        # Makes TensorBoard drop the events of earlier files from this step on.
         self._record(step=resumed_step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, step: int, values: Mapping[str, float | int]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megalin.data.batch import AnyBatch
 from megalin.errors import NumericError
-from megalin.optim.adamw import forget_unsound, step_where
+from megalin.optim.adamw import clear_non_finite, step_if_finite
 from megalin.optim.clipping import clip_gradients
 from megalin.parallel.collectives import wait_tensor
 from megalin.parallel.data_parallel import finish_backward, prepare_backward
@@ -26,7 +26,7 @@ NOTHING_CHANGED = (
     "No weight was changed and nothing was saved; resume from the last checkpoint with a lower optimizer.lr, or look "
     "at the samples of this step"
 )
-"""What is left to say where a step was not taken."""
+"""Remainder of the error message of a step that was skipped."""
 
 
 class StepResult(NamedTuple):
@@ -44,75 +44,74 @@ class StepResult(NamedTuple):
     """Duration of the step on this rank, as `StepTimer` measures it."""
 
     @property
-    def known(self) -> bool:
-        """Nothing is to come."""
+    def is_ready(self) -> bool:
+        """True: the result is already on the host."""
         return True
 
     def wait(self) -> StepResult:
-        """Itself."""
+        """Returns itself."""
         return self
 
 
 class PendingStep(Protocol):
-    """A step that was started, whose result the device may still owe."""
+    """A launched step, whose result may still be on the device."""
 
     @property
-    def known(self) -> bool:
-        """Whether the step is done and its result is here; the same on every rank."""
+    def is_ready(self) -> bool:
+        """Whether the step is done and its result is on the host; the same on every rank."""
 
     def wait(self) -> StepResult:
-        """The result; the host waits for it. A collective where it is an error.
+        """Waits for the result. A collective if the result is an error.
 
         Raises:
-            NumericError: on every rank, when the loss or the gradient is not finite. Neither this step nor one started
-                after it has changed a weight.
+            NumericError: on every rank, when the loss or the gradient is not finite. Neither this step nor a later one
+                has changed a weight.
         """
 
 
-class Told:
-    """Numbers on their way from the device to the host, which waits where it reads them, and for nothing that the
-    device was given after them."""
+class AsyncScalars:
+    """Asynchronous device-to-host copy of a few scalars; `read()` blocks only until that copy has finished."""
 
-    def __init__(self, numbers: Tensor) -> None:
-        self._numbers = numbers.to("cpu", non_blocking=True)
-        self._copied = torch.cuda.current_stream().record_event() if numbers.is_cuda else None
+    def __init__(self, scalars: Tensor) -> None:
+        self._scalars = scalars.to("cpu", non_blocking=True)
+        self._copied = torch.cuda.current_stream().record_event() if scalars.is_cuda else None
 
     def read(self) -> Tensor:
-        """The numbers in the host's memory."""
+        """The scalars in host memory."""
         if self._copied is not None:
             self._copied.synchronize()
-        return self._numbers
+        return self._scalars
 
 
-class _StartedStep:
-    """A step of `apply_gradients`."""
+class _LaunchedStep:
+    """A step launched by `apply_gradients`."""
 
     def __init__(
         self,
         model: TrainedModel,
         optimizer: torch.optim.AdamW,
         names: list[str],
-        told: Tensor,
+        scalars: Tensor,
         duration: StepDuration,
         step: int,
     ) -> None:
-        """`told` [3 + terms + names]: loss, norm, labels, terms, and the norm of each named gradient on this rank.
+        """`scalars` [3 + terms + names]: loss, norm, labels, terms, and the norm of each named gradient on this rank.
 
         The end of `duration` was recorded before this call, so it is readable once the scalars are on the host.
         """
         self._model, self._optimizer, self._names, self._step = model, optimizer, names, step
         self._duration = duration
-        self._told = Told(told)
-        self.known = not told.is_cuda
+        self._scalars = AsyncScalars(scalars)
+        self.is_ready = not scalars.is_cuda
 
     def wait(self) -> StepResult:
-        told = self._told.read()
-        values, norms_of_parts = told.split([len(told) - len(self._names), len(self._names)])
+        scalars = self._scalars.read()
+        values, local_norms = scalars.split([len(scalars) - len(self._names), len(self._names)])
         loss, norm, labels, *terms = values.tolist()
         result = StepResult(loss, norm, int(labels), tuple(terms), self._duration.seconds())
         if not values.isfinite().all():
-            forget_unsound(self._optimizer)
-            norms = dict(zip(self._names, norms_of_parts.tolist(), strict=True))
+            clear_non_finite(self._optimizer)
+            norms = dict(zip(self._names, local_norms.tolist(), strict=True))
             raise NumericError(_describe_non_finite(self._model, norms, result, self._step))
         return result
 
@@ -125,7 +124,7 @@ def accumulate_gradients(model: TrainedModel, batches: Sequence[AnyBatch], mesh:
 
     Returns:
         The mean loss of each term (fp64, nats a label) and the number of its valid labels (int64), [terms], equal on
-        every rank; no collective is pending in them, which after the recording of a graph nothing could wait for.
+        every rank. No collective is pending in them: after the capture of a CUDA graph nothing could wait for it.
     """
     counts = mesh.count_labels([batch.label_counts() for batch in batches])
     if isinstance(model, Pipeline):
@@ -173,14 +172,14 @@ def apply_gradients(
     step: int,
     timer: StepTimer | None = None,
 ) -> PendingStep:
-    """One norm, one finite check, clip, update; `losses` and `counts` are `accumulate_gradients`', `step` is for
+    """One norm, one finite check, clip, update; `losses` and `counts` come from `accumulate_gradients`, `step` is for
     messages.
 
-    The host waits for nothing of it, so that it can start the next step while the device works. Where the loss or the
-    gradient is not finite the device leaves out the update, and every later one until that result was waited for.
+    The host waits for none of it, so it can launch the next step while the device works. If the loss or the gradient
+    is not finite, the device skips this update and every later one until that result has been waited for.
 
-    The step's duration ends with its loss and norm, before the update, so that reading it waits for nothing more than
-    they do; the update counts for the next step. Without a `timer` this function alone is measured.
+    The step's duration ends with its loss and norm, before the update, so that reading it waits for nothing more; the
+    update counts for the next step. Without a `timer` this function alone is measured.
     """
     timer = timer or StepTimer(losses.device)
     timer.start()
@@ -192,12 +191,12 @@ def apply_gradients(
     else:
         norms = clip_gradients(given.values(), max_grad_norm)
     values = torch.stack([losses.sum(), norms.whole.to(losses.dtype), counts[0].to(losses.dtype), *losses])
-    told = torch.cat([values, norms.parts.to(losses.dtype)])
-    started = _StartedStep(model, optimizer, list(given), told, timer.end(), step)
-    step_where(values.isfinite().all(), optimizer)
+    scalars = torch.cat([values, norms.parts.to(losses.dtype)])
+    pending = _LaunchedStep(model, optimizer, list(given), scalars, timer.end(), step)
+    step_if_finite(values.isfinite().all(), optimizer)
     optimizer.zero_grad(set_to_none=True)
     model.after_optimizer_step()
-    return started
+    return pending
 
 
 def _describe_non_finite(model: nn.Module, norms: Mapping[str, float], result: StepResult, step: int) -> str:
@@ -208,7 +207,7 @@ def _describe_non_finite(model: nn.Module, norms: Mapping[str, float], result: S
     }
     by_rank: list[dict[str, list[str]]] = [{}] * dist.get_world_size()
     dist.all_gather_object(by_rank, found)
-    # A weight that is not finite spoils the gradients of all the others: it alone tells where.
+    # A weight that is not finite makes the gradients of all the others non-finite: only the weight is the cause.
     what = "weight" if any(ranks["weight"] for ranks in by_rank) else "gradient"
     places = [
         f"rank {rank}: {', '.join(f'{name} ({what})' for name in names[what][:3])}"

@@ -60,7 +60,7 @@ def _incidents(folder: Path) -> list[dict[str, Any]]:
 
 def test_finished_run_says_so(run, config, capsys):
     assert main(["train", str(config), "--folder", str(run)]) == 0
-    assert "step 12 of 12 (nothing was left to do)" in capsys.readouterr().out
+    assert "step 12 of 12 (nothing left to do)" in capsys.readouterr().out
 
 
 def test_torchrun_trains_with_tensor_parallel_ranks(config, trained, tmp_path):
@@ -255,7 +255,7 @@ def test_other_chunks_and_initial_weights_are_the_same_model(run, config):
 )
 def test_resume_with_another_order_of_samples_is_refused(fails, run, config, override, message):
     error = fails(CONFIG, "train", config, "train.steps=14", override, "--folder", run)
-    assert "was made with another order of samples, so samples would be lost or repeated" in error
+    assert "was made with a different order of samples, so samples would be lost or repeated" in error
     assert message in error
 
 

@@ -20,9 +20,9 @@ from megalin.data.loader import Loader
 from megalin.errors import ConfigError, DataError, NumericError
 from megalin.parallel.process_group import process_group
 from megalin.train.engine import FullyShardedEngine
-from megalin.train.loop import Trainer, TrainResult
+from megalin.train.loop import TrainingLoop, TrainResult
 from megalin.train.run_folder import RunFolder
-from megalin.train.step import StepResult, _StartedStep
+from megalin.train.step import StepResult, _LaunchedStep
 from tests.model_runs import CPU, late_results, losses, metrics, steps_saved, train_here, write_config
 from tests.ranks import RankFailedError, run_ranks
 
@@ -119,7 +119,7 @@ def test_a_step_whose_result_is_known_ends_at_once(config, plain):
 
 @pytest.mark.usefixtures("late_results")
 def test_a_step_is_waited_for_after_the_next_one_was_started(config, tmp_path, monkeypatch):
-    order, take, wait = [], FullyShardedEngine.step, _StartedStep.wait
+    order, take, wait = [], FullyShardedEngine.step, _LaunchedStep.wait
 
     def taken(engine: FullyShardedEngine, *args: Any, step: int, **options: Any) -> Any:
         order.append(f"start {step}")
@@ -130,7 +130,7 @@ def test_a_step_is_waited_for_after_the_next_one_was_started(config, tmp_path, m
         return wait(started)
 
     monkeypatch.setattr(FullyShardedEngine, "step", taken)
-    monkeypatch.setattr(_StartedStep, "wait", waited)
+    monkeypatch.setattr(_LaunchedStep, "wait", waited)
     run(config, tmp_path, "train.steps=9", "checkpoint.every_steps=4", "train.evaluate_every_steps=7")
     assert order == [
         *("start 1", "wait 1"),  # at once: kernels are told
@@ -226,7 +226,7 @@ def test_data_missing_on_one_rank_end_the_run_on_every_rank(config, tmp_path):
 def _stop_rank_one(config: Path, folder: Path) -> None:
     if dist.get_rank() == 1:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Trainer, "_measure", lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
+            patch.setattr(TrainingLoop, "_measure", lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
             train_here(config, folder)
     train_here(config, folder)
 
@@ -236,7 +236,7 @@ def test_the_rank_that_stalls_is_named_among_the_incidents(config, tmp_path):
         run_ranks(2, _stop_rank_one, config, tmp_path, collective_timeout=2.0)
     last = json.loads((tmp_path / "incidents.jsonl").read_text().splitlines()[-1])
     assert last["kind"] == "error"
-    assert last["message"].startswith("RankFailedError: rank 0: an exchange failed, no word from rank 1: ")
+    assert last["message"].startswith("RankFailedError: rank 0: a collective failed, no response from rank 1: ")
 
 
 def _other_config_on_rank_one(config: Path, folder: Path, overrides: list[str]) -> str:
@@ -252,7 +252,7 @@ def _other_config_on_rank_one(config: Path, folder: Path, overrides: list[str]) 
 )
 def test_ranks_with_different_configs_are_refused(config, tmp_path, overrides, difference):
     messages = run_ranks(len(overrides), _other_config_on_rank_one, config, tmp_path / "run", overrides)
-    message = f"rank 1 has another config than rank 0: {difference}; give every rank the same file and overrides"
+    message = f"rank 1 has a different config than rank 0: {difference}; give every rank the same file and overrides"
     assert messages == [message] * len(overrides)
 
 

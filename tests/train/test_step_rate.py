@@ -116,7 +116,7 @@ def _simulated(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "perf_counter", machine.perf_counter)
     for module, name, seconds, synchronous in (
         (steps, "accumulate_gradients", GRADIENTS, False),
-        (steps, "step_where", UPDATE, False),
+        (steps, "step_if_finite", UPDATE, False),
         (loops, "evaluate", EVALUATION, True),
         (loops, "save", SAVE, True),
     ):
@@ -125,7 +125,7 @@ def _simulated(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     if machine.asynchronous:
         monkeypatch.setattr(torch.cuda, "Event", machine.event)
         monkeypatch.setattr(engines, "StepTimer", lambda _: StepTimer(torch.device("cuda")))
-        monkeypatch.setattr(steps, "Told", machine.scalars)
+        monkeypatch.setattr(steps, "AsyncScalars", machine.scalars)
 
 
 @pytest.mark.usefixtures("_machine")

@@ -78,7 +78,7 @@ def test_lines_beside_the_view_stay_whole(tmp_path):
     output = io.StringIO()
     with Metrics(tmp_path, total_steps=10, console=_console(output, width=60)) as metrics:
         metrics.write(1, VALUES)
-        metrics.tell("kernels: " + ", ".join(f"op_{number} [triton]" for number in range(9)))
+        metrics.print_line("kernels: " + ", ".join(f"op_{number} [triton]" for number in range(9)))
         metrics.write(2, VALUES)
     assert "kernels: op_0 [triton], op_1 [triton]" in output.getvalue()
     assert "op_8 [triton]\n" in output.getvalue()
@@ -115,7 +115,7 @@ class _Gone(io.StringIO):
 def test_output_that_is_gone_does_not_end_the_run(tmp_path, caplog, terminal):
     console = Console(file=_Gone(), force_terminal=terminal, _environ={"TERM": "xterm"})
     with Metrics(tmp_path, total_steps=3, log_interval=1, console=console) as metrics:
-        metrics.tell("kernels: reference")
+        metrics.print_line("kernels: reference")
         for step in (1, 2, 3):
             metrics.write(step, VALUES | {"evaluation_loss": 3.5})
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 3

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megalin.errors import ConfigError
 from megalin.layers.mixers.base import MixerConfig
 from megalin.model.config import ModelConfig
-from megalin.train.step import Told
+from megalin.train.step import AsyncScalars
 from train_benchmarks.clock import Begun, end_on
 
 OWN_MODEL = ("fla", "cosformer2")
@@ -67,10 +67,10 @@ def peer_step(model: nn.Module, tokens: Tensor, *, lr: float) -> Callable[[int],
     def step(index: int) -> Begun:
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
-        told = Told(loss.detach())
+        scalars = AsyncScalars(loss.detach())
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return Begun(not loss.is_cuda, lambda: told.read().item(), end_on(loss.device))
+        return Begun(not loss.is_cuda, lambda: scalars.read().item(), end_on(loss.device))
 
     return step
 

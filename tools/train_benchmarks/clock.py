@@ -16,12 +16,12 @@ from megalin.train.garbage_collection import without_long_collections
 class Begun(NamedTuple):
     """A step that was started."""
 
-    known: bool
+    is_ready: bool
     """Whether it is done, too."""
     wait: Callable[[], float]
     """Waits for its loss."""
     end: torch.cuda.Event | None = None
-    """Recorded on the device after all that the step starts there; None where it is done when its loss is known."""
+    """Recorded on the device after all that the step starts there; None where it is done when its loss is ready."""
 
 
 class Timing(NamedTuple):
@@ -48,7 +48,7 @@ def end_on(device: torch.device) -> torch.cuda.Event | None:
 
 def time_steps(start: Callable[[int], Begun], *, warmup: int, steps: int, started: float) -> Timing:
     """Runs steps by `start(index)` and times the last `steps`. As in training, a step is started before the loss of the
-    one before is waited for, unless that is known; the first ends by itself.
+    one before is waited for, unless that is ready; the first ends by itself.
 
     Args:
         warmup: steps before the clock starts, at least one.
@@ -68,7 +68,7 @@ def time_steps(start: Callable[[int], Begun], *, warmup: int, steps: int, starte
             begun = start(index)
             end()
             steps_begun.append(begun)
-            if index == 0 or begun.known:
+            if index == 0 or begun.is_ready:
                 end()
             if index == 0:
                 freeze()
