@@ -1,4 +1,4 @@
-"""A step's forwards and backwards as one CUDA graph: recorded once, then started by a single call."""
+"""CUDA graph of a step's forwards and backwards: captured once, then launched by a single call."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megalin.data.packing import AnyBatch
+from megalin.data.batch import AnyBatch
 from megalin.errors import ConfigError
 from megalin.model.build import Model
-from megalin.parallel.data_parallel import joined_streams
+from megalin.parallel.data_parallel import ordered_cuda_streams
 from megalin.parallel.mesh import Mesh
 from megalin.train.step import accumulate_gradients
 
 WARM_UP_STEPS = 3
-"""Steps that run as without a graph: they compile, choose kernels, and open communicators, which no recording can."""
+"""Eager steps before the capture: they compile, choose kernels and open communicators, which a capture cannot."""
 
 
 class GradientGraph:
-    """`accumulate_gradients` of one model, for steps that the host takes longer to start than the device to run.
+    """`accumulate_gradients` of one model, for steps that take the host longer to launch than the device to run.
 
-    After the first steps it records one, as it would have been started, and from then on hands the whole of it to the
-    device: the same kernels on the same streams, with collectives among them, so the same bits. What the graph writes,
-    activations and gradients, keeps its memory between steps; the weights it reads must keep theirs.
+    After the eager steps it captures one, and from then on replays it: the same kernels on the same CUDA streams,
+    collectives included, so the same bits. The graph's outputs, activations and gradients, keep their memory between
+    steps; the weights that it reads must keep theirs.
 
     Raises:
-        ConfigError: no GPU, or settings under which a recorded collective reads memory that is not there.
+        ConfigError: no GPU, or settings under which a captured collective reads unmapped memory.
     """
 
     def __init__(self, model: Model, mesh: Mesh) -> None:
         if mesh.device.type != "cuda":
             raise ConfigError(
-                f"train.cuda_graphs = true, but this run computes on a {mesh.device.type} device, which has none; "
-                "set it to false"
+                f"train.cuda_graphs = true, but this run computes on a {mesh.device.type} device, which has no "
+                "CUDA graphs; set it to false"
             )
         allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
         if "expandable_segments:True" in allocator and os.environ.get("NCCL_GRAPH_REGISTER") != "0":
@@ -48,9 +48,9 @@ class GradientGraph:
         self._eager_steps = 0
 
     def accumulate_gradients(self, batches: Sequence[AnyBatch]) -> tuple[Tensor, Tensor]:
-        """`accumulate_gradients` of micro-batches, of the same number and shapes at each call.
+        """`accumulate_gradients` of micro-batches, with the same number and shapes at each call.
 
-        The parameters have no gradients before the call. Those of after it, and the result, hold until the next one.
+        The parameters have no gradients before the call. The gradients and the result are valid until the next call.
         """
         if self._eager_steps < WARM_UP_STEPS:
             self._eager_steps += 1
@@ -68,13 +68,13 @@ class GradientGraph:
         return self._result
 
     def close(self) -> None:
-        """Ends the graph, which a process group that it has collectives of would wait for at its own end."""
+        """Frees the graph; a process group whose collectives it contains would wait for it at shutdown."""
         if self._graph is not None:
             self._graph.reset()
             self._graph = None
 
     def _run(self, batches: Sequence[AnyBatch]) -> tuple[Tensor, Tensor]:
-        """On the stream of the recording, which no node of autograd may remember another for."""
+        """Runs eagerly on the CUDA stream of the capture, so that autograd nodes record no other stream."""
         outside = torch.cuda.current_stream()
         self._stream.wait_stream(outside)
         with torch.cuda.stream(self._stream):
@@ -83,12 +83,12 @@ class GradientGraph:
         return result
 
     def _record(self, batches: Sequence[AnyBatch]) -> torch.cuda.CUDAGraph:
-        """Runs nothing; leaves the graph's own batches, gradients and result behind."""
+        """Captures without running; stores the graph's own batches, gradients and result."""
         self._batches = [type(batch)(*(part.clone() for part in batch)) for batch in batches]
         graph = torch.cuda.CUDAGraph()
-        # Other threads pin batches and watch NCCL meanwhile.
+        # Meanwhile other threads pin batches and watch NCCL.
         recording = torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local")
-        with recording, joined_streams(self._model):
+        with recording, ordered_cuda_streams(self._model):
             self._result = accumulate_gradients(self._model, self._batches, self._mesh)
         self._gradients = [(each, each.grad) for each in self._model.parameters() if each.grad is not None]
         return graph

@@ -1,4 +1,4 @@
-"""DeepSpeed as the engine of a run: ZeRO over the data axis, with the tensor-parallel group handed over."""
+"""DeepSpeed as the engine of a run: ZeRO over the data axis, with the mesh's tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ModelParallelUnit:
-    """The groups of a mesh under the names by which DeepSpeed and Megatron ask for them.
+    """The groups of a mesh under the names that DeepSpeed and Megatron use.
 
-    Ranks that share samples by context parallelism share weights too, so they are part of the data group.
+    Context-parallel ranks share samples and weights, so they are part of the data group.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -73,16 +73,16 @@ class ModelParallelUnit:
         return self._mesh.data.size
 
     def get_pipeline_model_parallel_rank(self) -> int:
-        """There are no stages."""
+        """Always 0: there are no stages."""
         return 0
 
     def get_pipeline_model_parallel_world_size(self) -> int:
-        """There are no stages."""
+        """Always 1: there are no stages."""
         return 1
 
 
 class _LossSums(nn.Module):
-    """The model as the engine calls it: a batch's inputs to the sums of its losses."""
+    """The module that DeepSpeed wraps: maps a batch's inputs to the sums of its losses."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -93,21 +93,21 @@ class _LossSums(nn.Module):
 
 
 class DeepSpeedEngine:
-    """A model, AdamW (apex's where it is there, else torch's), and DeepSpeed's ZeRO around both.
+    """A model, AdamW (NVIDIA Apex's if installed, else PyTorch's), and DeepSpeed's ZeRO around both.
 
-    The engine averages gradients over the data axis. Losses are multiplied by its size, so that the gradient is that of
-    the mean over the step's valid labels of all ranks and micro-batches, as with the other engine.
+    DeepSpeed averages gradients over the data axis. Losses are multiplied by its size, so that the gradient is that of
+    the mean over the step's valid labels of all ranks and micro-batches, as with the fsdp2 engine.
 
-    In bfloat16 the engine keeps fp32 weights and moments as shards, and computes with rounded ones: also those that the
-    other engine gives to exponentials and positions unrounded, though these compute in fp32 here too.
+    In bfloat16 DeepSpeed shards fp32 weights and moments, and computes with rounded weights. This includes the weights
+    of exponentials and positions, which the fsdp2 engine leaves unrounded; both engines compute these in fp32.
 
     Attributes:
-        model: with plain parameters, this rank's slices; at stage 3 they are empty between their uses.
-        settings: the JSON that the engine got.
+        model: the model with plain parameters, this rank's shards; at stage 3 they are empty while unused.
+        settings: DeepSpeed's JSON settings.
     """
 
     def __init__(self, config: RunConfig, mesh: Mesh) -> None:
-        """Raises ConfigError for settings that DeepSpeed refuses, and for a model that it cannot train on this mesh."""
+        """Raises ConfigError for settings that DeepSpeed rejects, and for a model that it cannot train on this mesh."""
         self._mesh = mesh
         self.timer = StepTimer(mesh.device)
         self.settings = deepspeed_settings(config, dist.get_world_size())
@@ -118,7 +118,7 @@ class DeepSpeedEngine:
         self._parameters = dict(self.model.named_parameters())
         self._shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
         bf16 = config.train.dtype == "bfloat16"
-        # In bfloat16 the engine makes its fp32 weights of rounded ones.
+        # In bfloat16 DeepSpeed makes its fp32 weights from rounded ones.
         unrounded = {name: self._part(name, p.detach().clone()) for name, p in self._parameters.items() if bf16}
         optimizer = build_plain_optimizer(
             self.model,
@@ -143,18 +143,18 @@ class DeepSpeedEngine:
         total = torch.zeros(counts.shape, dtype=torch.float64, device=counts.device)
         for index, batch in enumerate(batches):
             if index > 0:
-                self._engine.step()  # the engine counts micro-batches by it
+                self._engine.step()  # DeepSpeed counts micro-batches by it
             losses = self._engine(batch.inputs()) / counts.clamp(min=1)
             self._engine.backward(losses.sum() * self._mesh.data.size, scale_wrt_gas=False)
             total += losses.detach()
             del losses  # before the next forward, which needs the memory
         sums = self._mesh.sum_over_data(total)
-        duration = self.timer.end()  # before the sums are read, which waits for it; the update counts for the next step
+        duration = self.timer.end()  # reading the sums waits for it; the update counts for the next step
         terms: list[float] = sums.tolist()
-        norm = self._gradient_norm() if self._stage == 0 else math.nan  # the engine tells none there
+        norm = self._gradient_norm() if self._stage == 0 else math.nan  # DeepSpeed reports none there
         if math.isfinite(sum(terms)) and (self._stage > 0 or math.isfinite(norm)):
             self._engine.step()
-            if self._stage > 0:  # infinite where the engine took no step for it
+            if self._stage > 0:  # infinite if DeepSpeed skipped the update
                 norm = float(self._engine.get_global_grad_norm())
         result = StepResult(sum(terms), norm, int(counts[0]), tuple(terms), duration.seconds())
         if not (math.isfinite(result.loss) and math.isfinite(norm)):
@@ -191,17 +191,17 @@ class DeepSpeedEngine:
         self.model.after_optimizer_step()
 
     def close(self) -> None:
-        """Nothing of this engine does."""
+        """Does nothing: this engine holds no such resource."""
 
     def _part(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's share of a weight or moment, for a checkpoint."""
+        """This rank's shard of a weight or moment, for a checkpoint."""
         return self._layout.split(name, whole).to("cpu")
 
     def _create_moments(self) -> None:
-        """Zero moments, which AdamW would make in its first step, so that they can be loaded."""
+        """Creates zero moments, which AdamW would create in its first step, so that they can be loaded."""
         groups = self._optimizer.param_groups
         flat = [parameter for group in groups for parameter in group["params"]]
-        if self._stage == 3:  # the groups hold their part of the weights during a step alone
+        if self._stage == 3:  # the groups hold their shards of the weights during a step only
             flat = self._engine.optimizer.fp32_partitioned_groups_flat
         for parameter in flat:
             self._optimizer.state[parameter] = initial_state(groups[0], parameter)
@@ -209,7 +209,7 @@ class DeepSpeedEngine:
             self._engine.optimizer._lazy_init_hp_params_optimizer_state()
 
     def _get(self, name: str, key: str | None) -> Tensor:
-        """The fp32 weight or the moment `key` of a parameter, whole on each rank of the data axis."""
+        """The fp32 weight or the moment `key` of a parameter, gathered on each rank of the data axis."""
         from deepspeed import utils
 
         parameter = self._parameters[name]
@@ -220,7 +220,7 @@ class DeepSpeedEngine:
         return utils.safe_get_full_optimizer_state(parameter, key)
 
     def _set(self, name: str, key: str | None, value: Tensor) -> None:
-        """The way back; a weight also where the engine computes with it."""
+        """Inverse of `_get`; also sets the rounded weight that DeepSpeed computes with."""
         from deepspeed import utils, zero
 
         parameter = self._parameters[name]
@@ -231,7 +231,7 @@ class DeepSpeedEngine:
             if key is not None:
                 self._optimizer.state[parameter][key].copy_(value)
         elif self._stage == 3:
-            # By parts: the call for a whole value fails where the data axis does not divide it.
+            # By shards: the call for a whole value fails if the data axis does not divide it.
             size = -(-value.numel() // self._mesh.data.size)
             padded = torch.nn.functional.pad(value.flatten(), (0, size * self._mesh.data.size - value.numel()))
             part = padded.narrow(0, size * self._mesh.data.rank, size)
@@ -245,8 +245,8 @@ class DeepSpeedEngine:
             utils.safe_set_full_optimizer_state(parameter, value, key)
 
     def _gradient_norm(self) -> float:
-        """L2 norm of the whole gradient, which each rank of the data axis has in its parameters."""
-        squares = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)  # of slices, of replicas
+        """L2 norm of the whole gradient, which each rank of the data axis holds in its parameters."""
+        squares = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)  # of shards, of replicas
         for parameter in self._parameters.values():
             assert parameter.grad is not None
             is_slice = getattr(parameter, "tensor_model_parallel", False)
@@ -265,37 +265,37 @@ def _materialised(config: RunConfig, mesh: Mesh) -> Model:
 
 
 def _update_device(settings: Mapping[str, Any], device: torch.device) -> torch.device:
-    """Where weights and moments lie at an update."""
+    """Device of the weights and moments during an update."""
     offload = settings["zero_optimization"].get("offload_optimizer") or {}
     return torch.device("cpu") if offload.get("device") == "cpu" else device
 
 
 def _check_model(model: Model, mesh: Mesh, stage: int) -> None:
-    """A mixer that derives values from its whole weights would find a slice of them, or nothing."""
+    """Rejects mixers that derive values from whole weights where only a shard of them, or nothing, is present."""
     if any(mixer.norm_tracked_weights() for mixer in model.mixers()) and (mesh.tp.size > 1 or stage == 3):
         raise ConfigError(
             f'train.engine = "deepspeed" with parallel.tp = {mesh.tp.size} and ZeRO stage {stage}: after each step a '
-            "mixer of this model reads whole weights, which lie in one place with tp = 1 and stages 0 to 2 alone; use "
+            "mixer of this model reads whole weights, which are in one place only with tp = 1 and stages 0 to 2; use "
             'these, or engine = "fsdp2"'
         )
 
 
 def _initialize(model: Model, optimizer: torch.optim.Optimizer, settings: dict[str, Any], mesh: Mesh) -> Any:
-    """DeepSpeed's own engine. Nothing is compiled for it. Raises ConfigError for settings that it refuses."""
+    """Creates DeepSpeed's own engine, without compiling its ops. Raises ConfigError for settings that it rejects."""
     os.environ.setdefault("DS_ACCELERATOR", mesh.device.type)
     os.environ.setdefault("LOCAL_RANK", str(launched().local_rank))
     import deepspeed
 
-    if mesh.device.type == "cpu":  # else it compiles collectives over shared memory, which gloo has
+    if mesh.device.type == "cpu":  # else it compiles shared-memory collectives, which gloo has
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # It calls collectives by names that torch 2.12 changed, and torch would tell so at every change of weights.
+    # DeepSpeed calls collectives by names that torch 2.12 changed; torch would warn at every change of weights.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
-    deepspeed.init_distributed()  # takes the process group that there is
+    deepspeed.init_distributed()  # uses the existing process group
     groups = ModelParallelUnit(mesh)
     try:
         deepspeed.DeepSpeedConfig(copy.deepcopy(settings), groups)
     except (ValueError, AssertionError, deepspeed.DeepSpeedConfigError) as error:
-        raise ConfigError(f"DeepSpeed refuses the settings of train.deepspeed_config: {error}") from None
+        raise ConfigError(f"DeepSpeed rejects the settings of train.deepspeed_config: {error}") from None
     deepspeed.utils.set_z3_leaf_modules(model, [Block])
     engine, *_ = deepspeed.initialize(
         args=argparse.Namespace(device_rank=mesh.device.index or 0),

@@ -1,4 +1,4 @@
-"""What takes a run's steps: the interface of both engines, and the one on torch's fully_shard."""
+"""Training engines: the interface of both, and the one on PyTorch's fully_shard."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Engine(Protocol):
     """A model with its optimizer on this rank's mesh. Every method is a collective.
 
     Checkpoints are the same for every engine: fp32 weights and AdamW's moments as distributed tensors under their
-    global names, so that a run may go on with another engine.
+    global names, so a run may resume with a different engine.
     """
 
     @property
@@ -34,32 +34,32 @@ class Engine(Protocol):
 
     @property
     def timer(self) -> StepTimer:
-        """The clock of the steps, to be paused before the device is used for anything else than steps."""
+        """Measures the steps; pause it before the device is used for anything but steps."""
 
     def step(self, batches: Sequence[AnyBatch], *, learning_rate: float, step: int) -> PendingStep:
-        """Starts one update of the weights by a step's micro-batches; `step` is for messages. Whoever waits for its
-        result later has started the next one meanwhile.
+        """Launches one update of the weights from a step's micro-batches; `step` is for messages. The caller may launch
+        the next step before it waits for this one's result.
 
         Raises:
-            NumericError: as `PendingStep.wait` does, from an engine that waits itself.
+            NumericError: as `PendingStep.wait` does, if the engine waits for the result itself.
         """
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """What a checkpoint saves."""
+        """The tensors of a checkpoint."""
 
     def load(self, checkpoint: Checkpoint, *, weights_only: bool = False) -> None:
-        """Sets weights, and moments unless `weights_only`, from a checkpoint of any mesh and engine.
+        """Loads weights, and moments unless `weights_only`, from a checkpoint of any mesh and engine.
 
         Raises:
-            CheckpointError: on every rank, before anything is set, when it does not fit the model.
+            CheckpointError: on every rank, before anything is changed, when it does not fit the model.
         """
 
     def close(self) -> None:
-        """Lets go of what would keep the process group from ending."""
+        """Releases resources that would block the shutdown of the process group."""
 
 
 class FullyShardedEngine:
-    """The engine on fully_shard (FSDP2), or on a pipeline of such stages, with torch's AdamW."""
+    """Engine on fully_shard (FSDP2), or on a pipeline of such stages, with PyTorch's AdamW."""
 
     def __init__(self, config: RunConfig, mesh: Mesh) -> None:
         train = config.train
