@@ -36,8 +36,8 @@ class _Variables(NamedTuple):
 
 
 _TORCH = _Variables("torchrun", "RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK")
-# srun comes last: mpirun may start its daemons with srun, and the ranks then inherit its variables. A batch script is no
-# rank; it has SLURM_PROCID too, but not SLURM_STEP_NUM_TASKS.
+# srun comes last: mpirun may start its daemons with srun, and the ranks then inherit its variables. A batch script, no
+# rank itself, has SLURM_PROCID too, but not SLURM_STEP_NUM_TASKS.
 _LAUNCHERS = (
     _TORCH,
     _Variables(

@@ -1,4 +1,4 @@
-"""The commands of the command line, one module each: parse, call the library, print."""
+"""The commands of the command line, one module each: parse arguments, call the library, print."""
 
 from megalin.commands import config, eval, export, generate, import_, params, plan, report, train, verify
 from megalin.commands.base import Command

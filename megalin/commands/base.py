@@ -1,4 +1,4 @@
-"""What a command is, and how one names a model."""
+"""The type of a command, and the model that its arguments name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megalin.train.run_folder import read_config
 
 
 class Command(NamedTuple):
-    """One command: its help, its arguments and its run, which returns the exit code."""
+    """A command: its help, its arguments, and a function that runs it and returns the exit code."""
 
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
@@ -23,14 +23,16 @@ class Command(NamedTuple):
 
 
 def model_from(name: str, overrides: Sequence[str]) -> AnyModelConfig:
-    """The model of a config file (a name that ends with .toml) or of a preset, with `model.key=value` overrides.
+    """Reads the model of a config file (`name` ends with .toml) or of a preset, with `model.key=value` overrides.
 
     Raises:
-        ConfigError: a file or preset that does not exist, values that are no model, or an override of something else.
+        ConfigError: no such file or preset, an invalid model, or an override of a key outside the model.
     """
     for override in overrides:
         if not override.startswith("model."):
-            raise ConfigError(f"override {override!r}: this command reads the model alone; write model.<key>=<value>")
+            raise ConfigError(
+                f"override {override!r}: only the model can be overridden here; write model.<key>=<value>"
+            )
     values: dict[str, Any] = read_config(name) if name.endswith(".toml") else {"model": preset_table(name)}
     values = apply_overrides(values, overrides)
     table = values.get("model", {})

@@ -11,7 +11,9 @@ from megalin.train.config import load_run_config
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="a config file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, as train.steps=100")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="dotted overrides, for example train.steps=100"
+    )
 
 
 def _run(arguments: argparse.Namespace) -> int:

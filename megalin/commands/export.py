@@ -1,4 +1,4 @@
-"""`megalin export`: a run's weights as a folder of another system."""
+"""`megalin export`: a run's weights in another library's format."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megalin.interop.weights.layouts import FORMATS
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("kind", choices=["hf"], help="hf: config.json and safetensors, as Hugging Face keeps models")
+    parser.add_argument("kind", choices=["hf"], help="hf: Hugging Face's config.json and safetensors")
     parser.add_argument("run", type=Path, help="a run folder; its newest checkpoint is read")
-    parser.add_argument("out", type=Path, help="the folder to make")
-    parser.add_argument("--format", choices=FORMATS, help="whose class, for models that more than one has")
+    parser.add_argument("out", type=Path, help="the folder to create")
+    parser.add_argument("--format", choices=FORMATS, help="model class, where several classes can hold the model")
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -23,4 +23,4 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-COMMAND = Command("write a run's weights for another system", _add_arguments, _run)
+COMMAND = Command("export a run's weights to another library's format", _add_arguments, _run)

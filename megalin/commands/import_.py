@@ -1,4 +1,4 @@
-"""`megalin import`: a folder of another system as a run folder."""
+"""`megalin import`: a run folder from another library's weights."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from megalin.interop.weights.importing import import_hf
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("kind", choices=["hf"], help="hf: config.json and safetensors, as Hugging Face keeps models")
-    parser.add_argument("folder", type=Path, help="the folder to read; nothing in it is run or unpickled")
-    parser.add_argument("run", type=Path, help="the run folder to make")
+    parser.add_argument("kind", choices=["hf"], help="hf: Hugging Face's config.json and safetensors")
+    parser.add_argument("folder", type=Path, help="the folder to read; nothing in it is executed or unpickled")
+    parser.add_argument("run", type=Path, help="the run folder to create")
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -23,4 +23,4 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-COMMAND = Command("make a run folder from another system's weights", _add_arguments, _run)
+COMMAND = Command("create a run folder from another library's weights", _add_arguments, _run)

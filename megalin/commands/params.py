@@ -1,4 +1,4 @@
-"""`megalin params`: what a model counts, from the module built on the meta device."""
+"""`megalin params`: parameters, operations and state of a model, counted on the meta device."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from megalin.model.presets import load_preset, preset_names
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", help="a preset or a config file; left out: the presets are listed")
+    parser.add_argument("model", nargs="?", help="a preset or a config file; without it the presets are listed")
     parser.add_argument("overrides", nargs="*", metavar="model.key=value", help="changes to the model")
-    parser.add_argument("--length", type=int, default=8192, help="tokens a sequence, for the operations (8192)")
+    parser.add_argument(
+        "--length", type=int, default=8192, help="tokens per sequence, for the number of operations (8192)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -31,7 +33,7 @@ def _run(arguments: argparse.Namespace) -> int:
         "non_embedding_parameters": model.num_parameters() - model.num_embedding_parameters(),
         "flops_per_token": model.training_flops(arguments.length),
         "forward_flops_per_token": model.forward_flops(arguments.length),
-        # An encoder reads the whole sequence at once and has no state.
+        # An encoder attends to the full sequence and has no state.
         **({"state_bytes": model.state_bytes()} if isinstance(model, LanguageModel) else {}),
         "length": arguments.length,
     }
@@ -41,8 +43,8 @@ def _run(arguments: argparse.Namespace) -> int:
     units = {
         "flops_per_token": "forward and backward, at this length",
         "forward_flops_per_token": "forward only",
-        "state_bytes": "of one sequence while decoding, fp32",
-        "length": "tokens a sequence",
+        "state_bytes": "per sequence in decoding, fp32",
+        "length": "tokens per sequence",
     }
     for name, value in counts.items():
         print(f"{name:26}{value:>26,}  {units.get(name, '')}".rstrip())

@@ -1,4 +1,4 @@
-"""`megalin plan`: which meshes a model fits on so many GPUs, how fast each is, and why the others are not possible."""
+"""`megalin plan`: the layouts of a model on a number of GPUs, with memory and step time, and the rejected ones."""
 
 from __future__ import annotations
 
@@ -28,29 +28,33 @@ _UNITS = {"GB": 10**9, "GiB": 2**30}
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a preset, or a config file of a model or a run")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="changes to the config, as model.vocab_size=1"
+        "overrides", nargs="*", metavar="key=value", help="changes to the config, for example model.vocab_size=1"
     )
-    parser.add_argument("--gpus", type=int, required=True, help="GPUs of the whole run")
-    parser.add_argument("--gpu", default="h200", help=f"their kind: {', '.join(CHIPS)} (h200)")
-    parser.add_argument("--memory", help="of one GPU, as 80GB or 75GiB (what its kind has)")
-    parser.add_argument("--length", type=int, help="tokens a sample (the run's; 8192)")
-    parser.add_argument("--global-batch-size", type=int, help="samples a step over all GPUs (the run's; 4 a GPU)")
-    parser.add_argument("--eager", action="store_true", help="blocks are not compiled (as the run says; compiled)")
+    parser.add_argument("--gpus", type=int, required=True, help="number of GPUs of the run")
+    parser.add_argument("--gpu", default="h200", help=f"GPU model: {', '.join(CHIPS)} (h200)")
+    parser.add_argument("--memory", help="memory of one GPU, for example 80GB or 75GiB (that of the GPU model)")
+    parser.add_argument("--length", type=int, help="tokens per sample (the run's, or 8192)")
     parser.add_argument(
-        "--sequence-parallel", action="store_true", help="only layouts that split activations in tp groups"
+        "--global-batch-size", type=int, help="samples per step over all GPUs (the run's, or 4 per GPU)"
     )
-    parser.add_argument("--top", type=int, default=5, help="layouts to print (5)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, with every refusal")
+    parser.add_argument(
+        "--eager", action="store_true", help="do not compile blocks (default: as in the run, or compiled)"
+    )
+    parser.add_argument(
+        "--sequence-parallel", action="store_true", help="only layouts with sequence parallelism in tp groups"
+    )
+    parser.add_argument("--top", type=int, default=5, help="number of layouts to print (5)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, with every rejected layout")
 
 
 def _run(arguments: argparse.Namespace) -> int:
     for name in ("gpus", "length", "global_batch_size", "top"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: a plan needs at least 1")
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: use at least 1")
     chip = chip_named(arguments.gpu)
     memory = chip.memory_bytes if arguments.memory is None else _parse_memory(arguments.memory)
-    workload, parallel = _question(arguments)
+    workload, parallel = _workload_and_mesh(arguments)
     sequence_parallel = arguments.sequence_parallel or parallel.sequence_parallel
     limits = Limits(arguments.gpus, for_tensors(memory), sequence_parallel, parallel.tp_overlap)
     plan = search(Estimator(workload, chip), limits, count=arguments.top)
@@ -61,33 +65,33 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0 if plan.best else 1
 
 
-def _question(arguments: argparse.Namespace) -> tuple[Workload, ParallelConfig]:
-    """What is to be planned, of a run's config its own steps unless the command line says otherwise, and the config's
-    mesh, of which the search reads how activations are split inside the tp group.
+def _workload_and_mesh(arguments: argparse.Namespace) -> tuple[Workload, ParallelConfig]:
+    """The workload to plan and the mesh of the run's config; the search reads sequence parallelism and its overlap of
+    it. Length and batch are those of the command line, else of the run's config, else the defaults.
 
     Raises:
-        ConfigError: a config with problems, or an encoder.
+        ConfigError: the config is invalid, or its model is an encoder.
     """
     name, length, batch = arguments.model, arguments.length, arguments.global_batch_size
     is_run = name.endswith(".toml") and "train" in read_toml(name)
     run = load_run_config(name, arguments.overrides) if is_run else None
     model = model_from(name, arguments.overrides) if run is None else run.model
     if not isinstance(model, ModelConfig):
-        raise ConfigError(f'{name}: model.kind = "encoder", but a plan reads decoders; use "decoder", or no plan')
+        raise ConfigError(f'{name}: model.kind = "encoder", but only decoders can be planned; give a decoder')
     if run is None:
-        planned = Workload(model, 8192, 4 * arguments.gpus, torch.bfloat16, compiled=True)
+        workload = Workload(model, 8192, 4 * arguments.gpus, torch.bfloat16, compiled=True)
     else:
-        planned = workload_of(run, model)
-    asked = planned._replace(
-        length=length or planned.length,
-        global_batch_size=batch or planned.global_batch_size,
-        compiled=planned.compiled and not arguments.eager,
+        workload = workload_of(run, model)
+    workload = workload._replace(
+        length=length or workload.length,
+        global_batch_size=batch or workload.global_batch_size,
+        compiled=workload.compiled and not arguments.eager,
     )
-    return asked, ParallelConfig() if run is None else run.parallel
+    return workload, ParallelConfig() if run is None else run.parallel
 
 
 def _parse_memory(text: str) -> int:
-    """Bytes of 80GB or 75.5GiB. Raises ConfigError for anything else."""
+    """Parses 80GB or 75.5GiB to bytes. Raises ConfigError for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(GB|GiB)", text)
     if match is None or float(match[1]) <= 0:
         raise ConfigError(f"--memory {text}: not an amount of memory; write it as 80GB or 75GiB")
@@ -139,12 +143,12 @@ def _print(arguments: argparse.Namespace, workload: Workload, chip: Hardware, me
         f"{workload.length} tokens a step, {'compiled' if workload.compiled else 'eager'} blocks"
     )
     free = for_tensors(memory)
-    print(f"{arguments.gpus} x {chip.name} of {memory / 2**30:.1f} GiB, {free / 2**30:.1f} of it for tensors")
+    print(f"{arguments.gpus} x {chip.name} with {memory / 2**30:.1f} GiB, {free / 2**30:.1f} of it for tensors")
     print(f"{plan.num_layouts} layouts were tried; the fastest of each mesh that fits:\n" if plan.best else "")
     for number, estimate in enumerate(plan.best, 1):
         _print_estimate(number, estimate)
     if not plan.best:
-        print("No layout fits. Use more GPUs or memory, or another global batch size; the reasons:\n")
+        print("No layout fits. Use more GPUs or memory, or another global batch size. Reasons:\n")
     _print_refusals(plan.refusals)
 
 
@@ -154,13 +158,14 @@ def _print_estimate(number: int, estimate: Estimate) -> None:
         f"{number}. {estimate.layout.name()}: {memory:.1f} GiB, {seconds:.3g} s a step, "
         f"{estimate.tokens_per_second:,.0f} tokens/s"
     )
-    print(f"   GiB: {_parts(estimate.memory._asdict(), 2**30, '.1f')}")
-    print(f"   seconds: {_parts(estimate.time._asdict(), 1, '.3f')}")
-    print(f"   GB sent by a GPU: {_parts(estimate.sent._asdict(), 1e9, '.2f') or 'nothing'}")
+    print(f"   GiB: {_named(estimate.memory._asdict(), 2**30, '.1f')}")
+    print(f"   seconds: {_named(estimate.time._asdict(), 1, '.3f')}")
+    print(f"   GB sent by a GPU: {_named(estimate.sent._asdict(), 1e9, '.2f') or 'nothing'}")
     print(f"   {' '.join(estimate.layout.overrides())}\n")
 
 
-def _parts(values: dict[str, float], unit: float, form: str) -> str:
+def _named(values: dict[str, float], unit: float, form: str) -> str:
+    """Names and values in `unit`; those that round to zero are left out."""
     shown = {name.replace("_", " "): format(value / unit, form) for name, value in values.items()}
     return ", ".join(f"{name} {text}" for name, text in shown.items() if float(text))
 
@@ -170,11 +175,11 @@ def _print_refusals(refusals: list[InfeasibleLayout]) -> None:
     for refusal in refusals:
         by_kind[refusal.kind].append(refusal)
     if by_kind:
-        print("not possible:")
+        print("rejected layouts:")
     for kind, group in sorted(by_kind.items(), key=lambda item: -len(item[1])):
         nearest = min(group, key=lambda refusal: refusal.missing_bytes)
-        told = "" if nearest.reason == kind else f"; as {nearest.layout}: {nearest.reason}"
-        print(f"{len(group):6}  {kind}{told}")
+        example = "" if nearest.reason == kind else f"; for example {nearest.layout}: {nearest.reason}"
+        print(f"{len(group):6}  {kind}{example}")
 
 
-COMMAND = Command("find the meshes that a model fits, with memory and time of each", _add_arguments, _run)
+COMMAND = Command("find the layouts of a model that fit the GPUs, with memory and step time", _add_arguments, _run)

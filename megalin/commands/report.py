@@ -1,4 +1,4 @@
-"""`megalin report`: a run as one HTML file."""
+"""`megalin report`: an HTML report of a run."""
 
 from __future__ import annotations
 
@@ -20,4 +20,4 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-COMMAND = Command("write a run as one HTML file: curves, evaluations, incidents, config", _add_arguments, _run)
+COMMAND = Command("write a run's report as one HTML file: curves, evaluations, incidents, config", _add_arguments, _run)

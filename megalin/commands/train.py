@@ -1,4 +1,4 @@
-"""`megalin train`: one run, in one process or in all that a launcher started."""
+"""`megalin train`: one run, in one process or on the ranks that a launcher started."""
 
 from __future__ import annotations
 
@@ -18,10 +18,14 @@ from megalin.train.loop import TrainResult, train
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="a config file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, as train.steps=100")
-    parser.add_argument("--folder", type=Path, help="run folder (runs/<name of the config file>); it is resumed")
     parser.add_argument(
-        "--no-memory-check", action="store_true", help="start although the estimate says that it does not fit the GPUs"
+        "overrides", nargs="*", metavar="key=value", help="dotted overrides, for example train.steps=100"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="run folder (runs/<name of the config file>); an existing run is resumed"
+    )
+    parser.add_argument(
+        "--no-memory-check", action="store_true", help="start even if the estimated memory exceeds that of the GPUs"
     )
 
 
@@ -36,14 +40,14 @@ def _run(arguments: argparse.Namespace) -> int:
     with process_group(device):
         result = train(config, device, path)
         if rank() == 0:
-            _report(result, path, config.train.steps)
+            _print_result(result, path, config.train.steps)
     return 0
 
 
-def _report(result: TrainResult, path: Path, steps: int) -> None:
-    print(f"{path}: step {result.step} of {steps}" + (" (nothing was left to do)" if result.loss is None else ""))
+def _print_result(result: TrainResult, path: Path, steps: int) -> None:
+    print(f"{path}: step {result.step} of {steps}" + (" (nothing left to do)" if result.loss is None else ""))
     if result.evaluation is not None:
         print(f"validation: {result.evaluation.summary()}")
 
 
-COMMAND = Command("train a model, or go on with a run", _add_arguments, _run)
+COMMAND = Command("train a model, or resume a run", _add_arguments, _run)

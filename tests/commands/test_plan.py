@@ -16,7 +16,7 @@ def test_a_plan_names_meshes_and_why_others_fail(capsys):
     assert main(["plan", *SMALL, "--memory", "7GB", "--top", "2"]) == 0
     text = capsys.readouterr().out
     assert "0.40 billion parameters, 4 samples of 1024 tokens a step, eager blocks" in text
-    assert "2 x h200 of 6.5 GiB, 6.0 of it for tensors" in text
+    assert "2 x h200 with 6.5 GiB, 6.0 of it for tensors" in text
     assert "\n1. " in text
     assert "\n2. " in text
     assert "parallel.tp=1 parallel.cp=1 parallel.pp=1 parallel.zero=" in text
@@ -80,15 +80,15 @@ def test_nothing_fits(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["llama-1b", "--gpus", "0"], "--gpus 0: a plan needs at least 1"),
-        (["llama-1b", "--gpus", "1", "--global-batch-size", "0"], "--global-batch-size 0: a plan needs at least 1"),
+        (["llama-1b", "--gpus", "0"], "--gpus 0: use at least 1"),
+        (["llama-1b", "--gpus", "1", "--global-batch-size", "0"], "--global-batch-size 0: use at least 1"),
         (["llama-1b", "--gpus", "1", "--memory", "80"], "--memory 80: not an amount of memory; write it as 80GB"),
         (["llama-1b", "--gpus", "1", "--memory", "0GB"], "--memory 0GB: not an amount of memory"),
         (
             ["llama-1b", "--gpus", "1", "--gpu", "h20"],
             "--gpu h20: no data sheet of it is known here; did you mean 'h200'",
         ),
-        (["danet-base", "--gpus", "1"], 'danet-base: model.kind = "encoder", but a plan reads decoders'),
+        (["danet-base", "--gpus", "1"], 'danet-base: model.kind = "encoder", but only decoders can be planned'),
     ],
 )
 def test_what_cannot_be_planned_is_told(arguments, message, fails):

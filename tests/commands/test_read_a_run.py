@@ -69,8 +69,8 @@ def test_eval_without_a_validation_split_is_refused(fails, trained):
 @pytest.mark.parametrize("override", ["parallel.pp=2", "parallel.shard=1", "parallel={tp = 2}"])
 def test_eval_on_a_mesh_of_other_axes_is_refused(fails, trained, override):
     assert (
-        f"override {override!r}: an evaluation is shared out by parallel.tp and parallel.cp, and by samples over the "
-        "ranks that these leave; leave it out"
+        f"override {override!r}: an evaluation reads only parallel.tp and parallel.cp of [parallel] and divides the "
+        "samples among the remaining ranks; remove it"
     ) in fails(2, "eval", trained, override)
 
 

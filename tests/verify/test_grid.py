@@ -126,7 +126,10 @@ def test_a_launcher_of_ranks_that_make_no_mesh_is_refused(monkeypatch, capsys):
     for name, value in {"RANK": 0, "WORLD_SIZE": 5, "LOCAL_RANK": 0, "MASTER_ADDR": "h", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
     assert main(["verify", "tnl-70m", "--grid"]) == 2
-    assert "no mesh with axes of 1 to 4 ranks has 5, as were started; start 4, 6 or 8" in capsys.readouterr().err
+    assert (
+        "no mesh with axes of 1 to 4 ranks has the 5 ranks that were started; start 4, 6 or 8"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_grid_that_compared_nothing_has_not_passed(capsys: pytest.CaptureFixture[str]):
@@ -195,11 +198,11 @@ def test_a_mesh_that_exceeds_a_bound_fails_the_grid_and_the_others_are_still_run
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--world", "2"], "--world is the size of --grid; add --grid, or leave it out"),
+        (["--world", "2"], "--world applies to --grid only; add --grid, or remove --world"),
         (["--grid", "--world", "0"], "--world 0: a mesh has at least one rank"),
-        (["--grid", "--tp", "2"], "--tp is about one mesh, and --grid runs them all; leave one of them out"),
-        (["--grid", "--zero", "0"], "--zero is about one mesh"),
-        (["--grid", "--self-test"], "--self-test is about one mesh"),
+        (["--grid", "--tp", "2"], "--tp sets one mesh, but --grid runs all of them; remove one of the two"),
+        (["--grid", "--zero", "0"], "--zero sets one mesh"),
+        (["--grid", "--self-test"], "--self-test sets one mesh"),
     ],
 )
 def test_command_refuses(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
@@ -219,4 +222,4 @@ def test_another_size_than_the_launcher_s_is_refused(
     }.items():
         monkeypatch.setenv(name, value)
     assert main(["verify", "tnl-70m", "--grid", "--world", "2"]) == 2
-    assert "--world 2, but 3 ranks were started; leave --world out" in capsys.readouterr().err
+    assert "--world 2, but 3 ranks were started; remove --world" in capsys.readouterr().err

@@ -268,9 +268,18 @@ def test_command_in_one_process_ends_with_1_when_a_bound_is_exceeded(capsys, mon
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--self-test", "--tp", "2"], "--self-test with --tp 2 --cp 1 --dp 1 cannot show its faults; use --tp 2"),
-        (["--self-test", "--dp", "2"], "--self-test with --tp 1 --cp 1 --dp 2 cannot show its faults; use --tp 2"),
-        (["--self-test", "--cp", "2"], "--self-test with --tp 1 --cp 2 --dp 1 cannot show its faults; use --tp 2"),
+        (
+            ["--self-test", "--tp", "2"],
+            "--self-test with --tp 2 --cp 1 --dp 1 cannot detect the planted faults; use --tp 2",
+        ),
+        (
+            ["--self-test", "--dp", "2"],
+            "--self-test with --tp 1 --cp 1 --dp 2 cannot detect the planted faults; use --tp 2",
+        ),
+        (
+            ["--self-test", "--cp", "2"],
+            "--self-test with --tp 1 --cp 2 --dp 1 cannot detect the planted faults; use --tp 2",
+        ),
         (["--tp", "0"], "--tp 0 --cp 1 --dp 1: an axis has at least one rank"),
         (["--dp", "2", "--shard", "0"], "shard = 0: input should be greater than or equal to 1"),
         (["--dp", "3", "--shard", "2"], "parallel.shard = 2 does not divide the data axis of 3 ranks"),
@@ -278,7 +287,7 @@ def test_command_in_one_process_ends_with_1_when_a_bound_is_exceeded(capsys, mon
         (["--tp", "2", "--length", "33", "--sequence-parallel"], "--length 33 is not divisible by parallel.tp = 2"),
         (["--cp", "3", "--length", "32"], "--length 32 is not divisible by parallel.cp = 3; use 30 or 33"),
         (["--tp", "3", "--full"], "is not divisible by parallel.tp = 3; use tp 1, 2, 4"),
-        (["modle.vocab_size=300"], "override 'modle.vocab_size=300': this command reads the model alone"),
+        (["modle.vocab_size=300"], "override 'modle.vocab_size=300': only the model can be overridden here"),
     ],
 )
 def test_command_refuses(arguments, message, capsys):
