@@ -1,16 +1,18 @@
-"""The inputs of convolutions that enter a rank's tokens from the ranks before it."""
+"""Halo of a short convolution under context parallelism: the last inputs of the previous ranks."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from megalin.layers.mixers.base import SequenceContext
+from megalin.layers.mixers.base import MixerContext
 from megalin.parallel.context_parallel import ContextParallel
 
 
-def entering_inputs(x: Tensor, context: SequenceContext, cp: ContextParallel, *, taps: int) -> Tensor | None:
-    """The taps - 1 inputs [B, taps - 1, D] of a convolution before the first of x [B, T, D]; None where this rank has
-    the whole sequence."""
-    if context.borders is None:
+def entering_inputs(x: Tensor, context: MixerContext, cp: ContextParallel, *, taps: int) -> Tensor | None:
+    """The taps - 1 inputs [B, taps - 1, D] of a convolution that precede x [B, T/cp, D], zero across documents.
+
+    One all-gather forward, one reduce-scatter backward; None where this rank has the full sequence.
+    """
+    if context.documents.shard is None:
         return None
-    return cp.halo(x, context.borders, context.document_ids, width=taps - 1)
+    return cp.halo(x, context.documents.shard, context.documents.ids, width=taps - 1)

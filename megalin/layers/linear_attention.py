@@ -1,4 +1,4 @@
-"""Gated linear attention with a fixed decay or none: what TransNormerLLM's, TNL's and cosFormer2's mixers share."""
+"""Gated linear attention with a fixed decay or none: the base of the TransNormerLLM, TNL and cosFormer2 mixers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from megalin.errors import ConfigError
 from megalin.layers.decay import DecayKind, decay_slopes
 from megalin.layers.lrpe_segments import LRPESegments
-from megalin.layers.mixers.base import BuildContext, Mixer, MixerConfig, MixerOutput, SequenceContext, State
+from megalin.layers.mixers.base import BuildContext, Mixer, MixerConfig, MixerContext, MixerOutput, State
 from megalin.layers.norms import HeadNormKind
 from megalin.layers.positions import LRPEFrequencies, LRPEKind, key_dim
 from megalin.ops.positions.silu_lrpe import silu_lrpe
@@ -20,12 +20,12 @@ from megalin.parallel.initialisation import Initializer
 from megalin.parallel.linear import ColumnParallelLinear, LowRankLinear, NormedRowParallelLinear
 
 SEGMENT_CHUNKS = 2
-"""Chunks between two origins of LRPE's positions: the rounding of its frequencies' gradient grows with them, the memory
-of the states between with their inverse."""
+"""Chunks a segment of LRPE, which counts positions from each segment's middle. The rounding error of the frequencies'
+gradient grows with it, the memory of the states between segments with its inverse."""
 
 
 class Projections(NamedTuple):
-    """What the scan takes, and the output gate."""
+    """Inputs of the scan, and the output gate."""
 
     q: Tensor
     """[B, T, H/tp, K]."""
@@ -37,9 +37,9 @@ class Projections(NamedTuple):
 
 
 class LinearAttentionConfig(MixerConfig):
-    """What the configs of these mixers share."""
+    """Base of these mixers' configs."""
 
-    splits_sequence: ClassVar[bool] = True
+    supports_context_parallel: ClassVar[bool] = True
     num_heads: int = pydantic.Field(gt=0)
     """Heads; must divide the hidden size, and be divided by parallel.tp."""
     lrpe: LRPEKind | None = None
@@ -47,7 +47,7 @@ class LinearAttentionConfig(MixerConfig):
     output_norm: HeadNormKind = "srmsnorm"
     """Norm of all heads' outputs together, before the gate."""
     chunk_size: int = pydantic.Field(default=64, gt=0)
-    """Tokens a chunk of the scan, half of a segment of LRPE's; the result does not depend on it beyond rounding."""
+    """Tokens a chunk of the scan; a segment of LRPE has twice as many. Changes the result by rounding alone."""
 
     def shrink_for_verify(self, *, hidden_size: int, num_heads: int) -> Self:
         return self.model_copy(update={"num_heads": num_heads, "chunk_size": 16})
@@ -56,8 +56,8 @@ class LinearAttentionConfig(MixerConfig):
 class LinearAttention(Mixer):
     """y = (SRMSNorm(O) * gate) W_o, O = scan(LRPE(silu(q)), LRPE(silu(k)), v), the norm over all heads together.
 
-    A subclass says how the normed input becomes q, k, v and the gate, and which decay the scan has: a table of
-    fixed ones, or None for a sum that forgets nothing.
+    A subclass defines the projection of the normed input to q, k, v and the gate, and the decay: a table of fixed
+    ones, or None for a plain sum.
     """
 
     slopes: Tensor | None
@@ -89,8 +89,8 @@ class LinearAttention(Mixer):
         self.register_buffer("slopes", slopes, persistent=False)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The residual stream [B, T or T/tp, D] -> q | k | v of this rank's heads side by side [B, T, 3 D/tp], and the
-        gate [B, T, D/tp]; None where the gate is a fourth part, after v."""
+        """The residual stream [B, T or T/tp, D] -> q | k | v of this rank's heads, concatenated [B, T, 3 D/tp], and the
+        gate [B, T, D/tp]; None where the gate is the fourth part, after v."""
         raise NotImplementedError
 
     def projection_flops(self) -> int:
@@ -98,15 +98,15 @@ class LinearAttention(Mixer):
         raise NotImplementedError
 
     def init_weights(self, initializer: Initializer) -> None:
-        """Sets this layer's row of the decay table."""
+        """Sets this layer's decays."""
         if self.decay is None or self.slopes is None:
             return
         place, num_heads = self.scope, self.config.num_heads
         table = decay_slopes(self.decay, layer=place.layer, num_layers=place.num_layers, num_heads=num_heads)
         self.slopes.copy_(self.tp.local_slice(table, dim=0))
 
-    def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
-        if state is None and context.counted and self.config.lrpe is not None and self.slopes is not None:
+    def forward(self, x: Tensor, context: MixerContext, state: State | None) -> MixerOutput:
+        if state is None and context.consecutive and self.config.lrpe is not None and self.slopes is not None:
             output, gate = self._by_segments(x, context)
             return MixerOutput(self.out(output.flatten(2), gate), ())
         q, k, v, gate = self._heads(x, context, context.positions)
@@ -116,36 +116,36 @@ class LinearAttention(Mixer):
             v,
             self.slopes,
             initial_state=state[0] if state else None,
-            shard=self.cp.sequence_shard(context.borders),
-            document_ids=context.document_ids,
+            shard=self.cp.sequence_shard(context.documents.shard),
+            document_ids=context.documents.ids,
             chunk_size=self.config.chunk_size,
         )
         return MixerOutput(self.out(scan.output.flatten(2), gate), () if state is None else (scan.state,))
 
-    def step(self, x: Tensor, context: SequenceContext, state: State) -> MixerOutput:
+    def step(self, x: Tensor, context: MixerContext, state: State) -> MixerOutput:
         q, k, v, gate = self._heads(x, context, context.positions)
         scan = decay_step(q[:, 0], k[:, 0], v[:, 0], self.slopes, state[0])
         return MixerOutput(self.out(scan.output.flatten(1)[:, None], gate), (scan.state,))
 
-    def _by_segments(self, x: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor]:
-        """The scan's output [B, T, H/tp, V] with LRPE's positions counted from the middle of short segments, as the
-        gradient of its frequencies needs them (`ops.lrpe_states`); and the gate."""
+    def _by_segments(self, x: Tensor, context: MixerContext) -> tuple[Tensor, Tensor]:
+        """The scan's output [B, T, H/tp, V] and the gate, with LRPE's positions counted from the middle of short
+        segments, which keeps the gradient of its frequencies accurate (`ops.positions.lrpe_states`)."""
         (theta,), form, length = context.full_precision, self.config.lrpe, context.positions.shape[-1]
         assert form is not None
         assert self.slopes is not None
         tokens = min(length, SEGMENT_CHUNKS * self.config.chunk_size)
-        segments = LRPESegments(len(x), length, tokens, theta, form, self.slopes, context.document_ids)
+        segments = LRPESegments(len(x), length, tokens, theta, form, self.slopes, context.documents.ids)
         q, k, v, gate = self._heads(x, context, segments.positions(x.device))
         cut_k, cut_v = segments.cut(k), segments.cut(v)
         entering = None
-        if context.borders is not None or tokens < length:
+        if context.documents.shard is not None or tokens < length:
             added = segments.added(cut_k, cut_v)
             entering = segments.entering(added)
-            if context.borders is not None:
-                # Between ranks, states are in positions of the whole row.
+            if context.documents.shard is not None:
+                # States travel between ranks in positions of the full sequence.
                 origin = self.cp.tokens_before(k) + tokens // 2
                 leaving = segments.moved(segments.leaving(k, v, entering), -(origin + length))
-                before = self.cp.fold(leaving, -length * self.slopes[:, None], context.borders)
+                before = self.cp.fold(leaving, -length * self.slopes[:, None], context.documents.shard)
                 entering = segments.entering(added, segments.moved(before, origin))
         output = decay_scan(
             segments.cut(q),
@@ -158,12 +158,12 @@ class LinearAttention(Mixer):
         ).output
         return segments.join(output), gate
 
-    def _heads(self, x: Tensor, context: SequenceContext, positions: Tensor) -> Projections:
-        """q and k as the scan takes them at these positions, v, and the gate."""
-        joined, gate = self.project(x)
-        joined = joined.unflatten(-1, (-1, self.local_heads, self.head_dim))  # [B, T, 3 or 4, H/tp, V]
+    def _heads(self, x: Tensor, context: MixerContext, positions: Tensor) -> Projections:
+        """q and k with LRPE at these positions, v, and the gate."""
+        parts, gate = self.project(x)
+        parts = parts.unflatten(-1, (-1, self.local_heads, self.head_dim))  # [B, T, 3 or 4, H/tp, V]
         (theta,) = context.full_precision or (None,)
-        q, k, v, *rest = silu_lrpe(joined, theta, positions, form=self.config.lrpe)
+        q, k, v, *rest = silu_lrpe(parts, theta, positions, form=self.config.lrpe)
         return Projections(q, k, v, rest[0].flatten(-2) if gate is None else gate)
 
     def flops(self, length: int) -> int:

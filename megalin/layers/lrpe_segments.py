@@ -1,4 +1,7 @@
-"""A row in segments from whose middles LRPE counts positions, and the states between them (`ops.lrpe_states`)."""
+"""Sequences cut into segments from whose middle LRPE counts positions, and the states between them.
+
+See `ops.positions.lrpe_states`.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ from megalin.ops.scans.states import decay_state
 
 
 class LRPESegments(NamedTuple):
-    """N segments of L tokens a row, the last one shorter where L does not divide the row."""
+    """N segments of L tokens a sequence; the last one is shorter where L does not divide the length."""
 
     rows: int
     """B."""
     length: int
-    """T, tokens a row."""
+    """T, tokens a sequence."""
     tokens: int
     """L."""
     theta: Tensor
@@ -28,7 +31,7 @@ class LRPESegments(NamedTuple):
     slopes: Tensor
     """[H]."""
     document_ids: Tensor | None
-    """[B, T]; None when each row is one document."""
+    """[B, T]; None where each sequence is one document."""
 
     @property
     def number(self) -> int:
@@ -55,12 +58,12 @@ class LRPESegments(NamedTuple):
         return None if self.document_ids is None else self.cut(self.document_ids)
 
     def added(self, k: Tensor, v: Tensor) -> Tensor:
-        """What each segment leaves behind from zero, [B, N, H, K, V], of k, v [B N, L, H, K or V], cut."""
+        """The state that each segment adds, [B, N, H, K, V], from k, v [B N, L, H, K or V] of `cut`."""
         added = decay_state(k, v, self.slopes, document_ids=self.cut_documents())
         return added.unflatten(0, (self.rows, self.number))
 
     def entering(self, added: Tensor, initial: Tensor | None = None) -> Tensor:
-        """The states [B, N, H, K, V] that enter the segments, the first of them `initial` [B, H, K, V] or zero."""
+        """The state [B, N, H, K, V] before each segment; before the first it is `initial` [B, H, K, V] or zero."""
         ids = self.cut_documents()
         ids = None if ids is None else ids.unflatten(0, (self.rows, self.number)).flatten(1)
         return enter_segments(
@@ -68,8 +71,8 @@ class LRPESegments(NamedTuple):
         ).entering
 
     def leaving(self, k: Tensor, v: Tensor, entering: Tensor) -> Tensor:
-        """The state after the last token, [B, H, K, V], in positions whose origin lies as far behind the first one's
-        as the row is long; k, v [B, T, H, K or V], entering [B, N, H, K, V]."""
+        """The state after the last token, [B, H, K, V], in positions counted from the sequence's length after the first
+        segment's origin; k, v [B, T, H, K or V], entering [B, N, H, K, V]."""
         length = (self.length - 1) % self.tokens + 1
         ids = None if self.document_ids is None else self.document_ids[:, -length:]
         added = decay_state(k[:, -length:], v[:, -length:], self.slopes, document_ids=ids)
@@ -84,5 +87,5 @@ class LRPESegments(NamedTuple):
         ).leaving
 
     def moved(self, state: Tensor, tokens: int) -> Tensor:
-        """The state [B, H, K, V] in positions whose origin lies `tokens` later."""
+        """The state [B, H, K, V] in positions counted from an origin `tokens` later."""
         return move_origin(state, self.theta, tokens, form=self.form)

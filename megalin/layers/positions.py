@@ -14,7 +14,7 @@ LRPEKind = LRPEForm
 
 
 class LRPEFrequencies(FullPrecision):
-    """The angular frequencies of LRPE, radians a token: theta [H, K] (cosine) or [H, K/2] (rotation), heads split.
+    """The angular frequencies of LRPE, radians a token: theta [H, K] (cosine) or [H, K/2] (rotation), sharded heads.
 
     Initial frequencies run over the whole model width, head-major: theta_j = 10000^(-2 j / (H K)), so that head 0
     holds the highest.
@@ -31,7 +31,7 @@ class LRPEFrequencies(FullPrecision):
         initializer(self.theta, "theta", constant((10000.0**exponent).view(self.theta.shape)))
 
     def forward(self) -> tuple[Tensor, ...]:
-        """(theta,) of this rank's heads; a copy, since a sharded parameter's memory is freed and filled again."""
+        """(theta,) of this rank's heads; a copy, because FSDP frees and refills the memory of a sharded parameter."""
         return (local(self.theta).clone(),)
 
 

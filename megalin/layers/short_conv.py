@@ -1,4 +1,4 @@
-"""The short convolution as a layer, its channels split over the tensor-parallel axis."""
+"""Short convolution as a layer, its channels sharded over the tensor-parallel axis."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megalin.parallel.tensor_parallel import TensorParallel, local
 
 
 class ShortConv(nn.Module):
-    """silu(conv(x) + bias), depthwise and causal over `taps` tokens; weight [D, taps] and bias [D], channels split."""
+    """silu(conv(x) + bias), depthwise and causal over `taps` tokens; weight [D, taps], bias [D], channels sharded."""
 
     def __init__(self, width: int, taps: int, *, tp: TensorParallel, name: str) -> None:
         """Raises ConfigError where `width`, called `name` in the message, does not divide."""
@@ -23,7 +23,7 @@ class ShortConv(nn.Module):
         self.bias = tp.parameter(width, shard_dim=0)
 
     def init_weights(self, initializer: Initializer) -> None:
-        """Draws both evenly within 1 / sqrt(taps), as torch's convolutions do."""
+        """Draws both uniformly within 1 / sqrt(taps), as torch's convolutions do."""
         bound = 1.0 / math.sqrt(self.taps)
         initializer(self.weight, "weight", uniform(bound))
         initializer(self.bias, "bias", uniform(bound))

@@ -7,7 +7,7 @@ from typing import Generic, NamedTuple, TypeVar, cast
 
 from torch import Tensor, nn
 
-from megalin.layers.mixers.base import BuildContext, FullPrecision, Mixer, renew_derived
+from megalin.layers.mixers.base import BuildContext, FullPrecision, Mixer, update_derived_buffers
 from megalin.layers.norms import build_norm
 from megalin.model.block import Block
 from megalin.model.config import BlockConfig, StackConfig
@@ -135,7 +135,7 @@ class BaseModel(nn.Module, Generic[ConfigT]):
 
     def after_optimizer_step(self) -> None:
         """Updates what every mixer derives from its weights, after an optimizer step and after loading weights."""
-        renew_derived([*self.input_mixers(), *self.mixers()])
+        update_derived_buffers([*self.input_mixers(), *self.mixers()])
 
     def no_decay_names(self) -> set[str]:
         """Global names of the parameters without weight decay: vectors (norm weights), biases (a fused one is

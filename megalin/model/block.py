@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megalin.errors import ConfigError
-from megalin.layers.mixers.base import BuildContext, Mixer, MixerConfig, SequenceContext, State
+from megalin.layers.mixers.base import BuildContext, Mixer, MixerConfig, MixerContext, SequenceContext, State
 from megalin.layers.norms import build_norm
 from megalin.model.config import BlockConfig
 
@@ -27,7 +27,7 @@ class Sublayer(nn.Module):
 
     def __init__(self, config: MixerConfig, scope: BuildContext) -> None:
         super().__init__()
-        if scope.cp.size > 1 and not config.splits_sequence:
+        if scope.cp.size > 1 and not config.supports_context_parallel:
             raise ConfigError(
                 f'{scope.path}.type = "{config.type}": this mixer needs the whole sequence on each rank, but '
                 f"parallel.cp = {scope.cp.size} splits it; use parallel.cp = 1"
@@ -66,7 +66,7 @@ class Block(nn.Module):
         """
         self._compiled = torch.compile(self._run, *args, **options)
 
-    def forward(self, x: Tensor, contexts: list[SequenceContext], states: list[State] | None) -> BlockOutput:
+    def forward(self, x: Tensor, contexts: list[MixerContext], states: list[State] | None) -> BlockOutput:
         """x [B, T or T/tp, D]; one context a sub-layer, and one state where the caller wants the next ones."""
         run = self._compiled or self._run
         if self.recompute and states is None:
@@ -74,12 +74,12 @@ class Block(nn.Module):
             return checkpoint(run, x, contexts, states, use_reentrant=False, preserve_rng_state=False)
         return run(x, contexts, states)
 
-    def step(self, x: Tensor, contexts: list[SequenceContext], states: list[State]) -> BlockOutput:
+    def step(self, x: Tensor, contexts: list[MixerContext], states: list[State]) -> BlockOutput:
         """One token of decoding: x [B, 1, D]."""
         return self._run(x, contexts, states, step=True)
 
     def _run(
-        self, x: Tensor, contexts: list[SequenceContext], states: list[State] | None, step: bool = False
+        self, x: Tensor, contexts: list[MixerContext], states: list[State] | None, step: bool = False
     ) -> BlockOutput:
         branch = x
         next_states: list[State] = []
@@ -93,7 +93,7 @@ class Block(nn.Module):
                 x = branch
         return BlockOutput(x, next_states)
 
-    def contexts(self, context: SequenceContext) -> list[SequenceContext]:
+    def contexts(self, context: SequenceContext) -> list[MixerContext]:
         """One context a sub-layer."""
         return [mixer.build_mixer_context(context) for mixer in self.mixers()]
 

@@ -19,6 +19,7 @@ from megalin.parallel.context_parallel import ContextParallel
 from megalin.parallel.cross_entropy import IGNORED_LABEL, vocab_parallel_cross_entropy
 from megalin.parallel.embedding import ReplicatedEmbedding, VocabParallelEmbedding, VocabularyBias
 from megalin.parallel.linear import ReplicatedLinear
+from megalin.parallel.sequence_documents import SequenceDocuments
 from megalin.parallel.tensor_parallel import TensorParallel
 
 PREDICTED_SHARE = 0.15
@@ -139,8 +140,8 @@ class Encoder(BaseModel[EncoderConfig]):
             positions = self.cp.positions(tokens).expand_as(tokens)
         token_types = torch.zeros_like(tokens) if token_types is None else token_types
         x = self.embedding.embed(tokens) + self.position_embedding(positions) + self.type_embedding(token_types)
-        row = None if self.cp.size == 1 else self.cp.row(document_ids, valid)
-        context = SequenceContext(positions, document_ids, self.shared_tensors(), x.dtype, valid=valid, row=row)
+        documents = SequenceDocuments(self.cp, tokens, document_ids, valid)
+        context = SequenceContext(positions, documents, self.shared_tensors(), x.dtype)
         x = functional.hardtanh(x)
         for block in self.block_list():
             x = block(x, block.contexts(context), None).x
@@ -169,11 +170,11 @@ class Encoder(BaseModel[EncoderConfig]):
         places = context.positions
         if self.config.pooling == "first":
             first = self.cp.pick_tokens(hidden, torch.zeros_like(places[:, :1]), self.tp)
-            return self.cp.total(first)[:, 0]
-        valid, whole = context.valid, context.whole_row().valid
+            return self.cp.all_reduce_both(first)[:, 0]
+        valid, whole = context.documents.valid, context.documents.full_sequence.valid
         kept = (torch.ones_like(places) if valid is None else valid).to(compute_dtype(hidden))
         count = kept.sum(1, keepdim=True) * self.cp.size if whole is None else whole.sum(1, keepdim=True)
-        return self.cp.total(self.tp.weighted_token_sum(hidden, (kept / count.clamp(min=1)).to(hidden.dtype)))
+        return self.cp.all_reduce_both(self.tp.weighted_token_sum(hidden, (kept / count.clamp(min=1)).to(hidden.dtype)))
 
     def num_embedding_parameters(self) -> int:
         """Parameters of the three tables that embed; the vocabulary's is the head's as well."""

@@ -12,11 +12,11 @@ from megalin.layers.mixers.base import Mixer, SequenceContext, State
 from megalin.model.base import BaseModel, Stage
 from megalin.model.config import ModelConfig
 from megalin.ops.dispatch.dtypes import compute_dtype
-from megalin.ops.documents import find_documents
 from megalin.parallel.collectives import wait_tensor_with_grad
 from megalin.parallel.context_parallel import ContextParallel
 from megalin.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megalin.parallel.embedding import VocabParallelEmbedding
+from megalin.parallel.sequence_documents import SequenceDocuments
 from megalin.parallel.tensor_parallel import TensorParallel
 
 
@@ -72,12 +72,6 @@ class LanguageModel(BaseModel[ModelConfig]):
         has_table = stage.is_first or (stage.is_last and config.tie_embeddings)
         super().__init__(config, tp, recompute=recompute, cp=cp, stage=stage, has_table=has_table)
         tied, vocabulary, width = config.tie_embeddings, config.vocab_size, config.hidden_size
-        sublayers = [sublayer for _, block in config.blocks() for sublayer in block.sublayers]
-        self._reads_row = self.cp.size > 1 and any(sublayer.reads_row for sublayer in sublayers)
-        # With ranks that share rows, windows read the documents of what they show, and mixers without one whole rows'.
-        windows = {sublayer.widest_window for sublayer in sublayers if sublayer.reads_documents}
-        self._reads_documents = bool(windows) if self.cp.size == 1 else self._reads_row and None in windows
-        self._windows = sorted(window for window in windows if window is not None) if self.cp.size > 1 else []
         has_head = stage.is_last and not tied
         self.head = VocabParallelEmbedding(vocabulary, width, tp=self.tp, std=config.init_std) if has_head else None
 
@@ -103,7 +97,7 @@ class LanguageModel(BaseModel[ModelConfig]):
                 in less time and memory where a kernel runs.
         """
         assert state is None or self.cp.size == 1, self.cp.size
-        counted = positions is None
+        consecutive = positions is None
         if positions is None:
             positions = self.cp.positions(tokens)
             positions = positions if state is None else state.positions[:, None] + positions
@@ -111,7 +105,7 @@ class LanguageModel(BaseModel[ModelConfig]):
             document_ids = _known_documents(tokens, document_ids, state)
             state = _forget_other_documents(state, document_ids)
         x = self.embedding.embed(tokens) * self.config.embedding_scale
-        context = self.context(tokens, positions, document_ids, x.dtype)._replace(counted=counted)
+        context = self.context(tokens, positions, document_ids, x.dtype)._replace(consecutive=consecutive)
         x, inputs = self.apply_input_layers(x, context, state)
         blocks = []
         for index, block in enumerate(self.block_list()):
@@ -126,21 +120,9 @@ class LanguageModel(BaseModel[ModelConfig]):
     def context(
         self, tokens: Tensor, positions: Tensor, document_ids: Tensor | None, compute_dtype: torch.dtype
     ) -> SequenceContext:
-        """What the mixers know about these tokens [B, T], of which the shape alone is read."""
-        borders = self.cp.borders(tokens, document_ids)
-        row = self.cp.row(document_ids, None) if self._reads_row else None
-        context = SequenceContext(
-            positions, document_ids, self.shared_tensors(), compute_dtype, borders=borders, row=row
-        )
-        whole = context.whole_row().document_ids
-        if whole is None or document_ids is None:
-            return context
-        return context._replace(
-            documents=find_documents(whole) if self._reads_documents else None,
-            windows={
-                window: find_documents(self.cp.seen_documents(document_ids, window=window)) for window in self._windows
-            },
-        )
+        """The mixers' context of tokens [B, T], of which the shape and device alone are read."""
+        documents = SequenceDocuments(self.cp, tokens, document_ids)
+        return SequenceContext(positions, documents, self.shared_tensors(), compute_dtype)
 
     def apply_input_layers(
         self, x: Tensor, context: SequenceContext, state: ModelState | None
@@ -173,7 +155,7 @@ class LanguageModel(BaseModel[ModelConfig]):
         """
         positions = state.positions[:, None]
         x = self.embedding.embed(tokens[:, None]) * self.config.embedding_scale
-        context = SequenceContext(positions, None, self.shared_tensors(), x.dtype)
+        context = self.context(tokens[:, None], positions, None, x.dtype)
         inputs = []
         for layer, layer_state in zip(self.input_mixers(), state.inputs, strict=True):
             x, next_state = layer.step(x, layer.build_mixer_context(context), layer_state)

@@ -152,7 +152,7 @@ class RunConfig(Config):
                 f"train.cuda_graphs = true with parallel.pp = {self.parallel.pp}, whose ranks wait for each other on "
                 "the host; use cuda_graphs = false, or pp = 1"
             )
-        reading = {sub.type for _, block in self.model.blocks() for sub in block.sublayers if sub.reads_documents}
+        reading = {sub.type for _, block in self.model.blocks() for sub in block.sublayers if sub.host_reads_documents}
         if reading:
             problems.append(
                 f"train.cuda_graphs = true with the mixer {', '.join(sorted(reading))}, for which the host counts the "

@@ -6,6 +6,7 @@ from torch import Tensor
 from megalin.layers.mixers.base import BuildContext, SequenceContext
 from megalin.layers.mixers.transnormer import TransNormer, TransNormerConfig
 from megalin.parallel.initialisation import init_weights
+from megalin.parallel.sequence_documents import SequenceDocuments
 from megalin.parallel.tensor_parallel import TensorParallel
 
 
@@ -24,7 +25,7 @@ def frequency_gradient(
     generator = torch.Generator().manual_seed(2)
     x, gradient = (torch.randn(1, length, 512, generator=generator).bfloat16().to(device, dtype) for _ in range(2))
     positions = torch.arange(length, device=device)
-    context = mixer.build_mixer_context(SequenceContext(positions, None, {}, dtype))
+    context = mixer.build_mixer_context(SequenceContext(positions, SequenceDocuments(mixer.cp, x), {}, dtype))
     state = mixer.initial_state(1, dtype=wide, device=torch.device(device)) if whole_row else None
     mixer(x, context, state).y.backward(gradient)
     return mixer.full_precision.theta.grad

@@ -12,10 +12,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megalin.config import parse
 from megalin.errors import ConfigError
-from megalin.layers.mixers.base import BuildContext, SequenceContext, renew_derived
+from megalin.layers.mixers.base import BuildContext, MixerContext, update_derived_buffers
 from megalin.layers.mixers.dense_attention import DenseAttention, DenseAttentionConfig
 from megalin.parallel.collectives import Axis
+from megalin.parallel.context_parallel import FullSequenceInfo
 from megalin.parallel.initialisation import init_weights
+from megalin.parallel.sequence_documents import DocumentView
 from megalin.parallel.tensor_parallel import TensorParallel
 from tests.numerics import Tensors, assert_close, errors
 
@@ -45,7 +47,7 @@ def build(config: DenseAttentionConfig, dtype: torch.dtype = torch.float64) -> D
     with torch.no_grad():
         for weight, factor in ((mixer.query.weight, 300.0), (mixer.up.weight, 5.0), (mixer.down.weight, 7.0)):
             weight.mul_(factor)
-    renew_derived([mixer])
+    update_derived_buffers([mixer])
     return mixer
 
 
@@ -91,9 +93,17 @@ def row_of_documents(config: DenseAttentionConfig, weights: Tensors, x: Tensor, 
     return torch.cat([document(config, weights, part, kept) for part, kept in parts])
 
 
-def context(dtype: torch.dtype = torch.float64, **known: Tensor | None) -> SequenceContext:
-    """Positions hold nothing that could be used."""
-    return SequenceContext(torch.full((1,), 10**6), known.get("document_ids"), {}, dtype, valid=known.get("valid"))
+def context(
+    dtype: torch.dtype = torch.float64,
+    *,
+    document_ids: Tensor | None = None,
+    valid: Tensor | None = None,
+    full_sequence: FullSequenceInfo | None = None,
+) -> MixerContext:
+    """The context of one rank, or with `full_sequence` of one that holds a shard; positions hold nothing usable."""
+    full_sequence = FullSequenceInfo(document_ids, valid) if full_sequence is None else full_sequence
+    view = DocumentView(document_ids, valid, full_sequence=full_sequence)
+    return MixerContext(torch.full((1,), 10**6), view, dtype, (), consecutive=True)
 
 
 def inputs_of(length: int, *, padded: bool, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -107,7 +117,7 @@ def inputs_of(length: int, *, padded: bool, dtype: torch.dtype = torch.float64) 
     return (x / x.abs().amax(-1, keepdim=True)).to(dtype), valid
 
 
-def outcome(mixer: DenseAttention, x: Tensor, known: SequenceContext, dy: Tensor, run: Any = None) -> Tensors:
+def outcome(mixer: DenseAttention, x: Tensor, known: MixerContext, dy: Tensor, run: Any = None) -> Tensors:
     """Of `run`, the mixer itself or compiled."""
     x = x.clone().requires_grad_()
     mixer.zero_grad()
@@ -206,7 +216,7 @@ def test_bf16_errs_at_most_twice_as_much_as_the_equations_in_bf16(kind: str, hea
     with torch.no_grad():
         for name, weight in wide.named_parameters():
             weight.copy_(mixer.get_parameter(name))
-    renew_derived([mixer, wide])
+    update_derived_buffers([mixer, wide])
     (x, valid), ids = inputs_of(40, padded=True, dtype=torch.bfloat16), torch.zeros(3, 40)
     known = context(torch.bfloat16, valid=valid)
     largest = wide(x.double(), known, None).y.abs().topk(2).values
@@ -225,7 +235,7 @@ def test_the_ratio_follows_the_weights():
         with torch.no_grad():
             mixer.up.weight.fill_(-up)
             mixer.down.weight.fill_(down)
-        renew_derived([mixer])
+        update_derived_buffers([mixer])
         expected = min(1.0, bound / max(up, 1e-30)) * min(1.0, bound / max(down, 1e-30))
         assert mixer.ratio.item() == pytest.approx(expected, rel=1e-12)
 
@@ -282,7 +292,7 @@ def test_compiled_as_one_graph_it_is_the_same(kind: str, heads: int):
 
 def test_a_state_is_refused():
     mixer, (x, _) = build(configured()), inputs_of(5, padded=False)
-    message = r"place: dense_attention sees the tokens after each as well, .* generate with a decoder"
+    message = r"place: dense_attention attends to later tokens too, .* generate with a decoder"
     assert mixer.state_shapes() == []
     with pytest.raises(ConfigError, match=message):
         mixer(x, context(), ())

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalin.layers.mixers.base import BuildContext, renew_derived
+from megalin.layers.mixers.base import BuildContext, update_derived_buffers
 from megalin.layers.mixers.dense_attention import DenseAttention
 from megalin.parallel.collectives import all_gather
 from megalin.parallel.data_parallel import shard_model
@@ -41,7 +41,7 @@ def _split(kind: str, heads: int, packed: bool, tp: TensorParallel) -> tuple[Ten
     materialise(mixer)
     for name, weight in build(configured(kind, heads)).named_parameters():
         assign(mixer.get_parameter(name), weight.detach())
-    renew_derived([mixer])
+    update_derived_buffers([mixer])
     x, valid, ids, dy = _inputs(packed)
     if tp.sequence_parallel:
         x, dy = tp.local_slice(x, dim=TOKENS), tp.local_slice(dy, dim=TOKENS)
@@ -121,7 +121,7 @@ def _renewed(tp: int, shard: int | None) -> tuple[Arrays, Counter[Call]]:
     materialise(stack)
     mixers = [mixer for mixer in stack.layers if isinstance(mixer, DenseAttention)]
     with CollectiveRecorder() as recorder:
-        renew_derived(mixers)
+        update_derived_buffers(mixers)
     return to_arrays({f"{i}": mixer.ratio for i, mixer in enumerate(mixers)}), recorder.calls
 
 

@@ -14,10 +14,11 @@ from megalin.layers.mixers.base import (
     FullPrecision,
     Mixer,
     MixerConfig,
+    MixerContext,
     MixerOutput,
     SequenceContext,
     State,
-    renew_derived,
+    update_derived_buffers,
 )
 from megalin.ops.dispatch.dtypes import compute_dtype
 from megalin.parallel.initialisation import Initializer, normal
@@ -83,16 +84,16 @@ class InputSum(Mixer):
     def init_weights(self, initializer: Initializer) -> None:
         initializer(self.gain, "gain", normal(1.0))
 
-    def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
+    def forward(self, x: Tensor, context: MixerContext, state: State | None) -> MixerOutput:
         mine = self.tp.local_slice(self.tp.enter(x), dim=-1)  # [B, T, D/tp]
         rate = torch.full((self.local_width,), math.log(2.0), dtype=compute_dtype(x))
-        m = decaying_sum(mine, rate, context.document_ids, state[0] if state else None)
+        m = decaying_sum(mine, rate, context.documents.ids, state[0] if state else None)
         y = mine + local(self.gain) * m.to(x.dtype)
         before = self.tp.axis.rank * self.local_width
         whole = functional.pad(y, (before, self.width - before - self.local_width))
         return MixerOutput(self.tp.leave(whole), () if state is None else (m[:, -1],))
 
-    def step(self, x: Tensor, context: SequenceContext, state: State) -> MixerOutput:
+    def step(self, x: Tensor, context: MixerContext, state: State) -> MixerOutput:
         return self(x, context, state)
 
     def flops(self, length: int) -> int:
@@ -117,7 +118,7 @@ class DecayingSum(Mixer):
 
     def init_weights(self, initializer: Initializer) -> None:
         initializer(self.out, "out", normal(2.0 * self.scope.init_std))
-        renew_derived([self])
+        update_derived_buffers([self])
 
     def norm_tracked_weights(self) -> list[nn.Parameter]:
         return [self.out]
@@ -125,15 +126,17 @@ class DecayingSum(Mixer):
     def update_from_weights(self, largest: Tensor) -> None:
         self.ratio.copy_((1.0 / largest[0]).clamp(max=1.0))
 
-    def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
-        (rate,) = context.full_precision
+    def full_precision_tensors(self, context: SequenceContext) -> tuple[Tensor, ...]:
+        return *super().full_precision_tensors(context), context.shared[TYPE][self.scope.layer]
+
+    def forward(self, x: Tensor, context: MixerContext, state: State | None) -> MixerOutput:
+        rate, gate = context.full_precision
         (v,) = self.value(self.tp.enter(x))
-        m = decaying_sum(v, rate, context.document_ids, state[0] if state else None)
-        gate = context.shared[TYPE][self.scope.layer]
+        m = decaying_sum(v, rate, context.documents.ids, state[0] if state else None)
         y = functional.linear(m.to(x.dtype) * gate, local(self.out)) * self.ratio.to(x.dtype)
         return MixerOutput(self.tp.leave(y), () if state is None else (m[:, -1],))
 
-    def step(self, x: Tensor, context: SequenceContext, state: State) -> MixerOutput:
+    def step(self, x: Tensor, context: MixerContext, state: State) -> MixerOutput:
         return self(x, context, state)
 
     def flops(self, length: int) -> int:

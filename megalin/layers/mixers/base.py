@@ -1,11 +1,10 @@
-"""What a mixer is: the config that builds it, the context it runs in, and the state it carries between tokens."""
+"""Interface of mixers: the config that builds one, the context of its forward, and its recurrent state."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import pydantic
@@ -15,53 +14,41 @@ from torch import Tensor, nn
 from megalin import layers
 from megalin.config import Config, NestedConfigError, problems, suggest
 from megalin.layers.norms import NormKind
-from megalin.ops.documents import Documents
-from megalin.ops.scans.context_parallel import ShardDocuments
-from megalin.parallel.context_parallel import ContextParallel, FullSequenceInfo
+from megalin.parallel.context_parallel import ContextParallel
 from megalin.parallel.data_parallel import largest_magnitudes
+from megalin.parallel.sequence_documents import DocumentView, SequenceDocuments
 from megalin.parallel.tensor_parallel import TensorParallel
 
 State = tuple[Tensor, ...]
-"""What a mixer remembers of the tokens so far, each tensor [B, ...]; empty for a mixer without memory."""
+"""The recurrent state or cache after the tokens so far, each tensor [B, ...]; empty for a mixer without one."""
 
 
 class SequenceContext(NamedTuple):
-    """What every mixer of a forward knows about its tokens."""
+    """The context of a forward, the same for all mixers; each takes its `MixerContext` from it outside of its block."""
 
     positions: Tensor
     """[T] or [B, T] token positions, integers."""
-    document_ids: Tensor | None
-    """[B, T], non-decreasing; None where each row is one document."""
+    documents: SequenceDocuments
     shared: Mapping[str, Tensor]
     """The output of the model-level module of each mixer type that has one (`MixerConfig.shared_module`)."""
     compute_dtype: torch.dtype
-    """Dtype of what mixers read; the residual stream may be wider."""
-    full_precision: tuple[Tensor, ...] = ()
-    """The output of this mixer's own `full_precision` module."""
-    valid: Tensor | None = None
-    """[B, T] bool, False where a token is padding; None where all tokens count. Causal mixers, whose padding comes
-    last and without labels, do not read it."""
-    borders: ShardDocuments | None = None
-    """How the documents lie on the ranks that share the sequence; None where this rank has all of it."""
-    row: FullSequenceInfo | None = None
-    """What is known of the whole rows, given where a mixer reads it (`MixerConfig.reads_row`) and ranks share them."""
+    """Dtype of the mixers' inputs; the residual stream may be wider."""
+    consecutive: bool = True
+    """True where positions increase by one from token to token, across documents and ranks too."""
 
-    documents: Documents | None = None
-    """The documents of the whole rows, given where a mixer reads them (`MixerConfig.reads_documents`)."""
-    windows: Mapping[int, Documents] = MappingProxyType({})
-    """Where ranks share the rows, by the width of a window: the documents of the tokens that this rank's see through it
-    (`ContextParallel.seen_documents`), given where a mixer with such a window reads documents and rows have several."""
 
-    counted: bool = True
-    """Whether positions count on from token to token, over documents and ranks too."""
+class MixerContext(NamedTuple):
+    """The context of one mixer, which enters its compiled block: tensors, dtypes and flags."""
 
-    def known_documents(self) -> Documents:
-        """The documents of the whole rows, with as much as is known of them."""
-        return Documents(self.whole_row().document_ids) if self.documents is None else self.documents
-
-    def whole_row(self) -> FullSequenceInfo:
-        """What is known of the whole rows, on however many ranks they lie."""
-        return FullSequenceInfo(self.document_ids, self.valid) if self.row is None else self.row
+    positions: Tensor
+    """[T] or [B, T] token positions, integers."""
+    documents: DocumentView
+    compute_dtype: torch.dtype
+    """Dtype of the mixer's input; the residual stream may be wider."""
+    full_precision: tuple[Tensor, ...]
+    """Parameters that compute in fp32: the output of the mixer's `full_precision` module, empty without one."""
+    consecutive: bool
+    """True where positions increase by one from token to token, across documents and ranks too."""
 
 
 class MixerOutput(NamedTuple):
@@ -72,7 +59,7 @@ class MixerOutput(NamedTuple):
 
 
 class BuildContext(NamedTuple):
-    """Where in a model a mixer is built."""
+    """The place in a model where a mixer is built, and the axes that shard it."""
 
     hidden_size: int
     layer: int
@@ -82,14 +69,14 @@ class BuildContext(NamedTuple):
     tp: TensorParallel
     init_std: float
     path: str
-    """The sub-layer's place in the config, for messages."""
+    """Dotted path of the sub-layer in the config, for error messages."""
     output_std: float
-    """Initial standard deviation of a mixer's last matrix, the one that writes to the residual stream."""
+    """Initial standard deviation of the matrix that writes to the residual stream."""
     cp: ContextParallel = ContextParallel()
 
 
 class FullPrecision(nn.Module):
-    """Parameters that compute in fp32, as a module of their own: sharded data parallelism casts by module."""
+    """Parameters that compute in fp32, in a module of their own because FSDP casts by module."""
 
     def forward(self) -> tuple[Tensor, ...]:
         """This rank's tensors."""
@@ -100,30 +87,46 @@ class Mixer(nn.Module):
     """A sub-layer of a block: f in x + f(norm(x)). Token mixers and channel mixers (GLUs) are both mixers.
 
     Attributes:
-        full_precision: holds the parameters that feed exponentials, positions or gates and therefore compute in fp32,
-            whatever the rest computes in. The model calls it outside the block, so that blocks compile as one graph,
-            and hands its output to the mixer as `context.full_precision`.
+        full_precision: the parameters that feed exponentials, positions or gates and therefore compute in fp32. The
+            model calls it outside of the block, so that a block compiles as one graph, and passes its output to the
+            mixer as `MixerContext.full_precision`.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.full_precision: FullPrecision | None = None
 
-    def build_mixer_context(self, context: SequenceContext) -> SequenceContext:
-        """`context` with the tensors of this mixer's full-precision module; called outside the block."""
-        return context._replace(full_precision=() if self.full_precision is None else self.full_precision())
+    def build_mixer_context(self, context: SequenceContext) -> MixerContext:
+        """This mixer's context; called outside of the block."""
+        return MixerContext(
+            context.positions,
+            self.document_view(context.documents),
+            context.compute_dtype,
+            self.full_precision_tensors(context),
+            context.consecutive,
+        )
 
-    def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
-        """x [B, T or T/tp, D], normed unless `MixerConfig.norms_input`, -> y of the same layout. A state is returned
-        where one is given."""
+    def document_view(self, documents: SequenceDocuments) -> DocumentView:
+        """The documents that this mixer reads; recurrent mixers read `local_view`."""
+        return documents.local_view()
+
+    def full_precision_tensors(self, context: SequenceContext) -> tuple[Tensor, ...]:
+        """This rank's tensors of the parameters that compute in fp32."""
+        return () if self.full_precision is None else self.full_precision()
+
+    def forward(self, x: Tensor, context: MixerContext, state: State | None) -> MixerOutput:
+        """x [B, T or T/tp, D] -> y of the same layout, and the next state where one is given.
+
+        x is normed by the block unless `MixerConfig.norms_input`.
+        """
         raise NotImplementedError
 
-    def step(self, x: Tensor, context: SequenceContext, state: State) -> MixerOutput:
-        """One token of decoding: x [B, 1, D], positions [B, 1]; the same function as `forward` on longer input."""
+    def step(self, x: Tensor, context: MixerContext, state: State) -> MixerOutput:
+        """One token of decoding: x [B, 1, D], positions [B, 1]; equals `forward` on the full sequence."""
         raise NotImplementedError
 
     def flops(self, length: int) -> int:
-        """Forward floating-point operations a token at `length` tokens, over the whole tensor-parallel axis."""
+        """Forward floating-point operations a token at `length` tokens, summed over the tensor-parallel axis."""
         raise NotImplementedError
 
     def state_shapes(self) -> list[tuple[int, ...]]:
@@ -135,41 +138,39 @@ class Mixer(nn.Module):
         return tuple(torch.zeros(batch_size, *shape, dtype=dtype, device=device) for shape in self.state_shapes())
 
     def norm_tracked_weights(self) -> list[nn.Parameter]:
-        """The weights whose largest magnitude `update_from_weights` needs."""
+        """The weights whose largest magnitude `update_from_weights` reads."""
         return []
 
     def update_from_weights(self, largest: Tensor) -> None:
-        """Renews what this mixer derives from its weights; called where they changed (`renew_derived`).
+        """Updates buffers that are derived from the weights; called after these changed (`update_derived_buffers`).
 
         Args:
-            largest: [len(norm_tracked_weights())], max |w| over the whole of each, on every rank, at least fp32.
+            largest: [len(norm_tracked_weights())], max |w| of each full weight, equal on every rank, at least fp32.
         """
 
 
 @torch.no_grad()
-def renew_derived(mixers: Sequence[Mixer]) -> None:
-    """Updates what every mixer derives from its weights, with one collective for all of them.
+def update_derived_buffers(mixers: Sequence[Mixer]) -> None:
+    """Updates the buffers that mixers derive from their weights, with one collective for all of them.
 
-    A collective: called on every rank with the same mixers, after an optimizer step and after weights were loaded.
+    Called on every rank with the same mixers, after an optimizer step and after loading weights.
     """
-    watched = [mixer.norm_tracked_weights() for mixer in mixers]
-    largest = largest_magnitudes([weight for weights in watched for weight in weights])
-    for mixer, part in zip(mixers, largest.split([len(weights) for weights in watched]), strict=True):
-        mixer.update_from_weights(part)
+    tracked = [mixer.norm_tracked_weights() for mixer in mixers]
+    largest = largest_magnitudes([weight for weights in tracked for weight in weights])
+    for mixer, values in zip(mixers, largest.split([len(weights) for weights in tracked]), strict=True):
+        mixer.update_from_weights(values)
 
 
 class MixerConfig(Config):
     """Base of the config of a sub-layer. `type` is the name of its module in megalin.layers.mixers."""
 
     causal: ClassVar[bool] = True
-    """Whether no token sees those after it. Decoders take only mixers of which it holds, encoders only the others."""
-    splits_sequence: ClassVar[bool] = False
-    """Whether the mixer works on a part of the sequence (parallel.cp), beside what `SequenceContext.borders` tells."""
-    reads_row: ClassVar[bool] = False
-    """Whether it then needs `SequenceContext.row`, which costs an exchange of a few bytes a token, once a batch."""
-    reads_documents: ClassVar[bool] = False
-    """Whether it reads `SequenceContext.documents` or `windows`, for which the host waits for the device once a
-    batch."""
+    """True where no token attends to later ones. Decoders take only causal mixers, encoders only the others."""
+    supports_context_parallel: ClassVar[bool] = False
+    """True where the mixer runs on a shard of the sequence (parallel.cp)."""
+    host_reads_documents: ClassVar[bool] = False
+    """True where the mixer reads `SequenceDocuments.packed` or `in_window`, for which the host waits for the device
+    once a batch; CUDA graphs exclude that."""
     type: str
     """Module in megalin.layers.mixers, or the dotted path of a module elsewhere, whose CONFIG is the class."""
     norm: NormKind = "srmsnorm"
@@ -178,17 +179,17 @@ class MixerConfig(Config):
     """Added, here and in norms inside the mixer, to the mean square or the variance inside the root; in maxnorm and
     uncentered_layernorm, to the magnitude that they divide by."""
     residual: Literal["add", "two_hop"] = "add"
-    """How the result joins the stream x. add: x <- x + f(norm(input)). two_hop: only the next sub-layer's input
-    becomes x + f(norm(input)); the stream itself is left as it was (Rodimus+ eq. 13)."""
+    """Residual rule. add: x <- x + f(norm(input)). two_hop: only the next sub-layer's input becomes
+    x + f(norm(input)); the residual stream x stays unchanged (Rodimus+ eq. 13)."""
 
     @property
     def widest_window(self) -> int | None:
-        """Tokens that a token sees at most, itself included; None where it may see all of its document."""
+        """The most tokens that a token attends to, itself included; None where that is its whole document."""
         return None
 
     @property
     def norms_input(self) -> bool:
-        """Whether the mixer applies `norm` itself, in one pass with what it does next: its block then does not."""
+        """True where the mixer applies `norm` itself, fused with its next operation, so that its block does not."""
         return False
 
     def build(self, scope: BuildContext) -> Mixer:
@@ -196,7 +197,7 @@ class MixerConfig(Config):
         raise NotImplementedError
 
     def shrink_for_verify(self, *, hidden_size: int, num_heads: int) -> Self:
-        """The same mixer at a size that answers in seconds, for `megalin verify`: many chunks, uneven widths."""
+        """The same mixer at a size that runs in seconds, for `megalin verify`: many chunks, uneven widths."""
         return self
 
     def shared_module(self, scope: BuildContext) -> nn.Module | None:
@@ -204,18 +205,18 @@ class MixerConfig(Config):
         return None
 
     def input_layer(self, scope: BuildContext) -> Mixer | None:
-        """A mixer that the model applies once to its embedded tokens, in place of them (no norm, no residual)."""
+        """A mixer that replaces the model's embedded tokens by its output, once (no norm, no residual)."""
         return None
 
 
 def mixer_types() -> list[str]:
-    """The names of the mixers that megalin has."""
+    """Names of the mixers in megalin."""
     path = [f"{folder}/mixers" for folder in layers.__path__]
     return sorted(module.name for module in pkgutil.iter_modules(path) if module.name != "base")
 
 
 def _resolve(values: Any) -> Any:
-    """A table with a `type` -> an instance of that mixer's config class; an instance is passed on."""
+    """A table with a `type` -> an instance of that mixer's config class; an instance is returned unchanged."""
     if not isinstance(values, Mapping):
         return values
     name = values.get("type")

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megalin.layers.linear_attention import LinearAttentionConfig, LowRankGatedAttention
-from megalin.layers.mixers.base import BuildContext, FullPrecision, Mixer, MixerOutput, SequenceContext, State
+from megalin.layers.mixers.base import BuildContext, FullPrecision, Mixer, MixerContext, MixerOutput, State
 from megalin.layers.positions import LRPEKind
 from megalin.ops.scans.states import tpe_state
 from megalin.ops.scans.tpe import TPEOutput, tpe, tpe_flops, tpe_step
@@ -17,7 +17,7 @@ from megalin.parallel.initialisation import Initializer, constant
 from megalin.parallel.tensor_parallel import TensorParallel, local
 
 LARGEST_LOGIT = 4.0
-"""TPE's decays start evenly spaced in logits from -4 to 4: lambda from 0.018 to 0.982, memories of 1 to 55 tokens."""
+"""TPE's initial decays are evenly spaced in logits from -4 to 4: lambda 0.018 to 0.982, memories of 1 to 55 tokens."""
 
 
 class CosFormer2(LowRankGatedAttention):
@@ -31,7 +31,7 @@ class CosFormer2(LowRankGatedAttention):
 
 
 class TPEParameters(FullPrecision):
-    """B [D, E], channels split over the axis, and the logits of lambda [E], which all channels share."""
+    """B [D, E], channels sharded over the axis, and the logits of lambda [E], shared by all channels."""
 
     def __init__(self, hidden_size: int, num_decays: int, *, tp: TensorParallel) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class TPEParameters(FullPrecision):
         self.decay_logit = tp.parameter(num_decays, shard_dim=None)
 
     def init_weights(self, initializer: Initializer) -> None:
-        """B sums to one over the decays of each channel; the decays spread over all time scales (LARGEST_LOGIT)."""
+        """B sums to one over the decays of each channel; the decays cover all time scales (LARGEST_LOGIT)."""
         num_decays = self.decay_logit.numel()
         initializer(self.coefficients, "coefficients", constant(1.0 / num_decays))
         initializer(
@@ -54,7 +54,7 @@ class TPEParameters(FullPrecision):
 class TPE(Mixer):
     """y_t = sum over s <= t of x_s sum_k B_k lambda_k^(t - s) in each channel; log lambda = logsigmoid(logit).
 
-    The number of decays is the width of a head. Channels are split over the axis.
+    There are as many decays as channels in a head. Channels are sharded over the axis.
     """
 
     def __init__(self, config: CosFormer2Config, scope: BuildContext) -> None:
@@ -64,7 +64,7 @@ class TPE(Mixer):
         self.local_width = scope.tp.divide(self.width, "model.hidden_size")
         self.full_precision = TPEParameters(self.width, self.num_decays, tp=scope.tp)
 
-    def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
+    def forward(self, x: Tensor, context: MixerContext, state: State | None) -> MixerOutput:
         mine, coefficients, log_decay = self._local(x, context)
         memory = state[0] if state else self._entering(mine, coefficients, log_decay, context)
         result = tpe(
@@ -72,33 +72,33 @@ class TPE(Mixer):
             coefficients,
             log_decay,
             state=memory,
-            document_ids=context.document_ids,
+            document_ids=context.documents.ids,
             chunk_size=self.chunk_size,
         )
         return self._whole(result, keep_state=state is not None)
 
-    def step(self, x: Tensor, context: SequenceContext, state: State) -> MixerOutput:
+    def step(self, x: Tensor, context: MixerContext, state: State) -> MixerOutput:
         mine, coefficients, log_decay = self._local(x, context)
         output, memory = tpe_step(mine[:, 0], coefficients, log_decay, state[0])
         return self._whole(TPEOutput(output[:, None], memory), keep_state=True)
 
-    def _local(self, x: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor, Tensor]:
+    def _local(self, x: Tensor, context: MixerContext) -> tuple[Tensor, Tensor, Tensor]:
         """This rank's channels [B, T, D/tp], their B [D/tp, E], and log lambda [E]."""
         coefficients, logit = context.full_precision
         # Every rank uses all decays, on its own channels only.
         log_decay = functional.logsigmoid(self.tp.all_reduce_gradient(logit))
         return self.tp.local_slice(self.tp.enter(x), dim=-1), coefficients, log_decay
 
-    def _entering(self, x: Tensor, coefficients: Tensor, log_decay: Tensor, context: SequenceContext) -> Tensor | None:
-        """The state [B, D/tp, E] after the tokens of the ranks before; None where this rank has them all."""
-        if context.borders is None:
+    def _entering(self, x: Tensor, coefficients: Tensor, log_decay: Tensor, context: MixerContext) -> Tensor | None:
+        """The state [B, D/tp, E] after the previous ranks' tokens; None where this rank has the full sequence."""
+        if context.documents.shard is None:
             return None
-        added = tpe_state(x, coefficients, log_decay, document_ids=context.document_ids)
+        added = tpe_state(x, coefficients, log_decay, document_ids=context.documents.ids)
         total = x.shape[1] * log_decay[None]  # [1, E], of one head whose keys are the decays
-        return self.cp.fold(added.mT[:, None], total, context.borders)[:, 0].mT
+        return self.cp.fold(added.mT[:, None], total, context.documents.shard)[:, 0].mT
 
     def _whole(self, result: TPEOutput, *, keep_state: bool) -> MixerOutput:
-        """All channels, in the layout of the residual stream: the ranks' parts are summed beside zeros."""
+        """All channels, in the layout of the residual stream: each rank pads its own with zeros, and `leave` sums."""
         before = self.tp.axis.rank * self.local_width
         y = functional.pad(result.output, (before, self.width - before - self.local_width))
         return MixerOutput(self.tp.leave(y), (result.state,) if keep_state else ())
@@ -111,8 +111,8 @@ class TPE(Mixer):
 
 
 class CosFormer2Config(LinearAttentionConfig):
-    """cosFormer2's token mixer. The model's embedded tokens pass through TPE, whose decays are as many as a head is
-    wide and whose chunks are those of the first such sub-layer."""
+    """cosFormer2's token mixer. The model's embedded tokens pass through TPE, which has as many decays as a head has
+    channels and the chunk size of the first such sub-layer."""
 
     type: Literal["cosformer2"] = "cosformer2"
     """This mixer."""

@@ -1,4 +1,4 @@
-"""DANet's block body: attention without softmax, values, keys or an output matrix, and the network after it."""
+"""DANet's block body: attention without softmax, key, value or output matrices, and the FFN after it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megalin.layers.mixers.base import (
     BuildContext,
     Mixer,
     MixerConfig,
+    MixerContext,
     MixerOutput,
-    SequenceContext,
     State,
-    renew_derived,
+    update_derived_buffers,
 )
 from megalin.layers.norms import NormKind
 from megalin.ops.attention.dense import (
@@ -34,23 +34,24 @@ from megalin.ops.norms.max_norm import encoded_max_norm, max_norm
 from megalin.ops.positions.encodings import cosine_relpe, document_spans, num_tokens_in_documents
 from megalin.parallel.initialisation import Initializer
 from megalin.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megalin.parallel.sequence_documents import DocumentView, SequenceDocuments
 
 
 class DenseAttention(Mixer):
     """y = MaxNorm(r ReLU(Y W_up) W_down), head by head Y = Q X^T X with Q = X W_q, over all tokens of a document.
 
-    X is the normed input, times N^(-1/3) for the N tokens of the document that are no padding, times Cosine RelPE;
-    padding is zero in X and stays zero. Local kinds see a window of the document only, whose length takes the place
-    of N: windows of `local` start with the document, those of `shifted_local` half a window before it. Places count
-    from 0 in each document, and in each window with `local_relpe`; context.positions is not read. A maxnorm of the
-    input is one pass with the two factors, and taken here; another norm is the block's.
+    X is the normed input, times N^(-1/3) for a document of N tokens without padding, times Cosine RelPE; X is zero at
+    padding. Local kinds attend to a window of the document, and N is the window's length: windows of `local` start
+    with the document, those of `shifted_local` half a window before it. Positions count from 0 in each document, and
+    in each window with `local_relpe`; context.positions is not read. A maxnorm of the input is fused with the two
+    factors and applied here; the block applies any other norm.
 
-    r = r_up r_down, r = min(1, w0 / max |W|) with w0 = (2 d_ff)^(-1/2), is renewed after each step and constant in
-    the backward. One number for both matrices: ReLU lets a positive factor through.
+    r = r_up r_down, r = min(1, w0 / max |W|) with w0 = (2 d_ff)^(-1/2), is updated after each step and constant in
+    the backward. One factor serves both matrices, because ReLU commutes with a positive factor.
 
-    Tensor parallelism: heads are split and Y is gathered; with one head, the sum over the head's width is, and Y is
-    reduced. Context parallelism: X^T X is summed over the ranks, that of a document or window that crosses a border
-    over those that hold a part of it. Source: DenseAttention (DANet) section 3 and appendix G, released code.
+    Tensor parallelism: heads are sharded and Y is all-gathered; a single head is sharded along its width and Y is
+    all-reduced. Context parallelism: X^T X is summed over the ranks; for a document or window that crosses shards,
+    over the ranks that hold some of it. Source: DenseAttention (DANet) section 3 and appendix G, released code.
     """
 
     ratio: Tensor | None
@@ -76,8 +77,11 @@ class DenseAttention(Mixer):
         self.register_buffer("ratio", ratio, persistent=False)
 
     def init_weights(self, initializer: Initializer) -> None:
-        """The ratio of the weights that were just drawn."""
-        renew_derived([self])
+        """Computes `ratio` from the initial weights."""
+        update_derived_buffers([self])
+
+    def document_view(self, documents: SequenceDocuments) -> DocumentView:
+        return DocumentView(documents.ids, documents.valid, full_sequence=documents.full_sequence)
 
     def norm_tracked_weights(self) -> list[nn.Parameter]:
         return [] if self.ratio is None else [self.up.weight, self.down.weight]
@@ -86,7 +90,7 @@ class DenseAttention(Mixer):
         if self.ratio is not None:
             self.ratio.copy_((self.bound / largest).clamp(max=1.0).prod())
 
-    def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
+    def forward(self, x: Tensor, context: MixerContext, state: State | None) -> MixerOutput:
         if state is not None:
             self._refuse_state()
         x = self._scaled(self.tp.enter(x), context)  # [B, T, H, D/H]
@@ -94,68 +98,68 @@ class DenseAttention(Mixer):
         z = self.down(functional.relu(hidden))
         return MixerOutput(max_norm(z, eps=self.config.norm_eps, scale=self.ratio), ())
 
-    def step(self, x: Tensor, context: SequenceContext, state: State) -> MixerOutput:
+    def step(self, x: Tensor, context: MixerContext, state: State) -> MixerOutput:
         self._refuse_state()
 
     def _refuse_state(self) -> NoReturn:
         raise ConfigError(
-            f"{self.path}: dense_attention sees the tokens after each as well, so there is no state from which to "
-            "continue a sequence; give it whole sequences, and generate with a decoder"
+            f"{self.path}: dense_attention attends to later tokens too, so no state can continue a "
+            "sequence; give it full sequences, and generate with a decoder"
         )
 
-    def _scaled(self, x: Tensor, context: SequenceContext) -> Tensor:
+    def _scaled(self, x: Tensor, context: MixerContext) -> Tensor:
         """[B, T, D] -> X [B, T, H, D/H], zero at padding."""
-        config, documents = self.config, context.whole_row().document_ids
-        places, num_places = self.cp.positions(x), x.shape[1] * self.cp.size
+        config, documents = self.config, context.documents.full_sequence.document_ids
+        positions, num_positions = self.cp.positions(x), x.shape[1] * self.cp.size
         if documents is not None:
-            places = places - self.cp.shard(document_spans(documents).first)
+            positions = positions - self.cp.shard(document_spans(documents).first)
         if config.window is not None and config.local_relpe:
-            places, num_places = (places + config.offset) % config.window, config.window
-        factor = self._num_seen(x, context).to(compute_dtype(x)) ** (-1.0 / 3.0)  # [1 or B, 1 or T]
-        if context.valid is not None:
-            factor = factor * context.valid
+            positions, num_positions = (positions + config.offset) % config.window, config.window
+        factor = self._num_visible(x, context).to(compute_dtype(x)) ** (-1.0 / 3.0)  # [1 or B, 1 or T]
+        if context.documents.valid is not None:
+            factor = factor * context.documents.valid
         if config.norms_input:
             x = encoded_max_norm(
-                x, factor, places, num_places=num_places, num_heads=config.num_heads, eps=config.norm_eps
+                x, factor, positions, num_positions=num_positions, num_heads=config.num_heads, eps=config.norm_eps
             )
             return x.unflatten(-1, (config.num_heads, self.head_dim))
         heads = (x.to(factor.dtype) * factor[..., None]).unflatten(-1, (config.num_heads, self.head_dim))
-        return cosine_relpe(heads, places).to(x.dtype)
+        return cosine_relpe(heads, positions).to(x.dtype)
 
-    def _num_seen(self, x: Tensor, context: SequenceContext) -> Tensor:
+    def _num_visible(self, x: Tensor, context: MixerContext) -> Tensor:
         """N of each token, at least 1: the window, or its document's tokens without padding; [1 or B, 1 or T]."""
         if self.config.window is not None:
             return torch.full((1, 1), self.config.window, device=x.device)
-        row = context.whole_row()
-        if row.document_ids is not None:
-            return self.cp.shard(num_tokens_in_documents(row.document_ids, row.valid)).clamp(min=1)
-        if row.valid is not None:
-            return row.valid.sum(1, keepdim=True).clamp(min=1)
+        sequence = context.documents.full_sequence
+        if sequence.document_ids is not None:
+            return self.cp.shard(num_tokens_in_documents(sequence.document_ids, sequence.valid)).clamp(min=1)
+        if sequence.valid is not None:
+            return sequence.valid.sum(1, keepdim=True).clamp(min=1)
         return torch.full((1, 1), x.shape[1] * self.cp.size, device=x.device)
 
-    def _attention(self, x: Tensor, context: SequenceContext) -> Tensor:
+    def _attention(self, x: Tensor, context: MixerContext) -> Tensor:
         """X [B, T, H, D/H] -> Y [B, T, D], on every rank of tp."""
-        whole = x.flatten(2)
-        (q,) = self.query(whole)
-        own = self.tp.local_slice(whole, dim=-1)  # [B, T, D/tp]
+        full = x.flatten(2)
+        (q,) = self.query(full)
+        own = self.tp.local_slice(full, dim=-1)  # [B, T, D/tp]
         if self.config.num_heads == 1:
-            # The split width is summed over, in keys and queries; values are whole.
+            # Queries and keys are sharded along the width that is summed over; values are full.
             q, k, v = q[..., None, :], own[..., None, :], x
         else:
             q, k = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, own))
             v = k
-        y = self._seen(q, k, v, context).flatten(2)
+        y = self._attend(q, k, v, context).flatten(2)
         return self.tp.all_reduce_both(y) if self.config.num_heads == 1 else self.tp.all_gather_last_dim(y)
 
-    def _seen(self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
-        """y_t = sum over the tokens s that t sees of (q_t . k_s) v_s, [B, T/cp, H, V]."""
-        window, offset, documents = self.config.window, self.config.offset, context.document_ids
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: MixerContext) -> Tensor:
+        """y_t = sum over the tokens s visible to t of (q_t . k_s) v_s, [B, T/cp, H, V]."""
+        window, offset, documents = self.config.window, self.config.offset, context.documents.ids
         if self.cp.size == 1:
             if window is None:
                 return dense_attention(q, k, v, document_ids=documents)
             return local_dense_attention(q, k, v, window=window, offset=offset, document_ids=documents)
         if window is None and documents is None:
-            return read_memory(q, self.cp.total(dense_memory(k, v))).to(v.dtype)
+            return read_memory(q, self.cp.all_reduce_both(dense_memory(k, v))).to(v.dtype)
         runs = self._runs(q, context)
         own = self.cp.shard(runs)
         if window is None or documents is not None:
@@ -164,17 +168,17 @@ class DenseAttention(Mixer):
             before = self.cp.tokens_before(q)
             y = local_dense_attention(q, k, v, window=window, offset=(before + offset) % window)
             if offset == 0 and q.shape[1] % window == 0:
-                return y  # no window crosses a border
+                return y  # no window crosses shards
         first, last = own == own[:, :1], own == own[:, -1:]
         memories = dense_memory(k, v, kept=first), dense_memory(k, v, kept=last)
-        around = self.cp.around(*memories, self.cp.borders_of(runs))
+        around = self.cp.neighbouring_run_sums(*memories, self.cp.shard_documents_of(runs))
         for memory, readers in zip(around, (first, last), strict=True):
             y = y.to(memory.dtype) + read_memory(q, memory).where(readers[..., None, None], 0.0)
         return y.to(v.dtype)
 
-    def _runs(self, q: Tensor, context: SequenceContext) -> Tensor:
-        """Ids of the tokens that see each other, a window's or a document's, of whole rows: [1 or B, T]."""
-        documents = context.whole_row().document_ids
+    def _runs(self, q: Tensor, context: MixerContext) -> Tensor:
+        """Ids of the windows or documents within which tokens attend to each other, of full sequences: [1 or B, T]."""
+        documents = context.documents.full_sequence.document_ids
         if self.config.window is None:
             assert documents is not None
             return documents
@@ -182,17 +186,16 @@ class DenseAttention(Mixer):
         return window_ids(index, window=self.config.window, offset=self.config.offset, document_ids=documents)
 
     def flops(self, length: int) -> int:
-        seen = length if self.config.window is None else self.config.window
-        attention = dense_attention_flops(seen, num_heads=self.config.num_heads, head_dim=self.head_dim)
+        visible = length if self.config.window is None else self.config.window
+        attention = dense_attention_flops(visible, num_heads=self.config.num_heads, head_dim=self.head_dim)
         return self.query.flops() + attention + self.up.flops() + self.down.flops()
 
 
 class DenseAttentionConfig(MixerConfig):
-    """DANet's block body, attention and network in one: there is no residual connection between them."""
+    """DANet's block body: attention and FFN in one, without a residual connection between them."""
 
     causal: ClassVar[bool] = False
-    splits_sequence: ClassVar[bool] = True
-    reads_row: ClassVar[bool] = True
+    supports_context_parallel: ClassVar[bool] = True
     type: Literal["dense_attention"] = "dense_attention"
     """This mixer."""
     norm: NormKind = "maxnorm"
@@ -200,25 +203,25 @@ class DenseAttentionConfig(MixerConfig):
     norm_eps: float = pydantic.Field(default=1e-3, gt=0)
     """Added to the magnitude by which the norms before and after the block divide."""
     num_heads: int = pydantic.Field(gt=0)
-    """Heads; must divide the hidden size. Several must be divided by parallel.tp; one is split along its width."""
+    """Heads; must divide the hidden size. parallel.tp must divide them; a single head is sharded along its width."""
     ffn_ratio: int = pydantic.Field(default=4, gt=0)
-    """Inner width of the network, in hidden sizes."""
+    """Inner width of the FFN, in hidden sizes."""
     kind: Literal["global", "local", "shifted_local"] = "global"
-    """Which tokens of its document a token sees: all; those of its window; the same with windows shifted by half of
-    one, so that the first holds half a window."""
+    """Tokens of its document that a token attends to. global: all. local: those of its window. shifted_local: those of
+    its window, with windows shifted by half of one, so that the first has half a window."""
     window: int | None = pydantic.Field(default=None, gt=0)
-    """Tokens of a window, of local kinds only; even for shifted_local."""
+    """Tokens of a window, for local kinds only; even for shifted_local."""
     local_relpe: bool = True
-    """Whether Cosine RelPE counts positions from the start of each window of local kinds, else of the document."""
+    """True: for local kinds, Cosine RelPE counts positions from the start of each window; False: of the document."""
     scale_ffn_weights: bool = True
-    """Whether the network's matrices are scaled down to a largest magnitude of (2 ffn_ratio hidden_size)^(-1/2) where
-    they exceed it."""
+    """True: the FFN's matrices are scaled down to a largest magnitude of (2 ffn_ratio hidden_size)^(-1/2) where they
+    exceed it."""
 
     @pydantic.model_validator(mode="after")
     def _window_fits_the_kind(self) -> Self:
         if self.kind == "global" and self.window is not None:
             raise ValueError(
-                f'window = {self.window} has no meaning with kind = "global", which sees the whole document; '
+                f'window = {self.window} has no meaning with kind = "global", which attends to the whole document; '
                 'leave it out, or use kind = "local"'
             )
         if self.kind != "global" and self.window is None:
@@ -235,7 +238,7 @@ class DenseAttentionConfig(MixerConfig):
 
     @property
     def offset(self) -> int:
-        """Tokens by which the first window starts before the document."""
+        """Tokens between the start of the first window and that of the document."""
         return self.window // 2 if self.kind == "shifted_local" and self.window is not None else 0
 
     @property

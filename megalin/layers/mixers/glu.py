@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, Self
 import pydantic
 from torch import Tensor
 
-from megalin.layers.mixers.base import BuildContext, Mixer, MixerConfig, MixerOutput, SequenceContext, State
+from megalin.layers.mixers.base import BuildContext, Mixer, MixerConfig, MixerContext, MixerOutput, State
 from megalin.ops.gates.gated_product import Activation, gated_product
 from megalin.parallel.linear import ColumnParallelLinear, RowParallelLinear
 
@@ -24,11 +24,11 @@ class GLU(Mixer):
         self.up = ColumnParallelLinear(scope.hidden_size, size, parts=2, bias=bias, tp=tp, std=std, name=name)
         self.down = RowParallelLinear(size, scope.hidden_size, bias=bias, tp=tp, std=scope.output_std, name=name)
 
-    def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
+    def forward(self, x: Tensor, context: MixerContext, state: State | None) -> MixerOutput:
         product = gated_product(self.up(x, gather_input=True, split_parts=False), activation=self.activation)
         return MixerOutput(self.down(product), ())
 
-    def step(self, x: Tensor, context: SequenceContext, state: State) -> MixerOutput:
+    def step(self, x: Tensor, context: MixerContext, state: State) -> MixerOutput:
         return self(x, context, state)
 
     def flops(self, length: int) -> int:
@@ -38,7 +38,7 @@ class GLU(Mixer):
 class GLUConfig(MixerConfig):
     """The gated channel mixer."""
 
-    splits_sequence: ClassVar[bool] = True
+    supports_context_parallel: ClassVar[bool] = True
     type: Literal["glu"] = "glu"
     """This mixer."""
     intermediate_size: int = pydantic.Field(gt=0)

@@ -1,4 +1,4 @@
-"""HGRN2's token mixer: a recurrence whose forget gate is also its key, with lower bounds shared by all layers."""
+"""HGRN2's token mixer: gated linear attention whose key is one minus the forget gate, with lower bounds by layer."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from megalin.layers.mixers.base import (
     FullPrecision,
     Mixer,
     MixerConfig,
+    MixerContext,
     MixerOutput,
     SequenceContext,
     State,
@@ -30,7 +31,7 @@ TYPE: Literal["hgrn2"] = "hgrn2"
 
 
 class Gamma(FullPrecision):
-    """Gamma [L, D], one row a block, columns split over the axis."""
+    """Gamma [L, D], one row a block, columns sharded over the axis."""
 
     def __init__(self, num_layers: int, hidden_size: int, tp: TensorParallel) -> None:
         super().__init__()
@@ -60,8 +61,8 @@ class LowerBounds(nn.Module):
 class HGRN2(Mixer):
     """y = norm(scan(q, 1 - f, v; log f)) W_o with q = silu(x W_q), v = x W_v, f = beta + (1 - beta) sigmoid(x W_f).
 
-    Other activations of q and v, and a bias at each W, where the config says so. The scan is the vector-decay
-    recurrence with K = V = D / H. 1 - f and log f are evaluated in fp32 (ops/gates/forget_gates.py).
+    The config chooses other activations of q and v and biases. The scan is the vector-decay recurrence with
+    K = V = D / H. 1 - f and log f are evaluated in fp32 (ops/gates/forget_gates.py).
 
     Source: HGRN2 section 3, with the first bound subtracted.
     """
@@ -91,11 +92,11 @@ class HGRN2(Mixer):
             norm=config.output_norm,
         )
 
-    def build_mixer_context(self, context: SequenceContext) -> SequenceContext:
-        # Outside the block: inside, the row's number would make every layer another graph.
-        return context._replace(full_precision=(context.shared[TYPE][self.scope.layer],))
+    def full_precision_tensors(self, context: SequenceContext) -> tuple[Tensor, ...]:
+        # Inside the block, the layer's number would compile a graph for each layer.
+        return (context.shared[TYPE][self.scope.layer],)
 
-    def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
+    def forward(self, x: Tensor, context: MixerContext, state: State | None) -> MixerOutput:
         q, k, v, log_decay = self._heads(x, context)
         scan = vector_decay_scan(
             q,
@@ -104,18 +105,18 @@ class HGRN2(Mixer):
             log_decay,
             scale=self.scale,
             initial_state=state[0] if state else None,
-            shard=self.cp.sequence_shard(context.borders),
-            document_ids=context.document_ids,
+            shard=self.cp.sequence_shard(context.documents.shard),
+            document_ids=context.documents.ids,
             chunk_size=self.config.chunk_size,
         )
         return MixerOutput(self.out(scan.output.flatten(2)), () if state is None else (scan.state,))
 
-    def step(self, x: Tensor, context: SequenceContext, state: State) -> MixerOutput:
+    def step(self, x: Tensor, context: MixerContext, state: State) -> MixerOutput:
         q, k, v, log_decay = (tensor[:, 0] for tensor in self._heads(x, context))
         scan = vector_decay_step(q, k, v, log_decay, state[0], scale=self.scale)
         return MixerOutput(self.out(scan.output.flatten(1)[:, None]), (scan.state,))
 
-    def _heads(self, x: Tensor, context: SequenceContext) -> tuple[Tensor, ...]:
+    def _heads(self, x: Tensor, context: MixerContext) -> tuple[Tensor, ...]:
         """q, k, v, log f, each [B, T, H/tp, K]; k in the dtype of x, log f in at least fp32."""
         q, logit, v = self.qfv(x, gather_input=True)  # [B, T, D/tp]
         (beta,) = context.full_precision  # [D/tp]
@@ -141,7 +142,7 @@ class HGRN2(Mixer):
 class HGRN2Config(MixerConfig):
     """HGRN2's token mixer."""
 
-    splits_sequence: ClassVar[bool] = True
+    supports_context_parallel: ClassVar[bool] = True
     type: Literal["hgrn2"] = TYPE
     """This mixer."""
     num_heads: int = pydantic.Field(gt=0)
@@ -151,14 +152,14 @@ class HGRN2Config(MixerConfig):
     value_activation: Literal["none", "silu"] = "none"
     """Applied to the value, the paper's input. silu: the WikiText-103 model."""
     bias: bool = False
-    """Whether the four maps have biases."""
+    """True: the four projections have biases."""
     output_norm: HeadNormKind = "srmsnorm"
     """Norm of all heads' outputs together."""
     output_norm_eps: float | None = pydantic.Field(default=None, gt=0)
     """Added to the mean square or the variance inside the root of that norm; left out: norm_eps."""
     scan_scale: Literal["one", "inverse_sqrt"] = "one"
-    """Factor on the scan's output. one: 1. inverse_sqrt: head width^(-1/2), as flash-linear-attention's checkpoints
-    have it; the norm behind it makes the choice one of eps alone."""
+    """Factor on the scan's output. one: 1. inverse_sqrt: head width^(-1/2), as in flash-linear-attention's
+    checkpoints. The norm after it cancels the factor but for eps."""
     chunk_size: int = pydantic.Field(default=64, gt=0)
     """Tokens a chunk of the scan; the result does not depend on it."""
 

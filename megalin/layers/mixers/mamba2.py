@@ -17,8 +17,8 @@ from megalin.layers.mixers.base import (
     FullPrecision,
     Mixer,
     MixerConfig,
+    MixerContext,
     MixerOutput,
-    SequenceContext,
     State,
 )
 from megalin.layers.norms import NormKind
@@ -68,13 +68,13 @@ class _ScanInputs(NamedTuple):
 
 
 class Mamba2(Mixer):
-    """y = RMSNorm((o + D x) silu(z)) W_out of width m = 2 D, with no channel mixer beside it.
+    """y = RMSNorm((o + D x) silu(z)) W_out of width m = 2 D; a block needs no channel mixer.
 
         [z | x] = X W_zx,  [B | C] = X W_bc,  x, B, C <- silu(conv(x, B, C)),  dt = softplus(X W_dt + b)
         o = scan(C, B, dt x; -exp(A_log) dt), heads of P values with K = N, all reading the same B and C
 
-    Tensor parallel over heads. B and C are computed on every rank; what makes them meets only the gradient that flows
-    through this rank's heads, a partial sum.
+    Tensor parallel over heads. Every rank computes B and C; their weights' gradients flow through this rank's heads
+    alone, so they are partial sums.
 
     Source: Mamba-2 section 7, one group.
     """
@@ -106,12 +106,12 @@ class Mamba2(Mixer):
         )
 
     def init_weights(self, initializer: Initializer) -> None:
-        """Draws B's and C's map from N(0, std^2), and the convolutions evenly within 1 / sqrt(taps), as torch does."""
+        """Draws the matrix of B and C from N(0, std^2), convolutions uniformly within 1 / sqrt(taps), as torch does."""
         initializer(self.bc, "bc", normal(self.std))
         for name in ("conv_weight", "conv_bias", "bc_conv_weight", "bc_conv_bias"):
             initializer(getattr(self, name), name, uniform(1.0 / math.sqrt(self.config.conv_width)))
 
-    def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
+    def forward(self, x: Tensor, context: MixerContext, state: State | None) -> MixerOutput:
         inputs = self._scan_inputs(x, context, state)
         k, v, log_decay = inputs.k, inputs.v, inputs.log_decay
         scan = scalar_decay_scan(
@@ -120,27 +120,27 @@ class Mamba2(Mixer):
             v,
             log_decay,
             initial_state=state[2] if state else None,
-            shard=self.cp.sequence_shard(context.borders),
-            document_ids=context.document_ids,
+            shard=self.cp.sequence_shard(context.documents.shard),
+            document_ids=context.documents.ids,
             chunk_size=self.config.chunk_size,
         )
         y = self._output(scan.output, inputs, context)
         return MixerOutput(y, () if state is None else (*inputs.conv_states, scan.state))
 
-    def step(self, x: Tensor, context: SequenceContext, state: State) -> MixerOutput:
+    def step(self, x: Tensor, context: MixerContext, state: State) -> MixerOutput:
         inputs = self._scan_inputs(x, context, state)
         q, k, v, log_decay = (y[:, 0] for y in (inputs.q, inputs.k, inputs.v, inputs.log_decay))
         scan = scalar_decay_step(q, k, v, log_decay, state[2])
         return MixerOutput(self._output(scan.output[:, None], inputs, context), (*inputs.conv_states, scan.state))
 
-    def _scan_inputs(self, x: Tensor, context: SequenceContext, state: State | None) -> _ScanInputs:
-        stream = self.tp.enter(x)
-        gate, x = self.zx(stream)  # [B, T, M/tp]
-        (step,) = self.time_step(stream)  # [B, T, H/tp]
+    def _scan_inputs(self, x: Tensor, context: MixerContext, state: State | None) -> _ScanInputs:
+        entered = self.tp.enter(x)
+        gate, x = self.zx(entered)  # [B, T, M/tp]
+        (step,) = self.time_step(entered)  # [B, T, H/tp]
         bc_weights = (self.tp.all_reduce_gradient(local(p)) for p in (self.bc, self.bc_conv_weight, self.bc_conv_bias))
         bc_map, bc_conv_weight, bc_conv_bias = bc_weights
-        bc = functional.linear(stream, bc_map)  # [B, T, 2 N]
-        documents, states = context.document_ids, state[:2] if state else self._entering_inputs(x, bc, context)
+        bc = functional.linear(entered, bc_map)  # [B, T, 2 N]
+        documents, states = context.documents.ids, state[:2] if state else self._entering_inputs(x, bc, context)
         conv = short_conv(x, local(self.conv_weight), local(self.conv_bias), state=states[0], document_ids=documents)
         bc_conv = short_conv(bc, bc_conv_weight, bc_conv_bias, state=states[1], document_ids=documents)
         k, q = bc_conv.output[..., None, :].chunk(2, dim=-1)  # [B, T, 1, N]
@@ -150,16 +150,16 @@ class Mamba2(Mixer):
         v, log_decay = scaled_heads(heads, step), -torch.exp(a_log) * step
         return _ScanInputs(q, k, v, log_decay, heads, gate, (conv.state, bc_conv.state))
 
-    def _entering_inputs(self, x: Tensor, bc: Tensor, context: SequenceContext) -> tuple[Tensor | None, ...]:
-        """What both convolutions saw of the ranks before, in one exchange."""
-        if context.borders is None:
+    def _entering_inputs(self, x: Tensor, bc: Tensor, context: MixerContext) -> tuple[Tensor | None, ...]:
+        """The halo of both convolutions, in one collective."""
+        if context.documents.shard is None:
             return None, None
         before = entering_inputs(torch.cat([x, bc], dim=-1), context, self.cp, taps=self.config.conv_width)
         assert before is not None
         return before.split([x.shape[-1], bc.shape[-1]], dim=-1)
 
-    def _output(self, scanned: Tensor, inputs: _ScanInputs, context: SequenceContext) -> Tensor:
-        """[B, T, H/tp, P] of the scan -> the residual stream."""
+    def _output(self, scanned: Tensor, inputs: _ScanInputs, context: MixerContext) -> Tensor:
+        """The scan's output [B, T, H/tp, P] -> y in the layout of the residual stream."""
         feed_through = context.full_precision[2].repeat_interleave(self.config.head_dim)  # [M/tp]
         return self.out.forward_with_skip(scanned.flatten(2), inputs.x.flatten(2), feed_through, inputs.gate)
 
@@ -184,19 +184,19 @@ class Mamba2(Mixer):
 class Mamba2Config(MixerConfig):
     """Mamba-2's token mixer, of width twice the hidden size, with one group of B and C; a block needs no other."""
 
-    splits_sequence: ClassVar[bool] = True
+    supports_context_parallel: ClassVar[bool] = True
     type: Literal["mamba2"] = "mamba2"
     """This mixer."""
     norm: NormKind = "rmsnorm"
     """Norm of the sub-layer's input."""
     norm_eps: float = pydantic.Field(default=1e-5, gt=0)
-    """Added to the mean square inside the root, here and in the gated norm before the last map."""
+    """Added to the mean square inside the root, here and in the gated norm before the output projection."""
     head_dim: int = pydantic.Field(default=64, gt=0)
     """P, values a head; divides twice the hidden size into heads that parallel.tp divides."""
     state_size: int = pydantic.Field(default=128, gt=0)
     """N, keys a head: the width of B and of C."""
     conv_width: int = pydantic.Field(default=4, ge=2)
-    """Tokens that the short convolution sees, the current one included."""
+    """Taps of the short convolution, the current token included."""
     chunk_size: int = pydantic.Field(default=64, gt=0)
     """Tokens a chunk of the scan; the result does not depend on it."""
 

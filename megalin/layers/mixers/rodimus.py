@@ -1,4 +1,4 @@
-"""Rodimus' token mixer: one wide head whose decay and input are selected by gates that all ranks share."""
+"""Rodimus' token mixer: one wide head with data-dependent tempered selection of decay and input."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from megalin.layers.mixers.base import (
     FullPrecision,
     Mixer,
     MixerConfig,
+    MixerContext,
     MixerOutput,
-    SequenceContext,
     State,
 )
 from megalin.layers.norms import NormKind
@@ -37,7 +37,7 @@ WIDTH_MULTIPLE = 8
 
 
 class GateVectors(FullPrecision):
-    """The bias [2 n] of the selection and temperature gates, replicated, and the feed-through D [m], split."""
+    """The bias [2 n] of the selection and temperature gates, replicated, and the feed-through D [m], sharded."""
 
     def __init__(self, state_size: int, inner: int, tp: TensorParallel) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def _gate_bias(full: Tensor, generator: torch.Generator) -> None:
 
 
 class _ScanInputs(NamedTuple):
-    """What the scan of this rank's value channels takes, and what joins its output."""
+    """Inputs of the scan of this rank's value channels, and of the output projection."""
 
     q: Tensor  # [B, T, 1, N]
     k: Tensor  # [B, T, 1, N]
@@ -74,15 +74,15 @@ class _ScanInputs(NamedTuple):
 
 
 class Rodimus(Mixer):
-    """y = RMSNorm((o + D x') silu(g)) W_out of width m = 2 D, with no channel mixer beside it.
+    """y = RMSNorm((o + D x') silu(g)) W_out of width m = 2 D; a block needs no channel mixer.
 
         [x | g] = X W_fc,  x' = conv(x),  [q | k] = x' W_qk,  [a | t] = x' W_gates + b
         log alpha, k^ = gates(a, t, k) (ops/gates/ddts_gates.py),  v^ = sigmoid(x W_1 W_2 + b_2) x
         o = scan(q, k^, v^; log alpha) / sqrt(n), one head with K = n and V = m
 
-    Tensor parallel over m, by any divisor. The 4 n numbers behind q, k, a, t and the l of x W_1 contract over m, so
-    each forward sums them in one small fp32 all-reduce; every rank then evaluates the gates, and the gradients of q,
-    k^, log alpha and x W_1 are summed once, before the backward of the gates.
+    Tensor parallel over m, by any divisor. The 4 n numbers of q, k, a, t and the l of x W_1 are sums over m, so each
+    forward adds them in one small fp32 all-reduce; every rank then evaluates the gates. Backward, the gradients of q,
+    k^, log alpha and x W_1 are all-reduced once, before the gates.
 
     Source: Rodimus section 3.
     """
@@ -114,7 +114,7 @@ class Rodimus(Mixer):
             initializer(parameter, name, uniform(GAIN * math.sqrt(6.0 / sum(parameter.shape))))
         initializer(self.input_gate_bias, "input_gate_bias", constant(0.0))
 
-    def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
+    def forward(self, x: Tensor, context: MixerContext, state: State | None) -> MixerOutput:
         inputs = self._scan_inputs(x, context, state[0] if state else None)
         k, v, log_decay = inputs.k, inputs.v, inputs.log_decay
         scan = vector_decay_scan(
@@ -124,26 +124,26 @@ class Rodimus(Mixer):
             log_decay,
             scale=self.config.scale,
             initial_state=state[1] if state else None,
-            shard=self.cp.sequence_shard(context.borders),
-            document_ids=context.document_ids,
+            shard=self.cp.sequence_shard(context.documents.shard),
+            document_ids=context.documents.ids,
             chunk_size=self.config.chunk_size,
         )
         y = self._output(scan.output, inputs, context)
         return MixerOutput(y, () if state is None else (inputs.conv_state, scan.state))
 
-    def step(self, x: Tensor, context: SequenceContext, state: State) -> MixerOutput:
+    def step(self, x: Tensor, context: MixerContext, state: State) -> MixerOutput:
         inputs = self._scan_inputs(x, context, state[0])
         q, k, v, log_decay = (y[:, 0] for y in (inputs.q, inputs.k, inputs.v, inputs.log_decay))
         scan = vector_decay_step(q, k, v, log_decay, state[1], scale=self.config.scale)
         return MixerOutput(self._output(scan.output[:, None], inputs, context), (inputs.conv_state, scan.state))
 
-    def _scan_inputs(self, x: Tensor, context: SequenceContext, conv_state: Tensor | None) -> _ScanInputs:
+    def _scan_inputs(self, x: Tensor, context: MixerContext, conv_state: Tensor | None) -> _ScanInputs:
         x, gate = self.fc(x, gather_input=True)  # [B, T, M/tp]
         if conv_state is None:
             conv_state = entering_inputs(x, context, self.cp, taps=self.config.conv_width)
-        conv = self.conv(x, state=conv_state, document_ids=context.document_ids)
+        conv = self.conv(x, state=conv_state, document_ids=context.documents.ids)
         q, k, log_decay, code = self._contracted(x, conv.output, context.full_precision[0])
-        # A pass over x where it is needed again costs less than keeping v.
+        # Recomputing v in the backward, one pass over x, costs less than keeping it.
         v = checkpoint(
             low_rank_gate,
             x,
@@ -157,9 +157,9 @@ class Rodimus(Mixer):
         return _ScanInputs(q, k, v, log_decay, conv.output, gate, conv.state)
 
     def _contracted(self, x: Tensor, x_conv: Tensor, gate_bias: Tensor) -> tuple[Tensor, ...]:
-        """q, k^, log alpha [B, T, N] and x W_1 [B, T, L], whole on every rank, in at least fp32."""
+        """q, k^, log alpha [B, T, N] and x W_1 [B, T, L], in full on every rank, in at least fp32."""
         n, wide = self.config.state_size, compute_dtype(x)
-        # One product: its gradient is written once, at the width of x'.
+        # One matmul: its gradient is written once, at the width of x'.
         four = functional.linear(x_conv, torch.cat([local(self.qk), local(self.gates)]))  # [B, T, 4 N]
         parts = [four, functional.linear(x, local(self.input_gate_down))]
         # In fp32, since exponentials follow.
@@ -172,7 +172,7 @@ class Rodimus(Mixer):
         q, k, log_decay, code = self.tp.all_reduce_gradient(shared).split([n, n, n, self.rank], dim=-1)
         return q, k, log_decay, code
 
-    def _output(self, scan: Tensor, inputs: _ScanInputs, context: SequenceContext) -> Tensor:
+    def _output(self, scan: Tensor, inputs: _ScanInputs, context: MixerContext) -> Tensor:
         """scan [B, T, 1, M/tp] -> y in the layout of the residual stream."""
         return self.out.forward_with_skip(scan.squeeze(2), inputs.x_conv, context.full_precision[1], inputs.gate)
 
@@ -195,7 +195,7 @@ class Rodimus(Mixer):
 class RodimusConfig(MixerConfig):
     """Rodimus' token mixer."""
 
-    splits_sequence: ClassVar[bool] = True
+    supports_context_parallel: ClassVar[bool] = True
     type: Literal["rodimus"] = "rodimus"
     """This mixer."""
     norm: NormKind = "rmsnorm"
@@ -203,17 +203,17 @@ class RodimusConfig(MixerConfig):
     norm_eps: float = pydantic.Field(default=1e-5, gt=0)
     """Added to the mean square inside the root, here and in the norm before the output projection."""
     state_size: int = pydantic.Field(default=64, gt=0)
-    """n, the key channels of the memory: it holds n x m numbers, m twice the hidden size rounded up to 8."""
+    """n, key channels of the state, which has n x m numbers; m is twice the hidden size, rounded up to 8."""
     input_gate_rank: int | None = pydantic.Field(default=None, gt=0)
     """Rank of the gate of the values; left out: the hidden size / 64, at least 16."""
     conv_width: int = pydantic.Field(default=4, ge=2)
-    """Tokens that the short convolution sees, the newest included."""
+    """Taps of the short convolution, the current token included."""
     chunk_size: int = pydantic.Field(default=64, gt=0)
     """Tokens a chunk of the scan; the result does not depend on it."""
 
     @property
     def scale(self) -> float:
-        """Factor on the scan's output, n^(-1/2): part of the model, since the feed-through joins before the norm."""
+        """Factor on the scan's output, n^(-1/2); the feed-through is added before the norm, which so keeps it."""
         return 1.0 / math.sqrt(self.state_size)
 
     def shrink_for_verify(self, *, hidden_size: int, num_heads: int) -> Self:

@@ -1,4 +1,4 @@
-"""Rodimus+'s attention: a sliding window, many queries and values, one shared key."""
+"""Rodimus+'s sliding-window attention with one key shared by all heads."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch.nn import functional
 
 from megalin.errors import ConfigError
 from megalin.layers.halo import entering_inputs
-from megalin.layers.mixers.base import BuildContext, Mixer, MixerConfig, MixerOutput, SequenceContext, State
+from megalin.layers.mixers.base import BuildContext, Mixer, MixerConfig, MixerContext, MixerOutput, State
 from megalin.layers.norms import NormKind
 from megalin.ops.attention.window import WindowCache, window_attention, window_attention_flops
-from megalin.ops.documents import WHOLE_ROWS, Documents
 from megalin.ops.positions.encodings import rope
 from megalin.parallel.initialisation import Initializer, normal
 from megalin.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megalin.parallel.sequence_documents import DocumentView, SequenceDocuments
 from megalin.parallel.tensor_parallel import local
 
 
 class SharedKeyAttention(Mixer):
     """y = softmax(RoPE(q_h) RoPE(k)^T / sqrt(K)) v_h W_o in a causal window, [q | v] = x W_qv, k = x W_k, no biases.
 
-    Heads are split over the axis; W_k is replicated and every rank computes the key. The state holds window - 1
+    Heads are sharded over the axis; W_k is replicated, and every rank computes the key. The state caches window - 1
     tokens, K + D numbers each.
 
     Source: Rodimus+ section 3.2.
@@ -49,35 +49,36 @@ class SharedKeyAttention(Mixer):
         """Draws the key's matrix from N(0, std^2)."""
         initializer(self.key, "key", normal(self.std))
 
-    def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
+    def forward(self, x: Tensor, context: MixerContext, state: State | None) -> MixerOutput:
         x = self.tp.enter(x)
         q, v = (y.unflatten(-1, (self.local_heads, self.head_dim)) for y in self.qv(x))  # [B, T, H/tp, K]
         k = functional.linear(x, self.tp.all_reduce_gradient(local(self.key)))[:, :, None]  # [B, T, 1, K]
         q, k = (rope(y, context.positions, base=self.config.rope_base) for y in (q, k))
         k = k.squeeze(2)
         cache = WindowCache(*state) if state else None
-        if context.borders is None:
-            documents = context.known_documents()
-        else:
-            k, v, documents = self._seen(k, v, context)
+        if context.documents.shard is not None:
+            k, v = self._visible_keys_and_values(k, v, context)
+        documents = context.documents.packed
         attention = window_attention(q, k, v, window=self.config.window, documents=documents, cache=cache)
         return MixerOutput(self.out(attention.output.flatten(2)), () if attention.cache is None else attention.cache)
 
-    def _seen(self, k: Tensor, v: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor, Documents]:
-        """Keys and values of the tokens that this rank's see, those of the ranks before in one exchange, and their
-        documents."""
+    def document_view(self, documents: SequenceDocuments) -> DocumentView:
+        return documents.local_view()._replace(packed=documents.in_window(self.config.window))
+
+    def _visible_keys_and_values(self, k: Tensor, v: Tensor, context: MixerContext) -> tuple[Tensor, Tensor]:
+        """Keys and values of the tokens visible to this rank's queries; one collective brings those of earlier
+        ranks."""
         window = self.config.window
-        documents = context.windows.get(window, WHOLE_ROWS)
         if window == 1:
-            return k, v, documents
+            return k, v
         tokens = torch.cat([k, v.flatten(2)], dim=-1)
         before = entering_inputs(tokens, context, self.cp, taps=window)
         assert before is not None
-        reach = self.cp.reach(tokens, window=window)
+        reach = self.cp.window_reach(tokens, window=window)
         keys, values = torch.cat([before[:, window - 1 - reach :], tokens], dim=1).tensor_split([self.head_dim], dim=-1)
-        return keys, values.unflatten(-1, v.shape[2:]), documents
+        return keys, values.unflatten(-1, v.shape[2:])
 
-    def step(self, x: Tensor, context: SequenceContext, state: State) -> MixerOutput:
+    def step(self, x: Tensor, context: MixerContext, state: State) -> MixerOutput:
         return self(x, context, state)
 
     def flops(self, length: int) -> int:
@@ -95,8 +96,8 @@ class SharedKeyAttention(Mixer):
 class SharedKeyAttentionConfig(MixerConfig):
     """Sliding-window attention with one shared key."""
 
-    splits_sequence: ClassVar[bool] = True
-    reads_documents: ClassVar[bool] = True
+    supports_context_parallel: ClassVar[bool] = True
+    host_reads_documents: ClassVar[bool] = True
     type: Literal["shared_key_attention"] = "shared_key_attention"
     """This mixer."""
     norm: NormKind = "rmsnorm"

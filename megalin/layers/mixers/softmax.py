@@ -10,29 +10,38 @@ import torch
 from torch import Tensor
 
 from megalin.errors import ConfigError
-from megalin.layers.mixers.base import BuildContext, Mixer, MixerConfig, MixerOutput, SequenceContext, State
+from megalin.layers.mixers.base import (
+    BuildContext,
+    Mixer,
+    MixerConfig,
+    MixerContext,
+    MixerOutput,
+    SequenceContext,
+    State,
+)
 from megalin.ops.attention.causal import AttentionBackend, causal_attention, check_backend
 from megalin.ops.attention.softmax import (
     softmax_attention,
     softmax_attention_flops,
-    visible_in_row,
+    visible_in_sequence,
     visible_tokens,
 )
+from megalin.ops.documents import UNPACKED
 from megalin.ops.positions.encodings import rope
 from megalin.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megalin.parallel.sequence_documents import DocumentView, SequenceDocuments
 
 
 class Softmax(Mixer):
     """y = softmax(RoPE(q) RoPE(k)^T / sqrt(K)) v W_o, causal, q = x W_q, [k | v] = x W_kv, no biases.
 
-    Unlike every recurrent mixer this one remembers each token: its state is a cache of keys and values that grows
-    with the length, 2 G K numbers a token for G key-value heads, and so does the work of a decoding step. The state
-    (k [B, S, G/tp, K], v [B, S, G/tp, K], remembered [B, S]) starts with S = 0. A token counts where `remembered`
-    is 1, so a zeroed state remembers nothing; what is not remembered is zero.
+    The state is a cache of keys and values, which grows with the length: 2 G K numbers a token for G key-value heads;
+    so does the work of a decoding step. The state (k [B, S, G/tp, K], v [B, S, G/tp, K], remembered [B, S]) starts
+    with S = 0. Tokens where `remembered` is 1 are visible, so a zeroed state is empty; others are zero.
 
-    Context parallelism: q, k and v go from some tokens of all heads to all tokens of some heads, and y back; key-value
-    heads are repeated as often as needed. Where the query heads of a rank do not divide by cp, each rank gathers the
-    keys and values of all tokens instead.
+    Context parallelism: an all-to-all turns q, k and v from T/cp tokens of all heads into all tokens of H/cp heads,
+    another returns y; key-value heads are repeated where cp does not divide them. Where cp does not divide a rank's
+    query heads, each rank gathers the keys and values of all tokens instead.
     """
 
     def __init__(self, config: SoftmaxConfig, scope: BuildContext) -> None:
@@ -59,50 +68,56 @@ class Softmax(Mixer):
         if self.gathers_tokens and config.backend == "flash_attn":
             raise ConfigError(
                 f'{scope.path}.backend = "flash_attn" cannot run: parallel.cp = {cp} does not divide the {local_heads} '
-                f'query heads of a rank, so each has the queries of a part of the tokens alone; use "auto" or "sdpa"'
+                f'query heads of a rank, so each computes the queries of its own tokens only; use "auto" or "sdpa"'
             )
         name, std = "model.hidden_size", scope.init_std
         self.q = ColumnParallelLinear(width, width, tp=tp, std=std, name=name)
         self.kv = ColumnParallelLinear(width, groups * self.head_dim, parts=2, tp=tp, std=std, name=name)
         self.out = RowParallelLinear(width, width, tp=tp, std=scope.output_std, name=name)
 
-    def build_mixer_context(self, context: SequenceContext) -> SequenceContext:
-        # Outside the block: no graph can hold an error.
+    def build_mixer_context(self, context: SequenceContext) -> MixerContext:
+        # Outside of the block: no graph can hold an error.
         if torch.is_grad_enabled():
             kind = (self.config.backend, context.positions.device.type, context.compute_dtype, self.head_dim)
             check_backend(*kind, field=f"{self.path}.backend")
-        return context
+        return super().build_mixer_context(context)
 
-    def forward(self, x: Tensor, context: SequenceContext, state: State | None) -> MixerOutput:
+    def document_view(self, documents: SequenceDocuments) -> DocumentView:
+        packed = UNPACKED if self.gathers_tokens else documents.packed
+        return DocumentView(documents.ids, full_sequence=documents.full_sequence, packed=packed)
+
+    def forward(self, x: Tensor, context: MixerContext, state: State | None) -> MixerOutput:
         x = self.tp.enter(x)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (*self.q(x), *self.kv(x)))  # [B, T, H or G/tp, K]
         q, k = (rope(y, context.positions, base=self.config.rope_base) for y in (q, k))
         if state is None:
             return MixerOutput(self.out(self._attention(q, k, v, context).flatten(2)), ())
-        documents = context.document_ids
+        documents = context.documents.ids
         if documents is None:
             documents = torch.zeros(k.shape[:2], dtype=torch.int32, device=k.device)
         past_k, past_v, remembered = state
         visible = visible_tokens(documents, remembered > 0)
         all_k, all_v = torch.cat([past_k.to(k.dtype), k], dim=1), torch.cat([past_v.to(v.dtype), v], dim=1)
         y = self.out(softmax_attention(q, all_k, all_v, visible=visible).flatten(2))
-        kept = visible[:, -1]  # what the last token sees is its document so far
+        kept = visible[:, -1]  # the last token's document so far
         keys, values = (_keep(tensor, kept).to(past_k.dtype) for tensor in (all_k, all_v))
         return MixerOutput(y, (keys, values, kept.to(remembered.dtype)))
 
-    def _attention(self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
-        """Attention [B, T/cp, H/tp, K] over rows that start with their first token."""
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, context: MixerContext) -> Tensor:
+        """Attention [B, T/cp, H/tp, K] over full sequences, without a state."""
         if self.gathers_tokens:
             k, v = self.cp.gather_tokens(k), self.cp.gather_tokens(v)
-            visible = visible_in_row(self.cp.positions(q), k.shape[1], context.whole_row().document_ids)
+            visible = visible_in_sequence(
+                self.cp.positions(q), k.shape[1], context.documents.full_sequence.document_ids
+            )
             return softmax_attention(q, k, v, visible=visible)
         if self.repeats > 1:
             k, v = k.repeat_interleave(self.repeats, dim=2), v.repeat_interleave(self.repeats, dim=2)
         q, k, v = self.cp.to_heads(q, k, v)  # [B, T, H or G/tp/cp, K]
-        y = causal_attention(q, k, v, documents=context.known_documents(), backend=self.config.backend)
+        y = causal_attention(q, k, v, documents=context.documents.packed, backend=self.config.backend)
         return self.cp.to_tokens(y)
 
-    def step(self, x: Tensor, context: SequenceContext, state: State) -> MixerOutput:
+    def step(self, x: Tensor, context: MixerContext, state: State) -> MixerOutput:
         return self(x, context, state)
 
     def flops(self, length: int) -> int:
@@ -122,9 +137,8 @@ def _keep(x: Tensor, kept: Tensor) -> Tensor:
 class SoftmaxConfig(MixerConfig):
     """LLaMA's attention."""
 
-    splits_sequence: ClassVar[bool] = True
-    reads_row: ClassVar[bool] = True
-    reads_documents: ClassVar[bool] = True
+    supports_context_parallel: ClassVar[bool] = True
+    host_reads_documents: ClassVar[bool] = True
     type: Literal["softmax"] = "softmax"
     """This mixer."""
     num_heads: int = pydantic.Field(gt=0)

@@ -1,0 +1,83 @@
+"""Documents and padding of a batch, as mixers read them: each collective and each read by the host once a batch."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+from torch import Tensor
+
+from megalin.ops.documents import UNPACKED, PackedDocuments, find_documents
+from megalin.ops.scans.context_parallel import ShardDocuments
+from megalin.parallel.context_parallel import ContextParallel, FullSequenceInfo
+
+
+class DocumentView(NamedTuple):
+    """The part of `SequenceDocuments` that one mixer reads in its forward: tensors, so that its block compiles."""
+
+    ids: Tensor | None = None
+    """[B, T/cp] of this rank's tokens, non-decreasing; None where each sequence is one document."""
+    valid: Tensor | None = None
+    """[B, T/cp] bool, False where a token is padding; None where all tokens count. Causal mixers, whose padding comes
+    last and without labels, do not read it."""
+    shard: ShardDocuments | None = None
+    """Documents at the ends of the ranks' shards; None where this rank has the full sequence, or unread."""
+    full_sequence: FullSequenceInfo = FullSequenceInfo(None, None)
+    """Documents and padding of all ranks' tokens, [B, T]."""
+    packed: PackedDocuments = UNPACKED
+    """Offsets of the documents that attention reads, of all ranks' tokens or of those visible through a window."""
+
+
+class SequenceDocuments:
+    """The documents of a batch, from which each mixer takes its view (`Mixer.document_view`) outside of its block.
+
+    Every property is computed at its first use and kept. Those of other ranks' tokens are collectives over the
+    context-parallel axis: its ranks read the same ones in the same order, because they run the same mixers.
+    """
+
+    def __init__(
+        self, cp: ContextParallel, tokens: Tensor, ids: Tensor | None = None, valid: Tensor | None = None
+    ) -> None:
+        """
+        Args:
+            cp: the axis over which sequences are sharded.
+            tokens: [B, T/cp], read for its shape and device alone.
+            ids: [B, T/cp] of this rank's tokens, non-decreasing along T; None where each sequence is one document.
+            valid: [B, T/cp] bool, False at padding; None where all tokens count.
+        """
+        self._cp, self._tokens, self.ids, self.valid = cp, tokens, ids, valid
+        self._windows: dict[int, PackedDocuments] = {}
+
+    @cached_property
+    def shard(self) -> ShardDocuments | None:
+        """Documents at the ends of the ranks' shards; None without context parallelism. An all-gather of 2 ids a
+        sequence."""
+        return self._cp.shard_documents(self._tokens, self.ids)
+
+    @cached_property
+    def full_sequence(self) -> FullSequenceInfo:
+        """Documents and padding of all ranks' tokens. With context parallelism an all-gather of a few bytes a token."""
+        if self._cp.size == 1:
+            return FullSequenceInfo(self.ids, self.valid)
+        return self._cp.full_sequence_info(self.ids, self.valid)
+
+    @cached_property
+    def packed(self) -> PackedDocuments:
+        """Offsets of the documents in the full sequences. The host waits for the device, which alone can count them."""
+        ids = self.full_sequence.document_ids
+        return UNPACKED if ids is None else find_documents(ids)
+
+    def in_window(self, window: int) -> PackedDocuments:
+        """Offsets of the documents of the tokens that this rank's queries attend to in a window of `window` tokens.
+
+        As `packed` where this rank has the full sequence; else an all-gather of window - 1 ids.
+        """
+        if self._cp.size == 1 or self.ids is None:
+            return self.packed if self._cp.size == 1 else UNPACKED
+        if window not in self._windows:
+            self._windows[window] = find_documents(self._cp.visible_document_ids(self.ids, window=window))
+        return self._windows[window]
+
+    def local_view(self) -> DocumentView:
+        """The view of recurrent mixers: this rank's tokens, and the documents at the ends of the ranks' shards."""
+        return DocumentView(self.ids, self.valid, self.shard)
