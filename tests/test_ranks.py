@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megalin.errors import MegalinError
 from megalin.parallel.collectives import all_reduce
 from megalin.parallel.mesh import Mesh, ParallelConfig
-from megalin.parallel.process_group import join, process_group
+from megalin.parallel.process_group import init_default_group, process_group
 from megalin.parallel.rank_failures import Rendezvous, report_failed_ranks
 from tests.ranks import RankFailedError, run_ranks
 
@@ -93,7 +93,7 @@ def _meet_where_rank_zero_ends(port: int, met: Path) -> str:
     if rank > 0:
         return _meet(_launch(rank, 2, port), 20)
     store = dist.TCPStore("127.0.0.1", port, 2, True, wait_for_workers=False)
-    store.wait(["came/1"])
+    store.wait(["arrived/1"])
     return ""
 
 
@@ -126,7 +126,7 @@ def _join_one_after_the_other(folder: Path) -> tuple[float, float]:
         connected.append(time.monotonic())
 
     with patch.object(dist, "init_process_group", connect):
-        join(Rendezvous(dist.FileStore(str(folder / "store"), 2), rank, 2, timedelta(seconds=60)), "gloo")
+        init_default_group(Rendezvous(dist.FileStore(str(folder / "store"), 2), rank, 2, timedelta(seconds=60)), "gloo")
     return connected[0], time.monotonic()
 
 
@@ -151,14 +151,14 @@ def test_death_of_a_rank_is_noticed():
 
 def test_rank_that_dies_in_an_exchange_is_named_beside_the_rank_that_waited():
     with pytest.raises(
-        RankFailedError, match=r"(?s)rank 1 died: -9(; then rank 0:.*no word from rank 1|; reported: \[\])"
+        RankFailedError, match=r"(?s)rank 1 died: -9(; then rank 0:.*no response from rank 1|; reported: \[\])"
     ):
         run_ranks(2, _die_before_an_exchange)
 
 
 def test_rank_that_stalls_in_an_exchange_is_named_within_the_timeout():
     with pytest.raises(
-        RankFailedError, match=r"(?s)an exchange failed, no word from rank 1: .*Timed out waiting 1600ms"
+        RankFailedError, match=r"(?s)a collective failed, no response from rank 1: .*Timed out waiting 1600ms"
     ):
         run_ranks(3, _stall_before_an_exchange, collective_timeout=1.6)
 
@@ -169,7 +169,7 @@ def test_an_exchange_that_fails_with_the_rank_that_keeps_the_store_says_so():
             raise dist.DistNetworkError("Broken pipe")
 
     with (
-        pytest.raises(RankFailedError, match=r"rank 1: an exchange failed, rank 0, which keeps .*, has ended: gloo"),
+        pytest.raises(RankFailedError, match=r"rank 1: a collective failed, rank 0, which hosts .*, has exited: gloo"),
         report_failed_ranks(Rendezvous(Gone(), 1, 2, timedelta(seconds=1))),
     ):
         raise RuntimeError("gloo: connection closed by peer")
@@ -177,7 +177,7 @@ def test_an_exchange_that_fails_with_the_rank_that_keeps_the_store_says_so():
 
 def test_the_exchange_that_failed_is_found_under_what_others_made_of_its_error():
     with (
-        pytest.raises(RankFailedError, match=r"rank 0: an exchange failed, no word from rank 1: gloo: closed$"),
+        pytest.raises(RankFailedError, match=r"rank 0: a collective failed, no response from rank 1: gloo: closed$"),
         report_failed_ranks(Rendezvous(dist.HashStore(), 0, 2, timedelta(seconds=0.2))),
     ):
         raise RuntimeError("[Stage 0] failed to run forward") from RuntimeError("gloo: closed")
@@ -193,7 +193,7 @@ def test_another_error_stays_what_it_is():
 
 def test_a_rank_whose_gpu_waited_too_long_for_another_names_it():
     with (
-        pytest.raises(RankFailedError, match=r"rank 0: an exchange failed, no word from rank 1: .*launch failure"),
+        pytest.raises(RankFailedError, match=r"rank 0: a collective failed, no response from rank 1: .*launch failure"),
         report_failed_ranks(Rendezvous(dist.HashStore(), 0, 2, timedelta(seconds=0.2))),
     ):
         raise RuntimeError("CUDA error: unspecified launch failure")
@@ -208,18 +208,20 @@ def free_port():
 
 def test_rank_that_stalls_under_a_launcher_is_named_within_the_timeout(tmp_path, free_port):
     with pytest.raises(
-        RankFailedError, match=r"(?s)an exchange failed, no word from rank 1: .*Timed out waiting 3000ms"
+        RankFailedError, match=r"(?s)a collective failed, no response from rank 1: .*Timed out waiting 3000ms"
     ):
         run_ranks(3, _stall_in_a_launched_group, free_port, tmp_path / "met")
 
 
 def test_rank_that_stops_is_named_by_ranks_on_every_axis():
-    with pytest.raises(RankFailedError, match=r"(?s)an exchange failed, no word from rank 3: .*Timed out waiting 1600"):
+    with pytest.raises(
+        RankFailedError, match=r"(?s)a collective failed, no response from rank 3: .*Timed out waiting 1600"
+    ):
         run_ranks(4, _stop_where_axes_meet, collective_timeout=1.6)
 
 
 def test_ranks_that_wait_for_a_live_one_are_not_named():
-    with pytest.raises(RankFailedError, match=r"rank 2: an exchange failed, no word from rank 3: "):
+    with pytest.raises(RankFailedError, match=r"rank 2: a collective failed, no response from rank 3: "):
         run_ranks(4, _end_a_chain_early, collective_timeout=2.5)
 
 
@@ -227,22 +229,25 @@ def test_ranks_that_do_not_come_are_named(tmp_path, free_port):
     place = f"127.0.0.1:{free_port}"
     told = run_ranks(4, _meet_without_rank_two, free_port, tmp_path / "met")
     assert told[0] == (
-        f"RankFailedError: rank 0: no word from rank 2 in the 1.5 s in which all 4 were to meet at {place}; see what "
-        "they print, whether they were started, and whether their hosts reach this address"
+        f"RankFailedError: rank 0: timed out after 1.5 s waiting for rank 2 of 4 to join {place}; see its output, and "
+        "check that it started and can reach this address"
     )
     for rank in (1, 3):  # rank 0, which keeps the place, may leave before they give up
-        assert re.match(f"RankFailedError: rank {rank}: (no word from rank 2 in|who keeps {place} ended)", told[rank])
+        expected = f"RankFailedError: rank {rank}: (timed out .* waiting for rank 2 of|the process that hosts {place})"
+        assert re.match(expected, told[rank])
 
 
 def test_rank_zero_is_named_where_it_does_not_come(free_port):
-    assert f"rank 1: no word from rank 0 in the 0.5 s in which all 2 were to meet at 127.0.0.1:{free_port}" in _meet(
+    assert f"rank 1: timed out after 0.5 s waiting for rank 0 of 2 to join 127.0.0.1:{free_port}; see its" in _meet(
         _launch(1, 2, free_port), 0.5
     )
 
 
 def test_a_meeting_whose_keeper_ends_says_so(tmp_path, free_port):
     told = run_ranks(2, _meet_where_rank_zero_ends, free_port, tmp_path / "met")[1]
-    assert told.startswith(f"RankFailedError: rank 1: who keeps 127.0.0.1:{free_port} ended before all ranks had met: ")
+    assert told.startswith(
+        f"RankFailedError: rank 1: the process that hosts 127.0.0.1:{free_port} exited before all ranks had joined: "
+    )
 
 
 def test_a_port_in_use_is_named():
@@ -251,11 +256,9 @@ def test_a_port_in_use_is_named():
         taken.listen()
         port = taken.getsockname()[1]
         told = _meet(_launch(0, 2, port), 0.5)
-    assert re.match(
-        rf"ConfigError: rank 0 cannot open 127.0.0.1:{port} \(.*\); set MASTER_PORT to a port that is", told
-    )
+    assert re.match(rf"ConfigError: rank 0 cannot open 127.0.0.1:{port} \(.*\); set MASTER_PORT to a free port", told)
 
 
 def test_deadline_is_kept_and_names_who_did_not_answer():
-    with pytest.raises(RankFailedError, match="timed out: no answer from rank 1"):
+    with pytest.raises(RankFailedError, match="timed out: no result from rank 1"):
         run_ranks(2, _sleep_on_rank_one, timeout=4.0)

@@ -1,9 +1,9 @@
-"""Products of sequence parallelism in parts, beside the copies that they wait for: all-gather and matmul, matmul and
-reduce-scatter ("async tensor parallelism").
+"""Async tensor parallelism: all-gather + matmul and matmul + reduce-scatter with the communication overlapped.
 
-A rank multiplies its own tokens while copy engines bring the others', and multiplies the others' first where sums go to
-them. No multiprocessor waits or sends (docs/adr/0015-async-tensor-parallelism.md). The adjoint of each op is the other
-one, with the gradient of the weight beside its copies.
+All-gather: a rank multiplies its own shard of the sequence while copy engines bring the others'. Reduce-scatter: it
+multiplies the other ranks' shards first, and its own while their sums are copied. No multiprocessor waits or sends
+(docs/adr/0015-async-tensor-parallelism.md). Each op is the adjoint of the other; the gradient of the weight overlaps
+with the copies too.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from megalin.parallel.symmetric_memory import OpenMemory, open_symmetric_memory
 TPOverlapName = Literal["auto", "symmetric_memory", "none"]
 
 SHORT_MATMUL = 4096
-"""Products over fewer channels than this take about as long as the copy of their result (H200: 2048 channels), so what
-goes to a rank is sent in two parts, the first beside the second's product."""
+"""A matmul over fewer channels than this takes about as long as the copy of its result (H200: 2048 channels), so the
+result for a rank is sent in two chunks, the first during the second's matmul."""
 
 _NUM_SIGNALS = 3
 _READY, _GATHERED, _SUMMED = range(_NUM_SIGNALS)
-"""Signals: this rank's memory may be written; its tokens are in the other's; its partial sums are."""
+"""Signals: this rank's memory may be written; its tokens are in the other rank's memory; its partial sums are."""
 
 
 class AsyncTPBuffers:
-    """The residual stream's way between the ranks of an axis of one host, by copy engines.
+    """Buffers through which copy engines move hidden states between the ranks of an axis on one host.
 
     Args:
         group_name: of the axis's process group; the ops of that axis use this object while it lives.
         rank, size: of the axis.
-        open_memory: memory of so many elements of a dtype on each rank; a collective.
-        timeout: how long a stream waits for another rank.
-        stream: on which this rank sends and waits; None: the current one.
+        open_memory: allocates so many elements of a dtype on each rank; a collective.
+        timeout: longest time that a CUDA stream waits for another rank.
+        cuda_stream: the stream on which this rank sends and waits; None: the current one.
     """
 
     def __init__(
@@ -53,146 +53,146 @@ class AsyncTPBuffers:
         open_memory: Callable[[int, torch.dtype], OpenMemory],
         *,
         timeout: timedelta,
-        stream: torch.cuda.Stream | None = None,
+        cuda_stream: torch.cuda.Stream | None = None,
     ) -> None:
-        self.rank, self.size, self.stream = rank, size, stream
+        self.rank, self.size, self.cuda_stream = rank, size, cuda_stream
         self.milliseconds = round(timeout.total_seconds() * 1000)
         self._open_memory = open_memory
         self._numel: dict[torch.dtype, int] = {}
         self._memory: dict[torch.dtype, OpenMemory] = {}
-        self._exchanges: dict[tuple[torch.Size, torch.dtype], _Exchange] = {}
+        self._ops: dict[tuple[torch.Size, torch.dtype], _AsyncTPOp] = {}
         _OPEN[group_name] = self
 
-    def exchange(self, shape: torch.Size, dtype: torch.dtype) -> _Exchange:
-        """What one op sends of a stream [B, T, D], for the body of a `with`; a collective. Ops of all shapes take the
-        same memory, twice the largest stream's; a larger one gets new memory, at least twice as much as before."""
+    def op(self, shape: torch.Size, dtype: torch.dtype) -> _AsyncTPOp:
+        """Context manager of one op on hidden states [B, T, D]; a collective. Ops of all shapes use the same memory,
+        twice the largest hidden states; larger ones get new memory, at least twice as much as before."""
         key = shape, dtype
-        if key not in self._exchanges:
+        if key not in self._ops:
             needed, there = 2 * shape.numel(), self._numel.get(dtype, 0)
             if needed > there:
                 self._numel[dtype] = max(needed, 2 * there)
                 self._memory[dtype] = self._open_memory(self._numel[dtype], dtype)
-            self._exchanges[key] = _Exchange(self, self._memory[dtype], shape, dtype)
-        return self._exchanges[key]
+            self._ops[key] = _AsyncTPOp(self, self._memory[dtype], shape, dtype)
+        return self._ops[key]
 
 
 _OPEN: WeakValueDictionary[str, AsyncTPBuffers] = WeakValueDictionary()
-"""By the name of the group, which an op can be given."""
+"""By the name of the process group, which torch.library ops can take as an argument."""
 
 
-class _Exchange:
-    """What one op sends. From its begin every rank's memory may be written; at its end what this rank sent has left."""
+class _AsyncTPOp:
+    """Communication of one op. On entry every rank's memory may be written; on exit this rank's sends have finished."""
 
-    def __init__(self, copies: AsyncTPBuffers, opened: OpenMemory, shape: torch.Size, dtype: torch.dtype) -> None:
-        self._stream, self._milliseconds = copies.stream, copies.milliseconds
+    def __init__(self, buffers: AsyncTPBuffers, opened: OpenMemory, shape: torch.Size, dtype: torch.dtype) -> None:
+        self._cuda_stream, self._milliseconds = buffers.cuda_stream, buffers.milliseconds
         self._memory, self._kept_memory = opened
-        rank, size = copies.rank, copies.size
+        rank, size = buffers.rank, buffers.size
         batch, length, width = shape
-        part = length // size
-        self._tokens = [slice(rank * part, (rank + 1) * part) for rank in range(size)]
+        local_length = length // size
+        self._tokens = [slice(rank * local_length, (rank + 1) * local_length) for rank in range(size)]
         self.own = self._tokens[rank]
-        """This rank's part of the sequence."""
+        """This rank's shard of the sequence."""
         self._targets = [(rank + step) % size for step in range(1, size)]
         """The other ranks, in the order in which this one sends to them."""
         self._sources = self._targets[::-1]
-        """The other ranks, in the order in which what they send comes."""
+        """The other ranks, in the order in which their data arrives."""
         get = self._memory.get_buffer
-        self._whole = [get(rank, tuple(shape), dtype, 0) for rank in range(size)]
-        """Of each rank: all tokens, [B, T, D]."""
-        partial = [get(rank, (size, batch, part, width), dtype, shape.numel()) for rank in range(size)]
-        self._partial_there = {target: partial[target][rank] for target in self._targets}
-        self._partial_here = {source: partial[rank][source] for source in self._sources}
-        """Partial sums of a rank's tokens, [B, T/tp, D]: from this rank, and for it."""
+        self._sequences = [get(rank, tuple(shape), dtype, 0) for rank in range(size)]
+        """By rank: the buffer of all tokens, [B, T, D]."""
+        partial = [get(rank, (size, batch, local_length, width), dtype, shape.numel()) for rank in range(size)]
+        self._outgoing_sums = {target: partial[target][rank] for target in self._targets}
+        self._incoming_sums = {source: partial[rank][source] for source in self._sources}
+        """By rank: buffers of partial sums [B, T/tp, D], this rank's of the other's tokens, and the other's of its."""
         self._rank = rank
         self._arrived: dict[tuple[int, int], torch.cuda.Event | None] = {}
-        self._all_tokens_here: torch.cuda.Event | None = None
+        self._full_sequence_ready: torch.cuda.Event | None = None
         self._in_use: list[Tensor] = []
 
     def __enter__(self) -> Self:
-        with _after_current(self._stream):
+        with _after_current(self._cuda_stream):
             self._memory.barrier(_READY, self._milliseconds)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
+        if self._cuda_stream is not None:
+            torch.cuda.current_stream().wait_stream(self._cuda_stream)
         self._in_use.clear()
 
-    def send_tokens(self, x: Tensor, *, keep: bool = False) -> None:
-        """Sends this rank's tokens [B, T/tp, D], formed before the exchange began, to all others; where `all_tokens` is
-        wanted, to itself too."""
-        with _on(self._stream):
+    def send_shard(self, x: Tensor, *, keep: bool = False) -> None:
+        """Sends this rank's tokens [B, T/tp, D], computed before the op began, to all other ranks; with `keep` to its
+        own buffer too, for `full_sequence`."""
+        with _on(self._cuda_stream):
             for target in self._targets:
-                _copy_rows(self._whole[target][:, self.own], x)
+                _copy_sequences(self._sequences[target][:, self.own], x)
                 self._memory.put_signal(target, _GATHERED, self._milliseconds)
             self._expect(_GATHERED)
-            if keep:  # after what products wait for
-                _copy_rows(self._whole[self._rank][:, self.own], x)
-                self._all_tokens_here = _event(self._stream)
+            if keep:  # after the copies that matmuls wait for
+                _copy_sequences(self._sequences[self._rank][:, self.own], x)
+                self._full_sequence_ready = _event(self._cuda_stream)
 
-    def others_tokens(self) -> Iterator[tuple[slice, Tensor]]:
-        """The others' tokens in the order in which they come: their part of the sequence, and [B, T/tp, D]. The current
-        stream waits for each."""
+    def remote_shards(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yields the other ranks' shards as they arrive: their slice of the sequence, and tokens [B, T/tp, D]. The
+        current CUDA stream waits for each."""
         for source in self._sources:
             _wait(self._arrived[source, _GATHERED])
-            part = self._tokens[source]
-            yield part, self._whole[self._rank][:, part]
+            shard = self._tokens[source]
+            yield shard, self._sequences[self._rank][:, shard]
 
-    def all_tokens(self) -> Tensor:
-        """[B, T, D] of all ranks, after `send_tokens` that keeps; until the exchange ends."""
-        _wait(self._all_tokens_here)
-        return self._whole[self._rank]
+    def full_sequence(self) -> Tensor:
+        """All ranks' tokens [B, T, D], after `send_shard(x, keep=True)`; valid until the op ends."""
+        _wait(self._full_sequence_ready)
+        return self._sequences[self._rank]
 
-    def send_products(self, x: Tensor, weight: Tensor) -> None:
-        """Sends the others x W of their tokens, partial sums: x [B, T, K], W [K, D]."""
+    def send_partial_sums(self, x: Tensor, weight: Tensor) -> None:
+        """Sends every other rank the partial sum x W of its tokens: x [B, T, K], W [K, D]."""
         for target in self._targets:
-            tokens, slots = x[:, self._tokens[target]], self._partial_there[target]
+            tokens, slots = x[:, self._tokens[target]], self._outgoing_sums[target]
             count, dim = 2 if len(weight) < SHORT_MATMUL else 1, 0 if len(x) > 1 else 1
-            for part, slot in zip(tokens.chunk(count, dim), slots.chunk(count, dim), strict=True):
-                product = _matmul(part, weight)
-                self._in_use.append(product)
-                with _after_current(self._stream):
-                    slot.copy_(product, non_blocking=True)
-            with _on(self._stream):
+            for chunk, slot in zip(tokens.chunk(count, dim), slots.chunk(count, dim), strict=True):
+                partial_sum = _matmul(chunk, weight)
+                self._in_use.append(partial_sum)
+                with _after_current(self._cuda_stream):
+                    slot.copy_(partial_sum, non_blocking=True)
+            with _on(self._cuda_stream):
                 self._memory.put_signal(target, _SUMMED, self._milliseconds)
-        with _on(self._stream):
+        with _on(self._cuda_stream):
             self._expect(_SUMMED)
 
     def received_sum(self) -> tuple[Tensor, torch.cuda.Event | None]:
-        """The sum of the others' partial sums of this rank's tokens, [B, T/tp, D], and the event that it is formed."""
-        first, *rest = self._partial_here.values()
+        """The sum [B, T/tp, D] of the other ranks' partial sums of this rank's tokens, and the event of its end."""
+        first, *rest = self._incoming_sums.values()
         total = torch.empty_like(first)
-        with _after_current(self._stream):
+        with _after_current(self._cuda_stream):
             total.copy_(first)
             for received in rest:
                 total.add_(received)
-            return total, _event(self._stream)
+            return total, _event(self._cuda_stream)
 
     def add_received(self, y: Tensor) -> None:
-        """Adds the others' partial sums of this rank's tokens to y [B, T/tp, D]."""
-        for source, received in self._partial_here.items():
+        """Adds the other ranks' partial sums of this rank's tokens to y [B, T/tp, D]."""
+        for source, received in self._incoming_sums.items():
             _wait(self._arrived[source, _SUMMED])
             y.add_(received)
 
     def _expect(self, signal: int) -> None:
         for source in self._sources:
             self._memory.wait_signal(source, signal, self._milliseconds)
-            self._arrived[source, signal] = _event(self._stream)
+            self._arrived[source, signal] = _event(self._cuda_stream)
 
 
-def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[None]:
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
+def _on(cuda_stream: torch.cuda.Stream | None) -> AbstractContextManager[None]:
+    return nullcontext() if cuda_stream is None else torch.cuda.stream(cuda_stream)
 
 
-def _after_current(stream: torch.cuda.Stream | None) -> AbstractContextManager[None]:
-    """`stream` for the body, after what the current one was given so far."""
-    if stream is not None:
-        stream.wait_stream(torch.cuda.current_stream())
-    return _on(stream)
+def _after_current(cuda_stream: torch.cuda.Stream | None) -> AbstractContextManager[None]:
+    """Runs the body on `cuda_stream`, after the work queued on the current stream so far."""
+    if cuda_stream is not None:
+        cuda_stream.wait_stream(torch.cuda.current_stream())
+    return _on(cuda_stream)
 
 
-def _event(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
-    return None if stream is None else stream.record_event()
+def _event(cuda_stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+    return None if cuda_stream is None else cuda_stream.record_event()
 
 
 def _wait(event: torch.cuda.Event | None) -> None:
@@ -200,44 +200,44 @@ def _wait(event: torch.cuda.Event | None) -> None:
         torch.cuda.current_stream().wait_event(event)
 
 
-def _copy_rows(into: Tensor, x: Tensor) -> None:
-    """One copy a sequence: a copy engine takes what is contiguous."""
-    for target, row in zip(into, x, strict=True):
-        target.copy_(row, non_blocking=True)
+def _copy_sequences(into: Tensor, x: Tensor) -> None:
+    """Makes one copy a sequence: a copy engine takes contiguous memory."""
+    for target, sequence in zip(into, x, strict=True):
+        target.copy_(sequence, non_blocking=True)
 
 
 def _matmul(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-    """x W of x [B, T, K], which may be a part of longer sequences, and W [K, N]; into `out`, which may be one too."""
+    """x W of x [B, T, K], which may be a slice of longer sequences, and W [K, N]; into `out`, which may be one too."""
     if x.is_contiguous() and (out is None or out.is_contiguous()):
         flat = torch.mm(x.flatten(0, 1), weight, out=None if out is None else out.view(-1, out.shape[-1]))
         return flat.view(*x.shape[:2], -1)
-    if _in_batches(x):
+    if _uses_bmm(x):
         return torch.bmm(x, weight.expand(len(x), *weight.shape), out=out)
-    product = _matmul(x.contiguous(), weight)
-    return product if out is None else out.copy_(product)
+    y = _matmul(x.contiguous(), weight)
+    return y if out is None else out.copy_(y)
 
 
 def _accumulate(y: Tensor, x: Tensor, weight: Tensor) -> None:
-    """Adds x W to y: y [B, T, N] contiguous, x and W as `_matmul` takes them."""
-    if x.is_contiguous() or not _in_batches(x):
+    """Adds x W to y: y [B, T, N] contiguous, x and W as in `_matmul`."""
+    if x.is_contiguous() or not _uses_bmm(x):
         y.view(-1, y.shape[-1]).addmm_(x.flatten(0, 1), weight)
     else:
         y.baddbmm_(x, weight.expand(len(x), *weight.shape))
 
 
-def _in_batches(x: Tensor) -> bool:
-    """Whether sequences that lie apart are multiplied where they lie. In fp32 they are brought together: over 8192
-    channels cuBLAS's batched product has 2.4 times the error of one product."""
+def _uses_bmm(x: Tensor) -> bool:
+    """True where sequences that are not contiguous are multiplied as a batch. In fp32 they are first copied together:
+    over 8192 channels cuBLAS's batched matmul has 2.4 times the error of a single one."""
     return x.element_size() < 4
 
 
 def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    """dy [B, T, N], x [B, T, K] -> [N, K]."""
+    """dy [B, T, N], x [B, T, K] -> dW = dy^T x [N, K]."""
     return dy.flatten(0, 1).t() @ x.flatten(0, 1)
 
 
-def _exchange(group_name: str, x: Tensor, length: int, width: int) -> _Exchange:
-    return _OPEN[group_name].exchange(torch.Size((len(x), length, width)), x.dtype)
+def _op(group_name: str, x: Tensor, length: int, width: int) -> _AsyncTPOp:
+    return _OPEN[group_name].op(torch.Size((len(x), length, width)), x.dtype)
 
 
 @torch.library.custom_op("megalin::all_gather_matmul", mutates_args=())
@@ -245,12 +245,12 @@ def _all_gather_matmul(x: Tensor, weight: Tensor, size: int, group_name: str) ->
     """x [B, T/tp, D], weight [N, D] -> x W^T of all tokens, [B, T, N]."""
     batch, length, width = x.shape
     x = x.contiguous()
-    with _exchange(group_name, x, length * size, width) as exchange:
-        exchange.send_tokens(x)
+    with _op(group_name, x, length * size, width) as op:
+        op.send_shard(x)
         y = x.new_empty(batch, length * size, len(weight))
-        _matmul(x, weight.t(), out=y[:, exchange.own])
-        for part, tokens in exchange.others_tokens():
-            _matmul(tokens, weight.t(), out=y[:, part])
+        _matmul(x, weight.t(), out=y[:, op.own])
+        for shard, tokens in op.remote_shards():
+            _matmul(tokens, weight.t(), out=y[:, shard])
     return y
 
 
@@ -265,13 +265,13 @@ def _all_gather_matmul_backward(
 ) -> tuple[Tensor, Tensor]:
     """dy [B, T, N] -> dx [B, T/tp, D], summed over the axis, and the gradient of the weight."""
     dy, x = dy.contiguous(), x.contiguous()
-    with _exchange(group_name, x, x.shape[1] * size, x.shape[2]) as exchange:
-        exchange.send_tokens(x, keep=True)
-        exchange.send_products(dy, weight)
-        dx, formed = exchange.received_sum()
-        dweight = _weight_gradient(dy, exchange.all_tokens())
-        _wait(formed)
-        _accumulate(dx, dy[:, exchange.own], weight)
+    with _op(group_name, x, x.shape[1] * size, x.shape[2]) as op:
+        op.send_shard(x, keep=True)
+        op.send_partial_sums(dy, weight)
+        dx, summed = op.received_sum()
+        dweight = _weight_gradient(dy, op.full_sequence())
+        _wait(summed)
+        _accumulate(dx, dy[:, op.own], weight)
     return dx, dweight
 
 
@@ -284,10 +284,10 @@ def _(dy: Tensor, x: Tensor, weight: Tensor, size: int, group_name: str) -> tupl
 def _matmul_reduce_scatter(x: Tensor, weight: Tensor, size: int, group_name: str) -> Tensor:
     """x [B, T, K], weight [D, K] -> x W^T of this rank's tokens, summed over the axis, [B, T/tp, D]."""
     x = x.contiguous()
-    with _exchange(group_name, x, x.shape[1], len(weight)) as exchange:
-        exchange.send_products(x, weight.t())
-        y = _matmul(x[:, exchange.own], weight.t())
-        exchange.add_received(y)
+    with _op(group_name, x, x.shape[1], len(weight)) as op:
+        op.send_partial_sums(x, weight.t())
+        y = _matmul(x[:, op.own], weight.t())
+        op.add_received(y)
     return y
 
 
@@ -302,13 +302,13 @@ def _matmul_reduce_scatter_backward(
 ) -> tuple[Tensor, Tensor]:
     """dy [B, T/tp, D] -> dx [B, T, K] and the gradient of the weight."""
     dy, x = dy.contiguous(), x.contiguous()
-    with _exchange(group_name, dy, x.shape[1], dy.shape[2]) as exchange:
-        exchange.send_tokens(dy, keep=True)
+    with _op(group_name, dy, x.shape[1], dy.shape[2]) as op:
+        op.send_shard(dy, keep=True)
         dx = torch.empty_like(x)
-        _matmul(dy, weight, out=dx[:, exchange.own])
-        for part, tokens in exchange.others_tokens():
-            _matmul(tokens, weight, out=dx[:, part])
-        dweight = _weight_gradient(exchange.all_tokens(), x)
+        _matmul(dy, weight, out=dx[:, op.own])
+        for shard, tokens in op.remote_shards():
+            _matmul(tokens, weight, out=dx[:, shard])
+        dweight = _weight_gradient(op.full_sequence(), x)
     return dx, dweight
 
 
@@ -335,34 +335,38 @@ _matmul_reduce_scatter.register_autograd(_differentiate_scatter, setup_context=_
 
 
 def all_gather_matmul(x: Tensor, weight: Tensor, axis: Axis) -> Tensor:
-    """y = all-gather(x) W^T along the sequence, x [B, T/tp, D], weight [N, D] -> [B, T, N]; both gradients, that of x
-    summed over the axis. A collective; equals `gather_from_axis` and a product up to rounding."""
+    """y = all-gather(x) W^T along the sequence: x [B, T/tp, D], weight [N, D] -> [B, T, N]. Differentiable in both; the
+    gradient of x is summed over the axis. A collective; equals `gather_from_axis` and a matmul up to rounding."""
     return _all_gather_matmul(x, weight, axis.size, axis.group_name)
 
 
 def matmul_reduce_scatter(x: Tensor, weight: Tensor, axis: Axis) -> Tensor:
-    """y = reduce-scatter(x W^T) along the sequence, x [B, T, K], weight [D, K] -> [B, T/tp, D]; both gradients. A
-    collective; equals a product and `reduce_scatter_to_axis` up to rounding."""
+    """y = reduce-scatter(x W^T) along the sequence: x [B, T, K], weight [D, K] -> [B, T/tp, D]. Differentiable in both.
+    A collective; equals a matmul and `reduce_scatter_to_axis` up to rounding."""
     return _matmul_reduce_scatter(x, weight, axis.size, axis.group_name)
 
 
 def open_async_tp_buffers(
     device: torch.device, *, group: dist.ProcessGroup, timeout: timedelta
 ) -> AsyncTPBuffers | str:
-    """What both ops need on this group's axis; they work while the caller keeps it. A collective.
+    """Opens the buffers of both ops on this group's axis; the ops use them while the caller keeps them. A collective.
 
     Returns:
-        The copies; or, the same on every rank, why there are none.
+        The buffers; or the reason why there are none, the same on every rank.
     """
 
     def open_memory(numel: int, dtype: torch.dtype) -> OpenMemory:
         opened = open_symmetric_memory(numel, dtype, device, group, num_signals=_NUM_SIGNALS)
         if isinstance(opened, str):
-            raise ConfigError(f'{numel} elements for copies of the stream: {opened}; use tp_overlap = "none"')
+            raise ConfigError(
+                f"cannot allocate {numel} elements of symmetric memory for the hidden states: {opened}; use "
+                'parallel.tp_overlap = "none"'
+            )
         return opened
 
     tried = open_symmetric_memory(1, torch.float32, device, group, num_signals=_NUM_SIGNALS)
     if isinstance(tried, str):
         return tried
-    stream = torch.cuda.Stream(device, priority=-1)
-    return AsyncTPBuffers(group.group_name, group.rank(), group.size(), open_memory, timeout=timeout, stream=stream)
+    cuda_stream = torch.cuda.Stream(device, priority=-1)
+    name, rank, size = group.group_name, group.rank(), group.size()
+    return AsyncTPBuffers(name, rank, size, open_memory, timeout=timeout, cuda_stream=cuda_stream)

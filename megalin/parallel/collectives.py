@@ -1,4 +1,4 @@
-"""Collectives on one axis of the mesh, each with its adjoint beside it.
+"""Collectives over one axis of the mesh, plain and differentiable.
 
 All are functional (`torch.distributed._functional_collectives`), so autograd and torch.compile can trace them: torch
 2.11 silently compiles an in-place all-reduce inside an autograd.Function to a zero gradient. A result is waited on at
@@ -33,12 +33,12 @@ class Axis:
     group_name: str = ""
 
 
-EXCHANGE_TIMEOUT = timedelta(minutes=10)
-"""How long a rank of a run waits for another one in an exchange."""
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+"""Longest time that a rank of a run waits for another one in a collective."""
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Each rank's value, by rank of the group; without a group this one's alone."""
+    """Every rank's value, in rank order of the group; without a group only this process's."""
     if group is None:
         return [value]
     values = [value] * group.size()
@@ -46,13 +46,13 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     return values
 
 
-WAITED_AT_ONCE = frozenset({"cpu"})
-"""Devices on which a result is waited for where it is asked for. Gloo works in threads of its own: small all-gathers of
-which some were dropped without a wait ended in a segmentation fault (torch 2.13), and there is nothing to overlap."""
+SYNCHRONOUS_DEVICES = frozenset({"cpu"})
+"""Devices on which every collective is waited for at once. Gloo runs in threads of its own: small all-gathers, some of
+them dropped without a wait, ended in a segmentation fault (torch 2.13), and there is nothing to overlap."""
 
 
 def _wait_at_once(result: Tensor, x: Tensor) -> Tensor:
-    return wait_tensor(result) if x.device.type in WAITED_AT_ONCE else result
+    return wait_tensor(result) if x.device.type in SYNCHRONOUS_DEVICES else result
 
 
 def all_reduce(x: Tensor, axis: Axis, *, operation: str = "sum") -> Tensor:
@@ -78,36 +78,37 @@ def reduce_scatter(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
     return _wait_at_once(_scatter(x.contiguous(), "sum", dim, axis.group_name), x)
 
 
-def all_to_all(x: Tensor, axis: Axis, *, split: int, join: int) -> Tensor:
-    """Sends the equal parts of `x` along `split` to one rank each, in rank order, and joins what arrives along `join`,
-    in rank order too. Not differentiable."""
+def all_to_all(x: Tensor, axis: Axis, *, split_dim: int, concat_dim: int) -> Tensor:
+    """Sends equal chunks of `x` along `split_dim` to one rank each, in rank order, and concatenates the received ones
+    along `concat_dim`, in rank order too. Not differentiable."""
     if axis.size == 1:
         return x
-    parts = torch.cat(x.chunk(axis.size, split))
-    received = _wait_at_once(functional.all_to_all_single(parts, None, None, axis.group_name), x)  # type: ignore[arg-type]
-    return torch.cat(received.chunk(axis.size), join)
+    chunks = torch.cat(x.chunk(axis.size, split_dim))
+    received = _wait_at_once(functional.all_to_all_single(chunks, None, None, axis.group_name), x)  # type: ignore[arg-type]
+    return torch.cat(received.chunk(axis.size), concat_dim)
 
 
-def ring_shift(x: Tensor, baton: Tensor, axis: Axis, *, step: int, wanted: int) -> tuple[Tensor, Tensor]:
-    """Sends `x` to the rank `step` further, and returns what comes from the rank `step` before. Not differentiable.
+def ring_shift(x: Tensor, token: Tensor, axis: Axis, *, step: int, num_expected: int) -> tuple[Tensor, Tensor]:
+    """Sends `x` to the rank `step` further and receives from the rank `step` before. Not differentiable.
 
-    Every rank of the axis calls it. The baton, one zero, goes round with it, to be given to the next call and added to
-    the result: without it a compiled graph may change the order of calls, or drop one of which a rank uses nothing.
+    Every rank of the axis calls it. The token, one zero, travels along; the caller passes it to the next call and adds
+    it to the result. Without it a compiled graph may reorder the calls, or drop one whose result a rank does not use.
 
     Args:
-        x: [N], also of no element.
-        baton: [1], zero.
-        wanted: elements that come.
+        x: [N], may be empty.
+        token: [1], zero.
+        num_expected: elements to receive.
 
     Returns:
-        [wanted], and the next baton.
+        [num_expected], and the next token.
     """
-    into, out_of = [0] * axis.size, [0] * axis.size
-    into[(axis.rank + step) % axis.size] = x.numel() + 1
-    out_of[(axis.rank - step) % axis.size] = wanted + 1
-    came = functional.all_to_all_single(torch.cat([x, baton]), out_of, into, axis.group_name)  # type: ignore[arg-type]
-    came = _wait_at_once(came, x)
-    return came[:-1], came[-1:]
+    sizes_to, sizes_from = [0] * axis.size, [0] * axis.size
+    sizes_to[(axis.rank + step) % axis.size] = x.numel() + 1
+    sizes_from[(axis.rank - step) % axis.size] = num_expected + 1
+    sent = torch.cat([x, token])
+    received = functional.all_to_all_single(sent, sizes_from, sizes_to, axis.group_name)  # type: ignore[arg-type]
+    received = _wait_at_once(received, x)
+    return received[:-1], received[-1:]
 
 
 def local_slice(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
@@ -166,20 +167,20 @@ class _ReduceScatter(torch.autograd.Function):
         return all_gather(grads[0], ctx.axis, dim=ctx.dim), None, None
 
 
-class _Exchange(torch.autograd.Function):
-    """y = all-to-all(x) from split to join; dx = all-to-all(dy) from join to split."""
+class _AllToAll(torch.autograd.Function):
+    """y = all-to-all(x); dx = all-to-all(dy) with split_dim and concat_dim swapped."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, split: int, join: int) -> Tensor:
-        ctx.axis, ctx.split, ctx.join = axis, split, join
-        return all_to_all(x, axis, split=split, join=join)
+    def forward(ctx: Any, x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
+        ctx.axis, ctx.split_dim, ctx.concat_dim = axis, split_dim, concat_dim
+        return all_to_all(x, axis, split_dim=split_dim, concat_dim=concat_dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return all_to_all(grads[0], ctx.axis, split=ctx.join, join=ctx.split), None, None, None
+        return all_to_all(grads[0], ctx.axis, split_dim=ctx.concat_dim, concat_dim=ctx.split_dim), None, None, None
 
 
-class _Finish(torch.autograd.Function):
+class _WaitTensor(torch.autograd.Function):
     """y = x as a plain tensor; dx = dy."""
 
     @staticmethod
@@ -192,14 +193,14 @@ class _Finish(torch.autograd.Function):
 
 
 def wait_tensor(x: Tensor) -> Tensor:
-    """`x` itself, or the plain tensor that a collective leaves in it, waited for. Not differentiable."""
+    """`x` as a plain tensor, after waiting for the collective that it is the result of, if any. Not differentiable."""
     return x.trigger_wait() if isinstance(x, functional.AsyncCollectiveTensor) else x
 
 
 def wait_tensor_with_grad(x: Tensor) -> Tensor:
-    """`x` after any collective that it waits for: what a compiled module may take as input. The gradient of a pending
-    result is lost there, without a word."""
-    return _Finish.apply(x)
+    """`wait_tensor` with identity backward, for inputs of a compiled module: there a pending result would lose its
+    gradient without an error."""
+    return _WaitTensor.apply(x)
 
 
 def copy_to_axis(x: Tensor, axis: Axis) -> Tensor:
@@ -222,6 +223,6 @@ def reduce_scatter_to_axis(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
     return x if axis.size == 1 else _ReduceScatter.apply(x, axis, dim)
 
 
-def all_to_all_over_axis(x: Tensor, axis: Axis, *, split: int, join: int) -> Tensor:
-    """All-to-all from parts along `split` to parts along `join` forward, the way back for the gradient."""
-    return x if axis.size == 1 else _Exchange.apply(x, axis, split, join)
+def all_to_all_over_axis(x: Tensor, axis: Axis, *, split_dim: int, concat_dim: int) -> Tensor:
+    """All-to-all that shards `split_dim` and gathers `concat_dim` forward, the inverse for the gradient backward."""
+    return x if axis.size == 1 else _AllToAll.apply(x, axis, split_dim, concat_dim)

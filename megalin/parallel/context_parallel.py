@@ -1,11 +1,11 @@
-"""The context-parallel axis: each rank holds T/cp neighbouring tokens, and what came before them is folded from the
-states of the ranks before.
+"""The context-parallel axis: each rank holds T/cp neighbouring tokens, and the state that enters them is computed from
+the states of the ranks before:
 
     S_in(0) = 0,    S_in(r + 1) = exp(T_r) S_in(r) + S_r
 
-with S_r what the tokens of rank r leave behind when they start from zero, and T_r the sum of their log decays. States
-are exchanged once each way, and their size does not depend on the number of tokens. Documents: S_r is of the last
-document of the shard, and reaches the ranks whose first token continues that document.
+with S_r the final state of rank r's tokens from a zero initial state, and T_r the sum of their log decays. States are
+exchanged once each way, and their size does not depend on the number of tokens. Documents: S_r is of the last document
+of the shard, and enters the ranks whose first token continues that document.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from megalin.parallel.tensor_parallel import TensorParallel
 ExchangeName = Literal["auto", "all_gather", "ring", "pipelined"]
 
 TOKENS = 1
-"""The dimension of [B, T, ...] along which the sequence is split."""
+"""The dimension of [B, T, ...] along which the sequence is sharded."""
 
 
 class FullSequenceInfo(NamedTuple):
-    """What a rank knows of all tokens of its rows, those of the other ranks too."""
+    """Documents and padding of full sequences, the other ranks' tokens included."""
 
     document_ids: Tensor | None
-    """[B, T], non-decreasing; None where each row is one document."""
+    """[B, T], non-decreasing; None where each sequence is one document."""
     valid: Tensor | None
     """[B, T] bool, False where a token is padding; None where all tokens count."""
 
 
 class ContextParallel:
-    """The context-parallel axis: its size, and what crosses from shard to shard. The default has size 1.
+    """The context-parallel axis: its size, and the communication between shards. The default has size 1.
 
     Args:
         axis: this rank's view of the axis.
-        exchange: how states reach the ranks after (`ParallelConfig.cp_exchange`).
+        exchange: method of the state exchange (`ParallelConfig.cp_exchange`).
     """
 
     def __init__(self, axis: Axis | None = None, *, exchange: ExchangeName = "auto") -> None:
@@ -63,45 +63,45 @@ class ContextParallel:
         return self.axis.size
 
     def shard(self, x: Tensor) -> Tensor:
-        """This rank's tokens of a whole row: [B, T, ...] -> [B, T/cp, ...], a view."""
+        """This rank's shard of full sequences: [B, T, ...] -> [B, T/cp, ...], a view."""
         assert x.shape[TOKENS] % self.size == 0, (x.shape, self.size)
         return local_slice(x, self.axis, dim=TOKENS)
 
     def positions(self, tokens: Tensor) -> Tensor:
-        """[T/cp] numbers of this rank's tokens [B, T/cp, ...] in the whole row."""
+        """Positions [T/cp] of this rank's tokens [B, T/cp, ...] in the full sequence."""
         return torch.arange(tokens.shape[TOKENS], device=tokens.device) + self.tokens_before(tokens)
 
     def tokens_before(self, tokens: Tensor) -> int:
-        """Tokens of the whole row before this rank's [B, T/cp, ...]."""
+        """Number of tokens of the full sequence before this rank's [B, T/cp, ...]."""
         return self.axis.rank * tokens.shape[TOKENS]
 
-    def reach(self, tokens: Tensor, *, window: int) -> int:
-        """How many tokens before this rank's [B, T/cp, ...] a window of so many tokens shows to the first of them."""
+    def window_reach(self, tokens: Tensor, *, window: int) -> int:
+        """Number of tokens before this rank's [B, T/cp, ...] that its first token attends to through a window."""
         return min(window - 1, self.tokens_before(tokens))
 
-    def seen_documents(self, document_ids: Tensor, *, window: int) -> Tensor:
-        """Of ids [B, T/cp] those [B, reach + T/cp] of all tokens that this rank's see through a window. Exchanges
-        window - 1 ids a rank; not differentiable."""
-        reach, num = self.reach(document_ids, window=window), min(window - 1, document_ids.shape[TOKENS])
+    def visible_document_ids(self, document_ids: Tensor, *, window: int) -> Tensor:
+        """Document ids [B, window_reach + T/cp] of all tokens that this rank's attend to through a window, from its own
+        [B, T/cp]. An all-gather of window - 1 ids a rank; not differentiable."""
+        reach, num = self.window_reach(document_ids, window=window), min(window - 1, document_ids.shape[TOKENS])
         tails = all_gather(document_ids[:, document_ids.shape[TOKENS] - num :], self.axis, dim=TOKENS)
         before = tails.narrow(TOKENS, self.axis.rank * num - reach, reach)
         return torch.cat([before, document_ids], dim=TOKENS)
 
-    def row(self, document_ids: Tensor | None, valid: Tensor | None) -> FullSequenceInfo:
-        """Gathers what is known of each rank's tokens [B, T/cp], for mixers that need it of all, once a batch."""
-        ids, bits = (None if x is None else self._whole(x) for x in (document_ids, valid))
+    def full_sequence_info(self, document_ids: Tensor | None, valid: Tensor | None) -> FullSequenceInfo:
+        """All-gathers documents and padding of the ranks' tokens [B, T/cp], for mixers that read all; once a batch."""
+        ids, bits = (None if x is None else self._gather_full(x) for x in (document_ids, valid))
         return FullSequenceInfo(ids, bits)
 
-    def _whole(self, x: Tensor) -> Tensor:
+    def _gather_full(self, x: Tensor) -> Tensor:
         # Not every backend sends bools.
         return all_gather(x.to(torch.uint8) if x.dtype == torch.bool else x, self.axis, dim=TOKENS).to(x.dtype)
 
-    def borders(self, tokens: Tensor, document_ids: Tensor | None) -> ShardDocuments | None:
-        """Exchanges the documents at the ends of the shards, once a batch; None on an axis of size 1.
+    def shard_documents(self, tokens: Tensor, document_ids: Tensor | None) -> ShardDocuments | None:
+        """All-gathers the documents at the ends of the shards, once a batch; None on an axis of size 1.
 
         Args:
             tokens: [B, T/cp].
-            document_ids: [B, T/cp], non-decreasing over the whole row; None when each row is one document.
+            document_ids: [B, T/cp], non-decreasing over the full sequence; None when each sequence is one document.
         """
         if self.size == 1:
             return None
@@ -110,15 +110,15 @@ class ContextParallel:
         else:
             own = torch.stack([document_ids[:, 0], document_ids[:, -1]])
             ends = all_gather(own, self.axis, dim=0).unflatten(0, (self.size, 2))  # [cp, 2, B]
-        return self._borders(ends)
+        return self._shard_documents(ends)
 
-    def borders_of(self, ids: Tensor) -> ShardDocuments:
-        """The borders of any runs of tokens, whose ids [B, T] every rank has of whole rows; sends nothing."""
+    def shard_documents_of(self, ids: Tensor) -> ShardDocuments:
+        """As `shard_documents` for any runs of tokens, whose ids [B, T] every rank has in full; sends nothing."""
         shards = ids.unflatten(TOKENS, (self.size, -1))  # [B, cp, T/cp]
-        return self._borders(torch.stack([shards[..., 0].T, shards[..., -1].T], dim=1))
+        return self._shard_documents(torch.stack([shards[..., 0].T, shards[..., -1].T], dim=1))
 
-    def _borders(self, ends: Tensor) -> ShardDocuments:
-        """Borders of the ids at the first and the last token of each rank, [cp, 2, B]."""
+    def _shard_documents(self, ends: Tensor) -> ShardDocuments:
+        """From the ids at the first and the last token of each rank, [cp, 2, B]."""
         earlier = torch.ones(self.size, self.size, dtype=torch.bool, device=ends.device).tril(-1)
         same = ends[:, None, 0] == ends[None, :, 1]  # [cp, cp, B]
         return ShardDocuments(same & earlier[..., None], ends[self.axis.rank, 0] == ends[self.axis.rank, 1])
@@ -127,75 +127,75 @@ class ContextParallel:
         """The `shard` argument of a scan: this rank's shard of every sequence; None on an axis of size 1."""
         return None if documents is None else SequenceShard(self, documents)
 
-    def fold(self, state: Tensor, log_decay: Tensor, borders: ShardDocuments) -> Tensor:
-        """The state that enters this rank's tokens [B, H, K, V], of the document of the first of them, with gradients;
-        arguments as `SequenceShard.fold` has them."""
-        return SequenceShard(self, borders).fold(state, log_decay)
+    def fold(self, state: Tensor, log_decay: Tensor, documents: ShardDocuments) -> Tensor:
+        """The state [B, H, K, V] that enters this rank's tokens, of the first one's document, with gradients; arguments
+        as in `SequenceShard.fold`."""
+        return SequenceShard(self, documents).fold(state, log_decay)
 
-    def entering(self, state: Tensor, log_decay: Tensor, borders: ShardDocuments) -> Tensor:
-        """As `ops.split.Ranks` has it: S -> S_in, one exchange."""
-        return self._received(state, log_decay, borders, step=1)
+    def entering(self, state: Tensor, log_decay: Tensor, documents: ShardDocuments) -> Tensor:
+        """`StateExchange.entering`: S -> S_in, one state exchange."""
+        return self._exchange_states(state, log_decay, documents, step=1)
 
-    def leaving_gradient(self, gradient: Tensor, log_decay: Tensor, borders: ShardDocuments) -> Tensor:
-        """As `ops.split.Ranks` has it: dS_in -> dS, one exchange."""
-        return self._received(gradient, log_decay, borders, step=-1)
+    def leaving_gradient(self, gradient: Tensor, log_decay: Tensor, documents: ShardDocuments) -> Tensor:
+        """`StateExchange.leaving_gradient`: dS_in -> dS, one state exchange."""
+        return self._exchange_states(gradient, log_decay, documents, step=-1)
 
-    def _received(self, x: Tensor, log_decay: Tensor, borders: ShardDocuments, *, step: Direction) -> Tensor:
+    def _exchange_states(self, x: Tensor, log_decay: Tensor, documents: ShardDocuments, *, step: Direction) -> Tensor:
         if self.exchange == "all_gather":
-            return all_gather_states(x, log_decay, borders, axis=self.axis, step=step)
+            return all_gather_states(x, log_decay, documents, axis=self.axis, step=step)
         num_blocks = 1 if self.exchange == "ring" else self.size
-        return ring_states(x, log_decay, borders, axis=self.axis, step=step, num_blocks=num_blocks)
+        return ring_states(x, log_decay, documents, axis=self.axis, step=step, num_blocks=num_blocks)
 
-    def halo(self, x: Tensor, borders: ShardDocuments, document_ids: Tensor | None, *, width: int) -> Tensor:
-        """The `width` inputs before this rank's tokens, zero where they are of another document than the first token,
-        and before the row: x [B, T/cp, D] -> [B, width, D]. An all-gather of `width` tokens a rank forward, a
-        reduce-scatter backward."""
+    def halo(self, x: Tensor, documents: ShardDocuments, document_ids: Tensor | None, *, width: int) -> Tensor:
+        """The `width` inputs before this rank's tokens: x [B, T/cp, D] -> [B, width, D], zero before the sequence and
+        in documents other than the first token's. An all-gather of `width` tokens a rank forward, a reduce-scatter
+        backward."""
         num = min(width, x.shape[TOKENS])
         tail = x[:, -num:]
         if document_ids is not None:
             tail = tail.masked_fill((document_ids[:, -num:] != document_ids[:, -1:])[..., None], 0.0)
         tails = gather_from_axis(tail, self.axis, dim=TOKENS)  # [B, cp * num, D]
-        seen = borders.continues[self.axis.rank].T.repeat_interleave(num, dim=1)  # [B, cp * num]
-        known = functional.pad(tails.masked_fill(~seen[..., None], 0.0), (0, 0, width, 0))
-        return known.narrow(TOKENS, self.axis.rank * num, width)
+        continues = documents.continues[self.axis.rank].T.repeat_interleave(num, dim=1)  # [B, cp * num]
+        padded = functional.pad(tails.masked_fill(~continues[..., None], 0.0), (0, 0, width, 0))
+        return padded.narrow(TOKENS, self.axis.rank * num, width)
 
-    def around(self, first: Tensor, last: Tensor, borders: ShardDocuments) -> tuple[Tensor, Tensor]:
-        """The sums, over the ranks before and over those after, of what belongs to the run of tokens that this rank's
-        first token continues, and that its last token starts. Both [B, H, K, V], zero where there is nothing; an
-        all-gather of twice as much a rank forward, a reduce-scatter backward.
+    def neighbouring_run_sums(self, first: Tensor, last: Tensor, documents: ShardDocuments) -> tuple[Tensor, Tensor]:
+        """Sums over the ranks before, of the run of tokens that this rank's first token continues, and over the ranks
+        after, of the run that continues its last token. Both [B, H, K, V], zero without such a run; an all-gather of
+        twice as much a rank forward, a reduce-scatter backward.
 
         Args:
-            first, last: [B, H, K, V], what this rank's tokens add to the runs of the first and of the last of them.
-            borders: of the runs.
+            first, last: [B, H, K, V], the sums of this rank's tokens in the runs of its first and its last token.
+            documents: of the runs (`shard_documents_of`).
         """
         gathered = gather_from_axis(torch.stack([first, last])[None], self.axis, dim=0)  # [cp, 2, B, H, K, V]
-        rank, others = self.axis.rank, borders.continues[..., None, None, None]
+        rank, others = self.axis.rank, documents.continues[..., None, None, None]
         return gathered[:, 1].where(others[rank], 0.0).sum(0), gathered[:, 0].where(others[:, rank], 0.0).sum(0)
 
-    def total(self, x: Tensor) -> Tensor:
-        """Sums what every rank's tokens add, for use on every rank's tokens: all-reduce forward and backward."""
+    def all_reduce_both(self, x: Tensor) -> Tensor:
+        """Sums partial results whose sum every rank uses on its own tokens: all-reduce forward, all-reduce backward."""
         return copy_to_axis(reduce_from_axis(x, self.axis), self.axis)
 
     def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """From some tokens of all heads to all tokens of some heads: [B, T/cp, H, K] each -> [B, T, H/cp, K], cp a
-        divisor of each H. One all-to-all each way."""
+        """Reshards from tokens to heads: [B, T/cp, H, K] each -> [B, T, H/cp, K], cp a divisor of each H. One
+        all-to-all each way."""
         if self.size == 1:
             return tensors
-        parts = torch.cat([x.unflatten(2, (self.size, -1)) for x in tensors], dim=3)  # [B, T/cp, cp, sum of H/cp, K]
-        whole = all_to_all_over_axis(parts, self.axis, split=2, join=TOKENS).squeeze(2)
-        return whole.split([x.shape[2] // self.size for x in tensors], dim=2)
+        chunks = torch.cat([x.unflatten(2, (self.size, -1)) for x in tensors], dim=3)  # [B, T/cp, cp, sum of H/cp, K]
+        gathered = all_to_all_over_axis(chunks, self.axis, split_dim=2, concat_dim=TOKENS).squeeze(2)
+        return gathered.split([x.shape[2] // self.size for x in tensors], dim=2)
 
     def to_tokens(self, x: Tensor) -> Tensor:
-        """The way back: [B, T, H/cp, K] -> [B, T/cp, H, K]. One all-to-all each way."""
-        return all_to_all_over_axis(x, self.axis, split=TOKENS, join=2)
+        """Inverse of `to_heads`: [B, T, H/cp, K] -> [B, T/cp, H, K]. One all-to-all each way."""
+        return all_to_all_over_axis(x, self.axis, split_dim=TOKENS, concat_dim=2)
 
     def gather_tokens(self, x: Tensor) -> Tensor:
-        """[B, T/cp, ...] -> [B, T, ...] of every rank: all-gather forward, reduce-scatter backward."""
+        """[B, T/cp, ...] -> all ranks' tokens [B, T, ...]: all-gather forward, reduce-scatter backward."""
         return gather_from_axis(x, self.axis, dim=TOKENS)
 
     def pick_tokens(self, x: Tensor, index: Tensor, tp: TensorParallel) -> Tensor:
-        """Some tokens of the residual stream, zero where another rank has them: [B, T/cp or T/cp/tp, D] at the token
-        numbers index [B, P] of the whole row -> [B, P, D]. Sum them over the ranks."""
+        """Selected tokens of the residual stream, zero where another rank holds them: [B, T/cp or T/cp/tp, D] at the
+        positions index [B, P] of the full sequence -> [B, P, D]. Sum them over the ranks."""
         if self.size == 1:
             return tp.pick_tokens(x, index)
         length = x.shape[TOKENS] * (tp.size if tp.sequence_parallel else 1)
@@ -204,6 +204,6 @@ class ContextParallel:
         return tp.pick_tokens(x, index.masked_fill(absent, 0)).masked_fill(absent[..., None], 0.0)
 
     def reduce_scatter_tokens(self, x: Tensor) -> Tensor:
-        """An equal share of the rows that the ranks hold in parts: [B, P, D] -> the sum's [B, P/cp, D]. Reduce-scatter
+        """Sums partial results over the ranks, each of which keeps a shard: [B, P, D] -> [B, P/cp, D]. Reduce-scatter
         forward, all-gather backward."""
         return reduce_scatter_to_axis(x, self.axis, dim=TOKENS)

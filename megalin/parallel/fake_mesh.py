@@ -13,7 +13,7 @@ from torch import nn
 from torch.testing._internal.distributed import fake_pg  # noqa: F401
 
 from megalin.parallel.async_tensor_parallel import AsyncTPBuffers
-from megalin.parallel.collectives import EXCHANGE_TIMEOUT
+from megalin.parallel.collectives import COLLECTIVE_TIMEOUT
 from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.parallel.symmetric_memory import OpenMemory
 from megalin.parallel.tensor_parallel import TensorParallel
@@ -59,7 +59,7 @@ def fake_mesh(
         if async_tp:
             axis = mesh.tp.axis
             mesh.tp.buffers = AsyncTPBuffers(
-                axis.group_name, axis.rank, axis.size, _no_memory, timeout=EXCHANGE_TIMEOUT
+                axis.group_name, axis.rank, axis.size, _no_memory, timeout=COLLECTIVE_TIMEOUT
             )
         yield mesh
     finally:

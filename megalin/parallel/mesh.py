@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megalin.config import Config
 from megalin.errors import ConfigError
 from megalin.parallel.async_tensor_parallel import AsyncTPBuffers, TPOverlapName, open_async_tp_buffers
-from megalin.parallel.collectives import EXCHANGE_TIMEOUT, Axis, all_reduce
+from megalin.parallel.collectives import COLLECTIVE_TIMEOUT, Axis, all_reduce
 from megalin.parallel.context_parallel import ContextParallel, ExchangeName
 from megalin.parallel.pipeline_parallel import PipelineParallel, PPTransferName, ScheduleName
 from megalin.parallel.process_group import open_group
@@ -288,7 +288,7 @@ def _async_tp_buffers(config: ParallelConfig, device: torch.device, group: dist.
     """What copies the stream inside the tensor-parallel group; None where collectives send it."""
     if not config.may_use_async_tp:
         return None
-    copies = open_async_tp_buffers(device, group=group, timeout=EXCHANGE_TIMEOUT)
+    copies = open_async_tp_buffers(device, group=group, timeout=COLLECTIVE_TIMEOUT)
     if isinstance(copies, AsyncTPBuffers):
         return copies
     if config.tp_overlap == "symmetric_memory":

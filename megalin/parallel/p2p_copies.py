@@ -1,9 +1,9 @@
-"""Tensors that go to another GPU of the host by copy engines: no multiprocessor waits for them.
+"""Point-to-point transfers between GPUs of one host by copy engines, so that no multiprocessor waits for them.
 
-NCCL receives with a kernel that holds multiprocessors until the sender comes, and products beside it take 1.2 to 1.5
-times as long (docs/benchmarks/2026-11-22-h200-pipeline.md). Here the sender's copy engine writes the tensor into a slot
-of the receiver's memory and sets a signal, for which one warp of the receiver's stream waits when the tensor is needed.
-A slot is written again when the receiver has signalled that it is read.
+NCCL receives with a kernel that holds multiprocessors until the sender arrives, and matmuls that overlap with it take
+1.2 to 1.5 times as long (docs/benchmarks/2026-11-22-h200-pipeline.md). Here the sender's copy engine writes the tensor
+into a slot of the receiver's memory and sets a signal; one warp of the receiver's CUDA stream waits for it when the
+tensor is needed. A slot is written again once the receiver has signalled that it was read.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from torch import Tensor
 from megalin.parallel.symmetric_memory import SymmetricMemory, open_symmetric_memory
 
 SLOTS = 2
-"""Tensors of a line that may have been sent and not read: one is read while the next one comes."""
+"""Tensors of a channel that may be sent and unread: one is read while the next arrives."""
 
 
 class P2PChannels:
-    """Lines between the ranks of a group for tensors of one shape. A line is a number at the rank that receives.
+    """Point-to-point channels over symmetric memory, for tensors of one shape. A channel is identified by its index on
+    the receiving rank.
 
-    A rank sends on one stream: with three, the gaps between its kernels grew from 1.8 to 3.1 us (H200).
+    A rank sends on one CUDA stream: with three, the gaps between its kernels grew from 1.8 to 3.1 us (H200).
     """
 
     def __init__(
@@ -35,70 +36,70 @@ class P2PChannels:
         dtype: torch.dtype,
         *,
         timeout: timedelta,
-        stream: torch.cuda.Stream | None = None,
+        cuda_stream: torch.cuda.Stream | None = None,
         buffer: Tensor | None = None,
     ) -> None:
         """
         Args:
-            memory: of SLOTS tensors a line on each rank.
-            rank: this one, in the group.
-            shape, dtype: of what is sent.
-            timeout: how long a stream waits for another rank.
-            stream: from which this rank sends; None: from the one that computes.
-            buffer: this rank's part of the memory, where something must keep it.
+            memory: SLOTS tensors a channel on each rank.
+            rank: this rank's index in the group.
+            shape, dtype: of the tensors.
+            timeout: longest time that a CUDA stream waits for another rank.
+            cuda_stream: the stream that this rank sends on; None: the current one.
+            buffer: this rank's buffer of the memory, where something must keep it.
         """
-        self.memory, self.stream, self._rank, self._buffer = memory, stream, rank, buffer
+        self.memory, self.cuda_stream, self._rank, self._buffer = memory, cuda_stream, rank, buffer
         self._shape, self._dtype = tuple(shape), dtype
         self.milliseconds = round(timeout.total_seconds() * 1000)
 
-    def sender(self, to: int, line: int) -> Sender:
-        """This rank's end of line `line` of rank `to`."""
-        return Sender(self, to, line, self._slots(to, line))
+    def sender(self, to: int, channel: int) -> Sender:
+        """The sending end of channel `channel` of rank `to`."""
+        return Sender(self, to, channel, self._slots(to, channel))
 
-    def receiver(self, source: int, line: int) -> Receiver:
-        """This rank's end of its line `line`, which rank `source` sends on."""
-        return Receiver(self, source, line, self._slots(self._rank, line))
+    def receiver(self, source: int, channel: int) -> Receiver:
+        """The receiving end of this rank's channel `channel`, on which rank `source` sends."""
+        return Receiver(self, source, channel, self._slots(self._rank, channel))
 
-    def _slots(self, rank: int, line: int) -> list[Tensor]:
+    def _slots(self, rank: int, channel: int) -> list[Tensor]:
         size = torch.Size(self._shape).numel()
-        starts = (size * (SLOTS * line + slot) for slot in range(SLOTS))
+        starts = (size * (SLOTS * channel + slot) for slot in range(SLOTS))
         return [self.memory.get_buffer(rank, self._shape, self._dtype, start) for start in starts]
 
 
-class _Line:
-    """An end of a line: tensors pass the receiver's slots in turn. Slot i of line l has two signals: 2 (SLOTS l + i),
-    it is full, and the number after it, it is read."""
+class _ChannelEnd:
+    """One end of a channel. Tensors take the receiver's slots in turn. Slot i of channel c has two signals: number
+    2 (SLOTS c + i) when it is full, and the next number when it was read."""
 
-    def __init__(self, copies: P2PChannels, peer: int, line: int, slots: Sequence[Tensor]) -> None:
-        self._copies, self._peer, self._line, self._slots = copies, peer, line, slots
+    def __init__(self, channels: P2PChannels, peer: int, channel: int, slots: Sequence[Tensor]) -> None:
+        self._channels, self._peer, self._channel, self._slots = channels, peer, channel, slots
         self._count = 0
 
     def _next(self) -> tuple[Tensor, int, bool]:
-        """The slot whose turn it is, its first signal, and whether it was used before."""
+        """The next slot, its first signal, and whether the slot was used before."""
         turn, index = divmod(self._count, SLOTS)
         self._count += 1
-        return self._slots[index], 2 * (SLOTS * self._line + index), turn > 0
+        return self._slots[index], 2 * (SLOTS * self._channel + index), turn > 0
 
     def _wait(self, signal: int) -> None:
-        self._copies.memory.wait_signal(self._peer, signal, self._copies.milliseconds)
+        self._channels.memory.wait_signal(self._peer, signal, self._channels.milliseconds)
 
     def _set(self, signal: int) -> None:
-        self._copies.memory.put_signal(self._peer, signal, self._copies.milliseconds)
+        self._channels.memory.put_signal(self._peer, signal, self._channels.milliseconds)
 
 
-class Sender(_Line):
-    """The end that sends."""
+class Sender(_ChannelEnd):
+    """The sending end of a channel."""
 
     def send(self, tensor: Tensor) -> None:
-        """Sends what the current stream computes; on a GPU neither that stream nor the host waits."""
-        stream = self._copies.stream
-        if stream is None:
+        """Sends `tensor` after the current CUDA stream's work; on a GPU neither that stream nor the host waits."""
+        cuda_stream = self._channels.cuda_stream
+        if cuda_stream is None:
             self._copy(tensor)
             return
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        cuda_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(cuda_stream):
             self._copy(tensor)
-        tensor.record_stream(stream)
+        tensor.record_stream(cuda_stream)
 
     def _copy(self, tensor: Tensor) -> None:
         slot, full, used = self._next()
@@ -108,11 +109,11 @@ class Sender(_Line):
         self._set(full)
 
 
-class Receiver(_Line):
-    """The end that receives."""
+class Receiver(_ChannelEnd):
+    """The receiving end of a channel."""
 
     def receive(self, into: Tensor) -> None:
-        """Fills a tensor with the next one that was sent; the current stream waits for it."""
+        """Fills `into` with the next tensor sent; the current CUDA stream waits for it."""
         slot, full, _ = self._next()
         self._wait(full)
         into.detach().copy_(slot)
@@ -120,7 +121,7 @@ class Receiver(_Line):
 
 
 def open_channels(
-    num_lines: int,
+    num_channels: int,
     shape: Sequence[int],
     dtype: torch.dtype,
     device: torch.device,
@@ -128,14 +129,15 @@ def open_channels(
     group: dist.ProcessGroup,
     timeout: timedelta,
 ) -> P2PChannels | str:
-    """So many lines into each rank of the group; a collective.
+    """Opens `num_channels` channels into each rank of the group; a collective.
 
     Returns:
-        The lines; or, the same on every rank, why there are none.
+        The channels; or the reason why there are none, the same on every rank.
     """
-    numel = SLOTS * num_lines * torch.Size(shape).numel()
-    opened = open_symmetric_memory(numel, dtype, device, group, num_signals=2 * SLOTS * num_lines)
+    numel = SLOTS * num_channels * torch.Size(shape).numel()
+    opened = open_symmetric_memory(numel, dtype, device, group, num_signals=2 * SLOTS * num_channels)
     if isinstance(opened, str):
         return opened
-    stream = torch.cuda.Stream(device, priority=-1)
-    return P2PChannels(opened.memory, group.rank(), shape, dtype, timeout=timeout, stream=stream, buffer=opened.own)
+    memory, buffer = opened
+    cuda_stream = torch.cuda.Stream(device, priority=-1)
+    return P2PChannels(memory, group.rank(), shape, dtype, timeout=timeout, cuda_stream=cuda_stream, buffer=buffer)

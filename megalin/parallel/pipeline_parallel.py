@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 
 from megalin.errors import ConfigError
-from megalin.parallel.collectives import EXCHANGE_TIMEOUT, Axis, all_reduce
+from megalin.parallel.collectives import COLLECTIVE_TIMEOUT, Axis, all_reduce
 from megalin.parallel.p2p_copies import P2PChannels, open_channels
 from megalin.parallel.process_group import open_groups
 from megalin.parallel.tensor_parallel import local
@@ -262,7 +262,7 @@ def _open_lines(
         return None
     assert pp.group is not None
     num_lines = 2 * pp.num_stages // pp.size
-    copies = open_channels(num_lines, *stream, device, group=pp.group, timeout=EXCHANGE_TIMEOUT)
+    copies = open_channels(num_lines, *stream, device, group=pp.group, timeout=COLLECTIVE_TIMEOUT)
     if isinstance(copies, P2PChannels):
         return copies
     if transfer == "symmetric_memory":

@@ -1,4 +1,4 @@
-"""The process groups of a run: the default one, on this rank's device, and those of rows of ranks, as patient as it."""
+"""Process groups of a run: the default one, on this rank's device, and those of subsets of ranks, with its timeout."""
 
 from __future__ import annotations
 
@@ -13,52 +13,52 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from megalin.errors import ConfigError, RankFailedError
 from megalin.launch import Launch, launched
-from megalin.parallel.collectives import EXCHANGE_TIMEOUT, gather_objects
-from megalin.parallel.rank_failures import Rendezvous, answering, default_rendezvous, report_failed_ranks
+from megalin.parallel.collectives import COLLECTIVE_TIMEOUT, gather_objects
+from megalin.parallel.rank_failures import Rendezvous, default_rendezvous, liveness_responder, report_failed_ranks
 
 SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
-"""The variable by which NCCL lets ranks share a GPU."""
+"""Environment variable that makes NCCL allow several ranks on one GPU."""
 
 
 def compute_device() -> torch.device:
     """This rank's device: its local GPU where CUDA is available, else the CPU.
 
-    The only GPU that a process sees is its own (srun --gpus-per-task 1), or one that all ranks share, as NCCL lets them
-    from 2.30 on if NCCL_MULTI_RANK_GPU_ENABLE is 1: `process_group` refuses it where that is not set.
+    If a process has one visible GPU, that is its own (srun --gpus-per-task 1), or one that all ranks share: NCCL allows
+    it from 2.30 on if NCCL_MULTI_RANK_GPU_ENABLE is 1, and `process_group` refuses it otherwise.
 
     Raises:
-        ConfigError: where the launch is broken, or started more ranks on this host than it has GPUs.
+        ConfigError: the launch is broken, or started more ranks on this host than it has GPUs.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
     local_rank, count = launched().local_rank, torch.cuda.device_count()
     if local_rank >= count > 1:
         raise ConfigError(
-            f"LOCAL_RANK = {local_rank}, but this host shows {count} GPUs; start at most {count} ranks on it"
+            f"LOCAL_RANK = {local_rank}, but {count} GPUs are visible on this host; start at most {count} ranks on it"
         )
     return torch.device("cuda", local_rank if count > 1 else 0)
 
 
 @contextmanager
-def process_group(device: torch.device, *, timeout: timedelta = EXCHANGE_TIMEOUT) -> Iterator[None]:
+def process_group(device: torch.device, *, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Iterator[None]:
     """The default process group for the body: the launcher's ranks, or this process alone. NCCL on GPUs, else gloo.
 
     Raises:
-        ConfigError: ranks share a GPU, which was not asked for.
-        RankFailedError: an exchange failed, or ranks did not come; it names those that had no part in it.
+        ConfigError: ranks share a GPU without NCCL_MULTI_RANK_GPU_ENABLE.
+        RankFailedError: a collective failed, or ranks did not join; it names the ranks that did not take part.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    place = _meet(launched(), timeout)
+    rendezvous = _rendezvous(launched(), timeout)
     try:
-        with report_failed_ranks(place):
-            join(place, backend)
-        with report_failed_ranks(default_rendezvous()), answering(default_rendezvous()):
+        with report_failed_ranks(rendezvous):
+            init_default_group(rendezvous, backend)
+        with report_failed_ranks(default_rendezvous()), liveness_responder(default_rendezvous()):
             if device.type == "cuda":
                 refuse_shared_gpus(f"{socket.gethostname()}, {torch.cuda.get_device_properties(device).uuid}")
             yield
@@ -67,53 +67,55 @@ def process_group(device: torch.device, *, timeout: timedelta = EXCHANGE_TIMEOUT
             dist.destroy_process_group()
 
 
-def join(place: Rendezvous, backend: str) -> None:
-    """Makes the default process group of ranks that have met; returns where every rank has: one that left before, with
-    an error or without, would break the others' connections to it while they are made."""
-    store, rank, world_size, timeout = place
+def init_default_group(rendezvous: Rendezvous, backend: str) -> None:
+    """Creates the default process group; returns once every rank has joined it. A rank that left earlier, with or
+    without an error, would break the other ranks' connections while they are made."""
+    store, rank, world_size, timeout = rendezvous
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     store.set(f"joined/{rank}", "")
     store.wait([f"joined/{other}" for other in range(world_size)], timeout)
 
 
-def _meet(launch: Launch, timeout: timedelta) -> Rendezvous:
-    """Where all ranks have come. Raises ConfigError and RankFailedError, which names those that have not."""
+def _rendezvous(launch: Launch, timeout: timedelta) -> Rendezvous:
+    """The rendezvous of all ranks of the launch. Raises ConfigError, or RankFailedError that names missing ranks."""
     rank, world_size = launch.rank, launch.world_size
     if world_size == 1:
         return Rendezvous(dist.HashStore(), rank, world_size, timeout)  # type: ignore[attr-defined]
-    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
         store = _open_store(launch, timeout)
     except dist.DistError as error:
         if rank == 0:
-            raise ConfigError(f"rank 0 cannot open {place} ({error}); set MASTER_PORT to a port that is free") from None
-        raise RankFailedError(_missing([0], launch, timeout, place)) from error
+            raise ConfigError(f"rank 0 cannot open {address} ({error}); set MASTER_PORT to a free port") from None
+        raise RankFailedError(_missing([0], launch, timeout, address)) from error
     try:
-        store.set(f"came/{rank}", "")
-        if store.add("came", 1) == world_size:
-            store.set("all came", "")
+        store.set(f"arrived/{rank}", "")
+        if store.add("arrived", 1) == world_size:
+            store.set("all arrived", "")
         try:
-            store.wait(["all came"], timeout)
+            store.wait(["all arrived"], timeout)
         except dist.DistStoreError as error:
-            missing = [other for other in range(world_size) if not store.check([f"came/{other}"])]
-            raise RankFailedError(_missing(missing, launch, timeout, place)) from error
+            missing = [other for other in range(world_size) if not store.check([f"arrived/{other}"])]
+            raise RankFailedError(_missing(missing, launch, timeout, address)) from error
     except dist.DistError as error:
-        raise RankFailedError(f"rank {rank}: who keeps {place} ended before all ranks had met: {error}") from error
+        raise RankFailedError(
+            f"rank {rank}: the process that hosts {address} exited before all ranks had joined: {error}"
+        ) from error
     return Rendezvous(store, rank, world_size, timeout)
 
 
-def _missing(ranks: Sequence[int], launch: Launch, timeout: timedelta, place: str) -> str:
+def _missing(ranks: Sequence[int], launch: Launch, timeout: timedelta, address: str) -> str:
     return (
-        f"rank {launch.rank}: no word from rank {', '.join(map(str, ranks))} in the {timeout.total_seconds():g} s in "
-        f"which all {launch.world_size} were to meet at {place}; see what they print, whether they were started, and "
-        "whether their hosts reach this address"
+        f"rank {launch.rank}: timed out after {timeout.total_seconds():g} s waiting for rank "
+        f"{', '.join(map(str, ranks))} of {launch.world_size} to join {address}; see its output, and check that it "
+        "started and can reach this address"
     )
 
 
 def _open_store(launch: Launch, timeout: timedelta) -> dist.Store:  # type: ignore[name-defined]
-    """torchrun's store, or that of rank 0, which unlike torch's own rendezvous does not wait for ranks unseen."""
+    """torchrun's store, or rank 0's, which unlike torch's own rendezvous does not block until all ranks connect."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
-        return next(rendezvous("env://", timeout=timeout))[0]
+        return next(torch_rendezvous("env://", timeout=timeout))[0]
     return dist.TCPStore(  # type: ignore[attr-defined]
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
@@ -126,13 +128,13 @@ def _open_store(launch: Launch, timeout: timedelta) -> dist.Store:  # type: igno
 
 
 def refuse_shared_gpus(gpu: str) -> None:
-    """Where ranks have the same GPU, an error on all of them, before NCCL's own; a collective.
+    """Raises on all ranks where several have the same GPU, before NCCL does; a collective.
 
     Args:
         gpu: this rank's host and GPU.
 
     Raises:
-        ConfigError: which ranks share one, and NCCL_MULTI_RANK_GPU_ENABLE is not 1.
+        ConfigError: ranks share a GPU, which it names, and NCCL_MULTI_RANK_GPU_ENABLE is not 1.
     """
     if os.environ.get(SHARED_GPUS) == "1":
         return
@@ -146,20 +148,20 @@ def refuse_shared_gpus(gpu: str) -> None:
         )
 
 
-def open_groups(name: str, rows: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-    """Makes a group of each of these rows of ranks, none of which share one; returns that of this rank, None without.
+def open_groups(name: str, rank_lists: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+    """Makes a group of each of these disjoint lists of ranks; returns this rank's, None where it is in no list.
 
-    It waits as long as the default group does: those that torch makes for a device mesh wait half an hour. A collective
-    of all ranks of the run.
+    Groups have the timeout of the default group; those that torch makes for a device mesh wait half an hour. A
+    collective of all ranks of the run.
     """
     timeout = default_rendezvous().timeout
-    own: dist.ProcessGroup | None = dist.new_subgroups_by_enumeration(rows, timeout=timeout, group_desc=name)[0]
+    own: dist.ProcessGroup | None = dist.new_subgroups_by_enumeration(rank_lists, timeout=timeout, group_desc=name)[0]
     return own
 
 
 def open_group(name: str, ranks: Tensor, *dims: int) -> dist.ProcessGroup:
-    """The group of this rank's row along `dims` of `ranks`, which has every rank of the run once: the default group
-    where there is one row, else one of `open_groups`."""
+    """The group of this rank along `dims` of `ranks`, which holds every rank of the run once: the default group where
+    `dims` span all ranks, else one of `open_groups`."""
     size = math.prod(ranks.shape[dim] for dim in dims)
     group = dist.group.WORLD
     if size < ranks.numel():

@@ -1,4 +1,4 @@
-"""Ranks forked from a process that has loaded what they run: their results, and which of them failed."""
+"""Ranks forked from a process that has loaded their modules: their results, and the ranks that failed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from megalin.errors import RankFailedError
-from megalin.parallel.process_group import join
-from megalin.parallel.rank_failures import Rendezvous, answering, default_rendezvous, report_failed_ranks
+from megalin.parallel.process_group import init_default_group
+from megalin.parallel.rank_failures import Rendezvous, default_rendezvous, liveness_responder, report_failed_ranks
 
 _PRELOAD = [
     "numpy",
@@ -33,7 +33,7 @@ _PRELOAD = [
     "torch._dynamo",
     "torch._inductor.utils",
 ]
-"""What every rank needs; a fork has it at once."""
+"""Modules that every rank needs, loaded before the fork."""
 _COLLECTIVE_SECONDS = 600.0
 """The longest that a rank waits for another in one collective."""
 
@@ -51,22 +51,22 @@ def run_ranks(
     """Calls the module-level `function(*args)` on `world_size` gloo ranks; returns its results by rank.
 
     Args:
-        timeout: seconds for the whole; None: no limit but that of a collective.
+        timeout: seconds for the whole call; None: no limit besides that of a collective.
         collective_timeout: seconds for a collective; left out: two fifths of `timeout`, ten minutes at most.
-        preload: modules besides torch's that the process should load from which the ranks of all calls are forked; the
+        preload: modules besides torch's to load into the process that the ranks of all calls are forked from; the
             first call starts it.
 
     Raises:
-        RankFailedError: when a rank raises (its traceback), dies without a report, or does not answer in time.
+        RankFailedError: a rank raised (its traceback), died without a report, or did not report in time.
     """
     _context.set_forkserver_preload([*_PRELOAD, *preload])
     reports, done = _context.Queue(), _context.Event()
     if collective_timeout is None:
         collective_timeout = _COLLECTIVE_SECONDS if timeout is None else min(0.4 * timeout, _COLLECTIVE_SECONDS)
     with tempfile.TemporaryDirectory() as folder:
-        meet = (str(Path(folder) / "store"), world_size, collective_timeout)
+        place = (str(Path(folder) / "store"), world_size, collective_timeout)
         workers = [
-            _context.Process(target=_worker, args=(rank, meet, function, args, reports, done), daemon=True)
+            _context.Process(target=_worker, args=(rank, place, function, args, reports, done), daemon=True)
             for rank in range(world_size)
         ]
         for worker in workers:
@@ -82,35 +82,35 @@ def run_ranks(
     return [results[rank] for rank in range(world_size)]
 
 
-def _worker(rank: int, meet: tuple[str, int, float], function: Any, args: Any, reports: Any, done: Any) -> None:
-    """One rank. It leaves when all have answered, as others may still read what it sent."""
+def _worker(rank: int, place: tuple[str, int, float], function: Any, args: Any, reports: Any, done: Any) -> None:
+    """Runs one rank, which exits once all have reported: others may still read data that it sent."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    gc.freeze()  # what the fork came with stays: no collection walks through it, nor copies its pages
-    # Torch warns of every tensor that takes two all-gathers to become whole.
+    gc.freeze()  # objects from before the fork stay: no collection visits them, nor copies their pages
+    # Torch warns of every tensor that takes two all-gathers to become full.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    path, world_size, seconds = meet
+    path, world_size, seconds = place
     try:
         store = dist.FileStore(path, world_size)  # type: ignore[attr-defined]
         timeout = timedelta(seconds=seconds)
         store.set(f"started/{rank}", "")  # a fork may be slow where a collective may not
         store.wait([f"started/{other}" for other in range(world_size)], timedelta(seconds=_COLLECTIVE_SECONDS))
-        join(Rendezvous(store, rank, world_size, timeout), "gloo")
-        with report_failed_ranks(default_rendezvous()), answering(default_rendezvous()):
+        init_default_group(Rendezvous(store, rank, world_size, timeout), "gloo")
+        with report_failed_ranks(default_rendezvous()), liveness_responder(default_rendezvous()):
             result = function(*args)
         reports.put((rank, None, result))
     except BaseException:
         reports.put((rank, traceback.format_exc(), None))
         raise
     done.wait()
-    if dist.is_initialized():  # unless the function met others in a group of its own
+    if dist.is_initialized():  # unless the function replaced the group
         dist.destroy_process_group()
 
 
 def _collect(workers: list[Any], reports: Any, deadline: float | None) -> dict[int, Any]:
     results: dict[int, Any] = {}
     while len(results) < len(workers):
-        # Looked at first: what a rank said before it died can be read.
+        # Read first: the report of a rank that died later is then in the queue.
         codes = {rank: worker.exitcode for rank, worker in enumerate(workers) if worker.exitcode not in (None, 0)}
         try:
             rank, error, result = reports.get(timeout=0.2)
@@ -119,10 +119,10 @@ def _collect(workers: list[Any], reports: Any, deadline: float | None) -> dict[i
                 raise RankFailedError(f"{_deaths(codes)}; reported: {sorted(results)}") from None
             if deadline is not None and time.monotonic() > deadline:
                 silent = [str(rank) for rank in range(len(workers)) if rank not in results]
-                raise RankFailedError(f"timed out: no answer from rank {', '.join(silent)}") from None
+                raise RankFailedError(f"timed out: no result from rank {', '.join(silent)}") from None
             continue
         if error is not None:
-            # What broke this rank may be that another one was killed. A rank that raises ends with 1.
+            # The cause may be another rank that was killed. A rank that raises exits with 1.
             killed = _deaths({rank: code for rank, code in codes.items() if code != 1})
             raise RankFailedError(f"{killed}; then rank {rank}:\n{error}" if killed else f"rank {rank}:\n{error}")
         results[rank] = result

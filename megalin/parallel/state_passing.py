@@ -1,7 +1,7 @@
-"""The exchange of the fold over a split sequence, forward and backward: all states at once, or from rank to rank.
+"""State exchange of context parallelism, forward and backward: an all-gather of all states, or a ring.
 
-Forward (step 1) a rank receives of those before it, x_in(r) = sum over j < r of W_rj x_j; backward (step -1) of those
-after it, x_in(j) = sum over r > j of W_rj x_r. Each is the other's adjoint; W as in `ops.split`.
+Forward (step 1) a rank receives from those before it, x_in(r) = sum over j < r of W_rj x_j; backward (step -1) from
+those after it, x_in(j) = sum over r > j of W_rj x_r. Each is the other's adjoint; W as in `ops.scans.context_parallel`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Direction = Literal[1, -1]
 
 
 def all_gather_states(
-    state: Tensor, log_decay: Tensor, borders: ShardDocuments, *, axis: Axis, step: Direction
+    state: Tensor, log_decay: Tensor, documents: ShardDocuments, *, axis: Axis, step: Direction
 ) -> Tensor:
     """x_in [B, H, K, V] by an all-gather of every rank's x [B, H, K, V] and total decay (LASP-2)."""
     if log_decay.dim() == 2:
@@ -32,46 +32,47 @@ def all_gather_states(
     others = torch.arange(axis.size, device=state.device)
     if step == 1:
         between = (others[:, None] < others) & (others < axis.rank)  # [j, i]
-        continues = borders.continues[axis.rank]
+        continues = documents.continues[axis.rank]
     else:
         between = (others > axis.rank) & (others < others[:, None])  # [r, i]
-        continues = borders.continues[:, axis.rank]
+        continues = documents.continues[:, axis.rank]
     return (_weights(totals, between, continues) * states).sum(0)
 
 
 def ring_states(
-    state: Tensor, log_decay: Tensor, borders: ShardDocuments, *, axis: Axis, step: Direction, num_blocks: int
+    state: Tensor, log_decay: Tensor, documents: ShardDocuments, *, axis: Axis, step: Direction, num_blocks: int
 ) -> Tensor:
-    """x_in [B, H, K, V] by states that go from rank to rank, each adding its own:
-    x_in(r + step) = x(r) + exp(T_r) x_in(r) where the document goes on. A rank sends one state each way, however many
+    """x_in [B, H, K, V] by a ring, in which each rank adds its own state to the received one:
+    x_in(r + step) = x(r) + exp(T_r) x_in(r) where the document continues. A rank sends one state each way, however many
     ranks there are, and no decay; it waits for those before it.
 
-    In each turn every rank sends the block that it made out of what came in the turn before, so that all blocks are
-    on their way at once. All ranks take part in all turns, with nothing to send in some.
+    In each turn every rank sends the block computed from the one received in the turn before, so that all blocks are
+    in flight at once. All ranks take part in all turns, in some with nothing to send.
 
     Args:
-        num_blocks: blocks of the values that follow each other: one (LASP-1's ring), or several, so that a rank works
-            on one while the next travels (ZeCO).
+        num_blocks: blocks of the values, sent one after the other: one (LASP-1's ring), or several, so that a rank
+            computes one while the next is sent (ZeCO).
     """
-    passed = torch.exp(log_decay)[..., None].where(borders.through[:, None, None, None], 0.0)  # [B, H, K or 1, 1]
+    decay = torch.exp(log_decay)[..., None].where(documents.through[:, None, None, None], 0.0)  # [B, H, K or 1, 1]
     place, sender = (axis.rank, axis.rank - 1) if step == 1 else (axis.size - 1 - axis.rank, axis.rank + 1)
     own = state.tensor_split(num_blocks, dim=-1)
-    arrived = [torch.zeros_like(block) for block in own]
-    # Zero, but of the state: what a rank sends that has nothing to send must not look as if it could be sent before the
-    # state is there, or a compiled graph of the backward moves it into the forward.
-    baton = state[0, 0, 0, :1].clamp(0.0, 0.0)
+    entering = [torch.zeros_like(block) for block in own]
+    # A zero that depends on the state: without it a compiled graph could hoist the sends of a rank that has nothing to
+    # send above the state's computation, and moves those of the backward into the forward.
+    token = state[0, 0, 0, :1].clamp(0.0, 0.0)
     for turn in range(axis.size - 1 + num_blocks - 1):
-        sent, received = turn - place, turn - (place - 1)
-        payload, wanted = state.new_empty(0), 0
-        if place < axis.size - 1 and 0 <= sent < num_blocks:
-            payload = (own[sent] + passed * arrived[sent]).flatten()
-        if place > 0 and 0 <= received < num_blocks:
-            wanted = arrived[received].numel()
-        came, baton = ring_shift(payload, baton, axis, step=step, wanted=wanted)
-        if wanted:
-            kept = borders.continues[max(axis.rank, sender), min(axis.rank, sender)]
-            arrived[received] = came.view_as(arrived[received]).where(kept[:, None, None, None], 0.0)
-    return torch.cat(arrived, dim=-1) + baton
+        to_send, to_receive = turn - place, turn - (place - 1)  # indices of blocks
+        payload, num_expected = state.new_empty(0), 0
+        if place < axis.size - 1 and 0 <= to_send < num_blocks:
+            payload = (own[to_send] + decay * entering[to_send]).flatten()
+        if place > 0 and 0 <= to_receive < num_blocks:
+            num_expected = entering[to_receive].numel()
+        received, token = ring_shift(payload, token, axis, step=step, num_expected=num_expected)
+        if num_expected:
+            continues = documents.continues[max(axis.rank, sender), min(axis.rank, sender)]
+            block = received.view_as(entering[to_receive])
+            entering[to_receive] = block.where(continues[:, None, None, None], 0.0)
+    return torch.cat(entering, dim=-1) + token
 
 
 def _weights(totals: Tensor, between: Tensor, continues: Tensor) -> Tensor:
@@ -79,7 +80,7 @@ def _weights(totals: Tensor, between: Tensor, continues: Tensor) -> Tensor:
 
     Args:
         totals: T [cp, B or 1, H, K or 1].
-        between: [cp, cp] bool, for each other rank those between it and this one.
+        between: [cp, cp] bool, for each other rank the ranks between it and this one.
         continues: [cp, B] bool.
     """
     exponent = totals.where(between[..., None, None, None], 0.0).sum(1)

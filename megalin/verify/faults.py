@@ -78,67 +78,67 @@ class Probe(ContextParallel):
         super().__init__(axis, exchange=exchange)
         self.made: set[ExchangeKind] = set()
 
-    def entering(self, state: Tensor, log_decay: Tensor, borders: ShardDocuments) -> Tensor:
+    def entering(self, state: Tensor, log_decay: Tensor, documents: ShardDocuments) -> Tensor:
         self.made |= {"fold", "decay"} if log_decay.any() else {"fold"}
-        return super().entering(state, log_decay, borders)
+        return super().entering(state, log_decay, documents)
 
-    def halo(self, x: Tensor, borders: ShardDocuments, document_ids: Tensor | None, *, width: int) -> Tensor:
+    def halo(self, x: Tensor, documents: ShardDocuments, document_ids: Tensor | None, *, width: int) -> Tensor:
         self.made.add("halo")
-        return super().halo(x, borders, document_ids, width=width)
+        return super().halo(x, documents, document_ids, width=width)
 
     def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         self.made.add("heads")
         return super().to_heads(*tensors)
 
-    def total(self, x: Tensor) -> Tensor:
+    def all_reduce_both(self, x: Tensor) -> Tensor:
         self.made.add("sum")
-        return super().total(x)
+        return super().all_reduce_both(x)
 
-    def around(self, first: Tensor, last: Tensor, borders: ShardDocuments) -> tuple[Tensor, Tensor]:
+    def neighbouring_run_sums(self, first: Tensor, last: Tensor, documents: ShardDocuments) -> tuple[Tensor, Tensor]:
         self.made.add("neighbours")
-        return super().around(first, last, borders)
+        return super().neighbouring_run_sums(first, last, documents)
 
 
 class _DroppedDecay(ContextParallel):
     """A state passes through a rank's tokens as if they forgot nothing."""
 
-    def entering(self, state: Tensor, log_decay: Tensor, borders: ShardDocuments) -> Tensor:
-        return super().entering(state, torch.zeros_like(log_decay), borders)
+    def entering(self, state: Tensor, log_decay: Tensor, documents: ShardDocuments) -> Tensor:
+        return super().entering(state, torch.zeros_like(log_decay), documents)
 
-    def leaving_gradient(self, gradient: Tensor, log_decay: Tensor, borders: ShardDocuments) -> Tensor:
-        return super().leaving_gradient(gradient, torch.zeros_like(log_decay), borders)
+    def leaving_gradient(self, gradient: Tensor, log_decay: Tensor, documents: ShardDocuments) -> Tensor:
+        return super().leaving_gradient(gradient, torch.zeros_like(log_decay), documents)
 
 
 class _WrongNeighbour(ContextParallel):
     """A rank takes its own tokens' state for that of the rank before."""
 
-    def entering(self, state: Tensor, log_decay: Tensor, borders: ShardDocuments) -> Tensor:
-        return super().entering(state, log_decay, borders._replace(continues=borders.continues.roll(1, dims=1)))
+    def entering(self, state: Tensor, log_decay: Tensor, documents: ShardDocuments) -> Tensor:
+        return super().entering(state, log_decay, documents._replace(continues=documents.continues.roll(1, dims=1)))
 
-    def leaving_gradient(self, gradient: Tensor, log_decay: Tensor, borders: ShardDocuments) -> Tensor:
-        borders = borders._replace(continues=borders.continues.roll(1, dims=1))
-        return super().leaving_gradient(gradient, log_decay, borders)
+    def leaving_gradient(self, gradient: Tensor, log_decay: Tensor, documents: ShardDocuments) -> Tensor:
+        documents = documents._replace(continues=documents.continues.roll(1, dims=1))
+        return super().leaving_gradient(gradient, log_decay, documents)
 
 
 class _MissingAdjoint(ContextParallel):
     """The state that enters gives no gradient to the ranks it came from."""
 
-    def leaving_gradient(self, gradient: Tensor, log_decay: Tensor, borders: ShardDocuments) -> Tensor:
-        return torch.zeros_like(super().leaving_gradient(gradient, log_decay, borders))
+    def leaving_gradient(self, gradient: Tensor, log_decay: Tensor, documents: ShardDocuments) -> Tensor:
+        return torch.zeros_like(super().leaving_gradient(gradient, log_decay, documents))
 
 
 class _MissingHalo(ContextParallel):
     """A convolution or a window starts with the rank's first token."""
 
-    def halo(self, x: Tensor, borders: ShardDocuments, document_ids: Tensor | None, *, width: int) -> Tensor:
-        return torch.zeros_like(super().halo(x, borders, document_ids, width=width))
+    def halo(self, x: Tensor, documents: ShardDocuments, document_ids: Tensor | None, *, width: int) -> Tensor:
+        return torch.zeros_like(super().halo(x, documents, document_ids, width=width))
 
 
 class _MissingHaloAdjoint(ContextParallel):
     """The inputs that a convolution or a window borrows give no gradient to the ranks they came from."""
 
-    def halo(self, x: Tensor, borders: ShardDocuments, document_ids: Tensor | None, *, width: int) -> Tensor:
-        return super().halo(x.detach(), borders, document_ids, width=width)
+    def halo(self, x: Tensor, documents: ShardDocuments, document_ids: Tensor | None, *, width: int) -> Tensor:
+        return super().halo(x.detach(), documents, document_ids, width=width)
 
 
 class _SwappedSplitOrder(ContextParallel):
@@ -159,30 +159,30 @@ class _MissingExchangeAdjoint(ContextParallel):
 class _LocalSum(ContextParallel):
     """A sum over the row is that over a rank's own tokens."""
 
-    def total(self, x: Tensor) -> Tensor:
+    def all_reduce_both(self, x: Tensor) -> Tensor:
         return x * self.size
 
 
 class _MissingSumAdjoint(ContextParallel):
     """A sum over the row is whole, and its gradient that of a rank's own use."""
 
-    def total(self, x: Tensor) -> Tensor:
-        return super().total(x.detach()) + x - x.detach()
+    def all_reduce_both(self, x: Tensor) -> Tensor:
+        return super().all_reduce_both(x.detach()) + x - x.detach()
 
 
 class _MissingNeighbours(ContextParallel):
     """A window ends with the rank's tokens."""
 
-    def around(self, first: Tensor, last: Tensor, borders: ShardDocuments) -> tuple[Tensor, Tensor]:
-        before, after = super().around(first, last, borders)
+    def neighbouring_run_sums(self, first: Tensor, last: Tensor, documents: ShardDocuments) -> tuple[Tensor, Tensor]:
+        before, after = super().neighbouring_run_sums(first, last, documents)
         return torch.zeros_like(before), torch.zeros_like(after)
 
 
 class _MissingNeighbourAdjoint(ContextParallel):
     """What a window's other tokens add gives no gradient to the ranks it came from."""
 
-    def around(self, first: Tensor, last: Tensor, borders: ShardDocuments) -> tuple[Tensor, Tensor]:
-        return super().around(first.detach(), last.detach(), borders)
+    def neighbouring_run_sums(self, first: Tensor, last: Tensor, documents: ShardDocuments) -> tuple[Tensor, Tensor]:
+        return super().neighbouring_run_sums(first.detach(), last.detach(), documents)
 
 
 def _split_across_parts(model: nn.Module, mesh: Mesh) -> None:

@@ -73,13 +73,13 @@ def compare_values(device: torch.device) -> None:
 def repeat_with_delays(device: torch.device) -> None:
     """Ranks and streams that wait at random, and other work between: the bits of the first time."""
     copies, axis = opened(device, timedelta(seconds=60))
-    assert copies.stream is not None
+    assert copies.cuda_stream is not None
     parts = inputs(2, 4096, device)
     expected = layer(parts, axis, torch.bfloat16, by_copies=True)
     draw = random.Random(dist.get_rank())
     differing = torch.zeros((), dtype=torch.int64, device=device)
     for _ in range(300):
-        for stream in (torch.cuda.current_stream(), copies.stream):
+        for stream in (torch.cuda.current_stream(), copies.cuda_stream):
             if draw.random() < 0.5:
                 with torch.cuda.stream(stream):
                     torch.cuda._sleep(draw.randrange(10**6))

@@ -16,7 +16,7 @@ def test_ops(what):
 def test_a_rank_that_takes_no_part_is_named():
     run = on_gpus(2, "tests.gpu.async_tp_runs", "stall")
     assert run.returncode != 0
-    assert "rank 0: an exchange failed, no word from rank 1" in run.stderr, run.stderr[-4000:]
+    assert "rank 0: a collective failed, no response from rank 1" in run.stderr, run.stderr[-4000:]
 
 
 @pytest.mark.parametrize("model", ["transnormerllm-1b-64k", "hgrn2-1b", "rodimus-1.3b"])

@@ -32,4 +32,4 @@ def test_runs_by_copies_have_the_bits_of_runs_that_send(tmp_path):
 def test_a_rank_that_does_not_send_is_named():
     run = on_gpus(2, TRANSFERS, "stall")
     assert run.returncode != 0
-    assert "rank 0: an exchange failed, no word from rank 1" in run.stderr, run.stderr[-4000:]
+    assert "rank 0: a collective failed, no response from rank 1" in run.stderr, run.stderr[-4000:]

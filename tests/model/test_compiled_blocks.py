@@ -53,7 +53,7 @@ Found = dict[tuple[str, bool], tuple[Arrays, Arrays, int]]
 """By model, and whether activations are split along the sequence."""
 
 
-@patch.object(collectives, "WAITED_AT_ONCE", frozenset())  # as on a GPU
+@patch.object(collectives, "SYNCHRONOUS_DEVICES", frozenset())  # as on a GPU
 def _run() -> Found:
     """Eager and compiled, one layout with its collectives early, and how many graphs; what a first compilation sets up
     serves the others of this rank."""

@@ -54,7 +54,7 @@ def _scans() -> dict[tuple[str, str], Arrays]:
         cp = Mesh(ParallelConfig(cp=CP, cp_exchange=exchange), torch.device("cpu")).cp
         inputs, options = make_inputs(name)
         ids = cp.shard(options.pop("document_ids"))
-        shard = cp.sequence_shard(cp.borders(ids, ids))
+        shard = cp.sequence_shard(cp.shard_documents(ids, ids))
         leaves = {key: cp.shard(x).clone().requires_grad_() for key, x in inputs.items()}
         output = OPS[name].scan(**leaves, **options, document_ids=ids, shard=shard).output
         output.square().sum().backward()

@@ -118,7 +118,7 @@ def test_streams_of_all_shapes_share_memory(tmp_path):
 
     copies = AsyncTPBuffers("alone", 0, 2, open_memory, timeout=timedelta(seconds=1))
     for length in (8, 2, 8, 10, 14, 16, 40):
-        copies.exchange(torch.Size((1, length, 4)), torch.float32)
+        copies.op(torch.Size((1, length, 4)), torch.float32)
     assert opened == [64, 128, 320]
 
 

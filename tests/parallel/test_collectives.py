@@ -31,7 +31,9 @@ FUNCTIONS: dict[str, Callable[[Tensor, Axis], Tensor]] = {
     **{f"gather.{dim}": lambda x, axis, d=dim: gather_from_axis(x, axis, dim=d) for dim in range(3)},
     **{f"scatter.{dim}": lambda x, axis, d=dim: reduce_scatter_to_axis(x, axis, dim=d) for dim in range(3)},
     **{
-        f"exchange.{split}.{join}": lambda x, axis, s=split, j=join: all_to_all_over_axis(x, axis, split=s, join=j)
+        f"exchange.{split}.{join}": lambda x, axis, s=split, j=join: all_to_all_over_axis(
+            x, axis, split_dim=s, concat_dim=j
+        )
         for split in range(3)
         for join in range(3)
     },

@@ -63,7 +63,7 @@ def _on_ranks() -> dict[tuple[str, str, bool], Arrays]:
         x = cp.shard(given["x"]).detach().requires_grad_()
         state = given["state"][rank].detach().requires_grad_()
         log_decay = given["log_decay"][min(rank, len(given["log_decay"]) - 1)].detach().requires_grad_()
-        borders = cp.borders(x[..., 0], ids)
+        borders = cp.shard_documents(x[..., 0], ids)
         entering = cp.fold(state, log_decay, borders)
         halo = cp.halo(x, borders, ids, width=WIDTH)
         ((entering * given["weight"][rank]).sum() + (halo * given["halo_weight"][rank]).sum()).backward()
@@ -149,8 +149,8 @@ def _sums() -> tuple[Arrays, Arrays]:
     added = normal(size, 2, BATCH, HEADS, KEY, VALUE, seed=0)  # to the runs of the first and of the last token
     weight = normal(size, 2, BATCH, HEADS, KEY, VALUE, seed=1)
     first, last = (x.detach().requires_grad_() for x in added[rank])
-    borders, exchanged = cp.borders_of(ids), cp.borders(cp.shard(ids), cp.shard(ids))
-    before, after = cp.around(first, last, borders)
+    borders, exchanged = cp.shard_documents_of(ids), cp.shard_documents(cp.shard(ids), cp.shard(ids))
+    before, after = cp.neighbouring_run_sums(first, last, borders)
     (before * weight[rank, 0] + after * weight[rank, 1]).sum().backward()
     q, v = normal(BATCH, size * SHARD, 2 * size, KEY, seed=2), normal(BATCH, size * SHARD, size, KEY, seed=3)
     own_q, own_v = cp.to_heads(cp.shard(q), cp.shard(v))
@@ -174,7 +174,7 @@ def _long_halo() -> tuple[object, object]:
     cp = cp_of_all()
     x = normal(BATCH, 2 * cp.size, VALUE, seed=0)
     own = cp.shard(x)
-    halo = cp.halo(own, cp.borders(own[..., 0], None), None, width=5)
+    halo = cp.halo(own, cp.shard_documents(own[..., 0], None), None, width=5)
     padded = torch.nn.functional.pad(x, (0, 0, 5, 0))
     return halo.numpy().copy(), padded[:, 2 * cp.axis.rank : 2 * cp.axis.rank + 5].numpy().copy()
 
@@ -189,7 +189,7 @@ def _strong(exchange: ExchangeName) -> tuple[bool, list[float]]:
     cp = cp_of_all(exchange)
     state = torch.ones(1, 1, 2, 1, requires_grad=True)
     log_decay = torch.tensor([[[-1e30, 0.0]]], requires_grad=True)
-    entering = cp.fold(state, log_decay, cp.borders(torch.zeros(1, 4), None))
+    entering = cp.fold(state, log_decay, cp.shard_documents(torch.zeros(1, 4), None))
     entering.sum().backward()
     finite = all(bool(x.isfinite().all()) for x in (entering, state.grad, log_decay.grad))
     return finite, all_gather(entering.detach().flatten(), cp.axis, dim=0).tolist()
@@ -205,7 +205,7 @@ def test_decays_may_be_as_strong_as_any_number(exchange):
 def test_axis_of_one_rank_has_no_borders_and_whole_rows():
     cp = ContextParallel()
     tokens = torch.zeros(2, 7, dtype=torch.int64)
-    assert cp.borders(tokens, None) is None
+    assert cp.shard_documents(tokens, None) is None
     assert torch.equal(cp.shard(tokens), tokens)
     assert cp.positions(tokens).tolist() == list(range(7))
 

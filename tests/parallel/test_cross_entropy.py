@@ -99,7 +99,7 @@ def _head(axis: Axis, backend: str) -> dict[str, Tensor]:
     return {f"{backend}.loss": loss, f"{backend}.x": all_reduce(x.grad, axis), f"{backend}.weight": gradient}
 
 
-@patch.object(collectives, "WAITED_AT_ONCE", frozenset())  # as on a GPU
+@patch.object(collectives, "SYNCHRONOUS_DEVICES", frozenset())  # as on a GPU
 def _run_head() -> Arrays:
     import tests.interpreter  # noqa: F401
 

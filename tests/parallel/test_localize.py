@@ -62,7 +62,7 @@ def _shared() -> None:
     grad = functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD)
     assert isinstance(grad, functional.AsyncCollectiveTensor)
     first.bias.backward(grad)
-    with patch.object(collectives, "WAITED_AT_ONCE", frozenset()):  # as on a GPU
+    with patch.object(collectives, "SYNCHRONOUS_DEVICES", frozenset()):  # as on a GPU
         mesh.tp.all_reduce_gradient(second.bias).sum().backward()
     for bias in (first.bias, second.bias):
         assert type(bias.grad) is torch.Tensor

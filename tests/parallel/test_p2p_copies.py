@@ -84,7 +84,9 @@ def train_by_copies(config: Path, folder: Path, *overrides: str) -> int:
     """A run whose stages' memory is a shared file; how many tensors were sent beside it in the steps."""
     number = 0
 
-    def lines(num_lines: int, shape: tuple[int, ...], dtype: torch.dtype, device: Any, *, group: Any, **_: Any) -> Any:
+    def lines(
+        num_channels: int, shape: tuple[int, ...], dtype: torch.dtype, device: Any, *, group: Any, **_: Any
+    ) -> Any:
         nonlocal number
         column = dist.get_rank() % (dist.get_world_size() // group.size())
         here = folder / f"memory-{number}-{column}"
@@ -92,7 +94,7 @@ def train_by_copies(config: Path, folder: Path, *overrides: str) -> int:
         if group.rank() == 0:
             here.mkdir(parents=True)
         dist.barrier(group)
-        numel = num_lines * SLOTS * torch.Size(shape).numel()
+        numel = num_channels * SLOTS * torch.Size(shape).numel()
         memory = SharedMemory(here, group.rank(), group.size(), numel, dtype)
         return P2PChannels(memory, group.rank(), shape, dtype, timeout=timedelta(seconds=20))
 
