@@ -1,4 +1,4 @@
-"""AdamW over plain or distributed parameters, with weight decay only where a module wants it."""
+"""AdamW over plain tensors or DTensors, with weight decay on selected parameters only."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class OptimizerConfig(Config):
     """Added to the square root of the second moment."""
 
     weight_decay: float = pydantic.Field(default=0.1, ge=0.0, allow_inf_nan=False)
-    """Decoupled decay per step and unit of learning rate; norm weights, biases and the like are left out."""
+    """Decoupled decay per step and unit of learning rate; norm weights, biases and the like do not decay."""
 
     max_grad_norm: float | None = pydantic.Field(default=None, gt=0.0, allow_inf_nan=False)
-    """Global gradient norm that gradients are scaled down to; absent: no clipping."""
+    """Largest global gradient norm: gradients above it are scaled down to it; absent: no clipping."""
 
 
 class _LocalAdamW(torch.optim.AdamW):
-    """Updates what this rank holds of each weight, which is all that an elementwise update needs. For DTensors torch
-    would match the placements of every weight, gradient and moment first."""
+    """Updates this rank's shard of each weight, which suffices for an elementwise update. With DTensors torch would
+    match the placements of every weight, gradient and moment first."""
 
     def _init_group(self, *args: Any) -> Any:
-        """Fills the lists that come after the group: weights, gradients, moments, counts of steps."""
+        """Fills the lists after the group (weights, gradients, moments, step counts) with local tensors."""
         has_complex = super()._init_group(*args)
         for tensors in args[1:]:
             tensors[:] = map(local, tensors)
@@ -49,15 +49,15 @@ class _LocalAdamW(torch.optim.AdamW):
 def build_optimizer(
     model: nn.Module, config: OptimizerConfig, no_decay: Collection[str], *, plain: bool = False
 ) -> torch.optim.AdamW:
-    """Torch's fused AdamW over the trainable parameters of `model`, plain tensors or DTensors, on CPU or CUDA.
+    """Builds torch's fused AdamW over the trainable parameters of `model`, plain tensors or DTensors, on CPU or CUDA.
 
     Call it after sharding. State has the dtype and placements of its parameter. Groups carry the parameters' names
     (`param_names`), for checkpoints.
 
     Args:
-        no_decay: global names of parameters without weight decay; names that this model does not hold (another
-            pipeline stage's) are ignored. An attribute on the parameter would not survive `fully_shard`.
-        plain: no parameter is a DTensor; the optimizer is torch's own class, which DeepSpeed insists on.
+        no_decay: global names of parameters without weight decay; names that are not in this model (another pipeline
+            stage's) are ignored. An attribute on the parameter would not survive `fully_shard`.
+        plain: no parameter is a DTensor; the optimizer is torch's own class, which DeepSpeed requires.
     """
     kind = torch.optim.AdamW if plain else _LocalAdamW
     groups = parameter_groups(model, config, no_decay)
@@ -65,7 +65,7 @@ def build_optimizer(
 
 
 def parameter_groups(model: nn.Module, config: OptimizerConfig, no_decay: Collection[str]) -> list[dict[str, Any]]:
-    """The trainable parameters with their names, as optimizers take them: with weight decay, then without."""
+    """Parameter groups of the trainable parameters with their names: with weight decay, then without."""
     decayed: list[tuple[str, nn.Parameter]] = []
     kept: list[tuple[str, nn.Parameter]] = []
     for name, parameter in model.named_parameters():
@@ -96,6 +96,6 @@ def clear_non_finite(optimizer: torch.optim.AdamW) -> None:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Sets the rate of the next update in every group."""
+    """Sets the learning rate of the next update in every group."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate

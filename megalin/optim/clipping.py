@@ -1,4 +1,4 @@
-"""The global gradient norm, each element counted once over every mesh axis, and clipping to it."""
+"""Clipping by the global gradient norm, with each element counted once over every mesh axis."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megalin.parallel.collectives import Axis, all_reduce
 
 
 class GradientNorms(NamedTuple):
-    """L2 norms of gradients before clipping, of their dtype and on their device."""
+    """L2 norms of gradients before clipping, in their dtype and on their device."""
 
-    whole: Tensor
+    global_norm: Tensor
     """[], of all global gradients; equal on every rank."""
-    parts: Tensor
-    """[P], of what this rank holds of each parameter's gradient, in the order of the parameters that have one."""
+    local_norms: Tensor
+    """[P], of this rank's shard of each gradient, in the order of the parameters that have one."""
 
 
 @torch.no_grad()
@@ -33,50 +33,50 @@ def clip_gradients(
 ) -> GradientNorms:
     """Scales the gradients in place by min(1, max_norm / (norm + 1e-6)); returns the norms before that.
 
-    norm = sqrt(sum of g^2 over the elements of all global gradients): slices on a sharded axis add up, copies on a
+    norm = sqrt(sum of g^2 over the elements of all global gradients): shards add up over a sharded axis, replicas on a
     replicated axis count once. Gradients are fp32 (fp64 in verification), plain tensors or DTensors without partial
-    placements. Every rank of the mesh calls this with the same parameters; one without a gradient has none on any.
-    A norm that is not finite is returned as it is, for the caller to stop on.
+    placements. Every rank of the mesh calls this with the same parameters; one without a gradient has none on any
+    rank. A non-finite norm is returned unchanged, for the caller to raise.
 
     Args:
-        max_norm: None only measures.
-        counted_elsewhere: parameters that another stage of a pipeline holds and counts too.
-        stages: the pipeline axis, over whose ranks the parameters of the model are spread.
+        max_norm: None measures without scaling.
+        counted_elsewhere: parameters that another pipeline stage holds too and counts.
+        stages: the pipeline axis, over whose ranks the model's parameters are distributed.
     """
     copies = {id(parameter) for parameter in counted_elsewhere}
-    given = [parameter for parameter in parameters if parameter.grad is not None]
-    gradients = [parameter.grad for parameter in given if parameter.grad is not None]
+    with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in with_gradient if parameter.grad is not None]
     dtypes = {gradient.dtype for gradient in gradients}
-    assert dtypes in ({torch.float32}, {torch.float64}), f"gradients of {dtypes}, want one of fp32, fp64"
+    assert dtypes in ({torch.float32}, {torch.float64}), f"gradients of {dtypes}, not all fp32 or all fp64"
     # Plain local tensors from here on: DTensor's own dispatch takes seconds on the first call and warns about each
     # reduction over two axes.
     local_gradients = [_local(gradient) for gradient in gradients]
-    parts = torch.stack(torch._foreach_norm(local_gradients))
-    square = _sum_of_squares(gradients, parts, [id(parameter) not in copies for parameter in given])
+    local_norms = torch.stack(torch._foreach_norm(local_gradients))
+    square = _sum_of_squares(gradients, local_norms, [id(parameter) not in copies for parameter in with_gradient])
     norm = (square if stages is None else all_reduce(square, stages)).sqrt()
     if max_norm is not None:
-        # A norm that is NaN would spoil every gradient, and with that who reports it: it scales nothing.
+        # A NaN norm would make every gradient NaN and hide the parameter at fault: it scales nothing.
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).nan_to_num(nan=1.0)
         torch._foreach_mul_(local_gradients, scale)
-    return GradientNorms(norm, parts)
+    return GradientNorms(norm, local_norms)
 
 
-def _sum_of_squares(gradients: list[Tensor], parts: Tensor, counted: list[bool]) -> Tensor:
-    """Sum of g^2 over all global gradients that are counted, of the norms of what this rank holds of each: [], one
-    scalar all-reduce for each set of sharded axes and axis in it."""
+def _sum_of_squares(gradients: list[Tensor], local_norms: Tensor, counted: list[bool]) -> Tensor:
+    """Sum of g^2 [] over all counted global gradients, from the norms of this rank's shards: one scalar all-reduce for
+    each axis in each set of sharded axes."""
     by_axes: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
     groups: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
     for index, gradient in enumerate(gradients):
         if not counted[index]:
             continue
-        # By number: meshes that are equal may have process groups of their own.
+        # By axis number: equal meshes may have different process groups.
         axes = _sharded_axes(gradient)
         by_axes[axes].append(index)
         if isinstance(gradient, DTensor) and axes not in groups:
             groups[axes] = [gradient.device_mesh.get_group(axis) for axis in axes]
-    total = parts.new_zeros(())
-    norms = parts.unbind()
-    # In the order of the parameters, which is that of every rank.
+    total = local_norms.new_zeros(())
+    norms = local_norms.unbind()
+    # In the order of the parameters, which is the same on every rank.
     for axes, indices in by_axes.items():
         square = torch.linalg.vector_norm(torch.stack([norms[index] for index in indices])).square()
         for group in groups.get(axes, []):
@@ -86,7 +86,7 @@ def _sum_of_squares(gradients: list[Tensor], parts: Tensor, counted: list[bool])
 
 
 def _sharded_axes(gradient: Tensor) -> tuple[int, ...]:
-    """The mesh axes over which the elements of `gradient` are spread."""
+    """The mesh axes over which `gradient` is sharded."""
     if not isinstance(gradient, DTensor):
         return ()
     placements = gradient.placements

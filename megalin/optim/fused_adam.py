@@ -1,4 +1,4 @@
-"""AdamW over plain tensors: apex's FusedAdam where it is there and agrees with torch's, else torch's."""
+"""AdamW over plain tensors: apex's FusedAdam if it is installed and agrees with torch's AdamW, else torch's."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from megalin.ops.dispatch.backend import Compiled
 from megalin.optim.adamw import OptimizerConfig, build_optimizer, parameter_groups
 
 _BOUND = 1e-5
-"""Relative error of the self-test: what fp32 rounds in a few steps, far below another rule."""
+"""Largest relative error in the self-test: above fp32 rounding over a few steps, far below another update rule."""
 _STEPS = 3
 
 
 def build_plain_optimizer(
-    model: nn.Module, config: OptimizerConfig, no_decay: Collection[str], *, device: torch.device, by_parts: bool
+    model: nn.Module, config: OptimizerConfig, no_decay: Collection[str], *, device: torch.device, group_by_group: bool
 ) -> torch.optim.Optimizer:
-    """AdamW over the trainable parameters of `model`, plain fp32 tensors, with the state that torch's AdamW has.
+    """Builds AdamW over the trainable parameters of `model`, plain fp32 tensors, with the state of torch's AdamW.
 
-    Which one it is, is a choice as that of kernels: op "adamw", reference for torch's.
+    The implementation is selected like a kernel: op "adamw", with torch's AdamW as the reference.
 
     Args:
-        no_decay: as `build_optimizer` takes it.
-        device: where weights and moments lie at the update.
-        by_parts: whether a step updates one group at a time while the others are empty, which apex fails at.
+        no_decay: as in `build_optimizer`.
+        device: device of weights and moments at the update.
+        group_by_group: a step updates one group at a time while the others are empty, which apex does not support.
 
     Raises:
-        KernelError: MEGALIN_KERNELS asks for apex, and it cannot run.
+        KernelError: MEGALIN_KERNELS requests apex, and it cannot run.
     """
-    unsupported = "groups without parameters" if by_parts else ""
+    unsupported = "groups without parameters" if group_by_group else ""
     if backend.choose("adamw", "auto", device.type, unsupported) == "apex":
         return _fused_adam(parameter_groups(model, config, no_decay), config)
     return build_optimizer(model, config, no_decay, plain=True)
@@ -43,13 +43,13 @@ def _fused_adam(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.
 
     betas = (config.betas[0], config.betas[1])
     optimizer: torch.optim.Optimizer = FusedAdam(groups, lr=config.lr, betas=betas, eps=config.eps)
-    optimizer.register_step_pre_hook(_tell_step)
+    optimizer.register_step_pre_hook(_set_group_steps)
     optimizer.register_step_post_hook(_count_step)
     return optimizer
 
 
-def _tell_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """apex counts the steps of a group, in the group; a checkpoint has the count of each parameter, as torch does."""
+def _set_group_steps(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Sets the step count of each group, where apex reads it; checkpoints and torch keep one per parameter."""
     for group in optimizer.param_groups:
         counts = {int(_state(optimizer, parameter)["step"]) for parameter in group["params"]}
         assert len(counts) <= 1, f"parameters of one group have taken {counts} steps"
@@ -71,9 +71,9 @@ def _state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[st
 
 
 def _self_test(name: Compiled, device: str) -> str:
-    """Weights and moments after a few steps, with and without decay, beside torch's AdamW."""
+    """Compares weights and moments after a few steps, with and without decay, with torch's AdamW."""
     assert name == "apex", name
-    if reason := apex.reason_against("amp_C"):
+    if reason := apex.unavailable_reason("amp_C"):
         return reason
     config = OptimizerConfig(lr=0.01, betas=[0.9, 0.95], weight_decay=0.1)
     generator = torch.Generator().manual_seed(0)

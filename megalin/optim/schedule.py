@@ -13,7 +13,7 @@ from megalin.optim.adamw import OptimizerConfig
 
 
 class ScheduleConfig(Config):
-    """The shape of the learning rate over a run; the peak is `OptimizerConfig.lr`."""
+    """Shape of the learning rate over a run; the peak is `OptimizerConfig.lr`."""
 
     type: Literal["cosine", "wsd", "constant"] = "cosine"
     """After the warmup: half a cosine to the minimum, constant with a linear decay at the end, or constant."""
@@ -45,13 +45,13 @@ class ScheduleConfig(Config):
         return self
 
     def problems(self, total_steps: int) -> list[str]:
-        """What keeps this schedule from fitting a run of `total_steps`; empty when it fits."""
+        """Reasons why this schedule does not fit a run of `total_steps`; empty if it fits."""
         decay_steps = self.decay_steps or 0
         if self.warmup_steps + decay_steps <= total_steps:
             return []
-        asked = f"warmup_steps = {self.warmup_steps}"
-        asked += f" plus decay_steps = {decay_steps} are" if decay_steps else " is"
-        return [f"{asked} more than the {total_steps} steps of the run; shorten them or train longer"]
+        steps = f"warmup_steps = {self.warmup_steps}"
+        steps += f" plus decay_steps = {decay_steps} are" if decay_steps else " is"
+        return [f"{steps} more than the {total_steps} steps of the run; shorten them or train longer"]
 
 
 def learning_rate(optimizer: OptimizerConfig, schedule: ScheduleConfig, step: int, total_steps: int) -> float:
@@ -64,26 +64,26 @@ def learning_rate(optimizer: OptimizerConfig, schedule: ScheduleConfig, step: in
         cosine       lr * (r + (1 - r) * (1 + cos(pi * (s - W) / (N - W))) / 2)
         wsd          lr * (1 - (1 - r) * max(0, s - (N - D)) / D)
 
-    So the warmup's last step has the peak and the run's last step exactly lr * r (unless constant); no step is lost
-    on a rate of zero at the start.
+    The warmup's last step has the peak and the run's last step exactly lr * r (unless constant); no step is lost on a
+    rate of zero at the start.
 
     Raises:
-        ConfigError: when warmup and decay do not fit into `total_steps`.
+        ConfigError: warmup and decay do not fit into `total_steps`.
     """
     assert 0 <= step < total_steps, f"step {step} is outside a run of {total_steps} steps"
     problems = schedule.problems(total_steps)
     if problems:
         raise ConfigError("\n".join(problems))
-    done, warmup, floor = step + 1, schedule.warmup_steps, schedule.min_lr_ratio
+    done, warmup, min_ratio = step + 1, schedule.warmup_steps, schedule.min_lr_ratio
     if done <= warmup:
         return optimizer.lr * done / warmup
     if schedule.type == "cosine":
         if done == total_steps:
-            return optimizer.lr * floor
+            return optimizer.lr * min_ratio
         cosine = math.cos(math.pi * (done - warmup) / (total_steps - warmup))
-        return optimizer.lr * (floor + (1.0 - floor) * 0.5 * (1.0 + cosine))
+        return optimizer.lr * (min_ratio + (1.0 - min_ratio) * 0.5 * (1.0 + cosine))
     if schedule.type == "wsd":
         assert schedule.decay_steps is not None
         decayed = max(0, done - (total_steps - schedule.decay_steps)) / schedule.decay_steps
-        return optimizer.lr * (1.0 - (1.0 - floor) * decayed)
+        return optimizer.lr * (1.0 - (1.0 - min_ratio) * decayed)
     return optimizer.lr

@@ -125,7 +125,7 @@ class DeepSpeedEngine:
             config.optimizer,
             no_decay=self.model.no_decay_names(),
             device=_update_device(self.settings, mesh.device),
-            by_parts=self._stage == 3,
+            group_by_group=self._stage == 3,
         )
         self._engine = _initialize(self.model, optimizer, self.settings, mesh)
         self._optimizer: torch.optim.Optimizer = self._engine.basic_optimizer

@@ -190,8 +190,8 @@ def apply_gradients(
         )
     else:
         norms = clip_gradients(given.values(), max_grad_norm)
-    values = torch.stack([losses.sum(), norms.whole.to(losses.dtype), counts[0].to(losses.dtype), *losses])
-    scalars = torch.cat([values, norms.parts.to(losses.dtype)])
+    values = torch.stack([losses.sum(), norms.global_norm.to(losses.dtype), counts[0].to(losses.dtype), *losses])
+    scalars = torch.cat([values, norms.local_norms.to(losses.dtype)])
     pending = _LaunchedStep(model, optimizer, list(given), scalars, timer.end(), step)
     step_if_finite(values.isfinite().all(), optimizer)
     optimizer.zero_grad(set_to_none=True)

@@ -30,8 +30,10 @@ def _model():
     return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7))
 
 
-def _plain(model, *, by_parts=False):
-    return build_plain_optimizer(model, CONFIG, no_decay=["1.weight", "1.bias"], device=CPU, by_parts=by_parts)
+def _plain(model, *, group_by_group=False):
+    return build_plain_optimizer(
+        model, CONFIG, no_decay=["1.weight", "1.bias"], device=CPU, group_by_group=group_by_group
+    )
 
 
 def _train(model, optimizer, steps):
@@ -97,9 +99,9 @@ def test_another_rule_does_not_pass_the_self_test(apex, replace):
 def test_groups_without_parameters_are_left_to_torch(apex, monkeypatch):
     apex()
     with pytest.raises(KernelError, match="adamw: the apex kernel does not take groups without parameters"):
-        _plain(_model(), by_parts=True)
+        _plain(_model(), group_by_group=True)
     monkeypatch.delenv("MEGALIN_KERNELS")
-    assert isinstance(_plain(_model(), by_parts=True), torch.optim.AdamW)
+    assert isinstance(_plain(_model(), group_by_group=True), torch.optim.AdamW)
     assert backend.used()["adamw"].reason == "no kernel takes groups without parameters"
 
 

@@ -63,7 +63,7 @@ def _train(model: Quadratic, batches: list[int]) -> tuple[list[float], dict[str,
         optimizer.zero_grad()
         for batch in batches:
             model(_draw(seed=1 + NUM_BATCHES * step + batch)).backward()
-        norm = clip_gradients(model.parameters(), CONFIG.max_grad_norm).whole
+        norm = clip_gradients(model.parameters(), CONFIG.max_grad_norm).global_norm
         assert not isinstance(norm, DTensor)
         norms.append(norm.item())
         set_learning_rate(optimizer, learning_rate(CONFIG, SCHEDULE, step, STEPS))
@@ -102,7 +102,7 @@ def test_norm_of_one_process_counts_every_element():
     model(_draw(seed=5)).backward()
     gradients = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
     before = gradients.clone()
-    assert clip_gradients(model.parameters(), None).whole.item() == pytest.approx(before.norm().item(), rel=1e-14)
+    assert clip_gradients(model.parameters(), None).global_norm.item() == pytest.approx(before.norm().item(), rel=1e-14)
     torch.testing.assert_close(torch.cat([p.grad.flatten() for p in model.parameters()]), before, rtol=0, atol=0)
 
 
@@ -110,7 +110,7 @@ def test_small_gradients_are_not_scaled_up():
     model = Quadratic(None)
     model(_draw(seed=5)).backward()
     before = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    norm = clip_gradients(model.parameters(), 1e6).whole
+    norm = clip_gradients(model.parameters(), 1e6).global_norm
     assert norm < 1e6
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.grad, before[name])
@@ -120,7 +120,7 @@ def test_norm_that_is_not_finite_is_handed_back():
     model = Quadratic(None)
     model(_draw(seed=5)).backward()
     model.norm.grad[1] = float("nan")
-    assert clip_gradients(model.parameters(), 1.0).whole.isnan()
+    assert clip_gradients(model.parameters(), 1.0).global_norm.isnan()
 
 
 def test_half_precision_gradients_are_our_bug():
