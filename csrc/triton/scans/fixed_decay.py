@@ -1,13 +1,13 @@
-"""Linear recurrence with a fixed scalar decay a head or none: one scan kernel gives o, dq, dk and dv.
+"""Linear recurrence with a fixed scalar decay per head or none: one scan kernel computes o, dq, dk and dv.
 
     o_t = sum_{j <= t} e^{-s (t - j)} (q_t . k_j) v_j + e^{-s (t + 1)} S_0^T q_t
 
     dq = scan(do, v, k) with the states transposed,    dk = scan(v, do, q), dv = scan(k, q, do) from the end
 
-A sequence is cut into blocks, as many as fill the chip. A block goes over its chunks of C tokens with its state in
-registers. The states that enter blocks are formed first: what each block adds (block_state_kernel), folded over
-the blocks (fold_kernel). A scan from the end swaps two factors of every token: the decay from the start of its chunk,
-e^{-s (i + 1)}, and to the end of its chunk, e^{-s (n - 1 - i)}.
+A sequence is cut into blocks, as many as fill the GPU. A program loops over the chunks of C tokens of a block with the
+state in registers. The states entering blocks are computed first: the update of each part of a block
+(block_state_kernel), accumulated over the parts (fold_kernel). A reverse scan swaps two factors of every token: the
+decay from the start of its chunk, e^{-s (i + 1)}, and to the end of its chunk, e^{-s (n - 1 - i)}.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megalin._triton.scans.fixed_decay_sweep import block_state_kernel, fold_ker
 
 
 class FixedDecayTiles(NamedTuple):
-    """How a scan over `value` columns is cut and run."""
+    """Tile sizes and launch options of a kernel; `value`: columns of v per program."""
 
     chunk: int
     value: int
@@ -35,11 +35,11 @@ class FixedDecayTiles(NamedTuple):
 
 
 PROGRAMS = 264
-"""Programs of scan_kernel that fill the chip: 132 processors, two each; of block_state_kernel twice as many."""
+"""Programs of scan_kernel that fill the GPU: two on each of 132 SMs; block_state_kernel launches twice as many."""
 
 
 def _tiles(key: int, value: int, dtype: torch.dtype) -> FixedDecayTiles:
-    """Of scan_kernel."""
+    """Tiles of scan_kernel."""
     if dtype != torch.bfloat16:
         return FixedDecayTiles(chunk=32, value=32, warps=4, stages=1)
     width = min(64, max(16, triton.next_power_of_2(value)))
@@ -49,7 +49,7 @@ def _tiles(key: int, value: int, dtype: torch.dtype) -> FixedDecayTiles:
 
 
 def _candidates(key: int, value: int, dtype: torch.dtype) -> list[FixedDecayTiles]:
-    """Of scan_kernel on chips without a measured table, the one that needs least first."""
+    """Candidate tiles of scan_kernel on GPUs without a measured table, the least demanding first."""
     width = min(64, max(16, triton.next_power_of_2(value)))
     least = 16 if dtype != torch.bfloat16 and key > 128 else 32
     found = [FixedDecayTiles(chunk=least, value=min(width, least), warps=4, stages=1)]
@@ -64,7 +64,7 @@ def _candidates(key: int, value: int, dtype: torch.dtype) -> list[FixedDecayTile
 
 
 def state_tiles(key: int, value: int, dtype: torch.dtype) -> FixedDecayTiles:
-    """Of block_state_kernel."""
+    """Tiles of block_state_kernel."""
     if dtype != torch.bfloat16:
         return _tiles(key, value, dtype)
     width = min(64, max(16, triton.next_power_of_2(value)))
@@ -72,12 +72,12 @@ def state_tiles(key: int, value: int, dtype: torch.dtype) -> FixedDecayTiles:
 
 
 def num_blocks(rows: int) -> int:
-    """Blocks into which a sequence is cut, for `rows` = batch x heads; independent of its length."""
+    """Maximum number of blocks of a sequence, for `rows` = batch x heads; independent of the length."""
     return max(1, PROGRAMS // (2 * rows))
 
 
 def num_parts(rows: int, slots: int) -> int:
-    """Parts of a block that form their states side by side."""
+    """Number of parts of a block whose states are computed in parallel."""
     return 1 if slots == 1 else min(4, max(1, PROGRAMS // (rows * max(1, slots - 1))))
 
 
@@ -86,14 +86,14 @@ def _block_tokens(length: int, slots: int, parts: int) -> int:
 
 
 def numbers(dtype: torch.dtype) -> dict[str, object]:
-    """Operands of products: bf16 as it is; fp16, whose range states leave, and fp32 through fp32 operands."""
+    """Matmul operands: bf16 for bf16; fp32 for fp32, and for fp16, whose range the states exceed."""
     if dtype == torch.bfloat16:
         return {"OPERAND": tl.bfloat16, "PRECISION": "ieee"}
     return {"OPERAND": tl.float32, "PRECISION": "tf32x3"}
 
 
 class LaunchSequence(NamedTuple):
-    """What the launches of one op share."""
+    """Arguments common to the launches of one op."""
 
     slopes: Tensor | None  # [H] fp32
     documents: Tensor | None  # [B, T]
@@ -108,8 +108,8 @@ class LaunchSequence(NamedTuple):
         return triton.cdiv(self.length, self.block_tokens)
 
     def parts_of(self, k: Tensor, v: Tensor, *, reverse: bool, last: bool = False) -> Tensor | None:
-        """What each part adds to the state [B, H, parts, K, V] fp32, but for those of the last block in the direction
-        unless `last`; None where that leaves none."""
+        """State update of each part [B, H, parts, K, V] fp32; parts of the last block in scan direction are skipped
+        unless `last`; None if no part is left."""
         if self.blocks == 1 and not last:
             return None
         batch, key, value = k.shape[0], k.shape[3], v.shape[3]
@@ -126,7 +126,7 @@ class LaunchSequence(NamedTuple):
         return added
 
     def states(self, parts: Tensor | None, boundary: Tensor | None, *, reverse: bool) -> Tensor | None:
-        """States entering the blocks [B, H, slots, K, V] fp32; `boundary` [B, H, K, V] itself for one block."""
+        """States entering the blocks [B, H, slots, K, V] fp32; for one block `boundary` [B, H, K, V]."""
         if self.blocks == 1 or parts is None:
             return boundary
         batch, heads, _, *sizes = parts.shape
@@ -135,7 +135,7 @@ class LaunchSequence(NamedTuple):
         return states
 
     def total(self, parts: Tensor, *, reverse: bool) -> Tensor:
-        """What all parts together add to the state [B, H, K, V] fp32."""
+        """State update of all parts together, [B, H, K, V] fp32."""
         total = torch.empty_like(parts[:, :, 0])
         self._fold(parts, total, None, reverse=reverse, whole=True)
         return total
@@ -160,7 +160,7 @@ class LaunchSequence(NamedTuple):
         reverse: bool = False,
         transposed: bool = False,
     ) -> Tensor:
-        """scan(q, k, v) like v, contiguous."""
+        """Launches scan_kernel; returns scan(q, k, v) like v, contiguous."""
         batch, key, value = k.shape[0], k.shape[3], v.shape[3]
         o = v.new_empty(v.shape)
         width = max(16, triton.next_power_of_2(key))
@@ -189,7 +189,7 @@ def _sequence(shape: torch.Size, slopes: Tensor | None, documents: Tensor | None
 
 
 def saved_shape(batch: int, length: int, heads: int, key: int, value: int) -> tuple[int, int, int, int, int]:
-    """[B, H, slots, K, V] of the states that forward keeps for backward: none for one block."""
+    """Shape [B, H, slots, K, V] of the states saved for backward; slots is 0 for one block."""
     sequence = _sequence(torch.Size((batch, length, heads)), None, None)
     return batch, heads, sequence.slots if sequence.blocks > 1 else 0, key, value
 
@@ -197,7 +197,7 @@ def saved_shape(batch: int, length: int, heads: int, key: int, value: int) -> tu
 def parts_shape(
     batch: int, length: int, heads: int, key: int, value: int, *, reverse: bool
 ) -> tuple[int, int, int, int, int]:
-    """[B, H, parts, K, V] of the parts that `begin` forms."""
+    """Shape [B, H, parts, K, V] of the state updates that `begin` returns."""
     sequence = _sequence(torch.Size((batch, length, heads)), None, None)
     return batch, heads, sequence.blocks * sequence.parts, key, value
 
@@ -205,8 +205,8 @@ def parts_shape(
 def begin(
     k: Tensor, v: Tensor, slopes: Tensor | None, documents: Tensor | None, *, reverse: bool
 ) -> tuple[Tensor, Tensor]:
-    """What the tokens add to the state that enters them [B, H, K, V] fp32, and what each part does, for `forward`;
-    `reverse`, of q and do: to the gradient of the state that leaves them, for `backward`."""
+    """First phase: the state update of all tokens [B, H, K, V] fp32, and that of each part, for `forward`. `reverse`,
+    with q and do as k and v: the updates of the state's gradient, for `backward`."""
     sequence = _sequence(k.shape, slopes, documents)
     parts = sequence.parts_of(aligned(k), aligned(v), reverse=reverse, last=True)
     assert parts is not None
@@ -222,8 +222,8 @@ def forward(
     documents: Tensor | None,
     parts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k [B, T, H, K], v [B, T, H, V], slopes [H] and initial [B, H, K, V] fp32, documents [B, T], `parts` as `begin`
-    gives them -> o, the last state, and the states that enter blocks, of `saved_shape`."""
+    """q, k [B, T, H, K], v [B, T, H, V], slopes [H] and initial [B, H, K, V] fp32, documents [B, T], `parts` from
+    `begin` -> o, the final state, and the states entering blocks, of `saved_shape`."""
     sequence = _sequence(k.shape, slopes, documents)
     q, k, v = aligned(q), aligned(k), aligned(v)
     (batch, length, heads, key), value = k.shape, v.shape[3]
@@ -248,8 +248,8 @@ def backward(
     states: Tensor,
     parts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """-> dq, dk, dv, and the gradient [B, H, K, V] fp32 of `initial`; `states` as forward gave them, `parts` as `begin`
-    gives them."""
+    """Returns dq, dk, dv, and the gradient [B, H, K, V] fp32 of `initial`; `states` from `forward`, `parts` from
+    `begin`."""
     sequence = _sequence(k.shape, slopes, documents)
     do, q, k, v = aligned(do), aligned(q), aligned(k), aligned(v)
     dq = sequence.scan(do, v, k, initial if sequence.blocks == 1 else states, None, transposed=True)

@@ -1,4 +1,4 @@
-"""The state that tokens leave behind under a fixed decay: the parts of a scan that form states, by themselves.
+"""Final state of the fixed-decay scan from zero, without outputs, and its gradient.
 
 S = sum_t w_t k_t v_t^T,    w_t = exp(-s (T - 1 - t));    dk_t = w_t dS v_t,    dv_t = w_t dS^T k_t
 """
@@ -16,7 +16,7 @@ from megalin._triton.scans.fixed_decay_sweep import block_state_kernel, fold_ker
 
 
 def gradient_tile(key: int, value: int) -> dict[str, int]:
-    """The gradient's tile: 128 values at once, or 64 where two tiles of 256 keys outgrow a multiprocessor's memory."""
+    """Tile of gradient_kernel: 128 value columns, or 64 if two tiles of 256 keys exceed an SM's shared memory."""
     if key > 128 and value > 128:
         return {"C": 64, "BLOCK_VALUE": 64, "num_warps": 8, "num_stages": 2}
     return {"C": 64, "BLOCK_VALUE": max(16, min(128, triton.next_power_of_2(value))), "num_warps": 4, "num_stages": 2}

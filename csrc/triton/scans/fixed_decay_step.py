@@ -1,4 +1,4 @@
-"""One token of the recurrence with a fixed scalar decay or none: the states are read once and written once."""
+"""Decoding step of the recurrence with a fixed scalar decay or none: states are read once and written once."""
 
 from __future__ import annotations
 

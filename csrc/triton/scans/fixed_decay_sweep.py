@@ -1,6 +1,6 @@
-"""The states of the fixed-decay scan from chunk to chunk, forward and in reverse, with what hangs on them.
+"""Kernels of the fixed-decay scan that pass states from chunk to chunk, forward and in reverse.
 
-How a sequence is cut into blocks and parts, and what is launched: decay_scan.py.
+Blocks, parts and launches: fixed_decay.py.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import triton.language as tl
 
 @triton.jit
 def _chunk_factors(slope, documents_ptr, start, length, DECAY: tl.constexpr, DOCUMENTS: tl.constexpr, C: tl.constexpr):
-    """Decay from the start to each token and from each token to the end of a chunk [C], and through it, with the
-    document of each token: factors are zero across a document's start. `slope` counts in powers of two."""
+    """Decay of a chunk from its start to each token and from each token to its end [C], the total decay, and each
+    token's document; factors are zero across a document's start. `slope` is in log2 units."""
     index = tl.arange(0, C)
     count = tl.minimum(length - start, C)
     from_start = tl.full([C], 1.0, tl.float32)
@@ -35,7 +35,7 @@ def _chunk_factors(slope, documents_ptr, start, length, DECAY: tl.constexpr, DOC
 
 @triton.jit
 def _row_and_column(VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr):
-    """batch x head, and the first value column: tiles of one head run side by side and share its q and k."""
+    """Index of batch x head, and first value column; consecutive programs are tiles of one head and share q and k."""
     program, tiles = tl.program_id(0), tl.cdiv(VALUE, BLOCK_VALUE)
     return program // tiles, program % tiles * BLOCK_VALUE
 
@@ -47,7 +47,7 @@ def block_state_kernel(
     C: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What each part of a block adds to the state, into `added` [B H, parts, KEY, VALUE], for parts after `skipped`."""
+    """Writes the state update of each part, from part `skipped` on, to `added` [B H, parts, KEY, VALUE]."""
     row, column = _row_and_column(VALUE, BLOCK_VALUE)
     batch, head = row // heads, row % heads
     part = tl.program_id(1) + skipped
@@ -78,8 +78,8 @@ def fold_kernel(
     SIZE: tl.constexpr, DECAY: tl.constexpr, DOCUMENTS: tl.constexpr, REVERSE: tl.constexpr, BOUNDARY: tl.constexpr,
     WHOLE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What each part adds, PARTS a block -> states [rows, slots, SIZE] that enter the blocks; `boundary` [rows, SIZE]
-    enters the first (the last, where REVERSE). WHOLE: the state [rows, SIZE] after all of them."""
+    """State updates of PARTS parts per block -> states [rows, slots, SIZE] entering the blocks; `boundary` [rows, SIZE]
+    enters the first block (the last if REVERSE). WHOLE: the state [rows, SIZE] after all of them."""
     row, column = _row_and_column(SIZE, BLOCK)
     batch, head, row = row // heads, row % heads, row.to(tl.int64)
     column += tl.arange(0, BLOCK)

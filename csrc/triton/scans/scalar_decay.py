@@ -1,11 +1,12 @@
-"""Linear recurrence with a data-dependent scalar decay a token and head (Mamba-2): states pass along in registers.
+"""Linear recurrence with a data-dependent scalar decay per token and head (Mamba-2), with states in registers.
 
     S_t = e^{g_t} S_{t-1} + k_t v_t^T,    o_t = S_t^T q_t
 
-A sequence is cut into blocks, as many as fill the chip. A block goes over its chunks of C tokens with its state in
-registers; the states that enter blocks are formed first: what each part of a block adds (state_kernel), folded over
-the parts (fold_kernel). dv = scan(k, q, do) from the end, where decays from a chunk's start and to its end swap.
-From the states between the chunks of both directions, formed again, scalar_decay_gradient.py sums dq, dk and dg.
+A sequence is cut into blocks, as many as fill the GPU. A program loops over the chunks of C tokens of a block with the
+state in registers. The states entering blocks are computed first: the update of each part of a block (state_kernel),
+accumulated over the parts (fold_kernel). dv = scan(k, q, do) in reverse, with the decays from a chunk's start and to
+its end swapped. scalar_decay_gradient.py computes dq, dk and dg from recomputed states between chunks, of both
+directions.
 """
 
 from __future__ import annotations
@@ -33,36 +34,36 @@ from megalin._triton.scans.scalar_decay_sweep import fold_kernel, scan_kernel, s
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 PROGRAMS = 264
-"""Programs of scan_kernel that fill the chip: 132 processors, two each; of state_kernel twice as many."""
+"""Programs of scan_kernel that fill the GPU: two on each of 132 SMs; state_kernel launches twice as many."""
 
 
 def _state_tiles(key: int, value: int, dtype: torch.dtype) -> ScalarDecayTiles:
-    """Of state_kernel over chunks of scans."""
+    """Tiles of state_kernel over chunks of scans."""
     if dtype != torch.bfloat16:
         return ScalarDecayTiles(min(32, power(value)), 4, 1)
     return ScalarDecayTiles(min(64, power(value)), 4, 3 if key <= 128 else 2)
 
 
 def _wide_state_tiles(key: int, value: int, dtype: torch.dtype) -> ScalarDecayTiles:
-    """Of state_kernel over chunks of gradients."""
+    """Tiles of state_kernel over chunks of gradients."""
     tiles = _state_tiles(key, value, dtype)
     return tiles._replace(stages=min(2, tiles.stages))
 
 
 def _tiles(key: int, value: int, dtype: torch.dtype) -> ScalarDecayTiles:
-    """Of scan_kernel."""
+    """Tiles of scan_kernel."""
     if dtype != torch.bfloat16:
         return ScalarDecayTiles(min(32, power(value)), 8, 1)
     return ScalarDecayTiles(min(64, power(value)), 4, 2)
 
 
 def _num_slots(rows: int) -> int:
-    """Blocks into which a sequence is cut, for `rows` = batch x heads; independent of its length."""
+    """Maximum number of blocks of a sequence, for `rows` = batch x heads; independent of the length."""
     return max(1, PROGRAMS // rows)
 
 
 def _num_parts(rows: int, slots: int) -> int:
-    """Parts of a block that form their states side by side."""
+    """Number of parts of a block whose states are computed in parallel."""
     return min(4, max(1, 2 * PROGRAMS // (rows * max(1, slots - 1))))
 
 
@@ -71,13 +72,13 @@ def _part_tokens(length: int, slots: int, parts: int) -> int:
 
 
 class Parts(NamedTuple):
-    """What each part of a sequence adds to the state [B, H, parts, K, V], and the decay through it [B, H, parts]."""
+    """State update of each part of a sequence [B, H, parts, K, V], and the decay through it [B, H, parts]."""
 
     added: Tensor
     passed: Tensor
 
     def total(self, *, reverse: bool) -> tuple[Tensor, Tensor]:
-        """Of all of them together: [B, H, K, V] and [B, H]."""
+        """State update and decay of all parts together: [B, H, K, V] and [B, H]."""
         batch, heads, parts, key, value = self.added.shape
         added, passed = self.added.new_empty(batch, heads, key, value), self.passed.new_empty(batch, heads)
         total_kernel[batch * heads * triton.cdiv(key * value, 1024),](
@@ -87,7 +88,7 @@ class Parts(NamedTuple):
 
 
 class ScalarScan(NamedTuple):
-    """What the launches of one op share: blocks of `parts` parts of `part_chunks` chunks."""
+    """Arguments common to the launches of one op; a block is `parts` parts of `part_chunks` chunks."""
 
     decays: Decays
     documents: Tensor | None  # [B, T]
@@ -110,7 +111,7 @@ class ScalarScan(NamedTuple):
         return triton.cdiv(self.chunks, self.block_chunks)
 
     def factors(self, *, reverse: bool) -> tuple[Tensor, Tensor]:
-        """Decays from the start and to the end of a chunk, in the direction of a scan."""
+        """Decays from the start and to the end of a chunk, in scan direction."""
         pair = self.decays.from_start, self.decays.to_end
         return pair[::-1] if reverse else pair
 
@@ -118,7 +119,8 @@ class ScalarScan(NamedTuple):
         return [tiled(x, self.chunk, width) for x in tensors]
 
     def sums(self, k: Tensor, v: Tensor, *, reverse: bool, last: bool = False) -> Parts | None:
-        """Of each part, but for those of the last block to be passed unless `last`; None where that leaves none."""
+        """State updates of the parts; parts of the last block in scan direction are skipped unless `last`; None if no
+        part is left."""
         if self.blocks == 1 and not last:
             return None
         (batch, _, heads, value), key = v.shape, k.shape[3]
@@ -130,7 +132,7 @@ class ScalarScan(NamedTuple):
         return found
 
     def keep(self, k: Tensor, v: Tensor, entering: Tensor | None, kept: Tensor) -> None:
-        """The states that enter chunks go to `kept`, from those `entering` the blocks."""
+        """Writes the states entering chunks to `kept`, from the states `entering` the blocks."""
         key, value = k.shape[3], v.shape[3]
         tiles = _wide_state_tiles(key, value, v.dtype)
         states = TensorDescriptor.from_tensor(kept, [1, tiles.value, power(key)])
@@ -149,7 +151,7 @@ class ScalarScan(NamedTuple):
         *,
         reverse: bool,
     ) -> None:
-        """state_kernel over parts where they are to be found, over blocks where their states are kept."""
+        """Launches state_kernel over parts if `found` is given, else over blocks, saving the states of chunks."""
         (batch, _, heads, value), (key_heads, key) = v.shape, k.shape[2:]
         parts, part_chunks = (1 if self.blocks == 1 else self.slots), self.block_chunks
         if found is not None:
@@ -162,7 +164,7 @@ class ScalarScan(NamedTuple):
         )  # fmt: skip
 
     def entering(self, found: Parts | None, boundary: Tensor | None, *, reverse: bool) -> Tensor | None:
-        """States entering the blocks [B, H, slots, K, V] fp32; `boundary` [B, H, K, V] itself for one block."""
+        """States entering the blocks [B, H, slots, K, V] fp32; for one block `boundary` [B, H, K, V]."""
         if self.blocks == 1 or found is None:
             return boundary
         batch, heads, _, key, value = found.added.shape
@@ -176,7 +178,7 @@ class ScalarScan(NamedTuple):
     def scan(
         self, q: Tensor, k: Tensor, v: Tensor, entering: Tensor | None, *, reverse: bool, kept: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """o like v, contiguous, and the state after the last block."""
+        """Launches scan_kernel; returns o like v, contiguous, and the state after the last block."""
         (batch, _, heads, value), (key_heads, key) = v.shape, k.shape[2:]
         o = v.new_empty(v.shape)
         leaving = v.new_empty(batch, heads, key, value, dtype=torch.float32)
@@ -193,7 +195,7 @@ class ScalarScan(NamedTuple):
 
 
 def _cut(v: Tensor) -> tuple[int, int, int]:
-    """Slots for blocks, parts of a block, tokens of a part."""
+    """Maximum number of blocks, parts per block, tokens per part."""
     batch, length, heads = v.shape[:3]
     slots = _num_slots(batch * heads)
     parts = _num_parts(batch * heads, slots)
@@ -210,13 +212,13 @@ def _decays(k: Tensor, v: Tensor, g: Tensor, documents: Tensor | None) -> Decays
 
 
 def saved_shape(k: Tensor, v: Tensor) -> tuple[int, int, int, int, int]:
-    """[B, H, slots, K, V] of the states that forward keeps for backward: none for one block."""
+    """Shape [B, H, slots, K, V] of the states saved for backward; slots is 0 for one block."""
     slots, parts, part_tokens = _cut(v)
     return v.shape[0], v.shape[2], slots if v.shape[1] > parts * part_tokens else 0, k.shape[3], v.shape[3]
 
 
-def handed_over(k: Tensor, v: Tensor, g: Tensor) -> tuple[Decays, Parts]:
-    """What `begin` hands over, uninitialised."""
+def empty_intermediates(k: Tensor, v: Tensor, g: Tensor) -> tuple[Decays, Parts]:
+    """Uninitialised Decays and Parts as `begin` returns them, for fake kernels."""
     chunk = chunk_of(k.shape[3], v.dtype)
     scan = _scan(v, empty_decays(g, chunk, exact=v.dtype == torch.float32), None, chunk)
     passed = v.new_empty(v.shape[0], v.shape[2], scan.blocks * scan.parts, dtype=torch.float32)
@@ -227,7 +229,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial: Tensor | None, documents: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k [B, T, H or 1, K], v [B, T, H, V], g [B, T, H] and initial [B, H, K, V] fp32, documents [B, T], the last
-    three contiguous -> o like v, the last state, and the states that enter blocks, of `saved_shape`."""
+    three contiguous -> o like v, the final state, and the states entering blocks, of `saved_shape`."""
     q, k, v = aligned(q), aligned(k), aligned(v)
     found = _decays(k, v, g, documents)
     parts = _scan(v, found, documents, chunk_of(k.shape[3], v.dtype)).sums(k, v, reverse=False)
@@ -235,8 +237,8 @@ def forward(
 
 
 def begin(k: Tensor, v: Tensor, g: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor, Decays, Parts]:
-    """The first half of `forward`, which needs no state: the state that the tokens leave behind when they start from
-    zero [B, H, K, V], the decay through them [B, H], and what `finish` takes."""
+    """First phase of `forward`, without an initial state: the final state from zero [B, H, K, V], the total decay
+    [B, H], and the inputs of `finish`."""
     k, v = aligned(k), aligned(v)
     found = _decays(k, v, g, documents)
     parts = _scan(v, found, documents, chunk_of(k.shape[3], v.dtype)).sums(k, v, reverse=False, last=True)
@@ -253,7 +255,7 @@ def finish(
     found: Decays,
     parts: Parts | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `forward` gives."""
+    """Second phase of `forward`: returns what `forward` does."""
     q, k, v = aligned(q), aligned(k), aligned(v)
     scan = _scan(v, found, documents, chunk_of(k.shape[3], v.dtype))
     entering = scan.entering(parts, initial, reverse=False)
@@ -273,7 +275,7 @@ def backward(
     documents: Tensor | None,
     saved: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """-> dq, dk, dv, dg, and the gradient of `initial`; `saved` as forward gave it."""
+    """Returns dq, dk, dv, dg, and the gradient of `initial`; `saved` from `forward`."""
     do, q = aligned(do), aligned(q)
     found = _decays(k, v, g, documents)
     parts = _scan(v, found, documents, chunk_of(k.shape[3], v.dtype)).sums(q, do, reverse=True)
@@ -281,8 +283,8 @@ def backward(
 
 
 def begin_backward(do: Tensor, q: Tensor, g: Tensor, documents: Tensor | None) -> tuple[Tensor, Decays, Parts]:
-    """The first half of `backward`, which needs no gradient of the last state: the gradient [B, H, K, V] of the first
-    state by the output alone, and what `finish_backward` takes."""
+    """First phase of `backward`, without the gradient of the final state: the output's contribution to the gradient of
+    the initial state [B, H, K, V], and the inputs of `finish_backward`."""
     do, q = aligned(do), aligned(q)
     found = _decays(q, do, g, documents)
     parts = _scan(do, found, documents, chunk_of(q.shape[3], do.dtype)).sums(q, do, reverse=True, last=True)
@@ -305,8 +307,8 @@ def finish_backward(
     *,
     exact: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What `backward` gives. `exact`: dg from the first state and the last gradient as they are, not rounded like those
-    between chunks, which takes half as long again."""
+    """Second phase of `backward`: returns what `backward` does. `exact`: computes dg from the initial state and the
+    gradient of the final state in fp32, not rounded like those between chunks, which takes half as long again."""
     do, q, k, v = aligned(do), aligned(q), aligned(k), aligned(v)
     key = k.shape[3]
     scan = _scan(v, found, documents, chunk_of(key, v.dtype))
@@ -326,7 +328,7 @@ def finish_backward(
 
 def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]]:
     """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
-    # Not scan_kernel of documents in bf16: it spills 40 bytes a thread, 64 where it keeps states.
+    # Not scan_kernel with documents in bf16: it spills 40 bytes a thread, 64 if it saves states.
     kinds = ("bf16", "fp32")
     cases = launches(state_kernel, _state_tiles, chunk_of, kinds, "", "REVERSE")
     cases += launches(state_kernel, _wide_state_tiles, gradient_chunk_of, kinds, "KEPT ENTERING")

@@ -2,8 +2,8 @@
 
     c_t = sum of g_j over j <= t of its chunk and document,    from_start_t = e^{c_t},    to_end_t = e^{c_C - c_t}
 
-Sums count in powers of two. g below -104, whose e^g is no fp32 number, counts as -104, so that a sum over a chunk
-still resolves what follows.
+Sums are in log2 units. g is clamped to -104, below which e^g underflows fp32, so that a sum over a chunk still resolves
+later tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import triton.language as tl
 
 @triton.jit
 def _add_restarting(x, x_starts, y, y_starts):
-    """Sums that restart: (sum, whether a start lies in it)."""
+    """Associative operator of a segmented sum over (sum, restart flag)."""
     return tl.where(y_starts != 0, y, x + y), x_starts | y_starts
 
 
@@ -32,7 +32,7 @@ def _add(x, y):
 
 @triton.jit
 def _running_sum(x, starts, DOCUMENTS: tl.constexpr, REVERSE: tl.constexpr):
-    """Inclusive sums over the first axis of [C, heads], restarted where `starts` [C] is not 0 given documents."""
+    """Inclusive cumulative sums over the first axis of [C, heads]; DOCUMENTS: restarted where `starts` [C] != 0."""
     if DOCUMENTS:
         starts = tl.broadcast_to(starts[:, None], x.shape)
         return tl.associative_scan((x, starts), 0, _add_restarting, reverse=REVERSE)[0]
@@ -41,7 +41,7 @@ def _running_sum(x, starts, DOCUMENTS: tl.constexpr, REVERSE: tl.constexpr):
 
 @triton.jit
 def _program(heads, chunks, C: tl.constexpr, BLOCK_HEADS: tl.constexpr):
-    """Batch, chunk, heads [BLOCK_HEADS], and the places of tokens in chunks [B, H, chunks C], [C, BLOCK_HEADS]."""
+    """Batch, chunk, heads [BLOCK_HEADS], and the offsets [C, BLOCK_HEADS] of the chunk's tokens in [B, H, chunks C]."""
     tiles = tl.cdiv(heads, BLOCK_HEADS)
     batch, chunk = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1)
     head = tl.program_id(0) % tiles * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
@@ -54,8 +54,8 @@ def decays_kernel(
     g_ptr, documents_ptr, sums_ptr, from_start_ptr, to_end_ptr, through_ptr, length, heads, chunks,
     DOCUMENTS: tl.constexpr, C: tl.constexpr, BLOCK_HEADS: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
-    """From g [B, T, H]: c, from_start and to_end [B, H, chunks C], and the decay through each chunk [B, H, chunks];
-    all but c are zero across a start of a document."""
+    """Computes c, from_start and to_end [B, H, chunks C], and the decay through each chunk [B, H, chunks], from g
+    [B, T, H]; all but c are zero across a document's start."""
     batch, chunk, head, place = _program(heads, chunks, C, BLOCK_HEADS)
     index, start = tl.arange(0, C), chunk * C
     last = tl.minimum(length - start, C) - 1
@@ -90,9 +90,9 @@ def log_decay_gradient_kernel(
     inside_ptr, between_ptr, taken_ptr, given_ptr, crossing_ptr, documents_ptr, dg_ptr, length, heads, chunks,
     DOCUMENTS: tl.constexpr, BETWEEN: tl.constexpr, C: tl.constexpr, BLOCK_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """dg [B, T, H] of a chunk's token j: what tokens t >= j took less what they gave to other tokens of the chunk,
-    `inside` its pieces and `between` them, and `taken` from before it, what tokens s < j have `given` beyond it, all of
-    j's document [B, H, chunks C], and what crosses the chunk [B, H, chunks]."""
+    """dg [B, T, H] of a chunk's token j, a sum over its document: of tokens t >= j, the net terms of pairs in the chunk
+    (`inside` its pieces and `between` them) and the terms `taken` from before it; of tokens s < j, the terms `given`
+    to tokens after it, all [B, H, chunks C]; and the terms `crossing` the chunk [B, H, chunks]."""
     batch, chunk, head, place = _program(heads, chunks, C, BLOCK_HEADS)
     index, start = tl.arange(0, C), chunk * C
     last = tl.minimum(length - start, C) - 1
@@ -118,7 +118,7 @@ def log_decay_gradient_kernel(
 
 @triton.jit
 def pair_decay(sums_ptr, documents_ptr, length, start, DOCUMENTS: tl.constexpr, REVERSE: tl.constexpr, C: tl.constexpr):
-    """[C, C] decay between tokens [s, t] of one document where s <= t, else 0; REVERSE: between tokens [t, s]."""
+    """Decay [C, C] between tokens [s, t] of one document where s <= t, else 0; REVERSE: between tokens [t, s]."""
     index = tl.arange(0, C)
     sums = tl.load(sums_ptr + index)
     between, visible = sums[None, :] - sums[:, None], index[None, :] >= index[:, None]
@@ -131,7 +131,7 @@ def pair_decay(sums_ptr, documents_ptr, length, start, DOCUMENTS: tl.constexpr, 
 
 
 class Decays(NamedTuple):
-    """Of g [B, T, H] in chunks of C tokens."""
+    """Decays of g [B, T, H] in chunks of C tokens."""
 
     sums: Tensor  # [B, H, chunks C] fp32, fp64 for kernels of fp32 tensors
     from_start: Tensor  # [B, H, chunks C] fp32
@@ -140,7 +140,7 @@ class Decays(NamedTuple):
 
 
 class ScalarDecayTiles(NamedTuple):
-    """How a kernel is cut over value columns and run."""
+    """Tile width of a kernel in value columns, and its launch options."""
 
     value: int
     warps: int
@@ -158,13 +158,13 @@ def chunk_of(key: int, dtype: torch.dtype) -> int:
 
 
 def gradient_chunk_of(key: int, dtype: torch.dtype) -> int:
-    """Of the kernels that sum dq and dk, a multiple of the scans'."""
+    """Chunk size of the kernels that compute dq and dk, a multiple of the scans'."""
     return 128 if dtype == torch.bfloat16 and key <= 128 else chunk_of(key, dtype)
 
 
 def _numbers(dtype: torch.dtype) -> dict[str, object]:
-    """Operands of products: bf16 as it is; fp16, whose range states leave, and fp32 as three bf16 numbers each, whose
-    products need half the steps of three tf32 products: a tensor core's sums are cut off, not rounded, at each."""
+    """Matmul operands: bf16 for bf16; for fp32, and fp16, whose range the states exceed, three bf16 terms each. These
+    need half the steps of three tf32 matmuls; at each step tensor cores truncate the accumulator, not round it."""
     if dtype == torch.bfloat16:
         return {"OPERAND": tl.bfloat16, "PRECISION": "ieee"}
     return {"OPERAND": tl.float32, "PRECISION": "bf16x6"}
@@ -173,7 +173,7 @@ def _numbers(dtype: torch.dtype) -> dict[str, object]:
 def constants(
     kernel: Any, key: int, value: int, dtype: torch.dtype, tiles: ScalarDecayTiles, chunk: int
 ) -> dict[str, Any]:
-    """What a kernel of these takes of all constants, and how it runs."""
+    """Constants that `kernel` takes, and its launch options."""
     found = {
         "KEY": key,
         "VALUE": value,
@@ -192,7 +192,7 @@ def _block_heads(heads: int) -> int:
 
 
 def empty_decays(g: Tensor, chunk: int, *, exact: bool) -> Decays:
-    """Uninitialised; arguments as `decays`."""
+    """Uninitialised Decays; arguments as in `decays`."""
     batch, length, heads = g.shape
     chunks = triton.cdiv(length, chunk)
     sums = g.new_empty(batch, heads, chunks * chunk, dtype=torch.float64 if exact else torch.float32)
@@ -200,7 +200,7 @@ def empty_decays(g: Tensor, chunk: int, *, exact: bool) -> Decays:
 
 
 def decays(g: Tensor, documents: Tensor | None, chunk: int, *, exact: bool) -> Decays:
-    """g [B, T, H] fp32 and documents [B, T], contiguous; `exact`: sums in fp64."""
+    """Decays of g [B, T, H] fp32 and documents [B, T], contiguous; `exact`: sums in fp64."""
     batch, length, heads = g.shape
     found = empty_decays(g, chunk, exact=exact)
     chunks, block = found.through.shape[2], _block_heads(heads)
@@ -221,7 +221,7 @@ def log_decay_gradient(
     length: int,
     chunk: int,
 ) -> Tensor:
-    """inside, between, taken, given [B, H, chunks C] and crossing [B, H, chunks] -> dg [B, T, H]."""
+    """dg [B, T, H] from inside, between, taken, given [B, H, chunks C] and crossing [B, H, chunks]."""
     batch, heads, chunks = crossing.shape
     block = _block_heads(heads)
     dg = crossing.new_empty(batch, length, heads)

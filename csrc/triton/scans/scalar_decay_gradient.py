@@ -3,8 +3,8 @@
     W = sum_h (dO V^T) * D;    dq = W K + sum_h e^b dO S^T,    dk = W^T Q + sum_h e^{c - b} V G^T
 
 The sums are over the heads that share q and k; S enters a chunk, G is the gradient of the state that leaves it.
-pair_kernel forms W; carried_kernel, once with S and once with G, the rest. dg is left to scalar_decays.py: they form
-its terms a token and head, q_t . (what of dq_t is of other tokens) and k_t . (what of dk_t is of other tokens).
+pair_kernel computes W; carried_kernel, once with S and once with G, the rest. Both also write the terms of dg per token
+and head, q_t . (dq_t from other tokens) and k_t . (dk_t from other tokens), which scalar_decay_chunk.py sums.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 @triton.jit
 def _run_of_heads(heads, group, run):
-    """Batch, head of q and k, first head of the run, and the place of its sums [runs B]."""
+    """Batch, head of q and k, first head of the run, and index of its sums in [runs B]."""
     tile, runs, shared = tl.program_id(0), group // run, heads // group
     batch, key_head, nth = tile // (shared * runs), tile // runs % shared, tile % runs
     return batch, key_head, key_head * group + nth * run, nth * (tl.num_programs(0) // (shared * runs)) + batch
@@ -42,9 +42,9 @@ def pair_kernel(
     DOCUMENTS: tl.constexpr, C: tl.constexpr, PIECE: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """W [tiles chunks, C, C] of one chunk and run of heads, and of each head and token what it takes from less what it
-    gives to other tokens [B, H, chunks C]: `inside` its piece of the chunk, `between` pieces, of which there are one or
-    two: programs 0 and 1 have W's diagonal, program 2 what is below it."""
+    """W [tiles chunks, C, C] of one chunk and run of heads; and per head and token, the pair terms of dg it takes minus
+    those it gives [B, H, chunks C], `inside` its piece of the chunk and `between` pieces. With two pieces a chunk,
+    programs 0 and 1 compute W's diagonal blocks, program 2 the block below."""
     chunk, part, index = tl.program_id(1), tl.program_id(2), tl.arange(0, PIECE)
     batch, key_head, first, _ = _run_of_heads(heads, group, run)
     if DOCUMENTS:
@@ -83,9 +83,9 @@ def pair_kernel(
 
 
 @triton.jit
-def _rounded_away(states_ptr, row, KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK_KEY: tl.constexpr,
+def _rounding_error(states_ptr, row, KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK_KEY: tl.constexpr,
                   BLOCK_VALUE: tl.constexpr, OPERAND: tl.constexpr):  # fmt: skip
-    """What a state [rows, KEY, VALUE] loses as an operand, [BLOCK_VALUE, BLOCK_KEY]."""
+    """Rounding error of a state [rows, KEY, VALUE] as a matmul operand, [BLOCK_VALUE, BLOCK_KEY]."""
     key, value = tl.arange(0, BLOCK_KEY), tl.arange(0, BLOCK_VALUE)
     inside = (key < KEY)[None, :] & (value < VALUE)[:, None]
     offset = row * KEY * VALUE + key[None, :] * VALUE + value[:, None]
@@ -101,12 +101,12 @@ def carried_kernel(
     TRACE: tl.constexpr, C: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """W Z + sum_h f_h X_h S_h of one chunk, and of each head and token y . (f_h X_h S_h) [B, H, chunks C].
+    """W Z + sum_h f_h X_h S_h of one chunk, and y . (f_h X_h S_h) per head and token [B, H, chunks C].
 
-    dq: x, y, z = do, q, k, S with f from the start. REVERSE, dk: v, k, q, G in the place of S with f to the end, W^T;
-    and `crossing` [B, H, chunks], the decay through the chunk times <S, G>, S in `other_tiles`. BOUNDARY, OTHER: the
-    first state in the direction of S, and of the other, are known in fp32, and enter the terms of dg so. TRACE: <S, G>
-    is the trace of a product, whose operands are loaded while the head before is summed; wide tiles leave no room.
+    dq: x, y, z = do, q, k, S with f from the start. REVERSE, dk: v, k, q, G in place of S with f to the end, W^T; and
+    `crossing` [B, H, chunks], the decay through the chunk times <S, G>, with S in `other_tiles`. BOUNDARY, OTHER: the
+    first state in the direction of S, and of the other, is given in fp32 and used so for the terms of dg. TRACE: <S, G>
+    is the trace of a matmul, whose operands are loaded while the previous head is summed; wide tiles leave no room.
     """
     chunk, index = tl.program_id(1), tl.arange(0, C)
     batch, key_head, first, place_of_sum = _run_of_heads(heads, group, run)
@@ -126,7 +126,7 @@ def carried_kernel(
             if TRACE:
                 products = tl.dot(other, tl.trans(state), input_precision=PRECISION)
         if BOUNDARY and chunk == (chunks - 1 if REVERSE else 0):
-            low = _rounded_away(boundary_ptr, row, KEY, VALUE, BLOCK_KEY, BLOCK_VALUE, OPERAND)
+            low = _rounding_error(boundary_ptr, row, KEY, VALUE, BLOCK_KEY, BLOCK_VALUE, OPERAND)
             carried = tl.dot(x, low, carried, input_precision=PRECISION)
         carried *= tl.load(factor_ptr + place * C + index)[:, None]
         out += carried
@@ -137,10 +137,10 @@ def carried_kernel(
             else:
                 crossing = tl.sum(tl.sum(other.to(tl.float32) * state.to(tl.float32), axis=1), axis=0)
             if BOUNDARY and chunk == chunks - 1:
-                low = _rounded_away(boundary_ptr, row, KEY, VALUE, BLOCK_KEY, BLOCK_VALUE, OPERAND)
+                low = _rounding_error(boundary_ptr, row, KEY, VALUE, BLOCK_KEY, BLOCK_VALUE, OPERAND)
                 crossing += tl.sum(tl.sum(other.to(tl.float32) * low.to(tl.float32), axis=1), axis=0)
             if OTHER and chunk == 0:
-                low = _rounded_away(other_boundary_ptr, row, KEY, VALUE, BLOCK_KEY, BLOCK_VALUE, OPERAND)
+                low = _rounding_error(other_boundary_ptr, row, KEY, VALUE, BLOCK_KEY, BLOCK_VALUE, OPERAND)
                 crossing += tl.sum(tl.sum(low.to(tl.float32) * state.to(tl.float32), axis=1), axis=0)
             through = tl.load(through_ptr + place)
             tl.store(crossing_ptr + place, tl.where(through > 0.0, through * crossing, 0.0))
@@ -148,7 +148,7 @@ def carried_kernel(
 
 
 PROGRAMS = 264
-"""Programs that fill the chip, into which the sum over heads is cut where there are few chunks."""
+"""Programs that fill the GPU; the sum over heads is cut into runs to reach them if there are few chunks."""
 
 
 def _pair_tiles(key: int, value: int, dtype: torch.dtype) -> ScalarDecayTiles:
@@ -176,7 +176,7 @@ def key_gradients(
     kept: tuple[Tensor, Tensor],
     boundaries: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dg from S and G of all chunks [B H chunks, V, K]; `boundaries`: the first S, the last G."""
+    """Computes dq, dk and dg from S and G of all chunks [B H chunks, V, K]; `boundaries`: the first S, the last G."""
     (batch, length, heads, value), (key_heads, key) = v.shape, k.shape[2:]
     chunk, chunks, group = gradient_chunk_of(key, v.dtype), found.through.shape[2], heads // key_heads
     runs = _num_runs(group, batch * key_heads * chunks)
@@ -195,7 +195,7 @@ def key_gradients(
     weight_tiles = TensorDescriptor.from_tensor(weights, [1, chunk, chunk])
     tiles = _carried_tiles(key, value, v.dtype)
     states = [TensorDescriptor.from_tensor(x, [1, tiles.value, wide]) for x in kept]
-    # States are rounded only where operands are narrow.
+    # States are rounded only if operands are bf16.
     first, last = (x if v.dtype == torch.bfloat16 else None for x in boundaries)
     sums = []
     for reverse, x, y, z, factor, boundary, other, carried in (

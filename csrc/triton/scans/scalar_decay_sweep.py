@@ -1,9 +1,9 @@
-"""The states of the scalar-decay scan from chunk to chunk, forward and in reverse, with what hangs on them.
+"""Kernels of the scalar-decay scan that pass states from chunk to chunk, forward and in reverse.
 
     O_n = (Q_n S_n) * e^b + ((Q_n K_n^T) * D_n) V_n,    S_{n+1} = d_n S_n + K_n^T (V_n * w_n)
 
 with D_n the decays between the tokens of a chunk, e^b from its start, w_n to its end and d_n through it
-(scalar_decays.py). How a sequence is cut into blocks and parts, and what is launched: scalar_decay_scan.py.
+(scalar_decay_chunk.py). Blocks, parts and launches: scalar_decay.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megalin._triton.scans.scalar_decay_chunk import pair_decay
 
 @triton.jit
 def _row_and_column(VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr):
-    """batch x head, and the first value column."""
+    """Index of batch x head, and first value column."""
     program, tiles = tl.program_id(0), tl.cdiv(VALUE, BLOCK_VALUE)
     return program // tiles, program % tiles * BLOCK_VALUE
 
@@ -28,9 +28,9 @@ def state_kernel(
     C: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The state over a part's chunks, `weight` the decay to a chunk's end (REVERSE: from its start). KEPT: the states
-    that enter chunks go to `state_tiles` [B H chunks, VALUE, KEY], from those entering parts [B H, parts, KEY, VALUE].
-    Else what a part adds goes to `added` [B H, parts, KEY, VALUE], the decay through it to `passed` [B H, parts]."""
+    """States over a part's chunks; `weight` is the decay to a chunk's end (REVERSE: from its start). KEPT: the states
+    entering chunks go to `state_tiles` [B H chunks, VALUE, KEY], from those entering parts [B H, parts, KEY, VALUE].
+    Else the part's state update goes to `added` [B H, parts, KEY, VALUE], its decay to `passed` [B H, parts]."""
     row, column = _row_and_column(VALUE, BLOCK_VALUE)
     batch, head, row = row // heads, row % heads, row.to(tl.int64)
     part = tl.program_id(1) + skipped
@@ -64,8 +64,8 @@ def fold_kernel(
     added_ptr, passed_ptr, boundary_ptr, states_ptr, slots, blocks,
     SIZE: tl.constexpr, REVERSE: tl.constexpr, BOUNDARY: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What each part adds, PARTS a block -> states [rows, slots, SIZE] that enter the blocks; `boundary` [rows, SIZE]
-    enters the first (the last, where REVERSE)."""
+    """State updates of PARTS parts per block -> states [rows, slots, SIZE] entering the blocks; `boundary` [rows, SIZE]
+    enters the first block (the last if REVERSE)."""
     row, column = _row_and_column(SIZE, BLOCK)
     row, column = row.to(tl.int64), column + tl.arange(0, BLOCK)
     mask = column < SIZE
@@ -88,7 +88,7 @@ def fold_kernel(
 def total_kernel(
     added_ptr, passed_ptr, sum_ptr, product_ptr, parts, SIZE: tl.constexpr, REVERSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What all parts together add [rows, SIZE], and the decay through them [rows]."""
+    """State update of all parts together [rows, SIZE], and the decay through them [rows]."""
     row, column = _row_and_column(SIZE, BLOCK)
     row, column, first = row.to(tl.int64), column + tl.arange(0, BLOCK), column
     mask = column < SIZE
@@ -112,8 +112,8 @@ def scan_kernel(
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """o from q, k [B, T, H / group, KEY], v [B, T, H, VALUE] and the states entering each block [B H, slots, KEY,
-    VALUE]; the state after the last block goes to `leaving`. REVERSE: from the end, `from_start` and `to_end` given
-    in each other's place. KEPT, from the end: the states that enter runs of RATIO chunks go to `state_tiles`
+    VALUE]; the state after the last block goes to `leaving`. REVERSE: from the end, with `from_start` and `to_end`
+    swapped by the caller. KEPT, with REVERSE: the states entering groups of RATIO chunks go to `state_tiles`
     [B H cdiv(chunks, RATIO), VALUE, KEY]."""
     row, column = _row_and_column(VALUE, BLOCK_VALUE)
     batch, head, block, row = row // heads, row % heads, tl.program_id(1), row.to(tl.int64)

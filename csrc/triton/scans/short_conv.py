@@ -1,10 +1,9 @@
-"""The depthwise causal convolution of a few taps, with documents and states; its gradient is in short_conv_gradient.
+"""Depthwise causal convolution of a few taps, with documents and states; gradient: short_conv_gradient.py.
 
     p_t = b + sum over k = 0 .. W-1 of w_{W-1-k} x_{t-k},    y_t = p_t or silu(p_t)
 
-Each thread walks down the tokens of its channels with the last W - 1 inputs in registers. Where a document starts they
-are none. A program counts tokens from the first of its tile, in 32 bits: only that token's place in the tensors takes
-more.
+Each thread loops over the tokens of its channels with the last W - 1 inputs in registers, cleared at a document's
+start. Offsets inside a tile are 32 bits, counted from its first token; only that token's own offset takes more.
 
 Bytes: x is read and y written; each tile reads W - 1 tokens twice.
 """
@@ -24,7 +23,7 @@ FORWARD = {"BLOCK_T": 64, "BLOCK_D": 256, "ROWS": 4, "num_warps": 2}
 
 @triton.jit
 def place(length, width, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Batch, first token and channels of this program; programs of one tile of tokens run side by side."""
+    """Batch, first token, tile and channels of this program; consecutive programs share a tile of tokens."""
     blocks, tiles = tl.cdiv(width, BLOCK_D), tl.cdiv(length, BLOCK_T)
     program = tl.program_id(0)
     batch_tile = program // blocks
@@ -34,13 +33,13 @@ def place(length, width, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def counted_from(first, length, BLOCK_T: tl.constexpr):
-    """The end of all tokens, and the first one of them, or a token before the tile, from token `first`."""
+    """Offsets from token `first` of the sequence's end and of its start, the latter at least -BLOCK_T."""
     return (length - first).to(tl.int32), tl.maximum(-first, -BLOCK_T).to(tl.int32)
 
 
 @triton.jit
 def weights(weight_ptr, bias_ptr, column, inside, TAPS: tl.constexpr, BIAS: tl.constexpr):
-    """The taps, that of the newest input first, and the bias."""
+    """Loads the taps, that of the newest input first, and the bias."""
     taps = ()
     for k in tl.static_range(TAPS):
         taps = taps + (tl.load(weight_ptr + column * TAPS + TAPS - 1 - k, mask=inside, other=0.0).to(tl.float32),)
@@ -55,7 +54,7 @@ def _input(
     x_ptr, state_ptr, documents_ptr, s, lowest, document, x_t, width, column, inside,
     TAPS: tl.constexpr, STATE: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """x_s, before token `lowest`, the first of all, of the state; zero where it belongs to another document."""
+    """Loads x_s, from the state if s is before the first token `lowest`; zero if it is of another document."""
     if DOCUMENTS:
         inside = inside & (tl.load(documents_ptr + tl.maximum(s, lowest)) == document)
     x = tl.load(x_ptr + s * x_t + column, mask=inside & (s >= lowest), other=0.0).to(tl.float32)
@@ -69,7 +68,7 @@ def entering(
     x_ptr, state_ptr, documents_ptr, lowest, x_t, width, column, inside,
     TAPS: tl.constexpr, STATE: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """The inputs before the tile, newest first, of the document of the token before it; and that document."""
+    """Loads the inputs before the tile, newest first, of the document of the token before it; and that document."""
     document = _document(documents_ptr, tl.maximum(lowest, -1), DOCUMENTS)
     window = ()
     for k in tl.static_range(1, TAPS):
@@ -93,7 +92,7 @@ def load_rows(x_ptr, first, end, x_t, column, inside, ROWS: tl.constexpr):
 
 @triton.jit
 def _document(documents_ptr, t, DOCUMENTS: tl.constexpr):
-    """Of token t; all are of document 0 where they are not told apart."""
+    """Document of token t; 0 without DOCUMENTS."""
     document = 0
     if DOCUMENTS:
         document = tl.load(documents_ptr + t)
@@ -102,7 +101,7 @@ def _document(documents_ptr, t, DOCUMENTS: tl.constexpr):
 
 @triton.jit
 def load_documents(documents_ptr, first, length, ROWS: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """Of the tokens from `first` on; past the last one, its."""
+    """Documents of ROWS tokens from `first`; past the last token, that of the last."""
     documents = ()
     for r in tl.static_range(ROWS):
         documents = documents + (_document(documents_ptr, tl.minimum(first + r, length - 1), DOCUMENTS),)
@@ -168,7 +167,7 @@ def forward_kernel(
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, documents: Tensor | None, *, silu: bool
 ) -> tuple[Tensor, Tensor]:
-    """y [B, T, D] and the state behind the last token [B, W - 1, D] fp32.
+    """Returns y [B, T, D] and the state after the last token [B, W - 1, D] fp32.
 
     x [B, T, D] with its last dimension contiguous; weight [D, W], bias [D], state [B, W - 1, D] fp32 and documents
     [B, T] int32 contiguous.
@@ -196,7 +195,7 @@ def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dic
 
 
 def argument_types(kernel: triton.JITFunction) -> dict[str, str]:
-    """Of a launch in bf16."""
+    """Argument types of a launch in bf16."""
     wide = {"state_ptr", "next_ptr", "dnext_ptr", "dstate_ptr", "partial_ptr"}
     types = {name: "*fp32" if name in wide else "*bf16" for name in kernel.arg_names if name.endswith("_ptr")}
     return types | {"documents_ptr": "*i32"} | {n: "i32" for n in kernel.arg_names if n.islower() and n not in types}

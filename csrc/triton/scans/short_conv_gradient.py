@@ -1,12 +1,12 @@
-"""The gradient of the short convolution.
+"""Gradient of the short convolution.
 
     dp_t = dy_t or dy_t silu'(p_t),    dx_s = sum over k = 0 .. W-1 of w_{W-1-k} dp_{s+k},
     dw_{W-1-k} = sum over t of dp_t x_{t-k},    db = sum over t of dp_t
 
-Each thread walks down the tokens of its channels with the last W - 1 inputs in registers, and the gradients of as many
-tokens, which are still being added up. Where a document starts both begin empty.
+Each thread loops over the tokens of its channels with the last W - 1 inputs in registers, and the partial gradients of
+as many tokens; both are cleared at a document's start.
 
-Bytes: x and dy are read and dx written, and of every tile one partial sum of W + 1 numbers a channel. Each tile reads
+Bytes: x and dy are read and dx written, and per tile one partial sum of W + 1 numbers per channel. Each tile reads
 2 W - 2 tokens of x twice and W - 1 of dy.
 """
 
@@ -32,7 +32,7 @@ from megalin._triton.scans.short_conv import (
 
 BACKWARD = {"BLOCK_T": 64, "BLOCK_D": 128, "ROWS": 4, "num_warps": 1}
 FEW_TAPS = 4
-"""Above, the backward takes two rows at a time: four take the compiler a minute."""
+"""Above this, the backward processes two tokens at a time: four take a minute to compile."""
 SUM_COLUMNS = 32
 SUM_TILES = 64
 
@@ -41,7 +41,7 @@ SUM_TILES = 64
 def _store_gradient(
     dx_ptr, dstate_ptr, dx, s, begin, end, width, column, inside, TAPS: tl.constexpr, STATE: tl.constexpr
 ):  # fmt: skip
-    """dx_s, where begin <= s < end; before the first token it is the state's."""
+    """Stores dx_s if begin <= s < end; before the first token, to the gradient of the state."""
     inside = inside & (s >= begin)
     at = dx_ptr + s * width + column
     tl.store(at, dx.to(dx_ptr.dtype.element_ty), mask=inside & (s >= 0) & (s < end))
@@ -50,11 +50,11 @@ def _store_gradient(
 
 
 @triton.jit
-def _left_behind(
+def _state_gradient(
     dnext_ptr, documents_ptr, s, lowest, length, width, column, inside,
     TAPS: tl.constexpr, FINAL: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """What x_s gets from the gradient of the state behind the last token."""
+    """Contribution to dx_s of the gradient of the final state."""
     i = s - (length - (TAPS - 1))
     inside = inside & (i >= 0) & (s < length)
     if DOCUMENTS and FINAL:
@@ -68,7 +68,7 @@ def _left_behind(
 
 @triton.jit
 def _gradient(x, dy, window, taps, bias, TAPS: tl.constexpr, SILU: tl.constexpr):
-    """dp_t."""
+    """Computes dp_t."""
     dp = dy.to(tl.float32)
     if SILU:
         p = pre_activation(x, window, taps, bias, TAPS)
@@ -79,7 +79,7 @@ def _gradient(x, dy, window, taps, bias, TAPS: tl.constexpr, SILU: tl.constexpr)
 
 @triton.jit
 def _pass_on(dp, own, waiting, taps, TAPS: tl.constexpr):
-    """What dx_t, dx_{t-1}, .. have after token t; the last is complete."""
+    """Partial sums of dx_t, dx_{t-1}, .. after token t; the last one is complete."""
     moved = (own + dp * taps[0],)
     for k in tl.static_range(1, TAPS):
         moved = moved + (waiting[k - 1] + dp * taps[k],)
@@ -88,7 +88,7 @@ def _pass_on(dp, own, waiting, taps, TAPS: tl.constexpr):
 
 @triton.jit
 def _add(sums, factor, terms, TERMS: tl.constexpr):
-    """sums + factor * terms, one by one."""
+    """Elementwise sums + factor * terms."""
     more = ()
     for k in tl.static_range(TERMS):
         more = more + (sums[k] + factor * terms[k],)
@@ -103,9 +103,9 @@ def backward_kernel(
     TAPS: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, STATE: tl.constexpr, DOCUMENTS: tl.constexpr,
     FINAL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of this tile's inputs, and its share of those of the taps (the newest input's first) and the bias.
+    """Gradients of this tile's inputs, and its partial sums of those of the taps (the newest input's first) and bias.
 
-    waiting[k - 1] is what dx_{t-k} got so far; where a document starts, nothing more is to come.
+    waiting[k - 1] is the partial sum of dx_{t-k}; it is complete where a document starts.
     """
     batch, first, batch_tile, column = place(length, width, BLOCK_T, BLOCK_D)
     inside = column < width
@@ -128,7 +128,9 @@ def backward_kernel(
     waiting = ()
     for k in tl.static_range(1, TAPS):
         waiting = waiting + (
-            _left_behind(dnext_ptr, documents_ptr, -k, lowest, length, width, column, inside, TAPS, FINAL, DOCUMENTS),
+            _state_gradient(
+                dnext_ptr, documents_ptr, -k, lowest, length, width, column, inside, TAPS, FINAL, DOCUMENTS
+            ),
         )
     begin = 0
     if STATE:
@@ -136,7 +138,7 @@ def backward_kernel(
     end = tl.minimum(BLOCK_T, length)
     nothing = tl.zeros([BLOCK_D], tl.float32)
     sums = (nothing,) * (TAPS + 1)
-    # The next rows are under way while these are computed.
+    # Loads of the next tokens are in flight while these are computed.
     next_xs = load_rows(x_ptr, 0, end, x_t, column, inside, ROWS)
     next_dys = load_rows(dy_ptr, 0, end, dy_t, column, inside, ROWS)
     next_documents = load_documents(documents_ptr, 0, length, ROWS, DOCUMENTS)
@@ -145,11 +147,11 @@ def backward_kernel(
         next_xs = load_rows(x_ptr, start + ROWS, end, x_t, column, inside, ROWS)
         next_dys = load_rows(dy_ptr, start + ROWS, end, dy_t, column, inside, ROWS)
         next_documents = load_documents(documents_ptr, start + ROWS, length, ROWS, DOCUMENTS)
-        # Rows are added up among themselves first: one long sum would lose more than the reference does.
+        # Summed over ROWS tokens first: one long sum would have a larger rounding error than the reference.
         some = (nothing,) * (TAPS + 1)
         for r in tl.static_range(ROWS):
             t = start + r
-            # Past the last token nothing more is to come, either.
+            # Past the last token the partial sums are complete, too.
             if (t == length) | (documents[r] != document):
                 for k in tl.static_range(1, TAPS):
                     _store_gradient(
@@ -159,7 +161,7 @@ def backward_kernel(
                 window, waiting = (nothing,) * (TAPS - 1), (nothing,) * (TAPS - 1)
             x = xs[r].to(tl.float32)
             dp = _gradient(x, dys[r], window, taps, bias, TAPS, SILU)
-            own = _left_behind(
+            own = _state_gradient(
                 dnext_ptr, documents_ptr, t, lowest, length, width, column, inside, TAPS, FINAL, DOCUMENTS
             )
             moved = _pass_on(dp, own, waiting, taps, TAPS)
@@ -172,7 +174,7 @@ def backward_kernel(
         sums = _add(sums, 1.0, some, TAPS + 1)
     for k in tl.static_range(TAPS + 1):
         tl.store(partial_ptr + (batch_tile.to(tl.int64) * (TAPS + 1) + k) * width + column, sums[k], mask=inside)
-    # The tokens behind the tile, of the document of its last one.
+    # The tokens after the tile that are of its last token's document.
     behind = tl.cdiv(end, ROWS) * ROWS
     xs = load_rows(x_ptr, behind, length, x_t, column, inside, TAPS - 1)
     dys = load_rows(dy_ptr, behind, length, dy_t, column, inside, TAPS - 1)
@@ -194,7 +196,7 @@ def backward_kernel(
 def sum_kernel(
     partial_ptr, dweight_ptr, dbias_ptr, tiles, width, TAPS: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """dw [D, W] and db [D] from the tiles' shares, always in the same order."""
+    """Sums dw [D, W] and db [D] over the tiles' partial sums, always in the same order."""
     column, k = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.program_id(1)
     inside = column < width
     sums = tl.zeros([TILES, COLUMNS], tl.float32)
@@ -218,7 +220,7 @@ def backward(
     dy: Tensor, dnext: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None,
     documents: Tensor | None, *, silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of x (contiguous), the weight, a bias, and the state (empty where there is none).
+    """Returns the gradients of x (contiguous), the weight, a bias, and the state (empty if there is none).
 
     dy as x, dnext as state, the rest as in `forward`.
     """

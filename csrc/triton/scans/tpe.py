@@ -1,15 +1,15 @@
-"""TPE's recurrence in each channel c and decay k, its reverse for dx, and what B and log lambda get.
+"""TPE's recurrence in each channel c and decay k, its reverse for dx, and the gradients of B and log lambda.
 
     S_t = lambda S_t-1 + x_t,  y_t = sum_k B S_t;    R_t = lambda R_t+1 + dy_t,  dx_t = sum_k B R_t
     dB = sum_t dy_t S_t,  dlog lambda = sum_c B sum_t dy_t Q_t,  Q_t = dS_t / dlog lambda = lambda (Q_t-1 + S_t-1)
 
-S does not hold B, so a step of a state is two multiply-adds, one into S and one into y. A warp has all decays of a few
-channels, a quarter or an eighth of them a thread, over a segment of the tokens; states between segments come from a
-pass without outputs. A document's first token forgets S, R and Q; `starts` [B, T + 1] says where, the last entry is 0.
-Operations: a multiply-add a state and token in the first pass, two in the second, eight in the backward.
+S does not include B, so a step of a state is two multiply-adds, one into S and one into y. A warp has all decays of a
+few channels, a quarter or an eighth of them per thread, over a segment of tokens; states between segments come from a
+pass without outputs. S, R and Q are reset at a document's first token, marked in `starts` [B, T + 1], last entry 0.
+Operations: a multiply-add per state and token in the first pass, two in the second, eight in the backward.
 
-A lambda rounded to fp32 errs the same way at every token, and lambda^n by n times as much: every four tokens states
-that remember more than four are multiplied by what four roundings left out.
+The rounding error of lambda in fp32 is the same at every token, and n times as large in lambda^n: every four tokens,
+states with a memory longer than four tokens are corrected by a factor for four roundings.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ import triton.language as tl
 CHANNELS = 8
 GRADIENT_CHANNELS = 4
 PROGRAMS = 12288
-"""How many are wanted of those with eight channels: segments are as long as leaves so many, in powers of two."""
+"""Target number of programs of eight channels, which sets the length of segments, a power of two."""
 MENDED = 4
-"""Tokens after which the rounding of lambda is mended."""
+"""Tokens between two corrections of the rounding of lambda."""
 MIN_SEGMENT = 64
 FOLD_BLOCK = 256
 
 
 @triton.jit
 def _place(decay_ptr, width, decays, CHANNELS: tl.constexpr, DECAYS: tl.constexpr):
-    """Channels, offsets [DECAYS, CHANNELS] in a [D, E] table with their mask, lambda (0 outside) and its mending."""
+    """Channels, offsets [DECAYS, CHANNELS] in a [D, E] table with their mask, lambda (0 outside) and its correction."""
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     index = tl.arange(0, DECAYS)
     mask = (index < decays)[:, None] & (channel < width)[None, :]
@@ -47,7 +47,7 @@ def states_kernel(
     x_ptr, decay_ptr, starts_ptr, state_ptr, slope_ptr, length, segment, segments, width, decays,
     REVERSE: tl.constexpr, SLOPES: tl.constexpr, MENDED: tl.constexpr, CHANNELS: tl.constexpr, DECAYS: tl.constexpr
 ):  # fmt: skip
-    """S, or R with `REVERSE`, at the end of each segment that starts from zero; with `SLOPES` also Q."""
+    """S (R with `REVERSE`) at the end of each segment from a zero state; with `SLOPES` also Q."""
     channel, table, mask, decay, rest = _place(decay_ptr, width, decays, CHANNELS, DECAYS)
     part, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     begin = part * segment
@@ -88,7 +88,7 @@ def fold_kernel(
     decay_ptr, broken_ptr, state_ptr, slope_ptr, segment, segments, size, decays,
     REVERSE: tl.constexpr, SLOPES: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """In place: what a segment leaves behind -> what enters it. `broken`: whether a document starts in a segment."""
+    """Replaces each segment's final state from zero by the state entering it; `broken`: a document starts in it."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     batch = tl.program_id(1).to(tl.int64)
     mask = place < size
@@ -113,7 +113,7 @@ def scan_kernel(
     length, segment, segments, width, decays,
     REVERSE: tl.constexpr, MENDED: tl.constexpr, CHANNELS: tl.constexpr, DECAYS: tl.constexpr
 ):  # fmt: skip
-    """y from x and S; with `REVERSE` dx from dy and R. `leaving` [B, D, E] is the state after the last segment."""
+    """Computes y from x and S; with `REVERSE` dx from dy and R. `leaving` [B, D, E]: state after the last segment."""
     channel, table, mask, decay, rest = _place(decay_ptr, width, decays, CHANNELS, DECAYS)
     part, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     begin = part * segment
@@ -151,7 +151,7 @@ def gradient_kernel(
     x_ptr, dy_ptr, decay_ptr, starts_ptr, state_ptr, slope_ptr, dcoefficients_ptr, dslope_ptr, leaving_ptr,
     length, segment, segments, width, decays, MENDED: tl.constexpr, CHANNELS: tl.constexpr, DECAYS: tl.constexpr
 ):  # fmt: skip
-    """sum_t dy_t S_t and sum_t dy_t Q_t over each segment; `leaving` [B, D, E] is Q after the last one."""
+    """Sums dy_t S_t and dy_t Q_t over each segment; `leaving` [B, D, E] is Q after the last one."""
     channel, table, mask, decay, rest = _place(decay_ptr, width, decays, CHANNELS, DECAYS)
     part, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     begin = part * segment
@@ -191,8 +191,8 @@ def gradient_kernel(
 
 
 def forward(x: Tensor, coefficients: Tensor, log_decay: Tensor, starts: Tensor, y: Tensor) -> Tensor:
-    """Writes y [B, T, D] from x [B, T, D], B [D, E] and log lambda [E], fp32, and starts uint8; -> S [B, D, E] after
-    the last token. All contiguous."""
+    """Writes y [B, T, D] from x [B, T, D], B [D, E] and log lambda [E], fp32, and starts uint8; returns S [B, D, E]
+    after the last token. All contiguous."""
     return _scan(x, coefficients, log_decay, starts, y, reverse=False)
 
 
@@ -202,7 +202,7 @@ def backward_input(dy: Tensor, coefficients: Tensor, log_decay: Tensor, starts: 
 
 
 def backward_parameters(dy: Tensor, x: Tensor, log_decay: Tensor, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """-> sum_t dy_t S_t and sum_t dy_t Q_t over rows and tokens [D, E] fp64, and Q [B, D, E] after the last token."""
+    """Returns the sums of dy_t S_t and dy_t Q_t over the batch [D, E] fp64, and Q [B, D, E] after the last token."""
     (batch, length, width), decays = x.shape, len(log_decay)
     segment, segments = _segments(x)
     table = _decays(log_decay, segment)
@@ -230,15 +230,15 @@ def _scan(x: Tensor, coefficients: Tensor, log_decay: Tensor, starts: Tensor, y:
 
 
 def _segments(x: Tensor) -> tuple[int, int]:
-    """Tokens a segment, and segments."""
+    """Tokens per segment, and number of segments."""
     batch, length, width = x.shape
-    wanted = batch * length * triton.cdiv(width, CHANNELS) // PROGRAMS
-    segment = max(MIN_SEGMENT, triton.next_power_of_2(max(1, wanted)))
+    tokens = batch * length * triton.cdiv(width, CHANNELS) // PROGRAMS
+    segment = max(MIN_SEGMENT, triton.next_power_of_2(max(1, tokens)))
     return segment, triton.cdiv(length, segment)
 
 
 def _decays(log_decay: Tensor, segment: int) -> Tensor:
-    """[3, E] fp32: lambda, what a mending adds to a state of one, and lambda to the length of a segment."""
+    """Table [3, E] fp32: lambda, its relative correction, and lambda to the power of the segment's length."""
     exponent = log_decay.double()
     exact = exponent.exp()
     rounded = exact.float()
@@ -247,7 +247,7 @@ def _decays(log_decay: Tensor, segment: int) -> Tensor:
 
 
 def _entering(x: Tensor, table: Tensor, starts: Tensor, *, reverse: bool, slopes: bool) -> tuple[Tensor, Tensor]:
-    """S or R, and Q, [B, segments, D, E] as they enter the segments; nothing is computed where there is one."""
+    """S or R, and Q, [B, segments, D, E], entering the segments; nothing is computed for one segment."""
     (batch, length, width), decays = x.shape, table.shape[1]
     segment, segments = _segments(x)
     if segments == 1:

@@ -2,7 +2,7 @@
 
 Bytes, of n = B T H elements K or V wide: the scores read q, k, g and write q, k decayed and the sums of g (one fp32),
 and C/K of an element for A; the forward sweep reads three and A, writes the output and V/C of a state; the reverse
-sweep likewise; the gradients read q, k, v, do, the sums and two states a chunk and write dq, dk and dg.
+sweep likewise; the gradients read q, k, v, do, the sums and two states per chunk and write dq, dk and dg.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from megalin._triton.scans.vector_decay_sweep import forward_kernel, reverse_ker
 
 CHUNK = 64
 PROGRAMS = 512
-"""Sweeps of this many segments and tiles fill an H200, four a multiprocessor."""
+"""Programs of a sweep (segments x tiles) that fill an H200, four per SM."""
 SEGMENT_CHUNKS = 8
-"""No segment is shorter: every one re-reads the sums of those before it."""
+"""Minimum chunks per segment: each segment re-reads the updates of those before it."""
 FP32_BLOCK = 32
 """Triton 3.6 reads outside of shared memory, or gives wrong gradients without an error, in fp32 blocks of 16."""
 
 
 class Chunks(NamedTuple):
-    """What is known of each chunk by itself; N chunks of C, T padded to N C."""
+    """Results that depend on one chunk only; N chunks of C tokens, T padded to N C."""
 
     q_start: Tensor
     """[B, H, N C, K] scale * q decayed from the start of its chunk, in the dtype of v."""
@@ -39,13 +39,13 @@ class Chunks(NamedTuple):
     through: Tensor
     """[B, H, N, K] fp32, the decay through each chunk, 0 through a document's end."""
     kind: Tensor
-    """[B, H, N] int32, whether a chunk's decays are mild (vector_decay_mild.py); for fp32, which has no such kernels,
-    uninitialised."""
+    """[B, H, N] int32: kind of each chunk's decays (vector_decay_mild.py); uninitialised for fp32, which has no mild
+    kernels."""
 
 
 class Segments(NamedTuple):
-    """What each segment of chunks adds to the state [B, H, segments, K, V], and the decay through it [B, H, segments,
-    K], fp32; in the direction of a sweep."""
+    """State update of each segment of chunks [B, H, segments, K, V], and the decay through it [B, H, segments, K],
+    fp32; in the direction of a sweep."""
 
     update: Tensor
     decay: Tensor
@@ -55,8 +55,8 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float, initial: Tensor | None,
     documents: Tensor | None, keep: bool,
 ) -> tuple[Tensor, Tensor, Chunks, Tensor]:  # fmt: skip
-    """Output [B, T, H, V], last state [B, H, K, V] in fp32, and what the backward takes: chunks, and where `keep` the
-    states [B, H, N, K, V] that enter them, in the dtype of v.
+    """Returns output [B, T, H, V], final state [B, H, K, V] in fp32, and for the backward the chunks and, if `keep`,
+    the states [B, H, N, K, V] entering them, in the dtype of v.
 
     q, k, log_decay [B, T, H, K] and v [B, T, H, V], last dimension contiguous; initial [B, H, K, V] and documents
     [B, T] contiguous.
@@ -70,8 +70,8 @@ def forward(
 def begin(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float, documents: Tensor | None
 ) -> tuple[Tensor, Tensor, Chunks, Segments]:
-    """The first half of `forward`, which needs no state: the state that the tokens leave behind when they start from
-    zero [B, H, K, V], the decay through them [B, H, K], fp32, and what `finish` takes."""
+    """First phase of `forward`, without an initial state: the final state from zero [B, H, K, V], the total decay
+    [B, H, K], fp32, and the inputs of `finish`."""
     chunks = _chunks(q, k, v, log_decay, scale, documents)
     segments = _sum_segments(chunks.k_end, v, chunks.through, reverse=False, last=True)
     return *_total(segments, v, reverse=False), chunks, segments
@@ -80,7 +80,7 @@ def begin(
 def finish(
     v: Tensor, initial: Tensor | None, chunks: Chunks, segments: Segments, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, last state, and the states that enter chunks, as `forward` has them."""
+    """Second phase of `forward`: output, final state, and the states entering chunks, as in `forward`."""
     batch, length, heads, _ = v.shape
     width = chunks.through.shape[3]
     constants = _sweep_constants(width, v.shape[3], v.dtype)
@@ -100,14 +100,14 @@ def backward(
     doutput: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float,
     documents: Tensor | None, chunks: Chunks, states: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv, dg and the gradient of the initial state, contiguous, from that of the output and the last state."""
+    """Returns dq, dk, dv, dg and the initial state's gradient, contiguous, from those of output and final state."""
     segments = _sum_segments(chunks.q_start, doutput, chunks.through, reverse=True)
     return finish_backward(doutput, dfinal, q, k, v, log_decay, scale, documents, chunks, states, segments)
 
 
 def begin_backward(doutput: Tensor, chunks: Chunks) -> tuple[Tensor, Segments]:
-    """The first half of `backward`, which needs no gradient of the last state: the gradient [B, H, K, V] fp32 of the
-    first state by the output alone, and what `finish_backward` takes."""
+    """First phase of `backward`, without the gradient of the final state: the output's contribution to the gradient of
+    the initial state [B, H, K, V] fp32, and the inputs of `finish_backward`."""
     segments = _sum_segments(chunks.q_start, doutput, chunks.through, reverse=True, last=True)
     return _total(segments, doutput, reverse=True)[0], segments
 
@@ -116,7 +116,7 @@ def finish_backward(
     doutput: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float,
     documents: Tensor | None, chunks: Chunks, states: Tensor, segments: Segments,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """What `backward` gives."""
+    """Second phase of `backward`: returns what `backward` does."""
     batch, length, heads, width = q.shape
     number = chunks.through.shape[2]
     constants = _sweep_constants(width, v.shape[3], v.dtype)
@@ -183,8 +183,8 @@ def _chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float, do
 
 @functools.cache
 def _level_masks(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """[levels + 1, 2, C, C] zeros and ones: of each level, the pairs of rows that belong to it, and the tokens between
-    each row and its pivot; at last the tokens up to each row, and those after it."""
+    """Zeros and ones [levels + 1, 2, C, C]: per level, the pairs of tokens that belong to it, and the tokens between
+    each token and its pivot; last, the tokens up to each token, and those after it."""
     t, j = torch.arange(CHUNK)[:, None], torch.arange(CHUNK)
     masks = []
     for level in range(CHUNK.bit_length() - 1):
@@ -197,7 +197,7 @@ def _level_masks(device: torch.device, dtype: torch.dtype) -> Tensor:
 class _Plan(NamedTuple):
     segments: int
     chunks: int
-    """Of a segment; the last may have fewer."""
+    """Chunks per segment; the last may have fewer."""
     programs: int
 
 
@@ -211,14 +211,14 @@ def _segments(v: Tensor, chunks: int, constants: dict[str, int]) -> _Plan:
 
 
 def segments_shape(q: Tensor, v: Tensor) -> tuple[int, int, int, int]:
-    """[B, H, segments, K] of `begin`, from q [B, T, H, K] and v [B, T, H, V]."""
+    """Shape [B, H, segments, K] of the segments of `begin`, from q [B, T, H, K] and v [B, T, H, V]."""
     batch, length, heads, width = q.shape
     constants = _sweep_constants(width, v.shape[3], v.dtype)
     return batch, heads, _segments(v, triton.cdiv(length, CHUNK), constants).segments, width
 
 
 def _sum_segments(x: Tensor, y: Tensor, through: Tensor, *, reverse: bool, last: bool = False) -> Segments:
-    """Of all segments, but for the last of the sweep unless `last`; for one segment then, tensors that nobody reads."""
+    """Updates and decays of all segments, without the sweep's last unless `last`; if none is left, unused tensors."""
     batch, length, heads, width = y.shape
     chunks, keys = through.shape[2:]
     constants = _sweep_constants(keys, width, y.dtype)
@@ -235,7 +235,7 @@ def _sum_segments(x: Tensor, y: Tensor, through: Tensor, *, reverse: bool, last:
 
 
 def _total(segments: Segments, y: Tensor, *, reverse: bool) -> tuple[Tensor, Tensor]:
-    """What all segments together add to the state [B, H, K, V], and the decay through them [B, H, K]."""
+    """State update of all segments together [B, H, K, V], and the decay through them [B, H, K]."""
     batch, heads, number, keys, width = segments.update.shape
     constants = _sweep_constants(keys, width, y.dtype)
     update, decay = segments.update.new_empty(batch, heads, keys, width), segments.decay.new_empty(batch, heads, keys)

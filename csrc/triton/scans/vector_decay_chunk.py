@@ -1,4 +1,4 @@
-"""What the vector-decay scan computes inside each chunk by itself: its scores, its decays, and their gradients.
+"""Intra-chunk kernels of the vector-decay scan: scores, decays, and their gradients.
 
 A pair (t, s) of a chunk, t > s, belongs to one level: the highest bit in which t and s differ. At level l the chunk
 splits into parents of 2^(l+1) rows, t lies in the odd half of one, s in the even half, and the pivot p is the last row
@@ -7,7 +7,7 @@ of the even half. The decay from s to t is that from s to p times that from p to
     x_t = q_t exp(sum of g over p < j <= t) in odd halves,    x_s = k_s exp(sum of g over s < j <= p) in even halves
 
 the scores of all pairs of a level are the entries of X X^T there, and X's gradient is (G + G^T) X with G the scores'.
-No exponent is positive, whatever g is: each is a sum of g, formed as a product with a matrix of zeros and ones.
+No exponent is positive, whatever g is: each is a sum of g, computed as a matmul with a matrix of zeros and ones.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import triton.language as tl
 CHUNK = tl.constexpr(64)
 LEVELS = tl.constexpr(6)
 LOWEST = tl.constexpr(-105.0)
-"""exp of it is 0 in fp32: decays below change no result."""
+"""Its exp is 0 in fp32: g is clamped to it without changing a result."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def add_product(ones, x, sums, DTYPE: tl.constexpr, TERMS: tl.constexpr):
-    """sums + ones @ x with `ones` a matrix of zeros and ones: x in TERMS terms of bf16, or exactly in fp32."""
+    """Computes sums + ones @ x with `ones` a matrix of zeros and ones: x in TERMS terms of bf16, or exactly in fp32."""
     if tl.float32 == DTYPE:
         sums += tl.dot(ones.to(tl.float32), x, input_precision="ieee")
     else:
@@ -37,15 +37,15 @@ def add_product(ones, x, sums, DTYPE: tl.constexpr, TERMS: tl.constexpr):
 
 @triton.jit
 def load_masks(masks_ptr, index, row, column):
-    """Two matrices [C, C] of zeros and ones: of a level, the pairs of rows that belong to it, and the tokens between
-    each row and its pivot; of LEVELS, the tokens up to each row, and those after it."""
+    """Loads two matrices [C, C] of zeros and ones: for a level, the pairs of rows that belong to it, and the tokens
+    between each row and its pivot; for index LEVELS, the tokens up to each row, and those after it."""
     at = masks_ptr + index * 2 * CHUNK * CHUNK + row[:, None] * CHUNK + column[None, :]
     return tl.load(at), tl.load(at + CHUNK * CHUNK)
 
 
 @triton.jit
 def document_masks(masks_ptr, row, column, document, DOCUMENTS: tl.constexpr):
-    """[C, C] zeros and ones: the tokens up to each row and those after it, of its document."""
+    """Zeros and ones [C, C]: the tokens of its document up to each row, and those after it."""
     past, future = load_masks(masks_ptr, LEVELS, row, column)
     if DOCUMENTS:
         same = document[:, None] == document[None, :]
@@ -84,7 +84,7 @@ def chunk_decays(g, masks_ptr, row, column, document, entering, leaving, DTYPE: 
 
 @triton.jit
 def level_rows(between, odd, q, k, g, DTYPE: tl.constexpr):
-    """Of a level: the decay between each row and its pivot [C, BLOCK_K], and X."""
+    """Decay between each row and its pivot at one level [C, BLOCK_K], and X."""
     decay = tl.exp2(add_product(between, g, tl.zeros_like(g), DTYPE, 2))
     return decay, tl.where(odd, q, k) * decay
 
@@ -92,14 +92,14 @@ def level_rows(between, odd, q, k, g, DTYPE: tl.constexpr):
 @triton.jit(do_not_specialize=["length", "num_chunks"])
 def scores_kernel(
     q_ptr, k_ptr, g_ptr, documents_ptr, masks_ptr,  # [B, T, H, K] strided; [B, T] int32; [levels, 2, C, C]
-    kind_ptr, q_start_ptr, k_end_ptr, scores_ptr, through_ptr,  # as in Saved of vector_decay_scan.py
+    kind_ptr, q_start_ptr, k_end_ptr, scores_ptr, through_ptr,  # as in Chunks of vector_decay.py
     q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h,
     length, num_chunks, heads, scale,
     K: tl.constexpr, BLOCK_K: tl.constexpr, DOCUMENTS: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
-    """Writes of each chunk its scores A, q decayed from its start, k decayed to its end, and the decay through it.
+    """Writes per chunk the scores A, q decayed from its start, k decayed to its end, and the decay through it.
 
-    SOME: only of chunks of kind 0, the others are vector_decay_mild.py's; likewise below.
+    SOME: only for chunks of kind 0, as vector_decay_mild.py computes the others; likewise below.
     """
     DTYPE: tl.constexpr = q_start_ptr.dtype.element_ty
     chunk = tl.program_id(0) % num_chunks
@@ -150,13 +150,13 @@ def scores_kernel(
 @triton.jit(do_not_specialize=["length", "num_chunks"])
 def products_kernel(
     v_ptr, do_ptr, states_ptr, dstates_ptr,  # states entering, and gradients of states leaving: [B, H, N, K, V]
-    dq_start_ptr, dk_end_ptr, dscores_ptr, dself_ptr, dthrough_ptr,  # of what scores_kernel wrote
+    dq_start_ptr, dk_end_ptr, dscores_ptr, dself_ptr, dthrough_ptr,  # of the results of scores_kernel
     v_b, v_t, v_h, do_b, do_t, do_h,
     length, num_chunks, heads,
     K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Sums over the values: gradients of one chunk's decayed q and k, of its scores, apart those of tokens with
-    themselves, and of the decay through it."""
+    """Sums over the values: gradients of one chunk's decayed q and k, of its scores (the diagonal separately), and of
+    the decay through it."""
     chunk = tl.program_id(0) % num_chunks
     batch_head = (tl.program_id(0) // num_chunks).to(tl.int64)
     batch, head = batch_head // heads, batch_head % heads
@@ -205,7 +205,7 @@ def gradients_kernel(
     length, num_chunks, heads, scale,
     K: tl.constexpr, BLOCK_K: tl.constexpr, DOCUMENTS: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of q, k and g of one chunk and BLOCK_K channels from those of what scores_kernel wrote."""
+    """Gradients of q, k and g of one chunk and BLOCK_K channels, from those of the results of scores_kernel."""
     DTYPE: tl.constexpr = dscores_ptr.dtype.element_ty
     chunk = tl.program_id(0) % num_chunks
     batch_head = (tl.program_id(0) // num_chunks).to(tl.int64)
@@ -232,7 +232,7 @@ def gradients_kernel(
     at = (batch_head * num_chunks + chunk) * K + channel
     through = tl.load(through_ptr + at, mask=channel < K, other=0.0)
     dthrough = tl.load(dthrough_ptr + at, mask=channel < K, other=0.0)
-    # How each row's gradient moves g: what enters by q moves all g before it, what leaves by k all g after it.
+    # Gradient of g from the decays to and from the chunk's ends: q's adds to all g up to it, k's to all g after it.
     dsums = q * dq
     dg = tl.zeros_like(dq) + (dthrough * through)[None, :]
     past, future = document_masks(masks_ptr, row, column, document, DOCUMENTS)

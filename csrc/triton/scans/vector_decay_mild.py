@@ -1,11 +1,11 @@
-"""What vector_decay_chunk.py computes, for the chunks whose decays are mild: one product in place of one a level.
+"""vector_decay_chunk.py for chunks with mild decays: one matmul in place of one per level.
 
-Where no channel's g sums to less than -LIMIT over a chunk, decays from the middle m of that sum stay in range:
+If no channel's g sums to less than -LIMIT over a chunk, decays from the middle m of that sum stay in range:
 
     A = tril(X_q X_k^T),  x_q,t = q_t exp(b_t - m),  x_k,s = k_s exp(m - b_s),  b_t = sum of g up to t,  m = b_C / 2
 
-Entries above the diagonal may overflow; they are dropped, never multiplied. A chunk with the start of a document is
-never mild: which products form its scores would depend on another document's decays.
+Entries above the diagonal may overflow; they are masked, never multiplied. A chunk with a document's start inside is
+never mild: the computation of its scores would depend on another document's decays.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from megalin._triton.scans.vector_decay_chunk import (
 )
 
 LIMIT = tl.constexpr(140.0)
-"""exp of half of it is 2.5e30: its products with gradients and values of any sane size stay finite."""
+"""exp(LIMIT / 2) is 2.5e30: its products with gradients and values of any sane size stay finite."""
 
 
 @triton.jit
 def middle_decays(g, past, row, DTYPE: tl.constexpr):
-    """Decays [C, K] of q and k from and to the middle, what is left of the start's and the end's decay [K], that
-    through the chunk [K], and whether all channels are mild."""
+    """Decays [C, K] of q and k from and to the middle, the remaining decays from the start and to the end [K], the
+    decay through the chunk [K], and 1 if all channels are mild."""
     sums = add_product(past, g, tl.zeros_like(g), DTYPE, 2)
     total = tl.sum(tl.where((row == CHUNK - 1)[:, None], sums, 0.0), axis=0)
     mild = total >= -LIMIT * LOG2_E
-    # In channels that are not, the start and the end take the place of the middle: their scores are not used.
+    # In other channels, the start and the end take the place of the middle: their scores are not used.
     start, end = tl.where(mild, 0.5 * total, 0.0), tl.where(mild, 0.5 * total, total)
     of_q = tl.exp2(tl.minimum(sums - start[None, :], 0.5 * LIMIT * LOG2_E))
     of_k = tl.exp2(tl.minimum(end[None, :] - sums, 0.5 * LIMIT * LOG2_E))
@@ -48,9 +48,9 @@ def mild_scores_kernel(
     length, num_chunks, heads, scale,
     K: tl.constexpr, BLOCK_K: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """As scores_kernel, for each mild chunk; of the others the scores are left to it.
+    """The results of scores_kernel for mild chunks; scores_kernel overwrites those of the others.
 
-    The kind of a chunk is 0 where it is not mild, 1 where it is and begins with a document, 2 where it continues one.
+    The kind of a chunk is 0 if not mild, 1 if mild and starting with a document, 2 if mild and continuing one.
     """
     DTYPE: tl.constexpr = q_start_ptr.dtype.element_ty
     chunk = tl.program_id(0) % num_chunks
@@ -105,7 +105,7 @@ def mild_gradients_kernel(
     length, num_chunks, heads, scale,
     K: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """As gradients_kernel, for each mild chunk."""
+    """The gradients of gradients_kernel for mild chunks."""
     DTYPE: tl.constexpr = dscores_ptr.dtype.element_ty
     chunk = tl.program_id(0) % num_chunks
     batch_head = (tl.program_id(0) // num_chunks).to(tl.int64)
@@ -121,7 +121,7 @@ def mild_gradients_kernel(
     mask, wide = live[:, None] & (channel < K)[None, :], (channel < K)[None, :]
     base = ((batch * length + first) * heads + head) * K
     out = row[:, None] * heads * K + channel[None, :]
-    # Loads stand first, to be under way together; one more would spill registers.
+    # Loads come first, so that they overlap; one more would spill registers.
     g = load_rows(g_ptr + batch * g_b + head * g_h + first * g_t, g_t, row, channel, mask)
     past, future = document_masks(masks_ptr, row, column, row, False)
     q = load_rows(q_ptr + batch * q_b + head * q_h + first * q_t, q_t, row, channel, mask)
@@ -135,14 +135,14 @@ def mild_gradients_kernel(
     sums = add_product(past, g, tl.zeros_like(g), DTYPE, 2)
     middle = 0.5 * tl.sum(tl.where((row == CHUNK - 1)[:, None], sums, 0.0), axis=0)
     of_q, of_k, to_end = tl.exp2(sums - middle[None, :]), tl.exp2(middle[None, :] - sums), tl.exp2(middle)
-    # Nothing of the chunk before reaches a document that begins with this one.
+    # A document that starts with this chunk has no state from the chunk before.
     continues = tl.where(kind == 2, 1.0, 0.0)
     x_q, x_k = (q.to(tl.float32) * (of_q * scale)).to(DTYPE), (k.to(tl.float32) * of_k).to(DTYPE)
 
     dx = tl.dot(tl.trans(dscores), x_q)
     dsums = -x_k.to(tl.float32) * dx
     dk_end = dk_end.to(tl.float32) * to_end[None, :]
-    # The pair of a token with itself has no decay: it moves q and k (of_q of_k = 1), not g.
+    # The pair of a token with itself has no decay: it adds to dq and dk (of_q of_k = 1), not to dg.
     dk = (dx + dk_end + own * x_q.to(tl.float32)) * of_k
     tl.store(dk_ptr + base + out, dk.to(dk_ptr.dtype.element_ty), mask=mask)
     dg = tl.zeros_like(dk) + (dthrough * to_end * to_end * continues)[None, :]

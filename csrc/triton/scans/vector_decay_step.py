@@ -1,4 +1,4 @@
-"""One token of the vector-decay recurrence, S' = diag(e^g) S + k v^T, o = scale S'^T q: S is read and written once."""
+"""Decoding step of the vector-decay scan, S' = diag(e^g) S + k v^T, o = scale S'^T q; S is read and written once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 TILE = 4096
-"""Elements of the state a program holds."""
+"""Elements of the state per program."""
 
 
 @triton.jit

@@ -1,11 +1,11 @@
-"""The states of the vector-decay scan from chunk to chunk, forward and in reverse, with what hangs on them.
+"""Kernels of the vector-decay scan that pass states from chunk to chunk, forward and in reverse.
 
     forward   O_n = A_n V_n + Q_n S_n,        S_{n+1} = d_n S_n + K_n^T V_n
     reverse   dV_n = A_n^T dO_n + K_n dS_{n+1},    dS_n = d_n dS_{n+1} + Q_n^T dO_n
 
 with Q, K decayed from the start and to the end of their chunk and d_n the decay through it (vector_decay_chunk.py).
-A program sweeps one segment of chunks for one tile of values. Segments are there to fill the chip: `segment_kernel`
-sums each by itself, and a sweep begins by folding the segments before its own.
+A program sweeps one segment of chunks for one tile of values. Segments exist to fill the GPU: `segment_kernel` computes
+the update of each from a zero state, and a sweep first accumulates the segments before its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CHUNK = tl.constexpr(64)
 
 @triton.jit
 def place(num_segments, tiles):
-    """Tile of values, segment, and batch x head of this program; tiles of one segment run side by side."""
+    """Tile of values, segment, and batch x head of this program; consecutive programs are tiles of one segment."""
     program = tl.program_id(0)
     tile, rest = program % tiles, program // tiles
     return tile, rest % num_segments, (rest // num_segments).to(tl.int64)
@@ -31,8 +31,8 @@ def segment_kernel(
     K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, REVERSE: tl.constexpr,
     LAST: tl.constexpr,
 ):  # fmt: skip
-    """What each segment adds to the state [B, H, segments, K, V], and the decay through it [B, H, segments, K]; of the
-    last in the direction, behind which no other lies, where LAST."""
+    """State update of each segment [B, H, segments, K, V], and the decay through it [B, H, segments, K]; the last in
+    scan direction only if LAST."""
     tile, segment, batch_head = place(num_segments, tl.cdiv(V, BLOCK_V))
     if not LAST and segment == (0 if REVERSE else num_segments - 1):
         return
@@ -62,7 +62,7 @@ def segment_kernel(
 
 @triton.jit
 def fold(state, update_ptr, decay_ptr, at, channel, value, K: tl.constexpr, V: tl.constexpr):
-    """The state behind one more segment."""
+    """State after one more segment."""
     decay = tl.load(decay_ptr + at * K + channel, mask=channel < K, other=0.0)
     inside = (channel < K)[:, None] & (value < V)[None, :]
     update = tl.load(update_ptr + at * K * V + channel[:, None] * V + value[None, :], mask=inside, other=0.0)
@@ -74,7 +74,7 @@ def total_kernel(
     update_ptr, decay_ptr, sum_ptr, product_ptr, num_segments,
     K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """What all segments together add to the state [B, H, K, V], and the decay through them [B, H, K]."""
+    """State update of all segments together [B, H, K, V], and the decay through them [B, H, K]."""
     tile, _, batch_head = place(1, tl.cdiv(V, BLOCK_V))
     channel, value = tl.arange(0, BLOCK_K), tile * BLOCK_V + tl.arange(0, BLOCK_V)
     state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
@@ -97,7 +97,7 @@ def forward_kernel(
     K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     INITIAL: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Writes the output [B, T, H, V], the last state and, where KEEP, the state entering each chunk."""
+    """Writes the output [B, T, H, V], the final state and, if KEEP, the state entering each chunk."""
     DTYPE: tl.constexpr = v_ptr.dtype.element_ty
     tile, segment, batch_head = place(num_segments, tl.cdiv(V, BLOCK_V))
     batch, head = batch_head // heads, batch_head % heads

@@ -123,7 +123,7 @@ def _(k: Tensor, v: Tensor, log_decay: Tensor, documents: Tensor | None) -> list
 def _fake_begun(k: Tensor, v: Tensor, log_decay: Tensor) -> list[Tensor]:
     from megalin._triton.scans import scalar_decay as kernels
 
-    found, parts = kernels.handed_over(k, v, log_decay)
+    found, parts = kernels.empty_intermediates(k, v, log_decay)
     return [*found, *parts]
 
 
