@@ -1,1 +1,1 @@
-"""Local tensor maths: a pure-PyTorch reference beside the dispatch of every op."""
+"""Local tensor ops, each with a pure-PyTorch reference and a dispatch to compiled kernels."""

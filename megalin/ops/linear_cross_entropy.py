@@ -1,4 +1,4 @@
-"""Linear + cross entropy in chunks of tokens: the loss of a head without a [tokens, vocabulary] tensor."""
+"""Linear + cross entropy in chunks of tokens: the LM head's loss without a [tokens, vocabulary] tensor."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from megalin.ops.dispatch.self_test import compare, sample
 OP = "linear_cross_entropy"
 CHUNK_BYTES = 430_000_000
 """Largest chunk of logits. Larger ones gain no speed; the fp32 gradient of the weight, which the backward rounds,
-costs more memory than such a chunk."""
+costs more memory than one chunk."""
 ALIGNMENT = 128
-"""Rows of a chunk of logits start at multiples of this many elements, for loads of 16 bytes at any vocabulary."""
+"""Row stride of a chunk of logits is a multiple of this many elements, for loads of 16 bytes at any vocabulary."""
 
 
 class VocabularySlice(NamedTuple):
-    """Which tokens the rows of a weight stand for."""
+    """Vocabulary ids of the rows of a weight shard."""
 
     first: int
-    """The token of the first row."""
+    """Vocabulary id of the first row."""
     size: int
-    """Leading rows that are tokens; the others pad."""
+    """Number of leading rows with a vocabulary id; the others are padding."""
 
 
 def linear_cross_entropy_reference(
     x: Tensor, weight: Tensor, labels: Tensor, *, vocab_size: int, ignored_label: int, token_weights: Tensor
 ) -> Tensor:
-    """sum_t w_t (log sum_v exp(z_tv) - z_t,label), z = x W^T over the first `vocab_size` rows, in plain PyTorch.
+    """Reference in plain PyTorch: sum_t w_t (log sum_v exp(z_tv) - z_t,label), z = x W^T over `vocab_size` rows of W.
 
     Args:
         x: [N, D].
-        weight: [V, D], V at least `vocab_size`.
-        labels: [N] tokens; `ignored_label` where there is no loss.
+        weight: [V, D], of which the first `vocab_size` rows count.
+        labels: [N] vocabulary ids; `ignored_label` for tokens without a loss.
         token_weights: [N], at least fp32.
 
     Returns:
@@ -55,7 +55,7 @@ def linear_cross_entropy_reference(
 
 
 def choose_backend(x: Tensor, weight: Tensor, backend: Backend) -> str:
-    """The implementation that runs on these tensors: "reference" or "triton".
+    """Chooses the implementation for these tensors: "reference" or "triton".
 
     Raises:
         KernelError: an explicit backend that cannot run.
@@ -68,7 +68,7 @@ def choose_backend(x: Tensor, weight: Tensor, backend: Backend) -> str:
     return backends.choose(OP, backend, x.device.type, unsupported)
 
 
-def _alone(statistics: Tensor) -> Tensor:
+def _single_slice(statistics: Tensor) -> Tensor:
     return statistics[None]
 
 
@@ -80,21 +80,21 @@ def fused_linear_cross_entropy(
     vocabulary: VocabularySlice,
     ignored_label: int,
     token_weights: Tensor,
-    gather: Callable[[Tensor], Tensor] = _alone,
+    gather: Callable[[Tensor], Tensor] = _single_slice,
 ) -> Tensor:
-    """`linear_cross_entropy_reference` by compiled kernels; gradients are formed with the loss, a chunk at a time.
+    """Compiled `linear_cross_entropy_reference`; computes gradients in the forward, a chunk at a time.
 
-    The gradient of `x` is that of this slice of the vocabulary alone. A label of no token makes the loss infinite.
+    The gradient of `x` is that of this slice of the vocabulary only. An unknown label makes the loss infinite.
 
     Args:
         weight: [V/tp, D], the rows of `vocabulary`, in the dtype of `x`; its gradient accumulates in fp32.
-        gather: [rows, 3] fp32 statistics of this slice of the vocabulary -> those of all slices, [tp, rows, 3].
+        gather: all-gather of the fp32 statistics of the vocabulary slices, [rows, 3] -> [tp, rows, 3].
 
     Returns:
         [] fp64. Not twice differentiable.
 
     Raises:
-        OperandError: tensors whose shapes, kinds or devices do not fit together.
+        OperandError: tensors with incompatible shapes, dtypes or devices.
     """
     check_operands(
         OP,
@@ -114,7 +114,7 @@ def fused_linear_cross_entropy(
 
 
 class _Fused(torch.autograd.Function):
-    """dz = w (softmax(z) - [label]) takes the place of z; dx = dz W; dW += dz^T x."""
+    """Autograd function: dz = w (softmax(z) - [label]) overwrites z; dx = dz W; dW += dz^T x."""
 
     @staticmethod
     def forward(
@@ -172,19 +172,19 @@ class _Fused(torch.autograd.Function):
 
 
 def chunk_rows(weight: Tensor, rows: int) -> int:
-    """Tokens a chunk: a power of two, which fills the chip's multiprocessors best, within `CHUNK_BYTES` of logits."""
+    """Tokens a chunk: a power of two, which fills the GPU's multiprocessors best, within `CHUNK_BYTES` of logits."""
     most = max(128, CHUNK_BYTES // (len(weight) * weight.element_size()))
     return min(rows, 1 << (most.bit_length() - 1))
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool) -> None:
-    """total [V, D] fp32 (+)= left [rows, V]^T right [rows, D], accumulated in fp32."""
+    """Accumulates total [V, D] fp32 (+)= left [rows, V]^T right [rows, D] in fp32."""
     beta = 0 if overwrite else 1
     if left.dtype == torch.float32:
         torch.addmm(total, left.t(), right, beta=beta, out=total)
     elif total.is_cuda:
         torch.addmm(total, left.t(), right, beta=beta, out_dtype=torch.float32, out=total)
-    else:  # out_dtype is CUDA's alone
+    else:  # out_dtype is supported on CUDA only
         torch.addmm(total, left.t().float(), right.float(), beta=beta, out=total)
 
 

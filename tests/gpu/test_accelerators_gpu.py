@@ -9,8 +9,8 @@ import torch
 
 from megalin.ops.attention.causal import causal_attention
 from megalin.ops.dispatch import backend
-from megalin.ops.dispatch.apex import reason_against
-from megalin.ops.documents import WHOLE_ROWS, find_documents
+from megalin.ops.dispatch.apex import unavailable_reason
+from megalin.ops.documents import UNPACKED, find_documents
 from megalin.ops.norms.layer_norm import layer_norm, layer_norm_reference
 from megalin.ops.norms.rms_norm import rms_norm, rms_norm_reference
 from megalin.parallel.process_group import process_group
@@ -20,7 +20,7 @@ from tests.gpu.test_softmax_gpu import DOCUMENTS, make_documents, make_heads, un
 from tests.model_runs import losses, write_config
 from tests.ops.kernels import assert_as_good_as_the_reference
 
-with_apex = pytest.mark.skipif(bool(reason_against("amp_C")), reason="needs NVIDIA's apex")
+with_apex = pytest.mark.skipif(bool(unavailable_reason("amp_C")), reason="needs NVIDIA's apex")
 with_flash_attn = pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="needs flash-attn")
 
 
@@ -45,7 +45,7 @@ def test_norms_of_apex(op, reference, shape, dtype):
 def test_flash_attn(length, heads, groups, width, window, documents):
     inputs = make_heads(2, length, heads, groups, width, torch.bfloat16)
     ids = make_documents(documents, 2, length)
-    known = WHOLE_ROWS if ids is None else find_documents(ids)
+    known = UNPACKED if ids is None else find_documents(ids)
 
     def ours(q, k, v):
         return [causal_attention(q, k, v, documents=known, window=window, backend="flash_attn")]

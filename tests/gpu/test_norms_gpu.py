@@ -48,7 +48,7 @@ OPS = {
     "max_norm, scaled": (functools.partial(_scaled, max_norm), functools.partial(_scaled, max_norm_reference)),
 } | {
     name: (
-        functools.partial(_encoded, encoded_max_norm, packed=packed, num_places=3000, eps=1e-3),
+        functools.partial(_encoded, encoded_max_norm, packed=packed, num_positions=3000, eps=1e-3),
         functools.partial(_encoded, encoded_max_norm_reference, packed=packed, eps=1e-3),
     )
     for name, packed in (("encoded_max_norm", False), ("encoded_max_norm, packed", True))
@@ -90,7 +90,7 @@ def test_angles_are_exact_far_from_the_start(dtype, backend):
     """Against fp64: what is left is the rounding of the cosine and of the result, where fp32 angles are off by 1e-3."""
     positions = torch.tensor([0, 1, 4095, 4096, 65537, 99991, 131071], device="cuda")
     x, factor = torch.randn(3, 7, 768, device="cuda").to(dtype), torch.rand(3, 7, device="cuda")
-    found = encoded_max_norm(x, factor, positions, num_places=131072, num_heads=1, eps=1e-3, backend=backend)
+    found = encoded_max_norm(x, factor, positions, num_positions=131072, num_heads=1, eps=1e-3, backend=backend)
     truth = encoded_max_norm_reference(x.double(), factor.double(), positions, num_heads=1, eps=1e-3)
     error = ((found.double() - truth).norm(dim=-1) / truth.norm(dim=-1)).max()
     assert error <= {torch.float32: 2e-7, torch.bfloat16: 2.5e-3}[dtype]

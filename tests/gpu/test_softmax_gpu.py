@@ -8,9 +8,9 @@ from torch import Tensor
 
 from megalin.model.language_model import LanguageModel
 from megalin.ops.attention.causal import causal_attention, kernel_for
-from megalin.ops.attention.softmax import visible_in_row, visible_tokens, within_window
+from megalin.ops.attention.softmax import visible_in_sequence, visible_tokens, within_window
 from megalin.ops.attention.window import window_attention
-from megalin.ops.documents import WHOLE_ROWS, find_documents
+from megalin.ops.documents import UNPACKED, find_documents
 from megalin.parallel.initialisation import init_weights
 from tests.cases import GLU, model
 from tests.numerics import assert_close, errors, outputs_and_gradients
@@ -40,7 +40,7 @@ def make_documents(name: str, batch: int, length: int) -> Tensor | None:
 def unfused(q: Tensor, k: Tensor, v: Tensor, *, document_ids: Tensor | None, window: int | None) -> list[Tensor]:
     """Every product and softmax by itself, in the inputs' dtype."""
     if document_ids is None:
-        visible = visible_in_row(torch.arange(q.shape[1], device=q.device), q.shape[1], None)
+        visible = visible_in_sequence(torch.arange(q.shape[1], device=q.device), q.shape[1], None)
     else:
         visible = visible_tokens(document_ids)
     if window is not None:
@@ -52,7 +52,7 @@ def unfused(q: Tensor, k: Tensor, v: Tensor, *, document_ids: Tensor | None, win
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, *, document_ids: Tensor | None, window: int | None) -> list[Tensor]:
-    documents = WHOLE_ROWS if document_ids is None else find_documents(document_ids)
+    documents = UNPACKED if document_ids is None else find_documents(document_ids)
     return [causal_attention(q, k, v, documents=documents, window=window)]
 
 
@@ -106,7 +106,7 @@ def test_a_window_under_a_shared_key(documents, asking, dtype):
     inputs = make_heads(2, 1337, 4, 4, 64, dtype) | {"k": torch.randn(2, 1337, 64, device="cuda").to(dtype)}
     inputs["q"] = inputs["q"][:, -asking:].contiguous()
     ids = make_documents(documents, 2, 1337)
-    known = WHOLE_ROWS if ids is None else find_documents(ids)
+    known = UNPACKED if ids is None else find_documents(ids)
 
     def ours(q, k, v):
         return [window_attention(q, k, v, window=256, documents=known).output]

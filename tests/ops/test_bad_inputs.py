@@ -11,7 +11,7 @@ from megalin.ops.attention.dense import dense_attention, local_dense_attention
 from megalin.ops.attention.softmax import softmax_attention
 from megalin.ops.attention.window import WindowCache, window_attention
 from megalin.ops.dispatch.operands import check_operands
-from megalin.ops.documents import Documents
+from megalin.ops.documents import PackedDocuments
 from megalin.ops.gates.gated_product import gated_product
 from megalin.ops.linear_cross_entropy import VocabularySlice, fused_linear_cross_entropy
 from megalin.ops.norms.gated_squares import gated_squares
@@ -67,7 +67,7 @@ def heads(key, value):
 
 
 def of_documents(attention):
-    return lambda document_ids, **others: attention(**others, documents=Documents(document_ids))
+    return lambda document_ids, **others: attention(**others, documents=PackedDocuments(document_ids))
 
 
 def recurrence(*leading):
@@ -83,7 +83,7 @@ OPS = {
     "rms_norm": (partial(rms_norm, eps=1e-6), {"x": ones(B, T, WIDTH), "weight": ones(WIDTH)}),
     "gated_squares": (gated_squares, {"x": ones(B, T, WIDTH), "gate": ones(B, T, WIDTH), "weight": ones(WIDTH)}),
     "max_norm": (
-        partial(encoded_max_norm, num_places=8, num_heads=2, eps=1e-6),
+        partial(encoded_max_norm, num_positions=8, num_heads=2, eps=1e-6),
         {"x": ones(B, T, WIDTH), "factor": ones(B, T), "positions": ones(T, dtype=torch.int64)},
     ),
     "silu_lrpe": (
@@ -164,7 +164,7 @@ def test_one_dimension_too_few_or_too_many(op, name):
     if (op, name) in ANY_RANK:
         return
     for changed in (tensor[None], tensor[0]):
-        with pytest.raises(OperandError, match=rf"{op}: {name} has shape .*; it takes \["):
+        with pytest.raises(OperandError, match=rf"{op}: {name} has shape .*, but must be \["):
             call(op, **{name: changed})
 
 
@@ -173,7 +173,7 @@ def test_each_size_that_disagrees_is_told_with_the_tensor_that_set_it(op, name):
     tensor = OPS[op][1][name]
     for dim in range(FREE.get((op, name), 0), tensor.dim() - UNSHARED.get((op, name), 0)):
         longer = torch.cat([tensor, tensor.narrow(dim, 0, 1)], dim)
-        with pytest.raises(OperandError, match=rf"{op}: \w+ has shape .* but .* by \w+; they must be equal"):
+        with pytest.raises(OperandError, match=rf"{op}: \w+ has shape .* but .* in \w+; they must be equal"):
             call(op, **{name: longer})
 
 
@@ -182,10 +182,10 @@ def test_the_wrong_kind_of_numbers(op, name):
     tensor = OPS[op][1][name]
     other = tensor.double() if not tensor.is_floating_point() else tensor.long()
     kinds = {torch.bool: "bools", torch.int32: "integers", torch.int64: "integers"}
-    wanted = kinds.get(tensor.dtype, "floating-point numbers")
-    with pytest.raises(OperandError, match=rf"{op}: {name} is of {other.dtype}; give it as {wanted}"):
+    expected = kinds.get(tensor.dtype, "floating point")
+    with pytest.raises(OperandError, match=rf"{op}: {name} has dtype {other.dtype}, but must be {expected}"):
         call(op, **{name: other})
-    with pytest.raises(OperandError, match=rf"{op}: {name} is of torch.complex64"):
+    with pytest.raises(OperandError, match=rf"{op}: {name} has dtype torch.complex64"):
         call(op, **{name: tensor.to(torch.complex64)})
 
 
@@ -208,14 +208,14 @@ FIRST = {
 def test_no_tokens(op):
     own = [name for name, x in OPS[op][1].items() if x.dim() > 1 and x.shape[:2] == (B, T)]
     empty = {name: OPS[op][1][name][:, :0] for name in own}
-    with pytest.raises(OperandError, match=rf"{op}: {FIRST[op]} has shape \(2, 0.*no token; give at least one"):
+    with pytest.raises(OperandError, match=rf"{op}: {FIRST[op]} has shape \(2, 0.*no tokens; give at least one"):
         call(op, **empty)
 
 
 @pytest.mark.parametrize("op", ["dense_attention", "softmax_attention", "causal_attention"])
 @pytest.mark.parametrize("name", ["k", "v"])
 def test_queries_keys_and_values_are_of_one_dtype(op, name):
-    message = rf"{op}: {name} is of torch.bfloat16, q of torch.float32; give them in one dtype"
+    message = rf"{op}: {name} has dtype torch.bfloat16, q torch.float32; they must be equal"
     with pytest.raises(OperandError, match=message):
         call(op, **{name: OPS[op][1][name].bfloat16()})
 
@@ -227,11 +227,11 @@ def test_key_value_heads_divide_the_query_heads(op):
 
 
 def test_windows_that_no_attention_has():
-    with pytest.raises(OperandError, match="window_attention: a window of 0 tokens does not hold the token itself"):
+    with pytest.raises(OperandError, match="window_attention: window = 0 excludes the token itself; use at least 1"):
         window_attention(ones(B, T, H, K), ones(B, T, K), ones(B, T, H, K), window=0)
-    with pytest.raises(OperandError, match="causal_attention: a window of -3 tokens does not hold the token itself"):
+    with pytest.raises(OperandError, match="causal_attention: window = -3 excludes the token itself; use at least 1"):
         causal_attention(*(ones(B, T, H, K) for _ in "qkv"), window=-3)
-    with pytest.raises(OperandError, match="causal_attention: 5 queries of 4 tokens; give at most one a token"):
+    with pytest.raises(OperandError, match="causal_attention: 5 queries for 4 keys; give at most one query per key"):
         causal_attention(ones(B, 5, H, K), ones(B, 4, H, K), ones(B, 4, H, K), window=3)
     for offset in (-1, 4):
         with pytest.raises(OperandError, match=rf"windows of 4 tokens cannot start {offset} before a document; the "):
@@ -242,34 +242,34 @@ def test_a_cache_is_of_its_window():
     tensors = {name: x for name, x in OPS["window_attention"][1].items() if name != "document_ids"}
     cache = WindowCache(ones(B, 3, K), ones(B, 3, H, K), ones(B, 3))
     assert window_attention(**tensors, window=4, cache=cache).cache.k.shape == (B, 3, K)
-    with pytest.raises(OperandError, match="a cache of 3 tokens is not of a window of 5; give one of 4"):
+    with pytest.raises(OperandError, match="cache holds 3 tokens, but window = 5 needs 4; they must be equal"):
         window_attention(**tensors, window=5, cache=cache)
-    with pytest.raises(OperandError, match=r"cache\.v has shape \(2, 3, 3, 9\), \[B, P, H, K\], but K = 8 by q; they"):
+    with pytest.raises(OperandError, match=r"cache\.v has shape \(2, 3, 3, 9\) = \[B, P, H, K\], but K = 8 in q"):
         window_attention(**tensors, window=4, cache=cache._replace(v=ones(B, 3, H, K + 1)))
 
 
 def test_widths_that_form_no_halves():
-    with pytest.raises(OperandError, match=r"gated_product: halves has shape \(2, 7\); its width must be even"):
+    with pytest.raises(OperandError, match=r"gated_product: gate_value has shape \(2, 7\); its width must be even"):
         gated_product(ones(2, 7), activation="none")
-    with pytest.raises(OperandError, match=r"gated_product: halves is of torch\.int64; give it as floating-point"):
+    with pytest.raises(OperandError, match=r"gated_product: gate_value has dtype torch\.int64, but must be floating"):
         gated_product(ones(2, 8).long(), activation="none")
-    with pytest.raises(OperandError, match=r"gated_product: halves has shape \(\); it takes \[\.\.\., W\]"):
+    with pytest.raises(OperandError, match=r"gated_product: gate_value has shape \(\), but must be \[\.\.\., W\]"):
         gated_product(ones(), activation="none")
-    with pytest.raises(OperandError, match="rope: x has heads 7 wide, whose halves form no pairs; use an even width"):
+    with pytest.raises(OperandError, match="rope: head dimension 7 is odd, but channels rotate in pairs; use an"):
         rope(ones(B, T, H, 7), ids())
-    with pytest.raises(OperandError, match="lrpe_rotation: theta has 3 frequencies a head, which turn 6 channels, but"):
+    with pytest.raises(OperandError, match="lrpe_rotation: theta has 3 frequencies per head, for 6 channels, but"):
         lrpe_rotation(ones(B, T, H, K), ones(H, 3), ids())
 
 
 def test_document_ids_are_rows_of_integers():
-    with pytest.raises(OperandError, match=r"document_spans: document_ids has shape \(5,\); it takes \[B, T\]"):
+    with pytest.raises(OperandError, match=r"document_spans: document_ids has shape \(5,\), but must be \[B, T\]"):
         document_spans(ids()[0])
 
 
 def test_a_place_without_a_cosine_gives_nan_and_not_another_places_value():
     """In the kernel, which has a table; a place below zero too. Other rows are as they were."""
     x = torch.randn(1, 5, WIDTH)
-    options = {"num_places": 5, "num_heads": 2, "eps": 1e-6, "backend": "triton"}
+    options = {"num_positions": 5, "num_heads": 2, "eps": 1e-6, "backend": "triton"}
     expected = encoded_max_norm(x, ones(1, 5), torch.arange(5), **options)
     leaf = x.clone().requires_grad_()
     found = encoded_max_norm(leaf, ones(1, 5), torch.tensor([0, 1, 5, -1, 4]), **options)
@@ -283,8 +283,8 @@ def test_a_place_without_a_cosine_gives_nan_and_not_another_places_value():
 
 def test_heads_that_do_not_divide_a_width():
     with pytest.raises(OperandError, match="max_norm: 5 heads do not divide a width of 12"):
-        encoded_max_norm(ones(B, T, WIDTH), ones(B, T), ones(T).long(), num_places=8, num_heads=5, eps=1e-6)
-    with pytest.raises(OperandError, match="silu_lrpe: theta has 3 frequencies a head, which turn 6 channels, but "):
+        encoded_max_norm(ones(B, T, WIDTH), ones(B, T), ones(T).long(), num_positions=8, num_heads=5, eps=1e-6)
+    with pytest.raises(OperandError, match="silu_lrpe: theta has 3 frequencies per head, for 6 channels, but the "):
         silu_lrpe(ones(B, T, 3, H, K), ones(H, 3), ones(T).long(), form="rotation")
 
 
@@ -328,5 +328,5 @@ def test_checked_ops_compile_in_one_graph():
 
 def test_sizes_may_be_one_where_they_broadcast():
     check_operands("op", {"v": (ones(2, 3), "BH"), "q": (ones(2, 1), "Bh")})
-    with pytest.raises(OperandError, match=r"op: q has shape \(2, 2\), \[B, H or 1\], but H = 3 by v; they must be"):
+    with pytest.raises(OperandError, match=r"op: q has shape \(2, 2\) = \[B, H or 1\], but H = 3 in v; they must be"):
         check_operands("op", {"v": (ones(2, 3), "BH"), "q": (ones(2, 2), "Bh")})

@@ -29,7 +29,7 @@ def cases() -> Iterator[Case]:
         factor[:, -LENGTH // 10 :] = 0.0
         arguments = {"factor": factor, "positions": torch.arange(LENGTH, device="cuda"), "num_heads": 1}
         shape = f"{x.shape[0] * LENGTH}x{width} bf16 encoded"
-        ours = functools.partial(encoded_max_norm, num_places=LENGTH)
+        ours = functools.partial(encoded_max_norm, num_positions=LENGTH)
         yield _case(shape, x, ours, encoded_max_norm_reference, arguments, table_bytes=2 * LENGTH * width)
 
 

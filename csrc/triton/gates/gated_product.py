@@ -1,7 +1,6 @@
-"""p = act(g) v of the halves [g | v] of one projection, act the identity or silu.
+"""Computes p = act(g) v from one projection [g | v], act the identity or silu.
 
-Bytes: the forward reads g and v and writes p; the backward reads g, v and dp and writes [dg | dv] side by side, as the
-projection's gradient is read.
+Bytes: forward reads g and v and writes p; backward reads g, v and dp and writes [dg | dv], the projection's gradient.
 """
 
 from __future__ import annotations
@@ -22,9 +21,11 @@ def _place(rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def forward_kernel(halves_ptr, product_ptr, rows, width, SILU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def forward_kernel(
+    gate_value_ptr, product_ptr, rows, width, SILU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
     row, column, mask = _place(rows, width, ROWS, COLUMNS)
-    source = halves_ptr + row * (2 * width) + column
+    source = gate_value_ptr + row * (2 * width) + column
     gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     value = tl.load(source + width, mask=mask, other=0.0).to(tl.float32)
     if SILU:
@@ -34,11 +35,11 @@ def forward_kernel(halves_ptr, product_ptr, rows, width, SILU: tl.constexpr, ROW
 
 @triton.jit(do_not_specialize=["rows"])
 def backward_kernel(
-    dproduct_ptr, halves_ptr, dhalves_ptr, rows, width,
+    dproduct_ptr, gate_value_ptr, dgate_value_ptr, rows, width,
     SILU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     row, column, mask = _place(rows, width, ROWS, COLUMNS)
-    source = halves_ptr + row * (2 * width) + column
+    source = gate_value_ptr + row * (2 * width) + column
     gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     value = tl.load(source + width, mask=mask, other=0.0).to(tl.float32)
     dproduct = tl.load(dproduct_ptr + row * width + column, mask=mask, other=0.0).to(tl.float32)
@@ -47,25 +48,25 @@ def backward_kernel(
         sigmoid = tl.sigmoid(gate)
         slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
         gate *= sigmoid
-    target = dhalves_ptr + row * (2 * width) + column
+    target = dgate_value_ptr + row * (2 * width) + column
     tl.store(target, dproduct * value * slope, mask=mask)
     tl.store(target + width, dproduct * gate, mask=mask)
 
 
-def forward(halves: Tensor, silu: bool) -> Tensor:
-    """halves [rows, 2 F] contiguous -> p [rows, F]."""
-    rows, width = halves.shape[0], halves.shape[1] // 2
-    product = halves.new_empty(rows, width)
-    forward_kernel[_grid(rows, width)](halves, product, rows, width, silu, **TABLE)
+def forward(gate_value: Tensor, silu: bool) -> Tensor:
+    """gate_value [rows, 2 F] contiguous -> p [rows, F]."""
+    rows, width = gate_value.shape[0], gate_value.shape[1] // 2
+    product = gate_value.new_empty(rows, width)
+    forward_kernel[_grid(rows, width)](gate_value, product, rows, width, silu, **TABLE)
     return product
 
 
-def backward(dproduct: Tensor, halves: Tensor, silu: bool) -> Tensor:
-    """dp [rows, F], halves [rows, 2 F], contiguous -> the gradient of the halves."""
+def backward(dproduct: Tensor, gate_value: Tensor, silu: bool) -> Tensor:
+    """dp [rows, F], gate_value [rows, 2 F], contiguous -> the gradient of gate_value."""
     rows, width = dproduct.shape
-    dhalves = halves.new_empty(halves.shape)
-    backward_kernel[_grid(rows, width)](dproduct, halves, dhalves, rows, width, silu, **TABLE)
-    return dhalves
+    dgate_value = gate_value.new_empty(gate_value.shape)
+    backward_kernel[_grid(rows, width)](dproduct, gate_value, dgate_value, rows, width, silu, **TABLE)
+    return dgate_value
 
 
 def _grid(rows: int, width: int) -> tuple[int, int]:
@@ -74,7 +75,7 @@ def _grid(rows: int, width: int) -> tuple[int, int]:
 
 def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]]:
     """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
-    pointers = ("halves_ptr", "product_ptr", "dproduct_ptr", "dhalves_ptr")
+    pointers = ("gate_value_ptr", "product_ptr", "dproduct_ptr", "dgate_value_ptr")
     types = {**dict.fromkeys(pointers, "*bf16"), "rows": "i32", "width": "i32"}
     constants = {"SILU": True, "ROWS": TABLE["ROWS"], "COLUMNS": TABLE["COLUMNS"]}
     options = {"num_warps": TABLE["num_warps"]}

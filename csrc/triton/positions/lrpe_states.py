@@ -1,6 +1,6 @@
-"""States under a fixed decay and LRPE from segment to segment: each is turned into the next one's positions.
+"""States of a fixed-decay scan with LRPE from segment to segment, each rotated into the next segment's positions.
 
-    E_0 = initial,    E_{c+1} = R(angle) (passed_c E_c + joined_c U_c)
+    E_0 = initial,    E_{c+1} = R(angle) (decay_c E_c + continues_c U_c)
 
 R(a): (x, y) -> (x cos a + y sin a, y cos a - x sin a), the rows x and y of a state that belong to one frequency.
 """
@@ -18,8 +18,8 @@ TILE = {"BLOCK_ANGLE": 8, "BLOCK_VALUE": 128, "num_warps": 4}
 
 @triton.jit
 def _place(angles, VALUE: tl.constexpr, ROTATION: tl.constexpr, BLOCK_ANGLE: tl.constexpr, BLOCK_VALUE: tl.constexpr):
-    """This program's frequencies, and where their two rows lie in a state [KEY, VALUE]: neighbours with `ROTATION`,
-    else half of the keys apart."""
+    """Frequencies of this program, and the offsets of their two rows in a state [KEY, VALUE]: adjacent with `ROTATION`,
+    else KEY / 2 apart."""
     angle = tl.program_id(1) * BLOCK_ANGLE + tl.arange(0, BLOCK_ANGLE)
     value = tl.program_id(2) * BLOCK_VALUE + tl.arange(0, BLOCK_VALUE)
     inside = (angle < angles)[:, None] & (value < VALUE)[None, :]
@@ -29,12 +29,12 @@ def _place(angles, VALUE: tl.constexpr, ROTATION: tl.constexpr, BLOCK_ANGLE: tl.
 
 @triton.jit(do_not_specialize=["segments"])
 def forward_kernel(
-    added_ptr, initial_ptr, cosines_ptr, sines_ptr, passed_ptr, joined_ptr, entering_ptr, leaving_ptr,
+    added_ptr, initial_ptr, cosines_ptr, sines_ptr, decay_ptr, continues_ptr, entering_ptr, leaving_ptr,
     heads, segments, angles,
     INITIAL: tl.constexpr, VALUE: tl.constexpr, ROTATION: tl.constexpr,
     BLOCK_ANGLE: tl.constexpr, BLOCK_VALUE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (batch * heads, tiles of frequencies, tiles of values)."""
+    """Forward recurrence over segments. Grid (batch * heads, tiles of frequencies, tiles of values)."""
     angle, inside, first, second = _place(angles, VALUE, ROTATION, BLOCK_ANGLE, BLOCK_VALUE)
     row = tl.program_id(0).to(tl.int64)
     batch, head = row // heads, row % heads
@@ -50,10 +50,10 @@ def forward_kernel(
         place = ((batch * segments + c) * heads + head) * size
         tl.store(entering_ptr + place + first, x, mask=inside)
         tl.store(entering_ptr + place + second, y, mask=inside)
-        passed = tl.load(passed_ptr + (batch * segments + c) * heads + head)
-        joined = tl.load(joined_ptr + batch * segments + c)
-        x = passed * x + joined * tl.load(added_ptr + place + first, mask=inside, other=0.0)
-        y = passed * y + joined * tl.load(added_ptr + place + second, mask=inside, other=0.0)
+        decay = tl.load(decay_ptr + (batch * segments + c) * heads + head)
+        continues = tl.load(continues_ptr + batch * segments + c)
+        x = decay * x + continues * tl.load(added_ptr + place + first, mask=inside, other=0.0)
+        y = decay * y + continues * tl.load(added_ptr + place + second, mask=inside, other=0.0)
         x, y = x * cosine + y * sine, y * cosine - x * sine
     tl.store(leaving_ptr + row * size + first, x, mask=inside)
     tl.store(leaving_ptr + row * size + second, y, mask=inside)
@@ -61,11 +61,11 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=["segments"])
 def backward_kernel(
-    dentering_ptr, dleaving_ptr, entering_ptr, leaving_ptr, cosines_ptr, sines_ptr, passed_ptr, joined_ptr,
+    dentering_ptr, dleaving_ptr, entering_ptr, leaving_ptr, cosines_ptr, sines_ptr, decay_ptr, continues_ptr,
     dadded_ptr, dinitial_ptr, dangle_ptr, heads, segments, angles,
     VALUE: tl.constexpr, ROTATION: tl.constexpr, BLOCK_ANGLE: tl.constexpr, BLOCK_VALUE: tl.constexpr,
 ):  # fmt: skip
-    """The way back; dangle is the sum over c of dx y - dy x of the state (x, y) that enters segment c + 1."""
+    """Reverse recurrence; dangle is the sum over c of dx y - dy x of the state (x, y) that enters segment c + 1."""
     angle, inside, first, second = _place(angles, VALUE, ROTATION, BLOCK_ANGLE, BLOCK_VALUE)
     row = tl.program_id(0).to(tl.int64)
     batch, head = row // heads, row % heads
@@ -81,13 +81,13 @@ def backward_kernel(
         c = segments - 1 - back
         total += dx * y - dy * x
         place = ((batch * segments + c) * heads + head) * size
-        passed = tl.load(passed_ptr + (batch * segments + c) * heads + head)
-        joined = tl.load(joined_ptr + batch * segments + c)
+        decay = tl.load(decay_ptr + (batch * segments + c) * heads + head)
+        continues = tl.load(continues_ptr + batch * segments + c)
         dx, dy = dx * cosine - dy * sine, dy * cosine + dx * sine
-        tl.store(dadded_ptr + place + first, joined * dx, mask=inside)
-        tl.store(dadded_ptr + place + second, joined * dy, mask=inside)
-        dx = passed * dx + tl.load(dentering_ptr + place + first, mask=inside, other=0.0)
-        dy = passed * dy + tl.load(dentering_ptr + place + second, mask=inside, other=0.0)
+        tl.store(dadded_ptr + place + first, continues * dx, mask=inside)
+        tl.store(dadded_ptr + place + second, continues * dy, mask=inside)
+        dx = decay * dx + tl.load(dentering_ptr + place + first, mask=inside, other=0.0)
+        dy = decay * dy + tl.load(dentering_ptr + place + second, mask=inside, other=0.0)
         x = tl.load(entering_ptr + place + first, mask=inside, other=0.0)
         y = tl.load(entering_ptr + place + second, mask=inside, other=0.0)
     tl.store(dinitial_ptr + row * size + first, dx, mask=inside)
@@ -97,15 +97,15 @@ def backward_kernel(
 
 
 def forward(
-    added: Tensor, initial: Tensor | None, angle: Tensor, passed: Tensor, joined: Tensor, *, rotation: bool
+    added: Tensor, initial: Tensor | None, angle: Tensor, decay: Tensor, continues: Tensor, *, rotation: bool
 ) -> tuple[Tensor, Tensor]:
-    """added [B, N, H, K, V], initial [B, H, K, V], angle [H, K/2], passed [B, N, H], joined [B, N], all contiguous
+    """added [B, N, H, K, V], initial [B, H, K, V], angle [H, K/2], decay [B, N, H], continues [B, N], all contiguous
     fp32 -> the states entering the segments, as `added`, and the last one [B, H, K, V]."""
     batch, segments, heads, key, value = added.shape
     entering = torch.empty_like(added)
     leaving = added.new_empty(batch, heads, key, value)
     forward_kernel[_grid(added)](
-        added, initial, angle.cos(), angle.sin(), passed, joined, entering, leaving, heads, segments, key // 2,
+        added, initial, angle.cos(), angle.sin(), decay, continues, entering, leaving, heads, segments, key // 2,
         INITIAL=initial is not None, VALUE=value, ROTATION=rotation, **TILE,
     )  # fmt: skip
     return entering, leaving
@@ -117,8 +117,8 @@ def backward(
     entering: Tensor,
     leaving: Tensor,
     angle: Tensor,
-    passed: Tensor,
-    joined: Tensor,
+    decay: Tensor,
+    continues: Tensor,
     *,
     rotation: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,7 +128,7 @@ def backward(
     d_added, d_initial = torch.empty_like(entering), torch.empty_like(leaving)
     d_angle = angle.new_empty(batch, heads, grid[2], key // 2)
     backward_kernel[grid](
-        d_entering, d_leaving, entering, leaving, angle.cos(), angle.sin(), passed, joined,
+        d_entering, d_leaving, entering, leaving, angle.cos(), angle.sin(), decay, continues,
         d_added, d_initial, d_angle, heads, segments, key // 2, VALUE=value, ROTATION=rotation, **TILE,
     )  # fmt: skip
     return d_added, d_initial, d_angle.sum((0, 2))
@@ -142,7 +142,7 @@ def _grid(states: Tensor) -> tuple[int, int, int]:
 def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]]:
     """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
     pointers = (
-        "added", "initial", "cosines", "sines", "passed", "joined", "entering", "leaving", "dentering", "dleaving",
+        "added", "initial", "cosines", "sines", "decay", "continues", "entering", "leaving", "dentering", "dleaving",
         "dadded", "dinitial", "dangle",
     )  # fmt: skip
     signature = {f"{name}_ptr": "*fp32" for name in pointers} | dict.fromkeys(("heads", "segments", "angles"), "i32")

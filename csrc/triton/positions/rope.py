@@ -1,6 +1,6 @@
-"""Rotary positions: the pairs (x_j, x_j+K/2) of each head turned by p theta_j, or back.
+"""RoPE: rotates the pairs (x_j, x_j+K/2) of each head by p theta_j, or by the inverse.
 
-Bytes: x is read and written once. All heads turn alike, so a token's sines are evaluated once.
+Bytes: x is read and written once. All heads have the same angles, so a token's sines are evaluated once.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import triton.language as tl
 from megalin._triton.positions.silu_lrpe import _sine_and_cosine
 
 PAIRS = 512
-"""Pairs of a head's tokens that a program holds at a time."""
+"""Pairs (over tokens, of one head) that a program holds at a time."""
 WARPS = 4
 
 
 @triton.jit(do_not_specialize=["rows", "period"])
-def turn_kernel(
+def rotate_kernel(
     x_ptr, theta_ptr, positions_ptr, y_ptr, rows, period, stride, heads,
-    KEY: tl.constexpr, BACK: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr
+    KEY: tl.constexpr, INVERSE: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     pair = tl.arange(0, HALF)
@@ -28,7 +28,7 @@ def turn_kernel(
     position = tl.load(positions_ptr + row % period, mask=row < rows, other=0).to(tl.float32)
     theta = tl.load(theta_ptr + pair, mask=inside, other=0.0)
     sine, cosine = _sine_and_cosine(position[:, None], theta[None, :])
-    if BACK:
+    if INVERSE:
         sine = -sine
     source = x_ptr + row[:, None] * stride + pair[None, :]
     target = y_ptr + row[:, None] * (heads * KEY) + pair[None, :]
@@ -39,14 +39,14 @@ def turn_kernel(
         tl.store(target + head * KEY + KEY // 2, first * sine + second * cosine, mask=mask)
 
 
-def turn(x: Tensor, theta: Tensor, positions: Tensor, *, back: bool) -> Tensor:
-    """x [rows, H, K] with whole rows, theta [K/2] fp32, positions [period] of the rows, which repeat -> like x."""
+def rotate(x: Tensor, theta: Tensor, positions: Tensor, *, inverse: bool) -> Tensor:
+    """x [rows, H, K] with contiguous rows, theta [K/2] fp32, positions [period], repeated over the rows -> like x."""
     rows, heads, key = x.shape
     y = x.new_empty(rows, heads, key)
     half = triton.next_power_of_2(key // 2)
     block = max(1, PAIRS // half)
-    turn_kernel[(triton.cdiv(rows, block),)](
-        x, theta, positions, y, rows, len(positions), x.stride(0), heads, key, back, block, half, num_warps=WARPS
+    rotate_kernel[(triton.cdiv(rows, block),)](
+        x, theta, positions, y, rows, len(positions), x.stride(0), heads, key, inverse, block, half, num_warps=WARPS
     )
     return y
 
@@ -59,5 +59,5 @@ def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dic
         "positions_ptr": "*i64",
         **dict.fromkeys(("rows", "period", "stride", "heads"), "i32"),
     }
-    constants = {"KEY": 128, "BACK": True, "ROWS": PAIRS // 64, "HALF": 64}
-    return [(turn_kernel, types, constants, {"num_warps": WARPS})]
+    constants = {"KEY": 128, "INVERSE": True, "ROWS": PAIRS // 64, "HALF": 64}
+    return [(rotate_kernel, types, constants, {"num_warps": WARPS})]

@@ -1,1 +1,1 @@
-"""Softmax attention, causal and in windows, and DANet's attention without a softmax."""
+"""Softmax attention, causal and sliding-window, and DANet's attention without a softmax."""

@@ -1,11 +1,12 @@
-"""Causal softmax attention over rows that start with their first token: the fastest kernel for their documents.
+"""Causal softmax attention over full sequences, by the fastest kernel for their documents.
 
     o_t = sum over visible s of p_ts v_s,    p_t = softmax over visible s of q_t . k_s / sqrt(K)
 
-Token t sees the tokens s <= t of its own document, the last `window` of them where there is a window. Rows of one
-document go to torch's fused attention, packed documents and windows to a flash kernel, which needs no mask of T x S;
-what neither takes goes to fused attention under that mask. Where the last T of S tokens alone ask, a kernel is given
-zeros as queries of the others, and those results are dropped: with a window, at most S - T times its width pairs more.
+Token t attends to the tokens s <= t of its own document, with a window to the last `window` of them. Sequences of one
+document use torch's fused attention; packed documents and windows use a flash kernel, which needs no T x S mask; cases
+that neither supports use fused attention with that mask. With queries for the last T of S tokens only, the flash kernel
+gets zero queries for the other tokens, whose outputs are dropped: with a window, at most S - T times its width more
+pairs.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from torch import Tensor
 from torch.nn import functional
 
 from megalin.errors import ConfigError, OperandError
-from megalin.ops.attention.flash import FlashKernel, flash_attention, reason_against
+from megalin.ops.attention.flash import FlashKernel, flash_attention, unavailable_reason
 from megalin.ops.attention.softmax import (
     check_heads,
     check_window,
     softmax_attention,
-    visible_in_row,
+    visible_in_sequence,
     within_window,
 )
 from megalin.ops.dispatch.backend import Choice, report_choice
-from megalin.ops.documents import WHOLE_ROWS, Documents
+from megalin.ops.documents import UNPACKED, PackedDocuments
 
 AttentionBackend = Literal["auto", "sdpa", "flash_attn"]
 """sdpa: PyTorch's own. flash_attn: the package flash-attn (see check_backend). auto: sdpa, and the package for packed
-rows and windows that PyTorch has no kernel for."""
+sequences and windows that PyTorch has no kernel for."""
 
 _KERNELS: dict[AttentionBackend, tuple[FlashKernel, ...]] = {
     "auto": ("torch", "flash_attn"),
@@ -48,75 +49,76 @@ def causal_attention(
     k: Tensor,
     v: Tensor,
     *,
-    documents: Documents = WHOLE_ROWS,
+    documents: PackedDocuments = UNPACKED,
     window: int | None = None,
     backend: AttentionBackend = "auto",
 ) -> Tensor:
-    """The attention above.
+    """Causal softmax attention, as above.
 
     Args:
-        q: [B, T, H, K], of the last T of S tokens.
+        q: [B, T, H, K], queries of the last T of S tokens.
         k, v: [B, S, G, K], G key-value heads; query head h reads key-value head h // (H / G).
-        documents: of the S tokens, by default one a row. Where nobody looked where they start, they take a mask.
-        window: visible tokens, the token itself included; None for all.
-        backend: flash_attn where it cannot run is as sdpa.
+        documents: of the S tokens, by default one per sequence. Documents without offsets use a mask.
+        window: visible tokens, including the token itself; None for all.
+        backend: flash_attn falls back to sdpa where it cannot run.
 
     Returns:
         [B, T, H, K] in the dtype of q; scores and their softmax are accumulated in at least fp32.
 
     Raises:
-        OperandError: tensors that do not fit, or a window below 1.
+        OperandError: incompatible tensors, or a window below 1.
     """
     check_heads("causal_attention", q, (k, "BSGK"), (v, "BSGK"), document_ids=(documents.ids, "BS int"))
     check_window("causal_attention", window)
     length, before = k.shape[1], k.shape[1] - q.shape[1]
     if before < 0:
-        raise OperandError(f"causal_attention: {q.shape[1]} queries of {length} tokens; give at most one a token")
-    ids, whole = documents.ids, documents.ids is None and window is None
-    kernel = kernel_for(backend, whole, q.device.type, q.dtype, q.shape[3])
+        raise OperandError(f"causal_attention: {q.shape[1]} queries for {length} keys; give at most one query per key")
+    ids, unpacked = documents.ids, documents.ids is None and window is None
+    kernel = kernel_for(backend, unpacked, q.device.type, q.dtype, q.shape[3])
     if kernel is not None and (ids is None or documents.offsets is not None):
-        asked = functional.pad(q, (0, 0, 0, 0, before, 0)) if before else q
-        return flash_attention(asked, k, v, documents=documents, window=window, kernel=kernel)[:, before:]
-    if whole and not before:
+        padded_q = functional.pad(q, (0, 0, 0, 0, before, 0)) if before else q
+        return flash_attention(padded_q, k, v, documents=documents, window=window, kernel=kernel)[:, before:]
+    if unpacked and not before:
         return softmax_attention(q, k, v)
-    visible = visible_in_row(torch.arange(before, length, device=q.device), length, ids)
+    visible = visible_in_sequence(torch.arange(before, length, device=q.device), length, ids)
     return softmax_attention(q, k, v, visible=visible if window is None else within_window(visible, window))
 
 
 @torch.compiler.assume_constant_result
 def kernel_for(
-    backend: AttentionBackend, whole: bool, device: str, dtype: torch.dtype, head_dim: int
+    backend: AttentionBackend, unpacked: bool, device: str, dtype: torch.dtype, head_dim: int
 ) -> FlashKernel | None:
-    """The flash kernel that attends to such tensors, `whole` rows or others, None for torch's fused attention; a
-    constant to torch.compile."""
-    kernel, reasons = _decide(backend, whole, device, dtype, head_dim)
+    """Flash kernel for such tensors, None for torch's fused attention; a constant to torch.compile. `unpacked`: each
+    sequence is one document, without a window."""
+    kernel, reasons = _decide(backend, unpacked, device, dtype, head_dim)
     name = "torch's FlashAttention-2" if kernel == "torch" else kernel or "sdpa"
-    report_choice(f"softmax_attention of {_kind(whole)}", Choice(name, reasons))
+    report_choice(f"softmax_attention of {_kind(unpacked)}", Choice(name, reasons))
     return kernel
 
 
-def _kind(whole: bool) -> str:
-    return "whole rows" if whole else "packed rows or windows"
+def _kind(unpacked: bool) -> str:
+    """Name of the case in the log and in kernels.json."""
+    return "whole rows" if unpacked else "packed rows or windows"
 
 
 @functools.cache
 def _decide(
-    backend: AttentionBackend, whole: bool, device: str, dtype: torch.dtype, head_dim: int
+    backend: AttentionBackend, unpacked: bool, device: str, dtype: torch.dtype, head_dim: int
 ) -> tuple[FlashKernel | None, str]:
-    """`kernel_for`, and why not another; decided at its first use and logged."""
-    taken: FlashKernel | None = None
+    """Result of `kernel_for` with the reasons against other kernels; decided at its first use and logged."""
+    chosen: FlashKernel | None = None
     reasons: list[str] = []
-    for kernel in () if whole and backend != "flash_attn" else _KERNELS[backend]:
-        if not (reason := reason_against(kernel, device, dtype, head_dim)):
-            taken = kernel
+    for kernel in () if unpacked and backend != "flash_attn" else _KERNELS[backend]:
+        if not (reason := unavailable_reason(kernel, device, dtype, head_dim)):
+            chosen = kernel
             break
         reasons.append(f"not {kernel}: {reason}")
-    kind = f"softmax attention of {_kind(whole)}"
-    _log.info("%s, %s heads of %d on %s: %s", kind, dtype, head_dim, device, "; ".join([taken or "sdpa", *reasons]))
-    return taken, "; ".join(reasons)
+    kind = f"softmax attention of {_kind(unpacked)}"
+    _log.info("%s, %s heads of %d on %s: %s", kind, dtype, head_dim, device, "; ".join([chosen or "sdpa", *reasons]))
+    return chosen, "; ".join(reasons)
 
 
 def check_backend(backend: AttentionBackend, device: str, dtype: torch.dtype, head_dim: int, *, field: str) -> None:
-    """Raises ConfigError, naming `field`, where flash_attn was asked for and cannot run on such tensors."""
-    if backend == "flash_attn" and (reason := reason_against("flash_attn", device, dtype, head_dim)):
+    """Raises ConfigError, naming `field`, if `backend` is flash_attn and that cannot run on such tensors."""
+    if backend == "flash_attn" and (reason := unavailable_reason("flash_attn", device, dtype, head_dim)):
         raise ConfigError(f'{field} = "flash_attn" cannot run: {reason}; use "auto" or "sdpa"')

@@ -2,8 +2,8 @@
 
     y_t = sum over s of t's document of (q_t . k_s) v_s
 
-`dense_attention` chooses the cheaper of (Q K^T) V and Q (K^T V), the same function in another order of the products.
-`dense_attention_reference` is the definition, the truth that both are tested against.
+`dense_attention` chooses the cheaper of (Q K^T) V and Q (K^T V), the same function with the matmuls in another order.
+Both are tested against the definition, `dense_attention_reference`.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from megalin.ops.positions.encodings import document_spans
 from megalin.ops.scans.fixed_decay import decay_scan, decay_scan_flops
 
 CHUNK = 64
-"""Tokens a chunk of the scans that the linear form makes over packed documents."""
+"""Tokens a chunk of the linear form's scans over packed documents."""
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, document_ids: Tensor | None = None) -> Tensor:
-    """The sum above in the cheaper form.
+    """Attention without a softmax, the sum above in the cheaper form.
 
     Args:
         q, k: [B, T, H, K].
         v: [B, T, H, V].
-        document_ids: [B, T] integers, non-decreasing along T; None where each row is one document.
+        document_ids: [B, T] integers, non-decreasing along T; None where each sequence is one document.
 
     Returns:
         [B, T, H, V] in the dtype of v.
 
     Raises:
-        OperandError: tensors that do not fit together, or of several dtypes.
+        OperandError: incompatible tensors, or different dtypes.
 
     Source: DenseAttention, section 3.
     """
@@ -53,10 +53,10 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, document_ids: Tensor | N
 def local_dense_attention(
     q: Tensor, k: Tensor, v: Tensor, *, window: int, offset: int = 0, document_ids: Tensor | None = None
 ) -> Tensor:
-    """The sum over the tokens of t's window only; arguments and result as `dense_attention`.
+    """Attention without a softmax within the window of t only; arguments and result as `dense_attention`.
 
-    Windows of `window` tokens follow each other in each document, the first from `offset` < window tokens before its
-    start.
+    Each document is divided into consecutive windows of `window` tokens; the first begins `offset` < window tokens
+    before the document.
     """
     check_operands("local_dense_attention", {"q": (q, "BTHK"), "document_ids": (document_ids, "BT int")})
     if not 0 <= offset < window:
@@ -75,8 +75,8 @@ def local_dense_attention(
 
 
 def window_ids(index: Tensor, *, window: int, offset: int, document_ids: Tensor | None) -> Tensor:
-    """Ids of the windows of `local_dense_attention`, never falling: of tokens 0 .. T - 1, `index` [T], of documents
-    [B, T] or of one a row -> [B or 1, T]."""
+    """Window ids of `local_dense_attention`, non-decreasing: index [T] of tokens 0 .. T - 1, document_ids [B, T] or
+    None for one document per sequence -> [B or 1, T]."""
     if document_ids is None:
         return ((index + offset) // window)[None]
     first = document_spans(document_ids).first
@@ -84,7 +84,7 @@ def window_ids(index: Tensor, *, window: int, offset: int, document_ids: Tensor 
 
 
 def dense_memory(k: Tensor, v: Tensor, *, kept: Tensor | None = None) -> Tensor:
-    """sum over t of k_t v_t^T, of the tokens `kept` [1 or B, T] (None: all): [B, T, H, K], [B, T, H, V] ->
+    """Memory matrix sum_t k_t v_t^T over the tokens `kept` [1 or B, T] (None: all): [B, T, H, K], [B, T, H, V] ->
     [B, H, K, V] in at least fp32. Its entries grow with T."""
     wide = compute_dtype(v)
     k = k.to(wide) if kept is None else k.to(wide).where(kept[..., None, None], 0.0)
@@ -92,7 +92,7 @@ def dense_memory(k: Tensor, v: Tensor, *, kept: Tensor | None = None) -> Tensor:
 
 
 def read_memory(q: Tensor, memory: Tensor) -> Tensor:
-    """y_t = memory^T q_t: [B, T, H, K], [B, H, K, V] -> [B, T, H, V] in the dtype of the memory."""
+    """Computes y_t = memory^T q_t: [B, T, H, K], [B, H, K, V] -> [B, T, H, V] in the dtype of the memory."""
     return (q.to(memory.dtype).transpose(1, 2) @ memory).transpose(1, 2)
 
 
@@ -107,10 +107,10 @@ def dense_attention_quadratic(q: Tensor, k: Tensor, v: Tensor, *, document_ids: 
 
 
 def dense_attention_linear(q: Tensor, k: Tensor, v: Tensor, *, document_ids: Tensor | None = None) -> Tensor:
-    """Q (K^T V), the inner product in at least fp32: its entries grow with T. As `dense_attention`.
+    """Q (K^T V), the inner matmul in at least fp32, as its entries grow with T. Arguments as `dense_attention`.
 
-    Packed documents have a K^T V each. It is what a scan without decay holds from the start of the document to the
-    token, and one in the other direction from its end to the token, which then counts twice.
+    Packed documents have a K^T V each: the state of a forward scan without decay plus that of a backward scan, minus
+    the token itself, which both count.
     """
     if document_ids is None:
         return read_memory(q, dense_memory(k, v)).to(v.dtype)
@@ -118,13 +118,13 @@ def dense_attention_linear(q: Tensor, k: Tensor, v: Tensor, *, document_ids: Ten
     q, k, v = (x.to(wide) for x in (q, k, v))
     before = decay_scan(q, k, v, None, document_ids=document_ids, chunk_size=CHUNK).output
     later_q, later_k, later_v = (x.flip(1) for x in (q, k, v))
-    turned = -document_ids.flip(1)
-    after = decay_scan(later_q, later_k, later_v, None, document_ids=turned, chunk_size=CHUNK).output
+    later_ids = -document_ids.flip(1)
+    after = decay_scan(later_q, later_k, later_v, None, document_ids=later_ids, chunk_size=CHUNK).output
     return (before + after.flip(1) - (q * k).sum(-1, keepdim=True) * v).to(dtype)
 
 
 def dense_attention_reference(q: Tensor, k: Tensor, v: Tensor, *, document_ids: Tensor | None = None) -> Tensor:
-    """The sum one token t at a time; arguments and result as `dense_attention`."""
+    """Definition of `dense_attention`, one token t at a time; the same arguments and result."""
     rows = []
     for b in range(q.shape[0]):
         for t in range(q.shape[1]):
@@ -136,5 +136,5 @@ def dense_attention_reference(q: Tensor, k: Tensor, v: Tensor, *, document_ids: 
 
 def dense_attention_flops(length: int, *, num_heads: int, head_dim: int) -> int:
     """Forward floating-point operations a token over documents of T = `length` tokens, multiply and add counted as
-    two: 4 min(T, K) K a head, whichever form is cheaper."""
+    two: 4 min(T, K) K a head, of the cheaper form."""
     return 4 * min(length, head_dim) * head_dim * num_heads

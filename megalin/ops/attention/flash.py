@@ -1,5 +1,5 @@
-"""Causal softmax attention of whole documents by flash kernels, torch's own or those of the flash-attn package: where
-they run and agree with attention under a mask."""
+"""Causal softmax attention within documents by FlashAttention-2, torch's own or of the flash-attn package, with a
+self-test against attention under a mask."""
 
 from __future__ import annotations
 
@@ -12,42 +12,43 @@ import torch
 from torch import Tensor
 
 from megalin.ops.attention.softmax import softmax_attention, visible_tokens, within_window
-from megalin.ops.documents import WHOLE_ROWS, Documents, find_documents
+from megalin.ops.documents import UNPACKED, PackedDocuments, find_documents
 
 FlashKernel = Literal["torch", "flash_attn"]
-"""torch: what comes with PyTorch. flash_attn: the package flash-attn. Both are FlashAttention-2."""
+"""torch: the kernel of PyTorch. flash_attn: the package flash-attn. Both are FlashAttention-2."""
 
 _DEVICES = ("cuda",)
 _DTYPES = (torch.bfloat16, torch.float16)
 _LARGEST_HEAD = 256
 _BOUND = 2e-2
-"""Relative error of the self-test's values and gradients: several times what bf16 rounds, far below a wrong mask."""
+"""Bound on the self-test's relative error: several times the rounding of bf16, far below that of a wrong mask."""
 
 
 @functools.cache
-def reason_against(kernel: FlashKernel, device: str, dtype: torch.dtype, head_dim: int) -> str:
-    """Why a kernel cannot run on tensors of that type of device; decided once. Empty where it can."""
+def unavailable_reason(kernel: FlashKernel, device: str, dtype: torch.dtype, head_dim: int) -> str:
+    """Reason that a kernel cannot run on tensors of this device type, found once; empty where it can."""
     return _missing(kernel, device, dtype, head_dim) or _disagreement(kernel, torch.device(device), dtype, head_dim)
 
 
 def _missing(kernel: FlashKernel, device: str, dtype: torch.dtype, head_dim: int) -> str:
     if device not in _DEVICES:
-        return f"the tensors are on {device}, and it needs {_DEVICES[0]}"
+        return f"the tensors are on {device}, but it needs {_DEVICES[0]}"
     if dtype not in _DTYPES:
-        return f"the tensors are {dtype}, and it needs bfloat16 or float16"
+        return f"the tensors are {dtype}, but it needs bfloat16 or float16"
     if head_dim > _LARGEST_HEAD:
-        return f"heads are {head_dim} wide, and it takes at most {_LARGEST_HEAD}"
+        return f"head dimension {head_dim} is above its limit of {_LARGEST_HEAD}"
     if kernel == "torch" and head_dim % 8:
-        return f"heads are {head_dim} wide, and it takes multiples of 8"
+        return f"head dimension {head_dim} is not a multiple of 8"
     if kernel == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
         return "the package flash-attn is not installed"
     return ""
 
 
 def _disagreement(kernel: FlashKernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """What differs from torch's attention in fp32 on a small case; empty where nothing does.
+    """Largest difference from torch's fp32 attention on a small case, as text; empty where it is within bounds.
 
-    Values and all gradients with grouped keys: one document a row, packed ones, two of a single token, and windows.
+    Compares values and all gradients with grouped keys: one document per sequence, packed documents, two of a single
+    token, and windows.
     """
     generator = torch.Generator().manual_seed(0)
     q, k, v, weight = (
@@ -58,27 +59,29 @@ def _disagreement(kernel: FlashKernel, device: torch.device, dtype: torch.dtype,
     ids = ids.cumsum(1, dtype=torch.int32)
     packed, visible = find_documents(ids), visible_tokens(ids)
     cases = {
-        "one document a row": (WHOLE_ROWS, None, None),
+        "one document per sequence": (UNPACKED, None, None),
         "packed": (packed, None, visible),
         "a window": (packed, 33, within_window(visible, 33)),
     }
     try:
-        for name, (documents, window, seen) in cases.items():
+        for name, (documents, window, mask) in cases.items():
             attention = functools.partial(flash_attention, documents=documents, window=window, kernel=kernel)
-            found = _outcome(attention, (q, k, v), weight)
+            found = _output_and_gradients(attention, (q, k, v), weight)
             wide = (q.float(), k.float(), v.float())
-            expected = _outcome(functools.partial(softmax_attention, visible=seen), wide, weight.float())
+            expected = _output_and_gradients(functools.partial(softmax_attention, visible=mask), wide, weight.float())
             for what, actual, truth in zip(("values", "dq", "dk", "dv"), found, expected, strict=True):
                 error = float((actual.float() - truth).norm() / truth.norm())
                 if not error <= _BOUND:
                     return f"its {what} differ from torch's by {error:.1e} ({name})"
-    except (ImportError, OSError, RuntimeError) as error:  # of another torch's build, or without a kernel for this GPU
+    except (ImportError, OSError, RuntimeError) as error:  # built for another torch, or without a kernel for this GPU
         return f"it fails: {str(error).partition(chr(10))[0] or type(error).__name__}"
     return ""
 
 
-def _outcome(attention: Callable[..., Tensor], inputs: tuple[Tensor, Tensor, Tensor], weight: Tensor) -> list[Tensor]:
-    """The output, and the gradients of its product with `weight`."""
+def _output_and_gradients(
+    attention: Callable[..., Tensor], inputs: tuple[Tensor, Tensor, Tensor], weight: Tensor
+) -> list[Tensor]:
+    """Output, and the gradients of sum(output * weight)."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     with torch.enable_grad():
         output = attention(*leaves)
@@ -86,25 +89,25 @@ def _outcome(attention: Callable[..., Tensor], inputs: tuple[Tensor, Tensor, Ten
 
 
 def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, documents: Documents, window: int | None = None, kernel: FlashKernel
+    q: Tensor, k: Tensor, v: Tensor, *, documents: PackedDocuments, window: int | None = None, kernel: FlashKernel
 ) -> Tensor:
-    """Causal attention of whole documents: o_t = sum over visible s of softmax(q_t . k_s / sqrt(K)) v_s, s the tokens
+    """Causal attention within documents: o_t = sum over visible s of softmax(q_t . k_s / sqrt(K)) v_s, s the tokens
     t - window + 1 .. t of t's document.
 
-    Its gradients are the same bits twice under torch.use_deterministic_algorithms alone.
+    Gradients are deterministic only under torch.use_deterministic_algorithms.
 
     Args:
         q: [B, T, H, K] in bf16 or fp16.
         k, v: [B, T, G, K]; query head h reads key-value head h // (H / G).
-        documents: as `find_documents` gives them, or each row one document.
-        window: visible tokens, the token itself included; None for all.
+        documents: from `find_documents`, or one document per sequence.
+        window: visible tokens, including the token itself; None for all.
 
     Returns:
         [B, T, H, K] in the dtype of q, accumulated in fp32.
 
     Source: FlashAttention-2.
     """
-    assert (documents.ids is None) == (documents.offsets is None), "nobody looked where documents start"
+    assert (documents.ids is None) == (documents.offsets is None), "documents have ids but no offsets"
     if kernel == "torch":
         return _forward(q, k, v, documents.offsets, documents.sizes, window or 0)[0]
     from flash_attn import flash_attn_func, flash_attn_varlen_func  # type: ignore[import-not-found]
@@ -115,7 +118,7 @@ def flash_attention(
         return flash_attn_func(q, k, v, **options)
     batch, length = q.shape[:2]
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    # The longest document is a number that compiled blocks may not depend on: a row's length bounds it.
+    # Compiled blocks may not depend on the longest document's length; the sequence length bounds it.
     output = flash_attn_varlen_func(q, k, v, documents.offsets, documents.offsets, length, length, **options)
     return output.unflatten(0, (batch, length))
 
@@ -124,10 +127,10 @@ def flash_attention(
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | None, sizes: Tensor | None, window: int
 ) -> tuple[Tensor, Tensor]:
-    """Output [B, T, H, K], and the logarithm of each sum of exponentials [H, B T]; a window of 0 is none.
+    """Output [B, T, H, K] and log-sum-exp [H, B T]; window 0 means none.
 
-    An op of its own since a graph may not depend on how many documents there are and how long the longest is: a kernel
-    that is told more than there is runs up to twice as long.
+    A custom op because a graph may not depend on the number of documents and the longest length: with upper bounds
+    instead, a kernel runs up to twice as long.
     """
     starts, longest = _extent(q, offsets, sizes)
     output, sums = _attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), starts, longest, window)
@@ -178,7 +181,7 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 
 
 def _extent(q: Tensor, offsets: Tensor | None, sizes: Tensor | None) -> tuple[Tensor, int]:
-    """Where each of the documents starts and the last ends, and the tokens of the longest."""
+    """Cumulative sequence lengths (each document's start and the last one's end), and the longest length."""
     batch, length = q.shape[:2]
     if offsets is None or sizes is None:
         return torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=q.device), length
@@ -187,9 +190,9 @@ def _extent(q: Tensor, offsets: Tensor | None, sizes: Tensor | None) -> tuple[Te
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, window: int) -> tuple[Tensor, Tensor]:
-    """torch.nn.attention.varlen's kernel, over tokens [N, H or G, K]; what that gives has no gradient inside an op."""
+    """Calls torch.nn.attention.varlen's kernel over tokens [N, H or G, K]; inside an op it has no autograd."""
     output, sums, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, starts, starts, longest, longest, 0.0, not window, False, **_reach(window)
+        q, k, v, starts, starts, longest, longest, 0.0, not window, False, **_window_sizes(window)
     )
     return output.contiguous(), sums
 
@@ -208,11 +211,11 @@ def _attend_backward(
     no_dropout, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), q.new_empty(0)
     sizes = (starts, starts, longest, longest, 0.0, not window)
     found = torch.ops.aten._flash_attention_backward(
-        dy, q, k, v, output, sums, *sizes, no_dropout, unused, **_reach(window)
+        dy, q, k, v, output, sums, *sizes, no_dropout, unused, **_window_sizes(window)
     )
     return tuple(x.contiguous() for x in found)
 
 
-def _reach(window: int) -> dict[str, int]:
-    """Tokens before and after that one sees, -1 for all."""
+def _window_sizes(window: int) -> dict[str, int]:
+    """Numbers of visible tokens to the left and right, -1 for all."""
     return {"window_size_left": window - 1 if window else -1, "window_size_right": 0 if window else -1}

@@ -1,9 +1,9 @@
-"""Causal softmax attention with documents, grouped keys and values, and tokens remembered from before.
+"""Causal softmax attention with documents, grouped keys and values, and cached tokens.
 
     o_t = sum over visible s of p_ts v_s,    p_t = softmax over visible s of q_t . k_s / sqrt(K)
 
-Token t sees the tokens s <= t of its own document. `softmax_attention` is what models call: torch's fused attention.
-`softmax_attention_reference` is its definition, the truth it is tested against.
+Token t attends to the tokens s <= t of its own document. Models call `softmax_attention`, torch's fused attention; it
+is tested against its definition, `softmax_attention_reference`.
 """
 
 from __future__ import annotations
@@ -19,23 +19,22 @@ _WIDEST_GROUPED_HEAD = 256
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, *, visible: Tensor | None = None) -> Tensor:
-    """The attention above.
+    """Softmax attention, as above, by torch's fused attention.
 
     Args:
         q: [B, T, H, K].
         k, v: [B, S, G, K], G key-value heads; query head h reads key-value head h // (H / G).
-        visible: [1 or B, T, S] whether token t sees token s, at least one each; None: s <= t, for S = T.
+        visible: [1 or B, T, S], True where token t attends to token s, at least one per t; None: s <= t, for S = T.
 
     Returns:
         [B, T, H, K] in the dtype of q; scores and their softmax are accumulated in at least fp32.
 
     Raises:
-        OperandError: tensors that do not fit.
+        OperandError: incompatible tensors.
     """
     source = "BTGK" if visible is None else "BSGK"
     check_heads("softmax_attention", q, (k, source), (v, source), visible=(visible, "bTS bool"))
-    # Under a mask, in fp32 and for wide heads no fused attention of a GPU has a grouped form; unfused, it holds T x S
-    # scores.
+    # With a mask, in fp32 or for wide heads no fused GPU attention has a grouped form; unfused, it stores T x S scores.
     grouped = visible is None and q.is_cuda and q.element_size() == 2 and q.shape[3] <= _WIDEST_GROUPED_HEAD
     groups = q.shape[2] // k.shape[2]
     if groups > 1 and not grouped:
@@ -51,10 +50,10 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, *, visible: Tensor | None
 def check_heads(
     op: str, q: Tensor, k: tuple[Tensor, str], v: tuple[Tensor, str], **others: tuple[Tensor | None, str]
 ) -> None:
-    """`check_operands` for attention: q [B, T, H, K], the rest as described, and what sizes alone do not tell.
+    """Runs `check_operands` for attention, q [B, T, H, K] and the rest with the given sizes, and checks the heads.
 
     Raises:
-        OperandError: tensors that do not fit, of several dtypes, or key-value heads G that do not divide H.
+        OperandError: incompatible tensors, different dtypes, or key-value heads G that do not divide H.
     """
     check_operands(op, {"q": (q, "BTHK"), "k": k, "v": v, **others})
     check_one_dtype(op, q=q, k=k[0], v=v[0])
@@ -64,14 +63,14 @@ def check_heads(
 
 
 def check_window(op: str, window: int | None) -> None:
-    """Raises OperandError for a window without room for the token itself."""
+    """Raises OperandError for a window below 1, the token itself."""
     if window is not None and window < 1:
-        raise OperandError(f"{op}: a window of {window} tokens does not hold the token itself; use at least 1")
+        raise OperandError(f"{op}: window = {window} excludes the token itself; use at least 1")
 
 
 def visible_tokens(document_ids: Tensor, remembered: Tensor | None = None) -> Tensor:
-    """Which tokens each sees: [B, T, S + T] for `remembered` [B, S], which tokens from before belong to the document
-    of the first of the T, without it [B, T, T]. `document_ids` [B, T] is non-decreasing."""
+    """Causal document mask [B, T, S + T], True where visible; [B, T, T] without `remembered`. `document_ids` [B, T] is
+    non-decreasing; `remembered` [B, S] marks the cached tokens in the document of the first of the T."""
     own = (document_ids[:, :, None] == document_ids[:, None, :]).tril()
     if remembered is None:
         return own
@@ -79,9 +78,9 @@ def visible_tokens(document_ids: Tensor, remembered: Tensor | None = None) -> Te
     return torch.cat([before, own], dim=-1)
 
 
-def visible_in_row(positions: Tensor, length: int, document_ids: Tensor | None) -> Tensor:
-    """Which tokens of rows of `length` those at `positions` [T] see: [1 or B, T, length]. `document_ids` [B, length]
-    is non-decreasing; None when each row is one document."""
+def visible_in_sequence(positions: Tensor, length: int, document_ids: Tensor | None) -> Tensor:
+    """Causal document mask of the tokens at `positions` [T] over full sequences: [1 or B, T, length], True where
+    visible. `document_ids` [B, length] is non-decreasing; None when each sequence is one document."""
     visible = (torch.arange(length, device=positions.device) <= positions[:, None])[None]
     if document_ids is None:
         return visible
@@ -89,15 +88,14 @@ def visible_in_row(positions: Tensor, length: int, document_ids: Tensor | None) 
 
 
 def within_window(visible: Tensor, window: int) -> Tensor:
-    """The part of `visible` [1 or B, T, S] inside the window that ends with each token, the last T of the S being the
-    tokens themselves."""
+    """Restricts `visible` [1 or B, T, S] to the window that ends with each token; the tokens are the last T of S."""
     length, total = visible.shape[1:]
     token = torch.arange(total - length, total, device=visible.device)[:, None]
     return visible & (token - torch.arange(total, device=visible.device) < window)
 
 
 def softmax_attention_reference(q: Tensor, k: Tensor, v: Tensor, *, document_ids: Tensor | None = None) -> Tensor:
-    """The same for S = T, one token and head at a time; arguments and result as `softmax_attention`."""
+    """Definition of `softmax_attention` for S = T, one token and head at a time; the same arguments and result."""
     batch, length, heads, width = q.shape
     group = heads // k.shape[2]
     rows = []
@@ -112,9 +110,9 @@ def softmax_attention_reference(q: Tensor, k: Tensor, v: Tensor, *, document_ids
 
 
 def softmax_attention_flops(length: int, *, num_heads: int, head_dim: int) -> int:
-    """Forward floating-point operations a token: 4 T H K, for q k^T and its product with v over all T x T pairs.
+    """Forward floating-point operations a token: 4 T H K, for the matmuls q k^T and p v over all T x T pairs.
 
-    That is the count of the scaling-laws paper (and of the usual utilisation figures), although the causal half,
-    2 (T + 1) H K, is all that a fused kernel computes. Exponentials and sums are not counted.
+    The convention of the scaling-laws paper and of the usual utilisation figures; a fused kernel computes only the
+    causal half, 2 (T + 1) H K. Exponentials and sums are not counted.
     """
     return 4 * length * num_heads * head_dim

@@ -1,10 +1,10 @@
-"""Causal softmax attention in a sliding window, with one key for all heads and a cache of fixed size.
+"""Causal sliding-window softmax attention with one key shared by all heads and a cache of fixed size.
 
     o_th = sum over visible s of p_ths v_sh,    p_th = softmax over visible s of q_th . k_s / sqrt(K)
 
-Token t sees the `window` tokens t - window + 1 .. t as far as they are of its document. `window_attention` is what
-models call: `causal_attention` of the repeated key, and with a cache torch's fused attention under a mask.
-`window_attention_reference` is the truth it is tested against.
+Token t attends to those of the `window` tokens t - window + 1 .. t that are in its document. Models call
+`window_attention`: `causal_attention` with the key repeated, or with a cache torch's fused attention under a mask. It
+is tested against `window_attention_reference`.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from megalin.errors import OperandError
 from megalin.ops.attention.causal import causal_attention
 from megalin.ops.attention.softmax import check_window, softmax_attention, visible_tokens, within_window
 from megalin.ops.dispatch.operands import check_operands
-from megalin.ops.documents import WHOLE_ROWS, Documents
+from megalin.ops.documents import UNPACKED, PackedDocuments
 
 
 class WindowCache(NamedTuple):
-    """The last window - 1 tokens, oldest first; what is not remembered is zero."""
+    """Keys and values of the last window - 1 tokens, oldest first; empty entries are zero."""
 
     k: Tensor
     """[B, W - 1, K]."""
     v: Tensor
     """[B, W - 1, H, K]."""
     remembered: Tensor
-    """[B, W - 1], 1 where the place holds a token of the last token's document, else 0."""
+    """[B, W - 1], 1 where the entry holds a token of the last token's document, else 0."""
 
 
 class WindowAttentionOutput(NamedTuple):
@@ -38,7 +38,7 @@ class WindowAttentionOutput(NamedTuple):
     output: Tensor
     """[B, T, H, K] in the dtype of q."""
     cache: WindowCache | None
-    """After the last token, in the dtype of the one that was given; None without one."""
+    """Cache after the last token, in the dtype of the input cache; None without one."""
 
 
 def window_attention(
@@ -47,24 +47,24 @@ def window_attention(
     v: Tensor,
     *,
     window: int,
-    documents: Documents = WHOLE_ROWS,
+    documents: PackedDocuments = UNPACKED,
     cache: WindowCache | None = None,
 ) -> WindowAttentionOutput:
-    """The attention above.
+    """Sliding-window attention, as above.
 
     Args:
-        q: [B, T, H, K], of the last T of S tokens; with a cache S = T.
+        q: [B, T, H, K], queries of the last T of S tokens; with a cache S = T.
         k: [B, S, K], shared by the heads.
         v: [B, S, H, K].
-        window: W, the visible tokens, the token itself included.
-        documents: of the S tokens, by default one a row.
+        window: W, visible tokens, including the token itself.
+        documents: of the S tokens, by default one per sequence.
         cache: the tokens before the first, of its document.
 
     Returns:
         WindowAttentionOutput. Scores and their softmax are accumulated in at least fp32.
 
     Raises:
-        OperandError: tensors that do not fit.
+        OperandError: incompatible tensors.
 
     Source: Rodimus+ section 3.2.
     """
@@ -104,13 +104,12 @@ def _check(
     check_window(op, window)
     if cache is not None and cache.k.shape[1] != window - 1:
         raise OperandError(
-            f"{op}: a cache of {cache.k.shape[1]} tokens is not of a window of {window}; give one of {window - 1}"
+            f"{op}: cache holds {cache.k.shape[1]} tokens, but window = {window} needs {window - 1}; they must be equal"
         )
 
 
 def _visible(document_ids: Tensor | None, remembered: Tensor, *, length: int) -> Tensor:
-    """[B, T, W - 1 + T]: whether tokens from before and of now are not after the token and of its document, however
-    far back."""
+    """Causal document mask over the cached and current tokens, without the window: [B, T, W - 1 + T]."""
     if document_ids is None:
         document_ids = torch.zeros(len(remembered), length, dtype=torch.int32, device=remembered.device)
     return visible_tokens(document_ids, remembered)
@@ -119,7 +118,7 @@ def _visible(document_ids: Tensor | None, remembered: Tensor, *, length: int) ->
 def window_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, *, window: int, document_ids: Tensor | None = None
 ) -> Tensor:
-    """The same without a cache, one token and head at a time -> [B, T, H, V]."""
+    """Definition of `window_attention` without a cache, one token and head at a time -> [B, T, H, V]."""
     batch, length, heads, width = q.shape
     rows = []
     for b in range(batch):
@@ -135,6 +134,6 @@ def window_attention_reference(
 
 
 def window_attention_flops(length: int, *, window: int, num_heads: int, head_dim: int) -> int:
-    """Forward floating-point operations a token: 4 min(T, W) H K, as if every window were full. Exponentials and sums
-    are not counted, nor the pairs outside the window that a masked implementation evaluates."""
+    """Forward floating-point operations a token: 4 min(T, W) H K, counting every window as full. Not counted:
+    exponentials, sums, and pairs outside the window that a masked implementation evaluates."""
     return 4 * min(length, window) * num_heads * head_dim

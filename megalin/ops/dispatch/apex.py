@@ -1,4 +1,4 @@
-"""NVIDIA's apex where it is installed: whether what is there under that name is it, and its fused norms."""
+"""NVIDIA Apex, if installed: a check that the installed package is NVIDIA's, and its fused norms."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from torch import Tensor
 
 
-def reason_against(extension: str) -> str:
-    """Why apex cannot be used; empty where it can. Imports nothing.
+def unavailable_reason(extension: str) -> str:
+    """Reason that Apex cannot be used; empty where it can. Imports nothing.
 
     Args:
-        extension: the compiled module of apex that is needed: amp_C for optimizers, fused_layer_norm_cuda for norms.
+        extension: the required compiled module of Apex: amp_C for optimizers, fused_layer_norm_cuda for norms.
     """
     spec = importlib.util.find_spec("apex")
     if spec is None:
@@ -20,7 +20,7 @@ def reason_against(extension: str) -> str:
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
     if not any((folder / "optimizers").is_dir() for folder in folders):
         return (
-            "the installed package apex is another project of that name, as the one on PyPI is; NVIDIA's is built from "
+            "the installed package apex is not NVIDIA's (the one on PyPI is an unrelated project); build NVIDIA's from "
             "its own repository"
         )
     if importlib.util.find_spec(extension) is None:

@@ -1,4 +1,9 @@
-"""Which implementation of an op runs, reference, Triton, CUDA or apex: chosen once, self-tested, told."""
+"""Choice of each op's backend (reference, Triton, CUDA or Apex): self-tested at first use, overridable, recorded.
+
+An op registers its compiled backends, fastest first, with a self-test. `choose` picks one at every call: the `backend`
+argument of the op, else MEGALIN_KERNELS, else the first that runs on this device and passes its self-test, which runs
+once a process. `used` lists the choices; a run writes them to kernels.json.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +24,12 @@ from megalin.config import suggest
 from megalin.errors import KernelError
 
 Backend = Literal["auto", "reference", "triton", "cuda", "apex"]
-"""auto: the first of the op's order that runs and passes its self-test: the fastest as measured, and NVIDIA's apex,
-which was not, before torch's own. triton, cuda, apex: that one in every op that has it, or an
-error that says why not; ops without it choose as auto does. reference: plain PyTorch."""
+"""auto: the first backend in the op's order that runs here and passes its self-test, else the reference. The order is
+by measured speed; NVIDIA Apex, which was not measured, precedes torch's own. triton, cuda, apex: this backend in every
+op that has it, or an error with the reason; other ops choose as auto does. reference: plain PyTorch."""
 
 Compiled = Literal["triton", "cuda", "apex"]
-"""Kernels of csrc/, and NVIDIA's apex where it is installed."""
+"""Kernels of csrc/, and NVIDIA Apex, if installed."""
 
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 VARIABLE = "MEGALIN_KERNELS"
@@ -33,30 +38,30 @@ _log = logging.getLogger(__name__)
 
 
 class Kernel(NamedTuple):
-    """The compiled implementations of an op."""
+    """Compiled backends of an op."""
 
     order: tuple[Compiled, ...]
     """Fastest first, as measured (docs/benchmarks/)."""
     self_test: Callable[[Compiled, str], str]
-    """(backend, device type) -> what is wrong with that implementation on a small case (values, gradients, the same
-    bits twice); empty where nothing is. It calls the implementation itself, not the op, which would ask again."""
+    """(backend, device type) -> the error of that backend on a small case (values, gradients, bitwise determinism);
+    empty where it passes. Calls the backend directly: the op would choose again."""
 
 
 class Choice(NamedTuple):
-    """What was decided for an op on a device."""
+    """Backend of an op on a device, and the reason."""
 
     backend: str
     reason: str
-    """Why none before it in the order runs, or who asked for it; empty for the first."""
+    """Why the backends before it in the order were rejected, or the setting that requested it; empty for the first."""
 
 
 _kernels: dict[str, Kernel] = {}
 _used: dict[str, Choice] = {}
-_supposed: ContextVar[bool] = ContextVar("supposed", default=False)
+_assumed: ContextVar[bool] = ContextVar("assume_kernels", default=False)
 
 
 def register(op: str, order: tuple[Compiled, ...], self_test: Callable[[Compiled, str], str]) -> None:
-    """Called once by the module of each op that has compiled implementations."""
+    """Registers the compiled backends of an op, fastest first; called once, by the op's module."""
     assert op not in _kernels, op
     _kernels[op] = Kernel(order, self_test)
 
@@ -65,20 +70,29 @@ def register(op: str, order: tuple[Compiled, ...], self_test: Callable[[Compiled
 def choose(
     op: str, backend: Backend, device: str, unsupported: str = "", limits: Mapping[Compiled, str] | None = None
 ) -> str:
-    """The implementation that runs: "reference", "triton", "cuda" or "apex". A constant to torch.compile.
+    """Chooses the backend of one call of an op and records it for `used`; a constant to torch.compile.
+
+    1. An explicit `backend` wins; "auto" is replaced by the environment's choice (`requested`).
+    2. "reference" is taken as it is. A compiled backend of this op is taken if it supports the arguments and passes its
+       self-test, else KernelError; an op without that backend goes on as "auto".
+    3. "auto" takes the first compiled backend in the op's order that supports the arguments, runs on `device` and
+       passes its self-test (`decide`), else the reference.
 
     Args:
         op: a registered name.
         backend: as `Backend`.
         device: type of the tensors' device.
-        unsupported: why no compiled implementation takes these arguments (dtype, size); empty where they do.
-        limits: the same of single implementations; auto goes on to the next in the order.
+        unsupported: why no compiled backend takes these arguments (dtype, size); empty where they do.
+        limits: the same for single backends; auto goes on to the next in the order.
+
+    Returns:
+        "reference", "triton", "cuda" or "apex".
 
     Raises:
-        KernelError: `backend` names an implementation that the op has but that cannot run here.
+        KernelError: the requested backend exists for this op but cannot run here; or MEGALIN_KERNELS is invalid.
     """
-    if _supposed.get():
-        own = [name for name in _kernels[op].order if name != "apex"]  # which few machines have
+    if _assumed.get():
+        own = [name for name in _kernels[op].order if name != "apex"]  # few machines have Apex
         fit = [name for name in own if not (unsupported or (limits or {}).get(name))]
         return fit[0] if fit else "reference"
     choice = _choose(op, backend, device, unsupported, limits or {})
@@ -96,37 +110,38 @@ def _choose(op: str, backend: Backend, device: str, unsupported: str, limits: Ma
         if unsupported:
             return Choice("reference", f"no kernel takes {unsupported}")
         return decide(op, device, tuple((name, limit) for name, limit in limits.items() if limit))
-    if reason_against := unsupported or limits.get(backend, ""):
-        raise KernelError(f'{op}: the {backend} kernel does not take {reason_against}; use backend "auto"')
-    if unfit := _unfit(op, backend, device):
-        raise KernelError(f'{op}: the {backend} kernel cannot run: {unfit}; use backend "auto" or "reference"')
+    if limit := unsupported or limits.get(backend, ""):
+        raise KernelError(f'{op}: the {backend} kernel does not take {limit}; use backend "auto"')
+    if problem := _unavailable_reason(op, backend, device):
+        raise KernelError(f'{op}: the {backend} kernel cannot run: {problem}; use backend "auto" or "reference"')
     return Choice(backend, reason)
 
 
 def requested(op: str) -> Backend:
-    """What the environment asks of an op that is called with "auto".
+    """Backend that MEGALIN_KERNELS sets for an op called with "auto"; "auto" where it sets none.
 
-    MEGALIN_KERNELS names one backend for all ops, or some ops: "reference", or "srmsnorm=cuda,decay_scan=reference".
+    The variable holds comma-separated entries: a backend for all ops, or op=backend for one: "reference", or
+    "srmsnorm=cuda,decay_scan=reference". The last entry that applies wins.
 
     Raises:
-        KernelError: a name that is no op or no backend.
+        KernelError: an unknown op or backend.
     """
     chosen: Backend = "auto"
     for entry in filter(None, os.environ.get(VARIABLE, "").split(",")):
         name, equals, value = entry.strip().rpartition("=")
         if equals and name not in _kernels:
-            _register_all()  # an op of other models' mixers
+            _register_all()  # the op may belong to a module that is not imported yet
         if equals and name not in _kernels:
-            raise KernelError(f"{VARIABLE}: {name!r} is no op with kernels; {suggest(name, sorted(_kernels))}")
+            raise KernelError(f"{VARIABLE}: {name!r} is not an op with kernels; {suggest(name, sorted(_kernels))}")
         if value not in BACKENDS:
-            raise KernelError(f"{VARIABLE}: {value!r} is no backend; {suggest(value, list(BACKENDS))}")
+            raise KernelError(f"{VARIABLE}: {value!r} is not a backend; {suggest(value, list(BACKENDS))}")
         if name in ("", op):
             chosen = value
     return chosen
 
 
 def _register_all() -> None:
-    """Ops register with their modules, which models import as they need them."""
+    """Imports every module of megalin.ops, so that each op registers; models import only the ones they need."""
     package = importlib.import_module("megalin.ops")
     for module in pkgutil.walk_packages(package.__path__, "megalin.ops."):
         importlib.import_module(module.name)
@@ -134,61 +149,68 @@ def _register_all() -> None:
 
 @functools.cache
 def decide(op: str, device: str, limits: tuple[tuple[Compiled, str], ...] = ()) -> Choice:
-    """What `auto` takes for an op, decided at its first use and logged; `limits` as `choose` has them."""
+    """Backend that "auto" resolves to for an op: tries the order, logs the result, and is cached for the process.
+
+    Off CUDA this is the reference. A backend is rejected if it is not installed, does not support the GPU, has a limit
+    in `limits` (as in `choose`) or fails its self-test; the reasons are logged and returned with the choice. Warns
+    where the op has kernels of csrc/ and none runs.
+    """
     if device != "cuda":
         return Choice("reference", f"device {device}")
     reasons: list[str] = []
     beyond = {name: f"does not take {limit}" for name, limit in limits}
     for candidate in _kernels[op].order:
-        if not (reason := beyond.get(candidate) or _unfit(op, candidate, device)):
+        if not (reason := beyond.get(candidate) or _unavailable_reason(op, candidate, device)):
             _log.info("%s: %s%s", op, candidate, f" ({'; '.join(reasons)})" if reasons else "")
             return Choice(candidate, "; ".join(reasons))
         reasons.append(f"{candidate}: {reason}")
     if any(name != "apex" for name in _kernels[op].order):
-        _log.warning("%s: no kernel runs here, the slower reference does (%s)", op, "; ".join(reasons))
-    else:  # torch's own is what most machines have
+        _log.warning("%s: no kernel can run here; using the slower PyTorch reference (%s)", op, "; ".join(reasons))
+    else:  # most machines have no Apex
         _log.info("%s: reference (%s)", op, "; ".join(reasons))
     return Choice("reference", "; ".join(reasons))
 
 
 @contextmanager
 def assume_kernels() -> Iterator[None]:
-    """For the body, every op takes the first kernel of its order that takes the arguments, as on a GPU where all are
-    sound: for tensors without values, of which shapes and what is kept are asked, on a machine where none runs."""
-    token = _supposed.set(True)
+    """Context manager under which every op takes its first kernel that supports the arguments, without running it.
+
+    As on a GPU where all kernels pass: for tracing meta tensors (shapes, saved activations) on a machine without one.
+    """
+    token = _assumed.set(True)
     try:
         yield
     finally:
-        _supposed.reset(token)
+        _assumed.reset(token)
 
 
 def report_choice(op: str, choice: Choice) -> None:
-    """Adds to `used` what an op decided by itself."""
-    if not _supposed.get():
+    """Records in `used` the choice of an op that does not call `choose`, such as softmax attention."""
+    if not _assumed.get():
         _used[op] = choice
 
 
 def used() -> dict[str, Choice]:
-    """What ran last in every op that was called so far."""
+    """Latest choice of every op called so far in this process, by name: the content of a run's kernels.json."""
     return dict(sorted(_used.items()))
 
 
 @functools.cache
-def _unfit(op: str, backend: Compiled, device: str) -> str:
-    """Why a compiled implementation cannot run on this kind of device; empty where it can."""
+def _unavailable_reason(op: str, backend: Compiled, device: str) -> str:
+    """Reason that a compiled backend cannot run on this device type, found once; empty where it can."""
     if reason := _missing(backend, device):
         return reason
-    # A compiler's known and unknown bugs show here: wrong gradients come without an error.
+    # Catches compiler bugs, known and unknown, which give wrong gradients without an error.
     own = torch.autograd.graph.saved_tensors_hooks(lambda value: value, lambda value: value)
     try:
-        with torch.enable_grad(), own:  # those around the caller recompute, or move, what its backward needs
+        with torch.enable_grad(), own:  # the caller's hooks would recompute or offload the tensors of this backward
             return _kernels[op].self_test(backend, device)
     except _errors() as error:
         return f"self-test: {type(error).__name__}: {error}"
 
 
 def _errors() -> tuple[type[Exception], ...]:
-    """What a compiler, a launch, or a library of another torch's build raises."""
+    """Exceptions raised by a compiler, a launch, or a library built for another version of torch."""
     if importlib.util.find_spec("triton") is None:
         return (RuntimeError, OSError, ImportError)
     from triton.errors import TritonError

@@ -1,4 +1,4 @@
-"""Calls of the CUDA extension, whose functions take addresses."""
+"""Calls into the CUDA extension, passing tensors as addresses."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""As csrc/cuda/rows.cuh numbers them."""
+"""Codes of csrc/cuda/rows.cuh."""
 
 
 def launch(name: str, first: Tensor, *arguments: Tensor | float | None) -> None:
-    """megalin._C.<name>(first, *arguments, dtype of `first`, stream), as `call` on the device of `first`."""
+    """Calls megalin._C.<name>(first, *arguments, dtype of `first`, CUDA stream) on the device of `first`."""
     call(name, first.device, first, *arguments, DTYPE_CODES[first.dtype])
 
 
 def call(name: str, device: torch.device, *arguments: object) -> None:
-    """megalin._C.<name>(*arguments, stream) on `device` and its current stream.
+    """Calls megalin._C.<name>(*arguments, CUDA stream) on `device` and its current CUDA stream.
 
-    Tensors go as addresses, None as zero, in tuples too: the caller has checked shapes, contiguity and that all lie on
-    one device.
+    Passes tensors as addresses and None as zero, also within tuples. The caller must have checked shapes, contiguity
+    and that all tensors are on one device.
     """
     extension = importlib.import_module("megalin._C")
 

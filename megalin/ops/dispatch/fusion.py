@@ -1,4 +1,4 @@
-"""Which ops stay plain PyTorch in a block that is being compiled."""
+"""Choice of the ops that stay plain PyTorch in a block compiled by torch.compile, for inductor to fuse."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from megalin.ops.dispatch.backend import Backend, requested
 
 
 def left_to_inductor(op: str, backend: Backend) -> bool:
-    """Whether `auto` means the reference here: inductor fuses it with the additions, gates and casts around it.
+    """True where a norm uses its PyTorch reference so that inductor can fuse it with the additions, gates and casts
+    around it: under torch.compile, with `backend` "auto" and no choice for `op` in MEGALIN_KERNELS.
 
-    A kernel of ours ends such a fusion. For the norms whose reference inductor reads once, what surrounds them costs
-    more than the kernel gains: the figures are in docs/benchmarks/.
+    An explicit backend, or one that MEGALIN_KERNELS sets, keeps its kernel, which ends the fusion. For norms whose
+    reference reads its input once, the lost fusion costs more than the kernel gains (figures in docs/benchmarks/).
     """
-    return torch.compiler.is_compiling() and _left_open(op, backend)
+    return torch.compiler.is_compiling() and _is_auto(op, backend)
 
 
 @torch.compiler.assume_constant_result
-def _left_open(op: str, backend: Backend) -> bool:
+def _is_auto(op: str, backend: Backend) -> bool:
     return backend == "auto" and requested(op) == "auto"

@@ -1,4 +1,4 @@
-"""What the tensors of an op must agree in: their sizes, a letter each, one device, and the kind of their numbers."""
+"""Validation of an op's tensors: matching sizes, named by letters, one device, and the kind of dtype."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ from torch import Tensor
 from megalin.errors import OperandError
 
 _KINDS: dict[str, tuple[str, Callable[[torch.dtype], bool]]] = {
-    "": ("floating-point numbers", lambda dtype: dtype.is_floating_point),
+    "": ("floating point", lambda dtype: dtype.is_floating_point),
     "int": ("integers", lambda dtype: not dtype.is_floating_point and not dtype.is_complex),
     "bool": ("bools", lambda dtype: dtype == torch.bool),
 }
 
 
 def check_operands(op: str, operands: Mapping[str, tuple[Tensor | None, str]]) -> None:
-    """Refuses tensors that a kernel would read beyond their ends, or that broadcasting would give another meaning.
+    """Validates operand shapes, dtypes and devices before a kernel reads out of bounds or an op broadcasts wrongly.
 
     Args:
-        operands: by name, a tensor (None: left out, and not looked at) and its sizes: "BTHK" for four dimensions,
-            "*D" for any number and then D. The first tensor with a letter says its size, and of "*" all of them; a
-            lower-case letter may be 1 instead. "BT int" asks for integers, "BT bool" for bools, the others for floating
-            point. T is not 0.
+        operands: name -> a tensor (None: omitted, not checked) and its sizes: "BTHK" for four dimensions, "*D" for any
+            number followed by D. The first tensor with a letter sets its size, with "*" all leading sizes; a lower-case
+            letter may be 1 instead. "BT int" requires integers, "BT bool" bools, others floating point. T is not 0.
 
     Raises:
-        OperandError: at the first tensor that does not fit.
+        OperandError: for the first invalid tensor.
     """
     sizes: dict[str, tuple[int | tuple[int, ...], str]] = {}
     device = None
@@ -35,9 +34,9 @@ def check_operands(op: str, operands: Mapping[str, tuple[Tensor | None, str]]) -
             continue
         letters, _, kind = described.partition(" ")
         shape = tuple(tensor.shape)
-        wanted, fits = _KINDS[kind]
+        expected, fits = _KINDS[kind]
         if not fits(tensor.dtype):
-            raise OperandError(f"{op}: {name} is of {tensor.dtype}; give it as {wanted}")
+            raise OperandError(f"{op}: {name} has dtype {tensor.dtype}, but must be {expected}")
         if device is None:
             device = (tensor.device, name)
         if tensor.device != device[0]:
@@ -47,7 +46,7 @@ def check_operands(op: str, operands: Mapping[str, tuple[Tensor | None, str]]) -
         named = letters.removeprefix("*")
         leading = len(shape) - len(named)
         if leading < 0 or (leading > 0 and named == letters):
-            raise OperandError(f"{op}: {name} has shape {shape}; it takes {_written(letters)}")
+            raise OperandError(f"{op}: {name} has shape {shape}, but must be {_format_shape(letters)}")
         found: list[tuple[str, int | tuple[int, ...]]] = [("*", shape[:leading])] if named != letters else []
         found += zip(named, shape[leading:], strict=True)
         for letter, size in found:
@@ -57,19 +56,19 @@ def check_operands(op: str, operands: Mapping[str, tuple[Tensor | None, str]]) -
             if size != known:
                 what = "leading sizes" if letter == "*" else letter.upper()
                 raise OperandError(
-                    f"{op}: {name} has shape {shape}, {_written(letters)}, but {what} = {known} by {owner}; "
+                    f"{op}: {name} has shape {shape} = {_format_shape(letters)}, but {what} = {known} in {owner}; "
                     "they must be equal"
                 )
             if letter == "T" and size == 0:
-                raise OperandError(f"{op}: {name} has shape {shape}, no token; give at least one")
+                raise OperandError(f"{op}: {name} has shape {shape} and no tokens; give at least one")
 
 
 def check_one_dtype(op: str, **tensors: Tensor) -> None:
-    """Raises OperandError where the tensors, by name, are not all of the first one's dtype."""
+    """Raises OperandError unless all tensors, given by name, have the dtype of the first."""
     (first, like), *others = tensors.items()
     for name, tensor in others:
         if tensor.dtype != like.dtype:
-            raise OperandError(f"{op}: {name} is of {tensor.dtype}, {first} of {like.dtype}; give them in one dtype")
+            raise OperandError(f"{op}: {name} has dtype {tensor.dtype}, {first} {like.dtype}; they must be equal")
 
 
 def check_scan(
@@ -81,8 +80,8 @@ def check_scan(
     initial_state: Tensor | None,
     document_ids: Tensor | None,
 ) -> None:
-    """`check_operands` for a scan: v [B, T, H, V], initial_state [B, H, K, V], document_ids [B, T] integers; q, k and
-    the decay, with its name, as described. Raises OperandError."""
+    """Runs `check_operands` for a scan: v [B, T, H, V], initial_state [B, H, K, V], document_ids [B, T] integers; q and
+    k with the given sizes, the decay with its name, tensor and sizes. Raises OperandError."""
     operands = {
         "v": (v, "BTHV"),
         "q": q,
@@ -94,5 +93,5 @@ def check_scan(
     check_operands(op, operands)
 
 
-def _written(letters: str) -> str:
+def _format_shape(letters: str) -> str:
     return "[" + ", ".join("..." if x == "*" else f"{x.upper()} or 1" if x.islower() else x for x in letters) + "]"

@@ -1,4 +1,4 @@
-"""The start-up check of a compiled op: values, gradients and determinism against its reference in fp64."""
+"""Self-test of a compiled op at its first use: values, gradients and determinism against its reference in fp64."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 Function = Callable[..., Tensor | Sequence[Tensor]]
 
 BOUND = 1e-2
-"""Relative error above which a kernel is broken rather than rounded, in bf16 with tf32 products allowed."""
+"""Relative error above which a kernel is broken rather than rounded, in bf16 with tf32 matmuls allowed."""
 
 
 def sample(*shape: int, device: str, seed: int = 0) -> Tensor:
-    """A fixed random fp32 tensor that leaves the generators of the run alone."""
+    """Fixed random fp32 tensor; does not advance the run's random generators."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
 def compare(kernel: Function, reference: Function, inputs: Sequence[Tensor], *, bound: float = BOUND) -> str:
-    """What is wrong with `kernel`; empty where nothing is.
+    """Error of `kernel` against `reference`; empty where it passes.
 
-    Outputs and the gradient of every floating-point input, of a fixed random weighting of the outputs, are compared
+    Compares the outputs, and the gradient of every floating-point input for a fixed random weighting of the outputs,
     with `reference` on fp64 copies by ||actual - expected|| / ||expected||; a second call must give the same bits.
     """
     expected = _run(reference, [x.double() if x.is_floating_point() else x for x in inputs])

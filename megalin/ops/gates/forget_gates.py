@@ -1,4 +1,4 @@
-"""HGRN2's tied gates: one logit decays the memory and says how much of the input enters it, above a lower bound."""
+"""HGRN2's tied gates: one logit gives the forget gate, above a lower bound, and the input gate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megalin.ops.dispatch.self_test import compare, sample
 
 
 class ForgetGates(NamedTuple):
-    """What the scan takes, each [..., D]."""
+    """Inputs of the scan, each [..., D]."""
 
     key: Tensor
     """1 - f in the dtype of the logit."""
@@ -25,20 +25,20 @@ class ForgetGates(NamedTuple):
 
 
 def forget_gates(logit: Tensor, bound: Tensor, *, backend: Backend = "auto") -> ForgetGates:
-    """1 - f and log f with f = b + (1 - b) sigmoid(l), in forms that stay exact at both ends.
+    """Computes 1 - f and log f with f = b + (1 - b) sigmoid(l), in forms that stay exact at both ends.
 
     Args:
         logit: l [..., D].
-        bound: b [D] in [0, 1), at least fp32. Where it is 0, log b gives it no gradient.
-        backend: which implementation runs; compiled ones take fp32, bf16 and fp16.
+        bound: b [D] in [0, 1), at least fp32. Where it is 0, it gets no gradient through log b.
+        backend: implementation to run; compiled ones take fp32, bf16 and fp16.
 
     Returns:
-        ForgetGates, computed in at least fp32. The backward keeps l alone, and adds up the gradient of b in fp32,
-        always in the same order.
+        ForgetGates, computed in at least fp32. The backward keeps only l, and sums the gradient of b in fp32, always
+        in the same order.
 
     Raises:
         KernelError: an explicit backend that cannot run.
-        OperandError: tensors whose shapes, kinds or devices do not fit together.
+        OperandError: tensors with incompatible shapes, dtypes or devices.
 
     Source: HGRN2 section 3.
     """
@@ -50,10 +50,10 @@ def forget_gates(logit: Tensor, bound: Tensor, *, backend: Backend = "auto") -> 
 
 
 def forget_gates_reference(logit: Tensor, bound: Tensor) -> ForgetGates:
-    """log f = logaddexp(log b, log(1 - b) + logsigmoid(l)) and 1 - f = (1 - b) sigmoid(-l) in plain PyTorch; the truth
-    of the kernels and the CPU backend."""
+    """Reference of `forget_gates` in plain PyTorch: log f = logaddexp(log b, log(1 - b) + logsigmoid(l)) and
+    1 - f = (1 - b) sigmoid(-l). Tests the kernels and runs on CPUs."""
     wide = logit.to(compute_dtype(logit))
-    # log 0 has no gradient to give: a bound of 0 is one whatever it is made of.
+    # Avoids the infinite gradient of log 0: a bound of 0 gets none.
     log_bound = bound.clamp(min=torch.finfo(bound.dtype).tiny).log()
     log_decay = torch.logaddexp(log_bound, torch.log1p(-bound) + functional.logsigmoid(wide))
     return ForgetGates(((1.0 - bound) * torch.sigmoid(-wide)).to(logit.dtype), log_decay)
@@ -66,7 +66,7 @@ def _unsupported(logit: Tensor, bound: Tensor) -> str:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[..., D] as [rows, D] of contiguous rows, a view where the strides allow."""
+    """[..., D] as [rows, D] with contiguous rows; a view where the strides allow."""
     x = x.reshape(-1, x.shape[-1])
     return x if x.stride(1) == 1 else x.contiguous()
 

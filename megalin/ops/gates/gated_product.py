@@ -1,4 +1,4 @@
-"""The product of a gated linear unit, act(g) v, of the two halves of one projection."""
+"""Activation and product of a gated linear unit, act(g) v, from one projection [g | v]."""
 
 from __future__ import annotations
 
@@ -18,86 +18,88 @@ from megalin.ops.dispatch.self_test import compare, sample
 Activation = Literal["none", "silu"]
 
 
-def gated_product(halves: Tensor, *, activation: Activation, backend: Backend = "auto") -> Tensor:
-    """act(g) v.
+def gated_product(gate_value: Tensor, *, activation: Activation, backend: Backend = "auto") -> Tensor:
+    """Computes act(g) v.
 
-    The halves stay together so that the backward writes their gradient as one tensor, which the projection's matrix
-    product reads as it lies; nothing else is kept for it.
+    Takes g and v as one tensor, the only one kept, so that the backward writes their gradient as one tensor for the
+    projection's matmul, without a copy.
 
     Args:
-        halves: [..., 2 F], g before v.
+        gate_value: [..., 2 F], g before v.
         activation: none (SGLU) or silu (SwiGLU).
-        backend: which implementation runs; compiled ones take fp32, bf16 and fp16 and compute in fp32.
+        backend: implementation to run; compiled ones take fp32, bf16 and fp16 and compute in fp32.
 
     Returns:
-        [..., F] in the dtype of `halves`.
+        [..., F] in the dtype of `gate_value`.
 
     Raises:
         KernelError: an explicit backend that cannot run.
-        OperandError: an odd width, or no floating-point numbers.
+        OperandError: an odd width, or a dtype that is not floating point.
     """
-    check_operands("gated_product", {"halves": (halves, "*W")})
-    if halves.shape[-1] % 2:
-        raise OperandError(f"gated_product: halves has shape {tuple(halves.shape)}; its width must be even")
-    choice = backends.choose("gated_product", backend, halves.device.type, _unsupported(halves))
+    check_operands("gated_product", {"gate_value": (gate_value, "*W")})
+    if gate_value.shape[-1] % 2:
+        raise OperandError(f"gated_product: gate_value has shape {tuple(gate_value.shape)}; its width must be even")
+    choice = backends.choose("gated_product", backend, gate_value.device.type, _unsupported(gate_value))
     if choice == "reference":
-        return gated_product_reference(halves, activation=activation)
-    return _forward(halves.contiguous(), activation)
+        return gated_product_reference(gate_value, activation=activation)
+    return _forward(gate_value.contiguous(), activation)
 
 
-def gated_product_reference(halves: Tensor, *, activation: Activation) -> Tensor:
-    """`gated_product` in plain PyTorch; the truth of the kernels and the CPU backend."""
-    gate, value = halves.chunk(2, dim=-1)
+def gated_product_reference(gate_value: Tensor, *, activation: Activation) -> Tensor:
+    """Reference of `gated_product` in plain PyTorch: tests the kernels and runs on CPUs."""
+    gate, value = gate_value.chunk(2, dim=-1)
     return (functional.silu(gate) if activation == "silu" else gate) * value
 
 
-def _unsupported(halves: Tensor) -> str:
-    if halves.dtype not in KERNEL_DTYPES:
-        return f"dtype {halves.dtype}"
-    return "an empty tensor" if halves.numel() == 0 else ""
+def _unsupported(gate_value: Tensor) -> str:
+    if gate_value.dtype not in KERNEL_DTYPES:
+        return f"dtype {gate_value.dtype}"
+    return "an empty tensor" if gate_value.numel() == 0 else ""
 
 
 @torch.library.custom_op("megalin::gated_product", mutates_args=())
-def _forward(halves: Tensor, activation: str) -> Tensor:
+def _forward(gate_value: Tensor, activation: str) -> Tensor:
     from megalin._triton.gates import gated_product as kernels
 
-    product = kernels.forward(halves.view(-1, halves.shape[-1]), activation == "silu")
-    return product.view(*halves.shape[:-1], -1)
+    product = kernels.forward(gate_value.view(-1, gate_value.shape[-1]), activation == "silu")
+    return product.view(*gate_value.shape[:-1], -1)
 
 
 @_forward.register_fake
-def _(halves: Tensor, activation: str) -> Tensor:
-    return halves.new_empty(*halves.shape[:-1], halves.shape[-1] // 2)
+def _(gate_value: Tensor, activation: str) -> Tensor:
+    return gate_value.new_empty(*gate_value.shape[:-1], gate_value.shape[-1] // 2)
 
 
 @torch.library.custom_op("megalin::gated_product_backward", mutates_args=())
-def _backward(dproduct: Tensor, halves: Tensor, activation: str) -> Tensor:
+def _backward(dproduct: Tensor, gate_value: Tensor, activation: str) -> Tensor:
     from megalin._triton.gates import gated_product as kernels
 
     dproduct = dproduct.contiguous().view(-1, dproduct.shape[-1])
-    return kernels.backward(dproduct, halves.view(-1, halves.shape[-1]), activation == "silu").view(halves.shape)
+    return kernels.backward(dproduct, gate_value.view(-1, gate_value.shape[-1]), activation == "silu").view(
+        gate_value.shape
+    )
 
 
 @_backward.register_fake
-def _(dproduct: Tensor, halves: Tensor, activation: str) -> Tensor:
-    return halves.new_empty(halves.shape)
+def _(dproduct: Tensor, gate_value: Tensor, activation: str) -> Tensor:
+    return gate_value.new_empty(gate_value.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
-    halves, ctx.activation = inputs
-    ctx.save_for_backward(halves)
+    gate_value, ctx.activation = inputs
+    ctx.save_for_backward(gate_value)
 
 
 def _differentiate(ctx: Any, dproduct: Tensor) -> tuple[Tensor, None]:
-    (halves,) = ctx.saved_tensors
-    return _backward(dproduct, halves, ctx.activation), None
+    (gate_value,) = ctx.saved_tensors
+    return _backward(dproduct, gate_value, ctx.activation), None
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
 
 
 def _self_test(backend: Compiled, device: str) -> str:
-    halves = sample(5, 400, device=device)
+    gate_value = sample(5, 400, device=device)
     activations: tuple[Activation, ...] = ("none", "silu")
     for activation in activations:
 
@@ -107,7 +109,7 @@ def _self_test(backend: Compiled, device: str) -> str:
         def reference(x: Tensor, activation: Activation = activation) -> Tensor:
             return gated_product_reference(x, activation=activation)
 
-        if wrong := compare(kernel, reference, [halves]):
+        if wrong := compare(kernel, reference, [gate_value]):
             return f"{activation}: {wrong}"
     return ""
 

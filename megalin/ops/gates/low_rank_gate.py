@@ -1,4 +1,4 @@
-"""A sigmoid gate of low rank on what it gates, in one pass: Rodimus' input gate."""
+"""Low-rank sigmoid gate fused with its product: Rodimus' input gate."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ MAX_RANK = 128
 
 
 def low_rank_gate(x: Tensor, code: Tensor, weight: Tensor, bias: Tensor, *, backend: Backend = "auto") -> Tensor:
-    """sigmoid(c W^T + b) x.
+    """Computes sigmoid(c W^T + b) x.
 
     Args:
         x: [..., D].
         code: c [..., L], in the dtype of x.
         weight: W [D, L], in the dtype of x.
         bias: b [D].
-        backend: which implementation runs; compiled ones take fp32, bf16 and fp16 of L up to 128.
+        backend: implementation to run; compiled ones take fp32, bf16 and fp16 of L up to 128.
 
     Returns:
         [..., D] in the dtype of x; sums, sigmoid and product are computed in at least fp32. The backward keeps x and
-        c, and forms the gate again.
+        c, and recomputes the gate.
 
     Raises:
         KernelError: an explicit backend that cannot run.
-        OperandError: tensors whose shapes, kinds or devices do not fit together.
+        OperandError: tensors with incompatible shapes, dtypes or devices.
 
     Source: Rodimus section 3.
     """
@@ -45,7 +45,7 @@ def low_rank_gate(x: Tensor, code: Tensor, weight: Tensor, bias: Tensor, *, back
 
 
 def low_rank_gate_reference(x: Tensor, code: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """The equation of `low_rank_gate` in plain PyTorch; the truth of the kernels and the CPU backend."""
+    """Reference of `low_rank_gate` in plain PyTorch: tests the kernels and runs on CPUs."""
     wide = compute_dtype(x)
     logits = code.to(wide) @ weight.to(wide).mT + bias.to(wide)
     return (torch.sigmoid(logits) * x.to(wide)).to(x.dtype)
@@ -61,7 +61,7 @@ def _unsupported(x: Tensor, code: Tensor, weight: Tensor, bias: Tensor) -> str:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[..., D] as [rows, D] of contiguous rows, a view where the strides allow."""
+    """[..., D] as [rows, D] with contiguous rows; a view where the strides allow."""
     x = x.reshape(-1, x.shape[-1])
     return x if x.stride(1) == 1 else x.contiguous()
 
@@ -82,7 +82,7 @@ def _(x: Tensor, code: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def _backward(
     dy: Tensor, x: Tensor, code: Tensor, weight: Tensor, bias: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of x, code, weight and bias."""
+    """Gradients of x, code, weight and bias."""
     from megalin._triton.gates import low_rank_gate as kernels
 
     return kernels.backward(_rows(dy), x, code, weight, bias)

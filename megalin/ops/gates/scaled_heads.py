@@ -1,4 +1,4 @@
-"""Heads of values, each times a number of its own: what a time step does to Mamba-2's values."""
+"""Scaling of each head by its own factor: Mamba-2's values times their time steps."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from megalin.ops.dispatch.operands import check_operands
 from megalin.ops.dispatch.self_test import compare, sample
 
 MAX_WIDTH = 4096
-"""Of the kernels, which hold whole heads in registers."""
+"""Limit of the kernels, which hold full heads in registers."""
 
 
 def scaled_heads(x: Tensor, factor: Tensor, *, backend: Backend = "auto") -> Tensor:
-    """y = f x, f one number a head and token.
+    """Computes y = f x with one factor f per head and token.
 
     Args:
         x: [..., P].
         factor: f [...], in at least fp32.
-        backend: which implementation runs; compiled ones take x in fp32, bf16 and fp16, P up to 4096, and f in fp32.
+        backend: implementation to run; compiled ones take x in fp32, bf16 and fp16, P up to 4096, and f in fp32.
 
     Returns:
         [..., P] in the dtype of x; products, and the sums over P of f's gradient, are computed in at least fp32.
 
     Raises:
         KernelError: an explicit backend that cannot run.
-        OperandError: tensors whose shapes, kinds or devices do not fit together.
+        OperandError: tensors with incompatible shapes, dtypes or devices.
 
     Source: Mamba-2 section 7.
     """
@@ -42,7 +42,7 @@ def scaled_heads(x: Tensor, factor: Tensor, *, backend: Backend = "auto") -> Ten
 
 
 def scaled_heads_reference(x: Tensor, factor: Tensor) -> Tensor:
-    """The equation of `scaled_heads` in plain PyTorch; the truth of the kernels and the CPU backend."""
+    """Reference of `scaled_heads` in plain PyTorch: tests the kernels and runs on CPUs."""
     return (factor[..., None] * x.to(compute_dtype(x))).to(x.dtype)
 
 
@@ -68,7 +68,7 @@ def _(x: Tensor, factor: Tensor) -> Tensor:
 
 @torch.library.custom_op("megalin::scaled_heads_backward", mutates_args=())
 def _backward(dy: Tensor, x: Tensor) -> Tensor:
-    """Of the factor; that of x is the factor times dy."""
+    """Gradient of the factor; that of x is the factor times dy."""
     from megalin._triton.gates import scaled_heads as kernels
 
     rows = (-1, x.shape[-1])
@@ -86,7 +86,7 @@ def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
 
 def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
     x, factor = ctx.saved_tensors
-    # Outside the kernel: a compiled block adds it to x's other gradients without writing it.
+    # Outside the kernel, so that a compiled block adds it to x's other gradients without writing it.
     return (factor[..., None] * dy).to(x.dtype), _backward(dy, x)
 
 

@@ -1,4 +1,4 @@
-"""The gated and weighted rows of a norm whose root is applied later, and their sums of squares, in one pass."""
+"""Fused gate, weight and sum of squares in one pass, for a norm whose root is applied after a matmul."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megalin.ops.dispatch.self_test import compare, sample
 
 
 class GatedSquares(NamedTuple):
-    """What a norm over a split width needs of the part at hand."""
+    """Inputs of a norm whose width is sharded, from this rank's shard of it."""
 
     product: Tensor
     """[..., D] in the dtype of the gate, or else of x."""
@@ -33,22 +33,22 @@ def gated_squares(
     gate_first: bool = False,
     backend: Backend = "auto",
 ) -> GatedSquares:
-    """x w g and sum_j x_j^2; with the gate first u w and sum_j u_j^2, u = x silu(g).
+    """Computes x w g and sum_j x_j^2; with the gate first u w and sum_j u_j^2, u = x silu(g).
 
     Args:
         x: [..., D], any float dtype; sums are accumulated in at least fp32.
-        gate: g [..., D], as it is multiplied, or with `gate_first` before its silu; None: one.
+        gate: g [..., D], multiplied as it is, or with `gate_first` after a silu; None: one.
         weight: w [D]; None: one.
-        gate_first: whether the norm is that of the gated rows (Rodimus, Mamba-2) or of x (TransNormerLLM, TNL).
-        backend: which implementation runs; in compiled blocks "auto" leaves the reference to inductor.
+        gate_first: True for the norm of the gated x (Rodimus, Mamba-2), False for that of x (TransNormerLLM, TNL).
+        backend: implementation to run; in compiled blocks "auto" leaves the reference to inductor.
             The compiled one takes fp32, bf16 and fp16.
 
     Returns:
-        The parts of RMSNorm(x) w g, or RMSNorm(u) w, before the root of the mean square over all parts.
+        GatedSquares: RMSNorm(x) w g, or RMSNorm(u) w, before division by the root mean square over all shards.
 
     Raises:
         KernelError: an explicit backend that cannot run.
-        OperandError: tensors whose shapes, kinds or devices do not fit together.
+        OperandError: tensors with incompatible shapes, dtypes or devices.
     """
     check_operands("gated_squares", {"x": (x, "*D"), "gate": (gate, "*D"), "weight": (weight, "D")})
     choice = backends.choose("gated_squares", backend, x.device.type, _unsupported(x, gate, weight))
@@ -61,7 +61,7 @@ def gated_squares(
 def gated_squares_reference(
     x: Tensor, gate: Tensor | None = None, weight: Tensor | None = None, *, gate_first: bool = False
 ) -> GatedSquares:
-    """The equations of `gated_squares` in plain PyTorch; the truth of the kernels and the CPU backend."""
+    """Reference of `gated_squares` in plain PyTorch: tests the kernels and runs on CPUs."""
     if gate is not None and gate_first:
         x, gate = (x * functional.silu(gate)).to(gate.dtype), None
     squares = x.to(compute_dtype(x)).square().sum(-1)
@@ -96,7 +96,7 @@ def _(x: Tensor, gate: Tensor | None, weight: Tensor | None, gate_first: bool) -
 def _backward(
     dproduct: Tensor, dsquares: Tensor, x: Tensor, gate: Tensor | None, weight: Tensor | None, gate_first: bool
 ) -> list[Tensor]:
-    """dx, then dgate and dweight where there are such."""
+    """Computes dx, then dgate and dweight for the given operands."""
     from megalin._triton.norms import gated_squares as kernels
 
     width = x.shape[-1]

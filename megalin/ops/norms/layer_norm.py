@@ -1,4 +1,4 @@
-"""LayerNorm with a weight and a bias: PyTorch's own, or apex's where that is installed."""
+"""LayerNorm with a weight and a bias: PyTorch's own, or NVIDIA Apex's, if installed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megalin.ops.dispatch import backend as backends
-from megalin.ops.dispatch.apex import apex_layer_norm, reason_against
+from megalin.ops.dispatch.apex import apex_layer_norm, unavailable_reason
 from megalin.ops.dispatch.backend import Backend, Compiled
 from megalin.ops.dispatch.dtypes import compute_dtype
 from megalin.ops.dispatch.fusion import left_to_inductor
@@ -16,13 +16,13 @@ from megalin.ops.norms.srmsnorm import unsupported
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float, backend: Backend = "auto") -> Tensor:
-    """y = w * (x - mean(x)) * (var(x) + eps)^(-1/2) + b over the last dimension.
+    """LayerNorm over the last dimension: y = w * (x - mean(x)) * (var(x) + eps)^(-1/2) + b.
 
     Args:
         x: [..., D], any float dtype; mean, variance and products are computed in at least fp32.
         weight, bias: w and b [D].
         eps: inside the root.
-        backend: which implementation runs; in compiled blocks "auto" leaves the reference to inductor. apex's takes
+        backend: implementation to run; in compiled blocks "auto" leaves the reference to inductor. Apex's takes
             fp32, bf16 and fp16 of widths up to 16384, with weight and bias of the same dtype.
 
     Returns:
@@ -30,7 +30,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float, backend: 
 
     Raises:
         KernelError: an explicit backend that cannot run.
-        OperandError: tensors whose shapes, kinds or devices do not fit together.
+        OperandError: tensors with incompatible shapes, dtypes or devices.
     """
     check_operands("layer_norm", {"x": (x, "*D"), "weight": (weight, "D"), "bias": (bias, "D")})
     reason = unsupported(x) or ("" if weight.dtype == bias.dtype == x.dtype else f"a weight of dtype {weight.dtype}")
@@ -41,7 +41,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float, backend: 
 
 
 def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float) -> Tensor:
-    """The equation of `layer_norm` in plain PyTorch."""
+    """Reference of `layer_norm` in plain PyTorch."""
     wide = compute_dtype(x)
     y = functional.layer_norm(x.to(wide), x.shape[-1:], weight.to(wide), bias.to(wide), eps)
     return y.to(x.dtype)
@@ -49,7 +49,7 @@ def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float)
 
 def _self_test(backend: Compiled, device: str) -> str:
     assert backend == "apex", backend
-    return reason_against("fused_layer_norm_cuda") or compare(
+    return unavailable_reason("fused_layer_norm_cuda") or compare(
         lambda x, weight, bias: apex_layer_norm(x, weight, bias, eps=1e-6),
         lambda x, weight, bias: layer_norm_reference(x, weight, bias, eps=1e-6),
         [sample(*shape, device=device, seed=seed) for seed, shape in enumerate([(5, 200), (200,), (200,)])],

@@ -1,4 +1,4 @@
-"""MaxNormActivation, alone and with the scale and the encoding that follow it in DANet, and the uncentred LayerNorm."""
+"""MaxNormActivation, alone and fused with the scale and position encoding after it in DANet; uncentred LayerNorm."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from megalin.ops.positions.encodings import cosine_relpe
 
 
 def max_norm(x: Tensor, *, eps: float, scale: Tensor | None = None, backend: Backend = "auto") -> Tensor:
-    """y = s x / (max_j |s x_j| + eps) over the last dimension (DenseAttention, MaxNormActivation).
+    """MaxNormActivation (DenseAttention) over the last dimension: y = s x / (max_j |s x_j| + eps).
 
     Args:
         x: [..., D], any float dtype; computed in at least fp32.
         scale: s [] > 0 in at least fp32, constant for autograd; one by default.
         eps: added to the maximum, so that a row of zeros gives zeros.
-        backend: which implementation runs; compiled ones take fp32, bf16 and fp16 of widths up to 16384.
+        backend: implementation to run; compiled ones take fp32, bf16 and fp16 of widths up to 16384.
 
     Returns:
-        [..., D] in the dtype of `x`. The maximum's gradient goes to a single index, as torch.max(dim) has it:
+        [..., D] in the dtype of `x`. The maximum's gradient goes to a single index, as in torch.max(dim):
         with M = max |s x| + eps, dx = s dy / M, and dx_j -= s sign(x_j) (sum dy . s x) / M^2 at that index j.
 
     Raises:
@@ -43,7 +43,7 @@ def max_norm(x: Tensor, *, eps: float, scale: Tensor | None = None, backend: Bac
 
 
 def max_norm_reference(x: Tensor, *, eps: float, scale: Tensor | None = None) -> Tensor:
-    """The equation of `max_norm` in plain PyTorch; the truth of the kernels and the CPU backend."""
+    """Reference of `max_norm` in plain PyTorch: tests the kernels and runs on CPUs."""
     wide = x.to(compute_dtype(x))
     wide = wide if scale is None else wide * scale.detach()
     return (wide / (wide.abs().max(-1, keepdim=True).values + eps)).to(x.dtype)
@@ -54,29 +54,29 @@ def encoded_max_norm(
     factor: Tensor,
     positions: Tensor,
     *,
-    num_places: int,
+    num_positions: int,
     num_heads: int,
     eps: float,
     backend: Backend = "auto",
 ) -> Tensor:
-    """y_i = f cos(p 10000^(-i'/K)) x_i / (max_j |x_j| + eps), i' = i mod K: `max_norm`, a scale, then `cosine_relpe`.
+    """`max_norm`, a scale, then `cosine_relpe`: y_i = f cos(p 10000^(-i'/K)) x_i / (max_j |x_j| + eps), i' = i mod K.
 
     Args:
         x: [B, T, D], D = num_heads K, any float dtype.
         factor: f [1 or B, 1 or T], in at least fp32, constant for autograd. Where it is zero, so is y, and dx.
-        positions: p [T] or [B, T] integers from 0 to below `num_places`. Kernels make y of any other NaN: they have no
-            cosine for it, and only the device knows.
-        num_places: kernels read cosines from a table of as many, rounded once from fp64: to fp32 for fp32 rows, else to
-            fp16, whose eps is an eighth of bf16's. It is made at the first call of a size and kept.
-        num_heads: how often the frequencies repeat along D.
-        eps, backend: as `max_norm`.
+        positions: p [T] or [B, T] integers in [0, num_positions). For any other, kernels return NaN: the table has no
+            cosine for it, and raising would wait for the device.
+        num_positions: size of the kernels' table of cosines, rounded once from fp64: to fp32 for fp32 x, else to fp16,
+            whose eps is an eighth of bf16's. Built at the first call with a size and cached.
+        num_heads: number of times the frequencies repeat along D.
+        eps, backend: as in `max_norm`.
 
     Returns:
-        [B, T, D] in the dtype of `x`; gradient to `x` alone.
+        [B, T, D] in the dtype of `x`; only `x` gets a gradient.
 
     Raises:
         KernelError: an explicit backend that cannot run.
-        OperandError: tensors whose shapes, kinds or devices do not fit together.
+        OperandError: tensors with incompatible shapes, dtypes or devices.
     """
     places = "T int" if positions.dim() == 1 else "BT int"
     check_operands("max_norm", {"x": (x, "BTD"), "factor": (factor, "bt"), "positions": (positions, places)})
@@ -85,34 +85,34 @@ def encoded_max_norm(
     choice = backends.choose("max_norm", backend, x.device.type, unsupported(x))
     if choice == "reference":
         return encoded_max_norm_reference(x, factor, positions, num_heads=num_heads, eps=eps)
-    outside = (positions < 0) | (positions >= num_places)
+    outside = (positions < 0) | (positions >= num_positions)
     factors = factor.detach().to(torch.float32).expand(x.shape[:-1]).masked_fill(outside, torch.nan)
     places_inside = positions.masked_fill(outside, 0).contiguous()
-    return _forward(x.contiguous(), factors.contiguous(), places_inside, None, num_places, num_heads, eps, choice)[0]
+    return _forward(x.contiguous(), factors.contiguous(), places_inside, None, num_positions, num_heads, eps, choice)[0]
 
 
 def encoded_max_norm_reference(x: Tensor, factor: Tensor, positions: Tensor, *, num_heads: int, eps: float) -> Tensor:
-    """The three ops of `encoded_max_norm` one after the other."""
+    """Reference of `encoded_max_norm`: its three ops one after the other."""
     normed = max_norm_reference(x, eps=eps)
     scaled = normed.to(factor.dtype) * factor.detach()[..., None]
     return cosine_relpe(scaled.unflatten(-1, (num_heads, -1)), positions).to(x.dtype).flatten(-2)
 
 
 def mean_magnitude_norm(x: Tensor, *, eps: float) -> Tensor:
-    """y = x / (mean_j |x_j| + eps) over the last dimension; arguments and result as `max_norm_reference`."""
+    """Mean-magnitude norm, y = x / (mean_j |x_j| + eps) over the last dimension; arguments as `max_norm_reference`."""
     wide = x.to(compute_dtype(x))
     return (wide / (wide.abs().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 class Encoding(NamedTuple):
-    """What multiplies the rows of a matrix beside the inverse of their largest magnitude."""
+    """Scale and position encoding of the rows of a matrix after their max norm."""
 
     factors: Tensor
-    """One a row, fp32."""
+    """One per row, fp32."""
     positions: Tensor
-    """Of row r that at r modulo their number: the row of `cosines` that holds its own."""
+    """[P] indices into the rows of `cosines`; row r uses positions[r mod P]."""
     cosines: Tensor
-    """[places, K], repeated along the row."""
+    """[num_positions, K], repeated along the row."""
 
 
 @torch.library.custom_op("megalin::max_norm", mutates_args=())
@@ -121,15 +121,15 @@ def _forward(
     factors: Tensor | None,
     positions: Tensor | None,
     scale: Tensor | None,
-    num_places: int,
+    num_positions: int,
     num_heads: int,
     eps: float,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x [..., D], factors [...], positions [...] or its last dimension, all contiguous -> y, max + eps and its index
-    [...]."""
+    """x [..., D], factors [...], positions [...] or its last dimension, all contiguous -> y, max + eps [...] and the
+    index of the max [...]."""
     rows, width = x.shape[:-1], x.shape[-1]
-    encoding = _encoding(x, factors, positions, num_places, num_heads)
+    encoding = _encoding(x, factors, positions, num_positions, num_heads)
     if backend == "cuda":
         y, peak = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
         index = x.new_empty(rows, dtype=torch.int32)
@@ -147,7 +147,7 @@ def _(
     factors: Tensor | None,
     positions: Tensor | None,
     scale: Tensor | None,
-    num_places: int,
+    num_positions: int,
     num_heads: int,
     eps: float,
     backend: str,
@@ -163,14 +163,14 @@ def _backward(
     factors: Tensor | None,
     positions: Tensor | None,
     scale: Tensor | None,
-    num_places: int,
+    num_positions: int,
     num_heads: int,
     peak: Tensor,
     index: Tensor,
     backend: str,
 ) -> Tensor:
     dy, width = dy.contiguous(), x.shape[-1]
-    encoding = _encoding(x, factors, positions, num_places, num_heads)
+    encoding = _encoding(x, factors, positions, num_positions, num_heads)
     if backend == "cuda":
         dx = torch.empty_like(x)
         launch("max_norm_backward", dy, x, *_for_cuda(encoding), scale, peak, index, dx, peak.numel(), width)
@@ -188,7 +188,7 @@ def _(
     factors: Tensor | None,
     positions: Tensor | None,
     scale: Tensor | None,
-    num_places: int,
+    num_positions: int,
     num_heads: int,
     peak: Tensor,
     index: Tensor,
@@ -198,18 +198,18 @@ def _(
 
 
 def _encoding(
-    x: Tensor, factors: Tensor | None, positions: Tensor | None, num_places: int, num_heads: int
+    x: Tensor, factors: Tensor | None, positions: Tensor | None, num_positions: int, num_heads: int
 ) -> Encoding | None:
     if factors is None or positions is None:
         return None
     dtype = torch.float32 if x.dtype == torch.float32 else torch.float16
-    # Lengths below a power of two share its table.
-    places = 1 << (num_places - 1).bit_length()
-    return Encoding(factors, positions, _cosines(places, x.shape[-1] // num_heads, dtype, x.device))
+    # Lengths up to a power of two share its table.
+    table_size = 1 << (num_positions - 1).bit_length()
+    return Encoding(factors, positions, _cosines(table_size, x.shape[-1] // num_heads, dtype, x.device))
 
 
 def _for_cuda(encoding: Encoding | None) -> tuple[Tensor | int | None, ...]:
-    """Factors, int32 positions, cosines, and how many of the two last there are: in a period of rows, in a head."""
+    """Factors, int32 positions, cosines, the number of positions and the cosines per head."""
     if encoding is None:
         return None, None, None, 1, 1
     factors, positions, cosines = encoding
@@ -217,24 +217,24 @@ def _for_cuda(encoding: Encoding | None) -> tuple[Tensor | int | None, ...]:
 
 
 @functools.lru_cache(maxsize=8)
-def _cosines(num_places: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """cos(p 10000^(-i/K)) of fp64 angles, [num_places, K] in `dtype`."""
-    table = torch.empty(num_places, head_dim, dtype=dtype, device=device)
+def _cosines(num_positions: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Table of cos(p 10000^(-i/K)) from fp64 angles, [num_positions, K] in `dtype`."""
+    table = torch.empty(num_positions, head_dim, dtype=dtype, device=device)
     exponent = torch.arange(head_dim, dtype=torch.float64, device=device) * (-1.0 / head_dim)
-    for part in torch.arange(num_places, dtype=torch.float64, device=device).split(4096):
+    for part in torch.arange(num_positions, dtype=torch.float64, device=device).split(4096):
         first = int(part[0])
         table[first : first + len(part)] = (part[:, None] * 10000.0**exponent).cos()
     return table
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, factors, positions, scale, ctx.num_places, ctx.num_heads, _, ctx.backend = inputs
+    x, factors, positions, scale, ctx.num_positions, ctx.num_heads, _, ctx.backend = inputs
     ctx.save_for_backward(x, factors, positions, scale, *output[1:])
 
 
 def _differentiate(ctx: Any, dy: Tensor, _: Tensor | None, __: Tensor | None) -> tuple[Tensor | None, ...]:
     x, factors, positions, scale, peak, index = ctx.saved_tensors
-    dx = _backward(dy, x, factors, positions, scale, ctx.num_places, ctx.num_heads, peak, index, ctx.backend)
+    dx = _backward(dy, x, factors, positions, scale, ctx.num_positions, ctx.num_heads, peak, index, ctx.backend)
     return dx, None, None, None, None, None, None, None
 
 

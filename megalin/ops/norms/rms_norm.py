@@ -1,4 +1,4 @@
-"""RMSNorm with a weight, its gradient added up without atomics."""
+"""RMSNorm with a weight, whose gradient is summed without atomics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megalin.ops.dispatch import backend as backends
-from megalin.ops.dispatch.apex import apex_rms_norm, reason_against
+from megalin.ops.dispatch.apex import apex_rms_norm, unavailable_reason
 from megalin.ops.dispatch.backend import Backend, Compiled
 from megalin.ops.dispatch.dtypes import KERNEL_DTYPES, compute_dtype
 from megalin.ops.dispatch.fusion import left_to_inductor
@@ -18,21 +18,21 @@ from megalin.ops.norms.srmsnorm import srmsnorm_reference, unsupported
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, backend: Backend = "auto") -> Tensor:
-    """y = w * x * (mean(x^2) + eps)^(-1/2) over the last dimension.
+    """RMSNorm over the last dimension: y = w * x * (mean(x^2) + eps)^(-1/2).
 
     Args:
         x: [..., D], any float dtype; the mean, the root and the products are computed in at least fp32.
         weight: w [D].
         eps: inside the root.
-        backend: which implementation runs; in compiled blocks "auto" leaves the reference to inductor.
-            Compiled ones take fp32, bf16 and fp16 of widths up to 16384, apex's weights of the same dtype alone.
+        backend: implementation to run; in compiled blocks "auto" leaves the reference to inductor.
+            Compiled ones take fp32, bf16 and fp16 of widths up to 16384, Apex's only weights of the same dtype.
 
     Returns:
         [..., D] in the dtype of `x`.
 
     Raises:
         KernelError: an explicit backend that cannot run.
-        OperandError: tensors whose shapes, kinds or devices do not fit together.
+        OperandError: tensors with incompatible shapes, dtypes or devices.
     """
     check_operands("rms_norm", {"x": (x, "*D"), "weight": (weight, "D")})
     reason = unsupported(x) or ("" if weight.dtype in KERNEL_DTYPES else f"a weight of dtype {weight.dtype}")
@@ -46,14 +46,14 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, backend: Backend = "auto"
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
-    """The equation of `rms_norm` in plain PyTorch; the truth of the kernels and the CPU backend."""
+    """Reference of `rms_norm` in plain PyTorch: tests the kernels and runs on CPUs."""
     wide = compute_dtype(x)
     return (srmsnorm_reference(x.to(wide), eps=eps) * weight.to(wide)).to(x.dtype)
 
 
 @torch.library.custom_op("megalin::rms_norm", mutates_args=())
 def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x [..., D] contiguous -> y, and the fp32 scale of each row."""
+    """x [..., D] contiguous -> y, and the fp32 scale [...]."""
     from megalin._triton.norms import rms_norm as kernels
 
     y, scale = kernels.forward(x.view(-1, x.shape[-1]), weight, eps)
@@ -94,7 +94,7 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 
 
 def _self_test(backend: Compiled, device: str) -> str:
-    if backend == "apex" and (reason := reason_against("fused_layer_norm_cuda")):
+    if backend == "apex" and (reason := unavailable_reason("fused_layer_norm_cuda")):
         return reason
     return compare(
         lambda x, weight: apex_rms_norm(x, weight, eps=1e-6) if backend == "apex" else _forward(x, weight, 1e-6)[0],

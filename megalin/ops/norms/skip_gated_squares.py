@@ -1,4 +1,4 @@
-"""A scan's output joined by a feed-through, gated and weighted, for a norm whose root is applied later: in one pass."""
+"""Fused skip connection, gate, weight and sum of squares of a scan's output, for a norm whose root is applied later."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megalin.ops.norms.gated_squares import GatedSquares
 def skip_gated_squares(
     x: Tensor, skip: Tensor, factor: Tensor, gate: Tensor, weight: Tensor, *, backend: Backend = "auto"
 ) -> GatedSquares:
-    """u w and sum_j u_j^2 with u = (x + d s) silu(g): what Rodimus and Mamba-2 put between scan and last matrix.
+    """Computes u w and sum_j u_j^2, u = (x + d s) silu(g): the ops of Rodimus and Mamba-2 from scan to output matmul.
 
     Args:
         x: [..., D].
@@ -27,15 +27,15 @@ def skip_gated_squares(
         factor: d [D].
         gate: g [..., D], before its silu.
         weight: w [D], of the norm.
-        backend: which implementation runs; compiled ones take fp32, bf16 and fp16.
+        backend: implementation to run; compiled ones take fp32, bf16 and fp16.
 
     Returns:
-        The parts of RMSNorm(u) w before the root of the mean square, computed in at least fp32, the product in the
-        dtype of the gate. The backward keeps x, s and g alone.
+        GatedSquares: RMSNorm(u) w before division by the root mean square, computed in at least fp32, the product in
+        the dtype of the gate. The backward keeps only x, s and g.
 
     Raises:
         KernelError: an explicit backend that cannot run.
-        OperandError: tensors whose shapes, kinds or devices do not fit together.
+        OperandError: tensors with incompatible shapes, dtypes or devices.
     """
     rows = {"x": (x, "*D"), "skip": (skip, "*D"), "gate": (gate, "*D")}
     check_operands("skip_gated_squares", rows | {"factor": (factor, "D"), "weight": (weight, "D")})
@@ -47,7 +47,7 @@ def skip_gated_squares(
 
 
 def skip_gated_squares_reference(x: Tensor, skip: Tensor, factor: Tensor, gate: Tensor, weight: Tensor) -> GatedSquares:
-    """The equations of `skip_gated_squares` in plain PyTorch; the truth of the kernels and the CPU backend."""
+    """Reference of `skip_gated_squares` in plain PyTorch: tests the kernels and runs on CPUs."""
     wide = compute_dtype(x)
     u = (x.to(wide) + factor.to(wide) * skip.to(wide)) * functional.silu(gate.to(wide))
     return GatedSquares((u * weight.to(wide)).to(gate.dtype), u.square().sum(-1))
@@ -61,7 +61,7 @@ def _unsupported(*tensors: Tensor) -> str:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[..., D] as [rows, D] of contiguous rows, a view where the strides allow."""
+    """[..., D] as [rows, D] with contiguous rows; a view where the strides allow."""
     x = x.reshape(-1, x.shape[-1])
     return x if x.stride(1) == 1 else x.contiguous()
 
@@ -82,7 +82,7 @@ def _(x: Tensor, skip: Tensor, factor: Tensor, gate: Tensor, weight: Tensor) -> 
 def _backward(
     dproduct: Tensor, dsquares: Tensor, x: Tensor, skip: Tensor, factor: Tensor, gate: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of x, gate, factor and weight; that of skip is factor times the first."""
+    """Gradients of x, gate, factor and weight; that of skip is factor times the first."""
     from megalin._triton.norms import skip_gated_squares as kernels
 
     return kernels.backward(_rows(dproduct), dsquares.contiguous(), x, skip, gate, factor, weight)
@@ -102,7 +102,7 @@ def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -
 def _differentiate(ctx: Any, dproduct: Tensor, dsquares: Tensor) -> tuple[Tensor, ...]:
     x, skip, factor, gate, weight = ctx.saved_tensors
     dx, dgate, dfactor, dweight = _backward(dproduct, dsquares, x, skip, factor, gate, weight)
-    # Outside the kernel: a compiled block adds it to skip's other gradients without writing it.
+    # Outside the kernel, so that a compiled block adds it to skip's other gradients without writing it.
     return dx, (factor * dx).to(skip.dtype), dfactor, dgate, dweight
 
 

@@ -18,12 +18,12 @@ MAX_WIDTH = 16384
 
 
 def srmsnorm(x: Tensor, *, eps: float, backend: Backend = "auto") -> Tensor:
-    """y = x * (mean(x^2) + eps)^(-1/2) over the last dimension (TransNormerLLM eq. 8).
+    """SRMSNorm (TransNormerLLM eq. 8) over the last dimension: y = x * (mean(x^2) + eps)^(-1/2).
 
     Args:
         x: [..., D], any float dtype; the mean and the root are computed in at least fp32.
         eps: inside the root, so that a row of zeros gives zeros and a gradient of at most eps^(-1/2).
-        backend: which implementation runs; in compiled blocks "auto" leaves the reference to inductor.
+        backend: implementation to run; in compiled blocks "auto" leaves the reference to inductor.
             Compiled ones take fp32, bf16 and fp16 of widths up to 16384.
 
     Returns:
@@ -39,13 +39,13 @@ def srmsnorm(x: Tensor, *, eps: float, backend: Backend = "auto") -> Tensor:
 
 
 def srmsnorm_reference(x: Tensor, *, eps: float) -> Tensor:
-    """The equation of `srmsnorm` in plain PyTorch; the truth of the kernels and the CPU backend."""
+    """Reference of `srmsnorm` in plain PyTorch: tests the kernels and runs on CPUs."""
     wide = x.to(compute_dtype(x))
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def unsupported(x: Tensor) -> str:
-    """Why no kernel over rows takes `x`; empty where they do."""
+    """Reason that no row-wise kernel supports `x`; empty where they do."""
     if x.dtype not in KERNEL_DTYPES:
         return f"dtype {x.dtype}"
     if x.shape[-1] > MAX_WIDTH:
@@ -55,7 +55,7 @@ def unsupported(x: Tensor) -> str:
 
 @torch.library.custom_op("megalin::srmsnorm", mutates_args=())
 def _forward(x: Tensor, eps: float, backend: str) -> tuple[Tensor, Tensor]:
-    """x [..., D] contiguous -> y, and the fp32 scale of each row."""
+    """x [..., D] contiguous -> y, and the fp32 scale [...]."""
     width = x.shape[-1]
     if backend == "cuda":
         y, scale = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)

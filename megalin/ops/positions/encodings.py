@@ -1,4 +1,4 @@
-"""Position encodings: LRPE in its cosine and its rotation form, RoPE, Cosine RelPE, and places in packed documents."""
+"""Position encodings (LRPE in cosine and rotation form, RoPE, Cosine RelPE), and positions in packed documents."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from megalin.ops.dispatch.self_test import compare, sample
 
 
 def lrpe_cosine(x: Tensor, theta: Tensor, positions: Tensor) -> Tensor:
-    """y_t = [x_t cos(p_t theta) | x_t sin(p_t theta)], so that y_s . y_t = sum_i x_si x_ti cos(theta_i (s - t)).
+    """LRPE, cosine form: y_t = [x_t cos(p_t theta) | x_t sin(p_t theta)], so that
+    y_s . y_t = sum_i x_si x_ti cos(theta_i (s - t)).
 
     Args:
         x: [B, T, H, K] queries or keys.
@@ -27,7 +28,7 @@ def lrpe_cosine(x: Tensor, theta: Tensor, positions: Tensor) -> Tensor:
         [B, T, H, 2K] in the dtype of `x`. Angles, sines and products are computed in at least fp32.
 
     Raises:
-        OperandError: tensors whose shapes, kinds or devices do not fit together.
+        OperandError: tensors with incompatible shapes, dtypes or devices.
 
     Source: TransNormerLLM section 3.1 (LRPE), released code; cosFormer2.
     """
@@ -49,7 +50,7 @@ def lrpe_rotation(x: Tensor, theta: Tensor, positions: Tensor) -> Tensor:
         [B, T, H, K] in the dtype of `x`. Angles, sines and products are computed in at least fp32.
 
     Raises:
-        OperandError: tensors whose shapes, kinds or devices do not fit together.
+        OperandError: tensors with incompatible shapes, dtypes or devices.
     """
     _check("lrpe_rotation", x, positions, theta=(theta, "HJ"))
     check_pairs("lrpe_rotation", theta, x.shape[3])
@@ -63,29 +64,29 @@ def rope(x: Tensor, positions: Tensor, *, base: float = 10000.0, backend: Backen
     """Rotates the pairs (x_j, x_j+K/2) of each head by the angle p base^(-2j/K), j < K/2 (RoFormer eq. 34).
 
     Args:
-        x: [B, T, H, K] queries or keys, K even; the two halves of a head form the pairs.
+        x: [B, T, H, K] queries or keys, K even; a pair is one channel of each half of a head.
         positions: [T] or [B, T] token positions, integers (a shift of all positions changes no score).
-        base: the slowest pair turns by about 1 / base radians a token.
-        backend: which implementation runs; compiled ones take fp32, bf16 and fp16.
+        base: the slowest pair rotates by about 1 / base radians a token.
+        backend: implementation to run; compiled ones take fp32, bf16 and fp16.
 
     Returns:
         [B, T, H, K] in the dtype of `x`. Angles, sines and products are computed in at least fp32.
 
     Raises:
         KernelError: an explicit backend that cannot run.
-        OperandError: tensors whose shapes, kinds or devices do not fit together.
+        OperandError: tensors with incompatible shapes, dtypes or devices.
     """
     _check("rope", x, positions)
     if x.shape[3] % 2:
-        raise OperandError(f"rope: x has heads {x.shape[3]} wide, whose halves form no pairs; use an even width")
+        raise OperandError(f"rope: head dimension {x.shape[3]} is odd, but channels rotate in pairs; use an even one")
     choice = backends.choose("rope", backend, x.device.type, _unsupported(x))
     if choice == "reference":
         return rope_reference(x, positions, base=base)
-    return _turn(x, _frequencies(x, base).float(), positions, False)
+    return _rotate(x, _frequencies(x, base).float(), positions, False)
 
 
 def rope_reference(x: Tensor, positions: Tensor, *, base: float = 10000.0) -> Tensor:
-    """`rope` in plain PyTorch; the truth of the kernel and the CPU backend."""
+    """Reference of `rope` in plain PyTorch: tests the kernel and runs on CPUs."""
     angle = _angles(x, _frequencies(x, base), positions)
     first, second = x.to(angle.dtype).chunk(2, dim=-1)
     cos, sin = angle.cos(), angle.sin()
@@ -93,15 +94,15 @@ def rope_reference(x: Tensor, positions: Tensor, *, base: float = 10000.0) -> Te
 
 
 def _frequencies(x: Tensor, base: float) -> Tensor:
-    """base^(-2j/K), j < K/2, fp64."""
+    """Angular frequencies base^(-2j/K), j < K/2, fp64."""
     exponent = torch.arange(x.shape[-1] // 2, dtype=torch.float64, device=x.device) * (-2.0 / x.shape[-1])
     return base**exponent
 
 
 def cosine_relpe(x: Tensor, positions: Tensor) -> Tensor:
-    """y_i = x_i cos(p 10000^(-i/K)), i < K, of each head: one factor of the sum that RoPE's rotation expands to.
+    """Cosine RelPE: y_i = x_i cos(p 10000^(-i/K)), i < K, of each head, one factor of the sum that RoPE expands to.
 
-    Unlike the encodings above it depends on where positions start: number the tokens of each document from 0.
+    Unlike the encodings above it depends on absolute positions: number the tokens of each document from 0.
 
     Args:
         x: [B, T, H, K].
@@ -111,7 +112,7 @@ def cosine_relpe(x: Tensor, positions: Tensor) -> Tensor:
         [B, T, H, K] in the dtype of `x`. Angles, cosines and products are computed in at least fp32.
 
     Raises:
-        OperandError: tensors whose shapes, kinds or devices do not fit together.
+        OperandError: tensors with incompatible shapes, dtypes or devices.
 
     Source: DenseAttention section 3.2, frequencies of the released code.
     """
@@ -129,7 +130,7 @@ class DocumentSpans(NamedTuple):
 
 
 def document_spans(document_ids: Tensor) -> DocumentSpans:
-    """The spans of packed documents, [B, T] ids of which those of a document lie together. Raises OperandError."""
+    """Spans of packed documents; in document_ids [B, T] the ids of a document are contiguous. Raises OperandError."""
     check_operands("document_spans", {"document_ids": (document_ids, "BT int")})
     last = document_ids.shape[1] - 1
     return DocumentSpans(_first(document_ids), last - _first(document_ids.flip(1)).flip(1))
@@ -155,8 +156,8 @@ def check_pairs(op: str, theta: Tensor, head_dim: int) -> None:
     """Raises OperandError unless theta [H, K/2] has a frequency for each pair of the head's channels."""
     if 2 * theta.shape[1] != head_dim:
         raise OperandError(
-            f"{op}: theta has {theta.shape[1]} frequencies a head, which turn {2 * theta.shape[1]} channels, but the "
-            f"heads have {head_dim}; they must be equal"
+            f"{op}: theta has {theta.shape[1]} frequencies per head, for {2 * theta.shape[1]} channels, but the head "
+            f"dimension is {head_dim}; they must be equal"
         )
 
 
@@ -168,7 +169,7 @@ def _first(document_ids: Tensor) -> Tensor:
 
 
 def _angles(x: Tensor, theta: Tensor, positions: Tensor) -> Tensor:
-    """p_t theta_hi as [1 or B, T, H, K'], in the compute dtype: bf16 could not even count the positions."""
+    """Angles p_t theta_hi, [1 or B, T, H, K'], in the compute dtype: bf16 cannot even represent the positions."""
     dtype = compute_dtype(x)
     return positions.to(dtype)[..., None, None] * theta.to(dtype)
 
@@ -180,32 +181,32 @@ def _unsupported(x: Tensor) -> str:
 
 
 @torch.library.custom_op("megalin::rope", mutates_args=())
-def _turn(x: Tensor, theta: Tensor, positions: Tensor, back: bool) -> Tensor:
+def _rotate(x: Tensor, theta: Tensor, positions: Tensor, inverse: bool) -> Tensor:
     from megalin._triton.positions import rope as kernels
 
-    return kernels.turn(_rows(x), theta, positions.flatten().contiguous(), back=back).view(x.shape)
+    return kernels.rotate(_rows(x), theta, positions.flatten().contiguous(), inverse=inverse).view(x.shape)
 
 
-@_turn.register_fake
-def _(x: Tensor, theta: Tensor, positions: Tensor, back: bool) -> Tensor:
+@_rotate.register_fake
+def _(x: Tensor, theta: Tensor, positions: Tensor, inverse: bool) -> Tensor:
     return x.new_empty(x.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, theta, positions, ctx.back = inputs
+    _, theta, positions, ctx.inverse = inputs
     ctx.save_for_backward(theta, positions)
 
 
 def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
     theta, positions = ctx.saved_tensors
-    return _turn(dy, theta, positions, not ctx.back), None, None, None
+    return _rotate(dy, theta, positions, not ctx.inverse), None, None, None
 
 
-_turn.register_autograd(_differentiate, setup_context=_save)
+_rotate.register_autograd(_differentiate, setup_context=_save)
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[B, T, H, K] as [B T, H, K] with the elements of a row side by side: a view where the strides allow."""
+    """[B, T, H, K] as [B T, H, K] with contiguous rows; a view where the strides allow."""
     batch, length, heads, key = x.shape
     whole = x.stride(3) == 1 and x.stride(2) == key and (batch == 1 or x.stride(0) == length * x.stride(1))
     return x.as_strided((batch * length, heads, key), (x.stride(1), key, 1)) if whole else x.flatten(0, 1).contiguous()
@@ -214,7 +215,7 @@ def _rows(x: Tensor) -> Tensor:
 def _self_test(backend: Compiled, device: str) -> str:
     x, positions = sample(2, 5, 3, 12, device=device), torch.tensor([0, 1, 7, 500, 4099], device=device)
     return compare(
-        lambda x: _turn(x, _frequencies(x, 10000.0).float(), positions, False),
+        lambda x: _rotate(x, _frequencies(x, 10000.0).float(), positions, False),
         lambda x: rope_reference(x, positions),
         [x],
     )

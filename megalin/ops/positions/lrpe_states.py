@@ -1,13 +1,13 @@
-"""States of a scan under a fixed decay and LRPE, each in positions counted from its own origin.
+"""States of a fixed-decay scan with LRPE across segments, each in positions counted from its own origin.
 
-A score holds differences of positions alone, so tokens may be numbered from anywhere, if the states between them are
-numbered alike. Counted from the start of a long row, the gradient of a frequency is a sum of large terms, position
-times torque, that cancel: its rounding grows with the row, and in bf16 soon exceeds what is left. Counted from the
-middle of a short segment it does not; a state then turns by the angle between the origins where it goes on:
+Scores depend only on differences of positions, so any origin is valid if queries, keys and states use the same one.
+Counted from the start of a long sequence, the gradient of a frequency is a sum of large terms, position times torque,
+that cancel: its rounding error grows with the length, and in bf16 soon exceeds the result. Counted from the middle of a
+short segment it does not; a state is then rotated by the angle between the origins as it enters the next segment:
 
     E_0 = initial,    E_{c+1} = R(L theta) (exp(-s L) E_c + U_c)
 
-with U_c what segment c of L tokens leaves behind in its own positions (`decay_state`), E_c what enters it, and
+with U_c the state that segment c of L tokens adds, in its own positions (`decay_state`), E_c the state entering it, and
 R(a): (x, y) -> (x cos a + y sin a, y cos a - x sin a) on the two rows of a state that belong to one frequency.
 """
 
@@ -29,7 +29,7 @@ from megalin.ops.positions.silu_lrpe import LRPEForm
 
 
 class SegmentStates(NamedTuple):
-    """What enters each segment of a row, and what leaves the last, in the positions of a segment after it."""
+    """States entering each segment of a sequence and leaving the last, the latter in the next segment's positions."""
 
     entering: Tensor
     """[B, N, H, K, V]."""
@@ -48,24 +48,24 @@ def enter_segments(
     document_ids: Tensor | None = None,
     backend: Backend = "auto",
 ) -> SegmentStates:
-    """The states E_c above; a state reaches the next segment if its document does.
+    """Computes the states E_c above; a state continues into the next segment if its document does.
 
     Args:
-        added: U [B, N, H, K, V], each in its segment's positions, in at least fp32; K are the keys after LRPE.
+        added: U [B, N, H, K, V], each in its segment's positions, in at least fp32; K is the key dim after LRPE.
         theta: [H, K/2] angular frequencies in radians a token, at least fp32.
         slopes: s [H], >= 0 in nats a token, at least fp32 (a buffer: it gets no gradient).
-        form: how a frequency's two keys lie, as `ops.silu_lrpe` writes them.
+        form: layout of a frequency's two key channels, as written by `silu_lrpe`.
         length: L, tokens a segment.
         initial: E_0 [B, H, K, V] in the dtype of `added` and the first segment's positions; None for zeros.
-        document_ids: [B, N L] integers, non-decreasing; None when each row is one document.
-        backend: which implementation runs; the compiled one takes fp32.
+        document_ids: [B, N L] integers, non-decreasing; None when each sequence is one document.
+        backend: implementation to run; the compiled one takes fp32.
 
     Returns:
-        SegmentStates in the dtype of `added`. `leaving` is of the last token's document.
+        SegmentStates in the dtype of `added`. `leaving` belongs to the last token's document.
 
     Raises:
         KernelError: an explicit backend that cannot run.
-        OperandError: tensors whose shapes, kinds or devices do not fit together.
+        OperandError: tensors with incompatible shapes, dtypes or devices.
     """
     operands: dict[str, tuple[Tensor | None, str]] = {"added": (added, "BNHKV"), "theta": (theta, "HF")}
     operands |= {"slopes": (slopes, "H"), "initial": (initial, "BHKV"), "document_ids": (document_ids, "BT int")}
@@ -76,69 +76,69 @@ def enter_segments(
     tokens = added.shape[1] * length
     if document_ids is not None and document_ids.shape[1] != tokens:
         raise OperandError(
-            f"enter_segments: document_ids has {document_ids.shape[1]} tokens a row, but {added.shape[1]} segments of "
-            f"{length} have {tokens}; they must be equal"
+            f"enter_segments: document_ids has {document_ids.shape[1]} tokens per sequence, but {added.shape[1]} "
+            f"segments of {length} have {tokens}; they must be equal"
         )
-    passed, joined = _ways(added, slopes, length, document_ids)
+    decay, continues = _carry_factors(added, slopes, length, document_ids)
     angle = _angle(theta, length, added.dtype)
     choice = backends.choose("enter_segments", backend, added.device.type, _unsupported(added))
     if choice == "reference":
-        return enter_segments_reference(added, initial, angle, passed, joined, form=form)
-    entering, leaving = _enter(added, initial, angle, passed, joined, form)
+        return enter_segments_reference(added, initial, angle, decay, continues, form=form)
+    entering, leaving = _enter(added, initial, angle, decay, continues, form)
     return SegmentStates(entering, leaving)
 
 
 def enter_segments_reference(
-    added: Tensor, initial: Tensor | None, angle: Tensor, passed: Tensor, joined: Tensor, *, form: LRPEForm
+    added: Tensor, initial: Tensor | None, angle: Tensor, decay: Tensor, continues: Tensor, *, form: LRPEForm
 ) -> SegmentStates:
-    """`enter_segments` in plain PyTorch, of what it derives: the angle [H, K/2] between two origins, and what of a
-    segment's E and U goes on, [B, N, H] and [B, N]."""
+    """Reference of `enter_segments` in plain PyTorch: `angle` [H, K/2] between two origins; `decay` [B, N, H] and
+    `continues` [B, N], the factors of a segment's E and U."""
     state = torch.zeros_like(added[:, 0]) if initial is None else initial
     entering = []
     for c in range(added.shape[1]):
         entering.append(state)
-        state = passed[:, c, :, None, None] * state + joined[:, c, None, None, None] * added[:, c]
-        state = _turned(state, angle, form)
+        state = decay[:, c, :, None, None] * state + continues[:, c, None, None, None] * added[:, c]
+        state = _rotated(state, angle, form)
     return SegmentStates(torch.stack(entering, dim=1), state)
 
 
 def move_origin(state: Tensor, theta: Tensor, tokens: int, *, form: LRPEForm) -> Tensor:
-    """R(tokens theta) S: the state [B, H, K, V] in positions whose origin lies `tokens` later; negative ones, earlier.
+    """Moves the origin of a state's positions `tokens` later, or earlier if negative: R(tokens theta) S, [B, H, K, V].
 
     theta [H, K/2] in radians a token, and `form`, as in `enter_segments`.
 
     Raises:
-        OperandError: tensors whose shapes, kinds or devices do not fit together.
+        OperandError: tensors with incompatible shapes, dtypes or devices.
     """
     check_operands("move_origin", {"state": (state, "BHKV"), "theta": (theta, "HF")})
     check_pairs("move_origin", theta, state.shape[2])
-    return _turned(state, _angle(theta, tokens, state.dtype), form)
+    return _rotated(state, _angle(theta, tokens, state.dtype), form)
 
 
 def _angle(theta: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
-    """tokens theta, less whole turns: no digit is lost to a long way."""
+    """Angle tokens theta modulo 2 pi, reduced in fp64 so that long distances lose no precision."""
     return (torch.remainder(theta.double() * tokens + math.pi, 2.0 * math.pi) - math.pi).to(dtype)
 
 
-def _turned(state: Tensor, angle: Tensor, form: LRPEForm) -> Tensor:
-    """R(angle [H, K/2]) of states [..., H, K, V]."""
+def _rotated(state: Tensor, angle: Tensor, form: LRPEForm) -> Tensor:
+    """Rotates states [..., H, K, V] by R(angle [H, K/2])."""
     sizes, pair = ((-1, 2), -2) if form == "rotation" else ((2, -1), -3)
     x, y = state.unflatten(-2, sizes).unbind(pair)
     cos, sin = angle.cos()[..., None], angle.sin()[..., None]
     return torch.stack([x * cos + y * sin, y * cos - x * sin], dim=pair).flatten(-3, -2)
 
 
-def _ways(added: Tensor, slopes: Tensor, length: int, document_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What of a segment's entering state goes on to the next, [B, N, H], and of what it adds, [B, N]."""
+def _carry_factors(added: Tensor, slopes: Tensor, length: int, document_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Factors of a segment's entering state [B, N, H] and of its added state [B, N] in the next segment's state."""
     batch, segments, heads = added.shape[:3]
-    joined = added.new_ones(batch, segments)
-    passed = torch.exp(-length * slopes.to(added.dtype)).expand(batch, segments, heads)
+    continues = added.new_ones(batch, segments)
+    decay = torch.exp(-length * slopes.to(added.dtype)).expand(batch, segments, heads)
     if document_ids is not None:
         ids = document_ids.unflatten(1, (segments, length))
         starts, ends = ids[..., 0], ids[..., -1]
-        joined[:, :-1] = (ends[:, :-1] == starts[:, 1:]).to(added.dtype)
-        passed = passed * (joined * (starts == ends))[..., None]
-    return passed.contiguous(), joined
+        continues[:, :-1] = (ends[:, :-1] == starts[:, 1:]).to(added.dtype)
+        decay = decay * (continues * (starts == ends))[..., None]
+    return decay.contiguous(), continues
 
 
 def _unsupported(added: Tensor) -> str:
@@ -149,17 +149,17 @@ def _unsupported(added: Tensor) -> str:
 
 @torch.library.custom_op("megalin::enter_segments", mutates_args=())
 def _enter(
-    added: Tensor, initial: Tensor | None, angle: Tensor, passed: Tensor, joined: Tensor, form: str
+    added: Tensor, initial: Tensor | None, angle: Tensor, decay: Tensor, continues: Tensor, form: str
 ) -> tuple[Tensor, Tensor]:
     from megalin._triton.positions import lrpe_states as kernels
 
     first = None if initial is None else initial.contiguous()
-    return kernels.forward(added.contiguous(), first, angle, passed, joined, rotation=form == "rotation")
+    return kernels.forward(added.contiguous(), first, angle, decay, continues, rotation=form == "rotation")
 
 
 @_enter.register_fake
 def _(
-    added: Tensor, initial: Tensor | None, angle: Tensor, passed: Tensor, joined: Tensor, form: str
+    added: Tensor, initial: Tensor | None, angle: Tensor, decay: Tensor, continues: Tensor, form: str
 ) -> tuple[Tensor, Tensor]:
     return added.new_empty(added.shape), added.new_empty(added.shape[0], *added.shape[2:])
 
@@ -171,14 +171,14 @@ def _backward(
     entering: Tensor,
     leaving: Tensor,
     angle: Tensor,
-    passed: Tensor,
-    joined: Tensor,
+    decay: Tensor,
+    continues: Tensor,
     form: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     from megalin._triton.positions import lrpe_states as kernels
 
     gradients = d_entering.contiguous(), d_leaving.contiguous()
-    return kernels.backward(*gradients, entering, leaving, angle, passed, joined, rotation=form == "rotation")
+    return kernels.backward(*gradients, entering, leaving, angle, decay, continues, rotation=form == "rotation")
 
 
 @_backward.register_fake
@@ -188,17 +188,17 @@ def _(
     entering: Tensor,
     leaving: Tensor,
     angle: Tensor,
-    passed: Tensor,
-    joined: Tensor,
+    decay: Tensor,
+    continues: Tensor,
     form: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return entering.new_empty(entering.shape), leaving.new_empty(leaving.shape), angle.new_empty(angle.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, initial, angle, passed, joined, ctx.form = inputs
+    _, initial, angle, decay, continues, ctx.form = inputs
     ctx.initial = initial is not None
-    ctx.save_for_backward(*output, angle, passed, joined)
+    ctx.save_for_backward(*output, angle, decay, continues)
 
 
 def _differentiate(ctx: Any, d_entering: Tensor, d_leaving: Tensor) -> tuple[Tensor | None, ...]:
@@ -210,18 +210,18 @@ _enter.register_autograd(_differentiate, setup_context=_save)
 
 
 def _self_test(backend: Compiled, device: str) -> str:
-    """Five segments, of which one state does not reach the third."""
-    passed = torch.tensor([0.9, 0.0, 0.5, 1.0, 0.2], device=device)[None, :, None].repeat(2, 1, 3)
-    joined = torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0], device=device).repeat(2, 1)
+    """Five segments; no state continues into the third."""
+    decay = torch.tensor([0.9, 0.0, 0.5, 1.0, 0.2], device=device)[None, :, None].repeat(2, 1, 3)
+    continues = torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0], device=device).repeat(2, 1)
     inputs = [sample(2, 5, 3, 8, 24, device=device), sample(2, 3, 8, 24, device=device, seed=1)]
     inputs.append(sample(3, 4, device=device, seed=2))
     for form in ("cosine", "rotation"):
 
         def kernel(added: Tensor, initial: Tensor, angle: Tensor, form: str = form) -> tuple[Tensor, ...]:
-            return _enter(added, initial, angle, passed, joined, form)
+            return _enter(added, initial, angle, decay, continues, form)
 
         def reference(added: Tensor, initial: Tensor, angle: Tensor, form: Any = form) -> tuple[Tensor, ...]:
-            return enter_segments_reference(added, initial, angle, passed, joined, form=form)
+            return enter_segments_reference(added, initial, angle, decay, continues, form=form)
 
         if wrong := compare(kernel, reference, inputs):
             return f"{form}: {wrong}"

@@ -1,4 +1,4 @@
-"""What linear attention does with its projection before the scan: SiLU and learnable relative positions of q and k."""
+"""Fused SiLU and learnable relative positions (LRPE) of q and k, between linear attention's projection and its scan."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def silu_lrpe(
     form: LRPEForm | None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, ...]:
-    """LRPE(silu(q)), LRPE(silu(k)) in the `cosine` or the `rotation` form of `ops.positions`, and the other parts.
+    """Computes LRPE(silu(q)), LRPE(silu(k)) in `cosine` or `rotation` form (`ops.positions`); returns the other parts.
 
-    The parts stay together so that the backward writes their gradients as one tensor, which the projection's matrix
-    product reads as it lies.
+    Takes the parts as one tensor, so that the backward writes their gradients as one tensor for the projection's
+    matmul, without a copy.
 
     Args:
-        projection: [B, T, P, H, K], P from 2 to 4: q, k and what follows them, values and a gate.
+        projection: [B, T, P, H, K], P from 2 to 4: q, k, then values and a gate.
         theta: [H, K] (cosine) or [H, K/2] (rotation), radians a token, fp32; None without a form.
         positions: [T] or [B, T], integers.
         form: None for SiLU alone.
-        backend: which implementation runs; compiled ones take fp32, bf16 and fp16.
+        backend: implementation to run; compiled ones take fp32, bf16 and fp16.
 
     Returns:
         q and k, [B, T, H, 2K] (cosine) or [B, T, H, K], and views [B, T, H, K] of the parts after them, in the dtype
@@ -44,7 +44,7 @@ def silu_lrpe(
 
     Raises:
         KernelError: an explicit backend that cannot run.
-        OperandError: tensors whose shapes, kinds or devices do not fit together.
+        OperandError: tensors with incompatible shapes, dtypes or devices.
     """
     places = "T int" if positions.dim() == 1 else "BT int"
     frequencies = "HK" if form == "cosine" else "HF"
@@ -64,7 +64,7 @@ def silu_lrpe(
 def silu_lrpe_reference(
     projection: Tensor, theta: Tensor | None, positions: Tensor, *, form: LRPEForm | None
 ) -> tuple[Tensor, ...]:
-    """`silu_lrpe` in plain PyTorch; the truth of the kernels and the CPU backend."""
+    """Reference of `silu_lrpe` in plain PyTorch: tests the kernels and runs on CPUs."""
     q, k, *others = projection.unbind(2)
     q, k = functional.silu(q), functional.silu(k)
     if theta is not None:
@@ -82,7 +82,7 @@ def _unsupported(projection: Tensor, theta: Tensor | None) -> str:
 
 
 class _Parts(torch.autograd.Function):
-    """A Function and not a custom op alone: the parts that nothing is done to leave it as views."""
+    """Autograd function around the custom ops, as only it can return the unchanged parts as views."""
 
     @staticmethod
     def forward(

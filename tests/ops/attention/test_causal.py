@@ -8,7 +8,7 @@ import torch
 from megalin.ops.attention.causal import causal_attention
 from megalin.ops.attention.softmax import softmax_attention_reference
 from megalin.ops.attention.window import window_attention_reference
-from megalin.ops.documents import WHOLE_ROWS, Documents, find_documents
+from megalin.ops.documents import UNPACKED, PackedDocuments, find_documents
 from tests.numerics import assert_close, outputs_and_gradients
 from tests.ops.attention.test_softmax import documents_of, make_inputs
 
@@ -26,7 +26,7 @@ def test_equals_the_definition(packed: bool, window: int | None):
 
     expected = outputs_and_gradients(definition, inputs)
     expected["gradient.k"] = expected["gradient.k"].sum(2)
-    for documents in (Documents(ids), find_documents(ids)) if packed else (WHOLE_ROWS,):
+    for documents in (PackedDocuments(ids), find_documents(ids)) if packed else (UNPACKED,):
         actual = outputs_and_gradients(
             lambda documents=documents, **x: [causal_attention(**x, documents=documents, window=window)], inputs
         )
@@ -37,7 +37,7 @@ def test_equals_the_definition(packed: bool, window: int | None):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 16])
 def test_the_last_tokens_ask_as_all_do(packed: bool, window: int | None):
-    inputs, documents = make_inputs(65), Documents(documents_of(65)) if packed else WHOLE_ROWS
+    inputs, documents = make_inputs(65), PackedDocuments(documents_of(65)) if packed else UNPACKED
 
     def asked(q, k, v):
         return [causal_attention(q[:, 40:], k, v, documents=documents, window=window)]
@@ -61,6 +61,6 @@ def test_documents_are_their_starts_in_few_sizes():
 
 
 def test_rows_of_one_document_need_neither():
-    assert find_documents(torch.tensor([[4, 4, 4], [0, 0, 0]])) is WHOLE_ROWS
-    assert find_documents(torch.tensor([[7]])) is WHOLE_ROWS
+    assert find_documents(torch.tensor([[4, 4, 4], [0, 0, 0]])) is UNPACKED
+    assert find_documents(torch.tensor([[7]])) is UNPACKED
     assert find_documents(torch.tensor([[0, 1], [0, 0]])).offsets.tolist() == [0, 1, 2, 4, 4]

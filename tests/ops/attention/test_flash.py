@@ -20,14 +20,14 @@ from megalin.ops.attention import causal as choice
 from megalin.ops.attention import flash as op
 from megalin.ops.attention import window as windows
 from megalin.ops.attention.causal import AttentionBackend, causal_attention, check_backend, kernel_for
-from megalin.ops.attention.flash import flash_attention, reason_against
+from megalin.ops.attention.flash import flash_attention, unavailable_reason
 from megalin.ops.attention.softmax import (
     softmax_attention,
     softmax_attention_reference,
     visible_tokens,
     within_window,
 )
-from megalin.ops.documents import WHOLE_ROWS, find_documents
+from megalin.ops.documents import UNPACKED, find_documents
 from megalin.parallel.mesh import ParallelConfig
 from megalin.verify.case import Case, make_case
 from megalin.verify.comparison import TensorError
@@ -136,7 +136,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
 
 
 def forget() -> None:
-    op.reason_against.cache_clear()
+    op.unavailable_reason.cache_clear()
     choice._decide.cache_clear()
 
 
@@ -152,7 +152,7 @@ def chosen(dtype: torch.dtype = DTYPE, head_dim: int = HEAD, device: str = "cpu"
 def test_packed_documents_and_whole_rows_equal_the_definition(length: int, heads: str, kernel: str):
     inputs, documents = make_heads(length, heads), documents_of(length)
     for ids in (documents, None):
-        documents = WHOLE_ROWS if ids is None or length == 1 else find_documents(ids)
+        documents = UNPACKED if ids is None or length == 1 else find_documents(ids)
         actual = outputs_and_gradients(
             lambda documents=documents, **x: [flash_attention(**x, documents=documents, kernel=kernel)], inputs
         )
@@ -167,7 +167,7 @@ def test_packed_documents_and_whole_rows_equal_the_definition(length: int, heads
 @pytest.mark.usefixtures("package")
 def test_windows_are_those_of_the_mask(window: int, kernel: str):
     inputs, ids = make_heads(65), documents_of(65)
-    for documents, visible in ((find_documents(ids), visible_tokens(ids)), (WHOLE_ROWS, visible_tokens(ids[:1] * 0))):
+    for documents, visible in ((find_documents(ids), visible_tokens(ids)), (UNPACKED, visible_tokens(ids[:1] * 0))):
         actual = flash_attention(**inputs, documents=documents, window=window, kernel=kernel)
         expected = softmax_attention(**inputs, visible=within_window(visible, window))
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
@@ -180,7 +180,7 @@ def test_the_last_tokens_ask_as_all_do(window: int | None, backend: AttentionBac
     """Without a mask of all tokens."""
     inputs, ids = make_heads(65), documents_of(65)
     assert chosen(torch.float64, inputs["q"].shape[3], backend="flash_attn") == "flash_attn"
-    for documents in (find_documents(ids), WHOLE_ROWS):
+    for documents in (find_documents(ids), UNPACKED):
 
         def asked(q, k, v, documents=documents):
             return [causal_attention(q[:, 40:], k, v, documents=documents, window=window, backend=backend)]
@@ -188,9 +188,9 @@ def test_the_last_tokens_ask_as_all_do(window: int | None, backend: AttentionBac
         def all_ask(q, k, v, documents=documents):
             return [causal_attention(q, k, v, documents=documents, window=window, backend=backend)[:, 40:]]
 
-        if documents is not WHOLE_ROWS or window is not None or backend == "flash_attn":
+        if documents is not UNPACKED or window is not None or backend == "flash_attn":
             with monkeypatch.context() as patch:
-                patch.setattr(choice, "visible_in_row", None)
+                patch.setattr(choice, "visible_in_sequence", None)
                 assert asked(**inputs)[0].shape == inputs["q"][:, 40:].shape
         assert_close(outputs_and_gradients(asked, inputs), outputs_and_gradients(all_ask, inputs), 1e-12)
 
@@ -199,7 +199,7 @@ def agree_without_masks(cases: list[Case]) -> list[TensorError]:
     """On a rank of its own process: what differs from one process where flash kernels, stand-ins, see all windows."""
     op._attend, op._attend_backward = attend, attend_backward
     op._DEVICES, op._DTYPES = ("cpu",), (torch.float64,)
-    choice.visible_in_row = windows.softmax_attention = None
+    choice.visible_in_sequence = windows.softmax_attention = None
     return [row for rows in verify_all(cases) for row in rows if not row.passed]
 
 
@@ -265,12 +265,12 @@ def not_a_number(q, k, v, **fields):
 
 
 REASONS = {
-    "device": ({"device": "meta"}, {}, r"the tensors are on meta, and it needs cpu"),
-    "dtype": ({"dtype": torch.float32}, {}, r"the tensors are torch\.float32, and it needs bfloat16 or float16"),
-    "width": ({"head_dim": 264}, {}, "heads are 264 wide, and it takes at most 256"),
+    "device": ({"device": "meta"}, {}, r"the tensors are on meta, but it needs cpu"),
+    "dtype": ({"dtype": torch.float32}, {}, r"the tensors are torch\.float32, but it needs bfloat16 or float16"),
+    "width": ({"head_dim": 264}, {}, "head dimension 264 is above its limit of 256"),
     "mask": ({}, {"flash_attn_varlen_func": wrong_mask}, r"its values differ from torch's by .* \(packed\)"),
     "window": ({}, {"flash_attn_varlen_func": wrong_window}, r"its values differ from torch's by .* \(a window\)"),
-    "causal": ({}, {"flash_attn_func": not_causal}, r"its values differ .* \(one document a row\)"),
+    "causal": ({}, {"flash_attn_func": not_causal}, r"its values differ .* \(one document per sequence\)"),
     "gradient": ({}, {"flash_attn_func": lost_gradient}, r"its dk differ from torch's by 5\..e-01"),
     "nan": ({}, {"flash_attn_func": not_a_number}, "its values differ from torch's by nan"),
     "kernel": ({}, {"flash_attn_func": no_kernel}, r"it fails: no kernel image is available"),
@@ -295,11 +295,11 @@ def test_what_cannot_run_is_passed_over_and_refused_where_asked_for(package, cap
 
 
 def test_torchs_kernel_takes_what_it_can_and_the_package_the_rest(package, monkeypatch: pytest.MonkeyPatch):
-    assert reason_against("torch", "cpu", DTYPE, 12) == "heads are 12 wide, and it takes multiples of 8"
+    assert unavailable_reason("torch", "cpu", DTYPE, 12) == "head dimension 12 is not a multiple of 8"
     assert [chosen(head_dim=12), chosen(head_dim=12, backend="sdpa")] == ["flash_attn", None]
     forget()
     monkeypatch.setattr(op, "_attend", lambda *_: (_ for _ in ()).throw(RuntimeError("no kernel image")))
-    assert reason_against("torch", "cpu", DTYPE, 16) == "it fails: no kernel image"
+    assert unavailable_reason("torch", "cpu", DTYPE, 16) == "it fails: no kernel image"
     assert [chosen(), chosen(backend="sdpa")] == ["flash_attn", None]
 
 
@@ -376,7 +376,7 @@ def test_training_without_the_explicit_backend_is_refused_and_decoding_is_not(co
         built.blocks[0].compile(fullgraph=True, dynamic=False, backend="aot_eager")
     with pytest.raises(
         ConfigError,
-        match=r'layers\.0\.sublayers\.0\.backend = "flash_attn" cannot run: the tensors are on cpu, and it needs cuda',
+        match=r'layers\.0\.sublayers\.0\.backend = "flash_attn" cannot run: the tensors are on cpu, but it needs cuda',
     ):
         built(make_inputs().tokens)
     with torch.no_grad():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megalin.ops.attention.window import WindowCache, window_attention, window_attention_reference
-from megalin.ops.documents import Documents
+from megalin.ops.documents import PackedDocuments
 from tests.numerics import Tensors, assert_close, errors, outputs_and_gradients
 
 BATCH, HEADS, KEY, VALUE = 2, 3, 4, 4
@@ -45,7 +45,7 @@ def empty_cache(window: int, dtype: torch.dtype = torch.float64) -> WindowCache:
 def test_equals_the_definition(length: int, window: int, packed: bool):
     ids, inputs = make_documents(length) if packed else None, make_inputs(length)
     actual = outputs_and_gradients(
-        lambda **x: [window_attention(**x, window=window, documents=Documents(ids)).output], inputs
+        lambda **x: [window_attention(**x, window=window, documents=PackedDocuments(ids)).output], inputs
     )
     expected = outputs_and_gradients(
         lambda **x: [window_attention_reference(**x, window=window, document_ids=ids)], inputs
@@ -66,11 +66,11 @@ def test_a_window_holds_exactly_its_tokens_itself_included():
 @pytest.mark.parametrize("cut", [1, 6, 7, 8, 21, 39])
 def test_cache_carries_a_sequence_over_a_cut(cut: int, window: int):
     inputs, documents = make_inputs(50), make_documents(50)
-    whole = window_attention(**inputs, window=window, documents=Documents(documents), cache=empty_cache(window))
+    whole = window_attention(**inputs, window=window, documents=PackedDocuments(documents), cache=empty_cache(window))
     first = window_attention(
         **{name: x[:, :cut] for name, x in inputs.items()},
         window=window,
-        documents=Documents(documents[:, :cut]),
+        documents=PackedDocuments(documents[:, :cut]),
         cache=empty_cache(window),
     )
     other = documents[:, cut] != documents[:, cut - 1]
@@ -78,7 +78,7 @@ def test_cache_carries_a_sequence_over_a_cut(cut: int, window: int):
     second = window_attention(
         **{name: x[:, cut:] for name, x in inputs.items()},
         window=window,
-        documents=Documents(documents[:, cut:]),
+        documents=PackedDocuments(documents[:, cut:]),
         cache=cache,
     )
     halves = {"output": torch.cat([first.output, second.output], dim=1), **second.cache._asdict()}
@@ -95,7 +95,7 @@ def test_packed_documents_do_not_leak():
             torch.where((documents == 0).view(BATCH, 24, *[1] * (x.dim() - 2)), other * x, x).requires_grad_()
             for x in inputs.values()
         ]
-        y = window_attention(*leaves, window=7, documents=Documents(documents), cache=empty_cache(7, torch.float32))
+        y = window_attention(*leaves, window=7, documents=PackedDocuments(documents), cache=empty_cache(7, torch.float32))
         gradients = torch.autograd.grad(y.output[:, 11:].square().sum() + y.cache.k.sum(), leaves)
         assert all(gradient[:, :11].eq(0).all() for gradient in gradients)
         results.append([y.output[:, 11:], *y.cache, *(gradient[:, 11:] for gradient in gradients)])

@@ -66,7 +66,7 @@ def installing(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[Callab
 
     def forget() -> None:
         backend.decide.cache_clear()
-        backend._unfit.cache_clear()
+        backend._unavailable_reason.cache_clear()
 
     for name in _modules_of_apex():
         monkeypatch.delitem(sys.modules, name)  # a real one

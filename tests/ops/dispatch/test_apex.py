@@ -8,7 +8,7 @@ import torch
 
 from megalin.errors import KernelError
 from megalin.ops.dispatch import backend
-from megalin.ops.dispatch.apex import reason_against
+from megalin.ops.dispatch.apex import unavailable_reason
 from megalin.ops.norms.layer_norm import layer_norm, layer_norm_reference
 from megalin.ops.norms.rms_norm import rms_norm, rms_norm_reference
 from tests.numerics import assert_close, outputs_and_gradients
@@ -23,19 +23,19 @@ def installed(monkeypatch, tmp_path):
 
 def test_apex_is_known_by_its_parts_without_an_import(installed, tmp_path):
     with patch.object(sys, "path", []):
-        assert reason_against("amp_C") == "apex is not installed"
+        assert unavailable_reason("amp_C") == "apex is not installed"
     site = write_apex(tmp_path)
     with patch.object(sys, "path", [str(site)]):
-        assert reason_against("amp_C") == ""
+        assert unavailable_reason("amp_C") == ""
         (site / "amp_C.py").unlink()
-        assert "without its extension amp_C; build it with" in reason_against("amp_C")
+        assert "without its extension amp_C; build it with" in unavailable_reason("amp_C")
     assert "apex" not in sys.modules
 
 
 def test_the_other_project_of_that_name_is_told(installed):
     installed(write_another_project)
-    assert "is another project of that name, as the one on PyPI is" in reason_against("amp_C")
-    with pytest.raises(KernelError, match=r"layer_norm: the apex kernel cannot run: the installed package apex is ano"):
+    assert "is not NVIDIA's (the one on PyPI is an unrelated project)" in unavailable_reason("amp_C")
+    with pytest.raises(KernelError, match=r"layer_norm: the apex kernel cannot run: the installed package apex is not"):
         layer_norm(torch.ones(2, 4), torch.ones(4), torch.ones(4), eps=1e-5, backend="apex")
 
 

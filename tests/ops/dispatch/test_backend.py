@@ -26,11 +26,11 @@ def op(monkeypatch):
     monkeypatch.setattr(backend, "_used", {})
     monkeypatch.setattr(backend, "_missing", lambda name, device: "")
     backend.decide.cache_clear()
-    backend._unfit.cache_clear()
+    backend._unavailable_reason.cache_clear()
     backend.register("op", ("cuda", "triton"), lambda name, device: "off by 1" if name == "cuda" else "")
     yield "op"
     backend.decide.cache_clear()
-    backend._unfit.cache_clear()
+    backend._unavailable_reason.cache_clear()
 
 
 def test_auto_falls_back_loudly_from_a_kernel_that_fails_its_self_test(op, caplog):
@@ -42,7 +42,7 @@ def test_auto_falls_back_loudly_from_a_kernel_that_fails_its_self_test(op, caplo
 def test_auto_takes_the_reference_where_no_kernel_runs(op, monkeypatch, caplog):
     monkeypatch.setattr(backend, "_missing", lambda name, device: "no compiler")
     assert backend.choose(op, "auto", "cuda") == "reference"
-    assert "no kernel runs here, the slower reference does" in caplog.text
+    assert "no kernel can run here; using the slower PyTorch reference" in caplog.text
 
 
 def test_an_op_without_kernels_of_its_own_is_quiet_where_apex_is_not(op, monkeypatch, caplog):
@@ -128,8 +128,8 @@ def test_the_environment_chooses_where_the_caller_does_not(op, monkeypatch):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("tritn", "MEGALIN_KERNELS: 'tritn' is no backend; did you mean 'triton'"),
-        ("opp=cuda", "MEGALIN_KERNELS: 'opp' is no op with kernels; did you mean 'op'"),
+        ("tritn", "MEGALIN_KERNELS: 'tritn' is not a backend; did you mean 'triton'"),
+        ("opp=cuda", "MEGALIN_KERNELS: 'opp' is not an op with kernels; did you mean 'op'"),
     ],
 )
 def test_the_environment_is_checked(op, monkeypatch, value, message):
@@ -140,7 +140,10 @@ def test_the_environment_is_checked(op, monkeypatch, value, message):
 
 def test_the_environment_may_name_ops_of_other_models():
     """Which nothing has imported yet: one line serves all runs of a cluster."""
-    code = "from megalin.ops import backend, srmsnorm; print(backend.requested('srmsnorm'))"
+    code = (
+        "from megalin.ops.dispatch import backend; from megalin.ops.norms import srmsnorm;"
+        " print(backend.requested('srmsnorm'))"
+    )
     environment = os.environ | {"MEGALIN_KERNELS": "tpe=reference,srmsnorm=cuda"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "cuda"

@@ -112,7 +112,7 @@ def test_the_encoded_triton_kernel_is_as_good_as_the_reference(
         own = factor.to(torch.promote_types(x.dtype, torch.float32))
         return [function(x, own, positions, num_heads=heads, eps=1e-3, **options)]
 
-    kernel = lambda x: run(encoded_max_norm, x, num_places=17, backend="triton")  # noqa: E731
+    kernel = lambda x: run(encoded_max_norm, x, num_positions=17, backend="triton")  # noqa: E731
     x = torch.randn(batch, length, width).to(dtype)
     assert_as_good_as_the_reference(kernel, lambda x: run(encoded_max_norm_reference, x), {"x": x})
     found = outputs_and_gradients(kernel, {"x": x})
@@ -132,5 +132,5 @@ def test_encoding_is_the_scale_and_the_cosine_of_the_normed_row():
     theta = 10000.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
     cosine = torch.cos(torch.arange(7)[:, None] * theta).repeat(1, 3)
     expected = definition("max", x, 1e-3) * factor[..., None] * cosine
-    found = encoded_max_norm(x, factor, torch.arange(7), num_places=7, num_heads=3, eps=1e-3)
+    found = encoded_max_norm(x, factor, torch.arange(7), num_positions=7, num_heads=3, eps=1e-3)
     torch.testing.assert_close(found, expected)

@@ -119,9 +119,9 @@ def test_what_the_kernel_does_not_take():
     added, theta = torch.randn(1, 2, 1, 4, 4).double(), torch.rand(1, 2)
     with pytest.raises(KernelError, match=r"states of torch\.float64"):
         enter_segments(added, theta, torch.ones(1), form="cosine", length=4, backend="triton")
-    with pytest.raises(OperandError, match="document_ids has 7 tokens a row, but 2 segments of 4 have 8; they must be"):
+    with pytest.raises(OperandError, match="document_ids has 7 tokens per sequence, but 2 segments of 4 have 8; they "):
         enter_segments(added, theta, torch.ones(1), form="cosine", length=4, document_ids=torch.zeros(1, 7).int())
-    with pytest.raises(OperandError, match=r"initial is of torch\.float32, added of torch\.float64"):
+    with pytest.raises(OperandError, match=r"initial has dtype torch\.float32, added torch\.float64"):
         enter_segments(added, theta, torch.ones(1), form="cosine", length=4, initial=added[:, 0].float())
-    with pytest.raises(OperandError, match="theta has 3 frequencies a head"):
+    with pytest.raises(OperandError, match="theta has 3 frequencies per head"):
         enter_segments(added, torch.rand(1, 3), torch.ones(1), form="cosine", length=4)
