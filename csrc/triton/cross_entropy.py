@@ -1,7 +1,7 @@
-"""Cross entropy of rows of logits and, in their place, its gradient: loss = w (log sum_v exp(z_v) - z_label).
+"""Cross entropy of rows of logits, overwritten by its gradient: loss = w (log sum_v exp(z_v) - z_label).
 
-Bytes: the statistics read the logits once, the gradient reads them again and writes its own. Arithmetic is fp32 with
-one rounding at the end; exponentials are taken below the same peak in both kernels.
+Bytes: the statistics read the logits once, the gradient reads them again and overwrites them. Arithmetic is fp32 with
+one rounding at the end; both kernels subtract the same maximum before exponentials.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ SCALE = {"BLOCK": 4096, "num_warps": 8}
 
 
 @triton.jit
-def _fold(peak, total, logit):
-    """total = sum exp(z - peak), continued by another block."""
+def _online_logsumexp(peak, total, logit):
+    """Online softmax step: updates peak and total = sum exp(z - peak) by a block."""
     higher = tl.maximum(peak, tl.max(logit))
     terms = tl.exp2(logit * LOG2_E - higher * LOG2_E)
     return higher, total * tl.exp2((peak - higher) * LOG2_E) + tl.sum(terms)
@@ -35,13 +35,13 @@ def statistics_kernel(logits_ptr, labels_ptr, statistics_ptr, first, columns, st
     peak = float("-inf")
     total = 0.0
     whole = columns // BLOCK * BLOCK
-    # Without masks in the loop, for loads of 16 bytes.
+    # No masks in the loop, for loads of 16 bytes.
     for start in range(0, whole, BLOCK):
-        peak, total = _fold(peak, total, tl.load(row_ptr + start + tl.arange(0, BLOCK)).to(tl.float32))
+        peak, total = _online_logsumexp(peak, total, tl.load(row_ptr + start + tl.arange(0, BLOCK)).to(tl.float32))
     if whole < columns:
         column = whole + tl.arange(0, BLOCK)
         logit = tl.load(row_ptr + column, mask=column < columns, other=float("-inf")).to(tl.float32)
-        peak, total = _fold(peak, total, logit)
+        peak, total = _online_logsumexp(peak, total, logit)
     index = tl.load(labels_ptr + row) - first
     here = (index >= 0) & (index < columns)
     target = tl.load(row_ptr + index, mask=here, other=float("-inf")).to(tl.float32)
@@ -52,7 +52,7 @@ def statistics_kernel(logits_ptr, labels_ptr, statistics_ptr, first, columns, st
 
 @triton.jit
 def _gradient(logit, column, index, base, scale, weight, start, BLOCK: tl.constexpr):
-    """w (exp(z) / sum exp(z) - [label]) of a block."""
+    """Gradient w (exp(z) / sum exp(z) - [label]) of a block."""
     gradient = tl.exp2(logit * LOG2_E - base) * scale
     if (index >= start) & (index < start + BLOCK):
         gradient = tl.where(column == index, gradient - weight, gradient)
@@ -61,7 +61,7 @@ def _gradient(logit, column, index, base, scale, weight, start, BLOCK: tl.conste
 
 @triton.jit
 def _write_gradient(row_ptr, index, columns, width, peak, total, weight, BLOCK: tl.constexpr):
-    """A row's gradient in the place of its logits; zero in the padding after `columns`."""
+    """Overwrites a row's logits by its gradient; zero in the padding after `columns`."""
     base, scale = peak * LOG2_E, weight / total
     whole = columns // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
@@ -75,7 +75,7 @@ def _write_gradient(row_ptr, index, columns, width, peak, total, weight, BLOCK: 
         tl.store(row_ptr + column, gradient, mask=column < width)
 
 
-@triton.jit(do_not_specialize=["rows", "first", "columns", "parts"])
+@triton.jit(do_not_specialize=["rows", "first", "columns", "shards"])
 def gradient_kernel(
     logits_ptr,
     labels_ptr,
@@ -87,7 +87,7 @@ def gradient_kernel(
     columns,
     width,
     stride,
-    parts,
+    shards,
     ignored_label,
     DIFFERENTIATE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -96,18 +96,18 @@ def gradient_kernel(
     row_ptr = logits_ptr + row * stride
     peak = float("-inf")
     target = float("-inf")
-    for part in range(parts):
-        offset = (part * rows + row) * 3
+    for shard in range(shards):
+        offset = (shard * rows + row) * 3
         peak = tl.maximum(peak, tl.load(statistics_ptr + offset))
         target = tl.maximum(target, tl.load(statistics_ptr + offset + 2))
     total = 0.0
-    for part in range(parts):
-        offset = (part * rows + row) * 3
+    for shard in range(shards):
+        offset = (shard * rows + row) * 3
         total += tl.load(statistics_ptr + offset + 1) * tl.exp2((tl.load(statistics_ptr + offset) - peak) * LOG2_E)
     label = tl.load(labels_ptr + row)
     weight = tl.where(label == ignored_label, 0.0, tl.load(weights_ptr + row))
     if weight == 0.0:
-        # A row without a loss takes no part, whatever its logits hold.
+        # A row without a loss has zero loss and gradient, even with non-finite logits.
         tl.store(losses_ptr + row, 0.0)
         if DIFFERENTIATE:
             for start in range(0, width, BLOCK):
@@ -128,8 +128,8 @@ def scale_kernel(source_ptr, factor_ptr, target_ptr, elements, BLOCK: tl.constex
 
 
 def statistics(logits: Tensor, labels: Tensor, *, first: int, columns: int) -> Tensor:
-    """logits [rows, width] with adjacent columns, labels [rows] int64 -> [rows, 3] fp32: the maximum of the first
-    `columns` logits, the sum of their exponentials below it, and the label's logit, -inf where that is not here."""
+    """logits [rows, width] with contiguous rows, labels [rows] int64 -> [rows, 3] fp32: the maximum of the first
+    `columns` logits, the sum of exp(logit - maximum), and the label's logit, -inf where it is in another shard."""
     result = logits.new_empty(len(labels), 3, dtype=torch.float32)
     statistics_kernel[(len(labels),)](logits, labels, result, first, columns, logits.stride(0), **STATISTICS)
     return result
@@ -147,8 +147,8 @@ def losses_and_gradient(
     ignored_label: int,
     differentiate: bool,
 ) -> None:
-    """Writes `losses` [rows] and, where asked, the gradient of their sum over `logits`, from the statistics of all
-    parts of the vocabulary [parts, rows, 3]. weights [rows] fp32."""
+    """Writes `losses` [rows] and, with `differentiate`, overwrites `logits` by the gradient of their sum, from the
+    statistics of all vocabulary shards [shards, rows, 3]. weights [rows] fp32."""
     rows, width = logits.shape
     gradient_kernel[(rows,)](
         logits,
@@ -169,7 +169,7 @@ def losses_and_gradient(
 
 
 def scaled(source: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """factor * source, rounded once: source contiguous, factor of one element, the product in fp32."""
+    """Computes factor * source in fp32, rounded once; source contiguous, factor with one element."""
     target = torch.empty_like(source, dtype=dtype)
     scale_kernel[(triton.cdiv(source.numel(), SCALE["BLOCK"]),)](source, factor, target, source.numel(), **SCALE)
     return target
@@ -183,7 +183,7 @@ def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dic
         "weights_ptr": "*fp32",
         "statistics_ptr": "*fp32",
         "losses_ptr": "*fp32",
-        **dict.fromkeys(("rows", "first", "columns", "width", "stride", "parts", "ignored_label"), "i32"),
+        **dict.fromkeys(("rows", "first", "columns", "width", "stride", "shards", "ignored_label"), "i32"),
     }
     scale_types = {"source_ptr": "*fp32", "factor_ptr": "*fp32", "target_ptr": "*bf16", "elements": "i64"}
     launches = [

@@ -1,4 +1,4 @@
-"""Sums over the rows of a small fp32 matrix, in a fixed order: what programs have added up apart from one another."""
+"""Deterministic sum over the rows of a small fp32 matrix, such as the partial sums of a kernel's programs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton.language as tl
 
 BLOCK_WIDTH = 16
 MAX_BLOCK_ROWS = 512
-"""Rows whose loads are on their way together: a few hundred are waited for once."""
+"""Rows loaded at once, so that a few hundred cost the latency of one load."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -25,7 +25,7 @@ def sum_kernel(x_ptr, y_ptr, rows, width, BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH:
 
 
 def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x [rows, width] fp32, contiguous, rows width < 2^31 -> [width] in `dtype`."""
+    """Column sums: x [rows, width] fp32, contiguous, rows width < 2^31 -> [width] in `dtype`."""
     rows, width = x.shape
     y = x.new_empty(width, dtype=dtype)
     block_rows = min(MAX_BLOCK_ROWS, triton.next_power_of_2(rows))

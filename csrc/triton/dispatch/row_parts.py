@@ -1,4 +1,4 @@
-"""How kernels that hold a whole row in registers cut it into powers of two."""
+"""Power-of-two block sizes for kernels that hold a full row in registers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import triton
 
 
 def split(width: int) -> tuple[int, int]:
-    """Powers of two that together hold a row: one, or two where a single one would be wide and largely empty."""
+    """Powers of two whose sum covers a row: one and zero, or two where a single one would be wide and largely empty."""
     block = triton.next_power_of_2(width)
     if block <= 8192 or width > block * 3 // 4:
         return block, 0

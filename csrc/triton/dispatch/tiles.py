@@ -1,4 +1,4 @@
-"""Tiles of [B, T, H, D] tensors for Hopper's copy engine: what alignment it wants, and the descriptors."""
+"""Tensor descriptors of [B, T, H, D] tensors for Hopper's copy engine (TMA), and the alignment that it needs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 def aligned(x: Tensor) -> Tensor:
-    """`x`, or a copy where the channels of a token do not lie side by side in pieces of 16 bytes; D % 8 = 0."""
+    """Returns `x`, or a copy if its channels are not contiguous or not aligned to 16 bytes; D % 8 = 0."""
     steps = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
     if x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(step * x.element_size() % 16 == 0 for step in steps):
         return x
@@ -17,7 +17,7 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def tiled(x: Tensor, chunk: int, width: int) -> TensorDescriptor:
-    """`aligned` x in tiles of [chunk, width] of one head; outside of it, tiles read zeros and write nothing."""
+    """Descriptor of an `aligned` x, tiles [chunk, width] of one head; out of bounds reads zeros and writes nothing."""
     x = x.transpose(1, 2)  # [B, H, T, D]
     # A dimension of size one may have any stride.
     strides = [stride if size > 1 else x.shape[3] for size, stride in zip(x.shape, x.stride(), strict=True)]

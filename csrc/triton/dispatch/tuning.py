@@ -1,8 +1,8 @@
-"""Which configuration a kernel takes: the recorded one on the chip it was measured on, elsewhere the best of a few.
+"""Choice of a kernel's configuration: the recorded one on the GPU it was measured on, elsewhere by autotuning.
 
-On any other chip the first launch of a shape class times each candidate once, a handful, and keeps the winner in
-MEGALIN_CACHE/tiles.json (~/.cache/megalin without that variable), by chip and Triton version. MEGALIN_TUNE=0 takes the
-first candidate instead, the one that needs least.
+On any other GPU the first launch of a shape class times each of a few candidates once and caches the fastest in
+MEGALIN_CACHE/tiles.json (~/.cache/megalin without that variable), by GPU and Triton version. MEGALIN_TUNE=0 takes the
+first candidate instead, the one with the smallest resource needs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import triton
 from triton.errors import TritonError
 
 MEASURED_ON = (9, 0)
-"""The compute capability of the recorded tables."""
+"""Compute capability of the recorded tables."""
 MAX_CANDIDATES = 6
 TIMED_LAUNCHES = 3
 
@@ -39,26 +39,26 @@ def choose(
     candidates: Sequence[Configuration],
     launch: Callable[[Configuration], None],
 ) -> Configuration:
-    """The configuration of `kernel` for a class of shapes, which holds no length; `launch` may be called to time it.
+    """Configuration of `kernel` for a class of shapes, independent of length; may call `launch` to time candidates.
 
-    A candidate that does not compile or fit loses; where all do, it is the first one, whose launch tells why.
+    Candidates that do not compile or fit are skipped; if none is left, returns the first, whose launch then raises.
     """
     assert 0 < len(candidates) <= MAX_CANDIDATES, len(candidates)
-    chip = current_chip()
-    if chip is None:
+    gpu = current_gpu()
+    if gpu is None:
         return recorded
     if os.environ.get("MEGALIN_TUNE") == "0" or torch.cuda.is_current_stream_capturing():
         return candidates[0]
-    key = (chip, f"{kernel} {shape}")
+    key = (gpu, f"{kernel} {shape}")
     if key not in _found:
-        kept = read_cache().get(chip, {}).get(key[1])
+        kept = read_cache().get(gpu, {}).get(key[1])
         known = next((candidate for candidate in candidates if list(candidate) == kept), None)
         _found[key] = search(key, candidates, launch) if known is None else known
     return next(candidate for candidate in candidates if candidate == _found[key])
 
 
-def current_chip() -> str | None:
-    """Name of the chip with its capability and Triton's version; None on the one of the tables, and without any."""
+def current_gpu() -> str | None:
+    """Name of the GPU with its compute capability and Triton's version; None on that of the tables, or without one."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() == MEASURED_ON:
         return None
     major, minor = torch.cuda.get_device_capability()
@@ -68,13 +68,13 @@ def current_chip() -> str | None:
 def search(
     key: tuple[str, str], candidates: Sequence[Configuration], launch: Callable[[Configuration], None]
 ) -> Configuration:
-    """Times every candidate and keeps the fastest, here and on disk."""
+    """Times every candidate; returns the fastest and caches it on disk."""
     times: dict[Configuration, float] = {}
     for candidate in candidates:
         try:
             times[candidate] = milliseconds(lambda candidate=candidate: launch(candidate))
         except (RuntimeError, TritonError) as error:
-            _log.info("%s %s: %s is out: %s", *key, candidate, error)
+            _log.info("%s %s: candidate %s failed: %s", *key, candidate, error)
     if not times:
         return candidates[0]
     best = min(times, key=times.__getitem__)
@@ -84,7 +84,7 @@ def search(
 
 
 def milliseconds(call: Callable[[], None]) -> float:
-    """Median of a few launches on the device, after one that compiles."""
+    """Median time of a few launches on the device, after one that compiles."""
     call()
     times = []
     for _ in range(TIMED_LAUNCHES):
@@ -98,29 +98,29 @@ def milliseconds(call: Callable[[], None]) -> float:
 
 
 def cache_path() -> Path:
-    """Where winners are kept."""
+    """Path of the autotuning cache."""
     folder = os.environ.get("MEGALIN_CACHE")
     return (Path(folder) if folder else Path.home() / ".cache" / "megalin") / "tiles.json"
 
 
 def read_cache() -> dict[str, dict[str, list[int]]]:
-    """Chip -> kernel and shape -> configuration; empty where there is none, or none that can be read."""
+    """Cached configurations, GPU -> kernel and shape -> configuration; empty if the file is missing or unreadable."""
     path = cache_path()
     try:
         values = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        _log.warning("%s: %s; configurations are searched again", path, error)
+        _log.warning("%s: %s; configurations will be tuned again", path, error)
         return {}
     if not isinstance(values, dict) or not all(isinstance(entry, dict) for entry in values.values()):
-        _log.warning("%s: no table of tables; configurations are searched again", path)
+        _log.warning("%s: not a table of tables; configurations will be tuned again", path)
         return {}
     return values
 
 
 def write_cache(key: tuple[str, str], configuration: tuple[int, ...]) -> None:
-    """Adds one entry; another process may write at the same time, and then one of the two entries is searched again."""
+    """Adds one entry; if two processes write at the same time, one of the two entries is lost and tuned again."""
     path, values = cache_path(), read_cache()
     values.setdefault(key[0], {})[key[1]] = list(configuration)
     try:
@@ -129,4 +129,4 @@ def write_cache(key: tuple[str, str], configuration: tuple[int, ...]) -> None:
             json.dump(values, file, indent=1, sort_keys=True)
         Path(file.name).replace(path)
     except OSError as error:
-        _log.warning("%s: %s; configurations are searched again at the next start", path, error)
+        _log.warning("%s: %s; configurations will be tuned again at the next start", path, error)

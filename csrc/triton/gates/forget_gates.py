@@ -1,11 +1,11 @@
-"""k = (1 - b) sigmoid(-l) and g = log(b + (1 - b) sigmoid(l)) of logits l [rows, D] and bounds b [D].
+"""Computes k = (1 - b) sigmoid(-l) and g = log(b + (1 - b) sigmoid(l)) of logits l [rows, D] and bounds b [D].
 
 With p = sigmoid(l), s = sigmoid(-l) and f = b + (1 - b) p, where b = 0 has no gradient through log b:
 
     dl = s (dg (1 - b) p / f - dk (1 - b) p),    db = sum over rows of dg s / f (b = 0: -dg p / f) - dk s
 
-Bytes: forward reads l and writes k and g (fp32); backward reads l, dk, dg and writes dl. In the backward tiles of
-columns walk down segments of rows, each adding up its own db; those sums are added afterwards.
+Bytes: forward reads l and writes k and g (fp32); backward reads l, dk, dg and writes dl. Each backward program iterates
+over a segment of rows for a tile of columns and accumulates a partial db; the partial sums are added afterwards.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import triton.language as tl
 
 ROWS, COLUMNS, WARPS = 4, 256, 2
 SEGMENTS = 1056
-"""Programs of the backward, eight a multiprocessor of an H200."""
+"""Programs of the backward, eight per multiprocessor of an H200."""
 SMALLEST = tl.constexpr(1e-30)
-"""Of f: below, b is 0 and sigmoid(l) is e^l."""
+"""Threshold of f below which b is 0 and sigmoid(l) is e^l."""
 TINY = tl.constexpr(1.1754943508222875e-38)
 
 
 @triton.jit
 def _gates(logit, bound):
-    """p, s, f, of one exponential: that of -|l|, by which neither p nor s cancels."""
+    """Computes p, s, f with one exponential, exp(-|l|), so that neither p nor s suffers cancellation."""
     small = tl.exp(-tl.abs(logit))
     larger = 1.0 / (1.0 + small)
     lesser, negative = small * larger, logit < 0.0
@@ -46,7 +46,7 @@ def forward_kernel(
     bound = tl.load(bound_ptr + column, mask=column < width, other=0.0)[None, :]
     _, s, f = _gates(logit, bound)
     k = (1.0 - bound) * s
-    # log f, or log(1 - k) without the cancellation of a small k (Kahan): whichever has its digits, by one logarithm.
+    # log f, or log(1 - k) without the cancellation of a small k (Kahan): the more accurate one, by one logarithm.
     rest, low = 1.0 - k, f < 0.5
     log = tl.log(tl.where(low, f, rest))
     near_one = tl.where(rest == 1.0, -k, log * (k / (1.0 - rest)))
@@ -75,8 +75,8 @@ def backward_kernel(
         p, s, f = _gates(logit, bound)
         weight = (1.0 - bound) * p
         inverse = 1.0 / tl.maximum(f, SMALLEST)
-        share = tl.where(f < SMALLEST, 1.0, weight * inverse)
-        dlogit = s * (dg * share - dk * weight)
+        ratio = tl.where(f < SMALLEST, 1.0, weight * inverse)
+        dlogit = s * (dg * ratio - dk * weight)
         tl.store(dlogit_ptr + row[:, None] * width + column[None, :], dlogit, mask=mask)
         moved = tl.where(bound < TINY, tl.where(f < SMALLEST, -1.0, -p * inverse), s * inverse)
         total += dg * moved - dk * s
@@ -84,7 +84,7 @@ def backward_kernel(
 
 
 def forward(logit: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
-    """k in the dtype of logit and g in fp32 [rows, D]; logit of contiguous rows, bound [D] fp32 contiguous."""
+    """logit [rows, D] with contiguous rows, bound [D] fp32 contiguous -> k as logit and g in fp32, [rows, D]."""
     rows, width = logit.shape
     k, g = logit.new_empty(rows, width), logit.new_empty(rows, width, dtype=torch.float32)
     forward_kernel[(triton.cdiv(rows, ROWS) * triton.cdiv(width, COLUMNS),)](
@@ -94,7 +94,7 @@ def forward(logit: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def backward(dk: Tensor, dg: Tensor, logit: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of logit (contiguous) and bound; dk and dg (fp32) of contiguous rows."""
+    """Gradients of logit (contiguous) and bound; dk and dg (fp32) with contiguous rows."""
     rows, width = logit.shape
     dlogit, tiles = logit.new_empty(rows, width), triton.cdiv(width, COLUMNS)
     segments = min(triton.cdiv(rows, ROWS), triton.cdiv(SEGMENTS, tiles))

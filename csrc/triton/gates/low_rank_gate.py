@@ -1,8 +1,8 @@
-"""v = sigmoid(c W^T + b) x with c of a few channels: the gate is formed where it is used, and never stored.
+"""Computes v = sigmoid(c W^T + b) x with c of a few channels; the gate is computed in registers and never stored.
 
-Bytes: forward reads x and writes v; backward reads x and dv and writes dx. c and W are small beside them. In the
-backward tiles of columns walk down segments of rows, each adding up its share of the gradients of W and b; of c's
-gradient each leaves its share for every row, fp32 [tiles, rows, L]. The shares are added afterwards.
+Bytes: forward reads x and writes v; backward reads x and dv and writes dx; c and W are small. Each backward program
+iterates over a segment of rows for a tile of columns, accumulates partial gradients of W and b, and writes a partial
+gradient of c for every row, fp32 [tiles, rows, L]. The partial sums are added afterwards.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import triton
 import triton.language as tl
 
 PROGRAMS = 1056
-"""Of the backward, eight a multiprocessor of an H200."""
+"""Programs of the backward, eight per multiprocessor of an H200."""
 
 
 @triton.jit
 def _columns(weight_ptr, bias_ptr, column, inner, width, RANK: tl.constexpr):
-    """W [columns, L] and b of these columns."""
+    """Loads W [columns, L] and b of these columns."""
     mask = (column < width)[:, None] & (inner < RANK)[None, :]
     weight = tl.load(weight_ptr + column[:, None] * RANK + inner[None, :], mask=mask, other=0.0)
     return weight, tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)
@@ -49,7 +49,7 @@ def forward_kernel(
 @triton.jit(do_not_specialize=["rows", "segment_rows"])
 def backward_kernel(
     dy_ptr, x_ptr, code_ptr, weight_ptr, bias_ptr,
-    dx_ptr, dcode_ptr, dweight_ptr, dbias_ptr,  # [rows, D]; shares: [tiles, rows, L], [segments, D, L], [segments, D]
+    dx_ptr, dcode_ptr, dweight_ptr, dbias_ptr,  # [rows, D]; partial: [tiles, rows, L], [segments, D, L], [segments, D]
     dy_row, x_row, code_row, rows, width, segment_rows,
     RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -92,8 +92,8 @@ def _constants(rank: int, dtype: torch.dtype, *, backward: bool) -> dict[str, in
 
 
 def forward(x: Tensor, code: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """x [rows, D] and code [rows, L] of contiguous rows, weight [D, L] and bias [D] contiguous, all of one dtype but
-    the bias -> [rows, D]."""
+    """x [rows, D] and code [rows, L] with contiguous rows, weight [D, L] and bias [D] contiguous, all but the bias of
+    one dtype -> [rows, D]."""
     rows, width = x.shape
     y, constants = x.new_empty(rows, width), _constants(code.shape[1], x.dtype, backward=False)
     programs = triton.cdiv(rows, constants["BLOCK_ROWS"]) * triton.cdiv(width, constants["BLOCK_WIDTH"])
@@ -104,7 +104,7 @@ def forward(x: Tensor, code: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def backward(
     dy: Tensor, x: Tensor, code: Tensor, weight: Tensor, bias: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, code, weight and bias; dy as x."""
+    """Gradients of x, code, weight and bias; dy as x."""
     rows, width = x.shape
     rank, constants = code.shape[1], _constants(code.shape[1], x.dtype, backward=True)
     tiles = triton.cdiv(width, constants["BLOCK_WIDTH"])
@@ -119,8 +119,8 @@ def backward(
         dy, x, code, weight, bias, dx, dcode, dweight, dbias, dy.stride(0), x.stride(0), code.stride(0), rows, width,
         segment_rows, **constants,
     )  # fmt: skip
-    shares = ((dcode, code), (dweight, weight), (dbias, bias))
-    return dx, *(share.sum(0).to(whole.dtype) for share, whole in shares)
+    partials = ((dcode, code), (dweight, weight), (dbias, bias))
+    return dx, *(partial.sum(0).to(operand.dtype) for partial, operand in partials)
 
 
 def compile_cases() -> list[tuple[object, dict[str, str], dict[str, int], dict[str, int]]]:

@@ -1,6 +1,6 @@
-"""y = f x, one factor f a row of x: the values of Mamba-2's heads times their time steps; backward df = sum of dy x.
+"""Computes y = f x, one factor f per row of x (Mamba-2's values times their time steps); backward df = sum of dy x.
 
-Bytes: forward reads x and writes y; backward reads dy and x; f and df, one number a row, are small beside them.
+Bytes: forward reads x and writes y; backward reads dy and x; f and df, one number a row, are small.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 
 ELEMENTS, WARPS = 2048, 4
-"""Of a tile of whole rows."""
+"""Elements and warps of a tile of full rows."""
 
 
 @triton.jit
 def _tile(row_0, rows, width, BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
-    """This program's rows, offsets and mask."""
+    """Rows, offsets and mask of this program."""
     row = row_0.to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.arange(0, BLOCK_WIDTH)
     return row, row[:, None] * width + column[None, :], (row < rows)[:, None] & (column < width)[None, :]

@@ -1,7 +1,7 @@
-"""p = x w g and the row sums of x^2, or, the gate first, p = u w and the row sums of u^2 with u = x silu(g).
+"""Computes p = x w g and the row sums of x^2; with the gate first p = u w and the row sums of u^2, u = x silu(g).
 
-Bytes: forward reads x and g and writes p; backward reads x, g, dp and writes dx, dg. In the backward tiles of columns
-walk down segments of rows, each adding up its own dw; those sums are added afterwards.
+Bytes: forward reads x and g and writes p; backward reads x, g, dp and writes dx, dg. Each backward program iterates
+over a segment of rows for a tile of columns and accumulates a partial dw; the partial sums are added afterwards.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 from megalin._triton.dispatch.column_sums import column_sums
 
 PROGRAMS = 132 * 4
-"""Of the backward: four for each of the chip's processors, whatever the rows."""
+"""Programs of the backward: four per multiprocessor, for any number of rows."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -119,7 +119,7 @@ def _constants(width: int, *, backward: bool) -> dict[str, int]:
 
 
 def forward(x: Tensor, gate: Tensor | None, weight: Tensor | None, gate_first: bool) -> tuple[Tensor, Tensor]:
-    """x, gate [rows, width] contiguous, weight [width] -> p in the dtype of gate or else x, squares [rows] fp32."""
+    """x, gate [rows, width] contiguous, weight [width] -> p in the dtype of gate, or x without, squares [rows] fp32."""
     rows, width = x.shape
     product = torch.empty_like(x if gate is None else gate)
     squares = x.new_empty(rows, dtype=torch.float32)
@@ -143,8 +143,8 @@ def forward(x: Tensor, gate: Tensor | None, weight: Tensor | None, gate_first: b
 def backward(
     dproduct: Tensor, dsquares: Tensor, x: Tensor, gate: Tensor | None, weight: Tensor | None, gate_first: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """dproduct, x, gate [rows, width] contiguous, dsquares [rows] fp32, weight [width] -> dx, dgate, dweight like
-    them."""
+    """dproduct, x, gate [rows, width] contiguous, dsquares [rows] fp32, weight [width] -> dx, dgate, dweight like x,
+    gate, weight."""
     rows, width = x.shape
     dx, dgate = torch.empty_like(x), None if gate is None else torch.empty_like(gate)
     constants = _constants(width, backward=True)

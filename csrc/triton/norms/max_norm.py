@@ -1,7 +1,7 @@
-"""MaxNorm, y = f c s x / (max |s x| + eps), f one factor a row and c the cosines of the row's place, both or neither.
+"""MaxNorm, y = f c s x / (max |s x| + eps), optionally with a factor f per row and the cosines c of the row's position.
 
-Bytes: forward reads x and writes y; backward reads x, dy and writes dx. Four numbers a row beside them, and the table
-of cosines, once: rows of one place lie in one program, or in programs that follow each other.
+Bytes: forward reads x and writes y; backward reads x, dy and writes dx; plus four numbers a row and the table of
+cosines once, since rows of equal position are in the same or in consecutive programs.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from megalin._triton.dispatch.row_parts import split
 
 @triton.jit
 def rows_of_program(rows, period, SHARED: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """Numbers of this program's rows [R] int64, `rows` and above where there is none."""
+    """Row indices of this program, [R] int64; out of range from `rows` on."""
     program = tl.program_id(0)
     block = tl.arange(0, BLOCK_ROWS)
-    if SHARED:  # rows b period + t of one t, which follow one another from program to program
+    if SHARED:  # rows b period + t with the same t, which consecutive programs process
         batch = rows // period
         blocks = tl.cdiv(batch, BLOCK_ROWS)
         b = program % blocks * BLOCK_ROWS + block
@@ -31,7 +31,7 @@ def rows_of_program(rows, period, SHARED: tl.constexpr, BLOCK_ROWS: tl.constexpr
 
 @triton.jit
 def place_of(position_ptr, row, rows, period, SHARED: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """Rows of the table of cosines, [1, 1] or [R, 1] int64."""
+    """Row indices in the table of cosines, [1, 1] or [R, 1] int64."""
     if SHARED:
         t = tl.program_id(0) // tl.cdiv(rows // period, BLOCK_ROWS) + tl.zeros([1], dtype=tl.int32)
         place = tl.load(position_ptr + t)
@@ -42,7 +42,7 @@ def place_of(position_ptr, row, rows, period, SHARED: tl.constexpr, BLOCK_ROWS: 
 
 @triton.jit
 def load_part(x_ptr, row, rows, column, width):
-    """[R, W] of the rows, zeros where there is nothing."""
+    """Loads [R, W] of the rows, zeros out of bounds."""
     mask = (row < rows)[:, None] & (column < width)[None, :]
     return tl.load(x_ptr + row[:, None] * width + column[None, :], mask=mask, other=0.0)
 
@@ -55,7 +55,7 @@ def store_part(y_ptr, y, row, rows, column, width):
 
 @triton.jit
 def load_cosines(cosine_ptr, place, column, width, HEAD_DIM: tl.constexpr):
-    """c [1 or R, W] fp32; one without a table."""
+    """Loads c [1 or R, W] fp32; one without a table."""
     cosines = 1.0
     if HEAD_DIM > 0:
         element = (column % HEAD_DIM)[None, :]
@@ -74,7 +74,7 @@ def load_scale(scale_ptr):
 
 @triton.jit
 def encode(x, factor, cosines, HEAD_DIM: tl.constexpr):
-    """f c x, exact zeros in rows of f = 0, where x may be anything."""
+    """Computes f c x, exactly zero in rows of f = 0, even for non-finite x."""
     if HEAD_DIM > 0:
         x = tl.where(factor == 0.0, 0.0, x * (factor * cosines))
     return x
@@ -82,8 +82,8 @@ def encode(x, factor, cosines, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def largest_key(x, column):
-    """Of each row, the bits of its largest magnitude above 16 of its inverted column: one reduction finds both, and
-    the first of equals wins, as in torch.max."""
+    """Bits of each row's largest magnitude, followed by 16 bits of its inverted column: one reduction finds both, and
+    the first of equal values wins, as in torch.max."""
     if x.dtype.primitive_bitwidth == 16:
         magnitude = (x.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int32) << 16
         key = magnitude | (65535 - column)[None, :]
@@ -131,7 +131,7 @@ def forward_kernel(
         factor = tl.load(factor_ptr + row, mask=row < rows, other=0.0)[:, None]
         place = place_of(position_ptr, row, rows, period, SHARED, BLOCK_ROWS)
     cosines = load_cosines(cosine_ptr, place, column, width, HEAD_DIM)
-    if REST_WIDTH > 0:  # every load stands before the first reduction, which all threads wait for
+    if REST_WIDTH > 0:  # issue all loads before the first reduction, which synchronizes the threads
         rest_column = BLOCK_WIDTH + tl.arange(0, REST_WIDTH)
         rest = load_part(x_ptr, row, rows, rest_column, width)
         rest_cosines = load_cosines(cosine_ptr, place, rest_column, width, HEAD_DIM)
@@ -152,7 +152,7 @@ def forward_kernel(
 
 @triton.jit
 def gradient(dy, unit, inverse, pull, index, column):
-    """dx; the largest element carries the whole row's pull."""
+    """Computes dx; only the largest element gets the gradient of the maximum, `pull`."""
     sign = tl.where(unit > 0.0, 1.0, 0.0) - tl.where(unit < 0.0, 1.0, 0.0)
     return inverse * tl.where(column[None, :] == index, dy - sign * pull, dy)
 
@@ -204,18 +204,18 @@ def backward_kernel(
 
 
 EncodingTensors = tuple[Tensor, Tensor, Tensor]
-"""Factors [rows] fp32; positions [period] integers, of row r that at r mod period, which is the row of the table that
-holds its cosines; and the table [places, K], of which every row repeats its own along the width."""
+"""Factors [rows] fp32; positions [period] integers, for row r positions[r mod period], an index into the rows of the
+table of cosines; and that table [positions, K], repeated along the width."""
 
 
 ENCODED_FORWARD = {1024: (4, 4), 2048: (1, 2)}
-"""Rows of a program and warps, by the padded width, where the rule is not the fastest: measured on an H200."""
+"""Padded width -> (rows per program, warps) where the rule of `_launch` is not the fastest, measured on an H200."""
 
 
 def _launch(
     rows: int, width: int, encoding: EncodingTensors | None, *, backward: bool
 ) -> tuple[int, int, dict[str, int]]:
-    """Programs, period and constants."""
+    """Number of programs, period and kernel constants."""
     block_width, rest_width = split(width)
     block_rows = max(1, 2048 // block_width)
     warps = 32 if block_width > 8192 else 16 if rest_width and backward else min(8, max(4, block_width // 512))
@@ -240,8 +240,8 @@ def _launch(
 def forward(
     x: Tensor, encoding: EncodingTensors | None, scale: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x [rows, width] contiguous, s [] or one -> y like x; max |s x| + eps [rows] fp32 and where it lies [rows]
-    int32."""
+    """x [rows, width] contiguous, scale s [] or None for one -> y like x; max |s x| + eps [rows] fp32 and its index
+    [rows] int32."""
     rows, width = x.shape
     y, peak = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
     index = x.new_empty(rows, dtype=torch.int32)
@@ -255,7 +255,7 @@ def forward(
 def backward(
     dy: Tensor, x: Tensor, encoding: EncodingTensors | None, scale: Tensor | None, peak: Tensor, index: Tensor
 ) -> Tensor:
-    """dy, x [rows, width] contiguous, the rest as the forward took and gave it -> dx like x."""
+    """dy, x [rows, width] contiguous, the rest as passed to or returned by `forward` -> dx like x."""
     rows, width = x.shape
     dx = torch.empty_like(x)
     programs, period, constants = _launch(rows, width, encoding, backward=True)

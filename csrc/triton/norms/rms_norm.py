@@ -1,7 +1,7 @@
-"""RMSNorm, y = w x r with r = (mean(x^2) + eps)^(-1/2): forward by blocks of rows, backward by programs that walk.
+"""RMSNorm, y = w x r with r = (mean(x^2) + eps)^(-1/2): forward by row blocks, backward by persistent programs.
 
-Bytes: forward reads x and writes y; backward reads x, dy and writes dx. Every backward program adds up dw over its own
-rows; those sums are added afterwards, always in the same order.
+Bytes: forward reads x and writes y; backward reads x, dy and writes dx. Each backward program accumulates a partial dw
+over its rows; the partial sums are added afterwards, always in the same order.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def backward_kernel(
 
 
 PROCESSORS = 132
-"""The backward has three programs of narrow rows or one of wide rows for each, whatever their number."""
+"""Multiprocessors; the backward starts three programs per multiprocessor for narrow rows, one for wide ones."""
 
 
 def _forward_constants(width: int) -> dict[str, int]:
@@ -74,7 +74,7 @@ def _forward_constants(width: int) -> dict[str, int]:
 
 
 def _backward_constants(width: int, element_size: int) -> dict[str, int]:
-    """Rows on their way fill shared memory: those of x and dy, one stage less than there are."""
+    """Kernel constants such that the in-flight rows of x and dy, of STAGES - 1 stages, fill shared memory."""
     block_width = triton.next_power_of_2(width)
     if width <= 2048:
         return {"STAGES": 4, "BLOCK_ROWS": 2048 // block_width, "BLOCK_WIDTH": block_width, "num_warps": 4}
@@ -85,7 +85,7 @@ def _backward_constants(width: int, element_size: int) -> dict[str, int]:
 
 
 def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x [rows, width] contiguous, weight [width] -> y like x, and the fp32 scale [rows] of each row."""
+    """x [rows, width] contiguous, weight [width] -> y like x, and the fp32 scale [rows]."""
     rows, width = x.shape
     y, scale = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
     constants = _forward_constants(width)

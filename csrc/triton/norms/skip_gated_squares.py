@@ -1,8 +1,8 @@
-"""p = u w and the row sums of u^2 with u = (x + d s) silu(g): a feed-through d s joins x before gate and norm.
+"""Computes p = u w and the row sums of u^2 with u = (x + d s) silu(g): a skip connection d s before gate and norm.
 
-Bytes: forward reads x, s and g and writes p; backward reads x, s, g, dp and writes dx and dg; ds = d dx is left to what
-reads it. In the backward tiles of columns walk down segments of rows, each adding up its own dw and dd; those sums are
-added afterwards.
+Bytes: forward reads x, s and g and writes p; backward reads x, s, g, dp and writes dx and dg; ds = d dx is left to its
+consumer. Each backward program iterates over a segment of rows for a tile of columns and accumulates partial dw and dd;
+the partial sums are added afterwards.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 SEGMENTS = 1056
-"""Programs of the backward, eight a multiprocessor of an H200."""
+"""Programs of the backward, eight per multiprocessor of an H200."""
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def forward_kernel(
 @triton.jit(do_not_specialize=["rows", "segment_rows"])
 def backward_kernel(
     dproduct_ptr, dsquares_ptr, x_ptr, skip_ptr, gate_ptr, factor_ptr, weight_ptr,
-    dx_ptr, dgate_ptr, partial_ptr,  # partial [2, segments, D] fp32: of the factor, of the weight
+    dx_ptr, dgate_ptr, partial_ptr,  # partial [2, segments, D] fp32: dfactor, dweight
     dproduct_row, x_row, skip_row, gate_row, rows, width, segment_rows,
     BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -68,13 +68,13 @@ def backward_kernel(
         dsquares = tl.load(dsquares_ptr + row, mask=row < end, other=0.0)[:, None]
         sigmoid = tl.sigmoid(gate)
         silu = gate * sigmoid
-        joined = x + factor * skip
-        u = joined * silu
+        summed = x + factor * skip
+        u = summed * silu
         du = dproduct * weight + 2.0 * u * dsquares
         dx = du * silu
         offset = row[:, None] * width + column[None, :]
         tl.store(dx_ptr + offset, dx, mask=mask)
-        tl.store(dgate_ptr + offset, du * joined * (sigmoid + silu * (1.0 - sigmoid)), mask=mask)
+        tl.store(dgate_ptr + offset, du * summed * (sigmoid + silu * (1.0 - sigmoid)), mask=mask)
         dfactor += dx * skip
         dweight += dproduct * u
     at = tl.program_id(0).to(tl.int64) * width + column
@@ -94,8 +94,8 @@ def _backward_constants(width: int) -> dict[str, int]:
 
 
 def forward(x: Tensor, skip: Tensor, gate: Tensor, factor: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """x, skip, gate [rows, width] of contiguous rows, factor, weight [width] -> p in the dtype of gate, squares [rows]
-    fp32."""
+    """x, skip, gate [rows, width] with contiguous rows, factor, weight [width] -> p in the dtype of gate, squares
+    [rows] fp32."""
     rows, width = x.shape
     product, squares = gate.new_empty(rows, width), x.new_empty(rows, dtype=torch.float32)
     constants = _forward_constants(width)
@@ -109,7 +109,7 @@ def forward(x: Tensor, skip: Tensor, gate: Tensor, factor: Tensor, weight: Tenso
 def backward(
     dproduct: Tensor, dsquares: Tensor, x: Tensor, skip: Tensor, gate: Tensor, factor: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx, dgate (contiguous), dfactor and dweight; dproduct as x, dsquares [rows] fp32 contiguous."""
+    """Computes dx, dgate (contiguous), dfactor and dweight; dproduct as x, dsquares [rows] fp32 contiguous."""
     rows, width = x.shape
     dx, dgate = x.new_empty(rows, width), gate.new_empty(rows, width)
     constants = _backward_constants(width)

@@ -1,4 +1,4 @@
-"""SRMSNorm, y = x (mean(x^2) + eps)^(-1/2): one program a row block, forward and backward.
+"""SRMSNorm, y = x (mean(x^2) + eps)^(-1/2): one program per row block, forward and backward.
 
 Bytes: forward reads x and writes y (and one fp32 a row); backward reads x, dy and that fp32 and writes dx.
 """
@@ -41,7 +41,7 @@ def backward_kernel(dy_ptr, x_ptr, scale_ptr, dx_ptr, rows, width, BLOCK_ROWS: t
 
 @triton.jit
 def wide_backward_kernel(dy_ptr, x_ptr, scale_ptr, dx_ptr, width, BLOCK_WIDTH: tl.constexpr, REST_WIDTH: tl.constexpr):
-    """One row a program, in two parts: a single power of two would be up to half empty."""
+    """Processes one row per program, in two parts: a single power of two would be up to half empty."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_WIDTH)
     rest_column = BLOCK_WIDTH + tl.arange(0, REST_WIDTH)
@@ -62,13 +62,13 @@ def _launch(rows: int, width: int, *, backward: bool) -> tuple[tuple[int], dict[
     block_rows = max(1, 8192 // block_width)
     warps = min(16, max(4, block_rows * block_width // 1024))
     if backward and block_width > 8192:
-        warps = 32  # two such rows are too many for the registers of sixteen
+        warps = 32  # two such rows do not fit into the registers of sixteen
     constants = {"BLOCK_ROWS": block_rows, "BLOCK_WIDTH": block_width, "num_warps": warps}
     return (triton.cdiv(rows, block_rows),), constants
 
 
 def forward(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x [rows, width] contiguous -> y like x, and the fp32 scale [rows] of each row."""
+    """x [rows, width] contiguous -> y like x, and the fp32 scale [rows]."""
     rows, width = x.shape
     y, scale = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
     grid, constants = _launch(rows, width, backward=False)

@@ -1,8 +1,8 @@
 """LRPE of silu(q) and silu(k) with one set of sines, a = p theta: x -> [x cos a | x sin a], or the rotation of pairs.
 
-q, k and what else a projection holds lie side by side. Bytes: the forward reads q and k and writes their codes; the
-backward reads q, k and the gradients of the codes and of the other parts, and writes the projection's gradient and, a
-block of rows, one partial sum of theta's.
+q, k and the other parts of a projection are adjacent. Bytes: forward reads q and k and writes their codes; backward
+reads q, k and the gradients of the codes and of the other parts, and writes the projection's gradient and one partial
+sum of theta's gradient per block of rows.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ import triton.language as tl
 
 FORWARD = {False: {"ROWS": 4, "COLUMNS": 256, "num_warps": 4}, True: {"ROWS": 1, "COLUMNS": 512, "num_warps": 2}}
 BACKWARD = {False: {"ROWS": 1, "COLUMNS": 256, "num_warps": 2}, True: {"ROWS": 8, "COLUMNS": 128, "num_warps": 4}}
-"""By whether the form is the rotation."""
+"""Constants by form: True for the rotation."""
 ROW_BLOCK = 32
-"""Rows whose share of theta's gradient is one partial sum."""
+"""Rows per partial sum of theta's gradient."""
 JOIN = {"ROWS": 1, "COLUMNS": 2048, "num_warps": 4}
 
 
 @triton.jit
 def _sine_and_cosine(position, theta):
-    """Of position * theta: the product in two fp32 parts, less a multiple of pi / 2 in three; then polynomials."""
+    """Sine and cosine of position * theta: the product in two fp32 parts, minus a multiple of pi / 2 in three parts;
+    then polynomials."""
     angle = position * theta
     rest = tl.fma(position, theta, -angle)
     turns = tl.floor(angle * 0.6366197723675814 + 0.5)
@@ -90,7 +91,7 @@ def _decode(
 
 @triton.jit
 def _place(theta_ptr, width, ROTATION: tl.constexpr, COLUMNS: tl.constexpr):
-    """This program's columns of q and k, and the columns and values of theta that belong to them."""
+    """Columns of q and k of this program, and the corresponding columns and values of theta."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     if ROTATION:
         angle = tl.program_id(1) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
@@ -143,7 +144,7 @@ def backward_kernel(
 def _join(
     x_ptr, dx_ptr, dy_ptr, row, column, mask, stride, width, SILU: tl.constexpr
 ):  # fmt: skip
-    """One part of the projection's gradient: dy itself, or with `SILU` that of the x below it."""
+    """Writes one part of the projection's gradient: dy itself, or with `SILU` the gradient of the silu's input x."""
     gradient = tl.load(dy_ptr + row[:, None] * width + column[None, :], mask=mask, other=0.0)
     place = row[:, None] * stride + column[None, :]
     if SILU:
@@ -171,8 +172,8 @@ def join_kernel(
 
 
 def forward(projection: Tensor, theta: Tensor, positions: Tensor, *, rotation: bool) -> tuple[Tensor, Tensor]:
-    """projection [rows, parts, H, K] contiguous, q and k first, theta [H, K or K/2] fp32, positions [period] of the
-    rows, which repeat -> the codes [rows, H, 2 K or K] of q and k."""
+    """projection [rows, parts, H, K] contiguous, q and k first, theta [H, K or K/2] fp32, positions [period], repeated
+    over the rows -> the codes [rows, H, 2 K or K] of q and k."""
     rows, parts, heads, key = projection.shape
     width = heads * key
     codes = [projection.new_empty(rows, heads, key if rotation else 2 * key) for _ in range(2)]
@@ -198,8 +199,8 @@ def forward(projection: Tensor, theta: Tensor, positions: Tensor, *, rotation: b
 def backward(
     gradients: list[Tensor], projection: Tensor, theta: Tensor, positions: Tensor, *, rotation: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the projection and of theta from those of the codes and of the parts after them, all
-    contiguous; the rest as in `forward`."""
+    """Gradients of the projection and of theta from those of the codes and of the parts after them, all contiguous;
+    the rest as in `forward`."""
     rows, parts, heads, key = projection.shape
     width = heads * key
     target = projection.new_empty(projection.shape)
@@ -229,7 +230,7 @@ def backward(
 
 
 def silu_backward(gradients: list[Tensor], projection: Tensor) -> Tensor:
-    """The projection's gradient where q and k went through silu alone; arguments as in `backward`."""
+    """Gradient of the projection where q and k went through silu only; arguments as in `backward`."""
     target = projection.new_empty(projection.shape)
     _launch_join(gradients, projection, target, silu=True)
     return target

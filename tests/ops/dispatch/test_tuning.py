@@ -31,7 +31,7 @@ def launches(monkeypatch, tmp_path):
     monkeypatch.setenv("MEGALIN_CACHE", str(tmp_path / "new"))
     monkeypatch.delenv("MEGALIN_TUNE", raising=False)
     monkeypatch.setattr(tuning, "_found", {})
-    monkeypatch.setattr(tuning, "current_chip", lambda: "a chip 8.6 triton 3.6.0")
+    monkeypatch.setattr(tuning, "current_gpu", lambda: "a chip 8.6 triton 3.6.0")
     monkeypatch.setattr(tuning, "milliseconds", milliseconds)
     monkeypatch.setattr(tuning.torch.cuda, "is_current_stream_capturing", lambda: False)
     return noted
@@ -51,7 +51,7 @@ def restart():
 
 
 def test_the_measured_chip_takes_its_table_and_times_nothing(launches, monkeypatch):
-    monkeypatch.setattr(tuning, "current_chip", lambda: None)
+    monkeypatch.setattr(tuning, "current_gpu", lambda: None)
     assert choose(launches) == RECORDED
     assert launches == []
 
@@ -71,7 +71,7 @@ def test_the_winner_is_kept_on_disk_by_chip(launches, monkeypatch):
     restart()
     assert choose(launches) == FAST
     assert len(launches) == 3
-    monkeypatch.setattr(tuning, "current_chip", lambda: "another chip")
+    monkeypatch.setattr(tuning, "current_gpu", lambda: "another chip")
     choose(launches)
     assert len(launches) == 6
     assert set(tuning.read_cache()) == {"a chip 8.6 triton 3.6.0", "another chip"}
@@ -90,7 +90,7 @@ def test_a_spoilt_file_is_told_and_searched_again(launches, caplog, text):
     tuning.cache_path().write_text(text)
     with caplog.at_level(logging.WARNING):
         assert choose(launches) == FAST
-    assert "configurations are searched again" in caplog.text
+    assert "configurations will be tuned again" in caplog.text
     assert tuning.read_cache()
 
 
@@ -99,7 +99,7 @@ def test_a_folder_that_cannot_be_written_is_told(launches, caplog, monkeypatch, 
     monkeypatch.setenv("MEGALIN_CACHE", str(tmp_path / "file"))
     with caplog.at_level(logging.WARNING):
         assert choose(launches) == FAST
-    assert "searched again at the next start" in caplog.text
+    assert "tuned again at the next start" in caplog.text
 
 
 def test_tuning_can_be_turned_off(launches, monkeypatch):
