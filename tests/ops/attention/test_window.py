@@ -95,7 +95,9 @@ def test_packed_documents_do_not_leak():
             torch.where((documents == 0).view(BATCH, 24, *[1] * (x.dim() - 2)), other * x, x).requires_grad_()
             for x in inputs.values()
         ]
-        y = window_attention(*leaves, window=7, documents=PackedDocuments(documents), cache=empty_cache(7, torch.float32))
+        y = window_attention(
+            *leaves, window=7, documents=PackedDocuments(documents), cache=empty_cache(7, torch.float32)
+        )
         gradients = torch.autograd.grad(y.output[:, 11:].square().sum() + y.cache.k.sum(), leaves)
         assert all(gradient[:, :11].eq(0).all() for gradient in gradients)
         results.append([y.output[:, 11:], *y.cache, *(gradient[:, 11:] for gradient in gradients)])
