@@ -80,12 +80,12 @@ def _run(args: argparse.Namespace) -> None:
 def _score(args: argparse.Namespace, parts: list[CorpusPart], folder: Path) -> None:
     """This rank's share of the scores; the first rank's progress stands for all."""
     share = PartShare(rank(), world_size())
-    judge = ScoringModel(*load_for_generation(args.run, compute_device()))
+    scorer = ScoringModel(*load_for_generation(args.run, compute_device()))
     mine = sum(part.size_bytes for part in parts[share.number :: share.total])
     title = f"scoring (rank {share.number} of {share.total})"
     with shown_progress(title, mine, interval=args.log_interval, shown=share.number == 0) as tell:
         score_corpus(
-            judge,
+            scorer,
             parts,
             folder,
             json_key=args.json_key,

@@ -1,4 +1,4 @@
-"""Perplexity of documents under a trained model: the evaluation step of cleaning a corpus by a model of itself."""
+"""Perplexity of documents under a trained model, for cleaning a corpus with a model trained on it."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from megalin.files import open_temporary, publish, storage_errors
 from megalin.model.language_model import LanguageModel
 from megalin.parallel.cross_entropy import IGNORED_LABEL
 
-_PIECE_TOKENS = 4096  # of a document at a time; the model's state goes from one to the next
-_TOKENS_AT_ONCE = 16384  # of all documents that are scored together
-_STATES_BYTES = 2 << 30  # of all documents that are scored together; each has a state of its own, however short it is
+_PIECE_TOKENS = 4096  # per forward of a document; the model's state is passed to the next piece
+_TOKENS_AT_ONCE = 16384  # of all documents in a forward
+_STATES_BYTES = 2 << 30  # of all documents in a forward; each has its own state, whatever its length
 
 
 class ScoringModel(NamedTuple):
-    """The model that scores, whole on one device, and its tokenizer."""
+    """The scoring model, unsharded on one device, and its tokenizer."""
 
     model: LanguageModel
     tokenizer: Tokenizer
 
 
 class _Job(NamedTuple):
-    judge: ScoringModel
+    scorer: ScoringModel
     key: str
     limit_bytes: int
 
 
 def score_corpus(
-    judge: ScoringModel,
+    scorer: ScoringModel,
     parts: Sequence[CorpusPart],
     folder: Path,
     *,
@@ -50,29 +50,29 @@ def score_corpus(
     share: PartShare | None,
     on_progress: Callable[[CorpusProgress], None] = lambda _: None,
 ) -> None:
-    """Writes the scores of this share's parts into `folder`; they do not depend on how many share the work.
+    """Scores this process's parts of the corpus and writes them into `folder`; the number of processes has no effect.
 
     Raises:
-        ConfigError: a tokenizer with more ids than the model.
-        DataError: a file that cannot be read; parts of another corpus or another model.
+        ConfigError: the tokenizer has more ids than the model.
+        DataError: a file cannot be read, or `folder` has parts of another corpus or model.
         StorageError: the scores cannot be written.
     """
-    known, needed = judge.model.config.vocab_size, judge.tokenizer.vocab_size
+    known, needed = scorer.model.config.vocab_size, scorer.tokenizer.vocab_size
     if needed > known:
-        raise ConfigError(f"the tokenizer has {needed} ids, the model {known}; score with the run's own tokenizer")
+        raise ConfigError(f"the tokenizer has {needed} ids, but the model only {known}; use the run's own tokenizer")
     settings = {
         "key": json_key,
         "limit_bytes": limit_bytes,
-        "tokenizer": judge.tokenizer.digest,
-        "weights": _digest(judge.model),
+        "tokenizer": scorer.tokenizer.digest,
+        "weights": _digest(scorer.model),
     }
     run_parts(
-        _score_part, _Job(judge, json_key, limit_bytes), parts, Run(folder, settings, 1, resume, share, on_progress)
+        _score_part, _Job(scorer, json_key, limit_bytes), parts, Run(folder, settings, 1, resume, share, on_progress)
     )
 
 
 def _digest(model: LanguageModel) -> str:
-    """sha256, in hex, of the weights."""
+    """sha256 of the weights, in hex."""
     state = hashlib.sha256()
     for name, parameter in model.named_parameters():
         state.update(name.encode())
@@ -85,7 +85,7 @@ def _score_part(job: _Job, part: CorpusPart, folder: Path, report: ReportProgres
     with open_temporary(path) as file:
         reader = Reader(part.span, [job.key], limit_bytes=job.limit_bytes)
         for batch in batches(reader):
-            scores = score_texts(job.judge, [document.texts[0] for document in batch.documents])
+            scores = score_texts(job.scorer, [document.texts[0] for document in batch.documents])
             with storage_errors(path):
                 file.write(scores.tobytes())
             documents += len(batch.documents)
@@ -97,22 +97,22 @@ def _score_part(job: _Job, part: CorpusPart, folder: Path, report: ReportProgres
 
 
 @torch.no_grad()
-def score_texts(judge: ScoringModel, texts: Sequence[str]) -> npt.NDArray[np.float64]:
+def score_texts(scorer: ScoringModel, texts: Sequence[str]) -> npt.NDArray[np.float64]:
     """[n, 2] float64: -sum_t ln p(x_t | end of document, x_1 .. x_(t-1)) in nats, and the number of tokens x.
 
-    A text of any length: it runs through the model in pieces, the state going from one to the next.
+    Texts may have any length: they run through the model in pieces, and the state is passed from piece to piece.
     """
-    encoded = judge.tokenizer.encode_batch(texts)
+    encoded = scorer.tokenizer.encode_batch(texts)
     scores = np.array([(0.0, len(ids)) for ids in encoded], np.float64).reshape(-1, 2)
     order = sorted((k for k, ids in enumerate(encoded) if ids), key=lambda k: len(encoded[k]))
-    most = max(_STATES_BYTES // max(judge.model.state_bytes(), 1), 1)
+    most = max(_STATES_BYTES // max(scorer.model.state_bytes(), 1), 1)
     for group in _groups([(k, len(encoded[k])) for k in order], most):
-        scores[group, 0] = _losses(judge, [encoded[k] for k in group])
+        scores[group, 0] = _losses(scorer, [encoded[k] for k in group])
     return scores
 
 
 def _groups(lengths: Sequence[tuple[int, int]], most: int) -> Iterator[list[int]]:
-    """Numbers of at most `most` texts that are scored together, from (number, tokens) in ascending order of tokens."""
+    """Groups of at most `most` texts for one forward, by number, from (number, tokens) in ascending order of tokens."""
     group: list[int] = []
     for number, tokens in lengths:
         if len(group) == most or (group and (len(group) + 1) * min(tokens, _PIECE_TOKENS) > _TOKENS_AT_ONCE):
@@ -123,14 +123,14 @@ def _groups(lengths: Sequence[tuple[int, int]], most: int) -> Iterator[list[int]
         yield group
 
 
-def _losses(judge: ScoringModel, encoded: Sequence[list[int]]) -> npt.NDArray[np.float64]:
-    """[B] sums of the losses."""
-    model = judge.model
+def _losses(scorer: ScoringModel, encoded: Sequence[list[int]]) -> npt.NDArray[np.float64]:
+    """[B] summed losses of the texts, in nats."""
+    model = scorer.model
     length = max(map(len, encoded))
     labels = torch.full((len(encoded), length), IGNORED_LABEL)  # [B, T]
     for row, ids in zip(labels, encoded, strict=True):
         row[: len(ids)] = torch.tensor(ids)
-    inputs = torch.cat((torch.full((len(encoded), 1), judge.tokenizer.eod_id), labels[:, :-1].clamp(min=0)), dim=1)
+    inputs = torch.cat((torch.full((len(encoded), 1), scorer.tokenizer.eod_id), labels[:, :-1].clamp(min=0)), dim=1)
     device = model.embedding.weight.device
     state, sums = model.initial_state(len(encoded)), np.zeros(len(encoded))
     for start in range(0, length, _PIECE_TOKENS):

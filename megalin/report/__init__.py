@@ -1,1 +1,1 @@
-"""A run as one self-contained page: what its folder tells, drawn and escaped."""
+"""HTML report of a run, read from its folder."""

@@ -1,4 +1,4 @@
-"""The page of a run: one HTML file without scripts, links or anything else from outside, in which all text is text."""
+"""HTML report of a run: one file without scripts, links or external content, in which every text is escaped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megalin.report.reading import RunRecord, read_run
 from megalin.train.curves import Curve, Points, draw
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
-"""What the page lets a browser do, should anything in it ask for more: show its own styles and pictures."""
+"""Content security policy of the page: a browser may show its inline styles and pictures and nothing else."""
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1c2430; margin: 2rem auto; max-width: 62rem; padding: 0 1rem; }
 h1 { margin-bottom: 0; overflow-wrap: anywhere; } h2 { margin-top: 2.5rem; border-bottom: 1px solid #d5dae1; }
@@ -35,17 +35,17 @@ figure { margin: 1.5rem 0; } figcaption { font-weight: 600; } img { max-width: 1
 pre { background: #f4f6f8; padding: 1rem; overflow: auto; max-height: 40rem; font-size: 13px; }
 """
 _MOST_POINTS = 1500
-"""More points of a curve are drawn as means of neighbours."""
+"""Curves with more points are drawn as means of neighbouring points."""
 _MOST_ROWS = 200
-"""More rows of a table are cut to the newest."""
+"""Tables with more rows show the newest ones only."""
 _ENDED_BY_ERROR = "error"
 
 
 def write_report(folder: str | Path, output: str | Path) -> RunRecord:
-    """Writes the page of the run in `folder` to the file `output`, which it replaces whole; returns what it tells.
+    """Writes the report of the run in `folder` to the file `output`, atomically; returns the record of the run.
 
     Raises:
-        ConfigError: no run is there.
+        ConfigError: `folder` contains no run.
         StorageError: `output` cannot be written.
     """
     run = read_run(folder)
@@ -58,7 +58,7 @@ def write_report(folder: str | Path, output: str | Path) -> RunRecord:
 
 
 def page(run: RunRecord) -> bytes:
-    """The HTML of a run, UTF-8. Every text goes through the serialiser, which escapes it."""
+    """The report's HTML in UTF-8. Every text goes through the serialiser, which escapes it."""
     html = Element("html", lang="en")
     head = SubElement(html, "head")
     SubElement(head, "meta", charset="utf-8")
@@ -76,33 +76,33 @@ def page(run: RunRecord) -> bytes:
     _evaluations(body, run)
     _incidents(body, run)
     _section(
-        body, "Environment", (), [(name, _joined(value)) for name, value in run.environment.items()], "not recorded"
+        body, "Environment", (), [(name, _value_text(value)) for name, value in run.environment.items()], "not recorded"
     )
     kernels = [(op, *_choice(choice)) for op, choice in run.kernels.items()]
-    _section(body, "Kernels", ("op", "runs by", "why"), kernels, "no step has run")
+    _section(body, "Kernels", ("op", "backend", "reason"), kernels, "no step has run")
     _add(body, "h2", "Config")
-    _add(body, "pre", run.config_text or "none was written: the run ended before its first step")
+    _add(body, "pre", run.config_text or "not written: the run ended before its first step")
     _add(body, "p", f"Written {_time(datetime.now(UTC))} by megalin {megalin.__version__}.")
     return b"<!DOCTYPE html>\n" + tostring(html, encoding="unicode", method="html").encode()
 
 
 def status(run: RunRecord) -> str:
-    """How far the run came, in a line."""
+    """One line on the run's progress: steps done, and finished, stopped, failed or in progress."""
     step, total, stop = (
         int(run.progress.last.get("step", 0)),
         run.number("train", "steps"),
         run.number("train", "stop_after_steps"),
     )
-    told = f"step {step:,}" + (f" of {total:,.0f}" if total is not None else "")
+    progress = f"step {step:,}" + (f" of {total:,.0f}" if total is not None else "")
     if _ended_by_error(run):
-        return f"{told}, ended by an error"
+        return f"{progress}, ended by an error"
     if total is not None and step >= total:
-        return f"{told}, finished"
+        return f"{progress}, finished"
     if stop is not None and step >= stop:
-        return f"{told}, stopped there as asked"
+        return f"{progress}, stopped by train.stop_after_steps"
     if run.updated is None:
-        return f"{told}, none yet"
-    return f"{told}, in progress or killed; the newest line is of {_time(run.updated)}"
+        return f"{progress}, no step logged yet"
+    return f"{progress}, in progress or killed; last logged at {_time(run.updated)}"
 
 
 def _ended_by_error(run: RunRecord) -> bool:
@@ -126,7 +126,7 @@ def _summary(run: RunRecord) -> list[tuple[str, str]]:
     if "model_flops_utilization" in last:
         rows.append(("MFU", f"{last['model_flops_utilization']:.1%} in the newest step"))
     if progress.peak_memory_bytes:
-        rows.append(("Memory", f"{progress.peak_memory_bytes / 2**30:.2f} GiB at most, rank 0"))
+        rows.append(("Peak memory", f"{progress.peak_memory_bytes / 2**30:.2f} GiB, rank 0"))
     if seconds:
         wait = f"{progress.sums['data_wait_seconds'] / seconds:.1%} of it waiting for data"
         rows.append(("Time in steps", f"{timedelta(seconds=round(seconds))}, {wait}"))
@@ -138,7 +138,7 @@ def _summary(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def _nats(run: RunRecord) -> str:
-    """The unit of the loss; an encoder's is the sum of one a masked token and one a pair of sentences."""
+    """The unit of the loss; an encoder's adds a loss per masked token and one per pair of sentences."""
     return "nats" if run.progress.curves["mlm_loss"] else "nats a token"
 
 
@@ -176,7 +176,7 @@ def _evaluations(body: Element, run: RunRecord) -> None:
 
 def _incidents(body: Element, run: RunRecord) -> None:
     rows = [(f"{step:,}", time[:19].replace("T", " "), kind, message) for step, time, kind, message in run.incidents]
-    _section(body, "Incidents", ("step", "time (UTC)", "what", "message"), rows, "none recorded")
+    _section(body, "Incidents", ("step", "time (UTC)", "kind", "message"), rows, "none recorded")
 
 
 def _section(body: Element, title: str, head: Sequence[str], rows: Sequence[Sequence[Any]], none: str) -> None:
@@ -195,9 +195,9 @@ def _table(body: Element, head: Sequence[str], rows: Iterable[Sequence[Any]]) ->
         row = SubElement(SubElement(table, "thead"), "tr")
         for name in head:
             _add(row, "th", name, scope="col")
-    inside = SubElement(table, "tbody")
+    table_body = SubElement(table, "tbody")
     for values in rows:
-        row = SubElement(inside, "tr", {"class": "error"} if _ENDED_BY_ERROR in values else {})
+        row = SubElement(table_body, "tr", {"class": "error"} if _ENDED_BY_ERROR in values else {})
         for number, value in enumerate(values):
             if number or head:
                 _add(row, "td", value)
@@ -206,7 +206,7 @@ def _table(body: Element, head: Sequence[str], rows: Iterable[Sequence[Any]]) ->
 
 
 def _add(parent: Element, tag: str, text: object, **attributes: str) -> None:
-    """Adds an element with a text; what no text is made of is shown as a replacement character."""
+    """Adds an element with a text; unprintable characters are shown as the replacement character."""
     shown = (
         letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in str(text)
     )
@@ -215,14 +215,14 @@ def _add(parent: Element, tag: str, text: object, **attributes: str) -> None:
 
 def _svg(figure: Figure) -> bytes:
     buffer = io.BytesIO()
-    # Equal runs give equal bytes; metadata would name places in the web.
+    # Equal runs give equal bytes; metadata would hold URLs.
     with mpl.rc_context({"svg.hashsalt": "megalin"}):
         FigureCanvasSVG(figure).print_svg(buffer, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     return buffer.getvalue()
 
 
 def _thinned(points: Points) -> Points:
-    """At most _MOST_POINTS points, the means of as many neighbours each."""
+    """At most _MOST_POINTS points, each the mean of equally many neighbours."""
     size = -(-len(points) // _MOST_POINTS)
     if size <= 1:
         return points
@@ -230,7 +230,7 @@ def _thinned(points: Points) -> Points:
     return [(group[-1][0], statistics.fmean(value for _, value in group)) for group in groups]
 
 
-def _joined(value: Any) -> str:
+def _value_text(value: Any) -> str:
     return ", ".join(f"{key} {item}" for key, item in value.items()) if isinstance(value, dict) else str(value)
 
 

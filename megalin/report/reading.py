@@ -1,4 +1,4 @@
-"""What a run folder tells of its run, however far it came: nothing but the folder itself must be there and whole."""
+"""Reads a run folder for the report, at any stage of the run; any file in it may be missing or damaged."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from megalin.train.curves import finite
 from megalin.train.jsonl import read_records
 
 CURVES = ("loss", "mlm_loss", "nsp_loss", "evaluation_loss", "tokens_per_second", "grad_norm")
-"""The metrics whose values of all steps are kept."""
+"""Metrics whose values are kept for all steps."""
 SUMS = ("step_seconds", "data_wait_seconds")
-"""The metrics that are added up."""
+"""Metrics that are summed over the steps."""
 _EVALUATION = "evaluation_"
 _TEXT_LIMIT_BYTES = 1 << 22
-"""More of a config or a JSON file is not read."""
+"""Of a config or a JSON file no more than this is read."""
 
 
 class MetricsSummary(NamedTuple):
-    """What the lines of metrics.jsonl tell together."""
+    """Summary of metrics.jsonl."""
 
     curves: dict[str, list[tuple[int, float]]]
-    """(step, value) by name, finite values alone."""
+    """(step, value) by name, finite values only."""
     sums: dict[str, float]
     """By name, over all steps."""
     last: dict[str, float]
     """The finite numbers of the newest line; empty before the first."""
     evaluations: list[dict[str, float]]
-    """Of each line with an evaluation: the step and the evaluation's numbers, without what their names begin with."""
+    """For each line with an evaluation: the step and the evaluation's numbers, their names without the prefix."""
     peak_memory_bytes: float
-    """The most of any step."""
+    """Largest of any step."""
 
 
 class Incident(NamedTuple):
@@ -49,8 +49,8 @@ class Incident(NamedTuple):
     message: str
 
 
-class Saved(NamedTuple):
-    """The newest checkpoint whose manifest can be read; its files are not hashed."""
+class SavedCheckpoint(NamedTuple):
+    """The newest checkpoint with a readable manifest; its files are not hashed."""
 
     name: str
     step: int
@@ -60,39 +60,39 @@ class Saved(NamedTuple):
 
 
 class RunRecord(NamedTuple):
-    """All that a run folder tells."""
+    """Content of a run folder."""
 
     path: Path
     config_text: str
-    """config.toml as it lies there; empty where there is none."""
+    """Text of config.toml; empty if there is none."""
     config: dict[str, Any]
-    """Its values; empty where it is not TOML."""
+    """Values of config.toml; empty if it is not TOML."""
     progress: MetricsSummary
     updated: datetime | None
-    """When metrics.jsonl last grew."""
+    """Time of the last write to metrics.jsonl."""
     incidents: list[Incident]
     environment: dict[str, Any]
     kernels: dict[str, Any]
-    checkpoint: Saved | None
+    checkpoint: SavedCheckpoint | None
     problems: list[str]
-    """What is there and cannot be read."""
+    """Files that exist and cannot be read, with the reason."""
 
     def number(self, table: str, key: str) -> float | None:
-        """A finite number of the config; None where there is none."""
+        """A finite number of the config, or None."""
         values = self.config.get(table)
         return finite(values.get(key)) if isinstance(values, dict) else None
 
 
 def read_run(folder: str | Path) -> RunRecord:
-    """Reads a run folder, of a run in progress too.
+    """Reads a run folder, also while the run is in progress.
 
     Raises:
-        ConfigError: `folder` is none, or holds nothing of a run.
+        ConfigError: `folder` contains no run.
     """
     path = Path(folder)
     names = ("config.toml", "metrics.jsonl", "incidents.jsonl")
     if not any((path / name).exists() for name in names):
-        raise ConfigError(f"{path}: no run is here (none of {', '.join(names)}); give the folder of a run")
+        raise ConfigError(f"{path}: no run in this folder (none of {', '.join(names)}); give a run folder")
     problems: list[str] = []
     config_text = _text(path / "config.toml", problems)
     metrics = path / "metrics.jsonl"
@@ -177,7 +177,7 @@ def _json(path: Path, problems: list[str]) -> dict[str, Any]:
     return values
 
 
-def _newest_checkpoint(folder: Path, problems: list[str]) -> Saved | None:
+def _newest_checkpoint(folder: Path, problems: list[str]) -> SavedCheckpoint | None:
     if not folder.is_dir():
         return None
     names = [entry.name for entry in folder.iterdir() if directory_step(entry.name) is not None]
@@ -189,5 +189,5 @@ def _newest_checkpoint(folder: Path, problems: list[str]) -> Saved | None:
             problems.append(f"checkpoints/{name}: {error}")
             continue
         size = sum(record.size for record in manifest.files.values())
-        return Saved(name, manifest.step, len(manifest.files), size, written)
+        return SavedCheckpoint(name, manifest.step, len(manifest.files), size, written)
     return None

@@ -100,7 +100,7 @@ def test_report_lies_in_the_run_folder_by_default(fails, trained, tmp_path):
     (tmp_path / "config.toml").write_text((trained / "config.toml").read_text())
     assert main(["report", str(tmp_path)]) == 0
     assert (tmp_path / "report.html").read_text().startswith("<!DOCTYPE html>")
-    assert "no run is here" in fails(2, "report", tmp_path / "none")
+    assert "no run in this folder" in fails(2, "report", tmp_path / "none")
 
 
 def test_generate_continues_the_prompt(trained, capsys):

@@ -25,7 +25,7 @@ TEXTS = ["", "a", "the quick brown fox " * 20, "é日本🙂", "abc" * 100, "zz 
 
 
 @pytest.fixture(scope="module")
-def judge():
+def scorer():
     model = LanguageModel(ModelConfig(**model_table()))
     model.to_empty(device=torch.device("cpu"))
     init_weights(model, 0)
@@ -33,31 +33,31 @@ def judge():
 
 
 @torch.no_grad()
-def _direct(judge, text):
+def _direct(scorer, text):
     ids = torch.tensor([[256, *text.encode()]])
-    logits = judge.model(ids).logits.double()
+    logits = scorer.model(ids).logits.double()
     chosen = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])
     return -chosen.sum().item(), ids.shape[1] - 1
 
 
 @pytest.mark.parametrize(("piece", "at_once"), [(4096, 16384), (7, 20), (64, 1)])
-def test_scores_are_those_of_each_text_by_itself(judge, monkeypatch, piece, at_once):
+def test_scores_are_those_of_each_text_by_itself(scorer, monkeypatch, piece, at_once):
     monkeypatch.setattr(scoring, "_PIECE_TOKENS", piece)
     monkeypatch.setattr(scoring, "_TOKENS_AT_ONCE", at_once)
-    expected = [_direct(judge, text) for text in TEXTS]
-    np.testing.assert_allclose(score_texts(judge, TEXTS), expected, rtol=1e-4)
-    assert score_texts(judge, []).shape == (0, 2)
+    expected = [_direct(scorer, text) for text in TEXTS]
+    np.testing.assert_allclose(score_texts(scorer, TEXTS), expected, rtol=1e-4)
+    assert score_texts(scorer, []).shape == (0, 2)
 
 
-def test_states_of_the_documents_scored_together_are_bounded(judge, monkeypatch):
-    monkeypatch.setattr(scoring, "_STATES_BYTES", 3 * judge.model.state_bytes() + 1)
+def test_states_of_the_documents_scored_together_are_bounded(scorer, monkeypatch):
+    monkeypatch.setattr(scoring, "_STATES_BYTES", 3 * scorer.model.state_bytes() + 1)
     losses = Mock(wraps=scoring._losses)
     monkeypatch.setattr(scoring, "_losses", losses)
-    scores = score_texts(judge, ["abc"] * 8)
+    scores = score_texts(scorer, ["abc"] * 8)
     assert [len(call.args[1]) for call in losses.call_args_list] == [3, 3, 2]
-    np.testing.assert_allclose(scores, [_direct(judge, "abc")] * 8, rtol=1e-4)
+    np.testing.assert_allclose(scores, [_direct(scorer, "abc")] * 8, rtol=1e-4)
     monkeypatch.setattr(scoring, "_STATES_BYTES", 1)  # less than one state
-    np.testing.assert_allclose(score_texts(judge, ["abc"] * 2), scores[:2], rtol=1e-4)
+    np.testing.assert_allclose(score_texts(scorer, ["abc"] * 2), scores[:2], rtol=1e-4)
 
 
 @pytest.fixture
@@ -70,8 +70,8 @@ def corpus(tmp_path, monkeypatch):
     return parts.plan([tmp_path / "x.jsonl"]), values
 
 
-def _score(judge, planned, folder, share=None, **more):
-    score_corpus(judge, planned, folder, json_key="text", limit_bytes=1 << 20, resume=False, share=share, **more)
+def _score(scorer, planned, folder, share=None, **more):
+    score_corpus(scorer, planned, folder, json_key="text", limit_bytes=1 << 20, resume=False, share=share, **more)
 
 
 def _options(folder, **values):
@@ -89,22 +89,22 @@ def _options(folder, **values):
     return SelectOptions(**{**defaults, **values})
 
 
-def test_scores_are_the_same_for_any_number_of_shares(judge, corpus, tmp_path):
+def test_scores_are_the_same_for_any_number_of_shares(scorer, corpus, tmp_path):
     planned, _ = corpus
     assert len(planned) > 3
-    _score(judge, planned, tmp_path / "one")
+    _score(scorer, planned, tmp_path / "one")
     for number in range(3):
-        _score(judge, planned, tmp_path / "three", parts.PartShare(number, 3))
+        _score(scorer, planned, tmp_path / "three", parts.PartShare(number, 3))
     one, three = ([read_perplexities(tmp_path / name, part.number) for part in planned] for name in ("one", "three"))
     np.testing.assert_array_equal(np.concatenate(one), np.concatenate(three))
 
 
-def test_share_of_the_likeliest_documents_is_kept_with_its_perplexity(judge, corpus, tmp_path):
+def test_share_of_the_likeliest_documents_is_kept_with_its_perplexity(scorer, corpus, tmp_path):
     planned, values = corpus
-    _score(judge, planned, tmp_path / "p" / "scores")
+    _score(scorer, planned, tmp_path / "p" / "scores")
     report = select(planned, tmp_path / "p" / "scores", _options(tmp_path, keep_quantile=0.25))
     written = [json.loads(line) for name in report.files for line in Path(name).read_text().splitlines()]
-    direct = {value["n"]: _direct(judge, value["text"]) for value in values}
+    direct = {value["n"]: _direct(scorer, value["text"]) for value in values}
     expected = {n: np.exp(loss / tokens) for n, (loss, tokens) in direct.items() if tokens}
     least = sorted(expected, key=expected.get)[: -(-len(expected) // 4)]
     assert {value["n"] for value in written} >= set(least)
@@ -117,21 +117,21 @@ def test_share_of_the_likeliest_documents_is_kept_with_its_perplexity(judge, cor
     assert manifest["bad_lines"] == report.bad_lines == {"not JSON": 1}
 
 
-def test_progress_counts_bad_lines_in_both_passes(judge, corpus, tmp_path):
+def test_progress_counts_bad_lines_in_both_passes(scorer, corpus, tmp_path):
     seen = []
     (tmp_path / "p").mkdir()
-    _score(judge, corpus[0], tmp_path / "p" / "scores", on_progress=seen.append)
+    _score(scorer, corpus[0], tmp_path / "p" / "scores", on_progress=seen.append)
     select(corpus[0], tmp_path / "p" / "scores", _options(tmp_path, max_perplexity=1e9), on_progress=seen.append)
     size = (tmp_path / "x.jsonl").stat().st_size
     ends = [state for state in seen if state.documents == 140 and state.read_bytes == size]
     assert [state.bad_lines for state in ends] == [1, 1]
 
 
-def test_page_runs_nothing_and_shows_hostile_text_as_text(judge, tmp_path):
+def test_page_runs_nothing_and_shows_hostile_text_as_text(scorer, tmp_path):
     hostile = "<script>alert(1)</script>&amp;\x1b[31m\u202e'\""
     (tmp_path / "x.jsonl").write_text("\n".join(json.dumps({"text": f"{hostile}{k}"}) for k in range(20)))
     planned = parts.plan([tmp_path / "x.jsonl"])
-    _score(judge, planned, tmp_path / "p" / "scores")
+    _score(scorer, planned, tmp_path / "p" / "scores")
     options = _options(tmp_path, max_perplexity=1e9, samples=3)
     page = Path(select(planned, tmp_path / "p" / "scores", options).page).read_text()
     tags, data = [], []
@@ -167,16 +167,16 @@ def test_selection_that_cannot_work_is_refused(tmp_path, values, message):
         check_selection(_options(tmp_path, **values))
 
 
-def test_corpus_without_a_token_has_no_quantile(judge, tmp_path):
+def test_corpus_without_a_token_has_no_quantile(scorer, tmp_path):
     (tmp_path / "x.jsonl").write_text('{"text": ""}\n')
     planned = parts.plan([tmp_path / "x.jsonl"])
-    _score(judge, planned, tmp_path / "p" / "scores")
+    _score(scorer, planned, tmp_path / "p" / "scores")
     with pytest.raises(DataError, match="empty corpus: no document has a token to score"):
         select(planned, tmp_path / "p" / "scores", _options(tmp_path, keep_quantile=0.5))
 
 
-def test_tokenizer_of_another_model_is_refused(judge, corpus, tmp_path):
+def test_tokenizer_of_another_model_is_refused(scorer, corpus, tmp_path):
     BytePairTrainer(300).train(["the quick brown fox " * 20]).save(tmp_path / "t.json")
     tokenizer = HuggingFaceTokenizer(tmp_path / "t.json")
-    with pytest.raises(ConfigError, match=r"the tokenizer has \d+ ids, the model 257; score with the run's own"):
-        _score(ScoringModel(judge.model, tokenizer), corpus[0], tmp_path / "p")
+    with pytest.raises(ConfigError, match=r"the tokenizer has \d+ ids, but the model only 257; use the run's own"):
+        _score(ScoringModel(scorer.model, tokenizer), corpus[0], tmp_path / "p")

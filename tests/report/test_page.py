@@ -147,7 +147,7 @@ def test_report_tells_what_the_folder_holds(tmp_path):
         "3.6250 nats a token, after step 50",
         "409,600",
         "2,000 tokens/s, the median step",
-        "3.00 GiB at most",
+        "3.00 GiB, rank 0",
         "0:01:30, 10.0% of it waiting for data",
         "1.2500",
         "on 4 x cpu",
@@ -175,7 +175,7 @@ def test_losses_of_an_encoder_are_told_apart(tmp_path):
     [
         (3, ["started"], "step 3 of 3, finished"),
         (2, ["started", "error"], "step 2 of 3, ended by an error"),
-        (2, ["error", "resumed"], r"step 2 of 3, in progress or killed; the newest line is of 20\d\d-.* UTC"),
+        (2, ["error", "resumed"], r"step 2 of 3, in progress or killed; last logged at 20\d\d-.* UTC"),
         (2, ["started", "error", "warning"], "step 2 of 3, ended by an error"),
         (0, ["started"], "step 0 of 3, in progress or killed"),
     ],
@@ -188,7 +188,7 @@ def test_status_of_a_run(tmp_path, steps, incidents, expected):
 def test_run_that_stopped_as_asked_is_told_so(tmp_path):
     run = write_run(tmp_path / "run", 2, started="on 1 x cpu")
     (run / "config.toml").write_text("[train]\nsteps = 3\nstop_after_steps = 2\n")
-    assert status(read_run(run)) == "step 2 of 3, stopped there as asked"
+    assert status(read_run(run)) == "step 2 of 3, stopped by train.stop_after_steps"
 
 
 def test_run_that_ended_before_its_first_step_is_reported(tmp_path):
@@ -199,9 +199,9 @@ def test_run_that_ended_before_its_first_step_is_reported(tmp_path):
     assert_harmless(parsed)
     assert "step 0, ended by an error" in parsed.text
     assert "DataError: shard.bin: expected 10 bytes" in parsed.text
-    assert "none was written: the run ended before its first step" in parsed.text
+    assert "not written: the run ended before its first step" in parsed.text
     (run / "incidents.jsonl").write_text("")
-    assert status(read_run(run)) == "step 0, none yet"
+    assert status(read_run(run)) == "step 0, no step logged yet"
 
 
 def test_torn_and_foreign_lines_are_left_out(tmp_path):
@@ -246,7 +246,9 @@ def test_long_runs_are_drawn_by_means_and_long_tables_cut(tmp_path):
 
 
 def test_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"no run is here \(none of config.toml, metrics.jsonl, incidents.jsonl\)"):
+    with pytest.raises(
+        ConfigError, match=r"no run in this folder \(none of config.toml, metrics.jsonl, incidents.jsonl\)"
+    ):
         write_report(tmp_path, tmp_path / "report.html")
 
 
