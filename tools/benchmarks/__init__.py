@@ -1,1 +1,1 @@
-"""What tools/benchmark_ops.py measures: one module an op, each with `cases()`."""
+"""Cases of tools/benchmark_ops.py: one module per op, each with `cases()`."""

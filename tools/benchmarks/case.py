@@ -1,4 +1,4 @@
-"""One op at one shape: what computes it, what it must move and compute, whether it is right, and how long it takes."""
+"""Benchmark case of one op at one shape: implementations, unavoidable work, correctness gate and timing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BenchmarkFunction = Callable[..., Sequence[Tensor]]
 Inputs = dict[str, Tensor]
 
 ONE_ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-"""Relative errors that are none: a reference may happen to be exact."""
+"""Relative errors that always pass: a reference may happen to be exact."""
 
 
 class BenchmarkWork(NamedTuple):
@@ -24,40 +24,37 @@ class BenchmarkWork(NamedTuple):
 
 
 class BenchmarkCase(NamedTuple):
-    """Every function takes `inputs` by name and returns the outputs, in the same order."""
+    """An op at one shape. Every function takes `inputs` by name and returns the outputs, in the same order."""
 
     op: str
     shape: str
-    """As the table shows it, dtype included."""
+    """Label in the table, dtype included."""
     inputs: Inputs
-    """Random, and too large for the cache together with the outputs."""
+    """Random tensors; together with the outputs too large for the cache."""
     checked: Inputs
-    """What the gate compares on; smaller where the truth is expensive."""
+    """Inputs of the gate; smaller where the fp64 reference is expensive."""
     reference: BenchmarkFunction
-    """Plain PyTorch, fp64 clean."""
+    """Plain PyTorch, exact in fp64."""
     ours: dict[str, BenchmarkFunction]
-    """By backend; the first is what users get, the denominator of every ratio."""
-    peers: dict[str, BenchmarkFunction]
-    """Others' implementations of the same function, those that are installed."""
+    """By backend; the first is the default, the denominator of every ratio."""
+    baselines: dict[str, BenchmarkFunction]
+    """Installed implementations of the same function by other libraries."""
     bytes: BenchmarkWork
     """Each input read once and each output written once; the backward reads what it needs again."""
     flops: BenchmarkWork
-    """Of matrix products, multiply and add counted as two."""
+    """Of matmuls, multiply and add counted as two."""
     compiled: bool = True
     """Whether inductor can compile the reference at `inputs` in seconds and within memory."""
     captured: bool = True
-    """Timed as a CUDA graph, without the host's share; False for implementations that read results on the host."""
+    """Timed as a CUDA graph, without launch overhead; False for implementations that read results on the host."""
     differentiable: bool = True
-    """Whether there is a backward; a step of decoding has none."""
+    """Whether there is a backward; a decoding step has none."""
     repeatable: bool = True
     """Whether two calls give the same bits; a library's kernel may add up in any order."""
 
 
 class KernelTiming(NamedTuple):
-    """Medians in milliseconds, and the most memory that a forward and a backward hold above their inputs.
-
-    Where there is no backward, its time is zero.
-    """
+    """Median milliseconds and the peak memory of forward and backward above their inputs; 0 for a missing backward."""
 
     forward: float
     backward: float
@@ -65,11 +62,11 @@ class KernelTiming(NamedTuple):
 
 
 def gate(function: BenchmarkFunction, case: BenchmarkCase, *, factor: float) -> str:
-    """What is wrong with an implementation; empty where nothing is.
+    """Checks an implementation; returns its failure, or an empty string.
 
-    Outputs and, where there is a backward, the gradient of every float input, of a fixed random weighting: the error
+    Outputs and, where there is a backward, the gradient of every float input for fixed random output weights: the error
     against the reference in fp64 is at most `factor` times that of the reference in the inputs' own dtype, and a second
-    call gives the same bits where the case asks for it. A step's new state is held to the rounding of its own dtype.
+    call gives the same bits if the case is `repeatable`. A step's new state is compared at the rounding of its dtype.
     """
     inputs = case.checked
     dtype = next(x.dtype for x in inputs.values() if x.is_floating_point())
@@ -90,7 +87,7 @@ def gate(function: BenchmarkFunction, case: BenchmarkCase, *, factor: float) -> 
 
 
 def measure(function: BenchmarkFunction, case: BenchmarkCase) -> KernelTiming:
-    """Forward, with what it saves for the backward, and backward alone."""
+    """Times the forward, which saves tensors for the backward, and the backward alone."""
     with torch.cuda.stream(torch.cuda.Stream()):
         if not case.differentiable:
             step = _median(lambda: function(**case.inputs), captured=case.captured)

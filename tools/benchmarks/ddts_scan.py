@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.case import Case, Function, Work
+from benchmarks.case import BenchmarkCase, BenchmarkFunction, BenchmarkWork
 from megalin.ops.dispatch.dtypes import compute_dtype
 from megalin.ops.gates.ddts_gates import ddts_gates
 from megalin.ops.gates.low_rank_gate import low_rank_gate, low_rank_gate_reference
@@ -21,14 +21,14 @@ BATCH, LENGTH, WIDTH, KEY, RANK, TAPS, CHECKED, CHUNK = 4, 8192, 4096, 64, 32, 4
 
 
 class Ops(NamedTuple):
-    """What differs between ours and the reference."""
+    """The ops in which ours and the reference differ."""
 
-    conv: Function
-    gate: Function
-    scan: Function
+    conv: BenchmarkFunction
+    gate: BenchmarkFunction
+    scan: BenchmarkFunction
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[BenchmarkCase]:
     """Rodimus-1.3B: 32,768 tokens of 4096 channels in bf16, 64 keys, an input gate of rank 32."""
 
     def draw(*shape: int, scale: float = 1.0) -> Tensor:
@@ -48,22 +48,22 @@ def cases() -> Iterator[Case]:
     sizes = {"num_heads": 1, "key_dim": KEY, "value_dim": WIDTH, "chunk_size": CHUNK}
     flops = small + tokens * vector_decay_scan_flops(LENGTH, **sizes)
     ours = _path(Ops(short_conv, low_rank_gate, vector_decay_scan))
-    yield Case(
+    yield BenchmarkCase(
         op="ddts_scan",
         shape=f"Rodimus B{BATCH} T{LENGTH} bf16",
         inputs={"x": x} | weights,
         checked={"x": x[:1, :CHECKED]} | weights,
         reference=_path(Ops(short_conv_reference, low_rank_gate_reference, vector_decay_scan_reference)),
-        # As in a model, whose blocks are compiled.
+        # Compiled, as blocks of a model are.
         ours={"auto": torch.compile(ours, fullgraph=True, dynamic=False), "eager": ours},
-        peers=_peers(),
-        bytes=Work(2 * x.nbytes, 3 * x.nbytes),
-        flops=Work(flops, 2 * flops),
+        baselines=_baselines(),
+        bytes=BenchmarkWork(2 * x.nbytes, 3 * x.nbytes),
+        flops=BenchmarkWork(flops, 2 * flops),
         compiled=False,
     )
 
 
-def _path(ops: Ops) -> Function:
+def _path(ops: Ops) -> BenchmarkFunction:
     def run(
         x: Tensor,
         conv_weight: Tensor,
@@ -86,14 +86,14 @@ def _path(ops: Ops) -> Function:
     return run
 
 
-def _peers() -> dict[str, Function]:
-    """The same through fla's ops, in the dtypes of its Rodimus layer."""
+def _baselines() -> dict[str, BenchmarkFunction]:
+    """The same path through fla's ops, in the dtypes of its Rodimus layer."""
     if importlib.util.find_spec("fla") is None:
         return {}
     from fla.modules.causal_conv1d.ops import causal_conv1d
     from fla.ops.gla import chunk_gla
 
-    def peer(
+    def baseline(
         x: Tensor,
         conv_weight: Tensor,
         conv_bias: Tensor,
@@ -112,4 +112,4 @@ def _peers() -> dict[str, Function]:
         q, k, v, g = (y.to(x.dtype)[:, :, None] for y in (q, k, v, -strength * temperature))
         return [chunk_gla(q, k, v, g, state_v_first=True)[0]]
 
-    return {"fla chunk_gla": peer}
+    return {"fla chunk_gla": baseline}

@@ -1,4 +1,4 @@
-"""The product inside a gated linear unit, 32,768 tokens, both halves in one projection."""
+"""Elementwise product in a gated linear unit, 32,768 tokens, both factors in one projection."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from benchmarks.case import Case, Function, Work
+from benchmarks.case import BenchmarkCase, BenchmarkFunction, BenchmarkWork
 from megalin.ops.gates.gated_product import Activation, gated_product, gated_product_reference
 
 TOKENS, CHECKED = 32768, 1000
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[BenchmarkCase]:
     """TransNormerLLM-1B's SGLU and LLaMA-1B's SwiGLU, bf16."""
     yield _case("none", 5632)
     yield _case("silu", 4096)
 
 
-def _case(activation: Activation, width: int) -> Case:
+def _case(activation: Activation, width: int) -> BenchmarkCase:
     halves = torch.randn(TOKENS, 2 * width, device="cuda", dtype=torch.bfloat16)
 
-    def apply(op: Function) -> Function:
+    def apply(op: BenchmarkFunction) -> BenchmarkFunction:
         def run(halves: Tensor) -> list[Tensor]:
             return [op(halves, activation=activation)]  # type: ignore[list-item]
 
         return run
 
-    return Case(
+    return BenchmarkCase(
         op="gated_product",
         shape=f"{activation} {TOKENS}x2x{width} bf16",
         inputs={"halves": halves},
         checked={"halves": halves[:CHECKED]},
         reference=apply(gated_product_reference),
         ours={"auto": apply(gated_product)},
-        peers={},
-        bytes=Work(halves.nbytes * 3 / 2, halves.nbytes * 5 / 2),
-        flops=Work(0, 0),
+        baselines={},
+        bytes=BenchmarkWork(halves.nbytes * 3 / 2, halves.nbytes * 5 / 2),
+        flops=BenchmarkWork(0, 0),
     )

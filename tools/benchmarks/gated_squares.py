@@ -1,4 +1,4 @@
-"""Products and sums of squares of gated norms: 64 Mi elements in rows of the widths that models have."""
+"""Gating and sums of squares of gated norms: 64 Mi elements at the models' widths."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.case import Case, Work
+from benchmarks.case import BenchmarkCase, BenchmarkWork
 from megalin.ops.norms.gated_squares import gated_squares, gated_squares_reference
 
 ELEMENTS = 2**26
 WIDTHS = (1024, 2048, 4096, 8192, 12288)
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[BenchmarkCase]:
     """bf16: the gate after an unweighted norm (TransNormerLLM, TNL), and before a weighted one (Rodimus, Mamba-2)."""
     for width in WIDTHS:
         x, gate = (torch.randn(ELEMENTS // width, width, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -24,9 +24,9 @@ def cases() -> Iterator[Case]:
         yield _case(f"{len(x)}x{width} bf16 gate first", {**inputs, "weight": weight}, gate_first=True)
 
 
-def _case(shape: str, inputs: dict[str, torch.Tensor], *, gate_first: bool) -> Case:
+def _case(shape: str, inputs: dict[str, torch.Tensor], *, gate_first: bool) -> BenchmarkCase:
     size = inputs["x"].nbytes
-    return Case(
+    return BenchmarkCase(
         op="gated_squares",
         shape=shape,
         inputs=inputs,
@@ -36,7 +36,7 @@ def _case(shape: str, inputs: dict[str, torch.Tensor], *, gate_first: bool) -> C
             backend: functools.partial(gated_squares, gate_first=gate_first, backend=backend)
             for backend in ("auto", "triton")
         },
-        peers={},
-        bytes=Work(3 * size, 5 * size),
-        flops=Work(0, 0),
+        baselines={},
+        bytes=BenchmarkWork(3 * size, 5 * size),
+        flops=BenchmarkWork(0, 0),
     )

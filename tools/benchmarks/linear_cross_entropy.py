@@ -1,6 +1,6 @@
-"""Linear + cross entropy: 16,384 tokens, width 2048, a vocabulary of 100,352 (100,280 and its padding, for everyone).
+"""Linear + cross entropy: 16,384 tokens, width 2048, a vocabulary of 100,352 (100,280 padded, for baselines too).
 
-Ours and Liger's form the gradients with the loss, so only forward and backward together compare.
+Ours and Liger's compute the gradients with the loss, so only forward and backward together are comparable.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.case import Case, Function, Work
+from benchmarks.case import BenchmarkCase, BenchmarkFunction, BenchmarkWork
 from megalin.ops.linear_cross_entropy import linear_cross_entropy_reference
 from megalin.parallel.collectives import Axis
 from megalin.parallel.cross_entropy import IGNORED_LABEL, vocab_parallel_linear_cross_entropy
@@ -20,23 +20,23 @@ from megalin.parallel.cross_entropy import IGNORED_LABEL, vocab_parallel_linear_
 TOKENS, CHECKED, WIDTH, ROWS = 16384, 2049, 2048, 100352
 
 
-def cases() -> Iterator[Case]:
-    """bf16, the sum of the losses."""
+def cases() -> Iterator[BenchmarkCase]:
+    """One case, bf16, the sum of the losses."""
     x = torch.randn(TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(ROWS, WIDTH, device="cuda", dtype=torch.bfloat16) * WIDTH**-0.5
     labels = torch.randint(ROWS, (TOKENS,), device="cuda")
     inputs = {"x": x, "weight": weight, "labels": labels}
-    product = 2 * TOKENS * WIDTH * ROWS
-    yield Case(
+    flops = 2 * TOKENS * WIDTH * ROWS
+    yield BenchmarkCase(
         op="linear_cross_entropy",
         shape=f"{TOKENS}x{WIDTH}x{ROWS} bf16",
         inputs=inputs,
         checked={"x": x[:CHECKED], "weight": weight, "labels": labels[:CHECKED]},
         reference=_reference,
         ours={"auto": _ours},
-        peers=_peers(),
-        bytes=Work(x.nbytes + weight.nbytes, 2 * (x.nbytes + weight.nbytes)),
-        flops=Work(product, 2 * product),
+        baselines=_baselines(),
+        bytes=BenchmarkWork(x.nbytes + weight.nbytes, 2 * (x.nbytes + weight.nbytes)),
+        flops=BenchmarkWork(flops, 2 * flops),
         compiled=False,
         captured=False,
     )
@@ -55,8 +55,8 @@ def _ours(x: Tensor, weight: Tensor, labels: Tensor) -> list[Tensor]:
     return [vocab_parallel_linear_cross_entropy(x, weight, labels, Axis("tp"), vocab_size=len(weight))]
 
 
-def _peers() -> dict[str, Function]:
-    found: dict[str, Function] = {"torch bf16 loss": _torch_low}
+def _baselines() -> dict[str, BenchmarkFunction]:
+    found: dict[str, BenchmarkFunction] = {"torch bf16 loss": _torch_low}
     if importlib.util.find_spec("liger_kernel") is not None:
         from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Fused
 

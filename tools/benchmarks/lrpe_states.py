@@ -1,4 +1,4 @@
-"""States from segment to segment under LRPE: 4 x 64 segments of 128 tokens, 16 heads."""
+"""States passed between segments under LRPE: 4 x 64 segments of 128 tokens, 16 heads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from benchmarks.case import Case, Work
+from benchmarks.case import BenchmarkCase, BenchmarkWork
 from megalin.ops.dispatch.backend import Backend
 from megalin.ops.positions.lrpe_states import enter_segments
 from megalin.ops.positions.silu_lrpe import LRPEForm
@@ -15,13 +15,13 @@ from megalin.ops.positions.silu_lrpe import LRPEForm
 BATCH, SEGMENTS, LENGTH, HEADS, VALUE = 4, 64, 128, 16, 128
 
 
-def cases() -> Iterator[Case]:
-    """Both forms of heads of 128, fp32."""
+def cases() -> Iterator[BenchmarkCase]:
+    """Both forms, heads of 128, fp32."""
     yield _case("cosine", 256)
     yield _case("rotation", 128)
 
 
-def _case(form: LRPEForm, key: int) -> Case:
+def _case(form: LRPEForm, key: int) -> BenchmarkCase:
     added = torch.randn(BATCH, SEGMENTS, HEADS, key, VALUE, device="cuda")
     theta = 10000.0 ** -torch.rand(HEADS, key // 2, device="cuda")
     slopes = torch.rand(HEADS, device="cuda") / 8.0
@@ -33,16 +33,16 @@ def _case(form: LRPEForm, key: int) -> Case:
         return run(added, theta, "reference")
 
     inputs = {"added": added, "theta": theta}
-    return Case(
+    return BenchmarkCase(
         op="lrpe_states",
         shape=f"{form} {BATCH}x{SEGMENTS}x{HEADS}x{key}x{VALUE} fp32",
         inputs=inputs,
         checked=inputs | {"added": added[:1, :8]},
         reference=reference,
         ours={"auto": run},
-        peers={},
-        # Backward: the gradients of the entering states, these, and the gradients of those added.
-        bytes=Work(2 * added.nbytes, 3 * added.nbytes),
-        flops=Work(0, 0),
+        baselines={},
+        # Backward: the gradients of the entering states, these states, and the gradients of the added ones.
+        bytes=BenchmarkWork(2 * added.nbytes, 3 * added.nbytes),
+        flops=BenchmarkWork(0, 0),
         compiled=False,
     )

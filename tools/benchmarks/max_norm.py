@@ -1,4 +1,4 @@
-"""MaxNorm, alone and with the factor and Cosine RelPE of DANet: 64 Mi elements in rows of the widths of models."""
+"""MaxNorm, alone and with the factor and Cosine RelPE of DANet: 64 Mi elements at the models' widths."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.case import Case, Work
+from benchmarks.case import BenchmarkCase, BenchmarkWork
 from megalin.ops.norms.max_norm import encoded_max_norm, encoded_max_norm_reference, max_norm, max_norm_reference
 
 ELEMENTS, LENGTH = 2**26, 512
@@ -15,10 +15,10 @@ PLAIN = ENCODED = (1024, 2048, 4096, 8192, 12288)
 EPS = 1e-3
 
 
-def cases() -> Iterator[Case]:
-    """bf16; encoded ones with one head, as DANet has, and sequences of 512 tokens, a tenth of them padding.
+def cases() -> Iterator[BenchmarkCase]:
+    """bf16; the encoded cases with one head, as in DANet, and sequences of 512 tokens, a tenth of them padding.
 
-    Bytes of encoded ones: beside x and y, the table of cosines once, of two bytes a place and element.
+    Bytes of encoded cases: x, y and the table of cosines once, of two bytes a position and element.
     """
     for width in PLAIN:
         x = torch.randn(ELEMENTS // width, width, device="cuda", dtype=torch.bfloat16)
@@ -33,8 +33,8 @@ def cases() -> Iterator[Case]:
         yield _case(shape, x, ours, encoded_max_norm_reference, arguments, table_bytes=2 * LENGTH * width)
 
 
-def _case(shape, x, function, reference, arguments, *, table_bytes) -> Case:  # type: ignore[no-untyped-def]
-    x[..., 7] = 9.0  # backends choose differently among equal maxima
+def _case(shape, x, function, reference, arguments, *, table_bytes) -> BenchmarkCase:  # type: ignore[no-untyped-def]
+    x[..., 7] = 9.0  # a unique maximum: backends choose differently among equal ones
 
     def run(of, x, **options):  # type: ignore[no-untyped-def]
         own = arguments
@@ -45,14 +45,14 @@ def _case(shape, x, function, reference, arguments, *, table_bytes) -> Case:  # 
         return [of(x, **own, eps=EPS, **options)]
 
     backends = ("auto", "triton", "cuda")
-    return Case(
+    return BenchmarkCase(
         op="max_norm",
         shape=shape,
         inputs={"x": x},
         checked={"x": x[:5]},
         reference=functools.partial(run, reference),
         ours={name: functools.partial(run, function, backend=name) for name in backends},
-        peers={},
-        bytes=Work(2 * x.nbytes + table_bytes, 3 * x.nbytes + table_bytes),
-        flops=Work(0, 0),
+        baselines={},
+        bytes=BenchmarkWork(2 * x.nbytes + table_bytes, 3 * x.nbytes + table_bytes),
+        flops=BenchmarkWork(0, 0),
     )

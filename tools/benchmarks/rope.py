@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from benchmarks.case import Case, Work
+from benchmarks.case import BenchmarkCase, BenchmarkWork
 from megalin.ops.positions.encodings import rope, rope_reference
 
 BATCH, LENGTH, HEADS, KEY, CHECKED = 4, 8192, 12, 128, 1000
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[BenchmarkCase]:
     """LLaMA-1B's queries, bf16."""
     x = torch.randn(BATCH, LENGTH, HEADS, KEY, device="cuda", dtype=torch.bfloat16)
     positions = torch.arange(LENGTH, device="cuda")
@@ -24,14 +24,14 @@ def cases() -> Iterator[Case]:
     def reference(x: Tensor, positions: Tensor) -> list[Tensor]:
         return [rope_reference(x, positions)]
 
-    yield Case(
+    yield BenchmarkCase(
         op="rope",
         shape=f"{BATCH}x{LENGTH}x{HEADS}x{KEY} bf16",
         inputs={"x": x, "positions": positions},
         checked={"x": x[:, :CHECKED], "positions": positions[:CHECKED]},
         reference=reference,
         ours={"auto": ours},
-        peers={},
-        bytes=Work(2 * x.nbytes, 2 * x.nbytes),
-        flops=Work(0, 0),
+        baselines={},
+        bytes=BenchmarkWork(2 * x.nbytes, 2 * x.nbytes),
+        flops=BenchmarkWork(0, 0),
     )

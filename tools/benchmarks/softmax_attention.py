@@ -1,4 +1,4 @@
-"""Causal softmax attention of LLaMA-1B's 12 heads of 128 over 32,768 tokens: whole rows, packed ones, a window."""
+"""Causal softmax attention of LLaMA-1B's 12 heads of 128 over 32,768 tokens: full, packed and windowed."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.case import Case, Function, Inputs, Work
+from benchmarks.case import BenchmarkCase, BenchmarkFunction, BenchmarkWork, Inputs
 from megalin.ops.attention.causal import causal_attention
 from megalin.ops.attention.softmax import softmax_attention, visible_tokens, within_window
-from megalin.ops.documents import WHOLE_ROWS, Documents, find_documents
+from megalin.ops.documents import UNPACKED, PackedDocuments, find_documents
 
 HEADS, KEY, CHECKED = 12, 128, 1000
 SHAPES = ((4, 8192), (16, 2048), (1, 32768))
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
-def cases() -> Iterator[Case]:
-    """bf16; documents of 1024 tokens, and a window of as many."""
+def cases() -> Iterator[BenchmarkCase]:
+    """bf16; documents of 1024 tokens, and a window of the same size."""
     for batch, length in SHAPES:
         yield _case(batch, length, document=length, window=None)
         yield _case(batch, length, document=1024, window=None)
     yield _case(4, 8192, document=8192, window=1024)
 
 
-def _case(batch: int, length: int, *, document: int, window: int | None) -> Case:
+def _case(batch: int, length: int, *, document: int, window: int | None) -> BenchmarkCase:
     heads = torch.randn(3, batch, length, HEADS, KEY, device="cuda", dtype=torch.bfloat16)
     inputs = dict(zip(("q", "k", "v"), heads, strict=True))
-    packed, whole = document < length, document == length and window is None
+    packed, full = document < length, document == length and window is None
 
     @functools.cache
-    def documents(rows: int, tokens: int) -> Documents:
-        """What a model finds once a batch; the fewer tokens of the gate hold several documents too."""
+    def documents(rows: int, tokens: int) -> PackedDocuments:
+        """Document layout of a batch; the gate's shorter inputs hold several documents too."""
         if not packed:
-            return WHOLE_ROWS
+            return UNPACKED
         ids = torch.arange(tokens, device="cuda") // min(document, tokens // 3)
         return find_documents(ids.expand(rows, -1))
 
@@ -49,20 +49,20 @@ def _case(batch: int, length: int, *, document: int, window: int | None) -> Case
         return [softmax_attention(q, k, v, visible=visible if window is None else within_window(visible, window))]
 
     longest = min(document, window or document)
-    seen = length * longest - longest * (longest - 1) / 2 if not packed else length * (longest + 1) / 2
-    product = 2 * batch * seen * HEADS * KEY
+    visible_pairs = length * longest - longest * (longest - 1) / 2 if not packed else length * (longest + 1) / 2
+    matmul = 2 * batch * visible_pairs * HEADS * KEY
     nbytes = inputs["q"].nbytes
     kind = f" window {window}" if window else f" documents of {document}" if packed else ""
-    return Case(
+    return BenchmarkCase(
         op="softmax_attention",
         shape=f"{batch}x{length}x{HEADS}x{KEY}{kind} bf16",
         inputs=inputs,
         checked=_checked(inputs),
         reference=masked,
         ours={"auto": ours},
-        peers={f"sdpa {name}": _only(backend) for name, backend in BACKENDS.items()} if whole else {},
-        bytes=Work(4 * nbytes, 8 * nbytes),
-        flops=Work(2 * product, 5 * product),
+        baselines={f"sdpa {name}": _only(backend) for name, backend in BACKENDS.items()} if full else {},
+        bytes=BenchmarkWork(4 * nbytes, 8 * nbytes),
+        flops=BenchmarkWork(2 * matmul, 5 * matmul),
         compiled=False,
         repeatable=False,
     )
@@ -72,7 +72,7 @@ def _checked(inputs: Inputs) -> Inputs:
     return {name: x[:2, :CHECKED] for name, x in inputs.items()}
 
 
-def _only(backend: SDPBackend) -> Function:
+def _only(backend: SDPBackend) -> BenchmarkFunction:
     def attention(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
         with sdpa_kernel(backend):
             return [softmax_attention(q, k, v)]

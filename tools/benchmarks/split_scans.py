@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.case import Case, Work
+from benchmarks.case import BenchmarkCase, BenchmarkWork
 from megalin.ops.scans.context_parallel import SingleProcessExchange
 from megalin.ops.scans.fixed_decay import decay_scan, decay_scan_flops, decay_scan_reference
 from megalin.ops.scans.fixed_decay_kernels import total_decay
@@ -23,7 +23,7 @@ TOKENS, CHECKED, CHUNK = 32768, 600, 64
 Scan = Callable[..., Any]
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[BenchmarkCase]:
     """The 1B presets' heads: fixed decays, HGRN2's, Rodimus' one wide head, and Mamba-2's; bf16."""
     slopes = torch.rand(16, device="cuda") / 8.0
     fixed = {"v": (16, 128), "q": (16, 128), "k": (16, 128)}
@@ -58,7 +58,7 @@ def _case(
     state: Callable[..., tuple[Tensor, Tensor]],
     flops: int,
     **options: Tensor,
-) -> Case:
+) -> BenchmarkCase:
     inputs = {name: torch.randn(1, TOKENS, *width, device="cuda") for name, width in widths.items()}
     inputs = {name: x if name == "log_decay" else x.bfloat16() for name, x in inputs.items()}
     if "log_decay" in inputs:
@@ -80,15 +80,15 @@ def _case(
         return [scan(**x, **options).output]
 
     in_bytes, out_bytes = sum(x.nbytes for x in inputs.values()), inputs["v"].nbytes
-    return Case(
+    return BenchmarkCase(
         op="split_scans",
         shape=shape,
         inputs=inputs,
         checked={name: x[:, :CHECKED].contiguous() for name, x in inputs.items()},
         reference=lambda **x: [reference(**x, **options).output],
         ours={"two phases": two_phases, "separate state": separate_state, "unsharded": unsharded},
-        peers={},
-        bytes=Work(in_bytes + out_bytes, 2 * in_bytes + out_bytes),
-        flops=Work(TOKENS * flops, 2 * TOKENS * flops),
+        baselines={},
+        bytes=BenchmarkWork(in_bytes + out_bytes, 2 * in_bytes + out_bytes),
+        flops=BenchmarkWork(TOKENS * flops, 2 * TOKENS * flops),
         compiled=False,
     )

@@ -1,4 +1,4 @@
-"""SRMSNorm: 64 Mi elements in rows of the widths that models have."""
+"""SRMSNorm: 64 Mi elements at the models' widths."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional
 
-from benchmarks.case import Case, Work
+from benchmarks.case import BenchmarkCase, BenchmarkWork
 from megalin.ops.norms.srmsnorm import srmsnorm, srmsnorm_reference
 
 ELEMENTS = 2**26
@@ -16,21 +16,21 @@ WIDTHS = (64, 1024, 2048, 4096, 5120, 8192, 12288, 16384)
 EPS = 1e-6
 
 
-def cases() -> Iterator[Case]:
-    """One a width, bf16."""
+def cases() -> Iterator[BenchmarkCase]:
+    """One case per width, bf16."""
     for width in WIDTHS:
         rows = ELEMENTS // width
         x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
-        yield Case(
+        yield BenchmarkCase(
             op="srmsnorm",
             shape=f"{rows}x{width} bf16",
             inputs={"x": x},
             checked={"x": x[:4097]},
             reference=lambda x: [srmsnorm_reference(x, eps=EPS)],
             ours={backend: functools.partial(_ours, backend=backend) for backend in ("auto", "triton", "cuda")},
-            peers={"F.rms_norm": lambda x: [functional.rms_norm(x, x.shape[-1:], eps=EPS)]},
-            bytes=Work(2 * x.nbytes, 3 * x.nbytes),
-            flops=Work(0, 0),
+            baselines={"F.rms_norm": lambda x: [functional.rms_norm(x, x.shape[-1:], eps=EPS)]},
+            bytes=BenchmarkWork(2 * x.nbytes, 3 * x.nbytes),
+            flops=BenchmarkWork(0, 0),
         )
 
 

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from benchmarks.case import Case, Work
+from benchmarks.case import BenchmarkCase, BenchmarkWork
 from megalin.ops.scans.tpe import tpe, tpe_reference
 
 BATCH, LENGTH, WIDTH, DECAYS, CHECKED = 4, 8192, 1536, 128, 1000
 
 
-def cases() -> Iterator[Case]:
-    """The decays as they are at the start, bf16, packed documents."""
+def cases() -> Iterator[BenchmarkCase]:
+    """Initial decays, bf16, packed documents."""
     x = torch.randn(BATCH, LENGTH, WIDTH, device="cuda", dtype=torch.bfloat16)
     log_decay = torch.nn.functional.logsigmoid(torch.linspace(-4.0, 4.0, DECAYS, device="cuda"))
     inputs = {
@@ -30,16 +30,16 @@ def cases() -> Iterator[Case]:
     def reference(x: Tensor, coefficients: Tensor, log_decay: Tensor, document_ids: Tensor) -> list[Tensor]:
         return [tpe_reference(x, coefficients, log_decay, document_ids=document_ids).output]
 
-    yield Case(
+    yield BenchmarkCase(
         op="tpe",
         shape=f"{BATCH}x{LENGTH}x{WIDTH} {DECAYS} decays bf16",
         inputs=inputs,
         checked=inputs | {"x": x[:1, :CHECKED], "document_ids": inputs["document_ids"][:1, :CHECKED]},
         reference=reference,
         ours={"auto": ours},
-        peers={},
-        bytes=Work(2 * x.nbytes, 3 * x.nbytes),
-        # Not of matrix products: a state's multiply-adds run on the fp32 units.
-        flops=Work(0, 0),
+        baselines={},
+        bytes=BenchmarkWork(2 * x.nbytes, 3 * x.nbytes),
+        # No matmuls: a state's multiply-adds run on the fp32 units.
+        flops=BenchmarkWork(0, 0),
         compiled=False,
     )
