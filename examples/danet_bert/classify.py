@@ -20,9 +20,9 @@ import torch
 from megalin.checkpoint.load import load, newest
 from megalin.checkpoint.save import save
 from megalin.checkpoint.tensors import OPTIMIZER_PREFIX, weights
+from megalin.data.batch import EncoderBatch, batch_to, take_samples
 from megalin.data.masking import SpecialTokens, resolve_tokens
-from megalin.data.packing import EncoderBatch, batch_to, take_rows
-from megalin.data.tokenizer import Tokenizer, load_tokenizer
+from megalin.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megalin.errors import ConfigError, DataError, MegalinError
 from megalin.model.build import Model
 from megalin.model.config import EncoderConfig
@@ -31,7 +31,7 @@ from megalin.parallel.data_parallel import reshard
 from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.parallel.process_group import compute_device, process_group
 from megalin.train.build import build_model
-from megalin.train.restore import open_run
+from megalin.train.open_run import open_run
 from megalin.train.step import train_step
 
 NEW_HEAD = "sequence_head.classifier."
@@ -106,7 +106,7 @@ def accuracy(model: Model, examples: EncoderBatch, mesh: Mesh, *, batch_size: in
     """Fraction of the examples whose most likely class is their label."""
     right = 0
     for first in range(0, len(examples.tokens), batch_size):
-        batch = batch_to(take_rows(examples, slice(first, first + batch_size)), mesh.device)
+        batch = batch_to(take_samples(examples, slice(first, first + batch_size)), mesh.device)
         right += int((model(**batch.inputs()).sequence_logits.argmax(-1) == batch.sequence_labels).sum())
     reshard(model)
     return right / len(examples.tokens)

@@ -1,4 +1,4 @@
-"""What models train on: batches of next tokens out of windows of T + 1 ids, and batches for encoders."""
+"""Batches: next-token samples out of windows of T + 1 ids, and samples for encoders."""
 
 from __future__ import annotations
 
@@ -13,53 +13,52 @@ from megalin.parallel.cross_entropy import IGNORED_LABEL
 
 
 class Batch(NamedTuple):
-    """What a model trains on; B samples of T tokens."""
+    """B samples of T tokens for a language model."""
 
     tokens: torch.Tensor  # [B, T] int64
     labels: torch.Tensor  # [B, T] int64, -100 = ignored
-    document_ids: torch.Tensor  # [B, T] int32, from 0 in each row, never falling
-    sample_ids: torch.Tensor  # [B] int64, number of the sample in its split; -1 = padding row
+    document_ids: torch.Tensor  # [B, T] int32, from 0 in each sample, never falling
+    sample_ids: torch.Tensor  # [B] int64, number of the sample in its split; -1 = padding sample
 
     def inputs(self) -> dict[str, torch.Tensor]:
-        """What the forward of a decoder takes."""
+        """Arguments of a decoder's forward."""
         return {"tokens": self.tokens, "labels": self.labels, "document_ids": self.document_ids}
 
     def label_counts(self) -> torch.Tensor:
-        """[1] int64, the valid labels of each term of the loss."""
+        """[1] int64, number of valid labels of each term of the loss."""
         return (self.labels != IGNORED_LABEL).sum().view(1)
 
     def padding(self) -> tuple[int, ...]:
-        """What a padding row holds, by field."""
+        """Values of a padding sample, by field."""
         return 0, IGNORED_LABEL, 0, -1
 
 
 class EncoderBatch(NamedTuple):
-    """What an encoder trains on; B sequences of T tokens, each with P places for predictions."""
+    """B sequences of T tokens for an encoder, each with room for P predictions."""
 
     tokens: torch.Tensor  # [B, T] int64
     token_types: torch.Tensor  # [B, T] int64
     valid: torch.Tensor  # [B, T] bool, False at padding
-    masked_positions: torch.Tensor  # [B, P] int64, in the whole sequence; P = 0 for a model that classifies
+    masked_positions: torch.Tensor  # [B, P] int64, in the full sequence; P = 0 for a model that classifies
     masked_labels: torch.Tensor  # [B, P] int64, -100 = ignored
-    sequence_labels: (
-        torch.Tensor
-    )  # [B] int64, next sentence (0 follows, 1 of another document) or class; -100 = ignored
-    sample_ids: torch.Tensor  # [B] int64, number of the sample in its split; -1 = padding row
+    # [B] int64, next sentence (0 follows, 1 of another document) or class; -100 = ignored
+    sequence_labels: torch.Tensor
+    sample_ids: torch.Tensor  # [B] int64, number of the sample in its split; -1 = padding sample
 
     def inputs(self) -> dict[str, torch.Tensor]:
-        """What the forward of an encoder takes."""
+        """Arguments of an encoder's forward."""
         names = ["tokens", "token_types", "valid", "sequence_labels"]
         if self.masked_positions.shape[1]:
             names += ["masked_positions", "masked_labels"]
         return {name: getattr(self, name) for name in names}
 
     def label_counts(self) -> torch.Tensor:
-        """[1 or 2] int64, the valid labels of each term of the loss: masked tokens where there are any, sequences."""
+        """[1 or 2] int64, number of valid labels of each term of the loss: masked tokens if any, sequences."""
         labels = [self.masked_labels, self.sequence_labels] if self.masked_labels.shape[1] else [self.sequence_labels]
         return torch.stack([(each != IGNORED_LABEL).sum() for each in labels])
 
     def padding(self) -> tuple[int, ...]:
-        """What a padding row holds, by field."""
+        """Values of a padding sample, by field."""
         return 0, 0, 0, 0, IGNORED_LABEL, IGNORED_LABEL, -1
 
 
@@ -74,15 +73,15 @@ def pack(
     *,
     isolate_documents: bool,
 ) -> Batch:
-    """Shifts the labels on the whole window, before anything splits it: labels[t] = windows[t + 1].
+    """Builds a batch; labels are shifted on the full window, before it is sharded: labels[t] = windows[t + 1].
 
     Args:
         windows: [B, T + 1] int64, token ids.
-        pieces: [B, T + 1] int32, the document of each id, from 0 in each row and never falling. It comes from the
-            shard's index, so a text that holds the end-of-document token is not cut there.
+        pieces: [B, T + 1] int32, the document of each id, from 0 in each window and never falling. It comes from the
+            shard's index, so a text that contains the end-of-document token is not cut there.
         sample_ids: [B] int64.
-        isolate_documents: ignore the label after a document's last token (it is the next document's first) and keep
-            the documents apart; else every label counts and the row is one document.
+        isolate_documents: ignore the label after a document's last token (the next document's first) and number the
+            documents; else every label counts and the window is one document.
     """
     assert windows.shape == pieces.shape, (windows.shape, pieces.shape)
     labels = windows[:, 1:].copy()  # [B, T]
@@ -99,10 +98,10 @@ def pack(
     )
 
 
-def pad_rows(batch: BatchT, rows: int) -> BatchT:
-    """Appends rows without a valid label (token 0, sample -1) until there are `rows`."""
-    missing = rows - len(batch.sample_ids)
-    assert missing >= 0, (rows, len(batch.sample_ids))
+def pad_samples(batch: BatchT, count: int) -> BatchT:
+    """Appends samples without a valid label (token 0, sample -1) until there are `count`."""
+    missing = count - len(batch.sample_ids)
+    assert missing >= 0, (count, len(batch.sample_ids))
 
     def padded(tensor: torch.Tensor, value: int) -> torch.Tensor:
         return torch.cat([tensor, tensor.new_full((missing, *tensor.shape[1:]), value)])
@@ -110,16 +109,16 @@ def pad_rows(batch: BatchT, rows: int) -> BatchT:
     return type(batch)(*(padded(tensor, value) for tensor, value in zip(batch, batch.padding(), strict=True)))
 
 
-def take_rows(batch: BatchT, rows: slice) -> BatchT:
-    """Some rows of a batch."""
-    return type(batch)(*(tensor[rows] for tensor in batch))
+def take_samples(batch: BatchT, samples: slice) -> BatchT:
+    """Slice of a batch along its samples."""
+    return type(batch)(*(tensor[samples] for tensor in batch))
 
 
 def split_tokens(batch: BatchT, cp: ContextParallel) -> BatchT:
-    """This rank's tokens of a batch, whose labels were made of whole rows.
+    """This rank's tokens of a batch; the labels were made on full sequences.
 
-    Each rank of an encoder predicts an equal share of the masked tokens, wherever they lie: it has the numbers of all
-    of them, P rounded up to a multiple of cp, and the labels of its share. Sequences have labels on the first rank.
+    For an encoder, each rank predicts P / cp of the masked tokens, whatever their positions: it has the positions of
+    all of them, P rounded up to a multiple of cp, and the labels of its own. Only the first rank has sequence labels.
     """
     if cp.size == 1:
         return batch
@@ -137,10 +136,10 @@ def split_tokens(batch: BatchT, cp: ContextParallel) -> BatchT:
 
 
 def pinned(batch: BatchT) -> BatchT:
-    """The batch in page-locked memory, from which `batch_to` copies to a GPU while the host goes on."""
+    """Copy of the batch in page-locked memory, for asynchronous copies to a GPU by `batch_to`."""
     return type(batch)(*(tensor.pin_memory() for tensor in batch))
 
 
 def batch_to(batch: BatchT, device: torch.device) -> BatchT:
-    """The batch on `device`."""
+    """Copies the batch to `device`."""
     return type(batch)(*(tensor.to(device, non_blocking=True) for tensor in batch))

@@ -1,4 +1,4 @@
-"""Masked tokens and sentence pairs (BERT): a sample out of a piece of text, as a pure function of its number."""
+"""Masked tokens and sentence pairs (BERT): a sample of a piece of text as a pure function of its number."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from megalin.parallel.cross_entropy import IGNORED_LABEL
 FRAME_TOKENS = 3
 """[CLS] before segment A, [SEP] after it and after segment B."""
 SMALLEST_LENGTH = FRAME_TOKENS + 3
-"""Tokens of a sample at least: with text for three, a document's equal pieces hold two tokens each."""
+"""Least tokens of a sample: with three of text, the equal pieces of a document have at least two tokens."""
 
 TokenIds = npt.NDArray[np.int64]
 TokenId = Annotated[int, pydantic.Field(ge=0)]
 
 
 class MaskingConfig(Config):
-    """How text becomes samples of masked tokens and sentence pairs: [CLS] A [SEP] B [SEP] and padding."""
+    """Samples of masked tokens and sentence pairs: [CLS] A [SEP] B [SEP] and padding."""
 
     cls_token: TokenId | str = "[CLS]"
-    """First token of a sample: its id, or its name in the tokenizer."""
+    """First token of a sample: id, or name in the tokenizer."""
     sep_token: TokenId | str = "[SEP]"
     """Token after each segment, likewise."""
     mask_token: TokenId | str = "[MASK]"
@@ -35,17 +35,17 @@ class MaskingConfig(Config):
     pad_token: TokenId | str = "[PAD]"
     """Token after the end of a sample, likewise."""
     predicted_share: float = pydantic.Field(default=0.15, gt=0, le=1)
-    """Share of a sample's text tokens that are to be predicted; at least one, at most max_predictions."""
+    """Fraction of a sample's text tokens that are predicted; at least one token, at most max_predictions."""
     max_predictions: int = pydantic.Field(ge=1)
-    """Predictions a sample at most; memory and work of the head are those of this number in every sample."""
+    """Most predictions per sample; memory and compute of the head are those of this number in every sample."""
     mask_share: float = pydantic.Field(default=0.8, ge=0, le=1)
-    """Probability that a token to be predicted is replaced by the mask token."""
+    """Probability that a predicted token is replaced by the mask token."""
     random_share: float = pydantic.Field(default=0.1, ge=0, le=1)
-    """Probability that it is replaced by a random token instead; what is left of 1 keeps it as it is."""
+    """Probability that it is replaced by a random token instead; otherwise it stays unchanged."""
     other_document_share: float = pydantic.Field(default=0.5, ge=0, le=1)
-    """Probability that segment B comes from another document (next-sentence label 1), and not from after A (0)."""
+    """Probability that segment B comes from another document (next-sentence label 1) and does not follow A (0)."""
     copies: int = pydantic.Field(default=10, ge=1)
-    """Samples of each piece of text in an epoch, each cut and masked in its own way; one in validation."""
+    """Samples of each piece of text per epoch, each cut and masked differently; one in validation."""
 
     @pydantic.model_validator(mode="after")
     def _check_shares(self) -> Self:
@@ -58,7 +58,7 @@ class MaskingConfig(Config):
 
 
 class SpecialTokens(NamedTuple):
-    """Ids of the tokens that frame and mask text."""
+    """Ids of the special tokens of masked samples."""
 
     cls: int
     sep: int
@@ -67,19 +67,19 @@ class SpecialTokens(NamedTuple):
 
 
 class Vocabulary(NamedTuple):
-    """What masking knows of the ids."""
+    """Token ids for masking."""
 
     special: SpecialTokens
     ordinary: TokenIds
-    """[n] the ids that a random token is drawn from: all but the special ones."""
+    """[n] ids for random replacements: all but the special ones."""
 
 
 def resolve_tokens(config: MaskingConfig, tokenizer: Tokenizer | None, vocab_size: int) -> Vocabulary:
-    """The special tokens of a config as ids of a model with `vocab_size` of them.
+    """Resolves the special tokens of a config to ids of a model with `vocab_size` ids.
 
     Raises:
-        ConfigError: every name that needs a tokenizer or that the tokenizer lacks, every id beyond the vocabulary, and
-            two special tokens with one id.
+        ConfigError: names without a tokenizer or missing in it, ids beyond the vocabulary, or two special tokens with
+            the same id; all are listed.
     """
     found: dict[str, int] = {}
     problems = []
@@ -88,16 +88,18 @@ def resolve_tokens(config: MaskingConfig, tokenizer: Tokenizer | None, vocab_siz
         where = f"data.masking.{field} = {value!r}"
         number = tokenizer.token_id(value) if isinstance(value, str) and tokenizer is not None else value
         if isinstance(number, str):
-            problems.append(f"{where} is a name, but data.tokenizer is not set; give the token's id, or the tokenizer")
+            problems.append(
+                f"{where} is a name, but data.tokenizer is not set; give the token's id, or set the tokenizer"
+            )
         elif number is None:
             problems.append(
                 f"{where} is not in the tokenizer; train one with it (tools/train_tokenizer.py --special-tokens), or "
-                "give an id that no text has"
+                "give an id that does not occur in text"
             )
         elif number >= vocab_size:
             problems.append(f"{where} has id {number}, but model.vocab_size = {vocab_size}; raise it to {number + 1}")
         elif number in found.values():
-            problems.append(f"{where} has the id {number} of another special token; give each its own")
+            problems.append(f"{where} has the id {number} of another special token; give each a different one")
         else:
             found[field] = number
     if problems:
@@ -108,7 +110,7 @@ def resolve_tokens(config: MaskingConfig, tokenizer: Tokenizer | None, vocab_siz
 
 
 class Draws:
-    """Numbers of one sample, a pure function of (seed, split, sample): by a hash, so that no library changes them."""
+    """Random numbers of one sample, a pure function of (seed, split, sample): a hash, not a library's."""
 
     def __init__(self, seed: int, split: str, sample: int) -> None:
         self._key = f"megalin masking {seed} {split} {sample}"
@@ -119,12 +121,12 @@ class Draws:
         return (np.frombuffer(material, "<u8") >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
     def below(self, purpose: str, bound: int) -> int:
-        """In [0, bound)."""
+        """Integer in [0, bound)."""
         return int(self.uniform(purpose, 1)[0] * bound)
 
 
 class MaskedSample(NamedTuple):
-    """One row of a batch; T tokens, P predictions."""
+    """One sample of a batch; T tokens, P predictions."""
 
     tokens: TokenIds  # [T]
     token_types: TokenIds  # [T] 0 up to and with the first [SEP] and for padding, 1 for B and its [SEP]
@@ -136,9 +138,9 @@ class MaskedSample(NamedTuple):
 def mask(
     first: TokenIds, second: TokenIds, config: MaskingConfig, vocabulary: Vocabulary, draws: Draws, *, length: int
 ) -> MaskedSample:
-    """[CLS] first [SEP] second [SEP] with padding up to `length`, and its masked tokens.
+    """Builds [CLS] first [SEP] second [SEP], padded to `length`, and masks it.
 
-    Exactly max(1, round(predicted_share * n)) of the n tokens of text, at most max_predictions, are to be predicted.
+    Exactly max(1, round(predicted_share * n)) of the n tokens of text, at most max_predictions, are predicted.
     """
     special, ordinary = vocabulary
     ends = np.array([1 + len(first), 2 + len(first) + len(second)])  # positions of the two [SEP]

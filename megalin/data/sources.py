@@ -1,4 +1,4 @@
-"""What a run reads: the dataset of each of its sources, seen as one, and the order of its samples."""
+"""Training data of a run: the datasets of its sources as one, and the order of its samples."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ BatchT_co = TypeVar("BatchT_co", bound=AnyBatch, covariant=True)
 
 
 class Samples(Protocol[BatchT_co]):
-    """A dataset as loaders see it."""
+    """Interface of a dataset to loaders."""
 
     num_samples: int
 
     def batch(self, samples: Positions) -> BatchT_co:
-        """The samples [B] of these numbers."""
+        """Samples [B] of these numbers as a batch."""
 
 
 class Dataset(Samples[BatchT_co], Protocol[BatchT_co]):
-    """A dataset that was opened."""
+    """An open dataset."""
 
     num_tokens: int
 
@@ -45,7 +45,7 @@ class Dataset(Samples[BatchT_co], Protocol[BatchT_co]):
 
 
 class JoinedDataset(Generic[BatchT]):
-    """Datasets of one kind as one: their samples are numbered one dataset after the other.
+    """Concatenation of datasets of one kind: their samples are numbered one dataset after the other.
 
     Attributes:
         num_tokens: of all of them.
@@ -59,22 +59,22 @@ class JoinedDataset(Generic[BatchT]):
         self.num_tokens = sum(dataset.num_tokens for dataset in datasets)
 
     def batch(self, samples: Positions) -> BatchT:
-        """The samples [B], in this order, each under its number here. Raises as the datasets do."""
+        """Samples [B] in this order, under the numbers of this dataset. Raises as the datasets do."""
         owners = np.searchsorted(self._first_samples, samples, side="right") - 1
         parts, places = [], []
         for owner in np.unique(owners):
-            rows = np.flatnonzero(owners == owner)
-            parts.append(self._datasets[owner].batch(samples[rows] - self._first_samples[owner]))
-            places.append(rows)
+            owned = np.flatnonzero(owners == owner)
+            parts.append(self._datasets[owner].batch(samples[owned] - self._first_samples[owner]))
+            places.append(owned)
         if len(parts) == 1:
-            joined = parts[0]
+            batch = parts[0]
         else:
             back = torch.from_numpy(np.argsort(np.concatenate(places)))
-            joined = type(parts[0])(*(torch.cat(field)[back] for field in zip(*parts, strict=True)))
-        return joined._replace(sample_ids=torch.from_numpy(samples.copy()))
+            batch = type(parts[0])(*(torch.cat(field)[back] for field in zip(*parts, strict=True)))
+        return batch._replace(sample_ids=torch.from_numpy(samples.copy()))
 
     def close(self) -> None:
-        """Closes all of them."""
+        """Closes all datasets."""
         for dataset in self._datasets:
             dataset.close()
 
@@ -86,42 +86,42 @@ class JoinedDataset(Generic[BatchT]):
 
 
 class SourceUse(NamedTuple):
-    """What a run reads of a source."""
+    """A source and the number of its samples that a run reads."""
 
     name: str
     tokens: int
     """Tokens of the source's training split."""
     samples: int
-    """Its samples."""
+    """Samples of an epoch."""
     read: int
-    """Samples of it that the run reads."""
-    share: float
+    """Samples that the run reads of it."""
+    fraction: float
     """Of the samples of the run."""
-    empty_share: float | None = None
-    """Share of the places in its packed rows that hold no token; None where samples are not packed."""
+    empty_fraction: float | None = None
+    """Fraction of padding in its packed samples; None where samples are not packed."""
 
     @property
     def epochs(self) -> float:
-        """How often each of its samples is read."""
+        """Number of times that each of its samples is read."""
         return self.read / self.samples
 
 
 class Training(NamedTuple):
-    """What a run trains on."""
+    """Training split of a run."""
 
     dataset: Dataset[Any]
     order: Order
     uses: list[SourceUse]
-    """What the whole run reads of each source."""
+    """Samples that the whole run reads of each source."""
     phases: list[tuple[int, dict[str, float]]]
-    """From which step on which source has which share; no zeros."""
+    """(first step, fraction of each source in the samples from it on), without zeros."""
     total_steps: int | None
-    """Steps that the order was made for; None: for any number."""
+    """Steps that the order was made for; None: any number."""
 
     def identity(self, step: int) -> dict[str, Any]:
-        """What the samples of the first `step` steps are a function of, beside the config's seed and sizes (JSON).
+        """Inputs that determine the samples of the first `step` steps, besides the config's seed and sizes (JSON).
 
-        Sources and phases that come later are not part of it, so a run may be given some while it goes on.
+        Later sources and phases are not part of it, so they can be added when a run is resumed.
         """
         phases = [phase for phase in self.phases if phase[0] == 0 or phase[0] < step]
         names = {name for _, shares in phases for name in shares}
@@ -133,12 +133,14 @@ class Training(NamedTuple):
         }
 
     def report_lines(self) -> list[str]:
-        """The report of the sources, a line each: tokens, samples, share and epochs of the run, places left empty."""
+        """Table of the sources, a line each: tokens, samples, fraction of the run, epochs, padding when packed."""
         width = max(len("source"), *(len(use.name) for use in self.uses))
-        head = f"{'source':{width}} {'tokens':>18} {'samples':>14} {'read':>14} {'share':>8} {'epochs':>8} {'empty':>8}"
+        head = (
+            f"{'source':{width}} {'tokens':>18} {'samples':>14} {'read':>14} {'fraction':>8} {'epochs':>8} {'empty':>8}"
+        )
         rows = [
-            f"{use.name:{width}} {use.tokens:>18,} {use.samples:>14,} {use.read:>14,} {use.share:>8.3%} "
-            f"{use.epochs:>8.3f} {'-' if use.empty_share is None else format(use.empty_share, '.3%'):>8}"
+            f"{use.name:{width}} {use.tokens:>18,} {use.samples:>14,} {use.read:>14,} {use.fraction:>8.3%} "
+            f"{use.epochs:>8.3f} {'-' if use.empty_fraction is None else format(use.empty_fraction, '.3%'):>8}"
             for use in self.uses
         ]
         return [head, *rows]
@@ -147,7 +149,7 @@ class Training(NamedTuple):
 def open_training(
     config: DataConfig, vocab_size: int, *, seed: int, steps: int, global_batch_size: int, folder: Path
 ) -> Training:
-    """Opens the training split of a run of `steps` steps in `folder`, and makes its order.
+    """Opens the training split of a run of `steps` steps in `folder` and builds its order.
 
     Raises:
         ConfigError, DataError, StorageError: as the datasets and the order do.
@@ -159,9 +161,9 @@ def open_training(
             SourceUse(name, dataset.num_tokens, dataset.epoch_samples, count, count / num_samples)
             for name, dataset, count in zip(found.names, found.datasets, found.counts, strict=True)
         ]
-        shares = {use.name: use.share for use in uses}
+        fractions = {use.name: use.fraction for use in uses}
         joined = JoinedDataset[Batch](found.datasets)
-        return Training(joined, found.order, uses, [(0, shares)], total_steps=steps)
+        return Training(joined, found.order, uses, [(0, fractions)], total_steps=steps)
     sources = config.training_sources()
     with ExitStack() as stack:
         datasets = [
@@ -174,22 +176,22 @@ def open_training(
             dataset.num_samples if weight is None else 0.0 for dataset, weight in zip(datasets, weights, strict=True)
         ]
     names = [source.name for source in sources]
-    phases = [(0, _shares(dict(zip(names, weights, strict=True))))]
-    phases += [(phase.from_step, _shares(phase.weights)) for phase in config.phases]
+    phases = [(0, _fractions(dict(zip(names, weights, strict=True))))]
+    phases += [(phase.from_step, _fractions(phase.weights)) for phase in config.phases]
     order = BlendedOrder(
         [BlendSource(name, dataset.num_samples) for name, dataset in zip(names, datasets, strict=True)],
-        [Phase(first * global_batch_size, [shares.get(name, 0.0) for name in names]) for first, shares in phases],
+        [Phase(first * global_batch_size, [fractions.get(name, 0.0) for name in names]) for first, fractions in phases],
         seed=seed,
     )
     uses = _uses(names, datasets, order.counts(steps * global_batch_size).tolist())
     return Training(JoinedDataset(datasets), order, uses, phases, total_steps=None)
 
 
-def _shares(weights: Mapping[str, float | None]) -> dict[str, float]:
-    """Weights in any unit as shares of 1, without the zeros."""
+def _fractions(weights: Mapping[str, float | None]) -> dict[str, float]:
+    """Weights normalised to a sum of 1, without the zeros."""
     numbers = {name: weight for name, weight in weights.items() if weight}
-    whole = sum(numbers.values())
-    return {name: weight / whole for name, weight in numbers.items()}
+    total = sum(numbers.values())
+    return {name: weight / total for name, weight in numbers.items()}
 
 
 def _uses(names: Sequence[str], datasets: Sequence[Dataset[Any]], counts: Sequence[int]) -> list[SourceUse]:
@@ -200,7 +202,7 @@ def _uses(names: Sequence[str], datasets: Sequence[Dataset[Any]], counts: Sequen
             dataset.num_samples,
             count,
             count / sum(counts),
-            dataset.empty_share if isinstance(dataset, PackedDataset) else None,
+            dataset.empty_fraction if isinstance(dataset, PackedDataset) else None,
         )
         for name, dataset, count in zip(names, datasets, counts, strict=True)
     ]
@@ -209,8 +211,8 @@ def _uses(names: Sequence[str], datasets: Sequence[Dataset[Any]], counts: Sequen
 def open_dataset(
     config: DataConfig, split: SplitName, vocab_size: int, seed: int, paths: Sequence[str] | None = None
 ) -> Dataset[Any]:
-    """The samples of a split, or of `paths` of its shards: of masked tokens where `config.masking` is set, else of next
-    tokens, cut or packed as `config.packing` says. Raises as the datasets do."""
+    """Opens a split, or `paths` of its shards: masked tokens where `config.masking` is set, else next tokens, cut or
+    packed by `config.packing`. Raises as the datasets do."""
     if config.masking is not None:
         return MaskedDataset.open(config, split, vocab_size, seed, paths)
     if config.packing != "concatenate":

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from megalin.data.batch import AnyBatch, Batch, EncoderBatch, batch_to, split_tokens, take_rows
+from megalin.data.batch import AnyBatch, Batch, EncoderBatch, batch_to, split_tokens, take_samples
 from megalin.errors import ConfigError
 from megalin.model.config import AnyModelConfig, BlockConfig, EncoderConfig, ModelConfig
 from megalin.parallel.cross_entropy import IGNORED_LABEL
@@ -142,7 +142,7 @@ def _encoder_batch(case: Case, model: EncoderConfig, index: int) -> EncoderBatch
 def rank_batches(batches: list[AnyBatch], mesh: Mesh) -> list[AnyBatch]:
     """This rank's tokens of its rows."""
     rows = slice(mesh.samples.rank * ROWS_PER_RANK, (mesh.samples.rank + 1) * ROWS_PER_RANK)
-    return [batch_to(split_tokens(take_rows(batch, rows), mesh.cp), mesh.device) for batch in batches]
+    return [batch_to(split_tokens(take_samples(batch, rows), mesh.cp), mesh.device) for batch in batches]
 
 
 def make_case(

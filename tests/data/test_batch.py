@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from megalin.data.batch import IGNORED_LABEL, EncoderBatch, pack, pad_rows, split_tokens
+from megalin.data.batch import IGNORED_LABEL, EncoderBatch, pack, pad_samples, split_tokens
 from megalin.parallel.collectives import Axis
 from megalin.parallel.context_parallel import ContextParallel
 
@@ -53,7 +53,7 @@ def test_batch_owns_its_memory():
 
 
 def test_padding_rows_have_no_valid_label():
-    batch = pad_rows(_pack([1, 2, 3], [0, 0, 1]), 3)
+    batch = pad_samples(_pack([1, 2, 3], [0, 0, 1]), 3)
     assert batch.tokens.shape == batch.labels.shape == batch.document_ids.shape == (3, 2)
     assert (batch.labels[1:] == IGNORED_LABEL).all()
     assert batch.labels[0].tolist() == [2, -100]

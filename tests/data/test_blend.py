@@ -50,7 +50,7 @@ def test_each_source_is_read_in_its_own_order_over_all_phases():
     sources, samples = order.sources(ALL)[0], order.samples(ALL)
     for number, (first, size) in enumerate(zip(np.cumsum([0, *sizes]), sizes, strict=False)):
         own = samples[sources == number] - first
-        wanted = endless(np.arange(own.size), num_samples=size, seed=3, stream=f"s{number}")
+        wanted = endless(np.arange(own.size), num_samples=size, seed=3, source=f"s{number}")
         assert own.tolist() == wanted.tolist()
 
 

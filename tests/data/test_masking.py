@@ -135,7 +135,9 @@ def test_special_tokens_that_do_not_exist_are_all_named(tmp_path):
     assert lines[1] == "data.masking.pad_token = 400 has id 400, but model.vocab_size = 300; raise it to 401"
     with pytest.raises(ConfigError, match=r"cls_token = '\[CLS\]' is a name, but data.tokenizer is not set; give the"):
         resolve_tokens(config(sep_token=1, mask_token=2, pad_token=3), None, 300)
-    with pytest.raises(ConfigError, match="pad_token = 2 has the id 2 of another special token; give each its own"):
+    with pytest.raises(
+        ConfigError, match="pad_token = 2 has the id 2 of another special token; give each a different one"
+    ):
         resolve_tokens(config(cls_token=0, sep_token=1, mask_token=2, pad_token=2), None, 300)
     assert ByteTokenizer().token_id("<|endoftext|>") == 256
 

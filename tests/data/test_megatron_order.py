@@ -61,11 +61,16 @@ def test_a_last_epoch_of_which_little_is_needed_stays_behind_the_others():
 @pytest.mark.parametrize(
     ("ids", "seq_length", "samples", "message"),
     [
-        ([0, 6], 4, 1, r"documents 0 to 6 of a shard of 6; give ids"),
-        ([1], 4, 1, r"1 documents of 0 tokens hold no sample of 5"),
+        ([0, 6], 4, 1, r"documents 0 to 6 of a shard with 6; ids must be below"),
+        ([1], 4, 1, r"1 documents of 0 tokens are too few for a sample of 5"),
         ([], 4, 1, r"0 documents of 0 tokens"),
-        ([2], 4, None, r"1 documents of 3 tokens hold no sample of 5; lower seq_length"),
-        ([4], 4, 2**30, r"4294967297 epochs of 1 documents are more than the 2147483647"),
+        ([2], 4, None, r"1 documents of 3 tokens are too few for a sample of 5; lower seq_length"),
+        (
+            [4],
+            4,
+            2**30,
+            r"epochs of 1 documents are more than Megatron-LM's order can number \(2147483647\)",
+        ),
     ],
 )
 def test_bad_splits_are_refused(ids: list[int], seq_length: int, samples: int | None, message: str):
@@ -99,11 +104,11 @@ def test_blend_stays_within_one_sample_of_its_weights():
 @pytest.mark.parametrize(
     ("weights", "size", "message"),
     [
-        ([], 3, r"a blend of 0 datasets; give 1 to 32767"),
+        ([], 3, r"a blend of 0 datasets; use 1 to 32767"),
         ([1.0] * 32768, 3, r"a blend of 32768 datasets"),
-        ([0.5, 0.0], 3, r"weight 1 of the blend is 0\.0; give positive numbers"),
+        ([0.5, 0.0], 3, r"weight 1 of the blend is 0\.0; weights must be positive"),
         ([float("nan")], 3, r"weight 0 of the blend is nan"),
-        ([3, 2.5], None, r"weight 1 of the blend is 2\.5; without a size, weights are whole lengths"),
+        ([3, 2.5], None, r"weight 1 of the blend is 2\.5; without a size, weights must be whole lengths"),
     ],
 )
 def test_bad_blends_are_refused(weights: list[float], size: int | None, message: str):

@@ -58,7 +58,7 @@ def test_report_tells_tokens_samples_shares_and_epochs(tmp_path, prefixes):
     phases = [{"from_step": 10, "weights": {"s0": 1.0}}]
     training = _open(tmp_path, sources=_sources(prefixes, (0.5, 0.5, 0.0)), phases=phases)
     rows = [line.split() for line in training.report_lines()]
-    assert rows[0] == ["source", "tokens", "samples", "read", "share", "epochs", "empty"]
+    assert rows[0] == ["source", "tokens", "samples", "read", "fraction", "epochs", "empty"]
     assert rows[1] == ["s0", "120", "23", "150", "75.000%", "6.522", "-"]
     assert rows[2] == ["s1", "240", "47", "50", "25.000%", "1.064", "-"]
     assert rows[3] == ["s2", "840", "167", "0", "0.000%", "0.000", "-"]

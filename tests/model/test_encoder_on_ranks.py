@@ -11,7 +11,7 @@ from torch import Tensor
 from megalin.checkpoint.load import load, newest
 from megalin.checkpoint.save import save
 from megalin.checkpoint.tensors import weights
-from megalin.data.batch import EncoderBatch, split_tokens, take_rows
+from megalin.data.batch import EncoderBatch, split_tokens, take_samples
 from megalin.model.encoder import Encoder
 from megalin.parallel.cross_entropy import vocab_parallel_argmax
 from megalin.parallel.data_parallel import shard_model
@@ -61,7 +61,7 @@ def _packed(tp: int, cp: int) -> list[Arrays]:
             model, mesh = _model(case, tp, cp=cp, sequence_parallel=sequence_parallel, dtype=torch.float64)
             share = 4 // mesh.samples.size
             rows = slice(share * mesh.samples.rank, share * (mesh.samples.rank + 1))
-            batch = split_tokens(take_rows(make_batch(case.model), rows), mesh.cp)
+            batch = split_tokens(take_samples(make_batch(case.model), rows), mesh.cp)
             results = _results(model, batch, mesh.cp.shard(DOCUMENTS[rows]))
             results["sums"] = mesh.sum_over_data(results["sums"])
             found.append(to_arrays(results))

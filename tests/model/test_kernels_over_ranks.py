@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalin.data.batch import take_rows
+from megalin.data.batch import take_samples
 from megalin.ops.dispatch import backend as backends
 from megalin.parallel.context_parallel import ExchangeName
 from megalin.parallel.mesh import Mesh, ParallelConfig
@@ -65,7 +65,7 @@ def _scans() -> dict[tuple[str, str], Arrays]:
 
 def _models() -> dict[str, tuple[Arrays, Arrays]]:
     """Losses and gradients by the kernels, compiled, and by the reference; of one row, as the interpreter is slow."""
-    batch = take_rows(packed(24), slice(0, 1))
+    batch = take_samples(packed(24), slice(0, 1))
     found = {}
     for name, op in SCANS.items():
         pair = []

@@ -12,7 +12,7 @@ import torch
 
 from megalin.__main__ import main
 from megalin.config import dumps
-from megalin.data.batch import pad_rows, take_rows
+from megalin.data.batch import pad_samples, take_samples
 from megalin.errors import ConfigError
 from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.parallel.process_group import process_group
@@ -180,7 +180,7 @@ def _evaluated() -> tuple[dict[str, float], dict[str, float]]:
     config = CASES[0].model
     options = {"compute_dtype": torch.float64, "recompute": False, "compile_blocks": False, "seed": 0}
     model = build_model(config, mesh, **options)
-    batches = [make_batch(config), pad_rows(take_rows(make_batch(config, seed=8), slice(0, 2)), 4)]
+    batches = [make_batch(config), pad_samples(take_samples(make_batch(config, seed=8), slice(0, 2)), 4)]
     labels, likeliest, losses, pairs, told, pair_losses = [], [], [], [], [], []
     plain = build(config)
     for batch in batches:

@@ -1,4 +1,4 @@
-"""Index arrays kept on disk under a fingerprint of all that they were made of: built once, published whole, mapped."""
+"""Disk cache of index arrays, keyed by a hash of their inputs: built once, published atomically, memory-mapped."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 
 def digest_of(array: npt.NDArray[Any]) -> str:
-    """sha256, in hex, of an array's bytes, as a part of a key."""
+    """sha256, in hex, of an array's bytes, for a key."""
     return hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()
 
 
 def cached(folder: Path, key: Mapping[str, Any], build: Callable[[], Mapping[str, npt.NDArray[Any]]]) -> Arrays:
-    """The arrays of `build`, mapped from `folder`; built where no folder there bears the fingerprint of `key`.
+    """The arrays of `build`, memory-mapped from the folder for `key` in `folder`; built if it does not exist.
 
-    A new folder gets its name when all of it is on the disk. Processes that need the same arrays at once, on hosts that
-    share the file system too, wait for the one that builds them; one that dies leaves the next to do it. File systems
-    without locks let each build, and keep the first.
+    A new folder gets its name when all of it is on the disk. Processes that need the same arrays at once, also on other
+    hosts of the file system, wait for the one that builds them; if it dies, the next one builds. On file systems
+    without locks each process builds, and the first result is kept.
 
     Args:
-        key: all that the arrays are a function of, as JSON: digests of their inputs, parameters, a version.
+        key: everything that determines the arrays, as JSON: digests of the inputs, parameters, a version.
 
     Raises:
         StorageError: the folder cannot be written.
-        DataError: what bears the fingerprint is damaged.
+        DataError: the cached folder is damaged.
         As `build` does.
     """
     text = json.dumps(key, sort_keys=True, indent=1)
@@ -50,15 +50,15 @@ def cached(folder: Path, key: Mapping[str, Any], build: Callable[[], Mapping[str
     if not target.exists():
         with storage_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        with _only_builder(target) as alone:
+        with _build_lock(target) as locked:
             if not target.exists():
-                _publish(target, text, build(), alone=alone)
+                _publish(target, text, build(), locked=locked)
     return _load(target, text)
 
 
 @contextmanager
-def _only_builder(target: Path) -> Iterator[bool]:
-    """Waits for the lock of `target`; tells whether the file system has locks."""
+def _build_lock(target: Path) -> Iterator[bool]:
+    """Waits for the lock of `target`; yields False if the file system has no locks."""
     path = target.with_suffix(".lock")
     with storage_errors(path):
         file = path.open("wb")
@@ -73,8 +73,8 @@ def _only_builder(target: Path) -> Iterator[bool]:
         yield True
 
 
-def _publish(target: Path, text: str, arrays: Mapping[str, npt.NDArray[Any]], *, alone: bool) -> None:
-    if alone:  # what a killed builder left
+def _publish(target: Path, text: str, arrays: Mapping[str, npt.NDArray[Any]], *, locked: bool) -> None:
+    if locked:  # leftovers of a killed builder
         for left in target.parent.glob(f".{target.name}.*"):
             shutil.rmtree(left)
     temporary = target.parent / f".{target.name}.{socket.gethostname()}.{os.getpid()}"
@@ -97,10 +97,12 @@ def _publish(target: Path, text: str, arrays: Mapping[str, npt.NDArray[Any]], *,
 def _load(target: Path, text: str) -> Arrays:
     try:
         if (target / _KEY_NAME).read_text(encoding="utf-8") != text:
-            raise DataError(f"{target}: holds the index of something else; remove this folder")
+            raise DataError(f"{target}: the cached index has another key; remove this folder")
         files = sorted(target.glob("*.npy"))
         return {path.stem: np.load(path, mmap_mode="r", allow_pickle=False) for path in files}
     except (OSError, ValueError) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"{target}: a damaged index ({error}); remove this folder, and it is built again") from None
+        raise DataError(
+            f"{target}: the cached index is damaged ({error}); remove this folder, and it is built again"
+        ) from None

@@ -1,4 +1,4 @@
-"""One split of a corpus as sentence pairs with masked tokens, for encoders, out of the shards that decoders read."""
+"""Dataset of sentence pairs with masked tokens for encoders, from the same shards as for decoders."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ _LEAST_TOKENS = 2  # one for each segment
 
 
 class _Documents(NamedTuple):
-    """The documents of a split that give samples, over all its shards."""
+    """Documents of a split with at least two tokens, over all its shards."""
 
     shards: list[Shard]
     shard: npt.NDArray[np.int32]  # [documents] number of the shard
     first_token: npt.NDArray[np.int64]  # [documents] of the shard
     length: npt.NDArray[np.int64]  # [documents] tokens
-    left_out: int  # documents of fewer than two tokens
+    skipped: int  # documents of fewer than two tokens
 
 
 class MaskedDataset:
     """Samples of one split. A document of n tokens is cut into ceil(n / (T - 3)) pieces of equal length (to a token),
-    and each piece gives `copies` samples: sample i is piece i // copies, cut and masked as (seed, i) says.
+    and each piece gives `copies` samples: sample i is piece i // copies, cut and masked as a function of (seed, i).
 
-    A piece is cut at a random token into segments A and B; in a share of the samples B is replaced by a run of as many
-    tokens of another document, or by all of it where that is shorter. Documents of fewer than two tokens give no
-    sample. Memory: 28 bytes a document. Thread-safe once open.
+    A piece is cut at a random token into segments A and B; in a fraction of the samples B is replaced by a run of as
+    many tokens of another document, or by all of it where that is shorter. Documents of fewer than two tokens are
+    skipped. Memory: 28 bytes a document. Thread-safe once open.
 
     Attributes:
         sequence_length: T.
-        num_tokens: tokens of the documents that give samples.
-        num_left_out: documents that give none.
+        num_tokens: tokens of the documents in use.
+        num_skipped: documents of fewer than two tokens.
         num_samples: pieces times copies.
     """
 
@@ -59,13 +59,13 @@ class MaskedDataset:
         vocab_size: int,
         seed: int,
     ) -> None:
-        """Takes the documents of sequences [first, end) of each (shard, first, end); `open` is the usual way in."""
+        """Takes the documents of sequences [first, end) of each (shard, first, end); usually called by `open`."""
         self.sequence_length = sequence_length
         self._config, self._vocabulary = config, vocabulary
         self._split, self._vocab_size, self._seed = split, vocab_size, seed
         self._copies = config.copies if split == "train" else 1
         self._documents = documents = _find_documents(parts)
-        self.num_left_out = documents.left_out
+        self.num_skipped = documents.skipped
         self.num_tokens = int(documents.length.sum())
         pieces = -(-documents.length // (sequence_length - FRAME_TOKENS))
         self._first_pieces = np.concatenate(([0], np.cumsum(pieces)))  # [documents + 1]
@@ -75,13 +75,13 @@ class MaskedDataset:
     def open(
         cls, config: DataConfig, split: SplitName, vocab_size: int, seed: int, paths: Sequence[str] | None = None
     ) -> Self:
-        """Opens and checks the shards of `split` for a model of `vocab_size` ids; warns of documents left out.
+        """Opens and checks the shards of `split` for a model of `vocab_size` ids; warns of skipped documents.
 
-        `paths`: these of the split's shards alone.
+        `paths`: only these of the split's shards.
 
         Raises:
-            ConfigError: special tokens that the tokenizer or the vocabulary lacks.
-            DataError: a bad shard, no document of two tokens, or a single one where segment B needs another.
+            ConfigError: special tokens missing in the tokenizer or beyond the vocabulary.
+            DataError: a bad shard, no document of two tokens, or only one where segment B needs another.
         """
         masking = config.masking
         assert masking is not None
@@ -101,11 +101,11 @@ class MaskedDataset:
             )
             _check_documents(config, split, paths, dataset)
             stack.pop_all()
-        if dataset.num_left_out:
+        if dataset.num_skipped:
             _log.warning(
-                "%s: %d documents of the %s split have fewer than %d tokens and give no sample",
+                "%s: %d documents of the %s split have fewer than %d tokens and are skipped",
                 ", ".join(paths),
-                dataset.num_left_out,
+                dataset.num_skipped,
                 split,
                 _LEAST_TOKENS,
             )
@@ -113,11 +113,11 @@ class MaskedDataset:
 
     @property
     def num_documents(self) -> int:
-        """Documents that give samples."""
+        """Documents in use."""
         return len(self._documents.length)
 
     def sample(self, sample: int) -> tuple[MaskedSample, int]:
-        """The row of `sample`, and its next-sentence label: 0 where B follows A, 1 where it is of another document.
+        """Returns the masked sample and its next-sentence label: 0 if B follows A, 1 if it is of another document.
 
         Raises:
             DataError: an id of `vocab_size` or more (file, sequence, offset), or a file that fails or shrank.
@@ -132,12 +132,12 @@ class MaskedDataset:
         text = self._read(document, begin, stop - begin)
         cut = 1 + draws.below("cut", len(text) - 1)
         other = bool(draws.uniform("other document", 1)[0] < self._config.other_document_share)
-        second = self._elsewhere(document, len(text) - cut, draws) if other else text[cut:]
-        row = mask(text[:cut], second, self._config, self._vocabulary, draws, length=self.sequence_length)
-        return row, int(other)
+        second = self._other_text(document, len(text) - cut, draws) if other else text[cut:]
+        masked = mask(text[:cut], second, self._config, self._vocabulary, draws, length=self.sequence_length)
+        return masked, int(other)
 
-    def _elsewhere(self, document: int, count: int, draws: Draws) -> npt.NDArray[np.int64]:
-        """A run of `count` tokens, or fewer, of a document other than `document`."""
+    def _other_text(self, document: int, count: int, draws: Draws) -> npt.NDArray[np.int64]:
+        """At most `count` consecutive tokens of a document other than `document`."""
         other = draws.below("which document", self.num_documents - 1)
         other += other >= document
         room = max(0, int(self._documents.length[other]) - count)
@@ -150,9 +150,9 @@ class MaskedDataset:
         return shard.read_checked(position, count, vocab_size=self._vocab_size).astype(np.int64)
 
     def batch(self, samples: npt.NDArray[np.int64]) -> EncoderBatch:
-        """The samples [B] as a batch. Raises DataError as `sample` does."""
-        rows, labels = zip(*(self.sample(int(number)) for number in samples), strict=True)
-        fields = [torch.from_numpy(np.stack(field)) for field in zip(*rows, strict=True)]
+        """Batch of the samples [B]. Raises DataError as `sample` does."""
+        masked, labels = zip(*(self.sample(int(number)) for number in samples), strict=True)
+        fields = [torch.from_numpy(np.stack(field)) for field in zip(*masked, strict=True)]
         return EncoderBatch(*[*fields, torch.tensor(labels), torch.from_numpy(samples.copy())])
 
     def close(self) -> None:
@@ -168,8 +168,8 @@ class MaskedDataset:
 
 
 def _find_documents(parts: Sequence[tuple[Shard, int, int]]) -> _Documents:
-    """The documents that lie in the sequences [first, end) of each shard; one that a split cuts counts as two."""
-    shard_numbers, first_tokens, lengths, left_out = [], [], [], 0
+    """Documents in the sequences [first, end) of each shard; one cut by a split boundary counts as two."""
+    shard_numbers, first_tokens, lengths, skipped = [], [], [], 0
     for number, (shard, first, end) in enumerate(parts):
         edges = np.unique(np.clip(shard.documents, first, end))  # documents without a sequence fall together
         starts = shard.pointers[np.minimum(edges, shard.num_sequences - 1)] // shard.dtype.itemsize
@@ -179,7 +179,7 @@ def _find_documents(parts: Sequence[tuple[Shard, int, int]]) -> _Documents:
         begins = shard.documents[:-1]
         inside = (begins >= first) & ((begins < end) | (end == shard.num_sequences))
         empty = inside & (np.diff(shard.documents) == 0)
-        left_out += int(empty.sum()) + int((~usable).sum())
+        skipped += int(empty.sum()) + int((~usable).sum())
         shard_numbers.append(np.full(int(usable.sum()), number, np.int32))
         first_tokens.append(starts[:-1][usable])
         lengths.append(sizes[usable])
@@ -188,7 +188,7 @@ def _find_documents(parts: Sequence[tuple[Shard, int, int]]) -> _Documents:
         np.concatenate([np.empty(0, np.int32), *shard_numbers]),
         np.concatenate([np.empty(0, np.int64), *first_tokens]),
         np.concatenate([np.empty(0, np.int64), *lengths]),
-        left_out,
+        skipped,
     )
 
 
@@ -197,11 +197,11 @@ def _check_documents(config: DataConfig, split: SplitName, paths: Sequence[str],
     if not dataset.num_documents:
         raise DataError(
             f"{names}: empty corpus: the {split} split{held_out} has no document of at least {_LEAST_TOKENS} tokens "
-            f"({dataset.num_left_out} are shorter); give shards with text"
+            f"({dataset.num_skipped} are shorter); give shards with text"
         )
     assert config.masking is not None
     if dataset.num_documents == 1 and config.masking.other_document_share:
         raise DataError(
-            f"{names}: data.masking.other_document_share = {config.masking.other_document_share} needs another "
-            f"document, but the {split} split{held_out} has one; give more documents, or set it to 0"
+            f"{names}: data.masking.other_document_share = {config.masking.other_document_share} needs two "
+            f"documents, but the {split} split{held_out} has one; give more documents, or set it to 0"
         )

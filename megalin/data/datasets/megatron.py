@@ -1,4 +1,4 @@
-"""Training samples in Megatron-LM's order: its document, sample and shuffle index over one shard, and its blends."""
+"""Training samples in Megatron-LM's order: its document, sample and shuffle index of a shard, and its blends."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from megalin.errors import ConfigError, DataError
 
 _VERSION = 1  # of the cached arrays
 _SURPLUS = 0.005
-"""Samples that Megatron-LM makes of each dataset of a blend beyond those it takes."""
+"""Surplus of samples that Megatron-LM builds for each dataset of a blend."""
 _SEEDS = 2**32
 
 
 class MegatronDataset:
-    """Sample k is the k-th that Megatron-LM's GPTDataset gives of one shard, over all epochs of its run.
+    """Samples of one shard as in Megatron-LM's GPTDataset: sample k is its k-th, over all epochs of the run.
 
-    Memory: what is mapped of its index. Thread-safe once open.
+    Memory: the mapped index. Thread-safe once open.
 
     Attributes:
         sequence_length: T.
@@ -45,7 +45,7 @@ class MegatronDataset:
         vocab_size: int,
         isolate_documents: bool,
     ) -> None:
-        """Reads the sequences [first, end) of a (shard, first, end), whose order this is."""
+        """Takes the sequences [first, end) of a (shard, first, end), and their order."""
         self.sequence_length = sequence_length
         self._vocab_size, self._isolate_documents = vocab_size, isolate_documents
         self._shard, first, end = part
@@ -59,11 +59,11 @@ class MegatronDataset:
         return (self.num_tokens - 1) // self.sequence_length
 
     def window(self, sample: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-        """The ids [T + 1] int64 of `sample`, and for each the piece (document) it belongs to, [T + 1] int32 from 0.
+        """Ids [T + 1] int64 of `sample`, and the document of each, [T + 1] int32 from 0.
 
         Raises:
-            DataError: an id of `vocab_size` or more (file, sequence, offset), a file that fails or shrank, or an index
-                that is damaged.
+            DataError: an id of `vocab_size` or more (file, sequence, offset), a file that fails or shrank, or a damaged
+                index.
         """
         assert 0 <= sample < self.num_samples, (sample, self.num_samples)
         order, row = self._order, int(self._order.shuffle_index[sample])
@@ -91,12 +91,12 @@ class MegatronDataset:
 
     def _damaged(self, named: str) -> DataError:
         return DataError(
-            f"{self._shard.prefix}: its cached index names {named}, which is not there; remove the folder data.cache, "
-            "and it is built again"
+            f"{self._shard.prefix}: its cached index refers to {named}, which does not exist; remove the folder "
+            "data.cache, and it is built again"
         )
 
     def batch(self, samples: Positions) -> Batch:
-        """The samples [B] as a Batch. Raises DataError as `window` does."""
+        """Batch of the samples [B]. Raises DataError as `window` does."""
         windows, pieces = zip(*(self.window(int(sample)) for sample in samples), strict=True)
         return pack(np.stack(windows), np.stack(pieces), samples.copy(), isolate_documents=self._isolate_documents)
 
@@ -112,42 +112,44 @@ class MegatronDataset:
 
 
 class MegatronBlend(NamedTuple):
-    """The order of a run over the samples of its datasets, numbered one dataset after the other."""
+    """Order of a run over its datasets, whose samples are numbered one dataset after the other."""
 
     dataset_index: npt.NDArray[np.int16]
     dataset_sample_index: npt.NDArray[np.int64]
     first_samples: Positions
-    """[datasets]"""
+    """[datasets] int64."""
 
     def samples(self, positions: Positions) -> Positions:
-        """The samples at `positions`. Raises DataError past the end."""
+        """Samples at `positions`. Raises DataError past the end."""
         if positions.size and positions.max() >= len(self.dataset_index):
-            raise DataError(f"sample {positions.max()} of an order of {len(self.dataset_index)}")
+            raise DataError(
+                f"position {positions.max()} is past the end of an order of {len(self.dataset_index)} samples"
+            )
         return self.first_samples[self.dataset_index[positions]] + self.dataset_sample_index[positions]
 
 
 class MegatronTraining(NamedTuple):
-    """The training split of a run in Megatron-LM's order."""
+    """Training split of a run in Megatron-LM's order."""
 
     names: list[str]
     datasets: list[MegatronDataset]
     order: MegatronBlend
     counts: list[int]
-    """Samples that the run reads of each."""
+    """Samples that the run reads of each dataset."""
 
 
 def open_megatron(config: DataConfig, vocab_size: int, *, seed: int, num_samples: int, cache: Path) -> MegatronTraining:
-    """Opens the training split and makes the order of a run of `num_samples`, or maps it from the folder `cache`.
+    """Opens the training split and builds the order of a run of `num_samples`, or maps it from the folder `cache`.
 
-    Shards with weights are blended by them; several without by their samples, each of which is read once at most.
+    Shards with weights are blended by them; several without in proportion to their size, each sample once at most.
 
     Raises:
-        ConfigError: a seed that Megatron-LM's generator does not take.
-        DataError: as `open_parts` and `megatron_order` do; shards without weights that hold too few samples.
-        StorageError: a cache that cannot be written.
+        ConfigError: a seed beyond the range of Megatron-LM's generator.
+        DataError: as `open_parts` and `megatron_order` do; shards without weights have too few samples.
+        StorageError: the cache cannot be written.
     """
     if seed >= _SEEDS:
-        raise ConfigError(f'train.seed = {seed}: data.order = "megatron" takes seeds below {_SEEDS}')
+        raise ConfigError(f'train.seed = {seed}: data.order = "megatron" needs a seed below {_SEEDS}')
     prefixes, weights = config.training_paths(), _weights(config)
     sizes: Sequence[int | None] = [None] * len(prefixes)
     if weights is not None:
@@ -166,7 +168,7 @@ def open_megatron(config: DataConfig, vocab_size: int, *, seed: int, num_samples
             lengths = [dataset.num_samples for dataset in datasets]
             if sum(lengths) < num_samples:
                 raise DataError(
-                    f"{', '.join(prefixes)}: hold {sum(lengths)} samples, the run reads {num_samples}; Megatron-LM "
+                    f"{', '.join(prefixes)}: {sum(lengths)} samples, but the run reads {num_samples}; Megatron-LM "
                     "reads shards without weights once: give each a weight in data.sources, or lower train.steps"
                 )
             blend = _blend(lengths, num_samples, cache)
@@ -175,8 +177,8 @@ def open_megatron(config: DataConfig, vocab_size: int, *, seed: int, num_samples
         for dataset, prefix, taken in zip(datasets, prefixes, _counts(blend[0], len(prefixes)), strict=True):
             if taken > dataset.num_samples:
                 raise DataError(
-                    f"{prefix}: the blend takes {taken} samples of {dataset.num_samples} that Megatron-LM makes of it, "
-                    "and ends there with an error; change train.steps or the weights a little"
+                    f"{prefix}: the blend needs {taken} samples, but Megatron-LM builds only {dataset.num_samples} and "
+                    "fails there; change train.steps or the weights a little"
                 )
         stack.pop_all()
     first_samples = np.cumsum([0, *(dataset.num_samples for dataset in datasets[:-1])], dtype=np.int64)
@@ -187,19 +189,19 @@ def open_megatron(config: DataConfig, vocab_size: int, *, seed: int, num_samples
 
 
 def _weights(config: DataConfig) -> list[float] | None:
-    """The sources' weights as Megatron-LM normalises them, or None without."""
+    """Weights of the sources as Megatron-LM normalises them, or None without weights."""
     weights = [source.weight for source in config.sources]
     if not weights or None in weights:
         return None
     values = np.array(weights, np.float64)
-    shares: list[float] = (values / values.sum()).tolist()
-    return shares
+    normalised: list[float] = (values / values.sum()).tolist()
+    return normalised
 
 
 def _open_shard(
     config: DataConfig, vocab_size: int, prefix: str, num_samples: int | None, seed: int, cache: Path
 ) -> MegatronDataset:
-    """The training split of a shard; `num_samples` at least, or one epoch."""
+    """Opens the training split of a shard with at least `num_samples`, or one epoch."""
     length = config.sequence_length
     with ExitStack() as stack:
         parts = open_parts(config, "train", vocab_size, [prefix], stack)

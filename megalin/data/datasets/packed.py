@@ -1,4 +1,4 @@
-"""One split of a corpus as rows of whole sequences, packed by first fit or best fit in windows of constant size."""
+"""Dataset of packed sequences: whole ones per sample, by first fit or best fit in windows of constant size."""
 
 from __future__ import annotations
 
@@ -19,58 +19,58 @@ from megalin.errors import DataError
 from megalin.parallel.cross_entropy import IGNORED_LABEL
 
 _WINDOW = 1024
-"""Sequences that are packed together. More leave less room unused, but cost more to pack again for each row: 1024
-documents of a web corpus leave 0.2 % of rows of 2048 and take 50 microseconds."""
+"""Sequences that are packed together. More leave less padding, but cost more to pack again for each sample: 1024
+documents of a web corpus leave 0.2 % of samples of 2048 empty and take 50 microseconds."""
 
 
 class _Part(NamedTuple):
-    """Sequences [first, end) of a shard, and the rows that they fill."""
+    """Sequences [first, end) of a shard, and the samples that they fill."""
 
     shard: Shard
     first_sequence: int
     end_sequence: int
-    first_rows: npt.NDArray[np.int64]  # [windows + 1] of the split, at which the rows of each window begin
+    first_samples: npt.NDArray[np.int64]  # [windows + 1] first sample of each window, in the split
 
 
 class PackedDataset:
-    """Samples of one split: rows of T tokens, each filled with whole sequences of one window of 1024.
+    """Packed samples of one split: T tokens, filled with whole sequences of one window of 1024.
 
-    A sequence of n ids takes n - 1 places of a row, its last id being a label only. A longer one than T + 1 is cut into
-    pieces that share an id; one of a single id is left out. The largest piece of a window is placed first. Places that
-    stay empty hold token 0, no label, and a document of their own. A row is a function of its number: its window is
-    packed again when it is read. Memory: 8 bytes a window. Thread-safe once open.
+    A sequence of n ids takes n - 1 tokens of a sample, its last id being a label only. One longer than T + 1 is cut
+    into pieces that share an id; one of a single id is left out. The largest piece of a window is placed first. Padding
+    is token 0 without a label, a document of its own. A sample is a function of its number: its window is packed again
+    when it is read. Memory: 8 bytes a window. Thread-safe once open.
 
     Attributes:
         sequence_length: T.
         num_tokens: of the split.
-        num_samples: rows.
-        num_labels: tokens that are predicted; the others of the rows stay empty.
+        num_samples: packed samples.
+        num_labels: predicted tokens; the rest of the samples is padding.
     """
 
     def __init__(
         self, parts: Sequence[tuple[Shard, int, int]], *, sequence_length: int, vocab_size: int, fit: str
     ) -> None:
-        """Packs sequences [first, end) of each (shard, first, end), each by itself; `open` is the usual way in."""
+        """Packs sequences [first, end) of each (shard, first, end) separately; usually called by `open`."""
         self.sequence_length, self._vocab_size, self._fit = sequence_length, vocab_size, fit
         self._parts = []
         self.num_tokens = self.num_samples = self.num_labels = 0
         for shard, first, end in parts:
             lengths = shard.lengths[first:end]
-            rows = count_rows(lengths, capacity=sequence_length, window=_WINDOW, fit=fit)
-            first_rows = np.cumsum([self.num_samples, *rows], dtype=np.int64)
-            self._parts.append(_Part(shard, first, end, first_rows))
-            self.num_samples = int(first_rows[-1])
+            counts = count_rows(lengths, capacity=sequence_length, window=_WINDOW, fit=fit)
+            first_samples = np.cumsum([self.num_samples, *counts], dtype=np.int64)
+            self._parts.append(_Part(shard, first, end, first_samples))
+            self.num_samples = int(first_samples[-1])
             tokens = shard.first_token(end) - shard.first_token(first)
             self.num_tokens += tokens
             self.num_labels += tokens - int(np.count_nonzero(lengths))
-        self._first_rows = np.array([part.first_rows[0] for part in self._parts])
+        self._first_samples = np.array([part.first_samples[0] for part in self._parts])
 
     @classmethod
     def open(cls, config: DataConfig, split: SplitName, vocab_size: int, paths: Sequence[str] | None = None) -> Self:
-        """Opens and checks the shards of `split` for a model of `vocab_size` ids; `paths`: these of them alone.
+        """Opens and checks the shards of `split` for a model of `vocab_size` ids; `paths`: only these of them.
 
         Raises:
-            DataError: as TokenDataset does, but for the number of tokens: no sequence of two.
+            DataError: as TokenDataset does, but where no sequence has two tokens, not where there are fewer than T + 1.
         """
         paths = config.paths(split) if paths is None else paths
         with ExitStack() as stack:
@@ -82,26 +82,26 @@ class PackedDataset:
         return dataset
 
     @property
-    def empty_share(self) -> float:
-        """Share of the rows' places that hold no token."""
+    def empty_fraction(self) -> float:
+        """Fraction of padding in the samples."""
         return 1 - self.num_labels / (self.num_samples * self.sequence_length)
 
     def pieces(self, sample: int) -> list[tuple[Shard, int, int]]:
-        """What a row holds: of each piece the shard, the position of its first id there, and its number of ids."""
+        """Pieces of a sample: the shard, the position of its first id there, and its number of ids."""
         assert 0 <= sample < self.num_samples, (sample, self.num_samples)
-        part = self._parts[int(np.searchsorted(self._first_rows, sample, side="right")) - 1]
-        window = int(np.searchsorted(part.first_rows, sample, side="right")) - 1
+        part = self._parts[int(np.searchsorted(self._first_samples, sample, side="right")) - 1]
+        window = int(np.searchsorted(part.first_samples, sample, side="right")) - 1
         first = part.first_sequence + window * _WINDOW
         lengths = part.shard.lengths[first : min(first + _WINDOW, part.end_sequence)]
-        row = sample - int(part.first_rows[window])
-        found = pieces_of_row(lengths, capacity=self.sequence_length, fit=self._fit, row=row)
+        number = sample - int(part.first_samples[window])
+        found = pieces_of_row(lengths, capacity=self.sequence_length, fit=self._fit, row=number)
         return [
             (part.shard, part.shard.first_token(first + sequence) + offset, size + 1)
             for sequence, offset, size in found.tolist()
         ]
 
     def batch(self, samples: npt.NDArray[np.int64]) -> Batch:
-        """The samples [B] as a Batch.
+        """Batch of the samples [B].
 
         Raises:
             DataError: an id of `vocab_size` or more (file, sequence, offset), or a file that fails or shrank.
@@ -136,6 +136,6 @@ def _nothing_to_pack(config: DataConfig, split: SplitName, paths: Sequence[str],
     if not num_tokens:
         return too_short(config, split, paths, num_tokens=0)
     return DataError(
-        f"{', '.join(paths)}: none of the {num_tokens} tokens of the {split} split{config.held_out()} is followed by "
-        "another of its sequence; give shards with text"
+        f"{', '.join(paths)}: no sequence of the {split} split{config.held_out()} has two tokens or more "
+        f"({num_tokens} in all); give shards with text"
     )

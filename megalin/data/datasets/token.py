@@ -1,4 +1,4 @@
-"""One split of a corpus: its shards as one stream of tokens, cut into samples of T + 1 ids."""
+"""Dataset of consecutive tokens: the shards of a split concatenated and cut into samples of T + 1 ids."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from megalin.data.tokenizers.tokenizer import load_tokenizer
 from megalin.errors import DataError
 
 _log = logging.getLogger(__name__)
-_PIECE_BLOCK = 1024  # sequence starts that are looked at together
+_PIECE_BLOCK = 1024  # sequence starts that are searched together
 
 
 class _Segment(NamedTuple):
-    """Sequences [first_sequence, end_sequence) of a shard, and the samples that start in them."""
+    """Sequences [first_sequence, end_sequence) of a shard, and the samples that start there."""
 
     shard: Shard
     first_sequence: int
@@ -31,14 +31,14 @@ class _Segment(NamedTuple):
     first_token: int  # of the shard
     end_token: int
     first_sample: int
-    sequences: npt.NDArray[np.int32]  # [samples] sequence in which each starts, from first_sequence
+    sequences: npt.NDArray[np.int32]  # [samples] sequence of each start, from first_sequence
     offsets: npt.NDArray[np.int32]  # [samples] token of that sequence
 
 
 class TokenDataset:
-    """Samples of one split: sample i is tokens [iT, iT + T] of its shards laid end to end; the tail is dropped.
+    """Samples of one split: sample i is tokens [iT, iT + T] of its concatenated shards; the tail is dropped.
 
-    Memory: 8 bytes a sample for where it starts, and one window while it is read. Thread-safe once open.
+    Memory: 8 bytes a sample for its start, and one window while it is read. Thread-safe once open.
 
     Attributes:
         sequence_length: T.
@@ -49,7 +49,7 @@ class TokenDataset:
     def __init__(
         self, parts: Sequence[tuple[Shard, int, int]], *, sequence_length: int, vocab_size: int, isolate_documents: bool
     ) -> None:
-        """Lays sequences [first, end) of each (shard, first, end) end to end; `open` is the usual way in."""
+        """Concatenates sequences [first, end) of each (shard, first, end); usually called by `open`."""
         self.sequence_length = sequence_length
         self._vocab_size = vocab_size
         self._isolate_documents = isolate_documents
@@ -74,11 +74,11 @@ class TokenDataset:
 
     @classmethod
     def open(cls, config: DataConfig, split: SplitName, vocab_size: int, paths: Sequence[str] | None = None) -> Self:
-        """Opens and checks the shards of `split` for a model of `vocab_size` ids; `paths`: these of them alone.
+        """Opens and checks the shards of `split` for a model of `vocab_size` ids; `paths`: only these of them.
 
         Raises:
-            DataError: a bad shard; no token at all; fewer than T + 1 tokens; a tokenizer with more ids than the model,
-                or other than the one that made a shard.
+            DataError: a bad shard; no token; fewer than T + 1 tokens; a tokenizer with more ids than the model, or not
+                the one that made a shard.
         """
         paths = config.paths(split) if paths is None else paths
         with ExitStack() as stack:
@@ -95,7 +95,7 @@ class TokenDataset:
         return dataset
 
     def window(self, sample: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-        """The ids [T + 1] int64 of `sample`, and for each the piece (sequence) it belongs to, [T + 1] int32 from 0.
+        """Ids [T + 1] int64 of `sample`, and the sequence of each, [T + 1] int32 from 0.
 
         Raises:
             DataError: an id of `vocab_size` or more (file, sequence, offset), or a file that fails or shrank.
@@ -103,9 +103,9 @@ class TokenDataset:
         assert 0 <= sample < self.num_samples, (sample, self.num_samples)
         number = int(np.searchsorted(self._first_samples, sample, side="right")) - 1
         segment = self._segments[number]
-        row = sample - segment.first_sample
-        sequence = segment.first_sequence + int(segment.sequences[row])
-        position = segment.shard.first_token(sequence) + int(segment.offsets[row])
+        place = sample - segment.first_sample
+        sequence = segment.first_sequence + int(segment.sequences[place])
+        position = segment.shard.first_token(sequence) + int(segment.offsets[place])
         ids = np.empty(self.sequence_length + 1, np.int64)
         starts = np.zeros(self.sequence_length + 1, np.int32)
         filled = 0
@@ -123,7 +123,7 @@ class TokenDataset:
             starts[filled] = 1
 
     def batch(self, samples: npt.NDArray[np.int64]) -> Batch:
-        """The samples [B] as a Batch. Raises DataError as `window` does."""
+        """Batch of the samples [B]. Raises DataError as `window` does."""
         windows, pieces = zip(*(self.window(int(sample)) for sample in samples), strict=True)
         return pack(np.stack(windows), np.stack(pieces), samples.copy(), isolate_documents=self._isolate_documents)
 
@@ -140,7 +140,7 @@ class TokenDataset:
 
 
 def _piece_starts(segment: _Segment, sequence: int, position: int, end: int) -> Iterator[int]:
-    """The tokens in (position, end) of the shard at which a sequence after `sequence` starts."""
+    """Tokens in (position, end) of the shard that start a sequence after `sequence`."""
     itemsize = segment.shard.dtype.itemsize
     for first in range(sequence + 1, segment.end_sequence, _PIECE_BLOCK):
         block = segment.shard.pointers[first : min(first + _PIECE_BLOCK, segment.end_sequence)] // itemsize
@@ -153,10 +153,10 @@ def _piece_starts(segment: _Segment, sequence: int, position: int, end: int) -> 
 def open_parts(
     config: DataConfig, split: SplitName, vocab_size: int, paths: Sequence[str], stack: ExitStack
 ) -> list[tuple[Shard, int, int]]:
-    """The checked shards `paths` of `split` with the sequences [first, end) of each in it; `stack` closes them.
+    """Opens and checks the shards `paths`, each with its sequences [first, end) of `split`; `stack` closes them.
 
     Raises:
-        DataError: a bad shard; a tokenizer with more ids than the model, or other than the one that made a shard.
+        DataError: a bad shard; a tokenizer with more ids than the model, or not the one that made a shard.
     """
     digest = _tokenizer_digest(config, vocab_size)
     parts = []
@@ -172,7 +172,7 @@ def open_parts(
 
 
 def too_short(config: DataConfig, split: SplitName, paths: Sequence[str], *, num_tokens: int) -> DataError:
-    """What to tell of a split of `num_tokens` that holds no sample of T + 1 ids."""
+    """Error for a split of `num_tokens` without a sample of T + 1 ids."""
     names = ", ".join(paths)
     if not num_tokens:
         return DataError(
@@ -198,7 +198,7 @@ def _tokenizer_digest(config: DataConfig, vocab_size: int) -> str | None:
 
 
 def _check_manifest(shard: Shard, tokenizer: str | None, digest: str | None) -> None:
-    """Where a manifest lies beside the shard it must be this shard's, and name the run's tokenizer."""
+    """Compares the tokenizer of the shard's manifest, if there is one, with the run's. Raises DataError."""
     manifest = read_manifest(shard)
     if manifest is not None and digest is not None and manifest.digest != digest:
         raise DataError(

@@ -44,7 +44,7 @@ def open_masked(prefix, split="train", *, seed=0, length=LENGTH, masking=None, *
 @pytest.fixture
 def dataset(tmp_path, caplog):
     with open_masked(write(tmp_path), masking={"copies": 4}) as opened:
-        assert "2 documents of the train split have fewer than 2 tokens and give no sample" in caplog.text
+        assert "2 documents of the train split have fewer than 2 tokens and are skipped" in caplog.text
         yield opened
 
 
@@ -61,7 +61,7 @@ def segments(batch: EncoderBatch, row: int) -> tuple[list[int], list[int]]:
 
 def test_every_piece_of_every_document_is_read_copies_times(dataset):
     assert dataset.num_samples == 4 * 12
-    assert dataset.num_left_out == 2
+    assert dataset.num_skipped == 2
     batch = dataset.batch(np.arange(dataset.num_samples))
     seen: Counter[int] = Counter()
     for row in range(dataset.num_samples):
@@ -154,7 +154,7 @@ def test_documents_of_several_sequences_and_shards(tmp_path):
     second = write_by_hand(tmp_path / "b", [document(7, 20)])
     masking = {"other_document_share": 0.0, "copies": 1}
     with open_masked(first, train=[str(first), str(second)], masking=masking) as dataset:
-        assert dataset.num_left_out == 3
+        assert dataset.num_skipped == 3
         batch = dataset.batch(np.arange(dataset.num_samples))
         pieces = [[*itertools.chain(*segments(batch, row))] for row in range(dataset.num_samples)]
     assert [len(piece) for piece in pieces] == [10, 10, 10, 6, 6, 10, 10]
@@ -164,9 +164,7 @@ def test_documents_of_several_sequences_and_shards(tmp_path):
 def test_corpus_without_usable_documents_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"empty corpus: the train split.*no document of at least 2 tokens \(3 are sho"):
         open_masked(write(tmp_path, [1, 0, 1]))
-    with pytest.raises(
-        DataError, match=r"other_document_share = 0\.5 needs another document, but the train split.* has"
-    ):
+    with pytest.raises(DataError, match=r"other_document_share = 0\.5 needs two documents, but the train split.* has"):
         open_masked(write(tmp_path, [9], "one"))
     with open_masked(tmp_path / "one", masking={"other_document_share": 0.0}) as dataset:
         assert dataset.num_samples == 10
@@ -184,7 +182,7 @@ def test_token_beyond_the_vocabulary_is_named(tmp_path):
     [
         ({"length": 5}, "sequence_length = 5 has no room for .* use at least 6"),
         ({"masking": {"max_predictions": 11}}, "masking.max_predictions = 11 is more than the 10 tokens of text"),
-        ({"isolate_documents": False}, "isolate_documents = false has no effect beside masking; remove it"),
+        ({"isolate_documents": False}, "isolate_documents = false has no effect with masking; remove it"),
         ({"masking": {"mask_token": "[MASK]"}}, "mask_token = '.MASK.' is a name, but data.tokenizer is not set"),
         ({"masking": {"mask_token": 2000}}, "model.vocab_size = 2000; raise it to 2001"),
     ],

@@ -172,15 +172,17 @@ def test_damaged_index_is_refused(tmp_path, prefixes):
     documents = folder / "document_index.npy"
     data = documents.read_bytes()
     documents.write_bytes(data[:-40] + (2**30).to_bytes(4, "little") * 10)
-    with pytest.raises(DataError, match=r"cached index names token \d+ of sequence 1073741824, .* remove the folder"):
+    with pytest.raises(
+        DataError, match=r"cached index refers to token \d+ of sequence 1073741824, .* remove the folder"
+    ):
         _windows(_open(run, steps=9, train=prefixes[:1]), 90)
     documents.write_bytes(data[:100])
-    with pytest.raises(DataError, match=r"a damaged index .*; remove this folder, and it is built again"):
+    with pytest.raises(DataError, match=r"the cached index is damaged .*; remove this folder, and it is built again"):
         _open(run, steps=9, train=prefixes[:1])
     documents.write_bytes(data)
     key = json.loads((folder / "key.json").read_text())
     (folder / "key.json").write_text(json.dumps({**key, "seed": 9}))
-    with pytest.raises(DataError, match="holds the index of something else; remove this folder"):
+    with pytest.raises(DataError, match="the cached index has another key; remove this folder"):
         _open(run, steps=9, train=prefixes[:1])
 
 
@@ -200,7 +202,9 @@ def test_index_that_names_what_is_not_there_is_refused(tmp_path, prefixes, name,
     array = np.load(path)
     array[..., :1] = np.array(value).astype(array.dtype)  # of sample_index the place alone
     np.save(path, array)
-    with pytest.raises(DataError, match=f"p0: its cached index names {message}, which is not there; remove the folder"):
+    with pytest.raises(
+        DataError, match=f"p0: its cached index refers to {message}, which does not exist; remove the folder"
+    ):
         _windows(_open(run, steps=9, train=prefixes[:1]), 90)
 
 
@@ -209,7 +213,9 @@ def test_index_with_too_few_documents_is_refused(tmp_path, prefixes):
     _open(run, steps=9, train=prefixes[:1])
     (path,) = (run / "cache").glob("*/document_index.npy")
     np.save(path, np.load(path)[:100])
-    with pytest.raises(DataError, match=r"p0: its cached index names place \d+ of its documents, which is not there"):
+    with pytest.raises(
+        DataError, match=r"p0: its cached index refers to place \d+ of its documents, which does not exist"
+    ):
         _windows(_open(run, steps=9, train=prefixes[:1]), 90)
 
 
@@ -222,8 +228,8 @@ def test_cache_that_cannot_be_written_is_named(tmp_path, prefixes):
 @pytest.mark.parametrize(
     ("values", "error", "message"),
     [
-        ({"steps": 5000}, DataError, r"p2: hold 2\d+ samples, the run reads 50000; .* give each a weight"),
-        ({"seed": 2**32}, ConfigError, r'train.seed = 4294967296: data.order = "megatron" takes seeds below'),
+        ({"steps": 5000}, DataError, r"p2: 2\d+ samples, but the run reads 50000; .* give each a weight"),
+        ({"seed": 2**32}, ConfigError, r'train.seed = 4294967296: data.order = "megatron" needs a seed below'),
         ({"sequence_length": 50000}, DataError, r"p0: data.sequence_length = 50000 needs 50001 tokens"),
     ],
 )
@@ -234,11 +240,11 @@ def test_runs_that_the_order_does_not_reach_are_refused(tmp_path, prefixes, valu
 
 def test_blend_that_megatron_could_not_fill_is_refused(tmp_path, prefixes, monkeypatch):
     monkeypatch.setattr("megalin.data.datasets.megatron._SURPLUS", -0.2)
-    with pytest.raises(DataError, match=r"p\d: the blend takes \d+ samples of \d+ that Megatron-LM makes of it"):
+    with pytest.raises(DataError, match=r"p\d: the blend needs \d+ samples, but Megatron-LM builds only \d+"):
         _open(tmp_path / "run", steps=400, sources=_sources(prefixes, [1.0, 1.0, 1.0]))
 
 
 def test_position_past_the_end_is_refused(tmp_path, prefixes):
     training = _open(tmp_path / "run", steps=3, train=prefixes[:1])
-    with training.dataset, pytest.raises(DataError, match="sample 30 of an order of 30"):
+    with training.dataset, pytest.raises(DataError, match="position 30 is past the end of an order of 30"):
         training.order.samples(np.array([29, 30]))

@@ -39,7 +39,7 @@ def test_every_pair_of_neighbours_is_learnt_once(tmp_path, monkeypatch, fit):
     assert learnt == sorted(wanted)
     assert dataset.num_labels == len(wanted)
     empty = (batch.labels == IGNORED_LABEL).float().mean().item()
-    assert dataset.empty_share == pytest.approx(empty)
+    assert dataset.empty_fraction == pytest.approx(empty)
 
 
 @FITS
@@ -73,7 +73,7 @@ def test_few_long_rows_stay_nearly_full(tmp_path):
     shares = {}
     for fit in ("first_fit", "best_fit"):
         with _open(tmp_path, shards, packing=fit, sequence_length=64) as dataset:
-            shares[fit] = dataset.empty_share
+            shares[fit] = dataset.empty_fraction
     assert max(shares.values()) < 0.01
 
 
@@ -86,7 +86,7 @@ def test_held_out_sequences_are_packed_by_themselves(tmp_path):
 
 
 def test_corpus_without_a_pair_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"none of the 2 tokens of the train split .* is followed by another"):
+    with pytest.raises(DataError, match=r"no sequence of the train split .* has two tokens or more \(2 in all"):
         _open(tmp_path, [[[1], [2]]])
     with pytest.raises(DataError, match="empty corpus: the train split"):
         _open(tmp_path, [[]])

@@ -202,10 +202,10 @@ def test_huge_manifest_is_not_read(tmp_path):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"train": ["a"], "validation": ["b"], "validation_fraction": 0.1}, "0.1 has no effect beside validation"),
-        ({"train": ["a", "b"], "validation": ["b"]}, "validation holds the training shard b"),
-        ({"train": ["a", "b", "a"]}, "train names the shard a more than once"),
-        ({"train": []}, r"train = \[\]: no training shards; name at least one there, or in sources"),
+        ({"train": ["a"], "validation": ["b"], "validation_fraction": 0.1}, "0.1 has no effect with validation"),
+        ({"train": ["a", "b"], "validation": ["b"]}, "validation lists the training shard b"),
+        ({"train": ["a", "b", "a"]}, "train lists the shard a more than once"),
+        ({"train": []}, r"train = \[\]: no training shards; list at least one there, or in sources"),
         ({"train": ["a"], "validation_fraction": 1.0}, "validation_fraction = 1.0"),
         ({"train": ["a"], "sequence_length": 0}, "sequence_length = 0"),
     ],
