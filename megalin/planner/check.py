@@ -45,7 +45,7 @@ def check_memory(config: RunConfig, world_size: int, memory_bytes: int | None) -
         memory = _memory(estimator, layout, allowed=int(MARGIN * memory_bytes))
         if memory.total <= MARGIN * memory_bytes:
             return
-        parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in memory._asdict().items())
+        parts = ", ".join(f"{name.replace('_', ' ')} {size / 2**30:.1f}" for name, size in memory._asdict().items())
         what = f"about {memory.total / 2**30:.1f} GiB are needed ({parts})"
     parallel = config.parallel
     limits = Limits(world_size, for_tensors(memory_bytes), parallel.sequence_parallel, parallel.tp_overlap)

@@ -76,7 +76,7 @@ def test_a_run_that_asks_for_copies_is_looked_at_as_one(path):
     memory = estimator.estimate(layout_of(config, 2), closely=False).memory
     assert memory.symmetric_memory > 0
     check_memory(config, 2, memory.total)
-    with pytest.raises(ConfigError, match=r"GiB are needed .*symmetric_memory"):
+    with pytest.raises(ConfigError, match=r"GiB are needed .*symmetric memory"):
         check_memory(config, 2, int(memory.total / MARGIN) - 1)
 
 
