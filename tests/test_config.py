@@ -106,7 +106,7 @@ def test_valid_values_parse():
         ),
         (
             'model.layers.0.sublayers.1.residual="two_hop"',
-            'model.layers.0: the last sub-layer has residual = "two_hop", so its result would be lost; '
+            'model.layers.0: the last sub-layer has residual = "two_hop", which drops its result; '
             'use residual = "add" there',
         ),
     ],

@@ -1,4 +1,4 @@
-"""Norms of the residual stream as modules, by the name that a config gives them."""
+"""Norms of the residual stream as modules, chosen by name in a config."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megalin.parallel.initialisation import Initializer, constant
 from megalin.parallel.tensor_parallel import TensorParallel, local
 
 HeadNormKind = Literal["srmsnorm", "rmsnorm", "layernorm"]
-"""srmsnorm: no parameters. rmsnorm: a weight. layernorm: a weight and a bias, centred. These three can also norm the
+"""srmsnorm: no parameters. rmsnorm: a weight. layernorm: a weight and a bias, centred. These three also normalize the
 outputs of sharded heads (`NormedRowParallelLinear`)."""
 
 NormKind = Literal["srmsnorm", "rmsnorm", "layernorm", "maxnorm", "uncentered_layernorm"]
-"""Beside those, of DANet. maxnorm: by the largest magnitude, no parameters. uncentered_layernorm: by the mean
-magnitude, a weight."""
+"""`HeadNormKind`, and DANet's norms. maxnorm: divides by the largest magnitude, no parameters. uncentered_layernorm:
+divides by the mean magnitude, a weight."""
 
 
 class SRMSNorm(nn.Module):
@@ -104,7 +104,7 @@ class UncenteredLayerNorm(nn.Module):
 
 
 def build_norm(kind: NormKind, hidden_size: int, eps: float, tp: TensorParallel) -> nn.Module:
-    """The norm of that name over the whole residual stream."""
+    """The norm of that name over the hidden dimension of the residual stream."""
     match kind:
         case "srmsnorm":
             return SRMSNorm(eps)

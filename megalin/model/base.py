@@ -1,4 +1,4 @@
-"""What decoders and encoders share: the embedded tokens, the blocks over them, the norm after, and what they count."""
+"""Base of decoders and encoders: embedding, input layers, blocks and norm, and their parameter and FLOP counts."""
 
 from __future__ import annotations
 
@@ -19,39 +19,42 @@ ConfigT = TypeVar("ConfigT", bound=StackConfig)
 
 
 class Stage(NamedTuple):
-    """The part of a model that one stage of a pipeline holds. The first has what feeds the blocks, the last what reads
-    them, and each what its blocks share."""
+    """A pipeline stage of a model: some sub-layers; the embedding on the first, norm and head on the last.
+
+    Each stage holds the modules that its blocks share.
+    """
 
     number: int
     num_stages: int
     sublayers: range
-    """Its sub-layers, by their numbers in the model: of the first and the last block it may have a part."""
+    """Its sub-layers, by their numbers in the model. The first and the last block may be incomplete."""
 
     @property
     def is_first(self) -> bool:
-        """Whether it embeds the tokens."""
+        """True for the stage with the embedding."""
         return self.number == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it has the norm and the head."""
+        """True for the stage with the norm and the head."""
         return self.number == self.num_stages - 1
 
 
 class BaseModel(nn.Module, Generic[ConfigT]):
-    """A token table, input layers, blocks and a norm; subclasses add heads and the forward.
+    """Embedding, input layers, blocks and norm; subclasses add heads and the forward.
 
-    Built on the meta device: shard it (`parallel.shard_model`), materialise it (`to_empty`), then fill it
+    Built on the meta device; then it is sharded (`shard_model`), materialised (`to_empty`) and initialised
     (`init_weights`).
 
     Attributes:
-        head: the table of tokens' logits, where it is not the embedding.
+        head: the output embedding, where it is not tied to the input embedding.
         loss_names: the terms of the loss, in the order of the output's `loss_sums`.
-        stage: what of the model this is, by default all. Modules of other stages are not built, and those that are have
-            the names that they have in the whole model.
+        stage: the pipeline stage, by default the whole model. Modules of other stages are not built; module names are
+            those of the whole model.
 
     Raises:
-        ConfigError: sizes that the tensor-parallel axis does not divide, or a mixer that cannot split the sequence.
+        ConfigError: sizes that the tensor-parallel axis does not divide, or a mixer without context parallelism on a
+            context-parallel axis.
     """
 
     head: VocabParallelEmbedding | None
@@ -67,7 +70,7 @@ class BaseModel(nn.Module, Generic[ConfigT]):
         stage: Stage | None = None,
         has_table: bool = True,
     ) -> None:
-        """`has_table`: whether this stage holds the table of tokens."""
+        """`has_table`: True where this stage holds the embedding, as input or as tied output."""
         super().__init__()
         self.config = config
         self.stage = stage = Stage(0, 1, range(config.num_sublayers)) if stage is None else stage
@@ -95,8 +98,8 @@ class BaseModel(nn.Module, Generic[ConfigT]):
             self.norm = build_norm(config.norm, width, config.norm_eps, tp)
 
     def _build_model_level(self, block: BlockConfig, scopes: Mapping[str, BuildContext], own: Sequence[int]) -> None:
-        """Builds, once per mixer type, what the type keeps at the level of the model: what sub-layers share where this
-        stage has one that reads it (`own` of the block's), input layers where the tokens are embedded."""
+        """Builds, once a mixer type, its shared module, on stages with such a sub-layer (`own` of the block's), and its
+        input layer, on the stage with the embedding."""
         for index, sublayer in enumerate(block.sublayers):
             key, scope = sublayer.type.replace(".", "_"), scopes[sublayer.type]
             if index in own and key not in self.shared and (module := sublayer.shared_module(scope)) is not None:
@@ -126,11 +129,11 @@ class BaseModel(nn.Module, Generic[ConfigT]):
         return cast(list[Mixer], list(self.input_layers.values()))
 
     def full_precision_modules(self) -> list[nn.Module]:
-        """The submodules whose parameters must compute in fp32: they feed exponentials or positions."""
+        """The submodules whose parameters compute in fp32, because they feed exponentials or positions."""
         return [module for module in self.modules() if isinstance(module, FullPrecision)]
 
     def loss_sums(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """[terms] the sum of each term's losses, by the forward of `inputs` with labels; keeps nothing else of it."""
+        """[terms] the sum of each loss term, by a forward of `inputs` with labels that returns nothing else."""
         raise NotImplementedError
 
     def after_optimizer_step(self) -> None:
@@ -138,18 +141,18 @@ class BaseModel(nn.Module, Generic[ConfigT]):
         update_derived_buffers([*self.input_mixers(), *self.mixers()])
 
     def no_decay_names(self) -> set[str]:
-        """Global names of the parameters without weight decay: vectors (norm weights), biases (a fused one is
-        [parts, out]) and all that computes in full precision."""
+        """Global names of the parameters without weight decay: vectors (norm weights), biases (fused ones are
+        [parts, out]) and those that compute in full precision."""
         precise = {id(p) for module in self.full_precision_modules() for p in module.parameters()}
         return {n for n, p in self.named_parameters() if p.dim() <= 1 or n.endswith(".bias") or id(p) in precise}
 
     def num_parameters(self) -> int:
-        """Parameters of the whole model over all ranks; rows that pad the vocabulary are not counted."""
+        """Number of parameters of the full model, summed over ranks, without the padding of the vocabulary."""
         rows = [m.padded_parameters() for m in self.modules() if isinstance(m, VocabParallelEmbedding | VocabularyBias)]
         return sum(parameter.numel() for parameter in self.parameters()) - sum(rows)
 
     def num_embedding_parameters(self) -> int:
-        """Parameters of the tables that embed, and of a head with a table of its own."""
+        """Number of parameters of the embeddings, and of an untied output embedding."""
         raise NotImplementedError
 
     def forward_flops(self, length: int) -> int:
@@ -161,5 +164,5 @@ class BaseModel(nn.Module, Generic[ConfigT]):
         return 3 * self.forward_flops(length)
 
     def stack_flops(self, length: int) -> int:
-        """The share of input layers and blocks in `forward_flops`."""
+        """The part of `forward_flops` in input layers and blocks."""
         return sum(mixer.flops(length) for mixer in [*self.input_mixers(), *self.mixers()])

@@ -23,14 +23,18 @@ class BlockOutput(NamedTuple):
 
 
 class Sublayer(nn.Module):
-    """A mixer with the norm of its input. Raises ConfigError for a mixer that cannot work on a split sequence."""
+    """A mixer with the norm of its input.
+
+    Raises:
+        ConfigError: a mixer without context parallelism on a context-parallel axis.
+    """
 
     def __init__(self, config: MixerConfig, scope: BuildContext) -> None:
         super().__init__()
         if scope.cp.size > 1 and not config.supports_context_parallel:
             raise ConfigError(
-                f'{scope.path}.type = "{config.type}": this mixer needs the whole sequence on each rank, but '
-                f"parallel.cp = {scope.cp.size} splits it; use parallel.cp = 1"
+                f'{scope.path}.type = "{config.type}": this mixer needs the full sequence on each rank, but '
+                f"parallel.cp = {scope.cp.size} shards it; use parallel.cp = 1"
             )
         self.residual = config.residual
         norm = None if config.norms_input else build_norm(config.norm, scope.hidden_size, config.norm_eps, scope.tp)
@@ -39,11 +43,11 @@ class Sublayer(nn.Module):
 
 
 class Block(nn.Module):
-    """The sub-layers of one block, or of a stage of a pipeline that ends or begins inside of it.
+    """The sub-layers of one block, or some of them where a pipeline stage begins or ends inside of it.
 
     Args:
-        recompute: whether the backward computes the block's activations again instead of keeping them.
-        own: the sub-layers that there are, under the names that they have in the whole block; None: all.
+        recompute: recompute the block's activations in the backward instead of keeping them.
+        own: indices of the sub-layers to build; they keep the names of the complete block. None: all.
     """
 
     def __init__(
@@ -59,18 +63,18 @@ class Block(nn.Module):
                 self.sublayers.add_module(str(index), part)
 
     def compile(self, *args: Any, **options: Any) -> None:
-        """Compiles what a forward computes, with `torch.compile`'s arguments.
+        """Compiles the forward, with `torch.compile`'s arguments.
 
-        Hooks and recomputation stay around the graph. Inside of it torch decides what is formed again, and keeps the
-        results of collectives (2.11, and of every `autograd.Function`) or fails on their groups (2.13).
+        Hooks and recomputation stay outside of the graph. Inside of it torch would choose what to recompute, and it
+        keeps the results of collectives (2.11, and of every `autograd.Function`) or fails on their groups (2.13).
         """
         self._compiled = torch.compile(self._run, *args, **options)
 
     def forward(self, x: Tensor, contexts: list[MixerContext], states: list[State] | None) -> BlockOutput:
-        """x [B, T or T/tp, D]; one context a sub-layer, and one state where the caller wants the next ones."""
+        """x [B, T or T/tp, D]; one context a sub-layer, and one state a sub-layer where next states are wanted."""
         run = self._compiled or self._run
         if self.recompute and states is None:
-            # No part of a block draws random numbers, so there is no generator state to restore.
+            # A block draws no random numbers, so there is no generator state to restore.
             return checkpoint(run, x, contexts, states, use_reentrant=False, preserve_rng_state=False)
         return run(x, contexts, states)
 

@@ -1,4 +1,4 @@
-"""The model of a config, whatever its kind."""
+"""Models from their configs."""
 
 from __future__ import annotations
 
@@ -19,16 +19,23 @@ def make_model(
     cp: ContextParallel | None = None,
     recompute: bool = False,
 ) -> Model:
-    """The model on the meta device. Raises ConfigError for sizes that the tensor-parallel axis does not divide, and
-    for a mixer that cannot split its sequences over the context-parallel axis."""
+    """The model on the meta device.
+
+    Raises:
+        ConfigError: sizes that the tensor-parallel axis does not divide, or a mixer without context parallelism on a
+            context-parallel axis.
+    """
     if isinstance(config, EncoderConfig):
         return Encoder(config, tp, cp=cp, recompute=recompute)
     return LanguageModel(config, tp, cp=cp, recompute=recompute)
 
 
 def check_divisions(config: AnyModelConfig, tp: int) -> None:
-    """Raises ConfigError where a size of the model is not divisible by a tensor-parallel axis of `tp` ranks; it names
-    the axes that divide all of them: heads, widths and the padded vocabulary."""
+    """Checks that tensor parallelism over `tp` ranks divides the model's heads, widths and padded vocabulary.
+
+    Raises:
+        ConfigError: a size that it does not divide; the message names the values of tp that divide all sizes.
+    """
     sizes = DividedSizes()
     make_model(config, sizes)
     sizes.check(tp)

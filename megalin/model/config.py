@@ -1,4 +1,4 @@
-"""The configs of models: their widths, and their blocks as a pattern of sub-layers."""
+"""Configs of models: widths, and a pattern of blocks of sub-layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megalin.layers.norms import NormKind
 
 
 class BlockConfig(Config):
-    """One kind of block, and how many of them follow each other."""
+    """One kind of block, and its number of repetitions."""
 
     sublayers: list[SublayerConfig] = pydantic.Field(min_length=1)
     """The mixers of the block in order: token mixers and channel mixers, each with its norm and residual rule."""
@@ -25,14 +25,14 @@ class BlockConfig(Config):
     def _last_sublayer_writes_to_the_residual_stream(self) -> BlockConfig:
         if self.sublayers[-1].residual != "add":
             raise ValueError(
-                f'the last sub-layer has residual = "{self.sublayers[-1].residual}", so its result would be lost; '
+                f'the last sub-layer has residual = "{self.sublayers[-1].residual}", which drops its result; '
                 'use residual = "add" there'
             )
         return self
 
 
 class StackConfig(Config):
-    """What every model has: a vocabulary, a width and blocks."""
+    """Base of the models' configs: vocabulary, width and blocks."""
 
     vocab_size: int = pydantic.Field(gt=0)
     """Number of token ids. The table is padded to a multiple of 128 rows; the padding is masked and not counted."""
@@ -43,7 +43,7 @@ class StackConfig(Config):
     norm: NormKind
     """Norm before the heads."""
     norm_eps: float = pydantic.Field(gt=0)
-    """What that norm adds."""
+    """Epsilon of that norm."""
     init_std: float = pydantic.Field(default=0.02, gt=0)
     """Standard deviation of the initial weights."""
 
@@ -63,13 +63,13 @@ class StackConfig(Config):
         return self.init_std
 
     def blocks(self) -> list[tuple[str, BlockConfig]]:
-        """Every block with the place of its config, repeats written out."""
+        """Every block with the dotted path of its config; repeated blocks stand several times."""
         return [
             (f"model.layers.{index}", block) for index, block in enumerate(self.layers) for _ in range(block.repeat)
         ]
 
     def check_causality(self, *, causal: bool, rule: str) -> None:
-        """Raises ValueError with a line for each sub-layer that is causal where it must not be, or the reverse."""
+        """Raises ValueError with a line for each sub-layer whose causality is not `causal`; `rule` ends each line."""
         lines = [
             f'layers.{block}.sublayers.{index}.type = "{sublayer.type}": {rule}'
             for block, config in enumerate(self.layers)
@@ -84,11 +84,11 @@ class ModelConfig(StackConfig):
     """A decoder language model."""
 
     kind: Literal["decoder"] = "decoder"
-    """What the model is. decoder: it predicts each next token."""
+    """Kind of model. decoder: predicts each next token."""
     embedding_scale: float = pydantic.Field(default=1.0, gt=0)
     """Factor on the embedded tokens (TransNormerLLM: the square root of the hidden size)."""
     tie_embeddings: bool = True
-    """Whether the head shares the embedding's table."""
+    """True: the head uses the embedding's weights."""
     norm: NormKind = "srmsnorm"
     """Norm before the head."""
     norm_eps: float = pydantic.Field(default=1e-6, gt=0)
@@ -102,7 +102,7 @@ class ModelConfig(StackConfig):
     @pydantic.model_validator(mode="after")
     def _is_causal(self) -> ModelConfig:
         self.check_causality(
-            causal=True, rule='it reads tokens to come, which a decoder must predict; use kind = "encoder" for it'
+            causal=True, rule='it attends to later tokens, which a decoder must predict; use it with kind = "encoder"'
         )
         return self
 
@@ -118,24 +118,25 @@ class EncoderConfig(StackConfig):
     """A bidirectional encoder: heads for masked tokens and the next sentence, or one that classifies sequences."""
 
     kind: Literal["encoder"]
-    """What the model is. encoder: it reads the whole sequence at once."""
+    """Kind of model. encoder: every token attends to the full sequence."""
     max_positions: int = pydantic.Field(default=512, gt=0)
-    """Rows of the position table: tokens that a sequence has at most."""
+    """Longest sequence, in tokens: rows of the table of positions."""
     num_token_types: int = pydantic.Field(default=2, ge=2)
     """Rows of the table of token types: 0 for segment A, 1 for segment B."""
     norm: NormKind = "uncentered_layernorm"
-    """Norm after the blocks, and inside the head of masked tokens."""
+    """Norm after the blocks, and inside the masked-token head."""
     norm_eps: float = pydantic.Field(default=1e-12, gt=0)
     """Added to the magnitude that it divides by."""
     num_classes: int | None = pydantic.Field(default=None, ge=2)
     """Classes of a sequence-classification head in place of the pretraining heads; left out: pretraining."""
     pooling: Literal["first", "mean"] = "first"
-    """What the head of a sequence reads. first: its first token. mean: the mean over its tokens, without padding."""
+    """Input of the sequence head. first: the first token. mean: the mean over the tokens, without padding."""
 
     @pydantic.model_validator(mode="after")
     def _is_bidirectional(self) -> EncoderConfig:
         self.check_causality(
-            causal=False, rule="it sees no token to come, so an encoder cannot use it; a decoder (the default kind) can"
+            causal=False,
+            rule="it attends to earlier tokens only, so an encoder cannot use it; a decoder (the default kind) can",
         )
         return self
 
@@ -145,14 +146,14 @@ AnyModelConfig = ModelConfig | EncoderConfig
 
 
 def parse_model(values: Mapping[str, Any], source: str) -> AnyModelConfig:
-    """The model that a table tells, by its `kind`. Raises ConfigError as `parse` does."""
+    """The model config in a table, by its `kind`. Raises ConfigError as `parse` does."""
     if values.get("kind") == "encoder":
         return parse(EncoderConfig, values, source)
     return parse(ModelConfig, values, source)
 
 
 def _resolve(values: Any) -> Any:
-    """A table -> an instance of the class of its `kind`; an instance is passed on."""
+    """A table -> an instance of the class of its `kind`; an instance is returned unchanged."""
     if isinstance(values, StackConfig):
         return values
     if not isinstance(values, Mapping):

@@ -1,4 +1,4 @@
-"""The bidirectional encoder: embeddings, blocks, and the heads for masked tokens and for whole sequences."""
+"""The bidirectional encoder: embeddings, blocks, and heads for masked tokens and for sequences."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from megalin.parallel.linear import ReplicatedLinear
 from megalin.parallel.sequence_documents import SequenceDocuments
 from megalin.parallel.tensor_parallel import TensorParallel
 
-PREDICTED_SHARE = 0.15
-"""Share of a sequence's tokens whose prediction `forward_flops` counts."""
+MASKED_FRACTION = 0.15
+"""Fraction of a sequence's tokens whose prediction `forward_flops` counts."""
 
 
 class EncoderOutput(NamedTuple):
@@ -42,13 +42,13 @@ class EncoderOutput(NamedTuple):
     """[B] in nats, at least fp32, 0 where the label is ignored; None without labels."""
 
     def loss_sums(self) -> Tensor:
-        """[1 or 2] the sums of the losses that there are: of masked tokens, of sequences."""
+        """[1 or 2] the sums of the losses of masked tokens and of sequences, each where there is one."""
         losses = [losses for losses in (self.masked_losses, self.sequence_losses) if losses is not None]
         return torch.stack([each.sum() for each in losses])
 
 
 class MaskedTokenHead(nn.Module):
-    """logits = norm(gelu(x W^T)) E^T + b with the embedding's table E and the exact (erf) GELU."""
+    """logits = norm(gelu(x W^T)) E^T + b with the embedding E and the exact (erf) GELU."""
 
     def __init__(self, config: EncoderConfig, tp: TensorParallel) -> None:
         super().__init__()
@@ -59,13 +59,13 @@ class MaskedTokenHead(nn.Module):
         self.vocabulary = VocabularyBias(config.vocab_size, tp=tp)
 
     def forward(self, x: Tensor, table: VocabParallelEmbedding) -> Tensor:
-        """x [B, P, D], whole on every rank -> this rank's logits [B, P, V/tp]."""
+        """x [B, P, D], in full on every rank -> this rank's logits [B, P, V/tp]."""
         x = self.norm(functional.gelu(self.dense(x)))
         return self.vocabulary(table.logits_of_entered(self.tp.enter(x)))
 
 
 class SequenceHead(nn.Module):
-    """logits = tanh(x W_1^T) W_2^T + b, of one row a sequence."""
+    """logits = tanh(x W_1^T) W_2^T + b, of one vector a sequence."""
 
     def __init__(self, config: EncoderConfig, tp: TensorParallel) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class SequenceHead(nn.Module):
         self.classifier = ReplicatedLinear(width, config.num_classes or 2, bias=True, tp=tp, std=std)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, D], whole on every rank -> [B, classes]."""
+        """x [B, D], in full on every rank -> [B, classes]."""
         return self.classifier(torch.tanh(self.pooler(x)))
 
     def flops(self) -> int:
@@ -86,8 +86,8 @@ class SequenceHead(nn.Module):
 class Encoder(BaseModel[EncoderConfig]):
     """X = hardtanh(E_token + E_position + E_type), blocks over X, a norm, and the heads (DenseAttention, BERT).
 
-    A pretraining model has a head for masked tokens, which computes logits at the asked positions alone, and one for
-    the next sentence; a model with `num_classes` has a head for sequences in their place.
+    A pretraining model has a head for masked tokens, which computes logits at the masked positions alone, and a
+    next-sentence head; a model with `num_classes` has a sequence head instead.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Encoder(BaseModel[EncoderConfig]):
         pretraining = config.num_classes is None
         self.masked_head = MaskedTokenHead(config, self.tp) if pretraining else None
         self.sequence_head = SequenceHead(config, self.tp)
-        self.head: VocabParallelEmbedding | None = None  # tokens' logits are the embedding's
+        self.head: VocabParallelEmbedding | None = None  # tied to the embedding
         self.loss_names = ("mlm", "nsp") if pretraining else ("classification",)
 
     def forward(
@@ -120,18 +120,20 @@ class Encoder(BaseModel[EncoderConfig]):
         masked_labels: Tensor | None = None,
         sequence_labels: Tensor | None = None,
     ) -> EncoderOutput:
-        """Runs T tokens of each of B sequences. With context parallelism, T are this rank's of them, each rank predicts
-        an equal share of the masked tokens, and the labels of sequences are the first rank's (`data.split_tokens`).
+        """Runs T tokens of each of B sequences.
+
+        With context parallelism T is this rank's shard, each rank predicts as many of the masked tokens, and the first
+        rank has the labels of sequences (`data.batch.split_tokens`).
 
         Args:
-            tokens: [B, T] ids below the vocabulary size; the whole sequence has at most `max_positions`.
+            tokens: [B, T] ids below the vocabulary size; the full sequence has at most `max_positions`.
             token_types: [B, T]; None: all 0.
             valid: [B, T] bool, False at padding; None: all tokens count.
-            document_ids: [B, T], non-decreasing along T, for rows of several documents, none of which sees another;
-                None when each row is one document. The head of sequences reads the row as one sequence all the same.
+            document_ids: [B, T], non-decreasing along T, for sequences of several documents; tokens attend within
+                their document. None where each sequence is one document. The sequence head ignores documents.
             positions: [B, T] rows of the position table; None: from 0 at the first rank's tokens.
-            masked_positions: [B, P] numbers of the tokens to predict, in the whole sequence; P does not depend on how
-                many there are, and cp divides it.
+            masked_positions: [B, P] positions of the tokens to predict, in the full sequence; P is constant, padded
+                where fewer are masked, and divisible by cp.
             masked_labels: [B, P/cp] ids, IGNORED_LABEL where there is no loss.
             sequence_labels: [B] classes, IGNORED_LABEL where there is no loss.
         """
@@ -166,26 +168,26 @@ class Encoder(BaseModel[EncoderConfig]):
         return output.loss_sums()
 
     def _pool(self, hidden: Tensor, context: SequenceContext) -> Tensor:
-        """One row a sequence: [B, T or T/tp, D] -> [B, D], whole on every rank."""
-        places = context.positions
+        """One vector a sequence: [B, T or T/tp, D] -> [B, D], in full on every rank."""
+        positions = context.positions
         if self.config.pooling == "first":
-            first = self.cp.pick_tokens(hidden, torch.zeros_like(places[:, :1]), self.tp)
+            first = self.cp.pick_tokens(hidden, torch.zeros_like(positions[:, :1]), self.tp)
             return self.cp.all_reduce_both(first)[:, 0]
-        valid, whole = context.documents.valid, context.documents.full_sequence.valid
-        kept = (torch.ones_like(places) if valid is None else valid).to(compute_dtype(hidden))
-        count = kept.sum(1, keepdim=True) * self.cp.size if whole is None else whole.sum(1, keepdim=True)
+        valid, full = context.documents.valid, context.documents.full_sequence.valid
+        kept = (torch.ones_like(positions) if valid is None else valid).to(compute_dtype(hidden))
+        count = kept.sum(1, keepdim=True) * self.cp.size if full is None else full.sum(1, keepdim=True)
         return self.cp.all_reduce_both(self.tp.weighted_token_sum(hidden, (kept / count.clamp(min=1)).to(hidden.dtype)))
 
     def num_embedding_parameters(self) -> int:
-        """Parameters of the three tables that embed; the vocabulary's is the head's as well."""
+        """Number of parameters of the three embeddings; that of the vocabulary is tied to the head."""
         config = self.config
         return (config.vocab_size + config.max_positions + config.num_token_types) * config.hidden_size
 
     def forward_flops(self, length: int) -> int:
-        """Forward floating-point operations a token at `length` tokens; a multiply and an add count as two. The head
-        of masked tokens counts at PREDICTED_SHARE of them, rounded up."""
+        """Forward floating-point operations a token at `length` tokens; a multiply and an add count as two. The
+        masked-token head counts for MASKED_FRACTION of the tokens, rounded up."""
         heads = self.sequence_head.flops()
         if self.masked_head is not None:
             each = self.masked_head.dense.flops() + self.embedding.logits_flops()
-            heads += math.ceil(PREDICTED_SHARE * length) * each
+            heads += math.ceil(MASKED_FRACTION * length) * each
         return self.stack_flops(length) + math.ceil(heads / length)

@@ -21,7 +21,7 @@ from megalin.parallel.tensor_parallel import TensorParallel
 
 
 class ModelState(NamedTuple):
-    """What the model remembers of B sequences: constant in their length."""
+    """Recurrent state of B sequences; its size does not depend on their length (a softmax cache's does)."""
 
     blocks: list[list[State]]
     """One state per block and sub-layer."""
@@ -37,12 +37,11 @@ class ModelOutput(NamedTuple):
     """Result of a forward."""
 
     logits: Tensor | None
-    """[B, T, V/tp], this rank's slice of the padded vocabulary; padding is -inf. None where only the sum of the losses
-    was asked for."""
+    """[B, T, V/tp], this rank's slice of the padded vocabulary; padding is -inf. None with losses = "sum"."""
     token_losses: Tensor | None
-    """[B, T] in nats, at least fp32, 0 where the label is ignored; None without labels, or for the sum alone."""
+    """[B, T] in nats, at least fp32, 0 where the label is ignored; None without labels or with losses = "sum"."""
     loss_sum: Tensor | None
-    """[] the sum of the token losses, where only that was asked for."""
+    """[] the sum of the token losses, with losses = "sum"."""
     state: ModelState | None
     """The state after the last token, where one was given."""
 
@@ -85,16 +84,16 @@ class LanguageModel(BaseModel[ModelConfig]):
         state: ModelState | None = None,
         losses: Literal["tokens", "sum"] = "tokens",
     ) -> ModelOutput:
-        """Runs T tokens of each of B sequences; with context parallelism, this rank's of them, without a state.
+        """Runs T tokens of each of B sequences; with context parallelism T is this rank's shard, and there is no state.
 
         Args:
             tokens: [B, T] ids below the vocabulary size.
             labels: [B, T] next ids, IGNORED_LABEL where there is no loss.
-            document_ids: [B, T], non-decreasing along T; None when each row is one document.
-            positions: [T] or [B, T]; by default they count on from the state, or from 0 at the first rank's tokens.
-            state: what the model remembers of the tokens before; the output then holds the next one.
-            losses: tokens: the logits, and with labels the loss of each; sum: the sum of the losses and nothing else,
-                in less time and memory where a kernel runs.
+            document_ids: [B, T], non-decreasing along T; None where each sequence is one document.
+            positions: [T] or [B, T]; by default they continue those of the state, or start from 0 at the first rank.
+            state: the recurrent state of earlier tokens; the output then holds the next one.
+            losses: tokens: the logits, and with labels each token's loss; sum: the sum of the losses alone, which a
+                fused kernel computes in less time and memory.
         """
         assert state is None or self.cp.size == 1, self.cp.size
         consecutive = positions is None
@@ -103,7 +102,7 @@ class LanguageModel(BaseModel[ModelConfig]):
             positions = positions if state is None else state.positions[:, None] + positions
         if state is not None:
             document_ids = _known_documents(tokens, document_ids, state)
-            state = _forget_other_documents(state, document_ids)
+            state = _clear_other_documents(state, document_ids)
         x = self.embedding.embed(tokens) * self.config.embedding_scale
         context = self.context(tokens, positions, document_ids, x.dtype)._replace(consecutive=consecutive)
         x, inputs = self.apply_input_layers(x, context, state)
@@ -127,15 +126,15 @@ class LanguageModel(BaseModel[ModelConfig]):
     def apply_input_layers(
         self, x: Tensor, context: SequenceContext, state: ModelState | None
     ) -> tuple[Tensor, list[State]]:
-        """The residual stream as the first block takes it, of the embedded tokens, and the input layers' states."""
+        """The residual stream from the embedded tokens x, and the input layers' next states."""
         inputs = []
         for index, layer in enumerate(self.input_mixers()):
             x, input_state = layer(x, layer.build_mixer_context(context), state.inputs[index] if state else None)
             inputs.append(input_state)
-        return wait_tensor_with_grad(self._stream(x)), inputs
+        return wait_tensor_with_grad(self._to_residual_dtype(x)), inputs
 
     def head_output(self, x: Tensor, labels: Tensor | None, losses: Literal["tokens", "sum"]) -> ModelOutput:
-        """The output of the normed residual stream x [B, T or T/tp, D], without a state."""
+        """The output, without a state, from the normed residual stream x [B, T or T/tp, D]."""
         if losses == "sum":
             assert labels is not None
             return ModelOutput(None, None, self._table().loss_sum(x, labels), None)
@@ -149,9 +148,9 @@ class LanguageModel(BaseModel[ModelConfig]):
 
     @torch.no_grad()
     def step(self, tokens: Tensor, state: ModelState) -> ModelOutput:
-        """One token of decoding, of the state's document: tokens [B] -> logits [B, 1, V/tp] and the next state.
+        """One token of decoding, in the state's document: tokens [B] -> logits [B, 1, V/tp] and the next state.
 
-        Work and memory do not depend on how many tokens came before.
+        Work and memory do not depend on the number of earlier tokens (but for softmax caches).
         """
         positions = state.positions[:, None]
         x = self.embedding.embed(tokens[:, None]) * self.config.embedding_scale
@@ -160,7 +159,7 @@ class LanguageModel(BaseModel[ModelConfig]):
         for layer, layer_state in zip(self.input_mixers(), state.inputs, strict=True):
             x, next_state = layer.step(x, layer.build_mixer_context(context), layer_state)
             inputs.append(next_state)
-        x = self._stream(x)
+        x = self._to_residual_dtype(x)
         blocks = []
         for block, states in zip(self.block_list(), state.blocks, strict=True):
             x, next_states = block.step(x, block.contexts(context), states)
@@ -169,7 +168,7 @@ class LanguageModel(BaseModel[ModelConfig]):
         state = state._replace(blocks=blocks, inputs=inputs, positions=state.positions + 1)
         return ModelOutput(logits, None, None, state)
 
-    def _stream(self, x: Tensor) -> Tensor:
+    def _to_residual_dtype(self, x: Tensor) -> Tensor:
         """The embedded tokens in the dtype of the residual stream."""
         return x if self.config.residual_dtype == "compute" else x.to(compute_dtype(x))
 
@@ -177,7 +176,7 @@ class LanguageModel(BaseModel[ModelConfig]):
         return self.embedding if self.head is None else self.head
 
     def initial_state(self, batch_size: int, *, dtype: torch.dtype = torch.float32) -> ModelState:
-        """The state before the first token; recurrent states in `dtype`, at least fp32, whatever the weights are."""
+        """The state before the first token; recurrent states in `dtype`, at least fp32, whatever the weights' dtype."""
         device = self.embedding.weight.device
 
         def initial(mixers: list[Mixer]) -> list[State]:
@@ -188,7 +187,7 @@ class LanguageModel(BaseModel[ModelConfig]):
         return ModelState(blocks, initial(self.input_mixers()), zeros, zeros.to(torch.int32))
 
     def num_embedding_parameters(self) -> int:
-        """Parameters of the embedding, and of the head where it has a table of its own."""
+        """Number of parameters of the embedding, and of an untied output embedding."""
         tables = 1 if self.head is None else 2
         return tables * self.config.vocab_size * self.config.hidden_size
 
@@ -204,18 +203,18 @@ class LanguageModel(BaseModel[ModelConfig]):
 
 
 def _known_documents(tokens: Tensor, document_ids: Tensor | None, state: ModelState) -> Tensor:
-    """Without ids, all tokens continue the state's document."""
+    """Document ids of the tokens [B, T]; without ids all of them continue the state's document."""
     return state.document_ids[:, None].expand_as(tokens) if document_ids is None else document_ids
 
 
-def _forget_other_documents(state: ModelState, document_ids: Tensor) -> ModelState:
-    """Zeroes the state of each sequence whose first token starts another document."""
+def _clear_other_documents(state: ModelState, document_ids: Tensor) -> ModelState:
+    """Zeroes the state of each sequence whose first token starts a new document."""
     other = document_ids[:, 0] != state.document_ids  # [B]
 
-    def forget(tensor: Tensor) -> Tensor:
+    def clear(tensor: Tensor) -> Tensor:
         return tensor.masked_fill(other.view(-1, *[1] * (tensor.dim() - 1)), 0)
 
-    def forget_all(states: list[State]) -> list[State]:
-        return [tuple(forget(tensor) for tensor in layer) for layer in states]
+    def clear_all(states: list[State]) -> list[State]:
+        return [tuple(clear(tensor) for tensor in layer) for layer in states]
 
-    return state._replace(blocks=[forget_all(block) for block in state.blocks], inputs=forget_all(state.inputs))
+    return state._replace(blocks=[clear_all(block) for block in state.blocks], inputs=clear_all(state.inputs))

@@ -1,4 +1,4 @@
-"""Costs cut into runs of neighbours for the stages of a pipeline: evenly, or by what its schedule then takes."""
+"""Partitions layers into contiguous pipeline stages, balancing cost or simulated schedule time."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ import numpy as np
 from numpy.typing import NDArray
 
 _PLANNED_ROUNDS = 8
-"""Micro-batches a rank of the schedule that a cut is made for. With more the ends of a step count less, and whether the
-ranks have equal work counts more."""
+"""Micro-batches a rank in the simulated schedule. With more, the ramp-up and ramp-down of a step weigh less, and the
+balance between ranks weighs more."""
 
 _TRIES = 30
-"""Places from which the search sets out again."""
+"""Restarts of the search."""
 _STEPS = 20_000_000
-"""Operations of schedules after which it makes no more moves: about a second with up to 32 runs."""
+"""Limit of simulated operations in a search: about a second with up to 32 stages."""
 _AT_ONCE = 256
-"""Cuts whose schedules are computed together."""
+"""Partitions that are simulated together."""
 
 
 class _Cut(NamedTuple):
-    """A cut, or the first runs of one."""
+    """A partition into runs, one a stage, or the first runs of one."""
 
     largest: int
-    """The largest run."""
+    """Cost of the most expensive run."""
     squares: int
-    """The sum of the squares of the runs."""
+    """Sum of the squares of the runs' costs."""
     borders: list[int]
-    """Where the runs start, and where the last one ends."""
+    """The starts of the runs, and the end of the last one."""
 
     def longer(self, cost: int, end: int) -> _Cut:
-        """With one run more, to `end`."""
+        """This partition with one more run, up to `end`."""
         return _Cut(max(self.largest, cost), self.squares + cost**2, [*self.borders, end])
 
 
 def cut_evenly(costs: list[int], num_runs: int) -> list[range]:
-    """The cut with the least largest run, of those with the least sum of squares. Costs are positive.
+    """Balances positive costs: minimizes the most expensive run, then the sum of squares.
 
-    By the end of what is cut so far, for one run more at a time. Twice: the second time it knows the largest run, and
-    any smaller one is as good.
+    Dynamic programming over the end of the last run, one run at a time. The second pass knows the cost of the most
+    expensive run, so it treats cheaper maxima as equal.
     """
     before = [0, *itertools.accumulate(costs)]
     largest, size = 0, len(costs)
@@ -61,11 +61,11 @@ def cut_evenly(costs: list[int], num_runs: int) -> list[range]:
 
 
 def cut_for_interleaving(costs: list[int], num_runs: int, *, num_ranks: int) -> list[range]:
-    """The cut, run s on rank s % num_ranks, with which interleaved 1F1B is done soonest; a backward takes two forwards.
+    """Minimizes the simulated time of interleaved 1F1B, run s on rank s % num_ranks, a backward twice a forward.
 
-    Equal sums of the ranks are not enough: a rank goes through its runs in turns with the others, and waits where its
-    neighbours' take longer. This is a search, never worse than the even cut: it moves a cost from one run to another,
-    with the runs between them, while that helps, and sets out again from cuts near the best one.
+    Equal sums over the ranks are not enough: ranks alternate between their runs and wait for slower neighbours. A
+    local search, never worse than `cut_evenly`: it shifts boundaries between runs while that helps, and restarts from
+    partitions near the best one.
     """
     schedule = _Schedule(num_ranks, num_runs // num_ranks, _PLANNED_ROUNDS * num_ranks)
     inner = range(1, num_runs)
@@ -80,14 +80,14 @@ def cut_for_interleaving(costs: list[int], num_runs: int, *, num_ranks: int) -> 
 
 
 class _Schedule:
-    """The operations of one step, each after those that it waits for."""
+    """The operations of one interleaved 1F1B step, in an order that respects their dependencies."""
 
     def __init__(self, num_ranks: int, runs_a_rank: int, num_micro_batches: int) -> None:
         self.num_runs = num_ranks * runs_a_rank
         rows = [interleaved_order(rank, num_ranks, runs_a_rank, num_micro_batches) for rank in range(num_ranks)]
         self.operations: list[tuple[int, int, int]] = []
-        """Run, of a backward after those of all forwards; the operation before it on its rank; the one it waits for on
-        another. -1: none."""
+        """(run, plus num_runs for a backward; the previous operation on the same rank; the operation on another rank
+        whose result it takes). -1: none."""
         number: dict[Operation, int] = {}
         done, last = [0] * num_ranks, [-1] * num_ranks
         while len(number) < sum(map(len, rows)):
@@ -102,7 +102,7 @@ class _Schedule:
                     done[rank] += 1
 
     def seconds(self, costs: NDArray[np.float64]) -> NDArray[np.float64]:
-        """How long it takes with the forward's costs of each run: [cuts, runs] -> [cuts]."""
+        """Duration of the step, by the forward's cost of each run: [partitions, runs] -> [partitions]."""
         lasting = np.concatenate([costs, 2 * costs], axis=1).T.copy()
         ends = np.zeros((len(self.operations) + 1, len(costs)))
         for number, (run, before, awaited) in enumerate(self.operations):
@@ -120,7 +120,7 @@ class Operation(NamedTuple):
     micro_batch: int
 
     def awaited(self, num_stages: int) -> Operation | None:
-        """The operation whose result it takes."""
+        """The operation whose result it takes, None for the first forward."""
         if self.backward:
             last = self.stage == num_stages - 1
             return Operation(not last, self.stage + (not last), self.micro_batch)
@@ -128,7 +128,7 @@ class Operation(NamedTuple):
 
 
 def interleaved_order(rank: int, num_ranks: int, stages_a_rank: int, num_micro_batches: int) -> list[Operation]:
-    """What a rank does one after the other in interleaved 1F1B, of a multiple of num_ranks micro-batches.
+    """A rank's operations in interleaved 1F1B, in order; num_micro_batches is a multiple of num_ranks.
 
     Source: Narayanan et al., Efficient large-scale language model training on GPU clusters, section 2.2.2.
     """
@@ -142,11 +142,11 @@ def interleaved_order(rank: int, num_ranks: int, stages_a_rank: int, num_micro_b
 
 
 class _Search:
-    """Of the cut whose schedule is the shortest.
+    """Local search for the partition of the shortest schedule.
 
     Args:
-        before: sum of the costs before each place of the row.
-        moves: [moves, borders] changes of a cut.
+        before: cumulative costs, [layers + 1].
+        moves: [moves, borders] changes of a partition's borders.
     """
 
     def __init__(self, before: NDArray[np.float64], schedule: _Schedule, moves: NDArray[np.int64]) -> None:
@@ -154,7 +154,7 @@ class _Search:
         self._steps = 0
 
     def best(self, start: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The best of the cuts that it comes to."""
+        """The best partition found."""
         draw = random.Random(0)
         seconds, cut = self._descend(start)
         for _ in range(_TRIES):
@@ -168,7 +168,7 @@ class _Search:
         return cut
 
     def _descend(self, cut: NDArray[np.int64]) -> tuple[float, NDArray[np.int64]]:
-        """By the best move each time, to a cut that none makes better; and its time."""
+        """Steepest descent to a local minimum: its time and its partition."""
         seconds, better = self._seconds(cut[None])[0], True
         while better and self._steps < _STEPS:
             cuts = np.concatenate([cut[None], cut + self._moves])
@@ -179,7 +179,7 @@ class _Search:
         return seconds, cut
 
     def _whole(self, cuts: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Whether each run has something: [cuts, borders] -> [cuts]."""
+        """True where no run is empty: [partitions, borders] -> [partitions]."""
         whole: NDArray[np.bool_] = np.all(np.diff(cuts, axis=1) > 0, axis=1)
         return whole
 

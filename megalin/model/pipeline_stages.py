@@ -1,4 +1,4 @@
-"""A decoder cut into the stages of a pipeline: which sub-layers each gets, by cost, and a stage as a module."""
+"""Pipeline stages of a decoder: the partition of its sub-layers by cost, and a stage as a module."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ and 8,192 tokens a micro-batch (docs/benchmarks/2026-11-22-h200-pipeline.md)."""
 
 
 class StagePlan(NamedTuple):
-    """How a decoder's sub-layers are shared out."""
+    """Partition of a decoder's sub-layers into pipeline stages."""
 
     sublayers: list[range]
-    """Those of each stage, by their numbers in the model."""
+    """Sub-layers of each stage, by their numbers in the model."""
     places: list[tuple[int, int]]
-    """For each sub-layer of the model its layer, and its number in that."""
+    """(layer, index in the layer) of each sub-layer of the model."""
     costs: list[int]
-    """Forward operations a token of each stage; input layers and head counted, the embedding as a share of the head."""
+    """Forward operations a token of each stage, with input layers and head; the embedding as a fraction of the head."""
     holders: dict[str, list[int]]
-    """By global name, the stages of each parameter that several stages hold."""
+    """Stages that hold a parameter, by global name, of those that several stages hold."""
 
     def report_lines(self) -> list[str]:
-        """A line a stage, for people: layer 4.1 is the second sub-layer of layer 4, where a stage has a part of it."""
+        """A line a stage for the log. Layer 4.1 is the second sub-layer of layer 4, where a stage has some of them."""
         total = sum(self.costs)
         extras = [" and the embedding", *[""] * (len(self.sublayers) - 2), " and the head"]
         return [
@@ -53,7 +53,7 @@ class DecoderStage(LanguageModel):
     """The blocks of one stage of a decoder, with the embedding on the first and norm and head on the last.
 
     Args:
-        compute_dtype: what the blocks compute in; later stages see no embedding that tells it.
+        compute_dtype: dtype in which the blocks compute; later stages have no embedding to derive it from.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class DecoderStage(LanguageModel):
         super().__init__(config, tp, cp=cp, recompute=recompute, stage=stage)
         self.compute_dtype = compute_dtype
 
-    # The engine calls a stage with what the stage before it gave.
+    # torch.distributed.pipelining calls a stage with the previous stage's output.
     def forward(  # type: ignore[override]
         self,
         x: Tensor,
@@ -100,25 +100,24 @@ class DecoderStage(LanguageModel):
         if not self.stage.is_last:
             return x
         output = self.head_output(self.norm(x).to(context.compute_dtype), labels, losses)
-        # Told to the engine beforehand, so of one dtype whatever kernel gave it; not a view: the engine detaches it.
+        # The schedule expects this dtype, whatever kernel ran; a copy, because the schedule detaches it in place.
         return output.loss_sums().to(LOSS_DTYPE, copy=True) if losses == "sum" else output
 
 
 def plan_stages(config: AnyModelConfig, num_stages: int, *, num_ranks: int, length: int) -> StagePlan:
-    """The cut into runs of neighbouring sub-layers, stage s on rank s % num_ranks, with which a step is done soonest:
-    the even one, or with several stages a rank the one of the shortest interleaved schedule.
+    """Partitions the sub-layers into contiguous pipeline stages, stage s on rank s % num_ranks.
 
-    A sub-layer costs its mixer's operations, the head its product with the table, the embedding a share of that. What
-    travels between stages is the residual stream: there is no cut behind a sub-layer whose result only the next
-    one reads (`residual = "two_hop"`).
+    One stage a rank balances cost; several stages a rank minimize the simulated time of the interleaved schedule. A
+    sub-layer costs its mixer's operations, the head its matmul, the embedding a fraction of that. Stages exchange the
+    residual stream, so none ends after a sub-layer whose result only the next one reads (`residual = "two_hop"`).
 
     Raises:
-        ConfigError: an encoder, or more stages than the model can be cut into.
+        ConfigError: an encoder, or more stages than the model has places to cut.
     """
     if isinstance(config, EncoderConfig):
         raise ConfigError(
-            'model.kind = "encoder": an encoder cannot be cut into stages (its heads need the embedding and the pooled '
-            "first token); use parallel.pp = 1 and more tp, cp or data parallelism"
+            'model.kind = "encoder": an encoder cannot be partitioned into stages (its heads need the embedding and '
+            "the pooled first token); use parallel.pp = 1 and more tp, cp or data parallelism"
         )
     blocks = [block.sublayers for _, block in config.blocks()]
     places = [(layer, index) for layer, sublayers in enumerate(blocks) for index in range(len(sublayers))]
@@ -147,10 +146,10 @@ def plan_stages(config: AnyModelConfig, num_stages: int, *, num_ranks: int, leng
 
 
 def _too_many_stages(num_ranks: int, stages_a_rank: int, most: int) -> str:
-    """What is wrong with so many stages, and the values of each key that fit the other's."""
-    told, remedies = f"parallel.pp = {num_ranks} stages", []
+    """The error for too many stages: the rule, and for each key the values that fit the other."""
+    asked, remedies = f"parallel.pp = {num_ranks} stages", []
     if stages_a_rank > 1:
-        told = f"parallel.pp = {num_ranks} times parallel.pp_stages_per_rank = {stages_a_rank} stages"
+        asked = f"parallel.pp = {num_ranks} times parallel.pp_stages_per_rank = {stages_a_rank} stages"
     if (ranks := most // stages_a_rank) > 1:
         remedies.append(f"parallel.pp = {ranks} or less")
     if (stages := most // num_ranks) > 1:
@@ -158,6 +157,6 @@ def _too_many_stages(num_ranks: int, stages_a_rank: int, most: int) -> str:
     elif stages == 1:
         remedies.append('parallel.pp_stages_per_rank = 1 with another pp_schedule than "interleaved"')
     return (
-        f"{told} are more than the {most} that the model can be cut into, by its sub-layers; use "
+        f"{asked} are more than the {most} into which the model's sub-layers can be partitioned; use "
         f"{', or '.join(remedies) or 'parallel.pp = 1'}"
     )

@@ -1,4 +1,4 @@
-"""Named models: the tables of megalin/presets/*.toml, one file a family."""
+"""Presets: named models, the tables of megalin/presets/*.toml, one file a family."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megalin.model.config import AnyModelConfig, parse_model
 
 
 class Preset(NamedTuple):
-    """A named model and what its source says of it."""
+    """A named model, with a note on its source."""
 
     name: str
     model: AnyModelConfig

@@ -228,7 +228,7 @@ def table(**fields):
 
 
 def test_decoder_refuses_mixers_that_see_what_is_to_come():
-    rule = r'layers.0.sublayers.0.type = "dense_attention": it reads tokens to come.*use kind = "encoder"'
+    rule = r'layers.0.sublayers.0.type = "dense_attention": it attends to later tokens.*with kind = "encoder"'
     with pytest.raises(ConfigError, match=rule):
         parse_model(table(), "x")
 
@@ -242,7 +242,7 @@ def test_encoder_refuses_causal_mixers_and_names_each():
         'layers.0.sublayers.0.type = "tnl"',
         'layers.0.sublayers.1.type = "glu"',
     ]
-    assert "it sees no token to come, so an encoder cannot use it" in lines[0]
+    assert "it attends to earlier tokens only, so an encoder cannot use it" in lines[0]
 
 
 @pytest.mark.parametrize(

@@ -149,12 +149,12 @@ def test_more_stages_than_the_model_has_parts_are_refused(name: str, ranks: int,
     with pytest.raises(ConfigError) as raised:
         plan_stages(two, ranks * stages_a_rank, num_ranks=ranks, length=64)
     assert str(raised.value) == (
-        f"parallel.pp = {ranks}{times} stages are more than the 4 that the model can be cut into, by its sub-layers; "
-        f"use {remedy}"
+        f"parallel.pp = {ranks}{times} stages are more than the 4 into which the model's sub-layers can be "
+        f"partitioned; use {remedy}"
     )
     assert len(plan_stages(two, 4, num_ranks=4, length=64).sublayers) == 4
 
 
 def test_encoder_is_refused():
-    with pytest.raises(ConfigError, match=r'model\.kind = "encoder": an encoder cannot be cut into stages'):
+    with pytest.raises(ConfigError, match=r'model\.kind = "encoder": an encoder cannot be partitioned into stages'):
         plan_stages(load_preset("danet-small").model, 2, num_ranks=2, length=64)

@@ -116,8 +116,8 @@ def test_what_model_and_batch_lack_is_told_at_once(path):
 def test_mixer_that_needs_the_whole_sequence_is_refused_before_any_rank_starts(path):
     toy = f'model.layers.0.sublayers.0={{type = "{decaying_sum.TYPE}"}}'
     assert message(path, toy, "parallel.cp=2", world_size=2) == (
-        f'model.layers.0.sublayers.0.type = "{decaying_sum.TYPE}": this mixer needs the whole sequence on each rank, '
-        "but parallel.cp = 2 splits it; use parallel.cp = 1"
+        f'model.layers.0.sublayers.0.type = "{decaying_sum.TYPE}": this mixer needs the full sequence on each rank, '
+        "but parallel.cp = 2 shards it; use parallel.cp = 1"
     )
 
 

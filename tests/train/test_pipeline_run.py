@@ -241,7 +241,7 @@ def test_each_remedy_for_too_few_micro_batches_helps(config: Path, schedule, sam
 
 
 def test_more_stages_than_sublayers_are_refused(config: Path):
-    with pytest.raises(ConfigError, match=r"parallel\.pp = 5 stages are more than the 4 that the model"):
+    with pytest.raises(ConfigError, match=r"parallel\.pp = 5 stages are more than the 4 into which the model"):
         launched(config, 5, "parallel.pp=5", "train.global_batch_size=5")
 
 
@@ -251,7 +251,7 @@ def test_more_stages_than_sublayers_are_refused(config: Path):
 )
 def test_schedule_that_splits_the_backward_is_refused_where_it_cannot(config: Path, override: str, reason: str):
     overrides = [ON_STAGES, 'parallel.pp_schedule="zero_bubble"', override]
-    with pytest.raises(ConfigError, match=rf'parallel\.pp_schedule = "zero_bubble" takes .* but {reason}'):
+    with pytest.raises(ConfigError, match=rf'parallel\.pp_schedule = "zero_bubble" computes .* but {reason}'):
         load_run_config(config, overrides)
 
 
@@ -296,5 +296,5 @@ def test_ranks_that_the_stages_do_not_divide_are_refused():
 
 
 def test_encoder_is_refused():
-    with pytest.raises(ConfigError, match=r"an encoder cannot be cut into stages .* use parallel\.pp = 1"):
+    with pytest.raises(ConfigError, match=r"an encoder cannot be partitioned into stages .* use parallel\.pp = 1"):
         check_model(load_preset("danet-small").model, ParallelConfig(pp=2), 64)

@@ -207,7 +207,7 @@ def test_command_takes_stages():
             ["--pp", "2", "--pp-schedule", "interleaved", "--pp-stages-per-rank", "1"],
             "which runs several stages a rank",
         ),
-        (["--pp", "5", "--full", "model.layers.0.repeat=2"], "5 stages are more than the 4 that the model can be cut"),
+        (["--pp", "5", "--full", "model.layers.0.repeat=2"], "5 stages are more than the 4 into which the model"),
         (
             ["--pp", "2", "--pp-stages-per-rank", "0"],
             "pp_stages_per_rank = 0: input should be greater than or equal to 1",

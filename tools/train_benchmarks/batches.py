@@ -9,7 +9,7 @@ import torch
 
 from megalin.data.batch import AnyBatch, Batch, EncoderBatch, batch_to, split_tokens
 from megalin.model.config import AnyModelConfig, EncoderConfig
-from megalin.model.encoder import PREDICTED_SHARE
+from megalin.model.encoder import MASKED_FRACTION
 from megalin.parallel.mesh import Mesh
 
 
@@ -42,7 +42,7 @@ def _random_encoder_batch(
     masked = torch.empty(rows, 0, dtype=torch.int64)
     if config.num_classes is None:
         drawn = torch.rand(rows, length, generator=generator).masked_fill(places >= sizes, 2.0)
-        masked = drawn.argsort(1)[:, : math.ceil(PREDICTED_SHARE * length)].sort(1).values
+        masked = drawn.argsort(1)[:, : math.ceil(MASKED_FRACTION * length)].sort(1).values
     classes = torch.randint(0, config.num_classes or 2, (rows,), generator=generator)
     types = (places >= sizes // 2).to(torch.int64)
     return EncoderBatch(tokens, types, places < sizes, masked, tokens.gather(1, masked), classes, torch.arange(rows))

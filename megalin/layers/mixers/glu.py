@@ -13,7 +13,7 @@ from megalin.parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 
 class GLU(Mixer):
-    """y = (act(x W_1) * (x W_2)) W_3, and a bias at each W where asked (TransNormerLLM eq. 6 with act = identity)."""
+    """y = (act(x W_1) * (x W_2)) W_3, optionally with biases (TransNormerLLM eq. 6 with act = identity)."""
 
     def __init__(self, config: GLUConfig, scope: BuildContext) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class GLUConfig(MixerConfig):
     activation: Activation = "none"
     """Applied to the gate. none: SGLU (TransNormerLLM, TNL, HGRN2); silu: SwiGLU."""
     bias: bool = False
-    """Whether the three maps have biases."""
+    """True: the three projections have biases."""
 
     def shrink_for_verify(self, *, hidden_size: int, num_heads: int) -> Self:
         return self.model_copy(update={"intermediate_size": hidden_size + num_heads})

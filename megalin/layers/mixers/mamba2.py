@@ -56,7 +56,7 @@ def _step_bias(full: Tensor, generator: torch.Generator) -> None:
 
 
 class _ScanInputs(NamedTuple):
-    """What the scan of this rank's heads takes, and what joins its output."""
+    """Inputs of the scan of this rank's heads, and of the output projection."""
 
     q: Tensor  # [B, T, 1, N]
     k: Tensor  # [B, T, 1, N]

@@ -25,7 +25,7 @@ class TNLConfig(LinearAttentionConfig):
     type: Literal["tnl"] = "tnl"
     """This mixer."""
     decay: DecayKind = "alibi"
-    """Which table of fixed decays: the released checkpoints' (alibi) or the paper's eq. 2."""
+    """Table of fixed decays. alibi: the released checkpoints'. paper: the paper's eq. 2."""
 
     def build(self, scope: BuildContext) -> TNL:
         return TNL(self, scope)

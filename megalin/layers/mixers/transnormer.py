@@ -35,7 +35,7 @@ class TransNormerConfig(LinearAttentionConfig):
     type: Literal["transnormer"] = "transnormer"
     """This mixer."""
     decay: DecayKind = "alibi"
-    """Which table of fixed decays: the released checkpoints' (alibi) or the paper's eq. 2."""
+    """Table of fixed decays. alibi: the released checkpoints'. paper: the paper's eq. 2."""
 
     def build(self, scope: BuildContext) -> TransNormer:
         return TransNormer(self, scope)
