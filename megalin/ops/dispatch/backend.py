@@ -52,7 +52,7 @@ class Choice(NamedTuple):
 
     backend: str
     reason: str
-    """Why the backends before it in the order were rejected, or the setting that requested it; empty for the first."""
+    """Reasons against the backends before it in the order, or the setting that requested it; empty for the first."""
 
 
 _kernels: dict[str, Kernel] = {}
