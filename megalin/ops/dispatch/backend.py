@@ -191,7 +191,7 @@ def report_choice(op: str, choice: Choice) -> None:
 
 
 def used() -> dict[str, Choice]:
-    """Latest choice of every op called so far in this process, by name: the content of a run's kernels.json."""
+    """Latest choice of every op called so far in this process, by name; a run writes them to kernels.json."""
     return dict(sorted(_used.items()))
 
 
