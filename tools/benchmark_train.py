@@ -1,7 +1,7 @@
-"""Training speed of a preset on random tokens: tokens/s, matrix rate reached, memory. One JSON line at the end.
+"""Training speed of a preset on random tokens: tokens/s, TFLOP/s, memory. Prints one JSON line at the end.
 
 python tools/benchmark_train.py transnormerllm-1b-64k --batch 4 --length 8192 --compile
-python tools/benchmark_train.py hgrn2-1b model.vocab_size=50304 --compile --floor --peer fla
+python tools/benchmark_train.py hgrn2-1b model.vocab_size=50304 --compile --roofline --baseline fla
 python tools/benchmark_train.py danet-base --batch 64 --length 512
 torchrun --nproc-per-node 2 tools/benchmark_train.py transnormerllm-1b-64k --tp 2 --profile ...
 torchrun --nproc-per-node 4 tools/benchmark_train.py transnormerllm-1b-64k --cp 4 --batch 1 --length 131072 --recompute
@@ -9,11 +9,11 @@ torchrun --nproc-per-node 4 tools/benchmark_train.py transnormerllm-7b-64k --tp 
 torchrun --nproc-per-node 4 tools/benchmark_train.py transnormerllm-1b-64k --pp 4 --micro-batches 16 --batch 1
 torchrun --nproc-per-node 4 tools/benchmark_train.py transnormerllm-1b-64k --engine deepspeed --zero 2
 
---profile prints where one more step spends its time on the first rank's device; of several ranks it is three steps, and
-the JSON line says what communication took in the second, and how much of it no other work hid
-(train_benchmarks/communication.py).
---floor says which share of the step its products, scan and bytes take by themselves (train_benchmarks/floor.py).
---peer times another library's model of the same sizes after ours was freed (train_benchmarks/peers.py).
+--profile runs one more step and prints the time of its kernels on the first rank's device; with several ranks it runs
+three, and the JSON line has the communication of the second and its exposed part (train_benchmarks/communication.py).
+--roofline compares the step with the time of its matmuls, scans and memory traffic (train_benchmarks/roofline.py).
+--baseline also times another library's model of the same sizes (train_benchmarks/baselines.py).
+--simulated-ranks N runs one rank of N on one GPU, with simulated collectives (train_benchmarks/simulated_ranks.py).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
-from train_benchmarks.baselines import PEERS, build_peer, is_own_model, peer_step
+from train_benchmarks.baselines import BASELINES, baseline_step, build_baseline, is_own_model
 from train_benchmarks.batches import random_batches
-from train_benchmarks.clock import Begun, Timing, end_on, time_steps
+from train_benchmarks.clock import StartedStep, Timing, end_on, time_steps
 from train_benchmarks.communication import Communication, record_communication
 from train_benchmarks.engine import OPTIMIZER, build_engine
 from train_benchmarks.fla_scan import scans_by_fla
-from train_benchmarks.roofline import Floor, Recorded, measure_floor, record, unavoidable_bytes
-from train_benchmarks.simulated_ranks import alone
+from train_benchmarks.roofline import Recorded, Roofline, measure_roofline, record, unavoidable_bytes
+from train_benchmarks.simulated_ranks import simulated_ranks
 
 from megalin.commands.base import model_from
 from megalin.config import parse
@@ -56,17 +56,17 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a preset or a config file")
     parser.add_argument("overrides", nargs="*", metavar="model.key=value")
-    parser.add_argument("--batch", type=int, default=4, help="sequences of a micro-batch (4)")
-    parser.add_argument("--micro-batches", type=int, default=1, help="micro-batches a step (1)")
-    parser.add_argument("--length", type=int, default=8192, help="tokens a whole sequence (8192)")
-    parser.add_argument("--document-length", type=int, help="tokens a packed document (the whole sequence)")
+    parser.add_argument("--batch", type=int, default=4, help="sequences per micro-batch (4)")
+    parser.add_argument("--micro-batches", type=int, default=1, help="micro-batches per step (1)")
+    parser.add_argument("--length", type=int, default=8192, help="tokens per sequence over all ranks (8192)")
+    parser.add_argument("--document-length", type=int, help="tokens per packed document (the sequence length)")
     parser.add_argument("--dtype", choices=sorted(COMPUTE_DTYPES), default="bfloat16")
-    parser.add_argument("--engine", choices=["fsdp2", "deepspeed"], default="fsdp2", help="what shards weights (fsdp2)")
-    parser.add_argument("--deepspeed-config", help="a DeepSpeed JSON for that engine")
-    parser.add_argument("--compile", action="store_true", help="compile the blocks")
     parser.add_argument(
-        "--cuda-graphs", action="store_true", help="start each step as one CUDA graph (4 steps warm up)"
+        "--engine", choices=["fsdp2", "deepspeed"], default="fsdp2", help="engine that shards the weights (fsdp2)"
     )
+    parser.add_argument("--deepspeed-config", help="JSON config of the deepspeed engine")
+    parser.add_argument("--compile", action="store_true", help="compile the blocks")
+    parser.add_argument("--cuda-graphs", action="store_true", help="run each step as one CUDA graph (4 warmup steps)")
     parser.add_argument("--recompute", action="store_true", help="recompute activations in the backward")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--sequence-parallel", action="store_true")
@@ -75,49 +75,49 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cp-exchange", choices=get_args(ExchangeName), default="auto")
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--pp-schedule", choices=get_args(ScheduleName), default="1f1b")
-    parser.add_argument("--pp-stages-per-rank", type=int, default=1, help="stages a rank (1)")
+    parser.add_argument("--pp-stages-per-rank", type=int, default=1, help="stages per rank (1)")
     parser.add_argument("--pp-transfer", choices=get_args(PPTransferName), default="auto")
-    parser.add_argument("--shard", type=int, help="ranks of the data axis that share the weights (all)")
-    parser.add_argument("--zero", type=int, choices=range(4), help="ZeRO's stage (3; with --pp 1)")
+    parser.add_argument("--shard", type=int, help="ranks of the data axis that the weights are sharded over (all)")
+    parser.add_argument("--zero", type=int, choices=range(4), help="ZeRO stage (3; with --pp 1)")
     parser.add_argument(
-        "--alone", type=int, default=1, metavar="N", help="as rank 0 of N that have its tensors: what a rank computes"
+        "--simulated-ranks", type=int, default=1, metavar="N", help="run as rank 0 of N with simulated collectives (1)"
     )
-    parser.add_argument("--warmup", type=int, default=5, help="steps before the clock starts (5)")
-    parser.add_argument("--steps", type=int, default=20, help="timed steps; the median counts (20)")
-    parser.add_argument("--profile", action="store_true", help="print where one more step spends its time")
-    parser.add_argument("--floor", action="store_true", help="measure the step's floor; on one GPU")
-    parser.add_argument("--peer", choices=sorted(PEERS), help="time this library's model as well; on one GPU")
+    parser.add_argument("--warmup", type=int, default=5, help="untimed steps at the start (5)")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps; the median is reported (20)")
+    parser.add_argument("--profile", action="store_true", help="profile one more step and print its kernels")
+    parser.add_argument("--roofline", action="store_true", help="measure the step's roofline; one GPU only")
+    parser.add_argument("--baseline", choices=sorted(BASELINES), help="also time this library's model; one GPU only")
     arguments = parser.parse_args()
     if arguments.warmup < 1:
         parser.error(f"--warmup {arguments.warmup}: the first step compiles and is never timed; use 1 or more")
-    if arguments.alone != 1 and (problem := waits_for_others(arguments)):
-        parser.error(f"--alone {arguments.alone}: {problem}")
+    if arguments.simulated_ranks != 1 and (problem := simulation_problem(arguments)):
+        parser.error(f"--simulated-ranks {arguments.simulated_ranks}: {problem}")
     return arguments
 
 
-def waits_for_others(arguments: argparse.Namespace) -> str:
-    """What of these a rank cannot do by itself; empty where it can."""
-    if arguments.alone < 1:
-        return "the number of ranks, this one among them; use 2 or more"
+def simulation_problem(arguments: argparse.Namespace) -> str:
+    """Names the argument that a single simulated rank does not support; empty if there is none."""
+    if arguments.simulated_ranks < 1:
+        return "the number of ranks must be at least 2, this one included"
     if launched().world_size > 1:
-        return f"one process stands for all, and the launcher started {launched().world_size}; start one"
+        return f"needs a single process, but the launcher started {launched().world_size}; start one"
     if arguments.pp > 1:
-        return f"stages wait for each other's activations; leave --pp {arguments.pp} out"
+        return f"pipeline stages wait for each other's activations; leave out --pp {arguments.pp}"
     if arguments.engine != "fsdp2":
-        return f"--engine {arguments.engine} has process groups of its own; leave it out"
+        return f"--engine {arguments.engine} creates its own process groups; leave it out"
     if arguments.sequence_parallel and arguments.tp_overlap != "none":
-        return "copies between GPUs need them; add --tp-overlap none"
+        return "async tensor parallelism copies to the other ranks' GPUs; add --tp-overlap none"
     return ""
 
 
 def parallel_config(arguments: argparse.Namespace) -> ParallelConfig:
-    """The mesh that the arguments name. Raises ConfigError where they contradict each other."""
+    """Builds the mesh config from the arguments. Raises ConfigError if they contradict each other."""
     chosen = {name: value for name, value in vars(arguments).items() if name in ParallelConfig.model_fields}
     return parse(ParallelConfig, chosen, "command line")
 
 
 class Ours(NamedTuple):
-    """What a run of ours leaves behind, its model freed."""
+    """Results of timing our model, which has been freed."""
 
     timing: Timing
     flops_per_token: int
@@ -125,31 +125,34 @@ class Ours(NamedTuple):
     recorded: Recorded | None
     moved_bytes: int
     sent: Communication | None
-    """Of a profiled step of several ranks."""
+    """Of a profiled step, with several ranks."""
 
 
 def check_options(arguments: argparse.Namespace, mesh: Mesh) -> None:
-    """Raises ConfigError for a floor or a peer of DeepSpeed's engine, on several ranks or without a GPU, and for a
-    DeepSpeed JSON without that engine."""
+    """Raises ConfigError for --roofline or --baseline with DeepSpeed, several ranks or no GPU, and for
+    --deepspeed-config with another engine."""
     if arguments.deepspeed_config and arguments.engine == "fsdp2":
-        raise ConfigError("--deepspeed-config is nothing that fsdp2 reads; leave it out, or use --engine deepspeed")
-    if (arguments.floor or arguments.peer) and arguments.engine != "fsdp2":
-        raise ConfigError(f"--floor and --peer compare steps of fsdp2; leave --engine {arguments.engine} out, or them")
-    if (arguments.floor or arguments.peer) and (dist.get_world_size() > 1 or mesh.device.type != "cuda"):
-        raise ConfigError("--floor and --peer compare steps of one GPU; start one process on a machine that has one")
+        raise ConfigError("--deepspeed-config has no effect on --engine fsdp2; leave it out, or use --engine deepspeed")
+    if (arguments.roofline or arguments.baseline) and arguments.engine != "fsdp2":
+        raise ConfigError(
+            f"--roofline and --baseline support --engine fsdp2 only; leave out --engine {arguments.engine}, or them"
+        )
+    if (arguments.roofline or arguments.baseline) and (dist.get_world_size() > 1 or mesh.device.type != "cuda"):
+        raise ConfigError("--roofline and --baseline need exactly one GPU; start one process on a machine with a GPU")
 
 
 def measure(arguments: argparse.Namespace, mesh: Mesh) -> dict[str, object]:
-    """Everything that the JSON line says.
+    """Runs the benchmark; returns the fields of the JSON line.
 
     Raises:
-        ConfigError: what `check_options` says, a peer that there is not, or of an encoder, what DeepSpeed cannot do.
+        ConfigError: options that `check_options` rejects, a missing baseline or one for an encoder, a config that
+            DeepSpeed does not support.
     """
     check_options(arguments, mesh)
     config = model_from(arguments.model, arguments.overrides)
-    if arguments.peer and isinstance(config, EncoderConfig):
+    if arguments.baseline and isinstance(config, EncoderConfig):
         raise ConfigError(
-            f"--peer {arguments.peer}: {arguments.model} is an encoder, and no peer here has one; leave it out"
+            f"--baseline {arguments.baseline}: {arguments.model} is an encoder, and no baseline has one; leave it out"
         )
     ours = measure_ours(arguments, config, mesh)
     release_memory()
@@ -173,7 +176,7 @@ def measure(arguments: argparse.Namespace, mesh: Mesh) -> dict[str, object]:
         "deepspeed_config": arguments.deepspeed_config,
         "parallel": mesh.config.model_dump(exclude_defaults=True),
         "ranks": ranks,
-        "alone": arguments.alone > 1,
+        "simulated": arguments.simulated_ranks > 1,
         "tokens_per_second": rate,
         "tokens_per_second_per_rank": rate / ranks,
         "step_seconds_median": timing.median_seconds,
@@ -191,26 +194,26 @@ def measure(arguments: argparse.Namespace, mesh: Mesh) -> dict[str, object]:
     if ours.sent is not None:
         result["communication_milliseconds"] = ours.sent._asdict()
     if ours.recorded is not None:
-        result |= describe_floor(measure_floor(ours.recorded, ours.moved_bytes), timing.median_seconds)
+        result |= describe_roofline(measure_roofline(ours.recorded, ours.moved_bytes), timing.median_seconds)
         release_memory()
-    if arguments.peer:
-        peer = measure_peer(arguments, config, mesh)
-        result |= {"peer": peer, "times_peer": rate / float(peer["tokens_per_second"])}
+    if arguments.baseline:
+        baseline = measure_baseline(arguments, config, mesh)
+        result |= {"baseline": baseline, "times_baseline": rate / float(baseline["tokens_per_second"])}
     return result
 
 
 def measure_ours(arguments: argparse.Namespace, config: AnyModelConfig, mesh: Mesh) -> Ours:
-    """Times our step; profiles one more where the arguments want what it tells."""
+    """Times our step, and profiles one more if --profile or --roofline asks for it."""
     started = time.perf_counter()
     batches, engine = random_batches(arguments, config, mesh), build_engine(arguments, config, mesh)
 
-    def start(number: int) -> Begun:
+    def start(number: int) -> StartedStep:
         started = engine.step(batches, learning_rate=OPTIMIZER.lr, step=number)
-        return Begun(started.is_ready, lambda: started.wait().loss, end_on(mesh.device))
+        return StartedStep(started.is_ready, lambda: started.wait().loss, end_on(mesh.device))
 
     timing = time_steps(start, warmup=arguments.warmup, steps=arguments.steps, started=started)
     peak, recorded, moved, sent = peak_memory_bytes(mesh.device) / 2**30, None, 0, None
-    if arguments.profile or arguments.floor:
+    if arguments.profile or arguments.roofline:
         number = arguments.warmup + arguments.steps
         if dist.get_world_size() > 1:
             sent, profile = record_communication(start, number)
@@ -218,7 +221,7 @@ def measure_ours(arguments: argparse.Namespace, config: AnyModelConfig, mesh: Me
             recorded, profile = record(lambda: start(number).wait())
         if arguments.profile and mesh.is_first_rank:
             print(profile.key_averages().table(sort_by="self_device_time_total", row_limit=20), file=sys.stderr)
-    if arguments.floor:
+    if arguments.roofline:
         compute = COMPUTE_DTYPES[arguments.dtype].itemsize
         wide = isinstance(config, ModelConfig) and config.residual_dtype == "float32"
         tokens = arguments.batch * arguments.length
@@ -227,44 +230,44 @@ def measure_ours(arguments: argparse.Namespace, config: AnyModelConfig, mesh: Me
         )
     flops = engine.model.training_flops(arguments.length)
     engine.close()
-    return Ours(timing, flops, peak, recorded if arguments.floor else None, moved, sent)
+    return Ours(timing, flops, peak, recorded if arguments.roofline else None, moved, sent)
 
 
-def describe_floor(floor: Floor, step_seconds: float) -> dict[str, Any]:
-    """The floor's part of the JSON line; times in milliseconds a step."""
+def describe_roofline(roofline: Roofline, step_seconds: float) -> dict[str, Any]:
+    """Fields of the JSON line for the roofline; times in milliseconds a step."""
     return {
-        "floor_share": floor.seconds / step_seconds,
-        "floor_milliseconds": floor.seconds * 1e3,
-        "floor_parts_milliseconds": {
-            "products": floor.products * 1e3,
-            "products_alone": floor.products_alone * 1e3,
-            "products_in_step": floor.products_in_step * 1e3,
-            "mixing": floor.mixing * 1e3,
-            "bytes": floor.bytes * 1e3,
+        "roofline_fraction": roofline.seconds / step_seconds,
+        "roofline_milliseconds": roofline.seconds * 1e3,
+        "roofline_parts_milliseconds": {
+            "matmuls": roofline.matmuls * 1e3,
+            "matmuls_isolated": roofline.matmuls_isolated * 1e3,
+            "matmuls_in_step": roofline.matmuls_in_step * 1e3,
+            "mixing": roofline.mixing * 1e3,
+            "bytes": roofline.bytes * 1e3,
         },
-        "floor_mixing_milliseconds": {name: seconds * 1e3 for name, seconds in floor.mixing_seconds.items()},
-        "floor_products": floor.product_rows,
-        "floor_moved_bytes": floor.moved_bytes,
-        "copy_bytes_per_second": floor.copy_bandwidth,
+        "roofline_mixing_milliseconds": {name: seconds * 1e3 for name, seconds in roofline.mixing_seconds.items()},
+        "roofline_matmuls": roofline.matmul_rows,
+        "roofline_moved_bytes": roofline.moved_bytes,
+        "copy_bytes_per_second": roofline.copy_bandwidth,
     }
 
 
-def measure_peer(arguments: argparse.Namespace, config: AnyModelConfig, mesh: Mesh) -> dict[str, Any]:
-    """The same clock around the peer's step, on the same tokens."""
+def measure_baseline(arguments: argparse.Namespace, config: AnyModelConfig, mesh: Mesh) -> dict[str, Any]:
+    """Times the baseline's step with the same clock, on the same tokens."""
     assert isinstance(config, ModelConfig), type(config)
     torch.cuda.reset_peak_memory_stats()
-    if is_own_model(arguments.peer, config):
+    if is_own_model(arguments.baseline, config):
         with scans_by_fla():
-            timing = measure_ours(argparse.Namespace(**{**vars(arguments), "floor": False}), config, mesh).timing
+            timing = measure_ours(argparse.Namespace(**{**vars(arguments), "roofline": False}), config, mesh).timing
         name = "our model on its scan"
     else:
         started = time.perf_counter()
-        model = build_peer(arguments.peer, config, device=mesh.device)
+        model = build_baseline(arguments.baseline, config, device=mesh.device)
         name = type(model).__name__
-        start = peer_step(model, random_batches(arguments, config, mesh)[0].tokens, lr=1e-4)
+        start = baseline_step(model, random_batches(arguments, config, mesh)[0].tokens, lr=1e-4)
         timing = time_steps(start, warmup=arguments.warmup, steps=arguments.steps, started=started)
     return {
-        "library": arguments.peer,
+        "library": arguments.baseline,
         "class": name,
         "tokens_per_second": arguments.batch * arguments.length / timing.median_seconds,
         "step_seconds_median": timing.median_seconds,
@@ -276,7 +279,7 @@ def measure_peer(arguments: argparse.Namespace, config: AnyModelConfig, mesh: Me
 
 
 def release_memory() -> None:
-    """What the last model held goes back to the device."""
+    """Returns the freed model's memory to the device."""
     torch._dynamo.reset()
     gc.collect()
     if torch.cuda.is_available():
@@ -284,7 +287,7 @@ def release_memory() -> None:
 
 
 def commit() -> str:
-    """The commit of this checkout; empty outside of one."""
+    """Commit of this checkout; empty outside of a git repository."""
     result = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return result.stdout.strip()
 
@@ -293,7 +296,8 @@ def main() -> int:
     arguments = parse_arguments()
     device = compute_device()
     try:
-        with process_group(device) if arguments.alone == 1 else alone(arguments.alone, device):
+        ranks = arguments.simulated_ranks
+        with process_group(device) if ranks == 1 else simulated_ranks(ranks, device):
             mesh = Mesh(parallel_config(arguments), device)
             result = measure(arguments, mesh)
             if mesh.is_first_rank:

@@ -1,9 +1,9 @@
-"""A picture of training on several GPUs: JSON lines of tools/benchmark_train.py as shares of one GPU's rate.
+"""Plots JSON lines of tools/benchmark_train.py on several GPUs as fractions of one GPU's rate.
 
 python tools/plot_parallel.py lines.jsonl parallel.png
 
-The first line is of one rank; such a line is what those of more ranks after it are compared with. A model under context
-parallelism at three lengths or more is a curve over the length instead.
+The first line has one rank; lines with more ranks are compared with the last line of one rank before them. A model
+under context parallelism at three lengths or more is drawn as a curve over the length instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LENGTHS_OF_A_CURVE = 3
 
 
 def mesh_name(result: dict[str, Any]) -> str:
-    """The axes and options of a line's mesh, and its engine, as one runs it."""
+    """Names the axes and options of a line's mesh, and its engine if it is not fsdp2."""
     parallel = result["parallel"]
     dp = result["ranks"] // math.prod(parallel.get(axis, 1) for axis in ("tp", "cp", "pp"))
     axes = [f"dp {dp}"] * (dp > 1) + [f"{name} {value}" for name, value in parallel.items()]
@@ -30,14 +30,14 @@ def mesh_name(result: dict[str, Any]) -> str:
 
 
 def label(result: dict[str, Any]) -> str:
-    """A line's model, mesh and what else changes its rate."""
+    """Label of a line: model, mesh, recomputation, CUDA graph."""
     parts = [result["model"], mesh_name(result)]
     parts += ["recomputed"] * result["recompute"] + ["CUDA graph"] * result["cuda_graphs"]
     return ", ".join(parts)
 
 
 def split_curves(results: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, list[dict[str, Any]]]]:
-    """The lines that are bars, in order, and by name those that form curves, by length."""
+    """Splits lines into bars, in order, and curves by name, sorted by length."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for result in results:
         if result["parallel"].get("cp", 1) > 1:
@@ -52,8 +52,8 @@ def split_curves(results: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], d
 
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:
-    """Draws a bar a line, in order: its tokens/s a rank over those of the last line of one rank before it; curves below
-    them."""
+    """Draws a bar per line, in order: its tokens/s a rank over those of the last line of one rank before it. Curves are
+    below the bars."""
     bars, curves = split_curves(results)
     heights = [1.0 + 0.35 * len(bars)] + [4.0] * bool(curves)
     figure = Figure(figsize=(9, sum(heights)), layout="constrained")
@@ -65,7 +65,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
 
 
 def draw_bars(results: list[dict[str, Any]], axes: Axes) -> None:
-    """Shares of one rank's rate."""
+    """Draws fractions of one rank's rate as bars."""
     assert results[0]["ranks"] == 1, results[0]
     one = 0.0
     for row, result in enumerate(results):
@@ -79,7 +79,7 @@ def draw_bars(results: list[dict[str, Any]], axes: Axes) -> None:
 
 
 def draw_curves(curves: dict[str, list[dict[str, Any]]], axes: Axes) -> None:
-    """Rates over the length of a sequence."""
+    """Draws rates over the sequence length."""
     for name, lines in curves.items():
         rates = [line["tokens_per_second_per_rank"] / 1e3 for line in lines]
         axes.plot([line["length"] for line in lines], rates, marker="o", label=name)

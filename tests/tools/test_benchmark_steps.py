@@ -22,7 +22,7 @@ def test_the_clock_leaves_out_the_first_steps_and_takes_the_median(monkeypatch, 
 
     def start(index):
         work(index, "start")
-        return clock.Begun(known, lambda: work(index, "wait"))
+        return clock.StartedStep(known, lambda: work(index, "wait"))
 
     timing = clock.time_steps(start, warmup=2, steps=3, started=-7.0)
     assert timing == (2.0, [3.0, 1.0, 2.0], 57.0, [0.0, 1.0, 2.0, 3.0, 4.0])
@@ -48,7 +48,10 @@ def test_on_a_device_a_step_ends_there_however_late_the_host_looks(monkeypatch):
     monkeypatch.setattr(clock.time, "perf_counter", lambda: 99.0)
 
     timing = clock.time_steps(
-        lambda index: clock.Begun(False, lambda: float(index), End(ends[index], waited)), warmup=2, steps=3, started=9.0
+        lambda index: clock.StartedStep(False, lambda: float(index), End(ends[index], waited)),
+        warmup=2,
+        steps=3,
+        started=9.0,
     )
     assert timing == (2.0, [3.0, 1.0, 2.0], 90.0, [0.0, 1.0, 2.0, 3.0, 4.0])
 

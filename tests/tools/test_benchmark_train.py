@@ -27,7 +27,7 @@ BLOCKS = "model.layers=[{repeat=3,sublayers=[{type='tnl',num_heads=4},{type='glu
 
 
 def test_every_product_of_a_step_is_recorded_with_its_layout():
-    from train_benchmarks.roofline import product_flops, record
+    from train_benchmarks.roofline import matmul_flops, record
 
     a, b = torch.randn(6, 8), torch.randn(5, 8)
     summand, batch = torch.randn(6, 5), torch.randn(2, 3, 8)
@@ -39,17 +39,17 @@ def test_every_product_of_a_step_is_recorded_with_its_layout():
         torch.bmm(batch, batch.mT)
         a + 1
 
-    products = record(step)[0].products
+    matmuls = record(step)[0].matmuls
     f32 = torch.float32
     left, right = ((6, 8), (8, 1), f32), ((8, 5), (1, 8), f32)
-    assert products == Counter(
+    assert matmuls == Counter(
         {
             ("aten::mm", (left, right)): 2,
             ("aten::addmm", (((6, 5), (5, 1), f32), left, right)): 1,
             ("aten::bmm", (((2, 3, 8), (24, 8, 1), f32), ((2, 8, 3), (24, 1, 8), f32))): 1,
         }
     )
-    flops = {name: product_flops((name, operands)) for name, operands in products}
+    flops = {name: matmul_flops((name, operands)) for name, operands in matmuls}
     assert flops == {"aten::mm": 2 * 6 * 8 * 5, "aten::addmm": 2 * 6 * 8 * 5, "aten::bmm": 2 * 2 * 3 * 8 * 3}
 
 
@@ -99,35 +99,39 @@ def test_the_floor_takes_products_at_the_lesser_of_their_times(monkeypatch):
 
     operand = roofline.Operand((4, 4), (4, 1), torch.float32)
     product = ("aten::mm", (operand, operand))
-    monkeypatch.setattr(roofline, "_time_product", lambda product, count: 2.0)
+    monkeypatch.setattr(roofline, "_time_matmul", lambda product, count: 2.0)
     monkeypatch.setattr(roofline, "copy_bandwidth", lambda: 10.0)
     for in_step, expected in ((5.0, 5.0), (7.0, 6.0)):
         recorded = roofline.Recorded(Counter({product: 3}), in_step, {"megalin::decay_scan": 4.0})
-        found = roofline.measure_floor(recorded, 20)
+        found = roofline.measure_roofline(recorded, 20)
         assert found.seconds == expected + 4.0 + 2.0
-        assert (found.products_alone, found.products_in_step) == (6.0, in_step)
+        assert (found.matmuls_isolated, found.matmuls_in_step) == (6.0, in_step)
 
 
 @pytest.mark.parametrize(
     ("library", "preset", "message"),
     [
-        ("fla", "llama-1b", "--peer fla: it has no model of family 'softmax'; use a preset of hgrn2, mamba2, rodimus"),
-        ("transformers", "tnl-1b", "--peer transformers: it has no model of family 'tnl'; use a preset of softmax"),
+        (
+            "fla",
+            "llama-1b",
+            "--baseline fla: it has no model of family 'softmax'; use a preset of hgrn2, mamba2, rodimus",
+        ),
+        ("transformers", "tnl-1b", "--baseline transformers: it has no model of family 'tnl'; use a preset of softmax"),
     ],
 )
 def test_a_family_that_a_library_lacks_is_named(library, preset, message):
-    from train_benchmarks.baselines import build_peer
+    from train_benchmarks.baselines import build_baseline
 
     with pytest.raises(ConfigError, match=message):
-        build_peer(library, model_from(preset, []), device=torch.device("meta"))
+        build_baseline(library, model_from(preset, []), device=torch.device("meta"))
 
 
 def test_a_library_that_is_not_installed_is_named(monkeypatch):
     from train_benchmarks import baselines
 
     monkeypatch.setattr(baselines.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="--peer fla: fla is not installed; install it, or leave --peer out"):
-        baselines.build_peer("fla", model_from("tnl-1b", []), device=torch.device("meta"))
+    with pytest.raises(ConfigError, match="--baseline fla: fla is not installed; install it, or leave --baseline"):
+        baselines.build_baseline("fla", model_from("tnl-1b", []), device=torch.device("meta"))
 
 
 def test_a_peer_is_of_our_sizes(monkeypatch):
@@ -141,7 +145,7 @@ def test_a_peer_is_of_our_sizes(monkeypatch):
 
     monkeypatch.setattr(baselines.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setitem(baselines.RECIPES, ("fla", "tnl"), recipe)
-    model = baselines.build_peer("fla", model_from("tnl-1b", [*TINY, BLOCKS]), device=torch.device("meta"))
+    model = baselines.build_baseline("fla", model_from("tnl-1b", [*TINY, BLOCKS]), device=torch.device("meta"))
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert seen == {
         "hidden_size": 64,
@@ -177,9 +181,9 @@ def test_an_encoder_has_no_peer(monkeypatch):
     monkeypatch.setattr(benchmark_train.dist, "get_world_size", lambda: 1)
     mesh = SimpleNamespace(device=torch.device("cuda"))
     arguments = Namespace(
-        floor=False, peer="fla", model="danet-base", overrides=[], engine="fsdp2", deepspeed_config=None
+        roofline=False, baseline="fla", model="danet-base", overrides=[], engine="fsdp2", deepspeed_config=None
     )
-    with pytest.raises(ConfigError, match="--peer fla: danet-base is an encoder, and no peer here has one"):
+    with pytest.raises(ConfigError, match="--baseline fla: danet-base is an encoder, and no baseline has one"):
         benchmark_train.measure(arguments, mesh)
 
 
@@ -188,16 +192,16 @@ def test_comparisons_need_a_gpu(monkeypatch):
 
     monkeypatch.setattr(benchmark_train.dist, "get_world_size", lambda: 1)
     mesh = SimpleNamespace(device=torch.device("cpu"))
-    with pytest.raises(ConfigError, match="--floor and --peer compare steps of one GPU; start one process on a"):
-        benchmark_train.measure(Namespace(floor=True, peer=None, engine="fsdp2", deepspeed_config=None), mesh)
+    with pytest.raises(ConfigError, match="--roofline and --baseline need exactly one GPU; start one process"):
+        benchmark_train.measure(Namespace(roofline=True, baseline=None, engine="fsdp2", deepspeed_config=None), mesh)
 
 
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (["--engine", "deepspeed", "--floor"], "--floor and --peer compare steps of fsdp2; leave --engine deepspeed"),
-        (["--engine", "deepspeed", "--peer", "fla"], "--floor and --peer compare steps of fsdp2"),
-        (["--deepspeed-config", "ds.json"], "--deepspeed-config is nothing that fsdp2 reads; leave it out, or use"),
+        (["--engine", "deepspeed", "--roofline"], "--roofline and --baseline support --engine fsdp2 only; leave out"),
+        (["--engine", "deepspeed", "--baseline", "fla"], "--roofline and --baseline support --engine fsdp2 only"),
+        (["--deepspeed-config", "ds.json"], "--deepspeed-config has no effect on --engine fsdp2; leave it out, or"),
     ],
 )
 def test_options_of_the_other_engine_are_refused(monkeypatch, option, message):
@@ -264,8 +268,10 @@ def test_steps_are_drawn_with_and_without_floor_and_peer(tmp_path):
     from plot_training import plot
 
     first = {"model": "tnl-1b", "batch": 4, "length": 8192, "device": "a chip", "tokens_per_second": 80e3}
-    peer = {"library": "fla", "class": "RetNetForCausalLM", "tokens_per_second": 70e3}
-    plot([first, {**first, "model": "hgrn2-1b", "floor_share": 0.9, "peer": peer}], tmp_path / "steps.png")
+    baseline = {"library": "fla", "class": "RetNetForCausalLM", "tokens_per_second": 70e3}
+    plot(
+        [first, {**first, "model": "hgrn2-1b", "roofline_fraction": 0.9, "baseline": baseline}], tmp_path / "steps.png"
+    )
     image = (tmp_path / "steps.png").read_bytes()
     assert image.startswith(b"\x89PNG")
     assert len(image) < 150_000

@@ -19,10 +19,10 @@ MODEL = [
 
 
 def test_what_others_would_send_is_this_ranks_own():
-    from train_benchmarks.simulated_ranks import alone
+    from train_benchmarks.simulated_ranks import simulated_ranks
 
     x = torch.arange(6.0)
-    with alone(3, torch.device("cpu")):
+    with simulated_ranks(3, torch.device("cpu")):
         group = dist.group.WORLD
         assert dist.get_world_size() == 3
         gathered = torch.empty(18)
@@ -47,10 +47,10 @@ def test_what_others_would_send_is_this_ranks_own():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--alone", "0"], "--alone 0: the number of ranks, this one among them; use 2 or more"),
-        (["--alone", "2", "--pp", "2"], "--alone 2: stages wait for each other's activations; leave --pp 2 out"),
-        (["--alone", "2", "--engine", "deepspeed"], "--alone 2: --engine deepspeed has process groups of its own"),
-        (["--alone", "2", "--tp", "2", "--sequence-parallel"], "--alone 2: .* add --tp-overlap none"),
+        (["--simulated-ranks", "0"], "--simulated-ranks 0: the number of ranks must be at least 2"),
+        (["--simulated-ranks", "2", "--pp", "2"], "--simulated-ranks 2: pipeline stages wait .* leave out --pp 2"),
+        (["--simulated-ranks", "2", "--engine", "deepspeed"], "--engine deepspeed creates its own process groups"),
+        (["--simulated-ranks", "2", "--tp", "2", "--sequence-parallel"], "ranks 2: .* add --tp-overlap none"),
     ],
 )
 def test_what_a_rank_cannot_do_alone_is_refused(options, message, capsys, monkeypatch):
@@ -65,7 +65,7 @@ def test_what_a_rank_cannot_do_alone_is_refused(options, message, capsys, monkey
 def test_a_launchers_ranks_are_not_alone(capsys, monkeypatch):
     import benchmark_train
 
-    monkeypatch.setattr("sys.argv", ["benchmark_train.py", "tnl-3b", "--alone", "2"])
+    monkeypatch.setattr("sys.argv", ["benchmark_train.py", "tnl-3b", "--simulated-ranks", "2"])
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit):
@@ -81,9 +81,22 @@ def test_a_launchers_ranks_are_not_alone(capsys, monkeypatch):
 def test_a_rank_of_the_benchmark_runs_alone(axes, capsys, monkeypatch):
     import benchmark_train
 
-    options = ["--batch", "1", "--length", "64", "--dtype", "float32", "--alone", "2", "--warmup", "1", "--steps", "1"]
+    options = [
+        "--batch",
+        "1",
+        "--length",
+        "64",
+        "--dtype",
+        "float32",
+        "--simulated-ranks",
+        "2",
+        "--warmup",
+        "1",
+        "--steps",
+        "1",
+    ]
     monkeypatch.setattr("sys.argv", ["benchmark_train.py", "tnl-3b", *MODEL, *axes, *options])
     assert benchmark_train.main() == 0
     result = json.loads(capsys.readouterr().out)
-    assert (result["ranks"], result["alone"], result["parallel"]["tp" if "--tp" in axes else "cp"]) == (2, True, 2)
+    assert (result["ranks"], result["simulated"], result["parallel"]["tp" if "--tp" in axes else "cp"]) == (2, True, 2)
     assert all(5.0 < loss < 7.0 for loss in result["losses"]), result["losses"]

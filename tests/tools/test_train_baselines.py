@@ -22,5 +22,5 @@ def test_the_scan_that_a_peer_needs_is_named(monkeypatch):
     from train_benchmarks import baselines
 
     monkeypatch.setattr(baselines.importlib.util, "find_spec", lambda name: name if name == "fla" else None)
-    with pytest.raises(ConfigError, match="--peer fla: without mamba_ssm, its model of family 'mamba2' forms tensors"):
-        baselines.build_peer("fla", model_from("mamba2-1b", []), device=torch.device("meta"))
+    with pytest.raises(ConfigError, match="--baseline fla: without mamba_ssm, its model of family 'mamba2' allocates"):
+        baselines.build_baseline("fla", model_from("mamba2-1b", []), device=torch.device("meta"))

@@ -1,1 +1,1 @@
-"""Parts of tools/benchmark_train.py: the clock of a step, its floor, and the same step of other libraries."""
+"""Parts of tools/benchmark_train.py: the clock of a step, its roofline, and baselines of other libraries."""

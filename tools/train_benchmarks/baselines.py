@@ -1,11 +1,11 @@
-"""The training step of another library's model of the same family and sizes: bf16 weights, fused AdamW, no clipping.
+"""Training step of another library's model of the same family and sizes: bf16 weights, fused AdamW, no clipping.
 
 | ours | fla | transformers |
 | transnormer, tnl | RetNet | |
 | hgrn2, rodimus | the same | |
 | mamba2 | the same, on its own convolution and mamba_ssm's Triton scan | |
 | softmax | | LLaMA, SDPA, each block compiled |
-| cosformer2 | our own model on fla's scan, since nobody published one | |
+| cosformer2 | our own model on fla's scan, for want of a public implementation | |
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from megalin.errors import ConfigError
 from megalin.layers.mixers.base import MixerConfig
 from megalin.model.config import ModelConfig
 from megalin.train.step import AsyncScalars
-from train_benchmarks.clock import Begun, end_on
+from train_benchmarks.clock import StartedStep, end_on
 
 OWN_MODEL = ("fla", "cosformer2")
-"""What fla has the op of, but not the model."""
-PEERS = {"fla": "fla.models", "transformers": "transformers"}
-"""The modules of each library."""
+"""Library and family for which only the op exists, not the model."""
+BASELINES = {"fla": "fla.models", "transformers": "transformers"}
+"""Module of each library with its models."""
 
 
-def build_peer(library: str, config: ModelConfig, *, device: torch.device) -> nn.Module:
-    """The library's model with its own initial weights in bf16, blocks compiled where the library's own ops allow it.
+def build_baseline(library: str, config: ModelConfig, *, device: torch.device) -> nn.Module:
+    """Builds the library's model with its initial weights in bf16, with compiled blocks if the library's ops allow it.
 
     Raises:
-        ConfigError: the library, or what its model needs to be fast, is not installed, or it has no model of this
-            family.
+        ConfigError: the library, or a package that its model needs to be fast, is not installed, or it has no model of
+            this family.
     """
     mixer, glu = _sublayers(config)
     recipe = RECIPES.get((library, mixer.type))
     if recipe is None:
         families = ", ".join(sorted(family for name, family in RECIPES if name == library))
-        raise ConfigError(f"--peer {library}: it has no model of family {mixer.type!r}; use a preset of {families}")
+        raise ConfigError(f"--baseline {library}: it has no model of family {mixer.type!r}; use a preset of {families}")
     if importlib.util.find_spec(library) is None:
-        raise ConfigError(f"--peer {library}: {library} is not installed; install it, or leave --peer out")
+        raise ConfigError(f"--baseline {library}: {library} is not installed; install it, or leave --baseline out")
     if mixer.type == "mamba2" and importlib.util.find_spec("mamba_ssm") is None:
         raise ConfigError(
-            f"--peer {library}: without mamba_ssm, its model of family 'mamba2' forms tensors of [tokens, chunk, "
-            "heads, state]; install mamba_ssm, or leave --peer out"
+            f"--baseline {library}: without mamba_ssm, its model of family 'mamba2' allocates tensors of [tokens, "
+            "chunk, heads, state]; install mamba_ssm, or leave --baseline out"
         )
     sizes = {
         "hidden_size": config.hidden_size,
@@ -60,28 +60,28 @@ def build_peer(library: str, config: ModelConfig, *, device: torch.device) -> nn
         return recipe(sizes, mixer).to(torch.bfloat16)
 
 
-def peer_step(model: nn.Module, tokens: Tensor, *, lr: float) -> Callable[[int], Begun]:
-    """A training step on `tokens` [B, T], which predicts each next token of a row."""
+def baseline_step(model: nn.Module, tokens: Tensor, *, lr: float) -> Callable[[int], StartedStep]:
+    """Training step that predicts each next token of `tokens` [B, T]."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
 
-    def step(index: int) -> Begun:
+    def step(index: int) -> StartedStep:
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
         scalars = AsyncScalars(loss.detach())
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return Begun(not loss.is_cuda, lambda: scalars.read().item(), end_on(loss.device))
+        return StartedStep(not loss.is_cuda, lambda: scalars.read().item(), end_on(loss.device))
 
     return step
 
 
 def is_own_model(library: str, config: ModelConfig) -> bool:
-    """Whether the peer is our own model on the library's op."""
+    """True where the baseline is our own model on the library's op."""
     return (library, config.layers[0].sublayers[0].type) == OWN_MODEL
 
 
 def _sublayers(config: ModelConfig) -> tuple[MixerConfig, MixerConfig | None]:
-    """The token mixer and the GLU of the first block."""
+    """Token mixer and GLU of the first block."""
     mixer, *others = config.layers[0].sublayers
     return mixer, others[0] if others else None
 
@@ -101,7 +101,7 @@ def _hgrn2(sizes: dict[str, object], mixer: MixerConfig) -> nn.Module:
 def _rodimus(sizes: dict[str, object], mixer: MixerConfig) -> nn.Module:
     from fla.models import RodimusConfig, RodimusForCausalLM
 
-    # The second flag says what its blocks do by default, and what the model around them needs to be told.
+    # The second flag is the default of the blocks, but not of the model around them.
     wide = {"residual_in_fp32": True, "block_residual_in_fp32": True}
     return RodimusForCausalLM(RodimusConfig(**sizes, **wide, block_type="rodimus", expand_ratio=mixer.state_size))
 
@@ -111,7 +111,7 @@ def _mamba2(sizes: dict[str, object], mixer: MixerConfig) -> nn.Module:
 
     model = Mamba2ForCausalLM(Mamba2Config(**sizes, head_dim=mixer.head_dim, state_size=mixer.state_size))
     for layer in model.backbone.layers:
-        # In training mode it wants the CUDA package causal_conv1d; in this one it takes its own convolution.
+        # In training mode it requires the CUDA package causal_conv1d; in eval mode it uses its own convolution.
         layer.mixer.eval()
     return model
 

@@ -1,4 +1,4 @@
-"""The clock of training steps, the same for ours and for a peer."""
+"""Clock of training steps, the same for our model and for baselines."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ import torch
 from megalin.train.garbage_collection import without_long_collections
 
 
-class Begun(NamedTuple):
-    """A step that was started."""
+class StartedStep(NamedTuple):
+    """A step that has been launched."""
 
     is_ready: bool
-    """Whether it is done, too."""
+    """True where it has also finished."""
     wait: Callable[[], float]
-    """Waits for its loss."""
+    """Waits for its loss and returns it."""
     end: torch.cuda.Event | None = None
-    """Recorded on the device after all that the step starts there; None where it is done when its loss is ready."""
+    """Recorded on the device after all kernels of the step; None where the step ends with its loss."""
 
 
 class Timing(NamedTuple):
-    """Of steps one after the other on one batch."""
+    """Times and losses of consecutive steps on one batch."""
 
     median_seconds: float
     seconds: list[float]
-    """Of the timed steps, each from the end of the one before to its own."""
+    """Of the timed steps, each from the end of the previous step to its own."""
     first_step_seconds: float
-    """From `started` to the end of the first step: compilers, autotuning and start-up."""
+    """From `started` to the end of the first step: compilation, autotuning and start-up."""
     losses: list[float]
-    """Of every step, those before the clock started included."""
+    """Of every step, warmup included."""
 
 
 def end_on(device: torch.device) -> torch.cuda.Event | None:
-    """The end of what was started on the device up to now, as the device's own clock sees it: a host that starts the
-    next step before it looks is late, by up to a step."""
+    """Records a timing event after all kernels launched so far; None on a CPU. The host's own clock would be late by up
+    to a step, since it launches the next step before it waits."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event(enable_timing=True)
@@ -46,39 +46,39 @@ def end_on(device: torch.device) -> torch.cuda.Event | None:
     return event
 
 
-def time_steps(start: Callable[[int], Begun], *, warmup: int, steps: int, started: float) -> Timing:
-    """Runs steps by `start(index)` and times the last `steps`. As in training, a step is started before the loss of the
-    one before is waited for, unless that is ready; the first ends by itself.
+def time_steps(start: Callable[[int], StartedStep], *, warmup: int, steps: int, started: float) -> Timing:
+    """Runs steps by `start(index)` and times the last `steps`. As in training, a step is launched before the previous
+    step's loss is read, unless that is ready; the first step is waited for.
 
     Args:
-        warmup: steps before the clock starts, at least one.
+        warmup: untimed steps, at least one.
     """
     assert warmup > 0, warmup
-    steps_begun: list[Begun] = []
+    started_steps: list[StartedStep] = []
     ends: list[float] = []
     losses: list[float] = []
 
     def end() -> None:
-        for step in steps_begun[len(losses) :]:
+        for step in started_steps[len(losses) :]:
             losses.append(step.wait())
             ends.append(time.perf_counter())
 
     with without_long_collections() as freeze:
         for index in range(warmup + steps):
-            begun = start(index)
+            step = start(index)
             end()
-            steps_begun.append(begun)
-            if index == 0 or begun.is_ready:
+            started_steps.append(step)
+            if index == 0 or step.is_ready:
                 end()
             if index == 0:
                 freeze()
         end()
-    seconds = [_between(*of_two) for of_two in itertools.pairwise(zip(ends, steps_begun, strict=True))]
+    seconds = [_seconds_between(*pair) for pair in itertools.pairwise(zip(ends, started_steps, strict=True))]
     timed = seconds[warmup - 1 :]
     return Timing(statistics.median(timed), timed, ends[0] - started, losses)
 
 
-def _between(before: tuple[float, Begun], after: tuple[float, Begun]) -> float:
+def _seconds_between(before: tuple[float, StartedStep], after: tuple[float, StartedStep]) -> float:
     (early, one), (late, other) = before, after
     if one.end is None or other.end is None:
         return late - early

@@ -1,4 +1,4 @@
-"""What a profiled step spends in communication, and how much of it no other work hides."""
+"""Communication time of a profiled step, total and exposed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from train_benchmarks.clock import Begun
+from train_benchmarks.clock import StartedStep
 
 COMMUNICATION = re.compile(r"nccl|Memcpy PtoP|symmetric_memory")
-"""Collectives, copies into another GPU's memory, and the signals beside them."""
+"""Names of collectives, of copies into another GPU's memory and of their signals."""
 ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 BY_HOST = frozenset({"cuda_runtime", "cuda_driver"})
 _STEP = "benchmark step "
@@ -29,27 +29,27 @@ class Communication(NamedTuple):
 
     total: float
     exposed: float
-    """Of the total, while nothing else ran on the device."""
+    """Part of the total during which nothing else ran on the device."""
     idle: float
-    """Between the first and the last kernel, while nothing ran at all."""
+    """Between the first and the last kernel, with nothing running."""
     span: float
     """From the first kernel to the last."""
     by_kernel: dict[str, tuple[int, float, float]]
     """Launches, milliseconds, exposed milliseconds."""
 
 
-def record_communication(start: Callable[[int], Begun], number: int) -> tuple[Communication, Any]:
-    """Profiles three steps from `number` on, started as the clock starts them, and gives the communication of the
-    second on this rank; also the profile of all three, for tables."""
+def record_communication(start: Callable[[int], StartedStep], number: int) -> tuple[Communication, Any]:
+    """Profiles three steps from `number` on, launched as `time_steps` does; returns this rank's communication in the
+    second step and the profile of all three."""
     with torch.profiler.profile() as profile:
-        before: Begun | None = None
+        previous: StartedStep | None = None
         for index in range(3):
             with torch.profiler.record_function(f"{_STEP}{index}"):
-                begun = start(number + index)
-            if before is not None:
-                before.wait()
-            before = begun
-        begun.wait()
+                step = start(number + index)
+            if previous is not None:
+                previous.wait()
+            previous = step
+        step.wait()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
@@ -57,7 +57,7 @@ def record_communication(start: Callable[[int], Begun], number: int) -> tuple[Co
 
 
 def of_step(events: list[dict[str, Any]], index: int) -> list[dict[str, Any]]:
-    """What the device did in the step, whenever it did it: what the host launched while it started the step."""
+    """Device events of a step, at any time: those that the host launched within the step's window."""
     (window,) = [e for e in events if (e.get("cat"), e["name"]) == ("user_annotation", f"{_STEP}{index}")]
     launched = {
         event["args"]["correlation"]
@@ -68,7 +68,7 @@ def of_step(events: list[dict[str, Any]], index: int) -> list[dict[str, Any]]:
 
 
 def from_events(events: Iterable[dict[str, Any]]) -> Communication:
-    """The communication among a trace's events, whose `ts` and `dur` are microseconds."""
+    """Sums the communication among the events of a trace, whose `ts` and `dur` are microseconds."""
     sent: dict[str, list[Interval]] = defaultdict(list)
     work: list[Interval] = []
     for event in events:
@@ -96,7 +96,7 @@ def from_events(events: Iterable[dict[str, Any]]) -> Communication:
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same points in time as intervals that do not touch, in order."""
+    """Union of the intervals as disjoint intervals, in order."""
     result: list[Interval] = []
     for start, end in sorted(intervals):
         if result and start <= result[-1][1]:
@@ -112,5 +112,5 @@ def length(intervals: Iterable[Interval]) -> float:
 
 
 def uncovered(intervals: list[Interval], cover: list[Interval]) -> float:
-    """How much of `intervals` lies in none of `cover`; both merged."""
+    """Length of the part of `intervals` outside `cover`; both merged."""
     return length(merged([*intervals, *cover])) - length(cover)

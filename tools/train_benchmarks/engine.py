@@ -1,4 +1,4 @@
-"""The engine whose steps are timed."""
+"""Engine of the timed steps."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ OPTIMIZER = OptimizerConfig(lr=1e-4, max_grad_norm=1.0)
 
 
 def build_engine(arguments: argparse.Namespace, config: AnyModelConfig, mesh: Mesh) -> Engine:
-    """The engine that the arguments name, with the model's initial weights.
+    """Builds the engine named by the arguments, with the model's initial weights.
 
     Raises:
-        ConfigError: what the engine cannot do.
+        ConfigError: an option that the engine does not support.
     """
     run = run_config(arguments, config, mesh)
     return DeepSpeedEngine(run, mesh) if arguments.engine == "deepspeed" else FullyShardedEngine(run, mesh)
 
 
 def run_config(arguments: argparse.Namespace, config: AnyModelConfig, mesh: Mesh) -> RunConfig:
-    """The arguments as a run has them. Its data are named, not read."""
+    """Run config of the arguments. Its data are named, not read."""
     data: dict[str, Any] = {"train": ["random tokens"], "sequence_length": arguments.length}
     if isinstance(config, EncoderConfig):
         data["masking"] = {"max_predictions": arguments.length}

@@ -1,4 +1,4 @@
-"""Our fixed-decay scan on fla's kernels: what a model without a public implementation is compared with."""
+"""Fixed-decay scan on fla's kernels, the baseline for a model without a public implementation."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from megalin.ops.scans.fixed_decay import ScanOutput
 
 @contextlib.contextmanager
 def scans_by_fla() -> Iterator[None]:
-    """Layers that are built and run inside scan by `fla_decay_scan`; nothing else changes."""
+    """Replaces the scan of layers built and run in the body by `fla_decay_scan`; nothing else changes."""
     with mock.patch("megalin.layers.linear_attention.decay_scan", fla_decay_scan):
         yield
 
 
 def fla_decay_scan(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, **others: Any) -> ScanOutput:
-    """`decay_scan` without decay, of whole rows from zero states, by fla's chunk_simple_gla; its last state is empty.
+    """`decay_scan` without decay on full sequences from zero states, by fla's chunk_simple_gla.
 
-    As an op of its own, so that blocks compile whole around it as they do around ours. Document ids are not read.
+    A custom op, so that blocks compile as one graph, as with our op. The last state is empty; document ids are
+    ignored.
     """
     assert slopes is None, "a decay"
     assert others["initial_state"] is others["shard"] is None, "a scan from a state"

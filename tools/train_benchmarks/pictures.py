@@ -1,4 +1,4 @@
-"""What the tools that draw lines of tools/benchmark_train.py share: their command line and how a file is read."""
+"""Command line and file reading of the tools that plot results of tools/benchmark_train.py."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 def draw_lines(
     plot: Callable[[list[dict[str, Any]], Path], None], description: str | None, arguments: list[str] | None = None
 ) -> None:
-    """The main of such a tool: `plot` gets the JSON lines of the first argument's file and the picture's path."""
+    """Main function of a plotting tool: calls `plot` with the JSON lines of the input file and the output path."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("lines", type=Path, help="what benchmark_train printed; other lines than JSON are left out")
+    parser.add_argument("lines", type=Path, help="output of benchmark_train; lines that are not JSON are skipped")
     parser.add_argument("picture", type=Path, help="PNG to write")
     args = parser.parse_args(arguments)
     lines = args.lines.read_text("utf-8").splitlines()

@@ -1,7 +1,7 @@
-"""One process as rank 0 of several, whose others hold and send what it does: what a rank computes, by one GPU.
+"""Simulated process group: one process on one GPU runs as rank 0 of several, without waiting for others.
 
-Collectives copy this rank's own tensors where the others' would come, so that values stay of the right size and nothing
-is waited for. Steps are no training: sums over ranks are this rank's alone.
+Collectives copy this rank's own tensors in place of the others', so values keep a realistic magnitude. The steps do not
+train: sums over ranks are this rank's values alone.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def _done(result: Any) -> Any:
     return _create_work_from_future(future)
 
 
-class Alone(dist.ProcessGroup):
-    """Every call enqueues its copies on the current stream."""
+class SimulatedProcessGroup(dist.ProcessGroup):
+    """Process group whose collectives are copies of the own tensors, enqueued on the current CUDA stream."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
@@ -34,7 +34,7 @@ class Alone(dist.ProcessGroup):
         return self._size
 
     def getBackendName(self) -> str:  # noqa: N802
-        return "alone"
+        return "simulated"
 
     @property
     def pg_name(self) -> str:
@@ -82,22 +82,22 @@ class Alone(dist.ProcessGroup):
             self.reduce_scatter_single(*pair)
         return _done(outputs)
 
-    # As torch before 2.12 calls them.
+    # Names of torch before 2.12.
     _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
 
 @contextmanager
-def alone(size: int, device: torch.device) -> Iterator[None]:
-    """The default process group of `size` ranks, of which this process is the first and only one."""
-    if not hasattr(dist.Backend, "ALONE"):
+def simulated_ranks(size: int, device: torch.device) -> Iterator[None]:
+    """Creates a default process group of `size` ranks, with this process as rank 0 and the only one."""
+    if not hasattr(dist.Backend, "SIMULATED"):
         dist.Backend.register_backend(
-            "alone", lambda store, rank, size, timeout: Alone(rank, size), devices=["cpu", "cuda"]
+            "simulated", lambda store, rank, size, timeout: SimulatedProcessGroup(rank, size), devices=["cpu", "cuda"]
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("alone", store=dist.HashStore(), rank=0, world_size=size)
+    dist.init_process_group("simulated", store=dist.HashStore(), rank=0, world_size=size)
     try:
         yield
     finally:
