@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from megalin.data.shards.merging import Written, merge_shards, split_shard
+from megalin.data.shards.merging import WrittenShard, merge_shards, split_shard
 from megalin.errors import ConfigError, exit_code
 
 
@@ -26,7 +26,7 @@ def _run(args: argparse.Namespace) -> None:
         print(f"{shard.prefix}: {shard.documents} documents, {shard.sequences} sequences, {shard.tokens} tokens")
 
 
-def _write(args: argparse.Namespace) -> list[Written]:
+def _write(args: argparse.Namespace) -> list[WrittenShard]:
     prefixes = [prefix for name in args.input for prefix in _prefixes(name)]
     if args.split is None:
         return [merge_shards(prefixes, args.output_prefix)]

@@ -8,7 +8,7 @@ import sys
 import traceback
 
 from megalin.data.corpus import documents, inputs
-from megalin.data.corpus.parts import PartShare
+from megalin.data.corpus.parts import PartSubset
 from megalin.data.corpus.progress import shown_progress
 from megalin.data.shards import tokenization
 from megalin.data.tokenizers.tokenizer import TokenizerFiles
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     if args.shard is None and any(int(os.environ.get(name, "1")) > 1 for name in _MPI_SIZES):
         return exit_code(lambda: _run_under_mpi(args))
-    return exit_code(lambda: _run(args, None if args.shard is None else _share(args.shard), resume=args.resume))
+    return exit_code(lambda: _run(args, None if args.shard is None else _subset(args.shard), resume=args.resume))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -69,22 +69,22 @@ def _tokenizer(args: argparse.Namespace) -> TokenizerFiles:
     return TokenizerFiles(kind, tuple(getattr(args, name) for name in needed), args.tiktoken_pattern)
 
 
-def _share(text: str) -> PartShare:
+def _subset(text: str) -> PartSubset:
     number, _, total = text.partition("/")
     if not (number.isdecimal() and total.isdecimal()):
         raise ConfigError(f"--shard {text}: give I/N, as 0/8 to 7/8")
-    return PartShare(int(number), int(total))
+    return PartSubset(int(number), int(total))
 
 
 def _run_under_mpi(args: argparse.Namespace) -> int:
-    """Every rank does its share, and the first puts them together once none has failed.
+    """Each rank processes its subset of the parts; the first merges them once none has failed.
 
     An error that is not the user's ends all ranks, as they would wait for this one for ever.
     """
     world = require("mpi4py.MPI", "more than one process under mpirun", extra="mpi").COMM_WORLD
     rank, size = world.Get_rank(), world.Get_size()
     try:
-        code = max(world.allgather(exit_code(lambda: _run(args, PartShare(rank, size), resume=args.resume))))
+        code = max(world.allgather(exit_code(lambda: _run(args, PartSubset(rank, size), resume=args.resume))))
         if rank == 0 and code == 0:
             code = exit_code(lambda: _run(args, None, resume=True))
         return int(world.bcast(code))
@@ -94,7 +94,7 @@ def _run_under_mpi(args: argparse.Namespace) -> int:
         raise
 
 
-def _run(args: argparse.Namespace, share: PartShare | None, *, resume: bool) -> None:
+def _run(args: argparse.Namespace, subset: PartSubset | None, *, resume: bool) -> None:
     options = tokenization.PreprocessOptions(
         json_keys=args.json_keys,
         output_prefix=args.output_prefix,
@@ -104,12 +104,12 @@ def _run(args: argparse.Namespace, share: PartShare | None, *, resume: bool) -> 
         on_bad_line=args.on_bad_line,
         limit_bytes=args.max_document_bytes,
         resume=resume,
-        share=share,
+        subset=subset,
     )
     paths = inputs.expand_inputs(args.input)
-    total_bytes = sum(path.stat().st_size for path in paths) // (1 if share is None else max(share.total, 1))
+    total_bytes = sum(path.stat().st_size for path in paths) // (1 if subset is None else max(subset.total, 1))
     # Under mpirun the first rank's progress stands for all.
-    shown = share is None or share.number == 0 or args.shard is not None
+    shown = subset is None or subset.number == 0 or args.shard is not None
     with shown_progress("tokenising", total_bytes, interval=args.log_interval, shown=shown) as tell:
         report = tokenization.preprocess(paths, options, on_progress=tell)
     if report is None:

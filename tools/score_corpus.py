@@ -11,7 +11,7 @@ from corpus_arguments import corpus_parser
 
 from megalin.data.corpus import inputs
 from megalin.data.corpus.jsonl_output import check_free
-from megalin.data.corpus.parts import CorpusPart, PartShare, discard, plan
+from megalin.data.corpus.parts import CorpusPart, PartSubset, discard, plan
 from megalin.data.corpus.progress import shown_progress
 from megalin.data.corpus.score_selection import SelectOptions, check_selection, select
 from megalin.errors import exit_code
@@ -78,12 +78,12 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _score(args: argparse.Namespace, parts: list[CorpusPart], folder: Path) -> None:
-    """This rank's share of the scores; the first rank's progress stands for all."""
-    share = PartShare(rank(), world_size())
+    """Scores this rank's subset of the parts; the first rank's progress stands for all."""
+    subset = PartSubset(rank(), world_size())
     scorer = ScoringModel(*load_for_generation(args.run, compute_device()))
-    mine = sum(part.size_bytes for part in parts[share.number :: share.total])
-    title = f"scoring (rank {share.number} of {share.total})"
-    with shown_progress(title, mine, interval=args.log_interval, shown=share.number == 0) as tell:
+    mine = sum(part.size_bytes for part in parts[subset.number :: subset.total])
+    title = f"scoring (rank {subset.number} of {subset.total})"
+    with shown_progress(title, mine, interval=args.log_interval, shown=subset.number == 0) as tell:
         score_corpus(
             scorer,
             parts,
@@ -91,7 +91,7 @@ def _score(args: argparse.Namespace, parts: list[CorpusPart], folder: Path) -> N
             json_key=args.json_key,
             limit_bytes=args.max_document_bytes,
             resume=args.resume,
-            share=share,
+            subset=subset,
             on_progress=tell,
         )
 

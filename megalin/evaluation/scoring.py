@@ -13,7 +13,7 @@ import torch
 
 from megalin.data.corpus.batches import batches
 from megalin.data.corpus.documents import Reader
-from megalin.data.corpus.parts import CorpusPart, CorpusProgress, PartShare, ReportProgress, Run, run_parts
+from megalin.data.corpus.parts import CorpusPart, CorpusProgress, PartSubset, ReportProgress, Run, run_parts
 from megalin.data.corpus.score_selection import scores_path
 from megalin.data.tokenizers.tokenizer import Tokenizer
 from megalin.errors import ConfigError
@@ -47,7 +47,7 @@ def score_corpus(
     json_key: str,
     limit_bytes: int,
     resume: bool,
-    share: PartShare | None,
+    subset: PartSubset | None,
     on_progress: Callable[[CorpusProgress], None] = lambda _: None,
 ) -> None:
     """Scores this process's parts of the corpus and writes them into `folder`; the number of processes has no effect.
@@ -67,7 +67,7 @@ def score_corpus(
         "weights": _digest(scorer.model),
     }
     run_parts(
-        _score_part, _Job(scorer, json_key, limit_bytes), parts, Run(folder, settings, 1, resume, share, on_progress)
+        _score_part, _Job(scorer, json_key, limit_bytes), parts, Run(folder, settings, 1, resume, subset, on_progress)
     )
 
 

@@ -149,7 +149,7 @@ def test_shares_that_add_up_to_more_than_one_are_refused():
 
 @pytest.mark.parametrize("special", [("[A]", "[A]"), ("<|endoftext|>",), ("",)])
 def test_tokenizer_refuses_special_tokens_that_repeat(special):
-    with pytest.raises(ConfigError, match="each needs a name, and each only once"):
+    with pytest.raises(ConfigError, match="names must not be empty or repeated"):
         BytePairTrainer(300, special_tokens=special)
 
 

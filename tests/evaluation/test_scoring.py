@@ -70,8 +70,8 @@ def corpus(tmp_path, monkeypatch):
     return parts.plan([tmp_path / "x.jsonl"]), values
 
 
-def _score(scorer, planned, folder, share=None, **more):
-    score_corpus(scorer, planned, folder, json_key="text", limit_bytes=1 << 20, resume=False, share=share, **more)
+def _score(scorer, planned, folder, subset=None, **more):
+    score_corpus(scorer, planned, folder, json_key="text", limit_bytes=1 << 20, resume=False, subset=subset, **more)
 
 
 def _options(folder, **values):
@@ -94,7 +94,7 @@ def test_scores_are_the_same_for_any_number_of_shares(scorer, corpus, tmp_path):
     assert len(planned) > 3
     _score(scorer, planned, tmp_path / "one")
     for number in range(3):
-        _score(scorer, planned, tmp_path / "three", parts.PartShare(number, 3))
+        _score(scorer, planned, tmp_path / "three", parts.PartSubset(number, 3))
     one, three = ([read_perplexities(tmp_path / name, part.number) for part in planned] for name in ("one", "three"))
     np.testing.assert_array_equal(np.concatenate(one), np.concatenate(three))
 

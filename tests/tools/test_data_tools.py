@@ -165,7 +165,7 @@ def test_ranks_of_mpi_after_the_first_show_no_progress(tmp_path, corpus, monkeyp
 
 
 def test_error_that_is_not_the_users_ends_all_ranks_of_mpi(tmp_path, corpus, monkeypatch, capsys, second_rank):
-    monkeypatch.setattr(preprocess_data.preprocessing, "preprocess", Mock(side_effect=RuntimeError("broken")))
+    monkeypatch.setattr(preprocess_data.tokenization, "preprocess", Mock(side_effect=RuntimeError("broken")))
     with pytest.raises(RuntimeError, match="broken"):
         _preprocess(tmp_path, corpus, "--tokenizer-type", "ByteTokenizer")
     second_rank.Abort.assert_called_once_with(1)

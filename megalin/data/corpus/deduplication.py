@@ -12,7 +12,7 @@ import numpy as np
 
 from megalin.data.corpus.batches import batches
 from megalin.data.corpus.documents import Document, Reader
-from megalin.data.corpus.duplicates import DocumentIds, SignedPart, append_signatures, find_repeated
+from megalin.data.corpus.duplicates import DocumentIds, SignedPart, append_signatures, find_duplicates
 from megalin.data.corpus.inputs import Span
 from megalin.data.corpus.jsonl_output import Compression, JsonLinesWriter, check_free, part_path, publish_parts
 from megalin.data.corpus.parts import CorpusPart, CorpusProgress, ReportProgress, Run, discard, plan, records, run_parts
@@ -102,7 +102,7 @@ def deduplicate(
         run_parts(_sign_part, job, parts, signing)
     signed = _signed(signing.folder, parts)
     if not Path(job.removed).exists():
-        removed = find_repeated(signed, options.how, workers=options.workers, memory_bytes=options.memory_bytes)
+        removed = find_duplicates(signed, options.how, workers=options.workers, memory_bytes=options.memory_bytes)
         _save(Path(job.removed), removed)
     with show("writing") as report_progress:
         writing = signing._replace(folder=folder / "documents", on_progress=report_progress)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megalin.data.corpus.signatures import Scheme, Signatures, agreement
+from megalin.data.corpus.signatures import Scheme, Signatures, similarity
 from megalin.data.corpus.worker_pool import worker_pool
 
 # One entry of a band with what sorting it takes.
@@ -46,7 +46,7 @@ class _Task(NamedTuple):
     divisor: int
 
 
-def find_repeated(parts: Sequence[SignedPart], how: Scheme, *, workers: int, memory_bytes: int) -> DocumentIds:
+def find_duplicates(parts: Sequence[SignedPart], how: Scheme, *, workers: int, memory_bytes: int) -> DocumentIds:
     """Texts that are linked to an earlier one, directly or over others; their numbers, in ascending order.
 
     In each band the texts of equal hash are compared with the first of them, those that agree with it to less than
@@ -84,13 +84,13 @@ def _alike_in_band(task: _Task) -> Pairs:
         for first in range(0, len(one), _PAIRS_AT_ONCE):
             pair = slice(first, first + _PAIRS_AT_ONCE)
             left, right = (_sketches(task.parts, ids, task.how.width) for ids in (one[pair], other[pair]))
-            found.append(agreement(left, right, task.how) >= task.how.threshold)
+            found.append(similarity(left, right, task.how) >= task.how.threshold)
         return np.concatenate(found)
 
-    return pairs_of(np.concatenate(hashes), np.concatenate(ids), alike)
+    return matching_pairs(np.concatenate(hashes), np.concatenate(ids), alike)
 
 
-def pairs_of(
+def matching_pairs(
     hashes: npt.NDArray[np.uint64], ids: DocumentIds, alike: Callable[[DocumentIds, DocumentIds], npt.NDArray[np.bool_]]
 ) -> Pairs:
     """[m, 2]: among texts of equal hash, each with the one that a round compared it with and that it is like.

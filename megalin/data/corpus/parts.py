@@ -33,7 +33,7 @@ class CorpusPart(NamedTuple):
     first: bool  # of its file
 
 
-class PartShare(NamedTuple):
+class PartSubset(NamedTuple):
     """Which parts this run does: those whose number leaves `number` when divided by `total`."""
 
     number: int
@@ -62,7 +62,7 @@ class Run(NamedTuple):
     settings: Mapping[str, Any]  # all that the parts' contents depend on besides the inputs
     workers: int
     resume: bool
-    share: PartShare | None
+    subset: PartSubset | None
     on_progress: Callable[[CorpusProgress], None]
 
 
@@ -118,8 +118,8 @@ def run_parts(work: PartFunction, job: Any, parts: Sequence[CorpusPart], run: Ru
     """
     _check(run)
     _prepare(run, parts)
-    share = run.share or PartShare(0, 1)
-    mine = [part for part in parts if part.number % share.total == share.number]
+    subset = run.subset or PartSubset(0, 1)
+    mine = [part for part in parts if part.number % subset.total == subset.number]
     done, left = CorpusProgress(0, 0, 0, 0), []
     for part in mine:
         record = _read_record(run.folder, part.number)
@@ -152,13 +152,13 @@ def discard(folder: Path) -> None:
 def _check(run: Run) -> None:
     if run.workers < 1:
         raise ConfigError(f"--workers {run.workers}: at least 1 is needed")
-    if run.share is not None and not 0 <= run.share.number < run.share.total:
-        raise ConfigError(f"--shard {run.share.number}/{run.share.total}: give i/n with i from 0 to n - 1")
+    if run.subset is not None and not 0 <= run.subset.number < run.subset.total:
+        raise ConfigError(f"--shard {run.subset.number}/{run.subset.total}: give i/n with i from 0 to n - 1")
 
 
 def _prepare(run: Run, parts: Sequence[CorpusPart]) -> None:
     """Makes the folder, or takes the one that is there when all who wrote in it had the same plan."""
-    if run.folder.exists() and not run.resume and run.share is None:
+    if run.folder.exists() and not run.resume and run.subset is None:
         discard(run.folder)
     with storage_errors(run.folder):
         run.folder.mkdir(parents=True, exist_ok=True)
@@ -170,10 +170,10 @@ def _prepare(run: Run, parts: Sequence[CorpusPart]) -> None:
                 f"{path}: these parts were made with another {name}: {value}; remove the folder {run.folder} to begin "
                 "anew, or call with what it was made with"
             )
-    share = run.share or PartShare(0, 1)
-    write_text(run.folder / f"plan-{share.number}-of-{share.total}.json", json.dumps(ours, indent=1) + "\n")
+    subset = run.subset or PartSubset(0, 1)
+    write_text(run.folder / f"plan-{subset.number}-of-{subset.total}.json", json.dumps(ours, indent=1) + "\n")
     if not run.resume:
-        for part in parts[share.number :: share.total]:
+        for part in parts[subset.number :: subset.total]:
             _record_path(run.folder, part.number).unlink(missing_ok=True)
 
 

@@ -79,7 +79,7 @@ def sign(texts: Sequence[str], how: Scheme) -> Signatures:
     return Signatures(bands, minima.astype(np.uint8))
 
 
-def agreement(one: npt.NDArray[np.uint8], other: npt.NDArray[np.uint8], how: Scheme) -> npt.NDArray[np.float64]:
+def similarity(one: npt.NDArray[np.uint8], other: npt.NDArray[np.uint8], how: Scheme) -> npt.NDArray[np.float64]:
     """Estimated likeness, 0 to 1, of pairs of sketches [n, width]."""
     share = (one == other).mean(axis=1)
     return share if how.method == "exact" else np.maximum((256 * share - 1) / 255, 0.0)

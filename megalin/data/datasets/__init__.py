@@ -1,1 +1,1 @@
-"""Training and evaluation samples out of token shards."""
+"""Datasets of training and evaluation samples from token shards."""

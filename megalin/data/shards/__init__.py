@@ -1,1 +1,1 @@
-"""Megatron .bin/.idx token shards: reading, writing, tokenization into them, merging and inspection."""
+"""Megatron .bin/.idx token shards: reading, writing, tokenization, merging and inspection."""

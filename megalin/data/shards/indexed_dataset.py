@@ -1,4 +1,4 @@
-"""Megatron `.bin/.idx` token shards: a reader that checks all on open, a writer that publishes whole files."""
+"""Megatron `.bin/.idx` token shards: a reader that validates on open, a writer that publishes whole files."""
 
 from __future__ import annotations
 
@@ -46,38 +46,38 @@ _TOKEN_CODES = {dtype: code for code, dtype in _TOKEN_DTYPES.items()}
 # Megatron's writer leaves 36 values of uint16 free; readers trust the header, so this rule is the writer's alone.
 _UINT16_VOCABULARY = 65500
 MAX_SEQUENCES = 2**31 - 1  # sequence numbers are int32 in sample indices, here and in Megatron
-_BLOCK_ENTRIES = 1 << 20  # entries of the .idx that are written at a time, to bound the memory
+_BLOCK_ENTRIES = 1 << 20  # entries of the .idx written at a time, to bound the memory
 _DIGEST_BYTES = 1 << 22
 
 TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.int32]
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The dtype that Megatron's writer chooses: uint16 for fewer than 65,500 ids, else int32."""
+    """Token dtype of Megatron's writer: uint16 for fewer than 65,500 ids, else int32."""
     return _TOKEN_DTYPES[8 if vocab_size < _UINT16_VOCABULARY else 4]
 
 
 def bin_path(prefix: str | Path) -> Path:
-    """The tokens of the shard `prefix`."""
+    """Path of the tokens of the shard `prefix`."""
     return Path(f"{prefix}.bin")
 
 
 def idx_path(prefix: str | Path) -> Path:
-    """The index of the shard `prefix`."""
+    """Path of the index of the shard `prefix`."""
     return Path(f"{prefix}.idx")
 
 
 def manifest_path(prefix: str | Path) -> Path:
-    """What is known about how the shard `prefix` was made (JSON; Megatron neither writes nor reads it)."""
+    """Path of the manifest: how the shard `prefix` was made (JSON; Megatron neither writes nor reads it)."""
     return Path(f"{prefix}.manifest.json")
 
 
 class Shard:
-    """A checked shard of N sequences in D - 1 documents; tokens are read on demand, the index stays mapped.
+    """A validated shard of N sequences in D - 1 documents; tokens are read on demand, the index stays mapped.
 
     Attributes:
         prefix: the path without `.bin` and `.idx`.
-        dtype: of the tokens, as the header says: uint16 or int32.
+        dtype: of the tokens, from the header: uint16 or int32.
         lengths: [N] int32, tokens in each sequence.
         pointers: [N] int64, byte offset of each sequence in the .bin.
         documents: [D] int64, entry k is the first sequence of document k and the last entry is N.
@@ -85,7 +85,7 @@ class Shard:
     """
 
     def __init__(self, prefix: str | Path, *, vocab_size: int | None = None) -> None:
-        """Opens and checks the shard; `vocab_size`, where known, must fit the dtype.
+        """Opens and validates the shard; `vocab_size`, if given, must fit the dtype.
 
         Raises:
             DataError: a file is missing, not regular, unreadable, truncated, corrupt, of another format or of another
@@ -142,26 +142,26 @@ class Shard:
         self.documents: npt.NDArray[np.int64] = np.frombuffer(mapped, "<i8", num_entries, offset)
 
     def _check_lengths(self) -> None:
-        """Lengths are not negative, pointers are their running sum, and the .bin has exactly their total."""
+        """Checks that lengths are not negative, pointers their running sum, and the .bin exactly their total."""
         path, itemsize = idx_path(self.prefix), self.dtype.itemsize
-        row, total = check_lengths(self.lengths, self.pointers, itemsize=itemsize)
-        if row < len(self.lengths):
-            if self.lengths[row] < 0:
-                _refuse(path, f"a length of at least 0 for sequence {row}", str(self.lengths[row]))
-            _refuse(path, f"pointer {total * itemsize} for sequence {row}", str(self.pointers[row]))
+        bad, total = check_lengths(self.lengths, self.pointers, itemsize=itemsize)
+        if bad < len(self.lengths):
+            if self.lengths[bad] < 0:
+                _refuse(path, f"a length of at least 0 for sequence {bad}", str(self.lengths[bad]))
+            _refuse(path, f"pointer {total * itemsize} for sequence {bad}", str(self.pointers[bad]))
         self.num_tokens = total
         size = os.fstat(self._bin.fileno()).st_size
         if size != total * itemsize:
-            wanted = f"{total * itemsize} bytes ({total} {self.dtype.name} tokens in {path.name})"
-            _refuse(bin_path(self.prefix), wanted, f"{size} bytes; truncated, or of another shard")
+            expected = f"{total * itemsize} bytes ({total} {self.dtype.name} tokens in {path.name})"
+            _refuse(bin_path(self.prefix), expected, f"{size} bytes; truncated, or of another shard")
 
     def _check_documents(self) -> None:
         path = idx_path(self.prefix)
         if self.documents[0] != 0:
             _refuse(path, "document index 0 to be 0", str(self.documents[0]))
-        row = check_documents(self.documents)
-        if row < len(self.documents):
-            _refuse(path, f"document index {row} not below the one before it", str(self.documents[row]))
+        bad = check_documents(self.documents)
+        if bad < len(self.documents):
+            _refuse(path, f"document index {bad} not below the previous one", str(self.documents[bad]))
         if self.documents[-1] != len(self.lengths):
             last = str(self.documents[-1])
             _refuse(path, f"the last document index to be {len(self.lengths)}, the sequence count", last)
@@ -175,21 +175,21 @@ class Shard:
         return len(self.documents) - 1
 
     def first_token(self, sequence: int) -> int:
-        """The position, counted over the whole shard, at which `sequence` (0 to N) starts."""
+        """Position in the shard at which `sequence` (0 to N) starts."""
         if sequence == self.num_sequences:
             return self.num_tokens
         return int(self.pointers[sequence]) // self.dtype.itemsize
 
     def locate(self, position: int) -> tuple[int, int]:
-        """The sequence that holds token `position` of the shard, and the offset in it. For messages: it is slow."""
+        """Sequence that contains token `position` of the shard, and the offset in it; slow, for messages."""
         assert 0 <= position < self.num_tokens, (position, self.num_tokens)
         sequence = int(np.searchsorted(self.pointers, position * self.dtype.itemsize, side="right")) - 1
         return sequence, position - self.first_token(sequence)
 
     def read(self, position: int, count: int) -> TokenArray:
-        """Tokens [position, position + count) of the shard, [count] of `dtype`; read, not mapped.
+        """Reads tokens [position, position + count) of the shard, [count] of `dtype`.
 
-        A file that shrinks or fails under a mapping would kill the process; here it raises DataError with the file.
+        Not memory-mapped: a mapped file that shrinks or fails kills the process; this raises DataError with the file.
         """
         assert 0 <= position <= position + count <= self.num_tokens, (position, count, self.num_tokens)
         itemsize, path = self.dtype.itemsize, bin_path(self.prefix)
@@ -209,7 +209,7 @@ class Shard:
         return np.frombuffer(data, self.dtype)
 
     def read_checked(self, position: int, count: int, *, vocab_size: int) -> TokenArray:
-        """`read`, and DataError with file, sequence, offset and id where an id is not in 0 .. vocab_size - 1."""
+        """As `read`; raises DataError with file, sequence, offset and id where an id is not in 0 .. vocab_size - 1."""
         tokens = self.read(position, count)
         bad = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
         if bad.size:
@@ -221,7 +221,7 @@ class Shard:
         return tokens
 
     def close(self) -> None:
-        """Closes the .bin; `read` fails from then on."""
+        """Closes the .bin; `read` fails afterwards."""
         self._bin.close()
 
     def __enter__(self) -> Self:
@@ -253,14 +253,14 @@ def publish_shard(
     documents: Sequence[tuple[npt.NDArray[np.int64], int]],
     manifest: Mapping[str, Any] | None,
 ) -> None:
-    """Makes the temporary .bin `tokens`, `manifest` and the .idx durable under their names, the .idx last.
+    """Publishes the temporary .bin `tokens`, `manifest` and the .idx durably under their names, the .idx last.
 
     Args:
-        lengths: those of the whole shard, in pieces that may be mapped: a few MiB are copied at a time.
-        documents: the document index likewise, each piece with a number that is added to it.
+        lengths: of the whole shard, in pieces that may be mapped: a few MiB are copied at a time.
+        documents: the document index likewise, each piece with an offset that is added to it.
 
     Raises:
-        StorageError: the disk is full or fails; then no .idx bears the name.
+        StorageError: the disk is full or fails; then no .idx has the name.
     """
     path = idx_path(prefix)
     with open_temporary(path) as idx:
@@ -302,16 +302,16 @@ def _blocks(pieces: Iterable[npt.NDArray[Any]]) -> Iterator[npt.NDArray[Any]]:
 
 
 class ShardWriter:
-    """Streams sequences into a new shard; nothing bears its name before `publish`, so a killed writer leaves none.
+    """Streams sequences into a new shard; no file has its name before `publish`, so a killed writer leaves none.
 
-    Memory: 4 bytes a sequence and 8 a document. As a context manager it discards what was not published.
+    Memory: 4 bytes a sequence and 8 a document. As a context manager it discards an unpublished shard.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype[Any]) -> None:
         """Starts `prefix`.bin under a temporary name; `dtype` is `token_dtype(vocab_size)`.
 
         Raises:
-            StorageError: the folder cannot be written, or another process writes this shard.
+            StorageError: the folder cannot be written, or another process is writing this shard.
         """
         self.prefix = Path(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
@@ -333,7 +333,7 @@ class ShardWriter:
         """Appends one sequence of token ids, [length] of any integer dtype.
 
         Raises:
-            DataError: an id that the shard's dtype cannot hold, or a sequence of 2^31 tokens and more.
+            DataError: an id out of range for the shard's dtype, or a sequence of 2^31 tokens and more.
             StorageError: the disk is full or fails.
         """
         values = np.asarray(tokens)
@@ -355,14 +355,14 @@ class ShardWriter:
         self.num_tokens += values.size
 
     def end_document(self) -> None:
-        """Closes the document that holds the sequences since the last call; with none of them it is an empty one."""
+        """Ends the document of the sequences since the last call; without any it is empty."""
         self._documents.append(len(self._lengths))
 
     def publish(self, manifest: Mapping[str, Any] | None = None) -> None:
-        """Makes .bin, `manifest` and .idx durable under their names, the .idx last.
+        """Publishes .bin, `manifest` and .idx durably under their names, the .idx last.
 
         Raises:
-            StorageError: the disk is full or fails; then no .idx bears the name.
+            StorageError: the disk is full or fails; then no .idx has the name.
         """
         assert self._documents[-1] == len(self._lengths), "end_document() was not called after the last sequence"
         lengths = np.frombuffer(self._lengths, np.intc) if self._lengths else np.empty(0, np.intc)
@@ -382,6 +382,6 @@ class ShardWriter:
             temporary_name(path).unlink(missing_ok=True)
         try:
             self._bin.close()
-        except OSError as failure:  # a full disk fails here once more, on the unwritten rest
+        except OSError as failure:  # a full disk fails here again, on the unwritten rest
             if error is None:
                 raise StorageError(f"{self.prefix}: cannot be written: {failure.strerror}") from failure

@@ -1,4 +1,4 @@
-"""What a shard holds, told from its checked index, and the full scan of its token ids."""
+"""Summary of a shard from its checked index, and a full scan of its token ids."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SCAN_TOKENS = 1 << 22
 
 
 class LengthSummary(NamedTuple):
-    """Tokens a sequence."""
+    """Tokens per sequence."""
 
     min: int
     median: float
@@ -24,7 +24,7 @@ class LengthSummary(NamedTuple):
 
 
 class ShardSummary(NamedTuple):
-    """The facts of one shard."""
+    """Summary of one shard."""
 
     prefix: str
     documents: int
@@ -38,10 +38,10 @@ class ShardSummary(NamedTuple):
 
 
 def inspect_shard(prefix: str | Path, tokenizer: Tokenizer | None = None) -> ShardSummary:
-    """Opens and checks the shard and reads all of its bytes for the digest.
+    """Opens and checks the shard, and reads all its bytes for the digest.
 
     Raises:
-        DataError: a bad shard, or a first token that the tokenizer does not know.
+        DataError: a bad shard, or one of the first tokens is not in the tokenizer.
     """
     with Shard(prefix) as shard:
         first_tokens = shard.read(0, min(shard.num_tokens, _FIRST_TOKENS)).tolist()
@@ -69,7 +69,7 @@ def inspect_shard(prefix: str | Path, tokenizer: Tokenizer | None = None) -> Sha
 
 
 def validate_shard(prefix: str | Path, *, vocab_size: int) -> int:
-    """Reads every token id, a few MiB at a time; returns how many there are.
+    """Reads every token id, a few MiB at a time; returns their number.
 
     Raises:
         DataError: a bad shard, or the first id outside 0 .. vocab_size - 1: file, sequence, offset and id.

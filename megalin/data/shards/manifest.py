@@ -1,4 +1,4 @@
-"""The manifest beside a shard, read back: which tokenizer made it, and that it belongs to these tokens."""
+"""Manifest of a shard: the tokenizer that made it, checked against the shard's token count."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _REMEDY = "remove it if the shard was replaced, or write the shard again"
 
 
 class ShardManifest(NamedTuple):
-    """What a manifest says of the tokenizer."""
+    """Tokenizer entry of a manifest."""
 
     digest: str
-    """sha256, in hex, of what defines the ids."""
+    """sha256, in hex, of the tokenizer's definition."""
     tokenizer: dict[str, Any]
-    """The whole entry, the digest included."""
+    """Full entry, including the digest."""
 
 
 def read_manifest(shard: Shard) -> ShardManifest | None:
-    """The manifest of `shard`, or None where it has none.
+    """Reads the manifest of `shard`; None where it has none.
 
     Raises:
-        DataError: a file that is no manifest, or one of other tokens.
+        DataError: not a manifest, or one of other tokens.
     """
     path = manifest_path(shard.prefix)
     if not path.exists():
@@ -39,5 +39,5 @@ def read_manifest(shard: Shard) -> ShardManifest | None:
     except (ValueError, KeyError, TypeError, RecursionError):
         raise DataError(f"{path}: not a manifest of a shard; {_REMEDY}") from None
     if tokens != shard.num_tokens:
-        raise DataError(f"{path}: expected the {shard.num_tokens} tokens of its shard; found {tokens}; {_REMEDY}")
+        raise DataError(f"{path}: expected {shard.num_tokens} tokens, as in its shard; found {tokens}; {_REMEDY}")
     return ShardManifest(digest, tokenizer)

@@ -1,4 +1,4 @@
-"""Shards made of the documents of others: several laid end to end, or one cut into parts; in constant memory."""
+"""Merging and splitting of shards by documents, in constant memory."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class DocumentRange(NamedTuple):
     end: int
 
 
-class Written(NamedTuple):
-    """What a new shard holds."""
+class WrittenShard(NamedTuple):
+    """Counts of a new shard."""
 
     prefix: str
     documents: int
@@ -37,13 +37,13 @@ class Written(NamedTuple):
     tokens: int
 
 
-def merge_shards(prefixes: Sequence[str | Path], output: str | Path) -> Written:
+def merge_shards(prefixes: Sequence[str | Path], output: str | Path) -> WrittenShard:
     """Writes the documents of all shards, in this order, as the shard `output`; the same bytes as Megatron's merge.
 
-    Where every shard has a manifest the new one gets one too, with the tokenizer and where its documents come from.
+    If every shard has a manifest, the new one has too, with the tokenizer and the origin of its documents.
 
     Raises:
-        ConfigError: no shard, or one that is the output.
+        ConfigError: no shard, or one of them is the output.
         DataError: a bad shard; shards of different token dtypes or tokenizers; 2^31 sequences and more.
         StorageError: the output cannot be written; then no shard bears its name.
     """
@@ -54,30 +54,32 @@ def merge_shards(prefixes: Sequence[str | Path], output: str | Path) -> Written:
             if shard.dtype != shards[0].dtype:
                 raise DataError(
                     f"{shard.prefix}: tokens of {shard.dtype.name}, but {shards[0].prefix} has {shards[0].dtype.name}; "
-                    "shards of one vocabulary have one dtype: preprocess one of them again"
+                    "shards to merge need the same dtype: preprocess one of them again"
                 )
         return _write([DocumentRange(shard, 0, shard.num_documents) for shard in shards], output)
 
 
-def split_shard(prefix: str | Path, outputs: Sequence[str | Path], weights: Sequence[float]) -> list[Written]:
-    """Cuts a shard's documents into consecutive parts of these shares; border k is round(documents x sum of shares).
+def split_shard(prefix: str | Path, outputs: Sequence[str | Path], weights: Sequence[float]) -> list[WrittenShard]:
+    """Splits a shard's documents into consecutive parts; boundary k is round(documents x sum of the first k fractions).
 
     Raises:
-        ConfigError: not one positive weight for each output, an output twice, or the shard itself.
+        ConfigError: not one positive weight per output, an output twice, or the shard itself as output.
         DataError: a bad shard, or a part without documents.
         StorageError: an output cannot be written.
     """
     _check_names([prefix], outputs)
     if len(weights) != len(outputs) or not all(0 < weight < float("inf") for weight in weights):
-        raise ConfigError(f"weights {', '.join(map(str, weights))} for {len(outputs)} parts; give one above 0 for each")
+        raise ConfigError(
+            f"weights {', '.join(map(str, weights))} for {len(outputs)} parts; give a positive weight for each"
+        )
     with Shard(prefix) as shard:
-        shares = np.cumsum([0.0, *weights]) / sum(weights)
-        borders = [round(share * shard.num_documents) for share in shares.tolist()]
-        parts = [DocumentRange(shard, *pair) for pair in itertools.pairwise(borders)]
+        fractions = np.cumsum([0.0, *weights]) / sum(weights)
+        boundaries = [round(fraction * shard.num_documents) for fraction in fractions.tolist()]
+        parts = [DocumentRange(shard, *pair) for pair in itertools.pairwise(boundaries)]
         for part, output in zip(parts, outputs, strict=True):
             if part.first == part.end:
                 raise DataError(
-                    f"{output}: its share of the {shard.num_documents} documents of {prefix} is none; "
+                    f"{output}: would get none of the {shard.num_documents} documents of {prefix}; "
                     "raise its weight or split a larger shard"
                 )
         return [_write([part], output) for part, output in zip(parts, outputs, strict=True)]
@@ -93,7 +95,7 @@ def concatenate(
         StorageError: the output cannot be written; then no shard bears its name.
     """
     path, sequences = bin_path(output), 0
-    # The index begins with its counts, so its entries wait in files without a name; memory may not hold them.
+    # The index begins with its counts, so its entries wait in unnamed files; they may not fit into memory.
     with (
         storage_errors(path),
         TemporaryFile(dir=path.parent) as lengths,
@@ -102,7 +104,7 @@ def concatenate(
         ExitStack() as discard,
     ):
         discard.callback(temporary_name(path).unlink, missing_ok=True)
-        documents.write(np.zeros(1, np.int64).data)  # of the shards' own, each begins with a 0 that is left out
+        documents.write(np.zeros(1, np.int64).data)  # each shard's own index begins with a 0, which is skipped below
         for prefix in prefixes:
             with Shard(prefix) as shard:
                 assert shard.dtype == dtype, (prefix, shard.dtype, dtype)
@@ -117,18 +119,18 @@ def concatenate(
 
 
 def _mapped(file: IO[bytes], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """What was written into `file`."""
+    """Maps the content of `file`."""
     file.flush()
     return np.memmap(file, dtype, "r") if file.tell() else np.empty(0, dtype)
 
 
 def _check_total(sequences: int, output: str | Path) -> None:
     if sequences > MAX_SEQUENCES:
-        raise DataError(f"{output}: {sequences} sequences; a shard holds at most {MAX_SEQUENCES}: make several")
+        raise DataError(f"{output}: {sequences} sequences; a shard holds at most {MAX_SEQUENCES}: write several shards")
 
 
 def _copy(shard: Shard, start: int, end: int, file: BinaryIO, path: Path) -> None:
-    """Appends tokens [start, end) of `shard` to `file`, which will be `path`."""
+    """Appends tokens [start, end) of `shard` to `file`, the temporary file of `path`."""
     for first in range(start, end, _COPY_TOKENS):
         block = shard.read(first, min(_COPY_TOKENS, end - first))
         with storage_errors(path):
@@ -137,15 +139,15 @@ def _copy(shard: Shard, start: int, end: int, file: BinaryIO, path: Path) -> Non
 
 def _check_names(inputs: Sequence[str | Path], outputs: Sequence[str | Path]) -> None:
     if not inputs:
-        raise ConfigError("no shard to read; name at least one prefix")
+        raise ConfigError("no shard to read; give at least one prefix")
     taken = {Path(prefix).resolve() for prefix in inputs}
     for output in outputs:
         if Path(output).resolve() in taken:
-            raise ConfigError(f"{output}: named more than once, or read as well; give each output a name of its own")
+            raise ConfigError(f"{output}: named more than once, or also an input; give each output a different name")
         taken.add(Path(output).resolve())
 
 
-def _write(parts: Sequence[DocumentRange], output: str | Path) -> Written:
+def _write(parts: Sequence[DocumentRange], output: str | Path) -> WrittenShard:
     sequences = [slice(int(shard.documents[first]), int(shard.documents[end])) for shard, first, end in parts]
     total = sum(run.stop - run.start for run in sequences)
     _check_total(total, output)
@@ -159,7 +161,7 @@ def _write(parts: Sequence[DocumentRange], output: str | Path) -> Written:
         (p.shard.first_token(run.start), p.shard.first_token(run.stop)) for p, run in zip(parts, sequences, strict=True)
     ]
     num_documents, tokens = sum(part.end - part.first for part in parts), sum(end - start for start, end in ranges)
-    written = Written(str(output), num_documents, total, tokens)
+    written = WrittenShard(str(output), num_documents, total, tokens)
     manifest, path = _manifest(parts, written), bin_path(output)
     with open_temporary(path) as file, ExitStack() as discard:
         discard.callback(temporary_name(path).unlink, missing_ok=True)
@@ -170,8 +172,8 @@ def _write(parts: Sequence[DocumentRange], output: str | Path) -> Written:
     return written
 
 
-def _manifest(parts: Sequence[DocumentRange], written: Written) -> dict[str, Any] | None:
-    """The new shard's, where all parts have one; a tokenizer that differs is an error."""
+def _manifest(parts: Sequence[DocumentRange], written: WrittenShard) -> dict[str, Any] | None:
+    """Manifest of the new shard, if all parts have one. Raises DataError where their tokenizers differ."""
     found: list[ShardManifest] = []
     for part in parts:
         manifest = read_manifest(part.shard)

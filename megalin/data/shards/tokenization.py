@@ -1,4 +1,4 @@
-"""From text to token shards: each part of the corpus becomes a small shard, and together they become one a key."""
+"""Tokenization of a corpus: each part becomes a small shard, and these are merged into one per key."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megalin.data.corpus.inputs import PLAIN, content_suffix
 from megalin.data.corpus.parts import (
     CorpusPart,
     CorpusProgress,
-    PartShare,
+    PartSubset,
     ReportProgress,
     Run,
     discard,
@@ -36,7 +36,7 @@ _LISTED_BAD_LINES = 100
 
 
 class PreprocessOptions(NamedTuple):
-    """What `preprocess` does with its files."""
+    """Options of `preprocess`."""
 
     json_keys: Sequence[str]  # one shard each; a text file's text goes to the only key
     output_prefix: str
@@ -45,12 +45,12 @@ class PreprocessOptions(NamedTuple):
     workers: int
     on_bad_line: Literal["skip", "fail"]
     limit_bytes: int  # of a line or text file
-    resume: bool = False  # keep the parts that a run before has finished
-    share: PartShare | None = None  # of the parts, when several hosts work; then nothing is put together
+    resume: bool = False  # keep the finished parts of an earlier run
+    subset: PartSubset | None = None  # of the parts, for work on several hosts; then nothing is merged
 
 
 class PreprocessReport(NamedTuple):
-    """What was written and what was left out."""
+    """Shards written, and bad lines."""
 
     prefixes: list[str]
     documents: int
@@ -70,19 +70,19 @@ class _Job(NamedTuple):
 def preprocess(
     paths: Sequence[Path], options: PreprocessOptions, *, on_progress: Callable[[CorpusProgress], None] = lambda _: None
 ) -> PreprocessReport | None:
-    """Writes `<output_prefix>_<key>_document` for every key, one sequence a document, and a manifest beside each.
+    """Writes `<output_prefix>_<key>_document` for every key, one sequence a document, and a manifest for each.
 
-    The parts stand in `<output_prefix>.parts` until all are complete. A line that is bad for one key gives no document
+    The parts are in `<output_prefix>.parts` until all are complete. A line that is bad for one key gives no document
     for any, so the shards of the keys stay aligned. The bytes written depend on the inputs and the tokenizer alone,
-    not on workers, shares or kills. Memory: a batch of 1 MiB a worker, and 12 bytes for each document of a part.
+    not on workers, subsets or kills. Memory: a batch of 1 MiB a worker, and 12 bytes for each document of a part.
 
     Returns:
-        What was written; None for a share, after which another call, with `resume` and no share, writes the shards.
+        The report; None for a subset, after which another call, with `resume` and no subset, writes the shards.
 
     Raises:
-        ConfigError: options that exclude each other; a library is missing.
-        DataError: a file or tokenizer that cannot be read; no document with a token (nothing is written); a bad line
-            where `on_bad_line` is "fail"; a worker that died; parts of another corpus or other options.
+        ConfigError: incompatible options; a library is missing.
+        DataError: a file or tokenizer cannot be read; no document has a token (nothing is written); a bad line where
+            `on_bad_line` is "fail"; a worker died; the parts are of another corpus or other options.
         StorageError: the output cannot be written.
     """
     _check(paths, options)
@@ -97,9 +97,9 @@ def preprocess(
     settings = {**job._asdict(), "tokenizer": tokenizer.digest}
     folder = Path(f"{options.output_prefix}.parts")
     parts = plan(paths)
-    run = Run(folder, settings, options.workers, options.resume, options.share, on_progress)
+    run = Run(folder, settings, options.workers, options.resume, options.subset, on_progress)
     complete = run_parts(_tokenise, job, parts, run)
-    if options.share is not None:
+    if options.subset is not None:
         return None
     assert complete, folder
     prefixes = [f"{options.output_prefix}_{key}_document" for key in options.json_keys]
@@ -113,7 +113,7 @@ def preprocess(
 
 
 class _Sums(NamedTuple):
-    """The records of all parts together."""
+    """Sums of the records of all parts."""
 
     documents: int
     tokens: list[int]  # of each key
@@ -130,9 +130,11 @@ def _check(paths: Sequence[Path], options: PreprocessOptions) -> None:
     if len(set(options.json_keys)) != len(options.json_keys) or not options.json_keys:
         raise ConfigError(f"--json-keys {' '.join(options.json_keys)}: give each key once")
     if any("/" in key or "\0" in key for key in options.json_keys):
-        raise ConfigError(f"--json-keys {' '.join(options.json_keys)}: a key names a file, so it has no '/'")
+        raise ConfigError(
+            f"--json-keys {' '.join(options.json_keys)}: a key is part of a file name, so it must not contain '/'"
+        )
     if options.limit_bytes < 1:
-        raise ConfigError(f"--max-document-bytes {options.limit_bytes}: at least 1 is needed")
+        raise ConfigError(f"--max-document-bytes {options.limit_bytes}: must be at least 1")
 
 
 def _part_prefix(folder: Path, part: CorpusPart, column: int) -> Path:
@@ -140,7 +142,7 @@ def _part_prefix(folder: Path, part: CorpusPart, column: int) -> Path:
 
 
 def _collect(folder: Path, parts: Sequence[CorpusPart], prefixes: Sequence[str]) -> _Sums:
-    """Adds up the records; lines are counted on over the parts of a file.
+    """Sums the records; line numbers continue over the parts of a file.
 
     Raises:
         DataError: no document has a token.
@@ -200,7 +202,7 @@ def _load_once(files: TokenizerFiles) -> Tokenizer:
 
 
 def _tokenise(job: _Job, part: CorpusPart, folder: Path, report: ReportProgress) -> Mapping[str, Any]:
-    """Writes a part's shard for every key; its record counts what is in them and what was left out."""
+    """Writes a part's shard for every key; returns its record, with the counts and the bad lines."""
     tokenizer = _load_once(job.tokenizer)
     dtype = token_dtype(tokenizer.vocab_size)
     bad_lines: Counter[str] = Counter()
@@ -215,7 +217,7 @@ def _tokenise(job: _Job, part: CorpusPart, folder: Path, report: ReportProgress)
             for line in batch.bad_lines:
                 if job.fail and line.kind != HARMLESS:
                     place = line._replace(line=line.line + lines_before(part.span))
-                    raise DataError(f"{place}; mend the line, or leave bad lines out with --on-bad-line skip")
+                    raise DataError(f"{place}; fix the line, or skip bad lines with --on-bad-line skip")
             bad_lines.update(line.kind for line in batch.bad_lines)
             listed.extend(batch.bad_lines[: _LISTED_BAD_LINES - len(listed)])
             before = sum(writer.num_tokens for writer in writers)
@@ -237,7 +239,7 @@ def _tokenise(job: _Job, part: CorpusPart, folder: Path, report: ReportProgress)
 
 
 def _sha256(path: str) -> str:
-    """Of a file, in hex. Raises DataError."""
+    """sha256 of a file, in hex. Raises DataError."""
     with open_input(Path(path), remedy="check --input") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

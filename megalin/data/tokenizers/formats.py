@@ -1,4 +1,4 @@
-"""SentencePiece models and tiktoken's files of ranks as tokenizers: local files only, each library imported at need."""
+"""Tokenizers of SentencePiece models and tiktoken files: local files only, each library imported on use."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ VOCABULARY_LIMIT = 1 << 22
 
 
 class TiktokenPattern(NamedTuple):
-    """How text is cut into words before its bytes are merged, and what else a published vocabulary fixes."""
+    """Pre-tokenization pattern of a published vocabulary, with its size and end of document."""
 
     expression: str
     num_ranks: int  # of the vocabulary published with the pattern
     eod_id: int  # of <|endoftext|> there
 
 
-# Published with each vocabulary: another pattern gives other ids from the same ranks.
+# Published with each vocabulary: with another pattern, the same ranks give other ids.
 TIKTOKEN_PATTERNS = {
     "gpt2": TiktokenPattern(
         r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s""", 50256, 50256
@@ -51,14 +51,14 @@ TIKTOKEN_PATTERNS = {
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model; its end of sentence ends a document, or the piece <|endoftext|> where it has none."""
+    """SentencePiece model; its end of sentence ends a document, or else the piece <|endoftext|>."""
 
     def __init__(self, path: Path) -> None:
         """Reads a local .model file.
 
         Raises:
             ConfigError: the library sentencepiece is not installed.
-            DataError: the file is missing, longer than 64 MiB, no model, or has nothing that ends a document.
+            DataError: the file is missing, longer than 64 MiB, not a model, or has no end of document.
         """
         library = require("sentencepiece", f"{path}: a SentencePiece model")
         data = read_input(path, limit_bytes=FILE_LIMIT_BYTES, remedy="give the path of a SentencePiece .model")
@@ -90,19 +90,19 @@ class SentencePieceTokenizer:
         return found if self._processor.id_to_piece(found) == token else None
 
     def token_bytes(self) -> npt.NDArray[np.int64]:
-        """Raises DataError: the model changes text before it cuts it, so an id does not tell its bytes."""
-        raise DataError(f"{self.path}: bytes per token need a byte-level tokenizer; a SentencePiece model is none")
+        """Raises DataError: the model normalizes text before splitting it, so the bytes of an id are not defined."""
+        raise DataError(f"{self.path}: bytes per token need a byte-level tokenizer, which a SentencePiece model is not")
 
 
 class TiktokenTokenizer:
-    """A file of ranks (a line: base64 of the bytes, and the rank) with the pattern that it was made for."""
+    """Tiktoken's file of ranks (a line: base64 of the bytes, and the rank) with its pattern."""
 
     def __init__(self, path: Path, *, pattern: str = "") -> None:
-        """Reads a local .tiktoken file; an empty `pattern` is that of the published vocabulary with as many ranks.
+        """Reads a local .tiktoken file; an empty `pattern` means that of the published vocabulary with as many ranks.
 
         Raises:
-            ConfigError: the library tiktoken is not installed; the pattern is unknown, or not told by the ranks.
-            DataError: the file is missing, longer than 64 MiB, or no ranks of bytes from 0 on.
+            ConfigError: the library tiktoken is not installed; the pattern is unknown, or not given by the ranks.
+            DataError: the file is missing, longer than 64 MiB, or not ranks of bytes from 0 on.
         """
         library = require("tiktoken", f"{path}: a file of tiktoken's ranks")
         data = read_input(path, limit_bytes=FILE_LIMIT_BYTES, remedy="give the path of a .tiktoken file of ranks")
@@ -111,7 +111,7 @@ class TiktokenTokenizer:
         name = pattern or next((name for name, known in TIKTOKEN_PATTERNS.items() if known.num_ranks == len(ranks)), "")
         if name not in TIKTOKEN_PATTERNS:
             raise ConfigError(
-                f"{path}: {len(ranks)} ranks and the pattern {name!r} do not tell how text is cut; give "
+                f"{path}: {len(ranks)} ranks and the pattern {name!r} match no known vocabulary; give "
                 f"--tiktoken-pattern {', '.join(TIKTOKEN_PATTERNS)}"
             )
         known = TIKTOKEN_PATTERNS[name]
@@ -153,10 +153,10 @@ def _read_ranks(path: Path, data: bytes) -> dict[bytes, int]:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except (ValueError, binascii.Error):
-            raise DataError(
-                f"{path}:{number}: expected the base64 of a token and its rank; found {line[:80]!r}"
-            ) from None
-    whole = sorted(ranks.values()) == list(range(len(ranks))) and len(ranks) < VOCABULARY_LIMIT
-    if not whole or any(bytes([byte]) not in ranks for byte in range(256)):
-        raise DataError(f"{path}: expected every byte and each rank from 0 to {len(ranks) - 1} once; is it cut short?")
+            raise DataError(f"{path}:{number}: expected a token in base64 and its rank; found {line[:80]!r}") from None
+    complete = sorted(ranks.values()) == list(range(len(ranks))) and len(ranks) < VOCABULARY_LIMIT
+    if not complete or any(bytes([byte]) not in ranks for byte in range(256)):
+        raise DataError(
+            f"{path}: expected every byte and each rank from 0 to {len(ranks) - 1} once; is the file truncated?"
+        )
     return ranks

@@ -1,4 +1,4 @@
-"""Tokenizers behind one small protocol: local files of four kinds or plain bytes; and training of a byte-level BPE."""
+"""Tokenizers behind one protocol: local files of four kinds or plain bytes; training of a byte-level BPE."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Tokenizer(Protocol):
     Attributes:
         vocab_size: one more than the largest id.
         eod_id: the id that ends a document; `encode` never returns it.
-        digest: sha256, in hex, of what defines the ids: equal digests give equal ids.
+        digest: sha256, in hex, of the definition of the ids: equal digests give equal ids.
     """
 
     @property
@@ -45,33 +45,33 @@ class Tokenizer(Protocol):
     def digest(self) -> str: ...
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`, nothing added; the text of a special token inside it is ordinary text."""
+        """Token ids of `text` without special tokens; the text of a special token in it is ordinary text."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each text."""
+        """Token ids of each text, as `encode`."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, special tokens included; bytes that are no UTF-8 become U+FFFD."""
+        """Text of `ids`, including special tokens; bytes that are not UTF-8 become U+FFFD."""
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token by its name, special ones included; None where there is no such token."""
+        """Id of a token by its name, also of a special one; None where there is no such token."""
 
     def token_bytes(self) -> npt.NDArray[np.int64]:
-        """[vocab_size] int64: bytes that each id decodes to, 0 for special tokens and unused ids."""
+        """[vocab_size] int64: number of bytes that each id decodes to, 0 for special tokens and unused ids."""
 
 
 class TokenizerFiles(NamedTuple):
-    """What makes a tokenizer: its kind and its local files."""
+    """Kind and local files of a tokenizer."""
 
     kind: Literal["bytes", "huggingface", "gpt2", "sentencepiece", "tiktoken"]
     files: tuple[str, ...] = ()  # gpt2: vocab.json and merges.txt; bytes: none; else one
-    pattern: str = ""  # of tiktoken; empty: told by the number of ranks
+    pattern: str = ""  # of tiktoken; empty: determined by the number of ranks
 
     def __str__(self) -> str:
         return " ".join(self.files) or self.kind
 
     def load(self) -> Tokenizer:
-        """The tokenizer. Raises DataError where a file is none, ConfigError where a library is missing."""
+        """Loads the tokenizer. Raises DataError for an invalid file, ConfigError where a library is missing."""
         match self.kind:
             case "bytes":
                 return ByteTokenizer()
@@ -86,7 +86,7 @@ class TokenizerFiles(NamedTuple):
 
 
 def load_tokenizer(path: str) -> Tokenizer:
-    """The tokenizer of a local file, or of plain bytes where `path` is "bytes"; raises as `TokenizerFiles.load`.
+    """Loads the tokenizer of a local file, or of plain bytes where `path` is "bytes"; raises as `TokenizerFiles.load`.
 
     A name in .model is a SentencePiece model, one in .tiktoken a file of ranks, any other a tokenizer.json.
     """
@@ -94,7 +94,7 @@ def load_tokenizer(path: str) -> Tokenizer:
 
 
 def tokenizer_files(path: str) -> TokenizerFiles:
-    """The kind of a tokenizer's file by its name, as `load_tokenizer` takes it."""
+    """Kind of a tokenizer's file by its name, as in `load_tokenizer`."""
     if path == BYTES:
         return TokenizerFiles("bytes")
     suffix = Path(path).suffix
@@ -104,7 +104,7 @@ def tokenizer_files(path: str) -> TokenizerFiles:
 
 
 class ByteTokenizer:
-    """One id a byte of UTF-8, and 256 for the end of a document."""
+    """Tokenizer with one id per byte of UTF-8, and 256 for the end of a document."""
 
     vocab_size = 257
     eod_id = 256
@@ -131,14 +131,14 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json through the `tokenizers` library; padding, truncation and added special tokens are off."""
+    """Tokenizer of a tokenizer.json (`tokenizers` library), without padding, truncation or added special tokens."""
 
     def __init__(self, path: Path, data: bytes | None = None) -> None:
-        """Reads a local file, or takes its content from `data`; nothing is downloaded and no code is run.
+        """Reads a local file, or its content from `data`; nothing is downloaded and no code is run.
 
         Raises:
-            DataError: the file is missing, longer than 64 MiB, no tokenizer, lacks `<|endoftext|>`, or has an id of
-                2^22 and more.
+            DataError: the file is missing, longer than 64 MiB, not a tokenizer, without `<|endoftext|>`, or has an id
+                of 2^22 and more.
         """
         if data is None:
             data = read_input(path, limit_bytes=FILE_LIMIT_BYTES, remedy="give the path of a tokenizer.json")
@@ -180,10 +180,10 @@ class HuggingFaceTokenizer:
         return self._vocabulary.get(token)
 
     def token_bytes(self) -> npt.NDArray[np.int64]:
-        """As the protocol says; exact, as a byte-level token has one character a byte.
+        """As in the protocol; exact, because a byte-level token has one character per byte.
 
         Raises:
-            DataError: the tokenizer is not byte-level, so an id alone does not tell its bytes.
+            DataError: the tokenizer is not byte-level, so the bytes of an id are not defined.
         """
         if not _is_byte_level(self._decoder):
             raise DataError(f"{self.path}: bytes per token need a byte-level tokenizer (decoder ByteLevel)")
@@ -205,7 +205,7 @@ def _is_byte_level(decoder: Any) -> bool:
 
 
 def gpt2_tokenizer(vocabulary: Path, merges: Path) -> HuggingFaceTokenizer:
-    """The byte-level BPE of GPT-2's pair of files, vocab.json and merges.txt. Raises DataError."""
+    """Loads the byte-level BPE of GPT-2's two files, vocab.json and merges.txt. Raises DataError."""
     for path in (vocabulary, merges):
         read_input(path, limit_bytes=FILE_LIMIT_BYTES, remedy="give GPT-2's vocab.json and merges.txt")
     try:
@@ -226,17 +226,17 @@ def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:
 
 
 class BytePairTrainer:
-    """Trains a byte-level BPE on a stream of texts: the 256 bytes, `<|endoftext|>` and the merges of most use."""
+    """Trains a byte-level BPE on texts: the 256 bytes, `<|endoftext|>` and the most frequent merges."""
 
     def __init__(self, vocab_size: int, *, special_tokens: Sequence[str] = ()) -> None:
-        """`special_tokens` are names beside `<|endoftext|>` that get ids of their own, which no text has.
+        """Creates the trainer; `special_tokens`, besides `<|endoftext|>`, get ids that no text is encoded to.
 
         Raises:
-            ConfigError: `vocab_size` has no room for the bytes and the special tokens, or a name comes twice.
+            ConfigError: `vocab_size` is too small for the bytes and the special tokens, or a name is given twice.
         """
         self._special = [END_OF_DOCUMENT, *special_tokens]
         if len(set(self._special)) < len(self._special) or not all(self._special):
-            raise ConfigError(f"special tokens {', '.join(self._special)}: each needs a name, and each only once")
+            raise ConfigError(f"special tokens {', '.join(self._special)}: names must not be empty or repeated")
         least = _MIN_BPE_VOCABULARY + len(special_tokens)
         if not least <= vocab_size <= VOCABULARY_LIMIT:
             raise ConfigError(f"vocab_size = {vocab_size}: a byte-level BPE needs {least} to {VOCABULARY_LIMIT} ids")
@@ -244,10 +244,10 @@ class BytePairTrainer:
         self._tokenizer = _byte_level(models.BPE())
 
     def train(self, texts: Iterable[str]) -> Self:
-        """Learns the merges; text that has no more pairs to merge gives fewer ids than asked for.
+        """Learns the merges; if the text has no more pairs to merge, there are fewer ids than requested.
 
         Raises:
-            DataError: there is no text at all.
+            DataError: there is no text.
         """
         trainer = trainers.BpeTrainer(
             vocab_size=self._target,
@@ -270,9 +270,9 @@ class BytePairTrainer:
 
     @property
     def vocab_size(self) -> int:
-        """The number of ids so far."""
+        """Current number of ids."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     def save(self, path: Path) -> None:
-        """Writes the tokenizer.json; a reader sees all of it or none. Raises StorageError."""
+        """Writes the tokenizer.json atomically. Raises StorageError."""
         write_text(path, self._tokenizer.to_str(pretty=False))

@@ -1,4 +1,4 @@
-"""Ids of words kept from one text to the next: most of a corpus is words that came before, and a look-up is cheap."""
+"""Cache of the token ids of words: most words of a corpus have occurred before, and a look-up is cheap."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-# GPT-2's rule is a contraction, or letters, digits or signs with the space before them, or white space but the last
-# before a word. In ASCII it is spelled out here; where a run touches another character the whole of what stands between
-# white space is one piece, which the encoder cuts further. White space is Unicode's, which is not quite Python's \s.
+# GPT-2's rule: a contraction; or letters, digits or signs with the space before them; or white space except the last
+# before a word. For ASCII it is spelled out here; a run next to a non-ASCII character becomes one piece up to the next
+# white space, which the encoder splits further. White space is Unicode's, which differs slightly from Python's \s.
 _SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 _ASCII_RUNS = (f" ?[{run}]++(?![^\x00-\x7f])" for run in ("A-Za-z", "0-9", r"\x00-\x08\x0e-\x1f!-/:-@\[-`{-\x7f"))
 _PIECES = re.compile(
     f"'(?:[sdmt]|ll|ve|re)|{'|'.join(_ASCII_RUNS)}| ?[^{_SPACE}]+|[{_SPACE}]+(?![^{_SPACE}])|[{_SPACE}]"
 )
 _MOST_PIECES = 1 << 18  # some 64 MB
-_LONGEST_PIECE = 64  # characters; longer ones seldom come again
+_LONGEST_PIECE = 64  # characters; longer ones rarely repeat
 
 
 class WordCache:
-    """Encodes texts piece by piece with an encoder of GPT-2's rule; memory is bounded, the ids are the encoder's."""
+    """Encodes texts piece by piece with an encoder of GPT-2's rule, in bounded memory and with the same ids."""
 
     def __init__(self, encode_batch: Callable[[Sequence[str]], list[list[int]]]) -> None:
-        """`encode_batch` gives the ids of each of some pieces."""
+        """Takes the encoder: `encode_batch` returns the ids of each piece."""
         self._encode_batch = encode_batch
         self._ids: dict[str, list[int]] = {}
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text."""
+        """Token ids of each text."""
         cut = [_PIECES.findall(text) for text in texts]
         unknown = list(set().union(*cut).difference(self._ids))
         self._ids.update(zip(unknown, self._encode_batch(unknown), strict=True))
@@ -43,7 +43,7 @@ class WordCache:
 
 
 def cuts_as_gpt2(tokenizer: dict[str, Any]) -> bool:
-    """Whether a tokenizer.json encodes each piece by itself: byte-level BPE, GPT-2's rule, nothing done before."""
+    """True where a tokenizer.json encodes pieces independently: byte-level BPE, GPT-2's rule, no normalizer."""
     model, before = tokenizer.get("model"), tokenizer.get("pre_tokenizer")
     return (
         tokenizer.get("normalizer") is None

@@ -11,7 +11,7 @@ import pytest
 from megalin.data.corpus import deduplication, duplicates, parts
 from megalin.data.corpus.deduplication import DeduplicateOptions, deduplicate
 from megalin.data.corpus.documents import Reader
-from megalin.data.corpus.duplicates import pairs_of
+from megalin.data.corpus.duplicates import matching_pairs
 from megalin.data.corpus.inputs import whole
 from megalin.data.corpus.signatures import scheme
 from megalin.errors import ConfigError, DataError
@@ -195,13 +195,13 @@ def test_texts_unlike_the_first_of_their_band_find_each_other():
     """Classes by the last digit; texts of one hash are alike where their classes are."""
     ids = np.arange(40)
     hashes = np.repeat(np.array([7, 9], np.uint64), 20)
-    pairs = pairs_of(hashes, ids, lambda one, other: one % 10 == other % 10)
+    pairs = matching_pairs(hashes, ids, lambda one, other: one % 10 == other % 10)
     assert sorted(map(tuple, pairs.tolist())) == [(k, k + 10) for k in (*range(10), *range(20, 30))]
 
 
 def test_texts_that_are_left_after_the_last_round_have_no_pair(monkeypatch):
     monkeypatch.setattr(duplicates, "_ROUNDS", 3)
-    pairs = pairs_of(np.zeros(20, np.uint64), np.arange(20), lambda one, other: one % 10 == other % 10)
+    pairs = matching_pairs(np.zeros(20, np.uint64), np.arange(20), lambda one, other: one % 10 == other % 10)
     assert sorted(map(tuple, pairs.tolist())) == [(0, 10), (1, 11), (2, 12)]
 
 

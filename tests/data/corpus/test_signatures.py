@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megalin.data.corpus.signatures import agreement, scheme, sign
+from megalin.data.corpus.signatures import scheme, sign, similarity
 
 
 def _runs(text):
@@ -30,7 +30,7 @@ def test_agreement_estimates_the_jaccard_index():
     how = scheme("minhash", 0.7)
     pairs = list(_pairs(310))
     one, other = (sign([pair[side] for pair in pairs], how) for side in (0, 1))
-    error = agreement(one.sketches, other.sketches, how) - [_jaccard(*pair) for pair in pairs]
+    error = similarity(one.sketches, other.sketches, how) - [_jaccard(*pair) for pair in pairs]
     assert abs(error.mean()) < 0.01
     assert error.std() < 0.045  # sqrt(J (1 - J) / 128) is 0.044 at most
 
@@ -73,4 +73,4 @@ def test_signature_of_a_text_does_not_depend_on_the_others():
 def test_what_counts_as_alike(method, one, other, alike):
     how = scheme(method, 0.7)
     signed = sign([one, other], how)
-    assert (agreement(signed.sketches[:1], signed.sketches[1:], how)[0] >= how.threshold) == alike
+    assert (similarity(signed.sketches[:1], signed.sketches[1:], how)[0] >= how.threshold) == alike

@@ -179,7 +179,7 @@ def test_shard_of_another_tokenizer_is_refused_with_both_digests(tmp_path):
 def test_manifest_of_another_shard_is_refused(tmp_path):
     prefix = write_by_hand(tmp_path / "x", [[1] * 9])
     _manifest(prefix, "feed", tokens=8)
-    with pytest.raises(DataError, match=r"x\.manifest\.json: expected the 9 tokens of its shard; found 8; remove it"):
+    with pytest.raises(DataError, match=r"x\.manifest\.json: expected 9 tokens, as in its shard; found 8; remove it"):
         TokenDataset.open(_config([prefix]), "train", 257)
 
 

@@ -138,7 +138,7 @@ BAD_INDEX = {
     "document start": (index_bytes([8], [1, 1]), "expected document index 0 to be 0; found 1"),
     "document order": (
         index_bytes([4, 4], [0, 2, 1, 2]),
-        "expected document index 2 not below the one before it; found 1",
+        "expected document index 2 not below the previous one; found 1",
     ),
     "document end": (
         index_bytes([4, 4], [0, 1]),

@@ -111,14 +111,14 @@ def test_other_dtype_is_refused(shards: list[Path], tmp_path: Path):
 
 def test_more_sequences_than_can_be_numbered_are_refused(shards: list[Path], tmp_path: Path, monkeypatch):
     monkeypatch.setattr(merging, "MAX_SEQUENCES", 5)
-    with pytest.raises(DataError, match=r"all: 6 sequences; a shard holds at most 5: make several"):
+    with pytest.raises(DataError, match=r"all: 6 sequences; a shard holds at most 5: write several"):
         merge_shards(shards, tmp_path / "all")
 
 
 def test_names_that_meet_are_refused(shards: list[Path], tmp_path: Path):
     with pytest.raises(ConfigError, match="no shard to read"):
         merge_shards([], tmp_path / "all")
-    with pytest.raises(ConfigError, match=r"a: named more than once, or read as well"):
+    with pytest.raises(ConfigError, match=r"a: named more than once, or also an input"):
         merge_shards(shards, tmp_path / "x" / ".." / "a")
     with pytest.raises(ConfigError, match=r"y: named more than once"):
         split_shard(shards[0], [tmp_path / "y", tmp_path / "y"], [1, 1])
@@ -126,12 +126,12 @@ def test_names_that_meet_are_refused(shards: list[Path], tmp_path: Path):
 
 @pytest.mark.parametrize("weights", [[1.0], [1.0, 0.0], [1.0, float("nan")], [1.0, float("inf")]])
 def test_bad_weights_are_refused(shards: list[Path], tmp_path: Path, weights: list[float]):
-    with pytest.raises(ConfigError, match="for 2 parts; give one above 0 for each"):
+    with pytest.raises(ConfigError, match="for 2 parts; give a positive weight for each"):
         split_shard(shards[0], [tmp_path / "y", tmp_path / "z"], weights)
 
 
 def test_part_without_documents_is_refused_before_anything_is_written(shards: list[Path], tmp_path: Path):
-    with pytest.raises(DataError, match=r"z: its share of the 3 documents of .*a is none"):
+    with pytest.raises(DataError, match=r"z: would get none of the 3 documents of .*a"):
         split_shard(shards[0], [tmp_path / "y", tmp_path / "z"], [1, 0.01])
     assert not list(tmp_path.glob("[yz].*"))
 

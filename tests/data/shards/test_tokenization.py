@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from megalin.data.corpus import parts
-from megalin.data.corpus.parts import PartShare
+from megalin.data.corpus.parts import PartSubset
 from megalin.data.shards.indexed_dataset import Shard
 from megalin.data.shards.tokenization import PreprocessOptions, preprocess
 from megalin.data.tokenizers.tokenizer import BytePairTrainer, ByteTokenizer, TokenizerFiles
@@ -82,7 +82,7 @@ def test_manifest_tells_tokenizer_and_bad_lines(tmp_path):
 
 def test_bad_line_stops_where_asked_and_a_blank_one_does_not(tmp_path):
     path = _jsonl(tmp_path, [{"text": "ab"}, "", "bad"])
-    with pytest.raises(DataError, match=r"x\.jsonl:3: not JSON: .*; mend the line, or leave bad lines out"):
+    with pytest.raises(DataError, match=r"x\.jsonl:3: not JSON: .*; fix the line, or skip bad lines"):
         preprocess([path], _options(tmp_path, on_bad_line="fail"))
     assert not list(tmp_path.glob("out_*"))
 
@@ -99,9 +99,9 @@ def test_empty_corpus_is_refused_and_leaves_nothing(tmp_path, lines):
     [
         ({"json_keys": ["a", "a"]}, "--json-keys a a: give each key once"),
         ({"json_keys": []}, "give each key once"),
-        ({"json_keys": ["../a"]}, r"--json-keys \.\./a: a key names a file"),
+        ({"json_keys": ["../a"]}, r"--json-keys \.\./a: a key is part of a file name"),
         ({"workers": 0}, "--workers 0: at least 1"),
-        ({"limit_bytes": 0}, "--max-document-bytes 0: at least 1"),
+        ({"limit_bytes": 0}, "--max-document-bytes 0: must be at least 1"),
     ],
 )
 def test_options_that_cannot_work_are_refused(tmp_path, values, message):
@@ -169,7 +169,7 @@ def test_shares_put_together_are_the_bytes_of_one_run(tmp_path, mixed):
     (tmp_path / "many").mkdir()
     taken = set()
     for number in (2, 0, 1):
-        assert preprocess(mixed, _options(tmp_path / "many", share=PartShare(number, 3))) is None
+        assert preprocess(mixed, _options(tmp_path / "many", subset=PartSubset(number, 3))) is None
         assert not list((tmp_path / "many").glob("out_*"))
         mine = {int(path.stem) for path in (tmp_path / "many" / "out.parts").glob("[0-9]*.json")} - taken
         assert {k % 3 for k in mine} == {number}
@@ -223,9 +223,9 @@ def test_run_killed_while_it_removes_its_parts_can_be_resumed(tmp_path, mixed, m
 
 @pytest.mark.usefixtures("small_parts")
 def test_resume_refuses_parts_of_other_settings_or_files(tmp_path, mixed):
-    preprocess(mixed, _options(tmp_path, share=PartShare(0, 2)))
+    preprocess(mixed, _options(tmp_path, subset=PartSubset(0, 2)))
     with pytest.raises(DataError, match="made with another append_eod: False, now True; remove the folder"):
-        preprocess(mixed, _options(tmp_path, share=PartShare(1, 2), append_eod=True))
+        preprocess(mixed, _options(tmp_path, subset=PartSubset(1, 2), append_eod=True))
     os.utime(mixed[1], ns=(0, 0))
     with pytest.raises(DataError, match=r"made with another input .*b\.jsonl: "):
         preprocess(mixed, _options(tmp_path, resume=True))
@@ -233,7 +233,7 @@ def test_resume_refuses_parts_of_other_settings_or_files(tmp_path, mixed):
 
 
 def test_damaged_record_is_refused(tmp_path, mixed):
-    preprocess(mixed, _options(tmp_path, share=PartShare(0, 1)))
+    preprocess(mixed, _options(tmp_path, subset=PartSubset(0, 1)))
     (tmp_path / "out.parts" / "000000.json").write_text("[")
     with pytest.raises(DataError, match=r"000000\.json: no JSON object; remove .*out\.parts and begin anew"):
         preprocess(mixed, _options(tmp_path, resume=True))
@@ -242,7 +242,7 @@ def test_damaged_record_is_refused(tmp_path, mixed):
 @pytest.mark.parametrize(("number", "total"), [(2, 2), (-1, 2), (0, 0)])
 def test_share_that_cannot_be_is_refused(tmp_path, number, total):
     with pytest.raises(ConfigError, match=f"--shard {number}/{total}: give i/n with i from 0 to n - 1"):
-        preprocess([_jsonl(tmp_path, [{"text": "a"}])], _options(tmp_path, share=PartShare(number, total)))
+        preprocess([_jsonl(tmp_path, [{"text": "a"}])], _options(tmp_path, subset=PartSubset(number, total)))
 
 
 def _end_abruptly(job, part, folder, report):

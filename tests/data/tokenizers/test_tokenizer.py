@@ -132,9 +132,9 @@ def test_sentencepiece_without_an_end_is_refused(tmp_path):
     ("name", "data", "error", "message"),
     [
         ("t.model", b"junk", DataError, "t.model: not a SentencePiece model"),
-        ("t.tiktoken", b"YQ== 0\nYg==\n", DataError, "t.tiktoken:2: expected the base64 of a token and its rank"),
+        ("t.tiktoken", b"YQ== 0\nYg==\n", DataError, "t.tiktoken:2: expected a token in base64 and its rank"),
         ("t.tiktoken", b"YQ== 0\n", DataError, "t.tiktoken: expected every byte and each rank from 0 to 0 once"),
-        ("t.tiktoken", None, ConfigError, "t.tiktoken: 400 ranks and the pattern '' do not tell how text is cut; give"),
+        ("t.tiktoken", None, ConfigError, "t.tiktoken: 400 ranks and the pattern '' match no known vocabulary; give"),
     ],
 )
 def test_file_of_another_format_is_refused(tmp_path, ranks, name, data, error, message):
