@@ -18,13 +18,13 @@ def graph_on(device: str) -> GradientGraph:
     return GradientGraph(model, mesh)
 
 
-def test_no_gpu_is_told():
+def test_no_gpu_is_an_error():
     with pytest.raises(ConfigError, match=r"train.cuda_graphs = true, but this run computes on a cpu device"):
         graph_on("cpu")
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
-def test_segments_whose_addresses_nccl_would_register_are_told(monkeypatch, variable):
+def test_segments_whose_addresses_nccl_would_register_are_an_error(monkeypatch, variable):
     monkeypatch.setenv(variable, "max_split_size_mb:512,expandable_segments:True")
     monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
     with pytest.raises(ConfigError, match=r"expandable_segments:True.*set NCCL_GRAPH_REGISTER=0 in the environment"):

@@ -225,7 +225,7 @@ POISONS = {"loss": r"loss nan, gradient norm", "gradient": r"loss \d\S*, gradien
 
 
 def _poisoned(config: Path) -> list[tuple[str, str]]:
-    """What the second step says of one rank's poisoned loss or gradient, at every stage; no weight may change."""
+    """Errors of the second step for one rank's poisoned loss or gradient, at every stage; no weight may change."""
     _nothing_is_compiled()
     tokens = torch.arange(24).view(2, 12) + dist.get_rank()
     batch = Batch(tokens, tokens + 1, torch.zeros_like(tokens, dtype=torch.int32), torch.arange(2))
@@ -274,7 +274,7 @@ def test_settings_that_deepspeed_refuses_are_an_error_of_the_user(config, tmp_pa
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"communication_data_type": "fp8"}))
     (message,) = run_ranks(1, _refused, config, f"train.deepspeed_config={file}")
-    assert "refuses the settings of train.deepspeed_config: Invalid communication_data_type" in message
+    assert "rejects the settings of train.deepspeed_config: Invalid communication_data_type" in message
 
 
 def _initial(config: Path, root: Path) -> None:

@@ -133,7 +133,7 @@ def test_a_step_is_waited_for_after_the_next_one_was_started(config, tmp_path, m
     monkeypatch.setattr(_LaunchedStep, "wait", waited)
     run(config, tmp_path, "train.steps=9", "checkpoint.every_steps=4", "train.evaluate_every_steps=7")
     assert order == [
-        *("start 1", "wait 1"),  # at once: kernels are told
+        *("start 1", "wait 1"),  # at once: kernels are logged
         *("start 2", "start 3", "wait 2", "start 4", "wait 3", "wait 4"),  # saved
         *("start 5", "start 6", "wait 5", "start 7", "wait 6", "wait 7"),  # evaluated
         *("start 8", "wait 8"),  # saved

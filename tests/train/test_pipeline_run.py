@@ -69,19 +69,19 @@ def assert_same_run(folder: Path, truth: Path) -> None:
 
 
 def train_and_listen(config: Path, folder: Path, *overrides: str) -> list[str]:
-    """The lines that the run tells people."""
-    told: list[str] = []
+    """Trains; returns the lines that the run prints."""
+    lines: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Metrics, "tell", lambda _, line: told.append(line))
+        patch.setattr(Metrics, "print_line", lambda _, line: lines.append(line))
         train_here(config, folder, *overrides)
-    return told
+    return lines
 
 
 def test_run_on_two_stages_is_that_of_one_process(config: Path, one_process: Path):
     folder = config.parent / "stages"
-    told = run_ranks(2, train_and_listen, config, folder, ON_STAGES)[0]
+    lines = run_ranks(2, train_and_listen, config, folder, ON_STAGES)[0]
     assert_same_run(folder, one_process)
-    first, last = (line for line in told if line.startswith("pipeline stage"))
+    first, last = (line for line in lines if line.startswith("pipeline stage"))
     assert first.startswith("pipeline stage 0: layers 0 to 1.0 and the embedding")
     assert last.startswith("pipeline stage 1: layers 1.1 to 1 and the head")
     kernels = json.loads((folder / "kernels.json").read_text())
@@ -129,7 +129,7 @@ def test_loss_that_is_not_finite_ends_every_stage_before_a_weight_changes():
 
 
 def refused_in_a_stage() -> str:
-    """What a rank raises where stages refuse their input: the first has some, the second waits in vain."""
+    """Errors of a rank whose stages reject their input: the first has input, the second waits in vain."""
     mesh = Mesh(ParallelConfig(pp=2), CPU)
     model = build_model(MODEL, mesh, compute_dtype=torch.float32, recompute=False, compile_blocks=False, seed=0)
     assert isinstance(model, Pipeline)

@@ -57,7 +57,7 @@ def _runs(config: Path, calls: list[tuple[Path, list[str]]]) -> None:
 
 @pytest.fixture(scope="module")
 def whole_runs(config: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Undisturbed runs of 12 steps, by mesh; beside each one that stopped after 5 and went on."""
+    """Undisturbed runs of 12 steps, by mesh, each with one that stopped after 5 and resumed."""
     folders = {}
     for name, (world_size, overrides) in MESHES.items():
         whole = folders[name] = tmp_path_factory.mktemp(name) / "whole"
@@ -124,24 +124,24 @@ def test_resume_on_other_meshes_goes_on_with_the_same_samples(config, whole_runs
 
 def _train_with_signals(config: Path, folder: Path, overrides: list[str], steps: list[int], late: bool) -> list[str]:
     """Trains; rank 1 gets SIGTERM while each of `steps` runs, where the run ends and goes on as a new process would."""
-    told, take = [], FullyShardedEngine.step
+    messages, take = [], FullyShardedEngine.step
     handler = signal.getsignal(signal.SIGTERM)
 
     def signalled(engine: FullyShardedEngine, *args: Any, step: int, **options: Any) -> PendingStep:
         started = take(engine, *args, step=step, **options)
         if step in steps and rank() == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGTERM)  # the launcher's, beside the cluster manager's
+            os.kill(os.getpid(), signal.SIGTERM)  # the launcher's, next to the cluster manager's
         return started
 
     with patch.object(FullyShardedEngine, "step", signalled), late_results() if late else nullcontext():
         for _ in steps:
             with pytest.raises(PreemptedError) as raised:
                 train_here(config, folder, *overrides)
-            told.append(str(raised.value))
+            messages.append(str(raised.value))
         train_here(config, folder, *overrides)
     assert signal.getsignal(signal.SIGTERM) is handler
-    return told
+    return messages
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -149,10 +149,10 @@ def test_run_that_sigterm_ends_on_one_rank_goes_on_bit_equal(config, whole_runs,
     mesh, folder = "dp2_accumulating", tmp_path / "run"
     world_size, overrides = MESHES[mesh]
     steps = [4, 7]  # the first is saved anyway, and once
-    for told in run_ranks(world_size, _train_with_signals, config, folder, overrides, steps, late):
-        assert told == [
-            f"SIGTERM after {step} of {STEPS} steps, all of them saved in {folder / 'checkpoints'}; the same command "
-            "goes on"
+    for messages in run_ranks(world_size, _train_with_signals, config, folder, overrides, steps, late):
+        assert messages == [
+            f"SIGTERM after {step} of {STEPS} steps, all of them saved in {folder / 'checkpoints'}; run the same "
+            "command to continue"
             for step in steps
         ]
     assert steps_saved(folder) == [2, 4, 6, 7, 8, 10, 12]

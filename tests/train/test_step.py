@@ -272,7 +272,7 @@ def test_bf16_training_moves_weights_by_a_millionth():
 
 
 def _poisoned_step(parallel: ParallelConfig, what: str, value: float, name: str) -> str:
-    """That value in one element that rank 1 alone holds; returns the message of the error that must come."""
+    """Sets one element that only rank 1 holds to `value`; returns the message of the resulting error."""
     mesh = Mesh(parallel, CPU)
     model = build(mesh, dtype=torch.float32)
     parameters = dict(model.named_parameters())
@@ -343,7 +343,7 @@ def _steps_after_one_that_is_not_finite() -> str:
     assert all(map(torch.equal, state(), before))
     with pytest.raises(NumericError) as raised:
         second.wait()
-    start(4).wait()  # after the error was told
+    start(4).wait()  # after the error was raised
     assert not torch.equal(state()[0], before[0])
     return str(raised.value)
 
