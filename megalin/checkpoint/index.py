@@ -1,4 +1,4 @@
-"""Which tensors a checkpoint holds, and which box of each lies in which file; checked before anything is read."""
+"""The index of a checkpoint: its tensors and the file of each box of them; checked before anything is read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""The safetensors name of each dtype that a checkpoint may hold."""
+"""Safetensors names of the dtypes that a checkpoint supports."""
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
@@ -36,7 +36,7 @@ _FileName = Annotated[str, pydantic.Field(pattern=FILE_NAME_PATTERN)]
 
 
 class Chunk(Config):
-    """A box of a tensor, as one entry of one safetensors file."""
+    """A box of a tensor, stored as one entry of a safetensors file."""
 
     offsets: list[_Size]
     """First index in each dim of the tensor."""
@@ -49,7 +49,7 @@ class Chunk(Config):
 
 
 class TensorRecord(Config):
-    """A tensor of the checkpoint: its global shape and the chunks that make it up."""
+    """A tensor of the checkpoint: its dtype, global shape and chunks."""
 
     dtype: _DtypeName
     """Element type, by its safetensors name."""
@@ -58,11 +58,11 @@ class TensorRecord(Config):
     """Global shape."""
 
     chunks: list[Chunk]
-    """Boxes that cover the tensor once."""
+    """Boxes that cover the tensor exactly once."""
 
 
 class Index(Config):
-    """The content of index.json."""
+    """Content of index.json."""
 
     format: Literal[1] = 1
     """Version of this layout."""
@@ -72,17 +72,17 @@ class Index(Config):
 
 
 def chunk_key(name: str, record_shape: list[int], chunk: Chunk) -> str:
-    """The entry's name in its file: the tensor's, with the offsets when it is a part: `embedding.weight@512,0`."""
+    """Name of a chunk's entry in its file: the tensor's, with offsets if it is a part: `embedding.weight@512,0`."""
     if chunk.lengths == record_shape:
         return name
     return f"{name}@{','.join(str(offset) for offset in chunk.offsets)}"
 
 
 def parse_index(data: bytes, source: str) -> Index:
-    """Parses index.json and checks that the chunks of every tensor cover it once, without gap or overlap.
+    """Parses index.json and checks that the chunks of every tensor cover it exactly once, without gap or overlap.
 
     Raises:
-        CheckpointError: naming `source` and the field or tensors.
+        CheckpointError: the index is invalid; the message names `source` and the field or tensors.
     """
     try:
         index = Index.model_validate_json(data)
@@ -95,23 +95,23 @@ def parse_index(data: bytes, source: str) -> Index:
 
 
 def first_problem(error: pydantic.ValidationError) -> str:
-    """The first problem of a validation, with the path of its field."""
+    """The first problem of a validation error, with the path of its field."""
     detail = error.errors()[0]
     return f"{'.'.join(str(part) for part in detail['loc']) or 'document'}: {detail['msg']}"
 
 
 def coverage_problem(record: TensorRecord) -> str | None:
-    """Why the chunks do not cover the tensor once, or None: each in bounds, no two overlap, volumes add up."""
+    """Checks that the chunks cover the tensor exactly once (bounds, overlaps, volume); the problem, or None."""
     for chunk in record.chunks:
         if len(chunk.offsets) != len(record.shape) or len(chunk.lengths) != len(record.shape):
-            return f"a chunk in {chunk.file} has another number of dims than shape {record.shape}"
+            return f"a chunk in {chunk.file} does not have the number of dims of shape {record.shape}"
         ends = zip(chunk.offsets, chunk.lengths, record.shape, strict=True)
         if any(length == 0 or offset + length > size for offset, length, size in ends):
-            return f"chunk {chunk.offsets}+{chunk.lengths} in {chunk.file} is empty or beyond shape {record.shape}"
+            return f"chunk {chunk.offsets}+{chunk.lengths} in {chunk.file} is empty or exceeds shape {record.shape}"
     volume = sum(math.prod(chunk.lengths) for chunk in record.chunks)
     total = math.prod(record.shape)
     if volume != total:
-        return f"its chunks hold {volume} elements, shape {record.shape} has {total}"
+        return f"its chunks have {volume} elements, but shape {record.shape} has {total}"
     return _overlap_problem(record)
 
 
@@ -119,7 +119,7 @@ def _overlap_problem(record: TensorRecord) -> str | None:
     if len(record.chunks) < 2 or not record.shape:
         return None if len(record.chunks) < 2 else "a scalar has more than one chunk"
     dims = range(len(record.shape))
-    # Sweeping along the most finely cut dim leaves the fewest chunks to compare with each other.
+    # Sweeping along the dim with the most cuts leaves the fewest chunks to compare with each other.
     sweep = max(dims, key=lambda dim: len({chunk.offsets[dim] for chunk in record.chunks}))
     active: list[Chunk] = []
     for chunk in sorted(record.chunks, key=lambda chunk: chunk.offsets[sweep]):

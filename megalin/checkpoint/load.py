@@ -1,6 +1,6 @@
-"""Loading: the newest checkpoint that verifies, into plain tensors or DTensors of any mesh, or of no mesh at all.
+"""Loading of the newest valid checkpoint into plain tensors or DTensors, on any mesh or without one.
 
-`newest` runs one broadcast, and a broadcast and an all-gather for each directory it looks at; `load` two all-gathers.
+`newest` runs one broadcast, and a broadcast and an all-gather per directory that it checks; `load` two all-gathers.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _log = logging.getLogger(__name__)
 
 
 def newest(root: str | Path) -> Checkpoint | None:
-    """The newest checkpoint in `root` whose every file verifies; None when `root` holds no checkpoint directory.
+    """The newest checkpoint in `root` with all files valid; None if `root` has no checkpoint directory.
 
-    All ranks call it and get the same answer; each hashes its part of the files. A directory that does not verify is
-    named in a warning with the reason, and the one before it is tried.
+    All ranks call it and get the same result; each hashes its part of the files. An invalid directory is skipped with
+    a warning that has the reason.
 
     Raises:
-        CheckpointError: there are checkpoint directories and none verifies. (Starting again from nothing would be
-            the wrong remedy.)
+        CheckpointError: there are checkpoint directories, and none is valid. (Starting from step 0 would be the wrong
+            remedy.)
     """
     root = Path(root)
     problems = []
@@ -43,18 +43,19 @@ def newest(root: str | Path) -> Checkpoint | None:
         directory = root / step_directory(step)
         try:
             manifest = on_rank_zero(partial(read_manifest, directory))
-            shares = on_every_rank(partial(file_problems, directory, manifest, part=rank(), num_parts=world_size()))
+            found = on_every_rank(partial(file_problems, directory, manifest, part=rank(), num_parts=world_size()))
         except MegalinError as error:
-            shares = [[str(error)]]
-        reasons = [reason for share in shares for reason in share]
+            found = [[str(error)]]
+        reasons = [reason for of_rank in found for reason in of_rank]
         if not reasons:
             return Checkpoint(directory, manifest)
         problems.append(f"{directory}: {'; '.join(reasons)}")
         if rank() == 0:
-            _log.warning("checkpoint passed over: %s", problems[-1])
+            _log.warning("checkpoint skipped: %s", problems[-1])
     if problems:
         raise CheckpointError(
-            f"{root}: no checkpoint verifies; restore one, or move these away to start afresh:\n" + "\n".join(problems)
+            f"{root}: no valid checkpoint; restore one, or move these away to start from step 0:\n"
+            + "\n".join(problems)
         )
     return None
 
@@ -70,30 +71,32 @@ def load(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], *, ignore: Seque
     """Fills `tensors` in place from the checkpoint; all ranks call it. Works without a process group too.
 
     Args:
-        tensors: by global name, plain or DTensor; global shapes and dtypes must be the checkpoint's, and so must the
-            names of all ranks together: a stage of a pipeline loads its own.
-        ignore: prefixes of names that the checkpoint may hold beyond `tensors`: `("optim.",)` loads weights only.
+        tensors: by global name, plain or DTensor. Global shapes and dtypes must match the checkpoint, and so must the
+            names of all ranks together: a pipeline stage loads its own.
+        ignore: prefixes of names that may be in the checkpoint but not in `tensors`: `("optim.",)` loads weights only.
 
     Raises:
-        CheckpointError: on every rank, before any tensor is touched: every tensor that is missing, extra, or of
-            another shape or dtype, and every file that does not hold what the index says.
+        CheckpointError: on every rank, before any tensor is written: lists every tensor that is missing, extra, or of
+            another shape or dtype, and every file that does not match the index.
     """
     indices: list[Index] = []
     checks = on_every_rank(partial(_check, checkpoint, tensors, ignore, indices))
     problems = dict.fromkeys(problem for check in checks for problem in check.problems)
-    nowhere = set.intersection(*(set(check.left_over) for check in checks))
-    problems |= dict.fromkeys(checks[0].left_over[name] for name in checks[0].left_over if name in nowhere)
+    unused = set.intersection(*(set(check.left_over) for check in checks))
+    problems |= dict.fromkeys(checks[0].left_over[name] for name in checks[0].left_over if name in unused)
     if problems:
-        raise CheckpointError(f"{checkpoint.path} does not fit:\n" + "\n".join(f"  {line}" for line in problems))
+        raise CheckpointError(
+            f"{checkpoint.path} does not fit the model:\n" + "\n".join(f"  {line}" for line in problems)
+        )
     on_every_rank(partial(_read, checkpoint, tensors, indices[0]))
 
 
 class _Check(NamedTuple):
-    """What a rank found wrong."""
+    """Problems that one rank found."""
 
     problems: list[str]
     left_over: dict[str, str]
-    """By name of a tensor of the checkpoint that this rank does not hold: what to say where none does."""
+    """Checkpoint tensors that this rank does not load, by name: the message if no rank loads it."""
 
 
 def _check(
@@ -105,7 +108,7 @@ def _check(
     for name, tensor in tensors.items():
         record = index.tensors.get(name)
         if record is None:
-            problems.append(f"{name}: missing from the checkpoint; the model has {list(tensor.shape)}")
+            problems.append(f"{name}: missing from the checkpoint; the model has shape {list(tensor.shape)}")
         elif record.shape != list(tensor.shape):
             problems.append(_shape_problem(name, record, tensor))
         elif record.dtype != DTYPE_NAMES.get(tensor.dtype):
@@ -124,14 +127,14 @@ def _shape_problem(name: str, record: TensorRecord, tensor: Tensor) -> str:
     problem = f"{name}: shape {record.shape} in the checkpoint, {model_shape} in the model"
     if "embedding" in name and record.shape[1:] == model_shape[1:]:
         problem += (
-            f": another vocabulary ({record.shape[0]} rows against {model_shape[0]}); use the tokenizer and "
+            f": different vocabularies ({record.shape[0]} rows, {model_shape[0]} rows); use the tokenizer and "
             "vocabulary size that the checkpoint was trained with"
         )
     return problem
 
 
 def _read(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], index: Index) -> None:
-    """Each rank reads its own boxes: planning needs the index alone, so no rank talks to another."""
+    """Reads this rank's boxes; planning needs the index only, so there is no communication."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         with torch.no_grad(), warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""The manifest, written last: size and sha256 of every file, so that a published checkpoint can be verified."""
+"""The manifest of a checkpoint, written last: size and sha256 of every file, for verification."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from megalin.files import FileTooLargeError, open_regular, read_limited
 MANIFEST_FILE = "manifest.json"
 STATE_FILE = "train_state.json"
 JSON_LIMIT_BYTES = 1 << 28
-"""No JSON file of a checkpoint is larger; a larger one is refused unread."""
+"""Largest JSON file of a checkpoint; larger ones are refused unread."""
 
 _HASH_THREADS = min(8, os.cpu_count() or 1)
 _FileName = Annotated[str, pydantic.Field(pattern=FILE_NAME_PATTERN)]
 
 
 class FileRecord(Config):
-    """What a file must be."""
+    """Expected size and digest of a file."""
 
     size: int = pydantic.Field(ge=0)
     """Bytes."""
@@ -37,25 +37,25 @@ class FileRecord(Config):
 
     @classmethod
     def of(cls, data: bytes) -> FileRecord:
-        """The record of a file that holds `data`."""
+        """The record of a file with the content `data`."""
         return cls(size=len(data), sha256=hashlib.sha256(data).hexdigest())
 
 
 class CheckpointManifest(Config):
-    """The content of manifest.json."""
+    """Content of manifest.json."""
 
     format: Literal[1] = 1
     """Version of this layout."""
 
     step: int = pydantic.Field(ge=0)
-    """Optimizer steps done; must be the directory's."""
+    """Finished optimizer steps; must match the directory's name."""
 
     files: dict[_FileName, FileRecord]
-    """By name; every file but the manifest."""
+    """By name; every file except the manifest."""
 
 
 class Checkpoint:
-    """A published checkpoint whose manifest was verified."""
+    """A published checkpoint with a verified manifest."""
 
     def __init__(self, path: Path, manifest: CheckpointManifest) -> None:
         self.path = path
@@ -63,7 +63,7 @@ class Checkpoint:
         self.step = manifest.step
 
     def state(self) -> dict[str, Any]:
-        """The JSON state that was saved with the tensors. Raises CheckpointError when the file is no longer intact."""
+        """The JSON state saved with the tensors. Raises CheckpointError if the file is no longer intact."""
         try:
             state = json.loads(self._read(STATE_FILE))
         except (ValueError, RecursionError) as error:
@@ -75,18 +75,18 @@ class Checkpoint:
         return state
 
     def index(self) -> Index:
-        """The tensors, each covered once by chunks in files of the manifest. Raises CheckpointError."""
+        """The index of the tensors; its chunks are in files of the manifest. Raises CheckpointError if invalid."""
         source = str(self.path / INDEX_FILE)
         index = parse_index(self._read(INDEX_FILE), source)
         files = {chunk.file for record in index.tensors.values() for chunk in record.chunks}
         if unknown := sorted(files - self.manifest.files.keys()):
-            raise CheckpointError(f"{source}: names files that the manifest does not hold: {', '.join(unknown)}")
+            raise CheckpointError(f"{source}: names files that are not in the manifest: {', '.join(unknown)}")
         return index
 
     def _read(self, name: str) -> bytes:
         record = self.manifest.files.get(name)
         if record is None:
-            raise CheckpointError(f"{self.path}: the manifest holds no {name}; this checkpoint is not whole")
+            raise CheckpointError(f"{self.path}: {name} is not in the manifest; this checkpoint is incomplete")
         data = read_json_bytes(self.path / name)
         if FileRecord.of(data) != record:
             raise CheckpointError(f"{self.path / name}: changed since the checkpoint was verified")
@@ -94,19 +94,19 @@ class Checkpoint:
 
 
 def step_directory(step: int) -> str:
-    """Name of the directory of a step."""
+    """Directory name of a step."""
     return f"step-{step:08d}"
 
 
 def directory_step(name: str) -> int | None:
-    """The step of a checkpoint directory's name, or None for any other name."""
+    """Parses the step from a checkpoint directory's name; None for any other name."""
     match = re.fullmatch(r"step-([0-9]{8,18})", name)
     step = int(match[1]) if match else None
     return step if step is not None and step_directory(step) == name else None
 
 
 def read_json_bytes(path: Path) -> bytes:
-    """Bytes of a JSON file of a checkpoint. Raises CheckpointError when it is unreadable, a link or too large."""
+    """Reads a JSON file of a checkpoint. Raises CheckpointError if it is unreadable, a link or too large."""
     try:
         return read_limited(path, limit_bytes=JSON_LIMIT_BYTES, follow_links=False)
     except FileTooLargeError:
@@ -118,13 +118,13 @@ def read_json_bytes(path: Path) -> bytes:
 
 
 def read_manifest(directory: Path) -> CheckpointManifest:
-    """The manifest of a checkpoint directory; its files are not looked at yet.
+    """Reads the manifest of a checkpoint directory; the files are not checked yet.
 
     Raises:
         CheckpointError: the directory is a link, or the manifest is missing, malformed or of another step.
     """
     if directory.is_symlink() or not directory.is_dir():
-        raise CheckpointError(f"{directory}: not a directory of its own (links are refused)")
+        raise CheckpointError(f"{directory}: not a directory (links are refused)")
     path = directory / MANIFEST_FILE
     try:
         manifest = CheckpointManifest.model_validate_json(read_json_bytes(path))
@@ -136,9 +136,9 @@ def read_manifest(directory: Path) -> CheckpointManifest:
 
 
 def file_problems(directory: Path, manifest: CheckpointManifest, *, part: int = 0, num_parts: int = 1) -> list[str]:
-    """What is wrong with the files of `manifest`: missing, of another size, other bytes. Empty when all is well.
+    """Checks the files of `manifest`: lists those that are missing or differ in size or bytes.
 
-    Of several ranks each looks at its own part. Hashing runs in threads (about 2 GB/s each).
+    Each of several ranks checks its own part. Hashing runs in threads (about 2 GB/s each).
     """
     records = sorted(manifest.files.items(), key=lambda entry: (-entry[1].size, entry[0]))[part::num_parts]
     with ThreadPoolExecutor(_HASH_THREADS) as pool:
@@ -151,10 +151,10 @@ def _file_problem(path: Path, record: FileRecord) -> str | None:
         with open_regular(path, follow_links=False) as file:
             size = os.fstat(file.fileno()).st_size
             if size != record.size:
-                return f"{path}: {size} bytes, the manifest says {record.size}"
+                return f"{path}: {size} bytes, but {record.size} in the manifest"
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         return f"{path}: {error.strerror or error}"
     if digest != record.sha256:
-        return f"{path}: its sha256 is not the manifest's: the bytes changed"
+        return f"{path}: sha256 differs from the manifest: the file has changed"
     return None

@@ -1,8 +1,8 @@
-"""Saving: a fresh temporary directory, everything synced, the manifest last, then one rename.
+"""Atomic saving: a new temporary directory, every file synced, the manifest last, then one rename.
 
-A save runs five object collectives on the default group whatever the size: a broadcast (may it start?), the engine's
-gather and scatter of plans and its gather and broadcast of results; an error of any rank travels with them, and then
-one more broadcast tells what space was left.
+A save runs five object collectives on the default group at any size: a broadcast (whether to start), torch's gather
+and scatter of plans and its gather and broadcast of results. They carry an error of any rank; after one, another
+broadcast sends the free space.
 """
 
 from __future__ import annotations
@@ -49,32 +49,32 @@ def save(
     step: int,
     tensors: Mapping[str, Tensor],
     state: Mapping[str, Any],
-    keep: int | None = None,
+    keep_latest: int | None = None,
     file_bytes: int = FILE_BYTES,
 ) -> Path:
-    """Publishes `root/step-<step>`; all ranks call it, with the same root on a file system they share.
+    """Publishes `root/step-<step>`; all ranks call it, with the same root on a shared file system.
 
-    A published directory is never written into: when the step is there already and verifies, it stays as it is.
-    After a failure the earlier checkpoints are as they were.
+    A published directory is never modified: if the step exists already and is valid, it is left unchanged. A failure
+    leaves earlier checkpoints unchanged.
 
     Args:
-        tensors: by global name; a DTensor is saved once however often it is replicated, and so is a plain tensor,
-            which must be equal on all ranks that hold the name.
-        state: JSON values; rank 0's is saved.
-        keep: how many checkpoints up to this step stay; the older ones are removed once this one is published.
-        file_bytes: no file gets larger.
+        tensors: by global name. A DTensor is saved once, however often it is replicated; so is a plain tensor, which
+            must be equal on all ranks that have the name.
+        state: JSON values; rank 0's are saved.
+        keep_latest: number of checkpoints up to this step to keep; older ones are removed after this one is published.
+        file_bytes: largest size of a file.
 
     Returns:
         The published directory.
 
     Raises:
-        StorageError: on every rank when any rank cannot write; names the rank, the file and the space.
+        StorageError: on every rank if any rank cannot write; names the rank, the file and the free space.
     """
-    assert keep is None or keep >= 1, keep
+    assert keep_latest is None or keep_latest >= 1, keep_latest
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or tensor.dtype not in DTYPE_NAMES:
             raise TypeError(
-                f"{name} is a {getattr(tensor, 'dtype', type(tensor))}: only tensors of known dtype are saved"
+                f"{name} is a {getattr(tensor, 'dtype', type(tensor))}: only tensors of a supported dtype can be saved"
             )
     document = json.dumps(dict(state), allow_nan=False, indent=1).encode()
     target = Path(root) / step_directory(step)
@@ -84,8 +84,8 @@ def save(
         if temporary is not None:
             publish = partial(_publish, temporary, target, step, document)
             _write(tensors, SafetensorsWriter(temporary, publish, file_bytes=file_bytes), temporary)
-            if rank() == 0 and keep is not None:
-                _prune(target, step, keep)
+            if rank() == 0 and keep_latest is not None:
+                _prune(target, step, keep_latest)
     finally:
         for lock in locks:
             lock.release()
@@ -93,25 +93,25 @@ def save(
 
 
 def _begin(target: Path, locks: list[FolderLock]) -> Path | None:
-    """Rank 0: locks the root, clears what dead saves left, makes the temporary directory; None if already published."""
+    """Rank 0: locks the root, removes leftovers of failed saves, makes the temporary directory; None if published."""
     root = target.parent
     try:
         root.mkdir(parents=True, exist_ok=True)
         locks.append(FolderLock(root / ".lock"))
         for entry in sorted(root.iterdir()):
             if entry.name.startswith(_TEMPORARY_PREFIX):
-                _log.warning("%s: removed, the leftover of a save that did not finish", entry)
+                _log.warning("%s: removed, the leftover of an unfinished save", entry)
                 remove(entry)
         if os.path.lexists(target):
             problem = _verify(target)
             if problem is None:
-                _log.warning("%s is published already and verifies; it stays as it is", target)
+                _log.warning("%s exists already and is valid; it is left unchanged", target)
                 return None
             _log.warning("%s will be replaced: %s", target, problem)
         temporary = root / f"{_TEMPORARY_PREFIX}{target.name}-{secrets.token_hex(4)}"
         temporary.mkdir()
     except FolderInUseError as error:
-        raise StorageError(f"{root}: {error} is saving there; one run at a time may write checkpoints") from None
+        raise StorageError(f"{root}: {error} is saving there; only one run at a time may write checkpoints") from None
     except OSError as error:
         raise StorageError(
             f"cannot save to {root}: {error}; the checkpoint folder must be writable and on a file system that every "
@@ -131,11 +131,11 @@ def _write(tensors: Mapping[str, Tensor], writer: SafetensorsWriter, temporary: 
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         with warnings.catch_warnings():
-            # A single process without a group is a supported case, not worth a warning.
+            # A single process without a process group is supported and needs no warning.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             engine_save(dict(tensors), storage_writer=writer, planner=planner, no_dist=not distributed())
     except CheckpointException as error:
-        # Every rank is here with the same failures; the free space is measured once, before the leftovers go.
+        # Every rank has the same failures here; the free space is measured once, before the leftovers are removed.
         free = on_rank_zero(partial(_free_space, temporary.parent))
         if rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -151,7 +151,7 @@ def _free_space(root: Path) -> str:
 
 
 def _translate(error: CheckpointException, root: Path, num_bytes: int, free: str) -> BaseException:
-    """The engine's exception is a BaseException that wraps each rank's; this is the one that callers should see."""
+    """The exception to raise for torch's CheckpointException, a BaseException that wraps those of all ranks."""
     failures = {number: failure for number, (failure, _) in sorted(error.failures.items())}
     for failure in failures.values():
         if isinstance(failure, (KeyboardInterrupt, SystemExit)):
@@ -166,13 +166,13 @@ def _translate(error: CheckpointException, root: Path, num_bytes: int, free: str
 
 
 def _publish(temporary: Path, target: Path, step: int, document: bytes, files: dict[str, FileRecord]) -> None:
-    """Rank 0, when every rank's files are on the disk: state, manifest, rename. Raises OSError."""
+    """Rank 0, after all ranks have written: writes state and manifest, and renames. Raises OSError."""
     write_new(temporary / STATE_FILE, document)
     files = {**files, STATE_FILE: FileRecord.of(document)}
     for name, record in files.items():
         size = (temporary / name).stat().st_size
         if size != record.size:
-            raise OSError(f"{temporary / name}: {size} bytes where {record.size} were written")
+            raise OSError(f"{temporary / name}: {size} bytes, but {record.size} were written")
     manifest = CheckpointManifest(step=step, files=dict(sorted(files.items())))
     write_new(temporary / MANIFEST_FILE, manifest.model_dump_json(indent=1).encode())
     sync_directory(temporary)
@@ -187,14 +187,14 @@ def _publish(temporary: Path, target: Path, step: int, document: bytes, files: d
         sync_directory(target.parent)
 
 
-def _prune(target: Path, step: int, keep: int) -> None:
-    """Removes all but the newest `keep` up to this step; later ones are another run's past and are left alone."""
+def _prune(target: Path, step: int, keep_latest: int) -> None:
+    """Removes all but the newest `keep_latest` checkpoints up to this step; later ones (another run's past) stay."""
     try:
         steps = (directory_step(entry.name) for entry in target.parent.iterdir())
         past = sorted((number for number in steps if number is not None and number <= step), reverse=True)
-        for number in past[keep:]:
+        for number in past[keep_latest:]:
             old = target.with_name(step_directory(number))
-            # Renamed first: a directory half removed must not look like a checkpoint.
+            # Renamed first: a half-removed directory must not look like a checkpoint.
             doomed = old.with_name(f"{_TEMPORARY_PREFIX}pruned-{old.name}-{secrets.token_hex(4)}")
             os.rename(old, doomed)
             remove(doomed)

@@ -1,7 +1,7 @@
-"""Storage of torch.distributed.checkpoint as safetensors files of bounded size with an index of our own.
+"""Storage of torch.distributed.checkpoint: safetensors files of bounded size and an index in JSON.
 
-The engine plans: which rank writes which replica, and which saved boxes make up a local shard on another mesh. Nothing
-here pickles or unpickles; files are streamed one piece at a time, so a save needs one piece of host memory a rank.
+Torch plans which rank writes which replica, and which saved boxes make up a local shard on another mesh. Nothing here
+pickles or unpickles. Files are streamed piece by piece, so a save needs host memory for one piece per rank.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from megalin.errors import CheckpointError
 from megalin.files import open_regular, sync, write_new
 
 FILE_BYTES = 1 << 30
-"""No file of a checkpoint is larger."""
+"""Largest file of a checkpoint."""
 
 HEADER_LIMIT_BYTES = 100_000_000
-"""A larger safetensors header is refused unread."""
+"""Largest safetensors header; larger ones are refused unread."""
 
 _HEADER_RESERVE_BYTES = 1 << 24
 
@@ -69,35 +69,35 @@ class _Stored(NamedTuple):
 
 
 class SafetensorsWriter(StorageWriter):
-    """Writes each rank's planned boxes to files of its own, then, on rank 0, index.json; then calls `publish`."""
+    """Writes each rank's planned boxes to its own files, then index.json on rank 0; then calls `publish`."""
 
     def __init__(
         self, directory: Path, publish: Callable[[dict[str, FileRecord]], None], *, file_bytes: int = FILE_BYTES
     ) -> None:
-        """`publish` gets every file with its record on rank 0, when all of them are on the disk."""
+        """`publish` is called on rank 0 with the record of every file, after all files are on the disk."""
         self._directory = directory
         self._publish = publish
         self._payload_bytes = max(file_bytes - _HEADER_RESERVE_BYTES, file_bytes // 2)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing is kept between saves."""
+        """Does nothing: no state is kept between saves."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """The directory is made before the save starts."""
+        """Does nothing: the directory exists before the save starts."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The engine's plan, as it is."""
+        """Returns torch's plan unchanged."""
         assert all(item.type != WriteItemType.BYTE_IO for item in plan.items), "only tensors are stored"
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Gives every rank a prefix for its files."""
+        """Assigns each rank a prefix for its files."""
         return [dataclasses.replace(plan, storage_data=f"rank{number:05d}") for number, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes, hashes and syncs this rank's files. Raises OSError."""
         pieces = [piece for item in plan.items for piece in _pieces(item, self._payload_bytes)]
-        # Wide elements first keeps every entry aligned to its element size.
+        # Sorting by element size, widest first, aligns every entry to its element size.
         pieces.sort(key=lambda piece: -_properties(piece.item).dtype.itemsize)
         results = []
         for number, group in enumerate(_groups(pieces, self._payload_bytes)):
@@ -111,7 +111,7 @@ class SafetensorsWriter(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Rank 0: writes index.json from what the ranks wrote and publishes. Raises OSError."""
+        """Rank 0: writes index.json from the ranks' results and publishes. Raises OSError."""
         chunks: dict[str, list[Chunk]] = defaultdict(list)
         files: dict[str, FileRecord] = {}
         for result in (result for of_rank in results for result in of_rank):
@@ -130,12 +130,12 @@ class SafetensorsWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """This storage is asked for by name only."""
+        """Returns False: torch must not select this storage by path."""
         return False
 
 
 class SafetensorsReader(StorageReader):
-    """Reads the boxes that a load plan asks for; what lies where comes from the index alone."""
+    """Reads the boxes of a load plan; their places come from the index alone."""
 
     def __init__(self, directory: Path, index: Index) -> None:
         self._directory = directory
@@ -147,10 +147,10 @@ class SafetensorsReader(StorageReader):
         }
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing is kept between loads."""
+        """Does nothing: no state is kept between loads."""
 
     def read_metadata(self) -> Metadata:
-        """The index in the engine's words."""
+        """Converts the index to torch's metadata."""
         return Metadata(
             {
                 name: TensorStorageMetadata(
@@ -166,14 +166,14 @@ class SafetensorsReader(StorageReader):
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to set up."""
+        """Does nothing: there is nothing to set up."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The engine's plan, as it is."""
+        """Returns torch's plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The engine's plans, as they are."""
+        """Returns torch's plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -208,12 +208,12 @@ class SafetensorsReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """This storage is asked for by name only."""
+        """Returns False: torch must not select this storage by path."""
         return False
 
 
 def header_problems(directory: Path, index: Index, files: Sequence[str]) -> list[str]:
-    """How the headers of `files` differ from the index: an entry missing, added, or of another dtype or shape."""
+    """Compares the headers of `files` with the index: lists entries missing, added, or of another dtype or shape."""
     expected: dict[str, dict[str, tuple[str, list[int]]]] = {file: {} for file in files}
     for name, record in index.tensors.items():
         for chunk in record.chunks:
@@ -229,8 +229,8 @@ def header_problems(directory: Path, index: Index, files: Sequence[str]) -> list
         for key in sorted(found.keys() | expected[file].keys()):
             if found.get(key) != expected[file].get(key):
                 problems.append(
-                    f"{directory / file}: {key} is {_entry(found.get(key))}, the index says "
-                    f"{_entry(expected[file].get(key))}"
+                    f"{directory / file}: {key} is {_entry(found.get(key))}, but "
+                    f"{_entry(expected[file].get(key))} in the index"
                 )
     return problems
 
@@ -280,7 +280,7 @@ def _num_bytes(piece: _Piece) -> int:
 
 
 def _pieces(item: WriteItem, limit_bytes: int) -> Iterator[_Piece]:
-    """Cuts an item that is larger than a file along its first dims; an empty shard gives none."""
+    """Cuts an item that is larger than a file along its first dims; yields nothing for an empty shard."""
     assert item.tensor_data is not None, item.index
     lengths = tuple(item.tensor_data.chunk.sizes)
     if math.prod(lengths) > 0:

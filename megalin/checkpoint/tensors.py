@@ -1,4 +1,4 @@
-"""The tensors of a training run under their global names: weights and AdamW's state."""
+"""Tensors of a training run by global name: weights and AdamW's state."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 OPTIMIZER_PREFIX = "optim."
-"""What the names of optimizer tensors begin with; weights never do."""
+"""Prefix of the names of optimizer tensors, which no weight has."""
 
 
 def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Live references to everything that a step of AdamW reads and writes: saving reads them, loading fills them.
+    """References to all tensors that a step of AdamW reads and writes: saving reads them, loading writes them in place.
 
     `<name>` is a weight, `optim.state.<name>.{exp_avg,exp_avg_sq,step}` its moments (placed as the weight) and its
-    step count (0-dim fp32). Tied weights appear once. Where the optimizer has not stepped, zero state is created, as
-    its first step would, so that loading into a fresh optimizer works.
+    step count (0-dim fp32). Tied weights appear once. If the optimizer has not stepped, zero state is created as in its
+    first step, so that loading into a new optimizer works.
     """
     tensors: dict[str, Tensor] = dict(weights(model))
     names = {id(parameter): name for name, parameter in tensors.items()}
@@ -33,12 +33,12 @@ def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 
 def optimizer_name(name: str, key: str) -> str:
-    """What a checkpoint calls the part `key` of the optimizer's state of the parameter `name`."""
+    """Name in a checkpoint of the entry `key` of the optimizer state of the parameter `name`."""
     return f"{OPTIMIZER_PREFIX}state.{name}.{key}"
 
 
 def initial_state(group: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
-    """AdamW's state of a parameter before its first step, as its group of options wants it placed."""
+    """AdamW's state of a parameter before its first step, placed according to the options of its group."""
     on_device = bool(group.get("fused") or group.get("capturable"))
     return {
         "step": torch.zeros((), device=parameter.device if on_device else "cpu"),
@@ -48,7 +48,7 @@ def initial_state(group: Mapping[str, Any], parameter: Tensor) -> dict[str, Tens
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """The weights alone, by global name; tied ones once."""
+    """The weights by global name; tied ones once."""
     named = dict(model.named_parameters())
     assert not any(name.startswith(OPTIMIZER_PREFIX) for name in named), sorted(named)
     return dict(named)

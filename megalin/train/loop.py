@@ -321,8 +321,8 @@ class TrainingLoop:
             "config": self.config.model_dump(mode="json"),
             "versions": versions(),
         }
-        keep = self.config.checkpoint.keep_latest
-        save(self.run.checkpoints, step=step, tensors=self.engine.tensors(), state=state, keep=keep)
+        keep_latest = self.config.checkpoint.keep_latest
+        save(self.run.checkpoints, step=step, tensors=self.engine.tensors(), state=state, keep_latest=keep_latest)
 
     def _order(self, step: int) -> dict[str, Any]:
         """Everything that determines the samples of the first `step` steps; equal values give the same on any mesh."""

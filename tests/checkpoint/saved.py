@@ -24,7 +24,7 @@ def tensors(step: int) -> dict[str, torch.Tensor]:
 def write(root: Path, *steps: int, keep: int | None = None) -> Path:
     """Saves each step; returns the last one's directory."""
     for step in steps:
-        target = save(root, step=step, tensors=tensors(step), state={"step": step}, keep=keep)
+        target = save(root, step=step, tensors=tensors(step), state={"step": step}, keep_latest=keep)
     return target
 
 

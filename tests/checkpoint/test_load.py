@@ -38,8 +38,8 @@ def test_every_misfit_is_named_on_every_rank(tmp_path: Path) -> None:
     assert messages[0] == messages[1]
     assert messages[0].splitlines()[1:] == [
         "  head.weight: shape [4, 6] in the checkpoint, [4, 7] in the model",
-        "  unknown: missing from the checkpoint; the model has [3]",
-        "  only_here: missing from the checkpoint; the model has [2]",
+        "  unknown: missing from the checkpoint; the model has shape [3]",
+        "  only_here: missing from the checkpoint; the model has shape [2]",
         "  optim.state.embedding.weight.step: in the checkpoint with shape [], not in the model",
     ]
 
@@ -47,7 +47,7 @@ def test_every_misfit_is_named_on_every_rank(tmp_path: Path) -> None:
 def test_another_vocabulary_is_called_that(tmp_path: Path) -> None:
     write(tmp_path, 1)
     targets = {**tensors(1), "embedding.weight": torch.zeros(16, 4)}
-    with pytest.raises(CheckpointError, match=r"another vocabulary \(12 rows against 16\); use the tokenizer"):
+    with pytest.raises(CheckpointError, match=r"different vocabularies \(12 rows, 16 rows\); use the tokenizer"):
         load(newest(tmp_path), targets)  # type: ignore[arg-type]
 
 

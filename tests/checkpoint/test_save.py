@@ -76,7 +76,7 @@ def test_a_published_step_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptur
     before = {file.name: file.stat().st_mtime_ns for file in directory.iterdir()}
     save(tmp_path, step=1, tensors=tensors(2), state={"step": 2})
     assert {file.name: file.stat().st_mtime_ns for file in directory.iterdir()} == before
-    assert "is published already and verifies; it stays as it is" in caplog.text
+    assert "exists already and is valid; it is left unchanged" in caplog.text
     _assert_loads(tmp_path, 1)
 
 
@@ -109,7 +109,7 @@ def test_leftovers_of_dead_saves_are_removed_and_logged(tmp_path: Path, caplog: 
     (tmp_path / ".tmp-link").symlink_to(tmp_path)
     write(tmp_path, 1)
     assert names(tmp_path) == ["step-00000001"]
-    assert caplog.text.count("the leftover of a save that did not finish") == 2
+    assert caplog.text.count("the leftover of an unfinished save") == 2
 
 
 def test_an_old_checkpoint_that_cannot_go_is_a_warning(
@@ -127,7 +127,7 @@ def test_an_old_checkpoint_that_cannot_go_is_a_warning(
 
 @pytest.mark.parametrize("value", [3, "text", None, torch.zeros(2, dtype=torch.complex64)])
 def test_only_tensors_are_saved(tmp_path: Path, value: Any) -> None:
-    with pytest.raises(TypeError, match="only tensors of known dtype are saved"):
+    with pytest.raises(TypeError, match="only tensors of a supported dtype can be saved"):
         save(tmp_path, step=1, tensors={**tensors(1), "extra": value}, state={})
     assert not names(tmp_path)
 

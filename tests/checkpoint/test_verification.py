@@ -53,7 +53,7 @@ def test_a_damaged_file_is_named_and_the_step_before_is_taken(
     checkpoint = newest(tmp_path)
     assert checkpoint is not None
     assert checkpoint.step == 1
-    warnings = [record.getMessage() for record in caplog.records if "passed over" in record.getMessage()]
+    warnings = [record.getMessage() for record in caplog.records if "skipped" in record.getMessage()]
     assert len(warnings) == 1
     assert str(directory / name) in warnings[0]
 
@@ -63,7 +63,7 @@ def test_every_flipped_byte_is_seen(tmp_path: Path) -> None:
     good = path.read_bytes()
     for position in range(len(good)):
         path.write_bytes(good[:position] + bytes([good[position] ^ 1]) + good[position + 1 :])
-        with pytest.raises(CheckpointError, match=r"sha256 is not the manifest's"):
+        with pytest.raises(CheckpointError, match=r"sha256 differs from the manifest"):
             newest(tmp_path)
 
 
@@ -92,7 +92,7 @@ def test_no_checkpoint_is_none_but_only_broken_ones_are_an_error(tmp_path: Path)
     assert newest(tmp_path / "absent") is None
     assert newest(tmp_path) is None
     _flip(write(tmp_path, 3) / "index.json")
-    with pytest.raises(CheckpointError, match="no checkpoint verifies; restore one, or move these away"):
+    with pytest.raises(CheckpointError, match="no valid checkpoint; restore one, or move these away"):
         newest(tmp_path)
 
 
@@ -109,7 +109,7 @@ def test_only_exact_names_are_checkpoints(tmp_path: Path, name: str) -> None:
     [
         (("files", "../outside"), {"size": 1, "sha256": "0" * 64}, "not a manifest"),
         (("files", "/etc/passwd"), {"size": 1, "sha256": "0" * 64}, "not a manifest"),
-        (("files", "index.json", "size"), 2**70, "the manifest says"),
+        (("files", "index.json", "size"), 2**70, "in the manifest"),
         (("files", "index.json", "size"), -1, "not a manifest"),
         (("files", "index.json", "sha256"), "x", "not a manifest"),
         (("format",), 2, "not a manifest: format"),
@@ -167,12 +167,16 @@ _CHUNK = ("tensors", "embedding.weight", "chunks", "0")
     ("keys", "value", "message"),
     [
         ((*_CHUNK, "file"), "../outside.safetensors", "not a checkpoint index: tensors.embedding.weight"),
-        ((*_CHUNK, "file"), "train_stat.json", "names files that the manifest does not hold: train_stat.json"),
+        ((*_CHUNK, "file"), "train_stat.json", "names files that are not in the manifest: train_stat.json"),
         ((*_CHUNK, "file"), "train_state.json", "not a safetensors file"),
-        ((*_CHUNK, "lengths"), [12, 2], "its chunks hold 24 elements, shape .12, 4. has 48"),
+        ((*_CHUNK, "lengths"), [12, 2], "its chunks have 24 elements, but shape .12, 4. has 48"),
         ((*_CHUNK, "lengths"), [2**60, 4], "not a checkpoint index"),
         ((*_CHUNK, "offsets"), [-1, 0], "not a checkpoint index"),
-        (("tensors", "embedding.weight", "dtype"), "I32", "embedding.weight is F32 .12, 4., the index says I32"),
+        (
+            ("tensors", "embedding.weight", "dtype"),
+            "I32",
+            "embedding.weight is F32 .12, 4., but I32 .12, 4. in the index",
+        ),
         (("tensors", "embedding.weight", "dtype"), "OBJECT", "not a checkpoint index"),
     ],
 )
@@ -189,7 +193,7 @@ def test_a_manifest_without_its_index_is_refused(tmp_path: Path) -> None:
     manifest = json.loads((directory / "manifest.json").read_text())
     del manifest["files"]["index.json"]
     (directory / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match=r"the manifest holds no index\.json"):
+    with pytest.raises(CheckpointError, match=r"index\.json is not in the manifest"):
         _load(tmp_path)
 
 
@@ -226,7 +230,7 @@ _ENTRY = {"dtype": "F32", "shape": [12, 4], "data_offsets": [0, 192]}
         (_header({"embedding.weight": {**_ENTRY, "shape": [-12, -4]}}), "'embedding.weight' is malformed"),
         (_header({"embedding.weight": {**_ENTRY, "data_offsets": [0, 2**60]}}), "out of bounds"),
         (_header({"embedding.weight": {**_ENTRY, "data_offsets": [8, 192]}}) + b"0" * 192, "out of bounds"),
-        (_header({"embedding.weight": _ENTRY}) + b"0" * 192, "head.weight is absent, the index says BF16"),
+        (_header({"embedding.weight": _ENTRY}) + b"0" * 192, "head.weight is absent, but BF16"),
     ],
 )
 def test_a_hostile_tensor_file_is_refused(tmp_path: Path, data: bytes, message: str) -> None:
@@ -258,15 +262,15 @@ def _record(shape: list[int], *boxes: tuple[list[int], list[int]]) -> TensorReco
     ("record", "problem"),
     [
         (_record([4, 4], ([0, 0], [2, 4]), ([2, 0], [2, 2]), ([2, 2], [2, 2])), None),
-        (_record([]), "its chunks hold 0 elements"),
+        (_record([]), "its chunks have 0 elements"),
         (_record([], ([], [])), None),
         (_record([0, 3]), None),
-        (_record([4, 4], ([0, 0], [2, 4])), "its chunks hold 8 elements"),
+        (_record([4, 4], ([0, 0], [2, 4])), "its chunks have 8 elements"),
         (_record([4, 4], ([0, 0], [2, 4]), ([1, 0], [2, 4])), "chunks at .0, 0. and .1, 0. overlap"),
         (_record([4, 4], ([0, 0], [4, 2]), ([0, 1], [4, 2])), "overlap"),
-        (_record([4, 4], ([0, 0], [5, 4])), "beyond shape"),
+        (_record([4, 4], ([0, 0], [5, 4])), "exceeds shape"),
         (_record([4, 4], ([0, 0], [0, 4])), "is empty"),
-        (_record([4, 4], ([0], [4])), "another number of dims"),
+        (_record([4, 4], ([0], [4])), "does not have the number of dims"),
     ],
 )
 def test_chunks_cover_a_tensor_once(record: TensorRecord, problem: str | None) -> None:

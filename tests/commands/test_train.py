@@ -278,11 +278,11 @@ def test_damaged_checkpoint_is_passed_over_with_a_warning(run, config, trained, 
     (run / "checkpoints" / ".tmp-step-00000014-0a0b0c0d").mkdir()
     with caplog.at_level(logging.WARNING):
         assert main(["train", str(config), "--folder", str(run)]) == 0
-    assert f"{damaged}: its sha256 is not the manifest's: the bytes changed" in caplog.text
+    assert f"{damaged}: sha256 differs from the manifest: the file has changed" in caplog.text
     assert "step-00000010" in caplog.text
     assert "step-00000008" not in caplog.text
     warned = [line["message"] for line in _incidents(run) if line["kind"] == "warning"]
-    assert warned[0].startswith(f"checkpoint passed over: {damaged.parent}: {damaged}: its sha256")
+    assert warned[0].startswith(f"checkpoint skipped: {damaged.parent}: {damaged}: sha256")
     assert metrics(run) == metrics(trained)
     assert [path.name for path in (run / "checkpoints").glob(".tmp-*")] == []
 
@@ -291,8 +291,8 @@ def test_run_without_an_intact_checkpoint_is_not_begun_again(fails, run, config)
     for step in steps_saved(run):
         _flip_a_byte(run / "checkpoints" / f"step-{step:08d}")
     message = fails(CHECKPOINT, "train", config, "--folder", run)
-    assert "no checkpoint verifies; restore one, or move these away to start afresh" in message
-    assert message.count("the bytes changed") == 6
+    assert "no valid checkpoint; restore one, or move these away to start from step 0" in message
+    assert message.count("the file has changed") == 6
     assert len(losses(run)) == 12
 
 
