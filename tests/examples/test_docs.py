@@ -1,11 +1,13 @@
-"""What the documents say that a machine can check: their links, and the config that the README shows."""
+"""Claims of the pages that a machine can check: links, the README's config, and the mixer of adding-a-mixer.md."""
 
 import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from megalin.train.config import load_run_config
+from tests.cases import GLU, build, make_inputs, model
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -28,3 +30,22 @@ def test_config_of_the_readme_is_valid(tmp_path):
     (tmp_path / "mine.toml").write_text(text)
     config = load_run_config(tmp_path / "mine.toml", ["parallel.tp=2"])
     assert config.data.tokenizer == "shards/tokenizer.json"
+
+
+def test_mixer_of_the_page_continues_from_its_state_and_decodes(tmp_path, monkeypatch):
+    """The forward of the full sequence equals two parts with the state between them, and decoding token by token."""
+    page = (ROOT / "docs/adding-a-mixer.md").read_text()
+    (text,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "mixers_of_pages").mkdir()
+    (tmp_path / "mixers_of_pages" / "ema.py").write_text(text.replace('"ema"', '"mixers_of_pages.ema"'))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    built = build(model({"sublayers": [{"type": "mixers_of_pages.ema", "num_heads": 4, "chunk_size": 16}, GLU]}))
+    tokens = make_inputs().tokens
+    state = built.initial_state(len(tokens), dtype=torch.float64)
+    expected = built(tokens, state=state).logits
+    first = built(tokens[:, :19], state=state)
+    torch.testing.assert_close(built(tokens[:, 19:], state=first.state).logits, expected[:, 19:])
+    decoded = first
+    for position in range(19, 23):
+        decoded = built.step(tokens[:, position], decoded.state)
+        torch.testing.assert_close(decoded.logits[:, 0], expected[:, position])
