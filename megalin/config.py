@@ -1,4 +1,4 @@
-"""Strict configs: TOML in and out, dotted overrides, and errors that name every problem at once."""
+"""Strict configs: TOML input and output, dotted overrides, and errors that list all problems at once."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ RENAMED: Mapping[str, Renamed] = {
     "parallel.pp_transfer": Renamed("pp_transfer", {"copy": "symmetric_memory", "send": "p2p"}),
     "parallel.tp_transfer": Renamed("tp_overlap", {"copy": "symmetric_memory", "collective": "none"}),
 }
-"""By former names, table and key. `parse` refuses former names and suggests the present ones; configs that a run saved
-are read through `translate_renamed`."""
+"""By former `table.key`. `parse` rejects former names and suggests the present ones; `translate_renamed` translates a
+run's saved config."""
 
 
 def translate_renamed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the config that a run saved, with former keys and values under their present names."""
+    """Copies a run's saved config with former keys and values under their present names."""
     result = _copy(values)
     for path, renamed in RENAMED.items():
         name, key = path.split(".")
@@ -60,7 +60,7 @@ def parse(cls: type[ConfigT], values: Mapping[str, Any], source: str) -> ConfigT
     """Validates `values` as a `cls`.
 
     Raises:
-        ConfigError: with one line per problem (field, value, rule, remedy); `source` names where the values came from.
+        ConfigError: one line per problem (field, value, rule, remedy), after `source`, the origin of the values.
     """
     try:
         return cls.model_validate(dict(values))
@@ -70,7 +70,7 @@ def parse(cls: type[ConfigT], values: Mapping[str, Any], source: str) -> ConfigT
 
 
 class NestedConfigError(ValueError):
-    """Problems of a table whose class is chosen while it is validated; each line starts with a field of that table."""
+    """Problems of a table with a class chosen during validation; each line starts with a field of that table."""
 
     def __init__(self, lines: Sequence[str]) -> None:
         super().__init__("\n".join(lines))
@@ -78,12 +78,12 @@ class NestedConfigError(ValueError):
 
 
 def problems(cls: type[Config], error: pydantic.ValidationError) -> list[str]:
-    """One line per problem of `error`, which validating a `cls` raised."""
+    """One line per problem of `error`, raised by the validation of a `cls`."""
     return [line for detail in error.errors() for line in _describe(cls, detail)]
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """Reads a TOML file as a dict. Raises ConfigError when it is missing, unreadable or not TOML."""
+    """Reads a TOML file as a dict. Raises ConfigError if it is missing, unreadable or not TOML."""
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -93,23 +93,23 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def dumps(config: Config) -> str:
-    """The config as TOML; `parse(type(config), tomllib.loads(dumps(config)))` gives it back. None is left out."""
+    """The config as TOML, without None values; `parse(type(config), tomllib.loads(dumps(config)))` equals it."""
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
 def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Returns `values` with each `dotted.key=value` applied; a value is read as TOML, else taken as a string.
+    """Returns `values` with each `dotted.key=value` applied; a value that is not TOML is a string.
 
     A list element is addressed by its index (`model.layers.0.repeat=3`).
 
     Raises:
-        ConfigError: an override without `=`, with an empty key, or through something that is not a table.
+        ConfigError: an override has no `=`, an empty key, or a path through something that is not a table.
     """
     result = _copy(values)
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator or not all(part.strip() for part in key.split(".")):
-            raise ConfigError(f"override {override!r} is not of the form key=value, as train.steps=100")
+            raise ConfigError(f"override {override!r} is not of the form key=value, for example train.steps=100")
         _assign(result, [part.strip() for part in key.split(".")], _read_value(text), override)
     return result
 
@@ -149,13 +149,13 @@ def _copy(value: Any) -> Any:
 
 
 def suggest(name: str, known: Sequence[str]) -> str:
-    """' (did you mean X?)' for a near miss, else the list of what is known."""
+    """'did you mean X?' for a near miss, else the list of known names."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(known))}"
 
 
 def _describe(cls: type[Config], detail: Any) -> Iterator[str]:
-    """One line per problem in pydantic's `detail`: dotted field, value, rule, remedy."""
+    """Yields one line per problem in pydantic's `detail`: dotted field, value, rule, remedy."""
     location = [part for part in detail["loc"] if not _is_type_tag(part)]
     field = ".".join(str(part) for part in location)
     kind, value = detail["type"], detail["input"]
@@ -194,12 +194,12 @@ def _present_value(owner: type[Config] | None, key: Any, value: Any) -> str | No
 
 
 def _is_type_tag(part: Any) -> bool:
-    # pydantic puts names of union branches and of wrap validators into a location; they are no keys of the file.
+    # pydantic puts names of union branches and of wrap validators into a location; they are not keys of the file.
     return isinstance(part, str) and ("[" in part or "(" in part)
 
 
 def _owner(cls: type[Config], location: Sequence[Any]) -> type[Config] | None:
-    """The Config class that owns the table at `location`, or None where a list of mixed classes hides it."""
+    """The Config class of the table at `location`, or None if it is inside a list of mixed classes."""
     current: Any = cls
     for part in location:
         if isinstance(part, int):

@@ -195,7 +195,7 @@ def test_later_overrides_win():
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("learning_rate", "override 'learning_rate' is not of the form key=value, as train.steps=100"),
+        ("learning_rate", "override 'learning_rate' is not of the form key=value, for example train.steps=100"),
         ("=3", "override '=3' is not of the form key=value"),
         ("model..x=3", r"override 'model\.\.x=3' is not of the form key=value"),
         ("model.layers.1.repeat=3", r"override 'model\.layers\.1\.repeat=3': '1' is not an index into 1 elements"),
