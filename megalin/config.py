@@ -40,8 +40,8 @@ RENAMED: Mapping[str, Renamed] = {
     "parallel.pp_transfer": Renamed("pp_transfer", {"copy": "symmetric_memory", "send": "p2p"}),
     "parallel.tp_transfer": Renamed("tp_overlap", {"copy": "symmetric_memory", "collective": "none"}),
 }
-"""By former `table.key`. `parse` rejects former names and suggests the present ones; `translate_renamed` translates a
-run's saved config."""
+"""Renamed keys by their former `table.key`. `parse` rejects former names and suggests the present ones;
+`translate_renamed` translates a run's saved config."""
 
 
 def translate_renamed(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -66,8 +66,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _workload_and_mesh(arguments: argparse.Namespace) -> tuple[Workload, ParallelConfig]:
-    """The workload to plan and the mesh of the run's config; the search reads sequence parallelism and its overlap of
-    it. Length and batch are those of the command line, else of the run's config, else the defaults.
+    """The workload to plan, and the run config's mesh: the search takes sequence parallelism and its overlap from it.
+    Length and batch are those of the command line, else of the run's config, else the defaults.
 
     Raises:
         ConfigError: the config is invalid, or its model is an encoder.

@@ -22,7 +22,7 @@ SUMS = ("step_seconds", "data_wait_seconds")
 """Metrics that are summed over the steps."""
 _EVALUATION = "evaluation_"
 _TEXT_LIMIT_BYTES = 1 << 22
-"""Of a config or a JSON file no more than this is read."""
+"""Most bytes that are read of a config or a JSON file."""
 
 
 class MetricsSummary(NamedTuple):
