@@ -154,12 +154,12 @@ def test_page_runs_nothing_and_shows_hostile_text_as_text(scorer, tmp_path):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({}, "give --max-perplexity or --keep-quantile, one of them"),
-        ({"max_perplexity": 5.0, "keep_quantile": 0.5}, "give --max-perplexity or --keep-quantile, one of them"),
-        ({"max_perplexity": 0.0}, "--max-perplexity 0.0: above 0 and finite is needed"),
-        ({"max_perplexity": math.inf}, "--max-perplexity inf: above 0 and finite is needed"),
-        ({"keep_quantile": 1.5}, "--keep-quantile 1.5: above 0 and at most 1 is needed"),
-        ({"keep_quantile": 0.5, "samples": -1}, "--samples -1: at least 0 is needed"),
+        ({}, "give either --max-perplexity or --keep-quantile"),
+        ({"max_perplexity": 5.0, "keep_quantile": 0.5}, "give either --max-perplexity or --keep-quantile"),
+        ({"max_perplexity": 0.0}, "--max-perplexity 0.0: must be positive and finite"),
+        ({"max_perplexity": math.inf}, "--max-perplexity inf: must be positive and finite"),
+        ({"keep_quantile": 1.5}, "--keep-quantile 1.5: must be above 0 and at most 1"),
+        ({"keep_quantile": 0.5, "samples": -1}, "--samples -1: must be at least 0"),
     ],
 )
 def test_selection_that_cannot_work_is_refused(tmp_path, values, message):

@@ -92,7 +92,7 @@ def test_inspection_that_cannot_work_is_refused(tmp_path, capsys, arguments, cod
     [
         ([], 2, "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model"),
         (["--tokenizer-type", "ByteTokenizer", "--tokenizer-model", "t.json"], 2, "takes no --tokenizer-model"),
-        (["--tokenizer-type", "ByteTokenizer", "--log-interval", "0"], 2, "--log-interval 0: at least 1"),
+        (["--tokenizer-type", "ByteTokenizer", "--log-interval", "0"], 2, "--log-interval 0: must be at least 1"),
         (["--tokenizer-type", "ByteTokenizer", "--json-keys", "body"], 3, "empty corpus: 0 documents"),
         (["--tokenizer-type", "ByteTokenizer", "--on-bad-line", "fail"], 3, "corpus.jsonl:31: not JSON"),
         (["--tokenizer-model", "none.json"], 3, "none.json: no such file"),

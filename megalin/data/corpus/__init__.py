@@ -1,1 +1,1 @@
-"""Text corpora before tokenization: reading, cleaning, deduplication and selection in resumable parts."""
+"""Offline work on text corpora: reading, cleaning, deduplication and selection in resumable parts."""

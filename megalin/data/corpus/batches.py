@@ -1,4 +1,4 @@
-"""What is read of a corpus at a time: documents and bad lines of about a mebibyte."""
+"""Batches of documents and bad lines of about 1 MiB, the unit of work on a corpus."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _BATCH_LINES = 1000
 
 
 class ReadBatch(NamedTuple):
-    """Lines that follow each other, and the bytes of the file that were read since the batch before."""
+    """Consecutive documents and bad lines, and the bytes of the file read since the last batch."""
 
     documents: list[Document]
     bad_lines: list[BadLine]
-    read_bytes: int  # 0 in the last batch: a reader that has ended does not know
+    read_bytes: int  # 0 in the last batch: unknown once the reader has ended
 
 
 def batches(reader: Reader) -> Iterator[ReadBatch]:
-    """Everything in `reader`, in batches that end with 1 MiB of documents or 1000 lines. Raises as `Reader` does."""
+    """Groups the items of `reader` into batches of 1 MiB of documents or 1000 lines. Raises as `Reader` does."""
     documents: list[Document] = []
     bad_lines: list[BadLine] = []
-    size = told = 0
+    size = reported = 0
     for item in reader:
         if isinstance(item, BadLine):
             bad_lines.append(item)
@@ -31,8 +31,8 @@ def batches(reader: Reader) -> Iterator[ReadBatch]:
             documents.append(item)
             size += item.size_bytes
         if size >= _BATCH_BYTES or len(documents) + len(bad_lines) >= _BATCH_LINES:
-            yield ReadBatch(documents, bad_lines, reader.read_bytes - told)
-            told = reader.read_bytes
+            yield ReadBatch(documents, bad_lines, reader.read_bytes - reported)
+            reported = reader.read_bytes
             documents, bad_lines, size = [], [], 0
     if documents or bad_lines:
         yield ReadBatch(documents, bad_lines, 0)

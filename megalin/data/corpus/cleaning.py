@@ -1,4 +1,4 @@
-"""A corpus cleaned by rules: what each rule touched is counted and shown by examples; order and other fields stay."""
+"""Cleaning of a corpus by rules, with counts and examples for each rule; order and other fields stay."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _CONTEXT_CHARACTERS = 20
 
 
 class CleanOptions(NamedTuple):
-    """What `clean` does, and where it writes."""
+    """Options of `clean`."""
 
-    json_key: str  # the text; other fields of an object are kept as they are
+    json_key: str  # the text; other fields of an object stay unchanged
     output_prefix: str
     rules: Sequence[str]  # of `cleaning.RULES`
-    preserve_markup: bool  # leave Markdown and LaTeX alone
+    preserve_markup: bool  # leave Markdown and LaTeX unchanged
     languages: Sequence[str]  # codes to keep; empty: all
-    least_characters: int  # of a document after the rules; a shorter one is left out
+    least_characters: int  # of a document after the rules; a shorter one is dropped
     compression: Compression
     workers: int
     limit_bytes: int  # of a line or text file
@@ -36,30 +36,30 @@ class CleanOptions(NamedTuple):
 
 
 class Example(NamedTuple):
-    """Where a rule changed a text, and how."""
+    """Example of a change by a rule."""
 
     path: str
-    line: int  # of the part of the file; in a file of one part that is its own
+    line: int  # from the start of the part of the file, which is the file's own line number for a file of one part
     before: str
     after: str
 
 
 class RuleReport(NamedTuple):
-    """What one rule did."""
+    """Effect of one rule."""
 
-    documents: int  # that it touched
-    removed_bytes: int  # below 0 where it added some
+    documents: int  # changed
+    removed_bytes: int  # negative if it added some
     examples: list[Example]
 
 
 class CleanReport(NamedTuple):
-    """What was read, changed and written."""
+    """Counts of documents read, changed and written."""
 
     files: list[str]
     documents: int
     written_documents: int
-    other_language: int  # documents left out
-    too_short: int  # documents left out
+    other_language: int  # documents dropped
+    too_short: int  # documents dropped
     rules: dict[str, RuleReport]
     bad_lines: dict[str, int]  # by kind
 
@@ -77,21 +77,21 @@ class _Job(NamedTuple):
 def clean(
     paths: Sequence[Path], options: CleanOptions, *, on_progress: Callable[[CorpusProgress], None] = lambda _: None
 ) -> CleanReport:
-    """Writes the cleaned corpus to `<output_prefix>-00000-of-00025.jsonl`, and a manifest with what each rule did.
+    """Writes the cleaned corpus to `<output_prefix>-00000-of-00025.jsonl`, and a manifest with the effect of each rule.
 
-    The result depends on the inputs and the rules alone; a mebibyte of documents is in memory at a time.
+    The result depends on the inputs and the rules alone; 1 MiB of documents is in memory at a time.
 
     Raises:
         ConfigError: unknown rules or languages; a corpus of this name exists; a library is missing.
-        DataError: a file that cannot be read; a worker that died; parts of another corpus or other options.
+        DataError: a file cannot be read; a worker died; the parts are of another corpus or other options.
         StorageError: the output cannot be written.
     """
     unknown = [rule for rule in options.rules if rule not in RULES]
     if unknown:
-        raise ConfigError(f"--rules {' '.join(unknown)}: no such rule; there are {', '.join(RULES)}")
+        raise ConfigError(f"--rules {' '.join(unknown)}: no such rule; choose from {', '.join(RULES)}")
     check_free(options.output_prefix, resume=options.resume)
     if options.languages:
-        _languages(tuple(options.languages))  # a bad one is told before there are workers
+        _languages(tuple(options.languages))  # raises for a bad one before workers start
     job = _Job(
         options.json_key,
         [rule for rule in RULES if rule in options.rules],
@@ -132,12 +132,12 @@ def _report(folder: Path, parts: Sequence[CorpusPart], job: _Job) -> CleanReport
 
 
 @functools.lru_cache(maxsize=1)
-def _languages(wanted: tuple[str, ...]) -> Languages:
-    return Languages(list(wanted))
+def _languages(codes: tuple[str, ...]) -> Languages:
+    return Languages(list(codes))
 
 
 def _clean_part(job: _Job, part: CorpusPart, folder: Path, report: ReportProgress) -> Mapping[str, Any]:
-    """Writes a part's documents after the rules."""
+    """Writes the cleaned documents of a part."""
     languages = _languages(tuple(job.languages)) if job.languages else None
     counts: Counter[str] = Counter()
     bad_lines: Counter[str] = Counter()
@@ -161,7 +161,7 @@ def _clean_part(job: _Job, part: CorpusPart, folder: Path, report: ReportProgres
 
 
 def _apply(document: Document, job: _Job, part: CorpusPart, rules: dict[str, RuleReport]) -> str:
-    """The text after all rules, and what they did to it added to `rules`."""
+    """Applies all rules to the text; adds their effects to `rules`."""
     text = document.texts[0]
     for name in job.rules:
         changed = apply_rule(name, text, preserve_markup=job.preserve_markup)
@@ -176,7 +176,7 @@ def _apply(document: Document, job: _Job, part: CorpusPart, rules: dict[str, Rul
 
 
 def _example(path: str, line: int, before: str, after: str) -> Example:
-    """The first place where the texts differ, with a little before it."""
+    """Example at the first difference of the texts, with some context before it."""
     pairs = enumerate(zip(before, after, strict=False))
     same = next((k for k, (one, other) in pairs if one != other), min(len(before), len(after)))
     start = max(same - _CONTEXT_CHARACTERS, 0)

@@ -1,4 +1,4 @@
-"""A corpus without its repetitions: texts are signed and joined where alike, and all but the first are left out."""
+"""Deduplication of a corpus: texts are signed and clustered, and all but the first of a cluster are removed."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from megalin.data.corpus.signatures import Scheme, sign
 from megalin.errors import ConfigError
 from megalin.files import open_temporary, publish, storage_errors
 
-_TEXTS_AT_ONCE = 4096  # that are signed
+_TEXTS_AT_ONCE = 4096  # signed together
 Level = Literal["document", "line"]
 Show = Callable[[str], AbstractContextManager[Callable[[CorpusProgress], None]]]
-"""Opens the progress of a pass over the corpus, by the pass's name."""
+"""Opens the progress display of a pass over the corpus, by the pass's name."""
 
 
 class DeduplicateOptions(NamedTuple):
-    """What `deduplicate` compares, and where it writes."""
+    """Options of `deduplicate`."""
 
-    json_key: str  # the text; other fields of an object are kept as they are
+    json_key: str  # the text; other fields of an object stay unchanged
     output_prefix: str
-    level: Level  # what is compared and left out: whole documents, or lines
+    level: Level  # unit that is compared and removed: documents or lines
     how: Scheme
-    least_characters: int  # shorter lines are kept however often they come
+    least_characters: int  # shorter lines are always kept
     compression: Compression
     workers: int
-    memory_bytes: int  # of a worker while texts are joined
+    memory_bytes: int  # of a worker while texts are clustered
     limit_bytes: int  # of a line or text file
     resume: bool
 
 
 class DeduplicateReport(NamedTuple):
-    """What was read, left out and written; `texts` are documents or lines, as the level says."""
+    """Counts of what was read, removed and written; `texts` are documents or lines, by the level."""
 
     files: list[str]
     documents: int
@@ -61,27 +61,27 @@ class _Job(NamedTuple):
     compression: Compression
     limit_bytes: int
     firsts: Sequence[int]  # of each part, the number of its first text; empty while texts are signed
-    removed: str  # path of the numbers of the texts to leave out, in ascending order
+    removed: str  # path of the numbers of the texts to remove, in ascending order
 
 
 def deduplicate(
     paths: Sequence[Path], options: DeduplicateOptions, *, show: Show = lambda _: nullcontext(lambda _: None)
 ) -> DeduplicateReport:
-    """Writes the corpus to `<output_prefix>-00000-of-00025.jsonl` and a manifest, each text as it first came.
+    """Writes the corpus to `<output_prefix>-00000-of-00025.jsonl` and a manifest, keeping the first of each duplicate.
 
-    A document that loses all its lines is left out. The result depends on the inputs and the comparison alone. Disk:
+    A document that loses all its lines is removed. The result depends on the inputs and the comparison alone. Disk:
     8 bytes a band and the sketch for each text, that is 296 for MinHash at a threshold of 0.7. Memory: `memory_bytes`
-    a worker, and 48 bytes a duplicate in each band. `show` is asked for "signing" and for "writing".
+    a worker, and 48 bytes a duplicate in each band. `show` is called with "signing" and with "writing".
 
     Raises:
-        ConfigError: options that cannot work; a corpus of this name exists; a library is missing.
-        DataError: a file that cannot be read; a worker that died; parts of another corpus or other options.
+        ConfigError: invalid options; a corpus of this name exists; a library is missing.
+        DataError: a file cannot be read; a worker died; the parts are of another corpus or other options.
         StorageError: the output cannot be written.
     """
     if not 0 < options.how.threshold <= 1:
-        raise ConfigError(f"--threshold {options.how.threshold}: above 0 and at most 1 is needed")
+        raise ConfigError(f"--threshold {options.how.threshold}: must be above 0 and at most 1")
     if options.memory_bytes < 1 << 20:
-        raise ConfigError(f"--memory {options.memory_bytes >> 20}: at least 1 MiB is needed")
+        raise ConfigError(f"--memory {options.memory_bytes >> 20}: must be at least 1 MiB")
     check_free(options.output_prefix, resume=options.resume)
     folder, parts = Path(f"{options.output_prefix}.parts"), plan(paths)
     job = _Job(
@@ -147,7 +147,7 @@ def _report(folder: Path, parts: Sequence[CorpusPart], texts: int) -> Deduplicat
 
 
 def _texts(document: Document, job: _Job) -> list[str]:
-    """What is compared of a document."""
+    """Texts of a document that are compared."""
     text = document.texts[0]
     return [text] if job.level == "document" else [line for line in text.split("\n") if _counts(line, job)]
 
@@ -178,7 +178,7 @@ def _sign_part(job: _Job, part: CorpusPart, folder: Path, report: ReportProgress
 
 
 def _filter_part(job: _Job, part: CorpusPart, folder: Path, report: ReportProgress) -> Mapping[str, Any]:
-    """Writes a part's documents without the texts that are to be left out."""
+    """Writes a part's documents without the removed texts."""
     number = job.firsts[part.number]
     removed = np.load(job.removed, mmap_mode="r", allow_pickle=False)
     end = job.firsts[part.number + 1] if part.number + 1 < len(job.firsts) else np.iinfo(np.int64).max
@@ -190,12 +190,12 @@ def _filter_part(job: _Job, part: CorpusPart, folder: Path, report: ReportProgre
             bad_lines.update(line.kind for line in batch.bad_lines)
             for document in batch.documents:
                 texts = _texts(document, job)
-                left_out = [k for k in range(len(texts)) if number + k in mine]
+                dropped = [k for k in range(len(texts)) if number + k in mine]
                 number += len(texts)
                 counts["documents"] += 1
-                counts["removed_texts"] += len(left_out)
-                counts["removed_bytes"] += sum(len(texts[k].encode("utf-8")) for k in left_out)
-                text = _without(document.texts[0], set(left_out), job) if left_out else document.texts[0]
+                counts["removed_texts"] += len(dropped)
+                counts["removed_bytes"] += sum(len(texts[k].encode("utf-8")) for k in dropped)
+                text = _without(document.texts[0], set(dropped), job) if dropped else document.texts[0]
                 if text is not None:
                     writer.write({**document.fields, job.key: text})
                     counts["written_documents"] += 1
@@ -203,15 +203,15 @@ def _filter_part(job: _Job, part: CorpusPart, folder: Path, report: ReportProgre
     return {"counts": counts, "bad_lines": bad_lines}
 
 
-def _without(text: str, left_out: set[int], job: _Job) -> str | None:
-    """The text without these of its compared texts; None where nothing is left."""
+def _without(text: str, dropped: set[int], job: _Job) -> str | None:
+    """Removes these of the compared texts from a text; None where nothing is left."""
     if job.level == "document":
         return None
     kept, number = [], 0
     for line in text.split("\n"):
         if _counts(line, job):
             number += 1
-            if number - 1 in left_out:
+            if number - 1 in dropped:
                 continue
         kept.append(line)
     rest = "\n".join(kept)

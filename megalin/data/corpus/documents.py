@@ -1,4 +1,4 @@
-"""Text corpora: documents out of jsonl, parquet and plain text, in bounded memory, every bad line told by kind."""
+"""Reader of documents from jsonl, parquet and plain text, in bounded memory; bad lines are reported by kind."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ BadKind = Literal[
     "not a string",
     "lone surrogate",
 ]
-# A blank line is counted with the others, but is no reason to stop.
+# A blank line is counted with the others, but never stops a run.
 HARMLESS: BadKind = "blank line"
 DEFAULT_DOCUMENT_BYTES = 16 << 20
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _BUFFER_BYTES = 1 << 20
 _PARQUET_ROWS = 64  # decoded at a time
-# Text is packed some ten times; far beyond that a file was made to fill the disk and the day of who reads it.
+# Text compresses about ten times; far more means a file made to exhaust its reader (a decompression bomb).
 _MAX_EXPANSION = 256
 _EXPANSION_FREE_BYTES = 1 << 30
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # as JSON spells one
 
 
 class Document(NamedTuple):
-    """The text of one line, row or text file."""
+    """Text of one line, parquet row or text file."""
 
     line: int  # from 1, counted from the start of the span; the row in parquet, 1 for a text file
     texts: tuple[str, ...]  # under each key
@@ -51,7 +51,7 @@ class Document(NamedTuple):
 
 
 class BadLine(NamedTuple):
-    """A line that gave no document."""
+    """A line without a valid document."""
 
     path: str
     line: int
@@ -69,34 +69,34 @@ class _RefusedError(Exception):
 
 
 class Reader:
-    """Iterates over the documents and bad lines of a span, at most `limit_bytes` of one line in memory.
+    """Iterates over the documents and bad lines of a span, with at most `limit_bytes` of a line in memory.
 
-    A row of parquet is in memory as a whole before its length is known.
+    A row of parquet is in memory before its length is known.
 
     Attributes:
-        lines: those that were read so far, bad ones included.
+        lines: number read so far, including bad ones.
     """
 
     def __init__(self, span: Span, keys: Sequence[str], *, limit_bytes: int) -> None:
-        """Reads the strings under `keys` of each object or row; a text file's text stands under the only key."""
+        """Takes the strings under `keys` of each object or row; a text file's text is under the only key."""
         self.span, self.keys, self.limit_bytes = span, tuple(keys), limit_bytes
         self.lines = 0
         self._raw: BinaryIO | None = None
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of the file, as they are stored, that the running iteration has read; 0 of parquet."""
+        """Bytes of the file, as stored, that the current iteration has read; 0 for parquet."""
         if self._raw is None or content_suffix(self.span.path) == PARQUET:
             return 0
         return max(min(self._raw.tell(), self.span.end) - self.span.start, 0)
 
     def __iter__(self) -> Iterator[Document | BadLine]:
-        """The documents and bad lines in their order.
+        """Yields the documents and bad lines in their order.
 
         Raises:
-            DataError: the file is missing, no regular file, truncated, corrupt or fails while it is read; it expands
+            DataError: the file is missing, not a regular file, truncated, corrupt or fails while it is read; it expands
                 more than 256 times; it is parquet without a column of strings for each key.
-            ConfigError: a library that the file needs is not installed.
+            ConfigError: a library for this format is not installed.
         """
         path = self.span.path
         with open_input(Path(path), remedy="check --input") as raw:
@@ -109,7 +109,7 @@ class Reader:
             except (OSError, EOFError, zlib.error) as error:
                 reason = getattr(error, "strerror", None) or error
                 raise DataError(
-                    f"{path}: cannot be read: {reason} (at byte {raw.tell()}); check the disk, or fetch the file again"
+                    f"{path}: cannot be read: {reason} (at byte {raw.tell()}); check the disk, or copy the file again"
                 ) from None
             finally:
                 self._raw = None
@@ -152,16 +152,16 @@ def _decompressed(raw: BinaryIO, path: str) -> BinaryIO:
     if packed == "gz":
         return cast(BinaryIO, io.BufferedReader(gzip.GzipFile(fileobj=raw), _BUFFER_BYTES))
     if packed == "zst":
-        # Arrow's reader tells a truncated file; zstandard's takes it for a whole one.
+        # Arrow's reader detects a truncated file; zstandard's does not.
         arrow = require("pyarrow", f"{path}: reading .zst")
         return io.BufferedReader(arrow.input_stream(raw, compression="zstd", buffer_size=1 << 16), _BUFFER_BYTES)
     return open(raw.fileno(), "rb", closefd=False, buffering=_BUFFER_BYTES)
 
 
 def _lines(file: BinaryIO, limit_bytes: int, span: Span, raw: BinaryIO) -> Iterator[bytes | None]:
-    """The lines that start in the span, without their ends; None for one of more than `limit_bytes`.
+    """Yields the lines that start in the span, without line ends; None for one of more than `limit_bytes`.
 
-    What is too long is skipped in pieces.
+    A line that is too long is skipped in pieces.
     """
     packed = compression(span.path) is not None
     position = span.start
@@ -190,13 +190,13 @@ def _lines(file: BinaryIO, limit_bytes: int, span: Span, raw: BinaryIO) -> Itera
 def _check_expansion(position: int, span: Span, raw: BinaryIO) -> None:
     if position > _MAX_EXPANSION * raw.tell():
         raise DataError(
-            f"{span.path}: expands to {position} bytes from {raw.tell()}; more than {_MAX_EXPANSION} to 1 is no "
-            "text: check the file, or decompress it yourself"
+            f"{span.path}: expands to {position} bytes from {raw.tell()}, more than {_MAX_EXPANSION} to 1, "
+            "which is not text; check the file, or decompress it yourself"
         )
 
 
 def _skip_line(file: BinaryIO, enough: int) -> int:
-    """Reads to the end of the line, or past `enough` bytes of it; how many that were."""
+    """Reads to the end of the line, or past `enough` bytes of it; returns the number of bytes read."""
     skipped = 0
     while skipped <= enough and (piece := file.readline(_BUFFER_BYTES)):
         skipped += len(piece)
@@ -206,7 +206,7 @@ def _skip_line(file: BinaryIO, enough: int) -> int:
 
 
 def _parquet_rows(raw: BinaryIO, span: Span, keys: Sequence[str]) -> Iterator[tuple[bytes | None, ...]]:
-    """The values of the columns `keys` in the row groups of the span, undecoded."""
+    """Yields the values of the columns `keys` in the row groups of the span, undecoded."""
     arrow, parquet = require("pyarrow", f"{span.path}: reading parquet"), require("pyarrow.parquet", span.path)
     try:
         file = parquet.ParquetFile(raw)
@@ -214,17 +214,15 @@ def _parquet_rows(raw: BinaryIO, span: Span, keys: Sequence[str]) -> Iterator[tu
         for key in keys:
             kind = kinds.get(key)
             if kind is None:
-                raise DataError(
-                    f"{span.path}: has no column {key!r}; its columns are {', '.join(kinds)}: see --json-keys"
-                )
+                raise DataError(f"{span.path}: has no column {key!r}, only {', '.join(kinds)}; change --json-keys")
             if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind) or arrow.types.is_binary(kind)):
-                raise DataError(f"{span.path}: column {key!r} holds {kind}, no strings; give another of --json-keys")
+                raise DataError(f"{span.path}: column {key!r} has type {kind}, not string; change --json-keys")
         groups = list(range(span.start, span.end))
         for batch in file.iter_batches(_PARQUET_ROWS, groups, columns=list(keys), use_threads=False):
             columns = [batch.column(key).cast(arrow.large_binary()).to_pylist() for key in keys]
             yield from zip(*columns, strict=True)
     except arrow.ArrowException as error:
-        raise DataError(f"{span.path}: not a parquet file, or a damaged one: {error}") from None
+        raise DataError(f"{span.path}: not a parquet file, or damaged: {error}") from None
 
 
 def _utf8(data: bytes) -> str:
@@ -256,7 +254,7 @@ def _parse_object(text: str) -> dict[str, Any]:
 
 
 def _refuse_lone_surrogates(fields: dict[str, Any]) -> None:
-    """JSON can spell half of a surrogate pair, which no UTF-8 text holds."""
+    """Raises for half of a surrogate pair, which JSON can spell but UTF-8 cannot encode."""
     for key, value in fields.items():
         spelt = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         for text in (key, spelt):
@@ -276,7 +274,7 @@ def _text_of(value: dict[str, Any], key: str) -> str:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON value")
+    raise ValueError(f"{name} is not a JSON value")
 
 
 def _finite(number: str) -> float:
@@ -287,14 +285,14 @@ def _finite(number: str) -> float:
 
 
 def lines_before(span: Span) -> int:
-    """Lines, or rows of parquet, that start before a span: what its own line numbers lack. Raises DataError."""
+    """Number of lines, or rows of parquet, that start before a span, to offset its line numbers. Raises DataError."""
     if span.start == 0:
         return 0
     with open_input(Path(span.path), remedy="check --input") as file:
         if content_suffix(span.path) == PARQUET:
             groups = require("pyarrow.parquet", span.path).ParquetFile(file).metadata
             return sum(groups.row_group(k).num_rows for k in range(span.start))
-        count, left = 1, span.start - 1  # the byte before the span ends no line, or the last that starts before it
+        count, left = 1, span.start - 1  # the byte before the span ends no line, or the last one that starts before it
         while left and (block := file.read(min(left, _BUFFER_BYTES))):
             count += block.count(b"\n")
             left -= len(block)
@@ -302,7 +300,7 @@ def lines_before(span: Span) -> int:
 
 
 def iterate_texts(paths: Sequence[Path], keys: Sequence[str], *, limit_bytes: int) -> Iterator[str]:
-    """Every text of the files, bad lines left out: what a tokenizer is trained on. Raises DataError as `Reader`."""
+    """Yields every text of the files, without bad lines, to train a tokenizer. Raises DataError as `Reader`."""
     for path in paths:
         for document in Reader(whole(path), keys, limit_bytes=limit_bytes):
             if isinstance(document, Document):

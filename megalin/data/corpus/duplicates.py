@@ -1,4 +1,4 @@
-"""Which of many signed texts are alike: pairs that share a band, compared and joined; all but a band stay on disk."""
+"""Duplicates among signed texts: candidates that share a band are compared and clustered, one band in memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import numpy.typing as npt
 from megalin.data.corpus.signatures import Scheme, Signatures, similarity
 from megalin.data.corpus.worker_pool import worker_pool
 
-# One entry of a band with what sorting it takes.
+# One entry of a band, including the memory to sort it.
 _ENTRY_BYTES = 64
 _PAIRS_AT_ONCE = 1 << 16
-# Texts of a band are compared with the first of them, those that are not like it with the first of the rest, and so
-# on. What is left after so many rounds shares a band by chance, or was made to waste the time of who reads it.
+# Texts of a band are compared with the first of them, those that do not match it with the first of the rest, and so on.
+# What is left after this number of rounds shares the band by chance, or was made to waste time.
 _ROUNDS = 32
 
 DocumentIds = npt.NDArray[np.int64]
@@ -24,10 +24,10 @@ Pairs = npt.NDArray[np.int64]
 
 
 class SignedPart(NamedTuple):
-    """Where the signatures of a part of the corpus stand."""
+    """Signature files of a part of the corpus."""
 
     prefix: Path  # .bands: blocks of [bands, n] uint64; .sketches: [texts, width] uint8
-    first: int  # number of its first text, counted over the corpus
+    first: int  # number of its first text in the corpus
     blocks: Sequence[int]  # n of each block
 
 
@@ -42,19 +42,19 @@ class _Task(NamedTuple):
     parts: Sequence[SignedPart]
     how: Scheme
     band: int
-    remainder: int  # only texts whose band leaves it
+    remainder: int  # only texts with band hash = remainder (mod divisor)
     divisor: int
 
 
 def find_duplicates(parts: Sequence[SignedPart], how: Scheme, *, workers: int, memory_bytes: int) -> DocumentIds:
-    """Texts that are linked to an earlier one, directly or over others; their numbers, in ascending order.
+    """Numbers, in ascending order, of the texts linked to an earlier one, directly or through others.
 
-    In each band the texts of equal hash are compared with the first of them, those that agree with it to less than
-    `how.threshold` with the first of these, and so on, 32 times; what is left then has no links in this band. A link
-    is a pair that agrees.
+    In each band the texts with the same hash are compared with the first of them; those with a similarity below
+    `how.threshold` are compared with the first of these, and so on, 32 times; the rest has no links in this band. A
+    link is a matching pair.
 
-    Memory: about `memory_bytes` a worker, and 48 bytes for each link. A corpus with more texts than fit is gone through
-    several times, each time with the bands of one remainder.
+    Memory: about `memory_bytes` a worker, and 48 bytes for each link. If the texts do not fit, a band is processed in
+    several passes, each with the hashes of one remainder.
 
     Raises:
         DataError: a worker died.
@@ -63,15 +63,15 @@ def find_duplicates(parts: Sequence[SignedPart], how: Scheme, *, workers: int, m
     divisor = max(-(-total * _ENTRY_BYTES // memory_bytes), 1)
     tasks = [_Task(parts, how, band, remainder, divisor) for band in range(how.bands) for remainder in range(divisor)]
     if workers == 1:
-        pairs = [*map(_alike_in_band, tasks)]
+        pairs = [*map(_links_in_band, tasks)]
     else:
         with worker_pool(workers, limit="--memory") as pool:
-            pairs = [*pool.map(_alike_in_band, tasks)]
+            pairs = [*pool.map(_links_in_band, tasks)]
     return _all_but_first(np.concatenate(pairs))
 
 
-def _alike_in_band(task: _Task) -> Pairs:
-    """[m, 2]: pairs (earlier, later) that share the band and are alike."""
+def _links_in_band(task: _Task) -> Pairs:
+    """Matching pairs (earlier, later) [m, 2] that share the band."""
     hashes, ids = [np.empty(0, np.uint64)], [np.empty(0, np.int64)]
     for part in task.parts:
         for first, values in _read_band(part, task.how.bands, task.band):
@@ -79,7 +79,7 @@ def _alike_in_band(task: _Task) -> Pairs:
             hashes.append(values[mine])
             ids.append(mine + first)
 
-    def alike(one: DocumentIds, other: DocumentIds) -> npt.NDArray[np.bool_]:
+    def matches(one: DocumentIds, other: DocumentIds) -> npt.NDArray[np.bool_]:
         found = [np.empty(0, np.bool_)]
         for first in range(0, len(one), _PAIRS_AT_ONCE):
             pair = slice(first, first + _PAIRS_AT_ONCE)
@@ -87,16 +87,18 @@ def _alike_in_band(task: _Task) -> Pairs:
             found.append(similarity(left, right, task.how) >= task.how.threshold)
         return np.concatenate(found)
 
-    return matching_pairs(np.concatenate(hashes), np.concatenate(ids), alike)
+    return matching_pairs(np.concatenate(hashes), np.concatenate(ids), matches)
 
 
 def matching_pairs(
-    hashes: npt.NDArray[np.uint64], ids: DocumentIds, alike: Callable[[DocumentIds, DocumentIds], npt.NDArray[np.bool_]]
+    hashes: npt.NDArray[np.uint64],
+    ids: DocumentIds,
+    matches: Callable[[DocumentIds, DocumentIds], npt.NDArray[np.bool_]],
 ) -> Pairs:
-    """[m, 2]: among texts of equal hash, each with the one that a round compared it with and that it is like.
+    """Pairs [m, 2] of matching texts among those with the same hash.
 
-    In a round all texts that are left are compared, as `alike` (earlier, later), with the first of them that has their
-    hash. The next round has those that were not like it.
+    In a round all remaining texts are compared, by `matches` (earlier, later), with the first of them that has their
+    hash. The next round has those that did not match.
     """
     order = np.lexsort((ids, hashes))
     hashes, ids = hashes[order], ids[order]
@@ -111,14 +113,14 @@ def matching_pairs(
         leaders, ids, hashes = leaders[rest], ids[rest], hashes[rest]
         if not len(ids):
             break
-        found = alike(leaders, ids)
+        found = matches(leaders, ids)
         pairs.append(np.stack((leaders[found], ids[found]), axis=1))
         ids, hashes = ids[~found], hashes[~found]
     return np.concatenate(pairs)
 
 
 def _read_band(part: SignedPart, bands: int, band: int) -> Iterator[tuple[int, npt.NDArray[np.uint64]]]:
-    """The band of each block, and the number of the block's first text."""
+    """Yields the number of each block's first text, and the block's hashes in this band."""
     first, offset = part.first, 0
     with open(f"{part.prefix}.bands", "rb", buffering=0) as file:
         for count in part.blocks:
@@ -130,11 +132,11 @@ def _read_band(part: SignedPart, bands: int, band: int) -> Iterator[tuple[int, n
 
 
 def _sketches(parts: Sequence[SignedPart], ids: DocumentIds, width: int) -> npt.NDArray[np.uint8]:
-    """[len(ids), width]: the sketches of these texts; one part is open at a time."""
+    """Sketches [len(ids), width] of these texts; one part is open at a time."""
     found = np.empty((len(ids), width), np.uint8)
     order = np.argsort(ids, kind="stable")
-    borders = np.searchsorted(ids[order], [part.first for part in parts])
-    for part, start, end in zip(parts, borders, [*borders[1:], len(ids)], strict=True):
+    bounds = np.searchsorted(ids[order], [part.first for part in parts])
+    for part, start, end in zip(parts, bounds, [*bounds[1:], len(ids)], strict=True):
         if start < end:
             mine = order[start:end]
             stored = np.memmap(f"{part.prefix}.sketches", np.uint8, "r", shape=(sum(part.blocks), width))
@@ -143,9 +145,9 @@ def _sketches(parts: Sequence[SignedPart], ids: DocumentIds, width: int) -> npt.
 
 
 def _all_but_first(pairs: Pairs) -> DocumentIds:
-    """The nodes, in ascending order, that are not the least of their component in the graph with these edges.
+    """Nodes, in ascending order, except the smallest of each component in the graph with these edges.
 
-    Each node's label falls to the least that it reaches.
+    Label propagation: each node's label falls to the smallest one that is connected to it.
     """
     nodes, edges = np.unique(pairs, return_inverse=True)
     one, other = edges.reshape(-1, 2).T

@@ -1,4 +1,4 @@
-"""The files of a corpus: what --input names, their formats, and how they are cut into spans for processes and hosts."""
+"""Input files of a corpus: expansion of --input, formats, and splitting into spans for processes and hosts."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _DEEPEST_LIST = 4
 
 
 class Span(NamedTuple):
-    """What one process reads of a file: the lines that start in bytes [start, end), or these row groups of parquet.
+    """Range of a file for one process: the lines that start in bytes [start, end), or these row groups of parquet.
 
-    A compressed or plain text file is one span from 0 to its size, as nothing inside it can be sought.
+    A compressed or plain text file is one span from 0 to its size, because it cannot be read from the middle.
     """
 
     path: str
@@ -32,14 +32,14 @@ class Span(NamedTuple):
 
 
 def expand_inputs(patterns: Sequence[str]) -> list[Path]:
-    """The files of `patterns` in their order, each once: paths, globs (sorted), or @FILE with one pattern a line.
+    """Files of `patterns` in their order, each once: paths, globs (sorted), or @FILE with one pattern a line.
 
     Raises:
-        DataError: a pattern without a match, a bad list, or a file of no known kind.
+        DataError: a pattern without a match, a bad list, or a file of an unknown kind.
     """
     paths: dict[Path, None] = {}
     for pattern in _listed(patterns, depth=0):
-        # A file may bear brackets in its name, so a path that exists is no glob.
+        # A file name may contain brackets, so a path that exists is not a glob.
         found = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
         if not found:
             raise DataError(f"--input {pattern}: no such file, and no file matches it as a glob")
@@ -61,9 +61,9 @@ def _listed(patterns: Sequence[str], *, depth: int) -> Iterator[str]:
             continue
         if depth == _DEEPEST_LIST:
             raise DataError(
-                f"--input {pattern}: lists inside lists, deeper than {_DEEPEST_LIST}; does one name itself?"
+                f"--input {pattern}: lists are nested deeper than {_DEEPEST_LIST}; does one refer to itself?"
             )
-        remedy = "after @ comes a file with a path or glob a line"
+        remedy = "give @FILE, a list with one path or glob per line"
         data = read_input(Path(pattern[1:]), limit_bytes=_LIST_LIMIT_BYTES, remedy=remedy)
         try:
             names = [line.strip() for line in data.decode("utf-8").splitlines()]
@@ -73,27 +73,27 @@ def _listed(patterns: Sequence[str], *, depth: int) -> Iterator[str]:
 
 
 def compression(path: str | Path) -> Literal["gz", "zst"] | None:
-    """How the file is compressed, by its name."""
+    """Compression of a file, by its name."""
     suffix = Path(path).suffix
     return "gz" if suffix == ".gz" else "zst" if suffix == ".zst" else None
 
 
 def content_suffix(path: str | Path) -> str:
-    """The suffix that tells the kind of content: the last but .gz and .zst."""
+    """Suffix that determines the kind of content: the last one except .gz and .zst."""
     return Path(Path(path).stem if Path(path).suffix in _COMPRESSED else path).suffix
 
 
 def whole(path: Path) -> Span:
-    """The span of a whole file. Raises DataError."""
+    """Span of a whole file. Raises DataError."""
     return split(path, part_bytes=None)[0]
 
 
 def split(path: Path, *, part_bytes: int | None) -> list[Span]:
-    """Cuts a file into spans of about `part_bytes` (None: one span) that together hold every line once.
+    """Splits a file into spans of about `part_bytes` (None: one span) that cover every line once.
 
     Raises:
-        DataError: the file is missing, no regular file, or no parquet.
-        ConfigError: it is parquet and pyarrow is not installed.
+        DataError: the file is missing, not a regular file, or not parquet.
+        ConfigError: the file is parquet and pyarrow is not installed.
     """
     with open_input(path, remedy="check --input") as file:
         size = file.seek(0, 2)
@@ -103,12 +103,12 @@ def split(path: Path, *, part_bytes: int | None) -> list[Span]:
                 metadata = require("pyarrow.parquet", str(path)).ParquetFile(file).metadata
                 groups = [metadata.row_group(k).total_byte_size for k in range(metadata.num_row_groups)]
             except (arrow.ArrowException, OSError) as error:
-                raise DataError(f"{path}: not a parquet file, or a damaged one: {error}") from None
+                raise DataError(f"{path}: not a parquet file, or damaged: {error}") from None
             return _row_groups(str(path), groups, part_bytes)
     if part_bytes is None or compression(path) or content_suffix(path) == PLAIN:
         return [Span(str(path), 0, size)]
-    borders = [*range(0, max(size, 1), part_bytes), size]
-    return [Span(str(path), start, end) for start, end in itertools.pairwise(borders)]
+    bounds = [*range(0, max(size, 1), part_bytes), size]
+    return [Span(str(path), start, end) for start, end in itertools.pairwise(bounds)]
 
 
 def _row_groups(path: str, sizes: Sequence[int], part_bytes: int | None) -> list[Span]:

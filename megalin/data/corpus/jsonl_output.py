@@ -1,4 +1,4 @@
-"""Corpora written as jsonl: one file a part, each whole or absent, and a manifest that comes last."""
+"""Output of a corpus as jsonl: one atomic file per part, and a manifest written last."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from megalin.files import open_temporary, publish, storage_errors, temporary_nam
 from megalin.optional import require
 
 Compression = Literal["none", "gz", "zst"]
-_FRAME_BYTES = 4 << 20  # compressed at a time; a file is a row of such frames
+_FRAME_BYTES = 4 << 20  # compressed at a time; a file is a sequence of such frames
 
 
 class JsonLinesWriter:
-    """Writes objects, a line each, into a file that appears when the context ends well; the same bytes every time."""
+    """Writes objects, one a line, to a file that is published when the context ends without error; deterministic."""
 
     def __init__(self, path: Path, compression: Compression = "none") -> None:
-        """Raises StorageError; ConfigError where a library is missing."""
+        """Opens the temporary file. Raises StorageError; ConfigError where a library is missing."""
         self.path, self.compression = path, compression
         self._codec = require("pyarrow", f"{path}: writing .zst").Codec("zstd") if compression == "zst" else None
         self._pending = bytearray()
@@ -62,7 +62,7 @@ class JsonLinesWriter:
 
 
 def part_path(folder: Path, part: CorpusPart, compression: Compression) -> Path:
-    """Where a part's lines stand until all parts are complete."""
+    """Path of a part's lines until all parts are complete."""
     return folder / f"{part.number:06}{_suffix(compression)}"
 
 
@@ -75,25 +75,25 @@ def _manifest_path(prefix: str) -> Path:
 
 
 def check_free(prefix: str, *, resume: bool) -> None:
-    """Raises ConfigError where a corpus of this name stands already.
+    """Raises ConfigError where a corpus of this name exists.
 
-    A run that was stopped while it published has left some of it: `resume` goes on while `<prefix>.parts` is there,
-    which is removed last.
+    A run that was stopped while publishing leaves some of its files: `resume` is allowed while `<prefix>.parts`
+    exists, which is removed last.
     """
     if resume and Path(f"{prefix}.parts").exists():
         return
-    there = [
+    existing = [
         *glob.glob(f"{glob.escape(prefix)}-*-of-*.jsonl*"),
         *map(str, filter(Path.exists, [_manifest_path(prefix)])),
     ]
-    if there:
-        raise ConfigError(f"--output-prefix {prefix}: {there[0]} exists; remove that corpus or give another prefix")
+    if existing:
+        raise ConfigError(f"--output-prefix {prefix}: {existing[0]} exists; remove that corpus or give another prefix")
 
 
 def publish_parts(
     prefix: str, folder: Path, parts: Sequence[CorpusPart], compression: Compression, manifest: Mapping[str, Any]
 ) -> list[str]:
-    """Gives the parts' files their names `<prefix>-00000-of-00025.jsonl`, then writes the manifest; removes `folder`.
+    """Renames the parts' files to `<prefix>-00000-of-00025.jsonl`, writes the manifest, then removes `folder`.
 
     Raises:
         StorageError: a file cannot be renamed or written.
@@ -101,7 +101,7 @@ def publish_parts(
     names = [f"{prefix}-{part.number:05}-of-{len(parts):05}{_suffix(compression)}" for part in parts]
     for part, name in zip(parts, names, strict=True):
         source = part_path(folder, part, compression)
-        if source.exists():  # else a run before this one was stopped after it
+        if source.exists():  # else an earlier run was stopped after renaming it
             with storage_errors(Path(name)):
                 os.replace(source, name)
     write_text(_manifest_path(prefix), json.dumps({**manifest, "files": names}, indent=1, ensure_ascii=False) + "\n")

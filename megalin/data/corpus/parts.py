@@ -1,4 +1,4 @@
-"""Work over a corpus in parts: planned from the files alone, shared by processes and hosts, resumed part by part."""
+"""Work on a corpus in parts: planned from the files alone, distributed over processes and hosts, resumable."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from megalin.files import open_input, read_input, storage_errors, write_text
 
 _LEAST_PART_BYTES = 4 << 20
 _MOST_PART_BYTES = 256 << 20
-_PARTS = 256  # that a corpus between those limits is cut into
+_PARTS = 256  # of a corpus between those limits
 _RECORD_LIMIT_BYTES = 64 << 20
 _REPORT_SECONDS = 0.5
 
 
 class CorpusPart(NamedTuple):
-    """A span of the corpus that one process does at a time; a function of the input files alone."""
+    """Unit of work: a span of the corpus, a function of the input files alone."""
 
     number: int
     span: Span
-    size_bytes: int  # of the file's bytes; those of all its parts add up to its size
+    size_bytes: int  # the sizes of all parts of a file add up to the file's size
     first: bool  # of its file
 
 
 class PartSubset(NamedTuple):
-    """Which parts this run does: those whose number leaves `number` when divided by `total`."""
+    """Parts that this run processes: those with part number = `number` (mod `total`)."""
 
     number: int
     total: int
 
 
 class CorpusProgress(NamedTuple):
-    """Counts so far; what a run before did is in them."""
+    """Counts so far, including those of a resumed run."""
 
     documents: int
     tokens: int
@@ -52,14 +52,14 @@ class CorpusProgress(NamedTuple):
 ReportProgress = Callable[[CorpusProgress], None]
 """Adds these counts to the progress."""
 PartFunction = Callable[[Any, CorpusPart, Path, ReportProgress], Mapping[str, Any]]
-"""(job, part, folder, report) -> the part's record; a function of a module, and it leaves its files in `folder`."""
+"""(job, part, folder, report) -> the part's record; a module-level function that writes its files to `folder`."""
 
 
 class Run(NamedTuple):
-    """How the parts are done."""
+    """Settings of a run over the parts."""
 
-    folder: Path  # of the parts; the same for all shares
-    settings: Mapping[str, Any]  # all that the parts' contents depend on besides the inputs
+    folder: Path  # of the parts; the same for all subsets
+    settings: Mapping[str, Any]  # everything that the parts' contents depend on, besides the inputs
     workers: int
     resume: bool
     subset: PartSubset | None
@@ -67,15 +67,15 @@ class Run(NamedTuple):
 
 
 def plan(paths: Sequence[Path]) -> list[CorpusPart]:
-    """Cuts the files into about 256 parts of 4 to 256 MiB, in their order. Raises DataError, and ConfigError."""
+    """Splits the files into about 256 parts of 4 to 256 MiB, in their order. Raises DataError, and ConfigError."""
     total = sum(_size(path) for path in paths)
     part_bytes = min(max(total // _PARTS, _LEAST_PART_BYTES), _MOST_PART_BYTES)
     parts: list[CorpusPart] = []
     for path in paths:
         spans = split(path, part_bytes=part_bytes)
         width, size = max(spans[-1].end, 1), _size(path)  # of row groups in parquet
-        borders = [*(size * span.start // width for span in spans), size]
-        for span, (start, end) in zip(spans, itertools.pairwise(borders), strict=True):
+        bounds = [*(size * span.start // width for span in spans), size]
+        for span, (start, end) in zip(spans, itertools.pairwise(bounds), strict=True):
             parts.append(CorpusPart(len(parts), span, end - start, span is spans[0]))
     return parts
 
@@ -86,12 +86,12 @@ def _size(path: Path) -> int:
 
 
 def _record_path(folder: Path, number: int) -> Path:
-    """Where a part's record stands; it is written after the part's files, so with it the part is complete."""
+    """Path of a part's record, which is written after the part's files: its presence means the part is complete."""
     return folder / f"{number:06}.json"
 
 
 def _read_record(folder: Path, number: int) -> dict[str, Any] | None:
-    """The record of a part, or None where it is not complete. Raises DataError."""
+    """Record of a part, or None where it is not complete. Raises DataError."""
     path = _record_path(folder, number)
     if not path.exists():
         return None
@@ -99,7 +99,7 @@ def _read_record(folder: Path, number: int) -> dict[str, Any] | None:
 
 
 def records(folder: Path, parts: Sequence[CorpusPart]) -> Iterator[dict[str, Any]]:
-    """The record of each part, all of which are complete. Raises DataError."""
+    """Yields the record of each part; all must be complete. Raises DataError."""
     for part in parts:
         record = _read_record(folder, part.number)
         assert record is not None, part
@@ -107,13 +107,14 @@ def records(folder: Path, parts: Sequence[CorpusPart]) -> Iterator[dict[str, Any
 
 
 def run_parts(work: PartFunction, job: Any, parts: Sequence[CorpusPart], run: Run) -> bool:
-    """Does the parts of this run's share that have no record yet; True once every part of the corpus has one.
+    """Processes the parts of this run's subset without a record; True once every part of the corpus has one.
 
-    Without `resume` a run begins anew. The first part that fails ends it, and what is complete stays for `resume`.
+    Without `resume` a run starts from the beginning. The first part that fails ends it; complete parts stay for
+    `resume`.
 
     Raises:
-        ConfigError: bad `workers` or `share`.
-        DataError: the folder is of another corpus or other settings; a worker died; and what `work` raises.
+        ConfigError: bad `workers` or `subset`.
+        DataError: the folder is of another corpus or other settings; a worker died; and as `work` does.
         StorageError: the folder cannot be written.
     """
     _check(run)
@@ -136,7 +137,7 @@ def run_parts(work: PartFunction, job: Any, parts: Sequence[CorpusPart], run: Ru
 
 
 def discard(folder: Path) -> None:
-    """Removes the parts: all at once for who looks at their name, however far a kill lets it come.
+    """Removes the parts, renaming the folder first, so that a killed removal leaves no folder of that name.
 
     Raises:
         StorageError: the folder cannot be removed.
@@ -151,13 +152,13 @@ def discard(folder: Path) -> None:
 
 def _check(run: Run) -> None:
     if run.workers < 1:
-        raise ConfigError(f"--workers {run.workers}: at least 1 is needed")
+        raise ConfigError(f"--workers {run.workers}: must be at least 1")
     if run.subset is not None and not 0 <= run.subset.number < run.subset.total:
         raise ConfigError(f"--shard {run.subset.number}/{run.subset.total}: give i/n with i from 0 to n - 1")
 
 
 def _prepare(run: Run, parts: Sequence[CorpusPart]) -> None:
-    """Makes the folder, or takes the one that is there when all who wrote in it had the same plan."""
+    """Creates the folder, or reuses it if every run that wrote to it had the same plan. Raises DataError."""
     if run.folder.exists() and not run.resume and run.subset is None:
         discard(run.folder)
     with storage_errors(run.folder):
@@ -167,8 +168,8 @@ def _prepare(run: Run, parts: Sequence[CorpusPart]) -> None:
     for path in sorted(run.folder.glob("plan-*.json")):
         for name, value in _differences(ours, _read_json(path)):
             raise DataError(
-                f"{path}: these parts were made with another {name}: {value}; remove the folder {run.folder} to begin "
-                "anew, or call with what it was made with"
+                f"{path}: these parts were made with another {name}: {value}; remove the folder {run.folder} to start "
+                "again, or use the original options and inputs"
             )
     subset = run.subset or PartSubset(0, 1)
     write_text(run.folder / f"plan-{subset.number}-of-{subset.total}.json", json.dumps(ours, indent=1) + "\n")
@@ -196,13 +197,13 @@ def _identity(path: str) -> list[int]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    data = read_input(path, limit_bytes=_RECORD_LIMIT_BYTES, remedy=f"remove {path.parent} and begin anew")
+    data = read_input(path, limit_bytes=_RECORD_LIMIT_BYTES, remedy=f"remove {path.parent} and start again")
     try:
         value = json.loads(data)
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise DataError(f"{path}: no JSON object; remove {path.parent} and begin anew")
+        raise DataError(f"{path}: not a JSON object; remove {path.parent} and start again")
     return value
 
 
@@ -211,7 +212,7 @@ def _sum(one: CorpusProgress, other: CorpusProgress) -> CorpusProgress:
 
 
 def _do(work: PartFunction, job: Any, part: CorpusPart, folder: Path, report: ReportProgress) -> None:
-    """One part: its files, then its record; what `work` did not tell of its bytes is told at the end."""
+    """Processes one part: its files, then its record; bytes that `work` has not reported are reported at the end."""
     total = CorpusProgress(0, 0, 0, 0)
 
     def counted(step: CorpusProgress) -> None:
@@ -237,7 +238,7 @@ def _run_here(work: PartFunction, job: Any, parts: Sequence[CorpusPart], run: Ru
 
 
 def _run_in_workers(work: PartFunction, job: Any, parts: Sequence[CorpusPart], run: Run, done: CorpusProgress) -> None:
-    counts = SPAWN.Array("q", len(done) + 1)  # the last is not 0 once the others shall stop
+    counts = SPAWN.Array("q", len(done) + 1)  # the last is not 0 once the other workers must stop
     workers = min(run.workers, len(parts))
 
     def show() -> None:
@@ -258,10 +259,10 @@ def _run_in_workers(work: PartFunction, job: Any, parts: Sequence[CorpusPart], r
 
 
 class _StoppedError(Exception):
-    """Another part has failed, so this one need not go on."""
+    """Stops this part because another one has failed."""
 
 
-_worker_report: list[ReportProgress] = []  # of this process, from its start on; empty in the process that started it
+_worker_report: list[ReportProgress] = []  # of this worker process; empty in the parent
 
 
 def _take_counts(counts: Any) -> None:

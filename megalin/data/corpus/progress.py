@@ -1,4 +1,4 @@
-"""How far a run over a corpus is: a bar with rates and the time left on a terminal, a line now and then elsewhere."""
+"""Progress of a pass over a corpus: a bar with rates and remaining time on a terminal, else a line now and then."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from megalin.errors import ConfigError
 def shown_progress(
     title: str, total_bytes: int, *, interval: int, shown: bool = True
 ) -> Iterator[Callable[[CorpusProgress], None]]:
-    """What takes the counts of one pass and shows them on stderr; off a terminal every `interval` documents.
+    """Yields a callback that shows the counts of one pass on stderr; off a terminal every `interval` documents.
 
     Args:
-        shown: False where another process shows its progress for this one's too.
+        shown: False where another process shows its progress on behalf of this one.
 
     Raises:
         ConfigError: `interval` is less than 1.
     """
     if interval < 1:
-        raise ConfigError(f"--log-interval {interval}: at least 1 is needed")
+        raise ConfigError(f"--log-interval {interval}: must be at least 1")
     if not shown:
         yield lambda _: None
         return
@@ -58,7 +58,7 @@ def shown_progress(
 
 
 class Rates:
-    """Counts and what they grew by a second; what was done before the first call counts, but not into the rates."""
+    """Counts and their rates per second; counts before the first call are not part of the rates."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -66,7 +66,7 @@ class Rates:
         self._before: CorpusProgress | None = None
 
     def text(self, state: CorpusProgress) -> str:
-        """One line for people."""
+        """Formats the counts and rates as one line."""
         if self._before is None:
             self._before = state
         seconds = max(self._clock() - self._start, 1e-9)

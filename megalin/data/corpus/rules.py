@@ -1,4 +1,4 @@
-"""Rules that clean a text, each by itself, and the Markdown and LaTeX in it that they leave alone."""
+"""Independent cleaning rules for text, and detection of the Markdown and LaTeX that they preserve."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megalin.errors import ConfigError
 from megalin.optional import require
 
 Rule = Callable[[str], str]
-# Every repetition in an expression is bounded or cannot fail late, so that no text takes more than linear time.
+# Every repetition in an expression is bounded or cannot fail late, so that every text takes linear time.
 
 _SPACES = dict.fromkeys([0xA0, 0x1680, *range(0x2000, 0x200B), 0x202F, 0x205F, 0x3000], " ")
 _BREAKS = {0x85: "\n", 0x2028: "\n", 0x2029: "\n"}
-# Controls but tab and line feed; zero width but the joiners, which emoji and Indic scripts need; soft hyphen; direction
-# marks; byte order mark; variation selectors stay.
+# Controls except tab and line feed; zero width except the joiners, which emoji and Indic scripts need; soft hyphen;
+# direction marks; byte order mark. Variation selectors stay.
 _NOTHING = dict.fromkeys(
     [
         *range(9), *range(11, 32), *range(127, 133), *range(134, 160), 0xAD, 0x200B, 0x200E, 0x200F,
@@ -48,8 +48,8 @@ _URL = re.compile(r"(?:https?://|ftp://|www\.)[^\s<>\"'\[\]{}|\\^`\u3000-\u303f\
 
 _REPLACEMENT = re.compile(r"[^\s\ufffd]{0,200}\ufffd\S{0,200}")
 _CODE_STRING = re.compile(r"[A-Za-z0-9+/=_-]{100,}")
-_LEAST_LINE = 20  # characters from which a line is judged by what it is made of
-_LEAST_READABLE = 0.4  # share of letters, digits and spaces
+_LEAST_LINE = 20  # characters; shorter lines are kept, whatever they consist of
+_LEAST_READABLE = 0.4  # fraction of letters, digits and spaces
 
 _PROSE = ".,;!?\u2026\u3001\u3002\uff01\uff0c\uff1b\uff1f"  # the last seven are the ellipsis and Chinese marks
 _PROSE_MARKS = re.compile(rf"([{_PROSE}])\1+")
@@ -61,17 +61,17 @@ _BLANK_LINES = re.compile(r"\n{3,}")
 
 
 def fix_text(text: str) -> str:
-    """Mends text decoded by the wrong table (ftfy). Raises ConfigError where the library is missing."""
+    """Repairs text that was decoded with the wrong encoding (ftfy). Raises ConfigError where the library is missing."""
     return str(require("ftfy", "the rule fix-text").fix_text(text, unescape_html=False, uncurl_quotes=False))
 
 
 def special_characters(text: str) -> str:
-    """Removes controls, invisible and private characters; one kind of space, line end, ligature and Latin letter."""
+    """Removes control, invisible and private-use characters; unifies spaces, line ends, ligatures, Latin letters."""
     return _PRIVATE.sub("", text.replace("\r\n", "\n").replace("\r", "\n").translate(_SPECIAL))
 
 
 def html_tags(text: str) -> str:
-    """Removes comments, scripts, styles and the tags of HTML; resolves its character references."""
+    """Removes comments, scripts, styles and tags of HTML; resolves character references."""
     if "<" in text:
         for start, end in _HIDDEN:
             text = _without_between(text, start, end)
@@ -80,7 +80,7 @@ def html_tags(text: str) -> str:
 
 
 def _without_between(text: str, start: re.Pattern[str], end: re.Pattern[str]) -> str:
-    """Cuts from each match of `start` to the next `end`; what is never ended stays."""
+    """Removes the text from each match of `start` to the next `end`; without an `end` it stays."""
     kept, position = [], 0
     while (found := start.search(text, position)) and (stop := end.search(text, found.end())):
         kept.append(text[position : found.start()])
@@ -89,7 +89,7 @@ def _without_between(text: str, start: re.Pattern[str], end: re.Pattern[str]) ->
 
 
 def urls(text: str) -> str:
-    """Removes web addresses; a mark that ends the sentence after one stays."""
+    """Removes web addresses; a punctuation mark after one stays."""
     return _URL.sub(lambda url: url[0][len(url[0].rstrip(".,;:!?)")) :], text)
 
 
@@ -109,17 +109,17 @@ def _is_text(character: str) -> bool:
 
 
 def repeated_punctuation(text: str) -> str:
-    """One of several equal marks: of two and more that end or part sentences, of four and more others."""
+    """Keeps one of several equal marks: of two and more for sentence punctuation, of four and more for others."""
     return _OTHER_MARKS.sub(r"\1", _PROSE_MARKS.sub(r"\1", text))
 
 
 def numbers(text: str) -> str:
-    """Digits of all scripts as 0 to 9, and no commas between thousands."""
+    """Writes digits of all scripts as 0 to 9, without commas between thousands."""
     return _THOUSANDS.sub(lambda number: number[0].replace(",", ""), text.translate(_DIGITS))
 
 
 def blanks(text: str) -> str:
-    """No spaces at the end of a line, one empty line at most, none at the start and the end."""
+    """Removes spaces at the end of a line; keeps one empty line at most, none at the start and the end."""
     return _BLANK_LINES.sub("\n\n", _BLANKS.sub("", text)).strip()
 
 
@@ -135,7 +135,7 @@ RULES: dict[str, Rule] = {
     "blanks": blanks,
 }
 _EVERYWHERE = ("fix-text", "special-characters", "blanks")  # safe inside code and formulas too
-_BY_LINES = ("garbled",)  # judges whole lines, so spans inside of a line are not kept from it
+_BY_LINES = ("garbled",)  # judges whole lines, so marked spans inside of a line are not exempt
 
 _FENCE = re.compile(r"\s{0,3}(```+|~~~+)")
 _BEGIN = re.compile(r"\\begin\{([A-Za-z]{1,30}\*?)\}")
@@ -147,7 +147,7 @@ _MARKED_SPAN = re.compile(
 
 
 def apply_rule(name: str, text: str, *, preserve_markup: bool) -> str:
-    """The text after a rule of `RULES`; with `preserve_markup` code, formulas and links stay as they are."""
+    """Applies a rule of `RULES`; with `preserve_markup` code, formulas and links stay unchanged."""
     rule = RULES[name]
     if not preserve_markup or name in _EVERYWHERE:
         return rule(text)
@@ -156,7 +156,7 @@ def apply_rule(name: str, text: str, *, preserve_markup: bool) -> str:
 
 
 def _pieces(text: str) -> Iterator[tuple[bool, str]]:
-    """The text in pieces: (True, Markdown or LaTeX to keep) or (False, prose)."""
+    """Splits the text into (True, Markdown or LaTeX to preserve) and (False, prose)."""
     for marked, block in _blocks(text):
         if marked:
             yield True, block
@@ -167,11 +167,11 @@ def _pieces(text: str) -> Iterator[tuple[bool, str]]:
 
 
 def _blocks(text: str) -> Iterator[tuple[bool, str]]:
-    """Whole lines: fenced code, LaTeX environments, headings, rules and table lines (True), and those between."""
+    """Splits the text by lines: (True, fenced code, LaTeX environments, headings, rules, tables) or (False, others)."""
     lines = text.splitlines(keepends=True)
     prose: list[str] = []
     number = 0
-    last: dict[str, int] = {}  # the last line with each end of a block, so that none is looked for in vain
+    last: dict[str, int] = {}  # last line with each end of a block, so that no search is in vain
     for place, line in enumerate(lines):
         for end in _ends(line):
             last[end] = place
@@ -194,7 +194,7 @@ def _ends(line: str) -> Iterator[str]:
 
 
 def _block_end(lines: list[str], number: int, last: dict[str, int]) -> int | None:
-    """The line after the block that starts at `number`, or None where none starts."""
+    """Line after the block that starts at `number`, or None where none starts."""
     line = lines[number]
     fence, begin = _FENCE.match(line), _BEGIN.search(line)
     if fence or begin:
@@ -206,17 +206,17 @@ def _block_end(lines: list[str], number: int, last: dict[str, int]) -> int | Non
 
 
 class Languages:
-    """Tells the language of a text (py3langid), and whether it is one of those asked for."""
+    """Filter of texts by language (py3langid)."""
 
-    def __init__(self, wanted: list[str]) -> None:
-        """`wanted` are codes as en or zh. Raises ConfigError for another code, and where the library is missing."""
-        self.wanted = frozenset(wanted)
+    def __init__(self, codes: list[str]) -> None:
+        """Takes language codes such as en or zh. Raises ConfigError for an unknown one, or a missing library."""
+        self.codes = frozenset(codes)
         self._library: Any = require("py3langid", "--languages")
         known = [str(code) for code, _ in self._library.rank("")]
-        for code in wanted:
+        for code in codes:
             if code not in known:
-                raise ConfigError(f"--languages {code}: no language that py3langid tells; {suggest(code, known)}")
+                raise ConfigError(f"--languages {code}: not a language of py3langid; {suggest(code, known)}")
 
     def keeps(self, text: str) -> bool:
-        """Whether the most likely language of the first 4,000 characters is wanted."""
-        return str(self._library.classify(text[:4000])[0]) in self.wanted
+        """True where the most likely language of the first 4,000 characters is in `codes`."""
+        return str(self._library.classify(text[:4000])[0]) in self.codes

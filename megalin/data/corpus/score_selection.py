@@ -1,4 +1,4 @@
-"""Documents kept by their perplexity: the bound from all scores, the corpus below it, and a sample for people."""
+"""Selection of documents by perplexity: the threshold, the selected corpus, and a page of samples for review."""
 
 from __future__ import annotations
 
@@ -39,32 +39,32 @@ pre {{ white-space: pre-wrap; overflow-wrap: anywhere; background: #f5f5f5; padd
 
 
 class SelectOptions(NamedTuple):
-    """Which documents are kept, and where they are written; exactly one of the first two is given."""
+    """Options of `select`; exactly one of the first two is set."""
 
     max_perplexity: float | None
-    keep_quantile: float | None  # share of the documents, those of the lowest perplexity
+    keep_quantile: float | None  # fraction of the documents, those with the lowest perplexity
     json_key: str
     output_prefix: str
     compression: Compression
     workers: int
     limit_bytes: int  # of a line or text file
-    samples: int  # of each kind on the page
+    samples: int  # on the page, for each of kept and dropped
     seed: int  # of the sample
 
 
 class Sample(NamedTuple):
-    """A document on the page."""
+    """A document on the review page."""
 
-    order: str  # a digest of seed and place: the least are taken, so the sample does not depend on workers
+    order: str  # hash of seed and position: the smallest are taken, so the sample does not depend on workers
     kept: bool
     perplexity: float
     path: str
-    line: int  # of the part of the file; in a file of one part that is its own
+    line: int  # from the start of the part of the file, which is the file's own line number for a file of one part
     text: str
 
 
 class SelectReport(NamedTuple):
-    """What was scored and kept."""
+    """Counts of documents scored and kept."""
 
     files: list[str]
     documents: int
@@ -85,25 +85,25 @@ class _Job(NamedTuple):
 
 
 def check_selection(options: SelectOptions) -> None:
-    """Raises ConfigError where the options cannot work."""
+    """Validates the options. Raises ConfigError."""
     perplexity, quantile = options.max_perplexity, options.keep_quantile
     if (perplexity is None) == (quantile is None):
-        raise ConfigError("give --max-perplexity or --keep-quantile, one of them")
+        raise ConfigError("give either --max-perplexity or --keep-quantile")
     if perplexity is not None and not 0 < perplexity < math.inf:
-        raise ConfigError(f"--max-perplexity {perplexity}: above 0 and finite is needed")
+        raise ConfigError(f"--max-perplexity {perplexity}: must be positive and finite")
     if quantile is not None and not 0 < quantile <= 1:
-        raise ConfigError(f"--keep-quantile {quantile}: above 0 and at most 1 is needed")
+        raise ConfigError(f"--keep-quantile {quantile}: must be above 0 and at most 1")
     if options.samples < 0:
-        raise ConfigError(f"--samples {options.samples}: at least 0 is needed")
+        raise ConfigError(f"--samples {options.samples}: must be at least 0")
 
 
 def scores_path(folder: Path, number: int) -> Path:
-    """Where the scores of a part stand: for each document sum of the losses in nats and tokens, float64 [n, 2]."""
+    """Path of the scores of a part, float64 [n, 2]: for each document the sum of the losses in nats, and the tokens."""
     return folder / f"{number:06}.scores"
 
 
 def read_perplexities(folder: Path, number: int) -> npt.NDArray[np.float64]:
-    """[n] exp(sum / tokens); infinite for a document without a token."""
+    """Perplexities [n], exp(sum / tokens); infinite for a document without a token."""
     sums, tokens = np.fromfile(scores_path(folder, number), np.float64).reshape(-1, 2).T
     with np.errstate(over="ignore"):
         return np.exp(np.divide(sums, tokens, out=np.full(len(sums), np.inf), where=tokens > 0))
@@ -116,12 +116,12 @@ def select(
     *,
     on_progress: Callable[[CorpusProgress], None] = lambda _: None,
 ) -> SelectReport:
-    """Writes the documents of at most the bound, each with its "perplexity", a manifest, and a page of samples.
+    """Writes the documents up to the threshold, each with its "perplexity", a manifest, and a page of samples.
 
-    Memory: 8 bytes a document of the corpus while the bound of a quantile is found.
+    Memory: 8 bytes a document of the corpus while the threshold of a quantile is computed.
 
     Raises:
-        DataError: no document has a token, a file that cannot be read, or a worker that died.
+        DataError: no document has a token, a file cannot be read, or a worker died.
         StorageError: the output cannot be written.
     """
     check_selection(options)
@@ -172,7 +172,7 @@ def _bound(parts: Sequence[CorpusPart], scores: Path, options: SelectOptions) ->
 
 
 def _select_part(job: _Job, part: CorpusPart, folder: Path, report: ReportProgress) -> Mapping[str, Any]:
-    """Writes a part's documents of at most the bound."""
+    """Writes a part's documents up to the threshold."""
     perplexities = read_perplexities(Path(job.scores), part.number).tolist()
     counts: Counter[str] = Counter()
     bad_lines: Counter[str] = Counter()
@@ -198,10 +198,10 @@ def _select_part(job: _Job, part: CorpusPart, folder: Path, report: ReportProgre
 
 
 def _review_page(report: SelectReport, samples: Sequence[Sample]) -> str:
-    """A self-contained page for people: nothing in it is fetched or run, and all text is escaped."""
-    share = report.kept_documents / max(report.documents, 1)
+    """Self-contained review page: it loads and runs nothing, and all text is escaped."""
+    fraction = report.kept_documents / max(report.documents, 1)
     summary = (
-        f"{report.kept_documents} of {report.documents} documents ({share:.1%}) have a perplexity of at most "
+        f"{report.kept_documents} of {report.documents} documents ({fraction:.1%}) have a perplexity of at most "
         f"{report.max_perplexity:.4g} and are kept; here are {len(samples)} drawn from both sides, by perplexity."
     )
     articles = "\n".join(
@@ -214,5 +214,5 @@ def _review_page(report: SelectReport, samples: Sequence[Sample]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """For HTML, and with a mark for what cannot be seen."""
+    """Escapes text for HTML; unprintable characters become U+FFFD."""
     return html.escape("".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text))

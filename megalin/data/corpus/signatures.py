@@ -1,4 +1,4 @@
-"""What makes two texts alike: digests, and MinHash sketches of their words, with the bands that bring them together."""
+"""Signatures of texts for deduplication: digests, or MinHash sketches of their words, with LSH bands."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ Method = Literal["exact", "minhash"]
 _SHINGLE_WORDS = 5
 _PERMUTATIONS = 128
 _SEED = 42
-# A run of letters and digits, or one character of a script that is written without spaces.
+# A run of letters and digits, or one character of a script without spaces between words.
 _WORDS = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+")
 _BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2^64
 _INVERSE = pow(_BASE, -1, 1 << 64)
-_LEAST_CHANCE = 0.9  # that a pair as alike as the threshold shares a band
+_LEAST_CHANCE = 0.9  # that a pair with a similarity at the threshold shares a band
 
 Words = npt.NDArray[np.uint64]
 
 
 class Scheme(NamedTuple):
-    """How texts are compared: their sketch is `width` bytes, and `bands` numbers of which a pair must share one."""
+    """Comparison of texts: a sketch of `width` bytes, and `bands` hashes of which candidates must share one."""
 
     method: Method
-    threshold: float  # share of the sketch that must agree; 1 for "exact"
+    threshold: float  # least similarity of duplicates; 1 for "exact"
     bands: int
     rows: int  # MinHash values in a band; 0 for "exact"
 
@@ -39,9 +39,9 @@ class Scheme(NamedTuple):
 
 
 def scheme(method: Method, threshold: float) -> Scheme:
-    """The bands for a threshold t: the most rows r for which 1 - (1 - t^r)^b >= 0.9 with b = floor(128 / r) bands.
+    """Scheme for a threshold t: the most rows r with 1 - (1 - t^r)^b >= 0.9, where b = floor(128 / r) bands.
 
-    More rows bring fewer pairs to compare that are not alike.
+    More rows give fewer false candidates.
     """
     if method == "exact":
         return Scheme("exact", 1.0, 1, 0)
@@ -51,19 +51,19 @@ def scheme(method: Method, threshold: float) -> Scheme:
 
 
 class Signatures(NamedTuple):
-    """Of n texts: bands [n, bands] uint64, and sketches [n, width] uint8."""
+    """Signatures of n texts: bands [n, bands] uint64, and sketches [n, width] uint8."""
 
     bands: npt.NDArray[np.uint64]
     sketches: npt.NDArray[np.uint8]
 
 
 def sign(texts: Sequence[str], how: Scheme) -> Signatures:
-    """The signatures of `texts`.
+    """Computes the signatures of `texts`.
 
-    "exact": the first 8 and all 16 bytes of a digest of the text, its white space being one space each.
+    "exact": the first 8 and all 16 bytes of a digest of the text, with each run of white space as one space.
     "minhash": of the set of runs of five words, in lower case; of each of the 128 minima the lowest byte is kept, so
-    that a share s of agreeing bytes estimates a Jaccard index of (256 s - 1) / 255. A text of fewer than five words is
-    one run, and one without any is like no other: its sketch is that of its digest.
+    that a fraction s of equal bytes estimates a Jaccard index of (256 s - 1) / 255. A text of fewer than five words is
+    one run; one without words matches no other: its sketch is that of its digest.
 
     Raises:
         ConfigError: "minhash", and the library rensa is not installed.
@@ -80,9 +80,9 @@ def sign(texts: Sequence[str], how: Scheme) -> Signatures:
 
 
 def similarity(one: npt.NDArray[np.uint8], other: npt.NDArray[np.uint8], how: Scheme) -> npt.NDArray[np.float64]:
-    """Estimated likeness, 0 to 1, of pairs of sketches [n, width]."""
-    share = (one == other).mean(axis=1)
-    return share if how.method == "exact" else np.maximum((256 * share - 1) / 255, 0.0)
+    """Estimated Jaccard index, 0 to 1, of pairs of sketches [n, width]; "exact": fraction of equal bytes."""
+    equal = (one == other).mean(axis=1)
+    return equal if how.method == "exact" else np.maximum((256 * equal - 1) / 255, 0.0)
 
 
 def _digest(text: str) -> bytes:
@@ -90,7 +90,7 @@ def _digest(text: str) -> bytes:
 
 
 def _minima(texts: Sequence[str]) -> npt.NDArray[np.uint32]:
-    """[n, 128] MinHash values."""
+    """MinHash values [n, 128]."""
     hashes = [_shingles(text) for text in texts]
     offsets = np.concatenate(([0], np.cumsum([len(values) for values in hashes]))).astype(np.uint64)
     library = require("rensa", "--method minhash").RMinHash
@@ -99,9 +99,9 @@ def _minima(texts: Sequence[str]) -> npt.NDArray[np.uint32]:
 
 
 def _shingles(text: str) -> Words:
-    """[m] uint64, a hash of each run of five words; of all words where they are fewer, of the digest where none are.
+    """Hashes [m] uint64 of the runs of five words; of all words if they are fewer, of the digest if there are none.
 
-    A run's hash is that of its bytes, sum of b_j p^j modulo 2^64 from the run's start on, mixed.
+    A run's hash is sum of b_j p^j modulo 2^64 over its bytes from the run's start, mixed.
     """
     words = _WORDS.findall(text.lower())
     if not words:
@@ -117,14 +117,14 @@ def _shingles(text: str) -> Words:
 
 
 def _powers(base: int, count: int) -> Words:
-    """base^0 .. base^(count - 1) modulo 2^64."""
+    """Powers base^0 .. base^(count - 1) modulo 2^64."""
     factors = np.full(count, base, np.uint64)
     factors[0] = 1
     return np.cumprod(factors, dtype=np.uint64)
 
 
 def _mixed(values: Words) -> Words:
-    """Every bit of the result depends on every bit of `values`: the finaliser of splitmix64."""
+    """The finaliser of splitmix64: every bit of the result depends on every bit of `values`."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

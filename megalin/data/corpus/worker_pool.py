@@ -1,4 +1,4 @@
-"""Processes that work for this one: they end with it, and the death of one is an error of the user's."""
+"""A spawn process pool whose workers exit with the parent; a dead worker raises DataError."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ SPAWN = multiprocessing.get_context("spawn")
 def worker_pool(
     workers: int, *, limit: str, initializer: Callable[[], object] | None = None
 ) -> Iterator[ProcessPoolExecutor]:
-    """Spawned processes; at the end of the block what they have not begun is cancelled, and the rest awaited.
+    """Spawns worker processes; the end of the block cancels pending tasks and waits for the running ones.
 
     Args:
-        limit: the flag that, lowered, gives a worker less memory.
-        initializer: each process calls it first.
+        limit: flag to lower, for the error message, so that a worker needs less memory.
+        initializer: called first in each process.
 
     Raises:
         DataError: a worker died.
@@ -34,8 +34,8 @@ def worker_pool(
             yield pool
         except BrokenProcessPool as error:
             raise DataError(
-                f"a worker process died (out of memory?): {error}; use fewer --workers or lower {limit}, and go on "
-                "with --resume"
+                f"a worker process died (out of memory?): {error}; use fewer --workers or lower {limit}, and "
+                "continue with --resume"
             ) from None
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
@@ -49,7 +49,7 @@ def _start(initializer: Callable[[], object] | None) -> None:
 
 
 def _exit_with_parent() -> None:
-    """A run that is killed cannot end its workers, and they would wait for work for ever."""
+    """Exits with the parent: a killed run cannot stop its workers, which would wait for work forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     multiprocessing.connection.wait([parent.sentinel])

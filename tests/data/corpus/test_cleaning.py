@@ -103,13 +103,13 @@ def test_output_is_the_same_for_any_number_of_workers_and_after_a_kill(tmp_path,
 
 def test_unknown_rule_is_refused(tmp_path, path):
     with pytest.raises(
-        ConfigError, match="--rules no-such: no such rule; there are fix-text, special-characters, html"
+        ConfigError, match="--rules no-such: no such rule; choose from fix-text, special-characters, html"
     ):
         clean([path], _options(tmp_path, rules=["html", "no-such"]))
 
 
 def test_unknown_language_is_refused_before_any_work(tmp_path, path):
-    with pytest.raises(ConfigError, match="--languages eng: no language"):
+    with pytest.raises(ConfigError, match="--languages eng: not a language"):
         clean([path], _options(tmp_path, languages=["eng"]))
     assert sorted(file.name for file in tmp_path.iterdir()) == ["x.jsonl"]
 

@@ -154,8 +154,8 @@ def test_killed_run_goes_on_and_compressed_output_is_the_same(tmp_path, planted,
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"how": scheme("minhash", 1.5)}, "--threshold 1.5: above 0 and at most 1"),
-        ({"memory_bytes": 5}, "--memory 0: at least 1 MiB is needed"),
+        ({"how": scheme("minhash", 1.5)}, "--threshold 1.5: must be above 0 and at most 1"),
+        ({"memory_bytes": 5}, "--memory 0: must be at least 1 MiB"),
     ],
 )
 def test_options_that_cannot_work_are_refused(tmp_path, values, message):
@@ -185,7 +185,7 @@ def _end_abruptly(task):
 
 
 def test_worker_that_dies_while_texts_are_joined_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(duplicates, "_alike_in_band", _end_abruptly)
+    monkeypatch.setattr(duplicates, "_links_in_band", _end_abruptly)
     path = _jsonl(tmp_path / "x.jsonl", [{"text": "a"}])
     with pytest.raises(DataError, match=r"a worker process died .*; use fewer --workers or lower --memory"):
         deduplicate([path], _options(tmp_path, workers=2))

@@ -34,7 +34,7 @@ BAD = [
     (b'\xef\xbb\xbf{"text": "a"}', "not JSON", "Unexpected UTF-8 BOM"),  # only line 1 may have it
     (b'{"text": "a"', "not JSON", "Expecting"),
     (b"text", "not JSON", "Expecting value"),
-    (b'{"text": "a", "score": NaN}', "not JSON", "NaN is no JSON value"),
+    (b'{"text": "a", "score": NaN}', "not JSON", "NaN is not a JSON value"),
     (b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "not JSON", "Exceeds the limit"),
     (b"[" * 200_000, "nested too deeply", ""),
     (b'{"text":' * 100_000, "nested too deeply", ""),
@@ -178,7 +178,7 @@ def test_truncated_file_is_told_and_not_taken_for_a_whole_one(tmp_path, name):
 def test_file_that_expands_without_end_is_refused(tmp_path, monkeypatch, data):
     monkeypatch.setattr(documents, "_EXPANSION_FREE_BYTES", 1 << 16)
     path = _stored(tmp_path, "x.jsonl.gz", data)
-    message = r"x\.jsonl\.gz: expands to \d+ bytes from \d+; more than 256 to 1 is no text"
+    message = r"x\.jsonl\.gz: expands to \d+ bytes from \d+, more than 256 to 1, which is not text"
     with pytest.raises(DataError, match=message) as caught:
         _parse(path, 1 << 12)
     assert int(re.search(r"expands to (\d+)", str(caught.value))[1]) < 5 << 20  # 10 MiB are not read to their end
@@ -195,8 +195,8 @@ def test_parquet_rows_that_are_no_text_are_told_by_row(tmp_path):
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ("body", r"x\.parquet: has no column 'body'; its columns are text, n"),
-        ("n", "column 'n' holds int64, no strings"),
+        ("body", r"x\.parquet: has no column 'body', only text, n; change"),
+        ("n", "column 'n' has type int64, not string"),
     ],
 )
 def test_parquet_without_a_column_of_text_is_refused(tmp_path, key, message):

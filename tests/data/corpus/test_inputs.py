@@ -24,8 +24,8 @@ def test_patterns_expand_in_order_and_once(tmp_path):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"@{}\n", "lists inside lists, deeper than 4; does one name itself"),
-        (b"\xff", "not UTF-8; after @ comes a file"),
+        (b"@{}\n", "lists are nested deeper than 4; does one refer to itself"),
+        (b"\xff", "not UTF-8; give @FILE, a list"),
         (b"/none/x.jsonl", "--input /none/x.jsonl: no such file, and no file matches it as a glob"),
     ],
 )
@@ -51,7 +51,7 @@ def test_file_without_content_is_one_span(tmp_path):
 
 def test_file_that_is_no_parquet_is_refused(tmp_path):
     (tmp_path / "x.parquet").write_bytes(b"PAR1" + bytes(50) + b"PAR1")
-    with pytest.raises(DataError, match=r"x\.parquet: not a parquet file, or a damaged one"):
+    with pytest.raises(DataError, match=r"x\.parquet: not a parquet file, or damaged"):
         whole(tmp_path / "x.parquet")
 
 

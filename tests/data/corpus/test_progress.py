@@ -28,5 +28,5 @@ def test_progress_that_another_process_shows_is_silent(capsys, monkeypatch, term
 
 
 def test_interval_below_one_is_refused():
-    with pytest.raises(ConfigError, match="--log-interval 0: at least 1 is needed"), shown_progress("x", 1, interval=0):
+    with pytest.raises(ConfigError, match="--log-interval 0: must be at least 1"), shown_progress("x", 1, interval=0):
         pass

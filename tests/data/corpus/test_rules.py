@@ -94,5 +94,5 @@ def test_language_of_a_text_is_told():
 
 
 def test_unknown_language_is_refused():
-    with pytest.raises(ConfigError, match="--languages eng: no language that py3langid tells; did you mean 'en'"):
+    with pytest.raises(ConfigError, match="--languages eng: not a language of py3langid; did you mean 'en'"):
         Languages(["zh", "eng"])

@@ -100,7 +100,7 @@ def test_empty_corpus_is_refused_and_leaves_nothing(tmp_path, lines):
         ({"json_keys": ["a", "a"]}, "--json-keys a a: give each key once"),
         ({"json_keys": []}, "give each key once"),
         ({"json_keys": ["../a"]}, r"--json-keys \.\./a: a key is part of a file name"),
-        ({"workers": 0}, "--workers 0: at least 1"),
+        ({"workers": 0}, "--workers 0: must be at least 1"),
         ({"limit_bytes": 0}, "--max-document-bytes 0: must be at least 1"),
     ],
 )
@@ -235,7 +235,7 @@ def test_resume_refuses_parts_of_other_settings_or_files(tmp_path, mixed):
 def test_damaged_record_is_refused(tmp_path, mixed):
     preprocess(mixed, _options(tmp_path, subset=PartSubset(0, 1)))
     (tmp_path / "out.parts" / "000000.json").write_text("[")
-    with pytest.raises(DataError, match=r"000000\.json: no JSON object; remove .*out\.parts and begin anew"):
+    with pytest.raises(DataError, match=r"000000\.json: not a JSON object; remove .*out\.parts and start again"):
         preprocess(mixed, _options(tmp_path, resume=True))
 
 
