@@ -127,8 +127,8 @@ def _shape_problem(name: str, record: TensorRecord, tensor: Tensor) -> str:
     problem = f"{name}: shape {record.shape} in the checkpoint, {model_shape} in the model"
     if "embedding" in name and record.shape[1:] == model_shape[1:]:
         problem += (
-            f": different vocabularies ({record.shape[0]} rows, {model_shape[0]} rows); use the tokenizer and "
-            "vocabulary size that the checkpoint was trained with"
+            f": different vocabularies ({record.shape[0]} and {model_shape[0]} ids); use the tokenizer and vocabulary "
+            "size that the checkpoint was trained with"
         )
     return problem
 

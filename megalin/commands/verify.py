@@ -120,13 +120,13 @@ def _run_grid(arguments: argparse.Namespace) -> int:
     if started == 1:
         results = run_grid(layouts(world_size), make, lambda case: _on_new_ranks(verify, case), new_ranks=True)
         return 0 if print_grid(results, as_json=arguments.json) else 1
-    whole = [layout for layout in layouts(started) if layout.world_size == started]
-    if not whole:
+    meshes = [layout for layout in layouts(started) if layout.world_size == started]
+    if not meshes:
         raise ConfigError(
             f"--grid: no mesh with axes of 1 to 4 ranks has the {started} ranks that were started; start 4, 6 or 8"
         )
     with process_group(compute_device()):
-        results = run_grid(whole, make, verify, new_ranks=False)
+        results = run_grid(meshes, make, verify, new_ranks=False)
         if launched().rank == 0:
             return 0 if print_grid(results, as_json=arguments.json) else 1
         for _ in results:

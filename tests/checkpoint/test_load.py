@@ -47,7 +47,7 @@ def test_every_misfit_is_named_on_every_rank(tmp_path: Path) -> None:
 def test_another_vocabulary_is_called_that(tmp_path: Path) -> None:
     write(tmp_path, 1)
     targets = {**tensors(1), "embedding.weight": torch.zeros(16, 4)}
-    with pytest.raises(CheckpointError, match=r"different vocabularies \(12 rows, 16 rows\); use the tokenizer"):
+    with pytest.raises(CheckpointError, match=r"different vocabularies \(12 and 16 ids\); use the tokenizer"):
         load(newest(tmp_path), targets)  # type: ignore[arg-type]
 
 
