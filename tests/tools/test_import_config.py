@@ -40,7 +40,7 @@ def test_script_becomes_a_config_that_loads_and_names_what_it_left_out(tmp_path,
 def test_what_is_to_be_filled_in_is_the_exit_code(tmp_path, script, capsys):
     assert import_config.main([script, str(tmp_path / "run.toml")]) == 1
     shown = capsys.readouterr().out
-    assert "data.train.0 = '${DATA}': give --variable DATA=VALUE, or write it" in shown
+    assert "data.train.0 = '${DATA}': give --variable DATA=VALUE, or write the value" in shown
     assert shown.endswith("to be filled in\n")
 
 
@@ -71,7 +71,7 @@ def test_what_an_override_gives_is_not_to_be_filled_in(tmp_path, capsys):
     assert import_config.main([*arguments, "train.steps=100"]) == 0
     arguments[1] = str(tmp_path / "c.toml")
     assert import_config.main(arguments) == 1
-    assert "--train-samples: counts samples" in capsys.readouterr().out
+    assert "--train-samples: it counts samples" in capsys.readouterr().out
 
 
 def test_command_of_megatron_deepspeed_takes_its_json_along(tmp_path):
@@ -81,7 +81,7 @@ def test_command_of_megatron_deepspeed_takes_its_json_along(tmp_path):
     assert import_config.main([command, str(output), "--deepspeed-config", str(source)]) == 0
     config = load_run_config(output, [])
     assert (config.train.engine, config.parallel.zero, config.train.global_batch_size) == ("deepspeed", 2, 16)
-    assert "--global-batch-size: says train.global_batch_size = 8, but 16 was told before" in output.read_text()
+    assert "--global-batch-size: gives train.global_batch_size = 8, but 16 was set before" in output.read_text()
     assert not (tmp_path / "run.deepspeed.json").exists()
 
 

@@ -1,4 +1,4 @@
-"""A DeepSpeed JSON as megalin's tables; what only DeepSpeed's engine can do stays JSON, for that engine."""
+"""A DeepSpeed JSON as megalin's tables; keys that only DeepSpeed's engine reads stay in a JSON for it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import Any
 
 from megalin.errors import ConfigError
 from megalin.interop.configs.imported import ImportedConfig, Verdict
-from megalin.train.deepspeed_config import NEVER_OFF, OWNERLESS, STAGE_0_IN_BF16, refusals
+from megalin.train.deepspeed_config import NEVER_OFF, STAGE_0_IN_BF16, UNSUPPORTED, refusals
 
 _ADAM = ("adam", "adamw", "fusedadam", "cpuadam", "torchadam")
 _PEAK = 0.001
-"""Of DeepSpeed's warm-up schedules, where the JSON names none."""
+"""Default peak learning rate of DeepSpeed's warmup schedules."""
 _WARMUP = 1000
+"""Default number of warmup steps of DeepSpeed's schedules."""
 _PARAMETERS = {"lr": None, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
-"""Of an optimizer, and their defaults."""
+"""Optimizer parameters and their defaults."""
 _KEPT = {
     "communication_data_type",
     "prescale_gradients",
@@ -39,37 +40,37 @@ _KEPT = {
     "log_level",
     "gradient_allreduce_op",
 }
-"""Keys that the engine reads as they are."""
+"""Keys passed to the engine unchanged."""
 _REASONS: dict[str, tuple[Verdict, str]] = {
     "tensorboard": ("no effect", "events are written into the run folder"),
     "csv_monitor": ("no effect", "metrics are written into the run folder"),
     "comet": ("no effect", "metrics are written into the run folder"),
-    "eigenvalue": ("not available", "it is a part of compression"),
-    "sparse_attention": ("not available", "the mixer of model.layers says what attention is"),
-    "weight_quantization": ("not available", "weights are trained whole"),
-    "expert_parallel": ("not available", "there are no mixtures of experts"),
-    "use_data_before_expert_parallelism": ("not available", "there are no mixtures of experts"),
-    "seq_parallel_communication_data_type": ("not available", "parallel.cp exchanges what the computation gives"),
+    "eigenvalue": ("not available", "it belongs to compression, which is not available"),
+    "sparse_attention": ("not available", "model.layers sets the kind of attention"),
+    "weight_quantization": ("not available", "weights are not quantized in training"),
+    "expert_parallel": ("not available", "mixture of experts is not available"),
+    "use_data_before_expert_parallelism": ("not available", "mixture of experts is not available"),
+    "seq_parallel_communication_data_type": ("not available", "parallel.cp communicates in the computation's dtype"),
     "datastates_ckpt": ("not available", "checkpoints are megalin's own"),
     "nebula": ("not available", "checkpoints are megalin's own"),
-    "pipeline": ("not available", "parallel.pp cuts models into stages"),
+    "pipeline": ("not available", "parallel.pp splits models into stages"),
     "compile": ("not available", "train.compile compiles blocks"),
-    "dataloader_drop_last": ("no effect", "every step has a whole batch"),
-    "vocabulary_size": ("no effect", "model.vocab_size says it"),
+    "dataloader_drop_last": ("no effect", "every step has a full batch"),
+    "vocabulary_size": ("no effect", "set by model.vocab_size"),
 }
-"""Of keys that the engine would take, and that change nothing in a run."""
-_REFUSABLE = {key.partition(".")[0] for key in (*OWNERLESS, *NEVER_OFF)}
-"""Keys with what the engine refuses when it is on, or off."""
+"""Reasons for keys that the engine accepts and that change nothing in a run."""
+_UNSUPPORTED_TABLES = {key.partition(".")[0] for key in (*UNSUPPORTED, *NEVER_OFF)}
+"""Top-level keys of the settings that this engine does not support when on, or when off."""
 
 
 def read_json(text: str, source: str) -> dict[str, Any]:
-    """A DeepSpeed config. Raises ConfigError where it is no JSON object."""
+    """Parses a DeepSpeed config. Raises ConfigError if it is not a JSON object."""
     try:
         document = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{source}: not readable JSON: {error}") from None
+        raise ConfigError(f"{source}: invalid JSON: {error}") from None
     if not isinstance(document, dict):
-        raise ConfigError(f"{source}: holds no JSON object, but {type(document).__name__}; give DeepSpeed's config")
+        raise ConfigError(f"{source}: must be a JSON object, not {type(document).__name__}; give DeepSpeed's config")
     return document
 
 
@@ -77,29 +78,29 @@ def add_deepspeed(document: Mapping[str, Any], imported: ImportedConfig) -> dict
     """Reads a DeepSpeed config into the tables of a run of the engine "deepspeed".
 
     Returns:
-        The JSON for `train.deepspeed_config`: what no key of the run's own config says. May be empty.
+        The JSON for `train.deepspeed_config`: the keys without a counterpart in the run's config. May be empty.
     """
     imported.set("train.engine", "deepspeed", "a DeepSpeed JSON")
-    left = copy.deepcopy({("bf16" if key == "bfloat16" else key): value for key, value in document.items()})
-    _add_batch(left, imported)
-    _add_precision(left, imported)
-    _add_optimizer(_table(left, "optimizer"), imported)
-    _add_schedule(_table(left, "scheduler"), imported)
-    _add_wandb(_table(left, "wandb"), imported)
-    left["zero_optimization"] = zero = _add_zero(left.get("zero_optimization", {}), imported)
-    _drop_refused(left, imported)
+    remaining = copy.deepcopy({("bf16" if key == "bfloat16" else key): value for key, value in document.items()})
+    _add_batch(remaining, imported)
+    _add_precision(remaining, imported)
+    _add_optimizer(_table(remaining, "optimizer"), imported)
+    _add_schedule(_table(remaining, "scheduler"), imported)
+    _add_wandb(_table(remaining, "wandb"), imported)
+    remaining["zero_optimization"] = zero = _add_zero(remaining.get("zero_optimization", {}), imported)
+    _drop_unsupported(remaining, imported)
     rest = {"zero_optimization": zero} if zero else {}
-    for key, value in left.items():
+    for key, value in remaining.items():
         if key in _KEPT:
             rest[key] = value
         elif key in _READ:
             continue
-        elif key in _REASONS or key in _REFUSABLE:
+        elif key in _REASONS or key in _UNSUPPORTED_TABLES:
             if not _off(value):
-                verdict, reason = _REASONS.get(key, ("no effect", "it asks for nothing that would not be so"))
+                verdict, reason = _REASONS.get(key, ("no effect", "the run behaves this way without it"))
                 imported.note(verdict, key, reason)
         else:
-            close = difflib.get_close_matches(key, [*_READ, *_KEPT, *_REASONS, *_REFUSABLE], n=1, cutoff=0.75)
+            close = difflib.get_close_matches(key, [*_READ, *_KEPT, *_REASONS, *_UNSUPPORTED_TABLES], n=1, cutoff=0.75)
             hint = f"; did you mean {close[0]}?" if close else ""
             imported.note("unknown", key, f"DeepSpeed has no such key{hint}")
     return rest
@@ -118,8 +119,8 @@ _READ = (
 )
 
 
-def _drop_refused(document: dict[str, Any], imported: ImportedConfig) -> None:
-    """Takes out what the engine refuses, and notes it with the engine's reason."""
+def _drop_unsupported(document: dict[str, Any], imported: ImportedConfig) -> None:
+    """Removes keys that the engine does not support, and notes each with the engine's reason."""
     stage = imported.get("parallel.zero")
     for key, reason, _ in refusals(document, stage=stage if isinstance(stage, int) else 3):
         if key in _READ:
@@ -138,16 +139,16 @@ def _table(document: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _off(value: Any) -> bool:
-    """Whether a section or a switch asks for nothing."""
+    """True if a section or a switch is off."""
     if isinstance(value, Mapping):
         return not value or value.get("enabled") is False
     return value in (None, False, 0)
 
 
 def _set(imported: ImportedConfig, key: str, value: Any, source: str) -> None:
-    """Sets a value that the JSON gives; "auto", which Hugging Face's Trainer fills in, is told."""
+    """Sets a value of the JSON; notes "auto", which Hugging Face's Trainer fills in, as something to fill in."""
     if value == "auto":
-        imported.missing(key, source, f'"auto" is filled in by Hugging Face\'s Trainer alone; give {key}=VALUE')
+        imported.missing(key, source, f'only Hugging Face\'s Trainer fills in "auto"; give {key}=VALUE')
     elif value is not None:
         imported.set(key, value, source)
 
@@ -158,9 +159,9 @@ def _add_batch(document: Mapping[str, Any], imported: ImportedConfig) -> None:
     _set(imported, "train.micro_batch_size", document.get(name), name)
     steps = document.get("gradient_accumulation_steps")
     if steps is not None and steps != "auto":
-        text = "gradients accumulate where train.global_batch_size exceeds the micro-batches of all ranks"
+        text = "it follows from train.global_batch_size and train.micro_batch_size"
         imported.note("no effect", f"gradient_accumulation_steps {steps}", text)
-        imported.hint("train.global_batch_size", f"{steps} times train.micro_batch_size times the data axis")
+        imported.hint("train.global_batch_size", f"{steps} times train.micro_batch_size times the data-parallel size")
 
 
 def _add_precision(document: Mapping[str, Any], imported: ImportedConfig) -> None:
@@ -176,7 +177,8 @@ def _add_precision(document: Mapping[str, Any], imported: ImportedConfig) -> Non
 def _add_optimizer(table: Mapping[str, Any], imported: ImportedConfig) -> None:
     kind, parameters = table.get("type"), _table(table, "params")
     if kind is not None and str(kind).lower() not in _ADAM:
-        imported.note("differs", f"optimizer.type {kind}", "AdamW is the optimizer; rates of others do not carry over")
+        text = "the optimizer is AdamW; learning rates of other optimizers do not carry over"
+        imported.note("differs", f"optimizer.type {kind}", text)
     if parameters.get("adam_w_mode") is False:
         imported.note("differs", "optimizer.params.adam_w_mode", "weight decay is decoupled (AdamW)")
     for name, default in _PARAMETERS.items():
@@ -207,7 +209,7 @@ def _add_schedule(table: Mapping[str, Any], imported: ImportedConfig) -> None:
         imported.note("differs", "scheduler.params.warmup_type", "the warmup is linear, not logarithmic")
     for name in ("warmup_min_lr", "warmup_min_ratio"):
         if parameters.get(name) not in (None, 0, "auto"):
-            imported.note("differs", f"scheduler.params.{name}", "the warmup begins at zero")
+            imported.note("differs", f"scheduler.params.{name}", "the warmup starts at zero")
     source = f"scheduler.type {kind}"
     if kind == "WarmupLR":
         imported.set("schedule.type", "constant", source)
@@ -219,7 +221,7 @@ def _add_schedule(table: Mapping[str, Any], imported: ImportedConfig) -> None:
         if isinstance(total, int) and isinstance(warmup, int):
             imported.set("schedule.decay_steps", total - warmup, "the steps after the warmup")
         else:
-            imported.hint("schedule", "decay_steps: train.steps less warmup_steps")
+            imported.hint("schedule", "decay_steps: train.steps minus warmup_steps")
 
 
 def _add_wandb(table: Mapping[str, Any], imported: ImportedConfig) -> None:
@@ -228,11 +230,11 @@ def _add_wandb(table: Mapping[str, Any], imported: ImportedConfig) -> None:
     imported.set("logging.wandb_project", table.get("project", "deepspeed"), "wandb.project")
     for name, variable in (("team", "WANDB_ENTITY"), ("group", "WANDB_RUN_GROUP")):
         if table.get(name) is not None:
-            imported.note("differs", f"wandb.{name}", f"set the environment's {variable}")
+            imported.note("differs", f"wandb.{name}", f"set the environment variable {variable}")
 
 
 def _add_zero(value: Any, imported: ImportedConfig) -> Any:
-    """The stage goes to `parallel.zero`; returns the other settings, "auto" left to the engine."""
+    """Sets `parallel.zero` from the stage; returns the other settings without "auto" values, the engine's default."""
     if not isinstance(value, dict):
         imported.set("parallel.zero", int(bool(value)), "zero_optimization")
         return {}

@@ -1,4 +1,4 @@
-"""Flags of a Megatron-LM run: read from a command, a script or YAML, and which of them a reader has taken."""
+"""Flags of a Megatron-LM run, read from a command, a script or YAML; flags that no reader uses are reported."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _YAML_NAMES = {
     "enable_one_logger": "one-logger",
     "virtual_pipeline_model_parallel_size": "num-virtual-stages-per-pipeline-rank",
 }
-"""Fields of Megatron-LM's config classes whose flags have other names."""
+"""Flags by the fields of Megatron-LM's config classes, where the names differ."""
 
 
 class TrainingCommand(NamedTuple):
-    """A training command: the words before its program (the launcher's), the program, and the flags behind it."""
+    """Training command: the launcher's words before the program, the program, and the flags after it."""
 
     launcher: list[str]
     program: str
@@ -42,7 +42,7 @@ class TrainingCommand(NamedTuple):
 
 
 class Reason(NamedTuple):
-    """Why a flag of Megatron-LM becomes no key by itself."""
+    """Explanation of a Megatron-LM flag without a megalin key of its own."""
 
     verdict: Verdict
     text: str
@@ -50,7 +50,7 @@ class Reason(NamedTuple):
 
 @functools.cache
 def reasons() -> Mapping[str, Reason]:
-    """The flags of Megatron-LM that become no key by themselves, by name, dashes included."""
+    """Megatron-LM's flags without a megalin key of their own, by name, dashes included."""
     text = (resources.files("megalin") / "interop/configs/megatron_flags.toml").read_text(encoding="utf-8")
     groups = tomllib.loads(text)["flags"]
     return {
@@ -59,27 +59,27 @@ def reasons() -> Mapping[str, Reason]:
 
 
 def read_command(text: str, variables: Mapping[str, str], imported: ImportedConfig) -> TrainingCommand:
-    """The training command of a shell script, or of a line with nothing but flags; parts left out become notes.
+    """The training command of a shell script, or of a line of flags alone; skipped parts become notes.
 
     Raises:
-        ConfigError: a script that cannot be read, or in which no command has flags behind a Python program.
+        ConfigError: a script that cannot be read, or without a command that passes flags to a Python program.
     """
     script = read_script(text, variables)
-    for line, left_out in script.notes:
-        imported.note("differs", f"line {line} of the script", left_out)
+    for line, skipped in script.notes:
+        imported.note("differs", f"line {line} of the script", skipped)
     commands = [command for words in script.commands if (command := _command(words)) is not None]
     if not commands:
         raise ConfigError(
-            f"{imported.source}: no command of it gives flags to a Python program; give the script that starts "
+            f"{imported.source}: no command passes flags to a Python program; give the script that starts "
             "pretrain_gpt.py, its command, or its flags"
         )
     for other in commands[:-1]:
-        imported.note("differs", other.program or "flags", "another command of the script; the last one is read")
+        imported.note("differs", other.program or "flags", "ignored; only the last command of a script is read")
     return commands[-1]
 
 
 def _command(words: Sequence[str]) -> TrainingCommand | None:
-    """The command where it has flags for a Python program, also inside one word as `srun bash -c "..."` has it."""
+    """The command if it has flags for a Python program, also inside one word as in `srun bash -c "..."`."""
     if inner := next((word for word in words if _INSIDE.search(word)), None):
         words = next((inside for inside in read_script(inner, {}).commands if _program(inside) is not None), [])
     start = _program(words)
@@ -95,7 +95,7 @@ def _program(words: Sequence[str]) -> int | None:
 
 
 def parse_flags(words: Iterable[str]) -> dict[str, list[str]]:
-    """`--name value ...` and `--name=value` by name; the last one of a name counts, as for argparse."""
+    """Flags `--name value ...` and `--name=value` by name; the last one of a name wins, as in argparse."""
     flags: dict[str, list[str]] = {}
     name = ""
     for word in words:
@@ -111,14 +111,14 @@ def read_yaml(text: str, imported: ImportedConfig) -> dict[str, list[str]]:
     """Flags of Megatron-LM's YAML: fields of its config classes in tables, or `MODEL_ARGS` with flags as keys.
 
     Raises:
-        ConfigError: no YAML, or no table.
+        ConfigError: invalid YAML, or no table.
     """
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{imported.source}: not readable YAML: {error}") from None
+        raise ConfigError(f"{imported.source}: invalid YAML: {error}") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{imported.source}: holds no table; give Megatron-LM's YAML of a run")
+        raise ConfigError(f"{imported.source}: not a table; give Megatron-LM's YAML of a run")
     flags: dict[str, list[str]] = {}
     tables = values.get("MODEL_ARGS")
     _add_table(tables if isinstance(tables, dict) else values, flags)
@@ -142,7 +142,7 @@ def _add_table(table: Mapping[Any, Any], flags: dict[str, list[str]]) -> None:
 
 
 def _boolean(name: str, value: bool) -> str:
-    """The flag that says `name` is `value`; empty where that is what no flag says."""
+    """The flag that sets `name` to `value`; empty if that is the default."""
     off = _negative().get(f"--{name}")
     if off is None or f"--{name}" in reasons():
         return f"--{name}" if value else ""
@@ -150,35 +150,35 @@ def _boolean(name: str, value: bool) -> str:
 
 
 _NEGATIVE = ("--disable-bias-linear", "--no-position-embedding", "--torch-fsdp2-no-reshard-after-forward")
-"""Flags that a reader takes and that turn off what is on without them."""
+"""Flags with a megalin key that turn off a default."""
 
 
 @functools.cache
 def _negative() -> Mapping[str, str]:
-    """Flags that turn something off, by the flag that would turn it on."""
+    """Flags that turn something off, by the flag that turns it on."""
     known = [*reasons(), *_NEGATIVE]
     return {on: name for name in known if (on := re.sub("-(no|disable)-", "-", name, count=1)) != name}
 
 
 class Flags:
-    """The flags of a run while they are read; what nobody took is told at the end."""
+    """The flags of a run; records which ones are read, to report the rest."""
 
     def __init__(self, given: Mapping[str, list[str]], imported: ImportedConfig) -> None:
         self._given, self._imported = given, imported
-        self._asked: dict[str, None] = {}
+        self._read: dict[str, None] = {}
 
     def has(self, name: str) -> bool:
-        """Whether the flag is given."""
-        self._asked[name] = None
+        """True if the flag is given."""
+        self._read[name] = None
         return name in self._given
 
     def given(self, *names: str) -> str:
-        """Those of the flags that are given, for people; empty where none is."""
+        """The given ones of the flags, as text for messages; empty if there are none."""
         return ", ".join(name for name in names if self.has(name))
 
     def words(self, name: str) -> list[str]:
-        """What stands behind the flag; empty where it is not given."""
-        self._asked[name] = None
+        """The values after the flag; empty if it is not given."""
+        self._read[name] = None
         return self._given.get(name, [])
 
     def text(self, name: str, default: str = "") -> str:
@@ -187,9 +187,9 @@ class Flags:
         return " ".join(words) if words else default
 
     def number(self, name: str, key: str = "") -> float | None:
-        """The value as a number; None where the flag is not given.
+        """The value as a number; None if the flag is not given.
 
-        One that is no number is told, but where an override gives megalin's dotted `key`, which it is read for.
+        Another value is noted as something to fill in, until an override sets megalin's dotted `key`.
         """
         text = self.text(name)
         if not text:
@@ -198,21 +198,23 @@ class Flags:
             return float(text.replace("_", ""))
         except ValueError:
             hint = variable_hint(text)
-            self._imported.note("fill in", name, f"{text!r} is no number" + (f"; {hint}" if hint else ""), answer=key)
+            self._imported.note(
+                "fill in", name, f"{text!r} is not a number" + (f"; {hint}" if hint else ""), answer=key
+            )
             return None
 
     def integer(self, name: str, key: str = "") -> int | None:
-        """The value as an integer, likewise."""
+        """The value as an integer, handled as in `number`."""
         number = self.number(name, key)
         if number is not None and number != int(number):
-            self._imported.note("fill in", name, f"{number} is no whole number", answer=key)
+            self._imported.note("fill in", name, f"{number} is not an integer", answer=key)
             return None
         return None if number is None else int(number)
 
-    def report_rest(self) -> None:
-        """Notes every flag that nobody asked for, with the reason."""
+    def report_unread(self) -> None:
+        """Notes every flag that was not read, with the reason."""
         for name, words in self._given.items():
-            if name in self._asked:
+            if name in self._read:
                 continue
             key = " ".join([name, *words])
             one = words == ["1"] and name.endswith(("-parallel-size", "-instances"))
@@ -221,6 +223,6 @@ class Flags:
                 verdict, text = Reason("no effect", "it is off") if off else reasons()[name]
                 self._imported.note(verdict, key, text)
             else:
-                close = difflib.get_close_matches(name, [*reasons(), *self._asked], n=1, cutoff=0.75)
-                hint = f"; did you mean {close[0]}?" if close else "; a fork's or an older one's?"
+                close = difflib.get_close_matches(name, [*reasons(), *self._read], n=1, cutoff=0.75)
+                hint = f"; did you mean {close[0]}?" if close else "; is it a fork's, or an older version's?"
                 self._imported.note("unknown", key, f"Megatron-LM has no such flag{hint}")

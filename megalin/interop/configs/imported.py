@@ -1,4 +1,4 @@
-"""What became of another system's config: the tables of a run, and a line for each key that has no counterpart."""
+"""Result of importing another system's config: the tables of a run, and a note for each key without a counterpart."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megalin.model.presets import expand_preset
 from megalin.train.config import RunConfig, check_model
 
 Verdict = Literal["fill in", "differs", "not available", "no effect", "unknown"]
-"""fill in: the config lacks it. differs: the config says something else. not available: megalin cannot do it.
-no effect: megalin needs no such key. unknown: the other system has no such key either, as far as is known."""
+"""fill in: missing in the config. differs: the config has a substitute. not available: megalin lacks the feature.
+no effect: megalin needs no such key. unknown: as far as is known, the other system has no such key either."""
 
 _TITLES: dict[Verdict, str] = {
-    "fill in": "To fill in before it loads",
-    "differs": "Said in another way: not the same run",
+    "fill in": "Fill in before the config loads",
+    "differs": "Substituted: not the same run",
     "not available": "Not available",
-    "no effect": "Without effect: nothing to set",
+    "no effect": "No effect: nothing to set",
     "unknown": "Unknown",
 }
 
@@ -31,26 +31,26 @@ _PLACEHOLDER = re.compile(r"\$\{(\w+)[^}]*\}|\$\(|`")
 
 
 class Note(NamedTuple):
-    """What became of one key."""
+    """Outcome of one key of the other system."""
 
     verdict: Verdict
     key: str
     text: str
     answer: str = ""
-    """megalin's dotted key that makes the note void where an override gives it; empty where none does."""
+    """megalin's dotted key whose override removes the note; empty if no override does."""
 
 
 class ImportedConfig:
-    """The tables of a run while keys of another system are read into them.
+    """Tables of a run, filled from the keys of another system.
 
     Attributes:
         values: the config as TOML tables.
-        notes: one for each key that did not simply become one of megalin's.
+        notes: one for each key that does not map to a megalin key one to one.
         mapped: (megalin's key, its value, the other system's keys) in the order of reading.
     """
 
     def __init__(self, source: str) -> None:
-        """`source` says what is read, for the head of the file."""
+        """`source` names the imported config at the top of the TOML file."""
         self.source = source
         self.values: dict[str, Any] = {}
         self.notes: list[Note] = []
@@ -59,32 +59,32 @@ class ImportedConfig:
         self._missing: list[tuple[str, Note]] = []
 
     def set(self, key: str, value: Any, source: str) -> None:
-        """Sets megalin's dotted `key`, which `source` told; where another value stands already, keeps and notes it."""
+        """Sets megalin's dotted `key` from `source`; keeps and notes another value that was set before."""
         table = self.values
         *tables, name = key.split(".")
         for part in tables:
             table = table.setdefault(part, {})
         if name in table and table[name] != value:
-            self.note("differs", source, f"says {key} = {value!r}, but {table[name]!r} was told before, and is kept")
+            self.note("differs", source, f"gives {key} = {value!r}, but {table[name]!r} was set before and is kept")
             return
         table[name] = value
         self.mapped.append((key, value, source))
 
     def get(self, key: str) -> Any:
-        """The value of a dotted key; None where it is not set."""
+        """The value of a dotted key; None if it is not set."""
         value: Any = self.values
         for part in key.split("."):
             value = value.get(part) if isinstance(value, dict) else None
         return value
 
     def note(self, verdict: Verdict, key: str, text: str, answer: str = "") -> None:
-        """Adds a note; the same one once."""
+        """Adds a note, unless it is there already."""
         note = Note(verdict, key, text, answer)
         if note not in self.notes:
             self.notes.append(note)
 
     def override(self, overrides: Sequence[str]) -> None:
-        """Applies `key=value` to what was read, and drops the notes that these answer.
+        """Applies `key=value` overrides to the tables, and drops the notes that they answer.
 
         Raises:
             ConfigError: an override that is not of this form.
@@ -95,15 +95,15 @@ class ImportedConfig:
             self.notes = [note for note in self.notes if not f"{note.answer}.".startswith(f"{key}.")]
 
     def hint(self, key: str, text: str) -> None:
-        """What to say of megalin's dotted `key` where `check` finds it missing."""
+        """Registers an explanation for `check` to add if megalin's dotted `key` is missing."""
         self._hints[key] = text
 
     def missing(self, key: str, source: str, text: str) -> None:
-        """What to say of `source` as something to fill in where `check` finds megalin's dotted `key` still unset."""
+        """Registers a "fill in" note on `source` for `check` to add if megalin's dotted `key` is still unset."""
         self._missing.append((key, Note("fill in", source, text)))
 
     def check(self) -> None:
-        """Reads the tables as a run, sizes of the mesh included, and notes each problem as something to fill in."""
+        """Validates the tables as a run, mesh sizes included, and notes each problem as something to fill in."""
         values = dict(self.values)
         for key, note in self._missing:
             if self.get(key) is None:
@@ -125,11 +125,11 @@ class ImportedConfig:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing is left to fill in; after `check`."""
+        """True if nothing is left to fill in; valid after `check`."""
         return not any(note.verdict == "fill in" for note in self.notes)
 
     def report(self) -> list[str]:
-        """Every note as lines of text, by verdict, keys with the same text together."""
+        """All notes as lines of text, grouped by verdict; keys with the same text share a line."""
         lines = []
         for verdict, title in _TITLES.items():
             keys: dict[str, list[str]] = {}
@@ -141,23 +141,25 @@ class ImportedConfig:
         return lines
 
     def toml(self) -> str:
-        """The config as a TOML file, headed by the report."""
+        """The config as a TOML file, with the report as comments at the top."""
         head = [f"From {self.source}.", "", *self.report()]
         comments = "\n".join(f"# {line}".rstrip() for line in head[:-1])
         return f"{comments}\n\n{tomli_w.dumps(self.values)}"
 
 
 def variable_hint(text: str) -> str:
-    """What to do about a shell's variable in `text` that nothing set; empty where there is none."""
+    """Remedy for an unset shell variable in `text`; empty if there is none."""
     match = _PLACEHOLDER.search(text)
     if match is None:
         return ""
     name = match[1]
-    return f"give --variable {name}=VALUE, or write it" if name else "only a shell can tell it; write the value"
+    return (
+        f"give --variable {name}=VALUE, or write the value" if name else "only a shell can evaluate it; write the value"
+    )
 
 
 def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Every text in a table, with its dotted key."""
+    """All strings in a table, with their dotted keys."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, dict | list):

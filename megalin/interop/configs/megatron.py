@@ -1,4 +1,4 @@
-"""A Megatron-LM run as megalin's tables: data, loop, optimizer, schedule and mesh. Its model: megatron_model.py."""
+"""A Megatron-LM run as megalin's tables: data, loop, optimizer, schedule and mesh. The model: megatron_model.py."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def add_script(text: str, variables: Mapping[str, str], imported: ImportedConfig
     """Reads the run that a script, a command or a line of flags starts.
 
     Args:
-        variables: of the environment by name, and the script's own arguments by number.
+        variables: environment variables by name, and the script's own arguments by number.
 
     Raises:
         ConfigError: a script that cannot be read, or no training command in it.
@@ -37,16 +37,16 @@ def add_script(text: str, variables: Mapping[str, str], imported: ImportedConfig
 
 
 def add_yaml(text: str, imported: ImportedConfig) -> None:
-    """Reads the run of a file for --yaml-cfg, or of one that lists flags under MODEL_ARGS.
+    """Reads the run of a file for --yaml-cfg, or of a file with flags under MODEL_ARGS.
 
     Raises:
-        ConfigError: no YAML, or no table.
+        ConfigError: invalid YAML, or no table.
     """
     add_run(Flags(read_yaml(text, imported), imported), imported, ranks=None)
 
 
 def add_run(flags: Flags, imported: ImportedConfig, *, ranks: int | None) -> None:
-    """Reads every flag into the tables of a run; `ranks` is None where the launcher does not tell them."""
+    """Reads every flag into the tables of a run; `ranks` is None if the launcher's words do not give them."""
     add_model(flags, imported)
     _add_mesh(flags, imported)
     _add_batch(flags, imported, ranks)
@@ -55,12 +55,12 @@ def add_run(flags: Flags, imported: ImportedConfig, *, ranks: int | None) -> Non
     _add_schedule(flags, imported)
     _add_data(flags, imported)
     if flags.has("--yaml-cfg"):
-        imported.note("differs", "--yaml-cfg", "Megatron-LM reads that file in place of flags; import it")
-    flags.report_rest()
+        imported.note("differs", "--yaml-cfg", "Megatron-LM reads that file instead of flags; import it")
+    flags.report_unread()
 
 
 def _ranks(launcher: list[str]) -> int | None:
-    """The ranks that torchrun or deepspeed is told to start, where both numbers stand there."""
+    """The number of ranks that torchrun or deepspeed starts, if its words give the ranks per node."""
     text = " ".join(launcher)
     local = re.search(r"--(?:nproc[_-]per[_-]node|num_gpus|num_accelerators)[ =](\d+)(?= |$)", text)
     nodes = re.search(r"--(?:nnodes|num_nodes)[ =](\d+)(?= |$)", text)
@@ -81,41 +81,43 @@ def _add_mesh(flags: Flags, imported: ImportedConfig) -> None:
         if tp > 1:
             imported.set("parallel.sequence_parallel", True, "--sequence-parallel")
         else:
-            imported.note("no effect", "--sequence-parallel", "there is no tensor-parallel group to split within")
+            imported.note("no effect", "--sequence-parallel", "it needs a tensor-parallel size above 1")
     _add_stages(flags, imported, pp)
     for name in ("--deepspeed", "--deepspeed_config"):
         if flags.has(name) and imported.get("train.engine") is None:
-            imported.note("differs", name, "the engine is fsdp2; for DeepSpeed's, give its JSON (--deepspeed-config)")
+            imported.note("differs", name, "the engine is fsdp2; for DeepSpeed, give its JSON (--deepspeed-config)")
     zero, source = 0, "no --use-distributed-optimizer"
     if flags.has("--use-distributed-optimizer"):
         zero, source = 1, "--use-distributed-optimizer"
     strategy = flags.text("--data-parallel-sharding-strategy", "optim_grads_params")
-    whole = flags.given("--torch-fsdp2-no-reshard-after-forward")
+    no_reshard = flags.given("--torch-fsdp2-no-reshard-after-forward")
     if flags.has("--use-torch-fsdp2"):
-        zero, source = (2, f"--use-torch-fsdp2 {whole}") if whole else (3, "--use-torch-fsdp2")
-    elif whole:
-        imported.note("no effect", whole, "Megatron-LM reads it beside --use-torch-fsdp2 alone")
+        zero, source = (2, f"--use-torch-fsdp2 {no_reshard}") if no_reshard else (3, "--use-torch-fsdp2")
+    elif no_reshard:
+        imported.note("no effect", no_reshard, "Megatron-LM reads it only together with --use-torch-fsdp2")
     if flags.has("--use-megatron-fsdp"):
         zero, source = _STRATEGIES.get(strategy, 3), "--use-megatron-fsdp --data-parallel-sharding-strategy"
     if (stage := flags.integer("--zero-stage", "parallel.zero")) is not None:
         zero, source = stage, "--zero-stage"
     if imported.get("parallel.zero") is not None and stage is None:
-        return  # told by a DeepSpeed JSON
+        return  # set by a DeepSpeed JSON
     if pp > 1 and zero > 1:
-        imported.note("differs", source, f"parallel.zero = 1 in place of {zero}, which would gather every micro-batch")
+        imported.note(
+            "differs", source, f"parallel.zero = 1 instead of {zero}, which would gather in every micro-batch"
+        )
         zero = 1
     imported.set("parallel.zero", zero, source)
 
 
 def _add_stages(flags: Flags, imported: ImportedConfig, pp: int) -> None:
-    """Several stages a rank: told as layers of one, or as their number."""
+    """Reads the pipeline stages per rank, given as layers per stage or as the number of stages."""
     key, source = "parallel.pp_stages_per_rank", "--num-virtual-stages-per-pipeline-rank"
     layers, stages = flags.integer("--num-layers", "model.layers"), flags.integer(source, key)
     each = flags.integer("--num-layers-per-virtual-pipeline-stage", key)
     if pp > 1 and stages is None and each:
         source = "--num-layers-per-virtual-pipeline-stage"
         if layers is None:
-            imported.missing(key, source, "counts layers of --num-layers, which does not tell them")
+            imported.missing(key, source, "it divides --num-layers, which is missing or not a number")
         else:
             stages = layers // (pp * each)
     if stages is not None and stages > 1 and pp > 1:
@@ -135,26 +137,29 @@ def _add_batch(flags: Flags, imported: ImportedConfig, ranks: int | None) -> Non
         width = 1
         for axis in ("tp", "cp", "pp"):
             width *= imported.get(f"parallel.{axis}") or 1
-        batch, source = micro * max(1, ranks // width), f"--micro-batch-size times the data axis of {ranks} ranks"
+        batch, source = (
+            micro * max(1, ranks // width),
+            f"--micro-batch-size times the data-parallel size of {ranks} ranks",
+        )
     if batch is not None:
         imported.set("train.global_batch_size", batch, source)
     else:
-        imported.hint("train.global_batch_size", "Megatron-LM takes the micro-batch times the data axis")
+        imported.hint("train.global_batch_size", "Megatron-LM uses the micro-batch size times the data-parallel size")
 
 
 def _add_loop(flags: Flags, imported: ImportedConfig) -> None:
     seed = flags.integer("--seed", "train.seed")
     imported.set("train.seed", _SEED if seed is None else seed, flags.given("--seed") or "--seed's default")
     if flags.has("--fp16"):
-        imported.note("differs", "--fp16", "bfloat16, which needs no scaled loss")
+        imported.note("differs", "--fp16", "bfloat16 instead, which needs no loss scaling")
     half = next((name for name in ("--bf16", "--fp16") if flags.has(name)), None)
     imported.set("train.dtype", "bfloat16" if half else "float32", half or "neither --bf16 nor --fp16")
     granularity = flags.text("--recompute-granularity")
-    whole, parts = flags.has("--checkpoint-activations"), flags.has("--recompute-activations")
-    if whole or granularity == "full":
+    full, selective = flags.has("--checkpoint-activations"), flags.has("--recompute-activations")
+    if full or granularity == "full":
         imported.set("train.recompute", True, "--recompute-granularity full")
-    if parts or granularity == "selective":
-        text = "a block is recomputed whole (train.recompute = true) or kept"
+    if selective or granularity == "selective":
+        text = "a block is recomputed in full (train.recompute = true) or not at all"
         imported.note("differs", "--recompute-granularity selective", text)
     evaluations = flags.integer("--eval-iters", "train.evaluate_batches")
     for key, name in (
@@ -169,7 +174,8 @@ def _add_loop(flags: Flags, imported: ImportedConfig) -> None:
     if evaluations:
         imported.set("train.evaluate_batches", evaluations, "--eval-iters")
     elif evaluations == 0:
-        imported.note("differs", "--eval-iters 0", "a validation split is evaluated after the last step; leave it out")
+        text = "a validation split is always evaluated after the last step; leave it out to avoid that"
+        imported.note("differs", "--eval-iters 0", text)
     if project := flags.text("--wandb-project"):
         imported.set("logging.wandb_project", project, "--wandb-project")
 
@@ -177,7 +183,8 @@ def _add_loop(flags: Flags, imported: ImportedConfig) -> None:
 def _add_optimizer(flags: Flags, imported: ImportedConfig) -> None:
     kind = flags.text("--optimizer", "adam")
     if kind != "adam":
-        imported.note("differs", f"--optimizer {kind}", "AdamW is the optimizer; rates of others do not carry over")
+        text = "the optimizer is AdamW; learning rates of other optimizers do not carry over"
+        imported.note("differs", f"--optimizer {kind}", text)
     if (rate := flags.number("--lr", "optimizer.lr")) is not None:
         imported.set("optimizer.lr", rate, "--lr")
     beta1, beta2 = (flags.number(f"--adam-beta{number}", "optimizer.betas") for number in (1, 2))
@@ -195,7 +202,7 @@ def _add_optimizer(flags: Flags, imported: ImportedConfig) -> None:
 
 def _add_schedule(flags: Flags, imported: ImportedConfig) -> None:
     style, peak = flags.text("--lr-decay-style", "linear"), imported.get("optimizer.lr")
-    least, shape = (
+    min_lr, shape = (
         flags.number("--min-lr", "schedule.min_lr_ratio") or 0.0,
         flags.text("--lr-wsd-decay-style", "exponential"),
     )
@@ -209,43 +216,46 @@ def _add_schedule(flags: Flags, imported: ImportedConfig) -> None:
         decay = _steps(flags, imported, "train.steps", *_DECAY)
         warmup = round(fraction * (decay or steps))
     elif fraction:
-        imported.missing("schedule.warmup_steps", "--lr-warmup-fraction", "is a share of steps, which no flag tells")
+        text = "it is a fraction of the steps, which no flag gives"
+        imported.missing("schedule.warmup_steps", "--lr-warmup-fraction", text)
     if warmup:
         imported.set("schedule.warmup_steps", warmup, flags.given(*_WARMUP, "--lr-warmup-fraction"))
     known = {"constant": "constant", "cosine": "cosine", "linear": "wsd", "WSD": "wsd"}
     imported.set("schedule.type", known.get(style, "cosine"), f"--lr-decay-style {style}")
     if style not in known:
-        imported.note("differs", f"--lr-decay-style {style}", "there are cosine, wsd and constant; a cosine is put")
+        imported.note("differs", f"--lr-decay-style {style}", "cosine instead; supported: cosine, wsd and constant")
     if style == "constant":
         return
     if peak:
-        imported.set("schedule.min_lr_ratio", least / peak, "--min-lr over --lr")
-    elif least:
-        imported.missing("schedule.min_lr_ratio", "--min-lr", "is told over --lr, which no flag tells")
-    imported.hint("schedule", "Megatron-LM's rate falls linearly from the warmup to the last step")
+        imported.set("schedule.min_lr_ratio", min_lr / peak, "--min-lr over --lr")
+    elif min_lr:
+        imported.missing("schedule.min_lr_ratio", "--min-lr", "it is needed relative to --lr, which no flag gives")
+    imported.hint("schedule", "Megatron-LM's learning rate falls linearly from the warmup to the last step")
     if style == "linear" and steps is not None:
         imported.set("schedule.decay_steps", steps - warmup, "the steps after the warmup")
     if style == "WSD":
         if final is not None:
             imported.set("schedule.decay_steps", final, flags.given("--lr-wsd-decay-iters", "--lr-wsd-decay-samples"))
         if shape != "linear":
-            imported.note("differs", f"--lr-wsd-decay-style {shape}", "the rate falls linearly at the end")
+            imported.note(
+                "differs", f"--lr-wsd-decay-style {shape}", "the learning rate always falls linearly at the end"
+            )
 
 
 def _add_steps(flags: Flags, imported: ImportedConfig) -> int | None:
-    """The steps that the schedule counts on; where those are more than the run's, it stops before their end."""
+    """The steps of the schedule; if these exceed the steps of the run, the run stops early."""
     steps, decay = (_steps(flags, imported, "train.steps", *names) for names in (_TRAIN, _DECAY))
     if steps is None:
         return None
     if decay is None or decay <= steps:
         imported.set("train.steps", steps, flags.given(*_TRAIN, *_DECAY))
         if decay is not None and decay < steps:
-            text = f"the rate reaches its minimum at step {steps}, not at {decay}"
+            text = f"the learning rate reaches its minimum at step {steps}, not at {decay}"
             imported.note("differs", flags.given(*_DECAY), text)
         return steps
     imported.set("train.steps", decay, flags.given(*_DECAY))
     imported.set("train.stop_after_steps", steps, flags.given(*_TRAIN))
-    text = f"samples are ordered as for {decay} steps, of which {steps} are run"
+    text = f"samples are ordered as for {decay} steps, {steps} of which are run"
     imported.note("differs", flags.given(*_DECAY), text)
     return decay
 
@@ -253,17 +263,19 @@ def _add_steps(flags: Flags, imported: ImportedConfig) -> int | None:
 def _steps(
     flags: Flags, imported: ImportedConfig, key: str, iterations: str, samples: str, tokens: str = ""
 ) -> int | None:
-    """Steps for `key`, told as such or as samples or tokens, rounded as Megatron-LM does; None where nothing is."""
+    """Steps for `key`, given as such or as samples or tokens, rounded as in Megatron-LM; None if not given."""
     steps, count = flags.integer(iterations, key), flags.integer(samples, key)
-    many, batch = flags.integer(tokens, key) if tokens else None, imported.get("train.global_batch_size")
+    num_tokens, batch = flags.integer(tokens, key) if tokens else None, imported.get("train.global_batch_size")
     length = flags.integer("--seq-length", "data.sequence_length")
-    if count is None and many is not None and length:
-        count = many // length
+    if count is None and num_tokens is not None and length:
+        count = num_tokens // length
     if steps is not None or count is None:
         return steps
     if batch is None:
         name, unit = (samples, "samples") if flags.has(samples) else (tokens, "tokens")
-        imported.missing(key, name, f"counts {unit}: it takes train.global_batch_size to make steps of them")
+        imported.missing(
+            key, name, f"it counts {unit}; the steps follow from train.global_batch_size, which is missing"
+        )
         return None
     return int(count // batch)
 
@@ -283,29 +295,29 @@ def _add_data(flags: Flags, imported: ImportedConfig) -> None:
             imported.set(f"data.{split}", paths, f"--{_SPLITS[split]}-data-path")
     split = flags.text("--split", _SPLIT)
     if flags.has("--split") or not any(own.values()):
-        shares = [float(share) for share in re.findall(r"[.\d]+", split)]
-        imported.set("data.split", [*shares, 0.0, 0.0][:3], flags.given("--split") or "--split's default")
+        fractions = [float(fraction) for fraction in re.findall(r"[.\d]+", split)]
+        imported.set("data.split", [*fractions, 0.0, 0.0][:3], flags.given("--split") or "--split's default")
     if cache := flags.text("--data-cache-path"):
         imported.set("data.cache", cache, "--data-cache-path")
-    apart = flags.given("--reset-attention-mask", "--dataloader-inter-document-masking")
-    imported.set("data.isolate_documents", bool(apart), apart or "no --reset-attention-mask")
+    isolated = flags.given("--reset-attention-mask", "--dataloader-inter-document-masking")
+    imported.set("data.isolate_documents", bool(isolated), isolated or "no --reset-attention-mask")
     if workers := flags.integer("--num-workers", "data.workers"):
         imported.set("data.workers", workers, "--num-workers")
     tokenizer = flags.text("--tokenizer-model")
     if tokenizer.endswith(_TOKENIZER_FILES):
         imported.set("data.tokenizer", tokenizer, "--tokenizer-model")
     elif tokenizer:
-        text = "data.tokenizer takes a local tokenizer.json, or a file in .model or .tiktoken"
+        text = "data.tokenizer takes a local tokenizer.json, .model or .tiktoken file"
         imported.note("differs", f"--tokenizer-model {tokenizer}", text)
     for name in ("--mock-data", "--data-args-path", "--per-split-data-args-path"):
         if flags.has(name):
-            imported.note("not available", name, "name the shards: data.train or data.sources")
+            imported.note("not available", name, "name the shards in data.train or data.sources")
 
 
 def _add_sources(blend: list[str], source: str, imported: ImportedConfig) -> None:
-    """Prefixes, or weights and prefixes in turns."""
+    """Reads a blend: prefixes, or alternating weights and prefixes."""
     if not blend:
-        imported.hint("data", "name the shards: data.train=[...]")
+        imported.hint("data", "name the shards with data.train=[...]")
         return
     if len(blend) == 1:
         imported.set("data.train", blend, source)

@@ -1,4 +1,4 @@
-"""A Megatron-LM transformer as a decoder of softmax attention and GLU, and what of it cannot be said so."""
+"""A Megatron-LM transformer as a decoder of softmax attention and GLU; notes what has no equivalent."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _OF_LAYERS = (
     "--disable-bias-linear",
 )
 _NARROW = 128
-"""Widths of a GLU that stands for another MLP are rounded up to a multiple of this, so that tensor parallelism divides
-them."""
+"""The width of a GLU that replaces another MLP is rounded up to a multiple of this, so that tensor parallelism divides
+it."""
 
 
 def add_model(flags: Flags, imported: ImportedConfig) -> None:
@@ -36,7 +36,7 @@ def add_model(flags: Flags, imported: ImportedConfig) -> None:
     for name in ("--vocab-size", "--padded-vocab-size"):
         if (value := flags.integer(name, "model.vocab_size")) is not None:
             imported.set("model.vocab_size", value, name)
-    imported.hint("model.vocab_size", "Megatron-LM asks the tokenizer: the number of its ids")
+    imported.hint("model.vocab_size", "Megatron-LM reads it from the tokenizer: the number of its ids")
     if hidden is not None:
         imported.set("model.hidden_size", hidden, "--hidden-size")
     imported.set("model.tie_embeddings", not flags.has("--untie-embeddings-and-output-weights"), _untied(flags))
@@ -56,7 +56,7 @@ def add_model(flags: Flags, imported: ImportedConfig) -> None:
         block = {"repeat": layers, "sublayers": [attention, glu]}
         imported.set(_LAYERS, [block], flags.given(*_OF_LAYERS))
     else:
-        imported.hint(_LAYERS, "from --num-layers, --hidden-size and --num-attention-heads, which are not all there")
+        imported.hint(_LAYERS, "needs --num-layers, --hidden-size and --num-attention-heads")
 
 
 def _untied(flags: Flags) -> str:
@@ -69,7 +69,7 @@ def _norm(flags: Flags, imported: ImportedConfig) -> dict[str, Any]:
     old = flags.number("--layernorm-epsilon")
     eps = old if eps is None else eps
     if kind not in _NORMS:
-        imported.note("differs", f"--normalization {kind}", "layernorm in its place")
+        imported.note("differs", f"--normalization {kind}", "layernorm instead")
     return {"norm": _NORMS.get(kind, "layernorm"), "norm_eps": 1e-5 if eps is None else eps}
 
 
@@ -82,41 +82,42 @@ def _attention(flags: Flags, imported: ImportedConfig, hidden: int | None, heads
     if flags.has("--group-query-attention") or old is not None:
         sublayer["num_key_value_heads"] = groups or 1
     elif groups is not None:
-        imported.note("no effect", "--num-query-groups", "Megatron-LM reads it beside --group-query-attention alone")
+        text = "Megatron-LM reads it only together with --group-query-attention"
+        imported.note("no effect", "--num-query-groups", text)
     base = flags.number("--rotary-base", _LAYERS)
     old_base = flags.number("--rotary-position-embeddings-theta", _LAYERS)
     if (base := old_base if base is None else base) is not None:
         sublayer["rope_base"] = base
     width = flags.integer("--kv-channels", _LAYERS)
     if width is not None and heads and hidden is not None and width * heads != hidden:
-        text = f"heads are {hidden / heads:g} wide, the hidden size over their number"
+        text = f"the head width is {hidden / heads:g}, the hidden size divided by the number of heads"
         imported.note("differs", f"--kv-channels {width}", text)
     kind = "rope" if flags.has("--use-rotary-position-embeddings") else "learned_absolute"
     kind = flags.text("--position-embedding-type", kind)
     if kind != "rope":
         imported.note("differs", f"--position-embedding-type {kind}", "positions are rotary")
-    flags.has("--no-position-embedding")  # says that a rotary model has no table beside
+    flags.has("--no-position-embedding")  # marks it as read: rotary models have no position table here
     percent = flags.number("--rotary-percent", _LAYERS)
     if percent not in (None, 1.0):
         imported.note("differs", f"--rotary-percent {percent}", "all channels of a head are rotated")
     if not flags.has("--disable-bias-linear"):
-        imported.note("differs", "no --disable-bias-linear", "attention has no biases here; the GLU has")
+        imported.note("differs", "no --disable-bias-linear", "attention has no biases here; the GLU has them")
     return sublayer
 
 
 def _glu(flags: Flags, imported: ImportedConfig, hidden: int | None) -> dict[str, Any]:
     sublayer: dict[str, Any] = {"type": "glu", "activation": "silu"}
     width = flags.integer("--ffn-hidden-size", _LAYERS)
-    others = [name for name in ("--squared-relu", "--quick-geglu", "--openai-gelu") if flags.has(name)]
+    activations = [name for name in ("--squared-relu", "--quick-geglu", "--openai-gelu") if flags.has(name)]
     gated = flags.has("--swiglu")
     if width is None and hidden is not None:
         width = int(4 * hidden * 2 / 3) // 64 * 64 if gated else 4 * hidden
     if not gated:
-        kind = others[0] if others else "no --swiglu"
-        plain = width
+        kind = activations[0] if activations else "no --swiglu"
+        mlp_width = width
         if width is not None and kind != "--quick-geglu":
             width = -(-2 * width // (3 * _NARROW)) * _NARROW
-        text = f"a SwiGLU {width} wide stands for the MLP of {plain}, with about as many parameters"
+        text = f"a SwiGLU of width {width} replaces the MLP of width {mlp_width}, with about as many parameters"
         imported.note("differs", kind, text)
     if width is not None:
         sublayer["intermediate_size"] = width
@@ -126,7 +127,7 @@ def _glu(flags: Flags, imported: ImportedConfig, hidden: int | None) -> dict[str
 
 
 def _report_other_kinds(flags: Flags, imported: ImportedConfig) -> None:
-    """Notes what makes the network another kind than a dense transformer without dropout."""
+    """Notes dropout, experts and hybrid patterns: the import is a dense transformer without dropout."""
     for name in ("--hidden-dropout", "--attention-dropout"):
         rate = flags.number(name, _LAYERS)
         if rate is None or rate > 0:
@@ -134,8 +135,8 @@ def _report_other_kinds(flags: Flags, imported: ImportedConfig) -> None:
             imported.note("differs", key + (" (its default)" if rate is None else ""), "there is no dropout")
     if flags.has("--num-experts"):
         experts = flags.text("--num-experts")
-        imported.note("differs", f"--num-experts {experts}", "one dense network stands for the experts")
+        imported.note("differs", f"--num-experts {experts}", "one dense network replaces the experts")
     for name in ("--hybrid-layer-pattern", "--hybrid-override-pattern", "--is-hybrid-model"):
         if flags.has(name):
-            text = "write the pattern under model.layers, with mixers as mamba2, softmax and glu"
+            text = "write the pattern under model.layers, with mixers such as mamba2, softmax and glu"
             imported.note("not available", f"{name} {flags.text(name)}".strip(), text)

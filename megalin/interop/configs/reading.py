@@ -1,4 +1,4 @@
-"""Which kind of config a source is, and its import as files: a TOML, and a JSON of what DeepSpeed's engine keeps."""
+"""Import of another system's config into files: a TOML, and a JSON with the keys for DeepSpeed's engine."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def import_config(
     deepspeed_config: Path | None = None,
     overrides: Sequence[str] = (),
 ) -> ImportedConfig:
-    """Writes what `source` says as `output`, with `<output's stem>.deepspeed.json` beside it where that holds anything.
+    """Imports `source` as `output`; keys for DeepSpeed's engine go to `<output's stem>.deepspeed.json` next to it.
 
     Args:
-        source: a path of a shell script, of Megatron-LM's YAML or of a DeepSpeed JSON; a command; or "-" for a script
+        source: the path of a shell script, of Megatron-LM's YAML or of a DeepSpeed JSON; a command; or "-" for a script
             on standard input.
         output: the TOML to write; it must not exist.
         variables: values of the script's variables, and of its arguments by number.
-        deepspeed_config: the JSON beside a command of Megatron-DeepSpeed.
-        overrides: `key=value` of what is to be filled in or changed.
+        deepspeed_config: the JSON of a Megatron-DeepSpeed command.
+        overrides: `key=value` pairs that fill in or change keys.
 
     Raises:
-        ConfigError: a source that is missing or cannot be read, or an override that cannot be applied.
+        ConfigError: a source that is missing or unreadable, or an override that cannot be applied.
         StorageError: a file that exists or cannot be written.
     """
     text, name = _text(source)
@@ -50,7 +50,7 @@ def import_config(
             add_script(text, variables, imported)
     kept = output.with_suffix(".deepspeed.json")
     if rest:
-        imported.set("train.deepspeed_config", str(kept), "what DeepSpeed's engine alone reads")
+        imported.set("train.deepspeed_config", str(kept), "keys that only DeepSpeed's engine reads")
     imported.override(overrides)
     imported.check()
     _write(output, imported.toml())
@@ -60,7 +60,7 @@ def import_config(
 
 
 def _text(source: str) -> tuple[str, str]:
-    """The text of a source and what to call it."""
+    """The text of a source and its name in messages."""
     if source == "-":
         return sys.stdin.read(), "standard input"
     if " " in source.strip() and "--" in source:
@@ -73,7 +73,7 @@ def _read(path: Path) -> str:
         with path.open("rb") as file:
             content = file.read(_LIMIT_BYTES + 1)
         if len(content) > _LIMIT_BYTES:
-            raise ConfigError(f"{path}: more than {_LIMIT_BYTES} bytes, which no config has; give the config")
+            raise ConfigError(f"{path}: more than {_LIMIT_BYTES} bytes, too large for a config; give the config")
         return content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not a readable text file: {error}; give a path, or a command in quotes") from None

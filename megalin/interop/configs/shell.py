@@ -1,4 +1,4 @@
-"""What a shell script that starts a training would run: its commands with variables filled in. Nothing is ever run."""
+"""Reader of shell scripts that start a training: their commands with variables filled in. Nothing is ever run."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _NUMBERS = {"-eq": "__eq__", "-ne": "__ne__", "-gt": "__gt__", "-lt": "__lt__", 
 
 
 class Script(NamedTuple):
-    """What was read of a script.
+    """Commands of a script.
 
     Attributes:
         commands: the words of each command that would run, in order.
-        notes: (line, what was left out) of parts that only a shell can tell.
+        notes: (line, text) for each skipped part, which only a shell can evaluate.
     """
 
     commands: list[list[str]]
@@ -28,12 +28,12 @@ class Script(NamedTuple):
 
 
 def read_script(text: str, variables: Mapping[str, str]) -> Script:
-    """Reads bash: assignments, arrays, `if` and `case` over texts and numbers; loops and here-documents are left out.
+    """Reads bash: assignments, arrays, `if` and `case` over texts and numbers; loops and here-documents are skipped.
 
-    A variable that nothing has set stays in the words as `${NAME}`; of the environment nothing is read. PWD is `.`.
+    An unset variable stays in the words as `${NAME}`. The environment is not read. PWD is `.`.
 
     Args:
-        variables: given by hand: those of the environment, and arguments of the script by their numbers.
+        variables: environment variables by name, and the script's arguments by number.
 
     Raises:
         ConfigError: a quote or bracket that is never closed.
@@ -44,10 +44,10 @@ def read_script(text: str, variables: Mapping[str, str]) -> Script:
     return Script(reader.commands, reader.notes)
 
 
-def _statements(stream: Sequence[Token]) -> Iterator[list[Token]]:
-    """The tokens between ends of lines, `;` and `;;`; the last of these is a statement of its own."""
+def _statements(script: Sequence[Token]) -> Iterator[list[Token]]:
+    """Splits tokens at line ends, `;` and `;;`; `;;` is also a statement of its own."""
     statement: list[Token] = []
-    for token in stream:
+    for token in script:
         if token.operator in ("\n", ";", ";;"):
             yield statement
             statement = []
@@ -59,16 +59,16 @@ def _statements(stream: Sequence[Token]) -> Iterator[list[Token]]:
 
 
 class _Frame:
-    """An `if`, `case` or loop that is being read: whether its branch is taken (None: cannot be told)."""
+    """State of an open `if`, `case` or loop: `active` is whether its branch is taken (None: undecidable)."""
 
     def __init__(self, kind: str, line: int, *, outer: bool, active: bool | None = None) -> None:
         self.kind, self.line, self.outer, self.active = kind, line, outer, active
         self.done: bool | None = active  # whether a branch was taken
         self.subject: str | None = None
-        self.wants_pattern = False
+        self.expects_pattern = False
 
     def branch(self, holds: bool | None) -> None:
-        """Begins a branch: taken where its condition holds and none was before it."""
+        """Starts a branch, which is taken if its condition holds and no earlier branch was taken."""
         self.active = None if self.done is None else (not self.done and holds)
         self.done = True if self.active else None if self.active is None else self.done
 
@@ -84,7 +84,7 @@ class _Reader:
         while statement:
             word = "" if statement[0].quoted else statement[0].text
             frame = self.frames[-1] if self.frames else None
-            if frame and frame.kind == "case" and frame.wants_pattern and word not in ("esac", ";;"):
+            if frame and frame.kind == "case" and frame.expects_pattern and word not in ("esac", ";;"):
                 statement = self._pattern(frame, statement)
             elif word in ("then", "do", "{", "}", "(", ")"):
                 statement = statement[1:]
@@ -110,60 +110,61 @@ class _Reader:
             holds = self._list(statement[1:], condition=True) if word == "elif" and decided else True
             frame.branch(holds)
         elif word == ";;" and frame:
-            frame.wants_pattern, frame.active = True, False
+            frame.expects_pattern, frame.active = True, False
         elif self._active():
             self._list(statement, condition=False)
         else:
-            self._left_out(statement)
+            self._note_skipped(statement)
 
     def _active(self) -> bool:
         return all(frame.outer and frame.active for frame in self.frames[-1:])
 
-    def _left_out(self, statement: Sequence[Token]) -> None:
-        """Notes a statement that may count and is skipped as its condition cannot be told."""
+    def _note_skipped(self, statement: Sequence[Token]) -> None:
+        """Notes a skipped statement with assignments or flags, if its condition is undecidable."""
         undecided = next((frame for frame in self.frames if frame.active is None), None)
-        counts = any(_ASSIGNMENT.match(token.text) or token.text.startswith("--") for token in statement)
-        if undecided and counts:
-            what = "a loop" if undecided.kind in _LOOPS else "a condition that only a shell can tell"
-            note = (undecided.line, f"{what}: what it holds is left out")
+        relevant = any(_ASSIGNMENT.match(token.text) or token.text.startswith("--") for token in statement)
+        if undecided and relevant:
+            kind = "a loop" if undecided.kind in _LOOPS else "a condition that only a shell can evaluate"
+            note = (undecided.line, f"{kind}: its body is skipped")
             if note not in self.notes:
                 self.notes.append(note)
 
     def _case(self, statement: list[Token]) -> list[Token]:
         frame = _Frame("case", statement[0].line, outer=self._active(), active=False)
         frame.subject = self.scope.text(statement[1], unset=False) if len(statement) > 1 else ""
-        frame.wants_pattern = True
+        frame.expects_pattern = True
         self.frames.append(frame)
         return statement[3:]  # case WORD in
 
     def _pattern(self, frame: _Frame, statement: list[Token]) -> list[Token]:
         end = next((index for index, token in enumerate(statement) if token.operator == ")"), len(statement))
         patterns = [self.scope.text(token) for token in statement[:end] if not token.operator]
-        frame.wants_pattern = False
+        frame.expects_pattern = False
         frame.branch(any(fnmatch.fnmatchcase(frame.subject or "", pattern) for pattern in patterns))
         return statement[end + 1 :]
 
     def _list(self, statement: Sequence[Token], *, condition: bool) -> bool | None:
-        """Runs commands joined by && and ||; the last result."""
+        """Evaluates commands connected by && and ||; returns the last result."""
         command: list[Token] = []
         result: bool | None = True
-        joined, brackets = "", 0  # the joint before the command, and open [[
+        connector, brackets = "", 0  # the connector before the command, and open [[
         for token in [*statement, Token(0, "&")]:
             brackets += (token.text == "[[") - (token.text == "]]")
             if token.operator not in ("&&", "||", "|", "&") or brackets:
                 command.append(token)
                 continue
-            if joined == "" or (joined == "&&" and result) or (joined == "||" and result is False):
+            if connector == "" or (connector == "&&" and result) or (connector == "||" and result is False):
                 result = self._command(command, condition=condition)
             elif result is None:
                 self._undecided(command)
-            joined = token.operator if token.operator in ("&&", "||") else ""
+            connector = token.operator if token.operator in ("&&", "||") else ""
             command = []
         return result
 
     def _undecided(self, command: Sequence[Token]) -> None:
         if any(_ASSIGNMENT.match(token.text) for token in command):
-            self.notes.append((command[0].line, "a condition that only a shell can tell: what follows it is left out"))
+            text = "a condition that only a shell can evaluate: the command after it is skipped"
+            self.notes.append((command[0].line, text))
 
     def _command(self, command: Sequence[Token], *, condition: bool) -> bool | None:
         words = [token for token in command if not token.operator]
@@ -182,7 +183,7 @@ class _Reader:
             return self._test([token for token in command[rest + 1 :] if token.text not in ("]", "]]")])
         fields = [field for token in words[rest:] for field in self.scope.expand(token)]
         if name in ("source", "."):
-            self.notes.append((words[rest].line, f"{' '.join(fields)} is not read; give its variables by hand"))
+            self.notes.append((words[rest].line, f"{' '.join(fields)} is not read; give its variables with --variable"))
         elif name == "eval":
             for statement in _statements(tokens(" ".join(fields[1:]))):
                 self.execute(statement)
@@ -205,10 +206,10 @@ class _Reader:
         self.scope.values[name] = [*old[:-1], (old[-1] if old else "") + text] if append else [text]
 
     def _test(self, words: Sequence[Token]) -> bool | None:
-        """What `[ ... ]` says; None where it asks for files and the like."""
-        for joint, decide in (("||", any), ("&&", all)):
+        """Result of `[ ... ]`; None for conditions on files and the like."""
+        for connector, decide in (("||", any), ("&&", all)):
             for index, token in enumerate(words):
-                if token.operator == joint:
+                if token.operator == connector:
                     sides = [self._test(words[:index]), self._test(words[index + 1 :])]
                     return None if None in sides else decide(sides)
         texts = [self.scope.text(token, unset=False) for token in words]

@@ -1,4 +1,4 @@
-"""Words of shell scripts: how text is cut into them, and what variables make of them. Nothing is ever run."""
+"""Words of shell scripts: splitting text into words, and expanding variables in them. Nothing is ever run."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 class Piece(NamedTuple):
-    """A part of a word: literal text (`'`), text with variables in double quotes (`"`), or without quotes (empty)."""
+    """Part of a word: literal text (`'`), or text with variables, in double quotes (`"`) or without quotes (empty)."""
 
     text: str
     quote: str
 
 
 class Token(NamedTuple):
-    """A word, an operator or the end of a line."""
+    """Word, operator or line end."""
 
     line: int
     operator: str  # empty for a word; "\n" for the end of a line
@@ -43,12 +43,12 @@ class Token(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The word as it is written, without quotes; the operator of an operator."""
+        """The word as written, without quotes; for an operator, the operator."""
         return self.operator or "".join(piece.text for piece in self.pieces)
 
     @property
     def quoted(self) -> bool:
-        """Whether any part of it is in quotes, so that it cannot be a keyword."""
+        """True if any part is in quotes, so that it cannot be a keyword."""
         return any(piece.quote for piece in self.pieces)
 
 
@@ -58,12 +58,12 @@ class _Lexer:
         self.documents: list[str] = []  # delimiters of here-documents that begin on the next line
 
     def tokens(self, *, closing: str = "") -> Iterator[Token]:
-        """The tokens up to `closing`, or to the end of the text."""
+        """The tokens up to `closing`, or up to the end of the text."""
         while True:
             self._skip_blanks()
             if self.place >= len(self.text):
                 if closing:
-                    raise ConfigError(f"line {self.line}: the script ends before {closing!r}; give the whole script")
+                    raise ConfigError(f"line {self.line}: the script ends before {closing!r}; give the complete script")
                 return
             if self.text[self.place] == "\n":
                 yield Token(self.line, "\n")
@@ -128,7 +128,7 @@ class _Lexer:
         return Token(first, "", tuple(piece for piece in pieces if piece.text or piece.quote))
 
     def _escaped(self) -> Piece:
-        """What a backslash makes of the next character; nothing of the end of a line."""
+        """The character after a backslash as literal text; a line end after it disappears."""
         character = self.text[self.place + 1 : self.place + 2]
         self.place += 2
         self.line += character == "\n"
@@ -142,7 +142,7 @@ class _Lexer:
         text = ""
         while not self.text.startswith(quote, self.place):
             if self.place >= len(self.text):
-                raise ConfigError(f"line {self.line}: a quote {quote} is never closed; give the whole script")
+                raise ConfigError(f"line {self.line}: a quote {quote} is never closed; give the complete script")
             if quote == '"' and self.text.startswith("\\\n", self.place):
                 self.line, self.place = self.line + 1, self.place + 2
             elif quote == '"' and _ESCAPE.match(self.text, self.place):
@@ -158,7 +158,7 @@ class _Lexer:
         return Piece(text, quote)
 
     def _unit(self) -> str:
-        """The next character, or the whole of `${...}`, `$(...)` or a pair of backticks."""
+        """The next character, or all of `${...}`, `$(...)` or a pair of backticks."""
         start = self.place
         if self.text.startswith(("${", "$("), start):
             self.place = _closed(self.text, start + 1)
@@ -173,7 +173,7 @@ class _Lexer:
 
 
 def _closed(text: str, start: int) -> int:
-    """The place after the bracket that closes the one at `start`."""
+    """Index after the bracket that closes the one at `start`."""
     opening = text[start]
     closing = {"(": ")", "{": "}"}[opening]
     depth = 0
@@ -185,7 +185,7 @@ def _closed(text: str, start: int) -> int:
 
 
 def tokens(script: str) -> list[Token]:
-    """The script as words, operators and ends of lines, without comments and here-documents.
+    """Splits a script into words, operators and line ends, without comments and here-documents.
 
     Raises:
         ConfigError: a quote or bracket that is never closed.
@@ -194,14 +194,17 @@ def tokens(script: str) -> list[Token]:
 
 
 class Scope:
-    """The variables of a script: the elements of each; one that is no array has one."""
+    """Variables of a script, each as a list of elements; a plain variable has one element."""
 
     def __init__(self, values: dict[str, list[str]]) -> None:
         self.values = values
 
     def expand(self, word: Token, *, unset: bool = True) -> list[str]:
-        """The fields that a word becomes. A variable that nothing has set stays as `${NAME}`, or is empty without
-        `unset`; so does, as it is written, what only a shell can tell (`$(command)`)."""
+        """Expands a word into fields.
+
+        An unset variable stays as `${NAME}`, or is empty without `unset`. Text that only a shell can evaluate
+        (`$(command)`) stays as written.
+        """
         fields, begun = [""], False
         for piece in word.pieces:
             if piece.quote == "'" or not piece.text:
@@ -217,12 +220,12 @@ class Scope:
         return fields if begun else []
 
     def text(self, word: Token, *, unset: bool = True) -> str:
-        """The word as one field, as in an assignment."""
+        """Expands a word into one field, as in an assignment."""
         pieces = tuple(piece._replace(quote=piece.quote or '"') for piece in word.pieces)
         return " ".join(self.expand(word._replace(pieces=pieces), unset=unset))
 
     def _chunks(self, text: str, *, unset: bool) -> Iterator[str | list[str]]:
-        """Literal text, and the elements of each variable in it."""
+        """Yields literal text, and the elements of each variable in it."""
         place = 0
         while place < len(text):
             if _ESCAPE.match(text, place):
@@ -265,7 +268,7 @@ class Scope:
         return [" ".join(words)]
 
     def _arithmetic(self, text: str) -> str:
-        """The number that `$((...))` is; as it is written where a variable of it is no number."""
+        """Value of `$((...))`; the text as written if one of its variables is not a number."""
         inside = "".join("".join(chunk) for chunk in self._chunks(text[3:-2], unset=True))
         try:
             return str(self._number(ast.parse(inside.replace("/", "//").strip(), mode="eval").body))

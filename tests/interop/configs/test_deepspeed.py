@@ -179,7 +179,7 @@ def test_unknown_key_is_told_with_the_nearest_one():
     }
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "not readable JSON"), ("[1]", "holds no JSON object, but list")])
+@pytest.mark.parametrize(("text", "message"), [("{", "invalid JSON"), ("[1]", "must be a JSON object, not list")])
 def test_bad_json_is_refused(text, message):
     with pytest.raises(ConfigError, match=f"ds.json: {message}"):
         read_json(text, "ds.json")

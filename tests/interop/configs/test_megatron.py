@@ -266,7 +266,7 @@ def test_batch_is_told_by_the_launcher_where_no_flag_does():
     add_script(f"torchrun --nproc_per_node 8 --nnodes 2 pretrain_gpt.py {flags}", {}, imported)
     assert imported.get("train.global_batch_size") == 2 * 16 // 2
     alone = _imported(flags)
-    assert "Megatron-LM takes the micro-batch" in _notes(alone, "fill in")["train.global_batch_size"]
+    assert "Megatron-LM uses the micro-batch" in _notes(alone, "fill in")["train.global_batch_size"]
     counted = _imported(flags.replace("--train-iters 100", "--train-samples 800"))
     assert "--train-samples" in _notes(counted, "fill in")
 
@@ -290,7 +290,7 @@ def test_what_is_missing_is_said():
     notes = _notes(_imported("--num-layers 2 --hidden-size 64 --data-path $DATA"), "fill in")
     assert set(notes) >= {"model.vocab_size", "model.layers", "optimizer.lr", "train.steps", "data.sequence_length"}
     assert "the number of its ids" in notes["model.vocab_size"]
-    assert notes["data.train.0 = '${DATA}'"] == "give --variable DATA=VALUE, or write it"
+    assert notes["data.train.0 = '${DATA}'"] == "give --variable DATA=VALUE, or write the value"
 
 
 def test_sizes_that_the_mesh_does_not_divide_are_told():
@@ -314,7 +314,7 @@ def test_command_is_found_in_all_its_wrappings(command):
     script = f'python pretrain_gpt.py --lr 1\nFLAGS="{flags} --save $SAVE"\nset -x\n{command}\nset +x'
     add_script(script, {}, imported)
     assert imported.get("optimizer.lr") == 1e-3
-    assert _notes(imported, "differs") == {"pretrain_gpt.py": "another command of the script; the last one is read"}
+    assert _notes(imported, "differs") == {"pretrain_gpt.py": "ignored; only the last command of a script is read"}
     assert {note.key for note in imported.notes} == {"pretrain_gpt.py", "--save ${SAVE}"}
 
 
@@ -325,7 +325,7 @@ def test_other_programs_are_told(program):
     assert program in _notes(imported, "differs")
 
 
-@pytest.mark.parametrize(("script", "message"), [("ls -l", "no command of it gives flags"), ("a='x y", "never closed")])
+@pytest.mark.parametrize(("script", "message"), [("ls -l", "no command passes flags"), ("a='x y", "never closed")])
 def test_script_without_a_training_is_refused(script, message):
     with pytest.raises(ConfigError, match=message):
         _imported(script)
@@ -364,7 +364,7 @@ def test_yaml_of_flags():
     assert _notes(imported, "unknown") == {}
 
 
-@pytest.mark.parametrize(("text", "message"), [("a: [", "not readable YAML"), ("- 1", "holds no table")])
+@pytest.mark.parametrize(("text", "message"), [("a: [", "invalid YAML"), ("- 1", "not a table")])
 def test_bad_yaml_is_refused(text, message):
     with pytest.raises(ConfigError, match=f"run.yaml: {message}"):
         add_yaml(text, ImportedConfig("run.yaml"))

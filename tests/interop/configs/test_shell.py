@@ -106,9 +106,9 @@ def test_what_only_a_shell_can_tell_is_left_out_and_told():
     commands, notes = read_script(script, {})
     assert commands[-1] == ["run", "--a", "${A}", "--b", "${B}", "--c", "$(nproc)"]
     assert notes == [
-        (1, "a condition that only a shell can tell: what it holds is left out"),
-        (6, "a loop: what it holds is left out"),
-        (9, ". ./settings.sh is not read; give its variables by hand"),
+        (1, "a condition that only a shell can evaluate: its body is skipped"),
+        (6, "a loop: its body is skipped"),
+        (9, ". ./settings.sh is not read; give its variables with --variable"),
     ]
 
 
