@@ -17,8 +17,8 @@ from megalin.model.config import ModelConfig
 from megalin.model.language_model import LanguageModel
 from megalin.parallel.mesh import ParallelConfig
 from megalin.planner.estimate import Estimate, Estimator
-from megalin.planner.hardware import CHIPS, Hardware, chip_named
-from megalin.planner.search import InfeasibleLayout, Limits, Plan, for_tensors, search
+from megalin.planner.hardware import HARDWARE, Hardware, hardware_named
+from megalin.planner.search import InfeasibleLayout, Limits, Plan, search, usable_bytes
 from megalin.planner.workload import Workload, workload_of
 from megalin.train.config import load_run_config
 
@@ -31,7 +31,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "overrides", nargs="*", metavar="key=value", help="changes to the config, for example model.vocab_size=1"
     )
     parser.add_argument("--gpus", type=int, required=True, help="number of GPUs of the run")
-    parser.add_argument("--gpu", default="h200", help=f"GPU model: {', '.join(CHIPS)} (h200)")
+    parser.add_argument("--gpu", default="h200", help=f"GPU model: {', '.join(HARDWARE)} (h200)")
     parser.add_argument("--memory", help="memory of one GPU, for example 80GB or 75GiB (that of the GPU model)")
     parser.add_argument("--length", type=int, help="tokens per sample (the run's, or 8192)")
     parser.add_argument(
@@ -52,16 +52,16 @@ def _run(arguments: argparse.Namespace) -> int:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: use at least 1")
-    chip = chip_named(arguments.gpu)
-    memory = chip.memory_bytes if arguments.memory is None else _parse_memory(arguments.memory)
+    hardware = hardware_named(arguments.gpu)
+    memory = hardware.memory_bytes if arguments.memory is None else _parse_memory(arguments.memory)
     workload, parallel = _workload_and_mesh(arguments)
     sequence_parallel = arguments.sequence_parallel or parallel.sequence_parallel
-    limits = Limits(arguments.gpus, for_tensors(memory), sequence_parallel, parallel.tp_overlap)
-    plan = search(Estimator(workload, chip), limits, count=arguments.top)
+    limits = Limits(arguments.gpus, usable_bytes(memory), sequence_parallel, parallel.tp_overlap)
+    plan = search(Estimator(workload, hardware), limits, count=arguments.top)
     if arguments.json:
-        print(json.dumps(_as_json(arguments, workload, chip, memory, plan)))
+        print(json.dumps(_as_json(arguments, workload, hardware, memory, plan)))
     else:
-        _print(arguments, workload, chip, memory, plan)
+        _print(arguments, workload, hardware, memory, plan)
     return 0 if plan.best else 1
 
 
@@ -99,12 +99,12 @@ def _parse_memory(text: str) -> int:
 
 
 def _as_json(
-    arguments: argparse.Namespace, workload: Workload, chip: Hardware, memory: int, plan: Plan
+    arguments: argparse.Namespace, workload: Workload, hardware: Hardware, memory: int, plan: Plan
 ) -> dict[str, Any]:
     return {
         "model": arguments.model,
         "gpus": arguments.gpus,
-        "gpu": chip.name,
+        "gpu": hardware.name,
         "memory_bytes": memory,
         "length": workload.length,
         "global_batch_size": workload.global_batch_size,
@@ -136,14 +136,14 @@ def _layout_json(estimate: Estimate) -> dict[str, Any]:
     }
 
 
-def _print(arguments: argparse.Namespace, workload: Workload, chip: Hardware, memory: int, plan: Plan) -> None:
+def _print(arguments: argparse.Namespace, workload: Workload, hardware: Hardware, memory: int, plan: Plan) -> None:
     parameters = LanguageModel(workload.model).num_parameters()
     print(
         f"{arguments.model}: {parameters / 1e9:.2f} billion parameters, {workload.global_batch_size} samples of "
         f"{workload.length} tokens a step, {'compiled' if workload.compiled else 'eager'} blocks"
     )
-    free = for_tensors(memory)
-    print(f"{arguments.gpus} x {chip.name} with {memory / 2**30:.1f} GiB, {free / 2**30:.1f} of it for tensors")
+    free = usable_bytes(memory)
+    print(f"{arguments.gpus} x {hardware.name} with {memory / 2**30:.1f} GiB, {free / 2**30:.1f} of it for tensors")
     print(f"{plan.num_layouts} layouts were tried; the fastest of each mesh that fits:\n" if plan.best else "")
     for number, estimate in enumerate(plan.best, 1):
         _print_estimate(number, estimate)

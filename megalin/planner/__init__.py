@@ -1,1 +1,1 @@
-"""Planning: what a model needs on a mesh that need not be there, and which mesh suits it."""
+"""Planner: predicts memory and step time of a model on a mesh, without the GPUs, and ranks the meshes."""

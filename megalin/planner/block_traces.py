@@ -1,4 +1,4 @@
-"""What the parts of a model cost on one rank of a tensor- and context-parallel mesh: each kind of block once."""
+"""Traces of each kind of block, the embedding and the head on one rank of a tensor- and context-parallel mesh."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megalin.layers.mixers.base import SequenceContext
+from megalin.layers.mixers.base import MixerContext
 from megalin.model.block import Block
 from megalin.model.config import BlockConfig
 from megalin.model.language_model import LanguageModel
@@ -18,78 +18,78 @@ from megalin.parallel.fake_mesh import fake_mesh
 from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.planner.graph_cost import COPY, CollectiveCost
 from megalin.planner.hardware import GPUS_PER_HOST
-from megalin.planner.tracing import RunCost, take_shape, trace, trace_compiled, without_values
+from megalin.planner.tracing import RunCost, fake_execution, materialize, trace, trace_compiled
 from megalin.planner.workload import Workload, one_of_each
 
 
 class LossCost(NamedTuple):
-    """The head's product and the loss of a micro-batch."""
+    """Memory of the head's matmul and the loss of a micro-batch."""
 
     forward_bytes: int
-    """Most that they hold in the forward."""
+    """Peak in the forward."""
     saved_bytes: int
-    """What they keep for the backward."""
+    """Saved for the backward."""
     backward_bytes: int
-    """Most that they hold in the backward, what they kept included."""
+    """Peak in the backward, saved bytes included."""
 
 
 class Trace(NamedTuple):
-    """Costs of a micro-batch on one rank; exchanges carry the name of their axis as their group."""
+    """Costs of a micro-batch on one rank; the group of each collective is the name of its axis."""
 
     blocks: list[RunCost]
-    """Of each entry of `model.layers`, one of its blocks."""
+    """One block of each entry of `model.layers`."""
     entry: RunCost
     """The embedding and the input layers."""
     exit: RunCost
-    """The last norm, and the way into the head."""
+    """The final norm, and the collective before the head."""
     loss: LossCost
     hidden_bytes: int
-    """The residual stream."""
+    """Bytes of the hidden states."""
     copied_bytes: int = 0
-    """The largest tensor [B, T, D] that copies bring to products; 0 where collectives do."""
+    """Largest tensor [B, T, D] sent by async tensor parallelism; 0 without it."""
 
 
 def uses_async_tp(parallel: ParallelConfig) -> bool:
-    """Whether products run beside copies of the stream: as `auto` chooses where the axis's GPUs share a host."""
+    """True where async tensor parallelism runs, as `auto` chooses it: the axis's GPUs share a host."""
     return parallel.may_use_async_tp and parallel.tp <= GPUS_PER_HOST
 
 
 def trace_model(workload: Workload, parallel: ParallelConfig, micro_batch_size: int) -> Trace:
-    """Runs one block of each entry without values, and what stands around the blocks.
+    """Traces one block of each entry of `layers`, the embedding and the head on fake tensors.
 
     Args:
-        parallel: of which tp, cp, how they exchange and sequence parallelism are read.
+        parallel: only tp, cp, their collectives and sequence parallelism are read.
     """
-    alone = parallel.model_copy(
+    tp_cp = parallel.model_copy(
         update={"pp": 1, "pp_schedule": "1f1b", "pp_stages_per_rank": 1, "shard": None, "zero": None}
     )
-    with fake_mesh(alone, parallel.tp * parallel.cp, async_tp=uses_async_tp(parallel)) as mesh:
+    with fake_mesh(tp_cp, parallel.tp * parallel.cp, async_tp=uses_async_tp(parallel)) as mesh:
         model = LanguageModel(one_of_each(workload.model), mesh.tp, cp=mesh.cp)
-        with without_values():
-            take_shape(model, workload.dtype)
+        with fake_execution():
+            materialize(model, workload.dtype)
             return _trace(workload, model, mesh, micro_batch_size)
 
 
 def _trace(workload: Workload, model: LanguageModel, mesh: Mesh, batch: int) -> Trace:
     config, dtype, length = workload.model, workload.dtype, workload.length // mesh.cp.size
     tokens = torch.zeros(batch, length, dtype=torch.int64)
-    # One document a row: what packed rows cost beside, an id a token, no figure shows. A backward frees the graph of
-    # what mixers share, so each has a context of its own.
+    # One document per sequence: packing adds an id per token, too little to matter. A backward frees the graph of the
+    # tensors that mixers share, so each block gets its own context.
     new_context = partial(model.context, tokens, mesh.cp.positions(tokens), None, dtype)
     wide = compute_dtype(torch.empty(0, dtype=dtype)) if config.residual_dtype == "float32" else dtype
-    split = mesh.tp.size if mesh.tp.sequence_parallel else 1
-    stream = partial(torch.empty, batch, length // split, config.hidden_size, dtype=wide)
+    num_shards = mesh.tp.size if mesh.tp.sequence_parallel else 1
+    hidden_states = partial(torch.empty, batch, length // num_shards, config.hidden_size, dtype=wide)
     names = {axis.group_name: axis.name for axis in (mesh.tp.axis, mesh.cp.axis) if axis.size > 1}
     blocks = []
     for block in model.block_list():
         contexts = block.contexts(new_context())
 
-        def run(x: Tensor, block: Block = block, contexts: list[SequenceContext] = contexts) -> Tensor:
+        def run(x: Tensor, block: Block = block, contexts: list[MixerContext] = contexts) -> Tensor:
             return block(x, contexts, None).x
 
-        cost = trace_compiled(block, run, stream(requires_grad=True)) if workload.compiled else None
-        blocks.append(_named(cost or trace(block, run, stream(requires_grad=True)), names))
-    # The embedding takes tokens: a zero that wants a gradient stands for them.
+        cost = trace_compiled(block, run, hidden_states(requires_grad=True)) if workload.compiled else None
+        blocks.append(_with_axis_names(cost or trace(block, run, hidden_states(requires_grad=True)), names))
+    # The embedding takes tokens; a zero that requires a gradient stands in for a differentiable input.
     entry = trace(
         model,
         lambda zero: model.apply_input_layers(
@@ -97,55 +97,56 @@ def _trace(workload: Workload, model: LanguageModel, mesh: Mesh, batch: int) -> 
         )[0],
         torch.empty(1, requires_grad=True),
     )
-    exit_ = trace(model, lambda x: mesh.tp.enter(model.norm(x).to(dtype)), stream(requires_grad=True))
+    exit_ = trace(model, lambda x: mesh.tp.enter(model.norm(x).to(dtype)), hidden_states(requires_grad=True))
     table = (model.embedding if model.head is None else model.head).weight
     loss = _loss(table, batch * length)
-    numel = batch * (length // split) * config.hidden_size
-    copied = [exchange.bytes for cost in blocks for exchange in cost.forward if exchange.collective == COPY]
+    numel = batch * (length // num_shards) * config.hidden_size
+    copied = [collective.bytes for cost in blocks for collective in cost.forward if collective.name == COPY]
     hidden_bytes = numel * wide.itemsize
-    return Trace(blocks, _named(entry, names), _named(exit_, names), loss, hidden_bytes, max(copied, default=0))
+    entry, exit_ = _with_axis_names(entry, names), _with_axis_names(exit_, names)
+    return Trace(blocks, entry, exit_, loss, hidden_bytes, max(copied, default=0))
 
 
-def _named(cost: RunCost, names: dict[str, str]) -> RunCost:
-    def named(exchanges: list[CollectiveCost]) -> list[CollectiveCost]:
-        return [exchange._replace(group=names[exchange.group]) for exchange in exchanges]
+def _with_axis_names(cost: RunCost, names: dict[str, str]) -> RunCost:
+    def named(collectives: list[CollectiveCost]) -> list[CollectiveCost]:
+        return [collective._replace(group=names[collective.group]) for collective in collectives]
 
     return cost._replace(forward=named(cost.forward), backward=named(cost.backward))
 
 
-def _loss(table: Tensor, rows: int) -> LossCost:
-    """As `ops.linear_cross_entropy` allocates: gradients of rows and table with the loss, chunks of logits between,
-    and both gradients once more, scaled."""
+def _loss(table: Tensor, num_tokens: int) -> LossCost:
+    """Allocations of `ops.linear_cross_entropy`: the forward holds a chunk of logits and the gradients of tokens and
+    table; the backward holds both gradients again, scaled."""
     (vocabulary, width), size = table.shape, table.element_size()
-    chunk = chunk_rows(table, rows) * vocabulary * size
-    row_gradient, table_gradient = rows * width * size, vocabulary * width * 4
-    scaled = row_gradient + vocabulary * width * size
-    kept = row_gradient + table_gradient
-    return LossCost(kept + chunk, kept, kept + scaled)
+    chunk = chunk_rows(table, num_tokens) * vocabulary * size
+    token_gradient, table_gradient = num_tokens * width * size, vocabulary * width * 4
+    scaled = token_gradient + vocabulary * width * size
+    saved = token_gradient + table_gradient
+    return LossCost(saved + chunk, saved, saved + scaled)
 
 
-def part_of(cost: RunCost, share: float) -> RunCost:
-    """The cost of sub-layers of a block that are worth `share` of its operations, as if all else went with them."""
+def scaled_cost(cost: RunCost, fraction: float) -> RunCost:
+    """Cost of the sub-layers of a block with `fraction` of its operations; bytes are taken in proportion."""
 
-    def scaled(exchanges: list[CollectiveCost]) -> list[CollectiveCost]:
+    def scaled(collectives: list[CollectiveCost]) -> list[CollectiveCost]:
         return [
-            exchange._replace(
-                bytes=round(share * exchange.bytes), overlapped_flops=round(share * exchange.overlapped_flops)
+            collective._replace(
+                bytes=round(fraction * collective.bytes), overlapped_flops=round(fraction * collective.overlapped_flops)
             )
-            for exchange in exchanges
+            for collective in collectives
         ]
 
     return RunCost(
-        round(share * cost.saved_bytes),
-        round(share * cost.backward_bytes),
-        round(share * cost.moved_bytes),
+        round(fraction * cost.saved_bytes),
+        round(fraction * cost.backward_bytes),
+        round(fraction * cost.moved_bytes),
         scaled(cost.forward),
         scaled(cost.backward),
     )
 
 
-def stretched(one: Trace, two: Trace, batch: int) -> Trace:
-    """The trace of a micro-batch of `batch` samples, of those of one and of two."""
+def extrapolate(one: Trace, two: Trace, batch: int) -> Trace:
+    """Extrapolates the traces of micro-batches of one and two samples to `batch` samples."""
     more = batch - 1
 
     def number(a: int, b: int) -> int:
@@ -177,5 +178,5 @@ def stretched(one: Trace, two: Trace, batch: int) -> Trace:
 
 
 def kinds(layers: list[BlockConfig]) -> list[int]:
-    """For each block of the model, the index of its entry in `model.layers`."""
+    """Index of each block's entry in `model.layers`."""
     return [index for index, block in enumerate(layers) for _ in range(block.repeat)]

@@ -1,4 +1,4 @@
-"""Memory and time of one layout, of the ranks that hold most and that take longest."""
+"""Memory and time of one layout: of the rank that needs the most memory and of the slowest."""
 
 from __future__ import annotations
 
@@ -11,101 +11,105 @@ from megalin.model.pipeline_stages import plan_stages
 from megalin.parallel.collectives import Axis
 from megalin.parallel.fake_mesh import LocalTensorParallel
 from megalin.parallel.mesh import ParallelConfig
-from megalin.planner.block_traces import Trace, kinds, part_of, stretched, trace_model, uses_async_tp
+from megalin.planner.block_traces import Trace, extrapolate, kinds, scaled_cost, trace_model, uses_async_tp
 from megalin.planner.hardware import Hardware
 from megalin.planner.memory import Memory, stage_memory
-from megalin.planner.parameters import StageParameters, joined, stage_parameters
+from megalin.planner.parameters import StageParameters, merge_stages, stage_parameters
 from megalin.planner.step_time import MicroBatchWork, Sent, StepTime, step_time
 from megalin.planner.workload import ParallelLayout, Workload
 
 
 class Estimate(NamedTuple):
-    """A layout, and what it needs."""
+    """A layout with its predicted memory, step time and traffic."""
 
     layout: ParallelLayout
     memory: Memory
-    """Of the rank of the pipeline that holds most."""
+    """Of the pipeline rank with the highest peak."""
     time: StepTime
-    """Of the one that takes longest."""
+    """Of the slowest pipeline rank."""
     sent: Sent
-    """By that one."""
+    """By the slowest pipeline rank."""
     tokens_per_second: float
-    """Of all ranks."""
+    """Over all ranks."""
 
 
 class _Part(NamedTuple):
-    """Sub-layers of a block that a stage has, mostly all."""
+    """The sub-layers of one block that belong to a stage, usually all."""
 
     kind: int
-    """The entry of `model.layers` that the block is of."""
+    """Index of the block's entry in `model.layers`."""
     sublayers: tuple[int, ...]
-    """By their numbers in the block."""
+    """Their indices in the block."""
 
 
 class _Operations(NamedTuple):
-    """Forward operations a token of sub-layers."""
+    """Forward operations per token of a sub-layer."""
 
     attention: float
     other: float
 
 
 class Estimator:
-    """Estimates of a workload's layouts; modules and traces are kept, since many layouts share them.
+    """Estimates the layouts of a workload; caches modules and traces, which many layouts share.
 
     Attributes:
-        cuts: the sub-layers of each stage, by the ranks and the stages of a pipeline; those not yet there are planned.
+        partitions: sub-layers of each stage, by the numbers of ranks and of stages of the pipeline; filled on demand.
     """
 
-    def __init__(self, workload: Workload, chip: Hardware) -> None:
-        self.workload, self.chip = workload, chip
-        self.cuts: dict[tuple[int, int], list[range]] = {(1, 1): [range(workload.model.num_sublayers)]}
+    def __init__(self, workload: Workload, hardware: Hardware) -> None:
+        self.workload, self.hardware = workload, hardware
+        self.partitions: dict[tuple[int, int], list[range]] = {(1, 1): [range(workload.model.num_sublayers)]}
         self._kinds = kinds(workload.model.layers)
         self._modules: dict[tuple[int, int, int], list[LanguageModel]] = {}
         self._parameters: dict[tuple[int, int, int, int], list[StageParameters]] = {}
         self._traces: dict[tuple[object, ...], Trace] = {}
 
-    def resting_bytes(self, layout: ParallelLayout) -> int:
-        """fp32 weights, gradients and both moments as shards, of the rank that has most: no step needs less."""
+    def model_state_bytes(self, layout: ParallelLayout) -> int:
+        """Sharded fp32 weights, gradients and both moments of the rank with most: a lower bound of every step."""
         return max(16 * parameters.shard for parameters in self.parameters(layout))
 
-    def estimate(self, layout: ParallelLayout, *, closely: bool) -> Estimate:
-        """What `layout` needs: by a trace of its own micro-batch as the workload's blocks run, or, not `closely`, by
-        eager traces of one and two samples."""
-        trace = self._trace(layout, closely=closely)
+    def estimate(self, layout: ParallelLayout, *, refined: bool) -> Estimate:
+        """Estimates `layout`: `refined` from a trace of its own micro-batch, compiled if the workload is; if not, from
+        eager traces of one and two samples, which is faster."""
+        trace = self._trace(layout, refined=refined)
         itemsize, parallel = self.workload.dtype.itemsize, layout.parallel
         memories, times = [], []
-        parts = self.parameters(layout)
-        for rank in _telling_ranks(parts):
+        by_rank = self.parameters(layout)
+        for rank in _critical_ranks(by_rank):
             own = self._own_blocks(parallel, rank)
             distinct = [*dict.fromkeys(own)]
-            of_own = trace._replace(blocks=[part_of(trace.blocks[part.kind], self._share(part)) for part in distinct])
-            of = [distinct.index(part) for part in own]
-            memories.append(stage_memory(parts[rank], of_own, of, layout, rank=rank, itemsize=itemsize))
+            costs = [scaled_cost(trace.blocks[part.kind], self._fraction(part)) for part in distinct]
+            own_trace, own_kinds = trace._replace(blocks=costs), [distinct.index(part) for part in own]
+            memories.append(stage_memory(by_rank[rank], own_trace, own_kinds, layout, rank=rank, itemsize=itemsize))
             work = self._work(layout, own, parallel, rank)
-            times.append(step_time(work, parts[rank], of_own, of, layout, self.chip, rank=rank, itemsize=itemsize))
+            times.append(
+                step_time(
+                    work, by_rank[rank], own_trace, own_kinds, layout, self.hardware, rank=rank, itemsize=itemsize
+                )
+            )
         time, sent = max(times, key=lambda each: each[0].total)
         tokens = self.workload.global_batch_size * self.workload.length
         memory = max(memories, key=lambda each: each.total)
         return Estimate(layout, memory, time, sent, tokens / time.total)
 
     def parameters(self, layout: ParallelLayout) -> list[StageParameters]:
-        """What each rank of the pipeline holds."""
+        """Parameter counts of each rank of the pipeline."""
         parallel = layout.parallel
         key = (parallel.tp, parallel.pp, parallel.pp_stages_per_rank, layout.shard)
         if key not in self._parameters:
             stages = self._stages(parallel.tp, parallel.pp, parallel.pp * parallel.pp_stages_per_rank)
             self._parameters[key] = [
-                joined([stage_parameters(stage, layout.shard) for stage in stages[rank :: parallel.pp]])
+                merge_stages([stage_parameters(stage, layout.shard) for stage in stages[rank :: parallel.pp]])
                 for rank in range(parallel.pp)
             ]
         return self._parameters[key]
 
-    def cut(self, num_ranks: int, num_stages: int) -> list[range]:
-        """The sub-layers of each stage. Raises ConfigError where the model has fewer to cut behind."""
-        if (num_ranks, num_stages) not in self.cuts:
+    def partition(self, num_ranks: int, num_stages: int) -> list[range]:
+        """Sub-layers of each stage. Raises ConfigError if the model has too few sub-layers that can end a stage."""
+        if (num_ranks, num_stages) not in self.partitions:
             plan = plan_stages(self.workload.model, num_stages, num_ranks=num_ranks, length=self.workload.length)
-            self.cuts[num_ranks, num_stages] = plan.sublayers
-        return self.cuts[num_ranks, num_stages]
+            self.partitions[num_ranks, num_stages] = plan.sublayers
+        return self.partitions[num_ranks, num_stages]
 
     def _stages(self, tp: int, num_ranks: int, num_stages: int) -> list[LanguageModel]:
         key = (tp, num_ranks, num_stages)
@@ -113,14 +117,14 @@ class Estimator:
             axis = LocalTensorParallel(Axis("tp", tp))
             self._modules[key] = [
                 LanguageModel(self.workload.model, axis, stage=Stage(number, num_stages, sublayers))
-                for number, sublayers in enumerate(self.cut(num_ranks, num_stages))
+                for number, sublayers in enumerate(self.partition(num_ranks, num_stages))
             ]
         return self._modules[key]
 
     def _own_blocks(self, parallel: ParallelConfig, rank: int) -> list[_Part]:
-        """What the rank's stages have of each of their blocks."""
+        """The rank's blocks, each with the sub-layers in the rank's stages."""
         found = []
-        for stage in self.cut(parallel.pp, parallel.pp * parallel.pp_stages_per_rank)[rank :: parallel.pp]:
+        for stage in self.partition(parallel.pp, parallel.pp * parallel.pp_stages_per_rank)[rank :: parallel.pp]:
             start = 0
             for kind in self._kinds:
                 end = start + len(self._operations[kind])
@@ -129,17 +133,17 @@ class Estimator:
                 start = end
         return found
 
-    def _share(self, part: _Part) -> float:
-        """Of the operations of its block."""
+    def _fraction(self, part: _Part) -> float:
+        """Fraction of its block's operations."""
         whole = self._operations[part.kind]
         return sum(sum(whole[index]) for index in part.sublayers) / sum(sum(each) for each in whole)
 
     @cached_property
     def _operations(self) -> list[list[_Operations]]:
-        """Of each sub-layer of a block of each kind.
+        """Operations of each sub-layer of a block of each kind.
 
-        Attention is what a sequence of twice the length adds to a token. Of its T tokens a causal sequence shows each
-        about T / 2, where a model's own count has all pairs.
+        Attention is the increase per token when the length doubles. In a causal sequence of T tokens about T / 2 are
+        visible to a token, while the model's own count has all pairs.
         """
         length, blocks = self.workload.length, self._whole.block_list()
         first = [blocks[self._kinds.index(kind)] for kind in range(len(self.workload.model.layers))]
@@ -151,7 +155,7 @@ class Estimator:
 
     @cached_property
     def _operations_around(self) -> int:
-        """Forward operations a token of what stands around the blocks."""
+        """Forward operations per token outside the blocks."""
         length = self.workload.length
         return self._whole.forward_flops(length) - sum(mixer.flops(length) for mixer in self._whole.mixers())
 
@@ -164,11 +168,11 @@ class Estimator:
         around = self._operations_around if rank == parallel.pp - 1 else 0
         each = [self._operations[part.kind][index] for part in own for index in part.sublayers]
         attention, other = (tokens * sum(kind) for kind in zip(*each, strict=True))
-        return MicroBatchWork(other, attention, tokens * around, sum(map(self._share, own)))
+        return MicroBatchWork(other, attention, tokens * around, sum(map(self._fraction, own)))
 
-    def _trace(self, layout: ParallelLayout, *, closely: bool) -> Trace:
+    def _trace(self, layout: ParallelLayout, *, refined: bool) -> Trace:
         parallel, size = layout.parallel, layout.micro_batch_size
-        workload = self.workload if closely else self.workload._replace(compiled=False)
+        workload = self.workload if refined else self.workload._replace(compiled=False)
         axes = (parallel.tp, parallel.cp, parallel.cp_exchange, parallel.sequence_parallel, uses_async_tp(parallel))
 
         def of(batch: int) -> Trace:
@@ -177,11 +181,11 @@ class Estimator:
                 self._traces[key] = trace_model(workload, parallel, batch)
             return self._traces[key]
 
-        return of(size) if closely or size <= 2 else stretched(of(1), of(2), size)
+        return of(size) if refined or size <= 2 else extrapolate(of(1), of(2), size)
 
 
-def _telling_ranks(parts: list[StageParameters]) -> list[int]:
-    """The first rank of a pipeline, which has most micro-batches in flight, the last, which has the head, and the one
-    whose blocks are largest."""
+def _critical_ranks(parts: list[StageParameters]) -> list[int]:
+    """Pipeline ranks that can be the largest or slowest: the first (most micro-batches in flight), the last (the head)
+    and the one with the largest blocks."""
     most = max(range(len(parts)), key=lambda rank: sum(unit.whole for unit in parts[rank].blocks))
     return sorted({0, most, len(parts) - 1})

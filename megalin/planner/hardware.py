@@ -1,4 +1,4 @@
-"""What a plan knows of GPUs: data sheets, and which share of them our steps were seen to reach."""
+"""GPUs of a plan: data sheets, and the fractions of them that steps were measured to reach."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from megalin.config import suggest
 from megalin.errors import ConfigError
 from megalin.train.hardware import BF16_FLOPS_PER_SECOND
 
-MATRIX_SHARE = 0.69
-"""Of the data sheet's matrix rate: 680 of 989 TFLOP/s at 8192^3 and at the models' own shapes, H200."""
-ATTENTION_SHARE = 0.48
-"""Of the data sheet's matrix rate, causal softmax attention with its backward counted as two forwards: 28.0 ms for
-3 x 4.4 TFLOP, cuDNN, 32,768 tokens and 16 heads of 128, H200."""
-MEMORY_SHARE = 0.60
-"""Of the data sheet's bandwidth, kernels beside matrix products: between 0.4 (scans) and 0.85 (norms, gates), H200. One
-number for all of them is what the estimate's error is made of."""
-LINK_SHARE = 0.67
-"""Of a link's data sheet, large collectives: 292 to 329 of 450 GB/s, four H200. Taken for the network as well."""
+MATRIX_EFFICIENCY = 0.69
+"""Fraction of the data sheet's matrix rate: 680 of 989 TFLOP/s at 8192^3 and at the models' own shapes, H200."""
+ATTENTION_EFFICIENCY = 0.48
+"""Fraction of the data sheet's matrix rate for causal softmax attention, its backward counted as two forwards: 28.0 ms
+for 3 x 4.4 TFLOP, cuDNN, 32,768 tokens and 16 heads of 128, H200."""
+MEMORY_EFFICIENCY = 0.60
+"""Fraction of the data sheet's bandwidth for all kernels except matmuls: between 0.4 (scans) and 0.85 (norms, gates),
+H200. Using one number for all of them is the main error of the estimate."""
+LINK_EFFICIENCY = 0.67
+"""Fraction of a link's data sheet for large collectives: 292 to 329 of 450 GB/s, four H200. Used for networks too."""
 COLLECTIVE_SECONDS = 36e-6
-"""Least time of a collective, four H200 of one host."""
-COPY_SHARE = 0.84
-"""Of a link's data sheet, a copy engine that writes into another GPU: 378 of 450 GB/s, 33.5 MB, two H200."""
+"""Shortest time of a collective, four H200 of one host."""
+COPY_EFFICIENCY = 0.84
+"""Fraction of a link's data sheet for a copy engine that writes to another GPU: 378 of 450 GB/s, 33.5 MB, two H200."""
 SIGNAL_SECONDS = 16e-6
-"""What a copy to other ranks takes beside its bytes: a signal between two copies of one stream, two H200."""
+"""Overhead of a copy to other ranks: a signal between two copies on one CUDA stream, two H200."""
 HOST_SECONDS = 5e-3
-"""What the host needs to start one block forward and backward: 150 ms for 30 blocks; a faster device waits for it."""
+"""Host time to launch one block forward and backward: 150 ms for 30 blocks; a faster device waits for it."""
 
 
 class Hardware(NamedTuple):
-    """A GPU in the machine that it usually comes in, by the vendor's data sheets."""
+    """A GPU and the host that it is usually part of, by the vendor's data sheets."""
 
     name: str
     memory_bytes: int
@@ -40,24 +40,24 @@ class Hardware(NamedTuple):
     link_bandwidth: float
     """Bytes a second that a GPU sends to the others of its host (NVLink, one direction)."""
     network_bandwidth: float
-    """Bytes a second that a GPU sends to other hosts: one adapter each, 400 Gb/s, of an A100 200 Gb/s."""
+    """Bytes a second that a GPU sends to other hosts: one adapter per GPU, 400 Gb/s (A100: 200 Gb/s)."""
 
 
-CHIPS = {
-    chip.name: chip
-    for chip in (
+HARDWARE = {
+    hardware.name: hardware
+    for hardware in (
         Hardware("a100", 80 * 10**9, BF16_FLOPS_PER_SECOND["A100"], 2.039e12, 300e9, 25e9),
         Hardware("h100", 80 * 10**9, BF16_FLOPS_PER_SECOND["H100"], 3.35e12, 450e9, 50e9),
         Hardware("h200", 141 * 10**9, BF16_FLOPS_PER_SECOND["H200"], 4.8e12, 450e9, 50e9),
         Hardware("b200", 180 * 10**9, BF16_FLOPS_PER_SECOND["B200"], 7.7e12, 900e9, 50e9),
     )
 }
-"""The chips that a plan knows: SXM boards, 8 of them on a host."""
+"""Known GPUs by name: SXM boards, 8 on a host."""
 GPUS_PER_HOST = 8
 
 
-def chip_named(name: str) -> Hardware:
-    """The chip of that name. Raises ConfigError for one that is not known."""
-    if name not in CHIPS:
-        raise ConfigError(f"--gpu {name}: no data sheet of it is known here; {suggest(name, list(CHIPS))}")
-    return CHIPS[name]
+def hardware_named(name: str) -> Hardware:
+    """Returns the hardware of that name. Raises ConfigError for an unknown one."""
+    if name not in HARDWARE:
+        raise ConfigError(f"--gpu {name}: unknown GPU model; {suggest(name, list(HARDWARE))}")
+    return HARDWARE[name]

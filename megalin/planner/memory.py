@@ -1,4 +1,4 @@
-"""The most memory that a rank holds during a step, and what it is made of at that moment."""
+"""Peak memory of a rank during a step, by purpose."""
 
 from __future__ import annotations
 
@@ -13,47 +13,48 @@ _FP32 = 4
 
 
 class Memory(NamedTuple):
-    """Bytes of a rank at the moment when it holds most."""
+    """Bytes of a rank at its peak."""
 
     weights: int
     """fp32 shards, and buffers."""
     gradients: int
-    """fp32, as shards or, between the micro-batches of ZeRO 0 and 1, whole; and those of the tables on their way."""
+    """fp32 shards, or unsharded between micro-batches under ZeRO 0 and 1; and those of embedding and head before their
+    reduction."""
     optimizer: int
     """Both moments, fp32 shards."""
     gathered: int
-    """Whole weights in the dtype that computes."""
+    """All-gathered weights in the compute dtype."""
     activations: int
-    """What forwards keep for their backwards, recurrent states included."""
+    """Tensors saved for the backward, recurrent states included."""
     working: int
-    """What one block's backward, or the loss, holds beside that, and what travels between ranks."""
+    """Temporaries of one block's backward or of the loss, gradients in reduction and pipeline buffers."""
     symmetric_memory: int
-    """What other ranks' copy engines write into, beside the caching allocator's (docs/adr/0014 and 0015)."""
+    """Buffers that other ranks' copy engines write, outside the caching allocator (docs/adr/0014 and 0015)."""
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all purposes."""
         return sum(self)
 
 
 def stage_memory(
     parameters: StageParameters, trace: Trace, kinds: list[int], layout: ParallelLayout, *, rank: int, itemsize: int
 ) -> Memory:
-    """The peak of a rank that holds the stage.
+    """Peak memory of a rank that runs the stage.
 
     Args:
-        kinds: for each block of the stage, its entry in the trace.
+        kinds: for each block of the stage, its index in the trace's blocks.
         rank: on the pipeline axis.
         itemsize: bytes of the compute dtype.
     """
     saved, backward = _block_costs(trace, kinds, layout)
-    moments = _Moments(parameters, trace, layout, saved, itemsize)
+    moments = _StepMemory(parameters, trace, layout, saved, itemsize)
     before = (layout.in_flight(rank) - 1) * sum(saved) // layout.parallel.pp_stages_per_rank
     before += layout.in_flight(rank) * trace.entry.saved_bytes if rank == 0 else 0
     last = len(saved) - 1
-    # Between neighbours of a kind the memory changes evenly: it is most at the ends of their runs.
-    turns = [b for b in range(last + 1) if b in (0, last) or len({*kinds[b - 1 : b + 2]}) > 1]
-    peaks = [moments.at(b, before + sum(saved[: b + 1]), backward[b] - saved[b]) for b in turns]
+    # Within a run of equal blocks the memory changes evenly, so the peak is at one of its ends.
+    ends = [b for b in range(last + 1) if b in (0, last) or len({*kinds[b - 1 : b + 2]}) > 1]
+    peaks = [moments.at(b, before + sum(saved[: b + 1]), backward[b] - saved[b]) for b in ends]
     if parameters.table:
         loss = max(trace.loss.forward_bytes, trace.loss.backward_bytes)
         kept = before + sum(saved) + trace.exit.saved_bytes
@@ -63,7 +64,7 @@ def stage_memory(
 
 
 def _block_costs(trace: Trace, kinds: list[int], layout: ParallelLayout) -> tuple[list[int], list[int]]:
-    """Of each block: what it keeps, and the most that its backward holds, that included."""
+    """Per block: saved bytes, and the peak of its backward, saved bytes included."""
     costs = [trace.blocks[kind] for kind in kinds]
     if not layout.recompute:
         return [cost.saved_bytes for cost in costs], [cost.backward_bytes for cost in costs]
@@ -71,14 +72,14 @@ def _block_costs(trace: Trace, kinds: list[int], layout: ParallelLayout) -> tupl
 
 
 def _symmetric_memory_bytes(trace: Trace, layout: ParallelLayout) -> int:
-    """Of products beside copies, a stream of all tokens and the partial sums of one; of each stage, the slots of two
-    lines, for activations and for gradients."""
+    """Async tensor parallelism: hidden states of all tokens and partial sums of the same size. Pipeline: per stage the
+    slots of two channels, for activations and for gradients."""
     slots = 2 * SLOTS * layout.parallel.pp_stages_per_rank * trace.hidden_bytes if layout.copies_between_stages else 0
     return 2 * trace.copied_bytes + slots
 
 
-class _Moments:
-    """What a rank holds of weights and gradients as the last backward of a step passes its blocks."""
+class _StepMemory:
+    """Memory of a rank while the last backward of a step passes its blocks."""
 
     def __init__(
         self, parameters: StageParameters, trace: Trace, layout: ParallelLayout, saved: list[int], itemsize: int
@@ -89,7 +90,7 @@ class _Moments:
         self.symmetric_memory = _symmetric_memory_bytes(trace, layout)
 
     def at(self, block: int, activations: int, working: int, *, after_loss: bool = True) -> Memory:
-        """During the backward of `block`, or before that of the last one."""
+        """Memory during the backward of `block`; with `after_loss` False, before the backward of the last block."""
         layout, blocks, rest = self.layout, self.parameters.blocks, self.parameters.rest
         accumulating = layout.num_micro_batches > 1
         done = blocks[block + 1 :] if after_loss else []
@@ -100,7 +101,7 @@ class _Moments:
             gradients += _FP32 * sum(unit.shard if layout.zero >= 2 else unit.whole for unit in everywhere)
         if after_loss and self.parameters.table:
             gradients += self.itemsize * self.parameters.table
-        # A unit that is done is reduced in fp32 beside its own gradients while the next one runs.
+        # A finished unit is reduced in fp32, in addition to its own gradients, while the next one runs.
         reducing = max((self._reduced(unit) for unit in done[:1]), default=0)
         if layout.parallel.pp > 1:
             reducing += 4 * self.trace.hidden_bytes
@@ -116,7 +117,7 @@ class _Moments:
         )
 
     def update(self) -> Memory:
-        """After the last backward: all gradients, and the reduction of what is no block."""
+        """Memory after the last backward: all gradients, and the reduction of the parameters outside blocks."""
         rest = self.parameters.rest
         return Memory(
             self.weights,
@@ -135,6 +136,6 @@ class _Moments:
         always = self.itemsize * self.parameters.rest.whole + _FP32 * self.parameters.precise.whole
         if self.layout.zero < 3:
             return always + self.itemsize * sum(unit.whole for unit in left)
-        # The block that runs, the next one, and the next one as it arrived.
+        # The running block, the next one, and the all-gather output of the next one.
         sizes = [unit.whole for unit in left]
         return always + self.itemsize * min(3 * max(sizes, default=0), sum(sizes))

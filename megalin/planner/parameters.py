@@ -1,4 +1,4 @@
-"""How many elements of the parameters a rank holds, whole and as its shard, from the real modules on meta."""
+"""Parameter counts of a rank, gathered and sharded, from the real modules on meta."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from megalin.parallel.data_parallel import shard_dim
 
 
 class Elements(NamedTuple):
-    """Parameters of a unit of sharded data parallelism, of which tensor parallelism has cut off its share."""
+    """Element counts of an FSDP unit, at tensor-parallel sizes."""
 
     whole: int
     """Elements while the unit is gathered."""
     shard: int
-    """Elements at rest; where they do not divide, those of the rank with most."""
+    """Elements of a rank's shard; of the largest shard if they do not divide."""
 
 
 class StageParameters(NamedTuple):
-    """The units of a stage, which may be the whole model."""
+    """FSDP units of a stage, or of the whole model."""
 
     blocks: list[Elements]
-    """Those of each block that compute in the compute dtype."""
+    """Per block, the parameters used in the compute dtype."""
     rest: Elements
-    """Tables, the last norm, input layers: gathered for the whole step."""
+    """Embedding, head, final norm and input layers: gathered for the whole step."""
     precise: Elements
-    """What computes in fp32: gathered for the whole step."""
+    """Parameters used in fp32: gathered for the whole step."""
     buffer_bytes: int
-    """Buffers."""
+    """Bytes of buffers."""
     table: int
-    """Elements of the table whose product makes the logits; 0 where another stage has it."""
+    """Elements of the matrix that computes the logits; 0 where another stage has it."""
 
     @property
     def shard(self) -> int:
-        """Elements at rest of all units."""
+        """Elements of the shards of all units."""
         return sum(unit.shard for unit in [*self.blocks, self.rest, self.precise])
 
     @property
     def whole(self) -> int:
-        """Elements of all units where they are gathered."""
+        """Gathered elements of all units."""
         return sum(unit.whole for unit in [*self.blocks, self.rest, self.precise])
 
 
 def stage_parameters(stage: LanguageModel, shard: int) -> StageParameters:
-    """The units of `stage`, whose parameters have their tensor-parallel sizes, sharded over `shard` ranks."""
+    """Counts the units of `stage`, built at tensor-parallel sizes and sharded over `shard` ranks."""
     precise = {id(p): p for module in stage.full_precision_modules() for p in module.parameters()}
     in_blocks: dict[int, Tensor] = {}
     blocks = []
@@ -62,17 +62,17 @@ def stage_parameters(stage: LanguageModel, shard: int) -> StageParameters:
 
 
 def _elements(parameters: Iterable[Tensor], shard: int) -> Elements:
-    whole = part = 0
+    whole = sharded = 0
     for parameter in parameters:
         shape = parameter.shape
         size = shape[shard_dim(tuple(shape), shard)]
         whole += parameter.numel()
-        part += math.ceil(size / shard) * (parameter.numel() // size)
-    return Elements(whole, part)
+        sharded += math.ceil(size / shard) * (parameter.numel() // size)
+    return Elements(whole, sharded)
 
 
-def joined(stages: list[StageParameters]) -> StageParameters:
-    """What a rank holds that runs all of `stages`."""
+def merge_stages(stages: list[StageParameters]) -> StageParameters:
+    """Combined parameters of a rank that runs all of `stages`."""
     return StageParameters(
         [block for stage in stages for block in stage.blocks],
         _sum(stage.rest for stage in stages),

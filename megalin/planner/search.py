@@ -1,4 +1,4 @@
-"""Which layouts a workload fits: every one is tried, the fastest are told, and each refusal has its reason."""
+"""Search over parallel layouts: rejects infeasible ones with a reason and ranks the rest by predicted step time."""
 
 from __future__ import annotations
 
@@ -14,68 +14,68 @@ from megalin.planner.hardware import GPUS_PER_HOST
 from megalin.planner.workload import ParallelLayout, Workload, one_of_each
 from megalin.train.config import check_model
 
-LEAST_TOKENS = 1024
-"""Tokens of a row that a rank keeps at least where rows are split; with fewer, ranks would mostly exchange."""
-RESERVED_SHARE = 0.08
-"""Of a GPU's memory, left to CUDA's context, NCCL's buffers and the allocator's gaps; chosen, not measured."""
+MIN_TOKENS_PER_RANK = 1024
+"""Least tokens of a sequence per rank under context parallelism; with fewer, communication dominates."""
+RESERVED_FRACTION = 0.08
+"""Fraction of a GPU's memory left to CUDA's context, NCCL's buffers and the allocator's gaps; chosen, not measured."""
 _EAGER_EXCESS = 1.25
-"""How much more than a compiled block an eager one may seem to need and still be looked at closely."""
+"""Ratio of eager estimate to memory up to which a layout of a compiled workload still gets a refined estimate."""
 
 
 class InfeasibleLayout(NamedTuple):
-    """A layout, or all of a mesh, that cannot run."""
+    """A layout, or all layouts of a mesh, that cannot run."""
 
     layout: str
     reason: str
     kind: str
-    """What such refusals have in common."""
+    """Reason without the layout's numbers, to group by."""
     missing_bytes: int = 0
-    """What memory it lacks."""
+    """Bytes above the memory limit."""
 
 
 class Plan(NamedTuple):
-    """What a search found."""
+    """Result of a search."""
 
     best: list[Estimate]
     """The fastest layout of each mesh, fastest first."""
     refusals: list[InfeasibleLayout]
     num_layouts: int
-    """Layouts that were looked at."""
+    """Number of layouts estimated or rejected for their memory."""
 
 
 class Limits(NamedTuple):
-    """What a search has at hand."""
+    """Constraints of a search."""
 
     gpus: int
     memory_bytes: int
-    """Of a GPU, for tensors (`for_tensors`)."""
+    """Memory of a GPU for tensors (`usable_bytes`)."""
     sequence_parallel: bool = False
-    """Whether layouts with tp > 1 are those with sequence parallelism alone, not those without it too."""
+    """True to search layouts with tp > 1 only with sequence parallelism; False for both."""
     tp_overlap: TPOverlapName = "auto"
-    """How the stream of those reaches products."""
+    """parallel.tp_overlap of layouts with sequence parallelism."""
 
 
-def for_tensors(memory_bytes: int) -> int:
-    """What tensors may fill of a GPU's memory: all but RESERVED_SHARE of it."""
-    return int(memory_bytes * (1 - RESERVED_SHARE))
+def usable_bytes(memory_bytes: int) -> int:
+    """Part of a GPU's memory available to tensors: all but RESERVED_FRACTION."""
+    return int(memory_bytes * (1 - RESERVED_FRACTION))
 
 
 def search(estimator: Estimator, limits: Limits, *, count: int) -> Plan:
-    """The fastest layouts that fit, one a mesh (tp, cp, pp), at most `count`.
+    """Finds the fastest layouts that fit, one per mesh (tp, cp, pp), at most `count`.
 
-    A first pass reads eager blocks of one and two samples, which is quick; a second reads the fastest of what may fit
-    as the workload has them, so that only what was read closely is named as fitting.
+    A first pass estimates all layouts from eager traces of one and two samples, which is quick. A second refines the
+    fastest that may fit, so that every returned layout fits by a refined estimate.
     """
     refusals: list[InfeasibleLayout] = []
     near: list[Estimate] = []
     tried = 0
     for layout in _layouts(estimator, limits, refusals):
-        exact = estimator.resting_bytes(layout)
+        exact = estimator.model_state_bytes(layout)
         tried += 1
         if exact > limits.memory_bytes:
             refusals.append(_too_large(layout, exact - limits.memory_bytes, "weights and optimizer"))
             continue
-        rough = estimator.estimate(layout, closely=False)
+        rough = estimator.estimate(layout, refined=False)
         slack = _EAGER_EXCESS if estimator.workload.compiled else 1.0
         if rough.memory.total > slack * limits.memory_bytes:
             refusals.append(_not_fitting(rough, limits))
@@ -88,7 +88,7 @@ def search(estimator: Estimator, limits: Limits, *, count: int) -> Plan:
             if rough.memory.total > limits.memory_bytes:
                 refusals.append(_not_fitting(rough, limits))
             continue
-        close = estimator.estimate(rough.layout, closely=True)
+        close = estimator.estimate(rough.layout, refined=True)
         if close.memory.total > limits.memory_bytes:
             refusals.append(_not_fitting(close, limits))
         else:
@@ -97,7 +97,7 @@ def search(estimator: Estimator, limits: Limits, *, count: int) -> Plan:
 
 
 def _order(estimate: Estimate) -> tuple[float, int, int]:
-    """Faster first; of those that the estimate cannot tell apart, what splits less, then what holds less."""
+    """Sort key: faster first (two digits), then fewer ranks per model, then less memory."""
     parallel = estimate.layout.parallel
     return float(f"{estimate.time.total:.2g}"), parallel.tp * parallel.cp * parallel.pp, estimate.memory.total
 
@@ -114,12 +114,12 @@ def _not_fitting(estimate: Estimate, limits: Limits) -> InfeasibleLayout:
 
 def _too_large(layout: ParallelLayout, missing: int, largest: str) -> InfeasibleLayout:
     kind = f"memory, most of it {largest}"
-    lacking = math.ceil(missing / 2**30 * 10) / 10  # a few bytes are told as 0.1, not as 0.0
+    lacking = math.ceil(missing / 2**30 * 10) / 10  # rounded up: a few bytes print as 0.1, not as 0.0
     return InfeasibleLayout(layout.name(), f"lacks {lacking:.1f} GiB", kind, missing)
 
 
 def _layouts(estimator: Estimator, limits: Limits, refusals: list[InfeasibleLayout]) -> Iterator[ParallelLayout]:
-    """Every layout that the rules allow; what they forbid goes to `refusals`."""
+    """Yields every valid layout; invalid ones go to `refusals`."""
     workload, model = estimator.workload, _ModelProblems(estimator)
     for pp in _divisors(limits.gpus):
         for tp in _divisors(limits.gpus // pp):
@@ -134,48 +134,49 @@ def _layouts(estimator: Estimator, limits: Limits, refusals: list[InfeasibleLayo
                     reason = f"{workload.global_batch_size} samples a step are not divisible by dp = {dp}"
                     refusals.append(InfeasibleLayout(name, reason, "samples a step are not divisible by dp"))
                     continue
-                for variant in _streams(workload.length, parallel, limits, refusals):
+                for variant in _tp_variants(workload.length, parallel, limits, refusals):
                     yield from _variants(workload, variant, dp, refusals)
 
 
-def _streams(
+def _tp_variants(
     length: int, parallel: ParallelConfig, limits: Limits, refusals: list[InfeasibleLayout]
 ) -> Iterator[ParallelConfig]:
-    """The mesh, and of one with tp > 1 that with the stream split inside of tp, unless that alone is asked for."""
+    """Yields the mesh without and, for tp > 1, with sequence parallelism; only the latter if `limits` requires it."""
     if parallel.tp == 1 or not limits.sequence_parallel:
         yield parallel
     if parallel.tp > 1:
-        split = parallel.model_copy(update={"sequence_parallel": True, "tp_overlap": limits.tp_overlap})
-        if problem := split.length_problem(length):
+        variant = parallel.model_copy(update={"sequence_parallel": True, "tp_overlap": limits.tp_overlap})
+        if problem := variant.length_problem(length):
             name = f"tp {parallel.tp}, cp {parallel.cp}, pp {parallel.pp}, sequence parallel"
-            reason = f"a row of {length} tokens {problem}"
-            refusals.append(InfeasibleLayout(name, reason, "rows do not divide over the ranks of sequence parallelism"))
+            reason = f"a sequence of {length} tokens {problem}"
+            kind = "the sequence length is not divisible as sequence parallelism needs"
+            refusals.append(InfeasibleLayout(name, reason, kind))
         else:
-            yield split
+            yield variant
 
 
 def _mesh_problem(length: int, parallel: ParallelConfig) -> str:
-    """What keeps rows of `length` tokens, or this search, from a mesh; empty where nothing does."""
+    """Reason why sequences of `length` tokens, or this search, cannot use a mesh; empty if they can."""
     if parallel.tp > GPUS_PER_HOST:
-        return f"tp above {GPUS_PER_HOST} would reach over hosts, whose network is nine times slower"
-    if parallel.cp > 1 and length < parallel.cp * LEAST_TOKENS:
-        return f"cp would leave a rank less than {LEAST_TOKENS} of the {length} tokens of a row"
+        return f"tp above {GPUS_PER_HOST} would span hosts, whose network is nine times slower"
+    if parallel.cp > 1 and length < parallel.cp * MIN_TOKENS_PER_RANK:
+        return f"cp would leave a rank fewer than {MIN_TOKENS_PER_RANK} of the {length} tokens of a sequence"
     problem = parallel.length_problem(length)
-    return f"a row of {length} tokens {problem}" if problem else ""
+    return f"a sequence of {length} tokens {problem}" if problem else ""
 
 
 class _ModelProblems:
-    """What keeps the model from a mesh. What tp and cp ask of it does not depend on pp, nor the reverse."""
+    """Cached reasons why the model cannot use a mesh; those of tp and cp do not depend on pp, and vice versa."""
 
     def __init__(self, estimator: Estimator) -> None:
         self._estimator = estimator
         self._known: dict[tuple[int, ...], str] = {}
 
     def of(self, parallel: ParallelConfig) -> str:
-        """The problem and its remedy; empty where there is none."""
-        return self._split(parallel.tp, parallel.cp) or self._staged(parallel.pp)
+        """Reason and remedy; empty if the mesh suits the model."""
+        return self._tp_cp_problem(parallel.tp, parallel.cp) or self._pp_problem(parallel.pp)
 
-    def _split(self, tp: int, cp: int) -> str:
+    def _tp_cp_problem(self, tp: int, cp: int) -> str:
         workload = self._estimator.workload
         if (tp, cp) not in self._known:
             self._known[tp, cp] = ""
@@ -185,11 +186,11 @@ class _ModelProblems:
                 self._known[tp, cp] = str(error)
         return self._known[tp, cp]
 
-    def _staged(self, pp: int) -> str:
+    def _pp_problem(self, pp: int) -> str:
         if (pp,) not in self._known:
             self._known[pp,] = ""
             try:
-                self._estimator.cut(pp, pp)
+                self._estimator.partition(pp, pp)
             except ConfigError as error:
                 self._known[pp,] = str(error)
         return self._known[pp,]
@@ -198,7 +199,7 @@ class _ModelProblems:
 def _variants(
     workload: Workload, parallel: ParallelConfig, dp: int, refusals: list[InfeasibleLayout]
 ) -> Iterator[ParallelLayout]:
-    """The layouts of a mesh: ZeRO stages, micro-batches, recomputation."""
+    """Yields the layouts of a mesh: ZeRO stages, micro-batch sizes, recomputation."""
     samples = workload.global_batch_size // dp
     stages = [None] if dp * parallel.cp == 1 else [0, 1] if parallel.pp > 1 else [0, 1, 2, 3]
     for micro_batch_size in _divisors(samples):
@@ -208,9 +209,9 @@ def _variants(
             refusals.append(InfeasibleLayout(name, problem, "the pipeline needs more micro-batches"))
             continue
         for zero in stages:
-            staged = parallel.model_copy(update={"zero": zero})
+            with_zero = parallel.model_copy(update={"zero": zero})
             for recompute in (False, True):
-                yield ParallelLayout(staged, dp, micro_batch_size, count, recompute)
+                yield ParallelLayout(with_zero, dp, micro_batch_size, count, recompute)
 
 
 def _divisors(number: int) -> list[int]:

@@ -8,14 +8,14 @@ from typing import NamedTuple
 from megalin.planner.block_traces import Trace
 from megalin.planner.graph_cost import COPY, CollectiveCost
 from megalin.planner.hardware import (
-    ATTENTION_SHARE,
+    ATTENTION_EFFICIENCY,
     COLLECTIVE_SECONDS,
-    COPY_SHARE,
+    COPY_EFFICIENCY,
     GPUS_PER_HOST,
     HOST_SECONDS,
-    LINK_SHARE,
-    MATRIX_SHARE,
-    MEMORY_SHARE,
+    LINK_EFFICIENCY,
+    MATRIX_EFFICIENCY,
+    MEMORY_EFFICIENCY,
     SIGNAL_SECONDS,
     Hardware,
 )
@@ -23,25 +23,25 @@ from megalin.planner.parameters import StageParameters
 from megalin.planner.workload import ParallelLayout
 
 _UPDATE_BYTES = 36
-"""Of an element in a step: the norm reads its gradient, clipping reads and writes it, AdamW reads weight, gradient and
-moments and writes all but the gradient."""
+"""Bytes per element and step: the norm reads the gradient, clipping reads and writes it, AdamW reads weight, gradient
+and moments and writes all but the gradient."""
 
 
 class MicroBatchWork(NamedTuple):
-    """What a rank of the pipeline does for one micro-batch."""
+    """Work of a pipeline rank for one micro-batch."""
 
     block_flops: float
-    """Operations of its blocks' forward, but for attention."""
+    """Forward operations of its blocks, except attention."""
     attention_flops: float
-    """Operations of its blocks' forward that grow with the square of the length."""
+    """Forward operations of its blocks that grow with the square of the length."""
     other_flops: float
-    """Operations of the forward around them."""
+    """Forward operations outside the blocks."""
     num_blocks: float
-    """A part of one counts as its share of the operations."""
+    """Number of blocks; part of a block counts by its fraction of the operations."""
 
 
 class StepTime(NamedTuple):
-    """Seconds of a step, of the slowest stage; the parts add up but for what overlaps."""
+    """Seconds of a step of the slowest stage; the parts exclude overlapped time and add up to the step."""
 
     matmuls: float
     """Matmuls, scans and attention at the GPU's attained rates."""
@@ -50,17 +50,17 @@ class StepTime(NamedTuple):
     collectives: float
     """Waits for tensor- and context-parallel collectives, and for copies as far as matmuls do not hide them."""
     data_parallel: float
-    """What of gathering weights and reducing gradients no computation hides."""
+    """Exposed time of FSDP's all-gathers and reduce-scatters."""
     host: float
-    """What the device waits for the host that starts its kernels."""
+    """Waits for the host to launch kernels."""
     pipeline: float
-    """Waiting at both ends of the pipeline."""
+    """Pipeline bubble."""
     update: float
-    """Norm, clipping and AdamW."""
+    """Gradient norm, clipping and AdamW."""
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Seconds of the step."""
         return sum(self)
 
 
@@ -80,76 +80,76 @@ def step_time(
     trace: Trace,
     kinds: list[int],
     layout: ParallelLayout,
-    chip: Hardware,
+    hardware: Hardware,
     *,
     rank: int,
     itemsize: int,
 ) -> tuple[StepTime, Sent]:
-    """The step of one stage's ranks; the slowest stage's is the run's.
+    """Step time and traffic of a pipeline rank; the slowest rank determines the run's.
 
     Args:
-        kinds: for each block of the stage, its entry in the trace.
-        rank: on the pipeline axis: the first has the embedding and the input layers, the last the last norm.
+        kinds: for each block of the stage, its index in the trace's blocks.
+        rank: on the pipeline axis; the first has the embedding and the input layers, the last the final norm.
         itemsize: bytes of the compute dtype.
     """
     count, parallel, again = layout.num_micro_batches, layout.parallel, int(layout.recompute)
-    matrix, memory = chip.matrix_flops * MATRIX_SHARE, chip.memory_bandwidth * MEMORY_SHARE
-    attention = work.attention_flops / (chip.matrix_flops * ATTENTION_SHARE)
+    matrix, memory = hardware.matrix_flops * MATRIX_EFFICIENCY, hardware.memory_bandwidth * MEMORY_EFFICIENCY
+    attention = work.attention_flops / (hardware.matrix_flops * ATTENTION_EFFICIENCY)
     matmuls = (3 + again) * (work.block_flops / matrix + attention) + 3 * work.other_flops / matrix
     around = [trace.entry] * (rank == 0) + [trace.exit] * (rank == parallel.pp - 1)
     moved = sum(cost.moved_bytes for cost in [*(trace.blocks[kind] for kind in kinds), *around])
     kernels = moved * (1 + again / 3) / memory
-    exchanged = [exchange for kind in kinds for exchange in _exchanges(trace, kind, again)]
-    exchanged += [exchange for cost in around for exchange in [*cost.forward, *cost.backward]]
+    collectives = [collective for kind in kinds for collective in _block_collectives(trace, kind, again)]
+    collectives += [collective for cost in around for collective in [*cost.forward, *cost.backward]]
     spans = {"tp": (parallel.tp, parallel.tp), "cp": (parallel.cp, parallel.cp * parallel.tp)}
     sent, waited = {"tp": 0, "cp": 0}, 0.0
-    for exchange in exchanged:
-        size, span = spans[exchange.group]
-        wire = _wire_bytes(exchange, size)
-        sent[exchange.group] += count * wire
-        waited += _waited(exchange, wire, chip, span)
+    for collective in collectives:
+        size, span = spans[collective.group]
+        wire = _wire_bytes(collective, size)
+        sent[collective.group] += count * wire
+        waited += _exposed_seconds(collective, wire, hardware, span)
     device = matmuls + kernels + waited
     host = max(0.0, HOST_SECONDS * work.num_blocks - device)
     data_bytes, gathers = _data_bytes(parameters, layout, itemsize)
     hidden = (device + host) * (count if layout.zero >= 2 else 1)
     data_span = parallel.tp * layout.dp * parallel.cp
     rest = (itemsize + 4) * parameters.rest.whole if layout.dp * parallel.cp > 1 else 0
-    sending = data_bytes / _bandwidth(chip, data_span) + gathers * COLLECTIVE_SECONDS
-    exposed = max(rest / _bandwidth(chip, data_span), sending - hidden)
+    sending = data_bytes / _bandwidth(hardware, data_span) + gathers * COLLECTIVE_SECONDS
+    exposed = max(rest / _bandwidth(hardware, data_span), sending - hidden)
     wait = (parallel.pp - 1) / parallel.pp_stages_per_rank * (device + host)
     update = _UPDATE_BYTES * parameters.shard / memory
     time = StepTime(count * matmuls, count * kernels, count * waited, exposed, count * host, wait, update)
-    stream = 2 * count * trace.hidden_bytes * parallel.pp_stages_per_rank if parallel.pp > 1 else 0
-    return time, Sent(sent["tp"], sent["cp"], data_bytes, stream)
+    pp_bytes = 2 * count * trace.hidden_bytes * parallel.pp_stages_per_rank if parallel.pp > 1 else 0
+    return time, Sent(sent["tp"], sent["cp"], data_bytes, pp_bytes)
 
 
-def _exchanges(trace: Trace, kind: int, again: int) -> Iterable[CollectiveCost]:
+def _block_collectives(trace: Trace, kind: int, again: int) -> Iterable[CollectiveCost]:
     cost = trace.blocks[kind]
     return [*cost.forward * (1 + again), *cost.backward]
 
 
-def _wire_bytes(exchange: CollectiveCost, size: int) -> int:
-    """What a rank sends in a ring of `size` ranks."""
-    if exchange.collective.startswith("all_gather"):
-        return exchange.bytes * (size - 1)
-    return exchange.bytes * (size - 1) * (2 if exchange.collective.startswith("all_reduce") else 1) // size
+def _wire_bytes(collective: CollectiveCost, size: int) -> int:
+    """Bytes that a rank sends for a collective in a ring of `size` ranks."""
+    if collective.name.startswith("all_gather"):
+        return collective.bytes * (size - 1)
+    return collective.bytes * (size - 1) * (2 if collective.name.startswith("all_reduce") else 1) // size
 
 
-def _waited(exchange: CollectiveCost, wire: int, chip: Hardware, span: int) -> float:
-    """Seconds for which the products of a rank wait, that sends `wire` bytes in a group over `span` ranks."""
-    if exchange.collective != COPY:
-        return COLLECTIVE_SECONDS + wire / _bandwidth(chip, span)
-    beside = exchange.overlapped_flops / (chip.matrix_flops * MATRIX_SHARE)
-    return SIGNAL_SECONDS + max(0.0, wire / (chip.link_bandwidth * COPY_SHARE) - beside)
+def _exposed_seconds(collective: CollectiveCost, wire: int, hardware: Hardware, span: int) -> float:
+    """Seconds that matmuls wait for a collective of `wire` sent bytes in a group that spans `span` ranks."""
+    if collective.name != COPY:
+        return COLLECTIVE_SECONDS + wire / _bandwidth(hardware, span)
+    overlapped = collective.overlapped_flops / (hardware.matrix_flops * MATRIX_EFFICIENCY)
+    return SIGNAL_SECONDS + max(0.0, wire / (hardware.link_bandwidth * COPY_EFFICIENCY) - overlapped)
 
 
-def _bandwidth(chip: Hardware, span: int) -> float:
-    """Bytes a second a rank sends in a group that reaches over `span` neighbouring ranks."""
-    return LINK_SHARE * (chip.link_bandwidth if span <= GPUS_PER_HOST else chip.network_bandwidth)
+def _bandwidth(hardware: Hardware, span: int) -> float:
+    """Bytes a second that a rank sends in a group that spans `span` neighbouring ranks."""
+    return LINK_EFFICIENCY * (hardware.link_bandwidth if span <= GPUS_PER_HOST else hardware.network_bandwidth)
 
 
 def _data_bytes(parameters: StageParameters, layout: ParallelLayout, itemsize: int) -> tuple[int, int]:
-    """What a rank sends over the data axis in a step, and in how many collectives."""
+    """Bytes that a rank sends over the data axis in a step, and the number of collectives."""
     shard, count = layout.shard, layout.num_micro_batches
     replicas = layout.dp * layout.parallel.cp // shard
     whole = parameters.whole

@@ -1,4 +1,4 @@
-"""One block run without values, as a GPU with every kernel would run it: what it keeps, holds, moves and sends."""
+"""Memory, memory traffic and collectives of one block, run on fake tensors with the kernels of a GPU."""
 
 from __future__ import annotations
 
@@ -17,63 +17,63 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalin.layers.mixers.base import FullPrecision
 from megalin.ops.dispatch.backend import assume_kernels
-from megalin.planner.graph_cost import CollectiveCost, GraphCost, exchanged, graph_cost, is_kernel
+from megalin.planner.graph_cost import CollectiveCost, GraphCost, collective_costs, graph_cost, is_kernel
 
 
 class RunCost(NamedTuple):
-    """Forward and backward of a function of a tensor."""
+    """Cost of forward and backward of a function of a tensor."""
 
     saved_bytes: int
-    """What the forward keeps for the backward, beside parameters."""
+    """Bytes saved for the backward, without parameters."""
     backward_bytes: int
-    """Most that is held during the backward, what the forward kept included."""
+    """Peak during the backward, saved bytes included."""
     moved_bytes: int
-    """Read and written in both by kernels other than matrix products and collectives."""
+    """Bytes read and written in forward and backward by kernels other than matmuls and collectives."""
     forward: list[CollectiveCost]
-    """What the forward sends."""
+    """Collectives of the forward."""
     backward: list[CollectiveCost]
-    """What the backward sends."""
+    """Collectives of the backward."""
 
 
 @contextmanager
-def without_values() -> Iterator[None]:
-    """For the body, tensors have no values, and ops take the kernels that a GPU has."""
+def fake_execution() -> Iterator[None]:
+    """Context in which tensors have no values and ops choose the kernels of a GPU."""
     with assume_kernels(), FakeTensorMode(allow_non_fake_inputs=True):
         yield
 
 
-def take_shape(module: nn.Module, dtype: torch.dtype) -> None:
-    """Gives a module on meta its computing dtypes on the device of the trace, as sharded data parallelism casts: to
-    `dtype`, to fp32 in what is `FullPrecision`."""
-    for part in module.modules():
-        own = torch.promote_types(dtype, torch.float32) if isinstance(part, FullPrecision) else dtype
-        for name, parameter in part.named_parameters(recurse=False):
-            part.register_parameter(name, nn.Parameter(torch.empty(parameter.shape, dtype=own)))
-        for name, buffer in part.named_buffers(recurse=False):
-            part.register_buffer(name, torch.empty(buffer.shape, dtype=buffer.dtype))
+def materialize(module: nn.Module, dtype: torch.dtype) -> None:
+    """Allocates a module on meta on the device of the trace, in the compute dtypes of FSDP: `dtype`, and fp32
+    in `FullPrecision` modules."""
+    for submodule in module.modules():
+        own = torch.promote_types(dtype, torch.float32) if isinstance(submodule, FullPrecision) else dtype
+        for name, parameter in submodule.named_parameters(recurse=False):
+            submodule.register_parameter(name, nn.Parameter(torch.empty(parameter.shape, dtype=own)))
+        for name, buffer in submodule.named_buffers(recurse=False):
+            submodule.register_buffer(name, torch.empty(buffer.shape, dtype=buffer.dtype))
 
 
-class _Counting(TorchDispatchMode):
-    """Counts what eager operations hold, move and send."""
+class _CostCounter(TorchDispatchMode):
+    """Counts memory, memory traffic and collectives of eager operations."""
 
     def __init__(self) -> None:
         super().__init__()
         self.live = self.peak = self.moved = 0
-        self.exchanges: list[CollectiveCost] = []
+        self.collectives: list[CollectiveCost] = []
         self._known: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.exchanges += exchanged(func, args, kwargs or {}, lambda value: value)
+        self.collectives += collective_costs(func, args, kwargs or {}, lambda value: value)
         made = [value for value in torch.utils._pytree.tree_leaves(result) if isinstance(value, Tensor)]
-        new = [value for value in made if self._hold(value)]
+        new = [value for value in made if self._track(value)]
         if new and is_kernel(func):
             read = [value for value in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
             self.moved += sum(map(_bytes, [*read, *new]))
         return result
 
-    def _hold(self, value: Tensor) -> bool:
-        """Whether the tensor's storage is a new one; it then counts until it is freed."""
+    def _track(self, value: Tensor) -> bool:
+        """True where the tensor's storage is new; it then counts until it is freed."""
         storage = value.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key in self._known:
@@ -93,45 +93,45 @@ def _bytes(value: Tensor) -> int:
     return value.numel() * value.element_size()
 
 
-class _Saved:
-    """The bytes of what is saved for a backward, each storage once, those of a module's parameters left out."""
+class _SavedTensors:
+    """Bytes of tensors saved for the backward, each storage once, without a module's parameters."""
 
     def __init__(self, module: nn.Module) -> None:
         self._parameters = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
         self.bytes: dict[int, int] = {}
 
-    def keep(self, value: Tensor) -> Tensor:
-        """Notes a tensor, and is it."""
+    def pack(self, value: Tensor) -> Tensor:
+        """Pack hook: counts a tensor and returns it."""
         storage = value.untyped_storage()
         if storage._cdata not in self._parameters:
             self.bytes[storage._cdata] = storage.nbytes()
         return value
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """For the forward."""
-        return torch.autograd.graph.saved_tensors_hooks(self.keep, lambda value: value)
+        """Hooks to run the forward under."""
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, lambda value: value)
 
 
 def trace(module: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> RunCost:
-    """What `run(x)`, which reads parameters of `module`, and its backward cost as eager operations."""
-    saved, counting = _Saved(module), _Counting()
+    """Cost of `run(x)`, which reads parameters of `module`, and its backward as eager operations."""
+    saved, counting = _SavedTensors(module), _CostCounter()
     with counting:
         with saved.hooks():
             y = run(x)
-        forward, counting.exchanges, counting.peak = counting.exchanges, [], counting.live
+        forward, counting.collectives, counting.peak = counting.collectives, [], counting.live
         torch.autograd.backward(y, torch.empty_like(y))
-    entered = saved.bytes.get(x.untyped_storage()._cdata, 0)
-    # The result is held by who called, and counts where something keeps it.
-    backward = counting.peak + entered - _bytes(y)
-    return RunCost(sum(saved.bytes.values()), backward, counting.moved, forward, counting.exchanges)
+    saved_input = saved.bytes.get(x.untyped_storage()._cdata, 0)
+    # The caller holds the result; it counts only if something saves it.
+    backward = counting.peak + saved_input - _bytes(y)
+    return RunCost(sum(saved.bytes.values()), backward, counting.moved, forward, counting.collectives)
 
 
 def trace_compiled(module: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> RunCost:
-    """`trace` where `module`, which `run` calls once, is compiled: as inductor's front end cuts it into a forward and a
-    backward, with all that its kernels will fuse."""
-    from torch._inductor.compile_fx import compile_fx  # takes seconds, which other commands need not wait for
+    """Like `trace`, for a compiled `module` that `run` calls once: inductor's front end splits it into a forward and a
+    backward graph, whose fusion is taken into account."""
+    from torch._inductor.compile_fx import compile_fx  # slow import: seconds
 
-    saved = _Saved(module)
+    saved = _SavedTensors(module)
     costs: list[GraphCost] = []
     parameters: set[str] = set()
 
@@ -147,8 +147,8 @@ def trace_compiled(module: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor
         call._boxed_call = True  # type: ignore[attr-defined]
         return call
 
-    torch._dynamo.reset()  # a layer of another size is no other call of the same code
-    inner: Any = count  # torch's own annotation asks for more than it reads
+    torch._dynamo.reset()  # otherwise a layer of another size counts as a recompilation of the same code
+    inner: Any = count  # torch's annotation is stricter than its use
     front_end = partial(compile_fx, inner_compile=inner)
     module.compile(backend=front_end, fullgraph=True, dynamic=False)
     with functorch_config.patch(enable_autograd_cache=False):
@@ -160,6 +160,6 @@ def trace_compiled(module: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor
         sum(saved.bytes.values()),
         backward.peak_bytes,
         forward.moved_bytes + backward.moved_bytes,
-        forward.exchanges,
-        backward.exchanges,
+        forward.collectives,
+        backward.collectives,
     )

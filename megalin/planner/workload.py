@@ -1,4 +1,4 @@
-"""What is planned, a model and its steps, and one way to lay it out over ranks."""
+"""Workload of a plan (a model and its training steps) and one layout of it over ranks."""
 
 from __future__ import annotations
 
@@ -14,62 +14,62 @@ from megalin.train.config import RunConfig
 
 
 class Workload(NamedTuple):
-    """A model and the steps that train it, whatever the mesh."""
+    """A model and its training steps, independent of the mesh."""
 
     model: ModelConfig
     length: int
-    """Tokens a sample."""
+    """Tokens per sample."""
     global_batch_size: int
-    """Samples a step over all ranks."""
+    """Samples per step over all ranks."""
     dtype: torch.dtype
     """Compute dtype."""
     compiled: bool
-    """Whether blocks are compiled."""
+    """True where blocks are compiled."""
 
 
 class ParallelLayout(NamedTuple):
-    """How ranks share a workload."""
+    """Parallel layout of a workload."""
 
     parallel: ParallelConfig
     dp: int
-    """Groups of ranks that read different samples."""
+    """Number of groups of ranks that read different samples."""
     micro_batch_size: int
-    """Samples a rank runs at a time."""
+    """Samples per micro-batch of a rank."""
     num_micro_batches: int
-    """Micro-batches a step."""
+    """Micro-batches per step."""
     recompute: bool
-    """Whether the backward forms activations again."""
+    """True where the backward recomputes activations."""
 
     @property
     def shard(self) -> int:
-        """Ranks over which weights, gradients and optimizer state are sharded."""
+        """Number of ranks over which weights, gradients and optimizer state are sharded."""
         return self.parallel.shard_size(self.dp * self.parallel.cp)
 
     @property
     def zero(self) -> int:
-        """The ZeRO stage that runs, as `Mesh.zero`."""
+        """Effective ZeRO stage, as `Mesh.zero`."""
         return self.parallel.zero_stage(self.dp * self.parallel.cp)
 
     @property
     def copies_between_stages(self) -> bool:
-        """Whether copies bring activations to the next stage, as `auto` chooses on one host; the pipeline's axis
-        reaches over all ranks."""
+        """True where symmetric memory carries activations between stages, as `auto` chooses on one host; the pipeline's
+        axis spans all ranks."""
         parallel = self.parallel
         ranks = self.dp * parallel.tp * parallel.cp * parallel.pp
         return parallel.pp > 1 and parallel.pp_transfer != "p2p" and ranks <= GPUS_PER_HOST
 
     def in_flight(self, rank: int) -> int:
-        """Forwards of single stages whose backward is still to come, at most, on a rank of the pipeline."""
+        """Largest number of stage forwards on a pipeline rank whose backward has not run yet."""
         parallel = self.parallel
         if parallel.pp == 1:
             return 1
-        turns = parallel.pp - rank
+        forwards = parallel.pp - rank
         if parallel.pp_stages_per_rank > 1:
-            turns = 2 * (parallel.pp - rank - 1) + (parallel.pp_stages_per_rank - 1) * parallel.pp + 1
-        return min(turns, self.num_micro_batches * parallel.pp_stages_per_rank)
+            forwards = 2 * (parallel.pp - rank - 1) + (parallel.pp_stages_per_rank - 1) * parallel.pp + 1
+        return min(forwards, self.num_micro_batches * parallel.pp_stages_per_rank)
 
     def name(self) -> str:
-        """For people: tp 2, dp 4, ZeRO 3, micro-batches 1 x 8."""
+        """Readable name: tp 2, dp 4, ZeRO 3, micro-batches 1 x 8."""
         parallel = self.parallel
         axes = [f"{axis} {size}" for axis, size in (("tp", parallel.tp), ("cp", parallel.cp), ("pp", parallel.pp))]
         axes = [axis for axis in axes if not axis.endswith(" 1")]
@@ -79,7 +79,7 @@ class ParallelLayout(NamedTuple):
         return ", ".join([*axes, f"dp {self.dp}", f"ZeRO {self.zero}", f"micro-batches {batch}"]) + tail
 
     def overrides(self) -> list[str]:
-        """What makes a run's config without `shard` this layout, as arguments of `megalin train`."""
+        """Overrides of `megalin train` that give a config without `shard` this layout."""
         parallel = self.parallel
         values = {name: getattr(parallel, name) for name in ("tp", "cp", "pp")}
         values |= {"zero": self.zero} if self.dp * parallel.cp > 1 else {}
@@ -95,19 +95,19 @@ class ParallelLayout(NamedTuple):
 
 
 def one_of_each(model: ModelConfig) -> ModelConfig:
-    """The model with one block of each entry of `layers`."""
+    """Returns the model with one block of each entry of `layers`."""
     return model.model_copy(update={"layers": [block.model_copy(update={"repeat": 1}) for block in model.layers]})
 
 
 def workload_of(config: RunConfig, model: ModelConfig) -> Workload:
-    """The workload of a run; `model` is its model, a decoder."""
+    """Workload of a run; `model` is its model, a decoder."""
     train = config.train
     dtype = COMPUTE_DTYPES[train.dtype]
     return Workload(model, config.data.sequence_length, train.global_batch_size, dtype, train.compile)
 
 
 def layout_of(config: RunConfig, world_size: int) -> ParallelLayout:
-    """The layout of a run on `world_size` ranks, which divide by its axes."""
+    """Layout of a run on `world_size` ranks, a multiple of the product of its axes."""
     train, parallel = config.train, config.parallel
     dp = world_size // (parallel.tp * parallel.cp * parallel.pp)
     micro_batches = train.global_batch_size // (dp * train.micro_batch_size)

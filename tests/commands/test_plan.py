@@ -7,7 +7,7 @@ import json
 import pytest
 
 from megalin.__main__ import main
-from megalin.planner.search import for_tensors
+from megalin.planner.search import usable_bytes
 
 SMALL = ["transnormerllm-385m-64k", "--gpus", "2", "--length", "1024", "--global-batch-size", "4", "--eager"]
 
@@ -29,7 +29,7 @@ def test_json_has_every_refusal_and_all_parts(capsys):
     plan = json.loads(capsys.readouterr().out)
     (best,) = plan["best"]
     assert best["memory_bytes"]["total"] == sum(best["memory_bytes"].values()) - best["memory_bytes"]["total"]
-    assert best["memory_bytes"]["total"] <= for_tensors(plan["memory_bytes"]) == 18_400_000_000
+    assert best["memory_bytes"]["total"] <= usable_bytes(plan["memory_bytes"]) == 18_400_000_000
     assert best["step_seconds"]["total"] > best["step_seconds"]["matmuls"] > 0
     assert {"tp", "cp", "data", "pp"} == best["sent_bytes"].keys()
     assert (plan["gpus"], plan["gpu"], plan["length"], plan["global_batch_size"]) == (2, "a100", 1024, 4)
@@ -86,7 +86,7 @@ def test_nothing_fits(capsys):
         (["llama-1b", "--gpus", "1", "--memory", "0GB"], "--memory 0GB: not an amount of memory"),
         (
             ["llama-1b", "--gpus", "1", "--gpu", "h20"],
-            "--gpu h20: no data sheet of it is known here; did you mean 'h200'",
+            "--gpu h20: unknown GPU model; did you mean 'h200'",
         ),
         (["danet-base", "--gpus", "1"], 'danet-base: model.kind = "encoder", but only decoders can be planned'),
     ],
@@ -99,6 +99,6 @@ def test_train_refuses_a_run_that_cannot_fit_before_it_makes_anything(config, tm
     monkeypatch.setattr("megalin.commands.train.device_memory_bytes", lambda device: 100_000)
     folder = tmp_path / "run"
     told = fails(2, "train", config, "--folder", folder)
-    assert "weights, gradients and optimizer state alone are" in told
+    assert "weights, gradients and optimizer state alone need" in told
     assert not folder.exists()
     assert main(["train", str(config), "--folder", str(folder), "--no-memory-check", "train.stop_after_steps=1"]) == 0

@@ -1,4 +1,4 @@
-"""What was measured on H200 (docs/benchmarks/), and what the planner says of it; run as a module: the table of
+"""Measurements on H200 (docs/benchmarks/) and the planner's estimates of them; as a module, prints the table of
 docs/planner.md."""
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import torch
 from megalin.model.presets import load_preset
 from megalin.parallel.mesh import ParallelConfig
 from megalin.planner.estimate import Estimate, Estimator
-from megalin.planner.hardware import CHIPS
+from megalin.planner.hardware import HARDWARE
 from megalin.planner.workload import ParallelLayout, Workload
 
 
 class Measured(NamedTuple):
     """Peak of allocated memory and median step of a run of tools/benchmark_train.py with --compile; where a page has
-    the same of several machines, the median of those."""
+    several machines, their median."""
 
     preset: str
     batch: int
-    """Samples of a micro-batch."""
+    """Samples per micro-batch."""
     length: int
     peak_gib: float
     step_seconds: float
@@ -31,27 +31,29 @@ class Measured(NamedTuple):
     vocab_size: int | None = None
     recompute: bool = False
     cuda_graphs: bool = False
-    """Started by one call, so that the host's part of the plan does not count."""
+    """Launched as one graph, so the plan's host time does not count."""
     stages: tuple[int, ...] = ()
-    """Sub-layers of each stage of a pipeline, as it was cut when it ran."""
-    stream: Literal["whole", "none", "symmetric_memory"] = "whole"
-    """whole: no sequence parallelism; else its parallel.tp_overlap."""
-    alone: bool = False
-    """One rank whose collectives copy its own tensors: it waits for nothing."""
+    """Sub-layers of each pipeline stage in the measured run."""
+    sequence_parallel: Literal["none", "symmetric_memory"] | None = None
+    """parallel.tp_overlap with sequence parallelism; None: without it."""
+    simulated: bool = False
+    """Measured with --simulated-ranks: collectives copy the rank's own tensors and wait for nothing."""
 
     def name(self) -> str:
-        """The row in words."""
+        """Label of the row."""
         parts = [f"{self.micro_batches} x {self.batch} x {self.length}", self.axes, "recompute" * self.recompute]
         parts += [
-            {"whole": "", "none": "split by collectives", "symmetric_memory": "split, beside copies"}[self.stream],
+            {None: "", "none": "sequence parallel", "symmetric_memory": "async tensor parallel"}[
+                self.sequence_parallel
+            ],
             "CUDA graph" * self.cuda_graphs,
-            "one rank alone" * self.alone,
+            "simulated rank" * self.simulated,
             " + ".join(map(str, self.stages)) + " sub-layers" * bool(self.stages),
         ]
         return ", ".join([self.preset, *filter(None, parts)]) + (f", dp {self.dp}" if self.dp > 1 else "")
 
     def estimate(self) -> Estimate:
-        """What the planner says."""
+        """The planner's estimate."""
         model = load_preset(self.preset).model
         if self.vocab_size is not None:
             model = model.model_copy(update={"vocab_size": self.vocab_size})
@@ -60,22 +62,22 @@ class Measured(NamedTuple):
         }
         if "pp_stages_per_rank" in axes:
             axes["pp_schedule"] = "interleaved"
-        if self.stream != "whole":
-            axes |= {"sequence_parallel": True, "tp_overlap": self.stream}
+        if self.sequence_parallel is not None:
+            axes |= {"sequence_parallel": True, "tp_overlap": self.sequence_parallel}
         layout = ParallelLayout(ParallelConfig(**axes), self.dp, self.batch, self.micro_batches, self.recompute)
         samples = self.batch * self.micro_batches * self.dp
         workload = Workload(model, self.length, samples, torch.bfloat16, True)
-        estimator = Estimator(workload, CHIPS["h200"])
+        estimator = Estimator(workload, HARDWARE["h200"])
         if self.stages:
             borders = itertools.pairwise([0, *itertools.accumulate(self.stages)])
-            estimator.cuts[layout.parallel.pp, len(self.stages)] = [range(start, end) for start, end in borders]
-        return estimator.estimate(layout, closely=True)
+            estimator.partitions[layout.parallel.pp, len(self.stages)] = [range(start, end) for start, end in borders]
+        return estimator.estimate(layout, refined=True)
 
     def compared(self) -> tuple[float, float]:
-        """GiB and seconds of the plan that stand beside the measured ones: peer memory is not the allocator's, and
-        what the run did not wait for does not count."""
+        """Planned GiB and seconds, comparable with the measured ones: without symmetric memory, which is outside the
+        allocator, and without waits that the run did not have."""
         memory, time = self.estimate()[1:3]
-        missing = self.cuda_graphs * time.host + self.alone * (time.collectives + time.data_parallel)
+        missing = self.cuda_graphs * time.host + self.simulated * (time.collectives + time.data_parallel)
         return (memory.total - memory.symmetric_memory) / 2**30, time.total - missing
 
 
@@ -89,10 +91,10 @@ ROWS = [
     Measured("hgrn2-1b", 1, 32768, 88.8, 0.4350),
     Measured("mamba2-1b", 1, 32768, 111.2, 0.6309),
     Measured("rodimus-1.3b", 1, 32768, 119.6, 0.6338),
-    Measured("hgrn2-1b", 1, 65536, 82.9, 0.4362, "cp 2, zero 2", alone=True),
-    Measured("mamba2-1b", 1, 65536, 103.8, 0.6388, "cp 2, zero 2", alone=True),
-    Measured("rodimus-1.3b", 1, 65536, 112.0, 0.6224, "cp 2, zero 2", alone=True),
-    Measured("transnormerllm-1b-64k", 1, 65536, 51.0, 0.3635, "cp 2, zero 2", alone=True),
+    Measured("hgrn2-1b", 1, 65536, 82.9, 0.4362, "cp 2, zero 2", simulated=True),
+    Measured("mamba2-1b", 1, 65536, 103.8, 0.6388, "cp 2, zero 2", simulated=True),
+    Measured("rodimus-1.3b", 1, 65536, 112.0, 0.6224, "cp 2, zero 2", simulated=True),
+    Measured("transnormerllm-1b-64k", 1, 65536, 51.0, 0.3635, "cp 2, zero 2", simulated=True),
     Measured("llama-1b", 4, 8192, 66.4, 0.5761),
     Measured("llama-1b", 1, 32768, 19.3, 1.3487, recompute=True),
     Measured("llama-1b", 1, 65536, 6.4, 1.2337, "cp 4", recompute=True),
@@ -112,21 +114,25 @@ ROWS = [
     Measured("transnormerllm-1b-64k", 1, 2883584, 118.5, 10.3402, "cp 4", recompute=True),
     Measured("transnormerllm-1b-64k", 4, 8192, 45.3, 0.3824, dp=4),
     Measured("transnormerllm-1b-64k", 4, 8192, 32.7, 0.2160, "tp 2"),
-    Measured("transnormerllm-1b-64k", 4, 8192, 30.6, 0.2292, "tp 2", stream="none"),
-    Measured("transnormerllm-1b-64k", 4, 8192, 28.6, 0.2069, "tp 2", stream="symmetric_memory"),
+    Measured("transnormerllm-1b-64k", 4, 8192, 30.6, 0.2292, "tp 2", sequence_parallel="none"),
+    Measured("transnormerllm-1b-64k", 4, 8192, 28.6, 0.2069, "tp 2", sequence_parallel="symmetric_memory"),
     Measured("transnormerllm-1b-64k", 4, 8192, 32.7, 0.2138, "tp 2", cuda_graphs=True),
-    Measured("transnormerllm-1b-64k", 4, 8192, 28.6, 0.1977, "tp 2", stream="symmetric_memory", cuda_graphs=True),
+    Measured(
+        "transnormerllm-1b-64k", 4, 8192, 28.6, 0.1977, "tp 2", sequence_parallel="symmetric_memory", cuda_graphs=True
+    ),
     Measured("transnormerllm-7b-64k", 2, 2048, 109.9, 0.3806, cuda_graphs=True),
     Measured("transnormerllm-7b-64k", 1, 32768, 108.7, 2.9644, recompute=True),
     Measured("transnormerllm-7b-64k", 1, 65536, 59.5, 3.1815, "cp 2", recompute=True),
     Measured("transnormerllm-7b-64k", 1, 131072, 35.7, 3.1218, "cp 4", recompute=True),
     Measured("transnormerllm-7b-64k", 1, 917504, 118.1, 20.7142, "cp 4", recompute=True),
     Measured("transnormerllm-7b-64k", 2, 2048, 57.2, 0.2107, "tp 2", cuda_graphs=True),
-    Measured("transnormerllm-7b-64k", 2, 2048, 56.4, 0.2200, "tp 2", stream="none", cuda_graphs=True),
-    Measured("transnormerllm-7b-64k", 2, 2048, 55.2, 0.2039, "tp 2", stream="symmetric_memory", cuda_graphs=True),
+    Measured("transnormerllm-7b-64k", 2, 2048, 56.4, 0.2200, "tp 2", sequence_parallel="none", cuda_graphs=True),
+    Measured(
+        "transnormerllm-7b-64k", 2, 2048, 55.2, 0.2039, "tp 2", sequence_parallel="symmetric_memory", cuda_graphs=True
+    ),
     Measured("transnormerllm-7b-64k", 2, 2048, 57.2, 0.2137, "tp 2"),
-    Measured("transnormerllm-7b-64k", 2, 2048, 56.4, 0.2228, "tp 2", stream="none"),
-    Measured("transnormerllm-7b-64k", 2, 2048, 55.2, 0.2292, "tp 2", stream="symmetric_memory"),
+    Measured("transnormerllm-7b-64k", 2, 2048, 56.4, 0.2228, "tp 2", sequence_parallel="none"),
+    Measured("transnormerllm-7b-64k", 2, 2048, 55.2, 0.2292, "tp 2", sequence_parallel="symmetric_memory"),
     Measured("transnormerllm-7b-64k", 2, 2048, 30.7, 0.1180, "tp 4", cuda_graphs=True),
     Measured("transnormerllm-7b-64k", 2, 2048, 30.6, 0.1643, "tp 4"),
     Measured("transnormerllm-1b-64k", 2, 4096, 28.3, 98304 / 84622, micro_batches=12),
@@ -150,7 +156,7 @@ ROWS = [
 
 
 def table() -> str:
-    """The rows as Markdown."""
+    """Formats the rows as Markdown."""
     lines = [
         "| run | GiB measured | planned | error | ms measured | planned | error |",
         "|---|---|---|---|---|---|---|",

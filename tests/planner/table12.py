@@ -15,9 +15,9 @@ from megalin.model.config import ModelConfig
 from megalin.model.presets import load_preset
 from megalin.parallel.mesh import ParallelConfig
 from megalin.planner.estimate import Estimator
-from megalin.planner.hardware import CHIPS
+from megalin.planner.hardware import HARDWARE
 from megalin.planner.parameters import StageParameters
-from megalin.planner.tracing import RunCost, trace, without_values
+from megalin.planner.tracing import RunCost, fake_execution, trace
 from megalin.planner.workload import ParallelLayout, Workload
 
 Preset = Literal["transnormerllm-7b", "llama-7b"]
@@ -29,52 +29,52 @@ TRANSFORMER = {1: 66.3, 2: 44.6, 4: 40.2, 8: 28.7}
 GPUS, BATCH, LENGTH = 8, 2, 2048
 WIDTH, INNER, HEADS, VOCABULARY = 4096, 11008, 32, 50272
 SCAN_WIDTH = 128
-"""Key channels that one call of the published lightning attention takes; wider keys are cut into several."""
+"""Key channels that one call of the published lightning attention takes; wider keys are split over several."""
 GIB, GB = 2**30, 10**9
 
 
 class System(NamedTuple):
-    """What the paper's system is taken to do; each field is a choice, none a number that was fitted."""
+    """Assumptions about the paper's system; each field is a choice, none a fitted number."""
 
     autocast: bool = True
-    """Parameters, all-gathers and gradients in fp32, and a bf16 copy of each weight that a product keeps for its
+    """Parameters, all-gathers and gradients in fp32, and a bf16 copy of each weight that a matmul keeps for its
     backward (`torch.autocast`); False: the sharded data parallelism casts the shards, all computes in bf16."""
     reshard: bool = True
-    """Whether a unit frees its gathered weights after its forward."""
+    """Units free their gathered weights after their forward."""
     wrap_elements: int = 10**8
-    """Layers with fewer parameters on a rank are no unit of their own but part of the outermost one."""
+    """Layers with fewer parameters on a rank are part of the outermost FSDP unit."""
     lrpe: Literal["cosine", "rotation", "first"] = "cosine"
     """Form of LRPE in every layer; first: cosine, in the first layer only."""
     rounded: bool = False
-    """Whether LRPE's queries and keys, fp32 as the angles are, are rounded to bf16 before lightning attention."""
+    """LRPE's queries and keys, fp32 like the angles, are rounded to bf16 before lightning attention."""
     gathered_loss: bool = True
-    """Whether each rank has the logits of the whole vocabulary; False: Megatron's vocabulary-parallel loss."""
+    """Each rank has the logits of the whole vocabulary; False: Megatron's vocabulary-parallel loss."""
     recompute: bool = False
-    """Whether layers keep their input only; each is then a unit."""
+    """Layers save their input only; each is then a unit."""
     batch_per_gpu: bool = False
-    """Whether tp ranks share 2 tp samples; False: 2."""
+    """Batch of 2 tp samples over tp ranks; False: 2."""
 
 
 class Parts(NamedTuple):
-    """Bytes of a rank at the moment when it holds most."""
+    """Bytes of a rank at its peak."""
 
     state: int
-    """fp32 weights and both moments: shards."""
+    """Shards of fp32 weights and both moments."""
     gathered: int
-    """Whole weights of units."""
+    """All-gathered weights of units."""
     kept: int
-    """What the forward of the layers keeps for the backward."""
+    """Tensors saved by the layers' forward."""
     working: int
-    """What the loss or a layer's backward holds beside that, gradients included."""
+    """Temporaries of the loss or of a layer's backward, gradients included."""
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of the parts."""
         return sum(self)
 
 
 class _Norm(torch.autograd.Function):
-    """SRMSNorm as one kernel: keeps its input and a number a row."""
+    """SRMSNorm as one kernel: saves its input and one number per token."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ class _ParallelLoss(torch.autograd.Function):
         return probabilities.mul_(gradient[..., None])
 
 
-def _product(x: Tensor, weight: Tensor) -> Tensor:
+def _matmul(x: Tensor, weight: Tensor) -> Tensor:
     """In bf16, as autocast does it; no copies where both are bf16."""
     return functional.linear(x.to(torch.bfloat16), weight.to(torch.bfloat16))
 
@@ -138,12 +138,12 @@ class _TransNormerLayer(nn.Module):
         self.theta = None if lrpe is None else _weight(dtype, self.heads, 1, angles)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + _product(self._attended(_Norm.apply(x)), self.out)
+        x = x + _matmul(self._attended(_Norm.apply(x)), self.out)
         normed = _Norm.apply(x)
-        return x + _product(_product(normed, self.value) * _product(normed, self.gate), self.down)
+        return x + _matmul(_matmul(normed, self.value) * _matmul(normed, self.gate), self.down)
 
     def _attended(self, normed: Tensor) -> Tensor:
-        q, k, v, u = _product(normed, self.qkvu).chunk(4, dim=-1)
+        q, k, v, u = _matmul(normed, self.qkvu).chunk(4, dim=-1)
         q, k, v = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in (q, k, v))
         q, k = self._placed(functional.silu(q)), self._placed(functional.silu(k))
         parts = zip(q.split(SCAN_WIDTH, dim=-1), k.split(SCAN_WIDTH, dim=-1), strict=True)
@@ -176,11 +176,11 @@ class _SoftmaxLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         first, second = self.norms
-        q, k, v = _product(self._normed(x) * first, self.qkv).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        q, k, v = _matmul(self._normed(x) * first, self.qkv).unflatten(-1, (3, self.heads, -1)).unbind(2)
         output = _Attention.apply(self._turned(q), self._turned(k), v)
-        x = x + _product(output.flatten(2), self.out)
-        gate, value = _product(self._normed(x) * second, self.up).chunk(2, dim=-1)
-        return x + _product(functional.silu(gate) * value, self.down)
+        x = x + _matmul(output.flatten(2), self.out)
+        gate, value = _matmul(self._normed(x) * second, self.up).chunk(2, dim=-1)
+        return x + _matmul(functional.silu(gate) * value, self.down)
 
     def _normed(self, x: Tensor) -> Tensor:
         wide = x.float()
@@ -201,7 +201,7 @@ class _Head(nn.Module):
         self.table = _weight(dtype, VOCABULARY // tp, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits = _product(_Norm.apply(x), self.table)
+        logits = _matmul(_Norm.apply(x), self.table)
         if not self.gathered:
             return _ParallelLoss.apply(logits.float()).sum()
         logits = torch.cat([logits] * self.tp, dim=-1) if self.tp > 1 else logits
@@ -216,7 +216,7 @@ def _run(module: nn.Module, dtype: torch.dtype, batch: int) -> RunCost:
 @cache
 def layer_cost(preset: Preset, tp: int, dtype: torch.dtype, batch: int, lrpe: Any, rounded: bool) -> RunCost:
     """One layer on one rank, by the planner's trace."""
-    with without_values():
+    with fake_execution():
         softmax = preset == "llama-7b"
         return _run(_SoftmaxLayer(tp, dtype) if softmax else _TransNormerLayer(tp, dtype, lrpe, rounded), dtype, batch)
 
@@ -224,7 +224,7 @@ def layer_cost(preset: Preset, tp: int, dtype: torch.dtype, batch: int, lrpe: An
 @cache
 def head_cost(tp: int, dtype: torch.dtype, batch: int, gathered: bool) -> RunCost:
     """The loss on one rank, by the planner's trace."""
-    with without_values():
+    with fake_execution():
         return _run(_Head(tp, dtype, gathered), dtype, batch)
 
 
@@ -235,7 +235,7 @@ def _planned(preset: Preset, tp: int) -> tuple[Estimator, ParallelLayout]:
     model = model.model_copy(update={"vocab_size": VOCABULARY, "tie_embeddings": True})
     workload = Workload(model, LENGTH, BATCH * dp, torch.bfloat16, False)
     parallel = ParallelConfig(tp=tp, zero=3 if dp > 1 else None)
-    return Estimator(workload, CHIPS["a100"]), ParallelLayout(parallel, dp, BATCH, 1, False)
+    return Estimator(workload, HARDWARE["a100"]), ParallelLayout(parallel, dp, BATCH, 1, False)
 
 
 @cache
@@ -249,13 +249,13 @@ def units(preset: Preset, tp: int) -> StageParameters:
 def plan_bytes(tp: int) -> int:
     """The planner's own estimate: ZeRO 3 over the ranks that tensor parallelism leaves, eager blocks of megalin."""
     estimator, layout = _planned("transnormerllm-7b", tp)
-    return estimator.estimate(layout, closely=True).memory.total
+    return estimator.estimate(layout, refined=True).memory.total
 
 
 def peak(system: System, tp: int, preset: Preset = "transnormerllm-7b") -> Parts:
-    """The most that a rank holds: the largest of the moments at which a step's memory can turn.
+    """Peak of a rank: the largest of the moments of a step at which memory can peak.
 
-    A unit's gradients are views of one flat parameter: they stay until the last of them is there, and are then joined.
+    A unit's gradients are views of one flat parameter: they stay until the last is computed, then are concatenated.
     """
     shared = GPUS // tp > 1  # one rank needs no gathering: torch computes on the parameters themselves
     parameters = units(preset, tp)
@@ -276,8 +276,8 @@ def peak(system: System, tp: int, preset: Preset = "transnormerllm-7b") -> Parts
         Parts(state, gathered_size * during, kept - kept_by_one, held_by_one + table),
     ]
     if own_unit:
-        joined = table + 2 * size * layer
-        moments.append(Parts(state, gathered_size * during, kept - kept_by_one, joined))
+        concatenated = table + 2 * size * layer
+        moments.append(Parts(state, gathered_size * during, kept - kept_by_one, concatenated))
     else:
         moments.append(Parts(state, gathered_size * between, 0, 2 * size * (layers * layer + outer)))
     return max(moments, key=lambda moment: moment.total)
@@ -290,8 +290,8 @@ def _layers(system: System, tp: int, preset: Preset, dtype: torch.dtype, layers:
     costs = [layer_cost(preset, tp, dtype, batch, form, system.rounded) for form in forms]
     own = costs[-1]
     if system.recompute:
-        stream = batch * LENGTH * WIDTH * dtype.itemsize
-        return layers * stream, stream, stream + own.backward_bytes
+        hidden_bytes = batch * LENGTH * WIDTH * dtype.itemsize
+        return layers * hidden_bytes, hidden_bytes, hidden_bytes + own.backward_bytes
     return costs[0].saved_bytes + (layers - 1) * own.saved_bytes, own.saved_bytes, own.backward_bytes
 
 

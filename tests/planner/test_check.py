@@ -9,7 +9,7 @@ from megalin.model.config import ModelConfig
 from megalin.parallel.mesh import ParallelConfig
 from megalin.planner.check import MARGIN, check_memory
 from megalin.planner.estimate import Estimator
-from megalin.planner.hardware import CHIPS
+from megalin.planner.hardware import HARDWARE
 from megalin.planner.workload import ParallelLayout, layout_of, workload_of
 from megalin.train.config import RunConfig, load_run_config
 from tests.cases import TOY
@@ -30,8 +30,8 @@ def config(path: Path) -> RunConfig:
 def needed(config: RunConfig) -> int:
     """The whole estimate of the run on one rank."""
     assert isinstance(config.model, ModelConfig)
-    estimator = Estimator(workload_of(config, config.model), CHIPS["h200"])
-    return estimator.estimate(layout_of(config, 1), closely=False).memory.total
+    estimator = Estimator(workload_of(config, config.model), HARDWARE["h200"])
+    return estimator.estimate(layout_of(config, 1), refined=False).memory.total
 
 
 def test_the_layout_and_the_workload_are_the_runs(path):
@@ -72,11 +72,11 @@ def test_a_run_that_asks_for_copies_is_looked_at_as_one(path):
     asked = ["parallel.tp=2", "parallel.sequence_parallel=true", "parallel.tp_overlap=symmetric_memory"]
     config = load_run_config(path, [*asked, "train.micro_batch_size=4"])
     assert isinstance(config.model, ModelConfig)
-    estimator = Estimator(workload_of(config, config.model), CHIPS["h200"])
-    memory = estimator.estimate(layout_of(config, 2), closely=False).memory
+    estimator = Estimator(workload_of(config, config.model), HARDWARE["h200"])
+    memory = estimator.estimate(layout_of(config, 2), refined=False).memory
     assert memory.symmetric_memory > 0
     check_memory(config, 2, memory.total)
-    with pytest.raises(ConfigError, match=r"GiB are needed .*symmetric memory"):
+    with pytest.raises(ConfigError, match=r"needs about .*symmetric memory"):
         check_memory(config, 2, int(memory.total / MARGIN) - 1)
 
 
@@ -87,15 +87,17 @@ def test_nothing_is_asked_where_the_memory_is_not_known(config):
 def test_an_estimate_beyond_the_margin_is_refused_with_what_fits(config, needed):
     memory = int(needed / MARGIN) - 1
     with pytest.raises(
-        ConfigError, match=r"train.micro_batch_size = 4 .* GiB are needed \(weights .*activations"
+        ConfigError, match=r"train.micro_batch_size = 4 .*: needs about .* GiB \(weights .*activations"
     ) as told:
         check_memory(config, 1, memory)
-    assert "on 1 GPUs these fit: parallel.tp=1 parallel.cp=1 parallel.pp=1 train.micro_batch_size=" in str(told.value)
-    assert str(told.value).endswith("--no-memory-check starts it all the same")
+    assert "these layouts fit on 1 GPUs: parallel.tp=1 parallel.cp=1 parallel.pp=1 train.micro_batch_size=" in str(
+        told.value
+    )
+    assert str(told.value).endswith("Pass --no-memory-check to start the run anyway")
 
 
 def test_weights_and_moments_that_alone_do_not_fit_are_refused(config):
-    with pytest.raises(ConfigError, match=r"weights, gradients and optimizer state alone are .* use more GPUs"):
+    with pytest.raises(ConfigError, match=r"weights, gradients and optimizer state alone need .* use more GPUs"):
         check_memory(config, 1, 100_000)
 
 
@@ -103,9 +105,9 @@ def test_mixers_from_elsewhere_are_not_run_but_counted(config):
     table = {"vocab_size": 257, "hidden_size": 32, "layers": [{"sublayers": [TOY]}]}
     model = ModelConfig.model_validate(table)
     foreign = config.model_copy(update={"model": model})
-    resting = Estimator(workload_of(foreign, model), CHIPS["h200"]).resting_bytes(layout_of(foreign, 1))
+    resting = Estimator(workload_of(foreign, model), HARDWARE["h200"]).model_state_bytes(layout_of(foreign, 1))
     check_memory(foreign, 1, resting)
-    with pytest.raises(ConfigError, match=r"alone are .* use more GPUs"):
+    with pytest.raises(ConfigError, match=r"alone need .* use more GPUs"):
         check_memory(foreign, 1, resting - 1)
 
 

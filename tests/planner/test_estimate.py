@@ -26,7 +26,7 @@ def test_estimates_are_near_what_was_measured(name):
 def test_tensor_parallelism_is_fastest_beside_copies_and_slowest_by_split_collectives():
     """As on two H200, with memory within 2 % and time within 5 %."""
     run = "transnormerllm-7b-64k, 1 x 2 x 2048, tp 2"
-    names = [f"{run}, {way}CUDA graph" for way in ("split, beside copies, ", "", "split by collectives, ")]
+    names = [f"{run}, {way}CUDA graph" for way in ("async tensor parallel, ", "", "sequence parallel, ")]
     found = [NAMED[name].compared() for name in names]
     assert [gib for gib, _ in found] == pytest.approx([NAMED[name].peak_gib for name in names], rel=0.02)
     times = [seconds for _, seconds in found]

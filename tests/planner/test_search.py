@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from megalin.parallel.mesh import ParallelConfig
-from megalin.planner.block_traces import LossCost, Trace, part_of
+from megalin.planner.block_traces import LossCost, Trace, scaled_cost
 from megalin.planner.estimate import Estimator
 from megalin.planner.graph_cost import COPY, CollectiveCost
-from megalin.planner.hardware import CHIPS, COPY_SHARE, MATRIX_SHARE, SIGNAL_SECONDS
+from megalin.planner.hardware import COPY_EFFICIENCY, HARDWARE, MATRIX_EFFICIENCY, SIGNAL_SECONDS
 from megalin.planner.memory import Memory
 from megalin.planner.parameters import Elements, StageParameters
 from megalin.planner.search import Limits, Plan, search
@@ -28,7 +28,7 @@ def workload(*, samples: int = 8, length: int = 4096, compiled: bool = False) ->
 @pytest.fixture(scope="module")
 def estimator() -> Estimator:
     """Its traces serve every test."""
-    return Estimator(workload(), CHIPS["h200"])
+    return Estimator(workload(), HARDWARE["h200"])
 
 
 def reasons(found: Plan) -> dict[str, list[str]]:
@@ -40,7 +40,7 @@ def reasons(found: Plan) -> dict[str, list[str]]:
 
 def refused(gpus: int, *, split: bool = False, **sizes: int) -> dict[str, list[str]]:
     """What the rules alone refuse: no layout fits one byte, so no block is run."""
-    return reasons(search(Estimator(workload(**sizes), CHIPS["h200"]), Limits(gpus, 1, split), count=1))
+    return reasons(search(Estimator(workload(**sizes), HARDWARE["h200"]), Limits(gpus, 1, split), count=1))
 
 
 def layout(parallel: ParallelConfig = ParallelConfig(), **fields: int) -> ParallelLayout:  # noqa: B008
@@ -64,10 +64,10 @@ def test_with_memory_to_spare_every_mesh_is_offered_once_and_fastest_first(estim
 def test_each_refusal_has_its_reason():
     found = refused(36, samples=36, length=6150)
     assert any("tp above 8" in kind for kind in found)
-    assert any("cp would leave a rank less than 1024 of the 6150 tokens" in kind for kind in found)
-    assert any("a row of 6150 tokens is not divisible by parallel.cp = 4" in kind for kind in found)
+    assert any("cp would leave a rank fewer than 1024 of the 6150 tokens" in kind for kind in found)
+    assert any("a sequence of 6150 tokens is not divisible by parallel.cp = 4" in kind for kind in found)
     assert any("needs at least" in reason for reason in found["the pipeline needs more micro-batches"])
-    assert any("that the model can be cut into" in kind for kind in found)
+    assert any("sub-layers can be partitioned" in kind for kind in found)
     uneven = refused(4, samples=6)["samples a step are not divisible by dp"]
     assert uneven == ["tp 1, cp 1, pp 1: 6 samples a step are not divisible by dp = 4"]
 
@@ -89,10 +89,10 @@ def test_meshes_with_tp_are_tried_with_and_without_sequence_parallelism():
 def test_rows_that_sequence_parallelism_cannot_split_leave_their_mesh_without_it():
     found = refused(4, length=4098)
     told = (
-        "tp 4, cp 1, pp 1, sequence parallel: a row of 4098 tokens is not divisible by parallel.tp = 4, as "
+        "tp 4, cp 1, pp 1, sequence parallel: a sequence of 4098 tokens is not divisible by parallel.tp = 4, as "
         "parallel.sequence_parallel needs; use 4096 or 4100"
     )
-    assert told in found["rows do not divide over the ranks of sequence parallelism"]
+    assert told in found["the sequence length is not divisible as sequence parallelism needs"]
     assert any(told.startswith("tp 4, dp 1") for told in found["memory, most of it weights and optimizer"])
 
 
@@ -113,10 +113,10 @@ def test_memory_refuses_and_says_what_is_missing(estimator):
 
 
 def test_a_layout_is_offered_only_after_its_compiled_blocks_were_read():
-    estimator = Estimator(workload(samples=1, length=512, compiled=True), CHIPS["h200"])
+    estimator = Estimator(workload(samples=1, length=512, compiled=True), HARDWARE["h200"])
     least = layout(dp=1, num_micro_batches=1, recompute=True)
-    close = estimator.estimate(least, closely=True).memory.total
-    assert close < estimator.estimate(least, closely=False).memory.total  # so eager blocks are no reason to refuse
+    close = estimator.estimate(least, refined=True).memory.total
+    assert close < estimator.estimate(least, refined=False).memory.total  # so eager blocks are no reason to refuse
     (best,) = search(estimator, Limits(1, close), count=1).best
     assert best.layout == least
     found = search(estimator, Limits(1, close - 1), count=1)
@@ -130,7 +130,7 @@ def test_nothing_fits_where_the_weights_do_not():
 
 def test_what_a_layout_shards_and_recomputes_shows_in_its_memory(estimator):
     def memory(parallel: ParallelConfig, **fields: int) -> Memory:
-        return estimator.estimate(layout(parallel, **fields), closely=False).memory
+        return estimator.estimate(layout(parallel, **fields), refined=False).memory
 
     zero = [memory(ParallelConfig(zero=stage)) for stage in (0, 1, 2, 3)]
     assert zero[0].weights > 3 * zero[1].weights
@@ -149,7 +149,7 @@ def test_what_other_ranks_write_into_is_counted_where_copies_run(estimator):
     def symmetric_memory_bytes(dp: int = 1, **axes: object) -> int:
         parallel = ParallelConfig.model_validate(axes)
         each = layout(parallel, dp=dp, num_micro_batches=4, micro_batch_size=3)
-        return estimator.estimate(each, closely=False).memory.symmetric_memory
+        return estimator.estimate(each, refined=False).memory.symmetric_memory
 
     stream = 3 * 4096 * MODEL.hidden_size * 2
     split = {"tp": 2, "sequence_parallel": True}
@@ -168,7 +168,7 @@ def test_what_other_ranks_write_into_is_counted_where_copies_run(estimator):
 
 def test_streams_that_are_gathered_anew_for_the_backward_are_sent_again(estimator):
     by_collectives, beside_copies = (
-        estimator.estimate(layout(ParallelConfig(tp=2, sequence_parallel=True, tp_overlap=way)), closely=False).sent.tp
+        estimator.estimate(layout(ParallelConfig(tp=2, sequence_parallel=True, tp_overlap=way)), refined=False).sent.tp
         for way in ("none", "symmetric_memory")
     )
     # Of most sub-layers five transfers instead of four.
@@ -177,8 +177,8 @@ def test_streams_that_are_gathered_anew_for_the_backward_are_sent_again(estimato
 
 def test_copies_of_more_samples_are_stretched_with_what_runs_beside_them(estimator):
     each = layout(ParallelConfig(tp=2, sequence_parallel=True), micro_batch_size=3)
-    rough, close = (estimator._trace(each, closely=closely) for closely in (False, True))
-    assert any(exchange.overlapped_flops for exchange in close.blocks[0].forward)
+    rough, close = (estimator._trace(each, refined=refined) for refined in (False, True))
+    assert any(collective.overlapped_flops for collective in close.blocks[0].forward)
     assert [cost.forward + cost.backward for cost in rough.blocks] == [
         cost.forward + cost.backward for cost in close.blocks
     ]
@@ -191,16 +191,16 @@ def _buffers(estimator: Estimator) -> int:
 
 def test_bytes_by_axis_are_those_of_the_collectives(estimator):
     (parameters,) = estimator.parameters(layout())
-    sent = estimator.estimate(layout(), closely=False).sent
+    sent = estimator.estimate(layout(), refined=False).sent
     # ZeRO 3 over 4 ranks, 2 micro-batches: bf16 weights come twice, fp32 gradients go once, in each.
     assert sent == (0, 0, (2 * 2 * 2 + 2 * 4) * parameters.whole * 3 // 4, 0)
     stream = 4096 * MODEL.hidden_size * 2
-    tp = estimator.estimate(layout(ParallelConfig(tp=2), dp=1), closely=False).sent.tp
+    tp = estimator.estimate(layout(ParallelConfig(tp=2), dp=1), refined=False).sent.tp
     sublayers = sum(len(block.sublayers) * block.repeat for block in MODEL.layers)
     # An all-reduce a sub-layer and direction, the embedding's and the head's; two micro-batches.
     assert tp >= 2 * (2 * sublayers + 2) * stream
     assert tp < 1.3 * 2 * (2 * sublayers + 2) * stream
-    pp = estimator.estimate(layout(ParallelConfig(pp=2, zero=1)), closely=False).sent.pp
+    pp = estimator.estimate(layout(ParallelConfig(pp=2, zero=1)), refined=False).sent.pp
     assert pp == 2 * 2 * stream
 
 
@@ -210,7 +210,7 @@ def test_a_deeper_pipeline_keeps_more_micro_batches_and_waits_longer(estimator):
     stages = ParallelConfig(pp=2, pp_schedule="interleaved", pp_stages_per_rank=2)
     assert [layout(stages, num_micro_batches=8).in_flight(rank) for rank in range(2)] == [5, 3]
     two, interleaved = (
-        estimator.estimate(layout(parallel, num_micro_batches=8), closely=False)
+        estimator.estimate(layout(parallel, num_micro_batches=8), refined=False)
         for parallel in (ParallelConfig(pp=2), stages)
     )
     assert two.time.pipeline > 0
@@ -225,12 +225,12 @@ def test_parts_of_blocks_add_up_to_the_model(estimator):
     parts = [estimator._own_blocks(parallel, rank) for rank in range(4)]
     works = [estimator._work(layout(parallel), own, parallel, rank) for rank, own in enumerate(parts)]
     assert [sum(each) for each in zip(*works, strict=True)] == pytest.approx(whole)
-    assert any(estimator._share(part) < 1 for own in parts for part in own)
+    assert any(estimator._fraction(part) < 1 for own in parts for part in own)
 
 
 def test_part_of_a_block_costs_its_share():
-    exchange = CollectiveCost(COPY, "tp", 40, 8)
-    assert part_of(RunCost(100, 300, 200, [exchange], [exchange]), 0.25) == RunCost(
+    collective = CollectiveCost(COPY, "tp", 40, 8)
+    assert scaled_cost(RunCost(100, 300, 200, [collective], [collective]), 0.25) == RunCost(
         25, 75, 50, [CollectiveCost(COPY, "tp", 10, 2)], [CollectiveCost(COPY, "tp", 10, 2)]
     )
 
@@ -242,7 +242,7 @@ def test_embedding_and_last_norm_count_on_the_ranks_that_have_them():
     each = layout(ParallelConfig(tp=2, pp=3), dp=1, num_micro_batches=3)
     times, sent = zip(
         *(
-            step_time(MicroBatchWork(0, 0, 0, 1), nothing, trace, [0], each, CHIPS["h200"], rank=rank, itemsize=2)
+            step_time(MicroBatchWork(0, 0, 0, 1), nothing, trace, [0], each, HARDWARE["h200"], rank=rank, itemsize=2)
             for rank in range(3)
         ),
         strict=True,
@@ -253,19 +253,19 @@ def test_embedding_and_last_norm_count_on_the_ranks_that_have_them():
 
 @pytest.mark.parametrize("hidden_share", [0.0, 0.25, 1.0, 4.0])
 def test_a_copy_is_waited_for_where_products_do_not_hide_it(hidden_share):
-    chip, stream = CHIPS["h200"], 10**9
-    wire = stream * 3 // 4 / (chip.link_bandwidth * COPY_SHARE)
-    copy = CollectiveCost(COPY, "tp", stream, int(hidden_share * wire * chip.matrix_flops * MATRIX_SHARE))
+    hardware, stream = HARDWARE["h200"], 10**9
+    wire = stream * 3 // 4 / (hardware.link_bandwidth * COPY_EFFICIENCY)
+    copy = CollectiveCost(COPY, "tp", stream, int(hidden_share * wire * hardware.matrix_flops * MATRIX_EFFICIENCY))
     block = RunCost(0, 0, 0, [copy], [])
     trace = Trace([block], RunCost(0, 0, 0, [], []), RunCost(0, 0, 0, [], []), LossCost(0, 0, 0), 0)
     nothing = StageParameters([], Elements(0, 0), Elements(0, 0), 0, 0)
     each = layout(ParallelConfig(tp=4, sequence_parallel=True), dp=1, num_micro_batches=1)
-    time, sent = step_time(MicroBatchWork(0, 0, 0, 1), nothing, trace, [0], each, chip, rank=0, itemsize=2)
+    time, sent = step_time(MicroBatchWork(0, 0, 0, 1), nothing, trace, [0], each, hardware, rank=0, itemsize=2)
     assert sent.tp == stream * 3 // 4
     assert time.collectives == pytest.approx(SIGNAL_SECONDS + wire * max(0.0, 1 - hidden_share))
 
 
 def test_an_axis_that_leaves_the_host_waits_for_the_network(estimator):
-    inside = estimator.estimate(layout(dp=8), closely=False)
-    outside = estimator.estimate(layout(dp=16), closely=False)
+    inside = estimator.estimate(layout(dp=8), refined=False)
+    outside = estimator.estimate(layout(dp=16), refined=False)
     assert outside.time.data_parallel > 4 * inside.time.data_parallel

@@ -83,7 +83,7 @@ def test_a_layer_under_autocast_keeps_what_a_count_by_hand_says(tp):
     kept = layer_cost("transnormerllm-7b", tp, torch.float32, BATCH, None, False).saved_bytes
     # Two norms' fp32 inputs, and their results in bf16 once for each of the three products that read them.
     whole = 2 * 2 + 3
-    # The joined projections; q, k and v as the kernel reads them; its output, that normed, that gated; the GLU's three.
+    # The fused projections; q, k and v as the kernel reads them; its output, that normed, that gated; the GLU's three.
     split = 4 + 3 + 3 + 3 * INNER / WIDTH
     weights = 2 * (5 * WIDTH**2 + 3 * WIDTH * INNER) // tp
     rows = 3 * BATCH * LENGTH * 4

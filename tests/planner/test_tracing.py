@@ -11,7 +11,7 @@ from megalin.parallel.collectives import reduce_from_axis
 from megalin.parallel.fake_mesh import fake_mesh
 from megalin.parallel.mesh import ParallelConfig
 from megalin.planner.graph_cost import COPY, graph_cost
-from megalin.planner.tracing import take_shape, trace, trace_compiled, without_values
+from megalin.planner.tracing import fake_execution, materialize, trace, trace_compiled
 
 ROWS, WIDTH, INNER = 64, 32, 96
 X, H, W = ROWS * WIDTH * 4, ROWS * INNER * 4, WIDTH * INNER * 4
@@ -31,8 +31,8 @@ class _Gated(nn.Module):
 
 def test_an_eager_function_keeps_what_its_backward_reads():
     module = _Gated()
-    with without_values():
-        take_shape(module, torch.float32)
+    with fake_execution():
+        materialize(module, torch.float32)
         cost = trace(module, module, torch.empty(ROWS, WIDTH, requires_grad=True))
     assert cost.saved_bytes == X + 2 * H  # x, exp(..) and its double; the weights are not counted
     # exp and its multiple forward, and backward: each reads one or two tensors and writes one.
@@ -42,8 +42,8 @@ def test_an_eager_function_keeps_what_its_backward_reads():
 
 def test_a_compiled_function_keeps_less_and_fuses():
     module = _Gated()
-    with without_values():
-        take_shape(module, torch.float32)
+    with fake_execution():
+        materialize(module, torch.float32)
         cost = trace_compiled(module, module, torch.empty(ROWS, WIDTH, requires_grad=True))
     assert cost.saved_bytes <= X + 2 * H
     assert cost.moved_bytes <= 6 * H  # of exp's: read, written; backward: gradient, exp read, one written
@@ -52,8 +52,8 @@ def test_a_compiled_function_keeps_less_and_fuses():
 
 def test_a_graph_holds_what_is_still_read_and_fuses_what_is_element_wise():
     module = _Gated()
-    with without_values():
-        take_shape(module, torch.float32)
+    with fake_execution():
+        materialize(module, torch.float32)
         x = torch.empty(ROWS, WIDTH)
         graph = make_fx(lambda x, up, down: (torch.exp(x @ up.T) * 2.0) @ down.T)(x, module.up, module.down).graph
     _, *weights = [node.name for node in graph.nodes if node.op == "placeholder"]
@@ -80,18 +80,16 @@ def test_collectives_of_both_directions_are_told(compiled):
                 return run(x)
 
         split = _Split()
-        with without_values():
-            take_shape(split, torch.float32)
+        with fake_execution():
+            materialize(split, torch.float32)
             x = torch.empty(ROWS, WIDTH, requires_grad=True)
             run_cost = trace_compiled if compiled else trace
             cost = run_cost(split, split, x)
-            take_shape(module, torch.float32)  # without gradients again
+            materialize(module, torch.float32)  # without gradients again
             alone = run_cost(module, module, x.detach().requires_grad_())
         assert cost.moved_bytes == alone.moved_bytes  # a collective's bytes are the wire's alone
-        for exchanges in (cost.forward, cost.backward):
-            assert [(each.collective, each.group, each.bytes) for each in exchanges] == [
-                ("all_reduce", axis.group_name, X)
-            ]
+        for collectives in (cost.forward, cost.backward):
+            assert [(each.name, each.group, each.bytes) for each in collectives] == [("all_reduce", axis.group_name, X)]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -110,8 +108,8 @@ def test_products_beside_copies_are_told_with_their_streams(compiled):
                 return parallel.linear_reduce_scatter(torch.exp(parallel.all_gather_linear(x, module.up)), module.down)
 
         split = _Split()
-        with without_values():
-            take_shape(split, torch.float32)
+        with fake_execution():
+            materialize(split, torch.float32)
             x = torch.empty(2, ROWS // 4, WIDTH, requires_grad=True)
             cost = trace_compiled(split, split, x) if compiled else trace(split, split, x)
     transfer = (COPY, parallel.axis.group_name, 2 * X, 2 * (2 * ROWS) * WIDTH * INNER * 3 // 4)
@@ -125,7 +123,7 @@ def test_products_beside_copies_are_told_with_their_streams(compiled):
 
 
 def test_ops_take_their_kernels_without_a_gpu_and_forget_it():
-    with without_values():
+    with fake_execution():
         assert backend.choose("srmsnorm", "auto", "cpu") == "triton"
         assert backend.choose("srmsnorm", "auto", "cpu", "an empty tensor") == "reference"
     assert backend.choose("srmsnorm", "auto", "cpu") == "reference"
@@ -140,8 +138,8 @@ class _Precise(FullPrecision):
 def test_weights_take_the_dtypes_that_they_compute_in():
     module = nn.ModuleDict({"plain": nn.Linear(2, 3, device="meta"), "precise": _Precise()})
     module.register_buffer("table", torch.zeros(5, dtype=torch.int32, device="meta"))
-    with without_values():
-        take_shape(module, torch.bfloat16)
+    with fake_execution():
+        materialize(module, torch.bfloat16)
     assert module["plain"].weight.dtype == torch.bfloat16
     assert module["precise"].angle.dtype == torch.float32
     assert module.get_buffer("table").dtype == torch.int32
