@@ -1,1 +1,1 @@
-"""All knowledge of ranks: mesh, collectives, tensor-parallel layers, sharded data parallelism."""
+"""All code that depends on ranks: mesh, collectives, tensor-parallel layers, sharded data parallelism."""

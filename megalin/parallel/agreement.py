@@ -1,4 +1,4 @@
-"""Decisions that every rank shares: what one rank decides or fails at, all ranks return or raise.
+"""Work whose result or error all ranks share: if it fails on one rank, every rank raises the same error.
 
 Without a process group the process is rank 0 of 1 and nothing is sent.
 """
@@ -22,7 +22,7 @@ class _Failure(NamedTuple):
 
 
 def distributed() -> bool:
-    """Whether this process belongs to a process group."""
+    """True where this process belongs to a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -37,10 +37,10 @@ def world_size() -> int:
 
 
 def on_rank_zero(work: Callable[[], ResultT]) -> ResultT:
-    """Rank 0 runs `work`; every rank returns its result. One broadcast.
+    """Runs `work` on rank 0; every rank returns its result. One broadcast.
 
     Raises:
-        MegalinError: what `work` raised on rank 0 (an OSError as StorageError), on every rank.
+        MegalinError: on every rank when `work` raised one on rank 0 (an OSError as StorageError).
     """
     outcome = [_attempt(work) if rank() == 0 else None]
     if distributed():
@@ -52,7 +52,7 @@ def on_rank_zero(work: Callable[[], ResultT]) -> ResultT:
 
 
 def on_every_rank(work: Callable[[], ResultT]) -> list[ResultT]:
-    """Every rank runs `work`; every rank returns all results by rank. One all-gather.
+    """Runs `work` on every rank; every rank returns all results by rank. One all-gather.
 
     Raises:
         MegalinError: on every rank when any rank's `work` raised one (an OSError as StorageError); names the ranks.
@@ -71,7 +71,7 @@ def on_every_rank(work: Callable[[], ResultT]) -> list[ResultT]:
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """Sum over all ranks of a tensor in the host's memory. One all-reduce between hosts: it waits for no device."""
+    """Sum over all ranks of a tensor in host memory. One all-reduce on the CPU, which does not wait for the device."""
     total = values.clone()
     if distributed():
         dist.all_reduce(total)

@@ -1,4 +1,4 @@
-"""Cross entropy of logits that are split by vocabulary over the tensor-parallel axis, and of a head that makes them."""
+"""Cross entropy of logits sharded by vocabulary over the tensor-parallel axis, and fused with the head."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megalin.ops.linear_cross_entropy import VocabularySlice, choose_backend, fu
 from megalin.parallel.collectives import Axis, all_gather, all_reduce, wait_tensor_with_grad
 
 IGNORED_LABEL = -100
-"""A label that takes no part in the loss."""
+"""Label of tokens without a loss."""
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -49,7 +49,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, axis: Axis) -> 
     """Loss of each token in nats.
 
     Args:
-        logits: [B, T, V/tp], this rank's slice of the vocabulary; -inf for rows that are no token.
+        logits: [B, T, V/tp], this rank's slice of the vocabulary; -inf for padding.
         labels: [B, T] token ids; IGNORED_LABEL for tokens without a loss.
 
     Returns:
@@ -78,20 +78,20 @@ def vocab_parallel_linear_cross_entropy(
     """sum_t w_t loss_t of the logits x W^T, without a [tokens, vocabulary] tensor where a kernel runs.
 
     The kernels work through the tokens in chunks: a chunk's logits, one all-gather of three numbers a token, the loss,
-    and the gradients at once. So the result can be scaled, but a token's share of it only by its weight.
+    and the gradients at once. So the result can be scaled, but a token's loss in it only by its weight.
 
     Args:
-        x: [..., D], whole on every rank; its gradient is this rank's partial sum.
+        x: [..., D], the full tensor on every rank; its gradient is this rank's partial sum.
         weight: [V/tp, D], this rank's rows.
         labels: [...] token ids; IGNORED_LABEL for tokens without a loss.
         token_weights: [...], at least fp32; None: all 1.
-        backend: which implementation runs; compiled ones take fp32, bf16 and fp16.
+        backend: the implementation; compiled ones take fp32, bf16 and fp16.
 
     Returns:
         [] in at least fp32, equal on every rank.
 
     Raises:
-        KernelError: an explicit backend that cannot run.
+        KernelError: an explicit backend cannot run.
     """
     if choose_backend(x, weight, backend) == "reference":
         losses = vocab_parallel_cross_entropy(
@@ -112,7 +112,7 @@ def vocab_parallel_linear_cross_entropy(
 
 
 def vocab_parallel_argmax(logits: Tensor, axis: Axis) -> Tensor:
-    """The likeliest id of each token, the smallest of equals: this rank's logits [..., V/tp] -> [...] on every rank."""
+    """The likeliest token id, the smallest of equals: this rank's logits [..., V/tp] -> [...] on every rank."""
     peak, index = logits.max(-1)
     peaks = all_gather(peak[None], axis, dim=0)  # [tp, ...]
     ids = all_gather(index[None] + axis.rank * logits.shape[-1], axis, dim=0)

@@ -26,17 +26,17 @@ def shard_model(
     compute_dtype: torch.dtype,
     head: VocabParallelEmbedding | None = None,
 ) -> None:
-    """Shards `model` in place over the data axis: each block is a unit, the head is, and the rest is one.
+    """Shards `model` in place over the data axis. FSDP units are each block, the head, and the rest as one.
 
     Weights and optimizer state stay in fp32, computation is in `compute_dtype`, gradients are reduced in fp32
     (everything in fp64 for a model in fp64). Gradients are summed, not averaged: the loss carries its own global
-    denominator. What stays whole between its uses is `mesh.zero`'s to say.
+    denominator. `mesh.zero` decides which tensors stay unsharded between their uses.
 
     Args:
         blocks: the model's blocks, in the order of the forward.
         full_precision: submodules whose parameters feed exponentials or positions; they compute in fp32.
-        head: the table of the logits, if it is no other's: gathered beside the blocks, not before them, and its
-            gradient reduced beside theirs.
+        head: the table of the logits, if it is not shared: its gather and the reduction of its gradient overlap with
+            the blocks.
     """
     reduce_dtype = torch.promote_types(compute_dtype, torch.float32)
     low = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
@@ -57,8 +57,8 @@ def shard_model(
 
     if full_precision:
         wrap(list(full_precision), full, False)
-    # At stage 0 the backward would form them by a second cast. In a pipeline, which has stage 1 at most, the engine's
-    # split backward finds the gradients of whole weights alone, and each micro-batch would gather them twice.
+    # At stage 0 the backward would cast the weights a second time. In a pipeline, which has stage 1 at most, the
+    # engine's split backward finds only gradients of unsharded weights, and each micro-batch would gather them twice.
     for block in blocks:
         wrap(block, low, mesh.zero == 3)
     if head is not None:
@@ -76,14 +76,14 @@ def shard_model(
 
 
 class _SumOfOneRank(DefaultReduceScatter):
-    """What a shard axis of one rank reduces. The engine asks for memory to collect a unit's gradients in, then for
-    memory of their sum over ranks, into which it copies them; given the same tensor again, it has nothing to copy."""
+    """Reduce-scatter on a shard axis of one rank. FSDP allocates memory for a unit's gradients, then for their sum over
+    ranks, and copies the first into the second; given the same tensor twice, it has nothing to copy."""
 
     def __init__(self) -> None:
         self._collected: Tensor | None = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory of `size`, the same one at each second call."""
+        """Memory of `size`, the same at each second call as at the call before."""
         if self._collected is None:
             self._collected = super().allocate(size, dtype=dtype, device=device)
             return self._collected
@@ -95,15 +95,15 @@ class _SumOfOneRank(DefaultReduceScatter):
 def shard_dim(shape: tuple[int, ...], size: int) -> int:
     """Dimension 0 if `size` divides it, else the last one that it divides, else 0 (which alone may be uneven).
 
-    Along another dimension than 0 the engine lays out weights anew when it gathers them, and gradients when it reduces
-    them; dimension 0 of a fused [parts, out, in] parameter would give nothing to ranks beyond its parts.
+    Along other dimensions than 0 FSDP copies weights to another layout when it gathers them, and gradients when it
+    reduces them; dimension 0 of a fused [parts, out, in] parameter would give nothing to ranks beyond its parts.
     """
     divided = [dim for dim, length in enumerate(shape) if length % size == 0]
     return divided[-1] if divided and divided[0] > 0 else 0
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees the whole weights that a forward without a backward left gathered; parameters are shards again."""
+    """Frees the weights that a forward without a backward left gathered; parameters are shards again."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -111,16 +111,16 @@ def reshard(model: nn.Module) -> None:
 
 @torch.no_grad()
 def largest_magnitudes(weights: Sequence[Tensor]) -> Tensor:
-    """max |w| over the whole of each weight, [len(weights)] on every rank in at least fp32: one all-reduce for all, or
-    one for each axis of a stage.
+    """max |w| of each full weight, [len(weights)] on every rank in at least fp32: one all-reduce for all, or one for
+    each axis of a stage.
 
-    Weights are plain, whole tensors, or shards of the axis or of the mesh that all of them share. A collective.
+    Weights are plain, unsharded tensors, or shards over one axis or mesh, the same for all of them. A collective.
     """
     if not weights:
         return torch.zeros(0)
-    parts = [local(weight) for weight in weights]
-    # A rank may hold nothing of a weight that data parallelism splits unevenly.
-    largest = torch.stack([part.abs().max() if part.numel() else part.new_zeros(()) for part in parts])
+    shards = [local(weight) for weight in weights]
+    # A rank's shard of a weight that data parallelism divides unevenly may be empty.
+    largest = torch.stack([shard.abs().max() if shard.numel() else shard.new_zeros(()) for shard in shards])
     largest = largest.to(torch.promote_types(largest.dtype, torch.float32))
     meshes = {weight.device_mesh if isinstance(weight, DTensor) else None for weight in weights}
     assert len(meshes) == 1, meshes
@@ -131,11 +131,11 @@ def largest_magnitudes(weights: Sequence[Tensor]) -> Tensor:
 
 
 def prepare_backward(model: nn.Module, mesh: Mesh, *, last: bool) -> None:
-    """Sets what the next micro-batch's backward leaves behind, by `mesh.zero`; `last` is the last one of a step.
+    """Configures the reductions and resharding of the next micro-batch's backward by `mesh.zero`.
 
-    Gradients are reduced over the shard axis (2, 3) or added up whole until the last one (0, 1), which alone sums them
-    over replicas; weights stay gathered until the last one (0, 1, 2) or are freed (3). Where there is nothing to reduce
-    they stay whole; `finish_backward` takes them after the last one.
+    Gradients are reduced over the shard axis in each backward (2, 3), or accumulated unsharded until the `last` one of
+    a step (0, 1), which alone sums them over replicas; weights stay gathered until the last one (0, 1, 2) or are freed
+    (3). On a data axis of one rank gradients stay unsharded; `finish_backward` takes them after the last one.
     """
     assert isinstance(model, FSDPModule), type(model)
     reduce = mesh.data_mesh.size() > 1 and (last or mesh.zero >= 2)
@@ -148,28 +148,28 @@ def prepare_backward(model: nn.Module, mesh: Mesh, *, last: bool) -> None:
 
 
 def finish_backward(model: nn.Module, mesh: Mesh) -> None:
-    """After the last micro-batch's backward: on a data axis of one rank the whole gradients become the weights', or are
-    added to those that are there. The engine's reduction would have cast each unit's into one piece, by a table that
-    the host sends to the device."""
+    """Sets the weights' gradients after the last micro-batch's backward on a data axis of one rank, or adds to those
+    there. FSDP's reduction would have cast each unit's gradients into one buffer, by a table that the host sends to the
+    device."""
     if mesh.data_mesh.size() > 1:
         return
     for module in model.modules():
         group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
         for weight in [] if group is None else group.fsdp_params:
-            whole = weight._unsharded_param
-            gradient = whole.grad if weight.unsharded_accumulated_grad is None else weight.unsharded_accumulated_grad
+            full = weight._unsharded_param
+            gradient = full.grad if weight.unsharded_accumulated_grad is None else weight.unsharded_accumulated_grad
             if gradient is not None:
                 shard = weight.sharded_param
                 gradient = weight.to_sharded_dtensor(local(gradient).to(shard.dtype))
                 shard.grad = gradient if shard.grad is None else shard.grad + gradient
-            whole.grad, weight.unsharded_accumulated_grad = None, None
+            full.grad, weight.unsharded_accumulated_grad = None, None
 
 
 @contextmanager
 def ordered_cuda_streams(model: nn.Module) -> Iterator[None]:
-    """For the body, the streams on which a model that has run gathers weights and reduces gradients start after what
-    the current stream was given before, and what it is given after starts after theirs: a graph that is recorded of the
-    body has all of their work, and ends with it."""
+    """Orders FSDP's CUDA streams of a model that has run, which gather weights and reduce gradients, after the current
+    stream's work before the body, and before its work after the body: a CUDA graph that is captured of the body then
+    contains all of their work, and ends with it."""
     assert isinstance(model, FSDPModule), type(model)
     context = model._get_fsdp_state()._comm_ctx
     current = context.device_handle.current_stream()

@@ -1,5 +1,5 @@
-"""Token embedding split by vocabulary rows over the tensor-parallel axis, the head that shares its table, and tables
-that every rank holds whole."""
+"""Token embedding sharded by vocabulary rows over the tensor-parallel axis, the head that shares its table, and
+replicated tables."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from megalin.parallel.initialisation import FillFunction, Initializer, constant,
 from megalin.parallel.tensor_parallel import TOKENS, TensorParallel, local
 
 ROW_MULTIPLE = 128
-"""Vocabulary rows are padded to this multiple, whatever the mesh, so that tables of all meshes are equal."""
+"""Vocabulary rows are padded to this multiple on every mesh, so that tables of all meshes are equal."""
 
 
 def padded_rows(vocab_size: int) -> int:
-    """The number of rows that a table for `vocab_size` tokens holds."""
+    """Rows of a table for `vocab_size` tokens."""
     return -(-vocab_size // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 class VocabParallelEmbedding(nn.Module):
-    """A [padded vocabulary, D] table, rows split over the axis; rows beyond the vocabulary are zero and masked."""
+    """A [padded vocabulary, D] table, rows sharded over the axis; rows beyond the vocabulary are zero and masked."""
 
     def __init__(self, vocab_size: int, hidden_size: int, *, tp: TensorParallel, std: float) -> None:
         """Raises ConfigError where the padded rows do not divide."""
@@ -48,7 +48,7 @@ class VocabParallelEmbedding(nn.Module):
         return (padded_rows(self.vocab_size) - self.vocab_size) * self.hidden_size
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """[B, T] ids below the vocabulary size -> rows [B, T or T/tp, D] of the residual stream."""
+        """[B, T] ids below the vocabulary size -> [B, T or T/tp, D] of the residual stream."""
         weight = local(self.weight)
         if self.tp.size == 1:
             return functional.embedding(tokens, weight)
@@ -66,8 +66,8 @@ class VocabParallelEmbedding(nn.Module):
         return vocab_parallel_logits(x, local(self.weight), self.tp.axis, vocab_size=self.vocab_size)
 
     def loss_sum(self, x: Tensor, labels: Tensor) -> Tensor:
-        """The sum of the token losses of `logits(x)` in nats, [] in at least fp32: labels [B, T], IGNORED_LABEL where
-        there is no loss. Where a kernel runs, no logits are kept."""
+        """Sum of the token losses of `logits(x)` in nats, [] in at least fp32: labels [B, T], IGNORED_LABEL for tokens
+        without a loss. Kernels keep no logits."""
         weight = local(self.weight)
         return vocab_parallel_linear_cross_entropy(
             self.tp.enter(x), weight, labels, self.tp.axis, vocab_size=self.vocab_size
@@ -79,7 +79,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class VocabularyBias(nn.Module):
-    """One number a token id, added to its logit; rows split as those of `VocabParallelEmbedding`, zero at first."""
+    """One number a token id, added to its logit; sharded as `VocabParallelEmbedding` is, initially zero."""
 
     def __init__(self, vocab_size: int, *, tp: TensorParallel) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class VocabularyBias(nn.Module):
         self.bias = tp.parameter(padded_rows(vocab_size), shard_dim=0)
 
     def init_weights(self, initializer: Initializer) -> None:
-        """Zeros."""
+        """Fills the bias with zeros."""
         initializer(self.bias, "bias", constant(0.0))
 
     def padded_parameters(self) -> int:
@@ -100,7 +100,7 @@ class VocabularyBias(nn.Module):
 
 
 class ReplicatedEmbedding(nn.Module):
-    """A [rows, D] table that every rank holds whole: positions and token types, added to the residual stream."""
+    """A replicated [rows, D] table: positions and token types, added to the residual stream."""
 
     def __init__(self, rows: int, hidden_size: int, *, tp: TensorParallel, std: float) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class ReplicatedEmbedding(nn.Module):
         initializer(self.weight, "weight", normal(self.std))
 
     def forward(self, index: Tensor) -> Tensor:
-        """[B, T] row numbers, of all tokens -> rows [B, T or T/tp, D] of the residual stream."""
+        """[B, T] row numbers of all tokens -> [B, T or T/tp, D] of the residual stream."""
         if self.tp.sequence_parallel:
             index = self.tp.local_slice(index, dim=TOKENS)
         return functional.embedding(index, self.tp.sequence_parallel_weight(local(self.weight)))

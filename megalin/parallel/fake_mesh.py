@@ -1,4 +1,4 @@
-"""A rank's view of a mesh that nothing runs on: for planning, with tensors that have shapes and no values."""
+"""A rank's view of a mesh without communication: for planning, with meta tensors."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from megalin.parallel.tensor_parallel import TensorParallel
 
 
 class LocalTensorParallel(TensorParallel):
-    """The axis with this rank's part of each parameter as a plain parameter of that size."""
+    """The axis with this rank's shard of each parameter as a plain parameter of that size."""
 
     def parameter(self, *shape: int, shard_dim: int | None) -> nn.Parameter:
-        """An fp32 meta parameter: this rank's part of global `shape`."""
+        """An fp32 meta parameter: this rank's shard of global `shape`."""
         local_shape = [size // self.size if dim == shard_dim else size for dim, size in enumerate(shape)]
         return nn.Parameter(torch.empty(local_shape, dtype=torch.float32, device="meta"))
 
@@ -40,20 +40,19 @@ def fake_mesh(
     tensor_parallel: type[TensorParallel] = LocalTensorParallel,
     async_tp: bool = False,
 ) -> Iterator[Mesh]:
-    """The mesh as rank 0 of `world_size` ranks sees it. No process group may be initialised; that of the mesh ends with
-    the body.
+    """The mesh from rank 0's view among `world_size` ranks. No process group may be initialised; that of the mesh ends
+    with the body.
 
     Args:
-        async_tp: whether products run beside copies of the stream, as on GPUs of one host; of `config.tp_overlap`
-            nothing is read.
+        async_tp: whether matmuls use async tensor parallelism, as on GPUs of one host; `config.tp_overlap` is not read.
 
     Raises:
         ConfigError: axes that do not fit the number of ranks.
     """
-    assert not dist.is_initialized(), "a plan is made before the ranks meet"
+    assert not dist.is_initialized(), "a fake mesh needs a process without a process group"
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)  # type: ignore[attr-defined]
     try:
-        # A mesh on CPUs refuses copies, which have no engines there.
+        # A mesh on CPUs, which have no copy engines, refuses symmetric memory.
         by_collectives = config.model_copy(update={"tp_overlap": "none"})
         mesh = Mesh(by_collectives, torch.device("cpu"), tensor_parallel=tensor_parallel)
         if async_tp:

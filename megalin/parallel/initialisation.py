@@ -1,4 +1,4 @@
-"""Filling materialised parameters: every value is a function of (seed, global name, part), never of the mesh."""
+"""Weight initialisation: every value is a function of (seed, global name, part), never of the mesh."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from megalin.parallel.tensor_parallel import assign
 
 FillFunction = Callable[[Tensor, torch.Generator], object]
-"""Fills a whole fp32 tensor in place from a generator."""
+"""Fills a full fp32 tensor in place from a generator."""
 
 
 def normal(std: float) -> FillFunction:
-    """N(0, std^2)."""
+    """Normal distribution N(0, std^2)."""
     return lambda full, generator: full.normal_(0.0, std, generator=generator)
 
 
 def uniform(bound: float) -> FillFunction:
-    """Evenly in [-bound, bound]."""
+    """Uniform distribution on [-bound, bound]."""
     return lambda full, generator: full.uniform_(-bound, bound, generator=generator)
 
 
@@ -32,8 +32,8 @@ def constant(value: Tensor | float) -> FillFunction:
 class Initializer:
     """Draws the parameters of one module; the only source of randomness in a model's initialisation.
 
-    The whole tensor is drawn in fp32 on the parameter's device from a generator seeded by (seed, name, part), then
-    each rank keeps its slice. A fused parameter [parts, out, in] is drawn part by part. Peak memory: one parameter.
+    The full tensor is drawn in fp32 on the parameter's device from a generator seeded by (seed, name, part), then
+    each rank keeps its shard. A fused parameter [parts, out, in] is drawn part by part. Peak memory: one parameter.
     """
 
     def __init__(self, seed: int, prefix: str = "") -> None:
@@ -44,7 +44,7 @@ class Initializer:
         return Initializer(self.seed, f"{prefix}." if prefix else "")
 
     def __call__(self, parameter: nn.Parameter, name: str, initialise: FillFunction) -> None:
-        """Fills `parameter`, which the module calls `name`, by `initialise`."""
+        """Fills the module's parameter `name` by `initialise`."""
         full = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
         for part, matrix in enumerate(full if full.dim() == 3 else full[None]):
             initialise(matrix, self._generator(f"{self.prefix}{name}", part, full.device))
@@ -56,7 +56,7 @@ class Initializer:
 
 
 def init_weights(model: nn.Module, seed: int) -> None:
-    """Fills every parameter and buffer of a materialised `model` by the `init_weights(initializer)` of its modules.
+    """Fills all parameters and buffers of a materialised `model` by the `init_weights(initializer)` of its modules.
 
     Children come before their parents, which may derive buffers from the children's weights.
     """

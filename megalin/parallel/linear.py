@@ -1,4 +1,4 @@
-"""Linear layers split over the tensor-parallel axis, Megatron style, with explicit collectives."""
+"""Linear layers sharded over the tensor-parallel axis, Megatron style, with explicit collectives."""
 
 from __future__ import annotations
 
@@ -122,14 +122,14 @@ class RowParallelLinear(nn.Module):
 
 
 class NormedRowParallelLinear(RowParallelLinear):
-    """y = (norm(x) * gate) W^T (+ b), the norm over the whole width of an x that is split over the axis.
+    """y = (norm(x) * gate) W^T (+ b), the norm over the full width of an x that is sharded over the axis.
 
     srmsnorm, rmsnorm: one number a token, r = (sum over ranks of sum_j x_j^2 / in + eps)^(-1/2), which commutes with
-    the matrix: y = r * sum over ranks of (x * weight * gate) W^T. The squares travel in an fp32 all-reduce of their
-    own, launched before the product: as a column of the bf16 payload they would cost 4e-3 of precision.
+    the matrix: y = r * sum over ranks of (x * weight * gate) W^T. The squares are summed by an fp32 all-reduce of their
+    own, launched before the matmul: as a column of the bf16 payload they would cost 4e-3 of precision.
 
-    layernorm: a gate between the norm and the matrix keeps the mean from commuting, so sum and sum of squares travel
-    before the product, two fp32 numbers a token, and their gradient comes back the same way.
+    layernorm: a gate between the norm and the matrix keeps the mean from commuting, so sum and sum of squares, two fp32
+    numbers a token, are all-reduced before the matmul, and so is their gradient in the backward.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class NormedRowParallelLinear(RowParallelLinear):
 
 
 class LowRankLinear(nn.Module):
-    """y = x W_down^T W_up^T with rank `rank`: W_down is replicated and computed on every rank, W_up is split.
+    """y = x W_down^T W_up^T with rank `rank`: W_down is replicated and computed on every rank, W_up is sharded.
 
     The gradient of W_down flows through this rank's columns alone, so it is a partial sum
     (`TensorParallel.all_reduce_gradient`).
@@ -247,5 +247,5 @@ class ReplicatedLinear(nn.Module):
         return functional.linear(x, local(self.weight), None if self.bias is None else local(self.bias))
 
     def flops(self) -> int:
-        """Forward floating-point operations a row, of one rank."""
+        """Forward floating-point operations a token, of one rank."""
         return 2 * self.in_features * self.out_features

@@ -1,4 +1,4 @@
-"""Plain local parameters for engines that take no distributed tensors, and what they were slices of."""
+"""Plain local parameters for engines that do not support DTensor, and their place in the full parameters."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from megalin.parallel.tensor_parallel import local
 
 
 def localize(model: nn.Module) -> dict[str, Placement]:
-    """Replaces each parameter in place by what this rank holds of it, a plain parameter on the same memory.
+    """Replaces each parameter in place by this rank's shard, a plain parameter on the same memory.
 
-    A parameter that several modules share stays shared. One that tensor parallelism splits is marked
-    `tensor_model_parallel = True`, as Megatron does: engines count a gradient without the mark once for the whole
-    tensor-parallel group, so without it they would clip to a norm that misses the other ranks' slices.
+    A parameter that several modules share stays shared. One that is sharded by tensor parallelism is marked
+    `tensor_model_parallel = True`, as in Megatron: engines count a gradient without the mark once for the whole
+    tensor-parallel group, so without it they would clip to a norm that misses the other ranks' shards.
 
-    Gradients are made plain too. One that a collective of the backward still brings would be a wrapper, into whose
-    place an engine may write its reduced gradient without effect: each rank then steps by its own.
+    Gradients are made plain too. The pending result of a collective would be a wrapper: the reduced gradient that an
+    engine writes to it has no effect, and each rank would step by its own.
 
-    The model is materialised, on the tensor-parallel mesh alone: what data parallelism has sharded is refused.
+    The model is materialised, on the tensor-parallel mesh alone: parameters sharded by data parallelism are refused.
 
     Returns:
-        How each parameter lies on the tensor-parallel axis, by its name.
+        The placement of each parameter on the tensor-parallel axis, by name.
     """
     placements = {name: _placement(name, parameter) for name, parameter in model.named_parameters()}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -43,7 +43,7 @@ def localize(model: nn.Module) -> dict[str, Placement]:
 def _placement(name: str, parameter: nn.Parameter) -> Placement:
     if not isinstance(parameter, DTensor):
         return Replicate()
-    assert len(parameter.placements) == 1, f"{name} lies on {parameter.device_mesh}: make it plain before it is sharded"
+    assert len(parameter.placements) == 1, f"{name} is on {parameter.device_mesh}: localize before data parallelism"
     (placement,) = parameter.placements
     assert placement.is_replicate() or placement.is_shard(), f"{name} is {placement}"
     return placement
@@ -59,15 +59,15 @@ def _plain(parameter: nn.Parameter) -> nn.Parameter:
 
 
 class LocalLayout:
-    """Where the plain tensors of `localize` lie in the whole model, and how to share them out over the data axis.
+    """Sharding of the plain tensors of `localize` over the tensor-parallel and the data axis.
 
-    A tensor is split over tensor-parallel ranks as its parameter was, and then over the ranks of the data axis, which
-    all hold the same: so each keeps a part of its own, that a checkpoint can save, or read from any other mesh's.
+    A tensor is sharded over the tensor-parallel axis as its parameter was, and then over the data axis, whose ranks all
+    hold the same values: so each rank keeps a shard of its own, for checkpoints that load on any mesh.
     """
 
     def __init__(self, mesh: Mesh, placements: dict[str, Placement]) -> None:
         self._placements = placements
-        # [tp, data]. A copy: of an axis of one rank the transposed view has a stride out of order, which torch 2.11
+        # [tp, data]. A copy: with an axis of one rank the transposed view has a stride out of order, which torch 2.11
         # refuses when it gathers over both axes at once.
         ranks = mesh.device_mesh.mesh.flatten(0, 1).T.clone(memory_format=torch.contiguous_format)
         self._mesh = DeviceMesh.from_group(
@@ -75,17 +75,18 @@ class LocalLayout:
         )
 
     def split(self, name: str, tensor: Tensor) -> DTensor:
-        """This rank's part of a tensor that lies as the parameter `name` and is whole on each rank of the data axis.
-        Nothing is sent. A meta tensor gives the part's shape."""
+        """This rank's shard of a tensor of the parameter `name` that is equal on all ranks of the data axis. Nothing is
+        sent. A meta tensor gives the shard's shape."""
         placement = self._placements[name]
-        whole = DTensor.from_local(tensor, self._mesh, [placement, Replicate()], run_check=False)
-        return whole.redistribute(placements=[placement, Shard(shard_dim(tuple(tensor.shape), self._mesh.size(1)))])
+        replicated = DTensor.from_local(tensor, self._mesh, [placement, Replicate()], run_check=False)
+        dim = shard_dim(tuple(tensor.shape), self._mesh.size(1))
+        return replicated.redistribute(placements=[placement, Shard(dim)])
 
-    def join(self, name: str, part: Tensor) -> Tensor:
-        """The way back: an all-gather over the data axis."""
-        assert isinstance(part, DTensor), type(part)
-        return part.redistribute(placements=[self._placements[name], Replicate()]).to_local()
+    def join(self, name: str, shard: Tensor) -> Tensor:
+        """Inverse of `split`: an all-gather over the data axis."""
+        assert isinstance(shard, DTensor), type(shard)
+        return shard.redistribute(placements=[self._placements[name], Replicate()]).to_local()
 
     def empty(self, name: str, shape: torch.Size) -> Tensor:
-        """Unset memory for such a part in fp32, on the CPU; `shape` is that of the plain parameter."""
+        """Uninitialised memory for such a shard in fp32, on the CPU; `shape` is that of the plain parameter."""
         return torch.empty_like(self.split(name, torch.empty(shape, device="meta")), device="cpu")

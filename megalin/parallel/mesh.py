@@ -1,4 +1,4 @@
-"""The mesh: which ranks form the pipeline, data, context- and tensor-parallel axes."""
+"""The mesh: the pipeline, data, context- and tensor-parallel axes that the ranks of a run form."""
 
 from __future__ import annotations
 
@@ -22,32 +22,34 @@ from megalin.parallel.tensor_parallel import TensorParallel
 
 
 class ParallelConfig(Config):
-    """How the ranks of a run are arranged. The data axis is what pipeline and tensor parallelism leave, world / (pp tp)
-    ranks. On it each cp neighbours share their samples, so that dp = world / (pp tp cp) groups read different ones."""
+    """Arrangement of the ranks of a run. The data axis has the world / (pp tp) ranks that pipeline and tensor
+    parallelism leave. On it each cp neighbours share their samples, so that dp = world / (pp tp cp) groups read
+    different ones."""
 
     tp: int = pydantic.Field(default=1, ge=1)
-    """Ranks that share each layer's weights (tensor parallelism)."""
+    """Ranks over which each layer's weights are sharded (tensor parallelism)."""
     cp: int = pydantic.Field(default=1, ge=1)
-    """Ranks that share each sample: every one holds a part of its tokens, side by side (context parallelism)."""
+    """Ranks over which each sample is sharded: every one holds a run of neighbouring tokens (context parallelism)."""
     cp_exchange: ExchangeName = "auto"
-    """How recurrent states reach the ranks after, where cp > 1. all_gather: every rank gathers all states and sums up.
-    ring: states go from rank to rank, each adding its own; less to send, and cp - 1 waits. pipelined: as the ring, in
-    cp blocks that follow each other. All give the same up to rounding. auto: all_gather."""
+    """Exchange of recurrent states, where cp > 1. all_gather: every rank gathers all states and sums them. ring: states
+    go from rank to rank, each adding its own; less to send, and cp - 1 waits. pipelined: the ring in cp blocks, sent
+    one after the other. All give the same up to rounding. auto: all_gather."""
     pp: int = pydantic.Field(default=1, ge=1)
-    """Ranks that share the layers, each with neighbouring ones (pipeline parallelism)."""
+    """Ranks over which the layers are divided, each with neighbouring ones (pipeline parallelism)."""
     pp_schedule: ScheduleName = "1f1b"
-    """How the micro-batches of a step pass the stages, where pp > 1. 1f1b: one stage a rank, forwards and backwards in
-    turns. interleaved: pp_stages_per_rank stages a rank, which shortens the wait at both ends of a step and sends more.
-    zero_bubble: as these, with gradients of weights put off into the waits; needs memory for what is put off."""
+    """Schedule of a step's micro-batches, where pp > 1. 1f1b: one stage a rank, forwards and backwards in turns.
+    interleaved: pp_stages_per_rank stages a rank, which shortens the bubble (the wait at both ends of a step) and sends
+    more. zero_bubble: as these, with gradients of weights deferred into the bubble; needs memory for the deferred
+    work."""
     pp_stages_per_rank: int = pydantic.Field(default=1, ge=1)
-    """Stages a rank runs: 1 for 1f1b, at least 2 for interleaved, any for zero_bubble."""
+    """Stages that a rank runs: 1 for 1f1b, at least 2 for interleaved, any for zero_bubble."""
     pp_transfer: PPTransferName = "auto"
-    """How activations and their gradients reach the neighbouring stages, where pp > 1. symmetric_memory: copy
+    """Transfer of activations and their gradients between neighbouring stages, where pp > 1. symmetric_memory: copy
     engines write them into the neighbour's memory, and no multiprocessor waits for them; needs the axis's GPUs on one
     host, and memory for four activations a stage. p2p: the process group's sends and receives. auto: symmetric_memory
     where it is possible."""
     sequence_parallel: bool = False
-    """Whether activations between layers are split along the sequence inside the tensor-parallel group."""
+    """Shard activations between layers along the sequence inside the tensor-parallel group."""
     tp_overlap: TPOverlapName = "auto"
     """Overlap of matmuls with the all-gathers and reduce-scatters of sequence_parallel (async tensor parallelism).
     symmetric_memory: copy engines write activations into the other ranks' memory while the matmul runs in chunks; needs
@@ -57,10 +59,11 @@ class ParallelConfig(Config):
     """Ranks of the data axis over which weights, gradients and optimizer state are sharded (FSDP2). Left out: all of
     them. 1: every rank keeps a replica. In between: hybrid, sharded inside groups of this size, replicated across."""
     zero: Literal[0, 1, 2, 3] | None = None
-    """What those ranks keep whole during a step, by ZeRO's stages; less memory against more to send. 0: all, as with
-    shard = 1. 1: weights in the compute dtype, gathered once a step, and gradients in fp32, reduced once a step. 2:
-    weights alone; gradients are reduced after every micro-batch. 3: nothing; each block's weights are gathered for its
-    forward and its backward. Left out: 3; with pp > 1, where micro-batches share what a stage gathered, 1."""
+    """ZeRO stage: the tensors that those ranks keep unsharded during a step; less memory against more communication. 0:
+    all, as with shard = 1. 1: weights in the compute dtype, gathered once a step, and gradients in fp32, reduced once a
+    step. 2: weights alone; gradients are reduced after every micro-batch. 3: none; each block's weights are gathered
+    for its forward and its backward. Left out: 3; with pp > 1, where micro-batches share a stage's gathered weights,
+    1."""
 
     @pydantic.model_validator(mode="after")
     def _zero_fits_the_other_axes(self) -> Self:
@@ -70,17 +73,17 @@ class ParallelConfig(Config):
             )
         if self.zero and self.shard == 1:
             raise ValueError(
-                f"zero = {self.zero} with shard = 1, which keeps a replica on every rank; leave shard out, or zero"
+                f"zero = {self.zero} with shard = 1, which keeps a replica on every rank; leave out shard or zero"
             )
         if self.zero in (2, 3) and self.pp > 1:
             raise ValueError(
-                f"zero = {self.zero} with pp = {self.pp}: every micro-batch would gather or reduce the stage anew; use "
-                "zero = 1, or 0"
+                f"zero = {self.zero} with pp = {self.pp} would gather weights or reduce gradients of a stage in every "
+                "micro-batch; use zero = 0 or 1"
             )
         return self
 
     @pydantic.model_validator(mode="after")
-    def _copies_fit_the_other_axes(self) -> Self:
+    def _tp_overlap_fits_the_other_axes(self) -> Self:
         if self.tp_overlap != "symmetric_memory" or self.tp == 1:
             return self
         if not self.sequence_parallel:
@@ -97,7 +100,7 @@ class ParallelConfig(Config):
 
     @property
     def may_use_async_tp(self) -> bool:
-        """Whether the settings let products run beside copies of the stream; the device and the hosts may not."""
+        """True where the settings allow async tensor parallelism; the device and the hosts may still rule it out."""
         zero_bubble = self.pp > 1 and self.pp_schedule == "zero_bubble"
         return self.tp > 1 and self.sequence_parallel and self.tp_overlap != "none" and not zero_bubble
 
@@ -122,13 +125,13 @@ class ParallelConfig(Config):
         return data_size if self.shard is None else self.shard
 
     def zero_stage(self, data_size: int) -> int:
-        """The ZeRO stage that runs on such a data axis; 0 where nothing is sharded."""
+        """The ZeRO stage on a data axis of `data_size` ranks; 0 where nothing is sharded."""
         if self.shard_size(data_size) == 1:
             return 0
         return (3 if self.pp == 1 else 1) if self.zero is None else self.zero
 
     def micro_batches_problem(self, count: int) -> str:
-        """What keeps `count` micro-batches a step from passing the stages; empty where nothing does."""
+        """The reason why the schedule cannot run `count` micro-batches a step; empty where it can."""
         if self.pp == 1 or count % self.pp == 0:
             return ""
         if self.pp_schedule == "1f1b" and count > self.pp:
@@ -140,11 +143,11 @@ class ParallelConfig(Config):
         )
 
     def split_backward_problem(self, *, recompute: bool, compiled: bool) -> str:
-        """What keeps the schedule from splitting the backward, and the remedy; empty where nothing does."""
+        """The reason why the schedule cannot split the backward, and the remedy; empty where it can."""
         if self.pp == 1 or self.pp_schedule != "zero_bubble":
             return ""
         if recompute:
-            reason = "recomputation would run each block's forward, collectives and all, once more for its weights"
+            reason = "recomputation would run each block's forward, collectives included, once more for its weights"
         elif compiled:
             reason = "a compiled block has one backward, for its input and its weights together"
         elif tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
@@ -152,36 +155,36 @@ class ParallelConfig(Config):
         else:
             return ""
         return (
-            'pp_schedule = "zero_bubble" takes the gradients of weights apart from those of activations, but '
+            'pp_schedule = "zero_bubble" computes the gradients of weights apart from those of activations, but '
             f'{reason}; use pp_schedule = "interleaved" or "1f1b"'
         )
 
     def length_problem(self, length: int) -> str:
-        """What keeps a row of `length` tokens from being split over the ranks, and the remedy; empty where nothing."""
-        parts, names = self.cp, f"parallel.cp = {self.cp}"
+        """The reason why a sequence of `length` tokens cannot be sharded, and the remedy; empty where it can."""
+        num_shards, names = self.cp, f"parallel.cp = {self.cp}"
         if self.sequence_parallel and self.tp > 1:
-            parts *= self.tp
+            num_shards *= self.tp
             of_tp = f"parallel.tp = {self.tp}, as parallel.sequence_parallel needs"
             names = of_tp if self.cp == 1 else f"{names} times {of_tp}"
-        if length % parts == 0:
+        if length % num_shards == 0:
             return ""
-        below = length // parts * parts
-        return f"is not divisible by {names}; use {f'{below} or ' if below else ''}{below + parts}"
+        below = length // num_shards * num_shards
+        return f"is not divisible by {names}; use {f'{below} or ' if below else ''}{below + num_shards}"
 
 
 class Mesh:
-    """The axes of a run as this rank sees them, over an initialised process group.
+    """The axes of a run from this rank's view, over an initialised process group.
 
     Attributes:
         device_mesh: dimensions ("replicate", "shard", "tp"): the ranks of this rank's stages.
         data: the data axis, replicate x shard: the ranks that share weights, and sum gradients, losses and counts.
         data_group: its process group.
-        samples: the part of the data axis whose ranks read different samples, data / cp.
+        samples: the sub-axis of data whose ranks read different samples, data / cp.
         zero: the ZeRO stage of the shard axis; 0 where it has one rank.
-        cp: the context-parallel axis as layers use it: neighbours on the data axis that share their samples.
-        tp: the tensor-parallel axis as layers use it.
+        cp: the context-parallel axis for layers: neighbours on the data axis that share their samples.
+        tp: the tensor-parallel axis for layers.
         pp: the pipeline axis: ranks that have other layers and read the same samples.
-        device: where this rank computes.
+        device: this rank's device.
     """
 
     def __init__(
@@ -218,9 +221,9 @@ class Mesh:
             self.pp = pipeline_parallel(_axis("pp", group), group=group, stages_per_rank=config.pp_stages_per_rank)
         self.samples, cp = self.data, Axis("cp")
         if config.cp > 1:
-            # Weights do not know it: a mesh of its own cuts the same data axis another way.
-            split = _stage_mesh(config, device, samples=data_size // config.cp, cp=config.cp, tp=config.tp)
-            self.samples, cp = (_axis(name, split[name].get_group()) for name in ("samples", "cp"))
+            # Weights are not sharded over cp: a mesh of its own divides the same data axis another way.
+            sample_mesh = _stage_mesh(config, device, samples=data_size // config.cp, cp=config.cp, tp=config.tp)
+            self.samples, cp = (_axis(name, sample_mesh[name].get_group()) for name in ("samples", "cp"))
         self.cp = context_parallel(cp, exchange=config.cp_exchange)
 
     @property
@@ -235,7 +238,7 @@ class Mesh:
 
     @property
     def is_first_rank(self) -> bool:
-        """Whether this is global rank 0, the one that writes and prints."""
+        """True on global rank 0, which writes and prints."""
         return dist.get_rank() == 0
 
     def sum_over_data(self, value: Tensor) -> Tensor:
@@ -271,7 +274,7 @@ def check_world_size(config: ParallelConfig, world_size: int) -> None:
 
 
 def check_device(config: ParallelConfig, device_type: str) -> None:
-    """Raises ConfigError where `config` needs another kind of device than the ranks compute on."""
+    """Raises ConfigError where `config` needs another kind of device than that of the ranks."""
     if config.pp > 1 and config.pp_transfer == "symmetric_memory" and device_type != "cuda":
         raise ConfigError(
             'parallel.pp_transfer = "symmetric_memory" needs the copy engines of GPUs, but the ranks compute on '
@@ -285,14 +288,14 @@ def check_device(config: ParallelConfig, device_type: str) -> None:
 
 
 def _async_tp_buffers(config: ParallelConfig, device: torch.device, group: dist.ProcessGroup) -> AsyncTPBuffers | None:
-    """What copies the stream inside the tensor-parallel group; None where collectives send it."""
+    """The buffers of async tensor parallelism in the tensor-parallel group; None where it is not used."""
     if not config.may_use_async_tp:
         return None
-    copies = open_async_tp_buffers(device, group=group, timeout=COLLECTIVE_TIMEOUT)
-    if isinstance(copies, AsyncTPBuffers):
-        return copies
+    buffers = open_async_tp_buffers(device, group=group, timeout=COLLECTIVE_TIMEOUT)
+    if isinstance(buffers, AsyncTPBuffers):
+        return buffers
     if config.tp_overlap == "symmetric_memory":
-        raise ConfigError(f'parallel.tp_overlap = "symmetric_memory", but {copies}; use "auto" or "none"')
+        raise ConfigError(f'parallel.tp_overlap = "symmetric_memory", but {buffers}; use "auto" or "none"')
     return None
 
 
@@ -309,8 +312,8 @@ def _axis(name: str, group: dist.ProcessGroup) -> Axis:
 
 
 def covering_axes(mesh: DeviceMesh) -> list[Axis]:
-    """Axes over which reductions, one after the other, reach all ranks of a device mesh: one where these are all of the
-    run, else one a dimension."""
+    """Axes over which successive reductions cover all ranks of a device mesh: one where these are all of the run, else
+    one a dimension."""
     world = dist.group.WORLD
     assert world is not None, mesh
     groups = [world] if mesh.size() == world.size() else mesh.get_all_groups()

@@ -1,9 +1,9 @@
-"""The pipeline axis: stages of layers on neighbouring ranks, the schedule of micro-batches, and what stages share.
+"""The pipeline axis: stages of layers on neighbouring ranks, the schedule of micro-batches, and shared parameters.
 
-Stage s runs on rank s % pp of the axis, so that with several stages a rank (interleaved) the model passes the ranks
-as often. Only activations and their gradients travel between stages; every rank reads the same samples. A parameter
-that several stages hold (a tied table, bounds of all layers) is equal on them by construction: its gradients are
-summed over its holders after the last micro-batch, it counts once in the norm, and is saved once.
+Stage s runs on rank s % pp of the axis, so that with several stages a rank (interleaved) the model passes each rank
+several times. Only activations and their gradients are sent between stages; every rank reads the same samples. A
+parameter that several stages hold (a tied table, bounds of all layers) is equal on them by construction: its gradients
+are summed over its holders after the last micro-batch, it counts once in the norm, and is saved once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ScheduleName = Literal["1f1b", "interleaved", "zero_bubble"]
 PPTransferName = Literal["auto", "symmetric_memory", "p2p"]
 
 LOSS_DTYPE = torch.float64
-"""Dtype of the loss sum that the last stage gives."""
+"""Dtype of the loss sum that the last stage returns."""
 
 
 class PipelineParallel:
@@ -56,7 +56,7 @@ class PipelineParallel:
         return list(range(self.axis.rank, self.num_stages, self.size))
 
     def own(self, plan: Sequence[range]) -> list[range]:
-        """The part of each stage of this rank, of a plan for all stages."""
+        """The ranges of this rank's stages in a plan for all stages."""
         return [plan[stage] for stage in self.own_stages()]
 
     def sum(self, value: Tensor) -> Tensor:
@@ -64,23 +64,23 @@ class PipelineParallel:
         return all_reduce(value, self.axis)
 
     def axis_of_holders(self, stages: Sequence[int]) -> Axis:
-        """The axis of the ranks that run any of `stages`; on other ranks one of size 1. A collective of all ranks of
-        the run where these ranks are neither one nor all of the pipeline axis."""
+        """The axis of the ranks that run any of `stages`; of size 1 on other ranks. A collective of all ranks of the
+        run where these ranks are neither one nor all of the pipeline axis."""
         ranks = sorted({stage % self.size for stage in stages})
         if len(ranks) == 1:
             return Axis("copies")
         if len(ranks) == self.size:
             return self.axis
-        apart = dist.get_world_size() // self.size  # pp is the outermost dimension of the mesh
-        group = open_groups("copies", [[column + rank * apart for rank in ranks] for column in range(apart)])
+        stride = dist.get_world_size() // self.size  # pp is the outermost dimension of the mesh
+        group = open_groups("copies", [[column + rank * stride for rank in ranks] for column in range(stride)])
         if group is None:
             return Axis("copies")
         return Axis("copies", group.size(), group.rank(), group.group_name)
 
     @torch.no_grad()
     def sum_copies(self, copies: Sequence[nn.Parameter], holders: Axis) -> None:
-        """Sums the gradients of a parameter's copies: those of this rank's stages, then over its holders. The first
-        of this rank gets the sum, the others none."""
+        """Sums the gradients of a parameter's copies: over this rank's stages, then over its holders. This rank's first
+        copy receives the sum; the gradients of its others become None."""
         gradients = [local(copy.grad) for copy in copies if copy.grad is not None]
         assert len(gradients) == len(copies), f"{len(gradients)} gradients of {len(copies)} copies"
         gradients[0].copy_(all_reduce(torch.stack(gradients).sum(0), holders))
@@ -89,32 +89,32 @@ class PipelineParallel:
 
 
 class _Received(dict[int, Any]):
-    """What a stage receives, by micro-batch, without the memory that the engine takes for all of them beforehand."""
+    """Receive buffers of a stage by micro-batch, without the memory that the engine allocates for all beforehand."""
 
     def __setitem__(self, micro_batch: int, infos: Any) -> None:
         super().__setitem__(micro_batch, infos)
         self.move(micro_batch, "meta")
 
     def move(self, micro_batch: int, device: torch.device | str) -> None:
-        """Gives a micro-batch's tensors memory on the device, with nothing in it; none on "meta"."""
+        """Replaces a micro-batch's buffers by uninitialised ones on `device`; "meta" frees their memory."""
         for info in self[micro_batch]:
-            buffer = getattr(info, "buffer", None)  # none for what the first stage is given
+            buffer = getattr(info, "buffer", None)  # None for the input of the first stage
             if buffer is not None:
                 info.buffer = torch.empty_like(buffer, device=device).requires_grad_(buffer.requires_grad)
 
 
 class _Stage(PipelineStage):
-    """A stage that has memory for what it receives from the request to its use, so that no more micro-batches take some
-    than are on their way."""
+    """A stage whose receive buffers have memory only from the receive's start to their use, so only for micro-batches
+    in flight."""
 
     args_recv_info: _Received
     grad_recv_info: _Received
 
     def __init__(
-        self, module: nn.Module, index: int, pp: PipelineParallel, device: torch.device, given: Tensor, gives: Tensor
+        self, module: nn.Module, index: int, pp: PipelineParallel, device: torch.device, inputs: Tensor, outputs: Tensor
     ) -> None:
-        """The stage of a number, which takes such a tensor as `given` and returns one as `gives`."""
-        super().__init__(module, index, pp.num_stages, device, input_args=given, output_args=gives, group=pp.group)
+        """Stage `index`, with meta tensors of the shapes of its `inputs` and `outputs`."""
+        super().__init__(module, index, pp.num_stages, device, input_args=inputs, output_args=outputs, group=pp.group)
         self.args_recv_info, self.grad_recv_info = _Received(), _Received()
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -138,14 +138,13 @@ class _Stage(PipelineStage):
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         self.grad_recv_info.move(bwd_chunk_id, "meta")
         if loss is not None:
-            loss.detach_()  # the engine keeps losses to the end of the step, and with them what they were computed from
+            loss.detach_()  # the engine keeps losses to the end of the step, which would keep their graphs alive
 
 
 class _CopyingStage(_Stage):
-    """A stage whose neighbours' copy engines write into its memory: the engine is given nothing to send or receive.
+    """A stage whose neighbours' copy engines write into its memory: the engine gets nothing to send or receive.
 
-    A stage's lines are numbered by what it receives: twice its index among the rank's, for activations, and the next
-    number for gradients.
+    The n-th stage of a rank receives activations on the rank's channel 2 n, and gradients on channel 2 n + 1.
     """
 
     def __init__(
@@ -154,18 +153,18 @@ class _CopyingStage(_Stage):
         index: int,
         pp: PipelineParallel,
         device: torch.device,
-        given: Tensor,
-        gives: Tensor,
-        copies: P2PChannels,
+        inputs: Tensor,
+        outputs: Tensor,
+        channels: P2PChannels,
     ) -> None:
-        super().__init__(module, index, pp, device, given, gives)
+        super().__init__(module, index, pp, device, inputs, outputs)
         own, before, after = (2 * (stage // pp.size) for stage in (index, index - 1, index + 1))
         if not self.is_first:
             peer = (index - 1) % pp.size
-            self._activations_in, self._gradients_out = copies.receiver(peer, own), copies.sender(peer, before + 1)
+            self._activations_in, self._gradients_out = channels.receiver(peer, own), channels.sender(peer, before + 1)
         if not self.is_last:
             peer = (index + 1) % pp.size
-            self._activations_out, self._gradients_in = copies.sender(peer, after), copies.receiver(peer, own + 1)
+            self._activations_out, self._gradients_in = channels.sender(peer, after), channels.receiver(peer, own + 1)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return []
@@ -199,14 +198,14 @@ class _CopyingStage(_Stage):
 
 
 class HiddenStatesShape(NamedTuple):
-    """The activations that travel between stages."""
+    """Shape and dtype of the activations sent between stages."""
 
     shape: tuple[int, ...]
     """[B, T/cp or T/(cp tp), D]"""
     dtype: torch.dtype
 
     def empty(self, device: torch.device | str) -> Tensor:
-        """Such a tensor."""
+        """An uninitialised tensor of this shape and dtype."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
@@ -214,39 +213,40 @@ def make_schedule(
     name: ScheduleName,
     pp: PipelineParallel,
     modules: Sequence[nn.Module],
-    stream: HiddenStatesShape,
+    hidden_states: HiddenStatesShape,
     *,
     tokens: Tensor,
     num_micro_batches: int,
     loss: Callable[[Tensor, Tensor], Tensor],
     transfer: PPTransferName,
 ) -> Schedule1F1B | ScheduleInterleaved1F1B | ScheduleInterleavedZeroBubble:
-    """The engine's schedule of one step of this rank's stages. Losses are summed: nothing is divided by the number of
-    micro-batches.
+    """The schedule of one step of this rank's stages, run by torch.distributed.pipelining (the engine). Losses are
+    summed: nothing is divided by the number of micro-batches.
 
     Args:
-        modules: this rank's stages in order: tokens or stream in, stream or the last stage's loss sum out.
-        stream: what travels for one micro-batch. Told beforehand, the engine need not run the model to learn it.
+        modules: this rank's stages in order: tokens or hidden states in, hidden states or the last stage's loss sum
+            out.
+        hidden_states: of one micro-batch. Given in advance, the engine does not run the model to infer it.
         tokens: [B, T/cp] of one micro-batch, for its shape.
         loss: of the last stage's output and a micro-batch's labels.
-        transfer: how the stream travels.
+        transfer: transport of the hidden states.
 
     Raises:
         ConfigError: `transfer` "symmetric_memory" where that is not possible.
     """
     # The first operation of a NCCL group must not be one of neighbours only.
     pp.sum(torch.zeros(1, device=tokens.device))
-    template = stream.empty("meta").requires_grad_()
+    template = hidden_states.empty("meta").requires_grad_()
     last = torch.empty(1, dtype=LOSS_DTYPE, device="meta", requires_grad=True)
-    copies = _open_lines(pp, stream, tokens.device, transfer)
+    channels = _open_stage_channels(pp, hidden_states, tokens.device, transfer)
     stages = []
     for index, module in zip(pp.own_stages(), modules, strict=True):
-        given = torch.empty_like(tokens, device="meta") if index == 0 else template
-        gives = last if index == pp.num_stages - 1 else template
-        if copies is None:
-            stages.append(_Stage(module, index, pp, tokens.device, given, gives))
+        inputs = torch.empty_like(tokens, device="meta") if index == 0 else template
+        outputs = last if index == pp.num_stages - 1 else template
+        if channels is None:
+            stages.append(_Stage(module, index, pp, tokens.device, inputs, outputs))
         else:
-            stages.append(_CopyingStage(module, index, pp, tokens.device, given, gives, copies))
+            stages.append(_CopyingStage(module, index, pp, tokens.device, inputs, outputs, channels))
     options: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
     if name == "1f1b":
         return Schedule1F1B(stages[0], num_micro_batches, **options)
@@ -254,19 +254,19 @@ def make_schedule(
     return cls(list(stages), num_micro_batches, **options)
 
 
-def _open_lines(
-    pp: PipelineParallel, stream: HiddenStatesShape, device: torch.device, transfer: PPTransferName
+def _open_stage_channels(
+    pp: PipelineParallel, hidden_states: HiddenStatesShape, device: torch.device, transfer: PPTransferName
 ) -> P2PChannels | None:
-    """Two lines into each stage; None where the process group sends."""
+    """Opens two channels into each stage; None where the process group sends."""
     if transfer == "p2p":
         return None
     assert pp.group is not None
-    num_lines = 2 * pp.num_stages // pp.size
-    copies = open_channels(num_lines, *stream, device, group=pp.group, timeout=COLLECTIVE_TIMEOUT)
-    if isinstance(copies, P2PChannels):
-        return copies
+    num_channels = 2 * pp.num_stages // pp.size
+    channels = open_channels(num_channels, *hidden_states, device, group=pp.group, timeout=COLLECTIVE_TIMEOUT)
+    if isinstance(channels, P2PChannels):
+        return channels
     if transfer == "symmetric_memory":
-        raise ConfigError(f'parallel.pp_transfer = "symmetric_memory", but {copies}; use "auto" or "p2p"')
+        raise ConfigError(f'parallel.pp_transfer = "symmetric_memory", but {channels}; use "auto" or "p2p"')
     return None
 
 
@@ -274,25 +274,25 @@ def _open_lines(
 def forward_through(
     pp: PipelineParallel,
     modules: Sequence[nn.Module],
-    stream: HiddenStatesShape,
+    hidden_states: HiddenStatesShape,
     tokens: Tensor,
     options: Mapping[str, Any],
 ) -> Any:
-    """One forward without a backward of this rank's stages, each after what it waits for; a rank whose stages are done
-    goes on, so that batches follow each other through the stages.
+    """Runs one forward without a backward of this rank's stages, each once its input has arrived. A rank does not wait
+    for later stages, so that batches follow each other through the pipeline.
 
     Args:
         tokens: [B, T/cp].
-        options: what each stage takes beside its first argument.
+        options: keyword arguments of each stage.
 
     Returns:
-        What the last stage returns; None where another rank has it.
+        The last stage's result; None on ranks that do not run it.
     """
     output = None
     for index, module in zip(pp.own_stages(), modules, strict=True):
         x = tokens
         if index > 0:
-            x = stream.empty(tokens.device)
+            x = hidden_states.empty(tokens.device)
             dist.recv(x, group=pp.group, group_src=(index - 1) % pp.size)
         output = module(x, **options)
         if index < pp.num_stages - 1:

@@ -1,4 +1,4 @@
-"""What functions that run on ranks share: a mesh, poisoned memory, and results that survive the rank."""
+"""Helpers of functions that run on ranks: a mesh, poisoned memory, and results that outlive the rank."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Arrays = dict[str, np.ndarray]
 
 
 def make_mesh(tp: int, **axes: Any) -> Mesh:
-    """The mesh of this rank's world, on the CPU; `axes` are other fields of ParallelConfig."""
+    """The mesh of all ranks, on the CPU; `axes` are other fields of ParallelConfig."""
     return Mesh(ParallelConfig(tp=tp, **axes), torch.device("cpu"))
 
 
 def materialise(module: nn.Module, seed: int = 0) -> None:
-    """Gives a meta module memory full of NaN, then fills it."""
+    """Gives a meta module memory full of NaN, then initialises it."""
     module.to_empty(device="cpu")
     with torch.no_grad():
         for tensor in [*module.parameters(), *module.buffers()]:
@@ -31,10 +31,10 @@ def materialise(module: nn.Module, seed: int = 0) -> None:
 
 
 def to_arrays(tensors: Mapping[str, Tensor]) -> Arrays:
-    """Tensors' shared memory ends with the rank that made it; arrays are copied to the caller."""
+    """Copies tensors to arrays. The shared memory of a tensor ends with the rank that made it."""
     return {name: tensor.detach().numpy().copy() for name, tensor in tensors.items()}
 
 
 def to_tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-    """The way back."""
+    """Inverse of `to_arrays`."""
     return {name: torch.from_numpy(array) for name, array in arrays.items()}

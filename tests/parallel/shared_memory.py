@@ -1,4 +1,4 @@
-"""A stand-in for torch's symmetric memory on CPU ranks: a file that all of them map."""
+"""Stand-in for torch's symmetric memory on CPU ranks: files that all of them map."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_SIGNALS = 64
 
 
 class SharedMemory:
-    """`numel` elements and signals of every rank, in files of a folder."""
+    """Symmetric memory of `numel` elements and the signals of every rank, in files of a folder."""
 
     def __init__(self, folder: Path, rank: int, world_size: int, numel: int, dtype: torch.dtype) -> None:
         def mapped(name: str, count: int, dtype: torch.dtype) -> Tensor:
@@ -56,8 +56,8 @@ class SharedMemory:
         signal.fill_(new)
 
 
-def stream_copies(folder: Path) -> Callable[..., AsyncTPBuffers]:
-    """What stands in for `open_async_tp_buffers` on CPU ranks, with files in a folder that all of them see."""
+def buffers_in_files(folder: Path) -> Callable[..., AsyncTPBuffers]:
+    """Stand-in for `open_async_tp_buffers` on CPU ranks, with files in a folder that all of them can read."""
     opened = 0
 
     def open_(device: torch.device, *, group: dist.ProcessGroup, timeout: timedelta) -> AsyncTPBuffers:

@@ -1,4 +1,4 @@
-"""Products beside copies of the stream: values and gradients of one process, on any number of ranks."""
+"""Async tensor parallelism: values and gradients of one process on 2 to 4 ranks, runs, and refused settings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from megalin.parallel.symmetric_memory import OpenMemory
 from tests.model_runs import checkpoint_tensors, train_here, write_config
 from tests.numerics import Tensors, assert_close, errors
 from tests.parallel.on_ranks import Arrays, to_arrays, to_tensors
-from tests.parallel.shared_memory import SharedMemory, stream_copies
+from tests.parallel.shared_memory import SharedMemory, buffers_in_files
 from tests.ranks import run_ranks
 
 WIDTH, TOKENS = 6, 12
@@ -41,14 +41,14 @@ def sample(*shape: int, seed: int) -> Tensor:
 
 
 def inputs(batch: int, channels: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The stream, weights up [channels, WIDTH] and down [WIDTH, channels], and the gradient of the result."""
+    """Hidden states, weights up [channels, WIDTH] and down [WIDTH, channels], and the gradient of the result."""
     shapes = ((batch, TOKENS, WIDTH), (channels, WIDTH), (WIDTH, channels), (batch, TOKENS, WIDTH))
     x, up, down, dy = (sample(*shape, seed=seed) for seed, shape in enumerate(shapes))
     return x, up, down / channels**0.5, dy
 
 
 def layer(x: Tensor, up: Tensor, down: Tensor, axis: Axis | None) -> Tensor:
-    """x + down(up(x)^2), twice: an op's memory is written again."""
+    """x + down(up(x)^2), twice, so that an op's memory is written again."""
     for _ in range(2):
         hidden = x @ up.t() if axis is None else all_gather_matmul(x, up, axis)
         hidden = hidden.square()
@@ -60,15 +60,15 @@ def on_ranks(folder: Path, batch: int, channels: int, compiled: bool, dtype: tor
     group = dist.group.WORLD
     assert group is not None
     axis = Axis("tp", group.size(), group.rank(), group.group_name)
-    copies = stream_copies(folder)(torch.device("cpu"), group=group, timeout=None)
+    buffers = buffers_in_files(folder)(torch.device("cpu"), group=group, timeout=None)
     x, up, down, dy = inputs(batch, channels)
-    x, dy = (whole.chunk(axis.size, 1)[axis.rank] for whole in (x, dy))
+    x, dy = (full.chunk(axis.size, 1)[axis.rank] for full in (x, dy))
     up, down = up.chunk(axis.size, 0)[axis.rank], down.chunk(axis.size, 1)[axis.rank]
     leaves = [leaf.detach().to(dtype, copy=True).requires_grad_() for leaf in (x, up, down)]
     run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
     y = run(*leaves, axis)
     y.backward(dy.to(dtype))
-    del copies
+    del buffers
     found = {name: leaf.grad for name, leaf in zip(("dx", "dup", "ddown"), leaves, strict=True)}
     return to_arrays({name: tensor.double() for name, tensor in {"y": y, **found}.items()})
 
@@ -82,9 +82,9 @@ def on_one_process(batch: int, channels: int, dtype: torch.dtype) -> Tensors:
     return {name: tensor.detach().double() for name, tensor in found.items()}
 
 
-def part_of(whole: Tensors, size: int, rank: int) -> Tensors:
+def shard_of(full: Tensors, size: int, rank: int) -> Tensors:
     dims = {"y": 1, "dx": 1, "dup": 0, "ddown": 1}
-    return {name: tensor.chunk(size, dims[name])[rank] for name, tensor in whole.items()}
+    return {name: tensor.chunk(size, dims[name])[rank] for name, tensor in full.items()}
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -95,20 +95,20 @@ def part_of(whole: Tensors, size: int, rank: int) -> Tensors:
 def test_values_and_gradients_are_those_of_one_process(tmp_path, world_size, batch, channels, compiled):
     expected = on_one_process(batch, channels, torch.float64)
     for rank, found in enumerate(run_ranks(world_size, on_ranks, tmp_path, batch, channels, compiled)):
-        assert_close(to_tensors(found), part_of(expected, world_size, rank), 1e-13)
+        assert_close(to_tensors(found), shard_of(expected, world_size, rank), 1e-13)
 
 
 def test_bf16_has_at_most_twice_the_error_of_one_process(tmp_path):
-    """Where sequences that lie apart are multiplied in batches."""
+    """bf16 multiplies sequences that are not contiguous as a batch."""
     truth, reference = (on_one_process(3, 256, dtype) for dtype in (torch.float64, torch.bfloat16))
     for rank, found in enumerate(run_ranks(2, on_ranks, tmp_path, 3, 256, False, torch.bfloat16)):
-        own = part_of(truth, 2, rank)
-        bounds = errors(part_of(reference, 2, rank), own)
+        own = shard_of(truth, 2, rank)
+        bounds = errors(shard_of(reference, 2, rank), own)
         for name, error in errors(to_tensors(found), own).items():
             assert error <= 2 * bounds[name], (name, error, bounds[name])
 
 
-def test_streams_of_all_shapes_share_memory(tmp_path):
+def test_hidden_states_of_all_shapes_share_memory(tmp_path):
     opened: list[int] = []
 
     def open_memory(numel: int, dtype: torch.dtype) -> OpenMemory:
@@ -116,36 +116,36 @@ def test_streams_of_all_shapes_share_memory(tmp_path):
         (here := tmp_path / str(numel)).mkdir()
         return OpenMemory(SharedMemory(here, 0, 2, numel, dtype), torch.empty(0))
 
-    copies = AsyncTPBuffers("alone", 0, 2, open_memory, timeout=timedelta(seconds=1))
+    buffers = AsyncTPBuffers("alone", 0, 2, open_memory, timeout=timedelta(seconds=1))
     for length in (8, 2, 8, 10, 14, 16, 40):
-        copies.op(torch.Size((1, length, 4)), torch.float32)
+        buffers.op(torch.Size((1, length, 4)), torch.float32)
     assert opened == [64, 128, 320]
 
 
 def gather_often(folder: Path) -> list[float]:
-    """All-gathers that follow each other, with rank 1 slow to read what came: what its products were of."""
+    """Means of the results of successive all-gathers and matmuls, where rank 1 reads late."""
     group = dist.group.WORLD
     assert group is not None
     axis = Axis("tp", group.size(), group.rank(), group.group_name)
-    copies = stream_copies(folder)(torch.device("cpu"), group=group, timeout=None)
-    product = async_tensor_parallel._matmul
+    buffers = buffers_in_files(folder)(torch.device("cpu"), group=group, timeout=None)
+    matmul = async_tensor_parallel._matmul
 
     def late(*arguments: Any, **options: Any) -> Tensor:
         time.sleep(0.05 * axis.rank)
-        return product(*arguments, **options)
+        return matmul(*arguments, **options)
 
     with patch.object(async_tensor_parallel, "_matmul", late):
         found = [all_gather_matmul(torch.full((1, 2, 3), float(turn)), torch.eye(3), axis) for turn in range(4)]
-    assert copies.size == axis.size
+    assert buffers.size == axis.size
     return [turn.mean().item() for turn in found]
 
 
-def test_tokens_are_not_written_over_while_a_rank_reads_them(tmp_path):
+def test_tokens_are_not_overwritten_while_a_rank_reads_them(tmp_path):
     assert run_ranks(2, gather_often, tmp_path) == [[0.0, 1.0, 2.0, 3.0]] * 2
 
 
-def train_by_copies(config: Path, folder: Path, *overrides: str) -> None:
-    with patch.object(meshes, "open_async_tp_buffers", stream_copies(folder / "memory")):
+def train_async(config: Path, folder: Path, *overrides: str) -> None:
+    with patch.object(meshes, "open_async_tp_buffers", buffers_in_files(folder / "memory")):
         train_here(config, folder, *overrides)
 
 
@@ -158,15 +158,15 @@ def train_by_copies(config: Path, folder: Path, *overrides: str) -> None:
     ],
     ids=["cp2", "pp2", "dp2"],
 )
-def test_runs_by_copies_lose_what_runs_by_collectives_lose(tmp_path, world_size, overrides):
-    """On tp 2, with packed documents, over several steps, with an evaluation and a checkpoint."""
+def test_runs_end_with_the_weights_of_runs_without_overlap(tmp_path, world_size, overrides):
+    """tp 2, packed documents, several steps, an evaluation and a checkpoint."""
     config = write_config(tmp_path, train={"steps": 4, "evaluate_every_steps": 2})
     overrides = ["parallel.tp=2", "parallel.sequence_parallel=true", *overrides]
-    by_collectives, by_copies = tmp_path / "collectives", tmp_path / "copies"
-    run_ranks(world_size, train_here, config, by_collectives, 'parallel.tp_overlap="none"', *overrides)
-    run_ranks(world_size, train_by_copies, config, by_copies, *overrides)
-    expected = checkpoint_tensors(by_collectives)
-    assert_close(checkpoint_tensors(by_copies), expected, 1e-5)
+    plain, overlapped = tmp_path / "plain", tmp_path / "overlapped"
+    run_ranks(world_size, train_here, config, plain, 'parallel.tp_overlap="none"', *overrides)
+    run_ranks(world_size, train_async, config, overlapped, *overrides)
+    expected = checkpoint_tensors(plain)
+    assert_close(checkpoint_tensors(overlapped), expected, 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -178,15 +178,15 @@ def test_runs_by_copies_lose_what_runs_by_collectives_lose(tmp_path, world_size,
             'tp_overlap = "symmetric_memory" with pp_schedule = "zero_bubble"',
         ),
     ],
-    ids=["whole_stream", "zero_bubble"],
+    ids=["no_sequence_parallelism", "zero_bubble"],
 )
-def test_settings_that_cannot_copy_are_refused(axes, message):
+def test_settings_without_async_tensor_parallelism_are_refused(axes, message):
     with pytest.raises(ValueError, match=message):
         ParallelConfig(tp_overlap="symmetric_memory", **axes)
     assert not ParallelConfig(**axes).may_use_async_tp
 
 
-def test_ranks_without_copy_engines_are_told_before_they_begin():
+def test_ranks_without_copy_engines_are_refused_before_they_start():
     config = ParallelConfig(tp=2, sequence_parallel=True, tp_overlap="symmetric_memory")
     with pytest.raises(
         ConfigError, match=r'tp_overlap = "symmetric_memory" needs .* GPUs, but the ranks compute on cpu; use "auto"'
@@ -194,8 +194,8 @@ def test_ranks_without_copy_engines_are_told_before_they_begin():
         check_device(config, "cpu")
 
 
-def why_none(host: str) -> str:
-    """What a rank hears of copies between GPUs that no rank has, where ranks are on hosts of such names."""
+def refusal(host: str) -> str:
+    """A rank's reason for having no buffers, on CPU ranks whose hosts have these names."""
     group = dist.group.WORLD
     assert group is not None
     with patch.object(socket, "gethostname", lambda: host.format(rank=dist.get_rank())):
@@ -204,8 +204,8 @@ def why_none(host: str) -> str:
     return found
 
 
-def test_every_rank_hears_why_there_are_no_copies():
-    assert run_ranks(2, why_none, "host{rank}") == ["the ranks of the axis are on 2 hosts"] * 2
-    first, second = run_ranks(2, why_none, "host")
+def test_every_rank_has_the_same_reason_for_no_buffers():
+    assert run_ranks(2, refusal, "host{rank}") == ["the ranks of the axis are on 2 hosts"] * 2
+    first, second = run_ranks(2, refusal, "host")
     assert first == second
     assert "symmetric memory fails on rank 0" in first

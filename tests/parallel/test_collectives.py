@@ -1,4 +1,4 @@
-"""The conjugate collectives: values and adjoints against one process that holds every rank's tensors."""
+"""Values and adjoints of the conjugate collectives against one process that holds every rank's tensors."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ FUNCTIONS: dict[str, Callable[[Tensor, Axis], Tensor]] = {
     **{f"gather.{dim}": lambda x, axis, d=dim: gather_from_axis(x, axis, dim=d) for dim in range(3)},
     **{f"scatter.{dim}": lambda x, axis, d=dim: reduce_scatter_to_axis(x, axis, dim=d) for dim in range(3)},
     **{
-        f"exchange.{split}.{join}": lambda x, axis, s=split, j=join: all_to_all_over_axis(
-            x, axis, split_dim=s, concat_dim=j
+        f"all_to_all.{split}.{concat}": lambda x, axis, s=split, c=concat: all_to_all_over_axis(
+            x, axis, split_dim=s, concat_dim=c
         )
         for split in range(3)
-        for join in range(3)
+        for concat in range(3)
     },
 }
 REPLICATED_INPUT = ("copy", "slice")
@@ -51,7 +51,7 @@ def input_of(name: str, rank: int) -> Tensor:
 
 
 def output_gradient(name: str, rank: int, shape: torch.Size) -> Tensor:
-    """Equal on every rank where the output is the replicated end of a region, and its loss counts once."""
+    """Gradient of an output; equal on every rank for "reduce", whose replicated output has one loss."""
     return draw(name, "dy", 0 if name == "reduce" else rank, shape)
 
 
@@ -59,7 +59,7 @@ def _run() -> Arrays:
     axis = make_mesh(torch.distributed.get_world_size()).tp.axis
     found = {}
     for name, function in FUNCTIONS.items():
-        # Laid out with another dimension innermost, as a caller may hand it over.
+        # Another dimension is innermost in memory, as a caller's tensor may be.
         x = input_of(name, axis.rank).transpose(0, 2).contiguous().transpose(0, 2).requires_grad_()
         y = function(x, axis)
         y.backward(output_gradient(name, axis.rank, y.shape).transpose(0, 1).contiguous().transpose(0, 1))
@@ -75,8 +75,8 @@ def results(world_size: int) -> list[dict[str, Tensor]]:
 
 
 def truth(name: str, world_size: int) -> list[dict[str, Tensor]]:
-    """y and dx of every rank by autograd through the dense map."""
-    kind, dim, *join = [*name.split("."), ""]
+    """y and dx of every rank, by autograd through the dense function."""
+    kind, dim, *concat = [*name.split("."), ""]
     xs = [input_of(name, rank).requires_grad_() for rank in range(world_size)]
     if name.startswith(REPLICATED_INPUT):
         xs = [xs[0]] * world_size
@@ -86,8 +86,8 @@ def truth(name: str, world_size: int) -> list[dict[str, Tensor]]:
         "reduce": lambda: [total] * world_size,
         "gather": lambda: [torch.cat(xs, int(dim))] * world_size,
         "scatter": lambda: total.chunk(world_size, int(dim)),
-        "exchange": lambda: [
-            torch.cat([x.chunk(world_size, int(dim))[rank] for x in xs], int(join[0])) for rank in range(world_size)
+        "all_to_all": lambda: [
+            torch.cat([x.chunk(world_size, int(dim))[rank] for x in xs], int(concat[0])) for rank in range(world_size)
         ],
         "slice": lambda: xs[0].chunk(world_size, int(dim)),
     }[kind]()
@@ -98,7 +98,7 @@ def truth(name: str, world_size: int) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_values_and_adjoints_equal_the_dense_map(name: str, world_size: int):
+def test_values_and_adjoints_equal_the_dense_function(name: str, world_size: int):
     for found, expected in zip(results(world_size), truth(name, world_size), strict=True):
         assert_close({key: found[key] for key in expected}, expected, 1e-14)
 

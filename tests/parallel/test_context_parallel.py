@@ -1,4 +1,4 @@
-"""The context-parallel axis: the fold and the halo against one process, with their gradients, on 3 and 4 ranks."""
+"""Fold, halo and sums of the context-parallel axis on 3 and 4 ranks against one process, with their gradients."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def normal(*shape: int, seed: int) -> Tensor:
 
 
 def documents(size: int) -> Tensor:
-    """[B, T] rows: one document; a shard that starts one; ends one before and one after an edge; one over three
-    shards; many."""
+    """Document ids [B, T]: one document; a start at a shard's first token; starts one before and one after a shard's
+    first token; a document on all shards after the first; many."""
     starts = torch.zeros(BATCH, size * SHARD, dtype=torch.int32)
     for row, places in enumerate([(), (SHARD,), (SHARD - 1, 2 * SHARD + 1), (2,), (1, SHARD + 2, SHARD + 3)]):
         starts[row, list(places)] = 1
@@ -42,8 +42,8 @@ def cp_of_all(exchange: ExchangeName = "auto") -> ContextParallel:
     return Mesh(ParallelConfig(cp=size, cp_exchange=exchange), torch.device("cpu")).cp
 
 
-def whole(size: int, decay: tuple[int, ...]) -> dict[str, Tensor]:
-    """By rank: local states, log decays (equal ones once), inputs of a convolution, and weights of the results."""
+def full_inputs(size: int, decay: tuple[int, ...]) -> dict[str, Tensor]:
+    """Each rank's local state and log decay (equal ones once), inputs of a convolution, and weights of the results."""
     return {
         "state": normal(size, BATCH, HEADS, KEY, VALUE, seed=0),
         "log_decay": -normal(size if len(decay) == 3 else 1, *decay, seed=1).abs(),
@@ -57,15 +57,15 @@ def _on_ranks() -> dict[tuple[str, str, bool], Arrays]:
     results = {}
     for exchange, name, packed in CASES:
         cp, decay = cp_of_all(exchange), DECAYS[name]
-        given = whole(cp.size, decay)
+        given = full_inputs(cp.size, decay)
         rank = cp.axis.rank
         ids = cp.shard(documents(cp.size)) if packed else None
         x = cp.shard(given["x"]).detach().requires_grad_()
         state = given["state"][rank].detach().requires_grad_()
         log_decay = given["log_decay"][min(rank, len(given["log_decay"]) - 1)].detach().requires_grad_()
-        borders = cp.shard_documents(x[..., 0], ids)
-        entering = cp.fold(state, log_decay, borders)
-        halo = cp.halo(x, borders, ids, width=WIDTH)
+        ends = cp.shard_documents(x[..., 0], ids)
+        entering = cp.fold(state, log_decay, ends)
+        halo = cp.halo(x, ends, ids, width=WIDTH)
         ((entering * given["weight"][rank]).sum() + (halo * given["halo_weight"][rank]).sum()).backward()
         results[exchange, name, packed] = to_arrays(
             {
@@ -80,24 +80,24 @@ def _on_ranks() -> dict[tuple[str, str, bool], Arrays]:
 
 
 def one_process(size: int, decay: tuple[int, ...], packed: bool) -> list[dict[str, Tensor]]:
-    """The recurrence rank by rank, dropped where the documents say so."""
-    given = whole(size, decay)
+    """The recurrence, rank by rank, with the state reset at document starts."""
+    given = full_inputs(size, decay)
     ids = documents(size) if packed else torch.zeros(BATCH, size * SHARD, dtype=torch.int32)
     state, x = given["state"].requires_grad_(), given["x"].requires_grad_()
-    # A decay that is equal on all ranks gets a part of its gradient on each: here each rank has a leaf of its own.
+    # Each rank has a leaf of its own: the gradient of a decay that is equal on all ranks is a partial sum on each.
     log_decay = given["log_decay"].expand(size, *decay).clone().requires_grad_()
-    parts = ids.chunk(size, 1)
+    shards = ids.chunk(size, 1)
     entering = [torch.zeros_like(state[0])]
     for rank in range(1, size):
-        before = parts[rank - 1]
+        before = shards[rank - 1]
         through = (before[:, 0] == before[:, -1]).view(-1, 1, 1, 1)
-        passed = (entering[-1] * log_decay[rank - 1].exp()[..., None]).where(through, 0.0)
-        continues = (parts[rank][:, 0] == before[:, -1]).view(-1, 1, 1, 1)
-        entering.append((passed + state[rank - 1]).where(continues, 0.0))
+        decayed = (entering[-1] * log_decay[rank - 1].exp()[..., None]).where(through, 0.0)
+        continues = (shards[rank][:, 0] == before[:, -1]).view(-1, 1, 1, 1)
+        entering.append((decayed + state[rank - 1]).where(continues, 0.0))
     halos = []
     for rank in range(size):
         places = torch.arange(rank * SHARD - WIDTH, rank * SHARD)
-        same = (ids[:, places.clamp(min=0)] == parts[rank][:, :1]) & (places >= 0)
+        same = (ids[:, places.clamp(min=0)] == shards[rank][:, :1]) & (places >= 0)
         halos.append(x[:, places.clamp(min=0)].where(same[..., None], 0.0))
     loss = (torch.stack(entering) * given["weight"]).sum() + (torch.stack(halos) * given["halo_weight"]).sum()
     loss.backward()
@@ -127,9 +127,9 @@ def test_fold_and_halo_equal_the_recurrence_with_all_gradients(size, exchange, n
 
 
 def sums_of_one_process(added: Tensor, weight: Tensor, ids: Tensor) -> dict[str, list[Tensor]]:
-    """By rank what is around its runs of tokens, and the gradients of its own additions [cp, 2, ...]."""
+    """By rank: the sums before and after its tokens, and the gradients of its own contributions [cp, 2, ...]."""
     size, leaves = len(added), added.clone().requires_grad_()
-    ends = [(part[:, 0], part[:, -1]) for part in ids.chunk(size, 1)]
+    ends = [(shard[:, 0], shard[:, -1]) for shard in ids.chunk(size, 1)]
     zero = torch.zeros_like(added[0, 0])
     found: dict[str, list[Tensor]] = {"before": [], "after": []}
     for own in range(size):
@@ -143,20 +143,20 @@ def sums_of_one_process(added: Tensor, weight: Tensor, ids: Tensor) -> dict[str,
 
 
 def _sums() -> tuple[Arrays, Arrays]:
-    """What is around each rank's runs of tokens, and the way to heads and back, beside one process's."""
+    """This rank's `neighbouring_run_sums`, and resharding to heads and back; and the same of one process."""
     cp = cp_of_all()
     ids, rank, size = documents(cp.size), cp.axis.rank, cp.size
-    added = normal(size, 2, BATCH, HEADS, KEY, VALUE, seed=0)  # to the runs of the first and of the last token
+    added = normal(size, 2, BATCH, HEADS, KEY, VALUE, seed=0)  # of the runs of the first and of the last token
     weight = normal(size, 2, BATCH, HEADS, KEY, VALUE, seed=1)
     first, last = (x.detach().requires_grad_() for x in added[rank])
-    borders, exchanged = cp.shard_documents_of(ids), cp.shard_documents(cp.shard(ids), cp.shard(ids))
-    before, after = cp.neighbouring_run_sums(first, last, borders)
+    ends, exchanged = cp.shard_documents_of(ids), cp.shard_documents(cp.shard(ids), cp.shard(ids))
+    before, after = cp.neighbouring_run_sums(first, last, ends)
     (before * weight[rank, 0] + after * weight[rank, 1]).sum().backward()
     q, v = normal(BATCH, size * SHARD, 2 * size, KEY, seed=2), normal(BATCH, size * SHARD, size, KEY, seed=3)
     own_q, own_v = cp.to_heads(cp.shard(q), cp.shard(v))
     found = {"before": before, "after": after, "d_first": first.grad, "d_last": last.grad}
     found |= {"q": own_q, "v": own_v, "back": cp.to_tokens(own_q), "gathered": cp.gather_tokens(cp.shard(v))}
-    found |= {"continues": borders.continues, "through": borders.through}
+    found |= {"continues": ends.continues, "through": ends.through}
     expected = {name: by_rank[rank] for name, by_rank in sums_of_one_process(added, weight, ids).items()}
     expected |= {"q": q.chunk(size, 2)[rank], "v": v.chunk(size, 2)[rank], "back": cp.shard(q), "gathered": v}
     expected |= {"continues": exchanged.continues, "through": exchanged.through}
@@ -164,13 +164,13 @@ def _sums() -> tuple[Arrays, Arrays]:
 
 
 @pytest.mark.parametrize("size", [3, 4])
-def test_sums_around_and_the_way_to_heads_and_back_equal_one_process(size):
+def test_run_sums_and_resharding_to_heads_and_back_equal_one_process(size):
     for found, expected in run_ranks(size, _sums):
         assert_close(to_tensors(found), to_tensors(expected), 1e-13)
 
 
 def _long_halo() -> tuple[object, object]:
-    """Shards of two tokens, and an input that reaches over three ranks."""
+    """The halo of shards of two tokens, which covers three ranks, and the expected one."""
     cp = cp_of_all()
     x = normal(BATCH, 2 * cp.size, VALUE, seed=0)
     own = cp.shard(x)
@@ -185,7 +185,7 @@ def test_halo_wider_than_a_shard_reaches_several_ranks_back():
 
 
 def _strong(exchange: ExchangeName) -> tuple[bool, list[float]]:
-    """Decays of -1e30 and of 0, which meet no infinity."""
+    """Log decays of -1e30 and 0: whether all results are finite, and the states."""
     cp = cp_of_all(exchange)
     state = torch.ones(1, 1, 2, 1, requires_grad=True)
     log_decay = torch.tensor([[[-1e30, 0.0]]], requires_grad=True)
@@ -202,7 +202,7 @@ def test_decays_may_be_as_strong_as_any_number(exchange):
         assert entering == [0.0, 0.0, 1.0, 1.0, 1.0, 2.0]
 
 
-def test_axis_of_one_rank_has_no_borders_and_whole_rows():
+def test_axis_of_one_rank_has_full_sequences():
     cp = ContextParallel()
     tokens = torch.zeros(2, 7, dtype=torch.int64)
     assert cp.shard_documents(tokens, None) is None
@@ -210,7 +210,7 @@ def test_axis_of_one_rank_has_no_borders_and_whole_rows():
     assert cp.positions(tokens).tolist() == list(range(7))
 
 
-def test_shards_are_neighbouring_tokens_at_their_places_in_the_row():
+def test_shards_are_neighbouring_tokens_at_their_positions_in_the_sequence():
     cp = ContextParallel(Axis("cp", size=3, rank=2))
     assert cp.shard(torch.arange(12)[None]).tolist() == [[8, 9, 10, 11]]
     assert cp.positions(torch.zeros(1, 4)).tolist() == [8, 9, 10, 11]

@@ -1,4 +1,4 @@
-"""Vocabulary-parallel cross entropy against torch's, values and the gradient of the logits."""
+"""Values and logits' gradient of vocabulary-parallel cross entropy against torch's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SCALES = {"plain": 1.0, "huge": 1e4, "offset": 1.0}
 
 
 def make_inputs(name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits [2, 4, ROWS] whose last rows belong to no token, labels with ignored places, a weight for each loss."""
+    """Logits [2, 4, ROWS] whose last rows belong to no token, labels, some of them ignored, and a weight for each loss."""
     generator = torch.Generator().manual_seed(4)
     logits = torch.randn(2, 4, ROWS, generator=generator, dtype=torch.float64) * SCALES[name]
     logits = logits + 1e3 if name == "offset" else logits
@@ -58,7 +58,7 @@ def results(world_size: int) -> list[dict[str, Tensor]]:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", SCALES)
 def test_losses_and_gradient_equal_the_dense_ones(name: str, world_size: int):
-    """With four ranks the last one holds no token at all."""
+    """With four ranks the last one holds padding only."""
     logits, labels, weights = make_inputs(name)
     logits.requires_grad_()
     losses = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
@@ -85,7 +85,7 @@ def test_bf16_logits_give_fp32_losses():
 
 
 def _head(axis: Axis, backend: str) -> dict[str, Tensor]:
-    """The loss of a head of ROWS rows, TOKENS of them tokens, its gradients whole."""
+    """Loss and full gradients of a head of ROWS rows, of which TOKENS belong to tokens."""
     generator = torch.Generator().manual_seed(5)
     x, weight = (torch.randn(*shape, generator=generator) for shape in ((2, 4, 6), (ROWS, 6)))
     _, labels, weights = make_inputs("plain")
@@ -112,8 +112,8 @@ def test_a_fused_head_on_ranks_equals_the_dense_one(world_size: int):
     expected = _head(Axis("tp"), "reference")
     for found in map(to_tensors, run_ranks(world_size, _run_head)):
         for backend in ("reference", "triton"):
-            part = {name: found[name.replace("reference", backend)] for name in expected}
-            assert_close(part, expected, 2e-6)
+            results = {name: found[name.replace("reference", backend)] for name in expected}
+            assert_close(results, expected, 2e-6)
 
 
 def test_without_a_kernel_a_head_is_its_logits_and_their_loss_bit_for_bit():

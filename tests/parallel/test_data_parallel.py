@@ -1,4 +1,4 @@
-"""Sharded data parallelism: precision of each kind of parameter, shards, sums and when they happen."""
+"""Sharded data parallelism: dtype of each kind of parameter, shards, and collectives of each ZeRO stage."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from tests.ranks import run_ranks
         ((4, 4096, 4096), 64, 2),
     ],
 )
-def test_weights_are_split_along_a_dimension_that_divides(shape, size, dim):
+def test_weights_are_sharded_along_a_dimension_that_divides(shape, size, dim):
     assert shard_dim(shape, size) == dim
 
 
@@ -59,13 +59,13 @@ def _sharded(dtype: torch.dtype, tp: int, **axes: Any) -> tuple[LanguageModel, M
 
 
 def _dtypes() -> dict[str, object]:
-    """What a bf16 forward really sees: of products, of LRPE's frequencies and of the scan."""
+    """Actual dtypes in a bf16 forward: matmuls, LRPE's frequencies and the scan."""
     (model, _), seen = _sharded(torch.bfloat16, 1), {}
     attention = next(mixer for mixer in model.mixers() if isinstance(mixer, LinearAttention))
 
     def at_the_mixer(module: nn.Module, args: tuple) -> None:
         x, context, _ = args
-        seen["stream"], seen["theta"] = x.dtype, context.full_precision[0].dtype
+        seen["hidden"], seen["theta"] = x.dtype, context.full_precision[0].dtype
         seen["weight"], seen["slopes"] = local(module.out.weight).dtype, module.slopes.dtype
 
     attention.register_forward_pre_hook(at_the_mixer)
@@ -87,7 +87,7 @@ def test_bf16_computes_on_fp32_weights_with_frequencies_in_fp32():
     for seen in run_ranks(2, _dtypes):
         assert seen.pop("norm") == pytest.approx(expected, rel=0.05)
         assert seen == {
-            "stream": "torch.bfloat16",
+            "hidden": "torch.bfloat16",
             "theta": "torch.float32",
             "weight": "torch.bfloat16",
             "slopes": "torch.float32",
@@ -99,14 +99,14 @@ def test_bf16_computes_on_fp32_weights_with_frequencies_in_fp32():
 
 
 class Sent(NamedTuple):
-    """What a step of two micro-batches took."""
+    """Collectives and buffers of a step of two micro-batches, and its gradients."""
 
     gathers: int
     """All-gathers of weights."""
     reductions: int
     """Reduce-scatters and all-reduces of gradients."""
     buffers: int
-    """Pieces of memory that gradients were collected in or summed into."""
+    """Buffers allocated for gradients and their sums."""
     gradients: list[Tensor]
 
 
@@ -118,7 +118,7 @@ def _step(zero: int) -> Sent:
         for last in (False, True):
             row = slice(2 * dist.get_rank() + last, 2 * dist.get_rank() + last + 1)
             prepare_backward(model, mesh, last=last)
-            with ordered_cuda_streams(model) if last else nullcontext():  # the streams are there once it has run
+            with ordered_cuda_streams(model) if last else nullcontext():  # its CUDA streams exist after the first run
                 model(tokens[row], labels=labels[row]).token_losses.sum().backward()
     counts: Counter[str] = Counter()
     for call, count in recorder.calls.items():
@@ -130,19 +130,19 @@ def _step(zero: int) -> Sent:
 
 
 def _of_one_rank(dtype: torch.dtype) -> list[bool]:
-    """Whether gradients of two steps of two micro-batches, on a data axis of one rank, that nothing cleared between,
-    have the bits of the engine's reduction, and the dtype of their weights."""
+    """Whether gradients on a data axis of one rank have the bits of FSDP's reduction; two steps of two micro-batches,
+    without clearing gradients in between. Also checks that each gradient has its weight's dtype."""
     found = []
-    for reduced_by_engine in (True, False):
+    for reduced_by_fsdp in (True, False):
         model, mesh = _sharded(dtype, 2)
         tokens, labels, _ = make_inputs()
         for step in range(2):
             for last in (False, True):
                 prepare_backward(model, mesh, last=last)
-                if reduced_by_engine:
+                if reduced_by_fsdp:
                     model.set_requires_gradient_sync(last)
                 model(tokens[int(last) :][:1], labels=labels[int(last) :][:1]).token_losses.sum().backward()
-            if not reduced_by_engine:
+            if not reduced_by_fsdp:
                 assert step or all(parameter.grad is None for parameter in model.parameters())
                 finish_backward(model, mesh)
         found.append({name: parameter.grad for name, parameter in model.named_parameters()})
@@ -152,7 +152,7 @@ def _of_one_rank(dtype: torch.dtype) -> list[bool]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_what_one_rank_does_not_reduce_has_the_bits_of_a_reduction(dtype):
+def test_gradients_of_one_rank_have_the_bits_of_a_reduction(dtype):
     assert all(run_ranks(2, _of_one_rank, dtype)[0])
 
 
@@ -167,7 +167,7 @@ def test_every_zero_stage_gives_the_same_gradient_for_its_own_gathers_and_reduct
     blocks = HYBRID.model.num_layers
     units = blocks + 3  # frequencies in fp32, the head, and the rest of the model
     assert [(sent.gathers, sent.reductions, sent.buffers) for sent in (replicas, *stages)] == [
-        (0, units, units),  # a shard axis of one rank has its sum where it collects
+        (0, units, units),  # with a shard axis of one rank, the sum is in the same buffer
         (units, units, 2 * units),
         (units, 2 * units, 4 * units),
         (2 * (units + blocks), 2 * units, 4 * units),
@@ -175,11 +175,11 @@ def test_every_zero_stage_gives_the_same_gradient_for_its_own_gathers_and_reduct
 
 
 class _Vectors(nn.Module):
-    """Weights that two ranks cannot share evenly: the second holds nothing of one of them."""
+    """Weights that two ranks do not divide evenly: the second rank's shard of one is empty."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.whole, self.uneven = (nn.Parameter(torch.empty(shape, device="meta")) for shape in ((2, 4), (1, 3)))
+        self.even, self.uneven = (nn.Parameter(torch.empty(shape, device="meta")) for shape in ((2, 4), (1, 3)))
 
 
 def _largest(replicate: bool) -> list[float]:
@@ -194,7 +194,7 @@ def _largest(replicate: bool) -> list[float]:
 
 @pytest.mark.parametrize(("replicate", "expected"), [(False, [1.5, 1.5]), (True, [1.5, 2.5])])
 def test_the_largest_magnitude_is_that_of_all_shards(replicate: bool, expected: list[float]):
-    """Of negative elements too, and of a shard without any."""
+    """Negative elements count, and an empty shard does not."""
     assert run_ranks(2, _largest, replicate) == [expected, expected]
 
 

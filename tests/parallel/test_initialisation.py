@@ -1,4 +1,4 @@
-"""Draws are functions of (seed, name, part)."""
+"""Initial weights as functions of (seed, name, part)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_parts_of_a_fused_parameter_are_drawn_one_by_one():
     fused, single = drawn(3, 40, 30), drawn(40, 30)
     assert torch.equal(fused[0], single)
     assert not torch.equal(fused[1], fused[0])
-    # A part's generator starts with the part: where it lies in the fused tensor does not matter.
+    # Each part has its own generator, so its offset in the fused tensor does not matter.
     assert torch.equal(drawn(3, 80, 30)[:, :40], fused)
 
 

@@ -1,4 +1,4 @@
-"""Every tensor-parallel layer on 2, 3 and 4 ranks against dense maths on the whole weights, values and gradients."""
+"""Values and gradients of every tensor-parallel layer on 2, 3 and 4 ranks against dense maths on full weights."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ColumnRow(nn.Module):
 
 
 class GatedNorm(nn.Module):
-    """(SRMSNorm(x W) * sigmoid(x W_down W_up)) W_o: two layers read one entered input."""
+    """(SRMSNorm(x W) * sigmoid(x W_down W_up)) W_o: two layers read one input of `enter`."""
 
     def __init__(self, tp: TensorParallel) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class BiasedColumnRow(nn.Module):
 
 
 class RMSNormed(nn.Module):
-    """RMSNorm(x W + b) W_o + b_o, weights and biases everywhere."""
+    """RMSNorm(x W + b) W_o + b_o, with weights and biases everywhere."""
 
     norm = "rmsnorm"
 
@@ -106,7 +106,7 @@ class RMSNormed(nn.Module):
 
 
 class LayerNormed(RMSNormed):
-    """The same with a centred norm and its bias, and a gate between norm and matrix."""
+    """RMSNormed with LayerNorm and its bias, and a gate between norm and matmul."""
 
     norm = "layernorm"
 
@@ -121,7 +121,7 @@ class LayerNormed(RMSNormed):
         return (normed * torch.sigmoid(v)) @ w["out.weight"].T + w["out.bias"]
 
 
-class StreamNorms(nn.Module):
+class ResidualNorms(nn.Module):
     """RMSNorm(LayerNorm(x)) of the residual stream."""
 
     def __init__(self, tp: TensorParallel) -> None:
@@ -160,7 +160,7 @@ LAYERS: dict[str, type[nn.Module]] = {
     "gated_norm": GatedNorm,
     "rmsnorm": RMSNormed,
     "layernorm": LayerNormed,
-    "stream_norms": StreamNorms,
+    "residual_norms": ResidualNorms,
     "low_rank": LowRankRow,
 }
 
@@ -170,22 +170,22 @@ def draw(seed: int, *shape: int) -> Tensor:
 
 
 def token_ids() -> Tensor:
-    """Ids at both ends of the vocabulary and of each rank's rows among them."""
+    """Ids that include both ends of the vocabulary and of each rank's shard of it."""
     ids = torch.randint(0, VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(2))
     ids[0, :9] = torch.tensor([0, VOCAB - 1, 95, 96, 127, 128, 191, 192, 256])
     return ids
 
 
 def materialise_with_vectors(layer: nn.Module) -> None:
-    """As it is filled, but norm weights and biases are drawn: as ones and zeros they could be lost or added twice."""
+    """Initialises a layer, with random norm weights and biases: ones and zeros could be lost or added twice."""
     materialise(layer)
     for index, (name, parameter) in enumerate(layer.named_parameters()):
         if parameter.dim() == 1 or name.endswith("bias"):
             assign(parameter, draw(10 + index, *parameter.shape))
 
 
-def _stream(tensor: Tensor, tp: TensorParallel, back: bool = False) -> Tensor:
-    """A whole residual stream as this rank holds it, or the way back."""
+def _shard(tensor: Tensor, tp: TensorParallel, back: bool = False) -> Tensor:
+    """This rank's shard of a full residual stream; with `back`, the full stream from the shards."""
     if not tp.sequence_parallel:
         return tensor
     if back:
@@ -193,38 +193,38 @@ def _stream(tensor: Tensor, tp: TensorParallel, back: bool = False) -> Tensor:
     return local_slice(tensor, tp.axis, dim=1).contiguous()
 
 
-def _run_stream_layer(name: str, tp: TensorParallel) -> dict[str, Tensor]:
+def _run_layer(name: str, tp: TensorParallel) -> dict[str, Tensor]:
     layer = LAYERS[name](tp).double()
     materialise_with_vectors(layer)
-    x = _stream(draw(1, BATCH, LENGTH, WIDTH), tp).requires_grad_()
+    x = _shard(draw(1, BATCH, LENGTH, WIDTH), tp).requires_grad_()
     y = layer(x)
-    y.backward(_stream(draw(2, BATCH, LENGTH, WIDTH), tp))
-    found = {"y": _stream(y.detach(), tp, back=True), "dx": _stream(x.grad, tp, back=True)}
+    y.backward(_shard(draw(2, BATCH, LENGTH, WIDTH), tp))
+    found = {"y": _shard(y.detach(), tp, back=True), "dx": _shard(x.grad, tp, back=True)}
     for weight_name, weight in layer.named_parameters():
         found |= {f"w.{weight_name}": full_tensor(weight.detach()), f"g.{weight_name}": full_tensor(weight.grad)}
     return found
 
 
-def _run_table(tp: TensorParallel) -> dict[str, Tensor]:
-    """The table as embedding and as head: y = tanh(embed(tokens)) through the head."""
-    table = VocabParallelEmbedding(VOCAB, WIDTH, tp=tp, std=0.3).double()
-    materialise(table)
-    rows = table.embed(token_ids())
-    logits = table.logits(rows.tanh())
+def _run_embedding(tp: TensorParallel) -> dict[str, Tensor]:
+    """The embedding as input and as head: logits of tanh(embed(tokens))."""
+    embedding = VocabParallelEmbedding(VOCAB, WIDTH, tp=tp, std=0.3).double()
+    materialise(embedding)
+    rows = embedding.embed(token_ids())
+    logits = embedding.logits(rows.tanh())
     local_gradient = local_slice(draw(3, BATCH, LENGTH, 384), tp.axis, dim=2)
     logits.backward(local_gradient)
     return {
-        "rows": _stream(rows.detach(), tp, back=True),
+        "rows": _shard(rows.detach(), tp, back=True),
         "logits": all_gather(logits.detach(), tp.axis, dim=2),
-        "w": full_tensor(table.weight.detach()),
-        "g": full_tensor(table.weight.grad),
+        "w": full_tensor(embedding.weight.detach()),
+        "g": full_tensor(embedding.weight.grad),
     }
 
 
 def _run(sequence_parallel: bool) -> dict[str, Arrays]:
     tp = make_mesh(torch.distributed.get_world_size(), sequence_parallel=sequence_parallel).tp
-    found = {name: to_arrays(_run_stream_layer(name, tp)) for name in LAYERS}
-    return found | {"table": to_arrays(_run_table(tp))}
+    found = {name: to_arrays(_run_layer(name, tp)) for name in LAYERS}
+    return found | {"embedding": to_arrays(_run_embedding(tp))}
 
 
 @lru_cache
@@ -261,15 +261,15 @@ def test_layers_equal_dense_maths(name: str, world_size: int, sequence_parallel:
 
 @every_mesh
 @both_layouts
-def test_the_table_equals_a_dense_one(world_size: int, sequence_parallel: bool):
-    weight = to_tensors(results(world_size, sequence_parallel)[0]["table"])["w"].requires_grad_()
+def test_the_embedding_equals_a_dense_one(world_size: int, sequence_parallel: bool):
+    weight = to_tensors(results(world_size, sequence_parallel)[0]["embedding"])["w"].requires_grad_()
     rows = functional.embedding(token_ids(), weight)
     logits = rows.tanh() @ weight.T
     padding = torch.arange(384) >= VOCAB
     logits.backward(draw(3, BATCH, LENGTH, 384).masked_fill(padding, 0.0))
     expected = {"rows": rows, "logits": logits[..., :VOCAB], "w": weight, "g": weight.grad}
     for arrays in results(world_size, sequence_parallel):
-        found = to_tensors(arrays["table"])
+        found = to_tensors(arrays["embedding"])
         assert found["logits"][..., VOCAB:].eq(float("-inf")).all()
         assert found["w"][VOCAB:].eq(0).all()
         assert found["w"][:VOCAB].ne(0).all()
@@ -279,10 +279,10 @@ def test_the_table_equals_a_dense_one(world_size: int, sequence_parallel: bool):
 
 @pytest.mark.parametrize("vocab_size", [1, 128, 129, 380])
 def test_one_rank_embeds_and_masks_like_many(vocab_size: int):
-    table = VocabParallelEmbedding(vocab_size, WIDTH, tp=TensorParallel(), std=0.3)
-    materialise(table)
+    embedding = VocabParallelEmbedding(vocab_size, WIDTH, tp=TensorParallel(), std=0.3)
+    materialise(embedding)
     rows = -(-vocab_size // 128) * 128
-    assert table.weight.shape == (rows, WIDTH)
-    assert table.padded_parameters() == (rows - vocab_size) * WIDTH
-    logits = table.logits(table.embed(torch.tensor([[vocab_size - 1]])))
+    assert embedding.weight.shape == (rows, WIDTH)
+    assert embedding.padded_parameters() == (rows - vocab_size) * WIDTH
+    logits = embedding.logits(embedding.embed(torch.tensor([[vocab_size - 1]])))
     assert logits.isfinite().sum() == vocab_size

@@ -1,4 +1,4 @@
-"""Plain parameters: their marks and gradients, what is shared, and the way to a checkpoint and back."""
+"""Plain parameters of `localize`: marks, gradients, shared parameters, and conversion for checkpoints and back."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from tests.ranks import run_ranks
 
 def _plain_model() -> None:
     mesh = make_mesh(2)
-    model, whole = LanguageModel(HYBRID.model, mesh.tp), LanguageModel(HYBRID.model)
+    model, full = LanguageModel(HYBRID.model, mesh.tp), LanguageModel(HYBRID.model)
     materialise(model)
-    materialise(whole)
+    materialise(full)
     sliced = {name for name, p in model.named_parameters() if isinstance(p, DTensor) and p.placements[0].is_shard()}
     placements = localize(model)
     parameters = dict(model.named_parameters())
     assert not any(isinstance(parameter, DTensor) for parameter in parameters.values())
     assert {name for name, p in parameters.items() if getattr(p, "tensor_model_parallel", False)} == sliced
     layout = LocalLayout(mesh, placements)
-    truth = dict(whole.named_parameters())
+    truth = dict(full.named_parameters())
     for name, parameter in parameters.items():
         part = layout.split(name, parameter.detach())
         assert torch.equal(part.full_tensor(), truth[name]), name
@@ -58,7 +58,7 @@ def _shared() -> None:
     assert list(localize(model)) == ["0.weight", "0.bias", "1.bias"]
     assert first.weight is second.weight
     assert first.weight.shape == (2, 4)
-    # Gradients that are still on their way where they are accumulated: one given, and one that a backward brings.
+    # Gradients whose collective is unfinished when they are accumulated: one passed in, and one of a backward.
     grad = functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD)
     assert isinstance(grad, functional.AsyncCollectiveTensor)
     first.bias.backward(grad)
@@ -79,7 +79,7 @@ def _sharded() -> None:
     shard_model(
         model, list(model.blocks), model.full_precision_modules(), mesh, compute_dtype=torch.float32, head=model.head
     )
-    with pytest.raises(AssertionError, match=r"embedding.weight lies on .*make it plain before it is sharded"):
+    with pytest.raises(AssertionError, match=r"embedding.weight is on .*localize before data parallelism"):
         localize(model)
 
 

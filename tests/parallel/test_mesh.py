@@ -1,4 +1,4 @@
-"""The mesh: how ranks are arranged, and worlds that do not fit."""
+"""The mesh: arrangement of ranks, process groups, and sizes that do not fit."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def test_tensor_parallel_ranks_are_neighbours():
     assert all(shape == (1, 2) for _, shape, _ in found)
 
 
-def _cut() -> dict[str, list[int]]:
-    """The global ranks on each axis of this rank, cp 2 and tp 2."""
+def _members() -> dict[str, list[int]]:
+    """Global ranks on each axis of this rank, with cp 2 and tp 2."""
     mesh = Mesh(ParallelConfig(cp=2, tp=2, shard=2), torch.device("cpu"))
     members = {}
     for name, axis in (("tp", mesh.tp.axis), ("cp", mesh.cp.axis), ("samples", mesh.samples), ("data", mesh.data)):
@@ -103,7 +103,7 @@ def _cut() -> dict[str, list[int]]:
 
 
 def test_context_parallel_ranks_are_neighbours_on_the_data_axis():
-    found = run_ranks(8, _cut)
+    found = run_ranks(8, _members)
     assert found[0] == {"tp": [0, 1], "cp": [0, 2], "samples": [0, 4], "data": [0, 2, 4, 6]}
     assert found[7] == {"tp": [6, 7], "cp": [5, 7], "samples": [3, 7], "data": [1, 3, 5, 7]}
 
@@ -116,7 +116,7 @@ def test_sharding_groups_split_the_data_axis(shard, shape):
 
 
 def _timeouts(axes: dict[str, int]) -> list[float]:
-    """Seconds that each process group of a run waits, the default one's first."""
+    """Timeout in seconds of each process group of a run, the default one's first."""
     mesh = Mesh(ParallelConfig(**axes), torch.device("cpu"))
     mesh.pp.axis_of_holders([0, mesh.pp.size - 2])
     backends = [group._get_backend(torch.device("cpu")) for group in dist.distributed_c10d._world.pg_map]
@@ -146,7 +146,7 @@ def test_without_a_launcher_there_is_one_rank():
     assert not dist.is_initialized()
 
 
-def _share(gpus, allowed):
+def _refusal(gpus, allowed):
     os.environ[SHARED_GPUS] = allowed
     try:
         refuse_shared_gpus(gpus[dist.get_rank()])
@@ -155,18 +155,18 @@ def _share(gpus, allowed):
     return ""
 
 
-def test_ranks_that_share_a_gpu_are_told_so_all_of_them():
-    told = run_ranks(3, _share, ["a, GPU-1", "b, GPU-1", "a, GPU-1"], "0")
-    assert set(told) == {
+def test_ranks_that_share_a_gpu_are_refused_on_every_rank():
+    messages = run_ranks(3, _refusal, ["a, GPU-1", "b, GPU-1", "a, GPU-1"], "0")
+    assert set(messages) == {
         "ranks 0, 2 have the same GPU (a, GPU-1); start one rank a GPU, or, to try a mesh without its speed, set "
         "NCCL_MULTI_RANK_GPU_ENABLE=1 (NCCL 2.30 or later)"
     }
-    assert run_ranks(3, _share, ["a, GPU-1", "a, GPU-2", "b, GPU-1"], "0") == [""] * 3
-    assert run_ranks(2, _share, ["a, GPU-1"] * 2, "1") == [""] * 2
+    assert run_ranks(3, _refusal, ["a, GPU-1", "a, GPU-2", "b, GPU-1"], "0") == [""] * 3
+    assert run_ranks(2, _refusal, ["a, GPU-1"] * 2, "1") == [""] * 2
 
 
 @pytest.mark.usefixtures("_no_launcher")
-def test_the_process_group_ends_with_an_error_too():
+def test_the_process_group_ends_after_an_error_too():
     with pytest.raises(ZeroDivisionError), process_group(torch.device("cpu")):
         raise ZeroDivisionError
     assert not dist.is_initialized()
@@ -181,11 +181,11 @@ def test_the_process_group_ends_with_an_error_too():
         ),
         (
             {"zero": 3, "shard": 1},
-            "zero = 3 with shard = 1, which keeps a replica on every rank; leave shard out, or zero",
+            "zero = 3 with shard = 1, which keeps a replica on every rank; leave out shard or zero",
         ),
         (
             {"zero": 2, "pp": 2},
-            "zero = 2 with pp = 2: every micro-batch would gather or reduce the stage anew; use zero =",
+            "zero = 2 with pp = 2 would gather weights or reduce gradients of a stage in every micro-batch; use",
         ),
     ],
 )
@@ -201,5 +201,5 @@ def _stages_and_shards() -> list[tuple[int, int]]:
     return [(mesh.zero, mesh.data_mesh.size(1)) for mesh in meshes]
 
 
-def test_the_zero_stage_is_3_unless_nothing_is_sharded_or_stages_share_what_they_gather():
+def test_the_zero_stage_is_3_unless_nothing_is_sharded_or_there_are_pipeline_stages():
     assert run_ranks(4, _stages_and_shards)[0] == [(3, 4), (0, 1), (2, 4), (0, 1), (1, 2), (1, 4)]

@@ -1,4 +1,4 @@
-"""Tensors that travel by copies into a neighbour's memory: in order, none lost, and the bits of sends and receives."""
+"""Point-to-point channels over symmetric memory: order, no loss, and the bits of NCCL-style sends and receives."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ SHAPE = (2, 3)
 SECOND = timedelta(seconds=1)
 
 
-def ends(folder: Path, *, lines: int = 1) -> list[P2PChannels]:
-    """Both ranks' views of a memory of two, in this process."""
-    numel = lines * SLOTS * torch.Size(SHAPE).numel()
+def ends(folder: Path, *, num_channels: int = 1) -> list[P2PChannels]:
+    """Channels of two ranks over one memory, both in this process."""
+    numel = num_channels * SLOTS * torch.Size(SHAPE).numel()
     memories = [SharedMemory(folder, rank, 2, numel, torch.float32) for rank in range(2)]
     return [P2PChannels(memory, rank, SHAPE, torch.float32, timeout=SECOND) for rank, memory in enumerate(memories)]
 
@@ -39,7 +39,7 @@ def sent(number: float) -> torch.Tensor:
 
 
 def received(receiver: Any) -> float:
-    into = torch.empty(SHAPE, requires_grad=True)  # as the engine's buffers are
+    into = torch.empty(SHAPE, requires_grad=True)  # like the buffers of torch's pipeline schedules
     receiver.receive(into)
     assert (into == into[0, 0]).all()
     return into[0, 0].item()
@@ -54,11 +54,11 @@ def test_tensors_arrive_in_the_order_in_which_they_were_sent(tmp_path):
             assert received(receiver) == number - SLOTS + 1
 
 
-def test_lines_do_not_touch_each_other(tmp_path):
-    """There and back, two lines each way."""
-    first, second = ends(tmp_path, lines=2)
-    ways = [(one.sender(to, line), other.receiver(source, line)) for one, other, source, to in
-            ((first, second, 0, 1), (second, first, 1, 0)) for line in range(2)]  # fmt: skip
+def test_channels_do_not_touch_each_other(tmp_path):
+    """Two channels each way."""
+    first, second = ends(tmp_path, num_channels=2)
+    ways = [(one.sender(to, channel), other.receiver(source, channel)) for one, other, source, to in
+            ((first, second, 0, 1), (second, first, 1, 0)) for channel in range(2)]  # fmt: skip
     for turn in range(2 * SLOTS):
         for number, (sender, _) in enumerate(ways):
             sender.send(sent(10 * turn + number))
@@ -80,11 +80,11 @@ def test_nothing_is_received_before_it_was_sent(tmp_path):
         received(ends(tmp_path)[1].receiver(0, 0))
 
 
-def train_by_copies(config: Path, folder: Path, *overrides: str) -> int:
-    """A run whose stages' memory is a shared file; how many tensors were sent beside it in the steps."""
+def train_with_channels(config: Path, folder: Path, *overrides: str) -> int:
+    """Trains with channels in shared files; returns the number of tensors that the steps sent without them."""
     number = 0
 
-    def lines(
+    def open_in_files(
         num_channels: int, shape: tuple[int, ...], dtype: torch.dtype, device: Any, *, group: Any, **_: Any
     ) -> Any:
         nonlocal number
@@ -98,18 +98,21 @@ def train_by_copies(config: Path, folder: Path, *overrides: str) -> int:
         memory = SharedMemory(here, group.rank(), group.size(), numel, dtype)
         return P2PChannels(memory, group.rank(), shape, dtype, timeout=timedelta(seconds=20))
 
-    beside = 0
-    engine = schedules._batch_p2p
+    num_sent = 0
+    batch_p2p = schedules._batch_p2p
 
     def counted(ops: list[dist.P2POp], *args: Any, **options: Any) -> Any:
-        nonlocal beside
-        beside += sum(op.tensor.dim() == 3 for op in ops)
-        return engine(ops, *args, **options)
+        nonlocal num_sent
+        num_sent += sum(op.tensor.dim() == 3 for op in ops)
+        return batch_p2p(ops, *args, **options)
 
-    with patch.object(pipeline_parallel, "open_channels", lines), patch.object(schedules, "_batch_p2p", counted):
+    with (
+        patch.object(pipeline_parallel, "open_channels", open_in_files),
+        patch.object(schedules, "_batch_p2p", counted),
+    ):
         train_here(config, folder, *overrides)
     assert number > 0
-    return beside
+    return num_sent
 
 
 INTERLEAVED = ('parallel.pp_schedule="interleaved"', "parallel.pp_stages_per_rank=2")
@@ -131,27 +134,27 @@ INTERLEAVED = ('parallel.pp_schedule="interleaved"', "parallel.pp_stages_per_ran
     ],
     ids=["pp2", "pp4", "interleaved", "interleaved_tp2", "cp2", "zero_bubble"],
 )
-def test_a_run_by_copies_has_the_bits_of_one_that_sends(tmp_path, world_size, overrides):
+def test_a_run_with_channels_has_the_bits_of_one_that_sends(tmp_path, world_size, overrides):
     table = model_table()
     config = write_config(tmp_path, model={"layers": table["layers"] * 2}, train={"micro_batch_size": 1, "steps": 4})
     by_send, by_copy = tmp_path / "send", tmp_path / "copy"
     run_ranks(world_size, train_here, config, by_send, 'parallel.pp_transfer="p2p"', *overrides)
-    assert run_ranks(world_size, train_by_copies, config, by_copy, *overrides) == [0] * world_size
+    assert run_ranks(world_size, train_with_channels, config, by_copy, *overrides) == [0] * world_size
     assert metrics(by_copy) == metrics(by_send)
     expected = checkpoint_tensors(by_send)
     for name, tensor in checkpoint_tensors(by_copy).items():
         assert torch.equal(tensor, expected[name]), name
 
 
-def why_not(host: str) -> P2PChannels | str:
-    """What a rank hears of lines between GPUs that no rank has, where ranks are on hosts of such names."""
+def open_on_hosts(host: str) -> P2PChannels | str:
+    """A rank's channels, or its reason for having none, on CPU ranks whose hosts have these names."""
     with patch.object(socket, "gethostname", lambda: host.format(rank=dist.get_rank())):
         return open_channels(2, SHAPE, torch.float32, torch.device("cuda"), group=dist.group.WORLD, timeout=SECOND)
 
 
-def test_where_memory_is_not_shared_every_rank_hears_why():
-    assert run_ranks(2, why_not, "host{rank}") == ["the ranks of the axis are on 2 hosts"] * 2
-    here, there = run_ranks(2, why_not, "host")
+def test_every_rank_has_the_same_reason_for_no_channels():
+    assert run_ranks(2, open_on_hosts, "host{rank}") == ["the ranks of the axis are on 2 hosts"] * 2
+    here, there = run_ranks(2, open_on_hosts, "host")
     assert here == there
     assert "torch's symmetric memory fails on rank 0 of the axis: " in here
 
@@ -177,7 +180,7 @@ def test_verify_refuses_copies_before_it_starts_its_ranks(capsys):
 
 
 def program(rank: int, num_ranks: int, stages: int, count: int) -> list[tuple[str, tuple[int, bool]]]:
-    """What a rank takes from lines and puts on them in a step, in order; a line is (its receiver, backward)."""
+    """Receives and sends of a rank in a step, in order; a channel is (receiving stage, backward)."""
     last = num_ranks * stages - 1
     if stages == 1:
         ahead = num_ranks - rank
@@ -191,17 +194,17 @@ def program(rank: int, num_ranks: int, stages: int, count: int) -> list[tuple[st
     for stage, backward in order:
         before, after = (stage + 1, stage - 1) if backward else (stage - 1, stage + 1)
         if 0 <= before <= last:
-            events.append(("take", (stage, backward)))
+            events.append(("receive", (stage, backward)))
         if 0 <= after <= last:
-            events.append(("put", (after, backward)))
+            events.append(("send", (after, backward)))
     return events
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 5, 8])
 @pytest.mark.parametrize("rounds", [1, 2, 7])
-def test_no_schedule_waits_for_itself(num_ranks, stages, rounds):
-    """Even where a rank computes nothing until what it sent before has found a free slot."""
+def test_no_schedule_deadlocks(num_ranks, stages, rounds):
+    """Even if a rank computes nothing until its earlier sends have found a free slot."""
     programs = [program(rank, num_ranks, stages, rounds * num_ranks) for rank in range(num_ranks)]
     places, waiting = [0] * num_ranks, Counter[tuple[int, bool]]()
     moved = True
@@ -209,9 +212,9 @@ def test_no_schedule_waits_for_itself(num_ranks, stages, rounds):
         moved = False
         for rank, events in enumerate(programs):
             while places[rank] < len(events):
-                what, line = events[places[rank]]
-                if waiting[line] == (SLOTS if what == "put" else 0):
+                what, channel = events[places[rank]]
+                if waiting[channel] == (SLOTS if what == "send" else 0):
                     break
-                waiting[line] += 1 if what == "put" else -1
+                waiting[channel] += 1 if what == "send" else -1
                 places[rank], moved = places[rank] + 1, True
     assert places == [len(events) for events in programs]

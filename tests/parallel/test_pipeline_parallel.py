@@ -1,4 +1,4 @@
-"""The pipeline axis: what travels between stages, and the ranks that hold copies of a parameter."""
+"""The pipeline axis: tensors sent between stages, memory, and the ranks that hold copies of a parameter."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Sent = list[tuple[tuple[int, ...], str]]
 
 
 def steps_of(model_config: ModelConfig, mesh: Mesh, num_micro_batches: int = MICRO_BATCHES) -> Callable[[int], None]:
-    """What does the step of a number, with weights of its own."""
+    """A function that runs the training step of a given number, on a new model."""
     model = build_model(model_config, mesh, compute_dtype=torch.bfloat16, recompute=False, compile_blocks=False, seed=0)
     optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3), no_decay=())
     ids = torch.arange(ROWS * (LENGTH + 1)).remainder(250).view(ROWS, -1)
@@ -43,7 +43,7 @@ def steps_of(model_config: ModelConfig, mesh: Mesh, num_micro_batches: int = MIC
 
 
 def sent_in_a_step(parallel: ParallelConfig) -> Sent:
-    """Shape and dtype of all that this rank sends to a neighbour during a second step."""
+    """Shape and dtype of all tensors that this rank sends to other stages during a second step."""
     step = steps_of(MODEL, Mesh(parallel, CPU))
     sent: Sent = []
     operation = dist.P2POp
@@ -55,7 +55,7 @@ def sent_in_a_step(parallel: ParallelConfig) -> Sent:
 
     loss_sum = VocabParallelEmbedding.loss_sum
     with pytest.MonkeyPatch.context() as patch:
-        # As its kernel does on a GPU, where the reference sums in fp32.
+        # In fp64, as the kernel sums on a GPU; the reference sums in fp32.
         patch.setattr(VocabParallelEmbedding, "loss_sum", lambda *args: loss_sum(*args).double())
         step(1)
         patch.setattr(dist, "P2POp", spy)
@@ -64,16 +64,16 @@ def sent_in_a_step(parallel: ParallelConfig) -> Sent:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_nothing_but_the_stream_and_its_gradient_travels(sequence_parallel: bool):
+def test_only_hidden_states_and_their_gradients_are_sent(sequence_parallel: bool):
     tp = 2 if sequence_parallel else 1
     parallel = ParallelConfig(pp=2, tp=tp, sequence_parallel=sequence_parallel)
-    stream = ((ROWS, LENGTH // tp, MODEL.hidden_size), "torch.bfloat16")
+    hidden = ((ROWS, LENGTH // tp, MODEL.hidden_size), "torch.bfloat16")
     for sent in run_ranks(2 * tp, sent_in_a_step, parallel):
-        assert sent == [stream] * MICRO_BATCHES
+        assert sent == [hidden] * MICRO_BATCHES
 
 
 def most_memory_in_a_step(parallel: ParallelConfig, num_micro_batches: int) -> int:
-    """The most tensors that a stage of this rank has memory for to receive into, while it computes."""
+    """The largest number of allocated receive buffers of a stage of this rank while it computes."""
     step = steps_of(DEEP_MODEL, Mesh(parallel, CPU), num_micro_batches)
     most = 0
 
@@ -104,7 +104,7 @@ def test_memory_does_not_grow_with_micro_batches(axes: dict[str, Any]):
 
 
 def alive_at_the_last_backward(parallel: ParallelConfig, num_micro_batches: int) -> int:
-    """Tensors like the stream with memory, whoever keeps them, when this rank ends its last backward of a step."""
+    """Number of tensors in memory with the shape of the hidden states, after this rank's last backward of a step."""
     step = steps_of(DEEP_MODEL, Mesh(parallel, CPU), num_micro_batches)
     alive = -1
     backward = PipelineStage.backward_one_chunk
@@ -124,20 +124,20 @@ def alive_at_the_last_backward(parallel: ParallelConfig, num_micro_batches: int)
     return alive
 
 
-def test_a_micro_batch_is_forgotten_with_its_backward():
-    """The engine keeps the losses of a step, and they would keep all that they were computed from. (Interleaved, gloo
-    keeps what it has sent as well.)"""
+def test_a_micro_batch_is_freed_after_its_backward():
+    """torch's schedule keeps the losses of a step, whose graphs would keep all their inputs. (With the interleaved
+    schedule, gloo keeps the sent tensors as well.)"""
     few, many = (run_ranks(2, alive_at_the_last_backward, ParallelConfig(pp=2), count) for count in (4, 8))
     assert few == many
 
 
 def holders(parallel: ParallelConfig, stages: list[list[int]]) -> list[tuple[int, int]]:
-    """Size and index of the axis of each set of stages."""
+    """Size of the axis of each set of stages, and this rank's index on it."""
     axes = [Mesh(parallel, CPU).pp.axis_of_holders(each) for each in stages]
     return [(axis.size, axis.rank) for axis in axes]
 
 
-def test_copies_lie_on_the_ranks_that_run_their_stages():
+def test_copies_are_on_the_ranks_that_run_their_stages():
     stages = [[0, 3], [0, 1, 2, 3], [1]]
     assert run_ranks(4, holders, ParallelConfig(pp=4), stages) == [
         [(2, 0), (4, 0), (1, 0)],
@@ -147,12 +147,12 @@ def test_copies_lie_on_the_ranks_that_run_their_stages():
     ]
 
 
-def test_copies_of_one_rank_send_nothing():
+def test_copies_on_one_rank_send_nothing():
     parallel = ParallelConfig(pp=2, pp_schedule="interleaved", pp_stages_per_rank=2)
     assert run_ranks(2, holders, parallel, [[0, 2], [0, 3]]) == [[(1, 0), (2, 0)], [(1, 0), (2, 1)]]
 
 
-def test_copies_lie_in_their_own_column_of_the_mesh():
-    """Each rank of the tensor-parallel axis shares with its like on the other stages."""
+def test_copies_are_shared_within_a_column_of_the_mesh():
+    """A rank of the tensor-parallel axis shares with the ranks of the same index on other stages."""
     expected = [(2, 0), (2, 0), (1, 0), (1, 0), (2, 1), (2, 1)]
     assert run_ranks(6, holders, ParallelConfig(pp=3, tp=2), [[0, 2]]) == [[axis] for axis in expected]
