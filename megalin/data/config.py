@@ -56,7 +56,7 @@ class DataConfig(Config):
     test: list[str] = pydantic.Field(default_factory=list)
     """Prefixes of the test shards, which `megalin eval --split test` reads; may be empty."""
     validation_fraction: Annotated[float, pydantic.Field(ge=0.0, lt=1.0)] = 0.0
-    """Where `validation` is empty: fraction of each training shard's sequences, at its end, that is held out."""
+    """Fraction of each training shard's sequences, at its end, that is held out; only if `validation` is empty."""
     split: Annotated[list[SamplingWeight], pydantic.Field(min_length=3, max_length=3)] | None = None
     """Fractions of each training shard's sequences for training, validation and test, in this order and in any unit,
     as Megatron-LM's --split 969,30,1; left out: all of each shard but `validation_fraction` trains."""
@@ -68,8 +68,8 @@ class DataConfig(Config):
     cache: str = DEFAULT_CACHE
     """With order = "megatron": folder of its index files; a relative path is inside the run folder."""
     packing: Literal["concatenate", "first_fit", "best_fit"] = "concatenate"
-    """How sequences fill samples: concatenated and cut every T tokens, or whole ones packed into samples of T, each in
-    the first sample with room for it or in the fullest of these; then only those longer than T are cut."""
+    """Packing of sequences: concatenated and cut every T tokens, or whole ones packed into samples of T, each in the
+    first sample with room for it or in the fullest of these; then only those longer than T are cut."""
     tokenizer: str | None = None
     """Path of the tokenizer.json that made the shards, or "bytes"; generation and bits per byte need it."""
     isolate_documents: bool = True

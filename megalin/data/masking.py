@@ -110,7 +110,7 @@ def resolve_tokens(config: MaskingConfig, tokenizer: Tokenizer | None, vocab_siz
 
 
 class Draws:
-    """Random numbers of one sample, a pure function of (seed, split, sample): a hash, no library's generator."""
+    """Hash-based random numbers of a sample: a pure function of (seed, split, sample), whatever the library."""
 
     def __init__(self, seed: int, split: str, sample: int) -> None:
         self._key = f"megalin masking {seed} {split} {sample}"

@@ -92,8 +92,7 @@ def megatron_order(
 
     E epochs are the fewest with E x tokens >= num_samples x seq_length + extra_token. One pseudo-random generator
     shuffles the documents of all epochs as one array, then the samples; the last epoch is shuffled separately where
-    less than 80 % of it is needed. A longer run may therefore have another order from its first sample on, unlike
-    with `endless`.
+    less than 80 % of it is needed. So a longer run may have another order from its first sample; `endless` has not.
 
     Args:
         lengths: [N] tokens of each document of the shard.
@@ -113,9 +112,7 @@ def megatron_order(
     assert num_samples is None or num_samples >= 1, num_samples
     lengths, ids = np.asarray(lengths, np.int32), np.asarray(ids, np.int32)
     if ids.size and not 0 <= ids.min() <= ids.max() < len(lengths):
-        raise DataError(
-            f"documents {ids.min()} to {ids.max()} of a shard with {len(lengths)}; ids must be below that number"
-        )
+        raise DataError(f"documents {ids.min()} to {ids.max()} of a shard with {len(lengths)}; ids must be lower")
     tokens = int(lengths[ids].sum(dtype=np.int64))
     per_epoch = (tokens - extra_token) // seq_length
     if tokens == 0 or (num_samples is None and per_epoch < 1):

@@ -44,7 +44,7 @@ class Dataset(Samples[BatchT_co], Protocol[BatchT_co]):
     def __exit__(self, *_: object) -> None: ...
 
 
-class JoinedDataset(Generic[BatchT]):
+class ConcatDataset(Generic[BatchT]):
     """Concatenation of datasets of one kind: their samples are numbered one dataset after the other.
 
     Attributes:
@@ -96,7 +96,7 @@ class SourceUse(NamedTuple):
     read: int
     """Samples that the run reads of it."""
     fraction: float
-    """Of the samples of the run."""
+    """Fraction of the run's samples."""
     empty_fraction: float | None = None
     """Fraction of padding in its packed samples; None where samples are not packed."""
 
@@ -124,9 +124,9 @@ class Training(NamedTuple):
         Later sources and phases are not part of it, so they can be added when a run is resumed.
         """
         phases = [phase for phase in self.phases if phase[0] == 0 or phase[0] < step]
-        names = {name for _, shares in phases for name in shares}
+        names = {name for _, fractions in phases for name in fractions}
         return {
-            "shares of the sources": [[first, shares] for first, shares in phases],
+            "shares of the sources": [[first, fractions] for first, fractions in phases],
             "tokens of the sources": {use.name: use.tokens for use in self.uses if use.name in names},
             "samples of the sources": {use.name: use.samples for use in self.uses if use.name in names},
             "train.steps, for this order": self.total_steps,
@@ -162,8 +162,8 @@ def open_training(
             for name, dataset, count in zip(found.names, found.datasets, found.counts, strict=True)
         ]
         fractions = {use.name: use.fraction for use in uses}
-        joined = JoinedDataset[Batch](found.datasets)
-        return Training(joined, found.order, uses, [(0, fractions)], total_steps=steps)
+        dataset = ConcatDataset[Batch](found.datasets)
+        return Training(dataset, found.order, uses, [(0, fractions)], total_steps=steps)
     sources = config.training_sources()
     with ExitStack() as stack:
         datasets = [
@@ -184,7 +184,7 @@ def open_training(
         seed=seed,
     )
     uses = _uses(names, datasets, order.counts(steps * global_batch_size).tolist())
-    return Training(JoinedDataset(datasets), order, uses, phases, total_steps=None)
+    return Training(ConcatDataset(datasets), order, uses, phases, total_steps=None)
 
 
 def _fractions(weights: Mapping[str, float | None]) -> dict[str, float]:

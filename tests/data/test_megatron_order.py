@@ -61,7 +61,7 @@ def test_a_last_epoch_of_which_little_is_needed_stays_behind_the_others():
 @pytest.mark.parametrize(
     ("ids", "seq_length", "samples", "message"),
     [
-        ([0, 6], 4, 1, r"documents 0 to 6 of a shard with 6; ids must be below"),
+        ([0, 6], 4, 1, r"documents 0 to 6 of a shard with 6; ids must be lower"),
         ([1], 4, 1, r"1 documents of 0 tokens are too few for a sample of 5"),
         ([], 4, 1, r"0 documents of 0 tokens"),
         ([2], 4, None, r"1 documents of 3 tokens are too few for a sample of 5; lower seq_length"),

@@ -6,7 +6,7 @@ import torch
 
 from megalin.data.config import DataConfig
 from megalin.data.datasets.token import TokenDataset
-from megalin.data.sources import JoinedDataset, open_training
+from megalin.data.sources import ConcatDataset, open_training
 from tests.data.shard_files import write_by_hand
 
 
@@ -32,7 +32,7 @@ def _open(tmp_path, **values):
 def test_joined_datasets_keep_the_order_of_the_asked_samples(prefixes):
     config = DataConfig(train=prefixes, sequence_length=5)
     datasets = [TokenDataset.open(config, "train", 100, [prefix]) for prefix in prefixes]
-    joined = JoinedDataset(datasets)
+    joined = ConcatDataset(datasets)
     firsts = np.cumsum([0, *(dataset.num_samples for dataset in datasets)])
     assert joined.num_samples == firsts[-1]
     asked = np.array([firsts[1], 0, firsts[3] - 1, firsts[1] - 1, firsts[2], 1])

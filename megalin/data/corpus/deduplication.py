@@ -67,7 +67,7 @@ class _Job(NamedTuple):
 def deduplicate(
     paths: Sequence[Path], options: DeduplicateOptions, *, show: Show = lambda _: nullcontext(lambda _: None)
 ) -> DeduplicateReport:
-    """Writes the corpus to `<output_prefix>-00000-of-00025.jsonl` and a manifest, keeping the first of each duplicate.
+    """Writes the corpus to `<output_prefix>-00000-of-00025.jsonl` and a manifest, keeping the first text of a cluster.
 
     A document that loses all its lines is removed. The result depends on the inputs and the comparison alone. Disk:
     8 bytes a band and the sketch for each text, that is 296 for MinHash at a threshold of 0.7. Memory: `memory_bytes`

@@ -45,7 +45,7 @@ def merge_shards(prefixes: Sequence[str | Path], output: str | Path) -> WrittenS
     Raises:
         ConfigError: no shard, or one of them is the output.
         DataError: a bad shard; shards of different token dtypes or tokenizers; 2^31 sequences and more.
-        StorageError: the output cannot be written; then no shard bears its name.
+        StorageError: the output cannot be written; then no shard has its name.
     """
     _check_names(prefixes, [output])
     with ExitStack() as stack:
@@ -92,7 +92,7 @@ def concatenate(
 
     Raises:
         DataError: a bad shard; 2^31 sequences and more.
-        StorageError: the output cannot be written; then no shard bears its name.
+        StorageError: the output cannot be written; then no shard has its name.
     """
     path, sequences = bin_path(output), 0
     # The index begins with its counts, so its entries wait in unnamed files; they may not fit into memory.
