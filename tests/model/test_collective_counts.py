@@ -1,4 +1,4 @@
-"""The collectives of a real training step at tp 2, counted by name and bytes, against what the layers promise."""
+"""Collectives of a training step at tp 2, counted by name and bytes, against the numbers expected of the layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.ranks import run_ranks
 TP = 2
 TOKENS = len(make_inputs().tokens) * LENGTH
 WIDE = 4 * TOKENS * HIDDEN_SIZE
-"""Bytes of the whole residual stream in fp32."""
+"""Bytes of the full residual stream in fp32."""
 NARROW = 4 * TOKENS
 """Bytes of one fp32 number a token."""
 LOW_RANK = 4 * HIDDEN_SIZE * (HIDDEN_SIZE // NUM_HEADS)
@@ -31,11 +31,11 @@ DECAYS = 4 * (HIDDEN_SIZE // NUM_HEADS)
 """Bytes of the gradient of TPE's decays."""
 
 GROUP = tuple(4 * 2 * MAMBA2["state_size"] * width for width in (HIDDEN_SIZE, 4, 1))
-"""Bytes of the gradients of what makes Mamba-2's B and C: their map, taps and convolution's bias."""
+"""Bytes of the gradients of the weights behind Mamba-2's B and C: projection, taps and bias of the convolution."""
 
 
-class Promise(NamedTuple):
-    """What a type of sub-layer adds to one [tokens, d] collective each way."""
+class Expected(NamedTuple):
+    """Collectives of a type of sub-layer besides one [tokens, d] collective each way."""
 
     num_norms: int = 0
     """Full-width norms on sharded heads: one fp32 number a token each."""
@@ -46,33 +46,33 @@ class Promise(NamedTuple):
     input_partial_gradients: tuple[int, ...] = ()
     """Bytes of each replicated weight that the input layer uses on sharded data."""
     contracted: tuple[int, ...] = ()
-    """fp32 numbers a token, forward and backward, of what sums over a sharded width before a nonlinearity."""
+    """fp32 numbers a token, forward and backward, of sums over a sharded width before a nonlinearity."""
 
 
-PROMISES = {
-    "transnormer": Promise(num_norms=1),
-    "tnl": Promise(num_norms=1, partial_gradients=(LOW_RANK,)),
-    "hgrn2": Promise(num_norms=1),
-    "cosformer2": Promise(
+EXPECTED = {
+    "transnormer": Expected(num_norms=1),
+    "tnl": Expected(num_norms=1, partial_gradients=(LOW_RANK,)),
+    "hgrn2": Expected(num_norms=1),
+    "cosformer2": Expected(
         num_norms=1, partial_gradients=(LOW_RANK,), num_input_layers=1, input_partial_gradients=(DECAYS,)
     ),
-    "softmax": Promise(),
-    "rodimus": Promise(
+    "softmax": Expected(),
+    "rodimus": Expected(
         num_norms=1,
         contracted=(
             4 * RODIMUS["state_size"] + RODIMUS["input_gate_rank"],
             3 * RODIMUS["state_size"] + RODIMUS["input_gate_rank"],
         ),
     ),
-    "mamba2": Promise(num_norms=1, partial_gradients=GROUP),
-    "shared_key_attention": Promise(partial_gradients=(LOW_RANK,)),
-    "glu": Promise(),
-    "tests.mixers.decaying_sum": Promise(num_input_layers=1),
+    "mamba2": Expected(num_norms=1, partial_gradients=GROUP),
+    "shared_key_attention": Expected(partial_gradients=(LOW_RANK,)),
+    "glu": Expected(),
+    "tests.mixers.decaying_sum": Expected(num_input_layers=1),
 }
 
 
 class Call(NamedTuple):
-    """One collective: which, and the bytes of the whole tensor that it reduces or gathers."""
+    """One collective: its name, and the bytes of the full tensor that it reduces or gathers."""
 
     direction: Literal["forward", "backward"]
     name: str
@@ -80,7 +80,7 @@ class Call(NamedTuple):
 
 
 class CollectiveRecorder(TorchDispatchMode):
-    """Collectives of the body on groups of more than one rank, functional or not."""
+    """Records the collectives of its body on groups of more than one rank, functional or not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,10 +89,10 @@ class CollectiveRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.overloadpacket.__name__
         if function.namespace == "_c10d_functional" and not name.startswith(("wait", "_wrap")):
-            whole = args[0].numel() * (TP if name.startswith("all_gather") else 1)
-            self._count(name, whole * args[0].element_size())
+            numel = args[0].numel() * (TP if name.startswith("all_gather") else 1)
+            self._count(name, numel * args[0].element_size())
         elif function.namespace == "c10d":
-            # The engine's own, on the data axis: one rank here.
+            # Data parallelism's collectives, on the data axis, which has one rank here.
             group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
             if dist.ProcessGroup.unbox(group).size() > 1:
                 self._count(f"c10d.{name}", -1)
@@ -104,7 +104,7 @@ class CollectiveRecorder(TorchDispatchMode):
 
 
 def _calls(case: Case, sequence_parallel: bool) -> Counter[Call]:
-    """Of the forward and backward of a training step's only micro-batch."""
+    """Counts the collectives of a training step with one micro-batch, forward and backward."""
     mesh = make_mesh(TP, sequence_parallel=sequence_parallel)
     model = LanguageModel(case.model, mesh.tp)
     shard_model(
@@ -127,35 +127,35 @@ def results() -> list[dict[tuple[str, bool], Counter[Call]]]:
     return run_ranks(TP, _run)
 
 
-def promises(case: Case) -> tuple[int, int, list[int]]:
-    """Sub-layers and input layers, full-width norms, and bytes of the partial gradients of a model."""
+def expected_counts(case: Case) -> tuple[int, int, list[int]]:
+    """Number of sub-layers and input layers, number of full-width norms, and bytes of each partial gradient."""
     sublayers = [sublayer.type for _, block in case.model.blocks() for sublayer in block.sublayers]
-    num_inputs = sum(PROMISES[kind].num_input_layers for kind in set(sublayers))
-    partial = [num_bytes for kind in sublayers for num_bytes in PROMISES[kind].partial_gradients]
-    partial += [num_bytes for kind in set(sublayers) for num_bytes in PROMISES[kind].input_partial_gradients]
-    return len(sublayers) + num_inputs, sum(PROMISES[kind].num_norms for kind in sublayers), partial
+    num_inputs = sum(EXPECTED[kind].num_input_layers for kind in set(sublayers))
+    partial = [num_bytes for kind in sublayers for num_bytes in EXPECTED[kind].partial_gradients]
+    partial += [num_bytes for kind in set(sublayers) for num_bytes in EXPECTED[kind].input_partial_gradients]
+    return len(sublayers) + num_inputs, sum(EXPECTED[kind].num_norms for kind in sublayers), partial
 
 
 def contractions(case: Case) -> Counter[Call]:
-    """All-reduces of contracted widths: of all tokens, whatever the layout of the stream."""
+    """All-reduces of contracted widths: of all tokens, with and without sequence parallelism."""
     calls: Counter[Call] = Counter()
     for sublayer in (sublayer for _, block in case.model.blocks() for sublayer in block.sublayers):
-        for direction, width in zip(("forward", "backward"), PROMISES[sublayer.type].contracted, strict=False):
+        for direction, width in zip(("forward", "backward"), EXPECTED[sublayer.type].contracted, strict=False):
             calls[Call(direction, "all_reduce", width * NARROW)] += 1
     return calls
 
 
 WEIGHTLESS = [case for case in CASES if case.model.norm == "srmsnorm"]
-"""Models whose norms have no parameters: with sequence parallelism, each of these adds its small gradient."""
+"""Models whose norms have no parameters: each such parameter adds a small all-reduce under sequence parallelism."""
 WEIGHTLESS_NAMES = [case.name for case in WEIGHTLESS]
 
 
 @pytest.mark.parametrize("case", WEIGHTLESS, ids=WEIGHTLESS_NAMES)
 def test_one_all_reduce_a_sublayer_each_way(case: Case):
-    num_layers, num_norms, partial = promises(case)
-    expected = Counter({Call("forward", "all_reduce", WIDE): num_layers + 1})  # and the embedding
-    expected[Call("forward", "all_reduce", NARROW)] += num_norms + 3  # and maximum, sum and target of the loss
-    expected[Call("backward", "all_reduce", WIDE)] += num_layers + 1  # and the head
+    num_layers, num_norms, partial = expected_counts(case)
+    expected = Counter({Call("forward", "all_reduce", WIDE): num_layers + 1})  # + 1: the embedding
+    expected[Call("forward", "all_reduce", NARROW)] += num_norms + 3  # + 3: maximum, sum and target of the loss
+    expected[Call("backward", "all_reduce", WIDE)] += num_layers + 1  # + 1: the head
     for num_bytes in partial:
         expected[Call("backward", "all_reduce", num_bytes)] += 1
     expected += contractions(case)
@@ -165,13 +165,13 @@ def test_one_all_reduce_a_sublayer_each_way(case: Case):
 
 @pytest.mark.parametrize("case", WEIGHTLESS, ids=WEIGHTLESS_NAMES)
 def test_sequence_parallelism_gathers_and_scatters_instead(case: Case):
-    """As many bytes: an all-reduce is a reduce-scatter and an all-gather."""
-    num_layers, num_norms, partial = promises(case)
+    """The bytes stay the same: an all-reduce is a reduce-scatter and an all-gather."""
+    num_layers, num_norms, partial = expected_counts(case)
     gather, scatter = "all_gather_into_tensor", "reduce_scatter_tensor"
     expected = Counter({Call("forward", "all_reduce", NARROW): 3})  # the loss
     expected += Counter({Call("forward", scatter, NARROW): num_norms, Call("backward", gather, NARROW): num_norms})
     for direction, ends in (("forward", (gather, scatter)), ("backward", (scatter, gather))):
-        for name in ends:  # the head enters the sharded region, the embedding leaves it
+        for name in ends:  # the head gathers, the embedding scatters
             expected[Call(direction, name, WIDE)] += num_layers + 1
     for num_bytes in partial:
         expected[Call("backward", "all_reduce", num_bytes)] += 1
@@ -181,26 +181,26 @@ def test_sequence_parallelism_gathers_and_scatters_instead(case: Case):
 
 
 def test_norms_with_parameters_cost_small_collectives_only():
-    """A layer norm on sharded heads: sum and sum of squares, each way. Weights of the stream: nothing without, and
-    one gradient each with sequence parallelism."""
+    """A layer norm on sharded heads sends sum and sum of squares, each way. A weight of the residual stream sends
+    nothing, and its gradient with sequence parallelism."""
     num_blocks, pair, vector = NORMS.model.num_layers, 2 * NARROW, 4 * HIDDEN_SIZE
-    stream_vectors = num_blocks * (2 + 1 + 2) + 2
+    residual_vectors = num_blocks * (2 + 1 + 2) + 2
     for rank in results():
-        plain, split = rank[NORMS.name, False], rank[NORMS.name, True]
-        for calls in (plain, split):
+        plain, sharded = rank[NORMS.name, False], rank[NORMS.name, True]
+        for calls in (plain, sharded):
             assert (
                 calls[Call("forward", "all_reduce", pair)] == calls[Call("backward", "all_reduce", pair)] == num_blocks
             )
         assert plain[Call("backward", "all_reduce", vector)] == 0
-        assert split[Call("backward", "all_reduce", vector)] == stream_vectors
+        assert sharded[Call("backward", "all_reduce", vector)] == residual_vectors
 
 
 def test_biases_cost_a_small_gradient_with_sequence_parallelism_only():
-    """Of a block: weight and bias of two norms, and the biases of two row-parallel maps."""
+    """A block has weight and bias of two norms, and the biases of two row-parallel linear layers."""
     num_blocks, vector = BIASED.model.num_layers, 4 * HIDDEN_SIZE
     for rank in results():
-        plain, split = rank[BIASED.name, False], rank[BIASED.name, True]
+        plain, sharded = rank[BIASED.name, False], rank[BIASED.name, True]
         assert plain[Call("forward", "all_reduce", WIDE)] == plain[Call("backward", "all_reduce", WIDE)]
         assert plain[Call("forward", "all_reduce", WIDE)] == 2 * num_blocks + 1
         assert plain[Call("backward", "all_reduce", vector)] == 0
-        assert split[Call("backward", "all_reduce", vector)] == num_blocks * (2 + 1 + 2 + 1) + 2
+        assert sharded[Call("backward", "all_reduce", vector)] == num_blocks * (2 + 1 + 2 + 1) + 2

@@ -1,6 +1,6 @@
-"""Compiled tensor-parallel blocks against eager ones, every gradient.
+"""Gradients of compiled tensor-parallel blocks against those of eager ones.
 
-An in-place collective inside an autograd function compiles to a zero gradient on torch 2.11, without a word.
+torch 2.11 silently compiles an in-place collective inside an autograd function to a zero gradient.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megalin.parallel.data_parallel import shard_model
 from megalin.parallel.fake_mesh import fake_mesh
 from megalin.parallel.mesh import ParallelConfig
 from megalin.parallel.tensor_parallel import full_tensor
-from megalin.train.build import EARLY_COLLECTIVES, build_model
+from megalin.train.build import OVERLAP_OPTIONS, build_model
 from tests.cases import CASES, NAMES, make_inputs
 from tests.numerics import assert_close
 from tests.parallel.on_ranks import Arrays, make_mesh, materialise, to_arrays, to_tensors
@@ -27,7 +27,7 @@ from tests.ranks import run_ranks
 GLU = "glu-silu"
 """TNL with LRPE and SwiGLU: a full-width norm, a partial gradient and a full-precision parameter in one block."""
 INPUT_LAYER = "cosformer2"
-"""An input layer, so the first block's input comes straight from a collective."""
+"""An input layer, so the first block's input is the result of a collective."""
 
 
 def _gradients(name: str, sequence_parallel: bool, backend: str | None) -> Arrays:
@@ -35,7 +35,7 @@ def _gradients(name: str, sequence_parallel: bool, backend: str | None) -> Array
     model = LanguageModel(CASES[NAMES.index(name)].model, mesh.tp)
     if backend is not None:
         for block in model.blocks:
-            options = None if sequence_parallel or backend != "inductor" else EARLY_COLLECTIVES
+            options = None if sequence_parallel or backend != "inductor" else OVERLAP_OPTIONS
             block.compile(fullgraph=True, dynamic=False, backend=backend, options=options)
     shard_model(
         model, list(model.blocks), model.full_precision_modules(), mesh, compute_dtype=torch.float32, head=model.head
@@ -50,16 +50,16 @@ def _gradients(name: str, sequence_parallel: bool, backend: str | None) -> Array
 
 BACKENDS = {GLU: "inductor", INPUT_LAYER: "aot_eager"}
 Found = dict[tuple[str, bool], tuple[Arrays, Arrays, int]]
-"""By model, and whether activations are split along the sequence."""
+"""Eager and compiled results and the number of graphs, by model and sequence parallelism."""
 
 
 @patch.object(collectives, "SYNCHRONOUS_DEVICES", frozenset())  # as on a GPU
 def _run() -> Found:
-    """Eager and compiled, one layout with its collectives early, and how many graphs; what a first compilation sets up
-    serves the others of this rank."""
+    """Eager and compiled results, without sequence parallelism under OVERLAP_OPTIONS. All in one process, because the
+    first compilation pays the setup for the others."""
     config = torch._inductor.config
-    config.fx_graph_cache = False  # ranks' keys differ: none finds what another kept
-    config.cpp.simdlen = 1  # vectors, which are inductor's own, take it half of its time
+    config.fx_graph_cache = False  # the keys differ between ranks, so no entry is reused
+    config.cpp.simdlen = 1  # generating vectorised code, not tested here, takes half of inductor's time
     found = {}
     for name, sequence_parallel in itertools.product(BACKENDS, (False, True)):
         torch._dynamo.reset()
@@ -94,7 +94,7 @@ def test_compiled_blocks_have_the_gradients_of_eager_ones(ranks, sequence_parall
 
 @both_layouts
 def test_gradients_reach_an_input_layer_before_compiled_blocks(ranks, sequence_parallel: bool):
-    """Traced only: it is tracing that would lose the gradient of a pending collective."""
+    """Traced but not compiled: tracing is where the gradient of an unfinished collective would be lost."""
     _check(ranks, INPUT_LAYER, sequence_parallel)
 
 
@@ -125,4 +125,4 @@ def test_collectives_start_early_under_cp_and_in_a_graph(monkeypatch, axes, cuda
             overlap=cuda_graphs,
         )
     assert compiled
-    assert all(options == (EARLY_COLLECTIVES if early else None) for options in compiled)
+    assert all(options == (OVERLAP_OPTIONS if early else None) for options in compiled)

@@ -1,4 +1,4 @@
-"""A sequence split over ranks: what each layer sends, whatever its length; documents apart to the bit; compiled."""
+"""Models under context parallelism: bytes sent by each layer, isolation of documents to the bit, compiled blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megalin.parallel.context_parallel import ExchangeName
 from megalin.parallel.data_parallel import shard_model
 from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.parallel.tensor_parallel import full_tensor
-from megalin.train.build import EARLY_COLLECTIVES
+from megalin.train.build import OVERLAP_OPTIONS
 from megalin.train.step import accumulate_gradients
 from tests.cases import CASES, GLU, HIDDEN_SIZE, MAMBA2, NUM_HEADS, RODIMUS, SHARED_KEY, VOCAB_SIZE, model
 from tests.encoder_cases import CASES as ENCODERS
@@ -24,14 +24,14 @@ from tests.numerics import assert_close
 from tests.parallel.on_ranks import Arrays, materialise, to_arrays, to_tensors
 from tests.ranks import run_ranks
 
-GATHER, SCATTER, REDUCE, EXCHANGE = (
+GATHER, SCATTER, REDUCE, ALL_TO_ALL = (
     "all_gather_into_tensor",
     "reduce_scatter_tensor",
     "all_reduce",
     "all_to_all_single",
 )
 CP = TP
-"""Ranks of the axis, as many as the recorder multiplies what is gathered by."""
+"""Ranks of the axis; CollectiveRecorder multiplies the size of a gathered shard by this number."""
 ROWS = 3
 HEAD = HIDDEN_SIZE // NUM_HEADS
 INNER, STATE = 2 * HIDDEN_SIZE, MAMBA2["state_size"]
@@ -43,13 +43,13 @@ MODELS["two-attentions"] = model({"sublayers": [{"type": "softmax", "num_heads":
 def on_axis(
     size: int, name: str, *, compute_dtype: torch.dtype, backend: str | None = None, exchange: ExchangeName = "auto"
 ) -> tuple[Mesh, Model]:
-    """A filled model on `size` ranks that share each sample; if compiled, it forms activations again, and by inductor
-    as a run has it."""
+    """An initialised model under context parallelism over `size` ranks; if compiled, with recomputation, and with
+    inductor's options of a training run."""
     mesh = Mesh(ParallelConfig(cp=size, cp_exchange=exchange), torch.device("cpu"))
     model = make_model(MODELS[name], mesh.tp, cp=mesh.cp, recompute=backend is not None).to(compute_dtype)
     if backend is not None:
         for block in model.block_list():
-            options = EARLY_COLLECTIVES if backend == "inductor" else None
+            options = OVERLAP_OPTIONS if backend == "inductor" else None
             block.compile(fullgraph=True, dynamic=False, backend=backend, options=options)
     shard_model(
         model, model.block_list(), model.full_precision_modules(), mesh, compute_dtype=compute_dtype, head=model.head
@@ -59,8 +59,8 @@ def on_axis(
 
 
 def packed(length: int, *, first: int = 0) -> Batch:
-    """Rows of two documents, whose first is other tokens for another `first`. The second starts one before the second
-    third of the row, with the last third, and one after that."""
+    """Sequences of two documents; `first` changes the tokens of the first one. The second starts one token before the
+    second third of the sequence, at the last third, and one token after that."""
     generator = torch.Generator().manual_seed(1)
     tokens, labels = (torch.randint(0, VOCAB_SIZE, (ROWS, length), generator=generator) for _ in range(2))
     starts = torch.tensor([length // 3 - 1, 2 * length // 3, 2 * length // 3 + 1])[:, None]
@@ -70,7 +70,7 @@ def packed(length: int, *, first: int = 0) -> Batch:
 
 
 def gathered(numbers: int) -> int:
-    """Bytes of an all-gather of so many fp32 numbers a sequence and rank."""
+    """Bytes of an all-gather of that many fp32 numbers a sequence and rank."""
     return 4 * CP * ROWS * numbers
 
 
@@ -82,27 +82,27 @@ STATES = {
     "mamba2": gathered(INNER // 8 * STATE * 9),
     "cosformer2": gathered(NUM_HEADS * 2 * HEAD * HEAD),
 }
-"""Bytes of a layer's exchange of states, each way, with the total decay where the input selects it."""
+"""Bytes of a layer's state exchange, each way, with the total decay where it depends on the input."""
 WINDOW = SHARED_KEY["window"] - 1
-"""Tokens before that one sees."""
+"""Earlier tokens that a token attends to."""
 HALOS = {
     "rodimus": [gathered(3 * INNER)],
     "rodimus_plus": [gathered(3 * INNER), gathered(WINDOW * (HEAD + HIDDEN_SIZE))],
     "mamba2": [gathered(3 * (INNER + 2 * STATE))],
 }
-"""Bytes of a layer's halos, each way: of convolutions, and of a window's keys and values."""
+"""Bytes of a layer's halos, each way: inputs of convolutions, keys and values of a window."""
 INPUT_LAYERS = {"cosformer2": gathered(HIDDEN_SIZE * HEAD)}
 DOCUMENTS = gathered(2)
-"""Bytes of the document ids at the ends of the ranks' tokens, once a batch."""
+"""Bytes of the document ids at the ends of the shards, once a batch."""
 WINDOWS = {"rodimus_plus": gathered(WINDOW)}
-"""Bytes of the document ids of the tokens before that a window shows, once a batch."""
+"""Bytes of the document ids of the earlier tokens inside a window, once a batch."""
 
 
 PREDICTIONS = 6
 
 
 def pairs(length: int) -> EncoderBatch:
-    """Rows of two segments, padded at the end."""
+    """Sequences of two segments, padded at the end."""
     tokens, labels = packed(length).tokens, packed(length).labels[:, :PREDICTIONS]
     valid = torch.arange(length) < length - torch.tensor([0, 3, 7])[:, None]
     positions = torch.arange(PREDICTIONS).expand(ROWS, -1) * 2
@@ -124,8 +124,8 @@ def _calls(
             with CollectiveRecorder() as recorder:
                 accumulate_gradients(model, [split_tokens(batch_for(name, length), mesh.cp)], mesh)
             calls = {call: count for call, count in recorder.calls.items() if not call.name.startswith("c10d.")}
-            # The loss and its count, over the data axis.
-            calls = {call: count for call, count in calls.items() if call.name == EXCHANGE or call.num_bytes > 16}
+            # Without the loss and the count of labels, summed over the data axis.
+            calls = {call: count for call, count in calls.items() if call.name == ALL_TO_ALL or call.num_bytes > 16}
             found[name, length] = Counter(calls)
     return found
 
@@ -155,7 +155,7 @@ def conjugate(forward: str, backward: str, num_bytes: int, count: int) -> Counte
 
 
 @pytest.mark.parametrize(("exchange", "num_turns"), [("ring", CP - 1), ("pipelined", 2 * CP - 2)])
-def test_states_that_go_in_turn_are_sent_once_a_border_and_no_decay_is(exchange, num_turns):
+def test_states_sent_in_turn_go_once_to_the_next_rank_and_no_decay_is_sent(exchange, num_turns):
     names, lengths = ("transnormer", "hgrn2"), (24, 96)
     by_rank = run_ranks(CP, _calls, names, lengths, exchange)
     for name, length in product(names, lengths):
@@ -164,27 +164,27 @@ def test_states_that_go_in_turn_are_sent_once_a_border_and_no_decay_is(exchange,
                 {
                     call.num_bytes: count
                     for call, count in rank[name, length].items()
-                    if call[:2] == (direction, EXCHANGE)
+                    if call[:2] == (direction, ALL_TO_ALL)
                 }
                 for rank in by_rank
             ]
             state, num_layers = STATES["transnormer"] // CP, MODELS[name].num_layers
-            batons = 4 * CP * num_turns * num_layers  # a number for each rank and turn
+            ring_tokens = 4 * CP * num_turns * num_layers  # a number for each rank and turn
             sent = sum(size * count for rank in calls for size, count in rank.items())
-            assert sent == (CP - 1) * num_layers * state + batons
+            assert sent == (CP - 1) * num_layers * state + ring_tokens
             assert [sum(rank.values()) for rank in calls] == [num_turns * num_layers] * CP
 
 
 def test_softmax_attention_sends_its_heads_or_gathers_keys_and_values():
-    """A rank's tokens of q, k, v and y; where the ranks do not divide the heads, all tokens of k and v."""
+    """All-to-alls of a rank's tokens of q, k, v and y; if cp does not divide the heads, all-gathers of k and v."""
     names, length = ("softmax", "softmax-grouped", "three-heads"), 24
     ids = Counter({Call("forward", GATHER, gathered(2)): 1, Call("forward", GATHER, 4 * ROWS * length): 1})
-    of_a_rank = 4 * ROWS * length // CP * HIDDEN_SIZE
-    back = conjugate(EXCHANGE, EXCHANGE, of_a_rank, 2)
+    shard_bytes = 4 * ROWS * length // CP * HIDDEN_SIZE
+    back = conjugate(ALL_TO_ALL, ALL_TO_ALL, shard_bytes, 2)
     expected = {
-        "softmax": conjugate(EXCHANGE, EXCHANGE, 3 * of_a_rank, 2) + back,
-        "softmax-grouped": conjugate(EXCHANGE, EXCHANGE, 2 * of_a_rank, 2) + back,
-        "three-heads": conjugate(GATHER, SCATTER, CP * of_a_rank, 4),
+        "softmax": conjugate(ALL_TO_ALL, ALL_TO_ALL, 3 * shard_bytes, 2) + back,
+        "softmax-grouped": conjugate(ALL_TO_ALL, ALL_TO_ALL, 2 * shard_bytes, 2) + back,
+        "three-heads": conjugate(GATHER, SCATTER, CP * shard_bytes, 4),
     }
     for calls in run_ranks(CP, _calls, names, (length,)):
         for name in names:
@@ -192,7 +192,7 @@ def test_softmax_attention_sends_its_heads_or_gathers_keys_and_values():
 
 
 def test_an_encoder_sends_its_sums_whatever_the_length():
-    """X^T X of a layer; that of the first and the last window where windows cross borders; rows for the heads."""
+    """X^T X of a layer, or of its first and last window where windows cross shards; tokens that the heads select."""
     names, lengths = ("one-head", "local"), (24, 40)
     picked = 4 * ROWS * PREDICTIONS * HIDDEN_SIZE
     heads = conjugate(SCATTER, GATHER, picked, 1) + conjugate(REDUCE, REDUCE, 4 * ROWS * HIDDEN_SIZE, 1)
@@ -203,13 +203,14 @@ def test_an_encoder_sends_its_sums_whatever_the_length():
             valid = Counter({Call("forward", GATHER, ROWS * length): 1})
             sums = conjugate(REDUCE, REDUCE, 4 * ROWS * HIDDEN_SIZE**2, 2)
             assert calls["one-head", length] == heads + sums + valid
-            crossing = 2 if length // CP % 8 else 1  # the shifted windows always, the others of 8 tokens
+            # Shifted windows always cross shards; the others, of 8 tokens, do where 8 does not divide a shard.
+            crossing = 2 if length // CP % 8 else 1
             around = conjugate(GATHER, SCATTER, windows, crossing)
             assert calls["local", length] == heads + conjugate(REDUCE, REDUCE, four_heads, 1) + around + valid
 
 
 def _second_document(names: tuple[str, ...]) -> dict[str, list[Arrays]]:
-    """Logits and losses of the second document, and the gradients of these losses, for two first documents."""
+    """Logits and losses of the second document, and the gradients of its losses, for two contents of the first."""
     found: dict[str, list[Arrays]] = {}
     for name in names:
         mesh, model = on_axis(3, name, compute_dtype=torch.float64)
@@ -242,19 +243,19 @@ def _gradients(name: str, backend: str | None, exchange: ExchangeName) -> Arrays
 
 
 AS_INDUCTOR_CUTS = "aot_eager_decomp_partition"
-"""Cuts a block's graph into a forward and a backward as inductor does, but compiles neither."""
+"""Backend that partitions a block's graph into forward and backward as inductor does, but compiles neither."""
 COMPILED: tuple[tuple[str, ExchangeName, str], ...] = (
     ("transnormer-cosine", "pipelined", AS_INDUCTOR_CUTS),
     ("hgrn2", "ring", AS_INDUCTOR_CUTS),
     ("rodimus", "auto", AS_INDUCTOR_CUTS),
-    ("softmax-grouped", "auto", "inductor"),  # several exchanges in a block, and soon compiled
+    ("softmax-grouped", "auto", "inductor"),  # several all-to-alls in a block, and quick to compile
     ("local", "auto", AS_INDUCTOR_CUTS),
 )
 
 
 def _compiled() -> list[tuple[Arrays, Arrays, int]]:
-    torch._inductor.config.fx_graph_cache = False  # ranks' keys differ: none finds what another kept
-    torch._inductor.config.cpp.simdlen = 1  # vectors, which are inductor's own, take it half of its time
+    torch._inductor.config.fx_graph_cache = False  # the keys differ between ranks, so no entry is reused
+    torch._inductor.config.cpp.simdlen = 1  # generating vectorised code, not tested here, takes half of inductor's time
     found = []
     for name, exchange, backend in COMPILED:
         torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""Packed documents on ranks that share their rows: what the others hold moves no bit of one's, wherever they lie."""
+"""Packed documents under context parallelism: other documents change no bit of one, wherever they start."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.ranks import run_ranks
 
 CP, LENGTH = 3, 36
 STARTS = [(), (12,), (12, 24), (11, 13, 25), (1, 2, 3, 35), (12, 13, 23, 24), tuple(range(1, LENGTH)), (5, 30)]
-"""Where documents start, by row: at, before and after the first token of a rank, on all of them, and over several."""
+"""Document starts by sequence: at, before and after a rank's first token, at every token, and on several ranks."""
 SHARED_KEYS = [
     Case(f"window of {window}", model({"sublayers": [RODIMUS, SHARED_KEY | {"window": window}, GLU], "repeat": 2}))
     for window in (1, 30)
 ]
-ROWS = {case.name: case.model for case in (*CASES, *SHARED_KEYS) if case.name != "sockets"}
-"""`sockets` needs the whole sequence."""
+MODELS = {case.name: case.model for case in (*CASES, *SHARED_KEYS) if case.name != "sockets"}
+"""Models; `sockets` needs the full sequence."""
 WAYS: list[tuple[int, torch.dtype, ExchangeName]] = [
     (1, torch.float32, "auto"),
     (CP, torch.bfloat16, "ring"),
@@ -29,8 +29,8 @@ WAYS: list[tuple[int, torch.dtype, ExchangeName]] = [
 ]
 
 
-def rows_of(changed: int | None) -> tuple[Batch, Tensor]:
-    """The rows, with other tokens in each second document from `changed` on; and which tokens these are."""
+def sequences(changed: int | None) -> tuple[Batch, Tensor]:
+    """The sequences, with other tokens in each second document from `changed` on, and the mask of these tokens."""
     generator = torch.Generator().manual_seed(5)
     starts = torch.zeros(len(STARTS), LENGTH, dtype=torch.int32)
     for row, places in enumerate(STARTS):
@@ -41,12 +41,12 @@ def rows_of(changed: int | None) -> tuple[Batch, Tensor]:
     return Batch(torch.where(other, others, tokens), labels, ids, torch.arange(len(ids))), other
 
 
-def moved(names: list[str], cp: int, dtype: torch.dtype, exchange: ExchangeName) -> dict[str, int]:
-    """By what was looked at, how many numbers of documents that were not changed have other bits."""
+def changed_elements(names: list[str], cp: int, dtype: torch.dtype, exchange: ExchangeName) -> dict[str, int]:
+    """Number of elements that changed in documents with unchanged tokens, by model and tensor."""
     mesh = Mesh(ParallelConfig(cp=cp, cp_exchange=exchange), torch.device("cpu"))
     found: dict[str, int] = {}
     for name in names:
-        built = build_model(ROWS[name], mesh, compute_dtype=dtype, recompute=False, compile_blocks=False, seed=0)
+        built = build_model(MODELS[name], mesh, compute_dtype=dtype, recompute=False, compile_blocks=False, seed=0)
         embed, kept = built.embedding.embed, {}
 
         def keep(tokens: Tensor, embed=embed, kept=kept) -> Tensor:
@@ -57,7 +57,7 @@ def moved(names: list[str], cp: int, dtype: torch.dtype, exchange: ExchangeName)
         built.embedding.embed = keep
         expected: dict[str, Tensor] = {}
         for changed in (None, 0, 1):
-            whole, other = rows_of(changed)
+            whole, other = sequences(changed)
             batch = split_tokens(whole, mesh.cp)
             output = built(batch.tokens, labels=batch.labels, document_ids=batch.document_ids)
             output.token_losses.sum().backward()
@@ -74,6 +74,6 @@ def moved(names: list[str], cp: int, dtype: torch.dtype, exchange: ExchangeName)
 
 @pytest.mark.parametrize(("cp", "dtype", "exchange"), WAYS, ids=str)
 def test_other_documents_move_no_bit(cp: int, dtype: torch.dtype, exchange: ExchangeName):
-    """Of logits, losses, and the gradients of all losses by embedded tokens."""
-    for found in run_ranks(cp, moved, list(ROWS), cp, dtype, exchange, timeout=200.0):
+    """Compares logits, losses, and the gradients of all losses with respect to embedded tokens."""
+    for found in run_ranks(cp, changed_elements, list(MODELS), cp, dtype, exchange, timeout=200.0):
         assert {what: count for what, count in found.items() if count} == {}

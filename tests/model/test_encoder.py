@@ -1,4 +1,4 @@
-"""Every row of tests/encoder_cases.py: against the definition, padding, packed documents, counts and learning."""
+"""Every case of tests/encoder_cases.py: the definition, padding, packed documents, counts and learning."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def gradients(model: Encoder) -> dict[str, Tensor]:
 
 
 DOCUMENTS = (torch.arange(LENGTH) // 9).expand(4, LENGTH)
-"""Packed rows: four documents of nine tokens; with the padding of some rows inside a document, or all of one."""
+"""Packed sequences of four documents of nine tokens; the padding of some is part of a document, or all of one."""
 
 
 @every_case
@@ -76,7 +76,7 @@ def test_every_weight_changes_the_loss(case: Case):
 
 @every_case
 def test_padding_moves_nothing_else(case: Case):
-    """Neither its token nor its type; in fp32, bit by bit."""
+    """Neither the tokens nor the types of padding change a bit elsewhere, in fp32."""
     model, batch = build(case.model, dtype=torch.float32), make_batch(case.model)
     found = []
     for change in (0, 1):
@@ -122,7 +122,7 @@ def test_gradient_is_finite_where_a_row_of_padding_has_labels(case: Case):
 @every_case
 def test_a_document_keeps_its_bits_when_its_neighbour_changes(case: Case):
     if case.model.num_classes is not None:
-        pytest.skip("the head of sequences reads the row as one")
+        pytest.skip("the sequence head reads all documents of a sequence")
     model, batch = build(case.model, dtype=torch.float32), make_batch(case.model)
     documents = (torch.arange(LENGTH) >= 19).int().expand(4, LENGTH)
     found = []
@@ -134,14 +134,14 @@ def test_a_document_keeps_its_bits_when_its_neighbour_changes(case: Case):
 
 
 def test_masked_logits_are_those_of_their_positions():
-    """Whatever the order and number of the positions; those of other places move nothing."""
+    """Any order and number of positions; other positions have no influence."""
     case = CASES[0]
     model, batch = build(case.model), make_batch(case.model)
     everywhere = torch.arange(LENGTH).expand(4, LENGTH)
-    whole = model(batch.tokens, valid=batch.valid, masked_positions=everywhere).masked_logits
+    full = model(batch.tokens, valid=batch.valid, masked_positions=everywhere).masked_logits
     picked = model(batch.tokens, valid=batch.valid, masked_positions=batch.masked_positions).masked_logits
     rows = torch.arange(4)[:, None]
-    torch.testing.assert_close(picked, whole[rows, batch.masked_positions], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(picked, full[rows, batch.masked_positions], rtol=1e-12, atol=1e-12)
     assert (picked[..., VOCAB_SIZE:] == float("-inf")).all()
 
 
@@ -170,7 +170,7 @@ def test_padded_rows_of_the_vocabulary_learn_nothing():
 @every_case
 def test_operations_are_those_of_the_built_model(case: Case):
     if any(block.sublayers[0].window for _, block in case.model.blocks()):
-        pytest.skip("windows are computed in whole, padded ones too")
+        pytest.skip("windows are computed in full, padded ones too")
     model = build(case.model, dtype=torch.float32)
     length, rows = 40, 3
     positions = None if case.model.num_classes else torch.zeros(rows, 6, dtype=torch.int64)  # 15 % of 40
@@ -227,7 +227,7 @@ def table(**fields):
     return {"vocab_size": 300, "hidden_size": 32, "layers": layers} | fields
 
 
-def test_decoder_refuses_mixers_that_see_what_is_to_come():
+def test_decoder_refuses_mixers_that_attend_to_later_tokens():
     rule = r'layers.0.sublayers.0.type = "dense_attention": it attends to later tokens.*with kind = "encoder"'
     with pytest.raises(ConfigError, match=rule):
         parse_model(table(), "x")

@@ -25,7 +25,8 @@ PLACES = torch.arange(LENGTH)
 DOCUMENTS = torch.stack(
     [(PLACES >= 12).int() + (PLACES >= 25), (PLACES >= 11).int() + (PLACES >= 29), PLACES // 9, PLACES // 9]
 )
-"""By row, for three ranks: starts at a border and one after it; one before a border, over all three; within each."""
+"""Document ids by sequence, for three ranks. Starts: at a rank's first token and one after it; one before it, with one
+document on all three ranks; inside each shard."""
 
 
 def _model(
@@ -59,8 +60,8 @@ def _packed(tp: int, cp: int) -> list[Arrays]:
     for sequence_parallel in (False, True):
         for case in CASES[:3]:
             model, mesh = _model(case, tp, cp=cp, sequence_parallel=sequence_parallel, dtype=torch.float64)
-            share = 4 // mesh.samples.size
-            rows = slice(share * mesh.samples.rank, share * (mesh.samples.rank + 1))
+            num_samples = 4 // mesh.samples.size
+            rows = slice(num_samples * mesh.samples.rank, num_samples * (mesh.samples.rank + 1))
             batch = split_tokens(take_samples(make_batch(case.model), rows), mesh.cp)
             results = _results(model, batch, mesh.cp.shard(DOCUMENTS[rows]))
             results["sums"] = mesh.sum_over_data(results["sums"])
@@ -77,7 +78,7 @@ def test_packed_documents_on_meshes_equal_one_process():
 
 
 def _second_documents(cp: int) -> list[list[Arrays]]:
-    """By case, for two contents of each row's first document: the others' tokens, and all gradients of them."""
+    """Hidden states of the other documents, and their gradients, by case, for two contents of each first document."""
     found = []
     for case in CASES[:3]:
         model, mesh = _model(case, 1, cp=cp, dtype=torch.float64)
@@ -131,7 +132,7 @@ def _save(folder: str, tp: int) -> None:
 
 
 def _load(folder: str, tp: int) -> list[str]:
-    """Names of the tensors, and of the cases whose ratios, came back different."""
+    """Names of tensors, and of cases with ratios, that differ after loading."""
     different = []
     for case in CASES:
         model, _ = _model(case, tp)

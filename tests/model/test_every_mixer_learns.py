@@ -1,4 +1,4 @@
-"""Sixty steps of AdamW on a few packed rows: every mixer can learn them."""
+"""Sixty steps of AdamW on a few packed sequences, which every mixer can learn."""
 
 import pytest
 import torch

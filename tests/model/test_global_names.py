@@ -1,4 +1,4 @@
-"""Global names and initial weights of one small model a mixer, compared with tests/fixtures/global_names.json.
+"""Global names and initial weights of a small model for each mixer, compared with tests/fixtures/global_names.json.
 
 Checkpoints and exports find tensors by these names, and each name seeds the initial weights of its tensor: a renamed
 attribute breaks both. After a deliberate change, write the file again and say in the commit how old checkpoints load:
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 MODELS: dict[str, AnyModelConfig] = {case.name: case.model for case in cases.CASES}
 MODELS |= {f"encoder-{case.name}": case.model for case in encoder_cases.CASES}
 SAMPLER = "torch's generator"
-"""The entry for numbers that torch draws, which differ between vectorised and other CPUs."""
+"""The entry of torch's own random numbers, which differ between vectorised and other CPUs."""
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def stored() -> dict[str, Any]:
 
 
 def summary(config: AnyModelConfig, mesh: Mesh) -> dict[str, Any]:
-    """Names of parameters and saved buffers, and the digest of the values, of the model as training builds it."""
+    """Names of parameters and saved buffers, and the digest of their values, of the model that training builds."""
     model = build_model(config, mesh, compute_dtype=torch.float32, recompute=False, compile_blocks=False, seed=0)
     weights = dict(model.named_parameters())
     tensors = weights | {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
@@ -69,7 +69,7 @@ def sampler() -> str:
     return digest({"normal": normal(generator=generator), "uniform": uniform(generator=generator)})
 
 
-def test_the_file_has_every_row(stored):
+def test_the_file_has_every_model(stored):
     assert list(stored) == [SAMPLER, *MODELS]
 
 

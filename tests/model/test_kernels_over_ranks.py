@@ -1,4 +1,4 @@
-"""Scans in halves on gloo ranks, their kernels in the interpreter: against whole rows, by every exchange, compiled."""
+"""Interpreted kernels of two-phase scans on gloo ranks, with every state exchange, against full sequences."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ EXCHANGES: tuple[ExchangeName, ...] = get_args(ExchangeName)[1:]
 SCANS = {"transnormer": "decay_scan", "hgrn2": "vector_decay_scan", "mamba2": "scalar_decay_scan"}
 """Models and the scans of their mixers."""
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted here")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where there is a GPU")
 
 
 def interpret(*ops: str) -> None:
-    """On a rank: these ops run by their kernels, in the interpreter."""
+    """Makes this rank run the ops with their kernels in Triton's interpreter."""
     import tests.interpreter  # noqa: F401
 
     os.environ["MEGALIN_KERNELS"] = ",".join(f"{op}=triton" for op in ops)
 
 
 def make_inputs(name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Two whole rows of a scan, and its options: the first of one document, the second of five, which start before a
-    rank's first token, with one, and after one."""
+    """Two full sequences of a scan, and its options: the first of one document, the second of five, which start before,
+    at and after a rank's first token."""
     torch.manual_seed(0)
     case = Case(ranks=1, length=TOKENS, key=16, value=24, decay=0.01)
     inputs = {key: torch.randn(ROWS, TOKENS, HEADS, 24 if key == "v" else 16) for key in "qkv"}
@@ -64,7 +64,7 @@ def _scans() -> dict[tuple[str, str], Arrays]:
 
 
 def _models() -> dict[str, tuple[Arrays, Arrays]]:
-    """Losses and gradients by the kernels, compiled, and by the reference; of one row, as the interpreter is slow."""
+    """Losses and gradients of compiled kernels and of the reference; of one sequence, as the interpreter is slow."""
     batch = take_samples(packed(24), slice(0, 1))
     found = {}
     for name, op in SCANS.items():
@@ -92,7 +92,7 @@ def ranks() -> list[Any]:
 
 
 @pytest.mark.slow
-def test_scans_over_ranks_are_those_of_whole_rows(ranks):
+def test_scans_over_ranks_are_those_of_full_sequences(ranks):
     for name in OPS:
         inputs, options = make_inputs(name)
         leaves = {key: x.double().requires_grad_() for key, x in inputs.items()}
@@ -100,9 +100,9 @@ def test_scans_over_ranks_are_those_of_whole_rows(ranks):
         output.square().sum().backward()
         expected = {"output": output} | {key: x.grad for key, x in leaves.items()}
         for exchange in EXCHANGES:
-            parts = [to_tensors(found[name, exchange]) for found, _ in ranks]
-            joined = {key: torch.cat([part[key] for part in parts], dim=1) for key in expected}
-            assert_close(joined, expected, 2e-5)
+            shards = [to_tensors(found[name, exchange]) for found, _ in ranks]
+            gathered = {key: torch.cat([shard[key] for shard in shards], dim=1) for key in expected}
+            assert_close(gathered, expected, 2e-5)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""TNL, HGRN2 and LLaMA presets against the counts that their papers publish, taken from the built modules."""
+"""Counts of the built TNL, HGRN2 and LLaMA presets against those that their papers publish."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megalin.layers.mixers.glu import GLU
 from megalin.model.language_model import LanguageModel
 from megalin.model.presets import load_preset, preset_names
 
-# Scaling-laws paper: blocks, width, GLU, and by family the millions without embeddings and PFLOPs a step of Table 7.
+# Scaling-laws paper: blocks, width, GLU; and of Table 7, by family, millions without embeddings and PFLOPs a step.
 LADDER = {"70m": (6, 512, 1536), "160m": (12, 768, 2048), "410m": (26, 1024, 2816)}
 LADDER |= {"1b": (32, 1536, 4096), "3b": (35, 2560, 6912), "7b": (32, 4096, 11008)}
 MILLIONS = {
@@ -26,11 +26,11 @@ PETAFLOPS = {
 }
 VOCABULARY, LENGTH, SEQUENCES = 100_280, 8192, 480
 
-# HGRN2 paper, Table 10: blocks, width, GLU, billions with embeddings.
+# HGRN2 paper, Table 10: blocks, width, GLU, billion parameters with embeddings.
 HGRN2_PAPER = {"150m": (15, 768, 2048, 0.145), "385m": (26, 1024, 2816, 0.385)}
 HGRN2_PAPER |= {"1b-paper": (18, 2048, 5632, 1.028), "2.9b": (36, 2560, 6912, 2.98)}
 
-every_row = pytest.mark.parametrize(
+every_size = pytest.mark.parametrize(
     ("family", "size", "index"), [(family, size, i) for family in MILLIONS for i, size in enumerate(LADDER)]
 )
 
@@ -51,7 +51,7 @@ def test_every_preset_of_these_families_is_checked_here():
     assert {name for name in preset_names() if name.split("-")[0] in MILLIONS} == known
 
 
-@every_row
+@every_size
 def test_ladder_parameters(family: str, size: str, index: int):
     layers, width, glu = sizes(family, size)
     model = built(f"{family}-{size}")
@@ -63,29 +63,29 @@ def test_ladder_parameters(family: str, size: str, index: int):
     assert model.config.num_layers == layers
 
 
-@every_row
+@every_size
 def test_ladder_operations(family: str, size: str, index: int):
-    """The paper's count of a step is ours, but for what the two say of the GLU and of everything but products.
+    """The paper's count of a step equals the model's, except for the width of the GLU and for element-wise operations.
 
-    It takes the GLU to be 8 d / 3 wide, without rounding up, and adds element-wise operations, which are not counted
-    here: the second term of each pair below, 2e-4 to 9e-4 of the whole.
+    The paper takes the GLU to be 8 d / 3 wide, without rounding up, and adds element-wise operations, which are not
+    counted here: the second term of each pair below, 2e-4 to 9e-4 of the total.
     """
     layers, width, glu = sizes(family, size)
     heads = width // 128
-    products, others = {
+    matmuls, others = {
         "tnl": (Fraction(1, 2 * heads), Fraction(5, 18 * width)),
         "hgrn2": (Fraction(1, 3 * heads), Fraction(29, 72 * width)),
         "llama": (Fraction(LENGTH, 6 * width), Fraction(5, 18 * width) + Fraction(heads, 8 * width**2)),
     }[family]
     tokens, base = SEQUENCES * LENGTH, 72 * layers * width**2
-    assert abs(tokens * base * (1 + products + others) / 10**15 - Fraction(str(PETAFLOPS[family][index]))) <= 0.05
+    assert abs(tokens * base * (1 + matmuls + others) / 10**15 - Fraction(str(PETAFLOPS[family][index]))) <= 0.05
     model = built(f"{family}-{size}")
     counted = model.training_flops(LENGTH) - 3 * model.embedding.logits_flops()
     rounded_glu = 18 * layers * width * glu - 48 * layers * width**2
-    assert counted - rounded_glu == base * (1 + products)
+    assert counted - rounded_glu == base * (1 + matmuls)
 
 
-@every_row
+@every_size
 def test_ladder_norms_heads_and_positions(family: str, size: str, index: int):
     model = built(f"{family}-{size}")
     mixers, glus = model.mixers()[::2], model.mixers()[1::2]
@@ -109,7 +109,7 @@ def test_hgrn2_paper_parameters(size: str):
 
 
 def test_hgrn2_wikitext103():
-    """44.66M as published; biases at every map and affine norms, none of them under weight decay."""
+    """44.66M as published; biases in every linear layer and affine norms, none of them under weight decay."""
     model = built("hgrn2-44m-wikitext103")
     assert model.num_parameters() == 44_661_244
     assert model.config.embedding_scale == pytest.approx(512**0.5, rel=1e-15)

@@ -1,4 +1,4 @@
-"""Every row of tests/cases.py: the model against the independent truth, its states, its packing and its counts."""
+"""Every case of tests/cases.py: the model against the independent definition, its states, packing and counts."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_every_weight_changes_the_loss(case: Case):
 @every_case
 @pytest.mark.parametrize("cut", [1, CHUNK - 1, CHUNK, CHUNK + 1, 20, LENGTH - 1])
 def test_whole_equals_first_half_then_second_half(case: Case, cut: int):
-    """The cuts lie inside documents, at their edges, and in chunks' interiors and edges."""
+    """The cuts are inside documents and at their ends, inside chunks and at their ends."""
     model, inputs = build(case.model), make_inputs()
     tokens, _, documents = inputs
     start = model.initial_state(len(tokens), dtype=torch.float64)
@@ -107,8 +107,8 @@ def test_whole_equals_first_half_then_second_half(case: Case, cut: int):
         whole = model(tokens, document_ids=documents, state=start)
         first = model(tokens[:, :cut], document_ids=documents[:, :cut], state=start)
         second = model(tokens[:, cut:], document_ids=documents[:, cut:], state=first.state)
-    halves = torch.cat([first.logits, second.logits], dim=1)[..., :VOCAB_SIZE]
-    assert relative_error(halves, whole.logits[..., :VOCAB_SIZE]) <= BOUND
+    both = torch.cat([first.logits, second.logits], dim=1)[..., :VOCAB_SIZE]
+    assert relative_error(both, whole.logits[..., :VOCAB_SIZE]) <= BOUND
     assert_close(tensors(second.state), tensors(whole.state), BOUND)
 
 
@@ -156,7 +156,7 @@ def test_a_prompt_without_document_ids_continues_its_document(case: Case):
 
 @every_case
 def test_a_document_keeps_its_bits_when_its_neighbour_changes(case: Case):
-    """Outputs, losses and the gradient of what document B reads and returns, in fp32."""
+    """Compares the second document's logits and losses, and all gradients of its losses, in fp32."""
     model = build(case.model, dtype=torch.float32)
     inputs = make_inputs()
     tokens, labels, _ = inputs
@@ -186,7 +186,7 @@ def test_padded_rows_are_masked_and_learn_nothing(case: Case):
 
 
 class Recorder(TorchDispatchMode):
-    """The operations of the body, with the shapes of their results."""
+    """Records the operations of its body, with the shapes of their results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ class Recorder(TorchDispatchMode):
 
 
 GROWING = {"softmax"}
-"""Mixers that remember each token (tests/layers/test_softmax.py says by how much)."""
+"""Mixers whose state grows with each token (tests/layers/test_softmax.py checks by how much)."""
 CONSTANT = [
     case for case in CASES if not GROWING & {sublayer.type for _, b in case.model.blocks() for sublayer in b.sublayers}
 ]
@@ -232,15 +232,15 @@ def test_state_bytes_are_those_of_the_state(case: Case):
 
 def counted_flops(model: LanguageModel, batch: int, length: int) -> int:
     counter = FlopCounterMode(display=False)
-    # The counter does not know the CPU's fused attention; the unfused one has two products it can see.
+    # The counter does not count the CPU's fused attention; it counts the two matmuls of the unfused one.
     with counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         model(torch.zeros(batch, length, dtype=torch.int64))
     return counter.get_total_flops()
 
 
 def implementation_flops(model: LanguageModel, batch: int, length: int) -> int:
-    """What a counted forward holds beyond the model's own count: the fold over chunks, LRPE's segments, and the padded
-    head rows."""
+    """Operations that a forward runs beyond the model's own count: the fold over chunks, LRPE's segments, and the
+    padded rows of the head."""
     padding = padded_rows(model.config.vocab_size) - model.config.vocab_size
     total = batch * length * 2 * padding * model.config.hidden_size
     for mixer in model.mixers():
@@ -262,7 +262,7 @@ def implementation_flops(model: LanguageModel, batch: int, length: int) -> int:
         elif isinstance(mixer, Rodimus):
             total += batch * vector_scan_extra(length, mixer.config.chunk_size, mixer.config.state_size, mixer.inner)
         elif isinstance(mixer, SharedKeyAttention):
-            outside = length - min(length, mixer.config.window)  # pairs that a mask hides
+            outside = length - min(length, mixer.config.window)  # masked pairs
             total += batch * length * 4 * outside * model.config.hidden_size
     for layer in model.input_mixers():
         if isinstance(layer, TPE):
@@ -271,25 +271,25 @@ def implementation_flops(model: LanguageModel, batch: int, length: int) -> int:
 
 
 def tpe_extra(batch: int, length: int, layer: TPE) -> int:
-    """The same for TPE: the taps of a chunk and the fold; `length` is a multiple of the chunk, or below it."""
+    """`implementation_flops` of TPE: taps of a chunk and the fold; `length` is a multiple of the chunk, or less."""
     chunk = min(layer.chunk_size, length)
     return 2 * layer.width * layer.num_decays * (chunk + batch * (length // chunk + 1) ** 2)
 
 
 def vector_scan_extra(length: int, chunk_size: int, key_dim: int, value_dim: int) -> int:
-    """The same for one head of the vector-decay scan: chunks are padded to sub-blocks of 16, and
-    only the pairs of different sub-blocks are a product."""
+    """`implementation_flops` of one head of the vector-decay scan: chunks are padded to sub-blocks of 16, and only the
+    pairs of different sub-blocks are computed by matmuls."""
     chunk = -(-min(chunk_size, length) // 16) * 16
     pairs = sum(16 * 16 * block for block in range(chunk // 16))
-    products = 2 * key_dim * pairs + 2 * value_dim * chunk * chunk + 4 * chunk * key_dim * value_dim
+    matmuls = 2 * key_dim * pairs + 2 * value_dim * chunk * chunk + 4 * chunk * key_dim * value_dim
     own = length * (2 * min(chunk_size, length) * (key_dim + value_dim) + 4 * key_dim * value_dim)
-    return -(-length // chunk) * products - own
+    return -(-length // chunk) * matmuls - own
 
 
 @every_case
 @pytest.mark.parametrize("length", [1, 5, 80])
 def test_flops_are_those_of_a_counted_forward(case: Case, length: int):
-    """A token, at most one chunk, and several chunks."""
+    """Lengths of a token, at most one chunk, and several chunks."""
     model = build(case.model, dtype=torch.float32)
     expected = counted_flops(model, 3, length) - implementation_flops(model, 3, length)
     assert 3 * length * model.forward_flops(length) == expected
@@ -308,7 +308,7 @@ def test_recomputation_changes_no_bit(case: Case):
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
-def test_running_positions_change_nothing():
+def test_shifted_positions_change_nothing():
     model, inputs = build(HYBRID.model), make_inputs()
     with torch.no_grad():
         plain = model(inputs.tokens, document_ids=inputs.document_ids)
@@ -321,8 +321,8 @@ def test_running_positions_change_nothing():
 
 
 @every_case
-def test_positions_that_leave_tokens_out_are_those_of_a_state(case: Case):
-    """Training and decoding take given positions alike, whatever they are."""
+def test_positions_with_gaps_give_the_same_with_and_without_a_state(case: Case):
+    """Training and decoding give the same results for any given positions."""
     model, inputs = build(case.model), make_inputs()
     positions = 3 * torch.arange(LENGTH).expand_as(inputs.tokens)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Every row of tests/cases.py on meshes of 1 to 4 ranks against one process, in fp64: weights, losses, gradients."""
+"""Every case of tests/cases.py on meshes of 1 to 4 ranks against one process, in fp64: weights, losses, gradients."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from megalin.parallel.tensor_parallel import full_tensor
 from tests.cases import CASES, NAMES, VOCAB_SIZE, Case, build, make_inputs
 from tests.numerics import assert_close
 from tests.parallel.on_ranks import Arrays, make_mesh, materialise, to_arrays, to_tensors
-from tests.parallel.shared_memory import stream_copies
+from tests.parallel.shared_memory import buffers_in_files
 from tests.ranks import run_ranks
 
 
 class Layout(NamedTuple):
-    """A mesh."""
+    """Mesh and execution of a model: `async_tp` turns on async tensor parallelism."""
 
     world_size: int
     tp: int
     sequence_parallel: bool = False
     shard: int | None = None
     recompute: bool = False
-    copies: bool = False
+    async_tp: bool = False
 
 
 LAYOUTS = {
@@ -42,9 +42,9 @@ LAYOUTS = {
     "tp2": Layout(2, 2),
     "tp2 sequence parallel, recomputed": Layout(2, 2, sequence_parallel=True, recompute=True),
     "dp3 sharded": Layout(3, 1),
-    "tp2 sequence parallel by copies, recomputed": Layout(2, 2, sequence_parallel=True, recompute=True, copies=True),
+    "tp2 sequence parallel, async, recomputed": Layout(2, 2, sequence_parallel=True, recompute=True, async_tp=True),
     "tp3 sequence parallel": Layout(3, 3, sequence_parallel=True),
-    "tp3 sequence parallel by copies": Layout(3, 3, sequence_parallel=True, copies=True),
+    "tp3 sequence parallel, async": Layout(3, 3, sequence_parallel=True, async_tp=True),
     "tp4 sequence parallel": Layout(4, 4, sequence_parallel=True),
     "tp2 dp2 sharded, sequence parallel": Layout(4, 2, sequence_parallel=True, shard=2),
     "tp2 dp2 replicated, recomputed": Layout(4, 2, shard=1, recompute=True),
@@ -65,9 +65,9 @@ def _outcome(case: Case, mesh: Mesh, recompute: bool) -> dict[str, Tensor]:
     materialise(model)
     found = {f"weight:{name}": full_tensor(p.detach()) for name, p in model.named_parameters()}
     for name, buffer in model.named_buffers():
-        # A sharded buffer joins along its only dimension; a scalar is equal on every rank.
+        # A sharded buffer is gathered along its only dimension; a scalar is equal on every rank.
         found[f"buffer:{name}"] = all_gather(buffer, mesh.tp.axis, dim=0) if buffer.dim() else buffer
-    # Three data ranks get 2, 1 and 1 rows: the sum of losses does not care.
+    # Three data ranks get 2, 1 and 1 sequences, with no effect on the sum of losses.
     tokens, labels, documents = (x.tensor_split(mesh.data.size)[mesh.data.rank] for x in make_inputs())
     output = model(tokens, labels=labels, document_ids=documents)
     (output.token_losses * loss_weights().tensor_split(mesh.data.size)[mesh.data.rank]).sum().backward()
@@ -80,9 +80,9 @@ def _outcome(case: Case, mesh: Mesh, recompute: bool) -> dict[str, Tensor]:
 
 
 def _run(layout: Layout, folder: Path) -> tuple[int, dict[str, Arrays]]:
-    with patch.object(meshes, "open_async_tp_buffers", stream_copies(folder)) if layout.copies else nullcontext():
+    with patch.object(meshes, "open_async_tp_buffers", buffers_in_files(folder)) if layout.async_tp else nullcontext():
         mesh = make_mesh(layout.tp, sequence_parallel=layout.sequence_parallel, shard=layout.shard)
-    assert (mesh.tp.buffers is not None) == layout.copies
+    assert (mesh.tp.buffers is not None) == layout.async_tp
     return mesh.data.rank, {case.name: to_arrays(_outcome(case, mesh, layout.recompute)) for case in CASES}
 
 
@@ -94,7 +94,7 @@ def results(layout: Layout) -> list[tuple[int, dict[str, Arrays]]]:
 
 @lru_cache
 def one_process(name: str) -> dict[str, Tensor]:
-    """The same step of plain tensors, which tests/model/test_language_model.py holds against the definitions."""
+    """The same step on plain tensors, which tests/model/test_language_model.py checks against the definitions."""
     model, inputs = build(CASES[NAMES.index(name)].model), make_inputs()
     found = {f"weight:{key}": p.detach().clone() for key, p in model.named_parameters()}
     found |= {f"buffer:{key}": buffer for key, buffer in model.named_buffers()}
@@ -105,7 +105,7 @@ def one_process(name: str) -> dict[str, Tensor]:
 
 
 def by_rank(layout: Layout, name: str) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """Each rank's tensors and what they should be."""
+    """Each rank's tensors and the expected ones."""
     data_size, pairs = layout.world_size // layout.tp, []
     for data_rank, found in results(layout):
         expected = {
@@ -123,7 +123,7 @@ every_case = pytest.mark.parametrize("name", NAMES)
 @every_layout
 @every_case
 def test_initial_weights_and_buffers_do_not_depend_on_the_mesh(name: str, layout: Layout):
-    """Bit by bit, out of memory that held NaN."""
+    """Compares bits; memory held NaN before."""
     for found, expected in by_rank(layout, name):
         for key in expected:
             if key.startswith(("weight:", "buffer:")):

@@ -1,4 +1,4 @@
-"""Training on packed rows and on single documents is the same: the losses of each document, step after step."""
+"""Training on packed sequences and on single documents: equal losses of each document, step after step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS = 3
 
 
 def documents(inputs: Inputs) -> list[Inputs]:
-    """Each document of the packed rows as a row of its own."""
+    """Each packed document as a sequence of its own."""
     found = []
     for tokens, labels, ids in zip(*inputs, strict=True):
         _, lengths = ids.unique_consecutive(return_counts=True)
@@ -26,7 +26,7 @@ def documents(inputs: Inputs) -> list[Inputs]:
 
 
 def train(model: LanguageModel, batches: Sequence[Inputs]) -> list[Tensor]:
-    """The losses of all tokens in the order of the rows, [tokens], before each step and after the last."""
+    """Losses of all tokens in order, [tokens], before each step and after the last."""
     count = sum(int((batch.labels != IGNORED_LABEL).sum()) for batch in batches)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     history = []

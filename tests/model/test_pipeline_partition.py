@@ -1,4 +1,4 @@
-"""Cutting a row of costs into runs: for one run a rank and for several, against every cut that there is."""
+"""Partitions of costs into contiguous runs, one or several a rank, against an exhaustive search."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megalin.model.pipeline_partition import Operation, cut_evenly, cut_for_inte
 
 
 def every_cut(size: int, num_runs: int) -> list[list[range]]:
-    """All cuts of a row."""
+    """All partitions of `size` costs into runs."""
     inner = itertools.combinations(range(1, size), num_runs - 1)
-    borders = (itertools.pairwise([0, *each, size]) for each in inner)
-    return [[range(start, end) for start, end in each] for each in borders]
+    ends = (itertools.pairwise([0, *each, size]) for each in inner)
+    return [[range(start, end) for start, end in each] for each in ends]
 
 
 def run_costs(costs: list[int], cut: list[range]) -> list[int]:
@@ -24,20 +24,20 @@ def run_costs(costs: list[int], cut: list[range]) -> list[int]:
 
 
 def evenness(costs: list[int], cut: list[range]) -> tuple[int, int]:
-    """The largest run, the sum of squares."""
+    """Cost of the most expensive run, and the sum of squares."""
     runs = run_costs(costs, cut)
     return max(runs), sum(cost**2 for cost in runs)
 
 
-def row_of_costs(seed: int, size: int) -> list[int]:
-    """Uneven ones, with a head at the end."""
+def random_costs(seed: int, size: int) -> list[int]:
+    """Uneven random costs, with a head at the end."""
     draw = random.Random(seed)
     return [draw.randint(1, 20) for _ in range(size - 1)] + [draw.randint(1, 60)]
 
 
 def step_seconds(costs: list[int], cut: list[range], num_ranks: int, rounds: int = 8) -> int:
-    """How long interleaved 1F1B takes, of each operation when it is done: as soon as the one before on its rank and the
-    one that it takes its input from are."""
+    """Time of an interleaved 1F1B step. An operation starts once the previous one on its rank and the one that computes
+    its input are done."""
     runs = run_costs(costs, cut)
     orders = [
         interleaved_order(rank, num_ranks, len(cut) // num_ranks, rounds * num_ranks) for rank in range(num_ranks)
@@ -72,7 +72,7 @@ def test_largest_run_is_as_small_as_it_can_be():
     assert lengths([9, 1, 1, 1], 2) == [1, 3]
 
 
-def test_what_is_beyond_the_even_share_is_spread():
+def test_the_remainder_is_spread():
     assert sorted(lengths([1] * 10, 4)) == [2, 2, 3, 3]
 
 
@@ -84,7 +84,7 @@ def test_one_a_run():
 @pytest.mark.parametrize("num_runs", [2, 3, 5])
 def test_even_cut_is_the_best_of_all(num_runs: int):
     for seed in range(40):
-        costs = row_of_costs(seed, num_runs + 1 + seed % 7)
+        costs = random_costs(seed, num_runs + 1 + seed % 7)
         cut = cut_evenly(costs, num_runs)
         assert [number for run in cut for number in run] == [*range(len(costs))]
         assert all(cut)
@@ -92,8 +92,8 @@ def test_even_cut_is_the_best_of_all(num_runs: int):
         assert evenness(costs, cut) == best, costs
 
 
-def test_what_is_below_the_largest_run_is_even_too():
-    """A beginning may have larger runs than another one, below the largest of all, and be the more even one."""
+def test_runs_below_the_largest_are_even_too():
+    """The first runs of the best partition may be larger than those of others, if below the largest run of all."""
     assert lengths([15, 8, 4, 3, 16, 9, 27], 4) == [1, 3, 2, 1]
 
 
@@ -101,7 +101,7 @@ def test_what_is_below_the_largest_run_is_even_too():
 def test_cut_for_interleaving_is_done_as_soon_as_any(num_ranks: int, runs_a_rank: int):
     num_runs = num_ranks * runs_a_rank
     for seed in range(12):
-        costs = row_of_costs(seed, num_runs + 1 + seed % 4)
+        costs = random_costs(seed, num_runs + 1 + seed % 4)
         cut = cut_for_interleaving(costs, num_runs, num_ranks=num_ranks)
         assert [number for run in cut for number in run] == [*range(len(costs))]
         assert all(cut)
@@ -110,9 +110,9 @@ def test_cut_for_interleaving_is_done_as_soon_as_any(num_ranks: int, runs_a_rank
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
-def test_long_rows_are_done_sooner_than_cut_evenly(num_ranks: int):
+def test_cut_for_interleaving_of_many_layers_beats_the_even_cut(num_ranks: int):
     for seed in range(2):
-        costs = row_of_costs(seed, 100)
+        costs = random_costs(seed, 100)
         even, cut = cut_evenly(costs, 16), cut_for_interleaving(costs, 16, num_ranks=num_ranks)
         assert step_seconds(costs, cut, num_ranks) < step_seconds(costs, even, num_ranks)
 

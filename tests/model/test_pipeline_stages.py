@@ -1,4 +1,4 @@
-"""Cutting a decoder into stages: by cost, every parameter somewhere under its name, and what cannot be cut."""
+"""Partition of a decoder into stages: costs, global names of parameters, and models that cannot be partitioned."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from megalin.parallel.initialisation import init_weights
 from tests.cases import CASES, make_inputs
 from tests.cases import Case as MixerCase
 
-by_case = pytest.mark.parametrize("row", CASES, ids=lambda row: row.name)
+by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
 def cuts_in_two(config: ModelConfig) -> list[list[Stage]]:
-    """Two stages by every cut that the residual rules allow."""
+    """All partitions into two stages that the residual rules allow."""
     sublayers = [sublayer for _, block in config.blocks() for sublayer in block.sublayers]
     ends = [end for end, sublayer in enumerate(sublayers[:-1], 1) if sublayer.residual == "add"]
     return [[Stage(0, 2, range(end)), Stage(1, 2, range(end, len(sublayers)))] for end in ends]
 
 
 def decoder_stages(config: ModelConfig, stages: list[Stage]) -> list[DecoderStage]:
-    """Filled, in fp64."""
+    """Initialised stages, in fp64."""
     made = []
     for stage in stages:
         module = DecoderStage(config, None, cp=None, recompute=False, stage=stage, compute_dtype=torch.float64)
@@ -45,8 +45,8 @@ def test_head_takes_layers_from_the_last_stage():
 
 
 def test_several_stages_a_rank_are_cut_for_their_schedule():
-    """Even stages would leave the rank of the head with much less than the others; even sums of ranks, with stages that
-    wait for each other."""
+    """Even stages would leave the rank of the head with much less work than the others; stages with even sums a rank
+    would wait for each other."""
     plan = plan_stages(load_preset("transnormerllm-1b-64k").model, 8, num_ranks=4, length=4096)
     assert [len(sublayers) for sublayers in plan.sublayers] == [4, 4, 5, 3, 5, 5, 5, 1]
 
@@ -61,13 +61,13 @@ def test_plan_reads_as_lines():
 
 
 @by_case
-def test_stages_together_hold_every_parameter_by_its_name(row: MixerCase):
-    """Wherever the cut is: once, but for a tied table and what sub-layers share."""
-    whole = {name: tuple(parameter.shape) for name, parameter in LanguageModel(row.model).named_parameters()}
-    for stages in cuts_in_two(row.model):
+def test_stages_together_hold_every_parameter_by_its_name(case: MixerCase):
+    """For every partition: on one stage, except a tied table and parameters that sub-layers share."""
+    whole = {name: tuple(parameter.shape) for name, parameter in LanguageModel(case.model).named_parameters()}
+    for stages in cuts_in_two(case.model):
         held: dict[str, list[int]] = {}
         for stage in stages:
-            for name, parameter in LanguageModel(row.model, stage=stage).named_parameters():
+            for name, parameter in LanguageModel(case.model, stage=stage).named_parameters():
                 assert tuple(parameter.shape) == whole[name]
                 held.setdefault(name, []).append(stage.number)
         assert held.keys() == whole.keys()
@@ -76,24 +76,24 @@ def test_stages_together_hold_every_parameter_by_its_name(row: MixerCase):
 
 
 @by_case
-def test_stages_one_after_the_other_are_the_model(row: MixerCase):
-    """Wherever the cut is, to the last bit."""
+def test_stages_one_after_the_other_are_the_model(case: MixerCase):
+    """For every partition, to the last bit."""
     inputs = make_inputs()
-    (model,) = decoder_stages(row.model, [Stage(0, 1, range(row.model.num_sublayers))])
+    (model,) = decoder_stages(case.model, [Stage(0, 1, range(case.model.num_sublayers))])
     expected = model(inputs.tokens, document_ids=inputs.document_ids, labels=inputs.labels)
-    for stages in cuts_in_two(row.model):
+    for stages in cuts_in_two(case.model):
         x = inputs.tokens
-        for stage in decoder_stages(row.model, stages):
+        for stage in decoder_stages(case.model, stages):
             x = stage(x, document_ids=inputs.document_ids, labels=inputs.labels)
         torch.testing.assert_close(x, expected, rtol=0.0, atol=0.0, msg=str(stages))
 
 
 def test_part_of_a_block_compiles():
-    row = next(row for row in CASES if row.name == "glu-silu")
+    case = next(case for case in CASES if case.name == "glu-silu")
     inputs = make_inputs()
-    stages = [Stage(0, 2, range(1)), Stage(1, 2, range(1, row.model.num_sublayers))]
+    stages = [Stage(0, 2, range(1)), Stage(1, 2, range(1, case.model.num_sublayers))]
     x, expected = inputs.tokens, inputs.tokens
-    for stage, compiled in zip(decoder_stages(row.model, stages), decoder_stages(row.model, stages), strict=True):
+    for stage, compiled in zip(decoder_stages(case.model, stages), decoder_stages(case.model, stages), strict=True):
         for block in compiled.block_list():
             block.compile(fullgraph=True, dynamic=False, backend="eager")
         x = compiled(x, document_ids=inputs.document_ids, labels=inputs.labels)
@@ -101,8 +101,8 @@ def test_part_of_a_block_compiles():
     torch.testing.assert_close(x, expected)
 
 
-def test_what_only_the_next_sublayer_reads_is_not_cut_off():
-    """The residual stream alone travels: never what a two_hop sub-layer of Rodimus+ adds."""
+def test_no_stage_ends_after_a_result_that_only_the_next_sublayer_reads():
+    """Only the residual stream is sent, never the result of a two_hop sub-layer of Rodimus+."""
     config = load_preset("rodimus_plus-1.3b").model
     assert [sublayer.residual for sublayer in config.layers[0].sublayers] == ["add", "two_hop", "add"]
     inside = False
@@ -115,14 +115,14 @@ def test_what_only_the_next_sublayer_reads_is_not_cut_off():
 
 
 def test_tied_table_and_bounds_of_all_layers_are_held_by_several_stages():
-    row = next(row for row in CASES if row.name == "hgrn2")
+    case = next(case for case in CASES if case.name == "hgrn2")
     bounds = "shared.hgrn2.rows.gamma"
-    deep = row.model.model_copy(update={"layers": row.model.layers * 2})
+    deep = case.model.model_copy(update={"layers": case.model.layers * 2})
     assert plan_stages(deep, 2, num_ranks=2, length=64).holders == {"embedding.weight": [0, 1], bounds: [0, 1]}
     assert list(plan_stages(deep.model_copy(update={"tie_embeddings": False}), 2, num_ranks=2, length=64).holders) == [
         bounds
     ]
-    plan = plan_stages(row.model, 2, num_ranks=2, length=64)  # the second stage has a GLU alone
+    plan = plan_stages(case.model, 2, num_ranks=2, length=64)  # the second stage has a GLU alone
     assert (plan.sublayers, plan.holders) == ([range(3), range(3, 4)], {"embedding.weight": [0, 1]})
 
 
@@ -142,8 +142,8 @@ def test_tied_table_and_bounds_of_all_layers_are_held_by_several_stages():
     ],
 )
 def test_more_stages_than_the_model_has_parts_are_refused(name: str, ranks: int, stages_a_rank: int, remedy: str):
-    """Two blocks of two sub-layers; of Rodimus+ three, two of which stay together: four parts."""
-    model = next(row.model for row in CASES if row.name == name)
+    """Two blocks of two sub-layers; Rodimus+ has three, two of which stay together: four parts."""
+    model = next(case.model for case in CASES if case.name == name)
     two = model.model_copy(update={"layers": [model.layers[0].model_copy(update={"repeat": 2})]})
     times = f" times parallel.pp_stages_per_rank = {stages_a_rank}" if stages_a_rank > 1 else ""
     with pytest.raises(ConfigError) as raised:

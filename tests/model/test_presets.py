@@ -1,4 +1,4 @@
-"""The presets against the counts that the paper and the released checkpoints publish."""
+"""Counts of the presets against those of the paper and of the released checkpoints."""
 
 import time
 
@@ -8,7 +8,7 @@ from megalin.errors import ConfigError
 from megalin.model.language_model import LanguageModel
 from megalin.model.presets import load_preset, preset_names, preset_table
 
-# TransNormerLLM Table 10, with the 385M row at what its own rule gives (the preset's note says so).
+# TransNormerLLM Table 10, with the 385M row as computed by the table's rule (see the preset's note).
 TABLE_10 = {
     "385m": (24, 1024, 2816, 384_937_984),
     "1b": (16, 2048, 5632, 992_165_888),

@@ -1,4 +1,4 @@
-"""The Mamba-2 presets: counts, work and memory by formula."""
+"""Parameters, operations and memory of the Mamba-2 presets, by formula."""
 
 import pytest
 
@@ -6,19 +6,19 @@ from megalin.layers.mixers.mamba2 import Mamba2
 from megalin.model.language_model import LanguageModel
 from megalin.model.presets import load_preset, preset_names
 
-# Width, and all parameters in millions, as the released models of these sizes are named.
-ROWS = {"410m": (1024, 368), "1b": (2048, 1344)}
+# Width, and all parameters of the released models of these names, in millions.
+SIZES = {"410m": (1024, 368), "1b": (2048, 1344)}
 VOCAB_SIZE, NUM_LAYERS, KEYS, VALUES, TAPS = 50_280, 48, 128, 64, 4
 
 
 def test_every_preset_of_the_family_is_checked_here():
     names = [name for name in preset_names() if name.startswith("mamba2-")]
-    assert names == [f"mamba2-{size}" for size in ROWS]
+    assert names == [f"mamba2-{size}" for size in SIZES]
 
 
-@pytest.mark.parametrize("size", ROWS)
+@pytest.mark.parametrize("size", SIZES)
 def test_counts_work_and_state(size):
-    width, millions = ROWS[size]
+    width, millions = SIZES[size]
     model = LanguageModel(load_preset(f"mamba2-{size}").model)
     inner, heads = 2 * width, 2 * width // VALUES
     assert len(model.mixers()) == NUM_LAYERS

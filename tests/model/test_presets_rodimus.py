@@ -1,4 +1,4 @@
-"""The Rodimus presets against the paper's counts: the sizes, and every entry of its ablation tables."""
+"""Counts of the Rodimus presets against the paper's: the sizes, and every entry of its ablation tables."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megalin.model.language_model import LanguageModel
 from megalin.model.presets import load_preset, preset_names, preset_table
 
 
-class Row(NamedTuple):
-    """A preset: its size, and the millions of parameters that the paper's own formula gives."""
+class Size(NamedTuple):
+    """Size of a preset, and its million parameters by the paper's own formula."""
 
     num_layers: int
     width: int
@@ -21,13 +21,13 @@ class Row(NamedTuple):
     millions: float
 
 
-ROWS = {
-    "125m": Row(24, 768, 50277, 134.5),
-    "350m": Row(48, 1024, 50277, 382.6),
-    "760m": Row(48, 1536, 50277, 802.8),
-    "1.3b": Row(48, 2048, 50277, 1375.5),
-    "460m": Row(48, 1024, 126340, 460.5),
-    "1.4b": Row(48, 2048, 126340, 1531.3),
+SIZES = {
+    "125m": Size(24, 768, 50277, 134.5),
+    "350m": Size(48, 1024, 50277, 382.6),
+    "760m": Size(48, 1536, 50277, 802.8),
+    "1.3b": Size(48, 2048, 50277, 1375.5),
+    "460m": Size(48, 1024, 126340, 460.5),
+    "1.4b": Size(48, 2048, 126340, 1531.3),
 }
 # Millions at 125m and 350m: Table 12 by the rank of the input gate, with n = 16; Table 13 by n, with rank 16.
 TABLE_12 = {
@@ -55,7 +55,7 @@ PLUS = {
 
 
 def block_parameters(width: int, *, state_size: int = 64, rank: int = 16) -> int:
-    """The published sizes."""
+    """Parameters of a block, of the published sizes by default."""
     inner = 2 * width
     gates = 4 * inner * state_size + 2 * state_size + 2 * inner * rank + inner
     return 6 * width**2 + gates + 5 * inner + inner + inner + width
@@ -63,12 +63,12 @@ def block_parameters(width: int, *, state_size: int = 64, rank: int = 16) -> int
 
 def test_every_preset_of_the_family_is_checked_here():
     names = [name for name in preset_names() if name.startswith("rodimus")]
-    assert names == [f"rodimus-{size}" for size in ROWS] + [f"rodimus_plus-{size}" for size in PLUS]
+    assert names == [f"rodimus-{size}" for size in SIZES] + [f"rodimus_plus-{size}" for size in PLUS]
 
 
-@pytest.mark.parametrize("size", ROWS)
+@pytest.mark.parametrize("size", SIZES)
 def test_counts_and_state(size: str):
-    num_layers, width, vocab_size, millions = ROWS[size]
+    num_layers, width, vocab_size, millions = SIZES[size]
     preset = load_preset(f"rodimus-{size}")
     model = LanguageModel(preset.model)
     rank = max(width // 64, 16)
@@ -90,13 +90,13 @@ def test_rodimus_plus_counts_and_state(size: str):
     expected = num_layers * block + vocab_size * width + width
     assert model.num_parameters() == expected
     assert round(expected / 1e6, 1) == millions
-    # the memory, the convolution's inputs, and 1,023 tokens of keys, values and whether they are there
+    # the state, the convolution's inputs, and keys, values and validity of 1,023 tokens
     assert model.state_bytes() == 4 * num_layers * (2 * width * (64 + 3) + 1023 * (head + width + 1))
     assert preset.model.output_std == pytest.approx(0.02 / (3 * num_layers) ** 0.5)
     assert [sublayer.residual for sublayer in preset.model.layers[0].sublayers] == ["add", "two_hop", "add"]
 
 
-def test_notes_tell_where_the_names_disagree_with_the_counts():
+def test_notes_have_the_counts_where_names_disagree():
     assert "0.461B" in load_preset("rodimus-460m").note
     assert "1.531B" in load_preset("rodimus-1.4b").note
     assert "0.474B" in load_preset("rodimus_plus-470m").note
@@ -111,6 +111,6 @@ def test_notes_tell_where_the_names_disagree_with_the_counts():
 def test_every_entry_of_tables_12_and_13(fields: dict[str, int], millions: tuple[float, float]):
     for size, published in zip(("125m", "350m"), millions, strict=True):
         table = preset_table(f"rodimus-{size}")
-        layers = [{"repeat": ROWS[size].num_layers, "sublayers": [{"type": "rodimus"} | fields]}]
+        layers = [{"repeat": SIZES[size].num_layers, "sublayers": [{"type": "rodimus"} | fields]}]
         model = LanguageModel(parse(ModelConfig, table | {"layers": layers}, "ablation"))
         assert round(model.num_parameters() / 1e6, 1) == published

@@ -30,7 +30,7 @@ def normal(*shape: int, seed: int) -> Tensor:
 
 def documents(size: int) -> Tensor:
     """Document ids [B, T]: one document; a start at a shard's first token; starts one before and one after a shard's
-    first token; a document on all shards after the first; many."""
+    first token; one over three shards; many."""
     starts = torch.zeros(BATCH, size * SHARD, dtype=torch.int32)
     for row, places in enumerate([(), (SHARD,), (SHARD - 1, 2 * SHARD + 1), (2,), (1, SHARD + 2, SHARD + 3)]):
         starts[row, list(places)] = 1

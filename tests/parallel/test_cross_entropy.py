@@ -26,7 +26,7 @@ SCALES = {"plain": 1.0, "huge": 1e4, "offset": 1.0}
 
 
 def make_inputs(name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits [2, 4, ROWS] whose last rows belong to no token, labels, some of them ignored, and a weight for each loss."""
+    """Logits [2, 4, ROWS] whose last rows belong to no token, labels, some ignored, and a weight a loss."""
     generator = torch.Generator().manual_seed(4)
     logits = torch.randn(2, 4, ROWS, generator=generator, dtype=torch.float64) * SCALES[name]
     logits = logits + 1e3 if name == "offset" else logits

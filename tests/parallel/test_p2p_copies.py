@@ -1,4 +1,4 @@
-"""Point-to-point channels over symmetric memory: order, no loss, and the bits of NCCL-style sends and receives."""
+"""Point-to-point channels over symmetric memory: order, no loss, and the bits of plain sends and receives."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHAPE = (2, 3)
 SECOND = timedelta(seconds=1)
 
 
-def ends(folder: Path, *, num_channels: int = 1) -> list[P2PChannels]:
+def both_ranks(folder: Path, *, num_channels: int = 1) -> list[P2PChannels]:
     """Channels of two ranks over one memory, both in this process."""
     numel = num_channels * SLOTS * torch.Size(SHAPE).numel()
     memories = [SharedMemory(folder, rank, 2, numel, torch.float32) for rank in range(2)]
@@ -46,7 +46,7 @@ def received(receiver: Any) -> float:
 
 
 def test_tensors_arrive_in_the_order_in_which_they_were_sent(tmp_path):
-    first, second = ends(tmp_path)
+    first, second = both_ranks(tmp_path)
     sender, receiver = first.sender(1, 0), second.receiver(0, 0)
     for number in range(3 * SLOTS):
         sender.send(sent(number))
@@ -56,7 +56,7 @@ def test_tensors_arrive_in_the_order_in_which_they_were_sent(tmp_path):
 
 def test_channels_do_not_touch_each_other(tmp_path):
     """Two channels each way."""
-    first, second = ends(tmp_path, num_channels=2)
+    first, second = both_ranks(tmp_path, num_channels=2)
     ways = [(one.sender(to, channel), other.receiver(source, channel)) for one, other, source, to in
             ((first, second, 0, 1), (second, first, 1, 0)) for channel in range(2)]  # fmt: skip
     for turn in range(2 * SLOTS):
@@ -66,7 +66,7 @@ def test_channels_do_not_touch_each_other(tmp_path):
 
 
 def test_a_slot_that_was_not_read_is_not_written(tmp_path):
-    first, second = ends(tmp_path)
+    first, second = both_ranks(tmp_path)
     sender, receiver = first.sender(1, 0), second.receiver(0, 0)
     for number in range(SLOTS):
         sender.send(sent(number))
@@ -77,7 +77,7 @@ def test_a_slot_that_was_not_read_is_not_written(tmp_path):
 
 def test_nothing_is_received_before_it_was_sent(tmp_path):
     with pytest.raises(RuntimeError, match="launch failure"):
-        received(ends(tmp_path)[1].receiver(0, 0))
+        received(both_ranks(tmp_path)[1].receiver(0, 0))
 
 
 def train_with_channels(config: Path, folder: Path, *overrides: str) -> int:
