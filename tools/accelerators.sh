@@ -22,9 +22,9 @@ for name in "$@"; do
 done
 [[ -x $python ]] || fail "no .venv; run make install first"
 "$python" -c 'import sys, torch; sys.exit(not torch.version.cuda)' ||
-    fail "torch in .venv is built without CUDA, which their kernels need"
+    fail "torch in .venv is built without CUDA, which these kernels need"
 
-# What their builds import. Neither is taken from a registry: there, apex is another project.
+# Build dependencies. Both come from source: on PyPI, apex is another project.
 "$python" -m pip install -q --disable-pip-version-check ninja packaging psutil wheel
 for name in "$@"; do
     case $name in

@@ -1,11 +1,11 @@
-"""Measures the loader alone: tokens a second that one process reads, cuts or packs, digests and hands over.
+"""Benchmark of the data loader alone: tokens a second that one process reads, packs, hashes and returns.
 
 python tools/benchmark_loader.py shards/text --sequence-length 2048 --workers 2
 
-The same work as in training without a model, one rank of --dp-size. Without a prefix it writes a shard of documents of
-log-normal lengths (median 400, mean 830 tokens) into a temporary folder. "core_seconds_per_million_tokens" is the time
-of all threads: at a million tokens a second it is the share of one core that data takes. --step-seconds leaves the
-loader the time of a step between steps; "wait_share" tells how much of all time the trainer would wait for data.
+Does the work of training without a model, as one rank of --dp-size. Without a prefix it writes a shard of documents of
+log-normal lengths (median 400, mean 830 tokens) to a temporary folder. "core_seconds_per_million_tokens" is the time of
+all threads: at a million tokens a second, the fraction of one core that data loading takes. --step-seconds pauses
+between steps as if a model ran; "wait_fraction" is the fraction of all time that the trainer would wait for data.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TOKENS = 60_000_000
 
 
 def write_shard(prefix: Path, num_tokens: int) -> str:
-    """A shard of about `num_tokens` tokens."""
+    """Writes a shard of about `num_tokens` tokens; returns its prefix."""
     rng = np.random.default_rng(0)
     with ShardWriter(prefix, np.dtype("uint16")) as writer:
         while writer.num_tokens < num_tokens:
@@ -43,7 +43,7 @@ def write_shard(prefix: Path, num_tokens: int) -> str:
 
 
 def measure(config: DataConfig, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Opening time, and rates over the asked steps after one that is not counted."""
+    """Measures the time to open the data, and rates over `args.steps` steps after an untimed one."""
     started = time.perf_counter()
     training = open_training(
         config, _VOCAB_SIZE, seed=0, steps=args.steps + 1, global_batch_size=args.global_batch_size, folder=folder
@@ -63,38 +63,43 @@ def measure(config: DataConfig, folder: Path, args: argparse.Namespace) -> dict[
         ) as loader,
     ):
         loader.step(0)
-        begun, busy = time.perf_counter(), time.process_time()
+        started, busy = time.perf_counter(), time.process_time()
         for step in range(1, args.steps + 1):
             time.sleep(args.step_seconds)
-            asked = time.perf_counter()
+            requested = time.perf_counter()
             loader.step(step)
-            waits.append(time.perf_counter() - asked)
-        seconds, core_seconds = time.perf_counter() - begun, time.process_time() - busy
+            waits.append(time.perf_counter() - requested)
+        seconds, core_seconds = time.perf_counter() - started, time.process_time() - busy
     tokens = args.steps * args.global_batch_size // args.dp_size * config.sequence_length
     return {
         "open_seconds": round(opened, 3),
         "tokens_per_second": round(tokens / seconds),
         "core_seconds_per_million_tokens": round(core_seconds / tokens * 1e6, 4),
-        "wait_share": round(sum(waits) / seconds, 4),
+        "wait_fraction": round(sum(waits) / seconds, 4),
         "slowest_wait_seconds": round(max(waits), 4),
     }
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the tool; the exit code is 0, or the one of the error that is printed."""
+    """Runs the tool; returns 0, or the exit code of the printed error."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("prefixes", nargs="*", help="shards without .bin and .idx; none: one is made")
-    add("--sequence-length", type=int, default=2048, help="tokens a sample (2048)")
+    add("prefixes", nargs="*", help="paths of shards without .bin and .idx (a generated shard)")
+    add("--sequence-length", type=int, default=2048, help="tokens per sample (2048)")
     add("--packing", default="concatenate", help="as data.packing (concatenate)")
     add("--order", default="megalin", help="as data.order (megalin)")
     add("--workers", type=int, default=2, help="as data.workers (2)")
     add("--read-ahead-steps", type=int, default=1, help="as data.read_ahead_steps (1)")
-    add("--global-batch-size", type=int, default=512, help="samples a step over all ranks (512)")
-    add("--micro-batch-size", type=int, default=4, help="samples of a rank at a time (4)")
-    add("--dp-size", type=int, default=1, help="ranks that read different samples; this is the first of them (1)")
-    add("--steps", type=int, default=40, help="steps that are measured (40)")
-    add("--step-seconds", type=float, default=0.0, help="pause before each step, as if the model ran (0)")
+    add("--global-batch-size", type=int, default=512, help="samples per step over all ranks (512)")
+    add("--micro-batch-size", type=int, default=4, help="samples per micro-batch of a rank (4)")
+    add(
+        "--dp-size",
+        type=int,
+        default=1,
+        help="number of ranks that read different samples; measured as the first of them (1)",
+    )
+    add("--steps", type=int, default=40, help="timed steps (40)")
+    add("--step-seconds", type=float, default=0.0, help="pause before each step, as if a model ran (0)")
     args = parser.parse_args(arguments)
     return exit_code(lambda: _run(args))
 

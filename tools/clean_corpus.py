@@ -1,4 +1,4 @@
-"""Cleans a corpus by rules that can be chosen one by one, and reports what each of them did."""
+"""Cleans a corpus by a selection of rules, and reports the effect of each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megalin.errors import exit_code
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the tool; the exit code is 0, or the one of the error that is printed."""
+    """Runs the tool; returns 0, or the exit code of the printed error."""
     args = _parser().parse_args(arguments)
     return exit_code(lambda: _run(args))
 
@@ -22,10 +22,21 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = corpus_parser(__doc__)
     add = parser.add_argument
-    add("--rules", nargs="+", default=list(RULES), metavar="RULE", help="what to do")
+    add("--rules", nargs="+", default=list(RULES), metavar="RULE", help="rules to apply")
     add("--no-preserve-markup", action="store_true", help="clean Markdown and LaTeX like prose")
-    add("--languages", nargs="+", default=[], metavar="CODE", help="keep documents in these (en zh ...); none: all")
-    add("--least-characters", type=int, default=1, help="of a document after cleaning; shorter ones are left out")
+    add(
+        "--languages",
+        nargs="+",
+        default=[],
+        metavar="CODE",
+        help="keep documents in these languages (en zh ...); none: all",
+    )
+    add(
+        "--least-characters",
+        type=int,
+        default=1,
+        help="least characters of a cleaned document; shorter ones are left out",
+    )
     return parser
 
 
@@ -44,8 +55,8 @@ def _run(args: argparse.Namespace) -> None:
     )
     paths = inputs.expand_inputs(args.input)
     total_bytes = sum(path.stat().st_size for path in paths)
-    with shown_progress("cleaning", total_bytes, interval=args.log_interval) as tell:
-        report = cleaning.clean(paths, options, on_progress=tell)
+    with shown_progress("cleaning", total_bytes, interval=args.log_interval) as report_progress:
+        report = cleaning.clean(paths, options, on_progress=report_progress)
     for name, rule in report.rules.items():
         print(f"{name}: {rule.documents} documents, {rule.removed_bytes} bytes removed")
         for example in rule.examples[:1]:

@@ -1,4 +1,4 @@
-"""Prints docs/configuration.md: every key of a run's config, from the docstrings of its classes.
+"""Prints docs/configuration.md: every key of a run's config, from the docstrings of the config classes.
 
 python tools/config_reference.py > docs/configuration.md
 """
@@ -26,27 +26,27 @@ keeps it up to date.
 
 A run is a TOML file. Any key can be overridden on the command line as `table.key=value`, the value in TOML's spelling;
 an element of a list goes by its index: `model.layers.0.repeat=3`. Unknown keys and values out of range are errors, all
-told at once. `megalin config FILE [key=value ...]` prints the config with every default written out, which is also what
-the run folder keeps as `config.toml`.
+reported at once. `megalin config FILE [key=value ...]` prints the config with every default written out; the run folder
+keeps the same as `config.toml`.
 
-"required" has no default. "left out" is the default of a key whose absence means something.
+A "required" key has no default. "left out": the key is absent by default, which has a meaning of its own.
 """
 MODEL_HEAD = """\
-Instead of the keys below, `preset = "NAME"` takes a preset's table (`megalin params` lists the names), and the keys
-beside it override single values.
+Instead of the keys below, `preset = "NAME"` takes a preset's table (`megalin params` lists the names); other keys of
+the table override its values.
 """
 ENCODER_HEAD = """\
 With `kind = "encoder"` a model has these keys and a `[data.masking]` table; its blocks take mixers that are not causal.
 """
 MIXER_HEAD = """\
-The keys that every type has:
+Keys of every type:
 """
 WORDS = {"integer": "integer", "number": "number", "boolean": "true or false", "string": "text"}
 LIMITS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
 def kind(schema: dict[str, Any]) -> str:
-    """A JSON schema in words: the type, its limits, or its choices."""
+    """Describes a JSON schema in words: type and limits, or choices."""
     if "anyOf" in schema:
         return " or ".join(kind(option) for option in schema["anyOf"] if option.get("type") != "null")
     if "const" in schema or "enum" in schema:
@@ -61,7 +61,7 @@ def kind(schema: dict[str, Any]) -> str:
 
 
 def default(cls: type[Config], name: str) -> str:
-    """The default of a field as TOML would spell it."""
+    """Default of a field in TOML's spelling."""
     field = cls.model_fields[name]
     if field.is_required():
         return "required"
@@ -70,7 +70,7 @@ def default(cls: type[Config], name: str) -> str:
 
 
 def table(cls: type[Config], leave_out: tuple[str, ...] = ()) -> Iterator[str]:
-    """The rows of a class's own values; tables inside it have sections of their own."""
+    """Yields the table of a class's own values; nested tables have their own sections."""
     yield "| key | value | default | meaning |"
     yield "| --- | --- | --- | --- |"
     properties = cls.model_json_schema()["properties"]
@@ -81,13 +81,13 @@ def table(cls: type[Config], leave_out: tuple[str, ...] = ()) -> Iterator[str]:
 
 
 def section(title: str, cls: type[Config], *, head: str = "", leave_out: tuple[str, ...] = ()) -> str:
-    """A heading, what the class says of itself, and its table."""
+    """Formats a heading, the docstring of the class and its table."""
     lines = [f"## {title}", "", " ".join((cls.__doc__ or "").split()), ""]
     return "\n".join([*lines, *([head] if head else []), *table(cls, leave_out), ""])
 
 
 def reference() -> str:
-    """The whole page."""
+    """Returns the whole page."""
     parts = [HEAD]
     for name, field in run.RunConfig.model_fields.items():
         cls = field.annotation

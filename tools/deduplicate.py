@@ -1,4 +1,4 @@
-"""Leaves out of a corpus what came before: documents or lines that are equal, or alike by MinHash."""
+"""Removes duplicates from a corpus: documents or lines that are equal, or similar by MinHash."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megalin.errors import exit_code
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the tool; the exit code is 0, or the one of the error that is printed."""
+    """Runs the tool; returns 0, or the exit code of the printed error."""
     args = _parser().parse_args(arguments)
     return exit_code(lambda: _run(args))
 
@@ -22,11 +22,16 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = corpus_parser(__doc__)
     add = parser.add_argument
-    add("--level", choices=["document", "line"], default="document", help="what is compared and left out")
-    add("--method", choices=["exact", "minhash"], default="minhash", help="equal but for white space, or alike")
-    add("--threshold", type=float, default=0.7, help="Jaccard index of five-word runs from which texts are alike")
-    add("--least-characters", type=int, default=20, help="of a line that is compared; shorter ones stay")
-    add("--memory", type=int, default=1024, help="MiB that a worker may use to join texts")
+    add("--level", choices=["document", "line"], default="document", help="unit that is compared and removed")
+    add(
+        "--method",
+        choices=["exact", "minhash"],
+        default="minhash",
+        help="exact: equal except white space; minhash: similar",
+    )
+    add("--threshold", type=float, default=0.7, help="least Jaccard index of five-word shingles of similar texts")
+    add("--least-characters", type=int, default=20, help="least characters of a compared line; shorter lines are kept")
+    add("--memory", type=int, default=1024, help="MiB that a worker may use to match texts")
     return parser
 
 

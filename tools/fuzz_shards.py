@@ -1,10 +1,10 @@
-"""Opens mutated copies of a shard's .idx: each must be refused with a DataError, or be structurally sound.
+"""Fuzz test of shard indexes: each mutated .idx must be refused with a DataError, or be structurally sound.
 
 python tools/fuzz_shards.py --count 1000000 --folder /dev/shm
 
-Counts what is refused, what is accepted, and what is accepted although its bytes changed: an entry of the document
-index may move without breaking a rule, which the digest in a manifest tells. Fails on any other error, on an open that
-takes more than 50 ms of the processor, and on memory beyond 64 MiB over what the process had, which is not given.
+Counts refused mutants, accepted ones, and accepted ones with different bytes: an entry of the document index may move
+without breaking a rule, which only the digest in a manifest detects. Fails on any other error, on an open of more than
+50 ms of CPU time, and on more than 64 MiB of additional memory (a limit of the process).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NUMBERS = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1]
 
 
 def write_shard(prefix: Path, rng: np.random.Generator) -> bytes:
-    """A shard of short and empty sequences; returns its .idx."""
+    """Writes a shard of short and empty sequences; returns the bytes of its .idx."""
     with ShardWriter(prefix, np.dtype("uint16")) as writer:
         for number in range(_SEQUENCES):
             writer.add_sequence(rng.integers(0, 1000, rng.integers(0, 9)))
@@ -43,7 +43,7 @@ def write_shard(prefix: Path, rng: np.random.Generator) -> bytes:
 
 
 def mutant(data: bytes, rng: np.random.Generator) -> bytes:
-    """One to three changes: a bit, a byte, a whole number, bytes cut off, put in, or swapped."""
+    """Applies one to three changes: a bit, a byte or an integer replaced, bytes deleted, inserted or swapped."""
     changed = bytearray(data)
     for _ in range(int(rng.integers(1, 4))):
         place = int(rng.integers(0, max(1, len(changed))))
@@ -70,11 +70,11 @@ def mutant(data: bytes, rng: np.random.Generator) -> bytes:
 
 
 def fuzz(folder: Path, *, count: int, seed: int) -> dict[str, float | int]:
-    """Opens `count` mutants in `folder`; returns what became of them. Raises what is no DataError."""
+    """Opens `count` mutants in `folder`; returns counts of the outcomes. Raises any error except DataError."""
     rng = np.random.default_rng(seed)
     prefix = folder / "shard"
     good = write_shard(prefix, rng)
-    wanted = digest(prefix)
+    original_digest = digest(prefix)
     found: Counter[str] = Counter()
     slowest = 0.0
     for _ in range(count):
@@ -91,24 +91,24 @@ def fuzz(folder: Path, *, count: int, seed: int) -> dict[str, float | int]:
         found[kind] += 1
         if kind == "accepted" and data != good:
             found["accepted with other bytes"] += 1
-            found["of these with the same digest"] += digest(prefix) == wanted
+            found["of these with the same digest"] += digest(prefix) == original_digest
     bin_path(prefix).unlink()
     return {**found, "slowest_seconds": slowest}
 
 
 def limit_memory() -> None:
-    """Lets this process take 64 MiB more than it has."""
+    """Limits this process to 64 MiB more memory than it has."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + _LIMIT_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the tool; the exit code is 0 when every mutant was met as it should be."""
+    """Runs the tool; returns 0 if every mutant was refused or accepted correctly."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=100_000, help="mutants (100000)")
-    parser.add_argument("--seed", type=int, default=0, help="of the mutations (0)")
-    parser.add_argument("--folder", help="where mutants are written; on a disk this takes most of the time (TMPDIR)")
+    parser.add_argument("--count", type=int, default=100_000, help="number of mutants (100000)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the mutations (0)")
+    parser.add_argument("--folder", help="folder for the mutants; a disk would take most of the time (TMPDIR)")
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         limit_memory()

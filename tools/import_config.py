@@ -1,4 +1,4 @@
-"""Turns a Megatron-LM command, script or YAML, or a DeepSpeed JSON, into TOML, and lists what has no counterpart."""
+"""Converts a Megatron-LM command, script or YAML, or a DeepSpeed JSON, to TOML; lists options without counterpart."""
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ from megalin.interop.configs.reading import import_config
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the tool; the exit code is 0, 1 where the TOML needs something filled in, or that of the printed error."""
+    """Runs the tool; returns 0, 1 if the TOML needs values filled in, or the exit code of the printed error."""
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("source", help="a shell script, .yaml or .json; a command in quotes; - for a script on standard input")
-    add("output", type=Path, help="the TOML to write")
-    add("overrides", nargs="*", metavar="key=value", help="what to fill in, as model.vocab_size=50304")
-    add("--variable", action="append", default=[], metavar="NAME=VALUE", help="of the script; its arguments by number")
-    add("--deepspeed-config", type=Path, metavar="JSON", help="beside a command of Megatron-DeepSpeed")
+    add("output", type=Path, help="TOML file to write")
+    add("overrides", nargs="*", metavar="key=value", help="values to fill in, as model.vocab_size=50304")
+    add(
+        "--variable",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="variable of the script; its arguments by number",
+    )
+    add("--deepspeed-config", type=Path, metavar="JSON", help="DeepSpeed JSON of a Megatron-DeepSpeed command")
     args = parser.parse_args(arguments)
     return exit_code(lambda: _run(args))
 
@@ -27,7 +33,7 @@ def _run(args: argparse.Namespace) -> int:
     for variable in args.variable:
         if "=" not in variable:
             raise ConfigError(
-                f"--variable {variable!r} is not of the form NAME=VALUE, as DATA_PATH=shards/text or 1=runs"
+                f"--variable {variable!r} is not of the form NAME=VALUE, for example DATA_PATH=shards/text or 1=runs"
             )
     imported = import_config(
         args.source,
@@ -39,7 +45,7 @@ def _run(args: argparse.Namespace) -> int:
     for key, value, source in imported.mapped:
         print(f"{key} = {value!r}  <-  {source}")
     print("", *imported.report(), sep="\n")
-    print(f"{args.output}: " + ("a config that loads" if imported.complete else "to be filled in"))
+    print(f"{args.output}: " + ("a complete config" if imported.complete else "values are missing; see above"))
     return 0 if imported.complete else 1
 
 

@@ -1,4 +1,4 @@
-"""Tells what a token shard holds, or in one line what is wrong with it."""
+"""Prints a summary of a token shard, or its defect in one line."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megalin.errors import ConfigError, exit_code
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the tool; the exit code is 0, or the one of the error that is printed."""
+    """Runs the tool; returns 0, or the exit code of the printed error."""
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("prefix", help="path of the shard without .bin and .idx")
     add("--json", action="store_true", help="print one JSON object")
-    add("--tokenizer-model", help='path of a tokenizer.json, or "bytes": decodes the first tokens')
-    add("--validate", action="store_true", help="read every token id and compare it with --vocab-size")
-    add("--vocab-size", type=int, help="ids of the vocabulary, for --validate (default: the tokenizer's)")
+    add("--tokenizer-model", help='path of a tokenizer.json, or "bytes"; decodes the first tokens')
+    add("--validate", action="store_true", help="check every token id against --vocab-size")
+    add("--vocab-size", type=int, help="vocabulary size for --validate (default: the tokenizer's)")
     args = parser.parse_args(arguments)
     return exit_code(lambda: _run(args))
 
@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(args.tokenizer_model) if args.tokenizer_model else None
     if args.vocab_size is not None and not args.validate:
-        raise ConfigError("--vocab-size is read with --validate only; add it")
+        raise ConfigError("--vocab-size has no effect without --validate; add --validate")
     if args.validate:
         vocab_size = args.vocab_size if args.vocab_size is not None else tokenizer and tokenizer.vocab_size
         if vocab_size is None or vocab_size < 1:
@@ -53,7 +53,7 @@ def _print(summary: ShardSummary) -> None:
         if name == "lengths" and value is not None:
             value = ", ".join(f"{key} {number:g}" for key, number in value._asdict().items())
         if value is not None:
-            # Text, not markup: a corpus may hold brackets, and control characters must not reach the terminal.
+            # Text, not markup: a corpus may contain brackets, and control characters must not reach the terminal.
             shown = value if name != "first_text" else "".join(c if c.isprintable() else repr(c)[1:-1] for c in value)
             table.add_row(name, Text(str(shown), overflow="fold"))
     Console().print(table)

@@ -1,4 +1,4 @@
-"""Lays shards end to end as one shard, or cuts one into parts by documents; memory does not grow with their size."""
+"""Merges shards into one, or splits one by documents, in constant memory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from megalin.errors import ConfigError, exit_code
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the tool; the exit code is 0, or the one of the error that is printed."""
+    """Runs the tool; returns 0, or the exit code of the printed error."""
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--input", nargs="+", required=True, help="prefixes of shards; a folder stands for all in it, by name")
-    add("--output-prefix", required=True, help="the new shard; with --split, <prefix>_0, <prefix>_1 and so on")
-    add("--split", metavar="W,W,...", help="cut the one input into parts of these shares of its documents")
+    add("--input", nargs="+", required=True, help="prefixes of shards; a folder stands for all its shards, by name")
+    add("--output-prefix", required=True, help="prefix of the new shard; with --split <prefix>_0, <prefix>_1, ...")
+    add("--split", metavar="W,W,...", help="split the single input in proportion to these weights of documents")
     args = parser.parse_args(arguments)
     return exit_code(lambda: _run(args))
 
@@ -31,12 +31,12 @@ def _write(args: argparse.Namespace) -> list[WrittenShard]:
     if args.split is None:
         return [merge_shards(prefixes, args.output_prefix)]
     if len(prefixes) != 1:
-        raise ConfigError(f"--split cuts one shard, but --input names {len(prefixes)}; merge them first")
+        raise ConfigError(f"--split needs a single shard, but --input names {len(prefixes)}; merge them first")
     try:
         weights = [float(weight) for weight in args.split.split(",")]
     except ValueError:
-        raise ConfigError(f"--split {args.split}: give numbers with commas between them, as 969,30,1") from None
-    outputs = [f"{args.output_prefix}_{part}" for part in range(len(weights))]
+        raise ConfigError(f"--split {args.split}: give comma-separated numbers, as 969,30,1") from None
+    outputs = [f"{args.output_prefix}_{number}" for number in range(len(weights))]
     return split_shard(prefixes[0], outputs, weights)
 
 
@@ -45,7 +45,7 @@ def _prefixes(name: str) -> list[str]:
         return [name]
     found = sorted(str(path.with_suffix("")) for path in Path(name).glob("*.idx"))
     if not found:
-        raise ConfigError(f"--input {name}: a folder without an .idx file; name prefixes, or the folder of shards")
+        raise ConfigError(f"--input {name}: no .idx file in this folder; give prefixes, or a folder of shards")
     return found
 
 

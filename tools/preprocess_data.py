@@ -1,4 +1,4 @@
-"""Turns jsonl, parquet and plain text into Megatron token shards, with Megatron's flag names."""
+"""Tokenizes jsonl, parquet and plain text into Megatron token shards, with Megatron's flag names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megalin.data.tokenizers.tokenizer import TokenizerFiles
 from megalin.errors import ConfigError, exit_code
 from megalin.optional import require
 
-# Megatron's names, and which files each needs.
+# Megatron's names, with the files that each needs.
 _TOKENIZERS = {
     "HuggingFaceTokenizer": ("huggingface", ("tokenizer_model",)),
     "GPT2BPETokenizer": ("gpt2", ("vocab_file", "merge_file")),
@@ -24,12 +24,12 @@ _TOKENIZERS = {
     "TikTokenizer": ("tiktoken", ("tokenizer_model",)),
     "ByteTokenizer": ("bytes", ()),
 }
-# What mpirun of Open MPI, of MPICH and of MVAPICH tells a process about the number of them.
+# Environment variables with the number of processes under mpirun of Open MPI, MPICH and MVAPICH.
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the tool; the exit code is 0, or the one of the error that is printed."""
+    """Runs the tool; returns 0, or the exit code of the printed error."""
     args = _parser().parse_args(arguments)
     if args.shard is None and any(int(os.environ.get(name, "1")) > 1 for name in _MPI_SIZES):
         return exit_code(lambda: _run_under_mpi(args))
@@ -39,22 +39,27 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    formats = ".jsonl/.json (an object a line), .txt (one document), each also .gz or .zst; .parquet"
-    add("--input", nargs="+", required=True, help=f"files, globs or @FILE with one of them a line: {formats}")
-    add("--json-keys", nargs="+", default=["text"], help="keys or columns to take text from; each gives a shard")
-    add("--output-prefix", required=True, help="shards are <prefix>_<key>_document.{bin,idx,manifest.json}")
+    formats = ".jsonl/.json (an object per line), .txt (one document), each also .gz or .zst; .parquet"
+    add("--input", nargs="+", required=True, help=f"files, globs or @FILE with one of them per line: {formats}")
+    add("--json-keys", nargs="+", default=["text"], help="keys or columns of text; each becomes a shard")
+    add("--output-prefix", required=True, help="writes <prefix>_<key>_document.{bin,idx,manifest.json}")
     add("--tokenizer-type", choices=[*_TOKENIZERS], default="HuggingFaceTokenizer")
     add("--tokenizer-model", help="local tokenizer.json, SentencePiece .model or .tiktoken file of ranks")
     add("--vocab-file", help="vocab.json of GPT2BPETokenizer")
     add("--merge-file", help="merges.txt of GPT2BPETokenizer")
-    add("--tiktoken-pattern", default="", help="gpt2, cl100k or o200k, where the number of ranks does not tell it")
+    add("--tiktoken-pattern", default="", help="gpt2, cl100k or o200k, if not determined by the number of ranks")
     add("--append-eod", action="store_true", help="end each document with <|endoftext|>")
-    add("--workers", type=int, default=1, help="processes that tokenise; the output is the same for any number")
-    add("--shard", metavar="I/N", help="do part I of N only (from 0); when all are done, --resume without it ends it")
-    add("--resume", action="store_true", help="keep what a run that was stopped had finished")
-    add("--on-bad-line", choices=["skip", "fail"], default="skip", help="count and report bad lines, or stop at one")
-    add("--max-document-bytes", type=int, default=documents.DEFAULT_DOCUMENT_BYTES, help="limit of a line or text file")
-    add("--log-interval", type=int, default=10_000, help="documents between two lines of progress, off a terminal")
+    add("--workers", type=int, default=1, help="tokenizing processes; the output is the same for any number")
+    add("--shard", metavar="I/N", help="process part I of N only (from 0); finish with --resume without --shard")
+    add("--resume", action="store_true", help="keep the finished parts of an interrupted run")
+    add(
+        "--on-bad-line",
+        choices=["skip", "fail"],
+        default="skip",
+        help="skip: count and report bad lines; fail: stop at the first",
+    )
+    add("--max-document-bytes", type=int, default=documents.DEFAULT_DOCUMENT_BYTES, help="largest line or text file")
+    add("--log-interval", type=int, default=10_000, help="documents between progress lines, if not on a terminal")
     return parser
 
 
@@ -79,7 +84,7 @@ def _subset(text: str) -> PartSubset:
 def _run_under_mpi(args: argparse.Namespace) -> int:
     """Each rank processes its subset of the parts; the first merges them once none has failed.
 
-    An error that is not the user's ends all ranks, as they would wait for this one for ever.
+    An unexpected error aborts all ranks, which would otherwise wait for this one forever.
     """
     world = require("mpi4py.MPI", "more than one process under mpirun", extra="mpi").COMM_WORLD
     rank, size = world.Get_rank(), world.Get_size()
@@ -110,11 +115,11 @@ def _run(args: argparse.Namespace, subset: PartSubset | None, *, resume: bool) -
     total_bytes = sum(path.stat().st_size for path in paths) // (1 if subset is None else max(subset.total, 1))
     # Under mpirun the first rank's progress stands for all.
     shown = subset is None or subset.number == 0 or args.shard is not None
-    with shown_progress("tokenising", total_bytes, interval=args.log_interval, shown=shown) as tell:
-        report = tokenization.preprocess(paths, options, on_progress=tell)
+    with shown_progress("tokenising", total_bytes, interval=args.log_interval, shown=shown) as report_progress:
+        report = tokenization.preprocess(paths, options, on_progress=report_progress)
     if report is None:
         if args.shard is not None:
-            print(f"shard {args.shard} is done; when all are, call again with --resume and without --shard")
+            print(f"shard {args.shard} is done; after the last one, run again with --resume and without --shard")
         return
     for bad in report.listed:
         print(f"bad line: {bad}", file=sys.stderr)

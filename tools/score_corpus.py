@@ -1,4 +1,4 @@
-"""Keeps the documents that a trained run finds likely: perplexity on any number of ranks, a bound, a page to read."""
+"""Filters a corpus by the perplexity of a trained model, on any number of ranks, with a page of samples to read."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from megalin.launch import adopt_launcher
 from megalin.parallel.agreement import on_every_rank, rank, world_size
 from megalin.parallel.process_group import compute_device, process_group
 
-# One rank may have more to do than another, and waits for it in one exchange at the end.
+# Ranks may differ in work, and wait for each other in one collective at the end.
 _LONGEST_WAIT = timedelta(days=30)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the tool; the exit code is 0, or the one of the error that is printed."""
+    """Runs the tool; returns 0, or the exit code of the printed error."""
     args = _parser().parse_args(arguments)
     return exit_code(lambda: _run(args))
 
@@ -35,11 +35,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = corpus_parser(__doc__, workers="processes that write what is kept, once the ranks have scored all")
     parser.set_defaults(log_interval=10_000)
     add = parser.add_argument
-    add("run", type=Path, help="folder of the trained run, with data.tokenizer set")
-    add("--max-perplexity", type=float, help="keep documents of at most this")
-    add("--keep-quantile", type=float, help="keep this share of the documents, those of the lowest perplexity")
-    add("--samples", type=int, default=20, help="documents kept, and as many left out, on the page for people")
-    add("--seed", type=int, default=0, help="of the sample")
+    add("run", type=Path, help="folder of a trained run with data.tokenizer set")
+    add("--max-perplexity", type=float, help="keep documents up to this perplexity")
+    add("--keep-quantile", type=float, help="keep this fraction of the documents, those of lowest perplexity")
+    add("--samples", type=int, default=20, help="kept documents, and as many removed ones, on the page")
+    add("--seed", type=int, default=0, help="seed of the samples")
     return parser
 
 
@@ -66,8 +66,8 @@ def _run(args: argparse.Namespace) -> None:
         if rank() > 0:
             return
     total_bytes = sum(part.size_bytes for part in parts)
-    with shown_progress("selecting", total_bytes, interval=args.log_interval) as tell:
-        report = select(parts, folder / "scores", options, on_progress=tell)
+    with shown_progress("selecting", total_bytes, interval=args.log_interval) as report_progress:
+        report = select(parts, folder / "scores", options, on_progress=report_progress)
     discard(folder)
     for kind, count in report.bad_lines.items():
         print(f"left out: {count} x {kind}", file=sys.stderr)
@@ -83,7 +83,7 @@ def _score(args: argparse.Namespace, parts: list[CorpusPart], folder: Path) -> N
     scorer = ScoringModel(*load_for_generation(args.run, compute_device()))
     mine = sum(part.size_bytes for part in parts[subset.number :: subset.total])
     title = f"scoring (rank {subset.number} of {subset.total})"
-    with shown_progress(title, mine, interval=args.log_interval, shown=subset.number == 0) as tell:
+    with shown_progress(title, mine, interval=args.log_interval, shown=subset.number == 0) as report_progress:
         score_corpus(
             scorer,
             parts,
@@ -92,7 +92,7 @@ def _score(args: argparse.Namespace, parts: list[CorpusPart], folder: Path) -> N
             limit_bytes=args.max_document_bytes,
             resume=args.resume,
             subset=subset,
-            on_progress=tell,
+            on_progress=report_progress,
         )
 
 

@@ -1,4 +1,4 @@
-"""Trains a byte-level BPE on jsonl and plain text and writes its tokenizer.json."""
+"""Trains a byte-level BPE on jsonl, parquet and plain text and writes its tokenizer.json."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from megalin.errors import exit_code
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the tool; the exit code is 0, or the one of the error that is printed."""
+    """Runs the tool; returns 0, or the exit code of the printed error."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--input", nargs="+", required=True, help="files, globs or @FILE: .jsonl, .txt, also .gz or .zst; .parquet")
-    add("--json-keys", nargs="+", default=["text"], help="keys to take text from; bad lines are left out")
-    add("--vocab-size", type=int, required=True, help="ids wanted, the 256 bytes and <|endoftext|> included")
-    add("--special-tokens", nargs="+", default=[], help="names of tokens that no text has, as [CLS] [SEP] [MASK] [PAD]")
+    add("--json-keys", nargs="+", default=["text"], help="keys of text; bad lines are skipped")
+    add("--vocab-size", type=int, required=True, help="vocabulary size, with the 256 bytes and <|endoftext|>")
+    add("--special-tokens", nargs="+", default=[], help="tokens that never occur in text, as [CLS] [SEP] [MASK] [PAD]")
     add("--output", type=Path, required=True, help="path of the tokenizer.json")
     args = parser.parse_args(arguments)
     return exit_code(lambda: _run(args))

@@ -74,7 +74,7 @@ def test_bad_shard_ends_with_one_line_and_no_traceback(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--vocab-size", "9"], 2, "--vocab-size is read with --validate only"),
+        (["--vocab-size", "9"], 2, "--vocab-size has no effect without --validate"),
         (["--validate"], 2, "--validate needs --vocab-size V of at least 1, or --tokenizer-model"),
         (["--validate", "--vocab-size", "0"], 2, "--validate needs --vocab-size V of at least 1"),
         (["--validate", "--vocab-size", "3"], 3, "token id 3 at offset 2 of sequence 0"),
@@ -123,7 +123,7 @@ def test_shards_of_several_hosts_are_put_together(tmp_path, corpus, capsys):
     shared = ["--tokenizer-type", "ByteTokenizer"]
     for number in (0, 1):
         assert _preprocess(tmp_path, corpus, *shared, "--shard", f"{number}/2") == 0
-        assert f"shard {number}/2 is done; when all are, call again with --resume" in capsys.readouterr().out
+        assert f"shard {number}/2 is done; after the last one, run again with --resume" in capsys.readouterr().out
     assert not list(tmp_path.glob("out_*"))
     assert _preprocess(tmp_path, corpus, *shared, "--resume") == 0
     assert capsys.readouterr().out.startswith("30 documents, ")

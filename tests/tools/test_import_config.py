@@ -34,14 +34,14 @@ def test_script_becomes_a_config_that_loads_and_names_what_it_left_out(tmp_path,
     shown = capsys.readouterr().out
     assert "train.global_batch_size = 8  <-  --global-batch-size" in shown
     assert "Unknown:\n  --bogus-flag: " in shown
-    assert shown.endswith(f"{output}: a config that loads\n")
+    assert shown.endswith(f"{output}: a complete config\n")
 
 
 def test_what_is_to_be_filled_in_is_the_exit_code(tmp_path, script, capsys):
     assert import_config.main([script, str(tmp_path / "run.toml")]) == 1
     shown = capsys.readouterr().out
     assert "data.train.0 = '${DATA}': give --variable DATA=VALUE, or write the value" in shown
-    assert shown.endswith("to be filled in\n")
+    assert shown.endswith("values are missing; see above\n")
 
 
 def test_json_leaves_what_the_engine_alone_reads_beside_the_config(tmp_path):
@@ -65,7 +65,7 @@ def test_what_an_override_gives_is_not_to_be_filled_in(tmp_path, capsys):
     data = f'data={{train = ["{tmp_path / "corpus"}"], sequence_length = 128}}'
     arguments = [str(source), str(tmp_path / "a.toml"), "model.preset=llama-70m", data]
     assert import_config.main([*arguments, batch]) == 0
-    assert "to be filled in" not in capsys.readouterr().out
+    assert "values are missing" not in capsys.readouterr().out
     samples = SMALL.replace("--global-batch-size 8", "").replace("--train-iters 100", "--train-samples 6400")
     arguments = [samples.replace("\n", " "), str(tmp_path / "b.toml"), batch, "schedule.decay_steps=100"]
     assert import_config.main([*arguments, "train.steps=100"]) == 0

@@ -18,9 +18,9 @@ def _ledger(path, digests):
 def test_ledgers_are_compared_with_an_exit_code(tmp_path, capsys):
     first = _ledger(tmp_path / "a", ["x", "y", "z"])
     assert compare_ledgers.main([first, _ledger(tmp_path / "b", ["x", "y"])]) == 0
-    assert "2 steps in both, 1 in the first alone, 0 in the second alone\nthe same samples" in capsys.readouterr().out
+    assert "2 steps in both, 1 only in the first, 0 only in the second\nthe same samples" in capsys.readouterr().out
     assert compare_ledgers.main([first, _ledger(tmp_path / "c", ["x", "w", "w"])]) == 1
-    assert "other samples from step 2 on" in capsys.readouterr().out
+    assert "different samples from step 2 on" in capsys.readouterr().out
     assert compare_ledgers.main([first, str(tmp_path / "none")]) == 3
     assert "none: cannot be read" in capsys.readouterr().err
 
@@ -32,7 +32,7 @@ def test_loader_is_measured(tmp_path, capsys, options):
     assert benchmark_loader.main([str(prefix), *sizes, *options]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["tokens_per_second"] > 0
-    assert 0 < found["wait_share"] <= 1
+    assert 0 < found["wait_fraction"] <= 1
 
 
 def test_loader_of_a_missing_shard_is_refused(tmp_path, capsys):
