@@ -1,4 +1,4 @@
-"""Export: the newest checkpoint of a run as a folder of another system, one file's worth of tensors at a time."""
+"""Export of a run's newest checkpoint as a folder of another system; memory holds the tensors of one file at a time."""
 
 from __future__ import annotations
 
@@ -27,30 +27,32 @@ from megalin.model.language_model import LanguageModel
 from megalin.train.open_run import open_run
 
 FILE_BYTES = 2 << 30
-"""No file is larger, but for one that holds a single tensor; an export needs about three times as much memory."""
+"""Maximum size of a file, unless it has a single tensor; an export needs about three times as much memory."""
 _ELEMENT_BYTES = 4
 TOKENIZER_FILE = "tokenizer.json"
 
 
 def export_hf(run: Path, out: Path, *, form: str | None = None, file_bytes: int = FILE_BYTES) -> CheckpointLayout:
-    """Writes the newest checkpoint of `run` as fp32 safetensors with a config.json; `out` appears when it is whole.
+    """Writes the newest checkpoint of `run` as fp32 safetensors with a config.json; `out` appears only when complete.
 
     Args:
-        form: the system, for models that go into more than one; None takes the first.
-        file_bytes: no file gets larger, but for a single tensor.
+        form: the system, for models that fit several; None takes the first.
+        file_bytes: maximum size of a file, unless it has a single tensor.
 
     Returns:
-        The layout that was written.
+        The layout written.
 
     Raises:
-        ConfigError: no run, a model that the class cannot express, or an `out` that holds something.
+        ConfigError: no run, a model that the class cannot express, or an `out` that is not empty.
         CheckpointError: no checkpoint that verifies, or one with other tensors than its model.
         StorageError: `out` cannot be written.
     """
     check_empty(out)
     config, checkpoint = open_run(run)
     if not isinstance(config.model, ModelConfig):
-        raise ConfigError(f'{run}: model.kind = "{config.model.kind}" has no class outside; give the run of a decoder')
+        raise ConfigError(
+            f'{run}: no external class exists for model.kind = "{config.model.kind}"; give the run of a decoder'
+        )
     layout = layout_of_model(config.model, form)
     model = LanguageModel(config.model)
     _check_tensors(checkpoint, model)
@@ -62,23 +64,23 @@ def export_hf(run: Path, out: Path, *, form: str | None = None, file_bytes: int 
         _write_config(temporary, config.model, layout, tokenizer, length=config.data.sequence_length)
         os.rename(temporary, out)
     except OSError as error:
-        raise StorageError(f"cannot write {out}: {error}; free space or mend permissions") from None
+        raise StorageError(f"cannot write {out}: {error}; free space or fix the permissions") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return layout
 
 
 def check_empty(path: Path) -> None:
-    """Raises ConfigError where `path` is anything but absent or an empty folder."""
+    """Raises ConfigError unless `path` is absent or an empty folder."""
     if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
         raise ConfigError(f"{path}: exists and is not an empty folder; name one that does not exist yet")
 
 
 def _check_tensors(checkpoint: Checkpoint, model: LanguageModel) -> None:
-    """The tensors of a checkpoint are looked up by name, so that none may be left over."""
+    """Raises CheckpointError for tensors that the model lacks: export looks tensors up by name and would skip them."""
     names = {name for name in checkpoint.index().tensors if not name.startswith(OPTIMIZER_PREFIX)}
     if extra := sorted(names - weights(model).keys()):
-        raise CheckpointError(f"{checkpoint.path}: holds tensors that its model does not have: {', '.join(extra[:8])}")
+        raise CheckpointError(f"{checkpoint.path}: has tensors that its model does not have: {', '.join(extra[:8])}")
 
 
 def _write_tensors(
@@ -91,7 +93,7 @@ def _write_tensors(
         name = WEIGHTS_FILE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         ours = {item.link.ours: torch.empty(shapes[item.link.ours].shape) for item in group if item.held}
         load(checkpoint, ours, ignore=("",))  # these tensors and no others
-        tensors = {name: tensor for item in group for name, tensor in _theirs(item, ours).items()}
+        tensors = {name: tensor for item in group for name, tensor in _convert(item, ours).items()}
         save_file(tensors, folder / name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, name)
     if len(groups) > 1:
@@ -99,14 +101,14 @@ def _write_tensors(
         _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _theirs(item: Placed, ours: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A placed link's tensors; each of ours is let go once it is converted."""
+def _convert(item: Placed, ours: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Converts a placed link; removes our tensor from `ours`, so that its memory is freed."""
     tensor = ours.pop(item.link.ours) if item.held else torch.ones(item.rows)
     return item.to_theirs(tensor)
 
 
 def _groups(items: list[Placed], limit_bytes: int) -> Iterator[list[Placed]]:
-    """Runs of parameters that fit into one file."""
+    """Splits parameters into consecutive groups that fit into one file."""
     group: list[Placed] = []
     for item in items:
         if group and sum(map(_num_bytes, group)) + _num_bytes(item) > limit_bytes:
@@ -123,7 +125,7 @@ def _num_bytes(item: Placed) -> int:
 def _write_config(
     folder: Path, model: ModelConfig, layout: CheckpointLayout, tokenizer: Tokenizer | None, *, length: int
 ) -> None:
-    """config.json, and what is known of the tokenizer."""
+    """Writes config.json and the tokenizer's files."""
     end = {"bos_token_id": None, "eos_token_id": None if tokenizer is None else tokenizer.eod_id, "pad_token_id": None}
     values: dict[str, Any] = {
         "architectures": [layout.architecture],

@@ -1,4 +1,4 @@
-"""A folder of another system: config.json and safetensors files, checked before anything is read, and never pickle."""
+"""Reader of other systems' folders: config.json and safetensors, validated before tensors are read; never pickle."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 class Entry(NamedTuple):
-    """Where a tensor lies, and what it is."""
+    """File, dtype and shape of a tensor."""
 
     file: str
     dtype: str
@@ -34,10 +34,10 @@ class Entry(NamedTuple):
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object of at most 256 MiB; links are followed, as caches of downloads are made of them.
+    """Reads a JSON object of at most 256 MiB; links are followed, because download caches consist of them.
 
     Raises:
-        CheckpointError: unreadable, too large, or something else.
+        CheckpointError: unreadable, too large, or not a JSON object.
     """
     try:
         value = json.loads(read_json_bytes(path.resolve()))
@@ -51,18 +51,18 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class Folder:
-    """The tensors of a folder by name, as its files' headers tell them; a context manager that holds the files open.
+    """Tensors of a folder by name, from its files' headers; a context manager that keeps the files open.
 
     Attributes:
-        tensors: where each lies; the index, where there is one, agrees.
+        tensors: file, dtype and shape of each; consistent with the index, if there is one.
     """
 
     def __init__(self, path: Path) -> None:
-        """Reads the index and every header, no tensor.
+        """Reads the index and every header, but no tensor.
 
         Raises:
-            CheckpointError: no folder, no safetensors files, an index that names files elsewhere or files that are
-                missing, or headers that are corrupt or disagree with it.
+            CheckpointError: no folder, no safetensors files, an index with missing files or files outside of the
+                folder, or headers that are corrupt or disagree with the index.
         """
         self.path = path
         self._open: dict[str, Any] = {}
@@ -75,7 +75,7 @@ class Folder:
             raise CheckpointError(f"{path / INDEX_FILE} and its files disagree:\n  " + "\n  ".join(problems))
 
     def read(self, name: str) -> Tensor:
-        """One tensor, in its own dtype. Raises CheckpointError."""
+        """Reads one tensor, in its own dtype. Raises CheckpointError."""
         file = self.tensors[name].file
         try:
             tensor: Tensor = self._open[file].get_tensor(name)
@@ -84,42 +84,42 @@ class Folder:
         return tensor
 
     def problems(self, expected: Mapping[str, list[int]], *, ignored: tuple[str, ...] = ()) -> list[str]:
-        """Every tensor that is missing, of another shape or of a dtype that fp32 does not hold, and every extra one
-        whose name does not end with one of `ignored`."""
+        """Lists every tensor that is missing, has another shape or has a dtype that fp32 cannot represent, and every
+        extra one whose name does not end with one of `ignored`."""
         problems = []
         for name, shape in expected.items():
             entry = self.tensors.get(name)
             if entry is None:
-                problems.append(f"{name}: missing; {shape} is expected")
+                problems.append(f"{name}: missing; expected shape {shape}")
             elif entry.shape != shape:
-                problems.append(f"{name}: shape {entry.shape}, {shape} is expected")
+                problems.append(f"{name}: shape {entry.shape}, expected {shape}")
             elif entry.dtype not in FLOATS:
                 problems.append(f"{name}: dtype {entry.dtype} is not supported; store it as {' or '.join(FLOATS)}")
         for name, entry in self.tensors.items():
             if name not in expected and not (ignored and name.endswith(ignored)):
-                problems.append(f"{name}: not expected; it has shape {entry.shape}")
+                problems.append(f"{name}: unexpected tensor of shape {entry.shape}")
         return problems
 
     def _index(self) -> dict[str, str] | None:
-        """The file of each tensor, or None where one file holds them all."""
+        """The file of each tensor, or None if one file has them all."""
         if not self.path.is_dir():
-            raise CheckpointError(f"{self.path}: not a folder; give one that holds config.json and *.safetensors")
+            raise CheckpointError(f"{self.path}: not a folder; give one with config.json and *.safetensors")
         if not (self.path / INDEX_FILE).exists():
             if not (self.path / WEIGHTS_FILE).exists():
                 raise self._no_weights()
             return None
         weight_map = read_json(self.path / INDEX_FILE).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{self.path / INDEX_FILE}: weight_map is not an object that names tensors")
+            raise CheckpointError(f"{self.path / INDEX_FILE}: weight_map must be an object of tensor names and files")
         for name, file in weight_map.items():
             if not isinstance(file, str) or not re.fullmatch(FILE_NAME_PATTERN, file):
                 raise CheckpointError(
-                    f"{self.path / INDEX_FILE}: {name[:100]!r} is said to lie in {str(file)[:200]!r}, which is not the "
-                    "name of a file of this folder"
+                    f"{self.path / INDEX_FILE}: {name[:100]!r} is mapped to {str(file)[:200]!r}, which is not the name "
+                    "of a file in this folder"
                 )
         if missing := sorted(file for file in set(weight_map.values()) if not (self.path / file).exists()):
             raise CheckpointError(
-                f"{self.path / INDEX_FILE}: names files that are missing: {', '.join(missing)}; fetch them again"
+                f"{self.path / INDEX_FILE}: these files are missing: {', '.join(missing)}; download them again"
             )
         return weight_map
 
@@ -127,10 +127,10 @@ class Folder:
         pickles = sorted(entry.name for entry in self.path.iterdir() if entry.suffix in _PICKLES)
         if pickles:
             return CheckpointError(
-                f"{self.path}: holds its weights as pickles only ({', '.join(pickles[:4])}), which can run code and "
-                "are never read; save the model as safetensors first"
+                f"{self.path}: has weights as pickles only ({', '.join(pickles[:4])}), which can run code and are "
+                "never read; save the model as safetensors first"
             )
-        return CheckpointError(f"{self.path}: holds neither {WEIGHTS_FILE} nor {INDEX_FILE}")
+        return CheckpointError(f"{self.path}: has neither {WEIGHTS_FILE} nor {INDEX_FILE}")
 
     def _read_header(self, file: str) -> None:
         path = (self.path / file).resolve()
@@ -139,8 +139,8 @@ class Folder:
                 raise OSError("not a regular file")
             opened = safetensors.safe_open(path, framework="pt")
             for name in opened.keys():  # noqa: SIM118 - not a dict
-                part = opened.get_slice(name)
-                self.tensors[name] = Entry(file, part.get_dtype(), list(part.get_shape()))
+                header = opened.get_slice(name)
+                self.tensors[name] = Entry(file, header.get_dtype(), list(header.get_shape()))
         except (safetensors.SafetensorError, OSError) as error:
             raise CheckpointError(f"{self.path / file}: not a safetensors file: {error}") from None
         self._open[file] = opened
@@ -148,13 +148,13 @@ class Folder:
     def _disagreements(self, index: Mapping[str, str]) -> list[str]:
         found = {name: entry.file for name, entry in self.tensors.items()}
         return [
-            f"{name}: in {found.get(name, 'no file')}, the index says {index.get(name, 'nothing of it')}"
+            f"{name}: stored in {found.get(name, 'no file')}, but the index lists {index.get(name, 'no file')}"
             for name in sorted(found.keys() | index.keys())
             if found.get(name) != index.get(name)
         ]
 
     def close(self) -> None:
-        """Lets the files go."""
+        """Closes the files."""
         self._open.clear()
 
     def __enter__(self) -> Self:
@@ -167,5 +167,5 @@ class Folder:
 
 
 def equal(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors of a folder are the same numbers."""
+    """True if two tensors have the same shape and values."""
     return first.shape == second.shape and torch.equal(first.float(), second.float())

@@ -1,15 +1,15 @@
-"""The layout of HGRN2 in flash-linear-attention: names, config.json, and which of its variants our mixers compute."""
+"""The layout of HGRN2 in flash-linear-attention: names, config.json, and the variants that our mixers support."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from megalin.interop.weights.layout import CheckpointLayout, Link, norm
-from megalin.interop.weights.settings import MOST_RATIO, Settings
+from megalin.interop.weights.settings import MAX_RATIO, Settings
 from megalin.model.config import ModelConfig
 
 OUTPUT_NORM_EPS = 1e-5
-"""Of the norm behind the scan, whatever norm_eps is."""
+"""eps of the norm after the scan, independent of norm_eps."""
 
 
 def _to_model(settings: Settings) -> dict[str, Any]:
@@ -24,8 +24,8 @@ def _to_model(settings: Settings) -> dict[str, Any]:
         "output_norm_eps": OUTPUT_NORM_EPS,
         **norms,
     }
-    # Left out, the width is a multiple of 256, as in the class.
-    size = -(-int(width * settings.number("hidden_ratio", 4, most=MOST_RATIO) * 2 / 3) // 256) * 256
+    # The default width is a multiple of 256, as in the class.
+    size = -(-int(width * settings.number("hidden_ratio", 4, maximum=MAX_RATIO) * 2 / 3) // 256) * 256
     glu = {
         "type": "glu",
         "intermediate_size": settings.integer("intermediate_size", size),
@@ -43,7 +43,7 @@ def _to_model(settings: Settings) -> dict[str, Any]:
 
 
 def _head_dim(settings: Settings, width: int) -> int:
-    """Width of a head's keys: expand_ratio, which wins over num_heads, or 128 where neither is told."""
+    """Width of a head's keys: expand_ratio, which takes precedence over num_heads, or 128 if neither is set."""
     if settings.has("expand_ratio") or not settings.has("num_heads"):
         ratio = settings.integer("expand_ratio", 128)
         if width % ratio:
@@ -85,7 +85,7 @@ HGRN2 = CheckpointLayout(
     architecture="HGRN2ForCausalLM",
     model_type="hgrn2",
     sublayers=("hgrn2", "glu"),
-    marks=(),
+    required_keys=(),
     layers="model.layers.{}.",
     block=(*_MIXER, Link("1.mixer.up.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), (0, 1)), _DOWN),
     older_block=(*_MIXER, Link("1.mixer.up.weight", ("mlp.gate_proj.weight",), (0, 1)), _DOWN),

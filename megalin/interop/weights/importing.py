@@ -1,4 +1,4 @@
-"""Import: a folder of another system as a run folder, whose first checkpoint holds its weights at step 0."""
+"""Import of another system's folder as a run folder with one checkpoint: the weights at step 0."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from megalin.train.config import RunConfig
 from megalin.train.run_folder import RunFolder
 
 UNNAMED_SHARDS = "name-your-training-shards"
-"""Where an imported run's config names its training data."""
+"""Placeholder for the training data in an imported run's config."""
 _SEQUENCE_LENGTH = 2048
 _HEAD, _EMBEDDING = "head.weight", "embedding.weight"
 
 
 class ImportedWeights(NamedTuple):
-    """What was read."""
+    """Result of an import."""
 
     layout: CheckpointLayout
     num_parameters: int
     without_tokenizer: str | None
-    """Why the run has no tokenizer; None where it has one."""
+    """Reason why the run has no tokenizer; None if it has one."""
 
 
 class _Plan(NamedTuple):
-    """A folder that fits: its layout, its model on the meta device, and the place of every tensor."""
+    """Layout of a folder, its model on the meta device, and the place of every tensor."""
 
     layout: CheckpointLayout
     model: LanguageModel
@@ -50,14 +50,14 @@ class _Plan(NamedTuple):
 
 
 def import_hf(source: Path, run: Path) -> ImportedWeights:
-    """Makes the run folder `run` from the folder `source`; train, eval and generate read it like any other.
+    """Creates the run folder `run` from the folder `source`; train, eval and generate read it like any other.
 
-    Its config.toml holds the model; the data, the batch and the learning rate in it are to be set by whoever trains.
-    Memory: one tensor. Disk: the fp32 weights twice while it works, then once.
+    Its config.toml has the model, and placeholders for data, batch size and learning rate, to set before training.
+    Memory: one tensor. Disk: twice the fp32 weights during the import, then once.
 
     Raises:
-        CheckpointError: a folder that is not supported, whole and consistent; every tensor that does not fit is named.
-        ConfigError: a `run` that holds something, or sizes that no model can have.
+        CheckpointError: a folder that is unsupported, incomplete or inconsistent; names every tensor that does not fit.
+        ConfigError: a `run` that is not empty, or sizes that no model can have.
         StorageError: `run` cannot be written.
     """
     check_empty(run)
@@ -66,14 +66,14 @@ def import_hf(source: Path, run: Path) -> ImportedWeights:
         plan = _plan(folder, settings)
         with RunFolder(run) as claimed:
             try:
-                reason = _fill(claimed, folder, plan, settings)
+                reason = _write_run(claimed, folder, plan, settings)
             except MegalinError:
-                shutil.rmtree(run, ignore_errors=True)  # nothing but this import's was there
+                shutil.rmtree(run, ignore_errors=True)  # the folder was empty before this import
                 raise
     return ImportedWeights(plan.layout, plan.model.num_parameters(), reason)
 
 
-def _fill(run: RunFolder, folder: Folder, plan: _Plan, settings: Settings) -> str | None:
+def _write_run(run: RunFolder, folder: Folder, plan: _Plan, settings: Settings) -> str | None:
     """Writes tokenizer, checkpoint and config; returns why the run has no tokenizer, or None."""
     model, title = plan.model.config, plan.layout.title
     reason = _copy_tokenizer(folder.path, run.path, model)
@@ -85,8 +85,8 @@ def _fill(run: RunFolder, folder: Folder, plan: _Plan, settings: Settings) -> st
         "versions": {"megalin": megalin.__version__, "torch": torch.__version__},
         "source": {"folder": str(folder.path), "class": title},
     }
-    save(run.checkpoints, step=0, tensors=_staged(plan, folder, run.path), state=state)
-    # A name may hold a line break, and a comment must not.
+    save(run.checkpoints, step=0, tensors=_convert(plan, folder, run.path), state=state)
+    # A name may contain a line break, and a comment must not.
     header = f"# {title} from {str(folder.path)!r}. To train it, set data.train, train.* and optimizer.lr.\n"
     run.write_text(run.config, header + dumps(config))
     return reason
@@ -99,7 +99,9 @@ def _plan(folder: Folder, settings: Settings) -> _Plan:
     table = candidates[0].to_model(settings)
     num_layers = sum(block["repeat"] for block in table["layers"])
     if num_layers > len(folder.tensors):
-        raise CheckpointError(f"{settings.source}: {num_layers} layers, but {len(folder.tensors)} tensors in all")
+        raise CheckpointError(
+            f"{settings.source}: {num_layers} layers, but the folder has only {len(folder.tensors)} tensors"
+        )
     config = parse(ModelConfig, table, settings.source)
     kinds = tuple(sublayer.type for sublayer in config.layers[0].sublayers)
     layout = next(candidate for candidate in candidates if candidate.sublayers == kinds)
@@ -110,7 +112,7 @@ def _plan(folder: Folder, settings: Settings) -> _Plan:
         plans.append(_Plan(layout, model, held))
     found = [_problems(folder, plan) for plan in plans]
     if all(found):
-        raise CheckpointError(f"{folder.path}: not the tensors of {layout.title}:\n  " + "\n  ".join(found[0]))
+        raise CheckpointError(f"{folder.path}: tensors do not match {layout.title}:\n  " + "\n  ".join(found[0]))
     return plans[found.index([])]
 
 
@@ -118,20 +120,20 @@ def _problems(folder: Folder, plan: _Plan) -> list[str]:
     expected = {name: shape for item in plan.placed for name, shape in item.shapes().items()}
     links = {link.ours: link.theirs[0] for link in plan.layout.model}
     head, embedding = links[_HEAD], links[_EMBEDDING]
-    copied = plan.model.config.tie_embeddings and head in folder.tensors
-    problems = folder.problems(expected, ignored=(*plan.layout.ignored, *([head] if copied else [])))
-    if copied and not problems and not equal(folder.read(head), folder.read(embedding)):
+    tied_copy = plan.model.config.tie_embeddings and head in folder.tensors
+    problems = folder.problems(expected, ignored=(*plan.layout.ignored, *([head] if tied_copy else [])))
+    if tied_copy and not problems and not equal(folder.read(head), folder.read(embedding)):
         problems.append(
-            f"{head}: differs from {embedding}, though the model ties them; set tie_word_embeddings to false in "
+            f"{head}: differs from {embedding}, but the model ties them; set tie_word_embeddings to false in "
             f"{CONFIG_FILE} to keep both"
         )
     return problems
 
 
-def _staged(plan: _Plan, folder: Folder, path: Path) -> Mapping[str, Tensor]:
-    """Our parameters in fp32, as maps of files without a name: they take disk, and no memory that is not given back."""
+def _convert(plan: _Plan, folder: Folder, path: Path) -> Mapping[str, Tensor]:
+    """Our parameters in fp32, memory-mapped from unlinked files: they use disk, and memory that can be reclaimed."""
     shapes = {name: tensor.shape for name, tensor in weights(plan.model).items()}
-    staged = {}
+    converted = {}
     try:
         for item in plan.placed:
             shape = shapes[item.link.ours]
@@ -139,14 +141,14 @@ def _staged(plan: _Plan, folder: Folder, path: Path) -> Mapping[str, Tensor]:
             tensor = torch.from_file(str(file), shared=True, size=shape.numel(), dtype=torch.float32).view(shape)
             file.unlink()
             item.to_ours(folder.read, tensor)
-            staged[item.link.ours] = tensor
+            converted[item.link.ours] = tensor
     except (OSError, RuntimeError) as error:
         raise _unwritable(path, error) from None
-    return staged
+    return converted
 
 
 def _run_config(model: ModelConfig, settings: Settings, tokenizer: Path | None) -> RunConfig:
-    """The config of a run that has this model and knows nothing else."""
+    """The config of a run with this model and placeholders for the rest."""
     length = min(_SEQUENCE_LENGTH, settings.integer("max_position_embeddings", _SEQUENCE_LENGTH))
     data: dict[str, Any] = {"train": [UNNAMED_SHARDS], "sequence_length": length}
     if tokenizer is not None:
@@ -161,7 +163,7 @@ def _run_config(model: ModelConfig, settings: Settings, tokenizer: Path | None) 
 
 
 def _copy_tokenizer(source: Path, run: Path, model: ModelConfig) -> str | None:
-    """Copies tokenizer.json where it is one that runs can use; else says why not."""
+    """Copies tokenizer.json if runs can use it; else returns the reason."""
     file = source / TOKENIZER_FILE
     if not file.exists():
         return f"{source} has no {TOKENIZER_FILE}"
@@ -170,7 +172,7 @@ def _copy_tokenizer(source: Path, run: Path, model: ModelConfig) -> str | None:
     except DataError as error:
         return str(error)
     if tokenizer.vocab_size > model.vocab_size:
-        return f"{file} has {tokenizer.vocab_size} ids, the model {model.vocab_size}"
+        return f"{file} has {tokenizer.vocab_size} ids, more than the model's {model.vocab_size}"
     try:
         shutil.copyfile(tokenizer.path, run / TOKENIZER_FILE)
     except OSError as error:
@@ -179,4 +181,4 @@ def _copy_tokenizer(source: Path, run: Path, model: ModelConfig) -> str | None:
 
 
 def _unwritable(path: Path, error: Exception) -> StorageError:
-    return StorageError(f"cannot write {path}: {error}; free space or mend permissions")
+    return StorageError(f"cannot write {path}: {error}; free space or fix the permissions")

@@ -1,4 +1,4 @@
-"""What an outside layout is: a class, its config.json, and one table of which tensor holds which rows of ours."""
+"""Layout of an external model class: its config.json, and a table that maps our parameters to its tensors."""
 
 from __future__ import annotations
 
@@ -13,83 +13,84 @@ from megalin.interop.weights.settings import Settings
 from megalin.model.config import ModelConfig
 from megalin.model.language_model import LanguageModel
 
-OUR_TABLES = ("embedding.weight", "head.weight")
-"""The parameters whose padding rows stay at home."""
+PADDED_TABLES = ("embedding.weight", "head.weight")
+"""Parameters with padding rows, which are not exported."""
 
 
 class Link(NamedTuple):
-    """One parameter of ours and the tensors outside that hold it; read one way to export, the other way to import.
+    """One parameter of ours and the external tensors that store it; export and import use it in opposite directions.
 
-    Its rows, those of a fused [parts, out, in] one below the other, are len(order) slabs of equal height. The outside
-    has slab order[0] first, then order[1], ...: each under a name of its own, or all in one tensor.
+    The rows of our parameter, with the parts of a fused [parts, out, in] stacked, are len(order) slabs of equal height.
+    The external side has slab order[0] first, then order[1], ...: one tensor per slab, or all in one tensor.
     """
 
     ours: str
-    """Name, in a block's table relative to blocks.<i>.sublayers."""
+    """Our name, in a block's table relative to blocks.<i>.sublayers."""
     theirs: tuple[str, ...]
-    """One name a slab, or one name; in a block's table relative to the layout's `layers`."""
+    """One external name per slab, or one name for all; in a block's table relative to the layout's `layers`."""
     order: tuple[int, ...] = (0,)
-    """Which slab of ours is at each of their places."""
-    inner_one: bool = False
-    """Whether their tensor has a dim of size 1 behind its rows."""
+    """Index of our slab at each of their places."""
+    extra_dim: bool = False
+    """True if their tensor has an extra dim of size 1 after the first."""
     absent: Literal["never", "ones", "skip"] = "never"
-    """What our model may lack. ones: a weightless norm, whose weight out there is ones. skip: theirs lacks it too."""
+    """Handling of a parameter that our model may lack. ones: a norm without weights, whose external weight is ones.
+    skip: the external model lacks it too."""
 
 
 def norm(ours: str, theirs: str) -> Link:
-    """The weight of a norm; a weightless one has a weight of ones out there."""
+    """Link of a norm's weight; for a norm without weights the external weight is ones."""
     return Link(ours, (theirs,), absent="ones")
 
 
 class CheckpointLayout(NamedTuple):
-    """One class of one system."""
+    """Layout of one model class of one system."""
 
     format: str
-    """The system."""
+    """Name of the system."""
     architecture: str
-    """The class, as config.json names it."""
+    """Name of the class in config.json."""
     model_type: str
     sublayers: tuple[str, ...]
-    """The mixer types of every block of ours."""
-    marks: tuple[str, ...]
-    """Keys of config.json that tell this layout from another of the same class name."""
+    """Mixer types of every block of ours."""
+    required_keys: tuple[str, ...]
+    """Keys of config.json that distinguish this layout from others of the same class name."""
     layers: str
-    """Prefix of a block's tensors, with the block's index as {}."""
+    """Prefix of a block's tensors, with {} for the block's index."""
     block: tuple[Link, ...]
     model: tuple[Link, ...]
     fixed: Mapping[str, tuple[Any, ...]]
-    """Keys whose value our mixers imply: the values that mean it, the default and exported one first."""
+    """Keys with only one supported meaning: the values for it, the default and exported one first."""
     to_model: Callable[[Settings], dict[str, Any]]
     """config.json -> the model table. Raises CheckpointError."""
     to_settings: Callable[[ModelConfig], dict[str, Any]]
-    """A model with these sub-layers -> config.json, as near as it comes (`refusal.check_expressible` compares)."""
+    """A model with these sub-layers -> the closest config.json (`layouts.check_expressible` compares the two)."""
     older_block: tuple[Link, ...] = ()
     """A block's table in folders of older versions."""
     ignored: tuple[str, ...] = ()
-    """Ends of names of tensors that hold nothing learnt."""
+    """Name endings of tensors without learned values."""
 
     @property
     def title(self) -> str:
-        """For messages."""
+        """Name for messages."""
         return f"{self.architecture} ({self.format})"
 
 
 class Placed(NamedTuple):
-    """A link of one model: whole names and shapes."""
+    """Link with the full names and shapes of one model."""
 
     link: Link
     rows: tuple[int, ...]
-    """Shape of our parameter as rows, padding left out."""
+    """Shape of our parameter as rows, without padding."""
     held: bool
-    """Whether our model has the parameter; else it stands for ones."""
+    """True if our model has the parameter; otherwise the external tensor is ones."""
 
     def shapes(self) -> dict[str, list[int]]:
         """The shape of each of their tensors."""
-        names, one = self.link.theirs, [1] if self.link.inner_one else []
-        return {name: [self.rows[0] // len(names), *one, *self.rows[1:]] for name in names}
+        names, extra = self.link.theirs, [1] if self.link.extra_dim else []
+        return {name: [self.rows[0] // len(names), *extra, *self.rows[1:]] for name in names}
 
     def to_theirs(self, ours: Tensor) -> dict[str, Tensor]:
-        """Our parameter -> their tensors, contiguous and apart in memory."""
+        """Our parameter -> their tensors, contiguous and without shared memory."""
         slabs = as_rows(ours)[: self.rows[0]].chunk(len(self.link.order))
         slabs = tuple(slabs[place] for place in self.link.order)
         if len(self.link.theirs) == 1:
@@ -105,36 +106,35 @@ class Placed(NamedTuple):
         """Fills our parameter from their tensors, one at a time."""
         targets = as_rows(ours)[: self.rows[0]].chunk(len(self.link.order))
         if len(self.link.theirs) == 1:
-            whole = read(self.link.theirs[0]).reshape(self.rows)
-            parts = whole.chunk(len(self.link.order))
-            for place, part in zip(self.link.order, parts, strict=True):
-                targets[place].copy_(part)
+            slabs = read(self.link.theirs[0]).reshape(self.rows).chunk(len(self.link.order))
+            for place, slab in zip(self.link.order, slabs, strict=True):
+                targets[place].copy_(slab)
             return
         for place, name in zip(self.link.order, self.link.theirs, strict=True):
             targets[place].copy_(read(name).reshape(targets[place].shape))
 
 
 def as_rows(tensor: Tensor) -> Tensor:
-    """A view [rows, ...]: the parts of a fused parameter one below the other."""
+    """A view [rows, ...], with the parts of a fused parameter stacked."""
     return tensor.flatten(0, 1) if tensor.dim() == 3 else tensor
 
 
 def place(layout: CheckpointLayout, model: LanguageModel, *, older: bool = False) -> list[Placed]:
-    """Every link of `model`, which may lie on the meta device, in the order of the forward."""
-    left = weights(model)
+    """Places every link of `model`, which may be on the meta device, in the order of the forward."""
+    remaining = weights(model)
     placed = []
     for link in _links(layout, model, older):
-        tensor = left.pop(link.ours, None)
+        tensor = remaining.pop(link.ours, None)
         if tensor is not None:
             rows = list(as_rows(tensor).shape)
-            if link.ours in OUR_TABLES:
+            if link.ours in PADDED_TABLES:
                 rows[0] = model.config.vocab_size
             placed.append(Placed(link, tuple(rows), held=True))
         elif link.absent == "ones":
             placed.append(Placed(link, (model.config.hidden_size,), held=False))
         else:
             assert link.absent == "skip", link
-    assert not left, f"{layout.title} has no place for {sorted(left)}"
+    assert not remaining, f"{layout.title} has no place for {sorted(remaining)}"
     return placed
 
 

@@ -1,4 +1,4 @@
-"""All layouts: which one a folder has, which one a model goes into, and what a class cannot express."""
+"""Selection of a layout for a folder or for a model, and the check that a class can express the model."""
 
 from __future__ import annotations
 
@@ -23,41 +23,41 @@ LAYOUTS = (
     llama.LLAMA,
 )
 FORMATS = sorted({layout.format for layout in LAYOUTS})
-_MOST_DIFFERENCES = 8
-_INITIAL_ONLY = ("init_std", "output_init", "layers")
-"""Fields of a model that say nothing of what it computes, and the one that is compared block by block."""
+_MAX_DIFFERENCES = 8
+_NOT_COMPARED = ("init_std", "output_init", "layers")
+"""Fields of a model that affect only its initial weights, and `layers`, which is compared block by block."""
 
 
 def layout_of_model(model: ModelConfig, form: str | None) -> CheckpointLayout:
-    """The layout that blocks like these have, the first one or that of `form`.
+    """The layout for the model's blocks: the first one, or that of the format `form`.
 
     Raises:
-        ConfigError: no class has such blocks, or none of that form; or the class computes something else.
+        ConfigError: no class has such blocks, or none of that format; or the class computes something else.
     """
     kinds = {tuple(sublayer.type for sublayer in block.sublayers) for _, block in model.blocks()}
     fitting = [layout for layout in LAYOUTS if kinds == {layout.sublayers}]
     if not fitting:
         described = " and ".join(f"[{', '.join(kind)}]" for kind in sorted(kinds))
         known = "; ".join(f"[{', '.join(layout.sublayers)}]: {layout.title}" for layout in LAYOUTS)
-        raise ConfigError(f"model.layers: there is no class outside for blocks of {described}; there is {known}")
+        raise ConfigError(f"model.layers: no external class has blocks of {described}; supported: {known}")
     chosen = [layout for layout in fitting if form in (None, layout.format)]
     if not chosen:
         formats = " or ".join(layout.format for layout in fitting)
-        raise ConfigError(f"--format {form}: such a model goes into the format {formats}")
+        raise ConfigError(f"--format {form}: this model has no class in this format; use --format {formats}")
     check_expressible(model, chosen[0])
     return chosen[0]
 
 
 def check_expressible(model: ModelConfig, layout: CheckpointLayout) -> None:
-    """Compares the model with what its own config.json would be read as.
+    """Compares the model with the one read back from its own config.json.
 
     A norm without weights passes as one with a weight of ones.
 
     Raises:
-        ConfigError: naming each field that the class has no place for, with both values.
+        ConfigError: names each field that the class cannot represent, with both values.
     """
-    there = parse(ModelConfig, layout.to_model(Settings(layout.to_settings(model), "config.json")), layout.title)
-    ours, theirs = dict(_meaning(model, model)), dict(_meaning(there, model))
+    read_back = parse(ModelConfig, layout.to_model(Settings(layout.to_settings(model), "config.json")), layout.title)
+    ours, theirs = dict(_effective_fields(model, model)), dict(_effective_fields(read_back, model))
     problems = [
         f"{name} = {value!r}: the class has {theirs.get(name)!r}"
         for name, value in ours.items()
@@ -65,8 +65,8 @@ def check_expressible(model: ModelConfig, layout: CheckpointLayout) -> None:
     ]
     if problems:
         raise ConfigError(
-            f"{layout.title} cannot express this model; it takes one with the values of the class:\n  "
-            + "\n  ".join(problems[:_MOST_DIFFERENCES])
+            f"{layout.title} cannot express this model; change it to the values of the class:\n  "
+            + "\n  ".join(problems[:_MAX_DIFFERENCES])
         )
 
 
@@ -76,9 +76,9 @@ def _equal(ours: Any, theirs: Any) -> bool:
     return bool(ours == theirs)
 
 
-def _meaning(model: ModelConfig, names: ModelConfig) -> Iterator[tuple[str, Any]]:
-    """What the model computes, field by field, what is left out filled in; blocks named as in `names`."""
-    for field, value in model.model_dump(exclude=set(_INITIAL_ONLY)).items():
+def _effective_fields(model: ModelConfig, names: ModelConfig) -> Iterator[tuple[str, Any]]:
+    """Yields the fields that determine the computation, with defaults filled in; blocks are named as in `names`."""
+    for field, value in model.model_dump(exclude=set(_NOT_COMPARED)).items():
         yield f"model.{field}", value
     for (path, _), (_, block) in zip(names.blocks(), model.blocks(), strict=True):
         for index, sublayer in enumerate(block.sublayers):
@@ -93,17 +93,17 @@ def _meaning(model: ModelConfig, names: ModelConfig) -> Iterator[tuple[str, Any]
 
 
 def layouts_of_folder(settings: Settings) -> list[CheckpointLayout]:
-    """The layouts of the class that config.json names; their config.json is read by the first one's `to_model`.
+    """The layouts of the class in config.json; the first one's `to_model` reads config.json for all of them.
 
     Raises:
-        CheckpointError: a class that is not supported, with those that are.
+        CheckpointError: an unsupported class; the message lists the supported ones.
     """
     named = settings.values.get("architectures")
     architecture = named[0] if isinstance(named, list) and named else None
     fitting = [
         layout
         for layout in LAYOUTS
-        if architecture == layout.architecture and all(settings.has(mark) for mark in layout.marks)
+        if architecture == layout.architecture and all(settings.has(key) for key in layout.required_keys)
     ]
     if not fitting:
         known = ", ".join(dict.fromkeys(layout.title for layout in LAYOUTS))

@@ -1,4 +1,4 @@
-"""The layout of LLaMA in transformers: names, config.json, and which of its variants our mixers compute.
+"""The layout of LLaMA in transformers: names, config.json, and the variants that our mixers support.
 
 The rows of queries and keys need no permutation: both sides rotate the halves of a head, not neighbouring pairs.
 """
@@ -43,14 +43,15 @@ def _to_model(settings: Settings) -> dict[str, Any]:
 
 
 def _rope_base(settings: Settings) -> float:
-    """The base, from where either generation of transformers keeps it. Raises CheckpointError for scaled positions."""
+    """The rotary base, from the key of either generation of transformers. Raises CheckpointError if positions are
+    scaled."""
     table = settings.table("rope_parameters")
     if table.values.get("rope_type", "default") != "default":
-        raise table.problem("rope_type", "supported: 'default', positions as they are")
+        raise table.problem("rope_type", "supported: 'default', without scaling")
     old = settings.number("rope_theta", table.number("rope_theta", ROPE_BASE))
     new = table.number("rope_theta", old)
     if old != new:
-        raise settings.problem("rope_theta", f"but rope_parameters.rope_theta = {new}; mend the one that is wrong")
+        raise settings.problem("rope_theta", f"but rope_parameters.rope_theta = {new}; correct the wrong one")
     return new
 
 
@@ -77,7 +78,7 @@ LLAMA = CheckpointLayout(
     architecture="LlamaForCausalLM",
     model_type="llama",
     sublayers=("softmax", "glu"),
-    marks=(),
+    required_keys=(),
     layers="model.layers.{}.",
     block=(
         norm("0.norm.weight", "input_layernorm.weight"),

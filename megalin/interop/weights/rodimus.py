@@ -1,4 +1,4 @@
-"""The layouts of Rodimus and Rodimus+ in flash-linear-attention and in its authors' own code."""
+"""The layouts of Rodimus and Rodimus+ in flash-linear-attention and in their authors' own code."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from megalin.errors import ConfigError
 from megalin.interop.weights.layout import CheckpointLayout, Link, norm
-from megalin.interop.weights.settings import MOST_RATIO, Settings
+from megalin.interop.weights.settings import MAX_RATIO, Settings
 from megalin.model.config import ModelConfig
 
 FFN_MULTIPLE = 8
@@ -15,7 +15,7 @@ DEFAULT_RATIO = 4 / 3
 
 
 def _model(settings: Settings, sublayers: list[dict[str, Any]], *, width: int, layers: int) -> dict[str, Any]:
-    """The model table; `settings` are the top level's."""
+    """The model table; `settings` is the top level of config.json."""
     return {
         "vocab_size": settings.integer("vocab_size"),
         "hidden_size": width,
@@ -43,7 +43,7 @@ def _plus(settings: Settings, default: str) -> bool:
 
 
 def _rank(settings: Settings, width: int) -> int:
-    """Rank of the values' gate, which "auto" leaves to the width."""
+    """Rank of the values' gate; "auto" derives it from the width."""
     if settings.values.get("input_gate_low_rank", "auto") in ("auto", None):
         return max(width // 64, 16)
     return settings.integer("input_gate_low_rank")
@@ -65,7 +65,7 @@ def _fla_model(settings: Settings) -> dict[str, Any]:
     if _plus(settings, "rodimus_plus"):
         attention = _fla_attention(settings.table("ska_attn"))
     size = settings.integer(
-        "intermediate_size", _aligned(settings.number("hidden_ratio", DEFAULT_RATIO, most=MOST_RATIO), width)
+        "intermediate_size", _aligned(settings.number("hidden_ratio", DEFAULT_RATIO, maximum=MAX_RATIO), width)
     )
     sublayers = _sublayers(norms, mixer, attention, size)
     table = _model(settings, sublayers, width=width, layers=settings.integer("num_hidden_layers"))
@@ -75,7 +75,7 @@ def _fla_model(settings: Settings) -> dict[str, Any]:
 def _fla_attention(table: Settings) -> dict[str, Any]:
     table.check_fixed({"qkv_bias": (False,), "qk_norm": (False,)}, FLA_PLUS.title)
     if "window_size" in table.values and not table.has("window_size"):
-        raise table.problem("window_size", "attention to all earlier tokens is not supported; a window is needed")
+        raise table.problem("window_size", "attention to all earlier tokens is not supported; set a window")
     return {
         "num_heads": table.integer("num_heads"),
         "window": table.integer("window_size", 1024),
@@ -97,7 +97,7 @@ def _codefuse_model(settings: Settings) -> dict[str, Any]:
     if _plus(settings, "rodimus"):
         attention_settings = settings.table("attn_cfg")
         attention = _codefuse_attention(attention_settings, width)
-        size = _aligned(attention_settings.number("ffn_expand_ratio", DEFAULT_RATIO, most=MOST_RATIO), width)
+        size = _aligned(attention_settings.number("ffn_expand_ratio", DEFAULT_RATIO, maximum=MAX_RATIO), width)
     sublayers = _sublayers(norms, mixer, attention, size)
     table = _model(settings, sublayers, width=width, layers=settings.integer("n_layer"))
     scale = math.sqrt(mixer["state_size"]) if settings.flag("use_scale_embedding", False) else 1.0
@@ -119,7 +119,7 @@ def _codefuse_attention(table: Settings, width: int) -> dict[str, Any]:
     table.check_fixed(fixed, CODEFUSE_PLUS.title)
     for key in ("num_heads_k", "num_heads_v"):
         table.integer(key)  # its class has no default
-    # Its window reaches half as far back, and the token itself comes on top.
+    # The class attends to half of window_size earlier keys and to the token's own.
     window = table.integer("window_size") // 2 + 1
     return {"num_heads": heads, "window": window, "rope_base": table.number("rotary_emb_base", 10000.0)}
 
@@ -136,7 +136,7 @@ def _fla_settings(model: ModelConfig) -> dict[str, Any]:
         "conv_size": mixer["conv_width"],
         "norm_eps": model.norm_eps,
         "residual_in_fp32": wide,
-        "block_residual_in_fp32": wide,  # the class reads now one, now the other
+        "block_residual_in_fp32": wide,  # the class reads one key in some places and the other elsewhere
         "vocab_size": model.vocab_size,
         "tie_word_embeddings": model.tie_embeddings,
         "initializer_range": model.init_std,
@@ -178,7 +178,8 @@ def _codefuse_settings(model: ModelConfig) -> dict[str, Any]:
         attention, glu = rest
         if attention["window"] == 1:
             raise ConfigError(
-                f"model.layers.0.sublayers.1.window = 1: {CODEFUSE_PLUS.title} sees at least 2 tokens; use --format fla"
+                f"model.layers.0.sublayers.1.window = 1: {CODEFUSE_PLUS.title} attends to at least 2 tokens; use "
+                "--format fla"
             )
         values["attn_cfg"] = {
             "num_heads": attention["num_heads"],
@@ -194,7 +195,7 @@ def _codefuse_settings(model: ModelConfig) -> dict[str, Any]:
 _FLA_MIXER = (
     norm("0.norm.weight", "mixer_norm.weight"),
     Link("0.mixer.fc.weight", ("mixer.up_proj.weight", "mixer.gate_proj.weight"), (0, 1)),
-    Link("0.mixer.conv.weight", ("mixer.short_conv.weight",), inner_one=True),
+    Link("0.mixer.conv.weight", ("mixer.short_conv.weight",), extra_dim=True),
     Link("0.mixer.conv.bias", ("mixer.short_conv.bias",)),
     Link("0.mixer.qk", ("mixer.q_proj.weight", "mixer.k_proj.weight"), (0, 1)),
     Link("0.mixer.gates", ("mixer.g_gate_proj.weight", "mixer.tau_gate_proj.weight"), (0, 1)),
@@ -219,7 +220,7 @@ _INNER = "mixer.inner_mixer."
 _CODEFUSE_MIXER = (
     norm("0.norm.weight", "mixer_norm.weight"),
     Link("0.mixer.fc.weight", ("mixer.fc.weight",), (0, 1)),
-    Link("0.mixer.conv.weight", (f"{_INNER}short_conv.conv1d.weight",), inner_one=True),
+    Link("0.mixer.conv.weight", (f"{_INNER}short_conv.conv1d.weight",), extra_dim=True),
     Link("0.mixer.conv.bias", (f"{_INNER}short_conv.conv1d.bias",)),
     Link("0.mixer.qk", (f"{_INNER}in_proj.weight",)),
     Link("0.mixer.gates", (f"{_INNER}mem_gate_proj.weight",)),
@@ -237,7 +238,7 @@ _CODEFUSE_PLUS = (
     Link("1.mixer.key", ("attn.k_proj.weight",)),
     Link("1.mixer.out.weight", ("attn.out_proj.weight",)),
     norm("2.norm.weight", "ffn_norm.weight"),
-    # Its first half is linear, the second one gates; ours the other way round.
+    # Its first half is linear and the second is the gate; our order is the reverse.
     Link("2.mixer.up.weight", ("ffn.fc.weight",), (1, 0)),
     Link("2.mixer.down.weight", ("ffn.out_proj.weight",)),
 )
@@ -248,7 +249,7 @@ FLA = CheckpointLayout(
     architecture="RodimusForCausalLM",
     model_type="rodimus",
     sublayers=("rodimus",),
-    marks=("hidden_size",),
+    required_keys=("hidden_size",),
     layers="model.layers.{}.",
     block=_FLA_MIXER,
     model=(
@@ -267,7 +268,7 @@ CODEFUSE = CheckpointLayout(
     architecture="RodimusForCausalLM",
     model_type="rodimus",
     sublayers=("rodimus",),
-    marks=("d_model", "n_layer"),
+    required_keys=("d_model", "n_layer"),
     layers="model.layers.{}.",
     block=_CODEFUSE_MIXER,
     model=(

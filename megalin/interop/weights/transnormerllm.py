@@ -1,4 +1,4 @@
-"""The layout of the released TransNormerLLM: names, config.json, and which of its variants our mixers compute."""
+"""The layout of the released TransNormerLLM: names, config.json, and the variants that our mixers support."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megalin.interop.weights.settings import Settings
 from megalin.model.config import ModelConfig
 
 NORMS = {"norm": "srmsnorm", "norm_eps": 1e-6}
-"""What its code computes in fp32 and bf16; no key tells it."""
+"""The norm of its code in fp32 and bf16; config.json has no key for it."""
 
 
 def _to_model(settings: Settings) -> dict[str, Any]:
@@ -39,16 +39,18 @@ def _to_model(settings: Settings) -> dict[str, Any]:
 
 
 def _lrpe(settings: Settings, layers: int) -> list[bool]:
-    """Which layers encode positions."""
+    """True for each layer that encodes positions."""
     chosen = settings.values.get("linear_use_lrpe_list")
     if not isinstance(chosen, list) or len(chosen) != layers or any(item not in (0, 1) for item in chosen):
-        raise settings.problem("linear_use_lrpe_list", f"a list of decoder_layers = {layers} zeros and ones is needed")
+        raise settings.problem("linear_use_lrpe_list", f"must be a list of decoder_layers = {layers} zeros and ones")
     return [bool(item) for item in chosen]
 
 
 def _to_settings(model: ModelConfig) -> dict[str, Any]:
     if model.num_layers == 1:
-        raise ConfigError("model.layers has one block, for which the released TransNormerLLM divides by zero; use more")
+        raise ConfigError(
+            "model.layers has one block, for which the released TransNormerLLM divides by zero; use at least two"
+        )
     attention, glu = (sublayer.model_dump() for sublayer in model.layers[0].sublayers)
     lrpe = [int(block.sublayers[0].model_dump()["lrpe"] is not None) for _, block in model.blocks()]
     return {
@@ -70,10 +72,10 @@ TRANSNORMERLLM = CheckpointLayout(
     architecture="TransnormerForCausalLM",
     model_type="transnormer",
     sublayers=("transnormer", "glu"),
-    marks=(),
+    required_keys=(),
     layers="model.layers.{}.",
     block=(
-        Link("0.mixer.full_precision.theta", ("token_mixer.lrpe.theta",), inner_one=True, absent="skip"),
+        Link("0.mixer.full_precision.theta", ("token_mixer.lrpe.theta",), extra_dim=True, absent="skip"),
         Link("0.mixer.qkvu.weight", ("token_mixer.qkvu_proj.weight",), (0, 1, 2, 3)),
         Link("0.mixer.out.weight", ("token_mixer.out_proj.weight",)),
         Link("1.mixer.up.weight", ("channel_mixer.l1.weight", "channel_mixer.l2.weight"), (0, 1)),

@@ -48,9 +48,9 @@ def _edit_index(folder: Path, change: Any) -> None:
 
 
 def test_no_folder_and_no_weights(tmp_path: Path):
-    _fails(CheckpointError, tmp_path / "none", tmp_path / "back", "not a folder; give one that holds config.json")
+    _fails(CheckpointError, tmp_path / "none", tmp_path / "back", "not a folder; give one with config.json")
     (tmp_path / "empty").mkdir()
-    _fails(CheckpointError, tmp_path / "empty", tmp_path / "back", "holds neither model.safetensors nor")
+    _fails(CheckpointError, tmp_path / "empty", tmp_path / "back", "has neither model.safetensors nor")
 
 
 def test_pickles_are_never_read(tmp_path: Path):
@@ -61,23 +61,23 @@ def test_pickles_are_never_read(tmp_path: Path):
 
 def test_a_file_that_the_index_names_is_missing(sharded: Path, tmp_path: Path):
     (sharded / "model-00002-of-00003.safetensors").unlink()
-    _fails(CheckpointError, sharded, tmp_path / "back", "names files that are missing: model-00002-of-00003")
+    _fails(CheckpointError, sharded, tmp_path / "back", "these files are missing: model-00002-of-00003")
 
 
 @pytest.mark.parametrize("name", ["../run/config.toml", "/etc/passwd", "a/b.safetensors", "", ".hidden", 3, "x" * 300])
 def test_names_in_the_index_stay_in_the_folder(name: Any, sharded: Path, tmp_path: Path):
     _edit_index(sharded, lambda index: index["weight_map"].update({"lm_head.weight": name}))
-    _fails(CheckpointError, sharded, tmp_path / "back", "'lm_head.weight' is said to lie in", "not the name of a file")
+    _fails(CheckpointError, sharded, tmp_path / "back", "'lm_head.weight' is mapped to", "not the name of a file")
 
 
 def test_an_index_without_a_map(sharded: Path, tmp_path: Path):
     _edit_index(sharded, lambda index: index.pop("weight_map"))
-    _fails(CheckpointError, sharded, tmp_path / "back", "weight_map is not an object that names tensors")
+    _fails(CheckpointError, sharded, tmp_path / "back", "weight_map must be an object of tensor names and files")
 
 
 def test_an_index_that_disagrees_with_its_files(sharded: Path, tmp_path: Path):
     _edit_index(sharded, lambda index: index["weight_map"].pop("model.norm.weight"))
-    _fails(CheckpointError, sharded, tmp_path / "back", "disagree", "model.norm.weight: in ", "says nothing of it")
+    _fails(CheckpointError, sharded, tmp_path / "back", "disagree", "model.norm.weight: stored in ", "lists no file")
 
 
 def test_a_corrupt_file(sharded: Path, tmp_path: Path):
@@ -125,15 +125,15 @@ def test_places_that_cannot_be_written(run: Path, sharded: Path, tmp_path: Path,
         raise OSError("no space left on device")
 
     monkeypatch.setattr(importing.torch, "from_file", full)
-    with pytest.raises(StorageError, match="no space left on device; free space or mend permissions"):
+    with pytest.raises(StorageError, match="no space left on device; free space or fix the permissions"):
         import_hf(sharded, tmp_path / "back")
     assert not (tmp_path / "back").exists(), "a failed import leaves nothing"
     BytePairTrainer(260).train(["a word and a word"]).save(sharded / "tokenizer.json")
     monkeypatch.setattr(importing.shutil, "copyfile", full)
-    with pytest.raises(StorageError, match="no space left on device; free space or mend permissions"):
+    with pytest.raises(StorageError, match="no space left on device; free space or fix the permissions"):
         import_hf(sharded, tmp_path / "back")
     monkeypatch.setattr(exporting, "save_file", full)
-    with pytest.raises(StorageError, match="no space left on device; free space or mend permissions"):
+    with pytest.raises(StorageError, match="no space left on device; free space or fix the permissions"):
         export_hf(run, tmp_path / "other")
     assert not [path for path in tmp_path.iterdir() if "other" in path.name], "a failed export leaves nothing"
 
@@ -141,12 +141,14 @@ def test_places_that_cannot_be_written(run: Path, sharded: Path, tmp_path: Path,
 def test_blocks_that_no_class_outside_has(tmp_path: Path):
     tnl = {"type": "tnl", "num_heads": 4}
     write_run(tmp_path / "run", model_table(tnl, norm="srmsnorm"))
-    with pytest.raises(ConfigError, match=r"no class outside for blocks of \[tnl\]; there is \[transnormer, glu\]: "):
+    with pytest.raises(
+        ConfigError, match=r"no external class has blocks of \[tnl\]; supported: \[transnormer, glu\]: "
+    ):
         export_hf(tmp_path / "run", tmp_path / "out")
 
 
 def test_a_format_that_does_not_have_the_model(run: Path, tmp_path: Path):
-    with pytest.raises(ConfigError, match="--format codefuse: such a model goes into the format transformers"):
+    with pytest.raises(ConfigError, match="this model has no class in this format; use --format transformers"):
         export_hf(run, tmp_path / "out", form="codefuse")
 
 

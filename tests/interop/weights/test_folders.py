@@ -209,14 +209,19 @@ REFUSED = [
     ("llama", "rope_scaling", {"type": "linear"}, ["rope_scaling = {'type': 'linear'}; supported: None"]),
     ("llama", "rope_parameters.rope_type", "yarn", ["rope_type = 'yarn'", "supported: 'default'"]),
     ("llama", "rope_theta", 7.0, ["rope_theta = 7.0: but rope_parameters.rope_theta = 500.0"]),
-    ("llama", "rope_parameters", 3, ["rope_parameters = 3: an object is needed"]),
+    ("llama", "rope_parameters", 3, ["rope_parameters = 3: must be an object"]),
     ("llama", "head_dim", 16, ["head_dim = 16: supported: hidden_size / num_attention_heads = 32 / 4"]),
-    ("llama", "num_hidden_layers", 10**6, ["1000000 layers, but 30 tensors in all"]),
-    ("llama", "vocab_size", "many", ["vocab_size = 'many': a positive integer is needed"]),
-    ("llama", "rms_norm_eps", 0, ["rms_norm_eps = 0: a positive number is needed"]),
-    ("llama", "intermediate_size", 10**13, ["intermediate_size = 10000000000000: a positive integer", "16777216"]),
-    ("llama", "rms_norm_eps", 10**400, ["rms_norm_eps = 1000", "a positive number is needed here, at most 1e+12"]),
-    ("llama", "tie_word_embeddings", 1, ["tie_word_embeddings = 1: true or false is needed"]),
+    ("llama", "num_hidden_layers", 10**6, ["1000000 layers, but the folder has only 30 tensors"]),
+    ("llama", "vocab_size", "many", ["vocab_size = 'many': must be a positive integer"]),
+    ("llama", "rms_norm_eps", 0, ["rms_norm_eps = 0: must be a positive number"]),
+    (
+        "llama",
+        "intermediate_size",
+        10**13,
+        ["intermediate_size = 10000000000000: must be a positive integer of at most 16777216"],
+    ),
+    ("llama", "rms_norm_eps", 10**400, ["rms_norm_eps = 1000", "must be a positive number of at most 1e+12"]),
+    ("llama", "tie_word_embeddings", 1, ["tie_word_embeddings = 1: must be true or false"]),
     ("hgrn2", "use_short_conv", True, ["use_short_conv = True; supported: False"]),
     ("hgrn2", "expand_ratio", 5, ["expand_ratio = 5: it must divide hidden_size = 32"]),
     ("hgrn2", "attn", {"layers": [1]}, ["attn = {'layers': [1]}; supported: None"]),
@@ -225,10 +230,15 @@ REFUSED = [
     ("rodimus_plus-fla", "ska_attn.window_size", None, ["window_size = None: attention to all earlier tokens"]),
     ("rodimus_plus-fla", "ska_attn.qk_norm", True, ["qk_norm = True; supported: False"]),
     ("rodimus-codefuse", "mixer_cfg.expand_ratio", 3, ["mixer_cfg", "expand_ratio = 3; supported: 2"]),
-    ("rodimus_plus-codefuse", "attn_cfg.window_size", -1, ["attn_cfg: window_size = -1: a positive integer is needed"]),
+    ("rodimus_plus-codefuse", "attn_cfg.window_size", -1, ["attn_cfg: window_size = -1: must be a positive integer"]),
     ("rodimus_plus-codefuse", "attn_cfg.num_heads_v", 2, ["num_heads_v = 2; supported: 4"]),
     ("transnormerllm", "norm_type", "layernorm", ["norm_type = 'layernorm'; supported: 'simplermsnorm'"]),
-    ("transnormerllm", "linear_use_lrpe_list", [1], ["linear_use_lrpe_list = [1]: a list of decoder_layers = 3"]),
+    (
+        "transnormerllm",
+        "linear_use_lrpe_list",
+        [1],
+        ["linear_use_lrpe_list = [1]: must be a list of decoder_layers = 3"],
+    ),
     ("transnormerllm", "hidden_dim", 64, ["hidden_dim = 64: supported: decoder_embed_dim = 32"]),
 ]
 
@@ -274,9 +284,9 @@ def test_every_tensor_that_does_not_fit_is_named_at_once(changed: Any, tmp_path:
     with pytest.raises(CheckpointError) as failure:
         import_hf(folder, tmp_path / "run")
     for line in (
-        "model.layers.2.self_attn.o_proj.weight: missing; [32, 32] is expected",
-        "model.layers.1.mlp.extra.weight: not expected; it has shape [3]",
-        "model.norm.weight: shape [31], [32] is expected",
+        "model.layers.2.self_attn.o_proj.weight: missing; expected shape [32, 32]",
+        "model.layers.1.mlp.extra.weight: unexpected tensor of shape [3]",
+        "model.norm.weight: shape [31], expected [32]",
         "lm_head.weight: dtype F64 is not supported; store it as F32 or BF16 or F16",
     ):
         assert line in str(failure.value)

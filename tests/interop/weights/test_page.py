@@ -25,7 +25,7 @@ def row(link: Link) -> str:
     """A line of a table."""
     swapped = list(link.order) != sorted(link.order)
     notes = [f"parts in the order {', '.join(map(str, link.order))}"] if swapped else []
-    notes += ["a dim of 1 behind the first"] if link.inner_one else []
+    notes += ["an extra dim of size 1 after the first"] if link.extra_dim else []
     notes += {"never": [], "ones": ["ones for a norm without weights"], "skip": ["where the model has it"]}[link.absent]
     names = ", ".join(f"`{name}`" for name in link.theirs)
     return f"| `{link.ours}` | {names} | {'; '.join(notes)} |"

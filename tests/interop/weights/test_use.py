@@ -67,7 +67,11 @@ def test_a_tokenizer_that_runs_cannot_use_stays_behind(
         text = text.replace(END_OF_DOCUMENT, "</s>") if spoiled == "no end" else text
         (tmp_path / "out/tokenizer.json").write_text(text)
     assert _say("import", "hf", tmp_path / "out", tmp_path / "back") == 0
-    reasons = {"missing": "has no tokenizer.json", "no end": "has no token <|endoftext|>", "too large": "the model 260"}
+    reasons = {
+        "missing": "has no tokenizer.json",
+        "no end": "has no token <|endoftext|>",
+        "too large": "more than the model's 260",
+    }
     assert f"without a tokenizer: {tmp_path / 'out'}" in (said := capsys.readouterr().out)
     assert reasons[spoiled] in said
     config, _ = open_run(tmp_path / "back")
