@@ -102,7 +102,7 @@ class _AsyncTPOp:
         partial = [get(rank, (size, batch, local_length, width), dtype, shape.numel()) for rank in range(size)]
         self._outgoing_sums = {target: partial[target][rank] for target in self._targets}
         self._incoming_sums = {source: partial[rank][source] for source in self._sources}
-        """By rank: buffers of partial sums [B, T/tp, D], this rank's of the other's tokens, and the other's of its."""
+        """By rank, [B, T/tp, D]: the buffer there for this rank's partial sums, and the buffer here for that rank's."""
         self._rank = rank
         self._arrived: dict[tuple[int, int], torch.cuda.Event | None] = {}
         self._full_sequence_ready: torch.cuda.Event | None = None

@@ -25,7 +25,7 @@ _scatter: Any = getattr(functional, "reduce_scatter_single", None) or functional
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the mesh as this rank sees it: its size, this rank's index on it, and its process group's name."""
+    """One axis of the mesh from this rank's view: its size, this rank's index on it, and its process group's name."""
 
     name: str
     size: int = 1
@@ -193,7 +193,7 @@ class _WaitTensor(torch.autograd.Function):
 
 
 def wait_tensor(x: Tensor) -> Tensor:
-    """`x` as a plain tensor, after waiting for the collective that it is the result of, if any. Not differentiable."""
+    """`x` as a plain tensor; waits where it is the pending result of a collective. Not differentiable."""
     return x.trigger_wait() if isinstance(x, functional.AsyncCollectiveTensor) else x
 
 

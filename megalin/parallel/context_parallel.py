@@ -113,7 +113,7 @@ class ContextParallel:
         return self._shard_documents(ends)
 
     def shard_documents_of(self, ids: Tensor) -> ShardDocuments:
-        """As `shard_documents` for any runs of tokens, whose ids [B, T] every rank has in full; sends nothing."""
+        """`shard_documents` of any runs of tokens, given by their ids [B, T] on every rank; sends nothing."""
         shards = ids.unflatten(TOKENS, (self.size, -1))  # [B, cp, T/cp]
         return self._shard_documents(torch.stack([shards[..., 0].T, shards[..., -1].T], dim=1))
 
@@ -160,9 +160,9 @@ class ContextParallel:
         return padded.narrow(TOKENS, self.axis.rank * num, width)
 
     def neighbouring_run_sums(self, first: Tensor, last: Tensor, documents: ShardDocuments) -> tuple[Tensor, Tensor]:
-        """Sums over the ranks before, of the run of tokens that this rank's first token continues, and over the ranks
-        after, of the run that continues its last token. Both [B, H, K, V], zero without such a run; an all-gather of
-        twice as much a rank forward, a reduce-scatter backward.
+        """Sums over the other ranks of the runs of tokens that cross this rank's ends: of its first token's run over
+        the ranks before, and of its last token's run over the ranks after. Both [B, H, K, V], zero without such a run;
+        an all-gather of twice as much a rank forward, a reduce-scatter backward.
 
         Args:
             first, last: [B, H, K, V], the sums of this rank's tokens in the runs of its first and its last token.

@@ -70,8 +70,8 @@ class _ChannelEnd:
     """One end of a channel. Tensors take the receiver's slots in turn. Slot i of channel c has two signals: number
     2 (SLOTS c + i) when it is full, and the next number when it was read."""
 
-    def __init__(self, channels: P2PChannels, peer: int, channel: int, slots: Sequence[Tensor]) -> None:
-        self._channels, self._peer, self._channel, self._slots = channels, peer, channel, slots
+    def __init__(self, channels: P2PChannels, other_rank: int, channel: int, slots: Sequence[Tensor]) -> None:
+        self._channels, self._other_rank, self._channel, self._slots = channels, other_rank, channel, slots
         self._count = 0
 
     def _next(self) -> tuple[Tensor, int, bool]:
@@ -81,10 +81,10 @@ class _ChannelEnd:
         return self._slots[index], 2 * (SLOTS * self._channel + index), turn > 0
 
     def _wait(self, signal: int) -> None:
-        self._channels.memory.wait_signal(self._peer, signal, self._channels.milliseconds)
+        self._channels.memory.wait_signal(self._other_rank, signal, self._channels.milliseconds)
 
     def _set(self, signal: int) -> None:
-        self._channels.memory.put_signal(self._peer, signal, self._channels.milliseconds)
+        self._channels.memory.put_signal(self._other_rank, signal, self._channels.milliseconds)
 
 
 class Sender(_ChannelEnd):
