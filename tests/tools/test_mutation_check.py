@@ -108,8 +108,8 @@ def test_replacement_that_changes_nothing_is_reported():
 
 
 def test_unknown_name_is_reported():
-    with pytest.raises(SystemExit, match=r"unknown: fold_drops_delay; known: fold_drops_decay, "):
-        main(["fold_drops_delay"])
+    with pytest.raises(SystemExit, match=r"unknown: state_exchange_drops_delay; known: state_exchange_drops_decay, "):
+        main(["state_exchange_drops_delay"])
 
 
 @pytest.fixture
