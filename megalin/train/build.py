@@ -1,4 +1,4 @@
-"""A model and its optimizer on a mesh: built on meta, compiled, sharded, materialised, filled."""
+"""Construction of a model on a mesh: built on meta, compiled, sharded, materialised, initialised."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from megalin.parallel.mesh import Mesh
 from megalin.train.pipeline_model import Pipeline
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""The compute dtypes that a run may choose, by their name in its config."""
+"""Compute dtypes of a run, by their name in its config."""
 
-EARLY_COLLECTIVES = {
+OVERLAP_OPTIONS = {
     "reorder_for_compute_comm_overlap": True,
     "reorder_for_compute_comm_overlap_passes": ["raise_comms", "sink_waits"],
 }
-"""Inductor's options by which each collective of a block starts as early, and is waited for as late, as what it needs
-and what needs it allow: in the backward beside gradients of weights. The same kernels; the collectives of a block stay
-in their order, which is that of its trace and the same on every rank."""
+"""Inductor options that start each collective of a block as early, and wait for it as late, as its dependencies allow:
+in the backward it overlaps the gradients of weights. The kernels are the same; the collectives of a block keep the
+order of its trace, which is the same on every rank."""
 
 _PLANNED_LENGTH = 4096
-"""Tokens a sequence for which layers are shared out where the caller tells none."""
+"""Default tokens per sequence for the partition of layers into stages."""
 
 TrainedModel = Model | Pipeline
-"""What a rank trains: a whole model, or its stages of one."""
+"""A model that a rank trains: whole, or this rank's stages of it."""
 
 
 def build_model(
@@ -42,12 +42,12 @@ def build_model(
     length: int = _PLANNED_LENGTH,
     overlap: bool = False,
 ) -> TrainedModel:
-    """The model on the mesh with its initial weights, which depend on `seed` alone, not on the mesh.
+    """Builds the model on the mesh with its initial weights, which depend on `seed` alone, not on the mesh.
 
     Args:
-        length: tokens a sequence, by which the layers are shared out over the stages of a pipeline.
-        overlap: whether compiled blocks start the all-reduces of tensor parallelism early, which pays where the host is
-            in time to start what they travel beside. Exchanges of context parallelism start early in any case.
+        length: tokens per sequence, for which layers are partitioned into the stages of a pipeline.
+        overlap: whether compiled blocks overlap the all-reduces of tensor parallelism with computation, which pays if
+            the host launches that computation in time. State exchanges of context parallelism are always overlapped.
     """
     if mesh.pp.size == 1:
         model = make_model(config, mesh.tp, cp=mesh.cp, recompute=recompute)
@@ -78,15 +78,15 @@ def build_model(
 def _materialise(
     model: Model, mesh: Mesh, *, compute_dtype: torch.dtype, compile_blocks: bool, overlap: bool, seed: int
 ) -> None:
-    """Compiles the blocks where asked, shards the model and fills it."""
+    """Compiles the blocks if asked, shards the model, materialises and initialises it."""
     if compute_dtype == torch.float64:
         model.to(torch.float64)
     if compile_blocks:
-        # An exchange of cp's states waits for the slowest rank; gradients of weights fit beside that.
-        # Where sequence parallelism goes by collectives nobody measured what it changes.
+        # The state exchange of cp waits for the slowest rank; gradients of weights overlap that wait.
+        # For sequence parallelism by collectives the effect was not measured.
         by_collectives = mesh.tp.sequence_parallel and mesh.tp.buffers is None
-        early = (overlap or mesh.cp.size > 1) and not by_collectives
-        options = EARLY_COLLECTIVES if early else None
+        overlapped = (overlap or mesh.cp.size > 1) and not by_collectives
+        options = OVERLAP_OPTIONS if overlapped else None
         for block in model.block_list():
             block.compile(fullgraph=True, dynamic=False, options=options)
     blocks, precise = model.block_list(), model.full_precision_modules()

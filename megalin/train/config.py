@@ -1,4 +1,4 @@
-"""The config of a run: model, data, mesh, optimizer, schedule and the loop, checked together."""
+"""The config of a run: model, data, mesh, optimizer, schedule and training loop, validated together."""
 
 from __future__ import annotations
 
@@ -27,41 +27,41 @@ from megalin.train.weights_and_biases import LoggingConfig
 
 
 class TrainConfig(Config):
-    """The loop."""
+    """The training loop."""
 
     engine: Literal["fsdp2", "deepspeed"] = "fsdp2"
-    """What shards weights and steps the optimizer. fsdp2: torch's fully_shard. deepspeed: DeepSpeed's ZeRO, stage
-    parallel.zero; not with pp or shard."""
+    """Library that shards weights and steps the optimizer. fsdp2: torch's fully_shard. deepspeed: DeepSpeed's ZeRO,
+    stage parallel.zero; not with pp or shard."""
     deepspeed_config: str | None = pydantic.Field(default=None, min_length=1)
-    """A DeepSpeed JSON for that engine. What this file determines too must agree with it, be left out, or be "auto";
-    the JSON as the engine got it is kept in the run folder."""
+    """DeepSpeed JSON for that engine. Its keys that this config determines must agree with it, be left out, or be
+    "auto"; the run folder keeps the JSON as passed to the engine."""
     steps: int = pydantic.Field(ge=1)
     """Optimizer steps of the whole run."""
     global_batch_size: int = pydantic.Field(ge=1)
-    """Samples a step over all ranks; gradients accumulate where it exceeds micro_batch_size times the data axis."""
+    """Samples per step over all ranks; gradients accumulate if it exceeds micro_batch_size times the data axis."""
     micro_batch_size: int = pydantic.Field(ge=1)
-    """Samples a rank runs at a time."""
+    """Samples that a rank processes at a time."""
     seed: int = pydantic.Field(default=0, ge=0)
     """Seed of the initial weights and of the sample order."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype; weights and optimizer state are fp32 shards, gradients are reduced in fp32."""
     recompute: bool = False
-    """Whether the backward computes each block's activations again instead of keeping them."""
+    """Recomputes each block's activations in the backward instead of keeping them."""
     compile: bool = False
-    """Whether blocks are compiled (torch.compile, one graph a kind of block). On a GPU two compilations
-    may differ in the last bits; processes that share inductor's cache (TORCHINDUCTOR_CACHE_DIR) agreed."""
+    """Compiles blocks (torch.compile, one graph per kind of block). On a GPU two compilations may differ in the last
+    bits; processes that share inductor's cache (TORCHINDUCTOR_CACHE_DIR) agreed."""
     cuda_graphs: bool = False
-    """Whether a step's forwards and backwards are recorded as one CUDA graph after the third step, for models whose
-    kernels are too short for the host to start in time. What the graph uses stays reserved: an evaluation needs memory
-    of its own. Not with pp, the deepspeed engine, or mixers for which the host looks up documents."""
+    """Captures a step's forwards and backwards in one CUDA graph after the third step, for models whose kernels are too
+    short for the host to launch in time. The graph's memory stays reserved: an evaluation needs memory of its own. Not
+    with pp, the deepspeed engine, or mixers for which the host reads document boundaries."""
     evaluate_every_steps: int | None = pydantic.Field(default=None, ge=1)
     """Steps between evaluations on the validation split; left out: only after the last step."""
     evaluate_batches: int | None = pydantic.Field(default=None, ge=1)
-    """Batches of global_batch_size samples an evaluation during training reads; left out: the whole split."""
+    """Batches of global_batch_size samples per evaluation during training; left out: the whole split."""
     log_every_steps: int = pydantic.Field(default=10, ge=1)
-    """Steps between lines on a screen that is no terminal; every step is written to metrics.jsonl."""
+    """Steps between progress lines if the output is not a terminal; every step is written to metrics.jsonl."""
     stop_after_steps: int | None = pydantic.Field(default=None, ge=1)
-    """Save and stop after this step although the schedule counts on `steps`, to go on later."""
+    """Saves and stops after this step, to resume later; the schedule still counts on `steps`."""
 
 
 class CheckpointConfig(Config):
@@ -70,7 +70,7 @@ class CheckpointConfig(Config):
     every_steps: int | None = pydantic.Field(default=None, ge=1)
     """Steps between checkpoints; left out: only after the last step."""
     keep_latest: int | None = pydantic.Field(default=None, ge=1)
-    """Checkpoints that are kept, the newest; left out: all."""
+    """Number of newest checkpoints to keep; left out: all."""
 
 
 class RunConfig(Config):
@@ -115,7 +115,7 @@ class RunConfig(Config):
         return self
 
     def _engine_problems(self) -> list[str]:
-        """What the engine cannot do, whatever the number of ranks."""
+        """Settings that the engine does not support on any number of ranks."""
         train, parallel = self.train, self.parallel
         if train.engine == "fsdp2":
             if train.deepspeed_config is None:
@@ -127,8 +127,8 @@ class RunConfig(Config):
         problems = []
         if parallel.pp > 1:
             problems.append(
-                f'parallel.pp = {parallel.pp} with train.engine = "deepspeed", whose pipelines take layers in a row '
-                'that share nothing; use engine = "fsdp2", or tp, cp and zero alone'
+                f'parallel.pp = {parallel.pp} with train.engine = "deepspeed", whose pipelines need consecutive '
+                'layers without shared parameters; use engine = "fsdp2", or only tp, cp and zero'
             )
         if parallel.shard is not None:
             problems.append(
@@ -138,13 +138,13 @@ class RunConfig(Config):
         return problems
 
     def _graph_problems(self) -> list[str]:
-        """What keeps a step from being recorded, whatever the number of ranks."""
+        """Settings that prevent the capture of a CUDA graph on any number of ranks."""
         if not self.train.cuda_graphs:
             return []
         problems = []
         if self.train.engine == "deepspeed":
             problems.append(
-                'train.cuda_graphs = true with train.engine = "deepspeed", which starts its own kernels; use '
+                'train.cuda_graphs = true with train.engine = "deepspeed", which launches its own kernels; use '
                 'cuda_graphs = false, or engine = "fsdp2"'
             )
         if self.parallel.pp > 1:
@@ -155,13 +155,13 @@ class RunConfig(Config):
         reading = {sub.type for _, block in self.model.blocks() for sub in block.sublayers if sub.host_reads_documents}
         if reading:
             problems.append(
-                f"train.cuda_graphs = true with the mixer {', '.join(sorted(reading))}, for which the host counts the "
-                "documents of each batch; use cuda_graphs = false"
+                f"train.cuda_graphs = true with the mixer {', '.join(sorted(reading))}, for which the host reads the "
+                "document boundaries of each batch; use cuda_graphs = false"
             )
         return problems
 
     def _kind_problems(self) -> list[str]:
-        """Whether data and model are of one kind."""
+        """Mismatches between the kinds of model and data."""
         model, data = self.model, self.data
         if not isinstance(model, EncoderConfig):
             if data.masking is None:
@@ -183,13 +183,13 @@ class RunConfig(Config):
 
 
 def deepspeed_settings(config: RunConfig, world_size: int) -> dict[str, Any]:
-    """The JSON that DeepSpeed's engine gets on `world_size` ranks, of `train.deepspeed_config` and all else.
+    """DeepSpeed's JSON settings on `world_size` ranks: `train.deepspeed_config` merged with the rest of the config.
 
-    The engine multiplies micro-batches by the ranks of the data axis: with context parallelism, whose ranks share
-    samples, the train_batch_size that it gets is parallel.cp times train.global_batch_size.
+    DeepSpeed multiplies micro-batches by the ranks of the data axis: with context parallelism, whose ranks share
+    samples, its train_batch_size is parallel.cp times train.global_batch_size.
 
     Raises:
-        ConfigError: every key of the file that contradicts the config or that no run can have.
+        ConfigError: every key of the file that contradicts the config or that no run may set.
     """
     train, optimizer, parallel = config.train, config.optimizer, config.parallel
     samples = world_size // (parallel.tp * parallel.cp)
@@ -216,7 +216,7 @@ def deepspeed_settings(config: RunConfig, world_size: int) -> dict[str, Any]:
         name = "AdamW corrects its moments" if key == "bias_correction" else f"optimizer.{key} = {value}"
         owned.append(Owned(f"optimizer.params.{key}", name, value))
     if train.compile:
-        # ZeRO 3 has linear layers that compile anew for each weight; blocks share kernels that count on an alignment.
+        # ZeRO 3's linear layers recompile for each weight; blocks share kernels that rely on an alignment.
         owned.append(Owned("zero_optimization.memory_efficient_linear", "train.compile = true", False))
         owned.append(Owned("zero_optimization.parameter_alignment", "train.compile = true", True))
     settings = resolve_deepspeed(train.deepspeed_config, owned, stage=parallel.zero)
@@ -224,12 +224,12 @@ def deepspeed_settings(config: RunConfig, world_size: int) -> dict[str, Any]:
 
 
 def check_launch(config: RunConfig, world_size: int) -> None:
-    """Checks the run against the number of ranks, without a process group: all before the first collective.
+    """Checks the run against the number of ranks, without a process group, before the first collective.
 
     Raises:
-        ConfigError: the mesh does not fit the ranks; or all of these that are so: the batch does not fit the data axis
-            or the pipeline; a size of the model does not divide by tp, or the model cannot split its sequences over cp
-            or its layers over pp; the engine is not there, or its own config contradicts this one.
+        ConfigError: the mesh does not fit the ranks; or all that apply of: the batch does not fit the data axis or the
+            pipeline; a size of the model is not divisible by tp, or the model cannot shard its sequences over cp or its
+            layers over pp; the engine is not installed, or its own config contradicts this one.
     """
     check_world_size(config.parallel, world_size)
     checks: list[Callable[[], object]] = [
@@ -247,8 +247,8 @@ def check_launch(config: RunConfig, world_size: int) -> None:
 
 
 def _check_step(config: RunConfig, world_size: int) -> None:
-    """Raises ConfigError for samples that cannot be shared out to the data axis or do not fill the pipeline, or for an
-    engine that is not there or whose own config contradicts this one."""
+    """Raises ConfigError if the samples do not divide over the data axis or do not fill the pipeline, or if the engine
+    is not installed or its own config contradicts this one."""
     train, parallel = config.train, config.parallel
     data_size = world_size // (parallel.tp * parallel.cp * parallel.pp)
     together = train.micro_batch_size * data_size
@@ -271,11 +271,11 @@ def _check_step(config: RunConfig, world_size: int) -> None:
 
 
 def _batches_that_fill(train: TrainConfig, parallel: ParallelConfig, data_size: int) -> str:
-    """The nearest values of each key of the batch with which it fills the pipeline, for people."""
+    """The nearest values of each batch key that fill the pipeline, as text."""
     together, samples = train.micro_batch_size * data_size, train.global_batch_size // data_size
     below = samples // train.micro_batch_size // parallel.pp * parallel.pp * together
     above = below + parallel.pp * together
-    if parallel.pp_schedule == "1f1b":  # of fewer micro-batches than stages; any more will do
+    if parallel.pp_schedule == "1f1b":  # too few micro-batches for the stages; any larger number works
         sizes = f"{above} or " + (f"a larger multiple of {together}" if together > 1 else "more")
     else:
         sizes = f"{below} or {above}" if below else f"{above}"
@@ -288,14 +288,14 @@ def _batches_that_fill(train: TrainConfig, parallel: ParallelConfig, data_size: 
 
 
 def check_model(model: AnyModelConfig, parallel: ParallelConfig, length: int) -> None:
-    """Raises ConfigError for a model that cannot be split as `parallel` says, or with windows beyond rows of `length`
+    """Raises ConfigError for a model that cannot be sharded as `parallel` says, or that has windows wider than `length`
     tokens; needs no process group."""
     for path, block in model.blocks():
         for index, sublayer in enumerate(block.sublayers):
             if sublayer.widest_window is not None and sublayer.widest_window > length:
                 raise ConfigError(
                     f"{path}.sublayers.{index}.window = {sublayer.widest_window} is wider than the {length} tokens of "
-                    f"a row; use at most {length}, or longer rows"
+                    f"a sequence; use at most {length}, or longer sequences"
                 )
     check_divisions(model, parallel.tp)
     whole = make_model(model, TensorParallel(Axis("tp", parallel.tp)), cp=ContextParallel(Axis("cp", parallel.cp)))
@@ -304,8 +304,8 @@ def check_model(model: AnyModelConfig, parallel: ParallelConfig, length: int) ->
         shared = list(whole.shared)
         if shared and parallel.pp_schedule == "zero_bubble":
             raise ConfigError(
-                f'parallel.pp_schedule = "zero_bubble" takes the gradients of weights apart, but blocks of type '
-                f'"{shared[0]}" share parameters, whose gradients torch cannot take apart; use pp_schedule = '
+                f'parallel.pp_schedule = "zero_bubble" computes the gradients of weights separately, but blocks of '
+                f'type "{shared[0]}" share parameters, whose gradients torch cannot separate; use pp_schedule = '
                 '"interleaved" or "1f1b"'
             )
 
@@ -317,7 +317,7 @@ def _ranks_of_samples(parallel: ParallelConfig, size: int) -> str:
 
 
 def load_run_config(path: str | Path, overrides: Sequence[str]) -> RunConfig:
-    """The config of a file with dotted overrides applied and a model's preset written out.
+    """Reads a config file, applies dotted overrides and expands the model's preset.
 
     Raises:
         ConfigError: naming every problem at once.

@@ -1,4 +1,4 @@
-"""Curves of a run over its steps: the picture of its losses, and figures for reports."""
+"""Curves of a run over its steps: the plot of its losses, and figures for reports."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _LARGEST = 1e300
 
 
 class Curve(NamedTuple):
-    """What is drawn over the steps."""
+    """A curve over the steps."""
 
     label: str
     points: Points
     sparse: bool = False
-    """Whether every point is a mark, as of evaluations; else a mean over neighbours is drawn before the values."""
+    """Whether every point is drawn as a mark, as for evaluations; else a moving mean is drawn over the values."""
 
 
 def finite(value: Any) -> float | None:
-    """The number that `value`, of any JSON, is; None where it is no finite one."""
+    """Converts any JSON value to a float; None if it is not a finite number."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and -_LARGEST < value < _LARGEST else None
 
@@ -45,11 +45,11 @@ def draw(
     """Draws the curves that have points over steps.
 
     Args:
-        levels: (label, value) of level lines.
-        resumed: steps after which the run went on in another process, drawn as upright lines.
+        levels: (label, value) of level lines, drawn horizontally.
+        resumed: steps after which another process resumed the run, drawn as vertical lines.
         size: inches.
     """
-    from matplotlib.figure import Figure  # half a second, and all but one rank never draw
+    from matplotlib.figure import Figure  # takes half a second, and only one rank draws
 
     figure = Figure(figsize=size, dpi=150, layout="constrained")
     axes = figure.add_subplot()
@@ -110,4 +110,6 @@ def write_loss_curve(metrics_path: str | Path, png_path: str | Path, *, unigram_
     try:
         figure.savefig(png_path, format="png")
     except OSError as error:
-        raise StorageError(f"{png_path}: cannot be written ({error.strerror}); free space or fix the rights") from None
+        raise StorageError(
+            f"{png_path}: cannot be written ({error.strerror}); free space or fix the permissions"
+        ) from None

@@ -1,4 +1,4 @@
-"""A DeepSpeed JSON beside a run's own config: what contradicts is told, what is "auto" or left out is filled."""
+"""A DeepSpeed JSON merged with a run's config: contradictions are errors, "auto" and missing keys are filled in."""
 
 from __future__ import annotations
 
@@ -13,51 +13,51 @@ from packaging.specifiers import SpecifierSet
 from megalin.errors import ConfigError
 
 SUPPORTED = SpecifierSet(">=0.19,<0.20")
-"""Versions of deepspeed whose internals are known: where states lie, and what has to be marked."""
+"""Supported versions of deepspeed: the engine relies on internals, such as the location of optimizer states."""
 
-OWNERLESS = {
+UNSUPPORTED = {
     "fp16": "half precision needs a scaled loss, and skips steps; train.dtype = 'bfloat16' does not",
     "amp": "train.dtype is the compute dtype",
     "torch_autocast": "train.dtype is the compute dtype",
     "scheduler": "the table [schedule] sets the learning rate",
     "activation_checkpointing": "train.recompute = true recomputes blocks",
-    "tensor_parallel.autotp_size": "parallel.tp splits layers",
-    "sequence_parallel_size": "parallel.cp splits sequences",
+    "tensor_parallel.autotp_size": "parallel.tp shards layers",
+    "sequence_parallel_size": "parallel.cp shards sequences",
     "hybrid_engine": "it is for reinforcement learning",
     "elasticity": "the batch is train.global_batch_size on any number of ranks",
     "autotuning": "it ends the run by itself",
-    "curriculum_learning": "data.phases say what is read when",
-    "data_efficiency": "data.phases say what is read when",
+    "curriculum_learning": "data.phases sets the data of each step",
+    "data_efficiency": "data.phases sets the data of each step",
     "progressive_layer_drop": "no layer of these models can be left out",
     "compression_training": "no layer of these models has a compressed form",
     "sparse_gradients": "the gradients of these models are dense",
-    "compile.deepcompile": "the engine's graphs do not know these models' collectives",
-    "zero_optimization.zenflow": "it updates weights by parts of a step's gradient",
+    "compile.deepcompile": "its graphs do not support these models' collectives",
+    "zero_optimization.zenflow": "it updates weights with parts of a step's gradient",
     "bf16.bf16_master_weights_and_grads": "weights at rest are fp32 and so are checkpoints",
     "bf16.bf16_optimizer_states": "moments are fp32 and so are checkpoints",
-    "zero_optimization.cpu_offload": "its name is offload_optimizer.device today",
-    "zero_optimization.cpu_offload_param": "its name is offload_param.device today",
+    "zero_optimization.cpu_offload": "it was renamed to offload_optimizer.device",
+    "zero_optimization.cpu_offload_param": "it was renamed to offload_param.device",
     "checkpoint.load_universal": "checkpoints of a run folder load on any mesh as they are; universal ones of ZeRO 3 "
     "do not load into tensor parallelism",
 }
-"""By key of the JSON: why it cannot be switched on, and what is there in its place."""
+"""Keys of the JSON that cannot be switched on: the reason, or the key of the config to use instead."""
 
 STAGE_0_IN_BF16 = (
-    "this engine would add gradients up in bfloat16 and, with tensor parallelism, clip to a norm that misses other "
-    "ranks' slices"
+    "this engine would accumulate gradients in bfloat16 and, with tensor parallelism, clip to a norm without the other "
+    "ranks' shards"
 )
-"""Why no run in bfloat16 has ZeRO's stage 0 by this engine."""
+"""Reason for the rejection of ZeRO stage 0 in bfloat16."""
 
 NEVER_OFF = {
-    "managed_gradient_accumulation": "train.global_batch_size says when a step ends",
-    "bf16.check_grad_overflow": "a step by a gradient that is not finite would be taken",
-    "zero_optimization.compute_grad_norm": "a step by a gradient that is not finite would be taken",
+    "managed_gradient_accumulation": "train.global_batch_size determines the end of a step",
+    "bf16.check_grad_overflow": "an update with a non-finite gradient would be applied",
+    "zero_optimization.compute_grad_norm": "an update with a non-finite gradient would be applied",
 }
-"""By key of the JSON: why it cannot be switched off."""
+"""Keys of the JSON that cannot be switched off: the reason."""
 
 
 class RefusedKey(NamedTuple):
-    """A key of a JSON that no run has, whatever its config says."""
+    """A key of a DeepSpeed JSON that no run may set, whatever its config says."""
 
     key: str
     """Dotted."""
@@ -71,12 +71,12 @@ class Owned(NamedTuple):
     key: str
     """Dotted."""
     name: str
-    """What the config calls it, with its value."""
+    """The field of the config with its value, for messages."""
     value: Any
 
 
 def check_deepspeed_version() -> None:
-    """Raises ConfigError where deepspeed is not installed, or in a version that is not supported; imports nothing."""
+    """Raises ConfigError if deepspeed is not installed or its version is not supported; imports nothing."""
     try:
         version = importlib.metadata.version("deepspeed")
     except importlib.metadata.PackageNotFoundError:
@@ -92,14 +92,14 @@ def check_deepspeed_version() -> None:
 
 
 def resolve_deepspeed(path: str | None, owned: Sequence[Owned], *, stage: int | None) -> dict[str, Any]:
-    """The JSON at `path` (or none) with everything that the run's config determines, as the engine takes it.
+    """The engine's settings: the JSON at `path` (or none) with all keys that the run's config determines.
 
     Args:
-        owned: keys that the config determines: the JSON may repeat them, leave them out, or say "auto".
-        stage: the ZeRO stage where the config names one; else the JSON's counts, else 3.
+        owned: keys that the config determines: the JSON may repeat them, omit them, or set them to "auto".
+        stage: the ZeRO stage if the config sets one; else that of the JSON, else 3.
 
     Raises:
-        ConfigError: a file that is no JSON object, and every contradiction at once, naming both places.
+        ConfigError: a file that is not a JSON object, and all contradictions at once, naming both places.
     """
     document = {} if path is None else _read(path)
     if stage is not None:
@@ -117,8 +117,8 @@ def resolve_deepspeed(path: str | None, owned: Sequence[Owned], *, stage: int | 
 
 
 def refusals(document: Mapping[str, Any], *, stage: int) -> Iterator[RefusedKey]:
-    """What of a DeepSpeed JSON no run of this engine has at ZeRO's `stage`."""
-    for key, reason in OWNERLESS.items():
+    """Yields the keys of a DeepSpeed JSON that this engine rejects at ZeRO `stage`."""
+    for key, reason in UNSUPPORTED.items():
         if _is_on(_get(document, key)):
             yield RefusedKey(key, reason)
     if _get(document, "gradient_allreduce_op") not in (None, "mean"):
@@ -129,10 +129,10 @@ def refusals(document: Mapping[str, Any], *, stage: int) -> Iterator[RefusedKey]
     for key, least in (("zero_optimization.offload_optimizer", 1), ("zero_optimization.offload_param", 3)):
         device = _get(document, f"{key}.device") or "none"
         if device not in ("none", "auto", "cpu"):
-            yield RefusedKey(f"{key}.device", "a run saves what the host's memory holds", "use 'cpu'")
+            yield RefusedKey(f"{key}.device", "checkpoints are saved from host memory only", "use 'cpu'")
         elif device == "cpu" and stage < least:
             remedy = f"use stage {least} or more (parallel.zero), or remove it"
-            yield RefusedKey(key, f"it does nothing at stage {stage}", remedy)
+            yield RefusedKey(key, f"it has no effect at stage {stage}", remedy)
 
 
 def _read(path: str) -> dict[str, Any]:
@@ -141,12 +141,14 @@ def _read(path: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"train.deepspeed_config = {path!r} is not a readable JSON file: {error}") from None
     if not isinstance(document, dict):
-        raise ConfigError(f"train.deepspeed_config = {path!r} holds no JSON object, but {type(document).__name__}")
+        raise ConfigError(f"train.deepspeed_config = {path!r} contains no JSON object, but {type(document).__name__}")
     if "bfloat16" in document:  # its older name
         document["bf16"] = document.pop("bfloat16")
     for key in ("zero_optimization", "bf16", "data_types"):
         if not (isinstance(document.get(key, {}), dict) or document[key] == "auto"):
-            raise ConfigError(f"train.deepspeed_config = {path!r}: {key} = {document[key]!r} is no table; make it one")
+            raise ConfigError(
+                f"train.deepspeed_config = {path!r}: {key} = {document[key]!r} is not an object; make it one"
+            )
     return document
 
 
@@ -162,11 +164,11 @@ def _contradictions(document: Mapping[str, Any], owned: Sequence[Owned]) -> Iter
 
 
 def _stage_problems(document: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[str]:
-    """What no run has, or silently does not do, at the stage of the `settings` that `document` became."""
+    """Yields what is rejected, or would silently have no effect, at the stage of `settings`, made from `document`."""
     stage = _get(settings, "zero_optimization.stage")
     if stage not in (0, 1, 2, 3):
-        yield f"zero_optimization.stage = {stage!r} is none of 0, 1, 2, 3"
-        stage = 3  # at which there is most
+        yield f"zero_optimization.stage = {stage!r} is not one of 0, 1, 2, 3"
+        stage = 3  # the one that supports most
     elif stage == 0 and _get(settings, "bf16.enabled"):
         yield (
             f"zero_optimization.stage = 0 in bfloat16: {STAGE_0_IN_BF16}; use stage 1, 2 or 3 (parallel.zero), or "
@@ -177,7 +179,7 @@ def _stage_problems(document: Mapping[str, Any], settings: Mapping[str, Any]) ->
 
 
 def _is_on(value: Any) -> bool:
-    """Whether a section or a switch asks for something: a section with `enabled` by that alone."""
+    """True if a section or switch is on; for a section with `enabled`, that key alone decides."""
     if isinstance(value, Mapping):
         on = value.get("enabled")
         return on != "auto" and bool(on) if "enabled" in value else any(_is_on(item) for item in value.values())
@@ -185,11 +187,11 @@ def _is_on(value: Any) -> bool:
 
 
 def _fill(settings: dict[str, Any]) -> None:
-    """Defaults where the engine's own are not those of a run."""
-    settings.pop("optimizer", None)  # checked; the optimizer is handed over
+    """Sets a run's defaults where they differ from DeepSpeed's."""
+    settings.pop("optimizer", None)  # checked above; the optimizer itself is passed in
     zero = settings.setdefault("zero_optimization", {})
     zero.setdefault("stage", 3)
-    # A choice of torch's optimizer for offloaded states, which else would be compiled at the start.
+    # Torch's optimizer for offloaded states; DeepSpeed would compile its own at startup.
     settings.setdefault("zero_force_ds_cpu_optimizer", False)
     settings.setdefault("log_level", "warning")
     if settings["bf16"]["enabled"]:

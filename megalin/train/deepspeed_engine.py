@@ -119,7 +119,7 @@ class DeepSpeedEngine:
         self._shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
         bf16 = config.train.dtype == "bfloat16"
         # In bfloat16 DeepSpeed makes its fp32 weights from rounded ones.
-        unrounded = {name: self._part(name, p.detach().clone()) for name, p in self._parameters.items() if bf16}
+        unrounded = {name: self._shard(name, p.detach().clone()) for name, p in self._parameters.items() if bf16}
         optimizer = build_plain_optimizer(
             self.model,
             config.optimizer,
@@ -130,8 +130,8 @@ class DeepSpeedEngine:
         self._engine = _initialize(self.model, optimizer, self.settings, mesh)
         self._optimizer: torch.optim.Optimizer = self._engine.basic_optimizer
         self._create_moments()
-        for name, part in unrounded.items():
-            self._set(name, None, self._layout.join(name, part.to(mesh.device)))
+        for name, shard in unrounded.items():
+            self._set(name, None, self._layout.join(name, shard.to(mesh.device)))
         if bf16:
             for module in self.model.full_precision_modules():
                 module.register_forward_hook(_in_fp32)
@@ -166,24 +166,26 @@ class DeepSpeedEngine:
         return result
 
     def tensors(self) -> Mapping[str, Tensor]:
-        tensors: dict[str, Tensor] = {name: self._part(name, self._get(name, None)) for name in self._parameters}
+        tensors: dict[str, Tensor] = {name: self._shard(name, self._get(name, None)) for name in self._parameters}
         (count,) = {int(state["step"]) for state in self._optimizer.state.values()}
         for name in self._parameters:
             tensors[optimizer_name(name, "step")] = torch.tensor(float(count))
             for key in _MOMENTS:
-                tensors[optimizer_name(name, key)] = self._part(name, self._get(name, key))
+                tensors[optimizer_name(name, key)] = self._shard(name, self._get(name, key))
         return tensors
 
     def load(self, checkpoint: Checkpoint, *, weights_only: bool = False) -> None:
         keys = (None,) if weights_only else (None, *_MOMENTS)
-        parts = {(name, key): self._layout.empty(name, self._shapes[name]) for name in self._parameters for key in keys}
+        shards = {
+            (name, key): self._layout.empty(name, self._shapes[name]) for name in self._parameters for key in keys
+        }
         tensors: dict[str, Tensor] = {
-            name if key is None else optimizer_name(name, key): part for (name, key), part in parts.items()
+            name if key is None else optimizer_name(name, key): shard for (name, key), shard in shards.items()
         }
         steps = {} if weights_only else {optimizer_name(name, "step"): torch.zeros(()) for name in self._parameters}
         load(checkpoint, tensors | steps)
-        for (name, key), part in parts.items():
-            self._set(name, key, self._layout.join(name, part.to(self._mesh.device)))
+        for (name, key), shard in shards.items():
+            self._set(name, key, self._layout.join(name, shard.to(self._mesh.device)))
         if steps:
             (count,) = {int(step) for step in steps.values()}
             for state in self._optimizer.state.values():
@@ -193,7 +195,7 @@ class DeepSpeedEngine:
     def close(self) -> None:
         """Does nothing: this engine holds no such resource."""
 
-    def _part(self, name: str, whole: Tensor) -> Tensor:
+    def _shard(self, name: str, whole: Tensor) -> Tensor:
         """This rank's shard of a weight or moment, for a checkpoint."""
         return self._layout.split(name, whole).to("cpu")
 
@@ -234,11 +236,11 @@ class DeepSpeedEngine:
             # By shards: the call for a whole value fails if the data axis does not divide it.
             size = -(-value.numel() // self._mesh.data.size)
             padded = torch.nn.functional.pad(value.flatten(), (0, size * self._mesh.data.size - value.numel()))
-            part = padded.narrow(0, size * self._mesh.data.rank, size)
+            shard = padded.narrow(0, size * self._mesh.data.rank, size)
             if key is None:
-                utils.safe_set_local_fp32_param(parameter, part)
+                utils.safe_set_local_fp32_param(parameter, shard)
             else:
-                utils.safe_set_local_optimizer_state(parameter, part, key)
+                utils.safe_set_local_optimizer_state(parameter, shard, key)
         elif key is None:
             utils.safe_set_full_fp32_param(parameter, value)
         else:

@@ -1,4 +1,4 @@
-"""What a run ran on: versions of what it is made of, device, host and mesh."""
+"""Environment of a run: versions of its libraries, device, host and mesh."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megalin.parallel.mesh import Mesh
 
 
 def versions() -> dict[str, str]:
-    """Version by name: megalin, Python, CUDA where torch has it, and the libraries that compute, where present."""
+    """Versions by name: megalin, Python, CUDA if torch has it, and the compute libraries that are installed."""
     found = {
         "megalin": megalin.__version__,
         "torch": torch.__version__,
@@ -36,7 +36,7 @@ def device_name(device: torch.device) -> str:
 
 
 def environment(mesh: Mesh) -> dict[str, Any]:
-    """What `environment.json` of a run folder holds: versions, device and host of rank 0, ranks, and sizes of axes."""
+    """Contents of a run folder's `environment.json`: versions, device and host of rank 0, ranks, and axis sizes."""
     axes = {"tp": mesh.tp.size, "cp": mesh.cp.size, "pp": mesh.pp.size, "dp": mesh.samples.size}
     return {
         "versions": versions(),

@@ -1,4 +1,4 @@
-"""What happens to a run beside its steps: starts, resumptions, warnings, and the error that ended it."""
+"""Events of a run other than its steps: starts, resumptions, warnings, and the error that ended it."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from typing import Literal, Self
 from megalin.parallel.agreement import on_rank_zero, rank
 from megalin.train.jsonl import JsonLines
 
-IncidentKind = Literal["started", "resumed", "taken over", "warning", "error"]
-"""taken over: the process before was killed. warning: logged by megalin. error: what ended the process."""
+EventKind = Literal["started", "resumed", "taken over", "warning", "error"]
+"""taken over: the previous process was killed. warning: logged by megalin. error: ended the process."""
 
 _logger = logging.getLogger("megalin")
 
 
-class Incidents:
-    """The file of a run that keeps a JSON line an incident: step, time (UTC), kind, message. A context manager.
+class EventLog:
+    """Writer of `incidents.jsonl`, one JSON line per event: step, time (UTC), kind, message. A context manager.
 
-    Unlike metrics, lines stay when a run goes on from an earlier step. Between enter and exit, warnings that megalin
-    logs on rank 0 are incidents, and so is the error that the body ends with, whatever it is.
+    Unlike metrics, lines stay when a run resumes from an earlier step. Between enter and exit, warnings that megalin
+    logs on rank 0 are recorded, and so is the error that ends the body, whatever its type.
 
     Attributes:
-        step: finished steps, which lines carry; whoever counts them sets it.
-        last: the newest incident of this process that is no start, for people; empty before the first.
+        step: finished steps, written to each line; kept up to date by `Metrics`.
+        last: the newest event of this process except starts, for people; empty before the first.
     """
 
     def __init__(self, path: Path) -> None:
-        """Opens the file on rank 0; all ranks make one (one broadcast). Raises StorageError on every rank."""
+        """Opens the file on rank 0; every rank creates one (one broadcast). Raises StorageError on every rank."""
         self.step = 0
         self.last = ""
         self._file: JsonLines | None = None
@@ -39,8 +39,8 @@ class Incidents:
     def _open(self, path: Path) -> None:
         self._file = JsonLines(path)
 
-    def write(self, kind: IncidentKind, message: str) -> None:
-        """Adds a line; nothing on other ranks than 0."""
+    def write(self, kind: EventKind, message: str) -> None:
+        """Appends a line on rank 0; does nothing on other ranks."""
         if self._file is None:
             return
         now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -49,7 +49,7 @@ class Incidents:
         self._file.write(self.step, {"time": now, "kind": kind, "message": message})
 
     def begin(self, step: int, where: str) -> None:
-        """The run begins, or goes on after `step` finished steps; `where` says on what."""
+        """Records that the run starts, or resumes after `step` finished steps; `where` names its devices."""
         self.step = step
         self.write("resumed" if step else "started", where)
 
@@ -70,12 +70,12 @@ class Incidents:
 
 
 class _Handler(logging.Handler):
-    def __init__(self, incidents: Incidents) -> None:
+    def __init__(self, event_log: EventLog) -> None:
         super().__init__(logging.WARNING)
-        self._incidents = incidents
+        self._event_log = event_log
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._incidents.write("warning", record.getMessage())
-        # Python prints a warning that no handler takes; this one only notes it.
+        self._event_log.write("warning", record.getMessage())
+        # Python prints a warning that no handler takes; this handler only records it.
         if logging.lastResort is not None and not logging.root.handlers:
             logging.lastResort.handle(record)

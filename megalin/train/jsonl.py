@@ -1,4 +1,4 @@
-"""Files of a run that grow by whole JSON lines: appended, cut on resume, read; a full disk does not end the run."""
+"""JSON-lines files of a run: append, truncate on resume, read; a full disk does not stop training."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from megalin.errors import StorageError
 _log = logging.getLogger(__name__)
 
 
-class Outlet:
-    """A place that a run tells things to and whose failure must not end it: the first OSError is logged, once."""
+class BestEffortWriter:
+    """Wraps writes that must not stop training: the first OSError is logged, later ones are ignored."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._warned = False
 
     def attempt(self, write: Callable[[], None]) -> None:
-        """Runs `write`; where that fails, what it had to tell is missing there."""
+        """Runs `write`; if it raises OSError, its output is lost."""
         try:
             write()
         except OSError as error:
             if not self._warned:
                 self._warned = True
                 _log.warning(
-                    "%s cannot be written (%s); training goes on, steps are missing there until it can",
+                    "%s cannot be written (%s); training continues, but steps are missing there until it can",
                     self._name,
                     error.strerror,
                 )
 
 
 class AppendedFile:
-    """A file that grows by whole records: one that does not fit is taken back, and told of once."""
+    """An append-only file of whole records: a partly written record is removed, and the first failure is logged."""
 
     def __init__(self, path: Path) -> None:
-        """Opens or creates it; raises OSError."""
-        self._outlet = Outlet(str(path))
+        """Opens or creates the file; raises OSError."""
+        self._writer = BestEffortWriter(str(path))
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def write(self, record: bytes) -> None:
-        """Adds a record; with the operating system when this returns."""
-        self._outlet.attempt(lambda: self._append(record))
+        """Appends a record; the operating system has it when this returns."""
+        self._writer.attempt(lambda: self._append(record))
 
     def _append(self, record: bytes) -> None:
         size = os.fstat(self._descriptor).st_size
@@ -65,20 +65,20 @@ class AppendedFile:
 
 
 class JsonLines:
-    """A file of JSON objects, each with its step, one a line."""
+    """A file of JSON objects, one per line, each with its step."""
 
     def __init__(self, path: Path, *, resumed_step: int | None = None) -> None:
-        """Opens the file and cuts off what a crash left unreadable.
+        """Opens the file and removes lines that a crash left unreadable.
 
         Args:
-            resumed_step: lines of later steps, which will be done again, are cut off too; None keeps them.
+            resumed_step: lines of later steps, which will be repeated, are removed too; None keeps them.
 
         Raises:
-            StorageError: it cannot be opened or cut.
+            StorageError: it cannot be opened or truncated.
         """
         try:
             if path.exists():
-                _cut(path, resumed_step)
+                _truncate(path, resumed_step)
             self._file = AppendedFile(path)
         except OSError as error:
             raise StorageError(
@@ -86,7 +86,7 @@ class JsonLines:
             ) from None
 
     def write(self, step: int, values: Mapping[str, float | int | str]) -> None:
-        """Adds a line; a number that is not finite is null, beside its name with _nonfinite."""
+        """Appends a line; a number that is not finite becomes null, with `<name>_nonfinite` added."""
         line: dict[str, float | int | str | None] = {"step": step}
         for name, value in values.items():
             if isinstance(value, str) or math.isfinite(value):
@@ -101,13 +101,13 @@ class JsonLines:
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file of JSON lines, also while it grows: a torn or foreign line is left out. Raises OSError."""
+    """Yields the objects of a JSON-lines file, which may be growing; skips torn and foreign lines. Raises OSError."""
     with path.open("rb") as file:
         for _, record in _records(file):
             yield record
 
 
-def _cut(path: Path, last_step: int | None) -> None:
+def _truncate(path: Path, last_step: int | None) -> None:
     """Rewrites the file at `path` with its readable lines up to `last_step`."""
     temporary = path.with_name(path.name + ".tmp")
     with path.open("rb") as source, temporary.open("wb") as file:
@@ -119,7 +119,7 @@ def _cut(path: Path, last_step: int | None) -> None:
 
 
 def _records(file: BinaryIO) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Each whole line that is a JSON object with a step, and that object."""
+    """Yields each complete line that is a JSON object with a step, and that object."""
     for line in file:
         try:
             record = json.loads(line)

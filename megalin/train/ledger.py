@@ -14,19 +14,19 @@ from megalin.parallel.agreement import on_rank_zero
 from megalin.train.jsonl import JsonLines
 
 LEDGER_NAME = "ledger.jsonl"
-"""Its name in the run folder."""
+"""Name of the file in the run folder."""
 
 
 class Ledger:
-    """The file of a run that keeps a JSON line a step: {"step": finished steps, "digest": 32 hex digits}.
+    """Writer of a run's ledger, one JSON line per step: {"step": finished steps, "digest": 32 hex digits}.
 
     A step's digest is the sum, modulo 2^64 in each half, of a hash of each sample's place in the step and its token
-    ids: it does not depend on the mesh, the micro-batches or the threads. What an earlier process wrote beyond
-    `resumed_step` is cut off.
+    ids: it does not depend on the mesh, the micro-batches or the threads. Lines of an earlier process beyond
+    `resumed_step` are removed.
     """
 
     def __init__(self, path: Path, *, resumed_step: int) -> None:
-        """Opens the file on rank 0; all ranks make one (one broadcast). Raises StorageError on every rank."""
+        """Opens the file on rank 0; every rank creates one (one broadcast). Raises StorageError on every rank."""
         self._file: JsonLines | None = None
         on_rank_zero(lambda: self._open(path, resumed_step))
 
@@ -34,7 +34,7 @@ class Ledger:
         self._file = JsonLines(path, resumed_step=resumed_step)
 
     def write(self, step: int, digest: Tensor) -> None:
-        """Adds the line of `step`, whose digest is [2] int64; nothing on other ranks than 0."""
+        """Appends the line of `step`, whose digest is [2] int64; does nothing on ranks other than 0."""
         if self._file is not None:
             halves = [f"{half % 2**64:016x}" for half in digest.tolist()]
             self._file.write(step, {"digest": "".join(halves)})
@@ -46,28 +46,28 @@ class Ledger:
 
 
 class LedgerComparison(NamedTuple):
-    """What two ledgers say of each other."""
+    """Result of comparing two ledgers."""
 
     steps: int
-    """Steps that both have."""
+    """Number of steps in both ledgers."""
     first_difference: int | None
-    """The first of these whose samples differ."""
+    """First common step whose samples differ; None without one."""
     only_first: int
-    """Steps that the first ledger alone has."""
+    """Number of steps in the first ledger only."""
     only_second: int
-    """Steps that the second alone has."""
+    """Number of steps in the second ledger only."""
 
 
 def compare_ledgers(first: str | Path, second: str | Path) -> LedgerComparison:
     """Compares two ledgers, each a file or a run folder, step by step.
 
     Raises:
-        DataError: a file that cannot be read or is no ledger, or two without a step in common.
+        DataError: a file that cannot be read or is not a ledger, or two ledgers without a step in common.
     """
     ours, theirs = dict(_read(Path(first))), dict(_read(Path(second)))
     common = sorted(ours.keys() & theirs.keys())
     if not common:
-        raise DataError(f"{first} and {second} have no step in common; give ledgers of runs of the same steps")
+        raise DataError(f"{first} and {second} have no step in common; give ledgers that cover the same steps")
     difference = next((step for step in common if ours[step] != theirs[step]), None)
     return LedgerComparison(len(common), difference, len(ours.keys() - common), len(theirs.keys() - common))
 
@@ -78,10 +78,12 @@ def _read(path: Path) -> Iterator[tuple[int, str]]:
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); give a ledger, or a run's folder") from None
+        raise DataError(f"{path}: cannot be read ({error.strerror}); give a ledger file or a run folder") from None
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
             yield int(record["step"]), str(record["digest"])
         except (ValueError, KeyError, TypeError):
-            raise DataError(f"{path}: line {number} is no line of a ledger; give a ledger, or a run's folder") from None
+            raise DataError(
+                f"{path}: line {number} is not a ledger record; give a ledger file or a run folder"
+            ) from None

@@ -30,7 +30,7 @@ from megalin.train.config import RunConfig
 from megalin.train.curves import write_loss_curve
 from megalin.train.engine import Engine, FullyShardedEngine
 from megalin.train.environment import device_name, environment, versions
-from megalin.train.events import Incidents
+from megalin.train.events import EventLog
 from megalin.train.garbage_collection import without_long_collections
 from megalin.train.hardware import peak_flops_per_second, peak_memory_bytes
 from megalin.train.in_flight import InFlightStep, InFlightSteps
@@ -38,7 +38,7 @@ from megalin.train.ledger import Ledger
 from megalin.train.metrics import Metrics
 from megalin.train.open_run import check_same_model
 from megalin.train.pipeline_model import Pipeline
-from megalin.train.preemption import Termination
+from megalin.train.preemption import PreemptionHandler
 from megalin.train.run_folder import RunFolder
 from megalin.train.step import StepResult
 from megalin.train.validation import AnyEvaluation, Evaluation, evaluate
@@ -61,7 +61,7 @@ class TrainingLoop:
     Every rank creates one, inside an initialised process group.
     """
 
-    def __init__(self, config: RunConfig, mesh: Mesh, run: RunFolder, incidents: Incidents) -> None:
+    def __init__(self, config: RunConfig, mesh: Mesh, run: RunFolder, event_log: EventLog) -> None:
         """Opens the data, builds the model, and loads the newest checkpoint if there is one.
 
         Raises:
@@ -69,12 +69,12 @@ class TrainingLoop:
             DataError: on every rank, when shards or a tokenizer are bad or missing on any rank.
             CheckpointError: a checkpoint of a different model, or none that verifies.
         """
-        self.config, self.mesh, self.run, self.incidents = config, mesh, run, incidents
+        self.config, self.mesh, self.run, self.event_log = config, mesh, run, event_log
         on_every_rank(self._open_data)  # hosts may have different disks
         self.engine = _make_engine(config, mesh, run)
         self.model = self.engine.model
         self.first_step = self._resume()
-        self.termination = Termination()
+        self.preemption = PreemptionHandler()
         self._evaluation: AnyEvaluation | None = None
 
     def _open_data(self) -> None:
@@ -138,7 +138,7 @@ class TrainingLoop:
             total_steps=train.steps,
             resumed_step=self.first_step,
             log_interval=train.log_every_steps,
-            incidents=self.incidents,
+            event_log=self.event_log,
             wandb_project=config.logging.wandb_project,
             wandb_config=config.model_dump(mode="json"),
         )
@@ -151,7 +151,7 @@ class TrainingLoop:
             self._loader() as loader,
             metrics,
             closing(self._ledger()) as ledger,
-            self.termination,
+            self.preemption,
             without_long_collections() as freeze,
         ):
             in_flight = InFlightSteps(partial(self._finish_step, metrics, ledger, last_step))
@@ -243,7 +243,7 @@ class TrainingLoop:
         # Over all axes: ranks of other layers or shards read the same samples, each from its own disk. Only one of the
         # ranks that share samples counts in the digest.
         counts = int(max(mesh.tp.axis.rank, mesh.cp.axis.rank, mesh.pp.axis.rank) == 0)
-        flags = torch.tensor([error is not None, self.termination.asked]).long()
+        flags = torch.tensor([error is not None, self.preemption.received]).long()
         failed, terminated, *digest = sum_over_ranks(torch.cat([flags, counts * own.digest])).tolist()
         if failed or terminated:
             finish()
@@ -350,13 +350,13 @@ def train(config: RunConfig, device: torch.device, path: Path) -> TrainResult:
     _check_same_config(config)  # before the mesh: with different axes, ranks would wait in different groups
     mesh = Mesh(config.parallel, device)
     # Failed ranks are reported inside the event log, so that its error names them.
-    with RunFolder(path) as run, Incidents(run.incidents) as incidents, report_failed_ranks(default_rendezvous()):
+    with RunFolder(path) as run, EventLog(run.incidents) as event_log, report_failed_ranks(default_rendezvous()):
         if run.previous_owner is not None:
-            incidents.write("taken over", f"from {run.previous_owner}, which ended without closing the folder")
-        loop = TrainingLoop(config, mesh, run, incidents)
+            event_log.write("taken over", f"from {run.previous_owner}, which ended without closing the folder")
+        loop = TrainingLoop(config, mesh, run, event_log)
         run.write_text(run.config, dumps(config))
         run.write_json(run.environment, environment(mesh))
-        incidents.begin(loop.first_step, f"on {torch.distributed.get_world_size()} x {device_name(device)}")
+        event_log.begin(loop.first_step, f"on {torch.distributed.get_world_size()} x {device_name(device)}")
         with closing(loop.engine):
             return loop.train()
 

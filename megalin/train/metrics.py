@@ -17,8 +17,8 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from megalin.errors import MegalinError, StorageError
 from megalin.parallel.agreement import on_rank_zero
-from megalin.train.events import Incidents
-from megalin.train.jsonl import AppendedFile, JsonLines, Outlet
+from megalin.train.events import EventLog
+from megalin.train.jsonl import AppendedFile, BestEffortWriter, JsonLines
 from megalin.train.terminal import LiveView, PlainLines, print_line
 from megalin.train.weights_and_biases import WeightsAndBiases
 
@@ -38,7 +38,7 @@ class Metrics:
         total_steps: int,
         resumed_step: int = 0,
         log_interval: int = 10,
-        incidents: Incidents | None = None,
+        event_log: EventLog | None = None,
         wandb_project: str | None = None,
         wandb_config: Mapping[str, Any] | None = None,
         console: Console | None = None,
@@ -47,7 +47,7 @@ class Metrics:
 
         Args:
             log_interval: steps between two lines of progress if `console` (default: stdout) is not a terminal.
-            incidents: the run's incidents, which get the step here; a terminal shows the newest.
+            event_log: receives the step of each write; a terminal shows its newest event.
             wandb_project: Weights & Biases project that also receives the metrics, with `wandb_config` as its config.
 
         Raises:
@@ -57,9 +57,9 @@ class Metrics:
         self._sinks: list[_Sink] = []
         self._wandb: WeightsAndBiases | None = None
         self._last_step = resumed_step
-        self._incidents = incidents
+        self._event_log = event_log
         self._console: Console | None = None
-        self._outlet = Outlet("the terminal")
+        self._writer = BestEffortWriter("the terminal")
 
         def open_sinks() -> None:
             self._sinks.append(JsonLines(Path(folder) / "metrics.jsonl", resumed_step=resumed_step))
@@ -70,7 +70,7 @@ class Metrics:
                 )
             self._console = shown_on = console or Console()
             if shown_on.is_terminal and not shown_on.is_dumb_terminal:
-                self._sinks.append(LiveView(shown_on, total_steps, resumed_step, incidents))
+                self._sinks.append(LiveView(shown_on, total_steps, resumed_step, event_log))
             else:
                 self._sinks.append(PlainLines(shown_on, total_steps, resumed_step, log_interval))
 
@@ -87,8 +87,8 @@ class Metrics:
         """
         assert step > self._last_step, f"step {step} after step {self._last_step}"
         self._last_step = step
-        if self._incidents is not None:
-            self._incidents.step = step
+        if self._event_log is not None:
+            self._event_log.step = step
         for sink in self._sinks:
             sink.write(step, values)
         if self._wandb is not None:
@@ -98,7 +98,7 @@ class Metrics:
         """Prints a line above the progress; does nothing on ranks that do not write."""
         console = self._console
         if console is not None:
-            self._outlet.attempt(lambda: print_line(console, line))
+            self._writer.attempt(lambda: print_line(console, line))
 
     def close(self, *, failed: bool = False) -> None:
         """Closes the files and restores the terminal; a second call does nothing.

@@ -18,11 +18,11 @@ _MOST_DIFFERENCES = 8
 
 
 def open_run(folder: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, Checkpoint]:
-    """The config that a run folder keeps, with overrides, and the newest checkpoint that verifies.
+    """Reads a run folder's config, with overrides, and its newest checkpoint that verifies.
 
     Raises:
-        ConfigError: no run folder, or a config that does not parse.
-        CheckpointError: no checkpoint, none that verifies, or one of another model.
+        ConfigError: not a run folder, or a config that does not parse.
+        CheckpointError: no checkpoint, none that verifies, or one of a different model.
     """
     config = load_run_config(Path(folder) / CONFIG_NAME, overrides)
     checkpoint = newest(Path(folder) / CHECKPOINTS_NAME)
@@ -33,7 +33,7 @@ def open_run(folder: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConf
 
 
 def check_same_model(model: AnyModelConfig, checkpoint: Checkpoint) -> None:
-    """Compares the model with the one that made the checkpoint: another may have tensors of the same shapes.
+    """Checks that the checkpoint is of this model: a different one may have tensors of the same shapes.
 
     Raises:
         CheckpointError: naming the fields that differ, with both values.
@@ -42,8 +42,8 @@ def check_same_model(model: AnyModelConfig, checkpoint: Checkpoint) -> None:
         table = {"model": checkpoint.state()["config"]["model"]}
         saved = parse_model(translate_renamed(table)["model"], "its saved config")
     except (ConfigError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{checkpoint.path}: does not tell a model that this version knows: {error}") from None
-    there, here = dict(_fields("model", _meaning(saved))), dict(_fields("model", _meaning(model)))
+        raise CheckpointError(f"{checkpoint.path}: this version cannot read the model of its config: {error}") from None
+    there, here = dict(_fields("model", _function(saved))), dict(_fields("model", _function(model)))
     differences = [
         f"{name}: {there.get(name)!r} in the checkpoint, {here.get(name)!r} in the config"
         for name in here | there
@@ -56,14 +56,15 @@ def check_same_model(model: AnyModelConfig, checkpoint: Checkpoint) -> None:
         )
 
 
-def _meaning(model: AnyModelConfig) -> dict[str, Any]:
-    """What the model computes, repeats written out: neither initial weights nor the chunks of a scan are part of it."""
+def _function(model: AnyModelConfig) -> dict[str, Any]:
+    """The fields that define the model's function, repeated blocks written out; initial weights and scan chunks do not
+    belong to it."""
     table = model.model_dump(mode="json", exclude={"init_std", "layers"})
     return table | {"blocks": [block.model_dump(mode="json")["sublayers"] for _, block in model.blocks()]}
 
 
 def _fields(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Every leaf of nested tables and lists under its dotted name."""
+    """Yields every leaf of nested tables and lists under its dotted name, except chunks of scans."""
     if isinstance(value, dict | list):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             if key != "chunk_size":

@@ -1,4 +1,4 @@
-"""The stages that a rank runs of a decoder, seen by the training loop as one model."""
+"""A rank's pipeline stages of a decoder, presented to the training loop as one model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megalin.parallel.tensor_parallel import local
 
 @contextmanager
 def _errors_as_raised() -> Iterator[None]:
-    """The engine raises what a stage raised as a RuntimeError of its own: here a user's error is itself again."""
+    """Re-raises a MegalinError that the pipeline engine wrapped in a RuntimeError."""
     try:
         yield
     except RuntimeError as error:
@@ -34,17 +34,17 @@ def _errors_as_raised() -> Iterator[None]:
 
 
 class Pipeline(nn.Module):
-    """This rank's stages. Parameters have their global names, each once: of copies on several of its stages the first
-    is the parameter, and the others follow it.
+    """This rank's stages. Parameters have their global names, each once: if several of its stages hold copies, the
+    first is the parameter and the others follow it.
 
     Attributes:
-        plan: which sub-layers each stage of the model has.
+        plan: the sub-layers of each stage of the model.
     """
 
     loss_names = LanguageModel.loss_names
 
     def __init__(self, config: ModelConfig, plan: StagePlan, stages: Sequence[DecoderStage], mesh: Mesh) -> None:
-        """A collective: the groups of ranks that hold the same parameters are made here."""
+        """Creates the groups of ranks that hold the same parameters, so it is a collective."""
         super().__init__()
         self.config, self.plan, self.pp, self._mesh = config, plan, mesh.pp, mesh
         self._stages = nn.ModuleList(stages)
@@ -72,32 +72,32 @@ class Pipeline(nn.Module):
                     yield name, parameter
 
     def _copies(self) -> Iterator[tuple[str, list[nn.Parameter]]]:
-        """What several stages hold, this one among them: all copies of this rank, in the order of the names."""
+        """Yields each parameter held by several stages, with all its copies on this rank, in the order of the names."""
         of_stages = [dict(stage.named_parameters()) for stage in self.stages()]
         for name in self._holders:
             if copies := [parameters[name] for parameters in of_stages if name in parameters]:
                 yield name, copies
 
     def counted_elsewhere(self) -> list[nn.Parameter]:
-        """The parameters of this rank whose first copy lies on another one, which counts them."""
+        """The parameters of this rank whose first copy is on another rank, which counts them in the norm."""
         own = set(self.pp.own_stages())
         return [copies[0] for name, copies in self._copies() if self.plan.holders[name][0] not in own]
 
     def accumulate_gradients(self, batches: Sequence[AnyBatch], counts: Tensor) -> Tensor:
-        """Forward and backward of a step's micro-batches, equal in shape, through all stages, by the schedule.
+        """Forward and backward of a step's micro-batches, equal in shape, through all stages, in the schedule's order.
 
         Args:
             counts: [1] valid labels of the whole step; the loss is divided by them.
 
         Returns:
-            [1] fp64, the sum of this rank's losses: zero where another rank has the last stage.
+            [1] fp64, the sum of this rank's losses: zero unless it has the last stage.
         """
-        rows = [cast(Batch, batch) for batch in batches]
+        micro_batches = [cast(Batch, batch) for batch in batches]
         self._counts = counts.clamp(min=1)
-        whole = {name: torch.cat([getattr(batch, name) for batch in rows]) for name in Batch._fields}
+        whole = {name: torch.cat([getattr(batch, name) for batch in micro_batches]) for name in Batch._fields}
         losses: list[Tensor] = []
         with _errors_as_raised():
-            self._schedule(rows).step(
+            self._schedule(micro_batches).step(
                 whole["tokens"],
                 document_ids=whole["document_ids"],
                 labels=whole["labels"],
@@ -115,7 +115,7 @@ class Pipeline(nn.Module):
         return total
 
     def _schedule(self, batches: Sequence[Batch]) -> Any:
-        """The engine's schedule for as many micro-batches of this shape; made at its first use."""
+        """The engine's schedule for this number and shape of micro-batches; created at first use."""
         tokens = batches[0].tokens
         key = (len(batches), *tokens.shape)
         if key not in self._schedules:
@@ -123,7 +123,7 @@ class Pipeline(nn.Module):
                 self._mesh.config.pp_schedule,
                 self.pp,
                 self.stages(),
-                self._stream(tokens),
+                self._hidden_states_shape(tokens),
                 tokens=tokens,
                 num_micro_batches=len(batches),
                 loss=self._loss,
@@ -132,12 +132,12 @@ class Pipeline(nn.Module):
         return self._schedules[key]
 
     def _loss(self, loss_sum: Tensor, _labels: Tensor) -> Tensor:
-        """The share of a micro-batch in the mean loss of the step; the last stage has read the labels itself."""
+        """Contribution of a micro-batch to the step's mean loss; the last stage reads the labels itself."""
         assert self._counts is not None
         return (loss_sum / self._counts).sum()
 
-    def _stream(self, tokens: Tensor) -> HiddenStatesShape:
-        """What travels between stages for tokens [B, T/cp]."""
+    def _hidden_states_shape(self, tokens: Tensor) -> HiddenStatesShape:
+        """Shape and dtype of the hidden states sent between stages for tokens [B, T/cp]."""
         stage, tp = self.stages()[0], self._mesh.tp
         length = tokens.shape[1] // tp.size if tp.sequence_parallel else tokens.shape[1]
         dtype = stage.compute_dtype
@@ -146,25 +146,25 @@ class Pipeline(nn.Module):
         return HiddenStatesShape((tokens.shape[0], length, self.config.hidden_size), dtype)
 
     def outputs(self, inputs: Mapping[str, Tensor], *, losses: str) -> Any:
-        """The last stage's output of a batch, without a backward; None where another rank has it."""
+        """The last stage's output of a batch, without a backward; None on ranks without that stage."""
         options = {"document_ids": inputs["document_ids"], "labels": inputs["labels"], "losses": losses}
         tokens = inputs["tokens"]
-        return forward_through(self.pp, self.stages(), self._stream(tokens), tokens, options)
+        return forward_through(self.pp, self.stages(), self._hidden_states_shape(tokens), tokens, options)
 
     def loss_sums(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """[1] the sum of a batch's losses, without a backward; zero where another rank has the last stage."""
+        """Sum [1] of a batch's losses, without a backward; zero on ranks without the last stage."""
         sums: Tensor | None = self.outputs(inputs, losses="sum")
         return torch.zeros(1, device=self._mesh.device) if sums is None else sums
 
     def token_outputs(self, inputs: Mapping[str, Tensor]) -> ModelOutput | None:
-        """Logits and token losses of a batch, without a backward; None where another rank has the last stage."""
+        """Logits and token losses of a batch, without a backward; None on ranks without the last stage."""
         output: ModelOutput | None = self.outputs(inputs, losses="tokens")
         return output
 
     @torch.no_grad()
     def after_optimizer_step(self) -> None:
-        """Brings the copies of parameters and what mixers derive from weights up to date: after a step, and after
-        weights were loaded."""
+        """Updates the copies of parameters and the values that mixers derive from weights; call it after a step and
+        after loading weights."""
         for _, copies in self._copies():
             for copy in copies[1:]:
                 local(copy).copy_(local(copies[0]))
@@ -176,5 +176,5 @@ class Pipeline(nn.Module):
         return {name for stage in self.stages() for name in stage.no_decay_names()}
 
     def training_flops(self, length: int) -> int:
-        """Forward and backward floating-point operations a token of the whole model."""
+        """Forward and backward floating-point operations per token of the whole model."""
         return LanguageModel(self.config).training_flops(length)

@@ -1,4 +1,4 @@
-"""What asks a run to leave before its end: SIGTERM, as cluster managers and launchers send it."""
+"""Preemption: records the SIGTERM of a cluster manager or launcher, so that the run can save and exit."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from types import FrameType, TracebackType
 from typing import Self
 
 
-class Termination:
-    """Hears SIGTERM, which would end this process, while it is entered; a context manager.
+class PreemptionHandler:
+    """Context manager that records SIGTERM instead of dying.
 
-    Further signals change nothing, as launchers repeat those of the cluster manager. Python takes signals in its main
-    thread alone: entered in another one, it hears nothing, and a signal does what it did before.
+    Further signals change nothing, as launchers repeat those of the cluster manager. Python handles signals in its main
+    thread only: entered in another thread, this records nothing and SIGTERM keeps its previous effect.
 
     Attributes:
-        asked: whether a signal came.
+        received: True after a SIGTERM.
     """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.received = False
 
     def __enter__(self) -> Self:
-        self._hears = threading.current_thread() is threading.main_thread()
-        if self._hears:
-            self._previous = signal.signal(signal.SIGTERM, self._hear)
+        self._installed = threading.current_thread() is threading.main_thread()
+        if self._installed:
+            self._previous = signal.signal(signal.SIGTERM, self._on_signal)
         return self
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.received = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._hears:
-            # None: a handler that Python did not set, and cannot set again.
+        if self._installed:
+            # None: the previous handler was not set by Python, which cannot restore it.
             signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)

@@ -1,4 +1,4 @@
-"""The run folder: where a run keeps everything it makes, owned by one run at a time."""
+"""The run folder: all files that a run writes, owned by one run at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _log = logging.getLogger(__name__)
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """`read_toml` of a config file. A run folder's own config.toml may have renamed keys, since its run wrote it.
+    """Reads a config file. A run folder's own config.toml, which an older version may have written, may have renamed
+    keys; they are translated.
 
     Raises:
         ConfigError: as `read_toml` does.
@@ -36,17 +37,17 @@ def read_config(path: str | Path) -> dict[str, Any]:
 class RunFolder:
     """A run folder, created or reused, and locked until `close`; a context manager.
 
-    All ranks make one (one broadcast); rank 0 holds the lock, which dies with its process.
+    Every rank creates one (one broadcast); rank 0 holds the lock, which the end of its process releases.
 
     Attributes:
-        previous_owner: on rank 0, the process that died while it held the folder, in words; None after an orderly end.
+        previous_owner: on rank 0, a description of the process that died holding the lock; None after a clean exit.
     """
 
     def __init__(self, path: str | Path) -> None:
-        """Creates and claims the folder.
+        """Creates and locks the folder.
 
         Raises:
-            ConfigError: on every rank, when a live process owns it; names pid, host and since when.
+            ConfigError: on every rank, when a live process owns it; names its pid, its host and the time of the lock.
             StorageError: on every rank, when it cannot be created or written.
         """
         self.path = Path(path)
@@ -61,12 +62,12 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """One JSON line a step."""
+        """Metrics, one JSON line per step."""
         return self.path / "metrics.jsonl"
 
     @property
     def ledger(self) -> Path:
-        """One JSON line a step: the digest of its token ids."""
+        """Digests of the steps' token ids, one JSON line per step."""
         return self.path / LEDGER_NAME
 
     @property
@@ -81,44 +82,44 @@ class RunFolder:
 
     @property
     def deepspeed(self) -> Path:
-        """The JSON that DeepSpeed's engine got, where it is the run's engine."""
+        """JSON settings as passed to DeepSpeed, if it is the run's engine."""
         return self.path / "deepspeed.json"
 
     @property
     def kernels(self) -> Path:
-        """Which implementation of each op ran, and why."""
+        """Implementation of each op, and the reason for it."""
         return self.path / "kernels.json"
 
     @property
     def environment(self) -> Path:
-        """What the run ran on."""
+        """Versions, device, host and mesh of the run."""
         return self.path / "environment.json"
 
     @property
     def incidents(self) -> Path:
-        """One JSON line a start, warning or error."""
+        """Event log, one JSON line per start, warning or error."""
         return self.path / "incidents.jsonl"
 
     @property
     def loss_curve(self) -> Path:
-        """Picture of the losses."""
+        """Plot of the losses."""
         return self.path / "loss.png"
 
     def write_text(self, path: Path, text: str) -> None:
-        """Rank 0 replaces a small file of the folder whole; nothing on other ranks. Raises StorageError."""
+        """Replaces a small file of the folder atomically on rank 0 only. Raises StorageError."""
         assert path.parent == self.path, path
         if rank() == 0:
             try:
                 write_atomically(path, text.encode())
             except OSError as error:
-                raise StorageError(f"cannot write {path}: {error}; free space or mend permissions") from None
+                raise StorageError(f"cannot write {path}: {error}; free space or fix the permissions") from None
 
     def write_json(self, path: Path, value: Mapping[str, Any]) -> None:
         """`write_text` of a JSON object. Raises StorageError."""
         self.write_text(path, json.dumps(dict(value), indent=1, allow_nan=False) + "\n")
 
     def close(self) -> None:
-        """Gives the folder back."""
+        """Releases the lock."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -137,14 +138,14 @@ class RunFolder:
             lock = FolderLock(self.path / ".lock")
         except FolderInUseError as error:
             raise ConfigError(
-                f"run folder {self.path} is in use by {error}; give this run another folder, or end that process"
+                f"run folder {self.path} is in use by {error}; choose another folder for this run, or end that process"
             ) from None
         except OSError as error:
             raise StorageError(
                 f"cannot write run folder {self.path}: {error}; choose a folder that you may create and write"
             ) from None
         self._lock, self.previous_owner = lock, lock.previous_owner
-        # A data worker that outlives this process must not keep the folder.
+        # A data worker that outlives this process must not keep the lock.
         os.register_at_fork(after_in_child=lock.close)
         if lock.previous_owner is not None:
             _log.warning(

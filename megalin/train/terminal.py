@@ -1,4 +1,4 @@
-"""A run's progress for people: a view that stays in place on a terminal, lines elsewhere."""
+"""Progress of a run for people: a live view on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from megalin.train.events import Incidents
-from megalin.train.jsonl import Outlet
+from megalin.train.events import EventLog
+from megalin.train.jsonl import BestEffortWriter
 
 _SHOWN = {
     "loss": "loss {:.4f}",
@@ -31,57 +31,57 @@ _SHOWN = {
 _EVALUATION = [name for name in _SHOWN if name.startswith("evaluation_")]
 _LEARNING = ["loss", "mlm_loss", "nsp_loss", "grad_norm", "learning_rate"]
 _RECENT_STEPS = 100
-"""Steps whose mean pace tells the time left: the first one compiles and is slow."""
+"""Steps whose mean duration gives the time left: the first step compiles and is slow."""
 
 
 class PlainLines:
-    """A line every `log_interval` steps, at an evaluation, and at both ends of the run."""
+    """Prints a line every `log_interval` steps, at each evaluation, and at both ends of the run."""
 
     def __init__(self, console: Console, total_steps: int, resumed_step: int, log_interval: int) -> None:
         self._console = console
-        self._outlet = Outlet("the progress output")
+        self._writer = BestEffortWriter("the progress output")
         self._total_steps, self._first_step, self._log_interval = total_steps, resumed_step + 1, log_interval
         self._pace = _Pace(total_steps)
 
     def write(self, step: int, values: Mapping[str, float | int]) -> None:
-        """Prints the line of `step` where one is due."""
-        left = self._pace.told(step)
+        """Prints the line of `step` if one is due."""
+        left = self._pace.update(step)
         edge = step in (self._first_step, self._total_steps)
         if edge or step % self._log_interval == 0 or "evaluation_loss" in values:
             line = f"step {step}/{self._total_steps}  {_shown(values, list(_SHOWN))}  {left}"
-            self._outlet.attempt(lambda: print_line(self._console, line))
+            self._writer.attempt(lambda: print_line(self._console, line))
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: no resource is open."""
 
 
 class LiveView:
-    """A view of a few rows below all other output: steps and time left, losses, rates, the newest incident."""
+    """A live view below all other output: steps and time left, losses, rates, the newest event."""
 
-    def __init__(self, console: Console, total_steps: int, resumed_step: int, incidents: Incidents | None) -> None:
-        self._console, self._incidents = console, incidents
-        self._outlet = Outlet("the terminal")
+    def __init__(self, console: Console, total_steps: int, resumed_step: int, event_log: EventLog | None) -> None:
+        self._console, self._event_log = console, event_log
+        self._writer = BestEffortWriter("the terminal")
         self._total_steps, self._step = total_steps, resumed_step
         self._pace = _Pace(total_steps)
         self._left = self._evaluated = ""
         self._values: Mapping[str, float | int] = {}
-        # Standard error that goes to a file must not end on the terminal.
+        # Standard error redirected to a file must not go to the terminal.
         self._live = Live(
             get_renderable=self._render, console=console, refresh_per_second=4, redirect_stderr=sys.stderr.isatty()
         )
-        self._outlet.attempt(self._live.start)
+        self._writer.attempt(self._live.start)
 
     def write(self, step: int, values: Mapping[str, float | int]) -> None:
         """Shows `step` from the next refresh on; an evaluation leaves a line above the view."""
-        self._step, self._values, self._left = step, values, self._pace.told(step)
+        self._step, self._values, self._left = step, values, self._pace.update(step)
         if "evaluation_loss" in values:
             self._evaluated = f"{_shown(values, _EVALUATION)} at step {step:,}"
             line = f"step {step}/{self._total_steps}  {_shown(values, list(_SHOWN))}"
-            self._outlet.attempt(lambda: print_line(self._console, line))
+            self._writer.attempt(lambda: print_line(self._console, line))
 
     def close(self) -> None:
-        """Leaves the last state of the view where it is."""
-        self._outlet.attempt(self._live.stop)
+        """Stops the view; its last state stays on the screen."""
+        self._writer.attempt(self._live.stop)
 
     def _render(self) -> RenderableType:
         head = Table.grid(expand=True, padding=(0, 1))
@@ -93,8 +93,8 @@ class LiveView:
         learning = [_shown(self._values, _LEARNING), self._evaluated]
         rows = ["  ".join(filter(None, row)) for row in (learning, _rates(self._values))]
         texts = [Text(row, no_wrap=True, overflow="ellipsis") for row in rows]
-        if self._incidents is not None and self._incidents.last:
-            texts.append(Text(_one_line(self._incidents.last), style="yellow", no_wrap=True, overflow="ellipsis"))
+        if self._event_log is not None and self._event_log.last:
+            texts.append(Text(_one_line(self._event_log.last), style="yellow", no_wrap=True, overflow="ellipsis"))
         return Group(head, *texts)
 
 
@@ -104,8 +104,8 @@ class _Pace:
         self._started = time.monotonic()
         self._times = deque([self._started], maxlen=_RECENT_STEPS + 1)
 
-    def told(self, step: int) -> str:
-        """The time that is left after `step`, which has just ended; after the last one, what the process took."""
+    def update(self, step: int) -> str:
+        """Records the end of `step`; returns the time left, after the last step the duration of the process."""
         self._times.append(time.monotonic())
         if step >= self._total_steps:
             return f"{_duration(self._times[-1] - self._started)} in all"
@@ -114,7 +114,7 @@ class _Pace:
 
 
 def print_line(console: Console, line: str) -> None:
-    """Prints `line` as it is, above a live view."""
+    """Prints `line` verbatim, above a live view."""
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -137,6 +137,6 @@ def _shown(values: Mapping[str, float | int], names: Sequence[str]) -> str:
 
 
 def _one_line(text: str) -> str:
-    """The first line, without what could steer a terminal."""
+    """The first line, with control characters replaced."""
     line = text.partition("\n")[0]
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in line)

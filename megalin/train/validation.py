@@ -1,4 +1,4 @@
-"""What a model reaches on a split: a decoder's loss and bits per byte, an encoder's losses and accuracies."""
+"""Evaluation on a dataset split: loss and bits per byte of a decoder, losses and accuracies of an encoder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megalin.train.pipeline_model import Pipeline
 
 
 class Evaluation(NamedTuple):
-    """A decoder on all valid labels of a split, equal on every rank."""
+    """Results of a decoder on all valid labels of a split, equal on every rank."""
 
     loss: float
     """Mean nats a token."""
@@ -29,17 +29,17 @@ class Evaluation(NamedTuple):
     bits_per_byte: float | None
     """Total loss in bits over the UTF-8 bytes that the labels decode to; None without a tokenizer."""
     unigram_entropy: float
-    """Entropy in nats of the labels' own frequencies: the loss of the best model that knows no context."""
+    """Entropy in nats of the labels' own frequencies: the loss of the best model without context."""
     tokens: int
     """Number of labels."""
 
     def metrics(self) -> dict[str, float | int]:
-        """What a line of metrics.jsonl takes."""
+        """Values for a line of metrics.jsonl."""
         values: dict[str, float | int] = {"evaluation_loss": self.loss, "evaluation_tokens": self.tokens}
         return values if self.bits_per_byte is None else values | {"evaluation_bits_per_byte": self.bits_per_byte}
 
     def report_lines(self) -> list[str]:
-        """A report for people."""
+        """The report for people, line by line."""
         bits = "no tokenizer" if self.bits_per_byte is None else f"{self.bits_per_byte:.4f}"
         return [
             f"loss            {self.loss:.4f} nats a token over {self.tokens:,} tokens",
@@ -49,7 +49,7 @@ class Evaluation(NamedTuple):
         ]
 
     def summary(self) -> str:
-        """The report in a line."""
+        """The report in one line."""
         bits = "" if self.bits_per_byte is None else f", {self.bits_per_byte:.4f} bits per byte"
         return (
             f"loss {self.loss:.4f} nats a token, perplexity {self.perplexity:.2f}{bits} "
@@ -58,31 +58,31 @@ class Evaluation(NamedTuple):
 
 
 class EncoderEvaluation(NamedTuple):
-    """A pretraining encoder on all valid labels of a split, equal on every rank."""
+    """Results of a pretraining encoder on all valid labels of a split, equal on every rank."""
 
     loss: float
     """mlm_loss + nsp_loss."""
     mlm_loss: float
     """Mean nats a masked token."""
     mlm_accuracy: float
-    """Share of the masked tokens whose likeliest id is the right one."""
+    """Fraction of the masked tokens whose most likely id is the right one."""
     nsp_loss: float
     """Mean nats a sentence pair."""
     nsp_accuracy: float
-    """Share of the pairs that are told right."""
+    """Fraction of the pairs that are classified correctly."""
     unigram_entropy: float
-    """Entropy in nats of the masked tokens' own frequencies: the mlm_loss of the best model that knows no context."""
+    """Entropy in nats of the masked tokens' own frequencies: the mlm_loss of the best model without context."""
     tokens: int
     """Number of masked tokens."""
     sequences: int
     """Number of pairs."""
 
     def metrics(self) -> dict[str, float | int]:
-        """What a line of metrics.jsonl takes."""
+        """Values for a line of metrics.jsonl."""
         return {f"evaluation_{name}": value for name, value in self._asdict().items() if name != "unigram_entropy"}
 
     def report_lines(self) -> list[str]:
-        """A report for people."""
+        """The report for people, line by line."""
         return [
             f"MLM loss        {self.mlm_loss:.4f} nats a masked token over {self.tokens:,} of them",
             f"MLM accuracy    {self.mlm_accuracy:.2%}",
@@ -92,7 +92,7 @@ class EncoderEvaluation(NamedTuple):
         ]
 
     def summary(self) -> str:
-        """The report in a line."""
+        """The report in one line."""
         return (
             f"MLM loss {self.mlm_loss:.4f} nats a masked token (unigram entropy {self.unigram_entropy:.4f}), accuracy "
             f"{self.mlm_accuracy:.2%}; NSP loss {self.nsp_loss:.4f} nats a pair, accuracy {self.nsp_accuracy:.2%}"
@@ -106,11 +106,11 @@ AnyEvaluation = Evaluation | EncoderEvaluation
 def evaluate(
     model: TrainedModel, batches: Iterable[AnyBatch], mesh: Mesh, *, token_bytes: Tensor | None = None
 ) -> AnyEvaluation:
-    """Runs every batch of this rank; all ranks call it with the same number of batches.
+    """Evaluates every batch of this rank; all ranks call it with the same number of batches.
 
     Args:
-        batches: whole rows of a decoder, or those of an encoder that pretrains.
-        token_bytes: [vocabulary] int64, UTF-8 bytes that each id decodes to; decoders alone use it.
+        batches: full sequences of a decoder, or batches of a pretraining encoder.
+        token_bytes: [vocabulary] int64, UTF-8 bytes that each id decodes to; only decoders use it.
     """
     if isinstance(model, Encoder):
         return _evaluate_encoder(model, cast(Iterable[EncoderBatch], batches), mesh)
@@ -182,11 +182,11 @@ def _evaluate_encoder(model: Encoder, batches: Iterable[EncoderBatch], mesh: Mes
 
 
 def _count(labels: Tensor, vocab_size: int) -> Tensor:
-    """[vocabulary] int64, how often each id is a valid label."""
+    """Number of valid labels of each id, [vocabulary] int64."""
     return torch.bincount(labels[labels != IGNORED_LABEL], minlength=vocab_size)
 
 
 def _entropy(counts: Tensor) -> float:
-    """Nats of the distribution that the counts [vocabulary] tell."""
-    share = counts[counts > 0].double() / max(int(counts.sum()), 1)
-    return -(share * share.log()).sum().item()
+    """Entropy in nats of the distribution of the counts [vocabulary]."""
+    probabilities = counts[counts > 0].double() / max(int(counts.sum()), 1)
+    return -(probabilities * probabilities.log()).sum().item()

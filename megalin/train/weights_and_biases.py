@@ -1,4 +1,4 @@
-"""A run's metrics in Weights & Biases, where its config asks for them."""
+"""Weights & Biases as an optional sink of a run's metrics."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from megalin.config import Config
 from megalin.errors import ConfigError
 from megalin.files import write_atomically
 from megalin.optional import require
-from megalin.train.jsonl import Outlet
+from megalin.train.jsonl import BestEffortWriter
 
 ID_FILE = "wandb_id"
-"""The file of a run folder that keeps the id under which W&B knows the run."""
+"""File of a run folder that stores the run's W&B id."""
 
 
 class LoggingConfig(Config):
-    """Where metrics go beside the run folder."""
+    """Destinations of metrics other than the run folder."""
 
     wandb_project: str | None = pydantic.Field(default=None, min_length=1)
-    """Project of Weights & Biases that gets the metrics of rank 0; needs the library wandb, whose own settings say as
-    whom and how (WANDB_MODE=offline, WANDB_ENTITY, ...). Left out: none."""
+    """Weights & Biases project that receives the metrics of rank 0; needs the library wandb, whose own settings give
+    account and mode (WANDB_MODE=offline, WANDB_ENTITY, ...). Left out: none."""
 
 
 class WeightsAndBiases:
-    """The run in W&B: made by a run's first process, gone on with by those that resume it."""
+    """The W&B run: created by a run's first process, continued by those that resume it."""
 
     def __init__(self, folder: Path, project: str, config: Mapping[str, Any], *, resumed: bool) -> None:
-        """Begins the run, or goes on with the one of the id in `folder`; rank 0 alone.
+        """Starts a W&B run, or continues the one whose id is in `folder`; on rank 0 only.
 
         Args:
-            config: what W&B shows as the run's config.
-            resumed: whether steps of an earlier process are gone on from; else the run gets an id of its own.
+            config: shown by W&B as the run's config.
+            resumed: whether this process resumes an earlier one; else the run gets a new id.
 
         Raises:
-            ConfigError: wandb is not installed, or does not begin a run.
+            ConfigError: wandb is not installed, or cannot start a run.
         """
         purpose = f"logging.wandb_project = {project!r}"
-        self._outlet = Outlet("W&B")
+        self._writer = BestEffortWriter("W&B")
         wandb = require("wandb", purpose, extra="wandb")
-        if not hasattr(wandb, "init"):  # a folder that W&B left where one works imports as an empty package
+        if not hasattr(wandb, "init"):  # W&B's own folder in the working directory imports as an empty package
             raise ConfigError(f"{purpose} needs the library wandb; install it: pip install 'megalin[wandb]'")
         path = folder / ID_FILE
         if not (resumed and path.exists()):
@@ -61,25 +61,25 @@ class WeightsAndBiases:
             )
         except wandb.Error as error:
             raise ConfigError(
-                f"{purpose}: W&B does not begin a run ({error}); log in (wandb login), set WANDB_MODE=offline, or "
+                f"{purpose}: W&B cannot start a run ({error}); log in (wandb login), set WANDB_MODE=offline, or "
                 "leave the key out"
             ) from None
-        # W&B's own count of steps never goes back, and would drop those that a resumed run does again.
+        # W&B's own step counter never decreases, and would drop the steps that a resumed run repeats.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: Mapping[str, float | int]) -> None:
-        """Sends the values of a step, in the background; an error of the library is warned about once."""
-        self._outlet.attempt(lambda: _call(lambda: self._run.log({"step": step, **values})))
+        """Sends the values of a step, in the background; the first error of the library is logged."""
+        self._writer.attempt(lambda: _call(lambda: self._run.log({"step": step, **values})))
 
     def close(self, *, failed: bool) -> None:
-        """Ends the run in W&B, as one that failed where an error ended it; returns when all is sent, or cannot be."""
-        self._outlet.attempt(lambda: _call(lambda: self._run.finish(exit_code=int(failed))))
+        """Ends the W&B run, marked as failed if `failed`; returns when everything is sent, or cannot be."""
+        self._writer.attempt(lambda: _call(lambda: self._run.finish(exit_code=int(failed))))
 
 
 def _call(function: Callable[[], None]) -> None:
-    """Calls what of the library may fail in mid-run. Raises OSError, as any place does that cannot be written."""
+    """Calls a function of the library; any failure becomes the OSError that `BestEffortWriter` handles."""
     try:
         function()
-    except Exception as error:  # of a service that died it raises bare Exception, of a full disk what it met
+    except Exception as error:  # a dead service raises bare Exception, a full disk its own error
         raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error

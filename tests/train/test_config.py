@@ -81,7 +81,8 @@ def test_length_that_the_mesh_does_not_split(path, overrides, problem):
 def test_window_beyond_the_sequence_is_refused_before_any_rank_starts(path):
     attention = 'model.layers.1.sublayers.0={type = "shared_key_attention", num_heads = 4, window = 37}'
     assert message(path, attention) == (
-        "model.layers.1.sublayers.0.window = 37 is wider than the 36 tokens of a row; use at most 36, or longer rows"
+        "model.layers.1.sublayers.0.window = 37 is wider than the 36 tokens of a sequence; use at most 36, or longer "
+        "sequences"
     )
     check_launch(load_run_config(path, [attention.replace("37", "36")]), 1)
 
@@ -89,7 +90,7 @@ def test_window_beyond_the_sequence_is_refused_before_any_rank_starts(path):
 def test_window_beyond_the_rows_of_an_encoder_is_refused():
     (encoder,) = (case.model for case in ENCODERS if case.name == "local")
     with pytest.raises(
-        ConfigError, match=r"sublayers\.0\.window = 8 is wider than the 7 tokens of a row; use at most 7"
+        ConfigError, match=r"sublayers\.0\.window = 8 is wider than the 7 tokens of a sequence; use at most 7"
     ):
         check_model(encoder, ParallelConfig(), 7)
 
@@ -125,7 +126,7 @@ def test_flash_attention_that_cannot_run_on_a_part_of_the_tokens_is_refused_befo
     softmax = 'model.layers.0.sublayers.0={type = "softmax", num_heads = 4, backend = "flash_attn"}'
     assert message(path, softmax, "parallel.cp=3", world_size=3).endswith(
         'model.layers.0.sublayers.0.backend = "flash_attn" cannot run: parallel.cp = 3 does not divide the 4 query '
-        'heads of a rank, so each has the queries of a part of the tokens alone; use "auto" or "sdpa"'
+        'heads of a rank, so each computes the queries of its own tokens only; use "auto" or "sdpa"'
     )
 
 

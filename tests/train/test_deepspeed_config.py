@@ -107,42 +107,42 @@ def test_every_contradiction_is_told_at_once_with_both_places(path):
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"fp16": {"enabled": True}}, "half precision needs a scaled loss"),
-    ({"zero_optimization": {"cpu_offload": True}}, "its name is offload_optimizer.device today"),
-    ({"zero_optimization": {"cpu_offload_param": True}}, "its name is offload_param.device today"),
+    ({"zero_optimization": {"cpu_offload": True}}, "it was renamed to offload_optimizer.device"),
+    ({"zero_optimization": {"cpu_offload_param": True}}, "it was renamed to offload_param.device"),
     ({"amp": {"enabled": True}}, "train.dtype is the compute dtype"),
     ({"torch_autocast": {"enabled": True}}, "train.dtype is the compute dtype"),
     ({"scheduler": {"type": "WarmupLR"}}, r"the table \[schedule\] sets the learning rate"),
     ({"activation_checkpointing": {"cpu_checkpointing": True}}, "train.recompute = true recomputes"),
-    ({"tensor_parallel": {"autotp_size": 2}}, "parallel.tp splits layers"),
-    ({"sequence_parallel_size": 2}, "parallel.cp splits sequences"),
+    ({"tensor_parallel": {"autotp_size": 2}}, "parallel.tp shards layers"),
+    ({"sequence_parallel_size": 2}, "parallel.cp shards sequences"),
     ({"elasticity": {"enabled": True}}, "on any number of ranks"),
-    ({"data_efficiency": {"enabled": True}}, "data.phases say what is read when"),
-    ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "by parts of a step's gradient"),
+    ({"data_efficiency": {"enabled": True}}, "data.phases sets the data of each step"),
+    ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "with parts of a step's gradient"),
     ({"bf16": {"bf16_optimizer_states": True}}, "moments are fp32"),
     ({"checkpoint": {"load_universal": True}}, "do not load into tensor parallelism"),
     ({"gradient_allreduce_op": "sum"}, "the loss is scaled for a mean"),
-    ({"managed_gradient_accumulation": False}, "train.global_batch_size says when a step ends"),
-    ({"bf16": {"check_grad_overflow": False}}, "a step by a gradient that is not finite"),
-    ({"zero_optimization": {"compute_grad_norm": False}}, "a step by a gradient that is not finite"),
+    ({"managed_gradient_accumulation": False}, "train.global_batch_size determines the end of a step"),
+    ({"bf16": {"check_grad_overflow": False}}, "an update with a non-finite gradient"),
+    ({"zero_optimization": {"compute_grad_norm": False}}, "an update with a non-finite gradient"),
     ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "is not the AdamW"),
     (
         {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}},
-        "a run saves what the host's memory holds; use 'cpu'",
+        "checkpoints are saved from host memory only; use 'cpu'",
     ),
     (
         {"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}},
-        "it does nothing at stage 0; use stage 1 or more",
+        "it has no effect at stage 0; use stage 1 or more",
     ),
     (
         {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
-        "it does nothing at stage 2; use stage 3 or more",
+        "it has no effect at stage 2; use stage 3 or more",
     ),
 ]
 
 
 @pytest.mark.parametrize(
     ("document", "problem"),
-    [*REFUSED, ({"zero_optimization": {"stage": 4}}, "stage = 4 is none of 0, 1, 2, 3")],
+    [*REFUSED, ({"zero_optimization": {"stage": 4}}, "stage = 4 is not one of 0, 1, 2, 3")],
 )
 def test_what_a_run_cannot_have_is_refused_with_the_reason(path, document, problem):
     with pytest.raises(ConfigError, match=problem):
@@ -154,7 +154,7 @@ def test_what_a_run_cannot_have_is_refused_with_the_reason(path, document, probl
 def test_bf16_without_zero_is_refused(path, document, tp):
     overrides = ["train.dtype=bfloat16", f"parallel.tp={tp}", *([] if document else ["parallel.zero=0"])]
     assert (
-        "stage = 0 in bfloat16: this engine would add gradients up in bfloat16 and, with tensor parallelism, clip"
+        "stage = 0 in bfloat16: this engine would accumulate gradients in bfloat16 and, with tensor parallelism, clip"
         in (message(path, document, *overrides))
     )
 
@@ -179,9 +179,9 @@ def test_clipping_that_the_config_leaves_out_is_a_contradiction(tmp_path):
     ("document", "problem"),
     [
         ("{", "is not a readable JSON file: Expecting property name"),
-        ([1], "holds no JSON object, but list"),
-        ({"zero_optimization": True}, "zero_optimization = True is no table"),
-        ({"data_types": None}, "data_types = None is no table"),
+        ([1], "contains no JSON object, but list"),
+        ({"zero_optimization": True}, "zero_optimization = True is not an object"),
+        ({"data_types": None}, "data_types = None is not an object"),
     ],
 )
 def test_a_file_that_is_no_json_object_is_refused(path, document, problem):

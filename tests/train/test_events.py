@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megalin.errors import NumericError, StorageError
-from megalin.train.events import Incidents
+from megalin.train.events import EventLog
 
 _log = logging.getLogger("megalin.somewhere")
 
@@ -21,9 +21,9 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def _end(path: Path, step: int, done: int, error: BaseException) -> None:
-    with Incidents(path) as incidents:
-        incidents.begin(step, "on 1 x cpu")
-        incidents.step = done
+    with EventLog(path) as event_log:
+        event_log.begin(step, "on 1 x cpu")
+        event_log.step = done
         raise error
 
 
@@ -42,20 +42,20 @@ def test_error_that_ends_the_run_is_the_last_incident(tmp_path):
 
 
 def test_warnings_of_megalin_are_noted_between_enter_and_exit(tmp_path):
-    with Incidents(tmp_path / "incidents.jsonl") as incidents:
-        incidents.step = 3
-        assert incidents.last == ""
+    with EventLog(tmp_path / "incidents.jsonl") as event_log:
+        event_log.step = 3
+        assert event_log.last == ""
         _log.info("not this")
         logging.getLogger("torch").warning("nor this")
         _log.warning("%s passed over", "step-00000003")
-        assert incidents.last.endswith(" warning: step-00000003 passed over")
+        assert event_log.last.endswith(" warning: step-00000003 passed over")
     _log.warning("too late")
     assert [(line["step"], line["message"]) for line in _lines(tmp_path)] == [(3, "step-00000003 passed over")]
 
 
 def test_a_warning_that_no_one_handles_is_printed_as_ever(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(logging.root, "handlers", [])
-    with Incidents(tmp_path / "incidents.jsonl"):
+    with EventLog(tmp_path / "incidents.jsonl"):
         _log.warning("a kernel fell back")
     assert capsys.readouterr().err == "a kernel fell back\n"
     assert len(_lines(tmp_path)) == 1
@@ -63,14 +63,14 @@ def test_a_warning_that_no_one_handles_is_printed_as_ever(tmp_path, capsys, monk
 
 def test_line_that_a_crash_tore_is_cut_off(tmp_path):
     (tmp_path / "incidents.jsonl").write_text('{"step": 2, "kind": "started"}\n{"step": 4, "ki')
-    with Incidents(tmp_path / "incidents.jsonl") as incidents:
-        incidents.begin(2, "on 1 x cpu")
+    with EventLog(tmp_path / "incidents.jsonl") as event_log:
+        event_log.begin(2, "on 1 x cpu")
     assert [line["kind"] for line in _lines(tmp_path)] == ["started", "resumed"]
 
 
 def test_full_disk_does_not_end_the_run(tmp_path, caplog):
-    with Incidents(tmp_path / "incidents.jsonl") as incidents, Path("/dev/full").open("wb") as full:
-        os.dup2(full.fileno(), incidents._file._file._descriptor)
+    with EventLog(tmp_path / "incidents.jsonl") as event_log, Path("/dev/full").open("wb") as full:
+        os.dup2(full.fileno(), event_log._file._file._descriptor)
         for _ in range(2):
             _log.warning("a kernel fell back")
     told = "incidents.jsonl cannot be written (No space left on device)"
@@ -79,4 +79,4 @@ def test_full_disk_does_not_end_the_run(tmp_path, caplog):
 
 def test_file_that_cannot_be_opened_is_named(tmp_path):
     with pytest.raises(StorageError, match=r"none/incidents\.jsonl: cannot be written \(No such file"):
-        Incidents(tmp_path / "none" / "incidents.jsonl")
+        EventLog(tmp_path / "none" / "incidents.jsonl")

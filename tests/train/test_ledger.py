@@ -45,7 +45,7 @@ def test_files_that_are_no_ledgers_are_refused(tmp_path):
         compare_ledgers(good, tmp_path / "none")
     for text in ("{}", "[1]", "x", '{"step": "one", "digest": 2}', "\udcff"):
         (tmp_path / "bad").write_text(f"{good.read_text()}{text}\n", errors="surrogateescape")
-        with pytest.raises(DataError, match="bad: line 2 is no line of a ledger"):
+        with pytest.raises(DataError, match="bad: line 2 is not a ledger record"):
             compare_ledgers(good, tmp_path / "bad")
     later = _write(tmp_path / "later", [1], resumed_step=5)
     with pytest.raises(DataError, match="have no step in common"):
@@ -67,4 +67,4 @@ def test_full_disk_is_warned_about_once(tmp_path, monkeypatch, caplog):
         ledger.write(step, torch.zeros(2, dtype=torch.int64))
     ledger.close()
     assert len(caplog.messages) == 1
-    assert "cannot be written (No space left on device); training goes on, steps are missing" in caplog.text
+    assert "cannot be written (No space left on device); training continues, but steps are missing" in caplog.text

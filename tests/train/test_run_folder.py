@@ -102,6 +102,6 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").unlink()
     with RunFolder(tmp_path) as folder:
         folder.config.mkdir()
-        with pytest.raises(StorageError, match=r"cannot write .*config\.toml: .*; free space or mend permissions"):
+        with pytest.raises(StorageError, match=r"cannot write .*config\.toml: .*; free space or fix the permissions"):
             folder.write_text(folder.config, "seed = 1\n")
         assert not list(tmp_path.glob("*.tmp"))

@@ -11,7 +11,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from megalin.train.events import Incidents
+from megalin.train.events import EventLog
 from megalin.train.metrics import Metrics
 
 VALUES = {
@@ -61,8 +61,8 @@ def test_losses_of_an_encoder_are_told_apart(tmp_path):
 def test_newest_incident_is_shown_on_one_row_and_cannot_steer_the_terminal(tmp_path):
     output = io.StringIO()
     with (
-        Incidents(tmp_path / "incidents.jsonl") as incidents,
-        Metrics(tmp_path, total_steps=10, incidents=incidents, console=_console(output, width=60)) as metrics,
+        EventLog(tmp_path / "incidents.jsonl") as event_log,
+        Metrics(tmp_path, total_steps=10, event_log=event_log, console=_console(output, width=60)) as metrics,
     ):
         metrics.write(1, VALUES)
         logging.getLogger("megalin").warning("[red]passed\x1b]0;title\x07 over: %s\nsecond line", "long " * 20)
@@ -119,4 +119,4 @@ def test_output_that_is_gone_does_not_end_the_run(tmp_path, caplog, terminal):
         for step in (1, 2, 3):
             metrics.write(step, VALUES | {"evaluation_loss": 3.5})
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 3
-    assert "cannot be written (No space left on device); training goes on" in caplog.text
+    assert "cannot be written (No space left on device); training continues" in caplog.text

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from megalin.errors import ConfigError
 from megalin.parallel.process_group import process_group
-from megalin.train.events import Incidents
+from megalin.train.events import EventLog
 from megalin.train.jsonl import read_records
 from megalin.train.metrics import Metrics
 from tests.model_runs import CPU, train_here, write_config
@@ -58,13 +58,13 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> StandIn:
 
 
 def _metrics(
-    folder: Path, *, resumed_step: int = 0, project: str | None = "mine", incidents: Incidents | None = None
+    folder: Path, *, resumed_step: int = 0, project: str | None = "mine", event_log: EventLog | None = None
 ) -> Metrics:
     return Metrics(
         folder,
         total_steps=10,
         resumed_step=resumed_step,
-        incidents=incidents,
+        event_log=event_log,
         wandb_project=project,
         wandb_config={"train": {"steps": 10}},
         console=Console(file=io.StringIO()),
@@ -100,14 +100,16 @@ def test_run_that_an_error_ends_has_failed(tmp_path, wandb):
 @pytest.mark.parametrize("failure", [Exception("the service has shut down"), BrokenPipeError(32, "Broken pipe")])
 def test_error_in_mid_run_is_one_incident_and_the_run_goes_on(tmp_path, wandb, failure):
     wandb.failure = failure
-    with Incidents(tmp_path / "incidents.jsonl") as incidents, _metrics(tmp_path, incidents=incidents) as metrics:
+    with EventLog(tmp_path / "incidents.jsonl") as event_log, _metrics(tmp_path, event_log=event_log) as metrics:
         for step in (1, 2, 3):
             metrics.write(step, {"loss": 2.5})
     assert [values["step"] for values in wandb.logged] == [1, 2, 3]  # tried again, as it may be a network's
     assert wandb.exit_codes == [0]
     (incident,) = read_records(tmp_path / "incidents.jsonl")
     what = f"{type(failure).__name__}: {failure}"
-    assert incident["message"].startswith(f"W&B cannot be written ({what}); training goes on, steps are missing there")
+    assert incident["message"].startswith(
+        f"W&B cannot be written ({what}); training continues, but steps are missing there"
+    )
     assert (incident["step"], incident["kind"]) == (1, "warning")
     assert [record["step"] for record in read_records(tmp_path / "metrics.jsonl")] == [1, 2, 3]
 
@@ -135,9 +137,7 @@ def test_missing_library_is_named_with_the_remedy(tmp_path, monkeypatch, module)
 
 def test_refusal_of_wandb_is_told(tmp_path, wandb):
     wandb.problem = "no API key configured"
-    with pytest.raises(
-        ConfigError, match=r"W&B does not begin a run \(no API key configured\); log in \(wandb login\)"
-    ):
+    with pytest.raises(ConfigError, match=r"W&B cannot start a run \(no API key configured\); log in \(wandb login\)"):
         _metrics(tmp_path)
 
 
