@@ -1,7 +1,7 @@
-"""One small model a mixer: each row drives the whole battery of tests/model and tests/parallel.
+"""Test cases of the decoder, one small model a mixer: all tests of tests/model and tests/parallel run on each.
 
-A new mixer adds one row here and its definition to tests/references.py. Sizes suit tensor parallelism over 2, 3 and 4
-ranks: 12 heads, no two widths alike, and a vocabulary whose 384 padded rows hold four that belong to no token.
+A new mixer adds one case here and its definition to tests/references.py. Sizes suit tensor parallelism over 2, 3 and 4
+ranks: 12 heads, no two equal widths, and a vocabulary padded to 384 rows, of which four belong to no token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GLU = {"type": "glu", "intermediate_size": 36}
 
 
 class Case(NamedTuple):
-    """A row of the battery."""
+    """A named model of the tests."""
 
     name: str
     model: ModelConfig
@@ -47,7 +47,7 @@ def model(*layers: dict[str, Any], **fields: Any) -> ModelConfig:
     return parse(ModelConfig, values | fields, "cases")
 
 
-def _row(name: str, mixer: dict[str, Any], channel: dict[str, Any] | None = None) -> Case:
+def _case(name: str, mixer: dict[str, Any], channel: dict[str, Any] | None = None) -> Case:
     return Case(name, model({"sublayers": [mixer, channel or GLU], "repeat": 2}))
 
 
@@ -127,32 +127,32 @@ SHARED_KEY = {
 MAMBA2 = {"type": "mamba2", "norm": "srmsnorm", "head_dim": 8, "state_size": 10, "chunk_size": CHUNK}
 
 CASES = (
-    _row("transnormer", attention("transnormer")),
-    _row("transnormer-paper", attention("transnormer", decay="paper")),
-    _row("transnormer-cosine", attention("transnormer", lrpe="cosine")),
-    _row("transnormer-rotation", attention("transnormer", lrpe="rotation", decay="paper")),
-    _row("tnl", attention("tnl")),
-    _row("glu-silu", attention("tnl", lrpe="cosine"), GLU | {"activation": "silu"}),
-    _row("hgrn2", attention("hgrn2")),
+    _case("transnormer", attention("transnormer")),
+    _case("transnormer-paper", attention("transnormer", decay="paper")),
+    _case("transnormer-cosine", attention("transnormer", lrpe="cosine")),
+    _case("transnormer-rotation", attention("transnormer", lrpe="rotation", decay="paper")),
+    _case("tnl", attention("tnl")),
+    _case("glu-silu", attention("tnl", lrpe="cosine"), GLU | {"activation": "silu"}),
+    _case("hgrn2", attention("hgrn2")),
     BIASED,
     FLA_HGRN2,
-    _row("cosformer2", attention("cosformer2")),
+    _case("cosformer2", attention("cosformer2")),
     Case("rodimus_plus", model({"sublayers": [RODIMUS, SHARED_KEY, GLU | {"activation": "silu"}], "repeat": 2})),
     Case(
         "rodimus", model({"sublayers": [RODIMUS], "repeat": 2}, output_init="scaled_by_depth", residual_dtype="float32")
     ),
-    _row("softmax", {"type": "softmax", "num_heads": NUM_HEADS}),
-    _row("softmax-grouped", {"type": "softmax", "num_heads": 2 * NUM_HEADS, "num_key_value_heads": NUM_HEADS}),
+    _case("softmax", {"type": "softmax", "num_heads": NUM_HEADS}),
+    _case("softmax-grouped", {"type": "softmax", "num_heads": 2 * NUM_HEADS, "num_key_value_heads": NUM_HEADS}),
     Case("mamba2", model({"sublayers": [MAMBA2], "repeat": 2})),
     NORMS,
-    _row("sockets", TOY),
+    _case("sockets", TOY),
     HYBRID,
 )
 NAMES = [case.name for case in CASES]
 
 
 def build(config: ModelConfig, *, dtype: torch.dtype = torch.float64, seed: int = 0) -> LanguageModel:
-    """The filled model of one process, without a mesh."""
+    """The initialized model on one process, without a mesh."""
     built = LanguageModel(config).to(dtype)
     built.to_empty(device="cpu")
     init_weights(built, seed)
@@ -160,7 +160,7 @@ def build(config: ModelConfig, *, dtype: torch.dtype = torch.float64, seed: int 
 
 
 class Inputs(NamedTuple):
-    """Packed rows."""
+    """A batch of packed sequences."""
 
     tokens: Tensor
     labels: Tensor
@@ -170,11 +170,12 @@ class Inputs(NamedTuple):
 LENGTH = 36
 """Two chunks and a quarter; divisible by 2, 3 and 4."""
 DOCUMENT_STARTS = ((0,), (0, CHUNK), (0, CHUNK - 1, CHUNK + 1, CHUNK + 3), (0, 1, LENGTH - 1))
-"""By row: one document; a chunk's edge; one before it, one after it and two in a chunk; single tokens at both ends."""
+"""By sample: one document; one at a chunk's edge; one token before it, one after it and two documents in a chunk;
+single tokens at both ends."""
 
 
 def make_inputs(length: int = LENGTH, *, seed: int = 3) -> Inputs:
-    """[4, length] packed tokens, labels with ignored places (each document's last token among them)."""
+    """[4, length] packed tokens, labels, some of them ignored (each document's last token among them)."""
     generator = torch.Generator().manual_seed(seed)
     shape = (len(DOCUMENT_STARTS), length)
     tokens = torch.randint(0, VOCAB_SIZE, shape, generator=generator)
@@ -194,7 +195,7 @@ def weighted_loss(losses: Tensor) -> Tensor:
 
 
 def reference(config: ModelConfig, weights: dict[str, Tensor], inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Logits [B, T, vocabulary] and token losses [B, T] of the independent truth, each document by itself."""
+    """Logits [B, T, vocabulary] and token losses [B, T] of the independent definition, one document at a time."""
     rows = []
     for tokens, ids in zip(inputs.tokens, inputs.document_ids, strict=True):
         _, lengths = ids.unique_consecutive(return_counts=True)

@@ -1,4 +1,4 @@
-"""What every test starts from: one seed, one thread, nothing compiled, and uninitialised memory that shows."""
+"""Common start of every test: one seed, one thread, nothing compiled, and uninitialised memory filled with NaN."""
 
 import sys
 from collections import Counter
@@ -13,16 +13,16 @@ if not torch.cuda.is_available():
 
 @pytest.fixture(autouse=True)
 def _same_start(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Seeds the generators; outside GPU tests every `torch.empty` holds NaN, so an element that nobody writes shows.
+    """Seeds the generators; outside GPU tests every `torch.empty` holds NaN, so that an unwritten element is seen.
 
-    What tests before compiled counts against the limit of compilations of one function.
+    Resets torch.compile: compilations of earlier tests count against the limit per function.
     """
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     torch.manual_seed(0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    # Deterministic mode is what fills memory; cuBLAS refuses it without an environment variable.
+    # Deterministic mode fills uninitialised memory; cuBLAS refuses it without an environment variable.
     poison = request.node.get_closest_marker("gpu") is None
     torch.use_deterministic_algorithms(poison)
     yield
@@ -31,6 +31,6 @@ def _same_start(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first, then those that start ranks: workers that take file after file end together."""
+    """Runs files with slow tests first, then those that start ranks, so that workers finish at about the same time."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: (-slow[item.path], not hasattr(item.module, "run_ranks")))

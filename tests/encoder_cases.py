@@ -1,6 +1,6 @@
-"""Small encoders that drive the battery of tests/model/test_encoder.py, and an independent definition of them.
+"""Small encoders for tests/model/test_encoder.py, and an independent definition of them.
 
-Sizes suit tensor parallelism over 2 and 4 ranks; the vocabulary's 384 padded rows hold four that belong to no token.
+Sizes suit tensor parallelism over 2 and 4 ranks; of the 384 rows of the padded vocabulary four belong to no token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SHIFTED = HEADS | {"kind": "shifted_local", "window": 6, "local_relpe": False}
 
 
 class Case(NamedTuple):
-    """A row of the battery."""
+    """A named encoder of the tests."""
 
     name: str
     model: EncoderConfig
@@ -56,7 +56,7 @@ NAMES = [case.name for case in CASES]
 
 
 def build(config: EncoderConfig, *, dtype: torch.dtype = torch.float64, seed: int = 0) -> Encoder:
-    """The filled model of one process, without a mesh."""
+    """The initialized model on one process, without a mesh."""
     built = Encoder(config).to(dtype)
     built.to_empty(device="cpu")
     init_weights(built, seed)
@@ -64,11 +64,11 @@ def build(config: EncoderConfig, *, dtype: torch.dtype = torch.float64, seed: in
 
 
 SIZES = (LENGTH, LENGTH - 7, 10, 0)
-"""Tokens before the padding, by row; the last row holds nothing else and has no label."""
+"""Tokens before the padding, by sample; the last sample is all padding and has no label."""
 
 
 def make_batch(config: EncoderConfig, *, seed: int = 3) -> EncoderBatch:
-    """[4, LENGTH] rows of two segments."""
+    """A batch [4, LENGTH] of samples with two segments each."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, VOCAB_SIZE, (4, LENGTH), generator=generator)
     sizes = torch.tensor(SIZES)[:, None]
@@ -88,7 +88,7 @@ def make_batch(config: EncoderConfig, *, seed: int = 3) -> EncoderBatch:
 
 
 def weighted_loss(sums: list[Tensor]) -> Tensor:
-    """A loss in which every row and prediction counts differently."""
+    """A loss in which every sample and prediction counts differently."""
     total = sums[0].new_zeros(())
     for each in sums:
         weights = torch.linspace(0.5, 1.5, each.numel(), dtype=each.dtype).view_as(each)
@@ -99,7 +99,7 @@ def weighted_loss(sums: list[Tensor]) -> Tensor:
 def reference(
     config: EncoderConfig, weights: dict[str, Tensor], batch: EncoderBatch, document_ids: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """hidden, and the logits and losses of each head, token by token out of the definition; padding is left out."""
+    """Hidden states, logits and losses of each head, computed sample by sample from the definition, without padding."""
     rows = []
     for row in range(len(batch.tokens)):
         x = weights["embedding.weight"][batch.tokens[row]] + weights["position_embedding.weight"][:LENGTH]
@@ -143,7 +143,7 @@ def _maxnorm(x: Tensor) -> Tensor:
 
 
 def _block(config: Any, weights: dict[str, Tensor], prefix: str, x: Tensor, valid: Tensor, documents: Tensor) -> Tensor:
-    """MaxNorm(ReLU(Y W_up) W_down) of one row [T, D], each group of tokens that see each other by itself."""
+    """MaxNorm(ReLU(Y W_up) W_down) of one sample [T, D], one group of mutually visible tokens at a time."""
     query, up, down = (weights[f"{prefix}{name}.weight"] for name in ("query", "up", "down"))
     query, up = query[0], up[0]
     if config.scale_ffn_weights:

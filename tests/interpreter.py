@@ -1,7 +1,7 @@
-"""Triton kernels on the CPU: switches the interpreter on and mends its bf16, which it holds as uint16.
+"""Triton kernels on the CPU: enables the interpreter and fixes its bf16, which it holds as uint16.
 
-Measured on triton 3.7.1: arithmetic and products on bf16 values are garbage in the interpreter. Imported by
-conftest.py before anything imports triton, and only where there is no GPU.
+Measured on triton 3.7.1: arithmetic and matmuls on bf16 values are garbage in the interpreter. Imported by
+conftest.py before anything imports triton, and only on machines without a GPU.
 """
 
 import contextlib
@@ -36,9 +36,12 @@ def _narrowed(data):
     return interpreter.TensorHandle(_rounded(data) if data.dtype.kind == "f" else data, tl.bfloat16)
 
 
-def mend() -> None:
-    """Replaces the interpreter's binary, unary and matrix operations on bf16, and its casts, which truncate; lets
-    products name the precision of six bf16 products, which it does not know and computes in the operands' dtype."""
+def fix_bf16() -> None:
+    """Replaces the interpreter's binary, unary and matrix operations on bf16, and its casts, which truncate.
+
+    Also accepts the input precision "bf16x6" of `tl.dot`, unknown to the interpreter, which computes such a matmul in
+    the operands' dtype.
+    """
     builder = interpreter.InterpreterBuilder
     binary, unary, dot, cast = builder.binary_op, builder.unary_op, builder.create_dot, builder.cast_impl
 
@@ -69,10 +72,12 @@ def mend() -> None:
     interpreter.interpreter_builder.options = dataclasses.replace(options, allowed_dot_input_precisions=allowed)
 
 
-def hasten() -> None:
-    """Leaves out what takes the interpreter a third of its time: looking for sums and products of int32 that overflow,
-    which in tests are far too small, and, in every call of a function of tl, which members of tl are built in and
-    numpy's name of a type."""
+def speed_up() -> None:
+    """Removes a third of the interpreter's run time.
+
+    Disables the search for int32 overflow, impossible at the sizes of the tests, and caches two lookups that every call
+    of a function of tl repeats: the built-in members of tl and the numpy dtype of a type.
+    """
     options = interpreter.interpreter_builder.options
     interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
     name_of_scalar = functools.cache(interpreter._get_np_dtype)
@@ -92,25 +97,25 @@ def hasten() -> None:
             if tl.core.is_builtin(member := getattr(package, name)):
                 interpreter._patch_attr(package, name, member, builder, scope)
 
-    # Before a kernel has run: later, members would be those that it runs with.
+    # Filled before the first kernel runs: a run replaces the members of tl.
     for package in (tl, tl.core, tl.tensor, tl.math, tl.core.tensor_descriptor_base):
         builtins_of(package)
     interpreter._patch_builtin = patch_builtin
 
 
-mend()
-hasten()
+fix_bf16()
+speed_up()
 
 
 def _extent(x):
-    """First address of a tensor's elements, and the one after its last."""
+    """The address of a tensor's first element, and the address after its last."""
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else -1
     return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
 
 
 @contextlib.contextmanager
 def checked_addresses():
-    """For the body, a kernel that loads or stores outside of the elements of its own tensors raises IndexError."""
+    """Context manager in which a kernel that loads or stores outside of its own tensors raises IndexError."""
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
     load, store, convert = builder.create_masked_load, builder.create_masked_store, executor._init_args_hst
     extents = {}

@@ -1,4 +1,4 @@
-"""A tiny run for the tests of the trainer and the commands: its shards, its config file, and what it leaves behind."""
+"""A tiny training run for the tests of the trainer and the commands: its shards, config file and output files."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from megalin.train.step import _LaunchedStep
 STEPS = 12
 CPU = torch.device("cpu")
 EXACT = ("step", "loss", "grad_norm", "learning_rate", "tokens", "label_tokens", "evaluation_loss")
-"""Metrics that are a function of the config alone."""
+"""Metrics that depend on the config alone."""
 
 
 def write_shard(prefix: Path, documents: Sequence[Sequence[int]]) -> Path:
-    """A uint16 shard, one sequence a document."""
+    """Writes a uint16 shard, one sequence a document."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     with ShardWriter(str(prefix), np.dtype("uint16")) as writer:
         for document in documents:
@@ -40,7 +40,7 @@ def write_shard(prefix: Path, documents: Sequence[Sequence[int]]) -> Path:
 
 
 def documents(num_tokens: int, *, seed: int) -> list[list[int]]:
-    """Documents of 5 to 60 bytes with a structure that a model learns in a few steps: each counts on by its stride."""
+    """Documents of 5 to 60 bytes that a model learns to predict in a few steps: each counts up by its stride."""
     generator = np.random.default_rng(seed)
     made: list[list[int]] = []
     while sum(map(len, made)) < num_tokens:
@@ -50,7 +50,7 @@ def documents(num_tokens: int, *, seed: int) -> list[list[int]]:
 
 
 def model_table() -> dict[str, Any]:
-    """Two blocks of different mixers, a chunk that the sequence is no multiple of, a replicated low-rank weight."""
+    """Two blocks of different mixers; the sequence is no multiple of the chunk, one low-rank weight is replicated."""
     return {
         "vocab_size": 257,
         "hidden_size": 32,
@@ -74,7 +74,7 @@ def model_table() -> dict[str, Any]:
 
 
 def write_config(folder: Path, **tables: dict[str, Any]) -> Path:
-    """Shards and a config file of a 12-step run in `folder`; `tables` add to or replace keys of the config's tables."""
+    """Writes shards and the config file of a 12-step run; `tables` add or replace keys of the config's tables."""
     train_prefix = write_shard(folder / "data" / "train", documents(3000, seed=1))
     validation_prefix = write_shard(folder / "data" / "validation", documents(600, seed=2))
     values: dict[str, dict[str, Any]] = {
@@ -99,8 +99,8 @@ def write_config(folder: Path, **tables: dict[str, Any]) -> Path:
 
 
 def train_here(config: Path, folder: Path, *overrides: str) -> TrainResult:
-    """The run in the process group of this process, as the command does it; a function that run_ranks can call."""
-    gc.freeze()  # as where a process has one run: its collections walk through no other's objects
+    """Trains in the process group of this process, as `megalin train` does; run_ranks can call it."""
+    gc.freeze()  # as in a process with one run: garbage collection skips the objects of other runs
     run_config = load_run_config(config, list(overrides))
     check_launch(run_config, torch.distributed.get_world_size())
     return train(run_config, CPU, folder)
@@ -108,13 +108,13 @@ def train_here(config: Path, folder: Path, *overrides: str) -> TrainResult:
 
 @contextmanager
 def late_results() -> Iterator[None]:
-    """As on a GPU: no step's result is known before it was waited for."""
+    """Results that, as on a GPU, are not ready before they are waited for."""
     with patch.object(_LaunchedStep, "is_ready", property(lambda _: False, lambda *_: None), create=True):
         yield
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, their exact part."""
+    """The lines of metrics.jsonl, reduced to the EXACT metrics."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{name: line[name] for name in EXACT if name in line} for line in lines]
 
@@ -130,7 +130,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def checkpoint_tensors(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of the newest checkpoint, whole."""
+    """Every tensor of the newest checkpoint, unsharded."""
     checkpoint = newest(folder / "checkpoints")
     assert checkpoint is not None, folder
     records = checkpoint.index().tensors

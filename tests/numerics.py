@@ -26,13 +26,13 @@ def errors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict
 
 
 def assert_close(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], bound: float) -> None:
-    """Every tensor's relative error is within `bound`; NaN is not."""
+    """Asserts that every tensor's relative error is at most `bound`; NaN fails."""
     too_far = {name: error for name, error in errors(actual, expected).items() if not error <= bound}
     assert not too_far, f"above {bound}: {too_far}"
 
 
 def outputs_and_gradients(function: Callable[..., Sequence[Tensor]], inputs: Mapping[str, Tensor]) -> Tensors:
-    """The outputs of `function(**inputs)`, and each float input's gradient of a fixed weighting of them."""
+    """The outputs of `function(**inputs)`, and the gradient of a fixed weighted sum of them for each float input."""
     leaves = {
         name: tensor.detach().clone().requires_grad_(tensor.is_floating_point()) for name, tensor in inputs.items()
     }

@@ -1,4 +1,4 @@
-"""What multi-rank tests run on: gloo ranks forked from a process that has loaded what they all import."""
+"""Gloo ranks for multi-rank tests, forked from a process that has already imported the common modules."""
 
 from functools import partial
 
@@ -7,7 +7,7 @@ from megalin.parallel import ranks
 
 __all__ = ["RankFailedError", "run_ranks"]
 
-# None of them imports a Triton kernel of megalin's, which would settle whether the kernels are interpreted.
+# None of these imports a Triton kernel of megalin, which would fix whether kernels are interpreted.
 run_ranks = partial(
     ranks.run_ranks,
     preload=(

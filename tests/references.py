@@ -1,7 +1,7 @@
-"""An independent truth for whole models: one document at a time, straight from the papers' definitions.
+"""Independent definitions of whole models: one document at a time, straight from the papers.
 
-Nothing here calls the code under test. Token mixers are written as sums over earlier tokens that know only the
-distance t - s, so neither chunks nor states nor absolute positions can hide in them.
+Nothing here calls the code under test. Token mixers are sums over earlier tokens that depend only on the distance
+t - s: no chunks, no states and no absolute positions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def norm(x: Tensor, eps: float) -> Tensor:
 
 
 def any_norm(kind: str, x: Tensor, eps: float, weights: Weights, prefix: str) -> Tensor:
-    """The norm of that name with the parameters at `prefix`."""
+    """The norm called `kind`, with the parameters at `prefix`."""
     if kind == "layernorm":
         x = x - x.mean(-1, keepdim=True)
     x = norm(x, eps)
@@ -87,7 +87,7 @@ def tnl(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: int) -
 
 
 def maps(weights: Weights, name: str, x: Tensor) -> list[Tensor]:
-    """x through every part of the fused map `name`, with its bias where it has one."""
+    """x times each matrix of the fused parameter `name`, plus its bias if there is one."""
     parts = weights[f"{name}.weight"]
     return [x @ w.T + b for w, b in zip(parts, weights.get(f"{name}.bias", torch.zeros(parts.shape[:2])), strict=True)]
 
@@ -96,8 +96,8 @@ def hgrn2(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: int)
     q, logit, v = maps(weights, "qfv", x)
     q = torch.sigmoid(q) * (q if config.query_activation == "silu" else 1.0)
     v = torch.sigmoid(v) * v if config.value_activation == "silu" else v
-    share = weights["shared.rows.gamma"].softmax(0)
-    beta = share[1 : layer + 1].sum(0)
+    fractions = weights["shared.rows.gamma"].softmax(0)
+    beta = fractions[1 : layer + 1].sum(0)
     forget = beta + (1.0 - beta) * torch.sigmoid(logit)
     heads = []
     for q_h, f_h, v_h in zip(*(y.chunk(config.num_heads, -1) for y in (q, forget, v)), strict=True):
@@ -134,7 +134,7 @@ def rodimus(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: in
 
 
 def shared_key_attention(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: int) -> Tensor:
-    """Each token by itself over its window; rotary positions by the distance, as in `softmax`."""
+    """Attention of each token to its window; rotary positions by the distance, as in `softmax`."""
     (q, v), width = maps(weights, "qv", x), x.shape[1] // config.num_heads
     theta = config.rope_base ** (-2.0 * torch.arange(width // 2, dtype=x.dtype) / width)
     q, k = (
@@ -144,9 +144,9 @@ def shared_key_attention(config: Any, weights: Weights, x: Tensor, layer: int, n
     for t in range(len(x)):
         near = torch.arange(max(0, t - config.window + 1), t + 1)
         turn = torch.polar(torch.ones((), dtype=x.dtype), (t - near)[:, None] * theta)
-        products = torch.einsum("hj,sj,sj->hs", q[t], k[near, 0].conj(), turn).real
-        share = (products / width**0.5).softmax(-1)
-        rows.append(torch.einsum("hs,shv->hv", share, v[near].unflatten(-1, (-1, width))).flatten())
+        logits = torch.einsum("hj,sj,sj->hs", q[t], k[near, 0].conj(), turn).real
+        weight = (logits / width**0.5).softmax(-1)
+        rows.append(torch.einsum("hs,shv->hv", weight, v[near].unflatten(-1, (-1, width))).flatten())
     return torch.stack(rows) @ weights["out.weight"].T
 
 
@@ -161,10 +161,10 @@ def softmax(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: in
     heads = []
     for head in range(config.num_heads):
         group = head * (config.num_key_value_heads or config.num_heads) // config.num_heads
-        products = torch.einsum("tj,sj,tsj->ts", pairs[0][:, head], pairs[1][:, group].conj(), turn).real
-        visible = torch.ones_like(products).tril().bool()
-        share = (products / width**0.5).masked_fill(~visible, float("-inf")).softmax(-1)
-        heads.append(share @ v[:, group * width : (group + 1) * width])
+        logits = torch.einsum("tj,sj,tsj->ts", pairs[0][:, head], pairs[1][:, group].conj(), turn).real
+        visible = torch.ones_like(logits).tril().bool()
+        weight = (logits / width**0.5).masked_fill(~visible, float("-inf")).softmax(-1)
+        heads.append(weight @ v[:, group * width : (group + 1) * width])
     return torch.cat(heads, -1) @ weights["out.weight"].T
 
 
@@ -247,7 +247,7 @@ INPUT_REFERENCES: dict[str, Callable[[Weights, Tensor], Tensor]] = {
 
 
 def document_logits(config: ModelConfig, weights: Weights, tokens: Tensor) -> Tensor:
-    """Logits [T, vocabulary] of one document's tokens [T], from weights by their global names."""
+    """Logits [T, vocabulary] of one document's tokens [T]; `weights` are keyed by their global names."""
     table = weights["embedding.weight"][: config.vocab_size]
     x = table[tokens] * config.embedding_scale
     sublayers = [sublayer for _, block in config.blocks() for sublayer in block.sublayers]

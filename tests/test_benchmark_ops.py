@@ -1,4 +1,4 @@
-"""The gate of the benchmarks: no figure for an implementation that is wrong."""
+"""Correctness gate of the op benchmarks: a wrong implementation gets no figure."""
 
 import sys
 from pathlib import Path
@@ -12,11 +12,11 @@ TOOLS = Path(__file__).parents[1] / "tools"
 @pytest.fixture
 def case(monkeypatch):
     monkeypatch.syspath_prepend(str(TOOLS))
-    from benchmarks.case import Case, Work
+    from benchmarks.case import BenchmarkCase, BenchmarkWork
 
     x = torch.randn(6, 8, dtype=torch.bfloat16)
-    none = Work(0, 0)
-    yield Case("square", "6x8", {"x": x}, {"x": x}, lambda x: [x.square()], {}, {}, none, none)
+    none = BenchmarkWork(0, 0)
+    yield BenchmarkCase("square", "6x8", {"x": x}, {"x": x}, lambda x: [x.square()], {}, {}, none, none)
     for name in [name for name in sys.modules if name.partition(".")[0] == "benchmarks"]:
         del sys.modules[name]
 

@@ -1,4 +1,4 @@
-"""Strict configs: every problem named by its place, overrides, and files that come back as they went."""
+"""Strict configs: every problem reported with its key, overrides, and text that parses to the same config."""
 
 import tomllib
 from typing import Any

@@ -1,4 +1,4 @@
-"""Files that are opened, published and locked: nothing but regular ones, limits, one writer, whole or not at all."""
+"""Opening, publishing and locking of files: regular files only, size limits, one writer, atomic writes."""
 
 import errno
 import os
@@ -171,7 +171,7 @@ def test_lock_of_a_live_owner_names_it_and_an_orderly_release_leaves_no_owner(tm
     lock.release()
     again = FolderLock(tmp_path / ".lock")
     assert again.previous_owner is None
-    again.close()  # as a death does
+    again.close()  # as when the process dies
     assert FolderLock(tmp_path / ".lock").previous_owner.startswith(f"pid {os.getpid()} on ")
 
 

@@ -1,4 +1,4 @@
-"""Decoding: greedy is the argmax of the training forward, samples are a function of the seed, and the state is all."""
+"""Decoding: greedy is the argmax of the training forward, samples depend on the seed, and the state is constant."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ def test_state_does_not_grow_with_the_text(model, monkeypatch):
     sizes = []
     step = model.step
 
-    def watched(token, state):
+    def measured_step(token, state):
         output = step(token, state)
         sizes.append(sum(t.numel() * t.element_size() for block in output.state.blocks for s in block for t in s))
         assert all(t.dtype == torch.float32 for block in output.state.blocks for s in block for t in s)
         return output
 
-    monkeypatch.setattr(model, "step", watched)
+    monkeypatch.setattr(model, "step", measured_step)
     tokens(model)
     assert len(sizes) == LENGTH - 1
     assert set(sizes) == {model.state_bytes()}

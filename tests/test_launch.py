@@ -1,4 +1,4 @@
-"""Launchers: what each sets becomes the five variables that torch.distributed reads."""
+"""Launchers: the variables of each become the five that torch.distributed reads."""
 
 import os
 import shutil
@@ -22,7 +22,7 @@ SRUN = {
 }
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
 MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}
-MEETING = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+ADDRESS = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 
 
 def test_without_a_launcher_there_is_one_rank():
@@ -32,7 +32,7 @@ def test_without_a_launcher_there_is_one_rank():
     assert environment == before
 
 
-@pytest.mark.parametrize("variables", [TORCHRUN, SRUN | MEETING, OPEN_MPI | MEETING, MPICH | MEETING])
+@pytest.mark.parametrize("variables", [TORCHRUN, SRUN | ADDRESS, OPEN_MPI | ADDRESS, MPICH | ADDRESS])
 def test_each_launcher_becomes_the_same_five_variables(variables):
     environment = dict(variables)
     assert adopt_launcher(environment) == Launch(3, 4, 1)
@@ -107,7 +107,7 @@ def test_a_broken_launch_is_refused(environment, message):
         adopt_launcher(environment)
 
 
-def test_ranks_of_mpirun_that_cannot_agree_are_told_why(monkeypatch):
+def test_failed_broadcast_of_mpirun_is_reported_with_its_reason(monkeypatch):
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
     with pytest.raises(
         ConfigError, match=r"rank 0 could not broadcast them through mpi4py \(no output\); install mpi4py for this MPI"
@@ -116,13 +116,13 @@ def test_ranks_of_mpirun_that_cannot_agree_are_told_why(monkeypatch):
 
 
 @pytest.mark.skipif(shutil.which("mpirun", path=os.path.dirname(sys.executable)) is None, reason="needs mpich, mpi4py")
-def test_ranks_of_mpirun_agree_where_to_meet(tmp_path):
+def test_ranks_of_mpirun_agree_on_an_address(tmp_path):
     mpirun = shutil.which("mpirun", path=os.path.dirname(sys.executable))
-    # A file each: what ranks print may be mixed within a line.
+    # One file a rank: prints of several ranks may mix within a line.
     show = (
-        "import os, sys; from pathlib import Path; from megalin.launch import *; place = adopt_launcher();"
-        "told = *place, os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'];"
-        "Path(sys.argv[1], str(place.rank)).write_text(' '.join(map(str, told)))"
+        "import os, sys; from pathlib import Path; from megalin.launch import *; launch = adopt_launcher();"
+        "shown = *launch, os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'];"
+        "Path(sys.argv[1], str(launch.rank)).write_text(' '.join(map(str, shown)))"
     )
     subprocess.run([mpirun, "-n", "3", sys.executable, "-c", show, tmp_path], capture_output=True, check=True)
     rows = [path.read_text().split() for path in sorted(tmp_path.iterdir())]

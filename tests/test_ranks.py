@@ -1,4 +1,4 @@
-"""The multi-process harness itself: results by rank, and failures that name the rank."""
+"""Multi-process test harness: results by rank, and failures that name the rank."""
 
 import os
 import re
@@ -41,11 +41,11 @@ def _die_on_rank_one() -> None:
     time.sleep(30)
 
 
-def _die_before_an_exchange() -> None:
+def _die_before_a_collective() -> None:
     _die_on_rank_one() if dist.get_rank() == 1 else _sum()
 
 
-def _stall_before_an_exchange() -> None:
+def _stall_before_a_collective() -> None:
     time.sleep(60) if dist.get_rank() == 1 else _sum()
 
 
@@ -54,15 +54,15 @@ def _sleep_on_rank_one() -> None:
 
 
 def _launch(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What a launcher tells a rank."""
+    """Environment variables that a launcher sets for a rank."""
     launch = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return {name: str(value) for name, value in launch.items()}
 
 
 def _leave_the_group(met: Path) -> int:
-    """Ends the harness's group, on all ranks at once; returns this one's number."""
+    """Destroys the harness's group on all ranks together; returns this rank's number."""
     store, rank = dist.FileStore(str(met), dist.get_world_size()), dist.get_rank()
-    # A rank that leaves the harness's group breaks the connections of one that still joins it.
+    # A rank that leaves the harness's group breaks the connections of a rank that is still joining it.
     store.set(f"met/{rank}", "")
     store.wait([f"met/{other}" for other in range(dist.get_world_size())])
     dist.destroy_process_group()
@@ -70,10 +70,10 @@ def _leave_the_group(met: Path) -> int:
 
 
 def _stall_in_a_launched_group(port: int, met: Path) -> None:
-    """As `megalin train` under a launcher meets a rank that stalls."""
+    """Stalls rank 1 in a group opened as `megalin train` opens it under a launcher."""
     os.environ |= _launch(_leave_the_group(met), 3, port)
     with process_group(torch.device("cpu"), timeout=timedelta(seconds=3)):
-        _stall_before_an_exchange()
+        _stall_before_a_collective()
 
 
 def _meet(launch: dict[str, str], seconds: float) -> str:
@@ -98,7 +98,7 @@ def _meet_where_rank_zero_ends(port: int, met: Path) -> str:
 
 
 def _stop_where_axes_meet() -> None:
-    """Rank 3 stops before an exchange with rank 2; ranks 0 and 1 then wait for these on another axis."""
+    """Stops rank 3 before a collective with rank 2; ranks 0 and 1 then wait for both on another axis."""
     mesh = Mesh(ParallelConfig(pp=2, tp=2), CPU)
     if dist.get_rank() == 3:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -107,7 +107,7 @@ def _stop_where_axes_meet() -> None:
 
 
 def _end_a_chain_early() -> None:
-    """Rank 3 ends, of which rank 2 hears at once; rank 1 waits for rank 2 alone, and rank 0 for rank 1, for longer."""
+    """Ends rank 3, which rank 2 notices at once; rank 1 waits longer, for rank 2 alone, and rank 0 for rank 1."""
     _sum()
     rank = dist.get_rank()
     if rank == 3:
@@ -117,7 +117,7 @@ def _end_a_chain_early() -> None:
 
 
 def _join_one_after_the_other(folder: Path) -> tuple[float, float]:
-    """When this rank had made its connections, and when it joined."""
+    """Times at which this rank had made its connections, and at which it had joined."""
     rank, connected = dist.get_rank(), []
     dist.destroy_process_group()
 
@@ -149,21 +149,21 @@ def test_death_of_a_rank_is_noticed():
         run_ranks(2, _die_on_rank_one)
 
 
-def test_rank_that_dies_in_an_exchange_is_named_beside_the_rank_that_waited():
+def test_rank_that_dies_in_a_collective_is_named_with_the_rank_that_waited():
     with pytest.raises(
         RankFailedError, match=r"(?s)rank 1 died: -9(; then rank 0:.*no response from rank 1|; reported: \[\])"
     ):
-        run_ranks(2, _die_before_an_exchange)
+        run_ranks(2, _die_before_a_collective)
 
 
-def test_rank_that_stalls_in_an_exchange_is_named_within_the_timeout():
+def test_rank_that_stalls_in_a_collective_is_named_within_the_timeout():
     with pytest.raises(
         RankFailedError, match=r"(?s)a collective failed, no response from rank 1: .*Timed out waiting 1600ms"
     ):
-        run_ranks(3, _stall_before_an_exchange, collective_timeout=1.6)
+        run_ranks(3, _stall_before_a_collective, collective_timeout=1.6)
 
 
-def test_an_exchange_that_fails_with_the_rank_that_keeps_the_store_says_so():
+def test_collective_that_fails_with_the_rank_that_hosts_the_store_names_it():
     class Gone:
         def set(self, *_):
             raise dist.DistNetworkError("Broken pipe")
@@ -175,7 +175,7 @@ def test_an_exchange_that_fails_with_the_rank_that_keeps_the_store_says_so():
         raise RuntimeError("gloo: connection closed by peer")
 
 
-def test_the_exchange_that_failed_is_found_under_what_others_made_of_its_error():
+def test_failed_collective_is_found_in_the_chain_of_causes():
     with (
         pytest.raises(RankFailedError, match=r"rank 0: a collective failed, no response from rank 1: gloo: closed$"),
         report_failed_ranks(Rendezvous(dist.HashStore(), 0, 2, timedelta(seconds=0.2))),
@@ -227,14 +227,14 @@ def test_ranks_that_wait_for_a_live_one_are_not_named():
 
 def test_ranks_that_do_not_come_are_named(tmp_path, free_port):
     place = f"127.0.0.1:{free_port}"
-    told = run_ranks(4, _meet_without_rank_two, free_port, tmp_path / "met")
-    assert told[0] == (
+    reports = run_ranks(4, _meet_without_rank_two, free_port, tmp_path / "met")
+    assert reports[0] == (
         f"RankFailedError: rank 0: timed out after 1.5 s waiting for rank 2 of 4 to join {place}; see its output, and "
         "check that it started and can reach this address"
     )
-    for rank in (1, 3):  # rank 0, which keeps the place, may leave before they give up
+    for rank in (1, 3):  # rank 0, which hosts the store, may exit before they time out
         expected = f"RankFailedError: rank {rank}: (timed out .* waiting for rank 2 of|the process that hosts {place})"
-        assert re.match(expected, told[rank])
+        assert re.match(expected, reports[rank])
 
 
 def test_rank_zero_is_named_where_it_does_not_come(free_port):
@@ -243,9 +243,9 @@ def test_rank_zero_is_named_where_it_does_not_come(free_port):
     )
 
 
-def test_a_meeting_whose_keeper_ends_says_so(tmp_path, free_port):
-    told = run_ranks(2, _meet_where_rank_zero_ends, free_port, tmp_path / "met")[1]
-    assert told.startswith(
+def test_exit_of_the_host_of_a_rendezvous_is_reported(tmp_path, free_port):
+    report = run_ranks(2, _meet_where_rank_zero_ends, free_port, tmp_path / "met")[1]
+    assert report.startswith(
         f"RankFailedError: rank 1: the process that hosts 127.0.0.1:{free_port} exited before all ranks had joined: "
     )
 
@@ -255,8 +255,8 @@ def test_a_port_in_use_is_named():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        told = _meet(_launch(0, 2, port), 0.5)
-    assert re.match(rf"ConfigError: rank 0 cannot open 127.0.0.1:{port} \(.*\); set MASTER_PORT to a free port", told)
+        report = _meet(_launch(0, 2, port), 0.5)
+    assert re.match(rf"ConfigError: rank 0 cannot open 127.0.0.1:{port} \(.*\); set MASTER_PORT to a free port", report)
 
 
 def test_deadline_is_kept_and_names_who_did_not_answer():
