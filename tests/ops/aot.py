@@ -1,4 +1,4 @@
-"""Compiles every Triton kernel's representative launches ahead of time, without a GPU; run as a module of its own.
+"""Compiles representative launches of every Triton kernel ahead of time, without a GPU; runs as its own module.
 
 python -m tests.ops.aot [MODULE ...]: one JSON line a launch: registers, stack (spills), shared memory.
 """
@@ -20,7 +20,7 @@ import megalin._triton
 
 SHARED_LIMIT = {80: 166912, 90: 232448}
 SPILL_LIMIT = 16
-"""Bytes of stack a thread of a kernel, above which it spills more than a pointer or two."""
+"""Limit of the bytes of stack a thread: above it a kernel spills more than a pointer or two."""
 SPILLS: dict[tuple[str, str, str], int] = {
     # Faster than tiles that do not spill, by measurement: docs/benchmarks/2026-11-21-h200-kernels.md.
     ("scans.fixed_decay", "scan_kernel", "bf16[1, 1, 32, 256]"): 168,
@@ -33,7 +33,7 @@ SPILLS: dict[tuple[str, str, str], int] = {
     ("scans.vector_decay", "forward_kernel", "fp32"): 1200,
     ("scans.vector_decay", "reverse_kernel", "fp32"): 1256,
 }
-"""(module, kernel, type of its first argument): the bytes that are known of, by Triton 3.7.1."""
+"""Known bytes of stack a thread with Triton 3.7.1, by (module, kernel, type of its first argument)."""
 
 
 def compile_launch(kernel, signature, constants, options, arch):

@@ -1,4 +1,4 @@
-"""What ops do with tensors that do not fit: an error that says which and why, or the slower path; never garbage."""
+"""Ops on tensors that do not fit: an error with the tensor and the reason, or the slower path; never garbage."""
 
 from functools import partial
 
@@ -136,16 +136,16 @@ OPS = {
     ),
 }
 OPERANDS = [(op, name) for op, (_, tensors) in OPS.items() for name in tensors]
-# The first tensor says the sizes: it is what the others do not fit.
+# The first tensor sets the sizes that the others must match.
 LATER = [(op, name) for op, name in OPERANDS if name != next(iter(OPS[op][1]))]
 ANY_RANK = {("rms_norm", "x"), ("gated_squares", "x"), ("gated_squares", "gate")}
 ENCODINGS = ("max_norm", "silu_lrpe", "rope", "lrpe_cosine", "lrpe_rotation", "cosine_relpe")
 ANY_RANK |= {(op, "positions") for op in ENCODINGS}  # [T] or [B, T]
-# Leading sizes that no other tensor knows: the rows of a head.
+# Number of leading sizes that no other tensor has: the rows of a head.
 FREE = {("linear_cross_entropy", "weight"): 1}
 UNSHARED = {("lrpe_rotation", "theta"): 1, ("decay_state", "v"): 1, ("dense_attention", "v"): 1}
 UNSHARED |= {("enter_segments", "theta"): 1, ("enter_segments", "document_ids"): 1, ("move_origin", "theta"): 1}
-"""Last sizes that no other tensor has."""
+"""Number of last sizes that no other tensor has."""
 
 
 def call(op, **changes):
@@ -169,7 +169,7 @@ def test_one_dimension_too_few_or_too_many(op, name):
 
 
 @pytest.mark.parametrize(("op", "name"), LATER)
-def test_each_size_that_disagrees_is_told_with_the_tensor_that_set_it(op, name):
+def test_each_mismatched_size_is_reported_with_the_tensor_that_set_it(op, name):
     tensor = OPS[op][1][name]
     for dim in range(FREE.get((op, name), 0), tensor.dim() - UNSHARED.get((op, name), 0)):
         longer = torch.cat([tensor, tensor.narrow(dim, 0, 1)], dim)
@@ -248,7 +248,7 @@ def test_a_cache_is_of_its_window():
         window_attention(**tensors, window=4, cache=cache._replace(v=ones(B, 3, H, K + 1)))
 
 
-def test_widths_that_form_no_halves():
+def test_odd_widths_and_wrong_numbers_of_frequencies():
     with pytest.raises(OperandError, match=r"gated_product: gate_value has shape \(2, 7\); its width must be even"):
         gated_product(ones(2, 7), activation="none")
     with pytest.raises(OperandError, match=r"gated_product: gate_value has dtype torch\.int64, but must be floating"):
@@ -261,13 +261,13 @@ def test_widths_that_form_no_halves():
         lrpe_rotation(ones(B, T, H, K), ones(H, 3), ids())
 
 
-def test_document_ids_are_rows_of_integers():
+def test_document_ids_are_a_matrix_of_integers():
     with pytest.raises(OperandError, match=r"document_spans: document_ids has shape \(5,\), but must be \[B, T\]"):
         document_spans(ids()[0])
 
 
-def test_a_place_without_a_cosine_gives_nan_and_not_another_places_value():
-    """In the kernel, which has a table; a place below zero too. Other rows are as they were."""
+def test_a_position_without_a_cosine_gives_nan_and_not_the_value_of_another():
+    """In the kernel, which reads a table, and for a negative position too. Other rows do not change."""
     x = torch.randn(1, 5, WIDTH)
     options = {"num_positions": 5, "num_heads": 2, "eps": 1e-6, "backend": "triton"}
     expected = encoded_max_norm(x, ones(1, 5), torch.arange(5), **options)

@@ -1,4 +1,4 @@
-"""The CUDA kernels as they were compiled: for which chips, and without spilling registers."""
+"""Compiled CUDA kernels: their GPU architectures, and no spilled registers."""
 
 import importlib.util
 import re
@@ -12,11 +12,11 @@ import triton
 ARCHITECTURES = {"sm_80", "sm_90a"}
 SPILL_LIMIT = 16
 SPILLS = {"max_norm_forward": 40}
-"""By name: bytes of stack a thread that are known of, by nvcc 13.0: encoded rows of 16,384 on sm_80."""
+"""Known bytes of stack a thread with nvcc 13.0, by name: encoded rows of 16,384 on sm_80."""
 
 
 def resources(library: Path) -> dict[str, dict[str, int]]:
-    """Architecture -> kernel -> bytes of stack a thread, of every kernel with machine code in a library."""
+    """Architecture -> kernel -> bytes of stack a thread, for every kernel with machine code in a library."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     report = subprocess.run([tool, "--dump-resource-usage", library], capture_output=True, text=True, check=True).stdout
     return parse(report)
@@ -36,7 +36,7 @@ def parse(report: str) -> dict[str, dict[str, int]]:
 
 
 def spilling(kernels: dict[str, int]) -> dict[str, int]:
-    """The kernels above their limit."""
+    """Kernels above their limit, with their bytes of stack."""
     known = {name: next((SPILLS[key] for key in SPILLS if key in name), SPILL_LIMIT) for name in kernels}
     return {name: stack for name, stack in kernels.items() if stack > known[name]}
 

@@ -1,5 +1,7 @@
-"""No kernel leaves its tensors at the sizes that `megalin verify` gives a rank: fewer channels than any tile has, odd
-numbers of keys, slices of projections, documents shorter than the taps."""
+"""Memory accesses of kernels stay within their tensors at the sizes that `megalin verify` gives a rank.
+
+Fewer channels than any tile has, odd numbers of keys, slices of projections, documents shorter than the taps.
+"""
 
 import pytest
 import torch
@@ -14,14 +16,14 @@ from megalin.ops.positions.encodings import rope
 from megalin.ops.scans.short_conv import short_conv
 from megalin.ops.scans.vector_decay import vector_decay_scan
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter tells addresses, a GPU does not")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="only the interpreter can check addresses")
 BATCH, WIDTH, KEYS, RANK = 2, 32, 6, 5
 CASES = ((1, torch.float32), (72, torch.bfloat16))
 
 
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch):
-    """Without their self-tests, which take the interpreter longer than all of this."""
+    """Skips self-tests, which take longer in the interpreter than all tests of this file."""
     monkeypatch.setattr(backends, "choose", lambda *_: "triton")
 
 
@@ -36,8 +38,8 @@ def documents(length):
 
 
 def run(function, *inputs):
-    """Outputs, and the gradients of all inputs."""
-    from tests.interpreter import checked_addresses  # which switches the interpreter on
+    """Computes outputs, and the gradients of all inputs, with checked addresses."""
+    from tests.interpreter import checked_addresses  # enables the interpreter
 
     with checked_addresses():
         outputs = [y for y in function(*inputs) if y.requires_grad]
@@ -71,7 +73,7 @@ def test_passes_over_rows(length, dtype):
     def gate(projection, code, weight, bias):
         return [low_rank_gate(projection[..., :WIDTH], code[..., -RANK:], weight, bias)]
 
-    def join(projection, skip, factor, weight):
+    def skip_gate(projection, skip, factor, weight):
         x, gate = projection.chunk(2, dim=-1)
         return skip_gated_squares(x, skip, factor, gate, weight)
 
@@ -80,14 +82,14 @@ def test_passes_over_rows(length, dtype):
     run(gate, projection, code, draw(WIDTH, RANK, dtype=dtype), draw(WIDTH, dtype=dtype))
     vectors = draw(WIDTH, dtype=torch.float32), draw(WIDTH, dtype=dtype)
     skip = draw(BATCH, length, WIDTH, dtype=dtype)
-    run(join, projection, skip, *vectors)
+    run(skip_gate, projection, skip, *vectors)
     run(lambda x: [gated_product(x, activation="silu")], projection)
     run(lambda x, w: [rms_norm(x, w, eps=1e-5)], skip, draw(WIDTH, dtype=dtype))
     heads = projection.detach().unflatten(-1, (-1, KEYS + 2)).requires_grad_()
     run(lambda x: [rope(x, torch.arange(length))], heads)
 
 
-def test_an_address_outside_is_told():
+def test_an_address_outside_of_its_tensor_raises():
     from megalin._triton.dispatch import column_sums
     from tests.interpreter import checked_addresses
 

@@ -1,4 +1,4 @@
-"""The fused head and loss against its definition: every split of the vocabulary, ignored labels, weights, chunks."""
+"""Fused head and cross entropy against the definition: vocabulary slices, ignored labels, weights, chunks."""
 
 import pytest
 import torch
@@ -73,34 +73,34 @@ def test_chunks_do_not_change_the_loss_and_add_the_weight_gradients_in_fp32(monk
     assert_close({"": chunked["gradient.weight"]}, {"": truth["gradient.weight"]}, 3e-3)
 
 
-@pytest.mark.parametrize("parts", [2, 3])
-def test_slices_of_the_vocabulary_make_the_whole(parts):
-    """With three parts of 128 rows the last one holds no token at all."""
-    inputs, labels, token_weights = make_case(7, 16, 200, 128 * parts, torch.float32)
+@pytest.mark.parametrize("num_slices", [2, 3])
+def test_slices_of_the_vocabulary_equal_the_whole(num_slices):
+    """Of three slices of 128 rows the last one holds no token."""
+    inputs, labels, token_weights = make_case(7, 16, 200, 128 * num_slices, torch.float32)
     case = {"labels": labels, "token_weights": token_weights, "vocab_size": 200}
     truth = outputs_and_gradients(lambda **x: reference(**x, **case), {n: x.double() for n, x in inputs.items()})
-    slices = [VocabularySlice(128 * p, min(max(200 - 128 * p, 0), 128)) for p in range(parts)]
-    weights = inputs["weight"].chunk(parts)
-    known: list[torch.Tensor] = []
+    slices = [VocabularySlice(128 * p, min(max(200 - 128 * p, 0), 128)) for p in range(num_slices)]
+    weights = inputs["weight"].chunk(num_slices)
+    statistics: list[torch.Tensor] = []
 
     def run(x, weight, p, gather):
         return fused_linear_cross_entropy(
             x, weight, labels, vocabulary=slices[p], ignored_label=IGNORED, token_weights=token_weights, gather=gather
         )
 
-    for p in range(parts):  # what each slice would tell the others
+    for p in range(num_slices):  # the statistics that each slice would send to the others
 
-        def remember(statistics):
-            known.append(statistics)
-            return statistics[None]
+        def collect(own):
+            statistics.append(own)
+            return own[None]
 
-        run(inputs["x"], weights[p], p, remember)
-    gathered = torch.stack(known)
+        run(inputs["x"], weights[p], p, collect)
+    gathered = torch.stack(statistics)
     found = [
         outputs_and_gradients(
             lambda x, weight, p=p: [run(x, weight, p, lambda _: gathered)], {"x": inputs["x"], "weight": weights[p]}
         )
-        for p in range(parts)
+        for p in range(num_slices)
     ]
     for each in found:
         assert_close({"loss": each["output.0"]}, {"loss": truth["output.0"]}, 1e-6)

@@ -1,4 +1,4 @@
-"""Causal attention against its definition: documents of known and unknown places, and windows."""
+"""Causal attention against its definition: documents with and without known offsets, and windows."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def test_equals_the_definition(packed: bool, window: int | None):
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 16])
-def test_the_last_tokens_ask_as_all_do(packed: bool, window: int | None):
+def test_queries_of_the_last_tokens_alone(packed: bool, window: int | None):
     inputs, documents = make_inputs(65), PackedDocuments(documents_of(65)) if packed else UNPACKED
 
-    def asked(q, k, v):
+    def last(q, k, v):
         return [causal_attention(q[:, 40:], k, v, documents=documents, window=window)]
 
-    def all_ask(q, k, v):
+    def every(q, k, v):
         return [causal_attention(q, k, v, documents=documents, window=window)[:, 40:]]
 
-    assert_close(outputs_and_gradients(asked, inputs), outputs_and_gradients(all_ask, inputs), 1e-12)
+    assert_close(outputs_and_gradients(last, inputs), outputs_and_gradients(every, inputs), 1e-12)
 
 
 def test_documents_are_their_starts_in_few_sizes():
@@ -60,7 +60,7 @@ def test_documents_are_their_starts_in_few_sizes():
     assert {len(find_documents(torch.arange(n)[None]).offsets) for n in range(2, 257)} == {5, 17, 65, 257}
 
 
-def test_rows_of_one_document_need_neither():
+def test_sequences_of_one_document_are_unpacked():
     assert find_documents(torch.tensor([[4, 4, 4], [0, 0, 0]])) is UNPACKED
     assert find_documents(torch.tensor([[7]])) is UNPACKED
     assert find_documents(torch.tensor([[0, 1], [0, 0]])).offsets.tolist() == [0, 1, 2, 4, 4]

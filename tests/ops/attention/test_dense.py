@@ -1,4 +1,4 @@
-"""Both forms of softmax-free attention, and its windows, against the sum token by token: values and all gradients."""
+"""Both forms of softmax-free attention, and its windows, against the sum over tokens: values and all gradients."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tests.numerics import Tensors, assert_close, errors, outputs_and_gradients
 BATCH, HEADS, BOUND = 2, 3, 1e-12
 FORMS = {"auto": dense_attention, "quadratic": dense_attention_quadratic, "linear": dense_attention_linear}
 WIDTHS = {"equal": (6, 6), "split": (3, 12)}
-"""Widths of keys and of values: those of a head, and of a single head whose width is split over an axis."""
+"""Widths of keys and of values: of a head, and of a single head whose width is sharded over an axis."""
 STARTS = {1: (0,), 63: (0, 1, 62), 64: (0, 63), 65: (0, 15, 16, 17, 64), 200: (0, 64, 129)}
-"""Where documents start in the second row, by length; the first row is one document."""
+"""Starts of the documents of the second sample, by length; the first sample is one document."""
 
 every_form = pytest.mark.parametrize("form", FORMS)
 every_length = pytest.mark.parametrize("length", STARTS)
@@ -66,7 +66,7 @@ def test_packed_documents_equal_the_definition(form: str, length: int):
     assert_close(results(FORMS[form], inputs, document_ids=documents), expected, BOUND)
 
 
-def test_the_definition_sees_the_whole_document_and_no_other():
+def test_the_definition_attends_to_the_whole_document_and_no_other():
     inputs, documents = make_inputs(65), documents_of(65)
     packed = dense_attention_reference(**inputs, document_ids=documents)[1:]
     alone = [
@@ -110,7 +110,7 @@ def groups_of(length: int, window: int, offset: int, documents: Tensor | None) -
 @pytest.mark.parametrize("offset", [0, 4])
 @pytest.mark.parametrize(("length", "window"), [(1, 8), (64, 8), (65, 8), (200, 8), (63, 80), (64, 64)])
 def test_windows_equal_the_definition_at_every_length(length: int, window: int, offset: int, packed: bool):
-    """Multiples of the window or not, a window longer than the sequence, windows cut by documents."""
+    """Lengths that are multiples of the window or not, windows longer than the sequence or cut by documents."""
     inputs, documents = make_inputs(length), documents_of(length) if packed else None
     groups = groups_of(length, window, offset, documents)
     actual = results(local_dense_attention, inputs, window=window, offset=offset, document_ids=documents)
@@ -121,7 +121,7 @@ def test_windows_equal_the_definition_at_every_length(length: int, window: int, 
 @pytest.mark.parametrize("boundary", [15, 64, 65, 129, 199])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_contents_of_one_document_do_not_move_bits_of_the_other(form: str, boundary: int, dtype: torch.dtype):
-    """Neither of the one after it, nor of the one before it."""
+    """Neither of the next document, nor of the previous one."""
     inputs = make_inputs(200, dtype=dtype)
     documents = (torch.arange(200) >= boundary).int().expand(BATCH, -1)
     before, after = slice(0, boundary), slice(boundary, 200)
@@ -140,7 +140,7 @@ def test_contents_of_one_document_do_not_move_bits_of_the_other(form: str, bound
 
 @every_form
 @pytest.mark.parametrize("packed", [False, True])
-def test_bf16_errs_at_most_twice_as_much_as_plain_products(form: str, packed: bool):
+def test_bf16_errs_at_most_twice_as_much_as_plain_matmuls(form: str, packed: bool):
     low = make_inputs(200, dtype=torch.bfloat16)
     documents = documents_of(200) if packed else None
     mask = 1.0 if documents is None else (documents[:, None, :, None] == documents[:, None, None, :])
@@ -176,7 +176,7 @@ def test_the_cheaper_form_runs_and_is_what_is_counted(length: int, expected: int
 
 
 @pytest.mark.parametrize(("length", "scans"), [(96, False), (4096, True)])
-def test_long_packed_rows_are_scanned_instead_of_masked(length: int, scans: bool):
+def test_long_packed_sequences_are_scanned_instead_of_masked(length: int, scans: bool):
     x, documents = (
         torch.empty(1, length, 1, 16, device="meta"),
         torch.zeros(1, length, dtype=torch.int32, device="meta"),

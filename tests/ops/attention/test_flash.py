@@ -1,4 +1,4 @@
-"""Flash kernels, by stand-ins of their published signatures: when they are taken, and what they are given."""
+"""Choice of flash attention kernels and their arguments, with stand-ins that have the published signatures."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def flash_attn_func(
     deterministic=False,
     return_attn_probs=False,
 ):
-    """[B, T, H, K] as published: grouped heads, and a mask only where asked."""
+    """Stand-in on [B, T, H, K] as published: grouped heads, and a mask only if `causal`."""
     length = q.shape[1]
     starts = torch.arange(0, q.shape[0] * length + 1, length, dtype=torch.int32)
     flat = [x.flatten(0, 1) for x in (q, k, v)]
@@ -80,21 +80,21 @@ def flash_attn_varlen_func(
     return_attn_probs=False,
     block_table=None,
 ):
-    """[tokens, H, K], sequences of at most the longest length from offset to offset, some of them empty."""
+    """Stand-in on [tokens, H, K]: sequences between the offsets, some empty, none above the longest length."""
     assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
     token = torch.arange(q.shape[0], dtype=torch.int32)
     sequence_q, sequence_k = (torch.searchsorted(o, token, right=True) for o in (cu_seqlens_q, cu_seqlens_k))
-    seen = (sequence_q[:, None] == sequence_k) & ((token[:, None] >= token) | (not causal))
-    seen = seen & (token[:, None] - token < max_seqlen_k)
+    visible = (sequence_q[:, None] == sequence_k) & ((token[:, None] >= token) | (not causal))
+    visible = visible & (token[:, None] - token < max_seqlen_k)
     if window_size[0] >= 0:
-        seen = seen & (token[:, None] - token <= window_size[0])
+        visible = visible & (token[:, None] - token <= window_size[0])
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    y = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=softmax_scale, enable_gqa=True)
+    y = functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=softmax_scale, enable_gqa=True)
     return y[0].transpose(0, 1)
 
 
 def attend(q, k, v, starts, longest, window):
-    """Stands in for torch's kernel, without the sums that its backward reads."""
+    """Stand-in for torch's kernel, without the softmax sums that its backward reads."""
     assert int(starts.diff().min()) > 0
     assert int(starts.diff().max()) == longest
     sizes = (starts, starts, longest, longest)
@@ -103,16 +103,16 @@ def attend(q, k, v, starts, longest, window):
 
 
 def attend_backward(dy, q, k, v, output, sums, starts, longest, window):
-    """By hand, since nothing records gradients inside an op."""
+    """Stand-in for the backward, written by hand: autograd does not record inside an op."""
     torch.testing.assert_close(output, attend(q, k, v, starts, longest, window)[0])
     groups, scale = q.shape[1] // k.shape[1], q.shape[2] ** -0.5
     token = torch.arange(len(q), dtype=torch.int32)
     sequence = torch.searchsorted(starts, token, right=True)
-    seen = (sequence[:, None] == sequence) & (token[:, None] >= token)
+    visible = (sequence[:, None] == sequence) & (token[:, None] >= token)
     if window:
-        seen = seen & (token[:, None] - token < window)
+        visible = visible & (token[:, None] - token < window)
     dy, q, *wide = (x.transpose(0, 1) for x in (dy, q, *(x.repeat_interleave(groups, 1) for x in (k, v))))
-    scores = (q @ wide[0].mT * scale).masked_fill(~seen, -torch.inf).softmax(-1)  # [H, N, N]
+    scores = (q @ wide[0].mT * scale).masked_fill(~visible, -torch.inf).softmax(-1)  # [H, N, N]
     weights = dy @ wide[1].mT
     weights = scores * (weights - (weights * scores).sum(-1, keepdim=True)) * scale
     shared = [x.unflatten(0, (-1, groups)).sum(1) for x in (weights.mT @ q, scores.mT @ dy)]
@@ -121,7 +121,7 @@ def attend_backward(dy, q, k, v, output, sums, starts, longest, window):
 
 @pytest.fixture
 def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
-    """The stand-ins, installed; nothing decided yet."""
+    """Installs the stand-ins and clears the cached choices of a kernel."""
     module = types.ModuleType("flash_attn")
     module.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
     module.flash_attn_func, module.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
@@ -130,26 +130,28 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
     monkeypatch.setattr(op, "_attend_backward", attend_backward)
     monkeypatch.setattr(op, "_DEVICES", ("cpu",))
     monkeypatch.setattr(op, "_DTYPES", (torch.bfloat16, torch.float64))
-    forget()
+    clear_choices()
     yield module
-    forget()
+    clear_choices()
 
 
-def forget() -> None:
+def clear_choices() -> None:
     op.unavailable_reason.cache_clear()
     choice._decide.cache_clear()
 
 
-def chosen(dtype: torch.dtype = DTYPE, head_dim: int = HEAD, device: str = "cpu", backend: str = "auto", whole=False):
+def chosen(
+    dtype: torch.dtype = DTYPE, head_dim: int = HEAD, device: str = "cpu", backend: str = "auto", unpacked=False
+):
     check_backend(backend, device, dtype, head_dim, field="the.backend")
-    return kernel_for(backend, whole, device, dtype, head_dim)
+    return kernel_for(backend, unpacked, device, dtype, head_dim)
 
 
 @pytest.mark.parametrize("kernel", ["flash_attn", "torch"])
 @pytest.mark.parametrize("heads", ["as many", "grouped", "one"])
 @pytest.mark.parametrize("length", [1, 17, 64, 65])
 @pytest.mark.usefixtures("package")
-def test_packed_documents_and_whole_rows_equal_the_definition(length: int, heads: str, kernel: str):
+def test_packed_documents_and_unpacked_sequences_equal_the_definition(length: int, heads: str, kernel: str):
     inputs, documents = make_heads(length, heads), documents_of(length)
     for ids in (documents, None):
         documents = UNPACKED if ids is None or length == 1 else find_documents(ids)
@@ -176,27 +178,29 @@ def test_windows_are_those_of_the_mask(window: int, kernel: str):
 @pytest.mark.parametrize("backend", ["flash_attn", "auto"])
 @pytest.mark.parametrize("window", [None, 16])
 @pytest.mark.usefixtures("package")
-def test_the_last_tokens_ask_as_all_do(window: int | None, backend: AttentionBackend, monkeypatch: pytest.MonkeyPatch):
-    """Without a mask of all tokens."""
+def test_queries_of_the_last_tokens_alone(
+    window: int | None, backend: AttentionBackend, monkeypatch: pytest.MonkeyPatch
+):
+    """The kernel runs without a mask over all tokens."""
     inputs, ids = make_heads(65), documents_of(65)
     assert chosen(torch.float64, inputs["q"].shape[3], backend="flash_attn") == "flash_attn"
     for documents in (find_documents(ids), UNPACKED):
 
-        def asked(q, k, v, documents=documents):
+        def last(q, k, v, documents=documents):
             return [causal_attention(q[:, 40:], k, v, documents=documents, window=window, backend=backend)]
 
-        def all_ask(q, k, v, documents=documents):
+        def every(q, k, v, documents=documents):
             return [causal_attention(q, k, v, documents=documents, window=window, backend=backend)[:, 40:]]
 
         if documents is not UNPACKED or window is not None or backend == "flash_attn":
             with monkeypatch.context() as patch:
                 patch.setattr(choice, "visible_in_sequence", None)
-                assert asked(**inputs)[0].shape == inputs["q"][:, 40:].shape
-        assert_close(outputs_and_gradients(asked, inputs), outputs_and_gradients(all_ask, inputs), 1e-12)
+                assert last(**inputs)[0].shape == inputs["q"][:, 40:].shape
+        assert_close(outputs_and_gradients(last, inputs), outputs_and_gradients(every, inputs), 1e-12)
 
 
 def agree_without_masks(cases: list[Case]) -> list[TensorError]:
-    """On a rank of its own process: what differs from one process where flash kernels, stand-ins, see all windows."""
+    """Mismatches between this rank and one process when every window is computed by the stand-ins."""
     op._attend, op._attend_backward = attend, attend_backward
     op._DEVICES, op._DTYPES = ("cpu",), (torch.float64,)
     choice.visible_in_sequence = windows.softmax_attention = None
@@ -205,7 +209,7 @@ def agree_without_masks(cases: list[Case]) -> list[TensorError]:
 
 @pytest.mark.parametrize("window", [7, 40])
 def test_windows_over_ranks_take_the_kernel(window: int):
-    """A window that ends on the rank before, and one that reaches over several."""
+    """A window that ends on the previous rank, and one that spans several ranks."""
     sublayers = [SHARED_KEY | {"window": window, "num_heads": 6}, GLU]
     cases = [
         make_case(
@@ -223,10 +227,10 @@ def test_windows_over_ranks_take_the_kernel(window: int):
 
 
 @pytest.mark.usefixtures("package")
-def test_what_is_taken_is_said_once(caplog: pytest.LogCaptureFixture):
+def test_each_choice_is_logged_once(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO, logger=choice.__name__):
         found = [chosen(), chosen(), chosen(backend="flash_attn"), chosen(backend="sdpa")]
-        found += [chosen(backend=backend, whole=True) for backend in ("auto", "flash_attn", "sdpa")]
+        found += [chosen(backend=backend, unpacked=True) for backend in ("auto", "flash_attn", "sdpa")]
     assert found == ["torch", "torch", "flash_attn", "torch", None, "flash_attn", None]
     packed, whole = (
         f"softmax attention of {rows}, torch.bfloat16 heads of 16 on cpu: "
@@ -297,7 +301,7 @@ def test_what_cannot_run_is_passed_over_and_refused_where_asked_for(package, cap
 def test_torchs_kernel_takes_what_it_can_and_the_package_the_rest(package, monkeypatch: pytest.MonkeyPatch):
     assert unavailable_reason("torch", "cpu", DTYPE, 12) == "head dimension 12 is not a multiple of 8"
     assert [chosen(head_dim=12), chosen(head_dim=12, backend="sdpa")] == ["flash_attn", None]
-    forget()
+    clear_choices()
     monkeypatch.setattr(op, "_attend", lambda *_: (_ for _ in ()).throw(RuntimeError("no kernel image")))
     assert unavailable_reason("torch", "cpu", DTYPE, 16) == "it fails: no kernel image"
     assert [chosen(), chosen(backend="sdpa")] == ["flash_attn", None]
@@ -319,7 +323,7 @@ def outcome(built: LanguageModel) -> dict[str, Tensor]:
 
 
 def with_backend(config, backend: str):
-    """The same model with that backend of softmax attention."""
+    """The same model with `backend` for softmax attention."""
 
     def changed(block):
         return [s.model_copy(update={"backend": backend}) if s.type == "softmax" else s for s in block.sublayers]
@@ -331,13 +335,13 @@ def with_backend(config, backend: str):
 
 @pytest.mark.parametrize("name", ["softmax", "softmax-grouped"])
 def test_the_model_has_the_same_losses_and_gradients(package, monkeypatch, name: str):
-    """Packed rows take the kernel of packed rows once a layer; rows of one document, and a state, do not."""
+    """Packed samples call the varlen kernel once a layer; single documents, and calls with a state, do not."""
     calls = []
     for function in (flash_attn_func, flash_attn_varlen_func):
         recorded = lambda *args, function=function, **fields: (calls.append(function), function(*args, **fields))[1]  # noqa: E731
         monkeypatch.setattr(package, function.__name__, recorded)
     config, tokens = CASES[NAMES.index(name)].model, make_inputs().tokens
-    outcome(build(config))  # decides
+    outcome(build(config))  # makes the choice
     calls.clear()
     found = outcome(build(config))
     assert calls == [flash_attn_varlen_func] * 2

@@ -19,7 +19,7 @@ BATCH, WIDTH = 2, 6
 BOUND = 1e-12
 HEADS = {"as many": (3, 3), "grouped": (4, 2), "one": (3, 1)}
 STARTS = {1: (0,), 17: (0, 1, 16), 63: (0,), 64: (0, 63), 65: (0, 15, 16, 17, 64), 200: (0, 64, 129)}
-"""Where documents start in the second row, by length; the first row is one document."""
+"""Starts of the documents of the second sample, by length; the first sample is one document."""
 
 
 def make_inputs(length: int, heads: str = "grouped", dtype: torch.dtype = torch.float64) -> Tensors:
@@ -55,7 +55,7 @@ def test_packed_documents_equal_the_definition(length: int):
     assert_close(actual, expected, BOUND)
 
 
-def test_the_definition_sees_no_other_document():
+def test_the_definition_attends_to_no_other_document():
     inputs, documents = make_inputs(17), documents_of(17)
     packed = softmax_attention_reference(document_ids=documents, **inputs)[1:]
     alone = [
@@ -65,11 +65,11 @@ def test_the_definition_sees_no_other_document():
 
 
 @pytest.mark.parametrize("cut", [1, 16, 40, 64])
-def test_remembered_tokens_continue_a_sequence(cut: int):
+def test_cached_tokens_continue_a_sequence(cut: int):
     inputs, documents = make_inputs(65), documents_of(65)
     whole = softmax_attention(**inputs, visible=visible_tokens(documents))
-    remembered = documents[:, :cut] == documents[:, cut : cut + 1]
-    visible = visible_tokens(documents[:, cut:], remembered)
+    cached = documents[:, :cut] == documents[:, cut : cut + 1]
+    visible = visible_tokens(documents[:, cut:], cached)
     second = softmax_attention(inputs["q"][:, cut:], inputs["k"], inputs["v"], visible=visible)
     assert relative_error(second, whole[:, cut:]) <= BOUND
 
@@ -91,7 +91,7 @@ def test_contents_of_one_document_do_not_move_bits_of_the_next(boundary: int, dt
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_bf16_errs_at_most_twice_as_much_as_the_unfused_product(masked: bool):
+def test_bf16_errs_at_most_twice_as_much_as_unfused_attention(masked: bool):
     low, visible = make_inputs(200, "grouped", torch.bfloat16), visible_tokens(documents_of(200)) if masked else None
     run = lambda **x: [softmax_attention(visible=visible, **x)]  # noqa: E731
     truth = outputs_and_gradients(run, {name: x.double() for name, x in low.items()})

@@ -58,8 +58,8 @@ def test_a_window_holds_exactly_its_tokens_itself_included():
     for s in range(20):
         impulse = torch.zeros_like(inputs["v"])
         impulse[:, s] = 1.0
-        seen = window_attention(inputs["q"], inputs["k"], impulse, window=7).output[0, :, 0, 0] > 0
-        assert seen.nonzero().flatten().tolist() == list(range(s, min(s + 7, 20)))
+        visible = window_attention(inputs["q"], inputs["k"], impulse, window=7).output[0, :, 0, 0] > 0
+        assert visible.nonzero().flatten().tolist() == list(range(s, min(s + 7, 20)))
 
 
 @pytest.mark.parametrize("window", [1, 2, 7, 64])
@@ -81,13 +81,13 @@ def test_cache_carries_a_sequence_over_a_cut(cut: int, window: int):
         documents=PackedDocuments(documents[:, cut:]),
         cache=cache,
     )
-    halves = {"output": torch.cat([first.output, second.output], dim=1), **second.cache._asdict()}
-    assert_close(halves, {"output": whole.output, **whole.cache._asdict()}, BOUND)
+    parts = {"output": torch.cat([first.output, second.output], dim=1), **second.cache._asdict()}
+    assert_close(parts, {"output": whole.output, **whole.cache._asdict()}, BOUND)
     assert second.cache.k.shape[1] == window - 1
 
 
 def test_packed_documents_do_not_leak():
-    """Bit by bit in fp32, outputs, cache and gradients."""
+    """Outputs, cache and gradients are equal bit by bit in fp32."""
     inputs, results = make_inputs(24, torch.float32), []
     documents = (torch.arange(24) >= 11).int().expand(BATCH, -1)
     for other in (1.0, 1e4):

@@ -1,4 +1,4 @@
-"""A package with the names, signatures and ways of NVIDIA's apex, in plain PyTorch: the real one needs a GPU."""
+"""Stand-in for NVIDIA's apex in plain PyTorch, with its names, signatures and behaviour: apex itself needs a GPU."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ import torch
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Counts steps in the group, needs a parameter in each, and makes moments where there is no state at all."""
+    """Adam that counts steps in the group, needs a parameter in each, and makes moments only for an empty state."""
 
     def __init__(self, params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, adam_w_mode=True,
                  weight_decay=0.0, amsgrad=False, set_grad_none=True, capturable=False, use_master=False):
@@ -58,23 +58,25 @@ def fused_layer_norm_affine(input, weight, bias, normalized_shape, eps=1e-6, mem
 
 @contextmanager
 def installing(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[Callable[..., None]]:
-    """For the body, a function that installs what one of the writers below writes into `folder`, for a device on which
-    apex alone runs."""
+    """Context manager whose function installs a package in `folder`, written by one of the writers below.
+
+    No kernel but those of apex can run meanwhile.
+    """
 
     def install(write: Callable[..., Path], **options: object) -> None:
         monkeypatch.syspath_prepend(str(write(folder, **options)))
 
-    def forget() -> None:
+    def clear_choices() -> None:
         backend.decide.cache_clear()
         backend._unavailable_reason.cache_clear()
 
     for name in _modules_of_apex():
-        monkeypatch.delitem(sys.modules, name)  # a real one
+        monkeypatch.delitem(sys.modules, name)  # the real apex, if imported
     monkeypatch.setattr(backend, "_used", {})
     monkeypatch.setattr(backend, "_missing", lambda name, device: "" if name == "apex" else "not here")
-    forget()
+    clear_choices()
     yield install
-    forget()
+    clear_choices()
     for name in _modules_of_apex():
         del sys.modules[name]
 

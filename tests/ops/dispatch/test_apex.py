@@ -1,4 +1,4 @@
-"""apex where it is installed, by a stand-in of its published names: when it is taken, for what, and what is told."""
+"""Use of an installed apex, by a stand-in with its published names: when it runs, and the reasons when it does not."""
 
 import sys
 from unittest.mock import patch
@@ -32,7 +32,7 @@ def test_apex_is_known_by_its_parts_without_an_import(installed, tmp_path):
     assert "apex" not in sys.modules
 
 
-def test_the_other_project_of_that_name_is_told(installed):
+def test_the_other_project_of_that_name_is_reported(installed):
     installed(write_another_project)
     assert "is not NVIDIA's (the one on PyPI is an unrelated project)" in unavailable_reason("amp_C")
     with pytest.raises(KernelError, match=r"layer_norm: the apex kernel cannot run: the installed package apex is not"):

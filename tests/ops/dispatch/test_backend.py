@@ -1,4 +1,4 @@
-"""The choice of an implementation: order, refusals, self-tests, and that torch.compile sees a constant."""
+"""Choice of a kernel backend: order, refusals, self-tests, and a constant for torch.compile."""
 
 import json
 import logging
@@ -20,8 +20,8 @@ from tests.ops.aot import SHARED_LIMIT, SPILL_LIMIT, SPILLS
 
 @pytest.fixture
 def op(monkeypatch):
-    """An op whose Triton form passes and whose CUDA form fails its self-test, on a device that has both."""
-    backend._register_all()  # once, and not into what the test takes their place with
+    """An op whose Triton kernel passes its self-test and whose CUDA kernel fails, on a device with both."""
+    backend._register_all()  # once, before the test replaces the registry
     monkeypatch.setattr(backend, "_kernels", {})
     monkeypatch.setattr(backend, "_used", {})
     monkeypatch.setattr(backend, "_missing", lambda name, device: "")
@@ -54,7 +54,7 @@ def test_an_op_without_kernels_of_its_own_is_quiet_where_apex_is_not(op, monkeyp
 
 
 def test_a_self_test_is_not_part_of_what_its_caller_recomputes(op, monkeypatch):
-    """An op may be called first in a checkpoint, whose hooks would run the caller again for the test's backward."""
+    """The first call of an op may be in a checkpoint, whose hooks would run the caller again in the test's backward."""
 
     def self_test(name, device):
         x = torch.ones(3, requires_grad=True)
@@ -74,7 +74,7 @@ def test_a_self_test_is_not_part_of_what_its_caller_recomputes(op, monkeypatch):
     assert x.grad.eq(2).all()
 
 
-def test_what_is_only_supposed_is_not_told(op):
+def test_assumed_kernels_are_not_reported(op):
     before = backend.used()
     with backend.assume_kernels():
         backend.report_choice(op, backend.Choice("triton", ""))
@@ -105,7 +105,7 @@ def test_what_one_kernel_does_not_take_goes_to_the_next_and_raises_for_that_one(
         backend.choose(op, "cuda", "cuda", "", {"cuda": "fp16"})
 
 
-def test_what_was_chosen_is_told(op, monkeypatch):
+def test_choices_are_listed_with_their_reasons(op, monkeypatch):
     assert backend.used() == {}
     backend.choose(op, "auto", "cuda")
     assert backend.used() == {"op": backend.Choice("triton", "cuda: off by 1")}
@@ -139,7 +139,7 @@ def test_the_environment_is_checked(op, monkeypatch, value, message):
 
 
 def test_the_environment_may_name_ops_of_other_models():
-    """Which nothing has imported yet: one line serves all runs of a cluster."""
+    """Ops that are not imported yet are allowed: one line serves all runs of a cluster."""
     code = (
         "from megalin.ops.dispatch import backend; from megalin.ops.norms import srmsnorm;"
         " print(backend.requested('srmsnorm'))"

@@ -1,4 +1,4 @@
-"""Sums over rows that programs left, against fp64, whatever the number of rows."""
+"""Column sums of the rows that programs have written, against fp64, for any number of rows."""
 
 import pytest
 import torch

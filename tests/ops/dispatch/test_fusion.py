@@ -1,4 +1,4 @@
-"""What a compiled block leaves to inductor."""
+"""Ops that a compiled block leaves to inductor."""
 
 import pytest
 import torch

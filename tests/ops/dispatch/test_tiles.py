@@ -1,4 +1,4 @@
-"""What tables of configurations must never hold."""
+"""Tile sizes that tables of configurations must never hold."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Configurations on a chip without a measured table: what is timed, what is kept, and what wins."""
+"""Tuning on a GPU without a measured table: the candidates that are timed, the winner, and its cache."""
 
 import json
 import logging
@@ -21,20 +21,20 @@ MILLISECONDS = {SMALL: 3.0, FAST: 1.0}
 
 @pytest.fixture
 def launches(monkeypatch, tmp_path):
-    """An unknown chip on which each launch is noted and takes its own time; the largest tile does not fit."""
-    noted = []
+    """Records launches on an unknown GPU: each tile has its own time, and the largest does not fit."""
+    recorded = []
 
     def milliseconds(call):
         call()
-        return MILLISECONDS[noted[-1]]
+        return MILLISECONDS[recorded[-1]]
 
     monkeypatch.setenv("MEGALIN_CACHE", str(tmp_path / "new"))
     monkeypatch.delenv("MEGALIN_TUNE", raising=False)
     monkeypatch.setattr(tuning, "_found", {})
-    monkeypatch.setattr(tuning, "current_gpu", lambda: "a chip 8.6 triton 3.6.0")
+    monkeypatch.setattr(tuning, "current_gpu", lambda: "a GPU 8.6 triton 3.6.0")
     monkeypatch.setattr(tuning, "milliseconds", milliseconds)
     monkeypatch.setattr(tuning.torch.cuda, "is_current_stream_capturing", lambda: False)
-    return noted
+    return recorded
 
 
 def choose(launches, shape="128", candidates=(SMALL, BROKEN, FAST)):
@@ -50,13 +50,13 @@ def restart():
     tuning._found.clear()
 
 
-def test_the_measured_chip_takes_its_table_and_times_nothing(launches, monkeypatch):
+def test_the_measured_gpu_takes_its_table_and_times_nothing(launches, monkeypatch):
     monkeypatch.setattr(tuning, "current_gpu", lambda: None)
     assert choose(launches) == RECORDED
     assert launches == []
 
 
-def test_another_chip_times_each_candidate_once_a_shape_class_and_takes_the_fastest(launches):
+def test_another_gpu_times_each_candidate_once_a_shape_class_and_takes_the_fastest(launches):
     assert choose(launches) == FAST
     assert launches == [SMALL, BROKEN, FAST]
     assert choose(launches) == FAST
@@ -65,16 +65,16 @@ def test_another_chip_times_each_candidate_once_a_shape_class_and_takes_the_fast
     assert len(launches) == 6
 
 
-def test_the_winner_is_kept_on_disk_by_chip(launches, monkeypatch):
+def test_the_winner_is_kept_on_disk_by_gpu(launches, monkeypatch):
     choose(launches)
-    assert json.loads(tuning.cache_path().read_text()) == {"a chip 8.6 triton 3.6.0": {"scan 128": [32, 4]}}
+    assert json.loads(tuning.cache_path().read_text()) == {"a GPU 8.6 triton 3.6.0": {"scan 128": [32, 4]}}
     restart()
     assert choose(launches) == FAST
     assert len(launches) == 3
-    monkeypatch.setattr(tuning, "current_gpu", lambda: "another chip")
+    monkeypatch.setattr(tuning, "current_gpu", lambda: "another GPU")
     choose(launches)
     assert len(launches) == 6
-    assert set(tuning.read_cache()) == {"a chip 8.6 triton 3.6.0", "another chip"}
+    assert set(tuning.read_cache()) == {"a GPU 8.6 triton 3.6.0", "another GPU"}
 
 
 def test_a_kept_winner_that_is_no_candidate_any_more_is_searched_again(launches):
@@ -84,8 +84,8 @@ def test_a_kept_winner_that_is_no_candidate_any_more_is_searched_again(launches)
     assert len(launches) == 5
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", '{"a chip 8.6 triton 3.6.0": 3}'])
-def test_a_spoilt_file_is_told_and_searched_again(launches, caplog, text):
+@pytest.mark.parametrize("text", ["{", "[1]", '{"a GPU 8.6 triton 3.6.0": 3}'])
+def test_a_corrupt_file_is_reported_and_tuned_again(launches, caplog, text):
     tuning.cache_path().parent.mkdir()
     tuning.cache_path().write_text(text)
     with caplog.at_level(logging.WARNING):
@@ -94,7 +94,7 @@ def test_a_spoilt_file_is_told_and_searched_again(launches, caplog, text):
     assert tuning.read_cache()
 
 
-def test_a_folder_that_cannot_be_written_is_told(launches, caplog, monkeypatch, tmp_path):
+def test_a_folder_that_cannot_be_written_is_reported(launches, caplog, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MEGALIN_CACHE", str(tmp_path / "file"))
     with caplog.at_level(logging.WARNING):
@@ -114,7 +114,7 @@ def test_nothing_is_timed_while_a_graph_is_captured(launches, monkeypatch):
     assert launches == []
 
 
-def test_where_no_candidate_runs_it_is_the_first_whose_launch_tells_why(launches):
+def test_without_a_candidate_that_runs_the_first_is_chosen_and_its_launch_raises(launches):
     assert choose(launches, candidates=(BROKEN,)) == BROKEN
     assert not tuning.cache_path().exists()
 

@@ -1,4 +1,4 @@
-"""The gates of Rodimus against their plain formulas in fp64, values and every gradient."""
+"""Gates of Rodimus against their plain formulas in fp64: values and every gradient."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tests.numerics import Tensors, assert_close, outputs_and_gradients, relativ
 
 
 def plain(strength: Tensor, temperature: Tensor, k: Tensor) -> DDTSGates:
-    """As the paper writes it; in fp64 sound down to a = -700."""
+    """The gates as the paper writes them, accurate in fp64 down to a = -700."""
     gate = torch.log1p(torch.exp(strength))
     power = 1.0 / (1.0 + torch.exp(-temperature))
     return DDTSGates(-gate * power, gate**power * k / k.square().sum(-1, keepdim=True).sqrt())
 
 
 def make_inputs(*, low: float, high: float, dtype: torch.dtype = torch.float64) -> Tensors:
-    """Gates in [low, high], temperatures from none to all, keys of any length."""
+    """Strengths in [low, high], temperatures over the whole range, keys of any length."""
     generator = torch.Generator().manual_seed(0)
     shape = (3, 40, 8)
     strength = low + (high - low) * torch.rand(shape, generator=generator, dtype=torch.float64)
@@ -41,7 +41,7 @@ def test_equals_the_plain_formula(low: float, high: float):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("low", [-20.0, -60.0, -200.0])
 def test_the_tail_equals_the_plain_formula(low: float, dtype: torch.dtype):
-    """fp32 rounds a logarithm of 200 to 1e-5, which its exponential passes on; a decay of 1e-86 it cannot hold."""
+    """fp32 rounds a logarithm of 200 to 1e-5, an error that its exponential keeps, and has no decay of 1e-86."""
     actual, expected = both(make_inputs(low=low, high=low + 5.0, dtype=dtype))
     assert all(tensor.isfinite().all() for tensor in actual.values())
     if dtype == torch.float32 and low == -200.0:
@@ -51,7 +51,7 @@ def test_the_tail_equals_the_plain_formula(low: float, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_the_branches_join(dtype: torch.dtype):
+def test_the_branches_are_continuous(dtype: torch.dtype):
     below, above = (
         torch.full((1, 1), TAIL + step, dtype=torch.float64).to(dtype).requires_grad_() for step in (-1e-4, 1e-4)
     )

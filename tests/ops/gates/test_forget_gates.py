@@ -1,4 +1,4 @@
-"""HGRN2's tied gates in one kernel against their definition, at both ends of the sigmoid."""
+"""Tied gates of HGRN2 in one kernel against their definition, at both ends of the sigmoid."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def test_the_kernel_is_as_good_as_the_reference(shape, spread, dtype):
     assert_as_good_as_the_reference(kernel, forget_gates_reference, make_inputs(shape, dtype, spread=spread))
 
 
-def test_a_part_of_a_projection():
+def test_a_slice_of_a_projection():
     inputs = make_inputs((2, 5, 30))
     inputs["logit"] = torch.randn(2, 5, 90)
 
@@ -55,7 +55,7 @@ def test_a_strong_decay_without_a_bound_is_its_logit():
 
 
 def test_a_weak_decay_keeps_its_digits():
-    """log f near 0 as 1 - f is, where a sum of logarithms would have rounded at 1."""
+    """Near f = 1, log f has the relative error of 1 - f; a sum of logarithms would have rounded at 1."""
     logit, bound = torch.full((4, 8), 18.0), torch.full((8,), 0.5)
     exact = forget_gates_reference(logit.double(), bound.double())
     assert relative_error(kernel(logit=logit, bound=bound).log_decay, exact.log_decay) < 1e-6

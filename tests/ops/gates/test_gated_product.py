@@ -1,4 +1,4 @@
-"""The gated product and the gradient of its two halves together, against their definition."""
+"""Gated product, and the gradient of gate and value as one tensor, against the definition."""
 
 import pytest
 import torch
@@ -17,21 +17,21 @@ every_activation = pytest.mark.parametrize("activation", ["none", "silu"])
 @pytest.mark.parametrize("shape", [(1, 2), (3, 5, 34), (2, 2, 2600)])
 def test_the_kernel_is_as_good_as_the_reference(activation, dtype, shape):
     assert_as_good_as_the_reference(
-        lambda halves: [gated_product(halves, activation=activation, backend="triton")],
-        lambda halves: [gated_product_reference(halves, activation=activation)],
-        {"halves": torch.randn(shape).to(dtype)},
+        lambda gate_value: [gated_product(gate_value, activation=activation, backend="triton")],
+        lambda gate_value: [gated_product_reference(gate_value, activation=activation)],
+        {"gate_value": torch.randn(shape).to(dtype)},
     )
 
 
 @every_activation
-def test_strided_halves(activation):
-    def run(function, halves, **options):
-        return [function(halves.mT, activation=activation, **options)]
+def test_strided_gate_and_value(activation):
+    def run(function, gate_value, **options):
+        return [function(gate_value.mT, activation=activation, **options)]
 
     assert_as_good_as_the_reference(
-        lambda halves: run(gated_product, halves, backend="triton"),
-        lambda halves: run(gated_product_reference, halves),
-        {"halves": torch.randn(2, 34, 5)},
+        lambda gate_value: run(gated_product, gate_value, backend="triton"),
+        lambda gate_value: run(gated_product_reference, gate_value),
+        {"gate_value": torch.randn(2, 34, 5)},
     )
 
 
@@ -43,9 +43,11 @@ def test_the_first_half_is_the_gate():
 
 @every_activation
 def test_equal_calls_give_the_same_bits(activation):
-    halves = {"halves": torch.randn(7, 300)}
+    gate_value = {"gate_value": torch.randn(7, 300)}
     first, second = (
-        outputs_and_gradients(lambda halves: [gated_product(halves, activation=activation, backend="triton")], halves)
+        outputs_and_gradients(
+            lambda gate_value: [gated_product(gate_value, activation=activation, backend="triton")], gate_value
+        )
         for _ in range(2)
     )
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -1,4 +1,4 @@
-"""The low-rank gate in one kernel against its definition."""
+"""Low-rank gate in one kernel against its definition."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Heads times their factors in one kernel against the definition."""
+"""Heads times their factors in one kernel, against the definition."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The parts of a gated norm against their definition, in plain PyTorch and in Triton, with every gradient."""
+"""Gated values and sums of squares of a gated norm against their definition, in PyTorch and Triton, with gradients."""
 
 import itertools
 
@@ -45,7 +45,7 @@ def test_the_triton_kernel_is_as_good_as_the_reference(gated, weighted, gate_fir
         )
 
 
-def test_rows_wider_than_their_gate_are_taken():
+def test_rows_of_a_wider_dtype_than_their_gate_are_taken():
     inputs = _inputs(True, True, 5, 64, torch.bfloat16, torch.float32)
     assert_as_good_as_the_reference(
         lambda **x: gated_squares(**x, gate_first=True, backend="triton"),

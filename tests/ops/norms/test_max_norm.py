@@ -1,4 +1,4 @@
-"""Divisions by the largest and by the mean magnitude against their definitions, and the single index of a maximum."""
+"""Norms by the largest and by the mean magnitude against their definitions; one index of a maximum has the gradient."""
 
 from collections.abc import Callable
 
@@ -20,7 +20,7 @@ NORMS = {"max": max_norm, "mean": mean_magnitude_norm}
 
 
 def definition(kind: str, x: Tensor, eps: float) -> Tensor:
-    """Row by row; the maximum is that of Python."""
+    """The norm, row by row, with Python's `max`."""
     rows = []
     for row in x.flatten(0, -2):
         magnitude = max(row, key=abs).abs() if kind == "max" else sum(value.abs() for value in row) / len(row)
@@ -101,7 +101,7 @@ def test_the_triton_kernel_is_as_good_as_the_reference(dtype: torch.dtype, rows:
 def test_the_encoded_triton_kernel_is_as_good_as_the_reference(
     dtype: torch.dtype, batch: int, length: int, width: int, heads: int, packed: bool
 ):
-    """Rows of one place share a program where there are as many sequences as it takes rows; packed ones never do."""
+    """Rows of one position share a program if there are enough sequences to fill it; packed ones never do."""
     factor = torch.rand(batch, length)
     factor[1, -1] = 0.0
     positions = torch.arange(length) % 17

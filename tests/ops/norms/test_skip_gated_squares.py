@@ -1,4 +1,4 @@
-"""The feed-through, gate and squares of rows in one kernel against their definition."""
+"""Feed-through, gate and sums of squares of rows in one kernel against their definition."""
 
 import pytest
 import torch

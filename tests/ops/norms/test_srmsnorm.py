@@ -1,4 +1,4 @@
-"""SRMSNorm against its definition, and at the ends of the number range."""
+"""SRMSNorm against its definition, and at the limits of the number range."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tests.ops.kernels import assert_as_good_as_the_reference
 
 
 def definition(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """Row by row, and the gradient in closed form in test_gradient_is_the_closed_form."""
+    """SRMSNorm, row by row; test_gradient_is_the_closed_form has its gradient."""
     rows = [row / ((row * row).sum() / row.numel() + eps) ** 0.5 for row in x.flatten(0, -2)]
     return torch.stack(rows).view_as(x)
 
@@ -50,14 +50,14 @@ def test_large_rows_do_not_overflow(dtype):
     assert x.grad.isfinite().all()
 
 
-def test_a_row_does_not_see_another():
+def test_rows_are_independent():
     x = torch.randn(3, 8)
     changed = x.clone()
     changed[0] *= 1e4
     assert torch.equal(srmsnorm(x, eps=1e-6)[1:], srmsnorm(changed, eps=1e-6)[1:])
 
 
-def test_bf16_rounds_only_what_enters_and_leaves():
+def test_bf16_rounds_inputs_and_outputs_only():
     x = {"x": torch.randn(64, 48, dtype=torch.bfloat16)}
     truth = outputs_and_gradients(lambda x: [srmsnorm(x, eps=1e-6)], {"x": x["x"].double()})
     found = errors(outputs_and_gradients(lambda x: [srmsnorm(x, eps=1e-6)], x), truth)

@@ -1,4 +1,4 @@
-"""LRPE and RoPE: scores depend on the distance only, as their definitions say; Cosine RelPE; places in documents."""
+"""LRPE and RoPE, whose scores depend on the distance alone; Cosine RelPE; spans of documents."""
 
 import itertools
 import math
@@ -35,14 +35,14 @@ def make_inputs(form: str) -> dict[str, torch.Tensor]:
 
 
 def encoded_scores(form: str, q, k, theta, positions=None):
-    """[1, H, T, T] products of encoded queries and keys."""
+    """Scores [1, H, T, T] of encoded queries and keys."""
     encode = FORMS[form][0]
     positions = torch.arange(LENGTH) if positions is None else positions
     return [torch.einsum("bthk,bshk->bhts", encode(q, theta, positions), encode(k, theta, positions))]
 
 
 def defined_scores(form: str, q, k, theta):
-    """The same from the distance of each pair of tokens, one pair at a time."""
+    """The same scores from the distance of each pair of tokens, one pair at a time."""
     scores = []
     for t in range(LENGTH):
         for s in range(LENGTH):
@@ -72,7 +72,7 @@ def test_a_shift_of_all_positions_changes_nothing(form: str, shift: int):
 
 
 @every_form
-def test_each_row_may_have_its_own_positions(form: str):
+def test_each_sample_may_have_its_own_positions(form: str):
     encode, width = FORMS[form]
     x, theta = torch.randn(2, 3, HEADS, KEY), torch.rand(HEADS, width)
     positions = torch.tensor([[0, 1, 2], [5, 6, 7]])
@@ -83,7 +83,7 @@ def test_each_row_may_have_its_own_positions(form: str):
 
 @every_form
 def test_bf16_inputs_keep_exact_positions(form: str):
-    """Far positions: bf16 has no integers above 256, so angles must be wide."""
+    """bf16 has no odd integers above 256, so angles need a wider dtype."""
     encode, width = FORMS[form]
     x, theta = torch.randn(1, 3, HEADS, KEY).bfloat16(), torch.rand(HEADS, width)
     positions = torch.tensor([257, 1001, 4095])
@@ -93,7 +93,7 @@ def test_bf16_inputs_keep_exact_positions(form: str):
 
 
 def rope_by_definition(x: torch.Tensor, positions: torch.Tensor, base: float) -> torch.Tensor:
-    """A token and a pair at a time, as complex numbers."""
+    """RoPE one token and one pair of channels at a time, as complex numbers."""
     width, pairs = x.shape[-1], []
     for j in range(width // 2):
         turns = torch.stack(
@@ -122,7 +122,7 @@ def test_rope_scores_depend_on_the_distance():
     assert relative_error(scores[1], scores[0]) <= 1e-10
 
 
-def test_rope_takes_positions_by_row_and_keeps_them_exact_in_bf16():
+def test_rope_takes_positions_by_sample_and_keeps_them_exact_in_bf16():
     x, positions = torch.randn(2, 3, HEADS, 8).bfloat16(), torch.tensor([[0, 1, 2], [257, 1001, 4095]])
     together = rope(x, positions)
     assert together.dtype == torch.bfloat16
@@ -143,7 +143,7 @@ def test_the_kernel_of_rope_is_as_good_as_the_reference(dtype, shape):
         )
 
 
-def test_the_kernel_of_rope_takes_parts_of_a_projection_and_any_strides():
+def test_the_kernel_of_rope_takes_slices_of_a_projection_and_any_strides():
     def run(function, whole, other, **options):
         k = whole.unflatten(-1, (2, 3, 8)).unbind(-3)[0]  # rows of 48
         return [function(x, torch.arange(7), **options) for x in (k, other.permute(1, 3, 0, 2))]

@@ -1,4 +1,4 @@
-"""States that turn with LRPE from segment to segment: the kernels, and segments beside one scan of the whole row."""
+"""States that rotate with LRPE between segments: the kernels, and segments against one scan of the whole sequence."""
 
 import math
 
@@ -19,8 +19,7 @@ every_form = pytest.mark.parametrize("form", ["cosine", "rotation"])
 
 
 def documents(length):
-    """A border inside a segment of 8 tokens, one between two of them, and a document that ends in each of its tokens'
-    segments; and one document."""
+    """Ids of a sample with document starts inside and between segments of 8 tokens, and of one with one document."""
     ids = torch.zeros(B, length, dtype=torch.int64)
     for start in (3, 16, 21, 22):
         ids[0, start:] += 1
@@ -28,7 +27,7 @@ def documents(length):
 
 
 def in_segments(projection, theta, form, length, ids=None, initial=None):
-    """(output, leaving state in positions of the row) of scans whose positions start again every `length` tokens."""
+    """(output, final state in positions of the sequence) of scans whose positions restart every `length` tokens."""
     total = projection.shape[1]
     positions = torch.arange(total) % length - length // 2
     q, k, v = silu_lrpe_reference(projection, theta, positions, form=form)
@@ -46,7 +45,7 @@ def in_segments(projection, theta, form, length, ids=None, initial=None):
     return [output.reshape(B, total, H, WIDTH), leaving]
 
 
-def of_the_whole_row(projection, theta, form, ids=None, initial=None):
+def of_the_whole_sequence(projection, theta, form, ids=None, initial=None):
     q, k, v = silu_lrpe_reference(projection, theta, torch.arange(projection.shape[1]), form=form)
     return list(decay_scan_reference(q, k, v, SLOPES, initial_state=initial, document_ids=ids))
 
@@ -55,7 +54,7 @@ def of_the_whole_row(projection, theta, form, ids=None, initial=None):
 @pytest.mark.parametrize("length", [1, 8, 32])
 @pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
 @pytest.mark.parametrize("entered", [False, True], ids=["from zero", "from a state"])
-def test_segments_are_the_whole_row(form, length, packed, entered):
+def test_segments_equal_the_whole_sequence(form, length, packed, entered):
     inputs = {
         "projection": torch.randn(B, 32, 3, H, WIDTH, dtype=torch.float64),
         "theta": torch.rand(H, WIDTH if form == "cosine" else WIDTH // 2, dtype=torch.float64),
@@ -63,7 +62,7 @@ def test_segments_are_the_whole_row(form, length, packed, entered):
     if entered:
         inputs["initial"] = torch.randn(B, H, 2 * WIDTH if form == "cosine" else WIDTH, WIDTH, dtype=torch.float64)
     ids = documents(32) if packed else None
-    expected = outputs_and_gradients(lambda **x: of_the_whole_row(**x, form=form, ids=ids), inputs)
+    expected = outputs_and_gradients(lambda **x: of_the_whole_sequence(**x, form=form, ids=ids), inputs)
     found = outputs_and_gradients(lambda **x: in_segments(**x, form=form, length=length, ids=ids), inputs)
     for name, tensor in expected.items():
         assert relative_error(found[name], tensor) < 1e-12, name
@@ -109,7 +108,7 @@ def test_it_compiles_into_one_graph(form):
 
 
 def test_far_origins_lose_no_digits():
-    """2^20 tokens at 2 pi / 3 radians each are a third of a turn."""
+    """A distance of 2^20 tokens at 2 pi / 3 radians each is a third of a turn."""
     state, theta = torch.randn(1, 1, 2, 3), torch.tensor([[2.0 * math.pi / 3.0]])
     near = move_origin(state.double(), theta.double(), 2**20, form="cosine")
     assert relative_error(move_origin(state, theta, 2**20, form="cosine").double(), near) < 2e-7

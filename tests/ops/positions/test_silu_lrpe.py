@@ -1,4 +1,4 @@
-"""SiLU and LRPE of queries and keys, and the gradient of the projection that holds them, against their definition."""
+"""SiLU and LRPE of queries and keys, and the gradient of their projection, against the definition."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_the_kernels_are_as_good_as_the_reference(form, dtype, shape):
 
 
 @every_form
-def test_positions_of_each_row_and_far_ones(form):
+def test_positions_of_each_sample_and_far_ones(form):
     assert_right(make_inputs(form), torch.stack([torch.arange(7) * 30011, torch.arange(7) % 3]), form)
 
 
@@ -56,7 +56,7 @@ def test_a_strided_projection(form):
 
 
 @every_form
-def test_a_part_that_nothing_reads_gets_a_gradient_of_zero(form):
+def test_an_unused_slice_has_a_gradient_of_zero(form):
     inputs = make_inputs(form, (2, 7, 4, 3, 12))
     found = outputs_and_gradients(lambda **x: run(**x, positions=torch.arange(7), form=form)[:3], inputs)
     assert found["gradient.projection"][:, :, 3].eq(0).all()
@@ -65,7 +65,7 @@ def test_a_part_that_nothing_reads_gets_a_gradient_of_zero(form):
 
 @pytest.mark.parametrize("form", ["cosine", "rotation"])
 def test_the_reference_is_silu_then_the_positions(form):
-    """Values of sums of angles: |code|^2 = silu(x)^2 whatever the angle."""
+    """|code|^2 = silu(x)^2 at any angle."""
     inputs = {name: x.double() for name, x in make_inputs(form).items()}
     q, k, v = run(**inputs, positions=torch.arange(7), form=form, backend="auto")
     for part, code in enumerate((q, k)):
@@ -85,7 +85,7 @@ def test_equal_calls_give_the_same_bits(form):
 
 
 @every_form
-def test_it_compiles_into_one_graph_with_views_of_the_other_parts(form):
+def test_it_compiles_into_one_graph_with_views_of_the_other_slices(form):
     inputs = make_inputs(form)
     weight = torch.randn(12, 12)
 

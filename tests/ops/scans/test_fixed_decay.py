@@ -1,4 +1,4 @@
-"""The chunkwise and parallel decay scans against the recurrence, values and every gradient."""
+"""Chunkwise and parallel decay scans against the recurrence: values and every gradient."""
 
 from __future__ import annotations
 
@@ -103,14 +103,14 @@ def test_steps_equal_the_scan():
     assert relative_error(state, expected.state) <= BOUND
 
 
-# Starts of documents after the first, by row: at chunk edges and one beside them, two in a chunk, in every chunk.
+# Starts of documents after the first, by sample: at and next to chunk edges, two in a chunk, in every chunk.
 BOUNDARIES = {
     "edges of 16": ((16,), (48, 64)),
     "edges of 64": ((64,), (128,)),
     "before and after an edge": ((63, 129), (65, 127)),
     "two in a chunk": ((70, 75), (3, 5)),
     "in the first and the last token": ((1,), (129,)),
-    "none beside many": ((), tuple(range(1, 130, 3))),
+    "none and many": ((), tuple(range(1, 130, 3))),
 }
 
 
@@ -122,7 +122,7 @@ def documents_of(boundaries: tuple[tuple[int, ...], ...], length: int) -> Tensor
 
 
 def separate_documents(q, k, v, initial_state, slopes, documents):
-    """Each document by the recurrence alone; the first one continues the initial state."""
+    """The recurrence over each document separately; the first one continues the initial state."""
     rows, states = [], []
     for row, ids in enumerate(documents):
         _, lengths = ids.unique_consecutive(return_counts=True)

@@ -1,4 +1,4 @@
-"""How the CUDA scan cuts sequences, and what it says it does not take; its kernels are tested on the chip."""
+"""Partition of sequences by the CUDA scan, and refused dtypes; the kernels themselves are tested on a GPU."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def test_blocks_of_whole_parts_and_chunks_cover_a_sequence(rows, length):
         assert rows * plan.blocks <= PROCESSORS
 
 
-def test_long_sequences_fill_the_chip():
+def test_long_sequences_fill_the_gpu():
     for rows in (1, 16, 64, 132):
         assert rows * cut(rows, 131072).blocks > PROCESSORS // 2
 

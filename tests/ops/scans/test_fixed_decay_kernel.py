@@ -1,4 +1,4 @@
-"""The decay scan's Triton kernels in the interpreter: as good as the reference at all lengths, widths, documents."""
+"""Triton kernels of the decay scan in the interpreter, against the reference: lengths, widths, documents."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ SLOPES = {"none": None, "mild": (0.0, 0.07), "strong": (20.0, 3.0)}
 
 @pytest.fixture(params=[1, 2, 3])
 def blocks(request, monkeypatch):
-    """Blocks that a long enough sequence is cut into."""
+    """Number of blocks that a long enough sequence is cut into."""
     from megalin._triton.scans import fixed_decay as kernels
 
     monkeypatch.setattr(kernels, "num_blocks", lambda rows: request.param)
@@ -84,8 +84,8 @@ def test_strided_inputs():
     )
 
 
-def test_memory_that_the_copy_engine_does_not_take_is_copied():
-    """Off 16 bytes, and strides of dimensions of size one, which mean nothing."""
+def test_memory_that_the_copy_engine_cannot_read_is_copied():
+    """Addresses that are no multiple of 16 bytes, and arbitrary strides of dimensions of size one."""
     inputs = make_inputs(20, torch.bfloat16, key=16, value=16)
     moved = {n: torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view_as(x).copy_(x) for n, x in inputs.items()}
     odd = {n: x.as_strided(x.shape, (7, *x.stride()[1:])) for n, x in inputs.items()}
@@ -143,7 +143,7 @@ def test_a_self_test_passes():
     assert ops._self_test_step("triton", "cpu") == ""
 
 
-def test_what_the_kernel_does_not_take_is_told():
+def test_unsupported_arguments_are_refused():
     x = torch.randn(1, 3, 1, 8)
     with pytest.raises(KernelError, match=r"decay_scan: the triton kernel does not take q, k, v of torch\.float64"):
         decay_scan(x.double(), x.double(), x.double(), None, backend="triton")
@@ -169,7 +169,7 @@ def test_the_op_compiles_inside_a_block():
 
 
 @pytest.mark.usefixtures("blocks")
-def test_the_op_tells_its_shapes():
+def test_the_fake_op_has_the_same_shapes():
     q, k, v, state = make_inputs(150, key=16, value=24).values()
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(launches.scan, (q, k, v, None, state, None, "triton"), test_utils=tests)

@@ -1,4 +1,4 @@
-"""The state's Triton kernels in the interpreter: as good as the reference, at lengths that fill parts or leave them."""
+"""Triton kernels of the state in the interpreter, against the reference: lengths that fill parts or not."""
 
 import pytest
 import torch

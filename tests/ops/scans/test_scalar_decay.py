@@ -1,4 +1,4 @@
-"""The scan with a data-dependent scalar decay against the recurrence, values and every gradient."""
+"""Scan with a data-dependent scalar decay against the recurrence: values and every gradient."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make_inputs(
 
 
 def recurrent(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, **fields) -> ScanOutput:
-    """Token by token, queries, keys and decays written out for every head and key channel."""
+    """The recurrence, with queries, keys and decays expanded to every head and key channel."""
     q, k = (x.expand(-1, -1, v.shape[2], -1) for x in (q, k))
     return vector_decay_scan_recurrent(q, k, v, log_decay[..., None].expand(k.shape), **fields)
 
@@ -78,7 +78,7 @@ def test_steps_equal_the_scan():
 
 @pytest.mark.parametrize("name", BOUNDARIES)
 def test_packed_documents_equal_the_recurrence_on_them(name: str):
-    """That the recurrence starts each document from nothing is a test of its own file."""
+    """test_vector_decay.py has the test that the recurrence starts each document from a zero state."""
     documents, inputs = documents_of(BOUNDARIES[name], 130), make_inputs(130)
     expected = outputs_and_gradients(lambda **x: recurrent(document_ids=documents, **x), inputs)
     for chunk_size in (16, 64):
@@ -119,7 +119,7 @@ def test_low_precision_errs_at_most_twice_as_much_as_the_recurrence(dtype: torch
     truth = outputs_and_gradients(recurrent, {name: x.double() for name, x in low.items()})
     allowed = errors(outputs_and_gradients(recurrent, low), truth)
     found = errors(outputs_and_gradients(scalar_decay_scan, low), truth)
-    # Besides, one rounding of fp32: states and what flows through them are kept in it.
+    # Plus one rounding of fp32, the dtype of states and of their gradients.
     assert not {n: (error, allowed[n]) for n, error in found.items() if not error <= 2.0 * allowed[n] + 2**-23}
 
 

@@ -1,4 +1,4 @@
-"""The scalar-decay scan's Triton kernels in the interpreter: as good as the reference, values and every gradient."""
+"""Triton kernels of the scalar-decay scan in the interpreter, against the reference: values and every gradient."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def test_packed_documents(boundaries):
     compare(make_inputs(150, batch=2), documents_of(boundaries, 150))
 
 
-def test_blocks_hand_on_their_states():
+def test_states_pass_between_blocks():
     inputs = make_inputs(520, key=16, value=16, strength=0.01)
     assert launches.scan(*inputs.values(), None, "triton")[2].shape[2] > 1
     compare(inputs, documents_of(((100,),), 520))
@@ -75,7 +75,7 @@ def test_contents_of_one_document_do_not_move_bits_of_the_next(boundary):
     inputs, documents = make_inputs(150), documents_of(((boundary,),), 150)
     results = []
     for scale in (1.0, 3.0):
-        # A decay so strong that even fp64 sums over both documents would lose the second one's.
+        # A decay so strong that even an fp64 sum over both documents would lose the decays of the second.
         scales = dict.fromkeys(inputs, scale) | {"log_decay": scale**24}
         changed = {
             name: x * scale
@@ -107,7 +107,7 @@ def test_a_self_test_passes():
     assert ops._self_test("triton", "cpu") == ""
 
 
-def test_what_the_kernel_does_not_take_is_told():
+def test_unsupported_arguments_are_refused():
     x = make_inputs(3, key_heads=2)
     with pytest.raises(KernelError, match="the triton kernel does not take 1 heads of q but 2 of k"):
         scalar_decay_scan(**x | {"q": x["q"][:, :, :1]}, backend="triton")
@@ -115,7 +115,7 @@ def test_what_the_kernel_does_not_take_is_told():
         scalar_decay_scan(**make_inputs(3, value=136), backend="triton")
 
 
-def test_the_op_compiles_inside_a_block_and_tells_its_shapes():
+def test_the_op_compiles_inside_a_block_and_its_fake_has_the_same_shapes():
     inputs = make_inputs(100, key=16, value=24)
 
     def function(q, k, v, log_decay, initial_state):

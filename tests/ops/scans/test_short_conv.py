@@ -1,4 +1,4 @@
-"""The short convolution against its token-by-token form and torch's own, values and every gradient."""
+"""Short convolution against its token-by-token form and against torch: values and every gradient."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make_inputs(length: int, dtype: torch.dtype = torch.float64, *, taps: int = 
 
 
 def make_documents(length: int) -> Tensor:
-    """Row 0: a document of one, one of two and long ones; row 1: cut at other places."""
+    """Document ids: sample 0 has a document of one token, one of two and long ones; sample 1 has other starts."""
     starts = torch.zeros(BATCH, length, dtype=torch.int32)
     for row, places in enumerate(((1, 3, 20), (2, 7, 8, 9))):
         starts[row, [place for place in places if place < length]] = 1
@@ -68,7 +68,7 @@ def test_no_bias_is_a_bias_of_zero():
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 4, 20, 21, 22])
 def test_state_carries_a_sequence_over_a_cut(cut: int):
-    """Cuts inside documents shorter than the window, and right after a document's end."""
+    """Cuts lie inside documents shorter than the window, and right after a document's end."""
     inputs, documents = make_inputs(24), make_documents(24)
     x, rest = inputs.pop("x"), inputs
     whole = short_conv(x, **rest, document_ids=documents)
@@ -85,7 +85,7 @@ def test_state_carries_a_sequence_over_a_cut(cut: int):
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_packed_documents_do_not_leak(backend):
-    """Bit by bit in fp32, however large the other document is."""
+    """Results are equal bit by bit in fp32, however large the other document's values are."""
     inputs, results = make_inputs(24, torch.float32), []
     documents = (torch.arange(24) >= 11).int().expand(BATCH, -1)
     for other in (1.0, 1e30):
@@ -154,7 +154,7 @@ def test_the_kernel_without_bias_and_state():
 
 
 def test_the_kernel_takes_a_slice_and_any_gradient():
-    """A part of a projection, more channels than a program takes, and a gradient with strides of its own."""
+    """Half of a projection, more channels than one program handles, and a gradient with other strides."""
     width = 600
     inputs = make_inputs(5, torch.float32, width=width)
     inputs["x"] = torch.randn(BATCH, 5, 2 * width)

@@ -1,4 +1,4 @@
-"""The state that tokens leave behind, against the state of the scan over them: values and every gradient."""
+"""State ops against the final state of the scan over the same tokens: values and every gradient."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def normal(*shape: int, seed: int) -> Tensor:
 
 
 def documents(length: int, packed: bool) -> Tensor | None:
-    """One row that ends in a long document, one whose last token is a document of its own."""
+    """Ids of a sample that ends in a long document, and of one whose last token is a document of its own."""
     if not packed:
         return None
     starts = torch.zeros(BATCH, length, dtype=torch.int32)
@@ -53,7 +53,7 @@ def test_fixed_decay(length, packed, slopes):
 @pytest.mark.parametrize("form", ["vector", "scalar", "scalar, one head of keys"])
 def test_selected_decay(length, packed, form):
     key_heads, decays = 1 if "one head" in form else HEADS, KEY if form == "vector" else 1
-    strength = torch.tensor([0.0, 0.1, 25.0], dtype=torch.float64)[:, None]  # a head that forgets at once
+    strength = torch.tensor([0.0, 0.1, 25.0], dtype=torch.float64)[:, None]  # the last head decays at once
     inputs = {
         "k": normal(BATCH, length, key_heads, KEY, seed=0),
         "v": normal(BATCH, length, HEADS, VALUE, seed=1),
@@ -61,12 +61,12 @@ def test_selected_decay(length, packed, form):
     }
     ids = documents(length, packed)
 
-    def scanned(k: Tensor, v: Tensor, g: Tensor) -> list[Tensor]:
+    def final_state(k: Tensor, v: Tensor, g: Tensor) -> list[Tensor]:
         k = k.expand(-1, -1, HEADS, -1)
         return [vector_decay_scan_recurrent(k, k, v, g.expand_as(k), document_ids=ids).state]
 
     actual = outputs_and_gradients(lambda k, v, g: [selected_state(k, v, g, document_ids=ids)], inputs)
-    assert_close(actual, outputs_and_gradients(scanned, inputs), BOUND)
+    assert_close(actual, outputs_and_gradients(final_state, inputs), BOUND)
 
 
 @every_length
@@ -91,7 +91,7 @@ def test_states_of_bf16_tokens_are_fp32():
 
 
 def test_another_document_does_not_move_a_bit():
-    """The last token's document alone counts, to the last bit of state and gradient."""
+    """State and gradients depend on the last token's document alone, to the last bit."""
     ids = documents(65, True)
     k, v = normal(BATCH, 65, HEADS, KEY, seed=0), normal(BATCH, 65, HEADS, VALUE, seed=1)
     g = -normal(BATCH, 65, HEADS, KEY, seed=2).abs()

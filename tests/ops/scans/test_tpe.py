@@ -1,4 +1,4 @@
-"""The chunkwise TPE against its recurrence, values and every gradient."""
+"""Chunkwise TPE against its recurrence: values and every gradient."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_any_chunk_size_gives_the_same(chunk_size: int):
 
 
 def test_the_recurrence_is_a_convolution_with_sums_of_powers():
-    """tau_{c, i} = sum_k B[c, k] lambda_k^i, written out for one row."""
+    """The kernel of the convolution is tau_{c, i} = sum_k B[c, k] lambda_k^i."""
     inputs = make_inputs(20)
     del inputs["state"]
     x, coefficients, decay = inputs["x"], inputs["coefficients"], inputs["log_decay"].exp()
@@ -95,7 +95,7 @@ def test_steps_equal_the_scan():
 
 
 def separate_documents(x, coefficients, log_decay, state, documents):
-    """Each document by the recurrence alone; the first one continues the state."""
+    """The recurrence over each document separately; the first one continues the state."""
     rows, states = [], []
     for row, ids in enumerate(documents):
         _, lengths = ids.unique_consecutive(return_counts=True)
@@ -148,7 +148,7 @@ def test_low_precision_errs_at_most_twice_as_much_as_the_recurrence(dtype: torch
     truth = outputs_and_gradients(tpe_recurrent, {name: x.double() for name, x in low.items()})
     allowed = errors(outputs_and_gradients(tpe_recurrent, low), truth)
     found = errors(outputs_and_gradients(tpe, low), truth)
-    # Besides, one rounding of fp32: states and what flows through them are kept in it.
+    # Plus one rounding of fp32, the dtype of states and of their gradients.
     assert not {n: (error, allowed[n]) for n, error in found.items() if not error <= 2.0 * allowed[n] + 2**-23}
 
 
@@ -161,7 +161,7 @@ def test_outputs_keep_the_dtype_and_states_are_wide(dtype: torch.dtype):
 
 
 def assert_kernel_right(inputs: Tensors, documents: Tensor | None = None) -> None:
-    """The kernels round a state at every token, as the recurrence does; both against it in fp64."""
+    """Compares kernels and recurrence with the recurrence in fp64: both round the state at every token."""
     assert_as_good_as_the_reference(
         lambda **x: tpe(document_ids=documents, backend="triton", **x),
         lambda **x: tpe_recurrent(document_ids=documents, **x),
@@ -173,7 +173,7 @@ def assert_kernel_right(inputs: Tensors, documents: Tensor | None = None) -> Non
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("length", [1, 64, 65, 130])
 def test_the_kernels_are_as_good_as_the_recurrence(length: int, decay: str, dtype: torch.dtype):
-    """Up to three segments of 64 tokens, with a state before them and a gradient of the one after."""
+    """Up to three segments of 64 tokens, with an initial state and a gradient of the final one."""
     assert_kernel_right(make_inputs(length, decay, dtype))
 
 

@@ -1,4 +1,4 @@
-"""Scans of a split row in halves, their kernels in the interpreter: as good as the reference on the whole row."""
+"""Two-phase scans of a sharded sequence, in the interpreter, against the reference on the whole sequence."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from megalin.ops.scans import (
     vector_decay_kernels,
 )
 from megalin.ops.scans.context_parallel import SingleProcessExchange
-from tests.ops.scans.two_phase import OPS, Case, compare, make_parts
+from tests.ops.scans.two_phase import OPS, Case, compare, make_shards
 
 DOCUMENTS = {
     "one": None,
-    "over two borders": (2.5,),
-    "at borders": (1.0, 2.0),
+    "over two shard boundaries": (2.5,),
+    "at shard boundaries": (1.0, 2.0),
     "many": (0.3, 0.5, 1.1, 2.6, 2.8),
 }
 every_scan = pytest.mark.parametrize("name", OPS)
@@ -31,7 +31,7 @@ every_scan = pytest.mark.parametrize("name", OPS)
 
 @pytest.fixture(params=[1, 3], ids=["one segment", "segments"])
 def segments(request, monkeypatch):
-    """Blocks, or segments, that each part of a row is cut into."""
+    """Number of blocks, or segments, that each shard of a sequence is cut into."""
     from megalin._triton.scans import fixed_decay, scalar_decay, vector_decay
 
     monkeypatch.setattr(fixed_decay, "num_blocks", lambda rows: request.param)
@@ -44,7 +44,7 @@ def segments(request, monkeypatch):
 @every_scan
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.usefixtures("segments")
-def test_halves_are_as_good_as_the_reference(name, documents):
+def test_two_phase_scans_are_as_good_as_the_reference(name, documents):
     compare(name, Case(ranks=3, length=140, key=24, value=40, decay=0.003), DOCUMENTS[documents])
 
 
@@ -77,24 +77,24 @@ def test_keys_that_heads_share():
 
 @every_scan
 @pytest.mark.parametrize("documents", DOCUMENTS)
-def test_the_reference_takes_a_split_row(name, documents):
+def test_the_reference_takes_a_sharded_sequence(name, documents):
     compare(name, Case(ranks=3, length=50, key=8, value=12), DOCUMENTS[documents], backend="reference")
 
 
 @every_scan
 def test_another_document_does_not_move_a_bit(name):
-    """The second document begins in the second of three parts: its outputs and gradients, for two first documents."""
+    """Outputs and gradients of a document that starts in the second of three shards, for two first documents."""
     case = Case(ranks=3, length=70, key=16, value=24)
     found = []
     for scale in (1.0, 0.5):
         torch.manual_seed(0)
-        inputs, parts, options = make_parts(name, case, (1.5,))
-        first = parts == 0
+        inputs, ids, options = make_shards(name, case, (1.5,))
+        first = ids == 0
         for x in inputs.values():
             x[first] *= scale
             x.requires_grad_()
-        shard = SingleProcessExchange().sequence_shard(parts)
-        scan = OPS[name].scan(**inputs, **options, shard=shard, document_ids=parts, backend="triton")
+        shard = SingleProcessExchange().sequence_shard(ids)
+        scan = OPS[name].scan(**inputs, **options, shard=shard, document_ids=ids, backend="triton")
         scan.output[~first].square().sum().backward()
         found.append([scan.output[~first], *(x.grad[~first] for x in inputs.values())])
         assert not any(x.grad[first].any() for x in inputs.values())
@@ -103,7 +103,7 @@ def test_another_document_does_not_move_a_bit(name):
 
 
 @pytest.mark.parametrize("op", [fixed_decay, vector_decay, scalar_decay], ids=list(OPS))
-def test_the_self_test_passes_and_sees_a_lost_exchange(op, monkeypatch):
+def test_the_self_test_passes_and_finds_a_lost_state_exchange(op, monkeypatch):
     assert op._two_phase_self_test("triton", "cpu") == ""
     for method in ("entering", "leaving_gradient"):
         with monkeypatch.context() as changed:
@@ -112,8 +112,8 @@ def test_the_self_test_passes_and_sees_a_lost_exchange(op, monkeypatch):
 
 
 @every_scan
-def test_where_halves_cannot_run_the_state_is_formed_apart(name, monkeypatch, caplog):
-    """As where a chip's compiler breaks them: the scan's own kernel still runs, and the log tells."""
+def test_without_a_two_phase_kernel_the_state_is_computed_separately(name, monkeypatch, caplog):
+    """A two-phase kernel that fails its self-test is logged, and the kernel of the scan itself still runs."""
     broken = backends._kernels["split_" + name]._replace(self_test=lambda backend, device: "self-test: off")
     monkeypatch.setitem(backends._kernels, "split_" + name, broken)
     monkeypatch.setenv("MEGALIN_KERNELS", f"{name}=triton")
@@ -138,7 +138,7 @@ def make(*shape, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_ops_tell_their_shapes(dtype):
+def test_the_fake_ops_have_the_same_shapes(dtype):
     tests, documents = ("test_schema", "test_faketensor"), torch.zeros(1, 150, dtype=torch.int32)
     q, k, v = (make(1, 150, 2, width, dtype=dtype) for width in (16, 16, 24))
     entering, output, g = make(1, 2, 16, 24), make(1, 150, 2, 24, dtype=dtype), -make(1, 150, 2, 16).abs()

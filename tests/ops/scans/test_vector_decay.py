@@ -1,4 +1,4 @@
-"""The chunkwise and parallel vector-decay scans against the recurrence, values and every gradient."""
+"""Chunkwise and parallel vector-decay scans against the recurrence: values and every gradient."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ BATCH, HEADS, KEY, VALUE = 2, 2, 5, 4
 BOUND = 1e-12
 SCALE = 0.3
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 200)
-DECAYS = {"none": 0.0, "nearly none": -1e-6, "mild": -1.0, "strong": -5.0, "stronger": -20.0, "forgetful": -50.0}
-"""Log decay a token."""
+DECAYS = {"none": 0.0, "nearly none": -1e-6, "mild": -1.0, "strong": -5.0, "stronger": -20.0, "extreme": -50.0}
+"""Log decay per token."""
 TENSORS = ("q", "k", "v", "log_decay")
 
 
 def make_inputs(length: int, decay: str = "data", dtype: torch.dtype = torch.float64) -> Tensors:
-    """`decay`: one of DECAYS for every token and channel; "data": each its own; "mixed": any of DECAYS, at random."""
+    """Inputs whose decay is one of DECAYS everywhere, continuous random values ("data") or random DECAYS ("mixed")."""
     generator = torch.Generator().manual_seed(length)
 
     def draw(*shape: int) -> Tensor:
@@ -115,14 +115,14 @@ def test_steps_equal_the_scan():
     assert relative_error(state, expected.state) <= BOUND
 
 
-# Starts of documents after the first, by row: at edges of sub-blocks and chunks and one beside them, several in one.
+# Starts of documents after the first, by sample: at and next to edges of sub-blocks and chunks, several in one.
 BOUNDARIES = {
     "edges of sub-blocks": ((16,), (48, 96)),
     "edges of chunks": ((64,), (128,)),
-    "beside an edge": ((63, 129), (15, 17, 65, 127)),
+    "next to an edge": ((63, 129), (15, 17, 65, 127)),
     "two in a chunk": ((70, 75), (3, 5)),
     "the first and the last token": ((1,), (129,)),
-    "none beside many": ((), tuple(range(1, 130, 3))),
+    "none and many": ((), tuple(range(1, 130, 3))),
 }
 
 
@@ -134,7 +134,7 @@ def documents_of(boundaries: tuple[tuple[int, ...], ...], length: int) -> Tensor
 
 
 def separate_documents(initial_state: Tensor, documents: Tensor, **tensors: Tensor) -> tuple[Tensor, Tensor]:
-    """Each document by the recurrence alone; the first one continues the initial state."""
+    """The recurrence over each document separately; the first one continues the initial state."""
     rows, states = [], []
     for row, ids in enumerate(documents):
         _, lengths = ids.unique_consecutive(return_counts=True)
@@ -201,7 +201,7 @@ def test_low_precision_errs_at_most_twice_as_much_as_the_recurrence(dtype: torch
     same = outputs_and_gradients(vector_decay_scan_recurrent, low)
     actual = outputs_and_gradients(vector_decay_scan, low)
     allowed, found = errors(same, truth), errors(actual, truth)
-    # Besides, one rounding of fp32: states and what flows through them are kept in it.
+    # Plus one rounding of fp32, the dtype of states and of their gradients.
     assert not {n: (error, allowed[n]) for n, error in found.items() if not error <= 2.0 * allowed[n] + 2**-23}
 
 
@@ -225,14 +225,14 @@ def test_outputs_keep_the_dtype_and_states_are_wide(dtype: torch.dtype):
         assert scan.state.dtype == torch.promote_types(dtype, torch.float32)
 
 
-def test_flops_are_those_of_the_products():
+def test_flops_are_those_of_the_matmuls():
     sizes = {"num_heads": 3, "key_dim": 8, "value_dim": 5, "chunk_size": 64}
     assert vector_decay_scan_flops(1000, **sizes) == 3 * (2 * 64 * (8 + 5) + 4 * 8 * 5)
     assert vector_decay_scan_flops(10, **sizes) == 3 * (2 * 10 * (8 + 5) + 4 * 8 * 5)
 
 
 def kernel_inputs(length: int, decay: str, dtype: torch.dtype, *, key: int = 20, value: int = 24) -> Tensors:
-    """As `make_inputs` with wider heads, v first: its dtype is the products'. "weak" decays are mild over a chunk."""
+    """Inputs with wider heads and v, whose dtype the matmuls have, first; "weak" decays stay mild over a chunk."""
     draw = torch.Generator().manual_seed(length)
     shape, choice = (BATCH, length, HEADS, key), torch.tensor(list(DECAYS.values()))
     log_decay = {
@@ -268,7 +268,7 @@ def test_the_triton_kernel_is_as_good_as_the_reference(dtype: torch.dtype, lengt
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("decay", ["weak", "mixed"])
-@pytest.mark.parametrize("name", ["edges of chunks", "two in a chunk", "none beside many"])
+@pytest.mark.parametrize("name", ["edges of chunks", "two in a chunk", "none and many"])
 def test_the_triton_kernel_separates_documents(dtype: torch.dtype, decay: str, name: str):
     assert_kernel(kernel_inputs(130, decay, dtype), documents_of(BOUNDARIES[name], 130))
 
@@ -284,7 +284,7 @@ def test_the_triton_kernel_takes_any_width(key: int, value: int):
 
 
 @pytest.mark.parametrize("decay", ["weak", "stronger"])
-def test_segments_of_a_long_sequence_fold_into_one(monkeypatch: pytest.MonkeyPatch, decay: str):
+def test_states_pass_between_segments_of_a_long_sequence(monkeypatch: pytest.MonkeyPatch, decay: str):
     from megalin._triton.scans import vector_decay as kernels
 
     monkeypatch.setattr(kernels, "SEGMENT_CHUNKS", 1)
@@ -324,7 +324,7 @@ def test_contents_of_one_document_do_not_move_bits_of_the_next_in_the_triton_ker
     assert results[0]["gradient.initial_state"].eq(0).all()
 
 
-def test_the_triton_kernel_says_what_it_does_not_take():
+def test_the_triton_kernel_refuses_unsupported_widths():
     inputs = kernel_inputs(3, "weak", torch.float32, key=257, value=1)
     with pytest.raises(
         KernelError, match="vector_decay_scan: the triton kernel does not take keys of width 257, above"
@@ -353,7 +353,7 @@ def test_the_triton_step_takes_decays_and_keys_that_heads_share():
         assert relative_error(x, y) <= 1e-6
 
 
-def test_the_triton_step_says_that_it_has_no_gradient():
+def test_the_triton_step_refuses_tensors_that_need_gradients():
     inputs = [torch.ones(1, 1, 2), torch.ones(1, 1, 2), torch.ones(1, 1, 2), torch.zeros(1, 1, 2)]
     with pytest.raises(KernelError, match="does not take tensors that need gradients"):
         vector_decay_step(*inputs, torch.ones(1, 1, 2, 2, requires_grad=True), backend="triton")

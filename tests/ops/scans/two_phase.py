@@ -1,4 +1,4 @@
-"""Scans of a row that is split over ranks, in one process: rows of a batch in the place of ranks."""
+"""Two-phase scans of a sharded sequence in one process: the batch dimension stands for the ranks."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ HEADS = 2
 
 
 class Case(NamedTuple):
-    """A row of ranks * length tokens."""
+    """A sequence of ranks * length tokens and the sizes of its heads."""
 
     ranks: int
     length: int
     key: int
     value: int
     decay: float = 0.03
-    """How strong, in nats a token."""
+    """Strength of the decay, in nats a token."""
     dtype: torch.dtype = torch.float32
     shared_keys: bool = False
 
 
 class Op(NamedTuple):
-    """A scan, its reference, and the logs of its decays, an input or not."""
+    """A scan, its reference, and its decays: inputs with a gradient, or options."""
 
     scan: Callable[..., Any]
     reference: Callable[..., Any]
@@ -60,35 +60,39 @@ OPS = {
 }
 
 
-def make_parts(name: str, case: Case, starts: tuple[float, ...]) -> tuple[dict[str, Tensor], Tensor, dict[str, Any]]:
-    """Inputs [ranks, length, ...], documents [ranks, length] that start at these parts of shards, 1.5 the middle of the
-    second, and a scan's options."""
+def make_shards(name: str, case: Case, starts: tuple[float, ...]) -> tuple[dict[str, Tensor], Tensor, dict[str, Any]]:
+    """Inputs [ranks, length, ...], document ids [ranks, length] and options of a scan.
+
+    `starts` count in shards: at 1.5 a document starts in the middle of the second.
+    """
     keys, tokens = 1 if case.shared_keys else HEADS, case.ranks * case.length
     widths = {"q": (keys, case.key), "k": (keys, case.key), "v": (HEADS, case.value)}
     inputs = {kind: torch.randn(1, tokens, *width).to(case.dtype) for kind, width in widths.items()}
     inputs |= OPS[name].decays(case)
     begun = torch.zeros(tokens, dtype=torch.int32)
     begun[[int(place * case.length) for place in starts]] = 1
-    parts = begun.cumsum(0, dtype=torch.int32).view(case.ranks, case.length)
+    ids = begun.cumsum(0, dtype=torch.int32).view(case.ranks, case.length)
     inputs = {kind: x.unflatten(1, (case.ranks, case.length))[0] for kind, x in inputs.items()}
-    return inputs, parts, OPS[name].options(case)
+    return inputs, ids, OPS[name].options(case)
 
 
 def compare(
     name: str, case: Case, starts: tuple[float, ...] | None = None, *, device: str = "cpu", backend: str = "triton"
 ) -> None:
-    """The split scan is as good as the reference on the whole row, in the output and all gradients; on a device it
-    gives the same bits again."""
-    inputs, parts, options = make_parts(name, case, starts or ())
-    op, documents = OPS[name], None if starts is None else parts.flatten()[None].to(device)
+    """Asserts that the two-phase scan is as good as the reference on the whole sequence, in output and gradients.
+
+    On a GPU it also asserts that a second call gives the same bits.
+    """
+    inputs, shard_ids, options = make_shards(name, case, starts or ())
+    op, documents = OPS[name], None if starts is None else shard_ids.flatten()[None].to(device)
     inputs = {kind: x.flatten(0, 1)[None].to(device) for kind, x in inputs.items()}
     options = {kind: x.to(device) if isinstance(x, Tensor) else x for kind, x in options.items()}
-    parts = parts.to(device)
-    shard = SingleProcessExchange().sequence_shard(parts)
+    shard_ids = shard_ids.to(device)
+    shard = SingleProcessExchange().sequence_shard(shard_ids)
 
     def kernel(**x: Tensor) -> list[Tensor]:
         x = {kind: y.unflatten(1, (case.ranks, case.length))[0] for kind, y in x.items()}
-        ids = None if starts is None else parts
+        ids = None if starts is None else shard_ids
         scan = op.scan(**x, **options, shard=shard, document_ids=ids, backend=backend)
         return [scan.output.flatten(0, 1)[None]]
 
@@ -98,4 +102,6 @@ def compare(
     assert_as_good_as_the_reference(kernel, reference, inputs)
     if device != "cpu":
         first, second = (outputs_and_gradients(kernel, inputs) for _ in range(2))
-        assert not [kind for kind in first if not torch.equal(first[kind], second[kind])], "other bits"
+        assert not [kind for kind in first if not torch.equal(first[kind], second[kind])], (
+            "a second call gives other bits"
+        )
