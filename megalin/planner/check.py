@@ -14,7 +14,7 @@ from megalin.train.config import RunConfig
 
 MARGIN = 1.15
 """Ratio of estimate to GPU memory above which a run is refused. In measurements the estimate was at most 10.6 % too
-high, and 7 % above a quarter of the memory (docs/planner.md)."""
+high, and at most 7 % where it exceeded a quarter of the memory (docs/planner.md)."""
 
 
 def check_memory(config: RunConfig, world_size: int, memory_bytes: int | None) -> None:
@@ -65,7 +65,7 @@ def check_memory(config: RunConfig, world_size: int, memory_bytes: int | None) -
 
 
 def _memory(estimator: Estimator, layout: ParallelLayout, *, allowed: int) -> Memory:
-    """Memory estimate. Compiled blocks are slow to trace: only if eager blocks, which need more, exceed `allowed`."""
+    """Memory estimate, refined (slow) only if eager blocks, which need more than compiled ones, exceed `allowed`."""
     memory = estimator.estimate(layout, refined=False).memory
     return memory if memory.total <= allowed else estimator.estimate(layout, refined=True).memory
 

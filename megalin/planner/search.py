@@ -97,7 +97,7 @@ def search(estimator: Estimator, limits: Limits, *, count: int) -> Plan:
 
 
 def _order(estimate: Estimate) -> tuple[float, int, int]:
-    """Sort key: faster first (two digits), then fewer ranks per model, then less memory."""
+    """Sort key: faster first (two digits), then fewer ranks per replica, then less memory."""
     parallel = estimate.layout.parallel
     return float(f"{estimate.time.total:.2g}"), parallel.tp * parallel.cp * parallel.pp, estimate.memory.total
 
