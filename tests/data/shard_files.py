@@ -19,7 +19,7 @@ def index_bytes(
     num_entries: int | None = None,
     pointers: Sequence[int] | None = None,
 ) -> bytes:
-    """The .idx of spec section 2.1; the keywords plant what a good file would not have."""
+    """The .idx of spec section 2.1; the keywords plant faults that a valid file does not have."""
     if pointers is None:
         pointers = [sum(lengths[:k]) * itemsize for k in range(len(lengths))]
     return b"".join(
@@ -37,7 +37,7 @@ def index_bytes(
 
 
 def write_by_hand(prefix: Path, sequences: Sequence[Sequence[int]], documents: Sequence[int] | None = None) -> Path:
-    """A uint16 shard of `sequences`, one a document unless `documents` says otherwise; returns the prefix."""
+    """Writes a uint16 shard of `sequences`, one per document unless `documents` is given; returns the prefix."""
     if documents is None:
         documents = range(len(sequences) + 1)
     tokens = [token for sequence in sequences for token in sequence]

@@ -1,4 +1,4 @@
-"""Labels shifted on the whole window, and documents kept apart by their true borders."""
+"""Batches: labels shifted within the window, documents separated at their exact boundaries, shards of ranks."""
 
 import numpy as np
 import torch
@@ -52,7 +52,7 @@ def test_batch_owns_its_memory():
     assert batch.document_ids.tolist() == [[0, 0]]
 
 
-def test_padding_rows_have_no_valid_label():
+def test_padding_samples_have_no_valid_label():
     batch = pad_samples(_pack([1, 2, 3], [0, 0, 1]), 3)
     assert batch.tokens.shape == batch.labels.shape == batch.document_ids.shape == (3, 2)
     assert (batch.labels[1:] == IGNORED_LABEL).all()
@@ -60,17 +60,17 @@ def test_padding_rows_have_no_valid_label():
     assert batch.sample_ids.tolist() == [7, -1, -1]
 
 
-def _parts(batch, size):
+def _shards(batch, size):
     return [split_tokens(batch, ContextParallel(Axis("cp", size, rank))) for rank in range(size)]
 
 
-def test_ranks_that_share_samples_cut_tokens_and_labels_alike():
+def test_context_parallel_ranks_shard_tokens_and_labels_at_the_same_places():
     batch = _pack([10, 11, 12, 20, 21], [0, 0, 0, 1, 1])
-    parts = _parts(batch, 2)
-    assert [part.tokens.tolist() for part in parts] == [[[10, 11]], [[12, 20]]]
-    assert [part.labels.tolist() for part in parts] == [[[11, 12]], [[-100, 21]]]
-    assert [part.document_ids.tolist() for part in parts] == [[[0, 0]], [[0, 1]]]
-    assert [part.sample_ids.tolist() for part in parts] == [[7], [7]]
+    shards = _shards(batch, 2)
+    assert [shard.tokens.tolist() for shard in shards] == [[[10, 11]], [[12, 20]]]
+    assert [shard.labels.tolist() for shard in shards] == [[[11, 12]], [[-100, 21]]]
+    assert [shard.document_ids.tolist() for shard in shards] == [[[0, 0]], [[0, 1]]]
+    assert [shard.sample_ids.tolist() for shard in shards] == [[7], [7]]
 
 
 def _pair(predictions):
@@ -80,22 +80,22 @@ def _pair(predictions):
     return EncoderBatch(rows, rows // 3, rows < 10, positions, labels, torch.tensor([0, 1]), torch.tensor([3, 4]))
 
 
-def test_ranks_that_share_an_encoders_samples_share_its_predictions():
-    parts = _parts(_pair(5), 3)
-    assert [part.tokens.tolist() for part in parts] == [[[0, 1], [6, 7]], [[2, 3], [8, 9]], [[4, 5], [10, 11]]]
-    assert [part.valid.tolist() for part in parts][2] == [[True, True], [False, False]]
-    assert [part.token_types.tolist() for part in parts][1] == [[0, 1], [2, 3]]
-    assert [part.masked_positions.tolist() for part in parts] == [[[0, 2, 3, 5, 0, 0], [1, 4, 0, 0, 0, 0]]] * 3
-    assert [part.masked_labels.tolist() for part in parts] == [
+def test_context_parallel_ranks_shard_the_predictions_of_an_encoder():
+    shards = _shards(_pair(5), 3)
+    assert [shard.tokens.tolist() for shard in shards] == [[[0, 1], [6, 7]], [[2, 3], [8, 9]], [[4, 5], [10, 11]]]
+    assert [shard.valid.tolist() for shard in shards][2] == [[True, True], [False, False]]
+    assert [shard.token_types.tolist() for shard in shards][1] == [[0, 1], [2, 3]]
+    assert [shard.masked_positions.tolist() for shard in shards] == [[[0, 2, 3, 5, 0, 0], [1, 4, 0, 0, 0, 0]]] * 3
+    assert [shard.masked_labels.tolist() for shard in shards] == [
         [[7, 8], [5, 4]],
         [[9, 6], [-100, -100]],
         [[-100, -100], [-100, -100]],
     ]
-    assert [part.sequence_labels.tolist() for part in parts] == [[0, 1], [-100, -100], [-100, -100]]
-    assert sum(part.label_counts() for part in parts).tolist() == _pair(5).label_counts().tolist() == [6, 2]
+    assert [shard.sequence_labels.tolist() for shard in shards] == [[0, 1], [-100, -100], [-100, -100]]
+    assert sum(shard.label_counts() for shard in shards).tolist() == _pair(5).label_counts().tolist() == [6, 2]
 
 
-def test_ranks_that_share_samples_without_predictions_have_none():
-    parts = _parts(_pair(0), 3)
-    assert [list(part.inputs()) for part in parts] == [["tokens", "token_types", "valid", "sequence_labels"]] * 3
-    assert sum(part.label_counts() for part in parts).tolist() == [2]
+def test_samples_without_predictions_have_none_on_any_rank():
+    shards = _shards(_pair(0), 3)
+    assert [list(shard.inputs()) for shard in shards] == [["tokens", "token_types", "valid", "sequence_labels"]] * 3
+    assert sum(shard.label_counts() for shard in shards).tolist() == [2]

@@ -1,4 +1,4 @@
-"""The order over several sources: shares kept at every position, random access, and phases that go on."""
+"""Blend of sources: fractions kept at every position, random access, and phases that continue each source."""
 
 import numpy as np
 import pytest
@@ -13,14 +13,14 @@ GOLDEN_LARGE = 60000002384
 
 def _order(weights, sizes=None, seed=3, phases=()):
     sizes = sizes or [100 * (number + 1) for number in range(len(weights))]
-    streams = [BlendSource(f"s{number}", size) for number, size in enumerate(sizes)]
-    return BlendedOrder(streams, [Phase(0, weights), *phases], seed=seed)
+    sources = [BlendSource(f"s{number}", size) for number, size in enumerate(sizes)]
+    return BlendedOrder(sources, [Phase(0, weights), *phases], seed=seed)
 
 
 @pytest.mark.parametrize(
     "weights", [[1.0], [0.5, 0.5], [0.7, 0.2, 0.1], [5.0, 0.0, 2.0, 1e-4], [*range(1, 12)], [1e9, 1.0, 1.0]]
 )
-def test_no_source_is_ever_far_from_its_share(weights):
+def test_no_source_is_ever_far_from_its_fraction(weights):
     sources, ranks = _order(weights).sources(ALL)
     counts = np.cumsum(sources[:, None] == np.arange(len(weights)), axis=0)  # [positions, sources]
     wanted = (ALL + 1)[:, None] * np.array(weights) / sum(weights)

@@ -1,4 +1,4 @@
-"""The table [data]: splits of a shard, and every refusal of sources, phases, orders and packing."""
+"""The table [data]: splits of a shard, and every refused setting of sources, phases, orders and packing."""
 
 import pytest
 

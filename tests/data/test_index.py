@@ -1,4 +1,4 @@
-"""The compiled index functions against plain Python: samples, checks of an index, and packed rows."""
+"""The compiled index functions against plain Python: samples, checks of an index, and packing."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import pytest
 from megalin._index import build_sample_index, check_documents, check_lengths, count_rows, pieces_of_row
 
 
-def test_rows_agree_with_a_walk_over_the_tokens():
+def test_samples_agree_with_a_walk_over_the_tokens():
     rng = np.random.default_rng(0)
     for _ in range(200):
         lengths = rng.integers(0, 7, rng.integers(1, 20)).astype(np.int32)
@@ -45,7 +45,7 @@ def test_no_samples_need_no_tokens():
         (0, 1, 2**62),
     ],
 )
-def test_rows_outside_the_tokens_are_refused_before_allocating(first_token, stride, count):
+def test_samples_outside_the_tokens_are_refused_before_allocating(first_token, stride, count):
     with pytest.raises(ValueError, match="do not lie inside 5 tokens"):
         build_sample_index(np.array([3, 2], np.int32), first_token=first_token, stride=stride, count=count)
 
@@ -86,7 +86,7 @@ def test_first_wrong_sequence_is_found(lengths, pointers, found):
 
 
 @pytest.mark.parametrize(("entries", "found"), [([0, 0, 2], 3), ([0, 2, 1], 2), ([-1, 0], 0), ([0], 1)])
-def test_first_falling_document_is_found(entries, found):
+def test_first_decreasing_document_is_found(entries, found):
     assert check_documents(_unaligned(entries, np.int64)) == found
 
 
@@ -96,7 +96,7 @@ def test_index_arrays_that_do_not_fit_together_are_refused():
 
 
 def _packed(lengths, capacity, fit):
-    """Rows as lists of (sequence, offset, size), by looking at every row for every piece."""
+    """Packed rows as lists of (sequence, offset, size), by a search of all rows for each piece."""
     pieces = []
     for sequence, length in enumerate(lengths):
         for offset in range(0, length - 1, capacity):
@@ -127,7 +127,7 @@ def test_packed_rows_are_those_of_the_plain_rule(fit):
             assert [tuple(piece) for piece in found.tolist()] == pieces
 
 
-def test_windows_are_packed_apart():
+def test_windows_are_packed_separately():
     lengths = np.array([4, 4, 4, 4, 4], np.int32)
     assert count_rows(lengths, capacity=6, window=2, fit="best_fit").tolist() == [1, 1, 1]
     assert count_rows(lengths, capacity=6, window=3, fit="first_fit").tolist() == [2, 1]

@@ -1,4 +1,4 @@
-"""Training steps as a function of their number, the same samples on every mesh, and validation on every rank."""
+"""Loaders: steps as a function of their number, the same samples on every mesh, and validation on every rank."""
 
 import threading
 from collections import Counter
@@ -57,7 +57,7 @@ def test_every_mesh_reads_the_same_samples_in_each_step(dataset, dp_size, micro_
 
 
 def test_every_sample_is_read_once_an_epoch(dataset):
-    steps = 2 * dataset.num_samples  # so that whole epochs end at a whole step
+    steps = 2 * dataset.num_samples  # an epoch ends with a step
     with _loader(dataset, global_batch_size=4, micro_batch_size=4) as loader:
         ids = [i for step in range(steps) for i in loader.step(step).batches[0].sample_ids.tolist()]
     first = ids[: dataset.num_samples]
@@ -187,7 +187,7 @@ def test_digests_of_the_ranks_add_up_to_that_of_the_step(dataset, dp_size, micro
     assert len({tuple(digest.tolist()) for digest in wanted}) == 4
 
 
-def test_digest_tells_the_same_samples_in_other_places_apart(dataset):
+def test_digest_depends_on_the_places_of_samples(dataset):
     class Swapped:
         def samples(self, positions):
             return positions ^ 1

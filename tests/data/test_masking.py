@@ -1,4 +1,4 @@
-"""Masked tokens: what a sample holds, how often which fate comes, and that it is a function of its number."""
+"""Masked tokens: layout of a sample, rates of masked, random and kept tokens, and dependence on its number only."""
 
 from __future__ import annotations
 
@@ -28,61 +28,61 @@ def make(sample: int, first: int = 20, second: int = 30, seed: int = 1, **fields
     return mask(text[:first], text[first:], config(**fields), VOCABULARY, draws, length=LENGTH)
 
 
-def unmasked(row: MaskedSample) -> np.ndarray:
-    tokens = row.tokens.copy()
-    kept = row.masked_labels != IGNORED_LABEL
-    tokens[row.masked_positions[kept]] = row.masked_labels[kept]
+def unmasked(sample: MaskedSample) -> np.ndarray:
+    tokens = sample.tokens.copy()
+    kept = sample.masked_labels != IGNORED_LABEL
+    tokens[sample.masked_positions[kept]] = sample.masked_labels[kept]
     return tokens
 
 
 def test_sample_is_cls_a_sep_b_sep_and_padding():
-    row, text = make(7), np.random.default_rng(7).integers(0, 100, 50)
+    sample, text = make(7), np.random.default_rng(7).integers(0, 100, 50)
     expected = [100, *text[:20], 101, *text[20:], 101, *[103] * 11]
-    assert unmasked(row).tolist() == expected
-    assert row.token_types.tolist() == [0] * 22 + [1] * 31 + [0] * 11
-    assert row.valid.tolist() == [True] * 53 + [False] * 11
+    assert unmasked(sample).tolist() == expected
+    assert sample.token_types.tolist() == [0] * 22 + [1] * 31 + [0] * 11
+    assert sample.valid.tolist() == [True] * 53 + [False] * 11
 
 
-def test_exactly_the_share_of_text_tokens_is_to_be_predicted_up_to_the_maximum():
+def test_exactly_the_fraction_of_text_tokens_is_predicted_up_to_the_maximum():
     for first, second, expected in ((20, 30, 8), (1, 1, 1), (30, 31, 9), (3, 3, 1)):
-        row = make(3, first, second)
-        kept = row.masked_labels != IGNORED_LABEL
+        sample = make(3, first, second)
+        kept = sample.masked_labels != IGNORED_LABEL
         assert kept.sum() == expected
         assert kept.tolist() == [True] * expected + [False] * (12 - expected)
-        positions = row.masked_positions[kept]
+        positions = sample.masked_positions[kept]
         assert (np.diff(positions) > 0).all()
         framed = {0, first + 1, first + second + 2}
         assert not framed & set(positions.tolist())
         assert positions.max() < first + second + 2
-        assert (row.masked_positions[~kept] == 0).all()
+        assert (sample.masked_positions[~kept] == 0).all()
     assert (make(3, 20, 30, predicted_share=1.0).masked_labels != IGNORED_LABEL).sum() == 12
 
 
 def test_eight_tenths_are_masked_a_tenth_is_random_a_tenth_is_kept():
-    rows = [make(number) for number in range(3000)]
-    labels = np.stack([row.masked_labels for row in rows])
-    shown = np.stack([row.tokens[row.masked_positions] for row in rows])
+    samples = [make(number) for number in range(3000)]
+    labels = np.stack([sample.masked_labels for sample in samples])
+    inputs = np.stack([sample.tokens[sample.masked_positions] for sample in samples])
     kept = labels != IGNORED_LABEL
-    masked, same = (shown == SPECIAL.mask)[kept].mean(), (shown == labels)[kept].mean()
+    masked, same = (inputs == SPECIAL.mask)[kept].mean(), (inputs == labels)[kept].mean()
     assert masked == pytest.approx(0.8, abs=0.01)
-    # A random token is the same one once in a hundred.
+    # One random token in a hundred equals the original.
     assert same == pytest.approx(0.101, abs=0.01)
-    others = shown[kept & (shown != SPECIAL.mask) & (shown != labels)]
+    others = inputs[kept & (inputs != SPECIAL.mask) & (inputs != labels)]
     assert np.bincount(others, minlength=104)[:100].min() > 0
     assert others.max() < 100
-    # Every place of the text is chosen about equally often, and nothing else is.
-    places = np.bincount(np.stack([row.masked_positions for row in rows])[kept], minlength=LENGTH)
+    # All text positions are chosen about equally often, and no other position is.
+    places = np.bincount(np.stack([sample.masked_positions for sample in samples])[kept], minlength=LENGTH)
     text = [*range(1, 21), *range(22, 52)]
     assert places[text].min() > 0.7 * places[text].mean()
     assert places.sum() == places[text].sum()
 
 
 @pytest.mark.parametrize(("share", "same"), [(0.0, True), (1.0, False)])
-def test_shares_of_nothing_and_all(share, same):
-    row = make(4, mask_share=share, random_share=0.0)
-    kept = row.masked_labels != IGNORED_LABEL
-    shown = row.tokens[row.masked_positions[kept]]
-    assert (shown == (row.masked_labels[kept] if same else SPECIAL.mask)).all()
+def test_fractions_of_zero_and_one(share, same):
+    sample = make(4, mask_share=share, random_share=0.0)
+    kept = sample.masked_labels != IGNORED_LABEL
+    inputs = sample.tokens[sample.masked_positions[kept]]
+    assert (inputs == (sample.masked_labels[kept] if same else SPECIAL.mask)).all()
 
 
 def test_draws_depend_on_seed_split_sample_and_purpose_alone():
@@ -98,10 +98,10 @@ def test_draws_depend_on_seed_split_sample_and_purpose_alone():
 
 
 def test_samples_are_those_of_earlier_versions():
-    """Another digest would break the promise of every run that was interrupted."""
+    """A golden digest; a change of it would change the samples of every resumed run."""
     text = np.arange(50) * 7 % 100
-    row = mask(text[:20], text[20:], config(), VOCABULARY, Draws(1, "train", 5), length=LENGTH)
-    digest = hashlib.sha256(b"".join(field.astype("<i8").tobytes() for field in row)).hexdigest()
+    sample = mask(text[:20], text[20:], config(), VOCABULARY, Draws(1, "train", 5), length=LENGTH)
+    digest = hashlib.sha256(b"".join(field.astype("<i8").tobytes() for field in sample)).hexdigest()
     assert digest[:16] == "23ba7c65a6388e84"
 
 
@@ -116,7 +116,7 @@ def test_special_tokens_by_name_come_from_the_tokenizer(tmp_path):
     assert found.special == tuple(tokenizer.token_id(name) for name in ("[CLS]", "[SEP]", "[MASK]", "[PAD]"))
     assert len(found.ordinary) == tokenizer.vocab_size - 4
     assert not set(found.special) & set(found.ordinary.tolist())
-    # Text that spells a special token is text.
+    # A special token's name in a text is encoded as text.
     assert not set(found.special) & set(tokenizer.encode("[MASK] and [CLS]"))
 
 
@@ -142,7 +142,7 @@ def test_special_tokens_that_do_not_exist_are_all_named(tmp_path):
     assert ByteTokenizer().token_id("<|endoftext|>") == 256
 
 
-def test_shares_that_add_up_to_more_than_one_are_refused():
+def test_fractions_that_add_up_to_more_than_one_are_refused():
     with pytest.raises(ConfigError, match=r"mask_share = 0\.8 and random_share = 0\.3 add up to more than 1"):
         parse(MaskingConfig, {"max_predictions": 3, "random_share": 0.3}, "x")
 

@@ -1,4 +1,4 @@
-"""Megatron-LM's sample and blend order: what its own code gave, and the rules it follows, walked token by token."""
+"""Megatron-LM's sample and blend order: golden values from its own code, and its rules in plain Python."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The sample order: a permutation of each epoch that nothing but seed, epoch and position decides."""
+"""The sample order: a permutation per epoch, determined by seed, epoch and position alone."""
 
 import numpy as np
 import pytest

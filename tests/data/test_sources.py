@@ -1,4 +1,4 @@
-"""The datasets of a run as one, its shares, its report, and what a checkpoint keeps of it."""
+"""Training data of a run: concatenated datasets, sampling fractions, the report, and the identity in a checkpoint."""
 
 import numpy as np
 import pytest
@@ -29,24 +29,24 @@ def _open(tmp_path, **values):
     return open_training(config, 100, seed=3, steps=20, global_batch_size=10, folder=tmp_path)
 
 
-def test_joined_datasets_keep_the_order_of_the_asked_samples(prefixes):
+def test_concatenated_datasets_keep_the_order_of_the_requested_samples(prefixes):
     config = DataConfig(train=prefixes, sequence_length=5)
     datasets = [TokenDataset.open(config, "train", 100, [prefix]) for prefix in prefixes]
-    joined = ConcatDataset(datasets)
+    concatenated = ConcatDataset(datasets)
     firsts = np.cumsum([0, *(dataset.num_samples for dataset in datasets)])
-    assert joined.num_samples == firsts[-1]
-    asked = np.array([firsts[1], 0, firsts[3] - 1, firsts[1] - 1, firsts[2], 1])
-    batch = joined.batch(asked)
-    assert batch.sample_ids.tolist() == asked.tolist()
-    for row, sample in enumerate(asked):
+    assert concatenated.num_samples == firsts[-1]
+    requested = np.array([firsts[1], 0, firsts[3] - 1, firsts[1] - 1, firsts[2], 1])
+    batch = concatenated.batch(requested)
+    assert batch.sample_ids.tolist() == requested.tolist()
+    for row, sample in enumerate(requested):
         owner = int(np.searchsorted(firsts, sample, side="right")) - 1
         alone = datasets[owner].batch(np.array([sample - firsts[owner]]))
         assert torch.equal(batch.tokens[row], alone.tokens[0])
         assert torch.equal(batch.labels[row], alone.labels[0])
-    joined.close()
+    concatenated.close()
 
 
-def test_sources_without_weights_have_shares_as_they_have_samples(tmp_path, prefixes):
+def test_sources_without_weights_are_sampled_in_proportion_to_their_size(tmp_path, prefixes):
     training = _open(tmp_path, sources=_sources(prefixes))
     samples = [use.samples for use in training.uses]
     assert samples == [23, 47, 167]
@@ -54,7 +54,7 @@ def test_sources_without_weights_have_shares_as_they_have_samples(tmp_path, pref
     assert all(use.epochs == pytest.approx(200 / sum(samples), abs=0.05) for use in training.uses)
 
 
-def test_report_tells_tokens_samples_shares_and_epochs(tmp_path, prefixes):
+def test_report_lists_tokens_samples_fractions_and_epochs(tmp_path, prefixes):
     phases = [{"from_step": 10, "weights": {"s0": 1.0}}]
     training = _open(tmp_path, sources=_sources(prefixes, (0.5, 0.5, 0.0)), phases=phases)
     rows = [line.split() for line in training.report_lines()]
@@ -64,9 +64,9 @@ def test_report_tells_tokens_samples_shares_and_epochs(tmp_path, prefixes):
     assert rows[3] == ["s2", "840", "167", "0", "0.000%", "0.000", "-"]
 
 
-def test_report_tells_the_places_that_packed_rows_leave_empty(tmp_path, prefixes):
+def test_report_lists_the_empty_fraction_of_packed_samples(tmp_path, prefixes):
     training = _open(tmp_path, train=prefixes[:1], packing="best_fit", sequence_length=16)
-    assert training.report_lines()[1].split()[-1] == "31.250%"  # 10 documents of 11 places in 10 rows of 16
+    assert training.report_lines()[1].split()[-1] == "31.250%"  # 10 documents of 11 places in 10 samples of 16
 
 
 def test_identity_holds_what_was_read_and_nothing_that_comes_later(tmp_path, prefixes):

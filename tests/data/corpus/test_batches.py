@@ -1,4 +1,4 @@
-"""A corpus in batches: everything in its order, and the bytes that were read for it."""
+"""Batches of a corpus: order, sizes and counts of read bytes."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""A cleaned corpus: what is written and reported, the same for any number of workers and after a kill."""
+"""Cleaning of a corpus: output and reports, equal for any number of workers and after a kill."""
 
 import json
 from pathlib import Path
@@ -148,7 +148,7 @@ def test_run_stopped_after_its_manifest_goes_on(tmp_path, path, monkeypatch):
     assert {file.name: file.read_bytes() for file in tmp_path.glob("out*")} == written
 
 
-def test_tool_tells_rules_with_an_example(tmp_path, path, capsys):
+def test_tool_reports_rules_with_an_example(tmp_path, path, capsys):
     arguments = ["--input", str(path), "--output-prefix", str(tmp_path / "out"), "--rules", "urls"]
     assert tool.main(arguments) == 0
     shown = capsys.readouterr()

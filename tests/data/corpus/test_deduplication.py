@@ -1,4 +1,4 @@
-"""Duplicates that were planted are found and nothing else is, at both levels, for any number of workers and parts."""
+"""Deduplication: planted duplicates are removed and other texts kept, for any number of workers and parts."""
 
 import itertools
 import json
@@ -46,25 +46,25 @@ def _written(report):
 
 @pytest.fixture(scope="module")
 def planted():
-    """900 texts of 100 words, and 300 copies of some with 1 to 6 words changed, shuffled; with the Jaccard index of
-    each copy to its text."""
+    """900 texts of 100 words and 300 copies of some with 1 to 6 words changed, shuffled; and the Jaccard index of each
+    copy and its text."""
     rng = np.random.default_rng(0)
     texts = [[f"w{n}" for n in rng.integers(0, 3000, 100)] for _ in range(900)]
-    likeness = {}
+    jaccard = {}
     for k in range(300):
         copy = list(texts[k])
         for place in rng.choice(100, k % 6 + 1, replace=False):
             copy[place] = f"x{rng.integers(0, 3000)}"
         one, other = ({tuple(words[i : i + 5]) for i in range(96)} for words in (texts[k], copy))
-        likeness[k] = len(one & other) / len(one | other)
+        jaccard[k] = len(one & other) / len(one | other)
         texts.append(copy)
     order = rng.permutation(len(texts)).tolist()
-    return [{"text": " ".join(texts[k]), "id": k} for k in order], likeness
+    return [{"text": " ".join(texts[k]), "id": k} for k in order], jaccard
 
 
 @pytest.fixture(scope="module")
 def results(planted, tmp_path_factory):
-    """Files and reports of one worker and one part, and of two workers, many parts and bands in several passes."""
+    """Reports of a run with one worker and one part, and of one with two workers, many parts and several passes."""
     folder = tmp_path_factory.mktemp("planted")
     path = _jsonl(folder / "x.jsonl", planted[0])
     found = []
@@ -79,13 +79,13 @@ def results(planted, tmp_path_factory):
 
 
 def test_planted_duplicates_are_found_and_little_else(planted, results):
-    values, likeness = planted
+    values, jaccard = planted
     kept = {value["id"] for value in _written(results[0])}
-    lost = {k for k in likeness if not {k, 900 + k} <= kept}  # of each pair the one that came later goes
-    alike = {k for k, value in likeness.items() if value >= 0.8}
-    assert len(alike) > 50
-    assert len(lost & alike) / len(alike) >= 0.95
-    assert all(likeness[k] >= 0.55 for k in lost)  # three standard errors below the threshold
+    lost = {k for k in jaccard if not {k, 900 + k} <= kept}  # the later text of each pair is removed
+    similar = {k for k, value in jaccard.items() if value >= 0.8}
+    assert len(similar) > 50
+    assert len(lost & similar) / len(similar) >= 0.95
+    assert all(jaccard[k] >= 0.55 for k in lost)  # three standard errors below the threshold
     assert len(kept) == len(values) - len(lost) == results[0].written_documents
     first = {}
     for place, value in enumerate(values):
@@ -163,7 +163,7 @@ def test_options_that_cannot_work_are_refused(tmp_path, values, message):
         deduplicate([], _options(tmp_path, **values))
 
 
-def test_corpus_that_stands_is_not_written_over(tmp_path, capsys):
+def test_existing_corpus_is_not_overwritten(tmp_path, capsys):
     path = _jsonl(tmp_path / "x.jsonl", [{"text": "a"}, {"text": "a"}])
     arguments = ["--input", str(path), "--output-prefix", str(tmp_path / "out"), "--method", "exact"]
     assert tool.main(arguments) == 0
@@ -184,7 +184,7 @@ def _end_abruptly(task):
     os._exit(1)
 
 
-def test_worker_that_dies_while_texts_are_joined_is_told(tmp_path, monkeypatch):
+def test_worker_that_dies_while_texts_are_clustered_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(duplicates, "_links_in_band", _end_abruptly)
     path = _jsonl(tmp_path / "x.jsonl", [{"text": "a"}])
     with pytest.raises(DataError, match=r"a worker process died .*; use fewer --workers or lower --memory"):
@@ -192,7 +192,7 @@ def test_worker_that_dies_while_texts_are_joined_is_told(tmp_path, monkeypatch):
 
 
 def test_texts_unlike_the_first_of_their_band_find_each_other():
-    """Classes by the last digit; texts of one hash are alike where their classes are."""
+    """Texts of equal hash are duplicates if the last digits of their ids are equal."""
     ids = np.arange(40)
     hashes = np.repeat(np.array([7, 9], np.uint64), 20)
     pairs = matching_pairs(hashes, ids, lambda one, other: one % 10 == other % 10)

@@ -1,4 +1,4 @@
-"""Reading text: every kind of bad line by file and line, byte limits, and which files a pattern means."""
+"""Reader of documents: every kind of bad line by file and line, byte limits, formats and spans."""
 
 import gzip
 import json
@@ -17,7 +17,7 @@ LIMIT = 1 << 20
 
 
 def _parse(path, limit=LIMIT, keys=("text",), span=None):
-    """The texts of each document, and the bad lines as they are."""
+    """The texts of each document, and the `BadLine`s unchanged."""
     items = Reader(span or whole(path), keys, limit_bytes=limit)
     return [item if isinstance(item, BadLine) else item.texts for item in items]
 
@@ -31,7 +31,7 @@ BAD = [
     (b"", "blank line", ""),
     (b" \t\r", "blank line", ""),
     (b'{"text": "\xff"}', "invalid UTF-8", "byte 10"),
-    (b'\xef\xbb\xbf{"text": "a"}', "not JSON", "Unexpected UTF-8 BOM"),  # only line 1 may have it
+    (b'\xef\xbb\xbf{"text": "a"}', "not JSON", "Unexpected UTF-8 BOM"),  # allowed on line 1 only
     (b'{"text": "a"', "not JSON", "Expecting"),
     (b"text", "not JSON", "Expecting value"),
     (b'{"text": "a", "score": NaN}', "not JSON", "NaN is not a JSON value"),
@@ -54,7 +54,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("line", "kind", "detail"), BAD, ids=range(len(BAD)))
-def test_bad_line_is_told_by_kind_and_place_and_the_next_is_read(tmp_path, line, kind, detail):
+def test_bad_line_is_reported_by_kind_and_place_and_the_next_is_read(tmp_path, line, kind, detail):
     path = _file(tmp_path, b'{"text": "first"}\n' + line + b'\n{"text": "last"}')
     first, bad, last = _parse(path)
     assert (first, last) == (("first",), ("last",))
@@ -126,7 +126,7 @@ def test_failing_read_names_the_file(tmp_path, monkeypatch):
 
 
 def _stored(folder, name, data):
-    """`data` (lines) as a file of the kind that its name tells."""
+    """Writes `data` (lines) in the format of the file's suffix; returns the path."""
     path = folder / name
     if name.endswith(".parquet"):
         texts = [json.loads(line)["text"] for line in data.splitlines()]
@@ -166,7 +166,7 @@ def test_lines_of_any_span_are_numbered_as_in_the_file(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["x.jsonl.gz", "x.jsonl.zst", "x.txt.gz", "x.parquet"])
-def test_truncated_file_is_told_and_not_taken_for_a_whole_one(tmp_path, name):
+def test_truncated_file_is_refused_and_not_taken_for_a_whole_one(tmp_path, name):
     data = "".join(json.dumps({"text": f"document {k * k * 7919 % 1000}"}) + "\n" for k in range(5000)).encode()
     path = _stored(tmp_path, name, data)
     path.write_bytes(path.read_bytes()[:-100])
@@ -181,10 +181,10 @@ def test_file_that_expands_without_end_is_refused(tmp_path, monkeypatch, data):
     message = r"x\.jsonl\.gz: expands to \d+ bytes from \d+, more than 256 to 1, which is not text"
     with pytest.raises(DataError, match=message) as caught:
         _parse(path, 1 << 12)
-    assert int(re.search(r"expands to (\d+)", str(caught.value))[1]) < 5 << 20  # 10 MiB are not read to their end
+    assert int(re.search(r"expands to (\d+)", str(caught.value))[1]) < 5 << 20  # of 10 MiB
 
 
-def test_parquet_rows_that_are_no_text_are_told_by_row(tmp_path):
+def test_parquet_rows_without_text_are_reported_by_row(tmp_path):
     column = pyarrow.array([b"good", b"\xff", None, b"a" * 65], pyarrow.binary())
     pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "x.parquet")
     good, *bad = _parse(tmp_path / "x.parquet", limit=64)

@@ -1,4 +1,4 @@
-"""Which files --input names: globs, lists, suffixes; and libraries that are missing."""
+"""Files of --input: globs, lists and suffixes; and missing libraries."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Lines that are written can be read again."""
+"""Values without a JSON form are refused, so that every written line can be read again."""
 
 import pytest
 

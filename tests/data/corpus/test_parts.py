@@ -1,4 +1,4 @@
-"""The plan of a corpus, and what stands in a part's record."""
+"""Plan of a corpus in parts, and the records of finished parts."""
 
 import json
 from unittest.mock import Mock, call
@@ -11,7 +11,7 @@ from megalin.optional import require
 
 @pytest.fixture
 def corpus(tmp_path, monkeypatch):
-    """Seven row groups of parquet, and a file of jsonl."""
+    """A parquet file of seven row groups and a jsonl file."""
     monkeypatch.setattr(parts, "_LEAST_PART_BYTES", 300)
     arrow, parquet = require("pyarrow", "this test"), require("pyarrow.parquet", "this test")
     texts = [f"document {k}" * 5 for k in range(70)]
@@ -36,7 +36,7 @@ def _run(folder, planned):
     return parts.run_parts(_record_nothing, 7, planned, parts.Run(folder, {}, 1, False, None, lambda _: None))
 
 
-def test_record_holds_what_the_work_tells_and_the_progress(corpus, tmp_path):
+def test_record_holds_the_result_of_the_work_and_the_progress(corpus, tmp_path):
     planned = parts.plan(corpus)
     assert _run(tmp_path / "p", planned)
     assert list(parts.records(tmp_path / "p", planned)) == [

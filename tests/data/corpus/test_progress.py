@@ -1,4 +1,4 @@
-"""Progress of a pass: its lines off a terminal, and nothing where another process shows it."""
+"""Progress of a pass: lines when stderr is no terminal, and silence if another process shows the progress."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What each rule of cleaning changes, what it leaves alone, and that no text takes long."""
+"""Cleaning rules: the text that each changes and the text that it preserves, in linear time."""
 
 import time
 
@@ -69,9 +69,9 @@ def test_markdown_and_latex_stay_while_prose_around_is_cleaned(markup):
         cleaned = apply_rule(rule, text, preserve_markup=True)
         assert markup in cleaned
         assert cleaned != text
-        assert apply_rule(rule, f"```\n{text}", preserve_markup=True) != f"```\n{text}"  # unended
-    bare = [apply_rule(rule, text, preserve_markup=False) for rule in ("repeated-punctuation", "urls")]
-    assert any(markup not in cleaned for cleaned in bare)
+        assert apply_rule(rule, f"```\n{text}", preserve_markup=True) != f"```\n{text}"  # unterminated code
+    unprotected = [apply_rule(rule, text, preserve_markup=False) for rule in ("repeated-punctuation", "urls")]
+    assert any(markup not in cleaned for cleaned in unprotected)
 
 
 @pytest.mark.parametrize("rule", [name for name in RULES if name != "fix-text"])
@@ -87,7 +87,7 @@ def test_no_text_takes_more_than_linear_time(rule, unit):
     assert time.process_time() - start < 1  # a quadratic rule takes several seconds
 
 
-def test_language_of_a_text_is_told():
+def test_language_of_a_text_is_detected():
     english, chinese = "This is a sentence in the English language.", "这是一个用中文写的句子\uff0c内容比较简单。"
     assert [Languages(["en"]).keeps(text) for text in (english, chinese)] == [True, False]
     assert [Languages(["zh", "en"]).keeps(text) for text in (english, chinese)] == [True, True]

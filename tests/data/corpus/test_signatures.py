@@ -1,4 +1,4 @@
-"""MinHash sketches and bands against sets of words counted in Python."""
+"""MinHash sketches and bands against word sets computed in plain Python."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ def _jaccard(one, other):
 
 
 def _pairs(count, seed=0):
-    """Texts of 200 words beside copies in which up to 30 words are others."""
+    """Pairs of a text of 200 words and a copy with up to 30 words replaced."""
     rng = np.random.default_rng(seed)
     for k in range(count):
         words = [f"w{n}" for n in rng.integers(0, 1000, 200)]
@@ -26,7 +26,7 @@ def _pairs(count, seed=0):
         yield " ".join(words), " ".join(copy)
 
 
-def test_agreement_estimates_the_jaccard_index():
+def test_similarity_estimates_the_jaccard_index():
     how = scheme("minhash", 0.7)
     pairs = list(_pairs(310))
     one, other = (sign([pair[side] for pair in pairs], how) for side in (0, 1))
@@ -60,7 +60,7 @@ def test_signature_of_a_text_does_not_depend_on_the_others():
 
 
 @pytest.mark.parametrize(
-    ("method", "one", "other", "alike"),
+    ("method", "one", "other", "duplicate"),
     [
         ("exact", "a  b\nc", "a b c ", True),
         ("exact", "a b", "A b", False),
@@ -70,7 +70,7 @@ def test_signature_of_a_text_does_not_depend_on_the_others():
         ("minhash", "!!!", "???", False),
     ],
 )
-def test_what_counts_as_alike(method, one, other, alike):
+def test_what_counts_as_a_duplicate(method, one, other, duplicate):
     how = scheme(method, 0.7)
     signed = sign([one, other], how)
-    assert (similarity(signed.sketches[:1], signed.sketches[1:], how)[0] >= how.threshold) == alike
+    assert (similarity(signed.sketches[:1], signed.sketches[1:], how)[0] >= how.threshold) == duplicate

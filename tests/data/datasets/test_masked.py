@@ -1,4 +1,4 @@
-"""Sentence pairs out of shards: every piece of every document, from where each segment comes, and bad input."""
+"""Sentence pairs from shards: coverage of every document, the source of each segment, and bad input."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.data.shard_files import write_by_hand
 VOCAB_SIZE, LENGTH = 2000, 13
 MASKING = {"cls_token": 1990, "sep_token": 1991, "mask_token": 1992, "pad_token": 1993, "max_predictions": 3}
 SIZES = [25, 2, 10, 0, 11, 1, 37, 5]
-"""Documents in tokens; with 10 tokens of text a sample they give 3, 1, 1, -, 2, -, 4 and 1 pieces."""
+"""Sizes of documents in tokens; at 10 text tokens a sample they give 3, 1, 1, -, 2, -, 4 and 1 pieces."""
 
 
 def document(number: int, size: int) -> list[int]:
@@ -86,10 +86,10 @@ def test_every_piece_of_every_document_is_read_copies_times(dataset):
 def test_half_of_the_pairs_come_from_two_documents(tmp_path):
     with open_masked(write(tmp_path, [50] * 15), masking={"copies": 30}) as dataset:
         batch = dataset.batch(np.arange(dataset.num_samples))
-        cuts = Counter(len(segments(batch, row)[0]) for row in range(len(batch.tokens)))
+        boundaries = Counter(len(segments(batch, row)[0]) for row in range(len(batch.tokens)))
     assert batch.sequence_labels.float().mean().item() == pytest.approx(0.5, abs=0.03)
-    assert set(cuts) == set(range(1, 10))  # any token may be the cut
-    assert min(cuts.values()) > 0.7 * max(cuts.values())
+    assert set(boundaries) == set(range(1, 10))  # the boundary may lie at any token
+    assert min(boundaries.values()) > 0.7 * max(boundaries.values())
 
 
 def test_sample_is_a_function_of_seed_and_number(tmp_path):
@@ -130,7 +130,7 @@ def test_every_mesh_reads_the_same_samples_and_a_resumed_one_goes_on(tmp_path, d
             loader.close()
 
 
-def test_validation_reads_each_piece_once_and_pads_rows(tmp_path):
+def test_validation_reads_each_piece_once_and_pads_batches(tmp_path):
     fields = {"validation_fraction": 0.5, "masking": {"copies": 7}}
     with open_masked(write(tmp_path, [30] * 6), "validation", **fields) as dataset:
         assert dataset.num_samples == 9
@@ -148,7 +148,7 @@ def test_validation_reads_each_piece_once_and_pads_rows(tmp_path):
 
 
 def test_documents_of_several_sequences_and_shards(tmp_path):
-    """Sentences of a document join; a document without a sequence is empty, also at the end."""
+    """The sentences of a document are concatenated; a document without a sequence is empty, also at the end."""
     sentences = [document(0, 30)[:7], document(0, 30)[7:30], document(1, 12), document(2, 1)]
     first = write_by_hand(tmp_path / "a", sentences, documents=[0, 2, 2, 3, 4, 4])
     second = write_by_hand(tmp_path / "b", [document(7, 20)])

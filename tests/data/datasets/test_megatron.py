@@ -1,4 +1,4 @@
-"""Runs in Megatron-LM's order: the very tokens that its builder gave, the cached index, and every refusal."""
+"""Runs in Megatron-LM's order: the exact tokens of its builder, the cached index, and every refusal."""
 
 import errno
 import fcntl
@@ -36,7 +36,7 @@ def _open(folder, *, steps, seed=5, **values):
 
 
 def _windows(training, count):
-    """The ids [count, T + 1] of the first samples of a run."""
+    """Ids [count, T + 1] of the first samples of a run."""
     with training.dataset as dataset:
         batch = dataset.batch(training.order.samples(np.arange(count)))
     return np.concatenate([batch.tokens.numpy(), batch.labels.numpy()[:, -1:]], axis=1).astype("<i8")
@@ -49,7 +49,7 @@ def _sources(prefixes, weights):
     ]
 
 
-# sha256 of the same windows out of BlendedMegatronDatasetBuilder of Megatron-LM d98e8a6 (August 2026).
+# sha256 of the same windows from BlendedMegatronDatasetBuilder of Megatron-LM d98e8a6 (August 2026).
 @pytest.mark.parametrize(
     ("shards", "weights", "split", "steps", "seed", "digest"),
     [
@@ -67,14 +67,14 @@ def test_samples_are_those_of_megatrons_builder(tmp_path, prefixes, shards, weig
     assert sum(use.read for use in training.uses) == 10 * steps
 
 
-def test_documents_of_a_sample_are_told_apart_by_the_index(tmp_path):
+def test_documents_of_a_sample_are_separated_by_the_index(tmp_path):
     prefix = str(write_by_hand(tmp_path / "x", [[5, 6, 7], [], [8, 9], [8, 9]]))
     training = _open(tmp_path / "run", steps=1, train=[prefix], sequence_length=6)
     with training.dataset as dataset:
         batch = dataset.batch(training.order.samples(np.array([0])))
-    borders = (batch.labels[0, :-1] == -100).nonzero().flatten().tolist()
-    assert batch.document_ids[0].diff().nonzero().flatten().tolist() == borders
-    assert len(borders) >= 2
+    boundaries = (batch.labels[0, :-1] == -100).nonzero().flatten().tolist()
+    assert batch.document_ids[0].diff().nonzero().flatten().tolist() == boundaries
+    assert len(boundaries) >= 2
 
 
 def _files(folder):
@@ -120,7 +120,7 @@ def test_index_of_a_killed_builder_is_built_again(tmp_path, prefixes, monkeypatc
         patch.setattr(os, "fsync", killed)
         with pytest.raises(KeyboardInterrupt):
             _open(run, steps=9, train=prefixes[:1])
-    assert len([path for path in (run / "cache").iterdir() if path.is_dir()]) == 1  # half of it, under a temporary name
+    assert len([path for path in (run / "cache").iterdir() if path.is_dir()]) == 1  # unfinished, under a temporary name
     assert np.array_equal(_windows(_open(run, steps=9, train=prefixes[:1]), 90), wanted)
     assert len([path for path in (run / "cache").iterdir() if path.is_dir()]) == 1
 
@@ -154,7 +154,7 @@ def test_file_systems_without_locks_keep_the_first_index(tmp_path, monkeypatch):
         raise OSError(errno.ENOTSUP, "no locks")
 
     def build():
-        # Another process, which could not be waited for, publishes meanwhile.
+        # Without a lock another process can publish in the meantime.
         if not others:
             others.append(cached(tmp_path, {"k": 1}, lambda: {"a": np.arange(3)}))
         return {"a": np.arange(3)}
@@ -200,7 +200,7 @@ def test_index_that_names_what_is_not_there_is_refused(tmp_path, prefixes, name,
     _open(run, steps=9, train=prefixes[:1])
     (path,) = (run / "cache").glob(f"*/{name}.npy")
     array = np.load(path)
-    array[..., :1] = np.array(value).astype(array.dtype)  # of sample_index the place alone
+    array[..., :1] = np.array(value).astype(array.dtype)  # of sample_index the first column
     np.save(path, array)
     with pytest.raises(
         DataError, match=f"p0: its cached index refers to {message}, which does not exist; remove the folder"

@@ -1,4 +1,4 @@
-"""Rows of whole sequences: every label of the corpus once, nothing cut that fits, nothing mixed."""
+"""Packed samples of whole sequences: every label once, no sequence that fits is cut, no documents are mixed."""
 
 import itertools
 
@@ -43,7 +43,7 @@ def test_every_pair_of_neighbours_is_learnt_once(tmp_path, monkeypatch, fit):
 
 
 @FITS
-def test_a_document_of_a_row_is_one_run_of_one_sequence(tmp_path, fit):
+def test_a_document_of_a_sample_is_one_run_of_one_sequence(tmp_path, fit):
     shard = _sequences(60)
     runs = {tuple(ids[k : k + 7]) for ids in shard for k in range(0, max(1, len(ids) - 1), 6)}
     with _open(tmp_path, [shard], packing=fit) as dataset:
@@ -59,7 +59,7 @@ def test_a_document_of_a_row_is_one_run_of_one_sequence(tmp_path, fit):
 
 
 @FITS
-def test_a_row_is_a_function_of_its_number(tmp_path, monkeypatch, fit):
+def test_a_sample_is_a_function_of_its_number(tmp_path, monkeypatch, fit):
     monkeypatch.setattr("megalin.data.datasets.packed._WINDOW", 8)
     with _open(tmp_path, [_sequences(50), [[1]], _sequences(30, seed=1)], packing=fit) as dataset:
         whole = dataset.batch(np.arange(dataset.num_samples))
@@ -68,13 +68,13 @@ def test_a_row_is_a_function_of_its_number(tmp_path, monkeypatch, fit):
             assert torch.equal(field, expected[some])
 
 
-def test_few_long_rows_stay_nearly_full(tmp_path):
+def test_long_samples_are_nearly_full(tmp_path):
     shards = [_sequences(2000, longest=60)]
-    shares = {}
+    empty = {}
     for fit in ("first_fit", "best_fit"):
         with _open(tmp_path, shards, packing=fit, sequence_length=64) as dataset:
-            shares[fit] = dataset.empty_fraction
-    assert max(shares.values()) < 0.01
+            empty[fit] = dataset.empty_fraction
+    assert max(empty.values()) < 0.01
 
 
 def test_held_out_sequences_are_packed_by_themselves(tmp_path):

@@ -1,4 +1,4 @@
-"""A split as one stream of tokens: samples, true borders, held-out parts and every refusal."""
+"""A split as one sequence of tokens: samples, exact document boundaries, held-out documents and every refusal."""
 
 import itertools
 import json
@@ -31,7 +31,7 @@ def _random_shards(tmp_path, rng, count):
     return shards
 
 
-def test_samples_are_windows_of_the_stream_with_their_true_borders(tmp_path):
+def test_samples_are_windows_of_the_tokens_with_exact_boundaries(tmp_path):
     rng = np.random.default_rng(0)
     for _ in range(60):
         shards = _random_shards(tmp_path, rng, int(rng.integers(1, 5)))
@@ -68,7 +68,7 @@ def test_many_short_and_empty_sequences_in_a_window(tmp_path, monkeypatch):
     assert pieces.tolist() == [0, 1, 2, 2, 2, 3]
 
 
-def test_borders_come_from_the_index_not_from_an_end_of_document_token(tmp_path):
+def test_boundaries_come_from_the_index_not_from_an_end_of_document_token(tmp_path):
     prefix = write_by_hand(tmp_path / "x", [[0, 5, 0], [5, 6, 0]])
     with TokenDataset.open(_config([prefix], sequence_length=5), "train", VOCAB) as dataset:
         batch = dataset.batch(np.array([0]))

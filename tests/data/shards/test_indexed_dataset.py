@@ -1,4 +1,4 @@
-"""The shard format byte for byte, and every way in which a shard can be bad."""
+"""The shard format byte for byte, and every kind of invalid shard."""
 
 import itertools
 import os
@@ -94,7 +94,7 @@ def test_round_trip_over_several_check_blocks(tmp_path, monkeypatch):
         assert [shard.read(a, b - a).tolist() for a, b in itertools.pairwise(starts)] == sequences
 
 
-def test_digest_sees_every_byte(tmp_path):
+def test_digest_depends_on_every_byte(tmp_path):
     first = digest(_write(tmp_path / "x"))
     assert digest(_write(tmp_path / "y")) == first
     for suffix in ("bin", "idx"):
@@ -257,7 +257,7 @@ def test_failing_read_names_file_and_byte(tmp_path, monkeypatch):
 
 
 def test_flipped_bits_of_an_index_are_refused(tmp_path):
-    """Only the inner document indices are not told by the rest of the file; what is accepted reads as before."""
+    """Flips are accepted only in the inner document indices, which nothing else fixes; the tokens are unchanged."""
     rng = random.Random(0)
     prefix = write_by_hand(tmp_path / "x", [list(range(k % 5)) for k in range(40)], [0, 3, 9, 9, 20, 40])
     good = (tmp_path / "x.idx").read_bytes()

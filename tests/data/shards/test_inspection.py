@@ -1,4 +1,4 @@
-"""What a shard holds, and the scan of every token id."""
+"""Summary of a shard, and the scan of its token ids."""
 
 import numpy as np
 import pytest

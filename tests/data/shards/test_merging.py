@@ -1,4 +1,4 @@
-"""Shards laid end to end and cut apart: the same tokens and documents, and nothing half written."""
+"""Merging and splitting of shards: the same tokens and documents, and no partial output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tools import merge_shards as tool
 
 
 def _contents(prefix: Path) -> list[list[list[int]]]:
-    """Documents of sequences of tokens."""
+    """The shard's documents, as lists of sequences of token ids."""
     with Shard(prefix) as shard:
         sequences = [
             shard.read(shard.first_token(k), int(length)).tolist() for k, length in enumerate(shard.lengths.tolist())
@@ -35,7 +35,7 @@ def _manifest(prefix: Path, digest: str, tokens: int) -> None:
 
 @pytest.fixture
 def shards(tmp_path: Path) -> list[Path]:
-    """Two sequences a document, an empty document, an empty sequence, no document at all, one long document."""
+    """Shards with two sequences in a document, an empty document, no document, an empty sequence, a long document."""
     return [
         write_by_hand(tmp_path / "a", [[1, 2], [3], [4, 5, 6]], [0, 2, 2, 3]),
         write_by_hand(tmp_path / "none", [], [0]),
@@ -147,13 +147,13 @@ def test_tool_merges_a_folder_and_splits(shards: list[Path], tmp_path: Path, cap
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--input", "{}/empty"], "a folder without an .idx file"),
-        (["--input", "{}/a", "{}/b", "--split", "1,1"], "--split cuts one shard, but --input names 2"),
-        (["--input", "{}/a", "--split", "1,x"], "--split 1,x: give numbers"),
+        (["--input", "{}/empty"], "no .idx file in this folder; give prefixes"),
+        (["--input", "{}/a", "{}/b", "--split", "1,1"], "--split needs a single shard, but --input names 2"),
+        (["--input", "{}/a", "--split", "1,x"], "--split 1,x: give comma-separated numbers"),
         (["--input", "{}/missing"], "no such file"),
     ],
 )
-def test_tool_says_what_is_wrong(shards: list[Path], tmp_path: Path, capsys, arguments: list[str], message: str):
+def test_tool_reports_bad_arguments(shards: list[Path], tmp_path: Path, capsys, arguments: list[str], message: str):
     (tmp_path / "empty").mkdir()
     full = [argument.format(tmp_path) for argument in arguments]
     assert tool.main([*full, "--output-prefix", f"{tmp_path}/out"]) != 0

@@ -1,4 +1,4 @@
-"""From text to shards: the golden result, the same for any number of workers, and nothing left after a failure."""
+"""Tokenization of text into shards: golden output, equal for any number of workers, and no output after a failure."""
 
 import hashlib
 import itertools
@@ -69,7 +69,7 @@ def test_each_key_gives_an_aligned_shard(tmp_path):
     assert _documents(report.prefixes[1]) == [[ord("2")], [ord("4")]]
 
 
-def test_manifest_tells_tokenizer_and_bad_lines(tmp_path):
+def test_manifest_records_tokenizer_and_bad_lines(tmp_path):
     path = _jsonl(tmp_path, [{"text": "ab"}, "bad", "", {"text": 1}, "bad"])
     report = preprocess([path], _options(tmp_path))
     manifest = json.loads((tmp_path / "out_text_document.manifest.json").read_text())
@@ -124,7 +124,7 @@ def small_parts(monkeypatch):
 
 @pytest.fixture
 def mixed(tmp_path):
-    """Two files of documents, one in eight of them bad, and a tokenizer for them."""
+    """Two files of documents of which one in nine is bad; the folder also has a tokenizer for them."""
     rng = np.random.default_rng(0)
     words = ["alpha ", "beta ", "gamma ", "日本 ", "<|endoftext|>", "\n"]
     texts = ["".join(rng.choice(words, rng.integers(0, 40))) for _ in range(200)]
@@ -163,7 +163,7 @@ def test_output_is_the_same_for_any_number_of_workers_and_parts(tmp_path, mixed,
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_shares_put_together_are_the_bytes_of_one_run(tmp_path, mixed):
+def test_merged_subsets_are_the_bytes_of_one_run(tmp_path, mixed):
     (tmp_path / "one").mkdir()
     preprocess(mixed, _options(tmp_path / "one"))
     (tmp_path / "many").mkdir()
@@ -176,7 +176,7 @@ def test_shares_put_together_are_the_bytes_of_one_run(tmp_path, mixed):
         taken |= mine
     seen = []
     report = preprocess(mixed, _options(tmp_path / "many", resume=True), on_progress=seen.append)
-    assert [state.documents for state in seen] == [report.documents]  # nothing was left to do
+    assert [state.documents for state in seen] == [report.documents]  # no part was left to do
     assert report.documents == 200 - len(range(0, 200, 9))
     assert _written(tmp_path / "one") == _written(tmp_path / "many")
 
@@ -229,7 +229,7 @@ def test_resume_refuses_parts_of_other_settings_or_files(tmp_path, mixed):
     os.utime(mixed[1], ns=(0, 0))
     with pytest.raises(DataError, match=r"made with another input .*b\.jsonl: "):
         preprocess(mixed, _options(tmp_path, resume=True))
-    assert preprocess(mixed, _options(tmp_path)).documents  # without resume it begins anew
+    assert preprocess(mixed, _options(tmp_path)).documents  # without resume it starts again
 
 
 def test_damaged_record_is_refused(tmp_path, mixed):
@@ -240,7 +240,7 @@ def test_damaged_record_is_refused(tmp_path, mixed):
 
 
 @pytest.mark.parametrize(("number", "total"), [(2, 2), (-1, 2), (0, 0)])
-def test_share_that_cannot_be_is_refused(tmp_path, number, total):
+def test_impossible_subset_is_refused(tmp_path, number, total):
     with pytest.raises(ConfigError, match=f"--shard {number}/{total}: give i/n with i from 0 to n - 1"):
         preprocess([_jsonl(tmp_path, [{"text": "a"}])], _options(tmp_path, subset=PartSubset(number, total)))
 
@@ -249,7 +249,7 @@ def _end_abruptly(job, part, folder, report):
     os._exit(1)
 
 
-def test_worker_that_dies_is_told(tmp_path, mixed, monkeypatch):
+def test_worker_that_dies_is_reported(tmp_path, mixed, monkeypatch):
     monkeypatch.setattr(parts, "_LEAST_PART_BYTES", 700)
     run = parts.Run(tmp_path / "p", {}, 2, False, None, lambda _: None)
     with pytest.raises(DataError, match=r"a worker process died .*; use fewer --workers or lower --max-document-bytes"):
@@ -264,14 +264,14 @@ from megalin.data.shards import tokenization
 from megalin.data.tokenizers.tokenizer import TokenizerFiles
 parts._LEAST_PART_BYTES = {least}
 parts._REPORT_SECONDS = 0.01
-def told(progress):
+def print_progress(progress):
     print(progress.documents, flush=True)
     if progress.documents >= 50 and {stop}: sys.stdin.read()
 if __name__ == "__main__":
     options = tokenization.PreprocessOptions(
         ["text"], sys.argv[2], TokenizerFiles("bytes"), True, int(sys.argv[3]), "skip", 1 << 20, resume={resume}
     )
-    tokenization.preprocess([Path(sys.argv[1])], options, on_progress=told)
+    tokenization.preprocess([Path(sys.argv[1])], options, on_progress=print_progress)
 """
 
 
@@ -295,7 +295,7 @@ def test_killed_run_leaves_no_shard_and_no_process_and_can_be_resumed(tmp_path, 
         children = [os.pidfd_open(child) for child in _children(process.pid)]
         assert len(children) >= int(workers) - 1
         process.send_signal(signal.SIGKILL)
-    for child in children:  # readable once the process has ended
+    for child in children:  # readable when the process has ended
         with os.fdopen(child) as ended:
             assert multiprocessing.connection.wait([ended], timeout=30)
     assert [p.name for p in tmp_path.glob("out*")] == ["out.parts"]
@@ -305,7 +305,7 @@ def test_killed_run_leaves_no_shard_and_no_process_and_can_be_resumed(tmp_path, 
 
 
 def test_giant_line_is_skipped_in_little_memory(tmp_path):
-    """A line of 800 MiB, sparse on disk, under an address space of 700 MiB."""
+    """Skips a line of 800 MiB, sparse on disk, in an address space of 700 MiB."""
     path = tmp_path / "x.jsonl"
     path.write_text('{"text": "first"}\n')
     os.truncate(path, 800 << 20)

@@ -1,4 +1,4 @@
-"""Tokenizers: round trips, the end of a document, bytes a token, and hostile files."""
+"""Tokenizers: round trips, the end of a document, bytes per token, and hostile files."""
 
 import base64
 import json
@@ -39,7 +39,7 @@ def path(tmp_path_factory):
 
 
 def _vocabulary(path):
-    """Bytes of each id of the trained BPE but the first, which is <|endoftext|>."""
+    """The bytes of each id of the trained BPE, without the first, <|endoftext|>."""
     of_byte = {character: byte for byte, character in _characters().items()}
     vocabulary = json.loads(path.read_bytes())["model"]["vocab"]
     return [bytes(of_byte[c] for c in token) for token in sorted(vocabulary, key=vocabulary.get)[1:]]
@@ -71,7 +71,7 @@ def tokenizer(request, path, gpt2, ranks):
 
 
 def _characters():
-    """The character that byte-level BPE writes for each byte: itself where it shows, else those from U+0100 on."""
+    """The character of each byte in byte-level BPE: the byte's own if printable, else from U+0100 on."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {byte: chr(byte) for byte in shown} | {byte: chr(256 + k) for k, byte in enumerate(hidden)}
@@ -146,13 +146,13 @@ def test_file_of_another_format_is_refused(tmp_path, ranks, name, data, error, m
         load_tokenizer(str(tmp_path / name))
 
 
-def test_published_number_of_ranks_tells_pattern_and_end(tmp_path):
+def test_published_number_of_ranks_identifies_pattern_and_end(tmp_path):
     tokens = [bytes([byte]) for byte in range(256)] + [b"%06d" % k for k in range(256, 100256)]
     path = tmp_path / "c.tiktoken"
     path.write_bytes(b"".join(b"%b %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens)))
     tokenizer = load_tokenizer(str(path))
     assert (tokenizer.eod_id, tokenizer.vocab_size) == (100257, 100258)
-    assert tokenizer.token_bytes()[100256] == 0  # the id that no rank has
+    assert tokenizer.token_bytes()[100256] == 0  # an id without a rank
     assert tokenizer.decode([97, 100256, 100257]) == "a<|endoftext|>"
 
 
@@ -181,8 +181,8 @@ def test_batch_equals_one_by_one(tokenizer):
 SPACES = [chr(code) for code in range(0x110000) if chr(code).isspace() or 0x1C <= code <= 0x1F]
 
 
-def test_pieces_from_the_cache_are_the_library_s_own_ids(path, monkeypatch):
-    """Any mixture of spaces, letters, digits, signs and contractions; the cache is emptied now and then."""
+def test_pieces_from_the_cache_are_the_librarys_own_ids(path, monkeypatch):
+    """Mixtures of spaces, letters, digits, signs and contractions; the small cache is cleared several times."""
     monkeypatch.setattr("megalin.data.tokenizers.word_cache._MOST_PIECES", 500)
     tokenizer, library = HuggingFaceTokenizer(path), LibraryTokenizer.from_file(str(path))
     library.encode_special_tokens = True
