@@ -74,9 +74,7 @@ def decay_scan(
     decay = ("slopes", slopes, "H")
     check_scan("decay_scan", (q, "BTHK"), (k, "BTHK"), v, decay, initial_state, document_ids)
     limits: dict[Compiled, str] = {"cuda": fixed_decay_cuda.unsupported(q, k, v)}
-    assert shard is None or initial_state is None, (
-        "initial_state and shard are exclusive: a shard's initial state comes from the ranks before"
-    )
+    assert shard is None or initial_state is None, "initial_state and shard are exclusive"
     op, limit = "decay_scan", unsupported(q, k, v)
     choice = backends.choose(op if shard is None else f"split_{op}", backend, v.device.type, limit, limits)
     if shard is not None and choice == "reference":

@@ -64,9 +64,7 @@ def scalar_decay_scan(
     """
     decay = ("log_decay", log_decay, "BTH")
     check_scan("scalar_decay_scan", (q, "BThK"), (k, "BThK"), v, decay, initial_state, document_ids)
-    assert shard is None or initial_state is None, (
-        "initial_state and shard are exclusive: a shard's initial state comes from the ranks before"
-    )
+    assert shard is None or initial_state is None, "initial_state and shard are exclusive"
     op, limit = "scalar_decay_scan", _unsupported(q, k, v)
     choice = backends.choose(op if shard is None else f"split_{op}", backend, v.device.type, limit)
     if shard is not None and choice == "reference":

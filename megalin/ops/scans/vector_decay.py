@@ -71,9 +71,7 @@ def vector_decay_scan(
     """
     g = ("log_decay", log_decay, "BTHK")
     check_scan("vector_decay_scan", (q, "BTHK"), (k, "BTHK"), v, g, initial_state, document_ids)
-    assert shard is None or initial_state is None, (
-        "initial_state and shard are exclusive: a shard's initial state comes from the ranks before"
-    )
+    assert shard is None or initial_state is None, "initial_state and shard are exclusive"
     op, limit = "vector_decay_scan", _unsupported(q, k, v, log_decay)
     choice = backends.choose(op if shard is None else f"split_{op}", backend, v.device.type, limit)
     if shard is not None and choice == "reference":
