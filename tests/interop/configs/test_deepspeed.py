@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON as tables: what a run's own config says, what stays for the engine, and what is told."""
+"""Import of a DeepSpeed JSON: the tables of a run, the keys left for the engine, and the reported ones."""
 
 import json
 
@@ -77,7 +77,7 @@ def test_zero3_json_becomes_tables_and_what_the_engine_keeps():
     assert {note.key for note in imported.notes} == {"gradient_accumulation_steps 2", "activation_checkpointing"}
 
 
-def test_what_is_missing_of_a_json_is_said():
+def test_missing_tables_are_to_be_filled_in():
     imported, _ = _read(ZERO3)
     imported.check()
     assert set(_notes(imported, "fill in")) == {"model", "data"}
@@ -130,19 +130,19 @@ def test_defaults_are_those_of_deepspeed():
         ({"wandb": {"enabled": True, "team": "x"}}, "differs", "wandb.team"),
     ],
 )
-def test_key_that_no_table_has_is_told(document, verdict, key):
+def test_key_without_a_counterpart_is_reported(document, verdict, key):
     assert key in _notes(_read(document)[0], verdict)
 
 
 def _settings(path, imported, rest):
-    """What the engine makes of the JSON that is left."""
+    """The engine's settings from the remaining JSON."""
     path.write_text(json.dumps(rest))
     bf16 = imported.get("train.dtype") == "bfloat16"
     return resolve_deepspeed(str(path), [Owned("bf16.enabled", "", bf16)], stage=imported.get("parallel.zero"))
 
 
 @pytest.mark.parametrize("document", [*(document for document, _ in REFUSED), {"bf16": {"enabled": True}}], ids=str)
-def test_what_the_engine_refuses_is_told_and_left_out(tmp_path, document):
+def test_key_that_the_engine_refuses_is_reported_and_left_out(tmp_path, document):
     before = json.dumps(document)
     imported, rest = _read(document)
     assert imported.notes
@@ -165,13 +165,13 @@ def test_warmup_alone_stays_at_its_peak():
 
 
 @pytest.mark.parametrize(("zero", "stage"), [(True, 1), ({"stage": 2}, 2), ({}, 0)])
-def test_stage_is_told_in_three_ways(zero, stage):
+def test_stage_is_read_from_three_forms(zero, stage):
     imported, rest = _read({"zero_optimization": zero})
     assert imported.get("parallel.zero") == stage
     assert rest == {}
 
 
-def test_unknown_key_is_told_with_the_nearest_one():
+def test_unknown_key_is_reported_with_the_nearest_one():
     imported, _ = _read({"gradient_cliping": 1.0, "my_key": 1})
     assert _notes(imported, "unknown") == {
         "gradient_cliping": "DeepSpeed has no such key; did you mean gradient_clipping?",
@@ -194,5 +194,5 @@ def test_older_name_of_bf16_is_known():
     ("table", "project"),
     [({"enabled": True, "project": "x"}, "x"), ({"enabled": True}, "deepspeed"), ({"enabled": False}, None)],
 )
-def test_wandb_goes_on_under_its_project(table, project):
+def test_wandb_keeps_its_project(table, project):
     assert _read({"wandb": table})[0].get("logging.wandb_project") == project

@@ -1,4 +1,4 @@
-"""Megatron-LM's flags as runs: those of its example scripts, defaults that differ, and what has no counterpart."""
+"""Import of Megatron-LM's flags: its example scripts, its defaults, and flags without a counterpart."""
 
 import tomllib
 from importlib import resources
@@ -76,7 +76,7 @@ def test_llama_script_is_the_same_run():
     assert {config.model.norm, attention.norm, glu.norm} == {"rmsnorm"}
     assert {config.model.norm_eps, attention.norm_eps, glu.norm_eps} == {1e-5}
     assert (config.model.tie_embeddings, config.model.init_std) == (False, 0.0134)
-    assert config.model.output_std == pytest.approx(0.0134 / 64**0.5)  # Megatron-LM: over the root of 2 x 32
+    assert config.model.output_std == pytest.approx(0.0134 / 64**0.5)  # Megatron-LM divides by the root of 2 x 32
     assert (config.parallel.tp, config.parallel.sequence_parallel, config.parallel.zero) == (2, True, 1)
     assert (config.train.steps, config.train.seed, config.train.dtype) == (1953125000 // 128, 1234, "bfloat16")
     assert (config.schedule.warmup_steps, config.schedule.min_lr_ratio) == (3906252 // 128, 1e-5 / 1.5e-4)
@@ -90,7 +90,7 @@ def test_llama_script_is_the_same_run():
     assert (config.data.isolate_documents, config.data.tokenizer) == (False, "tok/tokenizer.json")
 
 
-def test_gpt3_script_loads_and_tells_each_difference():
+def test_gpt3_script_loads_and_reports_each_difference():
     imported = _imported(GPT3)
     config = parse(RunConfig, imported.values, "flags")
     assert (config.model.num_layers, config.parallel.tp, config.parallel.pp, config.parallel.zero) == (96, 8, 16, 0)
@@ -110,13 +110,13 @@ def test_gpt3_script_loads_and_tells_each_difference():
 @pytest.mark.parametrize("flags", [GPT3, LLAMA3], ids=["gpt3", "llama3"])
 def test_no_flag_is_dropped_silently(flags):
     imported = _imported(flags)
-    told = " ".join([*(source for _, _, source in imported.mapped), *(note.key for note in imported.notes)]).split()
-    untold = set(parse_flags(flags.split())) - {word.strip(",()") for word in told}
-    # Read, and told only where they say something else than what is always so.
-    assert untold <= {"--attention-dropout", "--hidden-dropout", "--kv-channels", "--rotary-percent"}
+    reported = " ".join([*(source for _, _, source in imported.mapped), *(note.key for note in imported.notes)])
+    silent = set(parse_flags(flags.split())) - {word.strip(",()") for word in reported.split()}
+    # Reported only if their value is not the one that megalin always uses.
+    assert silent <= {"--attention-dropout", "--hidden-dropout", "--kv-channels", "--rotary-percent"}
 
 
-def test_unknown_flag_is_told_with_the_nearest_one():
+def test_unknown_flag_is_reported_with_the_nearest_one():
     notes = _notes(_imported(SMALL + "--tensor-model-paralel-size 2 --my-own-thing 7"), "unknown")
     assert notes["--tensor-model-paralel-size 2"].endswith("did you mean --tensor-model-parallel-size?")
     assert "--my-own-thing 7" in notes
@@ -151,7 +151,7 @@ def test_defaults_are_those_of_megatron():
 
 
 def _megatron_rate(done, *, style, peak, least, warmup, decay):
-    """OptimizerParamScheduler's rate, `done` steps in."""
+    """Learning rate of Megatron-LM's OptimizerParamScheduler after `done` steps."""
     if done <= warmup:
         return peak * done / warmup
     if done > decay:
@@ -166,8 +166,8 @@ def test_linear_decay_is_the_same_rate(iterations, decay):
     assert (config.train.stop_after_steps or config.train.steps) == iterations
     for step in (0, 5, 9, 10, 50, iterations - 1):
         rate = learning_rate(config.optimizer, config.schedule, step, config.train.steps)
-        told = _megatron_rate(step + 1, style="linear", peak=1e-3, least=1e-4, warmup=10, decay=decay)
-        assert rate == pytest.approx(told, rel=1e-12)
+        expected = _megatron_rate(step + 1, style="linear", peak=1e-3, least=1e-4, warmup=10, decay=decay)
+        assert rate == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_flag_becomes_a_key(flags, field, value):
         ("--num-workers 1.5", "fill in", "--num-workers"),
     ],
 )
-def test_flag_that_says_more_than_a_key_is_told(flags, verdict, key):
+def test_flag_without_an_exact_counterpart_is_reported(flags, verdict, key):
     assert key in _notes(_imported(SMALL + flags), verdict)
 
 
@@ -243,10 +243,10 @@ def test_number_that_an_override_gives_is_not_to_be_filled_in():
     assert set(_notes(imported, "fill in")) >= {*numbers, "--norm-epsilon"}
     imported.override(["optimizer={lr = 1e-4, betas = [0.9, 0.95]}", "data.workers=1", "model.layers=[]"])
     assert not numbers & set(_notes(imported, "fill in"))
-    assert "--norm-epsilon" in _notes(imported, "fill in")  # it is read for several keys
+    assert "--norm-epsilon" in _notes(imported, "fill in")  # it sets several keys
 
 
-def test_stages_of_a_rank_are_told_by_layers_or_by_number():
+def test_stages_of_a_rank_are_given_by_layers_or_by_number():
     by_layers = SMALL.replace("--num-layers 2", "--num-layers 8") + "--pipeline-model-parallel-size 2 "
     for flags in ("--num-layers-per-virtual-pipeline-stage 2", "--num-virtual-stages-per-pipeline-rank 2"):
         parallel = _config(by_layers + flags).parallel
@@ -260,7 +260,7 @@ def test_fsdp_with_a_pipeline_keeps_weights_whole():
     assert "--use-torch-fsdp2" in _notes(imported, "differs")
 
 
-def test_batch_is_told_by_the_launcher_where_no_flag_does():
+def test_batch_size_follows_from_the_launcher_without_a_flag():
     flags = SMALL.replace("--global-batch-size 8", "--tensor-model-parallel-size 2").replace("\n", " ")
     imported = ImportedConfig("command")
     add_script(f"torchrun --nproc_per_node 8 --nnodes 2 pretrain_gpt.py {flags}", {}, imported)
@@ -286,14 +286,14 @@ def test_splits_of_their_own():
     assert (data.train, data.validation, data.test, data.split) == (["a"], ["b", "c"], ["d"], None)
 
 
-def test_what_is_missing_is_said():
+def test_missing_values_are_to_be_filled_in():
     notes = _notes(_imported("--num-layers 2 --hidden-size 64 --data-path $DATA"), "fill in")
     assert set(notes) >= {"model.vocab_size", "model.layers", "optimizer.lr", "train.steps", "data.sequence_length"}
     assert "the number of its ids" in notes["model.vocab_size"]
     assert notes["data.train.0 = '${DATA}'"] == "give --variable DATA=VALUE, or write the value"
 
 
-def test_sizes_that_the_mesh_does_not_divide_are_told():
+def test_sizes_that_the_mesh_does_not_divide_are_reported():
     notes = _notes(_imported(SMALL + "--tensor-model-parallel-size 3"), "fill in")
     assert any("tp = 3" in f"{key}: {text}" for key, text in notes.items())
 
@@ -319,7 +319,7 @@ def test_command_is_found_in_all_its_wrappings(command):
 
 
 @pytest.mark.parametrize("program", ["pretrain_bert.py", "pretrain_hybrid.py"])
-def test_other_programs_are_told(program):
+def test_other_programs_are_reported(program):
     imported = ImportedConfig("command")
     add_script(f"python {program} {SMALL}".replace("\n", " "), {}, imported)
     assert program in _notes(imported, "differs")
@@ -332,7 +332,7 @@ def test_script_without_a_training_is_refused(script, message):
 
 
 def _yaml_of(flags):
-    """The same run as fields of Megatron-LM's config classes, in tables."""
+    """YAML of the same run: fields of Megatron-LM's config classes, in tables."""
     fields = {name[2:].replace("-", "_"): " ".join(words) if words else True for name, words in flags.items()}
     model = {"add_bias_linear": not fields.pop("disable_bias_linear"), "num_moe_experts": None, "fp8": None}
     return yaml.safe_dump(
@@ -340,7 +340,7 @@ def _yaml_of(flags):
     )
 
 
-def test_yaml_says_the_same_as_flags():
+def test_yaml_gives_the_same_run_as_flags():
     imported = ImportedConfig("run.yaml")
     add_yaml(_yaml_of(parse_flags(LLAMA3.split())), imported)
     imported.check()
@@ -349,7 +349,7 @@ def test_yaml_says_the_same_as_flags():
 
 
 @pytest.mark.parametrize(("fields", "zero"), [({}, 3), ({"torch_fsdp2_reshard_after_forward": False}, 2)])
-def test_yaml_turns_off_what_has_its_no_inside_the_name(fields, zero):
+def test_yaml_turns_off_a_flag_with_no_inside_its_name(fields, zero):
     imported = ImportedConfig("run.yaml")
     add_yaml(yaml.safe_dump({"use_torch_fsdp2": True, "torch_fsdp2_reshard_after_forward": True, **fields}), imported)
     assert imported.get("parallel.zero") == zero

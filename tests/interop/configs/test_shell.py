@@ -1,4 +1,4 @@
-"""What a script would run, as bash says it: each script here is run by bash with a program that prints its words."""
+"""Commands of a shell script, compared with bash: it runs each script with a program that prints its arguments."""
 
 import os
 import subprocess
@@ -98,7 +98,7 @@ def test_given_variables_and_arguments_are_used_and_others_stay():
     assert words == ["run", "--save", "out", "--data", "${2}", "--home", "${HOME}", "--name", "mine", "--here", "./x"]
 
 
-def test_what_only_a_shell_can_tell_is_left_out_and_told():
+def test_parts_that_only_a_shell_can_evaluate_are_skipped_and_reported():
     script = (
         "if grep -q x file; then\n  A=1\nelse\n  A=2\nfi\n"
         "while read line; do\n  B=1\ndone\n. ./settings.sh\nrun --a ${A} --b $B --c $(nproc)"
@@ -121,6 +121,6 @@ def test_nothing_of_a_script_is_run(tmp_path):
 @pytest.mark.parametrize(
     ("script", "message"), [("run 'open", "line 1: a quote ' is"), ("A=(\n1\n", "line 3: .*'\\)'")]
 )
-def test_half_a_script_is_refused(script, message):
+def test_incomplete_script_is_refused(script, message):
     with pytest.raises(ConfigError, match=message):
         read_script(script, {})

@@ -1,4 +1,4 @@
-"""Small models that outside classes can express, as runs on disk, and their forwards outside."""
+"""Small models that external classes can express, as runs on disk, and the forward of each external class."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from megalin.model.language_model import LanguageModel
 from megalin.train.config import RunConfig
 from megalin.train.open_run import open_run
 from tests.cases import build
-from tests.interop.weights import outside
+from tests.interop.weights import external
 
 VOCABULARY, WIDTH, HEADS = 300, 32, 4
 SEQUENCE_LENGTH = 24
 
 
-class Outside(NamedTuple):
-    """A model and the class that it goes into."""
+class ExternalModel(NamedTuple):
+    """A model and the external class of its export."""
 
     format: str
     architecture: str
-    forward: Callable[[outside.Tensors, dict[str, Any], Tensor], Tensor]
+    forward: Callable[[external.Tensors, dict[str, Any], Tensor], Tensor]
     table: dict[str, Any]
 
 
 def model_table(*sublayers: dict[str, Any], norm: str = "rmsnorm", eps: float = 1e-5, **fields: Any) -> dict[str, Any]:
-    """Three blocks of these, every norm of one kind."""
+    """[model] of three equal blocks of these sub-layers, with all norms of one kind."""
     norms = {"norm": norm, "norm_eps": eps}
     blocks = [{"sublayers": [sublayer | norms for sublayer in sublayers], "repeat": 3}]
     return {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "layers": blocks, "init_std": 0.2, **norms, **fields}
@@ -70,28 +70,28 @@ SOFTMAX = {"type": "softmax", "num_heads": HEADS, "num_key_value_heads": 2, "rop
 WIDE = {"residual_dtype": "float32"}
 
 MODELS = {
-    "transnormerllm": Outside("opennlplab", "TransnormerForCausalLM", outside.transnormerllm, _transnormerllm()),
-    "hgrn2": Outside("fla", "HGRN2ForCausalLM", outside.hgrn2, model_table(HGRN2, SWIGLU, eps=1e-3)),
-    "rodimus-fla": Outside("fla", "RodimusForCausalLM", outside.rodimus_fla, model_table(RODIMUS, **WIDE)),
-    "rodimus_plus-fla": Outside(
-        "fla", "RodimusForCausalLM", outside.rodimus_fla, model_table(RODIMUS, SHARED_KEY, SWIGLU)
+    "transnormerllm": ExternalModel("opennlplab", "TransnormerForCausalLM", external.transnormerllm, _transnormerllm()),
+    "hgrn2": ExternalModel("fla", "HGRN2ForCausalLM", external.hgrn2, model_table(HGRN2, SWIGLU, eps=1e-3)),
+    "rodimus-fla": ExternalModel("fla", "RodimusForCausalLM", external.rodimus_fla, model_table(RODIMUS, **WIDE)),
+    "rodimus_plus-fla": ExternalModel(
+        "fla", "RodimusForCausalLM", external.rodimus_fla, model_table(RODIMUS, SHARED_KEY, SWIGLU)
     ),
-    "rodimus-codefuse": Outside(
+    "rodimus-codefuse": ExternalModel(
         "codefuse",
         "RodimusForCausalLM",
-        outside.rodimus_codefuse,
+        external.rodimus_codefuse,
         model_table(RODIMUS, embedding_scale=6**0.5, **WIDE),
     ),
-    "rodimus_plus-codefuse": Outside(
-        "codefuse", "RodimusForCausalLM", outside.rodimus_codefuse, model_table(RODIMUS, SHARED_KEY, SWIGLU, **WIDE)
+    "rodimus_plus-codefuse": ExternalModel(
+        "codefuse", "RodimusForCausalLM", external.rodimus_codefuse, model_table(RODIMUS, SHARED_KEY, SWIGLU, **WIDE)
     ),
-    "llama": Outside("transformers", "LlamaForCausalLM", outside.llama, model_table(SOFTMAX, SWIGLU)),
+    "llama": ExternalModel("transformers", "LlamaForCausalLM", external.llama, model_table(SOFTMAX, SWIGLU)),
 }
 NAMES = list(MODELS)
 
 
 def random_model(config: ModelConfig, *, noise: float = 0.1, seed: int = 0) -> LanguageModel:
-    """Filled in fp32, with every norm, bias and bound off its initial value."""
+    """Builds a random model in fp32; no norm, bias or bound keeps its initial value."""
     model = build(config, dtype=torch.float32, seed=seed)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
@@ -104,7 +104,7 @@ def random_model(config: ModelConfig, *, noise: float = 0.1, seed: int = 0) -> L
 def write_run(
     folder: Path, table: dict[str, Any], *, tokenizer: str | None = None, noise: float = 0.1
 ) -> LanguageModel:
-    """A run folder of a random model with a checkpoint of step 3, as training leaves it; returns the model."""
+    """Writes a run folder of a random model with a checkpoint of step 3, as training does; returns the model."""
     data = {"train": ["shard"], "sequence_length": SEQUENCE_LENGTH, "tokenizer": tokenizer}
     train = {"steps": 3, "global_batch_size": 1, "micro_batch_size": 1}
     config = parse(RunConfig, {"model": table, "data": data, "train": train, "optimizer": {"lr": 1e-3}}, "run")
@@ -118,7 +118,7 @@ def write_run(
 
 
 def read_run(folder: Path) -> LanguageModel:
-    """The model of a run folder, as evaluation and generation read it."""
+    """Reads the model of a run folder as evaluation and generation do."""
     config, checkpoint = open_run(folder)
     assert isinstance(config.model, ModelConfig)
     model = build(config.model, dtype=torch.float32, seed=9)
@@ -126,8 +126,8 @@ def read_run(folder: Path) -> LanguageModel:
     return model
 
 
-def read_outside(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Every tensor of an exported folder, and its config.json."""
+def read_exported(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Reads the tensors and config.json of an exported folder."""
     tensors: dict[str, Tensor] = {}
     for file in folder.glob("*.safetensors"):
         tensors |= safetensors.torch.load_file(file)
@@ -135,7 +135,7 @@ def read_outside(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def make_tokens() -> Tensor:
-    """[T] ids, the last of the vocabulary among them."""
+    """Random ids [T], including the last of the vocabulary."""
     tokens = torch.randint(0, VOCABULARY, (SEQUENCE_LENGTH,), generator=torch.Generator().manual_seed(5))
     tokens[3] = VOCABULARY - 1
     return tokens

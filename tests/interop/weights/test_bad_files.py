@@ -1,4 +1,4 @@
-"""Folders whose files are missing, foreign, hostile or corrupt, and places that cannot be written."""
+"""Folders with missing, foreign, hostile or corrupt files, and places that cannot be written."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tests.interop.weights.models import MODELS, model_table, write_run
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run that goes into LLaMA."""
+    """A run that LLaMA's class can express."""
     write_run(tmp_path / "run", MODELS["llama"].table)
     return tmp_path / "run"
 
 
 @pytest.fixture
 def sharded(run: Path, tmp_path: Path) -> Path:
-    """Its export in several files."""
+    """The run's export in several files."""
     export_hf(run, tmp_path / "out", file_bytes=50_000)
     return tmp_path / "out"
 
@@ -102,7 +102,7 @@ def test_a_bad_config_file(text: str | None, message: str, sharded: Path, tmp_pa
     _fails(CheckpointError, sharded, tmp_path / "back", "config.json", message)
 
 
-def test_nothing_is_written_over(run: Path, sharded: Path):
+def test_existing_folders_are_not_overwritten(run: Path, sharded: Path):
     message = "exists and is not an empty folder; name one that does not exist yet"
     with pytest.raises(ConfigError, match=message):
         export_hf(run, sharded)
@@ -138,7 +138,7 @@ def test_places_that_cannot_be_written(run: Path, sharded: Path, tmp_path: Path,
     assert not [path for path in tmp_path.iterdir() if "other" in path.name], "a failed export leaves nothing"
 
 
-def test_blocks_that_no_class_outside_has(tmp_path: Path):
+def test_blocks_that_no_external_class_has(tmp_path: Path):
     tnl = {"type": "tnl", "num_heads": 4}
     write_run(tmp_path / "run", model_table(tnl, norm="srmsnorm"))
     with pytest.raises(

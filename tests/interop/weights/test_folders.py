@@ -1,4 +1,4 @@
-"""Folders as others write them: dtypes, older layouts, spellings of config.json, and what is refused by name."""
+"""Folders that other systems write: dtypes, older layouts, spellings of config.json, and refused settings."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from megalin.errors import CheckpointError, ConfigError, MegalinError
 from megalin.interop.weights.exporting import export_hf
 from megalin.interop.weights.importing import import_hf
 from tests.cases import build
-from tests.interop.weights.models import MODELS, make_tokens, read_outside, read_run, write_run
-from tests.interop.weights.outside import transnormerllm
+from tests.interop.weights.external import transnormerllm
+from tests.interop.weights.models import MODELS, make_tokens, read_exported, read_run, write_run
 
 Change = Callable[[dict[str, Tensor], dict[str, Any]], None]
 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The exported folder of a model by name, made once; not to be written."""
+    """Returns the exported folder of a model by name, which is made once; read-only."""
     root = tmp_path_factory.mktemp("exported")
 
     def folder(name: str) -> Path:
@@ -40,10 +40,10 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture
 def changed(exported: Callable[[str], Path], tmp_path: Path) -> Callable[[str, Change], Path]:
-    """A copy of such a folder, its tensors and its config.json changed."""
+    """Returns a copy of such a folder with changed tensors and config.json."""
 
     def folder(name: str, change: Change) -> Path:
-        tensors, config = read_outside(exported(name))
+        tensors, config = read_exported(exported(name))
         change(tensors, config)
         out = tmp_path / "folder"
         out.mkdir()
@@ -55,7 +55,7 @@ def changed(exported: Callable[[str], Path], tmp_path: Path) -> Callable[[str, C
 
 
 def _no_change(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    """As it is."""
+    """Leaves the folder unchanged."""
 
 
 def _fails(kind: type[MegalinError], folder: Path, run: Path, *parts: str) -> None:
@@ -71,7 +71,7 @@ def test_half_precision_is_read_exactly(dtype: torch.dtype, changed: Any, tmp_pa
 
     folder = changed("llama", halve)
     import_hf(folder, tmp_path / "run")
-    tensors, _ = read_outside(folder)
+    tensors, _ = read_exported(folder)
     found = weights(read_run(tmp_path / "run"))["blocks.1.sublayers.1.mixer.up.weight"]
     names = ("gate_proj", "up_proj")
     assert torch.equal(found, torch.stack([tensors[f"model.layers.1.mlp.{name}.weight"].float() for name in names]))
@@ -114,14 +114,14 @@ def test_a_tied_head_that_is_stored_must_be_the_embedding(changed: Any, tmp_path
     folder = changed("llama", tie)
     import_hf(folder, tmp_path / "run")
     assert read_run(tmp_path / "run").head is None
-    tensors, _ = read_outside(folder)
+    tensors, _ = read_exported(folder)
     tensors["lm_head.weight"][7, 0] += 1
     safetensors.torch.save_file(tensors, folder / "model.safetensors")
     _fails(CheckpointError, folder, tmp_path / "other", "lm_head.weight: differs from", "tie_word_embeddings to false")
 
 
 def test_a_released_transnormerllm_folder(changed: Any, tmp_path: Path):
-    """bf16, the tied head stored too, and a config.json with what its class adds and leaves out."""
+    """A folder in bf16 with the tied head stored too, and with the config.json keys of the released class."""
 
     def release(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
         tensors |= {name: tensor.bfloat16() for name, tensor in tensors.items()}
@@ -137,7 +137,7 @@ def test_a_released_transnormerllm_folder(changed: Any, tmp_path: Path):
     assert model.head is None
     assert model.config.embedding_scale == 32**0.5
     assert [block.sublayers[0].model_dump()["lrpe"] for _, block in model.config.blocks()] == ["cosine", None, None]
-    tensors, config = read_outside(folder)
+    tensors, config = read_exported(folder)
     wide = build(model.config, dtype=torch.float64)
     wide.load_state_dict(model.state_dict())
     tokens = make_tokens()
@@ -165,7 +165,7 @@ def test_weightless_norms_become_weights_of_ones(tmp_path: Path):
     text = json.dumps(table).replace('"rmsnorm"', '"srmsnorm"')
     model = write_run(tmp_path / "run", json.loads(text))
     export_hf(tmp_path / "run", tmp_path / "out")
-    tensors, _ = read_outside(tmp_path / "out")
+    tensors, _ = read_exported(tmp_path / "out")
     assert torch.equal(tensors["model.layers.2.attn.g_norm.weight"], torch.ones(32))
     import_hf(tmp_path / "out", tmp_path / "back")
     tokens = torch.arange(20)[None]
@@ -185,9 +185,9 @@ def test_a_weightless_norm_behind_the_scan(changed: Any, tmp_path: Path):
 
 
 def test_the_two_window_conventions(exported: Any):
-    _, fla = read_outside(exported("rodimus_plus-fla"))
-    _, codefuse = read_outside(exported("rodimus_plus-codefuse"))
-    assert fla["ska_attn"]["window_size"] == 7  # keys, the token's own among them
+    _, fla = read_exported(exported("rodimus_plus-fla"))
+    _, codefuse = read_exported(exported("rodimus_plus-codefuse"))
+    assert fla["ska_attn"]["window_size"] == 7  # keys, including the token's own
     assert codefuse["attn_cfg"]["window_size"] == 12  # twice the keys before the token
 
 

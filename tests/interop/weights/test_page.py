@@ -1,4 +1,4 @@
-"""The tables of docs/interchange.md are those of the code."""
+"""The tables of docs/interchange.md, against those of the code."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ SECTIONS = {
     "Rodimus and Rodimus+ of their authors": [4, 5],
     "LLaMA of transformers": [6],
 }
-"""Title of each section and the layouts in it; a later one holds the tables of those before."""
+"""Layouts of each section, by title; the table of the last layout includes those of the ones before."""
 
 
 def row(link: Link) -> str:
-    """A line of a table."""
+    """Table row of a parameter."""
     swapped = list(link.order) != sorted(link.order)
     notes = [f"parts in the order {', '.join(map(str, link.order))}"] if swapped else []
     notes += ["an extra dim of size 1 after the first"] if link.extra_dim else []
@@ -32,7 +32,7 @@ def row(link: Link) -> str:
 
 
 def rows(layout: CheckpointLayout) -> list[str]:
-    """The lines of a layout's table: the model's, then a block's."""
+    """Rows of a layout's table: the model's, then a block's."""
     return [row(link) for link in (*layout.model, *layout.block)]
 
 

@@ -1,4 +1,4 @@
-"""Every architecture out and back: bits, config, and logits against what the class outside computes."""
+"""Export and import of every architecture: bits, config, and logits against those of the external class."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megalin.interop.weights.importing import import_hf
 from megalin.model.language_model import LanguageModel
 from megalin.train.open_run import open_run
 from tests.cases import build
-from tests.interop.weights.models import MODELS, NAMES, make_tokens, read_outside, read_run, write_run
+from tests.interop.weights.models import MODELS, NAMES, make_tokens, read_exported, read_run, write_run
 
 TIES = (True, False)
 
@@ -34,10 +34,10 @@ def _assert_same_weights(model: LanguageModel, other: LanguageModel) -> None:
 @pytest.mark.parametrize("tied", TIES, ids=["tied", "untied"])
 @pytest.mark.parametrize("name", NAMES)
 def test_round_trip_keeps_every_bit(name: str, tied: bool, tmp_path: Path):
-    outside = MODELS[name]
-    model = write_run(tmp_path / "run", outside.table | {"tie_embeddings": tied})
-    layout = export_hf(tmp_path / "run", tmp_path / "out", form=outside.format)
-    assert (layout.format, layout.architecture) == (outside.format, outside.architecture)
+    external = MODELS[name]
+    model = write_run(tmp_path / "run", external.table | {"tie_embeddings": tied})
+    layout = export_hf(tmp_path / "run", tmp_path / "out", form=external.format)
+    assert (layout.format, layout.architecture) == (external.format, external.architecture)
     imported = import_hf(tmp_path / "out", tmp_path / "back")
     assert imported.layout == layout
     assert imported.num_parameters == model.num_parameters()
@@ -54,15 +54,15 @@ def test_round_trip_keeps_every_bit(name: str, tied: bool, tmp_path: Path):
 @pytest.mark.parametrize("tied", TIES, ids=["tied", "untied"])
 @pytest.mark.parametrize("name", NAMES)
 def test_exported_folder_gives_its_class_the_same_logits(name: str, tied: bool, tmp_path: Path):
-    outside = MODELS[name]
-    model = write_run(tmp_path / "run", outside.table | {"tie_embeddings": tied})
-    export_hf(tmp_path / "run", tmp_path / "out", form=outside.format)
-    tensors, config = read_outside(tmp_path / "out")
-    assert config["architectures"] == [outside.architecture]
+    external = MODELS[name]
+    model = write_run(tmp_path / "run", external.table | {"tie_embeddings": tied})
+    export_hf(tmp_path / "run", tmp_path / "out", form=external.format)
+    tensors, config = read_exported(tmp_path / "out")
+    assert config["architectures"] == [external.architecture]
     assert ("lm_head.weight" in tensors) != tied
     wide = build(model.config, dtype=torch.float64)
     wide.load_state_dict(model.state_dict())
-    theirs = outside.forward({key: value.double() for key, value in tensors.items()}, config, make_tokens())
+    theirs = external.forward({key: value.double() for key, value in tensors.items()}, config, make_tokens())
     ours = _logits(wide)[:, : model.config.vocab_size]
     assert theirs.shape == ours.shape
     assert (ours - theirs).norm() / theirs.norm() < 1e-12
@@ -70,15 +70,15 @@ def test_exported_folder_gives_its_class_the_same_logits(name: str, tied: bool, 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_large_models_are_sharded_with_an_index(name: str, tmp_path: Path):
-    outside = MODELS[name]
-    model = write_run(tmp_path / "run", outside.table)
-    export_hf(tmp_path / "run", tmp_path / "out", form=outside.format, file_bytes=50_000)
+    external = MODELS[name]
+    model = write_run(tmp_path / "run", external.table)
+    export_hf(tmp_path / "run", tmp_path / "out", form=external.format, file_bytes=50_000)
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     assert sorted(set(index["weight_map"].values())) == files
     assert len(files) > 2
     assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
-    tensors, _ = read_outside(tmp_path / "out")
+    tensors, _ = read_exported(tmp_path / "out")
     assert index["weight_map"].keys() == tensors.keys()
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
     import_hf(tmp_path / "out", tmp_path / "back")

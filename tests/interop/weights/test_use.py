@@ -1,4 +1,4 @@
-"""The commands, and what an imported run is good for: generation, evaluation, training."""
+"""The commands export and import, and uses of an imported run: generation, evaluation, training."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from tests.model_runs import steps_saved, write_config
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> Path:
-    """A byte-level BPE of fewer ids than the models have."""
+    """A byte-level BPE with fewer ids than the models."""
     trainer = BytePairTrainer(VOCABULARY - 5).train(["the cat and the dog and the bird sat on the mat " * 3])
     trainer.save(tmp_path / "bpe.json")
     return tmp_path / "bpe.json"
 
 
-def _say(*arguments: Any) -> int:
+def _command(*arguments: Any) -> int:
     return main([str(argument) for argument in arguments])
 
 
 def test_export_and_import_carry_the_tokenizer(tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     write_run(tmp_path / "run", MODELS["rodimus-codefuse"].table, tokenizer=str(tokenizer))
-    assert _say("export", "hf", tmp_path / "run", tmp_path / "out", "--format", "codefuse") == 0
+    assert _command("export", "hf", tmp_path / "run", tmp_path / "out", "--format", "codefuse") == 0
     assert capsys.readouterr().out == f"{tmp_path / 'out'}: RodimusForCausalLM (codefuse)\n"
     config = json.loads((tmp_path / "out/config.json").read_text())
     end = tokenizers.Tokenizer.from_file(str(tokenizer)).token_to_id(END_OF_DOCUMENT)
@@ -40,64 +40,64 @@ def test_export_and_import_carry_the_tokenizer(tokenizer: Path, tmp_path: Path, 
     assert config["eos_token_id"] == generation["eos_token_id"] == end
     about = json.loads((tmp_path / "out/tokenizer_config.json").read_text())
     assert about == {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_DOCUMENT}
-    assert _say("import", "hf", tmp_path / "out", tmp_path / "back") == 0
-    said = capsys.readouterr().out
-    assert "RodimusForCausalLM (codefuse), " in said
-    assert "step 0" in said
-    assert "without a tokenizer" not in said
+    assert _command("import", "hf", tmp_path / "out", tmp_path / "back") == 0
+    output = capsys.readouterr().out
+    assert "RodimusForCausalLM (codefuse), " in output
+    assert "step 0" in output
+    assert "without a tokenizer" not in output
     tokenizer.unlink()  # the imported run has its own
     texts = []
     for run in (tmp_path / "back", tmp_path / "back"):
-        assert _say("generate", run, "--prompt", "the cat", "--max-tokens", "8") == 0
+        assert _command("generate", run, "--prompt", "the cat", "--max-tokens", "8") == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
     assert texts[0].startswith("the cat")
 
 
 @pytest.mark.parametrize("spoiled", ["missing", "no end", "too large"])
-def test_a_tokenizer_that_runs_cannot_use_stays_behind(
+def test_a_tokenizer_that_runs_cannot_use_is_left_out(
     spoiled: str, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     table = MODELS["llama"].table | ({"vocab_size": 260} if spoiled == "too large" else {})
     write_run(tmp_path / "run", table)
-    assert _say("export", "hf", tmp_path / "run", tmp_path / "out") == 0
+    assert _command("export", "hf", tmp_path / "run", tmp_path / "out") == 0
     assert not (tmp_path / "out/generation_config.json").exists()
     if spoiled != "missing":
         text = tokenizer.read_text()
         text = text.replace(END_OF_DOCUMENT, "</s>") if spoiled == "no end" else text
         (tmp_path / "out/tokenizer.json").write_text(text)
-    assert _say("import", "hf", tmp_path / "out", tmp_path / "back") == 0
+    assert _command("import", "hf", tmp_path / "out", tmp_path / "back") == 0
     reasons = {
         "missing": "has no tokenizer.json",
         "no end": "has no token <|endoftext|>",
         "too large": "more than the model's 260",
     }
-    assert f"without a tokenizer: {tmp_path / 'out'}" in (said := capsys.readouterr().out)
-    assert reasons[spoiled] in said
+    assert f"without a tokenizer: {tmp_path / 'out'}" in (output := capsys.readouterr().out)
+    assert reasons[spoiled] in output
     config, _ = open_run(tmp_path / "back")
     assert config.data.tokenizer is None
 
 
-def test_a_user_sees_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert _say("import", "hf", tmp_path, tmp_path / "run") == 4
+def test_errors_are_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert _command("import", "hf", tmp_path, tmp_path / "run") == 4
     assert capsys.readouterr().err.startswith("CheckpointError: ")
-    assert _say("export", "hf", tmp_path, tmp_path / "out") == 2
+    assert _command("export", "hf", tmp_path, tmp_path / "out") == 2
     assert "no such config file" in capsys.readouterr().err
 
 
 def test_training_starts_from_imported_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     table = model_table(SOFTMAX, SWIGLU, vocab_size=257)
     model = write_run(tmp_path / "run", table)
-    assert _say("export", "hf", tmp_path / "run", tmp_path / "out") == 0
-    assert _say("import", "hf", tmp_path / "out", tmp_path / "back") == 0
+    assert _command("export", "hf", tmp_path / "run", tmp_path / "out") == 0
+    assert _command("import", "hf", tmp_path / "out", tmp_path / "back") == 0
     write_config(tmp_path / "files")
     data = tmp_path / "files/data"
     validation = f"data.validation=['{data / 'validation'}']"
-    assert _say("eval", tmp_path / "back", validation, "data.sequence_length=36", "--json") == 0
+    assert _command("eval", tmp_path / "back", validation, "data.sequence_length=36", "--json") == 0
     before = json.loads(capsys.readouterr().out.splitlines()[-1])["loss"]
     overrides = ["data.tokenizer=bytes", f"data.train=['{data / 'train'}']", validation, "data.sequence_length=36"]
     overrides += ["train.steps=2", "train.global_batch_size=2", "optimizer.lr=1e-12", "optimizer.weight_decay=0.0"]
-    assert _say("train", tmp_path / "back/config.toml", *overrides, "--folder", tmp_path / "back") == 0
+    assert _command("train", tmp_path / "back/config.toml", *overrides, "--folder", tmp_path / "back") == 0
     assert steps_saved(tmp_path / "back") == [0, 2]
     for name, tensor in weights(read_run(tmp_path / "back")).items():
         torch.testing.assert_close(tensor, weights(model)[name], rtol=0, atol=1e-6)

@@ -1,4 +1,4 @@
-"""What the classes of other systems compute, from their tensors and config.json alone: naive definitions in fp64."""
+"""Naive fp64 forwards of other systems' model classes, from their tensors and config.json alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def rms(x: Tensor, weight: Tensor | float, eps: float) -> Tensor:
 
 
 def rotate(x: Tensor, base: float) -> Tensor:
-    """x [T, H, K]: the halves of a head as the two parts of complex numbers, turned by p base^(-2j/K)."""
+    """Rotates x [T, H, K]: the halves of a head are real and imaginary parts, position p turns by p base^(-2j/K)."""
     half = x.shape[-1] // 2
     turns = torch.arange(len(x), dtype=x.dtype)[:, None] * base ** (-torch.arange(half, dtype=x.dtype) / half)
     turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(turns), turns)[:, None]
@@ -26,7 +26,7 @@ def rotate(x: Tensor, base: float) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, left: int | None = None) -> Tensor:
-    """q, k, v [T, H, K] -> [T, H K], causal, `left` tokens back beside the token itself."""
+    """q, k, v [T, H, K] -> [T, H K], causal attention to the token itself and the `left` tokens before it."""
     scores = torch.einsum("thk,shk->hts", q, k) / math.sqrt(q.shape[-1])
     distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
     hidden = (distance < 0) | (distance > (len(q) if left is None else left))
@@ -34,12 +34,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, left: int | None = None) -> Tensor:
 
 
 def recurrence(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, scale: float) -> Tensor:
-    """q, k, decay [T, H, K], v [T, H, V] -> [T, H V], a token at a time."""
-    state, rows = torch.zeros(q.shape[1], q.shape[2], v.shape[2], dtype=q.dtype), []
+    """q, k, decay [T, H, K], v [T, H, V] -> [T, H V], token by token."""
+    state, outputs = torch.zeros(q.shape[1], q.shape[2], v.shape[2], dtype=q.dtype), []
     for q_t, k_t, v_t, a_t in zip(q, k, v, decay, strict=True):
         state = a_t[..., None] * state + k_t[..., None] * v_t[:, None]
-        rows.append(scale * (q_t[..., None] * state).sum(1).flatten())
-    return torch.stack(rows)
+        outputs.append(scale * (q_t[..., None] * state).sum(1).flatten())
+    return torch.stack(outputs)
 
 
 def swiglu(t: Tensors, prefix: str, x: Tensor) -> Tensor:
@@ -70,13 +70,13 @@ def llama(t: Tensors, config: Mapping[str, Any], tokens: Tensor) -> Tensor:
 def hgrn2(t: Tensors, config: Mapping[str, Any], tokens: Tensor) -> Tensor:
     """flash-linear-attention's HGRN2ForCausalLM."""
     eps, width = config["norm_eps"], config["expand_ratio"]
-    shares = t["model.lower_bounds"].softmax(0)
+    increments = t["model.lower_bounds"].softmax(0)
     x = t["model.embeddings.weight"][tokens]
     for index in range(config["num_hidden_layers"]):
         layer = f"model.layers.{index}."
         normed = rms(x, t[f"{layer}attn_norm.weight"], eps)
         q, f, i = (normed @ t[f"{layer}attn.{name}_proj.weight"].T for name in "qfi")
-        bound = shares[: index + 1].sum(0) - shares[0]
+        bound = increments[: index + 1].sum(0) - increments[0]
         forget = bound + (1.0 - bound) * torch.sigmoid(f)
         q, k, v, decay = (y.unflatten(1, (-1, width)) for y in (functional.silu(q), 1.0 - forget, i, forget))
         o = recurrence(q, k, v, decay, width**-0.5)
@@ -89,7 +89,7 @@ def hgrn2(t: Tensors, config: Mapping[str, Any], tokens: Tensor) -> Tensor:
 def transnormerllm(t: Tensors, config: Mapping[str, Any], tokens: Tensor) -> Tensor:
     """The released TransnormerForCausalLM."""
     heads, layers, width = config["decoder_attention_heads"], config["decoder_layers"], config["decoder_embed_dim"]
-    assert heads & (heads - 1) == 0  # so that ALiBi has one formula
+    assert heads & (heads - 1) == 0  # the slopes below hold for powers of two
     x = t["model.embed_tokens.weight"][tokens] * (1.0 if config["no_scale_embedding"] else math.sqrt(width))
     distance = (torch.arange(len(tokens))[:, None] - torch.arange(len(tokens))).double()
     for index in range(layers):
@@ -180,7 +180,7 @@ def rodimus_codefuse(t: Tensors, config: Mapping[str, Any], tokens: Tensor) -> T
 
 
 def shared_key(t: Tensors, prefix: str, out: str, x: Tensor, base: float, left: int) -> Tensor:
-    """Attention whose one key serves all heads."""
+    """Attention with one key head for all query heads."""
     width = len(t[f"{prefix}k_proj.weight"])
     q, k, v = ((x @ t[f"{prefix}{name}_proj.weight"].T).unflatten(1, (-1, width)) for name in "qkv")
     q, k = rotate(q, base), rotate(k, base).expand_as(q)
