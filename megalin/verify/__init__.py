@@ -1,1 +1,1 @@
-"""The proof command: a model on the asked mesh against one process, tensor by tensor."""
+"""Library of `megalin verify`: compares a model on a mesh with one process, tensor by tensor."""

@@ -1,4 +1,4 @@
-"""Errors between two outcomes, each beside its bound (docs/adr/0004-bf16-bounds.md)."""
+"""Errors between two outcomes and their bounds (docs/adr/0004-bf16-bounds.md)."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from megalin.verify.case import Case
 from megalin.verify.outcome import OPTIMIZER, Outcome
 
 RELATIVE_BOUND = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 2e-5}
-"""||a - b|| / ||b|| of logits, losses, gradients and their norm; in bf16 the least of their bounds."""
+"""Bound of ||a - b|| / ||b|| of logits, losses, gradients and their norm; in bf16 the smallest of their bounds."""
 WEIGHT_BOUND = {"float64": 1e-7, "float32": 2e-2, "bfloat16": 1e-3}
-"""Root mean square of the difference of a weight after the step, in units of the learning rate. AdamW divides each
-gradient element by its own magnitude, so rounding of the smallest elements is amplified up to lr / eps. bf16: from the
-same gradients, so what is left is the rounding of weights in fp32, 5e-4 at a magnitude of 8."""
+"""Bound of the root mean square difference of a weight after the step, in units of the learning rate. AdamW divides
+each gradient element by its own magnitude, so rounding of the smallest elements is amplified up to lr / eps. bf16: from
+the same gradients, so only the rounding of weights in fp32 remains, 5e-4 at a magnitude of 8."""
 ROUNDING_FACTOR = 2.0
-"""Where rounding is measured, a bound is this factor times that of one process in tensors of that role."""
+"""Factor on the measured rounding of one process; the product is the bound for tensors of the same role."""
 
 Rounding = Mapping[str, float]
-"""By role: the largest relative error of one process in bf16 against one in fp32, or in fp32 against one in fp64."""
+"""Largest relative error of one process by role: in bf16 against fp32, or in fp32 against fp64."""
 
 
 class TensorError(NamedTuple):
-    """One tensor's error against one process; it passes while error <= bound."""
+    """Error of one tensor against one process; it passes if error <= bound."""
 
     name: str
     error: float
@@ -34,15 +34,20 @@ class TensorError(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """Whether the bound holds; a NaN does not."""
+        """True if the error is within the bound; a NaN is not."""
         return self.error <= self.bound
 
 
 def compare(
     case: Case, outcome: Outcome, truth: Outcome, rounding: Rounding | None, device: torch.device
 ) -> list[TensorError]:
-    """One row a tensor. `truth` is one process in at least fp32; `rounding`, where it was measured, widens the bounds;
-    `device` does the sums, one tensor after the other."""
+    """Compares an outcome with the truth, tensor by tensor.
+
+    Args:
+        truth: one process in at least fp32.
+        rounding: widens the bounds, if it was measured.
+        device: computes the errors, one tensor at a time.
+    """
     assert outcome.keys() == truth.keys(), outcome.keys() ^ truth.keys()
     rows = []
     for name, expected in truth.items():
@@ -54,12 +59,12 @@ def compare(
 
 
 def kind(name: str) -> str:
-    """What an outcome's tensor is: logits, token_losses, loss, grad_norm, gradient or weight."""
+    """Kind of an outcome's tensor: logits, token_losses, loss, grad_norm, gradient or weight."""
     return name.partition(":")[0].partition(".")[0]
 
 
 def role(name: str) -> str:
-    """The name without the index of the micro-batch or block: what a tensor shares with its likes."""
+    """The name without the index of the micro-batch or block, common to tensors of one role."""
     return re.sub(r"(?<=:blocks\.)\d+", "*", name) if ":" in name else kind(name)
 
 

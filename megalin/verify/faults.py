@@ -1,6 +1,6 @@
-"""Named faults that the self-test plants, each a mistake that parallel code really makes.
+"""Named faults that the self-test plants, each a realistic mistake of parallel code.
 
-A fault is a subclass that overrides one method of the mesh or of one of its axes, or a change of the filled weights:
+A fault is a subclass that overrides one method of the mesh or of one of its axes, or a change of the initial weights:
 the code under test runs unchanged.
 """
 
@@ -26,17 +26,17 @@ from megalin.verify.case import Case
 
 
 class _SkippedAdjoint(TensorParallel):
-    """Entering the sharded region forgets to sum the ranks' gradients."""
+    """Omits the all-reduce of gradients where the sharded region begins."""
 
     def enter(self, x: Tensor) -> Tensor:
         if not self.sequence_parallel:
             return x
-        whole = super().enter(x.detach())
-        mine = self.local_slice(whole, dim=TOKENS)
+        full = super().enter(x.detach())
+        local = self.local_slice(full, dim=TOKENS)
         return torch.cat(
             [
-                x if rank == self.axis.rank else part
-                for rank, part in enumerate(whole.split(mine.shape[TOKENS], TOKENS))
+                x if rank == self.axis.rank else shard
+                for rank, shard in enumerate(full.split(local.shape[TOKENS], TOKENS))
             ],
             dim=TOKENS,
         )
@@ -46,7 +46,7 @@ class _SkippedAdjoint(TensorParallel):
 
 
 class _NormOfOneShard(TensorParallel):
-    """The full-width norm uses this rank's heads only, scaled as if all were alike."""
+    """Computes the full-width norm from this rank's heads only, scaled as if all ranks had the same."""
 
     def reduce_tokens(self, x: Tensor) -> Tensor:
         own = x * self.size
@@ -54,32 +54,32 @@ class _NormOfOneShard(TensorParallel):
 
 
 class _DroppedPartialGradient(TensorParallel):
-    """A replicated weight on sharded data keeps its partial gradient."""
+    """Omits the all-reduce of a replicated weight's partial gradient on sharded data."""
 
     def all_reduce_gradient(self, weight: Tensor) -> Tensor:
         return weight
 
 
 class _LocalCount(Mesh):
-    """The loss is divided by this rank's own number of labels."""
+    """Divides the loss by this rank's own number of labels."""
 
     def sum_over_data(self, value: Tensor) -> Tensor:
         return value
 
 
-ExchangeKind = Literal["decay", "fold", "halo", "heads", "sum", "neighbours"]
-"""What crosses from shard to shard: states, with decays among them or without; and `ContextParallel`'s other ways."""
+ExchangeKind = Literal["decay", "state", "halo", "heads", "sum", "neighbours"]
+"""Kind of exchange between sequence shards: states, with or without decays, and the others of `ContextParallel`."""
 
 
 class Probe(ContextParallel):
-    """Notes which exchanges a model makes."""
+    """Records the exchanges that a model makes."""
 
     def __init__(self, axis: Axis | None = None, *, exchange: ExchangeName = "auto") -> None:
         super().__init__(axis, exchange=exchange)
         self.made: set[ExchangeKind] = set()
 
     def entering(self, state: Tensor, log_decay: Tensor, documents: ShardDocuments) -> Tensor:
-        self.made |= {"fold", "decay"} if log_decay.any() else {"fold"}
+        self.made |= {"state", "decay"} if log_decay.any() else {"state"}
         return super().entering(state, log_decay, documents)
 
     def halo(self, x: Tensor, documents: ShardDocuments, document_ids: Tensor | None, *, width: int) -> Tensor:
@@ -100,7 +100,7 @@ class Probe(ContextParallel):
 
 
 class _DroppedDecay(ContextParallel):
-    """A state passes through a rank's tokens as if they forgot nothing."""
+    """Passes a state through a rank's tokens without decay."""
 
     def entering(self, state: Tensor, log_decay: Tensor, documents: ShardDocuments) -> Tensor:
         return super().entering(state, torch.zeros_like(log_decay), documents)
@@ -110,7 +110,7 @@ class _DroppedDecay(ContextParallel):
 
 
 class _WrongNeighbour(ContextParallel):
-    """A rank takes its own tokens' state for that of the rank before."""
+    """Uses a rank's own state in place of the previous rank's."""
 
     def entering(self, state: Tensor, log_decay: Tensor, documents: ShardDocuments) -> Tensor:
         return super().entering(state, log_decay, documents._replace(continues=documents.continues.roll(1, dims=1)))
@@ -121,35 +121,35 @@ class _WrongNeighbour(ContextParallel):
 
 
 class _MissingAdjoint(ContextParallel):
-    """The state that enters gives no gradient to the ranks it came from."""
+    """Drops the gradient of the entering state to the ranks that it came from."""
 
     def leaving_gradient(self, gradient: Tensor, log_decay: Tensor, documents: ShardDocuments) -> Tensor:
         return torch.zeros_like(super().leaving_gradient(gradient, log_decay, documents))
 
 
 class _MissingHalo(ContextParallel):
-    """A convolution or a window starts with the rank's first token."""
+    """Starts a convolution or a window at the rank's first token."""
 
     def halo(self, x: Tensor, documents: ShardDocuments, document_ids: Tensor | None, *, width: int) -> Tensor:
         return torch.zeros_like(super().halo(x, documents, document_ids, width=width))
 
 
 class _MissingHaloAdjoint(ContextParallel):
-    """The inputs that a convolution or a window borrows give no gradient to the ranks they came from."""
+    """Drops the gradient of a convolution's or window's halo to the ranks that it came from."""
 
     def halo(self, x: Tensor, documents: ShardDocuments, document_ids: Tensor | None, *, width: int) -> Tensor:
         return super().halo(x.detach(), documents, document_ids, width=width)
 
 
 class _SwappedSplitOrder(ContextParallel):
-    """The ranks' tokens are joined in another order."""
+    """Concatenates the ranks' tokens in the wrong order."""
 
     def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple(torch.cat(x.chunk(self.size, TOKENS)[::-1], TOKENS) for x in super().to_heads(*tensors))
 
 
 class _MissingExchangeAdjoint(ContextParallel):
-    """Tokens of other ranks give their keys and values, and get no gradient for them."""
+    """Drops the gradient of keys and values to the other ranks that they came from."""
 
     def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         q, *others = tensors
@@ -157,21 +157,21 @@ class _MissingExchangeAdjoint(ContextParallel):
 
 
 class _LocalSum(ContextParallel):
-    """A sum over the row is that over a rank's own tokens."""
+    """Sums over a rank's own tokens instead of the full sequence."""
 
     def all_reduce_both(self, x: Tensor) -> Tensor:
         return x * self.size
 
 
 class _MissingSumAdjoint(ContextParallel):
-    """A sum over the row is whole, and its gradient that of a rank's own use."""
+    """Sums over the full sequence, but with the gradient of a rank's own use only."""
 
     def all_reduce_both(self, x: Tensor) -> Tensor:
         return super().all_reduce_both(x.detach()) + x - x.detach()
 
 
 class _MissingNeighbours(ContextParallel):
-    """A window ends with the rank's tokens."""
+    """Ends a window at the rank's tokens."""
 
     def neighbouring_run_sums(self, first: Tensor, last: Tensor, documents: ShardDocuments) -> tuple[Tensor, Tensor]:
         before, after = super().neighbouring_run_sums(first, last, documents)
@@ -179,14 +179,14 @@ class _MissingNeighbours(ContextParallel):
 
 
 class _MissingNeighbourAdjoint(ContextParallel):
-    """What a window's other tokens add gives no gradient to the ranks it came from."""
+    """Drops the gradient of a window's tokens on other ranks."""
 
     def neighbouring_run_sums(self, first: Tensor, last: Tensor, documents: ShardDocuments) -> tuple[Tensor, Tensor]:
         return super().neighbouring_run_sums(first.detach(), last.detach(), documents)
 
 
 def _split_across_parts(model: nn.Module, mesh: Mesh) -> None:
-    """Fused matrices are cut as one long matrix, across their parts."""
+    """Shards fused matrices as one long matrix, across their parts."""
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear) and module.parts > 1:
             pieces = full_tensor(module.weight.detach()).flatten(0, 1).chunk(mesh.tp.size)  # [parts * out / tp, in]
@@ -194,21 +194,21 @@ def _split_across_parts(model: nn.Module, mesh: Mesh) -> None:
 
 
 class _UnsummedCopies(PipelineParallel):
-    """A parameter that several stages hold keeps the gradient of each stage's own use."""
+    """Omits the sum of gradients of a parameter with copies on several stages."""
 
     def sum_copies(self, copies: Sequence[nn.Parameter], holders: Axis) -> None:
         super().sum_copies(copies, Axis("copies"))
 
 
 class _CountOfOneMicroBatch(Mesh):
-    """The loss is divided by the number of labels of one micro-batch."""
+    """Divides the loss by the number of labels of one micro-batch."""
 
     def count_labels(self, counts: Sequence[Tensor]) -> Tensor:
         return super().count_labels(counts[-1:])
 
 
 def _reverse_blocks(model: nn.Module, mesh: Mesh) -> None:
-    """A stage runs its blocks last to first."""
+    """Reverses the order of a stage's blocks."""
     assert isinstance(model, Pipeline), type(model)
     for stage in model.stages():
         blocks = dict(stage.blocks.named_children())
@@ -219,23 +219,23 @@ def _reverse_blocks(model: nn.Module, mesh: Mesh) -> None:
 
 
 class Fault(NamedTuple):
-    """A mistake, and how it is planted."""
+    """Description of a mistake and of the way it is planted."""
 
     name: str
     axis: Literal["tp", "data", "cp", "pp"]
-    """The axis that shows it: of 2 ranks, of cp 3, since the state that enters the first of two is zero."""
+    """Axis that exposes it, with 2 ranks, or 3 for cp, since the state that enters the first of two ranks is zero."""
     tensor_parallel: type[TensorParallel] = TensorParallel
     context_parallel: type[ContextParallel] = ContextParallel
     pipeline_parallel: type[PipelineParallel] = PipelineParallel
     mesh: type[Mesh] = Mesh
-    after_fill: Callable[[nn.Module, Mesh], None] | None = None
+    after_init: Callable[[nn.Module, Mesh], None] | None = None
     needs_low_rank: bool = False
-    """Only visible with a replicated weight, or a norm without a mean, on sharded data, of which softmax attention has
-    neither, or with a stage of several blocks or a tied table: the case gets a block more that has both, and ties."""
+    """True if it is visible only with a replicated weight or a norm without a mean on sharded data (softmax attention
+    has neither), with a stage of several blocks, or with tied embeddings: the case gets a block with both, and ties."""
     decoder_only: bool = False
-    """In a code path that encoders do not have."""
+    """True if it is in a code path that encoders do not have."""
     exchange: ExchangeKind | None = None
-    """Of context parallelism: what only models that make it can show."""
+    """Exchange of context parallelism that a model must make for the fault to be visible."""
 
 
 FAULTS = (
@@ -249,10 +249,10 @@ FAULTS = (
         decoder_only=True,
     ),
     Fault("local_count", "data", mesh=_LocalCount),
-    Fault("wrong_part_split", "tp", after_fill=_split_across_parts, decoder_only=True),
+    Fault("wrong_part_split", "tp", after_init=_split_across_parts, decoder_only=True),
     Fault("dropped_decay", "cp", context_parallel=_DroppedDecay, exchange="decay"),
-    Fault("wrong_neighbour", "cp", context_parallel=_WrongNeighbour, exchange="fold"),
-    Fault("missing_adjoint", "cp", context_parallel=_MissingAdjoint, exchange="fold"),
+    Fault("wrong_neighbour", "cp", context_parallel=_WrongNeighbour, exchange="state"),
+    Fault("missing_adjoint", "cp", context_parallel=_MissingAdjoint, exchange="state"),
     Fault("missing_halo", "cp", context_parallel=_MissingHalo, exchange="halo"),
     Fault("missing_halo_adjoint", "cp", context_parallel=_MissingHaloAdjoint, exchange="halo"),
     Fault("swapped_split_order", "cp", context_parallel=_SwappedSplitOrder, exchange="heads"),
@@ -262,15 +262,15 @@ FAULTS = (
     Fault("missing_neighbours", "cp", context_parallel=_MissingNeighbours, exchange="neighbours"),
     Fault("missing_neighbour_adjoint", "cp", context_parallel=_MissingNeighbourAdjoint, exchange="neighbours"),
     Fault("unsummed_copies", "pp", pipeline_parallel=_UnsummedCopies, needs_low_rank=True),
-    Fault("reversed_blocks", "pp", after_fill=_reverse_blocks, needs_low_rank=True),
+    Fault("reversed_blocks", "pp", after_init=_reverse_blocks, needs_low_rank=True),
     Fault("count_of_one_micro_batch", "pp", mesh=_CountOfOneMicroBatch),
 )
 
 
 def visible_faults(case: Case, made: set[ExchangeKind]) -> list[Fault]:
-    """Those that the mesh of `case` shows in a model of its kind that makes these exchanges."""
+    """The faults that are visible on the mesh of `case`, in a model of its kind that makes the exchanges `made`."""
     parallel, encoder = case.parallel, isinstance(case.model, EncoderConfig)
     data_size = case.data_size * parallel.cp
-    shown = {"tp": parallel.tp > 1, "data": data_size > 1, "cp": parallel.cp > 2, "pp": parallel.pp > 1}
-    faults = [fault for fault in FAULTS if shown[fault.axis] and not (encoder and fault.decoder_only)]
+    visible = {"tp": parallel.tp > 1, "data": data_size > 1, "cp": parallel.cp > 2, "pp": parallel.pp > 1}
+    faults = [fault for fault in FAULTS if visible[fault.axis] and not (encoder and fault.decoder_only)]
     return [fault for fault in faults if fault.exchange is None or fault.exchange in made]

@@ -1,4 +1,4 @@
-"""Every mesh of at most so many ranks against one process, one after the other."""
+"""Comparison of every mesh of at most a given number of ranks with one process, one mesh at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megalin.verify.comparison import TensorError
 from megalin.verify.run import mesh_name, row_json, summary, worst_first
 
 SIZES = (1, 2, 3, 4)
-"""Ranks of an axis."""
+"""Numbers of ranks of an axis."""
 
 AXES = ("tp", "cp", "pp", "dp")
 """The axes of a mesh."""
@@ -25,7 +25,7 @@ Verify = Callable[[Case], list[TensorError]]
 
 
 class GridMesh(NamedTuple):
-    """A mesh of the grid."""
+    """Mesh of the grid."""
 
     parallel: ParallelConfig
     data_size: int
@@ -33,36 +33,36 @@ class GridMesh(NamedTuple):
 
     @property
     def world_size(self) -> int:
-        """Ranks of the mesh."""
+        """Number of ranks of the mesh."""
         return math.prod(self.sizes().values())
 
     def sizes(self) -> dict[str, int]:
-        """Ranks of each axis."""
+        """Number of ranks of each axis."""
         return dict(zip(AXES, (self.parallel.tp, self.parallel.cp, self.parallel.pp, self.data_size), strict=True))
 
 
 class MeshResult(NamedTuple):
-    """What a mesh gave."""
+    """Result of one mesh of the grid."""
 
     layout: GridMesh
-    refused: str
-    """Why the model cannot run on it; empty where it was started."""
+    unsupported: str
+    """Reason why the model cannot run on the mesh; empty if it was started."""
     failed: str
-    """What its ranks said where they gave no answer; else empty."""
+    """Error of ranks that failed; empty otherwise."""
     num_tensors: int
     worst: TensorError | None
-    """The tensor whose error is the largest in units of its bound."""
+    """Tensor with the largest error in units of its bound."""
     seconds: float
 
     @property
     def passed(self) -> bool:
-        """Whether every tensor kept its bound, or the mesh was refused."""
+        """True if every tensor is within its bound, or the model does not support the mesh."""
         return not self.failed and (self.worst is None or self.worst.passed)
 
 
 def layouts(max_ranks: int) -> list[GridMesh]:
-    """All combinations of axes of 1 to 4 ranks that fit, the smallest first; of one or two axes also each other way to
-    run each axis: sequence parallelism, exchanges, schedules, ZeRO stages."""
+    """All combinations of axes of 1 to 4 ranks that fit, the smallest first; for meshes of one or two axes also each
+    option of an axis: sequence parallelism, exchanges, schedules, ZeRO stages."""
     found = []
     axes = [sizes for sizes in itertools.product(SIZES, repeat=4) if math.prod(sizes) <= max_ranks]
     for tp, cp, pp, dp in sorted(axes, key=math.prod):
@@ -72,7 +72,7 @@ def layouts(max_ranks: int) -> list[GridMesh]:
 
 
 def _options(tp: int, cp: int, pp: int, dp: int) -> list[dict[str, Any]]:
-    """What may differ from the defaults on a mesh of these axes, one thing at a time."""
+    """The options other than the defaults on a mesh of these axes, one at a time."""
     options: list[dict[str, Any]] = []
     if tp > 1:
         options.append({"sequence_parallel": True})
@@ -88,23 +88,23 @@ def _options(tp: int, cp: int, pp: int, dp: int) -> list[dict[str, Any]]:
 def run_grid(
     layouts: Iterable[GridMesh], make: Callable[[GridMesh], Case], verify: Verify, *, new_ranks: bool
 ) -> Iterator[MeshResult]:
-    """What each mesh gives, one after the other.
+    """Yields the result of each mesh in turn.
 
     Args:
-        make: the comparison on a mesh; its ConfigError is the reason why the model cannot run there.
+        make: builds the comparison on a mesh; its ConfigError is the reason why the model cannot run there.
         verify: `verify.run.verify` on the ranks of the case.
-        new_ranks: whether it starts ranks for each mesh: those that fail are then no hindrance to the next mesh.
+        new_ranks: True if `verify` starts new ranks for each mesh, so that failed ranks do not affect the next mesh.
 
     Raises:
-        RankFailedError: as `verify` does, with the mesh, where all meshes share their ranks.
+        RankFailedError: from `verify`, with the mesh named, if all meshes share their ranks.
     """
     for layout in layouts:
         started = time.monotonic()
-        rows, refused, failed = [], "", ""
+        rows, unsupported, failed = [], "", ""
         try:
             case = make(layout)
         except ConfigError as error:
-            refused = str(error)
+            unsupported = str(error)
         else:
             try:
                 rows = verify(case)
@@ -113,23 +113,23 @@ def run_grid(
                     raise RankFailedError(f"{mesh_name(*layout)}: {error}") from error
                 failed = str(error)
         worst = worst_first(rows)[0] if rows else None
-        yield MeshResult(layout, refused, failed, len(rows), worst, time.monotonic() - started)
+        yield MeshResult(layout, unsupported, failed, len(rows), worst, time.monotonic() - started)
 
 
 def print_grid(results: Iterator[MeshResult], *, as_json: bool) -> bool:
-    """Prints a line a mesh as it is done, or one JSON object at the end; returns whether some ran and all that ran
-    passed. It also tells the axes of which no mesh ran: of these nothing is shown."""
+    """Prints one line per finished mesh, or one JSON object at the end; returns True if at least one mesh ran and all
+    that ran passed. Also lists the axes for which no mesh ran: nothing is verified for these."""
     started, found = time.monotonic(), []
     if not as_json:
-        print(f"{'mesh':48} {'':8} {'error':8} {'bound':6} {'seconds':>7}  worst of all tensors, or why not")
+        print(f"{'mesh':48} {'':11} {'error':8} {'bound':6} {'seconds':>7}  worst tensor, or reason")
     for result in results:
         found.append(result)
         if not as_json:
             print(_line(result), flush=True)
-    ran = [result for result in found if not result.refused]
+    ran = [result for result in found if not result.unsupported]
     passed = bool(ran) and all(result.passed for result in ran)
-    shown = {axis for result in ran for axis, size in result.layout.sizes().items() if size > 1 and not result.failed}
-    missing = [axis for axis in AXES if axis not in shown]
+    covered = {axis for result in ran for axis, size in result.layout.sizes().items() if size > 1 and not result.failed}
+    missing = [axis for axis in AXES if axis not in covered]
     if as_json:
         meshes = [_as_json(result) for result in found]
         print(json.dumps({"passed": passed, "axes_not_run": missing, "meshes": meshes}))
@@ -137,7 +137,7 @@ def print_grid(results: Iterator[MeshResult], *, as_json: bool) -> bool:
     failed = sum(not result.passed for result in ran)
     print(
         f"{'PASSED' if passed else 'FAILED'}: {len(ran) - failed} of {len(ran)} meshes agree with one process, "
-        f"{len(found) - len(ran)} refused, {time.monotonic() - started:.0f} s"
+        f"{len(found) - len(ran)} unsupported, {time.monotonic() - started:.0f} s"
         + (f"; no mesh ran with {' or '.join(missing)} above 1" if missing else "")
     )
     return passed
@@ -147,17 +147,17 @@ def _line(result: MeshResult) -> str:
     name = mesh_name(*result.layout)
     row = result.worst
     if row is None:
-        word, reason = ("FAILED", result.failed) if result.failed else ("refused", result.refused)
-        return f"{name:48} {word:8} {'':8} {'':6} {result.seconds:7.1f}  {reason}"
+        word, reason = ("FAILED", result.failed) if result.failed else ("unsupported", result.unsupported)
+        return f"{name:48} {word:11} {'':8} {'':6} {result.seconds:7.1f}  {reason}"
     verdict = "ok" if row.passed else "FAILED"
-    return f"{name:48} {verdict:8} {row.error:<8.1e} {row.bound:<6.0e} {result.seconds:7.1f}  {row.name}"
+    return f"{name:48} {verdict:11} {row.error:<8.1e} {row.bound:<6.0e} {result.seconds:7.1f}  {row.name}"
 
 
 def _as_json(result: MeshResult) -> dict[str, Any]:
     row = result.worst
     return summary(*result.layout) | {
         "passed": result.passed,
-        "refused": result.refused or None,
+        "refused": result.unsupported or None,
         "failed": result.failed or None,
         "tensors": result.num_tensors,
         "worst": None if row is None else row_json(row),

@@ -1,4 +1,4 @@
-"""One step of a case, on the mesh and in one process: every tensor that the two must agree on."""
+"""One training step of a case, on the mesh and in one process, with all tensors to compare."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ from megalin.train.step import accumulate_gradients, apply_gradients
 from megalin.verify.case import Case, make_batches, rank_batches
 
 Outcome = dict[str, Tensor]
-"""Whole tensors by name: logits.<m>, token_losses.<m>, loss, grad_norm, gradient:<p>, weight:<p>; of an
-encoder also sequence_logits.<m> and sequence_losses.<m>."""
+"""Full tensors by name: logits.<m>, token_losses.<m>, loss, grad_norm, gradient:<p>, weight:<p>; for an encoder also
+sequence_logits.<m> and sequence_losses.<m>."""
 
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, max_grad_norm=0.05)
-"""The clip is far below the gradient's norm, so a norm that misses or repeats an element changes the weights."""
+"""Optimizer of the step. The clip is far below the gradient norm, so a norm that misses or repeats an element changes
+the weights."""
 
 
 class _Head(NamedTuple):
-    """What a head of the model gave for a batch."""
+    """Output of one head of the model for a batch."""
 
     prefix: str
     logits: Tensor  # [..., V/tp or classes]
@@ -44,7 +45,7 @@ class _Head(NamedTuple):
 
 @torch.no_grad()
 def _forward(model: TrainedModel, batch: AnyBatch) -> ModelOutput | EncoderOutput | None:
-    """The model's output of a batch; None on a rank without the last stage."""
+    """The model's output for a batch; None on a rank without the last stage."""
     if isinstance(model, Pipeline):
         return model.token_outputs(batch.inputs())
     output: ModelOutput | EncoderOutput = model(**batch.inputs())
@@ -52,7 +53,7 @@ def _forward(model: TrainedModel, batch: AnyBatch) -> ModelOutput | EncoderOutpu
 
 
 def _heads(batch: AnyBatch, output: ModelOutput | EncoderOutput | None) -> list[_Head]:
-    """Each head's results, in the order of the loss's terms."""
+    """The heads' outputs, in the order of the loss's terms."""
     if output is None:
         return []
     if isinstance(output, ModelOutput):
@@ -69,21 +70,21 @@ def _heads(batch: AnyBatch, output: ModelOutput | EncoderOutput | None) -> list[
     return heads
 
 
-def _of_whole_rows(head: _Head, tensor: Tensor, whole: AnyBatch, axis: Axis) -> Tensor:
-    """A head's logits or losses on this rank of context parallelism -> those of the batch before it was split."""
+def _full_sequences(head: _Head, tensor: Tensor, full: AnyBatch, axis: Axis) -> Tensor:
+    """Combines a head's logits or losses over context-parallel ranks into those of the full batch."""
     if not head.prefix:
-        places = whole.masked_labels if isinstance(whole, EncoderBatch) else whole.labels
-        return all_gather(tensor, axis, dim=1)[:, : places.shape[1]]
-    # Sequences: every rank has the logits, whose mean shows one that differs; the first has the losses.
+        labels = full.masked_labels if isinstance(full, EncoderBatch) else full.labels
+        return all_gather(tensor, axis, dim=1)[:, : labels.shape[1]]
+    # Sequence heads: all ranks have the logits, and the mean exposes one that differs; the first has the losses.
     total = all_reduce(tensor, axis)
     return total if tensor is head.losses else total / axis.size
 
 
-def run_on_mesh(case: Case, mesh: Mesh, *, after_fill: Callable[[nn.Module, Mesh], None] | None = None) -> Outcome:
-    """The step on the mesh, by the code that trains; a collective, the outcome is whole on every rank, on its host.
+def run_on_mesh(case: Case, mesh: Mesh, *, after_init: Callable[[nn.Module, Mesh], None] | None = None) -> Outcome:
+    """Runs the step on the mesh with the training code; a collective. Every rank gets the full outcome, in host memory.
 
     Args:
-        after_fill: called on the filled model; the self-test plants a fault there.
+        after_init: called on the initialized model; the self-test plants a fault there.
     """
     model = build_model(
         case.model,
@@ -93,42 +94,42 @@ def run_on_mesh(case: Case, mesh: Mesh, *, after_fill: Callable[[nn.Module, Mesh
         compile_blocks=False,
         seed=case.seed,
     )
-    if after_fill is not None:
-        after_fill(model, mesh)
+    if after_init is not None:
+        after_init(model, mesh)
     optimizer = build_optimizer(model, OPTIMIZER, no_decay=())
-    whole = make_batches(case)
-    batches = rank_batches(whole, mesh)
+    full = make_batches(case)
+    batches = rank_batches(full, mesh)
     outcome: Outcome = {}
     for index, batch in enumerate(batches):
         for head in _heads(batch, _forward(model, batch)):
             logits = head.logits
             if not head.prefix:
                 logits = all_gather(logits, mesh.tp.axis, dim=-1)[..., : case.model.vocab_size]
-            # clone: a collective's result is waited on at its first use, and only rank 0 uses the outcome.
+            # clone: a collective's result is waited for at its first use, and only rank 0 uses the outcome.
             found = {f"{head.prefix}logits": logits, f"{head.prefix or 'token_'}losses": head.losses}
             for name, tensor in found.items():
-                rows = _of_whole_rows(head, tensor, whole[index], mesh.cp.axis)
-                outcome[f"{name}.{index}"] = all_gather(rows, mesh.samples, dim=0).clone().cpu()
+                sequences = _full_sequences(head, tensor, full[index], mesh.cp.axis)
+                outcome[f"{name}.{index}"] = all_gather(sequences, mesh.samples, dim=0).clone().cpu()
     losses, counts = accumulate_gradients(model, batches, mesh)
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
-        # A copy: where nothing is gathered the whole gradient is the gradient itself, which clipping scales in place.
+        # A copy: without sharding the full gradient is the gradient itself, which clipping scales in place.
         outcome[f"gradient:{name}"] = full_tensor(parameter.grad).clone().cpu()
     result = apply_gradients(model, optimizer, losses, counts, max_grad_norm=OPTIMIZER.max_grad_norm, step=0).wait()
     scalars = {"loss": result.loss, "grad_norm": result.grad_norm}
     outcome |= {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()}
     for name, parameter in model.named_parameters():
         outcome[f"weight:{name}"] = full_tensor(parameter.detach()).cpu()
-    return _joined(gather_objects(outcome, mesh.pp.group))
+    return _merge(gather_objects(outcome, mesh.pp.group))
 
 
-def _joined(parts: Sequence[Outcome]) -> Outcome:
-    """The outcome of a model whose stages gave parts of it; NaN for a tensor of which two stages have other copies."""
-    whole: Outcome = {}
-    for name, tensor in (item for part in parts for item in part.items()):
-        same = name not in whole or torch.equal(whole[name], tensor)
-        whole[name] = tensor if same else torch.full_like(tensor, math.nan)
-    return whole
+def _merge(stages: Sequence[Outcome]) -> Outcome:
+    """Merges the outcomes of pipeline stages; a tensor whose copies differ between stages becomes NaN."""
+    merged: Outcome = {}
+    for name, tensor in (item for stage in stages for item in stage.items()):
+        same = name not in merged or torch.equal(merged[name], tensor)
+        merged[name] = tensor if same else torch.full_like(tensor, math.nan)
+    return merged
 
 
 def run_reference(
@@ -139,17 +140,17 @@ def run_reference(
     dither: torch.Generator | None = None,
     recompute: bool = False,
 ) -> Outcome:
-    """The step in this process alone, in `dtype`: plain tensors, plain autograd, plain AdamW; all on `device`.
+    """Runs the step in this process only, in `dtype`: plain tensors, plain autograd, plain AdamW; all on `device`.
 
-    `device` is that of the mesh: the draws of the initial weights are the same on every mesh of one kind of device.
+    `device` is that of the mesh: initial weights are the same on every mesh of one kind of device.
 
     Args:
-        dither: for bf16: rounds each weight up or down by chance, the nearer the likelier, instead of to the nearest.
-        recompute: blocks compute their activations again: the same bits, for a model whose activations do not fit.
+        dither: for bf16: stochastic rounding of the weights instead of rounding to nearest.
+        recompute: recomputes activations, with the same bits, for a model whose activations do not fit.
     """
     wide = torch.promote_types(dtype, torch.float32)
-    model = _filled(case, wide, device, recompute=recompute)
-    # As on the mesh: the optimizer's weights and the sum of gradients are wide, what the model computes with is not.
+    model = _build_initialized(case, wide, device, recompute=recompute)
+    # As on the mesh: the optimizer's weights and gradient sums are wide, the weights of the forward are not.
     masters = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in model.named_parameters()}
     gradients = {name: torch.zeros_like(master) for name, master in masters.items()}
     precise = {parameter for module in model.full_precision_modules() for parameter in module.parameters()}
@@ -184,27 +185,27 @@ def run_reference(
 
 
 def on_host(outcome: Outcome) -> Outcome:
-    """The same in the host's memory, where several of a large model fit."""
+    """Copies an outcome to host memory, where several of a large model fit."""
     return {name: tensor.cpu() for name, tensor in outcome.items()}
 
 
 def _dithered(x: Tensor, generator: torch.Generator) -> Tensor:
-    """x plus an even draw from one unit in the last place of bf16, half of it to either side."""
+    """x plus uniform noise of one unit in the last place of bf16, centered at zero."""
     unit = torch.ldexp(x.sign(), torch.frexp(x).exponent - 8)  # 0 of a weight that is 0
     return x + unit * (torch.rand(x.shape, generator=generator, dtype=x.dtype, device=x.device) - 0.5)
 
 
 def run_step(case: Case, gradients: Outcome, device: torch.device) -> Outcome:
-    """`grad_norm` and `weight:<p>` of the step of one process that starts from the same weights and has the gradients
-    `gradient:<p>` of another outcome, all in fp32."""
-    masters = dict(_filled(case, torch.float32, device).named_parameters())
+    """Runs one process's optimizer step from the same weights with the gradients `gradient:<p>` of another outcome, all
+    in fp32; returns `grad_norm` and `weight:<p>`."""
+    masters = dict(_build_initialized(case, torch.float32, device).named_parameters())
     for name, master in masters.items():
         master.grad = gradients[f"gradient:{name}"].to(device, torch.float32, copy=True)  # clipped in place
     return on_host(_step(masters))
 
 
-def _filled(case: Case, dtype: torch.dtype, device: torch.device, *, recompute: bool = False) -> Model:
-    """The whole model with its initial weights."""
+def _build_initialized(case: Case, dtype: torch.dtype, device: torch.device, *, recompute: bool = False) -> Model:
+    """Builds the full model with its initial weights."""
     model = make_model(case.model, recompute=recompute).to(dtype)
     model.to_empty(device=device)
     init_weights(model, case.seed)
@@ -212,7 +213,7 @@ def _filled(case: Case, dtype: torch.dtype, device: torch.device, *, recompute: 
 
 
 def _step(masters: dict[str, nn.Parameter]) -> Outcome:
-    """Clips the weights' gradients and takes AdamW's first step: the norm before, and the weights after."""
+    """Clips gradients and takes AdamW's first step; returns the norm before clipping and the weights after the step."""
     assert OPTIMIZER.max_grad_norm is not None
     norm = torch.nn.utils.clip_grad_norm_(masters.values(), OPTIMIZER.max_grad_norm)
     beta1, beta2 = OPTIMIZER.betas

@@ -1,5 +1,5 @@
-"""How far rounding takes one process, the yardstick of a mesh: in bf16, and in fp32 where a mesh exceeds its bound
-(docs/adr/0004-bf16-bounds.md)."""
+"""Measured rounding of one process, from which bounds for a mesh follow: in bf16, and in fp32 if a mesh exceeds its
+bound (docs/adr/0004-bf16-bounds.md)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from megalin.verify.comparison import Rounding, error, kind, role
 from megalin.verify.outcome import Outcome, on_host, run_reference
 
 NUM_DRAWS = 16
-"""One process in bf16 with its weights rounded to the nearest, and the others with weights rounded by chance."""
+"""Number of processes in bf16: one with weights rounded to nearest, the others with stochastically rounded weights."""
 
 
 def measure_rounding(case: Case, truth: Outcome, device: torch.device) -> Rounding:
     """The largest error of one process in bf16 against `truth`, one in fp32, over all tensors of a role and all draws.
 
-    The norm of the gradients and the weights after the step are left out: they follow from the gradients without bf16.
+    The gradient norm and the weights after the step are excluded: they follow from the gradients without bf16.
     """
     found: list[tuple[str, float]] = []
     for draw in range(NUM_DRAWS):
@@ -27,10 +27,10 @@ def measure_rounding(case: Case, truth: Outcome, device: torch.device) -> Roundi
 
 
 def measure_fp32(case: Case, narrow: Outcome, device: torch.device) -> tuple[Outcome, Rounding]:
-    """One process in fp64, from the same weights, and the largest error against it of `narrow`, one in fp32, over all
+    """One process in fp64 from the same weights, and the largest error of `narrow`, one in fp32, against it, over all
     tensors of a role.
 
-    The weights after the step are those of `narrow`: AdamW moves them by what rounding makes of small gradients.
+    The weights after the step are those of `narrow`: AdamW amplifies the rounding of small gradients in them.
     """
     wide = on_host(run_reference(case, torch.float64, device, recompute=True))
     names = _without(wide, "weight")

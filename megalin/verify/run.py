@@ -1,4 +1,4 @@
-"""Runs a verification on the ranks that are there, and what it says: a table, or JSON."""
+"""Verification on the ranks of the current process group, with results as a table or JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class FaultResult(NamedTuple):
-    """Whether a planted fault was seen, and by which tensor most clearly."""
+    """Detection of a planted fault: whether it was seen, and the tensor with the largest error over bound."""
 
     fault: str
     seen: bool
@@ -34,21 +34,21 @@ class FaultResult(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """One process: what it gives, and in bf16 how far its rounding goes."""
+    """Outcome of one process, and in bf16 its measured rounding."""
 
     outcome: Outcome
     rounding: Rounding | None
 
 
 def verify(case: Case, mesh: Mesh | None = None) -> list[TensorError]:
-    """Compares the case on the mesh of the current process group with one process; a collective. In fp32, where a bound
-    is exceeded, the truth becomes one process in fp64, and bounds are twice the error of the one in fp32.
+    """Compares the case on the mesh of the current process group with one process; a collective. In fp32, if a bound is
+    exceeded, the truth becomes one process in fp64, and bounds are twice the error of the one in fp32.
 
     Args:
-        mesh: one of `case.parallel`, where several cases share it, as its process groups cost time and threads.
+        mesh: a mesh of `case.parallel` for several cases to share, because its process groups cost time and threads.
 
     Returns:
-        One row a tensor, on rank 0; no rows on the other ranks.
+        One row per tensor on rank 0; no rows on the other ranks.
     """
     mesh = Mesh(case.parallel, compute_device()) if mesh is None else mesh
     assert mesh.config == case.parallel, (mesh.config, case.parallel)
@@ -62,15 +62,15 @@ def verify(case: Case, mesh: Mesh | None = None) -> list[TensorError]:
         try:
             truth, rounding = measure_fp32(case, reference.outcome, mesh.device)
         except torch.OutOfMemoryError:
-            _log.warning("bounds of float32 stay as they are: one process in float64 does not fit into the memory")
+            _log.warning("float32 bounds stay unchanged: one process in float64 does not fit in memory")
             return rows
         return compare(case, outcome, truth, rounding, mesh.device)
     return rows
 
 
 def self_test(case: Case) -> list[FaultResult]:
-    """Plants each fault of faults.py that the mesh and the model can have, and compares; every one must be seen. A
-    collective; results on rank 0."""
+    """Plants each fault of faults.py that is visible with the mesh and the model, and compares; every one must be seen.
+    A collective; results on rank 0."""
     results = []
     references: dict[bool, Reference] = {}
     for fault in visible_faults(case, _exchanges(case)):
@@ -82,7 +82,7 @@ def self_test(case: Case) -> list[FaultResult]:
             context_parallel=fault.context_parallel,
             pipeline_parallel=fault.pipeline_parallel,
         )
-        outcome = run_on_mesh(planted, mesh, after_fill=fault.after_fill)
+        outcome = run_on_mesh(planted, mesh, after_init=fault.after_init)
         if mesh.is_first_rank:
             if fault.needs_low_rank not in references:
                 references[fault.needs_low_rank] = _reference(planted, mesh.device)
@@ -92,7 +92,7 @@ def self_test(case: Case) -> list[FaultResult]:
 
 
 def _exchanges(case: Case) -> set[ExchangeKind]:
-    """What the model's layers, on whatever ranks, send over the context-parallel axis."""
+    """The exchanges over the context-parallel axis that the model's layers make, on any rank."""
     mesh = Mesh(case.parallel, compute_device(), context_parallel=Probe)
     assert isinstance(mesh.cp, Probe), mesh.cp
     if mesh.cp.size > 2:
@@ -103,8 +103,8 @@ def _exchanges(case: Case) -> set[ExchangeKind]:
 
 
 def with_low_rank(case: Case) -> Case:
-    """The decoder's case with a tied table and a block more that has a replicated weight on sharded data, in case the
-    model has none."""
+    """The decoder's case with tied embeddings and one more block, which has a replicated weight on sharded data in case
+    the model has none."""
     num_heads = max(4, 2 * case.parallel.tp)
     width = case.model.hidden_size
     sublayers = [TNLConfig(num_heads=num_heads, chunk_size=16), GLUConfig(intermediate_size=width + num_heads)]
@@ -124,13 +124,13 @@ def _compare(case: Case, outcome: Outcome, reference: Reference, device: torch.d
     truth = reference.outcome
     if reference.rounding is not None:
         # The sign of a gradient element near zero is rounding, and AdamW's first step moves its weight by twice lr.
-        # The gradients have their own rows; what the optimizer makes of them is exact.
+        # The gradients have their own rows; the optimizer step from them is exact.
         truth = truth | run_step(case, outcome, device)
     return compare(case, outcome, truth, reference.rounding, device)
 
 
 def worst_first(rows: list[TensorError]) -> list[TensorError]:
-    """Rows by error over bound, the largest first; a NaN counts as the largest."""
+    """Rows sorted by error over bound, the largest first; a NaN counts as the largest."""
     return sorted(rows, key=lambda row: -(row.error / row.bound) if row.error == row.error else float("-inf"))
 
 
@@ -170,14 +170,14 @@ def print_faults(case: Case, results: list[FaultResult], *, as_json: bool) -> bo
 
 
 def row_json(row: TensorError) -> dict[str, Any]:
-    """A tensor's error as JSON tells it."""
+    """A tensor's error as a JSON object."""
     # JSON has no NaN or infinity.
     finite = row.error == row.error and row.error != float("inf")
     return {"name": row.name, "error": row.error if finite else None, "bound": row.bound, "passed": row.passed}
 
 
 def summary(parallel: ParallelConfig, data_size: int) -> dict[str, Any]:
-    """A mesh as JSON tells it: `parallel`'s fields, and `dp`."""
+    """A mesh as a JSON object: the fields of `parallel`, and `dp`."""
     return parallel.model_dump() | {"dp": data_size}
 
 
@@ -186,7 +186,7 @@ def _summary(case: Case) -> dict[str, Any]:
 
 
 def mesh_name(parallel: ParallelConfig, data_size: int) -> str:
-    """A mesh in a line: its axes of several ranks, each with how it runs where that is not the default."""
+    """Short name of a mesh: its axes of several ranks, each with its options that are not the default."""
     axes = []
     if parallel.tp > 1:
         axes.append(f"tp {parallel.tp}{' (sequence parallel)' if parallel.sequence_parallel else ''}")
@@ -196,8 +196,8 @@ def mesh_name(parallel: ParallelConfig, data_size: int) -> str:
         axes.append(f"pp {parallel.pp}{'' if parallel.pp_schedule == '1f1b' else f' ({parallel.pp_schedule})'}")
     if data_size > 1:
         shards = {"shard": parallel.shard, "zero": parallel.zero}
-        told = ", ".join(f"{name} {value}" for name, value in shards.items() if value is not None)
-        axes.append(f"dp {data_size}{told and f' ({told})'}")
+        options = ", ".join(f"{name} {value}" for name, value in shards.items() if value is not None)
+        axes.append(f"dp {data_size}{options and f' ({options})'}")
     return " x ".join(axes) or "one rank"
 
 

@@ -1,4 +1,4 @@
-"""The grid: which meshes it holds, what it says of each, and that one that fails or cannot run is not hidden."""
+"""The grid of `megalin verify`: its meshes, the result of each, and meshes that fail or cannot run."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_sixteen_ranks_have_triples_with_cp_3_and_4():
 
 
 def test_command_runs_every_mesh_and_lists_what_the_model_cannot(capsys: pytest.CaptureFixture[str]):
-    """HGRN2's blocks share parameters, of which a split backward loses gradients."""
+    """HGRN2's blocks share parameters, whose gradients a split backward loses."""
     assert main(["verify", "hgrn2-70m", "--grid", "--world", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["passed"], found["axes_not_run"]) == (True, [])
@@ -75,8 +75,8 @@ def test_command_runs_every_mesh_and_lists_what_the_model_cannot(capsys: pytest.
 CASE: dict[str, Any] = {"data_size": 1, "dtype": "float64", "full": False, "length": None, "recompute": False}
 
 
-def grid(rows: dict[int, list[TensorError]]) -> Any:
-    """A grid of meshes of tp 1 to 3, whose comparisons give these rows; where there are none, their ranks fail."""
+def grid(errors: dict[int, list[TensorError]]) -> Any:
+    """A grid of tp 1 to 3 whose comparisons give these errors; the ranks of a tp without errors fail."""
 
     def make(layout: GridMesh) -> Case:
         if layout.parallel.tp == 2:
@@ -84,16 +84,16 @@ def grid(rows: dict[int, list[TensorError]]) -> Any:
         return make_case(load_preset("tnl-70m").model, layout.parallel, **CASE | {"data_size": layout.data_size})
 
     def compare(case: Case) -> list[TensorError]:
-        if case.parallel.tp not in rows:
+        if case.parallel.tp not in errors:
             raise RankFailedError("rank 1:\nTraceback\nKeyError: 'a'")
-        return rows[case.parallel.tp]
+        return errors[case.parallel.tp]
 
     meshes = [GridMesh(ParallelConfig(tp=tp), 1) for tp in (1, 2, 3)]
     return run_grid(meshes, make, compare, new_ranks=True)
 
 
 def _grid_of_a_launcher(port: int) -> str:
-    """What a launched rank prints; the grid is cut to two meshes and one of another size."""
+    """The output of a launched rank; the grid is reduced to two meshes and one of another size."""
     launch = {
         "RANK": dist.get_rank(),
         "WORLD_SIZE": 2,
@@ -110,7 +110,7 @@ def _grid_of_a_launcher(port: int) -> str:
     return printed.getvalue()
 
 
-def test_under_a_launcher_meshes_of_its_size_run_in_one_group_and_rank_0_tells():
+def test_under_a_launcher_meshes_of_its_size_run_in_one_group_and_rank_0_prints():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -134,11 +134,11 @@ def test_a_launcher_of_ranks_that_make_no_mesh_is_refused(monkeypatch, capsys):
 
 def test_a_grid_that_compared_nothing_has_not_passed(capsys: pytest.CaptureFixture[str]):
     assert not print_grid(iter([]), as_json=False)
-    assert not print_grid((result for result in grid({1: [GOOD], 3: [GOOD]}) if result.refused), as_json=False)
+    assert not print_grid((result for result in grid({1: [GOOD], 3: [GOOD]}) if result.unsupported), as_json=False)
     assert capsys.readouterr().out.count("FAILED: 0 of 0 meshes agree with one process") == 2
 
 
-def test_new_ranks_that_fail_are_a_mesh_that_failed_beside_the_others(capsys: pytest.CaptureFixture[str]):
+def test_a_mesh_whose_ranks_fail_is_listed_with_the_others(capsys: pytest.CaptureFixture[str]):
     assert not print_grid(grid({3: [GOOD]}), as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["passed"] is False
@@ -151,18 +151,18 @@ def test_new_ranks_that_fail_are_a_mesh_that_failed_beside_the_others(capsys: py
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == ["one", "rank", "FAILED", "0.0", "rank", "1:"]
     assert lines[3] == "KeyError: 'a'"
-    assert lines[-1].startswith("FAILED: 1 of 2 meshes agree with one process, 1 refused, ")
+    assert lines[-1].startswith("FAILED: 1 of 2 meshes agree with one process, 1 unsupported, ")
 
 
-def test_axes_of_which_no_mesh_ran_are_told(capsys: pytest.CaptureFixture[str]):
-    """Those that were not asked for, that the model refused, and whose ranks failed."""
+def test_axes_of_which_no_mesh_ran_are_printed(capsys: pytest.CaptureFixture[str]):
+    """Axes that were not requested, that the model cannot use, and whose ranks failed."""
     assert print_grid(grid({1: [GOOD], 3: [GOOD]}), as_json=False)
     assert capsys.readouterr().out.endswith(" s; no mesh ran with cp or pp or dp above 1\n")
     print_grid(grid({1: [GOOD]}), as_json=True)
     assert json.loads(capsys.readouterr().out)["axes_not_run"] == ["tp", "cp", "pp", "dp"]
 
 
-def test_ranks_of_all_meshes_that_fail_end_the_grid_and_are_told_with_their_mesh():
+def test_ranks_of_all_meshes_that_fail_end_the_grid_and_name_their_mesh():
     def fail(_: Case) -> list[TensorError]:
         raise RankFailedError("rank 1 died: -9")
 
@@ -186,12 +186,12 @@ def test_a_mesh_that_exceeds_a_bound_fails_the_grid_and_the_others_are_still_run
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:3] for line in lines[1:4]] == [
         ["one", "rank", "FAILED"],
-        ["tp", "2", "refused"],
+        ["tp", "2", "unsupported"],
         ["tp", "3", "ok"],
     ]
     assert lines[1].endswith("gradient:a")
     assert lines[2].endswith("no half of a head")
-    assert lines[4].startswith("FAILED: 1 of 2 meshes agree with one process, 1 refused, ")
+    assert lines[4].startswith("FAILED: 1 of 2 meshes agree with one process, 1 unsupported, ")
     assert print_grid(grid({1: [GOOD], 3: [GOOD]}), as_json=False)
 
 

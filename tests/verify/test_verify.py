@@ -1,4 +1,4 @@
-"""The proof: a mesh agrees with one process, and every planted fault is seen."""
+"""`megalin verify`: a mesh agrees with one process, and every planted fault is detected."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ MESHES: dict[int, list[dict[str, Any]]] = {
 @pytest.mark.parametrize("world_size", list(MESHES))
 @pytest.mark.parametrize("model", list(MODELS))
 def test_every_mesh_agrees_with_one_process(model, world_size):
-    # The hybrid's weights are large: the gradient of its rotations loses half of fp32's digits in any process.
+    # The hybrid's weights are large: the gradient of its rotations loses half of fp32's digits even in one process.
     meshes = [mesh for mesh in MESHES[world_size] if model == "preset" or mesh.get("dtype") != "float32"]
     by_rank = run_ranks(world_size, verify_all, [case(MODELS[model], **mesh) for mesh in meshes])
     for mesh, rows in zip(meshes, by_rank[0], strict=True):
@@ -133,12 +133,12 @@ def test_fp32_beyond_its_bound_is_held_against_one_process_in_fp64(monkeypatch):
     narrow, exact = (run_reference(one, dtype, CPU) for dtype in (torch.float32, torch.float64))
     name = "gradient:embedding.weight"
     rounded = narrow[name].double() - exact[name]
-    # 1.5 times the error of one process, to the other side of the truth, and 2.5 times it, to the same side.
-    other_side, too_far = {name: exact[name] - 1.5 * rounded}, {name: exact[name] + 2.5 * rounded}
+    # 1.5 times the error of one process with the opposite sign, and 2.5 times it with the same sign.
+    opposite, too_far = {name: exact[name] - 1.5 * rounded}, {name: exact[name] + 2.5 * rounded}
     monkeypatch.setitem(comparison.RELATIVE_BOUND, "float32", 1e-9)
     assert not all(row.passed for row in compare(one, exact, narrow, None, CPU))
     with process_group(CPU):
-        for changed, failing in (({}, []), (other_side, []), (too_far, [name])):
+        for changed, failing in (({}, []), (opposite, []), (too_far, [name])):
             monkeypatch.setattr(run, "run_on_mesh", lambda *_, changed=changed: exact | changed)
             rows = run.verify(one)
             assert [row.name for row in rows if not row.passed] == failing
@@ -165,7 +165,7 @@ def test_where_one_process_in_fp64_does_not_fit_the_bound_stays(monkeypatch, cap
     monkeypatch.setattr(run, "measure_fp32", too_large)
     with process_group(CPU):
         assert {row.bound for row in run.verify(one)} == {1e-9, 2e-2}
-    assert "bounds of float32 stay as they are" in caplog.text
+    assert "float32 bounds stay unchanged" in caplog.text
 
 
 def test_dithered_weights_go_to_either_neighbour_and_stay_right_on_average():
@@ -191,26 +191,28 @@ def test_likes_in_other_blocks_and_micro_batches_share_a_role():
     assert {name: comparison.role(name) for name in names} == names
 
 
-def bf16_weight_rows(narrow: Outcome, wide: Outcome) -> list[TensorError]:
-    """Of an outcome in bf16 against one process, as `verify` compares them."""
+def bf16_weight_errors(narrow: Outcome, wide: Outcome) -> list[TensorError]:
+    """Errors of weights and gradient norm of a bf16 outcome, as `verify` compares them."""
     truth = wide | run_step(case(PRESET, dtype="bfloat16"), narrow, CPU)
     rows = compare(case(PRESET, dtype="bfloat16"), narrow, truth, {}, CPU)
     return [row for row in rows if comparison.kind(row.name) in ("weight", "grad_norm")]
 
 
 def test_bf16_weights_are_those_that_the_gradients_make():
-    """Gradients whose sign rounding turned move their weights by twice the learning rate, and that is right."""
+    """A gradient whose sign changes by rounding moves its weight by twice the learning rate, which is correct."""
     wide, narrow = (
         run_reference(case(PRESET, dtype="bfloat16"), dtype, CPU) for dtype in (torch.float32, torch.bfloat16)
     )
-    turned = [row for row in compare(case(PRESET, dtype="bfloat16"), narrow, wide, {}, CPU) if row.name[:6] == "weight"]
-    assert max(row.error for row in turned) > 2e-2
-    assert max(row.error for row in bf16_weight_rows(narrow, wide)) < 1e-4
+    flipped = [
+        row for row in compare(case(PRESET, dtype="bfloat16"), narrow, wide, {}, CPU) if row.name[:6] == "weight"
+    ]
+    assert max(row.error for row in flipped) > 2e-2
+    assert max(row.error for row in bf16_weight_errors(narrow, wide)) < 1e-4
     name = "weight:blocks.0.sublayers.1.mixer.down.weight"
     stale = narrow[name].clone()
     stale.view(-1)[0] += 2e-3 * 4  # one of 1280 elements
     for changed in ({name: stale}, {"grad_norm": narrow["grad_norm"] * (1 + 1e-4)}):
-        rows = bf16_weight_rows(narrow | changed, wide)
+        rows = bf16_weight_errors(narrow | changed, wide)
         assert [row.name for row in rows if not row.passed] == list(changed)
 
 
@@ -283,7 +285,7 @@ def test_command_in_one_process_ends_with_1_when_a_bound_is_exceeded(capsys, mon
         (["--tp", "0"], "--tp 0 --cp 1 --dp 1: an axis has at least one rank"),
         (["--dp", "2", "--shard", "0"], "shard = 0: input should be greater than or equal to 1"),
         (["--dp", "3", "--shard", "2"], "parallel.shard = 2 does not divide the data axis of 3 ranks"),
-        (["--length", "0"], "--length 0: a row has at least 1 token"),
+        (["--length", "0"], "--length 0: a sequence has at least 1 token"),
         (["--tp", "2", "--length", "33", "--sequence-parallel"], "--length 33 is not divisible by parallel.tp = 2"),
         (["--cp", "3", "--length", "32"], "--length 32 is not divisible by parallel.cp = 3; use 30 or 33"),
         (["--tp", "3", "--full"], "is not divisible by parallel.tp = 3; use tp 1, 2, 4"),
@@ -303,10 +305,10 @@ def test_command_under_a_launcher_with_other_ranks_is_refused(monkeypatch, capsy
     assert "--tp 2 x --cp 1 x --dp 1 needs 2 ranks, but 3 were started" in capsys.readouterr().err
 
 
-def test_rows_shorter_than_a_window_of_the_shrunk_model_are_refused_by_their_own_option(capsys):
+def test_sequences_shorter_than_a_window_of_the_shrunk_model_are_refused(capsys):
     assert main(["verify", "rodimus_plus-125m", "--cp", "4", "--length", "4"]) == 2
     assert (
-        "--length 4: the shrunk model has a window of 11 tokens, which a row must hold; use --length 12 or more"
+        "--length 4: the shrunk model has a window of 11 tokens, more than the length; use --length 12 or more"
         in capsys.readouterr().err
     )
     case = {"data_size": 1, "dtype": "float64", "recompute": False}
