@@ -1,4 +1,4 @@
-"""Builds and checks the indices of token shards (csrc/cpu)."""
+"""Index building and validation for token shards (csrc/cpu)."""
 
 import numpy as np
 import numpy.typing as npt
@@ -8,8 +8,8 @@ def build_sample_index(
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
     """Positions of the samples' first tokens in the concatenated sequences.
 
-    Sample j starts at token `first_token + j * stride`, which is token `offsets[j]` of sequence `sequences[j]`, never
-    an empty one. One pass over `lengths` [N] int32 (may be unaligned), 8 bytes of memory per sample.
+    Sample j starts at token `first_token + j * stride`: token `offsets[j]` of the non-empty sequence `sequences[j]`.
+    One pass over `lengths` [N] int32 (may be unaligned), 8 bytes of memory per sample.
 
     Returns:
         sequences [count] int32 and offsets [count] int32.
@@ -22,7 +22,7 @@ def build_sample_index(
 def build_blend(
     weights: npt.NDArray[np.float64], limits: npt.NDArray[np.int64], size: int
 ) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
-    """The source of each of `size` samples, and the index of the sample in that source.
+    """The source of each of `size` samples, and the sample's index in that source.
 
     Step i takes the source d of largest `weights[d] * max(i, 1) - taken[d]` among those with `taken[d] < limits[d]`,
     the first on ties; size x sources operations.
@@ -31,14 +31,13 @@ def build_blend(
         sources [size] int16 and sample indices [size] int64.
 
     Raises:
-        ValueError: not 1 to 32767 sources, or fewer samples in them than `size`.
+        ValueError: fewer than 1 or more than 32767 sources, or fewer than `size` samples in them.
         TypeError: an array of another dtype, or not C-contiguous.
     """
 
 def check_lengths(lengths: npt.NDArray[np.int32], pointers: npt.NDArray[np.int64], *, itemsize: int) -> tuple[int, int]:
-    """The first sequence with a negative length or a pointer other than the bytes before it; the tokens before it.
-
-    If all are valid: the number of sequences and the sum of their lengths. One pass, no copy.
+    """Index of the first sequence with a negative length or a pointer that is not the bytes before it, and the tokens
+    before it; if all are valid, the number of sequences and the sum of their lengths. One pass, no copy.
 
     Raises:
         ValueError: arrays that are not one-dimensional, differ in size, or have 2^31 entries or more.
@@ -46,18 +45,19 @@ def check_lengths(lengths: npt.NDArray[np.int32], pointers: npt.NDArray[np.int64
     """
 
 def check_documents(documents: npt.NDArray[np.int64]) -> int:
-    """The first entry below its predecessor (the first entry: below 0), or the number of entries. One pass, no copy."""
+    """Index of the first entry below its predecessor (for the first entry: below 0); the number of entries if there is
+    none. One pass, no copy."""
 
 def count_rows(lengths: npt.NDArray[np.int32], *, capacity: int, window: int, fit: str) -> npt.NDArray[np.int64]:
     """Number of packed samples of `capacity` tokens for each window of `window` sequences, [ceil(N / window)] int64.
 
-    A sequence of n ids takes n - 1 tokens (its last id is a label only); one that takes more than `capacity` is cut
+    A sequence of n ids takes n - 1 tokens (its last id is a label only); one that takes more than `capacity` is split
     into pieces of `capacity` and a remainder, and one of fewer than two ids takes none. Within a window pieces are
     placed largest first: with fit "first_fit" in the first sample with enough room, with "best_fit" in the fullest such
     sample. Memory: 32 bytes per piece of one window.
 
     Raises:
-        ValueError: `capacity` or `window` out of range, another `fit`, or an array that is not one-dimensional.
+        ValueError: `capacity` or `window` out of range, an unknown `fit`, or an array that is not one-dimensional.
         TypeError: `lengths` is not a C-contiguous int32 array.
     """
 

@@ -247,18 +247,19 @@ py::tuple build_blend(const Weights& weights, const Offsets& limits, std::int64_
 }  // namespace
 
 PYBIND11_MODULE(_index, module) {
-    module.doc() = "Index building and checking for token shards.";
+    module.doc() = "Index building and validation for token shards.";
     module.def("build_sample_index", &build_sample_index, py::arg("lengths").noconvert(), py::kw_only(),
                py::arg("first_token"), py::arg("stride"), py::arg("count"),
-               "Rows (sequence, offset) at which samples start; see _index.pyi.");
+               "Sequence and offset of each sample's first token; see _index.pyi.");
     module.def("check_lengths", &check_lengths, py::arg("lengths").noconvert(), py::arg("pointers").noconvert(),
-               py::kw_only(), py::arg("itemsize"), "The first wrong sequence and the tokens before it; see _index.pyi.");
+               py::kw_only(), py::arg("itemsize"),
+               "The first invalid sequence and the tokens before it; see _index.pyi.");
     module.def("check_documents", &check_documents, py::arg("documents").noconvert(),
-               "The first entry below the one before it; see _index.pyi.");
+               "The first entry below its predecessor; see _index.pyi.");
     module.def("count_rows", &count_rows, py::arg("lengths").noconvert(), py::kw_only(), py::arg("capacity"),
-               py::arg("window"), py::arg("fit"), "Rows that each window of sequences takes; see _index.pyi.");
+               py::arg("window"), py::arg("fit"), "Number of packed samples per window of sequences; see _index.pyi.");
     module.def("pieces_of_row", &pieces_of_row, py::arg("lengths").noconvert(), py::kw_only(), py::arg("capacity"),
-               py::arg("fit"), py::arg("row"), "What one row of a window holds; see _index.pyi.");
+               py::arg("fit"), py::arg("row"), "The pieces of one packed sample of a window; see _index.pyi.");
     module.def("build_blend", &build_blend, py::arg("weights").noconvert(), py::arg("limits").noconvert(),
-               py::arg("size"), "Which source gives each sample, and which of its own; see _index.pyi.");
+               py::arg("size"), "Source of each sample and its index in that source; see _index.pyi.");
 }
