@@ -57,11 +57,11 @@ class GradientGraph:
             return self._run(batches)
         if self._graph is None:
             self._graph = self._record(batches)
-        shapes = [[part.shape for part in batch] for batch in batches]
-        assert shapes == [[part.shape for part in batch] for batch in self._batches], shapes
+        shapes = [[field.shape for field in batch] for batch in batches]
+        assert shapes == [[field.shape for field in batch] for batch in self._batches], shapes
         for recorded, batch in zip(self._batches, batches, strict=True):
-            for target, part in zip(recorded, batch, strict=True):
-                target.copy_(part)
+            for target, field in zip(recorded, batch, strict=True):
+                target.copy_(field)
         self._graph.replay()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
@@ -84,7 +84,7 @@ class GradientGraph:
 
     def _record(self, batches: Sequence[AnyBatch]) -> torch.cuda.CUDAGraph:
         """Captures without running; stores the graph's own batches, gradients and result."""
-        self._batches = [type(batch)(*(part.clone() for part in batch)) for batch in batches]
+        self._batches = [type(batch)(*(field.clone() for field in batch)) for batch in batches]
         graph = torch.cuda.CUDAGraph()
         # Meanwhile other threads pin batches and watch NCCL.
         recording = torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local")

@@ -197,7 +197,7 @@ class TrainingLoop:
 
     def _log_kernels(self, metrics: Metrics) -> None:
         """Logs the implementation of each op and the reason for it, once per process after its first step."""
-        used = dict(item for part in gather_objects(backend.used(), self.mesh.pp.group) for item in part.items())
+        used = dict(item for each in gather_objects(backend.used(), self.mesh.pp.group) for item in each.items())
         metrics.print_line("kernels: " + ", ".join(f"{op} {choice.backend}" for op, choice in used.items()))
         self.run.write_json(self.run.kernels, {op: choice._asdict() for op, choice in used.items()})
 

@@ -26,18 +26,18 @@ NOTHING_CHANGED = (
     "No weight was changed and nothing was saved; resume from the last checkpoint with a lower optimizer.lr, or look "
     "at the samples of this step"
 )
-"""Remainder of the error message of a step that was skipped."""
+"""End of the error message of a skipped step."""
 
 
 class StepResult(NamedTuple):
     """Result of a step, equal on every rank except for `seconds`."""
 
     loss: float
-    """The sum of the terms: of a decoder, the mean loss of the step's valid labels over all ranks, nats a token."""
+    """Sum of the terms; for a decoder, the mean loss of the step's valid labels over all ranks, nats a token."""
     grad_norm: float
     """L2 norm of the whole gradient before clipping."""
     label_tokens: int
-    """Valid labels of the step over all ranks, those of tokens."""
+    """Valid token labels of the step over all ranks."""
     terms: tuple[float, ...]
     """The mean loss of each term of the model's `loss_names`, over its own valid labels of all ranks."""
     seconds: float

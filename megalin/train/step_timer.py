@@ -65,7 +65,7 @@ class StepTimer:
         return duration
 
     def pause(self) -> None:
-        """Leaves what the device and the host do until the next step starts out of that step's duration.
+        """Excludes everything until the next step starts from that step's duration.
 
         No step may be between its `start` and `end`.
         """

@@ -1,4 +1,4 @@
-"""`megalin train`: a run in one process and under torchrun, and every bad input with its message and exit code."""
+"""`megalin train`: runs in one process and under torchrun, and the message and exit code of every bad input."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from megalin.train.run_folder import RunFolder
 from tests.model_runs import losses, metrics, steps_saved, write_config, write_shard
 
 CONFIG, DATA, CHECKPOINT, STORAGE, NUMERIC = 2, 3, 4, 5, 8
-"""Exit codes."""
+"""Exit codes of the error classes."""
 
 
 @pytest.fixture
 def run(trained: Path, tmp_path: Path) -> Path:
-    """A copy of the finished run."""
+    """A writable copy of the finished run."""
     return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
@@ -58,7 +58,7 @@ def _incidents(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "incidents.jsonl").read_text().splitlines()]
 
 
-def test_finished_run_says_so(run, config, capsys):
+def test_finished_run_is_reported_as_finished(run, config, capsys):
     assert main(["train", str(config), "--folder", str(run)]) == 0
     assert "step 12 of 12 (nothing left to do)" in capsys.readouterr().out
 
@@ -104,7 +104,7 @@ def test_bad_config_is_refused(fails, config, tmp_path, override, message):
     assert not (tmp_path / "run").exists()
 
 
-def test_all_problems_of_a_config_are_told_at_once(fails, config):
+def test_all_problems_of_a_config_are_reported_at_once(fails, config):
     message = fails(
         CONFIG, "train", config, "train.step=3", "model.hidden_sise=3", "optimizer.lr=-1.0", "data.train=[]"
     )
@@ -153,7 +153,7 @@ def test_all_problems_of_a_config_are_told_at_once(fails, config):
         ({"LOCAL_RANK": "-1"}, [], "environment variable LOCAL_RANK = '-1' is not a number"),
     ],
 )
-def test_ranks_that_do_not_fit_are_refused_before_any_is_met(
+def test_ranks_that_do_not_fit_are_refused_before_they_connect(
     fails, config, tmp_path, monkeypatch, environment, overrides, message
 ):
     launch = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
@@ -272,7 +272,7 @@ def _flip_a_byte(checkpoint: Path) -> Path:
     return largest
 
 
-def test_damaged_checkpoint_is_passed_over_with_a_warning(run, config, trained, caplog):
+def test_damaged_checkpoint_is_skipped_with_a_warning(run, config, trained, caplog):
     damaged = _flip_a_byte(run / "checkpoints" / "step-00000012")
     (run / "checkpoints" / "step-00000010" / "manifest.json").unlink()
     (run / "checkpoints" / ".tmp-step-00000014-0a0b0c0d").mkdir()
@@ -287,7 +287,7 @@ def test_damaged_checkpoint_is_passed_over_with_a_warning(run, config, trained, 
     assert [path.name for path in (run / "checkpoints").glob(".tmp-*")] == []
 
 
-def test_run_without_an_intact_checkpoint_is_not_begun_again(fails, run, config):
+def test_run_without_an_intact_checkpoint_is_not_restarted(fails, run, config):
     for step in steps_saved(run):
         _flip_a_byte(run / "checkpoints" / f"step-{step:08d}")
     message = fails(CHECKPOINT, "train", config, "--folder", run)
@@ -299,7 +299,7 @@ def test_run_without_an_intact_checkpoint_is_not_begun_again(fails, run, config)
 def test_run_folder_in_use_is_refused(fails, run, config):
     with RunFolder(run):
         message = fails(CONFIG, "train", config, "train.steps=14", "--folder", run)
-    assert re.search(rf"run folder .* is in use by pid {os.getpid()} on .* since .*; give this run another", message)
+    assert re.search(rf"run folder .* is in use by pid {os.getpid()} on .* since .*; choose another folder", message)
 
 
 def test_run_folder_that_cannot_be_written_is_refused(fails, config, tmp_path):
