@@ -1,4 +1,4 @@
-"""Commands run in this process, as the command line runs them, and one trained run for those that read one."""
+"""Fixtures for the commands, which run in this process, and a finished run for those that read one."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Fails = Callable[..., str]
 
 @pytest.fixture(scope="session")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny config file."""
+    """A tiny config file."""
     return write_config(tmp_path_factory.mktemp("config"))
 
 
 @pytest.fixture(scope="session")
 def trained(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of its finished run; not to be written."""
+    """The folder of a finished run of this config; read-only."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     assert main(["train", str(config), "--folder", str(folder)]) == 0
     return folder
@@ -30,7 +30,7 @@ def trained(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def fails(capsys: pytest.CaptureFixture[str]) -> Fails:
-    """Runs a command that must end with this exit code and one message; returns the message."""
+    """Function that runs a command, requires its exit code, and returns its error message."""
 
     def run(code: int, *arguments: str | os.PathLike[str]) -> str:
         assert main([str(argument) for argument in arguments]) == code

@@ -1,4 +1,4 @@
-"""`megalin config`, `megalin params` and the command line itself."""
+"""`megalin config`, `megalin params` and parsing of the command line."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_params_of_every_preset(preset, capsys):
         assert "state_bytes" not in counts
         rows = model.vocab_size + model.max_positions + model.num_token_types
     else:
-        # The softmax baseline remembers nothing before its first token, and a cache that grows after it.
+        # The softmax baseline has no state before its first token, and then a cache that grows.
         softmax = all(block.sublayers[0].type == "softmax" for block in model.layers)
         assert (counts["state_bytes"] > 0) is not softmax
         rows = (1 if model.tie_embeddings else 2) * model.vocab_size
@@ -98,7 +98,7 @@ def test_model_that_is_no_table_is_refused(fails, tmp_path):
 
 
 def test_collections_go_on_once_torch_is_loaded(monkeypatch):
-    monkeypatch.setattr(gc, "freeze", lambda: None)  # this process has more than torch
+    monkeypatch.setattr(gc, "freeze", lambda: None)  # this process has more objects than torch's
     gc.disable()
     try:
         main(["params"])

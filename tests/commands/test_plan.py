@@ -1,4 +1,4 @@
-"""`megalin plan`, and the question that `megalin train` asks of it."""
+"""`megalin plan`, and the memory check of `megalin train`."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def test_json_has_every_refusal_and_all_parts(capsys):
     assert {"layout", "reason", "kind", "missing_bytes"} == plan["refused"][0].keys()
 
 
-def test_a_config_of_a_run_tells_its_own_steps(config, capsys):
+def test_a_run_config_sets_the_length_and_batch_of_the_plan(config, capsys):
     arguments = ["plan", str(config), "train.micro_batch_size=1", "--gpus", "1", "--memory", "1GB", "--json"]
     assert main(arguments) == 0
     plan = json.loads(capsys.readouterr().out)
     assert (plan["length"], plan["global_batch_size"], plan["compiled"]) == (36, 4, False)
 
 
-def test_a_config_of_a_run_tells_how_streams_reach_products(config, capsys):
+def test_a_run_config_sets_the_overlap_of_tensor_parallelism(config, capsys):
     arguments = [
         "plan",
         str(config),
@@ -58,12 +58,12 @@ def test_a_config_of_a_run_tells_how_streams_reach_products(config, capsys):
     ]
     assert main([*arguments, "--sequence-parallel", 'parallel.tp_overlap="none"']) == 0
     best = json.loads(capsys.readouterr().out)["best"]
-    (split,) = (layout["overrides"] for layout in best if layout["tp"] == 2)
-    assert {"parallel.sequence_parallel=true", "parallel.tp_overlap=none"} <= set(split)
+    (overrides,) = (layout["overrides"] for layout in best if layout["tp"] == 2)
+    assert {"parallel.sequence_parallel=true", "parallel.tp_overlap=none"} <= set(overrides)
 
 
-def test_mixers_that_share_a_module_may_lie_in_several_entries(tmp_path, capsys):
-    """HGRN2's bounds, whose graph the first backward frees."""
+def test_mixers_that_share_a_module_may_be_in_several_entries(tmp_path, capsys):
+    """HGRN2's bounds are shared by all layers, and the first backward frees their graph."""
     entry = '[[model.layers]]\nsublayers = [{ type = "hgrn2", num_heads = 4, chunk_size = 16 }]\n'
     model = "[model]\nvocab_size = 257\nhidden_size = 32\n"
     path = tmp_path / "model.toml"
@@ -91,14 +91,14 @@ def test_nothing_fits(capsys):
         (["danet-base", "--gpus", "1"], 'danet-base: model.kind = "encoder", but only decoders can be planned'),
     ],
 )
-def test_what_cannot_be_planned_is_told(arguments, message, fails):
+def test_invalid_plans_are_refused(arguments, message, fails):
     assert message in fails(2, "plan", *arguments)
 
 
 def test_train_refuses_a_run_that_cannot_fit_before_it_makes_anything(config, tmp_path, fails, monkeypatch):
     monkeypatch.setattr("megalin.commands.train.device_memory_bytes", lambda device: 100_000)
     folder = tmp_path / "run"
-    told = fails(2, "train", config, "--folder", folder)
-    assert "weights, gradients and optimizer state alone need" in told
+    message = fails(2, "train", config, "--folder", folder)
+    assert "weights, gradients and optimizer state alone need" in message
     assert not folder.exists()
     assert main(["train", str(config), "--folder", str(folder), "--no-memory-check", "train.stop_after_steps=1"]) == 0

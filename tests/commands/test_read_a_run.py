@@ -87,8 +87,8 @@ def test_eval_on_more_ranks_than_were_started_is_refused(fails, trained, overrid
 
 
 def test_report_of_a_run_is_one_file(trained, capsys, tmp_path):
-    told = output(capsys, "report", trained, "--output", tmp_path / "r.html")
-    assert told.endswith("r.html: step 12 of 12, finished\n")
+    printed = output(capsys, "report", trained, "--output", tmp_path / "r.html")
+    assert printed.endswith("r.html: step 12 of 12, finished\n")
     text = (tmp_path / "r.html").read_text()
     assert f"{metrics(trained)[-1]['evaluation_loss']:.4f} nats a token, after step 12" in text
     assert "step-00000012, 3 files" in text
@@ -96,7 +96,7 @@ def test_report_of_a_run_is_one_file(trained, capsys, tmp_path):
     assert "on 1 x cpu" in text
 
 
-def test_report_lies_in_the_run_folder_by_default(fails, trained, tmp_path):
+def test_report_is_written_to_the_run_folder_by_default(fails, trained, tmp_path):
     (tmp_path / "config.toml").write_text((trained / "config.toml").read_text())
     assert main(["report", str(tmp_path)]) == 0
     assert (tmp_path / "report.html").read_text().startswith("<!DOCTYPE html>")

@@ -1,4 +1,4 @@
-"""tools/score_corpus.py with a trained run: what it keeps, prints and leaves behind."""
+"""tools/score_corpus.py with a trained run: the kept documents, the output and the files."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from tools import score_corpus
 
 
 def test_likely_documents_are_kept(trained, tmp_path, capsys):
-    """Half of the documents are of the kind that the run was trained on, and the others are noise."""
+    """Half of the documents resemble the training data of the run; the others are noise."""
     known = [bytes(ids[:-1]).decode() for ids in documents(800, seed=5)]
     values = [{"text": text, "known": True} for text in known]
     values += [{"text": text[::-1].translate({k: 255 - k for k in range(128)}), "known": False} for text in known]
@@ -27,11 +27,11 @@ def test_likely_documents_are_kept(trained, tmp_path, capsys):
     assert not list(tmp_path.glob("*.parts"))
 
 
-def test_what_cannot_be_scored_is_told(trained, tmp_path, capsys):
+def test_invalid_arguments_are_refused(trained, tmp_path, capsys):
     (tmp_path / "x.jsonl").write_text('{"text": "a"}')
     arguments = ["--input", str(tmp_path / "x.jsonl"), "--output-prefix", str(tmp_path / "out")]
     assert score_corpus.main([str(trained), *arguments]) == 2
-    assert "give --max-perplexity or --keep-quantile" in capsys.readouterr().err
+    assert "give either --max-perplexity or --keep-quantile" in capsys.readouterr().err
     assert score_corpus.main([str(tmp_path), *arguments, "--max-perplexity", "9"]) != 0
     assert capsys.readouterr().err.startswith("error: ")
 
