@@ -1,4 +1,4 @@
-"""What test_overlapped_products_gpu.py has ranks do: torchrun -m tests.gpu.async_tp_runs values, delays or stall."""
+"""Rank program of test_async_tensor_parallel_gpu.py: torchrun -m tests.gpu.async_tp_runs values, delays or stall."""
 
 import random
 import sys
@@ -23,16 +23,16 @@ from tests.numerics import Tensors, relative_error
 TOKENS, WIDTH = 256, 512
 
 
-def opened(device: torch.device, timeout: timedelta) -> tuple[AsyncTPBuffers, Axis]:
+def open_buffers(device: torch.device, timeout: timedelta) -> tuple[AsyncTPBuffers, Axis]:
     group = dist.group.WORLD
     assert group is not None
-    copies = open_async_tp_buffers(device, group=group, timeout=timeout)
-    assert isinstance(copies, AsyncTPBuffers), copies
-    return copies, Axis("tp", group.size(), group.rank(), group.group_name)
+    buffers = open_async_tp_buffers(device, group=group, timeout=timeout)
+    assert isinstance(buffers, AsyncTPBuffers), buffers
+    return buffers, Axis("tp", group.size(), group.rank(), group.group_name)
 
 
 def inputs(batch: int, channels: int, device: torch.device) -> list[Tensor]:
-    """This rank's part of the stream, of the weights up and down, and of the gradient of the result."""
+    """This rank's shards of the hidden states, of the weights up and down, and of the gradient of the result."""
     size, rank = dist.get_world_size(), dist.get_rank()
     generator = torch.Generator(device).manual_seed(0)
     shapes = ((batch, TOKENS, WIDTH), (channels, WIDTH), (WIDTH, channels), (batch, TOKENS, WIDTH))
@@ -42,64 +42,64 @@ def inputs(batch: int, channels: int, device: torch.device) -> list[Tensor]:
     return [t.chunk(size, dim)[rank].contiguous() for t, dim in zip((x, up, down, dy), dims, strict=True)]
 
 
-def layer(parts: list[Tensor], axis: Axis, dtype: torch.dtype, *, by_copies: bool) -> Tensors:
-    """down(up(x)) and its gradients."""
-    x, up, down = (part.to(dtype).requires_grad_() for part in parts[:3])
-    if by_copies:
+def layer(shards: list[Tensor], axis: Axis, dtype: torch.dtype, *, overlapped: bool) -> Tensors:
+    """The result down(up(x)) and its gradients, with overlapped communication or by plain collectives."""
+    x, up, down = (shard.to(dtype).requires_grad_() for shard in shards[:3])
+    if overlapped:
         y = matmul_reduce_scatter(all_gather_matmul(x, up, axis), down, axis)
     else:
         hidden = gather_from_axis(x, axis, dim=1) @ up.t()
         y = reduce_scatter_to_axis(hidden @ down.t(), axis, dim=1)
-    y.backward(parts[3].to(dtype))
+    y.backward(shards[3].to(dtype))
     found = {"y": y, "dx": x.grad, "dup": up.grad, "ddown": down.grad}
     return {name: tensor.detach() for name, tensor in found.items() if tensor is not None}
 
 
 def compare_values(device: torch.device) -> None:
-    """Each dtype against fp64 by collectives, with at most twice the error of the same dtype by collectives."""
-    copies, axis = opened(device, timedelta(seconds=20))
+    """Asserts that the error against fp64 is at most twice that of plain collectives in the same dtype."""
+    buffers, axis = open_buffers(device, timedelta(seconds=20))
     for batch, channels in ((1, 1024), (3, 1024), (2, 2 * SHORT_MATMUL * axis.size)):
-        parts = inputs(batch, channels, device)
-        truth = layer(parts, axis, torch.float64, by_copies=False)
+        shards = inputs(batch, channels, device)
+        truth = layer(shards, axis, torch.float64, overlapped=False)
         for dtype in (torch.float64, torch.float32, torch.bfloat16):
-            reference = layer(parts, axis, dtype, by_copies=False)
-            for name, tensor in layer(parts, axis, dtype, by_copies=True).items():
+            reference = layer(shards, axis, dtype, overlapped=False)
+            for name, tensor in layer(shards, axis, dtype, overlapped=True).items():
                 error = relative_error(tensor, truth[name])
                 bound = max(2 * relative_error(reference[name], truth[name]), 1e-14)
                 assert error <= bound, (batch, channels, dtype, name, error, bound)
-    del copies
+    del buffers
 
 
 def repeat_with_delays(device: torch.device) -> None:
-    """Ranks and streams that wait at random, and other work between: the bits of the first time."""
-    copies, axis = opened(device, timedelta(seconds=60))
-    assert copies.cuda_stream is not None
-    parts = inputs(2, 4096, device)
-    expected = layer(parts, axis, torch.bfloat16, by_copies=True)
+    """Asserts equal bits in every repetition, with random delays of ranks and CUDA streams and other work between."""
+    buffers, axis = open_buffers(device, timedelta(seconds=60))
+    assert buffers.cuda_stream is not None
+    shards = inputs(2, 4096, device)
+    expected = layer(shards, axis, torch.bfloat16, overlapped=True)
     draw = random.Random(dist.get_rank())
     differing = torch.zeros((), dtype=torch.int64, device=device)
     for _ in range(300):
-        for stream in (torch.cuda.current_stream(), copies.cuda_stream):
+        for stream in (torch.cuda.current_stream(), buffers.cuda_stream):
             if draw.random() < 0.5:
                 with torch.cuda.stream(stream):
                     torch.cuda._sleep(draw.randrange(10**6))
         torch.randn(draw.randrange(1, 10**6), device=device)
-        found = layer(parts, axis, torch.bfloat16, by_copies=True)
+        found = layer(shards, axis, torch.bfloat16, overlapped=True)
         differing += sum((found[name] != tensor).sum() for name, tensor in expected.items())
     assert differing.item() == 0, differing
 
 
 def stall(device: torch.device) -> None:
-    """Rank 1 takes no part."""
-    copies, axis = opened(device, timedelta(seconds=2))
-    parts = inputs(2, 1024, device)
-    layer(parts, axis, torch.bfloat16, by_copies=True)  # which opens the memory
+    """Stalls rank 1 while rank 0 waits for it."""
+    buffers, axis = open_buffers(device, timedelta(seconds=2))
+    shards = inputs(2, 1024, device)
+    layer(shards, axis, torch.bfloat16, overlapped=True)  # opens the symmetric memory
     if dist.get_rank() == 0:
-        layer(parts, axis, torch.bfloat16, by_copies=True)
+        layer(shards, axis, torch.bfloat16, overlapped=True)
         torch.cuda.synchronize()
     else:
         time.sleep(60)
-    del copies
+    del buffers
 
 
 def main() -> None:

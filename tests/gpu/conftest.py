@@ -1,4 +1,4 @@
-"""What every test on the chip starts from: a device, and uninitialised memory that shows."""
+"""Common start of every GPU test: a CUDA device, and uninitialised memory filled with NaN."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests of this folder bear the mark gpu, and are left out where there is none."""
+    """Marks the tests of this folder with `gpu` and skips them without a CUDA device."""
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
@@ -18,8 +18,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _poisoned(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Memory of `torch.empty` holds NaN; cuBLAS only warns."""
-    # The mode changes what Inductor compiles; that file measures what users train with.
+    """Fills the memory of `torch.empty` with NaN; cuBLAS only warns."""
+    # The mode changes the code that Inductor compiles; that file tests the code that users train with.
     deterministic = request.path.name != "test_training_gpu.py"
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
     yield

@@ -1,14 +1,14 @@
-"""Exported folders in the classes of flash-linear-attention and transformers: logits and greedy text against ours.
+"""Exports loaded by flash-linear-attention and transformers: logits and greedy text against megalin.
 
     python tests/gpu/interchange_fla.py [--device cuda] [--only llama-tiny ...]
 
-Needs those packages; the test suite does not, so this is a program. It prints one line a comparison and ends with 1
-when one is beyond its bound. Logits are compared as ||a - b|| / ||b|| with b = ours by the plain references on the CPU
-in fp64, so that no kernel of ours takes part. In bf16 both systems are held against that truth, and theirs, whose gates
-run in bf16 too, may be at most 1e-2 beyond twice as far from it as ours.
+A program and no test, for it needs those packages and the test suite does not. It prints one line per comparison and
+exits with 1 if one exceeds its bound. Logits are compared as ||a - b|| / ||b||, b being the logits of megalin's
+reference ops on the CPU in fp64, without any kernel of megalin. In bf16 both systems are compared with them. The error
+of the other system, whose gates run in bf16 too, may be at most twice that of megalin plus 1e-2.
 
-flash-linear-attention computes Rodimus+'s attention by flash-attn, in bf16. Where that package is not installed, the
-same attention by torch stands in, which also lets it run in fp32.
+flash-linear-attention computes the attention of Rodimus+ by flash-attn, in bf16. If that package is not installed, the
+same attention by torch replaces it, which also allows fp32.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from tests.interop.weights.models import write_run
 
 LENGTH, PROMPT, NEW_TOKENS = 300, 48, 32
 EXACT, TENSOR_CORES, LOW = 5e-5, 5e-3, 1e-1
-"""Bounds: fp32 token by token; fp32 chunks, whose products run in TF32; ours in bf16."""
+"""Bounds: fp32 token by token; fp32 in chunks, whose matmuls run in TF32; megalin in bf16."""
 
 
 class Case(NamedTuple):
-    """A model, its class, and the ways that the class evaluates it."""
+    """A model, its class in the other package, and the modes in which that class evaluates it."""
 
     package: str
     name: str
@@ -79,7 +79,7 @@ def _llama(width: int, layers: int, heads: int, vocabulary: int) -> dict[str, An
 
 STEPWISE = ("fused_recurrent",)
 FLA_MODES = ("fused_recurrent", "chunk")
-"""Tuning the chunk kernels takes two minutes a shape, so the small models alone run them."""
+"""Modes of the small models alone: tuning the chunk kernels takes two minutes a shape."""
 CASES = {
     "llama-tiny": Case("transformers", "LlamaForCausalLM", _llama(128, 2, 4, 300), (None,)),
     "llama-125m": Case("transformers", "LlamaForCausalLM", _llama(768, 12, 12, 32000), (None,)),
@@ -93,7 +93,7 @@ CASES = {
 
 
 def stand_in_flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window_size: tuple[int, int]) -> Tensor:
-    """softmax(q k^T / sqrt(K)) v of [B, T, H, K], the last query beside the last key, `window_size[0]` keys back."""
+    """softmax(q k^T / sqrt(K)) v of [B, T, H, K], last query aligned with last key, over `window_size[0]` keys back."""
     assert causal
     assert window_size[1] == 0
     place = torch.arange(q.shape[1], device=q.device) + k.shape[1] - q.shape[1]
@@ -104,16 +104,16 @@ def stand_in_flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, w
 
 
 def provide_flash_attention() -> None:
-    """Puts the stand-in where flash-linear-attention looks for flash-attn, unless that is there."""
+    """Gives flash-linear-attention the stand-in if flash-attn is not installed."""
     layer = importlib.import_module("fla.layers.rodimus")
     if layer.flash_attn_func is None:
         layer.flash_attn_func = stand_in_flash_attention
         layer.autocast_to_fp16 = lambda x: x
-        print("flash-attn is not installed: its attention by torch stands in, in the dtype of the model")
+        print("flash-attn is not installed: attention by torch replaces it, in the dtype of the model")
 
 
-def outside(case: Case, folder: Path, dtype: torch.dtype, device: str, mode: str | None) -> Any:
-    """The folder in its own class."""
+def load_exported(case: Case, folder: Path, dtype: torch.dtype, device: str, mode: str | None) -> Any:
+    """The exported folder, loaded by the class of the other package."""
     cls = getattr(importlib.import_module(case.package), case.name)
     settings = {} if mode is None else {"attn_mode": mode}
     model, found = cls.from_pretrained(folder, dtype=dtype, output_loading_info=True, **settings)
@@ -122,8 +122,8 @@ def outside(case: Case, folder: Path, dtype: torch.dtype, device: str, mode: str
     return model.to(device).eval()
 
 
-def ours_in(model: LanguageModel, dtype: torch.dtype) -> LanguageModel:
-    """A copy in that dtype, its gates, positions and bounds in at least fp32, as training computes it."""
+def megalin_in(model: LanguageModel, dtype: torch.dtype) -> LanguageModel:
+    """A copy in `dtype`, with gates, positions and bounds in at least fp32, as in training."""
     model = copy.deepcopy(model).to(dtype)
     for module in model.full_precision_modules():
         module.to(torch.promote_types(dtype, torch.float32))
@@ -136,7 +136,7 @@ def error(actual: Tensor, expected: Tensor) -> float:
 
 @torch.no_grad()
 def greedy(model: Any, prompt: Tensor) -> list[int]:
-    """Token by token with the class's own cache."""
+    """Greedy tokens, one by one, with the class's own cache."""
     output = model(prompt, use_cache=True)
     tokens = [int(output.logits[0, -1].argmax())]
     while len(tokens) < NEW_TOKENS:
@@ -148,32 +148,32 @@ def greedy(model: Any, prompt: Tensor) -> list[int]:
 
 @torch.no_grad()
 def compare(case: Case, folder: Path, device: str) -> Iterator[tuple[str, float, float]]:
-    """(what, relative error or number of differing tokens, its bound)."""
+    """Yields (comparison, relative error or number of differing tokens, bound)."""
     config = parse(ModelConfig, case.table, case.name)
     model = write_run(folder / "run", config.model_dump(), noise=0.02)
     export_hf(folder / "run", folder / "out")
     vocabulary = config.vocab_size
     tokens = torch.randint(0, vocabulary, (2, LENGTH), generator=torch.Generator().manual_seed(1))
-    truth = ours_in(model, torch.float64)(tokens).logits[..., :vocabulary]
-    ours_low = error(ours_in(model, torch.bfloat16)(tokens).logits[..., :vocabulary], truth)
+    truth = megalin_in(model, torch.float64)(tokens).logits[..., :vocabulary]
+    megalin_low = error(megalin_in(model, torch.bfloat16)(tokens).logits[..., :vocabulary], truth)
     prompt = tokens[:1, :PROMPT]
     text = list(generate(model, prompt[0].tolist(), max_tokens=NEW_TOKENS, sampling=Sampling()))
     tokens, prompt = tokens.to(device), prompt.to(device)
     for mode in case.modes:
-        theirs = outside(case, folder / "out", torch.float32, device, mode)
+        theirs = load_exported(case, folder / "out", torch.float32, device, mode)
         bound = TENSOR_CORES if mode == "chunk" else EXACT
         yield f"{mode or 'forward'} fp32 logits", error(theirs(tokens, use_cache=False).logits, truth), bound
         if mode != "chunk":
             again = greedy(theirs, prompt)
             yield "greedy tokens that differ", float(sum(a != b for a, b in zip(text, again, strict=True))), 0.0
-            if case.name != "RodimusForCausalLM":  # whose generate needs flash-attn's other entry points
+            if case.name != "RodimusForCausalLM":  # its generate needs other entry points of flash-attn
                 output = theirs.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None)
                 made = output[0, PROMPT:].tolist()
                 yield "generate() tokens that differ", float(sum(a != b for a, b in zip(text, made, strict=True))), 0.0
-        theirs = outside(case, folder / "out", torch.bfloat16, device, mode)
+        theirs = load_exported(case, folder / "out", torch.bfloat16, device, mode)
         logits = theirs(tokens, use_cache=False).logits
-        yield f"{mode or 'forward'} bf16 logits", error(logits, truth), 2 * ours_low + 1e-2
-    yield "ours, bf16 logits", ours_low, LOW
+        yield f"{mode or 'forward'} bf16 logits", error(logits, truth), 2 * megalin_low + 1e-2
+    yield "megalin, bf16 logits", megalin_low, LOW
 
 
 def main() -> int:
@@ -190,8 +190,8 @@ def main() -> int:
             for what, value, bound in compare(CASES[name], Path(folder), arguments.device):
                 good = value <= bound
                 failed += not good
-                print(f"{name:18} {what:40} {value:10.2e}  bound {bound:.0e}  {'ok' if good else 'BEYOND'}", flush=True)
-    print("all within their bounds" if not failed else f"{failed} beyond their bounds")
+                print(f"{name:18} {what:40} {value:10.2e}  bound {bound:.0e}  {'ok' if good else 'ABOVE'}", flush=True)
+    print("all within their bounds" if not failed else f"{failed} above their bounds")
     return int(failed > 0)
 
 

@@ -1,4 +1,4 @@
-"""What test_peer_copies_gpu.py has ranks do: torchrun -m tests.gpu.p2p_runs train CONFIG FOLDER, send or stall."""
+"""Rank program of test_p2p_copies_gpu.py: torchrun -m tests.gpu.p2p_runs train CONFIG FOLDER, send or stall."""
 
 import sys
 import time
@@ -17,33 +17,33 @@ SCHEDULES = {"1f1b": [], "interleaved": ['parallel.pp_schedule="interleaved"', "
 SHAPE = (1024, 1024)
 
 
-def train_every_way(config: Path, folder: Path, device: torch.device) -> None:
-    """Runs on two stages or four, by copies and by sends."""
+def train_each(config: Path, folder: Path, device: torch.device) -> None:
+    """Trains with every schedule, through symmetric memory and by sends."""
     for schedule, overrides in SCHEDULES.items():
         for transfer in ("symmetric_memory", "p2p"):
             run = load_run_config(config, ["parallel.pp=2", f'parallel.pp_transfer="{transfer}"', *overrides])
             train(run, device, folder / f"{schedule}-{transfer}")
 
 
-def lines_of_two(device: torch.device, timeout: timedelta) -> P2PChannels:
+def open_pair(device: torch.device, timeout: timedelta) -> P2PChannels:
     group = dist.group.WORLD
     assert group is not None
-    copies = open_channels(1, SHAPE, torch.float32, device, group=group, timeout=timeout)
-    assert isinstance(copies, P2PChannels), copies
-    return copies
+    channels = open_channels(1, SHAPE, torch.float32, device, group=group, timeout=timeout)
+    assert isinstance(channels, P2PChannels), channels
+    return channels
 
 
 def send_many(device: torch.device) -> None:
-    """More tensors than there are slots, with a receiver that is slow at first and a sender that is slow at last."""
-    copies, count = lines_of_two(device, timedelta(seconds=20)), 8 * SLOTS
+    """Sends more tensors than there are slots, to a receiver slow at first from a sender slow later."""
+    channels, count = open_pair(device, timedelta(seconds=20)), 8 * SLOTS
     if dist.get_rank() == 0:
-        sender = copies.sender(1, 0)
+        sender = channels.sender(1, 0)
         for number in range(count):
             if number > count // 2:
                 torch.cuda._sleep(10**7)
             sender.send(torch.full(SHAPE, float(number), device=device))
     else:
-        receiver, found = copies.receiver(0, 0), []
+        receiver, found = channels.receiver(0, 0), []
         for number in range(count):
             if number < count // 2:
                 torch.cuda._sleep(10**7)
@@ -57,10 +57,10 @@ def send_many(device: torch.device) -> None:
 
 
 def stall(device: torch.device) -> None:
-    """Rank 1 never sends."""
-    copies = lines_of_two(device, timedelta(seconds=2))
+    """Stalls rank 1, from which rank 0 waits to receive."""
+    channels = open_pair(device, timedelta(seconds=2))
     if dist.get_rank() == 0:
-        copies.receiver(1, 0).receive(torch.empty(SHAPE, device=device))
+        channels.receiver(1, 0).receive(torch.empty(SHAPE, device=device))
         torch.cuda.synchronize()
     else:
         time.sleep(60)
@@ -70,7 +70,7 @@ def main() -> None:
     device = compute_device()
     with process_group(device):
         if sys.argv[1] == "train":
-            train_every_way(Path(sys.argv[2]), Path(sys.argv[3]), device)
+            train_each(Path(sys.argv[2]), Path(sys.argv[3]), device)
         elif sys.argv[1] == "send":
             send_many(device)
         else:

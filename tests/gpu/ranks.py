@@ -1,4 +1,4 @@
-"""Ranks on this host's GPUs, one each; or all on one, where there are too few and NCCL_MULTI_RANK_GPU_ENABLE is 1."""
+"""Ranks on GPUs of this host: one GPU each, or all on one if there are too few and NCCL_MULTI_RANK_GPU_ENABLE is 1."""
 
 import os
 import subprocess
@@ -16,17 +16,17 @@ def _missing(count: int) -> bool:
 
 
 def needs_gpus(count: int) -> pytest.MarkDecorator:
-    """Skips a test where ranks have neither a GPU each nor may share one."""
+    """Skips a test if there are fewer than `count` GPUs and ranks may not share one."""
     skipped = _missing(count) and os.environ.get(SHARED_GPUS) != "1"
     return pytest.mark.skipif(skipped, reason=f"needs {count} GPUs, or {SHARED_GPUS}=1 and NCCL 2.30")
 
 
 def on_gpus(count: int, module: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """`python -m module` on so many ranks, and what it said."""
+    """Runs `python -m module` on `count` ranks and returns its exit status and output."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     environment = dict(os.environ)
     if _missing(count):
-        # A rank takes the only GPU it sees for its own; torch's symmetric memory refuses one that ranks share.
+        # A rank uses the only GPU that is visible to it; torch's symmetric memory refuses a shared GPU by default.
         environment |= {"CUDA_VISIBLE_DEVICES": "0", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
     command = [*launcher, "-m", module, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)

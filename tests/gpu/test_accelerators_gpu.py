@@ -1,4 +1,4 @@
-"""NVIDIA's apex and flash-attn on the chip, where they are installed: values, gradients, and runs that take them."""
+"""Tests of installed NVIDIA apex and flash-attn on a GPU: values, gradients, and runs that use them."""
 
 import importlib.util
 import json
@@ -56,7 +56,7 @@ def test_flash_attn(length, heads, groups, width, window, documents):
 
 
 def run(folder, model, *overrides):
-    """The losses of a small run, and the kernels that it says it took."""
+    """The losses of a small run, and the kernels listed in its kernels.json."""
     config = write_config(folder, model=model, train={"dtype": "bfloat16"}, checkpoint={"every_steps": 100})
     device = torch.device("cuda", torch.cuda.current_device())
     with process_group(device):

@@ -1,4 +1,4 @@
-"""Products beside copies of the stream on two GPUs: values and gradients, whatever waits, and whole models."""
+"""Async tensor parallelism on two GPUs: values and gradients, random delays, and whole models."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def test_ops(what):
     assert run.returncode == 0, run.stderr[-4000:]
 
 
-def test_a_rank_that_takes_no_part_is_named():
+def test_a_rank_that_stalls_is_named():
     run = on_gpus(2, "tests.gpu.async_tp_runs", "stall")
     assert run.returncode != 0
     assert "rank 0: a collective failed, no response from rank 1" in run.stderr, run.stderr[-4000:]

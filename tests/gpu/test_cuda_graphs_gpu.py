@@ -1,4 +1,4 @@
-"""A run whose steps are one CUDA graph gives the bits of the run without it."""
+"""Runs whose steps are one CUDA graph, bit for bit equal to runs without it."""
 
 import pytest
 import torch

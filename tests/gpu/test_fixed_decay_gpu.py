@@ -1,4 +1,4 @@
-"""The decay scans' kernels on the chip against fp64: lengths, decays, dtypes, widths, documents, equal bits."""
+"""Kernels of the decay scans on a GPU against fp64: lengths, decays, dtypes, widths, documents, equal bits."""
 
 import importlib.util
 
@@ -39,7 +39,7 @@ def make_inputs(length, dtype, key, value, *, key_heads=3):
 
 
 def results(function, inputs, **options):
-    """Outputs, and all gradients of a fixed weighting of them."""
+    """Outputs, and all gradients of a fixed weighted sum of them."""
     leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
     outputs = function(**leaves, **options)
     draw = torch.Generator("cuda").manual_seed(7)
@@ -89,7 +89,7 @@ def test_fixed_decay_of_other_widths_in_cuda(backend, key, value, packed):
 
 @pytest.mark.parametrize("backend", ["triton", CUDA])
 def test_fixed_decay_of_views_and_without_a_state(backend):
-    """q, k, v as slices of one projection, rows enough for one block each."""
+    """Slices of one projection as q, k, v; enough sequences and heads for one block each."""
     slopes = torch.full([16], 0.01, device="cuda")
     projection = torch.randn(10, 200, 16, 3 * 64, device="cuda", dtype=torch.bfloat16)
     inputs = dict(zip("qkv", projection.split(64, dim=-1), strict=True))
@@ -118,7 +118,7 @@ def test_scalar_decay_of_other_dtypes_and_widths(dtype, key, value):
 
 @pytest.mark.parametrize(("key", "value"), [(8, 8), (16, 6), (6, 64)])
 def test_heads_narrower_than_a_block(key, value):
-    """What `verify` shrinks models to."""
+    """Head sizes of the models that `megalin verify` shrinks."""
     slopes, documents = torch.tensor(SLOPES["weak"], device="cuda"), documents_of(72)
     for dtype in (torch.float32, torch.bfloat16):
         inputs = make_inputs(72, dtype, key, value)
@@ -129,7 +129,7 @@ def test_heads_narrower_than_a_block(key, value):
 
 @pytest.mark.parametrize("backend", ["triton", CUDA])
 def test_a_long_sequence_equals_its_pieces(backend):
-    """131072 tokens at once, and in eight pieces that hand on their states, in fp64."""
+    """131072 tokens at once, against eight pieces in fp64 that pass on their states."""
     slopes = torch.tensor([0.0, 1e-4, 0.3], device="cuda")
     q, k, v = (torch.randn(1, 131072, 3, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     found, state, pieces = decay_scan(q, k, v, slopes, backend=backend), None, []

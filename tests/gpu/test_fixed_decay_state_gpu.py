@@ -1,4 +1,4 @@
-"""The state's kernels on the chip against fp64: lengths, decays, widths, documents, equal bits."""
+"""Kernels of the state on a GPU against fp64: lengths, decays, widths, documents, equal bits."""
 
 import pytest
 import torch

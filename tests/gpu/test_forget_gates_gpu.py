@@ -1,4 +1,4 @@
-"""HGRN2's tied gates on the chip against fp64: weak and strong decays, parts of a projection, equal bits."""
+"""Tied gates of HGRN2 on a GPU against fp64: weak and strong decays, slices of a projection, equal bits."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Tensors of more than 2^31 elements: offsets that 32 bits do not hold."""
+"""Tensors of more than 2^31 elements, whose offsets overflow 32 bits."""
 
 import pytest
 import torch
@@ -34,12 +34,12 @@ def test_rms_norm_of_more_than_2_31_elements():
 
 
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
-def test_decay_scan_of_more_than_2_31_elements_is_its_last_part_from_the_state_before(backend):
-    length, part = ROWS + 56, 2048
+def test_decay_scan_of_more_than_2_31_elements_ends_as_the_scan_of_its_last_tokens(backend):
+    length, tail = ROWS + 56, 2048
     q, k, v = (large(1, length, 16, 128) for _ in range(3))
     slopes = torch.exp2(-torch.arange(1, 17, device="cuda") * 0.5)
     whole = decay_scan(q, k, v, slopes, backend=backend)
-    before = decay_scan(*(x[:, :-part] for x in (q, k, v)), slopes, backend=backend).state
-    last = decay_scan(*(x[:, -part:] for x in (q, k, v)), slopes, initial_state=before, backend=backend)
-    for found, expected in ((whole.output[:, -part:], last.output), (whole.state, last.state)):
+    before = decay_scan(*(x[:, :-tail] for x in (q, k, v)), slopes, backend=backend).state
+    last = decay_scan(*(x[:, -tail:] for x in (q, k, v)), slopes, initial_state=before, backend=backend)
+    for found, expected in ((whole.output[:, -tail:], last.output), (whole.state, last.state)):
         assert (found - expected).float().norm() <= 1e-2 * expected.float().norm()

@@ -1,4 +1,4 @@
-"""The fused head and loss on the chip: values, gradients, memory and determinism against fp64."""
+"""Fused head and cross entropy on a GPU against fp64: values, gradients, memory and determinism."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def _case(tokens, width, vocab_size, rows, dtype, *, scale=1.0):
     options = {"generator": generator, "device": "cuda"}
     x = torch.randn(tokens, width, **options).to(dtype)
     weight = (torch.randn(rows, width, **options) * scale * width**-0.5).to(dtype)
-    # Frequent tokens, whose gradients add up over all chunks, as well as rare ones.
+    # Frequent tokens, whose gradients accumulate over all chunks, and rare ones.
     labels = (torch.rand(tokens, **options).pow(4) * vocab_size).long()
     labels[-1] = vocab_size - 1
     labels[1::7] = -100
@@ -91,7 +91,7 @@ def test_no_tensor_of_tokens_times_vocabulary_is_kept():
     torch.cuda.reset_peak_memory_stats()
     _fused(x, weight, labels, token_weights, 64000).backward()
     gradients = x.numel() * 2 + weight.numel() * 2
-    # The fp32 gradient of the weight, a chunk, the unscaled gradient of x; all logits would be 4.2 GB.
+    # The fp32 gradient of the weight, a chunk, and the unscaled gradient of x; all logits would be 4.2 GB.
     assert torch.cuda.max_memory_allocated() - before <= 2 * x.numel() * 2 + weight.numel() * 4 + 430e6 + gradients
 
 

@@ -1,4 +1,4 @@
-"""Batches on their way to a GPU."""
+"""Copies of batches to a GPU."""
 
 import numpy as np
 import torch
@@ -6,7 +6,7 @@ import torch
 from megalin.data.batch import batch_to, pack, pinned
 
 
-def test_pinned_batch_reaches_the_device_as_it_was():
+def test_pinned_batch_reaches_the_device_unchanged():
     windows = np.arange(4 * 9).reshape(4, 9)
     batch = pack(windows, np.zeros((4, 9), np.int32), np.arange(4), isolate_documents=True)
     ready = pinned(batch)

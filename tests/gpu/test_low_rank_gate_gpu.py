@@ -1,4 +1,4 @@
-"""The low-rank gate on the chip against fp64: ranks, slices of a projection, equal bits."""
+"""Low-rank gate on a GPU against fp64: ranks, slices of a projection, equal bits."""
 
 import pytest
 import torch

@@ -1,5 +1,7 @@
-"""States that turn with LRPE on the chip against fp64: forms, widths, documents, many segments, equal bits; and what
-they are for, the gradient of the frequencies over long rows in bf16."""
+"""States that rotate with LRPE on a GPU against fp64: forms, widths, documents, many segments, equal bits.
+
+Also their purpose: accurate gradients of the frequencies over long sequences in bf16.
+"""
 
 import pytest
 import torch
@@ -46,4 +48,4 @@ def test_the_kernels_are_as_good_as_the_reference(form, packed, entered, batch, 
 def test_frequencies_learn_from_gradients_not_from_rounding(form, length):
     exact = frequency_gradient(form, length, torch.float64, device="cuda")
     found = frequency_gradient(form, length, torch.bfloat16, device="cuda")
-    assert relative_error(found[0], exact[0]) < 0.2  # of the first head, which forgets most
+    assert relative_error(found[0], exact[0]) < 0.2  # of the first head, with the strongest decay

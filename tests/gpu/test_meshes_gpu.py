@@ -1,4 +1,4 @@
-"""Meshes of NCCL ranks give one process's answer, in dtypes that kernels run in."""
+"""Meshes of NCCL ranks against one process, in dtypes that kernels run in."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def test_windows_of_three_ranks():
 
 @needs_gpus(4)
 @pytest.mark.parametrize("model", ["transnormerllm-1b-64k", "hgrn2-1b", "rodimus-1.3b", "mamba2-1b"])
-def test_split_layers_and_sequences(model):
+def test_sharded_layers_and_sequences(model):
     check(4, model, "--tp 2 --cp 2 --sequence-parallel --dtype bfloat16")
 
 

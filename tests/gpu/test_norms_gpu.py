@@ -1,4 +1,4 @@
-"""The row kernels on the chip: every backend, dtype and kind of width against fp64, and rows that lie apart."""
+"""Kernels of norms on a GPU against fp64: every backend, dtype and kind of width, and strided rows."""
 
 import functools
 
@@ -22,14 +22,14 @@ ROWS = 300
 
 
 def _rows(width, dtype):
-    """Random, each row's largest magnitude at one place, for backends choose differently among equals."""
+    """Random rows with a single largest magnitude each: backends choose differently among equal ones."""
     x = torch.randn(ROWS, width, device="cuda")
     x[torch.arange(ROWS), torch.arange(ROWS) * 7919 % width] = -10.0
     return x.to(dtype)
 
 
 def _encoded(function, x, *, packed, **options):
-    """20 sequences of 15 tokens, rows of the same places; packed: of other places each."""
+    """The norm of 20 sequences of 15 tokens at equal positions; packed: each at its own positions."""
     positions = torch.arange(15, device=x.device) * 200
     if packed:
         positions = positions + torch.arange(20, device=x.device)[:, None]
@@ -87,7 +87,7 @@ def test_strided_and_unaligned_rows_are_taken(op, backend):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 def test_angles_are_exact_far_from_the_start(dtype, backend):
-    """Against fp64: what is left is the rounding of the cosine and of the result, where fp32 angles are off by 1e-3."""
+    """Only the cosine and the result are rounded, where fp32 angles would be off by 1e-3."""
     positions = torch.tensor([0, 1, 4095, 4096, 65537, 99991, 131071], device="cuda")
     x, factor = torch.randn(3, 7, 768, device="cuda").to(dtype), torch.rand(3, 7, device="cuda")
     found = encoded_max_norm(x, factor, positions, num_positions=131072, num_heads=1, eps=1e-3, backend=backend)

@@ -1,4 +1,4 @@
-"""Stages that write into each other's memory: the bits of sends and receives, and an end where a rank stalls."""
+"""Pipeline transfers through symmetric memory: the bits of sends and receives, and an error if a rank stalls."""
 
 import torch
 
@@ -6,20 +6,20 @@ from tests.gpu.p2p_runs import SCHEDULES
 from tests.gpu.ranks import needs_gpus, on_gpus
 from tests.model_runs import checkpoint_tensors, metrics, model_table, write_config
 
-TRANSFERS = "tests.gpu.p2p_runs"
+PROGRAM = "tests.gpu.p2p_runs"
 pytestmark = needs_gpus(2)
 
 
 def test_every_tensor_arrives_in_order():
-    run = on_gpus(2, TRANSFERS, "send")
+    run = on_gpus(2, PROGRAM, "send")
     assert run.returncode == 0, run.stderr[-4000:]
 
 
-def test_runs_by_copies_have_the_bits_of_runs_that_send(tmp_path):
+def test_runs_through_symmetric_memory_have_the_bits_of_runs_that_send(tmp_path):
     config = write_config(
         tmp_path, model={"layers": model_table()["layers"] * 2}, train={"micro_batch_size": 1, "dtype": "bfloat16"}
     )
-    run = on_gpus(2, TRANSFERS, "train", config, tmp_path)
+    run = on_gpus(2, PROGRAM, "train", config, tmp_path)
     assert run.returncode == 0, run.stderr[-4000:]
     for schedule in SCHEDULES:
         by_copy, by_send = (tmp_path / f"{schedule}-{transfer}" for transfer in ("symmetric_memory", "p2p"))
@@ -30,6 +30,6 @@ def test_runs_by_copies_have_the_bits_of_runs_that_send(tmp_path):
 
 
 def test_a_rank_that_does_not_send_is_named():
-    run = on_gpus(2, TRANSFERS, "stall")
+    run = on_gpus(2, PROGRAM, "stall")
     assert run.returncode != 0
     assert "rank 0: a collective failed, no response from rank 1" in run.stderr, run.stderr[-4000:]

@@ -1,4 +1,4 @@
-"""What stands between projections and mixers on the chip against fp64: gated product, SiLU and LRPE, RoPE."""
+"""Ops between projections and mixers on a GPU against fp64: gated product, SiLU and LRPE, RoPE."""
 
 import pytest
 import torch
@@ -29,9 +29,9 @@ def assert_right(kernel, reference, inputs, dtype):
 @pytest.mark.parametrize("width", [40, 1536])
 def test_gated_product(dtype, length, activation, width):
     assert_right(
-        lambda halves: [gated_product(halves, activation=activation, backend="triton")],
-        lambda halves: [gated_product_reference(halves, activation=activation)],
-        {"halves": torch.randn(2, length, 2 * width, device="cuda").to(dtype)},
+        lambda gate_value: [gated_product(gate_value, activation=activation, backend="triton")],
+        lambda gate_value: [gated_product_reference(gate_value, activation=activation)],
+        {"gate_value": torch.randn(2, length, 2 * width, device="cuda").to(dtype)},
         dtype,
     )
 
@@ -58,7 +58,7 @@ def test_silu_lrpe(dtype, length, form, parts, key, start):
 @every_length
 @pytest.mark.parametrize("start", [0, 131072])
 def test_rope(dtype, length, start):
-    """Keys as a part of a projection."""
+    """Keys are a slice of a projection."""
     projection = torch.randn(2, length, 2 * 3 * 96, device="cuda").to(dtype)
     positions = torch.arange(start, start + length, device="cuda")
 

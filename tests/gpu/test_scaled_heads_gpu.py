@@ -1,4 +1,4 @@
-"""Heads times their factors on the chip against fp64: widths, dtypes, equal bits."""
+"""Heads times their factors on a GPU against fp64: widths, dtypes, equal bits."""
 
 import pytest
 import torch

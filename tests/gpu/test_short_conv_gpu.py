@@ -1,4 +1,4 @@
-"""The short convolution on the chip against fp64: lengths, documents, states, slices, equal bits."""
+"""Short convolution on a GPU against fp64: lengths, documents, states, slices, equal bits."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tests.ops.kernels import assert_as_good_as_the_reference
 
 
 def make_inputs(batch, length, width, taps, dtype):
-    """x is the second half of each row of `projection`."""
+    """Inputs of the short convolution; x is the second half of the channels of `projection`."""
     return {
         "projection": torch.randn(batch, length, 2 * width, device="cuda").to(dtype),
         "weight": torch.randn(width, taps, device="cuda").to(dtype),
@@ -19,7 +19,7 @@ def make_inputs(batch, length, width, taps, dtype):
 
 
 def make_documents(batch, length):
-    """Starts at one token in 16, and at the first of a tile."""
+    """Ids of documents that start at one token in 16, and at the first token of a tile."""
     starts = torch.rand(batch, length, device="cuda") < 1 / 16
     starts[:, 64::128] = True
     starts[:, 129::128] = True
@@ -58,7 +58,7 @@ def compare(batch, length, width, taps, packed, dtype):
 
 
 def test_packed_documents_do_not_leak():
-    """Bit by bit, however large the other document is."""
+    """Results are equal bit by bit, however large the other document's values are."""
     inputs, results = make_inputs(2, 200, 128, 4, torch.float32), []
     documents = (torch.arange(200, device="cuda") >= 63).int().expand(2, -1)
     for other in (1.0, 1e30):
@@ -71,7 +71,7 @@ def test_packed_documents_do_not_leak():
 
 
 def test_inside_a_compiled_graph():
-    """Whole, with activation recomputation, and with another length without compiling again."""
+    """One graph with activation recomputation, and another length without recompilation."""
     weight = torch.randn(128, 4, device="cuda", requires_grad=True)
 
     @torch.compile(fullgraph=True, dynamic=True)

@@ -1,4 +1,4 @@
-"""Feed-through, gate and squares in one kernel on the chip against fp64: widths, slices, equal bits."""
+"""Feed-through, gate and sums of squares in one kernel on a GPU against fp64: widths, slices, equal bits."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tests.ops.kernels import assert_as_good_as_the_reference
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (65, 1003), (1000, 4096), (4096, 96)])
 def test_values_and_gradients_are_as_good_as_the_reference(rows, width, dtype):
-    """The gate is the second half of each row of a projection."""
+    """The gate is the second half of the channels of a projection."""
     inputs = {name: torch.randn(1, rows, width, device="cuda").to(dtype) for name in ("x", "skip")}
     inputs["projection"] = torch.randn(1, rows, 2 * width, device="cuda").to(dtype)
     inputs |= {"factor": torch.randn(width, device="cuda"), "weight": torch.randn(width, device="cuda").to(dtype)}

@@ -1,4 +1,4 @@
-"""Softmax attention on the chip against fp64 truth: dtypes, documents, grouped keys, windows, compiled, equal bits."""
+"""Softmax attention on a GPU against fp64: dtypes, documents, grouped keys, windows, compiled, equal bits."""
 
 from functools import partial
 
@@ -18,10 +18,10 @@ from tests.ops.kernels import assert_as_good_as_the_reference
 
 DTYPES = [torch.bfloat16, torch.float16]
 FP32_BOUND = 1e-5
-"""Of torch's memory-efficient attention, which is what fp32 takes: its gradients err by a few times as much as those
-of separate products, and by far less than TF32 rounds."""
+"""Error bound of torch's memory-efficient attention, the kernel for fp32: its gradients err by a few times as much as
+those of separate matmuls, and by far less than TF32 rounds."""
 DOCUMENTS = {"whole": None, "packed": [0, 1, 2, 65, 128, 1000], "single": [*range(40), 1337]}
-"""Where documents start in the second row; None: every row is one document."""
+"""Starts of the documents of the second sample; None: every sample is one document."""
 
 
 def make_heads(batch: int, length: int, heads: int, groups: int, width: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -38,7 +38,7 @@ def make_documents(name: str, batch: int, length: int) -> Tensor | None:
 
 
 def unfused(q: Tensor, k: Tensor, v: Tensor, *, document_ids: Tensor | None, window: int | None) -> list[Tensor]:
-    """Every product and softmax by itself, in the inputs' dtype."""
+    """Attention by separate matmuls and softmax, in the inputs' dtype."""
     if document_ids is None:
         visible = visible_in_sequence(torch.arange(q.shape[1], device=q.device), q.shape[1], None)
     else:
@@ -82,7 +82,7 @@ def test_values_and_gradients_in_fp32(length, heads, groups, width, window, docu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 1])
 def test_a_single_token_reads_its_own_value(window, dtype):
-    """Its scores have no gradient: what is left of one is the rounding of the sums that cancel."""
+    """Gradients of queries and keys cancel, up to the rounding of their sums."""
     inputs = make_heads(2, 1, 8, 2, 64, dtype)
     leaves = {name: x.requires_grad_() for name, x in inputs.items()}
     (y,) = fused(**leaves, document_ids=None, window=window)
@@ -100,11 +100,11 @@ def test_a_single_token_reads_its_own_value(window, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("asking", [1337, 700, 100], ids="last_{}_ask".format)
+@pytest.mark.parametrize("queries", [1337, 700, 100], ids="last_{}_queries".format)
 @pytest.mark.parametrize("documents", ["whole", "packed"])
-def test_a_window_under_a_shared_key(documents, asking, dtype):
+def test_a_window_under_a_shared_key(documents, queries, dtype):
     inputs = make_heads(2, 1337, 4, 4, 64, dtype) | {"k": torch.randn(2, 1337, 64, device="cuda").to(dtype)}
-    inputs["q"] = inputs["q"][:, -asking:].contiguous()
+    inputs["q"] = inputs["q"][:, -queries:].contiguous()
     ids = make_documents(documents, 2, 1337)
     known = UNPACKED if ids is None else find_documents(ids)
 
@@ -112,9 +112,9 @@ def test_a_window_under_a_shared_key(documents, asking, dtype):
         return [window_attention(q, k, v, window=256, documents=known).output]
 
     def reference(q, k, v):
-        every = torch.cat([torch.zeros_like(v[:, asking:]), q], dim=1)
+        every = torch.cat([torch.zeros_like(v[:, queries:]), q], dim=1)
         (y,) = unfused(every, k[:, :, None].expand_as(v), v, document_ids=ids, window=256)
-        return [y[:, -asking:]]
+        return [y[:, -queries:]]
 
     assert_as_good_as_the_reference(ours, reference, inputs)
 
@@ -128,13 +128,13 @@ def test_widths_that_few_kernels_take(documents, width):
 
 
 def test_half_precision_needs_no_mask():
-    """The self-test of torch's own kernel passes here, so that nothing of T x T is held."""
+    """Torch's own kernel passes its self-test here, so that no T x T tensor is allocated."""
     assert kernel_for("sdpa", True, "cuda", torch.bfloat16, 128) is None
     assert kernel_for("sdpa", False, "cuda", torch.bfloat16, 128) == "torch"
     inputs = make_heads(1, 32768, 1, 1, 64, torch.bfloat16)
     ids = (torch.arange(32768, device="cuda") // 1000)[None].int()
     known = find_documents(ids)
-    kernel_for("auto", False, "cuda", torch.bfloat16, 64)  # its self-test takes memory as well
+    kernel_for("auto", False, "cuda", torch.bfloat16, 64)  # its self-test allocates memory too
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     causal_attention(**inputs, documents=known)
@@ -176,7 +176,7 @@ def losses_and_gradients(dtype: torch.dtype, document_ids: Tensor, *, compiled: 
 
 @pytest.mark.parametrize("documents", ["whole", "packed"])
 def test_compiled_blocks_are_as_good_as_eager_ones(documents):
-    """As one graph, against fp64 under masks."""
+    """One graph, against fp64 with masks."""
     ids = make_documents(documents, 2, 200)
     ids = torch.zeros(2, 200, dtype=torch.int32, device="cuda") if ids is None else ids
     truth = losses_and_gradients(torch.float64, ids, compiled=False)

@@ -1,4 +1,4 @@
-"""Rates of a run's steps on a GPU, with an evaluation and a checkpoint after every second step."""
+"""Step rates of a run on a GPU, with an evaluation and a checkpoint after every second step."""
 
 import json
 import statistics
@@ -14,7 +14,7 @@ from tests.model_runs import write_config
 
 @pytest.mark.parametrize("graphs", ["false", "true"], ids=["eager", "cuda_graphs"])
 def test_no_rate_is_raised_by_evaluations_and_checkpoints(tmp_path, graphs):
-    # Work enough for the device: a step after a pause cannot overlap the host's work before it with another step's.
+    # Enough work for the device: a step after a pause cannot overlap its host work with another step.
     config = write_config(
         tmp_path,
         model={"hidden_size": 512},

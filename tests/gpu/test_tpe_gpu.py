@@ -1,4 +1,4 @@
-"""TPE's kernels on the chip against the chunkwise reference in fp64: lengths, decays, documents, states, equal bits."""
+"""Kernels of TPE on a GPU against the chunkwise reference in fp64: lengths, decays, documents, states, equal bits."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def assert_right(inputs, dtype, documents):
 @pytest.mark.parametrize("decay", list(DECAYS))
 @pytest.mark.parametrize(("width", "num_decays", "whole"), [(100, 128, False), (64, 40, True)])
 def test_values_and_gradients(dtype, length, decay, width, num_decays, whole):
-    """Whole rows from nothing, or packed documents with a state before them."""
+    """Unpacked sequences from a zero state, or packed documents with an initial state."""
     slowest, fastest = DECAYS[decay]
     inputs = {
         "x": torch.randn(2, length, width, device="cuda").to(dtype),

@@ -1,4 +1,4 @@
-"""What training on a GPU rests on: the scan, compiled blocks and their gradients, against fp64 truth."""
+"""Parts of training on a GPU against fp64: the scan, compiled blocks and their gradients."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Scans of a split row in halves on the chip against fp64: lengths, decays, dtypes, widths, documents, equal bits."""
+"""Two-phase scans of sharded sequences on a GPU against fp64: lengths, decays, dtypes, widths, documents, bits."""
 
 import pytest
 import torch
@@ -6,7 +6,12 @@ import torch
 from megalin.ops.dispatch import backend as backends
 from tests.ops.scans.two_phase import OPS, Case, compare
 
-DOCUMENTS = {"one": None, "over two borders": (2.5,), "at borders": (1.0, 2.0), "many": (0.3, 0.5, 1.1, 2.6, 2.8)}
+DOCUMENTS = {
+    "one": None,
+    "over two shard boundaries": (2.5,),
+    "at shard boundaries": (1.0, 2.0),
+    "many": (0.3, 0.5, 1.1, 2.6, 2.8),
+}
 BACKENDS = [("decay_scan", "cuda"), *((name, "triton") for name in OPS)]
 every_scan = pytest.mark.parametrize(("name", "backend"), BACKENDS)
 
@@ -51,7 +56,7 @@ def test_keys_that_heads_share():
 
 
 @pytest.mark.parametrize(("name", "backend"), [BACKENDS[0], *BACKENDS[2:]])
-def test_halves_are_what_runs(name, backend):
+def test_auto_runs_the_two_phase_kernels(name, backend):
     case = Case(ranks=2, length=100, key=64, value=64, dtype=torch.bfloat16)
     compare(name, case, device="cuda", backend="auto")
     assert backends.used()["split_" + name] == (backend, "")

@@ -1,4 +1,4 @@
-"""The vector-decay scan's kernels on the chip against fp64: lengths, decays, dtypes, widths, documents, equal bits."""
+"""Kernels of the vector-decay scan on a GPU against fp64: lengths, decays, dtypes, widths, documents, equal bits."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ TENSORS = ("q", "k", "v", "log_decay")
 
 
 def make_inputs(length, decay, dtype, key, value, *, keys_dtype=None, batch=2, heads=2):
-    """decay: a number for all, "weak" and "data" for random ones, "mixed" for any of DECAYS."""
+    """Inputs whose decay is one number, continuous random values ("weak", "data") or random DECAYS ("mixed")."""
     shape = (batch, length, heads, key)
     log_decay = {
         "weak": lambda: -torch.randn(shape).exp() * 0.01,
@@ -43,7 +43,7 @@ def documents_of(length):
 
 
 def results(function, inputs, **options):
-    """Outputs, and all gradients of a fixed weighting of them."""
+    """Outputs, and all gradients of a fixed weighted sum of them."""
     leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
     outputs = function(**leaves, scale=0.3, **options)
     draw = torch.Generator("cuda").manual_seed(7)
@@ -80,7 +80,7 @@ def test_values_and_gradients_in_other_dtypes(decay, dtype):
     check(make_inputs(300, decay, dtype, 64, 64), documents_of(300))
 
 
-# Each width is a compilation of all kernels.
+# Each width compiles all kernels.
 @pytest.mark.parametrize("decay", ["weak", "data", "mixed"])
 @pytest.mark.parametrize(("key", "value", "packed"), [(20, 24, False), (72, 40, True), (256, 96, False)])
 def test_any_width(key, value, packed, decay):
@@ -90,21 +90,21 @@ def test_any_width(key, value, packed, decay):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("key", "value"), [(6, 64), (64, 6), (8, 8), (12, 20), (21, 23)])
 def test_heads_narrower_than_a_block(key, value, dtype):
-    """What `verify` shrinks models to."""
+    """Head sizes of the models that `megalin verify` shrinks."""
     check(make_inputs(72, "data", dtype, key, value), documents_of(72))
 
 
 @pytest.mark.parametrize("decay", ["weak", "mixed"])
 @pytest.mark.parametrize(("length", "key", "value"), [(1000, 64, 512), (36, 6, 32), (72, 6, 64)])
 def test_keys_wider_than_the_values_dtype(length, key, value, decay):
-    """Rodimus' shapes, its own and those that `megalin verify` shrinks it to: its keys come from gates in fp32."""
+    """Shapes of Rodimus, full and shrunk by `megalin verify`; its keys come from gates in fp32."""
     inputs = make_inputs(length, decay, torch.bfloat16, key, value, heads=1, keys_dtype=torch.float32)
     check(inputs, documents_of(length) if key == 6 else None)
 
 
 @pytest.mark.parametrize("decay", ["weak", "data"])
 def test_a_long_sequence(decay):
-    """Against the same kernels on pieces of it, each of which the reference can check."""
+    """One call against the same kernels on pieces, short enough for the reference to check."""
     inputs = make_inputs(131072, decay, torch.bfloat16, 128, 128, batch=1, heads=1)
     whole = vector_decay_scan(**inputs, backend="triton")
     state, outputs = inputs["initial_state"], []
