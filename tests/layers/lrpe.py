@@ -1,4 +1,4 @@
-"""The gradient of a mixer's LRPE frequencies over a row, in positions of segments and in those of the whole row."""
+"""Gradient of a mixer's LRPE frequencies, with positions in segments or over the whole sequence."""
 
 import torch
 from torch import Tensor
@@ -11,9 +11,9 @@ from megalin.parallel.tensor_parallel import TensorParallel
 
 
 def frequency_gradient(
-    form: str, length: int, dtype: torch.dtype, *, whole_row: bool = False, device: str = "cpu"
+    form: str, length: int, dtype: torch.dtype, *, whole_sequence: bool = False, device: str = "cpu"
 ) -> Tensor:
-    """d theta [H, K/2] of the first of 24 layers, 8 heads of 64, for random tokens and a random gradient."""
+    """d theta [H, K/2] of the first of 24 layers, 8 heads of 64, for random inputs and output gradients."""
     scope = BuildContext(512, layer=0, num_layers=24, tp=TensorParallel(), init_std=0.05, path="", output_std=0.05)
     with torch.device("meta"):
         mixer = TransNormer(TransNormerConfig(num_heads=8, lrpe=form), scope)
@@ -26,6 +26,6 @@ def frequency_gradient(
     x, gradient = (torch.randn(1, length, 512, generator=generator).bfloat16().to(device, dtype) for _ in range(2))
     positions = torch.arange(length, device=device)
     context = mixer.build_mixer_context(SequenceContext(positions, SequenceDocuments(mixer.cp, x), {}, dtype))
-    state = mixer.initial_state(1, dtype=wide, device=torch.device(device)) if whole_row else None
+    state = mixer.initial_state(1, dtype=wide, device=torch.device(device)) if whole_sequence else None
     mixer(x, context, state).y.backward(gradient)
     return mixer.full_precision.theta.grad

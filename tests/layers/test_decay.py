@@ -1,4 +1,4 @@
-"""The decay tables against the published numbers."""
+"""Decay tables against the published numbers."""
 
 import math
 
@@ -48,7 +48,7 @@ def test_every_head_has_a_slope_of_its_own(num_heads):
 
 
 def test_last_layer():
-    """The paper's forgets nothing; the checkpoints' almost nothing."""
+    """The paper's last layer has no decay, that of the released checkpoints almost none."""
     assert decay_slopes("paper", layer=23, num_layers=24, num_heads=8).eq(0).all()
     alibi = decay_slopes("alibi", layer=23, num_layers=24, num_heads=8)
     assert alibi.tolist() == pytest.approx([1e-5 * 2.0**-h for h in range(1, 9)], rel=1e-9)

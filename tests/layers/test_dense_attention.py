@@ -1,4 +1,4 @@
-"""DANet's block body against its equations, token by token: windows, padding, packed documents, weight scaling."""
+"""Block body of DANet against its equations, token by token: windows, padding, packed documents, weight scaling."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def configured(setting: str = "global", heads: int = 1, **fields: Any) -> DenseA
 
 
 def build(config: DenseAttentionConfig, dtype: torch.dtype = torch.float64) -> DenseAttention:
-    """Weights so large that MaxNorm's eps does not hide the rest, and that the network's are scaled down."""
+    """Builds a mixer whose weights are large against MaxNorm's eps, and large enough to be scaled down."""
     scope = BuildContext(WIDTH, 1, 3, TensorParallel(), 0.2, "place", 0.2)
     mixer = config.build(scope).to(dtype)
     mixer.to_empty(device="cpu")
@@ -51,8 +51,8 @@ def build(config: DenseAttentionConfig, dtype: torch.dtype = torch.float64) -> D
     return mixer
 
 
-def seen_by(config: DenseAttentionConfig, t: int, length: int) -> list[int]:
-    """The tokens of a document that token t sees."""
+def visible_to(config: DenseAttentionConfig, t: int, length: int) -> list[int]:
+    """Tokens of a document that token t attends to."""
     if config.window is None:
         return list(range(length))
     shift = config.window // 2 if config.kind == "shifted_local" else 0
@@ -75,7 +75,7 @@ def document(config: DenseAttentionConfig, weights: Tensors, x: Tensor, valid: T
     q = x @ weights["query.weight"][0].T
     outputs = []
     for t in range(length):
-        near = x[seen_by(config, t, length)]
+        near = x[visible_to(config, t, length)]
         heads = [(q[t, a] @ near[:, a].T) @ near[:, a] for a in torch.arange(WIDTH).split(head)]
         outputs.append(torch.cat(heads))
     up, down = weights["up.weight"][0], weights["down.weight"]
@@ -86,11 +86,11 @@ def document(config: DenseAttentionConfig, weights: Tensors, x: Tensor, valid: T
     return torch.stack([row / (max(row, key=abs).abs() + config.norm_eps) for row in z])
 
 
-def row_of_documents(config: DenseAttentionConfig, weights: Tensors, x: Tensor, valid: Tensor, ids: Tensor) -> Tensor:
-    """[T, D], each document by itself."""
+def packed_documents(config: DenseAttentionConfig, weights: Tensors, x: Tensor, valid: Tensor, ids: Tensor) -> Tensor:
+    """The block body over packed documents [T, D], one document at a time."""
     lengths = ids.unique_consecutive(return_counts=True)[1].tolist()
-    parts = zip(x.split(lengths), valid.split(lengths), strict=True)
-    return torch.cat([document(config, weights, part, kept) for part, kept in parts])
+    documents = zip(x.split(lengths), valid.split(lengths), strict=True)
+    return torch.cat([document(config, weights, part, kept) for part, kept in documents])
 
 
 def context(
@@ -100,14 +100,14 @@ def context(
     valid: Tensor | None = None,
     full_sequence: FullSequenceInfo | None = None,
 ) -> MixerContext:
-    """The context of one rank, or with `full_sequence` of one that holds a shard; positions hold nothing usable."""
+    """The context of one rank, or of a rank with a shard of `full_sequence`; the positions are unusable."""
     full_sequence = FullSequenceInfo(document_ids, valid) if full_sequence is None else full_sequence
     view = DocumentView(document_ids, valid, full_sequence=full_sequence)
     return MixerContext(torch.full((1,), 10**6), view, dtype, (), consecutive=True)
 
 
 def inputs_of(length: int, *, padded: bool, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """x [3, T, D] with a largest magnitude of one, and which tokens count: all, some inside, one at most."""
+    """x [3, T, D] with a largest magnitude of one, and valid tokens: all, some, and at most one if padded."""
     generator = torch.Generator().manual_seed(length)
     x = torch.randn(3, length, WIDTH, generator=generator, dtype=torch.float64)
     valid = torch.ones(3, length, dtype=torch.bool)
@@ -118,7 +118,7 @@ def inputs_of(length: int, *, padded: bool, dtype: torch.dtype = torch.float64) 
 
 
 def outcome(mixer: DenseAttention, x: Tensor, known: MixerContext, dy: Tensor, run: Any = None) -> Tensors:
-    """Of `run`, the mixer itself or compiled."""
+    """Output and gradients of `run`, by default the mixer itself."""
     x = x.clone().requires_grad_()
     mixer.zero_grad()
     y, state = (mixer if run is None else run)(x, known, None)
@@ -130,7 +130,7 @@ def outcome(mixer: DenseAttention, x: Tensor, known: MixerContext, dy: Tensor, r
 def defined(mixer: DenseAttention, x: Tensor, valid: Tensor, ids: Tensor, dy: Tensor) -> Tensors:
     x = x.clone().requires_grad_()
     weights = {name: weight.detach().clone().requires_grad_() for name, weight in mixer.named_parameters()}
-    rows = [row_of_documents(mixer.config, weights, *row) for row in zip(x, valid, ids, strict=True)]
+    rows = [packed_documents(mixer.config, weights, *row) for row in zip(x, valid, ids, strict=True)]
     y = torch.stack(rows)
     y.backward(dy)
     return {"y": y.detach(), "x": x.grad} | {name: weight.grad for name, weight in weights.items()}
@@ -149,8 +149,8 @@ def test_values_and_gradients_equal_the_equations(kind: str, heads: int, padded:
 
 
 @pytest.mark.parametrize("norm", ["srmsnorm", "uncentered_layernorm"])
-def test_another_norm_of_the_input_is_the_blocks(norm: str):
-    """The mixer then takes its input as it is."""
+def test_another_norm_of_the_input_is_applied_by_the_block(norm: str):
+    """The mixer itself then does not norm its input."""
     assert configured().norms_input
     mixer, (x, valid) = build(configured("shifted", 4, norm=norm)), inputs_of(17, padded=True)
     assert not mixer.config.norms_input
@@ -162,7 +162,7 @@ def test_another_norm_of_the_input_is_the_blocks(norm: str):
 @every_head_case
 @pytest.mark.parametrize("padded", [False, True])
 def test_packed_documents_equal_each_by_itself(kind: str, heads: int, padded: bool):
-    """Documents of 1, 7, 8, 9 and 15 tokens, whose windows begin with each of them."""
+    """Documents have 1, 7, 8, 9 and 15 tokens, and windows start with each document."""
     mixer, (x, valid) = build(configured(kind, heads)), inputs_of(40, padded=padded)
     lengths = torch.tensor([1, 7, 8, 9, 15])
     ids = torch.stack([torch.arange(5).repeat_interleave(lengths), torch.zeros(40), torch.arange(40) // 20]).int()
@@ -192,8 +192,8 @@ def test_other_documents_and_padding_move_no_bit(kind: str, heads: int):
 @every_kind
 @every_head_case
 @pytest.mark.parametrize("packed", [False, True])
-def test_padding_gives_zeros_and_no_gradient_whatever_asks_for_one(kind: str, heads: int, packed: bool):
-    """Of rows inside a sequence and of whole sequences; the gradient of what padding gives is dropped as well."""
+def test_padding_gives_zeros_and_has_no_gradient(kind: str, heads: int, packed: bool):
+    """Padded tokens and padded sequences give zeros; gradients of their outputs are dropped too."""
     mixer, (x, valid) = build(configured(kind, heads)), inputs_of(40, padded=True)
     valid[2] = False
     ids = (torch.arange(40) // 20).int().expand(3, -1) if packed else None
@@ -209,10 +209,12 @@ def test_padding_gives_zeros_and_no_gradient_whatever_asks_for_one(kind: str, he
 @every_head_case
 @pytest.mark.parametrize("kind", ["global", "shifted"])
 def test_bf16_errs_at_most_twice_as_much_as_the_equations_in_bf16(kind: str, heads: int):
-    """Values, and the one gradient in which rounding decides nothing, neither the index of a row's maximum (rows with a
-    clear one count) nor on which side of zero ReLU is."""
+    """Values, and the only gradient that does not depend on decisions that rounding may change.
+
+    Such are the index of a row's maximum (only rows with a clear one count) and the side of zero that ReLU is on.
+    """
     mixer, wide = build(configured(kind, heads)).bfloat16(), build(configured(kind, heads))
-    mixer.ratio = mixer.ratio.float()  # buffers stay in fp32 where sharded data parallelism casts weights
+    mixer.ratio = mixer.ratio.float()  # sharded data parallelism casts weights, not buffers
     with torch.no_grad():
         for name, weight in wide.named_parameters():
             weight.copy_(mixer.get_parameter(name))
@@ -273,7 +275,7 @@ def test_initial_weights_have_the_published_spread():
     ("length", "kind", "heads"), [(4, "global", 4), (48, "global", 4), (16, "global", 1), (48, "local", 1)]
 )
 def test_flops_are_counted(length: int, kind: str, heads: int):
-    """Six features a head and 48 tokens: the linear form; 4 or 16 tokens, or windows of 8: the quadratic one."""
+    """With 6 features a head, 48 tokens use the linear form; 4 or 16 tokens and windows of 8 the quadratic one."""
     mixer, x = build(configured(kind, heads)), torch.randn(2, length, WIDTH, dtype=torch.float64)
     with FlopCounterMode(display=False) as counter:
         mixer(x, context(), None)
@@ -282,7 +284,7 @@ def test_flops_are_counted(length: int, kind: str, heads: int):
 
 @every_kind
 @every_head_case
-def test_compiled_as_one_graph_it_is_the_same(kind: str, heads: int):
+def test_one_compiled_graph_gives_the_same(kind: str, heads: int):
     mixer, (x, valid) = build(configured(kind, heads)), inputs_of(17, padded=True)
     compiled = torch.compile(mixer, fullgraph=True, backend="aot_eager")
     for ids in (None, (torch.arange(17) // 6).expand(3, -1)):

@@ -1,4 +1,4 @@
-"""DANet's block body split over 1, 2 and 4 ranks: values, all gradients and the collectives that models.md promises."""
+"""Block body of DANet over 1, 2 and 4 ranks: values, all gradients, and the collectives documented in models.md."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _of_one_process(kind: str, heads: int, packed: bool) -> Tensors:
     return outcome(mixer, x, context(valid=valid, document_ids=ids), dy) | {"ratio": mixer.ratio}
 
 
-def _split(kind: str, heads: int, packed: bool, tp: TensorParallel) -> tuple[Tensors, Counter[Call]]:
+def _sharded(kind: str, heads: int, packed: bool, tp: TensorParallel) -> tuple[Tensors, Counter[Call]]:
     mixer = configured(kind, heads).build(BuildContext(WIDTH, 1, 3, tp, 0.2, "place", 0.2)).to(torch.float64)
     materialise(mixer)
     for name, weight in build(configured(kind, heads)).named_parameters():
@@ -61,7 +61,7 @@ def _run(size: int, sequence_parallel: bool) -> dict[tuple[str, int, bool], tupl
     results = {}
     for kind, heads in SETTINGS:
         for packed in (False, True):
-            found, calls = _split(kind, heads, packed, tp)
+            found, calls = _sharded(kind, heads, packed, tp)
             results[kind, heads, packed] = to_arrays(found), calls
     return results
 
@@ -85,9 +85,9 @@ def test_values_and_every_gradient_equal_one_process(
 WHOLE = 3 * LENGTH * WIDTH * 8
 """Bytes of [B, T, D] in fp64."""
 GATHER, SCATTER, REDUCE = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
-PROMISED = {
-    # Several heads gather Y, whose gradient is scattered; one head sums Y and its gradient. The rest is the way in
-    # and out of the residual stream.
+DOCUMENTED = {
+    # Several heads all-gather Y and reduce-scatter its gradient; one head all-reduces Y and its gradient. The other
+    # collectives are those at the residual stream.
     (4, False): {"forward": [GATHER, REDUCE], "backward": [SCATTER, REDUCE]},
     (1, False): {"forward": [REDUCE, REDUCE], "backward": [REDUCE, REDUCE]},
     (4, True): {"forward": [GATHER, GATHER, SCATTER], "backward": [GATHER, SCATTER, SCATTER]},
@@ -98,15 +98,15 @@ PROMISED = {
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("kind", "heads"), SETTINGS)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_collectives_are_the_promised_ones(sequence_parallel: bool, kind: str, heads: int, packed: bool):
-    promise = PROMISED[heads, sequence_parallel]
-    expected = Counter(Call(way, name, WHOLE) for way, names in promise.items() for name in names)
+def test_collectives_are_the_documented_ones(sequence_parallel: bool, kind: str, heads: int, packed: bool):
+    documented = DOCUMENTED[heads, sequence_parallel]
+    expected = Counter(Call(way, name, WHOLE) for way, names in documented.items() for name in names)
     for rank in results(2, sequence_parallel):
         assert rank[kind, heads, packed][1] == expected
 
 
 class _Stack(torch.nn.Module):
-    """Three block bodies that are sharded alike."""
+    """Three block bodies with the same sharding."""
 
     def __init__(self, tp: TensorParallel) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class _Stack(torch.nn.Module):
         self.layers = torch.nn.ModuleList(config.build(BuildContext(WIDTH, i, 3, tp, 0.2, "", 0.2)) for i in range(3))
 
 
-def _renewed(tp: int, shard: int | None) -> tuple[Arrays, Counter[Call]]:
+def _updated_ratios(tp: int, shard: int | None) -> tuple[Arrays, Counter[Call]]:
     mesh = make_mesh(tp, shard=shard)
     stack = _Stack(mesh.tp)
     shard_model(stack, list(stack.layers), [], mesh, compute_dtype=torch.float32)
@@ -129,10 +129,10 @@ def _renewed(tp: int, shard: int | None) -> tuple[Arrays, Counter[Call]]:
     ("world_size", "tp", "shard"), [(2, 1, None), (3, 1, None), (2, 2, None), (4, 2, None), (4, 2, 1), (4, 1, 2)]
 )
 def test_the_ratios_of_a_sharded_model_take_one_all_reduce(world_size: int, tp: int, shard: int | None):
-    """Of the largest magnitude in the whole of each matrix, wherever it lies; two fp32 numbers a layer."""
+    """The all-reduce is over the largest magnitude of each full matrix: two fp32 numbers a layer."""
     whole = _Stack(TensorParallel())
     materialise(whole)
     expected = {f"{i}": layer.ratio for i, layer in enumerate(whole.layers)}
-    for found, calls in run_ranks(world_size, _renewed, tp, shard):
+    for found, calls in run_ranks(world_size, _updated_ratios, tp, shard):
         assert_close(to_tensors(found), expected, 1e-7)
         assert calls == Counter({Call("forward", "all_reduce", 4 * 2 * 3): 1})

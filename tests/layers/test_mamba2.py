@@ -1,4 +1,4 @@
-"""Mamba-2's sizes that do not fit, and the ranges of its initial rates."""
+"""Mamba-2: sizes that do not fit, and ranges of its initial rates."""
 
 import pytest
 import torch

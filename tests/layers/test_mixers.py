@@ -1,6 +1,7 @@
-"""Building mixers: sizes that do not fit, buffers that init_weights() owns, and shrinking."""
+"""Construction of mixers: sizes that do not fit, and the initial values of parameters and buffers."""
 
 from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,17 @@ def test_the_package_lists_its_mixers():
     assert "base" not in mixer_types()
 
 
+def fields_of(kind: str) -> dict[str, Any]:
+    """The config fields of a mixer type, by name."""
+    return import_module(f"megalin.layers.mixers.{kind}").CONFIG.model_fields
+
+
+WITH_HEADS = [kind for kind in mixer_types() if {"num_heads", "chunk_size"} <= fields_of(kind).keys()]
+"""Recurrent mixers whose heads share the hidden size."""
+
+
 @pytest.mark.parametrize("heads", [5, 7, 96])
-@pytest.mark.parametrize("kind", ["transnormer", "tnl", "hgrn2", "cosformer2"])
+@pytest.mark.parametrize("kind", WITH_HEADS)
 def test_heads_that_do_not_divide_the_width_are_refused(kind, heads):
     config = model({"sublayers": [TOY]}, {"sublayers": [attention(kind, num_heads=heads)]})
     with pytest.raises(
@@ -37,11 +47,10 @@ def test_rotation_needs_heads_of_an_even_width():
 
 
 def sizes() -> list[tuple[str, str]]:
-    """Every mixer's fields that count something: heads, widths, windows, chunks."""
+    """Integer fields of every mixer: heads, widths, windows, chunks."""
     found = []
     for kind in mixer_types():
-        fields = import_module(f"megalin.layers.mixers.{kind}").CONFIG.model_fields
-        found += [(kind, name) for name, field in fields.items() if field.annotation in (int, int | None)]
+        found += [(kind, name) for name, field in fields_of(kind).items() if field.annotation in (int, int | None)]
     return found
 
 
@@ -53,7 +62,7 @@ def test_a_size_below_one_is_refused(kind, field, value):
 
 
 class _Axis(TensorParallel):
-    """A tensor-parallel axis without ranks: sizes are checked before any parameter is made."""
+    """A tensor-parallel axis without ranks: sizes are checked before any parameter is created."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -69,7 +78,7 @@ class _Axis(TensorParallel):
                 r"model\.layers\.0\.sublayers\.0\.num_heads = 12 is not divisible by parallel\.tp = 8; "
                 r"use tp 1, 2, 3, 4, 6, 12",
             )
-            for kind in ("transnormer", "tnl", "hgrn2", "cosformer2")
+            for kind in WITH_HEADS
         ),
         (
             {"type": "glu", "intermediate_size": 36},
@@ -90,11 +99,11 @@ def test_vocabulary_that_the_axis_does_not_divide_is_refused():
 
 
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_fill_writes_every_parameter_and_buffer(case):
-    """Materialised memory holds NaN here (tests/conftest.py)."""
-    filled = LanguageModel(case.model)
-    filled.to_empty(device="cpu")
-    assert all(parameter.isnan().all() for parameter in filled.parameters())
+def test_init_weights_writes_every_parameter_and_buffer(case):
+    """Uninitialised memory holds NaN here (tests/conftest.py)."""
+    empty = LanguageModel(case.model)
+    empty.to_empty(device="cpu")
+    assert all(parameter.isnan().all() for parameter in empty.parameters())
     for name, tensor in [*build(case.model).named_parameters(), *build(case.model).named_buffers()]:
         assert tensor.isfinite().all(), name
 

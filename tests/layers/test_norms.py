@@ -1,4 +1,4 @@
-"""The norms of the residual stream."""
+"""Norms of the residual stream."""
 
 import pytest
 import torch
@@ -31,14 +31,14 @@ def test_norm_holds_no_parameters_and_uses_its_eps():
         ("uncentered_layernorm", UncenteredLayerNorm, ["weight"]),
     ],
 )
-def test_the_name_of_a_norm_says_its_parameters(kind, expected, names):
+def test_the_name_of_a_norm_sets_its_parameters(kind, expected, names):
     norm = build_norm(kind, 8, 1e-5, TensorParallel())
     assert isinstance(norm, expected)
     assert [name for name, _ in norm.named_parameters()] == names
     assert all(parameter.shape == (8,) for parameter in norm.parameters())
 
 
-def filled(kind: str, eps: float) -> torch.nn.Module:
+def initialized(kind: str, eps: float) -> torch.nn.Module:
     norm = build_norm(kind, 8, eps, TensorParallel())
     norm.to_empty(device="cpu")
     init_weights(norm, 0)
@@ -46,7 +46,7 @@ def filled(kind: str, eps: float) -> torch.nn.Module:
 
 
 def test_rmsnorm_and_its_gradients_equal_the_definition():
-    norm = filled("rmsnorm", 0.3).double()
+    norm = initialized("rmsnorm", 0.3).double()
     inputs = {"x": torch.randn(2, 3, 8).double(), "weight": torch.randn(8).double()}
 
     def actual(x, weight):
@@ -59,7 +59,7 @@ def test_rmsnorm_and_its_gradients_equal_the_definition():
 
 
 def test_uncentered_layernorm_and_its_gradients_equal_the_definition():
-    norm = filled("uncentered_layernorm", 0.3).double()
+    norm = initialized("uncentered_layernorm", 0.3).double()
     inputs = {"x": torch.randn(2, 3, 8).double(), "weight": torch.randn(8).double()}
 
     def actual(x, weight):
@@ -78,7 +78,7 @@ def test_maxnorm_uses_its_eps():
 
 
 def test_layernorm_and_its_gradients_equal_the_definition():
-    norm = filled("layernorm", 0.3).double()
+    norm = initialized("layernorm", 0.3).double()
     inputs = {
         "x": torch.randn(2, 3, 8).double() + 2.0,
         "weight": torch.randn(8).double(),
@@ -97,8 +97,8 @@ def test_layernorm_and_its_gradients_equal_the_definition():
 
 @pytest.mark.parametrize(("kind", "moment"), [("rmsnorm", 2), ("layernorm", 2), ("uncentered_layernorm", 1)])
 def test_norms_start_without_effect_and_compute_wide(kind, moment):
-    """bf16 weights and inputs: one rounding, of the result."""
-    norm = filled(kind, 1e-5)
+    """With bf16 weights and inputs only the result is rounded."""
+    norm = initialized(kind, 1e-5)
     x = (torch.randn(2, 3, 8) * 100.0 + 30.0).bfloat16()
     wide = norm(x.float())
     assert wide.abs().pow(moment).mean().item() == pytest.approx(1.0, rel=1e-3)
@@ -107,7 +107,7 @@ def test_norms_start_without_effect_and_compute_wide(kind, moment):
 
 @pytest.mark.parametrize("kind", ["maxnorm", "uncentered_layernorm"])
 def test_danets_norms_are_not_for_sharded_heads(kind):
-    """Nothing sums a largest or a mean magnitude over the axis; on the stream they are fine."""
+    """No collective reduces a largest or a mean magnitude over tp; on the residual stream these norms work."""
     with pytest.raises(ConfigError, match=rf"sublayers\.0\.output_norm = '{kind}': input should be 'srmsnorm'"):
         model({"sublayers": [attention("tnl", output_norm=kind)]})
     LanguageModel(model({"sublayers": [attention("tnl", norm=kind)]}))

@@ -1,4 +1,4 @@
-"""The initial frequencies of LRPE run over the whole model width."""
+"""Initial frequencies of LRPE, which span the whole model width."""
 
 import pytest
 import torch
@@ -22,8 +22,8 @@ def test_initial_frequencies_fall_head_by_head(name, width, step):
         torch.testing.assert_close(theta.detach().flatten(), torch.tensor(expected).double(), rtol=1e-6, atol=0)
 
 
-def test_the_decoder_keeps_frequencies_apart_from_the_copy_it_hands_out():
-    """A sharded parameter's memory is freed after use; the tensor that travels to the mixer must not be it."""
+def test_mixers_receive_a_copy_of_the_frequencies():
+    """The memory of a sharded parameter is freed after use, so the mixer must not read the parameter itself."""
     mixer = build(CASES[2].model).mixers()[0]
     (theta,) = mixer.full_precision()
     assert theta.data_ptr() != mixer.full_precision.theta.data_ptr()

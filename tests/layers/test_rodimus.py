@@ -1,4 +1,4 @@
-"""Rodimus' initial values, its precision, and the sizes it refuses."""
+"""Rodimus: initial values, precision, and refused sizes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ INNER = 2 * HIDDEN_SIZE
 
 
 def rodimus(**fields) -> Rodimus:
-    """The first mixer of a model of two blocks, filled."""
+    """The first mixer of an initialized model of two blocks."""
     return build(model({"sublayers": [RODIMUS | fields], "repeat": 2}, output_init="scaled_by_depth")).mixers()[0]
 
 
-def test_initial_values_are_the_released_codes():
+def test_initial_values_equal_those_of_the_released_code():
     mixer = rodimus(state_size=64, input_gate_rank=16)
     for matrix in (mixer.qk, mixer.gates, mixer.input_gate_down, mixer.input_gate_up):
         bound = 2.0**-2.5 * math.sqrt(6.0 / sum(matrix.shape))
@@ -77,26 +77,26 @@ def test_gate_vectors_stay_out_of_weight_decay():
 
 
 def in_bf16(built: LanguageModel) -> LanguageModel:
-    """Weights as a bf16 run computes with them."""
+    """The model with its weights in the dtypes of a bf16 run."""
     precise = {id(p) for module in built.full_precision_modules() for p in module.parameters()}
     for parameter in built.parameters():
         parameter.data = parameter.data.to(torch.float32 if id(parameter) in precise else torch.bfloat16)
     return built
 
 
-def test_the_stream_can_be_wider_than_what_the_mixers_read():
-    streams, reads, tokens = [], [], make_inputs().tokens
+def test_the_residual_stream_can_have_a_wider_dtype_than_mixer_inputs():
+    residuals, inputs, tokens = [], [], make_inputs().tokens
     for dtype in ("compute", "float32"):
         built = in_bf16(build(model({"sublayers": [RODIMUS]}, residual_dtype=dtype)))
-        built.blocks[0].register_forward_hook(lambda _, args, output: streams.append((args[0].dtype, output.x.dtype)))
-        built.mixers()[0].register_forward_pre_hook(lambda _, args: reads.append(args[0].dtype))
+        built.blocks[0].register_forward_hook(lambda _, args, output: residuals.append((args[0].dtype, output.x.dtype)))
+        built.mixers()[0].register_forward_pre_hook(lambda _, args: inputs.append(args[0].dtype))
         output = built(tokens, labels=tokens)
         output.token_losses.sum().backward()
         assert output.logits.dtype == torch.bfloat16
         assert all(p.grad.isfinite().all() for p in built.parameters())
         assert built.step(tokens[:, 0], built.initial_state(len(tokens))).logits.dtype == torch.bfloat16
-    assert streams == [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)]
-    assert reads == [torch.bfloat16, torch.bfloat16]
+    assert residuals == [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)]
+    assert inputs == [torch.bfloat16, torch.bfloat16]
 
 
 def test_bf16_decoding_equals_the_bf16_forward():

@@ -1,4 +1,4 @@
-"""The sizes that Rodimus+'s attention refuses, and what it remembers."""
+"""Attention of Rodimus+: refused sizes, and its cache."""
 
 import pytest
 import torch
@@ -40,10 +40,10 @@ def test_a_two_hop_sublayer_needs_one_after_it():
 def test_the_cache_marks_the_tokens_of_the_last_document():
     built, tokens = build(model({"sublayers": [ATTENTION]})), make_inputs().tokens[:1, :5]
     documents = torch.tensor([[0, 0, 1, 1, 1]])
-    k, v, remembered = built(tokens, document_ids=documents, state=built.initial_state(1)).state.blocks[0][0]
+    k, v, cached = built(tokens, document_ids=documents, state=built.initial_state(1)).state.blocks[0][0]
     head = HIDDEN_SIZE // NUM_HEADS
     assert (k.shape, v.shape) == ((1, 6, head), (1, 6, NUM_HEADS, head))
-    assert remembered.tolist() == [[0.0, 0.0, 0.0, 1.0, 1.0, 1.0]]
+    assert cached.tolist() == [[0.0, 0.0, 0.0, 1.0, 1.0, 1.0]]
     assert k[:, :3].eq(0).all()
     assert v[:, :3].eq(0).all()
     assert k[:, 3:].ne(0).all()

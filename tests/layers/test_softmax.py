@@ -1,4 +1,4 @@
-"""The softmax mixer: sizes that do not fit, and a cache that grows with the length and forgets other documents."""
+"""Softmax mixer: sizes that do not fit, and a cache that grows with the length and drops other documents."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def softmax(**fields):
 
 
 def test_key_value_heads_that_tp_does_not_divide_are_refused():
-    """Query heads that tp divides are not enough."""
+    """It is not enough that tp divides the query heads."""
     with pytest.raises(
         ConfigError,
         match=r"layers\.0\.sublayers\.0\.num_key_value_heads = 2 is not divisible by parallel\.tp = 4; use tp 1, 2",
@@ -48,7 +48,7 @@ def test_heads_must_have_an_even_width(heads):
 
 
 def test_the_cache_grows_by_keys_and_values_of_each_token():
-    """2 G K numbers and a marker a token, and nothing before the first."""
+    """The cache has 2 G K numbers and a marker per token, and is empty before the first."""
     built, tokens = build(GROUPED, dtype=torch.float32), make_inputs().tokens
     assert built.state_bytes() == 0
     numbers = 2 * HIDDEN_SIZE // 2 + 1
@@ -60,8 +60,8 @@ def test_the_cache_grows_by_keys_and_values_of_each_token():
         output = built.step(tokens[:, length], output.state)
 
 
-def test_a_zeroed_cache_remembers_nothing():
-    """As if there were no tokens before, though the keys of zero have a score of their own."""
+def test_a_zeroed_cache_has_no_effect():
+    """The result is that of an empty cache, although keys of zero have a score too."""
     built, tokens = build(GROUPED), make_inputs().tokens
     state = built(tokens, state=built.initial_state(4, dtype=torch.float64)).state
     zeroed = [[tuple(torch.zeros_like(tensor) for tensor in states) for states in block] for block in state.blocks]
@@ -74,6 +74,6 @@ def test_the_cache_drops_other_documents():
     built, inputs = build(GROUPED), make_inputs()
     output = built(inputs.tokens, document_ids=inputs.document_ids, state=built.initial_state(4, dtype=torch.float64))
     own = inputs.document_ids == inputs.document_ids[:, -1:]
-    for keys, values, remembered in (states[0] for states in output.state.blocks):
-        assert torch.equal(remembered > 0, own)
+    for keys, values, valid in (states[0] for states in output.state.blocks):
+        assert torch.equal(valid > 0, own)
         assert all(cached[~own].eq(0).all() and cached[own].ne(0).all() for cached in (keys, values))

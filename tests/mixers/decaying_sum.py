@@ -1,4 +1,4 @@
-"""A small mixer that uses every socket: learned decay, model-level gate, input layer, derived buffer."""
+"""A small mixer with every extension point: learned decay, model-level gate, input layer, derived buffer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TYPE = "tests.mixers.decaying_sum"
 
 
 def decaying_sum(v: Tensor, rate: Tensor, document_ids: Tensor | None, state: Tensor | None) -> Tensor:
-    """m_t = exp(-rate) m_{t-1} + v_t in each channel: v [B, T, D], rate [D], state [B, D] -> m [B, T, D], wide."""
+    """m_t = exp(-rate) m_{t-1} + v_t per channel: v [B, T, D], rate [D], state [B, D] -> m [B, T, D], dtype of rate."""
     index = torch.arange(v.shape[1])
     distance = index[:, None] - index
     decay = torch.exp(-rate[:, None, None] * distance.clamp(min=0)).masked_fill(distance < 0, 0.0)  # [D, T, T]
@@ -45,7 +45,7 @@ def decaying_sum(v: Tensor, rate: Tensor, document_ids: Tensor | None, state: Te
 
 
 class Rates(FullPrecision):
-    """softplus(theta) [D/tp], the decay rates."""
+    """Decay rates softplus(theta) [D/tp]."""
 
     def __init__(self, scope: BuildContext) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Rates(FullPrecision):
 
 
 class LayerGates(nn.Module):
-    """Gates [L, D/tp] of all layers: a softmax over the layers, so each use reaches the whole parameter."""
+    """Gates [L, D/tp] of all layers: a softmax over the layers, so that each use has a gradient for all of them."""
 
     def __init__(self, scope: BuildContext) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class LayerGates(nn.Module):
 
 
 class InputSum(Mixer):
-    """y = x + gain * m, m the decaying sum of x with rate ln 2: channels split over the axis."""
+    """y = x + gain * m, m the decaying sum of x with rate ln 2: channels sharded over tp."""
 
     def __init__(self, scope: BuildContext) -> None:
         super().__init__()
