@@ -1,5 +1,4 @@
-"""Measurements on H200 (docs/benchmarks/) and the planner's estimates of them; as a module, prints the table of
-docs/planner.md."""
+"""Measurements on H200 (docs/benchmarks/) and the planner's estimates of them; prints the table of docs/planner.md."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ from megalin.planner.workload import ParallelLayout, Workload
 
 
 class Measured(NamedTuple):
-    """Peak of allocated memory and median step of a run of tools/benchmark_train.py with --compile; where a page has
-    several machines, their median."""
+    """Peak of allocated memory and median step of a run of tools/benchmark_train.py with --compile; the median over
+    machines if a page has several."""
 
     preset: str
     batch: int
@@ -31,7 +30,7 @@ class Measured(NamedTuple):
     vocab_size: int | None = None
     recompute: bool = False
     cuda_graphs: bool = False
-    """Launched as one graph, so the plan's host time does not count."""
+    """True if the step is launched as one graph, which removes the plan's host time."""
     stages: tuple[int, ...] = ()
     """Sub-layers of each pipeline stage in the measured run."""
     sequence_parallel: Literal["none", "symmetric_memory"] | None = None
@@ -69,13 +68,13 @@ class Measured(NamedTuple):
         workload = Workload(model, self.length, samples, torch.bfloat16, True)
         estimator = Estimator(workload, HARDWARE["h200"])
         if self.stages:
-            borders = itertools.pairwise([0, *itertools.accumulate(self.stages)])
-            estimator.partitions[layout.parallel.pp, len(self.stages)] = [range(start, end) for start, end in borders]
+            bounds = itertools.pairwise([0, *itertools.accumulate(self.stages)])
+            estimator.partitions[layout.parallel.pp, len(self.stages)] = [range(start, end) for start, end in bounds]
         return estimator.estimate(layout, refined=True)
 
     def compared(self) -> tuple[float, float]:
-        """Planned GiB and seconds, comparable with the measured ones: without symmetric memory, which is outside the
-        allocator, and without waits that the run did not have."""
+        """Planned GiB and seconds, comparable with the measured ones: without symmetric memory, which the allocator
+        does not count, and without waits that the run did not have."""
         memory, time = self.estimate()[1:3]
         missing = self.cuda_graphs * time.host + self.simulated * (time.collectives + time.data_parallel)
         return (memory.total - memory.symmetric_memory) / 2**30, time.total - missing

@@ -1,5 +1,7 @@
-"""TransNormerLLM's Table 12, memory by model parallel size, from the planner's traces and parameter counts and stated
-assumptions about the paper's system; run as a module: the tables of docs/planner.md."""
+"""TransNormerLLM's Table 12, memory by model parallel size, from the planner's traces and stated assumptions.
+
+Run as a module, it prints the tables of docs/planner.md.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,13 @@ from megalin.planner.workload import ParallelLayout, Workload
 Preset = Literal["transnormerllm-7b", "llama-7b"]
 
 PAPER = {1: 64.0, 2: 41.0, 4: 36.3, 8: 24.1}
-"""TransNormerLLM-7B: GB a GPU by model parallel size, 8 A100."""
+"""TransNormerLLM-7B: GB per GPU by model parallel size, 8 A100."""
 TRANSFORMER = {1: 66.3, 2: 44.6, 4: 40.2, 8: 28.7}
-"""Transformer-7B."""
+"""Transformer-7B: GB per GPU by model parallel size, 8 A100."""
 GPUS, BATCH, LENGTH = 8, 2, 2048
 WIDTH, INNER, HEADS, VOCABULARY = 4096, 11008, 32, 50272
 SCAN_WIDTH = 128
-"""Key channels that one call of the published lightning attention takes; wider keys are split over several."""
+"""Key channels per call of the published lightning attention; wider keys are split over several calls."""
 GIB, GB = 2**30, 10**9
 
 
@@ -38,19 +40,19 @@ class System(NamedTuple):
 
     autocast: bool = True
     """Parameters, all-gathers and gradients in fp32, and a bf16 copy of each weight that a matmul keeps for its
-    backward (`torch.autocast`); False: the sharded data parallelism casts the shards, all computes in bf16."""
+    backward (`torch.autocast`); False: the sharded data parallelism casts the shards, and all computation is bf16."""
     reshard: bool = True
-    """Units free their gathered weights after their forward."""
+    """FSDP units free their gathered weights after their forward."""
     wrap_elements: int = 10**8
     """Layers with fewer parameters on a rank are part of the outermost FSDP unit."""
     lrpe: Literal["cosine", "rotation", "first"] = "cosine"
     """Form of LRPE in every layer; first: cosine, in the first layer only."""
     rounded: bool = False
-    """LRPE's queries and keys, fp32 like the angles, are rounded to bf16 before lightning attention."""
+    """LRPE's queries and keys, in fp32 as its angles, are rounded to bf16 before lightning attention."""
     gathered_loss: bool = True
     """Each rank has the logits of the whole vocabulary; False: Megatron's vocabulary-parallel loss."""
     recompute: bool = False
-    """Layers save their input only; each is then a unit."""
+    """Layers save their input only, and each is a unit."""
     batch_per_gpu: bool = False
     """Batch of 2 tp samples over tp ranks; False: 2."""
 
@@ -102,7 +104,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _ParallelLoss(torch.autograd.Function):
-    """Megatron's: fp32 logits become probabilities and then their gradient in place."""
+    """Megatron's vocabulary-parallel loss: fp32 logits become probabilities and then the gradient, in place."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
@@ -116,7 +118,7 @@ class _ParallelLoss(torch.autograd.Function):
 
 
 def _matmul(x: Tensor, weight: Tensor) -> Tensor:
-    """In bf16, as autocast does it; no copies where both are bf16."""
+    """Matmul in bf16, as under autocast; no copies if both operands are bf16."""
     return functional.linear(x.to(torch.bfloat16), weight.to(torch.bfloat16))
 
 
@@ -125,7 +127,7 @@ def _weight(dtype: torch.dtype, *shape: int) -> nn.Parameter:
 
 
 class _TransNormerLayer(nn.Module):
-    """x + GLA(SRMSNorm(x)), then x + SGLU(SRMSNorm(x)) (eq. 9), by eager operations; the heads and columns of one rank.
+    """x + GLA(SRMSNorm(x)), then x + SGLU(SRMSNorm(x)) (eq. 9), in eager operations on the heads and columns of a rank.
     Collectives of tensor parallelism work in place and keep nothing."""
 
     def __init__(self, tp: int, dtype: torch.dtype, lrpe: Literal["cosine", "rotation"] | None, rounded: bool) -> None:
@@ -145,13 +147,13 @@ class _TransNormerLayer(nn.Module):
     def _attended(self, normed: Tensor) -> Tensor:
         q, k, v, u = _matmul(normed, self.qkvu).chunk(4, dim=-1)
         q, k, v = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in (q, k, v))
-        q, k = self._placed(functional.silu(q)), self._placed(functional.silu(k))
+        q, k = self._with_lrpe(functional.silu(q)), self._with_lrpe(functional.silu(k))
         parts = zip(q.split(SCAN_WIDTH, dim=-1), k.split(SCAN_WIDTH, dim=-1), strict=True)
         output = sum((_Attention.apply(part_q, part_k, v) for part_q, part_k in parts), start=torch.zeros(()))
         return u * _Norm.apply(output.transpose(1, 2).flatten(2))
 
-    def _placed(self, x: Tensor) -> Tensor:
-        """x [B, H/tp, T, K] with LRPE."""
+    def _with_lrpe(self, x: Tensor) -> Tensor:
+        """Applies LRPE to x [B, H/tp, T, K]."""
         if self.theta is None:
             return x
         angles = self.theta * torch.empty(1, LENGTH, 1, dtype=self.theta.dtype)
@@ -215,7 +217,7 @@ def _run(module: nn.Module, dtype: torch.dtype, batch: int) -> RunCost:
 
 @cache
 def layer_cost(preset: Preset, tp: int, dtype: torch.dtype, batch: int, lrpe: Any, rounded: bool) -> RunCost:
-    """One layer on one rank, by the planner's trace."""
+    """Cost of a layer on one rank, from the planner's trace."""
     with fake_execution():
         softmax = preset == "llama-7b"
         return _run(_SoftmaxLayer(tp, dtype) if softmax else _TransNormerLayer(tp, dtype, lrpe, rounded), dtype, batch)
@@ -223,7 +225,7 @@ def layer_cost(preset: Preset, tp: int, dtype: torch.dtype, batch: int, lrpe: An
 
 @cache
 def head_cost(tp: int, dtype: torch.dtype, batch: int, gathered: bool) -> RunCost:
-    """The loss on one rank, by the planner's trace."""
+    """Cost of the loss on one rank, from the planner's trace."""
     with fake_execution():
         return _run(_Head(tp, dtype, gathered), dtype, batch)
 
@@ -240,29 +242,29 @@ def _planned(preset: Preset, tp: int) -> tuple[Estimator, ParallelLayout]:
 
 @cache
 def units(preset: Preset, tp: int) -> StageParameters:
-    """Parameters of a rank, by the planner's count."""
+    """Parameters of a rank, counted by the planner."""
     estimator, layout = _planned(preset, tp)
     return estimator.parameters(layout)[0]
 
 
 @cache
 def plan_bytes(tp: int) -> int:
-    """The planner's own estimate: ZeRO 3 over the ranks that tensor parallelism leaves, eager blocks of megalin."""
+    """The planner's own estimate: ZeRO 3 over the data axis, eager blocks of megalin."""
     estimator, layout = _planned("transnormerllm-7b", tp)
     return estimator.estimate(layout, refined=True).memory.total
 
 
 def peak(system: System, tp: int, preset: Preset = "transnormerllm-7b") -> Parts:
-    """Peak of a rank: the largest of the moments of a step at which memory can peak.
+    """Peak memory of a rank: the maximum over the moments of a step at which memory can peak.
 
     A unit's gradients are views of one flat parameter: they stay until the last is computed, then are concatenated.
     """
-    shared = GPUS // tp > 1  # one rank needs no gathering: torch computes on the parameters themselves
+    sharded = GPUS // tp > 1  # one rank gathers nothing: torch computes on the parameters
     parameters = units(preset, tp)
     layers, layer = len(parameters.blocks), parameters.blocks[0].whole
     outer = parameters.rest.whole + parameters.precise.whole
     dtype, size = (torch.float32, 4) if system.autocast else (torch.bfloat16, 2)
-    gathered_size = size if shared or not system.autocast else 0
+    gathered_size = size if sharded or not system.autocast else 0
     own_unit = layer >= system.wrap_elements or system.recompute
     state = 12 * parameters.shard
 
@@ -284,7 +286,7 @@ def peak(system: System, tp: int, preset: Preset = "transnormerllm-7b") -> Parts
 
 
 def _layers(system: System, tp: int, preset: Preset, dtype: torch.dtype, layers: int) -> tuple[int, int, int]:
-    """Bytes that the layers keep, that the last of them does, and the most that its backward holds, that included."""
+    """Bytes that all layers keep, that the last keeps, and the maximum in its backward, which includes these."""
     batch = BATCH * tp if system.batch_per_gpu else BATCH
     forms = ["cosine", None] if system.lrpe == "first" else [system.lrpe]
     costs = [layer_cost(preset, tp, dtype, batch, form, system.rounded) for form in forms]
@@ -296,17 +298,17 @@ def _layers(system: System, tp: int, preset: Preset, dtype: torch.dtype, layers:
 
 
 def gib(system: System, preset: Preset = "transnormerllm-7b") -> list[float]:
-    """Of each model parallel size."""
+    """Peak GiB for each model parallel size."""
     return [peak(system, tp, preset).total / GIB for tp in PAPER]
 
 
 def errors(found: list[float], paper: dict[int, float]) -> list[float]:
-    """Of each size, as shares of the paper's figures."""
+    """Relative error for each model parallel size."""
     return [value / figure - 1 for value, figure in zip(found, paper.values(), strict=True)]
 
 
 OWN = System(autocast=False, wrap_elements=0, lrpe="first")
-"""The planner's own assumptions: a unit a layer, all in bf16, LRPE where the paper's text has it."""
+"""The planner's own assumptions: one unit per layer, all in bf16, LRPE in the layer that the paper's text names."""
 STEPS = {
     "layers and loss as separate operations": OWN,
     "autocast: fp32 gathers and residual stream, bf16 copies of weights": OWN._replace(autocast=True),
@@ -327,7 +329,7 @@ OTHERWISE = {
 
 
 def combinations() -> list[tuple[System, int]]:
-    """All choices of `System`, with what the paper's GB can mean."""
+    """All choices of `System`, each with both meanings of the paper's GB."""
     both = (True, False)
     forms: tuple[Literal["cosine", "rotation", "first"], ...] = ("cosine", "rotation", "first")
     choices = itertools.product(itertools.product(both, both, (10**8, 0), forms), itertools.product(both, repeat=4))
@@ -348,7 +350,7 @@ def _row(name: str, values: list[float], form: str) -> str:
 
 
 def tables() -> str:
-    """As Markdown: what each assumption adds, what the sum is made of, and what other choices would give."""
+    """Formats as Markdown the effect of each assumption, the parts of the sum, and the errors of other choices."""
     head = ["| GiB a GPU | tp 1 | tp 2 | tp 4 | tp 8 |", "|---|---|---|---|---|"]
     before = [plan_bytes(tp) / GIB for tp in PAPER]
     lines = [*head, _row("the plan, ZeRO 3, eager", before, ".1f")]

@@ -1,4 +1,4 @@
-"""A run that cannot fit is refused, one that may is not."""
+"""Memory check before a run: only a run that cannot fit is refused."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def config(path: Path) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def needed(config: RunConfig) -> int:
-    """The whole estimate of the run on one rank."""
+    """The run's estimated memory on one rank."""
     assert isinstance(config.model, ModelConfig)
     estimator = Estimator(workload_of(config, config.model), HARDWARE["h200"])
     return estimator.estimate(layout_of(config, 1), refined=False).memory.total
@@ -53,8 +53,8 @@ def test_the_layout_and_the_workload_are_the_runs(path):
     assert (workload.length, workload.global_batch_size, workload.compiled) == (36, 4, False)
 
 
-def test_what_is_offered_replaces_what_the_file_says(path):
-    """A layout without sequence parallelism and on the plain schedule, in the file of a run with both."""
+def test_overrides_of_a_layout_replace_all_of_the_file(path):
+    """Layouts without sequence parallelism and interleaving, applied to a config that has both."""
     own = ["parallel.tp=2", "parallel.sequence_parallel=true", "parallel.pp=2", "parallel.pp_stages_per_rank=2"]
     own += ['parallel.pp_schedule="interleaved"', "train.micro_batch_size=1", "parallel.tp_overlap=symmetric_memory"]
     assert load_run_config(path, own).parallel.pp_stages_per_rank == 2
@@ -68,9 +68,9 @@ def test_a_run_that_fits_or_nearly_fits_starts(config, needed):
     check_memory(config, 1, int(needed / MARGIN) + 1)
 
 
-def test_a_run_that_asks_for_copies_is_looked_at_as_one(path):
-    asked = ["parallel.tp=2", "parallel.sequence_parallel=true", "parallel.tp_overlap=symmetric_memory"]
-    config = load_run_config(path, [*asked, "train.micro_batch_size=4"])
+def test_symmetric_memory_of_the_config_is_counted(path):
+    overrides = ["parallel.tp=2", "parallel.sequence_parallel=true", "parallel.tp_overlap=symmetric_memory"]
+    config = load_run_config(path, [*overrides, "train.micro_batch_size=4"])
     assert isinstance(config.model, ModelConfig)
     estimator = Estimator(workload_of(config, config.model), HARDWARE["h200"])
     memory = estimator.estimate(layout_of(config, 2), refined=False).memory
@@ -80,7 +80,7 @@ def test_a_run_that_asks_for_copies_is_looked_at_as_one(path):
         check_memory(config, 2, int(memory.total / MARGIN) - 1)
 
 
-def test_nothing_is_asked_where_the_memory_is_not_known(config):
+def test_unknown_memory_is_not_checked(config):
     check_memory(config, 1, None)
 
 
@@ -88,12 +88,12 @@ def test_an_estimate_beyond_the_margin_is_refused_with_what_fits(config, needed)
     memory = int(needed / MARGIN) - 1
     with pytest.raises(
         ConfigError, match=r"train.micro_batch_size = 4 .*: needs about .* GiB \(weights .*activations"
-    ) as told:
+    ) as caught:
         check_memory(config, 1, memory)
     assert "these layouts fit on 1 GPUs: parallel.tp=1 parallel.cp=1 parallel.pp=1 train.micro_batch_size=" in str(
-        told.value
+        caught.value
     )
-    assert str(told.value).endswith("Pass --no-memory-check to start the run anyway")
+    assert str(caught.value).endswith("Pass --no-memory-check to start the run anyway")
 
 
 def test_weights_and_moments_that_alone_do_not_fit_are_refused(config):
@@ -101,14 +101,14 @@ def test_weights_and_moments_that_alone_do_not_fit_are_refused(config):
         check_memory(config, 1, 100_000)
 
 
-def test_mixers_from_elsewhere_are_not_run_but_counted(config):
+def test_external_mixers_are_not_traced_but_their_parameters_are_counted(config):
     table = {"vocab_size": 257, "hidden_size": 32, "layers": [{"sublayers": [TOY]}]}
     model = ModelConfig.model_validate(table)
-    foreign = config.model_copy(update={"model": model})
-    resting = Estimator(workload_of(foreign, model), HARDWARE["h200"]).model_state_bytes(layout_of(foreign, 1))
-    check_memory(foreign, 1, resting)
+    external = config.model_copy(update={"model": model})
+    model_states = Estimator(workload_of(external, model), HARDWARE["h200"]).model_state_bytes(layout_of(external, 1))
+    check_memory(external, 1, model_states)
     with pytest.raises(ConfigError, match=r"alone need .* use more GPUs"):
-        check_memory(foreign, 1, resting - 1)
+        check_memory(external, 1, model_states - 1)
 
 
 def test_deepspeed_shards_in_its_own_way(path):

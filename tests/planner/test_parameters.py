@@ -1,4 +1,4 @@
-"""The arithmetic of shards against the real sharding of the real module, on a mesh whose collectives send nothing."""
+"""Counted parameters of a rank against the sharded module, on a mesh whose collectives send nothing."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_shards_are_those_of_the_real_module(tp, data, shard):
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_shards_of_a_stage_are_those_of_the_real_stage(number):
-    stage = Stage(number, 2, [range(4), range(4, 8)][number])  # the second block is on both
+    stage = Stage(number, 2, [range(4), range(4, 8)][number])  # the second block is split over both
     with fake_mesh(ParallelConfig(tp=2, pp=2, zero=1), 2 * 2 * 3, tensor_parallel=TensorParallel) as mesh:
         expected = _sharded(LanguageModel(HYBRID.model, mesh.tp, stage=stage), mesh)
     assert _counted(HYBRID, 2, 3, stage) == expected

@@ -27,7 +27,7 @@ def workload(*, samples: int = 8, length: int = 4096, compiled: bool = False) ->
 
 @pytest.fixture(scope="module")
 def estimator() -> Estimator:
-    """Its traces serve every test."""
+    """One estimator for all tests, which share its traces."""
     return Estimator(workload(), HARDWARE["h200"])
 
 
@@ -38,9 +38,10 @@ def reasons(found: Plan) -> dict[str, list[str]]:
     return kinds
 
 
-def refused(gpus: int, *, split: bool = False, **sizes: int) -> dict[str, list[str]]:
-    """What the rules alone refuse: no layout fits one byte, so no block is run."""
-    return reasons(search(Estimator(workload(**sizes), HARDWARE["h200"]), Limits(gpus, 1, split), count=1))
+def refused(gpus: int, *, sequence_parallel: bool = False, **sizes: int) -> dict[str, list[str]]:
+    """Layouts that the rules alone refuse: none fits one byte, so no block is traced."""
+    limits = Limits(gpus, 1, sequence_parallel)
+    return reasons(search(Estimator(workload(**sizes), HARDWARE["h200"]), limits, count=1))
 
 
 def layout(parallel: ParallelConfig = ParallelConfig(), **fields: int) -> ParallelLayout:  # noqa: B008
@@ -79,31 +80,31 @@ def test_sizes_that_do_not_divide_are_refused_by_the_models_own_rule():
 
 def test_meshes_with_tp_are_tried_with_and_without_sequence_parallelism():
     kind = "memory, most of it weights and optimizer"
-    both, split = refused(2)[kind], refused(2, split=True)[kind]
+    both, only = refused(2)[kind], refused(2, sequence_parallel=True)[kind]
     tp = [name for name in both if name.startswith("tp 2")]
     assert len(tp) == 2 * len([name for name in tp if "sequence parallel, " in name]) > 0
-    assert [name for name in split if name.startswith("tp 2")] == [name for name in tp if "sequence parallel, " in name]
-    assert [name for name in split if not name.startswith("tp")] == [name for name in both if not name.startswith("tp")]
+    assert [name for name in only if name.startswith("tp 2")] == [name for name in tp if "sequence parallel, " in name]
+    assert [name for name in only if not name.startswith("tp")] == [name for name in both if not name.startswith("tp")]
 
 
-def test_rows_that_sequence_parallelism_cannot_split_leave_their_mesh_without_it():
+def test_lengths_that_sequence_parallelism_cannot_shard_keep_the_mesh_without_it():
     found = refused(4, length=4098)
-    told = (
+    expected = (
         "tp 4, cp 1, pp 1, sequence parallel: a sequence of 4098 tokens is not divisible by parallel.tp = 4, as "
         "parallel.sequence_parallel needs; use 4096 or 4100"
     )
-    assert told in found["the sequence length is not divisible as sequence parallelism needs"]
-    assert any(told.startswith("tp 4, dp 1") for told in found["memory, most of it weights and optimizer"])
+    assert expected in found["the sequence length is not divisible as sequence parallelism needs"]
+    assert any(reason.startswith("tp 4, dp 1") for reason in found["memory, most of it weights and optimizer"])
 
 
-def test_how_the_stream_travels_is_as_the_config_says(estimator):
+def test_overlap_of_tensor_parallelism_is_the_configs(estimator):
     found = search(estimator, Limits(2, 10**12, True, "none"), count=100)
     (tp,) = [estimate for estimate in found.best if estimate.layout.parallel.tp == 2]
     assert tp.layout.parallel.tp_overlap == "none"
     assert tp.memory.symmetric_memory == 0
 
 
-def test_memory_refuses_and_says_what_is_missing(estimator):
+def test_memory_refuses_and_reports_the_missing_bytes(estimator):
     found = search(estimator, Limits(2, 100 * MIB), count=100)
     assert found.best
     assert max(estimate.memory.total for estimate in found.best) <= 100 * MIB
@@ -112,16 +113,16 @@ def test_memory_refuses_and_says_what_is_missing(estimator):
     assert {refusal.kind for refusal in missing} >= {"memory, most of it activations"}
 
 
-def test_a_layout_is_offered_only_after_its_compiled_blocks_were_read():
+def test_a_layout_is_offered_only_after_its_compiled_blocks_were_traced():
     estimator = Estimator(workload(samples=1, length=512, compiled=True), HARDWARE["h200"])
     least = layout(dp=1, num_micro_batches=1, recompute=True)
     close = estimator.estimate(least, refined=True).memory.total
-    assert close < estimator.estimate(least, refined=False).memory.total  # so eager blocks are no reason to refuse
+    assert close < estimator.estimate(least, refined=False).memory.total  # eager blocks are no reason to refuse
     (best,) = search(estimator, Limits(1, close), count=1).best
     assert best.layout == least
     found = search(estimator, Limits(1, close - 1), count=1)
     assert found.best == []
-    assert (least.name(), "lacks 0.1 GiB") in [refusal[:2] for refusal in found.refusals]  # of one byte
+    assert (least.name(), "lacks 0.1 GiB") in [refusal[:2] for refusal in found.refusals]  # one byte, rounded up
 
 
 def test_nothing_fits_where_the_weights_do_not():
@@ -145,37 +146,39 @@ def test_what_a_layout_shards_and_recomputes_shows_in_its_memory(estimator):
     assert memory(ParallelConfig(cp=2)).activations < 0.7 * kept.activations
 
 
-def test_what_other_ranks_write_into_is_counted_where_copies_run(estimator):
+def test_symmetric_memory_is_counted_for_overlapped_transfers(estimator):
     def symmetric_memory_bytes(dp: int = 1, **axes: object) -> int:
         parallel = ParallelConfig.model_validate(axes)
         each = layout(parallel, dp=dp, num_micro_batches=4, micro_batch_size=3)
         return estimator.estimate(each, refined=False).memory.symmetric_memory
 
-    stream = 3 * 4096 * MODEL.hidden_size * 2
-    split = {"tp": 2, "sequence_parallel": True}
+    hidden_bytes = 3 * 4096 * MODEL.hidden_size * 2
+    sharded = {"tp": 2, "sequence_parallel": True}
     assert symmetric_memory_bytes() == symmetric_memory_bytes(tp=2) == 0
     assert (
-        symmetric_memory_bytes(**split) == symmetric_memory_bytes(**split, tp_overlap="symmetric_memory") == 2 * stream
+        symmetric_memory_bytes(**sharded)
+        == symmetric_memory_bytes(**sharded, tp_overlap="symmetric_memory")
+        == 2 * hidden_bytes
     )
-    assert symmetric_memory_bytes(**split, tp_overlap="none") == 0
-    # Two slots for activations and two for gradients a stage, while all ranks of the pipeline share a host.
-    assert symmetric_memory_bytes(pp=2) == symmetric_memory_bytes(pp=2, dp=4) == 4 * stream
-    assert symmetric_memory_bytes(pp=2, pp_schedule="interleaved", pp_stages_per_rank=2) == 8 * stream
+    assert symmetric_memory_bytes(**sharded, tp_overlap="none") == 0
+    # Two slots for activations and two for gradients per stage, if all ranks of the pipeline are on one host.
+    assert symmetric_memory_bytes(pp=2) == symmetric_memory_bytes(pp=2, dp=4) == 4 * hidden_bytes
+    assert symmetric_memory_bytes(pp=2, pp_schedule="interleaved", pp_stages_per_rank=2) == 8 * hidden_bytes
     assert symmetric_memory_bytes(pp=2, pp_transfer="p2p") == symmetric_memory_bytes(pp=2, dp=8) == 0
-    assert symmetric_memory_bytes(**split, pp=2) == 2 * stream + 4 * stream // 2
-    assert symmetric_memory_bytes(**split, pp=2, pp_schedule="zero_bubble") == 4 * stream // 2
+    assert symmetric_memory_bytes(**sharded, pp=2) == 2 * hidden_bytes + 4 * hidden_bytes // 2
+    assert symmetric_memory_bytes(**sharded, pp=2, pp_schedule="zero_bubble") == 4 * hidden_bytes // 2
 
 
-def test_streams_that_are_gathered_anew_for_the_backward_are_sent_again(estimator):
-    by_collectives, beside_copies = (
+def test_hidden_states_gathered_again_for_the_backward_are_sent_again(estimator):
+    synchronous, overlapped = (
         estimator.estimate(layout(ParallelConfig(tp=2, sequence_parallel=True, tp_overlap=way)), refined=False).sent.tp
         for way in ("none", "symmetric_memory")
     )
-    # Of most sub-layers five transfers instead of four.
-    assert 1.1 * by_collectives < beside_copies < 1.25 * by_collectives
+    # Most sub-layers have five transfers instead of four.
+    assert 1.1 * synchronous < overlapped < 1.25 * synchronous
 
 
-def test_copies_of_more_samples_are_stretched_with_what_runs_beside_them(estimator):
+def test_overlapped_matmuls_scale_with_the_micro_batch(estimator):
     each = layout(ParallelConfig(tp=2, sequence_parallel=True), micro_batch_size=3)
     rough, close = (estimator._trace(each, refined=refined) for refined in (False, True))
     assert any(collective.overlapped_flops for collective in close.blocks[0].forward)
@@ -192,16 +195,16 @@ def _buffers(estimator: Estimator) -> int:
 def test_bytes_by_axis_are_those_of_the_collectives(estimator):
     (parameters,) = estimator.parameters(layout())
     sent = estimator.estimate(layout(), refined=False).sent
-    # ZeRO 3 over 4 ranks, 2 micro-batches: bf16 weights come twice, fp32 gradients go once, in each.
+    # ZeRO 3 over 4 ranks, 2 micro-batches: each gathers bf16 weights twice and reduces fp32 gradients once.
     assert sent == (0, 0, (2 * 2 * 2 + 2 * 4) * parameters.whole * 3 // 4, 0)
-    stream = 4096 * MODEL.hidden_size * 2
+    hidden_bytes = 4096 * MODEL.hidden_size * 2
     tp = estimator.estimate(layout(ParallelConfig(tp=2), dp=1), refined=False).sent.tp
     sublayers = sum(len(block.sublayers) * block.repeat for block in MODEL.layers)
-    # An all-reduce a sub-layer and direction, the embedding's and the head's; two micro-batches.
-    assert tp >= 2 * (2 * sublayers + 2) * stream
-    assert tp < 1.3 * 2 * (2 * sublayers + 2) * stream
+    # One all-reduce per sub-layer and direction, one of the embedding, one of the head; two micro-batches.
+    assert tp >= 2 * (2 * sublayers + 2) * hidden_bytes
+    assert tp < 1.3 * 2 * (2 * sublayers + 2) * hidden_bytes
     pp = estimator.estimate(layout(ParallelConfig(pp=2, zero=1)), refined=False).sent.pp
-    assert pp == 2 * 2 * stream
+    assert pp == 2 * 2 * hidden_bytes
 
 
 def test_a_deeper_pipeline_keeps_more_micro_batches_and_waits_longer(estimator):
@@ -219,7 +222,7 @@ def test_a_deeper_pipeline_keeps_more_micro_batches_and_waits_longer(estimator):
 
 
 def test_parts_of_blocks_add_up_to_the_model(estimator):
-    """On four ranks, some of which share a block."""
+    """Four ranks, of which some hold parts of the same block."""
     alone, parallel = ParallelConfig(), ParallelConfig(pp=4)
     whole = estimator._work(layout(), estimator._own_blocks(alone, 0), alone, 0)
     parts = [estimator._own_blocks(parallel, rank) for rank in range(4)]
@@ -228,7 +231,7 @@ def test_parts_of_blocks_add_up_to_the_model(estimator):
     assert any(estimator._fraction(part) < 1 for own in parts for part in own)
 
 
-def test_part_of_a_block_costs_its_share():
+def test_part_of_a_block_costs_its_fraction():
     collective = CollectiveCost(COPY, "tp", 40, 8)
     assert scaled_cost(RunCost(100, 300, 200, [collective], [collective]), 0.25) == RunCost(
         25, 75, 50, [CollectiveCost(COPY, "tp", 10, 2)], [CollectiveCost(COPY, "tp", 10, 2)]
@@ -251,18 +254,18 @@ def test_embedding_and_last_norm_count_on_the_ranks_that_have_them():
     assert [of.kernels / times[1].kernels for of in times] == pytest.approx([1.1, 1.0, 1.01])
 
 
-@pytest.mark.parametrize("hidden_share", [0.0, 0.25, 1.0, 4.0])
-def test_a_copy_is_waited_for_where_products_do_not_hide_it(hidden_share):
-    hardware, stream = HARDWARE["h200"], 10**9
-    wire = stream * 3 // 4 / (hardware.link_bandwidth * COPY_EFFICIENCY)
-    copy = CollectiveCost(COPY, "tp", stream, int(hidden_share * wire * hardware.matrix_flops * MATRIX_EFFICIENCY))
+@pytest.mark.parametrize("overlapped", [0.0, 0.25, 1.0, 4.0])
+def test_a_copy_is_waited_for_as_far_as_matmuls_do_not_hide_it(overlapped):
+    hardware, hidden_bytes = HARDWARE["h200"], 10**9
+    wire = hidden_bytes * 3 // 4 / (hardware.link_bandwidth * COPY_EFFICIENCY)
+    copy = CollectiveCost(COPY, "tp", hidden_bytes, int(overlapped * wire * hardware.matrix_flops * MATRIX_EFFICIENCY))
     block = RunCost(0, 0, 0, [copy], [])
     trace = Trace([block], RunCost(0, 0, 0, [], []), RunCost(0, 0, 0, [], []), LossCost(0, 0, 0), 0)
     nothing = StageParameters([], Elements(0, 0), Elements(0, 0), 0, 0)
     each = layout(ParallelConfig(tp=4, sequence_parallel=True), dp=1, num_micro_batches=1)
     time, sent = step_time(MicroBatchWork(0, 0, 0, 1), nothing, trace, [0], each, hardware, rank=0, itemsize=2)
-    assert sent.tp == stream * 3 // 4
-    assert time.collectives == pytest.approx(SIGNAL_SECONDS + wire * max(0.0, 1 - hidden_share))
+    assert sent.tp == hidden_bytes * 3 // 4
+    assert time.collectives == pytest.approx(SIGNAL_SECONDS + wire * max(0.0, 1 - overlapped))
 
 
 def test_an_axis_that_leaves_the_host_waits_for_the_network(estimator):

@@ -1,5 +1,4 @@
-"""What docs/planner.md says of the paper's Table 12: under which assumptions its memory column comes out, and which of
-them it needs."""
+"""Claims of docs/planner.md on the paper's Table 12: the assumptions that reproduce its memory, and the needed ones."""
 
 import inspect
 
@@ -24,15 +23,15 @@ from tests.planner.table12 import (
     within,
 )
 
-STREAM = BATCH * LENGTH * WIDTH * 2
-"""Bytes of a bf16 tensor as large as the residual stream."""
+HIDDEN_BYTES = BATCH * LENGTH * WIDTH * 2
+"""Bytes of bf16 hidden states."""
 
 
 def test_all_four_figures_are_within_two_per_cent():
     assert errors(gib(System()), PAPER) == pytest.approx([0.0] * 4, abs=0.02)
 
 
-def test_what_the_figures_need_is_shared_by_all_combinations_within_ten_per_cent():
+def test_all_combinations_within_ten_per_cent_agree_on_the_needed_assumptions():
     near = within(0.1)
     assert (System(), GIB) in near
     assert len(near) == 12
@@ -81,23 +80,23 @@ def test_layers_are_units_by_the_default_of_pytorchs_policy():
 @pytest.mark.parametrize("tp", PAPER)
 def test_a_layer_under_autocast_keeps_what_a_count_by_hand_says(tp):
     kept = layer_cost("transnormerllm-7b", tp, torch.float32, BATCH, None, False).saved_bytes
-    # Two norms' fp32 inputs, and their results in bf16 once for each of the three products that read them.
-    whole = 2 * 2 + 3
-    # The fused projections; q, k and v as the kernel reads them; its output, that normed, that gated; the GLU's three.
-    split = 4 + 3 + 3 + 3 * INNER / WIDTH
+    # fp32 inputs of two norms, and a bf16 copy of their results for each of the three matmuls that read them.
+    replicated = 2 * 2 + 3
+    # The fused projections; q, k and v as the kernel reads them; its output, normed and gated; the GLU's three tensors.
+    sharded = 4 + 3 + 3 + 3 * INNER / WIDTH
     weights = 2 * (5 * WIDTH**2 + 3 * WIDTH * INNER) // tp
-    rows = 3 * BATCH * LENGTH * 4
-    assert kept == pytest.approx(STREAM * (whole + split / tp) + weights + rows, rel=1e-6)
+    norms = 3 * BATCH * LENGTH * 4
+    assert kept == pytest.approx(HIDDEN_BYTES * (replicated + sharded / tp) + weights + norms, rel=1e-6)
 
 
 @pytest.mark.parametrize("tp", PAPER)
 def test_lrpe_keeps_its_angles_and_wider_queries(tp):
-    plain, placed = (
+    plain, with_lrpe = (
         layer_cost("transnormerllm-7b", tp, torch.float32, BATCH, lrpe, False).saved_bytes for lrpe in (None, "cosine")
     )
     angles = LENGTH * WIDTH * 4
-    # For q and for k: silu's result, angle, cosine and sine, and fp32 channels twice as many instead of bf16 ones.
-    each = STREAM + 3 * angles + (4 - 1) * STREAM
-    # v is read by two calls; the output, its norm and the product with the gate are fp32 where the kernel's result is.
-    rest = STREAM + 2 * STREAM
-    assert placed - plain == pytest.approx((2 * each + rest) / tp, rel=1e-3)
+    # For q and for k: silu's result, angle, cosine and sine, and twice as many channels, in fp32 instead of bf16.
+    each = HIDDEN_BYTES + 3 * angles + (4 - 1) * HIDDEN_BYTES
+    # Two calls read v; the output, its norm and its gated form are fp32 if the kernel's result is.
+    rest = HIDDEN_BYTES + 2 * HIDDEN_BYTES
+    assert with_lrpe - plain == pytest.approx((2 * each + rest) / tp, rel=1e-3)

@@ -1,4 +1,4 @@
-"""What a trace reports of functions whose costs can be told by hand, eager and compiled."""
+"""Traces of functions, eager and compiled, against costs computed by hand."""
 
 import pytest
 import torch
@@ -13,8 +13,8 @@ from megalin.parallel.mesh import ParallelConfig
 from megalin.planner.graph_cost import COPY, graph_cost
 from megalin.planner.tracing import fake_execution, materialize, trace, trace_compiled
 
-ROWS, WIDTH, INNER = 64, 32, 96
-X, H, W = ROWS * WIDTH * 4, ROWS * INNER * 4, WIDTH * INNER * 4
+TOKENS, WIDTH, INNER = 64, 32, 96
+X, H, W = TOKENS * WIDTH * 4, TOKENS * INNER * 4, WIDTH * INNER * 4
 
 
 class _Gated(nn.Module):
@@ -33,9 +33,9 @@ def test_an_eager_function_keeps_what_its_backward_reads():
     module = _Gated()
     with fake_execution():
         materialize(module, torch.float32)
-        cost = trace(module, module, torch.empty(ROWS, WIDTH, requires_grad=True))
+        cost = trace(module, module, torch.empty(TOKENS, WIDTH, requires_grad=True))
     assert cost.saved_bytes == X + 2 * H  # x, exp(..) and its double; the weights are not counted
-    # exp and its multiple forward, and backward: each reads one or two tensors and writes one.
+    # exp and its double, forward and backward: each reads one or two tensors and writes one.
     assert cost.moved_bytes >= 8 * H
     assert cost.backward_bytes >= cost.saved_bytes + H
 
@@ -44,9 +44,9 @@ def test_a_compiled_function_keeps_less_and_fuses():
     module = _Gated()
     with fake_execution():
         materialize(module, torch.float32)
-        cost = trace_compiled(module, module, torch.empty(ROWS, WIDTH, requires_grad=True))
+        cost = trace_compiled(module, module, torch.empty(TOKENS, WIDTH, requires_grad=True))
     assert cost.saved_bytes <= X + 2 * H
-    assert cost.moved_bytes <= 6 * H  # of exp's: read, written; backward: gradient, exp read, one written
+    assert cost.moved_bytes <= 6 * H  # exp: one read, one written; its backward: gradient and exp read, one written
     assert cost.forward == cost.backward == []
 
 
@@ -54,24 +54,24 @@ def test_a_graph_holds_what_is_still_read_and_fuses_what_is_element_wise():
     module = _Gated()
     with fake_execution():
         materialize(module, torch.float32)
-        x = torch.empty(ROWS, WIDTH)
+        x = torch.empty(TOKENS, WIDTH)
         graph = make_fx(lambda x, up, down: (torch.exp(x @ up.T) * 2.0) @ down.T)(x, module.up, module.down).graph
     _, *weights = [node.name for node in graph.nodes if node.op == "placeholder"]
     cost = graph_cost(graph, weights)
-    assert cost.peak_bytes == 2 * H  # the first product beside its gated form; x is gone, the result not there
-    assert cost.moved_bytes == 2 * H  # exp and its double are one kernel; products are not counted
-    assert graph_cost(graph, []).peak_bytes == 2 * H + 2 * W - W  # up's last use is the first product
+    assert cost.peak_bytes == 2 * H  # a matmul's result and its gated form; x is freed
+    assert cost.moved_bytes == 2 * H  # exp and its double are one kernel; matmuls are not counted
+    assert graph_cost(graph, []).peak_bytes == 2 * H + 2 * W - W  # up's last use is the first matmul
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_collectives_of_both_directions_are_told(compiled):
+def test_collectives_of_both_directions_are_reported(compiled):
     with fake_mesh(ParallelConfig(tp=4), 4) as mesh:
         axis, module = mesh.tp.axis, _Gated()
 
         def run(x: Tensor) -> Tensor:
             return reduce_from_axis(module(mesh.tp.enter(x)), axis)
 
-        class _Split(nn.Module):
+        class _Sharded(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
                 self.inner = module
@@ -79,27 +79,27 @@ def test_collectives_of_both_directions_are_told(compiled):
             def forward(self, x: Tensor) -> Tensor:
                 return run(x)
 
-        split = _Split()
+        sharded = _Sharded()
         with fake_execution():
-            materialize(split, torch.float32)
-            x = torch.empty(ROWS, WIDTH, requires_grad=True)
+            materialize(sharded, torch.float32)
+            x = torch.empty(TOKENS, WIDTH, requires_grad=True)
             run_cost = trace_compiled if compiled else trace
-            cost = run_cost(split, split, x)
-            materialize(module, torch.float32)  # without gradients again
+            cost = run_cost(sharded, sharded, x)
+            materialize(module, torch.float32)  # clears the gradients
             alone = run_cost(module, module, x.detach().requires_grad_())
-        assert cost.moved_bytes == alone.moved_bytes  # a collective's bytes are the wire's alone
+        assert cost.moved_bytes == alone.moved_bytes  # a collective's bytes are not memory traffic
         for collectives in (cost.forward, cost.backward):
             assert [(each.name, each.group, each.bytes) for each in collectives] == [("all_reduce", axis.group_name, X)]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_products_beside_copies_are_told_with_their_streams(compiled):
-    """y = exp(all-gather(x) U^T) V^T, reduce-scattered: what is sent, what runs beside it, and that the products' bytes
-    are no kernel's."""
+def test_overlapped_matmuls_are_reported_with_their_transfers(compiled):
+    """y = exp(all-gather(x) U^T) V^T, reduce-scattered: the sent bytes, the overlapped operations, and that the matmuls
+    add no memory traffic."""
     with fake_mesh(ParallelConfig(tp=4, sequence_parallel=True), 4, async_tp=True) as mesh:
         parallel, module = mesh.tp, _Gated()
 
-        class _Split(nn.Module):
+        class _Sharded(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
                 self.inner = module
@@ -107,22 +107,22 @@ def test_products_beside_copies_are_told_with_their_streams(compiled):
             def forward(self, x: Tensor) -> Tensor:
                 return parallel.linear_reduce_scatter(torch.exp(parallel.all_gather_linear(x, module.up)), module.down)
 
-        split = _Split()
+        sharded = _Sharded()
         with fake_execution():
-            materialize(split, torch.float32)
-            x = torch.empty(2, ROWS // 4, WIDTH, requires_grad=True)
-            cost = trace_compiled(split, split, x) if compiled else trace(split, split, x)
-    transfer = (COPY, parallel.axis.group_name, 2 * X, 2 * (2 * ROWS) * WIDTH * INNER * 3 // 4)
+            materialize(sharded, torch.float32)
+            x = torch.empty(2, TOKENS // 4, WIDTH, requires_grad=True)
+            cost = trace_compiled(sharded, sharded, x) if compiled else trace(sharded, sharded, x)
+    transfer = (COPY, parallel.axis.group_name, 2 * X, 2 * (2 * TOKENS) * WIDTH * INNER * 3 // 4)
     assert [tuple(each) for each in cost.forward] == [transfer, transfer]
-    # The gradient of what entered: the tokens once more, and the sums.
+    # The gradient of the gathered input: the tokens once more, and the sums.
     assert [tuple(each) for each in cost.backward] == [transfer, transfer, transfer]
-    # exp reads and writes; its gradient reads two tensors and writes one. Eager gradients that arrive are copied.
+    # exp reads and writes; its gradient reads two tensors and writes one. Eager mode copies arriving gradients.
     arrived = 0 if compiled else 2 * (X // 2) + 2 * 2 * (W + X // 4)
     assert 0 <= cost.moved_bytes - 5 * 2 * H <= arrived
-    assert cost.saved_bytes == X // 2 + 2 * H  # x of the own tokens, not of all, and exp's result
+    assert cost.saved_bytes == X // 2 + 2 * H  # x of the rank's own tokens, and exp's result
 
 
-def test_ops_take_their_kernels_without_a_gpu_and_forget_it():
+def test_fake_execution_chooses_kernels_without_a_gpu_until_it_ends():
     with fake_execution():
         assert backend.choose("srmsnorm", "auto", "cpu") == "triton"
         assert backend.choose("srmsnorm", "auto", "cpu", "an empty tensor") == "reference"
