@@ -21,7 +21,7 @@ from tests.numerics import Tensors, assert_close, errors, outputs_and_gradients
 
 BATCH, HEADS, BOUND = 2, 3, 1e-12
 FORMS = {"auto": dense_attention, "quadratic": dense_attention_quadratic, "linear": dense_attention_linear}
-WIDTHS = {"equal": (6, 6), "split": (3, 12)}
+WIDTHS = {"equal": (6, 6), "sharded": (3, 12)}
 """Widths of keys and of values: of a head, and of a single head whose width is sharded over an axis."""
 STARTS = {1: (0,), 63: (0, 1, 62), 64: (0, 63), 65: (0, 15, 16, 17, 64), 200: (0, 64, 129)}
 """Starts of the documents of the second sample, by length; the first sample is one document."""

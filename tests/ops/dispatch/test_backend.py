@@ -170,12 +170,12 @@ def test_a_choice_is_a_constant_to_the_compiler(op):
     assert torch.equal(compiled(x), x.sin())
 
 
-def test_an_op_says_what_its_kernel_does_not_take():
+def test_an_op_refuses_a_dtype_without_a_kernel():
     with pytest.raises(KernelError, match=r"srmsnorm: the triton kernel does not take dtype torch\.float64"):
         srmsnorm(torch.ones(2, 3, dtype=torch.float64), eps=1e-6, backend="triton")
 
 
-def test_a_self_test_sees_wrong_values_wrong_gradients_and_chance():
+def test_a_self_test_finds_wrong_values_wrong_gradients_and_chance():
     x = torch.randn(5, 7)
 
     class WrongGradient(torch.autograd.Function):
