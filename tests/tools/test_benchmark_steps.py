@@ -1,4 +1,4 @@
-"""How the training benchmark times steps, and what it tells of their communication."""
+"""Step timing and communication profile of the training benchmark."""
 
 from typing import NamedTuple
 
@@ -27,10 +27,10 @@ def test_the_clock_leaves_out_the_first_steps_and_takes_the_median(monkeypatch, 
     timing = clock.time_steps(start, warmup=2, steps=3, started=-7.0)
     assert timing == (2.0, [3.0, 1.0, 2.0], 57.0, [0.0, 1.0, 2.0, 3.0, 4.0])
     late = ["start 0", "wait 0", "start 1", "start 2", "wait 1", "start 3", "wait 2", "start 4", "wait 3", "wait 4"]
-    assert order == ([f"{what} {index}" for index in range(5) for what in ("start", "wait")] if known else late)
+    assert order == ([f"{call} {index}" for index in range(5) for call in ("start", "wait")] if known else late)
 
 
-def test_on_a_device_a_step_ends_there_however_late_the_host_looks(monkeypatch):
+def test_a_step_on_a_device_is_timed_by_the_device_clock(monkeypatch):
     from train_benchmarks import clock
 
     class End(NamedTuple):
@@ -56,7 +56,7 @@ def test_on_a_device_a_step_ends_there_however_late_the_host_looks(monkeypatch):
     assert timing == (2.0, [3.0, 1.0, 2.0], 90.0, [0.0, 1.0, 2.0, 3.0, 4.0])
 
 
-def test_communication_is_exposed_where_no_other_kernel_runs():
+def test_communication_is_exposed_while_no_other_kernel_runs():
     from train_benchmarks.communication import from_events
 
     def event(name, start, end, cat="kernel"):

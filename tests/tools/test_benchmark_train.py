@@ -1,4 +1,4 @@
-"""What of the training benchmark needs no GPU: what it records, the bytes of the floor's rule, peers, pictures."""
+"""Parts of the training benchmark that need no GPU: recorded matmuls, roofline, baselines, engines and plots."""
 
 import json
 import sys
@@ -26,7 +26,7 @@ TINY = ["model.hidden_size=64", "model.vocab_size=300"]
 BLOCKS = "model.layers=[{repeat=3,sublayers=[{type='tnl',num_heads=4},{type='glu',intermediate_size=96}]}]"
 
 
-def test_every_product_of_a_step_is_recorded_with_its_layout():
+def test_every_matmul_of_a_step_is_recorded_with_its_layout():
     from train_benchmarks.roofline import matmul_flops, record
 
     a, b = torch.randn(6, 8), torch.randn(5, 8)
@@ -53,7 +53,7 @@ def test_every_product_of_a_step_is_recorded_with_its_layout():
     assert flops == {"aten::mm": 2 * 6 * 8 * 5, "aten::addmm": 2 * 6 * 8 * 5, "aten::bmm": 2 * 2 * 3 * 8 * 3}
 
 
-def test_scans_and_attention_are_mixing_and_nothing_else_is():
+def test_only_scans_and_attention_count_as_token_mixing():
     from train_benchmarks.roofline import MIXING
 
     mixing = ["megalin::decay_scan", "megalin::vector_decay_scan_backward", "aten::_cudnn_attention_backward"]
@@ -61,7 +61,7 @@ def test_scans_and_attention_are_mixing_and_nothing_else_is():
     assert [bool(MIXING.match(name)) for name in mixing + others] == [True] * 3 + [False] * 4
 
 
-def test_bytes_that_a_step_cannot_avoid_follow_the_rule():
+def test_unavoidable_bytes_of_a_step_follow_the_rule():
     from train_benchmarks.roofline import unavoidable_bytes
 
     model = make_model(model_from("tnl-1b", [*TINY, BLOCKS]))
@@ -71,12 +71,12 @@ def test_bytes_that_a_step_cannot_avoid_follow_the_rule():
     assert mixer > 5 * 4 * width  # at least q, k, v and the output
     channels = 3 * 2 * glu + 2 * width + 3 * width + 2 * glu
     columns = 3 * (mixer + channels)
-    stream = (5 * 6 + 2) * width
+    hidden_states = (5 * 6 + 2) * width
     parameters = sum(p.numel() for p in model.parameters())
-    expected = tokens * (columns + stream + 2 * 300) * compute + parameters * (4 + compute + 8 + 24)
+    expected = tokens * (columns + hidden_states + 2 * 300) * compute + parameters * (4 + compute + 8 + 24)
     assert unavoidable_bytes(model, tokens=tokens, compute_bytes=2, hidden_bytes=2) == expected
     wide = unavoidable_bytes(model, tokens=tokens, compute_bytes=2, hidden_bytes=4)
-    assert wide - expected == tokens * stream * 2
+    assert wide - expected == tokens * hidden_states * 2
 
 
 def test_depthwise_convolutions_have_no_wide_input():
@@ -87,22 +87,22 @@ def test_depthwise_convolutions_have_no_wide_input():
     with_conv = unavoidable_bytes(model, tokens=1, compute_bytes=2, hidden_bytes=2)
     conv = [p for p in model.parameters() if p.ndim >= 2 and p.shape[-1] <= 4]
     assert sum(p.shape[:-1].numel() for p in conv) == 2 * 64 + 2 * 16
-    bare = 3 * (2 * 64 + 2 * 16) * 2
+    conv_bytes = 3 * (2 * 64 + 2 * 16) * 2
     matrices = [p for p in model.block_list()[0].parameters() if p.ndim >= 2 and p.shape[-1] > 4]
     columns = sum(3 * p.shape[:-1].numel() + 2 * p.shape[-1] for p in matrices)
     rest = (columns + 600 + (5 + 2) * 64) * 2 + sum(p.numel() for p in model.parameters()) * 38
-    assert with_conv == bare + rest
+    assert with_conv == conv_bytes + rest
 
 
-def test_the_floor_takes_products_at_the_lesser_of_their_times(monkeypatch):
+def test_the_roofline_takes_matmuls_at_the_lesser_of_their_times(monkeypatch):
     from train_benchmarks import roofline
 
     operand = roofline.Operand((4, 4), (4, 1), torch.float32)
-    product = ("aten::mm", (operand, operand))
-    monkeypatch.setattr(roofline, "_time_matmul", lambda product, count: 2.0)
+    matmul = ("aten::mm", (operand, operand))
+    monkeypatch.setattr(roofline, "_time_matmul", lambda matmul, count: 2.0)
     monkeypatch.setattr(roofline, "copy_bandwidth", lambda: 10.0)
     for in_step, expected in ((5.0, 5.0), (7.0, 6.0)):
-        recorded = roofline.Recorded(Counter({product: 3}), in_step, {"megalin::decay_scan": 4.0})
+        recorded = roofline.Recorded(Counter({matmul: 3}), in_step, {"megalin::decay_scan": 4.0})
         found = roofline.measure_roofline(recorded, 20)
         assert found.seconds == expected + 4.0 + 2.0
         assert (found.matmuls_isolated, found.matmuls_in_step) == (6.0, in_step)
@@ -134,7 +134,7 @@ def test_a_library_that_is_not_installed_is_named(monkeypatch):
         baselines.build_baseline("fla", model_from("tnl-1b", []), device=torch.device("meta"))
 
 
-def test_a_peer_is_of_our_sizes(monkeypatch):
+def test_a_baseline_has_the_sizes_of_our_model(monkeypatch):
     from train_benchmarks import baselines
 
     seen = {}
@@ -158,7 +158,7 @@ def test_a_peer_is_of_our_sizes(monkeypatch):
     }
 
 
-def test_encoders_train_on_rows_with_padding_and_predict_tokens_of_theirs():
+def test_encoders_train_on_padded_samples_and_predict_valid_tokens():
     from train_benchmarks.batches import random_batch
 
     config = model_from("danet-base", ["model.hidden_size=64", "model.vocab_size=300"])
@@ -175,7 +175,7 @@ def test_encoders_train_on_rows_with_padding_and_predict_tokens_of_theirs():
     assert random_batch(arguments, classifier, generator).label_counts().tolist() == [8]
 
 
-def test_an_encoder_has_no_peer(monkeypatch):
+def test_an_encoder_has_no_baseline(monkeypatch):
     import benchmark_train
 
     monkeypatch.setattr(benchmark_train.dist, "get_world_size", lambda: 1)
@@ -213,7 +213,7 @@ def test_options_of_the_other_engine_are_refused(monkeypatch, option, message):
 
 
 def _of_engines(tools: str, config: str) -> list[dict]:
-    """The JSON line of the same steps by either engine, and how DeepSpeed's refuses a pipeline."""
+    """JSON lines of the same steps with both engines; DeepSpeed's refuses a pipeline."""
     sys.path.insert(0, tools)
     import benchmark_train
 
@@ -244,7 +244,7 @@ def test_both_engines_are_timed_on_the_same_steps(tmp_path):
             assert line["losses"] == pytest.approx(lines[0]["losses"], rel=2e-6)
 
 
-def test_ranks_that_share_a_sample_hold_its_tokens_in_turn():
+def test_context_parallel_ranks_hold_consecutive_shards_of_a_sample():
     from train_benchmarks.batches import random_batches
 
     arguments = Namespace(batch=2, length=12, document_length=5, micro_batches=2)
@@ -255,16 +255,16 @@ def test_ranks_that_share_a_sample_hold_its_tokens_in_turn():
         mesh = SimpleNamespace(samples=SimpleNamespace(rank=sample), cp=cp, device=torch.device("cpu"))
         return random_batches(arguments, config, mesh)
 
-    parts = [of_rank(0, rank) for rank in range(3)]
-    assert [len(part) for part in parts] == [2, 2, 2]
-    tokens, labels = (torch.cat([getattr(part[0], name) for part in parts], 1) for name in ("tokens", "labels"))
+    shards = [of_rank(0, rank) for rank in range(3)]
+    assert [len(shard) for shard in shards] == [2, 2, 2]
+    tokens, labels = (torch.cat([getattr(shard[0], name) for shard in shards], 1) for name in ("tokens", "labels"))
     assert torch.equal(tokens[:, 1:], labels[:, :-1])
-    assert [part[0].document_ids[0].tolist() for part in parts] == [[0, 0, 0, 0], [0, 1, 1, 1], [1, 1, 2, 2]]
-    assert not torch.equal(parts[0][0].tokens, parts[0][1].tokens)
-    assert not torch.equal(parts[0][0].tokens, of_rank(1, 0)[0].tokens)
+    assert [shard[0].document_ids[0].tolist() for shard in shards] == [[0, 0, 0, 0], [0, 1, 1, 1], [1, 1, 2, 2]]
+    assert not torch.equal(shards[0][0].tokens, shards[0][1].tokens)
+    assert not torch.equal(shards[0][0].tokens, of_rank(1, 0)[0].tokens)
 
 
-def test_steps_are_drawn_with_and_without_floor_and_peer(tmp_path):
+def test_steps_are_plotted_with_and_without_roofline_and_baseline(tmp_path):
     from plot_training import plot
 
     first = {"model": "tnl-1b", "batch": 4, "length": 8192, "device": "a chip", "tokens_per_second": 80e3}
@@ -277,7 +277,7 @@ def test_steps_are_drawn_with_and_without_floor_and_peer(tmp_path):
     assert len(image) < 150_000
 
 
-def test_rates_of_several_ranks_are_drawn_beside_one(tmp_path):
+def test_rates_of_several_ranks_are_plotted_next_to_those_of_one(tmp_path):
     from plot_parallel import mesh_name, plot, split_curves
     from train_benchmarks.pictures import draw_lines
 

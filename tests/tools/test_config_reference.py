@@ -1,4 +1,4 @@
-"""The reference of the config keys in docs/configuration.md."""
+"""The config reference in docs/configuration.md, against the output of its tool."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The three data tools from the command line: what they print, and exit codes without a traceback."""
+"""Command lines of the data tools: output, exit codes, and errors without a traceback."""
 
 import json
 import os
@@ -119,13 +119,13 @@ def test_flags_that_do_not_fit_are_refused(tmp_path, corpus, capsys, arguments, 
     assert message in capsys.readouterr().err
 
 
-def test_shards_of_several_hosts_are_put_together(tmp_path, corpus, capsys):
-    shared = ["--tokenizer-type", "ByteTokenizer"]
+def test_shards_of_several_hosts_are_merged(tmp_path, corpus, capsys):
+    common = ["--tokenizer-type", "ByteTokenizer"]
     for number in (0, 1):
-        assert _preprocess(tmp_path, corpus, *shared, "--shard", f"{number}/2") == 0
+        assert _preprocess(tmp_path, corpus, *common, "--shard", f"{number}/2") == 0
         assert f"shard {number}/2 is done; after the last one, run again with --resume" in capsys.readouterr().out
     assert not list(tmp_path.glob("out_*"))
-    assert _preprocess(tmp_path, corpus, *shared, "--resume") == 0
+    assert _preprocess(tmp_path, corpus, *common, "--resume") == 0
     assert capsys.readouterr().out.startswith("30 documents, ")
 
 
@@ -136,15 +136,15 @@ def _under_mpi(monkeypatch, world):
 
 
 @pytest.mark.parametrize(("failed", "code", "written"), [(0, 0, True), (3, 3, False)])
-def test_first_rank_of_mpi_puts_together_what_all_ranks_wrote(tmp_path, corpus, monkeypatch, failed, code, written):
+def test_first_rank_of_mpi_merges_the_shards_of_all_ranks(tmp_path, corpus, monkeypatch, failed, code, written):
     class World:
         Get_rank, Get_size = staticmethod(lambda: 0), staticmethod(lambda: 2)
         allgather, bcast = staticmethod(lambda code: [code, failed]), staticmethod(lambda code: code)
 
-    shared = ["--tokenizer-type", "ByteTokenizer"]
-    assert _preprocess(tmp_path, corpus, *shared, "--shard", "1/2") == 0  # the other rank
+    common = ["--tokenizer-type", "ByteTokenizer"]
+    assert _preprocess(tmp_path, corpus, *common, "--shard", "1/2") == 0  # the other rank
     _under_mpi(monkeypatch, World)
-    assert _preprocess(tmp_path, corpus, *shared) == code
+    assert _preprocess(tmp_path, corpus, *common) == code
     assert (tmp_path / "out_text_document.idx").exists() == written
 
 

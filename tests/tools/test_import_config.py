@@ -1,4 +1,4 @@
-"""The tool that reads other systems' configs: its files, what it prints, exit codes and errors without a traceback."""
+"""Command line of tools/import_config.py: its files, output, exit codes, and errors without a traceback."""
 
 import io
 import json
@@ -37,14 +37,14 @@ def test_script_becomes_a_config_that_loads_and_names_what_it_left_out(tmp_path,
     assert shown.endswith(f"{output}: a complete config\n")
 
 
-def test_what_is_to_be_filled_in_is_the_exit_code(tmp_path, script, capsys):
+def test_missing_values_are_reported_by_the_exit_code(tmp_path, script, capsys):
     assert import_config.main([script, str(tmp_path / "run.toml")]) == 1
     shown = capsys.readouterr().out
     assert "data.train.0 = '${DATA}': give --variable DATA=VALUE, or write the value" in shown
     assert shown.endswith("values are missing; see above\n")
 
 
-def test_json_leaves_what_the_engine_alone_reads_beside_the_config(tmp_path):
+def test_keys_for_the_engine_are_written_to_a_json_next_to_the_config(tmp_path):
     source, output = tmp_path / "ds.json", tmp_path / "run.toml"
     source.write_text(json.dumps(ZERO3))
     data = f'data={{train = ["{tmp_path / "corpus"}"], sequence_length = 128}}'
@@ -54,12 +54,12 @@ def test_json_leaves_what_the_engine_alone_reads_beside_the_config(tmp_path):
     kept = json.loads((tmp_path / "run.deepspeed.json").read_text())
     assert config.train.deepspeed_config == str(tmp_path / "run.deepspeed.json")
     assert kept["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
-    settings = deepspeed_settings(config, 64 // (4 * 2))  # nothing of the two contradicts the other
+    settings = deepspeed_settings(config, 64 // (4 * 2))  # the two files agree
     assert settings["gradient_accumulation_steps"] == 2
     assert settings["zero_optimization"].items() >= {"stage": 3, **kept["zero_optimization"]}.items()
 
 
-def test_what_an_override_gives_is_not_to_be_filled_in(tmp_path, capsys):
+def test_overridden_values_are_not_to_be_filled_in(tmp_path, capsys):
     source, batch = tmp_path / "ds.json", "train.global_batch_size=64"
     source.write_text(json.dumps({**ZERO3, "train_batch_size": "auto"}))
     data = f'data={{train = ["{tmp_path / "corpus"}"], sequence_length = 128}}'
@@ -102,7 +102,7 @@ def test_yaml_and_standard_input_are_read(tmp_path, monkeypatch):
         (["--num-layers 2", "seed"], 2, "override 'seed' is not of the form key=value"),
     ],
 )
-def test_error_is_told_without_a_traceback(tmp_path, monkeypatch, capsys, arguments, code, message):
+def test_error_is_printed_without_a_traceback(tmp_path, monkeypatch, capsys, arguments, code, message):
     monkeypatch.chdir(tmp_path)
     with open("big.sh", "wb") as file:
         file.truncate((16 << 20) + 1)

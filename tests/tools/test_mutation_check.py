@@ -1,4 +1,4 @@
-"""Tests of the mutation check: its mutations match the code, and it reports one that no test notices."""
+"""Mutation check: its mutations match the code, and it reports a mutation that no test detects."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if LIMIT:
 def test_mutations_change_one_place_each_and_name_tests_that_exist(mutation: Mutation):
     mutated = mutate(mutation, (ROOT / mutation.file).read_text())
     if mutation.file.endswith(".py"):
-        ast.parse(mutated)  # one that does not compile fails every test
+        ast.parse(mutated)  # a file that does not compile would fail every test
     path, _, test = mutation.tests.partition("::")
     defined = len(find_symbol((ROOT / path).read_text(), test))
     assert defined == 1, f"mutation {mutation.name}: {path} defines {test} {defined} times; set tests to where it is"
@@ -114,7 +114,7 @@ def test_unknown_name_is_reported():
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A tree of one module and one test, which notices one of two mutations."""
+    """A tree of one module and one test, which detects one of two mutations."""
     root = tmp_path / "root"
     (root / "megalin").mkdir(parents=True)
     (root / "megalin" / "__init__.py").write_text("def double(x):\n    return 2 * x\n\n\nUNREAD = 1\n")

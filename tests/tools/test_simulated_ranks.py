@@ -1,4 +1,4 @@
-"""A rank of the training benchmark by itself: the others' tensors are its own."""
+"""Simulated ranks of the training benchmark: collectives copy the rank's own tensors."""
 
 import json
 import re
@@ -18,7 +18,7 @@ MODEL = [
 ]
 
 
-def test_what_others_would_send_is_this_ranks_own():
+def test_collectives_copy_the_ranks_own_tensors():
     from train_benchmarks.simulated_ranks import simulated_ranks
 
     x = torch.arange(6.0)
@@ -28,12 +28,12 @@ def test_what_others_would_send_is_this_ranks_own():
         gathered = torch.empty(18)
         dist.all_gather_into_tensor(gathered, x)
         assert torch.equal(gathered, x.repeat(3))
-        part = torch.empty(2)
-        dist.reduce_scatter_tensor(part, x)
-        assert torch.equal(part, x[:2])
-        exchanged = torch.empty(6)
-        dist.all_to_all_single(exchanged, x)
-        assert torch.equal(exchanged, x)
+        shard = torch.empty(2)
+        dist.reduce_scatter_tensor(shard, x)
+        assert torch.equal(shard, x[:2])
+        received = torch.empty(6)
+        dist.all_to_all_single(received, x)
+        assert torch.equal(received, x)
         objects = [None] * 3
         dist.all_gather_object(objects, "word")
         assert objects == ["word"] * 3
@@ -53,7 +53,7 @@ def test_what_others_would_send_is_this_ranks_own():
         (["--simulated-ranks", "2", "--tp", "2", "--sequence-parallel"], "ranks 2: .* add --tp-overlap none"),
     ],
 )
-def test_what_a_rank_cannot_do_alone_is_refused(options, message, capsys, monkeypatch):
+def test_options_that_need_other_ranks_are_refused(options, message, capsys, monkeypatch):
     import benchmark_train
 
     monkeypatch.setattr("sys.argv", ["benchmark_train.py", "tnl-3b", *options])
@@ -62,7 +62,7 @@ def test_what_a_rank_cannot_do_alone_is_refused(options, message, capsys, monkey
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_a_launchers_ranks_are_not_alone(capsys, monkeypatch):
+def test_ranks_of_a_launcher_are_not_simulated(capsys, monkeypatch):
     import benchmark_train
 
     monkeypatch.setattr("sys.argv", ["benchmark_train.py", "tnl-3b", "--simulated-ranks", "2"])
@@ -78,7 +78,7 @@ def test_a_launchers_ranks_are_not_alone(capsys, monkeypatch):
     [["--cp", "2", "--zero", "2"], ["--tp", "2", "--sequence-parallel", "--tp-overlap", "none"]],
     ids=" ".join,
 )
-def test_a_rank_of_the_benchmark_runs_alone(axes, capsys, monkeypatch):
+def test_a_simulated_rank_runs_the_benchmark(axes, capsys, monkeypatch):
     import benchmark_train
 
     options = [

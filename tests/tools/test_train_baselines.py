@@ -1,4 +1,4 @@
-"""What a peer's model needs beside its library."""
+"""Libraries that a baseline's model needs in addition to its own."""
 
 import sys
 from pathlib import Path
@@ -18,7 +18,7 @@ def _tools(monkeypatch):
         del sys.modules[name]
 
 
-def test_the_scan_that_a_peer_needs_is_named(monkeypatch):
+def test_the_scan_that_a_baseline_needs_is_named(monkeypatch):
     from train_benchmarks import baselines
 
     monkeypatch.setattr(baselines.importlib.util, "find_spec", lambda name: name if name == "fla" else None)
