@@ -1,7 +1,8 @@
 """Test cases of the decoder, one small model a mixer: all tests of tests/model and tests/parallel run on each.
 
-A new mixer adds one case here and its definition to tests/references.py. Sizes suit tensor parallelism over 2, 3 and 4
-ranks: 12 heads, no two equal widths, and a vocabulary padded to 384 rows, of which four belong to no token.
+A new mixer adds one case and its collectives here, and its definition to tests/references.py. Sizes suit tensor
+parallelism over 2, 3 and 4 ranks: 12 heads, no two equal widths, and a vocabulary padded to 384 rows, of which four
+belong to no token.
 """
 
 from __future__ import annotations
@@ -23,11 +24,43 @@ VOCAB_SIZE, HIDDEN_SIZE, NUM_HEADS, CHUNK = 380, 48, 12, 16
 GLU = {"type": "glu", "intermediate_size": 36}
 
 
+class TensorParallelCollectives(NamedTuple):
+    """Collectives of a type of sub-layer over tp, besides one [tokens, hidden size] each way; sizes in fp32 numbers."""
+
+    num_norms: int = 0
+    """Full-width norms on sharded heads: one number a token each."""
+    partial_gradients: tuple[int, ...] = ()
+    """Elements of each replicated weight that meets sharded data."""
+    num_input_layers: int = 0
+    """Input layers, with one [tokens, hidden size] collective each way."""
+    input_partial_gradients: tuple[int, ...] = ()
+    """Elements of each replicated weight of the input layer that meets sharded data."""
+    contracted: tuple[int, ...] = ()
+    """Numbers a token, forward and backward, of sums over a sharded width before a nonlinearity."""
+
+
+class ContextParallelCollectives(NamedTuple):
+    """Collectives of a block over cp, whose size does not depend on the length: fp32 numbers of a sequence and rank."""
+
+    state: int
+    """The state, and the total decay where it depends on the input; one all-gather each way."""
+    halos: tuple[int, ...] = ()
+    """Inputs of convolutions, keys and values of a window; an all-gather forward, a reduce-scatter backward."""
+    input_state: int = 0
+    """The state of the input layer, once a model."""
+    window_ids: int = 0
+    """Document ids of the earlier tokens inside a window, once a batch."""
+
+
 class Case(NamedTuple):
     """A named model of the tests."""
 
     name: str
     model: ModelConfig
+    cp: ContextParallelCollectives | None = None
+    """Given for one case of each recurrence."""
+    representative: bool = False
+    """True for the case of its mixers in tests that take one case a mixer."""
 
 
 def attention(kind: str, **fields: Any) -> dict[str, Any]:
@@ -47,8 +80,8 @@ def model(*layers: dict[str, Any], **fields: Any) -> ModelConfig:
     return parse(ModelConfig, values | fields, "cases")
 
 
-def _case(name: str, mixer: dict[str, Any], channel: dict[str, Any] | None = None) -> Case:
-    return Case(name, model({"sublayers": [mixer, channel or GLU], "repeat": 2}))
+def _case(name: str, mixer: dict[str, Any], channel: dict[str, Any] | None = None, **fields: Any) -> Case:
+    return Case(name, model({"sublayers": [mixer, channel or GLU], "repeat": 2}), **fields)
 
 
 TOY = {"type": decaying_sum.TYPE}
@@ -126,29 +159,96 @@ SHARED_KEY = {
 
 MAMBA2 = {"type": "mamba2", "norm": "srmsnorm", "head_dim": 8, "state_size": 10, "chunk_size": CHUNK}
 
+HEAD, INNER = HIDDEN_SIZE // NUM_HEADS, 2 * HIDDEN_SIZE
+"""Width of a head, and of Rodimus and Mamba-2 inside a block."""
+WINDOW = SHARED_KEY["window"] - 1
+"""Earlier tokens that a token attends to."""
+RODIMUS_STATE, RODIMUS_HALO = RODIMUS["state_size"] * (INNER + 1), 3 * INNER
+MAMBA2_SHARED = 2 * MAMBA2["state_size"]
+"""Width of Mamba-2's B and C together."""
+
 CASES = (
-    _case("transnormer", attention("transnormer")),
+    _case("transnormer", attention("transnormer"), cp=ContextParallelCollectives(NUM_HEADS * HEAD * HEAD)),
     _case("transnormer-paper", attention("transnormer", decay="paper")),
-    _case("transnormer-cosine", attention("transnormer", lrpe="cosine")),
+    _case("transnormer-cosine", attention("transnormer", lrpe="cosine"), representative=True),
     _case("transnormer-rotation", attention("transnormer", lrpe="rotation", decay="paper")),
-    _case("tnl", attention("tnl")),
+    _case("tnl", attention("tnl"), representative=True),
     _case("glu-silu", attention("tnl", lrpe="cosine"), GLU | {"activation": "silu"}),
-    _case("hgrn2", attention("hgrn2")),
+    _case(
+        "hgrn2",
+        attention("hgrn2"),
+        cp=ContextParallelCollectives(NUM_HEADS * HEAD * (HEAD + 1)),
+        representative=True,
+    ),
     BIASED,
     FLA_HGRN2,
-    _case("cosformer2", attention("cosformer2")),
-    Case("rodimus_plus", model({"sublayers": [RODIMUS, SHARED_KEY, GLU | {"activation": "silu"}], "repeat": 2})),
+    _case(
+        "cosformer2",
+        attention("cosformer2"),
+        cp=ContextParallelCollectives(NUM_HEADS * 2 * HEAD * HEAD, input_state=HIDDEN_SIZE * HEAD),
+        representative=True,
+    ),
     Case(
-        "rodimus", model({"sublayers": [RODIMUS], "repeat": 2}, output_init="scaled_by_depth", residual_dtype="float32")
+        "rodimus_plus",
+        model({"sublayers": [RODIMUS, SHARED_KEY, GLU | {"activation": "silu"}], "repeat": 2}),
+        cp=ContextParallelCollectives(
+            RODIMUS_STATE, halos=(RODIMUS_HALO, WINDOW * (HEAD + HIDDEN_SIZE)), window_ids=WINDOW
+        ),
+        representative=True,
+    ),
+    Case(
+        "rodimus",
+        model({"sublayers": [RODIMUS], "repeat": 2}, output_init="scaled_by_depth", residual_dtype="float32"),
+        cp=ContextParallelCollectives(RODIMUS_STATE, halos=(RODIMUS_HALO,)),
     ),
     _case("softmax", {"type": "softmax", "num_heads": NUM_HEADS}),
-    _case("softmax-grouped", {"type": "softmax", "num_heads": 2 * NUM_HEADS, "num_key_value_heads": NUM_HEADS}),
-    Case("mamba2", model({"sublayers": [MAMBA2], "repeat": 2})),
+    _case(
+        "softmax-grouped",
+        {"type": "softmax", "num_heads": 2 * NUM_HEADS, "num_key_value_heads": NUM_HEADS},
+        representative=True,
+    ),
+    Case(
+        "mamba2",
+        model({"sublayers": [MAMBA2], "repeat": 2}),
+        cp=ContextParallelCollectives(
+            INNER // MAMBA2["head_dim"] * MAMBA2["state_size"] * (MAMBA2["head_dim"] + 1),
+            halos=(3 * (INNER + MAMBA2_SHARED),),
+        ),
+        representative=True,
+    ),
     NORMS,
     _case("sockets", TOY),
     HYBRID,
 )
 NAMES = [case.name for case in CASES]
+REPRESENTATIVES = [case for case in CASES if case.representative]
+"""One case a mixer."""
+
+LOW_RANK = HIDDEN_SIZE * HEAD
+"""Elements of TNL's replicated down-projection, and of the shared key's matrix."""
+COLLECTIVES = {
+    "transnormer": TensorParallelCollectives(num_norms=1),
+    "tnl": TensorParallelCollectives(num_norms=1, partial_gradients=(LOW_RANK,)),
+    "hgrn2": TensorParallelCollectives(num_norms=1),
+    "cosformer2": TensorParallelCollectives(
+        num_norms=1, partial_gradients=(LOW_RANK,), num_input_layers=1, input_partial_gradients=(HEAD,)
+    ),
+    "softmax": TensorParallelCollectives(),
+    "rodimus": TensorParallelCollectives(
+        num_norms=1,
+        contracted=(
+            4 * RODIMUS["state_size"] + RODIMUS["input_gate_rank"],
+            3 * RODIMUS["state_size"] + RODIMUS["input_gate_rank"],
+        ),
+    ),
+    "mamba2": TensorParallelCollectives(
+        num_norms=1, partial_gradients=tuple(MAMBA2_SHARED * width for width in (HIDDEN_SIZE, 4, 1))
+    ),
+    "shared_key_attention": TensorParallelCollectives(partial_gradients=(LOW_RANK,)),
+    "glu": TensorParallelCollectives(),
+    decaying_sum.TYPE: TensorParallelCollectives(num_input_layers=1),
+}
+"""By type of sub-layer."""
 
 
 def build(config: ModelConfig, *, dtype: torch.dtype = torch.float64, seed: int = 0) -> LanguageModel:

@@ -15,7 +15,7 @@ from megalin.data.batch import Batch
 from megalin.model.language_model import LanguageModel
 from megalin.parallel.data_parallel import shard_model
 from megalin.train.step import accumulate_gradients
-from tests.cases import BIASED, CASES, HIDDEN_SIZE, LENGTH, MAMBA2, NORMS, NUM_HEADS, RODIMUS, Case, make_inputs
+from tests.cases import BIASED, CASES, COLLECTIVES, HIDDEN_SIZE, LENGTH, NORMS, Case, make_inputs
 from tests.parallel.on_ranks import make_mesh, materialise
 from tests.ranks import run_ranks
 
@@ -25,50 +25,6 @@ WIDE = 4 * TOKENS * HIDDEN_SIZE
 """Bytes of the full residual stream in fp32."""
 NARROW = 4 * TOKENS
 """Bytes of one fp32 number a token."""
-LOW_RANK = 4 * HIDDEN_SIZE * (HIDDEN_SIZE // NUM_HEADS)
-"""Bytes of the gradient of TNL's replicated down-projection."""
-DECAYS = 4 * (HIDDEN_SIZE // NUM_HEADS)
-"""Bytes of the gradient of TPE's decays."""
-
-GROUP = tuple(4 * 2 * MAMBA2["state_size"] * width for width in (HIDDEN_SIZE, 4, 1))
-"""Bytes of the gradients of the weights behind Mamba-2's B and C: projection, taps and bias of the convolution."""
-
-
-class Expected(NamedTuple):
-    """Collectives of a type of sub-layer besides one [tokens, d] collective each way."""
-
-    num_norms: int = 0
-    """Full-width norms on sharded heads: one fp32 number a token each."""
-    partial_gradients: tuple[int, ...] = ()
-    """Bytes of each replicated weight used on sharded data."""
-    num_input_layers: int = 0
-    """Input layers, with one [tokens, d] collective each way."""
-    input_partial_gradients: tuple[int, ...] = ()
-    """Bytes of each replicated weight that the input layer uses on sharded data."""
-    contracted: tuple[int, ...] = ()
-    """fp32 numbers a token, forward and backward, of sums over a sharded width before a nonlinearity."""
-
-
-EXPECTED = {
-    "transnormer": Expected(num_norms=1),
-    "tnl": Expected(num_norms=1, partial_gradients=(LOW_RANK,)),
-    "hgrn2": Expected(num_norms=1),
-    "cosformer2": Expected(
-        num_norms=1, partial_gradients=(LOW_RANK,), num_input_layers=1, input_partial_gradients=(DECAYS,)
-    ),
-    "softmax": Expected(),
-    "rodimus": Expected(
-        num_norms=1,
-        contracted=(
-            4 * RODIMUS["state_size"] + RODIMUS["input_gate_rank"],
-            3 * RODIMUS["state_size"] + RODIMUS["input_gate_rank"],
-        ),
-    ),
-    "mamba2": Expected(num_norms=1, partial_gradients=GROUP),
-    "shared_key_attention": Expected(partial_gradients=(LOW_RANK,)),
-    "glu": Expected(),
-    "tests.mixers.decaying_sum": Expected(num_input_layers=1),
-}
 
 
 class Call(NamedTuple):
@@ -130,17 +86,17 @@ def results() -> list[dict[tuple[str, bool], Counter[Call]]]:
 def expected_counts(case: Case) -> tuple[int, int, list[int]]:
     """Number of sub-layers and input layers, number of full-width norms, and bytes of each partial gradient."""
     sublayers = [sublayer.type for _, block in case.model.blocks() for sublayer in block.sublayers]
-    num_inputs = sum(EXPECTED[kind].num_input_layers for kind in set(sublayers))
-    partial = [num_bytes for kind in sublayers for num_bytes in EXPECTED[kind].partial_gradients]
-    partial += [num_bytes for kind in set(sublayers) for num_bytes in EXPECTED[kind].input_partial_gradients]
-    return len(sublayers) + num_inputs, sum(EXPECTED[kind].num_norms for kind in sublayers), partial
+    num_inputs = sum(COLLECTIVES[kind].num_input_layers for kind in set(sublayers))
+    partial = [4 * number for kind in sublayers for number in COLLECTIVES[kind].partial_gradients]
+    partial += [4 * number for kind in set(sublayers) for number in COLLECTIVES[kind].input_partial_gradients]
+    return len(sublayers) + num_inputs, sum(COLLECTIVES[kind].num_norms for kind in sublayers), partial
 
 
 def contractions(case: Case) -> Counter[Call]:
     """All-reduces of contracted widths: of all tokens, with and without sequence parallelism."""
     calls: Counter[Call] = Counter()
     for sublayer in (sublayer for _, block in case.model.blocks() for sublayer in block.sublayers):
-        for direction, width in zip(("forward", "backward"), EXPECTED[sublayer.type].contracted, strict=False):
+        for direction, width in zip(("forward", "backward"), COLLECTIVES[sublayer.type].contracted, strict=False):
             calls[Call(direction, "all_reduce", width * NARROW)] += 1
     return calls
 

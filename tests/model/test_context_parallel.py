@@ -17,7 +17,7 @@ from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.parallel.tensor_parallel import full_tensor
 from megalin.train.build import OVERLAP_OPTIONS
 from megalin.train.step import accumulate_gradients
-from tests.cases import CASES, GLU, HIDDEN_SIZE, MAMBA2, NUM_HEADS, RODIMUS, SHARED_KEY, VOCAB_SIZE, model
+from tests.cases import CASES, GLU, HIDDEN_SIZE, SHARED_KEY, VOCAB_SIZE, model
 from tests.encoder_cases import CASES as ENCODERS
 from tests.model.test_collective_counts import TP, Call, CollectiveRecorder
 from tests.numerics import assert_close
@@ -33,8 +33,6 @@ GATHER, SCATTER, REDUCE, ALL_TO_ALL = (
 CP = TP
 """Ranks of the axis; CollectiveRecorder multiplies the size of a gathered shard by this number."""
 ROWS = 3
-HEAD = HIDDEN_SIZE // NUM_HEADS
-INNER, STATE = 2 * HIDDEN_SIZE, MAMBA2["state_size"]
 MODELS = {case.name: case.model for case in [*CASES, *ENCODERS]}
 MODELS["three-heads"] = model({"sublayers": [{"type": "softmax", "num_heads": 3}, GLU], "repeat": 2})
 MODELS["two-attentions"] = model({"sublayers": [{"type": "softmax", "num_heads": 12}, SHARED_KEY, GLU], "repeat": 2})
@@ -74,28 +72,10 @@ def gathered(numbers: int) -> int:
     return 4 * CP * ROWS * numbers
 
 
-STATES = {
-    "transnormer": gathered(NUM_HEADS * HEAD * HEAD),
-    "hgrn2": gathered(NUM_HEADS * HEAD * (HEAD + 1)),
-    "rodimus": gathered(RODIMUS["state_size"] * (INNER + 1)),
-    "rodimus_plus": gathered(RODIMUS["state_size"] * (INNER + 1)),
-    "mamba2": gathered(INNER // 8 * STATE * 9),
-    "cosformer2": gathered(NUM_HEADS * 2 * HEAD * HEAD),
-}
-"""Bytes of a layer's state exchange, each way, with the total decay where it depends on the input."""
-WINDOW = SHARED_KEY["window"] - 1
-"""Earlier tokens that a token attends to."""
-HALOS = {
-    "rodimus": [gathered(3 * INNER)],
-    "rodimus_plus": [gathered(3 * INNER), gathered(WINDOW * (HEAD + HIDDEN_SIZE))],
-    "mamba2": [gathered(3 * (INNER + 2 * STATE))],
-}
-"""Bytes of a layer's halos, each way: inputs of convolutions, keys and values of a window."""
-INPUT_LAYERS = {"cosformer2": gathered(HIDDEN_SIZE * HEAD)}
+RECURRENT = {case.name: case.cp for case in CASES if case.cp is not None}
+"""One case of each recurrence, with its collectives."""
 DOCUMENTS = gathered(2)
 """Bytes of the document ids at the ends of the shards, once a batch."""
-WINDOWS = {"rodimus_plus": gathered(WINDOW)}
-"""Bytes of the document ids of the earlier tokens inside a window, once a batch."""
 
 
 PREDICTIONS = 6
@@ -132,21 +112,21 @@ def _calls(
 
 def test_a_layer_sends_its_state_and_halo_whatever_the_length():
     lengths = (24, 96)
-    for calls in run_ranks(CP, _calls, tuple(STATES), lengths):
-        for name, states in STATES.items():
+    for calls in run_ranks(CP, _calls, tuple(RECURRENT), lengths):
+        for name, sent in RECURRENT.items():
             num_layers = MODELS[name].num_layers
             expected: Counter[Call] = Counter()
             expected[Call("forward", "all_gather_into_tensor", DOCUMENTS)] += 1
-            if name in WINDOWS:
-                expected[Call("forward", "all_gather_into_tensor", WINDOWS[name])] += 1
+            if sent.window_ids:
+                expected[Call("forward", "all_gather_into_tensor", gathered(sent.window_ids))] += 1
             for direction in ("forward", "backward"):
-                expected[Call(direction, "all_gather_into_tensor", states)] += num_layers
-            for halo in HALOS.get(name, []):
+                expected[Call(direction, "all_gather_into_tensor", gathered(sent.state))] += num_layers
+            for halo in map(gathered, sent.halos):
                 expected[Call("forward", "all_gather_into_tensor", halo)] += num_layers
                 expected[Call("backward", "reduce_scatter_tensor", halo)] += num_layers
-            if name in INPUT_LAYERS:
+            if sent.input_state:
                 for direction in ("forward", "backward"):
-                    expected[Call(direction, "all_gather_into_tensor", INPUT_LAYERS[name])] += 1
+                    expected[Call(direction, "all_gather_into_tensor", gathered(sent.input_state))] += 1
             assert [calls[name, length] for length in lengths] == [expected, expected], name
 
 
@@ -168,7 +148,7 @@ def test_states_sent_in_turn_go_once_to_the_next_rank_and_no_decay_is_sent(excha
                 }
                 for rank in by_rank
             ]
-            state, num_layers = STATES["transnormer"] // CP, MODELS[name].num_layers
+            state, num_layers = gathered(RECURRENT["transnormer"].state) // CP, MODELS[name].num_layers
             ring_tokens = 4 * CP * num_turns * num_layers  # a number for each rank and turn
             sent = sum(size * count for rank in calls for size, count in rank.items())
             assert sent == (CP - 1) * num_layers * state + ring_tokens
@@ -228,7 +208,7 @@ def _second_document(names: tuple[str, ...]) -> dict[str, list[Arrays]]:
 
 
 def test_another_document_does_not_move_a_bit_across_ranks():
-    for found in run_ranks(3, _second_document, (*STATES, "softmax", "three-heads", "two-attentions")):
+    for found in run_ranks(3, _second_document, (*RECURRENT, "softmax", "three-heads", "two-attentions")):
         for name, (one, other) in found.items():
             for key in one:
                 assert (one[key] == other[key]).all(), (name, key)

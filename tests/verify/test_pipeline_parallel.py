@@ -1,4 +1,4 @@
-"""Pipeline parallelism by the proof command's own comparison: logits, losses, every gradient, weights after a step."""
+"""Pipeline parallelism as `megalin verify` compares it: logits, losses, every gradient, weights after a step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megalin.verify.case import Case, make_case
 from megalin.verify.comparison import kind
 from megalin.verify.outcome import _joined
 from megalin.verify.run import self_test
-from tests.cases import CASES, TOY
+from tests.cases import CASES, REPRESENTATIVES, TOY
 from tests.cases import Case as MixerCase
 from tests.ranks import run_ranks
 from tests.verify.meshes import verify_all
@@ -28,16 +28,15 @@ SPLITS_BACKWARD = torch.__version__ >= (2, 13)
 
 
 class Layout(NamedTuple):
-    """A mesh, the schedule on it, and the rows that it is tried with."""
+    """A mesh, its schedule, and the names of the mixer cases compared on it."""
 
-    rows: tuple[str, ...]
+    names: tuple[str, ...]
     axes: dict[str, Any]
     dp: int = 1
     recompute: bool = False
 
 
-EVERY_MIXER = ("transnormer-cosine", "tnl", "hgrn2", "cosformer2", "rodimus_plus", "softmax", "mamba2")
-"""Rows that have every mixer between them."""
+EVERY_MIXER = tuple(case.name for case in REPRESENTATIVES)
 
 LAYOUTS = {
     2: [
@@ -57,7 +56,7 @@ LAYOUTS = {
         Layout(("hgrn2",), {"pp": 4, "pp_schedule": "interleaved", "pp_stages_per_rank": 2}),
     ],
 }
-"""By world size; pp = 2 where nothing is said."""
+"""By world size; pp = 2 by default."""
 SPLIT_BACKWARD = {
     2: [
         Layout(("transnormer-cosine", "rodimus_plus"), {"pp_schedule": "zero_bubble", "pp_stages_per_rank": 2}),
@@ -71,37 +70,37 @@ SPLIT_BACKWARD = {
 }
 
 
-def deep(row: MixerCase, layers: int) -> MixerCase:
-    """The row with enough blocks for its stages, more in the first kind."""
-    more = layers - row.model.num_layers
+def deep(mixer_case: MixerCase, layers: int) -> MixerCase:
+    """The case with at least `layers` blocks, the additional ones of the first kind."""
+    more = layers - mixer_case.model.num_layers
     if more <= 0:
-        return row
-    first, *rest = row.model.layers
+        return mixer_case
+    first, *rest = mixer_case.model.layers
     first = first.model_copy(update={"repeat": first.repeat + more})
-    return row._replace(model=row.model.model_copy(update={"layers": [first, *rest]}))
+    return mixer_case._replace(model=mixer_case.model.model_copy(update={"layers": [first, *rest]}))
 
 
-def cuts_a_block(model: ModelConfig, parallel: ParallelConfig) -> bool:
-    """Whether a stage begins inside of a block."""
+def splits_a_block(model: ModelConfig, parallel: ParallelConfig) -> bool:
+    """Whether a stage starts inside a block."""
     plan = plan_stages(model, parallel.pp * parallel.pp_stages_per_rank, num_ranks=parallel.pp, length=LENGTH)
-    return any(plan.places[part.start][1] > 0 for part in plan.sublayers)
+    return any(plan.places[numbers.start][1] > 0 for numbers in plan.sublayers)
 
 
-def mesh_case(row: MixerCase, *, dp: int = 1, recompute: bool = False, pp: int = 2, **axes: Any) -> Case:
-    """The row on a mesh, with as many blocks as stages or few more, so that a block is cut in two; where no number of
-    blocks gives that, a block more than there are stages, so that these are uneven."""
+def mesh_case(mixer_case: MixerCase, *, dp: int = 1, recompute: bool = False, pp: int = 2, **axes: Any) -> Case:
+    """The comparison of a mixer case on a mesh, with as many blocks as stages or a few more, so that stages split a
+    block. If no number of blocks does, one block more than stages, so that stages are uneven."""
     parallel = ParallelConfig(pp=pp, **axes)
     options: dict[str, Any] = {"dtype": "float64", "full": True, "length": LENGTH}
     num_stages = parallel.pp * parallel.pp_stages_per_rank
-    models = [deep(row, num_stages + more).model for more in (1, 0, 2, 3, 4)]
-    model = next((model for model in models if cuts_a_block(model, parallel)), models[0])
+    models = [deep(mixer_case, num_stages + more).model for more in (1, 0, 2, 3, 4)]
+    model = next((model for model in models if splits_a_block(model, parallel)), models[0])
     return make_case(model, parallel, data_size=dp, recompute=recompute, **options)
 
 
 def assert_agree(world_size: int, cases: list[Case]) -> None:
-    """Each case agrees with one process in every tensor."""
-    for case, found in zip(cases, run_ranks(world_size, verify_all, cases, timeout=300.0)[0], strict=True):
-        assert {kind(row.name) for row in found} == {
+    """Asserts that each case agrees with one process in every tensor."""
+    for case, errors in zip(cases, run_ranks(world_size, verify_all, cases, timeout=300.0)[0], strict=True):
+        assert {kind(error.name) for error in errors} == {
             "logits",
             "token_losses",
             "loss",
@@ -109,36 +108,36 @@ def assert_agree(world_size: int, cases: list[Case]) -> None:
             "gradient",
             "weight",
         }
-        assert [row for row in found if not row.passed] == [], case
+        assert [error for error in errors if not error.passed] == [], case
 
 
 def cases_of(layouts: list[Layout]) -> list[Case]:
-    by_name = {row.name: row for row in CASES}
+    by_name = {mixer_case.name: mixer_case for mixer_case in CASES}
     return [
         mesh_case(by_name[name], dp=layout.dp, recompute=layout.recompute, **layout.axes)
         for layout in layouts
-        for name in layout.rows
+        for name in layout.names
     ]
 
 
-def test_all_rows_but_those_of_one_sublayer_a_block_are_cut_inside_of_one():
-    """So that this file's comparisons are of stages with parts of blocks."""
-    cases = [mesh_case(row) for row in CASES]
+def test_stages_split_a_block_of_every_case_with_several_sublayers_a_block():
+    """So the comparisons of this file include stages with parts of blocks."""
+    cases = [mesh_case(mixer_case) for mixer_case in CASES]
     for layouts in (*LAYOUTS.values(), *SPLIT_BACKWARD.values()):
         cases += cases_of(layouts)
     for case in cases:
         several = any(len(block.sublayers) > 1 for block in case.model.layers)
         assert isinstance(case.model, ModelConfig)
-        assert cuts_a_block(case.model, case.parallel) == several, case
+        assert splits_a_block(case.model, case.parallel) == several, case
 
 
-def test_rows_beside_another_axis_have_every_mixer():
-    rows = [row for row in CASES if row.name in EVERY_MIXER]
-    assert types_of(rows) | {"dense_attention"} == set(mixer_types()) - {TOY["type"]}
+def test_cases_with_another_axis_have_every_mixer():
+    cases = [mixer_case for mixer_case in CASES if mixer_case.name in EVERY_MIXER]
+    assert types_of(cases) | {"dense_attention"} == set(mixer_types()) - {TOY["type"]}
 
 
-def test_every_row_agrees_with_one_process_on_two_stages():
-    assert_agree(2, [mesh_case(row) for row in CASES])
+def test_every_case_agrees_with_one_process_on_two_stages():
+    assert_agree(2, [mesh_case(mixer_case) for mixer_case in CASES])
 
 
 @pytest.mark.parametrize("world_size", LAYOUTS)
@@ -153,9 +152,9 @@ def test_gradients_of_weights_taken_apart_agree_with_one_process(world_size: int
 
 
 def test_stages_of_one_sublayer_agree_with_one_process():
-    """As many stages as the model can be cut into, twice its layers: some are a GLU alone."""
+    """The largest possible number of stages, twice the layers: some have only a GLU."""
     parallel = ParallelConfig(pp=4, pp_schedule="interleaved", pp_stages_per_rank=2)
-    models = [deep(row, 4).model for row in CASES if row.name in ("hgrn2", "rodimus_plus")]
+    models = [deep(mixer_case, 4).model for mixer_case in CASES if mixer_case.name in ("hgrn2", "rodimus_plus")]
     assert_agree(
         4,
         [
@@ -166,15 +165,15 @@ def test_stages_of_one_sublayer_agree_with_one_process():
 
 
 def test_every_planted_fault_of_the_axis_is_seen():
-    row = next(row for row in CASES if row.name == "hgrn2")
-    results = run_ranks(2, self_test, mesh_case(row))[0]
+    mixer_case = next(mixer_case for mixer_case in CASES if mixer_case.name == "hgrn2")
+    results = run_ranks(2, self_test, mesh_case(mixer_case))[0]
     assert [result.fault for result in results] == ["unsummed_copies", "reversed_blocks", "count_of_one_micro_batch"]
     assert [result.fault for result in results if not result.seen] == []
-    assert not any(result.worst.error <= 100 * result.worst.bound for result in results)  # NaN where copies differ
+    assert not any(result.worst.error <= 100 * result.worst.bound for result in results)  # NaN if copies differ
 
 
 def test_copies_that_differ_fail():
-    """Were only the first stage's copy looked at, another stage's could be wrong."""
+    """A comparison of only the first stage's copy would miss an error of another stage's."""
     joined = _joined([{"gradient:a": torch.ones(2), "gradient:b": torch.ones(2)}, {"gradient:a": torch.zeros(2)}])
     assert joined["gradient:a"].isnan().all()
     assert joined["gradient:b"].equal(torch.ones(2))
