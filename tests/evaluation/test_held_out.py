@@ -1,4 +1,4 @@
-"""Evaluation: nats, bits per byte and unigram entropy by hand, on any number of ranks."""
+"""Evaluation: nats, bits per byte and unigram entropy against values computed by hand, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.train.test_step import MODEL
 
 
 def _evaluate_uniform(prefix: Path, micro_batch_size: int) -> Evaluation:
-    """A model whose logits are all zero: every label costs log(257) nats."""
+    """Evaluates a model whose logits are all zero: every label costs log(257) nats."""
     mesh = Mesh(ParallelConfig(), CPU)
     model = build_model(MODEL, mesh, compute_dtype=torch.float32, recompute=False, compile_blocks=False, seed=0)
     with torch.no_grad():
@@ -40,17 +40,17 @@ def _evaluate_uniform(prefix: Path, micro_batch_size: int) -> Evaluation:
 
 
 def test_bits_per_byte_and_unigram_entropy_by_hand(tmp_path):
-    # Windows of 4 labels: "aaba", then "c", the end, (ignored: the next document's first), "a".
+    # Windows of 4 labels: "aaba", then "c", the end of document, the next document's first (ignored), "a".
     shard = write_shard(tmp_path / "shard", [[97, 97, 97, 98, 97, 99, 256], [97, 97]])
     with process_group(CPU):
         result = _evaluate_uniform(shard, 3)
-    # Labels: a a b a | c end a; of these six are bytes, the end is none.
+    # Labels: a a b a | c end a. Six of them are bytes; the end of document has no byte.
     assert result.tokens == 7
     assert result.loss == pytest.approx(math.log(257), rel=1e-6)
     assert result.perplexity == pytest.approx(257, rel=1e-5)
     assert result.bits_per_byte == pytest.approx(7 * math.log2(257) / 6, rel=1e-6)
-    shares = [4 / 7, 1 / 7, 1 / 7, 1 / 7]
-    assert result.unigram_entropy == pytest.approx(-sum(share * math.log(share) for share in shares))
+    frequencies = [4 / 7, 1 / 7, 1 / 7, 1 / 7]
+    assert result.unigram_entropy == pytest.approx(-sum(value * math.log(value) for value in frequencies))
 
 
 def test_evaluation_does_not_depend_on_the_ranks(tmp_path):
@@ -61,7 +61,7 @@ def test_evaluation_does_not_depend_on_the_ranks(tmp_path):
 
 
 def test_evaluation_of_a_run_on_other_ranks_is_that_of_its_training(tmp_path):
-    """17 samples, which no batches divide, of documents that end anywhere."""
+    """17 samples, a number that no batch size divides, of documents that end anywhere."""
     config = write_config(tmp_path, train={"steps": 2}, schedule={"warmup_steps": 0})
     (trained,) = run_ranks(1, _train, config, tmp_path / "run")
     meshes: list[tuple[int, dict[str, int]]] = [(2, {}), (2, {"tp": 2}), (3, {"cp": 3}), (4, {"cp": 2})]
@@ -70,15 +70,15 @@ def test_evaluation_of_a_run_on_other_ranks_is_that_of_its_training(tmp_path):
             assert result == pytest.approx(trained, rel=1e-6), axes
 
 
-def test_evaluation_knows_nothing_of_the_mesh_of_the_training(tmp_path):
-    """32 tokens, which three ranks cannot share."""
+def test_evaluation_ignores_the_mesh_of_the_training(tmp_path):
+    """32 tokens, which the three ranks of the training could not shard."""
     config = write_config(tmp_path, train={"steps": 1}, schedule={"warmup_steps": 0}, parallel={"cp": 3})
     run_ranks(3, _train, config, tmp_path / "run")
-    whole, halves = (
+    one_rank, two_ranks = (
         run_ranks(ranks, _evaluate_saved, tmp_path / "run", {"cp": ranks}, "data.sequence_length=32")[-1]
         for ranks in (1, 2)
     )
-    assert halves == pytest.approx(whole, rel=1e-6)
+    assert two_ranks == pytest.approx(one_rank, rel=1e-6)
 
 
 @pytest.mark.parametrize(

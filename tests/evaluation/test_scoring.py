@@ -1,4 +1,4 @@
-"""Perplexity of documents against whole rows through the model, for any grouping, cut and share; and what is kept."""
+"""Perplexity of documents against a forward of the full text, for any grouping and subset; and the selection."""
 
 import html.parser
 import json
@@ -41,7 +41,7 @@ def _direct(scorer, text):
 
 
 @pytest.mark.parametrize(("piece", "at_once"), [(4096, 16384), (7, 20), (64, 1)])
-def test_scores_are_those_of_each_text_by_itself(scorer, monkeypatch, piece, at_once):
+def test_scores_are_those_of_each_text_alone(scorer, monkeypatch, piece, at_once):
     monkeypatch.setattr(scoring, "_PIECE_TOKENS", piece)
     monkeypatch.setattr(scoring, "_TOKENS_AT_ONCE", at_once)
     expected = [_direct(scorer, text) for text in TEXTS]
@@ -89,7 +89,7 @@ def _options(folder, **values):
     return SelectOptions(**{**defaults, **values})
 
 
-def test_scores_are_the_same_for_any_number_of_shares(scorer, corpus, tmp_path):
+def test_scores_are_the_same_for_any_number_of_subsets(scorer, corpus, tmp_path):
     planned, _ = corpus
     assert len(planned) > 3
     _score(scorer, planned, tmp_path / "one")
@@ -99,7 +99,7 @@ def test_scores_are_the_same_for_any_number_of_shares(scorer, corpus, tmp_path):
     np.testing.assert_array_equal(np.concatenate(one), np.concatenate(three))
 
 
-def test_share_of_the_likeliest_documents_is_kept_with_its_perplexity(scorer, corpus, tmp_path):
+def test_fraction_of_the_likeliest_documents_is_kept_with_its_perplexity(scorer, corpus, tmp_path):
     planned, values = corpus
     _score(scorer, planned, tmp_path / "p" / "scores")
     report = select(planned, tmp_path / "p" / "scores", _options(tmp_path, keep_quantile=0.25))
@@ -108,7 +108,7 @@ def test_share_of_the_likeliest_documents_is_kept_with_its_perplexity(scorer, co
     expected = {n: np.exp(loss / tokens) for n, (loss, tokens) in direct.items() if tokens}
     least = sorted(expected, key=expected.get)[: -(-len(expected) // 4)]
     assert {value["n"] for value in written} >= set(least)
-    assert report.kept_documents == len(written) <= len(least) + 20  # equal texts have one perplexity
+    assert report.kept_documents == len(written) <= len(least) + 20  # equal texts have equal perplexity
     for value in written:
         assert value["perplexity"] == pytest.approx(expected[value["n"]], rel=1e-3)
         assert value["text"] == values[value["n"]]["text"]

@@ -1,4 +1,4 @@
-"""The encoder example, scaled down: pretraining and fine-tuning by its script, and input that it refuses."""
+"""The encoder example, scaled down: pretraining and fine-tuning by its script, and refused input."""
 
 import importlib
 import json
@@ -76,7 +76,7 @@ def function(first, second, third, fourth):  # this line has code and a comment,
 """
 
 
-def test_labels_tell_code_from_comments(tmp_path):
+def test_labels_separate_code_from_comments(tmp_path):
     broken = "'" * 3 + "x" * 99
     sources = {"a.py": SOURCE, "no_python.py": broken, "help topic for": SOURCE, "only_code.py": "x = 1\n" * 99}
     documents = "".join(json.dumps({"source": source, "text": text}) + "\n" for source, text in sources.items())

@@ -1,4 +1,4 @@
-"""Claims of the pages that a machine can check: links, the README's config, and the mixer of adding-a-mixer.md."""
+"""Checks of the documentation: links, the README's config, and the mixer of adding-a-mixer.md."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
-def test_links_inside_the_repository_lead_somewhere(page):
+def test_links_inside_the_repository_exist(page):
     links = re.findall(r"\]\(([^)#:]+)(?:#([^)]*))?\)", page.read_text(encoding="utf-8"))
     for target, anchor in links:
         linked = page.parent / target
@@ -33,7 +33,7 @@ def test_config_of_the_readme_is_valid(tmp_path):
 
 
 def test_mixer_of_the_page_continues_from_its_state_and_decodes(tmp_path, monkeypatch):
-    """The forward of the full sequence equals two parts with the state between them, and decoding token by token."""
+    """The forward of a full sequence equals two forwards that pass the state, and decoding token by token."""
     page = (ROOT / "docs/adding-a-mixer.md").read_text()
     (text,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     (tmp_path / "mixers_of_pages").mkdir()

@@ -1,4 +1,4 @@
-"""The quickstart, scaled down: its script, its corpus and its report."""
+"""The quickstart, scaled down: its script, corpus and report."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def run_python(script: str, *arguments: str | Path) -> subprocess.CompletedProce
 
 
 @pytest.mark.slow
-def test_script_goes_from_text_to_an_evaluated_model_and_fails_while_it_knows_too_little(tmp_path):
+def test_script_goes_from_text_to_an_evaluated_model_and_fails_if_it_learned_too_little(tmp_path):
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -41,7 +41,7 @@ def test_script_goes_from_text_to_an_evaluated_model_and_fails_while_it_knows_to
     }
     command = ["bash", str(QUICKSTART / "run.sh"), *SMALL]
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    # So short a run learns something, but not a nat.
+    # Such a short run learns something, but less than a nat.
     failures = [line for line in result.stderr.splitlines() if line.startswith("FAILED")]
     assert (result.returncode, len(failures)) == (1, 1), result.stdout + result.stderr
     assert "below the unigram entropy, not 1.0" in failures[0]

@@ -1,4 +1,4 @@
-"""Hosts on one machine: network namespaces with addresses, names and processes of their own, joined by a cable."""
+"""Two simulated hosts on one machine: network namespaces with their own addresses, names and processes, connected."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 
 BIN = Path(sys.executable).parent
 RSH = Path(__file__).with_name("host.sh")
-"""From one of the hosts, starts a command on another, as rsh does."""
+"""Script that starts a command on another of the hosts, as rsh does."""
 
-# All of it belongs to one process and ends with it; nothing outside changes. The addresses are those that documents use
-# and no network has.
+# Everything belongs to one process and ends with it; the machine is unchanged. The addresses are reserved for
+# documentation.
 _CABLE = """
 set -e
 mount -t tmpfs tmpfs /run
@@ -30,7 +30,7 @@ for number in 1 2; do
     ip -n node$number link set lo up
     ip -n node$number link set eth0 up
 done
-for number in 1 2; do  # the kernel takes up to a second to say so, and MPI passes over what it does not say
+for number in 1 2; do  # the link is up after at most a second; MPI ignores interfaces that are down
     until ip -n node$number -br link show eth0 | grep -q ' UP '; do sleep 0.02; done
 done
 echo up
@@ -39,7 +39,7 @@ read -r _
 
 
 class Hosts:
-    """The hosts "node1" and "node2". They share the file system, and nothing else."""
+    """The hosts "node1" and "node2", which share only the file system."""
 
     names = ("node1", "node2")
 
@@ -50,8 +50,8 @@ class Hosts:
     def start(
         self, host: str, command: Sequence[str | Path], log: Path, environment: Mapping[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
-        """Starts a command on a host, with both its outputs appended to `log`. Killing what is returned kills all
-        that the command started there, as a host that fails does."""
+        """Starts a command on a host and appends its stdout and stderr to `log`. Killing the returned process kills
+        all processes of the command on that host, as a host failure does."""
         into = ["nsenter", "--target", str(self._cable.pid), "--user", "--preserve-credentials", "--net", "--mount"]
         words = [f"--wd={Path.cwd()}", str(RSH), host, shlex.join(map(str, command))]
         with log.open("ab") as output:
@@ -66,7 +66,7 @@ class Hosts:
         return process
 
     def end(self) -> None:
-        """Kills what still runs."""
+        """Kills all commands that still run."""
         for process in self._started:
             process.kill()
             process.wait()
@@ -74,10 +74,10 @@ class Hosts:
 
 @contextmanager
 def two_hosts() -> Iterator[Hosts]:
-    """The hosts, while the body runs. Root may make them, and any user where user namespaces are allowed.
+    """Context manager of the hosts. Root may create them, and any user if user namespaces are allowed.
 
     Raises:
-        OSError: where this machine does not let them be made, with what it says.
+        OSError: this machine refuses to create them; with its message.
     """
     command = ["unshare", "--map-root-user", "--net", "--mount", "sh", "-c", _CABLE]
     cable = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -97,7 +97,7 @@ def two_hosts() -> Iterator[Hosts]:
 
 
 def slurm_job(folder: Path, *, nodes: int = 1) -> dict[str, str]:
-    """What the script of a job finds in its environment, with a task a node; jobs queued again are told in `folder`."""
+    """Environment of a job script with one task per node; ids of requeued jobs are written to `folder`."""
     return {
         "PATH": f"{RSH.parent / 'slurm'}:{BIN}:{os.environ['PATH']}",
         "RSH": str(RSH),

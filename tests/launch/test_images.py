@@ -1,4 +1,4 @@
-"""What the images run while they are built and while they live: the install scripts and the smoke test."""
+"""Scripts of the container images: installation, accelerators and the smoke test."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import yaml
 from tests.launch.hosts import BIN
 
 ROOT = Path(__file__).parents[2]
-# An interpreter that makes environments of itself and installs nothing, and the torch that it is to find.
+# A fake interpreter that creates environments of itself and installs nothing, and the fake torch that it imports.
 PYTHON = f"""#!/bin/sh
 case "$*" in
 *"-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
@@ -33,7 +33,7 @@ cuda = SimpleNamespace(is_available=lambda: {gpu})
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A folder with the install scripts, and with an interpreter that installs nothing and has a torch for CPUs."""
+    """A folder with the install scripts, a fake interpreter that installs nothing, and a torch for CPUs."""
     (tmp_path / "tools").mkdir()
     for name in ("tools/install.sh", "tools/accelerators.sh", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path / name)
@@ -79,7 +79,7 @@ def test_install_without_a_gpu_takes_the_pins(checkout):
     assert second.endswith(" -c constraints.txt -e .[dev]")
 
 
-def test_install_keeps_a_torch_that_sees_a_gpu(checkout):
+def test_install_keeps_a_torch_that_finds_a_gpu(checkout):
     (checkout / "torch.py").write_text(TORCH.format(version="2.11.0+cu130", cuda="13.0", gpu=True))
     done = _run(checkout / "tools" / "install.sh", checkout / "python", MEGALIN_REQUIRE_CUDA="")
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "install: done, torch 2.11.0+cu130")
@@ -102,7 +102,7 @@ def test_accelerators_that_cannot_be_built_are_refused(checkout, names, message)
 def test_accelerators_need_a_torch_with_cuda(checkout):
     subprocess.run([checkout / "python", "-m", "venv", ".venv"], cwd=checkout, check=True)
     done = _run(checkout / "tools" / "accelerators.sh", "apex", "flash-attn")
-    message = "torch in .venv is built without CUDA, which their kernels need"
+    message = "torch in .venv is built without CUDA, which these kernels need"
     assert (done.returncode, done.stderr) == (1, f"accelerators: {message}\n")
     assert not (checkout / "pip.log").exists()
 

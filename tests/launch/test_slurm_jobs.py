@@ -1,4 +1,4 @@
-"""The job scripts for Slurm: a job that must end is queued again, and one that ends does as its ranks did."""
+"""Job scripts for Slurm: a preempted job is requeued, and a job ends with the exit code of its ranks."""
 
 import os
 import re
@@ -17,11 +17,11 @@ trap 'echo saved; exit %d' TERM
 kill -USR1 $PPID
 for i in $(seq 200); do sleep 0.05; done
 """
-"""Ranks that end on SIGTERM, with a script that gets the signal that Slurm sends before a job's time is over."""
+"""srun whose ranks end on SIGTERM; it sends the job script the signal that Slurm sends before the time limit."""
 
 
 def _run_job(script: str, folder: Path, srun: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The job's script, with another srun; it must run the command of the script and end."""
+    """Runs a job script with this srun."""
     (folder / "srun").write_text(f"#!/bin/sh\n{srun}\n")
     (folder / "srun").chmod(0o755)
     job = slurm_job(folder)

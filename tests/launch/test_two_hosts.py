@@ -1,4 +1,4 @@
-"""Runs across two hosts: each launcher goes on from a checkpoint, and a rank and a host that die cost no step."""
+"""Runs across two hosts: each launcher resumes from a checkpoint, and a dead rank or host costs no step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.ranks import run_ranks
 ROOT = Path(__file__).parents[2]
 STEPS, HALF = 40, 20
 SECONDS = 200.0
-"""The longest that a test waits for a step or an end; on idle cores a run takes a twentieth of it."""
+"""Longest wait for a step or the end of a run; on idle cores a run takes a twentieth of it."""
 
 
 @pytest.fixture(scope="module")
@@ -38,29 +38,29 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_config(tmp_path_factory.mktemp("two_hosts"), train={"steps": STEPS}, checkpoint={"keep_latest": 2})
 
 
-def _whole_and_half(config: Path, folder: Path) -> None:
+def _train_both(config: Path, folder: Path) -> None:
     train_here(config, folder / "whole")
     train_here(config, folder / "half", f"train.stop_after_steps={HALF}")
 
 
 @pytest.fixture(scope="module")
 def runs(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with an undisturbed run on two ranks of one host, "whole", and one that stopped midway, "half"."""
+    """A folder with an uninterrupted run on two ranks of one host, "whole", and one that stopped midway, "half"."""
     folder = tmp_path_factory.mktemp("runs")
-    run_ranks(2, _whole_and_half, config, folder)
+    run_ranks(2, _train_both, config, folder)
     return folder
 
 
 @pytest.fixture
 def run(runs: Path, tmp_path: Path) -> Path:
-    """A run folder that is half done."""
+    """A copy of the run that stopped midway."""
     return Path(shutil.copytree(runs / "half", tmp_path / "run"))
 
 
 def assert_same_run(run: Path, runs: Path) -> None:
-    """Every step once, with the losses, norms and tokens of the undisturbed run, to the last bit."""
+    """Asserts that each step ran once, with the losses, norms and tokens of the uninterrupted run, to the last bit."""
     expected = metrics(runs / "whole")
-    # A run evaluates after its last step, also where it only stops there.
+    # A run evaluates after its last step, also if it only stops there.
     assert [line | {"evaluation_loss": 0} for line in metrics(run)] == [
         line | {"evaluation_loss": 0} for line in expected
     ]
@@ -68,20 +68,20 @@ def assert_same_run(run: Path, runs: Path) -> None:
     assert ledger(run) == ledger(runs / "whole")
 
 
-def assert_goes_on(processes: list[subprocess.Popen[bytes]], log: Path) -> None:
-    """The half-done run ends well, without its first half again."""
-    assert_ends_well(processes, log)
+def assert_resumes(processes: list[subprocess.Popen[bytes]], log: Path) -> None:
+    """Asserts that the run succeeds without repeating its first half."""
+    assert_succeeds(processes, log)
     assert f"step {HALF + 1}/{STEPS} " in log.read_text()
     assert f"step 1/{STEPS} " not in log.read_text()
 
 
-def assert_ends_well(processes: list[subprocess.Popen[bytes]], log: Path) -> None:
+def assert_succeeds(processes: list[subprocess.Popen[bytes]], log: Path) -> None:
     for process in processes:
         assert process.wait(SECONDS) == 0, log.read_text()
 
 
 def wait_for_step(step: int, run: Path, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Until so many steps are done."""
+    """Waits until the run has done this many steps."""
     deadline = time.monotonic() + SECONDS
     while not (run / "metrics.jsonl").exists() or len(losses(run)) < step:
         assert process.poll() is None, log.read_text()
@@ -90,7 +90,7 @@ def wait_for_step(step: int, run: Path, process: subprocess.Popen[bytes], log: P
 
 
 def training_rank(rank: int, process: subprocess.Popen[bytes]) -> int:
-    """The process id of a rank among all that `process` has started."""
+    """Process id of a rank among the descendants of `process`."""
     found = [process.pid]
     for pid in found:
         found += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
@@ -101,14 +101,14 @@ def training_rank(rank: int, process: subprocess.Popen[bytes]) -> int:
     raise AssertionError(f"no rank {rank} among processes {found}")
 
 
-def test_srun_goes_on_across_hosts(hosts, config, run, runs, tmp_path):
+def test_srun_resumes_across_hosts(hosts, config, run, runs, tmp_path):
     command = [ROOT / "examples/slurm/train.sbatch", config, "--folder", run]
     job = hosts.start("node1", command, tmp_path / "log", slurm_job(tmp_path, nodes=2))
-    assert_goes_on([job], tmp_path / "log")
+    assert_resumes([job], tmp_path / "log")
     assert_same_run(run, runs)
 
 
-def test_deepspeed_goes_on_across_hosts_with_its_engine(hosts, config, run, runs, tmp_path):
+def test_deepspeed_resumes_across_hosts_with_its_engine(hosts, config, run, runs, tmp_path):
     example = ROOT / "examples" / "deepspeed"
     (tmp_path / "hostfile").write_text("node1 slots=1\nnode2 slots=1\n")
     engine = ["train.engine=deepspeed", f"train.deepspeed_config={example / 'ds.json'}"]
@@ -122,18 +122,18 @@ def test_deepspeed_goes_on_across_hosts_with_its_engine(hosts, config, run, runs
         )
         for number, host in enumerate(hosts.names)
     ]
-    assert_goes_on(ranks, tmp_path / "log")
+    assert_resumes(ranks, tmp_path / "log")
     assert losses(run) == pytest.approx(losses(runs / "whole"), rel=2e-5)
     assert ledger(run) == ledger(runs / "whole")
 
 
 @pytest.mark.skipif(not (BIN / "mpirun").exists(), reason="needs mpich, mpi4py")
-def test_mpirun_goes_on_across_hosts(hosts, config, run, runs, tmp_path):
+def test_mpirun_resumes_across_hosts(hosts, config, run, runs, tmp_path):
     launch = [BIN / "mpirun", "-launcher", "rsh", "-launcher-exec", RSH, "-hosts", ",".join(hosts.names), "-ppn", "1"]
     command = [*launch, "-n", "2", sys.executable, "-m", "megalin", "train", config, "--folder", run]
-    # One kernel runs both hosts, so MPI would reach for memory that they do not share.
+    # One kernel runs both hosts, so MPI would use shared memory, which they do not have.
     job = hosts.start("node1", command, tmp_path / "log", {"UCX_TLS": "tcp"})
-    assert_goes_on([job], tmp_path / "log")
+    assert_resumes([job], tmp_path / "log")
     assert_same_run(run, runs)
 
 
@@ -144,18 +144,18 @@ def test_torchrun_starts_a_dead_rank_again(hosts, config, run, runs, tmp_path):
     job = hosts.start("node1", command, tmp_path / "log", environment)
     wait_for_step(HALF + 5, run, job, tmp_path / "log")
     os.kill(training_rank(1, job), signal.SIGKILL)
-    assert_goes_on([job], tmp_path / "log")
+    assert_resumes([job], tmp_path / "log")
     assert_same_run(run, runs)
     assert (tmp_path / "log").read_text().count("step 40/40") == 1
 
 
 @pytest.mark.slow
-def test_torchrun_takes_a_dead_host_of_the_compose_file_back(hosts, config, runs, tmp_path):
+def test_torchrun_accepts_a_restarted_host_of_the_compose_file(hosts, config, runs, tmp_path):
     node = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())["services"]["node2"]
     here = {"torchrun": BIN / "torchrun", "/opt/megalin/examples/quickstart/transnormer.toml": config}
     here |= {"--folder=runs/two-hosts": f"--folder={tmp_path / 'run'}"}
     command = [here.pop(word, word) for word in node["command"]]
-    assert not here, f"compose.yaml names no {here.keys()}"
+    assert not here, f"compose.yaml does not name {list(here)}"
 
     def start(host: str) -> subprocess.Popen[bytes]:
         return hosts.start(host, command, tmp_path / "log", node["environment"])
@@ -164,5 +164,5 @@ def test_torchrun_takes_a_dead_host_of_the_compose_file_back(hosts, config, runs
     wait_for_step(5, tmp_path / "run", first, tmp_path / "log")
     second.kill()
     second.wait()
-    assert_ends_well([first, start("node2")], tmp_path / "log")
+    assert_succeeds([first, start("node2")], tmp_path / "log")
     assert_same_run(tmp_path / "run", runs)

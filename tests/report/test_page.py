@@ -1,4 +1,4 @@
-"""The report of a run: whole and harmless whatever the folder holds, and so in a browser where one is found."""
+"""The report of a run: complete and harmless for any content of the folder, also in a browser if one is installed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VOID = {"meta", "img"}
 
 
 class Page(HTMLParser):
-    """A page that is well-formed, as far as it was fed: its tags, attributes and text."""
+    """Parser of a page: its tags, attributes and text; asserts that all tags are closed."""
 
     def __init__(self, html: bytes) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Page(HTMLParser):
 
 
 def write_run(folder: Path, steps: int = 3, *, lines: list[dict[str, Any]] | None = None, **incidents: str) -> Path:
-    """A run folder with a config, metrics of `steps` steps or these lines, and an incident of each kind given."""
+    """Writes a run folder with a config, metrics of `steps` steps or these lines, and one incident per given kind."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.toml").write_text("[train]\nsteps = 3\n")
     values = {"loss": 2.5, "grad_norm": 0.5, "tokens_per_second": 1234.0, "step_seconds": 0.5, "data_wait_seconds": 0.1}
@@ -68,7 +68,7 @@ def write_run(folder: Path, steps: int = 3, *, lines: list[dict[str, Any]] | Non
 
 
 def assert_harmless(parsed: Page) -> None:
-    """Nothing that runs, nothing from outside, and the policy before anything that it is for."""
+    """Asserts that the page has no active or external content, and its policy before the content it applies to."""
     assert {tag for tag, _ in parsed.tags} <= {
         *(
             "html",
@@ -106,7 +106,7 @@ def assert_harmless(parsed: Page) -> None:
 
 
 def hostile_run(folder: Path) -> Path:
-    """A run whose every text is an attack."""
+    """Writes a run folder in which every text is an attack."""
     run = write_run(folder / "<b>&amp;", started="on 1 x cpu", warning=HOSTILE)
     (run / "config.toml").write_text(f"[model]\nname = {json.dumps(HOSTILE)}\n")
     (run / "environment.json").write_text(json.dumps({HOSTILE: {HOSTILE: HOSTILE}, "list": [HOSTILE]}))
@@ -127,7 +127,7 @@ def test_hostile_texts_are_text(tmp_path):
     assert b"\x1b" not in html
 
 
-def test_report_tells_what_the_folder_holds(tmp_path):
+def test_report_shows_the_content_of_the_folder(tmp_path):
     lines: list[dict[str, Any]] = [
         {"step": step, "loss": 4.0 - step / 100, "tokens_per_second": 1000.0 * (1 + step % 3), "tokens": 4096 * step}
         for step in range(1, 101)
@@ -158,7 +158,7 @@ def test_report_tells_what_the_folder_holds(tmp_path):
         assert expected in parsed.text, expected
 
 
-def test_losses_of_an_encoder_are_told_apart(tmp_path):
+def test_losses_of_an_encoder_are_shown_separately(tmp_path):
     evaluation = EncoderEvaluation(3.0, 2.5, 0.125, 0.5, 0.75, 4.0, 1000, 50)
     lines = [{"step": 1, "loss": 3.5, "mlm_loss": 2.75, "nsp_loss": 0.75, **evaluation.metrics()}]
     run = read_run(write_run(tmp_path / "encoder", lines=lines))
@@ -185,7 +185,7 @@ def test_status_of_a_run(tmp_path, steps, incidents, expected):
     assert re.match(expected, status(read_run(run)))
 
 
-def test_run_that_stopped_as_asked_is_told_so(tmp_path):
+def test_run_that_stopped_as_configured_has_its_own_status(tmp_path):
     run = write_run(tmp_path / "run", 2, started="on 1 x cpu")
     (run / "config.toml").write_text("[train]\nsteps = 3\nstop_after_steps = 2\n")
     assert status(read_run(run)) == "step 2 of 3, stopped by train.stop_after_steps"
@@ -227,7 +227,7 @@ def test_torn_and_foreign_lines_are_left_out(tmp_path):
         ("metrics.jsonl", None, "metrics.jsonl: cannot be read (Is a directory)"),
     ],
 )
-def test_what_cannot_be_read_is_named(tmp_path, name, text, problem):
+def test_unreadable_files_are_named(tmp_path, name, text, problem):
     run = write_run(tmp_path / "run")
     (run / name).unlink(missing_ok=True)
     if text is None:
@@ -237,7 +237,7 @@ def test_what_cannot_be_read_is_named(tmp_path, name, text, problem):
     assert problem in Page(page(read_run(run))).text
 
 
-def test_long_runs_are_drawn_by_means_and_long_tables_cut(tmp_path):
+def test_long_curves_are_averaged_and_long_tables_cut(tmp_path):
     lines = [{"step": step, "loss": 5.0 + (-1) ** step, "evaluation_loss": step} for step in range(1, 6001)]
     run = read_run(write_run(tmp_path / "run", lines=lines))
     html = page(run)
@@ -260,12 +260,12 @@ def test_file_that_cannot_be_written_is_refused(tmp_path):
 
 @pytest.fixture
 def requests() -> Iterator[tuple[int, list[str]]]:
-    """The port of a server on this machine, and the paths that it was asked for."""
-    asked: list[str] = []
+    """The port of a local server, and the list of requested paths."""
+    paths: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            asked.append(self.path)
+            paths.append(self.path)
             self.send_error(404)
 
         def log_message(self, *_: object) -> None:
@@ -274,7 +274,7 @@ def requests() -> Iterator[tuple[int, list[str]]]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield server.server_port, asked
+        yield server.server_port, paths
         server.shutdown()
         thread.join()
 
@@ -283,13 +283,13 @@ def test_browser_runs_no_script_and_sends_no_request(tmp_path, requests):
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if browser is None:
         pytest.skip("no Chromium is installed")
-    port, asked = requests
-    # What escaping keeps out, put in by force: the policy is the second wall.
-    forced = f"""<script>onload = () => document.title =
+    port, requested = requests
+    # Active content that escaping would keep out: the policy is the second line of defence.
+    active = f"""<script>onload = () => document.title =
         `ran, ${{[...document.images].filter(image => image.naturalWidth > 500).length}} pictures`</script>
         <img src="http://127.0.0.1:{port}/picture"><link rel="stylesheet" href="http://127.0.0.1:{port}/style">
         <iframe src="http://127.0.0.1:{port}/frame"></iframe></body>""".encode()
-    html = page(read_run(hostile_run(tmp_path))).replace(b"</body>", forced)
+    html = page(read_run(hostile_run(tmp_path))).replace(b"</body>", active)
 
     def title(html: bytes) -> str:
         (tmp_path / "report.html").write_bytes(html)
@@ -304,6 +304,6 @@ def test_browser_runs_no_script_and_sends_no_request(tmp_path, requests):
         return re.findall("<title>(.*?)</title>", dom)[0]
 
     assert title(html).startswith("&lt;b&gt;&amp;amp;: step 3")
-    assert asked == []
+    assert requested == []
     assert title(html.replace(POLICY.encode(), b"")) == "ran, 3 pictures"
-    assert sorted(set(asked) - {"/favicon.ico"}) == ["/frame", "/picture", "/style"]
+    assert sorted(set(requested) - {"/favicon.ico"}) == ["/frame", "/picture", "/style"]
