@@ -8,7 +8,7 @@ CHECKED = (
     "transnormerllm-1b-64k, 12 x 2 x 4096, pp 4, 8 + 10 + 10 + 4 sub-layers",
     "llama-1b, 1 x 1 x 262144, cp 4, recompute",
 )
-"""A pipeline, and a step of which nine tenths are attention."""
+"""A pipeline, and a step that spends nine tenths in attention."""
 NAMED = {row.name(): row for row in ROWS}
 
 

@@ -222,7 +222,7 @@ def test_a_deeper_pipeline_keeps_more_micro_batches_and_waits_longer(estimator):
 
 
 def test_parts_of_blocks_add_up_to_the_model(estimator):
-    """Four ranks, of which some hold parts of the same block."""
+    """Four ranks, some of which hold parts of the same block."""
     alone, parallel = ParallelConfig(), ParallelConfig(pp=4)
     whole = estimator._work(layout(), estimator._own_blocks(alone, 0), alone, 0)
     parts = [estimator._own_blocks(parallel, rank) for rank in range(4)]

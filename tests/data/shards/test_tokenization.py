@@ -124,7 +124,7 @@ def small_parts(monkeypatch):
 
 @pytest.fixture
 def mixed(tmp_path):
-    """Two files of documents of which one in nine is bad; the folder also has a tokenizer for them."""
+    """Two files of documents with one bad line in nine; the folder also has a tokenizer for them."""
     rng = np.random.default_rng(0)
     words = ["alpha ", "beta ", "gamma ", "日本 ", "<|endoftext|>", "\n"]
     texts = ["".join(rng.choice(words, rng.integers(0, 40))) for _ in range(200)]
