@@ -1,4 +1,4 @@
-"""Small checkpoints of plain tensors, and the means to damage or forge one."""
+"""Small checkpoints of plain tensors, and helpers to damage or forge them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def write(root: Path, *steps: int, keep: int | None = None) -> Path:
 
 
 def names(root: Path) -> list[str]:
-    """What lies in the root, without the lock."""
+    """Names of the entries of the root, without the lock."""
     return sorted(entry.name for entry in root.iterdir() if entry.name != ".lock")
 
 
@@ -44,7 +44,7 @@ def edit_json(path: Path, *keys: str, value: Any) -> None:
 
 
 def seal(directory: Path) -> None:
-    """Makes the manifest agree with the files again, as a forger would."""
+    """Updates the manifest to match changed files, as a forger would."""
     manifest = json.loads((directory / MANIFEST_FILE).read_text())
     for name in manifest["files"]:
         manifest["files"][name] = FileRecord.of((directory / name).read_bytes()).model_dump()

@@ -1,4 +1,4 @@
-"""A small model with every kind of sharded weight, its AdamW state after two steps, and its whole tensors."""
+"""A small model with every kind of sharded weight, its AdamW state after two steps, and its full tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megalin.parallel.mesh import Mesh, ParallelConfig
 
 
 class Layout(NamedTuple):
-    """A mesh, and the rows of a matrix that tensor and data parallelism both cut along dim 0."""
+    """A mesh, and the number of rows of a matrix that tensor and data parallelism both shard along dim 0."""
 
     tp: int
     dp: int
@@ -51,7 +51,7 @@ def build(layout: Layout, seed: int) -> tuple[nn.Module, torch.optim.AdamW]:
             "fused": draw(3, 8, 10, placement=Shard(1)),  # [parts, out, in]
             "odd_fused": draw(3, 8, 9, placement=Shard(1)),
             "row": draw(7, 8, placement=Shard(1)),
-            "twice_cut": draw(layout.rows, 7, placement=Shard(0)),
+            "twice_sharded": draw(layout.rows, 7, placement=Shard(0)),
             "norm": draw(7, placement=Replicate()),
             "scalar_like": draw(1, placement=Replicate()),
         }
@@ -66,14 +66,14 @@ def build(layout: Layout, seed: int) -> tuple[nn.Module, torch.optim.AdamW]:
 
 
 def step(model: nn.Module, optimizer: torch.optim.AdamW) -> None:
-    """One step whose gradient is the weight itself."""
+    """Takes a step whose gradient is the weight itself."""
     for parameter in model.parameters():
         parameter.grad = parameter.detach().clone()
     optimizer.step()
 
 
-def whole(tensors: dict[str, torch.Tensor]) -> dict[str, numpy.ndarray]:
-    """Every tensor gathered by DTensor itself, which the checkpoint's planning has no part in."""
+def full_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, numpy.ndarray]:
+    """Full tensors, gathered by DTensor, independently of the checkpoint code."""
     return {
         name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().numpy().copy()
         for name, tensor in tensors.items()
@@ -81,20 +81,20 @@ def whole(tensors: dict[str, torch.Tensor]) -> dict[str, numpy.ndarray]:
 
 
 def save_trained(root: Path, layout: Layout) -> dict[str, numpy.ndarray]:
-    """Rank function: trains two steps, saves, takes a third; returns the tensors as saved."""
+    """Trains two steps on this rank and saves; returns the full tensors."""
     model, optimizer = build(layout, seed=1)
     step(model, optimizer)
     step(model, optimizer)
     tensors = training_tensors(model, optimizer)
     save(root, step=2, tensors=tensors, state={"samples": 12})
-    return whole(tensors)
+    return full_tensors(tensors)
 
 
 def load_fresh(root: Path, layout: Layout) -> dict[str, numpy.ndarray]:
-    """Rank function: loads into another initialisation that never stepped; returns the tensors."""
+    """Loads into a model of another seed without any step, on this rank; returns the full tensors."""
     model, optimizer = build(layout, seed=2)
     checkpoint = newest(root)
     assert checkpoint is not None
     assert checkpoint.state() == {"samples": 12}
     load(checkpoint, training_tensors(model, optimizer))
-    return whole(training_tensors(model, optimizer))
+    return full_tensors(training_tensors(model, optimizer))

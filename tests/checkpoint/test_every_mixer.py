@@ -1,4 +1,4 @@
-"""The weights of every mixer, saved on one mesh and loaded on others: equal to the last bit."""
+"""Weights of every mixer, saved on one mesh and loaded on others, equal to the last bit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _save(folder: str, tp: int) -> None:
 
 
 def _load(folder: str, tp: int) -> list[str]:
-    """Names of the tensors that came back different."""
+    """Names of tensors that differ after loading."""
     different = []
     for case in CASES:
         model = _model(case, tp)

@@ -1,4 +1,4 @@
-"""A checkpoint that does not fit is refused on every rank, with every misfit named, before anything is touched."""
+"""Checkpoints that do not fit: refused on every rank, with every mismatch, before any tensor is written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.checkpoint.saved import tensors, write
 from tests.ranks import run_ranks
 
 
-def _misfit(root: Path) -> str:
+def _mismatches(root: Path) -> str:
     checkpoint = newest(root)
     assert checkpoint is not None
     targets = {name: torch.full_like(tensor, 7.0) for name, tensor in tensors(1).items()}
@@ -34,7 +34,7 @@ def _misfit(root: Path) -> str:
 
 def test_every_misfit_is_named_on_every_rank(tmp_path: Path) -> None:
     write(tmp_path, 1)
-    messages = run_ranks(2, _misfit, tmp_path)
+    messages = run_ranks(2, _mismatches, tmp_path)
     assert messages[0] == messages[1]
     assert messages[0].splitlines()[1:] == [
         "  head.weight: shape [4, 6] in the checkpoint, [4, 7] in the model",
@@ -69,7 +69,7 @@ def test_a_subset_needs_the_callers_word(tmp_path: Path) -> None:
         load(newest(tmp_path), {"embedding.weight": torch.zeros(12, 4)}, ignore=("optim.",))  # type: ignore[arg-type]
 
 
-def _one_rank_meets_a_vanished_file(root: Path) -> str:
+def _file_vanishes_on_one_rank(root: Path) -> str:
     checkpoint = newest(root)
     assert checkpoint is not None
     if dist.get_rank() == 1:
@@ -85,7 +85,7 @@ def _one_rank_meets_a_vanished_file(root: Path) -> str:
 
 def test_a_read_that_fails_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     write(tmp_path, 1)
-    messages = run_ranks(2, _one_rank_meets_a_vanished_file, tmp_path)
+    messages = run_ranks(2, _file_vanishes_on_one_rank, tmp_path)
     assert messages[0] == messages[1]
     assert re.match(r"rank 1: .*safetensors: cannot be read: stale file handle", messages[0])
 
@@ -123,4 +123,4 @@ def test_created_optimizer_state_is_what_the_first_step_creates(options: dict[st
     step(other_model, other_optimizer)
     for name, tensor in training_tensors(model, optimizer).items():
         assert tensor.dtype == created[name].dtype, name
-        assert torch.equal(tensor, created[name]), f"{name}: not a live reference, or not what a step creates"
+        assert torch.equal(tensor, created[name]), f"{name}: not a live reference, or not the state of a step"

@@ -1,4 +1,4 @@
-"""A checkpoint of one mesh is bit-equal on any other, weights and moments."""
+"""Weights and moments saved on one mesh and loaded on others, equal to the last bit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from megalin.checkpoint.load import load, newest
 from megalin.checkpoint.tensors import training_tensors
-from tests.checkpoint.sharded_model import Layout, build, load_fresh, save_trained, step, whole
+from tests.checkpoint.sharded_model import Layout, build, full_tensors, load_fresh, save_trained, step
 from tests.ranks import run_ranks
 
 _TARGETS = [Layout(1, 1), Layout(1, 2), Layout(2, 1), Layout(4, 1), Layout(1, 4), Layout(2, 2), Layout(1, 3)]
@@ -48,7 +48,7 @@ def test_plain_tensors_without_a_process_group(tmp_path: Path) -> None:
     assert checkpoint is not None
     tensors = {name: torch.full(array.shape, torch.nan) for name, array in saved.items() if name[:6] != "optim."}
     load(checkpoint, tensors, ignore=("optim.",))
-    _assert_equal({name: saved[name] for name in tensors}, whole(tensors))
+    _assert_equal({name: saved[name] for name in tensors}, full_tensors(tensors))
 
 
 def _continue(root: Path, layout: Layout, resume: bool) -> dict[str, numpy.ndarray]:
@@ -61,7 +61,7 @@ def _continue(root: Path, layout: Layout, resume: bool) -> dict[str, numpy.ndarr
         step(model, optimizer)
         step(model, optimizer)
     step(model, optimizer)
-    return whole(training_tensors(model, optimizer))
+    return full_tensors(training_tensors(model, optimizer))
 
 
 def test_the_step_after_loading_is_the_step_that_would_have_been(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A save publishes everything or nothing, on every rank alike."""
+"""Saving: a checkpoint is published completely or not at all, on every rank."""
 
 from __future__ import annotations
 
@@ -166,9 +166,9 @@ def test_bugs_and_interrupts_are_not_storage_errors(tmp_path: Path, monkeypatch:
     assert not names(tmp_path)
 
 
-def _save_with_little_room(root: Path, rank_without_room: int) -> str:
-    saved = {"w": torch.ones(40_000), "v": torch.ones(40_000)}  # 160 kB for each of two ranks
-    if torch.distributed.get_rank() == rank_without_room:
+def _save_with_little_space(root: Path, rank_without_space: int) -> str:
+    saved = {"w": torch.ones(40_000), "v": torch.ones(40_000)}  # 160 kB on each of two ranks
+    if torch.distributed.get_rank() == rank_without_space:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
     with pytest.raises(StorageError) as caught:
         save(root, step=2, tensors=saved, state={})
@@ -180,7 +180,7 @@ def _save_with_little_room(root: Path, rank_without_room: int) -> str:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_rank_without_room_stops_every_rank_with_one_message(tmp_path: Path, rank: int) -> None:
     write(tmp_path, 1)
-    first, second = run_ranks(2, _save_with_little_room, tmp_path, rank)
+    first, second = run_ranks(2, _save_with_little_space, tmp_path, rank)
     assert first == second
     assert f"cannot save to {tmp_path}: rank {rank}: " in first
     assert "File too large" in first
@@ -192,7 +192,7 @@ _OPERATIONS = ["mkdir", "fsync", "rename", "unlink", "rmdir"]
 
 
 def _save_and_die(root: Path, dying_rank: int, operation_number: int) -> None:
-    """Rank function: dies by SIGKILL before its n-th call that changes the file system's state."""
+    """Saves on this rank; `dying_rank` kills itself before its n-th call that changes the file system."""
     count = 0
 
     def wrap(original: Any) -> Any:
@@ -229,13 +229,13 @@ def test_killed_at_any_moment_the_old_or_the_new_checkpoint_is_there(
             published.append(checkpoint.step)
             write(root, 3)
             for name in names(root):
-                assert not file_problems(root / name, read_manifest(root / name)), "a leftover stayed"
+                assert not file_problems(root / name, read_manifest(root / name)), "a leftover was not removed"
         else:
             break
     assert 1 in published
     assert published == sorted(published)
     if dying_rank == 0:
-        assert 2 in published, "no kill after the rename was tried"
+        assert 2 in published, "no kill came after the rename"
 
 
 def test_everything_is_on_the_disk_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What was damaged is passed over for the checkpoint before it; what was forged is refused with its reason."""
+"""Damaged checkpoints, skipped for the one before; forged ones, refused with the reason."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def _load(root: Path) -> None:
     try:
         load(checkpoint, targets)
     finally:
-        assert all(bool((target == 7.0).all()) for target in targets.values()), "touched by a refused load"
+        assert all(bool((target == 7.0).all()) for target in targets.values()), "a refused load changed a tensor"
 
 
 _CHUNK = ("tensors", "embedding.weight", "chunks", "0")

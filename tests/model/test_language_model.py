@@ -308,7 +308,7 @@ def test_recomputation_changes_no_bit(case: Case):
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
-def test_shifted_positions_change_nothing():
+def test_running_positions_change_nothing():
     model, inputs = build(HYBRID.model), make_inputs()
     with torch.no_grad():
         plain = model(inputs.tokens, document_ids=inputs.document_ids)
@@ -321,7 +321,7 @@ def test_shifted_positions_change_nothing():
 
 
 @every_case
-def test_positions_with_gaps_give_the_same_with_and_without_a_state(case: Case):
+def test_positions_that_leave_tokens_out_are_those_of_a_state(case: Case):
     """Training and decoding give the same results for any given positions."""
     model, inputs = build(case.model), make_inputs()
     positions = 3 * torch.arange(LENGTH).expand_as(inputs.tokens)

@@ -92,7 +92,7 @@ def test_even_cut_is_the_best_of_all(num_runs: int):
         assert evenness(costs, cut) == best, costs
 
 
-def test_runs_below_the_largest_are_even_too():
+def test_what_is_below_the_largest_run_is_even_too():
     """The first runs of the best partition may be larger than those of others, if below the largest run of all."""
     assert lengths([15, 8, 4, 3, 16, 9, 27], 4) == [1, 3, 2, 1]
 

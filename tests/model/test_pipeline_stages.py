@@ -101,7 +101,7 @@ def test_part_of_a_block_compiles():
     torch.testing.assert_close(x, expected)
 
 
-def test_no_stage_ends_after_a_result_that_only_the_next_sublayer_reads():
+def test_what_only_the_next_sublayer_reads_is_not_cut_off():
     """Only the residual stream is sent, never the result of a two_hop sub-layer of Rodimus+."""
     config = load_preset("rodimus_plus-1.3b").model
     assert [sublayer.residual for sublayer in config.layers[0].sublayers] == ["add", "two_hop", "add"]

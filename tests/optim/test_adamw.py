@@ -1,4 +1,4 @@
-"""AdamW on one process: its equation, the decay groups, and the bounds of its config."""
+"""AdamW in one process: its equation, the decay groups, and the bounds of its config."""
 
 import tomllib
 
@@ -38,7 +38,7 @@ def test_update_is_the_documented_equation():
         torch.testing.assert_close(parameter.detach(), weights[name], rtol=1e-12, atol=1e-12)
 
 
-def test_an_update_that_is_not_sound_changes_nothing():
+def test_a_non_finite_update_changes_nothing():
     model = _model()
     optimizer = build_optimizer(model, CONFIG, ())
     kept = []

@@ -1,4 +1,4 @@
-"""AdamW by apex, as a stand-in of its published ways does it: torch's weights, moments and counts of steps."""
+"""AdamW of apex, through a stand-in with its published behaviour, against torch's weights, moments and step counts."""
 
 import functools
 
@@ -19,7 +19,7 @@ STEPS = 4
 
 @pytest.fixture
 def apex(monkeypatch, tmp_path):
-    """Asks for apex, and installs its stand-in."""
+    """Selects apex; yields a function that installs its stand-in."""
     monkeypatch.setenv("MEGALIN_KERNELS", "adamw=apex")
     with installing(monkeypatch, tmp_path / "site") as install:
         yield functools.partial(install, write_apex)
@@ -60,29 +60,29 @@ def _assert_same(found, truth):
 
 def test_steps_of_apex_are_those_of_torch(apex):
     apex()
-    ours, truth = _model(), _model()
-    optimizer = _plain(ours)
+    model, truth = _model(), _model()
+    optimizer = _plain(model)
     assert type(optimizer).__name__ == "FusedAdam"
     assert backend.used() == {"adamw": backend.Choice("apex", "MEGALIN_KERNELS")}
     expected = build_optimizer(truth, CONFIG, no_decay=["1.weight", "1.bias"])
-    _train(ours, optimizer, range(STEPS))
+    _train(model, optimizer, range(STEPS))
     _train(truth, expected, range(STEPS))
-    _assert_same(_state(ours, optimizer), _state(truth, expected))
+    _assert_same(_state(model, optimizer), _state(truth, expected))
 
 
 def test_steps_go_on_from_a_loaded_count(apex):
     apex()
-    ours, truth = _model(), _model()
+    model, truth = _model(), _model()
     expected = build_optimizer(truth, CONFIG, no_decay=["1.weight", "1.bias"])
     _train(truth, expected, range(STEPS))
-    optimizer = _plain(ours)
+    optimizer = _plain(model)
     with torch.no_grad():
-        for parameter, source in zip(ours.parameters(), truth.parameters(), strict=True):
+        for parameter, source in zip(model.parameters(), truth.parameters(), strict=True):
             parameter.copy_(source)
             optimizer.state[parameter] = {key: value.clone() for key, value in expected.state[source].items()}
-    _train(ours, optimizer, range(STEPS, STEPS + 2))
+    _train(model, optimizer, range(STEPS, STEPS + 2))
     _train(truth, expected, range(STEPS, STEPS + 2))
-    _assert_same(_state(ours, optimizer), _state(truth, expected))
+    _assert_same(_state(model, optimizer), _state(truth, expected))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The learning rate at the edges of each schedule, and the schedules that are refused."""
+"""The learning rate at the ends of each schedule, and schedules that are refused."""
 
 import itertools
 import math

@@ -17,7 +17,7 @@ SCHEDULE = ScheduleConfig(warmup_steps=1, min_lr_ratio=0.1)
 NO_DECAY = {"norm"}
 STEPS = 3
 NUM_BATCHES = 12
-# Column-parallel, row-parallel and replicated weights; the norm's three elements leave data ranks unequal shares.
+# Column-parallel, row-parallel and replicated weights; the norm's three elements give data ranks unequal shards.
 PLACEMENTS = {"column": Shard(0), "row": Shard(1), "norm": Replicate()}
 SHAPES = {"column": (12, 4), "row": (4, 8), "norm": (3,)}
 
@@ -56,7 +56,7 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _train(model: Quadratic, batches: list[int]) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Norms before clipping by step, and the weights and gradients after the last; `batches` are those of this rank."""
+    """Norms before clipping by step, and weights and gradients after the last step, for this rank's batches."""
     optimizer = build_optimizer(model, CONFIG, NO_DECAY)
     norms = []
     for step in range(STEPS):

@@ -140,7 +140,7 @@ def gather_often(folder: Path) -> list[float]:
     return [turn.mean().item() for turn in found]
 
 
-def test_tokens_are_not_overwritten_while_a_rank_reads_them(tmp_path):
+def test_tokens_are_not_written_over_while_a_rank_reads_them(tmp_path):
     assert run_ranks(2, gather_often, tmp_path) == [[0.0, 1.0, 2.0, 3.0]] * 2
 
 

@@ -98,7 +98,7 @@ def truth(name: str, world_size: int) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_values_and_adjoints_equal_the_dense_function(name: str, world_size: int):
+def test_values_and_adjoints_equal_the_dense_map(name: str, world_size: int):
     for found, expected in zip(results(world_size), truth(name, world_size), strict=True):
         assert_close({key: found[key] for key in expected}, expected, 1e-14)
 

@@ -164,7 +164,7 @@ def _sums() -> tuple[Arrays, Arrays]:
 
 
 @pytest.mark.parametrize("size", [3, 4])
-def test_run_sums_and_resharding_to_heads_and_back_equal_one_process(size):
+def test_sums_around_and_the_way_to_heads_and_back_equal_one_process(size):
     for found, expected in run_ranks(size, _sums):
         assert_close(to_tensors(found), to_tensors(expected), 1e-13)
 

@@ -46,7 +46,7 @@ from tests.ranks import run_ranks
         ((4, 4096, 4096), 64, 2),
     ],
 )
-def test_weights_are_sharded_along_a_dimension_that_divides(shape, size, dim):
+def test_weights_are_split_along_a_dimension_that_divides(shape, size, dim):
     assert shard_dim(shape, size) == dim
 
 
@@ -152,7 +152,7 @@ def _of_one_rank(dtype: torch.dtype) -> list[bool]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_gradients_of_one_rank_have_the_bits_of_a_reduction(dtype):
+def test_what_one_rank_does_not_reduce_has_the_bits_of_a_reduction(dtype):
     assert all(run_ranks(2, _of_one_rank, dtype)[0])
 
 

@@ -166,7 +166,7 @@ def test_ranks_that_share_a_gpu_are_refused_on_every_rank():
 
 
 @pytest.mark.usefixtures("_no_launcher")
-def test_the_process_group_ends_after_an_error_too():
+def test_the_process_group_ends_with_an_error_too():
     with pytest.raises(ZeroDivisionError), process_group(torch.device("cpu")):
         raise ZeroDivisionError
     assert not dist.is_initialized()
@@ -201,5 +201,5 @@ def _stages_and_shards() -> list[tuple[int, int]]:
     return [(mesh.zero, mesh.data_mesh.size(1)) for mesh in meshes]
 
 
-def test_the_zero_stage_is_3_unless_nothing_is_sharded_or_there_are_pipeline_stages():
+def test_the_zero_stage_is_3_unless_nothing_is_sharded_or_stages_share_what_they_gather():
     assert run_ranks(4, _stages_and_shards)[0] == [(3, 4), (0, 1), (2, 4), (0, 1), (1, 2), (1, 4)]

@@ -203,7 +203,7 @@ def program(rank: int, num_ranks: int, stages: int, count: int) -> list[tuple[st
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 5, 8])
 @pytest.mark.parametrize("rounds", [1, 2, 7])
-def test_no_schedule_deadlocks(num_ranks, stages, rounds):
+def test_no_schedule_waits_for_itself(num_ranks, stages, rounds):
     """Even if a rank computes nothing until its earlier sends have found a free slot."""
     programs = [program(rank, num_ranks, stages, rounds * num_ranks) for rank in range(num_ranks)]
     places, waiting = [0] * num_ranks, Counter[tuple[int, bool]]()

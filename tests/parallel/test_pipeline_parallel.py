@@ -137,7 +137,7 @@ def holders(parallel: ParallelConfig, stages: list[list[int]]) -> list[tuple[int
     return [(axis.size, axis.rank) for axis in axes]
 
 
-def test_copies_are_on_the_ranks_that_run_their_stages():
+def test_copies_lie_on_the_ranks_that_run_their_stages():
     stages = [[0, 3], [0, 1, 2, 3], [1]]
     assert run_ranks(4, holders, ParallelConfig(pp=4), stages) == [
         [(2, 0), (4, 0), (1, 0)],
@@ -147,12 +147,12 @@ def test_copies_are_on_the_ranks_that_run_their_stages():
     ]
 
 
-def test_copies_on_one_rank_send_nothing():
+def test_copies_of_one_rank_send_nothing():
     parallel = ParallelConfig(pp=2, pp_schedule="interleaved", pp_stages_per_rank=2)
     assert run_ranks(2, holders, parallel, [[0, 2], [0, 3]]) == [[(1, 0), (2, 0)], [(1, 0), (2, 1)]]
 
 
-def test_copies_are_shared_within_a_column_of_the_mesh():
+def test_copies_lie_in_their_own_column_of_the_mesh():
     """A rank of the tensor-parallel axis shares with the ranks of the same index on other stages."""
     expected = [(2, 0), (2, 0), (1, 0), (1, 0), (2, 1), (2, 1)]
     assert run_ranks(6, holders, ParallelConfig(pp=3, tp=2), [[0, 2]]) == [[axis] for axis in expected]

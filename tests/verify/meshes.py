@@ -1,4 +1,4 @@
-"""The proof command's comparison of many cases in one group of ranks."""
+"""The comparison of `megalin verify` for many cases in one group of ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megalin.verify.run import verify
 
 
 def verify_all(cases: Sequence[Case]) -> list[list[TensorError]]:
-    """`verify` of each case; those of equal axes share a mesh. Hundreds of process groups would cost minutes."""
+    """`verify` of each case; cases with equal axes share a mesh, as hundreds of process groups would take minutes."""
     meshes: dict[ParallelConfig, Mesh] = {}
     results = []
     for case in cases:

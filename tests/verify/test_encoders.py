@@ -1,4 +1,4 @@
-"""Encoders by the proof command's own comparison: both heads, all gradients, the weights after a step."""
+"""Encoders as `megalin verify` compares them: both heads, all gradients, the weights after a step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PRESET = load_preset("danet-base").model
 
 
 class Layout(NamedTuple):
-    """A mesh, and what differs from a plain run in fp64."""
+    """A mesh, and the differences from a plain fp64 run."""
 
     tp: int
     dp: int
@@ -52,20 +52,20 @@ def case_of(model: Any, layout: Layout, *, full: bool = True) -> Case:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_every_encoder_agrees_with_one_process(world_size: int):
-    cases = {f"{row.name} on {layout}": case_of(row.model, layout) for layout in MESHES[world_size] for row in CASES}
+    cases = {f"{case.name} on {layout}": case_of(case.model, layout) for layout in MESHES[world_size] for case in CASES}
     compared = run_ranks(world_size, verify_all, list(cases.values()), timeout=250.0)[0]
-    for (name, case), rows in zip(cases.items(), compared, strict=True):
+    for (name, case), errors in zip(cases.items(), compared, strict=True):
         heads = {"sequence_logits", "sequence_losses"}
         if case.model.num_classes is None:
             heads |= {"logits", "token_losses"}
-        assert {kind(row.name) for row in rows} == heads | {"loss", "grad_norm", "gradient", "weight"}
-        assert [row for row in rows if not row.passed] == [], name
+        assert {kind(error.name) for error in errors} == heads | {"loss", "grad_norm", "gradient", "weight"}
+        assert [error for error in errors if not error.passed] == [], name
 
 
 def test_preset_agrees_on_a_mesh_in_bf16_and_fp64():
     cases = [case_of(PRESET, Layout(2, 2, True, dtype=dtype), full=False) for dtype in ("float64", "bfloat16")]
-    for rows in run_ranks(4, verify_all, cases, timeout=250.0)[0]:
-        assert [row for row in rows if not row.passed] == []
+    for errors in run_ranks(4, verify_all, cases, timeout=250.0)[0]:
+        assert [error for error in errors if not error.passed] == []
 
 
 def test_planted_faults_that_an_encoder_can_have_are_seen():

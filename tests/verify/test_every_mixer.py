@@ -1,6 +1,6 @@
-"""Every mixer by the proof command's own comparison on tp 2 and 4 with dp 2: to the weights after a step.
+"""Every mixer as `megalin verify` compares it on tp 2 and 4 with dp 2, to the weights after a step.
 
-Losses and gradients of every row on ten meshes are tests/model/test_mesh_parity.py's.
+tests/model/test_mesh_parity.py compares losses and gradients of every case on ten meshes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MESHES = {4: (2, 2), 8: (4, 2)}
 KINDS = {"logits", "token_losses", "loss", "grad_norm", "gradient", "weight"}
 
 
-def first_row_of_each_mixer() -> list[MixerCase]:
+def first_case_of_each_mixer() -> list[MixerCase]:
     seen: set[str] = set()
     found = []
     for case in CASES:
@@ -33,16 +33,16 @@ def first_row_of_each_mixer() -> list[MixerCase]:
     return found
 
 
-ROWS = first_row_of_each_mixer()
+MIXER_CASES = first_case_of_each_mixer()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", MESHES)
 def test_every_mixer_agrees_with_one_process(world_size: int):
     tp, dp = MESHES[world_size]
-    # As it is, which has heads for every tp; a row of a few chunks that tp divides.
+    # At full size, with heads for every tp, and with a length of a few chunks that tp divides.
     options: dict[str, Any] = {"dtype": "float64", "full": True, "length": LENGTH + 4, "recompute": False}
-    cases = [make_case(row.model, ParallelConfig(tp=tp), data_size=dp, **options) for row in ROWS]
-    for row, found in zip(ROWS, run_ranks(world_size, verify_all, cases)[0], strict=True):
-        assert {kind(each.name) for each in found} >= KINDS
-        assert [each for each in found if not each.passed] == [], row.name
+    cases = [make_case(case.model, ParallelConfig(tp=tp), data_size=dp, **options) for case in MIXER_CASES]
+    for case, errors in zip(MIXER_CASES, run_ranks(world_size, verify_all, cases)[0], strict=True):
+        assert {kind(error.name) for error in errors} >= KINDS
+        assert [error for error in errors if not error.passed] == [], case.name

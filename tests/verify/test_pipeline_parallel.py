@@ -15,7 +15,7 @@ from megalin.model.presets import load_preset
 from megalin.parallel.mesh import ParallelConfig
 from megalin.verify.case import Case, make_case
 from megalin.verify.comparison import kind
-from megalin.verify.outcome import _joined
+from megalin.verify.outcome import _merge
 from megalin.verify.run import self_test
 from tests.cases import CASES, REPRESENTATIVES, TOY
 from tests.cases import Case as MixerCase
@@ -174,9 +174,9 @@ def test_every_planted_fault_of_the_axis_is_seen():
 
 def test_copies_that_differ_fail():
     """A comparison of only the first stage's copy would miss an error of another stage's."""
-    joined = _joined([{"gradient:a": torch.ones(2), "gradient:b": torch.ones(2)}, {"gradient:a": torch.zeros(2)}])
-    assert joined["gradient:a"].isnan().all()
-    assert joined["gradient:b"].equal(torch.ones(2))
+    merged = _merge([{"gradient:a": torch.ones(2), "gradient:b": torch.ones(2)}, {"gradient:a": torch.zeros(2)}])
+    assert merged["gradient:a"].isnan().all()
+    assert merged["gradient:b"].equal(torch.ones(2))
 
 
 def test_shrunk_model_has_a_block_more_than_stages():

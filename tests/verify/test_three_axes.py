@@ -1,4 +1,4 @@
-"""Every mixer on meshes of three axes, by the proof command's own comparison; two at a time are other files'."""
+"""Every mixer on meshes of three axes, as `megalin verify` compares it; other files have pairs of axes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EVERY_MIXER = Case(
         {"sublayers": [RODIMUS, SHARED_KEY, GLU, MAMBA2]},
     ),
 )
-"""Three blocks, so that two stages are uneven."""
+"""A model of three blocks, so that two stages are uneven."""
 
 MESHES: dict[int, list[dict[str, Any]]] = {
     8: [{"tp": 2, "pp": 2, "dp": 2}],
@@ -34,7 +34,7 @@ MESHES: dict[int, list[dict[str, Any]]] = {
         {"cp": 4, "pp": 2, "dp": 2},
     ],
 }
-"""By world size."""
+"""Axes by world size."""
 
 
 def cases(world_size: int) -> Named:
@@ -46,7 +46,7 @@ def cases(world_size: int) -> Named:
     return found
 
 
-def test_the_row_has_every_mixer():
+def test_the_case_has_every_mixer():
     assert types_of([EVERY_MIXER]) | {"dense_attention"} == set(mixer_types()) - {TOY["type"]}
 
 

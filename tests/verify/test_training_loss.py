@@ -1,4 +1,4 @@
-"""The loss that trains, which keeps no logits, is part of the comparison: its value, its gradients and its kernel."""
+"""The training loss, which keeps no logits, in the comparison: its value, its gradients and its kernel."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tests.verify.test_verify import PRESET, case
 LOSS_SUM = VocabParallelEmbedding.loss_sum
 
 
-def _value_is_off(self: VocabParallelEmbedding, x: Tensor, labels: Tensor) -> Tensor:
+def _wrong_value(self: VocabParallelEmbedding, x: Tensor, labels: Tensor) -> Tensor:
     return LOSS_SUM(self, x, labels) + 1e-3
 
 
-def _gradient_is_off(self: VocabParallelEmbedding, x: Tensor, labels: Tensor) -> Tensor:
+def _wrong_gradient(self: VocabParallelEmbedding, x: Tensor, labels: Tensor) -> Tensor:
     loss = LOSS_SUM(self, x, labels)
     return loss + 1e-3 * (loss - loss.detach())
 
 
-def _forgets_the_weight(self: VocabParallelEmbedding, x: Tensor, labels: Tensor) -> Tensor:
+def _no_weight_gradient(self: VocabParallelEmbedding, x: Tensor, labels: Tensor) -> Tensor:
     self.weight.requires_grad_(False)
     try:
         return LOSS_SUM(self, x, labels)
@@ -35,7 +35,7 @@ def _forgets_the_weight(self: VocabParallelEmbedding, x: Tensor, labels: Tensor)
         self.weight.requires_grad_(True)
 
 
-FAULTS = {"value": _value_is_off, "gradient": _gradient_is_off, "weight": _forgets_the_weight}
+FAULTS = {"value": _wrong_value, "gradient": _wrong_gradient, "weight": _no_weight_gradient}
 
 
 def _verify_with(fault: str, case: Case) -> list[TensorError]:
@@ -49,8 +49,8 @@ def _verify_with(fault: str, case: Case) -> list[TensorError]:
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_the_loss_that_trains_alone_is_seen(fault: str, tp: int):
-    rows = run_ranks(tp, _verify_with, fault, case(PRESET, tp=tp))[0]
-    wrong = {row.name.partition(":")[0].partition(".")[0] for row in rows if not row.passed}
+    errors = run_ranks(tp, _verify_with, fault, case(PRESET, tp=tp))[0]
+    wrong = {error.name.partition(":")[0].partition(".")[0] for error in errors if not error.passed}
     assert not wrong & {"logits", "token_losses"}
     assert ("loss" if fault == "value" else "gradient") in wrong
 
@@ -64,6 +64,6 @@ def _verify_with_the_kernel(case: Case) -> tuple[list[TensorError], str]:
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_the_fused_loss_over_a_split_vocabulary_agrees_with_one_process(tp: int):
-    (rows, backend), *_ = run_ranks(tp, _verify_with_the_kernel, case(PRESET, tp=tp, dtype="float32"))
+    (errors, backend), *_ = run_ranks(tp, _verify_with_the_kernel, case(PRESET, tp=tp, dtype="float32"))
     assert backend == "triton"
-    assert [row for row in rows if not row.passed] == []
+    assert [error for error in errors if not error.passed] == []
