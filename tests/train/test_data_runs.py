@@ -1,4 +1,4 @@
-"""What runs read: sources and phases that change in mid-run, Megatron-LM's order, packed rows; over stops and ranks."""
+"""Data of runs across stops and ranks: sources, phases that change midway, Megatron-LM's order, packed sequences."""
 
 import pytest
 

@@ -22,7 +22,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(path: Path, document: object, *overrides: str, world_size: int = 2) -> dict[str, Any]:
-    """What the engine gets beside this JSON."""
+    """DeepSpeed settings of a run whose config names this JSON."""
     file = path.with_name("ds.json")
     file.write_text(document if isinstance(document, str) else json.dumps(document))
     config = load_run_config(path, [ENGINE, f"train.deepspeed_config={file}", *overrides])

@@ -175,7 +175,7 @@ def test_sums_over_counts_are_the_mean_of_each_term():
 
 
 def _evaluated() -> tuple[dict[str, float], dict[str, float]]:
-    """What `evaluate` says of two batches, one of them with padding rows, and the same by hand."""
+    """Results of `evaluate` on two batches, one of them with padding samples, and the same computed by hand."""
     mesh = Mesh(ParallelConfig(), torch.device("cpu"))
     config = CASES[0].model
     options = {"compute_dtype": torch.float64, "recompute": False, "compile_blocks": False, "seed": 0}

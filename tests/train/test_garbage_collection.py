@@ -1,4 +1,4 @@
-"""What the garbage collector leaves out during a run, and for how long."""
+"""Objects that the garbage collector skips during a run, and how long."""
 
 import gc
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.ranks import run_ranks
 
 
 class Node:
-    """What only a collection frees."""
+    """An object that only a collection frees."""
 
     def __init__(self) -> None:
         self.itself = self

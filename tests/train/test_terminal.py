@@ -25,7 +25,7 @@ VALUES = {
     "peak_memory_bytes": 3 * 2**30,
 }
 CURSOR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-"""What colours text and moves the cursor."""
+"""Escape sequences that colour text and move the cursor."""
 
 
 def _console(output: io.StringIO, **options) -> Console:

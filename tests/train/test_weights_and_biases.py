@@ -21,7 +21,7 @@ from tests.ranks import run_ranks
 
 
 class StandIn(SimpleNamespace):
-    """What of wandb is used; keeps every call."""
+    """Stand-in for wandb that records every call."""
 
     class Error(Exception):
         pass
