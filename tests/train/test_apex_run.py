@@ -1,4 +1,4 @@
-"""A run of DeepSpeed's engine with a stand-in of apex: the losses of torch's AdamW and norms, told in the folder."""
+"""Runs of DeepSpeed's engine with a stand-in for apex: losses of torch's AdamW and norms, recorded backends."""
 
 import json
 import os
@@ -17,7 +17,7 @@ STEPS = 3
 
 
 def _runs(config: Path, site: Path, kernels: dict[Path, str]) -> None:
-    """Runs in their folders with what MEGALIN_KERNELS asks for."""
+    """Trains once in each folder, with its value of MEGALIN_KERNELS."""
     sys.path.insert(0, str(site))
     with patch.object(backend, "_missing", lambda name, device: "" if name == "apex" else "not here"):
         for folder, asked in kernels.items():

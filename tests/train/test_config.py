@@ -1,4 +1,4 @@
-"""The run's config: what its parts must agree on, told all at once, and against the ranks that were started."""
+"""The run's config: tables that must agree with each other and with the number of ranks, and their errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def message(path: Path, *overrides: str, world_size: int = 1) -> str:
     return str(raised.value)
 
 
-def test_all_disagreements_are_told_at_once(path):
+def test_all_disagreements_are_reported_at_once(path):
     lines = message(
         path,
         "train.micro_batch_size=3",
@@ -87,7 +87,7 @@ def test_window_beyond_the_sequence_is_refused_before_any_rank_starts(path):
     check_launch(load_run_config(path, [attention.replace("37", "36")]), 1)
 
 
-def test_window_beyond_the_rows_of_an_encoder_is_refused():
+def test_window_beyond_the_sequences_of_an_encoder_is_refused():
     (encoder,) = (case.model for case in ENCODERS if case.name == "local")
     with pytest.raises(
         ConfigError, match=r"sublayers\.0\.window = 8 is wider than the 7 tokens of a sequence; use at most 7"
@@ -96,7 +96,7 @@ def test_window_beyond_the_rows_of_an_encoder_is_refused():
 
 
 def test_sizes_of_the_axis_that_an_error_names_divide_all_of_the_model(path):
-    """The padded vocabulary, which comes first, would let 3, 6 and 8 through, which the heads do not."""
+    """The padded vocabulary, which is checked first, would allow 3, 6 and 8; the heads do not."""
     assert message(path, "parallel.tp=5", world_size=5) == (
         "model.vocab_size padded to a multiple of 128 = 384 is not divisible by parallel.tp = 5; use tp 1, 2, 4"
     )
@@ -105,7 +105,7 @@ def test_sizes_of_the_axis_that_an_error_names_divide_all_of_the_model(path):
         check_model(encoder, ParallelConfig(tp=5), 24)
 
 
-def test_what_model_and_batch_lack_is_told_at_once(path):
+def test_problems_of_model_and_batch_are_reported_at_once(path):
     assert message(path, "parallel.tp=8", "train.global_batch_size=6", world_size=16).splitlines() == [
         "2 problems",
         "  train.global_batch_size = 6 is not divisible by train.micro_batch_size = 2 times the data axis of 2 ranks; "

@@ -1,4 +1,4 @@
-"""Steps as CUDA graphs: where they are refused. That they change no bit is tests/gpu/test_cuda_graphs_gpu.py's."""
+"""Refused CUDA graphs of steps; tests/gpu/test_cuda_graphs_gpu.py compares the bits of those that run."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ CHANGED = 8
 
 
 def _overrides(folder, *, weights, from_step=CHANGED):
-    """The same run with the shard of the config as a source, another that comes into it, and a phase."""
+    """Overrides with the config's shard as a source, another source with weight 0, and a phase with `weights`."""
     extra = write_shard(folder / "data" / "extra", documents(1500, seed=7))
     train = f'{{name = "train", paths = ["{folder / "data" / "train"}"], weight = 1.0}}'
     other = f'{{name = "extra", paths = ["{extra}"], weight = 0.0}}'
@@ -74,7 +74,7 @@ def test_run_in_megatrons_order_goes_on_over_ranks(tmp_path):
     assert len(ledger(tmp_path / "run")) == STEPS
 
 
-def test_run_on_packed_rows_goes_on_over_ranks(tmp_path):
+def test_run_on_packed_sequences_goes_on_over_ranks(tmp_path):
     config = write_config(tmp_path, data={"packing": "best_fit"})
     run_ranks(1, train_here, config, tmp_path / "whole")
     run_ranks(1, train_here, config, tmp_path / "run", f"train.stop_after_steps={STOP}")

@@ -1,4 +1,4 @@
-"""DeepSpeed as the engine: the other engine's losses, norms, weights and moments, saved and gone on with by either."""
+"""DeepSpeed as the engine: losses, norms, weights and moments of FSDP2, and checkpoints that either engine resumes."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ ENGINE = "train.engine=deepspeed"
 
 
 class Case(NamedTuple):
-    """A run on the engine: what its mesh and steps are, with either engine, and what its ZeRO is."""
+    """A run: the mesh and steps of both engines, and the ZeRO settings of DeepSpeed."""
 
     world_size: int
     overrides: tuple[str, ...]
     zero: int | Mapping[str, Any]
-    """A stage, or a JSON."""
+    """A stage, or the content of a JSON file."""
 
 
 BF16 = "train.dtype=bfloat16"
 MILD = "optimizer.lr=0.001"
-"""At ten times that, steps that begin with rounding apart in bf16 end with norms 0.2 % apart."""
+"""With ten times this rate, differences in bf16 rounding grow until gradient norms differ by 0.2 %."""
 ACCUMULATING = "train.micro_batch_size=1"
 CASES = {
     "zero0": Case(2, (), 0),
@@ -69,14 +69,14 @@ CASES = {
     "zero1_tp2": Case(4, ("parallel.tp=2",), 1),
     "zero3_tp2": Case(4, ("parallel.tp=2",), 3),
     "zero2_tp2_cp2": Case(4, ("parallel.tp=2", "parallel.cp=2", "parallel.sequence_parallel=true"), 2),
-    # Weights that three ranks cannot share evenly.
+    # Weights that three ranks do not divide evenly.
     "zero3_cp3": Case(3, ("parallel.cp=3",), 3),
     "zero1_bf16": Case(2, (BF16, MILD, ACCUMULATING), 1),
     "zero3_bf16": Case(2, (BF16, MILD, ACCUMULATING), 3),
     "zero2_tp2_bf16": Case(4, (BF16, MILD, "parallel.tp=2"), 2),
 }
 PAUSED = ("zero0", "zero1_bf16", "zero3_tp2", "zero3_cp3")
-"""Cases that are run again, with a pause in the middle."""
+"""Cases that also run with a stop and a resumption in the middle."""
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _nothing_is_compiled() -> None:
-    """Refuses compilation, which the engine must not ask for."""
+    """Makes a compilation of DeepSpeed's kernels an error."""
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     def refuse(self: OpBuilder, verbose: bool = True) -> None:
@@ -96,14 +96,14 @@ def _nothing_is_compiled() -> None:
 
 
 def _runs(config: Path, calls: list[tuple[Path, list[str]]]) -> None:
-    """Several runs one after the other, each from its folder alone."""
+    """Trains several runs one after the other; each starts from its folder only."""
     _nothing_is_compiled()
     for folder, overrides in calls:
         train_here(config, folder, *overrides)
 
 
-def of_engine(zero: int | Mapping[str, Any], folder: Path) -> list[str]:
-    """How the engine is asked for."""
+def engine_overrides(zero: int | Mapping[str, Any], folder: Path) -> list[str]:
+    """Overrides that select DeepSpeed with these ZeRO settings."""
     if isinstance(zero, int):
         return [ENGINE, f"parallel.zero={zero}"]
     path = folder / "ds.json"
@@ -121,7 +121,7 @@ class Folders(NamedTuple):
 
 @pytest.fixture(scope="module")
 def folders(config: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Folders]:
-    """Those of each case; cases that only differ in ZeRO share the run of the other engine."""
+    """Run folders of each case; cases that differ in ZeRO only share the run of FSDP2."""
     made: dict[str, Folders] = {}
     calls: dict[int, dict[Path, list[list[str]]]] = {2: {}, 3: {}, 4: {}}
     root = tmp_path_factory.mktemp("runs")
@@ -129,7 +129,7 @@ def folders(config: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         folder, shared = root / name, root / f"fsdp2 {case.world_size} {' '.join(case.overrides)}"
         folder.mkdir()
         made[name] = Folders(folder / "deepspeed", shared, folder / "paused")
-        overrides, of_world = [*of_engine(case.zero, folder), *case.overrides], calls[case.world_size]
+        overrides, of_world = [*engine_overrides(case.zero, folder), *case.overrides], calls[case.world_size]
         of_world |= {made[name].deepspeed: [overrides], shared: [list(case.overrides)]}
         if name in PAUSED:
             of_world[made[name].paused] = [[*overrides, "train.stop_after_steps=2"], overrides]
@@ -142,11 +142,11 @@ def folders(config: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 @pytest.mark.parametrize("name", list(CASES))
 def test_both_engines_take_the_same_steps(folders, name):
     actual, expected = metrics(folders[name].deepspeed), metrics(folders[name].fsdp2)
-    assert min(line["grad_norm"] for line in expected) > 1.0  # what the norm is clipped to
+    assert min(line["grad_norm"] for line in expected) > 1.0  # the limit of clipping
     low = "bf16" in name
     assert len(actual) == len(expected) == STEPS
-    for mine, other in zip(actual, expected, strict=True):
-        assert mine == pytest.approx(other, rel=2e-3 if low else 2e-6)
+    for line, other in zip(actual, expected, strict=True):
+        assert line == pytest.approx(other, rel=2e-3 if low else 2e-6)
     if not low:
         assert_close(checkpoint_tensors(folders[name].deepspeed), checkpoint_tensors(folders[name].fsdp2), 2e-5)
 
@@ -159,7 +159,7 @@ def test_a_run_that_paused_ends_with_the_same_bits(folders, name):
 def test_the_run_folder_keeps_what_the_engine_got(folders):
     settings = json.loads((folders["zero2_tp2_cp2"].deepspeed / "deepspeed.json").read_text())
     assert settings["zero_optimization"] == {"stage": 2}
-    # With context parallelism the ranks that share a sample count too.
+    # With context parallelism, ranks that share a sample count too.
     assert (settings["train_batch_size"], settings["gradient_accumulation_steps"]) == (8, 2)
 
 
@@ -174,18 +174,18 @@ def test_either_engine_goes_on_from_the_other_on_another_mesh(config, folders, t
 
 
 def _compiled(config: Path, calls: list[tuple[Path, list[str]]]) -> int:
-    """Such runs with compiled blocks, of graphs that are traced and then run by torch; returns how many there were."""
+    """Trains with compiled blocks, traced but not compiled by inductor; returns the number of graphs."""
     torch.compile = partial(torch.compile, backend="aot_eager")
     _runs(config, [(folder, [*overrides, "train.compile=true", "data.validation=[]"]) for folder, overrides in calls])
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def test_compiled_blocks_take_the_same_steps(config, folders, tmp_path):
-    """Also at stage 3 without weights that stay whole between their uses, as small ones do."""
+    """Stage 3 gathers all weights for each use; by default small ones stay gathered."""
     gathered = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
     calls = [
         (tmp_path / "zero1", [ENGINE, "parallel.tp=2", "parallel.zero=1"]),
-        (tmp_path / "zero3", of_engine(gathered, tmp_path)),
+        (tmp_path / "zero3", engine_overrides(gathered, tmp_path)),
     ]
     kinds_of_blocks = 2
     assert run_ranks(2, _compiled, config, calls) == [len(calls) * kinds_of_blocks] * 2
@@ -196,13 +196,13 @@ def test_compiled_blocks_take_the_same_steps(config, folders, tmp_path):
 
 
 def _encoders(config: Path, folder: Path) -> list[str]:
-    """Runs an encoder with either engine; returns how the engine refuses where its weights are spread."""
+    """Trains an encoder with each engine; returns DeepSpeed's errors where its weights are sharded."""
     train_here(config, folder / "fsdp2", "train.steps=3")
     train_here(config, folder / "deepspeed", "train.steps=3", ENGINE, "parallel.zero=2")
     messages = []
-    for spread in ("parallel.tp=2", "parallel.zero=3"):
+    for sharding in ("parallel.tp=2", "parallel.zero=3"):
         with pytest.raises(ConfigError) as raised:
-            train_here(config, folder / "refused", "parallel.zero=2", spread, ENGINE)
+            train_here(config, folder / "refused", "parallel.zero=2", sharding, ENGINE)
         messages.append(str(raised.value))
     return messages
 
@@ -211,8 +211,8 @@ def test_a_mixer_that_reads_its_whole_weights_trains_where_they_are_whole(tmp_pa
     for messages in run_ranks(2, _encoders, write_encoder_config(tmp_path), tmp_path):
         assert "parallel.tp = 2 and ZeRO stage 2: after each step a mixer of this model reads whole" in messages[0]
         assert "parallel.tp = 1 and ZeRO stage 3: after each step" in messages[1]
-    for mine, other in zip(metrics(tmp_path / "deepspeed"), metrics(tmp_path / "fsdp2"), strict=True):
-        assert mine == pytest.approx(other, rel=2e-6)
+    for line, other in zip(metrics(tmp_path / "deepspeed"), metrics(tmp_path / "fsdp2"), strict=True):
+        assert line == pytest.approx(other, rel=2e-6)
 
 
 def _engine(config: Path, *overrides: str) -> DeepSpeedEngine:
@@ -225,7 +225,7 @@ POISONS = {"loss": r"loss nan, gradient norm", "gradient": r"loss \d\S*, gradien
 
 
 def _poisoned(config: Path) -> list[tuple[str, str]]:
-    """Errors of the second step for one rank's poisoned loss or gradient, at every stage; no weight may change."""
+    """Errors of a second step whose loss or gradient is not finite on one rank, by stage; no weight may change."""
     _nothing_is_compiled()
     tokens = torch.arange(24).view(2, 12) + dist.get_rank()
     batch = Batch(tokens, tokens + 1, torch.zeros_like(tokens, dtype=torch.int32), torch.arange(2))
@@ -278,7 +278,7 @@ def test_settings_that_deepspeed_refuses_are_an_error_of_the_user(config, tmp_pa
 
 
 def _initial(config: Path, root: Path) -> None:
-    """In bfloat16, the weights at rest and what the engine computes with, before the first step; and other weights."""
+    """Checks, in bfloat16, stored weights and compute dtypes before the first step, and after loading other weights."""
     from deepspeed import zero as engine_zero
 
     run = load_run_config(config, [BF16])

@@ -1,4 +1,4 @@
-"""A DeepSpeed JSON beside the run's config: what is filled, and every contradiction told with both places."""
+"""A DeepSpeed JSON and the run's config: completed settings, and errors that name both places of a contradiction."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_ranks_that_share_samples_count_in_the_batch_of_the_engine(path):
     assert [resolved[key] for key in keys] == [12, 2, 1]
 
 
-def test_every_contradiction_is_told_at_once_with_both_places(path):
+def test_every_contradiction_is_reported_at_once_with_both_places(path):
     document = {
         "train_batch_size": 8,
         "gradient_accumulation_steps": 3,
@@ -162,8 +162,8 @@ def test_bf16_without_zero_is_refused(path, document, tp):
 def test_compiled_blocks_share_graphs_over_weights_that_lie_alike(path):
     compiled = settings(path, {}, "train.compile=true")["zero_optimization"]
     assert compiled == {"stage": 3, "memory_efficient_linear": False, "parameter_alignment": True}
-    told = message(path, {"zero_optimization": {"parameter_alignment": False}}, "train.compile=true")
-    assert "zero_optimization.parameter_alignment = False, but train.compile = true; make them equal" in told
+    problem = message(path, {"zero_optimization": {"parameter_alignment": False}}, "train.compile=true")
+    assert "zero_optimization.parameter_alignment = False, but train.compile = true; make them equal" in problem
 
 
 def test_clipping_that_the_config_leaves_out_is_a_contradiction(tmp_path):

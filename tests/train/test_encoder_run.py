@@ -1,4 +1,4 @@
-"""A tiny pretraining run of an encoder: the same on any mesh, resumed exactly, evaluated, refused where it must be."""
+"""A tiny pretraining run of an encoder: equal on any mesh, exact resumption, evaluation, and refused configs."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_data_and_model_are_of_one_kind(tmp_path):
 
 
 def test_sums_over_counts_are_the_mean_of_each_term():
-    """The mean over its own labels, whatever the other counts."""
+    """Each mean is over the labels of its own term."""
     model, batch = build(CASES[0].model), make_batch(CASES[0].model)
     output = model(**batch.inputs())
     means = output.loss_sums() / batch.label_counts()
@@ -181,7 +181,7 @@ def _evaluated() -> tuple[dict[str, float], dict[str, float]]:
     options = {"compute_dtype": torch.float64, "recompute": False, "compile_blocks": False, "seed": 0}
     model = build_model(config, mesh, **options)
     batches = [make_batch(config), pad_samples(take_samples(make_batch(config, seed=8), slice(0, 2)), 4)]
-    labels, likeliest, losses, pairs, told, pair_losses = [], [], [], [], [], []
+    labels, likeliest, losses, pairs, guessed_pairs, pair_losses = [], [], [], [], [], []
     plain = build(config)
     for batch in batches:
         output = plain(**batch.inputs())
@@ -190,22 +190,22 @@ def _evaluated() -> tuple[dict[str, float], dict[str, float]]:
         likeliest.append(output.masked_logits.argmax(-1)[kept])
         losses.append(output.masked_losses[kept])
         pairs.append(batch.sequence_labels[rows])
-        told.append(output.sequence_logits.argmax(-1)[rows])
+        guessed_pairs.append(output.sequence_logits.argmax(-1)[rows])
         pair_losses.append(output.sequence_losses[rows])
-    wanted, guessed, classes, guesses = (torch.cat(part) for part in (labels, likeliest, pairs, told))
-    share = torch.bincount(wanted).double() / len(wanted)
+    wanted, guessed, classes, guesses = (torch.cat(tensors) for tensors in (labels, likeliest, pairs, guessed_pairs))
+    frequency = torch.bincount(wanted).double() / len(wanted)
     expected = {
         "mlm_loss": torch.cat(losses).mean().item(),
         "mlm_accuracy": (wanted == guessed).double().mean().item(),
         "nsp_loss": torch.cat(pair_losses).mean().item(),
         "nsp_accuracy": (classes == guesses).double().mean().item(),
-        "unigram_entropy": -torch.special.xlogy(share, share).sum().item(),
+        "unigram_entropy": -torch.special.xlogy(frequency, frequency).sum().item(),
         "tokens": len(wanted),
         "sequences": len(classes),
     }
     expected["loss"] = expected["mlm_loss"] + expected["nsp_loss"]
     found = evaluate(model, batches, mesh)._asdict()
-    # The likeliest ids as labels: all of them are right, but for one.
+    # The predicted ids as labels: all predictions but one are correct.
     first = batches[0]
     sure = first._replace(masked_labels=torch.where(first.masked_labels >= 0, _guess(plain, first), -100))
     sure.masked_labels[0, 0] = (sure.masked_labels[0, 0] + 1) % 380

@@ -1,4 +1,4 @@
-"""Incidents of a run: kept over resumptions, warnings and the last error among them, and none of them swallowed."""
+"""The event log of a run: kept across resumptions, with warnings and the last error, which still take effect."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def test_full_disk_does_not_end_the_run(tmp_path, caplog):
         os.dup2(full.fileno(), event_log._file._file._descriptor)
         for _ in range(2):
             _log.warning("a kernel fell back")
-    told = "incidents.jsonl cannot be written (No space left on device)"
-    assert [told in message for message in caplog.messages] == [True, False, False]
+    warning = "incidents.jsonl cannot be written (No space left on device)"
+    assert [warning in message for message in caplog.messages] == [True, False, False]
 
 
 def test_file_that_cannot_be_opened_is_named(tmp_path):

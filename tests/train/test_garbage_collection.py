@@ -37,7 +37,7 @@ def test_objects_are_left_out_to_the_end_of_the_body(before):
 
 
 def frozen_by_step(config: Path, folder: Path) -> list[int]:
-    """Objects that collections leave out, at the start of each step of a run and after it."""
+    """Number of objects excluded from collections, at the start of each step of a run and after it."""
     gc.unfreeze()
     counts: list[int] = []
     step = FullyShardedEngine.step
@@ -57,4 +57,4 @@ def test_a_run_leaves_out_what_its_first_step_made(tmp_path):
     assert (first, after) == (0, 0)
     assert len(others) == STEPS - 1
     assert min(others) > 100_000
-    assert others == sorted(others, reverse=True)  # it is done once: what was left out only dies
+    assert others == sorted(others, reverse=True)  # done once: afterwards excluded objects are only freed

@@ -1,4 +1,4 @@
-"""Training works where only a working state helps: associative recall across chunks."""
+"""Training on associative recall across chunks, which a model without a state cannot learn."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.model_runs import CPU
 KEYS, VALUES, PAIRS, CHUNK = 8, 8, 4, 4
 STEPS, BATCH = 400, 32
 STATELESS_ENTROPY = math.log(VALUES)
-"""Values are drawn independently and evenly for every sequence, and neither keys nor queries repeat in one: whoever
-sees the queries but not the pairs knows nothing of the answer. Pairs and queries lie in different chunks."""
+"""Nats an answer. Values are drawn independently and uniformly for every sequence, and neither keys nor queries repeat
+in one, so queries without the pairs say nothing about the answer. Pairs and queries are in different chunks."""
 MODEL = {
     "vocab_size": KEYS + VALUES,
     "hidden_size": 32,
@@ -43,17 +43,17 @@ MODEL = {
 }
 
 
-def recall_batch(generator: torch.Generator, rows: int) -> Batch:
-    """Rows `k1 v1 .. k4 v4` in two chunks, then the keys in another order with their values; answers are labels."""
-    keys = torch.rand(rows, KEYS, generator=generator).argsort(1)[:, :PAIRS]  # [B, PAIRS]
-    values = torch.randint(KEYS, KEYS + VALUES, (rows, PAIRS), generator=generator)
-    order = torch.rand(rows, PAIRS, generator=generator).argsort(1)
+def recall_batch(generator: torch.Generator, num_samples: int) -> Batch:
+    """Sequences `k1 v1 .. k4 v4` in two chunks, then the keys in another order with their values, the labels."""
+    keys = torch.rand(num_samples, KEYS, generator=generator).argsort(1)[:, :PAIRS]  # [B, PAIRS]
+    values = torch.randint(KEYS, KEYS + VALUES, (num_samples, PAIRS), generator=generator)
+    order = torch.rand(num_samples, PAIRS, generator=generator).argsort(1)
     asked = [keys.gather(1, order), values.gather(1, order)]
     sequence = torch.cat([torch.stack([keys, values], -1).flatten(1), torch.stack(asked, -1).flatten(1)], 1)
     labels = torch.full_like(sequence[:, 1:], IGNORED_LABEL)
     labels[:, 2 * PAIRS :: 2] = sequence[:, 2 * PAIRS + 1 :: 2]
     documents = torch.zeros_like(labels, dtype=torch.int32)
-    return Batch(sequence[:, :-1].contiguous(), labels, documents, torch.arange(rows))
+    return Batch(sequence[:, :-1].contiguous(), labels, documents, torch.arange(num_samples))
 
 
 def test_pairs_and_queries_share_no_chunk_and_answers_are_even():

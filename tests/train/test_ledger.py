@@ -1,4 +1,4 @@
-"""The ledger of a run: written step by step, cut on resume, compared, and kept from a full disk."""
+"""The ledger of a run: written step by step, truncated on resume, compared, and a full disk."""
 
 import errno
 

@@ -1,4 +1,4 @@
-"""The loop: what evaluating, compiling and recomputing must not change, and errors of one rank that all must share."""
+"""The training loop: effects of evaluation, compilation and recomputation, in-flight steps, and errors of one rank."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(config: Path, folder: Path, *overrides: str) -> TrainResult:
-    """The run in this process alone."""
+    """Trains in this process only."""
     with process_group(CPU):
         return train_here(config, folder, *overrides)
 
@@ -72,7 +72,7 @@ def test_recomputation_gives_the_same_losses(config, plain, tmp_path):
     assert metrics(tmp_path) == metrics(plain)
 
 
-def test_a_run_tells_which_kernels_it_runs(plain, config, tmp_path, capsys):
+def test_a_run_prints_the_kernels_that_it_runs(plain, config, tmp_path, capsys):
     run(config, tmp_path, "train.stop_after_steps=1")
     assert "decay_scan reference" in capsys.readouterr().out.partition("kernels: ")[2].splitlines()[0]
     kernels = json.loads((plain / "kernels.json").read_text())
@@ -133,7 +133,7 @@ def test_a_step_is_waited_for_after_the_next_one_was_started(config, tmp_path, m
     monkeypatch.setattr(_LaunchedStep, "wait", waited)
     run(config, tmp_path, "train.steps=9", "checkpoint.every_steps=4", "train.evaluate_every_steps=7")
     assert order == [
-        *("start 1", "wait 1"),  # at once: kernels are logged
+        *("start 1", "wait 1"),  # at once: the kernels are printed
         *("start 2", "start 3", "wait 2", "start 4", "wait 3", "wait 4"),  # saved
         *("start 5", "start 6", "wait 5", "start 7", "wait 6", "wait 7"),  # evaluated
         *("start 8", "wait 8"),  # saved
@@ -156,7 +156,7 @@ def test_a_step_that_is_not_finite_ends_the_run_with_all_that_was_before(config,
     overrides = ["checkpoint.every_steps=3", "checkpoint.keep_latest=9"]
     with pytest.raises(NumericError, match=f"step {step}: loss nan.* first in no parameter: the loss itself"):
         run(config, tmp_path, *overrides)
-    assert count == step + 1  # the next one was started
+    assert count == step + 1  # the next step had been launched
     assert metrics(tmp_path) == metrics(plain)[: step - 1]
     assert steps_saved(tmp_path) == [3]
     run(config, tmp_path, *overrides)
@@ -179,7 +179,7 @@ def test_data_that_cannot_be_read_end_the_run_after_the_steps_before(config, pla
 
 
 def _messages(config: Path, folder: Path, overrides: list[str]) -> str:
-    """The error that a run ends with on this rank."""
+    """The error that ends a run on this rank."""
     with pytest.raises((ConfigError, DataError)) as raised:
         train_here(config, folder, *overrides)
     return str(raised.value)

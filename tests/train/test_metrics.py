@@ -1,4 +1,4 @@
-"""Metrics on disk and on the terminal: valid JSON, no step twice after a resume, full disks, the loss curve."""
+"""Metrics on disk and on the terminal: valid JSON, no step twice after a resume, a full disk, the loss curve."""
 
 import contextlib
 import io
@@ -103,7 +103,7 @@ def test_steps_out_of_order_are_our_bug(tmp_path):
 
 
 def _write_on_ranks(folder: Path, rank_folders: bool) -> str:
-    """Each rank writes a step; the error that it meets."""
+    """Writes a step on this rank; returns the error, if any."""
     with contextlib.suppress(FileNotFoundError):
         os.chdir(folder / str(dist.get_rank()))
     try:
@@ -114,7 +114,7 @@ def _write_on_ranks(folder: Path, rank_folders: bool) -> str:
     return ""
 
 
-def test_other_ranks_write_nothing_and_hear_of_an_error(tmp_path):
+def test_other_ranks_write_nothing_and_raise_the_error_too(tmp_path):
     for rank in "01":
         (tmp_path / rank).mkdir()
     assert run_ranks(2, _write_on_ranks, tmp_path, True) == ["", ""]

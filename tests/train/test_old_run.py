@@ -1,7 +1,7 @@
-"""A run folder of commit a56b670, with config keys since renamed, resumes, evaluates and generates as it did there.
+"""A run folder of commit a56b670, with config keys since renamed, resumes, evaluates and generates as in that commit.
 
 tests/fixtures/run_a56b670 holds the shards, the run folder after 4 of 8 steps, and in expected.json the results of that
-commit's code: the steps 5 to 8; of step 4, `megalin eval --json` and `megalin generate --prompt abc --max-tokens 8`.
+commit's code: steps 5 to 8; from step 4, `megalin eval --json` and `megalin generate --prompt abc --max-tokens 8`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tests.model_runs import CPU, ledger, metrics, steps_saved, train_here
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "run_a56b670"
 BOUND = 1e-5
-"""Relative; vectorised and other CPUs differ by 1e-7."""
+"""Relative error; vectorised and other CPUs differ by 1e-7."""
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the run folder, in the folder that the paths in its config start from."""
+    """A copy of the run folder, in the folder that the paths of its config are relative to."""
     shutil.copytree(FIXTURE, tmp_path / "copy")
     monkeypatch.chdir(tmp_path / "copy")
     return Path("run")

@@ -1,4 +1,4 @@
-"""Runs over stages: the losses of one process, checkpoints of any mesh on any other, and what is refused."""
+"""Runs on pipeline stages: losses of one process, checkpoints across meshes, and refused configs."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ HALF = f"train.stop_after_steps={STEPS // 2}"
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two blocks, of which two stages share the second, as they do the tied table; in steps of four micro-batches."""
+    """Two blocks, the second split between two stages, with a tied embedding and four micro-batches a step."""
     layers = model_table()["layers"]
-    layers[1]["sublayers"][1]["intermediate_size"] = 64  # as large as what is left to the second stage must be
+    layers[1]["sublayers"][1]["intermediate_size"] = 64  # so that the second stage gets this sub-layer only
     train = {"micro_batch_size": 1, "evaluate_every_steps": 4}
     return write_config(tmp_path_factory.mktemp("run"), model={"layers": layers}, train=train)
 
@@ -55,7 +55,7 @@ def one_process(config: Path) -> Path:
 
 
 def assert_same_run(folder: Path, truth: Path) -> None:
-    """Every step's loss, norm and evaluation, and the weights and moments at the end."""
+    """Asserts equal losses, norms and evaluations of every step, and equal final weights and moments."""
     lines, expected = metrics(folder), metrics(truth)
     assert len(lines) == STEPS
     for line, other in zip(lines, expected, strict=True):
@@ -68,8 +68,8 @@ def assert_same_run(folder: Path, truth: Path) -> None:
         torch.testing.assert_close(tensor, others[name], rtol=2e-2, atol=2e-4, msg=name)
 
 
-def train_and_listen(config: Path, folder: Path, *overrides: str) -> list[str]:
-    """Trains; returns the lines that the run prints."""
+def printed_lines(config: Path, folder: Path, *overrides: str) -> list[str]:
+    """Trains; returns the printed lines."""
     lines: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Metrics, "print_line", lambda _, line: lines.append(line))
@@ -79,7 +79,7 @@ def train_and_listen(config: Path, folder: Path, *overrides: str) -> list[str]:
 
 def test_run_on_two_stages_is_that_of_one_process(config: Path, one_process: Path):
     folder = config.parent / "stages"
-    lines = run_ranks(2, train_and_listen, config, folder, ON_STAGES)[0]
+    lines = run_ranks(2, printed_lines, config, folder, ON_STAGES)[0]
     assert_same_run(folder, one_process)
     first, last = (line for line in lines if line.startswith("pipeline stage"))
     assert first.startswith("pipeline stage 0: layers 0 to 1.0 and the embedding")
@@ -107,7 +107,7 @@ def test_checkpoint_goes_on_with_another_mesh(
 
 
 def step_with_a_nan() -> str:
-    """A step whose weights of the last block are not finite, on stages."""
+    """The error of a step on two stages, with NaN weights in the last block."""
     mesh = Mesh(ParallelConfig(pp=2), CPU)
     model = build_model(MODEL, mesh, compute_dtype=torch.float32, recompute=False, compile_blocks=False, seed=0)
     weights = dict(model.named_parameters())
@@ -129,7 +129,7 @@ def test_loss_that_is_not_finite_ends_every_stage_before_a_weight_changes():
 
 
 def refused_in_a_stage() -> str:
-    """Errors of a rank whose stages reject their input: the first has input, the second waits in vain."""
+    """The error on this rank if stages reject their input: the first stage's has arrived, the second's never does."""
     mesh = Mesh(ParallelConfig(pp=2), CPU)
     model = build_model(MODEL, mesh, compute_dtype=torch.float32, recompute=False, compile_blocks=False, seed=0)
     assert isinstance(model, Pipeline)
@@ -147,7 +147,7 @@ def test_error_of_a_stage_keeps_its_kind():
 
 
 def copies_after_two_steps() -> list[list[float]]:
-    """Every stage's copy of the bounds that all blocks share, two stages a rank."""
+    """Copies on this rank's two stages of the decay bounds that all blocks share."""
     mesh = Mesh(ParallelConfig(pp=2, pp_schedule="interleaved", pp_stages_per_rank=2), CPU)
     block = {"sublayers": [{"type": "hgrn2", "num_heads": 4, "chunk_size": 16}], "repeat": 5}
     config = parse(ModelConfig, model_table() | {"layers": [block]}, "test")
@@ -164,17 +164,17 @@ def test_copies_of_a_parameter_stay_equal_on_and_across_ranks():
     first, *others = [copy for copies in run_ranks(2, copies_after_two_steps) for copy in copies]
     assert len(others) == 3
     assert all(copy == first for copy in others)
-    assert len(set(first)) > 1  # they start as ones
+    assert len(set(first)) > 1  # their initial value is one
 
 
 def make_batch() -> Batch:
-    """Two rows of one document."""
+    """Two sequences of one document each."""
     ids = torch.arange(2 * 17).remainder(250).view(2, 17)
     return Batch(ids[:, :-1], ids[:, 1:], torch.zeros(2, 16, dtype=torch.int32), torch.arange(2))
 
 
-def load_parts(folder: Path, left_out: int) -> None:
-    """Loads a checkpoint of ten tensors, each rank five names, of which rank 1 leaves out some."""
+def load_own_tensors(folder: Path, left_out: int) -> None:
+    """Loads five of ten tensors of a checkpoint on each rank; rank 1 leaves out some of its own."""
     checkpoint = newest(folder)
     assert checkpoint is not None
     names = [f"blocks.{index}.weight" for index in range(5 * rank(), 5 * rank() + 5)]
@@ -190,11 +190,11 @@ def test_ranks_load_the_names_that_they_hold(tmp_path: Path):
         tensors={f"blocks.{index}.weight": torch.full((3,), float(index)) for index in range(10)},
         state={},
     )
-    run_ranks(2, load_parts, tmp_path, 0)
+    run_ranks(2, load_own_tensors, tmp_path, 0)
     with pytest.raises(
         RankFailedError, match=r"blocks\.9\.weight: in the checkpoint with shape \[3\], not in the model"
     ):
-        run_ranks(2, load_parts, tmp_path, 1)
+        run_ranks(2, load_own_tensors, tmp_path, 1)
 
 
 def launched(config: Path, world_size: int, *overrides: str) -> None:

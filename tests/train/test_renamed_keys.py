@@ -1,4 +1,4 @@
-"""Renamed config keys: refused with their present names in a user's file, translated where a run saved them."""
+"""Renamed config keys: refused in a user's file, with the present name; translated in files that a run saved."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def old_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run folder with former keys, in the folder that the paths in its config start from."""
+    """A run folder with former keys, in the folder that the paths of its config are relative to."""
     shutil.copytree(FIXTURE, tmp_path / "old")
     monkeypatch.chdir(tmp_path / "old")
     return Path("run")
@@ -75,7 +75,7 @@ def test_former_name_is_refused_with_the_present_one(path, tmp_path, override, p
     values, (key, _, value) = read_toml(path), override.partition("=")
     table, name = key.split(".")
     values[table][name] = int(value) if value.isdigit() else value
-    written = tmp_path / "config.toml"  # a user's file, for no run folder is around it
+    written = tmp_path / "config.toml"  # a user's file, because it is not in a run folder
     written.write_text(tomli_w.dumps(values))
     with pytest.raises(ConfigError) as raised:
         load_run_config(written, [])
@@ -122,7 +122,7 @@ def test_config_of_a_run_folder_is_read_under_present_names(old_run):
     assert main(["params", str(old_run / "config.toml")]) == 0
 
 
-def test_override_of_a_former_name_is_refused_beside_a_run_folder_too(old_run):
+def test_override_of_a_former_name_is_refused_with_a_run_folder_too(old_run):
     with pytest.raises(ConfigError, match=r"checkpoint\.keep: unknown key; did you mean 'keep_latest'\?"):
         load_run_config(old_run / "config.toml", ["checkpoint.keep=1"])
 

@@ -1,4 +1,4 @@
-"""Resume: bit-exact on the same mesh, the same samples on another, and no step lost or twice after a kill."""
+"""Resuming: bit-exact on the same mesh, the same samples on another, and no step lost or repeated after a kill."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _runs(config: Path, calls: list[tuple[Path, list[str]]]) -> None:
-    """Several runs one after the other in the same ranks; each begins as a new process would, from its folder alone."""
+    """Trains several runs one after the other on the same ranks; each starts from its folder, as a new process does."""
     for folder, overrides in calls:
         train_here(config, folder, *overrides)
 
 
 @pytest.fixture(scope="module")
 def whole_runs(config: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Undisturbed runs of 12 steps, by mesh, each with one that stopped after 5 and resumed."""
+    """Folders of uninterrupted runs of 12 steps, by mesh, each next to `stopped`, which stopped after 5 and resumed."""
     folders = {}
     for name, (world_size, overrides) in MESHES.items():
         whole = folders[name] = tmp_path_factory.mktemp(name) / "whole"
@@ -68,12 +68,12 @@ def whole_runs(config: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 
 def without_evaluation(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A run evaluates after its last step, also where it only stops there."""
+    """Metrics without evaluations: a run also evaluates where it stops."""
     return [{name: value for name, value in line.items() if name != "evaluation_loss"} for line in lines]
 
 
 def assert_same_end(folder: Path, expected: Path) -> None:
-    """Equal metrics to the last bit, and equal weights, moments and step counts."""
+    """Asserts metrics equal to the last bit, and equal weights, moments and step counts."""
     assert without_evaluation(metrics(folder)) == without_evaluation(metrics(expected))
     assert metrics(folder)[-1] == metrics(expected)[-1]
     actual, wanted = checkpoint_tensors(folder), checkpoint_tensors(expected)
@@ -123,7 +123,7 @@ def test_resume_on_other_meshes_goes_on_with_the_same_samples(config, whole_runs
 
 
 def _train_with_signals(config: Path, folder: Path, overrides: list[str], steps: list[int], late: bool) -> list[str]:
-    """Trains; rank 1 gets SIGTERM while each of `steps` runs, where the run ends and goes on as a new process would."""
+    """Trains and resumes; rank 1 receives SIGTERM during each of `steps`, which ends the run. Returns the errors."""
     messages, take = [], FullyShardedEngine.step
     handler = signal.getsignal(signal.SIGTERM)
 
@@ -131,7 +131,7 @@ def _train_with_signals(config: Path, folder: Path, overrides: list[str], steps:
         started = take(engine, *args, step=step, **options)
         if step in steps and rank() == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGTERM)  # the launcher's, next to the cluster manager's
+            os.kill(os.getpid(), signal.SIGTERM)  # a second one, as the launcher and the cluster manager both send it
         return started
 
     with patch.object(FullyShardedEngine, "step", signalled), late_results() if late else nullcontext():
@@ -148,7 +148,7 @@ def _train_with_signals(config: Path, folder: Path, overrides: list[str], steps:
 def test_run_that_sigterm_ends_on_one_rank_goes_on_bit_equal(config, whole_runs, tmp_path, late):
     mesh, folder = "dp2_accumulating", tmp_path / "run"
     world_size, overrides = MESHES[mesh]
-    steps = [4, 7]  # the first is saved anyway, and once
+    steps = [4, 7]  # the first is a step that is saved anyway, and is saved once
     for messages in run_ranks(world_size, _train_with_signals, config, folder, overrides, steps, late):
         assert messages == [
             f"SIGTERM after {step} of {STEPS} steps, all of them saved in {folder / 'checkpoints'}; run the same "
@@ -165,9 +165,9 @@ def _die(*_: object) -> None:
 
 
 def _train_until_killed(config: Path, folder: Path, overrides: list[str], event: int) -> int:
-    """Trains, and kills this process -9 right before its event number `event`; returns how many events a run has.
+    """Trains, and sends this process SIGKILL right before event number `event`; returns the number of events of a run.
 
-    Events are the moments at which something of the run changes on the disk: metrics lines, syncs, renames.
+    Events are changes of the run's files: metrics lines, syncs, renames.
     """
     count = 0
 
@@ -208,7 +208,7 @@ def test_run_killed_at_random_goes_on_as_if_nothing_had_happened(config, whole_r
 
 def test_run_whose_second_rank_is_killed_goes_on(config, whole_runs, tmp_path):
     folder = tmp_path / "run"
-    # Whether the death or what it did to the other rank is noticed first is chance.
+    # Either the death or the failed collective of the other rank is noticed first.
     with pytest.raises(RankFailedError, match=r"rank 1 died: -9|rank 0:"):
         run_ranks(2, _kill_rank_one, config, folder, ["parallel.tp=2"])
     assert len(losses(folder)) < STEPS

@@ -1,4 +1,4 @@
-"""One run owns a run folder at a time, and every rank hears the same."""
+"""Ownership of a run folder by one run at a time, with the same error on every rank."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_dead_owner_is_taken_over(tmp_path: Path, caplog: pytest.LogCaptureFix
 def _claim_with_a_worker(path: Path) -> None:
     RunFolder(path)
     if os.fork() == 0:
-        os.open(path / "end", os.O_RDONLY)  # waits for the test
+        os.open(path / "end", os.O_RDONLY)  # blocks until the test opens the other end
         os._exit(0)
     os.kill(os.getpid(), signal.SIGKILL)
 

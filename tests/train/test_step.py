@@ -1,4 +1,4 @@
-"""One optimizer step: the same loss, gradient and weights however its samples are spread; precision; finite or not."""
+"""One optimizer step: equal loss, gradient and weights on every layout of its samples; precision; non-finite values."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from tests.ranks import RankFailedError, run_ranks
 
 MODEL = parse(ModelConfig, model_table(), "test")
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, max_grad_norm=0.05)
-ROWS, LENGTH = 12, 24
+SAMPLES, LENGTH = 12, 24
 Arrays = dict[str, Any]
 
 
 class Layout(NamedTuple):
-    """How the rows of a step are spread."""
+    """Distribution of the samples of a step over ranks and micro-batches."""
 
     name: str
     micro_batch_size: int
@@ -49,7 +49,7 @@ class Layout(NamedTuple):
 
 LAYOUTS = {
     1: [
-        Layout("whole", 12),
+        Layout("single", 12),
         Layout("accumulate_3", 4),
         Layout("accumulate_12", 1),
         Layout("recompute", 4, 1, False, None, True),
@@ -69,22 +69,23 @@ LAYOUTS = {
 
 
 def make_batch() -> Batch:
-    """Packed documents; labels are ignored unevenly, and everywhere in the last three rows: a rank's whole share."""
+    """Packed documents; samples have different numbers of labels, the last three (all of a rank's) none."""
     generator = torch.Generator().manual_seed(5)
-    ids = torch.randint(0, MODEL.vocab_size, (ROWS, LENGTH + 1), generator=generator)
-    documents = (torch.rand(ROWS, LENGTH, generator=generator) < 0.08).cumsum(1, dtype=torch.int32)
+    ids = torch.randint(0, MODEL.vocab_size, (SAMPLES, LENGTH + 1), generator=generator)
+    documents = (torch.rand(SAMPLES, LENGTH, generator=generator) < 0.08).cumsum(1, dtype=torch.int32)
     labels = ids[:, 1:].clone()
-    labels[torch.rand(ROWS, LENGTH, generator=generator) < torch.linspace(0.0, 0.8, ROWS)[:, None]] = IGNORED_LABEL
+    ignored = torch.rand(SAMPLES, LENGTH, generator=generator) < torch.linspace(0.0, 0.8, SAMPLES)[:, None]
+    labels[ignored] = IGNORED_LABEL
     labels[-3:] = IGNORED_LABEL
-    return Batch(ids[:, :-1].contiguous(), labels, documents, torch.arange(ROWS))
+    return Batch(ids[:, :-1].contiguous(), labels, documents, torch.arange(SAMPLES))
 
 
 def micro_batches(batch: Batch, mesh: Mesh, size: int) -> list[Batch]:
-    """This rank's micro-batches, by the rule of the loader."""
-    together = size * mesh.data.size
+    """This rank's micro-batches, in the loader's order."""
+    global_size = size * mesh.data.size
     return [
         Batch(*(field[first : first + size] for field in batch))
-        for first in range(mesh.data.rank * size, ROWS, together)
+        for first in range(mesh.data.rank * size, SAMPLES, global_size)
     ]
 
 
@@ -92,26 +93,26 @@ def build(mesh: Mesh, *, dtype: torch.dtype, recompute: bool = False) -> Languag
     return build_model(MODEL, mesh, compute_dtype=dtype, recompute=recompute, compile_blocks=False, seed=0)
 
 
-def whole(model: LanguageModel, what: str) -> Tensors:
-    """Whole weights, or whole gradients, by name."""
+def full(model: LanguageModel, what: str) -> Tensors:
+    """Full weights or full gradients, by name."""
     pairs = ((name, p if what == "weight" else p.grad) for name, p in model.named_parameters())
     return {f"{what}:{name}": full_tensor(tensor.detach()).clone() for name, tensor in pairs if tensor is not None}
 
 
 def step_on(layout: Layout, dtype: torch.dtype) -> Tensors:
-    """The loss, gradient and new weights of one step on the layout's mesh."""
+    """Loss, gradient and new weights of one step on the layout's mesh."""
     parallel = ParallelConfig(tp=layout.tp, sequence_parallel=layout.sequence_parallel, shard=layout.shard)
     mesh = Mesh(parallel, CPU)
     batches = micro_batches(make_batch(), mesh, layout.micro_batch_size)
     model = build(mesh, dtype=dtype, recompute=layout.recompute)
     accumulate_gradients(model, batches, mesh)
-    outcome = whole(model, "gradient")
+    outcome = full(model, "gradient")
     model.zero_grad(set_to_none=True)
     optimizer = build_optimizer(model, OPTIMIZER, no_decay=())
     result = train_step(model, optimizer, batches, mesh, max_grad_norm=OPTIMIZER.max_grad_norm, step=1).wait()
     scalars = {"loss": result.loss, "grad_norm": result.grad_norm, "label_tokens": float(result.label_tokens)}
     outcome |= {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()}
-    return outcome | whole(model, "weight")
+    return outcome | full(model, "weight")
 
 
 def steps_on(layouts: list[Layout]) -> dict[str, Arrays]:
@@ -119,7 +120,7 @@ def steps_on(layouts: list[Layout]) -> dict[str, Arrays]:
 
 
 def as_arrays(tensors: Tensors) -> Arrays:
-    """Tensors that a rank sent would be gone with its process."""
+    """Converts tensors to arrays, because the memory of tensors from a rank ends with its process."""
     return {name: tensor.numpy() for name, tensor in tensors.items()}
 
 
@@ -138,15 +139,15 @@ def truth() -> Tensors:
     count = int((batch.labels >= 0).sum())
     loss = losses.sum() / count
     loss.backward()
-    outcome = {"loss": loss.detach(), "label_tokens": torch.tensor(float(count))} | whole(model, "gradient")
+    outcome = {"loss": loss.detach(), "label_tokens": torch.tensor(float(count))} | full(model, "gradient")
     outcome["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
     torch.optim.AdamW(model.parameters(), 1e-3, (0.9, 0.95), 1e-8, 0.1, foreach=False).step()
-    return outcome | whole(model, "weight")
+    return outcome | full(model, "weight")
 
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, list[Tensors]]:
-    """The outcome on each rank, by layout."""
+    """Outcomes on each rank, by layout."""
     by_layout: dict[str, list[Tensors]] = {}
     for world_size, layouts in LAYOUTS.items():
         ranks = run_ranks(world_size, steps_on, layouts)
@@ -190,10 +191,10 @@ def _step_without_labels() -> dict[str, Any]:
     batch = make_batch()
     batches = micro_batches(batch._replace(labels=torch.full_like(batch.labels, IGNORED_LABEL)), mesh, 3)
     model = build(mesh, dtype=torch.float32)
-    before = whole(model, "weight")
+    before = full(model, "weight")
     optimizer = build_optimizer(model, OPTIMIZER, no_decay=())
     result = train_step(model, optimizer, batches, mesh, max_grad_norm=1.0, step=1).wait()
-    assert_close(whole(model, "weight"), {name: weight * (1 - 1e-4) for name, weight in before.items()}, 1e-6)
+    assert_close(full(model, "weight"), {name: weight * (1 - 1e-4) for name, weight in before.items()}, 1e-6)
     return {name: value for name, value in result._asdict().items() if name != "seconds"}
 
 
@@ -223,11 +224,11 @@ def _bf16_gradients(micro_batch_size: int) -> Arrays:
     accumulate_gradients(model, micro_batches(make_batch(), mesh, micro_batch_size), mesh)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert all(parameter.grad is not None and parameter.grad.dtype == torch.float32 for parameter in model.parameters())
-    return as_arrays(whole(model, "gradient"))
+    return as_arrays(full(model, "gradient"))
 
 
-def bf16_gradients_row_by_row() -> Tensors:
-    """The sum in fp64 of the bf16 gradients of the rows: no accumulation and no reduction takes part."""
+def bf16_gradients_by_sample() -> Tensors:
+    """The fp64 sum of the samples' bf16 gradients, independent of accumulation and reduction."""
     model = LanguageModel(MODEL)
     in_fp32 = {parameter for module in model.full_precision_modules() for parameter in module.parameters()}
     for parameter in set(model.parameters()) - in_fp32:
@@ -236,19 +237,19 @@ def bf16_gradients_row_by_row() -> Tensors:
     init_weights(model, 0)
     batch = make_batch()
     total: Tensors = {}
-    for row in range(ROWS):
-        one = Batch(*(field[row : row + 1] for field in batch))
+    for sample in range(SAMPLES):
+        one = Batch(*(field[sample : sample + 1] for field in batch))
         losses = model(one.tokens, labels=one.labels, document_ids=one.document_ids).token_losses
         assert losses is not None
         (losses.sum() / (batch.labels >= 0).sum()).backward()
-        for name, gradient in whole(model, "gradient").items():
+        for name, gradient in full(model, "gradient").items():
             total[name] = total.get(name, torch.zeros(())) + gradient.double()
         model.zero_grad(set_to_none=True)
     return total
 
 
 def test_bf16_gradients_are_accumulated_and_reduced_in_fp32():
-    expected = bf16_gradients_row_by_row()
+    expected = bf16_gradients_by_sample()
     for gradients in run_ranks(2, _bf16_gradients, 1):
         assert_close(as_tensors(gradients), expected, 1e-5)
 
@@ -256,11 +257,11 @@ def test_bf16_gradients_are_accumulated_and_reduced_in_fp32():
 def _small_update() -> tuple[float, float]:
     mesh = Mesh(ParallelConfig(), CPU)
     model = build(mesh, dtype=torch.bfloat16)
-    before = whole(model, "weight")["weight:embedding.weight"]
+    before = full(model, "weight")["weight:embedding.weight"]
     optimizer = build_optimizer(model, OptimizerConfig(lr=1e-6, weight_decay=0.0), no_decay=())
     train_step(model, optimizer, micro_batches(make_batch(), mesh, 4), mesh, max_grad_norm=None, step=1).wait()
     used = make_batch().tokens.unique()
-    moved = (whole(model, "weight")["weight:embedding.weight"] - before)[used].abs()
+    moved = (full(model, "weight")["weight:embedding.weight"] - before)[used].abs()
     assert optimizer.state[next(model.parameters())]["exp_avg"].dtype == torch.float32
     return moved.median().item(), moved.max().item()
 
@@ -321,7 +322,7 @@ def test_what_is_not_finite_on_one_rank_stops_every_rank_and_is_named(parallel):
 
 
 def _steps_after_one_that_is_not_finite() -> str:
-    """Three are started: the second is not finite, the third would be. Only the first may change weights."""
+    """Launches three steps, the second not finite; only the first may change weights. Returns the error."""
     mesh = Mesh(ParallelConfig(), CPU)
     model = build(mesh, dtype=torch.float32)
     optimizer = build_optimizer(model, OPTIMIZER, no_decay=())

@@ -1,4 +1,4 @@
-"""Rates of steps: neither late results nor evaluations and checkpoints between steps change them."""
+"""Step times and rates, independent of late results and of evaluations and checkpoints between steps."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from megalin.train.step_timer import StepTimer
 from tests.model_runs import CPU, late_results, train_here, write_config
 
 GRADIENTS, UPDATE, EVALUATION, SAVE = 1.0, 0.2, 7.0, 5.0
-"""Simulated seconds of a step's forwards and backwards, of its update, of an evaluation and of a checkpoint."""
+"""Simulated seconds of a step's forward and backward passes, of its update, of an evaluation and of a checkpoint."""
 LAUNCH = 0.01
-"""Simulated seconds of a fast host for the launch of each of them."""
+"""Simulated seconds that a fast host takes to launch each of them."""
 
 
 class Machine:
-    """Clocks of a host and of a device that works asynchronously, or at once."""
+    """Clocks of a host and of a device, asynchronous or synchronous."""
 
     def __init__(self, *, asynchronous: bool, launch: float = LAUNCH) -> None:
         self.asynchronous, self._launch = asynchronous, launch
         self.host = self.device = 0.0
 
     def launch(self, seconds: float) -> None:
-        """Work of `seconds` after what the device has to do."""
+        """Queues work of `seconds` on the device."""
         self.host += self._launch
         self.device = max(self.host, self.device) + seconds
         if not self.asynchronous:
             self.host = self.device
 
     def wait(self, until: float) -> None:
-        """The host waits for the device."""
+        """Makes the host wait until the device's clock reads `until`."""
         self.host = max(self.host, until)
 
     def perf_counter(self) -> float:
@@ -50,12 +50,12 @@ class Machine:
         return self.host
 
     def event(self, *, enable_timing: bool) -> Event:
-        """A stand-in for `torch.cuda.Event`."""
+        """Stand-in for `torch.cuda.Event`."""
         assert enable_timing
         return Event(self)
 
     def scalars(self, values: Tensor) -> Scalars:
-        """A stand-in for the copy of a step's scalars."""
+        """Stand-in for `AsyncScalars`."""
         return Scalars(self, values)
 
 
@@ -81,7 +81,7 @@ class Scalars:
 
 
 def _launching(machine: Machine, seconds: float, function: Callable[..., Any], *, synchronous: bool = False) -> Any:
-    """`function` with the simulated work of `seconds`."""
+    """`function`, preceded by simulated work of `seconds`."""
 
     def launched(*args: Any, **options: Any) -> Any:
         machine.launch(seconds)
@@ -187,6 +187,6 @@ def test_device_time_is_measured_from_end_to_end(monkeypatch):
     timer.start()
     machine.launch(1.0)
     second = timer.end()
-    assert machine.host == 3 * LAUNCH  # nothing was waited for
+    assert machine.host == 3 * LAUNCH  # the host never waited
     machine.wait(machine.device)
     assert (first.seconds(), second.seconds()) == pytest.approx((1.0 + LAUNCH, 1.5))

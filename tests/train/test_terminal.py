@@ -1,4 +1,4 @@
-"""Progress for people: a view in place on a terminal that breaks nothing beside it, lines elsewhere."""
+"""Progress of a run: a live view on a terminal, which keeps other output intact, and plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def _console(output: io.StringIO, **options) -> Console:
 
 
 def _final(text: str) -> list[str]:
-    """The rows of the view as the run left it: what follows the last time that its rows were erased."""
+    """Lines of the final view: the text after the last erased line."""
     return CURSOR.sub("", text.rpartition("\x1b[2K")[2]).strip().splitlines()
 
 
-def test_view_tells_losses_rates_memory_waits_and_the_time_left(tmp_path):
+def test_view_shows_losses_rates_memory_waits_and_the_time_left(tmp_path):
     output = io.StringIO()
     with Metrics(tmp_path, total_steps=10, resumed_step=4, console=_console(output, width=110)) as metrics:
         metrics.write(5, VALUES | {"evaluation_loss": 3.5})
@@ -49,7 +49,7 @@ def test_view_tells_losses_rates_memory_waits_and_the_time_left(tmp_path):
     assert "step 5/10  loss 3.2500  evaluation loss 3.5000  grad norm" in output.getvalue()
 
 
-def test_losses_of_an_encoder_are_told_apart(tmp_path):
+def test_losses_of_an_encoder_are_shown_separately(tmp_path):
     output = io.StringIO()
     with Metrics(tmp_path, total_steps=1, console=_console(output, width=110)) as metrics:
         metrics.write(1, {"loss": 3.5, "mlm_loss": 2.75, "nsp_loss": 0.75})
@@ -74,7 +74,7 @@ def test_newest_incident_is_shown_on_one_row_and_cannot_steer_the_terminal(tmp_p
     assert "\x07" not in output.getvalue()
 
 
-def test_lines_beside_the_view_stay_whole(tmp_path):
+def test_lines_above_the_view_stay_whole(tmp_path):
     output = io.StringIO()
     with Metrics(tmp_path, total_steps=10, console=_console(output, width=60)) as metrics:
         metrics.write(1, VALUES)

@@ -1,4 +1,4 @@
-"""Metrics in W&B through a stand-in for its library: asked for, resumed under one id, and missing."""
+"""Metrics in W&B, through a stand-in for its library: resumption under one id, errors, and a missing library."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_error_in_mid_run_is_one_incident_and_the_run_goes_on(tmp_path, wandb, f
     with EventLog(tmp_path / "incidents.jsonl") as event_log, _metrics(tmp_path, event_log=event_log) as metrics:
         for step in (1, 2, 3):
             metrics.write(step, {"loss": 2.5})
-    assert [values["step"] for values in wandb.logged] == [1, 2, 3]  # tried again, as it may be a network's
+    assert [values["step"] for values in wandb.logged] == [1, 2, 3]  # tried again, because a network error may pass
     assert wandb.exit_codes == [0]
     (incident,) = read_records(tmp_path / "incidents.jsonl")
     what = f"{type(failure).__name__}: {failure}"
@@ -135,7 +135,7 @@ def test_missing_library_is_named_with_the_remedy(tmp_path, monkeypatch, module)
         _metrics(tmp_path)
 
 
-def test_refusal_of_wandb_is_told(tmp_path, wandb):
+def test_refusal_of_wandb_is_an_error(tmp_path, wandb):
     wandb.problem = "no API key configured"
     with pytest.raises(ConfigError, match=r"W&B cannot start a run \(no API key configured\); log in \(wandb login\)"):
         _metrics(tmp_path)
