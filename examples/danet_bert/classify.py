@@ -122,7 +122,7 @@ def classify(arguments: argparse.Namespace) -> None:
     train, test = read(arguments.train), read(arguments.test)
     classes = sorted(set(train.labels))
     if len(classes) < 2:
-        raise DataError(f"{arguments.train}: has one label, {classes[0]!r}; there is nothing to tell apart")
+        raise DataError(f"{arguments.train}: has one label, {classes[0]!r}; a classifier needs at least two")
     length = config.data.sequence_length
     rows, others = (encode(part, classes, tokenizer, special, length=length) for part in (train, test))
     model_config = config.model.model_copy(update={"num_classes": len(classes)})
@@ -145,9 +145,9 @@ def classify(arguments: argparse.Namespace) -> None:
     model = build()
     load(saved, weights(model))
     model.after_optimizer_step()
-    share = accuracy(model, others, mesh, batch_size=arguments.batch_size)
+    fraction = accuracy(model, others, mesh, batch_size=arguments.batch_size)
     most = max(Counter(test.labels).values()) / len(test.labels)
-    print(f"accuracy {share:.2%} on {len(test.texts)} texts; the most frequent label alone gives {most:.2%}")
+    print(f"accuracy {fraction:.2%} on {len(test.texts)} texts; the most frequent label alone gives {most:.2%}")
     print(f"saved in {saved.path}")
 
 

@@ -35,7 +35,7 @@ bash "$here/data.sh" "$data" "$(field vocab_size)"
 
 say "training: $device, first half"
 $launch train "$config" --folder "$run" "$@" train.stop_after_steps=$((steps / 2))
-say 'training: going on from the checkpoint'
+say 'training: resuming from the checkpoint'
 $launch train "$config" --folder "$run" "$@"
 
 say 'evaluation: the same checkpoint without tensor parallelism'

@@ -62,7 +62,7 @@ def test_script_goes_from_text_to_a_saved_classifier(tmp_path, monkeypatch):
     classify = importlib.import_module("classify").classify
     with pytest.raises(DataError, match="label 'z' of the test file is not in the training file"):
         classify(Namespace(run=run, train=other, test=bad))
-    with pytest.raises(DataError, match="has one label, 'z'; there is nothing to tell apart"):
+    with pytest.raises(DataError, match="has one label, 'z'; a classifier needs at least two"):
         classify(Namespace(run=run, train=bad, test=other))
 
 

@@ -53,7 +53,7 @@ def test_script_goes_from_text_to_an_evaluated_model_and_fails_if_it_learned_too
     assert {path.name for path in (run / "checkpoints").glob("step-*")} == {"step-00000020", "step-00000040"}
     evaluation = json.loads((run / "evaluation.json").read_text())
     assert evaluation["loss"] < evaluation["unigram_entropy"]
-    assert "going on from the checkpoint" in result.stdout
+    assert "resuming from the checkpoint" in result.stdout
     assert "PSF License Agreement" in (tmp_path / "quickstart-data" / "LICENSE.txt").read_text()
 
 
