@@ -1,4 +1,4 @@
-"""Builds what pyproject.toml cannot say: the index builder (csrc/cpu), and the CUDA kernels where nvcc is there.
+"""Builds the extensions: the index builder (csrc/cpu) and, where nvcc is installed, the CUDA kernels (csrc/cuda).
 
 MEGALIN_REQUIRE_CUDA=1 makes a missing nvcc an error (images for clusters); MEGALIN_CUDA_ARCHITECTURES names the
 architectures, "80;90a" by default.
@@ -41,7 +41,7 @@ class BuildExtensions(build_ext):
         target = Path(self.build_temp) / Path(source).with_suffix(".cu.o").name
         target.parent.mkdir(parents=True, exist_ok=True)
         architectures = os.environ.get("MEGALIN_CUDA_ARCHITECTURES", "80;90a").split(";")
-        # Code of an architecture with an "a" runs there only; that of the others is kept as PTX for later chips too.
+        # Code of an architecture with an "a" runs there only; that of the others is kept as PTX for later GPUs too.
         codes = {a: f"sm_{a}" if a.endswith("a") else f"[sm_{a},compute_{a}]" for a in architectures}
         targets = [f"-gencode=arch=compute_{a},code={code}" for a, code in codes.items()]
         options = ["-std=c++17", "-O3", "-Werror=all-warnings", "-Xcompiler=-fPIC,-fvisibility=hidden"]
@@ -80,9 +80,9 @@ def extensions() -> list[Pybind11Extension]:
 
 
 def toolkit_folder(compiler: Path) -> Path:
-    """Where the compiler's toolkit lies, asked of itself: nvcc on the path may be a wrapper."""
-    told = subprocess.run([compiler, "--dryrun", "-c", CUDA_SOURCES[0]], capture_output=True, text=True, check=True)
-    top = next(line for line in told.stderr.splitlines() if line.startswith("#$ TOP="))
+    """The toolkit's folder, from a dry run of the compiler: nvcc on the path may be a wrapper."""
+    result = subprocess.run([compiler, "--dryrun", "-c", CUDA_SOURCES[0]], capture_output=True, text=True, check=True)
+    top = next(line for line in result.stderr.splitlines() if line.startswith("#$ TOP="))
     return Path(top.partition("=")[2]).resolve()
 
 
