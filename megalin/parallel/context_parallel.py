@@ -204,6 +204,6 @@ class ContextParallel:
         return tp.pick_tokens(x, index.masked_fill(absent, 0)).masked_fill(absent[..., None], 0.0)
 
     def reduce_scatter_tokens(self, x: Tensor) -> Tensor:
-        """Sums partial results over the ranks, each of which keeps a shard: [B, P, D] -> [B, P/cp, D]. Reduce-scatter
+        """Sums partial results over the ranks; each keeps a shard: [B, P, D] -> [B, P/cp, D]. Reduce-scatter
         forward, all-gather backward."""
         return reduce_scatter_to_axis(x, self.axis, dim=TOKENS)

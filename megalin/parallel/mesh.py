@@ -31,13 +31,13 @@ class ParallelConfig(Config):
     cp: int = pydantic.Field(default=1, ge=1)
     """Ranks over which each sample is sharded: every one holds a run of neighbouring tokens (context parallelism)."""
     cp_exchange: ExchangeName = "auto"
-    """Exchange of recurrent states, where cp > 1. all_gather: every rank gathers all states and sums them. ring: states
+    """Method of the state exchange, where cp > 1. all_gather: every rank gathers all states and sums them. ring: states
     go from rank to rank, each adding its own; less to send, and cp - 1 waits. pipelined: the ring in cp blocks, sent
     one after the other. All give the same up to rounding. auto: all_gather."""
     pp: int = pydantic.Field(default=1, ge=1)
     """Ranks over which the layers are divided, each with neighbouring ones (pipeline parallelism)."""
     pp_schedule: ScheduleName = "1f1b"
-    """Schedule of a step's micro-batches, where pp > 1. 1f1b: one stage a rank, forwards and backwards in turns.
+    """Schedule of a step's micro-batches, where pp > 1. 1f1b: one stage a rank, forwards and backwards alternate.
     interleaved: pp_stages_per_rank stages a rank, which shortens the bubble (the wait at both ends of a step) and sends
     more. zero_bubble: as these, with gradients of weights deferred into the bubble; needs memory for the deferred
     work."""
