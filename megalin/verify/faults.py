@@ -68,11 +68,11 @@ class _LocalCount(Mesh):
 
 
 ExchangeKind = Literal["decay", "state", "halo", "heads", "sum", "neighbours"]
-"""Kind of exchange between sequence shards: states, with or without decays, and the others of `ContextParallel`."""
+"""Kind of communication between sequence shards: states, with or without decays, and others of `ContextParallel`."""
 
 
 class Probe(ContextParallel):
-    """Records the exchanges that a model makes."""
+    """Records the communication between sequence shards of a model."""
 
     def __init__(self, axis: Axis | None = None, *, exchange: ExchangeName = "auto") -> None:
         super().__init__(axis, exchange=exchange)
@@ -235,7 +235,7 @@ class Fault(NamedTuple):
     decoder_only: bool = False
     """True if it is in a code path that encoders do not have."""
     exchange: ExchangeKind | None = None
-    """Exchange of context parallelism that a model must make for the fault to be visible."""
+    """Communication between sequence shards that a model must have for the fault to be visible."""
 
 
 FAULTS = (
@@ -268,7 +268,7 @@ FAULTS = (
 
 
 def visible_faults(case: Case, made: set[ExchangeKind]) -> list[Fault]:
-    """The faults that are visible on the mesh of `case`, in a model of its kind that makes the exchanges `made`."""
+    """The faults that are visible on the mesh of `case`, in a model of its kind with the communication `made`."""
     parallel, encoder = case.parallel, isinstance(case.model, EncoderConfig)
     data_size = case.data_size * parallel.cp
     visible = {"tp": parallel.tp > 1, "data": data_size > 1, "cp": parallel.cp > 2, "pp": parallel.pp > 1}

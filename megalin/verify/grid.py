@@ -62,7 +62,7 @@ class MeshResult(NamedTuple):
 
 def layouts(max_ranks: int) -> list[GridMesh]:
     """All combinations of axes of 1 to 4 ranks that fit, the smallest first; for meshes of one or two axes also each
-    option of an axis: sequence parallelism, exchanges, schedules, ZeRO stages."""
+    option of an axis: sequence parallelism, state exchanges, schedules, ZeRO stages."""
     found = []
     axes = [sizes for sizes in itertools.product(SIZES, repeat=4) if math.prod(sizes) <= max_ranks]
     for tp, cp, pp, dp in sorted(axes, key=math.prod):

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class FaultResult(NamedTuple):
-    """Detection of a planted fault: whether it was seen, and the tensor with the largest error over bound."""
+    """Detection of a planted fault: whether it was found, and the tensor with the largest error over bound."""
 
     fault: str
     seen: bool
@@ -69,7 +69,7 @@ def verify(case: Case, mesh: Mesh | None = None) -> list[TensorError]:
 
 
 def self_test(case: Case) -> list[FaultResult]:
-    """Plants each fault of faults.py that is visible with the mesh and the model, and compares; every one must be seen.
+    """Plants each fault of faults.py that is visible with the mesh and the model, and compares; each must be found.
     A collective; results on rank 0."""
     results = []
     references: dict[bool, Reference] = {}
@@ -92,7 +92,7 @@ def self_test(case: Case) -> list[FaultResult]:
 
 
 def _exchanges(case: Case) -> set[ExchangeKind]:
-    """The exchanges over the context-parallel axis that the model's layers make, on any rank."""
+    """Kinds of communication over the context-parallel axis of the model's layers, on any rank."""
     mesh = Mesh(case.parallel, compute_device(), context_parallel=Probe)
     assert isinstance(mesh.cp, Probe), mesh.cp
     if mesh.cp.size > 2:
@@ -154,18 +154,18 @@ def print_rows(case: Case, rows: list[TensorError], *, as_json: bool) -> bool:
 
 
 def print_faults(case: Case, results: list[FaultResult], *, as_json: bool) -> bool:
-    """Prints the self-test; returns whether every fault was seen."""
+    """Prints the self-test; returns whether every fault was found."""
     passed = all(result.seen for result in results)
     if as_json:
         faults = [{"fault": r.fault, "seen": r.seen, "worst": row_json(r.worst)} for r in results]
         print(json.dumps({"passed": passed, **_summary(case), "faults": faults}))
         return passed
-    table = rich.table.Table("planted fault", "seen", "by", "error", "bound", title=f"self-test, {_title(case)}")
+    table = rich.table.Table("planted fault", "found", "by", "error", "bound", title=f"self-test, {_title(case)}")
     for fault, seen, row in results:
         table.add_row(fault, "yes" if seen else "NO", row.name, f"{row.error:.2e}", f"{row.bound:.0e}")
     console = rich.console.Console()
     console.print(table)
-    console.print(f"{'PASSED: every' if passed else 'FAILED: not every'} planted fault was seen")
+    console.print(f"{'PASSED: every' if passed else 'FAILED: not every'} planted fault was found")
     return passed
 
 
