@@ -119,7 +119,7 @@ class LanguageModel(BaseModel[ModelConfig]):
     def context(
         self, tokens: Tensor, positions: Tensor, document_ids: Tensor | None, compute_dtype: torch.dtype
     ) -> SequenceContext:
-        """The mixers' context of tokens [B, T], of which the shape and device alone are read."""
+        """The mixers' context of tokens [B, T], which are read for their shape and device alone."""
         documents = SequenceDocuments(self.cp, tokens, document_ids)
         return SequenceContext(positions, documents, self.shared_tensors(), compute_dtype)
 

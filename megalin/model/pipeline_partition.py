@@ -28,19 +28,19 @@ class _Cut(NamedTuple):
     """Cost of the most expensive run."""
     squares: int
     """Sum of the squares of the runs' costs."""
-    borders: list[int]
+    boundaries: list[int]
     """The starts of the runs, and the end of the last one."""
 
     def longer(self, cost: int, end: int) -> _Cut:
         """This partition with one more run, up to `end`."""
-        return _Cut(max(self.largest, cost), self.squares + cost**2, [*self.borders, end])
+        return _Cut(max(self.largest, cost), self.squares + cost**2, [*self.boundaries, end])
 
 
 def cut_evenly(costs: list[int], num_runs: int) -> list[range]:
     """Balances positive costs: minimizes the most expensive run, then the sum of squares.
 
-    Dynamic programming over the end of the last run, one run at a time. The second pass knows the cost of the most
-    expensive run, so it treats cheaper maxima as equal.
+    Dynamic programming over the end of the last run, one run at a time. The second pass starts from the cost of the
+    most expensive run, so it treats cheaper maxima as equal.
     """
     before = [0, *itertools.accumulate(costs)]
     largest, size = 0, len(costs)
@@ -57,7 +57,7 @@ def cut_evenly(costs: list[int], num_runs: int) -> list[range]:
                         cut = shorter[start].longer(cost, end)
                         best[end] = min(cut, best.get(end, cut))
         largest = best[size].largest
-    return _ranges(best[size].borders)
+    return _ranges(best[size].boundaries)
 
 
 def cut_for_interleaving(costs: list[int], num_runs: int, *, num_ranks: int) -> list[range]:
@@ -70,7 +70,7 @@ def cut_for_interleaving(costs: list[int], num_runs: int, *, num_ranks: int) -> 
     schedule = _Schedule(num_ranks, num_runs // num_ranks, _PLANNED_ROUNDS * num_ranks)
     inner = range(1, num_runs)
     moves = [
-        [sign * (first <= border <= last) for border in range(num_runs + 1)]
+        [sign * (first <= boundary <= last) for boundary in range(num_runs + 1)]
         for first, last in itertools.combinations_with_replacement(inner, 2)
         for sign in (1, -1)
     ]
@@ -146,7 +146,7 @@ class _Search:
 
     Args:
         before: cumulative costs, [layers + 1].
-        moves: [moves, borders] changes of a partition's borders.
+        moves: [moves, boundaries] changes of a partition's boundaries.
     """
 
     def __init__(self, before: NDArray[np.float64], schedule: _Schedule, moves: NDArray[np.int64]) -> None:
@@ -179,7 +179,7 @@ class _Search:
         return seconds, cut
 
     def _whole(self, cuts: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """True where no run is empty: [partitions, borders] -> [partitions]."""
+        """True where no run is empty: [partitions, boundaries] -> [partitions]."""
         whole: NDArray[np.bool_] = np.all(np.diff(cuts, axis=1) > 0, axis=1)
         return whole
 
@@ -189,5 +189,5 @@ class _Search:
         return np.concatenate([self._schedule.seconds(np.diff(self._before[part], axis=1)) for part in parts])
 
 
-def _ranges(borders: list[int]) -> list[range]:
-    return [range(start, end) for start, end in itertools.pairwise(borders)]
+def _ranges(boundaries: list[int]) -> list[range]:
+    return [range(start, end) for start, end in itertools.pairwise(boundaries)]

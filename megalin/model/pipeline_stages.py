@@ -108,7 +108,7 @@ def plan_stages(config: AnyModelConfig, num_stages: int, *, num_ranks: int, leng
     """Partitions the sub-layers into contiguous pipeline stages, stage s on rank s % num_ranks.
 
     One stage a rank balances cost; several stages a rank minimize the simulated time of the interleaved schedule. A
-    sub-layer costs its mixer's operations, the head its matmul, the embedding a fraction of that. Stages exchange the
+    sub-layer costs its mixer's operations, the head its matmul, the embedding a fraction of that. Stages pass on the
     residual stream, so none ends after a sub-layer whose result only the next one reads (`residual = "two_hop"`).
 
     Raises:

@@ -40,7 +40,7 @@ def linear_cross_entropy_reference(
 
     Args:
         x: [N, D].
-        weight: [V, D], of which the first `vocab_size` rows count.
+        weight: [V, D]; the first `vocab_size` rows count.
         labels: [N] vocabulary ids; `ignored_label` for tokens without a loss.
         token_weights: [N], at least fp32.
 
@@ -157,7 +157,7 @@ class _Fused(torch.autograd.Function):
             if dx is not None:
                 torch.mm(logits, weight, out=dx[rows])
             if dweight is not None:
-                _add_product(dweight, logits, x[rows], overwrite=start == 0)
+                _add_matmul(dweight, logits, x[rows], overwrite=start == 0)
         ctx.dtype = weight.dtype
         ctx.save_for_backward(dx, dweight)
         return losses.sum(dtype=torch.float64)
@@ -177,7 +177,7 @@ def chunk_rows(weight: Tensor, rows: int) -> int:
     return min(rows, 1 << (most.bit_length() - 1))
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool) -> None:
+def _add_matmul(total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool) -> None:
     """Accumulates total [V, D] fp32 (+)= left [rows, V]^T right [rows, D] in fp32."""
     beta = 0 if overwrite else 1
     if left.dtype == torch.float32:

@@ -26,7 +26,7 @@ Words = npt.NDArray[np.uint64]
 
 
 class Scheme(NamedTuple):
-    """Comparison of texts: a sketch of `width` bytes, and `bands` hashes of which candidates must share one."""
+    """Comparison of texts: a sketch of `width` bytes, and `bands` hashes; candidates share at least one."""
 
     method: Method
     threshold: float  # least similarity of duplicates; 1 for "exact"

@@ -54,8 +54,8 @@ class LowerBounds(nn.Module):
 
     def forward(self) -> Tensor:
         """The bounds of all blocks, fp32."""
-        share = self.rows()[0].softmax(0)
-        return torch.cat([torch.zeros_like(share[:1]), share[1:].cumsum(0)])
+        fractions = self.rows()[0].softmax(0)
+        return torch.cat([torch.zeros_like(fractions[:1]), fractions[1:].cumsum(0)])
 
 
 class HGRN2(Mixer):

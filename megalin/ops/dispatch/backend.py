@@ -73,8 +73,8 @@ def choose(
     """Chooses the backend of one call of an op and records it for `used`; a constant to torch.compile.
 
     1. An explicit `backend` wins; "auto" is replaced by the environment's choice (`requested`).
-    2. "reference" is taken as it is. A compiled backend of this op is taken if it supports the arguments and passes its
-       self-test, else KernelError; an op without that backend goes on as "auto".
+    2. "reference" is taken without a check. A compiled backend of this op is taken if it supports the arguments and
+       passes its self-test, else KernelError; an op without that backend goes on as "auto".
     3. "auto" takes the first compiled backend in the op's order that supports the arguments, runs on `device` and
        passes its self-test (`decide`), else the reference.
 

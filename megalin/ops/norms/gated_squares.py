@@ -37,7 +37,7 @@ def gated_squares(
 
     Args:
         x: [..., D], any float dtype; sums are accumulated in at least fp32.
-        gate: g [..., D], multiplied as it is, or with `gate_first` after a silu; None: one.
+        gate: g [..., D], a plain factor, or with `gate_first` after a silu; None: one.
         weight: w [D]; None: one.
         gate_first: True for the norm of the gated x (Rodimus, Mamba-2), False for that of x (TransNormerLLM, TNL).
         backend: implementation to run; in compiled blocks "auto" leaves the reference to inductor.
