@@ -1,4 +1,4 @@
-"""Block body of DANet over 1, 2 and 4 ranks: values, all gradients, and the collectives documented in models.md."""
+"""Block body of DANet over 1, 2 and 4 ranks: values, all gradients, and the collectives of docs/parallelism.md."""
 
 from __future__ import annotations
 
