@@ -43,7 +43,8 @@ class ContextParallelCollectives(NamedTuple):
     """Collectives of a block over cp, whose size does not depend on the length: fp32 numbers of a sequence and rank."""
 
     state: int
-    """The state, and the total decay where it depends on the input; one all-gather each way."""
+    """The state, K V a head, and where it depends on the input the total decay, K a head, also where all K are equal;
+    one all-gather each way."""
     halos: tuple[int, ...] = ()
     """Inputs of convolutions, keys and values of a window; an all-gather forward, a reduce-scatter backward."""
     input_state: int = 0

@@ -12,11 +12,17 @@ from megalin.model.language_model import LanguageModel
 from megalin.parallel.collectives import Axis
 from megalin.parallel.tensor_parallel import TensorParallel
 from tests.cases import CASES, HYBRID, NAMES, TOY, attention, build, model
+from tests.encoder_cases import CASES as ENCODERS
 
 
 def test_the_package_lists_its_mixers():
     assert {"glu", "hgrn2", "tnl", "transnormer"} <= set(mixer_types())
     assert "base" not in mixer_types()
+
+
+def test_every_mixer_has_a_case():
+    blocks = [block for case in (*CASES, *ENCODERS) for _, block in case.model.blocks()]
+    assert set(mixer_types()) <= {sublayer.type for block in blocks for sublayer in block.sublayers}
 
 
 def fields_of(kind: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from megalin.parallel.fake_mesh import fake_mesh
 from megalin.parallel.mesh import ParallelConfig
 from megalin.parallel.tensor_parallel import full_tensor
 from megalin.train.build import OVERLAP_OPTIONS, build_model
-from tests.cases import CASES, NAMES, make_inputs
+from tests.cases import CASES, NAMES, REPRESENTATIVES, Case, build, make_inputs
 from tests.numerics import assert_close
 from tests.parallel.on_ranks import Arrays, make_mesh, materialise, to_arrays, to_tensors
 from tests.ranks import run_ranks
@@ -81,6 +81,24 @@ def _check(ranks: list[Found], name: str, sequence_parallel: bool) -> None:
         eager, compiled, num_graphs = found[name, sequence_parallel]
         assert num_graphs > 0
         assert_close(to_tensors(compiled), to_tensors(eager), 2e-5)
+
+
+def _one_process(case: Case, backend: str | None) -> dict[str, torch.Tensor]:
+    """Losses and gradients of packed documents."""
+    model, inputs = build(case.model), make_inputs()
+    if backend is not None:
+        for block in model.blocks:
+            block.compile(fullgraph=True, dynamic=False, backend=backend)
+    losses = model(inputs.tokens, labels=inputs.labels, document_ids=inputs.document_ids).token_losses
+    losses.sum().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()} | {"losses": losses.detach()}
+
+
+@pytest.mark.parametrize("case", REPRESENTATIVES, ids=lambda case: case.name)
+def test_block_of_every_mixer_is_one_graph(case: Case):
+    """Traced, not compiled: a graph break raises."""
+    torch._dynamo.reset()
+    assert_close(_one_process(case, "aot_eager"), _one_process(case, None), 1e-11)
 
 
 both_layouts = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence_parallel"])

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,10 +18,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from megalin.layers.linear_attention import SEGMENT_CHUNKS, LinearAttention
 from megalin.layers.mixers.base import State
 from megalin.layers.mixers.cosformer2 import TPE
-from megalin.layers.mixers.hgrn2 import HGRN2
-from megalin.layers.mixers.rodimus import Rodimus
 from megalin.layers.mixers.shared_key_attention import SharedKeyAttention
 from megalin.model.language_model import LanguageModel, ModelState
+from megalin.ops.scans import fixed_decay, vector_decay
+from megalin.ops.scans.fixed_decay import ScanOutput
 from megalin.parallel.embedding import padded_rows
 from tests.cases import (
     CASES,
@@ -230,37 +235,58 @@ def test_state_bytes_are_those_of_the_state(case: Case):
     assert 3 * model.state_bytes() == sum(tensor.numel() * 4 for tensor in recurrent)
 
 
-def counted_flops(model: LanguageModel, batch: int, length: int) -> int:
+class ScanCall(NamedTuple):
+    """A call of the reference of a scan with a fixed or a vector decay."""
+
+    fixed: bool
+    value_shape: torch.Size
+    """[B, T, H, V]."""
+    key_dim: int
+    chunk_size: int
+
+
+@contextmanager
+def recorded_scans() -> Iterator[list[ScanCall]]:
+    """Records the scans inside its body, whose references run more matmuls than their ops count."""
+    calls: list[ScanCall] = []
+
+    def recording(function: Callable[..., ScanOutput], fixed: bool) -> Callable[..., ScanOutput]:
+        def scan(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, **options: Any) -> ScanOutput:
+            calls.append(ScanCall(fixed, v.shape, k.shape[-1], options["chunk_size"]))
+            return function(q, k, v, decay, **options)
+
+        return scan
+
+    fixed, vector = fixed_decay.decay_scan_reference, vector_decay.vector_decay_scan_reference
+    with (
+        patch.object(fixed_decay, "decay_scan_reference", recording(fixed, True)),
+        patch.object(vector_decay, "vector_decay_scan_reference", recording(vector, False)),
+    ):
+        yield calls
+
+
+def counted_flops(model: LanguageModel, batch: int, length: int) -> tuple[int, list[ScanCall]]:
+    """Operations of a forward, and its scans."""
     counter = FlopCounterMode(display=False)
     # The counter does not count the CPU's fused attention; it counts the two matmuls of the unfused one.
-    with counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+    with counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH), recorded_scans() as scans:
         model(torch.zeros(batch, length, dtype=torch.int64))
-    return counter.get_total_flops()
+    return counter.get_total_flops(), scans
 
 
-def implementation_flops(model: LanguageModel, batch: int, length: int) -> int:
-    """Operations that a forward runs beyond the model's own count: the fold over chunks, LRPE's segments, and the
-    padded rows of the head."""
+def implementation_flops(model: LanguageModel, batch: int, length: int, scans: list[ScanCall]) -> int:
+    """Operations that a forward runs beyond the model's own count: in scans, LRPE's segments, masked pairs of a window,
+    TPE, and the padded rows of the head."""
     padding = padded_rows(model.config.vocab_size) - model.config.vocab_size
-    total = batch * length * 2 * padding * model.config.hidden_size
+    total = batch * length * 2 * padding * model.config.hidden_size + sum(map(scan_extra, scans))
     for mixer in model.mixers():
-        if isinstance(mixer, LinearAttention):
-            state = mixer.config.num_heads * mixer.key_dim * mixer.head_dim
-            tokens = length
-            if mixer.config.lrpe is not None and mixer.slopes is not None:
-                tokens = min(length, SEGMENT_CHUNKS * mixer.config.chunk_size)
+        if isinstance(mixer, LinearAttention) and mixer.config.lrpe is not None and mixer.slopes is not None:
+            state, chunk = mixer.config.num_heads * mixer.key_dim * mixer.head_dim, mixer.config.chunk_size
+            tokens = min(length, SEGMENT_CHUNKS * chunk)
             segments = -(-length // tokens)
-            num_chunks = -(-tokens // min(mixer.config.chunk_size, tokens))
-            total += batch * segments * 2 * (num_chunks + 1) ** 2 * state
             if segments > 1:
-                chunk = mixer.config.chunk_size
                 scan = 2 * chunk * (mixer.key_dim + mixer.head_dim) * mixer.config.num_heads + 4 * state
                 total += batch * ((segments * tokens - length) * scan + segments * tokens * 2 * state)
-        elif isinstance(mixer, HGRN2):
-            extra = vector_scan_extra(length, mixer.config.chunk_size, mixer.head_dim, mixer.head_dim)
-            total += batch * mixer.config.num_heads * extra
-        elif isinstance(mixer, Rodimus):
-            total += batch * vector_scan_extra(length, mixer.config.chunk_size, mixer.config.state_size, mixer.inner)
         elif isinstance(mixer, SharedKeyAttention):
             outside = length - min(length, mixer.config.window)  # masked pairs
             total += batch * length * 4 * outside * model.config.hidden_size
@@ -268,6 +294,15 @@ def implementation_flops(model: LanguageModel, batch: int, length: int) -> int:
         if isinstance(layer, TPE):
             total += tpe_extra(batch, length, layer)
     return total
+
+
+def scan_extra(call: ScanCall) -> int:
+    """`implementation_flops` of a scan: with a fixed decay, of the fold over chunks."""
+    batch, length, num_heads, value_dim = call.value_shape
+    if not call.fixed:
+        return batch * num_heads * vector_scan_extra(length, call.chunk_size, call.key_dim, value_dim)
+    num_chunks = -(-length // min(call.chunk_size, length))
+    return batch * 2 * (num_chunks + 1) ** 2 * num_heads * call.key_dim * value_dim
 
 
 def tpe_extra(batch: int, length: int, layer: TPE) -> int:
@@ -291,7 +326,8 @@ def vector_scan_extra(length: int, chunk_size: int, key_dim: int, value_dim: int
 def test_flops_are_those_of_a_counted_forward(case: Case, length: int):
     """Lengths of a token, at most one chunk, and several chunks."""
     model = build(case.model, dtype=torch.float32)
-    expected = counted_flops(model, 3, length) - implementation_flops(model, 3, length)
+    counted, scans = counted_flops(model, 3, length)
+    expected = counted - implementation_flops(model, 3, length, scans)
     assert 3 * length * model.forward_flops(length) == expected
     assert model.training_flops(length) == 3 * model.forward_flops(length)
 

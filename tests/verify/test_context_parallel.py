@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from megalin.parallel.mesh import ParallelConfig
 from megalin.verify.case import Case, make_batches, make_case
 from megalin.verify.comparison import TensorError, kind
 from megalin.verify.run import FaultResult, self_test
-from tests.cases import CASES, GLU, REPRESENTATIVES, TOY, model
+from tests.cases import CASES, GLU, REPRESENTATIVES, model
 from tests.cases import Case as MixerCase
 from tests.encoder_cases import CASES as ENCODERS
 from tests.ranks import run_ranks
@@ -45,7 +46,7 @@ def by_name(*names: str) -> list[MixerCase]:
     return [cases[name] for name in names]
 
 
-WITH_HALO = by_name("rodimus", "mamba2", "rodimus_plus")
+WITH_HALO = [case for case in MIXER_CASES if case.cp is not None and case.cp.halos]
 """Convolutions and windows, whose halo covers several ranks if shards are short."""
 GROUPED = [attention_case(8, 2), attention_case(6, 3)]
 """Key heads that 4 ranks have to repeat, and query heads that 4 ranks do not divide, so keys are gathered."""
@@ -145,9 +146,14 @@ def types_of(cases: Iterable[MixerCase]) -> set[str]:
     return {sublayer.type for case in cases for _, block in case.model.blocks() for sublayer in block.sublayers}
 
 
+def types_with_context_parallelism() -> set[str]:
+    """The decoder's mixers of the package that support context parallelism."""
+    configs = {kind: import_module(f"megalin.layers.mixers.{kind}").CONFIG for kind in mixer_types()}
+    return {kind for kind, config in configs.items() if config.causal and config.supports_context_parallel}
+
+
 def test_cases_have_every_mixer():
-    assert types_of(MIXER_CASES) | {"dense_attention"} == set(mixer_types())
-    assert types_of(REPRESENTATIVES) | {"dense_attention"} == set(mixer_types()) - {TOY["type"]}
+    assert types_of(MIXER_CASES) == types_of(REPRESENTATIVES) == types_with_context_parallelism()
 
 
 def test_documents_start_at_and_next_to_the_first_tokens_of_shards():

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from megalin.__main__ import main
-from megalin.layers.mixers.base import mixer_types
 from megalin.model.config import ModelConfig
 from megalin.model.pipeline_stages import plan_stages
 from megalin.model.presets import load_preset
@@ -17,11 +16,11 @@ from megalin.verify.case import Case, make_case
 from megalin.verify.comparison import kind
 from megalin.verify.outcome import _merge
 from megalin.verify.run import self_test
-from tests.cases import CASES, REPRESENTATIVES, TOY
+from tests.cases import CASES, REPRESENTATIVES
 from tests.cases import Case as MixerCase
 from tests.ranks import run_ranks
 from tests.verify.meshes import verify_all
-from tests.verify.test_context_parallel import types_of
+from tests.verify.test_context_parallel import types_of, types_with_context_parallelism
 
 LENGTH = 72
 SPLITS_BACKWARD = torch.__version__ >= (2, 13)
@@ -133,7 +132,7 @@ def test_stages_split_a_block_of_every_case_with_several_sublayers_a_block():
 
 def test_cases_with_another_axis_have_every_mixer():
     cases = [mixer_case for mixer_case in CASES if mixer_case.name in EVERY_MIXER]
-    assert types_of(cases) | {"dense_attention"} == set(mixer_types()) - {TOY["type"]}
+    assert types_of(cases) == types_with_context_parallelism()
 
 
 def test_every_case_agrees_with_one_process_on_two_stages():

@@ -6,20 +6,28 @@ from typing import Any
 
 import pytest
 
-from megalin.layers.mixers.base import mixer_types
-from tests.cases import GLU, MAMBA2, NUM_HEADS, RODIMUS, SHARED_KEY, TOY, Case, attention, model
+from megalin.layers.mixers.base import MixerConfig
+from tests.cases import GLU, REPRESENTATIVES, Case, model
 from tests.encoder_cases import CASES as ENCODERS
-from tests.verify.test_context_parallel import Named, assert_agrees, compared, named, types_of
-
-EVERY_MIXER = Case(
-    "every mixer",
-    model(
-        {"sublayers": [attention("transnormer", lrpe="cosine"), attention("tnl"), GLU]},
-        {"sublayers": [attention("hgrn2"), attention("cosformer2"), {"type": "softmax", "num_heads": NUM_HEADS}]},
-        {"sublayers": [RODIMUS, SHARED_KEY, GLU, MAMBA2]},
-    ),
+from tests.verify.test_context_parallel import (
+    Named,
+    assert_agrees,
+    compared,
+    named,
+    types_of,
+    types_with_context_parallelism,
 )
-"""A model of three blocks, so that two stages are uneven."""
+
+
+def every_mixer() -> Case:
+    """A model of three blocks, so that two stages are uneven, with a sub-layer of each mixer."""
+    blocks: list[list[MixerConfig]] = [[], [], []]
+    for number, case in enumerate(REPRESENTATIVES):
+        blocks[number % len(blocks)] += [s for s in case.model.layers[0].sublayers if s.type != GLU["type"]]
+    return Case("every mixer", model(*({"sublayers": [*sublayers, GLU]} for sublayers in blocks)))
+
+
+EVERY_MIXER = every_mixer()
 
 MESHES: dict[int, list[dict[str, Any]]] = {
     8: [{"tp": 2, "pp": 2, "dp": 2}],
@@ -47,7 +55,7 @@ def cases(world_size: int) -> Named:
 
 
 def test_the_case_has_every_mixer():
-    assert types_of([EVERY_MIXER]) | {"dense_attention"} == set(mixer_types()) - {TOY["type"]}
+    assert types_of([EVERY_MIXER]) == types_with_context_parallelism()
 
 
 @pytest.mark.slow
