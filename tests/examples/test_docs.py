@@ -1,4 +1,4 @@
-"""Checks of the documentation: links, the README's config, and the mixer of adding-a-mixer.md."""
+"""Checks of the documentation: links, paths, the README's config, and the mixer of adding-a-mixer.md."""
 
 import re
 from pathlib import Path
@@ -10,6 +10,8 @@ from megalin.train.config import load_run_config
 from tests.cases import GLU, build, make_inputs, model
 
 ROOT = Path(__file__).parents[2]
+PLACEHOLDER = re.compile(r"\b(TYPE|FAMILY|ROOM|(test_)?OP|X)\b")
+"""A name in capitals that stands for another."""
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
@@ -23,6 +25,14 @@ def test_links_inside_the_repository_exist(page):
             titles = re.findall(r"^#+ (.*)$", linked.read_text(encoding="utf-8"), re.MULTILINE)
             anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
             assert anchor in anchors, f"{target} has no section {anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_files_named_by_path_exist(page):
+    text = page.read_text(encoding="utf-8")
+    paths = re.findall(r"`((?:megalin|csrc|tests|tools|docs|examples)/[\w./-]+\.\w+)`", text)
+    names = [path for path in paths if not PLACEHOLDER.search(path)]
+    assert [path for path in names if not (ROOT / path).exists()] == []
 
 
 def test_config_of_the_readme_is_valid(tmp_path):
