@@ -27,7 +27,7 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 
 
 class Renamed(NamedTuple):
-    """The present name of a config key, and the present names of its renamed values."""
+    """The present name of a config key, and the present names of its renamed or replaced values."""
 
     key: str
     values: Mapping[str, str]
@@ -36,6 +36,7 @@ class Renamed(NamedTuple):
 RENAMED: Mapping[str, Renamed] = {
     "checkpoint.keep": Renamed("keep_latest", {}),
     "model.output_init": Renamed("output_init", {"depth": "scaled_by_depth"}),
+    "parallel.cp_exchange": Renamed("cp_exchange", {"pipelined": "ring"}),
     "parallel.pp_stages": Renamed("pp_stages_per_rank", {}),
     "parallel.pp_transfer": Renamed("pp_transfer", {"copy": "symmetric_memory", "send": "p2p"}),
     "parallel.tp_transfer": Renamed("tp_overlap", {"copy": "symmetric_memory", "collective": "none"}),

@@ -30,7 +30,7 @@ from megalin.parallel.collectives import (
 from megalin.parallel.state_passing import Direction, all_gather_states, ring_states
 from megalin.parallel.tensor_parallel import TensorParallel
 
-ExchangeName = Literal["auto", "all_gather", "ring", "pipelined"]
+ExchangeName = Literal["auto", "all_gather", "ring"]
 
 TOKENS = 1
 """The dimension of [B, T, ...] along which the sequence is sharded."""
@@ -143,8 +143,7 @@ class ContextParallel:
     def _exchange_states(self, x: Tensor, log_decay: Tensor, documents: ShardDocuments, *, step: Direction) -> Tensor:
         if self.exchange == "all_gather":
             return all_gather_states(x, log_decay, documents, axis=self.axis, step=step)
-        num_blocks = 1 if self.exchange == "ring" else self.size
-        return ring_states(x, log_decay, documents, axis=self.axis, step=step, num_blocks=num_blocks)
+        return ring_states(x, log_decay, documents, axis=self.axis, step=step)
 
     def halo(self, x: Tensor, documents: ShardDocuments, document_ids: Tensor | None, *, width: int) -> Tensor:
         """The `width` inputs before this rank's tokens: x [B, T/cp, D] -> [B, width, D], zero before the sequence and

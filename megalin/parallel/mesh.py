@@ -32,8 +32,8 @@ class ParallelConfig(Config):
     """Ranks over which each sample is sharded: every one holds a run of neighbouring tokens (context parallelism)."""
     cp_exchange: ExchangeName = "auto"
     """Method of the state exchange, where cp > 1. all_gather: every rank gathers all states and sums them. ring: states
-    go from rank to rank, each adding its own; less to send, and cp - 1 waits. pipelined: the ring in cp blocks, sent
-    one after the other. All give the same up to rounding. auto: all_gather."""
+    go from rank to rank, each adding its own; less to send, and cp - 1 waits. Both give the same up to rounding. auto:
+    all_gather."""
     pp: int = pydantic.Field(default=1, ge=1)
     """Ranks over which the layers are divided, each with neighbouring ones (pipeline parallelism)."""
     pp_schedule: ScheduleName = "1f1b"

@@ -39,40 +39,26 @@ def all_gather_states(
     return (_weights(totals, between, continues) * states).sum(0)
 
 
-def ring_states(
-    state: Tensor, log_decay: Tensor, documents: ShardDocuments, *, axis: Axis, step: Direction, num_blocks: int
-) -> Tensor:
+def ring_states(state: Tensor, log_decay: Tensor, documents: ShardDocuments, *, axis: Axis, step: Direction) -> Tensor:
     """x_in [B, H, K, V] by a ring, in which each rank adds its own state to the received one:
-    x_in(r + step) = x(r) + exp(T_r) x_in(r) where the document continues. A rank sends one state each way, however many
-    ranks there are, and no decay; it waits for those before it.
-
-    In each turn every rank sends the block computed from the one received in the turn before, so that all blocks are
-    in flight at once. All ranks take part in all turns, in some with nothing to send.
-
-    Args:
-        num_blocks: blocks of the values, sent one after the other: one (LASP-1's ring), or several, so that a rank
-            computes one while the next is sent (ZeCO).
+    x_in(r + step) = x(r) + exp(T_r) x_in(r) where the document continues (LASP-1). A rank sends one state each way,
+    however many ranks there are, and no decay; it waits for those before it. All ranks take part in all turns, in most
+    with nothing to send.
     """
     decay = torch.exp(log_decay)[..., None].where(documents.through[:, None, None, None], 0.0)  # [B, H, K or 1, 1]
     place, sender = (axis.rank, axis.rank - 1) if step == 1 else (axis.size - 1 - axis.rank, axis.rank + 1)
-    own = state.tensor_split(num_blocks, dim=-1)
-    entering = [torch.zeros_like(block) for block in own]
+    entering = torch.zeros_like(state)
     # A zero that depends on the state: without it a compiled graph could hoist the sends of a rank that has nothing to
     # send above the state's computation, and moves those of the backward into the forward.
     token = state[0, 0, 0, :1].clamp(0.0, 0.0)
-    for turn in range(axis.size - 1 + num_blocks - 1):
-        to_send, to_receive = turn - place, turn - (place - 1)  # indices of blocks
-        payload, num_expected = state.new_empty(0), 0
-        if place < axis.size - 1 and 0 <= to_send < num_blocks:
-            payload = (own[to_send] + decay * entering[to_send]).flatten()
-        if place > 0 and 0 <= to_receive < num_blocks:
-            num_expected = entering[to_receive].numel()
+    for turn in range(axis.size - 1):
+        payload = (state + decay * entering).flatten() if turn == place else state.new_empty(0)
+        num_expected = state.numel() if turn == place - 1 else 0
         received, token = ring_shift(payload, token, axis, step=step, num_expected=num_expected)
         if num_expected:
             continues = documents.continues[max(axis.rank, sender), min(axis.rank, sender)]
-            block = received.view_as(entering[to_receive])
-            entering[to_receive] = block.where(continues[:, None, None, None], 0.0)
-    return torch.cat(entering, dim=-1) + token
+            entering = received.view_as(state).where(continues[:, None, None, None], 0.0)
+    return entering + token
 
 
 def _weights(totals: Tensor, between: Tensor, continues: Tensor) -> Tensor:

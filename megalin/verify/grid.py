@@ -77,7 +77,7 @@ def _options(tp: int, cp: int, pp: int, dp: int) -> list[dict[str, Any]]:
     if tp > 1:
         options.append({"sequence_parallel": True})
     if cp > 1:
-        options += [{"cp_exchange": exchange} for exchange in ("ring", "pipelined")]
+        options.append({"cp_exchange": "ring"})
     if pp > 1:
         options += [{"pp_schedule": "interleaved", "pp_stages_per_rank": 2}, {"pp_schedule": "zero_bubble"}]
     if dp > 1:

@@ -25,7 +25,7 @@ MODELS = {case.name: case.model for case in (*CASES, *SHARED_KEYS) if case.name 
 WAYS: list[tuple[int, torch.dtype, ExchangeName]] = [
     (1, torch.float32, "auto"),
     (CP, torch.bfloat16, "ring"),
-    (CP, torch.float32, "pipelined"),
+    (CP, torch.float32, "all_gather"),
 ]
 
 

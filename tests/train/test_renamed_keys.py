@@ -48,6 +48,10 @@ REFUSED = [
         "parallel.pp_transfer = 'send': input should be 'auto', 'symmetric_memory' or 'p2p'; did you mean 'p2p'?",
     ),
     (
+        "parallel.cp_exchange=pipelined",
+        "parallel.cp_exchange = 'pipelined': input should be 'auto', 'all_gather' or 'ring'; did you mean 'ring'?",
+    ),
+    (
         "model.output_init=depth",
         "model.output_init = 'depth': input should be 'plain' or 'scaled_by_depth'; did you mean 'scaled_by_depth'?",
     ),
@@ -101,6 +105,7 @@ def test_every_former_name_is_refused_and_every_present_one_known():
         ({"parallel": {"pp_stages": 2}}, {"parallel": {"pp_stages_per_rank": 2}}),
         ({"parallel": {"pp_transfer": "copy"}}, {"parallel": {"pp_transfer": "symmetric_memory"}}),
         ({"parallel": {"pp_transfer": "send"}}, {"parallel": {"pp_transfer": "p2p"}}),
+        ({"parallel": {"cp_exchange": "pipelined"}}, {"parallel": {"cp_exchange": "ring"}}),
         ({"parallel": {"tp_transfer": "auto"}}, {"parallel": {"tp_overlap": "auto"}}),
         ({"parallel": {"tp_transfer": "copy"}}, {"parallel": {"tp_overlap": "symmetric_memory"}}),
         ({"parallel": {"tp_transfer": "collective"}}, {"parallel": {"tp_overlap": "none"}}),

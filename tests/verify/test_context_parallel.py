@@ -77,7 +77,7 @@ CASES_OF = {
     | named(WITH_FOLD, cp=3, cp_exchange="ring"),
     4: named(REPRESENTATIVES, cp=2, tp=2, sequence_parallel=True)
     | named(WITH_HALO, cp=4, length=8)
-    | named(WITH_FOLD, cp=4, cp_exchange="pipelined", recompute=True)
+    | named(WITH_FOLD, cp=4, cp_exchange="ring", recompute=True)
     | named(GROUPED, cp=4, length=12)
     | named(ENCODERS, cp=2, tp=2, sequence_parallel=True, length=36)
     # Windows wider than a shard, and windows none of which crosses shards.
@@ -102,7 +102,7 @@ def compared(
 
 FAULTY_CASES = (
     named(FAULTY, cp=3)
-    | named([case for case in FAULTY if case.name == "tnl"], cp=3, cp_exchange="pipelined")
+    | named([case for case in FAULTY if case.name == "tnl"], cp=3, cp_exchange="ring")
     | named(ENCODERS[2:3], cp=3, length=36)
 )
 
