@@ -46,8 +46,8 @@ def build_model(
 
     Args:
         length: tokens per sequence, for which layers are partitioned into the stages of a pipeline.
-        overlap: whether compiled blocks overlap the all-reduces of tensor parallelism with computation, which pays if
-            the host launches that computation in time. State exchanges of context parallelism are always overlapped.
+        overlap: whether compiled blocks overlap their collectives with computation, which shortens steps of tensor
+            parallelism if the host launches that computation in time.
     """
     if mesh.pp.size == 1:
         model = make_model(config, mesh.tp, cp=mesh.cp, recompute=recompute)
@@ -82,11 +82,9 @@ def _materialise(
     if compute_dtype == torch.float64:
         model.to(torch.float64)
     if compile_blocks:
-        # The state exchange of cp waits for the slowest rank; gradients of weights overlap that wait.
         # For sequence parallelism by collectives the effect was not measured.
         by_collectives = mesh.tp.sequence_parallel and mesh.tp.buffers is None
-        overlapped = (overlap or mesh.cp.size > 1) and not by_collectives
-        options = OVERLAP_OPTIONS if overlapped else None
+        options = OVERLAP_OPTIONS if overlap and not by_collectives else None
         for block in model.block_list():
             block.compile(fullgraph=True, dynamic=False, options=options)
     blocks, precise = model.block_list(), model.full_precision_modules()

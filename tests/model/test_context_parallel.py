@@ -14,7 +14,6 @@ from megalin.parallel.context_parallel import ExchangeName
 from megalin.parallel.data_parallel import shard_model
 from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.parallel.tensor_parallel import full_tensor
-from megalin.train.build import OVERLAP_OPTIONS
 from megalin.train.step import accumulate_gradients
 from tests.cases import CASES, GLU, HIDDEN_SIZE, SHARED_KEY, VOCAB_SIZE, model
 from tests.encoder_cases import CASES as ENCODERS
@@ -40,14 +39,12 @@ MODELS["two-attentions"] = model({"sublayers": [{"type": "softmax", "num_heads":
 def on_axis(
     size: int, name: str, *, compute_dtype: torch.dtype, backend: str | None = None, exchange: ExchangeName = "auto"
 ) -> tuple[Mesh, Model]:
-    """An initialised model under context parallelism over `size` ranks; if compiled, with recomputation, and with
-    inductor's options of a training run."""
+    """An initialised model under context parallelism over `size` ranks; if compiled, with recomputation."""
     mesh = Mesh(ParallelConfig(cp=size, cp_exchange=exchange), torch.device("cpu"))
     model = make_model(MODELS[name], mesh.tp, cp=mesh.cp, recompute=backend is not None).to(compute_dtype)
     if backend is not None:
         for block in model.block_list():
-            options = OVERLAP_OPTIONS if backend == "inductor" else None
-            block.compile(fullgraph=True, dynamic=False, backend=backend, options=options)
+            block.compile(fullgraph=True, dynamic=False, backend=backend)
     shard_model(
         model, model.block_list(), model.full_precision_modules(), mesh, compute_dtype=compute_dtype, head=model.head
     )
