@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megalin.parallel.collectives import Axis, all_reduce
+from megalin.parallel.tensor_parallel import local
 
 
 class GradientNorms(NamedTuple):
@@ -50,7 +51,7 @@ def clip_gradients(
     assert dtypes in ({torch.float32}, {torch.float64}), f"gradients of {dtypes}, not all fp32 or all fp64"
     # Plain local tensors from here on: DTensor's own dispatch takes seconds on the first call and warns about each
     # reduction over two axes.
-    local_gradients = [_local(gradient) for gradient in gradients]
+    local_gradients = [local(gradient) for gradient in gradients]
     local_norms = torch.stack(torch._foreach_norm(local_gradients))
     square = _sum_of_squares(gradients, local_norms, [id(parameter) not in copies for parameter in with_gradient])
     norm = (square if stages is None else all_reduce(square, stages)).sqrt()
@@ -92,7 +93,3 @@ def _sharded_axes(gradient: Tensor) -> tuple[int, ...]:
     placements = gradient.placements
     assert not any(placement.is_partial() for placement in placements), f"unreduced gradient: {placements}"
     return tuple(axis for axis, placement in enumerate(placements) if not placement.is_replicate())
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -28,12 +28,9 @@ from megalin.parallel.collectives import (
     reduce_scatter_to_axis,
 )
 from megalin.parallel.state_passing import Direction, all_gather_states, ring_states
-from megalin.parallel.tensor_parallel import TensorParallel
+from megalin.parallel.tensor_parallel import TOKENS, TensorParallel
 
 ExchangeName = Literal["auto", "all_gather", "ring"]
-
-TOKENS = 1
-"""The dimension of [B, T, ...] along which the sequence is sharded."""
 
 
 class FullSequenceInfo(NamedTuple):

@@ -27,7 +27,7 @@ from megalin.parallel.collectives import (
 )
 
 TOKENS = 1
-"""The dimension of [B, T, ...] along which sequence parallelism shards."""
+"""The dimension of [B, T, ...] along which context and sequence parallelism shard."""
 _MOST_RANKS = 64
 """The largest axis that an error proposes."""
 
@@ -216,9 +216,9 @@ def _indivisible(total: int, what: str, size: int, *, common: int) -> str:
     return f"{what} = {total} is not divisible by parallel.tp = {size}; use tp {', '.join(map(str, fits))}"
 
 
-def local(parameter: Tensor) -> Tensor:
-    """This rank's shard of a parameter, as a plain tensor that autograd follows."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a parameter or gradient, as a plain tensor that autograd follows."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
