@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
+from megalin.ops.dispatch.custom_op import custom_op
 from megalin.ops.dispatch.dtypes import compute_dtype
 from megalin.ops.dispatch.operands import check_operands
 from megalin.ops.dispatch.self_test import compare, sample
@@ -76,19 +77,18 @@ def _unsupported(k: Tensor, v: Tensor) -> str:
     return unsupported(k, k, v)
 
 
-@torch.library.custom_op("megalin::decay_state", mutates_args=())
+def _fake_state(k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    return k.new_empty(k.shape[0], *k.shape[2:], v.shape[3], dtype=torch.float32)
+
+
+@custom_op("decay_state", _fake_state)
 def _state(k: Tensor, v: Tensor, slopes: Tensor | None, documents: Tensor | None) -> Tensor:
     from megalin._triton.scans import fixed_decay_state as kernels
 
     return kernels.state(k, v, slopes, None if documents is None else documents.contiguous())
 
 
-@_state.register_fake
-def _(k: Tensor, v: Tensor, slopes: Tensor | None, documents: Tensor | None) -> Tensor:
-    return k.new_empty(k.shape[0], *k.shape[2:], v.shape[3], dtype=torch.float32)
-
-
-@torch.library.custom_op("megalin::decay_state_backward", mutates_args=())
+@custom_op("decay_state_backward", lambda d_state, k, v, *_: (k.new_empty(k.shape), v.new_empty(v.shape)))
 def _backward(
     d_state: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, documents: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -96,11 +96,6 @@ def _backward(
 
     documents = None if documents is None else documents.contiguous()
     return kernels.gradient(d_state.contiguous(), k, v, slopes, documents)
-
-
-@_backward.register_fake
-def _(d_state: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, documents: Tensor | None) -> tuple[Tensor, Tensor]:
-    return k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
