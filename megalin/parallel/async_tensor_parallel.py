@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalin.errors import ConfigError
+from megalin.ops.dispatch.custom_op import custom_op
 from megalin.parallel.collectives import Axis
 from megalin.parallel.symmetric_memory import OpenMemory, open_symmetric_memory
 
@@ -240,7 +241,11 @@ def _op(group_name: str, x: Tensor, length: int, width: int) -> _AsyncTPOp:
     return _OPEN[group_name].op(torch.Size((len(x), length, width)), x.dtype)
 
 
-@torch.library.custom_op("megalin::all_gather_matmul", mutates_args=())
+def _fake_backward(_dy: Tensor, x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), torch.empty_like(weight)
+
+
+@custom_op("all_gather_matmul", lambda x, weight, size, _: x.new_empty(x.shape[0], x.shape[1] * size, len(weight)))
 def _all_gather_matmul(x: Tensor, weight: Tensor, size: int, group_name: str) -> Tensor:
     """x [B, T/tp, D], weight [N, D] -> x W^T of all tokens, [B, T, N]."""
     batch, length, width = x.shape
@@ -254,12 +259,7 @@ def _all_gather_matmul(x: Tensor, weight: Tensor, size: int, group_name: str) ->
     return y
 
 
-@_all_gather_matmul.register_fake
-def _(x: Tensor, weight: Tensor, size: int, group_name: str) -> Tensor:
-    return x.new_empty(x.shape[0], x.shape[1] * size, len(weight))
-
-
-@torch.library.custom_op("megalin::all_gather_matmul_backward", mutates_args=())
+@custom_op("all_gather_matmul_backward", _fake_backward)
 def _all_gather_matmul_backward(
     dy: Tensor, x: Tensor, weight: Tensor, size: int, group_name: str
 ) -> tuple[Tensor, Tensor]:
@@ -275,12 +275,7 @@ def _all_gather_matmul_backward(
     return dx, dweight
 
 
-@_all_gather_matmul_backward.register_fake
-def _(dy: Tensor, x: Tensor, weight: Tensor, size: int, group_name: str) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), torch.empty_like(weight)
-
-
-@torch.library.custom_op("megalin::matmul_reduce_scatter", mutates_args=())
+@custom_op("matmul_reduce_scatter", lambda x, weight, size, _: x.new_empty(x.shape[0], x.shape[1] // size, len(weight)))
 def _matmul_reduce_scatter(x: Tensor, weight: Tensor, size: int, group_name: str) -> Tensor:
     """x [B, T, K], weight [D, K] -> x W^T of this rank's tokens, summed over the axis, [B, T/tp, D]."""
     x = x.contiguous()
@@ -291,12 +286,7 @@ def _matmul_reduce_scatter(x: Tensor, weight: Tensor, size: int, group_name: str
     return y
 
 
-@_matmul_reduce_scatter.register_fake
-def _(x: Tensor, weight: Tensor, size: int, group_name: str) -> Tensor:
-    return x.new_empty(x.shape[0], x.shape[1] // size, len(weight))
-
-
-@torch.library.custom_op("megalin::matmul_reduce_scatter_backward", mutates_args=())
+@custom_op("matmul_reduce_scatter_backward", _fake_backward)
 def _matmul_reduce_scatter_backward(
     dy: Tensor, x: Tensor, weight: Tensor, size: int, group_name: str
 ) -> tuple[Tensor, Tensor]:
@@ -310,11 +300,6 @@ def _matmul_reduce_scatter_backward(
             _matmul(tokens, weight, out=dx[:, shard])
         dweight = _weight_gradient(op.full_sequence(), x)
     return dx, dweight
-
-
-@_matmul_reduce_scatter_backward.register_fake
-def _(dy: Tensor, x: Tensor, weight: Tensor, size: int, group_name: str) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), torch.empty_like(weight)
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor, int, str], output: Tensor) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megalin.ops.attention.softmax import softmax_attention, visible_tokens, within_window
+from megalin.ops.dispatch.custom_op import custom_op
 from megalin.ops.documents import UNPACKED, PackedDocuments, find_documents
 
 FlashKernel = Literal["torch", "flash_attn"]
@@ -123,7 +124,12 @@ def flash_attention(
     return output.unflatten(0, (batch, length))
 
 
-@torch.library.custom_op("megalin::document_attention", mutates_args=())
+def _fake_forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    batch, length, heads = q.shape[:3]
+    return q.new_empty(q.shape), q.new_empty(heads, batch * length, dtype=torch.float32)
+
+
+@custom_op("document_attention", _fake_forward)
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | None, sizes: Tensor | None, window: int
 ) -> tuple[Tensor, Tensor]:
@@ -137,13 +143,7 @@ def _forward(
     return output.view(q.shape), sums
 
 
-@_forward.register_fake
-def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    batch, length, heads = q.shape[:3]
-    return q.new_empty(q.shape), q.new_empty(heads, batch * length, dtype=torch.float32)
-
-
-@torch.library.custom_op("megalin::document_attention_backward", mutates_args=())
+@custom_op("document_attention_backward", lambda dy, *inputs: tuple(x.new_empty(x.shape) for x in inputs[:3]))
 def _backward(
     dy: Tensor,
     q: Tensor,
@@ -160,11 +160,6 @@ def _backward(
     dy, q, k, v, output = (x.flatten(0, 1) for x in (dy.contiguous(), q, k, v, output))
     dq, dk, dv = _attend_backward(dy, q, k, v, output, sums, starts, longest, window)
     return dq.view(shapes[0]), dk.view(shapes[1]), dv.view(shapes[2])
-
-
-@_backward.register_fake
-def _(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

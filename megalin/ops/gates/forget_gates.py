@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
+from megalin.ops.dispatch.custom_op import custom_op
 from megalin.ops.dispatch.dtypes import KERNEL_DTYPES, compute_dtype
 from megalin.ops.dispatch.operands import check_operands
 from megalin.ops.dispatch.self_test import compare, sample
@@ -71,28 +72,18 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-@torch.library.custom_op("megalin::forget_gates", mutates_args=())
+@custom_op("forget_gates", lambda x, bound: (x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.float32)))
 def _forward(logit: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
     from megalin._triton.gates import forget_gates as kernels
 
     return kernels.forward(logit, bound)
 
 
-@_forward.register_fake
-def _(logit: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
-    return logit.new_empty(logit.shape), logit.new_empty(logit.shape, dtype=torch.float32)
-
-
-@torch.library.custom_op("megalin::forget_gates_backward", mutates_args=())
+@custom_op("forget_gates_backward", lambda dk, dg, x, bound: (x.new_empty(x.shape), torch.empty_like(bound)))
 def _backward(dkey: Tensor, dlog_decay: Tensor, logit: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
     from megalin._triton.gates import forget_gates as kernels
 
     return kernels.backward(_rows(dkey), _rows(dlog_decay), logit, bound)
-
-
-@_backward.register_fake
-def _(dkey: Tensor, dlog_decay: Tensor, logit: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
-    return logit.new_empty(logit.shape), torch.empty_like(bound)
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor]) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
 from megalin.errors import OperandError
 from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
+from megalin.ops.dispatch.custom_op import custom_op
 from megalin.ops.dispatch.dtypes import KERNEL_DTYPES
 from megalin.ops.dispatch.operands import check_operands
 from megalin.ops.dispatch.self_test import compare, sample
@@ -57,7 +57,7 @@ def _unsupported(gate_value: Tensor) -> str:
     return "an empty tensor" if gate_value.numel() == 0 else ""
 
 
-@torch.library.custom_op("megalin::gated_product", mutates_args=())
+@custom_op("gated_product", lambda x, _: x.new_empty(*x.shape[:-1], x.shape[-1] // 2))
 def _forward(gate_value: Tensor, activation: str) -> Tensor:
     from megalin._triton.gates import gated_product as kernels
 
@@ -65,12 +65,7 @@ def _forward(gate_value: Tensor, activation: str) -> Tensor:
     return product.view(*gate_value.shape[:-1], -1)
 
 
-@_forward.register_fake
-def _(gate_value: Tensor, activation: str) -> Tensor:
-    return gate_value.new_empty(*gate_value.shape[:-1], gate_value.shape[-1] // 2)
-
-
-@torch.library.custom_op("megalin::gated_product_backward", mutates_args=())
+@custom_op("gated_product_backward", lambda dproduct, x, _: x.new_empty(x.shape))
 def _backward(dproduct: Tensor, gate_value: Tensor, activation: str) -> Tensor:
     from megalin._triton.gates import gated_product as kernels
 
@@ -78,11 +73,6 @@ def _backward(dproduct: Tensor, gate_value: Tensor, activation: str) -> Tensor:
     return kernels.backward(dproduct, gate_value.view(-1, gate_value.shape[-1]), activation == "silu").view(
         gate_value.shape
     )
-
-
-@_backward.register_fake
-def _(dproduct: Tensor, gate_value: Tensor, activation: str) -> Tensor:
-    return gate_value.new_empty(gate_value.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
+from megalin.ops.dispatch.custom_op import custom_op
 from megalin.ops.dispatch.dtypes import KERNEL_DTYPES, compute_dtype
 from megalin.ops.dispatch.operands import check_operands
 from megalin.ops.dispatch.self_test import compare, sample
@@ -66,19 +67,18 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-@torch.library.custom_op("megalin::low_rank_gate", mutates_args=())
+@custom_op("low_rank_gate", lambda x, *_: x.new_empty(x.shape))
 def _forward(x: Tensor, code: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     from megalin._triton.gates import low_rank_gate as kernels
 
     return kernels.forward(x, code, weight, bias)
 
 
-@_forward.register_fake
-def _(x: Tensor, code: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
+def _fake_backward(_dy: Tensor, x: Tensor, code: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    return x.new_empty(x.shape), code.new_empty(code.shape), *map(torch.empty_like, weights)
 
 
-@torch.library.custom_op("megalin::low_rank_gate_backward", mutates_args=())
+@custom_op("low_rank_gate_backward", _fake_backward)
 def _backward(
     dy: Tensor, x: Tensor, code: Tensor, weight: Tensor, bias: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -86,11 +86,6 @@ def _backward(
     from megalin._triton.gates import low_rank_gate as kernels
 
     return kernels.backward(_rows(dy), x, code, weight, bias)
-
-
-@_backward.register_fake
-def _(dy: Tensor, x: Tensor, code: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), code.new_empty(code.shape), torch.empty_like(weight), torch.empty_like(bias)
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
+from megalin.ops.dispatch.custom_op import custom_op
 from megalin.ops.dispatch.dtypes import KERNEL_DTYPES, compute_dtype
 from megalin.ops.dispatch.operands import check_operands
 from megalin.ops.dispatch.self_test import compare, sample
@@ -54,30 +55,20 @@ def _unsupported(x: Tensor, factor: Tensor) -> str:
     return "an empty tensor" if x.numel() == 0 else ""
 
 
-@torch.library.custom_op("megalin::scaled_heads", mutates_args=())
+@custom_op("scaled_heads", lambda x, factor: torch.empty_like(x))
 def _forward(x: Tensor, factor: Tensor) -> Tensor:
     from megalin._triton.gates import scaled_heads as kernels
 
     return kernels.forward(x.view(-1, x.shape[-1]), factor.view(-1)).view(x.shape)
 
 
-@_forward.register_fake
-def _(x: Tensor, factor: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-@torch.library.custom_op("megalin::scaled_heads_backward", mutates_args=())
+@custom_op("scaled_heads_backward", lambda dy, x: x.new_empty(x.shape[:-1], dtype=torch.float32))
 def _backward(dy: Tensor, x: Tensor) -> Tensor:
     """Gradient of the factor; that of x is the factor times dy."""
     from megalin._triton.gates import scaled_heads as kernels
 
     rows = (-1, x.shape[-1])
     return kernels.backward(dy.contiguous().view(rows), x.view(rows)).view(x.shape[:-1])
-
-
-@_backward.register_fake
-def _(dy: Tensor, x: Tensor) -> Tensor:
-    return x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
+from megalin.ops.dispatch.custom_op import custom_op
 from megalin.ops.dispatch.dtypes import KERNEL_DTYPES, compute_dtype
 from megalin.ops.dispatch.fusion import left_to_inductor
 from megalin.ops.dispatch.operands import check_operands
@@ -77,7 +78,11 @@ def _unsupported(x: Tensor, gate: Tensor | None, weight: Tensor | None) -> str:
     return "an empty tensor" if x.numel() == 0 else ""
 
 
-@torch.library.custom_op("megalin::gated_squares", mutates_args=())
+def _fake_forward(x: Tensor, gate: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x if gate is None else gate), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+@custom_op("gated_squares", _fake_forward)
 def _forward(x: Tensor, gate: Tensor | None, weight: Tensor | None, gate_first: bool) -> tuple[Tensor, Tensor]:
     from megalin._triton.norms import gated_squares as kernels
 
@@ -87,12 +92,11 @@ def _forward(x: Tensor, gate: Tensor | None, weight: Tensor | None, gate_first: 
     return product.view(x.shape), squares.view(x.shape[:-1])
 
 
-@_forward.register_fake
-def _(x: Tensor, gate: Tensor | None, weight: Tensor | None, gate_first: bool) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x if gate is None else gate), x.new_empty(x.shape[:-1], dtype=torch.float32)
+def _fake_backward(_dproduct: Tensor, _dsquares: Tensor, *operands: Any) -> list[Tensor]:
+    return [torch.empty_like(tensor) for tensor in operands[:3] if tensor is not None]
 
 
-@torch.library.custom_op("megalin::gated_squares_backward", mutates_args=())
+@custom_op("gated_squares_backward", _fake_backward)
 def _backward(
     dproduct: Tensor, dsquares: Tensor, x: Tensor, gate: Tensor | None, weight: Tensor | None, gate_first: bool
 ) -> list[Tensor]:
@@ -107,13 +111,6 @@ def _backward(
     if dgate is not None:
         found.append(dgate.view(x.shape))
     return found if dweight is None else [*found, dweight]
-
-
-@_backward.register_fake
-def _(
-    dproduct: Tensor, dsquares: Tensor, x: Tensor, gate: Tensor | None, weight: Tensor | None, gate_first: bool
-) -> list[Tensor]:
-    return [torch.empty_like(tensor) for tensor in (x, gate, weight) if tensor is not None]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

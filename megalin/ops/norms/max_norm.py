@@ -12,6 +12,7 @@ from megalin.errors import OperandError
 from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
 from megalin.ops.dispatch.cuda_launch import launch
+from megalin.ops.dispatch.custom_op import custom_op
 from megalin.ops.dispatch.dtypes import compute_dtype
 from megalin.ops.dispatch.operands import check_operands
 from megalin.ops.dispatch.self_test import compare, sample
@@ -115,7 +116,12 @@ class Encoding(NamedTuple):
     """[num_positions, K], repeated along the row."""
 
 
-@torch.library.custom_op("megalin::max_norm", mutates_args=())
+def _fake_forward(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    peak = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    return torch.empty_like(x), peak, torch.empty_like(peak, dtype=torch.int32)
+
+
+@custom_op("max_norm", _fake_forward)
 def _forward(
     x: Tensor,
     factors: Tensor | None,
@@ -141,22 +147,7 @@ def _forward(
     return y.view_as(x), peak.view(rows), index.view(rows)
 
 
-@_forward.register_fake
-def _(
-    x: Tensor,
-    factors: Tensor | None,
-    positions: Tensor | None,
-    scale: Tensor | None,
-    num_positions: int,
-    num_heads: int,
-    eps: float,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    peak = x.new_empty(x.shape[:-1], dtype=torch.float32)
-    return torch.empty_like(x), peak, torch.empty_like(peak, dtype=torch.int32)
-
-
-@torch.library.custom_op("megalin::max_norm_backward", mutates_args=())
+@custom_op("max_norm_backward", lambda dy, x, *_: torch.empty_like(x))
 def _backward(
     dy: Tensor,
     x: Tensor,
@@ -179,22 +170,6 @@ def _backward(
 
     dx = kernels.backward(dy.view(-1, width), x.view(-1, width), encoding, scale, peak.view(-1), index.view(-1))
     return dx.view_as(x)
-
-
-@_backward.register_fake
-def _(
-    dy: Tensor,
-    x: Tensor,
-    factors: Tensor | None,
-    positions: Tensor | None,
-    scale: Tensor | None,
-    num_positions: int,
-    num_heads: int,
-    peak: Tensor,
-    index: Tensor,
-    backend: str,
-) -> Tensor:
-    return torch.empty_like(x)
 
 
 def _encoding(

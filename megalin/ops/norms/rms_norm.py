@@ -10,6 +10,7 @@ from torch import Tensor
 from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.apex import apex_rms_norm, unavailable_reason
 from megalin.ops.dispatch.backend import Backend, Compiled
+from megalin.ops.dispatch.custom_op import custom_op
 from megalin.ops.dispatch.dtypes import KERNEL_DTYPES, compute_dtype
 from megalin.ops.dispatch.fusion import left_to_inductor
 from megalin.ops.dispatch.operands import check_operands
@@ -51,7 +52,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     return (srmsnorm_reference(x.to(wide), eps=eps) * weight.to(wide)).to(x.dtype)
 
 
-@torch.library.custom_op("megalin::rms_norm", mutates_args=())
+@custom_op("rms_norm", lambda x, *_: (torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)))
 def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x [..., D] contiguous -> y, and the fp32 scale [...]."""
     from megalin._triton.norms import rms_norm as kernels
@@ -60,12 +61,7 @@ def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return y.view_as(x), scale.view(x.shape[:-1])
 
 
-@_forward.register_fake
-def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
-
-
-@torch.library.custom_op("megalin::rms_norm_backward", mutates_args=())
+@custom_op("rms_norm_backward", lambda dy, x, weight, scale: (torch.empty_like(x), torch.empty_like(weight)))
 def _backward(dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     from megalin._triton.norms import rms_norm as kernels
 
@@ -73,11 +69,6 @@ def _backward(dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Ten
     dy = dy.contiguous().view(-1, width)
     dx, dweight = kernels.backward(dy, x.view(-1, width), weight, scale.view(-1))
     return dx.view_as(x), dweight
-
-
-@_backward.register_fake
-def _(dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(weight)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

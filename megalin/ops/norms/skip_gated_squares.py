@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
+from megalin.ops.dispatch.custom_op import custom_op
 from megalin.ops.dispatch.dtypes import KERNEL_DTYPES, compute_dtype
 from megalin.ops.dispatch.operands import check_operands
 from megalin.ops.dispatch.self_test import compare, sample
@@ -66,19 +67,23 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-@torch.library.custom_op("megalin::skip_gated_squares", mutates_args=())
+def _fake_forward(x: Tensor, skip: Tensor, factor: Tensor, gate: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(x.shape), x.new_empty(x.shape[0], dtype=torch.float32)
+
+
+@custom_op("skip_gated_squares", _fake_forward)
 def _forward(x: Tensor, skip: Tensor, factor: Tensor, gate: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     from megalin._triton.norms import skip_gated_squares as kernels
 
     return kernels.forward(x, skip, gate, factor, weight)
 
 
-@_forward.register_fake
-def _(x: Tensor, skip: Tensor, factor: Tensor, gate: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return gate.new_empty(x.shape), x.new_empty(x.shape[0], dtype=torch.float32)
+def _fake_backward(*inputs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _, _, x, _, factor, gate, weight = inputs
+    return x.new_empty(x.shape), gate.new_empty(gate.shape), torch.empty_like(factor), torch.empty_like(weight)
 
 
-@torch.library.custom_op("megalin::skip_gated_squares_backward", mutates_args=())
+@custom_op("skip_gated_squares_backward", _fake_backward)
 def _backward(
     dproduct: Tensor, dsquares: Tensor, x: Tensor, skip: Tensor, factor: Tensor, gate: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -86,13 +91,6 @@ def _backward(
     from megalin._triton.norms import skip_gated_squares as kernels
 
     return kernels.backward(_rows(dproduct), dsquares.contiguous(), x, skip, gate, factor, weight)
-
-
-@_backward.register_fake
-def _(
-    dproduct: Tensor, dsquares: Tensor, x: Tensor, skip: Tensor, factor: Tensor, gate: Tensor, weight: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), gate.new_empty(gate.shape), torch.empty_like(factor), torch.empty_like(weight)
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
 from megalin.ops.dispatch.cuda_launch import launch
+from megalin.ops.dispatch.custom_op import custom_op
 from megalin.ops.dispatch.dtypes import KERNEL_DTYPES, compute_dtype
 from megalin.ops.dispatch.fusion import left_to_inductor
 from megalin.ops.dispatch.self_test import compare, sample
@@ -53,7 +54,7 @@ def unsupported(x: Tensor) -> str:
     return "an empty tensor" if x.numel() == 0 else ""
 
 
-@torch.library.custom_op("megalin::srmsnorm", mutates_args=())
+@custom_op("srmsnorm", lambda x, *_: (torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)))
 def _forward(x: Tensor, eps: float, backend: str) -> tuple[Tensor, Tensor]:
     """x [..., D] contiguous -> y, and the fp32 scale [...]."""
     width = x.shape[-1]
@@ -67,12 +68,7 @@ def _forward(x: Tensor, eps: float, backend: str) -> tuple[Tensor, Tensor]:
     return y.view_as(x), scale.view(x.shape[:-1])
 
 
-@_forward.register_fake
-def _(x: Tensor, eps: float, backend: str) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
-
-
-@torch.library.custom_op("megalin::srmsnorm_backward", mutates_args=())
+@custom_op("srmsnorm_backward", lambda dy, x, *_: torch.empty_like(x))
 def _backward(dy: Tensor, x: Tensor, scale: Tensor, backend: str) -> Tensor:
     dy, width = dy.contiguous(), x.shape[-1]
     if backend == "cuda":
@@ -82,11 +78,6 @@ def _backward(dy: Tensor, x: Tensor, scale: Tensor, backend: str) -> Tensor:
     from megalin._triton.norms import srmsnorm as kernels
 
     return kernels.backward(dy.view(-1, width), x.view(-1, width), scale.view(-1)).view_as(x)
-
-
-@_backward.register_fake
-def _(dy: Tensor, x: Tensor, scale: Tensor, backend: str) -> Tensor:
-    return torch.empty_like(x)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from megalin.errors import OperandError
 from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
+from megalin.ops.dispatch.custom_op import custom_op
 from megalin.ops.dispatch.dtypes import KERNEL_DTYPES, compute_dtype
 from megalin.ops.dispatch.operands import check_operands
 from megalin.ops.dispatch.self_test import compare, sample
@@ -180,16 +181,11 @@ def _unsupported(x: Tensor) -> str:
     return "an empty tensor" if x.numel() == 0 else ""
 
 
-@torch.library.custom_op("megalin::rope", mutates_args=())
+@custom_op("rope", lambda x, *_: x.new_empty(x.shape))
 def _rotate(x: Tensor, theta: Tensor, positions: Tensor, inverse: bool) -> Tensor:
     from megalin._triton.positions import rope as kernels
 
     return kernels.rotate(_rows(x), theta, positions.flatten().contiguous(), inverse=inverse).view(x.shape)
-
-
-@_rotate.register_fake
-def _(x: Tensor, theta: Tensor, positions: Tensor, inverse: bool) -> Tensor:
-    return x.new_empty(x.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

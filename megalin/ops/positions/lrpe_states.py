@@ -22,6 +22,7 @@ from torch import Tensor
 from megalin.errors import OperandError
 from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
+from megalin.ops.dispatch.custom_op import custom_op
 from megalin.ops.dispatch.operands import check_one_dtype, check_operands
 from megalin.ops.dispatch.self_test import compare, sample
 from megalin.ops.positions.encodings import check_pairs
@@ -147,7 +148,10 @@ def _unsupported(added: Tensor) -> str:
     return "an empty tensor" if added.numel() == 0 else ""
 
 
-@torch.library.custom_op("megalin::enter_segments", mutates_args=())
+@custom_op(
+    "enter_segments",
+    lambda added, *_: (added.new_empty(added.shape), added.new_empty(added.shape[0], *added.shape[2:])),
+)
 def _enter(
     added: Tensor, initial: Tensor | None, angle: Tensor, decay: Tensor, continues: Tensor, form: str
 ) -> tuple[Tensor, Tensor]:
@@ -157,14 +161,11 @@ def _enter(
     return kernels.forward(added.contiguous(), first, angle, decay, continues, rotation=form == "rotation")
 
 
-@_enter.register_fake
-def _(
-    added: Tensor, initial: Tensor | None, angle: Tensor, decay: Tensor, continues: Tensor, form: str
-) -> tuple[Tensor, Tensor]:
-    return added.new_empty(added.shape), added.new_empty(added.shape[0], *added.shape[2:])
+def _fake_backward(_d_entering: Tensor, _d_leaving: Tensor, *operands: Any) -> tuple[Tensor, ...]:
+    return tuple(tensor.new_empty(tensor.shape) for tensor in operands[:3])
 
 
-@torch.library.custom_op("megalin::enter_segments_backward", mutates_args=())
+@custom_op("enter_segments_backward", _fake_backward)
 def _backward(
     d_entering: Tensor,
     d_leaving: Tensor,
@@ -179,20 +180,6 @@ def _backward(
 
     gradients = d_entering.contiguous(), d_leaving.contiguous()
     return kernels.backward(*gradients, entering, leaving, angle, decay, continues, rotation=form == "rotation")
-
-
-@_backward.register_fake
-def _(
-    d_entering: Tensor,
-    d_leaving: Tensor,
-    entering: Tensor,
-    leaving: Tensor,
-    angle: Tensor,
-    decay: Tensor,
-    continues: Tensor,
-    form: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return entering.new_empty(entering.shape), leaving.new_empty(leaving.shape), angle.new_empty(angle.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

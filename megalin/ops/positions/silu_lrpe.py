@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
+from megalin.ops.dispatch.custom_op import custom_op
 from megalin.ops.dispatch.dtypes import KERNEL_DTYPES
 from megalin.ops.dispatch.operands import check_operands
 from megalin.ops.dispatch.self_test import compare, sample
@@ -104,7 +105,13 @@ class _Parts(torch.autograd.Function):
         return *_backward(list(gradients), projection, theta, positions, ctx.form), None, None
 
 
-@torch.library.custom_op("megalin::silu_lrpe", mutates_args=())
+def _fake_encode(projection: Tensor, _theta: Tensor, _positions: Tensor, form: str) -> tuple[Tensor, Tensor]:
+    batch, length, _, heads, key = projection.shape
+    shape = [batch, length, heads, key * (2 if form == "cosine" else 1)]
+    return projection.new_empty(shape), projection.new_empty(shape)
+
+
+@custom_op("silu_lrpe", _fake_encode)
 def _encode(projection: Tensor, theta: Tensor, positions: Tensor, form: str) -> tuple[Tensor, Tensor]:
     from megalin._triton.positions import silu_lrpe as kernels
 
@@ -114,14 +121,7 @@ def _encode(projection: Tensor, theta: Tensor, positions: Tensor, form: str) -> 
     return codes[0].unflatten(0, projection.shape[:2]), codes[1].unflatten(0, projection.shape[:2])
 
 
-@_encode.register_fake
-def _(projection: Tensor, theta: Tensor, positions: Tensor, form: str) -> tuple[Tensor, Tensor]:
-    batch, length, _, heads, key = projection.shape
-    shape = [batch, length, heads, key * (2 if form == "cosine" else 1)]
-    return projection.new_empty(shape), projection.new_empty(shape)
-
-
-@torch.library.custom_op("megalin::silu_lrpe_backward", mutates_args=())
+@custom_op("silu_lrpe_backward", lambda dy, x, theta, *_: (x.new_empty(x.shape), theta.new_empty(theta.shape)))
 def _backward(
     gradients: list[Tensor], projection: Tensor, theta: Tensor, positions: Tensor, form: str
 ) -> tuple[Tensor, Tensor]:
@@ -137,24 +137,12 @@ def _backward(
     return d_projection.view(projection.shape), d_theta
 
 
-@_backward.register_fake
-def _(
-    gradients: list[Tensor], projection: Tensor, theta: Tensor, positions: Tensor, form: str
-) -> tuple[Tensor, Tensor]:
-    return projection.new_empty(projection.shape), theta.new_empty(theta.shape)
-
-
-@torch.library.custom_op("megalin::silu_parts_backward", mutates_args=())
+@custom_op("silu_parts_backward", lambda gradients, x: x.new_empty(x.shape))
 def _silu_backward(gradients: list[Tensor], projection: Tensor) -> Tensor:
     from megalin._triton.positions import silu_lrpe as kernels
 
     found = kernels.silu_backward([gradient.contiguous() for gradient in gradients], projection.flatten(0, 1))
     return found.view(projection.shape)
-
-
-@_silu_backward.register_fake
-def _(gradients: list[Tensor], projection: Tensor) -> Tensor:
-    return projection.new_empty(projection.shape)
 
 
 def _self_test(backend: Compiled, device: str) -> str:
