@@ -51,7 +51,8 @@ class NumericError(MegalinError):
 
 
 class RankFailedError(MegalinError):
-    """A rank that raised, died or timed out; the message names it and includes its traceback if there is one."""
+    """A rank that raised, died, timed out or launched other ops than the rest; the message names it and includes its
+    traceback if there is one."""
 
     exit_code = 9
 

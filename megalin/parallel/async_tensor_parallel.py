@@ -8,6 +8,7 @@ with the copies too.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from megalin.errors import ConfigError
 from megalin.ops.dispatch.custom_op import custom_op
-from megalin.parallel.collectives import Axis
+from megalin.parallel.launch_order import LaunchOrder, LaunchRing
 from megalin.parallel.symmetric_memory import OpenMemory, open_symmetric_memory
 
 TPOverlapName = Literal["auto", "symmetric_memory", "none"]
@@ -39,9 +40,10 @@ class AsyncTPBuffers:
     """Buffers through which copy engines move hidden states between the ranks of an axis on one host.
 
     Args:
-        group_name: of the axis's process group; the ops of that axis use this object while it lives.
+        group_name: of the axis's process group.
         rank, size: of the axis.
         open_memory: allocates so many elements of a dtype on each rank; a collective.
+        order: the record of launches on the axis.
         timeout: longest time that a CUDA stream waits for another rank.
         cuda_stream: the stream on which this rank sends and waits; None: the current one.
     """
@@ -52,33 +54,42 @@ class AsyncTPBuffers:
         rank: int,
         size: int,
         open_memory: Callable[[int, torch.dtype], OpenMemory],
+        order: LaunchOrder,
         *,
         timeout: timedelta,
         cuda_stream: torch.cuda.Stream | None = None,
     ) -> None:
-        self.rank, self.size, self.cuda_stream = rank, size, cuda_stream
+        self.rank, self.size, self.order, self.cuda_stream = rank, size, order, cuda_stream
         self.milliseconds = round(timeout.total_seconds() * 1000)
         self._open_memory = open_memory
         self._numel: dict[torch.dtype, int] = {}
         self._memory: dict[torch.dtype, OpenMemory] = {}
         self._ops: dict[tuple[torch.Size, torch.dtype], _AsyncTPOp] = {}
-        _OPEN[group_name] = self
+        self.name = next(name for n in itertools.count() if (name := f"{group_name}.{n}") not in _OPEN)
+        """Name of these buffers among those of all groups, which the ops take as an argument."""
+        _OPEN[self.name] = self
 
     def op(self, shape: torch.Size, dtype: torch.dtype) -> _AsyncTPOp:
         """Context manager of one op on hidden states [B, T, D]; a collective. Ops of all shapes use the same memory,
-        twice the largest hidden states; larger ones get new memory, at least twice as much as before."""
+        twice the largest hidden states; larger ones get new memory, at least twice as much as before.
+
+        Raises:
+            RankFailedError: not all ranks open memory at the same launch; see `LaunchOrder.compare`.
+        """
         key = shape, dtype
         if key not in self._ops:
             needed, there = 2 * shape.numel(), self._numel.get(dtype, 0)
             if needed > there:
-                self._numel[dtype] = max(needed, 2 * there)
-                self._memory[dtype] = self._open_memory(self._numel[dtype], dtype)
+                numel = max(needed, 2 * there)
+                self.order.record("open_memory", (numel,))
+                self.order.compare(f"opens memory for {numel} elements of {dtype}")
+                self._memory[dtype], self._numel[dtype] = self._open_memory(numel, dtype), numel
             self._ops[key] = _AsyncTPOp(self, self._memory[dtype], shape, dtype)
         return self._ops[key]
 
 
 _OPEN: WeakValueDictionary[str, AsyncTPBuffers] = WeakValueDictionary()
-"""By the name of the process group, which torch.library ops can take as an argument."""
+"""By their name: torch.library ops take no other objects."""
 
 
 class _AsyncTPOp:
@@ -237,8 +248,14 @@ def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
     return dy.flatten(0, 1).t() @ x.flatten(0, 1)
 
 
-def _op(group_name: str, x: Tensor, length: int, width: int) -> _AsyncTPOp:
-    return _OPEN[group_name].op(torch.Size((len(x), length, width)), x.dtype)
+def _op(name: str, buffers: str, x: Tensor, length: int, width: int, channels: int) -> _AsyncTPOp:
+    """Communication of an op between hidden states [B, T, D] and [B, T, N] of all ranks, recorded by its name.
+
+    Args:
+        length, width, channels: T, D and N.
+    """
+    _OPEN[buffers].order.record(name, (len(x), length, width, channels))
+    return _OPEN[buffers].op(torch.Size((len(x), length, width)), x.dtype)
 
 
 def _fake_backward(_dy: Tensor, x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -246,11 +263,11 @@ def _fake_backward(_dy: Tensor, x: Tensor, weight: Tensor, *_: Any) -> tuple[Ten
 
 
 @custom_op("all_gather_matmul", lambda x, weight, size, _: x.new_empty(x.shape[0], x.shape[1] * size, len(weight)))
-def _all_gather_matmul(x: Tensor, weight: Tensor, size: int, group_name: str) -> Tensor:
+def _all_gather_matmul(x: Tensor, weight: Tensor, size: int, buffers: str) -> Tensor:
     """x [B, T/tp, D], weight [N, D] -> x W^T of all tokens, [B, T, N]."""
     batch, length, width = x.shape
     x = x.contiguous()
-    with _op(group_name, x, length * size, width) as op:
+    with _op("all_gather_matmul", buffers, x, length * size, width, len(weight)) as op:
         op.send_shard(x)
         y = x.new_empty(batch, length * size, len(weight))
         _matmul(x, weight.t(), out=y[:, op.own])
@@ -261,11 +278,11 @@ def _all_gather_matmul(x: Tensor, weight: Tensor, size: int, group_name: str) ->
 
 @custom_op("all_gather_matmul_backward", _fake_backward)
 def _all_gather_matmul_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, size: int, group_name: str
+    dy: Tensor, x: Tensor, weight: Tensor, size: int, buffers: str
 ) -> tuple[Tensor, Tensor]:
     """dy [B, T, N] -> dx [B, T/tp, D], summed over the axis, and the gradient of the weight."""
     dy, x = dy.contiguous(), x.contiguous()
-    with _op(group_name, x, x.shape[1] * size, x.shape[2]) as op:
+    with _op("all_gather_matmul_backward", buffers, x, x.shape[1] * size, x.shape[2], len(weight)) as op:
         op.send_shard(x, keep=True)
         op.send_partial_sums(dy, weight)
         dx, summed = op.received_sum()
@@ -276,10 +293,10 @@ def _all_gather_matmul_backward(
 
 
 @custom_op("matmul_reduce_scatter", lambda x, weight, size, _: x.new_empty(x.shape[0], x.shape[1] // size, len(weight)))
-def _matmul_reduce_scatter(x: Tensor, weight: Tensor, size: int, group_name: str) -> Tensor:
+def _matmul_reduce_scatter(x: Tensor, weight: Tensor, size: int, buffers: str) -> Tensor:
     """x [B, T, K], weight [D, K] -> x W^T of this rank's tokens, summed over the axis, [B, T/tp, D]."""
     x = x.contiguous()
-    with _op(group_name, x, x.shape[1], len(weight)) as op:
+    with _op("matmul_reduce_scatter", buffers, x, x.shape[1], len(weight), x.shape[2]) as op:
         op.send_partial_sums(x, weight.t())
         y = _matmul(x[:, op.own], weight.t())
         op.add_received(y)
@@ -288,11 +305,11 @@ def _matmul_reduce_scatter(x: Tensor, weight: Tensor, size: int, group_name: str
 
 @custom_op("matmul_reduce_scatter_backward", _fake_backward)
 def _matmul_reduce_scatter_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, size: int, group_name: str
+    dy: Tensor, x: Tensor, weight: Tensor, size: int, buffers: str
 ) -> tuple[Tensor, Tensor]:
     """dy [B, T/tp, D] -> dx [B, T, K] and the gradient of the weight."""
     dy, x = dy.contiguous(), x.contiguous()
-    with _op(group_name, dy, x.shape[1], dy.shape[2]) as op:
+    with _op("matmul_reduce_scatter_backward", buffers, dy, x.shape[1], dy.shape[2], x.shape[2]) as op:
         op.send_shard(dy, keep=True)
         dx = torch.empty_like(x)
         _matmul(dy, weight, out=dx[:, op.own])
@@ -319,22 +336,25 @@ _all_gather_matmul.register_autograd(_differentiate_gather, setup_context=_save)
 _matmul_reduce_scatter.register_autograd(_differentiate_scatter, setup_context=_save)
 
 
-def all_gather_matmul(x: Tensor, weight: Tensor, axis: Axis) -> Tensor:
+def all_gather_matmul(x: Tensor, weight: Tensor, buffers: AsyncTPBuffers) -> Tensor:
     """y = all-gather(x) W^T along the sequence: x [B, T/tp, D], weight [N, D] -> [B, T, N]. Differentiable in both; the
     gradient of x is summed over the axis. A collective; equals `gather_from_axis` and a matmul up to rounding."""
-    return _all_gather_matmul(x, weight, axis.size, axis.group_name)
+    return _all_gather_matmul(x, weight, buffers.size, buffers.name)
 
 
-def matmul_reduce_scatter(x: Tensor, weight: Tensor, axis: Axis) -> Tensor:
+def matmul_reduce_scatter(x: Tensor, weight: Tensor, buffers: AsyncTPBuffers) -> Tensor:
     """y = reduce-scatter(x W^T) along the sequence: x [B, T, K], weight [D, K] -> [B, T/tp, D]. Differentiable in both.
     A collective; equals a matmul and `reduce_scatter_to_axis` up to rounding."""
-    return _matmul_reduce_scatter(x, weight, axis.size, axis.group_name)
+    return _matmul_reduce_scatter(x, weight, buffers.size, buffers.name)
 
 
 def open_async_tp_buffers(
-    device: torch.device, *, group: dist.ProcessGroup, timeout: timedelta
+    device: torch.device, *, group: dist.ProcessGroup, timeout: timedelta, launches: LaunchRing
 ) -> AsyncTPBuffers | str:
     """Opens the buffers of both ops on this group's axis; the ops use them while the caller keeps them. A collective.
+
+    Args:
+        launches: records the launches of the ops.
 
     Returns:
         The buffers; or the reason why there are none, the same on every rank.
@@ -354,4 +374,5 @@ def open_async_tp_buffers(
         return tried
     cuda_stream = torch.cuda.Stream(device, priority=-1)
     name, rank, size = group.group_name, group.rank(), group.size()
-    return AsyncTPBuffers(name, rank, size, open_memory, timeout=timeout, cuda_stream=cuda_stream)
+    order = LaunchOrder(launches, "tp", group, timeout=timeout)
+    return AsyncTPBuffers(name, rank, size, open_memory, order, timeout=timeout, cuda_stream=cuda_stream)

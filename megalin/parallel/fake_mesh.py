@@ -58,7 +58,7 @@ def fake_mesh(
         if async_tp:
             axis = mesh.tp.axis
             mesh.tp.buffers = AsyncTPBuffers(
-                axis.group_name, axis.rank, axis.size, _no_memory, timeout=COLLECTIVE_TIMEOUT
+                axis.group_name, axis.rank, axis.size, _no_memory, mesh.launch_order, timeout=COLLECTIVE_TIMEOUT
             )
         yield mesh
     finally:

@@ -16,6 +16,7 @@ from megalin.errors import ConfigError
 from megalin.parallel.async_tensor_parallel import AsyncTPBuffers, TPOverlapName, open_async_tp_buffers
 from megalin.parallel.collectives import COLLECTIVE_TIMEOUT, Axis, all_reduce
 from megalin.parallel.context_parallel import ContextParallel, ExchangeName
+from megalin.parallel.launch_order import LaunchOrder, LaunchRing
 from megalin.parallel.pipeline_parallel import PipelineParallel, PPTransferName, ScheduleName
 from megalin.parallel.process_group import open_group
 from megalin.parallel.tensor_parallel import TensorParallel
@@ -184,6 +185,8 @@ class Mesh:
         cp: the context-parallel axis for layers: neighbours on the data axis that share their samples.
         tp: the tensor-parallel axis for layers.
         pp: the pipeline axis: ranks that have other layers and read the same samples.
+        launches: this rank's launches of overlapped ops.
+        launch_order: those of async tensor parallelism, which the ranks of the tensor-parallel axis compare.
         device: this rank's device.
     """
 
@@ -203,7 +206,7 @@ class Mesh:
         data_size = dist.get_world_size() // (config.tp * config.pp)
         shard = config.shard_size(data_size)
         self.zero = config.zero_stage(data_size)
-        self.config, self.device = config, device
+        self.config, self.device, self.launches = config, device, LaunchRing()
         self._root = _stage_mesh(config, device, replicate=data_size // shard, shard=shard, tp=config.tp)
         tp_mesh = self._root["tp"]
         self.data_group = open_group("data", self._root.mesh, -3, -2)
@@ -212,13 +215,19 @@ class Mesh:
             _axis("tp", tp_mesh.get_group()),
             device_mesh=tp_mesh,
             sequence_parallel=config.sequence_parallel,
-            buffers=_async_tp_buffers(config, device, tp_mesh.get_group()),
+            buffers=_async_tp_buffers(config, device, tp_mesh.get_group(), self.launches),
         )
+        self.launch_order = LaunchOrder(self.launches, "tp") if self.tp.buffers is None else self.tp.buffers.order
         self.device_mesh, self.pp = self._root, pipeline_parallel()
         if config.pp > 1:
             self.device_mesh = self._root["replicate", "shard", "tp"]
             group = self._root["pp"].get_group()
-            self.pp = pipeline_parallel(_axis("pp", group), group=group, stages_per_rank=config.pp_stages_per_rank)
+            self.pp = pipeline_parallel(
+                _axis("pp", group),
+                group=group,
+                stages_per_rank=config.pp_stages_per_rank,
+                launches=self.launches,
+            )
         self.samples, cp = self.data, Axis("cp")
         if config.cp > 1:
             # Weights are not sharded over cp: a mesh of its own divides the same data axis another way.
@@ -287,11 +296,13 @@ def check_device(config: ParallelConfig, device_type: str) -> None:
         )
 
 
-def _async_tp_buffers(config: ParallelConfig, device: torch.device, group: dist.ProcessGroup) -> AsyncTPBuffers | None:
+def _async_tp_buffers(
+    config: ParallelConfig, device: torch.device, group: dist.ProcessGroup, launches: LaunchRing
+) -> AsyncTPBuffers | None:
     """The buffers of async tensor parallelism in the tensor-parallel group; None where it is not used."""
     if not config.may_use_async_tp:
         return None
-    buffers = open_async_tp_buffers(device, group=group, timeout=COLLECTIVE_TIMEOUT)
+    buffers = open_async_tp_buffers(device, group=group, timeout=COLLECTIVE_TIMEOUT, launches=launches)
     if isinstance(buffers, AsyncTPBuffers):
         return buffers
     if config.tp_overlap == "symmetric_memory":

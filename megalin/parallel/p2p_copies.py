@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalin.parallel.launch_order import LaunchRing
 from megalin.parallel.symmetric_memory import SymmetricMemory, open_symmetric_memory
 
 SLOTS = 2
@@ -34,6 +35,7 @@ class P2PChannels:
         rank: int,
         shape: Sequence[int],
         dtype: torch.dtype,
+        launches: LaunchRing,
         *,
         timeout: timedelta,
         cuda_stream: torch.cuda.Stream | None = None,
@@ -44,12 +46,13 @@ class P2PChannels:
             memory: SLOTS tensors a channel on each rank.
             rank: this rank's index in the group.
             shape, dtype: of the tensors.
+            launches: records what this rank sends and receives, without a comparison: the ranks of a pipeline differ.
             timeout: longest time that a CUDA stream waits for another rank.
             cuda_stream: the stream that this rank sends on; None: the current one.
             buffer: this rank's buffer of the memory, where something must keep it.
         """
         self.memory, self.cuda_stream, self._rank, self._buffer = memory, cuda_stream, rank, buffer
-        self._shape, self._dtype = tuple(shape), dtype
+        self._shape, self._dtype, self._launches = tuple(shape), dtype, launches
         self.milliseconds = round(timeout.total_seconds() * 1000)
 
     def sender(self, to: int, channel: int) -> Sender:
@@ -59,6 +62,10 @@ class P2PChannels:
     def receiver(self, source: int, channel: int) -> Receiver:
         """The receiving end of this rank's channel `channel`, on which rank `source` sends."""
         return Receiver(self, source, channel, self._slots(self._rank, channel))
+
+    def record(self, op: str) -> None:
+        """Records that a tensor is sent or received."""
+        self._launches.record(op, "pp", self._shape)
 
     def _slots(self, rank: int, channel: int) -> list[Tensor]:
         size = torch.Size(self._shape).numel()
@@ -92,6 +99,7 @@ class Sender(_ChannelEnd):
 
     def send(self, tensor: Tensor) -> None:
         """Sends `tensor` after the current CUDA stream's work; on a GPU neither that stream nor the host waits."""
+        self._channels.record(f"send to rank {self._other_rank}, channel {self._channel}")
         cuda_stream = self._channels.cuda_stream
         if cuda_stream is None:
             self._copy(tensor)
@@ -114,6 +122,7 @@ class Receiver(_ChannelEnd):
 
     def receive(self, into: Tensor) -> None:
         """Fills `into` with the next tensor sent; the current CUDA stream waits for it."""
+        self._channels.record(f"receive from rank {self._other_rank}, channel {self._channel}")
         slot, full, _ = self._next()
         self._wait(full)
         into.detach().copy_(slot)
@@ -128,6 +137,7 @@ def open_channels(
     *,
     group: dist.ProcessGroup,
     timeout: timedelta,
+    launches: LaunchRing,
 ) -> P2PChannels | str:
     """Opens `num_channels` channels into each rank of the group; a collective.
 
@@ -140,4 +150,6 @@ def open_channels(
         return opened
     memory, buffer = opened
     cuda_stream = torch.cuda.Stream(device, priority=-1)
-    return P2PChannels(memory, group.rank(), shape, dtype, timeout=timeout, cuda_stream=cuda_stream, buffer=buffer)
+    return P2PChannels(
+        memory, group.rank(), shape, dtype, launches, timeout=timeout, cuda_stream=cuda_stream, buffer=buffer
+    )

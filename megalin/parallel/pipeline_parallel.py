@@ -19,6 +19,7 @@ from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 
 from megalin.errors import ConfigError
 from megalin.parallel.collectives import COLLECTIVE_TIMEOUT, Axis, all_reduce
+from megalin.parallel.launch_order import LaunchRing
 from megalin.parallel.p2p_copies import P2PChannels, open_channels
 from megalin.parallel.process_group import open_groups
 from megalin.parallel.tensor_parallel import local
@@ -37,12 +38,19 @@ class PipelineParallel:
         axis: this rank's view of the axis.
         group: the process group of the axis; none at size 1.
         stages_per_rank: stages that each rank runs.
+        launches: records the transfers through symmetric memory.
     """
 
     def __init__(
-        self, axis: Axis | None = None, *, group: dist.ProcessGroup | None = None, stages_per_rank: int = 1
+        self,
+        axis: Axis | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        stages_per_rank: int = 1,
+        launches: LaunchRing | None = None,
     ) -> None:
         self.axis = Axis("pp") if axis is None else axis
+        self.launches = LaunchRing() if launches is None else launches
         self.group = group
         self.num_stages = self.size * stages_per_rank
 
@@ -262,7 +270,9 @@ def _open_stage_channels(
         return None
     assert pp.group is not None
     num_channels = 2 * pp.num_stages // pp.size
-    channels = open_channels(num_channels, *hidden_states, device, group=pp.group, timeout=COLLECTIVE_TIMEOUT)
+    channels = open_channels(
+        num_channels, *hidden_states, device, group=pp.group, timeout=COLLECTIVE_TIMEOUT, launches=pp.launches
+    )
     if isinstance(channels, P2PChannels):
         return channels
     if transfer == "symmetric_memory":

@@ -97,7 +97,7 @@ class TensorParallel:
         """
         if self.buffers is None:
             return functional.linear(self.enter(x), weight, bias)
-        y = all_gather_matmul(x, weight, self.axis)
+        y = all_gather_matmul(x, weight, self.buffers)
         return y if bias is None else y + bias
 
     def linear_reduce_scatter(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ class TensorParallel:
         """
         if self.buffers is None:
             return self.leave(functional.linear(x, weight))
-        return matmul_reduce_scatter(x, weight, self.axis)
+        return matmul_reduce_scatter(x, weight, self.buffers)
 
     def reduce_tokens(self, x: Tensor) -> Tensor:
         """`leave` for one number a token: [B, T] -> [B, T or T/tp], summed over the axis."""

@@ -80,6 +80,8 @@ def _trace(workload: Workload, model: LanguageModel, mesh: Mesh, batch: int) -> 
     num_shards = mesh.tp.size if mesh.tp.sequence_parallel else 1
     hidden_states = partial(torch.empty, batch, length // num_shards, config.hidden_size, dtype=wide)
     names = {axis.group_name: axis.name for axis in (mesh.tp.axis, mesh.cp.axis) if axis.size > 1}
+    if mesh.tp.buffers is not None:
+        names[mesh.tp.buffers.name] = mesh.tp.axis.name
     blocks = []
     for block in model.block_list():
         contexts = block.contexts(new_context())

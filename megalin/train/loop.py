@@ -158,10 +158,12 @@ class TrainingLoop:
             for step in range(self.first_step, last_step):
                 batches, digest, data_wait_seconds = self._next_batches(loader, step, in_flight.finish)
                 rate = learning_rate(config.optimizer, config.schedule, step, train.steps)
+                self.mesh.launches.step = step + 1
                 pending = self.engine.step(batches, learning_rate=rate, step=step + 1)
                 must_finish = self._must_finish(step + 1, last_step)
                 if must_finish:
                     self.engine.timer.pause()  # evaluations and checkpoints count for no step
+                    self.mesh.launch_order.compare()  # else this rank may wait forever, or save wrong weights
                 in_flight.finish()
                 in_flight.add(InFlightStep(step + 1, pending, rate, data_wait_seconds, digest))
                 if pending.is_ready or must_finish:
@@ -243,8 +245,10 @@ class TrainingLoop:
         # Over all axes: ranks of other layers or shards read the same samples, each from its own disk. Only one of the
         # ranks that share samples counts in the digest.
         counts = int(max(mesh.tp.axis.rank, mesh.cp.axis.rank, mesh.pp.axis.rank) == 0)
-        flags = torch.tensor([error is not None, self.preemption.received]).long()
-        failed, terminated, *digest = sum_over_ranks(torch.cat([flags, counts * own.digest])).tolist()
+        flags = torch.tensor([error is not None, self.preemption.received, mesh.launch_order.residual()]).long()
+        failed, terminated, residual, *digest = sum_over_ranks(torch.cat([flags, counts * own.digest])).tolist()
+        if residual:  # before anything waits for the device, which such launches can stop
+            on_every_rank(mesh.launch_order.compare)
         if failed or terminated:
             finish()
         if failed:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalin.parallel.async_tensor_parallel import AsyncTPBuffers
+from megalin.parallel.launch_order import LaunchOrder, LaunchRing
 from megalin.parallel.symmetric_memory import OpenMemory
 
 NUM_SIGNALS = 64
@@ -60,7 +61,9 @@ def buffers_in_files(folder: Path) -> Callable[..., AsyncTPBuffers]:
     """Stand-in for `open_async_tp_buffers` on CPU ranks, with files in a folder that all of them can read."""
     opened = 0
 
-    def open_(device: torch.device, *, group: dist.ProcessGroup, timeout: timedelta) -> AsyncTPBuffers:
+    def open_(
+        device: torch.device, *, group: dist.ProcessGroup, timeout: timedelta, launches: LaunchRing
+    ) -> AsyncTPBuffers:
         assert device.type == "cpu"
         ranks = dist.get_process_group_ranks(group)
 
@@ -74,6 +77,40 @@ def buffers_in_files(folder: Path) -> Callable[..., AsyncTPBuffers]:
             memory = SharedMemory(here, group.rank(), group.size(), numel, dtype)
             return OpenMemory(memory, torch.empty(0))
 
-        return AsyncTPBuffers(group.group_name, group.rank(), group.size(), open_memory, timeout=timedelta(seconds=20))
+        name, rank, size, limit = group.group_name, group.rank(), group.size(), timedelta(seconds=20)
+        order = LaunchOrder(launches, "tp", group, timeout=limit)
+        return AsyncTPBuffers(name, rank, size, open_memory, order, timeout=limit)
 
     return open_
+
+
+class _WithoutWaits:
+    """Symmetric memory of one rank, whose signals nothing waits for: the view of a GPU's host, which only launches."""
+
+    def __init__(self, numel: int, dtype: torch.dtype) -> None:
+        self._data = torch.zeros(numel, dtype=dtype)
+
+    def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype, storage_offset: int) -> Tensor:
+        return self._data[storage_offset : storage_offset + torch.Size(sizes).numel()].view(sizes)
+
+    def put_signal(self, dst_rank: int, channel: int, timeout_ms: int) -> None:
+        pass
+
+    def wait_signal(self, src_rank: int, channel: int, timeout_ms: int) -> None:
+        pass
+
+    def barrier(self, channel: int, timeout_ms: int) -> None:
+        pass
+
+
+def buffers_without_waits(
+    device: torch.device, *, group: dist.ProcessGroup, timeout: timedelta, launches: LaunchRing
+) -> AsyncTPBuffers:
+    """Stand-in for `open_async_tp_buffers` on CPU ranks: ops launch without waiting, and their results are wrong."""
+    assert device.type == "cpu"
+
+    def open_memory(numel: int, dtype: torch.dtype) -> OpenMemory:
+        return OpenMemory(_WithoutWaits(numel, dtype), torch.empty(0))
+
+    order = LaunchOrder(launches, "tp", group, timeout=timeout)
+    return AsyncTPBuffers(group.group_name, group.rank(), group.size(), open_memory, order, timeout=timeout)

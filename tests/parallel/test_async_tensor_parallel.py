@@ -24,7 +24,7 @@ from megalin.parallel.async_tensor_parallel import (
     matmul_reduce_scatter,
     open_async_tp_buffers,
 )
-from megalin.parallel.collectives import Axis
+from megalin.parallel.launch_order import LaunchOrder, LaunchRing
 from megalin.parallel.mesh import ParallelConfig, check_device
 from megalin.parallel.symmetric_memory import OpenMemory
 from tests.model_runs import checkpoint_tensors, train_here, write_config
@@ -47,28 +47,31 @@ def inputs(batch: int, channels: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x, up, down / channels**0.5, dy
 
 
-def layer(x: Tensor, up: Tensor, down: Tensor, axis: Axis | None) -> Tensor:
+def layer(x: Tensor, up: Tensor, down: Tensor, buffers: AsyncTPBuffers | None) -> Tensor:
     """x + down(up(x)^2), twice, so that an op's memory is written again."""
     for _ in range(2):
-        hidden = x @ up.t() if axis is None else all_gather_matmul(x, up, axis)
+        hidden = x @ up.t() if buffers is None else all_gather_matmul(x, up, buffers)
         hidden = hidden.square()
-        x = x + (hidden @ down.t() if axis is None else matmul_reduce_scatter(hidden, down, axis))
+        x = x + (hidden @ down.t() if buffers is None else matmul_reduce_scatter(hidden, down, buffers))
     return x
 
 
+def open_in_files(folder: Path) -> AsyncTPBuffers:
+    """Buffers of all ranks."""
+    assert dist.group.WORLD is not None
+    return buffers_in_files(folder)(torch.device("cpu"), group=dist.group.WORLD, timeout=None, launches=LaunchRing())
+
+
 def on_ranks(folder: Path, batch: int, channels: int, compiled: bool, dtype: torch.dtype = torch.float64) -> Arrays:
-    group = dist.group.WORLD
-    assert group is not None
-    axis = Axis("tp", group.size(), group.rank(), group.group_name)
-    buffers = buffers_in_files(folder)(torch.device("cpu"), group=group, timeout=None)
+    buffers = open_in_files(folder)
+    size, rank = buffers.size, buffers.rank
     x, up, down, dy = inputs(batch, channels)
-    x, dy = (full.chunk(axis.size, 1)[axis.rank] for full in (x, dy))
-    up, down = up.chunk(axis.size, 0)[axis.rank], down.chunk(axis.size, 1)[axis.rank]
+    x, dy = (full.chunk(size, 1)[rank] for full in (x, dy))
+    up, down = up.chunk(size, 0)[rank], down.chunk(size, 1)[rank]
     leaves = [leaf.detach().to(dtype, copy=True).requires_grad_() for leaf in (x, up, down)]
     run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
-    y = run(*leaves, axis)
+    y = run(*leaves, buffers)
     y.backward(dy.to(dtype))
-    del buffers
     found = {name: leaf.grad for name, leaf in zip(("dx", "dup", "ddown"), leaves, strict=True)}
     return to_arrays({name: tensor.double() for name, tensor in {"y": y, **found}.items()})
 
@@ -116,7 +119,8 @@ def test_hidden_states_of_all_shapes_share_memory(tmp_path):
         (here := tmp_path / str(numel)).mkdir()
         return OpenMemory(SharedMemory(here, 0, 2, numel, dtype), torch.empty(0))
 
-    buffers = AsyncTPBuffers("alone", 0, 2, open_memory, timeout=timedelta(seconds=1))
+    order = LaunchOrder(LaunchRing(), "tp")
+    buffers = AsyncTPBuffers("alone", 0, 2, open_memory, order, timeout=timedelta(seconds=1))
     for length in (8, 2, 8, 10, 14, 16, 40):
         buffers.op(torch.Size((1, length, 4)), torch.float32)
     assert opened == [64, 128, 320]
@@ -124,19 +128,15 @@ def test_hidden_states_of_all_shapes_share_memory(tmp_path):
 
 def gather_often(folder: Path) -> list[float]:
     """Means of the results of successive all-gathers and matmuls, where rank 1 reads late."""
-    group = dist.group.WORLD
-    assert group is not None
-    axis = Axis("tp", group.size(), group.rank(), group.group_name)
-    buffers = buffers_in_files(folder)(torch.device("cpu"), group=group, timeout=None)
+    buffers = open_in_files(folder)
     matmul = async_tensor_parallel._matmul
 
     def late(*arguments: Any, **options: Any) -> Tensor:
-        time.sleep(0.05 * axis.rank)
+        time.sleep(0.05 * buffers.rank)
         return matmul(*arguments, **options)
 
     with patch.object(async_tensor_parallel, "_matmul", late):
-        found = [all_gather_matmul(torch.full((1, 2, 3), float(turn)), torch.eye(3), axis) for turn in range(4)]
-    assert buffers.size == axis.size
+        found = [all_gather_matmul(torch.full((1, 2, 3), float(turn)), torch.eye(3), buffers) for turn in range(4)]
     return [turn.mean().item() for turn in found]
 
 
@@ -199,7 +199,9 @@ def refusal(host: str) -> str:
     group = dist.group.WORLD
     assert group is not None
     with patch.object(socket, "gethostname", lambda: host.format(rank=dist.get_rank())):
-        found = open_async_tp_buffers(torch.device("cuda"), group=group, timeout=timedelta(seconds=1))
+        found = open_async_tp_buffers(
+            torch.device("cuda"), group=group, timeout=timedelta(seconds=1), launches=LaunchRing()
+        )
     assert isinstance(found, str), found
     return found
 

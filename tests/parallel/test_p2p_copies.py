@@ -18,6 +18,7 @@ from megalin.__main__ import main
 from megalin.errors import ConfigError
 from megalin.model.pipeline_partition import interleaved_order
 from megalin.parallel import pipeline_parallel
+from megalin.parallel.launch_order import LaunchRing
 from megalin.parallel.p2p_copies import SLOTS, P2PChannels, open_channels
 from tests.model_runs import checkpoint_tensors, metrics, model_table, train_here, write_config
 from tests.parallel.shared_memory import SharedMemory
@@ -31,7 +32,10 @@ def both_ranks(folder: Path, *, num_channels: int = 1) -> list[P2PChannels]:
     """Channels of two ranks over one memory, both in this process."""
     numel = num_channels * SLOTS * torch.Size(SHAPE).numel()
     memories = [SharedMemory(folder, rank, 2, numel, torch.float32) for rank in range(2)]
-    return [P2PChannels(memory, rank, SHAPE, torch.float32, timeout=SECOND) for rank, memory in enumerate(memories)]
+    return [
+        P2PChannels(memory, rank, SHAPE, torch.float32, LaunchRing(), timeout=SECOND)
+        for rank, memory in enumerate(memories)
+    ]
 
 
 def sent(number: float) -> torch.Tensor:
@@ -80,12 +84,31 @@ def test_nothing_is_received_before_it_was_sent(tmp_path):
         received(both_ranks(tmp_path)[1].receiver(0, 0))
 
 
+def test_transfers_are_recorded(tmp_path):
+    launches = LaunchRing()
+    memory = SharedMemory(tmp_path, 0, 1, 2 * SLOTS * 6, torch.float32)
+    channels = P2PChannels(memory, 0, SHAPE, torch.float32, launches, timeout=SECOND)
+    channels.sender(0, 1).send(sent(1.0))
+    assert received(channels.receiver(0, 1)) == 1.0
+    assert launches.recent() == [
+        (0, "send to rank 0, channel 1", "pp", SHAPE, 0),
+        (1, "receive from rank 0, channel 1", "pp", SHAPE, 0),
+    ]
+
+
 def train_with_channels(config: Path, folder: Path, *overrides: str) -> int:
     """Trains with channels in shared files; returns the number of tensors that the steps sent without them."""
     number = 0
 
     def open_in_files(
-        num_channels: int, shape: tuple[int, ...], dtype: torch.dtype, device: Any, *, group: Any, **_: Any
+        num_channels: int,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: Any,
+        *,
+        group: Any,
+        launches: LaunchRing,
+        **_: Any,
     ) -> Any:
         nonlocal number
         column = dist.get_rank() % (dist.get_world_size() // group.size())
@@ -96,7 +119,7 @@ def train_with_channels(config: Path, folder: Path, *overrides: str) -> int:
         dist.barrier(group)
         numel = num_channels * SLOTS * torch.Size(shape).numel()
         memory = SharedMemory(here, group.rank(), group.size(), numel, dtype)
-        return P2PChannels(memory, group.rank(), shape, dtype, timeout=timedelta(seconds=20))
+        return P2PChannels(memory, group.rank(), shape, dtype, launches, timeout=timedelta(seconds=20))
 
     num_sent = 0
     batch_p2p = schedules._batch_p2p
@@ -149,7 +172,9 @@ def test_a_run_with_channels_has_the_bits_of_one_that_sends(tmp_path, world_size
 def open_on_hosts(host: str) -> P2PChannels | str:
     """A rank's channels, or its reason for having none, on CPU ranks whose hosts have these names."""
     with patch.object(socket, "gethostname", lambda: host.format(rank=dist.get_rank())):
-        return open_channels(2, SHAPE, torch.float32, torch.device("cuda"), group=dist.group.WORLD, timeout=SECOND)
+        return open_channels(
+            2, SHAPE, torch.float32, torch.device("cuda"), group=dist.group.WORLD, timeout=SECOND, launches=LaunchRing()
+        )
 
 
 def test_every_rank_has_the_same_reason_for_no_channels():

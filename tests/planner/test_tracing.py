@@ -112,7 +112,7 @@ def test_overlapped_matmuls_are_reported_with_their_transfers(compiled):
             materialize(sharded, torch.float32)
             x = torch.empty(2, TOKENS // 4, WIDTH, requires_grad=True)
             cost = trace_compiled(sharded, sharded, x) if compiled else trace(sharded, sharded, x)
-    transfer = (COPY, parallel.axis.group_name, 2 * X, 2 * (2 * TOKENS) * WIDTH * INNER * 3 // 4)
+    transfer = (COPY, parallel.buffers.name, 2 * X, 2 * (2 * TOKENS) * WIDTH * INNER * 3 // 4)
     assert [tuple(each) for each in cost.forward] == [transfer, transfer]
     # The gradient of the gathered input: the tokens once more, and the sums.
     assert [tuple(each) for each in cost.backward] == [transfer, transfer, transfer]
