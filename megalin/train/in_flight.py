@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from torch import Tensor
@@ -22,32 +23,36 @@ class InFlightStep(NamedTuple):
     """Digest of its samples, for the ledger."""
 
 
+class FinishedStep(NamedTuple):
+    """A step with its result."""
+
+    launched: InFlightStep
+    result: StepResult
+
+    @property
+    def step(self) -> int:
+        """Finished steps, this one included."""
+        return self.launched.step
+
+
 class InFlightSteps:
-    """Finishes steps in order, each at most one step after its launch.
+    """Queue of launched steps: each is finished in order, at most one step after its launch."""
 
-    Args:
-        on_finish: records the result of a step, evaluates and saves as configured.
-    """
+    def __init__(self) -> None:
+        self._steps: deque[InFlightStep] = deque()
 
-    def __init__(self, on_finish: Callable[[InFlightStep, StepResult], None]) -> None:
-        self._on_finish = on_finish
-        self._in_flight: InFlightStep | None = None
-        self.result: StepResult | None = None
-        """Result of the last finished step."""
+    def push(self, step: InFlightStep) -> None:
+        """Adds the step that was launched last."""
+        self._steps.append(step)
+        assert len(self._steps) <= 2, self._steps
 
-    def add(self, step: InFlightStep) -> None:
-        """Takes the step that was launched last; the one before is finished."""
-        assert self._in_flight is None, self._in_flight
-        self._in_flight = step
-
-    def finish(self) -> None:
-        """Waits for the step in flight, if there is one, and finishes it.
+    def finished(self, *, drain: bool) -> Iterator[FinishedStep]:
+        """Yields the steps that are to be finished now, in order, each after waiting for its result: all but the last
+        one, and that one too if its result is on the host already or with `drain`.
 
         Raises:
             NumericError: as `PendingStep.wait` does.
         """
-        if self._in_flight is None:
-            return
-        step, self._in_flight = self._in_flight, None
-        self.result = step.pending.wait()
-        self._on_finish(step, self.result)
+        while self._steps and (drain or len(self._steps) > 1 or self._steps[0].pending.is_ready):
+            step = self._steps.popleft()
+            yield FinishedStep(step, step.pending.wait())

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,10 @@ from megalin.data.loader import Loader
 from megalin.errors import ConfigError, DataError, NumericError
 from megalin.parallel.process_group import process_group
 from megalin.train.engine import FullyShardedEngine
-from megalin.train.loop import TrainingLoop, TrainResult
+from megalin.train.loop import TrainResult
 from megalin.train.run_folder import RunFolder
-from megalin.train.step import StepResult, _LaunchedStep
+from megalin.train.run_log import RunLog
+from megalin.train.step import _LaunchedStep
 from tests.model_runs import CPU, late_results, losses, metrics, steps_saved, train_here, write_config
 from tests.ranks import RankFailedError, run_ranks
 
@@ -119,25 +120,26 @@ def test_a_step_whose_result_is_known_ends_at_once(config, plain):
 
 @pytest.mark.usefixtures("late_results")
 def test_a_step_is_waited_for_after_the_next_one_was_started(config, tmp_path, monkeypatch):
-    order, take, wait = [], FullyShardedEngine.step, _LaunchedStep.wait
+    order: list[str] = []
 
-    def taken(engine: FullyShardedEngine, *args: Any, step: int, **options: Any) -> Any:
-        order.append(f"start {step}")
-        return take(engine, *args, step=step, **options)
+    def recorded(name: str, call: Callable[..., Any], number: Callable[..., int]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **options: Any) -> Any:
+            order.append(f"{name} {number(*args, **options)}")
+            return call(*args, **options)
 
-    def waited(started: Any) -> StepResult:
-        order.append(f"wait {started._step}")
-        return wait(started)
+        return wrapper
 
-    monkeypatch.setattr(FullyShardedEngine, "step", taken)
-    monkeypatch.setattr(_LaunchedStep, "wait", waited)
+    monkeypatch.setattr(Loader, "step", recorded("read", Loader.step, lambda _, step: step + 1))
+    start = recorded("start", FullyShardedEngine.step, lambda *_, step, **__: step)
+    monkeypatch.setattr(FullyShardedEngine, "step", start)
+    monkeypatch.setattr(_LaunchedStep, "wait", recorded("wait", _LaunchedStep.wait, lambda step: step._step))
     run(config, tmp_path, "train.steps=9", "checkpoint.every_steps=4", "train.evaluate_every_steps=7")
     assert order == [
-        *("start 1", "wait 1"),  # at once: the kernels are printed
-        *("start 2", "start 3", "wait 2", "start 4", "wait 3", "wait 4"),  # saved
-        *("start 5", "start 6", "wait 5", "start 7", "wait 6", "wait 7"),  # evaluated
-        *("start 8", "wait 8"),  # saved
-        *("start 9", "wait 9"),
+        *("read 1", "start 1", "wait 1"),  # at once: the kernels are printed
+        *("read 2", "start 2", "read 3", "start 3", "wait 2", "read 4", "start 4", "wait 3", "wait 4"),  # saved
+        *("read 5", "start 5", "read 6", "start 6", "wait 5", "read 7", "start 7", "wait 6", "wait 7"),  # evaluated
+        *("read 8", "start 8", "wait 8"),  # saved
+        *("read 9", "start 9", "wait 9"),
     ]
 
 
@@ -226,7 +228,7 @@ def test_data_missing_on_one_rank_end_the_run_on_every_rank(config, tmp_path):
 def _stop_rank_one(config: Path, folder: Path) -> None:
     if dist.get_rank() == 1:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(TrainingLoop, "_measure", lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
+            patch.setattr(RunLog, "write", lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
             train_here(config, folder)
     train_here(config, folder)
 

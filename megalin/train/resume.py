@@ -1,0 +1,81 @@
+"""Resuming a run: the state in its checkpoints, and the checks before a run continues from one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megalin.checkpoint.load import newest
+from megalin.checkpoint.manifest import Checkpoint
+from megalin.data.sources import Training
+from megalin.errors import CheckpointError, ConfigError
+from megalin.train.config import RunConfig
+from megalin.train.engine import Engine
+from megalin.train.environment import versions
+from megalin.train.open_run import check_same_model
+
+
+def resume(root: Path, config: RunConfig, data: Training, engine: Engine) -> int:
+    """Loads the newest checkpoint in `root` into the engine, if there is one; returns the number of finished steps.
+
+    Raises:
+        ConfigError: a checkpoint with a different sample order.
+        CheckpointError: a checkpoint of a different model or beyond `train.steps`, or none that verifies.
+    """
+    checkpoint = newest(root)
+    if checkpoint is None:
+        return 0
+    state = checkpoint.state()
+    imported = state["order"] is None  # weights without a step of this run
+    if not imported:
+        _check_sample_order(checkpoint, config, data)
+    check_same_model(config.model, checkpoint)
+    engine.load(checkpoint, weights_only=imported)
+    if imported:
+        return 0
+    step = int(state["step"])
+    if step > config.train.steps:
+        raise CheckpointError(
+            f"{checkpoint.path} holds {step} finished steps, train.steps is {config.train.steps}; "
+            "raise train.steps or start in a new run folder"
+        )
+    return step
+
+
+def checkpoint_state(config: RunConfig, data: Training, step: int) -> dict[str, Any]:
+    """Contents of `train_state.json` in the checkpoint after `step` steps."""
+    return {
+        "step": step,
+        "order": sample_order(config, data, step),
+        "config": config.model_dump(mode="json"),
+        "versions": versions(),
+    }
+
+
+def sample_order(config: RunConfig, data: Training, step: int) -> dict[str, Any]:
+    """Everything that determines the samples of the first `step` steps; equal values give the same on any mesh."""
+    masking = config.data.masking
+    return {
+        "data.masking": None if masking is None else masking.model_dump(mode="json"),
+        "train.seed": config.train.seed,
+        "train.global_batch_size": config.train.global_batch_size,
+        "data.sequence_length": config.data.sequence_length,
+        "data.isolate_documents": config.data.isolate_documents,
+        "data.packing": config.data.packing,
+        "data.order": config.data.order,
+        **data.identity(step),
+    }
+
+
+def _check_sample_order(checkpoint: Checkpoint, config: RunConfig, data: Training) -> None:
+    state = checkpoint.state()
+    differences = [
+        f"{name}: {state['order'].get(name)!r} in the checkpoint, {value!r} in the config"
+        for name, value in sample_order(config, data, int(state["step"])).items()
+        if state["order"].get(name) != value
+    ]
+    if differences:
+        raise ConfigError(
+            f"{checkpoint.path} was made with a different order of samples, so samples would be lost or repeated; "
+            "restore these values or start in a new run folder:\n  " + "\n  ".join(differences)
+        )

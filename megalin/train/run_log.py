@@ -1,0 +1,94 @@
+"""Log of a run: a line of metrics and of the ledger for each step, and the kernels of its ops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+import torch.distributed as dist
+
+from megalin.ops.dispatch import backend
+from megalin.parallel.collectives import gather_objects
+from megalin.parallel.mesh import Mesh
+from megalin.train.build import TrainedModel
+from megalin.train.config import RunConfig
+from megalin.train.events import EventLog
+from megalin.train.hardware import peak_flops_per_second, peak_memory_bytes
+from megalin.train.in_flight import FinishedStep
+from megalin.train.ledger import Ledger
+from megalin.train.metrics import Metrics
+from megalin.train.run_folder import RunFolder
+from megalin.train.validation import AnyEvaluation
+
+
+class RunLog:
+    """Metrics, ledger and kernels of a run. Every rank has one; rank 0 writes."""
+
+    def __init__(
+        self, config: RunConfig, mesh: Mesh, run: RunFolder, model: TrainedModel, metrics: Metrics, ledger: Ledger
+    ) -> None:
+        self._config, self._mesh, self._run, self._model = config, mesh, run, model
+        self._metrics, self._ledger = metrics, ledger
+
+    def print_line(self, line: str) -> None:
+        """Prints a line above the progress."""
+        self._metrics.print_line(line)
+
+    def write_kernels(self) -> None:
+        """Logs the implementation of each op so far and the reason for it; a collective."""
+        used = dict(item for each in gather_objects(backend.used(), self._mesh.pp.group) for item in each.items())
+        self.print_line("kernels: " + ", ".join(f"{op} {choice.backend}" for op, choice in used.items()))
+        self._run.write_json(self._run.kernels, {op: choice._asdict() for op, choice in used.items()})
+
+    def write(self, finished: FinishedStep, evaluation: AnyEvaluation | None) -> None:
+        """Logs a step and the evaluation after it, if there is one."""
+        values = step_metrics(finished, self._config, self._mesh, self._model)
+        self._metrics.write(finished.step, values | ({} if evaluation is None else evaluation.metrics()))
+        self._ledger.write(finished.step, finished.launched.digest)
+
+
+@contextmanager
+def open_run_log(
+    config: RunConfig, mesh: Mesh, run: RunFolder, model: TrainedModel, event_log: EventLog, *, resumed_step: int
+) -> Iterator[RunLog]:
+    """Opens the files of the log, without the lines of steps after `resumed_step`, and closes them at the end.
+
+    Raises:
+        StorageError, ConfigError: as `Metrics` and `Ledger` do, on every rank.
+    """
+    metrics = Metrics(
+        run.path,
+        total_steps=config.train.steps,
+        resumed_step=resumed_step,
+        log_interval=config.train.log_every_steps,
+        event_log=event_log,
+        wandb_project=config.logging.wandb_project,
+        wandb_config=config.model_dump(mode="json"),
+    )
+    with metrics, closing(Ledger(run.ledger, resumed_step=resumed_step)) as ledger:
+        yield RunLog(config, mesh, run, model, metrics, ledger)
+
+
+def step_metrics(finished: FinishedStep, config: RunConfig, mesh: Mesh, model: TrainedModel) -> dict[str, float | int]:
+    """Metrics of a step, by name with their units."""
+    launched, result = finished
+    length = config.data.sequence_length
+    tokens = config.train.global_batch_size * length
+    values: dict[str, float | int] = {
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "learning_rate": launched.learning_rate,
+        "tokens": launched.step * tokens,
+        "label_tokens": result.label_tokens,
+        "tokens_per_second": tokens / result.seconds,
+        "step_seconds": result.seconds,
+        "data_wait_seconds": launched.data_wait_seconds,
+        "peak_memory_bytes": peak_memory_bytes(mesh.device),
+    }
+    if len(result.terms) > 1:
+        values |= {f"{name}_loss": term for name, term in zip(model.loss_names, result.terms, strict=True)}
+    peak = peak_flops_per_second(mesh.device)
+    if peak is not None:
+        flops = model.training_flops(length) * tokens / result.seconds
+        values["model_flops_utilization"] = flops / (peak * dist.get_world_size())
+    return values

@@ -1,0 +1,107 @@
+"""Samples of each step on this rank, read in agreement with all other ranks."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from megalin.data.batch import AnyBatch, batch_to, pinned, split_tokens
+from megalin.data.loader import Loader, StepBatches
+from megalin.data.sources import Training
+from megalin.errors import MegalinError
+from megalin.parallel.agreement import on_every_rank, sum_over_ranks
+from megalin.parallel.mesh import Mesh
+from megalin.train.config import RunConfig
+from megalin.train.preemption import PreemptionHandler
+
+
+class Preemption(NamedTuple):
+    """SIGTERM on at least one rank."""
+
+
+class DataFailure(NamedTuple):
+    """Samples that at least one rank could not read."""
+
+    error: MegalinError | None
+    """This rank's error; None if it read its own samples."""
+
+    def raise_error(self) -> NoReturn:
+        """Raises the error of the ranks that have one, on every rank; a collective."""
+        on_every_rank(self._raise_own)
+        raise AssertionError("no rank has an error")
+
+    def _raise_own(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+class StepData(NamedTuple):
+    """Samples of a step, or the reason to end the run before it."""
+
+    batches: list[AnyBatch]
+    """This rank's micro-batches, on its device."""
+    digest: Tensor
+    """[2] int64, of the step's token ids over all ranks, for the ledger."""
+    wait_seconds: float
+    """Seconds that this rank waited for its samples, not for the device, which may still run the previous step."""
+    stop: DataFailure | Preemption | None
+    """Reason to end the run, of the same type on every rank; None: the step can be launched."""
+
+
+def training_loader(config: RunConfig, data: Training, mesh: Mesh) -> Loader[Any]:
+    """Loader of this rank's micro-batches: its shard of each sequence, in pinned memory if they go to a GPU."""
+
+    def prepare(batch: AnyBatch) -> AnyBatch:
+        batch = split_tokens(batch, mesh.cp)
+        return pinned(batch) if mesh.device.type == "cuda" else batch
+
+    return Loader(
+        data.dataset,
+        data.order,
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        dp_rank=mesh.samples.rank,
+        dp_size=mesh.samples.size,
+        workers=config.data.workers,
+        read_ahead_steps=config.data.read_ahead_steps,
+        prepare=prepare,
+    )
+
+
+class StepReader:
+    """Reads the samples of each step, and agrees with all ranks on whether the run goes on."""
+
+    def __init__(self, loader: Loader[Any], mesh: Mesh, preemption: PreemptionHandler) -> None:
+        self._loader, self._mesh, self._preemption = loader, mesh, preemption
+
+    def read(self, step: int) -> StepData:
+        """Reads the samples of `step`, counted from 1. A collective on the host, which does not wait for the device.
+
+        A data error or a SIGTERM is a reason to stop on every rank, of which a data error comes first.
+
+        Raises:
+            RankFailedError: on every rank, when ranks launched different overlapped ops. Nothing may wait for the
+                device then: such launches can stop it.
+        """
+        mesh = self._mesh
+        own = StepBatches[Any]([], torch.zeros(2, dtype=torch.int64))
+        error: MegalinError | None = None
+        started = time.perf_counter()
+        try:
+            own = self._loader.step(step - 1)
+        except MegalinError as raised:
+            error = raised
+        waited = time.perf_counter() - started
+        # Over all axes: ranks of other layers or shards read the same samples, each from its own disk. Only one of the
+        # ranks that share samples counts in the digest.
+        counts = int(max(mesh.tp.axis.rank, mesh.cp.axis.rank, mesh.pp.axis.rank) == 0)
+        flags = torch.tensor([error is not None, self._preemption.received, mesh.launch_order.residual()]).long()
+        failed, terminated, residual, *digest = sum_over_ranks(torch.cat([flags, counts * own.digest])).tolist()
+        if residual:
+            on_every_rank(mesh.launch_order.compare)
+        stop = DataFailure(error) if failed else Preemption() if terminated else None
+        batches = [] if stop else [batch_to(batch, mesh.device) for batch in own.batches]
+        return StepData(batches, torch.tensor(digest), waited, stop)
