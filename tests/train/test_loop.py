@@ -165,21 +165,6 @@ def test_a_step_that_is_not_finite_ends_the_run_with_all_that_was_before(config,
     assert metrics(tmp_path) == metrics(plain)
 
 
-@pytest.mark.usefixtures("late_results")
-def test_data_that_cannot_be_read_end_the_run_after_the_steps_before(config, plain, tmp_path, monkeypatch):
-    read = Loader.step
-
-    def failing(loader: Loader[Any], step: int) -> Any:
-        if step == 5:
-            raise DataError("shard.bin: gone")
-        return read(loader, step)
-
-    monkeypatch.setattr(Loader, "step", failing)
-    with pytest.raises(DataError, match=r"shard.bin: gone"):
-        run(config, tmp_path)
-    assert metrics(tmp_path) == metrics(plain)[:5]
-
-
 def _messages(config: Path, folder: Path, overrides: list[str]) -> str:
     """The error that ends a run on this rank."""
     with pytest.raises((ConfigError, DataError)) as raised:
