@@ -20,4 +20,4 @@ if compgen -G '/dev/nvidia[0-9]*' >/dev/null; then
         fail "torch does not see the GPU; is the host's driver older than this CUDA?"
 fi
 export CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1
-python -m megalin verify examples/quickstart/transnormer.toml --tp 2
+python -m megalin verify examples/quickstart/transnormer.toml

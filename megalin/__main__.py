@@ -38,7 +38,8 @@ def _command(arguments: list[str] | None) -> int:
     # argparse does not accept key=value arguments after an option; parse_known_args returns them in `rest`.
     parsed, rest = parser.parse_known_args(arguments)
     if rest and (any(argument.startswith("-") for argument in rest) or not hasattr(parsed, "overrides")):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        hint = "; write keys of the config as parallel.tp=2" if hasattr(parsed, "overrides") else ""
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     elif rest:
         parsed.overrides = [*parsed.overrides, *rest]
     # A tensor sharded over two axes is gathered by two all-gathers; torch warns of it at every checkpoint and report.

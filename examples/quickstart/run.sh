@@ -48,6 +48,6 @@ cat <<END
 
 Try next:
   $python -m megalin generate $run --prompt 'import ' --temperature 0.8 --top-p 0.95
-  $python -m megalin verify $config --tp 2 --dp 2
+  $python -m megalin verify $config --world-size 4
   ${launch/#python/$python} train $config --folder runs/longer ${mesh[*]} train.steps=2000
 END

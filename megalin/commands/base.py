@@ -1,9 +1,10 @@
-"""The type of a command, and the model that its arguments name."""
+"""The type of a command, and the config that its arguments name."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,20 +23,32 @@ class Command(NamedTuple):
     run: Callable[[argparse.Namespace], int]
 
 
-def model_from(name: str, overrides: Sequence[str]) -> AnyModelConfig:
-    """Reads the model of a config file (`name` ends with .toml) or of a preset, with `model.key=value` overrides.
+def read_values(name: str, overrides: Sequence[str], *, keys: Sequence[str]) -> dict[str, Any]:
+    """Reads a config file (`name` ends with .toml), or a preset as a config that has only a model; applies dotted
+    overrides and expands the model's preset.
+
+    Args:
+        keys: the keys that the command reads, `table.*` for all of a table.
 
     Raises:
-        ConfigError: no such file or preset, an invalid model, or an override of a key outside the model.
+        ConfigError: no such file or preset, or an override of another key.
     """
     for override in overrides:
-        if not override.startswith("model."):
-            raise ConfigError(
-                f"override {override!r}: only the model can be overridden here; write model.<key>=<value>"
-            )
+        key = override.partition("=")[0].strip()
+        if not any(fnmatchcase(key, known) for known in keys):
+            raise ConfigError(f"override {override!r}: {key!r} is not read here; known: {', '.join(keys)}")
     values: dict[str, Any] = read_config(name) if name.endswith(".toml") else {"model": preset_table(name)}
     values = apply_overrides(values, overrides)
     table = values.get("model", {})
     if not isinstance(table, dict):
         raise ConfigError(f"{name}: model = {table!r} is not a table; write it as [model] with its keys below")
-    return parse_model(expand_preset(table), Path(name).name)
+    return values | {"model": expand_preset(table)}
+
+
+def model_from(name: str, overrides: Sequence[str]) -> AnyModelConfig:
+    """Reads the model of a config file or a preset, with `model.key=value` overrides.
+
+    Raises:
+        ConfigError: as `read_values`, or an invalid model.
+    """
+    return parse_model(read_values(name, overrides, keys=["model.*"])["model"], Path(name).name)

@@ -83,7 +83,7 @@ def test_params_without_a_model_lists_the_presets(capsys):
     ("arguments", "message"),
     [
         (["transnormerllm-385"], "there is no such preset; did you mean 'transnormerllm-385m'?"),
-        (["transnormerllm-385m", "vocab_size=3"], "override 'vocab_size=3': only the model can be overridden here"),
+        (["transnormerllm-385m", "vocab_size=3"], "'vocab_size' is not read here; known: model.*"),
         (["transnormerllm-385m", "model.vocab_sise=3"], "vocab_sise: unknown key; did you mean 'vocab_size'?"),
         (["transnormerllm-385m", "--length", "0"], "--length 0: a sequence has at least 1 token"),
     ],

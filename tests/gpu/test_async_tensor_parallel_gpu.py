@@ -21,6 +21,6 @@ def test_a_rank_that_stalls_is_named():
 
 @pytest.mark.parametrize("model", ["transnormerllm-1b-64k", "hgrn2-1b", "rodimus-1.3b"])
 def test_models_give_the_answer_of_one_process(model):
-    options = ["--tp", "2", "--sequence-parallel", "--tp-overlap", "symmetric_memory"]
+    options = ["parallel.tp=2", "parallel.sequence_parallel=true", "parallel.tp_overlap=symmetric_memory"]
     run = on_gpus(2, "megalin", "verify", model, *options)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]

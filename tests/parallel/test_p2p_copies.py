@@ -197,7 +197,7 @@ def test_copies_on_cpus_are_refused(tmp_path):
 
 def test_verify_refuses_copies_before_it_starts_its_ranks(capsys):
     assert (
-        main(["verify", "transnormerllm-1b-64k", "--pp", "2", "--pp-transfer", "symmetric_memory"])
+        main(["verify", "transnormerllm-1b-64k", "parallel.pp=2", "parallel.pp_transfer=symmetric_memory"])
         == ConfigError.exit_code
     )
     (line,) = capsys.readouterr().err.splitlines()

@@ -95,7 +95,7 @@ def test_length_beyond_the_positions_is_refused():
 
 
 def test_command_knows_encoders(capsys):
-    assert main(["verify", "danet-small", "--recompute"]) == 0
+    assert main(["verify", "danet-small", "train.recompute=true"]) == 0
     text = capsys.readouterr().out
     assert "sequence_logits" in text
     assert "PASSED" in text

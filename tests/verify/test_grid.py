@@ -57,7 +57,7 @@ def test_sixteen_ranks_have_triples_with_cp_3_and_4():
 
 def test_command_runs_every_mesh_and_lists_what_the_model_cannot(capsys: pytest.CaptureFixture[str]):
     """HGRN2's blocks share parameters, whose gradients a split backward loses."""
-    assert main(["verify", "hgrn2-70m", "--grid", "--world", "2", "--json"]) == 0
+    assert main(["verify", "hgrn2-70m", "--grid", "--world-size", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["passed"], found["axes_not_run"]) == (True, [])
     meshes = {mesh_name(*layout): mesh for layout, mesh in zip(layouts(2), found["meshes"], strict=True)}
@@ -198,28 +198,10 @@ def test_a_mesh_that_exceeds_a_bound_fails_the_grid_and_the_others_are_still_run
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--world", "2"], "--world applies to --grid only; add --grid, or remove --world"),
-        (["--grid", "--world", "0"], "--world 0: a mesh has at least one rank"),
-        (["--grid", "--tp", "2"], "--tp sets one mesh, but --grid runs all of them; remove one of the two"),
-        (["--grid", "--zero", "0"], "--zero sets one mesh"),
-        (["--grid", "--self-test"], "--self-test sets one mesh"),
+        (["--grid", "--world-size", "0"], "--world-size 0: a mesh has at least one rank"),
+        (["--grid", "parallel.tp=2"], "parallel.* sets one mesh, but --grid runs all of them; remove one of the two"),
     ],
 )
 def test_command_refuses(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
     assert main(["verify", "tnl-70m", *arguments]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_another_size_than_the_launcher_s_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    for name, value in {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "3",
-        "MASTER_ADDR": "a",
-        "MASTER_PORT": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    assert main(["verify", "tnl-70m", "--grid", "--world", "2"]) == 2
-    assert "--world 2, but 3 ranks were started; remove --world" in capsys.readouterr().err

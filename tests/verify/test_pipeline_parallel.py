@@ -194,23 +194,16 @@ def test_shrunk_model_has_a_block_more_than_stages():
 
 def test_command_takes_stages():
     """The command starts its own ranks."""
-    assert main(["verify", "tnl-70m", "--pp", "2", "--pp-schedule", "interleaved", "--json"]) == 0
+    schedule = ["parallel.pp_schedule=interleaved", "parallel.pp_stages_per_rank=2"]
+    assert main(["verify", "tnl-70m", "parallel.pp=2", *schedule, "--json"]) == 0
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--pp", "0"], "--pp 0 --tp 1 --cp 1 --dp 1: an axis has at least one rank"),
-        (
-            ["--pp", "2", "--pp-schedule", "interleaved", "--pp-stages-per-rank", "1"],
-            "which runs several stages a rank",
-        ),
-        (["--pp", "5", "--full", "model.layers.0.repeat=2"], "5 stages are more than the 4 into which the model"),
-        (
-            ["--pp", "2", "--pp-stages-per-rank", "0"],
-            "pp_stages_per_rank = 0: input should be greater than or equal to 1",
-        ),
-        (["--pp", "2", "--pp-schedule", "zero_bubble", "--recompute"], "recomputation would run"),
+        (["parallel.pp=2", "parallel.pp_schedule=interleaved"], "which runs several stages a rank"),
+        (["parallel.pp=5", "--full", "model.layers.0.repeat=2"], "5 stages are more than the 4 into which the model"),
+        (["parallel.pp=2", "parallel.pp_schedule=zero_bubble", "train.recompute=true"], "recomputation would run"),
     ],
 )
 def test_command_refuses(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):

@@ -247,7 +247,7 @@ def test_exceeded_bound_is_printed_and_fails(capsys):
 
 
 def test_command_starts_its_own_ranks_and_answers_in_json():
-    command = [sys.executable, "-m", "megalin", "verify", "transnormerllm-385m", "--tp", "2", "--json"]
+    command = [sys.executable, "-m", "megalin", "verify", "transnormerllm-385m", "parallel.tp=2", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=_environment())
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
@@ -270,30 +270,30 @@ def test_command_in_one_process_ends_with_1_when_a_bound_is_exceeded(capsys, mon
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ("--self-test parallel.tp=2", "--self-test with tp 2 x cp 1 x dp 1 cannot detect the planted faults; use"),
+        ("--self-test --world-size 2", "--self-test with tp 1 x cp 1 x dp 2 cannot detect the planted faults; use"),
+        ("--self-test parallel.cp=2", "--self-test with tp 1 x cp 2 x dp 1 cannot detect the planted faults; use"),
+        ("parallel.tp=0", "parallel.tp = 0: input should be greater than or equal to 1"),
+        ("parallel.shard=0", "parallel.shard = 0: input should be greater than or equal to 1"),
+        ("parallel.shard=2 --world-size 3", "parallel.shard = 2 does not divide the data axis of 3 ranks"),
+        ("parallel.tp=2 --world-size 3", "parallel.tp = 2 does not divide the number of ranks, 3"),
+        ("--world-size 0", "--world-size 0: a mesh has at least one rank"),
+        ("--length 0", "--length 0: a sequence has at least 1 token"),
         (
-            ["--self-test", "--tp", "2"],
-            "--self-test with --tp 2 --cp 1 --dp 1 cannot detect the planted faults; use --tp 2",
+            "parallel.tp=2 parallel.sequence_parallel=true --length 33",
+            "--length 33 is not divisible by parallel.tp = 2",
         ),
+        ("parallel.cp=3 --length 32", "--length 32 is not divisible by parallel.cp = 3; use 30 or 33"),
+        ("parallel.tp=3 --full", "is not divisible by parallel.tp = 3; use tp 1, 2, 4"),
+        ("parallel.tpp=2", "parallel.tpp: unknown key; did you mean 'tp'?"),
         (
-            ["--self-test", "--dp", "2"],
-            "--self-test with --tp 1 --cp 1 --dp 2 cannot detect the planted faults; use --tp 2",
+            "train.dtype=bfloat16",
+            "'train.dtype' is not read here; known: model.*, parallel.*, train.recompute",
         ),
-        (
-            ["--self-test", "--cp", "2"],
-            "--self-test with --tp 1 --cp 2 --dp 1 cannot detect the planted faults; use --tp 2",
-        ),
-        (["--tp", "0"], "--tp 0 --cp 1 --dp 1: an axis has at least one rank"),
-        (["--dp", "2", "--shard", "0"], "shard = 0: input should be greater than or equal to 1"),
-        (["--dp", "3", "--shard", "2"], "parallel.shard = 2 does not divide the data axis of 3 ranks"),
-        (["--length", "0"], "--length 0: a sequence has at least 1 token"),
-        (["--tp", "2", "--length", "33", "--sequence-parallel"], "--length 33 is not divisible by parallel.tp = 2"),
-        (["--cp", "3", "--length", "32"], "--length 32 is not divisible by parallel.cp = 3; use 30 or 33"),
-        (["--tp", "3", "--full"], "is not divisible by parallel.tp = 3; use tp 1, 2, 4"),
-        (["modle.vocab_size=300"], "override 'modle.vocab_size=300': only the model can be overridden here"),
     ],
 )
 def test_command_refuses(arguments, message, capsys):
-    assert main(["verify", "transnormerllm-385m-64k", *arguments]) == 2
+    assert main(["verify", "transnormerllm-385m-64k", *arguments.split()]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -301,12 +301,17 @@ def test_command_under_a_launcher_with_other_ranks_is_refused(monkeypatch, capsy
     launch = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     for name, value in launch.items():
         monkeypatch.setenv(name, value)
-    assert main(["verify", "transnormerllm-385m", "--tp", "2"]) == 2
-    assert "--tp 2 x --cp 1 x --dp 1 needs 2 ranks, but 3 were started" in capsys.readouterr().err
+    for arguments, message in (
+        (["parallel.tp=2"], "parallel.tp = 2 does not divide the number of ranks, 3"),
+        (["--world-size", "2"], "--world-size 2, but 3 ranks were started; remove --world-size"),
+        (["--world-size", "2", "--grid"], "--world-size 2, but 3 ranks were started; remove --world-size"),
+    ):
+        assert main(["verify", "transnormerllm-385m", *arguments]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_sequences_shorter_than_a_window_of_the_shrunk_model_are_refused(capsys):
-    assert main(["verify", "rodimus_plus-125m", "--cp", "4", "--length", "4"]) == 2
+    assert main(["verify", "rodimus_plus-125m", "parallel.cp=4", "--length", "4"]) == 2
     assert (
         "--length 4: the shrunk model has a window of 11 tokens, more than the length; use --length 12 or more"
         in capsys.readouterr().err
