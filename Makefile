@@ -1,8 +1,8 @@
-# make quickstart: everything from an empty machine to a trained model; make test: everything CI runs.
+# make quickstart: from an empty machine to a trained model; make test: everything CI runs; make test-all: slow tests too.
 SHELL := /usr/bin/env bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart lint test
+.PHONY: help install quickstart lint test test-all
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -10,7 +10,8 @@ INSTALLED := .venv/.installed
 
 help:
 	@echo 'make quickstart   install, prepare data, train, resume, evaluate and generate: a few minutes on two cores'
-	@echo 'make test         install, then lint and run every test, as CI does'
+	@echo 'make test         install, then lint and run the tests, as CI does'
+	@echo 'make test-all     the same with the tests marked slow: more meshes, kernels and whole programs'
 	@echo 'make lint         ruff, mypy, the import layers, shellcheck and hadolint'
 	@echo 'make install      create .venv (PYTHON=python3.12 names another interpreter)'
 
@@ -37,5 +38,11 @@ lint: $(INSTALLED)
 # share what their first test makes, in the order of tests/conftest.py. Tests on a GPU need its memory for themselves.
 WORKERS := $(if $(wildcard /dev/nvidia0),0,logical)
 
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python tools/cpu_seconds.py $(BIN)/python -m pytest -n $(WORKERS) \
+	--maxprocesses 8 --dist loadfile --no-loadscope-reorder --durations=15
+
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder --durations=15
+	$(PYTEST) -m 'not slow'
+
+test-all: lint
+	$(PYTEST)

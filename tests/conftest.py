@@ -1,8 +1,10 @@
 """Common start of every test: one seed, one thread, nothing compiled, and uninitialised memory filled with NaN."""
 
+import multiprocessing
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from multiprocessing import forkserver
 
 import pytest
 import torch
@@ -34,3 +36,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Runs files with slow tests first, then those that start ranks, so that workers finish at about the same time."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: (-slow[item.path], not hasattr(item.module, "run_ranks")))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish() -> None:
+    """Ends the server that ranks were forked from, once they have exited: their CPU time then counts as this process's,
+    which is what tools/cpu_seconds.py and a shell's `time` print."""
+    for child in multiprocessing.active_children():
+        child.join(timeout=10)
+    forkserver._forkserver._stop()
