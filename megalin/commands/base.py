@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,12 +23,15 @@ class Command(NamedTuple):
     run: Callable[[argparse.Namespace], int]
 
 
-def read_values(name: str, overrides: Sequence[str], *, keys: Sequence[str]) -> dict[str, Any]:
+def read_values(
+    name: str, overrides: Sequence[str], *, keys: Sequence[str], defaults: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Reads a config file (`name` ends with .toml), or a preset as a config that has only a model; applies dotted
     overrides and expands the model's preset.
 
     Args:
         keys: the keys that the command reads, `table.*` for all of a table.
+        defaults: tables that a config without them gets before the overrides.
 
     Raises:
         ConfigError: no such file or preset, or an override of another key.
@@ -38,7 +41,7 @@ def read_values(name: str, overrides: Sequence[str], *, keys: Sequence[str]) -> 
         if not any(fnmatchcase(key, known) for known in keys):
             raise ConfigError(f"override {override!r}: {key!r} is not read here; known: {', '.join(keys)}")
     values: dict[str, Any] = read_config(name) if name.endswith(".toml") else {"model": preset_table(name)}
-    values = apply_overrides(values, overrides)
+    values = apply_overrides({**(defaults or {}), **values}, overrides)
     table = values.get("model", {})
     if not isinstance(table, dict):
         raise ConfigError(f"{name}: model = {table!r} is not a table; write it as [model] with its keys below")

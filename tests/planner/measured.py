@@ -15,8 +15,8 @@ from megalin.planner.workload import ParallelLayout, Workload
 
 
 class Measured(NamedTuple):
-    """Peak of allocated memory and median step of a run of tools/benchmark_train.py with --compile; the median over
-    machines if a page has several."""
+    """Peak of allocated memory and median step of a run of tools/benchmark_train.py with compiled blocks; the median
+    over machines if a page has several."""
 
     preset: str
     batch: int

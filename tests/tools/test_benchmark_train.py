@@ -1,6 +1,8 @@
 """Parts of the training benchmark that need no GPU: recorded matmuls, roofline, baselines, engines and plots."""
 
 import json
+import re
+import shlex
 import sys
 from argparse import Namespace
 from collections import Counter
@@ -18,6 +20,8 @@ from megalin.parallel.collectives import Axis
 from megalin.parallel.context_parallel import ContextParallel
 from megalin.parallel.initialisation import init_weights
 from megalin.parallel.mesh import Mesh
+from megalin.train.config import load_run_config
+from tests.model_runs import write_config
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -162,8 +166,8 @@ def test_encoders_train_on_padded_samples_and_predict_valid_tokens():
     from train_benchmarks.batches import random_batch
 
     config = model_from("danet-base", ["model.hidden_size=64", "model.vocab_size=300"])
-    arguments, generator = Namespace(batch=8, length=64), torch.Generator().manual_seed(0)
-    batch = random_batch(arguments, config, generator)
+    generator = torch.Generator().manual_seed(0)
+    batch = random_batch(config, 8, 64, generator)
     assert batch.masked_positions.shape == (8, 10)
     assert not batch.valid.all()
     assert batch.valid.gather(1, batch.masked_positions).all()
@@ -172,44 +176,91 @@ def test_encoders_train_on_padded_samples_and_predict_valid_tokens():
     assert torch.equal(batch.masked_labels, batch.tokens.gather(1, batch.masked_positions))
     assert batch.label_counts().tolist() == [80, 8]
     classifier = config.model_copy(update={"num_classes": 3})
-    assert random_batch(arguments, classifier, generator).label_counts().tolist() == [8]
+    assert random_batch(classifier, 8, 64, generator).label_counts().tolist() == [8]
 
 
-def test_an_encoder_has_no_baseline(monkeypatch):
-    import benchmark_train
-
-    monkeypatch.setattr(benchmark_train.dist, "get_world_size", lambda: 1)
-    mesh = SimpleNamespace(device=torch.device("cuda"))
-    arguments = Namespace(
-        roofline=False, baseline="fla", model="danet-base", overrides=[], engine="fsdp2", deepspeed_config=None
-    )
-    with pytest.raises(ConfigError, match="--baseline fla: danet-base is an encoder, and no baseline has one"):
-        benchmark_train.measure(arguments, mesh)
-
-
-def test_comparisons_need_a_gpu(monkeypatch):
-    import benchmark_train
-
-    monkeypatch.setattr(benchmark_train.dist, "get_world_size", lambda: 1)
-    mesh = SimpleNamespace(device=torch.device("cpu"))
-    with pytest.raises(ConfigError, match="--roofline and --baseline need exactly one GPU; start one process"):
-        benchmark_train.measure(Namespace(roofline=True, baseline=None, engine="fsdp2", deepspeed_config=None), mesh)
+OPTIONS = Namespace(roofline=False, baseline=None, config="a model", overrides=[])
 
 
 @pytest.mark.parametrize(
-    ("option", "message"),
+    ("name", "overrides", "options", "device", "message"),
     [
-        (["--engine", "deepspeed", "--roofline"], "--roofline and --baseline support --engine fsdp2 only; leave out"),
-        (["--engine", "deepspeed", "--baseline", "fla"], "--roofline and --baseline support --engine fsdp2 only"),
-        (["--deepspeed-config", "ds.json"], "--deepspeed-config has no effect on --engine fsdp2; leave it out, or"),
+        ("danet-base", [], {"baseline": "fla"}, "cuda", "--baseline fla: a model is an encoder, and no baseline has"),
+        ("tnl-70m", [], {"roofline": True}, "cpu", "--roofline and --baseline need exactly one GPU; start one process"),
+        ("tnl-70m", ["train.engine=deepspeed"], {"roofline": True}, "cuda", "support train.engine=fsdp2 only; leave"),
+        ("tnl-70m", ["train.engine=deepspeed"], {"baseline": "fla"}, "cuda", "support train.engine=fsdp2 only; leave"),
     ],
 )
-def test_options_of_the_other_engine_are_refused(monkeypatch, option, message):
+def test_comparisons_that_cannot_run_are_refused(monkeypatch, name, overrides, options, device, message):
     import benchmark_train
 
-    monkeypatch.setattr(sys, "argv", ["benchmark_train.py", "tnl-1b", *option])
+    monkeypatch.setattr(benchmark_train.dist, "get_world_size", lambda: 1)
+    run = benchmark_train.run_config(name, ["data.sequence_length=64", *overrides], 1)
     with pytest.raises(ConfigError, match=message):
-        benchmark_train.measure(benchmark_train.parse_arguments(), SimpleNamespace())
+        benchmark_train.measure(
+            Namespace(**{**vars(OPTIONS), **options}), run, SimpleNamespace(device=torch.device(device))
+        )
+
+
+def test_a_preset_has_one_micro_batch_a_step_on_each_data_parallel_rank():
+    from train_benchmarks.engine import run_config
+
+    run = run_config("tnl-70m", ["parallel.tp=2", "train.micro_batch_size=3"], 8)
+    assert (run.train.global_batch_size, run.train.dtype, run.data.sequence_length) == (12, "bfloat16", 8192)
+    several = run_config("tnl-70m", ["train.global_batch_size=16"], 2)
+    assert (several.train.global_batch_size, several.train.micro_batch_size) == (16, 4)
+
+
+def test_a_run_s_config_keeps_its_batch_dtype_mesh_and_optimizer(tmp_path):
+    from train_benchmarks.engine import run_config
+
+    path = str(write_config(tmp_path, parallel={"tp": 2}))
+    given = load_run_config(path, [])
+    assert run_config(path, [], 2) == given
+    assert run_config(path, ["optimizer.lr=0.5"], 2).optimizer == given.optimizer.model_copy(update={"lr": 0.5})
+
+
+def test_examples_of_the_help_are_valid(tmp_path, monkeypatch):
+    import benchmark_train
+
+    monkeypatch.chdir(tmp_path)
+    write_config(tmp_path).rename("run.toml")
+    examples = re.findall(r"(?:--nproc-per-node (\d) |python )tools/benchmark_train.py (.*)", benchmark_train.__doc__)
+    assert len(examples) == 8
+    for ranks, command in examples:
+        monkeypatch.setattr(sys, "argv", ["benchmark_train.py", *shlex.split(command)])
+        arguments = benchmark_train.parse_arguments()
+        benchmark_train.run_config(arguments.config, arguments.overrides, int(ranks or 1))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.steps=5"], "override 'train.steps=5': 'train.steps' is not read here; known: model.*, parallel.*"),
+        (["parallel.tpp=2"], "parallel.tpp: unknown key; did you mean 'tp'?"),
+        (["train.dtype=float16"], "train.dtype = 'float16': input should be 'float32' or 'bfloat16'"),
+        (["train.micro_batch_size=0"], "train.micro_batch_size = 0: input should be greater than or equal to 1"),
+        (["parallel.tp=2"], "parallel.tp = 2 does not divide the number of ranks, 1"),
+        (["train.deepspeed_config=ds.json"], 'but train.engine = "fsdp2" reads none'),
+    ],
+)
+def test_wrong_keys_and_values_are_named(capsys, monkeypatch, overrides, message):
+    import benchmark_train
+
+    monkeypatch.setattr(sys, "argv", ["benchmark_train.py", "tnl-70m", *overrides])
+    assert benchmark_train.main() == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_encoder_is_timed(capsys, monkeypatch):
+    import benchmark_train
+
+    sizes = ["model.layers.0.repeat=1", *TINY, "data.sequence_length=64", "train.micro_batch_size=2"]
+    steps = ["--warmup", "1", "--steps", "2"]
+    monkeypatch.setattr(sys, "argv", ["benchmark_train.py", "danet-base", *steps, *sizes])
+    assert benchmark_train.main() == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (len(result["losses"]), result["batch"], result["micro_batches"]) == (3, 2, 1)
 
 
 def _of_engines(tools: str, config: str) -> list[dict]:
@@ -217,20 +268,21 @@ def _of_engines(tools: str, config: str) -> list[dict]:
     sys.path.insert(0, tools)
     import benchmark_train
 
-    def line(*options: str) -> dict:
-        sizes = ["--batch", "1", "--micro-batches", "2", "--length", "32", "--tp", "2", "--dtype", "float32"]
-        sys.argv = ["benchmark_train.py", "tnl-1b", *TINY, BLOCKS, *sizes, "--warmup", "1", "--steps", "2", *options]
+    def line(*overrides: str) -> dict:
+        sizes = ["train.micro_batch_size=1", "train.global_batch_size=2", "data.sequence_length=32", "parallel.tp=2"]
+        sizes += ["train.dtype=float32"]
+        sys.argv = ["benchmark_train.py", "tnl-1b", "--warmup", "1", "--steps", "2"]
         arguments = benchmark_train.parse_arguments()
-        return benchmark_train.measure(arguments, Mesh(benchmark_train.parallel_config(arguments), torch.device("cpu")))
+        run = benchmark_train.run_config("tnl-1b", [*TINY, BLOCKS, *sizes, *overrides], 2)
+        return benchmark_train.measure(arguments, run, Mesh(run.parallel, torch.device("cpu")))
 
-    engine = ["--engine", "deepspeed"]
+    engine = "train.engine=deepspeed"
     with pytest.raises(ConfigError, match=r'parallel\.pp = 2 with train\.engine = "deepspeed"'):
-        line(*engine, "--tp", "1", "--pp", "2")
-    engine = ["--engine", "deepspeed"]
+        line(engine, "parallel.tp=1", "parallel.pp=2")
     return [
-        line("--zero", "2"),
-        line(*engine, "--zero", "2", "--recompute"),
-        line(*engine, "--deepspeed-config", config),
+        line("parallel.zero=2"),
+        line(engine, "parallel.zero=2", "train.recompute=true"),
+        line(engine, f"train.deepspeed_config={config}"),
     ]
 
 
@@ -246,14 +298,15 @@ def test_both_engines_are_timed_on_the_same_steps(tmp_path):
 
 def test_context_parallel_ranks_hold_consecutive_shards_of_a_sample():
     from train_benchmarks.batches import random_batches
+    from train_benchmarks.engine import run_config
 
-    arguments = Namespace(batch=2, length=12, document_length=5, micro_batches=2)
-    config = model_from("tnl-1b", TINY)
+    sizes = ["train.micro_batch_size=2", "data.sequence_length=12", "parallel.cp=3", "train.global_batch_size=8"]
+    run = run_config("tnl-1b", [*TINY, BLOCKS, *sizes], 6)
 
     def of_rank(sample, rank):
         cp = ContextParallel(Axis("cp", 3, rank))
-        mesh = SimpleNamespace(samples=SimpleNamespace(rank=sample), cp=cp, device=torch.device("cpu"))
-        return random_batches(arguments, config, mesh)
+        mesh = SimpleNamespace(samples=SimpleNamespace(rank=sample, size=2), cp=cp, device=torch.device("cpu"))
+        return random_batches(run, mesh, document_length=5)
 
     shards = [of_rank(0, rank) for rank in range(3)]
     assert [len(shard) for shard in shards] == [2, 2, 2]

@@ -47,19 +47,26 @@ def test_collectives_copy_the_ranks_own_tensors():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--simulated-ranks", "0"], "--simulated-ranks 0: the number of ranks must be at least 2"),
-        (["--simulated-ranks", "2", "--pp", "2"], "--simulated-ranks 2: pipeline stages wait .* leave out --pp 2"),
-        (["--simulated-ranks", "2", "--engine", "deepspeed"], "--engine deepspeed creates its own process groups"),
-        (["--simulated-ranks", "2", "--tp", "2", "--sequence-parallel"], "ranks 2: .* add --tp-overlap none"),
+        (["parallel.pp=2", "train.global_batch_size=8"], "pipeline stages wait .* leave out parallel.pp"),
+        (["train.engine=deepspeed"], "the engine deepspeed creates its own process groups; leave out train.engine"),
+        (["parallel.tp=2", "parallel.sequence_parallel=true"], "async .* add parallel.tp_overlap=none"),
     ],
 )
 def test_options_that_need_other_ranks_are_refused(options, message, capsys, monkeypatch):
     import benchmark_train
 
-    monkeypatch.setattr("sys.argv", ["benchmark_train.py", "tnl-3b", *options])
+    monkeypatch.setattr("sys.argv", ["benchmark_train.py", "tnl-3b", "--simulated-ranks", "2", *options])
+    assert benchmark_train.main() == 2
+    assert re.search(f"--simulated-ranks 2: {message}", capsys.readouterr().err)
+
+
+def test_fewer_than_one_rank_is_refused(capsys, monkeypatch):
+    import benchmark_train
+
+    monkeypatch.setattr("sys.argv", ["benchmark_train.py", "tnl-3b", "--simulated-ranks", "0"])
     with pytest.raises(SystemExit):
         benchmark_train.parse_arguments()
-    assert re.search(message, capsys.readouterr().err)
+    assert "--simulated-ranks 0: use at least 2 ranks" in capsys.readouterr().err
 
 
 def test_ranks_of_a_launcher_are_not_simulated(capsys, monkeypatch):
@@ -68,35 +75,25 @@ def test_ranks_of_a_launcher_are_not_simulated(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["benchmark_train.py", "tnl-3b", "--simulated-ranks", "2"])
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit):
-        benchmark_train.parse_arguments()
+    assert benchmark_train.main() == 2
     assert "the launcher started 2; start one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "axes",
-    [["--cp", "2", "--zero", "2"], ["--tp", "2", "--sequence-parallel", "--tp-overlap", "none"]],
+    [
+        ["parallel.cp=2", "parallel.zero=2"],
+        ["parallel.tp=2", "parallel.sequence_parallel=true", "parallel.tp_overlap=none"],
+    ],
     ids=" ".join,
 )
 def test_a_simulated_rank_runs_the_benchmark(axes, capsys, monkeypatch):
     import benchmark_train
 
-    options = [
-        "--batch",
-        "1",
-        "--length",
-        "64",
-        "--dtype",
-        "float32",
-        "--simulated-ranks",
-        "2",
-        "--warmup",
-        "1",
-        "--steps",
-        "1",
-    ]
-    monkeypatch.setattr("sys.argv", ["benchmark_train.py", "tnl-3b", *MODEL, *axes, *options])
+    sizes = ["train.micro_batch_size=1", "data.sequence_length=64", "train.dtype=float32"]
+    options = ["--simulated-ranks", "2", "--warmup", "1", "--steps", "1"]
+    monkeypatch.setattr("sys.argv", ["benchmark_train.py", "tnl-3b", *options, *MODEL, *axes, *sizes])
     assert benchmark_train.main() == 0
     result = json.loads(capsys.readouterr().out)
-    assert (result["ranks"], result["simulated"], result["parallel"]["tp" if "--tp" in axes else "cp"]) == (2, True, 2)
+    assert (result["ranks"], result["simulated"], result["parallel"][axes[0][9:11]]) == (2, True, 2)
     assert all(5.0 < loss < 7.0 for loss in result["losses"]), result["losses"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import math
+from functools import partial
 
 import torch
 
@@ -11,31 +11,32 @@ from megalin.data.batch import AnyBatch, Batch, EncoderBatch, batch_to, split_to
 from megalin.model.config import AnyModelConfig, EncoderConfig
 from megalin.model.encoder import MASKED_FRACTION
 from megalin.parallel.mesh import Mesh
+from megalin.train.config import RunConfig
 
 
-def random_batches(arguments: argparse.Namespace, config: AnyModelConfig, mesh: Mesh) -> list[AnyBatch]:
+def random_batches(run: RunConfig, mesh: Mesh, *, document_length: int | None = None) -> list[AnyBatch]:
     """This rank's tokens of the micro-batches of a step."""
     generator = torch.Generator().manual_seed(mesh.samples.rank)
-    batches = [random_batch(arguments, config, generator) for _ in range(arguments.micro_batches)]
-    return [batch_to(split_tokens(batch, mesh.cp), mesh.device) for batch in batches]
+    size = run.train.micro_batch_size
+    count = run.train.global_batch_size // (size * mesh.samples.size)
+    make = partial(random_batch, run.model, size, run.data.sequence_length, generator, document_length=document_length)
+    return [batch_to(split_tokens(make(), mesh.cp), mesh.device) for _ in range(count)]
 
 
-def random_batch(arguments: argparse.Namespace, config: AnyModelConfig, generator: torch.Generator) -> AnyBatch:
-    """Full sequences of random tokens, in documents of `--document-length` each."""
+def random_batch(
+    config: AnyModelConfig, samples: int, length: int, generator: torch.Generator, *, document_length: int | None = None
+) -> AnyBatch:
+    """Full sequences of random tokens, in documents of `document_length` each, or of the whole sequence."""
     if isinstance(config, EncoderConfig):
-        return _random_encoder_batch(arguments, config, generator)
-    ids = torch.randint(0, config.vocab_size, (arguments.batch, arguments.length + 1), generator=generator)
-    document = arguments.document_length or arguments.length
-    documents = torch.arange(arguments.length, dtype=torch.int32).div(document, rounding_mode="floor")
-    batch = Batch(ids[:, :-1], ids[:, 1:], documents.expand(arguments.batch, -1), torch.arange(arguments.batch))
+        return _random_encoder_batch(config, samples, length, generator)
+    ids = torch.randint(0, config.vocab_size, (samples, length + 1), generator=generator)
+    documents = torch.arange(length, dtype=torch.int32).div(document_length or length, rounding_mode="floor")
+    batch = Batch(ids[:, :-1], ids[:, 1:], documents.expand(samples, -1), torch.arange(samples))
     return Batch(*(tensor.contiguous() for tensor in batch))
 
 
-def _random_encoder_batch(
-    arguments: argparse.Namespace, config: EncoderConfig, generator: torch.Generator
-) -> EncoderBatch:
+def _random_encoder_batch(config: EncoderConfig, samples: int, length: int, generator: torch.Generator) -> EncoderBatch:
     """Sequences of half to all of the length, two segments each; 15 % of the tokens or a class each to predict."""
-    samples, length = arguments.batch, arguments.length
     tokens = torch.randint(0, config.vocab_size, (samples, length), generator=generator)
     sizes = torch.randint((length + 1) // 2, length + 1, (samples, 1), generator=generator)
     positions = torch.arange(length)

@@ -1,55 +1,53 @@
-"""Engine of the timed steps."""
+"""Run config of the timed steps, and their engine."""
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
-
+from megalin.commands.base import read_values
 from megalin.config import parse
-from megalin.model.config import AnyModelConfig, EncoderConfig
-from megalin.optim.adamw import OptimizerConfig
 from megalin.parallel.mesh import Mesh
 from megalin.train.config import RunConfig, check_launch
 from megalin.train.deepspeed_engine import DeepSpeedEngine
 from megalin.train.engine import Engine, FullyShardedEngine
 
-OPTIMIZER = OptimizerConfig(lr=1e-4, max_grad_norm=1.0)
+_TRAIN = ("engine", "deepspeed_config", "global_batch_size", "micro_batch_size", "seed", "dtype", "recompute")
+KEYS = (
+    *("model.*", "parallel.*", "optimizer.*", "data.sequence_length"),
+    *(f"train.{key}" for key in (*_TRAIN, "compile", "cuda_graphs")),
+)
+"""Keys of the run config that the timed steps depend on."""
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "data": {"train": ["random tokens"], "sequence_length": 8192},
+    "train": {"steps": 1, "micro_batch_size": 4, "dtype": "bfloat16"},
+    "optimizer": {"lr": 1e-4, "max_grad_norm": 1.0},
+}
+"""Tables of a preset or of a file without [train]. Its data are named, not read."""
 
 
-def build_engine(arguments: argparse.Namespace, config: AnyModelConfig, mesh: Mesh) -> Engine:
-    """Builds the engine named by the arguments, with the model's initial weights.
+def run_config(name: str, overrides: Sequence[str], world_size: int) -> RunConfig:
+    """Run config of a config file, or of a preset and `DEFAULTS` with one micro-batch a step, with overrides of `KEYS`.
 
     Raises:
-        ConfigError: an option that the engine does not support.
+        ConfigError: as `load_run_config` and `check_launch`, or an override of another key.
     """
-    run = run_config(arguments, config, mesh)
-    return DeepSpeedEngine(run, mesh) if arguments.engine == "deepspeed" else FullyShardedEngine(run, mesh)
-
-
-def run_config(arguments: argparse.Namespace, config: AnyModelConfig, mesh: Mesh) -> RunConfig:
-    """Run config of the arguments. Its data are named, not read."""
-    data: dict[str, Any] = {"train": ["random tokens"], "sequence_length": arguments.length}
-    if isinstance(config, EncoderConfig):
-        data["masking"] = {"max_predictions": arguments.length}
-    values = {
-        "model": config.model_dump(),
-        "data": data,
-        "train": {
-            "engine": arguments.engine,
-            "deepspeed_config": arguments.deepspeed_config,
-            "steps": arguments.warmup + arguments.steps,
-            "global_batch_size": arguments.batch * arguments.micro_batches * mesh.samples.size,
-            "micro_batch_size": arguments.batch,
-            "dtype": arguments.dtype,
-            "recompute": arguments.recompute,
-            "compile": arguments.compile,
-            "cuda_graphs": arguments.cuda_graphs,
-        },
-        "optimizer": OPTIMIZER.model_dump(),
-        "parallel": mesh.config.model_dump(),
-    }
-    run = parse(RunConfig, values, "command line")
-    check_launch(run, dist.get_world_size())
+    values = read_values(name, overrides, keys=KEYS, defaults=DEFAULTS)
+    train, data = values["train"], values["data"]
+    if values["model"].get("kind") == "encoder" and isinstance(data, dict):
+        data.setdefault("masking", {"max_predictions": 1})
+    one_micro_batch = isinstance(train, dict) and "global_batch_size" not in train
+    if one_micro_batch:
+        train["global_batch_size"] = train.get("micro_batch_size")
+    run = parse(RunConfig, values, name)
+    if one_micro_batch:
+        data_size = world_size // (run.parallel.tp * run.parallel.cp * run.parallel.pp)
+        size = run.train.micro_batch_size * data_size
+        run = run.model_copy(update={"train": run.train.model_copy(update={"global_batch_size": size})})
+    check_launch(run, world_size)
     return run
+
+
+def build_engine(run: RunConfig, mesh: Mesh) -> Engine:
+    """Builds the run's engine, with the model's initial weights."""
+    return DeepSpeedEngine(run, mesh) if run.train.engine == "deepspeed" else FullyShardedEngine(run, mesh)
