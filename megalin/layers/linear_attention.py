@@ -15,7 +15,9 @@ from megalin.layers.mixers.base import BuildContext, Mixer, MixerConfig, MixerCo
 from megalin.layers.norms import HeadNormKind
 from megalin.layers.positions import LRPEFrequencies, LRPEKind, key_dim
 from megalin.ops.positions.silu_lrpe import silu_lrpe
+from megalin.ops.scans.driver import fold
 from megalin.ops.scans.fixed_decay import decay_scan, decay_scan_flops, decay_step
+from megalin.ops.scans.transition import DiagonalDecay
 from megalin.parallel.initialisation import Initializer
 from megalin.parallel.linear import ColumnParallelLinear, LowRankLinear, NormedRowParallelLinear
 
@@ -117,6 +119,7 @@ class LinearAttention(Mixer):
             self.slopes,
             initial_state=state[0] if state else None,
             shard=self.cp.sequence_shard(context.documents.shard),
+            state_gradient=False,
             document_ids=context.documents.ids,
             chunk_size=self.config.chunk_size,
         )
@@ -145,7 +148,9 @@ class LinearAttention(Mixer):
                 # States travel between ranks in positions of the full sequence.
                 origin = self.cp.tokens_before(k) + tokens // 2
                 leaving = segments.moved(segments.leaving(k, v, entering), -(origin + length))
-                before = self.cp.fold(leaving, -length * self.slopes[:, None], context.documents.shard)
+                shard = self.cp.sequence_shard(context.documents.shard)
+                assert shard is not None
+                before = fold(leaving, DiagonalDecay(-length * self.slopes[:, None]), shard)
                 entering = segments.entering(added, segments.moved(before, origin))
         output = decay_scan(
             segments.cut(q),
@@ -153,6 +158,7 @@ class LinearAttention(Mixer):
             cut_v,
             self.slopes,
             initial_state=None if entering is None else entering.flatten(0, 1),
+            state_gradient=False,
             document_ids=segments.cut_documents(),
             chunk_size=self.config.chunk_size,
         ).output

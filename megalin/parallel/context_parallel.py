@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megalin.ops.scans.context_parallel import SequenceShard, ShardDocuments
+from megalin.ops.scans.context_parallel import SequenceShard
+from megalin.ops.scans.transition import Direction, ShardDocuments, Transition
 from megalin.parallel.collectives import (
     Axis,
     all_gather,
@@ -27,7 +28,7 @@ from megalin.parallel.collectives import (
     reduce_from_axis,
     reduce_scatter_to_axis,
 )
-from megalin.parallel.state_passing import Direction, all_gather_states, ring_states
+from megalin.parallel.state_passing import all_gather_states, ring_states
 from megalin.parallel.tensor_parallel import TOKENS, TensorParallel
 
 ExchangeName = Literal["auto", "all_gather", "ring"]
@@ -124,23 +125,19 @@ class ContextParallel:
         """The `shard` argument of a scan: this rank's shard of every sequence; None on an axis of size 1."""
         return None if documents is None else SequenceShard(self, documents)
 
-    def fold(self, state: Tensor, log_decay: Tensor, documents: ShardDocuments) -> Tensor:
-        """The state [B, H, K, V] that enters this rank's tokens, of the first one's document, with gradients; arguments
-        as in `SequenceShard.fold`."""
-        return SequenceShard(self, documents).fold(state, log_decay)
-
-    def entering(self, state: Tensor, log_decay: Tensor, documents: ShardDocuments) -> Tensor:
+    def entering(self, state: Tensor, transition: Transition, documents: ShardDocuments) -> Tensor:
         """`StateExchange.entering`: S -> S_in, one state exchange."""
-        return self._exchange_states(state, log_decay, documents, step=1)
+        return self._exchange_states(state, transition, documents, step=1)
 
-    def leaving_gradient(self, gradient: Tensor, log_decay: Tensor, documents: ShardDocuments) -> Tensor:
+    def leaving_gradient(self, gradient: Tensor, transition: Transition, documents: ShardDocuments) -> Tensor:
         """`StateExchange.leaving_gradient`: dS_in -> dS, one state exchange."""
-        return self._exchange_states(gradient, log_decay, documents, step=-1)
+        return self._exchange_states(gradient, transition, documents, step=-1)
 
-    def _exchange_states(self, x: Tensor, log_decay: Tensor, documents: ShardDocuments, *, step: Direction) -> Tensor:
-        if self.exchange == "all_gather":
-            return all_gather_states(x, log_decay, documents, axis=self.axis, step=step)
-        return ring_states(x, log_decay, documents, axis=self.axis, step=step)
+    def _exchange_states(
+        self, x: Tensor, transition: Transition, documents: ShardDocuments, *, step: Direction
+    ) -> Tensor:
+        states = all_gather_states if self.exchange == "all_gather" else ring_states
+        return states(x, transition, documents, axis=self.axis, step=step)
 
     def halo(self, x: Tensor, documents: ShardDocuments, document_ids: Tensor | None, *, width: int) -> Tensor:
         """The `width` inputs before this rank's tokens: x [B, T/cp, D] -> [B, width, D], zero before the sequence and

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from megalin.ops.documents import UNPACKED, PackedDocuments, find_documents
-from megalin.ops.scans.context_parallel import ShardDocuments
+from megalin.ops.scans.transition import ShardDocuments
 from megalin.parallel.context_parallel import ContextParallel, FullSequenceInfo
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megalin.model.config import EncoderConfig
-from megalin.ops.scans.context_parallel import ShardDocuments
+from megalin.ops.scans.transition import DiagonalDecay, ShardDocuments, Transition
 from megalin.parallel.collectives import Axis
 from megalin.parallel.context_parallel import ContextParallel, ExchangeName
 from megalin.parallel.linear import ColumnParallelLinear
@@ -78,9 +78,9 @@ class Probe(ContextParallel):
         super().__init__(axis, exchange=exchange)
         self.made: set[ExchangeKind] = set()
 
-    def entering(self, state: Tensor, log_decay: Tensor, documents: ShardDocuments) -> Tensor:
-        self.made |= {"state", "decay"} if log_decay.any() else {"state"}
-        return super().entering(state, log_decay, documents)
+    def entering(self, state: Tensor, transition: Transition, documents: ShardDocuments) -> Tensor:
+        self.made |= {"state", "decay"} if any(x.any() for x in transition.tensors()) else {"state"}
+        return super().entering(state, transition, documents)
 
     def halo(self, x: Tensor, documents: ShardDocuments, document_ids: Tensor | None, *, width: int) -> Tensor:
         self.made.add("halo")
@@ -99,32 +99,36 @@ class Probe(ContextParallel):
         return super().neighbouring_run_sums(first, last, documents)
 
 
+def _undecayed(transition: Transition) -> Transition:
+    return DiagonalDecay(*(torch.zeros_like(x) for x in transition.tensors()))
+
+
 class _DroppedDecay(ContextParallel):
     """Passes a state through a rank's tokens without decay."""
 
-    def entering(self, state: Tensor, log_decay: Tensor, documents: ShardDocuments) -> Tensor:
-        return super().entering(state, torch.zeros_like(log_decay), documents)
+    def entering(self, state: Tensor, transition: Transition, documents: ShardDocuments) -> Tensor:
+        return super().entering(state, _undecayed(transition), documents)
 
-    def leaving_gradient(self, gradient: Tensor, log_decay: Tensor, documents: ShardDocuments) -> Tensor:
-        return super().leaving_gradient(gradient, torch.zeros_like(log_decay), documents)
+    def leaving_gradient(self, gradient: Tensor, transition: Transition, documents: ShardDocuments) -> Tensor:
+        return super().leaving_gradient(gradient, _undecayed(transition), documents)
 
 
 class _WrongNeighbour(ContextParallel):
     """Uses a rank's own state in place of the previous rank's."""
 
-    def entering(self, state: Tensor, log_decay: Tensor, documents: ShardDocuments) -> Tensor:
-        return super().entering(state, log_decay, documents._replace(continues=documents.continues.roll(1, dims=1)))
+    def entering(self, state: Tensor, transition: Transition, documents: ShardDocuments) -> Tensor:
+        return super().entering(state, transition, documents._replace(continues=documents.continues.roll(1, dims=1)))
 
-    def leaving_gradient(self, gradient: Tensor, log_decay: Tensor, documents: ShardDocuments) -> Tensor:
+    def leaving_gradient(self, gradient: Tensor, transition: Transition, documents: ShardDocuments) -> Tensor:
         documents = documents._replace(continues=documents.continues.roll(1, dims=1))
-        return super().leaving_gradient(gradient, log_decay, documents)
+        return super().leaving_gradient(gradient, transition, documents)
 
 
 class _MissingAdjoint(ContextParallel):
     """Drops the gradient of the entering state to the ranks that it came from."""
 
-    def leaving_gradient(self, gradient: Tensor, log_decay: Tensor, documents: ShardDocuments) -> Tensor:
-        return torch.zeros_like(super().leaving_gradient(gradient, log_decay, documents))
+    def leaving_gradient(self, gradient: Tensor, transition: Transition, documents: ShardDocuments) -> Tensor:
+        return torch.zeros_like(super().leaving_gradient(gradient, transition, documents))
 
 
 class _MissingHalo(ContextParallel):

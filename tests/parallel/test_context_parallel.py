@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalin.ops.scans.driver import fold
+from megalin.ops.scans.transition import DiagonalDecay
 from megalin.parallel.collectives import Axis, all_gather
 from megalin.parallel.context_parallel import ContextParallel, ExchangeName
 from megalin.parallel.mesh import Mesh, ParallelConfig
@@ -64,7 +66,7 @@ def _on_ranks() -> dict[tuple[str, str, bool], Arrays]:
         state = given["state"][rank].detach().requires_grad_()
         log_decay = given["log_decay"][min(rank, len(given["log_decay"]) - 1)].detach().requires_grad_()
         ends = cp.shard_documents(x[..., 0], ids)
-        entering = cp.fold(state, log_decay, ends)
+        entering = fold(state, DiagonalDecay(log_decay), cp.sequence_shard(ends))
         halo = cp.halo(x, ends, ids, width=WIDTH)
         ((entering * given["weight"][rank]).sum() + (halo * given["halo_weight"][rank]).sum()).backward()
         results[exchange, name, packed] = to_arrays(
@@ -189,7 +191,8 @@ def _strong(exchange: ExchangeName) -> tuple[bool, list[float]]:
     cp = cp_of_all(exchange)
     state = torch.ones(1, 1, 2, 1, requires_grad=True)
     log_decay = torch.tensor([[[-1e30, 0.0]]], requires_grad=True)
-    entering = cp.fold(state, log_decay, cp.shard_documents(torch.zeros(1, 4), None))
+    shard = cp.sequence_shard(cp.shard_documents(torch.zeros(1, 4), None))
+    entering = fold(state, DiagonalDecay(log_decay), shard)
     entering.sum().backward()
     finite = all(bool(x.isfinite().all()) for x in (entering, state.grad, log_decay.grad))
     return finite, all_gather(entering.detach().flatten(), cp.axis, dim=0).tolist()

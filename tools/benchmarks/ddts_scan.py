@@ -14,8 +14,9 @@ from benchmarks.case import BenchmarkCase, BenchmarkFunction, BenchmarkWork
 from megalin.ops.dispatch.dtypes import compute_dtype
 from megalin.ops.gates.ddts_gates import ddts_gates
 from megalin.ops.gates.low_rank_gate import low_rank_gate, low_rank_gate_reference
+from megalin.ops.scans.fixed_decay import decay_scan_flops
 from megalin.ops.scans.short_conv import short_conv, short_conv_reference
-from megalin.ops.scans.vector_decay import vector_decay_scan, vector_decay_scan_flops, vector_decay_scan_reference
+from megalin.ops.scans.vector_decay import vector_decay_scan, vector_decay_scan_reference
 
 BATCH, LENGTH, WIDTH, KEY, RANK, TAPS, CHECKED, CHUNK = 4, 8192, 4096, 64, 32, 4, 600, 64
 
@@ -46,7 +47,7 @@ def cases() -> Iterator[BenchmarkCase]:
     x = draw(BATCH, LENGTH, WIDTH)
     tokens, small = BATCH * LENGTH, 2 * BATCH * LENGTH * WIDTH * (4 * KEY + 2 * RANK)
     sizes = {"num_heads": 1, "key_dim": KEY, "value_dim": WIDTH, "chunk_size": CHUNK}
-    flops = small + tokens * vector_decay_scan_flops(LENGTH, **sizes)
+    flops = small + tokens * decay_scan_flops(LENGTH, **sizes)
     ours = _path(Ops(short_conv, low_rank_gate, vector_decay_scan))
     yield BenchmarkCase(
         op="ddts_scan",

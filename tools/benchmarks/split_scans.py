@@ -13,11 +13,12 @@ from torch import Tensor
 
 from benchmarks.case import BenchmarkCase, BenchmarkWork
 from megalin.ops.scans.context_parallel import SingleProcessExchange
-from megalin.ops.scans.fixed_decay import decay_scan, decay_scan_flops, decay_scan_reference
-from megalin.ops.scans.fixed_decay_kernels import total_decay
+from megalin.ops.scans.driver import fold
+from megalin.ops.scans.fixed_decay import decay_scan, decay_scan_flops, decay_scan_reference, total_decay
 from megalin.ops.scans.scalar_decay import scalar_decay_scan, scalar_decay_scan_flops, scalar_decay_scan_reference
 from megalin.ops.scans.states import decay_state, selected_state
-from megalin.ops.scans.vector_decay import vector_decay_scan, vector_decay_scan_flops, vector_decay_scan_reference
+from megalin.ops.scans.transition import DiagonalDecay
+from megalin.ops.scans.vector_decay import vector_decay_scan, vector_decay_scan_reference
 
 TOKENS, CHECKED, CHUNK = 32768, 600, 64
 Scan = Callable[..., Any]
@@ -31,23 +32,23 @@ def cases() -> Iterator[BenchmarkCase]:
     yield _case("fixed 16x128x128", fixed, decay_scan, decay_scan_reference, _fixed_state, flops, slopes=slopes)
     for name, heads, key, value in (("HGRN2 16x128x128", 16, 128, 128), ("Rodimus 1x64x4096", 1, 64, 4096)):
         widths = {"v": (heads, value), "q": (heads, key), "k": (heads, key), "log_decay": (heads, key)}
-        flops = vector_decay_scan_flops(TOKENS, num_heads=heads, key_dim=key, value_dim=value, chunk_size=CHUNK)
+        flops = decay_scan_flops(TOKENS, num_heads=heads, key_dim=key, value_dim=value, chunk_size=CHUNK)
         yield _case(name, widths, vector_decay_scan, vector_decay_scan_reference, _vector_state, flops)
     shared = {"v": (64, 64), "q": (1, 128), "k": (1, 128), "log_decay": (64,)}
     flops = scalar_decay_scan_flops(TOKENS, num_heads=64, num_key_heads=1, key_dim=128, value_dim=64, chunk_size=CHUNK)
     yield _case("Mamba-2 64x128x64", shared, scalar_decay_scan, scalar_decay_scan_reference, _scalar_state, flops)
 
 
-def _fixed_state(x: dict[str, Tensor], slopes: Tensor) -> tuple[Tensor, Tensor]:
+def _fixed_state(x: dict[str, Tensor], slopes: Tensor) -> tuple[Tensor, DiagonalDecay]:
     return decay_state(x["k"], x["v"], slopes), total_decay(x["k"], slopes)
 
 
-def _vector_state(x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    return selected_state(x["k"], x["v"], x["log_decay"]), x["log_decay"].sum(1)
+def _vector_state(x: dict[str, Tensor]) -> tuple[Tensor, DiagonalDecay]:
+    return selected_state(x["k"], x["v"], x["log_decay"]), DiagonalDecay(x["log_decay"].sum(1))
 
 
-def _scalar_state(x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    return selected_state(x["k"], x["v"], x["log_decay"][..., None]), x["log_decay"].sum(1)[..., None]
+def _scalar_state(x: dict[str, Tensor]) -> tuple[Tensor, DiagonalDecay]:
+    return selected_state(x["k"], x["v"], x["log_decay"][..., None]), DiagonalDecay(x["log_decay"].sum(1)[..., None])
 
 
 def _case(
@@ -55,7 +56,7 @@ def _case(
     widths: dict[str, tuple[int, ...]],
     scan: Scan,
     reference: Scan,
-    state: Callable[..., tuple[Tensor, Tensor]],
+    state: Callable[..., tuple[Tensor, DiagonalDecay]],
     flops: int,
     **options: Tensor,
 ) -> BenchmarkCase:
@@ -73,7 +74,7 @@ def _case(
         return [scan(**x, **options, shard=shard_of(x)).output]
 
     def separate_state(**x: Tensor) -> list[Tensor]:
-        entering = shard_of(x).fold(*compiled(x, **options))
+        entering = fold(*compiled(x, **options), shard_of(x))
         return [scan(**x, **options, initial_state=entering).output]
 
     def unsharded(**x: Tensor) -> list[Tensor]:

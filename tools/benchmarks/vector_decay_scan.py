@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.case import BenchmarkCase, BenchmarkFunction, BenchmarkWork
+from megalin.ops.scans.fixed_decay import decay_scan_flops
 from megalin.ops.scans.vector_decay import (
     vector_decay_scan,
-    vector_decay_scan_flops,
     vector_decay_scan_reference,
 )
 
@@ -39,7 +39,7 @@ def _case(shape: str, length: int, heads: int, key: int, value: int, dtype: torc
     }
     in_bytes = sum(x.nbytes for x in inputs.values())
     out_bytes = inputs["v"].nbytes
-    flops = TOKENS * vector_decay_scan_flops(length, num_heads=heads, key_dim=key, value_dim=value, chunk_size=CHUNK)
+    flops = TOKENS * decay_scan_flops(length, num_heads=heads, key_dim=key, value_dim=value, chunk_size=CHUNK)
     return BenchmarkCase(
         op="vector_decay_scan",
         shape=shape,

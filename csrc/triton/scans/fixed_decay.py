@@ -107,14 +107,18 @@ class LaunchSequence(NamedTuple):
     def blocks(self) -> int:
         return triton.cdiv(self.length, self.block_tokens)
 
-    def parts_of(self, k: Tensor, v: Tensor, *, reverse: bool, last: bool = False) -> Tensor | None:
+    def num_parts(self, *, last: bool) -> int:
+        """Number of parts whose state updates are needed, skipped ones included."""
+        return 0 if self.blocks == 1 and not last else self.blocks * self.parts
+
+    def parts_of(self, k: Tensor, v: Tensor, *, reverse: bool, last: bool) -> Tensor:
         """State update of each part [B, H, parts, K, V] fp32; parts of the last block in scan direction are skipped
-        unless `last`; None if no part is left."""
-        if self.blocks == 1 and not last:
-            return None
+        unless `last`."""
         batch, key, value = k.shape[0], k.shape[3], v.shape[3]
-        total, skipped = self.blocks * self.parts, 0 if last else self.parts
+        total, skipped = self.num_parts(last=last), 0 if last else self.parts
         added = k.new_empty(batch, self.heads, total, key, value, dtype=torch.float32)
+        if total == 0:
+            return added
         tiles, width = state_tiles(key, value, v.dtype), max(16, triton.next_power_of_2(key))
         block_state_kernel[batch * self.heads * triton.cdiv(value, tiles.value), total - skipped](
             tiled(k, tiles.chunk, width), tiled(v, tiles.chunk, tiles.value), self.slopes, self.documents, added,
@@ -125,9 +129,9 @@ class LaunchSequence(NamedTuple):
         )  # fmt: skip
         return added
 
-    def states(self, parts: Tensor | None, boundary: Tensor | None, *, reverse: bool) -> Tensor | None:
+    def states(self, parts: Tensor, boundary: Tensor | None, *, reverse: bool) -> Tensor | None:
         """States entering the blocks [B, H, slots, K, V] fp32; for one block `boundary` [B, H, K, V]."""
-        if self.blocks == 1 or parts is None:
+        if self.blocks == 1:
             return boundary
         batch, heads, _, *sizes = parts.shape
         states = parts.new_empty(batch, heads, self.slots, *sizes)
@@ -195,40 +199,38 @@ def saved_shape(batch: int, length: int, heads: int, key: int, value: int) -> tu
 
 
 def parts_shape(
-    batch: int, length: int, heads: int, key: int, value: int, *, reverse: bool
+    batch: int, length: int, heads: int, key: int, value: int, *, reverse: bool, total: bool
 ) -> tuple[int, int, int, int, int]:
     """Shape [B, H, parts, K, V] of the state updates that `begin` returns."""
     sequence = _sequence(torch.Size((batch, length, heads)), None, None)
-    return batch, heads, sequence.blocks * sequence.parts, key, value
+    return batch, heads, sequence.num_parts(last=total), key, value
 
 
 def begin(
-    k: Tensor, v: Tensor, slopes: Tensor | None, documents: Tensor | None, *, reverse: bool
+    k: Tensor, v: Tensor, slopes: Tensor | None, documents: Tensor | None, *, reverse: bool, total: bool
 ) -> tuple[Tensor, Tensor]:
-    """First phase: the state update of all tokens [B, H, K, V] fp32, and that of each part, for `forward`. `reverse`,
-    with q and do as k and v: the updates of the state's gradient, for `backward`."""
+    """First phase: the state update of all tokens [B, H, K, V] fp32, empty unless `total`, and that of each part, for
+    `finish`. `reverse`, with q and do as k and v: the updates of the state's gradient, for `finish_backward`."""
     sequence = _sequence(k.shape, slopes, documents)
-    parts = sequence.parts_of(aligned(k), aligned(v), reverse=reverse, last=True)
-    assert parts is not None
-    return sequence.total(parts, reverse=reverse), parts
+    parts = sequence.parts_of(aligned(k), aligned(v), reverse=reverse, last=total)
+    return sequence.total(parts, reverse=reverse) if total else parts.new_empty(0), parts
 
 
-def forward(
+def finish(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     slopes: Tensor | None,
-    initial: Tensor | None,
+    entering: Tensor | None,
     documents: Tensor | None,
-    parts: Tensor | None = None,
+    parts: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k [B, T, H, K], v [B, T, H, V], slopes [H] and initial [B, H, K, V] fp32, documents [B, T], `parts` from
-    `begin` -> o, the final state, and the states entering blocks, of `saved_shape`."""
+    """Second phase: q, k [B, T, H, K], v [B, T, H, V], slopes [H] and entering [B, H, K, V] fp32, documents [B, T],
+    `parts` from `begin` -> o, the final state, and the states entering blocks, of `saved_shape`."""
     sequence = _sequence(k.shape, slopes, documents)
     q, k, v = aligned(q), aligned(k), aligned(v)
     (batch, length, heads, key), value = k.shape, v.shape[3]
-    parts = sequence.parts_of(k, v, reverse=False) if parts is None else parts
-    states = sequence.states(parts, initial, reverse=False)
+    states = sequence.states(parts, entering, reverse=False)
     leaving = k.new_empty(batch, heads, key, value, dtype=torch.float32)
     o = sequence.scan(q, k, v, states, leaving)
     if states is None or sequence.blocks == 1:
@@ -236,29 +238,28 @@ def forward(
     return o, leaving, states
 
 
-def backward(
+def finish_backward(
     do: Tensor,
     d_leaving: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     slopes: Tensor | None,
-    initial: Tensor | None,
+    entering: Tensor | None,
     documents: Tensor | None,
     states: Tensor,
-    parts: Tensor | None = None,
+    parts: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns dq, dk, dv, and the gradient [B, H, K, V] fp32 of `initial`; `states` from `forward`, `parts` from
-    `begin`."""
+    """Second phase of the backward: dq, dk, dv, and the gradient [B, H, K, V] fp32 of `entering`; `states` from
+    `finish`, `parts` from `begin`."""
     sequence = _sequence(k.shape, slopes, documents)
     do, q, k, v = aligned(do), aligned(q), aligned(k), aligned(v)
-    dq = sequence.scan(do, v, k, initial if sequence.blocks == 1 else states, None, transposed=True)
-    parts = sequence.parts_of(q, do, reverse=True) if parts is None else parts
+    dq = sequence.scan(do, v, k, entering if sequence.blocks == 1 else states, None, transposed=True)
     gradients = sequence.states(parts, d_leaving, reverse=True)
-    d_initial = k.new_empty(k.shape[0], k.shape[2], k.shape[3], v.shape[3], dtype=torch.float32)
+    d_entering = k.new_empty(k.shape[0], k.shape[2], k.shape[3], v.shape[3], dtype=torch.float32)
     dk = sequence.scan(v, do, q, gradients, None, reverse=True, transposed=True)
-    dv = sequence.scan(k, q, do, gradients, d_initial, reverse=True)
-    return dq, dk, dv, d_initial
+    dv = sequence.scan(k, q, do, gradients, d_entering, reverse=True)
+    return dq, dk, dv, d_entering
 
 
 def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]]:

@@ -118,15 +118,19 @@ class ScalarScan(NamedTuple):
     def tiled(self, *tensors: Tensor, width: int) -> list[TensorDescriptor]:
         return [tiled(x, self.chunk, width) for x in tensors]
 
-    def sums(self, k: Tensor, v: Tensor, *, reverse: bool, last: bool = False) -> Parts | None:
-        """State updates of the parts; parts of the last block in scan direction are skipped unless `last`; None if no
-        part is left."""
-        if self.blocks == 1 and not last:
-            return None
+    def empty_parts(self, k: Tensor, v: Tensor, *, last: bool) -> Parts:
+        """Uninitialised Parts of all blocks; unless `last` none of a single block."""
         (batch, _, heads, value), key = v.shape, k.shape[3]
-        parts, skipped = self.blocks * self.parts, 0 if last else self.parts
+        parts = 0 if self.blocks == 1 and not last else self.blocks * self.parts
         added = v.new_empty(batch, heads, parts, key, value, dtype=torch.float32)
-        found = Parts(added, added.new_empty(batch, heads, parts))
+        return Parts(added, added.new_empty(batch, heads, parts))
+
+    def sums(self, k: Tensor, v: Tensor, *, reverse: bool, last: bool) -> Parts:
+        """State updates of the parts; parts of the last block in scan direction are skipped unless `last`."""
+        found = self.empty_parts(k, v, last=last)
+        parts, key, value, skipped = found.added.shape[2], k.shape[3], v.shape[3], 0 if last else self.parts
+        if parts == 0:
+            return found
         tiles = _state_tiles(key, value, v.dtype)
         self._launch(k, v, tiles, parts - skipped, None, None, found, skipped if reverse else 0, reverse=reverse)
         return found
@@ -163,9 +167,9 @@ class ScalarScan(NamedTuple):
             **constants(state_kernel, key, value, v.dtype, tiles, self.chunk),
         )  # fmt: skip
 
-    def entering(self, found: Parts | None, boundary: Tensor | None, *, reverse: bool) -> Tensor | None:
+    def entering(self, found: Parts, boundary: Tensor | None, *, reverse: bool) -> Tensor | None:
         """States entering the blocks [B, H, slots, K, V] fp32; for one block `boundary` [B, H, K, V]."""
-        if self.blocks == 1 or found is None:
+        if self.blocks == 1:
             return boundary
         batch, heads, _, key, value = found.added.shape
         states = found.added.new_empty(batch, heads, self.slots, key, value)
@@ -217,79 +221,44 @@ def saved_shape(k: Tensor, v: Tensor) -> tuple[int, int, int, int, int]:
     return v.shape[0], v.shape[2], slots if v.shape[1] > parts * part_tokens else 0, k.shape[3], v.shape[3]
 
 
-def empty_intermediates(k: Tensor, v: Tensor, g: Tensor) -> tuple[Decays, Parts]:
+def empty_intermediates(k: Tensor, v: Tensor, g: Tensor, *, total: bool) -> tuple[Decays, Parts]:
     """Uninitialised Decays and Parts as `begin` returns them, for fake kernels."""
     chunk = chunk_of(k.shape[3], v.dtype)
     scan = _scan(v, empty_decays(g, chunk, exact=v.dtype == torch.float32), None, chunk)
-    passed = v.new_empty(v.shape[0], v.shape[2], scan.blocks * scan.parts, dtype=torch.float32)
-    return scan.decays, Parts(passed.new_empty(*passed.shape, k.shape[3], v.shape[3]), passed)
+    return scan.decays, scan.empty_parts(k, v, last=total)
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial: Tensor | None, documents: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k [B, T, H or 1, K], v [B, T, H, V], g [B, T, H] and initial [B, H, K, V] fp32, documents [B, T], the last
-    three contiguous -> o like v, the final state, and the states entering blocks, of `saved_shape`."""
-    q, k, v = aligned(q), aligned(k), aligned(v)
-    found = _decays(k, v, g, documents)
-    parts = _scan(v, found, documents, chunk_of(k.shape[3], v.dtype)).sums(k, v, reverse=False)
-    return finish(q, k, v, initial, documents, found, parts)
-
-
-def begin(k: Tensor, v: Tensor, g: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor, Decays, Parts]:
-    """First phase of `forward`, without an initial state: the final state from zero [B, H, K, V], the total decay
-    [B, H], and the inputs of `finish`."""
+def begin(
+    k: Tensor, v: Tensor, g: Tensor, documents: Tensor | None, *, reverse: bool, total: bool
+) -> tuple[Tensor, Tensor, Decays, Parts]:
+    """First phase, from v [B, T, H, V], k [B, T, H or 1, K], and contiguous g [B, T, H] fp32 and documents [B, T]:
+    the final state from zero [B, H, K, V] and the total decay [B, H], empty unless `total`, and inputs of `finish`.
+    `reverse`, with q and do as k and v: the output's contribution to the gradient of the initial state, and inputs of
+    `finish_backward`."""
     k, v = aligned(k), aligned(v)
     found = _decays(k, v, g, documents)
-    parts = _scan(v, found, documents, chunk_of(k.shape[3], v.dtype)).sums(k, v, reverse=False, last=True)
-    assert parts is not None
-    return *parts.total(reverse=False), found, parts
+    parts = _scan(v, found, documents, chunk_of(k.shape[3], v.dtype)).sums(k, v, reverse=reverse, last=total)
+    sums = parts.total(reverse=reverse) if total else (g.new_empty(0), g.new_empty(0))
+    return *sums, found, parts
 
 
 def finish(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    initial: Tensor | None,
+    entering: Tensor | None,
     documents: Tensor | None,
     found: Decays,
-    parts: Parts | None,
+    parts: Parts,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Second phase of `forward`: returns what `forward` does."""
+    """Second phase, from entering [B, H, K, V] fp32: o like v, the final state, and the states entering blocks, of
+    `saved_shape`."""
     q, k, v = aligned(q), aligned(k), aligned(v)
     scan = _scan(v, found, documents, chunk_of(k.shape[3], v.dtype))
-    entering = scan.entering(parts, initial, reverse=False)
-    o, leaving = scan.scan(q, k, v, entering, reverse=False)
-    saved = entering if entering is not None and scan.blocks > 1 else leaving.new_empty(saved_shape(k, v))
+    states = scan.entering(parts, entering, reverse=False)
+    o, leaving = scan.scan(q, k, v, states, reverse=False)
+    saved = states if states is not None and scan.blocks > 1 else leaving.new_empty(saved_shape(k, v))
     return o, leaving, saved
-
-
-def backward(
-    do: Tensor,
-    d_leaving: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    initial: Tensor | None,
-    documents: Tensor | None,
-    saved: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns dq, dk, dv, dg, and the gradient of `initial`; `saved` from `forward`."""
-    do, q = aligned(do), aligned(q)
-    found = _decays(k, v, g, documents)
-    parts = _scan(v, found, documents, chunk_of(k.shape[3], v.dtype)).sums(q, do, reverse=True)
-    return finish_backward(do, d_leaving, q, k, v, g, initial, documents, saved, found, parts, exact=True)
-
-
-def begin_backward(do: Tensor, q: Tensor, g: Tensor, documents: Tensor | None) -> tuple[Tensor, Decays, Parts]:
-    """First phase of `backward`, without the gradient of the final state: the output's contribution to the gradient of
-    the initial state [B, H, K, V], and the inputs of `finish_backward`."""
-    do, q = aligned(do), aligned(q)
-    found = _decays(q, do, g, documents)
-    parts = _scan(do, found, documents, chunk_of(q.shape[3], do.dtype)).sums(q, do, reverse=True, last=True)
-    assert parts is not None
-    return parts.total(reverse=True)[0], found, parts
 
 
 def finish_backward(
@@ -299,16 +268,17 @@ def finish_backward(
     k: Tensor,
     v: Tensor,
     g: Tensor,
-    initial: Tensor | None,
+    entering: Tensor | None,
     documents: Tensor | None,
     saved: Tensor,
     found: Decays,
-    parts: Parts | None,
+    parts: Parts,
     *,
-    exact: bool = False,
+    exact: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Second phase of `backward`: returns what `backward` does. `exact`: computes dg from the initial state and the
-    gradient of the final state in fp32, not rounded like those between chunks, which takes half as long again."""
+    """Second phase of the backward: dq, dk, dv, dg, and the gradient of `entering`; `saved` from `finish`. `exact`:
+    computes dg from the entering state and the gradient of the final state in fp32, not rounded like those between
+    chunks, which takes half as long again."""
     do, q, k, v = aligned(do), aligned(q), aligned(k), aligned(v)
     key = k.shape[3]
     scan = _scan(v, found, documents, chunk_of(key, v.dtype))
@@ -318,12 +288,12 @@ def finish_backward(
     kept = torch.bfloat16 if v.dtype == torch.bfloat16 else torch.float32
     states = v.new_empty(v.shape[0] * v.shape[2] * wide.chunks, v.shape[3], key, dtype=kept)
     gradients = torch.empty_like(states)
-    wide.keep(k, v, initial if scan.blocks == 1 else saved, states)
-    entering = scan.entering(parts, d_leaving, reverse=True)
-    dv, d_initial = scan.scan(k, q, do, entering, reverse=True, kept=gradients)
-    boundaries = (initial, d_leaving) if exact else (None, None)
+    wide.keep(k, v, entering if scan.blocks == 1 else saved, states)
+    between = scan.entering(parts, d_leaving, reverse=True)
+    dv, d_entering = scan.scan(k, q, do, between, reverse=True, kept=gradients)
+    boundaries = (entering, d_leaving) if exact else (None, None)
     dq, dk, dg = key_gradients(q, k, v, do, wide.decays, documents, (states, gradients), boundaries)
-    return dq, dk, dv, dg, d_initial
+    return dq, dk, dv, dg, d_entering
 
 
 def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]]:

@@ -51,36 +51,24 @@ class Segments(NamedTuple):
     decay: Tensor
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float, initial: Tensor | None,
-    documents: Tensor | None, keep: bool,
-) -> tuple[Tensor, Tensor, Chunks, Tensor]:  # fmt: skip
-    """Returns output [B, T, H, V], final state [B, H, K, V] in fp32, and for the backward the chunks and, if `keep`,
-    the states [B, H, N, K, V] entering them, in the dtype of v.
+def begin(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float, documents: Tensor | None, *, total: bool
+) -> tuple[Tensor, Tensor, Chunks, Segments]:
+    """First phase: the final state from zero [B, H, K, V] and the total decay [B, H, K], fp32, empty unless `total`,
+    and the inputs of `finish`.
 
-    q, k, log_decay [B, T, H, K] and v [B, T, H, V], last dimension contiguous; initial [B, H, K, V] and documents
-    [B, T] contiguous.
+    q, k, log_decay [B, T, H, K] and v [B, T, H, V], last dimension contiguous; documents [B, T] contiguous.
     """
     chunks = _chunks(q, k, v, log_decay, scale, documents)
-    segments = _sum_segments(chunks.k_end, v, chunks.through, reverse=False)
-    output, final, states = finish(v, initial, chunks, segments, keep)
-    return output, final, chunks, states
-
-
-def begin(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float, documents: Tensor | None
-) -> tuple[Tensor, Tensor, Chunks, Segments]:
-    """First phase of `forward`, without an initial state: the final state from zero [B, H, K, V], the total decay
-    [B, H, K], fp32, and the inputs of `finish`."""
-    chunks = _chunks(q, k, v, log_decay, scale, documents)
-    segments = _sum_segments(chunks.k_end, v, chunks.through, reverse=False, last=True)
-    return *_total(segments, v, reverse=False), chunks, segments
+    segments = _sum_segments(chunks.k_end, v, chunks.through, reverse=False, last=total)
+    return *_total(segments, v, reverse=False, total=total), chunks, segments
 
 
 def finish(
-    v: Tensor, initial: Tensor | None, chunks: Chunks, segments: Segments, keep: bool
+    v: Tensor, entering: Tensor | None, chunks: Chunks, segments: Segments, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Second phase of `forward`: output, final state, and the states entering chunks, as in `forward`."""
+    """Second phase, from entering [B, H, K, V]: output [B, T, H, V], final state [B, H, K, V] in fp32, and for the
+    backward, if `keep`, the states [B, H, N, K, V] entering chunks, in the dtype of v."""
     batch, length, heads, _ = v.shape
     width = chunks.through.shape[3]
     constants = _sweep_constants(width, v.shape[3], v.dtype)
@@ -89,34 +77,25 @@ def finish(
     final = v.new_empty(batch, heads, width, v.shape[3], dtype=torch.float32)
     states = v.new_empty(*chunks.through.shape, v.shape[3]) if keep else v.new_empty(0)
     forward_kernel[(plan.programs,)](
-        *chunks[:2], v, chunks.scores, chunks.through, *segments, initial, output, states, final,
+        *chunks[:2], v, chunks.scores, chunks.through, *segments, entering, output, states, final,
         *v.stride()[:3], length, chunks.through.shape[2], heads, plan.segments, plan.chunks,
-        INITIAL=initial is not None, KEEP=keep, **constants,
+        INITIAL=entering is not None, KEEP=keep, **constants,
     )  # fmt: skip
     return output, final, states
 
 
-def backward(
-    doutput: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float,
-    documents: Tensor | None, chunks: Chunks, states: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns dq, dk, dv, dg and the initial state's gradient, contiguous, from those of output and final state."""
-    segments = _sum_segments(chunks.q_start, doutput, chunks.through, reverse=True)
-    return finish_backward(doutput, dfinal, q, k, v, log_decay, scale, documents, chunks, states, segments)
-
-
-def begin_backward(doutput: Tensor, chunks: Chunks) -> tuple[Tensor, Segments]:
-    """First phase of `backward`, without the gradient of the final state: the output's contribution to the gradient of
-    the initial state [B, H, K, V] fp32, and the inputs of `finish_backward`."""
-    segments = _sum_segments(chunks.q_start, doutput, chunks.through, reverse=True, last=True)
-    return _total(segments, doutput, reverse=True)[0], segments
+def begin_backward(doutput: Tensor, chunks: Chunks, *, total: bool) -> tuple[Tensor, Segments]:
+    """First phase of the backward: the output's contribution to the gradient of the initial state [B, H, K, V] fp32,
+    empty unless `total`, and the inputs of `finish_backward`."""
+    segments = _sum_segments(chunks.q_start, doutput, chunks.through, reverse=True, last=total)
+    return _total(segments, doutput, reverse=True, total=total)[0], segments
 
 
 def finish_backward(
     doutput: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float,
     documents: Tensor | None, chunks: Chunks, states: Tensor, segments: Segments,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Second phase of `backward`: returns what `backward` does."""
+    """Second phase of the backward: dq, dk, dv, dg and the gradient of `entering`, contiguous."""
     batch, length, heads, width = q.shape
     number = chunks.through.shape[2]
     constants = _sweep_constants(width, v.shape[3], v.dtype)
@@ -156,17 +135,24 @@ def finish_backward(
     return dq, dk, dv, dg, dinitial
 
 
-def _chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float, documents: Tensor | None) -> Chunks:
+def empty_chunks(q: Tensor, v: Tensor) -> Chunks:
+    """Uninitialised Chunks."""
     batch, length, heads, width = q.shape
     number = triton.cdiv(length, CHUNK)
     shape = (batch, heads, number * CHUNK)
-    chunks = Chunks(
+    return Chunks(
         v.new_empty(*shape, width),
         v.new_empty(*shape, width),
         v.new_empty(*shape, CHUNK),
         v.new_empty(batch, heads, number, width, dtype=torch.float32),
         v.new_empty(batch, heads, number, dtype=torch.int32),
     )
+
+
+def _chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float, documents: Tensor | None) -> Chunks:
+    batch, length, heads, width = q.shape
+    number = triton.cdiv(length, CHUNK)
+    chunks = empty_chunks(q, v)
     strides = (*q.stride()[:3], *k.stride()[:3], *log_decay.stride()[:3])
     masks, some = _level_masks(v.device, v.dtype), v.dtype != torch.float32
     if some:
@@ -210,32 +196,34 @@ def _segments(v: Tensor, chunks: int, constants: dict[str, int]) -> _Plan:
     return _Plan(segments, each, rows * segments)
 
 
-def segments_shape(q: Tensor, v: Tensor) -> tuple[int, int, int, int]:
-    """Shape [B, H, segments, K] of the segments of `begin`, from q [B, T, H, K] and v [B, T, H, V]."""
-    batch, length, heads, width = q.shape
-    constants = _sweep_constants(width, v.shape[3], v.dtype)
-    return batch, heads, _segments(v, triton.cdiv(length, CHUNK), constants).segments, width
-
-
-def _sum_segments(x: Tensor, y: Tensor, through: Tensor, *, reverse: bool, last: bool = False) -> Segments:
-    """Updates and decays of all segments, without the sweep's last unless `last`; if none is left, unused tensors."""
+def empty_segments(y: Tensor, keys: int, *, last: bool) -> Segments:
+    """Uninitialised Segments of a sweep over y [B, T, H, V]; unless `last` none of a single segment."""
     batch, length, heads, width = y.shape
-    chunks, keys = through.shape[2:]
+    constants = _sweep_constants(keys, width, y.dtype)
+    segments = _segments(y, triton.cdiv(length, CHUNK), constants).segments
+    shape = (batch, heads, 0 if segments == 1 and not last else segments, keys)
+    return Segments(*(y.new_empty(x, dtype=torch.float32) for x in ((*shape, width), shape)))
+
+
+def _sum_segments(x: Tensor, y: Tensor, through: Tensor, *, reverse: bool, last: bool) -> Segments:
+    """Updates and decays of all segments, without the sweep's last unless `last`."""
+    (_, length, heads, width), (chunks, keys) = y.shape, through.shape[2:]
     constants = _sweep_constants(keys, width, y.dtype)
     plan = _segments(y, chunks, constants)
-    if plan.segments == 1 and not last:
-        return Segments(through, through)
-    update = through.new_empty(batch, heads, plan.segments, keys, width)
-    decay = through.new_empty(batch, heads, plan.segments, keys)
+    update, decay = found = empty_segments(y, keys, last=last)
+    if update.shape[2] == 0:
+        return found
     segment_kernel[(plan.programs,)](
         x, y, through, update, decay, *y.stride()[:3], length, chunks, heads, plan.segments, plan.chunks,
         REVERSE=reverse, LAST=last, **constants,
     )  # fmt: skip
-    return Segments(update, decay)
+    return found
 
 
-def _total(segments: Segments, y: Tensor, *, reverse: bool) -> tuple[Tensor, Tensor]:
-    """State update of all segments together [B, H, K, V], and the decay through them [B, H, K]."""
+def _total(segments: Segments, y: Tensor, *, reverse: bool, total: bool) -> tuple[Tensor, Tensor]:
+    """State update of all segments together [B, H, K, V], and decay through them [B, H, K]; empty unless `total`."""
+    if not total:
+        return segments.update.new_empty(0), segments.decay.new_empty(0)
     batch, heads, number, keys, width = segments.update.shape
     constants = _sweep_constants(keys, width, y.dtype)
     update, decay = segments.update.new_empty(batch, heads, keys, width), segments.decay.new_empty(batch, heads, keys)

@@ -11,8 +11,10 @@ from torch.nn import functional
 from megalin.layers.linear_attention import LinearAttentionConfig, LowRankGatedAttention
 from megalin.layers.mixers.base import BuildContext, FullPrecision, Mixer, MixerContext, MixerOutput, State
 from megalin.layers.positions import LRPEKind
+from megalin.ops.scans.driver import fold
 from megalin.ops.scans.states import tpe_state
 from megalin.ops.scans.tpe import TPEOutput, tpe, tpe_flops, tpe_step
+from megalin.ops.scans.transition import DiagonalDecay
 from megalin.parallel.initialisation import Initializer, constant
 from megalin.parallel.tensor_parallel import TensorParallel, local
 
@@ -91,11 +93,12 @@ class TPE(Mixer):
 
     def _entering(self, x: Tensor, coefficients: Tensor, log_decay: Tensor, context: MixerContext) -> Tensor | None:
         """The state [B, D/tp, E] after the previous ranks' tokens; None where this rank has the full sequence."""
-        if context.documents.shard is None:
+        shard = self.cp.sequence_shard(context.documents.shard)
+        if shard is None:
             return None
         added = tpe_state(x, coefficients, log_decay, document_ids=context.documents.ids)
         total = x.shape[1] * log_decay[None]  # [1, E], of one head whose keys are the decays
-        return self.cp.fold(added.mT[:, None], total, context.documents.shard)[:, 0].mT
+        return fold(added.mT[:, None], DiagonalDecay(total), shard)[:, 0].mT
 
     def _whole(self, result: TPEOutput, *, keep_state: bool) -> MixerOutput:
         """All channels, in the layout of the residual stream: each rank pads its own with zeros, and `leave` sums."""

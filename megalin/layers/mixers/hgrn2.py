@@ -22,7 +22,8 @@ from megalin.layers.mixers.base import (
 )
 from megalin.layers.norms import HeadNormKind
 from megalin.ops.gates.forget_gates import forget_gates
-from megalin.ops.scans.vector_decay import vector_decay_scan, vector_decay_scan_flops, vector_decay_step
+from megalin.ops.scans.fixed_decay import decay_scan_flops
+from megalin.ops.scans.vector_decay import vector_decay_scan, vector_decay_step
 from megalin.parallel.initialisation import Initializer, constant
 from megalin.parallel.linear import ColumnParallelLinear, NormedRowParallelLinear
 from megalin.parallel.tensor_parallel import TensorParallel, local
@@ -106,6 +107,7 @@ class HGRN2(Mixer):
             scale=self.scale,
             initial_state=state[0] if state else None,
             shard=self.cp.sequence_shard(context.documents.shard),
+            state_gradient=False,
             document_ids=context.documents.ids,
             chunk_size=self.config.chunk_size,
         )
@@ -126,7 +128,7 @@ class HGRN2(Mixer):
         return tuple(tensor.unflatten(-1, (self.local_heads, self.head_dim)) for tensor in (q, k, v, log_decay))
 
     def flops(self, length: int) -> int:
-        scan = vector_decay_scan_flops(
+        scan = decay_scan_flops(
             length,
             num_heads=self.config.num_heads,
             key_dim=self.head_dim,

@@ -121,6 +121,7 @@ class Mamba2(Mixer):
             log_decay,
             initial_state=state[2] if state else None,
             shard=self.cp.sequence_shard(context.documents.shard),
+            state_gradient=False,
             document_ids=context.documents.ids,
             chunk_size=self.config.chunk_size,
         )

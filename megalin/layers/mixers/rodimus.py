@@ -26,7 +26,8 @@ from megalin.layers.short_conv import ShortConv
 from megalin.ops.dispatch.dtypes import compute_dtype
 from megalin.ops.gates.ddts_gates import ddts_gates
 from megalin.ops.gates.low_rank_gate import low_rank_gate
-from megalin.ops.scans.vector_decay import vector_decay_scan, vector_decay_scan_flops, vector_decay_step
+from megalin.ops.scans.fixed_decay import decay_scan_flops
+from megalin.ops.scans.vector_decay import vector_decay_scan, vector_decay_step
 from megalin.parallel.initialisation import Initializer, constant, uniform
 from megalin.parallel.linear import ColumnParallelLinear, NormedRowParallelLinear
 from megalin.parallel.tensor_parallel import TensorParallel, local
@@ -125,6 +126,7 @@ class Rodimus(Mixer):
             scale=self.config.scale,
             initial_state=state[1] if state else None,
             shard=self.cp.sequence_shard(context.documents.shard),
+            state_gradient=False,
             document_ids=context.documents.ids,
             chunk_size=self.config.chunk_size,
         )
@@ -177,7 +179,7 @@ class Rodimus(Mixer):
         return self.out.forward_with_skip(scan.squeeze(2), inputs.x_conv, context.full_precision[1], inputs.gate)
 
     def flops(self, length: int) -> int:
-        scan = vector_decay_scan_flops(
+        scan = decay_scan_flops(
             length,
             num_heads=1,
             key_dim=self.config.state_size,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
 
@@ -25,3 +26,8 @@ def custom_op(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., An
         return op
 
     return register
+
+
+def contiguous(x: Tensor | None) -> Tensor | None:
+    """An operand, copied unless it is contiguous; None for an omitted one."""
+    return None if x is None else x.contiguous()

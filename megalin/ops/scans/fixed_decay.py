@@ -12,29 +12,25 @@ Documents: `document_ids` is non-decreasing along T; a token attends to the toke
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
+from megalin.ops.dispatch.custom_op import contiguous, custom_op
 from megalin.ops.dispatch.dtypes import compute_dtype
 from megalin.ops.dispatch.operands import check_operands, check_scan
 from megalin.ops.dispatch.self_test import BOUND, compare, sample
 from megalin.ops.scans import fixed_decay_cuda
-from megalin.ops.scans import fixed_decay_kernels as kernels
 from megalin.ops.scans.chunks import chunk_documents, split_chunks
-from megalin.ops.scans.context_parallel import SequenceShard, SingleProcessExchange
+from megalin.ops.scans.context_parallel import SequenceShard
+from megalin.ops.scans.driver import Begun, Finished, Inputs, ScanOutput, fold, run_scan
 from megalin.ops.scans.limits import WIDTH_UNIT, padded, unsupported
+from megalin.ops.scans.self_tests import compare_shards
 from megalin.ops.scans.states import decay_state
-
-
-class ScanOutput(NamedTuple):
-    """Outputs [B, T, H, V] in the dtype of v, and the state [B, H, K, V] after the last token in at least fp32."""
-
-    output: Tensor
-    state: Tensor
+from megalin.ops.scans.transition import DiagonalDecay
 
 
 def decay_scan(
@@ -46,6 +42,7 @@ def decay_scan(
     initial_state: Tensor | None = None,
     shard: SequenceShard | None = None,
     document_ids: Tensor | None = None,
+    state_gradient: bool = True,
     chunk_size: int = 64,
     backend: Backend = "auto",
 ) -> ScanOutput:
@@ -59,6 +56,7 @@ def decay_scan(
         shard: this rank's shard under context parallelism: the initial state then comes from the ranks before, and the
             returned state has no gradient; None for full sequences.
         document_ids: [B, T] integers; None if each sequence is one document.
+        state_gradient: whether the returned state of a full sequence has a gradient; it costs time in compiled blocks.
         chunk_size: C of the reference, kernels have their own; the result does not depend on it beyond rounding.
         backend: implementation to run; compiled ones take q, k, v of one dtype, fp32, bf16 or fp16, with K and V up to
             256, the CUDA one only bf16.
@@ -79,7 +77,7 @@ def decay_scan(
     choice = backends.choose(op if shard is None else f"split_{op}", backend, v.device.type, limit, limits)
     if shard is not None and choice == "reference":
         added = decay_state(k, v, slopes, document_ids=document_ids)
-        initial_state, shard = shard.fold(added, kernels.total_decay(k, slopes)), None
+        initial_state, shard = fold(added, total_decay(k, slopes), shard), None
         choice = backends.choose(op, backend, v.device.type, limit, limits)
     if choice == "reference":
         return decay_scan_reference(
@@ -87,13 +85,12 @@ def decay_scan(
         )
     key, value = k.shape[-1], v.shape[-1]
     q, k, v = (padded(x, -x.shape[-1] % WIDTH_UNIT) for x in (q, k, v))
-    slopes = None if slopes is None else slopes.float()
-    if shard is not None:
-        output, state = kernels.two_phase_scan(q, k, v, slopes, document_ids, shard, choice)
-    else:
-        if initial_state is not None:
-            initial_state = padded(initial_state.float(), v.shape[-1] - value, k.shape[-1] - key)
-        output, state, _ = kernels.scan(q, k, v, slopes, initial_state, document_ids, choice)
+    if initial_state is not None:
+        initial_state = padded(initial_state.float(), v.shape[-1] - value, k.shape[-1] - key)
+    inputs = (q, k, v, None if slopes is None else slopes.float(), document_ids)
+    output, state = run_scan(
+        KERNELS[choice], inputs, initial_state=initial_state, shard=shard, state_gradient=state_gradient
+    )
     return ScanOutput(output[..., :value], state[..., :key, :value])
 
 
@@ -167,7 +164,7 @@ def decay_step(
     choice = backends.choose("decay_step", backend, v.device.type, _unsupported_step(q, k, v, state))
     if choice == "reference":
         return decay_step_reference(q, k, v, slopes, state)
-    return ScanOutput(*kernels.step(q, k, v, None if slopes is None else slopes.float(), state, choice))
+    return ScanOutput(*_step(q, k, v, None if slopes is None else slopes.float(), state))
 
 
 def decay_step_reference(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, state: Tensor) -> ScanOutput:
@@ -231,6 +228,117 @@ def _causal_decay(positions: Tensor, s: Tensor) -> Tensor:
     return decay.masked_fill(torch.ones_like(distance, dtype=torch.bool).triu(1), 0.0)
 
 
+def total_decay(k: Tensor, slopes: Tensor | None) -> DiagonalDecay:
+    """The transition of the tokens of k [B, T, H, K], equal on all ranks: T [H, 1]."""
+    if slopes is None:
+        return DiagonalDecay(k.new_zeros(k.shape[2], 1, dtype=torch.float32))
+    return DiagonalDecay(-k.shape[1] * slopes[:, None])
+
+
+def _launches(backend: str) -> Any:
+    if backend == "cuda":
+        return fixed_decay_cuda
+    from megalin._triton.scans import fixed_decay
+
+    return fixed_decay
+
+
+def _fake_begin(
+    k: Tensor, v: Tensor, slopes: Tensor | None, documents: Tensor | None, reverse: bool, total: bool, backend: str
+) -> tuple[Tensor, Tensor]:
+    shape = _launches(backend).parts_shape(*k.shape, v.shape[3], reverse=reverse, total=total)
+    parts = k.new_empty(shape, dtype=torch.float32)
+    return parts.new_empty(*shape[:2], *shape[3:]) if total else parts.new_empty(0), parts
+
+
+@custom_op("decay_scan_begin", _fake_begin)
+def _begin(
+    k: Tensor, v: Tensor, slopes: Tensor | None, documents: Tensor | None, reverse: bool, total: bool, backend: str
+) -> tuple[Tensor, Tensor]:
+    return _launches(backend).begin(k, v, slopes, contiguous(documents), reverse=reverse, total=total)
+
+
+def _fake_finish(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    (batch, length, heads, key), value = k.shape, v.shape[3]
+    state, launches = k.new_empty(batch, heads, key, value, dtype=torch.float32), _launches(others[-1])
+    return v.new_empty(v.shape), state, state.new_empty(launches.saved_shape(batch, length, heads, key, value))
+
+
+@custom_op("decay_scan_finish", _fake_finish)
+def _finish(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    documents: Tensor | None,
+    entering: Tensor | None,
+    parts: Tensor,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _launches(backend).finish(q, k, v, slopes, contiguous(entering), contiguous(documents), parts)
+
+
+def _fake_finish_backward(d_output: Tensor, d_leaving: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> list[Tensor]:
+    d_entering = k.new_empty(k.shape[0], *k.shape[2:], v.shape[3], dtype=torch.float32)
+    return [*(x.new_empty(x.shape) for x in (q, k, v)), d_entering]
+
+
+@custom_op("decay_scan_finish_backward", _fake_finish_backward)
+def _finish_backward(
+    d_output: Tensor,
+    d_leaving: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    documents: Tensor | None,
+    entering: Tensor | None,
+    states: Tensor,
+    parts: Tensor,
+    backend: str,
+) -> list[Tensor]:
+    entering, d_leaving, documents = (contiguous(x) for x in (entering, d_leaving, documents))
+    inputs = (d_output, d_leaving, q, k, v, slopes, entering, documents, states, parts)
+    return list(_launches(backend).finish_backward(*inputs))
+
+
+class _Kernels:
+    """`ScanKernels` of the inputs q, k, v, slopes [H] fp32 and document_ids [B, T]."""
+
+    def __init__(self, backend: Compiled) -> None:
+        self.backend = backend
+
+    def begin(self, inputs: Inputs, *, exchange: bool) -> Begun:
+        _, k, v, slopes, documents = inputs
+        state, parts = _begin(k, v, slopes, documents, False, exchange, self.backend)
+        return Begun((state, total_decay(k, slopes)) if exchange else None, [parts])
+
+    def finish(self, inputs: Inputs, entering: Tensor | None, begun: Begun, *, keep: bool) -> Finished:
+        output, state, states = _finish(*inputs, entering, *begun.handed, self.backend)
+        return Finished(output, state, [entering, states])
+
+    def begin_backward(self, d_output: Tensor, inputs: Inputs, saved: Inputs, *, exchange: bool) -> Begun:
+        q, k, _, slopes, documents = inputs
+        gradient, parts = _begin(q, d_output, slopes, documents, True, exchange, self.backend)
+        return Begun((gradient, total_decay(k, slopes)) if exchange else None, [parts])
+
+    def finish_backward(
+        self, d_output: Tensor, d_leaving: Tensor | None, inputs: Inputs, saved: Inputs, begun: Begun
+    ) -> tuple[list[Tensor | None], Tensor]:
+        *gradients, d_entering = _finish_backward(d_output, d_leaving, *inputs, *saved, *begun.handed, self.backend)
+        return [*gradients, None, None], d_entering
+
+
+KERNELS = {backend: _Kernels(backend) for backend in ("cuda", "triton")}
+
+
+@custom_op("decay_step", lambda q, k, v, slopes, state: (v.new_empty(v.shape), state.new_empty(state.shape)))
+def _step(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
+    from megalin._triton.scans import fixed_decay_step as kernels
+
+    return kernels.step(*(x.contiguous() for x in (q, k, v)), slopes, state.contiguous())
+
+
 def _unsupported_step(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> str:
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, state)):
         return "inputs that require gradients"
@@ -244,7 +352,7 @@ def _self_test(backend: Compiled, device: str) -> str:
     inputs = [sample(1, 200, 2, width, device=device, seed=i).bfloat16() for i, width in enumerate((128, 128, 64))]
     inputs.append(sample(1, 2, 128, 64, device=device, seed=3))
     return compare(
-        lambda q, k, v, first: kernels.scan(q, k, v, slopes, first, documents, backend)[:2],
+        lambda q, k, v, first: run_scan(KERNELS[backend], (q, k, v, slopes, documents), initial_state=first),
         lambda q, k, v, first: decay_scan_reference(q, k, v, slopes, initial_state=first, document_ids=documents),
         inputs,
     )
@@ -255,7 +363,7 @@ def _self_test_step(backend: Compiled, device: str) -> str:
     inputs = [sample(2, 2, width, device=device, seed=i) for i, width in enumerate((40, 40, 24))]
     inputs.append(sample(2, 2, 40, 24, device=device, seed=3))
     expected = decay_step_reference(*(x.double() for x in (*inputs[:3], slopes, inputs[3])))
-    found, again = (kernels.step(*inputs[:3], slopes, inputs[3], backend) for _ in range(2))
+    found, again = (_step(*inputs[:3], slopes, inputs[3]) for _ in range(2))
     for name, first, second, truth in zip(("output", "state"), found, again, expected, strict=True):
         error = ((first.double() - truth).norm() / truth.norm()).item()
         if not error <= BOUND:
@@ -265,24 +373,16 @@ def _self_test_step(backend: Compiled, device: str) -> str:
     return ""
 
 
-def _two_phase_self_test(backend: Compiled, device: str) -> str:
-    """Three shards of a sequence: the second inside one document, the third with the start of another."""
+def _shards_self_test(backend: Compiled, device: str) -> str:
     slopes = torch.tensor([0.0, 0.005], device=device)
-    documents = (torch.arange(300, device=device) >= 230).int()[None]
-    shards = documents.view(3, 100)
     inputs = [sample(1, 300, 2, width, device=device, seed=i).bfloat16() for i, width in enumerate((128, 128, 64))]
-
-    def kernel(*inputs: Tensor) -> Tensor:
-        q, k, v = (x.unflatten(1, (3, 100))[0] for x in inputs)
-        shard = SingleProcessExchange().sequence_shard(shards)
-        return kernels.two_phase_scan(q, k, v, slopes, shards, shard, backend)[0].flatten(0, 1)[None]
-
-    def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return decay_scan_reference(q, k, v, slopes, document_ids=documents).output
-
-    return compare(kernel, reference, inputs)
+    return compare_shards(
+        lambda shard, documents, q, k, v: run_scan(KERNELS[backend], (q, k, v, slopes, documents), shard=shard),
+        lambda documents, q, k, v: decay_scan_reference(q, k, v, slopes, document_ids=documents),
+        inputs,
+    )
 
 
 backends.register("decay_scan", ("cuda", "triton"), _self_test)
-backends.register("split_decay_scan", ("cuda", "triton"), _two_phase_self_test)
+backends.register("split_decay_scan", ("cuda", "triton"), _shards_self_test)
 backends.register("decay_step", ("triton",), _self_test_step)

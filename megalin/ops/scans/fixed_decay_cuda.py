@@ -41,6 +41,10 @@ class Cut(NamedTuple):
     block_tokens: int
     blocks: int
 
+    def num_parts(self, *, last: bool) -> int:
+        """Number of parts whose state updates are needed: all, or unless `last` none of a single block."""
+        return 0 if self.blocks == 1 and not last else self.blocks * self.parts
+
 
 def _plan(rows: int, length: int, *, together: bool) -> Cut:
     """`cut` for one scan of `rows` = batch x heads, or for two scans in one launch (`together`)."""
@@ -70,20 +74,20 @@ class CudaSequence(NamedTuple):
         states = 1 if plan.blocks == 1 else plan.slots, plan.blocks, plan.block_tokens
         return self.slopes, self.documents, self.batch, self.length, self.heads, key, value, *states, reverse
 
-    def parts(self, plan: Cut, k: Tensor, v: Tensor, *, reverse: bool, last: bool = False) -> Tensor | None:
+    def parts(self, plan: Cut, k: Tensor, v: Tensor, *, reverse: bool, last: bool) -> Tensor:
         """State update of each part [B, H, parts, K, V] fp32; parts of the last block in scan direction are skipped
-        unless `last`; None if no part is left."""
-        if plan.blocks == 1 and not last:
-            return None
+        unless `last`."""
         key, value = k.shape[3], v.shape[3]
-        added = k.new_empty(self.batch, self.heads, plan.blocks * plan.parts, key, value, dtype=torch.float32)
+        added = k.new_empty(self.batch, self.heads, plan.num_parts(last=last), key, value, dtype=torch.float32)
+        if added.shape[2] == 0:
+            return added
         shape = self.shape(plan, key, value, reverse=reverse)
         call("decay_scan_parts", k.device, shape, _operand(k), _operand(v), added, plan.parts, last)
         return added
 
-    def states(self, plan: Cut, parts: Tensor | None, boundary: Tensor | None, *, reverse: bool) -> Tensor | None:
+    def states(self, plan: Cut, parts: Tensor, boundary: Tensor | None, *, reverse: bool) -> Tensor | None:
         """States entering the blocks [B, H, slots, K, V] fp32; for one block `boundary` [B, H, K, V]."""
-        if plan.blocks == 1 or parts is None:
+        if plan.blocks == 1:
             return boundary
         key, value = parts.shape[3:]
         states = parts.new_empty(self.batch, self.heads, plan.slots, key, value)
@@ -119,44 +123,42 @@ def saved_shape(batch: int, length: int, heads: int, key: int, value: int) -> tu
 
 
 def parts_shape(
-    batch: int, length: int, heads: int, key: int, value: int, *, reverse: bool
+    batch: int, length: int, heads: int, key: int, value: int, *, reverse: bool, total: bool
 ) -> tuple[int, int, int, int, int]:
     """Shape [B, H, parts, K, V] of the state updates that `begin` returns."""
     plan = _plan(batch * heads, length, together=reverse and key == value)
-    return batch, heads, plan.blocks * plan.parts, key, value
+    return batch, heads, plan.num_parts(last=total), key, value
 
 
 def begin(
-    k: Tensor, v: Tensor, slopes: Tensor | None, documents: Tensor | None, *, reverse: bool
+    k: Tensor, v: Tensor, slopes: Tensor | None, documents: Tensor | None, *, reverse: bool, total: bool
 ) -> tuple[Tensor, Tensor]:
-    """First phase: the state update of all tokens [B, H, K, V] fp32, and that of each part, for `forward`. `reverse`,
-    with q and do as k and v: the updates of the state's gradient, for `backward`."""
+    """First phase: the state update of all tokens [B, H, K, V] fp32, empty unless `total`, and that of each part, for
+    `finish`. `reverse`, with q and do as k and v: the updates of the state's gradient, for `finish_backward`."""
     sequence = _sequence(k, slopes, documents)
     k, v = _aligned(k), _aligned(v)
     (batch, length, heads, key), value = k.shape, v.shape[3]
     plan = _plan(batch * heads, length, together=reverse and key == value)
-    parts = sequence.parts(plan, k, v, reverse=reverse, last=True)
-    assert parts is not None
-    return sequence.total(plan, parts, reverse=reverse), parts
+    parts = sequence.parts(plan, k, v, reverse=reverse, last=total)
+    return sequence.total(plan, parts, reverse=reverse) if total else parts.new_empty(0), parts
 
 
-def forward(
+def finish(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     slopes: Tensor | None,
-    initial: Tensor | None,
+    entering: Tensor | None,
     documents: Tensor | None,
-    parts: Tensor | None = None,
+    parts: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k [B, T, H, K], v [B, T, H, V] bf16, slopes [H] and initial [B, H, K, V] fp32 and documents [B, T] contiguous,
-    `parts` from `begin` -> o, the final state, and the states entering blocks, of `saved_shape`."""
+    """Second phase: q, k [B, T, H, K], v [B, T, H, V] bf16, slopes [H] and entering [B, H, K, V] fp32 and documents
+    [B, T] contiguous, `parts` from `begin` -> o, the final state, and the states entering blocks, of `saved_shape`."""
     sequence = _sequence(k, slopes, documents)
     q, k, v = _aligned(q), _aligned(k), _aligned(v)
     (batch, length, heads, key), value = k.shape, v.shape[3]
     plan = _plan(batch * heads, length, together=False)
-    parts = sequence.parts(plan, k, v, reverse=False) if parts is None else parts
-    states = sequence.states(plan, parts, initial, reverse=False)
+    states = sequence.states(plan, parts, entering, reverse=False)
     leaving = k.new_empty(batch, heads, key, value, dtype=torch.float32)
     o = v.new_empty(v.shape)
     _launch(sequence, plan, [CudaScan(q, k, v, o, states, leaving)], reverse=False)
@@ -165,38 +167,37 @@ def forward(
     return o, leaving, states
 
 
-def backward(
+def finish_backward(
     do: Tensor,
     d_leaving: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     slopes: Tensor | None,
-    initial: Tensor | None,
+    entering: Tensor | None,
     documents: Tensor | None,
     states: Tensor,
-    parts: Tensor | None = None,
+    parts: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns dq, dk, dv, and the gradient [B, H, K, V] fp32 of `initial`; `states` from `forward`, `parts` from
-    `begin`."""
+    """Second phase of the backward: dq, dk, dv, and the gradient [B, H, K, V] fp32 of `entering`; `states` from
+    `finish`, `parts` from `begin`."""
     sequence = _sequence(k, slopes, documents)
     do, q, k, v = _aligned(do), _aligned(q), _aligned(k), _aligned(v)
     (batch, length, heads, key), value = k.shape, v.shape[3]
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     plan = _plan(batch * heads, length, together=False)
-    entering = initial if plan.blocks == 1 else states
-    _launch(sequence, plan, [CudaScan(do, v, k, dq, entering, None, transposed=True)], reverse=False)
+    boundary = entering if plan.blocks == 1 else states
+    _launch(sequence, plan, [CudaScan(do, v, k, dq, boundary, None, transposed=True)], reverse=False)
 
     # dk and dv read the same three tensors: if K = V, one launch computes both.
     together = key == value
     plan = _plan(batch * heads, length, together=together)
-    parts = sequence.parts(plan, q, do, reverse=True) if parts is None else parts
     gradients = sequence.states(plan, parts, d_leaving, reverse=True)
-    d_initial = k.new_empty(batch, heads, key, value, dtype=torch.float32)
-    both = [CudaScan(v, do, q, dk, gradients, None, transposed=True), CudaScan(k, q, do, dv, gradients, d_initial)]
+    d_entering = k.new_empty(batch, heads, key, value, dtype=torch.float32)
+    both = [CudaScan(v, do, q, dk, gradients, None, transposed=True), CudaScan(k, q, do, dv, gradients, d_entering)]
     for scans in [both] if together else [both[:1], both[1:]]:
         _launch(sequence, plan, scans, reverse=True)
-    return dq, dk, dv, d_initial
+    return dq, dk, dv, d_entering
 
 
 def _sequence(k: Tensor, slopes: Tensor | None, documents: Tensor | None) -> CudaSequence:

@@ -9,20 +9,24 @@ Exponents and documents: as in vector_decay.py.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
+from megalin.ops.dispatch.custom_op import contiguous, custom_op
 from megalin.ops.dispatch.dtypes import compute_dtype
 from megalin.ops.dispatch.operands import check_scan
 from megalin.ops.dispatch.self_test import compare, sample
-from megalin.ops.scans import scalar_decay_kernels as kernels
 from megalin.ops.scans.chunks import chunk_documents, fold_states, split_chunks, sum_after, visible_decay
-from megalin.ops.scans.context_parallel import SequenceShard, SingleProcessExchange
-from megalin.ops.scans.fixed_decay import ScanOutput
+from megalin.ops.scans.context_parallel import SequenceShard
+from megalin.ops.scans.driver import Begun, Finished, Inputs, ScanOutput, fold, run_scan
 from megalin.ops.scans.limits import WIDTH_UNIT, padded, unsupported
+from megalin.ops.scans.self_tests import compare_shards
 from megalin.ops.scans.states import selected_state
+from megalin.ops.scans.transition import DiagonalDecay
 from megalin.ops.scans.vector_decay import vector_decay_step
 
 MAX_VALUE_WIDTH = 128
@@ -37,6 +41,7 @@ def scalar_decay_scan(
     initial_state: Tensor | None = None,
     shard: SequenceShard | None = None,
     document_ids: Tensor | None = None,
+    state_gradient: bool = True,
     chunk_size: int = 64,
     backend: Backend = "auto",
 ) -> ScanOutput:
@@ -50,6 +55,7 @@ def scalar_decay_scan(
         shard: this rank's shard under context parallelism: the initial state then comes from the ranks before, and the
             returned state has no gradient; None for full sequences.
         document_ids: [B, T] integers; None if each sequence is one document.
+        state_gradient: whether the returned state of a full sequence has a gradient; it costs time in compiled blocks.
         chunk_size: C of the reference, kernels have their own; the result does not depend on it beyond rounding.
         backend: implementation to run; compiled ones take q, k, v of one dtype, fp32, bf16 or fp16, with K up to 256
             and V up to 128.
@@ -69,7 +75,7 @@ def scalar_decay_scan(
     choice = backends.choose(op if shard is None else f"split_{op}", backend, v.device.type, limit)
     if shard is not None and choice == "reference":
         added = selected_state(k, v, log_decay[..., None], document_ids=document_ids)
-        initial_state, shard = shard.fold(added, log_decay.sum(1)[..., None]), None
+        initial_state, shard = fold(added, DiagonalDecay(log_decay.sum(1)[..., None]), shard), None
         choice = backends.choose(op, backend, v.device.type, limit)
     if choice == "reference":
         return scalar_decay_scan_reference(
@@ -77,12 +83,10 @@ def scalar_decay_scan(
         )
     key, value = k.shape[-1], v.shape[-1]
     q, k, v = (padded(x, -x.shape[-1] % WIDTH_UNIT) for x in (q, k, v))
-    if shard is not None:
-        output, state = kernels.two_phase_scan(q, k, v, log_decay.float(), document_ids, shard)
-    else:
-        if initial_state is not None:
-            initial_state = padded(initial_state.float(), v.shape[-1] - value, k.shape[-1] - key)
-        output, state, _ = kernels.scan(q, k, v, log_decay.float(), initial_state, document_ids, choice)
+    if initial_state is not None:
+        initial_state = padded(initial_state.float(), v.shape[-1] - value, k.shape[-1] - key)
+    inputs = (q, k, v, log_decay.float(), document_ids)
+    output, state = run_scan(KERNELS, inputs, initial_state=initial_state, shard=shard, state_gradient=state_gradient)
     return ScanOutput(output[..., :value], state[..., :key, :value])
 
 
@@ -146,6 +150,104 @@ def _decay_between(g: Tensor, documents: Tensor) -> Tensor:
     return torch.exp(between.masked_fill(~visible, float("-inf")))
 
 
+def _fake_begin(
+    k: Tensor, v: Tensor, log_decay: Tensor, documents: Tensor | None, reverse: bool, total: bool
+) -> list[Tensor]:
+    from megalin._triton.scans import scalar_decay as kernels
+
+    shape = (v.shape[0], v.shape[2], k.shape[3], v.shape[3])
+    sums = [log_decay.new_empty(x) for x in ((shape, shape[:2]) if total else (0, 0))]
+    decays, parts = kernels.empty_intermediates(k, v, log_decay, total=total)
+    return [*sums, *decays, *parts]
+
+
+@custom_op("scalar_decay_scan_begin", _fake_begin)
+def _begin(
+    k: Tensor, v: Tensor, log_decay: Tensor, documents: Tensor | None, reverse: bool, total: bool
+) -> list[Tensor]:
+    """The state update and decay of all tokens, empty unless `total`, and Decays and Parts for `_finish`."""
+    from megalin._triton.scans import scalar_decay as kernels
+
+    g, documents = log_decay.contiguous(), contiguous(documents)
+    state, decay, decays, parts = kernels.begin(k, v, g, documents, reverse=reverse, total=total)
+    return [state, decay, *decays, *parts]
+
+
+def _fake_finish(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    from megalin._triton.scans import scalar_decay as kernels
+
+    state = v.new_empty(v.shape[0], v.shape[2], k.shape[3], v.shape[3], dtype=torch.float32)
+    return v.new_empty(v.shape), state, state.new_empty(kernels.saved_shape(k, v))
+
+
+@custom_op("scalar_decay_scan_finish", _fake_finish)
+def _finish(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, entering: Tensor | None, begun: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    from megalin._triton.scans import scalar_decay as kernels
+
+    found = kernels.Decays(*begun[:4]), kernels.Parts(*begun[4:])
+    return kernels.finish(q, k, v, contiguous(entering), contiguous(documents), *found)
+
+
+def _fake_finish_backward(
+    d_output: Tensor, d_leaving: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, *_: Any
+) -> list[Tensor]:
+    d_entering = v.new_empty(v.shape[0], v.shape[2], k.shape[3], v.shape[3], dtype=torch.float32)
+    return [*(x.new_empty(x.shape) for x in (q, k, v, log_decay)), d_entering]
+
+
+@custom_op("scalar_decay_scan_finish_backward", _fake_finish_backward)
+def _finish_backward(
+    d_output: Tensor,
+    d_leaving: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    documents: Tensor | None,
+    entering: Tensor | None,
+    saved: Tensor,
+    begun: list[Tensor],
+    exact: bool,
+) -> list[Tensor]:
+    from megalin._triton.scans import scalar_decay as kernels
+
+    found = kernels.Decays(*begun[:4]), kernels.Parts(*begun[4:])
+    entering, d_leaving, documents = (contiguous(x) for x in (entering, d_leaving, documents))
+    inputs = (d_output, d_leaving, q, k, v, log_decay.contiguous(), entering, documents, saved, *found)
+    return list(kernels.finish_backward(*inputs, exact=exact))
+
+
+class _Kernels:
+    """`ScanKernels` of the inputs q, k, v, log_decay [B, T, H] fp32 and document_ids [B, T]."""
+
+    def begin(self, inputs: Inputs, *, exchange: bool) -> Begun:
+        state, decay, *begun = _begin(*inputs[1:], False, exchange)
+        return Begun((state, DiagonalDecay(decay.log()[..., None])) if exchange else None, begun)
+
+    def finish(self, inputs: Inputs, entering: Tensor | None, begun: Begun, *, keep: bool) -> Finished:
+        q, k, v, _, documents = inputs
+        output, state, saved = _finish(q, k, v, documents, entering, begun.handed)
+        transition = () if begun.exchanged is None else begun.exchanged[1].tensors()
+        return Finished(output, state, [entering, saved, *transition])
+
+    def begin_backward(self, d_output: Tensor, inputs: Inputs, saved: Inputs, *, exchange: bool) -> Begun:
+        q, _, _, log_decay, documents = inputs
+        gradient, _, *begun = _begin(q, d_output, log_decay, documents, True, exchange)
+        return Begun((gradient, DiagonalDecay(saved[2])) if exchange else None, begun)
+
+    def finish_backward(
+        self, d_output: Tensor, d_leaving: Tensor | None, inputs: Inputs, saved: Inputs, begun: Begun
+    ) -> tuple[list[Tensor | None], Tensor]:
+        exact = begun.exchanged is None  # docs/adr/0016
+        *gradients, d_entering = _finish_backward(d_output, d_leaving, *inputs, *saved[:2], begun.handed, exact)
+        return [*gradients, None], d_entering
+
+
+KERNELS = _Kernels()
+
+
 def _unsupported(q: Tensor, k: Tensor, v: Tensor) -> str:
     if v.shape[-1] > MAX_VALUE_WIDTH:
         return f"heads of {v.shape[-1]} values, above {MAX_VALUE_WIDTH}"
@@ -161,30 +263,22 @@ def _self_test(backend: Compiled, device: str) -> str:
     inputs = [q, k, sample(1, 200, 2, 64, device=device, seed=2).bfloat16()]
     inputs += [-0.3 * sample(1, 200, 2, device=device, seed=3).abs(), sample(1, 2, 128, 64, device=device, seed=4)]
     return compare(
-        lambda *x: kernels.scan(*x, documents, backend)[:2],
+        lambda *x: run_scan(KERNELS, (*x[:4], documents), initial_state=x[4]),
         lambda q, k, v, g, first: scalar_decay_scan_reference(q, k, v, g, initial_state=first, document_ids=documents),
         inputs,
     )
 
 
-def _two_phase_self_test(backend: Compiled, device: str) -> str:
-    """Three shards of a sequence: the second inside one document, the third with the start of another."""
-    documents = (torch.arange(300, device=device) >= 230).int()[None]
-    shards = documents.view(3, 100)
+def _shards_self_test(backend: Compiled, device: str) -> str:
     q, k = (sample(1, 300, 1, 128, device=device, seed=i).bfloat16() for i in range(2))
     inputs = [q, k, sample(1, 300, 2, 64, device=device, seed=2).bfloat16()]
     inputs.append(-0.03 * sample(1, 300, 2, device=device, seed=3).abs())
-
-    def kernel(*inputs: Tensor) -> Tensor:
-        q, k, v, g = (x.unflatten(1, (3, 100))[0] for x in inputs)
-        output, _ = kernels.two_phase_scan(q, k, v, g, shards, SingleProcessExchange().sequence_shard(shards))
-        return output.flatten(0, 1)[None]
-
-    def reference(*inputs: Tensor) -> Tensor:
-        return scalar_decay_scan_reference(*inputs, document_ids=documents).output
-
-    return compare(kernel, reference, inputs)
+    return compare_shards(
+        lambda shard, documents, *x: run_scan(KERNELS, (*x, documents), shard=shard),
+        lambda documents, *x: scalar_decay_scan_reference(*x, document_ids=documents),
+        inputs,
+    )
 
 
 backends.register("scalar_decay_scan", ("triton",), _self_test)
-backends.register("split_scalar_decay_scan", ("triton",), _two_phase_self_test)
+backends.register("split_scalar_decay_scan", ("triton",), _shards_self_test)

@@ -13,19 +13,23 @@ Documents: as in fixed_decay.py.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
 from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
+from megalin.ops.dispatch.custom_op import contiguous, custom_op
 from megalin.ops.dispatch.dtypes import KERNEL_DTYPES, compute_dtype
 from megalin.ops.dispatch.operands import check_operands, check_scan
 from megalin.ops.dispatch.self_test import compare, sample
-from megalin.ops.scans import vector_decay_kernels as kernels
 from megalin.ops.scans.chunks import chunk_documents, fold_states, split_chunks, sum_after, visible_decay
-from megalin.ops.scans.context_parallel import SequenceShard, SingleProcessExchange
-from megalin.ops.scans.fixed_decay import ScanOutput
+from megalin.ops.scans.context_parallel import SequenceShard
+from megalin.ops.scans.driver import Begun, Finished, Inputs, ScanOutput, fold, run_scan
+from megalin.ops.scans.self_tests import compare_shards
 from megalin.ops.scans.states import selected_state
+from megalin.ops.scans.transition import DiagonalDecay
 
 SUB_BLOCK = 16
 """Tokens in a sub-block of a chunk: scores within one are computed element by element, across two through a pivot."""
@@ -42,6 +46,7 @@ def vector_decay_scan(
     initial_state: Tensor | None = None,
     shard: SequenceShard | None = None,
     document_ids: Tensor | None = None,
+    state_gradient: bool = True,
     chunk_size: int = 64,
     backend: Backend = "auto",
 ) -> ScanOutput:
@@ -56,8 +61,8 @@ def vector_decay_scan(
         shard: this rank's shard under context parallelism: the initial state then comes from the ranks before, and the
             returned state has no gradient; None for full sequences.
         document_ids: [B, T] integers; None if each sequence is one document.
-        chunk_size: C of the reference, rounded up to a multiple of 16 (kernels: 64); the result does not depend on it
-            beyond rounding.
+        state_gradient: whether the returned state of a full sequence has a gradient; it costs time in compiled blocks.
+        chunk_size: C of the reference, rounded up to a multiple of 16 (kernels: 64); it changes the rounding only.
         backend: implementation to run; compiled ones take fp32, bf16 and fp16 with K up to 256.
 
     Returns:
@@ -76,21 +81,17 @@ def vector_decay_scan(
     choice = backends.choose(op if shard is None else f"split_{op}", backend, v.device.type, limit)
     if shard is not None and choice == "reference":
         added = selected_state(k, v, log_decay, document_ids=document_ids)
-        initial_state, shard = shard.fold(added, log_decay.sum(1)), None
+        initial_state, shard = fold(added, DiagonalDecay(log_decay.sum(1)), shard), None
         choice = backends.choose(op, backend, v.device.type, limit)
     if choice == "reference":
         options = {"initial_state": initial_state, "document_ids": document_ids}
         return vector_decay_scan_reference(q, k, v, log_decay, scale=scale, chunk_size=chunk_size, **options)
     wide = v.float() if v.dtype == torch.float16 else v  # fp16 has no range for states and for sums of decays
     documents = None if document_ids is None else document_ids.to(torch.int32).contiguous()
-    first = None if initial_state is None else initial_state.float().contiguous()
-    tensors = kernels.rows(q), kernels.rows(k), kernels.rows(wide), kernels.rows(log_decay.float())
-    keep = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, first) if x is not None)
-    if shard is not None:
-        result = kernels.two_phase_scan(*tensors, documents, shard, scale, keep)
-    else:
-        result = kernels.scan(*tensors, first, documents, scale, keep, choice)[:2]
-    return ScanOutput(result[0].to(v.dtype), result[1])
+    inputs = (_rows(q), _rows(k), _rows(wide), _rows(log_decay.float()), documents)
+    first = None if initial_state is None else initial_state.float()
+    output, state = run_scan(_Kernels(scale), inputs, initial_state=first, shard=shard, state_gradient=state_gradient)
+    return ScanOutput(output.to(v.dtype), state)
 
 
 def vector_decay_scan_reference(
@@ -150,7 +151,7 @@ def vector_decay_step(
     if backends.choose("vector_decay_step", backend, v.device.type, unsupported) == "reference":
         return vector_decay_step_reference(q, k, v, log_decay, state, scale=scale)
     q, k, log_decay = (x.expand(*state.shape[:3]) for x in (q, k, log_decay))
-    return ScanOutput(*kernels.step(q, k, v, log_decay, state.float().contiguous(), scale))
+    return ScanOutput(*_step(q, k, v, log_decay, state.float().contiguous(), scale))
 
 
 def vector_decay_step_reference(
@@ -203,13 +204,6 @@ def vector_decay_scan_parallel(
     return torch.einsum("bhts,bshv->bthv", scores * scale, v)
 
 
-def vector_decay_scan_flops(length: int, *, num_heads: int, key_dim: int, value_dim: int, chunk_size: int) -> int:
-    """Forward FLOPs per token: those of a fixed decay (`decay_scan_flops`), as the matmuls are the same. Exponentials,
-    cumulative sums and the states between chunks are not counted."""
-    chunk = min(chunk_size, length)
-    return num_heads * (2 * chunk * (key_dim + value_dim) + 4 * key_dim * value_dim)
-
-
 def _scores(q: Tensor, k: Tensor, g: Tensor, documents: Tensor) -> Tensor:
     """A_ts = sum_i q_ti k_si exp(sum of g_ji over s < j <= t) for s <= t of one document, else 0; [B, H, N, C, C]."""
     blocks = [x.unflatten(-2, (-1, SUB_BLOCK)) for x in (q, k, g)]
@@ -239,6 +233,119 @@ def _diagonal_scores(q: Tensor, k: Tensor, g: Tensor, documents: Tensor) -> Tens
     return (q[..., :, None, :] * k[..., None, :, :] * visible_decay(between, visible)).sum(-1)
 
 
+def _rows(x: Tensor) -> Tensor:
+    """`x`, or a copy if its last dimension is not contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _fake_begin(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, _: Any, total: bool, scale: float) -> list[Tensor]:
+    from megalin._triton.scans import vector_decay as kernels
+
+    state = (q.shape[0], q.shape[2], q.shape[3], v.shape[3])
+    sums = [log_decay.new_empty(x) for x in ((state, state[:3]) if total else (0, 0))]
+    return [*sums, *kernels.empty_chunks(q, v), *kernels.empty_segments(v, q.shape[3], last=total)]
+
+
+@custom_op("vector_decay_scan_begin", _fake_begin)
+def _begin(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, documents: Tensor | None, total: bool, scale: float
+) -> list[Tensor]:
+    """The state update and decay of all tokens, empty unless `total`, and Chunks and Segments for `_finish`."""
+    from megalin._triton.scans import vector_decay as kernels
+
+    state, decay, chunks, segments = kernels.begin(q, k, v, log_decay, scale, documents, total=total)
+    return [state, decay, *chunks, *segments]
+
+
+def _fake_finish(v: Tensor, entering: Tensor | None, begun: list[Tensor], keep: bool) -> tuple[Tensor, Tensor, Tensor]:
+    (batch, heads, chunks, width), value = begun[3].shape, v.shape[3]
+    states = v.new_empty(batch, heads, chunks, width, value) if keep else v.new_empty(0)
+    return v.new_empty(v.shape), begun[3].new_empty(batch, heads, width, value), states
+
+
+@custom_op("vector_decay_scan_finish", _fake_finish)
+def _finish(v: Tensor, entering: Tensor | None, begun: list[Tensor], keep: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, final state, and if `keep` the states entering chunks."""
+    from megalin._triton.scans import vector_decay as kernels
+
+    return kernels.finish(v, contiguous(entering), kernels.Chunks(*begun[:5]), kernels.Segments(*begun[5:]), keep)
+
+
+def _fake_begin_backward(d_output: Tensor, chunks: list[Tensor], total: bool) -> list[Tensor]:
+    from megalin._triton.scans import vector_decay as kernels
+
+    (batch, heads, _, width), value = chunks[3].shape, d_output.shape[3]
+    gradient = chunks[3].new_empty((batch, heads, width, value) if total else 0)
+    return [gradient, *kernels.empty_segments(d_output, width, last=total)]
+
+
+@custom_op("vector_decay_scan_begin_backward", _fake_begin_backward)
+def _begin_backward(d_output: Tensor, chunks: list[Tensor], total: bool) -> list[Tensor]:
+    """The output's contribution to the gradient of S_in, empty unless `total`, and Segments for `_finish_backward`."""
+    from megalin._triton.scans import vector_decay as kernels
+
+    gradient, segments = kernels.begin_backward(_rows(d_output), kernels.Chunks(*chunks), total=total)
+    return [gradient, *segments]
+
+
+def _fake_finish_backward(d_output: Tensor, d_leaving: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> list[Tensor]:
+    d_decay = q.new_empty(q.shape, dtype=torch.float32)
+    d_entering = d_decay.new_empty(q.shape[0], *q.shape[2:], v.shape[3])
+    return [*(x.new_empty(x.shape) for x in (q, k, v)), d_decay, d_entering]
+
+
+@custom_op("vector_decay_scan_finish_backward", _fake_finish_backward)
+def _finish_backward(
+    d_output: Tensor,
+    d_leaving: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    documents: Tensor | None,
+    saved: list[Tensor],
+    segments: list[Tensor],
+    scale: float,
+) -> list[Tensor]:
+    from megalin._triton.scans import vector_decay as kernels
+
+    chunks, states = kernels.Chunks(*saved[:5]), saved[5]
+    inputs = (_rows(d_output), contiguous(d_leaving), q, k, v, log_decay, scale, documents)
+    return list(kernels.finish_backward(*inputs, chunks, states, kernels.Segments(*segments)))
+
+
+class _Kernels(NamedTuple):
+    """`ScanKernels` of the inputs q, k, v, log_decay [B, T, H, K] fp32 and document_ids [B, T]."""
+
+    scale: float
+
+    def begin(self, inputs: Inputs, *, exchange: bool) -> Begun:
+        state, decay, *begun = _begin(*inputs, exchange, self.scale)
+        return Begun((state, DiagonalDecay(decay.log())) if exchange else None, begun)
+
+    def finish(self, inputs: Inputs, entering: Tensor | None, begun: Begun, *, keep: bool) -> Finished:
+        output, state, states = _finish(inputs[2], entering, begun.handed, keep)
+        transition = () if begun.exchanged is None else begun.exchanged[1].tensors()
+        return Finished(output, state, [*begun.handed[:5], states, *transition])
+
+    def begin_backward(self, d_output: Tensor, inputs: Inputs, saved: Inputs, *, exchange: bool) -> Begun:
+        gradient, *segments = _begin_backward(d_output, saved[:5], exchange)
+        return Begun((gradient, DiagonalDecay(saved[6])) if exchange else None, segments)
+
+    def finish_backward(
+        self, d_output: Tensor, d_leaving: Tensor | None, inputs: Inputs, saved: Inputs, begun: Begun
+    ) -> tuple[list[Tensor | None], Tensor]:
+        *found, d_entering = _finish_backward(d_output, d_leaving, *inputs, saved[:6], begun.handed, self.scale)
+        return [*found, None], d_entering
+
+
+@custom_op("vector_decay_step", lambda q, k, v, g, state, scale: (v.new_empty(v.shape), torch.empty_like(state)))
+def _step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    from megalin._triton.scans import vector_decay_step as kernels
+
+    return kernels.step(q, k, v, log_decay, state, scale)
+
+
 def _unsupported(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> str:
     for x in (q, k, v, *others):
         if x.dtype not in KERNEL_DTYPES:
@@ -250,51 +357,42 @@ def _unsupported(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> str:
 
 def _self_test(backend: Compiled, device: str) -> str:
     """Three chunks: one of mild decays, one with the start of a document, and one of steep decays."""
-    shape = (1, 150, 2, 20)
-    q, k, v, g = (sample(*shape, device=device, seed=seed) for seed in range(4))
-    first = sample(1, 2, 20, 20, device=device, seed=4)
+    inputs = [sample(1, 150, 2, 20, device=device, seed=seed) for seed in range(4)]
+    inputs.append(sample(1, 2, 20, 20, device=device, seed=4))
     documents = (torch.arange(150, device=device) >= 100).to(torch.int32)[None].contiguous()
     steepness = torch.where(torch.arange(150, device=device) < 128, 0.1, 20.0)[:, None, None]
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, g: Tensor, first: Tensor) -> ScanOutput:
         decay = -g.exp() * steepness
-        return ScanOutput(*kernels.scan(q, k, v.bfloat16(), decay, first, documents, 0.5, True, backend)[:2])
+        return run_scan(_Kernels(0.5), (q, k, v.bfloat16(), decay, documents), initial_state=first)
 
     def reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, first: Tensor) -> ScanOutput:
         return vector_decay_scan_reference(
             q, k, v, -g.exp() * steepness, scale=0.5, initial_state=first, document_ids=documents, chunk_size=16
         )
 
-    return compare(kernel, reference, [q, k, v, g, first])
+    return compare(kernel, reference, inputs)
 
 
-def _two_phase_self_test(backend: Compiled, device: str) -> str:
-    """Three shards of a sequence: the second inside one document, the third with the start of another."""
-    q, k, v, g = (sample(1, 300, 2, 20, device=device, seed=seed) for seed in range(4))
-    documents = (torch.arange(300, device=device) >= 230).to(torch.int32)[None]
-    shards = documents.view(3, 100)
+def _shards_self_test(backend: Compiled, device: str) -> str:
+    def kernel(shard: SequenceShard, documents: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> ScanOutput:
+        return run_scan(_Kernels(0.5), (q, k, v.bfloat16(), -0.05 * g.exp(), documents), shard=shard)
 
-    def kernel(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
-        q, k, v, g = (x.view(3, 100, 2, 20) for x in (q, k, v.bfloat16(), -0.05 * g.exp()))
-        shard = SingleProcessExchange().sequence_shard(shards)
-        output, _ = kernels.two_phase_scan(q, k, v, g, shards, shard, 0.5, True)
-        return output.flatten(0, 1)[None]
-
-    def reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    def reference(documents: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> ScanOutput:
         decay = -0.05 * g.exp()
-        return vector_decay_scan_reference(q, k, v, decay, scale=0.5, document_ids=documents, chunk_size=16).output
+        return vector_decay_scan_reference(q, k, v, decay, scale=0.5, document_ids=documents, chunk_size=16)
 
-    return compare(kernel, reference, [q, k, v, g])
+    return compare_shards(kernel, reference, [sample(1, 300, 2, 20, device=device, seed=seed) for seed in range(4)])
 
 
 backends.register("vector_decay_scan", ("triton",), _self_test)
-backends.register("split_vector_decay_scan", ("triton",), _two_phase_self_test)
+backends.register("split_vector_decay_scan", ("triton",), _shards_self_test)
 
 
 def _step_self_test(backend: Compiled, device: str) -> str:
     q, k, v, g = (sample(2, 3, 20, device=device, seed=seed) for seed in range(4))
     inputs = (q, k, v, -g.exp(), sample(2, 3, 20, 20, device=device, seed=4))
-    truth, found = vector_decay_step_reference(*(x.double() for x in inputs), scale=0.5), kernels.step(*inputs, 0.5)
+    truth, found = vector_decay_step_reference(*(x.double() for x in inputs), scale=0.5), _step(*inputs, 0.5)
     error = max(((x - y).norm() / y.norm()).item() for x, y in zip(found, truth, strict=True))
     return "" if error <= 1e-5 else f"self-test: off by {error:.1e} (bound 1e-05)"
 

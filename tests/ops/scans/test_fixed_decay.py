@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalin.ops.scans.fixed_decay import decay_scan, decay_scan_parallel, decay_scan_recurrent, decay_step
+from megalin.ops.scans.fixed_decay import (
+    decay_scan,
+    decay_scan_flops,
+    decay_scan_parallel,
+    decay_scan_recurrent,
+    decay_step,
+)
 from tests.numerics import Tensors, assert_close, errors, outputs_and_gradients, relative_error
 
 BATCH, HEADS, KEY, VALUE = 2, 3, 6, 4
@@ -210,3 +216,9 @@ def test_extreme_decay_stays_finite_in_fp32(slope: float):
     inputs = make_inputs(200, torch.float32)
     result = outputs_and_gradients(lambda **x: decay_scan(slopes=torch.full((HEADS,), slope), **x), inputs)
     assert all(tensor.isfinite().all() for tensor in result.values())
+
+
+def test_flops_are_those_of_the_matmuls():
+    sizes = {"num_heads": 3, "key_dim": 8, "value_dim": 5, "chunk_size": 64}
+    assert decay_scan_flops(1000, **sizes) == 3 * (2 * 64 * (8 + 5) + 4 * 8 * 5)
+    assert decay_scan_flops(10, **sizes) == 3 * (2 * 10 * (8 + 5) + 4 * 8 * 5)

@@ -6,17 +6,11 @@ import logging
 
 import pytest
 import torch
+from torch._library.custom_ops import CustomOpDef
 
 from megalin.errors import KernelError
 from megalin.ops.dispatch import backend as backends
-from megalin.ops.scans import (
-    fixed_decay,
-    fixed_decay_kernels,
-    scalar_decay,
-    scalar_decay_kernels,
-    vector_decay,
-    vector_decay_kernels,
-)
+from megalin.ops.scans import fixed_decay, scalar_decay, vector_decay
 from megalin.ops.scans.context_parallel import SingleProcessExchange
 from tests.ops.scans.two_phase import OPS, Case, compare, make_shards
 
@@ -104,11 +98,11 @@ def test_another_document_does_not_move_a_bit(name):
 
 @pytest.mark.parametrize("op", [fixed_decay, vector_decay, scalar_decay], ids=list(OPS))
 def test_the_self_test_passes_and_finds_a_lost_state_exchange(op, monkeypatch):
-    assert op._two_phase_self_test("triton", "cpu") == ""
+    assert op._shards_self_test("triton", "cpu") == ""
     for method in ("entering", "leaving_gradient"):
         with monkeypatch.context() as changed:
-            changed.setattr(SingleProcessExchange, method, lambda self, x, decay, documents: torch.zeros_like(x))
-            assert "is off by" in op._two_phase_self_test("triton", "cpu"), method
+            changed.setattr(SingleProcessExchange, method, lambda self, x, transition, documents: torch.zeros_like(x))
+            assert "is off by" in op._shards_self_test("triton", "cpu"), method
 
 
 @every_scan
@@ -133,44 +127,32 @@ def test_without_a_two_phase_kernel_the_state_is_computed_separately(name, monke
             cached.cache_clear()
 
 
-def make(*shape, dtype=torch.float32):
-    return torch.randn(shape).to(dtype)
-
-
+@pytest.mark.parametrize("sharded", [False, True], ids=["full", "shards"])
+@pytest.mark.parametrize(("name", "module"), list(zip(OPS, [fixed_decay, vector_decay, scalar_decay], strict=True)))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_fake_ops_have_the_same_shapes(dtype):
-    tests, documents = ("test_schema", "test_faketensor"), torch.zeros(1, 150, dtype=torch.int32)
-    q, k, v = (make(1, 150, 2, width, dtype=dtype) for width in (16, 16, 24))
-    entering, output, g = make(1, 2, 16, 24), make(1, 150, 2, 24, dtype=dtype), -make(1, 150, 2, 16).abs()
+@pytest.mark.usefixtures("segments")
+def test_the_fake_ops_have_the_same_shapes(name, module, dtype, sharded, monkeypatch):
+    """Every op that a scan calls, forward and backward, with the arguments of that call."""
+    checked = []
 
-    ops = fixed_decay_kernels
-    for k_or_q, v_or_do, reverse in ((k, v, False), (q, output, True)):
-        torch.library.opcheck(ops._begin, (k_or_q, v_or_do, None, documents, reverse, "triton"), test_utils=tests)
-    _, parts = ops._begin(k, v, None, documents, False, "triton")
-    arguments = (q, k, v, None, entering, documents, parts, "triton")
-    torch.library.opcheck(ops._finish, arguments, test_utils=tests)
-    states = ops._finish(*arguments)[2]
-    _, parts = ops._begin(q, output, None, documents, True, "triton")
-    arguments = (output, entering, q, k, v, None, entering, documents, states, parts, "triton")
-    torch.library.opcheck(ops._finish_backward, arguments, test_utils=tests)
+    def checking(op):
+        def call(*arguments):
+            torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+            checked.append(op._name)
+            return op(*arguments)
 
-    ops = vector_decay_kernels
-    torch.library.opcheck(ops._begin, (q, k, v, g, documents, 1.0), test_utils=tests)
-    _, _, *begun = ops._begin(q, k, v, g, documents, 1.0)
-    torch.library.opcheck(ops._finish, (v, entering, begun, False), test_utils=tests)
-    torch.library.opcheck(ops._finish, (v, entering, begun, True), test_utils=tests)
-    saved = [*begun[:5], ops._finish(v, entering, begun, True)[2]]
-    torch.library.opcheck(ops._begin_backward, (output, begun[:5]), test_utils=tests)
-    _, *segments = ops._begin_backward(output, begun[:5])
-    arguments = (output, entering, q, k, v, g, documents, saved, segments, 1.0)
-    torch.library.opcheck(ops._finish_backward, arguments, test_utils=tests)
+        return call
 
-    ops, g = scalar_decay_kernels, g[..., 0]
-    torch.library.opcheck(ops._begin, (k, v, g, documents), test_utils=tests)
-    _, _, *begun = ops._begin(k, v, g, documents)
-    torch.library.opcheck(ops._finish, (q, k, v, entering, documents, begun), test_utils=tests)
-    *_, saved = ops._finish(q, k, v, entering, documents, begun)
-    torch.library.opcheck(ops._begin_backward, (output, q, g, documents), test_utils=tests)
-    _, *begun = ops._begin_backward(output, q, g, documents)
-    arguments = (output, entering, q, k, v, g, entering, documents, saved, begun)
-    torch.library.opcheck(ops._finish_backward, arguments, test_utils=tests)
+    ops = {key: op for key, op in vars(module).items() if isinstance(op, CustomOpDef) and key != "_step"}
+    for key, op in ops.items():
+        monkeypatch.setattr(module, key, checking(op))
+    inputs, ids, options = make_shards(name, Case(ranks=3, length=150, key=16, value=24, dtype=dtype), (1.5,))
+    for x in inputs.values():
+        x.requires_grad_()
+    if sharded:
+        options["shard"] = SingleProcessExchange().sequence_shard(ids)
+    else:
+        options["initial_state"] = torch.randn(3, 2, 16, 24, requires_grad=True)
+    output, state = OPS[name].scan(**inputs, **options, document_ids=ids, backend="triton")
+    (output.sum() + (0.0 if sharded else state.sum())).backward()
+    assert set(checked) == {op._name for op in ops.values()}

@@ -11,7 +11,6 @@ from torch import Tensor
 from megalin.errors import KernelError
 from megalin.ops.scans.vector_decay import (
     vector_decay_scan,
-    vector_decay_scan_flops,
     vector_decay_scan_parallel,
     vector_decay_scan_recurrent,
     vector_decay_scan_reference,
@@ -223,12 +222,6 @@ def test_outputs_keep_the_dtype_and_states_are_wide(dtype: torch.dtype):
         scan = form(**inputs)
         assert scan.output.dtype == dtype
         assert scan.state.dtype == torch.promote_types(dtype, torch.float32)
-
-
-def test_flops_are_those_of_the_matmuls():
-    sizes = {"num_heads": 3, "key_dim": 8, "value_dim": 5, "chunk_size": 64}
-    assert vector_decay_scan_flops(1000, **sizes) == 3 * (2 * 64 * (8 + 5) + 4 * 8 * 5)
-    assert vector_decay_scan_flops(10, **sizes) == 3 * (2 * 10 * (8 + 5) + 4 * 8 * 5)
 
 
 def kernel_inputs(length: int, decay: str, dtype: torch.dtype, *, key: int = 20, value: int = 24) -> Tensors:

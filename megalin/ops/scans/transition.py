@@ -1,0 +1,94 @@
+"""The linear map S -> A S that a run of tokens applies to the state before it, apart from what the tokens add."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+Direction = Literal[1, -1]
+"""Of a state exchange: 1 sends states to later ranks, -1 sends gradients to earlier ones."""
+
+
+class ShardDocuments(NamedTuple):
+    """Document boundaries of sequences sharded over cp ranks."""
+
+    continues: Tensor
+    """[cp, cp, B] bool: rank r (first index) starts in the document that an earlier rank j (second index) ends in."""
+    through: Tensor
+    """[B] bool: one document fills this rank's shard."""
+
+
+class Transition(Protocol):
+    """A of a rank's shard, in the dtype of the state [B, H, K, V]; constructed from `tensors()`.
+
+    A document boundary inside the shard is no part of it (`ShardDocuments.through`).
+    """
+
+    @property
+    def known(self) -> bool:
+        """Whether A is equal on all ranks, so that it is never sent."""
+        ...
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that are sent."""
+        ...
+
+    def apply(self, state: Tensor) -> Tensor:
+        """A S."""
+        ...
+
+    def apply_adjoint(self, gradient: Tensor) -> Tensor:
+        """A^T dS."""
+        ...
+
+    def gradients(self, entering: Tensor, d_leaving: Tensor, through: Tensor) -> tuple[Tensor, ...]:
+        """Gradients of `tensors()` from S_in and the gradient of A S_in; zero where no document fills the shard."""
+        ...
+
+    def fold(self, x: Tensor, documents: ShardDocuments, *, rank: int, step: Direction) -> Tensor:
+        """x_in [B, H, K, V] of a rank, as in `StateExchange`, from all ranks' x [cp, B, H, K, V].
+
+        This transition is then of all ranks: its tensors have cp as first dimension. Every rank traces the same graph.
+        """
+        ...
+
+
+class DiagonalDecay(NamedTuple):
+    """A = diag(exp(T)), T <= 0 the sum of a shard's log decays."""
+
+    log_decay: Tensor
+    """T, [B, H, K or 1], or [H, K or 1] if equal on all ranks."""
+
+    @property
+    def known(self) -> bool:
+        return self.log_decay.dim() == 2
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.log_decay,)
+
+    def apply(self, state: Tensor) -> Tensor:
+        return torch.exp(self.log_decay)[..., None] * state
+
+    def apply_adjoint(self, gradient: Tensor) -> Tensor:
+        return self.apply(gradient)
+
+    def gradients(self, entering: Tensor, d_leaving: Tensor, through: Tensor) -> tuple[Tensor, ...]:
+        """dT = sum over V of exp(T) S_in dS."""
+        d_decay = (self.apply(entering) * d_leaving).sum(-1).masked_fill(~through[:, None, None], 0.0)
+        return (d_decay.sum_to_size(self.log_decay.shape),)
+
+    def fold(self, x: Tensor, documents: ShardDocuments, *, rank: int, step: Direction) -> Tensor:
+        """One weighted sum: the weight of a rank's x is exp of the sum of T over the ranks between."""
+        others = torch.arange(len(x), device=x.device)
+        if step == 1:
+            between = (others[:, None] < others) & (others < rank)  # [j, i]
+            continues = documents.continues[rank]
+        else:
+            between = (others > rank) & (others < others[:, None])  # [r, i]
+            continues = documents.continues[:, rank]
+        totals = self.log_decay[:, None] if self.log_decay.dim() == 3 else self.log_decay  # [cp, B or 1, H, K or 1]
+        exponent = totals.where(between[..., None, None, None], 0.0).sum(1)
+        weights = torch.exp(exponent).where(continues[..., None, None], 0.0)[..., None]  # [cp, B, H, K or 1, 1]
+        return (weights * x).sum(0)
