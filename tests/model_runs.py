@@ -20,7 +20,8 @@ from megalin.checkpoint.load import load, newest
 from megalin.data.shards.indexed_dataset import ShardWriter
 from megalin.train.config import check_launch, load_run_config
 from megalin.train.loop import TrainResult, train
-from megalin.train.step import _LaunchedStep
+from megalin.train.step import LaunchedStep
+from megalin.train.update_hooks import UpdateHook
 
 STEPS = 12
 CPU = torch.device("cpu")
@@ -98,18 +99,18 @@ def write_config(folder: Path, **tables: dict[str, Any]) -> Path:
     return path
 
 
-def train_here(config: Path, folder: Path, *overrides: str) -> TrainResult:
+def train_here(config: Path, folder: Path, *overrides: str, hooks: Sequence[UpdateHook] = ()) -> TrainResult:
     """Trains in the process group of this process, as `megalin train` does; run_ranks can call it."""
     gc.freeze()  # as in a process with one run: garbage collection skips the objects of other runs
     run_config = load_run_config(config, list(overrides))
     check_launch(run_config, torch.distributed.get_world_size())
-    return train(run_config, CPU, folder)
+    return train(run_config, CPU, folder, hooks=hooks)
 
 
 @contextmanager
 def late_results() -> Iterator[None]:
     """Results that, as on a GPU, are not ready before they are waited for."""
-    with patch.object(_LaunchedStep, "is_ready", property(lambda _: False, lambda *_: None), create=True):
+    with patch.object(LaunchedStep, "is_ready", property(lambda _: False, lambda *_: None), create=True):
         yield
 
 

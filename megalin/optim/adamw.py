@@ -78,16 +78,21 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig, no_decay: Collec
     ]
 
 
-def step_if_finite(finite: Tensor, optimizer: torch.optim.AdamW) -> None:
+def step_if_finite(finite: Tensor, optimizer: torch.optim.AdamW) -> Tensor:
     """Updates the weights if `finite` [] is true and was true at every earlier call; otherwise weights, moments and
     step count stay unchanged.
 
     The device reads `finite`, through fused AdamW's support for gradient scalers; the host does not wait for it.
+
+    Returns:
+        [] bool on the device: whether the weights were updated.
     """
     found_inf = (~finite).to(torch.float32)
     before: Tensor | None = getattr(optimizer, "found_inf", None)
-    cast(Any, optimizer).found_inf = found_inf if before is None else torch.maximum(before, found_inf)
+    found_inf = found_inf if before is None else torch.maximum(before, found_inf)
+    cast(Any, optimizer).found_inf = found_inf
     optimizer.step()
+    return found_inf == 0
 
 
 def clear_non_finite(optimizer: torch.optim.AdamW) -> None:

@@ -31,6 +31,7 @@ from megalin.parallel.mesh import Mesh
 from megalin.train.config import RunConfig, deepspeed_settings
 from megalin.train.step import NOTHING_CHANGED, StepResult
 from megalin.train.step_timer import StepTimer
+from megalin.train.update_hooks import UpdateHook, UpdateHooks
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -106,7 +107,7 @@ class DeepSpeedEngine:
         settings: DeepSpeed's JSON settings.
     """
 
-    def __init__(self, config: RunConfig, mesh: Mesh) -> None:
+    def __init__(self, config: RunConfig, mesh: Mesh, hooks: Sequence[UpdateHook] = ()) -> None:
         """Raises ConfigError for settings that DeepSpeed rejects, and for a model that it cannot train on this mesh."""
         self._mesh = mesh
         self.timer = StepTimer(mesh.device)
@@ -135,6 +136,7 @@ class DeepSpeedEngine:
         if bf16:
             for module in self.model.full_precision_modules():
                 module.register_forward_hook(_in_fp32)
+        self._hooks = UpdateHooks(hooks, self._weights)
 
     def step(self, batches: Sequence[AnyBatch], *, learning_rate: float, step: int) -> StepResult:
         self.timer.start()
@@ -157,12 +159,14 @@ class DeepSpeedEngine:
             if self._stage > 0:  # infinite if DeepSpeed skipped the update
                 norm = float(self._engine.get_global_grad_norm())
         result = StepResult(sum(terms), norm, int(counts[0]), tuple(terms), duration.seconds())
-        if not (math.isfinite(result.loss) and math.isfinite(norm)):
+        applied = math.isfinite(result.loss) and math.isfinite(norm)
+        self.model.after_optimizer_step()
+        self._hooks.after_update(applied=torch.full((), applied, device=self._mesh.device), step=step)
+        if not applied:
             raise NumericError(
                 f"step {step}: loss {result.loss}, gradient norm {norm} is not finite. {NOTHING_CHANGED}; "
                 'train.engine = "fsdp2" names the parameters'
             )
-        self.model.after_optimizer_step()
         return result
 
     def tensors(self) -> Mapping[str, Tensor]:
@@ -172,7 +176,7 @@ class DeepSpeedEngine:
             tensors[optimizer_name(name, "step")] = torch.tensor(float(count))
             for key in _MOMENTS:
                 tensors[optimizer_name(name, key)] = self._shard(name, self._get(name, key))
-        return tensors
+        return tensors | self._hooks.tensors()
 
     def load(self, checkpoint: Checkpoint, *, weights_only: bool = False) -> None:
         keys = (None,) if weights_only else (None, *_MOMENTS)
@@ -183,7 +187,8 @@ class DeepSpeedEngine:
             name if key is None else optimizer_name(name, key): shard for (name, key), shard in shards.items()
         }
         steps = {} if weights_only else {optimizer_name(name, "step"): torch.zeros(()) for name in self._parameters}
-        load(checkpoint, tensors | steps)
+        saved = self._hooks.saved_in(checkpoint, weights_only=weights_only)
+        load(checkpoint, tensors | steps | saved.tensors, ignore=saved.ignored)
         for (name, key), shard in shards.items():
             self._set(name, key, self._layout.join(name, shard.to(self._mesh.device)))
         if steps:
@@ -191,9 +196,14 @@ class DeepSpeedEngine:
             for state in self._optimizer.state.values():
                 state["step"].fill_(count)
         self.model.after_optimizer_step()
+        self._hooks.start(saved.missing)
 
     def close(self) -> None:
         """Does nothing: this engine holds no such resource."""
+
+    def _weights(self) -> dict[str, Tensor]:
+        """This rank's shards of the fp32 weights, for hooks; each weight is gathered for it."""
+        return {name: self._layout.split(name, self._get(name, None)) for name in self._parameters}
 
     def _shard(self, name: str, whole: Tensor) -> Tensor:
         """This rank's shard of a weight or moment, for a checkpoint."""

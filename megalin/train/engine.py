@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor
@@ -19,13 +20,15 @@ from megalin.train.cuda_graphs import GradientGraph
 from megalin.train.pipeline_model import Pipeline
 from megalin.train.step import PendingStep, apply_gradients, train_step
 from megalin.train.step_timer import StepTimer
+from megalin.train.update_hooks import UpdateHook, UpdateHooks
 
 
 class Engine(Protocol):
     """A model with its optimizer on this rank's mesh. Every method is a collective.
 
-    Checkpoints are the same for every engine: fp32 weights and AdamW's moments as distributed tensors under their
-    global names, so a run may resume with a different engine.
+    Checkpoints are the same for every engine: fp32 weights, AdamW's moments and the tensors of update hooks as
+    distributed tensors under their global names, so a run may resume with a different engine. Update hooks are called
+    at the end of each step's launch (`UpdateHook`).
     """
 
     @property
@@ -48,7 +51,8 @@ class Engine(Protocol):
         """The tensors of a checkpoint."""
 
     def load(self, checkpoint: Checkpoint, *, weights_only: bool = False) -> None:
-        """Loads weights, and moments unless `weights_only`, from a checkpoint of any mesh and engine.
+        """Loads weights, and moments and the state of update hooks unless `weights_only`, from a checkpoint of any mesh
+        and engine.
 
         Raises:
             CheckpointError: on every rank, before anything is changed, when it does not fit the model.
@@ -61,7 +65,7 @@ class Engine(Protocol):
 class FullyShardedEngine:
     """Engine on fully_shard (FSDP2), or on a pipeline of such stages, with PyTorch's AdamW."""
 
-    def __init__(self, config: RunConfig, mesh: Mesh) -> None:
+    def __init__(self, config: RunConfig, mesh: Mesh, hooks: Sequence[UpdateHook] = ()) -> None:
         train = config.train
         self.model: TrainedModel = build_model(
             config.model,
@@ -80,22 +84,29 @@ class FullyShardedEngine:
         if train.cuda_graphs:
             assert not isinstance(self.model, Pipeline), config.parallel
             self._graph = GradientGraph(self.model, mesh)
+        self._hooks = UpdateHooks(hooks, partial(weights, self.model))
 
     def step(self, batches: Sequence[AnyBatch], *, learning_rate: float, step: int) -> PendingStep:
         set_learning_rate(self._optimizer, learning_rate)
         model, optimizer, norm, timer = self.model, self._optimizer, self._max_grad_norm, self.timer
         if self._graph is None:
-            return train_step(model, optimizer, batches, self._mesh, max_grad_norm=norm, step=step, timer=timer)
-        timer.start()
-        losses, counts = self._graph.accumulate_gradients(batches)
-        return apply_gradients(model, optimizer, losses, counts, max_grad_norm=norm, step=step, timer=timer)
+            launched = train_step(model, optimizer, batches, self._mesh, max_grad_norm=norm, step=step, timer=timer)
+        else:
+            timer.start()
+            losses, counts = self._graph.accumulate_gradients(batches)
+            launched = apply_gradients(model, optimizer, losses, counts, max_grad_norm=norm, step=step, timer=timer)
+        self._hooks.after_update(applied=launched.applied, step=step)
+        return launched
 
     def tensors(self) -> Mapping[str, Tensor]:
-        return training_tensors(self.model, self._optimizer)
+        return training_tensors(self.model, self._optimizer) | self._hooks.tensors()
 
     def load(self, checkpoint: Checkpoint, *, weights_only: bool = False) -> None:
-        load(checkpoint, weights(self.model) if weights_only else self.tensors())
+        tensors = weights(self.model) if weights_only else training_tensors(self.model, self._optimizer)
+        saved = self._hooks.saved_in(checkpoint, weights_only=weights_only)
+        load(checkpoint, tensors | saved.tensors, ignore=saved.ignored)
         self.model.after_optimizer_step()
+        self._hooks.start(saved.missing)
 
     def close(self) -> None:
         if self._graph is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -31,6 +32,7 @@ from megalin.train.resume import checkpoint_state, resume
 from megalin.train.run_folder import RunFolder
 from megalin.train.run_log import open_run_log
 from megalin.train.step_data import DataFailure, Preemption, StepData, StepReader, training_loader
+from megalin.train.update_hooks import UpdateHook
 from megalin.train.validation import AnyEvaluation, Evaluation, evaluate
 
 
@@ -55,7 +57,14 @@ class TrainingLoop:
         last_step: the step after which the run ends.
     """
 
-    def __init__(self, config: RunConfig, mesh: Mesh, run: RunFolder, event_log: EventLog) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        mesh: Mesh,
+        run: RunFolder,
+        event_log: EventLog,
+        hooks: Sequence[UpdateHook] = (),
+    ) -> None:
         """Opens the data, builds the model, and loads the newest checkpoint if there is one.
 
         Raises:
@@ -65,7 +74,7 @@ class TrainingLoop:
         """
         self.config, self.mesh, self.run, self.event_log = config, mesh, run, event_log
         on_every_rank(self._open_data)  # hosts may have different disks
-        self.engine = _make_engine(config, mesh, run)
+        self.engine = _make_engine(config, mesh, run, hooks)
         self.model = self.engine.model
         self.resumed_step = resume(run.checkpoints, config, self.data, self.engine)
         self.last_step = config.train.stop_after_steps or config.train.steps
@@ -200,8 +209,11 @@ class TrainingLoop:
             write_loss_curve(self.run.metrics, self.run.loss_curve, unigram_entropy=entropy)
 
 
-def train(config: RunConfig, device: torch.device, path: Path) -> TrainResult:
+def train(config: RunConfig, device: torch.device, path: Path, *, hooks: Sequence[UpdateHook] = ()) -> TrainResult:
     """Trains `config` in the run folder `path`, resuming from its newest checkpoint; needs a process group.
+
+    Args:
+        hooks: the same on every rank, called after each update of the weights; see `UpdateHook`.
 
     Raises:
         ConfigError: ranks with different configs, on every rank.
@@ -213,7 +225,7 @@ def train(config: RunConfig, device: torch.device, path: Path) -> TrainResult:
     with RunFolder(path) as run, EventLog(run.incidents) as event_log, report_failed_ranks(default_rendezvous()):
         if run.previous_owner is not None:
             event_log.write("taken over", f"from {run.previous_owner}, which ended without closing the folder")
-        loop = TrainingLoop(config, mesh, run, event_log)
+        loop = TrainingLoop(config, mesh, run, event_log, hooks)
         run.write_text(run.config, dumps(config))
         run.write_json(run.environment, environment(mesh))
         event_log.begin(loop.resumed_step, f"on {torch.distributed.get_world_size()} x {device_name(device)}")
@@ -221,12 +233,12 @@ def train(config: RunConfig, device: torch.device, path: Path) -> TrainResult:
             return loop.train()
 
 
-def _make_engine(config: RunConfig, mesh: Mesh, run: RunFolder) -> Engine:
+def _make_engine(config: RunConfig, mesh: Mesh, run: RunFolder, hooks: Sequence[UpdateHook]) -> Engine:
     if config.train.engine == "fsdp2":
-        return FullyShardedEngine(config, mesh)
+        return FullyShardedEngine(config, mesh, hooks)
     from megalin.train.deepspeed_engine import DeepSpeedEngine  # imports a library that other runs do not need
 
-    engine = DeepSpeedEngine(config, mesh)
+    engine = DeepSpeedEngine(config, mesh, hooks)
     run.write_json(run.deepspeed, engine.settings)
     return engine
 

@@ -83,8 +83,15 @@ class AsyncScalars:
         return self._scalars
 
 
-class _LaunchedStep:
-    """A step launched by `apply_gradients`."""
+class LaunchedStep:
+    """A step launched by `apply_gradients`.
+
+    Attributes:
+        applied: [] bool on the device: whether its update was applied, which a loss or gradient that is not finite
+            prevents, in this step or in an earlier one whose error was not raised yet.
+    """
+
+    applied: Tensor
 
     def __init__(
         self,
@@ -150,7 +157,7 @@ def train_step(
     max_grad_norm: float | None,
     step: int,
     timer: StepTimer | None = None,
-) -> PendingStep:
+) -> LaunchedStep:
     """One update of the weights: `accumulate_gradients`, then `apply_gradients`.
 
     Args:
@@ -171,7 +178,7 @@ def apply_gradients(
     max_grad_norm: float | None,
     step: int,
     timer: StepTimer | None = None,
-) -> PendingStep:
+) -> LaunchedStep:
     """One norm, one finite check, clip, update; `losses` and `counts` come from `accumulate_gradients`, `step` is for
     messages.
 
@@ -192,8 +199,8 @@ def apply_gradients(
         norms = clip_gradients(given.values(), max_grad_norm)
     values = torch.stack([losses.sum(), norms.global_norm.to(losses.dtype), counts[0].to(losses.dtype), *losses])
     scalars = torch.cat([values, norms.local_norms.to(losses.dtype)])
-    pending = _LaunchedStep(model, optimizer, list(given), scalars, timer.end(), step)
-    step_if_finite(values.isfinite().all(), optimizer)
+    pending = LaunchedStep(model, optimizer, list(given), scalars, timer.end(), step)
+    pending.applied = step_if_finite(values.isfinite().all(), optimizer)
     optimizer.zero_grad(set_to_none=True)
     model.after_optimizer_step()
     return pending

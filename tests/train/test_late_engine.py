@@ -26,6 +26,7 @@ from megalin.parallel.process_group import process_group
 from megalin.train.config import RunConfig
 from megalin.train.engine import FullyShardedEngine
 from megalin.train.step import PendingStep, StepResult
+from megalin.train.update_hooks import UpdateHook
 from tests.model_runs import CPU, metrics, steps_saved, train_here, write_config
 
 EVALUATED = "train.evaluate_every_steps=7"
@@ -59,8 +60,16 @@ class LateEngine(FullyShardedEngine):
     the weights before that wait finds old ones.
     """
 
-    def __init__(self, config: RunConfig, mesh: Mesh, *, deferred: bool, signalled_step: int | None) -> None:
-        super().__init__(config, mesh)
+    def __init__(
+        self,
+        config: RunConfig,
+        mesh: Mesh,
+        hooks: Sequence[UpdateHook] = (),
+        *,
+        deferred: bool,
+        signalled_step: int | None,
+    ) -> None:
+        super().__init__(config, mesh, hooks)
         self._deferred, self._signalled_step = deferred, signalled_step
         self._last: LateStep | None = None
 

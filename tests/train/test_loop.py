@@ -23,7 +23,7 @@ from megalin.train.engine import FullyShardedEngine
 from megalin.train.loop import TrainResult
 from megalin.train.run_folder import RunFolder
 from megalin.train.run_log import RunLog
-from megalin.train.step import _LaunchedStep
+from megalin.train.step import LaunchedStep
 from tests.model_runs import CPU, late_results, losses, metrics, steps_saved, train_here, write_config
 from tests.ranks import RankFailedError, run_ranks
 
@@ -132,7 +132,7 @@ def test_a_step_is_waited_for_after_the_next_one_was_started(config, tmp_path, m
     monkeypatch.setattr(Loader, "step", recorded("read", Loader.step, lambda _, step: step + 1))
     start = recorded("start", FullyShardedEngine.step, lambda *_, step, **__: step)
     monkeypatch.setattr(FullyShardedEngine, "step", start)
-    monkeypatch.setattr(_LaunchedStep, "wait", recorded("wait", _LaunchedStep.wait, lambda step: step._step))
+    monkeypatch.setattr(LaunchedStep, "wait", recorded("wait", LaunchedStep.wait, lambda step: step._step))
     run(config, tmp_path, "train.steps=9", "checkpoint.every_steps=4", "train.evaluate_every_steps=7")
     assert order == [
         *("read 1", "start 1", "wait 1"),  # at once: the kernels are printed
