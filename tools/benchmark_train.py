@@ -41,7 +41,7 @@ from train_benchmarks.fla_scan import scans_by_fla
 from train_benchmarks.roofline import Recorded, Roofline, measure_roofline, record, unavoidable_bytes
 from train_benchmarks.simulated_ranks import simulated_ranks
 
-from megalin.errors import ConfigError, MegalinError
+from megalin.errors import ConfigError, exit_code
 from megalin.launch import launched
 from megalin.model.config import EncoderConfig, ModelConfig
 from megalin.ops.dispatch import backend
@@ -257,20 +257,20 @@ def commit() -> str:
 
 def main() -> int:
     arguments = parse_arguments()
-    try:
-        device, ranks = compute_device(), arguments.simulated_ranks
-        run = run_config(arguments.config, arguments.overrides, launched().world_size if ranks == 1 else ranks)
-        if ranks != 1:
-            check_simulation(ranks, run)
-        with process_group(device) if ranks == 1 else simulated_ranks(ranks, device):
-            mesh = Mesh(run.parallel, device)
-            result = measure(arguments, run, mesh)
-            if mesh.is_first_rank:
-                print(json.dumps(result), flush=True)
-    except MegalinError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    return exit_code(lambda: benchmark(arguments))
+
+
+def benchmark(arguments: argparse.Namespace) -> None:
+    """Prints the JSON line of a run on the launcher's ranks, or on one simulated rank."""
+    device, ranks = compute_device(), arguments.simulated_ranks
+    run = run_config(arguments.config, arguments.overrides, launched().world_size if ranks == 1 else ranks)
+    if ranks > 1:
+        check_simulation(ranks, run)
+    with process_group(device) if ranks == 1 else simulated_ranks(ranks, device):
+        mesh = Mesh(run.parallel, device)
+        result = measure(arguments, run, mesh)
+        if mesh.is_first_rank:
+            print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

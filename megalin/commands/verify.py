@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from megalin.commands.base import Command, read_values
@@ -75,13 +76,21 @@ def _run(arguments: argparse.Namespace) -> int:
     if world_size is not None and started not in (1, world_size):
         raise ConfigError(f"--world-size {world_size}, but {started} ranks were started; remove --world-size")
     config = _read_config(arguments)
+    make = partial(
+        make_case,
+        config.model,
+        dtype=arguments.dtype,
+        full=arguments.full,
+        length=arguments.length,
+        recompute=config.train.recompute,
+    )
     if arguments.grid:
-        return _run_grid(arguments, config, started)
+        return _run_grid(arguments, started, lambda layout: make(layout.parallel, data_size=layout.data_size))
     parallel = config.parallel
     num_shards = parallel.tp * parallel.cp * parallel.pp
     world_size = world_size or (num_shards if started == 1 else started)
     check_world_size(parallel, world_size)
-    case = _make_case(arguments, config, GridMesh(parallel, world_size // num_shards))
+    case = make(parallel, data_size=world_size // num_shards)
     if arguments.self_test:
         _check_self_test(case)
     compare: Callable[[Case], list[Any]] = self_test if arguments.self_test else verify
@@ -123,12 +132,8 @@ def _on_new_ranks(compare: Callable[[Case], list[Any]], case: Case) -> list[Any]
     return results
 
 
-def _run_grid(arguments: argparse.Namespace, config: _VerifyConfig, started: int) -> int:
+def _run_grid(arguments: argparse.Namespace, started: int, make: Callable[[GridMesh], Case]) -> int:
     """Verifies every mesh of at most --world-size ranks; under a launcher, every mesh of exactly its ranks."""
-
-    def make(layout: GridMesh) -> Case:
-        return _make_case(arguments, config, layout)
-
     if started == 1:
         meshes = layouts(arguments.world_size or 4)
         results = run_grid(meshes, make, lambda case: _on_new_ranks(verify, case), new_ranks=True)
@@ -145,18 +150,6 @@ def _run_grid(arguments: argparse.Namespace, config: _VerifyConfig, started: int
         for _ in results:
             continue
     return 0
-
-
-def _make_case(arguments: argparse.Namespace, config: _VerifyConfig, layout: GridMesh) -> Case:
-    return make_case(
-        config.model,
-        layout.parallel,
-        data_size=layout.data_size,
-        dtype=arguments.dtype,
-        full=arguments.full,
-        length=arguments.length,
-        recompute=config.train.recompute,
-    )
 
 
 COMMAND = Command("compare a training step on a mesh with the same step in one process", _add_arguments, _run)
