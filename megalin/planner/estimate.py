@@ -65,8 +65,10 @@ class Estimator:
         self._traces: dict[tuple[object, ...], Trace] = {}
 
     def model_state_bytes(self, layout: ParallelLayout) -> int:
-        """Sharded fp32 weights, gradients and both moments of the rank with most: a lower bound of every step."""
-        return max(16 * parameters.shard for parameters in self.parameters(layout))
+        """Sharded fp32 weights, gradients, both moments and the state of update hooks, of the rank with most: a lower
+        bound of every step."""
+        shards = [parameters.shard for parameters in self.parameters(layout)]
+        return max(16 * shard + self.workload.hook_bytes(shard) for shard in shards)
 
     def estimate(self, layout: ParallelLayout, *, refined: bool) -> Estimate:
         """Estimates `layout`: `refined` from a trace of its own micro-batch, compiled if the workload is; if not, from
@@ -80,7 +82,12 @@ class Estimator:
             distinct = [*dict.fromkeys(own)]
             costs = [scaled_cost(trace.blocks[part.kind], self._fraction(part)) for part in distinct]
             own_trace, own_kinds = trace._replace(blocks=costs), [distinct.index(part) for part in own]
-            memories.append(stage_memory(by_rank[rank], own_trace, own_kinds, layout, rank=rank, itemsize=itemsize))
+            hook_bytes = self.workload.hook_bytes(by_rank[rank].shard)
+            memories.append(
+                stage_memory(
+                    by_rank[rank], own_trace, own_kinds, layout, rank=rank, itemsize=itemsize, hook_bytes=hook_bytes
+                )
+            )
             work = self._work(layout, own, parallel, rank)
             times.append(
                 step_time(

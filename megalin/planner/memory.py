@@ -21,7 +21,7 @@ class Memory(NamedTuple):
     """fp32 shards, or unsharded between micro-batches under ZeRO 0 and 1; and those of embedding and head before their
     reduction."""
     optimizer: int
-    """Both moments, fp32 shards."""
+    """Both moments, fp32 shards, and the state of update hooks."""
     gathered: int
     """All-gathered weights in the compute dtype."""
     activations: int
@@ -38,7 +38,14 @@ class Memory(NamedTuple):
 
 
 def stage_memory(
-    parameters: StageParameters, trace: Trace, kinds: list[int], layout: ParallelLayout, *, rank: int, itemsize: int
+    parameters: StageParameters,
+    trace: Trace,
+    kinds: list[int],
+    layout: ParallelLayout,
+    *,
+    rank: int,
+    itemsize: int,
+    hook_bytes: int,
 ) -> Memory:
     """Peak memory of a rank that runs the stage.
 
@@ -46,9 +53,10 @@ def stage_memory(
         kinds: for each block of the stage, its index in the trace's blocks.
         rank: on the pipeline axis.
         itemsize: bytes of the compute dtype.
+        hook_bytes: memory of the update hooks.
     """
     saved, backward = _block_costs(trace, kinds, layout)
-    moments = _StepMemory(parameters, trace, layout, saved, itemsize)
+    moments = _StepMemory(parameters, trace, layout, itemsize, hook_bytes)
     before = (layout.in_flight(rank) - 1) * sum(saved) // layout.parallel.pp_stages_per_rank
     before += layout.in_flight(rank) * trace.entry.saved_bytes if rank == 0 else 0
     last = len(saved) - 1
@@ -82,11 +90,11 @@ class _StepMemory:
     """Memory of a rank while the last backward of a step passes its blocks."""
 
     def __init__(
-        self, parameters: StageParameters, trace: Trace, layout: ParallelLayout, saved: list[int], itemsize: int
+        self, parameters: StageParameters, trace: Trace, layout: ParallelLayout, itemsize: int, hook_bytes: int
     ) -> None:
         self.parameters, self.trace, self.layout, self.itemsize = parameters, trace, layout, itemsize
         self.weights = _FP32 * parameters.shard + parameters.buffer_bytes
-        self.optimizer = 2 * _FP32 * parameters.shard
+        self.optimizer = 2 * _FP32 * parameters.shard + hook_bytes
         self.symmetric_memory = _symmetric_memory_bytes(trace, layout)
 
     def at(self, block: int, activations: int, working: int, *, after_loss: bool = True) -> Memory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from megalin.parallel.mesh import ParallelConfig
 from megalin.planner.hardware import GPUS_PER_HOST
 from megalin.train.build import COMPUTE_DTYPES
 from megalin.train.config import RunConfig
+from megalin.train.update_hooks import UpdateHook
 
 
 class Workload(NamedTuple):
@@ -25,6 +27,12 @@ class Workload(NamedTuple):
     """Compute dtype."""
     compiled: bool
     """True where blocks are compiled."""
+    hooks: tuple[UpdateHook, ...] = ()
+    """Hooks of the update, for their memory."""
+
+    def hook_bytes(self, elements: int) -> int:
+        """Memory of the hooks on a rank with `elements` fp32 weights in its shards."""
+        return sum(hook.memory_bytes(elements) for hook in self.hooks)
 
 
 class ParallelLayout(NamedTuple):
@@ -99,11 +107,11 @@ def one_of_each(model: ModelConfig) -> ModelConfig:
     return model.model_copy(update={"layers": [block.model_copy(update={"repeat": 1}) for block in model.layers]})
 
 
-def workload_of(config: RunConfig, model: ModelConfig) -> Workload:
-    """Workload of a run; `model` is its model, a decoder."""
+def workload_of(config: RunConfig, model: ModelConfig, hooks: Sequence[UpdateHook] = ()) -> Workload:
+    """Workload of a run with these update hooks; `model` is its model, a decoder."""
     train = config.train
     dtype = COMPUTE_DTYPES[train.dtype]
-    return Workload(model, config.data.sequence_length, train.global_batch_size, dtype, train.compile)
+    return Workload(model, config.data.sequence_length, train.global_batch_size, dtype, train.compile, tuple(hooks))
 
 
 def layout_of(config: RunConfig, world_size: int) -> ParallelLayout:

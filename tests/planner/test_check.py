@@ -1,11 +1,14 @@
 """Memory check before a run: only a run that cannot fit is refused."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from megalin.errors import ConfigError
 from megalin.model.config import ModelConfig
+from megalin.model.language_model import LanguageModel
 from megalin.parallel.mesh import ParallelConfig
 from megalin.planner.check import MARGIN, check_memory
 from megalin.planner.estimate import Estimator
@@ -99,6 +102,34 @@ def test_an_estimate_beyond_the_margin_is_refused_with_what_fits(config, needed)
 def test_weights_and_moments_that_alone_do_not_fit_are_refused(config):
     with pytest.raises(ConfigError, match=r"weights, gradients and optimizer state alone need .* use more GPUs"):
         check_memory(config, 1, 100_000)
+
+
+class Hook:
+    """Update hook of 40 bytes a weight in a rank's shards."""
+
+    name = "hook"
+
+    def memory_bytes(self, elements: int) -> int:
+        return 40 * elements
+
+    def start(self, weights: Mapping[str, Tensor]) -> None:
+        raise AssertionError("the memory check builds nothing")
+
+    def after_update(self, weights: Mapping[str, Tensor], *, applied: Tensor, step: int) -> None:
+        raise AssertionError("the memory check builds nothing")
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        raise AssertionError("the memory check builds nothing")
+
+
+def test_the_state_of_update_hooks_is_counted(config, needed):
+    assert isinstance(config.model, ModelConfig)
+    state = 40 * sum(parameter.numel() for parameter in LanguageModel(config.model).parameters())
+    with pytest.raises(ConfigError, match="needs about"):
+        check_memory(config, 1, int((needed + state) / MARGIN) - 1, [Hook()])
+    check_memory(config, 1, int((needed + state) / MARGIN) + 1, [Hook()])
+    with pytest.raises(ConfigError, match="optimizer state alone need"):
+        check_memory(config, 1, state, [Hook()])
 
 
 def test_external_mixers_are_not_traced_but_their_parameters_are_counted(config):
