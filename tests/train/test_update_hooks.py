@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import megalin.train.engine as engines
 from megalin.checkpoint.index import DTYPES
 from megalin.checkpoint.load import load
 from megalin.checkpoint.manifest import Checkpoint, read_manifest, step_directory
 from megalin.checkpoint.tensors import OPTIMIZER_PREFIX
-from megalin.data.batch import Batch
+from megalin.data.batch import AnyBatch, Batch
 from megalin.errors import CheckpointError, NumericError
 from megalin.generation import load_for_generation
 from megalin.parallel.mesh import Mesh
@@ -27,6 +28,7 @@ from megalin.parallel.tensor_parallel import full_tensor, local
 from megalin.train.config import load_run_config
 from megalin.train.deepspeed_engine import DeepSpeedEngine
 from megalin.train.engine import Engine, FullyShardedEngine
+from megalin.train.step import accumulate_gradients
 from megalin.train.update_hooks import HOOKS_PREFIX, UpdateHook
 from tests.model_runs import CPU, late_results, losses, train_here, write_config
 from tests.numerics import assert_close
@@ -254,6 +256,26 @@ def test_a_hook_whose_state_is_saved_in_part_is_refused(config, folders):
     refused = pytest.raises(CheckpointError, match=r"model:\n  optim.hooks.average.count: missing from the checkpoint")
     with process_group(CPU), refused:
         train_here(config, folder, hooks=[LargerAverage()])
+
+
+class EagerGraph:
+    """Stand-in for the CUDA graph of a step on a CPU: the same interface, run eagerly."""
+
+    def __init__(self, model: Any, mesh: Mesh) -> None:
+        self._model, self._mesh = model, mesh
+
+    def accumulate_gradients(self, batches: Sequence[AnyBatch]) -> tuple[Tensor, Tensor]:
+        return accumulate_gradients(self._model, batches, self._mesh)
+
+    def close(self) -> None:
+        pass
+
+
+def test_steps_of_a_cuda_graph_call_the_hook(config, folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(engines, "GradientGraph", EagerGraph)
+    with process_group(CPU):
+        train_runs(config, [Run(tmp_path, ["train.cuda_graphs=true"])])
+    assert_equal(saved(tmp_path, STEPS), saved(folders["single"] / "whole", STEPS))
 
 
 def test_readers_of_weights_ignore_the_state_of_hooks(folders):
