@@ -5,7 +5,7 @@ torch 2.11 silently compiles an in-place collective inside an autograd function 
 
 from __future__ import annotations
 
-import itertools
+from functools import cache
 from unittest.mock import patch
 
 import pytest
@@ -49,36 +49,36 @@ def _gradients(name: str, sequence_parallel: bool, backend: str | None) -> Array
 
 
 BACKENDS = {GLU: "inductor", INPUT_LAYER: "aot_eager"}
-Found = dict[tuple[str, bool], tuple[Arrays, Arrays, int]]
-"""Eager and compiled results and the number of graphs, by model and sequence parallelism."""
+Found = dict[bool, tuple[Arrays, Arrays, int]]
+"""Eager and compiled results and the number of graphs, by sequence parallelism."""
 
 
 @patch.object(collectives, "SYNCHRONOUS_DEVICES", frozenset())  # as on a GPU
-def _run() -> Found:
-    """Eager and compiled results, without sequence parallelism under OVERLAP_OPTIONS. All in one process, because the
-    first compilation pays the setup for the others."""
+def _run(name: str) -> Found:
+    """Eager and compiled results, without sequence parallelism under OVERLAP_OPTIONS. Both layouts in one process,
+    because the first compilation pays the setup for the other."""
     config = torch._inductor.config
     config.fx_graph_cache = False  # the keys differ between ranks, so no entry is reused
     config.cpp.simdlen = 1  # generating vectorised code, not tested here, takes half of inductor's time
     found = {}
-    for name, sequence_parallel in itertools.product(BACKENDS, (False, True)):
+    for sequence_parallel in (False, True):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         eager = _gradients(name, sequence_parallel, None)
         compiled = _gradients(name, sequence_parallel, BACKENDS[name])
         num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        found[name, sequence_parallel] = eager, compiled, num_graphs
+        found[sequence_parallel] = eager, compiled, num_graphs
     return found
 
 
-@pytest.fixture(scope="module")
-def ranks() -> list[Found]:
-    return run_ranks(2, _run, timeout=280.0)
+@cache
+def on_ranks(name: str) -> list[Found]:
+    return run_ranks(2, _run, name, timeout=280.0)
 
 
-def _check(ranks: list[Found], name: str, sequence_parallel: bool) -> None:
-    for found in ranks:
-        eager, compiled, num_graphs = found[name, sequence_parallel]
+def _check(name: str, sequence_parallel: bool) -> None:
+    for found in on_ranks(name):
+        eager, compiled, num_graphs = found[sequence_parallel]
         assert num_graphs > 0
         assert_close(to_tensors(compiled), to_tensors(eager), 2e-5)
 
@@ -106,14 +106,14 @@ both_layouts = pytest.mark.parametrize("sequence_parallel", [False, True], ids=[
 
 @pytest.mark.slow
 @both_layouts
-def test_compiled_blocks_have_the_gradients_of_eager_ones(ranks, sequence_parallel: bool):
-    _check(ranks, GLU, sequence_parallel)
+def test_compiled_blocks_have_the_gradients_of_eager_ones(sequence_parallel: bool):
+    _check(GLU, sequence_parallel)
 
 
 @both_layouts
-def test_gradients_reach_an_input_layer_before_compiled_blocks(ranks, sequence_parallel: bool):
+def test_gradients_reach_an_input_layer_before_compiled_blocks(sequence_parallel: bool):
     """Traced but not compiled: tracing is where the gradient of an unfinished collective would be lost."""
-    _check(ranks, INPUT_LAYER, sequence_parallel)
+    _check(INPUT_LAYER, sequence_parallel)
 
 
 @pytest.mark.parametrize(
