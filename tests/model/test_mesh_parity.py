@@ -40,13 +40,15 @@ class Layout(NamedTuple):
 LAYOUTS = {
     "one rank": Layout(1, 1),
     "tp2": Layout(2, 2),
-    "tp2 sequence parallel, recomputed": Layout(2, 2, sequence_parallel=True, recompute=True),
     "dp3 sharded": Layout(3, 1),
+    "tp3 sequence parallel, async": Layout(3, 3, sequence_parallel=True, async_tp=True),
+    "tp2 dp2 sharded, sequence parallel": Layout(4, 2, sequence_parallel=True, shard=2),
+}
+MORE_LAYOUTS = {
+    "tp2 sequence parallel, recomputed": Layout(2, 2, sequence_parallel=True, recompute=True),
     "tp2 sequence parallel, async, recomputed": Layout(2, 2, sequence_parallel=True, recompute=True, async_tp=True),
     "tp3 sequence parallel": Layout(3, 3, sequence_parallel=True),
-    "tp3 sequence parallel, async": Layout(3, 3, sequence_parallel=True, async_tp=True),
     "tp4 sequence parallel": Layout(4, 4, sequence_parallel=True),
-    "tp2 dp2 sharded, sequence parallel": Layout(4, 2, sequence_parallel=True, shard=2),
     "tp2 dp2 replicated, recomputed": Layout(4, 2, shard=1, recompute=True),
     "dp4 hybrid": Layout(4, 1, shard=2),
 }
@@ -116,7 +118,11 @@ def by_rank(layout: Layout, name: str) -> list[tuple[dict[str, Tensor], dict[str
     return pairs
 
 
-every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+every_layout = pytest.mark.parametrize(
+    "layout",
+    [pytest.param(layout, id=name) for name, layout in LAYOUTS.items()]
+    + [pytest.param(layout, id=name, marks=pytest.mark.slow) for name, layout in MORE_LAYOUTS.items()],
+)
 every_case = pytest.mark.parametrize("name", NAMES)
 
 
