@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,6 +77,12 @@ CASES = {
 }
 PAUSED = ("zero0", "zero1_bf16", "zero3_tp2", "zero3_cp3")
 """Cases that also run with a stop and a resumption in the middle."""
+FAST = ("zero0", "zero1_bf16", "zero3_cp3", "zero2_tp2_cp2")
+"""Cases of `make test`: every stage, uneven shards, the other axes, and bf16."""
+
+
+def marked(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -120,12 +126,17 @@ class Folders(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def folders(config: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Folders]:
-    """Run folders of each case; cases that differ in ZeRO only share the run of FSDP2."""
+def folders(
+    request: pytest.FixtureRequest, config: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Folders]:
+    """Run folders of each selected case; cases that differ in ZeRO only share the run of FSDP2."""
     made: dict[str, Folders] = {}
     calls: dict[int, dict[Path, list[list[str]]]] = {2: {}, 3: {}, 4: {}}
     root = tmp_path_factory.mktemp("runs")
+    every = any(item.get_closest_marker("slow") for item in request.session.items if item.path == request.path)
     for name, case in CASES.items():
+        if not every and name not in FAST:
+            continue
         folder, shared = root / name, root / f"fsdp2 {case.world_size} {' '.join(case.overrides)}"
         folder.mkdir()
         made[name] = Folders(folder / "deepspeed", shared, folder / "paused")
@@ -138,8 +149,7 @@ def folders(config: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return made
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", marked(CASES))
 def test_both_engines_take_the_same_steps(folders, name):
     actual, expected = metrics(folders[name].deepspeed), metrics(folders[name].fsdp2)
     assert min(line["grad_norm"] for line in expected) > 1.0  # the limit of clipping
@@ -151,7 +161,7 @@ def test_both_engines_take_the_same_steps(folders, name):
         assert_close(checkpoint_tensors(folders[name].deepspeed), checkpoint_tensors(folders[name].fsdp2), 2e-5)
 
 
-@pytest.mark.parametrize("name", PAUSED)
+@pytest.mark.parametrize("name", marked(PAUSED))
 def test_a_run_that_paused_ends_with_the_same_bits(folders, name):
     assert_same_end(folders[name].paused, folders[name].deepspeed)
 
@@ -180,19 +190,16 @@ def _compiled(config: Path, calls: list[tuple[Path, list[str]]]) -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def test_compiled_blocks_take_the_same_steps(config, folders, tmp_path):
+@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_compiled_blocks_take_the_same_steps(config, folders, tmp_path, stage):
     """Stage 3 gathers all weights for each use; by default small ones stay gathered."""
     gathered = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
-    calls = [
-        (tmp_path / "zero1", [ENGINE, "parallel.tp=2", "parallel.zero=1"]),
-        (tmp_path / "zero3", engine_overrides(gathered, tmp_path)),
-    ]
+    overrides = engine_overrides(gathered, tmp_path) if stage == 3 else [ENGINE, "parallel.tp=2", "parallel.zero=1"]
     kinds_of_blocks = 2
-    assert run_ranks(2, _compiled, config, calls) == [len(calls) * kinds_of_blocks] * 2
+    assert run_ranks(2, _compiled, config, [(tmp_path / "run", overrides)]) == [kinds_of_blocks] * 2
     expected = folders["zero0"].fsdp2
-    for folder, _ in calls:
-        assert losses(folder) == pytest.approx(losses(expected), rel=2e-6)
-        assert_close(checkpoint_tensors(folder), checkpoint_tensors(expected), 2e-5)
+    assert losses(tmp_path / "run") == pytest.approx(losses(expected), rel=2e-6)
+    assert_close(checkpoint_tensors(tmp_path / "run"), checkpoint_tensors(expected), 2e-5)
 
 
 def _encoders(config: Path, folder: Path) -> list[str]:
