@@ -332,8 +332,8 @@ def _differentiate_scatter(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, 
     return *_matmul_reduce_scatter_backward(dy, *ctx.saved_tensors, *ctx.axis), None, None
 
 
-_all_gather_matmul.register_autograd(_differentiate_gather, setup_context=_save)
-_matmul_reduce_scatter.register_autograd(_differentiate_scatter, setup_context=_save)
+torch.library.register_autograd(_all_gather_matmul, _differentiate_gather, setup_context=_save)
+torch.library.register_autograd(_matmul_reduce_scatter, _differentiate_scatter, setup_context=_save)
 
 
 def all_gather_matmul(x: Tensor, weight: Tensor, buffers: AsyncTPBuffers) -> Tensor:

@@ -172,7 +172,7 @@ def _differentiate(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]
     return *_backward(dy, q, k, v, output, sums, offsets, sizes, ctx.window), None, None, None
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
+torch.library.register_autograd(_forward, _differentiate, setup_context=_save)
 
 
 def _extent(q: Tensor, offsets: Tensor | None, sizes: Tensor | None) -> tuple[Tensor, int]:

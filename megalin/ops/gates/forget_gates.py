@@ -94,7 +94,7 @@ def _differentiate(ctx: Any, dkey: Tensor, dlog_decay: Tensor) -> tuple[Tensor, 
     return _backward(dkey, dlog_decay, *ctx.saved_tensors)
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
+torch.library.register_autograd(_forward, _differentiate, setup_context=_save)
 
 
 def _self_test(backend: Compiled, device: str) -> str:

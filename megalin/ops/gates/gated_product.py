@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -85,7 +86,7 @@ def _differentiate(ctx: Any, dproduct: Tensor) -> tuple[Tensor, None]:
     return _backward(dproduct, gate_value, ctx.activation), None
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
+torch.library.register_autograd(_forward, _differentiate, setup_context=_save)
 
 
 def _self_test(backend: Compiled, device: str) -> str:

@@ -96,7 +96,7 @@ def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
     return _backward(dy, *ctx.saved_tensors)
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
+torch.library.register_autograd(_forward, _differentiate, setup_context=_save)
 
 
 def _self_test(backend: Compiled, device: str) -> str:

@@ -81,7 +81,7 @@ def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
     return (factor[..., None] * dy).to(x.dtype), _backward(dy, x)
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
+torch.library.register_autograd(_forward, _differentiate, setup_context=_save)
 
 
 def _self_test(backend: Compiled, device: str) -> str:

@@ -213,7 +213,7 @@ def _differentiate(ctx: Any, dy: Tensor, _: Tensor | None, __: Tensor | None) ->
     return dx, None, None, None, None, None, None, None
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
+torch.library.register_autograd(_forward, _differentiate, setup_context=_save)
 
 
 def _self_test(backend: Compiled, device: str) -> str:

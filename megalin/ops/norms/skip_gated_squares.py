@@ -104,7 +104,7 @@ def _differentiate(ctx: Any, dproduct: Tensor, dsquares: Tensor) -> tuple[Tensor
     return dx, (factor * dx).to(skip.dtype), dfactor, dgate, dweight
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
+torch.library.register_autograd(_forward, _differentiate, setup_context=_save)
 
 
 def _self_test(backend: Compiled, device: str) -> str:

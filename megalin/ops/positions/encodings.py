@@ -198,7 +198,7 @@ def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
     return _rotate(dy, theta, positions, not ctx.inverse), None, None, None
 
 
-_rotate.register_autograd(_differentiate, setup_context=_save)
+torch.library.register_autograd(_rotate, _differentiate, setup_context=_save)
 
 
 def _rows(x: Tensor) -> Tensor:

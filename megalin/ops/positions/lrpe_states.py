@@ -193,7 +193,7 @@ def _differentiate(ctx: Any, d_entering: Tensor, d_leaving: Tensor) -> tuple[Ten
     return d_added, d_initial if ctx.initial else None, d_angle, None, None, None
 
 
-_enter.register_autograd(_differentiate, setup_context=_save)
+torch.library.register_autograd(_enter, _differentiate, setup_context=_save)
 
 
 def _self_test(backend: Compiled, device: str) -> str:

@@ -11,6 +11,7 @@ from torch.nn import functional
 from megalin.errors import OperandError
 from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
+from megalin.ops.dispatch.custom_op import custom_op
 from megalin.ops.dispatch.dtypes import KERNEL_DTYPES, compute_dtype
 from megalin.ops.dispatch.operands import check_operands
 from megalin.ops.dispatch.self_test import compare, sample
@@ -154,7 +155,12 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 and x.stride(1) <= MAX_STEP else x.contiguous()
 
 
-@torch.library.custom_op("megalin::short_conv", mutates_args=())
+def _fake_forward(x: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    batch, _, width = x.shape
+    return x.new_empty(x.shape), x.new_empty(batch, weight.shape[1] - 1, width, dtype=torch.float32)
+
+
+@custom_op("short_conv", _fake_forward)
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, document_ids: Tensor | None, silu: bool
 ) -> tuple[Tensor, Tensor]:
@@ -163,15 +169,14 @@ def _forward(
     return kernels.forward(x, weight, bias, state, document_ids, silu=silu)
 
 
-@_forward.register_fake
-def _(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, document_ids: Tensor | None, silu: bool
-) -> tuple[Tensor, Tensor]:
-    batch, _, width = x.shape
-    return x.new_empty(x.shape), x.new_empty(batch, weight.shape[1] - 1, width, dtype=torch.float32)
+def _fake_backward(
+    dy: Tensor, dstate: Any, x: Tensor, weight: Tensor, bias: Any, state: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dinitial = x.new_empty(0, dtype=torch.float32) if state is None else torch.empty_like(state)
+    return x.new_empty(x.shape), torch.empty_like(weight), weight.new_empty(x.shape[2]), dinitial
 
 
-@torch.library.custom_op("megalin::short_conv_backward", mutates_args=())
+@custom_op("short_conv_backward", _fake_backward)
 def _backward(
     dy: Tensor,
     dstate: Tensor | None,
@@ -189,21 +194,6 @@ def _backward(
     return kernels.backward(_rows(dy), dstate, x, weight, bias, state, document_ids, silu=silu)
 
 
-@_backward.register_fake
-def _(
-    dy: Tensor,
-    dstate: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor | None,
-    document_ids: Tensor | None,
-    silu: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dinitial = x.new_empty(0, dtype=torch.float32) if state is None else torch.empty_like(state)
-    return x.new_empty(x.shape), torch.empty_like(weight), weight.new_empty(x.shape[2]), dinitial
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.silu = inputs
     ctx.save_for_backward(*tensors)
@@ -217,7 +207,7 @@ def _differentiate(ctx: Any, dy: Tensor | None, dstate: Tensor | None) -> tuple[
     return dx, dweight, None if bias is None else dbias.to(bias.dtype), None if state is None else dinitial, None, None
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
+torch.library.register_autograd(_forward, _differentiate, setup_context=_save)
 
 
 def _self_test(backend: Compiled, device: str) -> str:

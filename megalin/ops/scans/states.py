@@ -106,7 +106,7 @@ def _differentiate(ctx: Any, d_state: Tensor) -> tuple[Tensor | None, ...]:
     return *_backward(d_state, *ctx.saved_tensors), None, None
 
 
-_state.register_autograd(_differentiate, setup_context=_save)
+torch.library.register_autograd(_state, _differentiate, setup_context=_save)
 
 
 def _self_test(backend: Compiled, device: str) -> str:

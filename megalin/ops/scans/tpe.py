@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
+from megalin.ops.dispatch.custom_op import custom_op
 from megalin.ops.dispatch.dtypes import KERNEL_DTYPES, compute_dtype
 from megalin.ops.dispatch.operands import check_operands
 from megalin.ops.dispatch.self_test import compare, sample
@@ -200,7 +201,12 @@ def _unsupported(x: Tensor, coefficients: Tensor, log_decay: Tensor) -> str:
     return "an empty tensor" if x.numel() == 0 else ""
 
 
-@torch.library.custom_op("megalin::tpe", mutates_args=())
+def _fake_scan(x: Tensor, coefficients: Tensor, log_decay: Any, starts: Any, wide: bool) -> tuple[Tensor, Tensor]:
+    state = coefficients.new_empty(x.shape[0], *coefficients.shape)
+    return torch.empty_like(x, dtype=torch.float32 if wide else x.dtype), state
+
+
+@custom_op("tpe", _fake_scan)
 def _scan(x: Tensor, coefficients: Tensor, log_decay: Tensor, starts: Tensor, wide: bool) -> tuple[Tensor, Tensor]:
     """Returns y, in fp32 if `wide`, and H / B after the last token, both from a zero state."""
     from megalin._triton.scans import tpe as kernels
@@ -209,13 +215,7 @@ def _scan(x: Tensor, coefficients: Tensor, log_decay: Tensor, starts: Tensor, wi
     return y, kernels.forward(x, coefficients, log_decay, starts, y)
 
 
-@_scan.register_fake
-def _(x: Tensor, coefficients: Tensor, log_decay: Tensor, starts: Tensor, wide: bool) -> tuple[Tensor, Tensor]:
-    state = coefficients.new_empty(x.shape[0], *coefficients.shape)
-    return torch.empty_like(x, dtype=torch.float32 if wide else x.dtype), state
-
-
-@torch.library.custom_op("megalin::tpe_backward", mutates_args=())
+@custom_op("tpe_backward", lambda dy, d_last, *inputs: tuple(torch.empty_like(x) for x in inputs[:3]))
 def _backward(
     dy: Tensor, d_last: Tensor | None, x: Tensor, coefficients: Tensor, log_decay: Tensor, starts: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -233,13 +233,6 @@ def _backward(
     return dx.to(x.dtype), d_coefficients.float(), d_log_decay.float()
 
 
-@_backward.register_fake
-def _(
-    dy: Tensor, d_last: Tensor | None, x: Tensor, coefficients: Tensor, log_decay: Tensor, starts: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(coefficients), torch.empty_like(log_decay)
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[:4])
@@ -250,7 +243,7 @@ def _differentiate(ctx: Any, dy: Tensor | None, d_last: Tensor | None) -> tuple[
     return *_backward(torch.zeros_like(x) if dy is None else dy, d_last, x, *others), None, None
 
 
-_scan.register_autograd(_differentiate, setup_context=_save)
+torch.library.register_autograd(_scan, _differentiate, setup_context=_save)
 
 
 def _self_test(backend: Compiled, device: str) -> str:

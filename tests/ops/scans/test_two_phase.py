@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from torch._library.custom_ops import CustomOpDef
+from torch._ops import OpOverload
 
 from megalin.errors import KernelError
 from megalin.ops.dispatch import backend as backends
@@ -138,12 +138,12 @@ def test_the_fake_ops_have_the_same_shapes(name, module, dtype, sharded, monkeyp
     def checking(op):
         def call(*arguments):
             torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
-            checked.append(op._name)
+            checked.append(op.name())
             return op(*arguments)
 
         return call
 
-    ops = {key: op for key, op in vars(module).items() if isinstance(op, CustomOpDef) and key != "_step"}
+    ops = {key: op for key, op in vars(module).items() if isinstance(op, OpOverload) and key != "_step"}
     for key, op in ops.items():
         monkeypatch.setattr(module, key, checking(op))
     inputs, ids, options = make_shards(name, Case(ranks=3, length=150, key=16, value=24, dtype=dtype), (1.5,))
@@ -155,4 +155,4 @@ def test_the_fake_ops_have_the_same_shapes(name, module, dtype, sharded, monkeyp
         options["initial_state"] = torch.randn(3, 2, 16, 24, requires_grad=True)
     output, state = OPS[name].scan(**inputs, **options, document_ids=ids, backend="triton")
     (output.sum() + (0.0 if sharded else state.sum())).backward()
-    assert set(checked) == {op._name for op in ops.values()}
+    assert set(checked) == {op.name() for op in ops.values()}
