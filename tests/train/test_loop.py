@@ -81,7 +81,8 @@ def test_a_run_prints_the_kernels_that_it_runs(plain, config, tmp_path, capsys):
 
 
 def test_run_without_validation_evaluates_nothing(config, plain, tmp_path):
-    result = run(config, tmp_path, "data.validation=[]")
+    with process_group(CPU):
+        result = train_here(config, tmp_path, "data.validation=[]", loss_curve=True)
     assert result.evaluation is None
     assert losses(tmp_path) == losses(plain)
     assert (tmp_path / "loss.png").stat().st_size > 1000
