@@ -52,7 +52,6 @@ GROUPED = [attention_case(8, 2), attention_case(6, 3)]
 """Key heads that 4 ranks have to repeat, and query heads that 4 ranks do not divide, so keys are gathered."""
 WITH_FOLD = by_name("tnl", "rodimus_plus", "mamba2", "cosformer2")
 """A fixed decay, input-dependent decays a key and a head, and no decay."""
-FAULTY = by_name("tnl", "rodimus_plus", "cosformer2", "softmax")
 
 
 def mesh_case(
@@ -71,20 +70,25 @@ def named(mixer_cases: Sequence[Any], **options: Any) -> Named:
     return {f"{case.name}, {options}": mesh_case(case, **options) for case in mixer_cases}
 
 
-CASES_OF = {
-    3: named(MIXER_CASES, cp=3, recompute=True)
+FAST_CASES_OF = {
+    3: named(REPRESENTATIVES, cp=3, recompute=True)
     | named(ENCODERS, cp=3, length=36, recompute=True)
     | named(WITH_FOLD, cp=3, cp_exchange="ring"),
-    4: named(REPRESENTATIVES, cp=2, tp=2, sequence_parallel=True)
-    | named(WITH_HALO, cp=4, length=8)
-    | named(WITH_FOLD, cp=4, cp_exchange="ring", recompute=True)
+    4: named(WITH_HALO, cp=4, length=8)
     | named(GROUPED, cp=4, length=12)
-    | named(ENCODERS, cp=2, tp=2, sequence_parallel=True, length=36)
     # Windows wider than a shard, and windows none of which crosses shards.
     | named(ENCODERS[2:3], cp=4, length=12)
     | named(ENCODERS[2:3], cp=4, length=32),
 }
 """By world size, with cp 3: two ranks cannot show a wrong decay, as the state that enters the first is zero."""
+SLOW_CASES_OF = {
+    3: named([case for case in MIXER_CASES if case not in REPRESENTATIVES], cp=3, recompute=True),
+    4: named(REPRESENTATIVES, cp=2, tp=2, sequence_parallel=True)
+    | named(WITH_FOLD, cp=4, cp_exchange="ring", recompute=True)
+    | named(ENCODERS, cp=2, tp=2, sequence_parallel=True, length=36),
+}
+"""More variants of mixers, and a second axis, which test_three_axes.py has in one model of all mixers."""
+CASES_OF = {size: FAST_CASES_OF[size] | SLOW_CASES_OF[size] for size in FAST_CASES_OF}
 
 
 def _verify(cases: list[Case], faulty: list[Case]) -> tuple[list[list[TensorError]], list[list[FaultResult]]]:
@@ -100,11 +104,9 @@ def compared(
     return dict(zip(cases, errors, strict=True)), dict(zip(faulty, faults, strict=True))
 
 
-FAULTY_CASES = (
-    named(FAULTY, cp=3)
-    | named([case for case in FAULTY if case.name == "tnl"], cp=3, cp_exchange="ring")
-    | named(ENCODERS[2:3], cp=3, length=36)
-)
+FAST_FAULTY_CASES = named(by_name("tnl", "rodimus_plus", "softmax"), cp=3) | named(ENCODERS[2:3], cp=3, length=36)
+SLOW_FAULTY_CASES = named(by_name("cosformer2"), cp=3) | named(by_name("tnl"), cp=3, cp_exchange="ring")
+FAULTY_CASES = FAST_FAULTY_CASES | SLOW_FAULTY_CASES
 
 
 class Groups:
@@ -137,7 +139,11 @@ def assert_agrees(errors: list[TensorError]) -> None:
     assert [error for error in errors if not error.passed] == []
 
 
-@pytest.mark.parametrize(("world_size", "name"), [(size, name) for size in CASES_OF for name in CASES_OF[size]])
+@pytest.mark.parametrize(
+    ("world_size", "name"),
+    [(size, name) for size in FAST_CASES_OF for name in FAST_CASES_OF[size]]
+    + [pytest.param(size, name, marks=pytest.mark.slow) for size in SLOW_CASES_OF for name in SLOW_CASES_OF[size]],
+)
 def test_every_mixer_and_encoder_agrees_with_one_process(groups: Groups, world_size: int, name: str):
     assert_agrees(groups.compared(world_size)[0][name])
 
@@ -179,7 +185,9 @@ FAULTS_OF = {
 """By case: a fixed decay; an input-dependent one with a convolution and a window; TPE's; heads; an encoder's sums."""
 
 
-@pytest.mark.parametrize("faulty", FAULTY_CASES)
+@pytest.mark.parametrize(
+    "faulty", [*FAST_FAULTY_CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_FAULTY_CASES)]
+)
 def test_every_planted_fault_that_a_model_can_have_is_seen(groups: Groups, faulty: str):
     results = groups.compared(3)[1][faulty]
     assert [result.fault for result in results] == ["local_count", *FAULTS_OF[faulty.partition(",")[0]]]

@@ -47,15 +47,15 @@ LAYOUTS = {
     4: [
         Layout(("transnormer",), {"pp": 4}),
         Layout(("tnl",), {"tp": 2, "sequence_parallel": True}),
-        Layout((*EVERY_MIXER, "sockets"), {"tp": 2}),
-        Layout(EVERY_MIXER, {}, dp=2),
+        Layout(("sockets",), {"tp": 2}),
         Layout(("cosformer2",), {"shard": 1}, dp=2),
-        Layout(EVERY_MIXER, {"cp": 2}),
         Layout(("hgrn2-fla",), {"pp_schedule": "interleaved", "pp_stages_per_rank": 2}, dp=2, recompute=True),
         Layout(("hgrn2",), {"pp": 4, "pp_schedule": "interleaved", "pp_stages_per_rank": 2}),
     ],
 }
 """By world size; pp = 2 by default."""
+EVERY_MIXER_LAYOUTS = [Layout(EVERY_MIXER, {"tp": 2}), Layout(EVERY_MIXER, {}, dp=2), Layout(EVERY_MIXER, {"cp": 2})]
+"""Of four ranks. test_three_axes.py has every mixer in one model on more axes."""
 SPLIT_BACKWARD = {
     2: [
         Layout(("transnormer-cosine", "rodimus_plus"), {"pp_schedule": "zero_bubble", "pp_stages_per_rank": 2}),
@@ -122,7 +122,7 @@ def cases_of(layouts: list[Layout]) -> list[Case]:
 def test_stages_split_a_block_of_every_case_with_several_sublayers_a_block():
     """So the comparisons of this file include stages with parts of blocks."""
     cases = [mesh_case(mixer_case) for mixer_case in CASES]
-    for layouts in (*LAYOUTS.values(), *SPLIT_BACKWARD.values()):
+    for layouts in (*LAYOUTS.values(), EVERY_MIXER_LAYOUTS, *SPLIT_BACKWARD.values()):
         cases += cases_of(layouts)
     for case in cases:
         several = any(len(block.sublayers) > 1 for block in case.model.layers)
@@ -142,6 +142,11 @@ def test_every_case_agrees_with_one_process_on_two_stages():
 @pytest.mark.parametrize("world_size", LAYOUTS)
 def test_stages_agree_with_one_process_on_every_mesh(world_size: int):
     assert_agree(world_size, cases_of(LAYOUTS[world_size]))
+
+
+@pytest.mark.slow
+def test_stages_of_every_mixer_agree_with_one_process_on_another_axis():
+    assert_agree(4, cases_of(EVERY_MIXER_LAYOUTS))
 
 
 @pytest.mark.skipif(not SPLITS_BACKWARD, reason="torch loses gradients of weights in a split backward")

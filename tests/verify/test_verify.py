@@ -65,7 +65,10 @@ def test_every_mesh_agrees_with_one_process(model, world_size):
     assert all(rows == [] for rank in by_rank[1:] for rows in rank)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence_parallel"])
+@pytest.mark.parametrize(
+    "sequence_parallel",
+    [pytest.param(False, id="", marks=pytest.mark.slow), pytest.param(True, id="sequence_parallel")],
+)
 def test_every_planted_fault_is_seen(sequence_parallel):
     results = run_ranks(4, self_test, case(PRESET, tp=2, dp=2, sequence_parallel=sequence_parallel))[0]
     assert [result.fault for result in results] == [fault.name for fault in FAULTS if fault.axis in ("tp", "data")]
@@ -78,6 +81,7 @@ def test_every_planted_fault_is_seen_in_a_model_without_what_some_of_them_need()
     assert [result.fault for result in results if not result.seen] == []
 
 
+@pytest.mark.slow
 def test_every_planted_fault_is_seen_in_bf16():
     results = run_ranks(4, self_test, case(PRESET, tp=2, dp=2, dtype="bfloat16"), timeout=240.0)[0]
     assert [result.fault for result in results if not result.seen] == []
