@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from megalin.checkpoint.load import load, newest
@@ -47,8 +48,16 @@ def _load(folder: str, tp: int) -> list[str]:
     return different
 
 
-def test_saved_on_one_mesh_loads_on_another(tmp_path):
-    run_ranks(2, _save, str(tmp_path), 2)
-    assert sorted(folder.name for folder in tmp_path.iterdir()) == sorted(NAMES)
-    for world_size, tp in ((1, 1), (2, 1), (4, 4), (3, 1)):
-        assert run_ranks(world_size, _load, str(tmp_path), tp) == [[]] * world_size, (world_size, tp)
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(2, _save, str(folder), 2)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(NAMES)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("world_size", "tp"), [(1, 1), (4, 4), *(pytest.param(n, 1, marks=pytest.mark.slow) for n in (2, 3))]
+)
+def test_saved_on_one_mesh_loads_on_another(saved: Path, world_size: int, tp: int):
+    assert run_ranks(world_size, _load, str(saved), tp) == [[]] * world_size

@@ -23,7 +23,14 @@ def _assert_equal(saved: dict[str, numpy.ndarray], loaded: dict[str, numpy.ndarr
         assert numpy.array_equal(array, loaded[name]), name
 
 
-@pytest.mark.parametrize("source", [Layout(2, 1), Layout(2, 2), Layout(1, 3), Layout(2, 2, shard=1)])
+@pytest.mark.parametrize(
+    "source",
+    [
+        Layout(2, 2),
+        Layout(1, 3),
+        *(pytest.param(s, marks=pytest.mark.slow) for s in (Layout(2, 1), Layout(2, 2, shard=1))),
+    ],
+)
 def test_loads_bit_equal_on_other_meshes(tmp_path: Path, source: Layout) -> None:
     saved = run_ranks(source.world_size, save_trained, tmp_path, source)[0]
     assert "optim.state.blocks.0.fused.exp_avg_sq" in saved

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -69,12 +69,19 @@ def _packed(tp: int, cp: int) -> list[Arrays]:
     return found
 
 
-def test_packed_documents_on_meshes_equal_one_process():
+@pytest.mark.parametrize(
+    ("world_size", "tp", "cp"),
+    [
+        (3, 1, 3),
+        (4, 2, 2),
+        *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in ((2, 2, 1), (4, 2, 1), (4, 4, 1))),
+    ],
+)
+def test_packed_documents_on_meshes_equal_one_process(world_size: int, tp: int, cp: int):
     expected = [_results(build(case.model), make_batch(case.model), DOCUMENTS) for case in CASES[:3]]
-    for world_size, tp, cp in ((2, 2, 1), (4, 2, 1), (4, 4, 1), (3, 1, 3), (4, 2, 2)):
-        for rank in run_ranks(world_size, _packed, tp, cp):
-            for found, truth in zip(rank, expected * 2, strict=True):
-                assert_close(to_tensors(found), truth, 1e-11)
+    for rank in run_ranks(world_size, _packed, tp, cp):
+        for found, truth in zip(rank, expected * 2, strict=True):
+            assert_close(to_tensors(found), truth, 1e-11)
 
 
 def _second_documents(cp: int) -> list[list[Arrays]]:
@@ -104,9 +111,9 @@ def test_another_document_does_not_move_a_bit_across_ranks():
                 assert (one[key] == other[key]).all(), (case.name, key)
 
 
-def _compiled() -> list[tuple[Arrays, Arrays, int]]:
+def _compiled(sequence_parallel: bool) -> list[tuple[Arrays, Arrays, int]]:
     found = []
-    for sequence_parallel, case in itertools.product((False, True), CASES[:2]):
+    for case in CASES[:2]:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         batch = make_batch(case.model)
@@ -118,9 +125,10 @@ def _compiled() -> list[tuple[Arrays, Arrays, int]]:
     return found
 
 
-def test_compiled_blocks_have_the_gradients_of_eager_ones():
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_compiled_blocks_have_the_gradients_of_eager_ones(sequence_parallel: bool):
     """One graph serves every block of a kind."""
-    for results in run_ranks(2, _compiled, timeout=250.0):
+    for results in run_ranks(2, _compiled, sequence_parallel, timeout=250.0):
         for eager, compiled, num_graphs in results:
             assert num_graphs > 0
             assert_close(to_tensors(compiled), to_tensors(eager), 2e-5)
