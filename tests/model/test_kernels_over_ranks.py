@@ -16,7 +16,8 @@ from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.parallel.tensor_parallel import full_tensor
 from tests.model.test_context_parallel import AS_INDUCTOR_CUTS, on_axis, packed, split_tokens
 from tests.numerics import assert_close
-from tests.ops.scans.two_phase import HEADS, OPS, Case
+from tests.ops.scans import scans
+from tests.ops.scans.scans import Case
 from tests.parallel.on_ranks import Arrays, to_arrays, to_tensors
 from tests.ranks import run_ranks
 
@@ -39,24 +40,22 @@ def make_inputs(name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Two full sequences of a scan, and its options: the first of one document, the second of five, which start before,
     at and after a rank's first token."""
     torch.manual_seed(0)
-    case = Case(ranks=1, length=TOKENS, key=16, value=24, decay=0.01)
-    inputs = {key: torch.randn(ROWS, TOKENS, HEADS, 24 if key == "v" else 16) for key in "qkv"}
-    inputs |= {key: torch.cat([x, 2 * x]) for key, x in OPS[name].decays(case).items()}
+    inputs, options = scans.make_inputs(name, Case(TOKENS, key=16, value=24, decay=0.01, batch=ROWS))
     starts = torch.zeros(ROWS, TOKENS, dtype=torch.int32)
     starts[1, [40, 69, 140, 141]] = 1
-    return inputs, OPS[name].options(case) | {"document_ids": starts.cumsum(1, dtype=torch.int32)}
+    return inputs, options | {"document_ids": starts.cumsum(1, dtype=torch.int32)}
 
 
 def _scans() -> dict[tuple[str, str], Arrays]:
-    interpret(*(f"split_{name}" for name in OPS))
+    interpret(*(f"split_{name}" for name in scans.SCANS))
     found = {}
-    for name, exchange in ((name, exchange) for name in OPS for exchange in EXCHANGES):
+    for name, exchange in ((name, exchange) for name in scans.SCANS for exchange in EXCHANGES):
         cp = Mesh(ParallelConfig(cp=CP, cp_exchange=exchange), torch.device("cpu")).cp
         inputs, options = make_inputs(name)
         ids = cp.shard(options.pop("document_ids"))
         shard = cp.sequence_shard(cp.shard_documents(ids, ids))
         leaves = {key: cp.shard(x).clone().requires_grad_() for key, x in inputs.items()}
-        output = OPS[name].scan(**leaves, **options, document_ids=ids, shard=shard).output
+        output = scans.SCANS[name].scan(**leaves, **options, document_ids=ids, shard=shard).output
         output.square().sum().backward()
         assert backends.used()["split_" + name].backend == "triton"
         found[name, exchange] = to_arrays({"output": output} | {key: x.grad for key, x in leaves.items()})
@@ -93,10 +92,10 @@ def ranks() -> list[Any]:
 
 @pytest.mark.slow
 def test_scans_over_ranks_are_those_of_full_sequences(ranks):
-    for name in OPS:
+    for name in scans.SCANS:
         inputs, options = make_inputs(name)
         leaves = {key: x.double().requires_grad_() for key, x in inputs.items()}
-        output = OPS[name].reference(**leaves, **options).output
+        output = scans.SCANS[name].reference(**leaves, **options).output
         output.square().sum().backward()
         expected = {"output": output} | {key: x.grad for key, x in leaves.items()}
         for exchange in EXCHANGES:

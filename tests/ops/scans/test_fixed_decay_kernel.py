@@ -1,126 +1,26 @@
-"""Triton kernels of the decay scan in the interpreter, against the reference: lengths, widths, documents."""
+"""Triton kernels of the fixed-decay scan in the interpreter: its decoding step, and memory and arguments it refuses."""
 
 import pytest
 import torch
 
 from megalin.errors import KernelError
 from megalin.ops.scans import fixed_decay as ops
-from megalin.ops.scans.fixed_decay import decay_scan, decay_scan_reference, decay_step, decay_step_reference
-from tests.numerics import outputs_and_gradients
-from tests.ops.kernels import assert_as_good_as_the_reference
-from tests.ops.scans.test_fixed_decay import documents_of
+from megalin.ops.scans.fixed_decay import decay_scan, decay_step, decay_step_reference
+from tests.ops.scans.scans import Case, initial_state, make_inputs
 
 SLOPES = {"none": None, "mild": (0.0, 0.07), "strong": (20.0, 3.0)}
 
 
-@pytest.fixture(params=[1, 2, 3])
-def blocks(request, monkeypatch):
-    """Number of blocks that a long enough sequence is cut into."""
-    from megalin._triton.scans import fixed_decay as kernels
-
-    monkeypatch.setattr(kernels, "num_blocks", lambda rows: request.param)
-    monkeypatch.setattr(kernels, "num_parts", lambda rows, slots: 1 if request.param == 3 else 2)
-
-
-def make_inputs(length, dtype=torch.float32, *, key=24, value=40, batch=1):
-    widths = {"q": key, "k": key, "v": value}
-    inputs = {name: torch.randn(batch, length, 2, width).to(dtype) for name, width in widths.items()}
-    return inputs | {"initial_state": torch.randn(batch, 2, key, value)}
-
-
-def compare(inputs, slopes, documents=None):
-    slopes = None if slopes is None else torch.tensor(slopes)
-    assert_as_good_as_the_reference(
-        lambda **x: decay_scan(slopes=slopes, document_ids=documents, backend="triton", **x),
-        lambda **x: decay_scan_reference(slopes=slopes, document_ids=documents, **x),
-        inputs,
-    )
-
-
-@pytest.mark.usefixtures("blocks")
-@pytest.mark.parametrize("decay", SLOPES)
-@pytest.mark.parametrize("length", [1, 63, 65, 150])
-def test_the_kernel_is_as_good_as_the_reference(length, decay):
-    compare(make_inputs(length, torch.bfloat16), SLOPES[decay])
-
-
-@pytest.mark.usefixtures("blocks")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_other_dtypes(dtype):
-    compare(make_inputs(150, dtype), SLOPES["mild"])
-
-
-@pytest.mark.parametrize(("key", "value"), [(6, 3), (80, 17), (16, 130)])
-def test_widths_that_are_no_power_of_two(key, value):
-    compare(make_inputs(70, key=key, value=value), SLOPES["mild"])
-
-
-def test_no_initial_state_and_no_gradient_of_the_last():
-    inputs = make_inputs(150, torch.bfloat16)
-    del inputs["initial_state"]
-    slopes = torch.tensor(SLOPES["mild"])
-    assert_as_good_as_the_reference(
-        lambda **x: [decay_scan(slopes=slopes, backend="triton", **x).output],
-        lambda **x: [decay_scan_reference(slopes=slopes, **x).output],
-        inputs,
-    )
-    assert_as_good_as_the_reference(
-        lambda **x: [decay_scan(slopes=slopes, backend="triton", **x).state],
-        lambda **x: [decay_scan_reference(slopes=slopes, **x).state + 0 * x["q"].sum()],
-        inputs,
-    )
-
-
-def test_strided_inputs():
-    slopes = torch.tensor(SLOPES["mild"])
-    qkv = {"qkv": torch.randn(2, 2, 70, 3, 40).to(torch.bfloat16)}
-
-    def with_op(op):
-        return lambda qkv: op(*qkv.transpose(1, 2).unbind(3), slopes)
-
-    assert_as_good_as_the_reference(
-        with_op(lambda *x: decay_scan(*x, backend="triton")), with_op(decay_scan_reference), qkv
-    )
-
-
 def test_memory_that_the_copy_engine_cannot_read_is_copied():
     """Addresses that are no multiple of 16 bytes, and arbitrary strides of dimensions of size one."""
-    inputs = make_inputs(20, torch.bfloat16, key=16, value=16)
+    case = Case(20, key=16, value=16, decay=0.07, dtype=torch.bfloat16)
+    inputs, options = make_inputs("decay_scan", case)
+    inputs |= initial_state(case)
     moved = {n: torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view_as(x).copy_(x) for n, x in inputs.items()}
     odd = {n: x.as_strided(x.shape, (7, *x.stride()[1:])) for n, x in inputs.items()}
-    slopes = torch.tensor(SLOPES["mild"])
-    expected = decay_scan(slopes=slopes, backend="triton", **inputs)
+    expected = decay_scan(**inputs, **options, backend="triton")
     for changed in (moved, odd):
-        assert torch.equal(decay_scan(slopes=slopes, backend="triton", **changed).output, expected.output)
-
-
-@pytest.mark.usefixtures("blocks")
-@pytest.mark.parametrize("boundaries", [((64,), (128,)), ((63, 129), (65, 127)), ((), tuple(range(1, 150, 3)))])
-@pytest.mark.parametrize("decay", ["none", "mild"])
-def test_packed_documents(boundaries, decay):
-    compare(make_inputs(150, torch.bfloat16, batch=2), SLOPES[decay], documents_of(boundaries, 150))
-
-
-@pytest.mark.usefixtures("blocks")
-@pytest.mark.parametrize("boundary", [40, 64])
-def test_contents_of_one_document_do_not_move_bits_of_the_next(boundary):
-    inputs, documents = make_inputs(150, torch.bfloat16), documents_of(((boundary,),), 150)
-    results = []
-    for scale in (1.0, -3.0):
-        changed = {n: torch.cat([x[:, :boundary] * scale, x[:, boundary:]], 1) for n, x in inputs.items() if n in "qkv"}
-
-        def second_document(**x):
-            scan = decay_scan(slopes=torch.tensor(SLOPES["mild"]), document_ids=documents, backend="triton", **x)
-            return [scan.output[:, boundary:], scan.state]
-
-        results.append(
-            outputs_and_gradients(second_document, changed | {"initial_state": inputs["initial_state"] * scale})
-        )
-    for name, tensor in results[0].items():
-        assert torch.equal(tensor, results[1][name]), name
-    for name in ("gradient.q", "gradient.k", "gradient.v"):
-        assert results[0][name][:, :boundary].eq(0).all()
-    assert results[0]["gradient.initial_state"].eq(0).all()
+        assert torch.equal(decay_scan(**changed, **options, backend="triton").output, expected.output)
 
 
 @pytest.mark.parametrize("decay", SLOPES)
@@ -137,8 +37,7 @@ def test_the_step_is_as_good_as_the_reference(decay, dtype):
     assert found.output.dtype == dtype
 
 
-def test_a_self_test_passes():
-    assert ops._self_test("triton", "cpu") == ""
+def test_the_self_test_of_the_step_passes():
     assert ops._self_test_step("triton", "cpu") == ""
 
 
@@ -153,21 +52,7 @@ def test_unsupported_arguments_are_refused():
         decay_step(x[:, 0].requires_grad_(), x[:, 0], x[:, 0], None, torch.zeros(1, 1, 8, 8), backend="triton")
 
 
-@pytest.mark.usefixtures("blocks")
-def test_the_op_compiles_inside_a_block():
-    slopes = torch.tensor(SLOPES["mild"])
-    inputs = make_inputs(150, torch.bfloat16, key=16, value=16)
-
-    def function(q, k, v, initial_state):
-        return decay_scan(q.sin(), k, v, slopes, initial_state=initial_state, backend="triton")
-
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    expected = outputs_and_gradients(function, inputs)
-    for name, found in outputs_and_gradients(compiled, inputs).items():
-        assert torch.equal(found, expected[name]), name
-
-
 def test_the_fake_of_the_step_has_the_same_shapes():
-    q, k, v, state = make_inputs(1, key=16, value=24).values()
-    arguments = (q[:, 0], k[:, 0], v[:, 0], None, state)
+    q, k, v, state = (torch.randn(shape) for shape in ((1, 2, 16), (1, 2, 16), (1, 2, 24), (1, 2, 16, 24)))
+    arguments = (q, k, v, None, state)
     torch.library.opcheck(ops._step, arguments, test_utils=("test_schema", "test_faketensor"))

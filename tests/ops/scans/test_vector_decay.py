@@ -8,17 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalin.errors import KernelError
 from megalin.ops.scans.vector_decay import (
     vector_decay_scan,
     vector_decay_scan_parallel,
     vector_decay_scan_recurrent,
-    vector_decay_scan_reference,
     vector_decay_step,
-    vector_decay_step_reference,
 )
 from tests.numerics import Tensors, assert_close, errors, outputs_and_gradients, relative_error
-from tests.ops.kernels import assert_as_good_as_the_reference
 
 BATCH, HEADS, KEY, VALUE = 2, 2, 5, 4
 BOUND = 1e-12
@@ -222,131 +218,3 @@ def test_outputs_keep_the_dtype_and_states_are_wide(dtype: torch.dtype):
         scan = form(**inputs)
         assert scan.output.dtype == dtype
         assert scan.state.dtype == torch.promote_types(dtype, torch.float32)
-
-
-def kernel_inputs(length: int, decay: str, dtype: torch.dtype, *, key: int = 20, value: int = 24) -> Tensors:
-    """Inputs with wider heads and v, whose dtype the matmuls have, first; "weak" decays stay mild over a chunk."""
-    draw = torch.Generator().manual_seed(length)
-    shape, choice = (BATCH, length, HEADS, key), torch.tensor(list(DECAYS.values()))
-    log_decay = {
-        "data": lambda: -torch.randn(shape, generator=draw).exp() * 2.0,
-        "weak": lambda: -torch.randn(shape, generator=draw).exp() * 0.1,
-        "mixed": lambda: choice[torch.randint(len(choice), shape, generator=draw)],
-    }.get(decay, lambda: torch.full(shape, DECAYS.get(decay, 0.0)))()
-    return {
-        "v": torch.randn(*shape[:-1], value, generator=draw).to(dtype),
-        "q": torch.randn(shape, generator=draw).to(dtype),
-        "k": torch.randn(shape, generator=draw).to(dtype),
-        "log_decay": log_decay,
-        "initial_state": torch.randn(BATCH, HEADS, key, value, generator=draw),
-    }
-
-
-def assert_kernel(inputs: Tensors, documents: Tensor | None = None) -> None:
-    options = {"scale": SCALE, "document_ids": documents}
-    assert_as_good_as_the_reference(
-        lambda **x: vector_decay_scan(backend="triton", **options, **x),
-        lambda **x: vector_decay_scan_reference(**options, **x),
-        inputs,
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    ("length", "decay"), [(1, "data"), (63, "weak"), (64, "mixed"), (130, "none"), (130, "stronger"), (130, "weak")]
-)
-def test_the_triton_kernel_is_as_good_as_the_reference(dtype: torch.dtype, length: int, decay: str):
-    assert_kernel(kernel_inputs(length, decay, dtype))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("decay", ["weak", "mixed"])
-@pytest.mark.parametrize("name", ["edges of chunks", "two in a chunk", "none and many"])
-def test_the_triton_kernel_separates_documents(dtype: torch.dtype, decay: str, name: str):
-    assert_kernel(kernel_inputs(130, decay, dtype), documents_of(BOUNDARIES[name], 130))
-
-
-def test_the_triton_kernel_takes_keys_wider_than_the_values_dtype():
-    inputs = kernel_inputs(70, "weak", torch.bfloat16)
-    assert_kernel(inputs | {"q": inputs["q"].float(), "k": inputs["k"].float()})
-
-
-@pytest.mark.parametrize(("key", "value"), [(1, 1), (72, 40), (256, 16)])
-def test_the_triton_kernel_takes_any_width(key: int, value: int):
-    assert_kernel(kernel_inputs(65, "weak", torch.bfloat16, key=key, value=value))
-
-
-@pytest.mark.parametrize("decay", ["weak", "stronger"])
-def test_states_pass_between_segments_of_a_long_sequence(monkeypatch: pytest.MonkeyPatch, decay: str):
-    from megalin._triton.scans import vector_decay as kernels
-
-    monkeypatch.setattr(kernels, "SEGMENT_CHUNKS", 1)
-    assert_kernel(kernel_inputs(300, decay, torch.bfloat16))
-
-
-def test_the_triton_kernel_takes_strided_tensors_and_no_initial_state():
-    inputs = kernel_inputs(40, "weak", torch.bfloat16)
-    del inputs["initial_state"]
-    swapped = {name: x.transpose(1, 2).contiguous() for name, x in inputs.items()}
-    assert_as_good_as_the_reference(
-        lambda **x: vector_decay_scan(**{n: y.transpose(1, 2) for n, y in x.items()}, backend="triton"),
-        lambda **x: vector_decay_scan_reference(**{n: y.transpose(1, 2) for n, y in x.items()}),
-        swapped,
-    )
-
-
-@pytest.mark.parametrize("boundary", [15, 64, 70])
-def test_contents_of_one_document_do_not_move_bits_of_the_next_in_the_triton_kernel(boundary: int):
-    inputs, documents = kernel_inputs(130, "weak", torch.bfloat16), documents_of(((boundary,), (boundary,)), 130)
-    results = []
-    for factor in (1.0, 30.0):
-        changed = {n: torch.cat([inputs[n][:, :boundary] * factor, inputs[n][:, boundary:]], dim=1) for n in TENSORS}
-        changed["initial_state"] = inputs["initial_state"] * factor
-
-        def second_document(**x: Tensor) -> list[Tensor]:
-            scan = vector_decay_scan(document_ids=documents, backend="triton", **x)
-            return [scan.output[:, boundary:], scan.state]
-
-        results.append(outputs_and_gradients(second_document, changed))
-    for name in ("output.0", "output.1"):
-        assert torch.equal(results[0][name], results[1][name]), name
-    for name in TENSORS:
-        first, second = (result[f"gradient.{name}"] for result in results)
-        assert torch.equal(first[:, boundary:], second[:, boundary:]), name
-        assert first[:, :boundary].eq(0).all()
-    assert results[0]["gradient.initial_state"].eq(0).all()
-
-
-def test_the_triton_kernel_refuses_unsupported_widths():
-    inputs = kernel_inputs(3, "weak", torch.float32, key=257, value=1)
-    with pytest.raises(
-        KernelError, match="vector_decay_scan: the triton kernel does not take keys of width 257, above"
-    ):
-        vector_decay_scan(**inputs, backend="triton")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("key", "value"), [(1, 1), (20, 24), (64, 300)])
-def test_the_triton_step_is_as_good_as_the_reference(dtype: torch.dtype, key: int, value: int):
-    inputs = kernel_inputs(1, "data", dtype, key=key, value=value)
-    state = inputs.pop("initial_state")
-    inputs = {name: x[:, 0] for name, x in inputs.items()} | {"state": state}
-    truth = vector_decay_step_reference(**{name: x.double() for name, x in inputs.items()}, scale=SCALE)
-    same = vector_decay_step_reference(**inputs, scale=SCALE)
-    found = vector_decay_step(**inputs, scale=SCALE, backend="triton")
-    for x, y, z in zip(found, same, truth, strict=True):
-        assert x.dtype == y.dtype
-        assert relative_error(x, z) <= 2 * relative_error(y, z) + 2**-23
-
-
-def test_the_triton_step_takes_decays_and_keys_that_heads_share():
-    q, k, v, state = (torch.randn(shape) for shape in ((2, 1, 16), (2, 1, 16), (2, 3, 8), (2, 3, 16, 8)))
-    inputs = (q, k, v, -torch.rand(2, 3, 1), state)
-    for x, y in zip(vector_decay_step(*inputs, backend="triton"), vector_decay_step_reference(*inputs), strict=True):
-        assert relative_error(x, y) <= 1e-6
-
-
-def test_the_triton_step_refuses_tensors_that_need_gradients():
-    inputs = [torch.ones(1, 1, 2), torch.ones(1, 1, 2), torch.ones(1, 1, 2), torch.zeros(1, 1, 2)]
-    with pytest.raises(KernelError, match="does not take tensors that need gradients"):
-        vector_decay_step(*inputs, torch.ones(1, 1, 2, 2, requires_grad=True), backend="triton")

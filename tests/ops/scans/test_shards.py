@@ -1,0 +1,111 @@
+"""Two-phase scans of a sharded sequence, in the interpreter, against the reference on the whole sequence."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from megalin.errors import KernelError
+from megalin.ops.dispatch import backend as backends
+from megalin.ops.scans.context_parallel import SingleProcessExchange
+from tests.ops.scans.scans import ROWS, SCANS, Case, compare_shards, make_shards
+from tests.ops.scans.test_kernels import every_row, segments  # noqa: F401
+
+DOCUMENTS = {
+    "one": None,
+    "over two shard boundaries": (2.5,),
+    "at shard boundaries": (1.0, 2.0),
+    "many": (0.3, 0.5, 1.1, 2.6, 2.8),
+}
+
+
+@every_row
+@pytest.mark.parametrize("documents", DOCUMENTS)
+@pytest.mark.usefixtures("segments")
+def test_two_phase_scans_are_as_good_as_the_reference(name, documents):
+    compare_shards(name, Case(140, key=24, value=40, decay=0.003, ranks=3), DOCUMENTS[documents])
+
+
+@every_row
+@pytest.mark.parametrize("length", [1, 64, 65])
+def test_lengths(name, length):
+    compare_shards(name, Case(length, key=16, value=16, ranks=4))
+
+
+@pytest.mark.parametrize("name", SCANS)
+@pytest.mark.parametrize("decay", [0.0, 3.0, 30.0])
+def test_decays(name, decay):
+    compare_shards(name, Case(70, key=16, value=24, decay=decay, ranks=3), (1.5,))
+
+
+@every_row
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dtypes(name, dtype):
+    compare_shards(name, Case(100, key=24, value=40, decay=0.01, dtype=dtype, ranks=3), (1.5,))
+
+
+@every_row
+def test_widths_that_kernels_pad(name):
+    compare_shards(name, Case(70, key=13, value=21, ranks=2), (1.5,))
+
+
+@every_row
+@pytest.mark.parametrize("documents", DOCUMENTS)
+def test_the_reference_takes_a_sharded_sequence(name, documents):
+    compare_shards(name, Case(50, key=8, value=12, ranks=3), DOCUMENTS[documents], backend="reference")
+
+
+@every_row
+def test_another_document_does_not_move_a_bit(name):
+    """Outputs and gradients of a document that starts in the second of three shards, for two first documents."""
+    case = Case(70, key=16, value=24, ranks=3)
+    found = []
+    for scale in (1.0, 0.5):
+        torch.manual_seed(0)
+        inputs, ids, options = make_shards(name, case, (1.5,))
+        first = ids == 0
+        for x in inputs.values():
+            x[first] *= scale
+            x.requires_grad_()
+        shard = SingleProcessExchange().sequence_shard(ids)
+        scan = ROWS[name].scan(**inputs, **options, shard=shard, document_ids=ids, backend="triton")
+        scan.output[~first].square().sum().backward()
+        found.append([scan.output[~first], *(x.grad[~first] for x in inputs.values())])
+        assert not any(x.grad[first].any() for x in inputs.values())
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_the_self_test_passes_and_finds_a_lost_state_exchange(name, monkeypatch):
+    op = SCANS[name].module
+    assert op._shards_self_test("triton", "cpu") == ""
+    for method in ("entering", "leaving_gradient"):
+        with monkeypatch.context() as changed:
+            changed.setattr(SingleProcessExchange, method, lambda self, x, transition, documents: torch.zeros_like(x))
+            assert "is off by" in op._shards_self_test("triton", "cpu"), method
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_without_a_two_phase_kernel_the_state_is_computed_separately(name, monkeypatch, caplog):
+    """A two-phase kernel that fails its self-test is logged, and the kernel of the scan itself still runs."""
+    broken = backends._kernels["split_" + name]._replace(self_test=lambda backend, device: "self-test: off")
+    monkeypatch.setitem(backends._kernels, "split_" + name, broken)
+    monkeypatch.setenv("MEGALIN_KERNELS", f"{name}=triton")
+    for cached in (backends._unavailable_reason, backends.decide):
+        cached.cache_clear()
+    case = Case(70, key=16, value=24, ranks=3)
+    try:
+        with caplog.at_level(logging.WARNING):
+            backends.decide("split_" + name, "cpu")
+            compare_shards(name, case, (1.5,), backend="auto")
+            assert backends.used()[name].backend == "triton"
+            assert backends.used()["split_" + name].backend == "reference"
+        monkeypatch.setenv("MEGALIN_KERNELS", f"split_{name}=triton")
+        with pytest.raises(KernelError, match=f"split_{name}: the triton kernel cannot run: self-test: off"):
+            compare_shards(name, case, backend="auto")
+    finally:
+        for cached in (backends._unavailable_reason, backends.decide):
+            cached.cache_clear()
