@@ -32,6 +32,12 @@ def _same_start(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(scope="module")
+def with_slow(request: pytest.FixtureRequest) -> bool:
+    """Whether slow tests of the file run too; if not, fixtures of the file leave out their cases."""
+    return any(item.get_closest_marker("slow") for item in request.session.items if item.path == request.path)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Runs files with slow tests first, then those that start ranks, so that workers finish at about the same time."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))

@@ -152,8 +152,8 @@ def train_async(config: Path, folder: Path, *overrides: str) -> None:
 @pytest.mark.parametrize(
     ("world_size", "overrides"),
     [
-        (4, ["parallel.cp=2", "train.recompute=true"]),
-        (4, ["parallel.pp=2"]),
+        pytest.param(4, ["parallel.cp=2", "train.recompute=true"], marks=pytest.mark.slow),
+        pytest.param(4, ["parallel.pp=2"], marks=pytest.mark.slow),
         (4, ["parallel.shard=2"]),
     ],
     ids=["cp2", "pp2", "dp2"],

@@ -145,9 +145,13 @@ INTERLEAVED = ('parallel.pp_schedule="interleaved"', "parallel.pp_stages_per_ran
     ("world_size", "overrides"),
     [
         (2, ["parallel.pp=2"]),
-        (4, ["parallel.pp=4"]),
+        pytest.param(4, ["parallel.pp=4"], marks=pytest.mark.slow),
         (2, ["parallel.pp=2", *INTERLEAVED]),
-        (4, ["parallel.pp=2", "parallel.tp=2", "parallel.sequence_parallel=true", *INTERLEAVED]),
+        pytest.param(
+            4,
+            ["parallel.pp=2", "parallel.tp=2", "parallel.sequence_parallel=true", *INTERLEAVED],
+            marks=pytest.mark.slow,
+        ),
         (4, ["parallel.pp=2", "parallel.cp=2"]),
         pytest.param(
             2,

@@ -126,16 +126,13 @@ class Folders(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def folders(
-    request: pytest.FixtureRequest, config: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Folders]:
+def folders(with_slow: bool, config: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Folders]:
     """Run folders of each selected case; cases that differ in ZeRO only share the run of FSDP2."""
     made: dict[str, Folders] = {}
     calls: dict[int, dict[Path, list[list[str]]]] = {2: {}, 3: {}, 4: {}}
     root = tmp_path_factory.mktemp("runs")
-    every = any(item.get_closest_marker("slow") for item in request.session.items if item.path == request.path)
     for name, case in CASES.items():
-        if not every and name not in FAST:
+        if not with_slow and name not in FAST:
             continue
         folder, shared = root / name, root / f"fsdp2 {case.world_size} {' '.join(case.overrides)}"
         folder.mkdir()

@@ -18,6 +18,7 @@ from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.parallel.process_group import process_group
 from megalin.train.build import build_model
 from megalin.train.config import load_run_config
+from megalin.train.loop import TrainResult
 from megalin.train.validation import evaluate
 from tests.encoder_cases import CASES, build, make_batch
 from tests.model_runs import checkpoint_tensors, documents, train_here, write_shard
@@ -63,23 +64,33 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_run_is_the_same_on_every_mesh(tmp_path):
-    config = write_config(tmp_path)
-    (whole,) = run_ranks(1, train_here, config, tmp_path / "one")
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TrainResult]:
+    """Folder and result of a run on one rank."""
+    folder = tmp_path_factory.mktemp("one_rank")
+    (whole,) = run_ranks(1, train_here, write_config(folder), folder / "one")
     assert whole.step == 6
-    expected = lines(tmp_path / "one")
-    for line in expected:
+    for line in lines(folder / "one"):
         assert line["loss"] == pytest.approx(line["mlm_loss"] + line["nsp_loss"], rel=1e-12)
-    for name, world_size, overrides in (
-        ("dp2", 2, []),
-        ("tp2", 2, ["parallel.tp=2", "parallel.sequence_parallel=true", "train.recompute=true"]),
-        ("cp3", 3, ["parallel.cp=3", "train.compile=false"]),
-        ("tp2dp2", 4, ["parallel.tp=2", "train.micro_batch_size=1", "train.compile=false"]),
-    ):
-        result = run_ranks(world_size, train_here, config, tmp_path / name, *overrides)[-1]
-        for line, truth in zip(lines(tmp_path / name), expected, strict=True):
-            assert {key: line[key] for key in METRICS} == pytest.approx({key: truth[key] for key in METRICS}, rel=2e-4)
-        assert result.evaluation._asdict() == pytest.approx(whole.evaluation._asdict(), rel=2e-3, abs=2e-3)
+    return folder / "one", whole
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides"),
+    [
+        (2, []),
+        (2, ["parallel.tp=2", "parallel.sequence_parallel=true", "train.recompute=true"]),
+        (3, ["parallel.cp=3"]),
+        pytest.param(4, ["parallel.tp=2", "train.micro_batch_size=1"], marks=pytest.mark.slow),
+    ],
+    ids=["dp2", "tp2", "cp3", "tp2dp2"],
+)
+def test_run_is_the_same_on_every_mesh(one_rank, tmp_path, world_size, overrides):
+    folder, whole = one_rank
+    result = run_ranks(world_size, train_here, write_config(tmp_path), tmp_path / "run", *overrides)[-1]
+    for line, truth in zip(lines(tmp_path / "run"), lines(folder), strict=True):
+        assert {key: line[key] for key in METRICS} == pytest.approx({key: truth[key] for key in METRICS}, rel=2e-4)
+    assert result.evaluation._asdict() == pytest.approx(whole.evaluation._asdict(), rel=2e-3, abs=2e-3)
 
 
 def test_interrupted_run_goes_on_bit_for_bit(tmp_path):

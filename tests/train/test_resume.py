@@ -39,9 +39,9 @@ MESHES = {
     "single_accumulating": (1, ["train.micro_batch_size=1", "data.workers=3", "data.read_ahead_steps=2"]),
     "tp2": (2, ["parallel.tp=2"]),
     "cp3": (3, ["parallel.cp=3"]),
-    "cp2_dp2": (4, ["parallel.cp=2", "parallel.shard=2"]),
     "dp2_accumulating": (2, ["train.micro_batch_size=1", "train.recompute=true"]),
 }
+SLOW_MESHES = {"cp2_dp2": (4, ["parallel.cp=2", "parallel.shard=2"])}
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +56,10 @@ def _runs(config: Path, calls: list[tuple[Path, list[str]]]) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole_runs(config: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def whole_runs(with_slow: bool, config: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders of uninterrupted runs of 12 steps, by mesh, each next to `stopped`, which stopped after 5 and resumed."""
     folders = {}
-    for name, (world_size, overrides) in MESHES.items():
+    for name, (world_size, overrides) in (MESHES | SLOW_MESHES if with_slow else MESHES).items():
         whole = folders[name] = tmp_path_factory.mktemp(name) / "whole"
         stopped = whole.with_name("stopped")
         stop = [*overrides, f"train.stop_after_steps={STOP}"]
@@ -81,7 +81,7 @@ def assert_same_end(folder: Path, expected: Path) -> None:
     assert [name for name in wanted if not torch.equal(actual[name], wanted[name])] == []
 
 
-@pytest.mark.parametrize("mesh", list(MESHES))
+@pytest.mark.parametrize("mesh", [*MESHES, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in SLOW_MESHES)])
 def test_resumed_run_is_bit_equal_on_the_same_mesh(whole_runs, mesh):
     stopped = whole_runs[mesh].with_name("stopped")
     assert steps_saved(stopped) == [2, 4, 5, 6, 8, 10, 12]
@@ -192,7 +192,7 @@ def num_events(config: Path, tmp_path_factory: pytest.TempPathFactory) -> int:
     return run_ranks(1, _train_until_killed, config, tmp_path_factory.mktemp("events") / "run", [], 0)[0]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
 def test_run_killed_at_random_goes_on_as_if_nothing_had_happened(config, whole_runs, num_events, tmp_path, seed):
     event = random.Random(seed).randint(num_events // 8, num_events)
     folder = tmp_path / "run"
