@@ -43,8 +43,8 @@ class ContextParallelCollectives(NamedTuple):
     """Collectives of a block over cp, whose size does not depend on the length: fp32 numbers of a sequence and rank."""
 
     state: int
-    """The state, K V a head, and where it depends on the input the total decay, K a head, also where all K are equal;
-    one all-gather each way."""
+    """The state, K V a head, and where it depends on the input the total decay, K a head or 1 where all K are equal; one
+    all-gather each way."""
     halos: tuple[int, ...] = ()
     """Inputs of convolutions, keys and values of a window; an all-gather forward, a reduce-scatter backward."""
     input_state: int = 0
@@ -212,7 +212,7 @@ CASES = (
         "mamba2",
         model({"sublayers": [MAMBA2], "repeat": 2}),
         cp=ContextParallelCollectives(
-            INNER // MAMBA2["head_dim"] * MAMBA2["state_size"] * (MAMBA2["head_dim"] + 1),
+            INNER // MAMBA2["head_dim"] * (MAMBA2["state_size"] * MAMBA2["head_dim"] + 1),
             halos=(3 * (INNER + MAMBA2_SHARED),),
         ),
         representative=True,
