@@ -43,7 +43,7 @@ class ContextParallelCollectives(NamedTuple):
     """Collectives of a block over cp, whose size does not depend on the length: fp32 numbers of a sequence and rank."""
 
     state: int
-    """The state, K V a head, and where it depends on the input the total decay, K a head or 1 where all K are equal; one
+    """The state, K V a head, and where it depends on the input the total decay, K a head or 1 if all K are equal; one
     all-gather each way."""
     halos: tuple[int, ...] = ()
     """Inputs of convolutions, keys and values of a window; an all-gather forward, a reduce-scatter backward."""
