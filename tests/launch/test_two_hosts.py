@@ -108,6 +108,7 @@ def test_srun_resumes_across_hosts(hosts, config, run, runs, tmp_path):
     assert_same_run(run, runs)
 
 
+@pytest.mark.slow
 def test_deepspeed_resumes_across_hosts_with_its_engine(hosts, config, run, runs, tmp_path):
     example = ROOT / "examples" / "deepspeed"
     (tmp_path / "hostfile").write_text("node1 slots=1\nnode2 slots=1\n")

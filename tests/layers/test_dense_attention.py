@@ -283,7 +283,7 @@ def test_flops_are_counted(length: int, kind: str, heads: int):
 
 
 @every_kind
-@every_head_case
+@pytest.mark.parametrize("heads", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_one_compiled_graph_gives_the_same(kind: str, heads: int):
     mixer, (x, valid) = build(configured(kind, heads)), inputs_of(17, padded=True)
     compiled = torch.compile(mixer, fullgraph=True, backend="aot_eager")

@@ -3,12 +3,14 @@
 import pytest
 import torch
 
-from tests.cases import CASES, NAMES, Case, build, make_inputs
+from tests.cases import CASES, REPRESENTATIVES, Case, build, make_inputs
 
 STEPS = 60
 
 
-@pytest.mark.parametrize("case", CASES, ids=NAMES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=c.name, marks=() if c in REPRESENTATIVES else pytest.mark.slow) for c in CASES]
+)
 def test_loss_falls_by_half_in_sixty_steps(case: Case):
     model, inputs = build(case.model, dtype=torch.float32), make_inputs()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -93,7 +93,11 @@ def test_run_on_two_stages_is_that_of_one_process(config: Path, one_process: Pat
     [
         ((4, 1), ((ON_STAGES,), ())),
         ((1, 2), ((), (ON_STAGES,))),
-        ((4, 4), ((ON_STAGES, "parallel.tp=2"), (ON_STAGES, "parallel.cp=2", "parallel.shard=1"))),
+        pytest.param(
+            (4, 4),
+            ((ON_STAGES, "parallel.tp=2"), (ON_STAGES, "parallel.cp=2", "parallel.shard=1")),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["sharded_to_one", "one_to_stages", "tp_to_cp"],
 )
