@@ -1,14 +1,16 @@
 """Compiles representative launches of every Triton kernel ahead of time, without a GPU; runs as its own module.
 
-python -m tests.ops.aot [MODULE ...]: one JSON line a launch: registers, stack (spills), shared memory.
+python -m tests.ops.aot [--first] [MODULE ...]: one JSON line a launch: registers, stack (spills), shared memory.
+--first compiles the first launch of each module only.
 """
 
+import argparse
 import importlib
+import itertools
 import json
 import pkgutil
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -67,14 +69,19 @@ def compile_launch(kernel, signature, constants, options, arch):
     }
 
 
-def main(modules):
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("modules", nargs="*")
+    parser.add_argument("--first", action="store_true")
+    arguments = parser.parse_args()
     prefix = "megalin._triton."
     walked = (module.name.removeprefix(prefix) for module in pkgutil.walk_packages(megalin._triton.__path__, prefix))
-    for name in modules or sorted(walked):
+    for name in arguments.modules or sorted(walked):
         module = importlib.import_module(prefix + name)
-        for case in getattr(module, "compile_cases", list)():
+        cases = getattr(module, "compile_cases", list)()
+        for case in itertools.islice(cases, 1 if arguments.first else None):
             print(json.dumps({"module": name, **compile_launch(*case, arch=90)}), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

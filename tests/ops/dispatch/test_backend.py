@@ -195,10 +195,12 @@ def test_a_self_test_finds_wrong_values_wrong_gradients_and_chance():
     assert "output 0 is off by nan" in compare(lambda x: x.square() * float("nan"), torch.square, [x])
 
 
-def test_every_triton_kernel_compiles_for_hopper_within_its_registers_and_shared_memory():
+@pytest.mark.parametrize("options", [["--first"], pytest.param([], marks=pytest.mark.slow)], ids=["first", "every"])
+def test_triton_kernels_compile_for_hopper_within_their_registers_and_shared_memory(options: list[str]):
+    """The first kernel of each file, or every launch."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     result = subprocess.run(
-        [sys.executable, "-m", "tests.ops.aot"],
+        [sys.executable, "-m", "tests.ops.aot", *options],
         capture_output=True,
         text=True,
         check=False,
