@@ -149,7 +149,7 @@ def test_all_steps_since_the_last_comparison_are_compared():
         assert "first at launch 5: rank 0: all_gather_matmul [1, 12, 4, 8] in step 2; rank 1: matmul" in message
 
 
-def forget_the_difference() -> str:
+def overwrite_the_difference() -> str:
     """The error of ranks whose ring no longer holds the launches that differ."""
     buffers, _ = open_buffers()
     buffers.order.record("other" if dist.get_rank() == FAULTY else "op", (1,))
@@ -161,7 +161,7 @@ def forget_the_difference() -> str:
 
 
 def test_a_difference_before_the_oldest_launch_in_the_ring_is_an_error_too():
-    for message in run_ranks(2, forget_the_difference):
+    for message in run_ranks(2, overwrite_the_difference):
         assert "different overlapped ops, before launch 1, the oldest that every rank still records;" in message
 
 

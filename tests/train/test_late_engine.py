@@ -55,9 +55,9 @@ class LateStep:
 class LateEngine(FullyShardedEngine):
     """Engine whose steps are never ready before they are waited for.
 
-    At its launch a step runs in full (`deferred` False), so whoever reads the weights after the next launch finds that
-    step's; or it does not run before the next launch or the wait for its result (`deferred` True), so whoever reads
-    the weights before that wait finds old ones.
+    A step runs in full at its launch (`deferred` False): weights that are read after the next launch are then too new.
+    Or it runs no earlier than the next launch or the wait for its result (`deferred` True): weights that are read
+    before that wait are then too old.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megalin.ops.dispatch.self_test import compare
-from megalin.ops.scans.context_parallel import SequenceShard, SingleProcessExchange
+from megalin.ops.scans.context_parallel import SingleProcessExchange
 from megalin.ops.scans.driver import ScanOutput
 
 NUM_SHARDS = 3
@@ -29,7 +29,7 @@ def compare_shards(
     length = inputs[0].shape[1]
     documents = (torch.arange(length, device=inputs[0].device) >= length * 23 // 30).int()[None]
     shards = documents.view(NUM_SHARDS, -1)
-    shard: SequenceShard = SingleProcessExchange().sequence_shard(shards)
+    shard = SingleProcessExchange().sequence_shard(shards)
 
     def kernel(*inputs: Tensor) -> Tensor:
         own = (x.unflatten(1, (NUM_SHARDS, -1))[0] for x in inputs)

@@ -18,16 +18,20 @@ DECAYS = {"none": 0.0, "mild": 0.07, "strong": 20.0}
 every_row = pytest.mark.parametrize("name", ROWS)
 
 
-@pytest.fixture(params=[1, 3], ids=["one segment", "segments"])
+@pytest.fixture(params=[(1, 1), (3, 1), (2, 2)], ids=["one segment", "segments", "segments of two parts"])
 def segments(request, monkeypatch):
-    """Number of blocks, or segments, that a sequence is cut into; without this fixture, blocks have several parts."""
+    """Number of blocks, or segments, that a sequence is cut into, and of the parts of a block; the segments of the
+    vector scan have none."""
     from megalin._triton.scans import fixed_decay, scalar_decay, vector_decay
 
-    monkeypatch.setattr(fixed_decay, "num_blocks", lambda rows: request.param)
-    monkeypatch.setattr(fixed_decay, "num_parts", lambda rows, slots: 1)
-    monkeypatch.setattr(scalar_decay, "_num_slots", lambda rows: request.param)
-    monkeypatch.setattr(scalar_decay, "_num_parts", lambda rows, slots: 1)
-    monkeypatch.setattr(vector_decay, "SEGMENT_CHUNKS", 100 if request.param == 1 else 1)
+    blocks, parts = request.param
+    if parts > 1 and "vector" in request.node.callspec.params["name"]:
+        pytest.skip("no parts")
+    monkeypatch.setattr(fixed_decay, "num_blocks", lambda rows: blocks)
+    monkeypatch.setattr(fixed_decay, "num_parts", lambda rows, slots: parts)
+    monkeypatch.setattr(scalar_decay, "_num_slots", lambda rows: blocks)
+    monkeypatch.setattr(scalar_decay, "_num_parts", lambda rows, slots: parts)
+    monkeypatch.setattr(vector_decay, "SEGMENT_CHUNKS", 100 if blocks == 1 else 1)
 
 
 @every_row
@@ -49,6 +53,11 @@ def test_other_dtypes(name, dtype, decay):
 @pytest.mark.parametrize(("key", "value"), [(6, 3), (80, 17), (16, 120)])
 def test_widths_that_are_no_power_of_two(name, key, value):
     compare(name, Case(70, key, value))
+
+
+@pytest.mark.parametrize("name", ["decay_scan", "vector_decay_scan"])
+def test_more_values_than_a_tile_holds(name):
+    compare(name, Case(70, key=16, value=130))
 
 
 @every_row
