@@ -34,7 +34,7 @@ def test_lengths(name, length):
     compare_shards(name, Case(length, key=16, value=16, ranks=4))
 
 
-@pytest.mark.parametrize("name", SCANS)
+@every_row
 @pytest.mark.parametrize("decay", [0.0, 3.0, 30.0])
 def test_decays(name, decay):
     compare_shards(name, Case(70, key=16, value=24, decay=decay, ranks=3), (1.5,))
