@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from megalin.errors import ConfigError, StorageError
-from megalin.report.page import POLICY, page, status, write_report
+from megalin.report.html import POLICY
+from megalin.report.page import page, status, write_report
 from megalin.report.reading import read_run
 from megalin.train.validation import EncoderEvaluation
 
