@@ -25,7 +25,7 @@ from megalin.train.update_hooks import UpdateHook
 
 STEPS = 12
 CPU = torch.device("cpu")
-EXACT = ("step", "loss", "grad_norm", "learning_rate", "tokens", "label_tokens", "evaluation_loss")
+EXACT = ("step", "loss", "grad_norm", "learning_rate", "tokens", "flops", "label_tokens", "evaluation_loss")
 """Metrics that depend on the config alone."""
 
 

@@ -139,7 +139,7 @@ def _curves(body: Element, run: RunRecord) -> None:
 def _evaluations(body: Element, run: RunRecord) -> None:
     evaluations = run.progress.evaluations
     columns = list(dict.fromkeys(name for evaluation in evaluations for name in evaluation))
-    rows = [[_number(name, evaluation.get(name)) for name in columns] for evaluation in evaluations]
+    rows = [[evaluation_number(name, evaluation.get(name)) for name in columns] for evaluation in evaluations]
     section(body, "Held-out evaluations", [name.replace("_", " ") for name in columns], rows, "none yet")
 
 
@@ -157,7 +157,8 @@ def _choice(choice: Any) -> tuple[str, str]:
     return str(values.get("backend", "")), str(values.get("reason", ""))
 
 
-def _number(name: str, value: float | None) -> str:
+def evaluation_number(name: str, value: float | None) -> str:
+    """Text of a number of an evaluation; accuracies in percent."""
     if value is None:
         return ""
     if name.endswith("accuracy"):

@@ -16,7 +16,7 @@ from megalin.files import open_regular
 from megalin.train.curves import finite
 from megalin.train.jsonl import read_records
 
-CURVES = ("loss", "mlm_loss", "nsp_loss", "evaluation_loss", "tokens_per_second", "grad_norm")
+CURVES = ("loss", "mlm_loss", "nsp_loss", "evaluation_loss", "tokens_per_second", "grad_norm", "tokens", "flops")
 """Metrics whose values are kept for all steps."""
 SUMS = ("step_seconds", "data_wait_seconds")
 """Metrics that are summed over the steps."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -14,8 +15,9 @@ from megalin.train.jsonl import read_records
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Points = Sequence[tuple[int, float]]
-"""(step, value) in the order of steps."""
+Points = Sequence[tuple[float, float]]
+"""(step, value) in the order of steps, or another x than the step."""
+_COLORS = tuple(f"C{number}" for number in range(10))  # matplotlib's own cycle
 _LARGEST = 1e300
 
 
@@ -38,11 +40,13 @@ def draw(
     ylabel: str,
     curves: Sequence[Curve],
     *,
+    xlabel: str = "step (optimizer updates)",
+    xscale: Literal["linear", "log"] = "linear",
     levels: Sequence[tuple[str, float]] = (),
     resumed: Sequence[int] = (),
     size: tuple[float, float] = (8.0, 4.8),
 ) -> Figure:
-    """Draws the curves that have points over steps.
+    """Draws the curves that have points, over steps or another x; more than ten repeat their colours.
 
     Args:
         levels: (label, value) of level lines, drawn horizontally.
@@ -53,7 +57,7 @@ def draw(
 
     figure = Figure(figsize=size, dpi=150, layout="constrained")
     axes = figure.add_subplot()
-    for color, curve in zip(("tab:blue", "tab:orange", "tab:green", "tab:red"), curves, strict=False):
+    for color, curve in zip(itertools.cycle(_COLORS), curves, strict=False):
         if curve.sparse and curve.points:
             axes.plot(*zip(*curve.points, strict=True), "o-", color=color, markersize=4, label=curve.label)
         elif curve.points:
@@ -62,7 +66,8 @@ def draw(
         axes.axhline(value, color="0.35", linestyle="--", linewidth=1.0, label=label)
     for number, step in enumerate(resumed):
         axes.axvline(step, color="0.6", linestyle=":", linewidth=1.0, label=None if number else "resumed")
-    axes.set_xlabel("step (optimizer updates)")
+    axes.set_xlabel(xlabel)
+    axes.set_xscale(xscale)
     axes.set_ylabel(ylabel)
     axes.margins(x=0.01)
     axes.grid(color="0.9")
@@ -73,7 +78,7 @@ def draw(
 
 
 def _plot_smoothed(axes: Any, curve: Curve, color: str) -> None:
-    steps, values = np.array(curve.points).T
+    steps, values = np.array(curve.points, float).T
     window = min(max(1, len(values) // 50), 100)
     label = curve.label
     if window > 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 
 import torch.distributed as dist
@@ -27,8 +27,9 @@ class RunLog:
     def __init__(
         self, config: RunConfig, mesh: Mesh, run: RunFolder, model: TrainedModel, metrics: Metrics, ledger: Ledger
     ) -> None:
-        self._config, self._mesh, self._run, self._model = config, mesh, run, model
+        self._config, self._mesh, self._run, self._loss_names = config, mesh, run, model.loss_names
         self._metrics, self._ledger = metrics, ledger
+        self._flops_per_token = model.training_flops(config.data.sequence_length)
 
     def print_line(self, line: str) -> None:
         """Prints a line above the progress."""
@@ -42,7 +43,7 @@ class RunLog:
 
     def write(self, finished: FinishedStep, evaluation: AnyEvaluation | None) -> None:
         """Logs a step and the evaluation after it, if there is one."""
-        values = step_metrics(finished, self._config, self._mesh, self._model)
+        values = step_metrics(finished, self._config, self._mesh, self._loss_names, self._flops_per_token)
         self._metrics.write(finished.step, values | ({} if evaluation is None else evaluation.metrics()))
         self._ledger.write(finished.step, finished.launched.digest)
 
@@ -69,16 +70,23 @@ def open_run_log(
         yield RunLog(config, mesh, run, model, metrics, ledger)
 
 
-def step_metrics(finished: FinishedStep, config: RunConfig, mesh: Mesh, model: TrainedModel) -> dict[str, float | int]:
-    """Metrics of a step, by name with their units."""
+def step_metrics(
+    finished: FinishedStep, config: RunConfig, mesh: Mesh, loss_names: Sequence[str], flops_per_token: int
+) -> dict[str, float | int]:
+    """Metrics of a step, by name with their units; `tokens` and `flops` are those of the run so far.
+
+    Args:
+        loss_names: the terms of the loss.
+        flops_per_token: of forward and backward.
+    """
     launched, result = finished
-    length = config.data.sequence_length
-    tokens = config.train.global_batch_size * length
+    tokens = config.train.global_batch_size * config.data.sequence_length
     values: dict[str, float | int] = {
         "loss": result.loss,
         "grad_norm": result.grad_norm,
         "learning_rate": launched.learning_rate,
         "tokens": launched.step * tokens,
+        "flops": launched.step * tokens * flops_per_token,
         "label_tokens": result.label_tokens,
         "tokens_per_second": tokens / result.seconds,
         "step_seconds": result.seconds,
@@ -86,9 +94,9 @@ def step_metrics(finished: FinishedStep, config: RunConfig, mesh: Mesh, model: T
         "peak_memory_bytes": peak_memory_bytes(mesh.device),
     }
     if len(result.terms) > 1:
-        values |= {f"{name}_loss": term for name, term in zip(model.loss_names, result.terms, strict=True)}
+        values |= {f"{name}_loss": term for name, term in zip(loss_names, result.terms, strict=True)}
     peak = peak_flops_per_second(mesh.device)
     if peak is not None:
-        flops = model.training_flops(length) * tokens / result.seconds
-        values["model_flops_utilization"] = flops / (peak * dist.get_world_size())
+        rate = flops_per_token * tokens / result.seconds
+        values["model_flops_utilization"] = rate / (peak * dist.get_world_size())
     return values

@@ -18,7 +18,9 @@ import megalin.train.step as steps
 from megalin.data.datasets.token import TokenDataset
 from megalin.data.loader import Loader
 from megalin.errors import ConfigError, DataError, NumericError
+from megalin.model.build import make_model
 from megalin.parallel.process_group import process_group
+from megalin.train.config import load_run_config
 from megalin.train.engine import FullyShardedEngine
 from megalin.train.loop import TrainResult
 from megalin.train.run_folder import RunFolder
@@ -66,6 +68,14 @@ def test_evaluation_reads_as_many_batches_as_asked(config, tmp_path):
 
 def _raw(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_tokens_and_flops_are_those_of_the_run_so_far(config, plain):
+    values = load_run_config(config)
+    tokens, length = values.train.global_batch_size * values.data.sequence_length, values.data.sequence_length
+    per_token = make_model(values.model).training_flops(length)
+    for line in _raw(plain):
+        assert (line["tokens"], line["flops"]) == (line["step"] * tokens, line["step"] * tokens * per_token)
 
 
 def test_recomputation_gives_the_same_losses(config, plain, tmp_path):

@@ -1,0 +1,178 @@
+"""Comparison of runs: their losses by tokens and by FLOPs, evaluations and decoding states, as HTML and PNG."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from megalin.config import translate_renamed
+from megalin.errors import ConfigError, StorageError
+from megalin.files import write_atomically
+from megalin.model.build import make_model
+from megalin.model.config import parse_model
+from megalin.model.language_model import LanguageModel
+from megalin.report.html import Page, add, add_figure, section, thinned
+from megalin.report.page import evaluation_number, status
+from megalin.report.reading import RunRecord, read_run
+from megalin.train.curves import Curve, Points, draw
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MEAN_STEPS = 1000
+"""Steps at the end of a run whose mean loss is shown, as in the TransNormerLLM paper (section 4)."""
+Axis = Literal["tokens", "flops"]
+_AXES: dict[Axis, tuple[str, Literal["linear", "log"]]] = {
+    "tokens": ("training tokens", "linear"),
+    "flops": ("training FLOPs, forward and backward", "log"),
+}
+
+
+def write_comparison(folders: Sequence[str | Path], output: str | Path) -> list[Path]:
+    """Compares runs, finished or in progress: writes `output` (HTML), and each of its pictures as a PNG of that name.
+
+    Returns:
+        The files: the page, then `<output without suffix>-loss-by-tokens.png` and `-loss-by-flops.png`, of those that
+        have a curve.
+
+    Raises:
+        ConfigError: fewer than two different folders, or one that contains no run.
+        StorageError: a file cannot be written.
+    """
+    paths = [Path(folder).resolve() for folder in folders]
+    if len(set(paths)) < 2 or len(set(paths)) < len(paths):
+        raise ConfigError(
+            f"--compare {' '.join(map(str, folders))}: needs at least two different runs; give each folder once"
+        )
+    names = run_names(paths)
+    runs = dict(zip(names, map(read_run, paths), strict=True))
+    page, figures = _page(runs)
+    path, written = Path(output), []
+    try:
+        write_atomically(path, page)
+        written.append(path)
+        for axis, figure in figures.items():
+            picture = path.with_name(f"{path.stem}-loss-by-{axis}.png")
+            figure.savefig(picture, format="png")
+            written.append(picture)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written ({error.strerror}); choose another --output") from None
+    return written
+
+
+def run_names(paths: Sequence[Path]) -> list[str]:
+    """The shortest ends of the paths that differ from each other, of equally many components."""
+    depth = 1
+    while len({path.parts[-depth:] for path in paths}) < len(paths):
+        depth += 1
+    return [str(Path(*path.parts[-depth:])) for path in paths]
+
+
+def _page(runs: dict[str, RunRecord]) -> tuple[bytes, dict[Axis, Figure]]:
+    html = Page(f"{len(runs)} runs compared")
+    body = html.body
+    add(body, "h1", f"{len(runs)} runs")
+    for name, run in runs.items():
+        for problem in run.problems:
+            add(body, "p", f"{name}: {problem}", **{"class": "error"})
+    section(body, "Runs", ("run", "status", *_summary_names()), [_summary(name, run) for name, run in runs.items()], "")
+    figures: dict[Axis, Figure] = {}
+    add(body, "h2", "Loss")
+    for axis, (xlabel, scale) in _AXES.items():
+        curves = [curve for name, run in runs.items() for curve in _loss_curves(name, run, axis)]
+        if missing := [name for name, run in runs.items() if not _loss_curves(name, run, axis)]:
+            add(body, "p", f"No loss by {axis}: {', '.join(missing)}.")
+        if curves:
+            figures[axis] = draw("loss (nats a token)", curves, xlabel=xlabel, xscale=scale, levels=(), size=(9.5, 4.8))
+            add_figure(body, f"Loss by {axis}; marks are held-out losses", figures[axis], _alternative(curves, axis))
+    _evaluations(body, runs)
+    return html.finish(), figures
+
+
+def _summary_names() -> tuple[str, ...]:
+    return (
+        "tokens",
+        "FLOPs",
+        f"loss, mean of the last {MEAN_STEPS:,} steps",
+        "e^loss",
+        "2^loss",
+        "held-out loss",
+        "state of a sequence in decoding",
+    )
+
+
+def _summary(name: str, run: RunRecord) -> list[str]:
+    """A run's row; 2^loss is the number that the TransNormerLLM paper prints as perplexity."""
+    last = run.progress.last
+    losses = [loss for _, loss in run.progress.curves["loss"][-MEAN_STEPS:]]
+    mean = statistics.fmean(losses) if losses else None
+    held_out = [evaluation["loss"] for evaluation in run.progress.evaluations if "loss" in evaluation]
+    return [
+        name,
+        status(run),
+        f"{last['tokens']:,.0f}" if "tokens" in last else "",
+        f"{last['flops']:.3e}" if "flops" in last else "",
+        *("" if mean is None else f"{value:.4f}" for value in _powers(mean)),
+        f"{held_out[-1]:.4f}" if held_out else "",
+        state_text(run.config),
+    ]
+
+
+def _powers(loss: float | None) -> tuple[float, float, float]:
+    if loss is None:
+        return math.nan, math.nan, math.nan
+    return loss, math.exp(min(loss, 700.0)), 2.0 ** min(loss, 1000.0)
+
+
+def state_text(config: dict[str, Any]) -> str:
+    """Size of the decoding state of a config's model; empty where the config has none, or is unreadable."""
+    table = config.get("model")
+    if not isinstance(table, dict):
+        return ""
+    try:
+        model = make_model(parse_model(translate_renamed({"model": table})["model"], "config.toml"))
+    except ConfigError:
+        return ""
+    if not isinstance(model, LanguageModel):
+        return "none: an encoder"
+    size = model.state_bytes()
+    state = model.initial_state(1)
+    grows = any(0 in tensor.shape for block in [*state.blocks, state.inputs] for layer in block for tensor in layer)
+    text = f"{size:,} bytes" if size or not grows else ""
+    cache = "a cache that grows with the sequence" if grows else ""
+    return " and ".join(filter(None, (text, cache)))
+
+
+def _loss_curves(name: str, run: RunRecord, axis: Axis) -> list[Curve]:
+    """Training and held-out loss of a run over tokens or FLOPs; none for lines without that number."""
+    places = dict(run.progress.curves[axis])
+
+    def over_axis(metric: str) -> Points:
+        return [(places[step], value) for step, value in run.progress.curves[metric] if step in places]
+
+    curves = [Curve(name, thinned(over_axis("loss"))), Curve(f"{name}, held out", over_axis("evaluation_loss"), True)]
+    return [curve for curve in curves if curve.points]
+
+
+def _alternative(curves: Sequence[Curve], axis: Axis) -> str:
+    ends = (f"{curve.label} {curve.points[-1][1]:.4g} at {curve.points[-1][0]:.4g}" for curve in curves)
+    return f"Loss by {axis}: {'; '.join(ends)}"
+
+
+def _evaluations(body: Any, runs: dict[str, RunRecord]) -> None:
+    """The newest value of each number that an evaluation in the loop logged: a row a number, a column a run."""
+    newest: dict[str, dict[str, tuple[int, float]]] = {name: {} for name in runs}
+    for name, run in runs.items():
+        for evaluation in run.progress.evaluations:
+            values = {key: (int(evaluation["step"]), value) for key, value in evaluation.items() if key != "step"}
+            newest[name] |= values
+    keys = list(dict.fromkeys(key for values in newest.values() for key in values))
+    rows = [[key.replace("_", " "), *(_with_step(key, newest[name].get(key)) for name in runs)] for key in keys]
+    section(body, "Newest evaluations", ("metric", *runs), rows, "none yet")
+
+
+def _with_step(key: str, found: tuple[int, float] | None) -> str:
+    return "" if found is None else f"{evaluation_number(key, found[1])} (step {found[0]:,})"

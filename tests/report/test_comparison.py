@@ -1,0 +1,110 @@
+"""The comparison of runs: curves by tokens and FLOPs, evaluations and decoding states, harmless for any content."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from megalin.errors import ConfigError, StorageError
+from megalin.report import comparison
+from megalin.report.comparison import run_names, state_text, write_comparison
+from megalin.report.reading import read_run
+from tests.report.test_page import Page, assert_harmless, hostile_run, write_run
+
+MIXER = '[model]\nvocab_size = 40\nhidden_size = 8\nnorm = "srmsnorm"\nlayers = [{{repeat = 2, sublayers = [{}]}}]\n'
+
+
+def lines(steps: int, *, tokens: int, flops: int, start: float) -> list[dict[str, float]]:
+    """Metrics of a run whose loss falls by 0.01 a step."""
+    return [
+        {"step": step, "loss": start - step / 100, "tokens": tokens * step, "flops": flops * step}
+        for step in range(1, steps + 1)
+    ]
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Path]:
+    """Two runs of one name, of different rates; the second has evaluations."""
+    first = write_run(tmp_path / "a" / "run", lines=lines(1500, tokens=100, flops=7_000, start=20.0))
+    second = lines(10, tokens=300, flops=9_000, start=4.0)
+    second[4] |= {"evaluation_loss": 3.75, "evaluation_accuracy": 0.5}
+    second[9] |= {"evaluation_loss": 3.5}
+    return [first, write_run(tmp_path / "b" / "run", lines=second)]
+
+
+def test_page_and_pictures_hold_every_run(runs, tmp_path):
+    page, *pictures = write_comparison(runs, tmp_path / "compare.html")
+    assert [picture.name for picture in pictures] == ["compare-loss-by-tokens.png", "compare-loss-by-flops.png"]
+    assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+    parsed = Page(page.read_bytes())
+    assert_harmless(parsed)
+    assert len(parsed.sources()) == 2
+    mean = 20.0 - sum(range(501, 1501)) / 1000 / 100
+    for expected in (
+        "a/run",
+        "b/run",
+        "150,000",
+        "1.050e+07",
+        f"{mean:.4f}",
+        f"{math.exp(mean):.4f}",
+        f"{2**mean:.4f}",
+        "3.5000 (step 10)",
+        "50.00% (step 5)",
+    ):
+        assert expected in parsed.text, expected
+
+
+def test_curves_are_over_tokens_and_flops(runs):
+    run = read_run(runs[1])
+    for axis, factor in (("tokens", 300), ("flops", 9_000)):
+        training, held_out = comparison._loss_curves("b", run, axis)
+        assert list(training.points) == [(factor * step, 4.0 - step / 100) for step in range(1, 11)]
+        assert list(held_out.points) == [(factor * 5, 3.75), (factor * 10, 3.5)]
+
+
+def test_run_without_flops_is_named(runs, tmp_path):
+    older = write_run(tmp_path / "older", 4)
+    parsed = Page(write_comparison([*runs, older], tmp_path / "compare.html")[0].read_bytes())
+    assert "No loss by flops: older." in parsed.text.replace(f"{tmp_path.name}/older", "older")
+
+
+def test_hostile_texts_are_text(runs, tmp_path):
+    hostile = hostile_run(tmp_path)
+    assert_harmless(Page(write_comparison([runs[0], hostile], tmp_path / "compare.html")[0].read_bytes()))
+
+
+@pytest.mark.parametrize(
+    ("sublayer", "expected"),
+    [
+        ('{type = "transnormer", num_heads = 2}', "256 bytes"),  # 2 blocks x 2 heads x 4 x 4 x 4 bytes
+        ('{type = "softmax", num_heads = 2}', "a cache that grows with the sequence"),
+    ],
+)
+def test_state_in_decoding(tmp_path, sublayer, expected):
+    run = write_run(tmp_path / "run")
+    (run / "config.toml").write_text(MIXER.format(sublayer))
+    assert state_text(read_run(run).config) == expected
+
+
+@pytest.mark.parametrize("config", [{}, {"model": 3}, {"model": {"hidden_size": 8}}])
+def test_state_of_an_unreadable_config_is_left_out(config):
+    assert state_text(config) == ""
+
+
+def test_names_are_the_shortest_that_differ():
+    assert run_names([Path("/x/a/run"), Path("/x/b/run")]) == ["a/run", "b/run"]
+    assert run_names([Path("/x/one"), Path("/x/two")]) == ["one", "two"]
+
+
+def test_one_run_or_the_same_twice_is_refused(runs, tmp_path):
+    for folders in (runs[:1], [runs[0], runs[0]], [*runs, runs[0] / ".." / "run"]):
+        with pytest.raises(ConfigError, match="needs at least two different runs; give each folder once"):
+            write_comparison(folders, tmp_path / "compare.html")
+    assert not (tmp_path / "compare.html").exists()
+
+
+def test_output_that_cannot_be_written_is_refused(runs, tmp_path):
+    with pytest.raises(StorageError, match=r"none/compare.html: cannot be written \(No such file.*another --output"):
+        write_comparison(runs, tmp_path / "none" / "compare.html")
