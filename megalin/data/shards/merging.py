@@ -12,7 +12,8 @@ from typing import IO, Any, BinaryIO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megalin.data.shards.indexed_dataset import MAX_SEQUENCES, Shard, bin_path, manifest_path, publish_shard
+from megalin.data.shards.index_file import MAX_SEQUENCES
+from megalin.data.shards.indexed_dataset import Shard, bin_path, manifest_path, publish_shard
 from megalin.data.shards.manifest import ShardManifest, read_manifest
 from megalin.errors import ConfigError, DataError
 from megalin.files import open_temporary, storage_errors, temporary_name
