@@ -16,11 +16,13 @@ import numpy.typing as npt
 
 from megalin._index import check_lengths
 from megalin.data.shards.index_file import TOKEN_DTYPES, read_index, refuse, write_index
+from megalin.data.shards.label_mask import LabelMask, LabelMaskWriter, has_label_mask, remove_label_mask
 from megalin.errors import DataError, StorageError
 from megalin.files import (
     open_input,
     open_temporary,
     publish,
+    read_range,
     storage_errors,
     temporary_name,
     write_text,
@@ -63,6 +65,7 @@ class Shard:
         pointers: [N] int64, byte offset of each sequence in the .bin.
         documents: [D] int64, entry k is the first sequence of document k and the last entry is N.
         num_tokens: the sum of `lengths`.
+        label_mask: the tokens that count as labels; None without a mask file: all of them.
     """
 
     def __init__(self, prefix: str | Path, *, vocab_size: int | None = None) -> None:
@@ -70,7 +73,7 @@ class Shard:
 
         Raises:
             DataError: a file is missing, not regular, unreadable, truncated, corrupt, of another format or of another
-                shard; the message names the file, what was expected and what was found.
+                shard, also the label mask; the message names the file, what was expected and what was found.
         """
         self.prefix = Path(prefix)
         remedy = "give the prefix of a shard, without .bin or .idx"
@@ -81,6 +84,7 @@ class Shard:
             self._check_lengths()
             if vocab_size is not None and self.dtype.itemsize == 2 and vocab_size > 2**16:
                 refuse(idx_path(prefix), f"a dtype that holds {vocab_size} token ids", self.dtype.name)
+            self.label_mask = LabelMask(prefix, self.num_tokens) if has_label_mask(prefix) else None
         except BaseException:
             self._bin.close()
             raise
@@ -122,23 +126,18 @@ class Shard:
     def read(self, position: int, count: int) -> TokenArray:
         """Reads tokens [position, position + count) of the shard, [count] of `dtype`.
 
-        Not memory-mapped: a mapped file that shrinks or fails kills the process; this raises DataError with the file.
+        Raises:
+            DataError: the file fails, or has shrunk since it was opened.
         """
         assert 0 <= position <= position + count <= self.num_tokens, (position, count, self.num_tokens)
-        itemsize, path = self.dtype.itemsize, bin_path(self.prefix)
-        data = bytearray(count * itemsize)
-        filled = 0
-        try:
-            while filled < len(data):
-                part = os.preadv(self._bin.fileno(), [memoryview(data)[filled:]], position * itemsize + filled)
-                if part == 0:
-                    end = position * itemsize + filled
-                    refuse(path, f"{self.num_tokens * itemsize} bytes, as on open", f"its end at byte {end}")
-                filled += part
-        except OSError as error:
-            raise DataError(
-                f"{path}: cannot be read at byte {position * itemsize + filled}: {error.strerror}"
-            ) from None
+        itemsize = self.dtype.itemsize
+        data = read_range(
+            self._bin,
+            bin_path(self.prefix),
+            position * itemsize,
+            count * itemsize,
+            file_bytes=self.num_tokens * itemsize,
+        )
         return np.frombuffer(data, self.dtype)
 
     def read_checked(self, position: int, count: int, *, vocab_size: int) -> TokenArray:
@@ -153,9 +152,17 @@ class Shard:
             )
         return tokens
 
+    def read_label_mask(self, position: int, count: int) -> npt.NDArray[np.bool_]:
+        """Reads whether tokens [position, position + count) count as labels, [count]; all do without a mask."""
+        if self.label_mask is None:
+            return np.ones(count, np.bool_)
+        return self.label_mask.read(position, count)
+
     def close(self) -> None:
-        """Closes the .bin; `read` fails afterwards."""
+        """Closes the .bin and the mask; `read` fails afterwards."""
         self._bin.close()
+        if self.label_mask is not None:
+            self.label_mask.close()
 
     def __enter__(self) -> Self:
         return self
@@ -181,8 +188,9 @@ def publish_shard(
     lengths: Sequence[npt.NDArray[Any]],
     documents: Sequence[tuple[npt.NDArray[np.int64], int]],
     manifest: Mapping[str, Any] | None,
+    label_mask: LabelMaskWriter | None = None,
 ) -> None:
-    """Publishes the temporary .bin `tokens`, `manifest` and the .idx durably under their names, the .idx last.
+    """Publishes the temporary .bin `tokens`, mask, manifest and .idx durably under their names, the .idx last.
 
     Args:
         lengths: of the whole shard, in pieces that may be mapped: a few MiB are copied at a time.
@@ -198,7 +206,10 @@ def publish_shard(
             # An older shard of this name must not pair its index with the new tokens, not even for a moment.
             path.unlink(missing_ok=True)
             manifest_path(prefix).unlink(missing_ok=True)
+            remove_label_mask(prefix)
         publish(tokens, bin_path(prefix))
+        if label_mask is not None:
+            label_mask.publish()
         if manifest is not None:
             write_text(manifest_path(prefix), json.dumps(manifest, indent=2) + "\n")
         publish(idx, path)
@@ -210,8 +221,11 @@ class ShardWriter:
     Memory: 4 bytes a sequence and 8 a document. As a context manager it discards an unpublished shard.
     """
 
-    def __init__(self, prefix: str | Path, dtype: np.dtype[Any]) -> None:
+    def __init__(self, prefix: str | Path, dtype: np.dtype[Any], *, label_mask: bool = False) -> None:
         """Starts `prefix`.bin under a temporary name; `dtype` is `token_dtype(vocab_size)`.
+
+        Args:
+            label_mask: write a label mask too.
 
         Raises:
             StorageError: the folder cannot be written, or another process is writing this shard.
@@ -223,6 +237,12 @@ class ShardWriter:
         self._lengths = array("i")
         self._documents = array("q", [0])
         self._bin = open_temporary(bin_path(prefix))
+        try:
+            self._label_mask = LabelMaskWriter(prefix) if label_mask else None
+        except BaseException:
+            temporary_name(bin_path(prefix)).unlink(missing_ok=True)
+            self._bin.close()
+            raise
 
     @property
     def num_sequences(self) -> int:
@@ -232,8 +252,11 @@ class ShardWriter:
     def num_documents(self) -> int:
         return len(self._documents) - 1
 
-    def add_sequence(self, tokens: npt.ArrayLike) -> None:
+    def add_sequence(self, tokens: npt.ArrayLike, label_mask: npt.NDArray[np.bool_] | None = None) -> None:
         """Appends one sequence of token ids, [length] of any integer dtype.
+
+        Args:
+            label_mask: [length], True for the tokens that count as labels; None: all do. Needs a writer with a mask.
 
         Raises:
             DataError: an id out of range for the shard's dtype, or a sequence of 2^31 tokens and more.
@@ -244,6 +267,7 @@ class ShardWriter:
             values = np.empty(0, self.dtype)  # an empty list has no integer dtype of its own
         assert values.ndim == 1, values.shape
         assert values.dtype.kind in "iu", values.dtype
+        assert label_mask is None or (self._label_mask is not None and label_mask.shape == values.shape), label_mask
         path = bin_path(self.prefix)
         if values.size and values.dtype != self.dtype:
             limit = int(np.iinfo(self.dtype).max)
@@ -254,6 +278,8 @@ class ShardWriter:
             refuse(path, "a sequence of fewer than 2^31 tokens", f"one of {values.size}")
         with storage_errors(path):
             self._bin.write(values.astype(self.dtype, copy=False).tobytes())
+        if self._label_mask is not None:
+            self._label_mask.add(np.ones(values.size, np.bool_) if label_mask is None else label_mask)
         self._lengths.append(values.size)
         self.num_tokens += values.size
 
@@ -262,7 +288,7 @@ class ShardWriter:
         self._documents.append(len(self._lengths))
 
     def publish(self, manifest: Mapping[str, Any] | None = None) -> None:
-        """Publishes .bin, `manifest` and .idx durably under their names, the .idx last.
+        """Publishes .bin, mask, `manifest` and .idx durably under their names, the .idx last.
 
         Raises:
             StorageError: the disk is full or fails; then no .idx has the name.
@@ -270,7 +296,7 @@ class ShardWriter:
         assert self._documents[-1] == len(self._lengths), "end_document() was not called after the last sequence"
         lengths = np.frombuffer(self._lengths, np.intc) if self._lengths else np.empty(0, np.intc)
         documents = np.frombuffer(self._documents, np.int64)
-        publish_shard(self.prefix, self._bin, self.dtype, [lengths], [(documents, 0)], manifest)
+        publish_shard(self.prefix, self._bin, self.dtype, [lengths], [(documents, 0)], manifest, self._label_mask)
         self._bin.close()
 
     def __enter__(self) -> Self:
@@ -281,6 +307,8 @@ class ShardWriter:
     ) -> None:
         if self._bin.closed:
             return
+        if self._label_mask is not None:
+            self._label_mask.discard()
         for path in (bin_path(self.prefix), idx_path(self.prefix)):
             temporary_name(path).unlink(missing_ok=True)
         try:
