@@ -69,10 +69,11 @@ def sample_order(config: RunConfig, data: Training, step: int) -> dict[str, Any]
 
 def _check_sample_order(checkpoint: Checkpoint, config: RunConfig, data: Training) -> None:
     state = checkpoint.state()
+    saved, given = state["order"], sample_order(config, data, int(state["step"]))
     differences = [
-        f"{name}: {state['order'].get(name)!r} in the checkpoint, {value!r} in the config"
-        for name, value in sample_order(config, data, int(state["step"])).items()
-        if state["order"].get(name) != value
+        f"{name}: {saved.get(name)!r} in the checkpoint, {given.get(name)!r} in the config"
+        for name in {**given, **saved}  # also what this run no longer has, as a label mask
+        if saved.get(name) != given.get(name)
     ]
     if differences:
         raise ConfigError(
