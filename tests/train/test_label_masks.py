@@ -124,14 +124,14 @@ def test_masked_samples_give_the_same_step_and_evaluation_on_every_mesh(tmp_path
         assert 0 in {labels for labels, _, _ in results}
 
 
-def _masked_config(folder: Path, **tables: dict[str, Any]) -> tuple[Path, int]:
+def _masked_config(folder: Path, num_tokens: int = 3000, **tables: dict[str, Any]) -> tuple[Path, int]:
     """Config of a run whose training shard has a mask, and the number of its labels in an epoch.
 
     The samples are 36 tokens of consecutive documents; a tenth of the documents has labels, the others have none.
     """
     config = write_config(folder, **tables)
     rng, made, flat = np.random.default_rng(0), [], []
-    for number, ids in enumerate(documents(3000, seed=1)):
+    for number, ids in enumerate(documents(num_tokens, seed=1)):
         counted = rng.random(len(ids)) < (0.7 if number % 10 == 0 else 0.0)
         made.append((ids, counted))
         flat += [(number, bool(bit)) for bit in counted]
@@ -141,9 +141,9 @@ def _masked_config(folder: Path, **tables: dict[str, Any]) -> tuple[Path, int]:
 
 
 def test_run_logs_its_labels_and_survives_steps_without_any(tmp_path):
-    samples = (sum(map(len, documents(3000, seed=1))) - 1) // 36
+    samples = (sum(map(len, documents(1500, seed=1))) - 1) // 36
     steps = {"steps": samples, "global_batch_size": 1, "micro_batch_size": 1}  # one epoch
-    config, labels = _masked_config(tmp_path, train=steps, checkpoint={"every_steps": samples})
+    config, labels = _masked_config(tmp_path, 1500, train=steps, checkpoint={"every_steps": samples})
     with process_group(CPU):
         train_here(config, tmp_path / "run")
     counts = [line["label_tokens"] for line in metrics(tmp_path / "run")]

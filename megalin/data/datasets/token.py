@@ -14,6 +14,7 @@ from megalin._index import build_sample_index
 from megalin.data.batch import Batch, pack
 from megalin.data.config import DataConfig, SplitName
 from megalin.data.shards.indexed_dataset import Shard
+from megalin.data.shards.label_mask import label_mask_path
 from megalin.data.shards.manifest import read_manifest
 from megalin.data.tokenizers.tokenizer import load_tokenizer
 from megalin.errors import DataError
@@ -249,8 +250,19 @@ def _tokenizer_digest(config: DataConfig, vocab_size: int) -> str | None:
 
 
 def _check_manifest(shard: Shard, tokenizer: str | None, digest: str | None) -> None:
-    """Compares the tokenizer of the shard's manifest, if there is one, with the run's. Raises DataError."""
+    """Compares the tokenizer of the shard's manifest, if there is one, with the run's; warns of a missing label mask.
+
+    Raises:
+        DataError: the tokenizers differ.
+    """
     manifest = read_manifest(shard)
+    if manifest is not None and manifest.label_tokens is not None and shard.label_mask is None:
+        _log.warning(
+            "%s: written with a label mask of %d tokens, but %s is missing; every token counts as a label",
+            shard.prefix,
+            manifest.label_tokens,
+            label_mask_path(shard.prefix),
+        )
     if manifest is not None and digest is not None and manifest.digest != digest:
         raise DataError(
             f"{shard.prefix}: made by the tokenizer with sha256 {manifest.digest}, but data.tokenizer = {tokenizer} "

@@ -252,6 +252,11 @@ class ShardWriter:
     def num_documents(self) -> int:
         return len(self._documents) - 1
 
+    @property
+    def label_tokens(self) -> int:
+        """Tokens that count as labels; all do without a label mask."""
+        return self.num_tokens if self._label_mask is None else self._label_mask.label_tokens
+
     def add_sequence(self, tokens: npt.ArrayLike, label_mask: npt.NDArray[np.bool_] | None = None) -> None:
         """Appends one sequence of token ids, [length] of any integer dtype.
 

@@ -141,6 +141,7 @@ class LabelMaskWriter:
 
     Attributes:
         num_tokens: added so far.
+        label_tokens: of these, those that count as labels.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -150,7 +151,7 @@ class LabelMaskWriter:
             StorageError: the folder cannot be written, or another process is writing this mask.
         """
         self._path = label_mask_path(prefix)
-        self.num_tokens = 0
+        self.num_tokens = self.label_tokens = 0
         self._rest: BoolArray = np.empty(0, np.bool_)  # bits of the unfinished byte
         self._file = open_temporary(self._path)
         self._file.seek(_HEADER.size)
@@ -160,6 +161,7 @@ class LabelMaskWriter:
         assert mask.ndim == 1, mask.shape
         assert mask.dtype == np.bool_, mask.dtype
         self.num_tokens += len(mask)
+        self.label_tokens += int(np.count_nonzero(mask))
         bits = np.concatenate([self._rest, mask])
         whole = len(bits) - len(bits) % 8
         self._rest = bits[whole:].copy()

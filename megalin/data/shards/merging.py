@@ -193,6 +193,8 @@ def _write(parts: Sequence[DocumentRange], output: str | Path) -> WrittenShard:
         mask = _mask_writer(output, discard) if masked else None
         for part, (start, end) in zip(parts, ranges, strict=True):
             _copy(part.shard, start, end, file, path, mask)
+        if manifest is not None and mask is not None:
+            manifest["label_tokens"] = mask.label_tokens
         publish_shard(Path(output), file, parts[0].shard.dtype, lengths, documents, manifest, mask)
         discard.pop_all()
     return written

@@ -42,16 +42,14 @@ def write_supervised_shard(
         DataError: ids that are not one-dimensional integers or not below V; a mask of another dtype or length.
         StorageError: the files cannot be written; then no .idx has the name.
     """
-    labels = 0
     with ShardWriter(prefix, token_dtype(vocab_size), label_mask=True) as writer:
         for number, (ids, mask) in enumerate(documents):
             tokens, counted = _checked(np.asarray(ids), np.asarray(mask), vocab_size, f"{prefix}: document {number}")
             if tokens.size:
                 writer.add_sequence(tokens, counted)
             writer.end_document()
-            labels += int(np.count_nonzero(counted))
         writer.publish()
-    return SupervisedShard(str(prefix), writer.num_documents, writer.num_tokens, labels)
+    return SupervisedShard(str(prefix), writer.num_documents, writer.num_tokens, writer.label_tokens)
 
 
 def _checked(

@@ -233,7 +233,6 @@ def _tokenise(job: _Job, part: CorpusPart, folder: Path, report: ReportProgress)
     dtype = token_dtype(tokenizer.vocab_size)
     bad_lines: Counter[str] = Counter()
     listed: list[BadLine] = []
-    label_tokens = [0] * len(job.keys)
     supervised = job.prompt_key is not None
     with ExitStack() as stack:
         writers = [
@@ -253,7 +252,7 @@ def _tokenise(job: _Job, part: CorpusPart, folder: Path, report: ReportProgress)
             prompts = [document.texts[-1] for document in batch.documents] if supervised else None
             for column, writer in enumerate(writers):
                 texts = [document.texts[column] for document in batch.documents]
-                label_tokens[column] += _encode(prompts, texts, tokenizer, writer, job.append_eod)
+                _encode(prompts, texts, tokenizer, writer, job.append_eod)
             tokens = sum(writer.num_tokens for writer in writers) - before
             report(CorpusProgress(len(batch.documents), tokens, batch.read_bytes, len(batch.bad_lines)))
         for writer in writers:
@@ -261,7 +260,7 @@ def _tokenise(job: _Job, part: CorpusPart, folder: Path, report: ReportProgress)
     return {
         "documents": writers[0].num_documents,
         "tokens": [writer.num_tokens for writer in writers],
-        "label_tokens": label_tokens,
+        "label_tokens": [writer.label_tokens for writer in writers],
         "sequences": [writer.num_sequences for writer in writers],
         "lines": reader.lines,
         "bad_lines": bad_lines,
@@ -278,16 +277,13 @@ def _sha256(path: str) -> str:
 
 def _encode(
     prompts: Sequence[str] | None, texts: Sequence[str], tokenizer: Tokenizer, writer: ShardWriter, append_eod: bool
-) -> int:
-    """Writes a document for each text, after its prompt if there are prompts; returns the number of label tokens."""
+) -> None:
+    """Writes a document for each text, after its prompt if there are prompts."""
     before = [[]] * len(texts) if prompts is None else tokenizer.encode_batch(prompts)
-    label_tokens = 0
     for prompt, ids in zip(before, tokenizer.encode_batch(texts), strict=True):
         if ids:  # an empty document has no sequence and no end, as in Megatron
             if append_eod:
                 ids.append(tokenizer.eod_id)
-            label_tokens += len(ids)
             mask = None if prompts is None else np.arange(len(prompt) + len(ids)) >= len(prompt)
             writer.add_sequence(np.array(prompt + ids, writer.dtype), mask)
         writer.end_document()
-    return label_tokens

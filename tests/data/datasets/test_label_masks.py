@@ -1,6 +1,7 @@
 """Label masks in samples: the labels of concatenated and packed samples, and the data that refuse masks."""
 
 import itertools
+import json
 from pathlib import Path
 
 import numpy as np
@@ -100,6 +101,19 @@ def test_split_without_a_label_is_refused(tmp_path):
             open_dataset(config.model_copy(update={"packing": packing}), "validation", VOCAB, 0)
     unmasked = _write(tmp_path / "y", [[1, 2, 3], [4, 5, 6]])
     TokenDataset.open(_config(masked, unmasked, validation_fraction=0.5), "validation", VOCAB).close()
+
+
+def test_mask_that_was_left_behind_is_reported(tmp_path, caplog):
+    prefix = _write(tmp_path / "x", [[1, 2, 3, 4, 5, 6]], [False] * 5 + [True])
+    manifest = {"tokens": 6, "tokenizer": {"digest": "d"}, "label_tokens": 1}
+    Path(f"{prefix}.manifest.json").write_text(json.dumps(manifest))
+    TokenDataset.open(_config(prefix), "train", VOCAB).close()
+    assert caplog.text == ""
+    Path(f"{prefix}.mask.bin").unlink()
+    with TokenDataset.open(_config(prefix), "train", VOCAB) as dataset:
+        assert dataset.batch(np.array([0])).labels.tolist() == [[2, 3, 4, 5]]
+    assert "x: written with a label mask of 1 tokens, but" in caplog.text
+    assert "x.mask.bin is missing; every token counts as a label" in caplog.text
 
 
 def test_orders_and_samples_that_have_no_masks_refuse_them(tmp_path):

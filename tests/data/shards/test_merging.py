@@ -118,6 +118,9 @@ def test_manifest_follows_where_all_have_one(shards: list[Path], tmp_path: Path)
     assert manifest["tokenizer"] == {"digest": "d1", "source": "bytes"}
     assert (manifest["tokens"], manifest["documents"], manifest["dtype"]) == (7, 5, "uint16")
     assert manifest["parts"] == [[str(shards[0]), 0, 3], [str(shards[2]), 0, 2]]
+    Path(f"{shards[2]}.mask.bin").write_bytes(mask_bytes([False]))
+    merge_shards([shards[0], shards[2]], tmp_path / "masked")
+    assert json.loads((tmp_path / "masked.manifest.json").read_text()) == manifest | {"label_tokens": 6}
     merge_shards([shards[0], shards[3]], tmp_path / "unknown")
     assert not (tmp_path / "unknown.manifest.json").exists()
 
