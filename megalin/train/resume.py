@@ -7,8 +7,9 @@ from typing import Any
 
 from megalin.checkpoint.load import newest
 from megalin.checkpoint.manifest import Checkpoint
-from megalin.data.sources import Training
+from megalin.data.sources import LABEL_MASKS, Training
 from megalin.errors import CheckpointError, ConfigError
+from megalin.parallel.agreement import on_every_rank
 from megalin.train.config import RunConfig
 from megalin.train.engine import Engine
 from megalin.train.environment import versions
@@ -19,7 +20,7 @@ def resume(root: Path, config: RunConfig, data: Training, engine: Engine) -> int
     """Loads the newest checkpoint in `root` into the engine, if there is one; returns the number of finished steps.
 
     Raises:
-        ConfigError: a checkpoint with a different sample order.
+        ConfigError: on every rank, a checkpoint with a different sample order on any rank.
         CheckpointError: a checkpoint of a different model or beyond `train.steps`, or none that verifies.
     """
     checkpoint = newest(root)
@@ -28,7 +29,7 @@ def resume(root: Path, config: RunConfig, data: Training, engine: Engine) -> int
     state = checkpoint.state()
     imported = state["order"] is None  # weights without a step of this run
     if not imported:
-        _check_sample_order(checkpoint, config, data)
+        on_every_rank(lambda: _check_sample_order(checkpoint, config, data))  # hosts may have different disks
     check_same_model(config.model, checkpoint)
     engine.load(checkpoint, weights_only=imported)
     if imported:
@@ -69,13 +70,17 @@ def sample_order(config: RunConfig, data: Training, step: int) -> dict[str, Any]
 
 def _check_sample_order(checkpoint: Checkpoint, config: RunConfig, data: Training) -> None:
     state = checkpoint.state()
+    saved, given = state["order"], sample_order(config, data, int(state["step"]))
+    # The checkpoint's names too: a label mask that vanished is none of this run's.
+    changed = [name for name in {**given, **saved} if saved.get(name) != given.get(name)]
+    if not changed:
+        return
+    reason = "a different order of samples, so samples would be lost or repeated; restore these values"
+    if changed == [LABEL_MASKS]:
+        reason = "other label masks, so the same samples would have other labels; restore the mask files"
     differences = [
-        f"{name}: {state['order'].get(name)!r} in the checkpoint, {value!r} in the config"
-        for name, value in sample_order(config, data, int(state["step"])).items()
-        if state["order"].get(name) != value
+        f"{name}: {saved.get(name)!r} in the checkpoint, {given.get(name)!r} in the config" for name in changed
     ]
-    if differences:
-        raise ConfigError(
-            f"{checkpoint.path} was made with a different order of samples, so samples would be lost or repeated; "
-            "restore these values or start in a new run folder:\n  " + "\n  ".join(differences)
-        )
+    raise ConfigError(
+        f"{checkpoint.path} was made with {reason} or start in a new run folder:\n  " + "\n  ".join(differences)
+    )

@@ -1,4 +1,4 @@
-"""Manifest of a shard: the tokenizer that made it, checked against the shard's token count."""
+"""Manifest of a shard: its tokenizer and its label mask, checked against the shard's token count."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ _REMEDY = "remove it if the shard was replaced, or write the shard again"
 
 
 class ShardManifest(NamedTuple):
-    """Tokenizer entry of a manifest."""
+    """Entries of a manifest that readers use."""
 
     digest: str
     """sha256, in hex, of the tokenizer's definition."""
     tokenizer: dict[str, Any]
     """Full entry, including the digest."""
+    label_tokens: int | None
+    """Tokens that count as labels; None: the shard was written without a label mask."""
 
 
 def read_manifest(shard: Shard) -> ShardManifest | None:
@@ -36,8 +38,9 @@ def read_manifest(shard: Shard) -> ShardManifest | None:
         manifest = json.loads(data)
         tokens, tokenizer = manifest["tokens"], dict(manifest["tokenizer"])
         digest = tokenizer["digest"]
+        label_tokens = None if "label_tokens" not in manifest else int(manifest["label_tokens"])
     except (ValueError, KeyError, TypeError, RecursionError):
         raise DataError(f"{path}: not a manifest of a shard; {_REMEDY}") from None
     if tokens != shard.num_tokens:
         raise DataError(f"{path}: expected {shard.num_tokens} tokens, as in its shard; found {tokens}; {_REMEDY}")
-    return ShardManifest(digest, tokenizer)
+    return ShardManifest(digest, tokenizer, label_tokens)

@@ -14,7 +14,7 @@ from megalin.data.shards import merging
 from megalin.data.shards.indexed_dataset import Shard, ShardWriter
 from megalin.data.shards.merging import concatenate, merge_shards, split_shard
 from megalin.errors import ConfigError, DataError
-from tests.data.shard_files import index_bytes, write_by_hand
+from tests.data.shard_files import index_bytes, mask_bytes, write_by_hand
 from tools import merge_shards as tool
 
 
@@ -79,6 +79,37 @@ def test_parts_of_a_split_make_the_whole(tmp_path: Path):
         assert Path(f"{tmp_path}/again{suffix}").read_bytes() == Path(f"{whole}{suffix}").read_bytes()
 
 
+def test_masks_are_copied_across_the_borders_of_bytes(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(merging, "_COPY_TOKENS", 7)
+    rng = np.random.default_rng(0)
+    for number in range(20):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        shards, bits = [], []
+        for shard in range(4):
+            sequences = [[7] * length for length in rng.integers(0, 9, 5).tolist()]
+            shards.append(write_by_hand(folder / f"s{shard}", sequences))
+            own = (rng.random(sum(map(len, sequences))) < 0.5).tolist()
+            if shard == 1 or rng.random() < 0.5:
+                Path(f"{shards[-1]}.mask.bin").write_bytes(mask_bytes(own))
+            else:
+                own = [True] * len(own)
+            bits += own
+        merge_shards(shards, folder / "all")
+        assert (folder / "all.mask.bin").read_bytes() == mask_bytes(bits)
+        concatenate(shards, folder / "again", np.dtype("uint16"), {}, label_mask=True)
+        assert (folder / "again.mask.bin").read_bytes() == mask_bytes(bits)
+        split_shard(folder / "all", [folder / "p0", folder / "p1", folder / "p2"], [3, 4, 5])
+        merge_shards([folder / "p0", folder / "p1", folder / "p2"], folder / "whole")
+        assert (folder / "whole.mask.bin").read_bytes() == mask_bytes(bits)
+        assert not list(folder.glob("*.tmp"))
+
+
+def test_shards_without_masks_give_none(shards: list[Path], tmp_path: Path):
+    merge_shards(shards, tmp_path / "all")
+    assert not list(tmp_path.glob("*.mask.bin"))
+
+
 def test_manifest_follows_where_all_have_one(shards: list[Path], tmp_path: Path):
     for prefix, tokens in ((shards[0], 6), (shards[2], 1)):
         _manifest(prefix, "d1", tokens)
@@ -87,6 +118,9 @@ def test_manifest_follows_where_all_have_one(shards: list[Path], tmp_path: Path)
     assert manifest["tokenizer"] == {"digest": "d1", "source": "bytes"}
     assert (manifest["tokens"], manifest["documents"], manifest["dtype"]) == (7, 5, "uint16")
     assert manifest["parts"] == [[str(shards[0]), 0, 3], [str(shards[2]), 0, 2]]
+    Path(f"{shards[2]}.mask.bin").write_bytes(mask_bytes([False]))
+    merge_shards([shards[0], shards[2]], tmp_path / "masked")
+    assert json.loads((tmp_path / "masked.manifest.json").read_text()) == manifest | {"label_tokens": 6}
     merge_shards([shards[0], shards[3]], tmp_path / "unknown")
     assert not (tmp_path / "unknown.manifest.json").exists()
 
@@ -166,7 +200,9 @@ def test_failed_copy_leaves_nothing(shards: list[Path], tmp_path: Path, monkeypa
     def fail(*_: object) -> None:
         raise DataError("shrank")
 
+    Path(f"{shards[0]}.mask.bin").write_bytes(mask_bytes([True] * 6))
+    before.append(Path(f"{shards[0]}.mask.bin"))
     monkeypatch.setattr(Shard, "read", fail)
     with pytest.raises(DataError, match="shrank"):
         merge_shards(shards, tmp_path / "all")
-    assert sorted(tmp_path.iterdir()) == before
+    assert sorted(tmp_path.iterdir()) == sorted(before)
