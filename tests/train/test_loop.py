@@ -71,7 +71,7 @@ def _raw(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_tokens_and_flops_are_those_of_the_run_so_far(config, plain):
-    values = load_run_config(config)
+    values = load_run_config(config, [])
     tokens, length = values.train.global_batch_size * values.data.sequence_length, values.data.sequence_length
     per_token = make_model(values.model).training_flops(length)
     for line in _raw(plain):
