@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,13 +14,13 @@ from megalin.evaluation.choices.requests import Request, Task
 class EncodedRequest(NamedTuple):
     """Ids of a request; at least one of the prompt stands before the answer."""
 
-    ids: list[int]
+    ids: Sequence[int]
     """Prompt and answer."""
     num_answer_tokens: int
     """Tokens of the answer, the last ones."""
 
     @property
-    def prompt(self) -> list[int]:
+    def prompt(self) -> Sequence[int]:
         """Ids of the prompt."""
         return self.ids[: -self.num_answer_tokens]
 
@@ -63,7 +64,7 @@ def encode_task(task: Task, tokenizer: Tokenizer, *, max_tokens: int) -> Encoded
             )
         ids = (prompt or [tokenizer.eod_id]) + answer
         num_truncated += len(ids) > max_tokens + 1
-        encoded.append(EncodedRequest(ids[-(max_tokens + 1) :], len(answer)))
+        encoded.append(EncodedRequest(array("i", ids[-(max_tokens + 1) :]), len(answer)))
     return EncodedTask(task, encoded, num_truncated)
 
 
