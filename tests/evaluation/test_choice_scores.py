@@ -16,6 +16,7 @@ from megalin.evaluation.choices.metrics import RequestScores
 from megalin.evaluation.choices.rows import RequestRows
 from megalin.evaluation.choices.scoring import score_carried, score_packed
 from megalin.model.config import ModelConfig
+from megalin.model.language_model import LanguageModel
 from megalin.parallel import embedding
 from megalin.parallel.cross_entropy import IGNORED_LABEL
 from megalin.parallel.mesh import Mesh, ParallelConfig
@@ -40,14 +41,17 @@ def _requests(seed: int = 5) -> list[EncodedRequest]:
     return made
 
 
-@torch.no_grad()
 def _alone(config: ModelConfig, requests: list[EncodedRequest]) -> RequestScores:
+    return scores_alone(build(config), requests, VOCAB_SIZE)
+
+
+@torch.no_grad()
+def scores_alone(model: LanguageModel, requests: list[EncodedRequest], vocab_size: int) -> RequestScores:
     """Each request as the only sequence of a plain forward."""
-    model = build(config)
     nats, greedy = [], []
     for ids, answer in requests:
-        logits = model(torch.tensor([ids])).logits[0, -answer - 1 : -1, :VOCAB_SIZE]
-        right = torch.tensor(ids[-answer:])
+        logits = model(torch.tensor([list(ids)])).logits[0, -answer - 1 : -1, :vocab_size]
+        right = torch.tensor(list(ids[-answer:]))
         nats.append(logits.log_softmax(-1).gather(-1, right[:, None]).sum().item())
         greedy.append(bool((logits.argmax(-1) == right).all()))
     return RequestScores(np.array(nats), np.array(greedy))

@@ -28,11 +28,11 @@ Decoder = LanguageModel | Pipeline
 """A decoder on its mesh."""
 
 ReportProgress = Callable[[int, int], None]
-"""Receives the number of scored and of all batches of this rank."""
+"""Receives the number of scored and of all batches or requests of this rank."""
 
 
-def _no_report(_done: int, _total: int) -> None:
-    pass
+def no_report(_done: int, _total: int) -> None:
+    """Reports nothing."""
 
 
 @torch.no_grad()
@@ -43,7 +43,7 @@ def score_packed(
     *,
     micro_batch_size: int,
     sequence_length: int,
-    on_progress: ReportProgress = _no_report,
+    on_progress: ReportProgress = no_report,
 ) -> RequestScores:
     """Scores of all requests on every rank; all ranks of the mesh call it with the same requests and run the same
     number of batches.
@@ -70,7 +70,7 @@ def score_packed(
 
 @torch.no_grad()
 def score_carried(
-    model: LanguageModel, requests: Sequence[EncodedRequest], mesh: Mesh, *, on_progress: ReportProgress = _no_report
+    model: LanguageModel, requests: Sequence[EncodedRequest], mesh: Mesh, *, on_progress: ReportProgress = no_report
 ) -> RequestScores:
     """Scores of all requests, each distinct prompt of which runs once; on a mesh of tensor parallelism alone."""
     assert mesh.data.size == mesh.cp.size == mesh.pp.size == 1, (mesh.data.size, mesh.cp.size, mesh.pp.size)
