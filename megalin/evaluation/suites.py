@@ -20,7 +20,7 @@ from megalin.evaluation.held_out import check_mesh, check_split, evaluate_split,
 from megalin.evaluation.results import add_results, parse_result, read_results, results_path
 from megalin.launch import launched
 from megalin.model.encoder import Encoder
-from megalin.parallel.agreement import on_rank_zero
+from megalin.parallel.agreement import on_every_rank, on_rank_zero
 from megalin.parallel.mesh import Mesh, check_world_size
 from megalin.parallel.process_group import compute_device, process_group
 from megalin.train.build import COMPUTE_DTYPES, TrainedModel, build_model
@@ -118,10 +118,18 @@ class _Evaluator:
         check_mesh(config, mesh)
         if self._split is not None:
             check_split(folder, config, self._split)
-        self._suite = None if options.choices is None else ChoiceSuite(config, options.choices)
-        # Carried states have sequences of many lengths, each of which would be compiled.
-        self._carry = self._suite is not None and can_carry(mesh)
+        self._suite: ChoiceSuite | None = None
+        on_every_rank(partial(self._open_suite, options.choices))  # hosts may have different disks
         self._model: TrainedModel | None = None
+
+    def _open_suite(self, options: ChoiceOptions | None) -> None:
+        if options is not None:
+            self._suite = ChoiceSuite(self._config, options)
+
+    @property
+    def _carry(self) -> bool:
+        """Whether prompts run once. Sequences then have many lengths, each of which would be compiled."""
+        return self._suite is not None and can_carry(self._mesh)
 
     def run(self, checkpoint: Checkpoint) -> StepResults:
         """Evaluates a checkpoint; a collective."""

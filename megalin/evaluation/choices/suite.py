@@ -15,7 +15,6 @@ from megalin.evaluation.choices.requests import EvaluationData
 from megalin.evaluation.choices.scoring import Decoder, ReportProgress, no_report, score_carried, score_packed
 from megalin.model.config import EncoderConfig
 from megalin.model.language_model import LanguageModel
-from megalin.parallel.agreement import on_every_rank
 from megalin.parallel.mesh import Mesh
 from megalin.train.config import RunConfig
 
@@ -60,27 +59,22 @@ class TaskResult(NamedTuple):
 
 
 class ChoiceSuite:
-    """Choice tasks of a run, read and encoded on every rank.
+    """Choice tasks of a run, read and encoded on this rank; every rank of a mesh has the same.
 
     Attributes:
         tasks: in the order of their names in the options.
     """
 
     def __init__(self, config: RunConfig, options: ChoiceOptions) -> None:
-        """Reads, verifies and encodes the tasks; a collective.
+        """Reads, verifies and encodes the tasks. Not a collective: hosts may have different disks.
 
         Raises:
-            ConfigError: on every rank, for an encoder, a run without tokenizer or with one of more ids than the model,
-                an unknown task, or a limit below 1.
-            DataError: on every rank, when the data is missing, damaged or of another version on any rank, or has an
-                answer that is longer than a sample.
+            ConfigError: an encoder, a run without tokenizer or with one of more ids than the model, an unknown task, or
+                a limit below 1.
+            DataError: the data is missing, damaged or of another version, or has an answer longer than a sample.
         """
         self.config, self.options = config, options
         self.tasks: list[EncodedTask] = []
-        on_every_rank(self._open)  # hosts may have different disks
-
-    def _open(self) -> None:
-        config, options = self.config, self.options
         if isinstance(config.model, EncoderConfig):
             raise ConfigError('choice tasks need a decoder, but model.kind = "encoder"; evaluate its loss alone')
         if config.data.tokenizer is None:
