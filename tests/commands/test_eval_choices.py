@@ -139,7 +139,10 @@ def _choices(folder: Path, axes: dict[str, int], data: Path, folder_of_results: 
     return results[12].values()["choices"]
 
 
-@pytest.mark.parametrize(("world_size", "axes"), [(3, {"cp": 3}), (2, {}), (2, {"tp": 2})])
+@pytest.mark.parametrize(
+    ("world_size", "axes"),
+    [(3, {"cp": 3}), *(pytest.param(2, axes, marks=pytest.mark.slow) for axes in ({}, {"tp": 2}))],
+)
 def test_results_do_not_depend_on_the_mesh(run, data, world_size, axes):
     (expected,) = run_ranks(1, _choices, run, {}, data, run)
     (run / "evaluations").rename(run / "of_one_process")

@@ -57,18 +57,19 @@ def _evaluated(folder: Path, data: str, step: int) -> dict[str, float]:
     }
 
 
+SLOW_MESHES: list[tuple[int, list[str]]] = [
+    (1, []),
+    (2, ["parallel.tp=2"]),
+    (2, []),
+    (2, ["train.engine=deepspeed", "parallel.zero=3"]),
+    (3, ["parallel.cp=3"]),
+    (4, ["parallel.pp=2", "parallel.tp=2"]),
+]
+
+
 @pytest.mark.parametrize(
     ("world_size", "axes"),
-    [(1, []), (2, ["parallel.pp=2"]), pytest.param(3, ["parallel.cp=3"], marks=pytest.mark.slow)]
-    + [
-        pytest.param(world_size, axes, marks=pytest.mark.slow)
-        for world_size, axes in (
-            (2, ["parallel.tp=2"]),
-            (2, []),
-            (2, ["train.engine=deepspeed", "parallel.zero=3"]),
-            (4, ["parallel.pp=2", "parallel.tp=2"]),
-        )
-    ],
+    [(2, ["parallel.pp=2"]), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in SLOW_MESHES)],
 )
 def test_tasks_in_the_loop_are_those_of_eval_and_change_nothing(config, tmp_path, world_size, axes):
     data = load_run_config(config, []).evaluation.data
