@@ -34,7 +34,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--suite", default="loss", metavar="NAMES", help=f"suites, with commas between: {', '.join(SUITES)} (loss)")
     add("--split", choices=SPLITS, default="validation", help="data split of the suite loss (validation)")
     add("--tasks", nargs="+", metavar="TASK", help=f"choice tasks: a group, TASK or TASK/VARIANT ({DEFAULT_TASKS[0]})")
-    add("--data", type=Path, metavar="FOLDER", help="folder of the choice tasks (evaluation-data)")
+    add("--data", type=Path, metavar="FOLDER", help="folder of the choice tasks (the run's evaluation.data)")
     add("--limit", type=int, metavar="N", help="only the first N questions of each choice task")
     steps = parser.add_mutually_exclusive_group()
     steps.add_argument("--step", type=int, metavar="N", help="the checkpoint after N steps (the newest one)")
@@ -66,8 +66,7 @@ def _options(arguments: argparse.Namespace) -> EvalOptions:
             raise ConfigError(f"--suite {name}: no such suite; {suggest(name, SUITES)}")
     choices = None
     if "choices" in suites:
-        folder = arguments.data or Path("evaluation-data")
-        choices = ChoiceOptions(folder, arguments.tasks or DEFAULT_TASKS, arguments.limit)
+        choices = ChoiceOptions(arguments.data, arguments.tasks or DEFAULT_TASKS, arguments.limit)
     else:
         for name in ("tasks", "data", "limit"):
             if getattr(arguments, name) is not None:

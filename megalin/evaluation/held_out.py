@@ -1,4 +1,4 @@
-"""Evaluation of a saved run on a data split, under data, tensor and context parallelism."""
+"""Held-out loss of a model on a split of its run's data, under data, tensor and context parallelism."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from megalin.checkpoint.load import load
-from megalin.checkpoint.tensors import OPTIMIZER_PREFIX, weights
 from megalin.config import apply_overrides, parse
 from megalin.data.batch import AnyBatch
 from megalin.data.config import SplitName
@@ -19,9 +17,8 @@ from megalin.data.tokenizers.tokenizer import load_tokenizer
 from megalin.errors import ConfigError
 from megalin.model.build import check_divisions
 from megalin.parallel.mesh import Mesh, ParallelConfig
-from megalin.train.build import COMPUTE_DTYPES, TrainedModel, build_model
+from megalin.train.build import TrainedModel
 from megalin.train.config import RunConfig
-from megalin.train.open_run import open_run
 from megalin.train.validation import AnyEvaluation, evaluate
 
 _AXES = ("parallel.tp", "parallel.cp")
@@ -40,35 +37,6 @@ def mesh_overrides(overrides: Sequence[str]) -> tuple[ParallelConfig, list[str]]
                 "samples among the remaining ranks; remove it"
             )
     return parse(ParallelConfig, apply_overrides({"parallel": {}}, axes)["parallel"], "command line"), others
-
-
-def evaluate_run(
-    folder: str | Path, mesh: Mesh, overrides: Sequence[str] = (), *, split: SplitName = "validation"
-) -> AnyEvaluation:
-    """Evaluates the newest checkpoint of a run on a split; all ranks of the mesh call it.
-
-    Args:
-        mesh: any that the model and the sequence length fit; it need not be the training's.
-        overrides: changes to the run's config; `data.validation=[...]` names other shards.
-
-    Raises:
-        MegalinError: the run has no checkpoint or no such split, data is invalid or missing, or the mesh does not fit.
-    """
-    # The training's mesh is dropped: it does not apply to the ranks of the evaluation.
-    config, checkpoint = open_run(folder, [*overrides, "parallel={}"])
-    check_mesh(config, mesh)
-    check_split(folder, config, split)
-    model = build_model(
-        config.model,
-        mesh,
-        compute_dtype=COMPUTE_DTYPES[config.train.dtype],
-        recompute=False,
-        compile_blocks=config.train.compile,
-        seed=config.train.seed,
-    )
-    load(checkpoint, weights(model), ignore=(OPTIMIZER_PREFIX,))
-    model.after_optimizer_step()
-    return evaluate_split(model, config, mesh, split)
 
 
 def check_mesh(config: RunConfig, mesh: Mesh) -> None:

@@ -164,11 +164,15 @@ def test_results_do_not_depend_on_the_mesh(run, data, world_size, axes):
         (4, ["--step", "7"], "no checkpoint of step 7; nearest are 6 and 8"),
         (3, ["data.sequence_length=3", "--suite", "choices", "--tasks", "which"], "an answer has 9 tokens, more than"),
         (3, ["--suite", "choices", "--data", "none"], "none/manifest.json: no such file; get the data with: python"),
+        (3, ["--suite", "choices", "evaluation.data=no", "--data"], "no/manifest.json: no such file; get the data"),
     ],
 )
 def test_bad_input_is_refused(run, data, fails, code, arguments, message):
-    folder = [] if "--data" in arguments or "--suite" not in arguments else ["--data", data]
-    assert message in fails(code, "eval", run, *arguments, *folder)
+    if arguments[-1] == "--data":  # left out: the run's own
+        arguments = arguments[:-1]
+    elif "--suite" in arguments and "--data" not in arguments:
+        arguments = [*arguments, "--data", data]
+    assert message in fails(code, "eval", run, *arguments)
 
 
 def test_run_without_tokenizer_has_no_choice_tasks(run, data, fails):

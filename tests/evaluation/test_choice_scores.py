@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from megalin.parallel.cross_entropy import IGNORED_LABEL
 from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.parallel.process_group import process_group
 from megalin.train.build import build_model
-from tests.cases import CASES, HYBRID, LENGTH, VOCAB_SIZE, Case, build
+from tests.cases import CASES, HIDDEN_SIZE, HYBRID, LENGTH, VOCAB_SIZE, Case, build
 from tests.model_runs import CPU
 from tests.ranks import run_ranks
 
@@ -215,6 +215,21 @@ def test_rows_hold_every_request_once_with_its_answer_alone_labelled():
     assert (batch.document_ids.diff() >= 0).all()
     # The batch of a rank without samples has no label and any number.
     assert not rows.request_numbers(torch.tensor([-1])).any()
+
+
+def test_copies_of_a_softmax_cache_are_bounded_by_its_length():
+    """The cache of the 5 ids of the prompt has 4 tokens, in each of two layers their fp64 keys, values and a flag."""
+    config = next(case.model for case in CASES if case.name == "softmax")
+    requests = [EncodedRequest([1, 2, 3, 4, 5, answer], 1) for answer in range(7)]
+    copies = Mock(wraps=carried_state._copies)
+    cache_bytes = 4 * 2 * (2 * HIDDEN_SIZE + 1) * 8
+    with (
+        process_group(CPU),
+        patch.object(carried_state, "_copies", copies),
+        patch.object(carried_state, "_STATES_BYTES", 3 * cache_bytes + 1),
+    ):
+        _assert_equal(_on_mesh(config, {}, requests, True), _alone(config, requests))
+    assert [len(call.args[1]) for call in copies.call_args_list] == [3, 3, 1]
 
 
 @pytest.mark.parametrize(("tokens", "state_bytes"), [(1, 1 << 40), (60, 1 << 40), (1 << 20, 1)])

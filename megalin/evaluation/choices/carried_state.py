@@ -52,7 +52,7 @@ def carried_batches(model: LanguageModel, requests: Sequence[EncodedRequest], de
     """Yields the scores of all requests, batch by batch; every batch of prompts runs once."""
     prompts = list(distinct_prompts(requests).items())
     prompts.sort(key=lambda item: len(item[0]))
-    for group in _groups([len(ids) - 1 for ids, _ in prompts], model):
+    for group in _groups([len(ids) - 1 for ids, _ in prompts], model.state_bytes()):
         batch = [prompts[index] for index in group]
         state = _prompt_state(model, [ids[:-1] for ids, _ in batch], device)
         answers = [
@@ -61,13 +61,19 @@ def carried_batches(model: LanguageModel, requests: Sequence[EncodedRequest], de
             for number in numbers
         ]
         answers.sort(key=lambda answer: len(answer.ids))
-        for part in _groups([len(answer.ids) - 1 for answer in answers], model):
+        for part in _groups([len(answer.ids) - 1 for answer in answers], _sequence_bytes(state)):
             yield _score_answers(model, [answers[index] for index in part], state, device)
 
 
-def _groups(lengths: Sequence[int], model: LanguageModel) -> Iterator[range]:
+def _sequence_bytes(state: ModelState) -> int:
+    """Bytes of one sequence's state; those of a softmax cache grow with the prompts."""
+    tensors = [tensor for states in [*state.blocks, state.inputs] for layer in states for tensor in layer]
+    return sum(tensor[0].numel() * tensor.element_size() for tensor in tensors)
+
+
+def _groups(lengths: Sequence[int], state_bytes: int) -> Iterator[range]:
     """Ranges of sequences for one forward each, of ascending lengths, within the limits of tokens and states."""
-    most = max(_STATES_BYTES // max(model.state_bytes(), 1), 1)
+    most = max(_STATES_BYTES // max(state_bytes, 1), 1)
     first = 0
     for index, length in enumerate(lengths):
         count = index - first

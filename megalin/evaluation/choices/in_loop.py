@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from megalin.errors import MegalinError
 from megalin.evaluation.choices.suite import ChoiceOptions, ChoiceSuite
 from megalin.model.encoder import Encoder
@@ -20,9 +18,9 @@ class ChoiceTaskRunner:
 
     def describe_problems(self, config: RunConfig) -> list[str]:
         """Reads and encodes `evaluation.tasks`; the reason why that fails, or nothing."""
-        own = config.evaluation
+        options = ChoiceOptions(tasks=config.evaluation.tasks, limit=config.evaluation.limit)
         try:
-            self._suite = ChoiceSuite(config, ChoiceOptions(Path(own.data), own.tasks, own.limit))
+            self._suite = ChoiceSuite(config, options)
         except MegalinError as error:
             return [str(error)]
         return []

@@ -24,8 +24,8 @@ DEFAULT_TASKS = ("common_sense",)
 class ChoiceOptions(NamedTuple):
     """A selection of choice tasks."""
 
-    data: Path
-    """Folder of evaluation data."""
+    data: Path | None = None
+    """Folder of evaluation data; None: that of the run's config."""
     tasks: Sequence[str] = DEFAULT_TASKS
     """Names as `EvaluationData.select` takes them."""
     limit: int | None = None
@@ -87,7 +87,7 @@ class ChoiceSuite:
         tokenizer = load_tokenizer(config.data.tokenizer)
         check_vocabulary(tokenizer, config.model.vocab_size)
         self._tokenizer_digest = tokenizer.digest
-        data = EvaluationData(options.data)
+        data = EvaluationData(options.data or Path(config.evaluation.data))
         for name in data.select(options.tasks):
             task = data.read(name, limit=options.limit)
             self.tasks.append(encode_task(task, tokenizer, max_tokens=config.data.sequence_length))
