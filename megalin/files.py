@@ -226,6 +226,22 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
 
 
+@contextlib.contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Waits for, and holds, an exclusive lock on a file, for a short change of other files. Where the file system has
+    no locks there is none. Raises OSError."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+        yield
+    finally:
+        os.close(descriptor)
+
+
 class FolderInUseError(Exception):
     """A lock that a live process holds; the text names it: pid, host, since when."""
 

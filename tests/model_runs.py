@@ -21,6 +21,7 @@ from megalin.data.shards.indexed_dataset import ShardWriter
 from megalin.train.config import check_launch, load_run_config
 from megalin.train.loop import TrainResult, train
 from megalin.train.step import LaunchedStep
+from megalin.train.tasks import TaskRunner
 from megalin.train.update_hooks import UpdateHook
 
 STEPS = 12
@@ -91,6 +92,7 @@ def write_config(folder: Path, **tables: dict[str, Any]) -> Path:
         "schedule": {"warmup_steps": 3},
         "parallel": {},
         "checkpoint": {"every_steps": 2},
+        "evaluation": {},
     }
     for name, table in tables.items():
         values[name] |= table
@@ -100,7 +102,12 @@ def write_config(folder: Path, **tables: dict[str, Any]) -> Path:
 
 
 def train_here(
-    config: Path, folder: Path, *overrides: str, hooks: Sequence[UpdateHook] = (), loss_curve: bool = False
+    config: Path,
+    folder: Path,
+    *overrides: str,
+    hooks: Sequence[UpdateHook] = (),
+    tasks: TaskRunner | None = None,
+    loss_curve: bool = False,
 ) -> TrainResult:
     """Trains in the process group of this process, as `megalin train` does; run_ranks can call it. By default it draws
     no loss curve, which takes a third of the time."""
@@ -108,7 +115,7 @@ def train_here(
     run_config = load_run_config(config, list(overrides))
     check_launch(run_config, torch.distributed.get_world_size())
     with nullcontext() if loss_curve else patch("megalin.train.loop.write_loss_curve"):
-        return train(run_config, CPU, folder, hooks=hooks)
+        return train(run_config, CPU, folder, hooks=hooks, tasks=tasks)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
-"""Loading of the newest valid checkpoint into plain tensors or DTensors, on any mesh or without one.
+"""Loading of the newest valid checkpoint, or of a step's, into plain tensors or DTensors, on any mesh or without one.
 
-`newest` runs one broadcast, and a broadcast and an all-gather per directory that it checks; `load` two all-gathers.
+`newest` and `of_step` run one broadcast, and a broadcast and an all-gather per directory that they check; `load` two
+all-gathers.
 """
 
 from __future__ import annotations
@@ -39,17 +40,11 @@ def newest(root: str | Path) -> Checkpoint | None:
     """
     root = Path(root)
     problems = []
-    for step in on_rank_zero(partial(_steps, root)):
-        directory = root / step_directory(step)
-        try:
-            manifest = on_rank_zero(partial(read_manifest, directory))
-            found = on_every_rank(partial(file_problems, directory, manifest, part=rank(), num_parts=world_size()))
-        except MegalinError as error:
-            found = [[str(error)]]
-        reasons = [reason for of_rank in found for reason in of_rank]
-        if not reasons:
-            return Checkpoint(directory, manifest)
-        problems.append(f"{directory}: {'; '.join(reasons)}")
+    for step in reversed(saved_steps(root)):
+        checked = _check_directory(root / step_directory(step))
+        if isinstance(checked, Checkpoint):
+            return checked
+        problems.append(checked)
         if rank() == 0:
             _log.warning("checkpoint skipped: %s", problems[-1])
     if problems:
@@ -60,11 +55,47 @@ def newest(root: str | Path) -> Checkpoint | None:
     return None
 
 
+def of_step(root: str | Path, step: int) -> Checkpoint:
+    """The checkpoint of `step` finished steps in `root`, with all files valid; all ranks call it.
+
+    Raises:
+        CheckpointError: there is none, with the nearest ones, or it is not valid.
+    """
+    root = Path(root)
+    steps = saved_steps(root)
+    if step not in steps:
+        below, above = [each for each in steps if each < step][-1:], [each for each in steps if each > step][:1]
+        nearest = " and ".join(str(each) for each in below + above)
+        verb = "are" if below and above else "is"
+        hint = f"nearest {verb} {nearest}" if nearest else "there is none yet; train the run first (megalin train)"
+        raise CheckpointError(f"{root}: no checkpoint of step {step}; {hint}")
+    checked = _check_directory(root / step_directory(step))
+    if isinstance(checked, Checkpoint):
+        return checked
+    raise CheckpointError(f"{checked}; restore it, or choose another step")
+
+
+def saved_steps(root: str | Path) -> list[int]:
+    """Steps of the checkpoint directories in `root`, valid or not, in ascending order. One broadcast."""
+    return on_rank_zero(partial(_steps, Path(root)))
+
+
 def _steps(root: Path) -> list[int]:
     if not root.is_dir():
         return []
     steps = (directory_step(entry.name) for entry in root.iterdir())
-    return sorted((step for step in steps if step is not None), reverse=True)
+    return sorted(step for step in steps if step is not None)
+
+
+def _check_directory(directory: Path) -> Checkpoint | str:
+    """The checkpoint in a directory, or the reason why it is not valid. A broadcast and an all-gather."""
+    try:
+        manifest = on_rank_zero(partial(read_manifest, directory))
+        found = on_every_rank(partial(file_problems, directory, manifest, part=rank(), num_parts=world_size()))
+    except MegalinError as error:
+        found = [[str(error)]]
+    reasons = [reason for of_rank in found for reason in of_rank]
+    return f"{directory}: {'; '.join(reasons)}" if reasons else Checkpoint(directory, manifest)
 
 
 def load(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], *, ignore: Sequence[str] = ()) -> None:

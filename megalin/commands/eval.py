@@ -1,31 +1,129 @@
-"""`megalin eval`: the held-out loss of a saved run."""
+"""`megalin eval`: the held-out loss of a saved run, and its results on choice tasks."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Column, Table
 
 from megalin.commands.base import Command
+from megalin.config import suggest
 from megalin.data.config import SPLITS
-from megalin.evaluation.held_out import evaluate_on_launched_ranks
+from megalin.errors import ConfigError
+from megalin.evaluation.choices.suite import DEFAULT_TASKS, ChoiceOptions, TaskResult
+from megalin.evaluation.suites import EvalOptions, Report, StepResults, evaluate_on_launched_ranks
+
+SUITES = ("loss", "choices")
+_TABLE_WIDTH = 140  # where the output is not a terminal
+_COLUMNS = ("acc", "acc_norm", "acc_unconditional", "bits_per_byte", "greedy_match")
+"""Metrics of the table; --json and the run folder have all."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, help="a run folder")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="for example parallel.cp=2 or data.validation=['a']"
-    )
-    parser.add_argument("--split", choices=SPLITS, default="validation", help="data split to evaluate on (validation)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add = parser.add_argument
+    add("folder", type=Path, help="a run folder")
+    add("overrides", nargs="*", metavar="key=value", help="for example parallel.cp=2 or data.validation=['a']")
+    add("--suite", default="loss", metavar="NAMES", help=f"suites, with commas between: {', '.join(SUITES)} (loss)")
+    add("--split", choices=SPLITS, default="validation", help="data split of the suite loss (validation)")
+    add("--tasks", nargs="+", metavar="TASK", help=f"choice tasks: a group, TASK or TASK/VARIANT ({DEFAULT_TASKS[0]})")
+    add("--data", type=Path, metavar="FOLDER", help="folder of the choice tasks (the run's evaluation.data)")
+    add("--limit", type=int, metavar="N", help="only the first N questions of each choice task")
+    steps = parser.add_mutually_exclusive_group()
+    steps.add_argument("--step", type=int, metavar="N", help="the checkpoint after N steps (the newest one)")
+    steps.add_argument("--all-steps", action="store_true", help="every checkpoint")
+    add("--json", action="store_true", help="print one JSON object")
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    evaluation = evaluate_on_launched_ranks(arguments.folder, arguments.overrides, split=arguments.split)
-    if evaluation is None:  # not rank 0
+    options = _options(arguments)
+    with _progress_bars() as report:
+        results = evaluate_on_launched_ranks(arguments.folder, arguments.overrides, options, report)
+    if results is None:  # not rank 0
         return 0
-    print(json.dumps(evaluation._asdict()) if arguments.json else "\n".join(evaluation.report_lines()))
+    loss_alone = options.choices is None and options.steps != "all"
+    if arguments.json:
+        values = {str(step): of_step.values() for step, of_step in results.items()}
+        print(json.dumps(next(iter(values.values()))["loss"] if loss_alone else values))
+    else:
+        for step, of_step in results.items():
+            _print(None if loss_alone else step, of_step)
     return 0
 
 
-COMMAND = Command("evaluate a run on held-out data: loss, and the metrics of its kind of model", _add_arguments, _run)
+def _options(arguments: argparse.Namespace) -> EvalOptions:
+    """The options of the arguments. Raises ConfigError for those that contradict each other."""
+    suites = [name.strip() for name in arguments.suite.split(",")]
+    for name in suites:
+        if name not in SUITES:
+            raise ConfigError(f"--suite {name}: no such suite; {suggest(name, SUITES)}")
+    choices = None
+    if "choices" in suites:
+        choices = ChoiceOptions(arguments.data, arguments.tasks or DEFAULT_TASKS, arguments.limit)
+    else:
+        for name in ("tasks", "data", "limit"):
+            if getattr(arguments, name) is not None:
+                raise ConfigError(f"--{name} has no effect without the suite choices; add --suite choices")
+    steps: int | Literal["newest", "all"] = "all" if arguments.all_steps else "newest"
+    if arguments.step is not None:
+        steps = arguments.step
+    return EvalOptions(arguments.split if "loss" in suites else None, choices, steps)
+
+
+@contextmanager
+def _progress_bars() -> Iterator[Report]:
+    """Progress bars on standard error, if it is a terminal; a function that moves them."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console, bars = Console(stderr=True), dict[str, TaskID]()
+    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
+
+        def report(name: str, done: int, total: int) -> None:
+            if name not in bars:
+                bars[name] = progress.add_task(name, total=total)
+            progress.update(bars[name], completed=done)
+
+        yield report
+
+
+def _print(step: int | None, results: StepResults) -> None:
+    """Prints the results of a checkpoint, under its step where one is given."""
+    if step is not None:
+        print(f"step {step}")
+    if results.loss is not None:
+        print("\n".join(results.loss.report_lines()))
+    if results.choices:
+        Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH).print(_table(results.choices))
+
+
+def _table(results: Mapping[str, TaskResult]) -> Table:
+    """The metrics of tasks, with their standard errors."""
+    shown = [name for name in _COLUMNS if any(name in result.metrics for result in results.values())]
+    truncated = any(result.num_truncated for result in results.values())
+    table = Table(
+        Column("task", no_wrap=True),
+        "questions",
+        *(name.replace("_", " ") for name in shown),
+        *["truncated"] * truncated,
+    )
+    for task, result in results.items():
+        whole = result.num_questions == result.num_questions_in_file
+        counts = f"{result.num_questions}" + ("" if whole else f" of {result.num_questions_in_file}")
+        cells = [
+            f"{result.metrics[name].value:.3f} ± {result.metrics[name].standard_error:.3f}"
+            if name in result.metrics
+            else ""
+            for name in shown
+        ]
+        cut = [f"{result.num_truncated} of {result.num_requests}"] if truncated else []
+        table.add_row(task.replace("[", r"\["), counts, *cells, *cut)
+    return table
+
+
+COMMAND = Command("evaluate a run: held-out loss, and choice tasks with --suite choices", _add_arguments, _run)

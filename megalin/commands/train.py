@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from megalin.commands.base import Command
+from megalin.evaluation.choices.in_loop import ChoiceTaskRunner
 from megalin.launch import launched
 from megalin.parallel.agreement import rank
 from megalin.parallel.mesh import check_device
@@ -14,6 +15,7 @@ from megalin.planner.check import check_memory
 from megalin.train.config import check_launch, load_run_config
 from megalin.train.hardware import device_memory_bytes
 from megalin.train.loop import TrainResult, train
+from megalin.train.tasks import task_lines
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +40,8 @@ def _run(arguments: argparse.Namespace) -> int:
         check_memory(config, world_size, device_memory_bytes(device))
     path = arguments.folder or Path("runs") / Path(arguments.config).stem
     with process_group(device):
-        result = train(config, device, path)
+        tasks = ChoiceTaskRunner() if config.evaluation.tasks else None
+        result = train(config, device, path, tasks=tasks)
         if rank() == 0:
             _print_result(result, path, config.train.steps)
     return 0
@@ -48,6 +51,8 @@ def _print_result(result: TrainResult, path: Path, steps: int) -> None:
     print(f"{path}: step {result.step} of {steps}" + (" (nothing left to do)" if result.loss is None else ""))
     if result.evaluation is not None:
         print(f"validation: {result.evaluation.summary()}")
+    for line in task_lines(result.tasks):
+        print(line)
 
 
 COMMAND = Command("train a model, or resume a run", _add_arguments, _run)

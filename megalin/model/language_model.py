@@ -14,10 +14,13 @@ from megalin.model.config import ModelConfig
 from megalin.ops.dispatch.dtypes import compute_dtype
 from megalin.parallel.collectives import wait_tensor_with_grad
 from megalin.parallel.context_parallel import ContextParallel
-from megalin.parallel.cross_entropy import vocab_parallel_cross_entropy
+from megalin.parallel.cross_entropy import TokenScores, vocab_parallel_cross_entropy
 from megalin.parallel.embedding import VocabParallelEmbedding
 from megalin.parallel.sequence_documents import SequenceDocuments
 from megalin.parallel.tensor_parallel import TensorParallel
+
+LossKind = Literal["tokens", "sum", "scores"]
+"""Losses that a forward returns; see `LanguageModel.forward`."""
 
 
 class ModelState(NamedTuple):
@@ -37,13 +40,21 @@ class ModelOutput(NamedTuple):
     """Result of a forward."""
 
     logits: Tensor | None
-    """[B, T, V/tp], this rank's slice of the padded vocabulary; padding is -inf. None with losses = "sum"."""
+    """[B, T, V/tp], this rank's slice of the padded vocabulary; padding is -inf. None but with losses = "tokens"."""
     token_losses: Tensor | None
     """[B, T] in nats, at least fp32, 0 where the label is ignored; None without labels or with losses = "sum"."""
     loss_sum: Tensor | None
     """[] the sum of the token losses, with losses = "sum"."""
     state: ModelState | None
     """The state after the last token, where one was given."""
+    greedy: Tensor | None = None
+    """[B, T] bool, True where the label is the likeliest id, with losses = "scores"."""
+
+    def token_scores(self) -> TokenScores:
+        """The scores of the labels, with losses = "scores"."""
+        assert self.token_losses is not None
+        assert self.greedy is not None
+        return TokenScores(self.token_losses, self.greedy)
 
     def loss_sums(self) -> Tensor:
         """[1] sum of the token losses."""
@@ -82,7 +93,7 @@ class LanguageModel(BaseModel[ModelConfig]):
         document_ids: Tensor | None = None,
         positions: Tensor | None = None,
         state: ModelState | None = None,
-        losses: Literal["tokens", "sum"] = "tokens",
+        losses: LossKind = "tokens",
     ) -> ModelOutput:
         """Runs T tokens of each of B sequences; with context parallelism T is this rank's shard, and there is no state.
 
@@ -93,7 +104,8 @@ class LanguageModel(BaseModel[ModelConfig]):
             positions: [T] or [B, T]; by default they continue those of the state, or start from 0 at the first rank.
             state: the recurrent state of earlier tokens; the output then holds the next one.
             losses: tokens: the logits, and with labels each token's loss; sum: the sum of the losses alone, which a
-                fused kernel computes in less time and memory.
+                fused kernel computes in less time and memory; scores: each labelled token's loss and whether the label
+                is the likeliest id, without a gradient and without the logits of other tokens.
         """
         assert state is None or self.cp.size == 1, self.cp.size
         consecutive = positions is None
@@ -133,11 +145,15 @@ class LanguageModel(BaseModel[ModelConfig]):
             inputs.append(input_state)
         return wait_tensor_with_grad(self._to_residual_dtype(x)), inputs
 
-    def head_output(self, x: Tensor, labels: Tensor | None, losses: Literal["tokens", "sum"]) -> ModelOutput:
+    def head_output(self, x: Tensor, labels: Tensor | None, losses: LossKind) -> ModelOutput:
         """The output, without a state, from the normed residual stream x [B, T or T/tp, D]."""
         if losses == "sum":
             assert labels is not None
             return ModelOutput(None, None, self._table().loss_sum(x, labels), None)
+        if losses == "scores":
+            assert labels is not None
+            scores = self._table().token_scores(x, labels)
+            return ModelOutput(None, scores.losses, None, None, scores.greedy)
         logits = self._table().logits(x)
         token_losses = None if labels is None else vocab_parallel_cross_entropy(logits, labels, self.tp.axis)
         return ModelOutput(logits, token_losses, None, None)
@@ -145,6 +161,12 @@ class LanguageModel(BaseModel[ModelConfig]):
     def loss_sums(self, inputs: Mapping[str, Tensor]) -> Tensor:
         output: ModelOutput = self(**inputs, losses="sum")
         return output.loss_sums()
+
+    @torch.no_grad()
+    def token_scores(self, inputs: Mapping[str, Tensor]) -> TokenScores:
+        """Scores of a batch's labels, without a backward."""
+        output: ModelOutput = self(**inputs, losses="scores")
+        return output.token_scores()
 
     @torch.no_grad()
     def step(self, tokens: Tensor, state: ModelState) -> ModelOutput:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from megalin.errors import ConfigError
 from megalin.model.base import Stage
 from megalin.model.config import AnyModelConfig, EncoderConfig, ModelConfig
-from megalin.model.language_model import LanguageModel, ModelOutput
+from megalin.model.language_model import LanguageModel, LossKind, ModelOutput
 from megalin.model.pipeline_partition import cut_evenly, cut_for_interleaving
 from megalin.parallel.context_parallel import ContextParallel
 from megalin.parallel.pipeline_parallel import LOSS_DTYPE
@@ -76,7 +76,7 @@ class DecoderStage(LanguageModel):
         *,
         document_ids: Tensor,
         labels: Tensor,
-        losses: Literal["tokens", "sum"] = "sum",
+        losses: LossKind = "sum",
     ) -> Tensor | ModelOutput:
         """Runs T tokens of each of B sequences through this stage.
 
@@ -84,10 +84,11 @@ class DecoderStage(LanguageModel):
             x: [B, T] ids on the first stage, else the residual stream [B, T or T/tp, D].
             document_ids: [B, T], non-decreasing along T.
             labels: [B, T] next ids, IGNORED_LABEL where there is no loss; the last stage reads them.
-            losses: sum: the last stage returns the sum of the losses, [1] fp64; tokens: logits and a loss a token.
+            losses: sum: the last stage returns the sum of the losses, [1] fp64; tokens: logits and a loss a token;
+                scores: scores of the labels.
 
         Returns:
-            The residual stream; on the last stage the sum, or the output with the logits.
+            The residual stream; on the last stage the sum, or the output.
         """
         positions = self.cp.positions(document_ids)
         if self.stage.is_first:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,15 @@ from megalin.parallel.collectives import Axis, all_gather, all_reduce, wait_tens
 
 IGNORED_LABEL = -100
 """Label of tokens without a loss."""
+
+
+class TokenScores(NamedTuple):
+    """Scores of the labels of a batch."""
+
+    losses: Tensor
+    """[B, T] in nats, at least fp32; 0 where the label is ignored."""
+    greedy: Tensor
+    """[B, T] bool, True where the label is the likeliest id, the smallest of equals; False where it is ignored."""
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):

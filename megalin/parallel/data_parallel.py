@@ -63,7 +63,7 @@ def shard_model(
         wrap(block, low, mesh.zero == 3)
     if head is not None:
         wrap(head, low, False)
-        for method in ("logits", "loss_sum"):
+        for method in ("logits", "loss_sum", "token_scores"):
             register_fsdp_forward_method(head, method)
     wrap(model, low, False)
     for module in model.modules():

@@ -7,12 +7,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megalin.parallel.cross_entropy import vocab_parallel_linear_cross_entropy, vocab_parallel_logits
+from megalin.ops.dispatch.dtypes import compute_dtype
+from megalin.parallel.cross_entropy import (
+    IGNORED_LABEL,
+    TokenScores,
+    vocab_parallel_argmax,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_linear_cross_entropy,
+    vocab_parallel_logits,
+)
 from megalin.parallel.initialisation import FillFunction, Initializer, constant, normal
 from megalin.parallel.tensor_parallel import TOKENS, TensorParallel, local
 
 ROW_MULTIPLE = 128
 """Vocabulary rows are padded to this multiple on every mesh, so that tables of all meshes are equal."""
+
+_SCORED_TOKENS = 2048
+"""Tokens whose logits are in memory at the same time in `token_scores`."""
 
 
 def padded_rows(vocab_size: int) -> int:
@@ -72,6 +83,19 @@ class VocabParallelEmbedding(nn.Module):
         return vocab_parallel_linear_cross_entropy(
             self.tp.enter(x), weight, labels, self.tp.axis, vocab_size=self.vocab_size
         )
+
+    def token_scores(self, x: Tensor, labels: Tensor) -> TokenScores:
+        """Scores of the labels [B, T] under `logits(x)`; only tokens with a label have logits, some of them at a time.
+        Not differentiable."""
+        x = self.tp.enter(x).flatten(0, -2)  # [B T, D]
+        flat = labels.flatten()
+        losses, greedy = x.new_zeros(len(flat), dtype=compute_dtype(x)), torch.zeros_like(flat, dtype=torch.bool)
+        labelled = (flat != IGNORED_LABEL).nonzero().squeeze(-1)  # the same on every rank of the axis
+        for chosen in labelled.split(_SCORED_TOKENS) if len(labelled) else ():
+            logits = self.logits_of_entered(x[chosen])
+            losses[chosen] = vocab_parallel_cross_entropy(logits, flat[chosen], self.tp.axis)
+            greedy[chosen] = vocab_parallel_argmax(logits, self.tp.axis) == flat[chosen]
+        return TokenScores(losses.view_as(labels), greedy.view_as(labels))
 
     def logits_flops(self) -> int:
         """Forward floating-point operations a token of `logits`, whole axis, without the padding."""

@@ -44,6 +44,7 @@ def page(run: RunRecord) -> bytes:
     table(body, (), _summary(run))
     _curves(body, run)
     _evaluations(body, run)
+    _tasks(body, run)
     _incidents(body, run)
     section(
         body, "Environment", (), [(name, _value_text(value)) for name, value in run.environment.items()], "not recorded"
@@ -141,6 +142,15 @@ def _evaluations(body: Element, run: RunRecord) -> None:
     columns = list(dict.fromkeys(name for evaluation in evaluations for name in evaluation))
     rows = [[evaluation_number(name, evaluation.get(name)) for name in columns] for evaluation in evaluations]
     section(body, "Held-out evaluations", [name.replace("_", " ") for name in columns], rows, "none yet")
+
+
+def _tasks(body: Element, run: RunRecord) -> None:
+    tasks = run.progress.tasks
+    if not tasks:  # a run without such tasks needs no section
+        return
+    metrics = list(dict.fromkeys(name for _, _, values in tasks for name in values))
+    rows = [(f"{step:,}", task, *(_number(name, values.get(name)) for name in metrics)) for step, task, values in tasks]
+    _section(body, "Choice tasks", ["step", "task", *(name.replace("_", " ") for name in metrics)], rows, "none yet")
 
 
 def _incidents(body: Element, run: RunRecord) -> None:

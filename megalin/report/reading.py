@@ -15,6 +15,7 @@ from megalin.errors import CheckpointError, ConfigError
 from megalin.files import open_regular
 from megalin.train.curves import finite
 from megalin.train.jsonl import read_records
+from megalin.train.tasks import split_task_metrics
 
 CURVES = ("loss", "mlm_loss", "nsp_loss", "evaluation_loss", "tokens_per_second", "grad_norm", "tokens", "flops")
 """Metrics whose values are kept for all steps."""
@@ -36,6 +37,8 @@ class MetricsSummary(NamedTuple):
     """The finite numbers of the newest line; empty before the first."""
     evaluations: list[dict[str, float]]
     """For each line with an evaluation: the step and the evaluation's numbers, their names without the prefix."""
+    tasks: list[tuple[int, str, dict[str, float]]]
+    """(step, task, its numbers by metric) of each evaluation of a task."""
     peak_memory_bytes: float
     """Largest of any step."""
 
@@ -114,6 +117,7 @@ def _progress(records: Iterator[dict[str, Any]]) -> MetricsSummary:
     curves: dict[str, list[tuple[int, float]]] = {name: [] for name in CURVES}
     sums = dict.fromkeys(SUMS, 0.0)
     evaluations: list[dict[str, float]] = []
+    tasks: list[tuple[int, str, dict[str, float]]] = []
     numbers: dict[str, float] = {}
     peak = 0.0
     for record in records:
@@ -128,7 +132,8 @@ def _progress(records: Iterator[dict[str, Any]]) -> MetricsSummary:
         found = {name.removeprefix(_EVALUATION): numbers[name] for name in numbers if name.startswith(_EVALUATION)}
         if found:
             evaluations.append({"step": step, **found})
-    return MetricsSummary(curves, sums, numbers, evaluations, peak)
+        tasks += [(step, task, values) for task, values in split_task_metrics(numbers).items()]
+    return MetricsSummary(curves, sums, numbers, evaluations, tasks, peak)
 
 
 def _incident(record: dict[str, Any]) -> Incident:

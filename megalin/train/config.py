@@ -57,11 +57,34 @@ class TrainConfig(Config):
     evaluate_every_steps: int | None = pydantic.Field(default=None, ge=1)
     """Steps between evaluations on the validation split; left out: only after the last step."""
     evaluate_batches: int | None = pydantic.Field(default=None, ge=1)
-    """Batches of global_batch_size samples per evaluation during training; left out: the whole split."""
+    """Batches of global_batch_size samples per evaluation, also after the last step; left out: 1,000 samples. The first
+    samples of the split, or all if there are fewer; `megalin eval` reads all."""
     log_every_steps: int = pydantic.Field(default=10, ge=1)
     """Steps between progress lines if the output is not a terminal; every step is written to metrics.jsonl."""
     stop_after_steps: int | None = pydantic.Field(default=None, ge=1)
     """Saves and stops after this step, to resume later; the schedule still counts on `steps`."""
+
+
+class EvaluationConfig(Config):
+    """Choice tasks during training; the held-out loss has its keys in [train]."""
+
+    tasks: list[str] = pydantic.Field(default=[])
+    """Tasks as `megalin eval --tasks` takes them, for example ["common_sense", "lambada"]; empty: none."""
+    every_steps: int | None = pydantic.Field(default=None, ge=1)
+    """Steps between evaluations of the tasks; left out: only after the last step."""
+    limit: int | None = pydantic.Field(default=None, ge=1)
+    """Questions of each task, the first ones; left out: all."""
+    data: str = pydantic.Field(default="evaluation-data", min_length=1)
+    """Folder of the tasks, which tools/get_evaluation_data.py makes."""
+
+    def problems(self) -> list[str]:
+        """Keys without an effect."""
+        values = {"every_steps": self.every_steps, "limit": self.limit}
+        return [
+            f"evaluation.{name} = {value} has no effect without evaluation.tasks; add tasks or leave it out"
+            for name, value in values.items()
+            if value is not None and not self.tasks
+        ]
 
 
 class CheckpointConfig(Config):
@@ -83,6 +106,7 @@ class RunConfig(Config):
     schedule: ScheduleConfig = ScheduleConfig()
     parallel: ParallelConfig = ParallelConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     logging: LoggingConfig = LoggingConfig()
 
     @pydantic.model_validator(mode="after")
@@ -110,6 +134,7 @@ class RunConfig(Config):
                     "lower it or remove the phase"
                 )
         problems += self._engine_problems() + self._graph_problems() + self._kind_problems()
+        problems += self.evaluation.problems()
         if problems:
             raise ValueError("\n".join(problems))
         return self

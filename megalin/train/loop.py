@@ -32,8 +32,12 @@ from megalin.train.resume import checkpoint_state, resume
 from megalin.train.run_folder import RunFolder
 from megalin.train.run_log import open_run_log
 from megalin.train.step_data import DataFailure, Preemption, StepData, StepReader, training_loader
+from megalin.train.tasks import TaskRunner, check_tasks
 from megalin.train.update_hooks import UpdateHook
 from megalin.train.validation import AnyEvaluation, Evaluation, evaluate
+
+_EVALUATED_SAMPLES = 1000
+"""Samples of an evaluation where `train.evaluate_batches` is left out."""
 
 
 class TrainResult(NamedTuple):
@@ -45,6 +49,8 @@ class TrainResult(NamedTuple):
     """Loss of the last step, nats a token; None if no step was left."""
     evaluation: AnyEvaluation | None
     """Evaluation of the validation split after the last step; None without one."""
+    tasks: dict[str, float]
+    """Results of `evaluation.tasks` after the last step, by TASK/METRIC; empty without tasks."""
 
 
 class TrainingLoop:
@@ -64,6 +70,7 @@ class TrainingLoop:
         run: RunFolder,
         event_log: EventLog,
         hooks: Sequence[UpdateHook] = (),
+        tasks: TaskRunner | None = None,
     ) -> None:
         """Opens the data, builds the model, and loads the newest checkpoint if there is one.
 
@@ -72,7 +79,7 @@ class TrainingLoop:
             DataError: on every rank, when shards or a tokenizer are bad or missing on any rank.
             CheckpointError: a checkpoint of a different model, or none that verifies.
         """
-        self.config, self.mesh, self.run, self.event_log = config, mesh, run, event_log
+        self.config, self.mesh, self.run, self.event_log, self.tasks = config, mesh, run, event_log, tasks
         on_every_rank(self._open_data)  # hosts may have different disks
         self.engine = _make_engine(config, mesh, run, hooks)
         self.model = self.engine.model
@@ -109,6 +116,7 @@ class TrainingLoop:
         in_flight = InFlightSteps()
         finished: FinishedStep | None = None
         evaluation: AnyEvaluation | None = None
+        tasks: dict[str, float] = {}
         with (
             training_loader(self.config, self.data, self.mesh) as loader,
             open_run_log(
@@ -128,7 +136,8 @@ class TrainingLoop:
                     if finished.step == self.resumed_step + 1:
                         log.write_kernels()
                     evaluation = self._evaluate_if_due(finished.step)
-                    log.write(finished, evaluation)
+                    tasks = self._run_tasks_if_due(finished.step)
+                    log.write(finished, evaluation, tasks)
                     if self._is_save_due(finished.step):
                         self._save(finished.step)
                 if data.stop is not None:
@@ -137,7 +146,7 @@ class TrainingLoop:
                     freeze()
         self._write_loss_curve(evaluation)
         loss = None if finished is None else finished.result.loss
-        return TrainResult(max(self.last_step, self.resumed_step), loss, evaluation)
+        return TrainResult(max(self.last_step, self.resumed_step), loss, evaluation, tasks)
 
     def _launch(self, step: int, data: StepData) -> InFlightStep:
         """Launches a step; the clock of the steps pauses after one that must be finished before the next starts."""
@@ -153,29 +162,40 @@ class TrainingLoop:
     def _is_due(self, step: int) -> bool:
         """Whether this step must be finished before the next one starts: it is logged first or last, evaluated or
         checkpointed."""
-        return step == self.resumed_step + 1 or self._is_save_due(step) or self._is_evaluation_due(step)
+        due = self._is_save_due(step) or self._is_evaluation_due(step) or self._are_tasks_due(step)
+        return due or step == self.resumed_step + 1
 
     def _is_evaluation_due(self, step: int) -> bool:
         every_steps = self.config.train.evaluate_every_steps
         return self.validation is not None and (step == self.last_step or _divides(every_steps, step))
 
+    def _are_tasks_due(self, step: int) -> bool:
+        every_steps = self.config.evaluation.every_steps
+        return self.tasks is not None and (step == self.last_step or _divides(every_steps, step))
+
     def _is_save_due(self, step: int) -> bool:
         return step == self.last_step or _divides(self.config.checkpoint.every_steps, step)
 
     def _evaluate_if_due(self, step: int) -> AnyEvaluation | None:
-        """Evaluates the validation split after the last step, and its first samples where an evaluation is due."""
+        """Evaluates the first samples of the validation split where an evaluation is due."""
         train = self.config.train
         if self.validation is None or not self._is_evaluation_due(step):
             return None
-        batches = None if step == self.last_step else train.evaluate_batches
+        batches = train.evaluate_batches
         loader = ValidationLoader(
             self.validation,
             micro_batch_size=train.micro_batch_size,
             dp_rank=self.mesh.samples.rank,
             dp_size=self.mesh.samples.size,
-            max_samples=None if batches is None else batches * train.global_batch_size,
+            max_samples=_EVALUATED_SAMPLES if batches is None else batches * train.global_batch_size,
         )
         return evaluate(self.model, loader, self.mesh, token_bytes=self.token_bytes)
+
+    def _run_tasks_if_due(self, step: int) -> dict[str, float]:
+        """Results of the tasks where they are due, else none."""
+        if self.tasks is None or not self._are_tasks_due(step):
+            return {}
+        return self.tasks.run(self.model, self.mesh, step=step)
 
     def _save(self, step: int) -> None:
         save(
@@ -209,23 +229,32 @@ class TrainingLoop:
             write_loss_curve(self.run.metrics, self.run.loss_curve, unigram_entropy=entropy)
 
 
-def train(config: RunConfig, device: torch.device, path: Path, *, hooks: Sequence[UpdateHook] = ()) -> TrainResult:
+def train(
+    config: RunConfig,
+    device: torch.device,
+    path: Path,
+    *,
+    hooks: Sequence[UpdateHook] = (),
+    tasks: TaskRunner | None = None,
+) -> TrainResult:
     """Trains `config` in the run folder `path`, resuming from its newest checkpoint; needs a process group.
 
     Args:
         hooks: the same on every rank, called after each update of the weights; see `UpdateHook`.
+        tasks: evaluates `evaluation.tasks`.
 
     Raises:
-        ConfigError: ranks with different configs, on every rank.
+        ConfigError: ranks with different configs, or tasks that cannot be evaluated, on every rank.
         MegalinError: as `RunFolder` and `TrainingLoop` do, on every rank.
     """
     _check_same_config(config)  # before the mesh: with different axes, ranks would wait in different groups
+    check_tasks(config, tasks)
     mesh = Mesh(config.parallel, device)
     # Failed ranks are reported inside the event log, so that its error names them.
     with RunFolder(path) as run, EventLog(run.incidents) as event_log, report_failed_ranks(default_rendezvous()):
         if run.previous_owner is not None:
             event_log.write("taken over", f"from {run.previous_owner}, which ended without closing the folder")
-        loop = TrainingLoop(config, mesh, run, event_log, hooks)
+        loop = TrainingLoop(config, mesh, run, event_log, hooks, tasks)
         run.write_text(run.config, dumps(config))
         run.write_json(run.environment, environment(mesh))
         event_log.begin(loop.resumed_step, f"on {torch.distributed.get_world_size()} x {device_name(device)}")

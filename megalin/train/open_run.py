@@ -1,4 +1,4 @@
-"""Opening a finished or interrupted run for reading: its config and its newest checkpoint."""
+"""Opening a finished or interrupted run for reading: its config and a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megalin.checkpoint.load import newest
+from megalin.checkpoint.load import newest, of_step
 from megalin.checkpoint.manifest import Checkpoint
 from megalin.config import translate_renamed
 from megalin.errors import CheckpointError, ConfigError
@@ -17,15 +17,21 @@ from megalin.train.run_folder import CHECKPOINTS_NAME, CONFIG_NAME
 _MOST_DIFFERENCES = 8
 
 
-def open_run(folder: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, Checkpoint]:
-    """Reads a run folder's config, with overrides, and its newest checkpoint that verifies.
+def open_run(
+    folder: str | Path, overrides: Sequence[str] = (), *, step: int | None = None
+) -> tuple[RunConfig, Checkpoint]:
+    """Reads a run folder's config, with overrides, and a checkpoint that verifies.
+
+    Args:
+        step: finished steps of the checkpoint; None: the newest one.
 
     Raises:
         ConfigError: not a run folder, or a config that does not parse.
-        CheckpointError: no checkpoint, none that verifies, or one of a different model.
+        CheckpointError: no checkpoint (of this step), none that verifies, or one of a different model.
     """
     config = load_run_config(Path(folder) / CONFIG_NAME, overrides)
-    checkpoint = newest(Path(folder) / CHECKPOINTS_NAME)
+    root = Path(folder) / CHECKPOINTS_NAME
+    checkpoint = newest(root) if step is None else of_step(root, step)
     if checkpoint is None:
         raise CheckpointError(f"{folder}: the run has no checkpoint yet; train it first (megalin train)")
     check_same_model(config.model, checkpoint)

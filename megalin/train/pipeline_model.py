@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from megalin.data.batch import AnyBatch, Batch
 from megalin.errors import MegalinError, causes
 from megalin.model.config import ModelConfig
-from megalin.model.language_model import LanguageModel, ModelOutput
+from megalin.model.language_model import LanguageModel, LossKind, ModelOutput
 from megalin.model.pipeline_stages import DecoderStage, StagePlan
 from megalin.ops.dispatch.dtypes import compute_dtype
 from megalin.parallel.collectives import Axis
+from megalin.parallel.cross_entropy import TokenScores
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.pipeline_parallel import HiddenStatesShape, forward_through, make_schedule
 from megalin.parallel.tensor_parallel import local
@@ -145,7 +146,7 @@ class Pipeline(nn.Module):
             dtype = compute_dtype(torch.empty(0, dtype=dtype))
         return HiddenStatesShape((tokens.shape[0], length, self.config.hidden_size), dtype)
 
-    def outputs(self, inputs: Mapping[str, Tensor], *, losses: str) -> Any:
+    def outputs(self, inputs: Mapping[str, Tensor], *, losses: LossKind) -> Any:
         """The last stage's output of a batch, without a backward; None on ranks without that stage."""
         options = {"document_ids": inputs["document_ids"], "labels": inputs["labels"], "losses": losses}
         tokens = inputs["tokens"]
@@ -160,6 +161,11 @@ class Pipeline(nn.Module):
         """Logits and token losses of a batch, without a backward; None on ranks without the last stage."""
         output: ModelOutput | None = self.outputs(inputs, losses="tokens")
         return output
+
+    def token_scores(self, inputs: Mapping[str, Tensor]) -> TokenScores | None:
+        """Scores of a batch's labels, without a backward; None on ranks without the last stage."""
+        output: ModelOutput | None = self.outputs(inputs, losses="scores")
+        return None if output is None else output.token_scores()
 
     @torch.no_grad()
     def after_optimizer_step(self) -> None:

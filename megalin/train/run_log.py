@@ -18,6 +18,7 @@ from megalin.train.in_flight import FinishedStep
 from megalin.train.ledger import Ledger
 from megalin.train.metrics import Metrics
 from megalin.train.run_folder import RunFolder
+from megalin.train.tasks import task_lines, task_metrics
 from megalin.train.validation import AnyEvaluation
 
 
@@ -41,10 +42,13 @@ class RunLog:
         self.print_line("kernels: " + ", ".join(f"{op} {choice.backend}" for op, choice in used.items()))
         self._run.write_json(self._run.kernels, {op: choice._asdict() for op, choice in used.items()})
 
-    def write(self, finished: FinishedStep, evaluation: AnyEvaluation | None) -> None:
-        """Logs a step and the evaluation after it, if there is one."""
+    def write(self, finished: FinishedStep, evaluation: AnyEvaluation | None, tasks: dict[str, float]) -> None:
+        """Logs a step, the evaluation after it, if there is one, and the results of tasks, if there are some."""
         values = step_metrics(finished, self._config, self._mesh, self._loss_names, self._flops_per_token)
-        self._metrics.write(finished.step, values | ({} if evaluation is None else evaluation.metrics()))
+        values |= ({} if evaluation is None else evaluation.metrics()) | task_metrics(tasks)
+        self._metrics.write(finished.step, values)
+        for line in task_lines(tasks):
+            self.print_line(f"step {finished.step}  {line}")
         self._ledger.write(finished.step, finished.launched.digest)
 
 

@@ -10,10 +10,10 @@ import safetensors
 import torch
 import torch.distributed as dist
 
-from megalin.checkpoint.load import load, newest
+from megalin.checkpoint.load import load, newest, of_step
 from megalin.checkpoint.tensors import training_tensors, weights
 from megalin.errors import CheckpointError
-from tests.checkpoint.saved import tensors, write
+from tests.checkpoint.saved import edit_json, tensors, write
 from tests.ranks import run_ranks
 
 
@@ -124,3 +124,23 @@ def test_created_optimizer_state_is_what_the_first_step_creates(options: dict[st
     for name, tensor in training_tensors(model, optimizer).items():
         assert tensor.dtype == created[name].dtype, name
         assert torch.equal(tensor, created[name]), f"{name}: not a live reference, or not the state of a step"
+
+
+@pytest.mark.parametrize(
+    ("step", "hint"),
+    [(7, "nearest are 5 and 10"), (1, "nearest is 5"), (12, "nearest is 10")],
+)
+def test_checkpoint_of_a_step_that_was_not_saved_is_refused_with_the_nearest(tmp_path: Path, step, hint) -> None:
+    write(tmp_path, 5, 10)
+    assert of_step(tmp_path, 5).manifest.step == 5
+    with pytest.raises(CheckpointError, match=rf"no checkpoint of step {step}; {hint}$"):
+        of_step(tmp_path, step)
+
+
+def test_checkpoint_of_a_step_must_verify(tmp_path: Path) -> None:
+    damaged = write(tmp_path, 5, 10)
+    edit_json(damaged / "train_state.json", "step", value=11)
+    with pytest.raises(CheckpointError, match=r"step-00000010: .*train_state.json.*; restore it, or choose another"):
+        of_step(tmp_path, 10)
+    with pytest.raises(CheckpointError, match="no checkpoint of step 5; there is none yet; train the run first"):
+        of_step(tmp_path / "none", 5)

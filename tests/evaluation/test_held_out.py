@@ -13,7 +13,7 @@ from megalin.data.config import DataConfig
 from megalin.data.datasets.token import TokenDataset
 from megalin.data.loader import ValidationLoader
 from megalin.data.tokenizers.tokenizer import ByteTokenizer
-from megalin.evaluation.held_out import evaluate_run
+from megalin.evaluation.suites import EvalOptions, evaluate_checkpoints
 from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.parallel.process_group import process_group
 from megalin.train.build import build_model
@@ -102,4 +102,7 @@ def _train(config: Path, folder: Path) -> Any:
 
 
 def _evaluate_saved(folder: Path, axes: dict[str, int], *overrides: str) -> AnyEvaluation:
-    return evaluate_run(folder, Mesh(ParallelConfig(**axes), CPU), overrides)
+    mesh = Mesh(ParallelConfig(**axes), CPU)
+    (results,) = evaluate_checkpoints(folder, mesh, overrides, EvalOptions(), lambda *_: None).values()
+    assert results.loss is not None
+    return results.loss

@@ -138,6 +138,8 @@ def test_commands_know_encoders(tmp_path, capsys):
     assert "state_bytes" not in json.loads(capsys.readouterr().out)
     assert main(["generate", str(run), "--prompt", "x"]) == 2
     assert 'model.kind = "encoder" attends to full sequences and cannot continue one' in capsys.readouterr().err
+    assert main(["eval", str(run), "--suite", "choices"]) == 2
+    assert 'choice tasks need a decoder, but model.kind = "encoder"' in capsys.readouterr().err
     assert (run / "loss.png").exists()
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
+import megalin.train.loop as loop
 import megalin.train.step as steps
 from megalin.data.datasets.token import TokenDataset
 from megalin.data.loader import Loader
@@ -49,7 +50,7 @@ def plain(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_evaluating_during_training_does_not_change_it(config, plain, tmp_path):
-    overrides = ["train.evaluate_every_steps=3", "train.evaluate_batches=2"]
+    overrides = ["train.evaluate_every_steps=3", "train.evaluate_batches=5"]  # the whole split
     result = run(config, tmp_path, *overrides)
     assert losses(tmp_path) == losses(plain)
     lines = metrics(tmp_path)
@@ -63,7 +64,16 @@ def test_evaluation_reads_as_many_batches_as_asked(config, tmp_path):
     overrides = ["train.evaluate_every_steps=1", "train.evaluate_batches=1", "train.steps=3"]
     run(config, tmp_path, *overrides)
     tokens = [line["evaluation_tokens"] for line in _raw(tmp_path)]
-    assert tokens[0] == tokens[1] <= 4 * 36 < tokens[2]
+    assert tokens[0] == tokens[1] == tokens[2] <= 4 * 36
+
+
+def test_evaluation_reads_a_limited_number_of_samples_by_default(config, tmp_path, monkeypatch):
+    assert loop._EVALUATED_SAMPLES == 1000
+    monkeypatch.setattr(loop, "_EVALUATED_SAMPLES", 5)
+    run(config, tmp_path, "train.steps=3", "train.evaluate_every_steps=2")
+    first, last = (line["evaluation_tokens"] for line in _raw(tmp_path) if "evaluation_tokens" in line)
+    assert first == last <= 5 * 36
+    assert last > 4 * 20
 
 
 def _raw(folder: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Export of a run's newest checkpoint as a folder of another system; memory holds the tensors of one file at a time."""
+"""Export of a run's checkpoint as a folder of another system; memory holds the tensors of one file at a time."""
 
 from __future__ import annotations
 
@@ -32,10 +32,13 @@ _ELEMENT_BYTES = 4
 TOKENIZER_FILE = "tokenizer.json"
 
 
-def export_hf(run: Path, out: Path, *, form: str | None = None, file_bytes: int = FILE_BYTES) -> CheckpointLayout:
-    """Writes the newest checkpoint of `run` as fp32 safetensors with a config.json; `out` appears only when complete.
+def export_hf(
+    run: Path, out: Path, *, form: str | None = None, step: int | None = None, file_bytes: int = FILE_BYTES
+) -> CheckpointLayout:
+    """Writes a checkpoint of `run` as fp32 safetensors with a config.json; `out` appears only when complete.
 
     Args:
+        step: finished steps of the checkpoint; None: the newest one.
         form: the system, for models that fit several; None takes the first.
         file_bytes: maximum size of a file, unless it has a single tensor.
 
@@ -44,11 +47,11 @@ def export_hf(run: Path, out: Path, *, form: str | None = None, file_bytes: int 
 
     Raises:
         ConfigError: no run, a model that the class cannot express, or an `out` that is not empty.
-        CheckpointError: no checkpoint that verifies, or one with other tensors than its model.
+        CheckpointError: no checkpoint (of this step) that verifies, or one with other tensors than its model.
         StorageError: `out` cannot be written.
     """
     check_empty(out)
-    config, checkpoint = open_run(run)
+    config, checkpoint = open_run(run, step=step)
     if not isinstance(config.model, ModelConfig):
         raise ConfigError(
             f'{run}: no external class exists for model.kind = "{config.model.kind}"; give the run of a decoder'

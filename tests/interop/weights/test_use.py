@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
+from safetensors.torch import load_file
 
 from megalin.__main__ import main
+from megalin.checkpoint.load import newest
+from megalin.checkpoint.save import save
 from megalin.checkpoint.tensors import weights
 from megalin.data.tokenizers.tokenizer import END_OF_DOCUMENT, BytePairTrainer
 from megalin.train.open_run import open_run
@@ -103,3 +106,19 @@ def test_training_starts_from_imported_weights(tmp_path: Path, capsys: pytest.Ca
         torch.testing.assert_close(tensor, weights(model)[name], rtol=0, atol=1e-6)
     lines = [json.loads(line) for line in (tmp_path / "back/metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["evaluation_loss"] == pytest.approx(before, rel=1e-5)
+
+
+def test_export_reads_the_checkpoint_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    tensors = dict(weights(write_run(tmp_path / "run", MODELS["llama"].table)))  # step 3
+    checkpoints = tmp_path / "run/checkpoints"
+    state = newest(checkpoints).state()  # type: ignore[union-attr]
+    save(checkpoints, step=5, tensors=tensors | {"norm.weight": tensors["norm.weight"] + 1.0}, state=state)
+    norms = []
+    for name, choice in (("first", ["--step", 3]), ("newest", [])):
+        assert _command("export", "hf", tmp_path / "run", tmp_path / name, *choice) == 0
+        norms.append(load_file(tmp_path / name / "model.safetensors")["model.norm.weight"])
+    assert torch.equal(norms[0], tensors["norm.weight"])
+    assert torch.equal(norms[1], tensors["norm.weight"] + 1.0)
+    capsys.readouterr()
+    assert _command("export", "hf", tmp_path / "run", tmp_path / "none", "--step", 7) == 4
+    assert "no checkpoint of step 7; nearest is 5" in capsys.readouterr().err

@@ -1,0 +1,91 @@
+"""Token ids of requests, split into prompt and answer as the harness lm-eval splits them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megalin.data.tokenizers.tokenizer import Tokenizer
+from megalin.errors import ConfigError, DataError
+from megalin.evaluation.choices.requests import Request, Task
+
+
+class EncodedRequest(NamedTuple):
+    """Ids of a request; at least one of the prompt stands before the answer."""
+
+    ids: Sequence[int]
+    """Prompt and answer."""
+    num_answer_tokens: int
+    """Tokens of the answer, the last ones."""
+
+    @property
+    def prompt(self) -> Sequence[int]:
+        """Ids of the prompt."""
+        return self.ids[: -self.num_answer_tokens]
+
+
+class EncodedTask(NamedTuple):
+    """The requests of a task as ids."""
+
+    task: Task
+    requests: list[EncodedRequest]
+    """In the order of `Task.requests`."""
+    num_truncated: int
+    """Requests that lost tokens on the left."""
+
+
+def encode_task(task: Task, tokenizer: Tokenizer, *, max_tokens: int) -> EncodedTask:
+    """Encodes a task as lm-eval does: prompt and answer together, split after as many ids as the prompt has alone;
+    spaces at the end of the prompt count to the answer. A prompt without a token is the id that ends a document.
+
+    Args:
+        max_tokens: tokens that a model reads at once. A request of more than `max_tokens` + 1 ids (the last one is
+            only predicted) loses ids on the left.
+
+    Raises:
+        DataError: an answer of more than `max_tokens` tokens, whose probability would miss some; or of none.
+    """
+    texts = [_moved_spaces(request) for request in task.requests()]
+    prompts = tokenizer.encode_batch([context for context, _ in texts])
+    wholes = tokenizer.encode_batch([context + continuation for context, continuation in texts])
+    encoded, num_truncated = [], 0
+    for (context, continuation), prompt, whole in zip(texts, prompts, wholes, strict=True):
+        answer = whole[len(prompt) :]
+        if not answer:
+            raise DataError(
+                f"{task.name}: the answer {continuation!r} has no token of its own after the prompt that ends with "
+                f"{context[-20:]!r}; leave the task out for this tokenizer"
+            )
+        if len(answer) > max_tokens:
+            raise DataError(
+                f"{task.name}: an answer has {len(answer)} tokens, more than the {max_tokens} of data.sequence_length, "
+                "so that its probability would miss some; use longer sequences or leave the task out"
+            )
+        ids = (prompt or [tokenizer.eod_id]) + answer
+        num_truncated += len(ids) > max_tokens + 1
+        encoded.append(EncodedRequest(array("i", ids[-(max_tokens + 1) :]), len(answer)))
+    return EncodedTask(task, encoded, num_truncated)
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raises ConfigError where the tokenizer has ids that the model does not have."""
+    if tokenizer.vocab_size > vocab_size:
+        raise ConfigError(
+            f"data.tokenizer has {tokenizer.vocab_size} ids, but the model only {vocab_size}; use the run's own "
+            "tokenizer"
+        )
+
+
+def _moved_spaces(request: Request) -> tuple[str, str]:
+    """Context and continuation, with the white space at the end of the context moved to the continuation."""
+    context = request.context.rstrip()
+    return context, request.context[len(context) :] + request.continuation
+
+
+def distinct_prompts(requests: Sequence[EncodedRequest]) -> dict[tuple[int, ...], list[int]]:
+    """The numbers of the requests that have the same prompt, by its ids, in order of their first request."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for number, request in enumerate(requests):
+        groups.setdefault(tuple(request.prompt), []).append(number)
+    return groups

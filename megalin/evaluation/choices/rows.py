@@ -1,0 +1,74 @@
+"""Packed rows of requests: each request is one document of a sample of the run's own shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from megalin._index import count_rows, pieces_of_row
+from megalin.data.batch import Batch
+from megalin.evaluation.choices.encoding import EncodedRequest
+from megalin.parallel.cross_entropy import IGNORED_LABEL
+
+_WINDOW = 1024
+"""Requests that are packed together; more leave less padding and take longer to pack."""
+
+
+class RequestRows:
+    """Samples of T tokens, each filled with whole requests; the rest is padding, a document of its own.
+
+    A request of n ids takes n - 1 tokens: its last id is a label only. Only tokens that predict the answer have a
+    label. Together with its padding a sample has the shape of the run's, so that a compiled model is not compiled
+    again, and context, pipeline, tensor and data parallelism work as in training.
+
+    Attributes:
+        sequence_length: T.
+        num_samples: packed samples.
+    """
+
+    def __init__(self, requests: Sequence[EncodedRequest], *, sequence_length: int) -> None:
+        """Packs requests of at most T + 1 ids each."""
+        self.sequence_length = sequence_length
+        self._requests = requests
+        lengths = np.array([len(request.ids) for request in requests], np.int32)
+        assert lengths.max(initial=0) <= sequence_length + 1, (lengths.max(), sequence_length)
+        self._rows: list[list[int]] = []  # request numbers
+        counts = count_rows(lengths, capacity=sequence_length, window=_WINDOW, fit="best_fit")
+        for window, count in enumerate(counts.tolist()):
+            first = window * _WINDOW
+            own = lengths[first : first + _WINDOW]
+            for row in range(count):
+                pieces = pieces_of_row(own, capacity=sequence_length, fit="best_fit", row=row)
+                self._rows.append((pieces[:, 0].astype(np.int64) + first).tolist())
+        self.num_samples = len(self._rows)
+
+    def batch(self, samples: npt.NDArray[np.int64]) -> Batch:
+        """Batch of the samples [B]."""
+        shape = (len(samples), self.sequence_length)
+        tokens, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED_LABEL, np.int64)
+        documents = np.zeros(shape, np.int32)
+        for row, sample in enumerate(samples.tolist()):
+            start = 0
+            for document, number in enumerate(self._rows[sample]):
+                ids, answer = self._requests[number]
+                end = start + len(ids) - 1
+                tokens[row, start:end], labels[row, end - answer : end] = ids[:-1], ids[-answer:]
+                documents[row, start:end] = document
+                start = end
+                documents[row, end:] = document + 1
+        return Batch(*(torch.from_numpy(field) for field in (tokens, labels, documents, samples.copy())))
+
+    def request_numbers(self, samples: Tensor) -> Tensor:
+        """[B, T] int64, the number of the request of each token of the samples [B]; 0 at padding."""
+        numbers = torch.zeros(len(samples), self.sequence_length, dtype=torch.int64)
+        for row, sample in enumerate(samples.tolist()):
+            start = 0
+            for number in self._rows[sample] if sample >= 0 else ():
+                end = start + len(self._requests[number].ids) - 1
+                numbers[row, start:end] = number
+                start = end
+        return numbers

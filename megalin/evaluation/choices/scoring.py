@@ -1,0 +1,124 @@
+"""Scores of the requests of a task under a model, in two ways with one result.
+
+`score_packed` works on any mesh and inside a training run: requests are documents of packed samples.
+`score_carried` works in one process and under tensor parallelism: each prompt runs once, and its state is copied into
+all of its answers, which for mixers of constant state costs the same at any length of the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from megalin.data.batch import batch_to, split_tokens
+from megalin.data.loader import ValidationLoader
+from megalin.evaluation.choices.carried_state import Scored, carried_batches
+from megalin.evaluation.choices.encoding import EncodedRequest
+from megalin.evaluation.choices.metrics import RequestScores
+from megalin.evaluation.choices.rows import RequestRows
+from megalin.model.language_model import LanguageModel
+from megalin.parallel.data_parallel import reshard
+from megalin.parallel.mesh import Mesh
+from megalin.train.pipeline_model import Pipeline
+
+Decoder = LanguageModel | Pipeline
+"""A decoder on its mesh."""
+
+ReportProgress = Callable[[int, int], None]
+"""Receives the number of scored and of all batches or requests of this rank."""
+
+
+def no_report(_done: int, _total: int) -> None:
+    """Reports nothing."""
+
+
+@torch.no_grad()
+def score_packed(
+    model: Decoder,
+    requests: Sequence[EncodedRequest],
+    mesh: Mesh,
+    *,
+    micro_batch_size: int,
+    sequence_length: int,
+    on_progress: ReportProgress = no_report,
+) -> RequestScores:
+    """Scores of all requests on every rank; all ranks of the mesh call it with the same requests and run the same
+    number of batches.
+
+    Args:
+        requests: of at most `sequence_length` + 1 ids.
+        micro_batch_size: samples of a batch; each has `sequence_length` tokens.
+    """
+    rows = RequestRows(requests, sequence_length=sequence_length)
+    loader = ValidationLoader(
+        rows, micro_batch_size=micro_batch_size, dp_rank=mesh.samples.rank, dp_size=mesh.samples.size
+    )
+    sums = _Sums(requests, mesh)
+    with evaluating(model):
+        for done, batch in enumerate(loader, 1):
+            numbers = mesh.cp.shard(rows.request_numbers(batch.sample_ids)).to(mesh.device)
+            batch = batch_to(split_tokens(batch, mesh.cp), mesh.device)
+            scores = model.token_scores(batch.inputs())
+            if scores is not None:
+                sums.add(Scored(numbers, batch.labels, scores))
+            on_progress(done, len(loader))
+    return sums.result()
+
+
+@torch.no_grad()
+def score_carried(
+    model: LanguageModel, requests: Sequence[EncodedRequest], mesh: Mesh, *, on_progress: ReportProgress = no_report
+) -> RequestScores:
+    """Scores of all requests, each distinct prompt of which runs once; on a mesh of tensor parallelism alone."""
+    assert mesh.data.size == mesh.cp.size == mesh.pp.size == 1, (mesh.data.size, mesh.cp.size, mesh.pp.size)
+    sums, done = _Sums(requests, mesh), 0
+    with evaluating(model):
+        for scored in carried_batches(model, requests, mesh.device):
+            sums.add(scored)
+            done += len(scored.numbers)
+            on_progress(done, len(requests))
+    return sums.result()
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Context in which a model is in eval mode; afterwards in its mode before, with sharded weights."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        reshard(model)
+        model.train(was_training)
+
+
+class _Sums:
+    """Sums over the tokens of each request, by its number; on this rank until `result` adds those of all."""
+
+    def __init__(self, requests: Sequence[EncodedRequest], mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._expected = torch.tensor([request.num_answer_tokens for request in requests], dtype=torch.int64)
+        self._nats = torch.zeros(len(requests), dtype=torch.float64, device=mesh.device)
+        # [2, N]: answer tokens, and those of them that are the likeliest.
+        self._counts = torch.zeros(2, len(requests), dtype=torch.int64, device=mesh.device)
+
+    def add(self, scored: Scored) -> None:
+        """Adds a batch: numbers, labels and scores [B, T]."""
+        index = scored.numbers.flatten()
+        self._nats.index_add_(0, index, scored.scores.losses.flatten().double())
+        flags = torch.stack([scored.has_label(), scored.scores.greedy]).flatten(1).long()
+        self._counts.index_add_(1, index, flags)
+
+    def result(self) -> RequestScores:
+        """The scores of every request on every rank; a collective. Each token of an answer counted once."""
+        nats, counts = self._total(self._nats), self._total(self._counts)
+        wrong = (counts[0] != self._expected).nonzero().flatten().tolist()
+        assert not wrong, f"answer tokens of requests {wrong[:5]}: {counts[0][wrong[:5]]}, {self._expected[wrong[:5]]}"
+        return RequestScores(-nats.numpy(), (counts[0] == counts[1]).numpy())
+
+    def _total(self, value: Tensor) -> Tensor:
+        # Tensor-parallel ranks have equal losses, each token's once; the data axis holds the context-parallel ranks.
+        return self._mesh.sum_over_data(self._mesh.pp.sum(value)).cpu()

@@ -1,0 +1,152 @@
+"""The suite of choice tasks of a run: its questions encoded once, and their results on a model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megalin.data.tokenizers.tokenizer import load_tokenizer
+from megalin.errors import ConfigError
+from megalin.evaluation.choices.encoding import EncodedTask, check_vocabulary, encode_task
+from megalin.evaluation.choices.metrics import Metric, choice_metrics
+from megalin.evaluation.choices.requests import EvaluationData
+from megalin.evaluation.choices.scoring import Decoder, ReportProgress, no_report, score_carried, score_packed
+from megalin.model.config import EncoderConfig
+from megalin.model.language_model import LanguageModel
+from megalin.parallel.mesh import Mesh
+from megalin.train.config import RunConfig
+
+DEFAULT_TASKS = ("common_sense",)
+
+
+class ChoiceOptions(NamedTuple):
+    """A selection of choice tasks."""
+
+    data: Path | None = None
+    """Folder of evaluation data; None: that of the run's config."""
+    tasks: Sequence[str] = DEFAULT_TASKS
+    """Names as `EvaluationData.select` takes them."""
+    limit: int | None = None
+    """Evaluates only the first questions of each file; None: all."""
+
+
+class TaskResult(NamedTuple):
+    """Result of a task, equal on every rank."""
+
+    metrics: Mapping[str, Metric]
+    num_questions: int
+    """Evaluated questions, the first ones of the file."""
+    num_questions_in_file: int
+    num_requests: int
+    """Evaluated texts: answers, and those after a neutral prompt."""
+    num_truncated: int
+    """Requests that lost tokens on the left, because they have more than a sample."""
+    method: str
+    """carried_state or packed."""
+    seconds: float
+
+    def values(self) -> dict[str, Any]:
+        """The result as JSON."""
+        return self._asdict() | {"metrics": {name: metric._asdict() for name, metric in self.metrics.items()}}
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> TaskResult:
+        """The inverse of `values`; other keys have no effect. Raises KeyError, TypeError or AttributeError."""
+        metrics = {name: Metric(**metric) for name, metric in values["metrics"].items()}
+        return cls(metrics, **{name: values[name] for name in cls._fields[1:]})
+
+
+class ChoiceSuite:
+    """Choice tasks of a run, read and encoded on this rank; every rank of a mesh has the same.
+
+    Attributes:
+        tasks: in the order of their names in the options.
+    """
+
+    def __init__(self, config: RunConfig, options: ChoiceOptions) -> None:
+        """Reads, verifies and encodes the tasks. Not a collective: hosts may have different disks.
+
+        Raises:
+            ConfigError: an encoder, a run without tokenizer or with one of more ids than the model, an unknown task, or
+                a limit below 1.
+            DataError: the data is missing, damaged or of another version, or has an answer longer than a sample.
+        """
+        self.config, self.options = config, options
+        self.tasks: list[EncodedTask] = []
+        if isinstance(config.model, EncoderConfig):
+            raise ConfigError('choice tasks need a decoder, but model.kind = "encoder"; evaluate its loss alone')
+        if config.data.tokenizer is None:
+            raise ConfigError(
+                "choice tasks need data.tokenizer, which is not set: the run has token ids without their text; set it, "
+                "or evaluate the loss alone (--suite loss)"
+            )
+        if options.limit is not None and options.limit < 1:
+            raise ConfigError(f"limit = {options.limit} leaves no question; use at least 1, or leave it out for all")
+        tokenizer = load_tokenizer(config.data.tokenizer)
+        check_vocabulary(tokenizer, config.model.vocab_size)
+        self._tokenizer_digest = tokenizer.digest
+        data = EvaluationData(options.data or Path(config.evaluation.data))
+        for name in data.select(options.tasks):
+            task = data.read(name, limit=options.limit)
+            self.tasks.append(encode_task(task, tokenizer, max_tokens=config.data.sequence_length))
+
+    def key(self, encoded: EncodedTask) -> str:
+        """Name of a task's result: that of the task, with the limit if there is one, as in hellaswag/rc_0shot[:100]."""
+        limit = self.options.limit
+        return encoded.task.name if limit is None else f"{encoded.task.name}[:{limit}]"
+
+    def settings(self, encoded: EncodedTask) -> dict[str, Any]:
+        """Everything besides the weights that a task's result depends on, as JSON."""
+        return {
+            "sha256": encoded.task.sha256,
+            "limit": self.options.limit,
+            "tokenizer": self._tokenizer_digest,
+            "sequence_length": self.config.data.sequence_length,
+            "dtype": self.config.train.dtype,
+        }
+
+    def run(
+        self,
+        encoded: EncodedTask,
+        model: Decoder,
+        mesh: Mesh,
+        *,
+        carry: bool = False,
+        on_progress: ReportProgress = no_report,
+    ) -> TaskResult:
+        """Evaluates a task; a collective.
+
+        Args:
+            carry: runs each prompt once and carries its state into its answers, where `can_carry`; else requests are
+                packed into samples of the run's shape.
+        """
+        started = time.perf_counter()
+        if carry:
+            assert isinstance(model, LanguageModel), type(model)
+            scores = score_carried(model, encoded.requests, mesh, on_progress=on_progress)
+        else:
+            scores = score_packed(
+                model,
+                encoded.requests,
+                mesh,
+                micro_batch_size=self.config.train.micro_batch_size,
+                sequence_length=self.config.data.sequence_length,
+                on_progress=on_progress,
+            )
+        task = encoded.task
+        return TaskResult(
+            metrics=choice_metrics(task, scores),
+            num_questions=len(task.questions),
+            num_questions_in_file=task.num_questions,
+            num_requests=len(encoded.requests),
+            num_truncated=encoded.num_truncated,
+            method="carried_state" if carry else "packed",
+            seconds=time.perf_counter() - started,
+        )
+
+
+def can_carry(mesh: Mesh) -> bool:
+    """True on meshes where the state of a prompt can be carried into its answers: one process, or tp alone."""
+    return mesh.data.size == mesh.cp.size == mesh.pp.size == 1

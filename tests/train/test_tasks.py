@@ -1,0 +1,153 @@
+"""Choice tasks during training: on every mesh the results of `megalin eval` of the same step, and no other training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalin.errors import ConfigError
+from megalin.evaluation.choices.in_loop import ChoiceTaskRunner
+from megalin.evaluation.choices.suite import ChoiceOptions
+from megalin.evaluation.suites import EvalOptions, evaluate_checkpoints
+from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.process_group import process_group
+from megalin.parallel.tensor_parallel import local
+from megalin.report.page import write_report
+from megalin.train.config import load_run_config
+from megalin.train.loop import train
+from megalin.train.tasks import task_lines
+from tests.evaluation.choice_data import make_data
+from tests.model_runs import CPU, late_results, metrics, train_here, write_config
+from tests.ranks import run_ranks
+
+TASKS = 'evaluation.tasks=["which", "ending"]'
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config of 6 steps with a data folder beside it."""
+    folder = tmp_path_factory.mktemp("tasks")
+    data = str(make_data(folder))
+    train = {"steps": 6, "micro_batch_size": 1}
+    return write_config(folder, train=train, schedule={"warmup_steps": 0}, evaluation={"data": data})
+
+
+def _train(config: Path, folder: Path, *overrides: str) -> dict[str, float]:
+    run_config = load_run_config(config, list(overrides))
+    tasks = ChoiceTaskRunner() if run_config.evaluation.tasks else None
+    return train_here(config, folder, *overrides, tasks=tasks).tasks
+
+
+def _lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def _evaluated(folder: Path, data: str, step: int) -> dict[str, float]:
+    """The results of `megalin eval` in one process."""
+    options = EvalOptions(None, ChoiceOptions(Path(data), ["which", "ending"]), step)
+    with process_group(CPU):
+        results = evaluate_checkpoints(folder, Mesh(ParallelConfig(), CPU), [], options, lambda *_: None)
+    return {
+        f"{task}/{name}": metric.value
+        for task, result in results[step].choices.items()
+        for name, metric in result.metrics.items()
+    }
+
+
+SLOW_MESHES: list[tuple[int, list[str]]] = [
+    (1, []),
+    (2, ["parallel.tp=2"]),
+    (2, []),
+    (2, ["train.engine=deepspeed", "parallel.zero=3"]),
+    (3, ["parallel.cp=3"]),
+    (4, ["parallel.pp=2", "parallel.tp=2"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "axes"),
+    [(2, ["parallel.pp=2"]), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in SLOW_MESHES)],
+)
+def test_tasks_in_the_loop_are_those_of_eval_and_change_nothing(config, tmp_path, world_size, axes):
+    data = load_run_config(config, []).evaluation.data
+    run_ranks(world_size, _train, config, tmp_path / "plain", *axes)
+    tasks = [TASKS, "evaluation.every_steps=4"]
+    results = run_ranks(world_size, _train, config, tmp_path / "run", *axes, *tasks)
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "plain")
+    lines = {line["step"]: line for line in _lines(tmp_path / "run")}
+    found = {step: {name: line[name] for name in line if name.startswith("tasks/")} for step, line in lines.items()}
+    assert [step for step in found if found[step]] == [4, 6]
+    for step in (4, 6):
+        expected = _evaluated(tmp_path / "run", data, step)
+        assert found[step] == pytest.approx({f"tasks/{name}": value for name, value in expected.items()}, rel=1e-5)
+    for of_rank in results:
+        assert {f"tasks/{name}": value for name, value in of_rank.items()} == found[6]
+
+
+class _Weights:
+    """A runner whose result is the sum of the weights."""
+
+    def describe_problems(self, _config: object) -> list[str]:
+        return []
+
+    def run(self, model: Any, _mesh: object, *, step: int) -> dict[str, float]:
+        return {"sum/of/weights": sum(local(parameter).double().sum().item() for parameter in model.parameters())}
+
+
+def test_tasks_read_the_weights_of_their_step_also_where_results_are_late(config, tmp_path):
+    overrides = [TASKS, "evaluation.every_steps=4", "checkpoint.every_steps=50"]
+    with process_group(CPU):
+        train_here(config, tmp_path / "at once", *overrides, tasks=_Weights())
+    with process_group(CPU), late_results():
+        train_here(config, tmp_path / "late", *overrides, tasks=_Weights())
+    sums = [[line.get("tasks/sum/of/weights") for line in _lines(tmp_path / name)] for name in ("at once", "late")]
+    assert [value is not None for value in sums[0]] == [False, False, False, True, False, True]
+    assert sums[1] == sums[0]
+
+
+def test_report_and_progress_show_the_tasks(config, tmp_path, capsys):
+    with process_group(CPU):
+        result = _train(config, tmp_path / "run", TASKS, "evaluation.limit=1", "train.steps=2")
+    printed = capsys.readouterr().out
+    for line in task_lines(result):
+        assert f"step 2  {line}" in printed
+    assert task_lines({"a/b/acc": 0.5, "a/b/acc_norm": 0.25, "c/d/acc": 1.0}) == [
+        "a/b: acc 0.5000, acc norm 0.2500",
+        "c/d: acc 1.0000",
+    ]
+    write_report(tmp_path / "run", tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    assert "Choice tasks" in text
+    assert "which/rc_0shot" in text
+    assert f"{result['which/rc_0shot/bits_per_byte']:.4f}" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (['evaluation.tasks=["wich"]'], r"evaluation.tasks = \['wich'\]:\n  task 'wich': not in the .* mean 'which'"),
+        ([TASKS, "evaluation.data=none"], "none/manifest.json: no such file; get the data with"),
+        ([TASKS, "data.sequence_length=6"], "an answer has 9 tokens, more than the 6 of data.sequence_length"),
+    ],
+)
+def test_tasks_that_cannot_be_evaluated_are_refused_before_the_run(config, tmp_path, overrides, message):
+    with process_group(CPU), pytest.raises(ConfigError, match=message):
+        _train(config, tmp_path / "run", *overrides)
+    assert not (tmp_path / "run").exists()
+
+
+def test_tasks_without_a_runner_are_refused(config, tmp_path):
+    with process_group(CPU), pytest.raises(ConfigError, match="no runner evaluates them here; train with `megalin"):
+        train(load_run_config(config, [TASKS]), CPU, tmp_path / "run")
+
+
+def test_keys_without_tasks_are_refused(config):
+    with pytest.raises(ConfigError) as error:
+        load_run_config(config, ["evaluation.every_steps=5", "evaluation.limit=3"])
+    assert "evaluation.every_steps = 5 has no effect without evaluation.tasks" in str(error.value)
+    assert "evaluation.limit = 3 has no effect without evaluation.tasks" in str(error.value)
+    with pytest.raises(ConfigError, match="greater than or equal to 1"):
+        load_run_config(config, [TASKS, "evaluation.limit=0"])
