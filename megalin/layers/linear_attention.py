@@ -127,7 +127,7 @@ class LinearAttention(Mixer):
 
     def step(self, x: Tensor, context: MixerContext, state: State) -> MixerOutput:
         q, k, v, gate = self._heads(x, context, context.positions)
-        scan = decay_step(q[:, 0], k[:, 0], v[:, 0], self.slopes, state[0])
+        scan = decay_step(q[:, 0], k[:, 0], v[:, 0], self.slopes, state[0], in_place=context.in_place)
         return MixerOutput(self.out(scan.output.flatten(1)[:, None], gate), (scan.state,))
 
     def _by_segments(self, x: Tensor, context: MixerContext) -> tuple[Tensor, Tensor]:

@@ -49,6 +49,8 @@ class MixerContext(NamedTuple):
     """Parameters that compute in fp32: the output of the mixer's `full_precision` module, empty without one."""
     consecutive: bool
     """True where positions increase by one from token to token, across documents and ranks too."""
+    in_place: bool = False
+    """True where `step` may write the next state over the given one; it then returns the same tensors."""
 
 
 class MixerOutput(NamedTuple):

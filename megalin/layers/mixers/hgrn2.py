@@ -23,7 +23,8 @@ from megalin.layers.mixers.base import (
 from megalin.layers.norms import HeadNormKind
 from megalin.ops.gates.forget_gates import forget_gates
 from megalin.ops.scans.fixed_decay import decay_scan_flops
-from megalin.ops.scans.vector_decay import vector_decay_scan, vector_decay_step
+from megalin.ops.scans.vector_decay import vector_decay_scan
+from megalin.ops.scans.vector_decay_step import vector_decay_step
 from megalin.parallel.initialisation import Initializer, constant
 from megalin.parallel.linear import ColumnParallelLinear, NormedRowParallelLinear
 from megalin.parallel.tensor_parallel import TensorParallel, local
@@ -115,7 +116,7 @@ class HGRN2(Mixer):
 
     def step(self, x: Tensor, context: MixerContext, state: State) -> MixerOutput:
         q, k, v, log_decay = (tensor[:, 0] for tensor in self._heads(x, context))
-        scan = vector_decay_step(q, k, v, log_decay, state[0], scale=self.scale)
+        scan = vector_decay_step(q, k, v, log_decay, state[0], scale=self.scale, in_place=context.in_place)
         return MixerOutput(self.out(scan.output.flatten(1)[:, None]), (scan.state,))
 
     def _heads(self, x: Tensor, context: MixerContext) -> tuple[Tensor, ...]:
