@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from megalin.ops.decoding.few_rows import few_row_linear
 from megalin.ops.dispatch.backend import Backend
 from megalin.ops.dispatch.dtypes import compute_dtype
 from megalin.ops.linear_cross_entropy import VocabularySlice, choose_backend, fused_linear_cross_entropy
@@ -62,7 +62,7 @@ def vocab_parallel_logits(x: Tensor, weight: Tensor, axis: Axis, *, vocab_size: 
     """x [..., D] and this rank's rows weight [V/tp, D] -> logits [..., V/tp]; -inf for rows from `vocab_size` on."""
     first = axis.rank * len(weight)
     rows = torch.arange(first, first + len(weight), device=x.device)
-    return functional.linear(x, weight).masked_fill(rows >= vocab_size, float("-inf"))
+    return few_row_linear(x, weight).masked_fill(rows >= vocab_size, float("-inf"))
 
 
 def vocab_parallel_linear_cross_entropy(

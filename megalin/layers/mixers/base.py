@@ -127,6 +127,16 @@ class Mixer(nn.Module):
         """One token of decoding: x [B, 1, D], positions [B, 1]; equals `forward` on the full sequence."""
         raise NotImplementedError
 
+    def add_step(
+        self, residual: Tensor, x: Tensor, norm: nn.Module, context: MixerContext, state: State
+    ) -> MixerOutput:
+        """residual + f(norm(x)) for one token of decoding, by `step`: residual, x [B, 1, D], and the next state.
+
+        A mixer overrides it where kernels join the norm and the addition with its own operations.
+        """
+        output = self.step(norm(x).to(context.compute_dtype), context, state)
+        return MixerOutput(residual + output.y, output.state)
+
     def flops(self, length: int) -> int:
         """Forward floating-point operations a token at `length` tokens, summed over the tensor-parallel axis."""
         raise NotImplementedError
