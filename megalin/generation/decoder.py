@@ -61,8 +61,9 @@ class Decoder:
     ) -> None:
         self._model, self._sampling, self._capture, self.batch_size = model, sampling, capture, batch_size
         weight = model.embedding.weight
-        self._device, ids = weight.device, torch.arange(len(weight), device=weight.device)
-        self._impossible = ids >= min(model.config.vocab_size, num_ids or model.config.vocab_size)  # [V]
+        self._device, self._impossible = weight.device, None
+        if num_ids is not None and num_ids < model.config.vocab_size:
+            self._impossible = torch.arange(len(weight), device=weight.device) >= num_ids  # [V]
         self._stop_ids = torch.tensor(list(stop_ids), dtype=torch.int64, device=self._device)
 
         def integers(*shape: int) -> Tensor:
@@ -93,7 +94,6 @@ class Decoder:
         logits, state = prefill(self._model, prompts)
         self._load(state)
         self._keys.copy_(prompt_keys(self._sampling.seed, torch.tensor(numbers, device=self._device)))
-        self._number.zero_()
         self._finished.copy_(torch.arange(self.batch_size, device=self._device) >= self.batch_size - missing)
         if self._seen is not None:
             self._seen.zero_()
@@ -164,24 +164,29 @@ class Decoder:
                 old.copy_(new)
 
     def _draw(self, first: int) -> None:
-        """Draws the uniform numbers of the block of tokens that starts with number `first`."""
+        """Starts the block of tokens from number `first` with its uniform numbers."""
+        self._number.zero_()
         if self._sampling.temperature > 0.0:
             numbers = torch.arange(first, first + BLOCK_TOKENS, device=self._device)[:, None]
             self._uniforms.copy_(uniforms(self._keys, numbers))
 
     def _choose(self, logits: Tensor) -> None:
         """Chooses the next tokens from logits [B, V] and writes them to the block."""
-        logits = logits.masked_fill(self._impossible, float("-inf"))
+        if self._impossible is not None:
+            logits = logits.masked_fill(self._impossible, float("-inf"))
         if self._seen is not None:
             logits = penalize(logits, self._seen, self._sampling.repetition_penalty)
-        tokens = choose_tokens(logits, self._sampling, self._uniforms.index_select(0, self._number).squeeze(0))
+        uniform = self._uniforms[0]  # greedy choices do not read it
+        if self._sampling.temperature > 0.0:
+            uniform = self._uniforms.index_select(0, self._number).squeeze(0)
+        tokens = choose_tokens(logits, self._sampling, uniform)
         if self._seen is not None:
             self._seen.scatter_(1, tokens[:, None], True)
         if len(self._stop_ids):
             self._finished.logical_or_(torch.isin(tokens, self._stop_ids))
         self._tokens.copy_(tokens)
         self._block.index_copy_(0, self._number, tokens.masked_fill(self._finished, NO_TOKEN)[None])
-        self._number.add_(1).remainder_(BLOCK_TOKENS)
+        self._number.add_(1)
 
 
 def grows(model: LanguageModel) -> bool:

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from megalin.errors import ConfigError
+from megalin.ops.decoding.sampling import draw_tokens
+from megalin.ops.dispatch.dtypes import compute_dtype
 
 _INCREMENT = 0x9E3779B97F4A7C15
 _FIRST_FACTOR, _SECOND_FACTOR = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_BLOCK = 128
-"""Ids a block of the distribution function, which is summed in two levels."""
 
 
 class Sampling(NamedTuple):
@@ -77,19 +77,16 @@ def uniforms(keys: Tensor, token_numbers: Tensor) -> Tensor:
 def choose_tokens(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
     """The next tokens: logits [B, V], -inf for tokens that are impossible, and uniform numbers [B] -> ids [B] int64.
 
-    Greedy choices and ties take the lowest id. Probabilities are computed in fp32 (fp64 for fp64 logits) and summed in
-    fp64.
+    Greedy choices and ties take the lowest id. Probabilities as in `draw_tokens`.
     """
     if sampling.temperature == 0.0:
         return logits.argmax(-1)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
         threshold = logits.topk(sampling.top_k).values[:, -1:]
         logits = logits.masked_fill(logits < threshold, float("-inf"))
-    weights = torch.exp(logits - logits.amax(-1, keepdim=True))
     if sampling.top_p is not None and sampling.top_p < 1.0:
-        weights = _nucleus(weights, sampling.top_p)
-    return _inverse_distribution(weights, uniform)
+        logits = _nucleus(logits, sampling.top_p, sampling.temperature)
+    return draw_tokens(logits, uniform, temperature=sampling.temperature)
 
 
 def penalize(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
@@ -97,33 +94,13 @@ def penalize(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def _nucleus(weights: Tensor, top_p: float) -> Tensor:
-    """weights [B, V], unnormalised probabilities, zero outside of the smallest likeliest set that reaches top_p."""
-    ordered, order = weights.sort(dim=-1, descending=True, stable=True)
-    before = ordered.cumsum(-1, dtype=torch.float64) - ordered
+def _nucleus(logits: Tensor, top_p: float, temperature: float) -> Tensor:
+    """logits [B, V], -inf outside of the smallest set of likeliest tokens whose probabilities reach top_p."""
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    probabilities = (ordered.to(compute_dtype(ordered)) / temperature).softmax(-1)
+    before = probabilities.cumsum(-1, dtype=torch.float64) - probabilities
     # A token stays if the likelier ones do not reach p; the first one always stays.
-    kept = before < top_p * ordered.sum(-1, keepdim=True, dtype=torch.float64)
-    return torch.zeros_like(weights).scatter(-1, order, ordered * kept)
-
-
-def _inverse_distribution(weights: Tensor, uniform: Tensor) -> Tensor:
-    """The first id of each row whose cumulative weight exceeds uniform x total: weights [B, V], uniform [B] -> [B]."""
-    blocks = torch.nn.functional.pad(weights, (0, -weights.shape[-1] % _BLOCK)).unflatten(-1, (-1, _BLOCK))
-    index, rest = _first_above(blocks.sum(-1, dtype=torch.float64), uniform[:, None], scaled=True)
-    chosen = blocks.gather(1, index[..., None].expand(-1, 1, _BLOCK)).squeeze(1)
-    place, _ = _first_above(chosen.double(), rest, scaled=False)
-    return (index * _BLOCK + place).squeeze(1)
-
-
-def _first_above(weights: Tensor, target: Tensor, *, scaled: bool) -> tuple[Tensor, Tensor]:
-    """Index [B, 1] of the first cumulative sum of weights [B, N] above target [B, 1], a multiple of the total where
-    `scaled`; and the target less the sum before that index."""
-    sums = weights.cumsum(-1)
-    total = sums[:, -1:]
-    # Rounding must not lift the target to the total, which no sum exceeds.
-    target = torch.minimum(target * total if scaled else target, total * (1.0 - 2.0**-52))
-    index = (sums <= target).sum(-1, keepdim=True)
-    return index, target - (sums.gather(1, index) - weights.gather(1, index))
+    return logits.scatter(-1, order, ordered.masked_fill(before >= top_p, float("-inf")))
 
 
 def _mixed(x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 import triton
 import triton.language as tl
 from megalin._triton.decoding.row_scale import row_scale, summed_scale
+from megalin._triton.dispatch.dependent_launch import dependent_launch, wait_for_inputs
 
 BLOCK_N, BLOCK_K = 4, 2048
 """Rows and columns of the weight that a program reads at once."""
@@ -24,7 +25,8 @@ COLUMNS = 1024
 def linear_kernel(
     x_ptr, weight_ptr, residual_ptr, squares_ptr, y_ptr, outputs, count, width, eps,
     K: tl.constexpr, GLU: tl.constexpr, SILU: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
-    SCALED: tl.constexpr, BLOCK_SQUARES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SCALED: tl.constexpr, PDL: tl.constexpr, BLOCK_SQUARES: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     output = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -33,15 +35,19 @@ def linear_kernel(
     total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     value = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
+    second_ptr = weight_ptr + outputs.to(tl.int64) * K
     for start in tl.static_range(0, K, BLOCK_K):
         column = start + tl.arange(0, BLOCK_K)
         mask = known[:, None] & (column < K)[None, :]
         weight = tl.load(weight_ptr + place + column[None, :], mask=mask, other=0.0)
+        if GLU:
+            second = tl.load(second_ptr + place + column[None, :], mask=mask, other=0.0)
+        if start == 0:
+            wait_for_inputs(PDL)  # while the first weights arrive
         x = tl.load(x_ptr + row * K + column, mask=column < K, other=0.0).to(tl.float32)
         total += weight.to(tl.float32) * x[None, :]
         if GLU:
-            second = weight_ptr + outputs.to(tl.int64) * K
-            value += tl.load(second + place + column[None, :], mask=mask, other=0.0).to(tl.float32) * x[None, :]
+            value += second.to(tl.float32) * x[None, :]
         if NORM:
             squares += x * x
     y = tl.sum(total, axis=1)
@@ -65,11 +71,12 @@ def linear_kernel(
 @triton.jit
 def product_kernel(
     gate_value_ptr, x_ptr, product_ptr, size, width, eps,
-    SILU: tl.constexpr, BLOCK_X: tl.constexpr, COLUMNS: tl.constexpr,
+    SILU: tl.constexpr, PDL: tl.constexpr, BLOCK_X: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     source = gate_value_ptr + row * (2 * size) + column
+    wait_for_inputs(PDL)
     gate = tl.load(source, mask=column < size, other=0.0).to(tl.float32)
     value = tl.load(source + size, mask=column < size, other=0.0).to(tl.float32)
     scale = row_scale(x_ptr + row * width, width, eps, BLOCK_X)
@@ -82,11 +89,12 @@ def product_kernel(
 @triton.jit
 def add_kernel(
     y_ptr, residual_ptr, squares_ptr, sum_ptr, outputs, count, width, eps,
-    SCALED: tl.constexpr, BLOCK_SQUARES: tl.constexpr, COLUMNS: tl.constexpr,
+    SCALED: tl.constexpr, PDL: tl.constexpr, BLOCK_SQUARES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     at = row * outputs + column
+    wait_for_inputs(PDL)
     y = tl.load(y_ptr + at, mask=column < outputs, other=0.0).to(tl.float32)
     residual = tl.load(residual_ptr + at, mask=column < outputs, other=0.0).to(tl.float32)
     if SCALED:
@@ -110,7 +118,7 @@ def linear(
         x, weight, residual, squares, y, outputs, count, width, eps,
         K=inner, GLU=glu is not None, SILU=glu == "silu", NORM=glu is not None, RESIDUAL=residual is not None,
         SCALED=squares is not None, BLOCK_SQUARES=triton.next_power_of_2(count), BLOCK_N=block,
-        BLOCK_K=min(triton.next_power_of_2(inner), BLOCK_K), num_warps=4,
+        BLOCK_K=min(triton.next_power_of_2(inner), BLOCK_K), **dependent_launch(), num_warps=4,
     )  # fmt: skip
     return y
 
@@ -121,7 +129,7 @@ def scaled_product(gate_value: Tensor, x: Tensor, eps: float, *, silu: bool) -> 
     product = gate_value.new_empty(rows, both // 2)
     product_kernel[(rows, triton.cdiv(both // 2, COLUMNS))](
         gate_value, x, product, both // 2, width, eps,
-        SILU=silu, BLOCK_X=triton.next_power_of_2(width), COLUMNS=COLUMNS, num_warps=4,
+        SILU=silu, BLOCK_X=triton.next_power_of_2(width), COLUMNS=COLUMNS, **dependent_launch(), num_warps=4,
     )  # fmt: skip
     return product
 
@@ -132,22 +140,31 @@ def scaled_sum(y: Tensor, residual: Tensor, squares: Tensor | None, *, width: in
     total = torch.empty_like(residual)
     add_kernel[(rows, triton.cdiv(outputs, COLUMNS))](
         y, residual, squares, total, outputs, count, width, eps,
-        SCALED=squares is not None, BLOCK_SQUARES=triton.next_power_of_2(count), COLUMNS=COLUMNS, num_warps=4,
+        SCALED=squares is not None, BLOCK_SQUARES=triton.next_power_of_2(count), COLUMNS=COLUMNS,
+        **dependent_launch(), num_warps=4,
     )  # fmt: skip
     return total
 
 
 def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]]:
     """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
-    flags = {"GLU": False, "SILU": False, "NORM": False, "RESIDUAL": False, "SCALED": False, "BLOCK_SQUARES": 1}
+    flags = {
+        "GLU": False,
+        "SILU": False,
+        "NORM": False,
+        "RESIDUAL": False,
+        "SCALED": False,
+        "PDL": False,
+        "BLOCK_SQUARES": 1,
+    }
     blocks = {"BLOCK_N": BLOCK_N, "BLOCK_K": BLOCK_K}
     launches = [
         (linear_kernel, {"K": 2048, **flags, **blocks}),
         (linear_kernel, {"K": 5632, **flags, **blocks, "RESIDUAL": True}),
         (linear_kernel, {"K": 2048, **flags, **blocks, "RESIDUAL": True, "SCALED": True, "BLOCK_SQUARES": 64}),
         (linear_kernel, {"K": 2048, **flags, **blocks, "GLU": True, "SILU": True, "NORM": True, "BLOCK_N": 2}),
-        (product_kernel, {"SILU": True, "BLOCK_X": 2048, "COLUMNS": COLUMNS}),
-        (add_kernel, {"SCALED": True, "BLOCK_SQUARES": 64, "COLUMNS": COLUMNS}),
+        (product_kernel, {"SILU": True, "PDL": False, "BLOCK_X": 2048, "COLUMNS": COLUMNS}),
+        (add_kernel, {"SCALED": True, "PDL": False, "BLOCK_SQUARES": 64, "COLUMNS": COLUMNS}),
     ]
     cases = []
     for kernel, constants in launches:

@@ -11,6 +11,7 @@ from torch import Tensor
 import triton
 import triton.language as tl
 from megalin._triton.decoding.row_scale import row_scale
+from megalin._triton.dispatch.dependent_launch import dependent_launch, wait_for_inputs
 from megalin._triton.positions.silu_lrpe import _sine_and_cosine
 
 TILE = 4096
@@ -38,7 +39,7 @@ def fixed_kernel(
     parts_ptr, gate_ptr, x_ptr, theta_ptr, positions_ptr, slopes_ptr, state_ptr, product_ptr, squares_ptr,
     parts_row, gate_row, heads, width, eps,
     HEAD: tl.constexpr, KEY: tl.constexpr, FORM: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
-    GATE_SCALED: tl.constexpr, DECAY: tl.constexpr,
+    GATE_SCALED: tl.constexpr, DECAY: tl.constexpr, PDL: tl.constexpr,
     BLOCK_X: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(HEAD, BLOCK_V)
@@ -48,7 +49,8 @@ def fixed_kernel(
     value = tl.program_id(0) % tiles * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = (key < KEY)[:, None] & (value < HEAD)[None, :]
     at = state_ptr + row * KEY * HEAD + key[:, None] * HEAD + value[None, :]
-    state = tl.load(at, mask=inside, other=0.0)
+    state = tl.load(at, mask=inside, other=0.0)  # written by this kernel one token ago
+    wait_for_inputs(PDL)
     scale = 1.0
     if NORM:
         scale = row_scale(x_ptr + batch * width, width, eps, BLOCK_X)
@@ -78,6 +80,7 @@ def fixed_kernel(
 def vector_kernel(
     parts_ptr, bound_ptr, x_ptr, state_ptr, output_ptr, squares_ptr, parts_row, heads, width, eps, factor,
     HEAD: tl.constexpr, NORM: tl.constexpr, SILU_QUERY: tl.constexpr, SILU_VALUE: tl.constexpr,
+    PDL: tl.constexpr,
     BLOCK_X: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """S' = diag(f) S + (1 - f) v^T with f = b + (1 - b) sigmoid(l), o = factor S'^T q."""
@@ -88,7 +91,8 @@ def vector_kernel(
     value = tl.program_id(0) % tiles * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = (key < HEAD)[:, None] & (value < HEAD)[None, :]
     at = state_ptr + row * HEAD * HEAD + key[:, None] * HEAD + value[None, :]
-    state = tl.load(at, mask=inside, other=0.0)
+    state = tl.load(at, mask=inside, other=0.0)  # written by this kernel one token ago
+    wait_for_inputs(PDL)
     scale = 1.0
     if NORM:
         scale = row_scale(x_ptr + batch * width, width, eps, BLOCK_X)
@@ -132,7 +136,7 @@ def fixed_step(
         parts, gate, x, theta, positions, slopes, state, product, squares,
         parts.stride(0), 0 if gate is None else gate.stride(0), heads, width, eps,
         HEAD=head, KEY=key, FORM=FORMS[form], NORM=x is not None, GATE=gate is not None, GATE_SCALED=gate_scaled,
-        DECAY=slopes is not None, **blocks, num_warps=4,
+        DECAY=slopes is not None, **blocks, **dependent_launch(), num_warps=4,
     )  # fmt: skip
     return product, squares
 
@@ -151,7 +155,8 @@ def vector_step(
     squares = state.new_empty(batch, heads * tiles)
     vector_kernel[(batch * heads * tiles,)](
         parts, bound, x, state, output, squares, parts.stride(0), heads, width, eps, factor,
-        HEAD=head, NORM=x is not None, SILU_QUERY=silu_query, SILU_VALUE=silu_value, **blocks, num_warps=4,
+        HEAD=head, NORM=x is not None, SILU_QUERY=silu_query, SILU_VALUE=silu_value, **blocks,
+        **dependent_launch(), num_warps=4,
     )  # fmt: skip
     return output, squares
 
@@ -165,7 +170,7 @@ def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dic
         (fixed_kernel, 256, {"FORM": 1, "GATE": True, "GATE_SCALED": False, "DECAY": False, "KEY": 256}),
         (vector_kernel, 128, {"SILU_QUERY": True, "SILU_VALUE": False}),
     ):
-        constants = {"HEAD": 128, "NORM": True, **flags, **_blocks(2048, key, 128)}
+        constants = {"HEAD": 128, "NORM": True, "PDL": False, **flags, **_blocks(2048, key, 128)}
         types = {name: "i32" for name in kernel.arg_names if name not in constants} | {"eps": "fp32", "factor": "fp32"}
         for name in kernel.arg_names:
             if name.endswith("_ptr"):
