@@ -64,14 +64,14 @@ def generate_batches(
         problems.append(f"graph = True, but {why}; leave it out")
     if problems:
         raise ConfigError("\n".join(problems))
-    batch_size = min(batch_size, len(prompts))
+    batch_size = min(batch_size, len(prompts))  # no empty places in the only batch
     if graph is None:
         graph = on_gpu and not grows(model) and max_tokens * len(prompts) >= GRAPH_TOKENS * batch_size
     return _batches(
         Decoder(
             model,
             sampling,
-            batch_size=max(batch_size, 1),
+            batch_size=batch_size,
             num_ids=num_ids,
             stop_ids=stop_ids,
             capture=capture_cuda_graph if graph else None,
@@ -128,6 +128,8 @@ def generate(
 def prompt_problems(model: LanguageModel, prompts: Sequence[Sequence[int]]) -> list[str]:
     """A line for each prompt that cannot be continued."""
     vocab_size, problems = model.config.vocab_size, []
+    if not prompts:
+        problems.append("no prompts; give at least one")
     for number, prompt in enumerate(prompts):
         name = "the prompt" if len(prompts) == 1 else f"prompt {number}"
         if not prompt:

@@ -3,31 +3,60 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 from megalin.checkpoint.load import load
+from megalin.checkpoint.manifest import Checkpoint
 from megalin.checkpoint.tensors import OPTIMIZER_PREFIX, weights
 from megalin.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megalin.errors import ConfigError
+from megalin.generation.decoder import grows
 from megalin.layers.mixers.base import FullPrecision
-from megalin.model.config import EncoderConfig
+from megalin.model.config import EncoderConfig, ModelConfig
 from megalin.model.language_model import LanguageModel
 from megalin.parallel.initialisation import init_weights
 from megalin.train.build import COMPUTE_DTYPES
+from megalin.train.config import RunConfig
 from megalin.train.open_run import open_run
 
 DtypeName = Literal["float32", "bfloat16"]
 
 
-def load_for_generation(
-    folder: str | Path, device: torch.device, *, dtype: DtypeName | None = None
-) -> tuple[LanguageModel, Tokenizer]:
-    """Loads the newest checkpoint of a run as one unsharded model on `device`, and the run's tokenizer.
+class GenerationRun(NamedTuple):
+    """A run whose checkpoint can generate text."""
 
-    Args:
-        dtype: of the weights (`cast_weights`); None: the run's train.dtype, in which its training computed.
+    config: RunConfig
+    model: ModelConfig
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer
+
+    @property
+    def positions(self) -> int | None:
+        """Tokens that a sequence may have: those that softmax attention was trained on; None for other mixers."""
+        return self.config.data.sequence_length if grows(LanguageModel(self.model)) else None
+
+    def load_model(self, device: torch.device, *, dtype: DtypeName | None = None) -> LanguageModel:
+        """Loads the weights as one unsharded model on `device`.
+
+        Args:
+            dtype: of the weights (`cast_weights`); None: the run's train.dtype, in which its training computed.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be read.
+        """
+        model = LanguageModel(self.model)
+        model.to_empty(device=device)
+        init_weights(model, self.config.train.seed)
+        load(self.checkpoint, weights(model), ignore=(OPTIMIZER_PREFIX,))
+        model.after_optimizer_step()
+        cast_weights(model, COMPUTE_DTYPES[dtype or self.config.train.dtype])
+        return model
+
+
+def open_for_generation(folder: str | Path) -> GenerationRun:
+    """Opens the newest checkpoint of a run, and the run's tokenizer.
 
     Raises:
         MegalinError: the run has no checkpoint or no tokenizer, or its model is an encoder.
@@ -39,14 +68,15 @@ def load_for_generation(
         )
     if config.data.tokenizer is None:
         raise ConfigError(f"{folder}: data.tokenizer is not set, so text cannot be encoded; set it")
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    model = LanguageModel(config.model)
-    model.to_empty(device=device)
-    init_weights(model, config.train.seed)
-    load(checkpoint, weights(model), ignore=(OPTIMIZER_PREFIX,))
-    model.after_optimizer_step()
-    cast_weights(model, COMPUTE_DTYPES[dtype or config.train.dtype])
-    return model, tokenizer
+    return GenerationRun(config, config.model, checkpoint, load_tokenizer(config.data.tokenizer))
+
+
+def load_for_generation(
+    folder: str | Path, device: torch.device, *, dtype: DtypeName | None = None
+) -> tuple[LanguageModel, Tokenizer]:
+    """The model (`GenerationRun.load_model`) and the tokenizer of a run. Raises as `open_for_generation`."""
+    run = open_for_generation(folder)
+    return run.load_model(device, dtype=dtype), run.tokenizer
 
 
 def cast_weights(model: LanguageModel, dtype: torch.dtype) -> None:
