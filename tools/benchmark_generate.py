@@ -167,7 +167,8 @@ def print_profile(decoder: Decoder, title: str) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         decoder.step()
         torch.cuda.synchronize()
-    events = sorted(profile.key_averages(), key=lambda event: -event.device_time_total)
+    found = [event for event in profile.key_averages() if event.device_time_total > 0]
+    events = sorted(found, key=lambda event: -event.device_time_total)
     total, count = sum(event.device_time_total for event in events), sum(event.count for event in events)
     print(f"{title}: {count} kernels, {total:.0f} us", file=sys.stderr)
     for event in events:

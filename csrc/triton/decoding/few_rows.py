@@ -23,13 +23,13 @@ COLUMNS = 1024
 
 @triton.jit
 def linear_kernel(
-    x_ptr, weight_ptr, residual_ptr, squares_ptr, y_ptr, outputs, count, width, eps,
+    x_ptr, weight_ptr, residual_ptr, squares_ptr, y_ptr, rows, outputs, count, width, eps,
     K: tl.constexpr, GLU: tl.constexpr, SILU: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
     SCALED: tl.constexpr, PDL: tl.constexpr, BLOCK_SQUARES: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    output = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = (tl.program_id(0) % rows).to(tl.int64)
+    output = tl.program_id(0) // rows * BLOCK_N + tl.arange(0, BLOCK_N)
     known = output < outputs
     place = output.to(tl.int64)[:, None] * K
     total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -114,8 +114,8 @@ def linear(
     outputs, count = weight.shape[0] // (1 if glu is None else 2), 1 if squares is None else squares.shape[1]
     block = BLOCK_N if glu is None else BLOCK_N // 2
     y = x.new_empty(rows, outputs)
-    linear_kernel[(rows, triton.cdiv(outputs, block))](
-        x, weight, residual, squares, y, outputs, count, width, eps,
+    linear_kernel[(rows * triton.cdiv(outputs, block),)](
+        x, weight, residual, squares, y, rows, outputs, count, width, eps,
         K=inner, GLU=glu is not None, SILU=glu == "silu", NORM=glu is not None, RESIDUAL=residual is not None,
         SCALED=squares is not None, BLOCK_SQUARES=triton.next_power_of_2(count), BLOCK_N=block,
         BLOCK_K=min(triton.next_power_of_2(inner), BLOCK_K), **dependent_launch(), num_warps=4,

@@ -168,7 +168,9 @@ def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dic
     for kernel, key, flags in (
         (fixed_kernel, 128, {"FORM": 2, "GATE": True, "GATE_SCALED": True, "DECAY": True, "KEY": 128}),
         (fixed_kernel, 256, {"FORM": 1, "GATE": True, "GATE_SCALED": False, "DECAY": False, "KEY": 256}),
+        (fixed_kernel, 128, {"FORM": 0, "GATE": True, "GATE_SCALED": False, "DECAY": True, "KEY": 128, "NORM": False}),
         (vector_kernel, 128, {"SILU_QUERY": True, "SILU_VALUE": False}),
+        (vector_kernel, 128, {"SILU_QUERY": False, "SILU_VALUE": True, "NORM": False}),
     ):
         constants = {"HEAD": 128, "NORM": True, "PDL": False, **flags, **_blocks(2048, key, 128)}
         types = {name: "i32" for name in kernel.arg_names if name not in constants} | {"eps": "fp32", "factor": "fp32"}
