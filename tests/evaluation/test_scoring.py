@@ -76,7 +76,7 @@ def test_scores_in_bf16_are_those_in_fp32_but_for_rounding(scorer):
 
 def test_scores_of_another_dtype_are_not_resumed(scorer, corpus, tmp_path):
     _score(scorer, corpus[0], tmp_path / "p", parts.PartSubset(0, 3))
-    with pytest.raises(DataError, match="made with another dtype: .*bfloat16"):
+    with pytest.raises(DataError, match=r"made with another dtype: .*bfloat16"):
         _score(in_bf16(scorer), corpus[0], tmp_path / "p", parts.PartSubset(1, 3))
 
 

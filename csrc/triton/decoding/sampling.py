@@ -19,11 +19,10 @@ BLOCK = 1024
 
 @triton.jit
 def block_kernel(
-    logits_ptr, peak_ptr, sum_ptr, width, blocks, inverse_temperature, PDL: tl.constexpr, BLOCK: tl.constexpr
+    logits_ptr, peak_ptr, sum_ptr, width, blocks, inverse_temperature, BLOCK: tl.constexpr
 ):  # fmt: skip
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
-    wait_for_inputs(PDL)
     logit = tl.load(logits_ptr + row * width + column, mask=column < width, other=float("-inf")).to(tl.float32)
     logit *= inverse_temperature
     peak = tl.max(logit, axis=0)
@@ -66,11 +65,12 @@ def draw(logits: Tensor, uniform: Tensor, temperature: float) -> Tensor:
     blocks = triton.cdiv(width, BLOCK)
     peak, total = logits.new_empty(2, rows, blocks, dtype=torch.float32)
     token = logits.new_empty(rows, dtype=torch.int64)
-    options = {"BLOCK": BLOCK, "num_warps": 4, **dependent_launch()}
-    block_kernel[(rows, blocks)](logits, peak, total, width, blocks, 1.0 / temperature, **options)
+    inverse = 1.0 / temperature
+    # The logits may come from a copy, after which a graph takes no dependent launch.
+    block_kernel[(rows, blocks)](logits, peak, total, width, blocks, inverse, BLOCK=BLOCK, num_warps=4)
     draw_kernel[(rows,)](
-        logits, peak, total, uniform, token, width, blocks, 1.0 / temperature,
-        BLOCKS=triton.next_power_of_2(blocks), **options,
+        logits, peak, total, uniform, token, width, blocks, inverse,
+        BLOCK=BLOCK, BLOCKS=triton.next_power_of_2(blocks), **dependent_launch(), num_warps=4,
     )  # fmt: skip
     return token
 
@@ -85,8 +85,7 @@ def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dic
         "token_ptr": "*i64",
     }
     types |= {"width": "i32", "blocks": "i32", "inverse_temperature": "fp32"}
-    constants = {"PDL": False, "BLOCK": BLOCK}
     return [
-        (block_kernel, types, constants, {"num_warps": 4}),
-        (draw_kernel, types, {**constants, "BLOCKS": 128}, {"num_warps": 4}),
+        (block_kernel, types, {"BLOCK": BLOCK}, {"num_warps": 4}),
+        (draw_kernel, types, {"PDL": False, "BLOCK": BLOCK, "BLOCKS": 128}, {"num_warps": 4}),
     ]

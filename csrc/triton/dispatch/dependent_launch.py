@@ -2,7 +2,7 @@
 
 A kernel launched so may first read only memory that no recent kernel wrote, such as weights; `wait_for_inputs` then
 waits until the kernel before it has completed, and lets the one after it start. Since every kernel waits before it lets
-the next one start, all but the last two have completed by then.
+the next one start, all but the last two have completed by then. In a CUDA graph it must follow a kernel, not a copy.
 """
 
 from __future__ import annotations
