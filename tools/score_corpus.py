@@ -20,6 +20,7 @@ from megalin.generation import load_for_generation
 from megalin.launch import adopt_launcher
 from megalin.parallel.agreement import on_every_rank, rank, world_size
 from megalin.parallel.process_group import compute_device, process_group
+from megalin.train.build import COMPUTE_DTYPES
 
 # Ranks may differ in work, and wait for each other in one collective at the end.
 _LONGEST_WAIT = timedelta(days=30)
@@ -38,6 +39,11 @@ def _parser() -> argparse.ArgumentParser:
     add("run", type=Path, help="folder of a trained run with data.tokenizer set")
     add("--max-perplexity", type=float, help="keep documents up to this perplexity")
     add("--keep-quantile", type=float, help="keep this fraction of the documents, those of lowest perplexity")
+    add(
+        "--dtype",
+        choices=sorted(COMPUTE_DTYPES),
+        help="dtype of the model's weights and computation (the run's train.dtype); scores depend on it",
+    )
     add("--samples", type=int, default=20, help="kept documents, and as many removed ones, on the page")
     add("--seed", type=int, default=0, help="seed of the samples")
     return parser
@@ -80,7 +86,7 @@ def _run(args: argparse.Namespace) -> None:
 def _score(args: argparse.Namespace, parts: list[CorpusPart], folder: Path) -> None:
     """Scores this rank's subset of the parts; the first rank's progress stands for all."""
     subset = PartSubset(rank(), world_size())
-    scorer = ScoringModel(*load_for_generation(args.run, compute_device()))
+    scorer = ScoringModel(*load_for_generation(args.run, compute_device(), dtype=args.dtype))
     mine = sum(part.size_bytes for part in parts[subset.number :: subset.total])
     title = f"scoring (rank {subset.number} of {subset.total})"
     with shown_progress(title, mine, interval=args.log_interval, shown=subset.number == 0) as report_progress:

@@ -27,7 +27,8 @@ _STATES_BYTES = 2 << 30  # of all documents in a forward; each has its own state
 
 
 class ScoringModel(NamedTuple):
-    """The scoring model, unsharded on one device, and its tokenizer."""
+    """The scoring model, unsharded on one device, and its tokenizer. It computes in the dtype of its weights; losses
+    from the logits, and states, are at least fp32."""
 
     model: LanguageModel
     tokenizer: Tokenizer
@@ -64,6 +65,7 @@ def score_corpus(
         "key": json_key,
         "limit_bytes": limit_bytes,
         "tokenizer": scorer.tokenizer.digest,
+        "dtype": str(scorer.model.embedding.weight.dtype).removeprefix("torch."),
         "weights": _digest(scorer.model),
     }
     run_parts(
@@ -124,7 +126,7 @@ def _groups(lengths: Sequence[tuple[int, int]], most: int) -> Iterator[list[int]
 
 
 def _losses(scorer: ScoringModel, encoded: Sequence[list[int]]) -> npt.NDArray[np.float64]:
-    """[B] summed losses of the texts, in nats."""
+    """[B] summed losses of the texts, in nats; the host waits for the device once."""
     model = scorer.model
     length = max(map(len, encoded))
     labels = torch.full((len(encoded), length), IGNORED_LABEL)  # [B, T]
@@ -132,12 +134,12 @@ def _losses(scorer: ScoringModel, encoded: Sequence[list[int]]) -> npt.NDArray[n
         row[: len(ids)] = torch.tensor(ids)
     inputs = torch.cat((torch.full((len(encoded), 1), scorer.tokenizer.eod_id), labels[:, :-1].clamp(min=0)), dim=1)
     device = model.embedding.weight.device
-    state, sums = model.initial_state(len(encoded)), np.zeros(len(encoded))
+    state, sums = model.initial_state(len(encoded)), torch.zeros(len(encoded), dtype=torch.float64, device=device)
     for start in range(0, length, _PIECE_TOKENS):
         piece = slice(start, start + _PIECE_TOKENS)
         output = model(inputs[:, piece].to(device), labels=labels[:, piece].to(device), state=state)
         assert output.token_losses is not None
         assert output.state is not None
-        sums += output.token_losses.double().sum(1).cpu().numpy()
+        sums += output.token_losses.sum(1, dtype=torch.float64)
         state = output.state
-    return sums
+    return sums.cpu().numpy()

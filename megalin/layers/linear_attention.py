@@ -6,14 +6,15 @@ from typing import ClassVar, NamedTuple, Self
 
 import pydantic
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalin.errors import ConfigError
 from megalin.layers.decay import DecayKind, decay_slopes
 from megalin.layers.lrpe_segments import LRPESegments
 from megalin.layers.mixers.base import BuildContext, Mixer, MixerConfig, MixerContext, MixerOutput, State
-from megalin.layers.norms import HeadNormKind
+from megalin.layers.norms import HeadNormKind, SRMSNorm
 from megalin.layers.positions import LRPEFrequencies, LRPEKind, key_dim
+from megalin.ops.decoding.gated_steps import NormedInput, gated_decay_step
 from megalin.ops.positions.silu_lrpe import silu_lrpe
 from megalin.ops.scans.driver import fold
 from megalin.ops.scans.fixed_decay import decay_scan, decay_scan_flops, decay_step
@@ -63,6 +64,8 @@ class LinearAttention(Mixer):
     """
 
     slopes: Tensor | None
+    projects_linearly: ClassVar[bool] = False
+    """True where `project` is a linear map of its input, with which the scale of a norm commutes."""
 
     def __init__(self, config: LinearAttentionConfig, scope: BuildContext, *, decay: DecayKind | None) -> None:
         super().__init__()
@@ -127,8 +130,30 @@ class LinearAttention(Mixer):
 
     def step(self, x: Tensor, context: MixerContext, state: State) -> MixerOutput:
         q, k, v, gate = self._heads(x, context, context.positions)
-        scan = decay_step(q[:, 0], k[:, 0], v[:, 0], self.slopes, state[0])
+        scan = decay_step(q[:, 0], k[:, 0], v[:, 0], self.slopes, state[0], in_place=context.in_place)
         return MixerOutput(self.out(scan.output.flatten(1)[:, None], gate), (scan.state,))
+
+    def add_step(
+        self, residual: Tensor, x: Tensor, norm: nn.Module, context: MixerContext, state: State
+    ) -> MixerOutput:
+        if not self.out.joins_addition or residual.dtype != context.compute_dtype:
+            return super().add_step(residual, x, norm, context, state)
+        unnormed = NormedInput(x[:, 0], norm.eps) if self.projects_linearly and isinstance(norm, SRMSNorm) else None
+        parts, gate = self.project(norm(x) if unnormed is None else x)
+        (theta,) = context.full_precision or (None,)
+        step = gated_decay_step(
+            parts[:, 0].unflatten(-1, (-1, self.local_heads, self.head_dim)),
+            state[0],
+            self.slopes,
+            gate=None if gate is None else gate[:, 0],
+            theta=theta,
+            positions=context.positions[:, 0],
+            form=self.config.lrpe,
+            unnormed=unnormed,
+            in_place=context.in_place,
+        )
+        y = self.out.add_normed_to(residual, step.product[:, None], step.squares[:, None])
+        return MixerOutput(y, (step.state,))
 
     def _by_segments(self, x: Tensor, context: MixerContext) -> tuple[Tensor, Tensor]:
         """The scan's output [B, T, H/tp, V] and the gate, with LRPE's positions counted from the middle of short

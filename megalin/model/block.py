@@ -80,17 +80,22 @@ class Block(nn.Module):
 
     def step(self, x: Tensor, contexts: list[MixerContext], states: list[State]) -> BlockOutput:
         """One token of decoding: x [B, 1, D]."""
-        return self._run(x, contexts, states, step=True)
+        branch = x
+        next_states: list[State] = []
+        for sublayer, context, state in zip(self._sublayers(), contexts, states, strict=True):
+            branch, next_state = sublayer.mixer.add_step(x, branch, sublayer.norm, context, state)
+            next_states.append(next_state)
+            if sublayer.residual == "add":
+                x = branch
+        return BlockOutput(x, next_states)
 
-    def _run(
-        self, x: Tensor, contexts: list[MixerContext], states: list[State] | None, step: bool = False
-    ) -> BlockOutput:
+    def _run(self, x: Tensor, contexts: list[MixerContext], states: list[State] | None) -> BlockOutput:
         branch = x
         next_states: list[State] = []
         for index, (sublayer, context) in enumerate(zip(self._sublayers(), contexts, strict=True)):
             mixer, state = sublayer.mixer, None if states is None else states[index]
             normed = sublayer.norm(branch).to(context.compute_dtype)
-            output = mixer.step(normed, context, state or ()) if step else mixer(normed, context, state)
+            output = mixer(normed, context, state)
             next_states.append(output.state)
             branch = x + output.y
             if sublayer.residual == "add":

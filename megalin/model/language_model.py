@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megalin.layers.mixers.base import Mixer, SequenceContext, State
+from megalin.layers.mixers.base import Mixer, MixerContext, SequenceContext, State
 from megalin.model.base import BaseModel, Stage
 from megalin.model.config import ModelConfig
 from megalin.ops.dispatch.dtypes import compute_dtype
@@ -36,11 +36,21 @@ class ModelState(NamedTuple):
     """[B] document of the last token; a next token of another document starts from zero."""
 
 
+class StepContexts(NamedTuple):
+    """The mixers' contexts of decoding steps, without positions. They depend on the weights alone."""
+
+    inputs: list[MixerContext]
+    """One per input layer."""
+    blocks: list[list[MixerContext]]
+    """One per block and sub-layer."""
+
+
 class ModelOutput(NamedTuple):
     """Result of a forward."""
 
     logits: Tensor | None
-    """[B, T, V/tp], this rank's slice of the padded vocabulary; padding is -inf. None but with losses = "tokens"."""
+    """[B, T, V/tp], this rank's slice of the padded vocabulary; padding is -inf. [B, 1, V/tp] of the last tokens with
+    losses = "last"; None with losses = "sum" or "scores"."""
     token_losses: Tensor | None
     """[B, T] in nats, at least fp32, 0 where the label is ignored; None without labels or with losses = "sum"."""
     loss_sum: Tensor | None
@@ -93,7 +103,7 @@ class LanguageModel(BaseModel[ModelConfig]):
         document_ids: Tensor | None = None,
         positions: Tensor | None = None,
         state: ModelState | None = None,
-        losses: LossKind = "tokens",
+        losses: LossKind | Literal["last"] = "tokens",
     ) -> ModelOutput:
         """Runs T tokens of each of B sequences; with context parallelism T is this rank's shard, and there is no state.
 
@@ -105,7 +115,8 @@ class LanguageModel(BaseModel[ModelConfig]):
             state: the recurrent state of earlier tokens; the output then holds the next one.
             losses: tokens: the logits, and with labels each token's loss; sum: the sum of the losses alone, which a
                 fused kernel computes in less time and memory; scores: each labelled token's loss and whether the label
-                is the likeliest id, without a gradient and without the logits of other tokens.
+                is the likeliest id, without a gradient and without the logits of other tokens; last: the logits of
+                each sequence's last token alone.
         """
         assert state is None or self.cp.size == 1, self.cp.size
         consecutive = positions is None
@@ -122,6 +133,9 @@ class LanguageModel(BaseModel[ModelConfig]):
         for index, block in enumerate(self.block_list()):
             x, states = block(x, block.contexts(context), state.blocks[index] if state else None)
             blocks.append(states)
+        if losses == "last":
+            assert not self.tp.sequence_parallel
+            x, losses = x[:, -1:], "tokens"
         output = self.head_output(self.norm(x).to(context.compute_dtype), labels, losses)
         if state is None or document_ids is None:
             return output
@@ -169,26 +183,46 @@ class LanguageModel(BaseModel[ModelConfig]):
         return output.token_scores()
 
     @torch.no_grad()
-    def step(self, tokens: Tensor, state: ModelState) -> ModelOutput:
+    def step(self, tokens: Tensor, state: ModelState, contexts: StepContexts | None = None) -> ModelOutput:
         """One token of decoding, in the state's document: tokens [B] -> logits [B, 1, V/tp] and the next state.
 
         Work and memory do not depend on the number of earlier tokens (but for softmax caches).
+
+        Args:
+            contexts: `step_contexts()` of the present weights, computed once for many steps; None: of this step.
         """
+        contexts = self.step_contexts() if contexts is None else contexts
         positions = state.positions[:, None]
         x = self.embedding.embed(tokens[:, None]) * self.config.embedding_scale
-        context = self.context(tokens[:, None], positions, None, x.dtype)
+        compute_dtype = x.dtype
         inputs = []
-        for layer, layer_state in zip(self.input_mixers(), state.inputs, strict=True):
-            x, next_state = layer.step(x, layer.build_mixer_context(context), layer_state)
+        for layer, context, layer_state in zip(self.input_mixers(), contexts.inputs, state.inputs, strict=True):
+            x, next_state = layer.step(x, context._replace(positions=positions), layer_state)
             inputs.append(next_state)
         x = self._to_residual_dtype(x)
         blocks = []
-        for block, states in zip(self.block_list(), state.blocks, strict=True):
-            x, next_states = block.step(x, block.contexts(context), states)
+        for block, own, states in zip(self.block_list(), contexts.blocks, state.blocks, strict=True):
+            x, next_states = block.step(x, [context._replace(positions=positions) for context in own], states)
             blocks.append(next_states)
-        logits = self._table().logits(self.norm(x).to(context.compute_dtype))
+        logits = self._table().logits(self.norm(x).to(compute_dtype))
         state = state._replace(blocks=blocks, inputs=inputs, positions=state.positions + 1)
         return ModelOutput(logits, None, None, state)
+
+    @torch.no_grad()
+    def step_contexts(self, *, in_place: bool = False) -> StepContexts:
+        """Contexts of `step`, which hold the tensors that mixers derive from the weights, such as HGRN2's bounds.
+
+        Args:
+            in_place: mixers with a kernel for it write the next state over the given one (`MixerContext.in_place`).
+        """
+        weight = self.embedding.weight
+        tokens = torch.zeros(1, 1, dtype=torch.int64, device=weight.device)
+        context = self.context(tokens, tokens, None, weight.dtype)
+
+        def contexts(mixers: list[Mixer]) -> list[MixerContext]:
+            return [mixer.build_mixer_context(context)._replace(in_place=in_place) for mixer in mixers]
+
+        return StepContexts(contexts(self.input_mixers()), [contexts(block.mixers()) for block in self.block_list()])
 
     def _to_residual_dtype(self, x: Tensor) -> Tensor:
         """The embedded tokens in the dtype of the residual stream."""

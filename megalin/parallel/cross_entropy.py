@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megalin.ops.decoding.few_rows import few_row_linear
 from megalin.ops.dispatch.backend import Backend
 from megalin.ops.dispatch.dtypes import compute_dtype
 from megalin.ops.linear_cross_entropy import VocabularySlice, choose_backend, fused_linear_cross_entropy
@@ -69,9 +70,9 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, axis: Axis) -> 
 
 def vocab_parallel_logits(x: Tensor, weight: Tensor, axis: Axis, *, vocab_size: int) -> Tensor:
     """x [..., D] and this rank's rows weight [V/tp, D] -> logits [..., V/tp]; -inf for rows from `vocab_size` on."""
-    first = axis.rank * len(weight)
-    rows = torch.arange(first, first + len(weight), device=x.device)
-    return functional.linear(x, weight).masked_fill(rows >= vocab_size, float("-inf"))
+    logits, known = few_row_linear(x, weight), max(vocab_size - axis.rank * len(weight), 0)
+    padding = len(weight) - known
+    return functional.pad(logits[..., :known], (0, padding), value=float("-inf")) if padding > 0 else logits
 
 
 def vocab_parallel_linear_cross_entropy(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megalin.ops.decoding.few_rows import add_linear, few_row_linear
 from megalin.ops.dispatch.dtypes import compute_dtype
 from megalin.ops.norms.gated_squares import GatedSquares, gated_squares
 from megalin.ops.norms.skip_gated_squares import skip_gated_squares
@@ -68,7 +69,7 @@ class ColumnParallelLinear(nn.Module):
         """
         weight = local(self.weight).flatten(0, 1)
         bias = None if self.bias is None else local(self.bias).flatten()
-        linear = self.tp.all_gather_linear if gather_input else functional.linear
+        linear = self.tp.all_gather_linear if gather_input else few_row_linear
         y = linear(x, weight, bias)
         return y.unflatten(-1, (self.parts, -1)).unbind(-2) if split_parts else y
 
@@ -109,6 +110,15 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, in/tp] -> [B, T, out], the residual stream's layout."""
         return self._add_bias(self._matmul(x))
+
+    @property
+    def joins_addition(self) -> bool:
+        """True where `add_to` may join the addition with the matmul: neither a collective nor a bias comes between."""
+        return self.tp.size == 1 and self.bias is None
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual + x W^T in decoding, where `joins_addition`: residual [..., out], x [..., in]. No gradients."""
+        return add_linear(residual, x, local(self.weight))
 
     def _matmul(self, x: Tensor) -> Tensor:
         return self.tp.linear_reduce_scatter(x, local(self.weight))
@@ -168,6 +178,16 @@ class NormedRowParallelLinear(RowParallelLinear):
         weight = local(self.norm_weight) if self.norm == "rmsnorm" else None
         return self._normed_matmul(gated_squares(x, gate, weight))
 
+    @property
+    def joins_addition(self) -> bool:
+        return super().joins_addition and self.norm == "srmsnorm"
+
+    def add_normed_to(self, residual: Tensor, product: Tensor, squares: Tensor) -> Tensor:
+        """residual + (norm(x) * gate) W^T in decoding, where `joins_addition`, from the product of x and the gate
+        [..., in] and partial sums of the squares of x [..., P]. No gradients."""
+        weight = local(self.weight)
+        return add_linear(residual, product, weight, squares, width=self.in_features, eps=self.eps)
+
     def forward_with_skip(self, x: Tensor, skip: Tensor, factor: Tensor, gate: Tensor) -> Tensor:
         """`forward` of (x + factor skip) silu(gate), normalized: x, skip, gate [B, T, in/tp], factor [in/tp]."""
         assert self.norm == "rmsnorm", self.norm
@@ -217,8 +237,8 @@ class LowRankLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, in] (after `TensorParallel.enter`) -> [B, T, out/tp]."""
-        hidden = functional.linear(x, self.tp.all_reduce_gradient(local(self.down)))
-        return functional.linear(hidden, local(self.up))
+        hidden = few_row_linear(x, self.tp.all_reduce_gradient(local(self.down)))
+        return few_row_linear(hidden, local(self.up))
 
     def flops(self) -> int:
         """Forward floating-point operations a token, whole axis."""

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.nn import functional
 
 from megalin.errors import ConfigError
+from megalin.ops.decoding.few_rows import few_row_linear
 from megalin.parallel.async_tensor_parallel import AsyncTPBuffers, all_gather_matmul, matmul_reduce_scatter
 from megalin.parallel.collectives import (
     Axis,
@@ -96,7 +96,7 @@ class TensorParallel:
         tensor parallelism overlaps the all-gather with the matmul.
         """
         if self.buffers is None:
-            return functional.linear(self.enter(x), weight, bias)
+            return few_row_linear(self.enter(x), weight, bias)
         y = all_gather_matmul(x, weight, self.buffers)
         return y if bias is None else y + bias
 
@@ -106,7 +106,7 @@ class TensorParallel:
         Backward as `leave` has it. Async tensor parallelism overlaps the reduce-scatter with the matmul.
         """
         if self.buffers is None:
-            return self.leave(functional.linear(x, weight))
+            return self.leave(few_row_linear(x, weight))
         return matmul_reduce_scatter(x, weight, self.buffers)
 
     def reduce_tokens(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""`megalin eval`, `megalin generate` and `megalin report` on a trained run."""
+"""`megalin eval` and `megalin report` on a trained run."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import json
 import math
 
 import pytest
-import torch
 
 from megalin.__main__ import main
-from megalin.generation import load_for_generation
-from tests.model_runs import CPU, checkpoint_tensors, metrics
+from tests.model_runs import metrics
 
 
 def output(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -101,43 +99,3 @@ def test_report_is_written_to_the_run_folder_by_default(fails, trained, tmp_path
     assert main(["report", str(tmp_path)]) == 0
     assert (tmp_path / "report.html").read_text().startswith("<!DOCTYPE html>")
     assert "no run in this folder" in fails(2, "report", tmp_path / "none")
-
-
-def test_generate_continues_the_prompt(trained, capsys):
-    greedy = output(capsys, "generate", trained, "--prompt", "!#%", "--max-tokens", 8)
-    assert greedy.startswith("!#%")
-    assert len(greedy) > 4
-    assert output(capsys, "generate", trained, "--prompt", "!#%", "--max-tokens", 8) == greedy
-    sampling = ["--temperature", 2.0, "--top-k", 1, "--seed", 4]
-    assert output(capsys, "generate", trained, "--prompt", "!#%", "--max-tokens", 8, *sampling) == greedy
-
-
-def test_generate_loads_the_trained_weights(trained):
-    model, tokenizer = load_for_generation(trained, CPU)
-    saved = checkpoint_tensors(trained)
-    assert all(torch.equal(parameter, saved[name]) for name, parameter in model.named_parameters())
-    assert tokenizer.vocab_size == 257
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--prompt", ""], "the prompt has no tokens; give some text"),
-        (["--prompt", "a", "--max-tokens", "0"], "--max-tokens 0: generate at least 1 token"),
-        (["--prompt", "a", "--temperature", "-1"], "temperature = -1.0 is not in [0, inf); use 0 for the likeliest"),
-        (["--prompt", "a", "--temperature", "nan"], "temperature = nan is not in [0, inf)"),
-        (["--prompt", "a", "--top-k", "0"], "top-k = 0 keeps no token; use at least 1"),
-        (["--prompt", "a", "--top-p", "1.5"], "top-p = 1.5 is not in (0, 1]; use 1 to keep every token"),
-        (["--prompt", "a", "--seed", str(2**70)], "is not in [0, 2^63); use a small number"),
-    ],
-)
-def test_generate_refuses(fails, trained, arguments, message):
-    assert message in fails(2, "generate", trained, *arguments)
-
-
-def test_generate_without_a_tokenizer_is_refused(fails, trained, tmp_path):
-    text = (trained / "config.toml").read_text().replace('tokenizer = "bytes"', "")
-    (tmp_path / "config.toml").write_text(text)
-    (tmp_path / "checkpoints").symlink_to(trained / "checkpoints")
-    message = fails(2, "generate", tmp_path, "--prompt", "a")
-    assert "data.tokenizer is not set, so text cannot be encoded; set it" in message

@@ -14,7 +14,8 @@ def test_likely_documents_are_kept(trained, tmp_path, capsys):
     values += [{"text": text[::-1].translate({k: 255 - k for k in range(128)}), "known": False} for text in known]
     (tmp_path / "x.jsonl").write_text("\n".join([*map(json.dumps, values), "bad"]))
     arguments = [str(trained), "--input", str(tmp_path / "x.jsonl"), "--output-prefix", str(tmp_path / "out")]
-    assert score_corpus.main([*arguments, "--keep-quantile", "0.5", "--log-interval", str(len(values))]) == 0
+    options = ["--keep-quantile", "0.5", "--log-interval", str(len(values)), "--dtype", "bfloat16"]
+    assert score_corpus.main([*arguments, *options]) == 0
     written = [json.loads(line) for path in tmp_path.glob("out-*.jsonl") for line in path.read_text().splitlines()]
     assert len(written) == len(known)
     assert all(value["known"] for value in written)

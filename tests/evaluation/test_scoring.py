@@ -1,5 +1,6 @@
 """Perplexity of documents against a forward of the full text, for any grouping and subset; and the selection."""
 
+import copy
 import html.parser
 import json
 import math
@@ -16,6 +17,7 @@ from megalin.data.tokenizers.tokenizer import BytePairTrainer, ByteTokenizer, Hu
 from megalin.errors import ConfigError, DataError
 from megalin.evaluation import scoring
 from megalin.evaluation.scoring import ScoringModel, score_corpus, score_texts
+from megalin.generation import cast_weights
 from megalin.model.config import ModelConfig
 from megalin.model.language_model import LanguageModel
 from megalin.parallel.initialisation import init_weights
@@ -58,6 +60,24 @@ def test_states_of_the_documents_scored_together_are_bounded(scorer, monkeypatch
     np.testing.assert_allclose(scores, [_direct(scorer, "abc")] * 8, rtol=1e-4)
     monkeypatch.setattr(scoring, "_STATES_BYTES", 1)  # less than one state
     np.testing.assert_allclose(score_texts(scorer, ["abc"] * 2), scores[:2], rtol=1e-4)
+
+
+def in_bf16(scorer):
+    model = copy.deepcopy(scorer.model)
+    cast_weights(model, torch.bfloat16)
+    return scorer._replace(model=model)
+
+
+def test_scores_in_bf16_are_those_in_fp32_but_for_rounding(scorer):
+    scores, exact = score_texts(in_bf16(scorer), TEXTS), score_texts(scorer, TEXTS)
+    np.testing.assert_allclose(scores, exact, rtol=5e-3)
+    assert (scores != exact).any()
+
+
+def test_scores_of_another_dtype_are_not_resumed(scorer, corpus, tmp_path):
+    _score(scorer, corpus[0], tmp_path / "p", parts.PartSubset(0, 3))
+    with pytest.raises(DataError, match=r"made with another dtype: .*bfloat16"):
+        _score(in_bf16(scorer), corpus[0], tmp_path / "p", parts.PartSubset(1, 3))
 
 
 @pytest.fixture

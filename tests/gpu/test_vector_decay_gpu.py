@@ -3,12 +3,8 @@
 import pytest
 import torch
 
-from megalin.ops.scans.vector_decay import (
-    vector_decay_scan,
-    vector_decay_scan_reference,
-    vector_decay_step,
-    vector_decay_step_reference,
-)
+from megalin.ops.scans.vector_decay import vector_decay_scan, vector_decay_scan_reference
+from megalin.ops.scans.vector_decay_step import vector_decay_step, vector_decay_step_reference
 from tests.numerics import errors
 
 FLOOR = {torch.float32: 2.4e-7, torch.bfloat16: 7.8e-3, torch.float16: 9.8e-4}

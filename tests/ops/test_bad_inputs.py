@@ -32,7 +32,8 @@ from megalin.ops.scans.fixed_decay import decay_scan, decay_scan_reference, deca
 from megalin.ops.scans.scalar_decay import scalar_decay_scan
 from megalin.ops.scans.states import decay_state, selected_state, tpe_state
 from megalin.ops.scans.tpe import tpe, tpe_step
-from megalin.ops.scans.vector_decay import vector_decay_scan, vector_decay_step
+from megalin.ops.scans.vector_decay import vector_decay_scan
+from megalin.ops.scans.vector_decay_step import vector_decay_step
 
 B, T, H, K, V = 2, 5, 3, 8, 6
 WIDTH = 12

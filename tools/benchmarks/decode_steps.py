@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.case import BenchmarkCase, BenchmarkFunction, BenchmarkWork, Inputs
 from megalin.ops.scans.fixed_decay import decay_step, decay_step_reference
-from megalin.ops.scans.vector_decay import vector_decay_step, vector_decay_step_reference
+from megalin.ops.scans.vector_decay_step import vector_decay_step, vector_decay_step_reference
 
 STATE_BYTES, CHECKED = 2**28, 3
 """Size of all states together, far above the cache."""

@@ -31,10 +31,14 @@ def step_kernel(
     tl.store(o_ptr + row * VALUE + value, tl.sum(q[:, None] * state, axis=0), mask=value < VALUE)
 
 
-def step(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
-    """q, k [B, H, K], v [B, H, V], state [B, H, K, V] fp32, all contiguous -> o [B, H, V] and the next state."""
+def step(
+    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, state: Tensor, following: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """q, k [B, H, K], v [B, H, V], state [B, H, K, V] fp32, all contiguous -> o [B, H, V] and the next state, written
+    to `following`, which may be `state`: a program reads its tile of it before it writes it."""
     (batch, heads, key), value = k.shape, v.shape[2]
-    o, following = torch.empty_like(v), torch.empty_like(state)
+    o = torch.empty_like(v)
+    following = torch.empty_like(state) if following is None else following
     width = min(32, triton.next_power_of_2(value))
     step_kernel[batch * heads * triton.cdiv(value, width),](
         q, k, v, slopes, state, o, following, heads, KEY=key, VALUE=value, DECAY=slopes is not None,

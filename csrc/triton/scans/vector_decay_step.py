@@ -41,11 +41,23 @@ def _constants(width: int, values: int) -> dict[str, int]:
     return {"K": width, "V": values, "BLOCK_K": block, "BLOCK_V": tile, "num_warps": 4}
 
 
-def step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Output [B, H, V] and next state, from q, k, log_decay [B, H, K], v [B, H, V], contiguous state [B, H, K, V]."""
+def step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    state: Tensor,
+    scale: float,
+    following: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Output [B, H, V] and next state, from q, k, log_decay [B, H, K], v [B, H, V], contiguous state [B, H, K, V].
+
+    The next state is written to `following`, which may be `state`: a program reads its tile of it before it writes it.
+    """
     batch, heads, width = q.shape
     constants = _constants(width, v.shape[2])
-    output, following = v.new_empty(v.shape), torch.empty_like(state)
+    output = v.new_empty(v.shape)
+    following = torch.empty_like(state) if following is None else following
     step_kernel[(batch * heads * triton.cdiv(v.shape[2], constants["BLOCK_V"]),)](
         q, k, v, log_decay, state, output, following,
         *q.stride(), *k.stride(), *v.stride(), *log_decay.stride(), heads, scale, **constants,

@@ -49,6 +49,8 @@ class MixerContext(NamedTuple):
     """Parameters that compute in fp32: the output of the mixer's `full_precision` module, empty without one."""
     consecutive: bool
     """True where positions increase by one from token to token, across documents and ranks too."""
+    in_place: bool = False
+    """True where `step` may write the next state over the given one; it then returns the same tensors."""
 
 
 class MixerOutput(NamedTuple):
@@ -124,6 +126,16 @@ class Mixer(nn.Module):
     def step(self, x: Tensor, context: MixerContext, state: State) -> MixerOutput:
         """One token of decoding: x [B, 1, D], positions [B, 1]; equals `forward` on the full sequence."""
         raise NotImplementedError
+
+    def add_step(
+        self, residual: Tensor, x: Tensor, norm: nn.Module, context: MixerContext, state: State
+    ) -> MixerOutput:
+        """residual + f(norm(x)) for one token of decoding, by `step`: residual, x [B, 1, D], and the next state.
+
+        A mixer overrides it where kernels join the norm and the addition with its own operations.
+        """
+        output = self.step(norm(x).to(context.compute_dtype), context, state)
+        return MixerOutput(residual + output.y, output.state)
 
     def flops(self, length: int) -> int:
         """Forward floating-point operations a token at `length` tokens, summed over the tensor-parallel axis."""

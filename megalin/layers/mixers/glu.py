@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import ClassVar, Literal, Self
 
 import pydantic
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalin.layers.mixers.base import BuildContext, Mixer, MixerConfig, MixerContext, MixerOutput, State
+from megalin.layers.norms import SRMSNorm
+from megalin.ops.decoding.few_rows import normed_glu
 from megalin.ops.gates.gated_product import Activation, gated_product
 from megalin.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megalin.parallel.tensor_parallel import local
 
 
 class GLU(Mixer):
@@ -30,6 +33,17 @@ class GLU(Mixer):
 
     def step(self, x: Tensor, context: MixerContext, state: State) -> MixerOutput:
         return self(x, context, state)
+
+    def add_step(
+        self, residual: Tensor, x: Tensor, norm: nn.Module, context: MixerContext, state: State
+    ) -> MixerOutput:
+        joins = self.down.joins_addition and self.up.bias is None and residual.dtype == context.compute_dtype
+        if not joins or not isinstance(norm, SRMSNorm):
+            return super().add_step(residual, x, norm, context, state)
+        weight = local(self.up.weight).flatten(0, 1)
+        return MixerOutput(
+            self.down.add_to(residual, normed_glu(x, weight, eps=norm.eps, activation=self.activation)), ()
+        )
 
     def flops(self, length: int) -> int:
         return self.up.flops() + self.down.flops()

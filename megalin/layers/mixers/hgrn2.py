@@ -20,10 +20,12 @@ from megalin.layers.mixers.base import (
     SequenceContext,
     State,
 )
-from megalin.layers.norms import HeadNormKind
+from megalin.layers.norms import HeadNormKind, SRMSNorm
+from megalin.ops.decoding.gated_steps import NormedInput, gated_vector_step
 from megalin.ops.gates.forget_gates import forget_gates
 from megalin.ops.scans.fixed_decay import decay_scan_flops
-from megalin.ops.scans.vector_decay import vector_decay_scan, vector_decay_step
+from megalin.ops.scans.vector_decay import vector_decay_scan
+from megalin.ops.scans.vector_decay_step import vector_decay_step
 from megalin.parallel.initialisation import Initializer, constant
 from megalin.parallel.linear import ColumnParallelLinear, NormedRowParallelLinear
 from megalin.parallel.tensor_parallel import TensorParallel, local
@@ -115,8 +117,28 @@ class HGRN2(Mixer):
 
     def step(self, x: Tensor, context: MixerContext, state: State) -> MixerOutput:
         q, k, v, log_decay = (tensor[:, 0] for tensor in self._heads(x, context))
-        scan = vector_decay_step(q, k, v, log_decay, state[0], scale=self.scale)
+        scan = vector_decay_step(q, k, v, log_decay, state[0], scale=self.scale, in_place=context.in_place)
         return MixerOutput(self.out(scan.output.flatten(1)[:, None]), (scan.state,))
+
+    def add_step(
+        self, residual: Tensor, x: Tensor, norm: nn.Module, context: MixerContext, state: State
+    ) -> MixerOutput:
+        if not self.out.joins_addition or residual.dtype != context.compute_dtype:
+            return super().add_step(residual, x, norm, context, state)
+        unnormed = NormedInput(x[:, 0], norm.eps) if isinstance(norm, SRMSNorm) and not self.config.bias else None
+        parts = self.qfv(norm(x) if unnormed is None else x, gather_input=True, split_parts=False)
+        step = gated_vector_step(
+            parts[:, 0].unflatten(-1, (3, self.local_heads, self.head_dim)),
+            state[0],
+            context.full_precision[0],
+            query_activation=self.config.query_activation,
+            silu_value=self.config.value_activation == "silu",
+            scale=self.scale,
+            unnormed=unnormed,
+            in_place=context.in_place,
+        )
+        y = self.out.add_normed_to(residual, step.product[:, None], step.squares[:, None])
+        return MixerOutput(y, (step.state,))
 
     def _heads(self, x: Tensor, context: MixerContext) -> tuple[Tensor, ...]:
         """q, k, v, log f, each [B, T, H/tp, K]; k in the dtype of x, log f in at least fp32."""

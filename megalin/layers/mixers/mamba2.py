@@ -131,7 +131,7 @@ class Mamba2(Mixer):
     def step(self, x: Tensor, context: MixerContext, state: State) -> MixerOutput:
         inputs = self._scan_inputs(x, context, state)
         q, k, v, log_decay = (y[:, 0] for y in (inputs.q, inputs.k, inputs.v, inputs.log_decay))
-        scan = scalar_decay_step(q, k, v, log_decay, state[2])
+        scan = scalar_decay_step(q, k, v, log_decay, state[2], in_place=context.in_place)
         return MixerOutput(self._output(scan.output[:, None], inputs, context), (*inputs.conv_states, scan.state))
 
     def _scan_inputs(self, x: Tensor, context: MixerContext, state: State | None) -> _ScanInputs:

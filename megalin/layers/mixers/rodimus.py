@@ -27,7 +27,8 @@ from megalin.ops.dispatch.dtypes import compute_dtype
 from megalin.ops.gates.ddts_gates import ddts_gates
 from megalin.ops.gates.low_rank_gate import low_rank_gate
 from megalin.ops.scans.fixed_decay import decay_scan_flops
-from megalin.ops.scans.vector_decay import vector_decay_scan, vector_decay_step
+from megalin.ops.scans.vector_decay import vector_decay_scan
+from megalin.ops.scans.vector_decay_step import vector_decay_step
 from megalin.parallel.initialisation import Initializer, constant, uniform
 from megalin.parallel.linear import ColumnParallelLinear, NormedRowParallelLinear
 from megalin.parallel.tensor_parallel import TensorParallel, local
@@ -136,7 +137,8 @@ class Rodimus(Mixer):
     def step(self, x: Tensor, context: MixerContext, state: State) -> MixerOutput:
         inputs = self._scan_inputs(x, context, state[0])
         q, k, v, log_decay = (y[:, 0] for y in (inputs.q, inputs.k, inputs.v, inputs.log_decay))
-        scan = vector_decay_step(q, k, v, log_decay, state[1], scale=self.config.scale)
+        scale, in_place = self.config.scale, context.in_place
+        scan = vector_decay_step(q, k, v, log_decay, state[1], scale=scale, in_place=in_place)
         return MixerOutput(self._output(scan.output[:, None], inputs, context), (inputs.conv_state, scan.state))
 
     def _scan_inputs(self, x: Tensor, context: MixerContext, conv_state: Tensor | None) -> _ScanInputs:

@@ -15,6 +15,8 @@ from megalin.parallel.linear import ColumnParallelLinear
 class TransNormer(LinearAttention):
     """[q | k | v | u] = x W_qkvu; y = (SRMSNorm(scan(silu(q), silu(k), v)) * u) W_o (TransNormerLLM eq. 3-4)."""
 
+    projects_linearly = True
+
     def __init__(self, config: TransNormerConfig, scope: BuildContext) -> None:
         super().__init__(config, scope, decay=config.decay)
         width = scope.hidden_size

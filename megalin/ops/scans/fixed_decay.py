@@ -141,12 +141,20 @@ def decay_scan_reference(
 
 
 def decay_step(
-    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, state: Tensor, *, backend: Backend = "auto"
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    state: Tensor,
+    *,
+    in_place: bool = False,
+    backend: Backend = "auto",
 ) -> ScanOutput:
     """One token of the recurrence, the decoding step.
 
     Args:
         q, k: [B, H, K]; v: [B, H, V]; slopes: [H] or None; state: [B, H, K, V] in at least fp32.
+        in_place: write the next state over a contiguous `state` and return that tensor; the reference never does.
         backend: implementation to run; compiled ones take q, k and v of one dtype, fp32, bf16 or fp16, and an fp32
             state with K and V up to 256, and have no backward.
 
@@ -164,7 +172,12 @@ def decay_step(
     choice = backends.choose("decay_step", backend, v.device.type, _unsupported_step(q, k, v, state))
     if choice == "reference":
         return decay_step_reference(q, k, v, slopes, state)
-    return ScanOutput(*_step(q, k, v, None if slopes is None else slopes.float(), state))
+    slopes = None if slopes is None else slopes.float()
+    if in_place and state.is_contiguous():
+        from megalin._triton.scans import fixed_decay_step as kernels
+
+        return ScanOutput(*kernels.step(*(x.contiguous() for x in (q, k, v)), slopes, state, following=state))
+    return ScanOutput(*_step(q, k, v, slopes, state))
 
 
 def decay_step_reference(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, state: Tensor) -> ScanOutput:
@@ -214,8 +227,7 @@ def decay_scan_flops(length: int, *, num_heads: int, key_dim: int, value_dim: in
     """Forward FLOPs per token of the chunkwise form, a multiply-add counted as two.
 
     Per head: 2 C (K + V) for q k^T and its matmul with v inside a chunk, 2 K V to form the state, 2 K V to read it.
-    Passing states between chunks, 2 K V N / C per token with N = T / C chunks, is an artefact of this implementation
-    and is not counted.
+    Passing states between chunks, this implementation's 2 K V N / C per token with N = T / C chunks, is not counted.
     """
     chunk = min(chunk_size, length)
     return num_heads * (2 * chunk * (key_dim + value_dim) + 4 * key_dim * value_dim)
@@ -361,9 +373,9 @@ def _self_test(backend: Compiled, device: str) -> str:
 def _self_test_step(backend: Compiled, device: str) -> str:
     slopes = torch.tensor([0.0, 0.3], device=device)
     inputs = [sample(2, 2, width, device=device, seed=i) for i, width in enumerate((40, 40, 24))]
-    inputs.append(sample(2, 2, 40, 24, device=device, seed=3))
-    expected = decay_step_reference(*(x.double() for x in (*inputs[:3], slopes, inputs[3])))
-    found, again = (_step(*inputs[:3], slopes, inputs[3]) for _ in range(2))
+    arguments = (*inputs, slopes, sample(2, 2, 40, 24, device=device, seed=3))
+    expected = decay_step_reference(*(x.double() for x in arguments))
+    found, again = _step(*arguments), _step(*arguments)
     for name, first, second, truth in zip(("output", "state"), found, again, expected, strict=True):
         error = ((first.double() - truth).norm() / truth.norm()).item()
         if not error <= BOUND:

@@ -27,7 +27,7 @@ from megalin.ops.scans.limits import WIDTH_UNIT, padded, unsupported
 from megalin.ops.scans.self_tests import compare_shards
 from megalin.ops.scans.states import selected_state
 from megalin.ops.scans.transition import DiagonalDecay
-from megalin.ops.scans.vector_decay import vector_decay_step
+from megalin.ops.scans.vector_decay_step import vector_decay_step
 
 MAX_VALUE_WIDTH = 128
 
@@ -125,9 +125,12 @@ def scalar_decay_scan_reference(
     return ScanOutput(output.flatten(2, 3)[:, :, :length].transpose(1, 2), states[:, :, -1].clone())
 
 
-def scalar_decay_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor) -> ScanOutput:
-    """One decoding step: q, k [B, H or 1, K], v [B, H, V], log_decay [B, H], state [B, H, K, V] in at least fp32."""
-    return vector_decay_step(q, k, v, log_decay[..., None], state)
+def scalar_decay_step(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, *, in_place: bool = False
+) -> ScanOutput:
+    """One decoding step: q, k [B, H or 1, K], v [B, H, V], log_decay [B, H], state [B, H, K, V] in at least fp32;
+    `in_place` as in `vector_decay_step`."""
+    return vector_decay_step(q, k, v, log_decay[..., None], state, in_place=in_place)
 
 
 def scalar_decay_scan_flops(

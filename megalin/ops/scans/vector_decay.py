@@ -21,8 +21,8 @@ from torch import Tensor
 from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
 from megalin.ops.dispatch.custom_op import contiguous, custom_op
-from megalin.ops.dispatch.dtypes import KERNEL_DTYPES, compute_dtype
-from megalin.ops.dispatch.operands import check_operands, check_scan
+from megalin.ops.dispatch.dtypes import compute_dtype
+from megalin.ops.dispatch.operands import check_scan
 from megalin.ops.dispatch.self_test import compare, sample
 from megalin.ops.scans.chunks import chunk_documents, fold_states, split_chunks, sum_after, visible_decay
 from megalin.ops.scans.context_parallel import SequenceShard
@@ -30,10 +30,10 @@ from megalin.ops.scans.driver import Begun, Finished, Inputs, ScanOutput, fold, 
 from megalin.ops.scans.self_tests import compare_shards
 from megalin.ops.scans.states import selected_state
 from megalin.ops.scans.transition import DiagonalDecay
+from megalin.ops.scans.vector_decay_step import unsupported_vectors, vector_decay_step_reference
 
 SUB_BLOCK = 16
 """Tokens in a sub-block of a chunk: scores within one are computed element by element, across two through a pivot."""
-MAX_KEY_DIM = 256
 
 
 def vector_decay_scan(
@@ -77,7 +77,7 @@ def vector_decay_scan(
     g = ("log_decay", log_decay, "BTHK")
     check_scan("vector_decay_scan", (q, "BTHK"), (k, "BTHK"), v, g, initial_state, document_ids)
     assert shard is None or initial_state is None, "initial_state and shard are exclusive"
-    op, limit = "vector_decay_scan", _unsupported(q, k, v, log_decay)
+    op, limit = "vector_decay_scan", unsupported_vectors(q, k, v, log_decay)
     choice = backends.choose(op if shard is None else f"split_{op}", backend, v.device.type, limit)
     if shard is not None and choice == "reference":
         added = selected_state(k, v, log_decay, document_ids=document_ids)
@@ -123,45 +123,6 @@ def vector_decay_scan_reference(
 
     output = (scores * scale).to(v.dtype) @ v + ((q * from_start) @ states[:, :, :-1] * scale).to(v.dtype)
     return ScanOutput(output.flatten(2, 3)[:, :, :length].transpose(1, 2), states[:, :, -1].clone())
-
-
-def vector_decay_step(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, *, scale: float = 1.0, backend: Backend = "auto"
-) -> ScanOutput:
-    """One token of the recurrence, the decoding step.
-
-    Args:
-        q, k: [B, H or 1, K]; v: [B, H, V]; log_decay: [B, H, K or 1]; state: [B, H, K, V] in at least fp32.
-        scale: factor on the output.
-        backend: implementation to run; compiled ones have no backward.
-
-    Returns:
-        ScanOutput with output [B, H, V] in the dtype of v and the next state.
-
-    Raises:
-        KernelError: an explicit backend that cannot run.
-        OperandError: mismatched shapes, kinds or devices.
-    """
-    operands = {"v": (v, "BHV"), "q": (q, "BhK"), "k": (k, "BhK"), "log_decay": (log_decay, "BHk")}
-    check_operands("vector_decay_step", operands | {"state": (state, "BHKV")})
-    tensors = (q, k, v, log_decay, state)
-    unsupported = _unsupported(*tensors)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        unsupported = "tensors that need gradients"
-    if backends.choose("vector_decay_step", backend, v.device.type, unsupported) == "reference":
-        return vector_decay_step_reference(q, k, v, log_decay, state, scale=scale)
-    q, k, log_decay = (x.expand(*state.shape[:3]) for x in (q, k, log_decay))
-    return ScanOutput(*_step(q, k, v, log_decay, state.float().contiguous(), scale))
-
-
-def vector_decay_step_reference(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, *, scale: float = 1.0
-) -> ScanOutput:
-    """`vector_decay_step` in plain PyTorch."""
-    wide = state.dtype
-    state = state * torch.exp(log_decay.to(wide))[..., None] + k.to(wide)[..., None] * v.to(wide)[..., None, :]
-    output = (q.to(wide)[..., None, :] @ state).squeeze(-2) * scale
-    return ScanOutput(output.to(v.dtype), state)
 
 
 def vector_decay_scan_recurrent(
@@ -339,22 +300,6 @@ class _Kernels(NamedTuple):
         return [*found, None], d_entering
 
 
-@custom_op("vector_decay_step", lambda q, k, v, g, state, scale: (v.new_empty(v.shape), torch.empty_like(state)))
-def _step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    from megalin._triton.scans import vector_decay_step as kernels
-
-    return kernels.step(q, k, v, log_decay, state, scale)
-
-
-def _unsupported(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> str:
-    for x in (q, k, v, *others):
-        if x.dtype not in KERNEL_DTYPES:
-            return f"dtype {x.dtype}"
-    if q.shape[-1] > MAX_KEY_DIM:
-        return f"keys of width {q.shape[-1]}, above {MAX_KEY_DIM}"
-    return "an empty tensor" if v.numel() == 0 or q.numel() == 0 else ""
-
-
 def _self_test(backend: Compiled, device: str) -> str:
     """Three chunks: one of mild decays, one with the start of a document, and one of steep decays."""
     inputs = [sample(1, 150, 2, 20, device=device, seed=seed) for seed in range(4)]
@@ -387,14 +332,3 @@ def _shards_self_test(backend: Compiled, device: str) -> str:
 
 backends.register("vector_decay_scan", ("triton",), _self_test)
 backends.register("split_vector_decay_scan", ("triton",), _shards_self_test)
-
-
-def _step_self_test(backend: Compiled, device: str) -> str:
-    q, k, v, g = (sample(2, 3, 20, device=device, seed=seed) for seed in range(4))
-    inputs = (q, k, v, -g.exp(), sample(2, 3, 20, 20, device=device, seed=4))
-    truth, found = vector_decay_step_reference(*(x.double() for x in inputs), scale=0.5), _step(*inputs, 0.5)
-    error = max(((x - y).norm() / y.norm()).item() for x, y in zip(found, truth, strict=True))
-    return "" if error <= 1e-5 else f"self-test: off by {error:.1e} (bound 1e-05)"
-
-
-backends.register("vector_decay_step", ("triton",), _step_self_test)

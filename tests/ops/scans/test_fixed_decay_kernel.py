@@ -56,3 +56,12 @@ def test_the_fake_of_the_step_has_the_same_shapes():
     q, k, v, state = (torch.randn(shape) for shape in ((1, 2, 16), (1, 2, 16), (1, 2, 24), (1, 2, 16, 24)))
     arguments = (q, k, v, None, state)
     torch.library.opcheck(ops._step, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_a_step_in_place_overwrites_its_state():
+    q, k, v, state = (torch.randn(shape) for shape in ((3, 2, 16), (3, 2, 16), (3, 2, 24), (3, 2, 16, 24)))
+    expected = decay_step(q, k, v, torch.tensor([0.0, 0.3]), state, backend="triton")
+    found = decay_step(q, k, v, torch.tensor([0.0, 0.3]), state, in_place=True, backend="triton")
+    assert found.state is state
+    assert torch.equal(state, expected.state)
+    assert torch.equal(found.output, expected.output)

@@ -8,12 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalin.ops.scans.vector_decay import (
-    vector_decay_scan,
-    vector_decay_scan_parallel,
-    vector_decay_scan_recurrent,
-    vector_decay_step,
-)
+from megalin.ops.scans.vector_decay import vector_decay_scan, vector_decay_scan_parallel, vector_decay_scan_recurrent
+from megalin.ops.scans.vector_decay_step import vector_decay_step
 from tests.numerics import Tensors, assert_close, errors, outputs_and_gradients, relative_error
 
 BATCH, HEADS, KEY, VALUE = 2, 2, 5, 4

@@ -4,12 +4,8 @@ import pytest
 import torch
 
 from megalin.errors import KernelError
-from megalin.ops.scans.vector_decay import (
-    vector_decay_scan,
-    vector_decay_scan_reference,
-    vector_decay_step,
-    vector_decay_step_reference,
-)
+from megalin.ops.scans.vector_decay import vector_decay_scan, vector_decay_scan_reference
+from megalin.ops.scans.vector_decay_step import vector_decay_step, vector_decay_step_reference
 from tests.numerics import relative_error
 from tests.ops.kernels import assert_as_good_as_the_reference
 from tests.ops.scans.scans import Case, compare, initial_state, make_inputs
@@ -87,3 +83,13 @@ def test_the_step_refuses_tensors_that_need_gradients():
     inputs = [torch.ones(1, 1, 2), torch.ones(1, 1, 2), torch.ones(1, 1, 2), torch.zeros(1, 1, 2)]
     with pytest.raises(KernelError, match="does not take tensors that need gradients"):
         vector_decay_step(*inputs, torch.ones(1, 1, 2, 2, requires_grad=True), backend="triton")
+
+
+def test_a_step_in_place_overwrites_its_state():
+    q, k, v, g = (torch.randn(2, 3, 20) for _ in range(4))
+    state = torch.randn(2, 3, 20, 20)
+    expected = vector_decay_step(q, k, v, -g.exp(), state, backend="triton")
+    found = vector_decay_step(q, k, v, -g.exp(), state, in_place=True, backend="triton")
+    assert found.state is state
+    assert torch.equal(state, expected.state)
+    assert torch.equal(found.output, expected.output)

@@ -1,0 +1,1 @@
+"""Triton kernels of decoding: one token of a few to hundreds of sequences."""

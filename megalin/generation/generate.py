@@ -1,0 +1,139 @@
+"""Generation from prompts of any lengths and number, batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from megalin.errors import ConfigError
+from megalin.generation.decoder import NO_TOKEN, Decoder, capture_cuda_graph, grows
+from megalin.generation.sampling import Sampling, sampling_problems
+from megalin.model.language_model import LanguageModel
+
+GRAPH_TOKENS = 64
+"""Tokens of all batches together from which a graph saves more time than its capture takes."""
+
+
+class Completion(NamedTuple):
+    """The continuation of one prompt."""
+
+    number: int
+    """The prompt's number."""
+    tokens: list[int]
+    """Generated ids, without the prompt and the stop id."""
+    stopped: bool
+    """True where a stop id ended it, False where `max_tokens` did."""
+
+
+def generate_batches(
+    model: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    sampling: Sampling,
+    batch_size: int = 1,
+    num_ids: int | None = None,
+    stop_ids: Sequence[int] = (),
+    graph: bool | None = None,
+    on_tokens: Callable[[int], None] = lambda _: None,
+) -> Iterator[Completion]:
+    """Yields the completion of every prompt, in order; prompts of different lengths share a batch.
+
+    Draws depend on the seed, the prompt's index and the token's number, so completions do not depend on `batch_size`
+    but for the rounding of the logits.
+
+    Args:
+        prompts: ids; their index is their number.
+        num_ids: only ids below it are generated; a tokenizer may have fewer ids than the model.
+        stop_ids: ids that end a text.
+        graph: launch every token as one CUDA graph; None: on GPUs, if the state has a fixed size and there are enough
+            tokens. Softmax attention's cache has none.
+        on_tokens: called with the number of tokens that each sequence of a batch has advanced, or skipped at its end.
+
+    Raises:
+        ConfigError: an empty prompt, an id outside of the vocabulary, a parameter out of range, or a graph that the
+            device or the model does not allow.
+    """
+    problems = [*prompt_problems(model, prompts), *sampling_problems(sampling)]
+    for name, value in (("max_tokens", max_tokens), ("batch_size", batch_size)):
+        if value < 1:
+            problems.append(f"{name} = {value}: use at least 1")
+    on_gpu = model.embedding.weight.device.type == "cuda"
+    if graph and (not on_gpu or grows(model)):
+        why = "softmax attention's cache grows with every token" if on_gpu else "the model is not on a GPU"
+        problems.append(f"graph = True, but {why}; leave it out")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    batch_size = min(batch_size, len(prompts))  # no empty places in the only batch
+    if graph is None:
+        graph = on_gpu and not grows(model) and max_tokens * len(prompts) >= GRAPH_TOKENS * batch_size
+    return _batches(
+        Decoder(
+            model,
+            sampling,
+            batch_size=batch_size,
+            num_ids=num_ids,
+            stop_ids=stop_ids,
+            capture=capture_cuda_graph if graph else None,
+        ),
+        prompts,
+        max_tokens,
+        on_tokens,
+    )
+
+
+def _batches(
+    decoder: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int, on_tokens: Callable[[int], None]
+) -> Iterator[Completion]:
+    for first in range(0, len(prompts), decoder.batch_size):
+        batch = prompts[first : first + decoder.batch_size]
+        numbers, produced = range(first, first + len(batch)), 0
+        decoder.start(batch, numbers)
+        tokens: list[list[int]] = [[] for _ in batch]
+        for block in decoder.blocks(max_tokens):
+            for own, column in zip(tokens, block.T.tolist(), strict=False):
+                own.extend(token for token in column if token != NO_TOKEN)
+            produced += len(block)
+            on_tokens(len(block))
+        on_tokens(max_tokens - produced)
+        for number, own in zip(numbers, tokens, strict=True):
+            yield Completion(number, own, len(own) < max_tokens)
+
+
+def generate(
+    model: LanguageModel,
+    prompt: Sequence[int],
+    *,
+    max_tokens: int,
+    sampling: Sampling,
+    num_ids: int | None = None,
+    stop_id: int | None = None,
+) -> list[int]:
+    """Up to `max_tokens` ids that continue `prompt`, ending before `stop_id`; arguments as in `generate_batches`.
+
+    Raises:
+        ConfigError: the prompt is empty, an id is outside the vocabulary, or a sampling parameter is out of range.
+    """
+    (completion,) = generate_batches(
+        model,
+        [prompt],
+        max_tokens=max_tokens,
+        sampling=sampling,
+        num_ids=num_ids,
+        stop_ids=() if stop_id is None else (stop_id,),
+    )
+    return completion.tokens
+
+
+def prompt_problems(model: LanguageModel, prompts: Sequence[Sequence[int]]) -> list[str]:
+    """A line for each prompt that cannot be continued."""
+    vocab_size, problems = model.config.vocab_size, []
+    if not prompts:
+        problems.append("no prompts; give at least one")
+    for number, prompt in enumerate(prompts):
+        name = "the prompt" if len(prompts) == 1 else f"prompt {number}"
+        if not prompt:
+            problems.append(f"{name} has no tokens; give some text")
+        if outside := [token for token in prompt if not 0 <= token < vocab_size]:
+            problems.append(f"{name}: token {outside[0]} is outside the vocabulary of {vocab_size} ids")
+    return problems

@@ -1,0 +1,88 @@
+"""A run's model and tokenizer for generation: weights in the dtype of the run's training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+
+from megalin.checkpoint.load import load
+from megalin.checkpoint.manifest import Checkpoint
+from megalin.checkpoint.tensors import OPTIMIZER_PREFIX, weights
+from megalin.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from megalin.errors import ConfigError
+from megalin.generation.decoder import grows
+from megalin.layers.mixers.base import FullPrecision
+from megalin.model.config import EncoderConfig, ModelConfig
+from megalin.model.language_model import LanguageModel
+from megalin.parallel.initialisation import init_weights
+from megalin.train.build import COMPUTE_DTYPES
+from megalin.train.config import RunConfig
+from megalin.train.open_run import open_run
+
+DtypeName = Literal["float32", "bfloat16"]
+
+
+class GenerationRun(NamedTuple):
+    """A run whose checkpoint can generate text."""
+
+    config: RunConfig
+    model: ModelConfig
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer
+
+    @property
+    def positions(self) -> int | None:
+        """Tokens that a sequence may have: those that softmax attention was trained on; None for other mixers."""
+        return self.config.data.sequence_length if grows(LanguageModel(self.model)) else None
+
+    def load_model(self, device: torch.device, *, dtype: DtypeName | None = None) -> LanguageModel:
+        """Loads the weights as one unsharded model on `device`.
+
+        Args:
+            dtype: of the weights (`cast_weights`); None: the run's train.dtype, in which its training computed.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be read.
+        """
+        model = LanguageModel(self.model)
+        model.to_empty(device=device)
+        init_weights(model, self.config.train.seed)
+        load(self.checkpoint, weights(model), ignore=(OPTIMIZER_PREFIX,))
+        model.after_optimizer_step()
+        cast_weights(model, COMPUTE_DTYPES[dtype or self.config.train.dtype])
+        return model
+
+
+def open_for_generation(folder: str | Path) -> GenerationRun:
+    """Opens the newest checkpoint of a run, and the run's tokenizer.
+
+    Raises:
+        MegalinError: the run has no checkpoint or no tokenizer, or its model is an encoder.
+    """
+    config, checkpoint = open_run(folder)
+    if isinstance(config.model, EncoderConfig):
+        raise ConfigError(
+            f'{folder}: model.kind = "encoder" attends to full sequences and cannot continue one; give a decoder run'
+        )
+    if config.data.tokenizer is None:
+        raise ConfigError(f"{folder}: data.tokenizer is not set, so text cannot be encoded; set it")
+    return GenerationRun(config, config.model, checkpoint, load_tokenizer(config.data.tokenizer))
+
+
+def load_for_generation(
+    folder: str | Path, device: torch.device, *, dtype: DtypeName | None = None
+) -> tuple[LanguageModel, Tokenizer]:
+    """The model (`GenerationRun.load_model`) and the tokenizer of a run. Raises as `open_for_generation`."""
+    run = open_for_generation(folder)
+    return run.load_model(device, dtype=dtype), run.tokenizer
+
+
+def cast_weights(model: LanguageModel, dtype: torch.dtype) -> None:
+    """Casts the weights at rest, as training casts them in every step: all but those that compute in fp32, which feed
+    exponentials and positions (`BaseModel.full_precision_modules`). Buffers keep their dtype."""
+    for module in model.modules():
+        if not isinstance(module, FullPrecision):
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.to(dtype)

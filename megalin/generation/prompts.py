@@ -1,0 +1,87 @@
+"""Prompts of a JSON Lines file, and the checks that they pass before any work starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from megalin.errors import ConfigError, DataError
+
+MOST_PROBLEMS = 8
+"""Problems that one error lists."""
+
+
+class Prompt(NamedTuple):
+    """A text to continue."""
+
+    text: str
+    source: str
+    """Its place for error messages: "FILE, line 3", or "the prompt"."""
+    fields: dict[str, Any]
+    """The line's object, which the output repeats."""
+
+
+def read_prompts(lines: Iterable[bytes], name: str) -> list[Prompt]:
+    """The prompts of JSON Lines, one object with a string "prompt" a line; blank lines are skipped.
+
+    Args:
+        name: the file's name for error messages.
+
+    Raises:
+        DataError: lines that are none, each with its number, or no prompts.
+    """
+    prompts, problems = [], []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        source = f"{name}, line {number}"
+        try:
+            fields = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            problems.append(f"{source}: not JSON ({error}); write one object a line")
+            continue
+        text = fields.get("prompt") if isinstance(fields, dict) else None
+        if isinstance(text, str) and _is_unicode(text):
+            prompts.append(Prompt(text, source, fields))
+        else:
+            problems.append(f'{source}: expected an object with a string "prompt"; found {repr(fields)[:60]}')
+    if problems:
+        raise DataError(shortened(problems))
+    if not prompts:
+        raise DataError(f'{name}: no prompts; write one object with a string "prompt" a line')
+    return prompts
+
+
+def _is_unicode(text: str) -> bool:
+    """False where a JSON escape made half of a surrogate pair, which no tokenizer can encode."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def check_prompts(
+    prompts: Sequence[Prompt], ids: Sequence[Sequence[int]], *, max_tokens: int, positions: int | None
+) -> None:
+    """Raises ConfigError for prompts without tokens, and for those that leave no room for `max_tokens`.
+
+    Args:
+        ids: the tokens of each prompt.
+        positions: tokens that a sequence may have (`GenerationRun.positions`); None: any number.
+    """
+    problems = []
+    for prompt, tokens in zip(prompts, ids, strict=True):
+        if not tokens:
+            problems.append(f"{prompt.source} has no tokens; give some text")
+        elif positions is not None and len(tokens) + max_tokens > positions:
+            problems.append(
+                f"{prompt.source} has {len(tokens)} tokens; with {max_tokens} new ones that is more than the "
+                f"{positions} positions that this softmax model was trained on (data.sequence_length); shorten the "
+                "prompt or lower --max-tokens"
+            )
+    if problems:
+        raise ConfigError(shortened(problems))
+
+
+def shortened(problems: Sequence[str]) -> str:
+    """The problems, one a line, at most MOST_PROBLEMS of them."""
+    more = len(problems) - MOST_PROBLEMS
+    return "\n".join([*problems[:MOST_PROBLEMS], *([f"and {more} more"] if more > 0 else [])])

@@ -1,0 +1,155 @@
+"""`megalin generate` on a trained run: one prompt, files of them, standard input, and what it refuses."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megalin.__main__ import main
+from megalin.errors import ConfigError
+from megalin.generation import cast_weights, load_for_generation
+from megalin.generation.load import GenerationRun
+from megalin.generation.prompts import Prompt, check_prompts
+from tests.cases import CASES, build
+from tests.model_runs import CPU, checkpoint_tensors
+
+LINES = [{"prompt": "!#%", "id": 7}, {"prompt": "a"}, {"prompt": "longer than the others", "completion": "old"}]
+
+
+def output(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert main([str(argument) for argument in arguments]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps(line) for line in LINES) + "\n\n")
+    return path
+
+
+def test_generate_continues_the_prompt(trained, capsys):
+    command = ["generate", trained, "--prompt", "!#%", "--max-tokens", 8]
+    greedy = output(capsys, *command, "--temperature", 0)
+    assert greedy.startswith("!#%")
+    assert len(greedy) > 4
+    assert output(capsys, *command, "--temperature", 0, "--dtype", "float32") == greedy
+    assert output(capsys, *command, "--temperature", 2.0, "--top-k", 1, "--seed", 4) == greedy
+    assert output(capsys, *command) == output(capsys, *command, "--temperature", 0.8, "--repetition-penalty", 1)
+
+
+def test_generate_loads_the_trained_weights(trained):
+    model, tokenizer = load_for_generation(trained, CPU)
+    saved = checkpoint_tensors(trained)
+    assert all(torch.equal(parameter, saved[name]) for name, parameter in model.named_parameters())
+    assert tokenizer.vocab_size == 257
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", ""], "the prompt has no tokens; give some text"),
+        (["--prompt", "a", "--max-tokens", "0"], "--max-tokens 0: use at least 1"),
+        (["--prompt", "a", "--batch-size", "0"], "--batch-size 0: use at least 1"),
+        (["--prompt", "a", "--repetition-penalty", "0"], "repetition penalty = 0.0 is not in (0, inf); use 1 for none"),
+        (["--prompt", "a", "--temperature", "-1"], "temperature = -1.0 is not in [0, inf); use 0 for the likeliest"),
+        (["--prompt", "a", "--temperature", "nan"], "temperature = nan is not in [0, inf)"),
+        (["--prompt", "a", "--top-k", "0"], "top-k = 0 keeps no token; use at least 1"),
+        (["--prompt", "a", "--top-p", "1.5"], "top-p = 1.5 is not in (0, 1]; use 1 to keep every token"),
+        (["--prompt", "a", "--seed", str(2**70)], "is not in [0, 2^63); use a small number"),
+    ],
+)
+def test_generate_refuses(fails, trained, arguments, message):
+    assert message in fails(2, "generate", trained, *arguments)
+
+
+def test_generate_without_a_tokenizer_is_refused(fails, trained, tmp_path):
+    text = (trained / "config.toml").read_text().replace('tokenizer = "bytes"', "")
+    (tmp_path / "config.toml").write_text(text)
+    (tmp_path / "checkpoints").symlink_to(trained / "checkpoints")
+    message = fails(2, "generate", tmp_path, "--prompt", "a")
+    assert "data.tokenizer is not set, so text cannot be encoded; set it" in message
+
+
+def test_a_file_of_prompts_becomes_a_file_of_completions(trained, capsys, file, tmp_path):
+    def results(batch_size):
+        path = tmp_path / f"{batch_size}.jsonl"
+        options = ["--prompts", file, "--output", path, "--batch-size", batch_size]
+        assert output(capsys, "generate", trained, *options, "--max-tokens", 8, "--temperature", 1) == ""
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+    found = results(2)
+    assert found == results(16) == results(1)
+    assert [line["prompt"] for line in found] == [line["prompt"] for line in LINES]
+    assert found[0]["id"] == 7
+    assert all(line["tokens"] == 8 or line["stopped"] for line in found)
+    alone = output(capsys, "generate", trained, "--prompt", "!#%", "--max-tokens", 8, "--temperature", 1)
+    assert alone == "!#%" + found[0]["completion"] + "\n"
+
+
+def test_prompts_and_text_come_from_standard_input(trained, capsys, file, monkeypatch):
+    options = ["--max-tokens", 4, "--temperature", 0]
+    expected = output(capsys, "generate", trained, "--prompts", file, *options)
+    assert len(expected.splitlines()) == 3
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(file.read_bytes())))
+    assert output(capsys, "generate", trained, "--prompts", "-", *options) == expected
+    monkeypatch.setattr(sys, "stdin", io.StringIO("!#%"))
+    text = output(capsys, "generate", trained, *options)
+    assert text == output(capsys, "generate", trained, "--prompt", "!#%", *options)
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "message"),
+    [
+        ('{"prompt": "a"}\nno json\n', 3, "prompts.jsonl, line 2: not JSON"),
+        ('{"text": "a"}\n', 3, "line 1: expected an object with a string \"prompt\"; found {'text': 'a'}"),
+        ('\n{"prompt": 3}\n', 3, 'line 2: expected an object with a string "prompt"'),
+        ('{"prompt": "\\ud800"}\n', 3, 'line 1: expected an object with a string "prompt"'),
+        ("[1]\n" * 20, 3, "and 12 more"),
+        ("\n", 3, 'prompts.jsonl: no prompts; write one object with a string "prompt" a line'),
+        ('{"prompt": "a"}\n{"prompt": ""}\n', 2, "prompts.jsonl, line 2 has no tokens; give some text"),
+    ],
+)
+def test_files_that_hold_no_prompts_are_refused(fails, trained, file, text, code, message, monkeypatch):
+    file.write_text(text)
+    monkeypatch.setattr(GenerationRun, "load_model", lambda *_, **__: pytest.fail("the weights were loaded"))
+    assert message in fails(code, "generate", trained, "--prompts", file)
+
+
+def test_missing_files_and_outputs_that_exist_are_refused(fails, trained, file, tmp_path, monkeypatch):
+    message = fails(3, "generate", trained, "--prompts", tmp_path / "none")
+    assert "no such file; give a JSON Lines file to --prompts" in message
+    message = fails(2, "generate", trained, "--prompts", file, "--output", file)
+    assert f"--output {file}: exists already; remove it or give another name" in message
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    assert "no prompt; give --prompt TEXT, --prompts FILE, or text on standard input" in fails(2, "generate", trained)
+
+
+def test_prompts_beyond_the_positions_of_softmax_attention_are_refused():
+    prompts = [Prompt("", f"line {length}", {}) for length in (8, 9)]
+    check_prompts(prompts, [[1] * 8, [1] * 9], max_tokens=4, positions=None)
+    with pytest.raises(ConfigError, match=r"^line 9 has 9 tokens; with 4 new ones that is more than the 12 positions"):
+        check_prompts(prompts, [[1] * 8, [1] * 9], max_tokens=4, positions=12)
+
+
+def test_only_softmax_attention_limits_positions():
+    config = SimpleNamespace(data=SimpleNamespace(sequence_length=64))
+    limits = {case.name: GenerationRun(config, case.model, None, None).positions for case in CASES}
+    assert {name for name, limit in limits.items() if limit == 64} == {"softmax", "softmax-grouped"}
+    assert set(limits.values()) == {64, None}
+
+
+def test_weights_are_cast_but_for_those_that_compute_in_full_precision():
+    (case,) = (case for case in CASES if case.name == "transnormer-cosine")
+    built = build(case.model, dtype=torch.float32)
+    cast_weights(built, torch.bfloat16)
+    precise = {id(p) for module in built.full_precision_modules() for p in module.parameters()}
+    assert precise
+    for parameter in built.parameters():
+        assert parameter.dtype == (torch.float32 if id(parameter) in precise else torch.bfloat16)
+    assert all(buffer.dtype == torch.float32 for buffer in built.buffers())
