@@ -149,8 +149,11 @@ def _tasks(body: Element, run: RunRecord) -> None:
     if not tasks:  # a run without such tasks needs no section
         return
     metrics = list(dict.fromkeys(name for _, _, values in tasks for name in values))
-    rows = [(f"{step:,}", task, *(_number(name, values.get(name)) for name in metrics)) for step, task, values in tasks]
-    _section(body, "Choice tasks", ["step", "task", *(name.replace("_", " ") for name in metrics)], rows, "none yet")
+    rows = [
+        (f"{step:,}", task, *(evaluation_number(name, values.get(name)) for name in metrics))
+        for step, task, values in tasks
+    ]
+    section(body, "Choice tasks", ["step", "task", *(name.replace("_", " ") for name in metrics)], rows, "none yet")
 
 
 def _incidents(body: Element, run: RunRecord) -> None:
