@@ -197,7 +197,7 @@ def benchmark(args: argparse.Namespace) -> None:
             sampled = Sampling(args.temperature, args.top_k, args.top_p)
             for mode in modes:
                 found = measure(model, args, batch, sampled if name == "sampled" else Sampling(), mode)
-                bound = (found["weights"] + found["state"]) / bandwidth  # type: ignore[operator]
+                bound = (found["weights"] + found["state"]) / bandwidth
                 line = {
                     "model": args.config,
                     "overrides": args.overrides,
@@ -211,7 +211,7 @@ def benchmark(args: argparse.Namespace) -> None:
                     "copy_bytes_per_second": bandwidth,
                     "bound_milliseconds": bound * 1e3,
                     "bound_tokens_per_second": batch / bound,
-                    "bound_fraction": bound * 1e3 / found["step_milliseconds"],  # type: ignore[operator]
+                    "bound_fraction": bound * 1e3 / found["step_milliseconds"],
                     **environment(device),
                 }
                 print(json.dumps(line), flush=True)

@@ -162,8 +162,8 @@ class TrainingLoop:
     def _is_due(self, step: int) -> bool:
         """Whether this step must be finished before the next one starts: it is logged first or last, evaluated or
         checkpointed."""
-        due = self._is_save_due(step) or self._is_evaluation_due(step) or self._are_tasks_due(step)
-        return due or step == self.resumed_step + 1
+        is_first = step == self.resumed_step + 1
+        return is_first or self._is_save_due(step) or self._is_evaluation_due(step) or self._are_tasks_due(step)
 
     def _is_evaluation_due(self, step: int) -> bool:
         every_steps = self.config.train.evaluate_every_steps

@@ -8,10 +8,11 @@ UTF-8 bytes of the answer without the space before it, the chosen answer is the 
     acc_bytes         l_i / b_i
     acc_unconditional l_i - u_i
 
-as in the harness lm-eval (acc, acc_norm, acc_bytes, acc_mutual_info). For the right answer g, with B_g its bytes
-including the space before it, bits_per_byte is the mean over questions of -l_g / (B_g ln 2), as OLMES computes it
-(DataDecide: below 1B parameters it ranks models better than accuracy). In a task of one answer a question,
-greedy_match is the fraction of answers of which every token is the likeliest, lm-eval's accuracy of LAMBADA.
+where acc, acc_norm and acc_unconditional are acc, acc_norm and acc_mutual_info of the harness lm-eval. For the right
+answer g, with B_g its bytes including the space before it, bits_per_byte is the mean over questions of
+-l_g / (B_g ln 2), the bpb_v2 of OLMo's evaluation (DataDecide: below 1B parameters it ranks models better than
+accuracy). In a task of one answer a question, greedy_match is the fraction of answers of which every token is the
+likeliest, lm-eval's accuracy of LAMBADA.
 """
 
 from __future__ import annotations
