@@ -1,11 +1,12 @@
 """The commands of the command line, one module each: parse arguments, call the library, print."""
 
-from megalin.commands import config, eval, export, generate, import_, params, plan, report, train, verify
+from megalin.commands import config, eval, export, generate, import_, lm_eval, params, plan, report, train, verify
 from megalin.commands.base import Command
 
 COMMANDS: dict[str, Command] = {
     "train": train.COMMAND,
     "eval": eval.COMMAND,
+    "lm-eval": lm_eval.COMMAND,
     "generate": generate.COMMAND,
     "report": report.COMMAND,
     "export": export.COMMAND,

@@ -50,6 +50,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="divide positive logits of earlier tokens by X, multiply negative ones (1)",
     )
     add("--seed", type=int, default=0, help="seed of the sampling (0); each prompt's draws depend on its number alone")
+    add("--step", type=int, metavar="N", help="the checkpoint after N steps (the newest one)")
     add("--dtype", choices=sorted(COMPUTE_DTYPES), help="dtype of the weights (the run's train.dtype)")
 
 
@@ -67,7 +68,7 @@ def _run(arguments: argparse.Namespace) -> int:
     check_sampling(sampling)
     if arguments.output is not None and arguments.output.exists():
         raise ConfigError(f"--output {arguments.output}: exists already; remove it or give another name")
-    run, prompts = open_for_generation(arguments.folder), _prompts(arguments)
+    run, prompts = open_for_generation(arguments.folder, step=arguments.step), _prompts(arguments)
     ids = run.tokenizer.encode_batch([prompt.text for prompt in prompts])
     check_prompts(prompts, ids, max_tokens=arguments.max_tokens, positions=run.positions)
     model = run.load_model(compute_device(), dtype=arguments.dtype)

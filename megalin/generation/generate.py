@@ -34,6 +34,7 @@ def generate_batches(
     batch_size: int = 1,
     num_ids: int | None = None,
     stop_ids: Sequence[int] = (),
+    stop_when: Callable[[list[int]], bool] | None = None,
     graph: bool | None = None,
     on_tokens: Callable[[int], None] = lambda _: None,
 ) -> Iterator[Completion]:
@@ -46,6 +47,8 @@ def generate_batches(
         prompts: ids; their index is their number.
         num_ids: only ids below it are generated; a tokenizer may have fewer ids than the model.
         stop_ids: ids that end a text.
+        stop_when: called with a text's tokens so far whenever the host has read further ones; a batch ends when it is
+            true, or a stop id was chosen, for all of its texts. Their completions keep the tokens read until then.
         graph: launch every token as one CUDA graph; None: on GPUs, if the state has a fixed size and there are enough
             tokens. Softmax attention's cache has none.
         on_tokens: called with the number of tokens that each sequence of a batch has advanced, or skipped at its end.
@@ -78,12 +81,17 @@ def generate_batches(
         ),
         prompts,
         max_tokens,
+        stop_when,
         on_tokens,
     )
 
 
 def _batches(
-    decoder: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int, on_tokens: Callable[[int], None]
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    stop_when: Callable[[list[int]], bool] | None,
+    on_tokens: Callable[[int], None],
 ) -> Iterator[Completion]:
     for first in range(0, len(prompts), decoder.batch_size):
         batch = prompts[first : first + decoder.batch_size]
@@ -95,9 +103,11 @@ def _batches(
                 own.extend(token for token in column if token != NO_TOKEN)
             produced += len(block)
             on_tokens(len(block))
+            if stop_when is not None and all(len(own) < produced or stop_when(own) for own in tokens):
+                break
         on_tokens(max_tokens - produced)
         for number, own in zip(numbers, tokens, strict=True):
-            yield Completion(number, own, len(own) < max_tokens)
+            yield Completion(number, own, len(own) < produced)
 
 
 def generate(

@@ -55,13 +55,16 @@ class GenerationRun(NamedTuple):
         return model
 
 
-def open_for_generation(folder: str | Path) -> GenerationRun:
-    """Opens the newest checkpoint of a run, and the run's tokenizer.
+def open_for_generation(folder: str | Path, *, step: int | None = None) -> GenerationRun:
+    """Opens a checkpoint of a run, and the run's tokenizer.
+
+    Args:
+        step: finished steps of the checkpoint; None: the newest one.
 
     Raises:
-        MegalinError: the run has no checkpoint or no tokenizer, or its model is an encoder.
+        MegalinError: the run has no checkpoint (of this step) or no tokenizer, or its model is an encoder.
     """
-    config, checkpoint = open_run(folder)
+    config, checkpoint = open_run(folder, step=step)
     if isinstance(config.model, EncoderConfig):
         raise ConfigError(
             f'{folder}: model.kind = "encoder" attends to full sequences and cannot continue one; give a decoder run'

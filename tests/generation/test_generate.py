@@ -9,7 +9,7 @@ import torch
 
 from megalin.errors import ConfigError
 from megalin.generation import Sampling, generate, generate_batches
-from megalin.generation.decoder import Decoder, grows
+from megalin.generation.decoder import BLOCK_TOKENS, Decoder, grows
 from megalin.generation.prefill import prefill, state_tensors
 from megalin.model.language_model import LanguageModel
 from tests.cases import CASES, HYBRID, NAMES, VOCAB_SIZE, build
@@ -179,3 +179,22 @@ def test_limits_and_graphs_that_cannot_be_are_refused(model, options, message):
         generate_batches(model, [[1], []], **{"max_tokens": 1, "sampling": GREEDY, **options})
     with pytest.raises(ConfigError, match="prompt 1 has no tokens"):
         generate_batches(model, [[1], []], **{"max_tokens": 1, "sampling": GREEDY, **options})
+
+
+def test_a_batch_ends_when_all_of_its_texts_are_to_stop(model):
+    """At the end of a block of tokens: here after the first of three, as both texts have met their condition by then."""
+    seen: list[int] = []
+    options = {"max_tokens": 80, "sampling": GREEDY, "batch_size": 2}
+    whole = [completion.tokens for completion in generate_batches(model, RAGGED[:2], **options)]
+
+    def long(tokens: list[int]) -> bool:
+        seen.append(len(tokens))
+        return len(tokens) >= 10
+
+    stopped = list(generate_batches(model, RAGGED[:2], stop_when=long, **options))
+    assert [completion.tokens for completion in stopped] == [tokens[:BLOCK_TOKENS] for tokens in whole]
+    assert not any(completion.stopped for completion in stopped)
+    assert seen == [BLOCK_TOKENS] * 2
+    never = generate_batches(model, RAGGED[:2], stop_when=lambda tokens: tokens[0] == whole[0][0], **options)
+    assert whole[0][0] != whole[1][0]
+    assert [completion.tokens for completion in never] == whole

@@ -1,0 +1,229 @@
+"""`megalin lm-eval`: the harness' own tasks on a run, against plain forwards of each request alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+
+from megalin.__main__ import main
+from megalin.errors import ConfigError
+from megalin.evaluation.lm_eval_adapter import LmEvalOptions, MegalinModel, evaluate_tasks
+from megalin.generation import Sampling, generate, load_for_generation, open_for_generation
+from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.process_group import process_group
+from tests.model_runs import CPU
+
+QUESTIONS = [
+    {"question": "The sky is", "choices": ["blue", "green", "loud"], "answer": 0},
+    {"question": "Two and two are", "choices": ["five", "four", "six"], "answer": 1},
+    {"question": "Ice is", "choices": ["cold", "hot and dry", "made of stone"], "answer": 0},
+]
+CHOICES = """
+task: own_choices
+dataset_path: json
+dataset_kwargs: {data_files: {test: "QUESTIONS"}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+metric_list: [{metric: acc}, {metric: acc_norm}]
+"""
+ROLLING = """
+task: own_texts
+dataset_path: json
+dataset_kwargs: {data_files: {test: "QUESTIONS"}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{question}} {{choices[0]}}"
+metric_list: [{metric: bits_per_byte}]
+"""
+COMPLETION = """
+task: own_completions
+dataset_path: json
+dataset_kwargs: {data_files: {test: "QUESTIONS"}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{choices[0]}}"
+generation_kwargs: {until: ["e"], max_gen_toks: 8}
+metric_list: [{metric: exact_match}]
+"""
+
+
+@pytest.fixture
+def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with task files of our own; nothing else is read or written elsewhere, and nothing downloaded."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
+    for name, text in (("choices", CHOICES), ("rolling", ROLLING), ("completion", COMPLETION)):
+        (tmp_path / "tasks").mkdir(exist_ok=True)
+        (tmp_path / f"tasks/{name}.yaml").write_text(text.replace("QUESTIONS", str(questions)))
+    return tmp_path / "tasks"
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A copy of the finished run whose results are the test's own."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.toml").write_text((trained / "config.toml").read_text())
+    (tmp_path / "run/checkpoints").symlink_to(trained / "checkpoints")
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def model(trained: Path) -> Iterator[MegalinModel]:
+    """The run's model in the adapter; requests of up to 36 tokens."""
+    with process_group(CPU):
+        yield MegalinModel(open_for_generation(trained), Mesh(ParallelConfig(), CPU), batch_size=2)
+
+
+def instances(kind: str, *arguments: tuple[Any, ...]) -> list[Instance]:
+    return [Instance(kind, {}, values, number) for number, values in enumerate(arguments)]
+
+
+@torch.no_grad()
+def log_probabilities(run: Path, ids: list[int]) -> torch.Tensor:
+    """[T - 1] log-probability of each id but the first, by a plain forward."""
+    model, _ = load_for_generation(run, CPU)
+    logits = model(torch.tensor([ids])).logits[0, :-1, :257].double()
+    return logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+def test_likelihoods_are_those_of_plain_forwards(model, trained):
+    eod = model.eot_token_id
+    pairs = [
+        ("The sky is", " blue"),
+        ("The sky is", " loud"),
+        ("", "alone"),
+        ("ends in spaces  ", "x"),
+        ("a" * 90, "b"),
+    ]
+    found = model.loglikelihood(instances("loglikelihood", *pairs), disable_tqdm=True)
+    for (context, continuation), (value, _) in zip(pairs, found, strict=True):
+        ids = [*(context.encode() or [eod]), *continuation.encode()][-37:]
+        tail = len(continuation) + len(context) - len(context.rstrip())
+        assert value == pytest.approx(log_probabilities(trained, ids)[-tail:].sum().item(), rel=1e-4)
+
+
+def test_greedy_continuations_are_recognised(model, trained):
+    own, tokenizer = load_for_generation(trained, CPU)
+    ids = generate(own, tokenizer.encode("The sky"), max_tokens=5, sampling=Sampling(), num_ids=257)
+    requests = [(None, tokenizer.encode("The sky"), ids), (None, tokenizer.encode("The sky"), [*ids[:-1], ids[-1] ^ 1])]
+    assert [greedy for _, greedy in model._loglikelihood_tokens(requests)] == [True, False]
+
+
+@pytest.mark.parametrize("length", [1, 36, 37, 80, 110])
+def test_rolling_likelihoods_predict_every_token_once(model, trained, length):
+    """With as many earlier tokens as fit: the first window has 36, and the last one ends with the text."""
+    text = ("The sky is blue and two and two are four. " * 3)[:length]
+    found = model.loglikelihood_rolling(instances("loglikelihood_rolling", (text,), ("",)), disable_tqdm=True)
+    ids = [model.eot_token_id, *text.encode()]
+    expected, predicted = 0.0, 0
+    while predicted < length:
+        end = min(predicted + 36, length)
+        window = ids[max(end - 36, 0) : end + 1]
+        expected += log_probabilities(trained, window)[-(end - predicted) :].sum().item()
+        predicted = end
+    assert found == [pytest.approx(expected, rel=1e-4), 0.0]
+
+
+def test_completions_end_before_their_stop_texts(model, trained):
+    own, tokenizer = load_for_generation(trained, CPU)
+    count, contexts = 20, ["The sky is", "Two", "x" * 50]
+    options = {"max_tokens": count, "sampling": Sampling(), "num_ids": 257, "stop_id": tokenizer.eod_id}
+    # Contexts lose what leaves no room for the completion in 36 tokens.
+    whole = [tokenizer.decode(generate(own, tokenizer.encode(text)[-16:], **options)) for text in contexts]
+    stop = whole[0][3:5]
+    for until in ([], [stop, "zz"]):
+        requests = [(context, {"until": until, "max_gen_toks": count}) for context in contexts]
+        found = model.generate_until(instances("generate_until", *requests), disable_tqdm=True)
+        assert found == [text.partition(stop)[0] if until else text for text in whole]
+    assert found[0] != whole[0]
+
+
+def test_sampled_completions_follow_their_arguments(model):
+    arguments = {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 5.0}
+    first, again = (
+        model.generate_until(instances("generate_until", *[("The sky", arguments)] * 3), disable_tqdm=True)
+        for _ in range(2)
+    )
+    assert first == again
+    assert len(set(first)) == 3  # draws are those of the request's place
+    greedy = {**arguments, "top_k": 1}
+    assert len(set(model.generate_until(instances("generate_until", *[("The sky", greedy)] * 3)))) == 1
+
+
+def test_command_runs_tasks_of_all_three_kinds(run, tasks, trained, capsys):
+    output = tasks.parent / "all.json"
+    arguments = ["--tasks", "own_choices,own_texts", "own_comp*", "--include-path", str(tasks), "--no-default-tasks"]
+    assert main(["lm-eval", str(run), *arguments, "--json", "--output", str(output)]) == 0
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    found = {task: entry["metrics"] for task, entry in printed["12"].items()}
+    right = 0
+    for question in QUESTIONS:
+        scores = [
+            log_probabilities(trained, list(f"{question['question']} {choice}".encode())[-37:])[
+                -len(choice) - 1 :
+            ].sum()
+            for choice in question["choices"]
+        ]
+        right += int(torch.stack(scores).argmax() == question["answer"])
+    assert found["own_choices"]["acc,none"] == pytest.approx(right / 3)
+    assert found["own_texts"]["bits_per_byte,none"] > 0
+    assert found["own_completions"]["exact_match,none"] == 0
+    stored = json.loads((run / "evaluations/step-12.json").read_text())
+    assert stored["suites"]["lm-eval"] == printed["12"]
+    assert printed["12"]["own_choices"]["settings"] == {
+        **{"max_length": 36, "limit": None, "dtype": "float32", "version": "Yaml", "num_fewshot": 0, "questions": 3}
+    }
+    assert len(json.loads(output.read_text())["samples"]["own_choices"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tasks", "own_choice"], "own_choice: no such task among .*; did you mean 'own_choices'"),
+        (["--tasks", "zzzz"], "zzzz: no such task among .*; add a folder of task files .* by --include-path"),
+        (["--tasks", "own_choices", "--limit", "0"], "--limit 0: use at least 1, or leave it out"),
+        (["--tasks", "own_choices", "--max-length", "0"], "--max-length 0: use at least 1"),
+        (["--tasks", "own_choices", "--batch-size", "0"], "--batch-size 0: use at least 1"),
+        (["--tasks", "own_choices", "--step", "7"], "nearest"),
+        (["--tasks", "own_completions", "--max-length", "8"], "max_gen_toks = 8 leaves no room for a context"),
+        (
+            ["--tasks", "own_completions", "--gen-kwargs", "top_q=1"],
+            "generation argument top_q: not supported; did you",
+        ),
+        (
+            ["--tasks", "own_choices", "--max-length", "2"],
+            "a continuation has .* tokens: .* it needs 1 to --max-length 2",
+        ),
+    ],
+)
+def test_bad_input_is_refused(run, tasks, capsys, arguments, message):
+    assert main(["lm-eval", str(run), *arguments, "--include-path", str(tasks), "--no-default-tasks"]) != 0
+    assert re.search(message, capsys.readouterr().err)
+    assert not (run / "evaluations").exists()
+
+
+def test_launched_ranks_are_refused(run, monkeypatch, capsys):
+    values = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    assert main(["lm-eval", str(run), "--tasks", "x"]) != 0
+    assert "lm-eval runs in one process, but the launcher started 2; start one" in capsys.readouterr().err
+
+
+def test_no_task_is_an_error(model):
+    with pytest.raises(ConfigError, match="no such task"):
+        evaluate_tasks(model, LmEvalOptions(["nothing"], default_tasks=False))
