@@ -30,15 +30,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_data(tmp_path_factory.mktemp("data"))
 
 
-@pytest.fixture
-def run(trained: Path, tmp_path: Path) -> Path:
-    """A copy of the finished run whose results are the test's own."""
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/config.toml").write_text((trained / "config.toml").read_text())
-    (tmp_path / "run/checkpoints").symlink_to(trained / "checkpoints")
-    return tmp_path / "run"
-
-
 def output(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     assert main([str(argument) for argument in arguments]) == 0
     return capsys.readouterr().out
