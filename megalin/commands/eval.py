@@ -20,6 +20,7 @@ from megalin.data.config import SPLITS
 from megalin.errors import ConfigError
 from megalin.evaluation.choices.suite import DEFAULT_TASKS, ChoiceOptions, TaskResult
 from megalin.evaluation.suites import EvalOptions, Report, StepResults, evaluate_on_launched_ranks
+from megalin.launch import launched
 
 SUITES = ("loss", "choices")
 _TABLE_WIDTH = 140  # where the output is not a terminal
@@ -79,10 +80,11 @@ def _options(arguments: argparse.Namespace) -> EvalOptions:
 
 @contextmanager
 def _progress_bars() -> Iterator[Report]:
-    """Progress bars on standard error, if it is a terminal; a function that moves them."""
+    """Progress bars on rank 0's standard error, if it is a terminal; a function that moves them."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console, bars = Console(stderr=True), dict[str, TaskID]()
-    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
+    shown = sys.stderr.isatty() and launched().rank == 0
+    with Progress(*columns, console=console, transient=True, disable=not shown) as progress:
 
         def report(name: str, done: int, total: int) -> None:
             if name not in bars:

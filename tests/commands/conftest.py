@@ -29,6 +29,17 @@ def trained(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """The finished run in a folder of the test's own, to which commands may write."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.toml").write_text((trained / "config.toml").read_text())
+    for name in ("checkpoints", "metrics.jsonl"):
+        (folder / name).symlink_to(trained / name)
+    return folder
+
+
+@pytest.fixture
 def fails(capsys: pytest.CaptureFixture[str]) -> Fails:
     """Function that runs a command, requires its exit code, and returns its error message."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -10,6 +12,7 @@ from unittest.mock import patch
 import pytest
 
 from megalin.__main__ import main
+from megalin.commands import eval as eval_command
 from megalin.data.tokenizers.tokenizer import ByteTokenizer
 from megalin.evaluation.choices.encoding import encode_task
 from megalin.evaluation.choices.metrics import choice_metrics
@@ -17,6 +20,7 @@ from megalin.evaluation.choices.requests import EvaluationData
 from megalin.evaluation.choices.suite import ChoiceOptions, ChoiceSuite
 from megalin.evaluation.suites import EvalOptions, evaluate_checkpoints
 from megalin.generation import load_for_generation
+from megalin.launch import Launch
 from megalin.parallel.mesh import Mesh, ParallelConfig
 from tests.evaluation.choice_data import make_data
 from tests.evaluation.test_choice_scores import scores_alone
@@ -28,15 +32,6 @@ from tests.ranks import run_ranks
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of evaluation data."""
     return make_data(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture
-def run(trained: Path, tmp_path: Path) -> Path:
-    """A copy of the finished run whose results are the test's own."""
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/config.toml").write_text((trained / "config.toml").read_text())
-    (tmp_path / "run/checkpoints").symlink_to(trained / "checkpoints")
-    return tmp_path / "run"
 
 
 def output(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -202,3 +197,23 @@ def test_results_that_cannot_be_kept_are_printed_with_a_warning(run, data, capsy
     (run / "evaluations").write_text("a file in the way")
     assert "loss  " in output(capsys, "eval", run)
     assert "the result of validation is not kept" in caplog.text
+
+
+def test_progress_bars_are_shown_on_the_terminal_of_rank_zero_alone(run, data, monkeypatch, capsys):
+    arguments = ["eval", run, "--suite", "choices,loss", "--data", data, "--tasks", "which"]
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    output(capsys, *arguments)
+    assert "which/rc_0shot" in terminal.getvalue()
+    assert "validation" in terminal.getvalue()
+    assert "4/4" in terminal.getvalue()  # requests
+    monkeypatch.setattr(sys, "stderr", other := Terminal())
+    monkeypatch.setattr(eval_command, "launched", lambda: Launch(1, 2, 1))
+    output(capsys, *arguments)
+    assert other.getvalue() == ""
+
+
+class Terminal(io.StringIO):
+    """A terminal that keeps its output."""
+
+    def isatty(self) -> bool:
+        return True

@@ -16,9 +16,9 @@ def output(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return capsys.readouterr().out
 
 
-def test_eval_is_the_last_evaluation_of_the_training(trained, capsys):
-    result = json.loads(output(capsys, "eval", trained, "--json"))
-    line = json.loads((trained / "metrics.jsonl").read_text().splitlines()[-1])
+def test_eval_is_the_last_evaluation_of_the_training(run, capsys):
+    result = json.loads(output(capsys, "eval", run, "--json"))
+    line = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert result["loss"] == line["evaluation_loss"]
     assert result["bits_per_byte"] == line["evaluation_bits_per_byte"]
     assert result["tokens"] == line["evaluation_tokens"]
@@ -26,20 +26,20 @@ def test_eval_is_the_last_evaluation_of_the_training(trained, capsys):
     assert result["loss"] < result["unigram_entropy"]
 
 
-def test_eval_prints_for_people(trained, capsys):
-    text = output(capsys, "eval", trained)
-    loss = metrics(trained)[-1]["evaluation_loss"]
+def test_eval_prints_for_people(run, capsys):
+    text = output(capsys, "eval", run)
+    loss = metrics(run)[-1]["evaluation_loss"]
     assert f"loss            {loss:.4f} nats a token over 595 tokens" in text
     assert "bits per byte   5." in text
     assert "unigram entropy 4." in text
 
 
-def test_eval_of_another_split(trained, capsys, config):
+def test_eval_of_another_split(run, capsys, config):
     training = config.parent / "data" / "train"
     copy = config.parent / "data" / "copy"
     for suffix in (".bin", ".idx"):
         copy.with_suffix(suffix).write_bytes(training.with_suffix(suffix).read_bytes())
-    assert json.loads(output(capsys, "eval", trained, f"data.validation=['{copy}']", "--json"))["tokens"] > 2500
+    assert json.loads(output(capsys, "eval", run, f"data.validation=['{copy}']", "--json"))["tokens"] > 2500
 
 
 @pytest.mark.parametrize("command", [["eval"], ["generate", "--prompt", "a"]])
@@ -53,23 +53,21 @@ def test_run_without_a_checkpoint_is_refused(fails, trained, tmp_path, command):
     assert "the run has no checkpoint yet; train it first" in fails(4, command[0], tmp_path, *command[1:])
 
 
-def test_eval_with_another_model_is_refused(fails, trained):
-    message = fails(4, "eval", trained, "model.layers.0.sublayers.0.num_heads=2")
+def test_eval_with_another_model_is_refused(fails, run):
+    message = fails(4, "eval", run, "model.layers.0.sublayers.0.num_heads=2")
     assert "model.blocks.0.0.num_heads: 4 in the checkpoint, 2 in the config" in message
 
 
-def test_eval_without_a_validation_split_is_refused(fails, trained):
-    assert "the run has no validation split (data.validation is empty" in fails(
-        2, "eval", trained, "data.validation=[]"
-    )
+def test_eval_without_a_validation_split_is_refused(fails, run):
+    assert "the run has no validation split (data.validation is empty" in fails(2, "eval", run, "data.validation=[]")
 
 
 @pytest.mark.parametrize("override", ["parallel.pp=2", "parallel.shard=1", "parallel={tp = 2}"])
-def test_eval_on_a_mesh_of_other_axes_is_refused(fails, trained, override):
+def test_eval_on_a_mesh_of_other_axes_is_refused(fails, run, override):
     assert (
         f"override {override!r}: an evaluation reads only parallel.tp and parallel.cp of [parallel] and divides the "
         "samples among the remaining ranks; remove it"
-    ) in fails(2, "eval", trained, override)
+    ) in fails(2, "eval", run, override)
 
 
 @pytest.mark.parametrize(
@@ -80,8 +78,8 @@ def test_eval_on_a_mesh_of_other_axes_is_refused(fails, trained, override):
         ("parallel.tp=0", "tp = 0: input should be greater than or equal to 1"),
     ],
 )
-def test_eval_on_more_ranks_than_were_started_is_refused(fails, trained, override, message):
-    assert message in fails(2, "eval", trained, override)
+def test_eval_on_more_ranks_than_were_started_is_refused(fails, run, override, message):
+    assert message in fails(2, "eval", run, override)
 
 
 def test_report_of_a_run_is_one_file(trained, capsys, tmp_path):
