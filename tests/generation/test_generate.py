@@ -182,7 +182,7 @@ def test_limits_and_graphs_that_cannot_be_are_refused(model, options, message):
 
 
 def test_a_batch_ends_when_all_of_its_texts_are_to_stop(model):
-    """At the end of a block of tokens: here after the first of three, as both texts have met their condition by then."""
+    """At the end of a block of tokens: here of the first of three, in which both texts meet their condition."""
     seen: list[int] = []
     options = {"max_tokens": 80, "sampling": GREEDY, "batch_size": 2}
     whole = [completion.tokens for completion in generate_batches(model, RAGGED[:2], **options)]
