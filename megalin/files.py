@@ -74,6 +74,26 @@ def read_input(path: Path, *, limit_bytes: int, remedy: str) -> bytes:
         return read_limited(path, limit_bytes=limit_bytes, follow_links=True)
 
 
+def read_range(file: io.FileIO, path: Path, start: int, size: int, *, file_bytes: int) -> bytearray:
+    """Reads bytes [start, start + size) of `file`, a data file of the user's that had `file_bytes` when it was opened.
+
+    Not memory-mapped: a mapped file that shrinks or fails kills the process; this raises DataError with its `path`.
+    """
+    data = bytearray(size)
+    filled = 0
+    try:
+        while filled < size:
+            part = os.preadv(file.fileno(), [memoryview(data)[filled:]], start + filled)
+            if part == 0:
+                raise DataError(
+                    f"{path}: expected {file_bytes} bytes, as on open; found its end at byte {start + filled}"
+                )
+            filled += part
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read at byte {start + filled}: {error.strerror}") from None
+    return data
+
+
 @contextlib.contextmanager
 def _data_errors(path: Path, remedy: str) -> Iterator[None]:
     try:

@@ -42,6 +42,11 @@ def _parser() -> argparse.ArgumentParser:
     formats = ".jsonl/.json (an object per line), .txt (one document), each also .gz or .zst; .parquet"
     add("--input", nargs="+", required=True, help=f"files, globs or @FILE with one of them per line: {formats}")
     add("--json-keys", nargs="+", default=["text"], help="keys or columns of text; each becomes a shard")
+    add(
+        "--prompt-key",
+        help="supervised data: key of the text before each document; only the document's own tokens and its end count "
+        "as labels (writes <prefix>_<key>_document.mask.bin)",
+    )
     add("--output-prefix", required=True, help="writes <prefix>_<key>_document.{bin,idx,manifest.json}")
     add("--tokenizer-type", choices=[*_TOKENIZERS], default="HuggingFaceTokenizer")
     add("--tokenizer-model", help="local tokenizer.json, SentencePiece .model or .tiktoken file of ranks")
@@ -102,6 +107,7 @@ def _run_under_mpi(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace, subset: PartSubset | None, *, resume: bool) -> None:
     options = tokenization.PreprocessOptions(
         json_keys=args.json_keys,
+        prompt_key=args.prompt_key,
         output_prefix=args.output_prefix,
         tokenizer=_tokenizer(args),
         append_eod=args.append_eod,
@@ -125,7 +131,8 @@ def _run(args: argparse.Namespace, subset: PartSubset | None, *, resume: bool) -
         print(f"bad line: {bad}", file=sys.stderr)
     for kind, count in report.bad_lines.items():
         print(f"left out: {count} x {kind}", file=sys.stderr)
-    print(f"{report.documents} documents, {report.tokens} tokens: {', '.join(report.prefixes)}")
+    labels = "" if report.label_tokens is None else f", {report.label_tokens} of them labels"
+    print(f"{report.documents} documents, {report.tokens} tokens{labels}: {', '.join(report.prefixes)}")
 
 
 if __name__ == "__main__":

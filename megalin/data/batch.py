@@ -72,6 +72,7 @@ def pack(
     sample_ids: npt.NDArray[np.int64],
     *,
     isolate_documents: bool,
+    label_masks: npt.NDArray[np.bool_] | None = None,
 ) -> Batch:
     """Builds a batch; labels are shifted on the full window, before it is sharded: labels[t] = windows[t + 1].
 
@@ -81,10 +82,14 @@ def pack(
             shard's index, so a text that contains the end-of-document token is not cut there.
         sample_ids: [B] int64.
         isolate_documents: ignore the label after a document's last token (the next document's first) and number the
-            documents; else every label counts and the window is one document.
+            documents; else the window is one document and its labels count.
+        label_masks: [B, T + 1], False for ids that do not count as labels; None: all do.
     """
     assert windows.shape == pieces.shape, (windows.shape, pieces.shape)
     labels = windows[:, 1:].copy()  # [B, T]
+    if label_masks is not None:
+        assert label_masks.shape == windows.shape, (label_masks.shape, windows.shape)
+        labels[~label_masks[:, 1:]] = IGNORED_LABEL
     if isolate_documents:
         labels[pieces[:, 1:] != pieces[:, :-1]] = IGNORED_LABEL
         document_ids = pieces[:, :-1].copy()  # [B, T]

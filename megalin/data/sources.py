@@ -99,6 +99,8 @@ class SourceUse(NamedTuple):
     """Fraction of the run's samples."""
     empty_fraction: float | None = None
     """Fraction of padding in its packed samples; None where samples are not packed."""
+    label_masks: Sequence[str | None] = ()
+    """sha256 of the label mask of each of its shards; None: a shard without one."""
 
     @property
     def epochs(self) -> float:
@@ -125,11 +127,14 @@ class Training(NamedTuple):
         """
         phases = [phase for phase in self.phases if phase[0] == 0 or phase[0] < step]
         names = {name for _, fractions in phases for name in fractions}
+        masks = {use.name: list(use.label_masks) for use in self.uses if use.name in names and any(use.label_masks)}
         return {
             "shares of the sources": [[first, fractions] for first, fractions in phases],
             "tokens of the sources": {use.name: use.tokens for use in self.uses if use.name in names},
             "samples of the sources": {use.name: use.samples for use in self.uses if use.name in names},
             "train.steps, for this order": self.total_steps,
+            # Without masks as in runs from before there were any.
+            **({"label masks of the sources": masks} if masks else {}),
         }
 
     def report_lines(self) -> list[str]:
@@ -203,6 +208,7 @@ def _uses(names: Sequence[str], datasets: Sequence[Dataset[Any]], counts: Sequen
             count,
             count / sum(counts),
             dataset.empty_fraction if isinstance(dataset, PackedDataset) else None,
+            dataset.label_mask_digests() if isinstance(dataset, TokenDataset | PackedDataset) else (),
         )
         for name, dataset, count in zip(names, datasets, counts, strict=True)
     ]

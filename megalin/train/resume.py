@@ -9,6 +9,7 @@ from megalin.checkpoint.load import newest
 from megalin.checkpoint.manifest import Checkpoint
 from megalin.data.sources import Training
 from megalin.errors import CheckpointError, ConfigError
+from megalin.parallel.agreement import on_every_rank
 from megalin.train.config import RunConfig
 from megalin.train.engine import Engine
 from megalin.train.environment import versions
@@ -19,7 +20,7 @@ def resume(root: Path, config: RunConfig, data: Training, engine: Engine) -> int
     """Loads the newest checkpoint in `root` into the engine, if there is one; returns the number of finished steps.
 
     Raises:
-        ConfigError: a checkpoint with a different sample order.
+        ConfigError: on every rank, a checkpoint with a different sample order on any rank.
         CheckpointError: a checkpoint of a different model or beyond `train.steps`, or none that verifies.
     """
     checkpoint = newest(root)
@@ -28,7 +29,7 @@ def resume(root: Path, config: RunConfig, data: Training, engine: Engine) -> int
     state = checkpoint.state()
     imported = state["order"] is None  # weights without a step of this run
     if not imported:
-        _check_sample_order(checkpoint, config, data)
+        on_every_rank(lambda: _check_sample_order(checkpoint, config, data))  # hosts may have different disks
     check_same_model(config.model, checkpoint)
     engine.load(checkpoint, weights_only=imported)
     if imported:
@@ -69,10 +70,11 @@ def sample_order(config: RunConfig, data: Training, step: int) -> dict[str, Any]
 
 def _check_sample_order(checkpoint: Checkpoint, config: RunConfig, data: Training) -> None:
     state = checkpoint.state()
+    saved, given = state["order"], sample_order(config, data, int(state["step"]))
     differences = [
-        f"{name}: {state['order'].get(name)!r} in the checkpoint, {value!r} in the config"
-        for name, value in sample_order(config, data, int(state["step"])).items()
-        if state["order"].get(name) != value
+        f"{name}: {saved.get(name)!r} in the checkpoint, {given.get(name)!r} in the config"
+        for name in {**given, **saved}  # also what this run no longer has, as a label mask
+        if saved.get(name) != given.get(name)
     ]
     if differences:
         raise ConfigError(

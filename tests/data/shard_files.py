@@ -44,3 +44,11 @@ def write_by_hand(prefix: Path, sequences: Sequence[Sequence[int]], documents: S
     Path(f"{prefix}.bin").write_bytes(struct.pack(f"<{len(tokens)}H", *tokens))
     Path(f"{prefix}.idx").write_bytes(index_bytes([len(s) for s in sequences], list(documents)))
     return prefix
+
+
+def mask_bytes(bits: Sequence[bool]) -> bytes:
+    """The label mask `PREFIX.mask.bin` of a shard of len(bits) tokens."""
+    packed = bytearray(-(-len(bits) // 8))
+    for token, bit in enumerate(bits):
+        packed[token // 8] |= bool(bit) << token % 8
+    return b"MGLMASK1" + struct.pack("<Q", len(bits)) + bytes(packed)

@@ -50,6 +50,23 @@ def test_tools_work_from_text_to_a_described_shard(tmp_path, corpus, capsys):
     assert len(summary["digest"]) == 64
 
 
+def test_prompts_and_answers_become_a_shard_with_a_mask(tmp_path, capsys):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": f"{k}+1=", "answer": str(k + 1)}) for k in range(8)))
+    keys = ["--prompt-key", "prompt", "--json-keys", "answer", "--append-eod", "--tokenizer-type", "ByteTokenizer"]
+    assert _preprocess(tmp_path, path, *keys) == 0
+    prefix = str(tmp_path / "out_answer_document")
+    assert capsys.readouterr().out == f"8 documents, 48 tokens, 16 of them labels: {prefix}\n"
+    assert inspect_shards.main([prefix, "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["tokens"], summary["label_tokens"], summary["label_fraction"]) == (48, 16, 16 / 48)
+    assert inspect_shards.main([prefix]) == 0
+    assert "label_tokens" in capsys.readouterr().out
+    os.truncate(f"{prefix}.mask.bin", 20)
+    assert inspect_shards.main([prefix]) == 3
+    assert f"error: {prefix}.mask.bin: expected 22 bytes for 48 tokens; found 20 bytes" in capsys.readouterr().err
+
+
 def test_summary_is_readable_and_free_of_control_characters(tmp_path, capsys):
     prefix = write_by_hand(tmp_path / "x", [[27, 91, 51, 49, 109, 104, 105]])
     assert inspect_shards.main([str(prefix), "--tokenizer-model", "bytes", "--validate", "--vocab-size", "200"]) == 0

@@ -13,7 +13,7 @@ import torch
 
 from megalin.data.batch import EncoderBatch
 from megalin.data.config import DataConfig, SplitName
-from megalin.data.datasets.token import open_parts
+from megalin.data.datasets.token import open_parts, refuse_label_masks
 from megalin.data.masking import FRAME_TOKENS, Draws, MaskedSample, MaskingConfig, Vocabulary, mask, resolve_tokens
 from megalin.data.shards.indexed_dataset import Shard
 from megalin.data.tokenizers.tokenizer import load_tokenizer
@@ -81,7 +81,8 @@ class MaskedDataset:
 
         Raises:
             ConfigError: special tokens missing in the tokenizer or beyond the vocabulary.
-            DataError: a bad shard, no document of two tokens, or only one where segment B needs another.
+            DataError: a bad shard, one with a label mask, no document of two tokens, or only one where segment B needs
+                another.
         """
         masking = config.masking
         assert masking is not None
@@ -89,6 +90,7 @@ class MaskedDataset:
         tokenizer = None if config.tokenizer is None else load_tokenizer(config.tokenizer)
         with ExitStack() as stack:
             parts = open_parts(config, split, vocab_size, paths, stack)
+            refuse_label_masks(parts, "data.masking")
             vocabulary = resolve_tokens(masking, tokenizer, vocab_size)
             dataset = cls(
                 parts,

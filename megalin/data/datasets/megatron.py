@@ -14,7 +14,7 @@ import numpy.typing as npt
 from megalin.data.batch import Batch, pack
 from megalin.data.config import DataConfig
 from megalin.data.datasets.index_cache import cached, digest_of
-from megalin.data.datasets.token import open_parts, too_short
+from megalin.data.datasets.token import open_parts, refuse_label_masks, too_short
 from megalin.data.order import MegatronOrder, Positions, megatron_blend, megatron_order
 from megalin.data.shards.indexed_dataset import Shard
 from megalin.errors import ConfigError, DataError
@@ -145,7 +145,7 @@ def open_megatron(config: DataConfig, vocab_size: int, *, seed: int, num_samples
 
     Raises:
         ConfigError: a seed beyond the range of Megatron-LM's generator.
-        DataError: as `open_parts` and `megatron_order` do; shards without weights have too few samples.
+        DataError: as `open_parts` and `megatron_order` do; a label mask; shards without weights have too few samples.
         StorageError: the cache cannot be written.
     """
     if seed >= _SEEDS:
@@ -205,6 +205,7 @@ def _open_shard(
     length = config.sequence_length
     with ExitStack() as stack:
         parts = open_parts(config, "train", vocab_size, [prefix], stack)
+        refuse_label_masks(parts, 'data.order = "megatron"')
         tokens = sum(shard.first_token(end) - shard.first_token(first) for shard, first, end in parts)
         if tokens <= length:
             raise too_short(config, "train", [prefix], num_tokens=tokens)

@@ -13,7 +13,7 @@ import torch
 from megalin._index import count_rows, pieces_of_row
 from megalin.data.batch import Batch
 from megalin.data.config import DataConfig, SplitName
-from megalin.data.datasets.token import open_parts, too_short
+from megalin.data.datasets.token import mask_digests, open_parts, too_short
 from megalin.data.shards.indexed_dataset import Shard
 from megalin.errors import DataError
 from megalin.parallel.cross_entropy import IGNORED_LABEL
@@ -44,7 +44,7 @@ class PackedDataset:
         sequence_length: T.
         num_tokens: of the split.
         num_samples: packed samples.
-        num_labels: predicted tokens; the rest of the samples is padding.
+        num_targets: predicted tokens, those without a label by their mask included; the rest of the samples is padding.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class PackedDataset:
         """Packs sequences [first, end) of each (shard, first, end) separately; usually called by `open`."""
         self.sequence_length, self._vocab_size, self._fit = sequence_length, vocab_size, fit
         self._parts = []
-        self.num_tokens = self.num_samples = self.num_labels = 0
+        self.num_tokens = self.num_samples = self.num_targets = 0
         for shard, first, end in parts:
             lengths = shard.lengths[first:end]
             counts = count_rows(lengths, capacity=sequence_length, window=_WINDOW, fit=fit)
@@ -62,7 +62,7 @@ class PackedDataset:
             self.num_samples = int(first_samples[-1])
             tokens = shard.first_token(end) - shard.first_token(first)
             self.num_tokens += tokens
-            self.num_labels += tokens - int(np.count_nonzero(lengths))
+            self.num_targets += tokens - int(np.count_nonzero(lengths))
         self._first_samples = np.array([part.first_samples[0] for part in self._parts])
 
     @classmethod
@@ -84,7 +84,7 @@ class PackedDataset:
     @property
     def empty_fraction(self) -> float:
         """Fraction of padding in the samples."""
-        return 1 - self.num_labels / (self.num_samples * self.sequence_length)
+        return 1 - self.num_targets / (self.num_samples * self.sequence_length)
 
     def pieces(self, sample: int) -> list[tuple[Shard, int, int]]:
         """Pieces of a sample: the shard, the position of its first id there, and its number of ids."""
@@ -115,10 +115,15 @@ class PackedDataset:
                 ids = shard.read_checked(position, count, vocab_size=self._vocab_size)
                 end = filled + count - 1
                 tokens[row, filled:end], labels[row, filled:end] = ids[:-1], ids[1:]
+                labels[row, filled:end][~shard.read_label_mask(position + 1, count - 1)] = IGNORED_LABEL
                 documents[row, filled:end] = number
                 filled = end
                 documents[row, end:] = number + 1
         return Batch(*(torch.from_numpy(field) for field in (tokens, labels, documents, samples.copy())))
+
+    def label_mask_digests(self) -> list[str | None]:
+        """sha256 of each shard's label mask, None without one. Raises DataError for a file that fails or shrank."""
+        return mask_digests(part.shard for part in self._parts)
 
     def close(self) -> None:
         """Closes the shards."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple, Self
 
@@ -33,6 +33,17 @@ class _Segment(NamedTuple):
     first_sample: int
     sequences: npt.NDArray[np.int32]  # [samples] sequence of each start, from first_sequence
     offsets: npt.NDArray[np.int32]  # [samples] token of that sequence
+
+
+class Window(NamedTuple):
+    """Ids of one sample."""
+
+    ids: npt.NDArray[np.int64]
+    """[T + 1]."""
+    pieces: npt.NDArray[np.int32]
+    """[T + 1] the sequence of each id, from 0 and never falling."""
+    label_mask: npt.NDArray[np.bool_]
+    """[T + 1] True for the ids that count as labels."""
 
 
 class TokenDataset:
@@ -77,8 +88,8 @@ class TokenDataset:
         """Opens and checks the shards of `split` for a model of `vocab_size` ids; `paths`: only these of them.
 
         Raises:
-            DataError: a bad shard; no token; fewer than T + 1 tokens; a tokenizer with more ids than the model, or not
-                the one that made a shard.
+            DataError: a bad shard; no token or label; fewer than T + 1 tokens; a tokenizer with more ids than the
+                model, or not the one that made a shard.
         """
         paths = config.paths(split) if paths is None else paths
         with ExitStack() as stack:
@@ -94,8 +105,8 @@ class TokenDataset:
             stack.pop_all()
         return dataset
 
-    def window(self, sample: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-        """Ids [T + 1] int64 of `sample`, and the sequence of each, [T + 1] int32 from 0.
+    def window(self, sample: int) -> Window:
+        """Reads the window of `sample`.
 
         Raises:
             DataError: an id of `vocab_size` or more (file, sequence, offset), or a file that fails or shrank.
@@ -108,15 +119,17 @@ class TokenDataset:
         position = segment.shard.first_token(sequence) + int(segment.offsets[place])
         ids = np.empty(self.sequence_length + 1, np.int64)
         starts = np.zeros(self.sequence_length + 1, np.int32)
+        label_mask = np.empty(self.sequence_length + 1, np.bool_)
         filled = 0
         while True:
             count = min(len(ids) - filled, segment.end_token - position)
             ids[filled : filled + count] = segment.shard.read_checked(position, count, vocab_size=self._vocab_size)
+            label_mask[filled : filled + count] = segment.shard.read_label_mask(position, count)
             for begin in _piece_starts(segment, sequence, position, position + count):
                 starts[filled + begin - position] = 1
             filled += count
             if filled == len(ids):
-                return ids, np.cumsum(starts, dtype=np.int32)
+                return Window(ids, np.cumsum(starts, dtype=np.int32), label_mask)
             number += 1
             segment = self._segments[number]
             sequence, position = segment.first_sequence, segment.first_token
@@ -124,8 +137,13 @@ class TokenDataset:
 
     def batch(self, samples: npt.NDArray[np.int64]) -> Batch:
         """Batch of the samples [B]. Raises DataError as `window` does."""
-        windows, pieces = zip(*(self.window(int(sample)) for sample in samples), strict=True)
-        return pack(np.stack(windows), np.stack(pieces), samples.copy(), isolate_documents=self._isolate_documents)
+        windows = [self.window(int(sample)) for sample in samples]
+        ids, pieces, label_masks = (np.stack(field) for field in zip(*windows, strict=True))
+        return pack(ids, pieces, samples.copy(), isolate_documents=self._isolate_documents, label_masks=label_masks)
+
+    def label_mask_digests(self) -> list[str | None]:
+        """sha256 of each shard's label mask, None without one. Raises DataError for a file that fails or shrank."""
+        return mask_digests(segment.shard for segment in self._segments)
 
     def close(self) -> None:
         """Closes the shards."""
@@ -156,7 +174,8 @@ def open_parts(
     """Opens and checks the shards `paths`, each with its sequences [first, end) of `split`; `stack` closes them.
 
     Raises:
-        DataError: a bad shard; a tokenizer with more ids than the model, or not the one that made a shard.
+        DataError: a bad shard; label masks without a label; a tokenizer with more ids than the model, or not the one
+            that made a shard.
     """
     digest = _tokenizer_digest(config, vocab_size)
     parts = []
@@ -168,7 +187,39 @@ def open_parts(
             shard.close()
             continue
         parts.append((shard, *config.sequences(split, shard.num_sequences)))
+    _check_labels(config, split, parts)
     return parts
+
+
+def _check_labels(config: DataConfig, split: SplitName, parts: Sequence[tuple[Shard, int, int]]) -> None:
+    """Raises DataError where the split has tokens, but its masks leave it without a label."""
+    masks = []
+    for shard, first, end in parts:
+        start, stop = shard.first_token(first), shard.first_token(end)
+        if start < stop:
+            if shard.label_mask is None or shard.label_mask.any(start, stop):
+                return
+            masks.append(str(shard.label_mask.path))
+    if masks:
+        raise DataError(
+            f"{', '.join(masks)}: no token of the {split} split{config.held_out()} counts as a label; write masks with "
+            "the tokens to predict, or remove them so that every token counts"
+        )
+
+
+def refuse_label_masks(parts: Sequence[tuple[Shard, int, int]], setting: str) -> None:
+    """Raises DataError where a shard has a label mask, which `setting` of the config does not support."""
+    for shard, _, _ in parts:
+        if shard.label_mask is not None:
+            raise DataError(
+                f"{shard.label_mask.path}: {setting} does not support label masks; use next-token samples in "
+                'data.order = "megalin", or remove the mask so that every token counts as a label'
+            )
+
+
+def mask_digests(shards: Iterable[Shard]) -> list[str | None]:
+    """sha256 of each shard's label mask, None without one. Raises DataError for a file that fails or shrank."""
+    return [None if shard.label_mask is None else shard.label_mask.digest() for shard in shards]
 
 
 def too_short(config: DataConfig, split: SplitName, paths: Sequence[str], *, num_tokens: int) -> DataError:

@@ -4,49 +4,32 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 import os
-import struct
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, NoReturn, Self
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from megalin._index import check_documents, check_lengths
+from megalin._index import check_lengths
+from megalin.data.shards.index_file import TOKEN_DTYPES, read_index, refuse, write_index
+from megalin.data.shards.label_mask import LabelMask, LabelMaskWriter, has_label_mask, remove_label_mask
 from megalin.errors import DataError, StorageError
 from megalin.files import (
     open_input,
     open_temporary,
     publish,
+    read_range,
     storage_errors,
     temporary_name,
     write_text,
 )
 
-MAGIC = b"MMIDIDX\x00\x00"
-VERSION = 1
-_OTHER_MAGIC = b"TNTIDX"
-_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences N, document index entries D
-_CODE_NAMES = {
-    1: "uint8",
-    2: "int8",
-    3: "int16",
-    4: "int32",
-    5: "int64",
-    6: "float64",
-    7: "float32",
-    8: "uint16",
-}
-_TOKEN_DTYPES: dict[int, np.dtype[Any]] = {8: np.dtype("<u2"), 4: np.dtype("<i4")}
-_TOKEN_CODES = {dtype: code for code, dtype in _TOKEN_DTYPES.items()}
 # Megatron's writer leaves 36 values of uint16 free; readers trust the header, so this rule is the writer's alone.
 _UINT16_VOCABULARY = 65500
-MAX_SEQUENCES = 2**31 - 1  # sequence numbers are int32 in sample indices, here and in Megatron
-_BLOCK_ENTRIES = 1 << 20  # entries of the .idx written at a time, to bound the memory
 _DIGEST_BYTES = 1 << 22
 
 TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.int32]
@@ -54,7 +37,7 @@ TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.int32]
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """Token dtype of Megatron's writer: uint16 for fewer than 65,500 ids, else int32."""
-    return _TOKEN_DTYPES[8 if vocab_size < _UINT16_VOCABULARY else 4]
+    return TOKEN_DTYPES[8 if vocab_size < _UINT16_VOCABULARY else 4]
 
 
 def bin_path(prefix: str | Path) -> Path:
@@ -82,6 +65,7 @@ class Shard:
         pointers: [N] int64, byte offset of each sequence in the .bin.
         documents: [D] int64, entry k is the first sequence of document k and the last entry is N.
         num_tokens: the sum of `lengths`.
+        label_mask: the tokens that count as labels; None without a mask file: all of them.
     """
 
     def __init__(self, prefix: str | Path, *, vocab_size: int | None = None) -> None:
@@ -89,57 +73,21 @@ class Shard:
 
         Raises:
             DataError: a file is missing, not regular, unreadable, truncated, corrupt, of another format or of another
-                shard; the message names the file, what was expected and what was found.
+                shard, also the label mask; the message names the file, what was expected and what was found.
         """
         self.prefix = Path(prefix)
         remedy = "give the prefix of a shard, without .bin or .idx"
         self._bin = open_input(bin_path(prefix), remedy=remedy)
         try:
             with open_input(idx_path(prefix), remedy=remedy) as idx:
-                self._read_index(idx.fileno())
+                self.dtype, self.lengths, self.pointers, self.documents = read_index(idx_path(prefix), idx.fileno())
             self._check_lengths()
-            self._check_documents()
             if vocab_size is not None and self.dtype.itemsize == 2 and vocab_size > 2**16:
-                _refuse(idx_path(prefix), f"a dtype that holds {vocab_size} token ids", self.dtype.name)
+                refuse(idx_path(prefix), f"a dtype that holds {vocab_size} token ids", self.dtype.name)
+            self.label_mask = LabelMask(prefix, self.num_tokens) if has_label_mask(prefix) else None
         except BaseException:
             self._bin.close()
             raise
-
-    def _read_index(self, descriptor: int) -> None:
-        path = idx_path(self.prefix)
-        size = os.fstat(descriptor).st_size
-        header = os.pread(descriptor, _HEADER.size, 0)
-        if header.startswith(_OTHER_MAGIC):
-            raise DataError(f"{path}: a TNTIDX (fairseq, lazy or cached) index; convert it to the MMIDIDX format first")
-        if len(header) < _HEADER.size:
-            _refuse(path, f"a header of {_HEADER.size} bytes", f"a file of {size} bytes")
-        magic, version, code, num_sequences, num_entries = _HEADER.unpack(header)
-        if magic != MAGIC:
-            _refuse(path, f"the magic {MAGIC!r}", repr(magic))
-        if version != VERSION:
-            _refuse(path, f"version {VERSION}", str(version))
-        if code not in _TOKEN_DTYPES:
-            found = f"code {code} ({_CODE_NAMES.get(code, 'unknown')})"
-            _refuse(path, "token dtype code 8 (uint16) or 4 (int32)", found)
-        # Python integers: the counts are untrusted 64-bit numbers whose products may pass 2^64.
-        expected = _HEADER.size + 12 * num_sequences + 8 * num_entries
-        counts = f"{num_sequences} sequences and {num_entries} document entries"
-        if size == expected + num_sequences and num_sequences:
-            _refuse(path, f"{expected} bytes for {counts}", f"{size} bytes, as in a multimodal index with modes")
-        if size != expected:
-            _refuse(path, f"{expected} bytes for {counts}", f"{size} bytes")
-        if num_sequences > MAX_SEQUENCES:
-            _refuse(path, f"at most {MAX_SEQUENCES} sequences", str(num_sequences))
-        if num_entries < 1:
-            _refuse(path, "at least one document entry", "none")
-        self.dtype = _TOKEN_DTYPES[code]
-        mapped = mmap.mmap(descriptor, size, access=mmap.ACCESS_READ)
-        offset = _HEADER.size
-        self.lengths: npt.NDArray[np.int32] = np.frombuffer(mapped, "<i4", num_sequences, offset)
-        offset += 4 * num_sequences
-        self.pointers: npt.NDArray[np.int64] = np.frombuffer(mapped, "<i8", num_sequences, offset)
-        offset += 8 * num_sequences
-        self.documents: npt.NDArray[np.int64] = np.frombuffer(mapped, "<i8", num_entries, offset)
 
     def _check_lengths(self) -> None:
         """Checks that lengths are not negative, pointers their running sum, and the .bin exactly their total."""
@@ -147,24 +95,13 @@ class Shard:
         bad, total = check_lengths(self.lengths, self.pointers, itemsize=itemsize)
         if bad < len(self.lengths):
             if self.lengths[bad] < 0:
-                _refuse(path, f"a length of at least 0 for sequence {bad}", str(self.lengths[bad]))
-            _refuse(path, f"pointer {total * itemsize} for sequence {bad}", str(self.pointers[bad]))
+                refuse(path, f"a length of at least 0 for sequence {bad}", str(self.lengths[bad]))
+            refuse(path, f"pointer {total * itemsize} for sequence {bad}", str(self.pointers[bad]))
         self.num_tokens = total
         size = os.fstat(self._bin.fileno()).st_size
         if size != total * itemsize:
             expected = f"{total * itemsize} bytes ({total} {self.dtype.name} tokens in {path.name})"
-            _refuse(bin_path(self.prefix), expected, f"{size} bytes; truncated, or of another shard")
-
-    def _check_documents(self) -> None:
-        path = idx_path(self.prefix)
-        if self.documents[0] != 0:
-            _refuse(path, "document index 0 to be 0", str(self.documents[0]))
-        bad = check_documents(self.documents)
-        if bad < len(self.documents):
-            _refuse(path, f"document index {bad} not below the previous one", str(self.documents[bad]))
-        if self.documents[-1] != len(self.lengths):
-            last = str(self.documents[-1])
-            _refuse(path, f"the last document index to be {len(self.lengths)}, the sequence count", last)
+            refuse(bin_path(self.prefix), expected, f"{size} bytes; truncated, or of another shard")
 
     @property
     def num_sequences(self) -> int:
@@ -189,23 +126,18 @@ class Shard:
     def read(self, position: int, count: int) -> TokenArray:
         """Reads tokens [position, position + count) of the shard, [count] of `dtype`.
 
-        Not memory-mapped: a mapped file that shrinks or fails kills the process; this raises DataError with the file.
+        Raises:
+            DataError: the file fails, or has shrunk since it was opened.
         """
         assert 0 <= position <= position + count <= self.num_tokens, (position, count, self.num_tokens)
-        itemsize, path = self.dtype.itemsize, bin_path(self.prefix)
-        data = bytearray(count * itemsize)
-        filled = 0
-        try:
-            while filled < len(data):
-                part = os.preadv(self._bin.fileno(), [memoryview(data)[filled:]], position * itemsize + filled)
-                if part == 0:
-                    end = position * itemsize + filled
-                    _refuse(path, f"{self.num_tokens * itemsize} bytes, as on open", f"its end at byte {end}")
-                filled += part
-        except OSError as error:
-            raise DataError(
-                f"{path}: cannot be read at byte {position * itemsize + filled}: {error.strerror}"
-            ) from None
+        itemsize = self.dtype.itemsize
+        data = read_range(
+            self._bin,
+            bin_path(self.prefix),
+            position * itemsize,
+            count * itemsize,
+            file_bytes=self.num_tokens * itemsize,
+        )
         return np.frombuffer(data, self.dtype)
 
     def read_checked(self, position: int, count: int, *, vocab_size: int) -> TokenArray:
@@ -220,19 +152,23 @@ class Shard:
             )
         return tokens
 
+    def read_label_mask(self, position: int, count: int) -> npt.NDArray[np.bool_]:
+        """Reads whether tokens [position, position + count) count as labels, [count]; all do without a mask."""
+        if self.label_mask is None:
+            return np.ones(count, np.bool_)
+        return self.label_mask.read(position, count)
+
     def close(self) -> None:
-        """Closes the .bin; `read` fails afterwards."""
+        """Closes the .bin and the mask; `read` fails afterwards."""
         self._bin.close()
+        if self.label_mask is not None:
+            self.label_mask.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _refuse(path: Path, expected: str, found: str) -> NoReturn:
-    raise DataError(f"{path}: expected {expected}; found {found}")
 
 
 def digest(prefix: str | Path) -> str:
@@ -252,8 +188,9 @@ def publish_shard(
     lengths: Sequence[npt.NDArray[Any]],
     documents: Sequence[tuple[npt.NDArray[np.int64], int]],
     manifest: Mapping[str, Any] | None,
+    label_mask: LabelMaskWriter | None = None,
 ) -> None:
-    """Publishes the temporary .bin `tokens`, `manifest` and the .idx durably under their names, the .idx last.
+    """Publishes the temporary .bin `tokens`, mask, manifest and .idx durably under their names, the .idx last.
 
     Args:
         lengths: of the whole shard, in pieces that may be mapped: a few MiB are copied at a time.
@@ -265,40 +202,17 @@ def publish_shard(
     path = idx_path(prefix)
     with open_temporary(path) as idx:
         with storage_errors(path):
-            _write_index(idx, dtype, lengths, documents)
+            write_index(idx, dtype, lengths, documents)
             # An older shard of this name must not pair its index with the new tokens, not even for a moment.
             path.unlink(missing_ok=True)
             manifest_path(prefix).unlink(missing_ok=True)
+            remove_label_mask(prefix)
         publish(tokens, bin_path(prefix))
+        if label_mask is not None:
+            label_mask.publish()
         if manifest is not None:
             write_text(manifest_path(prefix), json.dumps(manifest, indent=2) + "\n")
         publish(idx, path)
-
-
-def _write_index(
-    idx: BinaryIO,
-    dtype: np.dtype[Any],
-    lengths: Sequence[npt.NDArray[Any]],
-    documents: Sequence[tuple[npt.NDArray[np.int64], int]],
-) -> None:
-    counts = (sum(len(piece) for piece in lengths), sum(len(piece) for piece, _ in documents))
-    idx.write(_HEADER.pack(MAGIC, VERSION, _TOKEN_CODES[dtype], *counts))
-    for block in _blocks(lengths):
-        idx.write(block.astype("<i4", copy=False).data)
-    total = 0
-    for block in _blocks(lengths):
-        ends = np.cumsum(block.astype(np.int64))
-        idx.write(((total + ends - block) * dtype.itemsize).astype("<i8", copy=False).data)
-        total += int(ends[-1])
-    for piece, shift in documents:
-        for block in _blocks([piece]):
-            idx.write((block + shift).astype("<i8", copy=False).data)
-
-
-def _blocks(pieces: Iterable[npt.NDArray[Any]]) -> Iterator[npt.NDArray[Any]]:
-    for piece in pieces:
-        for first in range(0, len(piece), _BLOCK_ENTRIES):
-            yield piece[first : first + _BLOCK_ENTRIES]
 
 
 class ShardWriter:
@@ -307,19 +221,28 @@ class ShardWriter:
     Memory: 4 bytes a sequence and 8 a document. As a context manager it discards an unpublished shard.
     """
 
-    def __init__(self, prefix: str | Path, dtype: np.dtype[Any]) -> None:
+    def __init__(self, prefix: str | Path, dtype: np.dtype[Any], *, label_mask: bool = False) -> None:
         """Starts `prefix`.bin under a temporary name; `dtype` is `token_dtype(vocab_size)`.
+
+        Args:
+            label_mask: write a label mask too.
 
         Raises:
             StorageError: the folder cannot be written, or another process is writing this shard.
         """
         self.prefix = Path(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
-        assert self.dtype in _TOKEN_CODES, dtype
+        assert self.dtype in TOKEN_DTYPES.values(), dtype
         self.num_tokens = 0
         self._lengths = array("i")
         self._documents = array("q", [0])
         self._bin = open_temporary(bin_path(prefix))
+        try:
+            self._label_mask = LabelMaskWriter(prefix) if label_mask else None
+        except BaseException:
+            temporary_name(bin_path(prefix)).unlink(missing_ok=True)
+            self._bin.close()
+            raise
 
     @property
     def num_sequences(self) -> int:
@@ -329,8 +252,11 @@ class ShardWriter:
     def num_documents(self) -> int:
         return len(self._documents) - 1
 
-    def add_sequence(self, tokens: npt.ArrayLike) -> None:
+    def add_sequence(self, tokens: npt.ArrayLike, label_mask: npt.NDArray[np.bool_] | None = None) -> None:
         """Appends one sequence of token ids, [length] of any integer dtype.
+
+        Args:
+            label_mask: [length], True for the tokens that count as labels; None: all do. Needs a writer with a mask.
 
         Raises:
             DataError: an id out of range for the shard's dtype, or a sequence of 2^31 tokens and more.
@@ -341,16 +267,19 @@ class ShardWriter:
             values = np.empty(0, self.dtype)  # an empty list has no integer dtype of its own
         assert values.ndim == 1, values.shape
         assert values.dtype.kind in "iu", values.dtype
+        assert label_mask is None or (self._label_mask is not None and label_mask.shape == values.shape), label_mask
         path = bin_path(self.prefix)
         if values.size and values.dtype != self.dtype:
             limit = int(np.iinfo(self.dtype).max)
             low, high = int(values.min()), int(values.max())
             if low < 0 or high > limit:
-                _refuse(path, f"token ids from 0 to {limit} ({self.dtype.name})", str(low if low < 0 else high))
+                refuse(path, f"token ids from 0 to {limit} ({self.dtype.name})", str(low if low < 0 else high))
         if values.size > 2**31 - 1:
-            _refuse(path, "a sequence of fewer than 2^31 tokens", f"one of {values.size}")
+            refuse(path, "a sequence of fewer than 2^31 tokens", f"one of {values.size}")
         with storage_errors(path):
             self._bin.write(values.astype(self.dtype, copy=False).tobytes())
+        if self._label_mask is not None:
+            self._label_mask.add(np.ones(values.size, np.bool_) if label_mask is None else label_mask)
         self._lengths.append(values.size)
         self.num_tokens += values.size
 
@@ -359,7 +288,7 @@ class ShardWriter:
         self._documents.append(len(self._lengths))
 
     def publish(self, manifest: Mapping[str, Any] | None = None) -> None:
-        """Publishes .bin, `manifest` and .idx durably under their names, the .idx last.
+        """Publishes .bin, mask, `manifest` and .idx durably under their names, the .idx last.
 
         Raises:
             StorageError: the disk is full or fails; then no .idx has the name.
@@ -367,7 +296,7 @@ class ShardWriter:
         assert self._documents[-1] == len(self._lengths), "end_document() was not called after the last sequence"
         lengths = np.frombuffer(self._lengths, np.intc) if self._lengths else np.empty(0, np.intc)
         documents = np.frombuffer(self._documents, np.int64)
-        publish_shard(self.prefix, self._bin, self.dtype, [lengths], [(documents, 0)], manifest)
+        publish_shard(self.prefix, self._bin, self.dtype, [lengths], [(documents, 0)], manifest, self._label_mask)
         self._bin.close()
 
     def __enter__(self) -> Self:
@@ -378,6 +307,8 @@ class ShardWriter:
     ) -> None:
         if self._bin.closed:
             return
+        if self._label_mask is not None:
+            self._label_mask.discard()
         for path in (bin_path(self.prefix), idx_path(self.prefix)):
             temporary_name(path).unlink(missing_ok=True)
         try:

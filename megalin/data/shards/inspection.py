@@ -35,15 +35,20 @@ class ShardSummary(NamedTuple):
     first_tokens: list[int]
     first_text: str | None  # None without a tokenizer
     digest: str  # sha256 of the bytes of .idx and .bin
+    label_tokens: int | None  # tokens that count as labels; None without a label mask, as the next two
+    label_fraction: float | None  # of all tokens; 0 for a shard without tokens
+    label_mask_digest: str | None  # sha256 of the mask's file
 
 
 def inspect_shard(prefix: str | Path, tokenizer: Tokenizer | None = None) -> ShardSummary:
-    """Opens and checks the shard, and reads all its bytes for the digest.
+    """Opens and checks the shard and its label mask, and reads all their bytes for counts and digests.
 
     Raises:
         DataError: a bad shard, or one of the first tokens is not in the tokenizer.
     """
     with Shard(prefix) as shard:
+        mask = shard.label_mask
+        label_tokens = None if mask is None else mask.count(0, shard.num_tokens)
         first_tokens = shard.read(0, min(shard.num_tokens, _FIRST_TOKENS)).tolist()
         lengths = None
         if shard.num_sequences:
@@ -65,6 +70,9 @@ def inspect_shard(prefix: str | Path, tokenizer: Tokenizer | None = None) -> Sha
             first_tokens=first_tokens,
             first_text=None if tokenizer is None else tokenizer.decode(first_tokens),
             digest=digest(prefix),
+            label_tokens=label_tokens,
+            label_fraction=None if label_tokens is None else label_tokens / max(shard.num_tokens, 1),
+            label_mask_digest=None if mask is None else mask.digest(),
         )
 
 

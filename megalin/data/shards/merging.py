@@ -12,7 +12,9 @@ from typing import IO, Any, BinaryIO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megalin.data.shards.indexed_dataset import MAX_SEQUENCES, Shard, bin_path, manifest_path, publish_shard
+from megalin.data.shards.index_file import MAX_SEQUENCES
+from megalin.data.shards.indexed_dataset import Shard, bin_path, manifest_path, publish_shard
+from megalin.data.shards.label_mask import LabelMaskWriter
 from megalin.data.shards.manifest import ShardManifest, read_manifest
 from megalin.errors import ConfigError, DataError
 from megalin.files import open_temporary, storage_errors, temporary_name
@@ -40,7 +42,8 @@ class WrittenShard(NamedTuple):
 def merge_shards(prefixes: Sequence[str | Path], output: str | Path) -> WrittenShard:
     """Writes the documents of all shards, in this order, as the shard `output`; the same bytes as Megatron's merge.
 
-    If every shard has a manifest, the new one has too, with the tokenizer and the origin of its documents.
+    If every shard has a manifest, the new one has too, with the tokenizer and the origin of its documents. If any shard
+    has a label mask, the new one has too; the tokens of shards without one all count as labels.
 
     Raises:
         ConfigError: no shard, or one of them is the output.
@@ -61,6 +64,8 @@ def merge_shards(prefixes: Sequence[str | Path], output: str | Path) -> WrittenS
 
 def split_shard(prefix: str | Path, outputs: Sequence[str | Path], weights: Sequence[float]) -> list[WrittenShard]:
     """Splits a shard's documents into consecutive parts; boundary k is round(documents x sum of the first k fractions).
+
+    Each part has its bits of the shard's label mask, if there is one.
 
     Raises:
         ConfigError: not one positive weight per output, an output twice, or the shard itself as output.
@@ -86,9 +91,17 @@ def split_shard(prefix: str | Path, outputs: Sequence[str | Path], weights: Sequ
 
 
 def concatenate(
-    prefixes: Sequence[Path], output: str | Path, dtype: np.dtype[Any], manifest: Mapping[str, Any]
+    prefixes: Sequence[Path],
+    output: str | Path,
+    dtype: np.dtype[Any],
+    manifest: Mapping[str, Any],
+    *,
+    label_mask: bool = False,
 ) -> None:
     """Writes the documents of many shards of `dtype`, one open at a time, as the shard `output` with this manifest.
+
+    Args:
+        label_mask: write a label mask too; the tokens of shards without one all count as labels.
 
     Raises:
         DataError: a bad shard; 2^31 sequences and more.
@@ -104,17 +117,18 @@ def concatenate(
         ExitStack() as discard,
     ):
         discard.callback(temporary_name(path).unlink, missing_ok=True)
+        mask = _mask_writer(output, discard) if label_mask else None
         documents.write(np.zeros(1, np.int64).data)  # each shard's own index begins with a 0, which is skipped below
         for prefix in prefixes:
             with Shard(prefix) as shard:
                 assert shard.dtype == dtype, (prefix, shard.dtype, dtype)
                 _check_total(sequences + shard.num_sequences, output)
-                _copy(shard, 0, shard.num_tokens, file, path)
+                _copy(shard, 0, shard.num_tokens, file, path, mask)
                 lengths.write(shard.lengths.data)
                 documents.write((shard.documents[1:] + sequences).data)
                 sequences += shard.num_sequences
         index = _mapped(lengths, np.dtype(np.int32)), _mapped(documents, np.dtype(np.int64))
-        publish_shard(Path(output), file, dtype, [index[0]], [(index[1], 0)], manifest)
+        publish_shard(Path(output), file, dtype, [index[0]], [(index[1], 0)], manifest, mask)
         discard.pop_all()
 
 
@@ -129,12 +143,22 @@ def _check_total(sequences: int, output: str | Path) -> None:
         raise DataError(f"{output}: {sequences} sequences; a shard holds at most {MAX_SEQUENCES}: write several shards")
 
 
-def _copy(shard: Shard, start: int, end: int, file: BinaryIO, path: Path) -> None:
-    """Appends tokens [start, end) of `shard` to `file`, the temporary file of `path`."""
+def _mask_writer(output: str | Path, discard: ExitStack) -> LabelMaskWriter:
+    """Starts the label mask of `output`; `discard` removes it."""
+    writer = LabelMaskWriter(output)
+    discard.callback(writer.discard)
+    return writer
+
+
+def _copy(shard: Shard, start: int, end: int, file: BinaryIO, path: Path, mask: LabelMaskWriter | None) -> None:
+    """Appends tokens [start, end) of `shard` to `file`, the temporary file of `path`, and their bits to `mask`."""
     for first in range(start, end, _COPY_TOKENS):
-        block = shard.read(first, min(_COPY_TOKENS, end - first))
+        count = min(_COPY_TOKENS, end - first)
+        block = shard.read(first, count)
         with storage_errors(path):
             file.write(block.data)
+        if mask is not None:
+            mask.add(shard.read_label_mask(first, count))
 
 
 def _check_names(inputs: Sequence[str | Path], outputs: Sequence[str | Path]) -> None:
@@ -165,9 +189,11 @@ def _write(parts: Sequence[DocumentRange], output: str | Path) -> WrittenShard:
     manifest, path = _manifest(parts, written), bin_path(output)
     with open_temporary(path) as file, ExitStack() as discard:
         discard.callback(temporary_name(path).unlink, missing_ok=True)
+        masked = any(part.shard.label_mask is not None for part in parts)
+        mask = _mask_writer(output, discard) if masked else None
         for part, (start, end) in zip(parts, ranges, strict=True):
-            _copy(part.shard, start, end, file, path)
-        publish_shard(Path(output), file, parts[0].shard.dtype, lengths, documents, manifest)
+            _copy(part.shard, start, end, file, path, mask)
+        publish_shard(Path(output), file, parts[0].shard.dtype, lengths, documents, manifest, mask)
         discard.pop_all()
     return written
 

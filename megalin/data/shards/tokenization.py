@@ -47,6 +47,8 @@ class PreprocessOptions(NamedTuple):
     limit_bytes: int  # of a line or text file
     resume: bool = False  # keep the finished parts of an earlier run
     subset: PartSubset | None = None  # of the parts, for work on several hosts; then nothing is merged
+    # Supervised data: the text under this key precedes the document, and its tokens do not count as labels.
+    prompt_key: str | None = None
 
 
 class PreprocessReport(NamedTuple):
@@ -57,11 +59,13 @@ class PreprocessReport(NamedTuple):
     tokens: int
     bad_lines: dict[str, int]  # by kind
     listed: list[BadLine]  # the first hundred
+    label_tokens: int | None  # that count as labels; None without a prompt key, where all do
 
 
 class _Job(NamedTuple):
     tokenizer: TokenizerFiles
     keys: Sequence[str]
+    prompt_key: str | None
     append_eod: bool
     limit_bytes: int
     fail: bool
@@ -75,6 +79,10 @@ def preprocess(
     The parts are in `<output_prefix>.parts` until all are complete. A line that is bad for one key gives no document
     for any, so the shards of the keys stay aligned. The bytes written depend on the inputs and the tokenizer alone,
     not on workers, subsets or kills. Memory: a batch of 1 MiB a worker, and 12 bytes for each document of a part.
+
+    With a prompt key, a document is the tokens of the prompt, then those of the text, each encoded alone, as generation
+    encodes a prompt. A label mask is written, in which the text's tokens and the end of the document count as labels.
+    A document whose text has no token is empty, whatever its prompt.
 
     Returns:
         The report; None for a subset, after which another call, with `resume` and no subset, writes the shards.
@@ -90,6 +98,7 @@ def preprocess(
     job = _Job(
         options.tokenizer,
         tuple(options.json_keys),
+        options.prompt_key,
         options.append_eod,
         options.limit_bytes,
         options.on_bad_line == "fail",
@@ -107,9 +116,11 @@ def preprocess(
     dtype = token_dtype(tokenizer.vocab_size)
     for column, prefix in enumerate(prefixes):
         manifest = _manifest(sums, column, tokenizer, options, dtype)
-        concatenate([_part_prefix(folder, part, column) for part in parts], prefix, dtype, manifest)
+        pieces = [_part_prefix(folder, part, column) for part in parts]
+        concatenate(pieces, prefix, dtype, manifest, label_mask=options.prompt_key is not None)
     discard(folder)
-    return PreprocessReport(prefixes, sums.documents, sum(sums.tokens), sums.bad_lines, sums.listed)
+    label_tokens = None if options.prompt_key is None else sum(sums.label_tokens)
+    return PreprocessReport(prefixes, sums.documents, sum(sums.tokens), sums.bad_lines, sums.listed, label_tokens)
 
 
 class _Sums(NamedTuple):
@@ -117,6 +128,7 @@ class _Sums(NamedTuple):
 
     documents: int
     tokens: list[int]  # of each key
+    label_tokens: list[int]
     sequences: list[int]
     bad_lines: dict[str, int]
     listed: list[BadLine]
@@ -127,6 +139,16 @@ def _check(paths: Sequence[Path], options: PreprocessOptions) -> None:
     plain = [path for path in paths if content_suffix(path) == PLAIN]
     if plain and len(options.json_keys) != 1:
         raise ConfigError(f"--json-keys {' '.join(options.json_keys)}: {plain[0]} is plain text; give a single key")
+    if plain and options.prompt_key is not None:
+        raise ConfigError(
+            f"--prompt-key {options.prompt_key}: {plain[0]} is plain text; give jsonl or parquet with a prompt and "
+            "an answer in each line"
+        )
+    if options.prompt_key in options.json_keys:
+        raise ConfigError(
+            f"--prompt-key {options.prompt_key}: also one of --json-keys {' '.join(options.json_keys)}; name the key "
+            "of the answer there"
+        )
     if len(set(options.json_keys)) != len(options.json_keys) or not options.json_keys:
         raise ConfigError(f"--json-keys {' '.join(options.json_keys)}: give each key once")
     if any("/" in key or "\0" in key for key in options.json_keys):
@@ -147,7 +169,8 @@ def _collect(folder: Path, parts: Sequence[CorpusPart], prefixes: Sequence[str])
     Raises:
         DataError: no document has a token.
     """
-    documents, tokens, sequences = 0, [0] * len(prefixes), [0] * len(prefixes)
+    documents = 0
+    tokens, label_tokens, sequences = ([0] * len(prefixes) for _ in range(3))
     bad_lines: Counter[str] = Counter()
     listed: list[BadLine] = []
     inputs: list[dict[str, Any]] = []
@@ -159,6 +182,7 @@ def _collect(folder: Path, parts: Sequence[CorpusPart], prefixes: Sequence[str])
         inputs[-1]["documents"] += record["documents"]
         documents += record["documents"]
         tokens = [a + b for a, b in zip(tokens, record["tokens"], strict=True)]
+        label_tokens = [a + b for a, b in zip(label_tokens, record["label_tokens"], strict=True)]
         sequences = [a + b for a, b in zip(sequences, record["sequences"], strict=True)]
         bad_lines.update(record["bad_lines"])
         for path, line, kind, detail in record["listed"][: _LISTED_BAD_LINES - len(listed)]:
@@ -172,16 +196,18 @@ def _collect(folder: Path, parts: Sequence[CorpusPart], prefixes: Sequence[str])
                 f"{prefix}: empty corpus: {documents} documents without a token (bad lines: {kinds}); "
                 "check --input and --json-keys"
             )
-    return _Sums(documents, tokens, sequences, dict(sorted(bad_lines.items())), listed, inputs)
+    return _Sums(documents, tokens, label_tokens, sequences, dict(sorted(bad_lines.items())), listed, inputs)
 
 
 def _manifest(
     sums: _Sums, column: int, tokenizer: Tokenizer, options: PreprocessOptions, dtype: np.dtype[Any]
 ) -> Mapping[str, Any]:
+    supervised = {"prompt_key": options.prompt_key, "label_tokens": sums.label_tokens[column]}
     return {
         "documents": sums.documents,
         "sequences": sums.sequences[column],
         "tokens": sums.tokens[column],
+        **({} if options.prompt_key is None else supervised),
         "dtype": dtype.name,
         "append_eod": options.append_eod,
         "tokenizer": {
@@ -207,12 +233,15 @@ def _tokenise(job: _Job, part: CorpusPart, folder: Path, report: ReportProgress)
     dtype = token_dtype(tokenizer.vocab_size)
     bad_lines: Counter[str] = Counter()
     listed: list[BadLine] = []
+    label_tokens = [0] * len(job.keys)
+    supervised = job.prompt_key is not None
     with ExitStack() as stack:
         writers = [
-            stack.enter_context(ShardWriter(_part_prefix(folder, part, column), dtype))
+            stack.enter_context(ShardWriter(_part_prefix(folder, part, column), dtype, label_mask=supervised))
             for column in range(len(job.keys))
         ]
-        reader = Reader(part.span, job.keys, limit_bytes=job.limit_bytes)
+        prompt_keys = () if job.prompt_key is None else (job.prompt_key,)
+        reader = Reader(part.span, (*job.keys, *prompt_keys), limit_bytes=job.limit_bytes)
         for batch in batches(reader):
             for line in batch.bad_lines:
                 if job.fail and line.kind != HARMLESS:
@@ -221,8 +250,10 @@ def _tokenise(job: _Job, part: CorpusPart, folder: Path, report: ReportProgress)
             bad_lines.update(line.kind for line in batch.bad_lines)
             listed.extend(batch.bad_lines[: _LISTED_BAD_LINES - len(listed)])
             before = sum(writer.num_tokens for writer in writers)
+            prompts = [document.texts[-1] for document in batch.documents] if supervised else None
             for column, writer in enumerate(writers):
-                _encode([document.texts[column] for document in batch.documents], tokenizer, writer, job.append_eod)
+                texts = [document.texts[column] for document in batch.documents]
+                label_tokens[column] += _encode(prompts, texts, tokenizer, writer, job.append_eod)
             tokens = sum(writer.num_tokens for writer in writers) - before
             report(CorpusProgress(len(batch.documents), tokens, batch.read_bytes, len(batch.bad_lines)))
         for writer in writers:
@@ -230,6 +261,7 @@ def _tokenise(job: _Job, part: CorpusPart, folder: Path, report: ReportProgress)
     return {
         "documents": writers[0].num_documents,
         "tokens": [writer.num_tokens for writer in writers],
+        "label_tokens": label_tokens,
         "sequences": [writer.num_sequences for writer in writers],
         "lines": reader.lines,
         "bad_lines": bad_lines,
@@ -244,10 +276,18 @@ def _sha256(path: str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _encode(texts: Sequence[str], tokenizer: Tokenizer, writer: ShardWriter, append_eod: bool) -> None:
-    for ids in tokenizer.encode_batch(texts):
+def _encode(
+    prompts: Sequence[str] | None, texts: Sequence[str], tokenizer: Tokenizer, writer: ShardWriter, append_eod: bool
+) -> int:
+    """Writes a document for each text, after its prompt if there are prompts; returns the number of label tokens."""
+    before = [[]] * len(texts) if prompts is None else tokenizer.encode_batch(prompts)
+    label_tokens = 0
+    for prompt, ids in zip(before, tokenizer.encode_batch(texts), strict=True):
         if ids:  # an empty document has no sequence and no end, as in Megatron
             if append_eod:
                 ids.append(tokenizer.eod_id)
-            writer.add_sequence(np.array(ids, writer.dtype))
+            label_tokens += len(ids)
+            mask = None if prompts is None else np.arange(len(prompt) + len(ids)) >= len(prompt)
+            writer.add_sequence(np.array(prompt + ids, writer.dtype), mask)
         writer.end_document()
+    return label_tokens

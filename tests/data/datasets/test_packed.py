@@ -37,7 +37,7 @@ def test_every_pair_of_neighbours_is_learnt_once(tmp_path, monkeypatch, fit):
     )
     wanted = [pair for shard in shards for ids in shard for pair in itertools.pairwise(ids)]
     assert learnt == sorted(wanted)
-    assert dataset.num_labels == len(wanted)
+    assert dataset.num_targets == len(wanted)
     empty = (batch.labels == IGNORED_LABEL).float().mean().item()
     assert dataset.empty_fraction == pytest.approx(empty)
 

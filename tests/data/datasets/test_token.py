@@ -48,7 +48,7 @@ def test_samples_are_windows_of_the_tokens_with_exact_boundaries(tmp_path):
             assert dataset.num_tokens == len(flat)
             assert dataset.num_samples == (len(flat) - 1) // length
             for sample in range(dataset.num_samples):
-                ids, pieces = dataset.window(sample)
+                ids, pieces, _ = dataset.window(sample)
                 begin = sample * length
                 assert ids.tolist() == flat[begin : begin + length + 1]
                 owners = owner[begin : begin + length + 1]
@@ -63,7 +63,7 @@ def test_many_short_and_empty_sequences_in_a_window(tmp_path, monkeypatch):
     sequences = [[7], [], [], [], [], [8], [], [9, 9, 9], [], [1]]
     prefix = write_by_hand(tmp_path / "x", sequences)
     with TokenDataset.open(_config([prefix], sequence_length=5), "train", VOCAB) as dataset:
-        ids, pieces = dataset.window(0)
+        ids, pieces, _ = dataset.window(0)
     assert ids.tolist() == [7, 8, 9, 9, 9, 1]
     assert pieces.tolist() == [0, 1, 2, 2, 2, 3]
 

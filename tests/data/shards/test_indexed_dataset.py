@@ -83,7 +83,7 @@ def test_empty_shards_and_documents_round_trip(tmp_path, sequences):
 
 
 def test_round_trip_over_several_check_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr("megalin.data.shards.indexed_dataset._BLOCK_ENTRIES", 7)
+    monkeypatch.setattr("megalin.data.shards.index_file._BLOCK_ENTRIES", 7)
     rng = np.random.default_rng(0)
     sequences = [rng.integers(0, 65535, rng.integers(0, 9)).tolist() for _ in range(50)]
     prefix = _write(tmp_path / "x", sequences)
@@ -161,7 +161,7 @@ def test_bad_index_is_refused_with_file_expected_and_found(tmp_path, kind):
 
 
 def test_too_many_sequences_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("megalin.data.shards.indexed_dataset.MAX_SEQUENCES", 2)
+    monkeypatch.setattr("megalin.data.shards.index_file.MAX_SEQUENCES", 2)
     with pytest.raises(DataError, match="expected at most 2 sequences; found 3"):
         Shard(write_by_hand(tmp_path / "x", SEQUENCES))
 

@@ -1,5 +1,8 @@
 """Summary of a shard, and the scan of its token ids."""
 
+import hashlib
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -7,7 +10,7 @@ from megalin.data.shards.indexed_dataset import ShardWriter, digest
 from megalin.data.shards.inspection import LengthSummary, inspect_shard, validate_shard
 from megalin.data.tokenizers.tokenizer import ByteTokenizer
 from megalin.errors import DataError
-from tests.data.shard_files import write_by_hand
+from tests.data.shard_files import mask_bytes, write_by_hand
 
 
 def test_summary_holds_the_facts(tmp_path):
@@ -18,6 +21,20 @@ def test_summary_holds_the_facts(tmp_path):
     assert summary.first_tokens == [104, 105, 33, 256, 104, 104]
     assert summary.first_text == "hi!<|endoftext|>hh"
     assert summary.digest == digest(prefix)
+
+
+def test_summary_counts_the_labels_of_a_mask(tmp_path):
+    prefix = write_by_hand(tmp_path / "x", [[1, 2, 3], [4, 5]])
+    assert inspect_shard(prefix)[-3:] == (None, None, None)
+    Path(f"{prefix}.mask.bin").write_bytes(mask_bytes([0, 1, 1, 0, 1]))
+    summary = inspect_shard(prefix)
+    assert (summary.label_tokens, summary.label_fraction) == (3, 0.6)
+    assert summary.label_mask_digest == hashlib.sha256(mask_bytes([0, 1, 1, 0, 1])).hexdigest()
+    Path(f"{prefix}.mask.bin").write_bytes(mask_bytes([1] * 6))
+    with pytest.raises(
+        DataError, match=r"x\.mask\.bin: expected the mask of 5 tokens, as in its shard; found one of 6"
+    ):
+        inspect_shard(prefix)
 
 
 def test_first_tokens_are_few_and_undecoded_without_a_tokenizer(tmp_path):

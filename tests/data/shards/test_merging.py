@@ -14,7 +14,7 @@ from megalin.data.shards import merging
 from megalin.data.shards.indexed_dataset import Shard, ShardWriter
 from megalin.data.shards.merging import concatenate, merge_shards, split_shard
 from megalin.errors import ConfigError, DataError
-from tests.data.shard_files import index_bytes, write_by_hand
+from tests.data.shard_files import index_bytes, mask_bytes, write_by_hand
 from tools import merge_shards as tool
 
 
@@ -77,6 +77,37 @@ def test_parts_of_a_split_make_the_whole(tmp_path: Path):
     merge_shards(parts, tmp_path / "again")
     for suffix in (".bin", ".idx"):
         assert Path(f"{tmp_path}/again{suffix}").read_bytes() == Path(f"{whole}{suffix}").read_bytes()
+
+
+def test_masks_are_copied_across_the_borders_of_bytes(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(merging, "_COPY_TOKENS", 7)
+    rng = np.random.default_rng(0)
+    for number in range(20):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        shards, bits = [], []
+        for shard in range(4):
+            sequences = [[7] * length for length in rng.integers(0, 9, 5).tolist()]
+            shards.append(write_by_hand(folder / f"s{shard}", sequences))
+            own = (rng.random(sum(map(len, sequences))) < 0.5).tolist()
+            if shard == 1 or rng.random() < 0.5:
+                Path(f"{shards[-1]}.mask.bin").write_bytes(mask_bytes(own))
+            else:
+                own = [True] * len(own)
+            bits += own
+        merge_shards(shards, folder / "all")
+        assert (folder / "all.mask.bin").read_bytes() == mask_bytes(bits)
+        concatenate(shards, folder / "again", np.dtype("uint16"), {}, label_mask=True)
+        assert (folder / "again.mask.bin").read_bytes() == mask_bytes(bits)
+        split_shard(folder / "all", [folder / "p0", folder / "p1", folder / "p2"], [3, 4, 5])
+        merge_shards([folder / "p0", folder / "p1", folder / "p2"], folder / "whole")
+        assert (folder / "whole.mask.bin").read_bytes() == mask_bytes(bits)
+        assert not list(folder.glob("*.tmp"))
+
+
+def test_shards_without_masks_give_none(shards: list[Path], tmp_path: Path):
+    merge_shards(shards, tmp_path / "all")
+    assert not list(tmp_path.glob("*.mask.bin"))
 
 
 def test_manifest_follows_where_all_have_one(shards: list[Path], tmp_path: Path):
@@ -166,7 +197,9 @@ def test_failed_copy_leaves_nothing(shards: list[Path], tmp_path: Path, monkeypa
     def fail(*_: object) -> None:
         raise DataError("shrank")
 
+    Path(f"{shards[0]}.mask.bin").write_bytes(mask_bytes([True] * 6))
+    before.append(Path(f"{shards[0]}.mask.bin"))
     monkeypatch.setattr(Shard, "read", fail)
     with pytest.raises(DataError, match="shrank"):
         merge_shards(shards, tmp_path / "all")
-    assert sorted(tmp_path.iterdir()) == before
+    assert sorted(tmp_path.iterdir()) == sorted(before)

@@ -20,7 +20,7 @@ from megalin.data.shards.indexed_dataset import Shard
 from megalin.data.shards.tokenization import PreprocessOptions, preprocess
 from megalin.data.tokenizers.tokenizer import BytePairTrainer, ByteTokenizer, TokenizerFiles
 from megalin.errors import ConfigError, DataError
-from tests.data.shard_files import index_bytes
+from tests.data.shard_files import index_bytes, mask_bytes
 
 
 def _options(tmp_path, **values):
@@ -55,6 +55,40 @@ def test_shard_is_the_golden_one(tmp_path):
     assert (report.documents, report.tokens, report.bad_lines) == (3, 5, {})
     assert (tmp_path / "out_text_document.bin").read_bytes() == bytes.fromhex("6100 6200 0001 6300 0001")
     assert (tmp_path / "out_text_document.idx").read_bytes() == index_bytes([3, 2], [0, 1, 1, 2])
+
+
+def test_supervised_shard_is_the_golden_one(tmp_path):
+    lines = [{"q": "ab", "a": "c"}, {"q": "x", "a": ""}, {"q": "", "a": "yz"}, {"a": "no prompt"}, {"q": "d", "a": "é"}]
+    report = preprocess([_jsonl(tmp_path, lines)], _options(tmp_path, json_keys=["a"], prompt_key="q", append_eod=True))
+    assert (report.documents, report.tokens, report.label_tokens) == (4, 11, 8)
+    assert report.bad_lines == {"key missing": 1}
+    assert _documents(report.prefixes[0]) == [[97, 98, 99, 256], [], [121, 122, 256], [100, 195, 169, 256]]
+    bits = [0, 0, 1, 1, 1, 1, 1, 0, 1, 1, 1]
+    assert Path(f"{report.prefixes[0]}.mask.bin").read_bytes() == mask_bytes(bits)
+    manifest = json.loads(Path(f"{report.prefixes[0]}.manifest.json").read_text())
+    assert (manifest["prompt_key"], manifest["label_tokens"], manifest["tokens"]) == ("q", 8, 11)
+
+
+def test_each_key_has_its_own_mask_after_the_same_prompt(tmp_path):
+    path = _jsonl(tmp_path, [{"q": "ab", "a": "c", "b": "de"}])
+    report = preprocess([path], _options(tmp_path, json_keys=["a", "b"], prompt_key="q"))
+    assert [_documents(prefix) for prefix in report.prefixes] == [[[97, 98, 99]], [[97, 98, 100, 101]]]
+    masks = [Path(f"{prefix}.mask.bin").read_bytes() for prefix in report.prefixes]
+    assert masks == [mask_bytes([0, 0, 1]), mask_bytes([0, 0, 1, 1])]
+    assert report.label_tokens == 3
+
+
+def test_masks_of_parts_are_joined_and_none_is_written_without_prompts(tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "_LEAST_PART_BYTES", 1000)
+    path = _jsonl(tmp_path, [{"q": "x" * (k % 7), "a": "y" * (k % 5)} for k in range(300)])
+    assert len(parts.plan([path])) > 1
+    report = preprocess([path], _options(tmp_path, json_keys=["a"], prompt_key="q", append_eod=True))
+    bits = [bit for k in range(300) if k % 5 for bit in [0] * (k % 7) + [1] * (k % 5 + 1)]
+    assert (tmp_path / "out_a_document.mask.bin").read_bytes() == mask_bytes(bits)
+    assert report.label_tokens == sum(bits)
+    report = preprocess([path], _options(tmp_path, json_keys=["a"]))
+    assert report.label_tokens is None
+    assert not (tmp_path / "out_a_document.mask.bin").exists()
 
 
 def test_documents_do_not_end_with_eod_unless_asked(tmp_path):
@@ -100,6 +134,7 @@ def test_empty_corpus_is_refused_and_leaves_nothing(tmp_path, lines):
         ({"json_keys": ["a", "a"]}, "--json-keys a a: give each key once"),
         ({"json_keys": []}, "give each key once"),
         ({"json_keys": ["../a"]}, r"--json-keys \.\./a: a key is part of a file name"),
+        ({"json_keys": ["a", "q"], "prompt_key": "q"}, "--prompt-key q: also one of --json-keys a q; name the key of"),
         ({"workers": 0}, "--workers 0: must be at least 1"),
         ({"limit_bytes": 0}, "--max-document-bytes 0: must be at least 1"),
     ],
@@ -111,6 +146,10 @@ def test_options_that_cannot_work_are_refused(tmp_path, values, message):
 
 def test_plain_text_takes_one_key(tmp_path):
     (tmp_path / "x.txt").write_text("hello")
+    with pytest.raises(
+        ConfigError, match=r"--prompt-key q: .*x\.txt is plain text; give jsonl or parquet with a prompt"
+    ):
+        preprocess([tmp_path / "x.txt"], _options(tmp_path, prompt_key="q"))
     with pytest.raises(ConfigError, match=r"--json-keys a b: .*x\.txt is plain text; give a single key"):
         preprocess([tmp_path / "x.txt"], _options(tmp_path, json_keys=["a", "b"]))
     preprocess([tmp_path / "x.txt"], _options(tmp_path, json_keys=["a"]))
