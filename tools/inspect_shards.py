@@ -52,6 +52,8 @@ def _print(summary: ShardSummary) -> None:
     for name, value in summary._asdict().items():
         if name == "lengths" and value is not None:
             value = ", ".join(f"{key} {number:g}" for key, number in value._asdict().items())
+        if name == "label_fraction" and value is not None:
+            value = f"{value:.2%}"
         if value is not None:
             # Text, not markup: a corpus may contain brackets, and control characters must not reach the terminal.
             shown = value if name != "first_text" else "".join(c if c.isprintable() else repr(c)[1:-1] for c in value)

@@ -19,6 +19,9 @@ from megalin.data.datasets.packed import PackedDataset
 from megalin.data.datasets.token import TokenDataset
 from megalin.data.order import Order, Positions
 
+LABEL_MASKS = "label masks of the sources, by sha256"
+"""Key of the identity, where a source has a label mask: for each of its shards the mask's sha256, or null."""
+
 BatchT_co = TypeVar("BatchT_co", bound=AnyBatch, covariant=True)
 
 
@@ -134,7 +137,7 @@ class Training(NamedTuple):
             "samples of the sources": {use.name: use.samples for use in self.uses if use.name in names},
             "train.steps, for this order": self.total_steps,
             # Without masks as in runs from before there were any.
-            **({"label masks of the sources": masks} if masks else {}),
+            **({LABEL_MASKS: masks} if masks else {}),
         }
 
     def report_lines(self) -> list[str]:

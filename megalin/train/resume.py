@@ -7,7 +7,7 @@ from typing import Any
 
 from megalin.checkpoint.load import newest
 from megalin.checkpoint.manifest import Checkpoint
-from megalin.data.sources import Training
+from megalin.data.sources import LABEL_MASKS, Training
 from megalin.errors import CheckpointError, ConfigError
 from megalin.parallel.agreement import on_every_rank
 from megalin.train.config import RunConfig
@@ -71,13 +71,16 @@ def sample_order(config: RunConfig, data: Training, step: int) -> dict[str, Any]
 def _check_sample_order(checkpoint: Checkpoint, config: RunConfig, data: Training) -> None:
     state = checkpoint.state()
     saved, given = state["order"], sample_order(config, data, int(state["step"]))
+    # The checkpoint's names too: a label mask that vanished is none of this run's.
+    changed = [name for name in {**given, **saved} if saved.get(name) != given.get(name)]
+    if not changed:
+        return
+    reason = "a different order of samples, so samples would be lost or repeated; restore these values"
+    if changed == [LABEL_MASKS]:
+        reason = "other label masks, so the same samples would have other labels; restore the mask files"
     differences = [
-        f"{name}: {saved.get(name)!r} in the checkpoint, {given.get(name)!r} in the config"
-        for name in {**given, **saved}  # also what this run no longer has, as a label mask
-        if saved.get(name) != given.get(name)
+        f"{name}: {saved.get(name)!r} in the checkpoint, {given.get(name)!r} in the config" for name in changed
     ]
-    if differences:
-        raise ConfigError(
-            f"{checkpoint.path} was made with a different order of samples, so samples would be lost or repeated; "
-            "restore these values or start in a new run folder:\n  " + "\n  ".join(differences)
-        )
+    raise ConfigError(
+        f"{checkpoint.path} was made with {reason} or start in a new run folder:\n  " + "\n  ".join(differences)
+    )

@@ -61,7 +61,7 @@ def test_prompts_and_answers_become_a_shard_with_a_mask(tmp_path, capsys):
     summary = json.loads(capsys.readouterr().out)
     assert (summary["tokens"], summary["label_tokens"], summary["label_fraction"]) == (48, 16, 16 / 48)
     assert inspect_shards.main([prefix]) == 0
-    assert "label_tokens" in capsys.readouterr().out
+    assert "33.33%" in capsys.readouterr().out
     os.truncate(f"{prefix}.mask.bin", 20)
     assert inspect_shards.main([prefix]) == 3
     assert f"error: {prefix}.mask.bin: expected 22 bytes for 48 tokens; found 20 bytes" in capsys.readouterr().err

@@ -18,6 +18,7 @@ from megalin.data.datasets.token import TokenDataset
 from megalin.data.loader import ValidationLoader
 from megalin.data.shards.label_mask import label_mask_path
 from megalin.data.shards.supervised import write_supervised_shard
+from megalin.data.sources import LABEL_MASKS
 from megalin.data.tokenizers.tokenizer import ByteTokenizer
 from megalin.errors import ConfigError
 from megalin.model.language_model import LanguageModel
@@ -159,7 +160,10 @@ def test_mask_that_changes_between_start_and_resume_is_refused(tmp_path):
     mask = label_mask_path(tmp_path / "data" / "train")
     original = mask.read_bytes()
     changed = original[:-9] + bytes([original[-9] ^ 1]) + original[-8:]
-    message = r"label masks of the sources: {} in the checkpoint, {} in the config"
+    message = (
+        r"step-00000005 was made with other label masks, so the same samples would have other labels; restore the mask "
+        r"files or start in a new run folder:\n  label masks of the sources, by sha256: {} in the checkpoint, {} in the"
+    )
     some, none = r"{'train': \['[0-9a-f]{64}'\]}", "None"
     with process_group(CPU):
         train_here(config, tmp_path / "run", f"train.stop_after_steps={STOP}")
@@ -182,7 +186,9 @@ def test_mask_that_appears_is_refused_and_none_is_saved_without_one(tmp_path):
         train_here(config, tmp_path / "run", f"train.stop_after_steps={STOP}")
         checkpoint = newest(tmp_path / "run" / "checkpoints")
         assert checkpoint is not None
-        assert "label masks of the sources" not in checkpoint.state()["order"]
+        assert LABEL_MASKS not in checkpoint.state()["order"]
         _masked_config(tmp_path)
-        with pytest.raises(ConfigError, match=r"label masks of the sources: None in the checkpoint, {'train': \['"):
+        with pytest.raises(
+            ConfigError, match=r"label masks of the sources, by sha256: None in the checkpoint, {'train': \['"
+        ):
             train_here(config, tmp_path / "run")

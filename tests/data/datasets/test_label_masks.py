@@ -10,7 +10,7 @@ from megalin.data.batch import IGNORED_LABEL
 from megalin.data.config import DataConfig
 from megalin.data.datasets.token import TokenDataset
 from megalin.data.loader import ValidationLoader
-from megalin.data.sources import open_dataset, open_training
+from megalin.data.sources import LABEL_MASKS, open_dataset, open_training
 from megalin.errors import DataError
 from tests.data.shard_files import mask_bytes, write_by_hand
 
@@ -132,13 +132,13 @@ def test_identity_holds_the_masks_of_what_was_read(tmp_path):
 
     ones, other = [True] * 120, [True] * 119 + [False]
     plain = identity(None, None, None)
-    assert "label masks of the sources" not in plain
+    assert LABEL_MASKS not in plain
     for packing in ("concatenate", "best_fit"):
-        masks = identity(None, ones, other, packing=packing)["label masks of the sources"]
+        masks = identity(None, ones, other, packing=packing)[LABEL_MASKS]
         assert list(masks) == ["a"]
         assert masks["a"][0] is None
         assert len(masks["a"][1]) == 64
-        assert identity(None, other, None, packing=packing)["label masks of the sources"]["a"][1] != masks["a"][1]
+        assert identity(None, other, None, packing=packing)[LABEL_MASKS]["a"][1] != masks["a"][1]
     assert identity(None, None, other) == plain  # of a source that is not read yet
-    later = identity(None, None, other, step=11)["label masks of the sources"]
-    assert later == {"b": [identity(None, other, None)["label masks of the sources"]["a"][1]]}
+    later = identity(None, None, other, step=11)[LABEL_MASKS]
+    assert later == {"b": [identity(None, other, None)[LABEL_MASKS]["a"][1]]}
