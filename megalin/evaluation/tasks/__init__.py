@@ -1,0 +1,1 @@
+"""Generated evaluation tasks: deterministic examples whose answers follow from the prompt."""
