@@ -110,6 +110,8 @@ def test_what_the_kernels_do_not_take_is_refused():
         gated_vector_step(parts.double(), state, torch.zeros(60), **options)
     with pytest.raises(KernelError, match=r"does not take a state or parameter of torch\.float64"):
         gated_vector_step(parts, state.double(), torch.zeros(60), **options)
+    with pytest.raises(KernelError, match="does not take a state that is not contiguous"):
+        gated_vector_step(parts, state.mT, torch.zeros(60), **options)
     with pytest.raises(KernelError, match="gated_decay_step: the triton kernel does not take tensors that need grad"):
         gated_decay_step(
             parts.clone().requires_grad_(),
