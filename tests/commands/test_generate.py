@@ -92,6 +92,15 @@ def test_a_file_of_prompts_becomes_a_file_of_completions(trained, capsys, file, 
     assert alone == "!#%" + found[0]["completion"] + "\n"
 
 
+def test_a_file_is_written_below_a_progress_bar_on_a_terminal(trained, capsys, file, tmp_path, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    options = ["--prompts", file, "--output", tmp_path / "out.jsonl", "--batch-size", 2, "--max-tokens", 5]
+    assert main([str(argument) for argument in ("generate", trained, *options)]) == 0
+    shown = capsys.readouterr().err
+    assert "tokens of a batch" in shown
+    assert "10/10" in shown  # two batches
+
+
 def test_prompts_and_text_come_from_standard_input(trained, capsys, file, monkeypatch):
     options = ["--max-tokens", 4, "--temperature", 0]
     expected = output(capsys, "generate", trained, "--prompts", file, *options)

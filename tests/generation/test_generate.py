@@ -45,6 +45,13 @@ def test_logits_after_prompts_of_several_lengths_are_those_of_each_alone(case):
     for row, prompt in zip(logits, RAGGED, strict=True):
         torch.testing.assert_close(row, built(torch.tensor([prompt])).logits[0, -1], rtol=1e-11, atol=1e-11)
     assert state.positions.tolist() == [len(prompt) for prompt in RAGGED]
+    for index, prompt in enumerate(RAGGED):
+        for whole, alone in zip(state_tensors(state), state_tensors(prefill(built, [prompt])[1]), strict=True):
+            own = whole[index : index + 1]
+            if own.shape != alone.shape:  # a cache: entries that no token attends to, then its own
+                assert not own[:, : own.shape[1] - alone.shape[1]].any()
+                own = own[:, own.shape[1] - alone.shape[1] :]
+            torch.testing.assert_close(own, alone, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("case", CASES, ids=NAMES)

@@ -1,6 +1,6 @@
 """Decoding steps from a projection to the gated output: norm scale, activations, positions, recurrence, gate, squares.
 
-A program owns a tile of a head's state [K, V], which it reads and writes once, in place. The rest of its operands are a
+A program owns a tile of a head's state [K, V], which it reads and writes once. The rest of its operands are a
 few rows in the L2 cache: every program of a row repeats the row's scale, and every tile of a head q and k.
 """
 
@@ -36,7 +36,7 @@ def _encoded(x_ptr, key, inside, scale, sine, cosine, HEAD: tl.constexpr, FORM: 
 
 @triton.jit
 def fixed_kernel(
-    parts_ptr, gate_ptr, x_ptr, theta_ptr, positions_ptr, slopes_ptr, state_ptr, product_ptr, squares_ptr,
+    parts_ptr, gate_ptr, x_ptr, theta_ptr, positions_ptr, slopes_ptr, state_ptr, next_ptr, product_ptr, squares_ptr,
     parts_row, gate_row, heads, width, eps,
     HEAD: tl.constexpr, KEY: tl.constexpr, FORM: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
     GATE_SCALED: tl.constexpr, DECAY: tl.constexpr, PDL: tl.constexpr,
@@ -48,8 +48,8 @@ def fixed_kernel(
     key = tl.arange(0, BLOCK_K)
     value = tl.program_id(0) % tiles * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = (key < KEY)[:, None] & (value < HEAD)[None, :]
-    at = state_ptr + row * KEY * HEAD + key[:, None] * HEAD + value[None, :]
-    state = tl.load(at, mask=inside, other=0.0)  # written by this kernel one token ago
+    at = row * KEY * HEAD + key[:, None] * HEAD + value[None, :]
+    state = tl.load(state_ptr + at, mask=inside, other=0.0)  # written one token ago
     wait_for_inputs(PDL)
     scale = 1.0
     if NORM:
@@ -67,7 +67,7 @@ def fixed_kernel(
     if DECAY:
         state *= tl.exp(-tl.load(slopes_ptr + head))
     state += k[:, None] * v[None, :]
-    tl.store(at, state, mask=inside)
+    tl.store(next_ptr + at, state, mask=inside)
     output = tl.sum(q[:, None] * state, axis=0)
     tl.store(squares_ptr + tl.program_id(0), tl.sum(output * output, axis=0))
     if GATE:
@@ -78,7 +78,8 @@ def fixed_kernel(
 
 @triton.jit
 def vector_kernel(
-    parts_ptr, bound_ptr, x_ptr, state_ptr, output_ptr, squares_ptr, parts_row, heads, width, eps, factor,
+    parts_ptr, bound_ptr, x_ptr, state_ptr, next_ptr, output_ptr, squares_ptr,
+    parts_row, heads, width, eps, factor,
     HEAD: tl.constexpr, NORM: tl.constexpr, SILU_QUERY: tl.constexpr, SILU_VALUE: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK_X: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -90,8 +91,8 @@ def vector_kernel(
     key = tl.arange(0, BLOCK_K)
     value = tl.program_id(0) % tiles * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = (key < HEAD)[:, None] & (value < HEAD)[None, :]
-    at = state_ptr + row * HEAD * HEAD + key[:, None] * HEAD + value[None, :]
-    state = tl.load(at, mask=inside, other=0.0)  # written by this kernel one token ago
+    at = row * HEAD * HEAD + key[:, None] * HEAD + value[None, :]
+    state = tl.load(state_ptr + at, mask=inside, other=0.0)  # written one token ago
     wait_for_inputs(PDL)
     scale = 1.0
     if NORM:
@@ -108,7 +109,7 @@ def vector_kernel(
     forget = bound + (1.0 - bound) * tl.sigmoid(logit)
     k = (1.0 - bound) * tl.sigmoid(-logit)
     state = state * forget[:, None] + k[:, None] * v[None, :]
-    tl.store(at, state, mask=inside)
+    tl.store(next_ptr + at, state, mask=inside)
     output = tl.sum(q[:, None] * state, axis=0) * factor
     tl.store(squares_ptr + tl.program_id(0), tl.sum(output * output, axis=0))
     tl.store(output_ptr + row * HEAD + value, output, mask=value < HEAD)
@@ -122,10 +123,11 @@ def _blocks(width: int, key: int, value: int) -> dict[str, int]:
 
 def fixed_step(
     parts: Tensor, gate: Tensor | None, x: Tensor | None, theta: Tensor | None, positions: Tensor,
-    slopes: Tensor | None, state: Tensor, *, form: str | None, gate_scaled: bool, eps: float
+    slopes: Tensor | None, state: Tensor, following: Tensor, *, form: str | None, gate_scaled: bool, eps: float
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """parts [B, 3 or 4, H, V] and gate [B, H V] with contiguous rows, x [B, D], state [B, H, K, V], contiguous,
-    -> the product [B, H V] in the dtype of parts, and partial sums of squares [B, N]. Overwrites the state."""
+    -> the product [B, H V] in the dtype of parts, and partial sums of squares [B, N]. Writes the next
+    state to `following`, which may be `state`: a program reads its tile before it writes it."""
     (batch, heads, key), head = state.shape[:3], state.shape[3]
     width = 1 if x is None else x.shape[1]
     blocks = _blocks(width, key, head)
@@ -133,7 +135,7 @@ def fixed_step(
     product = parts.new_empty(batch, heads * head)
     squares = state.new_empty(batch, heads * tiles)
     fixed_kernel[(batch * heads * tiles,)](
-        parts, gate, x, theta, positions, slopes, state, product, squares,
+        parts, gate, x, theta, positions, slopes, state, following, product, squares,
         parts.stride(0), 0 if gate is None else gate.stride(0), heads, width, eps,
         HEAD=head, KEY=key, FORM=FORMS[form], NORM=x is not None, GATE=gate is not None, GATE_SCALED=gate_scaled,
         DECAY=slopes is not None, **blocks, **dependent_launch(), num_warps=4,
@@ -142,11 +144,12 @@ def fixed_step(
 
 
 def vector_step(
-    parts: Tensor, bound: Tensor, x: Tensor | None, state: Tensor,
+    parts: Tensor, bound: Tensor, x: Tensor | None, state: Tensor, following: Tensor,
     *, silu_query: bool, silu_value: bool, factor: float, eps: float
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """parts [B, 3, H, V] (q, l, v) with contiguous rows, bound [H V] fp32, x [B, D], state [B, H, V, V], contiguous,
-    -> the output [B, H V] in the dtype of parts, and partial sums of squares [B, N]. Overwrites the state."""
+    -> the output [B, H V] in the dtype of parts, and partial sums of squares [B, N]. Writes the next
+    state to `following`, which may be `state`: a program reads its tile before it writes it."""
     batch, heads, head = state.shape[:3]
     width = 1 if x is None else x.shape[1]
     blocks = _blocks(width, head, head)
@@ -154,7 +157,7 @@ def vector_step(
     output = parts.new_empty(batch, heads * head)
     squares = state.new_empty(batch, heads * tiles)
     vector_kernel[(batch * heads * tiles,)](
-        parts, bound, x, state, output, squares, parts.stride(0), heads, width, eps, factor,
+        parts, bound, x, state, following, output, squares, parts.stride(0), heads, width, eps, factor,
         HEAD=head, NORM=x is not None, SILU_QUERY=silu_query, SILU_VALUE=silu_value, **blocks,
         **dependent_launch(), num_warps=4,
     )  # fmt: skip
@@ -163,7 +166,7 @@ def vector_step(
 
 def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]]:
     """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
-    wide = ("theta_ptr", "slopes_ptr", "state_ptr", "squares_ptr", "bound_ptr")
+    wide = ("theta_ptr", "slopes_ptr", "state_ptr", "next_ptr", "squares_ptr", "bound_ptr")
     cases = []
     for kernel, key, flags in (
         (fixed_kernel, 128, {"FORM": 2, "GATE": True, "GATE_SCALED": True, "DECAY": True, "KEY": 128}),

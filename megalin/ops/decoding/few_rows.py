@@ -31,6 +31,8 @@ OP = "decode_linear"
 def few_row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: Backend = "auto") -> Tensor:
     """x W^T (+ b): x [..., K], weight [N, K], bias [N] -> [..., N], accumulated in at least fp32.
 
+    The kernel may read the weight while the kernel launched just before it ends, which therefore must not write it.
+
     Raises:
         KernelError: an explicit backend that cannot run.
     """

@@ -63,13 +63,14 @@ def gated_decay_step(
 
     Args:
         parts: [B, 3 or 4, H, V]: q, k, v, and a gate u.
-        state: [B, H, K, V], at least fp32; K = 2 V with the cosine form, else V.
+        state: [B, H, K, V], at least fp32; K = 2 V with the cosine form, else V. The kernel may read it while the one
+            launched just before it ends, which therefore must not write it.
         slopes: [H] or None, as in `decay_step`.
         gate: [B, H V]; None where parts has u.
         theta: [H, V] (cosine), [H, V/2] (rotation) or None, fp32.
         positions: [B] integers.
         unnormed: the input of the projection, whose norm scales all parts but not `gate`; None where it was normed.
-        in_place: write the next state over a contiguous fp32 `state` and return that tensor; the reference never does.
+        in_place: write the next state over `state` and return that tensor; the reference never does.
         backend: implementation to run; the compiled one has no backward.
 
     Raises:
@@ -85,7 +86,7 @@ def gated_decay_step(
         return gated_decay_step_reference(
             parts, state, slopes, gate=gate, theta=theta, positions=positions, form=form, unnormed=unnormed
         )
-    return _decay_step(parts, _own(state, in_place=in_place), slopes, gate, theta, positions, form, unnormed)
+    return _decay_step(parts, state, slopes, gate, theta, positions, form, unnormed, in_place)
 
 
 def gated_decay_step_reference(
@@ -122,7 +123,7 @@ def gated_vector_step(
 
     Args:
         parts: [B, 3, H, V]: q, the logit l, and v, which goes through silu with `silu_value`.
-        state: [B, H, V, V], at least fp32.
+        state: [B, H, V, V], at least fp32, read as in `gated_decay_step`.
         bound: b [H V] in [0, 1), at least fp32.
         scale: factor on the output.
         unnormed, in_place, backend: as in `gated_decay_step`.
@@ -147,7 +148,7 @@ def gated_vector_step(
             scale=scale,
             unnormed=unnormed,
         )
-    return _vector_step(parts, _own(state, in_place=in_place), bound, query_activation, silu_value, scale, unnormed)
+    return _vector_step(parts, state, bound, query_activation, silu_value, scale, unnormed, in_place)
 
 
 def gated_vector_step_reference(
@@ -183,10 +184,6 @@ def _squares(output: Tensor) -> Tensor:
     return output.to(compute_dtype(output)).square().sum((1, 2))[:, None]
 
 
-def _own(state: Tensor, *, in_place: bool) -> Tensor:
-    return state if in_place and state.is_contiguous() else state.contiguous().clone()
-
-
 def _decay_step(
     parts: Tensor,
     state: Tensor,
@@ -196,11 +193,13 @@ def _decay_step(
     positions: Tensor,
     form: LRPEForm | None,
     unnormed: NormedInput | None,
+    in_place: bool = False,
 ) -> GatedStep:
-    """The kernel, which overwrites a contiguous fp32 state."""
+    """The kernel, of an fp32 state."""
     from megalin._triton.decoding import gated_steps as kernels
 
     parts = parts.contiguous()
+    following = state if in_place else torch.empty_like(state)
     product, squares = kernels.fixed_step(
         parts,
         parts[:, 3].flatten(1) if gate is None else gate.contiguous(),
@@ -209,11 +208,12 @@ def _decay_step(
         positions.contiguous(),
         None if slopes is None else slopes.float(),
         state,
+        following,
         form=form,
         gate_scaled=gate is None,
         eps=0.0 if unnormed is None else unnormed.eps,
     )
-    return GatedStep(product, squares, state)
+    return GatedStep(product, squares, following)
 
 
 def _vector_step(
@@ -224,21 +224,24 @@ def _vector_step(
     silu_value: bool,
     scale: float,
     unnormed: NormedInput | None,
+    in_place: bool = False,
 ) -> GatedStep:
-    """The kernel, which overwrites a contiguous fp32 state."""
+    """The kernel, of an fp32 state."""
     from megalin._triton.decoding import gated_steps as kernels
 
+    following = state if in_place else torch.empty_like(state)
     product, squares = kernels.vector_step(
         parts.contiguous(),
         bound.contiguous(),
         None if unnormed is None else unnormed.x.contiguous(),
         state,
+        following,
         silu_query=query_activation == "silu",
         silu_value=silu_value,
         factor=scale,
         eps=0.0 if unnormed is None else unnormed.eps,
     )
-    return GatedStep(product, squares, state)
+    return GatedStep(product, squares, following)
 
 
 def _unsupported(tensors: list[Tensor], state: Tensor, full_precision: Tensor | None) -> str:
@@ -252,6 +255,8 @@ def _unsupported(tensors: list[Tensor], state: Tensor, full_precision: Tensor | 
     for tensor in [state] if full_precision is None else [state, full_precision]:
         if tensor.dtype != torch.float32:
             return f"a state or parameter of {tensor.dtype}"
+    if not state.is_contiguous():  # a copy of it would be written just before the kernel
+        return "a state that is not contiguous"
     return "an empty tensor" if tensors[0].numel() == 0 else ""
 
 
@@ -272,7 +277,7 @@ def _decay_self_test(backend: Compiled, device: str) -> str:
     for form, key in forms:
         state = sample(2, 3, key, 24, device=device, seed=2)
         theta = None if form is None else sample(3, key // 2, device=device, seed=3).abs()
-        found = _decay_step(parts, state.clone(), slopes, None, theta, positions, form, x)
+        found = _decay_step(parts, state, slopes, None, theta, positions, form, x)
         truth = gated_decay_step_reference(
             parts.double(),
             state.double(),
@@ -295,7 +300,7 @@ def _vector_self_test(backend: Compiled, device: str) -> str:
     activations: tuple[QueryActivation, ...] = ("silu", "sigmoid")
     for activation in activations:
         silu = activation == "silu"
-        found = _vector_step(parts, state.clone(), bound, activation, silu, 0.5, x)
+        found = _vector_step(parts, state, bound, activation, silu, 0.5, x)
         truth = gated_vector_step_reference(
             *(y.double() for y in (parts, state, bound)),
             query_activation=activation,
