@@ -18,13 +18,26 @@ from megalin.commands.base import Command
 from megalin.config import suggest
 from megalin.data.config import SPLITS
 from megalin.errors import ConfigError
-from megalin.evaluation.choices.suite import DEFAULT_TASKS, ChoiceOptions, TaskResult
-from megalin.evaluation.suites import EvalOptions, Report, StepResults, evaluate_on_launched_ranks
+from megalin.evaluation.choices.metrics import Metric
+from megalin.evaluation.choices.suite import DEFAULT_TASKS, ChoiceOptions
+from megalin.evaluation.generated.retrieval import NUM_DEPTHS
+from megalin.evaluation.suite import TaskResult
+from megalin.evaluation.suites import (
+    GENERATED_SUITES,
+    EvalOptions,
+    GeneratedOptions,
+    Report,
+    StepResults,
+    evaluate_on_launched_ranks,
+)
 from megalin.launch import launched
 
-SUITES = ("loss", "choices")
+SUITES = ("loss", "choices", *GENERATED_SUITES)
 _TABLE_WIDTH = 140  # where the output is not a terminal
-_COLUMNS = ("acc", "acc_norm", "acc_unconditional", "bits_per_byte", "greedy_match")
+_COLUMNS = (
+    *("acc", "acc_norm", "acc_unconditional", "bits_per_byte", "greedy_match"),
+    *("accuracy", "exact_match", "score", "weighted_average", "niah_score", "loss"),
+)
 """Metrics of the table; --json and the run folder have all."""
 
 
@@ -36,7 +49,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--split", choices=SPLITS, default="validation", help="data split of the suite loss (validation)")
     add("--tasks", nargs="+", metavar="TASK", help=f"choice tasks: a group, TASK or TASK/VARIANT ({DEFAULT_TASKS[0]})")
     add("--data", type=Path, metavar="FOLDER", help="folder of the choice tasks (the run's evaluation.data)")
-    add("--limit", type=int, metavar="N", help="only the first N questions of each choice task")
+    add("--limit", type=int, metavar="N", help="only the first N questions or examples of each task")
+    add("--lengths", type=int, nargs="+", metavar="L", help="context lengths of needle and ruler (1/4, 1/2, 1 of T)")
+    add("--depths", type=int, metavar="N", help=f"depths of the needles ({NUM_DEPTHS})")
     steps = parser.add_mutually_exclusive_group()
     steps.add_argument("--step", type=int, metavar="N", help="the checkpoint after N steps (the newest one)")
     steps.add_argument("--all-steps", action="store_true", help="every checkpoint")
@@ -49,7 +64,7 @@ def _run(arguments: argparse.Namespace) -> int:
         results = evaluate_on_launched_ranks(arguments.folder, arguments.overrides, options, report)
     if results is None:  # not rank 0
         return 0
-    loss_alone = options.choices is None and options.steps != "all"
+    loss_alone = options.choices is None and options.generated is None and options.steps != "all"
     if arguments.json:
         values = {str(step): of_step.values() for step, of_step in results.items()}
         print(json.dumps(next(iter(values.values()))["loss"] if loss_alone else values))
@@ -65,17 +80,26 @@ def _options(arguments: argparse.Namespace) -> EvalOptions:
     for name in suites:
         if name not in SUITES:
             raise ConfigError(f"--suite {name}: no such suite; {suggest(name, SUITES)}")
+    generated = [name for name in suites if name in GENERATED_SUITES]
+    readers = {
+        "tasks": ["choices"],
+        "data": ["choices"],
+        "limit": ["choices", *GENERATED_SUITES],
+        "lengths": ["needle", "ruler"],
+        "depths": ["needle"],
+    }
+    for name, read_by in readers.items():
+        if getattr(arguments, name) is not None and not set(read_by) & set(suites):
+            raise ConfigError(f"--{name} has no effect without a suite {' or '.join(read_by)}; add it to --suite")
     choices = None
     if "choices" in suites:
         choices = ChoiceOptions(arguments.data, arguments.tasks or DEFAULT_TASKS, arguments.limit)
-    else:
-        for name in ("tasks", "data", "limit"):
-            if getattr(arguments, name) is not None:
-                raise ConfigError(f"--{name} has no effect without the suite choices; add --suite choices")
     steps: int | Literal["newest", "all"] = "all" if arguments.all_steps else "newest"
     if arguments.step is not None:
         steps = arguments.step
-    return EvalOptions(arguments.split if "loss" in suites else None, choices, steps)
+    depths = NUM_DEPTHS if arguments.depths is None else arguments.depths
+    options = GeneratedOptions(generated, arguments.limit, arguments.lengths, depths) if generated else None
+    return EvalOptions(arguments.split if "loss" in suites else None, choices, steps, options)
 
 
 @contextmanager
@@ -100,8 +124,8 @@ def _print(step: int | None, results: StepResults) -> None:
         print(f"step {step}")
     if results.loss is not None:
         print("\n".join(results.loss.report_lines()))
-    if results.choices:
-        Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH).print(_table(results.choices))
+    for tasks in results.tasks.values():
+        Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH).print(_table(tasks))
 
 
 def _table(results: Mapping[str, TaskResult]) -> Table:
@@ -117,15 +141,15 @@ def _table(results: Mapping[str, TaskResult]) -> Table:
     for task, result in results.items():
         whole = result.num_questions == result.num_questions_in_file
         counts = f"{result.num_questions}" + ("" if whole else f" of {result.num_questions_in_file}")
-        cells = [
-            f"{result.metrics[name].value:.3f} ± {result.metrics[name].standard_error:.3f}"
-            if name in result.metrics
-            else ""
-            for name in shown
-        ]
+        cells = [_value(result.metrics[name]) if name in result.metrics else "" for name in shown]
         cut = [f"{result.num_truncated} of {result.num_requests}"] if truncated else []
         table.add_row(task.replace("[", r"\["), counts, *cells, *cut)
     return table
+
+
+def _value(metric: Metric) -> str:
+    """A metric with its standard error, if it has one."""
+    return f"{metric.value:.3f}" + (f" ± {metric.standard_error:.3f}" if metric.standard_error else "")
 
 
 COMMAND = Command("evaluate a run: held-out loss, and choice tasks with --suite choices", _add_arguments, _run)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megalin.errors import DataError
-from megalin.evaluation.choices.suite import TaskResult
+from megalin.evaluation.suite import TaskResult
 from megalin.files import exclusive, read_input, storage_errors, write_atomically
 
 FOLDER_NAME = "evaluations"
@@ -45,11 +45,11 @@ def read_results(run: Path, step: int) -> dict[str, dict[str, Any]]:
 
 
 def parse_result(path: Path, entry: Mapping[str, Any]) -> TaskResult:
-    """The result of a choice task from a file of results. Raises DataError for another content."""
+    """The result of a task from a file of results. Raises DataError for another content."""
     try:
         return TaskResult.from_values(entry)
     except (KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path}: not a result of a choice task: {error!r}; {_REMEDY}") from None
+        raise DataError(f"{path}: not a result of a task: {error!r}; {_REMEDY}") from None
 
 
 def add_results(run: Path, step: int, suite: str, results: Mapping[str, Any]) -> None:

@@ -13,19 +13,25 @@ from megalin.checkpoint.load import load, saved_steps
 from megalin.checkpoint.manifest import Checkpoint
 from megalin.checkpoint.tensors import OPTIMIZER_PREFIX, weights
 from megalin.data.config import SplitName
-from megalin.errors import MegalinError
-from megalin.evaluation.choices.encoding import EncodedTask
-from megalin.evaluation.choices.suite import ChoiceOptions, ChoiceSuite, TaskResult, can_carry
+from megalin.errors import ConfigError, MegalinError
+from megalin.evaluation.choices.suite import ChoiceOptions, ChoiceSuite, can_carry
+from megalin.evaluation.generated.heat_map import write_heat_map
+from megalin.evaluation.generated.retrieval import NUM_DEPTHS, NeedleSuite, RulerSuite
+from megalin.evaluation.generated.sequences import SequenceSuite, recall_tasks, state_tracking_tasks
 from megalin.evaluation.held_out import check_mesh, check_split, evaluate_split, mesh_overrides
 from megalin.evaluation.results import add_results, parse_result, read_results, results_path
+from megalin.evaluation.suite import Suite, TaskResult
+from megalin.generation.load import load_whole_model
 from megalin.launch import launched
-from megalin.model.encoder import Encoder
+from megalin.model.config import ModelConfig
+from megalin.model.language_model import LanguageModel
 from megalin.parallel.agreement import on_every_rank, on_rank_zero
 from megalin.parallel.mesh import Mesh, check_world_size
 from megalin.parallel.process_group import compute_device, process_group
 from megalin.train.build import COMPUTE_DTYPES, TrainedModel, build_model
 from megalin.train.config import RunConfig
 from megalin.train.open_run import open_run
+from megalin.train.pipeline_model import Pipeline
 from megalin.train.run_folder import CHECKPOINTS_NAME
 from megalin.train.validation import AnyEvaluation
 
@@ -33,6 +39,23 @@ _log = logging.getLogger(__name__)
 
 Report = Callable[[str, int, int], None]
 """Receives the name of a part of the evaluation and its finished and total number of batches or requests."""
+
+
+GENERATED_SUITES = ("recall", "needle", "ruler", "state-tracking")
+"""Suites of generated tasks."""
+
+
+class GeneratedOptions(NamedTuple):
+    """Suites of generated tasks, and their sizes."""
+
+    suites: Sequence[str]
+    """Some of GENERATED_SUITES."""
+    limit: int | None = None
+    """Examples of each task; None: as many as the suite has by default."""
+    lengths: Sequence[int] | None = None
+    """Context lengths of needle and ruler, rising; None: the run's sequence length, its half and its quarter."""
+    depths: int = NUM_DEPTHS
+    """Depths of the needles, evenly from the start to the end."""
 
 
 class EvalOptions(NamedTuple):
@@ -44,6 +67,8 @@ class EvalOptions(NamedTuple):
     """Tasks of the suite choices; None leaves the suite out."""
     steps: int | Literal["newest", "all"] = "newest"
     """Finished steps of the checkpoint, or several."""
+    generated: GeneratedOptions | None = None
+    """Suites of generated tasks; None leaves them out."""
 
 
 class StepResults(NamedTuple):
@@ -51,15 +76,14 @@ class StepResults(NamedTuple):
 
     loss: AnyEvaluation | None
     """Result of the suite loss."""
-    choices: dict[str, TaskResult]
-    """Results of the suite choices by `ChoiceSuite.key`, with those that an earlier evaluation left."""
+    tasks: dict[str, dict[str, TaskResult]]
+    """Results of the other suites by suite and `Suite.result_names`, with those that an earlier evaluation left."""
 
     def values(self) -> dict[str, Any]:
         """The results as JSON, by suite."""
         loss = {} if self.loss is None else {"loss": self.loss._asdict()}
-        return loss | (
-            {"choices": {name: each.values() for name, each in self.choices.items()}} if self.choices else {}
-        )
+        tasks = {suite: {name: each.values() for name, each in own.items()} for suite, own in self.tasks.items()}
+        return loss | tasks
 
 
 def evaluate_on_launched_ranks(
@@ -118,39 +142,61 @@ class _Evaluator:
         check_mesh(config, mesh)
         if self._split is not None:
             check_split(folder, config, self._split)
-        self._suite: ChoiceSuite | None = None
-        on_every_rank(partial(self._open_suite, options.choices))  # hosts may have different disks
+        self._suites: list[Suite] = []
+        on_every_rank(partial(self._open_suites, options))  # hosts may have different disks
         self._model: TrainedModel | None = None
 
-    def _open_suite(self, options: ChoiceOptions | None) -> None:
-        if options is not None:
-            self._suite = ChoiceSuite(self._config, options)
+    def _open_suites(self, options: EvalOptions) -> None:
+        if options.choices is not None:
+            self._suites.append(ChoiceSuite(self._config, options.choices))
+        if options.generated is not None:
+            self._suites += [
+                _generated_suite(name, self._config, options.generated) for name in options.generated.suites
+            ]
+        axes = self._mesh.config
+        if (axes.tp > 1 or axes.cp > 1) and (writing := [suite.name for suite in self._suites if suite.generates]):
+            raise ConfigError(
+                f"the suite {writing[0]} generates with the whole model on each rank; leave out parallel.tp and "
+                "parallel.cp, or evaluate it by a command of its own: the ranks divide its requests"
+            )
 
     @property
     def _carry(self) -> bool:
         """Whether prompts run once. Sequences then have many lengths, each of which would be compiled."""
-        return self._suite is not None and can_carry(self._mesh)
+        return any(isinstance(suite, ChoiceSuite) for suite in self._suites) and can_carry(self._mesh)
 
     def run(self, checkpoint: Checkpoint) -> StepResults:
         """Evaluates a checkpoint; a collective."""
-        tasks = {} if self._suite is None else {self._suite.key(encoded): encoded for encoded in self._suite.tasks}
-        found = on_rank_zero(partial(self._finished, checkpoint))
+        earlier = on_rank_zero(partial(self._finished, checkpoint))
         loss, step = None, checkpoint.manifest.step
-        if self._split is not None or len(found) < len(tasks):
+        scored = {
+            suite.name
+            for suite in self._suites
+            if not suite.generates and len(earlier[suite.name]) < len(suite.result_names())
+        }
+        if self._split is not None or scored:
             model = self._load(checkpoint)
         if self._split is not None:
             loss = evaluate_split(model, self._config, self._mesh, self._split, partial(self._report, self._split))
             self._keep(step, "loss", self._split, loss._asdict())
-        for key, encoded in tasks.items():
-            if key not in found:
-                found[key] = self._run_task(key, encoded, model)
-                self._keep(step, "choices", key, found[key].values() | self._identity(encoded, checkpoint))
-        return StepResults(loss, {key: found[key] for key in tasks})
+        found: dict[str, dict[str, TaskResult]] = {}
+        whole: LanguageModel | None = None
+        for suite in self._suites:
+            found[suite.name] = {}
+            for key in suite.result_names():
+                result = earlier[suite.name].get(key)
+                if result is None:
+                    if suite.generates and whole is None:
+                        whole = self._load_whole(checkpoint)
+                    result = self._run_task(suite, key, whole if suite.generates else model)
+                    self._keep(step, suite.name, key, result.values() | self._identity(suite, key, checkpoint))
+                    self._draw(step, key, result)
+                found[suite.name][key] = result
+        return StepResults(loss, found)
 
-    def _run_task(self, key: str, encoded: EncodedTask, model: TrainedModel) -> TaskResult:
-        assert self._suite is not None
-        assert not isinstance(model, Encoder), type(model)  # refused by the suite
-        return self._suite.run(encoded, model, self._mesh, carry=self._carry, on_progress=partial(self._report, key))
+    def _run_task(self, suite: Suite, key: str, model: TrainedModel | None) -> TaskResult:
+        assert isinstance(model, LanguageModel | Pipeline), type(model)  # others are refused by the suites
+        return suite.run(key, model, self._mesh, carry=self._carry, on_progress=partial(self._report, key))
 
     def _load(self, checkpoint: Checkpoint) -> TrainedModel:
         train = self._config.train
@@ -167,22 +213,26 @@ class _Evaluator:
         self._model.after_optimizer_step()
         return self._model
 
-    def _identity(self, encoded: EncodedTask, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Everything that a task's result depends on."""
-        assert self._suite is not None
-        digest = hashlib.sha256(checkpoint.manifest.model_dump_json().encode()).hexdigest()
-        return {"settings": self._suite.settings(encoded) | {"checkpoint": digest}}
+    def _load_whole(self, checkpoint: Checkpoint) -> LanguageModel:
+        """The model for generation, whole on each rank, in the dtype in which the training computed."""
+        assert isinstance(self._config.model, ModelConfig), type(self._config.model)  # refused by the suites
+        return load_whole_model(self._config.model, self._config.train, checkpoint, self._mesh.device)
 
-    def _finished(self, checkpoint: Checkpoint) -> dict[str, TaskResult]:
-        """The results of an earlier evaluation that stand for this one, in the order of the tasks."""
-        if self._suite is None:
-            return {}
-        path, found = results_path(self._folder, checkpoint.manifest.step), {}
-        earlier = read_results(self._folder, checkpoint.manifest.step).get("choices", {})
-        for encoded in self._suite.tasks:
-            entry = earlier.get(self._suite.key(encoded))
-            if entry is not None and entry.get("settings") == self._identity(encoded, checkpoint)["settings"]:
-                found[self._suite.key(encoded)] = parse_result(path, entry)
+    def _identity(self, suite: Suite, key: str, checkpoint: Checkpoint) -> dict[str, Any]:
+        """Everything that a task's result depends on."""
+        digest = hashlib.sha256(checkpoint.manifest.model_dump_json().encode()).hexdigest()
+        return {"settings": suite.settings(key) | {"checkpoint": digest}}
+
+    def _finished(self, checkpoint: Checkpoint) -> dict[str, dict[str, TaskResult]]:
+        """The results of an earlier evaluation that stand for this one, by suite."""
+        path, found = results_path(self._folder, checkpoint.manifest.step), dict[str, dict[str, TaskResult]]()
+        stored = read_results(self._folder, checkpoint.manifest.step) if self._suites else {}
+        for suite in self._suites:
+            found[suite.name] = {}
+            for key in suite.result_names():
+                entry = stored.get(suite.name, {}).get(key)
+                if entry is not None and entry.get("settings") == self._identity(suite, key, checkpoint)["settings"]:
+                    found[suite.name][key] = parse_result(path, entry)
         return found
 
     def _keep(self, step: int, suite: str, name: str, values: dict[str, Any]) -> None:
@@ -192,6 +242,27 @@ class _Evaluator:
                 add_results(self._folder, step, suite, {name: values})
             except MegalinError as error:
                 _log.warning("the result of %s is not kept: %s", name, error)
+
+    def _draw(self, step: int, key: str, result: TaskResult) -> None:
+        """Writes the heat map of a needle task into the run folder; a failure is a warning."""
+        if self._mesh.is_first_rank and "success" in result.details:
+            name = key.replace("/", "-").replace("[:", "-first-").rstrip("]")
+            path = results_path(self._folder, step).with_name(f"step-{step}-{name}.png")
+            try:
+                write_heat_map(result.details, f"{key}, step {step:,}", path)
+            except MegalinError as error:
+                _log.warning("the heat map of %s is not kept: %s", key, error)
+
+
+def _generated_suite(name: str, config: RunConfig, options: GeneratedOptions) -> Suite:
+    if name == "recall":
+        return SequenceSuite(name, config, recall_tasks(config), limit=options.limit)
+    if name == "state-tracking":
+        return SequenceSuite(name, config, state_tracking_tasks(), limit=options.limit)
+    if name == "needle":
+        return NeedleSuite(config, lengths=options.lengths, depths=options.depths, limit=options.limit)
+    assert name == "ruler", name
+    return RulerSuite(config, lengths=options.lengths, limit=options.limit)
 
 
 def _no_report(_name: str, _done: int, _total: int) -> None:

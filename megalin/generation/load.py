@@ -18,7 +18,7 @@ from megalin.model.config import EncoderConfig, ModelConfig
 from megalin.model.language_model import LanguageModel
 from megalin.parallel.initialisation import init_weights
 from megalin.train.build import COMPUTE_DTYPES
-from megalin.train.config import RunConfig
+from megalin.train.config import RunConfig, TrainConfig
 from megalin.train.open_run import open_run
 
 DtypeName = Literal["float32", "bfloat16"]
@@ -46,13 +46,7 @@ class GenerationRun(NamedTuple):
         Raises:
             CheckpointError: the checkpoint cannot be read.
         """
-        model = LanguageModel(self.model)
-        model.to_empty(device=device)
-        init_weights(model, self.config.train.seed)
-        load(self.checkpoint, weights(model), ignore=(OPTIMIZER_PREFIX,))
-        model.after_optimizer_step()
-        cast_weights(model, COMPUTE_DTYPES[dtype or self.config.train.dtype])
-        return model
+        return load_whole_model(self.model, self.config.train, self.checkpoint, device, dtype=dtype)
 
 
 def open_for_generation(folder: str | Path, *, step: int | None = None) -> GenerationRun:
@@ -80,6 +74,31 @@ def load_for_generation(
     """The model (`GenerationRun.load_model`) and the tokenizer of a run. Raises as `open_for_generation`."""
     run = open_for_generation(folder)
     return run.load_model(device, dtype=dtype), run.tokenizer
+
+
+def load_whole_model(
+    config: ModelConfig,
+    train: TrainConfig,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    *,
+    dtype: DtypeName | None = None,
+) -> LanguageModel:
+    """Loads a checkpoint's weights as one unsharded model on `device`.
+
+    Args:
+        dtype: of the weights (`cast_weights`); None: train.dtype, in which the training computed.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read.
+    """
+    model = LanguageModel(config)
+    model.to_empty(device=device)
+    init_weights(model, train.seed)
+    load(checkpoint, weights(model), ignore=(OPTIMIZER_PREFIX,))
+    model.after_optimizer_step()
+    cast_weights(model, COMPUTE_DTYPES[dtype or train.dtype])
+    return model
 
 
 def cast_weights(model: LanguageModel, dtype: torch.dtype) -> None:

@@ -16,7 +16,8 @@ def _task(*questions: Question) -> Task:
 
 
 def _scores(values: list[float], greedy: list[bool] | None = None) -> RequestScores:
-    return RequestScores(np.array(values), np.array([False] * len(values) if greedy is None else greedy))
+    found = np.array([False] * len(values) if greedy is None else greedy)
+    return RequestScores(np.array(values), found.astype(np.int64), np.ones(len(values), np.int64))
 
 
 def _answers(*texts: str) -> tuple[Request, ...]:

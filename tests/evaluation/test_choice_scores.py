@@ -53,8 +53,10 @@ def scores_alone(model: LanguageModel, requests: list[EncodedRequest], vocab_siz
         logits = model(torch.tensor([list(ids)])).logits[0, -answer - 1 : -1, :vocab_size]
         right = torch.tensor(list(ids[-answer:]))
         nats.append(logits.log_softmax(-1).gather(-1, right[:, None]).sum().item())
-        greedy.append(bool((logits.argmax(-1) == right).all()))
-    return RequestScores(np.array(nats), np.array(greedy))
+        greedy.append(int((logits.argmax(-1) == right).sum()))
+    return RequestScores(
+        np.array(nats), np.array(greedy), np.array([request.num_answer_tokens for request in requests])
+    )
 
 
 def _greedy_requests(config: ModelConfig) -> list[EncodedRequest]:
@@ -88,6 +90,7 @@ def _on_mesh(config: ModelConfig, axes: dict[str, Any], requests: list[EncodedRe
 
 def _assert_equal(scores: RequestScores, expected: RequestScores) -> None:
     np.testing.assert_allclose(scores.log_probabilities, expected.log_probabilities, rtol=1e-10, atol=0)
+    np.testing.assert_array_equal(scores.num_greedy, expected.num_greedy)
     np.testing.assert_array_equal(scores.greedy, expected.greedy)
 
 

@@ -52,7 +52,7 @@ def _evaluated(folder: Path, data: str, step: int) -> dict[str, float]:
         results = evaluate_checkpoints(folder, Mesh(ParallelConfig(), CPU), [], options, lambda *_: None)
     return {
         f"{task}/{name}": metric.value
-        for task, result in results[step].choices.items()
+        for task, result in results[step].tasks["choices"].items()
         for name, metric in result.metrics.items()
     }
 

@@ -6,9 +6,13 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from megalin.data.tokenizers.tokenizer import Tokenizer
 from megalin.errors import ConfigError, DataError
 from megalin.evaluation.choices.requests import Request, Task
+from megalin.parallel.cross_entropy import IGNORED_LABEL
 
 
 class EncodedRequest(NamedTuple):
@@ -23,6 +27,12 @@ class EncodedRequest(NamedTuple):
     def prompt(self) -> Sequence[int]:
         """Ids of the prompt."""
         return self.ids[: -self.num_answer_tokens]
+
+    def labels(self) -> npt.NDArray[np.int64]:
+        """[n - 1] label of each id but the last: the next id where it is part of the answer, else IGNORED_LABEL."""
+        labels = np.full(len(self.ids) - 1, IGNORED_LABEL, np.int64)
+        labels[-self.num_answer_tokens :] = self.ids[-self.num_answer_tokens :]
+        return labels
 
 
 class EncodedTask(NamedTuple):

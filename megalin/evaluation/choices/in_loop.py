@@ -30,7 +30,7 @@ class ChoiceTaskRunner:
         assert self._suite is not None, step
         assert not isinstance(model, Encoder), type(model)
         results: dict[str, float] = {}
-        for encoded in self._suite.tasks:
-            metrics = self._suite.run(encoded, model, mesh).metrics
+        for key, encoded in self._suite.tasks.items():
+            metrics = self._suite.run(key, model, mesh).metrics
             results |= {f"{encoded.task.name}/{name}": metric.value for name, metric in metrics.items()}
         return results

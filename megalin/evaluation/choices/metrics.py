@@ -34,12 +34,20 @@ class RequestScores(NamedTuple):
 
     log_probabilities: Floats
     """[N] sum of the log-probabilities of the answer's tokens, nats."""
-    greedy: npt.NDArray[np.bool_]
-    """[N] True where each of these tokens is the likeliest, the smallest id of equals."""
+    num_greedy: npt.NDArray[np.int64]
+    """[N] number of these tokens that are the likeliest, the smallest id of equals."""
+    num_tokens: npt.NDArray[np.int64]
+    """[N] number of these tokens."""
+
+    @property
+    def greedy(self) -> npt.NDArray[np.bool_]:
+        """[N] True where each of the answer's tokens is the likeliest."""
+        return self.num_greedy == self.num_tokens
 
     def part(self, first: int, end: int) -> RequestScores:
         """The scores of the requests [first, end)."""
-        return RequestScores(self.log_probabilities[first:end], self.greedy[first:end])
+        span = slice(first, end)
+        return RequestScores(self.log_probabilities[span], self.num_greedy[span], self.num_tokens[span])
 
 
 class Metric(NamedTuple):
@@ -63,7 +71,7 @@ def choice_metrics(task: Task, scores: RequestScores) -> dict[str, Metric]:
             values.setdefault(name, []).append(value)
     unequal = {name: len(each) for name, each in values.items() if len(each) != len(task.questions)}
     # A mean over some questions alone would not compare with other models' means.
-    return {name: _mean(each) for name, each in values.items() if name not in unequal}
+    return {name: mean(each) for name, each in values.items() if name not in unequal}
 
 
 def chosen_answers(question: Question, scores: RequestScores) -> dict[str, int]:
@@ -89,7 +97,7 @@ def _of_question(question: Question, scores: RequestScores, *, has_choices: bool
     return {name: float(index == question.gold) for name, index in chosen.items()} | bits
 
 
-def _mean(values: Sequence[float]) -> Metric:
+def mean(values: Sequence[float]) -> Metric:
     array = np.array(values, np.float64)
     error = float(array.std(ddof=1) / math.sqrt(len(array))) if len(array) > 1 else 0.0
     return Metric(float(array.mean()), error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -11,11 +12,25 @@ from torch import Tensor
 
 from megalin._index import count_rows, pieces_of_row
 from megalin.data.batch import Batch
-from megalin.evaluation.choices.encoding import EncodedRequest
 from megalin.parallel.cross_entropy import IGNORED_LABEL
 
 _WINDOW = 1024
 """Requests that are packed together; more leave less padding and take longer to pack."""
+
+
+class ScoredRequest(Protocol):
+    """Ids some of which are answers, whose probabilities count."""
+
+    @property
+    def ids(self) -> Sequence[int] | npt.NDArray[np.int32]:
+        """[n] at least two."""
+
+    @property
+    def num_answer_tokens(self) -> int:
+        """Number of labels."""
+
+    def labels(self) -> npt.NDArray[np.int64]:
+        """[n - 1] label of each id but the last: the next id where it is part of an answer, else IGNORED_LABEL."""
 
 
 class RequestRows:
@@ -30,7 +45,7 @@ class RequestRows:
         num_samples: packed samples.
     """
 
-    def __init__(self, requests: Sequence[EncodedRequest], *, sequence_length: int) -> None:
+    def __init__(self, requests: Sequence[ScoredRequest], *, sequence_length: int) -> None:
         """Packs requests of at most T + 1 ids each."""
         self.sequence_length = sequence_length
         self._requests = requests
@@ -54,9 +69,9 @@ class RequestRows:
         for row, sample in enumerate(samples.tolist()):
             start = 0
             for document, number in enumerate(self._rows[sample]):
-                ids, answer = self._requests[number]
-                end = start + len(ids) - 1
-                tokens[row, start:end], labels[row, end - answer : end] = ids[:-1], ids[-answer:]
+                request = self._requests[number]
+                end = start + len(request.ids) - 1
+                tokens[row, start:end], labels[row, start:end] = request.ids[:-1], request.labels()
                 documents[row, start:end] = document
                 start = end
                 documents[row, end:] = document + 1

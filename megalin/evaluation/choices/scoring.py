@@ -7,7 +7,7 @@ all of its answers, which for mixers of constant state costs the same at any len
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -18,27 +18,17 @@ from megalin.data.loader import ValidationLoader
 from megalin.evaluation.choices.carried_state import Scored, carried_batches
 from megalin.evaluation.choices.encoding import EncodedRequest
 from megalin.evaluation.choices.metrics import RequestScores
-from megalin.evaluation.choices.rows import RequestRows
+from megalin.evaluation.choices.rows import RequestRows, ScoredRequest
+from megalin.evaluation.suite import Decoder, ReportProgress, no_report
 from megalin.model.language_model import LanguageModel
 from megalin.parallel.data_parallel import reshard
 from megalin.parallel.mesh import Mesh
-from megalin.train.pipeline_model import Pipeline
-
-Decoder = LanguageModel | Pipeline
-"""A decoder on its mesh."""
-
-ReportProgress = Callable[[int, int], None]
-"""Receives the number of scored and of all batches or requests of this rank."""
-
-
-def no_report(_done: int, _total: int) -> None:
-    """Reports nothing."""
 
 
 @torch.no_grad()
 def score_packed(
     model: Decoder,
-    requests: Sequence[EncodedRequest],
+    requests: Sequence[ScoredRequest],
     mesh: Mesh,
     *,
     micro_batch_size: int,
@@ -98,7 +88,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 class _Sums:
     """Sums over the tokens of each request, by its number; on this rank until `result` adds those of all."""
 
-    def __init__(self, requests: Sequence[EncodedRequest], mesh: Mesh) -> None:
+    def __init__(self, requests: Sequence[ScoredRequest], mesh: Mesh) -> None:
         self._mesh = mesh
         self._expected = torch.tensor([request.num_answer_tokens for request in requests], dtype=torch.int64)
         self._nats = torch.zeros(len(requests), dtype=torch.float64, device=mesh.device)
@@ -117,7 +107,7 @@ class _Sums:
         nats, counts = self._total(self._nats), self._total(self._counts)
         wrong = (counts[0] != self._expected).nonzero().flatten().tolist()
         assert not wrong, f"answer tokens of requests {wrong[:5]}: {counts[0][wrong[:5]]}, {self._expected[wrong[:5]]}"
-        return RequestScores(-nats.numpy(), (counts[0] == counts[1]).numpy())
+        return RequestScores(-nats.numpy(), counts[1].numpy(), self._expected.numpy())
 
     def _total(self, value: Tensor) -> Tensor:
         # Tensor-parallel ranks have equal losses, each token's once; the data axis holds the context-parallel ranks.

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megalin.data.tokenizers.tokenizer import load_tokenizer
 from megalin.errors import ConfigError
 from megalin.evaluation.choices.encoding import EncodedTask, check_vocabulary, encode_task
-from megalin.evaluation.choices.metrics import Metric, choice_metrics
+from megalin.evaluation.choices.metrics import choice_metrics
 from megalin.evaluation.choices.requests import EvaluationData
-from megalin.evaluation.choices.scoring import Decoder, ReportProgress, no_report, score_carried, score_packed
+from megalin.evaluation.choices.scoring import score_carried, score_packed
+from megalin.evaluation.suite import Decoder, ReportProgress, TaskResult, no_report
 from megalin.model.config import EncoderConfig
 from megalin.model.language_model import LanguageModel
 from megalin.parallel.mesh import Mesh
@@ -32,38 +33,16 @@ class ChoiceOptions(NamedTuple):
     """Evaluates only the first questions of each file; None: all."""
 
 
-class TaskResult(NamedTuple):
-    """Result of a task, equal on every rank."""
-
-    metrics: Mapping[str, Metric]
-    num_questions: int
-    """Evaluated questions, the first ones of the file."""
-    num_questions_in_file: int
-    num_requests: int
-    """Evaluated texts: answers, and those after a neutral prompt."""
-    num_truncated: int
-    """Requests that lost tokens on the left, because they have more than a sample."""
-    method: str
-    """carried_state or packed."""
-    seconds: float
-
-    def values(self) -> dict[str, Any]:
-        """The result as JSON."""
-        return self._asdict() | {"metrics": {name: metric._asdict() for name, metric in self.metrics.items()}}
-
-    @classmethod
-    def from_values(cls, values: Mapping[str, Any]) -> TaskResult:
-        """The inverse of `values`; other keys have no effect. Raises KeyError, TypeError or AttributeError."""
-        metrics = {name: Metric(**metric) for name, metric in values["metrics"].items()}
-        return cls(metrics, **{name: values[name] for name in cls._fields[1:]})
-
-
 class ChoiceSuite:
     """Choice tasks of a run, read and encoded on this rank; every rank of a mesh has the same.
 
     Attributes:
-        tasks: in the order of their names in the options.
+        tasks: by the name of their result: that of the task, with the limit if there is one, as in
+            hellaswag/rc_0shot[:100].
     """
+
+    name = "choices"
+    generates = False
 
     def __init__(self, config: RunConfig, options: ChoiceOptions) -> None:
         """Reads, verifies and encodes the tasks. Not a collective: hosts may have different disks.
@@ -74,7 +53,7 @@ class ChoiceSuite:
             DataError: the data is missing, damaged or of another version, or has an answer longer than a sample.
         """
         self.config, self.options = config, options
-        self.tasks: list[EncodedTask] = []
+        self.tasks: dict[str, EncodedTask] = {}
         if isinstance(config.model, EncoderConfig):
             raise ConfigError('choice tasks need a decoder, but model.kind = "encoder"; evaluate its loss alone')
         if config.data.tokenizer is None:
@@ -90,17 +69,17 @@ class ChoiceSuite:
         data = EvaluationData(options.data or Path(config.evaluation.data))
         for name in data.select(options.tasks):
             task = data.read(name, limit=options.limit)
-            self.tasks.append(encode_task(task, tokenizer, max_tokens=config.data.sequence_length))
+            key = name if options.limit is None else f"{name}[:{options.limit}]"
+            self.tasks[key] = encode_task(task, tokenizer, max_tokens=config.data.sequence_length)
 
-    def key(self, encoded: EncodedTask) -> str:
-        """Name of a task's result: that of the task, with the limit if there is one, as in hellaswag/rc_0shot[:100]."""
-        limit = self.options.limit
-        return encoded.task.name if limit is None else f"{encoded.task.name}[:{limit}]"
+    def result_names(self) -> list[str]:
+        """Names of the results."""
+        return list(self.tasks)
 
-    def settings(self, encoded: EncodedTask) -> dict[str, Any]:
+    def settings(self, key: str) -> dict[str, Any]:
         """Everything besides the weights that a task's result depends on, as JSON."""
         return {
-            "sha256": encoded.task.sha256,
+            "sha256": self.tasks[key].task.sha256,
             "limit": self.options.limit,
             "tokenizer": self._tokenizer_digest,
             "sequence_length": self.config.data.sequence_length,
@@ -109,7 +88,7 @@ class ChoiceSuite:
 
     def run(
         self,
-        encoded: EncodedTask,
+        key: str,
         model: Decoder,
         mesh: Mesh,
         *,
@@ -122,7 +101,7 @@ class ChoiceSuite:
             carry: runs each prompt once and carries its state into its answers, where `can_carry`; else requests are
                 packed into samples of the run's shape.
         """
-        started = time.perf_counter()
+        started, encoded = time.perf_counter(), self.tasks[key]
         if carry:
             assert isinstance(model, LanguageModel), type(model)
             scores = score_carried(model, encoded.requests, mesh, on_progress=on_progress)

@@ -1,0 +1,1 @@
+"""Suites of generated tasks on a run: recall, state tracking, needles and a RULER-like set."""
