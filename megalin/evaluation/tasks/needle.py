@@ -10,7 +10,7 @@ import pydantic
 
 from megalin.errors import ConfigError, DataError
 from megalin.evaluation.tasks.draws import ExampleDraws
-from megalin.evaluation.tasks.text_task import TextEncoder, GenerationRequest, TextTask, answer_tokens
+from megalin.evaluation.tasks.text_task import GenerationRequest, TextEncoder, TextTask, answer_tokens
 from megalin.evaluation.tasks.words import pseudo_words, seven_digits
 
 NOISE = (

@@ -13,7 +13,7 @@ import pydantic
 
 from megalin.evaluation.tasks.draws import ExampleDraws
 from megalin.evaluation.tasks.needle import NOISE
-from megalin.evaluation.tasks.text_task import TextEncoder, GenerationRequest, TextTask
+from megalin.evaluation.tasks.text_task import GenerationRequest, TextEncoder, TextTask
 from megalin.evaluation.tasks.words import pseudo_words, seven_digits, uuids
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"

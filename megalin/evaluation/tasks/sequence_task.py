@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,11 @@ class SequenceTask(Config, abc.ABC):
     @abc.abstractmethod
     def example(self, seed: int, number: int) -> LabelledSequence:
         """Example `number` (>= 0), a pure function of the task's fields, `seed` and `number`."""
+
+
+def split_seed(seed: int, split: Literal["train", "test"]) -> int:
+    """Seed of a split: 2 seed for "train", 2 seed + 1 for "test", so that no two splits of any seeds share draws."""
+    return 2 * seed + (split == "test")
 
 
 def labelled(prompt: Iterable[int], answer: Iterable[int]) -> LabelledSequence:
