@@ -65,8 +65,8 @@ class MQAR(SequenceTask):
 
     def example(self, seed: int, number: int) -> LabelledSequence:
         """Example `number`: T tokens with P labels."""
-        draws = ExampleDraws("mqar", seed, number)
         pairs, length, half = self.num_pairs, self.sequence_length, self.vocab_size // 2
+        draws = ExampleDraws(f"mqar {length} {pairs}", seed, number)  # sets of one mix share no keys
         keys, values = 1 + draws.distinct(half - 1, pairs), half + draws.distinct(half, pairs)
         weights = np.arange(1, length // 2 - pairs + 1, dtype=np.float64) ** (self.power - 1)
         queries = 2 * (pairs + draws.weighted_distinct(weights, pairs))  # [P] positions
