@@ -60,5 +60,5 @@ def test_old_run_is_evaluated(run, expected, capsys):
 
 
 def test_old_run_generates(run, expected, capsys):
-    assert main(["generate", str(run), "--prompt", "abc", "--max-tokens", "8"]) == 0
+    assert main(["generate", str(run), "--prompt", "abc", "--max-tokens", "8", "--temperature", "0"]) == 0
     assert capsys.readouterr().out == f"{expected['generated']}\n"
