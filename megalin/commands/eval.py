@@ -90,7 +90,8 @@ def _options(arguments: argparse.Namespace) -> EvalOptions:
     }
     for name, read_by in readers.items():
         if getattr(arguments, name) is not None and not set(read_by) & set(suites):
-            raise ConfigError(f"--{name} has no effect without a suite {' or '.join(read_by)}; add it to --suite")
+            known = " or ".join(read_by)
+            raise ConfigError(f"--{name} has no effect without the suite {known}; add --suite {read_by[0]}")
     choices = None
     if "choices" in suites:
         choices = ChoiceOptions(arguments.data, arguments.tasks or DEFAULT_TASKS, arguments.limit)

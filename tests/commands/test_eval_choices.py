@@ -72,9 +72,9 @@ def test_finished_tasks_are_not_run_again(run, data, capsys):
     first = json.loads(output(capsys, *arguments, "which"))
     ran, real = [], ChoiceSuite.run
 
-    def record(self, encoded, *rest, **more):
-        ran.append(self.key(encoded))
-        return real(self, encoded, *rest, **more)
+    def record(self, name, *rest, **more):
+        ran.append(name)
+        return real(self, name, *rest, **more)
 
     with patch.object(ChoiceSuite, "run", record):
         assert json.loads(output(capsys, *arguments, "which")) == first
@@ -96,10 +96,10 @@ def test_killed_evaluation_keeps_its_finished_tasks(run, data):
 
     real = ChoiceSuite.run
 
-    def dies(self, encoded, *rest, **more):
-        if encoded.task.name.startswith("which"):
+    def dies(self, name, *rest, **more):
+        if name.startswith("which"):
             raise Killed
-        return real(self, encoded, *rest, **more)
+        return real(self, name, *rest, **more)
 
     arguments = ["eval", run, "--suite", "choices", "--data", data, "--tasks", "ending", "which"]
     with patch.object(ChoiceSuite, "run", dies), pytest.raises(Killed):
@@ -190,7 +190,7 @@ def test_damaged_results_are_refused(run, data, fails):
     values = json.loads(path.read_text())
     del values["suites"]["choices"]["which/rc_0shot"]["metrics"]
     path.write_text(json.dumps(values))
-    assert "not a result of a choice task: KeyError('metrics')" in fails(3, *arguments)
+    assert "not a result of a task: KeyError('metrics')" in fails(3, *arguments)
 
 
 def test_results_that_cannot_be_kept_are_printed_with_a_warning(run, data, capsys, caplog):

@@ -227,8 +227,8 @@ def _on_ranks(folder: str, axes: dict[str, int]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("suite", "arguments", "message"),
     [
-        ("loss", ["--lengths", "64"], "--lengths has no effect without a suite needle or ruler; add it to --suite"),
-        ("ruler", ["--depths", "4"], "--depths has no effect without a suite needle; add it to --suite"),
+        ("loss", ["--lengths", "64"], "--lengths has no effect without the suite needle or ruler; add --suite needle"),
+        ("ruler", ["--depths", "4"], "--depths has no effect without the suite needle; add --suite needle"),
         ("needle", ["--depths", "1"], "num_depths = 1: a grid needs at least 2 depths"),
         ("needle", ["--lengths", "512", "256"], "give at least one context length, in rising order"),
         ("needle", ["--limit", "0"], "limit = 0 leaves no request"),
