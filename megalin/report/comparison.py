@@ -89,6 +89,7 @@ def _page(runs: dict[str, RunRecord]) -> tuple[bytes, dict[Axis, Figure]]:
             figures[axis] = draw("loss (nats a token)", curves, xlabel=xlabel, xscale=scale, levels=(), size=(9.5, 4.8))
             add_figure(body, f"Loss by {axis}; marks are held-out losses", figures[axis], _alternative(curves, axis))
     _evaluations(body, runs)
+    _results(body, runs)
     return html.finish(), figures
 
 
@@ -172,6 +173,22 @@ def _evaluations(body: Any, runs: dict[str, RunRecord]) -> None:
     keys = list(dict.fromkeys(key for values in newest.values() for key in values))
     rows = [[key.replace("_", " "), *(_with_step(key, newest[name].get(key)) for name in runs)] for key in keys]
     section(body, "Newest evaluations", ("metric", *runs), rows, "none yet")
+
+
+def _results(body: Any, runs: dict[str, RunRecord]) -> None:
+    """The newest result of every suite, task and metric that is stored in a run folder: a column a run."""
+    newest: dict[tuple[str, str, str], dict[str, tuple[int, float]]] = {}
+    for name, run in runs.items():
+        for result in run.results:
+            for metric, value in result.metrics.items():
+                newest.setdefault((result.suite, result.task, metric), {})[name] = (result.step, value)
+    for suite in dict.fromkeys(suite for suite, _, _ in newest):
+        rows = [
+            (task, metric.replace("_", " "), *(_with_step(metric, values.get(name)) for name in runs))
+            for (own, task, metric), values in newest.items()
+            if own == suite
+        ]
+        section(body, f"Results of the suite {suite}", ("task", "metric", *runs), rows, "")
 
 
 def _with_step(key: str, found: tuple[int, float] | None) -> str:

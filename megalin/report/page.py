@@ -15,6 +15,8 @@ from megalin.report.reading import RunRecord, read_run
 from megalin.train.curves import Curve, draw
 
 _ENDED_BY_ERROR = "error"
+_MOST_CURVES = 10
+"""Tasks of a suite whose results are drawn over steps."""
 
 
 def write_report(folder: str | Path, output: str | Path) -> RunRecord:
@@ -45,6 +47,7 @@ def page(run: RunRecord) -> bytes:
     _curves(body, run)
     _evaluations(body, run)
     _tasks(body, run)
+    _results(body, run)
     _incidents(body, run)
     section(
         body, "Environment", (), [(name, _value_text(value)) for name, value in run.environment.items()], "not recorded"
@@ -154,6 +157,32 @@ def _tasks(body: Element, run: RunRecord) -> None:
         for step, task, values in tasks
     ]
     section(body, "Choice tasks", ["step", "task", *(name.replace("_", " ") for name in metrics)], rows, "none yet")
+
+
+def _results(body: Element, run: RunRecord) -> None:
+    """Results of `megalin eval` and `megalin lm-eval`: a table a suite, and curves where there are several steps."""
+    for suite in dict.fromkeys(result.suite for result in run.results):
+        own = [result for result in run.results if result.suite == suite]
+        metrics = list(dict.fromkeys(name for result in own for name in result.metrics))
+        rows = [
+            (f"{result.step:,}", result.task, *(evaluation_number(name, result.metrics.get(name)) for name in metrics))
+            for result in own
+        ]
+        section(
+            body,
+            f"Results of the suite {suite}",
+            ["step", "task", *(name.replace("_", " ") for name in metrics)],
+            rows,
+            "",
+        )
+        points: dict[str, list[tuple[int, float]]] = {}
+        for result in own:
+            points.setdefault(result.task, []).append((result.step, next(iter(result.metrics.values()))))
+        curves = [Curve(task, values, True) for task, values in points.items() if len(values) > 1][:_MOST_CURVES]
+        if curves:
+            label = next(iter(own[0].metrics)).replace("_", " ")
+            ends = (f"{curve.label} {curve.points[-1][1]:.4g}" for curve in curves)
+            add_figure(body, f"{suite}: {label}", draw(label, curves, size=(9.5, 3.8)), f"{label}: {'; '.join(ends)}")
 
 
 def _incidents(body: Element, run: RunRecord) -> None:

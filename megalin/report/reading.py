@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import tomllib
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -22,6 +23,7 @@ CURVES = ("loss", "mlm_loss", "nsp_loss", "evaluation_loss", "tokens_per_second"
 SUMS = ("step_seconds", "data_wait_seconds")
 """Metrics that are summed over the steps."""
 _EVALUATION = "evaluation_"
+_RESULTS_NAME = re.compile(r"step-(\d{1,15})\.json")
 _TEXT_LIMIT_BYTES = 1 << 22
 """Most bytes that are read of a config or a JSON file."""
 
@@ -62,6 +64,17 @@ class SavedCheckpoint(NamedTuple):
     written: datetime
 
 
+class StoredResult(NamedTuple):
+    """A result of `megalin eval` or `megalin lm-eval` in the run folder."""
+
+    step: int
+    """Finished steps of the evaluated checkpoint."""
+    suite: str
+    task: str
+    metrics: dict[str, float]
+    """Finite numbers only."""
+
+
 class RunRecord(NamedTuple):
     """Content of a run folder."""
 
@@ -77,6 +90,8 @@ class RunRecord(NamedTuple):
     environment: dict[str, Any]
     kernels: dict[str, Any]
     checkpoint: SavedCheckpoint | None
+    results: list[StoredResult]
+    """Content of evaluations/step-N.json, by rising step."""
     problems: list[str]
     """Files that exist and cannot be read, with the reason."""
 
@@ -109,6 +124,7 @@ def read_run(folder: str | Path) -> RunRecord:
         environment=_json(path / "environment.json", problems),
         kernels=_json(path / "kernels.json", problems),
         checkpoint=_newest_checkpoint(path / "checkpoints", problems),
+        results=_results(path / "evaluations", problems),
         problems=problems,
     )
 
@@ -180,6 +196,28 @@ def _json(path: Path, problems: list[str]) -> dict[str, Any]:
         problems.append(f"{path.name}: not a JSON object")
         return {}
     return values
+
+
+def _results(folder: Path, problems: list[str]) -> list[StoredResult]:
+    """The stored results by step, suite and task; other content of the files is left out."""
+    if not folder.is_dir():
+        return []
+    steps = {int(found[1]): entry for entry in folder.iterdir() if (found := _RESULTS_NAME.fullmatch(entry.name))}
+    results = []
+    for step, path in sorted(steps.items()):
+        suites = _json(path, problems).get("suites")
+        for suite, tasks in suites.items() if isinstance(suites, dict) else ():
+            for task, entry in tasks.items() if isinstance(tasks, dict) else ():
+                if isinstance(entry, dict) and (metrics := _metrics(entry.get("metrics", entry))):
+                    results.append(StoredResult(step, suite, task, metrics))
+    return results
+
+
+def _metrics(values: Any) -> dict[str, float]:
+    """The finite numbers of an object: plain ones, or the `value` of an object."""
+    items = values.items() if isinstance(values, dict) else ()
+    numbers = {name: finite(item.get("value") if isinstance(item, dict) else item) for name, item in items}
+    return {name: number for name, number in numbers.items() if number is not None}
 
 
 def _newest_checkpoint(folder: Path, problems: list[str]) -> SavedCheckpoint | None:

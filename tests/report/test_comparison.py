@@ -11,7 +11,7 @@ from megalin.errors import ConfigError, StorageError
 from megalin.report import comparison
 from megalin.report.comparison import run_names, state_text, write_comparison
 from megalin.report.reading import read_run
-from tests.report.test_page import Page, assert_harmless, hostile_run, write_run
+from tests.report.test_page import Page, assert_harmless, hostile_run, write_results, write_run
 
 MIXER = '[model]\nvocab_size = 40\nhidden_size = 8\nnorm = "srmsnorm"\nlayers = [{{repeat = 2, sublayers = [{}]}}]\n'
 
@@ -54,6 +54,14 @@ def test_page_and_pictures_hold_every_run(runs, tmp_path):
         "50.00% (step 5)",
     ):
         assert expected in parsed.text, expected
+
+
+def test_stored_results_stand_next_to_each_other(runs, tmp_path):
+    for run, step, value in ((runs[0], 5, 0.25), (runs[0], 20, 0.5), (runs[1], 10, 0.75)):
+        write_results(run, step, {"recall": {"mqar/64x4": {"metrics": {"accuracy": {"value": value}}}}})
+    text = Page(write_comparison(runs, tmp_path / "compare.html")[0].read_bytes()).text
+    assert "Results of the suite recall" in text
+    assert "mqar/64x4accuracy50.00% (step 20)75.00% (step 10)" in text
 
 
 def test_curves_are_over_tokens_and_flops(runs):

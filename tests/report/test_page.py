@@ -171,6 +171,46 @@ def test_losses_of_an_encoder_are_shown_separately(tmp_path):
     assert "nats a token" not in parsed.text
 
 
+def write_results(run: Path, step: int, suites: dict[str, Any]) -> None:
+    (run / "evaluations").mkdir(exist_ok=True)
+    (run / f"evaluations/step-{step}.json").write_text(json.dumps({"step": step, "suites": suites}))
+
+
+def test_stored_results_are_shown_by_suite_and_drawn_over_steps(tmp_path):
+    run = write_run(tmp_path / "run")
+    for step, accuracy in ((2, 0.25), (10, 0.75)):
+        metrics = {"accuracy": {"value": accuracy, "standard_error": 0.1}, "loss": {"value": 1.5, "standard_error": 0}}
+        write_results(run, step, {"recall": {"mqar/64x4": {"metrics": metrics}}, "loss": {"validation": {"loss": 2.5}}})
+    record = read_run(run)
+    assert record.results == [
+        (2, "recall", "mqar/64x4", {"accuracy": 0.25, "loss": 1.5}),
+        (2, "loss", "validation", {"loss": 2.5}),
+        (10, "recall", "mqar/64x4", {"accuracy": 0.75, "loss": 1.5}),
+        (10, "loss", "validation", {"loss": 2.5}),
+    ]
+    parsed = Page(page(record))
+    assert_harmless(parsed)
+    assert len(parsed.sources()) == len(Page(page(record._replace(results=[]))).sources()) + 2
+    for expected in ("Results of the suite recall", "mqar/64x4", "25.00%", "75.00%", "1.5000", "2.5000"):
+        assert expected in parsed.text, expected
+
+
+@pytest.mark.parametrize(
+    "suites", [None, 3, {"x": 3}, {"x": {"y": 3}}, {"x": {"y": {"metrics": [1]}}}, {HOSTILE: {HOSTILE: {HOSTILE: 1.0}}}]
+)
+def test_results_of_another_content_are_harmless(tmp_path, suites):
+    run = write_run(tmp_path / "run")
+    write_results(run, 3, suites)
+    (run / "evaluations/step-4.json").write_text("{")
+    (run / "evaluations/step-5-needle.png").write_text("")
+    record = read_run(run)
+    assert len(record.results) == (isinstance(suites, dict) and HOSTILE in suites)
+    assert record.problems == [
+        "step-4.json: not JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1))"
+    ]
+    assert_harmless(Page(page(record)))
+
+
 @pytest.mark.parametrize(
     ("steps", "incidents", "expected"),
     [
