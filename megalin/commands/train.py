@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from megalin.commands.base import Command
-from megalin.evaluation.choices.in_loop import ChoiceTaskRunner
+from megalin.evaluation.in_loop import LoopTaskRunner
 from megalin.launch import launched
 from megalin.parallel.agreement import rank
 from megalin.parallel.mesh import check_device
@@ -40,7 +40,7 @@ def _run(arguments: argparse.Namespace) -> int:
         check_memory(config, world_size, device_memory_bytes(device))
     path = arguments.folder or Path("runs") / Path(arguments.config).stem
     with process_group(device):
-        tasks = ChoiceTaskRunner() if config.evaluation.tasks else None
+        tasks = LoopTaskRunner() if config.evaluation.tasks else None
         result = train(config, device, path, tasks=tasks)
         if rank() == 0:
             _print_result(result, path, config.train.steps)

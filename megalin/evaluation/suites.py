@@ -17,7 +17,7 @@ from megalin.errors import ConfigError, MegalinError
 from megalin.evaluation.choices.suite import ChoiceOptions, ChoiceSuite, can_carry
 from megalin.evaluation.generated.heat_map import write_heat_map
 from megalin.evaluation.generated.retrieval import NUM_DEPTHS, NeedleSuite, RulerSuite
-from megalin.evaluation.generated.sequences import SequenceSuite, recall_tasks, state_tracking_tasks
+from megalin.evaluation.generated.sequences import SEQUENCE_SUITES, sequence_suite
 from megalin.evaluation.held_out import check_mesh, check_split, evaluate_split, mesh_overrides
 from megalin.evaluation.results import add_results, parse_result, read_results, results_path
 from megalin.evaluation.suite import Suite, TaskResult
@@ -41,7 +41,7 @@ Report = Callable[[str, int, int], None]
 """Receives the name of a part of the evaluation and its finished and total number of batches or requests."""
 
 
-GENERATED_SUITES = ("recall", "needle", "ruler", "state-tracking")
+GENERATED_SUITES = (*SEQUENCE_SUITES, "needle", "ruler")
 """Suites of generated tasks."""
 
 
@@ -255,10 +255,8 @@ class _Evaluator:
 
 
 def _generated_suite(name: str, config: RunConfig, options: GeneratedOptions) -> Suite:
-    if name == "recall":
-        return SequenceSuite(name, config, recall_tasks(config), limit=options.limit)
-    if name == "state-tracking":
-        return SequenceSuite(name, config, state_tracking_tasks(), limit=options.limit)
+    if name in SEQUENCE_SUITES:
+        return sequence_suite(name, config, limit=options.limit)
     if name == "needle":
         return NeedleSuite(config, lengths=options.lengths, depths=options.depths, limit=options.limit)
     assert name == "ruler", name

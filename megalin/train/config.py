@@ -66,14 +66,15 @@ class TrainConfig(Config):
 
 
 class EvaluationConfig(Config):
-    """Choice tasks during training; the held-out loss has its keys in [train]."""
+    """Choice tasks and generated tasks during training; the held-out loss has its keys in [train]."""
 
     tasks: list[str] = pydantic.Field(default=[])
-    """Tasks as `megalin eval --tasks` takes them, for example ["common_sense", "lambada"]; empty: none."""
+    """Choice tasks as `megalin eval --tasks` takes them, for example ["common_sense", "lambada"], and the suites recall
+    and state-tracking; empty: none."""
     every_steps: int | None = pydantic.Field(default=None, ge=1)
     """Steps between evaluations of the tasks; left out: only after the last step."""
     limit: int | None = pydantic.Field(default=None, ge=1)
-    """Questions of each task, the first ones; left out: all."""
+    """Questions or examples of each task, the first ones; left out: all."""
     data: str = pydantic.Field(default="evaluation-data", min_length=1)
     """Folder of the tasks, which tools/get_evaluation_data.py makes."""
 

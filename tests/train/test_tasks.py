@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from megalin.__main__ import main
 from megalin.errors import ConfigError
-from megalin.evaluation.choices.in_loop import ChoiceTaskRunner
 from megalin.evaluation.choices.suite import ChoiceOptions
+from megalin.evaluation.in_loop import LoopTaskRunner
 from megalin.evaluation.suites import EvalOptions, evaluate_checkpoints
 from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.parallel.process_group import process_group
@@ -37,7 +38,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _train(config: Path, folder: Path, *overrides: str) -> dict[str, float]:
     run_config = load_run_config(config, list(overrides))
-    tasks = ChoiceTaskRunner() if run_config.evaluation.tasks else None
+    tasks = LoopTaskRunner() if run_config.evaluation.tasks else None
     return train_here(config, folder, *overrides, tasks=tasks).tasks
 
 
@@ -108,6 +109,24 @@ def test_tasks_read_the_weights_of_their_step_also_where_results_are_late(config
     assert sums[1] == sums[0]
 
 
+def test_generated_tasks_in_the_loop_are_those_of_eval(config, tmp_path, capsys):
+    """With choice tasks before and after them, whose order is kept."""
+    names = 'evaluation.tasks=["ending", "state-tracking", "which"]'
+    overrides = [names, "evaluation.limit=2", "train.steps=2", "data.sequence_length=130"]
+    with process_group(CPU):
+        result = _train(config, tmp_path / "run", *overrides)
+    tasks = list(dict.fromkeys(name.rpartition("/")[0] for name in result))
+    assert tasks == ["ending/bpb_0shot", "which/rc_0shot", "parity", "modular_addition", "s5", "palindrome", "stack"]
+    capsys.readouterr()
+    assert main(["eval", str(tmp_path / "run"), "--suite", "state-tracking", "--limit", "2", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)["2"]["state-tracking"]
+    assert {name: value for name, value in result.items() if "_0shot" not in name} == {
+        f"{task.removesuffix('[:2]')}/{name}": pytest.approx(metric["value"], rel=1e-5)
+        for task, found in printed.items()
+        for name, metric in found["metrics"].items()
+    }
+
+
 def test_report_and_progress_show_the_tasks(config, tmp_path, capsys):
     with process_group(CPU):
         result = _train(config, tmp_path / "run", TASKS, "evaluation.limit=1", "train.steps=2")
@@ -129,6 +148,10 @@ def test_report_and_progress_show_the_tasks(config, tmp_path, capsys):
     ("overrides", "message"),
     [
         (['evaluation.tasks=["wich"]'], r"evaluation.tasks = \['wich'\]:\n  task 'wich': not in the .* mean 'which'"),
+        (
+            ['evaluation.tasks=["recall"]'],
+            "no task of the suite recall fits the run:\n.*its examples have up to 64 ids",
+        ),
         ([TASKS, "evaluation.data=none"], "none/manifest.json: no such file; get the data with"),
         ([TASKS, "data.sequence_length=6"], "an answer has 9 tokens, more than the 6 of data.sequence_length"),
     ],

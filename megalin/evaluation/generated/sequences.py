@@ -133,6 +133,17 @@ def answer_metrics(scores: RequestScores) -> dict[str, Metric]:
     }
 
 
+SEQUENCE_SUITES = ("recall", "state-tracking")
+"""Suites of tasks on token ids."""
+
+
+def sequence_suite(name: str, config: RunConfig, *, limit: int | None = None) -> SequenceSuite:
+    """The suite `name` of SEQUENCE_SUITES. Raises ConfigError as `SequenceSuite`."""
+    assert name in SEQUENCE_SUITES, name
+    tasks = recall_tasks(config) if name == "recall" else state_tracking_tasks()
+    return SequenceSuite(name, config, tasks, limit=limit)
+
+
 def recall_tasks(config: RunConfig) -> dict[str, SequenceTask]:
     """The test sets of MQAR's setting of 2026 by mqar/TOKENSxPAIRS, with the model's number of ids, at most 8,192."""
     tasks: dict[str, SequenceTask] = {}
