@@ -156,7 +156,9 @@ def _tasks(body: Element, run: RunRecord) -> None:
         (f"{step:,}", task, *(evaluation_number(name, values.get(name)) for name in metrics))
         for step, task, values in tasks
     ]
-    section(body, "Choice tasks", ["step", "task", *(name.replace("_", " ") for name in metrics)], rows, "none yet")
+    section(
+        body, "Tasks during training", ["step", "task", *(name.replace("_", " ") for name in metrics)], rows, "none yet"
+    )
 
 
 def _results(body: Element, run: RunRecord) -> None:

@@ -139,7 +139,7 @@ def test_report_and_progress_show_the_tasks(config, tmp_path, capsys):
     ]
     write_report(tmp_path / "run", tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
-    assert "Choice tasks" in text
+    assert "Tasks during training" in text
     assert "which/rc_0shot" in text
     assert f"{result['which/rc_0shot/bits_per_byte']:.4f}" in text
 
