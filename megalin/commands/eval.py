@@ -23,16 +23,16 @@ from megalin.evaluation.choices.suite import DEFAULT_TASKS, ChoiceOptions
 from megalin.evaluation.generated.retrieval import NUM_DEPTHS
 from megalin.evaluation.suite import TaskResult
 from megalin.evaluation.suites import (
-    GENERATED_SUITES,
+    OTHER_SUITES,
     EvalOptions,
-    GeneratedOptions,
     Report,
     StepResults,
+    SuiteOptions,
     evaluate_on_launched_ranks,
 )
 from megalin.launch import launched
 
-SUITES = ("loss", "choices", *GENERATED_SUITES)
+SUITES = ("loss", "choices", *OTHER_SUITES)
 _TABLE_WIDTH = 140  # where the output is not a terminal
 _COLUMNS = (
     *("acc", "acc_norm", "acc_unconditional", "bits_per_byte", "greedy_match"),
@@ -46,7 +46,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("folder", type=Path, help="a run folder")
     add("overrides", nargs="*", metavar="key=value", help="for example parallel.cp=2 or data.validation=['a']")
     add("--suite", default="loss", metavar="NAMES", help=f"suites, with commas between: {', '.join(SUITES)} (loss)")
-    add("--split", choices=SPLITS, default="validation", help="data split of the suite loss (validation)")
+    add(
+        "--split", choices=SPLITS, default="validation", help="data split of loss and positions (validation)"
+    )
     add("--tasks", nargs="+", metavar="TASK", help=f"choice tasks: a group, TASK or TASK/VARIANT ({DEFAULT_TASKS[0]})")
     add("--data", type=Path, metavar="FOLDER", help="folder of the choice tasks (the run's evaluation.data)")
     add("--limit", type=int, metavar="N", help="only the first N questions or examples of each task")
@@ -64,7 +66,7 @@ def _run(arguments: argparse.Namespace) -> int:
         results = evaluate_on_launched_ranks(arguments.folder, arguments.overrides, options, report)
     if results is None:  # not rank 0
         return 0
-    loss_alone = options.choices is None and options.generated is None and options.steps != "all"
+    loss_alone = options.choices is None and options.others is None and options.steps != "all"
     if arguments.json:
         values = {str(step): of_step.values() for step, of_step in results.items()}
         print(json.dumps(next(iter(values.values()))["loss"] if loss_alone else values))
@@ -80,11 +82,11 @@ def _options(arguments: argparse.Namespace) -> EvalOptions:
     for name in suites:
         if name not in SUITES:
             raise ConfigError(f"--suite {name}: no such suite; {suggest(name, SUITES)}")
-    generated = [name for name in suites if name in GENERATED_SUITES]
+    others = [name for name in suites if name in OTHER_SUITES]
     readers = {
         "tasks": ["choices"],
         "data": ["choices"],
-        "limit": ["choices", *GENERATED_SUITES],
+        "limit": ["choices", *OTHER_SUITES],
         "lengths": ["needle", "ruler"],
         "depths": ["needle"],
     }
@@ -99,8 +101,8 @@ def _options(arguments: argparse.Namespace) -> EvalOptions:
     if arguments.step is not None:
         steps = arguments.step
     depths = NUM_DEPTHS if arguments.depths is None else arguments.depths
-    options = GeneratedOptions(generated, arguments.limit, arguments.lengths, depths) if generated else None
-    return EvalOptions(arguments.split if "loss" in suites else None, choices, steps, options)
+    further = SuiteOptions(others, arguments.limit, arguments.lengths, depths, arguments.split) if others else None
+    return EvalOptions(arguments.split if "loss" in suites else None, choices, steps, further)
 
 
 @contextmanager
@@ -131,7 +133,8 @@ def _print(step: int | None, results: StepResults) -> None:
 
 def _table(results: Mapping[str, TaskResult]) -> Table:
     """The metrics of tasks, with their standard errors."""
-    shown = [name for name in _COLUMNS if any(name in result.metrics for result in results.values())]
+    names = dict.fromkeys(name for result in results.values() for name in result.metrics)
+    shown = [name for name in _COLUMNS if name in names] + [name for name in names if name[0].isdigit()]
     truncated = any(result.num_truncated for result in results.values())
     table = Table(
         Column("task", no_wrap=True),

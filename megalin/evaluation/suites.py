@@ -19,6 +19,7 @@ from megalin.evaluation.generated.heat_map import write_heat_map
 from megalin.evaluation.generated.retrieval import NUM_DEPTHS, NeedleSuite, RulerSuite
 from megalin.evaluation.generated.sequences import SEQUENCE_SUITES, sequence_suite
 from megalin.evaluation.held_out import check_mesh, check_split, evaluate_split, mesh_overrides
+from megalin.evaluation.positions import PositionSuite
 from megalin.evaluation.results import add_results, parse_result, read_results, results_path
 from megalin.evaluation.suite import Suite, TaskResult
 from megalin.generation.load import load_whole_model
@@ -41,21 +42,23 @@ Report = Callable[[str, int, int], None]
 """Receives the name of a part of the evaluation and its finished and total number of batches or requests."""
 
 
-GENERATED_SUITES = (*SEQUENCE_SUITES, "needle", "ruler")
-"""Suites of generated tasks."""
+OTHER_SUITES = ("positions", *SEQUENCE_SUITES, "needle", "ruler")
+"""Suites next to loss and choices: the loss by position, and generated tasks."""
 
 
-class GeneratedOptions(NamedTuple):
-    """Suites of generated tasks, and their sizes."""
+class SuiteOptions(NamedTuple):
+    """Suites next to loss and choices, and their sizes."""
 
     suites: Sequence[str]
-    """Some of GENERATED_SUITES."""
+    """Some of OTHER_SUITES."""
     limit: int | None = None
-    """Examples of each task; None: as many as the suite has by default."""
+    """Examples of each task, or samples; None: as many as the suite has by default."""
     lengths: Sequence[int] | None = None
     """Context lengths of needle and ruler, rising; None: the run's sequence length, its half and its quarter."""
     depths: int = NUM_DEPTHS
     """Depths of the needles, evenly from the start to the end."""
+    split: SplitName = "validation"
+    """Split of the suite positions."""
 
 
 class EvalOptions(NamedTuple):
@@ -67,8 +70,8 @@ class EvalOptions(NamedTuple):
     """Tasks of the suite choices; None leaves the suite out."""
     steps: int | Literal["newest", "all"] = "newest"
     """Finished steps of the checkpoint, or several."""
-    generated: GeneratedOptions | None = None
-    """Suites of generated tasks; None leaves them out."""
+    others: SuiteOptions | None = None
+    """Further suites; None leaves them out."""
 
 
 class StepResults(NamedTuple):
@@ -149,10 +152,8 @@ class _Evaluator:
     def _open_suites(self, options: EvalOptions) -> None:
         if options.choices is not None:
             self._suites.append(ChoiceSuite(self._config, options.choices))
-        if options.generated is not None:
-            self._suites += [
-                _generated_suite(name, self._config, options.generated) for name in options.generated.suites
-            ]
+        if options.others is not None:
+            self._suites += [_suite(name, self._config, options.others) for name in options.others.suites]
         axes = self._mesh.config
         if (axes.tp > 1 or axes.cp > 1) and (writing := [suite.name for suite in self._suites if suite.generates]):
             raise ConfigError(
@@ -254,7 +255,9 @@ class _Evaluator:
                 _log.warning("the heat map of %s is not kept: %s", key, error)
 
 
-def _generated_suite(name: str, config: RunConfig, options: GeneratedOptions) -> Suite:
+def _suite(name: str, config: RunConfig, options: SuiteOptions) -> Suite:
+    if name == "positions":
+        return PositionSuite(config, split=options.split, limit=options.limit)
     if name in SEQUENCE_SUITES:
         return sequence_suite(name, config, limit=options.limit)
     if name == "needle":

@@ -22,7 +22,7 @@ from megalin.evaluation.generated.retrieval import NeedleSuite, RulerSuite, defa
 from megalin.evaluation.generated.sequences import SequenceSuite, recall_tasks, state_tracking_tasks
 from megalin.evaluation.needle import niah_score, weighted_average
 from megalin.evaluation.suite import TaskResult
-from megalin.evaluation.suites import EvalOptions, GeneratedOptions, evaluate_checkpoints
+from megalin.evaluation.suites import EvalOptions, SuiteOptions, evaluate_checkpoints
 from megalin.evaluation.tasks.mqar import MQAR
 from megalin.evaluation.tasks.sequence_task import split_seed
 from megalin.generation import Completion
@@ -218,7 +218,7 @@ def test_default_lengths_are_those_of_the_run():
 
 
 def _on_ranks(folder: str, axes: dict[str, int]) -> dict[str, Any]:
-    options = EvalOptions(None, None, "newest", GeneratedOptions(["needle"], lengths=[256], depths=3))
+    options = EvalOptions(None, None, "newest", SuiteOptions(["needle"], lengths=[256], depths=3))
     mesh = Mesh(ParallelConfig(**axes), CPU)
     (results,) = evaluate_checkpoints(Path(folder), mesh, [], options, lambda *_: None).values()
     return {name: result.details["success"] for name, result in results.tasks["needle"].items()}
