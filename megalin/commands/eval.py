@@ -46,9 +46,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("folder", type=Path, help="a run folder")
     add("overrides", nargs="*", metavar="key=value", help="for example parallel.cp=2 or data.validation=['a']")
     add("--suite", default="loss", metavar="NAMES", help=f"suites, with commas between: {', '.join(SUITES)} (loss)")
-    add(
-        "--split", choices=SPLITS, default="validation", help="data split of loss and positions (validation)"
-    )
+    add("--split", choices=SPLITS, default="validation", help="data split of loss and positions (validation)")
     add("--tasks", nargs="+", metavar="TASK", help=f"choice tasks: a group, TASK or TASK/VARIANT ({DEFAULT_TASKS[0]})")
     add("--data", type=Path, metavar="FOLDER", help="folder of the choice tasks (the run's evaluation.data)")
     add("--limit", type=int, metavar="N", help="only the first N questions or examples of each task")
