@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -75,19 +76,21 @@ def _run(arguments: argparse.Namespace) -> int:
         "limit": arguments.limit,
         "dtype": arguments.dtype or run.config.train.dtype,
     }
-    found = {task: _entry(results, task, settings) for task in results["results"]}
-    add_results(arguments.folder, run.checkpoint.step, SUITE, found)
+    limit = "" if arguments.limit is None else f"[:{arguments.limit}]"
+    found = {f"{task}{limit}": _entry(results, task, settings) for task in results["results"]}
+    print(json.dumps({str(run.checkpoint.step): found}) if arguments.json else make_table(results))
     if arguments.output is not None:
         text = json.dumps(results, indent=1, default=handle_non_serializable, ensure_ascii=False)
         with storage_errors(arguments.output):
             write_atomically(arguments.output, text.encode())
-    print(json.dumps({str(run.checkpoint.step): found}) if arguments.json else make_table(results))
+    add_results(arguments.folder, run.checkpoint.step, SUITE, found)
     return 0
 
 
 def _entry(results: dict[str, Any], task: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """A task's numbers by lm-eval's names, and the settings that they depend on."""
-    metrics = {name: value for name, value in results["results"][task].items() if isinstance(value, float | int)}
+    """A task's finite numbers by lm-eval's names, and the settings that they depend on."""
+    numbers = {name: value for name, value in results["results"][task].items() if isinstance(value, float | int)}
+    metrics = {name: value for name, value in numbers.items() if math.isfinite(value)}
     version, shots = results["versions"].get(task), results["n-shot"].get(task)
     questions = results.get("n-samples", {}).get(task, {}).get("effective")
     return {

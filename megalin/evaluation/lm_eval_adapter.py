@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -112,7 +113,7 @@ class MegalinModel(TemplateLM):
             windows += [(request.args[0], context, continuation) for context, continuation in pairs]
             counts.append(len(pairs))
         values = [value for value, _ in self._loglikelihood_tokens(windows)]
-        ends = [sum(counts[: number + 1]) for number in range(len(counts))]
+        ends = itertools.accumulate(counts)
         return [sum(values[end - count : end]) for end, count in zip(ends, counts, strict=True)]
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:

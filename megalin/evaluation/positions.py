@@ -12,6 +12,7 @@ from torch import Tensor
 from megalin.data.batch import batch_to, split_tokens
 from megalin.data.config import SplitName
 from megalin.data.loader import ValidationLoader
+from megalin.data.shards.indexed_dataset import bin_path
 from megalin.data.sources import open_dataset
 from megalin.errors import ConfigError
 from megalin.evaluation.choices.metrics import Metric
@@ -56,13 +57,15 @@ class PositionSuite:
 
     def settings(self, key: str) -> dict[str, Any]:
         """Everything besides the weights that the result depends on, as JSON."""
-        data = self._config.data
+        data, train = self._config.data, self._config.train
+        files = [bin_path(prefix).stat() for prefix in data.paths(self._split)]
         return {
             "split": self._split,
-            "shards": list(data.paths(self._split)),
+            "data": data.model_dump(mode="json"),
+            "bytes and times of the shards": [[file.st_size, file.st_mtime_ns] for file in files],
             "limit": self._limit,
-            "sequence_length": data.sequence_length,
-            "dtype": self._config.train.dtype,
+            "seed": train.seed,
+            "dtype": train.dtype,
         }
 
     @torch.no_grad()

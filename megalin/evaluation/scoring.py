@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,13 +17,12 @@ from megalin.data.corpus.parts import CorpusPart, CorpusProgress, PartSubset, Re
 from megalin.data.corpus.score_selection import scores_path
 from megalin.data.tokenizers.tokenizer import Tokenizer
 from megalin.errors import ConfigError
+from megalin.evaluation.forward_groups import forward_groups
 from megalin.files import open_temporary, publish, storage_errors
 from megalin.model.language_model import LanguageModel
 from megalin.parallel.cross_entropy import IGNORED_LABEL
 
 _PIECE_TOKENS = 4096  # per forward of a document; the model's state is passed to the next piece
-_TOKENS_AT_ONCE = 16384  # of all documents in a forward
-_STATES_BYTES = 2 << 30  # of all documents in a forward; each has its own state, whatever its length
 
 
 class ScoringModel(NamedTuple):
@@ -107,22 +106,11 @@ def score_texts(scorer: ScoringModel, texts: Sequence[str]) -> npt.NDArray[np.fl
     encoded = scorer.tokenizer.encode_batch(texts)
     scores = np.array([(0.0, len(ids)) for ids in encoded], np.float64).reshape(-1, 2)
     order = sorted((k for k, ids in enumerate(encoded) if ids), key=lambda k: len(encoded[k]))
-    most = max(_STATES_BYTES // max(scorer.model.state_bytes(), 1), 1)
-    for group in _groups([(k, len(encoded[k])) for k in order], most):
+    in_a_forward = [min(len(encoded[k]), _PIECE_TOKENS) for k in order]
+    for part in forward_groups(in_a_forward, scorer.model.state_bytes()):
+        group = [order[index] for index in part]
         scores[group, 0] = _losses(scorer, [encoded[k] for k in group])
     return scores
-
-
-def _groups(lengths: Sequence[tuple[int, int]], most: int) -> Iterator[list[int]]:
-    """Groups of at most `most` texts for one forward, by number, from (number, tokens) in ascending order of tokens."""
-    group: list[int] = []
-    for number, tokens in lengths:
-        if len(group) == most or (group and (len(group) + 1) * min(tokens, _PIECE_TOKENS) > _TOKENS_AT_ONCE):
-            yield group
-            group = []
-        group.append(number)
-    if group:
-        yield group
 
 
 def _losses(scorer: ScoringModel, encoded: Sequence[list[int]]) -> npt.NDArray[np.float64]:

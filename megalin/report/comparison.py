@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from megalin.config import translate_renamed
 from megalin.errors import ConfigError, StorageError
 from megalin.files import write_atomically
+from megalin.generation.decoder import grows
 from megalin.model.build import make_model
 from megalin.model.config import parse_model
 from megalin.model.language_model import LanguageModel
@@ -86,7 +87,7 @@ def _page(runs: dict[str, RunRecord]) -> tuple[bytes, dict[Axis, Figure]]:
         if missing := [name for name, run in runs.items() if not _loss_curves(name, run, axis)]:
             add(body, "p", f"No loss by {axis}: {', '.join(missing)}.")
         if curves:
-            figures[axis] = draw("loss (nats a token)", curves, xlabel=xlabel, xscale=scale, levels=(), size=(9.5, 4.8))
+            figures[axis] = draw("loss (nats a token)", curves, xlabel=xlabel, xscale=scale, size=(9.5, 4.8))
             add_figure(body, f"Loss by {axis}; marks are held-out losses", figures[axis], _alternative(curves, axis))
     _evaluations(body, runs)
     _results(body, runs)
@@ -109,23 +110,20 @@ def _summary(name: str, run: RunRecord) -> list[str]:
     """A run's row; 2^loss is the number that the TransNormerLLM paper prints as perplexity."""
     last = run.progress.last
     losses = [loss for _, loss in run.progress.curves["loss"][-MEAN_STEPS:]]
-    mean = statistics.fmean(losses) if losses else None
+    means: tuple[float, ...] = ()
+    if losses:
+        mean = statistics.fmean(losses)
+        means = mean, math.exp(min(mean, 700.0)), 2.0 ** min(mean, 1000.0)
     held_out = [evaluation["loss"] for evaluation in run.progress.evaluations if "loss" in evaluation]
     return [
         name,
         status(run),
         f"{last['tokens']:,.0f}" if "tokens" in last else "",
         f"{last['flops']:.3e}" if "flops" in last else "",
-        *("" if mean is None else f"{value:.4f}" for value in _powers(mean)),
+        *([f"{value:.4f}" for value in means] or [""] * 3),
         f"{held_out[-1]:.4f}" if held_out else "",
         state_text(run.config),
     ]
-
-
-def _powers(loss: float | None) -> tuple[float, float, float]:
-    if loss is None:
-        return math.nan, math.nan, math.nan
-    return loss, math.exp(min(loss, 700.0)), 2.0 ** min(loss, 1000.0)
 
 
 def state_text(config: dict[str, Any]) -> str:
@@ -140,10 +138,8 @@ def state_text(config: dict[str, Any]) -> str:
     if not isinstance(model, LanguageModel):
         return "none: an encoder"
     size = model.state_bytes()
-    state = model.initial_state(1)
-    grows = any(0 in tensor.shape for block in [*state.blocks, state.inputs] for layer in block for tensor in layer)
-    text = f"{size:,} bytes" if size or not grows else ""
-    cache = "a cache that grows with the sequence" if grows else ""
+    text = f"{size:,} bytes" if size or not grows(model) else ""
+    cache = "a cache that grows with the sequence" if grows(model) else ""
     return " and ".join(filter(None, (text, cache)))
 
 

@@ -188,6 +188,9 @@ def test_command_runs_tasks_of_all_three_kinds(run, tasks, trained, capsys):
         **{"max_length": 36, "limit": None, "dtype": "float32", "version": "Yaml", "num_fewshot": 0, "questions": 3}
     }
     assert len(json.loads(output.read_text())["samples"]["own_choices"]) == 3
+    assert main(["lm-eval", str(run), "--tasks", "own_texts", *arguments[3:], "--limit", "2"]) == 0
+    stored = json.loads((run / "evaluations/step-12.json").read_text())
+    assert set(stored["suites"]["lm-eval"]) == {*printed["12"], "own_texts[:2]"}  # next to the full result
 
 
 @pytest.mark.parametrize(

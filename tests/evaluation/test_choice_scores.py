@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from megalin.evaluation import forward_groups
 from megalin.evaluation.choices import carried_state, scoring
 from megalin.evaluation.choices.encoding import EncodedRequest
 from megalin.evaluation.choices.metrics import RequestScores
@@ -229,7 +230,7 @@ def test_copies_of_a_softmax_cache_are_bounded_by_its_length():
     with (
         process_group(CPU),
         patch.object(carried_state, "_copies", copies),
-        patch.object(carried_state, "_STATES_BYTES", 3 * cache_bytes + 1),
+        patch.object(forward_groups, "_STATES_BYTES", 3 * cache_bytes + 1),
     ):
         _assert_equal(_on_mesh(config, {}, requests, True), _alone(config, requests))
     assert [len(call.args[1]) for call in copies.call_args_list] == [3, 3, 1]
@@ -239,5 +240,5 @@ def test_copies_of_a_softmax_cache_are_bounded_by_its_length():
 def test_carried_scores_do_not_depend_on_the_batches(tokens, state_bytes):
     config, requests = CASES[0].model, _requests()
     limits = {"_TOKENS_AT_ONCE": tokens, "_STATES_BYTES": state_bytes}
-    with process_group(CPU), patch.multiple(carried_state, **limits):
+    with process_group(CPU), patch.multiple(forward_groups, **limits):
         _assert_equal(_on_mesh(config, {}, requests, True), _alone(config, requests))

@@ -243,7 +243,7 @@ def test_bad_input_is_refused(config_file, tmp_path, capsys, suite, arguments, m
 
 
 def test_a_run_goes_through_the_suites(config_file, tmp_path, capsys):
-    """On one process, then again from the stored results; two ranks find the same needles."""
+    """On one process, then again from the stored results; two ranks run it as well."""
     folder = tmp_path / "run"
     with process_group(CPU):
         train_here(config_file, folder, "train.stop_after_steps=1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from megalin.__main__ import main
+from megalin.data.shards.indexed_dataset import bin_path
 from megalin.data.sources import open_dataset
 from megalin.errors import ConfigError
 from megalin.evaluation.positions import PositionSuite, bucket_edges, places_in_documents
@@ -97,6 +99,17 @@ def test_the_command_agrees_with_the_held_out_loss(config_file, tmp_path, capsys
     assert found["num_questions"] == printed["loss"]["tokens"]
     assert main(["eval", str(tmp_path / "run"), LENGTHS, "--suite", "positions"]) == 0
     assert "0-63" in capsys.readouterr().out
+
+
+def test_a_shard_that_changed_is_evaluated_again(config_file):
+    config = load_run_config(config_file, [])
+    suite = PositionSuite(config)
+    (name,) = suite.result_names()
+    before = suite.settings(name)
+    assert suite.settings(name) == before
+    path = bin_path(config.data.paths("validation")[0])
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+    assert suite.settings(name) != before
 
 
 def test_bad_input_is_refused(config_file):

@@ -15,7 +15,7 @@ from megalin.data.corpus import batches, parts
 from megalin.data.corpus.score_selection import SelectOptions, check_selection, read_perplexities, select
 from megalin.data.tokenizers.tokenizer import BytePairTrainer, ByteTokenizer, HuggingFaceTokenizer
 from megalin.errors import ConfigError, DataError
-from megalin.evaluation import scoring
+from megalin.evaluation import forward_groups, scoring
 from megalin.evaluation.scoring import ScoringModel, score_corpus, score_texts
 from megalin.generation import cast_weights
 from megalin.model.config import ModelConfig
@@ -45,20 +45,20 @@ def _direct(scorer, text):
 @pytest.mark.parametrize(("piece", "at_once"), [(4096, 16384), (7, 20), (64, 1)])
 def test_scores_are_those_of_each_text_alone(scorer, monkeypatch, piece, at_once):
     monkeypatch.setattr(scoring, "_PIECE_TOKENS", piece)
-    monkeypatch.setattr(scoring, "_TOKENS_AT_ONCE", at_once)
+    monkeypatch.setattr(forward_groups, "_TOKENS_AT_ONCE", at_once)
     expected = [_direct(scorer, text) for text in TEXTS]
     np.testing.assert_allclose(score_texts(scorer, TEXTS), expected, rtol=1e-4)
     assert score_texts(scorer, []).shape == (0, 2)
 
 
 def test_states_of_the_documents_scored_together_are_bounded(scorer, monkeypatch):
-    monkeypatch.setattr(scoring, "_STATES_BYTES", 3 * scorer.model.state_bytes() + 1)
+    monkeypatch.setattr(forward_groups, "_STATES_BYTES", 3 * scorer.model.state_bytes() + 1)
     losses = Mock(wraps=scoring._losses)
     monkeypatch.setattr(scoring, "_losses", losses)
     scores = score_texts(scorer, ["abc"] * 8)
     assert [len(call.args[1]) for call in losses.call_args_list] == [3, 3, 2]
     np.testing.assert_allclose(scores, [_direct(scorer, "abc")] * 8, rtol=1e-4)
-    monkeypatch.setattr(scoring, "_STATES_BYTES", 1)  # less than one state
+    monkeypatch.setattr(forward_groups, "_STATES_BYTES", 1)  # less than one state
     np.testing.assert_allclose(score_texts(scorer, ["abc"] * 2), scores[:2], rtol=1e-4)
 
 

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from megalin.evaluation.choices.encoding import EncodedRequest, distinct_prompts
+from megalin.evaluation.forward_groups import forward_groups
 from megalin.model.language_model import LanguageModel, ModelState
 from megalin.parallel.cross_entropy import IGNORED_LABEL, TokenScores
 
-_TOKENS_AT_ONCE = 16384  # of all sequences in a forward
-_STATES_BYTES = 2 << 30  # of all sequences in a forward
 _PADDING, _PROMPT = 0, 1
 """Document ids: padding before a short prompt, and the request."""
 
@@ -52,7 +51,7 @@ def carried_batches(model: LanguageModel, requests: Sequence[EncodedRequest], de
     """Yields the scores of all requests, batch by batch; every batch of prompts runs once."""
     prompts = list(distinct_prompts(requests).items())
     prompts.sort(key=lambda item: len(item[0]))
-    for group in _groups([len(ids) - 1 for ids, _ in prompts], model.state_bytes()):
+    for group in forward_groups([len(ids) - 1 for ids, _ in prompts], model.state_bytes()):
         batch = [prompts[index] for index in group]
         state = _prompt_state(model, [ids[:-1] for ids, _ in batch], device)
         answers = [
@@ -61,7 +60,7 @@ def carried_batches(model: LanguageModel, requests: Sequence[EncodedRequest], de
             for number in numbers
         ]
         answers.sort(key=lambda answer: len(answer.ids))
-        for part in _groups([len(answer.ids) - 1 for answer in answers], _sequence_bytes(state)):
+        for part in forward_groups([len(answer.ids) - 1 for answer in answers], _sequence_bytes(state)):
             yield _score_answers(model, [answers[index] for index in part], state, device)
 
 
@@ -69,19 +68,6 @@ def _sequence_bytes(state: ModelState) -> int:
     """Bytes of one sequence's state; those of a softmax cache grow with the prompts."""
     tensors = [tensor for states in [*state.blocks, state.inputs] for layer in states for tensor in layer]
     return sum(tensor[0].numel() * tensor.element_size() for tensor in tensors)
-
-
-def _groups(lengths: Sequence[int], state_bytes: int) -> Iterator[range]:
-    """Ranges of sequences for one forward each, of ascending lengths, within the limits of tokens and states."""
-    most = max(_STATES_BYTES // max(state_bytes, 1), 1)
-    first = 0
-    for index, length in enumerate(lengths):
-        count = index - first
-        if count and (count == most or (count + 1) * max(length, 1) > _TOKENS_AT_ONCE):
-            yield range(first, index)
-            first = index
-    if lengths:
-        yield range(first, len(lengths))
 
 
 def _prompt_state(model: LanguageModel, prompts: Sequence[Sequence[int]], device: torch.device) -> ModelState:

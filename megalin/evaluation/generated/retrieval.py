@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +39,7 @@ LEAST_LENGTH = 256
 """Shortest context length of the default ones."""
 
 
-class _TextSuite:
+class _TextSuite(abc.ABC):
     """Base of the suites on text: their options, and the answers of a model."""
 
     name: str
@@ -143,11 +144,11 @@ class _TextSuite:
             on_progress(done, len(order))
         return fractions
 
+    @abc.abstractmethod
     def _measure(
         self, key: str, found: npt.NDArray[np.float64], model: LanguageModel
     ) -> tuple[dict[str, Metric], dict[str, Any]]:
         """Metrics and details of a task from the fraction of each request."""
-        raise NotImplementedError
 
 
 class NeedleSuite(_TextSuite):
