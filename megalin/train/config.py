@@ -186,7 +186,7 @@ class RunConfig(Config):
         if reading:
             problems.append(
                 f"train.cuda_graphs = true with the mixer {', '.join(sorted(reading))}, for which the host reads the "
-                "document boundaries of each batch; use cuda_graphs = false"
+                'document boundaries of each batch; use cuda_graphs = false, or backend = "mask" in its config'
             )
         return problems
 

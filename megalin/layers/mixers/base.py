@@ -180,9 +180,6 @@ class MixerConfig(Config):
     """True where no token attends to later ones. Decoders take only causal mixers, encoders only the others."""
     supports_context_parallel: ClassVar[bool] = False
     """True where the mixer runs on a shard of the sequence (parallel.cp)."""
-    host_reads_documents: ClassVar[bool] = False
-    """True where the mixer reads `SequenceDocuments.packed` or `in_window`, for which the host waits for the device
-    once a batch; CUDA graphs exclude that."""
     type: str
     """Module in megalin.layers.mixers, or the dotted path of a module elsewhere, whose CONFIG is the class."""
     norm: NormKind = "srmsnorm"
@@ -193,6 +190,12 @@ class MixerConfig(Config):
     residual: Literal["add", "two_hop"] = "add"
     """Residual rule. add: x <- x + f(norm(input)). two_hop: only the next sub-layer's input becomes
     x + f(norm(input)); the residual stream x stays unchanged (Rodimus+ eq. 13)."""
+
+    @property
+    def host_reads_documents(self) -> bool:
+        """True where the mixer reads the documents' offsets (`SequenceDocuments.packed`, `in_window`), for which the
+        host waits for the device once a batch; CUDA graphs exclude that."""
+        return False
 
     @property
     def widest_window(self) -> int | None:

@@ -83,7 +83,9 @@ class Softmax(Mixer):
         return super().build_mixer_context(context)
 
     def document_view(self, documents: SequenceDocuments) -> DocumentView:
-        packed = UNPACKED if self.gathers_tokens else documents.packed
+        packed = UNPACKED
+        if not self.gathers_tokens:
+            packed = documents.packed if self.config.host_reads_documents else documents.unread
         return DocumentView(documents.ids, full_sequence=documents.full_sequence, packed=packed)
 
     def forward(self, x: Tensor, context: MixerContext, state: State | None) -> MixerOutput:
@@ -138,7 +140,6 @@ class SoftmaxConfig(MixerConfig):
     """LLaMA's attention."""
 
     supports_context_parallel: ClassVar[bool] = True
-    host_reads_documents: ClassVar[bool] = True
     type: Literal["softmax"] = "softmax"
     """This mixer."""
     num_heads: int = pydantic.Field(gt=0)
@@ -151,7 +152,12 @@ class SoftmaxConfig(MixerConfig):
     backend: AttentionBackend = "auto"
     """Implementation of attention without a state. sdpa: PyTorch's own, cuDNN or FlashAttention-2 where they run.
     flash_attn: the package flash-attn, on CUDA in bf16 or fp16; training refuses to go on without it. auto: sdpa, and
-    flash_attn for packed documents of head widths that PyTorch has no kernel for."""
+    flash_attn for packed documents of head widths that PyTorch has no kernel for. mask: PyTorch's own with a T x T mask
+    of packed documents, slow for long sequences, but without a wait of the host, so that train.cuda_graphs works."""
+
+    @property
+    def host_reads_documents(self) -> bool:
+        return self.backend != "mask"
 
     @property
     def key_value_heads(self) -> int:
