@@ -8,20 +8,22 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from megalin.commands.base import Command
+from megalin.commands.base import Command, add_step_options, steps_option
 from megalin.errors import ConfigError
 from megalin.files import open_input, open_temporary, publish, storage_errors
-from megalin.generation import Sampling, generate_batches, open_for_generation
+from megalin.generation import Completion, GenerationRun, Sampling, generate_batches, open_for_generation
 from megalin.generation.prompts import Prompt, check_prompts, read_prompts
 from megalin.generation.sampling import check_sampling
 from megalin.parallel.process_group import compute_device
 from megalin.train.build import COMPUTE_DTYPES
+from megalin.train.open_run import selected_steps
 
 STANDARD_INPUT = "-"
 TEMPERATURE = 0.8
@@ -50,7 +52,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="divide positive logits of earlier tokens by X, multiply negative ones (1)",
     )
     add("--seed", type=int, default=0, help="seed of the sampling (0); each prompt's draws depend on its number alone")
-    add("--step", type=int, metavar="N", help="the checkpoint after N steps (the newest one)")
+    add_step_options(parser)
     add("--dtype", choices=sorted(COMPUTE_DTYPES), help="dtype of the weights (the run's train.dtype)")
 
 
@@ -68,37 +70,52 @@ def _run(arguments: argparse.Namespace) -> int:
     check_sampling(sampling)
     if arguments.output is not None and arguments.output.exists():
         raise ConfigError(f"--output {arguments.output}: exists already; remove it or give another name")
-    run, prompts = open_for_generation(arguments.folder, step=arguments.step), _prompts(arguments)
-    ids = run.tokenizer.encode_batch([prompt.text for prompt in prompts])
-    check_prompts(prompts, ids, max_tokens=arguments.max_tokens, positions=run.positions)
-    model = run.load_model(compute_device(), dtype=arguments.dtype)
-    batches = -(-len(prompts) // arguments.batch_size)
-    with _progress(batches * arguments.max_tokens, shown=arguments.output is not None) as on_tokens:
-        completions = generate_batches(
-            model,
-            ids,
-            max_tokens=arguments.max_tokens,
-            sampling=sampling,
-            batch_size=arguments.batch_size,
-            num_ids=run.tokenizer.vocab_size,
-            stop_ids=(run.tokenizer.eod_id,),
-            on_tokens=on_tokens,
-        )
-        if arguments.prompts is None and arguments.output is None:
-            (completion,) = completions
-            print(run.tokenizer.decode([*ids[0], *completion.tokens]))
-            return 0
-        with _output(arguments.output) as file:
+    steps = selected_steps(arguments.folder, steps_option(arguments))
+    first = open_for_generation(arguments.folder, step=steps[0])
+    prompts = _prompts(arguments)
+    ids = first.tokenizer.encode_batch([prompt.text for prompt in prompts])
+    check_prompts(prompts, ids, max_tokens=arguments.max_tokens, positions=first.positions)
+    runs = chain([first], (open_for_generation(arguments.folder, step=step) for step in steps[1:]))
+    total = len(steps) * -(-len(prompts) // arguments.batch_size) * arguments.max_tokens
+    with _progress(total, shown=arguments.output is not None) as on_tokens, _output(arguments.output) as file:
+        for run in runs:
+            label = {"step": run.checkpoint.manifest.step} if arguments.all_steps else {}
+            completions = _completions(run, ids, arguments, sampling, on_tokens)
+            if arguments.prompts is None and arguments.output is None:
+                (completion,) = completions
+                text = run.tokenizer.decode([*ids[0], *completion.tokens])
+                print("".join(f"{name} {value}\n" for name, value in label.items()) + text)
+                continue
             for completion in completions:
                 result = {
                     "completion": run.tokenizer.decode(completion.tokens),
                     "tokens": len(completion.tokens),
                     "stopped": completion.stopped,
                 }
-                line = json.dumps(prompts[completion.number].fields | result, ensure_ascii=False) + "\n"
+                line = json.dumps(prompts[completion.number].fields | label | result, ensure_ascii=False) + "\n"
                 with nullcontext() if arguments.output is None else storage_errors(arguments.output):
                     file.write(line.encode(errors="backslashreplace"))  # half surrogates stay JSON escapes
     return 0
+
+
+def _completions(
+    run: GenerationRun,
+    ids: Sequence[Sequence[int]],
+    arguments: argparse.Namespace,
+    sampling: Sampling,
+    on_tokens: Callable[[int], None],
+) -> Iterator[Completion]:
+    """The completions of one checkpoint; its model is freed with the iterator."""
+    return generate_batches(
+        run.load_model(compute_device(), dtype=arguments.dtype),
+        ids,
+        max_tokens=arguments.max_tokens,
+        sampling=sampling,
+        batch_size=arguments.batch_size,
+        num_ids=run.tokenizer.vocab_size,
+        stop_ids=(run.tokenizer.eod_id,),
+        on_tokens=on_tokens,
+    )
 
 
 def _prompts(arguments: argparse.Namespace) -> Sequence[Prompt]:

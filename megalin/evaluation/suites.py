@@ -7,9 +7,9 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from megalin.checkpoint.load import load, saved_steps
+from megalin.checkpoint.load import load
 from megalin.checkpoint.manifest import Checkpoint
 from megalin.checkpoint.tensors import OPTIMIZER_PREFIX, weights
 from megalin.data.config import SplitName
@@ -31,9 +31,8 @@ from megalin.parallel.mesh import Mesh, check_world_size
 from megalin.parallel.process_group import compute_device, process_group
 from megalin.train.build import COMPUTE_DTYPES, TrainedModel, build_model
 from megalin.train.config import RunConfig
-from megalin.train.open_run import open_run
+from megalin.train.open_run import Steps, open_run, selected_steps
 from megalin.train.pipeline_model import Pipeline
-from megalin.train.run_folder import CHECKPOINTS_NAME
 from megalin.train.validation import AnyEvaluation
 
 _log = logging.getLogger(__name__)
@@ -68,8 +67,8 @@ class EvalOptions(NamedTuple):
     """Split for the suite loss; None leaves the suite out."""
     choices: ChoiceOptions | None = None
     """Tasks of the suite choices; None leaves the suite out."""
-    steps: int | Literal["newest", "all"] = "newest"
-    """Finished steps of the checkpoint, or several."""
+    steps: Steps = "newest"
+    """The checkpoints."""
     others: SuiteOptions | None = None
     """Further suites; None leaves them out."""
 
@@ -122,11 +121,8 @@ def evaluate_checkpoints(
     folder: Path, mesh: Mesh, overrides: Sequence[str], options: EvalOptions, report: Report
 ) -> dict[int, StepResults]:
     """`evaluate_on_launched_ranks` on a mesh, all ranks of which call it and get the results."""
-    steps: list[int | None] = [options.steps] if isinstance(options.steps, int) else [None]
-    if options.steps == "all":
-        steps = [*saved_steps(folder / CHECKPOINTS_NAME)] or [None]  # no checkpoint is an error of `open_run`
     results, evaluator = {}, None
-    for step in steps:
+    for step in selected_steps(folder, options.steps):
         # The training's mesh is dropped: it does not apply to the ranks of the evaluation.
         config, checkpoint = open_run(folder, [*overrides, "parallel={}"], step=step)
         if evaluator is None:
