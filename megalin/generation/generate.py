@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from megalin.errors import ConfigError
-from megalin.generation.decoder import NO_TOKEN, Decoder, capture_cuda_graph, grows
+from megalin.generation.decoder import NO_TOKEN, Decoder, capture_cuda_graph
 from megalin.generation.sampling import Sampling, sampling_problems
 from megalin.model.language_model import LanguageModel
 
@@ -49,32 +49,31 @@ def generate_batches(
         stop_ids: ids that end a text.
         stop_when: called with a text's tokens so far whenever the host has read further ones; a batch ends when it is
             true, or a stop id was chosen, for all of its texts. Their completions keep the tokens read until then.
-        graph: launch every token as one CUDA graph; None: on GPUs, if the state has a fixed size and there are enough
-            tokens. Softmax attention's cache has none.
+        graph: launch every token as one CUDA graph; None: on GPUs, if there are enough tokens.
         on_tokens: called with the number of tokens that each sequence of a batch has advanced, or skipped at its end.
 
     Raises:
         ConfigError: an empty prompt, an id outside of the vocabulary, a parameter out of range, or a graph that the
-            device or the model does not allow.
+            device does not allow.
     """
     problems = [*prompt_problems(model, prompts), *sampling_problems(sampling)]
     for name, value in (("max_tokens", max_tokens), ("batch_size", batch_size)):
         if value < 1:
             problems.append(f"{name} = {value}: use at least 1")
     on_gpu = model.embedding.weight.device.type == "cuda"
-    if graph and (not on_gpu or grows(model)):
-        why = "softmax attention's cache grows with every token" if on_gpu else "the model is not on a GPU"
-        problems.append(f"graph = True, but {why}; leave it out")
+    if graph and not on_gpu:
+        problems.append("graph = True, but the model is not on a GPU; leave it out")
     if problems:
         raise ConfigError("\n".join(problems))
     batch_size = min(batch_size, len(prompts))  # no empty places in the only batch
     if graph is None:
-        graph = on_gpu and not grows(model) and max_tokens * len(prompts) >= GRAPH_TOKENS * batch_size
+        graph = on_gpu and max_tokens * len(prompts) >= GRAPH_TOKENS * batch_size
     return _batches(
         Decoder(
             model,
             sampling,
             batch_size=batch_size,
+            max_length=max(len(prompt) for prompt in prompts) + max_tokens,
             num_ids=num_ids,
             stop_ids=stop_ids,
             capture=capture_cuda_graph if graph else None,
