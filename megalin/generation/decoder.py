@@ -39,8 +39,9 @@ def capture_cuda_graph(step: Step, device: torch.device) -> Step:
 class Decoder:
     """Decodes batches of B prompts; the memory, and on GPUs the graph, of one batch serves the next ones.
 
-    The cache of softmax attention has room for `max_length` tokens of each sequence from the start, and a step costs
-    the attention to all of them.
+    Ranks of a tensor-parallel axis decode the same batches: they gather the logits of every token, and each makes the
+    same choices. The cache of softmax attention has room for `max_length` tokens of each sequence from the start, and a
+    step costs the attention to all of them.
 
     Args:
         batch_size: B; a batch of fewer prompts is filled up with sequences that have ended.
@@ -62,7 +63,7 @@ class Decoder:
         capture: Capture | None = None,
     ) -> None:
         self._model, self._sampling, self._capture, self.batch_size = model, sampling, capture, batch_size
-        weight = model.embedding.weight
+        weight = model.embedding.weight  # [V, D]; a DTensor has this global shape
         self._device, self._impossible = weight.device, None
         if num_ids is not None and num_ids < model.config.vocab_size:
             self._impossible = torch.arange(len(weight), device=weight.device) >= num_ids  # [V]
@@ -172,7 +173,8 @@ class Decoder:
             self._uniforms.copy_(uniforms(self._keys, numbers))
 
     def _choose(self, logits: Tensor) -> None:
-        """Chooses the next tokens from logits [B, V] and writes them to the block."""
+        """Chooses the next tokens from logits [B, V/tp] and writes them to the block."""
+        logits = self._model.tp.all_gather_last_dim(logits)
         if self._impossible is not None:
             logits = logits.masked_fill(self._impossible, float("-inf"))
         if self._seen is not None:

@@ -31,6 +31,7 @@ def generate_batches(
     *,
     max_tokens: int,
     sampling: Sampling,
+    numbers: Sequence[int] | None = None,
     batch_size: int = 1,
     num_ids: int | None = None,
     stop_ids: Sequence[int] = (),
@@ -40,11 +41,13 @@ def generate_batches(
 ) -> Iterator[Completion]:
     """Yields the completion of every prompt, in order; prompts of different lengths share a batch.
 
-    Draws depend on the seed, the prompt's index and the token's number, so completions do not depend on `batch_size`
-    but for the rounding of the logits.
+    Draws depend on the seed, the prompt's number and the token's number, so completions do not depend on `batch_size`
+    but for the rounding of the logits. The ranks of a tensor-parallel axis call it with the same arguments;
+    `generate_on_mesh` divides prompts among ranks.
 
     Args:
-        prompts: ids; their index is their number.
+        prompts: ids.
+        numbers: the prompts' numbers; None: their indices.
         num_ids: only ids below it are generated; a tokenizer may have fewer ids than the model.
         stop_ids: ids that end a text.
         stop_when: called with a text's tokens so far whenever the host has read further ones; a batch ends when it is
@@ -56,10 +59,7 @@ def generate_batches(
         ConfigError: an empty prompt, an id outside of the vocabulary, a parameter out of range, or a graph that the
             device does not allow.
     """
-    problems = [*prompt_problems(model, prompts), *sampling_problems(sampling)]
-    for name, value in (("max_tokens", max_tokens), ("batch_size", batch_size)):
-        if value < 1:
-            problems.append(f"{name} = {value}: use at least 1")
+    problems = generation_problems(model, prompts, sampling, max_tokens=max_tokens, batch_size=batch_size)
     on_gpu = model.embedding.weight.device.type == "cuda"
     if graph and not on_gpu:
         problems.append("graph = True, but the model is not on a GPU; leave it out")
@@ -79,6 +79,7 @@ def generate_batches(
             capture=capture_cuda_graph if graph else None,
         ),
         prompts,
+        range(len(prompts)) if numbers is None else numbers,
         max_tokens,
         stop_when,
         on_tokens,
@@ -88,14 +89,15 @@ def generate_batches(
 def _batches(
     decoder: Decoder,
     prompts: Sequence[Sequence[int]],
+    numbers: Sequence[int],
     max_tokens: int,
     stop_when: Callable[[list[int]], bool] | None,
     on_tokens: Callable[[int], None],
 ) -> Iterator[Completion]:
     for first in range(0, len(prompts), decoder.batch_size):
-        batch = prompts[first : first + decoder.batch_size]
-        numbers, produced = range(first, first + len(batch)), 0
-        decoder.start(batch, numbers)
+        batch, produced = prompts[first : first + decoder.batch_size], 0
+        own_numbers = numbers[first : first + decoder.batch_size]
+        decoder.start(batch, own_numbers)
         tokens: list[list[int]] = [[] for _ in batch]
         for block in decoder.blocks(max_tokens):
             for own, column in zip(tokens, block.T.tolist(), strict=False):
@@ -105,7 +107,7 @@ def _batches(
             if stop_when is not None and all(len(own) < produced or stop_when(own) for own in tokens):
                 break
         on_tokens(max_tokens - produced)
-        for number, own in zip(numbers, tokens, strict=True):
+        for number, own in zip(own_numbers, tokens, strict=True):
             yield Completion(number, own, len(own) < produced)
 
 
@@ -134,7 +136,18 @@ def generate(
     return completion.tokens
 
 
-def prompt_problems(model: LanguageModel, prompts: Sequence[Sequence[int]]) -> list[str]:
+def generation_problems(
+    model: LanguageModel, prompts: Sequence[Sequence[int]], sampling: Sampling, *, max_tokens: int, batch_size: int
+) -> list[str]:
+    """A line for each prompt that cannot be continued and each parameter out of range."""
+    problems = [*_prompt_problems(model, prompts), *sampling_problems(sampling)]
+    for name, value in (("max_tokens", max_tokens), ("batch_size", batch_size)):
+        if value < 1:
+            problems.append(f"{name} = {value}: use at least 1")
+    return problems
+
+
+def _prompt_problems(model: LanguageModel, prompts: Sequence[Sequence[int]]) -> list[str]:
     """A line for each prompt that cannot be continued."""
     vocab_size, problems = model.config.vocab_size, []
     if not prompts:

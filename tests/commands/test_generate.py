@@ -62,6 +62,12 @@ def test_generate_loads_the_trained_weights(trained):
         (["--prompt", "a", "--top-k", "0"], "top-k = 0 keeps no token; use at least 1"),
         (["--prompt", "a", "--top-p", "1.5"], "top-p = 1.5 is not in (0, 1]; use 1 to keep every token"),
         (["--prompt", "a", "--seed", str(2**70)], "is not in [0, 2^63); use a small number"),
+        (["parallel.cp=2", "--prompt", "a"], "override 'parallel.cp=2': generation reads only parallel.tp, the ranks"),
+        (
+            ["parallel.tp=2", "--prompt", "a"],
+            "parallel.tp = 2 does not divide the number of ranks, 1; start a multiple",
+        ),
+        (["parallel.tp=x", "--prompt", "a"], "tp = 'x': input should be a valid integer"),
     ],
 )
 def test_generate_refuses(fails, trained, arguments, message):
