@@ -150,11 +150,10 @@ class _Evaluator:
             self._suites.append(ChoiceSuite(self._config, options.choices))
         if options.others is not None:
             self._suites += [_suite(name, self._config, options.others) for name in options.others.suites]
-        axes = self._mesh.config
-        if (axes.tp > 1 or axes.cp > 1) and (writing := [suite.name for suite in self._suites if suite.generates]):
+        if self._mesh.cp.size > 1 and (writing := [suite.name for suite in self._suites if suite.generates]):
             raise ConfigError(
-                f"the suite {writing[0]} generates with the whole model on each rank; leave out parallel.tp and "
-                "parallel.cp, or evaluate it by a command of its own: the ranks divide its requests"
+                f"the suite {writing[0]} generates, which context parallelism cannot do; leave out parallel.cp = "
+                f"{self._mesh.cp.size}, or evaluate it by a command of its own: the ranks divide its requests"
             )
 
     @property
@@ -211,9 +210,9 @@ class _Evaluator:
         return self._model
 
     def _load_whole(self, checkpoint: Checkpoint) -> LanguageModel:
-        """The model for generation, whole on each rank, in the dtype in which the training computed."""
+        """The model for generation, sharded over tp alone, in the dtype in which the training computed."""
         assert isinstance(self._config.model, ModelConfig), type(self._config.model)  # refused by the suites
-        return load_whole_model(self._config.model, self._config.train, checkpoint, self._mesh.device)
+        return load_whole_model(self._config.model, self._config.train, checkpoint, self._mesh.device, tp=self._mesh.tp)
 
     def _identity(self, suite: Suite, key: str, checkpoint: Checkpoint) -> dict[str, Any]:
         """Everything that a task's result depends on."""
