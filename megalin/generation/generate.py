@@ -52,22 +52,23 @@ def generate_batches(
         stop_ids: ids that end a text.
         stop_when: called with a text's tokens so far whenever the host has read further ones; a batch ends when it is
             true, or a stop id was chosen, for all of its texts. Their completions keep the tokens read until then.
-        graph: launch every token as one CUDA graph; None: on GPUs, if there are enough tokens.
+        graph: launch every token as one CUDA graph; None: on GPUs without tensor parallelism, if there are enough
+            tokens.
         on_tokens: called with the number of tokens that each sequence of a batch has advanced, or skipped at its end.
 
     Raises:
         ConfigError: an empty prompt, an id outside of the vocabulary, a parameter out of range, or a graph that the
-            device does not allow.
+            device or tensor parallelism does not allow.
     """
     problems = generation_problems(model, prompts, sampling, max_tokens=max_tokens, batch_size=batch_size)
-    on_gpu = model.embedding.weight.device.type == "cuda"
-    if graph and not on_gpu:
-        problems.append("graph = True, but the model is not on a GPU; leave it out")
+    obstacle = _graph_obstacle(model)
+    if graph and obstacle:
+        problems.append(f"graph = True, but {obstacle}; leave it out")
     if problems:
         raise ConfigError("\n".join(problems))
     batch_size = min(batch_size, len(prompts))  # no empty places in the only batch
     if graph is None:
-        graph = on_gpu and max_tokens * len(prompts) >= GRAPH_TOKENS * batch_size
+        graph = not obstacle and max_tokens * len(prompts) >= GRAPH_TOKENS * batch_size
     return _batches(
         Decoder(
             model,
@@ -134,6 +135,13 @@ def generate(
         stop_ids=() if stop_id is None else (stop_id,),
     )
     return completion.tokens
+
+
+def _graph_obstacle(model: LanguageModel) -> str:
+    """The reason why no graph is captured of the model's steps; empty where one can be."""
+    if model.tp.size > 1:
+        return "a graph captures no collectives of parallel.tp"
+    return "" if model.embedding.weight.device.type == "cuda" else "the model is not on a GPU"
 
 
 def generation_problems(

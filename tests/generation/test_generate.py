@@ -12,6 +12,8 @@ from megalin.generation import Sampling, generate, generate_batches
 from megalin.generation.decoder import BLOCK_TOKENS, Decoder, grows
 from megalin.generation.prefill import prefill, state_tensors
 from megalin.model.language_model import LanguageModel
+from megalin.parallel.collectives import Axis
+from megalin.parallel.tensor_parallel import TensorParallel
 from tests.cases import CASES, HYBRID, NAMES, VOCAB_SIZE, build
 
 PROMPT = [5, 17, 300, 2, 5, 9, 120]
@@ -190,6 +192,12 @@ def test_limits_and_graphs_that_cannot_be_are_refused(model, options, message):
         generate_batches(model, [[1], []], **{"max_tokens": 1, "sampling": GREEDY, **options})
     with pytest.raises(ConfigError, match="prompt 1 has no tokens"):
         generate_batches(model, [[1], []], **{"max_tokens": 1, "sampling": GREEDY, **options})
+
+
+def test_graphs_of_tensor_parallel_ranks_are_refused():
+    ranked = LanguageModel(HYBRID.model, TensorParallel(Axis("tp", 2)))
+    with pytest.raises(ConfigError, match=r"graph = True, but a graph captures no collectives of parallel\.tp; leave"):
+        generate_batches(ranked, [[1]], max_tokens=1, sampling=GREEDY, graph=True)
 
 
 def test_a_batch_ends_when_all_of_its_texts_are_to_stop(model):
