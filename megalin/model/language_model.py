@@ -24,7 +24,8 @@ LossKind = Literal["tokens", "sum", "scores"]
 
 
 class ModelState(NamedTuple):
-    """Recurrent state of B sequences; its size does not depend on their length (a softmax cache's does)."""
+    """Recurrent state of B sequences; its size does not depend on their length (a softmax cache's does until
+    `LanguageModel.reserve`)."""
 
     blocks: list[list[State]]
     """One state per block and sub-layer."""
@@ -220,7 +221,8 @@ class LanguageModel(BaseModel[ModelConfig]):
         """Contexts of `step`, which hold the tensors that mixers derive from the weights, such as HGRN2's bounds.
 
         Args:
-            in_place: mixers with a kernel for it write the next state over the given one (`MixerContext.in_place`).
+            in_place: mixers that can do it write the next state over the given one (`MixerContext.in_place`), which
+                then comes from `reserve`.
         """
         weight = self.embedding.weight
         tokens = torch.zeros(1, 1, dtype=torch.int64, device=weight.device)
@@ -248,6 +250,16 @@ class LanguageModel(BaseModel[ModelConfig]):
         zeros = torch.zeros(batch_size, dtype=torch.int64, device=device)
         blocks = [initial(block.mixers()) for block in self.block_list()]
         return ModelState(blocks, initial(self.input_mixers()), zeros, zeros.to(torch.int32))
+
+    def reserve(self, state: ModelState, num_tokens: int) -> ModelState:
+        """The state for steps in place until the sequences have `num_tokens` tokens (`Mixer.reserve`)."""
+
+        def reserved(mixers: list[Mixer], states: list[State]) -> list[State]:
+            return [mixer.reserve(each, num_tokens) for mixer, each in zip(mixers, states, strict=True)]
+
+        pairs = zip(self.block_list(), state.blocks, strict=True)
+        blocks = [reserved(block.mixers(), states) for block, states in pairs]
+        return state._replace(blocks=blocks, inputs=reserved(self.input_mixers(), state.inputs))
 
     def num_embedding_parameters(self) -> int:
         """Number of parameters of the embedding, and of an untied output embedding."""

@@ -50,7 +50,8 @@ class MixerContext(NamedTuple):
     consecutive: bool
     """True where positions increase by one from token to token, across documents and ranks too."""
     in_place: bool = False
-    """True where `step` may write the next state over the given one; it then returns the same tensors."""
+    """True where `step` may write the next state over the given one; it then returns the same tensors. A cache needs
+    room for the token (`Mixer.reserve`)."""
 
 
 class MixerOutput(NamedTuple):
@@ -148,6 +149,11 @@ class Mixer(nn.Module):
     def initial_state(self, batch_size: int, *, dtype: torch.dtype, device: torch.device) -> State:
         """The state before the first token, zeros in `dtype` (at least fp32)."""
         return tuple(torch.zeros(batch_size, *shape, dtype=dtype, device=device) for shape in self.state_shapes())
+
+    def reserve(self, state: State, num_tokens: int) -> State:
+        """The state for decoding in place: a cache gets room for `num_tokens` tokens in all, so that its size is fixed,
+        as that of other states is, which are returned unchanged."""
+        return state
 
     def norm_tracked_weights(self) -> list[nn.Parameter]:
         """The weights whose largest magnitude `update_from_weights` reads."""

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, Self
 import pydantic
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from megalin.errors import ConfigError
 from megalin.layers.mixers.base import (
@@ -21,8 +22,10 @@ from megalin.layers.mixers.base import (
 )
 from megalin.ops.attention.causal import AttentionBackend, causal_attention, check_backend
 from megalin.ops.attention.softmax import (
+    KeyValueCache,
     softmax_attention,
     softmax_attention_flops,
+    softmax_attention_step,
     visible_in_sequence,
     visible_tokens,
 )
@@ -37,7 +40,8 @@ class Softmax(Mixer):
 
     The state is a cache of keys and values, which grows with the length: 2 G K numbers a token for G key-value heads;
     so does the work of a decoding step. The state (k [B, S, G/tp, K], v [B, S, G/tp, K], remembered [B, S]) starts
-    with S = 0. Tokens where `remembered` is 1 are visible, so a zeroed state is empty; others are zero.
+    with S = 0. Tokens where `remembered` is 1 are visible, so a zeroed state is empty; others are zero. `reserve`
+    appends empty slots, which steps in place fill: S is then fixed, and a step costs the work of S tokens.
 
     Context parallelism: an all-to-all turns q, k and v from T/cp tokens of all heads into all tokens of H/cp heads,
     another returns y; key-value heads are repeated where cp does not divide them. Where cp does not divide a rank's
@@ -89,9 +93,7 @@ class Softmax(Mixer):
         return DocumentView(documents.ids, full_sequence=documents.full_sequence, packed=packed)
 
     def forward(self, x: Tensor, context: MixerContext, state: State | None) -> MixerOutput:
-        x = self.tp.enter(x)
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (*self.q(x), *self.kv(x)))  # [B, T, H or G/tp, K]
-        q, k = (rope(y, context.positions, base=self.config.rope_base) for y in (q, k))
+        q, k, v = self._heads(x, context)
         if state is None:
             return MixerOutput(self.out(self._attention(q, k, v, context).flatten(2)), ())
         documents = context.documents.ids
@@ -104,6 +106,13 @@ class Softmax(Mixer):
         kept = visible[:, -1]  # the last token's document so far
         keys, values = (_keep(tensor, kept).to(past_k.dtype) for tensor in (all_k, all_v))
         return MixerOutput(y, (keys, values, kept.to(remembered.dtype)))
+
+    def _heads(self, x: Tensor, context: MixerContext) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, T, H/tp, K], keys and values [B, T, G/tp, K], the first two with their positions."""
+        x = self.tp.enter(x)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (*self.q(x), *self.kv(x)))
+        q, k = (rope(y, context.positions, base=self.config.rope_base) for y in (q, k))
+        return q, k, v
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, context: MixerContext) -> Tensor:
         """Attention [B, T/cp, H/tp, K] over full sequences, without a state."""
@@ -120,7 +129,10 @@ class Softmax(Mixer):
         return self.cp.to_tokens(y)
 
     def step(self, x: Tensor, context: MixerContext, state: State) -> MixerOutput:
-        return self(x, context, state)
+        if not context.in_place:
+            return self(x, context, state)
+        y = softmax_attention_step(*self._heads(x, context), KeyValueCache(*state))
+        return MixerOutput(self.out(y.flatten(2)), state)
 
     def flops(self, length: int) -> int:
         attention = softmax_attention_flops(length, num_heads=self.config.num_heads, head_dim=self.head_dim)
@@ -129,6 +141,15 @@ class Softmax(Mixer):
     def state_shapes(self) -> list[tuple[int, ...]]:
         heads = (0, self.local_groups, self.head_dim)
         return [heads, heads, (0,)]
+
+    def reserve(self, state: State, num_tokens: int) -> State:
+        """The cache with empty slots up to `num_tokens`; keys and values in the weights' dtype, in which they were
+        computed, instead of the at least fp32 of states."""
+        keys, values, remembered = state
+        dtype, missing = self.kv.weight.dtype, num_tokens - keys.shape[1]
+        assert missing >= 0, (num_tokens, keys.shape)
+        keys, values = (functional.pad(x.to(dtype), (0, 0, 0, 0, 0, missing)) for x in (keys, values))
+        return keys, values, functional.pad(remembered, (0, missing))
 
 
 def _keep(x: Tensor, kept: Tensor) -> Tensor:
