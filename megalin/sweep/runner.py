@@ -51,10 +51,12 @@ class _Running:
         self.progress = Progress(sweep.config, cell.values, self._folder / "metrics.jsonl")
         self._log, self._started = folder / f"{cell.name}.log", time.perf_counter()
         self._ended_by: Status | None = None
-        command = [sys.executable, "-m", "megalin", "train", str(sweep.run_config), "--folder", str(self._folder)]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [*command, *cell.overrides], stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **environment}
+                train_command(sweep.run_config, self._folder, cell.overrides),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment},
             )
 
     def poll(self) -> Result | None:
@@ -92,6 +94,11 @@ class _Running:
             progress.best,
             error,
         )
+
+
+def train_command(config: Path, folder: Path, overrides: Sequence[str]) -> list[str]:
+    """The command of a run, as a user would give it."""
+    return [sys.executable, "-m", "megalin", "train", str(config), "--folder", str(folder), *overrides]
 
 
 def run_sweep(
