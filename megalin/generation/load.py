@@ -84,7 +84,7 @@ def load_whole_model(
     *,
     dtype: DtypeName | None = None,
 ) -> LanguageModel:
-    """Loads a checkpoint's weights as one unsharded model on `device`.
+    """Loads a checkpoint's weights as one unsharded model on `device`, in eval mode.
 
     Args:
         dtype: of the weights (`cast_weights`); None: train.dtype, in which the training computed.
@@ -98,7 +98,7 @@ def load_whole_model(
     load(checkpoint, weights(model), ignore=(OPTIMIZER_PREFIX,))
     model.after_optimizer_step()
     cast_weights(model, COMPUTE_DTYPES[dtype or train.dtype])
-    return model
+    return model.eval()
 
 
 def cast_weights(model: LanguageModel, dtype: torch.dtype) -> None:
