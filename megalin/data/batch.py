@@ -24,7 +24,8 @@ class Batch(NamedTuple):
 
     def inputs(self) -> dict[str, torch.Tensor]:
         """Arguments of a decoder's forward."""
-        return {"tokens": self.tokens, "labels": self.labels, "document_ids": self.document_ids}
+        fields = {"tokens": self.tokens, "labels": self.labels, "document_ids": self.document_ids, "draw": self.draw}
+        return {name: field for name, field in fields.items() if field is not None}
 
     def label_counts(self) -> torch.Tensor:
         """[1] int64, number of valid labels of each term of the loss."""
@@ -53,6 +54,8 @@ class EncoderBatch(NamedTuple):
         names = ["tokens", "token_types", "valid", "sequence_labels"]
         if self.masked_positions.shape[1]:
             names += ["masked_positions", "masked_labels"]
+        if self.draw is not None:
+            names.append("draw")
         return {name: getattr(self, name) for name in names}
 
     def label_counts(self) -> torch.Tensor:

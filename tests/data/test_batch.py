@@ -107,3 +107,5 @@ def test_numbers_of_samples_stay_with_them():
     assert pad_samples(batch, 2).draw.tolist() == [2**40, 0]
     assert take_samples(pad_samples(batch, 3), torch.tensor([2, 0])).draw.tolist() == [0, 2**40]
     assert split_tokens(batch, ContextParallel(Axis("cp", 2, 1))).draw.tolist() == [2**40]
+    assert list(batch.inputs()) == ["tokens", "labels", "document_ids", "draw"]
+    assert list(batch._replace(draw=None).inputs()) == ["tokens", "labels", "document_ids"]

@@ -12,8 +12,12 @@ from tests.model_runs import checkpoint_tensors, metrics, write_config
 
 @pytest.mark.parametrize(
     "overrides",
-    [[], ["train.compile=true", "train.dtype=bfloat16", "train.recompute=true"]],
-    ids=["eager", "compiled_bf16_recomputed"],
+    [
+        [],
+        ["model.hidden_dropout=0.1", "model.embedding_dropout=0.1"],
+        ["train.compile=true", "train.dtype=bfloat16", "train.recompute=true", "model.hidden_dropout=0.1"],
+    ],
+    ids=["eager", "eager_dropout", "compiled_bf16_recomputed_dropout"],
 )
 def test_graphs_change_no_bit_of_a_run_that_accumulates_and_evaluates(tmp_path, overrides):
     config = write_config(tmp_path, train={"evaluate_every_steps": 5}, checkpoint={"every_steps": 6})
