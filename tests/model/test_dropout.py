@@ -127,7 +127,8 @@ def test_a_rate_of_zero_costs_no_operation(rates: dict[str, float]):
     assert (trained.names == evaluated.names) == (not rates)
 
 
-def test_ten_compiled_blocks_are_one_graph():
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_ten_compiled_blocks_are_one_graph(backend: str):
     built, inputs = build(model({"sublayers": [GLU], "repeat": 10}, **RATES)), make_inputs()
 
     def run() -> dict[str, Tensor]:
@@ -137,7 +138,7 @@ def test_ten_compiled_blocks_are_one_graph():
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     for block in built.blocks:
-        block.compile(fullgraph=True, dynamic=False, backend="aot_eager")
+        block.compile(fullgraph=True, dynamic=False, backend=backend)
     assert_close(run(), expected, 1e-12)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 

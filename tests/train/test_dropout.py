@@ -1,4 +1,6 @@
-"""Runs with dropout: new masks in every epoch, and a rate that may change where a run resumes."""
+"""Runs with dropout: new masks in every epoch, a rate that may change where a run resumes, and accumulation.
+
+Runs on other meshes, resumed runs and DeepSpeed's: tests/train/test_resume.py, tests/train/test_deepspeed.py."""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.model_runs import documents, losses, train_here, write_config, write_shard
+from tests.model_runs import DROPOUT, documents, losses, train_here, write_config, write_shard
 from tests.ranks import run_ranks
 
 SAMPLES, LENGTH = 4, 36
@@ -17,6 +19,20 @@ def _losses(config: Path, folder: Path, rates: list[tuple[int, float]]) -> list[
     for step, rate in rates:
         train_here(config, folder, f"train.stop_after_steps={step}", f"model.hidden_dropout={rate}")
     return losses(folder)
+
+
+def _losses_of_sizes(config: Path, folder: Path) -> list[list[float]]:
+    """The losses of runs with one and with four micro-batches a step."""
+    folders = [folder / str(size) for size in (4, 1)]
+    for size, run in zip((4, 1), folders, strict=True):
+        train_here(config, run, f"train.micro_batch_size={size}", "data.validation=[]", "train.steps=4")
+    return [losses(run) for run in folders]
+
+
+def test_accumulation_changes_no_mask(tmp_path):
+    whole, accumulated = run_ranks(1, _losses_of_sizes, write_config(tmp_path, model=DROPOUT), tmp_path)[0]
+    assert len(whole) == 4
+    assert accumulated == pytest.approx(whole, rel=1e-6)
 
 
 def test_the_same_samples_have_other_masks_in_the_next_epoch(tmp_path):
