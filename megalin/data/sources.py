@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 import numpy as np
 import torch
 
-from megalin.data.batch import AnyBatch, Batch, BatchT
+from megalin.data.batch import AnyBatch, Batch, BatchT, map_fields
 from megalin.data.blend import BlendedOrder, BlendSource, Phase
 from megalin.data.config import DataConfig, SplitName
 from megalin.data.datasets.masked import MaskedDataset
@@ -73,7 +73,7 @@ class ConcatDataset(Generic[BatchT]):
             batch = parts[0]
         else:
             back = torch.from_numpy(np.argsort(np.concatenate(places)))
-            batch = type(parts[0])(*(torch.cat(field)[back] for field in zip(*parts, strict=True)))
+            batch = map_fields(lambda *fields: torch.cat(fields)[back], *parts)
         return batch._replace(sample_ids=torch.from_numpy(samples.copy()))
 
     def close(self) -> None:

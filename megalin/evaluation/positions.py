@@ -16,12 +16,12 @@ from megalin.data.shards.indexed_dataset import bin_path
 from megalin.data.sources import open_dataset
 from megalin.errors import ConfigError
 from megalin.evaluation.choices.metrics import Metric
-from megalin.evaluation.choices.scoring import evaluating
 from megalin.evaluation.suite import Decoder, ReportProgress, TaskResult, no_report
 from megalin.model.config import EncoderConfig
 from megalin.parallel.cross_entropy import IGNORED_LABEL
 from megalin.parallel.mesh import Mesh
 from megalin.train.config import RunConfig
+from megalin.train.validation import evaluating
 
 FIRST_BUCKET = 64
 """Earlier tokens of the first bucket; each further one ends at twice as many."""

@@ -46,6 +46,14 @@ class StackConfig(Config):
     """Epsilon of that norm."""
     init_std: float = pydantic.Field(default=0.02, gt=0)
     """Standard deviation of the initial weights."""
+    embedding_dropout: float = pydantic.Field(default=0.0, ge=0, lt=1)
+    """Dropout rate of the residual stream before the first block: token embeddings with their scale, positions and
+    input layers. Only in training."""
+    hidden_dropout: float = pydantic.Field(default=0.0, ge=0, lt=1)
+    """Dropout rate of each sub-layer's output, mixers and FFNs, before it is added to the residual stream; Megatron's
+    hidden_dropout, fairseq's dropout (HGRN2's WikiText-103 script: 0.1, with embedding_dropout 0.1). Only in training.
+    Masks are functions of train.seed and a sample's number in the run, equal on every mesh. Attention probabilities
+    have no dropout: no kernel of a library takes such a mask."""
 
     @property
     def num_layers(self) -> int:

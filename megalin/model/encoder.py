@@ -119,6 +119,7 @@ class Encoder(BaseModel[EncoderConfig]):
         masked_positions: Tensor | None = None,
         masked_labels: Tensor | None = None,
         sequence_labels: Tensor | None = None,
+        draw: Tensor | None = None,
     ) -> EncoderOutput:
         """Runs T tokens of each of B sequences.
 
@@ -136,6 +137,7 @@ class Encoder(BaseModel[EncoderConfig]):
                 where fewer are masked, and divisible by cp.
             masked_labels: [B, P/cp] ids, IGNORED_LABEL where there is no loss.
             sequence_labels: [B] classes, IGNORED_LABEL where there is no loss.
+            draw: [B] int64, the numbers of the samples in the run, which key dropout masks; read in training alone.
         """
         assert tokens.shape[1] * self.cp.size <= self.config.max_positions, (tokens.shape, self.config.max_positions)
         if positions is None:
@@ -143,8 +145,9 @@ class Encoder(BaseModel[EncoderConfig]):
         token_types = torch.zeros_like(tokens) if token_types is None else token_types
         x = self.embedding.embed(tokens) + self.position_embedding(positions) + self.type_embedding(token_types)
         documents = SequenceDocuments(self.cp, tokens, document_ids, valid)
-        context = SequenceContext(positions, documents, self.shared_tensors(), x.dtype)
-        x = functional.hardtanh(x)
+        dropout = self.dropout_keys(draw, tokens)
+        context = SequenceContext(positions, documents, self.shared_tensors(), x.dtype, dropout=dropout)
+        x = self.drop_embedding(functional.hardtanh(x), dropout)
         for block in self.block_list():
             x = block(x, block.contexts(context), None).x
         hidden = self.norm(x)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalin.data.batch import AnyBatch, Batch, EncoderBatch, batch_to, split_tokens
 from megalin.model.encoder import Encoder
@@ -102,6 +103,18 @@ class EncoderEvaluation(NamedTuple):
 AnyEvaluation = Evaluation | EncoderEvaluation
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Context in which a model is in eval mode; afterwards in its mode before, with sharded weights."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        reshard(model)
+        model.train(was_training)
+
+
 @torch.no_grad()
 def evaluate(
     model: TrainedModel, batches: Iterable[AnyBatch], mesh: Mesh, *, token_bytes: Tensor | None = None
@@ -112,9 +125,10 @@ def evaluate(
         batches: full sequences of a decoder, or batches of a pretraining encoder.
         token_bytes: [vocabulary] int64, UTF-8 bytes that each id decodes to; only decoders use it.
     """
-    if isinstance(model, Encoder):
-        return _evaluate_encoder(model, cast(Iterable[EncoderBatch], batches), mesh)
-    return _evaluate_decoder(model, cast(Iterable[Batch], batches), mesh, token_bytes)
+    with evaluating(model):
+        if isinstance(model, Encoder):
+            return _evaluate_encoder(model, cast(Iterable[EncoderBatch], batches), mesh)
+        return _evaluate_decoder(model, cast(Iterable[Batch], batches), mesh, token_bytes)
 
 
 def _evaluate_decoder(
@@ -127,7 +141,6 @@ def _evaluate_decoder(
         batch = batch_to(split_tokens(batch, mesh.cp), mesh.device)
         total += model.loss_sums(batch.inputs()).sum()
         counts += _count(batch.labels, vocab_size)
-    reshard(model)
     nats = mesh.sum_over_data(mesh.pp.sum(total)).item()
     counts = mesh.sum_over_data(counts).cpu()
     tokens = int(counts.sum())
@@ -162,7 +175,6 @@ def _evaluate_encoder(model: Encoder, batches: Iterable[EncoderBatch], mesh: Mes
         )
         sequences += (batch.sequence_labels != IGNORED_LABEL).sum()
         counts += _count(batch.masked_labels, vocab_size)
-    reshard(model)
     mlm_nats, nsp_nats = mesh.sum_over_data(sums).tolist()
     mlm_right, nsp_right = mesh.sum_over_data(right).tolist()
     pairs = int(mesh.sum_over_data(sequences))

@@ -7,11 +7,10 @@ all of its answers, which for mixers of constant state costs the same at any len
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalin.data.batch import batch_to, split_tokens
 from megalin.data.loader import ValidationLoader
@@ -21,8 +20,8 @@ from megalin.evaluation.choices.metrics import RequestScores
 from megalin.evaluation.choices.rows import RequestRows, ScoredRequest
 from megalin.evaluation.suite import Decoder, ReportProgress, no_report
 from megalin.model.language_model import LanguageModel
-from megalin.parallel.data_parallel import reshard
 from megalin.parallel.mesh import Mesh
+from megalin.train.validation import evaluating
 
 
 @torch.no_grad()
@@ -71,18 +70,6 @@ def score_carried(
             done += len(scored.numbers)
             on_progress(done, len(requests))
     return sums.result()
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Context in which a model is in eval mode; afterwards in its mode before, with sharded weights."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        reshard(model)
-        model.train(was_training)
 
 
 class _Sums:
