@@ -36,9 +36,12 @@ SUITES = ("loss", "choices", *OTHER_SUITES)
 _TABLE_WIDTH = 140  # where the output is not a terminal
 _COLUMNS = (
     *("acc", "acc_norm", "acc_unconditional", "bits_per_byte", "greedy_match"),
-    *("accuracy", "exact_match", "score", "weighted_average", "niah_score", "loss"),
+    *("accuracy", "exact_match", "score", "weighted_average", "niah_score"),
+    *("loss", "perplexity", "unigram_entropy"),
 )
 """Metrics of the table; --json and the run folder have all."""
+_HEADINGS = {"sources": ("source", "tokens"), "positions": ("split", "tokens")}
+"""Headings of a suite's tasks and their numbers of questions, where they are not called so."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +70,10 @@ def _run(arguments: argparse.Namespace) -> int:
     loss_alone = options.choices is None and options.others is None and options.steps != "all"
     if arguments.json:
         values = {str(step): of_step.values() for step, of_step in results.items()}
-        print(json.dumps(next(iter(values.values()))["loss"] if loss_alone else values))
+        if loss_alone:
+            (only,) = values.values()
+            values = only.pop("loss") | only  # by source, where there are several
+        print(json.dumps(values))
     else:
         for step, of_step in results.items():
             _print(None if loss_alone else step, of_step)
@@ -125,18 +131,19 @@ def _print(step: int | None, results: StepResults) -> None:
         print(f"step {step}")
     if results.loss is not None:
         print("\n".join(results.loss.report_lines()))
-    for tasks in results.tasks.values():
-        Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH).print(_table(tasks))
+    for suite, tasks in results.tasks.items():
+        Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH).print(_table(suite, tasks))
 
 
-def _table(results: Mapping[str, TaskResult]) -> Table:
-    """The metrics of tasks, with their standard errors."""
+def _table(suite: str, results: Mapping[str, TaskResult]) -> Table:
+    """The metrics of a suite's tasks, with their standard errors."""
     names = dict.fromkeys(name for result in results.values() for name in result.metrics)
     shown = [name for name in _COLUMNS if name in names] + [name for name in names if name[0].isdigit()]
     truncated = any(result.num_truncated for result in results.values())
+    task_heading, count_heading = _HEADINGS.get(suite, ("task", "questions"))
     table = Table(
-        Column("task", no_wrap=True),
-        "questions",
+        Column(task_heading, no_wrap=True),
+        count_heading,
         *(name.replace("_", " ") for name in shown),
         *["truncated"] * truncated,
     )

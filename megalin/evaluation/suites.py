@@ -21,6 +21,7 @@ from megalin.evaluation.generated.sequences import SEQUENCE_SUITES, sequence_sui
 from megalin.evaluation.held_out import check_mesh, check_split, evaluate_split, mesh_overrides
 from megalin.evaluation.positions import PositionSuite
 from megalin.evaluation.results import add_results, parse_result, read_results, results_path
+from megalin.evaluation.sources import SourceSuite, split_sources
 from megalin.evaluation.suite import Suite, TaskResult
 from megalin.generation.load import load_whole_model
 from megalin.launch import launched
@@ -65,7 +66,7 @@ class EvalOptions(NamedTuple):
     """A selection of suites and checkpoints."""
 
     split: SplitName | None = "validation"
-    """Split for the suite loss; None leaves the suite out."""
+    """Split for the suite loss, as a whole and, of a decoder, by source; None leaves the suite out."""
     choices: ChoiceOptions | None = None
     """Tasks of the suite choices; None leaves the suite out."""
     steps: int | Literal["newest", "all"] = "newest"
@@ -78,9 +79,10 @@ class StepResults(NamedTuple):
     """Results of one checkpoint, equal on every rank."""
 
     loss: AnyEvaluation | None
-    """Result of the suite loss."""
+    """Result of the suite loss on the whole split."""
     tasks: dict[str, dict[str, TaskResult]]
-    """Results of the other suites by suite and `Suite.result_names`, with those that an earlier evaluation left."""
+    """Results of the other suites by suite and `Suite.result_names`, with those that an earlier evaluation left; those
+    of the suite loss by source under "sources"."""
 
     def values(self) -> dict[str, Any]:
         """The results as JSON, by suite."""
@@ -150,6 +152,9 @@ class _Evaluator:
         self._model: TrainedModel | None = None
 
     def _open_suites(self, options: EvalOptions) -> None:
+        config, split = self._config, self._split
+        if split is not None and isinstance(config.model, ModelConfig) and len(split_sources(config.data, split)) > 1:
+            self._suites.append(SourceSuite(config, split))
         if options.choices is not None:
             self._suites.append(ChoiceSuite(self._config, options.choices))
         if options.others is not None:
