@@ -20,6 +20,7 @@ from megalin.data.config import SPLITS
 from megalin.errors import ConfigError
 from megalin.evaluation.choices.metrics import Metric
 from megalin.evaluation.choices.suite import DEFAULT_TASKS, ChoiceOptions
+from megalin.evaluation.generated.haystack import HAYSTACKS, Haystack
 from megalin.evaluation.generated.retrieval import NUM_DEPTHS
 from megalin.evaluation.suite import TaskResult
 from megalin.evaluation.suites import (
@@ -49,12 +50,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("folder", type=Path, help="a run folder")
     add("overrides", nargs="*", metavar="key=value", help="for example parallel.cp=2 or data.validation=['a']")
     add("--suite", default="loss", metavar="NAMES", help=f"suites, with commas between: {', '.join(SUITES)} (loss)")
-    add("--split", choices=SPLITS, default="validation", help="data split of loss and positions (validation)")
+    add("--split", choices=SPLITS, default="validation", help="split of loss, positions and documents (validation)")
     add("--tasks", nargs="+", metavar="TASK", help=f"choice tasks: a group, TASK or TASK/VARIANT ({DEFAULT_TASKS[0]})")
     add("--data", type=Path, metavar="FOLDER", help="folder of the choice tasks (the run's evaluation.data)")
     add("--limit", type=int, metavar="N", help="only the first N questions or examples of each task")
     add("--lengths", type=int, nargs="+", metavar="L", help="context lengths of needle and ruler (1/4, 1/2, 1 of T)")
     add("--depths", type=int, metavar="N", help=f"depths of the needles ({NUM_DEPTHS})")
+    haystack = "text around the needles: generated noise, or held-out documents of the run (noise)"
+    add("--haystack", choices=HAYSTACKS, help=haystack)
     steps = parser.add_mutually_exclusive_group()
     steps.add_argument("--step", type=int, metavar="N", help="the checkpoint after N steps (the newest one)")
     steps.add_argument("--all-steps", action="store_true", help="every checkpoint")
@@ -93,6 +96,7 @@ def _options(arguments: argparse.Namespace) -> EvalOptions:
         "limit": ["choices", *OTHER_SUITES],
         "lengths": ["needle", "ruler"],
         "depths": ["needle"],
+        "haystack": ["needle"],
     }
     for name, read_by in readers.items():
         if getattr(arguments, name) is not None and not set(read_by) & set(suites):
@@ -105,8 +109,9 @@ def _options(arguments: argparse.Namespace) -> EvalOptions:
     if arguments.step is not None:
         steps = arguments.step
     depths = NUM_DEPTHS if arguments.depths is None else arguments.depths
-    further = SuiteOptions(others, arguments.limit, arguments.lengths, depths, arguments.split) if others else None
-    return EvalOptions(arguments.split if "loss" in suites else None, choices, steps, further)
+    haystack: Haystack = arguments.haystack or "noise"
+    further = SuiteOptions(others, arguments.limit, arguments.lengths, depths, arguments.split, haystack)
+    return EvalOptions(arguments.split if "loss" in suites else None, choices, steps, further if others else None)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from megalin.checkpoint.tensors import OPTIMIZER_PREFIX, weights
 from megalin.data.config import SplitName
 from megalin.errors import ConfigError, MegalinError
 from megalin.evaluation.choices.suite import ChoiceOptions, ChoiceSuite, can_carry
+from megalin.evaluation.generated.haystack import Haystack
 from megalin.evaluation.generated.heat_map import write_heat_map
 from megalin.evaluation.generated.retrieval import NUM_DEPTHS, NeedleSuite, RulerSuite
 from megalin.evaluation.generated.sequences import SEQUENCE_SUITES, sequence_suite
@@ -59,7 +60,9 @@ class SuiteOptions(NamedTuple):
     depths: int = NUM_DEPTHS
     """Depths of the needles, evenly from the start to the end."""
     split: SplitName = "validation"
-    """Split of the suite positions."""
+    """Split of the suite positions, and of the haystack of documents."""
+    haystack: Haystack = "noise"
+    """Text around the needles of the suite needle."""
 
 
 class EvalOptions(NamedTuple):
@@ -266,7 +269,14 @@ def _suite(name: str, config: RunConfig, options: SuiteOptions) -> Suite:
     if name in SEQUENCE_SUITES:
         return sequence_suite(name, config, limit=options.limit)
     if name == "needle":
-        return NeedleSuite(config, lengths=options.lengths, depths=options.depths, limit=options.limit)
+        return NeedleSuite(
+            config,
+            lengths=options.lengths,
+            depths=options.depths,
+            limit=options.limit,
+            haystack=options.haystack,
+            split=options.split,
+        )
     assert name == "ruler", name
     return RulerSuite(config, lengths=options.lengths, limit=options.limit)
 
