@@ -5,11 +5,13 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+from unittest.mock import patch
 
 import pytest
 
 from megalin.data.tokenizers.tokenizer import BytePairTrainer, ByteTokenizer, HuggingFaceTokenizer
 from megalin.errors import ConfigError, DataError
+from megalin.evaluation.choices import encoding
 from megalin.evaluation.choices.encoding import check_vocabulary, distinct_prompts, encode_task
 from megalin.evaluation.choices.manifest import read_manifest
 from megalin.evaluation.choices.requests import EvaluationData, Request
@@ -225,6 +227,25 @@ def test_answer_without_a_token_of_its_own_is_refused(tmp_path):
     task = EvaluationData(make_data(tmp_path)).read("which/rc_0shot")
     with pytest.raises(DataError, match="the answer ' ran away' has no token of its own after the prompt"):
         encode_task(task, Merging(), max_tokens=9)
+
+
+def test_each_prompt_is_encoded_once_and_batches_have_no_effect(tmp_path):
+    class Counting(ByteTokenizer):
+        def __init__(self):
+            self.batches = []
+
+        def encode_batch(self, texts):
+            self.batches.append(list(texts))
+            return super().encode_batch(texts)
+
+    task = EvaluationData(make_data(tmp_path)).read("colours/rc_0shot")
+    counting = Counting()
+    with patch.object(encoding, "_ENCODED_TOGETHER", 3):
+        found = encode_task(task, counting, max_tokens=99)
+    assert found == encode_task(task, ByteTokenizer(), max_tokens=99)
+    texts = [text for batch in counting.batches for text in batch]
+    assert len(texts) == 4 + len(found.requests)  # three questions and "Answer:"
+    assert max(map(len, counting.batches)) == 3
 
 
 def test_requests_of_one_prompt_are_found(tmp_path):

@@ -49,7 +49,7 @@ def score_packed(
     sums = _Sums(requests, mesh)
     with evaluating(model):
         for done, batch in enumerate(loader, 1):
-            numbers = mesh.cp.shard(rows.request_numbers(batch.sample_ids)).to(mesh.device)
+            numbers = mesh.cp.shard(rows.request_numbers(batch.sample_ids)).to(mesh.device, non_blocking=True)
             batch = batch_to(split_tokens(batch, mesh.cp), mesh.device)
             scores = model.token_scores(batch.inputs())
             if scores is not None:
