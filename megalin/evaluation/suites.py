@@ -14,6 +14,7 @@ from megalin.checkpoint.manifest import Checkpoint
 from megalin.checkpoint.tensors import OPTIMIZER_PREFIX, weights
 from megalin.data.config import SplitName
 from megalin.errors import ConfigError, MegalinError
+from megalin.evaluation.choices.partial import PartialScores
 from megalin.evaluation.choices.suite import ChoiceOptions, ChoiceSuite, can_carry
 from megalin.evaluation.generated.haystack import Haystack
 from megalin.evaluation.generated.heat_map import write_heat_map
@@ -197,15 +198,32 @@ class _Evaluator:
                 if result is None:
                     if suite.generates and whole is None:
                         whole = self._load_whole(checkpoint)
-                    result = self._run_task(suite, key, whole if suite.generates else model)
+                    kept = self._partial(suite, key, checkpoint)
+                    result = self._run_task(suite, key, whole if suite.generates else model, kept)
                     self._keep(step, suite.name, key, result.values() | self._identity(suite, key, checkpoint))
                     self._draw(step, key, result)
+                    kept.remove()
                 found[suite.name][key] = result
         return StepResults(loss, found)
 
-    def _run_task(self, suite: Suite, key: str, model: TrainedModel | None) -> TaskResult:
+    def _run_task(self, suite: Suite, key: str, model: TrainedModel | None, kept: PartialScores) -> TaskResult:
         assert isinstance(model, LanguageModel | Pipeline), type(model)  # others are refused by the suites
-        return suite.run(key, model, self._mesh, carry=self._carry, on_progress=partial(self._report, key))
+        report = partial(self._report, key)
+        if isinstance(suite, ChoiceSuite):
+            return suite.run(key, model, self._mesh, carry=self._carry, on_progress=report, partial=kept)
+        return suite.run(key, model, self._mesh, carry=self._carry, on_progress=report)
+
+    def _partial(self, suite: Suite, key: str, checkpoint: Checkpoint) -> PartialScores:
+        """The file of a task's partial scores. Its batches depend on the mesh too."""
+        mesh, train = self._mesh, self._config.train
+        batches = {
+            "mesh": mesh.config.model_dump(mode="json"),
+            "samples": mesh.samples.size,
+            "carry": self._carry,
+            "micro_batch_size": train.micro_batch_size,
+        }
+        path = _file_of(self._folder, checkpoint.manifest.step, key, "partial.json")
+        return PartialScores(path, self._identity(suite, key, checkpoint) | batches)
 
     def _load(self, checkpoint: Checkpoint) -> TrainedModel:
         train = self._config.train
@@ -255,12 +273,16 @@ class _Evaluator:
     def _draw(self, step: int, key: str, result: TaskResult) -> None:
         """Writes the heat map of a needle task into the run folder; a failure is a warning."""
         if self._mesh.is_first_rank and "success" in result.details:
-            name = key.replace("/", "-").replace("[:", "-first-").rstrip("]")
-            path = results_path(self._folder, step).with_name(f"step-{step}-{name}.png")
             try:
-                write_heat_map(result.details, f"{key}, step {step:,}", path)
+                write_heat_map(result.details, f"{key}, step {step:,}", _file_of(self._folder, step, key, "png"))
             except MegalinError as error:
                 _log.warning("the heat map of %s is not kept: %s", key, error)
+
+
+def _file_of(folder: Path, step: int, key: str, suffix: str) -> Path:
+    """A file of a task, such as step-5-needle-easy-first-3.png of needle/easy[:3]."""
+    name = key.replace("/", "-").replace("[:", "-first-").rstrip("]")
+    return results_path(folder, step).with_name(f"step-{step}-{name}.{suffix}")
 
 
 def _suite(name: str, config: RunConfig, options: SuiteOptions) -> Suite:

@@ -48,21 +48,23 @@ class _Answer(NamedTuple):
     """Index of the prompt in its batch."""
 
 
-def carried_batches(model: LanguageModel, requests: Sequence[EncodedRequest], device: torch.device) -> Iterator[Scored]:
-    """Yields the scores of all requests, batch by batch; every batch of prompts runs once."""
+def prompt_groups(model: LanguageModel, requests: Sequence[EncodedRequest]) -> list[list[list[int]]]:
+    """Groups of prompts that run together, by rising length: the numbers of each prompt's requests."""
     same_prompt = sorted(distinct_prompts(requests).values(), key=lambda numbers: len(requests[numbers[0]].prompt))
-    prompts = [requests[numbers[0]].prompt[:-1] for numbers in same_prompt]
-    for group in forward_groups([len(ids) for ids in prompts], model.state_bytes()):
-        state = _prompt_state(model, [prompts[index] for index in group], device)
-        answers = [
-            _Answer(number, requests[number], place)
-            for place, index in enumerate(group)
-            for number in same_prompt[index]
-        ]
-        answers.sort(key=lambda answer: answer.request.num_answer_tokens)
-        lengths = [answer.request.num_answer_tokens for answer in answers]
-        for part in forward_groups(lengths, _sequence_bytes(state)):
-            yield _score_answers(model, [answers[index] for index in part], state, device)
+    lengths = [len(requests[numbers[0]].prompt) - 1 for numbers in same_prompt]
+    return [[same_prompt[index] for index in group] for group in forward_groups(lengths, model.state_bytes())]
+
+
+def carried_batches(
+    model: LanguageModel, requests: Sequence[EncodedRequest], group: Sequence[Sequence[int]], device: torch.device
+) -> Iterator[Scored]:
+    """Yields the scores of the requests of a group of `prompt_groups`, batch by batch; its prompts run once."""
+    state = _prompt_state(model, [requests[numbers[0]].prompt[:-1] for numbers in group], device)
+    answers = [_Answer(number, requests[number], prompt) for prompt, numbers in enumerate(group) for number in numbers]
+    answers.sort(key=lambda answer: answer.request.num_answer_tokens)
+    lengths = [answer.request.num_answer_tokens for answer in answers]
+    for part in forward_groups(lengths, _sequence_bytes(state)):
+        yield _score_answers(model, [answers[index] for index in part], state, device)
 
 
 def _sequence_bytes(state: ModelState) -> int:
