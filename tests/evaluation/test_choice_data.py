@@ -13,6 +13,7 @@ from megalin.data.tokenizers.tokenizer import BytePairTrainer, ByteTokenizer, Hu
 from megalin.errors import ConfigError, DataError
 from megalin.evaluation.choices import encoding
 from megalin.evaluation.choices.encoding import check_vocabulary, distinct_prompts, encode_task
+from megalin.evaluation.choices.licences import UNKNOWN, licence_note
 from megalin.evaluation.choices.manifest import read_manifest
 from megalin.evaluation.choices.requests import EvaluationData, Request
 from tests.evaluation.choice_data import TASKS, make_data, question, write_wheel
@@ -32,12 +33,19 @@ def test_tool_leaves_files_with_a_manifest_and_can_be_repeated(tmp_path, capsys)
     assert (folder / "manifest.json").read_bytes() == before
     manifest = json.loads(before)
     assert manifest["wheel_sha256"] == hashlib.sha256(wheel.read_bytes()).hexdigest()
-    assert manifest["licences"] == {"hellaswag": "MIT"}
+    assert list(manifest["licences"]) == ["hellaswag"]
+    assert manifest["licences"]["hellaswag"].startswith("reported as MIT; not verified")
     for task, record in manifest["tasks"].items():
         data = (folder / task / "requests.jsonl.gz").read_bytes()
         assert (len(data), hashlib.sha256(data).hexdigest()) == (record["bytes"], record["sha256"])
         assert [json.loads(line) for line in gzip.decompress(data).splitlines()] == TASKS[task]
     assert not list(folder.rglob("*.tmp"))
+
+
+def test_licence_notes_name_their_source():
+    assert licence_note("winogrande") == "CC BY (no version given), by the README of allenai/winogrande"
+    assert licence_note("sciq").startswith("reported as CC BY-NC 3.0, not for commercial use; not verified")
+    assert licence_note("piqa") == UNKNOWN
 
 
 def test_tool_repairs_a_damaged_file_and_manifest(tmp_path):
