@@ -41,8 +41,8 @@ _COLUMNS = (
     *("loss", "perplexity", "unigram_entropy"),
 )
 """Metrics of the table; --json and the run folder have all."""
-_HEADINGS = {"sources": ("source", "tokens"), "positions": ("split", "tokens")}
-"""Headings of a suite's tasks and their numbers of questions, where they are not called so."""
+_LOSS_SUITES = {"sources": ("source", "tokens"), "positions": ("split", "tokens")}
+"""Suites of losses, with the headings of their results and of their numbers of labels."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -145,7 +145,8 @@ def _table(suite: str, results: Mapping[str, TaskResult]) -> Table:
     names = dict.fromkeys(name for result in results.values() for name in result.metrics)
     shown = [name for name in _COLUMNS if name in names] + [name for name in names if name[0].isdigit()]
     truncated = any(result.num_truncated for result in results.values())
-    task_heading, count_heading = _HEADINGS.get(suite, ("task", "questions"))
+    task_heading, count_heading = _LOSS_SUITES.get(suite, ("task", "questions"))
+    decimals = 4 if suite in _LOSS_SUITES else 3  # 4 as in the loss of the whole
     table = Table(
         Column(task_heading, no_wrap=True),
         count_heading,
@@ -155,15 +156,16 @@ def _table(suite: str, results: Mapping[str, TaskResult]) -> Table:
     for task, result in results.items():
         whole = result.num_questions == result.num_questions_in_file
         counts = f"{result.num_questions}" + ("" if whole else f" of {result.num_questions_in_file}")
-        cells = [_value(result.metrics[name]) if name in result.metrics else "" for name in shown]
+        cells = [_value(result.metrics[name], decimals) if name in result.metrics else "" for name in shown]
         cut = [f"{result.num_truncated} of {result.num_requests}"] if truncated else []
         table.add_row(task.replace("[", r"\["), counts, *cells, *cut)
     return table
 
 
-def _value(metric: Metric) -> str:
+def _value(metric: Metric, decimals: int) -> str:
     """A metric with its standard error, if it has one."""
-    return f"{metric.value:.3f}" + (f" ± {metric.standard_error:.3f}" if metric.standard_error else "")
+    error = f" ± {metric.standard_error:.{decimals}f}" if metric.standard_error else ""
+    return f"{metric.value:.{decimals}f}{error}"
 
 
 COMMAND = Command("evaluate a run: held-out loss, and choice tasks with --suite choices", _add_arguments, _run)

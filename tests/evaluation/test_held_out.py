@@ -224,7 +224,8 @@ def test_the_command_reports_sources_and_the_whole(sources_file, tmp_path, capsy
     assert main(["eval", str(folder)]) == 0
     text = capsys.readouterr().out
     assert "perplexity" in text
-    for column in ("source", "tokens", "unigram entropy", prefixes[1]):
+    value = f"{whole['sources'][prefixes[1]]['metrics']['loss']['value']:.4f}"
+    for column in ("source", "tokens", "unigram entropy", prefixes[1], value):
         assert column in text.split("\n", 4)[-1], column
 
 
