@@ -36,7 +36,8 @@ Instead of the keys below, `preset = "NAME"` takes a preset's table (`megalin pa
 the table override its values.
 """
 ENCODER_HEAD = """\
-With `kind = "encoder"` a model has these keys and a `[data.masking]` table; its blocks take mixers that are not causal.
+With `kind = "encoder"` a model has these keys and a `[data.masking]` table; its blocks take mixers that attend to later
+tokens too, and channel mixers.
 """
 MIXER_HEAD = """\
 Keys of every type:

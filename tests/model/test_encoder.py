@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from megalin.config import parse
@@ -169,13 +170,13 @@ def test_padded_rows_of_the_vocabulary_learn_nothing():
 
 @every_case
 def test_operations_are_those_of_the_built_model(case: Case):
-    if any(block.sublayers[0].window for _, block in case.model.blocks()):
+    if any(block.sublayers[0].widest_window for _, block in case.model.blocks()):
         pytest.skip("windows are computed in full, padded ones too")
     model = build(case.model, dtype=torch.float32)
     length, rows = 40, 3
     positions = None if case.model.num_classes else torch.zeros(rows, 6, dtype=torch.int64)  # 15 % of 40
     counter = FlopCounterMode(display=False)
-    with counter, torch.no_grad():
+    with counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # its matmuls are counted
         model(torch.zeros(rows, length, dtype=torch.int64), masked_positions=positions)
     padding = 0 if positions is None else 2 * 4 * rows * 6 * model.config.hidden_size
     counted = counter.get_total_flops() - padding
@@ -189,6 +190,24 @@ def test_presets_have_the_published_counts(name: str, millions: float):
     assert next(model.parameters()).is_meta
     assert round(model.num_parameters() / 1e6, 2) == millions
     assert model.num_embedding_parameters() == (30528 + 512 + 2) * model.config.hidden_size
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("base", 110_106_428), ("large", 336_226_108)])
+def test_softmax_presets_have_the_counts_of_the_released_models(name: str, parameters: int):
+    """Those of transformers' BertForPreTraining; without the masked-token and next-sentence heads, of BertModel."""
+    model = Encoder(load_preset(f"bert-{name}").model)
+    assert model.num_parameters() == parameters
+    heads = sum(p.numel() for p in [*model.masked_head.dense.parameters(), *model.masked_head.norm.parameters()])
+    heads += 30522 + sum(p.numel() for p in model.sequence_head.classifier.parameters())
+    assert parameters - heads == {"base": 109_482_240, "large": 335_141_888}[name]
+
+
+def test_norm_after_the_addition_needs_a_mixer_that_leaves_it_to_the_block():
+    layers = [{"sublayers": [{"type": "dense_attention", "num_heads": 4, "residual": "add_norm"}]}]
+    with pytest.raises(
+        ConfigError, match=r'dense_attention applies norm = "maxnorm" to its input, so there is no norm'
+    ):
+        parse_model(table(kind="encoder", layers=layers), "x")
 
 
 def test_vectors_and_biases_do_not_decay():
@@ -234,13 +253,14 @@ def test_decoder_refuses_mixers_that_attend_to_later_tokens():
 
 
 def test_encoder_refuses_causal_mixers_and_names_each():
-    layers = [{"sublayers": [{"type": "tnl", "num_heads": 4}, {"type": "glu", "intermediate_size": 9}]}]
+    causal = [{"type": kind, "num_heads": 4} for kind in ("tnl", "hgrn2")]
+    layers = [{"sublayers": [*causal, {"type": "glu", "intermediate_size": 9}]}]
     with pytest.raises(ConfigError) as raised:
         parse_model(table(kind="encoder", layers=layers), "x")
     lines = str(raised.value).splitlines()[1:]
     assert [line.split(":")[0].strip() for line in lines] == [
         'layers.0.sublayers.0.type = "tnl"',
-        'layers.0.sublayers.1.type = "glu"',
+        'layers.0.sublayers.1.type = "hgrn2"',
     ]
     assert "it attends to earlier tokens only, so an encoder cannot use it" in lines[0]
 

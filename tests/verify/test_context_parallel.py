@@ -155,7 +155,7 @@ def types_of(cases: Iterable[MixerCase]) -> set[str]:
 def types_with_context_parallelism() -> set[str]:
     """The decoder's mixers of the package that support context parallelism."""
     configs = {kind: import_module(f"megalin.layers.mixers.{kind}").CONFIG for kind in mixer_types()}
-    return {kind for kind, config in configs.items() if config.causal and config.supports_context_parallel}
+    return {kind for kind, config in configs.items() if config.attends_to != "all" and config.supports_context_parallel}
 
 
 def test_cases_have_every_mixer():
