@@ -17,7 +17,7 @@ from megalin.model.config import EncoderConfig
 from megalin.model.encoder import Encoder
 from megalin.parallel.cross_entropy import IGNORED_LABEL
 from megalin.parallel.initialisation import init_weights
-from tests.references import any_norm, ffn, maps
+from tests.references import any_norm, ffn, glu, maps
 
 VOCAB_SIZE, HIDDEN_SIZE, LENGTH, PREDICTIONS, CLASSES = 380, 48, 36, 7, 5
 HEADS = {"type": "dense_attention", "num_heads": 4, "ffn_ratio": 3}
@@ -29,6 +29,8 @@ SOFTMAX = {"type": "bidirectional_softmax", "num_heads": 4, **LAYER_NORM}
 ROTARY = SOFTMAX | {"num_heads": 12, "bias": False, "rope_base": 100.0}
 FFN = {"type": "ffn", "intermediate_size": 36, **LAYER_NORM}
 ADD_NORM = {"residual": "add_norm"}
+TWO_WAY = {"type": "two_way_hgrn2", "num_heads": 12, "chunk_size": 16}
+GLU = {"type": "glu", "intermediate_size": 36}
 
 
 class Case(NamedTuple):
@@ -78,6 +80,15 @@ CASES = (
             num_classes=CLASSES,
             pooling="mean",
             pooler="none",
+        ),
+    ),
+    Case(
+        "two-way",
+        model(
+            [TWO_WAY, GLU],
+            TWO_WAY | {"bias": True, "query_activation": "sigmoid", "output_norm": "layernorm"},
+            norm="srmsnorm",
+            pooling="mean",
         ),
     ),
 )
@@ -191,7 +202,16 @@ def _sublayer(
     own = {name.removeprefix(f"{prefix}mixer."): value for name, value in weights.items() if name.startswith(prefix)}
     norm_last = config.residual == "add_norm"
     source = x if norm_last else _norm(config.norm, x, config.norm_eps, weights, f"{prefix}norm.")
-    y = ffn(config, own, source, 0, 0) if config.type == "ffn" else _softmax(config, own, source, valid, documents)
+    match config.type:
+        case "ffn":
+            y = ffn(config, own, source, 0, 0)
+        case "glu":
+            y = glu(config, own, source, 0, 0)
+        case "two_way_hgrn2":
+            own |= {name: value for name, value in weights.items() if name.startswith("shared.")}
+            y = _two_way(config, own, source, valid, documents, int(prefix.split(".")[1]))
+        case "bidirectional_softmax":
+            y = _softmax(config, own, source, valid, documents)
     return _norm(config.norm, x + y, config.norm_eps, weights, f"{prefix}norm.") if norm_last else x + y
 
 
@@ -218,6 +238,33 @@ def _rotary_scores(q: Tensor, k: Tensor, base: float) -> Tensor:
         "tj,sj->tsj", q[:, half:], k[:, :half]
     )
     return (real * angle.cos() + crossed * angle.sin()).sum(-1)
+
+
+def _two_way(
+    config: Any, weights: dict[str, Tensor], x: Tensor, valid: Tensor, documents: Tensor, layer: int
+) -> Tensor:
+    """HGRN2 in both directions [T, D] of one sample, token by token: each direction walks over the valid tokens of a
+    document; padding reads the state there and changes nothing."""
+    q, logit, v = maps(weights, "qfv", x)
+    q = torch.sigmoid(q) * (q if config.query_activation == "silu" else 1.0)
+    v = v * torch.sigmoid(v) if config.value_activation == "silu" else v
+    shares = weights["shared.two_way_hgrn2.rows.gamma"].softmax(0)
+    beta = shares[1 : layer + 1].sum(0)
+    f = beta + (1.0 - beta) * torch.sigmoid(logit)
+    width, total = HIDDEN_SIZE // config.num_heads, torch.zeros_like(x)
+    for order in (range(len(x)), reversed(range(len(x)))):
+        states, before, rows = torch.zeros(config.num_heads, width, width, dtype=x.dtype), None, {}
+        for t in order:
+            if before is not None and documents[t] != documents[before]:
+                states = torch.zeros_like(states)
+            before = t
+            if valid[t]:
+                heads = f[t].view(config.num_heads, width)
+                states = heads[..., None] * states + (1.0 - heads)[..., None] * v[t].view(-1, 1, width)
+            rows[t] = torch.einsum("hk,hkv->hv", q[t].view(-1, width), states).flatten()
+        total = total + torch.stack([rows[t] for t in range(len(x))])
+    y = any_norm(config.output_norm, total, config.norm_eps, weights, "out.norm_")
+    return y @ weights["out.weight"].T + weights.get("out.bias", 0.0)
 
 
 def _dense(config: Any, weights: dict[str, Tensor], prefix: str, x: Tensor, valid: Tensor, documents: Tensor) -> Tensor:

@@ -228,6 +228,8 @@ COMPILED: tuple[tuple[str, ExchangeName, str], ...] = (
 MORE_COMPILED: tuple[tuple[str, ExchangeName, str], ...] = (
     ("transnormer-cosine", "ring", AS_INDUCTOR_CUTS),
     ("local", "auto", AS_INDUCTOR_CUTS),
+    ("bert", "auto", AS_INDUCTOR_CUTS),
+    ("two-way", "ring", AS_INDUCTOR_CUTS),
     ("softmax-grouped", "auto", "inductor"),  # several all-to-alls in a block, and quick to compile
 )
 

@@ -10,18 +10,26 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megalin.config import parse
 from megalin.errors import ConfigError
+from megalin.layers.mixers.base import BuildContext, MixerContext
+from megalin.layers.mixers.hgrn2 import HGRN2Config
+from megalin.layers.mixers.two_way_hgrn2 import TwoWayHGRN2Config
 from megalin.model.config import EncoderConfig, parse_model
 from megalin.model.encoder import Encoder, EncoderOutput
 from megalin.model.presets import load_preset
+from megalin.parallel.sequence_documents import DocumentView
+from megalin.parallel.tensor_parallel import TensorParallel
 from tests.encoder_cases import (
     CASES,
     LENGTH,
     NAMES,
+    ROTARY,
     SIZES,
+    SOFTMAX,
     VOCAB_SIZE,
     Case,
     build,
     make_batch,
+    model,
     reference,
     weighted_loss,
 )
@@ -172,6 +180,8 @@ def test_padded_rows_of_the_vocabulary_learn_nothing():
 def test_operations_are_those_of_the_built_model(case: Case):
     if any(block.sublayers[0].widest_window for _, block in case.model.blocks()):
         pytest.skip("windows are computed in full, padded ones too")
+    if case.name == "two-way":
+        pytest.skip("the scan of the reference does not count as kernels do; see the next test")
     model = build(case.model, dtype=torch.float32)
     length, rows = 40, 3
     positions = None if case.model.num_classes else torch.zeros(rows, 6, dtype=torch.int64)  # 15 % of 40
@@ -182,6 +192,40 @@ def test_operations_are_those_of_the_built_model(case: Case):
     counted = counter.get_total_flops() - padding
     assert 0 <= rows * length * model.forward_flops(length) - counted < rows * length
     assert model.training_flops(length) == 3 * model.forward_flops(length)
+
+
+def test_the_second_direction_costs_a_second_scan():
+    """HGRN2's own operations are compared with a counted forward in test_language_model.py."""
+    options = {"num_heads": 12, "chunk_size": 16}
+    scope = BuildContext(48, 0, 2, TensorParallel(), 0.02, "x", 0.02)
+    one, two = HGRN2Config(**options).build(scope), TwoWayHGRN2Config(**options).build(scope)
+    projections = 2 * 4 * 48 * 48
+    assert two.flops(40) - projections == 2 * (one.flops(40) - projections) > 0
+
+
+@pytest.mark.parametrize("kind", ["bidirectional_softmax", "two_way_hgrn2"])
+def test_heads_that_do_not_divide_the_width_are_refused(kind: str):
+    with pytest.raises(ConfigError, match=r"num_heads = 7 does not divide model.hidden_size = 48; choose a divisor"):
+        Encoder(model({"type": kind, "num_heads": 7}))
+
+
+def test_rotary_positions_need_heads_of_an_even_width():
+    with pytest.raises(ConfigError, match=r"num_heads = 16 .* into heads of an even width, as rope_base needs"):
+        Encoder(model(ROTARY | {"num_heads": 16}))
+    Encoder(model(SOFTMAX | {"num_heads": 16}))
+
+
+@pytest.mark.parametrize("kind", ["bidirectional_softmax", "two_way_hgrn2"])
+def test_states_are_refused(kind: str):
+    config = model([{"type": kind, "num_heads": 4}]).layers[0].sublayers[0]
+    built = config.build(BuildContext(48, 0, 1, TensorParallel(), 0.02, "model.layers.0.sublayers.0", 0.02))
+    x, context = torch.zeros(1, 1, 48), MixerContext(torch.zeros(1), DocumentView(), torch.float32, (), True)
+    assert built.state_shapes() == []
+    for call in (lambda: built(x, context, ()), lambda: built.step(x, context, ())):
+        with pytest.raises(
+            ConfigError, match=rf"model.layers.0.sublayers.0: {kind} \w+ (to )?later tokens.*with a decoder"
+        ):
+            call()
 
 
 @pytest.mark.parametrize(("name", "millions"), [("small", 30.61), ("base", 109.99), ("large", 335.91)])
