@@ -80,11 +80,17 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def train_alone(*arguments: Any) -> TrainResult:
+    """`train_here` in this process."""
+    with process_group(torch.device("cpu")):
+        return train_here(*arguments)
+
+
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TrainResult]:
     """Folder and result of a run on one rank."""
     folder = tmp_path_factory.mktemp("one_rank")
-    (whole,) = run_ranks(1, train_here, write_config(folder), folder / "one")
+    whole = train_alone(write_config(folder), folder / "one")
     assert [line["label_tokens"] for line in lines(folder / "one")] == [8] * 4
     return folder / "one", whole
 
@@ -108,8 +114,8 @@ def test_run_is_the_same_on_every_mesh(one_rank, tmp_path, world_size, overrides
 def test_interrupted_run_goes_on_bit_for_bit(one_rank, tmp_path):
     folder, _ = one_rank
     config = folder.parent / "tiny.toml"
-    run_ranks(1, train_here, config, tmp_path / "parts", "train.stop_after_steps=2")
-    run_ranks(1, train_here, config, tmp_path / "parts")
+    train_alone(config, tmp_path / "parts", "train.stop_after_steps=2")
+    train_alone(config, tmp_path / "parts")
     for line, truth in zip(lines(tmp_path / "parts"), lines(folder), strict=True):
         assert {key: line[key] for key in METRICS} == {key: truth[key] for key in METRICS}
     parts, whole = checkpoint_tensors(tmp_path / "parts"), checkpoint_tensors(folder)
@@ -134,8 +140,8 @@ def test_other_classes_are_other_samples(one_rank, tmp_path):
     folder, _ = one_rank
     config = folder.parent / "tiny.toml"
     shutil.copytree(folder, tmp_path / "run")
-    with process_group(torch.device("cpu")), pytest.raises(ConfigError, match="a different order of samples") as raised:
-        train_here(config, tmp_path / "run", "train.steps=6", "data.classification.first_class_id=19")
+    with pytest.raises(ConfigError, match="a different order of samples") as raised:
+        train_alone(config, tmp_path / "run", "train.steps=6", "data.classification.first_class_id=19")
     assert "data.classification" in str(raised.value)
 
 
@@ -189,5 +195,6 @@ def _evaluated() -> tuple[dict[str, float], dict[str, float]]:
 
 
 def test_evaluation_counts_each_sequence_once():
-    ((found, expected),) = run_ranks(1, _evaluated)
+    with process_group(torch.device("cpu")):
+        found, expected = _evaluated()
     assert found == pytest.approx(expected, rel=1e-10)
