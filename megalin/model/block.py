@@ -1,4 +1,4 @@
-"""A block: sub-layers x + dropout(f(norm(x))), with the residual rule of each."""
+"""A block: sub-layers x + dropout(f(norm(x))) or norm(x + dropout(f(x))), with the residual rule of each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class BlockOutput(NamedTuple):
 
 
 class Sublayer(nn.Module):
-    """A mixer with the norm of its input and the dropout of its output.
+    """A mixer with the norm of its input, or of its sum with the residual stream (`residual = "add_norm"`), and the
+    dropout of its output.
 
     Raises:
         ConfigError: a mixer without context parallelism on a context-parallel axis.
@@ -85,9 +86,13 @@ class Block(nn.Module):
         branch = x
         next_states: list[State] = []
         for sublayer, context, state in zip(self._sublayers(), contexts, states, strict=True):
-            branch, next_state = sublayer.mixer.add_step(x, branch, sublayer.norm, context, state)
+            if sublayer.residual == "add_norm":
+                y, next_state = sublayer.mixer.step(branch.to(context.compute_dtype), context, state)
+                branch = sublayer.norm(x + y)
+            else:
+                branch, next_state = sublayer.mixer.add_step(x, branch, sublayer.norm, context, state)
             next_states.append(next_state)
-            if sublayer.residual == "add":
+            if sublayer.residual != "two_hop":
                 x = branch
         return BlockOutput(x, next_states)
 
@@ -96,11 +101,13 @@ class Block(nn.Module):
         next_states: list[State] = []
         for index, (sublayer, context) in enumerate(zip(self._sublayers(), contexts, strict=True)):
             mixer, state = sublayer.mixer, None if states is None else states[index]
-            normed = sublayer.norm(branch).to(context.compute_dtype)
-            output = mixer(normed, context, state)
+            norm_last = sublayer.residual == "add_norm"
+            entering = branch if norm_last else sublayer.norm(branch)
+            output = mixer(entering.to(context.compute_dtype), context, state)
             next_states.append(output.state)
-            branch = x + apply_dropout(output.y, sublayer.dropout, context.dropout)
-            if sublayer.residual == "add":
+            y = apply_dropout(output.y, sublayer.dropout, context.dropout)
+            branch = sublayer.norm(x + y) if norm_last else x + y
+            if sublayer.residual != "two_hop":
                 x = branch
         return BlockOutput(x, next_states)
 

@@ -126,7 +126,7 @@ def plan_stages(config: AnyModelConfig, num_stages: int, *, num_ranks: int, leng
         )
     blocks = [block.sublayers for _, block in config.blocks()]
     places = [(layer, index) for layer, sublayers in enumerate(blocks) for index in range(len(sublayers))]
-    ends = [end for end, (layer, index) in enumerate(places, 1) if blocks[layer][index].residual == "add"]
+    ends = [end for end, (layer, index) in enumerate(places, 1) if blocks[layer][index].residual != "two_hop"]
     if num_stages > len(ends):
         raise ConfigError(_too_many_stages(num_ranks, num_stages // num_ranks, len(ends)))
     whole = LanguageModel(config)

@@ -192,8 +192,9 @@ def update_derived_buffers(mixers: Sequence[Mixer]) -> None:
 class MixerConfig(Config):
     """Base of the config of a sub-layer. `type` is the name of its module in megalin.layers.mixers."""
 
-    causal: ClassVar[bool] = True
-    """True where no token attends to later ones. Decoders take only causal mixers, encoders only the others."""
+    attends_to: ClassVar[Literal["earlier", "all", "itself"]] = "earlier"
+    """Tokens of its document on which a token's output depends. earlier: itself and those before it, for decoders. all:
+    those after it too, for encoders. itself: no other one, for both (channel mixers)."""
     supports_context_parallel: ClassVar[bool] = False
     """True where the mixer runs on a shard of the sequence (parallel.cp)."""
     type: str
@@ -203,9 +204,10 @@ class MixerConfig(Config):
     norm_eps: float = pydantic.Field(default=1e-6, gt=0)
     """Added, here and in norms inside the mixer, to the mean square or the variance inside the root; in maxnorm and
     uncentered_layernorm, to the magnitude that they divide by."""
-    residual: Literal["add", "two_hop"] = "add"
+    residual: Literal["add", "two_hop", "add_norm"] = "add"
     """Residual rule. add: x <- x + f(norm(input)). two_hop: only the next sub-layer's input becomes
-    x + f(norm(input)); the residual stream x stays unchanged (Rodimus+ eq. 13)."""
+    x + f(norm(input)); the residual stream x stays unchanged (Rodimus+ eq. 13). add_norm: x <- norm(x + f(input)), the
+    norm after the addition (BERT)."""
 
     @property
     def host_reads_documents(self) -> bool:
