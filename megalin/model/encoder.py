@@ -22,6 +22,8 @@ from megalin.parallel.linear import ReplicatedLinear
 from megalin.parallel.sequence_documents import SequenceDocuments
 from megalin.parallel.tensor_parallel import TensorParallel
 
+POSITION_TABLE = "position_embedding.weight"
+"""Name of the table of positions [max_positions, D], the one weight whose shape depends on the longest sequence."""
 MASKED_FRACTION = 0.15
 """Fraction of a sequence's tokens whose prediction `forward_flops` counts."""
 
