@@ -50,7 +50,8 @@ class EncoderOutput(NamedTuple):
 
 
 class MaskedTokenHead(nn.Module):
-    """logits = norm(gelu(x W^T)) E^T + b with the embedding E and the exact (erf) GELU."""
+    """logits = norm(gelu(x W^T)) E^T + b with the embedding E and the exact (erf) GELU, clamped to `logit_bounds`, if
+    the config has some."""
 
     def __init__(self, config: EncoderConfig, tp: TensorParallel) -> None:
         super().__init__()
@@ -59,11 +60,16 @@ class MaskedTokenHead(nn.Module):
         self.dense = ReplicatedLinear(width, width, tp=tp, std=config.init_std)
         self.norm = build_norm(config.norm, width, config.norm_eps, tp)
         self.vocabulary = VocabularyBias(config.vocab_size, tp=tp)
+        self.bounds = config.logit_bounds
 
     def forward(self, x: Tensor, table: VocabParallelEmbedding) -> Tensor:
         """x [B, P, D], in full on every rank -> this rank's logits [B, P, V/tp]."""
         x = self.norm(functional.gelu(self.dense(x)))
-        return self.vocabulary(table.logits_of_entered(self.tp.enter(x)))
+        logits: Tensor = self.vocabulary(table.logits_of_entered(self.tp.enter(x)))
+        if self.bounds is None:
+            return logits
+        least, largest = self.bounds
+        return logits.clamp(least, largest).masked_fill(logits.isneginf(), -math.inf)  # -inf: padding
 
 
 class SequenceHead(nn.Module):
