@@ -57,9 +57,11 @@ def _load_all(checkpoint: Checkpoint, weights: Mapping[str, Tensor]) -> Collecti
 
 def _check_initial_weights(checkpoint: Checkpoint, config: RunConfig) -> None:
     """Checks that the run still names the weights it started from: it continues from its own checkpoint."""
-    saved, given = checkpoint.state()["config"]["train"].get("initial_weights"), config.train.initial_weights
+    state = checkpoint.state()
+    saved, given = state["config"]["train"].get("initial_weights"), config.train.initial_weights
     if saved != given:
-        started = "random weights" if saved is None else repr(saved)
+        of_its_own = "imported weights" if state["order"] is None else "random weights"
+        started = of_its_own if saved is None else repr(saved)
         restore = "leave it out" if saved is None else f"restore {saved!r}"
         raise ConfigError(
             f"train.initial_weights {'is left out' if given is None else f'= {given!r}'}, but the run started from "
