@@ -56,7 +56,7 @@ def model(*layers: dict[str, Any] | list[dict[str, Any]], **fields: Any) -> Enco
 CASES = (
     Case("heads", model(HEADS, HEADS)),
     Case("one-head", model(ONE_HEAD, ONE_HEAD | {"scale_ffn_weights": False})),
-    Case("local", model(LOCAL, SHIFTED, HEADS, norm_eps=1e-3)),
+    Case("local", model(LOCAL, SHIFTED, HEADS, norm_eps=1e-3, logit_bounds=[-3.0, 1.5])),
     Case("classes", model(HEADS, ONE_HEAD, num_classes=CLASSES)),
     Case("classes-of-the-mean", model(HEADS, num_classes=CLASSES, pooling="mean")),
     Case(
@@ -159,6 +159,8 @@ def reference(
         z = z * 0.5 * (1.0 + torch.erf(z / math.sqrt(2.0)))
         z = _norm(config.norm, z, config.norm_eps, weights, "masked_head.norm.")
         logits = z @ weights["embedding.weight"].T + weights["masked_head.vocabulary.bias"]
+        if config.logit_bounds is not None:
+            logits = logits.clamp(*config.logit_bounds)
         found |= _losses("masked", logits[..., :VOCAB_SIZE], batch.masked_labels)
     pooled = hidden[:, 0]
     if config.pooling == "mean":

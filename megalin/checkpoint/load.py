@@ -19,12 +19,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as engine_load
 
-from megalin.checkpoint.index import DTYPE_NAMES, Index, TensorRecord
+from megalin.checkpoint.index import DTYPE_NAMES, Index
 from megalin.checkpoint.manifest import Checkpoint, directory_step, file_problems, read_manifest, step_directory
 from megalin.checkpoint.storage import SafetensorsReader, header_problems
 from megalin.errors import CheckpointError, MegalinError
 from megalin.parallel.agreement import on_every_rank, on_rank_zero, rank, world_size
 
+_VOCABULARY = "embedding.weight"
 _log = logging.getLogger(__name__)
 
 
@@ -104,7 +105,8 @@ def load(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], *, ignore: Seque
     Args:
         tensors: by global name, plain or DTensor. Global shapes and dtypes must match the checkpoint, and so must the
             names of all ranks together: a pipeline stage loads its own.
-        ignore: prefixes of names that may be in the checkpoint but not in `tensors`: `("optim.",)` loads weights only.
+        ignore: prefixes of names that may be in the checkpoint but not in `tensors`: `("optim.",)` loads weights only,
+            `("",)` any tensors.
 
     Raises:
         CheckpointError: on every rank, before any tensor is written: lists every tensor that is missing, extra, or of
@@ -141,7 +143,7 @@ def _check(
         if record is None:
             problems.append(f"{name}: missing from the checkpoint; the model has shape {list(tensor.shape)}")
         elif record.shape != list(tensor.shape):
-            problems.append(_shape_problem(name, record, tensor))
+            problems.append(shape_problem(name, record.shape, list(tensor.shape)))
         elif record.dtype != DTYPE_NAMES.get(tensor.dtype):
             problems.append(f"{name}: dtype {record.dtype} in the checkpoint, {tensor.dtype} in the model")
     left_over = {
@@ -153,13 +155,13 @@ def _check(
     return _Check(problems + header_problems(checkpoint.path, index, files[rank() :: world_size()]), left_over)
 
 
-def _shape_problem(name: str, record: TensorRecord, tensor: Tensor) -> str:
-    model_shape = list(tensor.shape)
-    problem = f"{name}: shape {record.shape} in the checkpoint, {model_shape} in the model"
-    if "embedding" in name and record.shape[1:] == model_shape[1:]:
+def shape_problem(name: str, saved: Sequence[int], shape: Sequence[int]) -> str:
+    """Message for a tensor with the shape `saved` in the checkpoint and `shape` in the model."""
+    problem = f"{name}: shape {list(saved)} in the checkpoint, {list(shape)} in the model"
+    if name == _VOCABULARY and saved[1:] == shape[1:]:
         problem += (
-            f": different vocabularies ({record.shape[0]} and {model_shape[0]} ids); use the tokenizer and vocabulary "
-            "size that the checkpoint was trained with"
+            f": different vocabularies ({saved[0]} and {shape[0]} ids); use the tokenizer and vocabulary size that the "
+            "checkpoint was trained with"
         )
     return problem
 

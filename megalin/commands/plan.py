@@ -18,6 +18,7 @@ from megalin.model.language_model import LanguageModel
 from megalin.parallel.mesh import ParallelConfig
 from megalin.planner.estimate import Estimate, Estimator
 from megalin.planner.hardware import HARDWARE, Hardware, hardware_named
+from megalin.planner.longest import LongestPlan, longest_sequences
 from megalin.planner.search import InfeasibleLayout, Limits, Plan, search, usable_bytes
 from megalin.planner.workload import Workload, workload_of
 from megalin.train.config import load_run_config
@@ -33,7 +34,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, required=True, help="number of GPUs of the run")
     parser.add_argument("--gpu", default="h200", help=f"GPU model: {', '.join(HARDWARE)} (h200)")
     parser.add_argument("--memory", help="memory of one GPU, for example 80GB or 75GiB (that of the GPU model)")
-    parser.add_argument("--length", type=int, help="tokens per sample (the run's, or 8192)")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--length", type=int, help="tokens per sample (the run's, or 8192)")
+    length.add_argument(
+        "--longest", action="store_true", help="find the longest samples that fit, on each mesh, instead of the fastest"
+    )
     parser.add_argument(
         "--global-batch-size", type=int, help="samples per step over all GPUs (the run's, or 4 per GPU)"
     )
@@ -57,6 +62,13 @@ def _run(arguments: argparse.Namespace) -> int:
     workload, parallel = _workload_and_mesh(arguments)
     sequence_parallel = arguments.sequence_parallel or parallel.sequence_parallel
     limits = Limits(arguments.gpus, usable_bytes(memory), sequence_parallel, parallel.tp_overlap)
+    if arguments.longest:
+        longest = longest_sequences(workload, hardware, limits, count=arguments.top)
+        if arguments.json:
+            print(json.dumps(_longest_json(arguments, workload, hardware, memory, longest)))
+        else:
+            _print_longest(arguments, workload, hardware, memory, longest)
+        return 0 if longest.best else 1
     plan = search(Estimator(workload, hardware), limits, count=arguments.top)
     if arguments.json:
         print(json.dumps(_as_json(arguments, workload, hardware, memory, plan)))
@@ -102,16 +114,33 @@ def _as_json(
     arguments: argparse.Namespace, workload: Workload, hardware: Hardware, memory: int, plan: Plan
 ) -> dict[str, Any]:
     return {
+        **_inputs_json(arguments, workload, hardware, memory),
+        "length": workload.length,
+        "num_layouts": plan.num_layouts,
+        "best": [_layout_json(estimate) for estimate in plan.best],
+        "refused": [refusal._asdict() for refusal in plan.refusals],
+    }
+
+
+def _longest_json(
+    arguments: argparse.Namespace, workload: Workload, hardware: Hardware, memory: int, plan: LongestPlan
+) -> dict[str, Any]:
+    return {
+        **_inputs_json(arguments, workload, hardware, memory),
+        "num_meshes": plan.num_meshes,
+        "longest": [{"length": found.length, **_layout_json(found.estimate)} for found in plan.best],
+        "refused": [refusal._asdict() for refusal in plan.refusals],
+    }
+
+
+def _inputs_json(arguments: argparse.Namespace, workload: Workload, hardware: Hardware, memory: int) -> dict[str, Any]:
+    return {
         "model": arguments.model,
         "gpus": arguments.gpus,
         "gpu": hardware.name,
         "memory_bytes": memory,
-        "length": workload.length,
         "global_batch_size": workload.global_batch_size,
         "compiled": workload.compiled,
-        "num_layouts": plan.num_layouts,
-        "best": [_layout_json(estimate) for estimate in plan.best],
-        "refused": [refusal._asdict() for refusal in plan.refusals],
     }
 
 
@@ -137,13 +166,7 @@ def _layout_json(estimate: Estimate) -> dict[str, Any]:
 
 
 def _print(arguments: argparse.Namespace, workload: Workload, hardware: Hardware, memory: int, plan: Plan) -> None:
-    parameters = LanguageModel(workload.model).num_parameters()
-    print(
-        f"{arguments.model}: {parameters / 1e9:.2f} billion parameters, {workload.global_batch_size} samples of "
-        f"{workload.length} tokens a step, {'compiled' if workload.compiled else 'eager'} blocks"
-    )
-    free = usable_bytes(memory)
-    print(f"{arguments.gpus} x {hardware.name} with {memory / 2**30:.1f} GiB, {free / 2**30:.1f} of it for tensors")
+    _print_inputs(arguments, workload, hardware, memory, f" of {workload.length} tokens")
     print(f"{plan.num_layouts} layouts were tried; the fastest of each mesh that fits:\n" if plan.best else "")
     for number, estimate in enumerate(plan.best, 1):
         _print_estimate(number, estimate)
@@ -152,16 +175,43 @@ def _print(arguments: argparse.Namespace, workload: Workload, hardware: Hardware
     _print_refusals(plan.refusals)
 
 
-def _print_estimate(number: int, estimate: Estimate) -> None:
-    memory, seconds = estimate.memory.total / 2**30, estimate.time.total
+def _print_longest(
+    arguments: argparse.Namespace, workload: Workload, hardware: Hardware, memory: int, plan: LongestPlan
+) -> None:
+    _print_inputs(arguments, workload, hardware, memory, "")
+    print(f"meshes tried: {plan.num_meshes}; the longest samples that fit, one a micro-batch:\n" if plan.best else "")
+    for number, found in enumerate(plan.best, 1):
+        _print_estimate(number, found.estimate, length=found.length)
+    if not plan.best:
+        print("No length fits. Use more GPUs or memory, or another global batch size. Reasons:\n")
+    _print_refusals(plan.refusals)
+
+
+def _print_inputs(
+    arguments: argparse.Namespace, workload: Workload, hardware: Hardware, memory: int, length: str
+) -> None:
+    parameters = LanguageModel(workload.model).num_parameters()
     print(
-        f"{number}. {estimate.layout.name()}: {memory:.1f} GiB, {seconds:.3g} s a step, "
+        f"{arguments.model}: {parameters / 1e9:.2f} billion parameters, {workload.global_batch_size} samples{length} a "
+        f"step, {'compiled' if workload.compiled else 'eager'} blocks"
+    )
+    free = usable_bytes(memory)
+    print(f"{arguments.gpus} x {hardware.name} with {memory / 2**30:.1f} GiB, {free / 2**30:.1f} of it for tensors")
+
+
+def _print_estimate(number: int, estimate: Estimate, *, length: int | None = None) -> None:
+    """Prints a layout; `length`: that of the samples, if it was searched for."""
+    memory, seconds = estimate.memory.total / 2**30, estimate.time.total
+    searched = "" if length is None else f"{length:,} tokens: "
+    overrides = [*estimate.layout.overrides(), *([] if length is None else [f"data.sequence_length={length}"])]
+    print(
+        f"{number}. {searched}{estimate.layout.name()}: {memory:.1f} GiB, {seconds:.3g} s a step, "
         f"{estimate.tokens_per_second:,.0f} tokens/s"
     )
     print(f"   GiB: {_named(estimate.memory._asdict(), 2**30, '.1f')}")
     print(f"   seconds: {_named(estimate.time._asdict(), 1, '.3f')}")
     print(f"   GB sent by a GPU: {_named(estimate.sent._asdict(), 1e9, '.2f') or 'nothing'}")
-    print(f"   {' '.join(estimate.layout.overrides())}\n")
+    print(f"   {' '.join(overrides)}\n")
 
 
 def _named(values: dict[str, float], unit: float, form: str) -> str:

@@ -157,6 +157,10 @@ class EncoderConfig(StackConfig):
     """Classes of a sequence-classification head in place of the pretraining heads; left out: pretraining."""
     pooling: Literal["first", "mean"] = "first"
     """Input of the sequence head. first: the first token. mean: the mean over the tokens, without padding."""
+    logit_bounds: list[float] | None = pydantic.Field(default=None, min_length=2, max_length=2)
+    """Least and largest logit of a masked token: logits are clamped to them (Hardtanh), in training and evaluation.
+    [-20, 2]: the dampened logits of the DenseAttention paper (section 4.2), with the bounds of its first released code,
+    whose decoder was not tied. Left out: no bounds, as in its later code."""
 
     @pydantic.model_validator(mode="after")
     def _is_bidirectional(self) -> EncoderConfig:
@@ -164,6 +168,22 @@ class EncoderConfig(StackConfig):
             "earlier",
             rule="it attends to earlier tokens only, so an encoder cannot use it; a decoder (the default kind) can",
         )
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _has_bounded_logits(self) -> EncoderConfig:
+        if self.logit_bounds is None:
+            return self
+        problems = []
+        if not self.logit_bounds[0] < self.logit_bounds[1]:
+            problems.append(f"logit_bounds = {self.logit_bounds}: give the least and a larger bound, such as [-20, 2]")
+        if self.num_classes is not None:
+            problems.append(
+                f"logit_bounds = {self.logit_bounds} has no effect with num_classes, which replaces the masked-token "
+                "head; remove one of them"
+            )
+        if problems:
+            raise ValueError("\n".join(problems))
         return self
 
 

@@ -22,6 +22,8 @@ from megalin.parallel.linear import ReplicatedLinear
 from megalin.parallel.sequence_documents import SequenceDocuments
 from megalin.parallel.tensor_parallel import TensorParallel
 
+POSITION_TABLE = "position_embedding.weight"
+"""Name of the table of positions [max_positions, D], the one weight whose shape depends on the longest sequence."""
 MASKED_FRACTION = 0.15
 """Fraction of a sequence's tokens whose prediction `forward_flops` counts."""
 
@@ -48,9 +50,8 @@ class EncoderOutput(NamedTuple):
 
 
 class MaskedTokenHead(nn.Module):
-    """logits = norm(gelu(x W^T)) E^T + b with the embedding E and the exact (erf) GELU.
-
-    `head_bias` adds a bias to x W^T.
+    """logits = norm(gelu(x W^T)) E^T + b with the embedding E and the exact (erf) GELU, clamped to `logit_bounds`, if
+    the config has some. `head_bias` adds a bias to x W^T.
     """
 
     def __init__(self, config: EncoderConfig, tp: TensorParallel) -> None:
@@ -60,11 +61,16 @@ class MaskedTokenHead(nn.Module):
         self.dense = ReplicatedLinear(width, width, bias=config.head_bias, tp=tp, std=config.init_std)
         self.norm = build_norm(config.norm, width, config.norm_eps, tp)
         self.vocabulary = VocabularyBias(config.vocab_size, tp=tp)
+        self.bounds = config.logit_bounds
 
     def forward(self, x: Tensor, table: VocabParallelEmbedding) -> Tensor:
         """x [B, P, D], in full on every rank -> this rank's logits [B, P, V/tp]."""
         x = self.norm(functional.gelu(self.dense(x)))
-        return self.vocabulary(table.logits_of_entered(self.tp.enter(x)))
+        logits: Tensor = self.vocabulary(table.logits_of_entered(self.tp.enter(x)))
+        if self.bounds is None:
+            return logits
+        least, largest = self.bounds
+        return logits.clamp(least, largest).masked_fill(logits.isneginf(), -math.inf)  # -inf: padding
 
 
 class SequenceHead(nn.Module):

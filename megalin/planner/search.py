@@ -18,7 +18,7 @@ MIN_TOKENS_PER_RANK = 1024
 """Least tokens of a sequence per rank under context parallelism; with fewer, communication dominates."""
 RESERVED_FRACTION = 0.08
 """Fraction of a GPU's memory left to CUDA's context, NCCL's buffers and the allocator's gaps; chosen, not measured."""
-_EAGER_EXCESS = 1.25
+EAGER_EXCESS = 1.25
 """Ratio of eager estimate to memory up to which a layout of a compiled workload still gets a refined estimate."""
 
 
@@ -76,9 +76,9 @@ def search(estimator: Estimator, limits: Limits, *, count: int) -> Plan:
             refusals.append(_too_large(layout, exact - limits.memory_bytes, "weights and optimizer"))
             continue
         rough = estimator.estimate(layout, refined=False)
-        slack = _EAGER_EXCESS if estimator.workload.compiled else 1.0
+        slack = EAGER_EXCESS if estimator.workload.compiled else 1.0
         if rough.memory.total > slack * limits.memory_bytes:
-            refusals.append(_not_fitting(rough, limits))
+            refusals.append(not_fitting(rough, limits))
         else:
             near.append(rough)
     best: list[Estimate] = []
@@ -86,11 +86,11 @@ def search(estimator: Estimator, limits: Limits, *, count: int) -> Plan:
         meshes = {_mesh(estimate.layout.parallel) for estimate in best}
         if len(best) == count or _mesh(rough.layout.parallel) in meshes:
             if rough.memory.total > limits.memory_bytes:
-                refusals.append(_not_fitting(rough, limits))
+                refusals.append(not_fitting(rough, limits))
             continue
         close = estimator.estimate(rough.layout, refined=True)
         if close.memory.total > limits.memory_bytes:
-            refusals.append(_not_fitting(close, limits))
+            refusals.append(not_fitting(close, limits))
         else:
             best.append(close)
     return Plan(sorted(best, key=_order), refusals, tried)
@@ -106,7 +106,8 @@ def _mesh(parallel: ParallelConfig) -> tuple[int, int, int]:
     return parallel.tp, parallel.cp, parallel.pp
 
 
-def _not_fitting(estimate: Estimate, limits: Limits) -> InfeasibleLayout:
+def not_fitting(estimate: Estimate, limits: Limits) -> InfeasibleLayout:
+    """The refusal of a layout that needs too much memory."""
     memory = estimate.memory
     largest = max(zip(memory, memory._fields, strict=True))[1]
     return _too_large(estimate.layout, memory.total - limits.memory_bytes, largest)
@@ -120,22 +121,35 @@ def _too_large(layout: ParallelLayout, missing: int, largest: str) -> Infeasible
 
 def _layouts(estimator: Estimator, limits: Limits, refusals: list[InfeasibleLayout]) -> Iterator[ParallelLayout]:
     """Yields every valid layout; invalid ones go to `refusals`."""
-    workload, model = estimator.workload, _ModelProblems(estimator)
+    model = ModelProblems(estimator)
+    for parallel in meshes(limits):
+        yield from mesh_layouts(model, parallel, limits, refusals)
+
+
+def meshes(limits: Limits) -> Iterator[ParallelConfig]:
+    """Yields every division of the GPUs over the axes, valid or not."""
     for pp in _divisors(limits.gpus):
         for tp in _divisors(limits.gpus // pp):
             for cp in _divisors(limits.gpus // (pp * tp)):
-                name = f"tp {tp}, cp {cp}, pp {pp}"
-                parallel = ParallelConfig(tp=tp, cp=cp, pp=pp, sequence_parallel=limits.sequence_parallel)
-                if problem := _mesh_problem(workload.length, parallel) or model.of(parallel):
-                    refusals.append(InfeasibleLayout(name, problem, problem))
-                    continue
-                dp = limits.gpus // (pp * tp * cp)
-                if workload.global_batch_size % dp:
-                    reason = f"{workload.global_batch_size} samples a step are not divisible by dp = {dp}"
-                    refusals.append(InfeasibleLayout(name, reason, "samples a step are not divisible by dp"))
-                    continue
-                for variant in _tp_variants(workload.length, parallel, limits, refusals):
-                    yield from _variants(workload, variant, dp, refusals)
+                yield ParallelConfig(tp=tp, cp=cp, pp=pp, sequence_parallel=limits.sequence_parallel)
+
+
+def mesh_layouts(
+    model: ModelProblems, parallel: ParallelConfig, limits: Limits, refusals: list[InfeasibleLayout]
+) -> Iterator[ParallelLayout]:
+    """Yields every valid layout of one of `meshes`; invalid ones go to `refusals`."""
+    workload = model.estimator.workload
+    name = f"tp {parallel.tp}, cp {parallel.cp}, pp {parallel.pp}"
+    if problem := _mesh_problem(workload.length, parallel) or model.of(parallel):
+        refusals.append(InfeasibleLayout(name, problem, problem))
+        return
+    dp = limits.gpus // (parallel.pp * parallel.tp * parallel.cp)
+    if workload.global_batch_size % dp:
+        reason = f"{workload.global_batch_size} samples a step are not divisible by dp = {dp}"
+        refusals.append(InfeasibleLayout(name, reason, "samples a step are not divisible by dp"))
+        return
+    for variant in _tp_variants(workload.length, parallel, limits, refusals):
+        yield from _variants(workload, variant, dp, refusals)
 
 
 def _tp_variants(
@@ -165,11 +179,11 @@ def _mesh_problem(length: int, parallel: ParallelConfig) -> str:
     return f"a sequence of {length} tokens {problem}" if problem else ""
 
 
-class _ModelProblems:
+class ModelProblems:
     """Cached reasons why the model cannot use a mesh; those of tp and cp do not depend on pp, and vice versa."""
 
     def __init__(self, estimator: Estimator) -> None:
-        self._estimator = estimator
+        self.estimator = estimator
         self._known: dict[tuple[int, ...], str] = {}
 
     def of(self, parallel: ParallelConfig) -> str:
@@ -177,7 +191,7 @@ class _ModelProblems:
         return self._tp_cp_problem(parallel.tp, parallel.cp) or self._pp_problem(parallel.pp)
 
     def _tp_cp_problem(self, tp: int, cp: int) -> str:
-        workload = self._estimator.workload
+        workload = self.estimator.workload
         if (tp, cp) not in self._known:
             self._known[tp, cp] = ""
             try:
@@ -190,7 +204,7 @@ class _ModelProblems:
         if (pp,) not in self._known:
             self._known[pp,] = ""
             try:
-                self._estimator.partition(pp, pp)
+                self.estimator.partition(pp, pp)
             except ConfigError as error:
                 self._known[pp,] = str(error)
         return self._known[pp,]

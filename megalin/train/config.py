@@ -43,6 +43,11 @@ class TrainConfig(Config):
     """Samples that a rank processes at a time."""
     seed: int = pydantic.Field(default=0, ge=0)
     """Seed of the initial weights and of the sample order."""
+    initial_weights: str | None = pydantic.Field(default=None, min_length=1)
+    """Run folder whose weights the run starts from, made by `megalin train` or `megalin import` on any mesh: its newest
+    checkpoint, or with RUN@STEP that of a step. Optimizer state, schedule and samples start new. Tensors of new layers
+    are drawn from the seed, an encoder's longer table of positions repeats the shorter one, another shape is refused;
+    initial_weights.json lists them. Not read where the run resumes."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype; weights and optimizer state are fp32 shards, gradients are reduced in fp32."""
     recompute: bool = False

@@ -29,6 +29,7 @@ from megalin.parallel.initialisation import init_weights
 from megalin.parallel.localize import LocalLayout, localize
 from megalin.parallel.mesh import Mesh
 from megalin.train.config import RunConfig, deepspeed_settings
+from megalin.train.engine import FillWeights
 from megalin.train.step import NOTHING_CHANGED, StepResult
 from megalin.train.step_timer import StepTimer
 from megalin.train.update_hooks import UpdateHook, UpdateHooks
@@ -178,25 +179,28 @@ class DeepSpeedEngine:
                 tensors[optimizer_name(name, key)] = self._shard(name, self._get(name, key))
         return tensors | self._hooks.tensors()
 
-    def load(self, checkpoint: Checkpoint, *, weights_only: bool = False) -> None:
-        keys = (None,) if weights_only else (None, *_MOMENTS)
-        shards = {
-            (name, key): self._layout.empty(name, self._shapes[name]) for name in self._parameters for key in keys
-        }
+    def load(self, checkpoint: Checkpoint) -> None:
+        shards = {(name, key): self._empty(name) for name in self._parameters for key in (None, *_MOMENTS)}
         tensors: dict[str, Tensor] = {
             name if key is None else optimizer_name(name, key): shard for (name, key), shard in shards.items()
         }
-        steps = {} if weights_only else {optimizer_name(name, "step"): torch.zeros(()) for name in self._parameters}
-        saved = self._hooks.saved_in(checkpoint, weights_only=weights_only)
+        steps = {optimizer_name(name, "step"): torch.zeros(()) for name in self._parameters}
+        saved = self._hooks.saved_in(checkpoint)
         load(checkpoint, tensors | steps | saved.tensors, ignore=saved.ignored)
         for (name, key), shard in shards.items():
             self._set(name, key, self._layout.join(name, shard.to(self._mesh.device)))
-        if steps:
-            (count,) = {int(step) for step in steps.values()}
-            for state in self._optimizer.state.values():
-                state["step"].fill_(count)
+        (count,) = {int(step) for step in steps.values()}
+        for state in self._optimizer.state.values():
+            state["step"].fill_(count)
         self.model.after_optimizer_step()
         self._hooks.start(saved.missing)
+
+    def set_weights(self, fill: FillWeights) -> None:
+        shards = {name: self._empty(name) for name in self._parameters}
+        for name in fill(shards):
+            self._set(name, None, self._layout.join(name, shards[name].to(self._mesh.device)))
+        self.model.after_optimizer_step()
+        self._hooks.restart()
 
     def close(self) -> None:
         """Does nothing: this engine holds no such resource."""
@@ -204,6 +208,10 @@ class DeepSpeedEngine:
     def _weights(self) -> dict[str, Tensor]:
         """This rank's shards of the fp32 weights, for hooks; each weight is gathered for it."""
         return {name: self._layout.split(name, self._get(name, None)) for name in self._parameters}
+
+    def _empty(self, name: str) -> Tensor:
+        """Uninitialised memory for this rank's shard of a weight or moment, on the CPU."""
+        return self._layout.empty(name, self._shapes[name])
 
     def _shard(self, name: str, whole: Tensor) -> Tensor:
         """This rank's shard of a weight or moment, for a checkpoint."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -21,6 +21,9 @@ from megalin.train.pipeline_model import Pipeline
 from megalin.train.step import PendingStep, apply_gradients, train_step
 from megalin.train.step_timer import StepTimer
 from megalin.train.update_hooks import UpdateHook, UpdateHooks
+
+FillWeights = Callable[[Mapping[str, Tensor]], Collection[str]]
+"""Sets some of the given weights in place and returns their names; see `Engine.set_weights`."""
 
 
 class Engine(Protocol):
@@ -50,12 +53,19 @@ class Engine(Protocol):
     def tensors(self) -> Mapping[str, Tensor]:
         """The tensors of a checkpoint."""
 
-    def load(self, checkpoint: Checkpoint, *, weights_only: bool = False) -> None:
-        """Loads weights, and moments and the state of update hooks unless `weights_only`, from a checkpoint of any mesh
-        and engine.
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Loads weights, moments and the state of update hooks from a checkpoint of any mesh and engine.
 
         Raises:
             CheckpointError: on every rank, before anything is changed, when it does not fit the model.
+        """
+
+    def set_weights(self, fill: FillWeights) -> None:
+        """Sets weights before the first step, and starts the update hooks from them; the moments stay zero.
+
+        Args:
+            fill: receives all fp32 weights of this rank by global name, plain or distributed, sets some in place and
+                returns their names. A collective.
         """
 
     def close(self) -> None:
@@ -102,12 +112,17 @@ class FullyShardedEngine:
     def tensors(self) -> Mapping[str, Tensor]:
         return training_tensors(self.model, self._optimizer) | self._hooks.tensors()
 
-    def load(self, checkpoint: Checkpoint, *, weights_only: bool = False) -> None:
-        tensors = weights(self.model) if weights_only else training_tensors(self.model, self._optimizer)
-        saved = self._hooks.saved_in(checkpoint, weights_only=weights_only)
+    def load(self, checkpoint: Checkpoint) -> None:
+        tensors = training_tensors(self.model, self._optimizer)
+        saved = self._hooks.saved_in(checkpoint)
         load(checkpoint, tensors | saved.tensors, ignore=saved.ignored)
         self.model.after_optimizer_step()
         self._hooks.start(saved.missing)
+
+    def set_weights(self, fill: FillWeights) -> None:
+        fill(weights(self.model))
+        self.model.after_optimizer_step()
+        self._hooks.restart()
 
     def close(self) -> None:
         if self._graph is not None:

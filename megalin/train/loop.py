@@ -26,6 +26,7 @@ from megalin.train.environment import device_name, environment
 from megalin.train.events import EventLog
 from megalin.train.garbage_collection import without_long_collections
 from megalin.train.in_flight import FinishedStep, InFlightStep, InFlightSteps
+from megalin.train.initial_weights import InitialWeights, find_initial_weights, load_initial_weights
 from megalin.train.pipeline_model import Pipeline
 from megalin.train.preemption import PreemptionHandler
 from megalin.train.resume import checkpoint_state, resume
@@ -72,18 +73,24 @@ class TrainingLoop:
         hooks: Sequence[UpdateHook] = (),
         tasks: TaskRunner | None = None,
     ) -> None:
-        """Opens the data, builds the model, and loads the newest checkpoint if there is one.
+        """Opens the data, builds the model, and loads the newest checkpoint if there is one, else the initial weights
+        if the config names some.
 
         Raises:
             ConfigError: a checkpoint with a different sample order.
             DataError: on every rank, when shards or a tokenizer are bad or missing on any rank.
-            CheckpointError: a checkpoint of a different model, or none that verifies.
+            CheckpointError: a checkpoint of a different model, or none that verifies; initial weights that do not fit.
         """
         self.config, self.mesh, self.run, self.event_log, self.tasks = config, mesh, run, event_log, tasks
         on_every_rank(self._open_data)  # hosts may have different disks
+        source = find_initial_weights(config, run.checkpoints)
         self.engine = _make_engine(config, mesh, run, hooks)
         self.model = self.engine.model
         self.resumed_step = resume(run.checkpoints, config, self.data, self.engine)
+        self.initial_weights: InitialWeights | None = None
+        if source is not None:
+            self.initial_weights = load_initial_weights(source, config, self.engine)
+            run.write_json(run.initial_weights, self.initial_weights._asdict())
         self.last_step = config.train.stop_after_steps or config.train.steps
 
     def _open_data(self) -> None:
@@ -218,9 +225,10 @@ class TrainingLoop:
         )
 
     def _report_lines(self) -> list[str]:
-        """Lines on the data and the stages of a pipeline, printed above the first step."""
+        """Lines on the data, the stages of a pipeline and initial weights, printed above the first step."""
         stages = self.model.plan.report_lines() if isinstance(self.model, Pipeline) else []
-        return [*self.data.report_lines(), *(f"pipeline {line}" for line in stages)]
+        initial = [] if self.initial_weights is None else self.initial_weights.report_lines()
+        return [*self.data.report_lines(), *(f"pipeline {line}" for line in stages), *initial]
 
     def _write_loss_curve(self, evaluation: AnyEvaluation | None) -> None:
         if self.mesh.is_first_rank and self.run.metrics.stat().st_size:

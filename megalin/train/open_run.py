@@ -57,22 +57,30 @@ def check_same_model(model: AnyModelConfig, checkpoint: Checkpoint) -> None:
     Raises:
         CheckpointError: naming the fields that differ, with both values.
     """
-    try:
-        table = {"model": checkpoint.state()["config"]["model"]}
-        saved = parse_model(translate_renamed(table)["model"], "its saved config")
-    except (ConfigError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{checkpoint.path}: this version cannot read the model of its config: {error}") from None
-    there, here = dict(_fields("model", _function(saved))), dict(_fields("model", _function(model)))
-    differences = [
-        f"{name}: {there.get(name)!r} in the checkpoint, {here.get(name)!r} in the config"
-        for name in here | there
-        if there.get(name) != here.get(name)
-    ]
-    if differences:
+    if differences := model_differences(model, saved_model(checkpoint)):
         raise CheckpointError(
             f"{checkpoint.path} is of another model; restore these values or start in a new run folder:\n  "
             + "\n  ".join(differences[:_MOST_DIFFERENCES])
         )
+
+
+def saved_model(checkpoint: Checkpoint) -> AnyModelConfig:
+    """The model's config in a checkpoint. Raises CheckpointError if this version cannot read it."""
+    try:
+        table = {"model": checkpoint.state()["config"]["model"]}
+        return parse_model(translate_renamed(table)["model"], "its saved config")
+    except (ConfigError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{checkpoint.path}: this version cannot read the model of its config: {error}") from None
+
+
+def model_differences(model: AnyModelConfig, saved: AnyModelConfig) -> list[str]:
+    """Fields that define a model's function and differ from those of a checkpoint's model, with both values."""
+    there, here = dict(_fields("model", _function(saved))), dict(_fields("model", _function(model)))
+    return [
+        f"{name}: {there.get(name)!r} in the checkpoint, {here.get(name)!r} in the config"
+        for name in here | there
+        if there.get(name) != here.get(name)
+    ]
 
 
 def _function(model: AnyModelConfig) -> dict[str, Any]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megalin.checkpoint.load import newest
+from torch import Tensor
+
+from megalin.checkpoint.load import load, newest
 from megalin.checkpoint.manifest import Checkpoint
 from megalin.data.sources import LABEL_MASKS, Training
 from megalin.errors import CheckpointError, ConfigError
@@ -20,7 +24,8 @@ def resume(root: Path, config: RunConfig, data: Training, engine: Engine) -> int
     """Loads the newest checkpoint in `root` into the engine, if there is one; returns the number of finished steps.
 
     Raises:
-        ConfigError: on every rank, a checkpoint with a different sample order on any rank.
+        ConfigError: on every rank, a checkpoint with a different sample order on any rank, or of a run with other
+            `train.initial_weights`.
         CheckpointError: a checkpoint of a different model or beyond `train.steps`, or none that verifies.
     """
     checkpoint = newest(root)
@@ -30,10 +35,12 @@ def resume(root: Path, config: RunConfig, data: Training, engine: Engine) -> int
     imported = state["order"] is None  # weights without a step of this run
     if not imported:
         on_every_rank(lambda: _check_sample_order(checkpoint, config, data))  # hosts may have different disks
+    _check_initial_weights(checkpoint, config)
     check_same_model(config.model, checkpoint)
-    engine.load(checkpoint, weights_only=imported)
     if imported:
+        engine.set_weights(partial(_load_all, checkpoint))
         return 0
+    engine.load(checkpoint)
     step = int(state["step"])
     if step > config.train.steps:
         raise CheckpointError(
@@ -41,6 +48,26 @@ def resume(root: Path, config: RunConfig, data: Training, engine: Engine) -> int
             "raise train.steps or start in a new run folder"
         )
     return step
+
+
+def _load_all(checkpoint: Checkpoint, weights: Mapping[str, Tensor]) -> Collection[str]:
+    load(checkpoint, weights)
+    return weights.keys()
+
+
+def _check_initial_weights(checkpoint: Checkpoint, config: RunConfig) -> None:
+    """Checks that the run still names the weights it started from: it continues from its own checkpoint."""
+    state = checkpoint.state()
+    saved, given = state["config"]["train"].get("initial_weights"), config.train.initial_weights
+    if saved != given:
+        of_its_own = "imported weights" if state["order"] is None else "random weights"
+        started = of_its_own if saved is None else repr(saved)
+        restore = "leave it out" if saved is None else f"restore {saved!r}"
+        raise ConfigError(
+            f"train.initial_weights {'is left out' if given is None else f'= {given!r}'}, but the run started from "
+            f"{started} and continues from {checkpoint.path}, without reading initial weights again; {restore}, or "
+            "start in a new run folder"
+        )
 
 
 def checkpoint_state(config: RunConfig, data: Training, step: int) -> dict[str, Any]:
@@ -83,5 +110,6 @@ def _check_sample_order(checkpoint: Checkpoint, config: RunConfig, data: Trainin
         f"{name}: {saved.get(name)!r} in the checkpoint, {given.get(name)!r} in the config" for name in changed
     ]
     raise ConfigError(
-        f"{checkpoint.path} was made with {reason} or start in a new run folder:\n  " + "\n  ".join(differences)
+        f"{checkpoint.path} was made with {reason} or start in a new run folder (from these weights with "
+        f"train.initial_weights={checkpoint.path.parents[1]}):\n  " + "\n  ".join(differences)
     )

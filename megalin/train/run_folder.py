@@ -86,6 +86,11 @@ class RunFolder:
         return self.path / "deepspeed.json"
 
     @property
+    def initial_weights(self) -> Path:
+        """Report on the tensors taken from another run's checkpoint, if the run started from one."""
+        return self.path / "initial_weights.json"
+
+    @property
     def kernels(self) -> Path:
         """Implementation of each op, and the reason for it."""
         return self.path / "kernels.json"

@@ -35,7 +35,7 @@ class UpdateHook(Protocol):
     - A run without the hook that resumes from such a checkpoint logs a warning, and its own checkpoints lack the
       tensors.
     - A run with the hook that resumes from a checkpoint without its tensors logs a warning and calls `start` with the
-      loaded weights; after imported weights it does so without a warning.
+      loaded weights; after imported or initial weights it does so without a warning.
     - Of a checkpoint with the hook's tensors each must have the name, shape and dtype of `tensors`: else the run ends
       with a CheckpointError before anything is changed.
     """
@@ -89,7 +89,7 @@ class UpdateHooks:
         assert len({*names}) == len(names), f"two update hooks have the same name: {names}"
         assert not any("." in name for name in names), f"the name of an update hook contains a dot: {names}"
         self._hooks, self._weights = list(hooks), weights
-        self.start(self._hooks)
+        self.restart()
 
     @torch.no_grad()
     def start(self, hooks: Sequence[UpdateHook]) -> None:
@@ -98,6 +98,10 @@ class UpdateHooks:
             weights = self._weights()
             for hook in hooks:
                 hook.start(weights)
+
+    def restart(self) -> None:
+        """Starts every hook from the present weights."""
+        self.start(self._hooks)
 
     @torch.no_grad()
     def after_update(self, *, applied: Tensor, step: int) -> None:
@@ -111,14 +115,14 @@ class UpdateHooks:
         """The tensors of all hooks by their names in a checkpoint."""
         return {name: tensor for hook in self._hooks for name, tensor in _named(hook).items()}
 
-    def saved_in(self, checkpoint: Checkpoint, *, weights_only: bool) -> SavedHooks:
-        """Compares the hooks with those of a checkpoint, and logs a warning for each that is in one of both only; with
-        `weights_only` nothing is loaded into hooks. One broadcast."""
-        saved = set() if weights_only else set(on_rank_zero(partial(_saved_names, checkpoint)))
+    def saved_in(self, checkpoint: Checkpoint) -> SavedHooks:
+        """Compares the hooks with those of a checkpoint, and logs a warning for each that is in one of both only. One
+        broadcast."""
+        saved = set(on_rank_zero(partial(_saved_names, checkpoint)))
         present = [hook for hook in self._hooks if hook.name in saved]
         missing = [hook for hook in self._hooks if hook.name not in saved]
         ignored = sorted(saved - {hook.name for hook in present})
-        if rank() == 0 and not weights_only:
+        if rank() == 0:
             for name in ignored:
                 _log.warning(
                     "%s has the state of the update hook %s, which this run does not have; it is not loaded, and later "

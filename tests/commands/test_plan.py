@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -70,6 +71,26 @@ def test_mixers_that_share_a_module_may_be_in_several_entries(tmp_path, capsys):
     path.write_text(model + 2 * entry)
     assert main(["plan", str(path), "--gpus", "1", "--length", "64", "--global-batch-size", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["best"]
+
+
+def test_longest_samples_of_a_mesh(config, capsys):
+    arguments = ["plan", str(config), "train.micro_batch_size=1", "--gpus", "1", "--longest"]
+    assert main([*arguments, "--memory", "20GB"]) == 0
+    text = capsys.readouterr().out
+    assert "0.00 billion parameters, 4 samples a step, eager blocks" in text
+    assert "meshes tried: 1; the longest samples that fit, one a micro-batch:" in text
+    (length,) = re.findall(r"^1\. ([\d,]+) tokens: dp 1, ZeRO 0, micro-batches 4 x 1, recompute: ", text, re.MULTILINE)
+    assert f" data.sequence_length={length.replace(',', '')}\n" in text
+    assert main([*arguments, "--memory", "0.001GB", "--json"]) == 1
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["longest"], plan["num_meshes"], plan["global_batch_size"]) == ([], 1, 4)
+    assert plan["refused"][0]["missing_bytes"] > 0
+
+
+def test_a_length_and_a_search_for_one_exclude_each_other(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", *SMALL, "--longest"])
+    assert "argument --longest: not allowed with argument --length" in capsys.readouterr().err
 
 
 def test_nothing_fits(capsys):

@@ -169,6 +169,14 @@ def test_only_predictions_have_logits():
     assert largest == output.masked_logits.numel() == 4 * batch.masked_positions.shape[1] * 384
 
 
+def test_bounded_logits_leave_padding_without_a_probability():
+    (case,) = (case for case in CASES if case.model.logit_bounds is not None)
+    output = build(case.model)(**make_batch(case.model).inputs())
+    known, padding = output.masked_logits[..., :VOCAB_SIZE], output.masked_logits[..., VOCAB_SIZE:]
+    assert [known.min().item(), known.max().item()] == case.model.logit_bounds
+    assert padding.isneginf().all()
+
+
 def test_padded_rows_of_the_vocabulary_learn_nothing():
     model, batch = build(CASES[0].model), make_batch(CASES[0].model)
     model(**batch.inputs()).loss_sums().sum().backward()
@@ -317,6 +325,11 @@ def test_encoder_refuses_causal_mixers_and_names_each():
         ({"kind": "encoder", "tie_embeddings": False}, "tie_embeddings: unknown key"),
         ({"kind": "encoder", "num_classes": 1}, "num_classes = 1"),
         ({"kind": "encoder", "pooling": "last"}, "pooling = 'last'"),
+        ({"kind": "encoder", "logit_bounds": [2.0, 2.0]}, r"logit_bounds = \[2.0, 2.0\]: give the least and a larger"),
+        (
+            {"kind": "encoder", "logit_bounds": [-20.0, 2.0], "num_classes": 2},
+            r"logit_bounds = \[-20.0, 2.0\] has no effect with num_classes",
+        ),
     ],
 )
 def test_config_of_another_kind_is_refused(fields, message):

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from megalin.data.tokenizers.tokenizer import HuggingFaceTokenizer
 from tests.data.shard_files import write_by_hand
 from tools import inspect_shards, preprocess_data, train_tokenizer
 
@@ -195,6 +196,35 @@ def test_training_that_cannot_work_is_refused(tmp_path, corpus, capsys):
     assert train_tokenizer.main(["--input", str(corpus), "--json-keys", "x", "--vocab-size", "300", *output]) == 3
     assert "empty corpus" in capsys.readouterr().err
     assert not (tmp_path / "t.json").exists()
+
+
+def test_characters_of_a_file_become_single_tokens(tmp_path, corpus, capsys):
+    alphabet, output = tmp_path / "alphabet.txt", tmp_path / "t.json"
+    alphabet.write_text("\ufeff\u4e2d\n\u56fd\n\u00e9\u4e2d\n")  # with a byte order mark
+    arguments = ["--input", str(corpus), "--vocab-size", "290", "--initial-alphabet", str(alphabet)]
+    assert train_tokenizer.main([*arguments, "--output", str(output)]) == 0
+    assert capsys.readouterr().out == f"290 ids: {output}\n"
+    tokenizer = HuggingFaceTokenizer(output)
+    assert [len(tokenizer.encode(character)) for character in "\u4e2d\u56fd\u00e9\u4eba\ufeff"] == [1, 1, 1, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "is empty; write the characters to add into it, one a line or all together"),
+        (b"abc\n", "has ASCII characters alone, which are single tokens in any case; write the characters"),
+        (b"\xe4\xb8\n", "not UTF-8: invalid continuation byte at byte 0; convert the file to UTF-8"),
+        (None, "no such file"),
+    ],
+)
+def test_alphabet_that_adds_nothing_is_refused(tmp_path, corpus, capsys, data, message):
+    alphabet, output = tmp_path / "alphabet.txt", tmp_path / "t.json"
+    if data is not None:
+        alphabet.write_bytes(data)
+    arguments = ["--input", str(corpus), "--vocab-size", "290", "--initial-alphabet", str(alphabet)]
+    assert train_tokenizer.main([*arguments, "--output", str(output)]) == 3
+    assert f"{alphabet}: {message}" in capsys.readouterr().err
+    assert not output.exists()
 
 
 def test_terminal_gets_a_progress_bar(tmp_path, corpus):

@@ -67,7 +67,7 @@ def test_overridden_values_are_not_to_be_filled_in(tmp_path, capsys):
     assert import_config.main([*arguments, batch]) == 0
     assert "values are missing" not in capsys.readouterr().out
     samples = SMALL.replace("--global-batch-size 8", "").replace("--train-iters 100", "--train-samples 6400")
-    arguments = [samples.replace("\n", " "), str(tmp_path / "b.toml"), batch, "schedule.decay_steps=100"]
+    arguments = [samples.replace("\n", " "), str(tmp_path / "b.toml"), batch]
     assert import_config.main([*arguments, "train.steps=100"]) == 0
     arguments[1] = str(tmp_path / "c.toml")
     assert import_config.main(arguments) == 1

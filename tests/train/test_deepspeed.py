@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalin.checkpoint.load import newest
+from megalin.checkpoint.load import load, newest
 from megalin.checkpoint.save import save
 from megalin.checkpoint.tensors import OPTIMIZER_PREFIX
 from megalin.data.batch import Batch
 from megalin.errors import ConfigError, NumericError
+from megalin.model.encoder import POSITION_TABLE
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.tensor_parallel import full_tensor, local
 from megalin.train.config import load_run_config
@@ -29,6 +30,7 @@ from tests.model_runs import CPU, DROPOUT, checkpoint_tensors, losses, metrics, 
 from tests.numerics import assert_close
 from tests.ranks import run_ranks
 from tests.train.test_encoder_run import write_config as write_encoder_config
+from tests.train.test_initial_weights import STILL, weights_of_step
 from tests.train.test_resume import assert_same_end
 
 STEPS = 3
@@ -219,6 +221,26 @@ def test_a_mixer_that_reads_its_whole_weights_trains_where_they_are_whole(tmp_pa
         assert line == pytest.approx(other, rel=2e-6)
 
 
+def test_weights_of_another_run_are_the_first_ones(config, folders, tmp_path):
+    """The run has taken its only step when it is saved, at a rate that changes nothing."""
+    source = folders["zero0"].fsdp2
+    overrides = [ENGINE, "parallel.zero=3", f"train.initial_weights={source}", *STILL]
+    run_ranks(2, _runs, config, [(tmp_path / "run", overrides)])
+    tensors, expected = checkpoint_tensors(tmp_path / "run"), weights_of_step(source, STEPS)
+    assert [name for name in expected if not torch.equal(tensors[name], expected[name])] == []
+    assert {int(tensor) for name, tensor in tensors.items() if name.endswith(".step")} == {1}
+
+
+def test_a_longer_table_of_positions_is_tiled(tmp_path):
+    """31 rows from 24, which two ranks share unevenly."""
+    config, source, longer = write_encoder_config(tmp_path), tmp_path / "source", tmp_path / "longer"
+    start = [ENGINE, "parallel.zero=2", "model.max_positions=31", f"train.initial_weights={source}", *STILL]
+    run_ranks(2, _runs, config, [(source, ["train.steps=1"]), (longer, start)])
+    ended, started = weights_of_step(source, 1), weights_of_step(longer, 1)
+    expected = ended | {POSITION_TABLE: torch.cat([ended[POSITION_TABLE]] * 2)[:31]}
+    assert [name for name in expected if not torch.equal(started[name], expected[name])] == []
+
+
 def _engine(config: Path, *overrides: str) -> DeepSpeedEngine:
     run = load_run_config(config, [ENGINE, *overrides])
     return DeepSpeedEngine(run, Mesh(run.parallel, CPU))
@@ -301,7 +323,7 @@ def _initial(config: Path, root: Path) -> None:
         (frequencies,) = engine.model.full_precision_modules()
         with engine_zero.GatheredParameters(list(frequencies.parameters())):
             assert {output.dtype for output in frequencies()} == {torch.float32}
-        engine.load(imported, weights_only=True)
+        engine.set_weights(lambda weights: (load(imported, weights), weights)[1])
         loaded = engine.tensors()
         assert all(torch.equal(full_tensor(loaded[name]), -full_tensor(truth[name])) for name in names)
 

@@ -180,7 +180,8 @@ def test_mask_that_changes_between_start_and_resume_is_refused(tmp_path):
     changed = original[:-9] + bytes([original[-9] ^ 1]) + original[-8:]
     message = (
         r"step-00000005 was made with other label masks, so the same samples would have other labels; restore the mask "
-        r"files or start in a new run folder:\n  label masks of the sources, by sha256: {} in the checkpoint, {} in the"
+        r"files or start in a new run folder \(from these weights with train.initial_weights=\S+/run\):\n  label masks "
+        r"of the sources, by sha256: {} in the checkpoint, {} in the"
     )
     some, none = r"{'train': \['[0-9a-f]{64}'\]}", "None"
     with process_group(CPU):

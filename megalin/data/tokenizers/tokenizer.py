@@ -20,6 +20,7 @@ from megalin.data.tokenizers.formats import (
     SentencePieceTokenizer,
     TiktokenTokenizer,
 )
+from megalin.data.tokenizers.whole_characters import WholeCharacters
 from megalin.data.tokenizers.word_cache import WordCache, cuts_as_gpt2
 from megalin.errors import ConfigError, DataError
 from megalin.files import read_input, write_text
@@ -226,20 +227,33 @@ def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:
 
 
 class BytePairTrainer:
-    """Trains a byte-level BPE on texts: the 256 bytes, `<|endoftext|>` and the most frequent merges."""
+    """Trains a byte-level BPE on texts: the 256 bytes, `<|endoftext|>`, characters that are single tokens in any case,
+    and the most frequent merges."""
 
-    def __init__(self, vocab_size: int, *, special_tokens: Sequence[str] = ()) -> None:
-        """Creates the trainer; `special_tokens`, besides `<|endoftext|>`, get ids that no text is encoded to.
+    def __init__(self, vocab_size: int, *, special_tokens: Sequence[str] = (), characters: Iterable[str] = ()) -> None:
+        """Creates the trainer.
+
+        Args:
+            special_tokens: besides `<|endoftext|>`; they get ids that no text is encoded to.
+            characters: characters that become single tokens (`WholeCharacters`).
 
         Raises:
-            ConfigError: `vocab_size` is too small for the bytes and the special tokens, or a name is given twice.
+            ConfigError: `vocab_size` is too small for the bytes, the special tokens and the characters, or a name is
+                given twice.
         """
         self._special = [END_OF_DOCUMENT, *special_tokens]
         if len(set(self._special)) < len(self._special) or not all(self._special):
             raise ConfigError(f"special tokens {', '.join(self._special)}: names must not be empty or repeated")
-        least = _MIN_BPE_VOCABULARY + len(special_tokens)
+        self._whole = WholeCharacters(characters)
+        least = _MIN_BPE_VOCABULARY + len(special_tokens) + self._whole.num_tokens
         if not least <= vocab_size <= VOCABULARY_LIMIT:
-            raise ConfigError(f"vocab_size = {vocab_size}: a byte-level BPE needs {least} to {VOCABULARY_LIMIT} ids")
+            added = ""
+            if self._whole.characters:
+                prefixes = self._whole.num_tokens - len(self._whole.characters)
+                added = f" with {len(self._whole.characters)} added characters and their prefixes ({prefixes})"
+            raise ConfigError(
+                f"vocab_size = {vocab_size}: a byte-level BPE{added} needs {least} to {VOCABULARY_LIMIT} ids"
+            )
         self._target = vocab_size
         self._tokenizer = _byte_level(models.BPE())
 
@@ -249,12 +263,6 @@ class BytePairTrainer:
         Raises:
             DataError: there is no text.
         """
-        trainer = trainers.BpeTrainer(
-            vocab_size=self._target,
-            special_tokens=self._special,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        )
         count = 0
 
         def counted() -> Iterable[str]:
@@ -263,7 +271,18 @@ class BytePairTrainer:
                 count += bool(text)
                 yield text
 
-        self._tokenizer.train_from_iterator(counted(), trainer)
+        if self._whole.characters:
+            model = self._whole.train(counted(), vocab_size=self._target, special_tokens=self._special)
+            self._tokenizer = _byte_level(model)
+            self._tokenizer.add_special_tokens(self._special)
+        else:
+            trainer = trainers.BpeTrainer(
+                vocab_size=self._target,
+                special_tokens=self._special,
+                initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+                show_progress=False,
+            )
+            self._tokenizer.train_from_iterator(counted(), trainer)
         if not count:
             raise DataError("empty corpus: no text to train a tokenizer on; check --input and --json-keys")
         return self

@@ -17,6 +17,8 @@ _PEAK = 0.001
 """Default peak learning rate of DeepSpeed's warmup schedules."""
 _WARMUP = 1000
 """Default number of warmup steps of DeepSpeed's schedules."""
+_SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+"""Types of schedule by DeepSpeed's."""
 _PARAMETERS = {"lr": None, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
 """Optimizer parameters and their defaults."""
 _KEPT = {
@@ -194,8 +196,8 @@ def _add_schedule(table: Mapping[str, Any], imported: ImportedConfig) -> None:
     kind, parameters = table.get("type"), _table(table, "params")
     if kind is None:
         return
-    if kind not in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"):
-        imported.note("not available", f"scheduler.type {kind}", "write the table schedule: cosine, wsd or constant")
+    if kind not in _SCHEDULES:
+        imported.note("not available", f"scheduler.type {kind}", "write the table schedule")
         return
     warmup, total = parameters.get("warmup_num_steps", _WARMUP), parameters.get("total_num_steps")
     _set(imported, "schedule.warmup_steps", warmup, "scheduler.params.warmup_num_steps")
@@ -207,21 +209,28 @@ def _add_schedule(table: Mapping[str, Any], imported: ImportedConfig) -> None:
             _set(imported, "optimizer.lr", peak, "scheduler.params.warmup_max_lr")
     if parameters.get("warmup_type", "log") != "linear":
         imported.note("differs", "scheduler.params.warmup_type", "the warmup is linear, not logarithmic")
-    for name in ("warmup_min_lr", "warmup_min_ratio"):
-        if parameters.get(name) not in (None, 0, "auto"):
-            imported.note("differs", f"scheduler.params.{name}", "the warmup starts at zero")
-    source = f"scheduler.type {kind}"
-    if kind == "WarmupLR":
-        imported.set("schedule.type", "constant", source)
-    elif kind == "WarmupCosineLR":
-        imported.set("schedule.type", "cosine", source)
+    start = _warmup_start(kind, parameters, imported)
+    if start is not None:
+        imported.set("schedule.warmup_start_ratio", *start)
+    imported.set("schedule.type", _SCHEDULES[kind], f"scheduler.type {kind}")
+    if kind == "WarmupCosineLR":
         imported.set("schedule.min_lr_ratio", parameters.get("cos_min_ratio", 0.0001), "scheduler.params.cos_min_ratio")
-    else:
-        imported.set("schedule.type", "wsd", source)
-        if isinstance(total, int) and isinstance(warmup, int):
-            imported.set("schedule.decay_steps", total - warmup, "the steps after the warmup")
-        else:
-            imported.hint("schedule", "decay_steps: train.steps minus warmup_steps")
+    elif kind == "WarmupDecayLR" and start is not None:  # it ends at the rate that it starts from
+        imported.set("schedule.min_lr_ratio", *start)
+
+
+def _warmup_start(kind: str, parameters: Mapping[str, Any], imported: ImportedConfig) -> tuple[float, str] | None:
+    """Start of the warmup over the peak, and its key; None for zero or if it has to be filled in."""
+    name = "warmup_min_ratio" if kind == "WarmupCosineLR" else "warmup_min_lr"
+    value, source, peak = parameters.get(name), f"scheduler.params.{name}", imported.get("optimizer.lr")
+    if value in (None, 0):
+        return None
+    if isinstance(value, int | float) and name == "warmup_min_ratio":
+        return value, source
+    if isinstance(value, int | float) and isinstance(peak, int | float):
+        return value / peak, f"{source} over the peak"
+    imported.missing("schedule.warmup_start_ratio", source, f"{value!r} is no ratio to the peak, optimizer.lr")
+    return None
 
 
 def _add_wandb(table: Mapping[str, Any], imported: ImportedConfig) -> None:

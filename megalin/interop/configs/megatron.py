@@ -18,6 +18,14 @@ _SPLITS = {"train": "train", "validation": "valid", "test": "test"}
 _TRAIN = ("--train-iters", "--train-samples", "--train-tokens")
 _DECAY = ("--lr-decay-iters", "--lr-decay-samples", "--lr-decay-tokens")
 _WARMUP = ("--lr-warmup-iters", "--lr-warmup-samples", "--lr-warmup-tokens")
+_STYLES = {
+    "constant": "constant",
+    "cosine": "cosine",
+    "inverse-square-root": "inverse_sqrt",
+    "linear": "linear",
+    "WSD": "wsd",
+}
+"""Types of schedule by `--lr-decay-style`."""
 _TOKENIZER_FILES = (".json", ".model", ".tiktoken")
 
 
@@ -218,21 +226,21 @@ def _add_schedule(flags: Flags, imported: ImportedConfig) -> None:
     elif fraction:
         text = "it is a fraction of the steps, which no flag gives"
         imported.missing("schedule.warmup_steps", "--lr-warmup-fraction", text)
+    given = flags.given(*_WARMUP, "--lr-warmup-fraction")
     if warmup:
-        imported.set("schedule.warmup_steps", warmup, flags.given(*_WARMUP, "--lr-warmup-fraction"))
-    known = {"constant": "constant", "cosine": "cosine", "linear": "wsd", "WSD": "wsd"}
-    imported.set("schedule.type", known.get(style, "cosine"), f"--lr-decay-style {style}")
-    if style not in known:
-        imported.note("differs", f"--lr-decay-style {style}", "cosine instead; supported: cosine, wsd and constant")
+        imported.set("schedule.warmup_steps", warmup, given)
+    elif style == "inverse-square-root" and not given:
+        imported.set("schedule.warmup_steps", 1, "Megatron-LM's decay without a warmup")
+    _add_warmup_start(flags, imported, peak, given)
+    imported.set("schedule.type", _STYLES.get(style, "cosine"), f"--lr-decay-style {style}")
+    if style not in _STYLES:
+        imported.note("differs", f"--lr-decay-style {style}", f"cosine instead; supported: {', '.join(_STYLES)}")
     if style == "constant":
         return
     if peak:
         imported.set("schedule.min_lr_ratio", min_lr / peak, "--min-lr over --lr")
     elif min_lr:
         imported.missing("schedule.min_lr_ratio", "--min-lr", "it is needed relative to --lr, which no flag gives")
-    imported.hint("schedule", "Megatron-LM's learning rate falls linearly from the warmup to the last step")
-    if style == "linear" and steps is not None:
-        imported.set("schedule.decay_steps", steps - warmup, "the steps after the warmup")
     if style == "WSD":
         if final is not None:
             imported.set("schedule.decay_steps", final, flags.given("--lr-wsd-decay-iters", "--lr-wsd-decay-samples"))
@@ -240,6 +248,19 @@ def _add_schedule(flags: Flags, imported: ImportedConfig) -> None:
             imported.note(
                 "differs", f"--lr-wsd-decay-style {shape}", "the learning rate always falls linearly at the end"
             )
+
+
+def _add_warmup_start(flags: Flags, imported: ImportedConfig, peak: float | None, warmup: str) -> None:
+    """Sets the start of the warmup, a rate in Megatron-LM and relative to the peak here; `warmup`: its flags."""
+    start, name = flags.number("--lr-warmup-init", "schedule.warmup_start_ratio"), "--lr-warmup-init"
+    if not start:
+        return
+    if not warmup:
+        imported.note("no effect", name, "there is no warmup")
+    elif peak:
+        imported.set("schedule.warmup_start_ratio", start / peak, f"{name} over --lr")
+    else:
+        imported.missing("schedule.warmup_start_ratio", name, "it is needed relative to --lr, which no flag gives")
 
 
 def _add_steps(flags: Flags, imported: ImportedConfig) -> int | None:

@@ -4,10 +4,13 @@ import json
 
 import pytest
 
+from megalin.config import parse
 from megalin.errors import ConfigError
 from megalin.interop.configs import deepspeed
 from megalin.interop.configs.deepspeed import add_deepspeed, read_json
 from megalin.interop.configs.imported import ImportedConfig
+from megalin.optim.adamw import OptimizerConfig
+from megalin.optim.schedule import ScheduleConfig, learning_rate
 from megalin.train.deepspeed_config import Owned, resolve_deepspeed
 from tests.train.test_deepspeed_config import REFUSED
 
@@ -62,7 +65,7 @@ def test_zero3_json_becomes_tables_and_what_the_engine_keeps():
             "steps": 1000,
         },
         "optimizer": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-9, "weight_decay": 0.2, "max_grad_norm": 0.5},
-        "schedule": {"type": "wsd", "warmup_steps": 100, "decay_steps": 900},
+        "schedule": {"type": "linear", "warmup_steps": 100},
         "parallel": {"zero": 3},
     }
     assert rest == {
@@ -122,7 +125,6 @@ def test_defaults_are_those_of_deepspeed():
         ({"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, "not available", "optimizer.params.amsgrad"),
         ({"scheduler": {"type": "OneCycle"}}, "not available", "scheduler.type OneCycle"),
         (PEAKS, "differs", "scheduler.params.warmup_max_lr"),
-        (PEAKS, "differs", "scheduler.params.warmup_min_lr"),
         ({"tensor_parallel": {"autotp_size": 2}}, "not available", "tensor_parallel.autotp_size"),
         ({"sparse_gradients": True}, "not available", "sparse_gradients"),
         ({"sequence_parallel_size": 1}, "no effect", "sequence_parallel_size"),
@@ -162,6 +164,40 @@ def test_warmup_alone_stays_at_its_peak():
     assert imported.values["schedule"] == {"type": "constant", "warmup_steps": 5}
     assert imported.get("parallel.zero") == 0
     assert imported.get("optimizer.lr") == 2e-4
+
+
+def _decay_rate(done, *, least, peak, warmup, total):
+    """Learning rate of DeepSpeed's WarmupDecayLR with a linear warmup after `done` steps."""
+    ratio = done / warmup if done < warmup else max(0.0, (total - done) / (total - warmup))
+    return least + (peak - least) * ratio
+
+
+def test_linear_decay_starts_and_ends_at_its_least_rate():
+    parameters = {"warmup_num_steps": 10, "total_num_steps": 50, "warmup_max_lr": 2e-3, "warmup_min_lr": 4e-4}
+    imported, _ = _read({"scheduler": {"type": "WarmupDecayLR", "params": {**parameters, "warmup_type": "linear"}}})
+    assert not imported.notes
+    optimizer = parse(OptimizerConfig, {"lr": imported.get("optimizer.lr")}, "ds.json")
+    schedule = parse(ScheduleConfig, imported.values["schedule"], "ds.json")
+    for done in (1, 5, 10, 11, 30, 50):
+        rate = learning_rate(optimizer, schedule, done - 1, imported.get("train.steps"))
+        assert rate == pytest.approx(_decay_rate(done, least=4e-4, peak=2e-3, warmup=10, total=50), rel=1e-12)
+
+
+def test_start_of_the_warmup_is_a_ratio():
+    parameters = {"warmup_num_steps": 5, "total_num_steps": 9, "warmup_min_ratio": 0.01, "warmup_type": "linear"}
+    imported, _ = _read({"scheduler": {"type": "WarmupCosineLR", "params": parameters}})
+    assert imported.get("schedule.warmup_start_ratio") == 0.01
+    imported, _ = _read(PEAKS)
+    assert imported.get("schedule.warmup_start_ratio") == 1e-5 / 1e-3
+
+
+@pytest.mark.parametrize("start", ["auto", [1e-5], 1e-5])
+def test_start_of_the_warmup_without_a_ratio_is_to_be_filled_in(start):
+    parameters = {"warmup_num_steps": 5, "warmup_max_lr": "auto", "warmup_min_lr": start}
+    imported, _ = _read({"scheduler": {"type": "WarmupLR", "params": parameters}})
+    imported.check()
+    note = f"{start!r} is no ratio to the peak, optimizer.lr"
+    assert _notes(imported, "fill in")["scheduler.params.warmup_min_lr"] == note
 
 
 @pytest.mark.parametrize(("zero", "stage"), [(True, 1), ({"stage": 2}, 2), ({}, 0)])

@@ -150,24 +150,28 @@ def test_defaults_are_those_of_megatron():
     assert (config.model.norm, config.model.norm_eps) == ("layernorm", 1e-5)
 
 
-def _megatron_rate(done, *, style, peak, least, warmup, decay):
+def _megatron_rate(done, *, style, peak, start, least, warmup, decay):
     """Learning rate of Megatron-LM's OptimizerParamScheduler after `done` steps."""
-    if done <= warmup:
-        return peak * done / warmup
+    if warmup > 0 and done <= warmup:
+        return start + (peak - start) * done / warmup
     if done > decay:
         return least
-    return {"linear": peak - (peak - least) * (done - warmup) / (decay - warmup)}[style]
+    if style == "inverse-square-root":
+        return max(least, peak * max(warmup, 1) ** 0.5 / max(done, 1) ** 0.5)
+    return peak - (peak - least) * (done - warmup) / (decay - warmup)
 
 
+@pytest.mark.parametrize(("style", "warmup"), [("linear", 10), ("inverse-square-root", 10), ("inverse-square-root", 0)])
 @pytest.mark.parametrize(("iterations", "decay"), [(100, 100), (60, 100)])
-def test_linear_decay_is_the_same_rate(iterations, decay):
+def test_decay_is_the_same_rate(style, warmup, iterations, decay):
     flags = SMALL.replace("--train-iters 100", f"--train-iters {iterations} --lr-decay-iters {decay}")
-    config = _config(flags + "--lr-warmup-iters 10 --min-lr 1e-4")
+    flags += f"--lr-decay-style {style} --min-lr 2e-4 --lr-warmup-init 1e-5"
+    config = _config(flags + (f" --lr-warmup-iters {warmup}" if warmup else ""))
     assert (config.train.stop_after_steps or config.train.steps) == iterations
     for step in (0, 5, 9, 10, 50, iterations - 1):
         rate = learning_rate(config.optimizer, config.schedule, step, config.train.steps)
-        expected = _megatron_rate(step + 1, style="linear", peak=1e-3, least=1e-4, warmup=10, decay=decay)
-        assert rate == pytest.approx(expected, rel=1e-12)
+        values = {"peak": 1e-3, "start": 1e-5, "least": 2e-4, "warmup": warmup, "decay": decay}
+        assert rate == pytest.approx(_megatron_rate(step + 1, style=style, **values), rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +212,10 @@ def test_flag_becomes_a_key(flags, field, value):
         ("--kv-channels 32", "differs", "--kv-channels 32"),
         ("--rotary-percent 0.5", "differs", "--rotary-percent 0.5"),
         ("--recompute-activations", "differs", "--recompute-granularity selective"),
-        ("--lr-decay-style inverse-square-root", "differs", "--lr-decay-style inverse-square-root"),
+        ("--lr-decay-style square", "differs", "--lr-decay-style square"),
+        ("--lr-warmup-init 1e-5", "no effect", "--lr-warmup-init"),
+        ("--lr ${LR} --lr-warmup-iters 5 --lr-warmup-init 1e-5", "fill in", "--lr-warmup-init"),
+        ("--lr-decay-style inverse-square-root --lr-warmup-iters 0", "fill in", "schedule"),
         ("--lr-decay-style WSD --lr-wsd-decay-iters 7", "differs", "--lr-wsd-decay-style exponential"),
         ("--normalization L2", "differs", "--normalization L2"),
         ("--eval-iters 0", "differs", "--eval-iters 0"),

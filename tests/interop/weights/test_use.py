@@ -101,12 +101,19 @@ def test_training_starts_from_imported_weights(tmp_path: Path, capsys: pytest.Ca
     before = json.loads(capsys.readouterr().out.splitlines()[-1])["loss"]
     overrides = ["data.tokenizer=bytes", f"data.train=['{data / 'train'}']", validation, "data.sequence_length=36"]
     overrides += ["train.steps=2", "train.global_batch_size=2", "optimizer.lr=1e-12", "optimizer.weight_decay=0.0"]
+    initial = f"train.initial_weights={tmp_path / 'back'}"
+    assert _command("train", tmp_path / "back/config.toml", *overrides, initial, "--folder", tmp_path / "back") == 2
+    assert "but the run started from imported weights and continues from" in capsys.readouterr().err
+    assert _command("train", tmp_path / "back/config.toml", *overrides, initial, "--folder", tmp_path / "new") == 0
+    taken = len(weights(model))
+    assert f"step-00000000: {taken} tensors taken, 0 tiled, 0 new, 0 left" in capsys.readouterr().out
     assert _command("train", tmp_path / "back/config.toml", *overrides, "--folder", tmp_path / "back") == 0
     assert steps_saved(tmp_path / "back") == [0, 2]
     for name, tensor in weights(read_run(tmp_path / "back")).items():
         torch.testing.assert_close(tensor, weights(model)[name], rtol=0, atol=1e-6)
-    lines = [json.loads(line) for line in (tmp_path / "back/metrics.jsonl").read_text().splitlines()]
-    assert lines[-1]["evaluation_loss"] == pytest.approx(before, rel=1e-5)
+    for folder in ("back", "new"):
+        lines = [json.loads(line) for line in (tmp_path / folder / "metrics.jsonl").read_text().splitlines()]
+        assert lines[-1]["evaluation_loss"] == pytest.approx(before, rel=1e-5)
 
 
 def _write_two_checkpoints(folder: Path) -> dict[str, Tensor]:
