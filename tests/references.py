@@ -38,11 +38,14 @@ def any_norm(kind: str, x: Tensor, eps: float, weights: Weights, prefix: str) ->
 
 def slope(kind: str, head: int, num_heads: int, layer: int, num_layers: int) -> float:
     """-log lambda of a head, both counted from 0."""
-    if kind == "paper":
-        return 8.0 * (head + 1) / num_heads * (1.0 - (layer + 1) / num_layers)
+    if kind == "none":
+        return 0.0
+    if kind in ("paper", "no_temperature"):
+        temperature = 1.0 - (layer + 1) / num_layers if kind == "paper" else 1.0
+        return 8.0 * (head + 1) / num_heads * temperature
     power = 2 ** math.floor(math.log2(num_heads))
     exponent = 8.0 * (head + 1) / power if head < power else 8.0 * (2 * (head - power) + 1) / (2 * power)
-    return 2.0**-exponent * (1.0 - layer / (num_layers - 1) + 1e-5)
+    return 2.0**-exponent * (1.0 if kind == "alibi_no_temperature" else 1.0 - layer / (num_layers - 1) + 1e-5)
 
 
 def scores(kind: str | None, q: Tensor, k: Tensor, theta: Tensor | None, distance: Tensor) -> Tensor:
@@ -59,9 +62,18 @@ def scores(kind: str | None, q: Tensor, k: Tensor, theta: Tensor | None, distanc
     return (real * angle.cos() - imaginary * angle.sin()).sum(-1)
 
 
-def attention(config: Any, weights: Weights, qkv: list[Tensor], gate: Tensor, layer: int, num_layers: int) -> Tensor:
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "none": lambda x: x,
+    "1+elu": lambda x: torch.where(x > 0.0, 1.0 + x, torch.exp(x)),
+}
+
+
+def attention(
+    config: Any, weights: Weights, qkv: list[Tensor], gate: Tensor | float, layer: int, num_layers: int
+) -> Tensor:
     q, k, v = qkv
-    q, k = functional.silu(q), functional.silu(k)
+    q, k = ACTIVATIONS[config.activation](q), ACTIVATIONS[config.activation](k)
     index = torch.arange(q.shape[0], dtype=q.dtype)
     distance = index[:, None] - index
     heads = []
@@ -76,14 +88,18 @@ def attention(config: Any, weights: Weights, qkv: list[Tensor], gate: Tensor, la
 
 
 def transnormer(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: int) -> Tensor:
-    *qkv, gate = [x @ part.T for part in weights["qkvu.weight"]]
+    if config.gate == "none":
+        return attention(config, weights, maps(weights, "qkv", x), 1.0, layer, num_layers)
+    *qkv, gate = maps(weights, "qkvu", x)
     return attention(config, weights, qkv, gate, layer, num_layers)
 
 
 def tnl(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: int) -> Tensor:
-    qkv = [x @ part.T for part in weights["qkv.weight"]]
-    gate = torch.sigmoid(x @ weights["gate.down"].T @ weights["gate.up"].T)
-    return attention(config, weights, qkv, gate, layer, num_layers)
+    normed = any_norm(config.norm, x, config.norm_eps, weights, "input_norm.") if config.norms_input else x
+    gate: Tensor | float = 1.0
+    if config.gate != "none":  # of x, the sub-layer's input without its norm where the mixer applies that
+        gate = torch.sigmoid(x @ weights["gate.down"].T @ weights["gate.up"].T)
+    return attention(config, weights, maps(weights, "qkv", normed), gate, layer, num_layers)
 
 
 def maps(weights: Weights, name: str, x: Tensor) -> list[Tensor]:
@@ -268,8 +284,9 @@ def _sublayer(
 ) -> Tensor:
     shared = _below(weights, f"shared.{_key(sublayer.type)}.")
     own = _below(weights, f"{prefix}mixer.") | {f"shared.{name}": tensor for name, tensor in shared.items()}
-    normed = any_norm(sublayer.norm, source, sublayer.norm_eps, weights, f"{prefix}norm.")
-    return REFERENCES[sublayer.type](sublayer, own, normed, layer, config.num_layers)
+    if not sublayer.norms_input:
+        source = any_norm(sublayer.norm, source, sublayer.norm_eps, weights, f"{prefix}norm.")
+    return REFERENCES[sublayer.type](sublayer, own, source, layer, config.num_layers)
 
 
 def _below(weights: Weights, prefix: str) -> dict[str, Tensor]:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple, Self
+from typing import ClassVar, Literal, NamedTuple, Self
 
 import pydantic
 import torch
 from torch import Tensor, nn
 
 from megalin.errors import ConfigError
-from megalin.layers.decay import DecayKind, decay_slopes
+from megalin.layers.decay import DecayTable, decay_slopes
 from megalin.layers.lrpe_segments import LRPESegments
 from megalin.layers.mixers.base import BuildContext, Mixer, MixerConfig, MixerContext, MixerOutput, State
-from megalin.layers.norms import HeadNormKind, SRMSNorm
+from megalin.layers.norms import HeadNormKind, SRMSNorm, build_norm
 from megalin.layers.positions import LRPEFrequencies, LRPEKind, key_dim
 from megalin.ops.decoding.gated_steps import NormedInput, gated_decay_step
-from megalin.ops.positions.silu_lrpe import silu_lrpe
+from megalin.ops.positions.activated_lrpe import QueryKeyActivation, activated_lrpe
 from megalin.ops.scans.driver import fold
 from megalin.ops.scans.fixed_decay import decay_scan, decay_scan_flops, decay_step
 from megalin.ops.scans.transition import DiagonalDecay
@@ -35,8 +35,8 @@ class Projections(NamedTuple):
     k: Tensor
     v: Tensor
     """[B, T, H/tp, V]."""
-    gate: Tensor
-    """[B, T, D/tp]."""
+    gate: Tensor | None
+    """[B, T, D/tp]; None without an output gate."""
 
 
 class LinearAttentionConfig(MixerConfig):
@@ -47,6 +47,9 @@ class LinearAttentionConfig(MixerConfig):
     """Heads; must divide the hidden size, and be divided by parallel.tp."""
     lrpe: LRPEKind | None = None
     """Learnable relative positions on queries and keys; left out: none."""
+    activation: QueryKeyActivation = "silu"
+    """Applied to queries and keys. none: the identity. 1+elu: 1 + elu(x), positive (TransNormerLLM Table 6). Only silu
+    is fused with the positions and in decoding."""
     output_norm: HeadNormKind = "srmsnorm"
     """Norm of all heads' outputs together, before the gate."""
     chunk_size: int = pydantic.Field(default=64, gt=0)
@@ -67,9 +70,11 @@ class LinearAttention(Mixer):
     projects_linearly: ClassVar[bool] = False
     """True where `project` is a linear map of its input, with which the scale of a norm commutes."""
 
-    def __init__(self, config: LinearAttentionConfig, scope: BuildContext, *, decay: DecayKind | None) -> None:
+    def __init__(
+        self, config: LinearAttentionConfig, scope: BuildContext, *, decay: DecayTable | None, gated: bool
+    ) -> None:
         super().__init__()
-        self.config, self.scope, self.decay = config, scope, decay
+        self.config, self.scope, self.decay, self.gated = config, scope, decay, gated
         self.tp, self.cp = scope.tp, scope.cp
         head_dim, remainder = divmod(scope.hidden_size, config.num_heads)
         if remainder or (config.lrpe == "rotation" and head_dim % 2):
@@ -95,7 +100,7 @@ class LinearAttention(Mixer):
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """The residual stream [B, T or T/tp, D] -> q | k | v of this rank's heads, concatenated [B, T, 3 D/tp], and the
-        gate [B, T, D/tp]; None where the gate is the fourth part, after v."""
+        gate [B, T, D/tp]; None without a gate, or where it is the fourth part, after v."""
         raise NotImplementedError
 
     def projection_flops(self) -> int:
@@ -136,7 +141,8 @@ class LinearAttention(Mixer):
     def add_step(
         self, residual: Tensor, x: Tensor, norm: nn.Module, context: MixerContext, state: State
     ) -> MixerOutput:
-        if not self.out.joins_addition or residual.dtype != context.compute_dtype:
+        fused = self.gated and self.config.activation == "silu"
+        if not fused or not self.out.joins_addition or residual.dtype != context.compute_dtype:
             return super().add_step(residual, x, norm, context, state)
         unnormed = NormedInput(x[:, 0], norm.eps) if self.projects_linearly and isinstance(norm, SRMSNorm) else None
         parts, gate = self.project(norm(x) if unnormed is None else x)
@@ -155,7 +161,7 @@ class LinearAttention(Mixer):
         y = self.out.add_normed_to(residual, step.product[:, None], step.squares[:, None])
         return MixerOutput(y, (step.state,))
 
-    def _by_segments(self, x: Tensor, context: MixerContext) -> tuple[Tensor, Tensor]:
+    def _by_segments(self, x: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:
         """The scan's output [B, T, H/tp, V] and the gate, with LRPE's positions counted from the middle of short
         segments, which keeps the gradient of its frequencies accurate (`ops.positions.lrpe_states`)."""
         (theta,), form, length = context.full_precision, self.config.lrpe, context.positions.shape[-1]
@@ -194,8 +200,9 @@ class LinearAttention(Mixer):
         parts, gate = self.project(x)
         parts = parts.unflatten(-1, (-1, self.local_heads, self.head_dim))  # [B, T, 3 or 4, H/tp, V]
         (theta,) = context.full_precision or (None,)
-        q, k, v, *rest = silu_lrpe(parts, theta, positions, form=self.config.lrpe)
-        return Projections(q, k, v, rest[0].flatten(-2) if gate is None else gate)
+        form, activation = self.config.lrpe, self.config.activation
+        q, k, v, *rest = activated_lrpe(parts, theta, positions, form=form, activation=activation)
+        return Projections(q, k, v, rest[0].flatten(-2) if rest else gate)
 
     def flops(self, length: int) -> int:
         scan = decay_scan_flops(
@@ -211,18 +218,52 @@ class LinearAttention(Mixer):
         return [(self.local_heads, self.key_dim, self.head_dim)]
 
 
-class LowRankGatedAttention(LinearAttention):
-    """Linear attention with the gate G = sigmoid(x W_down W_up) of rank D / H (TNL, cosFormer2)."""
+class LowRankGatedConfig(LinearAttentionConfig):
+    """Base of the configs of mixers with a low-rank output gate."""
 
-    def __init__(self, config: LinearAttentionConfig, scope: BuildContext, *, decay: DecayKind | None) -> None:
-        super().__init__(config, scope, decay=decay)
+    gate: Literal["low_rank", "none"] = "low_rank"
+    """Output gate. low_rank: sigmoid(x W_down W_up) of rank D / H. none: the normed output alone (TransNormerLLM
+    Table 5, there with a linear gate)."""
+    gate_input: Literal["normed", "residual"] = "normed"
+    """Input of the gate. normed: the sub-layer's normed input, as in the public TNL module. residual: its input before
+    that norm, as the scaling-laws paper prints it (eq. 9 and 17)."""
+
+    @pydantic.model_validator(mode="after")
+    def _gate_has_an_input(self) -> Self:
+        if self.gate == "none" and self.gate_input == "residual":
+            raise ValueError(
+                'gate_input = "residual" has no meaning with gate = "none"; leave it out, or use gate = "low_rank"'
+            )
+        return self
+
+    @property
+    def norms_input(self) -> bool:
+        return self.gate_input == "residual"
+
+
+class LowRankGatedAttention(LinearAttention):
+    """Linear attention with the gate G = sigmoid(x W_down W_up) of rank D / H (TNL, cosFormer2), or without a gate.
+
+    With `gate_input = "residual"` the mixer receives the sub-layer's input and applies its norm itself.
+    """
+
+    def __init__(self, config: LowRankGatedConfig, scope: BuildContext, *, decay: DecayTable | None) -> None:
+        super().__init__(config, scope, decay=decay, gated=config.gate != "none")
         width, name = scope.hidden_size, "model.hidden_size"
+        self.input_norm = build_norm(config.norm, width, config.norm_eps, scope.tp) if config.norms_input else None
         self.qkv = ColumnParallelLinear(width, width, parts=3, tp=scope.tp, std=scope.init_std, name=name)
-        self.gate = LowRankLinear(width, self.head_dim, width, tp=scope.tp, std=scope.init_std, name=name)
+        self.gate = (
+            LowRankLinear(width, self.head_dim, width, tp=scope.tp, std=scope.init_std, name=name)
+            if self.gated
+            else None
+        )
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        x = self.tp.enter(x)
-        return self.qkv(x, split_parts=False), torch.sigmoid(self.gate(x))
+        normed = self.tp.enter(x if self.input_norm is None else self.input_norm(x))
+        parts = self.qkv(normed, split_parts=False)
+        if self.gate is None:
+            return parts, None
+        return parts, torch.sigmoid(self.gate(normed if self.input_norm is None else self.tp.enter(x)))
 
     def projection_flops(self) -> int:
-        return self.qkv.flops() + self.gate.flops()
+        return self.qkv.flops() + (0 if self.gate is None else self.gate.flops())

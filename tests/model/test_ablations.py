@@ -1,0 +1,94 @@
+"""The papers' ablation switches: against their definitions, decoded step by step, packed, and on meshes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megalin.errors import ConfigError
+from megalin.model.config import ModelConfig
+from megalin.parallel.mesh import ParallelConfig
+from megalin.verify.case import make_case
+from tests.ablations import MODELS, MOSAICS
+from tests.cases import LENGTH, VOCAB_SIZE, attention, build, make_inputs, model, reference, weighted_loss
+from tests.numerics import assert_close, relative_error
+from tests.ranks import run_ranks
+from tests.verify.meshes import verify_all
+
+BOUND = 1e-12
+
+every_switch = pytest.mark.parametrize("name", MODELS)
+
+
+@every_switch
+def test_forward_and_all_gradients_equal_the_papers_definition(name: str):
+    built, inputs = build(MODELS[name]), make_inputs()
+    output = built(inputs.tokens, labels=inputs.labels, document_ids=inputs.document_ids)
+    weighted_loss(output.token_losses).backward()
+    weights = {key: p.detach().clone().requires_grad_() for key, p in built.named_parameters()}
+    logits, losses = reference(MODELS[name], weights, inputs)
+    weighted_loss(losses).backward()
+    assert relative_error(output.logits[..., :VOCAB_SIZE], logits) <= BOUND
+    expected = {key: weight.grad for key, weight in weights.items()}
+    assert_close({key: p.grad for key, p in built.named_parameters()}, expected, BOUND)
+
+
+@every_switch
+def test_prompts_and_steps_equal_the_forward(name: str):
+    """A prompt of several documents in two parts, then token by token."""
+    built, inputs = build(MODELS[name]), make_inputs()
+    tokens, documents = inputs.tokens, inputs.document_ids.clone()
+    steps = 21
+    documents[:, steps:] = documents[:, steps : steps + 1]  # decoding stays in one document
+    with torch.no_grad():
+        expected = built(tokens, document_ids=documents).logits
+        state, logits = built.initial_state(len(tokens), dtype=torch.float64), []
+        for part in (slice(0, 9), slice(9, steps + 1)):
+            output = built(tokens[:, part], document_ids=documents[:, part], state=state)
+            state = output.state
+            logits.append(output.logits)
+        for t in range(steps + 1, LENGTH):
+            output = built.step(tokens[:, t], state)
+            state = output.state
+            logits.append(output.logits)
+    assert relative_error(torch.cat(logits, dim=1)[..., :VOCAB_SIZE], expected[..., :VOCAB_SIZE]) <= BOUND
+
+
+def _differences(models: list[ModelConfig], axes: dict[str, Any], data_size: int) -> list[str]:
+    options: dict[str, Any] = {"dtype": "float64", "full": True, "length": LENGTH, "recompute": False}
+    cases = [make_case(config, ParallelConfig(**axes), data_size=data_size, **options) for config in models]
+    world_size = data_size * axes.get("tp", 1) * axes.get("cp", 1)
+    found = run_ranks(world_size, verify_all, cases)[0]
+    assert all(errors for errors in found)
+    return [f"{place}: {error}" for place, errors in enumerate(found) for error in errors if not error.passed]
+
+
+def test_every_switch_agrees_with_one_process_on_tp_2_and_cp_3():
+    """Losses, all gradients, and the weights after a step."""
+    assert _differences(list(MOSAICS.values()), {"tp": 2, "cp": 3}, 1) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("axes", "data_size"),
+    [({"tp": 2, "sequence_parallel": True}, 2), ({"tp": 3}, 1), ({"cp": 4}, 1)],
+    ids=["tp2 sequence parallel dp2", "tp3", "cp4"],
+)
+def test_every_switch_agrees_with_one_process_on_other_meshes(axes: dict[str, Any], data_size: int):
+    assert _differences(list(MODELS.values()), axes, data_size) == []
+
+
+@pytest.mark.parametrize(
+    ("mixer", "message"),
+    [
+        (
+            attention("tnl", gate="none", gate_input="residual"),
+            r'gate_input = "residual" has no meaning with gate = "n',
+        ),
+    ],
+)
+def test_switches_that_contradict_each_other_are_refused(mixer: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        model({"sublayers": [mixer]})
