@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from megalin.model.config import ModelConfig
-from tests.cases import GLU, attention, model
+from tests.cases import GLU, RODIMUS, attention, model
 
 
 def _alone(*mixers: dict[str, Any]) -> ModelConfig:
@@ -28,8 +28,20 @@ LINEAR = {
     "gate-of-residual-weighted": attention("cosformer2", gate_input="residual", norm="rmsnorm", activation="1+elu"),
     "norm-attention": attention("transnormer", decay="none", gate="none", activation="1+elu"),
 }
+UNGATED = {name: value for name, value in RODIMUS.items() if name != "input_gate_rank"}
+"""Rodimus without its input gate."""
+RODIMUS_GATES = {
+    "rodimus-no-gates": UNGATED | {"gates": []},
+    "rodimus-selection": UNGATED | {"gates": ["selection"]},
+    "rodimus-selection-temperature": UNGATED | {"gates": ["temperature", "selection"]},
+    "rodimus-input": RODIMUS | {"gates": ["input"]},
+    "rodimus-selection-input": RODIMUS | {"gates": ["selection", "input"], "query_key_input": "projected"},
+    "rodimus-projected": RODIMUS | {"query_key_input": "projected"},
+}
 MODELS: dict[str, ModelConfig] = {name: _alone(mixer) for name, mixer in LINEAR.items()}
+MODELS |= {name: model({"sublayers": [mixer]}) for name, mixer in RODIMUS_GATES.items()}
 
 MOSAICS: dict[str, ModelConfig] = {
     "linear": model(*({"sublayers": [mixer, GLU]} for mixer in LINEAR.values())),
+    "rodimus": model(*({"sublayers": [mixer]} for mixer in RODIMUS_GATES.values())),
 }

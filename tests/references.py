@@ -135,14 +135,19 @@ def rodimus(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: in
     padded = torch.cat([x.new_zeros(taps.shape[1] - 1, x.shape[1]), x])
     conv = torch.stack([(padded[t : t + taps.shape[1]] * taps.T).sum(0) for t in range(len(x))])
     conv = functional.silu(conv + weights["conv.bias"])
-    q, k = (conv @ weights["qk"].T).split(n, -1)
-    strength, temperature = (conv @ weights["gates"].T + weights["full_precision.gate_bias"]).split(n, -1)
-    selection, tempered = torch.log1p(strength.exp()), torch.sigmoid(temperature)
-    k = selection**tempered * k / k.norm(dim=-1, keepdim=True)
-    code = x @ weights["input_gate_down"].T
-    v = x * torch.sigmoid(code @ weights["input_gate_up"].T + weights["input_gate_bias"])
+    q, k = ((conv if config.query_key_input == "convolved" else x) @ weights["qk"].T).split(n, -1)
+    alpha, scale, v = torch.ones_like(k), torch.ones_like(k), x
+    if "selection" in config.gates:
+        logits = conv @ weights["gates"].T + weights["full_precision.gate_bias"]
+        selection = torch.log1p(logits[:, :n].exp())
+        tempered = torch.sigmoid(logits[:, n:]) if "temperature" in config.gates else 1.0
+        alpha, scale = torch.exp(-selection * tempered), selection**tempered
+    k = scale * k / k.norm(dim=-1, keepdim=True)
+    if "input" in config.gates:
+        code = x @ weights["input_gate_down"].T
+        v = x * torch.sigmoid(code @ weights["input_gate_up"].T + weights["input_gate_bias"])
     state, rows = torch.zeros(n, x.shape[1], dtype=x.dtype), []
-    for q_t, k_t, v_t, decay in zip(q, k, v, torch.exp(-selection * tempered), strict=True):
+    for q_t, k_t, v_t, decay in zip(q, k, v, alpha, strict=True):
         state = decay[:, None] * state + torch.outer(k_t, v_t)
         rows.append(q_t @ state / math.sqrt(n))
     o = torch.stack(rows) + weights["full_precision.feed_through"] * conv

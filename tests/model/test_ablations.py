@@ -12,7 +12,7 @@ from megalin.model.config import ModelConfig
 from megalin.parallel.mesh import ParallelConfig
 from megalin.verify.case import make_case
 from tests.ablations import MODELS, MOSAICS
-from tests.cases import LENGTH, VOCAB_SIZE, attention, build, make_inputs, model, reference, weighted_loss
+from tests.cases import LENGTH, RODIMUS, VOCAB_SIZE, attention, build, make_inputs, model, reference, weighted_loss
 from tests.numerics import assert_close, relative_error
 from tests.ranks import run_ranks
 from tests.verify.meshes import verify_all
@@ -86,6 +86,10 @@ def test_every_switch_agrees_with_one_process_on_other_meshes(axes: dict[str, An
         (
             attention("tnl", gate="none", gate_input="residual"),
             r'gate_input = "residual" has no meaning with gate = "n',
+        ),
+        (
+            RODIMUS | {"gates": ["temperature", "temperature"]},
+            r'(?s)names a gate twice.*"temperature", which tempers.*input_gate_rank = 5 has no meaning without "input"',
         ),
     ],
 )
