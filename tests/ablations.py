@@ -1,7 +1,7 @@
 """Small models with the ablation switches of the papers (docs/ablations.md), for tests/model/test_ablations.py.
 
-Each switch has a model of its own, compared with its definition in tests/references.py. Meshes take MOSAICS, which join
-several switches in one model.
+Each switch has a model of its own, compared with its definition in tests/references.py. MOSAIC joins switches in one
+model for a mesh.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from megalin.model.config import ModelConfig
-from tests.cases import GLU, RODIMUS, attention, model
+from tests.cases import GLU, NUM_HEADS, RODIMUS, attention, model
 
 
 def _alone(*mixers: dict[str, Any]) -> ModelConfig:
@@ -38,10 +38,36 @@ RODIMUS_GATES = {
     "rodimus-selection-input": RODIMUS | {"gates": ["selection", "input"], "query_key_input": "projected"},
     "rodimus-projected": RODIMUS | {"query_key_input": "projected"},
 }
+HEADS = {"type": "softmax", "num_heads": NUM_HEADS}
+GROUPS = {"type": "softmax", "num_heads": NUM_HEADS, "num_key_value_heads": 4}
+SOFTMAX = {
+    "window": HEADS | {"window": 7},
+    "window-of-one": HEADS | {"window": 1, "num_sinks": 2},
+    "window-groups": GROUPS | {"window": 5},
+    "sinks": HEADS | {"window": 5, "num_sinks": 3},
+    "sinks-groups": GROUPS | {"window": 3, "num_sinks": 6},
+    "blocks": HEADS | {"block_size": 8},
+    "blocks-groups": GROUPS | {"block_size": 5},
+    "eight-heads-sinks": HEADS | {"num_heads": 8, "window": 4, "num_sinks": 2},
+    "eight-heads-blocks": HEADS | {"num_heads": 8, "block_size": 5},
+}
+"""With eight heads, cp 3 does not divide the four of a rank of tp 2, which then gathers keys and values."""
 MODELS: dict[str, ModelConfig] = {name: _alone(mixer) for name, mixer in LINEAR.items()}
 MODELS |= {name: model({"sublayers": [mixer]}) for name, mixer in RODIMUS_GATES.items()}
+MODELS |= {name: model({"sublayers": [mixer, GLU]}) for name, mixer in SOFTMAX.items()}
 
-MOSAICS: dict[str, ModelConfig] = {
-    "linear": model(*({"sublayers": [mixer, GLU]} for mixer in LINEAR.values())),
-    "rodimus": model(*({"sublayers": [mixer]} for mixer in RODIMUS_GATES.values())),
-}
+MESH_LAYERS = (
+    LINEAR["no-decay-lrpe"],
+    LINEAR["no-gate"],
+    LINEAR["alibi-no-temperature"],
+    LINEAR["gate-of-residual-weighted"],
+    RODIMUS_GATES["rodimus-no-gates"],
+    RODIMUS_GATES["rodimus-selection-input"],
+    SOFTMAX["window-groups"],
+    SOFTMAX["sinks"],
+    SOFTMAX["blocks-groups"],
+    SOFTMAX["eight-heads-sinks"],
+    SOFTMAX["eight-heads-blocks"],
+)
+MOSAIC = model(*({"sublayers": [mixer]} for mixer in MESH_LAYERS), {"sublayers": [GLU]})
+"""A switch of each kind that changes collectives or what ranks send, one a block."""

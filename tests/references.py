@@ -172,7 +172,11 @@ def shared_key_attention(config: Any, weights: Weights, x: Tensor, layer: int, n
 
 
 def softmax(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: int) -> Tensor:
-    """Rotary positions by the distance only: score = Re(sum_j q_j conj(k_j) e^(i (t - s) theta_j)) / sqrt(K)."""
+    """Rotary positions by the distance only: score = Re(sum_j q_j conj(k_j) e^(i (t - s) theta_j)) / sqrt(K).
+
+    Token t attends to all s <= t; with a window those of t - s < W or s < P; with blocks those of floor(s / W) =
+    floor(t / W).
+    """
     q, k, v = [*maps(weights, "q", x), *maps(weights, "kv", x)]
     width = q.shape[1] // config.num_heads
     theta = config.rope_base ** (-2.0 * torch.arange(width // 2, dtype=x.dtype) / width)
@@ -184,6 +188,10 @@ def softmax(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: in
         group = head * (config.num_key_value_heads or config.num_heads) // config.num_heads
         logits = torch.einsum("tj,sj,tsj->ts", pairs[0][:, head], pairs[1][:, group].conj(), turn).real
         visible = torch.ones_like(logits).tril().bool()
+        if config.window is not None:
+            visible &= (index[:, None] - index < config.window) | (index < (config.num_sinks or 0))
+        if config.block_size is not None:
+            visible &= (index[:, None] // config.block_size) == (index // config.block_size)
         weight = (logits / width**0.5).masked_fill(~visible, float("-inf")).softmax(-1)
         heads.append(weight @ v[:, group * width : (group + 1) * width])
     return torch.cat(heads, -1) @ weights["out.weight"].T

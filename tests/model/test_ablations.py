@@ -1,4 +1,7 @@
-"""The papers' ablation switches: against their definitions, decoded step by step, packed, and on meshes."""
+"""The papers' ablation switches: against their definitions, decoded step by step, packed, and on meshes.
+
+tests/verify/test_three_axes.py has several of them in one model on tp 2 x cp 3.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,13 @@ import pytest
 import torch
 
 from megalin.errors import ConfigError
+from megalin.generation.decoder import grows
+from megalin.generation.generate import generate_batches
+from megalin.generation.sampling import Sampling
 from megalin.model.config import ModelConfig
 from megalin.parallel.mesh import ParallelConfig
 from megalin.verify.case import make_case
-from tests.ablations import MODELS, MOSAICS
+from tests.ablations import MODELS, SOFTMAX
 from tests.cases import LENGTH, RODIMUS, VOCAB_SIZE, attention, build, make_inputs, model, reference, weighted_loss
 from tests.numerics import assert_close, relative_error
 from tests.ranks import run_ranks
@@ -33,6 +39,27 @@ def test_forward_and_all_gradients_equal_the_papers_definition(name: str):
     assert relative_error(output.logits[..., :VOCAB_SIZE], logits) <= BOUND
     expected = {key: weight.grad for key, weight in weights.items()}
     assert_close({key: p.grad for key, p in built.named_parameters()}, expected, BOUND)
+
+
+@pytest.mark.parametrize("name", SOFTMAX)
+def test_sequences_of_one_document_equal_the_papers_definition(name: str):
+    """Other code than for packed documents: blocks become sequences of their own."""
+    built, inputs = build(MODELS[name]), make_inputs()
+    whole = inputs._replace(document_ids=torch.zeros_like(inputs.document_ids))
+    logits, _ = reference(MODELS[name], dict(built.named_parameters()), whole)
+    assert relative_error(built(inputs.tokens).logits[..., :VOCAB_SIZE], logits) <= BOUND
+
+
+@pytest.mark.parametrize("name", ["sinks-groups", "blocks"])
+def test_softmax_switches_generate_with_a_state_of_fixed_size(name: str):
+    built = build(MODELS[name], dtype=torch.float32)
+    prompts = [[5, 6, 7, 8, 9, 10, 11], [300, 2]]
+    assert not grows(built)
+    batches = generate_batches(built, prompts, max_tokens=12, sampling=Sampling(temperature=0.0))
+    for prompt, completion in zip(prompts, batches, strict=True):
+        tokens = [*prompt, *completion.tokens]
+        expected = built(torch.tensor([tokens])).logits[0, len(prompt) - 1 : -1].argmax(-1)
+        assert completion.tokens == expected.tolist()
 
 
 @every_switch
@@ -65,18 +92,14 @@ def _differences(models: list[ModelConfig], axes: dict[str, Any], data_size: int
     return [f"{place}: {error}" for place, errors in enumerate(found) for error in errors if not error.passed]
 
 
-def test_every_switch_agrees_with_one_process_on_tp_2_and_cp_3():
-    """Losses, all gradients, and the weights after a step."""
-    assert _differences(list(MOSAICS.values()), {"tp": 2, "cp": 3}, 1) == []
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "data_size"),
-    [({"tp": 2, "sequence_parallel": True}, 2), ({"tp": 3}, 1), ({"cp": 4}, 1)],
-    ids=["tp2 sequence parallel dp2", "tp3", "cp4"],
+    [({"tp": 2, "sequence_parallel": True}, 2), ({"tp": 2, "cp": 3}, 1), ({"tp": 4}, 1), ({"cp": 4}, 1)],
+    ids=["tp2 sequence parallel dp2", "tp2 cp3", "tp4", "cp4"],
 )
-def test_every_switch_agrees_with_one_process_on_other_meshes(axes: dict[str, Any], data_size: int):
+def test_every_switch_agrees_with_one_process(axes: dict[str, Any], data_size: int):
+    """Losses, all gradients, and the weights after a step."""
     assert _differences(list(MODELS.values()), axes, data_size) == []
 
 
@@ -90,6 +113,14 @@ def test_every_switch_agrees_with_one_process_on_other_meshes(axes: dict[str, An
         (
             RODIMUS | {"gates": ["temperature", "temperature"]},
             r'(?s)names a gate twice.*"temperature", which tempers.*input_gate_rank = 5 has no meaning without "input"',
+        ),
+        (
+            {"type": "softmax", "num_heads": 12, "window": 4, "block_size": 4},
+            r"window = 4 and block_size = 4 are two choices of visible tokens; give one",
+        ),
+        (
+            {"type": "softmax", "num_heads": 12, "num_sinks": 2, "backend": "flash_attn"},
+            r'(?s)num_sinks = 2 needs a window.*backend = "flash_attn" takes no num_sinks',
         ),
     ],
 )
