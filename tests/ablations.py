@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megalin.model.config import ModelConfig
+from megalin.model.config import EncoderConfig, ModelConfig
+from tests import encoder_cases
 from tests.cases import GLU, NUM_HEADS, RODIMUS, attention, model
 
 
@@ -71,3 +72,14 @@ MESH_LAYERS = (
 )
 MOSAIC = model(*({"sublayers": [mixer]} for mixer in MESH_LAYERS), {"sublayers": [GLU]})
 """A switch of each kind that changes collectives or what ranks send, one a block."""
+
+DENSE_ATTENTION = (
+    encoder_cases.HEADS | {"relpe": "rope", "form": "linear"},
+    encoder_cases.ONE_HEAD | {"relpe": "rope"},
+    encoder_cases.ONE_HEAD | {"relpe": "g2", "relpe_frequencies": "printed"},
+    encoder_cases.SHIFTED | {"relpe": "cosine_qk", "relpe_frequencies": "constant", "relpe_constant": 0.3},
+    encoder_cases.HEADS | {"relpe_frequencies": "printed", "norm": "rmsnorm"},
+    encoder_cases.LOCAL | {"relpe": "none", "form": "linear"},
+)
+ENCODER_MOSAIC: EncoderConfig = encoder_cases.model(*DENSE_ATTENTION)
+"""DenseAttention's switches; tests/layers/test_dense_attention_variants.py compares each with its definition."""

@@ -29,6 +29,7 @@ from megalin.ops.positions.encodings import (
     rope,
 )
 from megalin.ops.positions.lrpe_states import enter_segments, move_origin
+from megalin.ops.positions.relpe import relpe
 from megalin.ops.positions.silu_lrpe import silu_lrpe
 from megalin.ops.scans.fixed_decay import decay_scan, decay_scan_reference, decay_step
 from megalin.ops.scans.scalar_decay import scalar_decay_scan
@@ -136,6 +137,10 @@ OPS = {
         heads(K, K) | {"document_ids": ids()},
     ),
     "block_attention": (partial(block_attention, block=2), heads(K, K)),
+    "relpe": (
+        partial(relpe, form="rope"),
+        {"x": ones(B, T, H, K), "theta": ones(K), "positions": ids()},
+    ),
     "rope": (rope, {"x": ones(B, T, H, K), "positions": ids()}),
     "lrpe_cosine": (lrpe_cosine, {"x": ones(B, T, H, K), "theta": ones(H, K), "positions": ids()}),
     "lrpe_rotation": (lrpe_rotation, {"x": ones(B, T, H, K), "theta": ones(H, K // 2), "positions": ids()}),
@@ -153,7 +158,7 @@ OPERANDS = [(op, name) for op, (_, tensors) in OPS.items() for name in tensors]
 # The first tensor sets the sizes that the others must match.
 LATER = [(op, name) for op, name in OPERANDS if name != next(iter(OPS[op][1]))]
 ANY_RANK = {("rms_norm", "x"), ("gated_squares", "x"), ("gated_squares", "gate")}
-ENCODINGS = ("max_norm", "silu_lrpe", "activated_lrpe", "rope", "lrpe_cosine", "lrpe_rotation", "cosine_relpe")
+ENCODINGS = ("max_norm", "silu_lrpe", "activated_lrpe", "relpe", "rope", "lrpe_cosine", "lrpe_rotation", "cosine_relpe")
 ANY_RANK |= {(op, "positions") for op in ENCODINGS}  # [T] or [B, T]
 # Number of leading sizes that no other tensor has: the rows of a head.
 FREE = {("linear_cross_entropy", "weight"): 1}

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from megalin.layers.mixers.base import MixerConfig
-from tests.ablations import MOSAIC
+from tests.ablations import ENCODER_MOSAIC, MOSAIC
 from tests.cases import GLU, REPRESENTATIVES, Case, model
 from tests.encoder_cases import CASES as ENCODERS
+from tests.encoder_cases import Case as EncoderCase
 from tests.verify.test_context_parallel import (
     Named,
     assert_agrees,
@@ -58,6 +59,7 @@ def cases(world_size: int) -> Named:
         found |= named([EVERY_MIXER], **mesh)
         if world_size == 6:
             found |= named([Case("ablations", MOSAIC)], **mesh)
+            found |= named([EncoderCase("encoder ablations", ENCODER_MOSAIC)], length=36, **mesh)
         if "pp" not in mesh:  # encoders have no pipeline
             found |= named(ENCODERS[2:3], length=36 if mesh["cp"] == 3 else 40, **mesh)
     return found
