@@ -56,12 +56,18 @@ SOFTMAX = {
 MODELS: dict[str, ModelConfig] = {name: _alone(mixer) for name, mixer in LINEAR.items()}
 MODELS |= {name: model({"sublayers": [mixer]}) for name, mixer in RODIMUS_GATES.items()}
 MODELS |= {name: model({"sublayers": [mixer, GLU]}) for name, mixer in SOFTMAX.items()}
+UNBOUNDED = attention("hgrn2", lower_bounds="none")
+MODELS |= {
+    "no-lower-bounds": _alone(UNBOUNDED),
+    "no-lower-bounds-at-first": model({"sublayers": [UNBOUNDED]}, {"sublayers": [attention("hgrn2"), GLU]}),
+}
 
 MESH_LAYERS = (
     LINEAR["no-decay-lrpe"],
     LINEAR["no-gate"],
     LINEAR["alibi-no-temperature"],
     LINEAR["gate-of-residual-weighted"],
+    UNBOUNDED,
     RODIMUS_GATES["rodimus-no-gates"],
     RODIMUS_GATES["rodimus-selection-input"],
     SOFTMAX["window-groups"],

@@ -112,8 +112,9 @@ def hgrn2(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: int)
     q, logit, v = maps(weights, "qfv", x)
     q = torch.sigmoid(q) * (q if config.query_activation == "silu" else 1.0)
     v = torch.sigmoid(v) * v if config.value_activation == "silu" else v
-    fractions = weights["shared.rows.gamma"].softmax(0)
-    beta = fractions[1 : layer + 1].sum(0)
+    beta: Tensor | float = 0.0
+    if config.lower_bounds == "learned":
+        beta = weights["shared.rows.gamma"].softmax(0)[1 : layer + 1].sum(0)
     forget = beta + (1.0 - beta) * torch.sigmoid(logit)
     heads = []
     for q_h, f_h, v_h in zip(*(y.chunk(config.num_heads, -1) for y in (q, forget, v)), strict=True):

@@ -62,6 +62,12 @@ def test_softmax_switches_generate_with_a_state_of_fixed_size(name: str):
         assert completion.tokens == expected.tolist()
 
 
+def test_without_lower_bounds_there_are_no_parameters_of_them():
+    names = [name for name, _ in build(MODELS["no-lower-bounds"]).named_parameters()]
+    assert not any("gamma" in name for name in names)
+    assert "shared.hgrn2.rows.gamma" in dict(build(MODELS["no-lower-bounds-at-first"]).named_parameters())
+
+
 @every_switch
 def test_prompts_and_steps_equal_the_forward(name: str):
     """A prompt of several documents in two parts, then token by token."""
