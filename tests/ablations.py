@@ -27,6 +27,8 @@ LINEAR = {
     "one-plus-elu": attention("tnl", activation="1+elu", lrpe="rotation"),
     "gate-of-residual": attention("tnl", gate_input="residual"),
     "gate-of-residual-weighted": attention("cosformer2", gate_input="residual", norm="rmsnorm", activation="1+elu"),
+    "sinusoidal": attention("tnl", absolute_positions="sinusoidal", decay="none"),
+    "learned": attention("transnormer", absolute_positions="learned", max_positions=90, decay="none"),
     "norm-attention": attention("transnormer", decay="none", gate="none", activation="1+elu"),
 }
 UNGATED = {name: value for name, value in RODIMUS.items() if name != "input_gate_rank"}
@@ -65,6 +67,8 @@ MODELS |= {
 MESH_LAYERS = (
     LINEAR["no-decay-lrpe"],
     LINEAR["no-gate"],
+    LINEAR["sinusoidal"],
+    LINEAR["learned"],
     LINEAR["alibi-no-temperature"],
     LINEAR["gate-of-residual-weighted"],
     UNBOUNDED,

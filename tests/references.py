@@ -276,13 +276,26 @@ INPUT_REFERENCES: dict[str, Callable[[Weights, Tensor], Tensor]] = {
 }
 
 
-def document_logits(config: ModelConfig, weights: Weights, tokens: Tensor) -> Tensor:
-    """Logits [T, vocabulary] of one document's tokens [T]; `weights` are keyed by their global names."""
+def absolute_positions(weights: Weights, x: Tensor, first: int) -> Tensor:
+    """Positions of the learned table, or else sines and cosines."""
+    places = torch.arange(first, first + len(x))
+    if "table.weight" in weights:
+        return weights["table.weight"][places]
+    half = x.shape[1] // 2
+    angles = [[p / 10000.0 ** (2 * j / x.shape[1]) for j in range(half)] for p in places.tolist()]
+    return x.new_tensor([[*map(math.sin, row), *map(math.cos, row)] for row in angles])
+
+
+def document_logits(config: ModelConfig, weights: Weights, tokens: Tensor, *, first: int = 0) -> Tensor:
+    """Logits [T, vocabulary] of one document's tokens [T], which start at position `first` of a sequence; `weights` are
+    keyed by their global names."""
     table = weights["embedding.weight"][: config.vocab_size]
     x = table[tokens] * config.embedding_scale
     sublayers = [sublayer for _, block in config.blocks() for sublayer in block.sublayers]
     for kind in dict.fromkeys(sublayer.type for sublayer in sublayers if sublayer.type in INPUT_REFERENCES):
         x = INPUT_REFERENCES[kind](_below(weights, f"input_layers.{_key(kind)}."), x)
+    for kind in dict.fromkeys(s.type for s in sublayers if getattr(s, "absolute_positions", "none") != "none"):
+        x = x + absolute_positions(_below(weights, f"input_layers.{_key(kind)}."), x, first)
     for layer, (_, block) in enumerate(config.blocks()):
         source = x
         for index, sublayer in enumerate(block.sublayers):

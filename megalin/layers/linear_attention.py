@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megalin.errors import ConfigError
+from megalin.layers.absolute_positions import AbsolutePositions, AbsolutePositionsKind
 from megalin.layers.decay import DecayTable, decay_slopes
 from megalin.layers.lrpe_segments import LRPESegments
 from megalin.layers.mixers.base import BuildContext, Mixer, MixerConfig, MixerContext, MixerOutput, State
@@ -54,6 +55,16 @@ class LinearAttentionConfig(MixerConfig):
     """Norm of all heads' outputs together, before the gate."""
     chunk_size: int = pydantic.Field(default=64, gt=0)
     """Tokens a chunk of the scan; a segment of LRPE has twice as many. Changes the result by rounding alone."""
+
+    @pydantic.model_validator(mode="after")
+    def _keys_agree(self) -> Self:
+        if problems := self.contradictions():
+            raise ValueError("\n".join(problems))
+        return self
+
+    def contradictions(self) -> list[str]:
+        """A line for each key that has no meaning with another; subclasses append theirs."""
+        return []
 
     def shrink_for_verify(self, *, hidden_size: int, num_heads: int) -> Self:
         return self.model_copy(update={"num_heads": num_heads, "chunk_size": 16})
@@ -218,6 +229,35 @@ class LinearAttention(Mixer):
         return [(self.local_heads, self.key_dim, self.head_dim)]
 
 
+class PositionedAttentionConfig(LinearAttentionConfig):
+    """Base of the configs of mixers that can add absolute positions to the model's input."""
+
+    absolute_positions: AbsolutePositionsKind = "none"
+    """Positions added to the embedded tokens, once a model, by the first sub-layer of this type that has them (APE,
+    TransNormerLLM Table 3). sinusoidal: sines and cosines. learned: a table of max_positions rows. Positions run on
+    over packed documents."""
+    max_positions: int | None = pydantic.Field(default=None, gt=0)
+    """Longest sequence with learned positions, in tokens: rows of their table. Required with them."""
+
+    def contradictions(self) -> list[str]:
+        problems = super().contradictions()
+        if self.absolute_positions == "learned" and self.max_positions is None:
+            problems.append(
+                'absolute_positions = "learned" needs max_positions, the longest sequence in tokens; give it'
+            )
+        if self.absolute_positions != "learned" and self.max_positions is not None:
+            problems.append(
+                f'max_positions = {self.max_positions} has no meaning without absolute_positions = "learned"; leave '
+                "it out"
+            )
+        return problems
+
+    def input_layer(self, scope: BuildContext) -> Mixer | None:
+        if self.absolute_positions == "none":
+            return None
+        return AbsolutePositions(self.max_positions, scope)
+
+
 class LowRankGatedConfig(LinearAttentionConfig):
     """Base of the configs of mixers with a low-rank output gate."""
 
@@ -228,13 +268,13 @@ class LowRankGatedConfig(LinearAttentionConfig):
     """Input of the gate. normed: the sub-layer's normed input, as in the public TNL module. residual: its input before
     that norm, as the scaling-laws paper prints it (eq. 9 and 17)."""
 
-    @pydantic.model_validator(mode="after")
-    def _gate_has_an_input(self) -> Self:
+    def contradictions(self) -> list[str]:
+        problems = super().contradictions()
         if self.gate == "none" and self.gate_input == "residual":
-            raise ValueError(
+            problems.append(
                 'gate_input = "residual" has no meaning with gate = "none"; leave it out, or use gate = "low_rank"'
             )
-        return self
+        return problems
 
     @property
     def norms_input(self) -> bool:

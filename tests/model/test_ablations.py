@@ -15,6 +15,7 @@ from megalin.generation.decoder import grows
 from megalin.generation.generate import generate_batches
 from megalin.generation.sampling import Sampling
 from megalin.model.config import ModelConfig
+from megalin.model.language_model import LanguageModel
 from megalin.parallel.mesh import ParallelConfig
 from megalin.verify.case import make_case
 from tests.ablations import MODELS, SOFTMAX
@@ -60,6 +61,31 @@ def test_softmax_switches_generate_with_a_state_of_fixed_size(name: str):
         tokens = [*prompt, *completion.tokens]
         expected = built(torch.tensor([tokens])).logits[0, len(prompt) - 1 : -1].argmax(-1)
         assert completion.tokens == expected.tolist()
+
+
+def test_sequences_beyond_a_learned_table_are_refused():
+    built = build(_learned(max_positions=LENGTH - 1))
+    with pytest.raises(ConfigError, match=r"model\.layers\.0: max_positions = 35, but a sequence has 36 tokens; use"):
+        built(make_inputs().tokens)
+
+
+def test_a_step_beyond_a_learned_table_is_nan():
+    built, tokens = build(_learned(max_positions=8)), make_inputs().tokens
+    output = built(tokens[:, :7], state=built.initial_state(len(tokens), dtype=torch.float64))
+    last = built.step(tokens[:, 7], output.state)
+    assert last.logits[..., :VOCAB_SIZE].isfinite().all()
+    assert built.step(tokens[:, 8], last.state).logits[..., :VOCAB_SIZE].isnan().all()
+
+
+def test_sinusoidal_positions_need_an_even_width():
+    odd = attention("transnormer", num_heads=1, absolute_positions="sinusoidal")
+    with pytest.raises(ConfigError, match=r"but model\.hidden_size = 47 is odd; use an even width"):
+        LanguageModel(model({"sublayers": [odd]}, hidden_size=47))
+
+
+def _learned(max_positions: int) -> ModelConfig:
+    positions = {"absolute_positions": "learned", "max_positions": max_positions}
+    return model({"sublayers": [attention("transnormer", **positions)]})
 
 
 def test_without_lower_bounds_there_are_no_parameters_of_them():
@@ -113,8 +139,12 @@ def test_every_switch_agrees_with_one_process(axes: dict[str, Any], data_size: i
     ("mixer", "message"),
     [
         (
-            attention("tnl", gate="none", gate_input="residual"),
-            r'gate_input = "residual" has no meaning with gate = "n',
+            attention("tnl", gate="none", gate_input="residual", absolute_positions="learned"),
+            r'(?s)"learned" needs max_positions.*gate_input = "residual" has no meaning with gate = "none"',
+        ),
+        (
+            attention("transnormer", absolute_positions="sinusoidal", max_positions=5),
+            r'max_positions = 5 has no meaning without absolute_positions = "learned"; leave it out',
         ),
         (
             RODIMUS | {"gates": ["temperature", "temperature"]},

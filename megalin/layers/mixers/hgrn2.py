@@ -64,8 +64,8 @@ class LowerBounds(nn.Module):
 class HGRN2(Mixer):
     """y = norm(scan(q, 1 - f, v; log f)) W_o with q = silu(x W_q), v = x W_v, f = beta + (1 - beta) sigmoid(x W_f).
 
-    The config chooses other activations of q and v, biases, and no bounds, beta = 0. The scan is the vector-decay recurrence with
-    K = V = D / H. 1 - f and log f are evaluated in fp32 (ops/gates/forget_gates.py).
+    The config chooses other activations of q and v, biases, and no bounds, beta = 0. The scan is the vector-decay
+    recurrence with K = V = D / H. 1 - f and log f are evaluated in fp32 (ops/gates/forget_gates.py).
 
     Source: HGRN2 section 3, with the first bound subtracted.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from megalin.layers.decay import DecayKind
-from megalin.layers.linear_attention import LowRankGatedAttention, LowRankGatedConfig
+from megalin.layers.linear_attention import LowRankGatedAttention, LowRankGatedConfig, PositionedAttentionConfig
 from megalin.layers.mixers.base import BuildContext
 
 
@@ -19,7 +19,7 @@ class TNL(LowRankGatedAttention):
         super().__init__(config, scope, decay=None if config.decay == "none" else config.decay)
 
 
-class TNLConfig(LowRankGatedConfig):
+class TNLConfig(LowRankGatedConfig, PositionedAttentionConfig):
     """TNL's token mixer."""
 
     type: Literal["tnl"] = "tnl"

@@ -10,7 +10,7 @@ from typing import Literal
 from torch import Tensor
 
 from megalin.layers.decay import DecayKind
-from megalin.layers.linear_attention import LinearAttention, LinearAttentionConfig
+from megalin.layers.linear_attention import LinearAttention, PositionedAttentionConfig
 from megalin.layers.mixers.base import BuildContext
 from megalin.parallel.linear import ColumnParallelLinear
 
@@ -39,7 +39,7 @@ class TransNormer(LinearAttention):
         return self.qkvu if self.gated else self.qkv
 
 
-class TransNormerConfig(LinearAttentionConfig):
+class TransNormerConfig(PositionedAttentionConfig):
     """TransNormerLLM's token mixer."""
 
     type: Literal["transnormer"] = "transnormer"
