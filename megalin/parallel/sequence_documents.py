@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from megalin.ops.attention.local import block_ids
 from megalin.ops.documents import UNPACKED, PackedDocuments, find_documents
 from megalin.ops.scans.transition import ShardDocuments
 from megalin.parallel.context_parallel import ContextParallel, FullSequenceInfo
@@ -47,6 +48,7 @@ class SequenceDocuments:
         """
         self._cp, self._tokens, self.ids, self.valid = cp, tokens, ids, valid
         self._windows: dict[int, PackedDocuments] = {}
+        self._blocks: dict[int, PackedDocuments] = {}
 
     @cached_property
     def shard(self) -> ShardDocuments | None:
@@ -77,6 +79,18 @@ class SequenceDocuments:
         if window not in self._windows:
             self._windows[window] = find_documents(self._cp.visible_document_ids(self.ids, window=window))
         return self._windows[window]
+
+    def in_blocks(self, block: int) -> PackedDocuments:
+        """Offsets of the blocks of `block` tokens of each document in the full sequences; UNPACKED where each sequence
+        is one document, whose blocks need no offsets."""
+        ids = self.full_sequence.document_ids
+        if ids is None:
+            return UNPACKED
+        if block not in self._blocks:
+            self._blocks[block] = find_documents(
+                block_ids(ids.shape[1], block=block, document_ids=ids, device=ids.device)
+            )
+        return self._blocks[block]
 
     def local_view(self) -> DocumentView:
         """The view of recurrent mixers: this rank's tokens, and the documents at the ends of the ranks' shards."""

@@ -6,6 +6,7 @@ tests/verify/test_three_axes.py has several of them in one model on tp 2 x cp 3.
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,9 +17,11 @@ from megalin.generation.generate import generate_batches
 from megalin.generation.sampling import Sampling
 from megalin.model.config import ModelConfig
 from megalin.model.language_model import LanguageModel
+from megalin.ops.documents import find_documents
+from megalin.parallel import sequence_documents
 from megalin.parallel.mesh import ParallelConfig
 from megalin.verify.case import make_case
-from tests.ablations import MODELS, SOFTMAX
+from tests.ablations import MODELS, MOSAIC, SOFTMAX
 from tests.cases import LENGTH, RODIMUS, VOCAB_SIZE, attention, build, make_inputs, model, reference, weighted_loss
 from tests.numerics import assert_close, relative_error
 from tests.ranks import run_ranks
@@ -49,6 +52,14 @@ def test_sequences_of_one_document_equal_the_papers_definition(name: str):
     whole = inputs._replace(document_ids=torch.zeros_like(inputs.document_ids))
     logits, _ = reference(MODELS[name], dict(built.named_parameters()), whole)
     assert relative_error(built(inputs.tokens).logits[..., :VOCAB_SIZE], logits) <= BOUND
+
+
+def test_the_host_reads_the_blocks_of_documents_once_a_batch():
+    blocks = {"type": "softmax", "num_heads": 12, "block_size": 8}
+    built, inputs = build(model({"sublayers": [blocks], "repeat": 3})), make_inputs()
+    with patch.object(sequence_documents, "find_documents", wraps=find_documents) as reads:
+        built(inputs.tokens, document_ids=inputs.document_ids)
+    assert reads.call_count == 1
 
 
 @pytest.mark.parametrize("name", ["sinks-groups", "blocks"])
@@ -118,7 +129,7 @@ def test_prompts_and_steps_equal_the_forward(name: str):
 def _differences(models: list[ModelConfig], axes: dict[str, Any], data_size: int) -> list[str]:
     options: dict[str, Any] = {"dtype": "float64", "full": True, "length": LENGTH, "recompute": False}
     cases = [make_case(config, ParallelConfig(**axes), data_size=data_size, **options) for config in models]
-    world_size = data_size * axes.get("tp", 1) * axes.get("cp", 1)
+    world_size = data_size * axes.get("tp", 1) * axes.get("cp", 1) * axes.get("pp", 1)
     found = run_ranks(world_size, verify_all, cases)[0]
     assert all(errors for errors in found)
     return [f"{place}: {error}" for place, errors in enumerate(found) for error in errors if not error.passed]
@@ -133,6 +144,12 @@ def _differences(models: list[ModelConfig], axes: dict[str, Any], data_size: int
 def test_every_switch_agrees_with_one_process(axes: dict[str, Any], data_size: int):
     """Losses, all gradients, and the weights after a step."""
     assert _differences(list(MODELS.values()), axes, data_size) == []
+
+
+@pytest.mark.slow
+def test_switches_together_agree_with_one_process_on_two_pipeline_stages():
+    """Positions are added on the first stage; shared lower bounds may be on one of them alone."""
+    assert _differences([MOSAIC, MODELS["no-lower-bounds-at-first"]], {"pp": 2}, 1) == []
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from megalin.ops.attention.softmax import (
     visible_tokens,
 )
 from megalin.ops.attention.window import window_attention_flops
-from megalin.ops.documents import UNPACKED, find_documents
+from megalin.ops.documents import UNPACKED
 from megalin.ops.positions.encodings import rope
 from megalin.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalin.parallel.sequence_documents import DocumentView, SequenceDocuments
@@ -152,13 +152,10 @@ class LocalSoftmax(Softmax):
     """
 
     def document_view(self, documents: SequenceDocuments) -> DocumentView:
-        view, size = super().document_view(documents), self.config.block_size
-        ids = view.full_sequence.document_ids
-        if size is None or ids is None or self.gathers_tokens:
-            return view
-        return view._replace(
-            packed=find_documents(block_ids(ids.shape[1], block=size, document_ids=ids, device=ids.device))
-        )
+        size = self.config.block_size
+        if size is None or self.gathers_tokens:
+            return super().document_view(documents)
+        return DocumentView(documents.ids, full_sequence=documents.full_sequence, packed=documents.in_blocks(size))
 
     def forward(self, x: Tensor, context: MixerContext, state: State | None) -> MixerOutput:
         if state is None:
