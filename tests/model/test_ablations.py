@@ -21,8 +21,9 @@ from megalin.ops.documents import find_documents
 from megalin.parallel import sequence_documents
 from megalin.parallel.mesh import ParallelConfig
 from megalin.verify.case import make_case
-from tests.ablations import MODELS, MOSAIC, SOFTMAX
+from tests.ablations import LINEAR, MODELS, MOSAIC, RODIMUS_GATES, SOFTMAX
 from tests.cases import LENGTH, RODIMUS, VOCAB_SIZE, attention, build, make_inputs, model, reference, weighted_loss
+from tests.model.test_language_model import counted_flops, implementation_flops
 from tests.numerics import assert_close, relative_error
 from tests.ranks import run_ranks
 from tests.verify.meshes import verify_all
@@ -72,6 +73,14 @@ def test_softmax_switches_generate_with_a_state_of_fixed_size(name: str):
         tokens = [*prompt, *completion.tokens]
         expected = built(torch.tensor([tokens])).logits[0, len(prompt) - 1 : -1].argmax(-1)
         assert completion.tokens == expected.tolist()
+
+
+@pytest.mark.parametrize("name", [*LINEAR, *RODIMUS_GATES, "no-lower-bounds", "blocks"])
+def test_flops_are_those_of_a_counted_forward(name: str):
+    """Windows and sinks are left out: the CPU computes their masked pairs too."""
+    built, batch, length = build(MODELS[name], dtype=torch.float32), 1, 80
+    counted, scans = counted_flops(built, batch, length)
+    assert batch * length * built.forward_flops(length) == counted - implementation_flops(built, batch, length, scans)
 
 
 def test_sequences_beyond_a_learned_table_are_refused():
