@@ -122,8 +122,9 @@ def traffic(model: LanguageModel, state: list[Tensor], args: argparse.Namespace,
     weights, table = size(model.parameters()), model.embedding.weight
     if not model.config.tie_embeddings:
         weights -= size([table]) - batch * table.shape[1] * table.element_size()
-    if grows(model):
-        return Traffic(weights, round(size(state) * (1 + args.new_tokens / 2 / args.prompt_length)))
+    if grows(model):  # a cache with room for all tokens, of which a step reads those so far
+        filled = (args.prompt_length + args.new_tokens / 2) / (args.prompt_length + args.new_tokens)
+        return Traffic(weights, round(size(state) * filled))
     return Traffic(weights, 2 * size(state))
 
 
@@ -132,7 +133,13 @@ def measure(
 ) -> dict[str, object]:
     """Fields of one case: the time of a step, its rate and the bound's."""
     device = model.embedding.weight.device
-    decoder = Decoder(model, sampling, batch_size=batch, capture=capture_cuda_graph if mode == "graph" else None)
+    decoder = Decoder(
+        model,
+        sampling,
+        batch_size=batch,
+        max_length=args.prompt_length + args.new_tokens,
+        capture=capture_cuda_graph if mode == "graph" else None,
+    )
     generator = torch.Generator().manual_seed(0)
     shape = (batch, args.prompt_length)
     prompts = torch.randint(0, model.config.vocab_size, shape, generator=generator).tolist()
@@ -186,9 +193,9 @@ def benchmark(args: argparse.Namespace) -> None:
     """Prints a line for each batch, sampling and mode."""
     device = compute_device()
     model = build(args, device)
-    modes = args.modes or (["eager"] if device.type == "cpu" or grows(model) else list(MODES))
-    if "graph" in modes and (device.type == "cpu" or grows(model)):
-        raise ConfigError("--modes graph: needs a GPU, and a model whose state has a fixed size; use --modes eager")
+    modes = args.modes or (["eager"] if device.type == "cpu" else list(MODES))
+    if "graph" in modes and device.type == "cpu":
+        raise ConfigError("--modes graph: needs a GPU; use --modes eager")
     if args.profile and device.type == "cpu":
         raise ConfigError("--profile: needs a GPU; leave it out")
     bandwidth = copy_bandwidth(device)

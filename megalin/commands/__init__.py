@@ -1,6 +1,19 @@
 """The commands of the command line, one module each: parse arguments, call the library, print."""
 
-from megalin.commands import config, eval, export, generate, import_, lm_eval, params, plan, report, train, verify
+from megalin.commands import (
+    config,
+    eval,
+    export,
+    generate,
+    import_,
+    lm_eval,
+    params,
+    plan,
+    report,
+    sweep,
+    train,
+    verify,
+)
 from megalin.commands.base import Command
 
 COMMANDS: dict[str, Command] = {
@@ -9,6 +22,7 @@ COMMANDS: dict[str, Command] = {
     "lm-eval": lm_eval.COMMAND,
     "generate": generate.COMMAND,
     "report": report.COMMAND,
+    "sweep": sweep.COMMAND,
     "export": export.COMMAND,
     "import": import_.COMMAND,
     "config": config.COMMAND,

@@ -12,6 +12,7 @@ from megalin.config import apply_overrides
 from megalin.errors import ConfigError
 from megalin.model.config import AnyModelConfig, parse_model
 from megalin.model.presets import expand_preset, preset_table
+from megalin.train.open_run import Steps
 from megalin.train.run_folder import read_config
 
 
@@ -21,6 +22,20 @@ class Command(NamedTuple):
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
+
+
+def add_step_options(parser: argparse.ArgumentParser) -> None:
+    """Adds --step N and --all-steps, of which `steps_option` returns the choice."""
+    steps = parser.add_mutually_exclusive_group()
+    steps.add_argument("--step", type=int, metavar="N", help="the checkpoint after N steps (the newest one)")
+    steps.add_argument("--all-steps", action="store_true", help="every checkpoint")
+
+
+def steps_option(arguments: argparse.Namespace) -> Steps:
+    """The checkpoints that the options of `add_step_options` select."""
+    if arguments.all_steps:
+        return "all"
+    return "newest" if arguments.step is None else int(arguments.step)
 
 
 def read_values(

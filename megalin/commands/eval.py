@@ -8,13 +8,12 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-from megalin.commands.base import Command
+from megalin.commands.base import Command, add_step_options, steps_option
 from megalin.config import suggest
 from megalin.data.config import SPLITS
 from megalin.errors import ConfigError
@@ -52,9 +51,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--limit", type=int, metavar="N", help="only the first N questions or examples of each task")
     add("--lengths", type=int, nargs="+", metavar="L", help="context lengths of needle and ruler (1/4, 1/2, 1 of T)")
     add("--depths", type=int, metavar="N", help=f"depths of the needles ({NUM_DEPTHS})")
-    steps = parser.add_mutually_exclusive_group()
-    steps.add_argument("--step", type=int, metavar="N", help="the checkpoint after N steps (the newest one)")
-    steps.add_argument("--all-steps", action="store_true", help="every checkpoint")
+    add_step_options(parser)
     add("--json", action="store_true", help="print one JSON object")
 
 
@@ -95,12 +92,9 @@ def _options(arguments: argparse.Namespace) -> EvalOptions:
     choices = None
     if "choices" in suites:
         choices = ChoiceOptions(arguments.data, arguments.tasks or DEFAULT_TASKS, arguments.limit)
-    steps: int | Literal["newest", "all"] = "all" if arguments.all_steps else "newest"
-    if arguments.step is not None:
-        steps = arguments.step
     depths = NUM_DEPTHS if arguments.depths is None else arguments.depths
     further = SuiteOptions(others, arguments.limit, arguments.lengths, depths, arguments.split) if others else None
-    return EvalOptions(arguments.split if "loss" in suites else None, choices, steps, further)
+    return EvalOptions(arguments.split if "loss" in suites else None, choices, steps_option(arguments), further)
 
 
 @contextmanager

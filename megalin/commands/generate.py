@@ -8,20 +8,29 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from megalin.commands.base import Command
+from megalin.commands.base import Command, add_step_options, steps_option
+from megalin.config import apply_overrides, parse
 from megalin.errors import ConfigError
 from megalin.files import open_input, open_temporary, publish, storage_errors
-from megalin.generation import Sampling, generate_batches, open_for_generation
+from megalin.generation import Completion, GenerationRun, Sampling, generate_on_mesh, open_for_generation
+from megalin.generation.generate_on_mesh import num_rounds
 from megalin.generation.prompts import Prompt, check_prompts, read_prompts
 from megalin.generation.sampling import check_sampling
-from megalin.parallel.process_group import compute_device
+from megalin.launch import launched
+from megalin.model.build import check_divisions
+from megalin.parallel.agreement import on_rank_zero
+from megalin.parallel.mesh import Mesh, ParallelConfig, check_world_size
+from megalin.parallel.process_group import compute_device, process_group
 from megalin.train.build import COMPUTE_DTYPES
+from megalin.train.open_run import selected_steps
 
 STANDARD_INPUT = "-"
 TEMPERATURE = 0.8
@@ -31,6 +40,7 @@ TEMPERATURE = 0.8
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("folder", type=Path, help="a run folder")
+    add("overrides", nargs="*", metavar="key=value", help="parallel.tp=2: ranks that share the weights (1)")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="the text to continue; without it and --prompts, standard input")
     source.add_argument(
@@ -50,11 +60,32 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="divide positive logits of earlier tokens by X, multiply negative ones (1)",
     )
     add("--seed", type=int, default=0, help="seed of the sampling (0); each prompt's draws depend on its number alone")
-    add("--step", type=int, metavar="N", help="the checkpoint after N steps (the newest one)")
+    add_step_options(parser)
     add("--dtype", choices=sorted(COMPUTE_DTYPES), help="dtype of the weights (the run's train.dtype)")
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    parallel, sampling = _mesh_config(arguments.overrides), _checked_sampling(arguments)
+    device = compute_device()
+    check_world_size(parallel, launched().world_size)
+    with process_group(device):
+        generate_on_ranks(arguments, sampling, Mesh(parallel, device))
+    return 0
+
+
+def _mesh_config(overrides: Sequence[str]) -> ParallelConfig:
+    """The mesh of the generation, independent of the training's. Raises ConfigError for other keys."""
+    for override in overrides:
+        if override.partition("=")[0].strip() != "parallel.tp":
+            raise ConfigError(
+                f"override {override!r}: generation reads only parallel.tp, the ranks that share the weights, and "
+                "divides the prompts among the others; a checkpoint of any mesh is read. Remove it"
+            )
+    return parse(ParallelConfig, apply_overrides({"parallel": {}}, overrides)["parallel"], "command line")
+
+
+def _checked_sampling(arguments: argparse.Namespace) -> Sampling:
+    """The sampling of the options. Raises ConfigError for these and other numbers out of range."""
     for name, value in (("--max-tokens", arguments.max_tokens), ("--batch-size", arguments.batch_size)):
         if value < 1:
             raise ConfigError(f"{name} {value}: use at least 1")
@@ -66,42 +97,62 @@ def _run(arguments: argparse.Namespace) -> int:
         arguments.repetition_penalty,
     )
     check_sampling(sampling)
-    if arguments.output is not None and arguments.output.exists():
-        raise ConfigError(f"--output {arguments.output}: exists already; remove it or give another name")
-    run, prompts = open_for_generation(arguments.folder, step=arguments.step), _prompts(arguments)
-    ids = run.tokenizer.encode_batch([prompt.text for prompt in prompts])
-    check_prompts(prompts, ids, max_tokens=arguments.max_tokens, positions=run.positions)
-    model = run.load_model(compute_device(), dtype=arguments.dtype)
-    batches = -(-len(prompts) // arguments.batch_size)
-    with _progress(batches * arguments.max_tokens, shown=arguments.output is not None) as on_tokens:
-        completions = generate_batches(
-            model,
-            ids,
-            max_tokens=arguments.max_tokens,
-            sampling=sampling,
-            batch_size=arguments.batch_size,
-            num_ids=run.tokenizer.vocab_size,
-            stop_ids=(run.tokenizer.eod_id,),
-            on_tokens=on_tokens,
-        )
-        if arguments.prompts is None and arguments.output is None:
-            (completion,) = completions
-            print(run.tokenizer.decode([*ids[0], *completion.tokens]))
-            return 0
-        with _output(arguments.output) as file:
+    return sampling
+
+
+def generate_on_ranks(arguments: argparse.Namespace, sampling: Sampling, mesh: Mesh) -> None:
+    """Runs the command on a mesh, all ranks of which call it; rank 0 reads the prompts and writes the texts."""
+    prompts = on_rank_zero(partial(_prompts, arguments))
+    steps = selected_steps(arguments.folder, steps_option(arguments))
+    first = open_for_generation(arguments.folder, step=steps[0])
+    check_divisions(first.model, mesh.tp.size)
+    ids = first.tokenizer.encode_batch([prompt.text for prompt in prompts])
+    check_prompts(prompts, ids, max_tokens=arguments.max_tokens, positions=first.positions)
+    runs = chain([first], (open_for_generation(arguments.folder, step=step) for step in steps[1:]))
+    total = len(steps) * num_rounds(len(prompts), arguments.batch_size, mesh.samples) * arguments.max_tokens
+    with (
+        _progress(total, shown=arguments.output is not None and mesh.is_first_rank) as on_tokens,
+        _output(arguments.output) if mesh.is_first_rank else nullcontext() as file,
+    ):
+        for run in runs:
+            completions = generate_on_mesh(
+                run.load_model(mesh.device, dtype=arguments.dtype, tp=mesh.tp),
+                ids,
+                mesh,
+                max_tokens=arguments.max_tokens,
+                sampling=sampling,
+                batch_size=arguments.batch_size,
+                num_ids=run.tokenizer.vocab_size,
+                stop_ids=(run.tokenizer.eod_id,),
+                on_tokens=on_tokens,
+            )
             for completion in completions:
-                result = {
-                    "completion": run.tokenizer.decode(completion.tokens),
-                    "tokens": len(completion.tokens),
-                    "stopped": completion.stopped,
-                }
-                line = json.dumps(prompts[completion.number].fields | result, ensure_ascii=False) + "\n"
-                with nullcontext() if arguments.output is None else storage_errors(arguments.output):
-                    file.write(line.encode(errors="backslashreplace"))  # half surrogates stay JSON escapes
-    return 0
+                if file is not None:
+                    with nullcontext() if arguments.output is None else storage_errors(arguments.output):
+                        file.write(_formatted(arguments, run, prompts[completion.number], completion))
+
+
+def _formatted(arguments: argparse.Namespace, run: GenerationRun, prompt: Prompt, completion: Completion) -> bytes:
+    """A completion as it is written: one prompt's text with its continuation, or a line of JSON."""
+    step, tokenizer = run.checkpoint.manifest.step, run.tokenizer
+    if arguments.prompts is None and arguments.output is None:
+        text = tokenizer.decode([*tokenizer.encode(prompt.text), *completion.tokens])
+        line = f"step {step}\n{text}" if arguments.all_steps else text
+    else:
+        result = {
+            **({"step": step} if arguments.all_steps else {}),
+            "completion": tokenizer.decode(completion.tokens),
+            "tokens": len(completion.tokens),
+            "stopped": completion.stopped,
+        }
+        line = json.dumps(prompt.fields | result, ensure_ascii=False)
+    return f"{line}\n".encode(errors="backslashreplace")  # half surrogates stay JSON escapes
 
 
 def _prompts(arguments: argparse.Namespace) -> Sequence[Prompt]:
+    """The prompts that the options name. Raises MegalinError for none, and for an output that exists."""
+    if arguments.output is not None and arguments.output.exists():
+        raise ConfigError(f"--output {arguments.output}: exists already; remove it or give another name")
     if arguments.prompt is not None:
         return [Prompt(arguments.prompt, "the prompt", {"prompt": arguments.prompt})]
     if arguments.prompts is None:

@@ -54,7 +54,8 @@ class Suite(Protocol):
 
     Attributes:
         name: of the suite, and of its results in the run folder.
-        generates: True where a model writes the answers. Each rank then has the whole model and answers some requests.
+        generates: True where a model writes the answers. The ranks then divide the requests, but for those of a
+            tensor-parallel axis, and the model is sharded over that axis alone.
     """
 
     name: str

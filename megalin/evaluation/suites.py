@@ -7,9 +7,9 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from megalin.checkpoint.load import load, saved_steps
+from megalin.checkpoint.load import load
 from megalin.checkpoint.manifest import Checkpoint
 from megalin.checkpoint.tensors import OPTIMIZER_PREFIX, weights
 from megalin.data.config import SplitName
@@ -31,9 +31,8 @@ from megalin.parallel.mesh import Mesh, check_world_size
 from megalin.parallel.process_group import compute_device, process_group
 from megalin.train.build import COMPUTE_DTYPES, TrainedModel, build_model
 from megalin.train.config import RunConfig
-from megalin.train.open_run import open_run
+from megalin.train.open_run import Steps, open_run, selected_steps
 from megalin.train.pipeline_model import Pipeline
-from megalin.train.run_folder import CHECKPOINTS_NAME
 from megalin.train.validation import AnyEvaluation
 
 _log = logging.getLogger(__name__)
@@ -68,8 +67,8 @@ class EvalOptions(NamedTuple):
     """Split for the suite loss; None leaves the suite out."""
     choices: ChoiceOptions | None = None
     """Tasks of the suite choices; None leaves the suite out."""
-    steps: int | Literal["newest", "all"] = "newest"
-    """Finished steps of the checkpoint, or several."""
+    steps: Steps = "newest"
+    """The checkpoints."""
     others: SuiteOptions | None = None
     """Further suites; None leaves them out."""
 
@@ -122,11 +121,8 @@ def evaluate_checkpoints(
     folder: Path, mesh: Mesh, overrides: Sequence[str], options: EvalOptions, report: Report
 ) -> dict[int, StepResults]:
     """`evaluate_on_launched_ranks` on a mesh, all ranks of which call it and get the results."""
-    steps: list[int | None] = [options.steps] if isinstance(options.steps, int) else [None]
-    if options.steps == "all":
-        steps = [*saved_steps(folder / CHECKPOINTS_NAME)] or [None]  # no checkpoint is an error of `open_run`
     results, evaluator = {}, None
-    for step in steps:
+    for step in selected_steps(folder, options.steps):
         # The training's mesh is dropped: it does not apply to the ranks of the evaluation.
         config, checkpoint = open_run(folder, [*overrides, "parallel={}"], step=step)
         if evaluator is None:
@@ -154,11 +150,10 @@ class _Evaluator:
             self._suites.append(ChoiceSuite(self._config, options.choices))
         if options.others is not None:
             self._suites += [_suite(name, self._config, options.others) for name in options.others.suites]
-        axes = self._mesh.config
-        if (axes.tp > 1 or axes.cp > 1) and (writing := [suite.name for suite in self._suites if suite.generates]):
+        if self._mesh.cp.size > 1 and (writing := [suite.name for suite in self._suites if suite.generates]):
             raise ConfigError(
-                f"the suite {writing[0]} generates with the whole model on each rank; leave out parallel.tp and "
-                "parallel.cp, or evaluate it by a command of its own: the ranks divide its requests"
+                f"the suite {writing[0]} generates, which context parallelism cannot do; leave out parallel.cp = "
+                f"{self._mesh.cp.size}, or evaluate it by a command of its own: the ranks divide its requests"
             )
 
     @property
@@ -215,9 +210,9 @@ class _Evaluator:
         return self._model
 
     def _load_whole(self, checkpoint: Checkpoint) -> LanguageModel:
-        """The model for generation, whole on each rank, in the dtype in which the training computed."""
+        """The model for generation, sharded over tp alone, in the dtype in which the training computed."""
         assert isinstance(self._config.model, ModelConfig), type(self._config.model)  # refused by the suites
-        return load_whole_model(self._config.model, self._config.train, checkpoint, self._mesh.device)
+        return load_whole_model(self._config.model, self._config.train, checkpoint, self._mesh.device, tp=self._mesh.tp)
 
     def _identity(self, suite: Suite, key: str, checkpoint: Checkpoint) -> dict[str, Any]:
         """Everything that a task's result depends on."""

@@ -39,11 +39,13 @@ def capture_cuda_graph(step: Step, device: torch.device) -> Step:
 class Decoder:
     """Decodes batches of B prompts; the memory, and on GPUs the graph, of one batch serves the next ones.
 
-    The graph needs a state of fixed size. The cache of softmax attention grows with every token, so models with it
-    run eagerly.
+    Ranks of a tensor-parallel axis decode the same batches: they gather the logits of every token, and each makes the
+    same choices. The cache of softmax attention has room for `max_length` tokens of each sequence from the start, and a
+    step costs the attention to all of them.
 
     Args:
         batch_size: B; a batch of fewer prompts is filled up with sequences that have ended.
+        max_length: most tokens of a sequence, those of its prompt included.
         num_ids: only ids below it are chosen; a tokenizer may have fewer ids than the model.
         stop_ids: ids that end a sequence, and are not part of it.
         capture: makes a graph of a step; None: every step runs eagerly.
@@ -55,12 +57,13 @@ class Decoder:
         sampling: Sampling,
         *,
         batch_size: int,
+        max_length: int,
         num_ids: int | None = None,
         stop_ids: Sequence[int] = (),
         capture: Capture | None = None,
     ) -> None:
         self._model, self._sampling, self._capture, self.batch_size = model, sampling, capture, batch_size
-        weight = model.embedding.weight
+        weight = model.embedding.weight  # [V, D]; a DTensor has this global shape
         self._device, self._impossible = weight.device, None
         if num_ids is not None and num_ids < model.config.vocab_size:
             self._impossible = torch.arange(len(weight), device=weight.device) >= num_ids  # [V]
@@ -79,20 +82,22 @@ class Decoder:
         self._contexts = model.step_contexts(in_place=True)
         self._replay: Step | None = None
         self._warm_steps = 0
+        self._max_length, self._length = max_length, 0
 
     @torch.no_grad()
     def start(self, prompts: Sequence[Sequence[int]], numbers: Sequence[int]) -> None:
         """Runs a batch's prompts and chooses their first tokens.
 
         Args:
-            prompts: 1 to `batch_size` prompts, none empty.
+            prompts: 1 to `batch_size` prompts, none empty, of at most `max_length` tokens.
             numbers: the prompts' numbers, which key their draws.
         """
         assert 0 < len(prompts) == len(numbers) <= self.batch_size, (len(prompts), len(numbers))
+        self._length = max(len(prompt) for prompt in prompts)
         missing = self.batch_size - len(prompts)
         prompts, numbers = [*prompts, *[prompts[0]] * missing], [*numbers, *[numbers[0]] * missing]
         logits, state = prefill(self._model, prompts)
-        self._load(state)
+        self._load(self._model.reserve(state, self._max_length))
         self._keys.copy_(prompt_keys(self._sampling.seed, torch.tensor(numbers, device=self._device)))
         self._finished.copy_(torch.arange(self.batch_size, device=self._device) >= self.batch_size - missing)
         if self._seen is not None:
@@ -123,6 +128,8 @@ class Decoder:
     @torch.no_grad()
     def step(self) -> None:
         """Decodes one token of every sequence."""
+        self._length += 1  # tokens of the longest sequence in the state
+        assert self._length <= self._max_length, self._max_length
         if self._capture is None or self._warm_steps < WARM_UP_STEPS:
             self._warm_steps += 1
             self._advance()
@@ -152,14 +159,9 @@ class Decoder:
             self._keep(state)
 
     def _keep(self, state: ModelState) -> None:
-        """Copies a state over the fixed one; a state of another size, a cache, replaces it."""
+        """Copies a state over the fixed one."""
         assert self._state is not None
-        fixed, following = state_tensors(self._state), state_tensors(state)
-        if any(old.shape != new.shape for old, new in zip(fixed, following, strict=True)):
-            assert self._capture is None, "a graph needs a state of fixed size"
-            self._state = state
-            return
-        for old, new in zip(fixed, following, strict=True):
+        for old, new in zip(state_tensors(self._state), state_tensors(state), strict=True):
             if new is not old:
                 old.copy_(new)
 
@@ -171,7 +173,8 @@ class Decoder:
             self._uniforms.copy_(uniforms(self._keys, numbers))
 
     def _choose(self, logits: Tensor) -> None:
-        """Chooses the next tokens from logits [B, V] and writes them to the block."""
+        """Chooses the next tokens from logits [B, V/tp] and writes them to the block."""
+        logits = self._model.tp.all_gather_last_dim(logits)
         if self._impossible is not None:
             logits = logits.masked_fill(self._impossible, float("-inf"))
         if self._seen is not None:
@@ -190,5 +193,6 @@ class Decoder:
 
 
 def grows(model: LanguageModel) -> bool:
-    """True where a decoding step makes the state larger, as softmax attention's cache of keys and values does."""
+    """True where a token makes the state larger, as softmax attention's cache of keys and values does without
+    `LanguageModel.reserve`."""
     return any(0 in tensor.shape for tensor in state_tensors(model.initial_state(1)))

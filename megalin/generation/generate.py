@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from megalin.errors import ConfigError
-from megalin.generation.decoder import NO_TOKEN, Decoder, capture_cuda_graph, grows
+from megalin.generation.decoder import NO_TOKEN, Decoder, capture_cuda_graph
 from megalin.generation.sampling import Sampling, sampling_problems
 from megalin.model.language_model import LanguageModel
 
@@ -31,6 +31,7 @@ def generate_batches(
     *,
     max_tokens: int,
     sampling: Sampling,
+    numbers: Sequence[int] | None = None,
     batch_size: int = 1,
     num_ids: int | None = None,
     stop_ids: Sequence[int] = (),
@@ -40,46 +41,46 @@ def generate_batches(
 ) -> Iterator[Completion]:
     """Yields the completion of every prompt, in order; prompts of different lengths share a batch.
 
-    Draws depend on the seed, the prompt's index and the token's number, so completions do not depend on `batch_size`
-    but for the rounding of the logits.
+    Draws depend on the seed, the prompt's number and the token's number, so completions do not depend on `batch_size`
+    but for the rounding of the logits. The ranks of a tensor-parallel axis call it with the same arguments;
+    `generate_on_mesh` divides prompts among ranks.
 
     Args:
-        prompts: ids; their index is their number.
+        prompts: ids.
+        numbers: the prompts' numbers; None: their indices.
         num_ids: only ids below it are generated; a tokenizer may have fewer ids than the model.
         stop_ids: ids that end a text.
         stop_when: called with a text's tokens so far whenever the host has read further ones; a batch ends when it is
             true, or a stop id was chosen, for all of its texts. Their completions keep the tokens read until then.
-        graph: launch every token as one CUDA graph; None: on GPUs, if the state has a fixed size and there are enough
-            tokens. Softmax attention's cache has none.
+        graph: launch every token as one CUDA graph; None: on GPUs without tensor parallelism, if there are enough
+            tokens.
         on_tokens: called with the number of tokens that each sequence of a batch has advanced, or skipped at its end.
 
     Raises:
         ConfigError: an empty prompt, an id outside of the vocabulary, a parameter out of range, or a graph that the
-            device or the model does not allow.
+            device or tensor parallelism does not allow.
     """
-    problems = [*prompt_problems(model, prompts), *sampling_problems(sampling)]
-    for name, value in (("max_tokens", max_tokens), ("batch_size", batch_size)):
-        if value < 1:
-            problems.append(f"{name} = {value}: use at least 1")
-    on_gpu = model.embedding.weight.device.type == "cuda"
-    if graph and (not on_gpu or grows(model)):
-        why = "softmax attention's cache grows with every token" if on_gpu else "the model is not on a GPU"
-        problems.append(f"graph = True, but {why}; leave it out")
+    problems = generation_problems(model, prompts, sampling, max_tokens=max_tokens, batch_size=batch_size)
+    obstacle = _graph_obstacle(model)
+    if graph and obstacle:
+        problems.append(f"graph = True, but {obstacle}; leave it out")
     if problems:
         raise ConfigError("\n".join(problems))
     batch_size = min(batch_size, len(prompts))  # no empty places in the only batch
     if graph is None:
-        graph = on_gpu and not grows(model) and max_tokens * len(prompts) >= GRAPH_TOKENS * batch_size
+        graph = not obstacle and max_tokens * len(prompts) >= GRAPH_TOKENS * batch_size
     return _batches(
         Decoder(
             model,
             sampling,
             batch_size=batch_size,
+            max_length=max(len(prompt) for prompt in prompts) + max_tokens,
             num_ids=num_ids,
             stop_ids=stop_ids,
             capture=capture_cuda_graph if graph else None,
         ),
         prompts,
+        range(len(prompts)) if numbers is None else numbers,
         max_tokens,
         stop_when,
         on_tokens,
@@ -89,14 +90,15 @@ def generate_batches(
 def _batches(
     decoder: Decoder,
     prompts: Sequence[Sequence[int]],
+    numbers: Sequence[int],
     max_tokens: int,
     stop_when: Callable[[list[int]], bool] | None,
     on_tokens: Callable[[int], None],
 ) -> Iterator[Completion]:
     for first in range(0, len(prompts), decoder.batch_size):
-        batch = prompts[first : first + decoder.batch_size]
-        numbers, produced = range(first, first + len(batch)), 0
-        decoder.start(batch, numbers)
+        batch, produced = prompts[first : first + decoder.batch_size], 0
+        own_numbers = numbers[first : first + decoder.batch_size]
+        decoder.start(batch, own_numbers)
         tokens: list[list[int]] = [[] for _ in batch]
         for block in decoder.blocks(max_tokens):
             for own, column in zip(tokens, block.T.tolist(), strict=False):
@@ -106,7 +108,7 @@ def _batches(
             if stop_when is not None and all(len(own) < produced or stop_when(own) for own in tokens):
                 break
         on_tokens(max_tokens - produced)
-        for number, own in zip(numbers, tokens, strict=True):
+        for number, own in zip(own_numbers, tokens, strict=True):
             yield Completion(number, own, len(own) < produced)
 
 
@@ -135,7 +137,25 @@ def generate(
     return completion.tokens
 
 
-def prompt_problems(model: LanguageModel, prompts: Sequence[Sequence[int]]) -> list[str]:
+def _graph_obstacle(model: LanguageModel) -> str:
+    """The reason why no graph is captured of the model's steps; empty where one can be."""
+    if model.tp.size > 1:
+        return "a graph captures no collectives of parallel.tp"
+    return "" if model.embedding.weight.device.type == "cuda" else "the model is not on a GPU"
+
+
+def generation_problems(
+    model: LanguageModel, prompts: Sequence[Sequence[int]], sampling: Sampling, *, max_tokens: int, batch_size: int
+) -> list[str]:
+    """A line for each prompt that cannot be continued and each parameter out of range."""
+    problems = [*_prompt_problems(model, prompts), *sampling_problems(sampling)]
+    for name, value in (("max_tokens", max_tokens), ("batch_size", batch_size)):
+        if value < 1:
+            problems.append(f"{name} = {value}: use at least 1")
+    return problems
+
+
+def _prompt_problems(model: LanguageModel, prompts: Sequence[Sequence[int]]) -> list[str]:
     """A line for each prompt that cannot be continued."""
     vocab_size, problems = model.config.vocab_size, []
     if not prompts:

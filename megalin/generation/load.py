@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
+from torch import nn
 
 from megalin.checkpoint.load import load
 from megalin.checkpoint.manifest import Checkpoint
@@ -17,6 +18,7 @@ from megalin.layers.mixers.base import FullPrecision
 from megalin.model.config import EncoderConfig, ModelConfig
 from megalin.model.language_model import LanguageModel
 from megalin.parallel.initialisation import init_weights
+from megalin.parallel.tensor_parallel import TensorParallel
 from megalin.train.build import COMPUTE_DTYPES
 from megalin.train.config import RunConfig, TrainConfig
 from megalin.train.open_run import open_run
@@ -37,16 +39,11 @@ class GenerationRun(NamedTuple):
         """Tokens that a sequence may have: those that softmax attention was trained on; None for other mixers."""
         return self.config.data.sequence_length if grows(LanguageModel(self.model)) else None
 
-    def load_model(self, device: torch.device, *, dtype: DtypeName | None = None) -> LanguageModel:
-        """Loads the weights as one unsharded model on `device`.
-
-        Args:
-            dtype: of the weights (`cast_weights`); None: the run's train.dtype, in which its training computed.
-
-        Raises:
-            CheckpointError: the checkpoint cannot be read.
-        """
-        return load_whole_model(self.model, self.config.train, self.checkpoint, device, dtype=dtype)
+    def load_model(
+        self, device: torch.device, *, dtype: DtypeName | None = None, tp: TensorParallel | None = None
+    ) -> LanguageModel:
+        """Loads the weights (`load_whole_model`)."""
+        return load_whole_model(self.model, self.config.train, self.checkpoint, device, dtype=dtype, tp=tp)
 
 
 def open_for_generation(folder: str | Path, *, step: int | None = None) -> GenerationRun:
@@ -83,16 +80,19 @@ def load_whole_model(
     device: torch.device,
     *,
     dtype: DtypeName | None = None,
+    tp: TensorParallel | None = None,
 ) -> LanguageModel:
-    """Loads a checkpoint's weights as one unsharded model on `device`.
+    """Loads a checkpoint's weights as a model on `device` that is sharded over no axis but tensor parallelism.
 
     Args:
         dtype: of the weights (`cast_weights`); None: train.dtype, in which the training computed.
+        tp: the tensor-parallel axis; None: this process has all weights.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
+        ConfigError: the axis does not divide the model.
     """
-    model = LanguageModel(config)
+    model = LanguageModel(config, tp)
     model.to_empty(device=device)
     init_weights(model, train.seed)
     load(checkpoint, weights(model), ignore=(OPTIMIZER_PREFIX,))
@@ -106,5 +106,7 @@ def cast_weights(model: LanguageModel, dtype: torch.dtype) -> None:
     exponentials and positions (`BaseModel.full_precision_modules`). Buffers keep their dtype."""
     for module in model.modules():
         if not isinstance(module, FullPrecision):
-            for parameter in module.parameters(recurse=False):
-                parameter.data = parameter.data.to(dtype)
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                # A new parameter: assigning to the data of a DTensor leaves its dtype as it is.
+                cast = nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
+                module.register_parameter(name, cast)

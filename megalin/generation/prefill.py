@@ -23,7 +23,7 @@ FORWARD_TOKENS = 65536
 
 @torch.no_grad()
 def prefill(model: LanguageModel, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, ModelState]:
-    """Logits [B, V] of each prompt's next token, and the batch's state; the prompts are not empty.
+    """Logits [B, V/tp] of each prompt's next token, and the batch's state; the prompts are not empty.
 
     Softmax caches of the shorter prompts are padded at the start with entries that no token attends to.
     """

@@ -18,8 +18,12 @@ def make_model(
     *,
     cp: ContextParallel | None = None,
     recompute: bool = False,
+    max_label_fraction: float = 1.0,
 ) -> Model:
     """The model on the meta device.
+
+    Args:
+        max_label_fraction: of a decoder, see `LanguageModel`.
 
     Raises:
         ConfigError: sizes that the tensor-parallel axis does not divide, or a mixer without context parallelism on a
@@ -27,7 +31,7 @@ def make_model(
     """
     if isinstance(config, EncoderConfig):
         return Encoder(config, tp, cp=cp, recompute=recompute)
-    return LanguageModel(config, tp, cp=cp, recompute=recompute)
+    return LanguageModel(config, tp, cp=cp, recompute=recompute, max_label_fraction=max_label_fraction)
 
 
 def check_divisions(config: AnyModelConfig, tp: int) -> None:

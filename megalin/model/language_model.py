@@ -24,7 +24,8 @@ LossKind = Literal["tokens", "sum", "scores"]
 
 
 class ModelState(NamedTuple):
-    """Recurrent state of B sequences; its size does not depend on their length (a softmax cache's does)."""
+    """Recurrent state of B sequences; its size does not depend on their length (a softmax cache's does until
+    `LanguageModel.reserve`)."""
 
     blocks: list[list[State]]
     """One state per block and sub-layer."""
@@ -87,11 +88,15 @@ class LanguageModel(BaseModel[ModelConfig]):
         cp: ContextParallel | None = None,
         recompute: bool = False,
         stage: Stage | None = None,
+        max_label_fraction: float = 1.0,
     ) -> None:
+        """`max_label_fraction`: largest fraction of a batch's tokens that have a label, for `losses = "sum"`; see
+        `VocabParallelEmbedding.loss_sum`."""
         stage = Stage(0, 1, range(config.num_sublayers)) if stage is None else stage
         has_table = stage.is_first or (stage.is_last and config.tie_embeddings)
         super().__init__(config, tp, recompute=recompute, cp=cp, stage=stage, has_table=has_table)
         tied, vocabulary, width = config.tie_embeddings, config.vocab_size, config.hidden_size
+        self._max_label_fraction = max_label_fraction
         has_head = stage.is_last and not tied
         self.head = VocabParallelEmbedding(vocabulary, width, tp=self.tp, std=config.init_std) if has_head else None
 
@@ -163,7 +168,7 @@ class LanguageModel(BaseModel[ModelConfig]):
         """The output, without a state, from the normed residual stream x [B, T or T/tp, D]."""
         if losses == "sum":
             assert labels is not None
-            return ModelOutput(None, None, self._table().loss_sum(x, labels), None)
+            return ModelOutput(None, None, self._loss_sum(x, labels), None)
         if losses == "scores":
             assert labels is not None
             scores = self._table().token_scores(x, labels)
@@ -171,6 +176,9 @@ class LanguageModel(BaseModel[ModelConfig]):
         logits = self._table().logits(x)
         token_losses = None if labels is None else vocab_parallel_cross_entropy(logits, labels, self.tp.axis)
         return ModelOutput(logits, token_losses, None, None)
+
+    def _loss_sum(self, x: Tensor, labels: Tensor) -> Tensor:
+        return self._table().loss_sum(x, labels, max_label_fraction=self._max_label_fraction)
 
     def loss_sums(self, inputs: Mapping[str, Tensor]) -> Tensor:
         output: ModelOutput = self(**inputs, losses="sum")
@@ -213,7 +221,8 @@ class LanguageModel(BaseModel[ModelConfig]):
         """Contexts of `step`, which hold the tensors that mixers derive from the weights, such as HGRN2's bounds.
 
         Args:
-            in_place: mixers with a kernel for it write the next state over the given one (`MixerContext.in_place`).
+            in_place: mixers that can do it write the next state over the given one (`MixerContext.in_place`), which
+                then comes from `reserve`.
         """
         weight = self.embedding.weight
         tokens = torch.zeros(1, 1, dtype=torch.int64, device=weight.device)
@@ -242,6 +251,16 @@ class LanguageModel(BaseModel[ModelConfig]):
         blocks = [initial(block.mixers()) for block in self.block_list()]
         return ModelState(blocks, initial(self.input_mixers()), zeros, zeros.to(torch.int32))
 
+    def reserve(self, state: ModelState, num_tokens: int) -> ModelState:
+        """The state for steps in place until the sequences have `num_tokens` tokens (`Mixer.reserve`)."""
+
+        def reserved(mixers: list[Mixer], states: list[State]) -> list[State]:
+            return [mixer.reserve(each, num_tokens) for mixer, each in zip(mixers, states, strict=True)]
+
+        pairs = zip(self.block_list(), state.blocks, strict=True)
+        blocks = [reserved(block.mixers(), states) for block, states in pairs]
+        return state._replace(blocks=blocks, inputs=reserved(self.input_mixers(), state.inputs))
+
     def num_embedding_parameters(self) -> int:
         """Number of parameters of the embedding, and of an untied output embedding."""
         tables = 1 if self.head is None else 2
@@ -249,7 +268,7 @@ class LanguageModel(BaseModel[ModelConfig]):
 
     def forward_flops(self, length: int) -> int:
         """Forward floating-point operations a token at `length` tokens; a multiply and an add count as two."""
-        return self.stack_flops(length) + self._table().logits_flops()
+        return self.stack_flops(length) + round(self._table().logits_flops() * self._max_label_fraction)
 
     def state_bytes(self) -> int:
         """Bytes of one sequence's decoding state in fp32."""

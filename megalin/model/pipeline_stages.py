@@ -65,8 +65,9 @@ class DecoderStage(LanguageModel):
         recompute: bool,
         stage: Stage,
         compute_dtype: torch.dtype,
+        max_label_fraction: float = 1.0,
     ) -> None:
-        super().__init__(config, tp, cp=cp, recompute=recompute, stage=stage)
+        super().__init__(config, tp, cp=cp, recompute=recompute, stage=stage, max_label_fraction=max_label_fraction)
         self.compute_dtype = compute_dtype
 
     # torch.distributed.pipelining calls a stage with the previous stage's output.

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megalin.ops.dispatch.dtypes import compute_dtype
+from megalin.ops.labelled_tokens import label_capacity, labelled_tokens
 from megalin.parallel.cross_entropy import (
     IGNORED_LABEL,
     TokenScores,
@@ -76,13 +77,24 @@ class VocabParallelEmbedding(nn.Module):
         """x [..., D] that has entered the sharded region -> this rank's logits [..., V/tp]; padding is -inf."""
         return vocab_parallel_logits(x, local(self.weight), self.tp.axis, vocab_size=self.vocab_size)
 
-    def loss_sum(self, x: Tensor, labels: Tensor) -> Tensor:
+    def loss_sum(self, x: Tensor, labels: Tensor, *, max_label_fraction: float = 1.0) -> Tensor:
         """Sum of the token losses of `logits(x)` in nats, [] in at least fp32: labels [B, T], IGNORED_LABEL for tokens
-        without a loss. Kernels keep no logits."""
-        weight = local(self.weight)
-        return vocab_parallel_linear_cross_entropy(
-            self.tp.enter(x), weight, labels, self.tp.axis, vocab_size=self.vocab_size
+        without a loss. Kernels keep no logits.
+
+        Args:
+            max_label_fraction: below 1, logits are computed for so many of the tokens only, those with a label; with
+                more labels than that the loss is infinite.
+        """
+        x, overflow = self.tp.enter(x), None
+        if max_label_fraction < 1.0:
+            capacity = label_capacity(labels.numel(), max_label_fraction)
+            x, labels, overflow = labelled_tokens(
+                x.flatten(0, -2), labels.flatten(), capacity=capacity, ignored_label=IGNORED_LABEL
+            )
+        loss = vocab_parallel_linear_cross_entropy(
+            x, local(self.weight), labels, self.tp.axis, vocab_size=self.vocab_size
         )
+        return loss if overflow is None else loss.masked_fill(overflow, float("inf"))
 
     def token_scores(self, x: Tensor, labels: Tensor) -> TokenScores:
         """Scores of the labels [B, T] under `logits(x)`; only tokens with a label have logits, some of them at a time.

@@ -47,8 +47,8 @@ class SequenceDocuments:
             valid: [B, T/cp] bool, False at padding; None where all tokens count.
         """
         self._cp, self._tokens, self.ids, self.valid = cp, tokens, ids, valid
-        self._windows: dict[int, PackedDocuments] = {}
-        self._blocks: dict[int, PackedDocuments] = {}
+        self._windows: dict[tuple[int, bool], PackedDocuments] = {}
+        self._blocks: dict[tuple[int, bool], PackedDocuments] = {}
 
     @cached_property
     def shard(self) -> ShardDocuments | None:
@@ -69,28 +69,36 @@ class SequenceDocuments:
         ids = self.full_sequence.document_ids
         return UNPACKED if ids is None else find_documents(ids)
 
-    def in_window(self, window: int) -> PackedDocuments:
-        """Offsets of the documents of the tokens that this rank's queries attend to in a window of `window` tokens.
+    @property
+    def unread(self) -> PackedDocuments:
+        """Documents of the full sequences without offsets, for which the host does not wait."""
+        return PackedDocuments(self.full_sequence.document_ids)
 
-        As `packed` where this rank has the full sequence; else an all-gather of window - 1 ids.
+    def in_window(self, window: int, *, offsets: bool = True) -> PackedDocuments:
+        """Documents of the tokens that this rank's queries attend to in a window of `window` tokens.
+
+        As `packed`, or `unread` without offsets, where this rank has the full sequence; else an all-gather of
+        window - 1 ids.
         """
-        if self._cp.size == 1 or self.ids is None:
-            return self.packed if self._cp.size == 1 else UNPACKED
-        if window not in self._windows:
-            self._windows[window] = find_documents(self._cp.visible_document_ids(self.ids, window=window))
-        return self._windows[window]
+        if self._cp.size == 1:
+            return self.packed if offsets else self.unread
+        if self.ids is None:
+            return UNPACKED
+        if (key := (window, offsets)) not in self._windows:
+            ids = self._cp.visible_document_ids(self.ids, window=window)
+            self._windows[key] = find_documents(ids) if offsets else PackedDocuments(ids)
+        return self._windows[key]
 
-    def in_blocks(self, block: int) -> PackedDocuments:
-        """Offsets of the blocks of `block` tokens of each document in the full sequences; UNPACKED where each sequence
-        is one document, whose blocks need no offsets."""
+    def in_blocks(self, block: int, *, offsets: bool = True) -> PackedDocuments:
+        """Blocks of `block` tokens of each document of the full sequences, as documents; UNPACKED where each
+        sequence is one document. The host waits for the device, unless without offsets."""
         ids = self.full_sequence.document_ids
         if ids is None:
             return UNPACKED
-        if block not in self._blocks:
-            self._blocks[block] = find_documents(
-                block_ids(ids.shape[1], block=block, document_ids=ids, device=ids.device)
-            )
-        return self._blocks[block]
+        if (key := (block, offsets)) not in self._blocks:
+            blocks = block_ids(ids.shape[1], block=block, document_ids=ids, device=ids.device)
+            self._blocks[key] = find_documents(blocks) if offsets else PackedDocuments(blocks)
+        return self._blocks[key]
 
     def local_view(self) -> DocumentView:
         """The view of recurrent mixers: this rank's tokens, and the documents at the ends of the ranks' shards."""

@@ -41,6 +41,7 @@ def build_model(
     seed: int,
     length: int = _PLANNED_LENGTH,
     overlap: bool = False,
+    max_label_fraction: float = 1.0,
 ) -> TrainedModel:
     """Builds the model on the mesh with its initial weights, which depend on `seed` alone, not on the mesh.
 
@@ -48,9 +49,10 @@ def build_model(
         length: tokens per sequence, for which layers are partitioned into the stages of a pipeline.
         overlap: whether compiled blocks overlap their collectives with computation, which shortens steps of tensor
             parallelism if the host launches that computation in time.
+        max_label_fraction: largest fraction of a micro-batch's tokens that have a label (`TrainConfig`).
     """
     if mesh.pp.size == 1:
-        model = make_model(config, mesh.tp, cp=mesh.cp, recompute=recompute)
+        model = make_model(config, mesh.tp, cp=mesh.cp, recompute=recompute, max_label_fraction=max_label_fraction)
         _materialise(
             model, mesh, compute_dtype=compute_dtype, compile_blocks=compile_blocks, overlap=overlap, seed=seed
         )
@@ -65,6 +67,7 @@ def build_model(
             recompute=recompute,
             stage=Stage(number, mesh.pp.num_stages, sublayers),
             compute_dtype=compute_dtype,
+            max_label_fraction=max_label_fraction,
         )
         for number, sublayers in zip(mesh.pp.own_stages(), mesh.pp.own(plan.sublayers), strict=True)
     ]

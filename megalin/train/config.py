@@ -59,6 +59,10 @@ class TrainConfig(Config):
     evaluate_batches: int | None = pydantic.Field(default=None, ge=1)
     """Batches of global_batch_size samples per evaluation, also after the last step; left out: 1,000 samples. The first
     samples of the split, or all if there are fewer; `megalin eval` reads all."""
+    max_label_fraction: float = pydantic.Field(default=1.0, gt=0.0, le=1.0)
+    """Largest fraction of the tokens of a micro-batch on a rank that have a label, for data with label masks: the head
+    and its loss are computed for so many rows, those of the labelled tokens, and not for all tokens. A micro-batch with
+    more labels ends the run before its step. Not for encoders, whose head computes the masked tokens only."""
     log_every_steps: int = pydantic.Field(default=10, ge=1)
     """Steps between progress lines if the output is not a terminal; every step is written to metrics.jsonl."""
     stop_after_steps: int | None = pydantic.Field(default=None, ge=1)
@@ -182,7 +186,7 @@ class RunConfig(Config):
         if reading:
             problems.append(
                 f"train.cuda_graphs = true with the mixer {', '.join(sorted(reading))}, for which the host reads the "
-                "document boundaries of each batch; use cuda_graphs = false"
+                'document boundaries of each batch; use cuda_graphs = false, or backend = "mask" in its config'
             )
         return problems
 
@@ -194,6 +198,11 @@ class RunConfig(Config):
                 return []
             return ['data.masking makes samples for an encoder, but model.kind = "decoder"; remove one of them']
         problems = []
+        if self.train.max_label_fraction < 1.0:
+            problems.append(
+                f"train.max_label_fraction = {self.train.max_label_fraction} is for decoders; an encoder's head "
+                "computes the masked tokens only: leave it out"
+            )
         if data.masking is None:
             problems.append("data.masking is missing: an encoder trains on masked tokens; add a table [data.masking]")
         if model.num_classes is not None:

@@ -267,12 +267,19 @@ class DeepSpeedEngine:
 
 
 def _materialised(config: RunConfig, mesh: Mesh) -> Model:
-    model = make_model(config.model, mesh.tp, cp=mesh.cp, recompute=config.train.recompute)
-    if config.train.compile:
+    train = config.train
+    model = make_model(
+        config.model,
+        mesh.tp,
+        cp=mesh.cp,
+        recompute=train.recompute,
+        max_label_fraction=train.max_label_fraction,
+    )
+    if train.compile:
         for block in model.block_list():
             block.compile(fullgraph=True, dynamic=False)
     model.to_empty(device=mesh.device)
-    init_weights(model, config.train.seed)
+    init_weights(model, train.seed)
     return model
 
 

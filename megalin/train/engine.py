@@ -76,6 +76,7 @@ class FullyShardedEngine:
             seed=train.seed,
             length=config.data.sequence_length,
             overlap=train.cuda_graphs,
+            max_label_fraction=train.max_label_fraction,
         )
         self._optimizer = build_optimizer(self.model, config.optimizer, no_decay=self.model.no_decay_names())
         self.timer = StepTimer(mesh.device)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from megalin.checkpoint.load import newest, of_step
+from megalin.checkpoint.load import newest, of_step, saved_steps
 from megalin.checkpoint.manifest import Checkpoint
 from megalin.config import translate_renamed
 from megalin.errors import CheckpointError, ConfigError
@@ -14,7 +14,20 @@ from megalin.model.config import AnyModelConfig, parse_model
 from megalin.train.config import RunConfig, load_run_config
 from megalin.train.run_folder import CHECKPOINTS_NAME, CONFIG_NAME
 
+Steps = int | Literal["newest", "all"]
+"""Finished steps of a checkpoint, the newest checkpoint, or all checkpoints of a run."""
+
 _MOST_DIFFERENCES = 8
+
+
+def selected_steps(folder: str | Path, steps: Steps) -> list[int | None]:
+    """The `step` of `open_run` for each selected checkpoint of a run, in ascending order.
+
+    A run without a checkpoint yields [None], for which `open_run` raises. One broadcast with steps = "all".
+    """
+    if steps == "all":
+        return [*saved_steps(Path(folder) / CHECKPOINTS_NAME)] or [None]
+    return [None if steps == "newest" else steps]
 
 
 def open_run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any, NamedTuple, NoReturn
 
@@ -11,7 +12,8 @@ from torch import Tensor
 from megalin.data.batch import AnyBatch, batch_to, pinned, split_tokens
 from megalin.data.loader import Loader, StepBatches
 from megalin.data.sources import Training
-from megalin.errors import MegalinError
+from megalin.errors import DataError, MegalinError
+from megalin.ops.labelled_tokens import label_capacity
 from megalin.parallel.agreement import on_every_rank, sum_over_ranks
 from megalin.parallel.mesh import Mesh
 from megalin.train.config import RunConfig
@@ -52,10 +54,14 @@ class StepData(NamedTuple):
 
 
 def training_loader(config: RunConfig, data: Training, mesh: Mesh) -> Loader[Any]:
-    """Loader of this rank's micro-batches: its shard of each sequence, in pinned memory if they go to a GPU."""
+    """Loader of this rank's micro-batches: its shard of each sequence, in pinned memory if they go to a GPU. A batch
+    with more labels than `train.max_label_fraction` allows is a DataError."""
+    max_fraction = config.train.max_label_fraction
 
     def prepare(batch: AnyBatch) -> AnyBatch:
         batch = split_tokens(batch, mesh.cp)
+        if max_fraction < 1.0:
+            _check_label_fraction(batch, max_fraction)
         return pinned(batch) if mesh.device.type == "cuda" else batch
 
     return Loader(
@@ -69,6 +75,17 @@ def training_loader(config: RunConfig, data: Training, mesh: Mesh) -> Loader[Any
         read_ahead_steps=config.data.read_ahead_steps,
         prepare=prepare,
     )
+
+
+def _check_label_fraction(batch: AnyBatch, max_fraction: float) -> None:
+    tokens, labels = batch.tokens.numel(), int(batch.label_counts().sum())
+    if labels > label_capacity(tokens, max_fraction):
+        samples = ", ".join(str(number) for number in batch.sample_ids[:4].tolist())
+        raise DataError(
+            f"{labels} of the {tokens} tokens of a micro-batch (samples {samples}, ...) have a label, more than "
+            f"train.max_label_fraction = {max_fraction}; use at least {math.ceil(1000 * labels / tokens) / 1000}, or "
+            "leave it out, and start the command again"
+        )
 
 
 class StepReader:

@@ -115,7 +115,7 @@ def test_overrides_may_stand_before_and_after_options(config, trained, capsys):
     assert json.loads(capsys.readouterr().out)["length"] == 64
 
 
-@pytest.mark.parametrize("arguments", [["trian"], ["train", "c.toml", "--fodler", "x"], ["generate", "run", "a=b"]])
+@pytest.mark.parametrize("arguments", [["trian"], ["train", "c.toml", "--fodler", "x"], ["lm-eval", "run", "a=b"]])
 def test_unknown_commands_and_options_are_refused(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
         main(arguments)

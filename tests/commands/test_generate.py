@@ -62,6 +62,12 @@ def test_generate_loads_the_trained_weights(trained):
         (["--prompt", "a", "--top-k", "0"], "top-k = 0 keeps no token; use at least 1"),
         (["--prompt", "a", "--top-p", "1.5"], "top-p = 1.5 is not in (0, 1]; use 1 to keep every token"),
         (["--prompt", "a", "--seed", str(2**70)], "is not in [0, 2^63); use a small number"),
+        (["parallel.cp=2", "--prompt", "a"], "override 'parallel.cp=2': generation reads only parallel.tp, the ranks"),
+        (
+            ["parallel.tp=2", "--prompt", "a"],
+            "parallel.tp = 2 does not divide the number of ranks, 1; start a multiple",
+        ),
+        (["parallel.tp=x", "--prompt", "a"], "tp = 'x': input should be a valid integer"),
     ],
 )
 def test_generate_refuses(fails, trained, arguments, message):
@@ -110,6 +116,39 @@ def test_prompts_and_text_come_from_standard_input(trained, capsys, file, monkey
     monkeypatch.setattr(sys, "stdin", io.StringIO("!#%"))
     text = output(capsys, "generate", trained, *options)
     assert text == output(capsys, "generate", trained, "--prompt", "!#%", *options)
+
+
+def test_every_checkpoint_completes_the_prompts(trained, capsys, file, tmp_path):
+    options = ["--max-tokens", 4, "--temperature", 0]
+    command = ["generate", trained, "--prompts", file, *options]
+    assert output(capsys, *command, "--all-steps", "--output", tmp_path / "all.jsonl") == ""
+    lines = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
+    by_step = {step: [line for line in lines if line["step"] == step] for step in (2, 4, 6, 8, 10, 12)}
+    assert [line for of_step in by_step.values() for line in of_step] == lines
+    for step, of_step in by_step.items():
+        alone = [json.loads(line) for line in output(capsys, *command, "--step", step).splitlines()]
+        assert of_step == [line | {"step": step} for line in alone]
+    assert by_step[2] != [line | {"step": 2} for line in by_step[12]]
+    text = output(capsys, "generate", trained, "--prompt", "!#%", "--all-steps", *options)
+    parts = [f"step {step}\n!#%{of_step[0]['completion']}\n" for step, of_step in by_step.items()]
+    assert text == "".join(parts)
+
+
+@pytest.mark.parametrize("arguments", [["generate", "run"], ["export", "hf", "run", "out"]])
+def test_one_step_and_all_steps_exclude_each_other(arguments, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main([*arguments, "--step", "2", "--all-steps"])
+    assert exit.value.code == 2
+    assert "argument --all-steps: not allowed with argument --step" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["generate"], ["export", "hf"]])
+def test_all_steps_of_a_run_without_checkpoints_are_refused(arguments, fails, trained, tmp_path):
+    (tmp_path / "config.toml").write_text((trained / "config.toml").read_text())
+    rest = ["--prompt", "a"] if arguments == ["generate"] else [tmp_path / "out"]
+    message = fails(4, *arguments, tmp_path, *rest, "--all-steps")
+    assert f"{tmp_path}: the run has no checkpoint yet; train it first (megalin train)" in message
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -26,6 +29,7 @@ from megalin.evaluation.suites import EvalOptions, SuiteOptions, evaluate_checkp
 from megalin.evaluation.tasks.mqar import MQAR
 from megalin.evaluation.tasks.sequence_task import split_seed
 from megalin.generation import Completion
+from megalin.parallel.agreement import on_rank_zero
 from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.parallel.process_group import process_group
 from megalin.train.build import build_model
@@ -149,6 +153,9 @@ _ONE = SimpleNamespace(size=1)
 
 
 class _Model(torch.nn.Module):
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
     def state_bytes(self) -> int:
         return 1234
 
@@ -178,20 +185,21 @@ def test_needles_are_scored_by_depth_and_length(config, answers, monkeypatch, tm
 
 
 def test_ranks_divide_the_requests(config, answers, monkeypatch):
-    """Rank 1 of 2, whose sister finds the needles of shallow places alone, as the whole does above."""
+    """Rank 1 of 2, each of which has two ranks of tensor parallelism; rank 0 finds the needles of shallow places alone,
+    as the whole does above."""
     suite = NeedleSuite(config, lengths=[512], depths=4)
     answers["found"] = lambda text: text.index("secret number of") < len(text) / 2
     mesh = SimpleNamespace(samples=SimpleNamespace(rank=1, size=2), **dict.fromkeys(("tp", "cp", "pp"), _ONE))
-    own: list[list[float]] = []
+    own: list[tuple[int, list[float]]] = []
 
     def on_both(make):
         own.append(make())
-        return [[1.0, 0.0], own[0]]
+        return [(0, [1.0, 0.0])] * 2 + own * 2
 
     monkeypatch.setattr(retrieval, "LanguageModel", _Model)
     monkeypatch.setattr(retrieval, "on_every_rank", on_both)
     success = suite.run("needle/standard", _Model(), mesh).details["success"]
-    assert own == [[1.0, 0.0]]  # depths 1/3 and 1
+    assert own == [(1, [1.0, 0.0])]  # depths 1/3 and 1
     assert success == [[True], [True], [False], [False]]
 
 
@@ -217,11 +225,22 @@ def test_default_lengths_are_those_of_the_run():
     assert default_lengths(100) == [100]
 
 
-def _on_ranks(folder: str, axes: dict[str, int]) -> dict[str, Any]:
-    options = EvalOptions(None, None, "newest", SuiteOptions(["needle"], lengths=[256], depths=3))
-    mesh = Mesh(ParallelConfig(**axes), CPU)
-    (results,) = evaluate_checkpoints(Path(folder), mesh, [], options, lambda *_: None).values()
-    return {name: result.details["success"] for name, result in results.tasks["needle"].items()}
+def _number_of(text: str, _references: Any) -> float:
+    """A number in [0, 1) that differs from answer to answer."""
+    return zlib.crc32(text.encode()) / 2**32
+
+
+def _on_ranks(folder: Path, meshes: list[dict[str, int]]) -> list[dict[str, float]]:
+    """For each mesh, the mean number of a task's answers."""
+    found = []
+    for axes in meshes:
+        mesh = Mesh(ParallelConfig(**axes), CPU)
+        on_rank_zero(partial((folder / "evaluations/step-1.json").unlink, missing_ok=True))
+        options = EvalOptions(None, None, "newest", SuiteOptions(["ruler"], limit=3, lengths=[256]))
+        with patch.object(retrieval, "fraction_found", _number_of):
+            (results,) = evaluate_checkpoints(folder, mesh, [], options, lambda *_: None).values()
+        found.append({name: result.metrics["score"].value for name, result in results.tasks["ruler"].items()})
+    return found
 
 
 @pytest.mark.parametrize(
@@ -243,7 +262,7 @@ def test_bad_input_is_refused(config_file, tmp_path, capsys, suite, arguments, m
 
 
 def test_a_run_goes_through_the_suites(config_file, tmp_path, capsys):
-    """On one process, then again from the stored results; two ranks run it as well."""
+    """On one process, then again from the stored results."""
     folder = tmp_path / "run"
     with process_group(CPU):
         train_here(config_file, folder, "train.stop_after_steps=1")
@@ -257,13 +276,18 @@ def test_a_run_goes_through_the_suites(config_file, tmp_path, capsys):
     assert (folder / "evaluations/step-1-needle-standard-first-2.png").exists()
     assert main(command) == 0
     assert json.loads(capsys.readouterr().out)["1"] == printed  # seconds too: nothing ran again
-    (folder / "evaluations/step-1.json").unlink()
-    first, second = run_ranks(2, _on_ranks, str(folder), {})
-    with pytest.raises(
-        RankFailedError, match=r"needle generates with the whole model on each rank; leave out parallel.tp"
-    ):
-        run_ranks(2, _on_ranks, str(folder), {"tp": 2})
-    assert first == second == run_ranks(1, _on_ranks, str(folder), {})[0]
+
+
+def test_answers_do_not_depend_on_the_mesh(config_file, tmp_path):
+    folder = tmp_path / "run"
+    with process_group(CPU):
+        train_here(config_file, folder, "train.stop_after_steps=1", "model.init_std=0.3")  # answers that differ
+    (expected,) = run_ranks(1, _on_ranks, folder, [{}])[0]
+    assert len(set(expected.values())) == len(expected) >= 3
+    for found in run_ranks(2, _on_ranks, folder, [{}, {"tp": 2}]):
+        assert found == [pytest.approx(expected)] * 2
+    with pytest.raises(RankFailedError, match=r"ruler generates, which context parallelism cannot do; leave out"):
+        run_ranks(2, _on_ranks, folder, [{"cp": 2}])
 
 
 def test_byte_tokens_have_a_tokenizer(config):

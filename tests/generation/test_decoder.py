@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from megalin.generation.decoder import BLOCK_TOKENS, WARM_UP_STEPS, Decoder, Step, grows
+from megalin.generation.decoder import BLOCK_TOKENS, WARM_UP_STEPS, Decoder, Step
 from megalin.generation.sampling import Sampling
 from tests.cases import CASES, NAMES, build
 
@@ -45,9 +45,8 @@ class TracedGraph:
 )
 def test_a_graph_decodes_what_eager_steps_decode_token_by_token(case, sampling):
     model = build(case.model, dtype=torch.float32)
-    if grows(model):
-        pytest.skip("a cache that grows has no graph")
-    eager, graph = (Decoder(model, sampling, batch_size=4, stop_ids=[7]) for _ in range(2))
+    length = 7 + BLOCK_TOKENS + 8
+    eager, graph = (Decoder(model, sampling, batch_size=4, max_length=length, stop_ids=[7]) for _ in range(2))
     graph._capture = traced = TracedGraph(graph)
     for first in (0, 3):  # the second batch uses the memory and the graph of the first
         for decoder in (eager, graph):
@@ -62,7 +61,8 @@ def test_a_graph_decodes_what_eager_steps_decode_token_by_token(case, sampling):
 
 def test_steps_before_the_capture_are_eager_and_count():
     model, captured = build(CASES[0].model, dtype=torch.float32), []
-    decoder = Decoder(model, Sampling(), batch_size=1, capture=lambda step, _: captured.append(step) or step)
+    capture = lambda step, _: captured.append(step) or step  # noqa: E731
+    decoder = Decoder(model, Sampling(), batch_size=1, max_length=6, capture=capture)
     decoder.start([[1, 2]], [0])
     for _ in range(WARM_UP_STEPS):
         decoder.step()
@@ -72,9 +72,11 @@ def test_steps_before_the_capture_are_eager_and_count():
     assert len(captured) == 1
 
 
-def test_a_state_that_grows_cannot_be_captured():
-    (case,) = (case for case in CASES if case.name == "softmax")
-    decoder = Decoder(build(case.model), Sampling(), batch_size=1, capture=lambda step, _: step)
-    decoder.start([[1, 2]], [0])
-    with pytest.raises(AssertionError, match="a graph needs a state of fixed size"):
+def test_no_step_goes_beyond_the_tokens_that_a_cache_has_room_for():
+    decoder = Decoder(build(CASES[NAMES.index("softmax")].model), Sampling(), batch_size=2, max_length=4)
+    for _ in range(2):
+        decoder.start([[1, 2], [1]], [0, 1])
         decoder.step()
+        decoder.step()
+        with pytest.raises(AssertionError):
+            decoder.step()

@@ -12,6 +12,8 @@ from megalin.generation import Sampling, generate, generate_batches
 from megalin.generation.decoder import BLOCK_TOKENS, Decoder, grows
 from megalin.generation.prefill import prefill, state_tensors
 from megalin.model.language_model import LanguageModel
+from megalin.parallel.collectives import Axis
+from megalin.parallel.tensor_parallel import TensorParallel
 from tests.cases import CASES, HYBRID, NAMES, VOCAB_SIZE, build
 
 PROMPT = [5, 17, 300, 2, 5, 9, 120]
@@ -113,7 +115,7 @@ def test_each_sequence_of_a_batch_stops_for_itself(model):
 
 def test_a_batch_whose_sequences_have_all_ended_decodes_no_more_than_two_blocks(model):
     stop, steps = tokens(model)[2], []
-    decoder = Decoder(model, GREEDY, batch_size=1, stop_ids=[stop])
+    decoder = Decoder(model, GREEDY, batch_size=1, max_length=1000 + len(PROMPT), stop_ids=[stop])
     decoder.start([PROMPT], [0])
     step = decoder.step
     decoder.step = lambda: steps.append(step())
@@ -134,8 +136,9 @@ def test_a_repetition_penalty_forbids_what_the_prompt_and_the_text_have(model):
     assert len({*prompt, *found}) == len(prompt) + 30
 
 
-def test_state_does_not_grow_with_the_text(model, monkeypatch):
-    sizes = []
+@pytest.mark.parametrize("name", ["hybrid", "softmax-grouped"])
+def test_state_does_not_grow_with_the_text(name, monkeypatch):
+    model, sizes = build(CASES[NAMES.index(name)].model, dtype=torch.float32), []
     step = model.step
 
     def measured_step(*arguments):
@@ -148,7 +151,10 @@ def test_state_does_not_grow_with_the_text(model, monkeypatch):
     monkeypatch.setattr(model, "step", measured_step)
     tokens(model)
     assert len(sizes) == LENGTH - 1
-    assert set(sizes) == {model.state_bytes()}
+    cache = model.reserve(model.initial_state(1), len(PROMPT) + LENGTH)
+    assert set(sizes) == {sum(tensor.nbytes for tensor in state_tensors(cache)[:-2])}
+    if name == "hybrid":
+        assert set(sizes) == {model.state_bytes()}
 
 
 def test_only_softmax_attention_has_a_state_that_grows():
@@ -186,6 +192,12 @@ def test_limits_and_graphs_that_cannot_be_are_refused(model, options, message):
         generate_batches(model, [[1], []], **{"max_tokens": 1, "sampling": GREEDY, **options})
     with pytest.raises(ConfigError, match="prompt 1 has no tokens"):
         generate_batches(model, [[1], []], **{"max_tokens": 1, "sampling": GREEDY, **options})
+
+
+def test_graphs_of_tensor_parallel_ranks_are_refused():
+    ranked = LanguageModel(HYBRID.model, TensorParallel(Axis("tp", 2)))
+    with pytest.raises(ConfigError, match=r"graph = True, but a graph captures no collectives of parallel\.tp; leave"):
+        generate_batches(ranked, [[1]], max_tokens=1, sampling=GREEDY, graph=True)
 
 
 def test_a_batch_ends_when_all_of_its_texts_are_to_stop(model):

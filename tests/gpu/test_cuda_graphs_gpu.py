@@ -9,11 +9,15 @@ from megalin.train.loop import train
 from tests.gpu.ranks import needs_gpus, on_gpus
 from tests.model_runs import checkpoint_tensors, metrics, write_config
 
+ATTENTION = """model.layers.0.sublayers=[{type = "softmax", num_heads = 2, backend = "mask"},
+    {type = "shared_key_attention", num_heads = 2, window = 7, residual = "two_hop", backend = "mask"},
+    {type = "glu", intermediate_size = 32}]"""
+
 
 @pytest.mark.parametrize(
     "overrides",
-    [[], ["train.compile=true", "train.dtype=bfloat16", "train.recompute=true"]],
-    ids=["eager", "compiled_bf16_recomputed"],
+    [[], ["train.compile=true", "train.dtype=bfloat16", "train.recompute=true"], [ATTENTION, "train.dtype=bfloat16"]],
+    ids=["eager", "compiled_bf16_recomputed", "attention_by_masks"],
 )
 def test_graphs_change_no_bit_of_a_run_that_accumulates_and_evaluates(tmp_path, overrides):
     config = write_config(tmp_path, train={"evaluate_every_steps": 5}, checkpoint={"every_steps": 6})

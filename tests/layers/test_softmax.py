@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from megalin.errors import ConfigError
+from megalin.generation import cast_weights
+from megalin.generation.prefill import prefill, state_tensors
 from megalin.model.language_model import LanguageModel
 from megalin.parallel.collectives import Axis
 from megalin.parallel.tensor_parallel import TensorParallel
@@ -58,6 +60,42 @@ def test_the_cache_grows_by_keys_and_values_of_each_token():
             assert sum(tensor.numel() for tensor in states[0]) == 4 * length * numbers
             assert {tensor.dtype for tensor in states[0]} == {torch.float32}
         output = built.step(tokens[:, length], output.state)
+
+
+@pytest.mark.parametrize("name", ["softmax", "softmax-grouped"])
+def test_steps_in_a_reserved_cache_are_those_of_one_that_grows(name):
+    built, prompts = build(CASES[NAMES.index(name)].model), [[5, 17, 300, 2, 5, 9, 120], [3], list(range(21))]
+    growing = prefill(built, prompts)[1]
+    fixed = built.reserve(prefill(built, prompts)[1], 21 + 12)
+    contexts, tensors = built.step_contexts(in_place=True), state_tensors(fixed)[:-2]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(12):
+        tokens = torch.randint(0, 380, (3,), generator=generator)
+        expected, found = built.step(tokens, growing), built.step(tokens, fixed, contexts)
+        torch.testing.assert_close(found.logits[..., :380], expected.logits[..., :380], rtol=1e-12, atol=1e-12)
+        growing, fixed = expected.state, found.state
+    assert all(after is before for after, before in zip(state_tensors(fixed)[:-2], tensors, strict=True))
+    for states in fixed.blocks:
+        assert states[0][2].sum(1).tolist() == [7 + 12, 1 + 12, 21 + 12]
+
+
+def test_a_forward_continues_a_reserved_cache():
+    built, tokens = build(GROUPED), make_inputs().tokens
+    output = built(tokens[:, :9], state=built.initial_state(4, dtype=torch.float64))
+    found = built(tokens[:, 9:], state=built.reserve(output.state, 30))
+    whole = built(tokens).logits[:, 9:]
+    torch.testing.assert_close(found.logits[..., :380], whole[..., :380], rtol=1e-10, atol=1e-10)
+
+
+def test_a_reserved_cache_has_the_dtype_of_the_weights():
+    built = build(GROUPED, dtype=torch.float32)
+    cast_weights(built, torch.bfloat16)
+    state = built(make_inputs().tokens[:, :9], state=built.initial_state(4)).state
+    for before, after in zip(state.blocks, built.reserve(state, 12).blocks, strict=True):
+        for cache, reserved in zip(before[0][:2], after[0][:2], strict=True):
+            assert (cache.dtype, reserved.dtype) == (torch.float32, torch.bfloat16)
+            assert torch.equal(cache, reserved[:, :9].float())  # nothing is rounded
+            assert reserved.shape[1] == 12
 
 
 def test_a_zeroed_cache_has_no_effect():

@@ -42,14 +42,14 @@ def test_bytes_are_weights_once_and_states_twice(tool):
     weights = 4 * sum(parameter.numel() for parameter in model.parameters())
     assert tool.traffic(model, state, args, 3) == (weights, 2 * 4 * 3 * 3 * 4 * 16 * 16)
     softmax = tool.build(arguments(tool, "softmax"), torch.device("cpu"))
-    cache = [torch.zeros(1, 6, 4, 16)] * 6  # keys and values of three layers after the prompt
+    cache = [torch.zeros(1, 6 + 5, 4, 16)] * 6  # keys and values of three layers, with room for all tokens
     assert tool.traffic(softmax, cache, args, 1).state == 4 * 6 * 4 * 16 * (6 + 5 / 2)
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--modes", "graph"], "--modes graph: needs a GPU, and a model whose state has a fixed size"),
+        (["--modes", "graph"], "--modes graph: needs a GPU; use --modes eager"),
         (["--profile"], "--profile: needs a GPU; leave it out"),
     ],
 )

@@ -153,6 +153,7 @@ def test_config_comes_back_from_its_own_text(tmp_path):
     ("override", "message"),
     [
         ("model.num_classes=3", "model.num_classes = 3: shards have no classes to train on"),
+        ("train.max_label_fraction=0.2", "train.max_label_fraction = 0.2 is for decoders; an encoder's head computes"),
         ("data.sequence_length=30", "data.sequence_length = 30 is more than model.max_positions = 24; lower it"),
         ("model.poolin='mean'", "model.poolin: unknown key; did you mean 'pooling'"),
         ("model.kind='decoder'", "model.max_positions: unknown key"),

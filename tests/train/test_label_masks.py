@@ -20,7 +20,7 @@ from megalin.data.shards.label_mask import label_mask_path
 from megalin.data.shards.supervised import write_supervised_shard
 from megalin.data.sources import LABEL_MASKS
 from megalin.data.tokenizers.tokenizer import ByteTokenizer
-from megalin.errors import ConfigError
+from megalin.errors import ConfigError, DataError
 from megalin.model.language_model import LanguageModel
 from megalin.parallel.cross_entropy import IGNORED_LABEL
 from megalin.parallel.initialisation import init_weights
@@ -59,11 +59,13 @@ def write_windows(prefix: Path) -> Path:
     return prefix
 
 
-def _results(prefix: Path, axes: dict[str, Any], size: int) -> tuple[int, dict[str, Any], dict[str, Any]]:
+def _results(
+    prefix: Path, axes: dict[str, Any], size: int, max_label_fraction: float
+) -> tuple[int, dict[str, Any], dict[str, Any]]:
     """Labels on this rank, the step's loss and gradients, and the evaluation, in micro-batches of `size` samples."""
     mesh = Mesh(ParallelConfig(**axes), CPU)
     config = DataConfig(train=[str(prefix)], sequence_length=LENGTH)
-    model = build(mesh, dtype=torch.float64)
+    model = build(mesh, dtype=torch.float64, max_label_fraction=max_label_fraction)
     with TokenDataset.open(config, "train", 257) as dataset:
         own = np.arange(mesh.samples.rank, SAMPLES // size, mesh.samples.size)
         numbers = [np.arange(place * size, (place + 1) * size) for place in own]
@@ -100,21 +102,23 @@ def truth() -> tuple[Tensors, dict[str, float]]:
 
 
 MESHES = {
-    "single": (1, {}, 2),
-    "tp2_cp3": (6, {"tp": 2, "cp": 3}, 2),
+    "single": (1, {}, 2, 0.4),
+    "tp2_cp3": (6, {"tp": 2, "cp": 3}, 2, 0.7),
 }
+"""By name: ranks, axes, samples of a micro-batch, and the fraction of a rank's tokens that the head computes."""
 SLOW_MESHES = {
-    "dp3": (3, {}, 2),
-    "tp2_sp_cp3": (6, {"tp": 2, "cp": 3, "sequence_parallel": True}, 1),
-    "cp4_dp2": (8, {"cp": 4}, 1),
-    "cp3_pp2": (6, {"cp": 3, "pp": 2}, 1),
+    "all_tokens": (1, {}, 2, 1.0),
+    "dp3": (3, {}, 2, 1.0),
+    "tp2_sp_cp3": (6, {"tp": 2, "cp": 3, "sequence_parallel": True}, 1, 0.8),
+    "cp4_dp2": (8, {"cp": 4}, 1, 1.0),
+    "cp3_pp2": (6, {"cp": 3, "pp": 2}, 1, 0.8),
 }
 
 
 @pytest.mark.parametrize("name", [*MESHES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_MESHES)])
 def test_masked_samples_give_the_same_step_and_evaluation_on_every_mesh(tmp_path, name):
-    world_size, axes, size = (MESHES | SLOW_MESHES)[name]
-    results = run_ranks(world_size, _results, write_windows(tmp_path / "x"), axes, size)
+    world_size, axes, size, max_label_fraction = (MESHES | SLOW_MESHES)[name]
+    results = run_ranks(world_size, _results, write_windows(tmp_path / "x"), axes, size, max_label_fraction)
     expected, evaluation = truth()
     for _, outcome, evaluated in results:
         wanted = {key: tensor for key, tensor in expected.items() if key in outcome}
@@ -153,6 +157,20 @@ def test_run_logs_its_labels_and_survives_steps_without_any(tmp_path):
         0.0
     ] * counts.count(0)
     assert all(math.isfinite(loss) for loss in losses(tmp_path / "run"))
+
+
+def test_head_of_labelled_tokens_gives_the_same_run(tmp_path):
+    config, _ = _masked_config(tmp_path, train={"steps": 6})
+    with process_group(CPU):
+        train_here(config, tmp_path / "all")
+        train_here(config, tmp_path / "labelled", "train.max_label_fraction=0.9")
+        with pytest.raises(
+            DataError,
+            match=r"\d+ of the 72 tokens of a micro-batch \(samples \d+, \d+, ...\) have a label, more than "
+            r"train.max_label_fraction = 0.01; use at least 0.\d+, or leave it out",
+        ):
+            train_here(config, tmp_path / "few", "train.max_label_fraction=0.01")
+    assert losses(tmp_path / "labelled") == pytest.approx(losses(tmp_path / "all"), rel=1e-6)
 
 
 def test_mask_that_changes_between_start_and_resume_is_refused(tmp_path):

@@ -89,8 +89,8 @@ def micro_batches(batch: Batch, mesh: Mesh, size: int) -> list[Batch]:
     ]
 
 
-def build(mesh: Mesh, *, dtype: torch.dtype, recompute: bool = False) -> LanguageModel:
-    return build_model(MODEL, mesh, compute_dtype=dtype, recompute=recompute, compile_blocks=False, seed=0)
+def build(mesh: Mesh, *, dtype: torch.dtype, recompute: bool = False, **options: Any) -> LanguageModel:
+    return build_model(MODEL, mesh, compute_dtype=dtype, recompute=recompute, compile_blocks=False, seed=0, **options)
 
 
 def full(model: LanguageModel, what: str) -> Tensors:

@@ -96,16 +96,18 @@ class _TextSuite(abc.ABC):
     def run(
         self, key: str, model: Decoder, mesh: Mesh, *, carry: bool = False, on_progress: ReportProgress = no_report
     ) -> TaskResult:
-        """Evaluates a task with greedy answers; a collective, in which each rank answers some of the requests."""
+        """Evaluates a task with greedy answers; a collective, in which the ranks of the data axis answer some requests
+        each."""
         assert isinstance(model, LanguageModel), type(model)
         started, requests = time.perf_counter(), self._requests[key]
-        ranks = mesh.samples  # all ranks: the mesh has no other axis
-        assert mesh.tp.size == mesh.cp.size == mesh.pp.size == 1, (mesh.tp.size, mesh.cp.size, mesh.pp.size)
+        ranks = mesh.samples
+        assert mesh.cp.size == mesh.pp.size == 1, (mesh.cp.size, mesh.pp.size)
         found = np.empty(len(requests))
         own = requests[ranks.rank :: ranks.size]
-        for rank, fractions in enumerate(on_every_rank(lambda: self._answers(model, own, on_progress))):
+        # Ranks of a tensor-parallel axis have equal answers.
+        for rank, fractions in on_every_rank(lambda: (ranks.rank, self._answers(model, own, on_progress))):
             found[rank :: ranks.size] = fractions
-        metrics, details = self._measure(key, found, model)
+        metrics, details = self._measure(key, found)
         return TaskResult(
             metrics=metrics,
             num_questions=len(requests),
@@ -144,10 +146,13 @@ class _TextSuite(abc.ABC):
             on_progress(done, len(order))
         return fractions
 
+    def _state_bytes(self) -> int:
+        """Bytes of one sequence's decoding state, of all ranks together."""
+        assert not isinstance(self._config.model, EncoderConfig)
+        return LanguageModel(self._config.model).state_bytes()
+
     @abc.abstractmethod
-    def _measure(
-        self, key: str, found: npt.NDArray[np.float64], model: LanguageModel
-    ) -> tuple[dict[str, Metric], dict[str, Any]]:
+    def _measure(self, key: str, found: npt.NDArray[np.float64]) -> tuple[dict[str, Metric], dict[str, Any]]:
         """Metrics and details of a task from the fraction of each request."""
 
 
@@ -192,9 +197,7 @@ class NeedleSuite(_TextSuite):
         """Everything besides the weights that a result depends on, as JSON."""
         return super().settings(key) | {"depths": self._depths}
 
-    def _measure(
-        self, key: str, found: npt.NDArray[np.float64], model: LanguageModel
-    ) -> tuple[dict[str, Metric], dict[str, Any]]:
+    def _measure(self, key: str, found: npt.NDArray[np.float64]) -> tuple[dict[str, Metric], dict[str, Any]]:
         whole = (found == 1.0).reshape(self._depths, len(self.lengths), self._per_cell)
         success = whole.mean(axis=2) > 0.5
         metrics = {
@@ -207,7 +210,7 @@ class NeedleSuite(_TextSuite):
             "lengths": self.lengths,
             "accuracy_at_length": accuracy_at_length(success).tolist(),
             "accuracy_up_to_length": accuracy_up_to_length(success).tolist(),
-            "state_bytes": model.state_bytes(),
+            "state_bytes": self._state_bytes(),
         }
         return metrics, details
 
@@ -239,13 +242,10 @@ class RulerSuite(_TextSuite):
         assert isinstance(task, TextTask), name
         return [task.request(self._tokenizer, split_seed(0, "test"), number) for number in range(count)]
 
-    def _measure(
-        self, key: str, found: npt.NDArray[np.float64], model: LanguageModel
-    ) -> tuple[dict[str, Metric], dict[str, Any]]:
+    def _measure(self, key: str, found: npt.NDArray[np.float64]) -> tuple[dict[str, Metric], dict[str, Any]]:
         exact = (found == 1.0).astype(np.float64)
-        return {"score": mean(found.tolist()), "exact_match": mean(exact.tolist())}, {
-            "state_bytes": model.state_bytes()
-        }
+        metrics = {"score": mean(found.tolist()), "exact_match": mean(exact.tolist())}
+        return metrics, {"state_bytes": self._state_bytes()}
 
 
 def default_lengths(sequence_length: int) -> list[int]:

@@ -50,7 +50,8 @@ class MixerContext(NamedTuple):
     consecutive: bool
     """True where positions increase by one from token to token, across documents and ranks too."""
     in_place: bool = False
-    """True where `step` may write the next state over the given one; it then returns the same tensors."""
+    """True where `step` may write the next state over the given one; it then returns the same tensors. A cache needs
+    room for the token (`Mixer.reserve`)."""
 
 
 class MixerOutput(NamedTuple):
@@ -149,6 +150,11 @@ class Mixer(nn.Module):
         """The state before the first token, zeros in `dtype` (at least fp32)."""
         return tuple(torch.zeros(batch_size, *shape, dtype=dtype, device=device) for shape in self.state_shapes())
 
+    def reserve(self, state: State, num_tokens: int) -> State:
+        """The state for decoding in place: a cache gets room for `num_tokens` tokens in all, so that its size is fixed,
+        as that of other states is, which are returned unchanged."""
+        return state
+
     def norm_tracked_weights(self) -> list[nn.Parameter]:
         """The weights whose largest magnitude `update_from_weights` reads."""
         return []
@@ -180,9 +186,6 @@ class MixerConfig(Config):
     """True where no token attends to later ones. Decoders take only causal mixers, encoders only the others."""
     supports_context_parallel: ClassVar[bool] = False
     """True where the mixer runs on a shard of the sequence (parallel.cp)."""
-    host_reads_documents: ClassVar[bool] = False
-    """True where the mixer reads `SequenceDocuments.packed` or `in_window`, for which the host waits for the device
-    once a batch; CUDA graphs exclude that."""
     type: str
     """Module in megalin.layers.mixers, or the dotted path of a module elsewhere, whose CONFIG is the class."""
     norm: NormKind = "srmsnorm"
@@ -193,6 +196,12 @@ class MixerConfig(Config):
     residual: Literal["add", "two_hop"] = "add"
     """Residual rule. add: x <- x + f(norm(input)). two_hop: only the next sub-layer's input becomes
     x + f(norm(input)); the residual stream x stays unchanged (Rodimus+ eq. 13)."""
+
+    @property
+    def host_reads_documents(self) -> bool:
+        """True where the mixer reads the documents' offsets (`SequenceDocuments.packed`, `in_window`), for which the
+        host waits for the device once a batch; CUDA graphs exclude that."""
+        return False
 
     @property
     def widest_window(self) -> int | None:

@@ -63,7 +63,8 @@ class SharedKeyAttention(Mixer):
         return MixerOutput(self.out(attention.output.flatten(2)), () if attention.cache is None else attention.cache)
 
     def document_view(self, documents: SequenceDocuments) -> DocumentView:
-        return documents.local_view()._replace(packed=documents.in_window(self.config.window))
+        packed = documents.in_window(self.config.window, offsets=self.config.host_reads_documents)
+        return documents.local_view()._replace(packed=packed)
 
     def _visible_keys_and_values(self, k: Tensor, v: Tensor, context: MixerContext) -> tuple[Tensor, Tensor]:
         """Keys and values of the tokens visible to this rank's queries; one collective brings those of earlier
@@ -97,7 +98,6 @@ class SharedKeyAttentionConfig(MixerConfig):
     """Sliding-window attention with one shared key."""
 
     supports_context_parallel: ClassVar[bool] = True
-    host_reads_documents: ClassVar[bool] = True
     type: Literal["shared_key_attention"] = "shared_key_attention"
     """This mixer."""
     norm: NormKind = "rmsnorm"
@@ -110,6 +110,13 @@ class SharedKeyAttentionConfig(MixerConfig):
     """Visible tokens, the token itself included (Rodimus+: half the training length)."""
     rope_base: float = pydantic.Field(default=10000.0, gt=1)
     """Base of the rotary frequencies base^(-2 j / head width), radians a token."""
+    backend: Literal["auto", "mask"] = "auto"
+    """Implementation of attention without a state. auto: as of `softmax`. mask: PyTorch's own with a T x T mask of
+    packed documents, slow for long sequences, but without a wait of the host, so that train.cuda_graphs works."""
+
+    @property
+    def host_reads_documents(self) -> bool:
+        return self.backend != "mask"
 
     @property
     def widest_window(self) -> int:

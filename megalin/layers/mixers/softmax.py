@@ -11,6 +11,7 @@ from typing import ClassVar, Literal, Self
 import pydantic
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from megalin.errors import ConfigError
 from megalin.layers.mixers.base import (
@@ -25,8 +26,10 @@ from megalin.layers.mixers.base import (
 from megalin.ops.attention.causal import AttentionBackend, causal_attention, check_backend
 from megalin.ops.attention.local import LocalCache, block_attention, block_ids, local_attention
 from megalin.ops.attention.softmax import (
+    KeyValueCache,
     softmax_attention,
     softmax_attention_flops,
+    softmax_attention_step,
     visible_near,
     visible_tokens,
 )
@@ -42,7 +45,8 @@ class Softmax(Mixer):
 
     The state is a cache of keys and values, which grows with the length: 2 G K numbers a token for G key-value heads;
     so does the work of a decoding step. The state (k [B, S, G/tp, K], v [B, S, G/tp, K], remembered [B, S]) starts
-    with S = 0. Tokens where `remembered` is 1 are visible, so a zeroed state is empty; others are zero.
+    with S = 0. Tokens where `remembered` is 1 are visible, so a zeroed state is empty; others are zero. `reserve`
+    appends empty slots, which steps in place fill: S is then fixed, and a step costs the work of S tokens.
 
     Context parallelism: an all-to-all turns q, k and v from T/cp tokens of all heads into all tokens of H/cp heads,
     another returns y; key-value heads are repeated where cp does not divide them. Where cp does not divide a rank's
@@ -88,7 +92,9 @@ class Softmax(Mixer):
         return super().build_mixer_context(context)
 
     def document_view(self, documents: SequenceDocuments) -> DocumentView:
-        packed = UNPACKED if self.gathers_tokens else documents.packed
+        packed = UNPACKED
+        if not self.gathers_tokens:
+            packed = documents.packed if self.config.host_reads_documents else documents.unread
         return DocumentView(documents.ids, full_sequence=documents.full_sequence, packed=packed)
 
     def forward(self, x: Tensor, context: MixerContext, state: State | None) -> MixerOutput:
@@ -133,7 +139,10 @@ class Softmax(Mixer):
         return causal_attention(q, k, v, documents=context.documents.packed, backend=self.config.backend)
 
     def step(self, x: Tensor, context: MixerContext, state: State) -> MixerOutput:
-        return self(x, context, state)
+        if not context.in_place:
+            return self(x, context, state)
+        y = softmax_attention_step(*self._heads(x, context), KeyValueCache(*state))
+        return MixerOutput(self.out(y.flatten(2)), state)
 
     def flops(self, length: int) -> int:
         attention = softmax_attention_flops(length, num_heads=self.config.num_heads, head_dim=self.head_dim)
@@ -142,6 +151,15 @@ class Softmax(Mixer):
     def state_shapes(self) -> list[tuple[int, ...]]:
         heads = (0, self.local_groups, self.head_dim)
         return [heads, heads, (0,)]
+
+    def reserve(self, state: State, num_tokens: int) -> State:
+        """The cache with empty slots up to `num_tokens`; keys and values in the weights' dtype, in which they were
+        computed, instead of the at least fp32 of states."""
+        keys, values, remembered = state
+        dtype, missing = self.kv.weight.dtype, num_tokens - keys.shape[1]
+        assert missing >= 0, (num_tokens, keys.shape)
+        keys, values = (functional.pad(x.to(dtype), (0, 0, 0, 0, 0, missing)) for x in (keys, values))
+        return keys, values, functional.pad(remembered, (0, missing))
 
 
 class LocalSoftmax(Softmax):
@@ -155,7 +173,8 @@ class LocalSoftmax(Softmax):
         size = self.config.block_size
         if size is None or self.gathers_tokens:
             return super().document_view(documents)
-        return DocumentView(documents.ids, full_sequence=documents.full_sequence, packed=documents.in_blocks(size))
+        packed = documents.in_blocks(size, offsets=self.config.host_reads_documents)
+        return DocumentView(documents.ids, full_sequence=documents.full_sequence, packed=packed)
 
     def forward(self, x: Tensor, context: MixerContext, state: State | None) -> MixerOutput:
         if state is None:
@@ -199,6 +218,9 @@ class LocalSoftmax(Softmax):
         heads = (slots, self.local_groups, self.head_dim)
         return [heads, heads, (slots,)]
 
+    def reserve(self, state: State, num_tokens: int) -> State:
+        return state  # of fixed size
+
 
 def _keep(x: Tensor, kept: Tensor) -> Tensor:
     """x [B, S, G, K], zero where not `kept` [B, S]."""
@@ -209,7 +231,6 @@ class SoftmaxConfig(MixerConfig):
     """LLaMA's attention."""
 
     supports_context_parallel: ClassVar[bool] = True
-    host_reads_documents: ClassVar[bool] = True
     type: Literal["softmax"] = "softmax"
     """This mixer."""
     num_heads: int = pydantic.Field(gt=0)
@@ -231,7 +252,12 @@ class SoftmaxConfig(MixerConfig):
     backend: AttentionBackend = "auto"
     """Implementation of attention without a state. sdpa: PyTorch's own, cuDNN or FlashAttention-2 where they run.
     flash_attn: the package flash-attn, on CUDA in bf16 or fp16; training refuses to go on without it. auto: sdpa, and
-    flash_attn for packed documents of head widths that PyTorch has no kernel for."""
+    flash_attn for packed documents of head widths that PyTorch has no kernel for. mask: PyTorch's own with a T x T mask
+    of packed documents, slow for long sequences, but without a wait of the host, so that train.cuda_graphs works."""
+
+    @property
+    def host_reads_documents(self) -> bool:
+        return self.backend != "mask"
 
     @pydantic.model_validator(mode="after")
     def _visible_tokens_agree(self) -> Self:

@@ -30,14 +30,16 @@ from megalin.ops.attention.softmax import (
 from megalin.ops.dispatch.backend import Choice, report_choice
 from megalin.ops.documents import UNPACKED, PackedDocuments
 
-AttentionBackend = Literal["auto", "sdpa", "flash_attn"]
+AttentionBackend = Literal["auto", "sdpa", "flash_attn", "mask"]
 """sdpa: PyTorch's own. flash_attn: the package flash-attn (see check_backend). auto: sdpa, and the package for packed
-sequences and windows that PyTorch has no kernel for."""
+sequences and windows that PyTorch has no kernel for. mask: PyTorch's fused attention, for packed sequences and windows
+with a T x S mask."""
 
 _KERNELS: dict[AttentionBackend, tuple[FlashKernel, ...]] = {
     "auto": ("torch", "flash_attn"),
     "sdpa": ("torch",),
     "flash_attn": ("flash_attn",),
+    "mask": (),
 }
 
 _log = logging.getLogger(__name__)

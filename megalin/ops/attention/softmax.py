@@ -2,11 +2,13 @@
 
     o_t = sum over visible s of p_ts v_s,    p_t = softmax over visible s of q_t . k_s / sqrt(K)
 
-Token t attends to the tokens s <= t of its own document. Models call `softmax_attention`, torch's fused attention; it
-is tested against its definition, `softmax_attention_reference`.
+Token t attends to the tokens s <= t of its own document. Models call `softmax_attention`, torch's fused attention, and
+for a token of decoding `softmax_attention_step`; both are tested against the definition, `softmax_attention_reference`.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +48,54 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, *, visible: Tensor | None
         q, k, v, attn_mask=mask, is_causal=visible is None, enable_gqa=grouped and groups > 1
     )
     return output.transpose(1, 2)
+
+
+class KeyValueCache(NamedTuple):
+    """Keys and values of earlier tokens in S slots, in any order: attention does not depend on it."""
+
+    k: Tensor
+    """[B, S, G, K]."""
+    v: Tensor
+    """[B, S, G, K]."""
+    remembered: Tensor
+    """[B, S], 1 where the slot holds a visible token; 0: it is empty."""
+
+
+def softmax_attention_step(q: Tensor, k: Tensor, v: Tensor, cache: KeyValueCache) -> Tensor:
+    """Softmax attention of each sequence's next token to the cached tokens and itself.
+
+    Its key and value are first written to an empty slot of the cache, in place: no tensor changes its size, and the
+    host reads nothing, so steps can be replayed as a CUDA graph. The work is that of S tokens, however few are visible.
+
+    Args:
+        q: [B, 1, H, K].
+        k, v: [B, 1, G, K], G key-value heads; query head h reads key-value head h // (H / G).
+        cache: with at least one empty slot for each sequence; a full one would lose a token.
+
+    Returns:
+        [B, 1, H, K] in the dtype of q; scores and their softmax are accumulated in at least fp32.
+
+    Raises:
+        OperandError: incompatible tensors, or a cache without slots.
+    """
+    check_heads("softmax_attention_step", q, (k, "BTGK"), (v, "BTGK"))
+    kinds = {"cache.k": (cache.k, "BSGK"), "cache.v": (cache.v, "BSGK"), "cache.remembered": (cache.remembered, "BS")}
+    check_operands("softmax_attention_step", {"k": (k, "BTGK"), **kinds})
+    if q.shape[1] != 1 or cache.k.shape[1] == 0:
+        raise OperandError(
+            f"softmax_attention_step: {q.shape[1]} tokens and {cache.k.shape[1]} slots; give one token of each "
+            "sequence and a cache with an empty slot"
+        )
+    slot = cache.remembered.argmin(1, keepdim=True)  # [B, 1]
+    cache.remembered.scatter_(1, slot, 1.0)
+    place = slot[..., None, None].expand_as(k)
+    cache.k.scatter_(1, place, k.to(cache.k.dtype))
+    cache.v.scatter_(1, place, v.to(cache.v.dtype))
+    # The queries of a key-value head become tokens of one head, so that keys and values need not be repeated.
+    queries = q.unflatten(2, (k.shape[2], -1)).squeeze(1).transpose(1, 2)  # [B, H / G, G, K]
+    visible = (cache.remembered > 0)[:, None].expand(-1, queries.shape[1], -1)  # [B, H / G, S]
+    y = softmax_attention(queries, cache.k.to(q.dtype), cache.v.to(q.dtype), visible=visible)
+    return y.transpose(1, 2).reshape_as(q)
 
 
 def check_heads(

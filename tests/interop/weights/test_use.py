@@ -10,6 +10,7 @@ import pytest
 import tokenizers
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from megalin.__main__ import main
 from megalin.checkpoint.load import newest
@@ -108,12 +109,17 @@ def test_training_starts_from_imported_weights(tmp_path: Path, capsys: pytest.Ca
     assert lines[-1]["evaluation_loss"] == pytest.approx(before, rel=1e-5)
 
 
+def _write_two_checkpoints(folder: Path) -> dict[str, Tensor]:
+    """A run with checkpoints of steps 3 and 5; returns the tensors of the first. The second adds 1 to norm.weight."""
+    tensors = dict(weights(write_run(folder, MODELS["llama"].table)))
+    state = newest(folder / "checkpoints").state()  # type: ignore[union-attr]
+    changed = tensors | {"norm.weight": tensors["norm.weight"] + 1.0}
+    save(folder / "checkpoints", step=5, tensors=changed, state=state)
+    return tensors
+
+
 def test_export_reads_the_checkpoint_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    tensors = dict(weights(write_run(tmp_path / "run", MODELS["llama"].table)))  # step 3
-    checkpoints = tmp_path / "run/checkpoints"
-    state = newest(checkpoints).state()  # type: ignore[union-attr]
-    save(checkpoints, step=5, tensors=tensors | {"norm.weight": tensors["norm.weight"] + 1.0}, state=state)
-    norms = []
+    tensors, norms = _write_two_checkpoints(tmp_path / "run"), []
     for name, choice in (("first", ["--step", 3]), ("newest", [])):
         assert _command("export", "hf", tmp_path / "run", tmp_path / name, *choice) == 0
         norms.append(load_file(tmp_path / name / "model.safetensors")["model.norm.weight"])
@@ -122,3 +128,20 @@ def test_export_reads_the_checkpoint_of_a_step(tmp_path: Path, capsys: pytest.Ca
     capsys.readouterr()
     assert _command("export", "hf", tmp_path / "run", tmp_path / "none", "--step", 7) == 4
     assert "no checkpoint of step 7; nearest is 5" in capsys.readouterr().err
+
+
+def test_export_of_all_steps_writes_a_folder_for_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    tensors, old = _write_two_checkpoints(tmp_path / "run"), tmp_path / "out/step-5/old"
+    old.parent.mkdir(parents=True)
+    old.touch()
+    command = ("export", "hf", tmp_path / "run", tmp_path / "out", "--all-steps")
+    assert _command(*command) == 2
+    assert f"{old.parent}: exists and is not an empty folder" in capsys.readouterr().err
+    assert not (tmp_path / "out/step-3").exists()  # refused before any is written
+    old.unlink()
+    assert _command(*command) == 0
+    folders = [tmp_path / "out/step-3", tmp_path / "out/step-5"]
+    assert capsys.readouterr().out == "".join(f"{folder}: LlamaForCausalLM (transformers)\n" for folder in folders)
+    norms = [load_file(folder / "model.safetensors")["model.norm.weight"] for folder in folders]
+    assert torch.equal(norms[0], tensors["norm.weight"])
+    assert torch.equal(norms[1], tensors["norm.weight"] + 1.0)

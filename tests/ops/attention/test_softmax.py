@@ -7,10 +7,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megalin.errors import OperandError
 from megalin.ops.attention.softmax import (
+    KeyValueCache,
     softmax_attention,
     softmax_attention_flops,
     softmax_attention_reference,
+    softmax_attention_step,
     visible_tokens,
 )
 from tests.numerics import Tensors, assert_close, errors, outputs_and_gradients, relative_error
@@ -72,6 +75,50 @@ def test_cached_tokens_continue_a_sequence(cut: int):
     visible = visible_tokens(documents[:, cut:], cached)
     second = softmax_attention(inputs["q"][:, cut:], inputs["k"], inputs["v"], visible=visible)
     assert relative_error(second, whole[:, cut:]) <= BOUND
+
+
+def make_cache(slots: int, heads: str = "grouped") -> KeyValueCache:
+    """An empty cache whose slots have arbitrary finite contents."""
+    shape = (BATCH, slots, HEADS[heads][1], WIDTH)
+    keys, values = (torch.full(shape, value, dtype=torch.float64) for value in (7.0, -9.0))
+    return KeyValueCache(keys, values, torch.zeros(BATCH, slots, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_steps_equal_the_definition_and_fill_the_empty_slots(heads: str):
+    """The second sequence starts three tokens later; its cache already holds two slots that are empty again."""
+    inputs, cache = make_inputs(17, heads), make_cache(19, heads)
+    addresses = [x.data_ptr() for x in cache]
+    late = {name: torch.stack([x[0], x[1].roll(3, 0)]) for name, x in inputs.items()}
+    outputs = []
+    for t in range(17):
+        outputs.append(softmax_attention_step(*(x[:, t : t + 1] for x in late.values()), cache))
+        if t == 2:
+            cache.remembered[1] = 0.0
+    expected = softmax_attention_reference(**inputs)
+    found = torch.cat(outputs, dim=1)
+    assert relative_error(found[0], expected[0]) <= BOUND
+    assert relative_error(found[1, 3:], expected[1, :14]) <= BOUND
+    assert cache.remembered.sum(1).tolist() == [17, 14]
+    assert [x.data_ptr() for x in cache] == addresses
+
+
+def test_a_step_in_bf16_reads_a_cache_in_fp32():
+    inputs, cache = make_inputs(17, dtype=torch.bfloat16), KeyValueCache(*(x.float() for x in make_cache(17)))
+    steps = [softmax_attention_step(*(x[:, t : t + 1] for x in inputs.values()), cache) for t in range(17)]
+    assert steps[0].dtype == torch.bfloat16
+    truth = softmax_attention_reference(**{name: x.double() for name, x in inputs.items()})
+    same = softmax_attention(**inputs)
+    assert relative_error(torch.cat(steps, dim=1), truth) <= 2.0 * relative_error(same, truth)
+    assert torch.equal(cache.k, inputs["k"].float())
+
+
+@pytest.mark.parametrize(("tokens", "slots"), [(2, 4), (1, 0)])
+def test_several_tokens_or_no_slot_are_refused(tokens: int, slots: int):
+    inputs = {name: x[:, :tokens] for name, x in make_inputs(17).items()}
+    message = f"softmax_attention_step: {tokens} tokens and {slots} slots; give one token of each sequence and a cache"
+    with pytest.raises(OperandError, match=message):
+        softmax_attention_step(**inputs, cache=make_cache(slots))
 
 
 @pytest.mark.parametrize("boundary", [15, 64, 65, 129, 199])

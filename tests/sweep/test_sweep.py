@@ -1,0 +1,221 @@
+"""Sweeps: their cells, the rule that ends a run, and runs that complete, are ended, cut or fail and then go on."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from megalin.__main__ import main
+from megalin.errors import ConfigError
+from megalin.sweep import runner
+from megalin.sweep.config import SweepConfig, read_sweep
+from megalin.sweep.progress import Progress, Status
+from megalin.sweep.runner import RESULTS, run_sweep
+from megalin.sweep.table import table
+from tests.model_runs import write_config
+
+GOAL, LOSS = "tasks/recall/accuracy", "tasks/recall/loss"
+
+
+def write_sweep(folder: Path, **fields: Any) -> Path:
+    """A sweep of two rates and two seeds over the config of a small run."""
+    write_config(folder)
+    values = {
+        "config": "tiny.toml",
+        "goal": GOAL,
+        "axes": {
+            "rate": {"0.1": ["optimizer.lr=0.1"], "0.2": ["optimizer.lr=0.2"]},
+            "seed": {"a": ["train.seed=1"], "b": ["train.seed=2"]},
+        },
+    }
+    path = folder / "sweep.toml"
+    path.write_text(tomli_w.dumps(values | fields))
+    return path
+
+
+def record(step: int, **metrics: float) -> str:
+    values = {"step": step, "tokens": 10 * step, "tokens_per_second": 5.0 * step}
+    return json.dumps(values | {key.replace("__", "/"): value for key, value in metrics.items()}) + "\n"
+
+
+def progress(folder: Path, lines: list[str], **stop: Any) -> Progress:
+    config = SweepConfig(config="x", goal=GOAL, axes={"rate": {"1": []}}, stop=stop)
+    path = folder / "metrics.jsonl"
+    path.write_text("".join(lines))
+    watched = Progress(config, {"rate": "1"}, path)
+    watched.update()
+    return watched
+
+
+def evaluations(*pairs: tuple[float, float]) -> list[str]:
+    """A record per evaluation, and one without between them."""
+    lines = []
+    for number, (accuracy, loss) in enumerate(pairs):
+        lines += [record(2 * number + 1), record(2 * number + 2, **{GOAL: accuracy, LOSS: loss})]
+    return lines
+
+
+def test_last_axis_varies_fastest(tmp_path):
+    cells = list(read_sweep(write_sweep(tmp_path, overrides=["train.steps=7"])).cells())
+    assert [cell.name for cell in cells] == ["0.1-a", "0.1-b", "0.2-a", "0.2-b"]
+    assert cells[1].overrides == ["train.steps=7", "optimizer.lr=0.1", "train.seed=2"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"axes": {}}, "axes is empty; add a table such as"),
+        ({"axes": {"rate": {}}}, "axes.rate has no values; add some or remove it"),
+        ({"axes": {"rate": {"1/2": []}}}, "axes: '1/2' is part of a folder's name; use letters, digits"),
+        ({"best_over": ["lr"]}, "best_over: 'lr' is no axis; use some of rate, seed"),
+        ({"columns": {"x": "tasks/{task}/loss"}}, "'tasks/{task}/loss': 'task' is no axis; use some of rate, seed"),
+        ({"stop": {"loss": "{x}"}}, "'{x}': 'x' is no axis"),
+        ({"overrides": ["train.stepz=3"]}, r"(?s)run 0.1-a of .*: .*did you mean 'steps'"),
+    ],
+)
+def test_bad_sweep_is_refused_before_any_run(tmp_path, fields, message):
+    with pytest.raises(ConfigError, match=message):
+        read_sweep(write_sweep(tmp_path, **fields))
+
+
+def test_run_ends_at_the_goal(tmp_path):
+    watched = progress(tmp_path, evaluations((0.2, 1.0), (0.95, 0.5), (0.99, 0.4)), reached=0.95)
+    assert watched.status is Status.REACHED
+    assert watched.best["step"] == 4
+    assert (watched.steps, watched.tokens, watched.tokens_per_second()) == (6, 60, 17.5)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "status"),
+    [
+        ([(0.2, 3.0), (0.2, 3.0), (0.19, 3.1)], Status.STALLED),
+        ([(0.2, 3.0), (0.2, 2.9), (0.19, 2.8)], None),
+        ([(0.2, 3.0), (0.2, 3.0), (0.22, 3.1)], None),
+        ([(0.2, 3.0), (0.206, 3.0), (0.212, 3.0), (0.218, 3.0)], None),
+        ([(0.2, 3.0), (0.204, 2.99), (0.208, 2.98)], Status.STALLED),
+    ],
+    ids=["nothing", "loss_falls", "goal_rises", "small_steps_add_up", "gains_too_small"],
+)
+def test_run_ends_after_evaluations_without_a_gain(tmp_path, pairs, status):
+    stop = {"patience": 2, "min_gain": 0.01, "loss": LOSS, "min_loss_gain": 0.02}
+    assert progress(tmp_path, evaluations(*pairs), **stop).status is status
+
+
+def test_metrics_are_read_as_they_grow_and_again_after_a_resumed_run_truncates_them(tmp_path):
+    lines = evaluations((0.2, 1.0), (0.3, 1.0))
+    watched, path = progress(tmp_path, lines[:3]), tmp_path / "metrics.jsonl"
+    with path.open("a") as file:
+        file.write(lines[3][:20])
+        file.flush()
+        watched.update()
+        assert (watched.steps, watched.best[GOAL]) == (3, 0.2)
+        file.write(lines[3][20:])
+    watched.update()
+    assert (watched.steps, watched.best[GOAL]) == (4, 0.3)
+    path.write_text("".join([*evaluations((0.1, 1.0))[:2], *[record(step) for step in range(3, 9)]]))
+    watched.update()
+    assert (watched.steps, watched.best[GOAL]) == (8, 0.1)
+
+
+def test_resumed_run_with_shorter_lines_is_read_again(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    watched = progress(tmp_path, [record(step).rstrip().ljust(159) + "\n" for step in (1, 2)])
+    path.write_text("".join(record(step).rstrip().ljust(79) + "\n" for step in range(1, 9)))
+    watched.update()
+    assert (watched.steps, watched.tokens_per_second()) == (8, 22.5)
+
+
+RUN = """
+import json, pathlib, signal, sys, time
+folder, lr, seed = pathlib.Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+folder.mkdir(parents=True, exist_ok=True)
+if seed == "2" and not (folder / "again").exists():
+    (folder / "again").touch()
+    print("Error: the first start fails")
+    sys.exit(1)
+with (folder / "metrics.jsonl").open("w") as file:
+    for step in range(1, 4):
+        record = {"step": step, "tokens": step, "tokens_per_second": 1.0, "tasks/recall/accuracy": lr * step}
+        file.write(json.dumps(record) + "\\n")
+        file.flush()
+    while lr == 0.2 and not (folder / "again").exists():
+        (folder / "cut").touch()
+        time.sleep(0.05)
+"""
+"""A run of three steps; with seed 2 its first start fails, with lr 0.2 it goes on until it is ended."""
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    def command(config: Path, folder: Path, overrides: list[str]) -> list[str]:
+        values = dict(override.split("=") for override in overrides)
+        return [sys.executable, "-c", RUN, str(folder), values["optimizer.lr"], values["train.seed"]]
+
+    monkeypatch.setattr(runner, "train_command", command)
+
+
+@pytest.mark.usefixtures("stub")
+def test_sweep_goes_on_with_runs_that_failed_or_were_cut(tmp_path):
+    sweep, folder = read_sweep(write_sweep(tmp_path, best_over=["rate"])), tmp_path / "runs"
+    seen = []
+    first = run_sweep(sweep, folder, processes=2, time_limit=3, on_result=lambda *values: seen.append(values))
+    assert [(each.values["rate"], each.values["seed"], each.status) for each in first] == [
+        ("0.1", "a", Status.COMPLETE),
+        ("0.1", "b", Status.FAILED),
+        ("0.2", "a", Status.CUT),
+        ("0.2", "b", Status.FAILED),
+    ]
+    assert first[1].error == "exit code 1\nError: the first start fails"
+    assert seen[-1][1] == 0
+    saved = json.loads((folder / RESULTS).read_text())["results"]
+    assert [result["status"] for result in saved] == [each.status for each in [result for result, _ in seen]]
+    (folder / "0.2-a" / "again").touch()
+    second = run_sweep(sweep, folder, processes=1)
+    assert [each.status for each in second] == [Status.COMPLETE] * 4
+    assert second[0] == first[0]  # was not run again
+    head, rows = table(sweep, second)
+    assert head == ["seed", "rate", GOAL, "steps", "ended", "tokens/s"]
+    assert rows == [["a", "0.2", "0.6", "3", "complete", "1"], ["b", "0.2", "0.6", "3", "complete", "1"]]
+    assert table(sweep, second[:1])[1] == [
+        ["a", "0.1 (1 not run)", "0.3", "3", "complete", "1"],
+        ["b", "not run", "", "", "", ""],
+    ]
+
+
+@pytest.mark.usefixtures("stub")
+def test_run_is_ended_at_its_goal(tmp_path):
+    axes = {"rate": {"0.2": ["optimizer.lr=0.2"]}, "seed": {"a": ["train.seed=1"]}}
+    sweep = read_sweep(write_sweep(tmp_path, axes=axes, stop={"reached": 0.5}))
+    (result,) = run_sweep(sweep, tmp_path / "runs", processes=4)
+    assert (result.status, result.steps) == (Status.REACHED, 3)
+
+
+@pytest.mark.usefixtures("stub")
+def test_bad_arguments_are_refused(tmp_path):
+    sweep = read_sweep(write_sweep(tmp_path))
+    with pytest.raises(ConfigError, match="processes = 0: use at least 1"):
+        run_sweep(sweep, tmp_path / "runs", processes=0)
+    with pytest.raises(ConfigError, match="time limit = 0: use a positive number of seconds"):
+        run_sweep(sweep, tmp_path / "runs", processes=1, time_limit=0)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / RESULTS).write_text(json.dumps({"sweep": {}, "results": []}))
+    with pytest.raises(ConfigError, match="holds results of another sweep; give a new folder, or restore"):
+        run_sweep(sweep, tmp_path / "runs", processes=1)
+
+
+@pytest.mark.slow
+def test_command_trains_the_runs_and_prints_their_table(tmp_path, capsys):
+    axes = {"seed": {"a": ["train.seed=1"], "b": ["train.seed=2"]}}
+    overrides = ["train.evaluate_every_steps=2", "train.steps=4"]
+    path = write_sweep(tmp_path, goal="validation_loss", axes=axes, overrides=overrides)
+    assert main(["sweep", str(path), "--folder", str(tmp_path / "runs"), "--processes", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "a: complete, 4 steps in" in printed
+    assert "0 left" in printed
+    assert (tmp_path / "runs" / "b" / "checkpoints").is_dir()
