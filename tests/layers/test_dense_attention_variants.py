@@ -31,7 +31,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize(("kind", "heads"), [("global", 4), ("global", 1), ("shifted", 4), ("local-document-relpe", 1)])
+@pytest.mark.parametrize(
+    ("kind", "heads"),
+    [
+        ("global", 1),
+        ("shifted", 4),
+        pytest.param("global", 4, marks=pytest.mark.slow),
+        pytest.param("local-document-relpe", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_values_and_gradients_equal_the_equations(name: str, kind: str, heads: int):
     """Packed documents with padding."""
     mixer, (x, valid) = build(configured(kind, heads, **VARIANTS[name])), inputs_of(21, padded=True)
