@@ -90,6 +90,7 @@ DENSE_ATTENTION = (
     encoder_cases.SHIFTED | {"relpe": "cosine_qk", "relpe_frequencies": "constant", "relpe_constant": 0.3},
     encoder_cases.HEADS | {"relpe_frequencies": "printed", "norm": "rmsnorm"},
     encoder_cases.LOCAL | {"relpe": "none", "form": "linear"},
+    UNBOUNDED | {"type": "two_way_hgrn2"},
 )
 ENCODER_MOSAIC: EncoderConfig = encoder_cases.model(*DENSE_ATTENTION)
 """DenseAttention's switches; tests/layers/test_dense_attention_variants.py compares each with its definition."""

@@ -22,6 +22,8 @@ from tests.references import document_logits
 
 VOCAB_SIZE, HIDDEN_SIZE, NUM_HEADS, CHUNK = 380, 48, 12, 16
 GLU = {"type": "glu", "intermediate_size": 36}
+FFN = {"type": "ffn", "intermediate_size": 36, "bias": False}
+ADD_NORM = {"residual": "add_norm"}
 
 
 class TensorParallelCollectives(NamedTuple):
@@ -217,6 +219,7 @@ CASES = (
         ),
         representative=True,
     ),
+    _case("ffn", attention("tnl") | ADD_NORM, FFN | ADD_NORM, representative=True),
     NORMS,
     _case("sockets", TOY),
     HYBRID,
@@ -247,6 +250,7 @@ COLLECTIVES = {
     ),
     "shared_key_attention": TensorParallelCollectives(partial_gradients=(LOW_RANK,)),
     "glu": TensorParallelCollectives(),
+    "ffn": TensorParallelCollectives(),
     decaying_sum.TYPE: TensorParallelCollectives(num_input_layers=1),
 }
 """By type of sub-layer."""

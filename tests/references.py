@@ -205,6 +205,17 @@ def glu(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: int) -
     return (gate * value) @ weights["down.weight"].T + weights.get("down.bias", 0.0)
 
 
+def ffn(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: int) -> Tensor:
+    """W_2 act(W_1 x), with the exact GELU."""
+    (z,) = maps(weights, "up", x)
+    active = {
+        "relu": z.clamp(min=0.0),
+        "silu": z / (1.0 + torch.exp(-z)),
+        "gelu": z * 0.5 * (1.0 + torch.erf(z / math.sqrt(2.0))),
+    }
+    return active[config.activation] @ weights["down.weight"].T + weights.get("down.bias", 0.0)
+
+
 def running_sum(v: Tensor, factor: Tensor) -> Tensor:
     total, sums = torch.zeros_like(v[0]), []
     for row in v:
@@ -268,6 +279,7 @@ REFERENCES: dict[str, Reference] = {
     "softmax": softmax,
     "mamba2": mamba2,
     "glu": glu,
+    "ffn": ffn,
     "tests.mixers.decaying_sum": decaying_sum,
 }
 INPUT_REFERENCES: dict[str, Callable[[Weights, Tensor], Tensor]] = {
@@ -301,6 +313,9 @@ def document_logits(config: ModelConfig, weights: Weights, tokens: Tensor, *, fi
         for index, sublayer in enumerate(block.sublayers):
             y = _sublayer(config, sublayer, weights, f"blocks.{layer}.sublayers.{index}.", source, layer)
             source = x + y
+            if sublayer.residual == "add_norm":
+                prefix = f"blocks.{layer}.sublayers.{index}.norm."
+                source = any_norm(sublayer.norm, source, sublayer.norm_eps, weights, prefix)
             x = x if sublayer.residual == "two_hop" else source
     head = table if config.tie_embeddings else weights["head.weight"][: config.vocab_size]
     return any_norm(config.norm, x, config.norm_eps, weights, "norm.") @ head.T
@@ -311,9 +326,9 @@ def _sublayer(
 ) -> Tensor:
     shared = _below(weights, f"shared.{_key(sublayer.type)}.")
     own = _below(weights, f"{prefix}mixer.") | {f"shared.{name}": tensor for name, tensor in shared.items()}
-    if not sublayer.norms_input:
-        source = any_norm(sublayer.norm, source, sublayer.norm_eps, weights, f"{prefix}norm.")
-    return REFERENCES[sublayer.type](sublayer, own, source, layer, config.num_layers)
+    norm_first = sublayer.residual != "add_norm" and not sublayer.norms_input
+    entering = any_norm(sublayer.norm, source, sublayer.norm_eps, weights, f"{prefix}norm.") if norm_first else source
+    return REFERENCES[sublayer.type](sublayer, own, entering, layer, config.num_layers)
 
 
 def _below(weights: Weights, prefix: str) -> dict[str, Tensor]:

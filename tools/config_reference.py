@@ -13,7 +13,7 @@ from typing import Any
 
 import megalin.train.config as run
 from megalin.config import Config
-from megalin.data.config import PhaseConfig, SourceConfig
+from megalin.data.config import ClassificationConfig, PhaseConfig, SourceConfig
 from megalin.data.masking import MaskingConfig
 from megalin.layers.mixers.base import MixerConfig, mixer_types
 from megalin.model.config import BlockConfig, EncoderConfig, ModelConfig
@@ -36,7 +36,8 @@ Instead of the keys below, `preset = "NAME"` takes a preset's table (`megalin pa
 the table override its values.
 """
 ENCODER_HEAD = """\
-With `kind = "encoder"` a model has these keys and a `[data.masking]` table; its blocks take mixers that are not causal.
+With `kind = "encoder"` a model has these keys and a `[data.masking]` table, or with `num_classes` a
+`[data.classification]` table; its blocks take mixers that attend to later tokens too, and channel mixers.
 """
 MIXER_HEAD = """\
 Keys of every type:
@@ -103,11 +104,12 @@ def reference() -> str:
                 parts.append(section(f'`sublayers` with `type = "{mixer}"`', config, leave_out=common))
             continue
         assert isinstance(cls, type), name
-        parts.append(section(f"`[{name}]`", cls, leave_out=("masking", "sources", "phases")))
+        parts.append(section(f"`[{name}]`", cls, leave_out=("masking", "classification", "sources", "phases")))
         if name == "data":
             parts.append(section("`[[data.sources]]`", SourceConfig))
             parts.append(section("`[[data.phases]]`", PhaseConfig))
             parts.append(section("`[data.masking]`", MaskingConfig))
+            parts.append(section("`[data.classification]`", ClassificationConfig))
     return "\n".join(parts)
 
 

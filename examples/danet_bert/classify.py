@@ -27,12 +27,12 @@ from megalin.errors import ConfigError, DataError, MegalinError
 from megalin.model.build import Model
 from megalin.model.config import EncoderConfig
 from megalin.optim.adamw import OptimizerConfig, build_optimizer, set_learning_rate
-from megalin.parallel.data_parallel import reshard
 from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.parallel.process_group import compute_device, process_group
 from megalin.train.build import build_model
 from megalin.train.open_run import open_run
 from megalin.train.step import train_step
+from megalin.train.validation import evaluating
 
 NEW_HEAD = "sequence_head.classifier."
 """Prefix of the new weights; all others are loaded from the run."""
@@ -95,7 +95,8 @@ def fine_tune(model: Model, examples: EncoderBatch, mesh: Mesh, *, steps: int, b
     for step in range(steps):
         set_learning_rate(optimizer, rate * min(1.0, 10 * (step + 1) / steps) * (1.0 - step / steps))
         rows = torch.randint(0, len(examples.tokens), (batch_size,), generator=generator)
-        batch = batch_to(EncoderBatch(*(field[rows] for field in examples)), mesh.device)
+        draw = step * batch_size + torch.arange(batch_size)  # keys dropout
+        batch = batch_to(take_samples(examples, rows)._replace(draw=draw), mesh.device)
         result = train_step(model, optimizer, [batch], mesh, max_grad_norm=1.0, step=step + 1).wait()
         if (step + 1) % max(1, steps // 10) == 0:
             print(f"step {step + 1}/{steps}  loss {result.loss:.4f}")
@@ -105,10 +106,10 @@ def fine_tune(model: Model, examples: EncoderBatch, mesh: Mesh, *, steps: int, b
 def accuracy(model: Model, examples: EncoderBatch, mesh: Mesh, *, batch_size: int) -> float:
     """Fraction of the examples whose most likely class is their label."""
     right = 0
-    for first in range(0, len(examples.tokens), batch_size):
-        batch = batch_to(take_samples(examples, slice(first, first + batch_size)), mesh.device)
-        right += int((model(**batch.inputs()).sequence_logits.argmax(-1) == batch.sequence_labels).sum())
-    reshard(model)
+    with evaluating(model):
+        for first in range(0, len(examples.tokens), batch_size):
+            batch = batch_to(take_samples(examples, slice(first, first + batch_size)), mesh.device)
+            right += int((model(**batch.inputs()).sequence_logits.argmax(-1) == batch.sequence_labels).sum())
     return right / len(examples.tokens)
 
 

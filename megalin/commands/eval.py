@@ -19,6 +19,7 @@ from megalin.data.config import SPLITS
 from megalin.errors import ConfigError
 from megalin.evaluation.choices.metrics import Metric
 from megalin.evaluation.choices.suite import DEFAULT_TASKS, ChoiceOptions
+from megalin.evaluation.generated.haystack import HAYSTACKS, Haystack
 from megalin.evaluation.generated.retrieval import NUM_DEPTHS
 from megalin.evaluation.suite import TaskResult
 from megalin.evaluation.suites import (
@@ -35,9 +36,12 @@ SUITES = ("loss", "choices", *OTHER_SUITES)
 _TABLE_WIDTH = 140  # where the output is not a terminal
 _COLUMNS = (
     *("acc", "acc_norm", "acc_unconditional", "bits_per_byte", "greedy_match"),
-    *("accuracy", "exact_match", "score", "weighted_average", "niah_score", "loss"),
+    *("accuracy", "exact_match", "score", "weighted_average", "niah_score"),
+    *("loss", "perplexity", "unigram_entropy"),
 )
 """Metrics of the table; --json and the run folder have all."""
+_LOSS_SUITES = {"sources": ("source", "tokens"), "positions": ("split", "tokens")}
+"""Suites of losses, with the headings of their results and of their numbers of labels."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,12 +49,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("folder", type=Path, help="a run folder")
     add("overrides", nargs="*", metavar="key=value", help="for example parallel.cp=2 or data.validation=['a']")
     add("--suite", default="loss", metavar="NAMES", help=f"suites, with commas between: {', '.join(SUITES)} (loss)")
-    add("--split", choices=SPLITS, default="validation", help="data split of loss and positions (validation)")
+    add("--split", choices=SPLITS, default="validation", help="split of loss, positions and documents (validation)")
     add("--tasks", nargs="+", metavar="TASK", help=f"choice tasks: a group, TASK or TASK/VARIANT ({DEFAULT_TASKS[0]})")
     add("--data", type=Path, metavar="FOLDER", help="folder of the choice tasks (the run's evaluation.data)")
     add("--limit", type=int, metavar="N", help="only the first N questions or examples of each task")
     add("--lengths", type=int, nargs="+", metavar="L", help="context lengths of needle and ruler (1/4, 1/2, 1 of T)")
     add("--depths", type=int, metavar="N", help=f"depths of the needles ({NUM_DEPTHS})")
+    haystack = "text around the needles: generated noise, or held-out documents of the run (noise)"
+    add("--haystack", choices=HAYSTACKS, help=haystack)
     add_step_options(parser)
     add("--json", action="store_true", help="print one JSON object")
 
@@ -64,7 +70,10 @@ def _run(arguments: argparse.Namespace) -> int:
     loss_alone = options.choices is None and options.others is None and options.steps != "all"
     if arguments.json:
         values = {str(step): of_step.values() for step, of_step in results.items()}
-        print(json.dumps(next(iter(values.values()))["loss"] if loss_alone else values))
+        if loss_alone:
+            (only,) = values.values()
+            values = only.pop("loss") | only  # by source, where there are several
+        print(json.dumps(values))
     else:
         for step, of_step in results.items():
             _print(None if loss_alone else step, of_step)
@@ -84,6 +93,7 @@ def _options(arguments: argparse.Namespace) -> EvalOptions:
         "limit": ["choices", *OTHER_SUITES],
         "lengths": ["needle", "ruler"],
         "depths": ["needle"],
+        "haystack": ["needle"],
     }
     for name, read_by in readers.items():
         if getattr(arguments, name) is not None and not set(read_by) & set(suites):
@@ -93,8 +103,10 @@ def _options(arguments: argparse.Namespace) -> EvalOptions:
     if "choices" in suites:
         choices = ChoiceOptions(arguments.data, arguments.tasks or DEFAULT_TASKS, arguments.limit)
     depths = NUM_DEPTHS if arguments.depths is None else arguments.depths
-    further = SuiteOptions(others, arguments.limit, arguments.lengths, depths, arguments.split) if others else None
-    return EvalOptions(arguments.split if "loss" in suites else None, choices, steps_option(arguments), further)
+    haystack: Haystack = arguments.haystack or "noise"
+    further = SuiteOptions(others, arguments.limit, arguments.lengths, depths, arguments.split, haystack)
+    split = arguments.split if "loss" in suites else None
+    return EvalOptions(split, choices, steps_option(arguments), further if others else None)
 
 
 @contextmanager
@@ -119,33 +131,36 @@ def _print(step: int | None, results: StepResults) -> None:
         print(f"step {step}")
     if results.loss is not None:
         print("\n".join(results.loss.report_lines()))
-    for tasks in results.tasks.values():
-        Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH).print(_table(tasks))
+    for suite, tasks in results.tasks.items():
+        Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH).print(_table(suite, tasks))
 
 
-def _table(results: Mapping[str, TaskResult]) -> Table:
-    """The metrics of tasks, with their standard errors."""
+def _table(suite: str, results: Mapping[str, TaskResult]) -> Table:
+    """The metrics of a suite's tasks, with their standard errors."""
     names = dict.fromkeys(name for result in results.values() for name in result.metrics)
     shown = [name for name in _COLUMNS if name in names] + [name for name in names if name[0].isdigit()]
     truncated = any(result.num_truncated for result in results.values())
+    task_heading, count_heading = _LOSS_SUITES.get(suite, ("task", "questions"))
+    decimals = 4 if suite in _LOSS_SUITES else 3  # 4 as in the loss of the whole
     table = Table(
-        Column("task", no_wrap=True),
-        "questions",
+        Column(task_heading, no_wrap=True),
+        count_heading,
         *(name.replace("_", " ") for name in shown),
         *["truncated"] * truncated,
     )
     for task, result in results.items():
         whole = result.num_questions == result.num_questions_in_file
         counts = f"{result.num_questions}" + ("" if whole else f" of {result.num_questions_in_file}")
-        cells = [_value(result.metrics[name]) if name in result.metrics else "" for name in shown]
+        cells = [_value(result.metrics[name], decimals) if name in result.metrics else "" for name in shown]
         cut = [f"{result.num_truncated} of {result.num_requests}"] if truncated else []
         table.add_row(task.replace("[", r"\["), counts, *cells, *cut)
     return table
 
 
-def _value(metric: Metric) -> str:
+def _value(metric: Metric, decimals: int) -> str:
     """A metric with its standard error, if it has one."""
-    return f"{metric.value:.3f}" + (f" ± {metric.standard_error:.3f}" if metric.standard_error else "")
+    error = f" ± {metric.standard_error:.{decimals}f}" if metric.standard_error else ""
+    return f"{metric.value:.{decimals}f}{error}"
 
 
 COMMAND = Command("evaluate a run: held-out loss, and choice tasks with --suite choices", _add_arguments, _run)

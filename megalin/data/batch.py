@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +20,12 @@ class Batch(NamedTuple):
     labels: torch.Tensor  # [B, T] int64, -100 = ignored
     document_ids: torch.Tensor  # [B, T] int32, from 0 in each sample, never falling
     sample_ids: torch.Tensor  # [B] int64, number of the sample in its split; -1 = padding sample
+    draw: torch.Tensor | None = None  # [B] int64, number of the sample in the run, if it has one; keys dropout
 
     def inputs(self) -> dict[str, torch.Tensor]:
         """Arguments of a decoder's forward."""
-        return {"tokens": self.tokens, "labels": self.labels, "document_ids": self.document_ids}
+        fields = {"tokens": self.tokens, "labels": self.labels, "document_ids": self.document_ids, "draw": self.draw}
+        return {name: field for name, field in fields.items() if field is not None}
 
     def label_counts(self) -> torch.Tensor:
         """[1] int64, number of valid labels of each term of the loss."""
@@ -30,7 +33,7 @@ class Batch(NamedTuple):
 
     def padding(self) -> tuple[int, ...]:
         """Values of a padding sample, by field."""
-        return 0, IGNORED_LABEL, 0, -1
+        return 0, IGNORED_LABEL, 0, -1, 0
 
 
 class EncoderBatch(NamedTuple):
@@ -44,12 +47,15 @@ class EncoderBatch(NamedTuple):
     # [B] int64, next sentence (0 follows, 1 of another document) or class; -100 = ignored
     sequence_labels: torch.Tensor
     sample_ids: torch.Tensor  # [B] int64, number of the sample in its split; -1 = padding sample
+    draw: torch.Tensor | None = None  # [B] int64, number of the sample in the run, if it has one; keys dropout
 
     def inputs(self) -> dict[str, torch.Tensor]:
         """Arguments of an encoder's forward."""
         names = ["tokens", "token_types", "valid", "sequence_labels"]
         if self.masked_positions.shape[1]:
             names += ["masked_positions", "masked_labels"]
+        if self.draw is not None:
+            names.append("draw")
         return {name: getattr(self, name) for name in names}
 
     def label_counts(self) -> torch.Tensor:
@@ -59,7 +65,7 @@ class EncoderBatch(NamedTuple):
 
     def padding(self) -> tuple[int, ...]:
         """Values of a padding sample, by field."""
-        return 0, 0, 0, 0, IGNORED_LABEL, IGNORED_LABEL, -1
+        return 0, 0, 0, 0, IGNORED_LABEL, IGNORED_LABEL, -1, 0
 
 
 AnyBatch = Batch | EncoderBatch
@@ -103,20 +109,34 @@ def pack(
     )
 
 
+def map_fields(function: Callable[..., torch.Tensor], *batches: BatchT) -> BatchT:
+    """The batch of function(fields of the batches), field by field in order; `draw` stays absent where it is."""
+    columns = zip(*batches, strict=True)
+    fields: Iterator[Any] = (None if column[0] is None else function(*column) for column in columns)
+    return type(batches[0])(*fields)
+
+
+def with_draw(batch: BatchT, draw: torch.Tensor) -> BatchT:
+    """The batch with its samples' numbers in the run, [B] int64."""
+    return type(batch)(**(batch._asdict() | {"draw": draw}))
+
+
 def pad_samples(batch: BatchT, count: int) -> BatchT:
     """Appends samples without a valid label (token 0, sample -1) until there are `count`."""
     missing = count - len(batch.sample_ids)
     assert missing >= 0, (count, len(batch.sample_ids))
 
-    def padded(tensor: torch.Tensor, value: int) -> torch.Tensor:
-        return torch.cat([tensor, tensor.new_full((missing, *tensor.shape[1:]), value)])
+    values = iter(batch.padding())
 
-    return type(batch)(*(padded(tensor, value) for tensor, value in zip(batch, batch.padding(), strict=True)))
+    def padded(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor, tensor.new_full((missing, *tensor.shape[1:]), next(values))])
+
+    return map_fields(padded, batch)
 
 
-def take_samples(batch: BatchT, samples: slice) -> BatchT:
-    """Slice of a batch along its samples."""
-    return type(batch)(*(tensor[samples] for tensor in batch))
+def take_samples(batch: BatchT, samples: slice | torch.Tensor) -> BatchT:
+    """Some samples of a batch, by a slice or an index."""
+    return map_fields(lambda tensor: tensor[samples], batch)
 
 
 def split_tokens(batch: BatchT, cp: ContextParallel) -> BatchT:
@@ -142,9 +162,9 @@ def split_tokens(batch: BatchT, cp: ContextParallel) -> BatchT:
 
 def pinned(batch: BatchT) -> BatchT:
     """Copy of the batch in page-locked memory, for asynchronous copies to a GPU by `batch_to`."""
-    return type(batch)(*(tensor.pin_memory() for tensor in batch))
+    return map_fields(torch.Tensor.pin_memory, batch)
 
 
 def batch_to(batch: BatchT, device: torch.device) -> BatchT:
     """Copies the batch to `device`."""
-    return type(batch)(*(tensor.to(device, non_blocking=True) for tensor in batch))
+    return map_fields(lambda tensor: tensor.to(device, non_blocking=True), batch)

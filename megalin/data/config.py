@@ -41,6 +41,17 @@ class PhaseConfig(Config):
     """Weight of each source by its name, in any unit; a source that is left out is not sampled."""
 
 
+class ClassificationConfig(Config):
+    """Samples with a class, for encoders that classify: a document is a sample, and its last token the class."""
+
+    first_class_id: int = pydantic.Field(ge=0)
+    """Token id of class 0; the ids of the other classes follow it."""
+    num_classes: int = pydantic.Field(ge=2)
+    """Number of classes; that of the model."""
+    separator_tokens: int = pydantic.Field(default=0, ge=0)
+    """Tokens before the class that belong neither to it nor to the sample: 1 for the "=" of generated tasks."""
+
+
 class DataConfig(Config):
     """Tokens that a run reads, and how they are cut into samples."""
 
@@ -75,7 +86,10 @@ class DataConfig(Config):
     isolate_documents: bool = True
     """Isolate documents in state, attention and loss; false treats a sample as one document."""
     masking: MaskingConfig | None = None
-    """Samples of masked tokens and sentence pairs, for encoders; left out: samples of next tokens."""
+    """Samples of masked tokens and sentence pairs, for encoders that pretrain; left out: other samples."""
+    classification: ClassificationConfig | None = None
+    """Samples of a document and its class, for encoders that classify; left out: other samples. Without masking and
+    classification: samples of next tokens."""
     workers: int = pydantic.Field(default=2, ge=1)
     """Threads per rank that read samples ahead."""
     read_ahead_steps: int = pydantic.Field(default=1, ge=1)
@@ -86,6 +100,8 @@ class DataConfig(Config):
         problems = [*self._source_problems(), *self._phase_problems(), *self._split_problems(), *self._order_problems()]
         if self.masking is not None:
             problems += self._masking_problems(self.masking)
+        if self.classification is not None:
+            problems += self._classification_problems()
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -199,6 +215,16 @@ class DataConfig(Config):
                 yield f'isolate_documents = false: packing = "{self.packing}" keeps documents apart; remove one of them'
             if self.masking is not None:
                 yield f'packing = "{self.packing}" has no effect with masking; remove it'
+
+    def _classification_problems(self) -> Iterator[str]:
+        if self.masking is not None:
+            yield "classification and masking make different samples; remove one of them"
+        if self.order == "megatron":
+            yield 'classification: order = "megatron" gives next-token samples only; use order = "megalin"'
+        if self.packing != "concatenate":
+            yield f'packing = "{self.packing}" has no effect with classification: a document is a sample; remove it'
+        if not self.isolate_documents:
+            yield "isolate_documents = false has no effect with classification; remove it"
 
     def _masking_problems(self, masking: MaskingConfig) -> Iterator[str]:
         if self.sequence_length < SMALLEST_LENGTH:

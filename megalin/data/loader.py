@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megalin.data.batch import BatchT, pad_samples, take_samples
+from megalin.data.batch import BatchT, pad_samples, take_samples, with_draw
 from megalin.data.order import Order, Positions
 from megalin.data.sources import Samples
 from megalin.errors import ConfigError
@@ -33,7 +33,8 @@ class Loader(Generic[BatchT]):
 
     Step s is positions [s G, (s + 1) G) of the order, G = global_batch_size. Micro-batch m of rank r is the
     `micro_batch_size` positions from (m * dp_size + r) * micro_batch_size of these. The samples of a step, and with
-    micro_batch_size * dp_size fixed those of a micro-batch, do not depend on the number of ranks or threads.
+    micro_batch_size * dp_size fixed those of a micro-batch, do not depend on the number of ranks or threads. A sample's
+    position is its `draw`: unlike its id it does not recur in the next epoch.
     """
 
     def __init__(
@@ -107,7 +108,8 @@ class Loader(Generic[BatchT]):
         """Micro-batches `worker`, `worker` + workers and so on of a step, and their term of its digest."""
         batches, digest = [], np.zeros(_DIGEST_BYTES // 8, np.int64)
         for offsets in self._offsets[worker :: self._workers]:
-            batch = self._dataset.batch(self._order.samples(offsets + step * self._global_batch_size))
+            draw = offsets + step * self._global_batch_size
+            batch = with_draw(self._dataset.batch(self._order.samples(draw)), torch.from_numpy(draw))
             digest += _digest(offsets, batch.tokens)
             batches.append(batch if self._prepare is None else self._prepare(batch))
         return StepBatches(batches, torch.from_numpy(digest))

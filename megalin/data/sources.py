@@ -10,9 +10,10 @@ from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 import numpy as np
 import torch
 
-from megalin.data.batch import AnyBatch, Batch, BatchT
+from megalin.data.batch import AnyBatch, Batch, BatchT, map_fields
 from megalin.data.blend import BlendedOrder, BlendSource, Phase
 from megalin.data.config import DataConfig, SplitName
+from megalin.data.datasets.classified import ClassifiedDataset
 from megalin.data.datasets.masked import MaskedDataset
 from megalin.data.datasets.megatron import open_megatron
 from megalin.data.datasets.packed import PackedDataset
@@ -21,6 +22,8 @@ from megalin.data.order import Order, Positions
 
 LABEL_MASKS = "label masks of the sources, by sha256"
 """Key of the identity, where a source has a label mask: for each of its shards the mask's sha256, or null."""
+
+_WithLabelMasks = TokenDataset | PackedDataset | ClassifiedDataset
 
 BatchT_co = TypeVar("BatchT_co", bound=AnyBatch, covariant=True)
 
@@ -73,7 +76,7 @@ class ConcatDataset(Generic[BatchT]):
             batch = parts[0]
         else:
             back = torch.from_numpy(np.argsort(np.concatenate(places)))
-            batch = type(parts[0])(*(torch.cat(field)[back] for field in zip(*parts, strict=True)))
+            batch = map_fields(lambda *fields: torch.cat(fields)[back], *parts)
         return batch._replace(sample_ids=torch.from_numpy(samples.copy()))
 
     def close(self) -> None:
@@ -211,7 +214,7 @@ def _uses(names: Sequence[str], datasets: Sequence[Dataset[Any]], counts: Sequen
             count,
             count / sum(counts),
             dataset.empty_fraction if isinstance(dataset, PackedDataset) else None,
-            dataset.label_mask_digests() if isinstance(dataset, TokenDataset | PackedDataset) else (),
+            dataset.label_mask_digests() if isinstance(dataset, _WithLabelMasks) else (),
         )
         for name, dataset, count in zip(names, datasets, counts, strict=True)
     ]
@@ -220,10 +223,12 @@ def _uses(names: Sequence[str], datasets: Sequence[Dataset[Any]], counts: Sequen
 def open_dataset(
     config: DataConfig, split: SplitName, vocab_size: int, seed: int, paths: Sequence[str] | None = None
 ) -> Dataset[Any]:
-    """Opens a split, or `paths` of its shards: masked tokens where `config.masking` is set, else next tokens, cut or
-    packed by `config.packing`. Raises as the datasets do."""
+    """Opens a split, or `paths` of its shards: masked tokens with `config.masking`, documents and their classes with
+    `config.classification`, else next tokens, cut or packed by `config.packing`. Raises as the datasets do."""
     if config.masking is not None:
         return MaskedDataset.open(config, split, vocab_size, seed, paths)
+    if config.classification is not None:
+        return ClassifiedDataset.open(config, split, vocab_size, paths)
     if config.packing != "concatenate":
         return PackedDataset.open(config, split, vocab_size, paths)
     return TokenDataset.open(config, split, vocab_size, paths)

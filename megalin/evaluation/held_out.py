@@ -12,6 +12,7 @@ from megalin.config import apply_overrides, parse
 from megalin.data.batch import AnyBatch
 from megalin.data.config import SplitName
 from megalin.data.loader import ValidationLoader
+from megalin.data.shards.indexed_dataset import bin_path
 from megalin.data.sources import open_dataset
 from megalin.data.tokenizers.tokenizer import load_tokenizer
 from megalin.errors import ConfigError
@@ -61,18 +62,21 @@ def evaluate_split(
     mesh: Mesh,
     split: SplitName,
     on_progress: Callable[[int, int], None] = lambda _done, _total: None,
+    *,
+    paths: Sequence[str] | None = None,
 ) -> AnyEvaluation:
     """Evaluates a model on all samples of a split of a run's data; all ranks of the mesh call it.
 
     Args:
         on_progress: receives the finished and the total number of this rank's batches.
+        paths: prefixes of some of the split's shards, the only ones that are read; None: all.
 
     Raises:
         DataError: data or tokenizer is invalid or missing.
     """
     tokenizer = None if config.data.tokenizer is None else load_tokenizer(config.data.tokenizer)
     token_bytes = None if tokenizer is None else torch.from_numpy(tokenizer.token_bytes())
-    with open_dataset(config.data, split, config.model.vocab_size, config.train.seed) as dataset:
+    with open_dataset(config.data, split, config.model.vocab_size, config.train.seed, paths) as dataset:
         loader: ValidationLoader[Any] = ValidationLoader(
             dataset,
             micro_batch_size=config.train.micro_batch_size,
@@ -80,6 +84,18 @@ def evaluate_split(
             dp_size=mesh.samples.size,
         )
         return evaluate(model, _reported(loader, on_progress), mesh, token_bytes=token_bytes)
+
+
+def split_settings(config: RunConfig, split: SplitName, paths: Sequence[str]) -> dict[str, Any]:
+    """Everything besides the weights that a result on the shards `paths` of a split depends on, as JSON."""
+    files = [bin_path(prefix).stat() for prefix in paths]
+    return {
+        "split": split,
+        "data": config.data.model_dump(mode="json"),
+        "bytes and times of the shards": [[file.st_size, file.st_mtime_ns] for file in files],
+        "seed": config.train.seed,
+        "dtype": config.train.dtype,
+    }
 
 
 def _reported(loader: ValidationLoader[Any], on_progress: Callable[[int, int], None]) -> Iterator[AnyBatch]:

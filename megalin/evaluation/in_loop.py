@@ -6,6 +6,7 @@ from megalin.errors import MegalinError
 from megalin.evaluation.choices.suite import ChoiceOptions, ChoiceSuite
 from megalin.evaluation.generated.sequences import SEQUENCE_SUITES, sequence_suite
 from megalin.evaluation.suite import Suite
+from megalin.evaluation.suites import OTHER_SUITES
 from megalin.model.encoder import Encoder
 from megalin.parallel.mesh import Mesh
 from megalin.train.build import TrainedModel
@@ -23,8 +24,14 @@ class LoopTaskRunner:
         """Reads and encodes `evaluation.tasks`; the reasons why that fails, or nothing."""
         evaluation, problems = config.evaluation, []
         self._suites = []
-        choices = [name for name in evaluation.tasks if name not in SEQUENCE_SUITES]
+        choices = [name for name in evaluation.tasks if name not in OTHER_SUITES]
         for name in evaluation.tasks:
+            if name in OTHER_SUITES and name not in SEQUENCE_SUITES:
+                problems.append(
+                    f"the suite {name} does not run during training; evaluate the run's checkpoints with: megalin eval "
+                    f"RUN --suite {name} --all-steps"
+                )
+                continue
             try:
                 if name in SEQUENCE_SUITES:
                     self._suites.append(sequence_suite(name, config, limit=evaluation.limit))

@@ -12,16 +12,16 @@ from torch import Tensor
 from megalin.data.batch import batch_to, split_tokens
 from megalin.data.config import SplitName
 from megalin.data.loader import ValidationLoader
-from megalin.data.shards.indexed_dataset import bin_path
 from megalin.data.sources import open_dataset
 from megalin.errors import ConfigError
 from megalin.evaluation.choices.metrics import Metric
-from megalin.evaluation.choices.scoring import evaluating
+from megalin.evaluation.held_out import split_settings
 from megalin.evaluation.suite import Decoder, ReportProgress, TaskResult, no_report
 from megalin.model.config import EncoderConfig
 from megalin.parallel.cross_entropy import IGNORED_LABEL
 from megalin.parallel.mesh import Mesh
 from megalin.train.config import RunConfig
+from megalin.train.validation import evaluating
 
 FIRST_BUCKET = 64
 """Earlier tokens of the first bucket; each further one ends at twice as many."""
@@ -57,16 +57,8 @@ class PositionSuite:
 
     def settings(self, key: str) -> dict[str, Any]:
         """Everything besides the weights that the result depends on, as JSON."""
-        data, train = self._config.data, self._config.train
-        files = [bin_path(prefix).stat() for prefix in data.paths(self._split)]
-        return {
-            "split": self._split,
-            "data": data.model_dump(mode="json"),
-            "bytes and times of the shards": [[file.st_size, file.st_mtime_ns] for file in files],
-            "limit": self._limit,
-            "seed": train.seed,
-            "dtype": train.dtype,
-        }
+        paths = self._config.data.paths(self._split)
+        return split_settings(self._config, self._split, paths) | {"limit": self._limit}
 
     @torch.no_grad()
     def run(

@@ -14,13 +14,16 @@ from megalin.checkpoint.manifest import Checkpoint
 from megalin.checkpoint.tensors import OPTIMIZER_PREFIX, weights
 from megalin.data.config import SplitName
 from megalin.errors import ConfigError, MegalinError
+from megalin.evaluation.choices.partial import PartialScores
 from megalin.evaluation.choices.suite import ChoiceOptions, ChoiceSuite, can_carry
+from megalin.evaluation.generated.haystack import Haystack
 from megalin.evaluation.generated.heat_map import write_heat_map
 from megalin.evaluation.generated.retrieval import NUM_DEPTHS, NeedleSuite, RulerSuite
 from megalin.evaluation.generated.sequences import SEQUENCE_SUITES, sequence_suite
 from megalin.evaluation.held_out import check_mesh, check_split, evaluate_split, mesh_overrides
 from megalin.evaluation.positions import PositionSuite
 from megalin.evaluation.results import add_results, parse_result, read_results, results_path
+from megalin.evaluation.sources import SourceSuite, split_sources
 from megalin.evaluation.suite import Suite, TaskResult
 from megalin.generation.load import load_whole_model
 from megalin.launch import launched
@@ -57,14 +60,16 @@ class SuiteOptions(NamedTuple):
     depths: int = NUM_DEPTHS
     """Depths of the needles, evenly from the start to the end."""
     split: SplitName = "validation"
-    """Split of the suite positions."""
+    """Split of the suite positions, and of the haystack of documents."""
+    haystack: Haystack = "noise"
+    """Text around the needles of the suite needle."""
 
 
 class EvalOptions(NamedTuple):
     """A selection of suites and checkpoints."""
 
     split: SplitName | None = "validation"
-    """Split for the suite loss; None leaves the suite out."""
+    """Split for the suite loss, as a whole and, of a decoder, by source; None leaves the suite out."""
     choices: ChoiceOptions | None = None
     """Tasks of the suite choices; None leaves the suite out."""
     steps: Steps = "newest"
@@ -77,9 +82,10 @@ class StepResults(NamedTuple):
     """Results of one checkpoint, equal on every rank."""
 
     loss: AnyEvaluation | None
-    """Result of the suite loss."""
+    """Result of the suite loss on the whole split."""
     tasks: dict[str, dict[str, TaskResult]]
-    """Results of the other suites by suite and `Suite.result_names`, with those that an earlier evaluation left."""
+    """Results of the other suites by suite and `Suite.result_names`, with those that an earlier evaluation left; those
+    of the suite loss by source under "sources"."""
 
     def values(self) -> dict[str, Any]:
         """The results as JSON, by suite."""
@@ -146,6 +152,9 @@ class _Evaluator:
         self._model: TrainedModel | None = None
 
     def _open_suites(self, options: EvalOptions) -> None:
+        config, split = self._config, self._split
+        if split is not None and isinstance(config.model, ModelConfig) and len(split_sources(config.data, split)) > 1:
+            self._suites.append(SourceSuite(config, split))
         if options.choices is not None:
             self._suites.append(ChoiceSuite(self._config, options.choices))
         if options.others is not None:
@@ -184,15 +193,32 @@ class _Evaluator:
                 if result is None:
                     if suite.generates and whole is None:
                         whole = self._load_whole(checkpoint)
-                    result = self._run_task(suite, key, whole if suite.generates else model)
+                    kept = self._partial(suite, key, checkpoint)
+                    result = self._run_task(suite, key, whole if suite.generates else model, kept)
                     self._keep(step, suite.name, key, result.values() | self._identity(suite, key, checkpoint))
                     self._draw(step, key, result)
+                    kept.remove()
                 found[suite.name][key] = result
         return StepResults(loss, found)
 
-    def _run_task(self, suite: Suite, key: str, model: TrainedModel | None) -> TaskResult:
+    def _run_task(self, suite: Suite, key: str, model: TrainedModel | None, kept: PartialScores) -> TaskResult:
         assert isinstance(model, LanguageModel | Pipeline), type(model)  # others are refused by the suites
-        return suite.run(key, model, self._mesh, carry=self._carry, on_progress=partial(self._report, key))
+        report = partial(self._report, key)
+        if isinstance(suite, ChoiceSuite):
+            return suite.run(key, model, self._mesh, carry=self._carry, on_progress=report, partial=kept)
+        return suite.run(key, model, self._mesh, carry=self._carry, on_progress=report)
+
+    def _partial(self, suite: Suite, key: str, checkpoint: Checkpoint) -> PartialScores:
+        """The file of a task's partial scores. Its batches depend on the mesh too."""
+        mesh, train = self._mesh, self._config.train
+        batches = {
+            "mesh": mesh.config.model_dump(mode="json"),
+            "samples": mesh.samples.size,
+            "carry": self._carry,
+            "micro_batch_size": train.micro_batch_size,
+        }
+        path = _file_of(self._folder, checkpoint.manifest.step, key, "partial.json")
+        return PartialScores(path, self._identity(suite, key, checkpoint) | batches)
 
     def _load(self, checkpoint: Checkpoint) -> TrainedModel:
         train = self._config.train
@@ -242,12 +268,16 @@ class _Evaluator:
     def _draw(self, step: int, key: str, result: TaskResult) -> None:
         """Writes the heat map of a needle task into the run folder; a failure is a warning."""
         if self._mesh.is_first_rank and "success" in result.details:
-            name = key.replace("/", "-").replace("[:", "-first-").rstrip("]")
-            path = results_path(self._folder, step).with_name(f"step-{step}-{name}.png")
             try:
-                write_heat_map(result.details, f"{key}, step {step:,}", path)
+                write_heat_map(result.details, f"{key}, step {step:,}", _file_of(self._folder, step, key, "png"))
             except MegalinError as error:
                 _log.warning("the heat map of %s is not kept: %s", key, error)
+
+
+def _file_of(folder: Path, step: int, key: str, suffix: str) -> Path:
+    """A file of a task, such as step-5-needle-easy-first-3.png of needle/easy[:3]."""
+    name = key.replace("/", "-").replace("[:", "-first-").rstrip("]")
+    return results_path(folder, step).with_name(f"step-{step}-{name}.{suffix}")
 
 
 def _suite(name: str, config: RunConfig, options: SuiteOptions) -> Suite:
@@ -256,7 +286,14 @@ def _suite(name: str, config: RunConfig, options: SuiteOptions) -> Suite:
     if name in SEQUENCE_SUITES:
         return sequence_suite(name, config, limit=options.limit)
     if name == "needle":
-        return NeedleSuite(config, lengths=options.lengths, depths=options.depths, limit=options.limit)
+        return NeedleSuite(
+            config,
+            lengths=options.lengths,
+            depths=options.depths,
+            limit=options.limit,
+            haystack=options.haystack,
+            split=options.split,
+        )
     assert name == "ruler", name
     return RulerSuite(config, lengths=options.lengths, limit=options.limit)
 

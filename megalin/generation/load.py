@@ -82,7 +82,7 @@ def load_whole_model(
     dtype: DtypeName | None = None,
     tp: TensorParallel | None = None,
 ) -> LanguageModel:
-    """Loads a checkpoint's weights as a model on `device` that is sharded over no axis but tensor parallelism.
+    """Loads a checkpoint's weights as a model on `device` in eval mode, sharded over no axis but tensor parallelism.
 
     Args:
         dtype: of the weights (`cast_weights`); None: train.dtype, in which the training computed.
@@ -98,7 +98,7 @@ def load_whole_model(
     load(checkpoint, weights(model), ignore=(OPTIMIZER_PREFIX,))
     model.after_optimizer_step()
     cast_weights(model, COMPUTE_DTYPES[dtype or train.dtype])
-    return model
+    return model.eval()
 
 
 def cast_weights(model: LanguageModel, dtype: torch.dtype) -> None:

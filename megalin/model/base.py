@@ -7,10 +7,12 @@ from typing import Generic, NamedTuple, TypeVar, cast
 
 from torch import Tensor, nn
 
+from megalin.layers.dropout import DropoutSeed, apply_dropout, dropout_at, input_site
 from megalin.layers.mixers.base import BuildContext, FullPrecision, Mixer, update_derived_buffers
 from megalin.layers.norms import build_norm
 from megalin.model.block import Block
 from megalin.model.config import BlockConfig, StackConfig
+from megalin.ops.dropout import DropoutKeys
 from megalin.parallel.context_parallel import ContextParallel
 from megalin.parallel.embedding import VocabParallelEmbedding, VocabularyBias
 from megalin.parallel.tensor_parallel import TensorParallel
@@ -79,6 +81,8 @@ class BaseModel(nn.Module, Generic[ConfigT]):
         width, std = config.hidden_size, config.init_std
         if has_table:
             self.embedding = VocabParallelEmbedding(config.vocab_size, width, tp=tp, std=std)
+        self.dropout_seed = DropoutSeed() if max(config.embedding_dropout, config.hidden_dropout) > 0.0 else None
+        self.embedding_dropout = dropout_at(config.embedding_dropout, input_site(0)) if stage.is_first else None
         self.input_layers = nn.ModuleDict()
         self.shared = nn.ModuleDict()
         self._shared_types: list[str] = []  # as in the config; names of modules hold no dots
@@ -87,8 +91,9 @@ class BaseModel(nn.Module, Generic[ConfigT]):
         number = 0
         for layer, (path, block) in enumerate(config.blocks()):
             own = [index for index in range(len(block.sublayers)) if number + index in stage.sublayers]
-            number += len(block.sublayers)
             scope = BuildContext(width, layer, config.num_layers, tp, std, path, config.output_std, cp)
+            scope = scope._replace(sublayer=number, hidden_dropout=config.hidden_dropout)
+            number += len(block.sublayers)
             for sublayer in block.sublayers:
                 first_scopes.setdefault(sublayer.type, scope)
             if own:
@@ -115,6 +120,26 @@ class BaseModel(nn.Module, Generic[ConfigT]):
     def shared_tensors(self) -> dict[str, Tensor]:
         """The output of each mixer type's model-level module."""
         return {name: module() for name, module in zip(self._shared_types, self.shared.values(), strict=True)}
+
+    def dropout_keys(self, draw: Tensor | None, tokens: Tensor) -> DropoutKeys | None:
+        """Keys of this forward's dropout masks; None in eval mode and for a model without dropout.
+
+        Args:
+            draw: [B] int64, the numbers of the samples in the run; training with dropout needs them.
+            tokens: [B, T/cp], read for its shape and device alone.
+        """
+        if self.dropout_seed is None or not self.training:
+            return None
+        assert draw is not None, "a training forward with dropout needs `draw`, the samples' numbers in the run"
+        index = self.cp.positions(tokens)  # [T/cp]
+        if self.tp.sequence_parallel:
+            index = self.tp.local_slice(index, dim=0)  # [T/(cp tp)]
+        keys: DropoutKeys = self.dropout_seed(draw, index)
+        return keys
+
+    def drop_embedding(self, x: Tensor, keys: DropoutKeys | None) -> Tensor:
+        """The residual stream [B, T or T/tp, D] before the blocks, after dropout."""
+        return apply_dropout(x, self.embedding_dropout, keys)
 
     def mixers(self) -> list[Mixer]:
         """Every mixer, blocks in order."""

@@ -1,4 +1,4 @@
-"""A block: sub-layers x + f(norm(x)), with the residual rule of each."""
+"""A block: sub-layers x + dropout(f(norm(x))) or norm(x + dropout(f(x))), with the residual rule of each."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megalin.errors import ConfigError
+from megalin.layers.dropout import apply_dropout, dropout_at, output_site
 from megalin.layers.mixers.base import BuildContext, Mixer, MixerConfig, MixerContext, SequenceContext, State
 from megalin.layers.norms import build_norm
 from megalin.model.config import BlockConfig
@@ -23,7 +24,8 @@ class BlockOutput(NamedTuple):
 
 
 class Sublayer(nn.Module):
-    """A mixer with the norm of its input.
+    """A mixer with the norm of its input, or of its sum with the residual stream (`residual = "add_norm"`), and the
+    dropout of its output.
 
     Raises:
         ConfigError: a mixer without context parallelism on a context-parallel axis.
@@ -40,6 +42,7 @@ class Sublayer(nn.Module):
         norm = None if config.norms_input else build_norm(config.norm, scope.hidden_size, config.norm_eps, scope.tp)
         self.norm = nn.Identity() if norm is None else norm
         self.mixer: Mixer = config.build(scope)
+        self.dropout = dropout_at(scope.hidden_dropout, output_site(scope.sublayer))
 
 
 class Block(nn.Module):
@@ -59,8 +62,8 @@ class Block(nn.Module):
         self.sublayers = nn.ModuleList()
         for index, sublayer in enumerate(config.sublayers):
             if own is None or index in own:
-                part = Sublayer(sublayer, scope._replace(path=f"{scope.path}.sublayers.{index}"))
-                self.sublayers.add_module(str(index), part)
+                path, number = f"{scope.path}.sublayers.{index}", scope.sublayer + index
+                self.sublayers.add_module(str(index), Sublayer(sublayer, scope._replace(path=path, sublayer=number)))
 
     def compile(self, *args: Any, **options: Any) -> None:
         """Compiles the forward, with `torch.compile`'s arguments.
@@ -74,7 +77,7 @@ class Block(nn.Module):
         """x [B, T or T/tp, D]; one context a sub-layer, and one state a sub-layer where next states are wanted."""
         run = self._compiled or self._run
         if self.recompute and states is None:
-            # A block draws no random numbers, so there is no generator state to restore.
+            # A block draws no random numbers (dropout masks are functions of keys): no generator state to restore.
             return checkpoint(run, x, contexts, states, use_reentrant=False, preserve_rng_state=False)
         return run(x, contexts, states)
 
@@ -83,9 +86,13 @@ class Block(nn.Module):
         branch = x
         next_states: list[State] = []
         for sublayer, context, state in zip(self._sublayers(), contexts, states, strict=True):
-            branch, next_state = sublayer.mixer.add_step(x, branch, sublayer.norm, context, state)
+            if sublayer.residual == "add_norm":
+                y, next_state = sublayer.mixer.step(branch.to(context.compute_dtype), context, state)
+                branch = sublayer.norm(x + y)
+            else:
+                branch, next_state = sublayer.mixer.add_step(x, branch, sublayer.norm, context, state)
             next_states.append(next_state)
-            if sublayer.residual == "add":
+            if sublayer.residual != "two_hop":
                 x = branch
         return BlockOutput(x, next_states)
 
@@ -94,11 +101,13 @@ class Block(nn.Module):
         next_states: list[State] = []
         for index, (sublayer, context) in enumerate(zip(self._sublayers(), contexts, strict=True)):
             mixer, state = sublayer.mixer, None if states is None else states[index]
-            normed = sublayer.norm(branch).to(context.compute_dtype)
-            output = mixer(normed, context, state)
+            norm_last = sublayer.residual == "add_norm"
+            entering = branch if norm_last else sublayer.norm(branch)
+            output = mixer(entering.to(context.compute_dtype), context, state)
             next_states.append(output.state)
-            branch = x + output.y
-            if sublayer.residual == "add":
+            y = apply_dropout(output.y, sublayer.dropout, context.dropout)
+            branch = sublayer.norm(x + y) if norm_last else x + y
+            if sublayer.residual != "two_hop":
                 x = branch
         return BlockOutput(x, next_states)
 

@@ -23,11 +23,20 @@ class BlockConfig(Config):
 
     @pydantic.model_validator(mode="after")
     def _last_sublayer_writes_to_the_residual_stream(self) -> BlockConfig:
-        if self.sublayers[-1].residual != "add":
+        if self.sublayers[-1].residual == "two_hop":
             raise ValueError(
-                f'the last sub-layer has residual = "{self.sublayers[-1].residual}", which drops its result; '
-                'use residual = "add" there'
+                'the last sub-layer has residual = "two_hop", which drops its result; use residual = "add" there'
             )
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _norms_stand_where_the_residual_rule_says(self) -> BlockConfig:
+        for index, sublayer in enumerate(self.sublayers):
+            if sublayer.residual == "add_norm" and sublayer.norms_input:
+                raise ValueError(
+                    f'sublayers.{index}: {sublayer.type} applies norm = "{sublayer.norm}" to its input, so there is no '
+                    'norm for residual = "add_norm" after the addition; use residual = "add", or another norm'
+                )
         return self
 
 
@@ -46,6 +55,14 @@ class StackConfig(Config):
     """Epsilon of that norm."""
     init_std: float = pydantic.Field(default=0.02, gt=0)
     """Standard deviation of the initial weights."""
+    embedding_dropout: float = pydantic.Field(default=0.0, ge=0, lt=1)
+    """Dropout rate of the residual stream before the first block: token embeddings with their scale, positions and
+    input layers. Only in training."""
+    hidden_dropout: float = pydantic.Field(default=0.0, ge=0, lt=1)
+    """Dropout rate of each sub-layer's output, mixers and FFNs, before it is added to the residual stream; Megatron's
+    hidden_dropout, fairseq's dropout (HGRN2's WikiText-103 script: 0.1, with embedding_dropout 0.1). Only in training.
+    Masks are functions of train.seed and a sample's number in the run, equal on every mesh. Attention probabilities
+    have no dropout: no kernel of a library takes such a mask."""
 
     @property
     def num_layers(self) -> int:
@@ -68,13 +85,13 @@ class StackConfig(Config):
             (f"model.layers.{index}", block) for index, block in enumerate(self.layers) for _ in range(block.repeat)
         ]
 
-    def check_causality(self, *, causal: bool, rule: str) -> None:
-        """Raises ValueError with a line for each sub-layer whose causality is not `causal`; `rule` ends each line."""
+    def refuse_mixers_that_attend_to(self, tokens: Literal["earlier", "all"], *, rule: str) -> None:
+        """Raises ValueError with a line for each sub-layer whose `attends_to` is `tokens`; `rule` ends each line."""
         lines = [
             f'layers.{block}.sublayers.{index}.type = "{sublayer.type}": {rule}'
             for block, config in enumerate(self.layers)
             for index, sublayer in enumerate(config.sublayers)
-            if sublayer.causal != causal
+            if sublayer.attends_to == tokens
         ]
         if lines:
             raise ValueError("\n".join(lines))
@@ -101,8 +118,8 @@ class ModelConfig(StackConfig):
 
     @pydantic.model_validator(mode="after")
     def _is_causal(self) -> ModelConfig:
-        self.check_causality(
-            causal=True, rule='it attends to later tokens, which a decoder must predict; use it with kind = "encoder"'
+        self.refuse_mixers_that_attend_to(
+            "all", rule='it attends to later tokens, which a decoder must predict; use it with kind = "encoder"'
         )
         return self
 
@@ -123,10 +140,19 @@ class EncoderConfig(StackConfig):
     """Longest sequence, in tokens: rows of the table of positions."""
     num_token_types: int = pydantic.Field(default=2, ge=2)
     """Rows of the table of token types: 0 for segment A, 1 for segment B."""
+    embedding_norm: Literal["hardtanh", "none"] | NormKind = "hardtanh"
+    """Applied to the sum of the three embeddings. hardtanh: limits each number to [-1, 1] (DANet). layernorm: BERT."""
     norm: NormKind = "uncentered_layernorm"
     """Norm after the blocks, and inside the masked-token head."""
     norm_eps: float = pydantic.Field(default=1e-12, gt=0)
-    """Added to the magnitude that it divides by."""
+    """Added, in these norms and embedding_norm, to the variance or mean square inside the root, or to the magnitude
+    that they divide by."""
+    final_norm: bool = True
+    """False: no norm after the blocks; for blocks that end with one (residual = "add_norm", BERT)."""
+    head_bias: bool = False
+    """True: the dense layers inside both heads have biases, as BERT's."""
+    pooler: Literal["tanh", "none"] = "tanh"
+    """Layer between the pooled vector x and the classes. tanh: tanh(x W). none: the classifier reads x itself."""
     num_classes: int | None = pydantic.Field(default=None, ge=2)
     """Classes of a sequence-classification head in place of the pretraining heads; left out: pretraining."""
     pooling: Literal["first", "mean"] = "first"
@@ -134,8 +160,8 @@ class EncoderConfig(StackConfig):
 
     @pydantic.model_validator(mode="after")
     def _is_bidirectional(self) -> EncoderConfig:
-        self.check_causality(
-            causal=False,
+        self.refuse_mixers_that_attend_to(
+            "earlier",
             rule="it attends to earlier tokens only, so an encoder cannot use it; a decoder (the default kind) can",
         )
         return self

@@ -48,13 +48,16 @@ class EncoderOutput(NamedTuple):
 
 
 class MaskedTokenHead(nn.Module):
-    """logits = norm(gelu(x W^T)) E^T + b with the embedding E and the exact (erf) GELU."""
+    """logits = norm(gelu(x W^T)) E^T + b with the embedding E and the exact (erf) GELU.
+
+    `head_bias` adds a bias to x W^T.
+    """
 
     def __init__(self, config: EncoderConfig, tp: TensorParallel) -> None:
         super().__init__()
         self.tp = tp = tp.without_sequence_parallel()
         width = config.hidden_size
-        self.dense = ReplicatedLinear(width, width, tp=tp, std=config.init_std)
+        self.dense = ReplicatedLinear(width, width, bias=config.head_bias, tp=tp, std=config.init_std)
         self.norm = build_norm(config.norm, width, config.norm_eps, tp)
         self.vocabulary = VocabularyBias(config.vocab_size, tp=tp)
 
@@ -65,26 +68,39 @@ class MaskedTokenHead(nn.Module):
 
 
 class SequenceHead(nn.Module):
-    """logits = tanh(x W_1^T) W_2^T + b, of one vector a sequence."""
+    """logits = tanh(x W_1^T) W_2^T + b, of one vector a sequence; `head_bias` adds one to x W_1^T, and with
+    `pooler = "none"` x stands in place of tanh(x W_1^T)."""
 
     def __init__(self, config: EncoderConfig, tp: TensorParallel) -> None:
         super().__init__()
         tp = tp.without_sequence_parallel()
         width, std = config.hidden_size, config.init_std
-        self.pooler = ReplicatedLinear(width, width, tp=tp, std=std)
+        has_pooler = config.pooler == "tanh"
+        self.pooler = ReplicatedLinear(width, width, bias=config.head_bias, tp=tp, std=std) if has_pooler else None
         self.classifier = ReplicatedLinear(width, config.num_classes or 2, bias=True, tp=tp, std=std)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, D], in full on every rank -> [B, classes]."""
-        return self.classifier(torch.tanh(self.pooler(x)))
+        return self.classifier(x if self.pooler is None else torch.tanh(self.pooler(x)))
 
     def flops(self) -> int:
         """Forward floating-point operations a sequence."""
-        return self.pooler.flops() + self.classifier.flops()
+        return (0 if self.pooler is None else self.pooler.flops()) + self.classifier.flops()
+
+
+def _embedding_norm(config: EncoderConfig, tp: TensorParallel) -> nn.Module:
+    """`EncoderConfig.embedding_norm` of the residual stream."""
+    match config.embedding_norm:
+        case "hardtanh":
+            return nn.Hardtanh()
+        case "none":
+            return nn.Identity()
+        case kind:
+            return build_norm(kind, config.hidden_size, config.norm_eps, tp)
 
 
 class Encoder(BaseModel[EncoderConfig]):
-    """X = hardtanh(E_token + E_position + E_type), blocks over X, a norm, and the heads (DenseAttention, BERT).
+    """X = embedding_norm(E_token + E_position + E_type), blocks over X, a norm, and the heads (DenseAttention, BERT).
 
     A pretraining model has a head for masked tokens, which computes logits at the masked positions alone, and a
     next-sentence head; a model with `num_classes` has a sequence head instead.
@@ -102,6 +118,9 @@ class Encoder(BaseModel[EncoderConfig]):
         width, std = config.hidden_size, config.init_std
         self.position_embedding = ReplicatedEmbedding(config.max_positions, width, tp=self.tp, std=std)
         self.type_embedding = ReplicatedEmbedding(config.num_token_types, width, tp=self.tp, std=std)
+        self.embedding_norm = _embedding_norm(config, self.tp)
+        if not config.final_norm:
+            self.norm = nn.Identity()
         pretraining = config.num_classes is None
         self.masked_head = MaskedTokenHead(config, self.tp) if pretraining else None
         self.sequence_head = SequenceHead(config, self.tp)
@@ -119,6 +138,7 @@ class Encoder(BaseModel[EncoderConfig]):
         masked_positions: Tensor | None = None,
         masked_labels: Tensor | None = None,
         sequence_labels: Tensor | None = None,
+        draw: Tensor | None = None,
     ) -> EncoderOutput:
         """Runs T tokens of each of B sequences.
 
@@ -136,6 +156,7 @@ class Encoder(BaseModel[EncoderConfig]):
                 where fewer are masked, and divisible by cp.
             masked_labels: [B, P/cp] ids, IGNORED_LABEL where there is no loss.
             sequence_labels: [B] classes, IGNORED_LABEL where there is no loss.
+            draw: [B] int64, the numbers of the samples in the run, which key dropout masks; read in training alone.
         """
         assert tokens.shape[1] * self.cp.size <= self.config.max_positions, (tokens.shape, self.config.max_positions)
         if positions is None:
@@ -143,8 +164,9 @@ class Encoder(BaseModel[EncoderConfig]):
         token_types = torch.zeros_like(tokens) if token_types is None else token_types
         x = self.embedding.embed(tokens) + self.position_embedding(positions) + self.type_embedding(token_types)
         documents = SequenceDocuments(self.cp, tokens, document_ids, valid)
-        context = SequenceContext(positions, documents, self.shared_tensors(), x.dtype)
-        x = functional.hardtanh(x)
+        dropout = self.dropout_keys(draw, tokens)
+        context = SequenceContext(positions, documents, self.shared_tensors(), x.dtype, dropout=dropout)
+        x = self.drop_embedding(self.embedding_norm(x), dropout)
         for block in self.block_list():
             x = block(x, block.contexts(context), None).x
         hidden = self.norm(x)

@@ -109,6 +109,7 @@ class LanguageModel(BaseModel[ModelConfig]):
         positions: Tensor | None = None,
         state: ModelState | None = None,
         losses: LossKind | Literal["last"] = "tokens",
+        draw: Tensor | None = None,
     ) -> ModelOutput:
         """Runs T tokens of each of B sequences; with context parallelism T is this rank's shard, and there is no state.
 
@@ -122,8 +123,11 @@ class LanguageModel(BaseModel[ModelConfig]):
                 fused kernel computes in less time and memory; scores: each labelled token's loss and whether the label
                 is the likeliest id, without a gradient and without the logits of other tokens; last: the logits of
                 each sequence's last token alone.
+            draw: [B] int64, the numbers of the samples in the run, which key dropout masks; read in training alone.
         """
         assert state is None or self.cp.size == 1, self.cp.size
+        dropout = self.dropout_keys(draw, tokens)
+        assert state is None or dropout is None, "dropout of a continued sequence; use eval mode"
         consecutive = positions is None
         if positions is None:
             positions = self.cp.positions(tokens)
@@ -132,7 +136,8 @@ class LanguageModel(BaseModel[ModelConfig]):
             document_ids = _known_documents(tokens, document_ids, state)
             state = _clear_other_documents(state, document_ids)
         x = self.embedding.embed(tokens) * self.config.embedding_scale
-        context = self.context(tokens, positions, document_ids, x.dtype)._replace(consecutive=consecutive)
+        context = self.context(tokens, positions, document_ids, x.dtype)
+        context = context._replace(consecutive=consecutive, dropout=dropout)
         x, inputs = self.apply_input_layers(x, context, state)
         blocks = []
         for index, block in enumerate(self.block_list()):
@@ -162,7 +167,7 @@ class LanguageModel(BaseModel[ModelConfig]):
         for index, layer in enumerate(self.input_mixers()):
             x, input_state = layer(x, layer.build_mixer_context(context), state.inputs[index] if state else None)
             inputs.append(input_state)
-        return wait_tensor_with_grad(self._to_residual_dtype(x)), inputs
+        return self.drop_embedding(wait_tensor_with_grad(self._to_residual_dtype(x)), context.dropout), inputs
 
     def head_output(self, x: Tensor, labels: Tensor | None, losses: LossKind) -> ModelOutput:
         """The output, without a state, from the normed residual stream x [B, T or T/tp, D]."""

@@ -78,6 +78,7 @@ class DecoderStage(LanguageModel):
         document_ids: Tensor,
         labels: Tensor,
         losses: LossKind = "sum",
+        draw: Tensor | None = None,
     ) -> Tensor | ModelOutput:
         """Runs T tokens of each of B sequences through this stage.
 
@@ -87,6 +88,7 @@ class DecoderStage(LanguageModel):
             labels: [B, T] next ids, IGNORED_LABEL where there is no loss; the last stage reads them.
             losses: sum: the last stage returns the sum of the losses, [1] fp64; tokens: logits and a loss a token;
                 scores: scores of the labels.
+            draw: [B] the numbers of the samples in the run, which key dropout masks; read in training alone.
 
         Returns:
             The residual stream; on the last stage the sum, or the output.
@@ -95,6 +97,7 @@ class DecoderStage(LanguageModel):
         if self.stage.is_first:
             x = self.embedding.embed(x) * self.config.embedding_scale
         context = self.context(document_ids, positions, document_ids, self.compute_dtype)
+        context = context._replace(dropout=self.dropout_keys(draw, document_ids))
         if self.stage.is_first:
             x, _ = self.apply_input_layers(x, context, None)
         for block in self.block_list():
@@ -123,7 +126,7 @@ def plan_stages(config: AnyModelConfig, num_stages: int, *, num_ranks: int, leng
         )
     blocks = [block.sublayers for _, block in config.blocks()]
     places = [(layer, index) for layer, sublayers in enumerate(blocks) for index in range(len(sublayers))]
-    ends = [end for end, (layer, index) in enumerate(places, 1) if blocks[layer][index].residual == "add"]
+    ends = [end for end, (layer, index) in enumerate(places, 1) if blocks[layer][index].residual != "two_hop"]
     if num_stages > len(ends):
         raise ConfigError(_too_many_stages(num_ranks, num_stages // num_ranks, len(ends)))
     whole = LanguageModel(config)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megalin.ops.scans.context_parallel import SequenceShard
-from megalin.ops.scans.transition import Direction, ShardDocuments, Transition
+from megalin.ops.scans.transition import DiagonalDecay, Direction, ShardDocuments, Transition
 from megalin.parallel.collectives import (
     Axis,
     all_gather,
@@ -200,3 +200,25 @@ class ContextParallel:
         """Sums partial results over the ranks; each keeps a shard: [B, P, D] -> [B, P/cp, D]. Reduce-scatter
         forward, all-gather backward."""
         return reduce_scatter_to_axis(x, self.axis, dim=TOKENS)
+
+
+class ReversedExchange:
+    """`StateExchange` of a scan from the last token to the first: states go to earlier ranks, gradients to later ones.
+
+        S_in(j) = sum over r > j of W_rj^T S_r,    W as in `ops.scans.context_parallel`
+
+    This is the adjoint of the exchange in the order of the tokens, with the same decays: a rank's total decay is the
+    same in both orders. It holds for diagonal transitions, which are their own transposes.
+    """
+
+    def __init__(self, cp: ContextParallel) -> None:
+        self._cp = cp
+
+    def entering(self, state: Tensor, transition: Transition, documents: ShardDocuments) -> Tensor:
+        """S, at a rank's first token, -> S_in, after its last one; one state exchange."""
+        assert isinstance(transition, DiagonalDecay), type(transition)
+        return self._cp.leaving_gradient(state, transition, documents)
+
+    def leaving_gradient(self, gradient: Tensor, transition: Transition, documents: ShardDocuments) -> Tensor:
+        """dS_in -> dS, one state exchange."""
+        return self._cp.entering(gradient, transition, documents)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megalin.layers.mixers.base import MixerContext
+from megalin.layers.mixers.base import MixerContext, SequenceContext
 from megalin.model.block import Block
 from megalin.model.config import BlockConfig
 from megalin.model.language_model import LanguageModel
@@ -73,9 +73,13 @@ def trace_model(workload: Workload, parallel: ParallelConfig, micro_batch_size: 
 def _trace(workload: Workload, model: LanguageModel, mesh: Mesh, batch: int) -> Trace:
     config, dtype, length = workload.model, workload.dtype, workload.length // mesh.cp.size
     tokens = torch.zeros(batch, length, dtype=torch.int64)
+
     # One document per sequence: packing adds an id per token, too little to matter. A backward frees the graph of the
     # tensors that mixers share, so each block gets its own context.
-    new_context = partial(model.context, tokens, mesh.cp.positions(tokens), None, dtype)
+    def new_context() -> SequenceContext:
+        context = model.context(tokens, mesh.cp.positions(tokens), None, dtype)
+        return context._replace(dropout=model.dropout_keys(tokens[:, 0], tokens))
+
     wide = compute_dtype(torch.empty(0, dtype=dtype)) if config.residual_dtype == "float32" else dtype
     num_shards = mesh.tp.size if mesh.tp.sequence_parallel else 1
     hidden_states = partial(torch.empty, batch, length // num_shards, config.hidden_size, dtype=wide)

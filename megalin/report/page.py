@@ -114,8 +114,11 @@ def _summary(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def _nats(run: RunRecord) -> str:
-    """The unit of the loss; an encoder's adds a loss per masked token and one per pair of sentences."""
-    return "nats" if run.progress.curves["mlm_loss"] else "nats a token"
+    """The unit of the loss; an encoder's adds a loss a masked token and one a pair of sentences, or is of classes."""
+    if run.progress.curves["mlm_loss"]:
+        return "nats"
+    classes = any("accuracy" in evaluation for evaluation in run.progress.evaluations)
+    return "nats a sequence" if classes else "nats a token"
 
 
 def _curves(body: Element, run: RunRecord) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -194,20 +194,16 @@ class RunConfig(Config):
         """Mismatches between the kinds of model and data."""
         model, data = self.model, self.data
         if not isinstance(model, EncoderConfig):
-            if data.masking is None:
-                return []
-            return ['data.masking makes samples for an encoder, but model.kind = "decoder"; remove one of them']
-        problems = []
+            tables = [name for name in ("masking", "classification") if getattr(data, name) is not None]
+            return [
+                f'data.{name} makes samples for an encoder, but model.kind = "decoder"; remove one of them'
+                for name in tables
+            ]
+        problems = [*_encoder_data_problems(model, data)]
         if self.train.max_label_fraction < 1.0:
             problems.append(
                 f"train.max_label_fraction = {self.train.max_label_fraction} is for decoders; an encoder's head "
                 "computes the masked tokens only: leave it out"
-            )
-        if data.masking is None:
-            problems.append("data.masking is missing: an encoder trains on masked tokens; add a table [data.masking]")
-        if model.num_classes is not None:
-            problems.append(
-                f"model.num_classes = {model.num_classes}: shards have no classes to train on; leave it out to pretrain"
             )
         if data.sequence_length > model.max_positions:
             problems.append(
@@ -215,6 +211,41 @@ class RunConfig(Config):
                 f"{model.max_positions}; lower it, or raise max_positions"
             )
         return problems
+
+
+def _encoder_data_problems(model: EncoderConfig, data: DataConfig) -> Iterator[str]:
+    """Mismatches between an encoder's heads and its samples."""
+    classes, given = model.num_classes, data.classification
+    if classes is None:
+        if given is not None:
+            yield (
+                f"data.classification makes samples with a class, but model.num_classes is missing; set it to "
+                f"{given.num_classes}"
+            )
+        elif data.masking is None:
+            yield (
+                "data.masking is missing: an encoder trains on masked tokens; add a table [data.masking], or "
+                "model.num_classes and a table [data.classification] to train on classes"
+            )
+        return
+    if data.masking is not None:
+        yield f"data.masking makes samples without a class, but model.num_classes = {classes}; remove one of them"
+    if given is None:
+        yield (
+            f"model.num_classes = {classes}, but data.classification is missing; add this table, or leave num_classes "
+            "out to pretrain"
+        )
+        return
+    if given.num_classes != classes:
+        yield (
+            f"data.classification.num_classes = {given.num_classes} differs from model.num_classes = {classes}; make "
+            "them equal"
+        )
+    if (last := given.first_class_id + given.num_classes) > model.vocab_size:
+        yield (
+            f"data.classification: the classes have ids up to {last - 1}, but model.vocab_size = {model.vocab_size}; "
+            f"raise it to {last}"
+        )
 
 
 def deepspeed_settings(config: RunConfig, world_size: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megalin.data.batch import AnyBatch
+from megalin.data.batch import AnyBatch, map_fields
 from megalin.errors import ConfigError
 from megalin.model.build import Model
 from megalin.parallel.data_parallel import ordered_cuda_streams
@@ -57,11 +57,10 @@ class GradientGraph:
             return self._run(batches)
         if self._graph is None:
             self._graph = self._record(batches)
-        shapes = [[field.shape for field in batch] for batch in batches]
-        assert shapes == [[field.shape for field in batch] for batch in self._batches], shapes
+        shapes = [_shapes(batch) for batch in batches]
+        assert shapes == [_shapes(batch) for batch in self._batches], shapes
         for recorded, batch in zip(self._batches, batches, strict=True):
-            for target, field in zip(recorded, batch, strict=True):
-                target.copy_(field)
+            map_fields(Tensor.copy_, recorded, batch)
         self._graph.replay()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
@@ -84,7 +83,7 @@ class GradientGraph:
 
     def _record(self, batches: Sequence[AnyBatch]) -> torch.cuda.CUDAGraph:
         """Captures without running; stores the graph's own batches, gradients and result."""
-        self._batches = [type(batch)(*(field.clone() for field in batch)) for batch in batches]
+        self._batches = [map_fields(Tensor.clone, batch) for batch in batches]
         graph = torch.cuda.CUDAGraph()
         # Meanwhile other threads pin batches and watch NCCL.
         recording = torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local")
@@ -92,3 +91,7 @@ class GradientGraph:
             self._result = accumulate_gradients(self._model, self._batches, self._mesh)
         self._gradients = [(each, each.grad) for each in self._model.parameters() if each.grad is not None]
         return graph
+
+
+def _shapes(batch: AnyBatch) -> list[torch.Size | None]:
+    return [None if field is None else field.shape for field in batch]

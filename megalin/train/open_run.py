@@ -76,9 +76,9 @@ def check_same_model(model: AnyModelConfig, checkpoint: Checkpoint) -> None:
 
 
 def _function(model: AnyModelConfig) -> dict[str, Any]:
-    """The fields that define the model's function, repeated blocks written out; initial weights and scan chunks do not
-    belong to it."""
-    table = model.model_dump(mode="json", exclude={"init_std", "layers"})
+    """The fields that define the model's function, repeated blocks written out; initial weights, dropout and chunks of
+    scans do not belong to it."""
+    table = model.model_dump(mode="json", exclude={"init_std", "embedding_dropout", "hidden_dropout", "layers"})
     return table | {"blocks": [block.model_dump(mode="json")["sublayers"] for _, block in model.blocks()]}
 
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from megalin.data.batch import AnyBatch, Batch
+from megalin.data.batch import AnyBatch, Batch, map_fields
 from megalin.errors import MegalinError, causes
 from megalin.model.config import ModelConfig
 from megalin.model.language_model import LanguageModel, LossKind, ModelOutput
@@ -95,16 +95,11 @@ class Pipeline(nn.Module):
         """
         micro_batches = [cast(Batch, batch) for batch in batches]
         self._counts = counts.clamp(min=1)
-        whole = {name: torch.cat([getattr(batch, name) for batch in micro_batches]) for name in Batch._fields}
-        losses: list[Tensor] = []
+        inputs = map_fields(lambda *fields: torch.cat(fields), *micro_batches).inputs()
+        tokens, losses = inputs.pop("tokens"), list[Tensor]()
         with _errors_as_raised():
             self._schedule(micro_batches).step(
-                whole["tokens"],
-                document_ids=whole["document_ids"],
-                labels=whole["labels"],
-                target=whole["labels"],
-                losses=losses,
-                return_outputs=False,
+                tokens, **inputs, target=inputs["labels"], losses=losses, return_outputs=False
             )
         for name, copies in self._copies():
             self.pp.sum_copies(copies, self._holders[name])
@@ -148,8 +143,8 @@ class Pipeline(nn.Module):
 
     def outputs(self, inputs: Mapping[str, Tensor], *, losses: LossKind) -> Any:
         """The last stage's output of a batch, without a backward; None on ranks without that stage."""
-        options = {"document_ids": inputs["document_ids"], "labels": inputs["labels"], "losses": losses}
-        tokens = inputs["tokens"]
+        options: dict[str, Any] = {**inputs, "losses": losses}
+        tokens = options.pop("tokens")
         return forward_through(self.pp, self.stages(), self._hidden_states_shape(tokens), tokens, options)
 
     def loss_sums(self, inputs: Mapping[str, Tensor]) -> Tensor:

@@ -55,9 +55,10 @@ def checkpoint_state(config: RunConfig, data: Training, step: int) -> dict[str, 
 
 def sample_order(config: RunConfig, data: Training, step: int) -> dict[str, Any]:
     """Everything that determines the samples of the first `step` steps; equal values give the same on any mesh."""
-    masking = config.data.masking
+    masking, classification = config.data.masking, config.data.classification
     return {
         "data.masking": None if masking is None else masking.model_dump(mode="json"),
+        "data.classification": None if classification is None else classification.model_dump(mode="json"),
         "train.seed": config.train.seed,
         "train.global_batch_size": config.train.global_batch_size,
         "data.sequence_length": config.data.sequence_length,

@@ -21,6 +21,7 @@ _SHOWN = {
     "mlm_loss": "MLM {:.4f}",
     "nsp_loss": "NSP {:.4f}",
     "evaluation_loss": "evaluation loss {:.4f}",
+    "evaluation_accuracy": "accuracy {:.1%}",
     "evaluation_mlm_accuracy": "MLM accuracy {:.1%}",
     "evaluation_nsp_accuracy": "NSP accuracy {:.1%}",
     "grad_norm": "grad norm {:.3f}",

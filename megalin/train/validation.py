@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalin.data.batch import AnyBatch, Batch, EncoderBatch, batch_to, split_tokens
 from megalin.model.encoder import Encoder
@@ -99,7 +100,55 @@ class EncoderEvaluation(NamedTuple):
         )
 
 
-AnyEvaluation = Evaluation | EncoderEvaluation
+class ClassEvaluation(NamedTuple):
+    """Results of an encoder that classifies, on all sequences of a split, equal on every rank."""
+
+    loss: float
+    """Mean nats a sequence."""
+    accuracy: float
+    """Fraction of the sequences whose most likely class is the right one."""
+    majority: float
+    """Fraction of the most frequent class: the accuracy of the best model that reads nothing."""
+    class_entropy: float
+    """Entropy in nats of the classes' own frequencies: the loss of that model."""
+    sequences: int
+    """Number of sequences."""
+
+    def metrics(self) -> dict[str, float | int]:
+        """Values for a line of metrics.jsonl."""
+        names = ("loss", "accuracy", "sequences")
+        return {f"evaluation_{name}": value for name, value in self._asdict().items() if name in names}
+
+    def report_lines(self) -> list[str]:
+        """The report for people, line by line."""
+        return [
+            f"loss          {self.loss:.4f} nats a sequence over {self.sequences:,} sequences",
+            f"class entropy {self.class_entropy:.4f} nats, of the same sequences",
+            f"accuracy      {self.accuracy:.2%}",
+            f"majority      {self.majority:.2%} of the most frequent class",
+        ]
+
+    def summary(self) -> str:
+        """The report in one line."""
+        return (
+            f"loss {self.loss:.4f} nats a sequence (class entropy {self.class_entropy:.4f}), accuracy "
+            f"{self.accuracy:.2%} (most frequent class {self.majority:.2%})"
+        )
+
+
+AnyEvaluation = Evaluation | EncoderEvaluation | ClassEvaluation
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Context in which a model is in eval mode; afterwards in its mode before, with sharded weights."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        reshard(model)
+        model.train(was_training)
 
 
 @torch.no_grad()
@@ -109,12 +158,14 @@ def evaluate(
     """Evaluates every batch of this rank; all ranks call it with the same number of batches.
 
     Args:
-        batches: full sequences of a decoder, or batches of a pretraining encoder.
+        batches: full sequences of a decoder, or batches of an encoder.
         token_bytes: [vocabulary] int64, UTF-8 bytes that each id decodes to; only decoders use it.
     """
-    if isinstance(model, Encoder):
-        return _evaluate_encoder(model, cast(Iterable[EncoderBatch], batches), mesh)
-    return _evaluate_decoder(model, cast(Iterable[Batch], batches), mesh, token_bytes)
+    with evaluating(model):
+        if isinstance(model, Encoder):
+            encode = _evaluate_encoder if model.config.num_classes is None else _evaluate_classifier
+            return encode(model, cast(Iterable[EncoderBatch], batches), mesh)
+        return _evaluate_decoder(model, cast(Iterable[Batch], batches), mesh, token_bytes)
 
 
 def _evaluate_decoder(
@@ -127,7 +178,6 @@ def _evaluate_decoder(
         batch = batch_to(split_tokens(batch, mesh.cp), mesh.device)
         total += model.loss_sums(batch.inputs()).sum()
         counts += _count(batch.labels, vocab_size)
-    reshard(model)
     nats = mesh.sum_over_data(mesh.pp.sum(total)).item()
     counts = mesh.sum_over_data(counts).cpu()
     tokens = int(counts.sum())
@@ -162,7 +212,6 @@ def _evaluate_encoder(model: Encoder, batches: Iterable[EncoderBatch], mesh: Mes
         )
         sequences += (batch.sequence_labels != IGNORED_LABEL).sum()
         counts += _count(batch.masked_labels, vocab_size)
-    reshard(model)
     mlm_nats, nsp_nats = mesh.sum_over_data(sums).tolist()
     mlm_right, nsp_right = mesh.sum_over_data(right).tolist()
     pairs = int(mesh.sum_over_data(sequences))
@@ -181,8 +230,34 @@ def _evaluate_encoder(model: Encoder, batches: Iterable[EncoderBatch], mesh: Mes
     )
 
 
+def _evaluate_classifier(model: Encoder, batches: Iterable[EncoderBatch], mesh: Mesh) -> ClassEvaluation:
+    num_classes, device = model.config.num_classes, mesh.device
+    assert num_classes is not None
+    nats = torch.zeros((), dtype=torch.float64, device=device)
+    right = torch.zeros((), dtype=torch.int64, device=device)
+    counts = torch.zeros(num_classes, dtype=torch.int64, device=device)
+    for batch in batches:
+        batch = batch_to(split_tokens(batch, mesh.cp), device)  # the first rank of cp has the labels
+        output = model(**batch.inputs())
+        assert output.sequence_losses is not None
+        nats += output.sequence_losses.sum(dtype=torch.float64)
+        right += (output.sequence_logits.argmax(-1) == batch.sequence_labels).sum()
+        counts += _count(batch.sequence_labels, num_classes)
+    reshard(model)
+    total_nats, total_right = mesh.sum_over_data(nats).item(), int(mesh.sum_over_data(right))
+    counts = mesh.sum_over_data(counts).cpu()
+    sequences = max(int(counts.sum()), 1)
+    return ClassEvaluation(
+        loss=total_nats / sequences,
+        accuracy=total_right / sequences,
+        majority=int(counts.max()) / sequences,
+        class_entropy=_entropy(counts),
+        sequences=int(counts.sum()),
+    )
+
+
 def _count(labels: Tensor, vocab_size: int) -> Tensor:
-    """Number of valid labels of each id, [vocabulary] int64."""
+    """Number of valid labels of each id or class, [vocabulary] int64."""
     return torch.bincount(labels[labels != IGNORED_LABEL], minlength=vocab_size)
 
 

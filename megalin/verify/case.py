@@ -18,6 +18,8 @@ SAMPLES_PER_RANK = 2
 PREDICTIONS = 11
 """Positions for predictions in an encoder's sample, more than some samples have valid tokens."""
 
+_FIRST_DRAW = 2**33 - 3
+
 DtypeName = Literal["float64", "float32", "bfloat16"]
 
 
@@ -113,7 +115,8 @@ def _decoder_batches(case: Case, model: ModelConfig) -> list[Batch]:
         ignored_fraction = torch.linspace(0.1, 0.4 + 0.5 * (index % 2), samples)[:, None]
         labels[ignored < ignored_fraction] = IGNORED_LABEL
         documents = starts.cumsum(1, dtype=torch.int32)
-        batches.append(Batch(ids[:, :-1].contiguous(), labels, documents, torch.arange(samples)))
+        draw = _draws(samples, index)
+        batches.append(Batch(ids[:, :-1].contiguous(), labels, documents, torch.arange(samples), draw))
     return batches
 
 
@@ -137,7 +140,13 @@ def _encoder_batch(case: Case, model: EncoderConfig, index: int) -> EncoderBatch
         labels[sample, :count] = torch.randint(0, model.vocab_size, (count,), generator=generator)
     classes = torch.randint(0, model.num_classes or 2, (samples,), generator=generator)
     classes[torch.tensor(sizes) == 0] = IGNORED_LABEL
-    return EncoderBatch(tokens, token_types, valid, positions, labels, classes, torch.arange(samples))
+    draw = _draws(samples, index)
+    return EncoderBatch(tokens, token_types, valid, positions, labels, classes, torch.arange(samples), draw)
+
+
+def _draws(samples: int, index: int) -> torch.Tensor:
+    """Numbers of the samples of micro-batch `index` in a long run, [samples], so that their high 32 bits count."""
+    return _FIRST_DRAW + torch.arange(index * samples, (index + 1) * samples)
 
 
 def rank_batches(batches: list[AnyBatch], mesh: Mesh) -> list[AnyBatch]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +15,8 @@ import pytest
 from megalin.__main__ import main
 from megalin.commands import eval as eval_command
 from megalin.data.tokenizers.tokenizer import ByteTokenizer
+from megalin.evaluation import forward_groups
+from megalin.evaluation.choices import scoring
 from megalin.evaluation.choices.encoding import encode_task
 from megalin.evaluation.choices.metrics import choice_metrics
 from megalin.evaluation.choices.requests import EvaluationData
@@ -23,7 +26,7 @@ from megalin.generation import load_for_generation
 from megalin.launch import Launch
 from megalin.parallel.mesh import Mesh, ParallelConfig
 from tests.evaluation.choice_data import make_data
-from tests.evaluation.test_choice_scores import scores_alone
+from tests.evaluation.test_choice_scores import Killed, killed, often, scores_alone
 from tests.model_runs import CPU
 from tests.ranks import run_ranks
 
@@ -105,6 +108,55 @@ def test_killed_evaluation_keeps_its_finished_tasks(run, data):
     with patch.object(ChoiceSuite, "run", dies), pytest.raises(Killed):
         main([str(argument) for argument in arguments])
     assert set(stored(run, 12)["choices"]) == {"ending/bpb_0shot"}
+
+
+def test_killed_evaluation_goes_on_within_a_task(run, data, capsys, caplog):
+    command = ["eval", str(run), "--suite", "choices", "--data", str(data), "--tasks", "colours/rc_0shot", "--json"]
+    path = run / "evaluations/step-12-colours-rc_0shot.partial.json"
+
+    def batches(after: int | None = None, *more: str) -> list[int]:
+        with (
+            often(),
+            patch.object(scoring, "EVERY_BATCHES", 1),
+            patch.object(forward_groups, "_STATES_BYTES", 1),
+            killed(after) as ended,
+            suppress(Killed),
+        ):
+            assert main([*command, *more]) == 0
+        return ended
+
+    def metrics() -> dict[str, Any]:
+        (run / "evaluations/step-12.json").unlink()
+        return json.loads(capsys.readouterr().out)["12"]["choices"]["colours/rc_0shot"]["metrics"]
+
+    whole = batches()
+    assert len(whole) > 3
+    assert not path.exists()
+    expected = metrics()
+    assert batches(3) == [1, 2, 3]
+    assert not (run / "evaluations/step-12.json").exists()
+    written = path.read_text()
+    assert batches() == whole[2:]
+    assert metrics() == expected
+    assert not path.exists()
+    path.write_text(written)
+    assert batches(None, "data.sequence_length=40")[0] == 1  # another length: another result
+    metrics()
+    for damaged in (
+        "[",
+        written.replace('"batches": 2', '"batches": 9'),
+        written.replace('"nats": [', '"nats": [0.0, '),
+    ):
+        assert damaged != written
+        path.write_text(damaged)
+        assert batches() == whole
+        assert metrics() == expected
+        assert "not partial scores" in caplog.text
+        caplog.clear()
+    path.mkdir()  # cannot be replaced by a file
+    assert batches() == whole
+    assert metrics() == expected
+    assert "the partial scores are not kept" in caplog.text
 
 
 def test_table_names_limits_and_truncated_requests(run, data, capsys):

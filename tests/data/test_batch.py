@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from megalin.data.batch import IGNORED_LABEL, EncoderBatch, pack, pad_samples, split_tokens
+from megalin.data.batch import IGNORED_LABEL, EncoderBatch, pack, pad_samples, split_tokens, take_samples, with_draw
 from megalin.parallel.collectives import Axis
 from megalin.parallel.context_parallel import ContextParallel
 
@@ -39,7 +39,8 @@ def test_documents_run_on_when_they_are_not_isolated():
 
 def test_dtypes_are_those_of_the_contract():
     batch = _pack([1, 2, 3], [0, 0, 1])
-    assert [field.dtype for field in batch] == [torch.int64, torch.int64, torch.int32, torch.int64]
+    assert [field.dtype for field in batch[:4]] == [torch.int64, torch.int64, torch.int32, torch.int64]
+    assert batch.draw is None
 
 
 def test_batch_owns_its_memory():
@@ -99,3 +100,12 @@ def test_samples_without_predictions_have_none_on_any_rank():
     shards = _shards(_pair(0), 3)
     assert [list(shard.inputs()) for shard in shards] == [["tokens", "token_types", "valid", "sequence_labels"]] * 3
     assert sum(shard.label_counts() for shard in shards).tolist() == [2]
+
+
+def test_numbers_of_samples_stay_with_them():
+    batch = with_draw(_pack([1, 2, 3], [0, 0, 1]), torch.tensor([2**40]))
+    assert pad_samples(batch, 2).draw.tolist() == [2**40, 0]
+    assert take_samples(pad_samples(batch, 3), torch.tensor([2, 0])).draw.tolist() == [0, 2**40]
+    assert split_tokens(batch, ContextParallel(Axis("cp", 2, 1))).draw.tolist() == [2**40]
+    assert list(batch.inputs()) == ["tokens", "labels", "document_ids", "draw"]
+    assert list(batch._replace(draw=None).inputs()) == ["tokens", "labels", "document_ids"]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megalin.data.batch import IGNORED_LABEL
+from megalin.data.batch import IGNORED_LABEL, with_draw
 from megalin.data.blend import BlendedOrder, BlendSource, Phase
 from megalin.data.config import DataConfig
 from megalin.data.datasets.token import TokenDataset
@@ -66,6 +66,19 @@ def test_every_sample_is_read_once_an_epoch(dataset):
     assert set(Counter(ids).values()) == {8}
 
 
+@pytest.mark.parametrize(("dp_size", "micro_batch_size"), [(1, 8), (2, 2), (4, 1)])
+def test_draws_number_the_samples_of_the_run_over_all_ranks_and_epochs(dataset, dp_size, micro_batch_size):
+    loaders = [
+        _loader(dataset, dp_rank=rank, dp_size=dp_size, micro_batch_size=micro_batch_size) for rank in range(dp_size)
+    ]
+    for step in (0, 1, 3 * dataset.num_samples):
+        of_ranks = [loader.step(step).batches for loader in loaders]
+        got = [i for micro in zip(*of_ranks, strict=True) for batch in micro for i in batch.draw.tolist()]
+        assert got == list(range(8 * step, 8 * step + 8))
+    for loader in loaders:
+        loader.close()
+
+
 def test_resumed_loader_continues_bit_for_bit(dataset):
     with _loader(dataset) as whole:
         wanted = [whole.step(step).batches for step in range(15)]
@@ -82,7 +95,7 @@ def test_seed_changes_the_order(dataset):
 def test_batch_holds_what_its_sample_ids_name(dataset):
     with _loader(dataset) as loader:
         batch = loader.step(1).batches[2]
-    assert _same(batch, dataset.batch(batch.sample_ids.numpy()))
+    assert _same(batch, with_draw(dataset.batch(batch.sample_ids.numpy()), batch.draw))
 
 
 def test_next_step_is_read_ahead(dataset, monkeypatch):

@@ -5,12 +5,15 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+from unittest.mock import patch
 
 import pytest
 
 from megalin.data.tokenizers.tokenizer import BytePairTrainer, ByteTokenizer, HuggingFaceTokenizer
 from megalin.errors import ConfigError, DataError
+from megalin.evaluation.choices import encoding
 from megalin.evaluation.choices.encoding import check_vocabulary, distinct_prompts, encode_task
+from megalin.evaluation.choices.licences import UNKNOWN, licence_note
 from megalin.evaluation.choices.manifest import read_manifest
 from megalin.evaluation.choices.requests import EvaluationData, Request
 from tests.evaluation.choice_data import TASKS, make_data, question, write_wheel
@@ -30,12 +33,19 @@ def test_tool_leaves_files_with_a_manifest_and_can_be_repeated(tmp_path, capsys)
     assert (folder / "manifest.json").read_bytes() == before
     manifest = json.loads(before)
     assert manifest["wheel_sha256"] == hashlib.sha256(wheel.read_bytes()).hexdigest()
-    assert manifest["licences"] == {"hellaswag": "MIT"}
+    assert list(manifest["licences"]) == ["hellaswag"]
+    assert manifest["licences"]["hellaswag"].startswith("reported as MIT; not verified")
     for task, record in manifest["tasks"].items():
         data = (folder / task / "requests.jsonl.gz").read_bytes()
         assert (len(data), hashlib.sha256(data).hexdigest()) == (record["bytes"], record["sha256"])
         assert [json.loads(line) for line in gzip.decompress(data).splitlines()] == TASKS[task]
     assert not list(folder.rglob("*.tmp"))
+
+
+def test_licence_notes_name_their_source():
+    assert licence_note("winogrande") == "CC BY (no version given), by the README of allenai/winogrande"
+    assert licence_note("sciq").startswith("reported as CC BY-NC 3.0, not for commercial use; not verified")
+    assert licence_note("piqa") == UNKNOWN
 
 
 def test_tool_repairs_a_damaged_file_and_manifest(tmp_path):
@@ -225,6 +235,25 @@ def test_answer_without_a_token_of_its_own_is_refused(tmp_path):
     task = EvaluationData(make_data(tmp_path)).read("which/rc_0shot")
     with pytest.raises(DataError, match="the answer ' ran away' has no token of its own after the prompt"):
         encode_task(task, Merging(), max_tokens=9)
+
+
+def test_each_prompt_is_encoded_once_and_batches_have_no_effect(tmp_path):
+    class Counting(ByteTokenizer):
+        def __init__(self):
+            self.batches = []
+
+        def encode_batch(self, texts):
+            self.batches.append(list(texts))
+            return super().encode_batch(texts)
+
+    task = EvaluationData(make_data(tmp_path)).read("colours/rc_0shot")
+    counting = Counting()
+    with patch.object(encoding, "_ENCODED_TOGETHER", 3):
+        found = encode_task(task, counting, max_tokens=99)
+    assert found == encode_task(task, ByteTokenizer(), max_tokens=99)
+    texts = [text for batch in counting.batches for text in batch]
+    assert len(texts) == 4 + len(found.requests)  # three questions and "Answer:"
+    assert max(map(len, counting.batches)) == 3
 
 
 def test_requests_of_one_prompt_are_found(tmp_path):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -11,9 +14,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megalin.evaluation import forward_groups
-from megalin.evaluation.choices import carried_state, scoring
+from megalin.evaluation.choices import carried_state, partial, scoring
 from megalin.evaluation.choices.encoding import EncodedRequest
 from megalin.evaluation.choices.metrics import RequestScores
+from megalin.evaluation.choices.partial import PartialScores
 from megalin.evaluation.choices.rows import RequestRows
 from megalin.evaluation.choices.scoring import score_carried, score_packed
 from megalin.model.config import ModelConfig
@@ -242,3 +246,74 @@ def test_carried_scores_do_not_depend_on_the_batches(tokens, state_bytes):
     limits = {"_TOKENS_AT_ONCE": tokens, "_STATES_BYTES": state_bytes}
     with process_group(CPU), patch.multiple(forward_groups, **limits):
         _assert_equal(_on_mesh(config, {}, requests, True), _alone(config, requests))
+
+
+class Killed(BaseException):
+    pass
+
+
+@contextmanager
+def often() -> Iterator[None]:
+    """Sums after every second batch, each of which is written; prompts in small groups."""
+    with (
+        patch.object(scoring, "EVERY_BATCHES", 2),
+        patch.object(partial, "_EVERY_SECONDS", 0.0),
+        patch.object(forward_groups, "_TOKENS_AT_ONCE", 150),
+    ):
+        yield
+
+
+@contextmanager
+def killed(after: int | None) -> Iterator[list[int]]:
+    """Kills the evaluation at the end of batch `after` of its own, before it is counted; the list has the batches."""
+    ended, real = [], scoring._Sums.end_batch
+
+    def end_batch(sums: Any) -> None:
+        ended.append(sums.batches + 1)
+        if len(ended) == after:
+            raise Killed
+        real(sums)
+
+    with patch.object(scoring._Sums, "end_batch", end_batch):
+        yield ended
+
+
+def _scores_of_killed(folder: Path, axes: dict[str, Any], carried: bool) -> tuple[list[RequestScores], list[list[int]]]:
+    """Scores without a file, and of an evaluation that was killed twice; and the batches of each part."""
+    mesh, requests = Mesh(ParallelConfig(**axes), CPU), [request for seed in range(5) for request in _requests(seed)]
+    model: Any = build_model(
+        HYBRID.model, mesh, compute_dtype=torch.float32, recompute=False, compile_blocks=False, seed=0, length=LENGTH
+    )
+
+    def score(kept: PartialScores | None) -> RequestScores:
+        if carried:
+            return score_carried(model, requests, mesh, partial=kept)
+        return score_packed(
+            model, requests, mesh, micro_batch_size=MICRO_BATCH_SIZE, sequence_length=LENGTH, partial=kept
+        )
+
+    scores, batches = [], []
+    for after, kept in ((None, False), (4, True), (2, True), (None, True)):
+        with often(), killed(after) as ended, suppress(Killed):
+            scores.append(score(PartialScores(folder / "x.partial.json", {"task": 1}) if kept else None))
+        batches.append(ended)
+    return scores, batches
+
+
+@pytest.mark.parametrize(
+    ("world_size", "axes", "carried"),
+    [
+        (1, {}, True),
+        (3, {"cp": 3}, False),
+        *(pytest.param(*case, False, marks=pytest.mark.slow) for case in ((2, {}), (2, {"pp": 2}), (4, {"tp": 2}))),
+    ],
+)
+def test_killed_scores_go_on_bit_for_bit(tmp_path, world_size, axes, carried):
+    results = run_ranks(world_size, _scores_of_killed, tmp_path, axes, carried)
+    for (expected, found), (whole, first, second, last) in results:
+        assert first == [1, 2, 3, 4]
+        assert second == [3, 4]  # the sums of two batches were there
+        assert last == whole[2:]
+        assert len(whole) > 4
+        for values, others in zip(expected, found, strict=True):
+            np.testing.assert_array_equal(values, others)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import zlib
 from functools import partial
@@ -16,8 +17,9 @@ import pytest
 import torch
 
 from megalin.__main__ import main
+from megalin.data.shards.indexed_dataset import bin_path
 from megalin.data.tokenizers.tokenizer import ByteTokenizer
-from megalin.errors import ConfigError
+from megalin.errors import ConfigError, DataError
 from megalin.evaluation.choices.metrics import RequestScores
 from megalin.evaluation.generated import retrieval
 from megalin.evaluation.generated.heat_map import write_heat_map
@@ -35,7 +37,7 @@ from megalin.parallel.process_group import process_group
 from megalin.train.build import build_model
 from megalin.train.config import RunConfig, load_run_config
 from tests.cases import HYBRID, LENGTH, VOCAB_SIZE, build
-from tests.model_runs import CPU, train_here, write_config
+from tests.model_runs import CPU, train_here, write_config, write_shard
 from tests.ranks import RankFailedError, run_ranks
 
 RECALL = MQAR(sequence_length=24, num_pairs=4, vocab_size=40)
@@ -184,6 +186,46 @@ def test_needles_are_scored_by_depth_and_length(config, answers, monkeypatch, tm
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_needles_are_hidden_in_held_out_documents(config, answers, monkeypatch, tmp_path):
+    """Three documents, each text of which is a letter of its own; the id that ends them stands in no prompt."""
+    shard = write_shard(tmp_path / "letters", [[letter] * 150 + [256] for letter in b"xyz"])
+    config = config.model_copy(update={"data": config.data.model_copy(update={"validation": [str(shard)]})})
+    suite = NeedleSuite(config, lengths=[320, 400], depths=3, haystack="documents")
+    noise = NeedleSuite(config, lengths=[256], depths=2)
+    name = "needle/standard-documents"
+    assert suite.result_names() == ["needle/easy-documents", name, "needle/multi-documents"]
+    contexts, starts = [], set()
+    for request in suite._requests[name]:
+        assert 256 not in request.prompt
+        text = bytes(request.prompt).decode()
+        assert len(text) == request.length - request.new_tokens
+        body = text.partition("Remember them.\n")[2].rpartition("\nQuestion:")[0]
+        before, after = re.split(r"\nThe secret number of \w+ is \d{7}\.\n", body)
+        assert len(before) == round(request.depth * len(before + after))
+        documents = [part for part in (before + after).split("\n\n") if part]
+        assert [len(part) for part in documents[:-1]] == [150] * (len(documents) - 1)
+        order = "".join(part[0] for part in documents)
+        assert order in "xyzxyz"
+        contexts.append(before + after)
+        starts.add(order[0])
+    assert len(starts) == 1  # the same text at every depth and length
+    assert len({len(context) for context in contexts}) == 2
+    assert _run(suite, name, monkeypatch).details["haystack"] == "documents of the validation split"
+    assert _run(noise, "needle/standard", monkeypatch).details["haystack"] == "generated noise"
+    before = suite.settings(name)
+    os.utime(bin_path(shard), ns=(0, 1))
+    assert suite.settings(name) != before
+
+
+def test_haystacks_without_text_are_refused(config):
+    with pytest.raises(ConfigError, match=r"a haystack of documents reads data\.test, which the run does not have"):
+        NeedleSuite(config, lengths=[256], haystack="documents", split="test")
+    with pytest.raises(
+        DataError, match=r"data\.validation: the documents of the haystack have \d+ tokens, .* or use --haystack noise"
+    ):
+        NeedleSuite(config, lengths=[1024], haystack="documents")
+
+
 def test_ranks_divide_the_requests(config, answers, monkeypatch):
     """Rank 1 of 2, each of which has two ranks of tensor parallelism; rank 0 finds the needles of shallow places alone,
     as the whole does above."""
@@ -247,6 +289,7 @@ def _on_ranks(folder: Path, meshes: list[dict[str, int]]) -> list[dict[str, floa
     ("suite", "arguments", "message"),
     [
         ("loss", ["--lengths", "64"], "--lengths has no effect without the suite needle or ruler; add --suite needle"),
+        ("ruler", ["--haystack", "noise"], "--haystack has no effect without the suite needle; add --suite needle"),
         ("ruler", ["--depths", "4"], "--depths has no effect without the suite needle; add --suite needle"),
         ("needle", ["--depths", "1"], "num_depths = 1: a grid needs at least 2 depths"),
         ("needle", ["--lengths", "512", "256"], "give at least one context length, in rising order"),
@@ -276,6 +319,11 @@ def test_a_run_goes_through_the_suites(config_file, tmp_path, capsys):
     assert (folder / "evaluations/step-1-needle-standard-first-2.png").exists()
     assert main(command) == 0
     assert json.loads(capsys.readouterr().out)["1"] == printed  # seconds too: nothing ran again
+    documents = ["eval", str(folder), "--suite", "needle", "--haystack", "documents", "--lengths", "256", "--json"]
+    assert main([*documents, "--depths", "2"]) == 0
+    found = json.loads(capsys.readouterr().out)["1"]["needle"]
+    assert {each["details"]["haystack"] for each in found.values()} == {"documents of the validation split"}
+    assert (folder / "evaluations/step-1-needle-standard-documents.png").exists()
 
 
 def test_answers_do_not_depend_on_the_mesh(config_file, tmp_path):

@@ -1,5 +1,6 @@
 """The configs of generated tasks: each documented mixer fits, and the shards of the documented commands train."""
 
+import json
 import re
 from pathlib import Path
 
@@ -34,3 +35,45 @@ def test_configs_train_on_the_shards_of_the_documented_commands(tmp_path, monkey
     for name in ("mqar", "state_tracking"):
         assert main(["train", str(EXAMPLES / f"{name}.toml"), "--folder", f"runs/{name}", *SMALL]) == 0
         assert "validation: loss" in capsys.readouterr().out
+
+
+def write_shards(task: str, *fields: str, examples: int) -> None:
+    """Shards of the documented paths in the working folder, of small examples."""
+    for split in ("train", "test"):
+        arguments = ["--split", split, "--examples", str(examples), "--output", f"lra-data/{task}-{split}"]
+        assert generate_task.main([task, *fields, *arguments]) == 0
+
+
+def test_encoders_train_on_the_shards_of_the_documented_commands(tmp_path, monkeypatch, capsys):
+    """Blocks, heads and settings of the configs, with shorter sequences and smaller batches."""
+    monkeypatch.chdir(tmp_path)
+    write_shards("listops", "min_length=5", "max_length=24", examples=8)
+    write_shards("pathfinder", "image_size=16", "contour_length=8", "num_distractors=1", examples=8)
+    for task, length, width in (("listops", 24, 64), ("pathfinder", 256, 128)):
+        for model in ("hgrn2", "danet"):
+            config, few = str(EXAMPLES / f"{task}_{model}.toml"), ["model.layers.0.repeat=1"] * (model == "hgrn2")
+            sizes = [f"data.sequence_length={length}", f"model.hidden_size={width}"]
+            overrides = ["train.steps=3", *SMALL[1:], *sizes, *few]
+            assert main(["train", config, "--folder", f"runs/{task}-{model}", *overrides]) == 0
+            assert re.search(r"validation: loss .* accuracy \d", capsys.readouterr().out)
+
+
+@pytest.mark.slow
+def test_short_expressions_of_listops_are_learned(tmp_path, monkeypatch, capsys):
+    """The documented command on a CPU. The most frequent class has 13 %, each digit or operator alone little more."""
+    monkeypatch.chdir(tmp_path)
+    write_shards("listops", "min_length=4", "max_length=12", "max_depth=3", "max_arguments=3", examples=6000)
+    overrides = [
+        "data.sequence_length=12",
+        "model.max_positions=12",
+        "model.layers.0.repeat=2",
+        "train.dtype='float32'",
+    ]
+    overrides += ["train.global_batch_size=64", "train.micro_batch_size=64", "train.evaluate_every_steps=100"]
+    overrides += ["train.steps=100", "schedule.warmup_steps=10", "optimizer.lr=5e-3"]
+    assert main(["train", str(EXAMPLES / "listops_hgrn2.toml"), "--folder", "runs/short", *overrides]) == 0
+    capsys.readouterr()
+    assert main(["eval", "runs/short", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["majority"] < 0.2
+    assert found["accuracy"] > 0.4

@@ -16,8 +16,13 @@ ATTENTION = """model.layers.0.sublayers=[{type = "softmax", num_heads = 2, backe
 
 @pytest.mark.parametrize(
     "overrides",
-    [[], ["train.compile=true", "train.dtype=bfloat16", "train.recompute=true"], [ATTENTION, "train.dtype=bfloat16"]],
-    ids=["eager", "compiled_bf16_recomputed", "attention_by_masks"],
+    [
+        [],
+        ["model.hidden_dropout=0.1", "model.embedding_dropout=0.1"],
+        ["train.compile=true", "train.dtype=bfloat16", "train.recompute=true", "model.hidden_dropout=0.1"],
+        [ATTENTION, "train.dtype=bfloat16"],
+    ],
+    ids=["eager", "eager_dropout", "compiled_bf16_recomputed_dropout", "attention_by_masks"],
 )
 def test_graphs_change_no_bit_of_a_run_that_accumulates_and_evaluates(tmp_path, overrides):
     config = write_config(tmp_path, train={"evaluate_every_steps": 5}, checkpoint={"every_steps": 6})

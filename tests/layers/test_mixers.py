@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megalin.errors import ConfigError
-from megalin.layers.mixers.base import mixer_types
+from megalin.layers.mixers.base import MixerConfig, mixer_types
 from megalin.model.language_model import LanguageModel
 from megalin.parallel.collectives import Axis
 from megalin.parallel.tensor_parallel import TensorParallel
@@ -25,13 +25,22 @@ def test_every_mixer_has_a_case():
     assert set(mixer_types()) <= {sublayer.type for block in blocks for sublayer in block.sublayers}
 
 
+def config_of(kind: str) -> type[MixerConfig]:
+    """The config class of a mixer type."""
+    return import_module(f"megalin.layers.mixers.{kind}").CONFIG
+
+
 def fields_of(kind: str) -> dict[str, Any]:
     """The config fields of a mixer type, by name."""
-    return import_module(f"megalin.layers.mixers.{kind}").CONFIG.model_fields
+    return config_of(kind).model_fields
 
 
-WITH_HEADS = [kind for kind in mixer_types() if {"num_heads", "chunk_size"} <= fields_of(kind).keys()]
-"""Recurrent mixers whose heads share the hidden size."""
+WITH_HEADS = [
+    kind
+    for kind in mixer_types()
+    if {"num_heads", "chunk_size"} <= fields_of(kind).keys() and config_of(kind).attends_to == "earlier"
+]
+"""Recurrent mixers of decoders whose heads share the hidden size."""
 
 
 @pytest.mark.parametrize("heads", [5, 7, 96])

@@ -168,8 +168,9 @@ def test_softmax_attention_sends_its_heads_or_gathers_keys_and_values():
 
 
 def test_an_encoder_sends_its_sums_whatever_the_length():
-    """X^T X of a layer, or of its first and last window where windows cross shards; tokens that the heads select."""
-    names, lengths = ("one-head", "local"), (24, 40)
+    """X^T X of a layer, or of its first and last window where windows cross shards; states of both directions; tokens
+    that the heads select. Softmax attention alone sends its tokens."""
+    names, lengths = ("one-head", "local", "two-way", "bert"), (24, 40)
     picked = 4 * ROWS * PREDICTIONS * HIDDEN_SIZE
     heads = conjugate(SCATTER, GATHER, picked, 1) + conjugate(REDUCE, REDUCE, 4 * ROWS * HIDDEN_SIZE, 1)
     four_heads = ROWS * HIDDEN_SIZE * HIDDEN_SIZE  # H (D / H)^2 numbers of 4 bytes each, H = 4
@@ -183,6 +184,13 @@ def test_an_encoder_sends_its_sums_whatever_the_length():
             crossing = 2 if length // CP % 8 else 1
             around = conjugate(GATHER, SCATTER, windows, crossing)
             assert calls["local", length] == heads + conjugate(REDUCE, REDUCE, four_heads, 1) + around + valid
+            states = conjugate(GATHER, GATHER, gathered(RECURRENT["hgrn2"].state), 2 * 2)
+            assert calls["two-way", length] == heads + states + valid
+            shard_bytes = 4 * ROWS * length // CP * HIDDEN_SIZE
+            moved = conjugate(ALL_TO_ALL, ALL_TO_ALL, 3 * shard_bytes, 2) + conjugate(
+                ALL_TO_ALL, ALL_TO_ALL, shard_bytes, 2
+            )
+            assert calls["bert", length] == heads + moved + valid
 
 
 def _second_document(names: tuple[str, ...]) -> dict[str, list[Arrays]]:
@@ -228,6 +236,8 @@ COMPILED: tuple[tuple[str, ExchangeName, str], ...] = (
 MORE_COMPILED: tuple[tuple[str, ExchangeName, str], ...] = (
     ("transnormer-cosine", "ring", AS_INDUCTOR_CUTS),
     ("local", "auto", AS_INDUCTOR_CUTS),
+    ("bert", "auto", AS_INDUCTOR_CUTS),
+    ("two-way", "ring", AS_INDUCTOR_CUTS),
     ("softmax-grouped", "auto", "inductor"),  # several all-to-alls in a block, and quick to compile
 )
 

@@ -10,8 +10,11 @@ from megalin.ops.dispatch import backend
 from megalin.parallel.collectives import reduce_from_axis
 from megalin.parallel.fake_mesh import fake_mesh
 from megalin.parallel.mesh import ParallelConfig
+from megalin.planner.block_traces import trace_model
 from megalin.planner.graph_cost import COPY, graph_cost
 from megalin.planner.tracing import fake_execution, materialize, trace, trace_compiled
+from megalin.planner.workload import Workload
+from tests.cases import GLU, HIDDEN_SIZE, model
 
 TOKENS, WIDTH, INNER = 64, 32, 96
 X, H, W = TOKENS * WIDTH * 4, TOKENS * INNER * 4, WIDTH * INNER * 4
@@ -144,3 +147,15 @@ def test_weights_take_the_dtypes_that_they_compute_in():
     assert module["precise"].angle.dtype == torch.float32
     assert module.get_buffer("table").dtype == torch.int32
     assert module["plain"].weight.device.type == "cpu"
+
+
+def test_dropout_saves_a_byte_an_element_of_each_site():
+    plain, dropped = (
+        trace_model(Workload(network, TOKENS, 4, torch.bfloat16, False, ()), ParallelConfig(), 4)
+        for network in (
+            model({"sublayers": [GLU, GLU]}, hidden_dropout=rate, embedding_dropout=rate) for rate in (0.0, 0.1)
+        )
+    )
+    elements = 4 * TOKENS * HIDDEN_SIZE
+    assert dropped.blocks[0].saved_bytes - plain.blocks[0].saved_bytes == 2 * elements
+    assert dropped.entry.saved_bytes - plain.entry.saved_bytes == elements

@@ -25,7 +25,7 @@ from megalin.parallel.tensor_parallel import full_tensor, local
 from megalin.train.config import load_run_config
 from megalin.train.deepspeed_engine import DeepSpeedEngine
 from megalin.train.engine import FullyShardedEngine
-from tests.model_runs import CPU, checkpoint_tensors, losses, metrics, train_here, write_config
+from tests.model_runs import CPU, DROPOUT, checkpoint_tensors, losses, metrics, train_here, write_config
 from tests.numerics import assert_close
 from tests.ranks import run_ranks
 from tests.train.test_encoder_run import write_config as write_encoder_config
@@ -87,7 +87,7 @@ def marked(names: Iterable[str]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    tables = {"train": {"steps": STEPS}, "checkpoint": {"every_steps": 100}}
+    tables = {"model": DROPOUT, "train": {"steps": STEPS}, "checkpoint": {"every_steps": 100}}
     return write_config(tmp_path_factory.mktemp("deepspeed"), **tables)
 
 
@@ -232,7 +232,8 @@ def _poisoned(config: Path) -> list[tuple[str, str]]:
     """Errors of a second step whose loss or gradient is not finite on one rank, by stage; no weight may change."""
     _nothing_is_compiled()
     tokens = torch.arange(24).view(2, 12) + dist.get_rank()
-    batch = Batch(tokens, tokens + 1, torch.zeros_like(tokens, dtype=torch.int32), torch.arange(2))
+    documents, numbers = torch.zeros_like(tokens, dtype=torch.int32), torch.arange(2)
+    batch = Batch(tokens, tokens + 1, documents, numbers, numbers)
     messages = []
     for (zero, *others), poison in itertools.product(STAGES, POISONS):
         engine = _engine(config, f"parallel.{zero}", *others)

@@ -152,7 +152,8 @@ def test_config_comes_back_from_its_own_text(tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("model.num_classes=3", "model.num_classes = 3: shards have no classes to train on"),
+        ("model.num_classes=3", "model.num_classes = 3, but data.classification is missing; add this table"),
+        ("model.num_classes=3", "data.masking makes samples without a class, but model.num_classes = 3; remove one"),
         ("train.max_label_fraction=0.2", "train.max_label_fraction = 0.2 is for decoders; an encoder's head computes"),
         ("data.sequence_length=30", "data.sequence_length = 30 is more than model.max_positions = 24; lower it"),
         ("model.poolin='mean'", "model.poolin: unknown key; did you mean 'pooling'"),

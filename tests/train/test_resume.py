@@ -20,6 +20,7 @@ from megalin.train.engine import FullyShardedEngine
 from megalin.train.metrics import Metrics
 from megalin.train.step import PendingStep
 from tests.model_runs import (
+    DROPOUT,
     STEPS,
     checkpoint_tensors,
     late_results,
@@ -46,7 +47,7 @@ SLOW_MESHES = {"cp2_dp2": (4, ["parallel.cp=2", "parallel.shard=2"])}
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_config(tmp_path_factory.mktemp("resume"))
+    return write_config(tmp_path_factory.mktemp("resume"), model=DROPOUT)
 
 
 def _runs(config: Path, calls: list[tuple[Path, list[str]]]) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megalin.config import parse
-from megalin.data.batch import Batch
+from megalin.data.batch import Batch, take_samples
 from megalin.errors import NumericError
 from megalin.model.config import ModelConfig
 from megalin.model.language_model import LanguageModel
@@ -84,8 +84,7 @@ def micro_batches(batch: Batch, mesh: Mesh, size: int) -> list[Batch]:
     """This rank's micro-batches, in the loader's order."""
     global_size = size * mesh.data.size
     return [
-        Batch(*(field[first : first + size] for field in batch))
-        for first in range(mesh.data.rank * size, SAMPLES, global_size)
+        take_samples(batch, slice(first, first + size)) for first in range(mesh.data.rank * size, SAMPLES, global_size)
     ]
 
 
@@ -238,7 +237,7 @@ def bf16_gradients_by_sample() -> Tensors:
     batch = make_batch()
     total: Tensors = {}
     for sample in range(SAMPLES):
-        one = Batch(*(field[sample : sample + 1] for field in batch))
+        one = take_samples(batch, slice(sample, sample + 1))
         losses = model(one.tokens, labels=one.labels, document_ids=one.document_ids).token_losses
         assert losses is not None
         (losses.sum() / (batch.labels >= 0).sum()).backward()

@@ -152,6 +152,10 @@ def test_report_and_progress_show_the_tasks(config, tmp_path, capsys):
             ['evaluation.tasks=["recall"]'],
             "no task of the suite recall fits the run:\n.*its examples have up to 64 ids",
         ),
+        (
+            ['evaluation.tasks=["needle"]'],
+            "the suite needle does not run during training; evaluate the run's checkpoints with: megalin eval RUN",
+        ),
         ([TASKS, "evaluation.data=none"], "none/manifest.json: no such file; get the data with"),
         ([TASKS, "data.sequence_length=6"], "an answer has 9 tokens, more than the 6 of data.sequence_length"),
     ],

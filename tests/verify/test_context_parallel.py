@@ -85,6 +85,7 @@ SLOW_CASES_OF = {
     3: named([case for case in MIXER_CASES if case not in REPRESENTATIVES], cp=3, recompute=True),
     4: named(REPRESENTATIVES, cp=2, tp=2, sequence_parallel=True)
     | named(WITH_FOLD, cp=4, cp_exchange="ring", recompute=True)
+    | named(ENCODERS[-1:], cp=4, cp_exchange="ring", length=36)
     | named(ENCODERS, cp=2, tp=2, sequence_parallel=True, length=36),
 }
 """More variants of mixers, and a second axis, which test_three_axes.py has in one model of all mixers."""
@@ -105,7 +106,11 @@ def compared(
 
 
 FAST_FAULTY_CASES = named(by_name("tnl", "rodimus_plus", "softmax"), cp=3) | named(ENCODERS[2:3], cp=3, length=36)
-SLOW_FAULTY_CASES = named(by_name("cosformer2"), cp=3) | named(by_name("tnl"), cp=3, cp_exchange="ring")
+SLOW_FAULTY_CASES = (
+    named(by_name("cosformer2"), cp=3)
+    | named(by_name("tnl"), cp=3, cp_exchange="ring")
+    | named(ENCODERS[-1:], cp=3, length=36)
+)
 FAULTY_CASES = FAST_FAULTY_CASES | SLOW_FAULTY_CASES
 
 
@@ -155,7 +160,7 @@ def types_of(cases: Iterable[MixerCase]) -> set[str]:
 def types_with_context_parallelism() -> set[str]:
     """The decoder's mixers of the package that support context parallelism."""
     configs = {kind: import_module(f"megalin.layers.mixers.{kind}").CONFIG for kind in mixer_types()}
-    return {kind for kind, config in configs.items() if config.causal and config.supports_context_parallel}
+    return {kind for kind, config in configs.items() if config.attends_to != "all" and config.supports_context_parallel}
 
 
 def test_cases_have_every_mixer():
@@ -181,8 +186,10 @@ FAULTS_OF = {
     "cosformer2": FOLDED,  # the decays of TPE
     "softmax": ["swapped_split_order", "missing_exchange_adjoint"],
     "local": ["local_sum", "missing_sum_adjoint", "missing_neighbours", "missing_neighbour_adjoint"],
+    "two-way": [*FOLDED, "local_sum", "missing_sum_adjoint"],
 }
-"""By case: a fixed decay; an input-dependent one with a convolution and a window; TPE's; heads; an encoder's sums."""
+"""By case: a fixed decay; an input-dependent one with a convolution and a window; TPE's; heads; an encoder's sums; both
+directions, and sums of heads."""
 
 
 @pytest.mark.parametrize(

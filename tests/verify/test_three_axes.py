@@ -1,4 +1,4 @@
-"""Every mixer, in one model, on meshes with every pair of axes, as `megalin verify` compares it.
+"""Every mixer, in one model with dropout, on meshes with every pair of axes, as `megalin verify` compares it.
 
 The papers' ablation switches join them on tp 2 x cp 3; tests/model/test_ablations.py has other meshes.
 """
@@ -24,16 +24,19 @@ from tests.verify.test_context_parallel import (
     types_with_context_parallelism,
 )
 
+DROPOUT = {"embedding_dropout": 0.1, "hidden_dropout": 0.1}
+
 
 def every_mixer() -> Case:
     """A model of three blocks, so that two stages are uneven, with a sub-layer of each mixer."""
     blocks: list[list[MixerConfig]] = [[], [], []]
     for number, case in enumerate(REPRESENTATIVES):
         blocks[number % len(blocks)] += [s for s in case.model.layers[0].sublayers if s.type != GLU["type"]]
-    return Case("every mixer", model(*({"sublayers": [*sublayers, GLU]} for sublayers in blocks)))
+    return Case("every mixer", model(*({"sublayers": [*sublayers, GLU]} for sublayers in blocks), **DROPOUT))
 
 
 EVERY_MIXER = every_mixer()
+ENCODER = ENCODERS[2]._replace(model=ENCODERS[2].model.model_copy(update=DROPOUT))
 
 MESHES: dict[int, list[dict[str, Any]]] = {
     6: [{"cp": 3, "tp": 2, "sequence_parallel": True}],
@@ -61,7 +64,7 @@ def cases(world_size: int) -> Named:
             found |= named([Case("ablations", MOSAIC)], **mesh)
             found |= named([EncoderCase("encoder ablations", ENCODER_MOSAIC)], length=36, **mesh)
         if "pp" not in mesh:  # encoders have no pipeline
-            found |= named(ENCODERS[2:3], length=36 if mesh["cp"] == 3 else 40, **mesh)
+            found |= named([ENCODER], length=36 if mesh["cp"] == 3 else 40, **mesh)
     return found
 
 

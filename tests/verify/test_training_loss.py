@@ -18,19 +18,19 @@ from tests.verify.test_verify import PRESET, case
 LOSS_SUM = VocabParallelEmbedding.loss_sum
 
 
-def _wrong_value(self: VocabParallelEmbedding, x: Tensor, labels: Tensor) -> Tensor:
-    return LOSS_SUM(self, x, labels) + 1e-3
+def _wrong_value(self: VocabParallelEmbedding, x: Tensor, labels: Tensor, **options: float) -> Tensor:
+    return LOSS_SUM(self, x, labels, **options) + 1e-3
 
 
-def _wrong_gradient(self: VocabParallelEmbedding, x: Tensor, labels: Tensor) -> Tensor:
-    loss = LOSS_SUM(self, x, labels)
+def _wrong_gradient(self: VocabParallelEmbedding, x: Tensor, labels: Tensor, **options: float) -> Tensor:
+    loss = LOSS_SUM(self, x, labels, **options)
     return loss + 1e-3 * (loss - loss.detach())
 
 
-def _no_weight_gradient(self: VocabParallelEmbedding, x: Tensor, labels: Tensor) -> Tensor:
+def _no_weight_gradient(self: VocabParallelEmbedding, x: Tensor, labels: Tensor, **options: float) -> Tensor:
     self.weight.requires_grad_(False)
     try:
-        return LOSS_SUM(self, x, labels)
+        return LOSS_SUM(self, x, labels, **options)
     finally:
         self.weight.requires_grad_(True)
 

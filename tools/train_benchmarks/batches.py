@@ -31,7 +31,8 @@ def random_batch(
         return _random_encoder_batch(config, samples, length, generator)
     ids = torch.randint(0, config.vocab_size, (samples, length + 1), generator=generator)
     documents = torch.arange(length, dtype=torch.int32).div(document_length or length, rounding_mode="floor")
-    batch = Batch(ids[:, :-1], ids[:, 1:], documents.expand(samples, -1), torch.arange(samples))
+    numbers = torch.arange(samples)
+    batch = Batch(ids[:, :-1], ids[:, 1:], documents.expand(samples, -1), numbers, numbers)
     return Batch(*(tensor.contiguous() for tensor in batch))
 
 
@@ -46,6 +47,5 @@ def _random_encoder_batch(config: EncoderConfig, samples: int, length: int, gene
         masked = scores.argsort(1)[:, : math.ceil(MASKED_FRACTION * length)].sort(1).values
     classes = torch.randint(0, config.num_classes or 2, (samples,), generator=generator)
     types = (positions >= sizes // 2).to(torch.int64)
-    return EncoderBatch(
-        tokens, types, positions < sizes, masked, tokens.gather(1, masked), classes, torch.arange(samples)
-    )
+    labels, numbers = tokens.gather(1, masked), torch.arange(samples)
+    return EncoderBatch(tokens, types, positions < sizes, masked, labels, classes, numbers, numbers)

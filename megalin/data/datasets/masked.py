@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ import torch
 
 from megalin.data.batch import EncoderBatch
 from megalin.data.config import DataConfig, SplitName
+from megalin.data.datasets.documents import find_documents
 from megalin.data.datasets.token import open_parts, refuse_label_masks
 from megalin.data.masking import FRAME_TOKENS, Draws, MaskedSample, MaskingConfig, Vocabulary, mask, resolve_tokens
 from megalin.data.shards.indexed_dataset import Shard
@@ -21,16 +22,6 @@ from megalin.errors import DataError
 
 _log = logging.getLogger(__name__)
 _LEAST_TOKENS = 2  # one for each segment
-
-
-class _Documents(NamedTuple):
-    """Documents of a split with at least two tokens, over all its shards."""
-
-    shards: list[Shard]
-    shard: npt.NDArray[np.int32]  # [documents] number of the shard
-    first_token: npt.NDArray[np.int64]  # [documents] of the shard
-    length: npt.NDArray[np.int64]  # [documents] tokens
-    skipped: int  # documents of fewer than two tokens
 
 
 class MaskedDataset:
@@ -64,7 +55,7 @@ class MaskedDataset:
         self._config, self._vocabulary = config, vocabulary
         self._split, self._vocab_size, self._seed = split, vocab_size, seed
         self._copies = config.copies if split == "train" else 1
-        self._documents = documents = _find_documents(parts)
+        self._documents = documents = find_documents(parts, least_tokens=_LEAST_TOKENS)
         self.num_skipped = documents.skipped
         self.num_tokens = int(documents.length.sum())
         pieces = -(-documents.length // (sequence_length - FRAME_TOKENS))
@@ -167,31 +158,6 @@ class MaskedDataset:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _find_documents(parts: Sequence[tuple[Shard, int, int]]) -> _Documents:
-    """Documents in the sequences [first, end) of each shard; one cut by a split boundary counts as two."""
-    shard_numbers, first_tokens, lengths, skipped = [], [], [], 0
-    for number, (shard, first, end) in enumerate(parts):
-        edges = np.unique(np.clip(shard.documents, first, end))  # documents without a sequence fall together
-        starts = shard.pointers[np.minimum(edges, shard.num_sequences - 1)] // shard.dtype.itemsize
-        starts[edges == shard.num_sequences] = shard.num_tokens
-        sizes = np.diff(starts)
-        usable = sizes >= _LEAST_TOKENS
-        begins = shard.documents[:-1]
-        inside = (begins >= first) & ((begins < end) | (end == shard.num_sequences))
-        empty = inside & (np.diff(shard.documents) == 0)
-        skipped += int(empty.sum()) + int((~usable).sum())
-        shard_numbers.append(np.full(int(usable.sum()), number, np.int32))
-        first_tokens.append(starts[:-1][usable])
-        lengths.append(sizes[usable])
-    return _Documents(
-        [shard for shard, _, _ in parts],
-        np.concatenate([np.empty(0, np.int32), *shard_numbers]),
-        np.concatenate([np.empty(0, np.int64), *first_tokens]),
-        np.concatenate([np.empty(0, np.int64), *lengths]),
-        skipped,
-    )
 
 
 def _check_documents(config: DataConfig, split: SplitName, paths: Sequence[str], dataset: MaskedDataset) -> None:

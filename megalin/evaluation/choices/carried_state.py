@@ -7,8 +7,10 @@ the answer's tokens c_m, a_1 .. a_(n-1) continue from a copy of S and predict a_
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -41,27 +43,28 @@ class _Answer(NamedTuple):
 
     number: int
     """Number of the request."""
+    request: EncodedRequest
     prompt: int
     """Index of the prompt in its batch."""
-    ids: list[int]
-    """The prompt's last id and the answer."""
 
 
-def carried_batches(model: LanguageModel, requests: Sequence[EncodedRequest], device: torch.device) -> Iterator[Scored]:
-    """Yields the scores of all requests, batch by batch; every batch of prompts runs once."""
-    prompts = list(distinct_prompts(requests).items())
-    prompts.sort(key=lambda item: len(item[0]))
-    for group in forward_groups([len(ids) - 1 for ids, _ in prompts], model.state_bytes()):
-        batch = [prompts[index] for index in group]
-        state = _prompt_state(model, [ids[:-1] for ids, _ in batch], device)
-        answers = [
-            _Answer(number, index, [ids[-1], *requests[number].ids[len(ids) :]])
-            for index, (ids, numbers) in enumerate(batch)
-            for number in numbers
-        ]
-        answers.sort(key=lambda answer: len(answer.ids))
-        for part in forward_groups([len(answer.ids) - 1 for answer in answers], _sequence_bytes(state)):
-            yield _score_answers(model, [answers[index] for index in part], state, device)
+def prompt_groups(model: LanguageModel, requests: Sequence[EncodedRequest]) -> list[list[list[int]]]:
+    """Groups of prompts that run together, by rising length: the numbers of each prompt's requests."""
+    same_prompt = sorted(distinct_prompts(requests).values(), key=lambda numbers: len(requests[numbers[0]].prompt))
+    lengths = [len(requests[numbers[0]].prompt) - 1 for numbers in same_prompt]
+    return [[same_prompt[index] for index in group] for group in forward_groups(lengths, model.state_bytes())]
+
+
+def carried_batches(
+    model: LanguageModel, requests: Sequence[EncodedRequest], group: Sequence[Sequence[int]], device: torch.device
+) -> Iterator[Scored]:
+    """Yields the scores of the requests of a group of `prompt_groups`, batch by batch; its prompts run once."""
+    state = _prompt_state(model, [requests[numbers[0]].prompt[:-1] for numbers in group], device)
+    answers = [_Answer(number, requests[number], prompt) for prompt, numbers in enumerate(group) for number in numbers]
+    answers.sort(key=lambda answer: answer.request.num_answer_tokens)
+    lengths = [answer.request.num_answer_tokens for answer in answers]
+    for part in forward_groups(lengths, _sequence_bytes(state)):
+        yield _score_answers(model, [answers[index] for index in part], state, device)
 
 
 def _sequence_bytes(state: ModelState) -> int:
@@ -77,15 +80,15 @@ def _prompt_state(model: LanguageModel, prompts: Sequence[Sequence[int]], device
     length = max(map(len, prompts))
     if length == 0:
         return state
-    tokens = torch.zeros(len(prompts), length, dtype=torch.int64)
-    documents = torch.full(tokens.shape, _PADDING, dtype=torch.int32)
+    tokens = np.zeros((len(prompts), length), np.int64)
+    documents = np.full(tokens.shape, _PADDING, np.int32)
     for row, ids in enumerate(prompts):
         if ids:
-            tokens[row, -len(ids) :], documents[row, -len(ids) :] = torch.tensor(ids), _PROMPT
+            tokens[row, -len(ids) :], documents[row, -len(ids) :] = ids, _PROMPT
     output = model(
-        tokens.to(device),
-        labels=torch.full_like(tokens, IGNORED_LABEL).to(device),
-        document_ids=documents.to(device),
+        _to(tokens, device),
+        labels=torch.full(tokens.shape, IGNORED_LABEL, device=device),
+        document_ids=_to(documents, device),
         state=state,
         losses="scores",
     )
@@ -94,23 +97,30 @@ def _prompt_state(model: LanguageModel, prompts: Sequence[Sequence[int]], device
 
 
 def _score_answers(model: LanguageModel, answers: Sequence[_Answer], state: ModelState, device: torch.device) -> Scored:
-    length = max(len(answer.ids) for answer in answers) - 1
-    tokens = torch.zeros(len(answers), length, dtype=torch.int64)
-    labels = torch.full_like(tokens, IGNORED_LABEL)
-    for row, answer in enumerate(answers):
-        ids = torch.tensor(answer.ids)
-        tokens[row, : len(ids) - 1], labels[row, : len(ids) - 1] = ids[:-1], ids[1:]
-    tokens, labels = tokens.to(device), labels.to(device)
+    length = max(answer.request.num_answer_tokens for answer in answers)
+    ids = np.zeros((len(answers), length), np.int64)
+    targets = np.full(ids.shape, IGNORED_LABEL)
+    for row, (_, request, _) in enumerate(answers):
+        count = request.num_answer_tokens
+        last = request.ids[-count - 1 :]  # the prompt's last id and the answer
+        ids[row, :count], targets[row, :count] = last[:-1], last[1:]
+    tokens, labels = _to(ids, device), _to(targets, device)
+    prompts = _to(np.array([answer.prompt for answer in answers]), device)
     output = model(
         tokens,
         labels=labels,
         # A prompt of one id has only padding behind it, whose state is cleared here.
         document_ids=torch.full_like(tokens, _PROMPT, dtype=torch.int32),
-        state=_copies(state, torch.tensor([answer.prompt for answer in answers], device=device)),
+        state=_copies(state, prompts),
         losses="scores",
     )
-    numbers = torch.tensor([answer.number for answer in answers], device=device)
+    numbers = _to(np.array([answer.number for answer in answers]), device)
     return Scored(numbers[:, None].expand_as(labels), labels, output.token_scores())
+
+
+def _to(values: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """Copies an array to the device, without waiting for the device's earlier work."""
+    return torch.from_numpy(values).to(device, non_blocking=True)
 
 
 def _copies(state: ModelState, rows: Tensor) -> ModelState:

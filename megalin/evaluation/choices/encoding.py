@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +13,8 @@ from megalin.data.tokenizers.tokenizer import Tokenizer
 from megalin.errors import ConfigError, DataError
 from megalin.evaluation.choices.requests import Request, Task
 from megalin.parallel.cross_entropy import IGNORED_LABEL
+
+_ENCODED_TOGETHER = 1024  # texts
 
 
 class EncodedRequest(NamedTuple):
@@ -57,10 +59,12 @@ def encode_task(task: Task, tokenizer: Tokenizer, *, max_tokens: int) -> Encoded
         DataError: an answer of more than `max_tokens` tokens, whose probability would miss some; or of none.
     """
     texts = [_moved_spaces(request) for request in task.requests()]
-    prompts = tokenizer.encode_batch([context for context, _ in texts])
-    wholes = tokenizer.encode_batch([context + continuation for context, continuation in texts])
+    contexts = list(dict.fromkeys(context for context, _ in texts))
+    prompts = dict(zip(contexts, _encode(tokenizer, contexts), strict=True))
+    wholes = _encode(tokenizer, [context + continuation for context, continuation in texts])
     encoded, num_truncated = [], 0
-    for (context, continuation), prompt, whole in zip(texts, prompts, wholes, strict=True):
+    for (context, continuation), whole in zip(texts, wholes, strict=True):
+        prompt = prompts[context]
         answer = whole[len(prompt) :]
         if not answer:
             raise DataError(
@@ -76,6 +80,12 @@ def encode_task(task: Task, tokenizer: Tokenizer, *, max_tokens: int) -> Encoded
         num_truncated += len(ids) > max_tokens + 1
         encoded.append(EncodedRequest(array("i", ids[-(max_tokens + 1) :]), len(answer)))
     return EncodedTask(task, encoded, num_truncated)
+
+
+def _encode(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[list[int]]:
+    """Yields the ids of each text; the pieces of some of them are in memory at a time."""
+    for first in range(0, len(texts), _ENCODED_TOGETHER):
+        yield from tokenizer.encode_batch(texts[first : first + _ENCODED_TOGETHER])
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:

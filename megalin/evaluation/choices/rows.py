@@ -67,23 +67,21 @@ class RequestRows:
         tokens, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED_LABEL, np.int64)
         documents = np.zeros(shape, np.int32)
         for row, sample in enumerate(samples.tolist()):
-            start = 0
-            for document, number in enumerate(self._rows[sample]):
-                request = self._requests[number]
-                end = start + len(request.ids) - 1
-                tokens[row, start:end], labels[row, start:end] = request.ids[:-1], request.labels()
-                documents[row, start:end] = document
-                start = end
-                documents[row, end:] = document + 1
+            requests = [self._requests[number] for number in self._rows[sample]]
+            own_labels = [request.labels() for request in requests]
+            lengths = [len(each) for each in own_labels]
+            end = sum(lengths)
+            tokens[row, :end] = np.concatenate([request.ids[:-1] for request in requests])
+            labels[row, :end] = np.concatenate(own_labels)
+            documents[row, :end] = np.repeat(np.arange(len(requests)), lengths)
+            documents[row, end:] = len(requests)
         return Batch(*(torch.from_numpy(field) for field in (tokens, labels, documents, samples.copy())))
 
     def request_numbers(self, samples: Tensor) -> Tensor:
         """[B, T] int64, the number of the request of each token of the samples [B]; 0 at padding."""
-        numbers = torch.zeros(len(samples), self.sequence_length, dtype=torch.int64)
+        numbers = np.zeros((len(samples), self.sequence_length), np.int64)
         for row, sample in enumerate(samples.tolist()):
-            start = 0
-            for number in self._rows[sample] if sample >= 0 else ():
-                end = start + len(self._requests[number].ids) - 1
-                numbers[row, start:end] = number
-                start = end
-        return numbers
+            own = self._rows[sample] if sample >= 0 else []
+            lengths = [len(self._requests[number].ids) - 1 for number in own]
+            numbers[row, : sum(lengths)] = np.repeat(np.array(own, np.int64), lengths)
+        return torch.from_numpy(numbers)

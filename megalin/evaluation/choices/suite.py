@@ -11,6 +11,7 @@ from megalin.data.tokenizers.tokenizer import load_tokenizer
 from megalin.errors import ConfigError
 from megalin.evaluation.choices.encoding import EncodedTask, check_vocabulary, encode_task
 from megalin.evaluation.choices.metrics import choice_metrics
+from megalin.evaluation.choices.partial import PartialScores
 from megalin.evaluation.choices.requests import EvaluationData
 from megalin.evaluation.choices.scoring import score_carried, score_packed
 from megalin.evaluation.suite import Decoder, ReportProgress, TaskResult, no_report
@@ -94,17 +95,19 @@ class ChoiceSuite:
         *,
         carry: bool = False,
         on_progress: ReportProgress = no_report,
+        partial: PartialScores | None = None,
     ) -> TaskResult:
         """Evaluates a task; a collective.
 
         Args:
             carry: runs each prompt once and carries its state into its answers, where `can_carry`; else requests are
                 packed into samples of the run's shape.
+            partial: file of partial scores, from which an earlier evaluation goes on.
         """
         started, encoded = time.perf_counter(), self.tasks[key]
         if carry:
             assert isinstance(model, LanguageModel), type(model)
-            scores = score_carried(model, encoded.requests, mesh, on_progress=on_progress)
+            scores = score_carried(model, encoded.requests, mesh, on_progress=on_progress, partial=partial)
         else:
             scores = score_packed(
                 model,
@@ -113,6 +116,7 @@ class ChoiceSuite:
                 micro_batch_size=self.config.train.micro_batch_size,
                 sequence_length=self.config.data.sequence_length,
                 on_progress=on_progress,
+                partial=partial,
             )
         task = encoded.task
         return TaskResult(

@@ -12,10 +12,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megalin.data.config import SplitName
 from megalin.data.tokenizers.tokenizer import load_tokenizer
-from megalin.errors import ConfigError
+from megalin.errors import ConfigError, DataError
 from megalin.evaluation.choices.encoding import check_vocabulary
 from megalin.evaluation.choices.metrics import Metric, mean
+from megalin.evaluation.generated.haystack import Haystack, read_documents
+from megalin.evaluation.held_out import split_settings
 from megalin.evaluation.needle import accuracy_at_length, accuracy_up_to_length, niah_score, weighted_average
 from megalin.evaluation.suite import Decoder, ReportProgress, TaskResult, no_report
 from megalin.evaluation.tasks.needle import Needle, needle_grid
@@ -44,6 +47,7 @@ class _TextSuite(abc.ABC):
 
     name: str
     generates = True
+    _haystack = "generated noise"
 
     def __init__(self, config: RunConfig, *, lengths: Sequence[int] | None, limit: int | None) -> None:
         if isinstance(config.model, EncoderConfig):
@@ -116,7 +120,7 @@ class _TextSuite(abc.ABC):
             num_truncated=0,
             method="generated",
             seconds=time.perf_counter() - started,
-            details=details | {"haystack": "generated noise"},
+            details=details | {"haystack": self._haystack},
         )
 
     def _answers(
@@ -169,16 +173,27 @@ class NeedleSuite(_TextSuite):
         lengths: Sequence[int] | None = None,
         depths: int = NUM_DEPTHS,
         limit: int | None = None,
+        haystack: Haystack = "noise",
+        split: SplitName = "validation",
     ) -> None:
         """Makes the requests, `limit` (1) for each cell, whose majority decides.
 
+        Args:
+            haystack: noise, the same sentences for every run, or documents of the run's `split`.
+
         Raises:
             ConfigError: an encoder, a run without tokenizer, lengths that do not rise or that fit no prompt, fewer than
-                two depths.
+                two depths, a run without the split of the documents.
+            DataError: the split cannot be read, or has fewer tokens than the longest haystack.
         """
         super().__init__(config, lengths=lengths, limit=limit)
         self._depths, self._per_cell = depths, limit or 1
+        self._split: SplitName = split
+        self._documents: list[list[int]] | None = None
         suffix = "" if limit is None else f"[:{limit}]"
+        if haystack == "documents":
+            self._documents = read_documents(config, split, self._tokenizer, longest=max(self.lengths))
+            self._haystack, suffix = f"documents of the {split} split", f"-documents{suffix}"
         kinds: Mapping[str, Needle] = {
             "easy": Needle(mode="easy"),
             "standard": Needle(),
@@ -191,11 +206,21 @@ class NeedleSuite(_TextSuite):
         """The requests of all cells, of all lengths for each depth."""
         cells = [cell for row in grid for cell in row]
         seed = split_seed(0, "test")
-        return [cell.request(self._tokenizer, seed, number) for cell in cells for number in range(self._per_cell)]
+        try:
+            return [
+                cell.request(self._tokenizer, seed, number, self._documents)
+                for cell in cells
+                for number in range(self._per_cell)
+            ]
+        except DataError as error:
+            raise DataError(f"data.{self._split}: {error}; or use --haystack noise") from None
 
     def settings(self, key: str) -> dict[str, Any]:
         """Everything besides the weights that a result depends on, as JSON."""
-        return super().settings(key) | {"depths": self._depths}
+        settings = super().settings(key) | {"depths": self._depths}
+        if self._documents is not None:
+            settings["haystack"] = split_settings(self._config, self._split, self._config.data.paths(self._split))
+        return settings
 
     def _measure(self, key: str, found: npt.NDArray[np.float64]) -> tuple[dict[str, Metric], dict[str, Any]]:
         whole = (found == 1.0).reshape(self._depths, len(self.lengths), self._per_cell)

@@ -24,6 +24,8 @@ _OF_LAYERS = (
     "--swiglu",
     "--disable-bias-linear",
 )
+_DROPOUT = 0.1
+"""Megatron-LM's default rate of both kinds of dropout."""
 _NARROW = 128
 """The width of a GLU that replaces another MLP is rounded up to a multiple of this, so that tensor parallelism divides
 it."""
@@ -51,6 +53,7 @@ def add_model(flags: Flags, imported: ImportedConfig) -> None:
         imported.set("model.residual_dtype", "float32", "--fp32-residual-connection")
     attention = _attention(flags, imported, hidden, heads) | norm
     glu = _glu(flags, imported, hidden) | norm
+    _dropout(flags, imported)
     _report_other_kinds(flags, imported)
     if layers is not None and "num_heads" in attention and "intermediate_size" in glu:
         block = {"repeat": layers, "sublayers": [attention, glu]}
@@ -126,13 +129,21 @@ def _glu(flags: Flags, imported: ImportedConfig, hidden: int | None) -> dict[str
     return sublayer
 
 
+def _dropout(flags: Flags, imported: ImportedConfig) -> None:
+    """Sets dropout, which Megatron-LM applies at one rate to the embeddings and the outputs of sub-layers, and notes
+    that of attention probabilities."""
+    rate = flags.number("--hidden-dropout", "model.hidden_dropout")
+    source = "Megatron-LM's default --hidden-dropout" if rate is None else "--hidden-dropout"
+    for key in ("model.hidden_dropout", "model.embedding_dropout"):
+        imported.set(key, _DROPOUT if rate is None else rate, source)
+    rate = flags.number("--attention-dropout", _LAYERS)
+    if rate is None or rate > 0:
+        key = f"--attention-dropout {_DROPOUT} (its default)" if rate is None else f"--attention-dropout {rate}"
+        imported.note("differs", key, "attention probabilities have no dropout")
+
+
 def _report_other_kinds(flags: Flags, imported: ImportedConfig) -> None:
-    """Notes dropout, experts and hybrid patterns: the import is a dense transformer without dropout."""
-    for name in ("--hidden-dropout", "--attention-dropout"):
-        rate = flags.number(name, _LAYERS)
-        if rate is None or rate > 0:
-            key = f"{name} {0.1 if rate is None else rate}"
-            imported.note("differs", key + (" (its default)" if rate is None else ""), "there is no dropout")
+    """Notes experts and hybrid patterns: the import is a dense transformer."""
     if flags.has("--num-experts"):
         experts = flags.text("--num-experts")
         imported.note("differs", f"--num-experts {experts}", "one dense network replaces the experts")

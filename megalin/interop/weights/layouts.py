@@ -24,8 +24,9 @@ LAYOUTS = (
 )
 FORMATS = sorted({layout.format for layout in LAYOUTS})
 _MAX_DIFFERENCES = 8
-_NOT_COMPARED = ("init_std", "output_init", "layers")
-"""Fields of a model that affect only its initial weights, and `layers`, which is compared block by block."""
+_NOT_COMPARED = ("init_std", "output_init", "embedding_dropout", "hidden_dropout", "layers")
+"""Fields of a model that affect only its initial weights or its training, and `layers`, which is compared block by
+block."""
 
 
 def layout_of_model(model: ModelConfig, form: str | None) -> CheckpointLayout:

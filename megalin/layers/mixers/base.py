@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megalin import layers
 from megalin.config import Config, NestedConfigError, problems, suggest
 from megalin.layers.norms import NormKind
+from megalin.ops.dropout import DropoutKeys
 from megalin.parallel.context_parallel import ContextParallel
 from megalin.parallel.data_parallel import largest_magnitudes
 from megalin.parallel.sequence_documents import DocumentView, SequenceDocuments
@@ -35,6 +36,8 @@ class SequenceContext(NamedTuple):
     """Dtype of the mixers' inputs; the residual stream may be wider."""
     consecutive: bool = True
     """True where positions increase by one from token to token, across documents and ranks too."""
+    dropout: DropoutKeys | None = None
+    """Keys of dropout masks; None in eval mode and for a model without dropout."""
 
 
 class MixerContext(NamedTuple):
@@ -52,6 +55,8 @@ class MixerContext(NamedTuple):
     in_place: bool = False
     """True where `step` may write the next state over the given one; it then returns the same tensors. A cache needs
     room for the token (`Mixer.reserve`)."""
+    dropout: DropoutKeys | None = None
+    """Keys of the dropout masks of the block, which drops the mixer's output; None without dropout."""
 
 
 class MixerOutput(NamedTuple):
@@ -76,6 +81,10 @@ class BuildContext(NamedTuple):
     output_std: float
     """Initial standard deviation of the matrix that writes to the residual stream."""
     cp: ContextParallel = ContextParallel()
+    sublayer: int = 0
+    """Number of the sub-layer in the full model; for a block, of its first one."""
+    hidden_dropout: float = 0.0
+    """Dropout rate of the sub-layer's output."""
 
 
 class FullPrecision(nn.Module):
@@ -107,6 +116,7 @@ class Mixer(nn.Module):
             context.compute_dtype,
             self.full_precision_tensors(context),
             context.consecutive,
+            dropout=context.dropout,
         )
 
     def document_view(self, documents: SequenceDocuments) -> DocumentView:
@@ -182,8 +192,9 @@ def update_derived_buffers(mixers: Sequence[Mixer]) -> None:
 class MixerConfig(Config):
     """Base of the config of a sub-layer. `type` is the name of its module in megalin.layers.mixers."""
 
-    causal: ClassVar[bool] = True
-    """True where no token attends to later ones. Decoders take only causal mixers, encoders only the others."""
+    attends_to: ClassVar[Literal["earlier", "all", "itself"]] = "earlier"
+    """Tokens of its document on which a token's output depends. earlier: itself and those before it, for decoders. all:
+    those after it too, for encoders. itself: no other one, for both (channel mixers)."""
     supports_context_parallel: ClassVar[bool] = False
     """True where the mixer runs on a shard of the sequence (parallel.cp)."""
     type: str
@@ -193,9 +204,10 @@ class MixerConfig(Config):
     norm_eps: float = pydantic.Field(default=1e-6, gt=0)
     """Added, here and in norms inside the mixer, to the mean square or the variance inside the root; in maxnorm and
     uncentered_layernorm, to the magnitude that they divide by."""
-    residual: Literal["add", "two_hop"] = "add"
+    residual: Literal["add", "two_hop", "add_norm"] = "add"
     """Residual rule. add: x <- x + f(norm(input)). two_hop: only the next sub-layer's input becomes
-    x + f(norm(input)); the residual stream x stays unchanged (Rodimus+ eq. 13)."""
+    x + f(norm(input)); the residual stream x stays unchanged (Rodimus+ eq. 13). add_norm: x <- norm(x + f(input)), the
+    norm after the addition (BERT)."""
 
     @property
     def host_reads_documents(self) -> bool:

@@ -249,7 +249,7 @@ class DenseAttention(Mixer):
 class DenseAttentionConfig(MixerConfig):
     """DANet's block body: attention and FFN in one, without a residual connection between them."""
 
-    causal: ClassVar[bool] = False
+    attends_to: ClassVar[Literal["earlier", "all", "itself"]] = "all"
     supports_context_parallel: ClassVar[bool] = True
     type: Literal["dense_attention"] = "dense_attention"
     """This mixer."""

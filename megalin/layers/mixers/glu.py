@@ -52,6 +52,7 @@ class GLU(Mixer):
 class GLUConfig(MixerConfig):
     """The gated channel mixer."""
 
+    attends_to: ClassVar[Literal["earlier", "all", "itself"]] = "itself"
     supports_context_parallel: ClassVar[bool] = True
     type: Literal["glu"] = "glu"
     """This mixer."""

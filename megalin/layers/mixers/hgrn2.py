@@ -100,7 +100,7 @@ class HGRN2(Mixer):
             wide = torch.promote_types(context.compute_dtype, torch.float32)
             return (torch.zeros(self.local_heads * self.head_dim, dtype=wide, device=context.positions.device),)
         # Inside the block, the layer's number would compile a graph for each layer.
-        return (context.shared[TYPE][self.scope.layer],)
+        return (context.shared[self.config.type][self.scope.layer],)
 
     def forward(self, x: Tensor, context: MixerContext, state: State | None) -> MixerOutput:
         q, k, v, log_decay = self._heads(x, context)

@@ -94,11 +94,11 @@ def test_gpt3_script_loads_and_reports_each_difference():
     imported = _imported(GPT3)
     config = parse(RunConfig, imported.values, "flags")
     assert (config.model.num_layers, config.parallel.tp, config.parallel.pp, config.parallel.zero) == (96, 8, 16, 0)
+    assert (config.model.hidden_dropout, config.model.embedding_dropout) == (0.1, 0.1)  # the default
     assert set(_notes(imported, "differs")) == {
         "--position-embedding-type learned_absolute",
         "no --disable-bias-linear",
         "no --swiglu",
-        "--hidden-dropout 0.1 (its default)",
         "--attention-dropout 0.1 (its default)",
         "--fp16",
         "--lr-decay-iters",
@@ -113,7 +113,7 @@ def test_no_flag_is_dropped_silently(flags):
     reported = " ".join([*(source for _, _, source in imported.mapped), *(note.key for note in imported.notes)])
     silent = set(parse_flags(flags.split())) - {word.strip(",()") for word in reported.split()}
     # Reported only if their value is not the one that megalin always uses.
-    assert silent <= {"--attention-dropout", "--hidden-dropout", "--kv-channels", "--rotary-percent"}
+    assert silent <= {"--attention-dropout", "--kv-channels", "--rotary-percent"}
 
 
 def test_unknown_flag_is_reported_with_the_nearest_one():
@@ -187,6 +187,8 @@ def test_linear_decay_is_the_same_rate(iterations, decay):
         ("--normalization RMSNorm --norm-epsilon 1e-6", "model.norm_eps", 1e-6),
         ("--fp32-residual-connection", "model.residual_dtype", "float32"),
         ("--seed 7", "train.seed", 7),
+        ("--hidden-dropout 0.05", "model.hidden_dropout", 0.05),
+        ("--hidden-dropout 0.05", "model.embedding_dropout", 0.05),
         ("--wandb-project x", "logging.wandb_project", "x"),
     ],
 )

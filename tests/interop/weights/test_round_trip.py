@@ -51,6 +51,15 @@ def test_round_trip_keeps_every_bit(name: str, tied: bool, tmp_path: Path):
     assert all(block.sublayers == other.sublayers for (_, block), (_, other) in blocks)
 
 
+def test_dropout_of_the_training_does_not_prevent_an_export(tmp_path: Path):
+    model = write_run(tmp_path / "run", MODELS[NAMES[0]].table | {"hidden_dropout": 0.1, "embedding_dropout": 0.1})
+    export_hf(tmp_path / "run", tmp_path / "out")
+    import_hf(tmp_path / "out", tmp_path / "back")
+    back = read_run(tmp_path / "back")
+    assert (back.config.hidden_dropout, back.config.embedding_dropout) == (0.0, 0.0)
+    _assert_same_weights(model, back)
+
+
 @pytest.mark.parametrize("tied", TIES, ids=["tied", "untied"])
 @pytest.mark.parametrize("name", NAMES)
 def test_exported_folder_gives_its_class_the_same_logits(name: str, tied: bool, tmp_path: Path):
