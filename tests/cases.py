@@ -304,7 +304,9 @@ def reference(config: ModelConfig, weights: dict[str, Tensor], inputs: Inputs) -
     rows = []
     for tokens, ids in zip(inputs.tokens, inputs.document_ids, strict=True):
         _, lengths = ids.unique_consecutive(return_counts=True)
-        rows.append(torch.cat([document_logits(config, weights, part) for part in tokens.split(lengths.tolist())]))
+        starts = (lengths.cumsum(0) - lengths).tolist()
+        parts = zip(tokens.split(lengths.tolist()), starts, strict=True)
+        rows.append(torch.cat([document_logits(config, weights, part, first=first) for part, first in parts]))
     logits = torch.stack(rows)
     kept = inputs.labels != IGNORED_LABEL
     chosen = logits.gather(-1, inputs.labels.masked_fill(~kept, 0)[..., None]).squeeze(-1)

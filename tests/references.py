@@ -38,11 +38,14 @@ def any_norm(kind: str, x: Tensor, eps: float, weights: Weights, prefix: str) ->
 
 def slope(kind: str, head: int, num_heads: int, layer: int, num_layers: int) -> float:
     """-log lambda of a head, both counted from 0."""
-    if kind == "paper":
-        return 8.0 * (head + 1) / num_heads * (1.0 - (layer + 1) / num_layers)
+    if kind == "none":
+        return 0.0
+    if kind in ("paper", "no_temperature"):
+        temperature = 1.0 - (layer + 1) / num_layers if kind == "paper" else 1.0
+        return 8.0 * (head + 1) / num_heads * temperature
     power = 2 ** math.floor(math.log2(num_heads))
     exponent = 8.0 * (head + 1) / power if head < power else 8.0 * (2 * (head - power) + 1) / (2 * power)
-    return 2.0**-exponent * (1.0 - layer / (num_layers - 1) + 1e-5)
+    return 2.0**-exponent * (1.0 if kind == "alibi_no_temperature" else 1.0 - layer / (num_layers - 1) + 1e-5)
 
 
 def scores(kind: str | None, q: Tensor, k: Tensor, theta: Tensor | None, distance: Tensor) -> Tensor:
@@ -59,9 +62,18 @@ def scores(kind: str | None, q: Tensor, k: Tensor, theta: Tensor | None, distanc
     return (real * angle.cos() - imaginary * angle.sin()).sum(-1)
 
 
-def attention(config: Any, weights: Weights, qkv: list[Tensor], gate: Tensor, layer: int, num_layers: int) -> Tensor:
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "none": lambda x: x,
+    "1+elu": lambda x: torch.where(x > 0.0, 1.0 + x, torch.exp(x)),
+}
+
+
+def attention(
+    config: Any, weights: Weights, qkv: list[Tensor], gate: Tensor | float, layer: int, num_layers: int
+) -> Tensor:
     q, k, v = qkv
-    q, k = functional.silu(q), functional.silu(k)
+    q, k = ACTIVATIONS[config.activation](q), ACTIVATIONS[config.activation](k)
     index = torch.arange(q.shape[0], dtype=q.dtype)
     distance = index[:, None] - index
     heads = []
@@ -76,14 +88,18 @@ def attention(config: Any, weights: Weights, qkv: list[Tensor], gate: Tensor, la
 
 
 def transnormer(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: int) -> Tensor:
-    *qkv, gate = [x @ part.T for part in weights["qkvu.weight"]]
+    if config.gate == "none":
+        return attention(config, weights, maps(weights, "qkv", x), 1.0, layer, num_layers)
+    *qkv, gate = maps(weights, "qkvu", x)
     return attention(config, weights, qkv, gate, layer, num_layers)
 
 
 def tnl(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: int) -> Tensor:
-    qkv = [x @ part.T for part in weights["qkv.weight"]]
-    gate = torch.sigmoid(x @ weights["gate.down"].T @ weights["gate.up"].T)
-    return attention(config, weights, qkv, gate, layer, num_layers)
+    normed = any_norm(config.norm, x, config.norm_eps, weights, "input_norm.") if config.norms_input else x
+    gate: Tensor | float = 1.0
+    if config.gate != "none":  # of x, the sub-layer's input without its norm where the mixer applies that
+        gate = torch.sigmoid(x @ weights["gate.down"].T @ weights["gate.up"].T)
+    return attention(config, weights, maps(weights, "qkv", normed), gate, layer, num_layers)
 
 
 def maps(weights: Weights, name: str, x: Tensor) -> list[Tensor]:
@@ -96,8 +112,9 @@ def hgrn2(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: int)
     q, logit, v = maps(weights, "qfv", x)
     q = torch.sigmoid(q) * (q if config.query_activation == "silu" else 1.0)
     v = torch.sigmoid(v) * v if config.value_activation == "silu" else v
-    fractions = weights["shared.rows.gamma"].softmax(0)
-    beta = fractions[1 : layer + 1].sum(0)
+    beta: Tensor | float = 0.0
+    if config.lower_bounds == "learned":
+        beta = weights["shared.rows.gamma"].softmax(0)[1 : layer + 1].sum(0)
     forget = beta + (1.0 - beta) * torch.sigmoid(logit)
     heads = []
     for q_h, f_h, v_h in zip(*(y.chunk(config.num_heads, -1) for y in (q, forget, v)), strict=True):
@@ -119,14 +136,19 @@ def rodimus(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: in
     padded = torch.cat([x.new_zeros(taps.shape[1] - 1, x.shape[1]), x])
     conv = torch.stack([(padded[t : t + taps.shape[1]] * taps.T).sum(0) for t in range(len(x))])
     conv = functional.silu(conv + weights["conv.bias"])
-    q, k = (conv @ weights["qk"].T).split(n, -1)
-    strength, temperature = (conv @ weights["gates"].T + weights["full_precision.gate_bias"]).split(n, -1)
-    selection, tempered = torch.log1p(strength.exp()), torch.sigmoid(temperature)
-    k = selection**tempered * k / k.norm(dim=-1, keepdim=True)
-    code = x @ weights["input_gate_down"].T
-    v = x * torch.sigmoid(code @ weights["input_gate_up"].T + weights["input_gate_bias"])
+    q, k = ((conv if config.query_key_input == "convolved" else x) @ weights["qk"].T).split(n, -1)
+    alpha, scale, v = torch.ones_like(k), torch.ones_like(k), x
+    if "selection" in config.gates:
+        logits = conv @ weights["gates"].T + weights["full_precision.gate_bias"]
+        selection = torch.log1p(logits[:, :n].exp())
+        tempered = torch.sigmoid(logits[:, n:]) if "temperature" in config.gates else 1.0
+        alpha, scale = torch.exp(-selection * tempered), selection**tempered
+    k = scale * k / k.norm(dim=-1, keepdim=True)
+    if "input" in config.gates:
+        code = x @ weights["input_gate_down"].T
+        v = x * torch.sigmoid(code @ weights["input_gate_up"].T + weights["input_gate_bias"])
     state, rows = torch.zeros(n, x.shape[1], dtype=x.dtype), []
-    for q_t, k_t, v_t, decay in zip(q, k, v, torch.exp(-selection * tempered), strict=True):
+    for q_t, k_t, v_t, decay in zip(q, k, v, alpha, strict=True):
         state = decay[:, None] * state + torch.outer(k_t, v_t)
         rows.append(q_t @ state / math.sqrt(n))
     o = torch.stack(rows) + weights["full_precision.feed_through"] * conv
@@ -151,7 +173,11 @@ def shared_key_attention(config: Any, weights: Weights, x: Tensor, layer: int, n
 
 
 def softmax(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: int) -> Tensor:
-    """Rotary positions by the distance only: score = Re(sum_j q_j conj(k_j) e^(i (t - s) theta_j)) / sqrt(K)."""
+    """Rotary positions by the distance only: score = Re(sum_j q_j conj(k_j) e^(i (t - s) theta_j)) / sqrt(K).
+
+    Token t attends to all s <= t; with a window those of t - s < W or s < P; with blocks those of floor(s / W) =
+    floor(t / W).
+    """
     q, k, v = [*maps(weights, "q", x), *maps(weights, "kv", x)]
     width = q.shape[1] // config.num_heads
     theta = config.rope_base ** (-2.0 * torch.arange(width // 2, dtype=x.dtype) / width)
@@ -163,6 +189,10 @@ def softmax(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: in
         group = head * (config.num_key_value_heads or config.num_heads) // config.num_heads
         logits = torch.einsum("tj,sj,tsj->ts", pairs[0][:, head], pairs[1][:, group].conj(), turn).real
         visible = torch.ones_like(logits).tril().bool()
+        if config.window is not None:
+            visible &= (index[:, None] - index < config.window) | (index < (config.num_sinks or 0))
+        if config.block_size is not None:
+            visible &= (index[:, None] // config.block_size) == (index // config.block_size)
         weight = (logits / width**0.5).masked_fill(~visible, float("-inf")).softmax(-1)
         heads.append(weight @ v[:, group * width : (group + 1) * width])
     return torch.cat(heads, -1) @ weights["out.weight"].T
@@ -258,13 +288,26 @@ INPUT_REFERENCES: dict[str, Callable[[Weights, Tensor], Tensor]] = {
 }
 
 
-def document_logits(config: ModelConfig, weights: Weights, tokens: Tensor) -> Tensor:
-    """Logits [T, vocabulary] of one document's tokens [T]; `weights` are keyed by their global names."""
+def absolute_positions(weights: Weights, x: Tensor, first: int) -> Tensor:
+    """Positions of the learned table, or else sines and cosines."""
+    places = torch.arange(first, first + len(x))
+    if "table.weight" in weights:
+        return weights["table.weight"][places]
+    half = x.shape[1] // 2
+    angles = [[p / 10000.0 ** (2 * j / x.shape[1]) for j in range(half)] for p in places.tolist()]
+    return x.new_tensor([[*map(math.sin, row), *map(math.cos, row)] for row in angles])
+
+
+def document_logits(config: ModelConfig, weights: Weights, tokens: Tensor, *, first: int = 0) -> Tensor:
+    """Logits [T, vocabulary] of one document's tokens [T], which start at position `first` of a sequence; `weights` are
+    keyed by their global names."""
     table = weights["embedding.weight"][: config.vocab_size]
     x = table[tokens] * config.embedding_scale
     sublayers = [sublayer for _, block in config.blocks() for sublayer in block.sublayers]
     for kind in dict.fromkeys(sublayer.type for sublayer in sublayers if sublayer.type in INPUT_REFERENCES):
         x = INPUT_REFERENCES[kind](_below(weights, f"input_layers.{_key(kind)}."), x)
+    for kind in dict.fromkeys(s.type for s in sublayers if getattr(s, "absolute_positions", "none") != "none"):
+        x = x + absolute_positions(_below(weights, f"input_layers.{_key(kind)}."), x, first)
     for layer, (_, block) in enumerate(config.blocks()):
         source = x
         for index, sublayer in enumerate(block.sublayers):
@@ -283,9 +326,9 @@ def _sublayer(
 ) -> Tensor:
     shared = _below(weights, f"shared.{_key(sublayer.type)}.")
     own = _below(weights, f"{prefix}mixer.") | {f"shared.{name}": tensor for name, tensor in shared.items()}
-    norm_last = sublayer.residual == "add_norm"
-    normed = source if norm_last else any_norm(sublayer.norm, source, sublayer.norm_eps, weights, f"{prefix}norm.")
-    return REFERENCES[sublayer.type](sublayer, own, normed, layer, config.num_layers)
+    norm_first = sublayer.residual != "add_norm" and not sublayer.norms_input
+    entering = any_norm(sublayer.norm, source, sublayer.norm_eps, weights, f"{prefix}norm.") if norm_first else source
+    return REFERENCES[sublayer.type](sublayer, own, entering, layer, config.num_layers)
 
 
 def _below(weights: Weights, prefix: str) -> dict[str, Tensor]:

@@ -7,8 +7,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-DecayKind = Literal["alibi", "paper"]
-"""alibi: the released checkpoints' table. paper: TransNormerLLM eq. 2."""
+DecayTable = Literal["alibi", "paper", "alibi_no_temperature", "no_temperature"]
+"""alibi: the released checkpoints' table. paper: TransNormerLLM eq. 2. Both without their layer factor, the decay
+temperature, in alibi_no_temperature and no_temperature."""
+DecayKind = Literal[DecayTable, "none"]
+"""none: a plain sum over earlier tokens."""
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
@@ -20,14 +23,20 @@ def alibi_slopes(num_heads: int) -> list[float]:
     return slopes + [2.0 ** (-4.0 * h / power) for h in range(1, 2 * power + 1, 2)][: num_heads - power]
 
 
-def decay_slopes(kind: DecayKind, *, layer: int, num_layers: int, num_heads: int) -> Tensor:
+def decay_slopes(kind: DecayTable, *, layer: int, num_layers: int, num_heads: int) -> Tensor:
     """s [H] in nats a token, fp64: head h of layer l multiplies its state by exp(-s) each token.
 
     alibi: s = slope_h (1 - l / (L - 1) + 1e-5), l = 0 .. L-1; the layer factor is 1 + 1e-5 for a single layer.
     paper: s = (8 h / H) (1 - l / L), h = 1 .. H, l = 1 .. L.
+    alibi_no_temperature, no_temperature: s = slope_h and s = 8 h / H in every layer (TransNormerLLM Table 4).
     """
+    if kind in ("paper", "no_temperature"):
+        slopes = torch.arange(1, num_heads + 1, dtype=torch.float64) * 8.0 / num_heads
+    else:
+        slopes = torch.tensor(alibi_slopes(num_heads), dtype=torch.float64)
     if kind == "paper":
-        heads = torch.arange(1, num_heads + 1, dtype=torch.float64)
-        return heads * 8.0 / num_heads * (1.0 - (layer + 1) / num_layers)
-    depth = layer / (num_layers - 1) if num_layers > 1 else 0.0
-    return torch.tensor(alibi_slopes(num_heads), dtype=torch.float64) * (1.0 - depth + 1e-5)
+        return slopes * (1.0 - (layer + 1) / num_layers)
+    if kind == "alibi":
+        depth = layer / (num_layers - 1) if num_layers > 1 else 0.0
+        return slopes * (1.0 - depth + 1e-5)
+    return slopes

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple, Self
+from typing import ClassVar, Literal, NamedTuple, Self
 
 import pydantic
 import torch
 from torch import Tensor, nn
 
 from megalin.errors import ConfigError
-from megalin.layers.decay import DecayKind, decay_slopes
+from megalin.layers.absolute_positions import AbsolutePositions, AbsolutePositionsKind
+from megalin.layers.decay import DecayTable, decay_slopes
 from megalin.layers.lrpe_segments import LRPESegments
 from megalin.layers.mixers.base import BuildContext, Mixer, MixerConfig, MixerContext, MixerOutput, State
-from megalin.layers.norms import HeadNormKind, SRMSNorm
+from megalin.layers.norms import HeadNormKind, SRMSNorm, build_norm
 from megalin.layers.positions import LRPEFrequencies, LRPEKind, key_dim
 from megalin.ops.decoding.gated_steps import NormedInput, gated_decay_step
-from megalin.ops.positions.silu_lrpe import silu_lrpe
+from megalin.ops.positions.activated_lrpe import QueryKeyActivation, activated_lrpe
 from megalin.ops.scans.driver import fold
 from megalin.ops.scans.fixed_decay import decay_scan, decay_scan_flops, decay_step
 from megalin.ops.scans.transition import DiagonalDecay
@@ -35,8 +36,8 @@ class Projections(NamedTuple):
     k: Tensor
     v: Tensor
     """[B, T, H/tp, V]."""
-    gate: Tensor
-    """[B, T, D/tp]."""
+    gate: Tensor | None
+    """[B, T, D/tp]; None without an output gate."""
 
 
 class LinearAttentionConfig(MixerConfig):
@@ -47,10 +48,23 @@ class LinearAttentionConfig(MixerConfig):
     """Heads; must divide the hidden size, and be divided by parallel.tp."""
     lrpe: LRPEKind | None = None
     """Learnable relative positions on queries and keys; left out: none."""
+    activation: QueryKeyActivation = "silu"
+    """Applied to queries and keys. none: the identity. 1+elu: 1 + elu(x), positive (TransNormerLLM Table 6). Only silu
+    is fused with the positions and in decoding."""
     output_norm: HeadNormKind = "srmsnorm"
     """Norm of all heads' outputs together, before the gate."""
     chunk_size: int = pydantic.Field(default=64, gt=0)
     """Tokens a chunk of the scan; a segment of LRPE has twice as many. Changes the result by rounding alone."""
+
+    @pydantic.model_validator(mode="after")
+    def _keys_agree(self) -> Self:
+        if problems := self.contradictions():
+            raise ValueError("\n".join(problems))
+        return self
+
+    def contradictions(self) -> list[str]:
+        """A line for each key that has no meaning with another; subclasses append theirs."""
+        return []
 
     def shrink_for_verify(self, *, hidden_size: int, num_heads: int) -> Self:
         return self.model_copy(update={"num_heads": num_heads, "chunk_size": 16})
@@ -67,9 +81,11 @@ class LinearAttention(Mixer):
     projects_linearly: ClassVar[bool] = False
     """True where `project` is a linear map of its input, with which the scale of a norm commutes."""
 
-    def __init__(self, config: LinearAttentionConfig, scope: BuildContext, *, decay: DecayKind | None) -> None:
+    def __init__(
+        self, config: LinearAttentionConfig, scope: BuildContext, *, decay: DecayTable | None, gated: bool
+    ) -> None:
         super().__init__()
-        self.config, self.scope, self.decay = config, scope, decay
+        self.config, self.scope, self.decay, self.gated = config, scope, decay, gated
         self.tp, self.cp = scope.tp, scope.cp
         head_dim, remainder = divmod(scope.hidden_size, config.num_heads)
         if remainder or (config.lrpe == "rotation" and head_dim % 2):
@@ -95,7 +111,7 @@ class LinearAttention(Mixer):
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """The residual stream [B, T or T/tp, D] -> q | k | v of this rank's heads, concatenated [B, T, 3 D/tp], and the
-        gate [B, T, D/tp]; None where the gate is the fourth part, after v."""
+        gate [B, T, D/tp]; None without a gate, or where it is the fourth part, after v."""
         raise NotImplementedError
 
     def projection_flops(self) -> int:
@@ -136,7 +152,8 @@ class LinearAttention(Mixer):
     def add_step(
         self, residual: Tensor, x: Tensor, norm: nn.Module, context: MixerContext, state: State
     ) -> MixerOutput:
-        if not self.out.joins_addition or residual.dtype != context.compute_dtype:
+        fused = self.gated and self.config.activation == "silu"
+        if not fused or not self.out.joins_addition or residual.dtype != context.compute_dtype:
             return super().add_step(residual, x, norm, context, state)
         unnormed = NormedInput(x[:, 0], norm.eps) if self.projects_linearly and isinstance(norm, SRMSNorm) else None
         parts, gate = self.project(norm(x) if unnormed is None else x)
@@ -155,7 +172,7 @@ class LinearAttention(Mixer):
         y = self.out.add_normed_to(residual, step.product[:, None], step.squares[:, None])
         return MixerOutput(y, (step.state,))
 
-    def _by_segments(self, x: Tensor, context: MixerContext) -> tuple[Tensor, Tensor]:
+    def _by_segments(self, x: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:
         """The scan's output [B, T, H/tp, V] and the gate, with LRPE's positions counted from the middle of short
         segments, which keeps the gradient of its frequencies accurate (`ops.positions.lrpe_states`)."""
         (theta,), form, length = context.full_precision, self.config.lrpe, context.positions.shape[-1]
@@ -194,8 +211,9 @@ class LinearAttention(Mixer):
         parts, gate = self.project(x)
         parts = parts.unflatten(-1, (-1, self.local_heads, self.head_dim))  # [B, T, 3 or 4, H/tp, V]
         (theta,) = context.full_precision or (None,)
-        q, k, v, *rest = silu_lrpe(parts, theta, positions, form=self.config.lrpe)
-        return Projections(q, k, v, rest[0].flatten(-2) if gate is None else gate)
+        form, activation = self.config.lrpe, self.config.activation
+        q, k, v, *rest = activated_lrpe(parts, theta, positions, form=form, activation=activation)
+        return Projections(q, k, v, rest[0].flatten(-2) if rest else gate)
 
     def flops(self, length: int) -> int:
         scan = decay_scan_flops(
@@ -211,18 +229,81 @@ class LinearAttention(Mixer):
         return [(self.local_heads, self.key_dim, self.head_dim)]
 
 
-class LowRankGatedAttention(LinearAttention):
-    """Linear attention with the gate G = sigmoid(x W_down W_up) of rank D / H (TNL, cosFormer2)."""
+class PositionedAttentionConfig(LinearAttentionConfig):
+    """Base of the configs of mixers that can add absolute positions to the model's input."""
 
-    def __init__(self, config: LinearAttentionConfig, scope: BuildContext, *, decay: DecayKind | None) -> None:
-        super().__init__(config, scope, decay=decay)
+    absolute_positions: AbsolutePositionsKind = "none"
+    """Positions added to the embedded tokens, once a model, by the first sub-layer of this type that has them (APE,
+    TransNormerLLM Table 3). sinusoidal: sines and cosines. learned: a table of max_positions rows. Positions run on
+    over packed documents."""
+    max_positions: int | None = pydantic.Field(default=None, gt=0)
+    """Longest sequence with learned positions, in tokens: rows of their table. Required with them."""
+
+    def contradictions(self) -> list[str]:
+        problems = super().contradictions()
+        if self.absolute_positions == "learned" and self.max_positions is None:
+            problems.append(
+                'absolute_positions = "learned" needs max_positions, the longest sequence in tokens; give it'
+            )
+        if self.absolute_positions != "learned" and self.max_positions is not None:
+            problems.append(
+                f'max_positions = {self.max_positions} has no meaning without absolute_positions = "learned"; leave '
+                "it out"
+            )
+        return problems
+
+    def input_layer(self, scope: BuildContext) -> Mixer | None:
+        if self.absolute_positions == "none":
+            return None
+        return AbsolutePositions(self.max_positions, scope)
+
+
+class LowRankGatedConfig(LinearAttentionConfig):
+    """Base of the configs of mixers with a low-rank output gate."""
+
+    gate: Literal["low_rank", "none"] = "low_rank"
+    """Output gate. low_rank: sigmoid(x W_down W_up) of rank D / H. none: the normed output alone (TransNormerLLM
+    Table 5, there with a linear gate)."""
+    gate_input: Literal["normed", "residual"] = "normed"
+    """Input of the gate. normed: the sub-layer's normed input, as in the public TNL module. residual: its input before
+    that norm, as the scaling-laws paper prints it (eq. 9 and 17)."""
+
+    def contradictions(self) -> list[str]:
+        problems = super().contradictions()
+        if self.gate == "none" and self.gate_input == "residual":
+            problems.append(
+                'gate_input = "residual" has no meaning with gate = "none"; leave it out, or use gate = "low_rank"'
+            )
+        return problems
+
+    @property
+    def norms_input(self) -> bool:
+        return self.gate_input == "residual"
+
+
+class LowRankGatedAttention(LinearAttention):
+    """Linear attention with the gate G = sigmoid(x W_down W_up) of rank D / H (TNL, cosFormer2), or without a gate.
+
+    With `gate_input = "residual"` the mixer receives the sub-layer's input and applies its norm itself.
+    """
+
+    def __init__(self, config: LowRankGatedConfig, scope: BuildContext, *, decay: DecayTable | None) -> None:
+        super().__init__(config, scope, decay=decay, gated=config.gate != "none")
         width, name = scope.hidden_size, "model.hidden_size"
+        self.input_norm = build_norm(config.norm, width, config.norm_eps, scope.tp) if config.norms_input else None
         self.qkv = ColumnParallelLinear(width, width, parts=3, tp=scope.tp, std=scope.init_std, name=name)
-        self.gate = LowRankLinear(width, self.head_dim, width, tp=scope.tp, std=scope.init_std, name=name)
+        self.gate = (
+            LowRankLinear(width, self.head_dim, width, tp=scope.tp, std=scope.init_std, name=name)
+            if self.gated
+            else None
+        )
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        x = self.tp.enter(x)
-        return self.qkv(x, split_parts=False), torch.sigmoid(self.gate(x))
+        normed = self.tp.enter(x if self.input_norm is None else self.input_norm(x))
+        parts = self.qkv(normed, split_parts=False)
+        if self.gate is None:
+            return parts, None
+        return parts, torch.sigmoid(self.gate(normed if self.input_norm is None else self.tp.enter(x)))
 
     def projection_flops(self) -> int:
-        return self.qkv.flops() + self.gate.flops()
+        return self.qkv.flops() + (0 if self.gate is None else self.gate.flops())

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from megalin.ops.attention.local import block_ids
 from megalin.ops.documents import UNPACKED, PackedDocuments, find_documents
 from megalin.ops.scans.transition import ShardDocuments
 from megalin.parallel.context_parallel import ContextParallel, FullSequenceInfo
@@ -47,6 +48,7 @@ class SequenceDocuments:
         """
         self._cp, self._tokens, self.ids, self.valid = cp, tokens, ids, valid
         self._windows: dict[tuple[int, bool], PackedDocuments] = {}
+        self._blocks: dict[tuple[int, bool], PackedDocuments] = {}
 
     @cached_property
     def shard(self) -> ShardDocuments | None:
@@ -86,6 +88,17 @@ class SequenceDocuments:
             ids = self._cp.visible_document_ids(self.ids, window=window)
             self._windows[key] = find_documents(ids) if offsets else PackedDocuments(ids)
         return self._windows[key]
+
+    def in_blocks(self, block: int, *, offsets: bool = True) -> PackedDocuments:
+        """Blocks of `block` tokens of each document of the full sequences, as documents; UNPACKED where each
+        sequence is one document. The host waits for the device, unless without offsets."""
+        ids = self.full_sequence.document_ids
+        if ids is None:
+            return UNPACKED
+        if (key := (block, offsets)) not in self._blocks:
+            blocks = block_ids(ids.shape[1], block=block, document_ids=ids, device=ids.device)
+            self._blocks[key] = find_documents(blocks) if offsets else PackedDocuments(blocks)
+        return self._blocks[key]
 
     def local_view(self) -> DocumentView:
         """The view of recurrent mixers: this rank's tokens, and the documents at the ends of the ranks' shards."""

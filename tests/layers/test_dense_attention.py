@@ -59,24 +59,47 @@ def visible_to(config: DenseAttentionConfig, t: int, length: int) -> list[int]:
     return [s for s in range(length) if (s + shift) // config.window == (t + shift) // config.window]
 
 
+def frequency(config: DenseAttentionConfig, i: int) -> float:
+    """Radians a token of channel i of a head."""
+    head = WIDTH // config.num_heads
+    if config.relpe_frequencies == "constant":
+        return config.relpe_constant
+    return 10000.0 ** -((2 if config.relpe_frequencies == "printed" else 1) * (i % head) / head)
+
+
+def encoded(config: DenseAttentionConfig, x: Tensor, place: int, form: str) -> Tensor:
+    """Queries or keys [D] at a position in the form of DenseAttention section 3.2: f, g_1 or g_2."""
+    angles = [place * frequency(config, i) for i in range(WIDTH)]
+    if form == "rope":
+        turned = []
+        for i in range(0, WIDTH, 2):
+            cos, sin = math.cos(angles[i]), math.sin(angles[i])
+            turned += [x[i] * cos - x[i + 1] * sin, x[i] * sin + x[i + 1] * cos]
+        return torch.stack(turned)
+    minus = 1.0 if form == "g2" else 0.0
+    return x * x.new_tensor([math.cos(angle) - minus * math.sin(angle) for angle in angles])
+
+
 def document(config: DenseAttentionConfig, weights: Tensors, x: Tensor, valid: Tensor) -> Tensor:
     """The block body over one document: x [T, D], valid [T] -> [T, D]."""
     length, head = len(x), WIDTH // config.num_heads
     if config.norm == "maxnorm":
         x = torch.stack([row / (max(row, key=abs).abs() + config.norm_eps) for row in x])
     shift = config.window // 2 if config.kind == "shifted_local" else 0
-    rows = []
-    for t in range(length):
-        place = (t + shift) % config.window if config.window and config.local_relpe else t
-        count = config.window or max(1, int(valid.sum()))
-        cosines = [math.cos(place * 10000.0 ** (-(i % head) / head)) for i in range(WIDTH)]
-        rows.append(x[t] * float(valid[t]) / count ** (1 / 3) * x.new_tensor(cosines))
-    x = torch.stack(rows)
-    q = x @ weights["query.weight"][0].T
+    count = config.window or max(1, int(valid.sum()))
+    places = [(t + shift) % config.window if config.window and config.local_relpe else t for t in range(length)]
+    x = x * valid[:, None] / count ** (1 / 3)
+    if config.relpe == "cosine":
+        x = torch.stack([encoded(config, row, place, "cosine") for row, place in zip(x, places, strict=True)])
+    q, k = x @ weights["query.weight"][0].T, x
+    if config.relpe not in ("cosine", "none"):
+        of_q, of_k = {"cosine_qk": ("g1", "g1"), "g2": ("g2", "g1"), "rope": ("rope", "rope")}[config.relpe]
+        q = torch.stack([encoded(config, row, place, of_q) for row, place in zip(q, places, strict=True)])
+        k = torch.stack([encoded(config, row, place, of_k) for row, place in zip(k, places, strict=True)])
     outputs = []
     for t in range(length):
-        near = x[visible_to(config, t, length)]
-        heads = [(q[t, a] @ near[:, a].T) @ near[:, a] for a in torch.arange(WIDTH).split(head)]
+        near = visible_to(config, t, length)
+        heads = [(q[t, a] @ k[near][:, a].T) @ x[near][:, a] for a in torch.arange(WIDTH).split(head)]
         outputs.append(torch.cat(heads))
     up, down = weights["up.weight"][0], weights["down.weight"]
     bound = 1.0 / math.sqrt(2 * up.shape[0])

@@ -8,6 +8,7 @@ import torch
 from megalin.errors import KernelError, OperandError
 from megalin.ops.attention.causal import causal_attention
 from megalin.ops.attention.dense import dense_attention, local_dense_attention
+from megalin.ops.attention.local import LocalCache, block_attention, local_attention
 from megalin.ops.attention.softmax import softmax_attention
 from megalin.ops.attention.window import WindowCache, window_attention
 from megalin.ops.dispatch.operands import check_operands
@@ -18,6 +19,7 @@ from megalin.ops.norms.gated_squares import gated_squares
 from megalin.ops.norms.max_norm import encoded_max_norm, max_norm
 from megalin.ops.norms.rms_norm import rms_norm
 from megalin.ops.norms.srmsnorm import srmsnorm, srmsnorm_reference
+from megalin.ops.positions.activated_lrpe import activated_lrpe
 from megalin.ops.positions.encodings import (
     cosine_relpe,
     document_spans,
@@ -27,6 +29,7 @@ from megalin.ops.positions.encodings import (
     rope,
 )
 from megalin.ops.positions.lrpe_states import enter_segments, move_origin
+from megalin.ops.positions.relpe import relpe
 from megalin.ops.positions.silu_lrpe import silu_lrpe
 from megalin.ops.scans.fixed_decay import decay_scan, decay_scan_reference, decay_step
 from megalin.ops.scans.scalar_decay import scalar_decay_scan
@@ -91,6 +94,10 @@ OPS = {
         partial(silu_lrpe, form="cosine"),
         {"projection": ones(B, T, 3, H, K), "theta": ones(H, K), "positions": ones(B, T, dtype=torch.int64)},
     ),
+    "activated_lrpe": (
+        partial(activated_lrpe, form="cosine", activation="1+elu"),
+        {"projection": ones(B, T, 3, H, K), "theta": ones(H, K), "positions": ones(B, T, dtype=torch.int64)},
+    ),
     "tpe": (tpe, {**recurrence(B, T), "state": ones(B, WIDTH, K), "document_ids": ids()}),
     "tpe_step": (tpe_step, {**recurrence(B), "state": ones(B, WIDTH, K)}),
     "tpe_state": (tpe_state, {**recurrence(B, T), "document_ids": ids()}),
@@ -123,6 +130,17 @@ OPS = {
         of_documents(partial(window_attention, window=2)),
         {"q": ones(B, T, H, K), "k": ones(B, T, K), "v": ones(B, T, H, K), "document_ids": ids()},
     ),
+    "local_attention": (
+        partial(
+            local_attention, cache=LocalCache(ones(B, 3, H, K), ones(B, 3, H, K), ones(B, 3)), window=3, num_sinks=1
+        ),
+        heads(K, K) | {"document_ids": ids()},
+    ),
+    "block_attention": (partial(block_attention, block=2), heads(K, K)),
+    "relpe": (
+        partial(relpe, form="rope"),
+        {"x": ones(B, T, H, K), "theta": ones(K), "positions": ids()},
+    ),
     "rope": (rope, {"x": ones(B, T, H, K), "positions": ids()}),
     "lrpe_cosine": (lrpe_cosine, {"x": ones(B, T, H, K), "theta": ones(H, K), "positions": ids()}),
     "lrpe_rotation": (lrpe_rotation, {"x": ones(B, T, H, K), "theta": ones(H, K // 2), "positions": ids()}),
@@ -140,7 +158,7 @@ OPERANDS = [(op, name) for op, (_, tensors) in OPS.items() for name in tensors]
 # The first tensor sets the sizes that the others must match.
 LATER = [(op, name) for op, name in OPERANDS if name != next(iter(OPS[op][1]))]
 ANY_RANK = {("rms_norm", "x"), ("gated_squares", "x"), ("gated_squares", "gate")}
-ENCODINGS = ("max_norm", "silu_lrpe", "rope", "lrpe_cosine", "lrpe_rotation", "cosine_relpe")
+ENCODINGS = ("max_norm", "silu_lrpe", "activated_lrpe", "relpe", "rope", "lrpe_cosine", "lrpe_rotation", "cosine_relpe")
 ANY_RANK |= {(op, "positions") for op in ENCODINGS}  # [T] or [B, T]
 # Number of leading sizes that no other tensor has: the rows of a head.
 FREE = {("linear_cross_entropy", "weight"): 1}

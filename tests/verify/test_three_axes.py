@@ -1,4 +1,7 @@
-"""Every mixer, in one model with dropout, on meshes with every pair of axes, as `megalin verify` compares it."""
+"""Every mixer, in one model with dropout, on meshes with every pair of axes, as `megalin verify` compares it.
+
+The papers' ablation switches join them on tp 2 x cp 3; tests/model/test_ablations.py has other meshes.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,10 @@ from typing import Any
 import pytest
 
 from megalin.layers.mixers.base import MixerConfig
+from tests.ablations import ENCODER_MOSAIC, MOSAIC
 from tests.cases import GLU, REPRESENTATIVES, Case, model
 from tests.encoder_cases import CASES as ENCODERS
+from tests.encoder_cases import Case as EncoderCase
 from tests.verify.test_context_parallel import (
     Named,
     assert_agrees,
@@ -55,6 +60,9 @@ def cases(world_size: int) -> Named:
     found: Named = {}
     for mesh in MESHES[world_size]:
         found |= named([EVERY_MIXER], **mesh)
+        if world_size == 6:
+            found |= named([Case("ablations", MOSAIC)], **mesh)
+            found |= named([EncoderCase("encoder ablations", ENCODER_MOSAIC)], length=36, **mesh)
         if "pp" not in mesh:  # encoders have no pipeline
             found |= named([ENCODER], length=36 if mesh["cp"] == 3 else 40, **mesh)
     return found

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megalin.layers.linear_attention import LinearAttentionConfig, LowRankGatedAttention
+from megalin.layers.linear_attention import LowRankGatedAttention, LowRankGatedConfig
 from megalin.layers.mixers.base import BuildContext, FullPrecision, Mixer, MixerContext, MixerOutput, State
 from megalin.layers.positions import LRPEKind
 from megalin.ops.scans.driver import fold
@@ -113,7 +113,7 @@ class TPE(Mixer):
         return [(self.local_width, self.num_decays)]
 
 
-class CosFormer2Config(LinearAttentionConfig):
+class CosFormer2Config(LowRankGatedConfig):
     """cosFormer2's token mixer. The model's embedded tokens pass through TPE, which has as many decays as a head has
     channels and the chunk size of the first such sub-layer."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import ClassVar, Literal, NoReturn, Self
 
 import pydantic
@@ -22,6 +23,7 @@ from megalin.layers.mixers.base import (
 )
 from megalin.layers.norms import NormKind
 from megalin.ops.attention.dense import (
+    DenseForm,
     dense_attention,
     dense_attention_flops,
     dense_memory,
@@ -31,7 +33,8 @@ from megalin.ops.attention.dense import (
 )
 from megalin.ops.dispatch.dtypes import compute_dtype
 from megalin.ops.norms.max_norm import encoded_max_norm, max_norm
-from megalin.ops.positions.encodings import cosine_relpe, document_spans, num_tokens_in_documents
+from megalin.ops.positions.encodings import document_spans, num_tokens_in_documents
+from megalin.ops.positions.relpe import RelPEForm, RelPEFrequencies, relpe, relpe_frequencies
 from megalin.parallel.initialisation import Initializer
 from megalin.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalin.parallel.sequence_documents import DocumentView, SequenceDocuments
@@ -41,10 +44,11 @@ class DenseAttention(Mixer):
     """y = MaxNorm(r ReLU(Y W_up) W_down), head by head Y = Q X^T X with Q = X W_q, over all tokens of a document.
 
     X is the normed input, times N^(-1/3) for a document of N tokens without padding, times Cosine RelPE; X is zero at
-    padding. Local kinds attend to a window of the document, and N is the window's length: windows of `local` start
-    with the document, those of `shifted_local` half a window before it. Positions count from 0 in each document, and
-    in each window with `local_relpe`; context.positions is not read. A maxnorm of the input is fused with the two
-    factors and applied here; the block applies any other norm.
+    padding. `relpe` can encode Q and K = X alone, so that V = X has no positions. Local kinds attend to a window of the
+    document, and N is the window's length: windows of `local` start with the document, those of `shifted_local`
+    half a window before it. Positions count from 0 in each document, and in each window with `local_relpe`;
+    context.positions is not read. A maxnorm of the input is fused with the two factors and applied here; the block
+    applies any other norm.
 
     r = r_up r_down, r = min(1, w0 / max |W|) with w0 = (2 d_ff)^(-1/2), is updated after each step and constant in
     the backward. One factor serves both matrices, because ReLU commutes with a positive factor.
@@ -67,6 +71,7 @@ class DenseAttention(Mixer):
             )
         if heads > 1:
             tp.divide(heads, f"{scope.path}.num_heads")
+        self._check_axes(scope)
         inner, name = config.ffn_ratio * width, f"{scope.path}.ffn_ratio * model.hidden_size"
         self.bound = (2 * inner) ** -0.5
         query_std = scope.init_std / math.sqrt(2 * scope.num_layers * width)
@@ -75,6 +80,23 @@ class DenseAttention(Mixer):
         self.down = RowParallelLinear(inner, width, tp=tp, std=self.bound, name=name)
         ratio = torch.empty((), device="meta") if config.scale_ffn_weights else None
         self.register_buffer("ratio", ratio, persistent=False)
+
+    def _check_axes(self, scope: BuildContext) -> None:
+        """Raises ConfigError for a form or an encoding that cannot be sharded so."""
+        problems = []
+        if self.config.form == "quadratic" and scope.cp.size > 1:
+            problems.append(
+                f'{scope.path}.form = "quadratic" needs all tokens, but parallel.cp = {scope.cp.size} shards them and '
+                'sums X^T X; use form = "auto" or "linear", or parallel.cp = 1'
+            )
+        local_width = self.head_dim // (scope.tp.size if self.config.num_heads == 1 else 1)
+        if self.config.relpe == "rope" and local_width % 2:
+            problems.append(
+                f'{scope.path}.relpe = "rope" rotates pairs, but a rank has {local_width} channels of a head; choose '
+                "num_heads and parallel.tp so that it has an even number"
+            )
+        if problems:
+            raise ConfigError("\n".join(problems))
 
     def init_weights(self, initializer: Initializer) -> None:
         """Computes `ratio` from the initial weights."""
@@ -109,22 +131,52 @@ class DenseAttention(Mixer):
 
     def _scaled(self, x: Tensor, context: MixerContext) -> Tensor:
         """[B, T, D] -> X [B, T, H, D/H], zero at padding."""
+        config = self.config
+        factor = self._num_visible(x, context).to(compute_dtype(x)) ** (-1.0 / 3.0)  # [1 or B, 1 or T]
+        if context.documents.valid is not None:
+            factor = factor * context.documents.valid
+        if config.norms_input and config.relpe == "cosine" and config.relpe_frequencies == "released":
+            positions, num_positions = self._positions(x, context)
+            x = encoded_max_norm(
+                x, factor, positions, num_positions=num_positions, num_heads=config.num_heads, eps=config.norm_eps
+            )
+            return x.unflatten(-1, (config.num_heads, self.head_dim))
+        normed = max_norm(x, eps=config.norm_eps) if config.norms_input else x
+        heads = (normed.to(factor.dtype) * factor[..., None]).unflatten(-1, (config.num_heads, self.head_dim))
+        if config.relpe == "cosine":
+            positions, _ = self._positions(x, context)
+            heads = relpe(heads, self._theta(x.device), positions, form="cosine")
+        return heads.to(x.dtype)
+
+    def _positions(self, x: Tensor, context: MixerContext) -> tuple[Tensor, int]:
+        """Positions [T] or [B, T] in the document or window, and a number that they are below."""
         config, documents = self.config, context.documents.full_sequence.document_ids
         positions, num_positions = self.cp.positions(x), x.shape[1] * self.cp.size
         if documents is not None:
             positions = positions - self.cp.shard(document_spans(documents).first)
         if config.window is not None and config.local_relpe:
             positions, num_positions = (positions + config.offset) % config.window, config.window
-        factor = self._num_visible(x, context).to(compute_dtype(x)) ** (-1.0 / 3.0)  # [1 or B, 1 or T]
-        if context.documents.valid is not None:
-            factor = factor * context.documents.valid
-        if config.norms_input:
-            x = encoded_max_norm(
-                x, factor, positions, num_positions=num_positions, num_heads=config.num_heads, eps=config.norm_eps
-            )
-            return x.unflatten(-1, (config.num_heads, self.head_dim))
-        heads = (x.to(factor.dtype) * factor[..., None]).unflatten(-1, (config.num_heads, self.head_dim))
-        return cosine_relpe(heads, positions).to(x.dtype)
+        return positions, num_positions
+
+    def _theta(self, device: torch.device) -> Tensor:
+        """Frequencies [D/H] of the encoding."""
+        config = self.config
+        return relpe_frequencies(config.relpe_frequencies, self.head_dim, constant=config.relpe_constant, device=device)
+
+    def _encoded(self, q: Tensor, k: Tensor, context: MixerContext) -> tuple[Tensor, Tensor]:
+        """Queries and keys [B, T, H, K] with positions where these are encoded apart from the values."""
+        forms: dict[str, tuple[RelPEForm, RelPEForm]] = {
+            "cosine_qk": ("cosine", "cosine"),
+            "g2": ("g2", "cosine"),
+            "rope": ("rope", "rope"),
+        }
+        if self.config.relpe not in forms:
+            return q, k
+        theta, (positions, _) = self._theta(q.device), self._positions(q, context)
+        if self.config.num_heads == 1:
+            theta = self.tp.local_slice(theta, dim=-1)
+        of_q, of_k = forms[self.config.relpe]
+        return relpe(q, theta, positions, form=of_q), relpe(k, theta, positions, form=of_k)
 
     def _num_visible(self, x: Tensor, context: MixerContext) -> Tensor:
         """N of each token, at least 1: the window, or its document's tokens without padding; [1 or B, 1 or T]."""
@@ -148,25 +200,27 @@ class DenseAttention(Mixer):
         else:
             q, k = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, own))
             v = k
+        q, k = self._encoded(q, k, context)
         y = self._attend(q, k, v, context).flatten(2)
         return self.tp.all_reduce_both(y) if self.config.num_heads == 1 else self.tp.all_gather_last_dim(y)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: MixerContext) -> Tensor:
         """y_t = sum over the tokens s visible to t of (q_t . k_s) v_s, [B, T/cp, H, V]."""
         window, offset, documents = self.config.window, self.config.offset, context.documents.ids
+        form = self.config.form
         if self.cp.size == 1:
             if window is None:
-                return dense_attention(q, k, v, document_ids=documents)
-            return local_dense_attention(q, k, v, window=window, offset=offset, document_ids=documents)
+                return dense_attention(q, k, v, document_ids=documents, form=form)
+            return local_dense_attention(q, k, v, window=window, offset=offset, document_ids=documents, form=form)
         if window is None and documents is None:
             return read_memory(q, self.cp.all_reduce_both(dense_memory(k, v))).to(v.dtype)
         runs = self._runs(q, context)
         own = self.cp.shard(runs)
         if window is None or documents is not None:
-            y = dense_attention(q, k, v, document_ids=own)
+            y = dense_attention(q, k, v, document_ids=own, form=form)
         else:
             before = self.cp.tokens_before(q)
-            y = local_dense_attention(q, k, v, window=window, offset=(before + offset) % window)
+            y = local_dense_attention(q, k, v, window=window, offset=(before + offset) % window, form=form)
             if offset == 0 and q.shape[1] % window == 0:
                 return y  # no window crosses shards
         first, last = own == own[:, :1], own == own[:, -1:]
@@ -187,7 +241,8 @@ class DenseAttention(Mixer):
 
     def flops(self, length: int) -> int:
         visible = length if self.config.window is None else self.config.window
-        attention = dense_attention_flops(visible, num_heads=self.config.num_heads, head_dim=self.head_dim)
+        config = self.config
+        attention = dense_attention_flops(visible, num_heads=config.num_heads, head_dim=self.head_dim, form=config.form)
         return self.query.flops() + attention + self.up.flops() + self.down.flops()
 
 
@@ -211,26 +266,51 @@ class DenseAttentionConfig(MixerConfig):
     its window, with windows shifted by half of one, so that the first has half a window."""
     window: int | None = pydantic.Field(default=None, gt=0)
     """Tokens of a window, for local kinds only; even for shifted_local."""
+    form: DenseForm = "auto"
+    """Order of the matmuls, which changes the result by rounding alone (section 3.1). linear: Q (K^T V), O(T D^2 / H).
+    quadratic: (Q K^T) V, O(T^2 D), which context parallelism excludes. auto: the one with fewer operations."""
+    relpe: Literal["cosine", "cosine_qk", "g2", "rope", "none"] = "cosine"
+    """Relative positions (section 3.2 and appendix H.2, its Table 8). cosine: x_i cos(p theta_i) of X, and so of Q, K
+    and V. cosine_qk: of Q and K alone. g2: q_i (cos(p theta_i) - sin(p theta_i)) and k_i cos(p theta_i). rope: rotated
+    pairs of Q and K. none: the model's table of positions alone. Only cosine is fused with the norm."""
+    relpe_frequencies: RelPEFrequencies = "released"
+    """theta_i of the K channels of a head, radians a token. released: 10000^(-i / K), the released code, with rope
+    RoFormer's. printed: 10000^(-2 i / K), the paper's eq. 6. constant: relpe_constant (section 3.2)."""
+    relpe_constant: float | None = pydantic.Field(default=None, gt=0)
+    """theta of all channels with relpe_frequencies = "constant", radians a token; the paper does not print its own."""
     local_relpe: bool = True
-    """True: for local kinds, Cosine RelPE counts positions from the start of each window; False: of the document."""
+    """True: for local kinds, positions count from the start of each window; False: of the document."""
     scale_ffn_weights: bool = True
     """True: the FFN's matrices are scaled down to a largest magnitude of (2 ffn_ratio hidden_size)^(-1/2) where they
     exceed it."""
 
     @pydantic.model_validator(mode="after")
-    def _window_fits_the_kind(self) -> Self:
+    def _keys_agree(self) -> Self:
+        if problems := [*self._window_problems(), *self._relpe_problems()]:
+            raise ValueError("\n".join(problems))
+        return self
+
+    def _window_problems(self) -> Iterator[str]:
         if self.kind == "global" and self.window is not None:
-            raise ValueError(
+            yield (
                 f'window = {self.window} has no meaning with kind = "global", which attends to the whole document; '
                 'leave it out, or use kind = "local"'
             )
         if self.kind != "global" and self.window is None:
-            raise ValueError(f'kind = "{self.kind}" needs a window, in tokens; give one, or use kind = "global"')
+            yield f'kind = "{self.kind}" needs a window, in tokens; give one, or use kind = "global"'
         if self.kind == "shifted_local" and self.window is not None and self.window % 2:
-            raise ValueError(
-                f'window = {self.window} is odd, and kind = "shifted_local" shifts by half of it; use an even one'
-            )
-        return self
+            yield f'window = {self.window} is odd, and kind = "shifted_local" shifts by half of it; use an even one'
+
+    def _relpe_problems(self) -> Iterator[str]:
+        given = f'relpe_frequencies = "{self.relpe_frequencies}"'
+        if self.relpe == "none" and self.relpe_frequencies != "released":
+            yield f'{given} has no meaning with relpe = "none"; leave it out'
+        if self.relpe == "rope" and self.relpe_frequencies == "printed":
+            yield f'{given} are those of rope already, so relpe = "rope" has only "released" and "constant"; use these'
+        if self.relpe_frequencies == "constant" and self.relpe_constant is None:
+            yield f"{given} needs relpe_constant, in radians a token; give it"
+        if self.relpe_frequencies != "constant" and self.relpe_constant is not None:
+            yield f'relpe_constant = {self.relpe_constant} has no meaning without relpe_frequencies = "constant"'
 
     @property
     def norms_input(self) -> bool:

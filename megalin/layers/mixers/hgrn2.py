@@ -64,8 +64,8 @@ class LowerBounds(nn.Module):
 class HGRN2(Mixer):
     """y = norm(scan(q, 1 - f, v; log f)) W_o with q = silu(x W_q), v = x W_v, f = beta + (1 - beta) sigmoid(x W_f).
 
-    The config chooses other activations of q and v and biases. The scan is the vector-decay recurrence with
-    K = V = D / H. 1 - f and log f are evaluated in fp32 (ops/gates/forget_gates.py).
+    The config chooses other activations of q and v, biases, and no bounds, beta = 0. The scan is the vector-decay
+    recurrence with K = V = D / H. 1 - f and log f are evaluated in fp32 (ops/gates/forget_gates.py).
 
     Source: HGRN2 section 3, with the first bound subtracted.
     """
@@ -96,8 +96,11 @@ class HGRN2(Mixer):
         )
 
     def full_precision_tensors(self, context: SequenceContext) -> tuple[Tensor, ...]:
+        if self.config.lower_bounds == "none":
+            wide = torch.promote_types(context.compute_dtype, torch.float32)
+            return (torch.zeros(self.local_heads * self.head_dim, dtype=wide, device=context.positions.device),)
         # Inside the block, the layer's number would compile a graph for each layer.
-        return (context.shared[TYPE][self.scope.layer],)
+        return (context.shared[self.config.type][self.scope.layer],)
 
     def forward(self, x: Tensor, context: MixerContext, state: State | None) -> MixerOutput:
         q, k, v, log_decay = self._heads(x, context)
@@ -175,6 +178,9 @@ class HGRN2Config(MixerConfig):
     """Applied to the query, the paper's output gate. sigmoid: the WikiText-103 model."""
     value_activation: Literal["none", "silu"] = "none"
     """Applied to the value, the paper's input. silu: the WikiText-103 model."""
+    lower_bounds: Literal["learned", "none"] = "learned"
+    """Lower bounds beta of the forget gate. learned: eq. 2, increasing from layer to layer. none: beta = 0, f =
+    sigmoid(x W_f) in every layer, the ablation of HGRN to which section 4.3 refers; no Gamma then."""
     bias: bool = False
     """True: the four projections have biases."""
     output_norm: HeadNormKind = "srmsnorm"
@@ -190,8 +196,8 @@ class HGRN2Config(MixerConfig):
     def build(self, scope: BuildContext) -> HGRN2:
         return HGRN2(self, scope)
 
-    def shared_module(self, scope: BuildContext) -> LowerBounds:
-        return LowerBounds(scope)
+    def shared_module(self, scope: BuildContext) -> LowerBounds | None:
+        return LowerBounds(scope) if self.lower_bounds == "learned" else None
 
     def shrink_for_verify(self, *, hidden_size: int, num_heads: int) -> Self:
         return self.model_copy(update={"num_heads": num_heads, "chunk_size": 16})

@@ -36,31 +36,37 @@ from megalin.parallel.tensor_parallel import TensorParallel, local
 GAIN = 2.0**-2.5
 """Xavier gain of the matrices that the gates, the queries and the keys come from."""
 WIDTH_MULTIPLE = 8
+Gate = Literal["selection", "temperature", "input"]
 
 
 class GateVectors(FullPrecision):
-    """The bias [2 n] of the selection and temperature gates, replicated, and the feed-through D [m], sharded."""
+    """The bias [n or 2 n] of the selection and temperature gates, replicated, where there are any, and the feed-through
+    D [m], sharded."""
 
-    def __init__(self, state_size: int, inner: int, tp: TensorParallel) -> None:
+    def __init__(self, state_size: int, num_gates: int, inner: int, tp: TensorParallel) -> None:
         super().__init__()
-        self.gate_bias = tp.parameter(2 * state_size, shard_dim=None)
+        self.state_size = state_size
+        self.gate_bias = tp.parameter(num_gates * state_size, shard_dim=None) if num_gates else None
         self.feed_through = tp.parameter(inner, shard_dim=0)
 
     def init_weights(self, initializer: Initializer) -> None:
         """softplus(bias) log-uniform in [0.001, 0.1] for the selection, sigmoid(bias) uniform in [1/16, 0.9] for the
         temperature; D is one."""
-        initializer(self.gate_bias, "gate_bias", _gate_bias)
+        if self.gate_bias is not None:
+            initializer(self.gate_bias, "gate_bias", self._draw_gate_bias)
         initializer(self.feed_through, "feed_through", constant(1.0))
 
     def forward(self) -> tuple[Tensor, ...]:
-        return local(self.gate_bias).clone(), local(self.feed_through).clone()
+        """The feed-through, then the bias where there is one."""
+        vectors = (self.feed_through,) if self.gate_bias is None else (self.feed_through, self.gate_bias)
+        return tuple(local(vector).clone() for vector in vectors)
 
-
-def _gate_bias(full: Tensor, generator: torch.Generator) -> None:
-    selection, temperature = full.chunk(2)
-    selection.uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp_()
-    selection.add_((-torch.expm1(-selection)).log())  # the inverse of softplus
-    temperature.copy_(temperature.uniform_(1 / 16, 0.9, generator=generator).logit())
+    def _draw_gate_bias(self, full: Tensor, generator: torch.Generator) -> None:
+        selection, *temperature = full.split(self.state_size)
+        selection.uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp_()
+        selection.add_((-torch.expm1(-selection)).log())  # the inverse of softplus
+        for bias in temperature:
+            bias.copy_(bias.uniform_(1 / 16, 0.9, generator=generator).logit())
 
 
 class _ScanInputs(NamedTuple):
@@ -82,6 +88,8 @@ class Rodimus(Mixer):
         log alpha, k^ = gates(a, t, k) (ops/gates/ddts_gates.py),  v^ = sigmoid(x W_1 W_2 + b_2) x
         o = scan(q, k^, v^; log alpha) / sqrt(n), one head with K = n and V = m
 
+    The config can leave out gates and take q and k from x.
+
     Tensor parallel over m, by any divisor. The 4 n numbers of q, k, a, t and the l of x W_1 are sums over m, so each
     forward adds them in one small fp32 all-reduce; every rank then evaluates the gates. Backward, the gradients of q,
     k^, log alpha and x W_1 are all-reduced once, before the gates.
@@ -94,17 +102,21 @@ class Rodimus(Mixer):
         self.config, self.tp, self.cp = config, scope.tp, scope.cp
         width, n, tp = scope.hidden_size, config.state_size, scope.tp
         self.inner = -(-2 * width // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
-        self.rank = max(width // 64, 16) if config.input_gate_rank is None else config.input_gate_rank
+        self.num_gates = len({"selection", "temperature"} & set(config.gates))
+        self.rank = 0
+        if "input" in config.gates:
+            self.rank = max(width // 64, 16) if config.input_gate_rank is None else config.input_gate_rank
         name = f"the inner width of {scope.path}, twice model.hidden_size,"
         self.local_inner = tp.divide(self.inner, name)
         self.fc = ColumnParallelLinear(width, self.inner, parts=2, tp=tp, std=scope.init_std, name=name)
         self.conv = ShortConv(self.inner, config.conv_width, tp=tp, name=name)
         self.qk = tp.parameter(2 * n, self.inner, shard_dim=1)
-        self.gates = tp.parameter(2 * n, self.inner, shard_dim=1)
-        self.input_gate_down = tp.parameter(self.rank, self.inner, shard_dim=1)
-        self.input_gate_up = tp.parameter(self.inner, self.rank, shard_dim=0)
-        self.input_gate_bias = tp.parameter(self.inner, shard_dim=0)
-        self.full_precision = GateVectors(n, self.inner, tp)
+        self.gates = tp.parameter(self.num_gates * n, self.inner, shard_dim=1) if self.num_gates else None
+        if self.rank:
+            self.input_gate_down = tp.parameter(self.rank, self.inner, shard_dim=1)
+            self.input_gate_up = tp.parameter(self.inner, self.rank, shard_dim=0)
+            self.input_gate_bias = tp.parameter(self.inner, shard_dim=0)
+        self.full_precision = GateVectors(n, self.num_gates, self.inner, tp)
         self.out = NormedRowParallelLinear(
             self.inner, width, eps=config.norm_eps, tp=tp, std=scope.output_std, name=name, norm="rmsnorm"
         )
@@ -112,9 +124,11 @@ class Rodimus(Mixer):
     def init_weights(self, initializer: Initializer) -> None:
         """Xavier-uniform matrices, each of the fused ones by its whole shape; a bias of zero."""
         for name in ("qk", "gates", "input_gate_down", "input_gate_up"):
-            parameter = getattr(self, name)
-            initializer(parameter, name, uniform(GAIN * math.sqrt(6.0 / sum(parameter.shape))))
-        initializer(self.input_gate_bias, "input_gate_bias", constant(0.0))
+            parameter = getattr(self, name, None)
+            if parameter is not None:
+                initializer(parameter, name, uniform(GAIN * math.sqrt(6.0 / sum(parameter.shape))))
+        if self.rank:
+            initializer(self.input_gate_bias, "input_gate_bias", constant(0.0))
 
     def forward(self, x: Tensor, context: MixerContext, state: State | None) -> MixerOutput:
         inputs = self._scan_inputs(x, context, state[0] if state else None)
@@ -146,39 +160,52 @@ class Rodimus(Mixer):
         if conv_state is None:
             conv_state = entering_inputs(x, context, self.cp, taps=self.config.conv_width)
         conv = self.conv(x, state=conv_state, document_ids=context.documents.ids)
-        q, k, log_decay, code = self._contracted(x, conv.output, context.full_precision[0])
-        # Recomputing v in the backward, one pass over x, costs less than keeping it.
-        v = checkpoint(
-            low_rank_gate,
-            x,
-            code.to(x.dtype),
-            local(self.input_gate_up),
-            local(self.input_gate_bias),
-            use_reentrant=False,
-            preserve_rng_state=False,
-        )
+        q, k, log_decay, code = self._contracted(x, conv.output, context.full_precision[1:])
+        v = x
+        if self.rank:
+            # Recomputing v in the backward, one pass over x, costs less than keeping it.
+            v = checkpoint(
+                low_rank_gate,
+                x,
+                code.to(x.dtype),
+                local(self.input_gate_up),
+                local(self.input_gate_bias),
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
         q, k, v, log_decay = (y[:, :, None] for y in (q, k, v, log_decay))  # one head
         return _ScanInputs(q, k, v, log_decay, conv.output, gate, conv.state)
 
-    def _contracted(self, x: Tensor, x_conv: Tensor, gate_bias: Tensor) -> tuple[Tensor, ...]:
+    def _contracted(self, x: Tensor, x_conv: Tensor, gate_bias: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """q, k^, log alpha [B, T, N] and x W_1 [B, T, L], in full on every rank, in at least fp32."""
         n, wide = self.config.state_size, compute_dtype(x)
-        # One matmul: its gradient is written once, at the width of x'.
-        four = functional.linear(x_conv, torch.cat([local(self.qk), local(self.gates)]))  # [B, T, 4 N]
-        parts = [four, functional.linear(x, local(self.input_gate_down))]
+        of_conv = [] if self.gates is None else [self.gates]
+        of_x = [self.input_gate_down] if self.rank else []
+        (of_conv if self.config.query_key_input == "convolved" else of_x).insert(0, self.qk)
+        # One matmul an input: its gradient is written once, at the width of the input.
+        parts = [
+            functional.linear(source, torch.cat([local(w) for w in weights]) if weights[1:] else local(weights[0]))
+            for source, weights in ((x_conv, of_conv), (x, of_x))
+            if weights
+        ]
         # In fp32, since exponentials follow.
         whole = self.tp.all_reduce_forward(torch.cat([part.to(wide) for part in parts], dim=-1))  # [B, T, 4 N + L]
-        qk, gates, code = whole.split([2 * n, 2 * n, self.rank], dim=-1)
-        q, k = qk.chunk(2, dim=-1)
-        strength, temperature = (gates + gate_bias.to(wide)).chunk(2, dim=-1)
+        sizes = {"qk": 2 * n, "gates": self.num_gates * n, "code": self.rank}
+        names = ("qk", "gates", "code") if self.config.query_key_input == "convolved" else ("gates", "qk", "code")
+        found = dict(zip(names, whole.split([sizes[name] for name in names], dim=-1), strict=True))
+        q, k = found["qk"].chunk(2, dim=-1)
+        strength = temperature = None
+        if gate_bias:
+            strength, *tempering = (found["gates"] + gate_bias[0].to(wide)).split(n, dim=-1)
+            temperature = tempering[0] if tempering else None
         selected = ddts_gates(strength, temperature, k)
-        shared = torch.cat([q, selected.key, selected.log_decay, code], dim=-1)  # [B, T, 3 N + L]
+        shared = torch.cat([q, selected.key, selected.log_decay, found["code"]], dim=-1)  # [B, T, 3 N + L]
         q, k, log_decay, code = self.tp.all_reduce_gradient(shared).split([n, n, n, self.rank], dim=-1)
         return q, k, log_decay, code
 
     def _output(self, scan: Tensor, inputs: _ScanInputs, context: MixerContext) -> Tensor:
         """scan [B, T, 1, M/tp] -> y in the layout of the residual stream."""
-        return self.out.forward_with_skip(scan.squeeze(2), inputs.x_conv, context.full_precision[1], inputs.gate)
+        return self.out.forward_with_skip(scan.squeeze(2), inputs.x_conv, context.full_precision[0], inputs.gate)
 
     def flops(self, length: int) -> int:
         scan = decay_scan_flops(
@@ -188,7 +215,7 @@ class Rodimus(Mixer):
             value_dim=self.inner,
             chunk_size=self.config.chunk_size,
         )
-        small = 2 * self.inner * (4 * self.config.state_size + 2 * self.rank)
+        small = 2 * self.inner * ((2 + self.num_gates) * self.config.state_size + 2 * self.rank)
         return self.fc.flops() + small + scan + self.out.flops()
 
     def state_shapes(self) -> list[tuple[int, ...]]:
@@ -208,12 +235,34 @@ class RodimusConfig(MixerConfig):
     """Added to the mean square inside the root, here and in the norm before the output projection."""
     state_size: int = pydantic.Field(default=64, gt=0)
     """n, key channels of the state, which has n x m numbers; m is twice the hidden size, rounded up to 8."""
+    gates: list[Gate] = pydantic.Field(default=["selection", "temperature", "input"])
+    """Gates of the recurrence (Table 15). selection: g, which decays the state by exp(-g) and scales the keys; without
+    it the state never decays. temperature: tau, which makes these exp(-g tau) and g^tau; needs selection. input:
+    beta-hat of the values."""
     input_gate_rank: int | None = pydantic.Field(default=None, gt=0)
     """Rank of the gate of the values; left out: the hidden size / 64, at least 16."""
+    query_key_input: Literal["convolved", "projected"] = "convolved"
+    """Input of queries and keys. convolved: x', after the short convolution, as in the released code. projected: x,
+    before it, as in the text (section 3.1.3)."""
     conv_width: int = pydantic.Field(default=4, ge=2)
     """Taps of the short convolution, the current token included."""
     chunk_size: int = pydantic.Field(default=64, gt=0)
     """Tokens a chunk of the scan; the result does not depend on it."""
+
+    @pydantic.model_validator(mode="after")
+    def _gates_agree(self) -> Self:
+        problems = []
+        if len(set(self.gates)) < len(self.gates):
+            problems.append(f"gates = {self.gates} names a gate twice; name each once")
+        if "temperature" in self.gates and "selection" not in self.gates:
+            problems.append('gates has "temperature", which tempers the selection; add "selection", or leave it out')
+        if self.input_gate_rank is not None and "input" not in self.gates:
+            problems.append(
+                f'input_gate_rank = {self.input_gate_rank} has no meaning without "input" in gates; leave it out'
+            )
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
 
     @property
     def scale(self) -> float:
@@ -221,7 +270,8 @@ class RodimusConfig(MixerConfig):
         return 1.0 / math.sqrt(self.state_size)
 
     def shrink_for_verify(self, *, hidden_size: int, num_heads: int) -> Self:
-        return self.model_copy(update={"state_size": 6, "input_gate_rank": 5, "chunk_size": 16})
+        rank = 5 if "input" in self.gates else None
+        return self.model_copy(update={"state_size": 6, "input_gate_rank": rank, "chunk_size": 16})
 
     def build(self, scope: BuildContext) -> Rodimus:
         return Rodimus(self, scope)

@@ -1,4 +1,7 @@
-"""The softmax baseline: LLaMA's attention with rotary positions and grouped keys and values."""
+"""The softmax baseline: LLaMA's attention with rotary positions and grouped keys and values.
+
+With a window it is Rodimus+'s windowed MHA or GQA, with sinks StreamingLLM's attention, with blocks DiagAttention.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,16 @@ from megalin.layers.mixers.base import (
     State,
 )
 from megalin.ops.attention.causal import AttentionBackend, causal_attention, check_backend
+from megalin.ops.attention.local import LocalCache, block_attention, block_ids, local_attention
 from megalin.ops.attention.softmax import (
     KeyValueCache,
     softmax_attention,
     softmax_attention_flops,
     softmax_attention_step,
-    visible_in_sequence,
+    visible_near,
     visible_tokens,
 )
+from megalin.ops.attention.window import window_attention_flops
 from megalin.ops.documents import UNPACKED
 from megalin.ops.positions.encodings import rope
 from megalin.parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -118,15 +123,20 @@ class Softmax(Mixer):
         """Attention [B, T/cp, H/tp, K] over full sequences, without a state."""
         if self.gathers_tokens:
             k, v = self.cp.gather_tokens(k), self.cp.gather_tokens(v)
-            visible = visible_in_sequence(
-                self.cp.positions(q), k.shape[1], context.documents.full_sequence.document_ids
-            )
-            return softmax_attention(q, k, v, visible=visible)
+            return softmax_attention(q, k, v, visible=self._visible(q, k.shape[1], context))
         if self.repeats > 1:
             k, v = k.repeat_interleave(self.repeats, dim=2), v.repeat_interleave(self.repeats, dim=2)
         q, k, v = self.cp.to_heads(q, k, v)  # [B, T, H or G/tp/cp, K]
-        y = causal_attention(q, k, v, documents=context.documents.packed, backend=self.config.backend)
-        return self.cp.to_tokens(y)
+        return self.cp.to_tokens(self._causal_attention(q, k, v, context))
+
+    def _visible(self, q: Tensor, length: int, context: MixerContext) -> Tensor:
+        """The tokens of full sequences that this rank's tokens attend to, [1 or B, T/cp, length]."""
+        documents = context.documents.full_sequence.document_ids
+        return visible_near(self.cp.positions(q), length, documents, window=None)
+
+    def _causal_attention(self, q: Tensor, k: Tensor, v: Tensor, context: MixerContext) -> Tensor:
+        """Attention of some heads over full sequences."""
+        return causal_attention(q, k, v, documents=context.documents.packed, backend=self.config.backend)
 
     def step(self, x: Tensor, context: MixerContext, state: State) -> MixerOutput:
         if not context.in_place:
@@ -152,6 +162,66 @@ class Softmax(Mixer):
         return keys, values, functional.pad(remembered, (0, missing))
 
 
+class LocalSoftmax(Softmax):
+    """Softmax attention to a window and the sinks of each document, or inside blocks of it.
+
+    Rotary positions are those of the sequence, also between a token and the sinks. The state has a fixed size: 2 G K
+    numbers for each sink and each token of a window or block but one (`ops.attention.local.LocalCache`).
+    """
+
+    def document_view(self, documents: SequenceDocuments) -> DocumentView:
+        size = self.config.block_size
+        if size is None or self.gathers_tokens:
+            return super().document_view(documents)
+        packed = documents.in_blocks(size, offsets=self.config.host_reads_documents)
+        return DocumentView(documents.ids, full_sequence=documents.full_sequence, packed=packed)
+
+    def forward(self, x: Tensor, context: MixerContext, state: State | None) -> MixerOutput:
+        if state is None:
+            return super().forward(x, context, None)
+        config = self.config
+        attention = local_attention(
+            *self._heads(x, context),
+            LocalCache(*state),
+            window=config.span,
+            num_sinks=config.num_sinks or 0,
+            blocks=config.block_size is not None,
+            document_ids=context.documents.ids,
+        )
+        return MixerOutput(self.out(attention.output.flatten(2)), attention.cache)
+
+    def step(self, x: Tensor, context: MixerContext, state: State) -> MixerOutput:
+        return self(x, context, state)
+
+    def _visible(self, q: Tensor, length: int, context: MixerContext) -> Tensor:
+        config, documents = self.config, context.documents.full_sequence.document_ids
+        if config.block_size is not None:
+            documents = block_ids(length, block=config.block_size, document_ids=documents, device=q.device)
+        positions = self.cp.positions(q)
+        return visible_near(positions, length, documents, window=config.window, num_sinks=config.num_sinks or 0)
+
+    def _causal_attention(self, q: Tensor, k: Tensor, v: Tensor, context: MixerContext) -> Tensor:
+        config, documents = self.config, context.documents.packed
+        if config.block_size is not None and documents.ids is None:
+            return block_attention(q, k, v, block=config.block_size, backend=config.backend)
+        window, sinks = config.window, config.num_sinks or 0
+        return causal_attention(q, k, v, documents=documents, window=window, num_sinks=sinks, backend=config.backend)
+
+    def flops(self, length: int) -> int:
+        visible = self.config.span + (self.config.num_sinks or 0)
+        heads, width = self.config.num_heads, self.head_dim
+        attention = window_attention_flops(length, window=visible, num_heads=heads, head_dim=width)
+        return self.q.flops() + self.kv.flops() + attention + self.out.flops()
+
+    def state_shapes(self) -> list[tuple[int, ...]]:
+        slots = self.config.span - 1 + (self.config.num_sinks or 0)
+        heads = (slots, self.local_groups, self.head_dim)
+        return [heads, heads, (slots,)]
+
+    def reserve(self, state: State, num_tokens: int) -> State:
+        return state  # of fixed size
+
+
 def _keep(x: Tensor, kept: Tensor) -> Tensor:
     """x [B, S, G, K], zero where not `kept` [B, S]."""
     return x.masked_fill(~kept[..., None, None], 0.0)
@@ -168,6 +238,15 @@ class SoftmaxConfig(MixerConfig):
     num_key_value_heads: int | None = pydantic.Field(default=None, gt=0)
     """Heads of keys and values, each read by num_heads / num_key_value_heads query heads; must divide num_heads and be
     divided by parallel.tp. Left out: num_heads."""
+    window: int | None = pydantic.Field(default=None, ge=1)
+    """Visible tokens, the token itself included (Rodimus+ Tables 6 and 14); left out: all earlier ones. Decoding then
+    keeps a state of fixed size."""
+    num_sinks: int | None = pydantic.Field(default=None, ge=1)
+    """First tokens of each document that stay visible outside of the window (StreamingLLM, Rodimus+ Table 7), at their
+    true distance; left out: none. They need a T x T mask in training, which no flash kernel takes."""
+    block_size: int | None = pydantic.Field(default=None, ge=1)
+    """Tokens of a block; a token attends to earlier ones of its own block alone, and each document starts a block
+    (DiagAttention of TransNormer, TransNormerLLM Table 2). Left out: no blocks."""
     rope_base: float = pydantic.Field(default=10000.0, gt=1)
     """Base of the rotary frequencies base^(-2 j / head width), radians a token."""
     backend: AttentionBackend = "auto"
@@ -180,6 +259,32 @@ class SoftmaxConfig(MixerConfig):
     def host_reads_documents(self) -> bool:
         return self.backend != "mask"
 
+    @pydantic.model_validator(mode="after")
+    def _visible_tokens_agree(self) -> Self:
+        problems = []
+        if self.window is not None and self.block_size is not None:
+            problems.append(
+                f"window = {self.window} and block_size = {self.block_size} are two choices of visible tokens; give one"
+            )
+        if self.num_sinks is not None and self.window is None:
+            problems.append(f"num_sinks = {self.num_sinks} needs a window, outside of which they are; give one")
+        if self.num_sinks is not None and self.backend == "flash_attn":
+            problems.append('backend = "flash_attn" takes no num_sinks, which need a mask; use "auto" or "sdpa"')
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    @property
+    def span(self) -> int:
+        """Tokens of the window or block."""
+        span = self.window or self.block_size
+        assert span is not None, "all earlier tokens are visible"
+        return span
+
+    @property
+    def widest_window(self) -> int | None:
+        return self.window
+
     @property
     def key_value_heads(self) -> int:
         """Heads of keys and values."""
@@ -187,12 +292,14 @@ class SoftmaxConfig(MixerConfig):
 
     def shrink_for_verify(self, *, hidden_size: int, num_heads: int) -> Self:
         grouped = self.key_value_heads < self.num_heads
-        return self.model_copy(
-            update={"num_heads": num_heads, "num_key_value_heads": num_heads // 2 if grouped else None}
-        )
+        update = {"num_heads": num_heads, "num_key_value_heads": num_heads // 2 if grouped else None}
+        small = {"window": 11, "num_sinks": 3, "block_size": 7}
+        update |= {name: size for name, size in small.items() if getattr(self, name) is not None}
+        return self.model_copy(update=update)
 
     def build(self, scope: BuildContext) -> Softmax:
-        return Softmax(self, scope)
+        is_local = self.window is not None or self.block_size is not None
+        return LocalSoftmax(self, scope) if is_local else Softmax(self, scope)
 
 
 CONFIG = SoftmaxConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from megalin.layers.decay import DecayKind
-from megalin.layers.linear_attention import LinearAttentionConfig, LowRankGatedAttention
+from megalin.layers.linear_attention import LowRankGatedAttention, LowRankGatedConfig, PositionedAttentionConfig
 from megalin.layers.mixers.base import BuildContext
 
 
@@ -16,16 +16,18 @@ class TNL(LowRankGatedAttention):
     """
 
     def __init__(self, config: TNLConfig, scope: BuildContext) -> None:
-        super().__init__(config, scope, decay=config.decay)
+        super().__init__(config, scope, decay=None if config.decay == "none" else config.decay)
 
 
-class TNLConfig(LinearAttentionConfig):
+class TNLConfig(LowRankGatedConfig, PositionedAttentionConfig):
     """TNL's token mixer."""
 
     type: Literal["tnl"] = "tnl"
     """This mixer."""
     decay: DecayKind = "alibi"
-    """Table of fixed decays. alibi: the released checkpoints'. paper: the paper's eq. 2."""
+    """Table of fixed decays. alibi: the released checkpoints'. paper: TransNormerLLM eq. 2. alibi_no_temperature,
+    no_temperature: these two without the layer factor 1 - l / L (TransNormerLLM Table 4). none: no decay (its Table
+    3)."""
 
     def build(self, scope: BuildContext) -> TNL:
         return TNL(self, scope)

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, NoReturn
 from torch import Tensor, nn
 
 from megalin.errors import ConfigError
-from megalin.layers.mixers.base import BuildContext, MixerContext, MixerOutput, SequenceContext, State
+from megalin.layers.mixers.base import BuildContext, MixerContext, MixerOutput, State
 from megalin.layers.mixers.hgrn2 import HGRN2, HGRN2Config
 from megalin.ops.scans.context_parallel import SequenceShard
 from megalin.ops.scans.fixed_decay import decay_scan_flops
@@ -32,9 +32,6 @@ class TwoWayHGRN2(HGRN2):
     def __init__(self, config: TwoWayHGRN2Config, scope: BuildContext) -> None:
         super().__init__(config, scope)
         self.reversed_exchange = ReversedExchange(scope.cp)
-
-    def full_precision_tensors(self, context: SequenceContext) -> tuple[Tensor, ...]:
-        return (context.shared[TYPE][self.scope.layer],)
 
     def forward(self, x: Tensor, context: MixerContext, state: State | None) -> MixerOutput:
         if state is not None:

@@ -2,11 +2,11 @@
 
     o_t = sum over visible s of p_ts v_s,    p_t = softmax over visible s of q_t . k_s / sqrt(K)
 
-Token t attends to the tokens s <= t of its own document, with a window to the last `window` of them. Sequences of one
-document use torch's fused attention; packed documents and windows use a flash kernel, which needs no T x S mask; cases
-that neither supports use fused attention with that mask. With queries for the last T of S tokens only, the flash kernel
-gets zero queries for the other tokens, whose outputs are dropped: with a window, at most S - T times its width more
-pairs.
+Token t attends to the tokens s <= t of its own document, with a window to the last `window` of them, and with sinks to
+the document's first `num_sinks` too. Sequences of one document use torch's fused attention; packed documents and
+windows use a flash kernel, which needs no T x S mask; cases that neither supports, sinks among them, use fused
+attention with that mask. With queries for the last T of S tokens only, the flash kernel gets zero queries for the other
+tokens, whose outputs are dropped: with a window, at most S - T times its width more pairs.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from megalin.ops.attention.softmax import (
     check_heads,
     check_window,
     softmax_attention,
-    visible_in_sequence,
-    within_window,
+    visible_near,
 )
 from megalin.ops.dispatch.backend import Choice, report_choice
 from megalin.ops.documents import UNPACKED, PackedDocuments
@@ -53,6 +52,7 @@ def causal_attention(
     *,
     documents: PackedDocuments = UNPACKED,
     window: int | None = None,
+    num_sinks: int = 0,
     backend: AttentionBackend = "auto",
 ) -> Tensor:
     """Causal softmax attention, as above.
@@ -62,6 +62,7 @@ def causal_attention(
         k, v: [B, S, G, K], G key-value heads; query head h reads key-value head h // (H / G).
         documents: of the S tokens, by default one per sequence. Documents without offsets use a mask.
         window: visible tokens, including the token itself; None for all.
+        num_sinks: first tokens of a document that stay visible outside of the window; they use a mask.
         backend: flash_attn falls back to sdpa where it cannot run.
 
     Returns:
@@ -76,14 +77,14 @@ def causal_attention(
     if before < 0:
         raise OperandError(f"causal_attention: {q.shape[1]} queries for {length} keys; give at most one query per key")
     ids, unpacked = documents.ids, documents.ids is None and window is None
-    kernel = kernel_for(backend, unpacked, q.device.type, q.dtype, q.shape[3])
+    kernel = None if num_sinks else kernel_for(backend, unpacked, q.device.type, q.dtype, q.shape[3])
     if kernel is not None and (ids is None or documents.offsets is not None):
         padded_q = functional.pad(q, (0, 0, 0, 0, before, 0)) if before else q
         return flash_attention(padded_q, k, v, documents=documents, window=window, kernel=kernel)[:, before:]
     if unpacked and not before:
         return softmax_attention(q, k, v)
-    visible = visible_in_sequence(torch.arange(before, length, device=q.device), length, ids)
-    return softmax_attention(q, k, v, visible=visible if window is None else within_window(visible, window))
+    queries = torch.arange(before, length, device=q.device)
+    return softmax_attention(q, k, v, visible=visible_near(queries, length, ids, window=window, num_sinks=num_sinks))
 
 
 @torch.compiler.assume_constant_result

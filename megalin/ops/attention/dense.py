@@ -8,6 +8,8 @@ Both are tested against the definition, `dense_attention_reference`.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -18,17 +20,22 @@ from megalin.ops.dispatch.operands import check_one_dtype, check_operands
 from megalin.ops.positions.encodings import document_spans
 from megalin.ops.scans.fixed_decay import decay_scan, decay_scan_flops
 
+DenseForm = Literal["auto", "linear", "quadratic"]
+"""linear: Q (K^T V). quadratic: (Q K^T) V. auto: the one with fewer operations."""
 CHUNK = 64
 """Tokens a chunk of the linear form's scans over packed documents."""
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, document_ids: Tensor | None = None) -> Tensor:
-    """Attention without a softmax, the sum above in the cheaper form.
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, document_ids: Tensor | None = None, form: DenseForm = "auto"
+) -> Tensor:
+    """Attention without a softmax, the sum above, by default in the cheaper form.
 
     Args:
         q, k: [B, T, H, K].
         v: [B, T, H, V].
         document_ids: [B, T] integers, non-decreasing along T; None where each sequence is one document.
+        form: order of the matmuls.
 
     Returns:
         [B, T, H, V] in the dtype of v.
@@ -46,12 +53,20 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, document_ids: Tensor | N
     if document_ids is not None:
         scan = decay_scan_flops(length, num_heads=1, key_dim=key_dim, value_dim=value_dim, chunk_size=CHUNK)
         linear = 2 * scan
-    form = dense_attention_quadratic if quadratic < linear else dense_attention_linear
-    return form(q, k, v, document_ids=document_ids)
+    is_quadratic = quadratic < linear if form == "auto" else form == "quadratic"
+    compute = dense_attention_quadratic if is_quadratic else dense_attention_linear
+    return compute(q, k, v, document_ids=document_ids)
 
 
 def local_dense_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, window: int, offset: int = 0, document_ids: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int,
+    offset: int = 0,
+    document_ids: Tensor | None = None,
+    form: DenseForm = "auto",
 ) -> Tensor:
     """Attention without a softmax within the window of t only; arguments and result as `dense_attention`.
 
@@ -68,10 +83,10 @@ def local_dense_attention(
     if document_ids is None:
         padding = (0, 0, 0, 0, offset, -(length + offset) % window)
         q, k, v = (functional.pad(x, padding).unflatten(1, (-1, window)).flatten(0, 1) for x in (q, k, v))
-        y = dense_attention(q, k, v)  # [B n, window, H, V]
+        y = dense_attention(q, k, v, form=form)  # [B n, window, H, V]
         return y.unflatten(0, (batch, -1)).flatten(1, 2)[:, offset : offset + length]
     windows = window_ids(torch.arange(length, device=q.device), window=window, offset=offset, document_ids=document_ids)
-    return dense_attention(q, k, v, document_ids=windows)
+    return dense_attention(q, k, v, document_ids=windows, form=form)
 
 
 def window_ids(index: Tensor, *, window: int, offset: int, document_ids: Tensor | None) -> Tensor:
@@ -134,7 +149,8 @@ def dense_attention_reference(q: Tensor, k: Tensor, v: Tensor, *, document_ids: 
     return torch.stack(rows).view_as(v)
 
 
-def dense_attention_flops(length: int, *, num_heads: int, head_dim: int) -> int:
+def dense_attention_flops(length: int, *, num_heads: int, head_dim: int, form: DenseForm = "auto") -> int:
     """Forward floating-point operations a token over documents of T = `length` tokens, multiply and add counted as
-    two: 4 min(T, K) K a head, of the cheaper form."""
-    return 4 * min(length, head_dim) * head_dim * num_heads
+    two, a head: 4 K^2 of the linear form, 4 T K of the quadratic one, the smaller of them with auto."""
+    terms = {"auto": min(length, head_dim), "linear": head_dim, "quadratic": length}
+    return 4 * terms[form] * head_dim * num_heads

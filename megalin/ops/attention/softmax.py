@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from megalin.errors import OperandError
 from megalin.ops.dispatch.operands import check_one_dtype, check_operands
+from megalin.ops.positions.encodings import document_spans
 
 _WIDEST_GROUPED_HEAD = 256
 
@@ -142,6 +143,22 @@ def within_window(visible: Tensor, window: int) -> Tensor:
     length, total = visible.shape[1:]
     token = torch.arange(total - length, total, device=visible.device)[:, None]
     return visible & (token - torch.arange(total, device=visible.device) < window)
+
+
+def visible_near(
+    positions: Tensor, length: int, document_ids: Tensor | None, *, window: int | None, num_sinks: int = 0
+) -> Tensor:
+    """`visible_in_sequence` within the `window` that ends with each token (None: without one), and with the first
+    `num_sinks` tokens of its document: [1 or B, T, length]."""
+    visible = visible_in_sequence(positions, length, document_ids)
+    if window is None:
+        return visible
+    token = torch.arange(length, device=positions.device)
+    near = positions[:, None] - token < window
+    if not num_sinks:
+        return visible & near
+    first = token.new_zeros(1, 1) if document_ids is None else document_spans(document_ids).first
+    return visible & (near | (token - first < num_sinks)[:, None])
 
 
 def softmax_attention_reference(q: Tensor, k: Tensor, v: Tensor, *, document_ids: Tensor | None = None) -> Tensor:

@@ -25,15 +25,17 @@ class DDTSGates(NamedTuple):
     key: Tensor
 
 
-def ddts_gates(strength: Tensor, temperature: Tensor, k: Tensor) -> DDTSGates:
+def ddts_gates(strength: Tensor | None, temperature: Tensor | None, k: Tensor) -> DDTSGates:
     """Computes log alpha = -softplus(a) sigmoid(t) and k^ = softplus(a)^sigmoid(t) k / max(||k||, 1e-12).
+
+    Without a temperature sigmoid(t) is one; without a strength too, log alpha is zero and k^ is the normed k.
 
     The power is exp(sigmoid(t) log softplus(a)), the logarithm by its expansion where softplus(a) would underflow, so
     values and gradients are correct for any a; softplus(a) ** sigmoid(t) has NaN gradients in fp32 from a = -104 down.
 
     Args:
-        strength: a [..., N], the selection gate before its softplus.
-        temperature: t [..., N], the temperature gate before its sigmoid.
+        strength: a [..., N], the selection gate before its softplus, or None.
+        temperature: t [..., N], the temperature gate before its sigmoid, or None.
         k: [..., N], normed over N.
 
     Returns:
@@ -42,14 +44,20 @@ def ddts_gates(strength: Tensor, temperature: Tensor, k: Tensor) -> DDTSGates:
     Raises:
         OperandError: tensors with incompatible shapes, dtypes or devices.
 
-    Source: Rodimus eq. 10-12.
+    Source: Rodimus eq. 9; without gates its Table 15.
     """
     check_operands("ddts_gates", {"strength": (strength, "*N"), "temperature": (temperature, "*N"), "k": (k, "*N")})
     wide = compute_dtype(k)
-    strength, temperature, k = strength.to(wide), torch.sigmoid(temperature.to(wide)), k.to(wide)
-    log_decay = -functional.softplus(strength, threshold=EXACT_ABOVE) * temperature
-    scale = torch.exp(temperature * _log_softplus(strength))
-    return DDTSGates(log_decay, scale * functional.normalize(k, dim=-1, eps=MIN_NORM))
+    key = functional.normalize(k.to(wide), dim=-1, eps=MIN_NORM)
+    if strength is None:
+        assert temperature is None, "a temperature without a strength"
+        return DDTSGates(torch.zeros_like(key), key)
+    strength = strength.to(wide)
+    selection = functional.softplus(strength, threshold=EXACT_ABOVE)
+    if temperature is None:
+        return DDTSGates(-selection, selection * key)
+    temperature = torch.sigmoid(temperature.to(wide))
+    return DDTSGates(-selection * temperature, torch.exp(temperature * _log_softplus(strength)) * key)
 
 
 def _log_softplus(a: Tensor) -> Tensor:

@@ -47,14 +47,7 @@ def silu_lrpe(
         KernelError: an explicit backend that cannot run.
         OperandError: tensors with incompatible shapes, dtypes or devices.
     """
-    places = "T int" if positions.dim() == 1 else "BT int"
-    frequencies = "HK" if form == "cosine" else "HF"
-    operands = {"projection": (projection, "BTPHK"), "theta": (theta, frequencies), "positions": (positions, places)}
-    check_operands("silu_lrpe", operands)
-    assert 2 <= projection.shape[2] <= 4, projection.shape
-    assert (theta is None) == (form is None), form
-    if theta is not None and form == "rotation":
-        check_pairs("silu_lrpe", theta, projection.shape[4])
+    check_lrpe("silu_lrpe", projection, theta, positions, form)
     choice = backends.choose("silu_lrpe", backend, projection.device.type, _unsupported(projection, theta))
     if choice == "reference":
         return silu_lrpe_reference(projection, theta, positions, form=form)
@@ -67,11 +60,27 @@ def silu_lrpe_reference(
 ) -> tuple[Tensor, ...]:
     """Reference of `silu_lrpe` in plain PyTorch: tests the kernels and runs on CPUs."""
     q, k, *others = projection.unbind(2)
-    q, k = functional.silu(q), functional.silu(k)
-    if theta is not None:
-        encode = lrpe_cosine if form == "cosine" else lrpe_rotation
-        q, k = encode(q, theta, positions), encode(k, theta, positions)
+    q, k = (lrpe(functional.silu(x), theta, positions, form=form) for x in (q, k))
     return q, k, *others
+
+
+def lrpe(x: Tensor, theta: Tensor | None, positions: Tensor, *, form: LRPEForm | None) -> Tensor:
+    """LRPE of queries or keys x [B, T, H, K] in plain PyTorch; x itself without a form."""
+    if theta is None:
+        return x
+    return lrpe_cosine(x, theta, positions) if form == "cosine" else lrpe_rotation(x, theta, positions)
+
+
+def check_lrpe(op: str, projection: Tensor, theta: Tensor | None, positions: Tensor, form: LRPEForm | None) -> None:
+    """Raises OperandError for operands of `silu_lrpe` with incompatible shapes, dtypes or devices."""
+    places = "T int" if positions.dim() == 1 else "BT int"
+    frequencies = "HK" if form == "cosine" else "HF"
+    operands = {"projection": (projection, "BTPHK"), "theta": (theta, frequencies), "positions": (positions, places)}
+    check_operands(op, operands)
+    assert 2 <= projection.shape[2] <= 4, projection.shape
+    assert (theta is None) == (form is None), form
+    if theta is not None and form == "rotation":
+        check_pairs(op, theta, projection.shape[4])
 
 
 def _unsupported(projection: Tensor, theta: Tensor | None) -> str:
