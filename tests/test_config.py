@@ -75,8 +75,8 @@ def test_valid_values_parse():
         ),
         (
             "model.layers.0.sublayers.0.window=4",
-            "model.layers.0.sublayers.0.window: unknown key; known: chunk_size, decay, lrpe, norm, norm_eps, "
-            "num_heads, output_norm, residual, type",
+            "model.layers.0.sublayers.0.window: unknown key; known: absolute_positions, activation, "
+            "chunk_size, decay, gate, lrpe, max_positions, norm, norm_eps, num_heads, output_norm, residual, type",
         ),
         (
             "model.layers.0.sublayers.0.type=transnormr",

@@ -181,7 +181,9 @@ def _check_sources(sources_file: Path, world_size: int, meshes: list[dict[str, A
                 assert found[name] == pytest.approx(values, rel=1e-12, abs=0), (axes, name)
 
 
-@pytest.mark.parametrize(("world_size", "axes"), [(6, {"tp": 2, "cp": 3}), (2, {"pp": 2})])
+@pytest.mark.parametrize(
+    ("world_size", "axes"), [pytest.param(6, {"tp": 2, "cp": 3}, marks=pytest.mark.slow), (2, {"pp": 2})]
+)
 def test_losses_are_those_of_each_source_sources_alone(sources_file, world_size, axes):
     _check_sources(sources_file, world_size, [axes])
 

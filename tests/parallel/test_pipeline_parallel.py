@@ -56,7 +56,7 @@ def sent_in_a_step(parallel: ParallelConfig) -> Sent:
     loss_sum = VocabParallelEmbedding.loss_sum
     with pytest.MonkeyPatch.context() as patch:
         # In fp64, as the kernel sums on a GPU; the reference sums in fp32.
-        patch.setattr(VocabParallelEmbedding, "loss_sum", lambda *args: loss_sum(*args).double())
+        patch.setattr(VocabParallelEmbedding, "loss_sum", lambda *args, **options: loss_sum(*args, **options).double())
         step(1)
         patch.setattr(dist, "P2POp", spy)
         step(2)

@@ -194,7 +194,7 @@ def test_queries_of_the_last_tokens_alone(
 
         if documents is not UNPACKED or window is not None or backend == "flash_attn":
             with monkeypatch.context() as patch:
-                patch.setattr(choice, "visible_in_sequence", None)
+                patch.setattr(choice, "visible_near", None)
                 assert last(**inputs)[0].shape == inputs["q"][:, 40:].shape
         assert_close(outputs_and_gradients(last, inputs), outputs_and_gradients(every, inputs), 1e-12)
 
@@ -203,7 +203,7 @@ def agree_without_masks(cases: list[Case]) -> list[TensorError]:
     """Mismatches between this rank and one process when every window is computed by the stand-ins."""
     op._attend, op._attend_backward = attend, attend_backward
     op._DEVICES, op._DTYPES = ("cpu",), (torch.float64,)
-    choice.visible_in_sequence = windows.softmax_attention = None
+    choice.visible_near = windows.softmax_attention = None
     return [row for rows in verify_all(cases) for row in rows if not row.passed]
 
 
