@@ -126,7 +126,8 @@ def _compiled(sequence_parallel: bool) -> list[tuple[Arrays, Arrays, int]]:
     return found
 
 
-@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow  # decoders have the same in the fast set
+@pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_compiled_blocks_have_the_gradients_of_eager_ones(sequence_parallel: bool):
     """One graph serves every block of a kind."""
     for results in run_ranks(2, _compiled, sequence_parallel, timeout=250.0):

@@ -32,11 +32,11 @@ class Layout(NamedTuple):
 
 MESHES = {
     1: [Layout(1, 1)],
-    2: [Layout(2, 1), Layout(2, 1, True, True)],
+    2: [Layout(2, 1, True, True)],
     4: [Layout(2, 2, True)],
 }
 SLOW_MESHES = {
-    2: [Layout(1, 2)],
+    2: [Layout(1, 2), Layout(2, 1)],
     4: [Layout(2, 2), Layout(4, 1, False, True), Layout(4, 1, True), Layout(2, 2, True, dtype="float32")],
     8: [Layout(4, 2), Layout(4, 2, True)],
 }

@@ -62,6 +62,7 @@ def cases(world_size: int) -> Named:
         found |= named([EVERY_MIXER], **mesh)
         if world_size == 6:
             found |= named([Case("ablations", MOSAIC)], **mesh)
+        if world_size == 12 and "pp" not in mesh:
             found |= named([EncoderCase("encoder ablations", ENCODER_MOSAIC)], length=36, **mesh)
         if "pp" not in mesh:  # encoders have no pipeline
             found |= named([ENCODER], length=36 if mesh["cp"] == 3 else 40, **mesh)
