@@ -22,9 +22,9 @@ class Status(StrEnum):
     STALLED = "stalled"
     """Ended after `stop.patience` evaluations without a gain."""
     CUT = "cut"
-    """Ended by the sweep's time limit; starting the sweep again continues it."""
+    """Ended with the sweep; starting the sweep again continues it."""
     FAILED = "failed"
-    """Ended by an error."""
+    """Ended by an error; starting the sweep again continues it."""
 
 
 class Progress:

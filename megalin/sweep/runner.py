@@ -13,10 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megalin.config import read_toml
 from megalin.errors import ConfigError, PreemptedError
 from megalin.files import read_limited, storage_errors, write_atomically
 from megalin.sweep.config import Cell, Sweep
 from megalin.sweep.progress import Progress, Status
+from megalin.train.preemption import PreemptionHandler
 
 RESULTS = "results.json"
 """Results of the finished runs, in the sweep's folder."""
@@ -30,6 +32,8 @@ class Result(NamedTuple):
 
     values: Mapping[str, str]
     """Its value of each axis."""
+    overrides: list[str]
+    """Overrides of its config."""
     status: Status
     steps: int
     tokens: int
@@ -57,6 +61,7 @@ class _Running:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **environment},
+                start_new_session=True,  # Ctrl-C reaches the sweep alone, which then asks its runs to save
             )
 
     def poll(self) -> Result | None:
@@ -75,6 +80,10 @@ class _Running:
             self._ended_by = status
             self._process.send_signal(signal.SIGTERM)
 
+    def wait(self) -> None:
+        """Waits for the end of the process."""
+        self._process.wait()
+
     def _result(self, code: int) -> Result:
         progress, status, error = self.progress, Status.COMPLETE, ""
         if code in (PreemptedError.exit_code, -signal.SIGTERM) and self._ended_by is not None:
@@ -86,6 +95,7 @@ class _Running:
         seconds = time.perf_counter() - self._started
         return Result(
             self.cell.values,
+            self.cell.overrides,
             status,
             progress.steps,
             progress.tokens,
@@ -112,7 +122,8 @@ def run_sweep(
     """Trains the runs of a sweep that have no result yet, in order; the results of all runs that have one.
 
     Each run has a folder `folder`/NAME, so it can be read by `megalin eval` and `report`, and the sweep can be started
-    again after it was ended: runs that the time limit cut go on from their checkpoints, failed ones start again.
+    again after it was ended: runs that were cut or failed go on from their checkpoints. SIGTERM, as the time limit, and
+    an exception, as by Ctrl-C, make the runs in progress save and end first.
 
     Args:
         processes: runs at a time. With several GPUs they are divided over them.
@@ -120,7 +131,7 @@ def run_sweep(
         on_result: called with each result and the number of runs without one.
 
     Raises:
-        ConfigError: processes below 1, a time limit that is not positive, or a folder of another sweep.
+        ConfigError: processes below 1, a time limit that is not positive, or a folder with results of another config.
     """
     if processes < 1:
         raise ConfigError(f"processes = {processes}: use at least 1")
@@ -134,9 +145,10 @@ def run_sweep(
     environments = _environments(processes)
     slots: list[_Running | None] = [None] * processes
 
-    with _ended_with(slots):
+    with _ended_with(slots), PreemptionHandler() as preemption:
         while left or any(slots):
             expired = time_limit is not None and time.perf_counter() - started > time_limit
+            expired = expired or preemption.received
             if expired:
                 left = []
             for index, running in enumerate(slots):
@@ -161,9 +173,11 @@ def _ended_with(slots: Sequence[_Running | None]) -> Iterator[None]:
     try:
         yield
     finally:
-        for running in slots:
-            if running is not None:
-                running.end(Status.CUT)
+        running = [each for each in slots if each is not None]
+        for each in running:
+            each.end(Status.CUT)
+        for each in running:
+            each.wait()
 
 
 def _environments(processes: int) -> list[dict[str, str]]:
@@ -185,21 +199,16 @@ def _read_results(folder: Path, sweep: Sweep) -> dict[str, Result]:
     if not path.exists():
         return {}
     saved = json.loads(read_limited(path, limit_bytes=_RESULTS_BYTES, follow_links=True))
-    if saved["sweep"] != _identity(sweep):
-        raise ConfigError(f"{path} holds results of another sweep; give a new folder, or restore {sweep.path}")
-    results = {}
-    for values in saved["results"]:
-        result = Result(**{**values, "status": Status(values["status"])})
-        if result.status not in (Status.CUT, Status.FAILED):
-            results["-".join(result.values.values())] = result
-    return results
+    found = [Result(**{**values, "status": Status(values["status"])}) for values in saved["results"]]
+    cells = {cell.name: cell for cell in sweep.cells()}
+    results = {name: result for result in found if (name := "-".join(result.values.values())) in cells}
+    changed = [name for name, result in results.items() if result.overrides != cells[name].overrides]
+    if saved["config"] != read_toml(sweep.run_config) or changed:
+        what = f"with other overrides of {changed[0]}" if changed else f"of another {sweep.run_config}"
+        raise ConfigError(f"{path} holds results {what}; give a new folder, or restore the file")
+    return {name: result for name, result in results.items() if result.status not in (Status.CUT, Status.FAILED)}
 
 
 def _write_results(folder: Path, sweep: Sweep, results: Mapping[str, Result]) -> None:
-    values = {"sweep": _identity(sweep), "results": [result._asdict() for result in results.values()]}
+    values = {"config": read_toml(sweep.run_config), "results": [result._asdict() for result in results.values()]}
     write_atomically(folder / RESULTS, json.dumps(values, indent=1).encode())
-
-
-def _identity(sweep: Sweep) -> dict[str, Any]:
-    """Everything that the results of runs depend on; more values of an axis leave the results of the others."""
-    return {"config": sweep.config.config, "overrides": sweep.config.overrides, "axes": list(sweep.config.axes)}

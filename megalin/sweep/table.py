@@ -24,8 +24,7 @@ def table(sweep: Sweep, results: Sequence[Result]) -> tuple[list[str], list[list
         found = [result for result in results if chosen.items() <= result.values.items()]
         best = max((result for result in found if result.best), key=lambda each: goal_value(sweep, each), default=None)
         if best is None:
-            failed = any(result.status is Status.FAILED for result in found)
-            rows.append([*values, Status.FAILED.value if failed else NOT_RUN, *[""] * (len(head) - len(shown) - 1)])
+            rows.append([*values, _without_goal(found), *[""] * (len(head) - len(shown) - 1)])
             continue
         searched = [_searched(sweep, axis, best, found) for axis in config.best_over]
         metrics = [_number(best.best.get(metric_name(field, best.values))) for field in columns.values()]
@@ -37,6 +36,14 @@ def table(sweep: Sweep, results: Sequence[Result]) -> tuple[list[str], list[list
 def goal_value(sweep: Sweep, result: Result) -> float:
     """The best goal of a run that was evaluated."""
     return float(result.best[metric_name(sweep.config.goal, result.values)])
+
+
+def _without_goal(found: Sequence[Result]) -> str:
+    """The reason why none of these runs has a goal."""
+    statuses = {result.status for result in found}
+    if Status.FAILED in statuses:
+        return Status.FAILED.value
+    return "no goal" if statuses - {Status.CUT} else NOT_RUN
 
 
 def _searched(sweep: Sweep, axis: str, best: Result, found: Sequence[Result]) -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -131,10 +134,11 @@ def test_resumed_run_with_shorter_lines_is_read_again(tmp_path):
 
 
 RUN = """
-import json, pathlib, signal, sys, time
+import json, os, pathlib, signal, sys, time
 folder, lr, seed = pathlib.Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 folder.mkdir(parents=True, exist_ok=True)
+(folder / "session").write_text(str(os.getsid(0)))
 if seed == "2" and not (folder / "again").exists():
     (folder / "again").touch()
     print("Error: the first start fails")
@@ -204,9 +208,59 @@ def test_bad_arguments_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="time limit = 0: use a positive number of seconds"):
         run_sweep(sweep, tmp_path / "runs", processes=1, time_limit=0)
     (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / RESULTS).write_text(json.dumps({"sweep": {}, "results": []}))
-    with pytest.raises(ConfigError, match="holds results of another sweep; give a new folder, or restore"):
+    (tmp_path / "runs" / RESULTS).write_text(json.dumps({"config": {}, "results": []}))
+    with pytest.raises(ConfigError, match=r"holds results of another .*tiny.toml; give a new folder, or restore"):
         run_sweep(sweep, tmp_path / "runs", processes=1)
+
+
+@pytest.mark.usefixtures("stub")
+def test_results_of_other_overrides_are_not_taken(tmp_path):
+    axes = {"rate": {"0.1": ["optimizer.lr=0.1"]}, "seed": {"a": ["train.seed=1"]}}
+    (result,) = run_sweep(read_sweep(write_sweep(tmp_path, axes=axes)), tmp_path / "runs", processes=1)
+    assert result.status is Status.COMPLETE
+    more = axes | {"seed": {"a": ["train.seed=1"], "c": ["train.seed=3"]}}
+    assert len(run_sweep(read_sweep(write_sweep(tmp_path, axes=more)), tmp_path / "runs", processes=1)) == 2
+    axes["seed"] = {"a": ["train.seed=4"]}
+    with pytest.raises(ConfigError, match=r"holds results with other overrides of 0\.1-a; give a new folder"):
+        run_sweep(read_sweep(write_sweep(tmp_path, axes=axes)), tmp_path / "runs", processes=1)
+
+
+@pytest.mark.usefixtures("stub")
+def test_runs_have_ended_when_the_sweep_is_interrupted(tmp_path):
+    folder = tmp_path / "runs"
+    axes = {"rate": {"0.2": ["optimizer.lr=0.2"], "0.1": ["optimizer.lr=0.1"]}, "seed": {"a": ["train.seed=1"]}}
+    running = {}
+
+    def interrupt(*_: object) -> None:
+        while not (folder / "0.2-a" / "cut").exists():
+            time.sleep(0.01)
+        running["session"] = int((folder / "0.2-a" / "session").read_text())
+        os.kill(running["session"], 0)  # its leader lives
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep(read_sweep(write_sweep(tmp_path, axes=axes)), folder, processes=2, on_result=interrupt)
+    assert running["session"] != os.getsid(0)  # the terminal's Ctrl-C does not reach it
+    with pytest.raises(ProcessLookupError):
+        os.kill(running["session"], 0)
+
+
+@pytest.mark.usefixtures("stub")
+def test_sigterm_cuts_the_runs_in_progress(tmp_path):
+    axes = {"rate": {"0.2": ["optimizer.lr=0.2"], "0.1": ["optimizer.lr=0.1"]}, "seed": {"a": ["train.seed=1"]}}
+    sweep = read_sweep(write_sweep(tmp_path, axes=axes))
+    results = run_sweep(
+        sweep, tmp_path / "runs", processes=2, on_result=lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+    )
+    assert [each.status for each in results] == [Status.CUT, Status.COMPLETE]
+
+
+@pytest.mark.usefixtures("stub")
+def test_runs_without_the_goal_are_said_to_have_none(tmp_path):
+    axes = {"rate": {"0.1": ["optimizer.lr=0.1"]}, "seed": {"a": ["train.seed=1"]}}
+    sweep = read_sweep(write_sweep(tmp_path, axes=axes, goal="tasks/other"))
+    results = run_sweep(sweep, tmp_path / "runs", processes=1)
+    assert table(sweep, results)[1] == [["0.1", "a", "no goal", "", "", ""]]
 
 
 @pytest.mark.slow
