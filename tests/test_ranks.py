@@ -144,6 +144,28 @@ def test_exception_of_a_rank_is_shown():
         run_ranks(2, _raise_on_rank_one)
 
 
+def _abort(at: int, starts: Path) -> int:
+    start = len(list(starts.iterdir())) + 1 if dist.get_rank() == 0 else 0
+    if start:
+        (starts / str(start)).touch()
+    if 0 < start <= at:
+        os.abort()
+    return start
+
+
+def test_stack_of_a_rank_that_a_signal_ended_is_shown(tmp_path):
+    with (
+        pytest.warns(RuntimeWarning, match="called again"),
+        pytest.raises(RankFailedError, match=r"(?s)rank 0 died: -6.*rank 0: Fatal Python error.*in _abort"),
+    ):
+        run_ranks(1, _abort, 2, tmp_path)
+
+
+def test_group_is_started_once_more_after_a_rank_aborts(tmp_path):
+    with pytest.warns(RuntimeWarning, match=r"(?s)called again, as a rank died.*in _abort"):
+        assert run_ranks(1, _abort, 1, tmp_path) == [2]
+
+
 def test_death_of_a_rank_is_noticed():
     with pytest.raises(RankFailedError, match="rank 1 died: -9"):
         run_ranks(2, _die_on_rank_one)

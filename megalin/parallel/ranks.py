@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import logging
 import multiprocessing
@@ -57,14 +58,15 @@ def run_ranks(
             first call starts it.
 
     Raises:
-        RankFailedError: a rank raised (its traceback), died without a report, or did not report in time.
+        RankFailedError: a rank raised (its traceback), died without a report (its exit code, the Python stacks of its
+            threads if a signal such as SIGSEGV ended it), or did not report in time.
     """
     _context.set_forkserver_preload([*_PRELOAD, *preload])
     reports, done = _context.Queue(), _context.Event()
     if collective_timeout is None:
         collective_timeout = _COLLECTIVE_SECONDS if timeout is None else min(0.4 * timeout, _COLLECTIVE_SECONDS)
     with tempfile.TemporaryDirectory() as folder:
-        place = (str(Path(folder) / "store"), world_size, collective_timeout)
+        place = (folder, world_size, collective_timeout)
         workers = [
             _context.Process(target=_worker, args=(rank, place, function, args, reports, done), daemon=True)
             for rank in range(world_size)
@@ -74,6 +76,8 @@ def run_ranks(
         try:
             results = _collect(workers, reports, None if timeout is None else time.monotonic() + timeout)
             done.set()
+        except RankFailedError as error:
+            raise RankFailedError("\n".join([str(error), *_stacks(Path(folder))])) from None
         finally:
             for worker in workers:
                 worker.join(timeout=10 if done.is_set() else 0)
@@ -89,9 +93,10 @@ def _worker(rank: int, place: tuple[str, int, float], function: Any, args: Any, 
     # Torch warns of every tensor that takes two all-gathers to become full.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    path, world_size, seconds = place
+    folder, world_size, seconds = place
+    faulthandler.enable((Path(folder) / f"rank {rank}").open("w"))
     try:
-        store = dist.FileStore(path, world_size)  # type: ignore[attr-defined]
+        store = dist.FileStore(str(Path(folder) / "store"), world_size)  # type: ignore[attr-defined]
         timeout = timedelta(seconds=seconds)
         store.set(f"started/{rank}", "")  # a fork may be slow where a collective may not
         store.wait([f"started/{other}" for other in range(world_size)], timedelta(seconds=_COLLECTIVE_SECONDS))
@@ -131,3 +136,9 @@ def _collect(workers: list[Any], reports: Any, deadline: float | None) -> dict[i
 
 def _deaths(codes: dict[int, int]) -> str:
     return ", ".join(f"rank {rank} died: {code}" for rank, code in codes.items())
+
+
+def _stacks(folder: Path) -> list[str]:
+    """The Python stacks of the threads of each rank that a signal such as SIGSEGV ended."""
+    stacks = {path.name: path.read_text() for path in sorted(folder.glob("rank *"))}
+    return [f"{rank}: {text}" for rank, text in stacks.items() if text]
