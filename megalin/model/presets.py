@@ -39,10 +39,19 @@ def load_preset(name: str) -> Preset:
     return Preset(name, parse_model(table, f"preset {name}"), str(_tables()[name]["note"]))
 
 
+def preset_families() -> dict[str, list[str]]:
+    """The names of the presets by family, a file of megalin/presets."""
+    return {family: list(tables) for family, tables in _families().items()}
+
+
 def _tables() -> dict[str, Any]:
+    return {name: table for tables in _families().values() for name, table in tables.items()}
+
+
+def _families() -> dict[str, dict[str, Any]]:
     folder = resources.files("megalin") / "presets"
     files = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name)
-    return {name: table for file in files for name, table in tomllib.loads(file.read_text(encoding="utf-8")).items()}
+    return {file.name.removesuffix(".toml"): tomllib.loads(file.read_text(encoding="utf-8")) for file in files}
 
 
 def expand_preset(table: Mapping[str, Any]) -> dict[str, Any]:
