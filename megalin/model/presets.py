@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
+from functools import cache
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -39,7 +40,9 @@ def load_preset(name: str) -> Preset:
     return Preset(name, parse_model(table, f"preset {name}"), str(_tables()[name]["note"]))
 
 
+@cache
 def _tables() -> dict[str, Any]:
+    """All presets by name. Callers copy what they change: `apply_overrides` and pydantic do."""
     folder = resources.files("megalin") / "presets"
     files = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name)
     return {name: table for file in files for name, table in tomllib.loads(file.read_text(encoding="utf-8")).items()}
