@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
+from functools import cache
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -48,7 +49,9 @@ def _tables() -> dict[str, Any]:
     return {name: table for tables in _families().values() for name, table in tables.items()}
 
 
+@cache
 def _families() -> dict[str, dict[str, Any]]:
+    """All presets by family and name. Callers copy what they change: `apply_overrides` and pydantic do."""
     folder = resources.files("megalin") / "presets"
     files = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name)
     return {file.name.removesuffix(".toml"): tomllib.loads(file.read_text(encoding="utf-8")) for file in files}
