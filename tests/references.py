@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from megalin.layers.mixers.base import MixerConfig
 from megalin.model.config import ModelConfig
+from tests.recurrence_reference import recurrence
 
 Weights = Mapping[str, Tensor]
 Reference = Callable[[Any, Weights, Tensor, int, int], Tensor]
@@ -297,6 +298,7 @@ REFERENCES: dict[str, Reference] = {
     "softmax": softmax,
     "mamba1": mamba1,
     "mamba2": mamba2,
+    "recurrence": recurrence,
     "glu": glu,
     "ffn": ffn,
     "tests.mixers.decaying_sum": decaying_sum,
