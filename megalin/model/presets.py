@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
+from functools import cache
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -39,10 +40,21 @@ def load_preset(name: str) -> Preset:
     return Preset(name, parse_model(table, f"preset {name}"), str(_tables()[name]["note"]))
 
 
+def preset_families() -> dict[str, list[str]]:
+    """The names of the presets by family, a file of megalin/presets."""
+    return {family: list(tables) for family, tables in _families().items()}
+
+
 def _tables() -> dict[str, Any]:
+    return {name: table for tables in _families().values() for name, table in tables.items()}
+
+
+@cache
+def _families() -> dict[str, dict[str, Any]]:
+    """All presets by family and name. Callers copy what they change: `apply_overrides` and pydantic do."""
     folder = resources.files("megalin") / "presets"
     files = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name)
-    return {name: table for file in files for name, table in tomllib.loads(file.read_text(encoding="utf-8")).items()}
+    return {file.name.removesuffix(".toml"): tomllib.loads(file.read_text(encoding="utf-8")) for file in files}
 
 
 def expand_preset(table: Mapping[str, Any]) -> dict[str, Any]:
