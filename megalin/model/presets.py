@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import tomllib
 from collections.abc import Mapping
+from functools import cache
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -30,7 +32,8 @@ def preset_table(name: str) -> dict[str, Any]:
     tables = _tables()
     if name not in tables:
         raise ConfigError(f"preset {name!r}: there is no such preset; {suggest(name, list(tables))}")
-    return dict(tables[name]["model"])
+    table: dict[str, Any] = copy.deepcopy(tables[name]["model"])
+    return table
 
 
 def load_preset(name: str) -> Preset:
@@ -48,6 +51,7 @@ def _tables() -> dict[str, Any]:
     return {name: table for tables in _families().values() for name, table in tables.items()}
 
 
+@cache
 def _families() -> dict[str, dict[str, Any]]:
     folder = resources.files("megalin") / "presets"
     files = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name)
