@@ -162,6 +162,10 @@ SHARED_KEY = {
 
 MAMBA2 = {"type": "mamba2", "norm": "srmsnorm", "head_dim": 8, "state_size": 10, "chunk_size": CHUNK}
 
+GLA = attention(
+    "recurrence", norm="srmsnorm", expand_k=0.5, decay="vector", decay_rank=3, temperature=4.0, conv_width=4
+)
+
 HEAD, INNER = HIDDEN_SIZE // NUM_HEADS, 2 * HIDDEN_SIZE
 """Width of a head, and of Rodimus and Mamba-2 inside a block."""
 WINDOW = SHARED_KEY["window"] - 1
@@ -219,6 +223,12 @@ CASES = (
         ),
         representative=True,
     ),
+    _case(
+        "gla",
+        GLA,
+        cp=ContextParallelCollectives(NUM_HEADS * HEAD // 2 * (HEAD + 1), halos=(3 * 2 * HIDDEN_SIZE,)),
+        representative=True,
+    ),
     _case("ffn", attention("tnl") | ADD_NORM, FFN | ADD_NORM, representative=True),
     NORMS,
     _case("sockets", TOY),
@@ -248,6 +258,7 @@ COLLECTIVES = {
     "mamba2": TensorParallelCollectives(
         num_norms=1, partial_gradients=tuple(MAMBA2_SHARED * width for width in (HIDDEN_SIZE, 4, 1))
     ),
+    "recurrence": TensorParallelCollectives(partial_gradients=(3 * HIDDEN_SIZE, HEAD)),
     "shared_key_attention": TensorParallelCollectives(partial_gradients=(LOW_RANK,)),
     "glu": TensorParallelCollectives(),
     "ffn": TensorParallelCollectives(),

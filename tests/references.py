@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from megalin.layers.mixers.base import MixerConfig
 from megalin.model.config import ModelConfig
+from tests.recurrence_reference import recurrence
 
 Weights = Mapping[str, Tensor]
 Reference = Callable[[Any, Weights, Tensor, int, int], Tensor]
@@ -278,6 +279,7 @@ REFERENCES: dict[str, Reference] = {
     "shared_key_attention": shared_key_attention,
     "softmax": softmax,
     "mamba2": mamba2,
+    "recurrence": recurrence,
     "glu": glu,
     "ffn": ffn,
     "tests.mixers.decaying_sum": decaying_sum,

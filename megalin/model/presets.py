@@ -53,6 +53,7 @@ def _tables() -> dict[str, Any]:
 
 @cache
 def _families() -> dict[str, dict[str, Any]]:
+    """All presets by family and name. Callers copy what they change: `apply_overrides` and pydantic do."""
     folder = resources.files("megalin") / "presets"
     files = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name)
     return {file.name.removesuffix(".toml"): tomllib.loads(file.read_text(encoding="utf-8")) for file in files}
