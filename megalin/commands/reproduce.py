@@ -81,11 +81,11 @@ def _lines(table: Table, rows: Sequence[ReproducedRow]) -> Iterator[str]:
 
 
 def _text(cell: ReproducedCell, digits: int) -> str:
-    """A cell; `digits`: those after the point of the column's printed numbers, whose last zeros a data file loses."""
+    """A cell; `digits`: the most after the point in its column, so that a last zero that TOML loses is printed."""
     published = cell.published
-    text = f"{published:,.{digits}f}" if isinstance(published, float) else str(published)
-    if isinstance(published, int):
-        text = f"{published:,}"
+    text = f"{published:,}" if isinstance(published, int) else str(published)
+    if isinstance(published, float):
+        text = f"{published:,.{min(digits, num_digits(published) + 1)}f}"
     return text if cell.ours is None else f"{text} {'=' if cell.equal else '/'} {_ours(published, cell.ours)}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tomllib
 from collections.abc import Mapping
 from functools import cache
@@ -31,7 +32,8 @@ def preset_table(name: str) -> dict[str, Any]:
     tables = _tables()
     if name not in tables:
         raise ConfigError(f"preset {name!r}: there is no such preset; {suggest(name, list(tables))}")
-    return dict(tables[name]["model"])
+    table: dict[str, Any] = copy.deepcopy(tables[name]["model"])
+    return table
 
 
 def load_preset(name: str) -> Preset:

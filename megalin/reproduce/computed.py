@@ -73,6 +73,13 @@ def _cache_bytes(model: Model, length: int) -> float:
     return sum(2 * tensor.numel() for tensor in state_tensors(state) if tensor.dim() > 2)
 
 
+def _state_ratio(model: Model, _length: int) -> float:
+    """Numbers of the first block's recurrent state, over the hidden size."""
+    assert isinstance(model, LanguageModel)
+    state = model.initial_state(1).blocks[0][0]
+    return max(tensor.numel() for tensor in state) / model.config.hidden_size
+
+
 def _planned_bytes(row: Row, length: int) -> float:
     """Memory of a rank with `tp` ranks a tensor-parallel group, ZeRO 3 over the others, eager blocks in bf16."""
     assert row.preset is not None
@@ -98,5 +105,6 @@ MEASURES: Mapping[str, Callable[[Model, int], float]] = {
     "forward_flops": lambda model, length: model.forward_flops(length),
     "forward_flops_of_blocks": lambda model, length: model.stack_flops(length),
     "cache_bytes": _cache_bytes,
+    "state_ratio": _state_ratio,
 }
 """Measures of a model at a number of tokens a sequence, by name; PLANNED needs a mesh too."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
 
@@ -92,6 +93,7 @@ def paper_names() -> list[str]:
     return sorted(name.removesuffix(".toml") for name in files if name.endswith(".toml"))
 
 
+@cache
 def load_paper(name: str) -> Paper:
     """The paper `name`. Raises ConfigError for a name that does not exist."""
     if name not in paper_names():
