@@ -34,6 +34,7 @@ FAST = [
     "scaling-laws/tnl-1b.toml",
     "scaling-laws/cosformer2-1b-16k.toml",
     "scaling-laws/mamba2-3b.toml",
+    "hgrn2/hgrn2-44m-wikitext103.toml",
 ]
 """Recipes whose shrunk models train in the fast tests: each family once."""
 VOCABULARY = 300
@@ -56,6 +57,11 @@ def head(recipe: Path) -> str:
 def test_the_page_has_every_recipe():
     assert set(ROWS) == set(RECIPES)
     assert len(RECIPES) >= 40
+
+
+def test_run_folders_differ():
+    """By default a run's folder has the name of its config."""
+    assert len({recipe.stem for recipe in RECIPES}) == len(RECIPES)
 
 
 @every_recipe
