@@ -35,6 +35,7 @@ FAST = [
     "scaling-laws/cosformer2-1b-16k.toml",
     "scaling-laws/mamba2-3b.toml",
     "hgrn2/hgrn2-44m-wikitext103.toml",
+    "transnormerllm/mix-385m.toml",
 ]
 """Recipes whose shrunk models train in the fast tests: each family once."""
 VOCABULARY = 300
