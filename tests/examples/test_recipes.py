@@ -36,6 +36,9 @@ FAST = [
     "scaling-laws/mamba2-3b.toml",
     "hgrn2/hgrn2-44m-wikitext103.toml",
     "transnormerllm/mix-385m.toml",
+    "rodimus/rodimus-selection-wikitext103.toml",
+    "rodimus/rodimus_plus-reversed-wikitext103.toml",
+    "rodimus/transformerpp-window-350m-7b.toml",
 ]
 """Recipes whose shrunk models train in the fast tests: each family once."""
 VOCABULARY = 300
@@ -78,7 +81,10 @@ def test_head_names_sources_goal_and_command(recipe: Path):
     assert "rinted" in text
     assert "urs" in text
     assert "Aims at" in text
-    assert re.search(rf"-m megalin train examples/recipes/{re.escape(str(recipe))}(\s|$)", text)
+    command = re.search(rf"(\d*) -m megalin train examples/recipes/{re.escape(str(recipe))}(\s|$)", text)
+    assert command
+    train, num_gpus = resolved(recipe).train, int(command[1] or 1)
+    assert train.global_batch_size % (train.micro_batch_size * num_gpus) == 0
 
 
 @every_recipe
