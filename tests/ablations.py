@@ -67,7 +67,6 @@ MODELS |= {
 MESH_LAYERS = (
     LINEAR["no-decay-lrpe"],
     LINEAR["no-gate"],
-    LINEAR["sinusoidal"],
     LINEAR["learned"],
     LINEAR["alibi-no-temperature"],
     LINEAR["gate-of-residual-weighted"],

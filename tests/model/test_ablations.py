@@ -22,7 +22,7 @@ from megalin.parallel import sequence_documents
 from megalin.parallel.mesh import ParallelConfig
 from megalin.verify.case import make_case
 from tests.ablations import LINEAR, MODELS, MOSAIC, RODIMUS_GATES, SOFTMAX
-from tests.cases import LENGTH, RODIMUS, VOCAB_SIZE, attention, build, make_inputs, model, reference, weighted_loss
+from tests.cases import GLU, LENGTH, RODIMUS, VOCAB_SIZE, attention, build, make_inputs, model, reference, weighted_loss
 from tests.model.test_language_model import counted_flops, implementation_flops
 from tests.numerics import assert_close, relative_error
 from tests.ranks import run_ranks
@@ -101,6 +101,27 @@ def test_sinusoidal_positions_need_an_even_width():
     odd = attention("transnormer", num_heads=1, absolute_positions="sinusoidal")
     with pytest.raises(ConfigError, match=r"but model\.hidden_size = 47 is odd; use an even width"):
         LanguageModel(model({"sublayers": [odd]}, hidden_size=47))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (LINEAR["sinusoidal"], LINEAR["learned"]),
+        (LINEAR["sinusoidal"], attention("transnormer", absolute_positions="sinusoidal")),
+        (LINEAR["learned"], LINEAR["learned"] | {"max_positions": 91}),
+    ],
+    ids=["kinds", "types", "rows"],
+)
+def test_absolute_positions_of_two_kinds_are_refused(first: dict[str, Any], second: dict[str, Any]):
+    lines = r'(?s)layers\.0\.sublayers\.1: absolute_positions = "\w+".*layers\.1\.sublayers\.0: absolute_positions = '
+    remedy = ".*added once, to the embedded tokens: give the same keys to sub-layers of one type"
+    with pytest.raises(ConfigError, match=lines + remedy):
+        model({"sublayers": [GLU, first]}, {"sublayers": [second]})
+
+
+def test_sub_layers_of_a_type_share_absolute_positions_and_may_lack_them():
+    built = LanguageModel(model({"sublayers": [LINEAR["learned"], attention("transnormer"), LINEAR["learned"]]}))
+    assert len(built.input_mixers()) == 1
 
 
 def _learned(max_positions: int) -> ModelConfig:
