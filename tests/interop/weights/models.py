@@ -67,6 +67,7 @@ HGRN2 = {
 RODIMUS = {"type": "rodimus", "state_size": 6, "input_gate_rank": 5, "conv_width": 3}
 SHARED_KEY = {"type": "shared_key_attention", "num_heads": HEADS, "window": 7, "residual": "two_hop"}
 SOFTMAX = {"type": "softmax", "num_heads": HEADS, "num_key_value_heads": 2, "rope_base": 500.0}
+MAMBA = {"type": "mamba1", "state_size": 5, "step_rank": 3, "conv_width": 3}
 WIDE = {"residual_dtype": "float32"}
 
 MODELS = {
@@ -85,6 +86,7 @@ MODELS = {
     "rodimus_plus-codefuse": ExternalModel(
         "codefuse", "RodimusForCausalLM", external.rodimus_codefuse, model_table(RODIMUS, SHARED_KEY, SWIGLU, **WIDE)
     ),
+    "mamba": ExternalModel("transformers", "MambaForCausalLM", external.mamba, model_table(MAMBA, **WIDE)),
     "llama": ExternalModel("transformers", "LlamaForCausalLM", external.llama, model_table(SOFTMAX, SWIGLU)),
 }
 NAMES = list(MODELS)

@@ -17,6 +17,7 @@ SECTIONS = {
     "Rodimus and Rodimus+ of flash-linear-attention": [2, 3],
     "Rodimus and Rodimus+ of their authors": [4, 5],
     "LLaMA of transformers": [6],
+    "Mamba-1 of transformers": [7],
 }
 """Layouts of each section, by title; the table of the last layout includes those of the ones before."""
 
