@@ -81,6 +81,14 @@ def _mamba(width: int, layers: int, vocabulary: int) -> dict[str, Any]:
     return _model(width, layers, vocabulary, [{"type": "mamba1"}], residual_dtype="float32", init_std=0.1)
 
 
+def _recurrence(width: int, layers: int, vocabulary: int, **fields: Any) -> dict[str, Any]:
+    glu = {"type": "glu", "intermediate_size": width * 3, "activation": "silu"}
+    sublayers = [{"type": "recurrence", "num_heads": 4, **fields}, glu]
+    return _model(width, layers, vocabulary, sublayers, tie_embeddings=False)
+
+
+GLA = {"decay": "vector", "decay_rank": 16, "expand_k": 0.5, "conv_width": 4}
+RETNET = {"decay": "fixed", "positions": "rope", "expand_v": 2.0}
 STEPWISE = ("fused_recurrent",)
 FLA_MODES = ("fused_recurrent", "chunk")
 """Modes of the small models alone: tuning the chunk kernels takes two minutes a shape."""
@@ -95,6 +103,8 @@ CASES = {
     "rodimus-125m": Case("fla.models", "RodimusForCausalLM", preset_table("rodimus-125m"), STEPWISE),
     "rodimus_plus-tiny": Case("fla.models", "RodimusForCausalLM", _rodimus(128, 2, 300, heads=4), FLA_MODES),
     "rodimus_plus-125m": Case("fla.models", "RodimusForCausalLM", preset_table("rodimus_plus-125m"), STEPWISE),
+    "gla-tiny": Case("fla.models", "GLAForCausalLM", _recurrence(128, 2, 300, **GLA), FLA_MODES),
+    "retnet-tiny": Case("fla.models", "RetNetForCausalLM", _recurrence(128, 2, 300, **RETNET), FLA_MODES),
 }
 
 

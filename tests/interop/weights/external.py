@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -81,6 +81,56 @@ def hgrn2(t: Tensors, config: Mapping[str, Any], tokens: Tensor) -> Tensor:
         q, k, v, decay = (y.unflatten(1, (-1, width)) for y in (functional.silu(q), 1.0 - forget, i, forget))
         o = recurrence(q, k, v, decay, width**-0.5)
         o = rms(o, t[f"{layer}attn.g_norm.weight"], 1e-5)
+        x = x + o @ t[f"{layer}attn.o_proj.weight"].T
+        x = x + swiglu(t, f"{layer}mlp.", rms(x, t[f"{layer}mlp_norm.weight"], eps))
+    return rms(x, t["model.norm.weight"], eps) @ head(t, config, "model.embeddings.weight")
+
+
+def gla(t: Tensors, config: Mapping[str, Any], tokens: Tensor) -> Tensor:
+    """flash-linear-attention's GLAForCausalLM."""
+
+    def mix(prefix: str, x: Tensor) -> Tensor:
+        q, k, v = projections(t, config, prefix, x)
+        logit = x @ t[f"{prefix}gk_proj.0.weight"].T @ t[f"{prefix}gk_proj.1.weight"].T + t[f"{prefix}gk_proj.1.bias"]
+        decay = (torch.sigmoid(logit) ** (1 / 16)).unflatten(1, (config["num_heads"], -1))
+        return recurrence(q, k, v, decay, q.shape[-1] ** -0.5)
+
+    return gated_heads(t, config, tokens, mix)
+
+
+def retnet(t: Tensors, config: Mapping[str, Any], tokens: Tensor) -> Tensor:
+    """flash-linear-attention's RetNetForCausalLM."""
+
+    def mix(prefix: str, x: Tensor) -> Tensor:
+        q, k, v = projections(t, config, prefix, x)
+        q, k = rotate(q, 10000.0), rotate(k, 10000.0)
+        rates = 1.0 - 2.0 ** (-5.0 - torch.arange(config["num_heads"], dtype=x.dtype))
+        return recurrence(q, k, v, rates[:, None].expand_as(k), q.shape[-1] ** -0.5)
+
+    return gated_heads(t, config, tokens, mix)
+
+
+def projections(t: Tensors, config: Mapping[str, Any], prefix: str, x: Tensor) -> list[Tensor]:
+    """q, k, v [T, H, K or V], after the convolutions if there are any."""
+    parts = []
+    for name in "qkv":
+        y = x @ t[f"{prefix}{name}_proj.weight"].T
+        if config["use_short_conv"]:
+            weight = t[f"{prefix}{name}_conv1d.weight"]
+            y = short_conv(y, weight, weight.new_zeros(len(weight)))
+        parts.append(y.unflatten(1, (config["num_heads"], -1)))
+    return parts
+
+
+def gated_heads(t: Tensors, config: Mapping[str, Any], tokens: Tensor, mix: Callable[[str, Tensor], Tensor]) -> Tensor:
+    """GLA and RetNet around their recurrence: a norm a head, a silu gate and a SwiGLU."""
+    eps, heads = config["norm_eps"], config["num_heads"]
+    x = t["model.embeddings.weight"][tokens]
+    for index in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{index}."
+        normed = rms(x, t[f"{layer}attn_norm.weight"], eps)
+        o = rms(mix(f"{layer}attn.", normed).unflatten(1, (heads, -1)), t[f"{layer}attn.g_norm_swish_gate.weight"], eps)
+        o = o.flatten(1) * functional.silu(normed @ t[f"{layer}attn.g_proj.weight"].T)
         x = x + o @ t[f"{layer}attn.o_proj.weight"].T
         x = x + swiglu(t, f"{layer}mlp.", rms(x, t[f"{layer}mlp_norm.weight"], eps))
     return rms(x, t["model.norm.weight"], eps) @ head(t, config, "model.embeddings.weight")

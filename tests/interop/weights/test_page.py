@@ -18,6 +18,8 @@ SECTIONS = {
     "Rodimus and Rodimus+ of their authors": [4, 5],
     "LLaMA of transformers": [6],
     "Mamba-1 of transformers": [7],
+    "GLA of flash-linear-attention": [8],
+    "RetNet of flash-linear-attention": [9],
 }
 """Layouts of each section, by title; the table of the last layout includes those of the ones before."""
 
