@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megalin.errors import ConfigError
+from megalin.layers.decay import draw_step_bias
 from megalin.layers.gates import MixerGates
 from megalin.layers.halo import entering_inputs
 from megalin.layers.mixers.base import (
@@ -44,16 +45,11 @@ class HeadRates(FullPrecision):
     def init_weights(self, initializer: Initializer) -> None:
         """A uniform in [1, 16], softplus(bias) log-uniform in [0.001, 0.1], D one."""
         initializer(self.a_log, "a_log", lambda full, generator: full.uniform_(1.0, 16.0, generator=generator).log_())
-        initializer(self.step_bias, "step_bias", _step_bias)
+        initializer(self.step_bias, "step_bias", draw_step_bias)
         initializer(self.feed_through, "feed_through", constant(1.0))
 
     def forward(self) -> tuple[Tensor, ...]:
         return tuple(local(p).clone() for p in (self.a_log, self.step_bias, self.feed_through))
-
-
-def _step_bias(full: Tensor, generator: torch.Generator) -> None:
-    full.uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp_()
-    full.add_((-torch.expm1(-full)).log())  # the inverse of softplus
 
 
 class _ScanInputs(NamedTuple):

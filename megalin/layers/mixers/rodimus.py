@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from megalin.layers.decay import draw_step_bias
 from megalin.layers.gates import MixerGates
 from megalin.layers.halo import entering_inputs
 from megalin.layers.mixers.base import (
@@ -66,8 +67,7 @@ class GateVectors(FullPrecision):
 
     def _draw_gate_bias(self, full: Tensor, generator: torch.Generator) -> None:
         selection, *temperature = full.split(self.state_size)
-        selection.uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp_()
-        selection.add_((-torch.expm1(-selection)).log())  # the inverse of softplus
+        draw_step_bias(selection, generator)
         for bias in temperature:
             bias.copy_(bias.uniform_(1 / 16, 0.9, generator=generator).logit())
 
