@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -17,6 +18,8 @@ from megalin.sweep.results import Result, goal_value
 from megalin.sweep.runner import run_sweep
 from megalin.sweep.table import markdown, notes, search_table, table
 
+_TABLE_WIDTH = 200  # where the output is not a terminal
+
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("sweep", type=Path, help="a sweep's file, such as examples/tasks/mqar_sweep.toml")
@@ -28,7 +31,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    sweep, console = read_sweep(arguments.sweep), Console(soft_wrap=True)
+    width = None if sys.stdout.isatty() else _TABLE_WIDTH
+    sweep, console = read_sweep(arguments.sweep), Console(soft_wrap=True, width=width)
 
     def on_result(result: Result, left: int, results: list[Result]) -> None:
         found = f", best {goal_value(sweep, result):.4g} at step {result.best['step']}" if result.best else ""

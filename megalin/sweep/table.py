@@ -156,4 +156,4 @@ def _searched(sweep: Sweep, axis: str, best: Result, found: Sequence[Result]) ->
 
 
 def _number(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
+    return f"{value:.5g}" if isinstance(value, float) else "" if value is None else str(value)

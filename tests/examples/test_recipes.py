@@ -34,6 +34,11 @@ FAST = [
     "scaling-laws/tnl-1b.toml",
     "scaling-laws/cosformer2-1b-16k.toml",
     "scaling-laws/mamba2-3b.toml",
+    "hgrn2/hgrn2-44m-wikitext103.toml",
+    "transnormerllm/mix-385m.toml",
+    "rodimus/rodimus-selection-wikitext103.toml",
+    "rodimus/rodimus_plus-reversed-wikitext103.toml",
+    "rodimus/transformerpp-window-350m-7b.toml",
 ]
 """Recipes whose shrunk models train in the fast tests: each family once."""
 VOCABULARY = 300
@@ -58,6 +63,11 @@ def test_the_page_has_every_recipe():
     assert len(RECIPES) >= 40
 
 
+def test_run_folders_differ():
+    """By default a run's folder has the name of its config."""
+    assert len({recipe.stem for recipe in RECIPES}) == len(RECIPES)
+
+
 @every_recipe
 def test_recipe_resolves_and_has_the_parameters_of_the_page(recipe: Path):
     model = make_model(resolved(recipe).model)
@@ -71,7 +81,10 @@ def test_head_names_sources_goal_and_command(recipe: Path):
     assert "rinted" in text
     assert "urs" in text
     assert "Aims at" in text
-    assert re.search(rf"-m megalin train examples/recipes/{re.escape(str(recipe))}(\s|$)", text)
+    command = re.search(rf"(\d*) -m megalin train examples/recipes/{re.escape(str(recipe))}(\s|$)", text)
+    assert command
+    train, num_gpus = resolved(recipe).train, int(command[1] or 1)
+    assert train.global_batch_size % (train.micro_batch_size * num_gpus) == 0
 
 
 @every_recipe

@@ -162,8 +162,8 @@ def test_keys_that_contradict_each_other_are_refused_together(keys: dict[str, An
     [
         (
             {"expand_k": 0.3, "expand_v": 0.8},
-            r"(?s)expand_k = 0\.3 times model\.hidden_size = 48 is 14\.4, which is not divisible by num_heads = 12.*"
-            r"expand_v = 0\.8 times",
+            r"(?s)num_heads = 12 does not divide model\.hidden_size = 48 times expand_k = 0\.3, which is 14\.4, into "
+            r"whole heads.*times expand_v = 0\.8",
         ),
         ({"expand_k": 0.25, "positions": "rope"}, r"expand_k = 0\.25 leaves 1 keys a head, but rotary positions need"),
     ],

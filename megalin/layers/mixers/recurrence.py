@@ -282,8 +282,8 @@ class RecurrenceConfig(MixerConfig):
             width = round(hidden_size * factor)
             if not math.isclose(width, hidden_size * factor, rel_tol=1e-9) or width % self.num_heads or not width:
                 problems.append(
-                    f"{path}.{name} = {factor} times model.hidden_size = {hidden_size} is {hidden_size * factor:g}, "
-                    f"which is not divisible by num_heads = {self.num_heads}; change one of them"
+                    f"{path}.num_heads = {self.num_heads} does not divide model.hidden_size = {hidden_size} times "
+                    f"{name} = {factor}, which is {hidden_size * factor:g}, into whole heads; change one of them"
                 )
             dims.append(max(1, width // self.num_heads))
         if not problems and self.positions == "rope" and dims[0] % 2:
