@@ -2,6 +2,7 @@
 
 from megalin.commands import (
     config,
+    coordinate_check,
     eval,
     export,
     fit,
@@ -35,5 +36,6 @@ COMMANDS: dict[str, Command] = {
     "verify": verify.COMMAND,
     "params": params.COMMAND,
     "plan": plan.COMMAND,
+    "coordinate-check": coordinate_check.COMMAND,
 }
 """Every command by its name on the command line."""

@@ -78,9 +78,9 @@ def resample(points: Points, surface: Surface, count: int = RESAMPLES) -> Resamp
 
 def _widening(degrees: int) -> float:
     """Ratio of the quantiles of Student's t and of the normal distribution at the band's end."""
-    stats = require("scipy.stats", "fit", extra="scaling")
+    special = require("scipy.special", "fit", extra="scaling")
     end = (1 + LEVEL) / 2
-    return float(stats.t.ppf(end, degrees) / stats.norm.ppf(end))
+    return float(special.stdtrit(degrees, end) / special.ndtri(end))
 
 
 def band(values: Sequence[float] | NDArray[np.float64], *, lowest: float = -math.inf) -> Band:

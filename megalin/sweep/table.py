@@ -47,7 +47,8 @@ def table(sweep: Sweep, results: Sequence[Result]) -> tuple[list[str], list[list
         rows.append([*values, *tried, *_cells(best, columns, rank)])
     for result in results:
         if result.stage not in ("", SEARCH):
-            names = [f"{result.values[shown[0]]} {result.stage}", *(result.values[axis] for axis in shown[1:])]
+            names = [result.values[axis] for axis in shown]
+            names[-1:] = [f"{name} {result.stage}" for name in names[-1:]]
             tried = [result.values[axis] for axis in searched]
             rows.append([*names, *tried, *_cells(result, columns, [""] if ranks else [])])
     return head, rows

@@ -29,14 +29,21 @@ def collector() -> ModuleType:
     return module
 
 
-def test_models_have_about_the_same_size():
-    sweep = read_sweep(EXAMPLE / "compare_25m.toml")
-    sizes = {}
+@pytest.mark.parametrize(
+    ("name", "models", "smallest", "largest"),
+    [("compare_25m", 10, 25.5e6, 26.5e6), ("encoder_lengths", 2, 19.4e6, 19.5e6)],
+)
+def test_models_have_about_the_same_size_and_steps_the_same_tokens(name, models, smallest, largest):
+    sweep = read_sweep(EXAMPLE / f"{name}.toml")
+    sizes, tokens = {}, set()
     for cells in groups(sweep):
-        model = make_model(load_run_config(sweep.run_config, cells[0].overrides).model)
+        config = load_run_config(sweep.run_config, cells[0].overrides)
+        model = make_model(config.model)
         sizes[cells[0].values["model"]] = model.num_parameters() - model.num_embedding_parameters()
-    assert len(sizes) == 10
-    assert {name: size for name, size in sizes.items() if not 25.5e6 < size < 26.5e6} == {}
+        tokens.add(config.train.global_batch_size * config.data.sequence_length)
+    assert len(sizes) == models
+    assert {model: size for model, size in sizes.items() if not smallest < size < largest} == {}
+    assert len(tokens) == 1
 
 
 def write(folder: Path, name: str, data: bytes) -> None:

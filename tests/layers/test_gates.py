@@ -12,6 +12,7 @@ from megalin.layers.gates import MixerGates
 from megalin.layers.mixers.base import Mixer, MixerContext, mixer_types
 from tests import cases, encoder_cases
 from tests.ablations import MODELS
+from tests.layers.test_recurrence import MODELS as TABLE_4
 from tests.numerics import relative_error
 
 FAMILIES = {
@@ -21,7 +22,9 @@ FAMILIES = {
     "ffn": None,
     "glu": None,
     "hgrn2": "selected",
+    "mamba1": "selected",
     "mamba2": "selected",
+    "recurrence": "selected",
     "rodimus": "selected",
     "shared_key_attention": None,
     "softmax": None,
@@ -49,7 +52,8 @@ def readings(name: str) -> list[Reading]:
         x, context, _ = inputs
         found.append(Reading(mixer, x, context, mixer.gate_values(x, context)))
 
-    decoders = MODELS | {case.name: case.model for case in cases.CASES}
+    rows = {f"recurrence {row}": config for row, config in TABLE_4.items()}
+    decoders = MODELS | rows | {case.name: case.model for case in cases.CASES}
     encoders = {case.name: case.model for case in encoder_cases.CASES}
     built = cases.build(decoders[name]) if name in decoders else encoder_cases.build(encoders[name])
     hooks = [module.register_forward_hook(read) for module in built.modules() if isinstance(module, Mixer)]
@@ -60,12 +64,13 @@ def readings(name: str) -> list[Reading]:
     return found
 
 
-MODELS_OF_ALL_TYPES = ("transnormer-cosine", "tnl", "hgrn2", "cosformer2", "rodimus_plus", "mamba2", "softmax", "ffn")
+DECODERS = ("transnormer-cosine", "tnl", "hgrn2", "cosformer2", "rodimus_plus", "mamba2", "mamba1", "gla", "softmax")
+ENCODERS = ("heads", "bert", "two-way")
 
 
 def test_every_mixer_reports_its_gates_or_has_none():
     found = {}
-    for name in (*MODELS_OF_ALL_TYPES, "heads", "bert", "two-way"):
+    for name in (*DECODERS, *ENCODERS):
         for mixer, x, _, gates in readings(name):
             kind = type(mixer).__module__.rpartition(".")[2]
             found.setdefault(kind, gates and ("fixed" if gates.log_decay.dim() == 2 else "selected"))
@@ -80,6 +85,7 @@ def test_every_mixer_reports_its_gates_or_has_none():
     "name",
     [
         *("transnormer-cosine", "tnl", "hgrn2", "cosformer2", "rodimus", "mamba2", "no-lower-bounds"),
+        *("mamba1", "gla", "recurrence gretnet", "recurrence steep", "recurrence linear-attention"),
         *("rodimus-no-gates", "rodimus-selection", "rodimus-selection-input", "no-decay-lrpe"),
     ],
 )

@@ -59,29 +59,38 @@ def test_file_that_is_not_text_is_refused(tmp_path):
 
 def test_command_prints_the_fit(tmp_path, capsys):
     path = write_csv(tmp_path / "points.csv", ladder(SMALL, seed=2))
-    assert main(["fit", "--points", str(path), "--resamples", "20"]) == 0
+    assert main(["fit", "--points", str(path), "--resamples", "20", "--ask", "1e18"]) == 0
     printed = capsys.readouterr()
     assert "no column flops; C = 6 N D" in printed.err
-    for expected in ("12 losses", "alpha", "90%, parametric bootstrap", "largest size from the others", "L(C)"):
+    for expected in (
+        "12 losses",
+        "alpha",
+        "90%, parametric bootstrap",
+        "largest size from the others",
+        "L(C)",
+        "best models for 1e18",
+    ):
         assert expected in printed.out
 
 
 def test_command_prints_json(tmp_path, capsys):
     points = [*ladder(SMALL, noise=1e-4, mixer="a"), *ladder(SMALL, noise=1e-4, mixer="b")]
     path = write_csv(tmp_path / "points.csv", points, COLUMNS[:5])
-    assert main(["fit", "--points", str(path), "--resamples", "20", "--json"]) == 0
+    options = ["--resamples", "20", "--ask", "1000 h100-hours", "--mfu", "0.4"]
+    assert main(["fit", "--points", str(path), *options, "--json"]) == 0
     printed = capsys.readouterr()
     assert printed.err == ""
     values = json.loads(printed.out)
     assert set(values) == {"mixers"}
     assert set(values["mixers"]) == {"a", "b"}
     assert values["mixers"]["a"]["alpha"] == pytest.approx(CHINCHILLA.alpha, abs=0.01)
+    assert values["mixers"]["b"]["ask"]["flops"] == pytest.approx(1000 * 3600 * 989e12 * 0.4)
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ([], "nothing to fit"),
+        ([], "give folders of runs, or --points CSV"),
         (["--resamples", "19"], "at least 20"),
         (["--points", "no-such-file.csv"], "no-such-file.csv"),
     ],

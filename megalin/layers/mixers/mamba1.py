@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megalin.layers.gates import MixerGates
 from megalin.layers.halo import entering_inputs
 from megalin.layers.mixers.base import (
     BuildContext,
@@ -120,6 +121,12 @@ class Mamba1(Mixer):
         q, k, v, step = (y[:, 0] for y in (inputs.q, inputs.k, inputs.x, inputs.step))
         scan = selective_step(q, k, v, step, inputs.rates, state[1], in_place=context.in_place)
         return MixerOutput(self._output(scan.output[:, None], inputs, context), (inputs.conv_state, scan.state))
+
+    def gate_values(self, x: Tensor, context: MixerContext) -> MixerGates:
+        """-exp(A_log) dt, N numbers a channel, and dt."""
+        inputs = self._scan_inputs(x, context, None)
+        step = inputs.step[..., None]  # [B, T, M/tp, 1]
+        return MixerGates(inputs.rates * step, gates={"time_step": step})
 
     def _scan_inputs(self, x: Tensor, context: MixerContext, conv_state: Tensor | None) -> _ScanInputs:
         x, gate = self.xz(x, gather_input=True)  # [B, T, M/tp]

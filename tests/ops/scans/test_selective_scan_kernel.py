@@ -29,6 +29,8 @@ DOCUMENTS = {
 }
 FP32_FLOORS = dict.fromkeys(("output.1", "gradient.rates", "gradient.initial_state"), 7.2e-7)
 """docs/adr/0005-kernel-bounds.md."""
+FAST = "over two shard boundaries"
+"""A document fills the second shard: its sum of time steps counts."""
 slow = pytest.mark.slow
 TOKENS = ("q", "k", "v", "step")
 """Inputs with a number of tokens."""
@@ -132,9 +134,7 @@ def test_strided_inputs():
     )
 
 
-@pytest.mark.parametrize(
-    "documents", [name if name == "many" else pytest.param(name, marks=slow) for name in DOCUMENTS]
-)
+@pytest.mark.parametrize("documents", [name if name == FAST else pytest.param(name, marks=slow) for name in DOCUMENTS])
 @pytest.mark.usefixtures("segments")
 def test_two_phase_scans_are_as_good_as_the_reference(documents):
     inputs, ids = of_shards(make_inputs(60, 0.03, torch.float32, **SIZES), DOCUMENTS[documents])
