@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+
+import pytest
 
 from megalin.__main__ import main
 from megalin.reproduce.papers import load_paper, paper_names
@@ -53,6 +56,21 @@ def test_table_as_json(capsys):
         "reason": "",
         "equal": True,
     }
+
+
+@pytest.mark.slow
+def test_losses_of_a_trained_run(run, capsys):
+    assert main(["eval", str(run)]) == 0
+    capsys.readouterr()
+    assert main(["reproduce", "transnormerllm", "1", "--json", "--runs", f"Transformer 1B={run}"]) == 0
+    cells = {c["column"]: c for c in json.loads(capsys.readouterr().out)["cells"] if c["row"] == "Transformer 1B"}
+    losses = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    mean = sum(losses) / len(losses)
+    assert cells["loss"]["ours"] == pytest.approx(mean / math.log(2), rel=1e-12)
+    assert cells["PPL"]["ours"] == pytest.approx(math.exp(mean), rel=1e-12)
+    assert main(["reproduce", "rodimus", "6", "--runs", f"Mamba={run}"]) == 0
+    stored = json.loads(next((run / "evaluations").glob("step-*.json")).read_text())["suites"]["loss"]
+    assert f"6.19 / {stored['validation']['perplexity']:,.3f}\n" in capsys.readouterr().out
 
 
 def test_unknown_paper_is_an_error_of_the_user(capsys):

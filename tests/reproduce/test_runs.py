@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import tomllib
 from pathlib import Path
 
 import pytest
-from tomli_w import dumps
+import tomli_w
 
-from megalin.config import apply_overrides
+from megalin.config import apply_overrides, dumps
 from megalin.errors import ConfigError
+from megalin.model.config import parse_model
 from megalin.model.presets import preset_table
 from megalin.reproduce.papers import Column, Row, Table, load_table
 from megalin.reproduce.runs import command
@@ -18,11 +20,12 @@ from megalin.reproduce.tables import ReproducedCell, reproduce
 
 
 def write_run(folder: Path, preset: str, *overrides: str, length: int = 8192) -> Path:
-    """Writes a run of a preset with 2 x MEAN_STEPS steps, whose second half has losses of 2 and 4 in turn."""
+    """Writes a run of a preset, with a resolved config as `megalin train` has it, and 2,000 steps, whose second
+    half has losses of 2 and 4 in turn."""
     folder.mkdir()
     table = apply_overrides({"model": preset_table(preset)}, [f"model.{override}" for override in overrides])
-    table["data"] = {"sequence_length": length}
-    (folder / "config.toml").write_text(dumps(table))
+    model = tomllib.loads(dumps(parse_model(table["model"], preset)))
+    (folder / "config.toml").write_text(tomli_w.dumps({"model": model, "data": {"sequence_length": length}}))
     losses = [9.0] * 1000 + [2.0, 4.0] * 500
     lines = [json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(losses, 1)]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
