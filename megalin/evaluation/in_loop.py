@@ -1,4 +1,4 @@
-"""Tasks during training: choice tasks, and the suites of generated tasks that score given answers."""
+"""Tasks during training: choice tasks, generated tasks that score given answers, and the loss by position."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from megalin.errors import ConfigError, MegalinError
 from megalin.evaluation.choices.suite import ChoiceOptions, ChoiceSuite
 from megalin.evaluation.generated.sequences import SEQUENCE_SUITES, sequence_suite
+from megalin.evaluation.positions import PositionSuite
 from megalin.evaluation.suite import Suite
 from megalin.evaluation.suites import OTHER_SUITES, TASK_SUITES
 from megalin.evaluation.task_names import split_name
@@ -17,8 +18,8 @@ from megalin.train.config import RunConfig
 
 
 class LoopTaskRunner:
-    """The `TaskRunner` of `evaluation.tasks`: suites of SEQUENCE_SUITES, choice tasks, and SUITE:TASK. Requests are
-    packed into samples of the run's own shape."""
+    """The `TaskRunner` of `evaluation.tasks`: suites of SEQUENCE_SUITES, choice tasks, SUITE:TASK, and the loss by
+    position of the validation split. Requests are packed into samples of the run's own shape."""
 
     def __init__(self) -> None:
         self._suites: list[Suite] = []
@@ -42,7 +43,7 @@ class LoopTaskRunner:
         return problems
 
     def run(self, model: TrainedModel, mesh: Mesh, *, step: int) -> dict[str, float]:
-        """Results of all tasks by TASK/METRIC, the task without its limit; a collective."""
+        """Results by TASK/METRIC, the task without its limit, and positions/SPLIT/METRIC; a collective."""
         assert self._suites, step
         assert not isinstance(model, Encoder), type(model)
         results: dict[str, float] = {}
@@ -50,6 +51,8 @@ class LoopTaskRunner:
             for name in suite.result_names():
                 metrics = suite.run(name, model, mesh).metrics
                 task = name.partition("[:")[0]
+                if isinstance(suite, PositionSuite):  # named after its split
+                    task = f"{suite.name}/{task}"
                 results |= {f"{task}/{metric}": found.value for metric, found in metrics.items()}
         return results
 
@@ -61,6 +64,8 @@ def _suite(name: str, config: RunConfig, patterns: Sequence[str]) -> Suite:
         return ChoiceSuite(config, ChoiceOptions(tasks=patterns, limit=limit))
     if name in SEQUENCE_SUITES:
         return sequence_suite(name, config, limit=limit, tasks=patterns)
+    if name == "positions":
+        return PositionSuite(config, limit=limit)
     raise ConfigError(
         f"the suite {name} does not run during training; evaluate the run's checkpoints with: megalin eval RUN --suite "
         f"{name} --all-steps"

@@ -78,7 +78,7 @@ class EvaluationConfig(Config):
 
     tasks: list[str] = pydantic.Field(default=[])
     """Choice tasks and SUITE:TASK as `megalin eval --tasks` takes them, for example ["lambada", "recall:mqar"], and the
-    suites recall and state-tracking; empty: none."""
+    suites recall, state-tracking and positions; empty: none."""
     every_steps: int | None = pydantic.Field(default=None, ge=1)
     """Steps between evaluations of the tasks; left out: only after the last step."""
     limit: int | None = pydantic.Field(default=None, ge=1)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megalin.__main__ import main
+from megalin.sweep.config import read_sweep
 from tools import generate_task
 
 ROOT = Path(__file__).parents[2]
@@ -77,3 +78,34 @@ def test_short_expressions_of_listops_are_learned(tmp_path, monkeypatch, capsys)
     found = json.loads(capsys.readouterr().out)
     assert found["majority"] < 0.2
     assert found["accuracy"] > 0.4
+
+
+@pytest.mark.parametrize("name", ["mqar_sweep", "mqar_cpu_sweep", "state_tracking_sweep"])
+def test_sweeps_are_valid(name):
+    sweep = read_sweep(EXAMPLES / f"{name}.toml")
+    runs = {"mqar_sweep": 48, "mqar_cpu_sweep": 4, "state_tracking_sweep": 80}
+    assert len({cell.name for cell in sweep.cells()}) == runs[name]
+
+
+def check_recall(folder: Path) -> None:
+    """Checks a finished sweep of MQAR: softmax attention and HGRN2 recall, a fixed decay does not (docs/results)."""
+    runs = json.loads((folder / "results.json").read_text())["results"]
+    found = {run["values"]["mixer"]: run["best"]["tasks/mqar/64x4/accuracy"] for run in runs}
+    fixed_decay = found.pop("TNL")
+    assert fixed_decay < min(found.values()) - 0.3, (fixed_decay, found)
+    found.pop("cosFormer2", None)
+    assert min(found.values()) > 0.9, found
+
+
+@pytest.mark.slow
+def test_llama_recalls_and_a_fixed_decay_does_not(tmp_path, monkeypatch):
+    """The documented sweep on a CPU, with two of its four mixers."""
+    monkeypatch.chdir(tmp_path)
+    shard = ["vocab_size=512", "--examples", "40000", "--output", "mqar-data/short"]
+    assert generate_task.main(["mqar", *shard]) == 0
+    sweep = (EXAMPLES / "mqar_cpu_sweep.toml").read_text().replace('"mqar.toml"', json.dumps(f"{EXAMPLES}/mqar.toml"))
+    sweep, removed = re.subn(r"^(HGRN2|cosFormer2) = \[\n.*?^\]\n", "", sweep, flags=re.MULTILINE | re.DOTALL)
+    assert removed == 2
+    Path("sweep.toml").write_text(sweep)
+    assert main(["sweep", "sweep.toml", "--folder", "mqar", "--processes", "2"]) == 0
+    check_recall(Path("mqar"))

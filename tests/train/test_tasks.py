@@ -12,7 +12,7 @@ from megalin.__main__ import main
 from megalin.errors import ConfigError
 from megalin.evaluation.choices.suite import ChoiceOptions
 from megalin.evaluation.in_loop import LoopTaskRunner
-from megalin.evaluation.suites import EvalOptions, evaluate_checkpoints
+from megalin.evaluation.suites import EvalOptions, SuiteOptions, evaluate_checkpoints
 from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.parallel.process_group import process_group
 from megalin.parallel.tensor_parallel import local
@@ -24,7 +24,7 @@ from tests.evaluation.choice_data import make_data
 from tests.model_runs import CPU, late_results, metrics, train_here, write_config
 from tests.ranks import run_ranks
 
-TASKS = 'evaluation.tasks=["which", "ending"]'
+TASKS = 'evaluation.tasks=["which", "ending", "positions"]'
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +48,14 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
 
 def _evaluated(folder: Path, data: str, step: int) -> dict[str, float]:
     """The results of `megalin eval` in one process."""
-    options = EvalOptions(None, ChoiceOptions(Path(data), ["which", "ending"]), step)
+    choices = ChoiceOptions(Path(data), ["which", "ending"])
+    options = EvalOptions(None, choices, step, SuiteOptions(["positions"]))
     with process_group(CPU):
         results = evaluate_checkpoints(folder, Mesh(ParallelConfig(), CPU), [], options, lambda *_: None)
     return {
-        f"{task}/{name}": metric.value
-        for task, result in results[step].tasks["choices"].items()
+        f"positions/{task}/{name}" if suite == "positions" else f"{task}/{name}": metric.value
+        for suite, tasks in results[step].tasks.items()
+        for task, result in tasks.items()
         for name, metric in result.metrics.items()
     }
 
