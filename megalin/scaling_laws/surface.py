@@ -21,11 +21,13 @@ HUBER_DELTA = 1e-3
 NUM_UNKNOWNS = 5
 _EXPONENTS = np.linspace(0.05, 1.5, 30)
 """Values of alpha and beta of the grid, on which E, A and B are non-negative least squares."""
-_NUM_STARTS = 3
+_NUM_STARTS = 2
 """Best cells of the grid from which all unknowns are refined together."""
 _DELTAS = (math.inf, 5 * HUBER_DELTA, 2.5 * HUBER_DELTA, HUBER_DELTA)
 """Deltas of successive refinements, each from the result of the one before. With HUBER_DELTA alone, which is almost the
 sum of absolute errors, one of ten refinements stops at a cost that is 12 to 105 % above the lowest."""
+_LEAST_SPREAD = 0.1
+"""Standard deviation of log D at equal N from which the terms of N and D can be separated."""
 _LOWEST, _HIGHEST = 1e-3, 4.0
 """Bounds of the exponents in the refinement."""
 _BOUNDS = np.array([0.0, 0.0, 0.0, _LOWEST, _LOWEST]), np.array([np.inf, np.inf, np.inf, _HIGHEST, _HIGHEST])
@@ -70,7 +72,7 @@ def fit_surface(losses: Losses, start: Surface | None = None) -> Surface:
         start: a surface to refine in place of the grid's best ones, for losses that differ little from its own.
 
     Raises:
-        ConfigError: fewer than six losses, three sizes or three numbers of tokens; or scipy is not installed.
+        ConfigError: the losses do not suffice (`check_losses`), or scipy is not installed.
     """
     check_losses(losses)
     scale = _Scale.of(losses)
@@ -87,6 +89,20 @@ def check_losses(losses: Losses) -> None:
             f"{len(losses.loss)} losses of {sizes} sizes and {tokens} token counts: L(N, D) has {NUM_UNKNOWNS} "
             f"unknowns and needs at least {NUM_UNKNOWNS + 1} losses, of 3 sizes and 3 token counts; train more runs"
         )
+    if _spread_beyond_size(losses) < _LEAST_SPREAD:
+        raise ConfigError(
+            f"the tokens of all {len(losses.loss)} losses follow from their sizes (D ~ N^p within "
+            f"{_LEAST_SPREAD:.0%}): such losses cannot separate A / N^alpha from B / D^beta; train some size "
+            "with other tokens too"
+        )
+
+
+def _spread_beyond_size(losses: Losses) -> float:
+    """Standard deviation of log D around its least-squares line over log N."""
+    log_n, log_d = np.log(losses.parameters), np.log(losses.tokens)
+    centred_n, centred_d = log_n - log_n.mean(), log_d - log_d.mean()
+    slope = float(centred_n @ centred_d) / float(centred_n @ centred_n)
+    return float(np.std(centred_d - slope * centred_n))
 
 
 class _Scale(NamedTuple):

@@ -91,6 +91,7 @@ def test_losses_that_rise_have_no_envelope():
     [
         ([1e6, 2e6, 3e6], [20], "3 losses of 3 sizes and 3 token counts.*needs at least 6 losses"),
         ([1e6, 2e6], [5, 10, 20, 40], "8 losses of 2 sizes.*3 sizes"),
+        (np.geomspace(1e6, 1e9, 9), [20], "the tokens of all 9 losses follow from their sizes.*some size with other"),
     ],
 )
 def test_too_few_losses_are_refused(sizes, ratios, expected):
@@ -121,15 +122,17 @@ def test_three_sizes_cannot_predict_the_largest():
     assert "6 losses of 2 sizes" in fit.held_out_problem
 
 
-def test_branches_of_many_runs_keep_their_deviations_together():
+def test_branches_of_many_runs_share_an_error():
+    """Deviations of 1 % between 9 runs and 0.01 % within come back in the resampled losses."""
     points = losses_of(MANY_RUNS, run_noise=0.01, noise=0.0001, seed=1)
-    drawn = resample(points, fit_surface(points.losses), FEW)
-    assert drawn.method == f"wild cluster bootstrap over 9 runs, {FEW} resamples"
-    residuals = np.log(points.losses.loss) - np.log(fit_surface(points.losses).loss(*points.losses[:2]))
-    ratios = (drawn.log_losses - np.log(fit_surface(points.losses).loss(*points.losses[:2]))) / residuals
-    np.testing.assert_allclose(ratios.reshape(FEW, 9, 3), ratios.reshape(FEW, 9, 3)[:, :, :1].repeat(3, axis=2))
+    surface = fit_surface(points.losses)
+    drawn = resample(points, surface, FEW)
+    assert drawn.method == f"parametric bootstrap with normal errors of 9 runs and their losses, {FEW} resamples"
+    errors = (drawn.log_losses - np.log(surface.loss(*points.losses[:2]))).reshape(FEW, 9, 3)
+    assert 0.005 < errors.mean(axis=2).std() < 0.02
+    assert errors.std(axis=2).mean() < 0.002
     alone = points._replace(groups=np.arange(27))
-    assert "parametric" in resample(alone, fit_surface(points.losses), FEW).method
+    assert "runs" not in resample(alone, surface, FEW).method
 
 
 def test_band_without_an_end_is_open():
@@ -177,14 +180,14 @@ def test_mixers_are_compared_at_equal_flops_and_states():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("design", "options"),
-    [(WIDE, {}), (SMALL, {}), (MANY_RUNS, {"run_noise": 0.005, "noise": 0.002})],
+    ("design", "options", "most"),
+    [(WIDE, {}, 0.95), (SMALL, {}, 0.95), (MANY_RUNS, {"run_noise": 0.005, "noise": 0.002}, 1.0)],
     ids=["wide", "small", "many-runs"],
 )
 @pytest.mark.timeout(3000)
-def test_bands_cover_the_parameters(design, options):
-    """Coverage of 90 % bands over 300 surfaces is 85 to 95 % for each unknown, both exponents and a prediction. The
-    bias of both estimators is printed (-s)."""
+def test_bands_cover_the_parameters(design, options, most):
+    """Coverage of 90 % bands over 300 surfaces is 85 to 95 % for each unknown, an exponent and a prediction, up to two
+    standard errors of the simulation; of branches of 9 runs it may be more. Coverage and the bias of both estimators are printed (-s)."""
     number, resamples = 300, 60
     covered: dict[str, list[bool]] = {}
     found = []
@@ -211,7 +214,8 @@ def test_bands_cover_the_parameters(design, options):
     for name, mean, spread, true in zip(names, np.mean(found, 0), np.std(found, 0), truth, strict=True):
         print(f"{name:18} bias {mean - true:+.4g}, standard deviation {spread:.3g}, true {true:.4g}")
     print(f"envelope_a without noise differs from the surface's a by {truth[-1] - truth[5]:+.3f}")
-    assert all(0.85 <= value <= 0.95 for value in coverage.values()), coverage
+    lowest, highest = (end + sign * 2 * math.sqrt(end * (1 - end) / number) for end, sign in ((0.85, -1), (most, 1)))
+    assert all(lowest <= value <= highest for value in coverage.values()), coverage
 
 
 def test_chinchilla_is_reproduced():
