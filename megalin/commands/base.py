@@ -8,9 +8,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megalin.config import apply_overrides, parse
 from megalin.errors import ConfigError
 from megalin.model.config import AnyModelConfig, parse_model
 from megalin.model.presets import preset_table
+from megalin.parallel.mesh import ParallelConfig
 from megalin.train.config_file import read_config, resolve
 from megalin.train.open_run import Steps
 
@@ -35,6 +37,17 @@ def steps_option(arguments: argparse.Namespace) -> Steps:
     if arguments.all_steps:
         return "all"
     return "newest" if arguments.step is None else int(arguments.step)
+
+
+def generation_mesh(overrides: Sequence[str]) -> ParallelConfig:
+    """The mesh of a command that generates, independent of the training's. Raises ConfigError for other keys."""
+    for override in overrides:
+        if override.partition("=")[0].strip() != "parallel.tp":
+            raise ConfigError(
+                f"override {override!r}: generation reads only parallel.tp, the ranks that share the weights, and "
+                "divides the prompts among the others; a checkpoint of any mesh is read. Remove it"
+            )
+    return parse(ParallelConfig, apply_overrides({"parallel": {}}, overrides)["parallel"], "command line")
 
 
 def read_values(

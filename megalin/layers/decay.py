@@ -1,7 +1,8 @@
-"""The fixed decay of TransNormerLLM and TNL: the slopes of each layer's heads as a table."""
+"""Decays of heads: tables of fixed slopes (TransNormerLLM, TNL, RetNet), and the first bias of selected decays."""
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 DecayTable = Literal["alibi", "paper", "alibi_no_temperature", "no_temperature"]
 """alibi: the released checkpoints' table. paper: TransNormerLLM eq. 2. Both without their layer factor, the decay
 temperature, in alibi_no_temperature and no_temperature."""
+SlopeTable = Literal[DecayTable, "retnet"]
+"""retnet: the decays 1 - 2^(-5 - h) of RetNet."""
 DecayKind = Literal[DecayTable, "none"]
 """none: a plain sum over earlier tokens."""
 
@@ -23,13 +26,16 @@ def alibi_slopes(num_heads: int) -> list[float]:
     return slopes + [2.0 ** (-4.0 * h / power) for h in range(1, 2 * power + 1, 2)][: num_heads - power]
 
 
-def decay_slopes(kind: DecayTable, *, layer: int, num_layers: int, num_heads: int) -> Tensor:
+def decay_slopes(kind: SlopeTable, *, layer: int, num_layers: int, num_heads: int) -> Tensor:
     """s [H] in nats a token, fp64: head h of layer l multiplies its state by exp(-s) each token.
 
     alibi: s = slope_h (1 - l / (L - 1) + 1e-5), l = 0 .. L-1; the layer factor is 1 + 1e-5 for a single layer.
     paper: s = (8 h / H) (1 - l / L), h = 1 .. H, l = 1 .. L.
     alibi_no_temperature, no_temperature: s = slope_h and s = 8 h / H in every layer (TransNormerLLM Table 4).
+    retnet: s = -log(1 - 2^(-5 - h)), h = 0 .. H-1, in every layer (RetNet eq. 8).
     """
+    if kind == "retnet":
+        return -torch.log1p(-(2.0 ** (-5.0 - torch.arange(num_heads, dtype=torch.float64))))
     if kind in ("paper", "no_temperature"):
         slopes = torch.arange(1, num_heads + 1, dtype=torch.float64) * 8.0 / num_heads
     else:
@@ -40,3 +46,9 @@ def decay_slopes(kind: DecayTable, *, layer: int, num_layers: int, num_heads: in
         depth = layer / (num_layers - 1) if num_layers > 1 else 0.0
         return slopes * (1.0 - depth + 1e-5)
     return slopes
+
+
+def draw_step_bias(full: Tensor, generator: torch.Generator) -> None:
+    """Fills a bias with softplus(bias) log-uniform in [0.001, 0.1], the initial time steps of Mamba-2 and Rodimus."""
+    full.uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp_()
+    full.add_((-torch.expm1(-full)).log())  # the inverse of softplus

@@ -77,8 +77,8 @@ class EvaluationConfig(Config):
     """Choice tasks and generated tasks during training; the held-out loss has its keys in [train]."""
 
     tasks: list[str] = pydantic.Field(default=[])
-    """Choice tasks as `megalin eval --tasks` takes them, for example ["common_sense", "lambada"], and the suites recall
-    and state-tracking; empty: none."""
+    """Choice tasks and SUITE:TASK as `megalin eval --tasks` takes them, for example ["lambada", "recall:mqar"], and the
+    suites recall and state-tracking; empty: none."""
     every_steps: int | None = pydantic.Field(default=None, ge=1)
     """Steps between evaluations of the tasks; left out: only after the last step."""
     limit: int | None = pydantic.Field(default=None, ge=1)

@@ -68,6 +68,8 @@ class CheckpointLayout(NamedTuple):
     """A block's table in folders of older versions."""
     ignored: tuple[str, ...] = ()
     """Name endings of tensors without learned values."""
+    fits: Callable[[ModelConfig], bool] = lambda _: True
+    """Whether a model with these sub-layers belongs to this class, where other classes have the same sub-layers."""
 
     @property
     def title(self) -> str:

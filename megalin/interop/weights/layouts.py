@@ -8,7 +8,7 @@ from typing import Any
 
 from megalin.config import parse
 from megalin.errors import CheckpointError, ConfigError
-from megalin.interop.weights import hgrn2, llama, rodimus, transnormerllm
+from megalin.interop.weights import gla_retnet, hgrn2, llama, mamba, rodimus, transnormerllm
 from megalin.interop.weights.layout import CheckpointLayout
 from megalin.interop.weights.settings import Settings
 from megalin.model.config import ModelConfig
@@ -21,6 +21,9 @@ LAYOUTS = (
     rodimus.CODEFUSE,
     rodimus.CODEFUSE_PLUS,
     llama.LLAMA,
+    mamba.MAMBA,
+    gla_retnet.GLA,
+    gla_retnet.RETNET,
 )
 FORMATS = sorted({layout.format for layout in LAYOUTS})
 _MAX_DIFFERENCES = 8
@@ -36,7 +39,7 @@ def layout_of_model(model: ModelConfig, form: str | None) -> CheckpointLayout:
         ConfigError: no class has such blocks, or none of that format; or the class computes something else.
     """
     kinds = {tuple(sublayer.type for sublayer in block.sublayers) for _, block in model.blocks()}
-    fitting = [layout for layout in LAYOUTS if kinds == {layout.sublayers}]
+    fitting = [layout for layout in LAYOUTS if kinds == {layout.sublayers} and layout.fits(model)]
     if not fitting:
         described = " and ".join(f"[{', '.join(kind)}]" for kind in sorted(kinds))
         known = "; ".join(f"[{', '.join(layout.sublayers)}]: {layout.title}" for layout in LAYOUTS)
@@ -87,7 +90,12 @@ def _effective_fields(model: ModelConfig, names: ModelConfig) -> Iterator[tuple[
             defaults = {
                 "num_key_value_heads": fields.get("num_heads"),
                 "input_gate_rank": max(model.hidden_size // 64, 16),
+                "step_rank": -(-model.hidden_size // 16),
                 "output_norm_eps": fields["norm_eps"],
+                "slopes": "retnet",
+                "decay_gate": "sigmoid",
+                "temperature": 16.0,
+                "rope_base": 10000.0,
             }
             for field, value in fields.items():
                 yield f"{path}.sublayers.{index}.{field}", defaults.get(field) if value is None else value

@@ -37,9 +37,10 @@ def activated_lrpe(
     check_lrpe("activated_lrpe", projection, theta, positions, form)
     q, k, *others = projection.unbind(2)
     if activation == "1+elu":
-        q, k = _one_plus_elu(q), _one_plus_elu(k)
+        q, k = one_plus_elu(q), one_plus_elu(k)
     return lrpe(q, theta, positions, form=form), lrpe(k, theta, positions, form=form), *others
 
 
-def _one_plus_elu(x: Tensor) -> Tensor:
+def one_plus_elu(x: Tensor) -> Tensor:
+    """1 + elu(x), in at least fp32 (TransNormerLLM Table 6)."""
     return (functional.elu(x.to(compute_dtype(x))) + 1.0).to(x.dtype)

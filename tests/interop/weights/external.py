@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -86,6 +86,56 @@ def hgrn2(t: Tensors, config: Mapping[str, Any], tokens: Tensor) -> Tensor:
     return rms(x, t["model.norm.weight"], eps) @ head(t, config, "model.embeddings.weight")
 
 
+def gla(t: Tensors, config: Mapping[str, Any], tokens: Tensor) -> Tensor:
+    """flash-linear-attention's GLAForCausalLM."""
+
+    def mix(prefix: str, x: Tensor) -> Tensor:
+        q, k, v = projections(t, config, prefix, x)
+        logit = x @ t[f"{prefix}gk_proj.0.weight"].T @ t[f"{prefix}gk_proj.1.weight"].T + t[f"{prefix}gk_proj.1.bias"]
+        decay = (torch.sigmoid(logit) ** (1 / 16)).unflatten(1, (config["num_heads"], -1))
+        return recurrence(q, k, v, decay, q.shape[-1] ** -0.5)
+
+    return gated_heads(t, config, tokens, mix)
+
+
+def retnet(t: Tensors, config: Mapping[str, Any], tokens: Tensor) -> Tensor:
+    """flash-linear-attention's RetNetForCausalLM."""
+
+    def mix(prefix: str, x: Tensor) -> Tensor:
+        q, k, v = projections(t, config, prefix, x)
+        q, k = rotate(q, 10000.0), rotate(k, 10000.0)
+        rates = 1.0 - 2.0 ** (-5.0 - torch.arange(config["num_heads"], dtype=x.dtype))
+        return recurrence(q, k, v, rates[:, None].expand_as(k), q.shape[-1] ** -0.5)
+
+    return gated_heads(t, config, tokens, mix)
+
+
+def projections(t: Tensors, config: Mapping[str, Any], prefix: str, x: Tensor) -> list[Tensor]:
+    """q, k, v [T, H, K or V], after the convolutions if there are any."""
+    parts = []
+    for name in "qkv":
+        y = x @ t[f"{prefix}{name}_proj.weight"].T
+        if config["use_short_conv"]:
+            weight = t[f"{prefix}{name}_conv1d.weight"]
+            y = short_conv(y, weight, weight.new_zeros(len(weight)))
+        parts.append(y.unflatten(1, (config["num_heads"], -1)))
+    return parts
+
+
+def gated_heads(t: Tensors, config: Mapping[str, Any], tokens: Tensor, mix: Callable[[str, Tensor], Tensor]) -> Tensor:
+    """GLA and RetNet around their recurrence: a norm a head, a silu gate and a SwiGLU."""
+    eps, heads = config["norm_eps"], config["num_heads"]
+    x = t["model.embeddings.weight"][tokens]
+    for index in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{index}."
+        normed = rms(x, t[f"{layer}attn_norm.weight"], eps)
+        o = rms(mix(f"{layer}attn.", normed).unflatten(1, (heads, -1)), t[f"{layer}attn.g_norm_swish_gate.weight"], eps)
+        o = o.flatten(1) * functional.silu(normed @ t[f"{layer}attn.g_proj.weight"].T)
+        x = x + o @ t[f"{layer}attn.o_proj.weight"].T
+        x = x + swiglu(t, f"{layer}mlp.", rms(x, t[f"{layer}mlp_norm.weight"], eps))
+    return rms(x, t["model.norm.weight"], eps) @ head(t, config, "model.embeddings.weight")
+
+
 def transnormerllm(t: Tensors, config: Mapping[str, Any], tokens: Tensor) -> Tensor:
     """The released TransnormerForCausalLM."""
     heads, layers, width = config["decoder_attention_heads"], config["decoder_layers"], config["decoder_embed_dim"]
@@ -150,6 +200,24 @@ def rodimus_fla(t: Tensors, config: Mapping[str, Any], tokens: Tensor) -> Tensor
             y = shared_key(t, f"{layer}ska_attn.", "o_proj", normed, table["rope_theta"], table["window_size"] - 1)
             x = x + swiglu(t, f"{layer}mlp.", rms(x + y, t[f"{layer}mlp_norm.weight"], eps))
     return rms(x, t["model.norm.weight"], eps) @ head(t, config, "model.embeddings.weight")
+
+
+def mamba(t: Tensors, config: Mapping[str, Any], tokens: Tensor) -> Tensor:
+    """transformers' MambaForCausalLM."""
+    eps, size, rank = config["layer_norm_epsilon"], config["state_size"], config["time_step_rank"]
+    x = t["backbone.embeddings.weight"][tokens]
+    for index in range(config["num_hidden_layers"]):
+        layer = f"backbone.layers.{index}."
+        mixer = f"{layer}mixer."
+        up, gate = (rms(x, t[f"{layer}norm.weight"], eps) @ t[f"{mixer}in_proj.weight"].T).chunk(2, -1)
+        conv = short_conv(up, t[f"{mixer}conv1d.weight"], t[f"{mixer}conv1d.bias"])
+        code, b, c = (conv @ t[f"{mixer}x_proj.weight"].T).split([rank, size, size], -1)
+        step = functional.softplus(code @ t[f"{mixer}dt_proj.weight"].T + t[f"{mixer}dt_proj.bias"])
+        decay = torch.exp(step[..., None] * -torch.exp(t[f"{mixer}A_log"]))  # [T, M, N]
+        q, k = (y[:, None].expand(decay.shape) for y in (c, b))
+        o = recurrence(q, k, (step * conv)[..., None], decay, 1.0) + conv * t[f"{mixer}D"]
+        x = x + (o * functional.silu(gate)) @ t[f"{mixer}out_proj.weight"].T
+    return rms(x, t["backbone.norm_f.weight"], eps) @ head(t, config, "backbone.embeddings.weight")
 
 
 def rodimus_codefuse(t: Tensors, config: Mapping[str, Any], tokens: Tensor) -> Tensor:
