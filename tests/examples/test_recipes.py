@@ -96,6 +96,19 @@ def test_head_and_commands(recipe: Path):
     assert all((ROOT / line.split()[1]).is_file() for line in data.preparation)
 
 
+def test_stages_start_from_the_runs_of_other_recipes():
+    """The run folder of the stage before, which has the same model with fewer positions."""
+    sources = {recipe: resolved(recipe).train.initial_weights for recipe in RECIPES}
+    stages = {recipe: source for recipe, source in sources.items() if source is not None}
+    assert len(stages) == 6
+    for recipe, source in stages.items():
+        before, after = resolved(recipe.with_name(f"{Path(source).name}.toml")), resolved(recipe)
+        assert source == f"runs/{Path(source).name}"
+        assert before.data.sequence_length < after.data.sequence_length
+        positions = {"max_positions": after.data.sequence_length}
+        assert before.model.model_copy(update=positions) == after.model
+
+
 def assert_printed_config_is_the_recipe(recipe: Path, printed: str) -> None:
     values = tomllib.loads(printed)
     assert parse(RunConfig, values, str(recipe)) == resolved(recipe)
