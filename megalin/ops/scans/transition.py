@@ -81,7 +81,11 @@ class DiagonalDecay(NamedTuple):
 
     def fold(self, x: Tensor, documents: ShardDocuments, *, rank: int, step: Direction) -> Tensor:
         """One weighted sum: the weight of a rank's x is exp of the sum of T over the ranks between."""
-        others = torch.arange(len(x), device=x.device)
+        return (self.weights(documents, rank=rank, step=step)[..., None] * x).sum(0)
+
+    def weights(self, documents: ShardDocuments, *, rank: int, step: Direction) -> Tensor:
+        """Weights [cp, B or 1, H, K or 1] of `fold`."""
+        others = torch.arange(len(self.log_decay), device=self.log_decay.device)
         if step == 1:
             between = (others[:, None] < others) & (others < rank)  # [j, i]
             continues = documents.continues[rank]
@@ -90,5 +94,37 @@ class DiagonalDecay(NamedTuple):
             continues = documents.continues[:, rank]
         totals = self.log_decay[:, None] if self.log_decay.dim() == 3 else self.log_decay  # [cp, B or 1, H, K or 1]
         exponent = totals.where(between[..., None, None, None], 0.0).sum(1)
-        weights = torch.exp(exponent).where(continues[..., None, None], 0.0)[..., None]  # [cp, B, H, K or 1, 1]
-        return (weights * x).sum(0)
+        return torch.exp(exponent).where(continues[..., None, None], 0.0)
+
+
+class TwoSidedDecay(NamedTuple):
+    """A S = diag(exp(T)) S diag(exp(U)), T and U <= 0 the sums of a shard's log decays along keys and values."""
+
+    log_key_decay: Tensor
+    """T, [B, H, K]."""
+    log_value_decay: Tensor
+    """U, [B, H, V]."""
+
+    @property
+    def known(self) -> bool:
+        return False
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.log_key_decay, self.log_value_decay)
+
+    def apply(self, state: Tensor) -> Tensor:
+        return torch.exp(self.log_key_decay)[..., None] * state * torch.exp(self.log_value_decay)[..., None, :]
+
+    def apply_adjoint(self, gradient: Tensor) -> Tensor:
+        return self.apply(gradient)
+
+    def gradients(self, entering: Tensor, d_leaving: Tensor, through: Tensor) -> tuple[Tensor, ...]:
+        """dT and dU = sums over V and K of A S_in dS."""
+        product = (self.apply(entering) * d_leaving).masked_fill(~through[:, None, None, None], 0.0)
+        return product.sum(-1), product.sum(-2)
+
+    def fold(self, x: Tensor, documents: ShardDocuments, *, rank: int, step: Direction) -> Tensor:
+        """The weighted sum of `DiagonalDecay`, with a weight along each side."""
+        keys = DiagonalDecay(self.log_key_decay).weights(documents, rank=rank, step=step)
+        values = DiagonalDecay(self.log_value_decay).weights(documents, rank=rank, step=step)
+        return (keys[..., None] * x * values[..., None, :]).sum(0)
