@@ -61,8 +61,16 @@ def count_rows(lengths: npt.NDArray[np.int32], *, capacity: int, window: int, fi
         TypeError: `lengths` is not a C-contiguous int32 array.
     """
 
-def pieces_of_row(lengths: npt.NDArray[np.int32], *, capacity: int, fit: str, row: int) -> npt.NDArray[np.int32]:
-    """The pieces of packed sample `row` of a window, [pieces, 3] int32: sequence in the window, first id, tokens.
+def pack_window(
+    lengths: npt.NDArray[np.int32], *, capacity: int, fit: str
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    """The pieces of all packed samples of a window, as `count_rows` places them.
 
-    A piece of `size` tokens reads `size` + 1 ids. Raises as `count_rows` does.
+    Returns:
+        pieces [n, 3] int32: sequence in the window, first id, tokens; sample by sample, each in order of placement. A
+            piece of `size` tokens reads `size` + 1 ids.
+        first_pieces [samples + 1] int64: sample r has pieces [first_pieces[r], first_pieces[r + 1]).
+
+    Raises:
+        ValueError, TypeError: as `count_rows`.
     """

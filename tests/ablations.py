@@ -10,7 +10,7 @@ from typing import Any
 
 from megalin.model.config import EncoderConfig, ModelConfig
 from tests import encoder_cases
-from tests.cases import GLU, NUM_HEADS, RODIMUS, attention, model
+from tests.cases import GLU, HIDDEN_SIZE, NUM_HEADS, RODIMUS, attention, model
 
 
 def _alone(*mixers: dict[str, Any]) -> ModelConfig:
@@ -59,15 +59,16 @@ MODELS: dict[str, ModelConfig] = {name: _alone(mixer) for name, mixer in LINEAR.
 MODELS |= {name: model({"sublayers": [mixer]}) for name, mixer in RODIMUS_GATES.items()}
 MODELS |= {name: model({"sublayers": [mixer, GLU]}) for name, mixer in SOFTMAX.items()}
 UNBOUNDED = attention("hgrn2", lower_bounds="none")
+REAL_HGRN1 = attention("hgrn2", num_heads=HIDDEN_SIZE)
 MODELS |= {
     "no-lower-bounds": _alone(UNBOUNDED),
+    "hgrn1": model({"sublayers": [GLU]}, {"sublayers": [REAL_HGRN1]}),
     "no-lower-bounds-at-first": model({"sublayers": [UNBOUNDED]}, {"sublayers": [attention("hgrn2"), GLU]}),
 }
 
 MESH_LAYERS = (
     LINEAR["no-decay-lrpe"],
     LINEAR["no-gate"],
-    LINEAR["sinusoidal"],
     LINEAR["learned"],
     LINEAR["alibi-no-temperature"],
     LINEAR["gate-of-residual-weighted"],

@@ -162,12 +162,14 @@ SHARED_KEY = {
 
 MAMBA2 = {"type": "mamba2", "norm": "srmsnorm", "head_dim": 8, "state_size": 10, "chunk_size": CHUNK}
 
+MAMBA1 = {"type": "mamba1", "norm": "srmsnorm", "state_size": 5, "step_rank": 4}
+
 GLA = attention(
     "recurrence", norm="srmsnorm", expand_k=0.5, decay="vector", decay_rank=3, temperature=4.0, conv_width=4
 )
 
 HEAD, INNER = HIDDEN_SIZE // NUM_HEADS, 2 * HIDDEN_SIZE
-"""Width of a head, and of Rodimus and Mamba-2 inside a block."""
+"""Width of a head, and of Rodimus and Mamba inside a block."""
 WINDOW = SHARED_KEY["window"] - 1
 """Earlier tokens that a token attends to."""
 RODIMUS_STATE, RODIMUS_HALO = RODIMUS["state_size"] * (INNER + 1), 3 * INNER
@@ -223,6 +225,12 @@ CASES = (
         ),
         representative=True,
     ),
+    Case(
+        "mamba1",
+        model({"sublayers": [MAMBA1], "repeat": 2}),
+        cp=ContextParallelCollectives(INNER * (MAMBA1["state_size"] + 1), halos=(3 * INNER,)),
+        representative=True,
+    ),
     _case(
         "gla",
         GLA,
@@ -255,6 +263,7 @@ COLLECTIVES = {
             3 * RODIMUS["state_size"] + RODIMUS["input_gate_rank"],
         ),
     ),
+    "mamba1": TensorParallelCollectives(contracted=(MAMBA1["step_rank"] + 2 * MAMBA1["state_size"],) * 2),
     "mamba2": TensorParallelCollectives(
         num_norms=1, partial_gradients=tuple(MAMBA2_SHARED * width for width in (HIDDEN_SIZE, 4, 1))
     ),

@@ -58,7 +58,10 @@ CASES = (
     Case("one-head", model(ONE_HEAD, ONE_HEAD | {"scale_ffn_weights": False})),
     Case("local", model(LOCAL, SHIFTED, HEADS, norm_eps=1e-3, logit_bounds=[-3.0, 1.5])),
     Case("classes", model(HEADS, ONE_HEAD, num_classes=CLASSES)),
-    Case("classes-of-the-mean", model(HEADS, num_classes=CLASSES, pooling="mean")),
+    Case(
+        "classes-of-the-mean",
+        model(HEADS | {"relpe": "none"}, num_classes=CLASSES, pooling="mean", position_embedding="sinusoidal"),
+    ),
     Case(
         "bert",
         model(
@@ -142,7 +145,14 @@ def reference(
     """Hidden states, logits and losses of each head, computed sample by sample from the definition, without padding."""
     rows = []
     for row in range(len(batch.tokens)):
-        x = weights["embedding.weight"][batch.tokens[row]] + weights["position_embedding.weight"][:LENGTH]
+        x = weights["embedding.weight"][batch.tokens[row]]
+        if config.position_embedding == "learned":
+            x = x + weights["position_embedding.weight"][:LENGTH]
+        else:
+            frequencies = [10000.0 ** (-2.0 * j / HIDDEN_SIZE) for j in range(HIDDEN_SIZE // 2)]
+            angles = [[place * frequency for frequency in frequencies] for place in range(LENGTH)]
+            table = [[*map(math.sin, angle), *map(math.cos, angle)] for angle in angles]
+            x = x + torch.tensor(table, dtype=x.dtype)
         x = x + weights["type_embedding.weight"][batch.token_types[row]]
         x = _norm(config.embedding_norm, x, config.norm_eps, weights, "embedding_norm.")
         documents = torch.zeros(LENGTH) if document_ids is None else document_ids[row]
@@ -286,7 +296,8 @@ def _dense(config: Any, weights: dict[str, Tensor], prefix: str, x: Tensor, vali
             places = (places + config.offset) % config.window
         seen = max(1, int(valid[tokens].sum())) if config.window is None else config.window
         z = _maxnorm(x[tokens]) * valid[tokens, None] * seen ** (-1.0 / 3.0)
-        z = (z.view(len(tokens), -1, width) * torch.cos(places[:, None].to(x.dtype) * theta)[:, None]).flatten(1)
+        if config.relpe == "cosine":
+            z = (z.view(len(tokens), -1, width) * torch.cos(places[:, None].to(x.dtype) * theta)[:, None]).flatten(1)
         for number in group.unique():
             own = z[group == number]
             heads = []

@@ -270,6 +270,24 @@ def mamba2(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: int
     return normed @ weights["out.weight"].T
 
 
+def mamba1(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: int) -> Tensor:
+    x_in, gate = [x @ part.T for part in weights["xz.weight"]]
+    taps = weights["conv.weight"]
+    padded = torch.cat([x_in.new_zeros(taps.shape[1] - 1, x_in.shape[1]), x_in])
+    conv = torch.stack([(padded[t : t + taps.shape[1]] * taps.T).sum(0) for t in range(len(x))])
+    x_conv = functional.silu(conv + weights["conv.bias"])
+    code, b, c = (x_conv @ weights["selection"].T).split(
+        [weights["time_step"].shape[1], config.state_size, config.state_size], -1
+    )
+    step = torch.log1p((code @ weights["time_step"].T + weights["full_precision.step_bias"]).exp())
+    rates = -weights["full_precision.a_log"].exp()
+    state, rows = torch.zeros_like(rates), []
+    for t in range(len(x)):
+        state = torch.exp(step[t][:, None] * rates) * state + (step[t] * x_conv[t])[:, None] * b[t]
+        rows.append(state @ c[t] + weights["full_precision.feed_through"] * x_conv[t])
+    return (torch.stack(rows) * functional.silu(gate)) @ weights["out.weight"].T
+
+
 REFERENCES: dict[str, Reference] = {
     "transnormer": transnormer,
     "tnl": tnl,
@@ -278,6 +296,7 @@ REFERENCES: dict[str, Reference] = {
     "rodimus": rodimus,
     "shared_key_attention": shared_key_attention,
     "softmax": softmax,
+    "mamba1": mamba1,
     "mamba2": mamba2,
     "recurrence": recurrence,
     "glu": glu,

@@ -29,11 +29,18 @@ an element of a list goes by its index: `model.layers.0.repeat=3`. Unknown keys 
 reported at once. `megalin config FILE [key=value ...]` prints the config with every default written out; the run folder
 keeps the same as `config.toml`.
 
+Two keys at the top of a file, before its tables, serve families of configs:
+
+| key | meaning |
+| --- | --- |
+| `base` | another config file, relative to this one; this file's tables change its keys one by one, lists as a whole |
+| `overrides` | list of `table.key=value`, for keys inside lists and presets; in the order base, file, command line |
+
 A "required" key has no default. "left out": the key is absent by default, which has a meaning of its own.
 """
 MODEL_HEAD = """\
 Instead of the keys below, `preset = "NAME"` takes a preset's table (`megalin params` lists the names); other keys of
-the table override its values.
+the table override its values, and overrides such as `model.layers.0.repeat=3` change its blocks.
 """
 ENCODER_HEAD = """\
 With `kind = "encoder"` a model has these keys and a `[data.masking]` table, or with `num_classes` a

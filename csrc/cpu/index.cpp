@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -176,27 +177,35 @@ py::array_t<std::int64_t> count_rows(const Lengths& lengths, std::int64_t capaci
     return rows;
 }
 
-// The pieces [n, 3] (sequence, offset, size) of one window that are placed in `row`.
-py::array_t<std::int32_t> pieces_of_row(const Lengths& lengths, std::int64_t capacity, const std::string& fit,
-                                        std::int64_t row) {
+// The pieces [n, 3] (sequence, offset, size) of one window by row, and the first piece of each row [rows + 1].
+py::tuple pack_window(const Lengths& lengths, std::int64_t capacity, const std::string& fit) {
     require_packable(lengths, capacity, 1);
     const megalin::Fit chosen = fit_of(fit);
-    std::vector<std::int32_t> found;
+    std::vector<megalin::Piece> pieces;
+    std::vector<std::int64_t> next;  // place of the next piece of each row
     {
         const char* data = bytes_of(lengths);
         const std::int64_t count = lengths.size();
         py::gil_scoped_release release;
-        auto pieces = megalin::cut(data, count, static_cast<std::int32_t>(capacity));
-        megalin::place(pieces, static_cast<std::int32_t>(capacity), chosen);
+        pieces = megalin::cut(data, count, static_cast<std::int32_t>(capacity));
+        const std::int32_t rows = megalin::place(pieces, static_cast<std::int32_t>(capacity), chosen);
+        next.assign(static_cast<std::size_t>(rows) + 1, 0);
         for (const megalin::Piece& piece : pieces) {
-            if (piece.row == row) {
-                found.insert(found.end(), {piece.sequence, piece.offset, piece.size});
-            }
+            ++next[static_cast<std::size_t>(piece.row) + 1];
         }
+        std::partial_sum(next.begin(), next.end(), next.begin());
     }
-    py::array_t<std::int32_t> result({static_cast<py::ssize_t>(found.size() / 3), py::ssize_t{3}});
-    std::copy(found.begin(), found.end(), result.mutable_data());
-    return result;
+    py::array_t<std::int64_t> first_pieces(static_cast<py::ssize_t>(next.size()));
+    std::copy(next.begin(), next.end(), first_pieces.mutable_data());
+    py::array_t<std::int32_t> by_row({static_cast<py::ssize_t>(pieces.size()), py::ssize_t{3}});
+    std::int32_t* out = by_row.mutable_data();
+    for (const megalin::Piece& piece : pieces) {
+        std::int32_t* own = out + 3 * next[static_cast<std::size_t>(piece.row)]++;
+        own[0] = piece.sequence;
+        own[1] = piece.offset;
+        own[2] = piece.size;
+    }
+    return py::make_tuple(by_row, first_pieces);
 }
 
 using Weights = py::array_t<double, py::array::c_style>;
@@ -258,8 +267,8 @@ PYBIND11_MODULE(_index, module) {
                "The first entry below its predecessor; see _index.pyi.");
     module.def("count_rows", &count_rows, py::arg("lengths").noconvert(), py::kw_only(), py::arg("capacity"),
                py::arg("window"), py::arg("fit"), "Number of packed samples per window of sequences; see _index.pyi.");
-    module.def("pieces_of_row", &pieces_of_row, py::arg("lengths").noconvert(), py::kw_only(), py::arg("capacity"),
-               py::arg("fit"), py::arg("row"), "The pieces of one packed sample of a window; see _index.pyi.");
+    module.def("pack_window", &pack_window, py::arg("lengths").noconvert(), py::kw_only(), py::arg("capacity"),
+               py::arg("fit"), "The pieces of a window's packed samples; see _index.pyi.");
     module.def("build_blend", &build_blend, py::arg("weights").noconvert(), py::arg("limits").noconvert(),
                py::arg("size"), "Source of each sample and its index in that source; see _index.pyi.");
 }

@@ -12,7 +12,7 @@ import platform
 import sys
 import sysconfig
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from pydoc_data import topics
 from typing import Any, NamedTuple
@@ -78,15 +78,25 @@ def _docstrings_of(name: str, owner: Any, depth: int) -> Iterator[str]:
 def collect(folder: Path, share: float) -> dict[str, list[Document]]:
     """Writes train.jsonl, held-out.jsonl and LICENSE.txt into `folder`; returns the documents of each split.
 
+    Args:
+        share: fraction of the documents to use, those with the smallest hashes.
+    """
+    library = Path(sysconfig.get_path("stdlib"))
+    found = itertools.chain(sources(library), help_topics(), docstrings())
+    note = LICENSE_NOTE.format(version=platform.python_version(), copyright=sys.copyright)
+    return write_splits(folder, found, share, note)
+
+
+def write_splits(folder: Path, found: Iterable[Document], share: float, note: str) -> dict[str, list[Document]]:
+    """Writes train.jsonl, held-out.jsonl and LICENSE.txt with the text `note`; returns the documents of each split.
+
     The split is by the hash of the text, so it is independent of the order of the files. Equal texts count once, so no
     text is in both splits.
 
     Args:
         share: fraction of the documents to use, those with the smallest hashes.
     """
-    library = Path(sysconfig.get_path("stdlib"))
-    found = itertools.chain(sources(library), help_topics(), docstrings())
-    documents = {_hash(document.text): document for document in found if document.text.strip()}
+    documents = {text_hash(document.text): document for document in found if document.text.strip()}
     by_hash = sorted(documents)[: max(2, round(share * len(documents)))]
     taken, held_out = set(by_hash), set(by_hash[: max(1, round(HELD_OUT_SHARE * len(by_hash)))])
     splits: dict[str, list[Document]] = {"train": [], "held-out": []}
@@ -95,14 +105,21 @@ def collect(folder: Path, share: float) -> dict[str, list[Document]]:
             splits["held-out" if digest in held_out else "train"].append(document)
     folder.mkdir(parents=True, exist_ok=True)
     for split, members in splits.items():
-        lines = (json.dumps(document._asdict()) + "\n" for document in members)
-        (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
-    note = LICENSE_NOTE.format(version=platform.python_version(), copyright=sys.copyright)
+        with (folder / f"{split}.jsonl").open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(document._asdict()) + "\n" for document in members)
     (folder / "LICENSE.txt").write_text(note, encoding="utf-8")
     return splits
 
 
-def _hash(text: str) -> str:
+def print_sizes(splits: dict[str, list[Document]]) -> None:
+    """Prints the number of documents and bytes of each split."""
+    for split, documents in splits.items():
+        size_bytes = sum(len(document.text.encode()) for document in documents)
+        print(f"{split:9}{len(documents):6,} documents {size_bytes / 1e6:8.2f} MB")
+
+
+def text_hash(text: str) -> str:
+    """SHA-256 of a text, in hexadecimal."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -112,9 +129,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--share", type=float, default=1.0, help="fraction of the documents to use (1.0)")
     arguments = parser.parse_args()
-    for split, documents in collect(arguments.folder, arguments.share).items():
-        size_bytes = sum(len(document.text.encode()) for document in documents)
-        print(f"{split:9}{len(documents):6,} documents {size_bytes / 1e6:8.2f} MB")
+    print_sizes(collect(arguments.folder, arguments.share))
     print(f"licence: PSF License Agreement, version 2, noted in {arguments.folder / 'LICENSE.txt'}")
     return 0
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Collects the text of this Python, trains a tokenizer on it, and writes token shards of both splits.
-# Usage: data.sh FOLDER VOCAB_SIZE     CORPUS_SHARE=0.1 uses a tenth of the text
+# Usage: data.sh FOLDER VOCAB_SIZE     CORPUS_SHARE=0.1 uses a tenth of the text; COLLECT=SCRIPT collects another text
 set -euo pipefail
 here=$(realpath --relative-to=. "$(dirname "$0")")
 tools=$here/../../tools
@@ -8,8 +8,8 @@ data=$1
 
 say() { printf '\n== %s\n' "$*"; }
 
-say 'text: the sources, help topics and docstrings of this Python'
-python "$here/collect.py" "$data" --share "${CORPUS_SHARE:-1.0}"
+say "text: ${COLLECT:-the sources, help topics and docstrings of this Python}"
+python "${COLLECT:-$here/collect.py}" "$data" --share "${CORPUS_SHARE:-1.0}"
 
 say 'tokenizer and token shards'
 python "$tools/train_tokenizer.py" --input "$data/train.jsonl" --vocab-size "$2" --output "$data/tokenizer.json"

@@ -8,12 +8,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megalin.config import apply_overrides
+from megalin.config import apply_overrides, parse
 from megalin.errors import ConfigError
 from megalin.model.config import AnyModelConfig, parse_model
-from megalin.model.presets import expand_preset, preset_table
+from megalin.model.presets import preset_table
+from megalin.parallel.mesh import ParallelConfig
+from megalin.train.config_file import read_config, resolve
 from megalin.train.open_run import Steps
-from megalin.train.run_folder import read_config
 
 
 class Command(NamedTuple):
@@ -38,11 +39,22 @@ def steps_option(arguments: argparse.Namespace) -> Steps:
     return "newest" if arguments.step is None else int(arguments.step)
 
 
+def generation_mesh(overrides: Sequence[str]) -> ParallelConfig:
+    """The mesh of a command that generates, independent of the training's. Raises ConfigError for other keys."""
+    for override in overrides:
+        if override.partition("=")[0].strip() != "parallel.tp":
+            raise ConfigError(
+                f"override {override!r}: generation reads only parallel.tp, the ranks that share the weights, and "
+                "divides the prompts among the others; a checkpoint of any mesh is read. Remove it"
+            )
+    return parse(ParallelConfig, apply_overrides({"parallel": {}}, overrides)["parallel"], "command line")
+
+
 def read_values(
     name: str, overrides: Sequence[str], *, keys: Sequence[str], defaults: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Reads a config file (`name` ends with .toml), or a preset as a config that has only a model; applies dotted
-    overrides and expands the model's preset.
+    """Reads a config file with its base (`name` ends with .toml), or a preset as a config that has only a model, and
+    applies dotted overrides.
 
     Args:
         keys: the keys that the command reads, `table.*` for all of a table.
@@ -56,11 +68,10 @@ def read_values(
         if not any(fnmatchcase(key, known) for known in keys):
             raise ConfigError(f"override {override!r}: {key!r} is not read here; known: {', '.join(keys)}")
     values: dict[str, Any] = read_config(name) if name.endswith(".toml") else {"model": preset_table(name)}
-    values = apply_overrides({**(defaults or {}), **values}, overrides)
-    table = values.get("model", {})
-    if not isinstance(table, dict):
+    values = resolve({"model": {}, **(defaults or {}), **values}, overrides)
+    if not isinstance(table := values["model"], dict):
         raise ConfigError(f"{name}: model = {table!r} is not a table; write it as [model] with its keys below")
-    return values | {"model": expand_preset(table)}
+    return values
 
 
 def model_from(name: str, overrides: Sequence[str]) -> AnyModelConfig:

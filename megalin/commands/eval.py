@@ -24,12 +24,14 @@ from megalin.evaluation.generated.retrieval import NUM_DEPTHS
 from megalin.evaluation.suite import TaskResult
 from megalin.evaluation.suites import (
     OTHER_SUITES,
+    TASK_SUITES,
     EvalOptions,
     Report,
     StepResults,
     SuiteOptions,
     evaluate_on_launched_ranks,
 )
+from megalin.evaluation.task_names import split_name
 from megalin.launch import launched
 
 SUITES = ("loss", "choices", *OTHER_SUITES)
@@ -48,9 +50,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("folder", type=Path, help="a run folder")
     add("overrides", nargs="*", metavar="key=value", help="for example parallel.cp=2 or data.validation=['a']")
-    add("--suite", default="loss", metavar="NAMES", help=f"suites, with commas between: {', '.join(SUITES)} (loss)")
+    suites = f"suites, with commas between: {', '.join(SUITES)} (those of --tasks SUITE:TASK; else loss)"
+    add("--suite", metavar="NAMES", help=suites)
     add("--split", choices=SPLITS, default="validation", help="split of loss, positions and documents (validation)")
-    add("--tasks", nargs="+", metavar="TASK", help=f"choice tasks: a group, TASK or TASK/VARIANT ({DEFAULT_TASKS[0]})")
+    tasks = f"choice tasks: a group, TASK or TASK/VARIANT ({DEFAULT_TASKS[0]}); SUITE:TASK of any suite"
+    add("--tasks", nargs="+", metavar="TASK", help=tasks)
     add("--data", type=Path, metavar="FOLDER", help="folder of the choice tasks (the run's evaluation.data)")
     add("--limit", type=int, metavar="N", help="only the first N questions or examples of each task")
     add("--lengths", type=int, nargs="+", metavar="L", help="context lengths of needle and ruler (1/4, 1/2, 1 of T)")
@@ -82,13 +86,20 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _options(arguments: argparse.Namespace) -> EvalOptions:
     """The options of the arguments. Raises ConfigError for those that contradict each other."""
-    suites = [name.strip() for name in arguments.suite.split(",")]
-    for name in suites:
-        if name not in SUITES:
-            raise ConfigError(f"--suite {name}: no such suite; {suggest(name, SUITES)}")
+    named = [split_name(name, TASK_SUITES) for name in arguments.tasks or ()]
+    tasks: dict[str, list[str]] = {}
+    for suite, pattern in named:
+        tasks.setdefault(suite or "choices", []).append(pattern)
+    suites = [suite for suite, _ in named if suite is not None]
+    if arguments.suite is not None or not suites:
+        asked = [name.strip() for name in (arguments.suite or "loss").split(",")]
+        for name in asked:
+            if name not in SUITES:
+                raise ConfigError(f"--suite {name}: no such suite; {suggest(name, SUITES)}")
+        suites = asked + suites
+    suites = list(dict.fromkeys(suites))
     others = [name for name in suites if name in OTHER_SUITES]
     readers = {
-        "tasks": ["choices"],
         "data": ["choices"],
         "limit": ["choices", *OTHER_SUITES],
         "lengths": ["needle", "ruler"],
@@ -99,12 +110,14 @@ def _options(arguments: argparse.Namespace) -> EvalOptions:
         if getattr(arguments, name) is not None and not set(read_by) & set(suites):
             known = " or ".join(read_by)
             raise ConfigError(f"--{name} has no effect without the suite {known}; add --suite {read_by[0]}")
+    if "choices" in tasks and "choices" not in suites:
+        raise ConfigError("--tasks has no effect without the suite choices; add --suite choices, or use SUITE:TASK")
     choices = None
     if "choices" in suites:
-        choices = ChoiceOptions(arguments.data, arguments.tasks or DEFAULT_TASKS, arguments.limit)
+        choices = ChoiceOptions(arguments.data, tasks.get("choices", DEFAULT_TASKS), arguments.limit)
     depths = NUM_DEPTHS if arguments.depths is None else arguments.depths
     haystack: Haystack = arguments.haystack or "noise"
-    further = SuiteOptions(others, arguments.limit, arguments.lengths, depths, arguments.split, haystack)
+    further = SuiteOptions(others, arguments.limit, arguments.lengths, depths, arguments.split, haystack, tasks)
     split = arguments.split if "loss" in suites else None
     return EvalOptions(split, choices, steps_option(arguments), further if others else None)
 

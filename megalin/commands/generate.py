@@ -16,8 +16,7 @@ from typing import BinaryIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from megalin.commands.base import Command, add_step_options, steps_option
-from megalin.config import apply_overrides, parse
+from megalin.commands.base import Command, add_step_options, generation_mesh, steps_option
 from megalin.errors import ConfigError
 from megalin.files import open_input, open_temporary, publish, storage_errors
 from megalin.generation import Completion, GenerationRun, Sampling, generate_on_mesh, open_for_generation
@@ -27,7 +26,7 @@ from megalin.generation.sampling import check_sampling
 from megalin.launch import launched
 from megalin.model.build import check_divisions
 from megalin.parallel.agreement import on_rank_zero
-from megalin.parallel.mesh import Mesh, ParallelConfig, check_world_size
+from megalin.parallel.mesh import Mesh, check_world_size
 from megalin.parallel.process_group import compute_device, process_group
 from megalin.train.build import COMPUTE_DTYPES
 from megalin.train.open_run import selected_steps
@@ -65,23 +64,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    parallel, sampling = _mesh_config(arguments.overrides), _checked_sampling(arguments)
+    parallel, sampling = generation_mesh(arguments.overrides), _checked_sampling(arguments)
     device = compute_device()
     check_world_size(parallel, launched().world_size)
     with process_group(device):
         generate_on_ranks(arguments, sampling, Mesh(parallel, device))
     return 0
-
-
-def _mesh_config(overrides: Sequence[str]) -> ParallelConfig:
-    """The mesh of the generation, independent of the training's. Raises ConfigError for other keys."""
-    for override in overrides:
-        if override.partition("=")[0].strip() != "parallel.tp":
-            raise ConfigError(
-                f"override {override!r}: generation reads only parallel.tp, the ranks that share the weights, and "
-                "divides the prompts among the others; a checkpoint of any mesh is read. Remove it"
-            )
-    return parse(ParallelConfig, apply_overrides({"parallel": {}}, overrides)["parallel"], "command line")
 
 
 def _checked_sampling(arguments: argparse.Namespace) -> Sampling:

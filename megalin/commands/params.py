@@ -8,7 +8,7 @@ import json
 from megalin.commands.base import Command, model_from
 from megalin.errors import ConfigError
 from megalin.model.build import make_model
-from megalin.model.language_model import LanguageModel
+from megalin.model.counts import count
 from megalin.model.presets import load_preset, preset_names
 
 
@@ -27,16 +27,9 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.length < 1:
         raise ConfigError(f"--length {arguments.length}: a sequence has at least 1 token")
-    model = make_model(model_from(arguments.model, arguments.overrides))
-    counts = {
-        "parameters": model.num_parameters(),
-        "non_embedding_parameters": model.num_parameters() - model.num_embedding_parameters(),
-        "flops_per_token": model.training_flops(arguments.length),
-        "forward_flops_per_token": model.forward_flops(arguments.length),
-        # An encoder attends to the full sequence and has no state.
-        **({"state_bytes": model.state_bytes()} if isinstance(model, LanguageModel) else {}),
-        "length": arguments.length,
-    }
+    counted = count(make_model(model_from(arguments.model, arguments.overrides)), arguments.length)
+    counts = {name: value for name, value in counted._asdict().items() if value is not None}
+    counts["length"] = arguments.length
     if arguments.json:
         print(json.dumps({"model": arguments.model, **counts}))
         return 0

@@ -3,35 +3,45 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
+from rich.console import Console
+from rich.table import Table
+
 from megalin.commands.base import Command
+from megalin.files import storage_errors, write_atomically
+from megalin.sweep.config import Sweep
+from megalin.sweep.order import read_sweep
+from megalin.sweep.progress import Status
+from megalin.sweep.results import Result, goal_value
+from megalin.sweep.runner import run_sweep
+from megalin.sweep.table import markdown, notes, search_table, table
+
+_TABLE_WIDTH = 200  # where the output is not a terminal
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("sweep", type=Path, help="a sweep's file, such as examples/tasks/mqar_sweep.toml")
     parser.add_argument("--folder", type=Path, required=True, help="folder of the runs; started again, it goes on")
     parser.add_argument("--processes", type=int, default=1, help="runs at a time (1); GPUs are shared among them")
-    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="then save and end the runs in progress")
+    limit = "then save and end the runs in progress; no run starts that would not end in time"
+    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help=limit)
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables as Markdown, after each result")
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-    from rich.table import Table
+    width = None if sys.stdout.isatty() else _TABLE_WIDTH
+    sweep, console = read_sweep(arguments.sweep), Console(soft_wrap=True, width=width)
 
-    from megalin.sweep.config import read_sweep
-    from megalin.sweep.progress import Status
-    from megalin.sweep.runner import Result, run_sweep
-    from megalin.sweep.table import goal_value, table
-
-    sweep, console = read_sweep(arguments.sweep), Console(soft_wrap=True)
-
-    def on_result(result: Result, left: int) -> None:
+    def on_result(result: Result, left: int, results: list[Result]) -> None:
         found = f", best {goal_value(sweep, result):.4g} at step {result.best['step']}" if result.best else ""
-        name, text = " ".join(result.values.values()), f"{result.steps} steps in {result.seconds:.0f} s{found}"
-        console.print(f"{name}: {result.status.value}, {text}; {left} left", markup=False, highlight=False)
+        text = f"{result.steps} steps in {result.seconds:.0f} s{found}"
+        console.print(f"{result.title}: {result.status.value}, {text}; {left} left", markup=False, highlight=False)
         if result.error:
             console.print(result.error, markup=False, highlight=False)
+        if arguments.markdown is not None:
+            _write_markdown(arguments.markdown, sweep, results)
 
     results = run_sweep(
         sweep,
@@ -40,12 +50,22 @@ def _run(arguments: argparse.Namespace) -> int:
         time_limit=arguments.time_limit,
         on_result=on_result,
     )
-    head, rows = table(sweep, results)
-    printed = Table(*head)
-    for row in rows:
-        printed.add_row(*row)
-    console.print(printed)
+    if arguments.markdown is not None:
+        _write_markdown(arguments.markdown, sweep, results)
+    tables = [table(sweep, results), *([] if sweep.config.search is None else [search_table(sweep, results)])]
+    for head, rows in tables:
+        printed = Table(*head)
+        for row in rows:
+            printed.add_row(*row)
+        console.print(printed)
+    for line in notes(sweep, results):
+        console.print(line, markup=False, highlight=False)
     return 1 if any(result.status is Status.FAILED for result in results) else 0
+
+
+def _write_markdown(path: Path, sweep: Sweep, results: list[Result]) -> None:
+    with storage_errors(path):
+        write_atomically(path, markdown(sweep, results).encode())
 
 
 COMMAND = Command("train the runs of a sweep, several at a time, and compare them", _add_arguments, _run)

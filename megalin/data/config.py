@@ -83,6 +83,8 @@ class DataConfig(Config):
     first sample with room for it or in the fullest of these; then only those longer than T are cut."""
     tokenizer: str | None = None
     """Path of the tokenizer.json that made the shards, or "bytes"; generation and bits per byte need it."""
+    preparation: list[str] = pydantic.Field(default_factory=list)
+    """Commands that make the shards and the tokenizer, in order; the error about missing files prints them."""
     isolate_documents: bool = True
     """Isolate documents in state, attention and loss; false treats a sample as one document."""
     masking: MaskingConfig | None = None

@@ -19,7 +19,7 @@ from megalin.config import suggest
 from megalin.errors import ConfigError
 from megalin.evaluation.choices.encoding import EncodedRequest, check_vocabulary
 from megalin.evaluation.choices.scoring import score_carried
-from megalin.generation import Sampling, generate_batches
+from megalin.generation import Sampling, generate_on_mesh
 from megalin.generation.load import DtypeName, GenerationRun
 from megalin.parallel.mesh import Mesh
 
@@ -31,12 +31,16 @@ _SAMPLING_KEYS = frozenset(
 
 
 class MegalinModel(TemplateLM):
-    """The model of a run on one device, as lm-eval sees it.
+    """The model of a run on the ranks of a mesh, as lm-eval sees it.
 
     Contexts that several continuations share run once: their states are copied into each. Texts are encoded as in
     lm-eval's `hf` model, so that the results of an exported run are the same for equal `max_length`.
 
+    Every rank runs the harness as a process of its own and gives this model the same requests; the data axis divides
+    them, so that each rank has all results.
+
     Args:
+        mesh: of data and tensor parallelism; each data-parallel rank has the whole model, on `mesh.tp`.
         max_length: most tokens of a request that the model reads at once; requests lose tokens on the left, and
             rolling likelihoods are computed in windows of this length. None: the run's data.sequence_length.
         batch_size: texts that are generated together.
@@ -64,7 +68,7 @@ class MegalinModel(TemplateLM):
             )
         self._run, self._mesh, self._batch_size = run, mesh, batch_size
         self._device = mesh.device
-        self._model = run.load_model(mesh.device, dtype=dtype)
+        self._model = run.load_model(mesh.device, dtype=dtype, tp=mesh.tp)
 
     @property
     def eot_token_id(self) -> int:
@@ -137,9 +141,10 @@ class MegalinModel(TemplateLM):
             # Similar lengths together: a batch runs its prompts in pieces of one length.
             prompts = {number: self.tok_encode(requests[number].args[0])[-room:] for number in numbers}
             order = sorted(numbers, key=lambda number: len(prompts[number]))
-            for completion in generate_batches(
+            for completion in generate_on_mesh(
                 self._model,
                 [prompts[number] or [self.eot_token_id] for number in order],
+                self._mesh,
                 max_tokens=options.max_tokens,
                 sampling=options.sampling,
                 batch_size=self._batch_size,

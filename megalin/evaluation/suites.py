@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megalin.checkpoint.load import load
@@ -46,6 +47,8 @@ Report = Callable[[str, int, int], None]
 
 OTHER_SUITES = ("positions", *SEQUENCE_SUITES, "needle", "ruler")
 """Suites next to loss and choices: the loss by position, and generated tasks."""
+TASK_SUITES = ("choices", *SEQUENCE_SUITES, "needle", "ruler")
+"""Suites whose tasks have names, for SUITE:TASK."""
 
 
 class SuiteOptions(NamedTuple):
@@ -63,6 +66,8 @@ class SuiteOptions(NamedTuple):
     """Split of the suite positions, and of the haystack of documents."""
     haystack: Haystack = "noise"
     """Text around the needles of the suite needle."""
+    tasks: Mapping[str, Sequence[str]] = MappingProxyType({})
+    """Patterns of the tasks of a suite, as `match_tasks` takes them; a suite without an entry has all its tasks."""
 
 
 class EvalOptions(NamedTuple):
@@ -283,8 +288,9 @@ def _file_of(folder: Path, step: int, key: str, suffix: str) -> Path:
 def _suite(name: str, config: RunConfig, options: SuiteOptions) -> Suite:
     if name == "positions":
         return PositionSuite(config, split=options.split, limit=options.limit)
+    tasks = options.tasks.get(name, ("*",))
     if name in SEQUENCE_SUITES:
-        return sequence_suite(name, config, limit=options.limit)
+        return sequence_suite(name, config, limit=options.limit, tasks=tasks)
     if name == "needle":
         return NeedleSuite(
             config,
@@ -293,9 +299,10 @@ def _suite(name: str, config: RunConfig, options: SuiteOptions) -> Suite:
             limit=options.limit,
             haystack=options.haystack,
             split=options.split,
+            tasks=tasks,
         )
     assert name == "ruler", name
-    return RulerSuite(config, lengths=options.lengths, limit=options.limit)
+    return RulerSuite(config, lengths=options.lengths, limit=options.limit, tasks=tasks)
 
 
 def _no_report(_name: str, _done: int, _total: int) -> None:

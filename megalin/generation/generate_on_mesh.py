@@ -24,6 +24,7 @@ def generate_on_mesh(
     batch_size: int = 1,
     num_ids: int | None = None,
     stop_ids: Sequence[int] = (),
+    stop_when: Callable[[list[int]], bool] | None = None,
     on_tokens: Callable[[int], None] = lambda _: None,
 ) -> Iterator[Completion]:
     """Yields the completion of every prompt, in order, on every rank: those of one process up to the rounding of the
@@ -34,7 +35,7 @@ def generate_on_mesh(
     Args:
         mesh: of data and tensor parallelism alone; the model has its weights on `mesh.tp`.
         batch_size: prompts that a rank decodes together; fewer where that keeps more ranks busy.
-        on_tokens: as in `generate_batches`, of this rank's batches.
+        stop_when, on_tokens: as in `generate_batches`, of this rank's batches.
 
     Raises:
         ConfigError: on every rank, as `generate_batches`.
@@ -56,6 +57,7 @@ def generate_on_mesh(
             batch_size=size,
             num_ids=num_ids,
             stop_ids=stop_ids,
+            stop_when=stop_when,
             on_tokens=on_tokens,
         )
     return _rounds(completions, size, num_rounds(len(prompts), batch_size, ranks))

@@ -1,4 +1,4 @@
-"""Absolute positions of a decoder, added to its embedded tokens: sinusoidal, or a learned table."""
+"""Absolute positions, added to the embedded tokens: sinusoidal, or for decoders a learned table."""
 
 from __future__ import annotations
 
@@ -11,17 +11,31 @@ from megalin.errors import ConfigError
 from megalin.layers.mixers.base import BuildContext, Mixer, MixerContext, MixerOutput, SequenceContext, State
 from megalin.ops.dispatch.dtypes import compute_dtype
 from megalin.parallel.embedding import ReplicatedEmbedding
-from megalin.parallel.tensor_parallel import TOKENS
+from megalin.parallel.tensor_parallel import TOKENS, TensorParallel
 
 AbsolutePositionsKind = Literal["none", "sinusoidal", "learned"]
+
+
+def sinusoidal_positions(positions: Tensor, x: Tensor, tp: TensorParallel) -> Tensor:
+    """P_p = [sin(p w) | cos(p w)], w_j = 10000^(-2 j / D), j < D / 2, of positions p [B, T].
+
+    In the layout and dtype of the residual stream x [B, T or T/tp, D]; D is even. Computed in at least fp32.
+
+    Source: Transformer section 3.5, whose sines and cosines take turns.
+    """
+    if tp.sequence_parallel:
+        positions = tp.local_slice(positions, dim=TOKENS)
+    width, dtype = x.shape[-1], compute_dtype(x)
+    exponent = torch.arange(width // 2, dtype=torch.float64, device=positions.device) * (-2.0 / width)
+    angle = positions[..., None].to(dtype) * (10000.0**exponent).to(dtype)
+    return torch.cat([angle.sin(), angle.cos()], dim=-1).to(x.dtype)
 
 
 class AbsolutePositions(Mixer):
     """Input layer y = x + P_p of tokens at positions p, which run on over packed documents.
 
-    sinusoidal: P_p = [sin(p w) | cos(p w)], w_j = 10000^(-2 j / D), j < D / 2, in at least fp32 (Transformer 3.5, whose
-    sines and cosines take turns). learned: P is a table of `rows` rows from N(0, std^2). A token beyond it is NaN: no
-    check in decoding may wait for the device.
+    sinusoidal: P_p of `sinusoidal_positions`. learned: P is a table of `rows` rows from N(0, std^2). A token beyond it
+    is NaN: no check in decoding may wait for the device.
 
     Args:
         rows: of a learned table; None: sinusoidal.
@@ -54,7 +68,7 @@ class AbsolutePositions(Mixer):
     def forward(self, x: Tensor, context: MixerContext, state: State | None) -> MixerOutput:
         positions = context.positions.expand(len(x), -1)  # [B, T]
         if self.table is None:
-            return MixerOutput(x + self._sinusoidal(positions, compute_dtype(x)).to(x.dtype), ())
+            return MixerOutput(x + sinusoidal_positions(positions, x, self.tp), ())
         assert self.rows is not None
         outside = positions >= self.rows
         added = self.table(positions.masked_fill(outside, 0))
@@ -63,14 +77,6 @@ class AbsolutePositions(Mixer):
 
     def step(self, x: Tensor, context: MixerContext, state: State) -> MixerOutput:
         return self(x, context, state)
-
-    def _sinusoidal(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        """[B, T] -> [B, T or T/tp, D] of the residual stream."""
-        if self.tp.sequence_parallel:
-            positions = self.tp.local_slice(positions, dim=TOKENS)
-        exponent = torch.arange(self.width // 2, dtype=torch.float64, device=positions.device) * (-2.0 / self.width)
-        angle = positions[..., None].to(dtype) * (10000.0**exponent).to(dtype)
-        return torch.cat([angle.sin(), angle.cos()], dim=-1)
 
     def flops(self, length: int) -> int:
         return 0

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megalin.errors import ConfigError
 from megalin.layers.absolute_positions import AbsolutePositions, AbsolutePositionsKind
 from megalin.layers.decay import DecayTable, decay_slopes
+from megalin.layers.gates import MixerGates
 from megalin.layers.lrpe_segments import LRPESegments
 from megalin.layers.mixers.base import BuildContext, Mixer, MixerConfig, MixerContext, MixerOutput, State
 from megalin.layers.norms import HeadNormKind, SRMSNorm, build_norm
@@ -215,6 +216,11 @@ class LinearAttention(Mixer):
         q, k, v, *rest = activated_lrpe(parts, theta, positions, form=form, activation=activation)
         return Projections(q, k, v, rest[0].flatten(-2) if rest else gate)
 
+    def gate_values(self, x: Tensor, context: MixerContext) -> MixerGates:
+        """The fixed decay of each head; zero without decay."""
+        slopes = torch.zeros(self.local_heads, device=x.device) if self.slopes is None else self.slopes
+        return MixerGates(-slopes[:, None])
+
     def flops(self, length: int) -> int:
         scan = decay_scan_flops(
             length,
@@ -299,11 +305,23 @@ class LowRankGatedAttention(LinearAttention):
         )
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        normed = self.tp.enter(x if self.input_norm is None else self.input_norm(x))
-        parts = self.qkv(normed, split_parts=False)
+        normed = self._normed(x)
+        return self.qkv(normed, split_parts=False), self._gate(x, normed)
+
+    def gate_values(self, x: Tensor, context: MixerContext) -> MixerGates:
+        """The fixed decay of each head, and the output gate [B, T, H/tp, V]."""
+        gates = super().gate_values(x, context)
+        gate = self._gate(x, self._normed(x))
+        return gates if gate is None else gates._replace(gates={"output": gate.unflatten(-1, (self.local_heads, -1))})
+
+    def _normed(self, x: Tensor) -> Tensor:
+        return self.tp.enter(x if self.input_norm is None else self.input_norm(x))
+
+    def _gate(self, x: Tensor, normed: Tensor) -> Tensor | None:
+        """[B, T, D/tp]; None without a gate."""
         if self.gate is None:
-            return parts, None
-        return parts, torch.sigmoid(self.gate(normed if self.input_norm is None else self.tp.enter(x)))
+            return None
+        return torch.sigmoid(self.gate(normed if self.input_norm is None else self.tp.enter(x)))
 
     def projection_flops(self) -> int:
         return self.qkv.flops() + (0 if self.gate is None else self.gate.flops())

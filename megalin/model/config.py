@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 
 from megalin.config import Config, NestedConfigError, parse, problems
+from megalin.layers.linear_attention import PositionedAttentionConfig
 from megalin.layers.mixers.base import SublayerConfig
 from megalin.layers.norms import NormKind
 
@@ -123,6 +124,22 @@ class ModelConfig(StackConfig):
         )
         return self
 
+    @pydantic.model_validator(mode="after")
+    def _has_one_kind_of_absolute_positions(self) -> ModelConfig:
+        lines: dict[str, str] = {}  # of the first sub-layer of each type and kind
+        for block, config in enumerate(self.layers):
+            for index, sublayer in enumerate(config.sublayers):
+                if isinstance(sublayer, PositionedAttentionConfig) and sublayer.absolute_positions != "none":
+                    rows = "" if sublayer.max_positions is None else f", max_positions = {sublayer.max_positions}"
+                    value = f'absolute_positions = "{sublayer.absolute_positions}"{rows} of type = "{sublayer.type}"'
+                    lines.setdefault(value, f"layers.{block}.sublayers.{index}: {value}")
+        if len(lines) > 1:
+            raise ValueError(
+                "\n".join(lines.values()) + "\nabsolute positions are added once, to the embedded tokens: give the "
+                "same keys to sub-layers of one type, and leave them out of all others"
+            )
+        return self
+
     @property
     def output_std(self) -> float:
         """Standard deviation of the initial matrices that write to the residual stream."""
@@ -137,7 +154,11 @@ class EncoderConfig(StackConfig):
     kind: Literal["encoder"]
     """Kind of model. encoder: every token attends to the full sequence."""
     max_positions: int = pydantic.Field(default=512, gt=0)
-    """Longest sequence, in tokens: rows of the table of positions."""
+    """Longest sequence, in tokens: rows of the table of learned positions."""
+    position_embedding: Literal["learned", "sinusoidal"] = "learned"
+    """Absolute positions, added to the embedded tokens. learned: a table. sinusoidal: sines and cosines, without
+    parameters, for an even hidden size (with relpe = "none", the first row of the DenseAttention paper's table of the
+    Retrieval task, section 4.1)."""
     num_token_types: int = pydantic.Field(default=2, ge=2)
     """Rows of the table of token types: 0 for segment A, 1 for segment B."""
     embedding_norm: Literal["hardtanh", "none"] | NormKind = "hardtanh"
@@ -168,6 +189,15 @@ class EncoderConfig(StackConfig):
             "earlier",
             rule="it attends to earlier tokens only, so an encoder cannot use it; a decoder (the default kind) can",
         )
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _has_as_many_sines_as_cosines(self) -> EncoderConfig:
+        if self.position_embedding == "sinusoidal" and self.hidden_size % 2:
+            raise ValueError(
+                f'position_embedding = "sinusoidal" has as many sines as cosines, but hidden_size = {self.hidden_size} '
+                'is odd; use an even width, or position_embedding = "learned"'
+            )
         return self
 
     @pydantic.model_validator(mode="after")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megalin.layers.absolute_positions import sinusoidal_positions
 from megalin.layers.mixers.base import SequenceContext
 from megalin.layers.norms import build_norm
 from megalin.model.base import BaseModel
@@ -107,6 +108,7 @@ def _embedding_norm(config: EncoderConfig, tp: TensorParallel) -> nn.Module:
 
 class Encoder(BaseModel[EncoderConfig]):
     """X = embedding_norm(E_token + E_position + E_type), blocks over X, a norm, and the heads (DenseAttention, BERT).
+    E_position is a learned table or sinusoidal (`position_embedding`).
 
     A pretraining model has a head for masked tokens, which computes logits at the masked positions alone, and a
     next-sentence head; a model with `num_classes` has a sequence head instead.
@@ -122,7 +124,9 @@ class Encoder(BaseModel[EncoderConfig]):
     ) -> None:
         super().__init__(config, tp, recompute=recompute, cp=cp)
         width, std = config.hidden_size, config.init_std
-        self.position_embedding = ReplicatedEmbedding(config.max_positions, width, tp=self.tp, std=std)
+        self.position_embedding = None
+        if config.position_embedding == "learned":
+            self.position_embedding = ReplicatedEmbedding(config.max_positions, width, tp=self.tp, std=std)
         self.type_embedding = ReplicatedEmbedding(config.num_token_types, width, tp=self.tp, std=std)
         self.embedding_norm = _embedding_norm(config, self.tp)
         if not config.final_norm:
@@ -157,7 +161,7 @@ class Encoder(BaseModel[EncoderConfig]):
             valid: [B, T] bool, False at padding; None: all tokens count.
             document_ids: [B, T], non-decreasing along T, for sequences of several documents; tokens attend within
                 their document. None where each sequence is one document. The sequence head ignores documents.
-            positions: [B, T] rows of the position table; None: from 0 at the first rank's tokens.
+            positions: [B, T], below `max_positions`; None: from 0 at the first rank's tokens.
             masked_positions: [B, P] positions of the tokens to predict, in the full sequence; P is constant, padded
                 where fewer are masked, and divisible by cp.
             masked_labels: [B, P/cp] ids, IGNORED_LABEL where there is no loss.
@@ -168,7 +172,7 @@ class Encoder(BaseModel[EncoderConfig]):
         if positions is None:
             positions = self.cp.positions(tokens).expand_as(tokens)
         token_types = torch.zeros_like(tokens) if token_types is None else token_types
-        x = self.embedding.embed(tokens) + self.position_embedding(positions) + self.type_embedding(token_types)
+        x = self._embed(tokens, positions, token_types)
         documents = SequenceDocuments(self.cp, tokens, document_ids, valid)
         dropout = self.dropout_keys(draw, tokens)
         context = SequenceContext(positions, documents, self.shared_tensors(), x.dtype, dropout=dropout)
@@ -195,6 +199,16 @@ class Encoder(BaseModel[EncoderConfig]):
         output: EncoderOutput = self(**inputs)
         return output.loss_sums()
 
+    def _embed(self, tokens: Tensor, positions: Tensor, token_types: Tensor) -> Tensor:
+        """The sum of the three embeddings, [B, T or T/tp, D]."""
+        x = self.embedding.embed(tokens)
+        if self.position_embedding is None:
+            x = x + sinusoidal_positions(positions, x, self.tp)
+        else:
+            x = x + self.position_embedding(positions)
+        embedded: Tensor = x + self.type_embedding(token_types)
+        return embedded
+
     def _pool(self, hidden: Tensor, context: SequenceContext) -> Tensor:
         """One vector a sequence: [B, T or T/tp, D] -> [B, D], in full on every rank."""
         positions = context.positions
@@ -207,9 +221,10 @@ class Encoder(BaseModel[EncoderConfig]):
         return self.cp.all_reduce_both(self.tp.weighted_token_sum(hidden, (kept / count.clamp(min=1)).to(hidden.dtype)))
 
     def num_embedding_parameters(self) -> int:
-        """Number of parameters of the three embeddings; that of the vocabulary is tied to the head."""
+        """Number of parameters of the embeddings; that of the vocabulary is tied to the head."""
         config = self.config
-        return (config.vocab_size + config.max_positions + config.num_token_types) * config.hidden_size
+        rows = 0 if self.position_embedding is None else config.max_positions
+        return (config.vocab_size + rows + config.num_token_types) * config.hidden_size
 
     def forward_flops(self, length: int) -> int:
         """Forward floating-point operations a token at `length` tokens; a multiply and an add count as two. The

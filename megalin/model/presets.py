@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import tomllib
 from collections.abc import Mapping
+from functools import cache
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -30,7 +32,8 @@ def preset_table(name: str) -> dict[str, Any]:
     tables = _tables()
     if name not in tables:
         raise ConfigError(f"preset {name!r}: there is no such preset; {suggest(name, list(tables))}")
-    return dict(tables[name]["model"])
+    table: dict[str, Any] = copy.deepcopy(tables[name]["model"])
+    return table
 
 
 def load_preset(name: str) -> Preset:
@@ -39,10 +42,21 @@ def load_preset(name: str) -> Preset:
     return Preset(name, parse_model(table, f"preset {name}"), str(_tables()[name]["note"]))
 
 
+def preset_families() -> dict[str, list[str]]:
+    """The names of the presets by family, a file of megalin/presets."""
+    return {family: list(tables) for family, tables in _families().items()}
+
+
 def _tables() -> dict[str, Any]:
+    return {name: table for tables in _families().values() for name, table in tables.items()}
+
+
+@cache
+def _families() -> dict[str, dict[str, Any]]:
+    """All presets by family and name. Callers copy what they change: `apply_overrides` and pydantic do."""
     folder = resources.files("megalin") / "presets"
     files = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name)
-    return {name: table for file in files for name, table in tomllib.loads(file.read_text(encoding="utf-8")).items()}
+    return {file.name.removesuffix(".toml"): tomllib.loads(file.read_text(encoding="utf-8")) for file in files}
 
 
 def expand_preset(table: Mapping[str, Any]) -> dict[str, Any]:

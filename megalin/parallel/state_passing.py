@@ -17,14 +17,13 @@ from megalin.parallel.collectives import Axis, all_gather, ring_shift
 def all_gather_states(
     state: Tensor, transition: Transition, documents: ShardDocuments, *, axis: Axis, step: Direction
 ) -> Tensor:
-    """x_in [B, H, K, V] by one all-gather of all ranks' x [B, H, K, V] and, unless known, transitions (LASP-2)."""
+    """x_in [B, H, K, V] by one all-gather of all ranks' x [B, H, K, V] and transitions, unless known (LASP-2)."""
     tensors = transition.tensors()
-    sent = [state] if transition.known else [state, *tensors]
+    sent, known = [state, *tensors[: transition.num_sent]], tensors[transition.num_sent :]
     gathered = all_gather(torch.cat([x.flatten() for x in sent])[None], axis, dim=0)  # [cp, numbers]
     parts = gathered.split([x.numel() for x in sent], dim=1)
     states, *others = (part.view(axis.size, *x.shape) for part, x in zip(parts, sent, strict=True))
-    if transition.known:
-        others = [x.expand(axis.size, *x.shape) for x in tensors]
+    others += [x.expand(axis.size, *x.shape) for x in known]
     return type(transition)(*others).fold(states, documents, rank=axis.rank, step=step)
 
 

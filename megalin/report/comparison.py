@@ -99,31 +99,44 @@ def _summary_names() -> tuple[str, ...]:
         "tokens",
         "FLOPs",
         f"loss, mean of the last {MEAN_STEPS:,} steps",
-        "e^loss",
-        "2^loss",
+        "in bits a token",
+        "perplexity, e^nats = 2^bits",
         "held-out loss",
+        "held-out bits per byte",
         "state of a sequence in decoding",
     )
 
 
 def _summary(name: str, run: RunRecord) -> list[str]:
-    """A run's row; 2^loss is the number that the TransNormerLLM paper prints as perplexity."""
+    """A run's row; losses are in nats a token. The TransNormerLLM paper prints its losses in bits, with 2^bits as
+    perplexity."""
     last = run.progress.last
     losses = [loss for _, loss in run.progress.curves["loss"][-MEAN_STEPS:]]
     means: tuple[float, ...] = ()
     if losses:
         mean = statistics.fmean(losses)
-        means = mean, math.exp(min(mean, 700.0)), 2.0 ** min(mean, 1000.0)
-    held_out = [evaluation["loss"] for evaluation in run.progress.evaluations if "loss" in evaluation]
+        means = mean, mean / math.log(2), math.exp(min(mean, 700.0))
+    held_out = _newest_held_out(run, "loss")
+    bits_per_byte = _newest_held_out(run, "bits_per_byte")
     return [
         name,
         status(run),
         f"{last['tokens']:,.0f}" if "tokens" in last else "",
         f"{last['flops']:.3e}" if "flops" in last else "",
         *([f"{value:.4f}" for value in means] or [""] * 3),
-        f"{held_out[-1]:.4f}" if held_out else "",
+        "" if held_out is None else f"{held_out:.4f}",
+        "" if bits_per_byte is None else f"{bits_per_byte:.4f}",
         state_text(run.config),
     ]
+
+
+def _newest_held_out(run: RunRecord, name: str) -> float | None:
+    """A number of the newest evaluation of the validation split: in the loop, or by `megalin eval`, which comes first
+    at the same step because it reads the whole split."""
+    stored = [result for result in run.results if (result.suite, result.task) == ("loss", "validation")]
+    found = {int(evaluation["step"]): evaluation[name] for evaluation in run.progress.evaluations if name in evaluation}
+    found |= {result.step: result.metrics[name] for result in stored if name in result.metrics}
+    return found[max(found)] if found else None
 
 
 def state_text(config: dict[str, Any]) -> str:

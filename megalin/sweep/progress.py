@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Mapping
 from enum import StrEnum
@@ -33,13 +34,14 @@ class Progress:
     Attributes:
         steps: finished steps.
         tokens: tokens that the run has trained on.
-        best: the metrics of the step with the highest goal; empty before the first evaluation.
+        best: the metrics of the step with the best goal; empty before the first evaluation.
         status: the reason to end the run; None while it should go on.
     """
 
     def __init__(self, config: SweepConfig, values: Mapping[str, str], metrics: Path) -> None:
         """`values`: the run's value of each axis."""
         self._stop, self._path = config.stop, metrics
+        self._sign = 1.0 if config.better == "higher" else -1.0
         self._goal = metric_name(config.goal, values)
         self._loss = None if config.stop.loss is None else metric_name(config.stop.loss, values)
         self._start()
@@ -64,25 +66,26 @@ class Progress:
             self._rates.append(record["tokens_per_second"])
             goal = record.get(self._goal)
             if goal is not None and self.status is None:
-                self._judge(goal, record)
+                self._judge(self._sign * goal, record)
 
     def tokens_per_second(self) -> float | None:
         """Median over the steps; None before the first."""
         return statistics.median(self._rates) if self._rates else None
 
     def _judge(self, goal: float, record: dict[str, Any]) -> None:
-        """Updates the best values and the status by an evaluation."""
+        """Updates the best values and the status by an evaluation; `goal` is negative where lower is better."""
         stop = self._stop
-        if not self.best or goal > self.best[self._goal]:
+        if not self.best or goal > self._sign * self.best[self._goal]:
             self.best = record
         loss = float("inf") if self._loss is None else record.get(self._loss, float("inf"))
         # Against the values at the last gain, so that small steps add up to one.
-        if goal >= self._gained_goal + stop.min_gain or loss <= self._gained_loss * (1 - stop.min_loss_gain):
+        loss_gained = math.isfinite(loss) and loss <= self._gained_loss * (1 - stop.min_loss_gain)
+        if loss_gained or goal >= self._gained_goal + stop.min_gain:
             self._gained_goal, self._gained_loss = max(goal, self._gained_goal), min(loss, self._gained_loss)
             self._without_gain = 0
         else:
             self._without_gain += 1
-        if stop.reached is not None and goal >= stop.reached:
+        if stop.reached is not None and goal >= self._sign * stop.reached:
             self.status = Status.REACHED
         elif stop.patience is not None and self._without_gain >= stop.patience:
             self.status = Status.STALLED

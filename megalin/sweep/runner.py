@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import signal
 import subprocess
@@ -11,68 +11,60 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from megalin.config import read_toml
 from megalin.errors import ConfigError, PreemptedError
-from megalin.files import read_limited, storage_errors, write_atomically
-from megalin.sweep.config import Cell, Sweep
+from megalin.files import storage_errors
+from megalin.sweep.config import SEARCH, EvaluationsConfig, Sweep
+from megalin.sweep.order import Cell, all_cells, expected_seconds, ordered_cells
 from megalin.sweep.progress import Progress, Status
+from megalin.sweep.results import Result, evaluation_values, read_results, write_results
 from megalin.train.preemption import PreemptionHandler
 
-RESULTS = "results.json"
-"""Results of the finished runs, in the sweep's folder."""
-_RESULTS_BYTES = 64 * 2**20
 _POLL_SECONDS = 0.2
 _ERROR_LINES = 5
 
 
-class Result(NamedTuple):
-    """Outcome of one run."""
-
-    values: Mapping[str, str]
-    """Its value of each axis."""
-    overrides: list[str]
-    """Overrides of its config."""
-    status: Status
-    steps: int
-    tokens: int
-    seconds: float
-    """Wall time of its process, start and evaluations included; of the last process where the run was continued."""
-    tokens_per_second: float | None
-    """Median over the steps."""
-    best: dict[str, Any]
-    """Metrics of the step with the best goal; empty without an evaluation."""
-    error: str = ""
-    """Last lines of its output, where it failed."""
-
-
 class _Running:
-    """A run that trains."""
+    """A run that trains, or whose evaluations run after that."""
 
     def __init__(self, sweep: Sweep, cell: Cell, folder: Path, environment: Mapping[str, str]) -> None:
-        self.cell, self._folder = cell, folder / cell.name
+        self.cell, self._folder, self._environment = cell, folder / cell.name, environment
+        self._evaluations = None if cell.stage == SEARCH else sweep.config.evaluations
         self.progress = Progress(sweep.config, cell.values, self._folder / "metrics.jsonl")
-        self._log, self._started = folder / f"{cell.name}.log", time.perf_counter()
+        self._log = folder / f"{cell.name}.log"
+        self._log.write_bytes(b"")
+        self._trained: Result | None = None
+        self._start(train_command(sweep.run_config, self._folder, cell.overrides))
+
+    def _start(self, command: list[str]) -> None:
         self._ended_by: Status | None = None
-        with self._log.open("wb") as log:
+        self._started = time.perf_counter()
+        with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                train_command(sweep.run_config, self._folder, cell.overrides),
+                command,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **environment},
+                env={**os.environ, **self._environment},
                 start_new_session=True,  # Ctrl-C reaches the sweep alone, which then asks its runs to save
             )
 
     def poll(self) -> Result | None:
-        """Asks the run to end where its progress says so; the result once its process has ended."""
+        """Asks the run to end where its progress says so, and starts its evaluations; the result at their end."""
         ended = self._process.poll()  # before the metrics, so that none are missed
-        self.progress.update()
+        if self._trained is None:
+            self.progress.update()
         if ended is None:
-            if self.progress.status is not None:
+            if self._trained is None and self.progress.status is not None:
                 self.end(self.progress.status)
             return None
-        return self._result(ended)
+        if self._trained is not None:
+            return self._evaluated(self._trained, ended)
+        result = self._result(ended)
+        if self._evaluations is None or result.status in (Status.CUT, Status.FAILED):
+            return result
+        self._trained = result
+        self._start(evaluate_command(self._folder, self._evaluations))
+        return None
 
     def end(self, status: Status) -> None:
         """Asks the run to save and end, once."""
@@ -89,26 +81,43 @@ class _Running:
         if code in (PreemptedError.exit_code, -signal.SIGTERM) and self._ended_by is not None:
             status = self._ended_by  # -SIGTERM: it had not begun to train
         elif code != 0:
-            status = Status.FAILED
-            lines = self._log.read_text(errors="replace").splitlines()
-            error = "\n".join([f"exit code {code}", *lines[-_ERROR_LINES:]])
-        seconds = time.perf_counter() - self._started
+            status, error = Status.FAILED, self._error(code)
         return Result(
             self.cell.values,
             self.cell.overrides,
             status,
             progress.steps,
             progress.tokens,
-            seconds,
+            time.perf_counter() - self._started,
             progress.tokens_per_second(),
             progress.best,
             error,
+            self.cell.stage,
         )
+
+    def _evaluated(self, trained: Result, code: int) -> Result:
+        """The result with those of its evaluations."""
+        seconds = time.perf_counter() - self._started
+        if code == 0:
+            values = evaluation_values(self._folder, trained.steps)
+            return trained._replace(evaluations=values, evaluation_seconds=seconds)
+        if self._ended_by is not None:
+            return trained._replace(status=self._ended_by)
+        return trained._replace(status=Status.FAILED, error=self._error(code))
+
+    def _error(self, code: int) -> str:
+        lines = self._log.read_text(errors="replace").splitlines()
+        return "\n".join([f"exit code {code}", *lines[-_ERROR_LINES:]])
 
 
 def train_command(config: Path, folder: Path, overrides: Sequence[str]) -> list[str]:
     """The command of a run, as a user would give it."""
     return [sys.executable, "-m", "megalin", "train", str(config), "--folder", str(folder), *overrides]
+
+
+def evaluate_command(folder: Path, evaluations: EvaluationsConfig) -> list[str]:
+    """The command of a run's evaluations, as a user would give it."""
+    return [sys.executable, "-m", "megalin", "eval", str(folder), *evaluations.arguments()]
 
 
 def run_sweep(
@@ -117,18 +126,20 @@ def run_sweep(
     *,
     processes: int,
     time_limit: float | None = None,
-    on_result: Callable[[Result, int], None] = lambda result, left: None,
+    on_result: Callable[[Result, int, list[Result]], None] = lambda result, left, results: None,
 ) -> list[Result]:
     """Trains the runs of a sweep that have no result yet, in order; the results of all runs that have one.
 
     Each run has a folder `folder`/NAME, so it can be read by `megalin eval` and `report`, and the sweep can be started
-    again after it was ended: runs that were cut or failed go on from their checkpoints. SIGTERM, as the time limit, and
-    an exception, as by Ctrl-C, make the runs in progress save and end first.
+    again after it was ended: runs that were cut or failed go on from their checkpoints, and start anew where only the
+    file of results is left. SIGTERM, as the time limit, and an exception, as by Ctrl-C, make the runs in progress save
+    and end first.
 
     Args:
         processes: runs at a time. With several GPUs they are divided over them.
-        time_limit: seconds after which running ones are asked to save and end, and no more are started; None: no limit.
-        on_result: called with each result and the number of runs without one.
+        time_limit: seconds after which running ones are asked to save and end; None: no limit. After the first one, no
+            run starts that would not end in this time by the duration of those before it.
+        on_result: called with each result, the number of runs without one, and all results.
 
     Raises:
         ConfigError: processes below 1, a time limit that is not positive, or a folder with results of another config.
@@ -139,32 +150,50 @@ def run_sweep(
         raise ConfigError(f"time limit = {time_limit}: use a positive number of seconds, or leave it out")
     with storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    started = time.perf_counter()
-    results = _read_results(folder, sweep)
-    left = [cell for cell in sweep.cells() if cell.name not in results]
+    deadline = math.inf if time_limit is None else time.perf_counter() + time_limit
+    results = read_results(folder, sweep, {cell.name: cell.overrides for cell in all_cells(sweep)})
     environments = _environments(processes)
     slots: list[_Running | None] = [None] * processes
 
     with _ended_with(slots), PreemptionHandler() as preemption:
-        while left or any(slots):
-            expired = time_limit is not None and time.perf_counter() - started > time_limit
-            expired = expired or preemption.received
-            if expired:
-                left = []
+        left, changed = math.inf, True
+        while changed or any(slots):
+            expired = time.perf_counter() > deadline or preemption.received
+            search, changed = changed and not expired, False  # runs become ready, or short enough, by results alone
             for index, running in enumerate(slots):
                 if running is None:
-                    if left:
-                        slots[index] = _Running(sweep, left.pop(0), folder, environments[index])
+                    if search and (cell := _next_cell(sweep, results, slots, left)) is not None:
+                        slots[index] = _Running(sweep, cell, folder, environments[index])
+                        left = deadline - time.perf_counter()
                     continue
                 if expired:
                     running.end(Status.CUT)
                 if (result := running.poll()) is not None:
-                    slots[index] = None
+                    slots[index], changed, left = None, True, deadline - time.perf_counter()
                     results[running.cell.name] = result
-                    _write_results(folder, sweep, results)
-                    on_result(result, len(left) + sum(slot is not None for slot in slots))
+                    write_results(folder, sweep, results)
+                    cells = ordered_cells(sweep, results)
+                    missing = sum(cell is None or cell.name not in results for cell in cells)
+                    on_result(result, missing, _in_order(sweep, results))
             time.sleep(_POLL_SECONDS)
-    return [results[cell.name] for cell in sweep.cells() if cell.name in results]
+    return _in_order(sweep, results)
+
+
+def _in_order(sweep: Sweep, results: Mapping[str, Result]) -> list[Result]:
+    return [results[cell.name] for cell in all_cells(sweep) if cell.name in results]
+
+
+def _next_cell(
+    sweep: Sweep, results: Mapping[str, Result], slots: Sequence[_Running | None], left: float
+) -> Cell | None:
+    """The first run that can start and would end in `left` seconds; None without one."""
+    running = {slot.cell.name for slot in slots if slot is not None}
+    for cell in ordered_cells(sweep, results):
+        if cell is None or cell.name in results or cell.name in running:
+            continue
+        if left == math.inf or (expected_seconds(sweep, cell, results) or 0.0) <= left:
+            return cell
+    return None
 
 
 @contextmanager
@@ -191,24 +220,3 @@ def _environments(processes: int) -> list[dict[str, str]]:
         | ({"CUDA_VISIBLE_DEVICES": devices[slot % len(devices)]} if len(devices) > 1 else {})
         for slot in range(processes)
     ]
-
-
-def _read_results(folder: Path, sweep: Sweep) -> dict[str, Result]:
-    """Results by the run's name, without those that a new start continues."""
-    path = folder / RESULTS
-    if not path.exists():
-        return {}
-    saved = json.loads(read_limited(path, limit_bytes=_RESULTS_BYTES, follow_links=True))
-    found = [Result(**{**values, "status": Status(values["status"])}) for values in saved["results"]]
-    cells = {cell.name: cell for cell in sweep.cells()}
-    results = {name: result for result in found if (name := "-".join(result.values.values())) in cells}
-    changed = [name for name, result in results.items() if result.overrides != cells[name].overrides]
-    if saved["config"] != read_toml(sweep.run_config) or changed:
-        what = f"with other overrides of {changed[0]}" if changed else f"of another {sweep.run_config}"
-        raise ConfigError(f"{path} holds results {what}; give a new folder, or restore the file")
-    return {name: result for name, result in results.items() if result.status not in (Status.CUT, Status.FAILED)}
-
-
-def _write_results(folder: Path, sweep: Sweep, results: Mapping[str, Result]) -> None:
-    values = {"config": read_toml(sweep.run_config), "results": [result._asdict() for result in results.values()]}
-    write_atomically(folder / RESULTS, json.dumps(values, indent=1).encode())

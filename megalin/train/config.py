@@ -8,21 +8,20 @@ from typing import Any, Literal, Self
 
 import pydantic
 
-from megalin.config import Config, apply_overrides, parse
+from megalin.config import Config, parse
 from megalin.data.config import DataConfig
 from megalin.errors import ConfigError
 from megalin.model.build import check_divisions, make_model
 from megalin.model.config import AnyModelConfig, EncoderConfig, ModelField
 from megalin.model.pipeline_stages import plan_stages
-from megalin.model.presets import expand_preset
 from megalin.optim.adamw import OptimizerConfig
 from megalin.optim.schedule import ScheduleConfig
 from megalin.parallel.collectives import Axis
 from megalin.parallel.context_parallel import ContextParallel
 from megalin.parallel.mesh import ParallelConfig, check_world_size
 from megalin.parallel.tensor_parallel import TensorParallel
+from megalin.train.config_file import read_config, resolve
 from megalin.train.deepspeed_config import Owned, check_deepspeed_version, resolve_deepspeed
-from megalin.train.run_folder import read_config
 from megalin.train.weights_and_biases import LoggingConfig
 
 
@@ -78,8 +77,8 @@ class EvaluationConfig(Config):
     """Choice tasks and generated tasks during training; the held-out loss has its keys in [train]."""
 
     tasks: list[str] = pydantic.Field(default=[])
-    """Choice tasks as `megalin eval --tasks` takes them, for example ["common_sense", "lambada"], and the suites recall
-    and state-tracking; empty: none."""
+    """Choice tasks and SUITE:TASK as `megalin eval --tasks` takes them, for example ["lambada", "recall:mqar"], and the
+    suites recall and state-tracking; empty: none."""
     every_steps: int | None = pydantic.Field(default=None, ge=1)
     """Steps between evaluations of the tasks; left out: only after the last step."""
     limit: int | None = pydantic.Field(default=None, ge=1)
@@ -388,12 +387,9 @@ def _ranks_of_samples(parallel: ParallelConfig, size: int) -> str:
 
 
 def load_run_config(path: str | Path, overrides: Sequence[str]) -> RunConfig:
-    """Reads a config file, applies dotted overrides and expands the model's preset.
+    """Reads a config file with its base, expands the model's preset and applies dotted overrides.
 
     Raises:
         ConfigError: naming every problem at once.
     """
-    values = apply_overrides(read_config(path), overrides)
-    if isinstance(values.get("model"), dict):
-        values["model"] = expand_preset(values["model"])
-    return parse(RunConfig, values, str(path))
+    return parse(RunConfig, resolve(read_config(path), overrides), str(path))

@@ -12,6 +12,7 @@ import torch
 from megalin.checkpoint.save import save
 from megalin.config import dumps
 from megalin.data.loader import ValidationLoader
+from megalin.data.missing_files import check_files
 from megalin.data.sources import Dataset, open_dataset, open_training
 from megalin.data.tokenizers.tokenizer import load_tokenizer
 from megalin.errors import ConfigError, PreemptedError
@@ -95,6 +96,7 @@ class TrainingLoop:
 
     def _open_data(self) -> None:
         config, vocab_size, seed = self.config, self.config.model.vocab_size, self.config.train.seed
+        check_files(config.data)
         self.data = open_training(
             config.data,
             vocab_size,

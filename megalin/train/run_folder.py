@@ -10,7 +10,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from megalin.config import read_toml, translate_renamed
 from megalin.errors import ConfigError, StorageError
 from megalin.files import FolderInUseError, FolderLock, write_atomically
 from megalin.parallel.agreement import on_rank_zero, rank
@@ -20,18 +19,6 @@ CONFIG_NAME = "config.toml"
 CHECKPOINTS_NAME = "checkpoints"
 
 _log = logging.getLogger(__name__)
-
-
-def read_config(path: str | Path) -> dict[str, Any]:
-    """Reads a config file. A run folder's own config.toml, which an older version may have written, may have renamed
-    keys; they are translated.
-
-    Raises:
-        ConfigError: as `read_toml` does.
-    """
-    values, path = read_toml(path), Path(path)
-    is_saved = path.name == CONFIG_NAME and (path.parent / CHECKPOINTS_NAME).is_dir()
-    return translate_renamed(values) if is_saved else values
 
 
 class RunFolder:

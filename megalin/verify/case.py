@@ -15,6 +15,8 @@ from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.train.config import check_model
 
 SAMPLES_PER_RANK = 2
+HEAD_DIM = 8
+"""Width of a head of shrunk models."""
 PREDICTIONS = 11
 """Positions for predictions in an encoder's sample, more than some samples have valid tokens."""
 
@@ -61,19 +63,33 @@ def shrink(model: AnyModelConfig, tp: int, cp: int = 1, num_stages: int = 1) -> 
     GLU width that differs from every other dimension, and a vocabulary that needs padding.
     """
     num_heads = max(4, 2 * tp)
-    hidden_size = 8 * num_heads
+    # The vocabulary is padded to a multiple of 128, which tp 3 or 5 does not divide: use a larger vocabulary then.
+    vocab_size = 128 * tp - 28 if 128 % tp else 300
+    repeat = 2 if num_stages == 1 else num_stages + 1
+    return shrink_to(
+        model, num_heads=num_heads, repeat=repeat, vocab_size=vocab_size, max_positions=shrunk_length(tp * cp) + 5
+    )
+
+
+def shrink_to(
+    model: AnyModelConfig, *, num_heads: int, repeat: int, vocab_size: int, max_positions: int
+) -> AnyModelConfig:
+    """The structure of `model` with `num_heads` heads of width 8 and every kind of block at most `repeat` times.
+
+    Args:
+        max_positions: of an encoder.
+    """
+    hidden_size = HEAD_DIM * num_heads
     layers = [
         BlockConfig(
-            repeat=min(block.repeat, 2 if num_stages == 1 else num_stages + 1),
+            repeat=min(block.repeat, repeat),
             sublayers=[s.shrink_for_verify(hidden_size=hidden_size, num_heads=num_heads) for s in block.sublayers],
         )
         for block in model.layers
     ]
-    # The vocabulary is padded to a multiple of 128, which tp 3 or 5 does not divide: use a larger vocabulary then.
-    vocab_size = 128 * tp - 28 if 128 % tp else 300
     update = {"vocab_size": vocab_size, "hidden_size": hidden_size, "layers": layers}
     if isinstance(model, EncoderConfig):
-        update["max_positions"] = shrunk_length(tp * cp) + 5
+        update["max_positions"] = max_positions
     return model.model_copy(update=update)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from collections.abc import Iterator
@@ -13,12 +14,14 @@ import torch
 from lm_eval.api.instance import Instance
 
 from megalin.__main__ import main
+from megalin.commands.lm_eval import COMMAND, evaluate_on_ranks
 from megalin.errors import ConfigError
 from megalin.evaluation.lm_eval_adapter import LmEvalOptions, MegalinModel, evaluate_tasks
 from megalin.generation import Sampling, generate, load_for_generation, open_for_generation
 from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.parallel.process_group import process_group
 from tests.model_runs import CPU
+from tests.ranks import run_ranks
 
 QUESTIONS = [
     {"question": "The sky is", "choices": ["blue", "green", "loud"], "answer": 0},
@@ -219,12 +222,48 @@ def test_bad_input_is_refused(run, tasks, capsys, arguments, message):
     assert not (run / "evaluations").exists()
 
 
-def test_launched_ranks_are_refused(run, monkeypatch, capsys):
-    values = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    for name, value in values.items():
-        monkeypatch.setenv(name, value)
-    assert main(["lm-eval", str(run), "--tasks", "x"]) != 0
-    assert "lm-eval runs in one process, but the launcher started 2; start one" in capsys.readouterr().err
+def _on_ranks(run: Path, tasks: Path, meshes: list[dict[str, int]]) -> list[dict[str, Any]]:
+    """For each mesh, the results in the run folder after the command on all ranks; sampled completions."""
+    found = []
+    parser = argparse.ArgumentParser()
+    COMMAND.add_arguments(parser)
+    names = ["own_choices", "own_texts", "own_completions"]
+    arguments = [str(run), "--include-path", str(tasks), "--no-default-tasks", "--batch-size", "2", "--tasks", *names]
+    arguments += ["--output", str(tasks.parent / "all.json"), "--gen-kwargs", "do_sample=True,temperature=3.0"]
+    for axes in meshes:
+        evaluate_on_ranks(parser.parse_args(arguments), Mesh(ParallelConfig(**axes), CPU))
+        samples = json.loads((tasks.parent / "all.json").read_text())["samples"]
+        answers = [[sample["resps"] for sample in samples[name]] for name in names]
+        stored = json.loads((run / "evaluations/step-12.json").read_text())["suites"]["lm-eval"]
+        found.append({"answers": answers, "results": stored})
+    return found
+
+
+def _flat(value: Any) -> list[float]:
+    """The numbers of nested lists of texts, in which lm-eval stores likelihoods and flags."""
+    if isinstance(value, list):
+        return [number for each in value for number in _flat(each)]
+    return [float(str(value) == "True") if str(value) in ("True", "False") else float(value)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "meshes"), [(2, [{}, {"tp": 2}]), (4, [{}, {"tp": 2}])])
+def test_results_do_not_depend_on_the_mesh(run, tasks, world_size, meshes):
+    ((expected,),) = run_ranks(1, _on_ranks, run, tasks, [{}])
+    for of_rank in run_ranks(world_size, _on_ranks, run, tasks, meshes):
+        for found in of_rank:
+            assert found["answers"][2] == expected["answers"][2]  # sampled texts
+            for kind in (0, 1):
+                assert _flat(found["answers"][kind]) == pytest.approx(_flat(expected["answers"][kind]), rel=1e-4)
+            assert found["results"].keys() == expected["results"].keys()
+            for task, entry in expected["results"].items():
+                assert found["results"][task]["metrics"] == pytest.approx(entry["metrics"], rel=1e-4)
+
+
+@pytest.mark.parametrize("argument", ["parallel.cp=2", "data.seed=1"])
+def test_other_keys_are_refused(run, capsys, argument):
+    assert main(["lm-eval", str(run), argument, "--tasks", "x"]) != 0
+    assert f"override '{argument}': generation reads only parallel.tp" in capsys.readouterr().err
 
 
 def test_no_task_is_an_error(model):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megalin._index import build_sample_index, check_documents, check_lengths, count_rows, pieces_of_row
+from megalin._index import build_sample_index, check_documents, check_lengths, count_rows, pack_window
 
 
 def test_samples_agree_with_a_walk_over_the_tokens():
@@ -122,9 +122,9 @@ def test_packed_rows_are_those_of_the_plain_rule(fit):
         capacity = int(rng.integers(1, 20))
         wanted = _packed(lengths.tolist(), capacity, fit)
         assert count_rows(lengths, capacity=capacity, window=len(lengths), fit=fit).tolist() == [len(wanted)]
-        for row, pieces in enumerate(wanted):
-            found = pieces_of_row(lengths, capacity=capacity, fit=fit, row=row)
-            assert [tuple(piece) for piece in found.tolist()] == pieces
+        pieces, first = pack_window(lengths, capacity=capacity, fit=fit)
+        rows = [pieces[first[row] : first[row + 1]].tolist() for row in range(len(first) - 1)]
+        assert [[tuple(piece) for piece in row] for row in rows] == wanted
 
 
 def test_windows_are_packed_separately():

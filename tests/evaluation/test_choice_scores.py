@@ -24,6 +24,7 @@ from megalin.model.config import ModelConfig
 from megalin.model.language_model import LanguageModel
 from megalin.parallel import embedding
 from megalin.parallel.cross_entropy import IGNORED_LABEL
+from megalin.parallel.initialisation import init_weights
 from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.parallel.process_group import process_group
 from megalin.train.build import build_model
@@ -143,10 +144,23 @@ def test_packed_scores_of_interleaved_stages_are_the_same():
     _check_meshes([HYBRID], 2, [{"pp": 2, "pp_schedule": "interleaved", "pp_stages_per_rank": 2}])
 
 
-def test_carried_scores_are_the_same_under_tensor_parallelism():
+def _carried(config: ModelConfig, meshes: list[dict[str, Any]], requests: list[EncodedRequest]) -> list[RequestScores]:
+    """The carried scores on each mesh; every data-parallel rank has the whole model."""
+    scores = []
+    for axes in meshes:
+        mesh = Mesh(ParallelConfig(**axes), CPU)
+        model = LanguageModel(config, mesh.tp).to(torch.float64)
+        model.to_empty(device=CPU)
+        init_weights(model, 0)
+        scores.append(score_carried(model, requests, mesh))
+    return scores
+
+
+def test_carried_scores_are_the_same_under_tensor_and_data_parallelism():
     requests = _greedy_requests(HYBRID.model)
-    for scores in run_ranks(2, _on_mesh, HYBRID.model, {"tp": 2}, requests, True):
-        _assert_equal(scores, _alone(HYBRID.model, requests))
+    for of_rank in run_ranks(2, _carried, HYBRID.model, [{"tp": 2}, {}], requests):
+        for scores in of_rank:
+            _assert_equal(scores, _alone(HYBRID.model, requests))
 
 
 def _check_meshes(cases: list[Case], world_size: int, meshes: list[dict[str, Any]]) -> None:

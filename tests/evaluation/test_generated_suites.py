@@ -246,7 +246,8 @@ def test_ranks_divide_the_requests(config, answers, monkeypatch):
 
 
 def test_several_needles_must_all_be_found(config, answers, monkeypatch):
-    suite = NeedleSuite(config, lengths=[512], depths=2)
+    suite = NeedleSuite(config, lengths=[512], depths=2, tasks=["multi"])
+    assert suite.result_names() == ["needle/multi"]
     assert _run(suite, "needle/multi", monkeypatch).metrics["accuracy"].value == 1.0
     answers["found"] = lambda text: False
     assert _run(suite, "needle/multi", monkeypatch).metrics["accuracy"].value == 0.0
@@ -256,6 +257,8 @@ def test_ruler_tasks_are_scored_at_every_length(config, answers, monkeypatch, ca
     suite = RulerSuite(config, lengths=[512, 4096], limit=3)
     names = suite.result_names()
     assert {"niah_single_1/512[:3]", "niah_single_1/4096[:3]", "common_words/4096[:3]"} <= set(names)
+    chosen = RulerSuite(config, lengths=[512, 4096], limit=3, tasks=["niah_multikey_2", "*/4096"]).result_names()
+    assert chosen[:3] == ["niah_multikey_2/512[:3]", "niah_multikey_2/4096[:3]", "niah_single_1/4096[:3]"]
     assert "left out of the suite ruler: common_words/512[:3]: context_length = 512" in caplog.text
     result = _run(suite, "niah_single_1/512[:3]", monkeypatch)
     assert result.metrics["score"].value == result.metrics["exact_match"].value == 1.0
@@ -294,6 +297,14 @@ def _on_ranks(folder: Path, meshes: list[dict[str, int]]) -> list[dict[str, floa
         ("needle", ["--depths", "1"], "num_depths = 1: a grid needs at least 2 depths"),
         ("needle", ["--lengths", "512", "256"], "give at least one context length, in rising order"),
         ("needle", ["--limit", "0"], "limit = 0 leaves no request"),
+        ("needle", ["--tasks", "needle:esy"], "task 'esy': not in the suite needle; did you mean 'easy'?"),
+        (
+            "ruler",
+            ["--tasks", "ruler:common_word"],
+            "task 'common_word': not in the suite ruler; did you mean 'common",
+        ),
+        ("loss", ["--tasks", "mqar"], "--tasks has no effect without the suite choices; add --suite choices, or use"),
+        ("loss", ["--tasks", "loss:train"], "task 'loss:train': 'loss' is no suite with tasks; known: choices, needle"),
         ("recal", [], "--suite recal: no such suite; did you mean 'recall'?"),
     ],
 )

@@ -77,6 +77,10 @@ def _llama(width: int, layers: int, heads: int, vocabulary: int) -> dict[str, An
     return _model(width, layers, vocabulary, [attention, glu], tie_embeddings=False)
 
 
+def _mamba(width: int, layers: int, vocabulary: int) -> dict[str, Any]:
+    return _model(width, layers, vocabulary, [{"type": "mamba1"}], residual_dtype="float32", init_std=0.1)
+
+
 def _recurrence(width: int, layers: int, vocabulary: int, **fields: Any) -> dict[str, Any]:
     glu = {"type": "glu", "intermediate_size": width * 3, "activation": "silu"}
     sublayers = [{"type": "recurrence", "num_heads": 4, **fields}, glu]
@@ -90,6 +94,8 @@ FLA_MODES = ("fused_recurrent", "chunk")
 """Modes of the small models alone: tuning the chunk kernels takes two minutes a shape."""
 CASES = {
     "llama-tiny": Case("transformers", "LlamaForCausalLM", _llama(128, 2, 4, 300), (None,)),
+    "mamba-tiny": Case("transformers", "MambaForCausalLM", _mamba(128, 2, 300), (None,)),
+    "mamba-130m": Case("transformers", "MambaForCausalLM", _mamba(768, 24, 50280), (None,)),
     "llama-125m": Case("transformers", "LlamaForCausalLM", _llama(768, 12, 12, 32000), (None,)),
     "hgrn2-tiny": Case("fla.models", "HGRN2ForCausalLM", _hgrn2(128, 2, 4, 300), FLA_MODES),
     "hgrn2-125m": Case("fla.models", "HGRN2ForCausalLM", _hgrn2(768, 12, 6, 32000), STEPWISE),
@@ -148,10 +154,11 @@ def error(actual: Tensor, expected: Tensor) -> float:
 def greedy(model: Any, prompt: Tensor) -> list[int]:
     """Greedy tokens, one by one, with the class's own cache."""
     output = model(prompt, use_cache=True)
+    cache = "cache_params" if "cache_params" in output else "past_key_values"  # Mamba's name
     tokens = [int(output.logits[0, -1].argmax())]
     while len(tokens) < NEW_TOKENS:
         last = torch.tensor([tokens[-1:]], device=prompt.device)
-        output = model(last, use_cache=True, past_key_values=output.past_key_values)
+        output = model(last, use_cache=True, **{cache: output[cache]})
         tokens.append(int(output.logits[0, -1].argmax()))
     return tokens
 

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from megalin.model.language_model import LanguageModel
+from megalin.ops.attention.bidirectional import bidirectional_attention, visible_in_documents
 from megalin.ops.attention.causal import causal_attention, kernel_for
-from megalin.ops.attention.softmax import visible_in_sequence, visible_tokens, within_window
+from megalin.ops.attention.softmax import visible_in_sequence, visible_near, visible_tokens, within_window
 from megalin.ops.attention.window import window_attention
 from megalin.ops.documents import UNPACKED, find_documents
 from megalin.parallel.initialisation import init_weights
@@ -45,6 +46,11 @@ def unfused(q: Tensor, k: Tensor, v: Tensor, *, document_ids: Tensor | None, win
         visible = visible_tokens(document_ids)
     if window is not None:
         visible = within_window(visible, window)
+    return masked(q, k, v, visible=visible)
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor, *, visible: Tensor) -> list[Tensor]:
+    """Attention by separate matmuls and softmax over the tokens that `visible` [B, T, S] marks."""
     groups = q.shape[2] // k.shape[2]
     q, k, v = q.transpose(1, 2), *(x.repeat_interleave(groups, dim=2).transpose(1, 2) for x in (k, v))
     scores = (q @ k.mT / q.shape[3] ** 0.5).masked_fill(~visible[:, None], -torch.inf)
@@ -65,6 +71,34 @@ def test_values_and_gradients(length, heads, groups, width, window, documents, d
     inputs = make_heads(2, length, heads, groups, width, dtype)
     options = {"document_ids": make_documents(documents, 2, length), "window": window}
     assert_as_good_as_the_reference(partial(fused, **options), partial(unfused, **options), inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("documents", DOCUMENTS)
+def test_sinks_outside_of_the_window(documents, dtype):
+    inputs, ids = make_heads(2, 1337, 8, 2, 64, dtype), make_documents(documents, 2, 1337)
+    known = UNPACKED if ids is None else find_documents(ids)
+    visible = visible_near(torch.arange(1337, device="cuda"), 1337, ids, window=100, num_sinks=4)
+
+    def ours(q, k, v):
+        return [causal_attention(q, k, v, documents=known, window=100, num_sinks=4)]
+
+    assert_as_good_as_the_reference(ours, partial(masked, visible=visible), inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("documents", DOCUMENTS)
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+def test_two_way_attention(padded, documents, dtype):
+    inputs, ids = make_heads(2, 1337, 4, 4, 64, dtype), make_documents(documents, 2, 1337)
+    valid = (torch.arange(1337, device="cuda") % 1000 < 900).expand(2, -1) if padded else None
+    visible = visible_in_documents(ids, valid, torch.arange(1337, device="cuda"))
+
+    def ours(q, k, v):
+        return [bidirectional_attention(q, k, v, visible=visible)]
+
+    every = torch.ones(1, 1, 1, dtype=torch.bool, device="cuda") if visible is None else visible
+    assert_as_good_as_the_reference(ours, partial(masked, visible=every), inputs)
 
 
 @pytest.mark.parametrize("documents", DOCUMENTS)

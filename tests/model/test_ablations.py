@@ -15,14 +15,29 @@ from megalin.errors import ConfigError
 from megalin.generation.decoder import grows
 from megalin.generation.generate import generate_batches
 from megalin.generation.sampling import Sampling
+from megalin.layers.mixers.base import MixerContext
+from megalin.layers.mixers.hgrn2 import HGRN2
 from megalin.model.config import ModelConfig
 from megalin.model.language_model import LanguageModel
 from megalin.ops.documents import find_documents
 from megalin.parallel import sequence_documents
 from megalin.parallel.mesh import ParallelConfig
+from megalin.parallel.sequence_documents import DocumentView
 from megalin.verify.case import make_case
 from tests.ablations import LINEAR, MODELS, MOSAIC, RODIMUS_GATES, SOFTMAX
-from tests.cases import LENGTH, RODIMUS, VOCAB_SIZE, attention, build, make_inputs, model, reference, weighted_loss
+from tests.cases import (
+    GLU,
+    HIDDEN_SIZE,
+    LENGTH,
+    RODIMUS,
+    VOCAB_SIZE,
+    attention,
+    build,
+    make_inputs,
+    model,
+    reference,
+    weighted_loss,
+)
 from tests.model.test_language_model import counted_flops, implementation_flops
 from tests.numerics import assert_close, relative_error
 from tests.ranks import run_ranks
@@ -103,9 +118,48 @@ def test_sinusoidal_positions_need_an_even_width():
         LanguageModel(model({"sublayers": [odd]}, hidden_size=47))
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (LINEAR["sinusoidal"], LINEAR["learned"]),
+        (LINEAR["sinusoidal"], attention("transnormer", absolute_positions="sinusoidal")),
+        (LINEAR["learned"], LINEAR["learned"] | {"max_positions": 91}),
+    ],
+    ids=["kinds", "types", "rows"],
+)
+def test_absolute_positions_of_two_kinds_are_refused(first: dict[str, Any], second: dict[str, Any]):
+    lines = r'(?s)layers\.0\.sublayers\.1: absolute_positions = "\w+".*layers\.1\.sublayers\.0: absolute_positions = '
+    remedy = ".*added once, to the embedded tokens: give the same keys to sub-layers of one type"
+    with pytest.raises(ConfigError, match=lines + remedy):
+        model({"sublayers": [GLU, first]}, {"sublayers": [second]})
+
+
+def test_sub_layers_of_a_type_share_absolute_positions_and_may_lack_them():
+    built = LanguageModel(model({"sublayers": [LINEAR["learned"], attention("transnormer"), LINEAR["learned"]]}))
+    assert len(built.input_mixers()) == 1
+
+
 def _learned(max_positions: int) -> ModelConfig:
     positions = {"absolute_positions": "learned", "max_positions": max_positions}
     return model({"sublayers": [attention("transnormer", **positions)]})
+
+
+def test_hgrn2_with_heads_of_one_channel_is_the_real_hgrn():
+    """Eq. 1 and 2 of the HGRN2 paper, channel by channel."""
+    (mixer,) = (mixer for mixer in build(MODELS["hgrn1"]).mixers() if isinstance(mixer, HGRN2))
+    x = torch.randn(1, 9, HIDDEN_SIZE, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    beta = torch.full((HIDDEN_SIZE,), 0.5, dtype=torch.float64)  # of the second block of two
+    documents = DocumentView(None)
+    found = mixer(x, MixerContext(torch.arange(9), documents, x.dtype, (beta,), True), None).y
+    output_gate, logit, value = (x[0] @ weight.T for weight in mixer.qfv.weight)
+    h, rows = torch.zeros(HIDDEN_SIZE, dtype=x.dtype), []
+    for o, g, i in zip(torch.nn.functional.silu(output_gate), torch.sigmoid(logit), value, strict=True):
+        f = beta + (1.0 - beta) * g
+        h = f * h + (1.0 - f) * i
+        rows.append(o * h)
+    y = torch.stack(rows)
+    normed = y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    assert relative_error(found[0], normed @ mixer.out.weight.T) <= BOUND
 
 
 def test_without_lower_bounds_there_are_no_parameters_of_them():

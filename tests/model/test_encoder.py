@@ -40,6 +40,11 @@ BOUND = 1e-12
 every_case = pytest.mark.parametrize("case", CASES, ids=NAMES)
 
 
+def test_sinusoidal_positions_need_an_even_width():
+    with pytest.raises(ConfigError, match=r'"sinusoidal" has as many sines as cosines, but hidden_size = 47 is odd'):
+        model({"type": "dense_attention", "num_heads": 1}, hidden_size=47, position_embedding="sinusoidal")
+
+
 def tensors(output: EncoderOutput) -> dict[str, Tensor]:
     found = {name: tensor for name, tensor in output._asdict().items() if tensor is not None}
     if output.masked_logits is not None:

@@ -30,6 +30,9 @@ VOCABULARY, LENGTH, SEQUENCES = 100_280, 8192, 480
 HGRN2_PAPER = {"150m": (15, 768, 2048, 0.145), "385m": (26, 1024, 2816, 0.385)}
 HGRN2_PAPER |= {"1b-paper": (18, 2048, 5632, 1.028), "2.9b": (36, 2560, 6912, 2.98)}
 
+# Scaling-laws paper, Table 5: width, blocks and our GLU of models of 1B.
+SHAPES = {"1792x24": (1792, 24, 4864), "2048x18": (2048, 18, 5632), "3072x8": (3072, 8, 8192)}
+
 every_size = pytest.mark.parametrize(
     ("family", "size", "index"), [(family, size, i) for family in MILLIONS for i, size in enumerate(LADDER)]
 )
@@ -48,6 +51,7 @@ def sizes(family: str, size: str) -> tuple[int, int, int]:
 def test_every_preset_of_these_families_is_checked_here():
     known = {f"{family}-{size}" for family in MILLIONS for size in LADDER}
     known |= {f"hgrn2-{size}" for size in [*HGRN2_PAPER, "44m-wikitext103"]} | {"llama-1b-gqa"}
+    known |= {f"llama-1b-{shape}" for shape in SHAPES} | {f"{family}-tiny" for family in MILLIONS}
     assert {name for name in preset_names() if name.split("-")[0] in MILLIONS} == known
 
 
@@ -96,6 +100,21 @@ def test_ladder_norms_heads_and_positions(family: str, size: str, index: int):
     width = model.config.hidden_size
     assert model.config.embedding_scale == pytest.approx(width**0.5 if family == "tnl" else 1.0, rel=1e-15)
     assert model.state_bytes() == (0 if family == "llama" else len(mixers) * width * 128 * 4)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("family", ["llama", "cosformer2"])
+def test_aspect_ratios_of_the_1b_models(family: str, shape: str):
+    """About as many parameters without embeddings as the ladder's 1b, of width 1536, and heads 128 wide."""
+    width, layers, glu = SHAPES[shape]
+    model = built(f"{family}-1b-{shape}")
+    counted = model.num_parameters() - model.num_embedding_parameters()
+    own = {"llama": layers * 4 * width + 2 * width}
+    own["cosformer2"] = layers * (2 * width * 128 + 7 * width) + 128 * (width + 1) + 2 * width
+    assert counted == layers * (4 * width**2 + 3 * width * glu) + own[family]
+    ladder = built(f"{family}-1b")
+    assert counted == pytest.approx(ladder.num_parameters() - ladder.num_embedding_parameters(), rel=0.04)
+    assert {mixer.head_dim for mixer in model.mixers()[::2]} == {128}
 
 
 @pytest.mark.parametrize("size", HGRN2_PAPER)

@@ -23,11 +23,13 @@ RELEASED = {
     "1b-64k": (16, 2048, 5632, 1_020_266_496),
     "7b-64k": (30, 4096, 11008, 6_836_719_616),
 }
+# Mix, which Tables 1 to 8 print as 385M and 1B: the vocabulary of Table 10 and the positions of the text.
+MIX = {"385m-mix": (24, 1024, 2816, 384_926_720), "1b-mix": (16, 2048, 5632, 992_151_552)}
 
 
 def test_every_preset_is_checked_here():
     names = [name for name in preset_names() if name.startswith("transnormerllm-")]
-    assert names == [f"transnormerllm-{size}" for size in [*TABLE_10, *RELEASED]]
+    assert names == [f"transnormerllm-{size}" for size in ["tiny", *TABLE_10, *RELEASED, *MIX]]
 
 
 @pytest.mark.parametrize("size", TABLE_10)
@@ -52,15 +54,26 @@ def test_released_counts(size):
     assert [mixer.config.lrpe for mixer in model.mixers()[::2]] == ["cosine"] + [None] * (layers - 1)
 
 
-@pytest.mark.parametrize("size", [*TABLE_10, *RELEASED])
+@pytest.mark.parametrize("size", MIX)
+def test_mix_counts_and_decays(size):
+    layers, width, glu, count = MIX[size]
+    model = LanguageModel(load_preset(f"transnormerllm-{size}").model)
+    assert model.num_parameters() == count
+    assert count == layers * (5 * width**2 + 3 * width * glu) + 50272 * width + width
+    mixers = [mixer.config for mixer in model.mixers()[::2]]
+    assert [mixer.lrpe for mixer in mixers] == ["cosine"] + [None] * (layers - 1)
+    assert {mixer.decay for mixer in mixers} == {"paper"}
+
+
+@pytest.mark.parametrize("size", [*TABLE_10, *RELEASED, *MIX])
 def test_head_width_embedding_scale_and_state(size):
-    layers, width, glu, _ = (TABLE_10 | RELEASED)[size]
+    layers, width, glu, _ = (TABLE_10 | RELEASED | MIX)[size]
     preset = load_preset(f"transnormerllm-{size}")
     model = LanguageModel(preset.model)
     assert preset.model.embedding_scale == pytest.approx(width**0.5, rel=1e-15)
     assert {mixer.head_dim for mixer in model.mixers()[::2]} == {128}
     # h x 128 x 128 a layer in fp32, twice that where cosine LRPE doubles the keys
-    doubled = 1 if size in RELEASED else 0
+    doubled = 0 if size in TABLE_10 else 1
     assert model.state_bytes() == (layers + doubled) * width * 128 * 4
     # per token: twice the weights of every matrix, the scan of chunks of 64, twice the tied table
     scan = width * (2 * 64 * 2 + 4 * 128) * layers + doubled * width * (2 * 64 + 4 * 128)

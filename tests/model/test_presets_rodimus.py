@@ -54,6 +54,17 @@ PLUS = {
 }
 
 
+WIKITEXT = "44m-wikitext103"
+# Transformer++ of Table 8 and of WikiText-103: blocks, width, heads, vocabulary, GLU width, millions.
+TRANSFORMERS = {
+    WIKITEXT: (6, 512, 4, 50265, 1368, 44.6),
+    "125m": (12, 768, 12, 50277, 2048, 123.6),
+    "350m": (24, 1024, 16, 50277, 2736, 353.9),
+    "760m": (24, 1536, 16, 50277, 4096, 756.8),
+    "1.3b": (24, 2048, 32, 50277, 5464, 1311.4),
+}
+
+
 def block_parameters(width: int, *, state_size: int = 64, rank: int = 16) -> int:
     """Parameters of a block, of the published sizes by default."""
     inner = 2 * width
@@ -63,7 +74,10 @@ def block_parameters(width: int, *, state_size: int = 64, rank: int = 16) -> int
 
 def test_every_preset_of_the_family_is_checked_here():
     names = [name for name in preset_names() if name.startswith("rodimus")]
-    assert names == [f"rodimus-{size}" for size in SIZES] + [f"rodimus_plus-{size}" for size in PLUS]
+    names = [name for name in names if not name.endswith("-tiny")]
+    assert names == [f"rodimus-{size}" for size in [*SIZES, WIKITEXT]] + [
+        f"rodimus_plus-{size}" for size in [*PLUS, WIKITEXT]
+    ]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -94,6 +108,29 @@ def test_rodimus_plus_counts_and_state(size: str):
     assert model.state_bytes() == 4 * num_layers * (2 * width * (64 + 3) + 1023 * (head + width + 1))
     assert preset.model.output_std == pytest.approx(0.02 / (3 * num_layers) ** 0.5)
     assert [sublayer.residual for sublayer in preset.model.layers[0].sublayers] == ["add", "two_hop", "add"]
+
+
+def test_wikitext103_counts():
+    """The text's "about 44M" is neither: 46.7M and 47.7M, which the notes say."""
+    block = block_parameters(512, state_size=32)
+    attention, channel = 3 * 512**2 + 512 * 128 + 512, 3 * 512 * 688 + 512
+    embedding = 50265 * 512 + 512
+    for name, expected in (("rodimus", 12 * block), ("rodimus_plus", 6 * (block + attention + channel))):
+        preset = load_preset(f"{name}-{WIKITEXT}")
+        assert LanguageModel(preset.model).num_parameters() == expected + embedding
+        assert f"{(expected + embedding) / 1e6:.1f}M" in preset.note
+
+
+@pytest.mark.parametrize("size", TRANSFORMERS)
+def test_transformer_counts(size: str):
+    num_layers, width, num_heads, vocab_size, glu, millions = TRANSFORMERS[size]
+    preset = load_preset(f"transformerpp-{size}")
+    model = LanguageModel(preset.model)
+    expected = num_layers * (4 * width**2 + 3 * width * glu + 2 * width) + vocab_size * width + width
+    assert model.num_parameters() == expected
+    assert f"{expected / 1e6:.1f}M" == f"{millions}M"
+    assert f"{millions}M" in preset.note
+    assert {mixer.head_dim for mixer in model.mixers()[::2]} == {width // num_heads}
 
 
 def test_notes_have_the_counts_where_names_disagree():

@@ -33,6 +33,7 @@ from megalin.ops.positions.relpe import relpe
 from megalin.ops.positions.silu_lrpe import silu_lrpe
 from megalin.ops.scans.fixed_decay import decay_scan, decay_scan_reference, decay_step
 from megalin.ops.scans.scalar_decay import scalar_decay_scan
+from megalin.ops.scans.selective_scan import selective_scan, selective_step
 from megalin.ops.scans.states import decay_state, selected_state, tpe_state
 from megalin.ops.scans.tpe import tpe, tpe_step
 from megalin.ops.scans.vector_decay import vector_decay_scan
@@ -84,6 +85,29 @@ OPS = {
     "vector_decay_scan": (vector_decay_scan, scan("log_decay")),
     "vector_decay_step": (vector_decay_step, step("log_decay")),
     "scalar_decay_scan": (scalar_decay_scan, {**scan("log_decay"), "log_decay": -ones(B, T, H)}),
+    "selective_scan": (
+        selective_scan,
+        {
+            "v": ones(B, T, WIDTH),
+            "q": ones(B, T, K),
+            "k": ones(B, T, K),
+            "step": ones(B, T, WIDTH),
+            "rates": -ones(WIDTH, K),
+            "initial_state": ones(B, WIDTH, K),
+            "document_ids": ids(),
+        },
+    ),
+    "selective_step": (
+        selective_step,
+        {
+            "v": ones(B, WIDTH),
+            "q": ones(B, K),
+            "k": ones(B, K),
+            "step": ones(B, WIDTH),
+            "rates": -ones(WIDTH, K),
+            "state": ones(B, WIDTH, K),
+        },
+    ),
     "rms_norm": (partial(rms_norm, eps=1e-6), {"x": ones(B, T, WIDTH), "weight": ones(WIDTH)}),
     "gated_squares": (gated_squares, {"x": ones(B, T, WIDTH), "gate": ones(B, T, WIDTH), "weight": ones(WIDTH)}),
     "max_norm": (

@@ -13,6 +13,7 @@ from megalin.ops.gates.low_rank_gate import low_rank_gate
 from megalin.ops.norms.rms_norm import rms_norm
 from megalin.ops.norms.skip_gated_squares import skip_gated_squares
 from megalin.ops.positions.encodings import rope
+from megalin.ops.scans.selective_scan import selective_scan
 from megalin.ops.scans.short_conv import short_conv
 from megalin.ops.scans.vector_decay import vector_decay_scan
 
@@ -66,6 +67,19 @@ def test_the_scan_of_a_vector_decay(length, dtype):
 
     gates = draw(BATCH, length, 3 * KEYS + RANK, dtype=torch.float32)
     run(scan, gates, draw(BATCH, length, WIDTH, dtype=dtype), draw(BATCH, 1, KEYS, WIDTH, dtype=torch.float32))
+
+
+@pytest.mark.parametrize(("length", "dtype"), [(1, torch.float32), pytest.param(*CASES[1], marks=pytest.mark.slow)])
+def test_the_selective_scan(length, dtype):
+    def scan(projection, code, step, a_log, state):
+        q, k, _ = code.split([KEYS, KEYS, RANK], dim=-1)
+        v, rates = projection[..., :WIDTH], -a_log.exp()
+        return selective_scan(q, k, v, step.square(), rates, initial_state=state, document_ids=documents(length))
+
+    projection = draw(BATCH, length, 2 * WIDTH, dtype=dtype)
+    code = draw(BATCH, length, 2 * KEYS + RANK, dtype=dtype)
+    wide = ((BATCH, length, WIDTH), (WIDTH, KEYS), (BATCH, WIDTH, KEYS))
+    run(scan, projection, code, *(draw(*shape, dtype=torch.float32) for shape in wide))
 
 
 @pytest.mark.parametrize(("length", "dtype"), CASES)

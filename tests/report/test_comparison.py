@@ -49,7 +49,7 @@ def test_page_and_pictures_hold_every_run(runs, tmp_path):
         "1.050e+07",
         f"{mean:.4f}",
         f"{math.exp(mean):.4f}",
-        f"{2**mean:.4f}",
+        f"{mean / math.log(2):.4f}",
         "3.5000 (step 10)",
         "50.00% (step 5)",
     ):
@@ -62,6 +62,21 @@ def test_stored_results_stand_next_to_each_other(runs, tmp_path):
     text = Page(write_comparison(runs, tmp_path / "compare.html")[0].read_bytes()).text
     assert "Results of the suite recall" in text
     assert "mqar/64x4accuracy50.00% (step 20)75.00% (step 10)" in text
+
+
+def test_newest_held_out_numbers(runs):
+    """Bits per byte come from the loop or from `megalin eval`; the latter's loss counts at the same step."""
+    run = read_run(runs[1])
+    cells = dict(zip(("run", "status", *comparison._summary_names()), comparison._summary("b", run), strict=True))
+    assert (cells["held-out loss"], cells["held-out bits per byte"]) == ("3.5000", "")
+    write_results(runs[1], 10, {"loss": {"validation": {"loss": 3.25, "bits_per_byte": 1.125}, "test": {"loss": 9.0}}})
+    cells = dict(
+        zip(("run", "status", *comparison._summary_names()), comparison._summary("b", read_run(runs[1])), strict=True)
+    )
+    assert (cells["held-out loss"], cells["held-out bits per byte"]) == ("3.2500", "1.1250")
+    mean = 4.0 - 0.055
+    assert cells["in bits a token"] == f"{mean / math.log(2):.4f}"
+    assert cells["perplexity, e^nats = 2^bits"] == f"{math.exp(mean):.4f}" == f"{2 ** (mean / math.log(2)):.4f}"
 
 
 def test_curves_are_over_tokens_and_flops(runs):

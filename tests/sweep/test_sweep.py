@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import tomli_w
@@ -16,9 +16,11 @@ import tomli_w
 from megalin.__main__ import main
 from megalin.errors import ConfigError
 from megalin.sweep import runner
-from megalin.sweep.config import SweepConfig, read_sweep
+from megalin.sweep.config import SweepConfig
+from megalin.sweep.order import all_cells, read_sweep
 from megalin.sweep.progress import Progress, Status
-from megalin.sweep.runner import RESULTS, run_sweep
+from megalin.sweep.results import RESULTS
+from megalin.sweep.runner import run_sweep
 from megalin.sweep.table import table
 from tests.model_runs import write_config
 
@@ -46,8 +48,10 @@ def record(step: int, **metrics: float) -> str:
     return json.dumps(values | {key.replace("__", "/"): value for key, value in metrics.items()}) + "\n"
 
 
-def progress(folder: Path, lines: list[str], **stop: Any) -> Progress:
-    config = SweepConfig(config="x", goal=GOAL, axes={"rate": {"1": []}}, stop=stop)
+def progress(
+    folder: Path, lines: list[str], *, goal: str = GOAL, better: Literal["higher", "lower"] = "higher", **stop: Any
+) -> Progress:
+    config = SweepConfig(config="x", goal=goal, better=better, axes={"rate": {"1": []}}, stop=stop)
     path = folder / "metrics.jsonl"
     path.write_text("".join(lines))
     watched = Progress(config, {"rate": "1"}, path)
@@ -64,7 +68,7 @@ def evaluations(*pairs: tuple[float, float]) -> list[str]:
 
 
 def test_last_axis_varies_fastest(tmp_path):
-    cells = list(read_sweep(write_sweep(tmp_path, overrides=["train.steps=7"])).cells())
+    cells = list(all_cells(read_sweep(write_sweep(tmp_path, overrides=["train.steps=7"]))))
     assert [cell.name for cell in cells] == ["0.1-a", "0.1-b", "0.2-a", "0.2-b"]
     assert cells[1].overrides == ["train.steps=7", "optimizer.lr=0.1", "train.seed=2"]
 
@@ -178,7 +182,7 @@ def test_sweep_goes_on_with_runs_that_failed_or_were_cut(tmp_path):
     assert first[1].error == "exit code 1\nError: the first start fails"
     assert seen[-1][1] == 0
     saved = json.loads((folder / RESULTS).read_text())["results"]
-    assert [result["status"] for result in saved] == [each.status for each in [result for result, _ in seen]]
+    assert [result["status"] for result in saved] == [each.status for each in [result for result, *_ in seen]]
     (folder / "0.2-a" / "again").touch()
     second = run_sweep(sweep, folder, processes=1)
     assert [each.status for each in second] == [Status.COMPLETE] * 4

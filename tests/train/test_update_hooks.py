@@ -78,6 +78,9 @@ CASES = {
     "deepspeed_zero3_tp2_cp2": Case(4, (DEEPSPEED, "parallel.zero=3", "parallel.tp=2", "parallel.cp=2")),
 }
 
+FAST = ("single", "dp2", "tp2_cp2", "deepspeed", "deepspeed_zero2_bf16")
+"""Cases without the slow tests."""
+EVERY_CASE = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 IN_ONE_PROCESS = ("single", "deepspeed")
 PLAIN = ("dp2", "deepspeed_zero2_bf16")
 MOVES = (("parallel.pp=2",), (DEEPSPEED, "parallel.zero=1"), ("parallel.tp=2",), (DEEPSPEED, "parallel.tp=2"))
@@ -108,7 +111,7 @@ def train_runs(config: Path, runs: Sequence[Run]) -> None:
 
 
 @pytest.fixture(scope="module")
-def folders(config: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(config: Path, tmp_path_factory: pytest.TempPathFactory, with_slow: bool) -> dict[str, Path]:
     """Folder of each case, with its runs:
 
     - `whole`, saved after each step; `late`, saved after the last one, with a step in flight;
@@ -117,9 +120,10 @@ def folders(config: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     - `plain` without the hook, for the cases of PLAIN;
     - `moved`, of the case dp2: each step on one of the meshes and engines of MOVES.
     """
-    made = {name: tmp_path_factory.mktemp(name) for name in CASES}
-    runs: dict[int, list[Run]] = {case.world_size: [] for case in CASES.values()}
-    for name, (world_size, overrides) in CASES.items():
+    cases = {name: case for name, case in CASES.items() if with_slow or name in FAST}
+    made = {name: tmp_path_factory.mktemp(name) for name in cases}
+    runs: dict[int, list[Run]] = {case.world_size: [] for case in cases.values()}
+    for name, (world_size, overrides) in cases.items():
         folder, stop = made[name], [*overrides, f"train.stop_after_steps={STOP}"]
         runs[world_size] += [
             Run(folder / "whole", overrides),
@@ -192,7 +196,7 @@ def initial(config: Path) -> dict[str, Tensor]:
     return {name: torch.from_numpy(array) for name, array in run_ranks(1, _initial_weights, config)[0].items()}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", EVERY_CASE)
 def test_the_average_is_that_of_the_weights_after_each_step(folders, initial, case):
     later = []
     for step in range(1, STEPS + 1):
@@ -202,7 +206,7 @@ def test_the_average_is_that_of_the_weights_after_each_step(folders, initial, ca
     assert not torch.equal(later[0]["embedding.weight"], later[1]["embedding.weight"])
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", EVERY_CASE)
 def test_steps_in_flight_and_a_resumed_run_change_no_bit_of_it(folders, case):
     expected = saved(folders[case] / "whole", STEPS)
     assert_equal(saved(folders[case] / "late", STEPS), expected)

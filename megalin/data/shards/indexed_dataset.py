@@ -23,6 +23,7 @@ from megalin.files import (
     open_temporary,
     publish,
     read_range,
+    read_ranges,
     storage_errors,
     temporary_name,
     write_text,
@@ -77,7 +78,8 @@ class Shard:
         """
         self.prefix = Path(prefix)
         remedy = "give the prefix of a shard, without .bin or .idx"
-        self._bin = open_input(bin_path(prefix), remedy=remedy)
+        self._bin_path = bin_path(prefix)
+        self._bin = open_input(self._bin_path, remedy=remedy)
         try:
             with open_input(idx_path(prefix), remedy=remedy) as idx:
                 self.dtype, self.lengths, self.pointers, self.documents = read_index(idx_path(prefix), idx.fileno())
@@ -133,7 +135,7 @@ class Shard:
         itemsize = self.dtype.itemsize
         data = read_range(
             self._bin,
-            bin_path(self.prefix),
+            self._bin_path,
             position * itemsize,
             count * itemsize,
             file_bytes=self.num_tokens * itemsize,
@@ -151,6 +153,35 @@ class Shard:
                 f"expected ids from 0 to {vocab_size - 1}: is vocab_size = {vocab_size} the tokenizer's?"
             )
         return tokens
+
+    def read_ranges(
+        self, positions: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], *, vocab_size: int
+    ) -> tuple[TokenArray, npt.NDArray[np.bool_]]:
+        """Reads tokens [position, position + count) of several places and whether they count as labels.
+
+        Returns:
+            tokens [sum of counts] of `dtype` and label mask [sum of counts], one place after the other.
+
+        Raises:
+            DataError: as `read_checked`.
+        """
+        assert positions.min(initial=0) >= 0 <= counts.min(initial=0), (positions, counts)
+        assert (positions + counts).max(initial=0) <= self.num_tokens, (positions, counts, self.num_tokens)
+        itemsize = self.dtype.itemsize
+        data = read_ranges(
+            self._bin,
+            self._bin_path,
+            (positions * itemsize).tolist(),
+            (counts * itemsize).tolist(),
+            file_bytes=self.num_tokens * itemsize,
+        )
+        tokens = np.frombuffer(data, self.dtype)
+        if tokens.size and (int(tokens.max()) >= vocab_size or int(tokens.min()) < 0):
+            for position, count in zip(positions.tolist(), counts.tolist(), strict=True):
+                self.read_checked(position, count, vocab_size=vocab_size)
+        if self.label_mask is None:
+            return tokens, np.ones(tokens.size, np.bool_)
+        return tokens, self.label_mask.read_ranges(positions, counts)
 
     def read_label_mask(self, position: int, count: int) -> npt.NDArray[np.bool_]:
         """Reads whether tokens [position, position + count) count as labels, [count]; all do without a mask."""

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megalin.errors import DataError
-from megalin.files import open_input, open_temporary, publish, read_range, storage_errors, temporary_name
+from megalin.files import open_input, open_temporary, publish, read_range, read_ranges, storage_errors, temporary_name
 
 MAGIC = b"MGLMASK1"
 _HEADER = struct.Struct("<8sQ")  # magic, tokens N
@@ -109,6 +109,22 @@ class LabelMask:
         data = self._read_bytes(_HEADER.size + first, end - first)
         bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little").view(np.bool_)
         return bits[position - 8 * first :][:count]
+
+    def read_ranges(self, positions: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> BoolArray:
+        """Reads the bits of tokens [position, position + count) of several places, [sum of counts]; as `read`."""
+        ends = positions + counts
+        assert positions.min(initial=0) >= 0 <= counts.min(initial=0), (positions, counts)
+        assert ends.max(initial=0) <= self.num_tokens, (positions, counts, self.num_tokens)
+        first = positions // 8
+        sizes = -(-ends // 8) - first
+        data = read_ranges(
+            self._file, self.path, (_HEADER.size + first).tolist(), sizes.tolist(), file_bytes=self._bytes
+        )
+        bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little").view(np.bool_)
+        # The place of a token's bit is its number among all tokens read, plus the bits left out before it.
+        starts = 8 * (np.cumsum(sizes) - sizes) + positions % 8
+        left_out = starts - (np.cumsum(counts) - counts)
+        return bits[np.arange(counts.sum()) + np.repeat(left_out, counts)]
 
     def count(self, first: int, end: int) -> int:
         """Number of labels among tokens [first, end). Raises DataError as `read`."""

@@ -48,9 +48,16 @@ class _Answer(NamedTuple):
     """Index of the prompt in its batch."""
 
 
-def prompt_groups(model: LanguageModel, requests: Sequence[EncodedRequest]) -> list[list[list[int]]]:
-    """Groups of prompts that run together, by rising length: the numbers of each prompt's requests."""
+def prompt_groups(
+    model: LanguageModel, requests: Sequence[EncodedRequest], *, rank: int = 0, size: int = 1
+) -> list[list[list[int]]]:
+    """Groups of prompts that run together, by rising length: the numbers of each prompt's requests.
+
+    Args:
+        rank, size: of `size` ranks that divide the distinct prompts among them.
+    """
     same_prompt = sorted(distinct_prompts(requests).values(), key=lambda numbers: len(requests[numbers[0]].prompt))
+    same_prompt = same_prompt[rank::size]
     lengths = [len(requests[numbers[0]].prompt) - 1 for numbers in same_prompt]
     return [[same_prompt[index] for index in group] for group in forward_groups(lengths, model.state_bytes())]
 

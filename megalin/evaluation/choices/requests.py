@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from megalin.errors import DataError
 from megalin.evaluation.choices.manifest import TaskFile, read_manifest, read_verified, remedy, requests_path
-from megalin.evaluation.choices.wheel import match_tasks
+from megalin.evaluation.task_names import match_tasks
 
 _UNCONDITIONAL_OFFSET = 1_000_000
 """Added to the number of a question for the requests that repeat its answers after a neutral prompt."""

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megalin._index import count_rows, pieces_of_row
+from megalin._index import pack_window
 from megalin.data.batch import Batch
 from megalin.parallel.cross_entropy import IGNORED_LABEL
 
@@ -52,13 +52,12 @@ class RequestRows:
         lengths = np.array([len(request.ids) for request in requests], np.int32)
         assert lengths.max(initial=0) <= sequence_length + 1, (lengths.max(), sequence_length)
         self._rows: list[list[int]] = []  # request numbers
-        counts = count_rows(lengths, capacity=sequence_length, window=_WINDOW, fit="best_fit")
-        for window, count in enumerate(counts.tolist()):
-            first = window * _WINDOW
-            own = lengths[first : first + _WINDOW]
-            for row in range(count):
-                pieces = pieces_of_row(own, capacity=sequence_length, fit="best_fit", row=row)
-                self._rows.append((pieces[:, 0].astype(np.int64) + first).tolist())
+        for first in range(0, len(lengths), _WINDOW):
+            pieces, first_pieces = pack_window(
+                lengths[first : first + _WINDOW], capacity=sequence_length, fit="best_fit"
+            )
+            numbers = pieces[:, 0].astype(np.int64) + first
+            self._rows += [row.tolist() for row in np.split(numbers, first_pieces[1:-1])]
         self.num_samples = len(self._rows)
 
     def batch(self, samples: npt.NDArray[np.int64]) -> Batch:

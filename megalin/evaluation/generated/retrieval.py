@@ -21,6 +21,7 @@ from megalin.evaluation.generated.haystack import Haystack, read_documents
 from megalin.evaluation.held_out import split_settings
 from megalin.evaluation.needle import accuracy_at_length, accuracy_up_to_length, niah_score, weighted_average
 from megalin.evaluation.suite import Decoder, ReportProgress, TaskResult, no_report
+from megalin.evaluation.task_names import match_tasks
 from megalin.evaluation.tasks.needle import Needle, needle_grid
 from megalin.evaluation.tasks.registry import TASKS, build_task, text_tasks
 from megalin.evaluation.tasks.sequence_task import split_seed
@@ -175,15 +176,17 @@ class NeedleSuite(_TextSuite):
         limit: int | None = None,
         haystack: Haystack = "noise",
         split: SplitName = "validation",
+        tasks: Sequence[str] = ("*",),
     ) -> None:
         """Makes the requests, `limit` (1) for each cell, whose majority decides.
 
         Args:
             haystack: noise, the same sentences for every run, or documents of the run's `split`.
+            tasks: patterns of easy, standard and multi.
 
         Raises:
             ConfigError: an encoder, a run without tokenizer, lengths that do not rise or that fit no prompt, fewer than
-                two depths, a run without the split of the documents.
+                two depths, a run without the split of the documents, a pattern without a task.
             DataError: the split cannot be read, or has fewer tokens than the longest haystack.
         """
         super().__init__(config, lengths=lengths, limit=limit)
@@ -199,7 +202,8 @@ class NeedleSuite(_TextSuite):
             "standard": Needle(),
             "multi": Needle(num_needles=3),
         }
-        grids = {kind: needle_grid(needle, self.lengths, depths) for kind, needle in kinds.items()}
+        chosen = match_tasks(tasks, list(kinds), place="the suite needle")
+        grids = {kind: needle_grid(kinds[kind], self.lengths, depths) for kind in chosen}
         self._make_requests({f"needle/{kind}{suffix}": partial(self._of_grid, grid) for kind, grid in grids.items()})
 
     def _of_grid(self, grid: Sequence[Sequence[Needle]]) -> list[GenerationRequest]:
@@ -245,9 +249,19 @@ class RulerSuite(_TextSuite):
 
     name = "ruler"
 
-    def __init__(self, config: RunConfig, *, lengths: Sequence[int] | None = None, limit: int | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        lengths: Sequence[int] | None = None,
+        limit: int | None = None,
+        tasks: Sequence[str] = ("*",),
+    ) -> None:
         """Makes the requests, `limit` of each task and length (NUM_RULER_REQUESTS). Lengths that the shortest prompt of
         a task does not fit are left out with a warning.
+
+        Args:
+            tasks: patterns of TASK/LENGTH.
 
         Raises:
             ConfigError: as `NeedleSuite`; no task that fits a length.
@@ -256,11 +270,10 @@ class RulerSuite(_TextSuite):
         suffix, count = "" if limit is None else f"[:{limit}]", limit or NUM_RULER_REQUESTS
         names = [name for name in text_tasks() if TASKS[name].task is not Needle]
         makers = {
-            f"{name}/{length}{suffix}": partial(self._of_task, name, length, count)
-            for name in names
-            for length in self.lengths
+            f"{name}/{length}": partial(self._of_task, name, length, count) for name in names for length in self.lengths
         }
-        self._make_requests(makers)
+        chosen = match_tasks(tasks, list(makers), place="the suite ruler")
+        self._make_requests({f"{name}{suffix}": makers[name] for name in chosen})
 
     def _of_task(self, name: str, length: int, count: int) -> list[GenerationRequest]:
         task = build_task(name, {"context_length": length})

@@ -14,6 +14,7 @@ from megalin.errors import ConfigError
 from megalin.evaluation.choices.metrics import Metric, RequestScores, mean
 from megalin.evaluation.choices.scoring import score_packed
 from megalin.evaluation.suite import Decoder, ReportProgress, TaskResult, no_report
+from megalin.evaluation.task_names import match_tasks
 from megalin.evaluation.tasks.mqar import MQAR, MQAR_SETTINGS
 from megalin.evaluation.tasks.registry import build_task
 from megalin.evaluation.tasks.sequence_task import LabelledSequence, SequenceTask, split_seed
@@ -137,11 +138,18 @@ SEQUENCE_SUITES = ("recall", "state-tracking")
 """Suites of tasks on token ids."""
 
 
-def sequence_suite(name: str, config: RunConfig, *, limit: int | None = None) -> SequenceSuite:
-    """The suite `name` of SEQUENCE_SUITES. Raises ConfigError as `SequenceSuite`."""
+def sequence_suite(
+    name: str, config: RunConfig, *, limit: int | None = None, tasks: Sequence[str] = ("*",)
+) -> SequenceSuite:
+    """The suite `name` of SEQUENCE_SUITES, with the `tasks` of these patterns alone.
+
+    Raises:
+        ConfigError: as `SequenceSuite`; a pattern without a task.
+    """
     assert name in SEQUENCE_SUITES, name
-    tasks = recall_tasks(config) if name == "recall" else state_tracking_tasks()
-    return SequenceSuite(name, config, tasks, limit=limit)
+    known = recall_tasks(config) if name == "recall" else state_tracking_tasks()
+    chosen = match_tasks(tasks, list(known), place=f"the suite {name}")
+    return SequenceSuite(name, config, {task: known[task] for task in chosen}, limit=limit)
 
 
 def recall_tasks(config: RunConfig) -> dict[str, SequenceTask]:

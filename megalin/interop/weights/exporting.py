@@ -64,7 +64,7 @@ def export_hf(
     try:
         temporary.mkdir(parents=True)
         _write_tensors(temporary, checkpoint, model, layout, file_bytes)
-        _write_config(temporary, config.model, layout, tokenizer, length=config.data.sequence_length)
+        write_settings(temporary, config.model, layout, tokenizer, length=config.data.sequence_length)
         os.rename(temporary, out)
     except OSError as error:
         raise StorageError(f"cannot write {out}: {error}; free space or fix the permissions") from None
@@ -125,7 +125,7 @@ def _num_bytes(item: Placed) -> int:
     return torch.Size(item.rows).numel() * _ELEMENT_BYTES
 
 
-def _write_config(
+def write_settings(
     folder: Path, model: ModelConfig, layout: CheckpointLayout, tokenizer: Tokenizer | None, *, length: int
 ) -> None:
     """Writes config.json and the tokenizer's files."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from megalin.config import parse
 from megalin.errors import CheckpointError, ConfigError
-from megalin.interop.weights import gla_retnet, hgrn2, llama, rodimus, transnormerllm
+from megalin.interop.weights import gla_retnet, hgrn2, llama, mamba, rodimus, transnormerllm
 from megalin.interop.weights.layout import CheckpointLayout
 from megalin.interop.weights.settings import Settings
 from megalin.model.config import ModelConfig
@@ -21,6 +21,7 @@ LAYOUTS = (
     rodimus.CODEFUSE,
     rodimus.CODEFUSE_PLUS,
     llama.LLAMA,
+    mamba.MAMBA,
     gla_retnet.GLA,
     gla_retnet.RETNET,
 )
@@ -89,6 +90,7 @@ def _effective_fields(model: ModelConfig, names: ModelConfig) -> Iterator[tuple[
             defaults = {
                 "num_key_value_heads": fields.get("num_heads"),
                 "input_gate_rank": max(model.hidden_size // 64, 16),
+                "step_rank": -(-model.hidden_size // 16),
                 "output_norm_eps": fields["norm_eps"],
                 "slopes": "retnet",
                 "decay_gate": "sigmoid",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megalin import layers
 from megalin.config import Config, NestedConfigError, problems, suggest
+from megalin.layers.gates import MixerGates
 from megalin.layers.norms import NormKind
 from megalin.ops.dropout import DropoutKeys
 from megalin.parallel.context_parallel import ContextParallel
@@ -147,6 +148,13 @@ class Mixer(nn.Module):
         """
         output = self.step(norm(x).to(context.compute_dtype), context, state)
         return MixerOutput(residual + output.y, output.state)
+
+    def gate_values(self, x: Tensor, context: MixerContext) -> MixerGates | None:
+        """The decay and gates with which `forward` of the same x and context, without a state, computes.
+
+        None for a mixer whose state has no decay to choose: attention to keys and values, and channel mixers.
+        """
+        return None
 
     def flops(self, length: int) -> int:
         """Forward floating-point operations a token at `length` tokens, summed over the tensor-parallel axis."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megalin.layers.gates import MixerGates
 from megalin.layers.linear_attention import LowRankGatedAttention, LowRankGatedConfig
 from megalin.layers.mixers.base import BuildContext, FullPrecision, Mixer, MixerContext, MixerOutput, State
 from megalin.layers.positions import LRPEKind
@@ -83,6 +84,10 @@ class TPE(Mixer):
         mine, coefficients, log_decay = self._local(x, context)
         output, memory = tpe_step(mine[:, 0], coefficients, log_decay, state[0])
         return self._whole(TPEOutput(output[:, None], memory), keep_state=True)
+
+    def gate_values(self, x: Tensor, context: MixerContext) -> MixerGates:
+        """log lambda [1, E] of all channels."""
+        return MixerGates(functional.logsigmoid(context.full_precision[1])[None])
 
     def _local(self, x: Tensor, context: MixerContext) -> tuple[Tensor, Tensor, Tensor]:
         """This rank's channels [B, T, D/tp], their B [D/tp, E], and log lambda [E]."""

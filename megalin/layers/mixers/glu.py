@@ -16,7 +16,7 @@ from megalin.parallel.tensor_parallel import local
 
 
 class GLU(Mixer):
-    """y = (act(x W_1) * (x W_2)) W_3, optionally with biases (TransNormerLLM eq. 6 with act = identity)."""
+    """y = (act(x W_1) * (x W_2)) W_3, optionally with biases (TransNormerLLM eq. 5 with act = identity)."""
 
     def __init__(self, config: GLUConfig, scope: BuildContext) -> None:
         super().__init__()

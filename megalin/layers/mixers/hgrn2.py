@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megalin.errors import ConfigError
+from megalin.layers.gates import MixerGates
 from megalin.layers.mixers.base import (
     BuildContext,
     FullPrecision,
@@ -151,6 +152,12 @@ class HGRN2(Mixer):
         q = functional.silu(q) if self.config.query_activation == "silu" else torch.sigmoid(q)
         v = functional.silu(v) if self.config.value_activation == "silu" else v
         return tuple(tensor.unflatten(-1, (self.local_heads, self.head_dim)) for tensor in (q, k, v, log_decay))
+
+    def gate_values(self, x: Tensor, context: MixerContext) -> MixerGates:
+        """log f, and beta where bounds are learned."""
+        (beta,) = context.full_precision
+        bounds = None if self.config.lower_bounds == "none" else beta.unflatten(-1, (self.local_heads, -1))
+        return MixerGates(self._heads(x, context)[3], bounds)
 
     def flops(self, length: int) -> int:
         scan = decay_scan_flops(

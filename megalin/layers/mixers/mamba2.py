@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from megalin.errors import ConfigError
 from megalin.layers.decay import draw_step_bias
+from megalin.layers.gates import MixerGates
 from megalin.layers.halo import entering_inputs
 from megalin.layers.mixers.base import (
     BuildContext,
@@ -58,6 +59,7 @@ class _ScanInputs(NamedTuple):
     k: Tensor  # [B, T, 1, N]
     v: Tensor  # [B, T, H/tp, P]
     log_decay: Tensor  # [B, T, H/tp]
+    time_step: Tensor  # [B, T, H/tp]
     x: Tensor  # [B, T, H/tp, P]
     gate: Tensor  # [B, T, M/tp]
     conv_states: tuple[Tensor, Tensor]  # [B, taps - 1, M/tp], [B, taps - 1, 2 N]
@@ -130,6 +132,11 @@ class Mamba2(Mixer):
         scan = scalar_decay_step(q, k, v, log_decay, state[2], in_place=context.in_place)
         return MixerOutput(self._output(scan.output[:, None], inputs, context), (*inputs.conv_states, scan.state))
 
+    def gate_values(self, x: Tensor, context: MixerContext) -> MixerGates:
+        """-exp(A_log) dt and dt, one number a head."""
+        inputs = self._scan_inputs(x, context, None)
+        return MixerGates(inputs.log_decay[..., None], gates={"time_step": inputs.time_step[..., None]})
+
     def _scan_inputs(self, x: Tensor, context: MixerContext, state: State | None) -> _ScanInputs:
         entered = self.tp.enter(x)
         gate, x = self.zx(entered)  # [B, T, M/tp]
@@ -145,7 +152,7 @@ class Mamba2(Mixer):
         step = functional.softplus(step.to(compute_dtype(step)) + step_bias)
         heads = conv.output.unflatten(-1, (self.local_heads, self.config.head_dim))
         v, log_decay = scaled_heads(heads, step), -torch.exp(a_log) * step
-        return _ScanInputs(q, k, v, log_decay, heads, gate, (conv.state, bc_conv.state))
+        return _ScanInputs(q, k, v, log_decay, step, heads, gate, (conv.state, bc_conv.state))
 
     def _entering_inputs(self, x: Tensor, bc: Tensor, context: MixerContext) -> tuple[Tensor | None, ...]:
         """The halo of both convolutions, in one collective."""

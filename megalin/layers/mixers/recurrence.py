@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from megalin.errors import ConfigError
 from megalin.layers.decay import SlopeTable, decay_slopes
+from megalin.layers.gates import MixerGates
 from megalin.layers.halo import entering_inputs
 from megalin.layers.mixers.base import BuildContext, Mixer, MixerConfig, MixerContext, MixerOutput, State
 from megalin.layers.norms import NormKind
@@ -141,6 +142,15 @@ class RecurrenceMixer(Mixer):
         value_decay = None if inputs.value_decay is None else inputs.value_decay[:, 0]
         scan = self.recurrence.step(q, k, v, decay, state[-1], value_decay, in_place=context.in_place)
         return MixerOutput(self._output(scan.output[:, None], inputs.gate), (*inputs.conv_state, scan.state))
+
+    def gate_values(self, x: Tensor, context: MixerContext) -> MixerGates:
+        """ln A_t: of each head, or of each key with a vector decay; zero without decay."""
+        if self.decay_gate is None:
+            slopes = torch.zeros(self.local_heads, device=x.device) if self.slopes is None else self.slopes
+            return MixerGates(-slopes[:, None])
+        log_decay = self._scan_inputs(x, context, None).decay
+        assert log_decay is not None
+        return MixerGates(log_decay[..., None] if log_decay.dim() == 3 else log_decay)
 
     def _scan_inputs(self, x: Tensor, context: MixerContext, state: State | None) -> _ScanInputs:
         x = self.tp.enter(x)

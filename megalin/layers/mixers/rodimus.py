@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import ClassVar, Literal, NamedTuple, Self
 
 import pydantic
@@ -12,6 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from megalin.layers.decay import draw_step_bias
+from megalin.layers.gates import MixerGates
 from megalin.layers.halo import entering_inputs
 from megalin.layers.mixers.base import (
     BuildContext,
@@ -28,6 +30,7 @@ from megalin.ops.dispatch.dtypes import compute_dtype
 from megalin.ops.gates.ddts_gates import ddts_gates
 from megalin.ops.gates.low_rank_gate import low_rank_gate
 from megalin.ops.scans.fixed_decay import decay_scan_flops
+from megalin.ops.scans.short_conv import ShortConvOutput
 from megalin.ops.scans.vector_decay import vector_decay_scan
 from megalin.ops.scans.vector_decay_step import vector_decay_step
 from megalin.parallel.initialisation import Initializer, constant, uniform
@@ -155,11 +158,35 @@ class Rodimus(Mixer):
         scan = vector_decay_step(q, k, v, log_decay, state[1], scale=scale, in_place=in_place)
         return MixerOutput(self._output(scan.output[:, None], inputs, context), (inputs.conv_state, scan.state))
 
+    def gate_values(self, x: Tensor, context: MixerContext) -> MixerGates:
+        """log alpha [B, T, 1, N]; g, tau and g^tau of the keys, and beta-hat of the values, [B, T, 1, M/tp]."""
+        x, _ = self.fc(x, gather_input=True)
+        logits = self._logits(x, self._convolved(x, context, None).output)
+        strength, temperature = self._gate_logits(logits, context.full_precision[1:])
+        gates = {}
+        if strength is not None:
+            gates["selection"] = functional.softplus(strength)
+        if temperature is not None:
+            gates["temperature"] = torch.sigmoid(temperature)
+            gates["tempered_selection"] = gates["selection"] ** gates["temperature"]
+        if self.rank:
+            up, bias = (local(p) for p in (self.input_gate_up, self.input_gate_bias))
+            gates["input"] = torch.sigmoid(functional.linear(logits["code"].to(up.dtype), up, bias))
+        selected = ddts_gates(strength, temperature, logits["qk"].chunk(2, dim=-1)[1])
+        return MixerGates(
+            selected.log_decay[:, :, None], gates={name: gate[:, :, None] for name, gate in gates.items()}
+        )
+
+    def _convolved(self, x: Tensor, context: MixerContext, state: Tensor | None) -> ShortConvOutput:
+        """x' [B, T, M/tp], and the last inputs."""
+        if state is None:
+            state = entering_inputs(x, context, self.cp, taps=self.config.conv_width)
+        convolved: ShortConvOutput = self.conv(x, state=state, document_ids=context.documents.ids)
+        return convolved
+
     def _scan_inputs(self, x: Tensor, context: MixerContext, conv_state: Tensor | None) -> _ScanInputs:
         x, gate = self.fc(x, gather_input=True)  # [B, T, M/tp]
-        if conv_state is None:
-            conv_state = entering_inputs(x, context, self.cp, taps=self.config.conv_width)
-        conv = self.conv(x, state=conv_state, document_ids=context.documents.ids)
+        conv = self._convolved(x, context, conv_state)
         q, k, log_decay, code = self._contracted(x, conv.output, context.full_precision[1:])
         v = x
         if self.rank:
@@ -176,8 +203,9 @@ class Rodimus(Mixer):
         q, k, v, log_decay = (y[:, :, None] for y in (q, k, v, log_decay))  # one head
         return _ScanInputs(q, k, v, log_decay, conv.output, gate, conv.state)
 
-    def _contracted(self, x: Tensor, x_conv: Tensor, gate_bias: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """q, k^, log alpha [B, T, N] and x W_1 [B, T, L], in full on every rank, in at least fp32."""
+    def _logits(self, x: Tensor, x_conv: Tensor) -> dict[str, Tensor]:
+        """[q | k] [B, T, 2 N], the gates before their bias, and the code x W_1 [B, T, L], in full on every rank, in at
+        least fp32."""
         n, wide = self.config.state_size, compute_dtype(x)
         of_conv = [] if self.gates is None else [self.gates]
         of_x = [self.input_gate_down] if self.rank else []
@@ -192,14 +220,24 @@ class Rodimus(Mixer):
         whole = self.tp.all_reduce_forward(torch.cat([part.to(wide) for part in parts], dim=-1))  # [B, T, 4 N + L]
         sizes = {"qk": 2 * n, "gates": self.num_gates * n, "code": self.rank}
         names = ("qk", "gates", "code") if self.config.query_key_input == "convolved" else ("gates", "qk", "code")
-        found = dict(zip(names, whole.split([sizes[name] for name in names], dim=-1), strict=True))
-        q, k = found["qk"].chunk(2, dim=-1)
-        strength = temperature = None
-        if gate_bias:
-            strength, *tempering = (found["gates"] + gate_bias[0].to(wide)).split(n, dim=-1)
-            temperature = tempering[0] if tempering else None
-        selected = ddts_gates(strength, temperature, k)
-        shared = torch.cat([q, selected.key, selected.log_decay, found["code"]], dim=-1)  # [B, T, 3 N + L]
+        return dict(zip(names, whole.split([sizes[name] for name in names], dim=-1), strict=True))
+
+    def _gate_logits(
+        self, logits: Mapping[str, Tensor], gate_bias: tuple[Tensor, ...]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """a and t of `ddts_gates`, [B, T, N], where there are such gates."""
+        if not gate_bias:
+            return None, None
+        gates = logits["gates"]
+        strength, *tempering = (gates + gate_bias[0].to(gates.dtype)).split(self.config.state_size, dim=-1)
+        return strength, tempering[0] if tempering else None
+
+    def _contracted(self, x: Tensor, x_conv: Tensor, gate_bias: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """q, k^, log alpha [B, T, N] and x W_1 [B, T, L], in full on every rank, in at least fp32."""
+        n, logits = self.config.state_size, self._logits(x, x_conv)
+        q, k = logits["qk"].chunk(2, dim=-1)
+        selected = ddts_gates(*self._gate_logits(logits, gate_bias), k)
+        shared = torch.cat([q, selected.key, selected.log_decay, logits["code"]], dim=-1)  # [B, T, 3 N + L]
         q, k, log_decay, code = self.tp.all_reduce_gradient(shared).split([n, n, n, self.rank], dim=-1)
         return q, k, log_decay, code
 

@@ -27,12 +27,12 @@ class Transition(Protocol):
     """
 
     @property
-    def known(self) -> bool:
-        """Whether A is equal on all ranks, so that it is never sent."""
+    def num_sent(self) -> int:
+        """The number of `tensors()`, the first ones, that are sent; the others are equal on all ranks."""
         ...
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors that are sent."""
+        """The tensors of which A is a function."""
         ...
 
     def apply(self, state: Tensor) -> Tensor:
@@ -62,8 +62,8 @@ class DiagonalDecay(NamedTuple):
     """T, [B, H, K or 1], or [H, K or 1] if equal on all ranks."""
 
     @property
-    def known(self) -> bool:
-        return self.log_decay.dim() == 2
+    def num_sent(self) -> int:
+        return 0 if self.log_decay.dim() == 2 else 1
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.log_decay,)
@@ -81,20 +81,43 @@ class DiagonalDecay(NamedTuple):
 
     def fold(self, x: Tensor, documents: ShardDocuments, *, rank: int, step: Direction) -> Tensor:
         """One weighted sum: the weight of a rank's x is exp of the sum of T over the ranks between."""
-        return (self.weights(documents, rank=rank, step=step)[..., None] * x).sum(0)
-
-    def weights(self, documents: ShardDocuments, *, rank: int, step: Direction) -> Tensor:
-        """Weights [cp, B or 1, H, K or 1] of `fold`."""
-        others = torch.arange(len(self.log_decay), device=self.log_decay.device)
-        if step == 1:
-            between = (others[:, None] < others) & (others < rank)  # [j, i]
-            continues = documents.continues[rank]
-        else:
-            between = (others > rank) & (others < others[:, None])  # [r, i]
-            continues = documents.continues[:, rank]
         totals = self.log_decay[:, None] if self.log_decay.dim() == 3 else self.log_decay  # [cp, B or 1, H, K or 1]
-        exponent = totals.where(between[..., None, None, None], 0.0).sum(1)
-        return torch.exp(exponent).where(continues[..., None, None], 0.0)
+        exponent, continues = _sum_between(totals, documents, rank=rank, step=step)
+        weights = torch.exp(exponent).where(continues[..., None, None], 0.0)[..., None]  # [cp, B, H, K or 1, 1]
+        return (weights * x).sum(0)
+
+
+class SelectiveDecay(NamedTuple):
+    """A = diag(exp(dt A)) for each of H = D channels, dt the sum of a shard's time steps: of the selective scan."""
+
+    step: Tensor
+    """Sum of dt, [B, D]."""
+    rates: Tensor
+    """A, [D, N], equal on all ranks."""
+
+    @property
+    def num_sent(self) -> int:
+        return 1
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.step, self.rates
+
+    def apply(self, state: Tensor) -> Tensor:
+        return torch.exp(self.step[..., None] * self.rates)[..., None] * state
+
+    def apply_adjoint(self, gradient: Tensor) -> Tensor:
+        return self.apply(gradient)
+
+    def gradients(self, entering: Tensor, d_leaving: Tensor, through: Tensor) -> tuple[Tensor, ...]:
+        """W = exp(dt A) S_in dS: d dt = sum over N of W A, dA = sum over B of W dt."""
+        weight = (self.apply(entering) * d_leaving).sum(-1).masked_fill(~through[:, None, None], 0.0)  # [B, D, N]
+        return (weight * self.rates).sum(-1), (weight * self.step[..., None]).sum(0)
+
+    def fold(self, x: Tensor, documents: ShardDocuments, *, rank: int, step: Direction) -> Tensor:
+        """One weighted sum, as in `DiagonalDecay`; the sums between ranks are of dt."""
+        between, continues = _sum_between(self.step, documents, rank=rank, step=step)  # [cp, B, D]
+        weights = torch.exp(between[..., None] * self.rates[0]).where(continues[..., None, None], 0.0)[..., None]
+        return (weights * x).sum(0)
 
 
 class TwoSidedDecay(NamedTuple):
@@ -106,8 +129,8 @@ class TwoSidedDecay(NamedTuple):
     """U, [B, H, V]."""
 
     @property
-    def known(self) -> bool:
-        return False
+    def num_sent(self) -> int:
+        return 2
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.log_key_decay, self.log_value_decay)
@@ -124,7 +147,22 @@ class TwoSidedDecay(NamedTuple):
         return product.sum(-1), product.sum(-2)
 
     def fold(self, x: Tensor, documents: ShardDocuments, *, rank: int, step: Direction) -> Tensor:
-        """The weighted sum of `DiagonalDecay`, with a weight along each side."""
-        keys = DiagonalDecay(self.log_key_decay).weights(documents, rank=rank, step=step)
-        values = DiagonalDecay(self.log_value_decay).weights(documents, rank=rank, step=step)
-        return (keys[..., None] * x * values[..., None, :]).sum(0)
+        """One weighted sum, as in `DiagonalDecay`, with a weight along each side."""
+        keys, continues = _sum_between(self.log_key_decay, documents, rank=rank, step=step)  # [cp, B, H, K]
+        values, _ = _sum_between(self.log_value_decay, documents, rank=rank, step=step)  # [cp, B, H, V]
+        weights = torch.exp(keys).where(continues[..., None, None], 0.0)
+        return (weights[..., None] * x * torch.exp(values)[..., None, :]).sum(0)
+
+
+def _sum_between(totals: Tensor, documents: ShardDocuments, *, rank: int, step: Direction) -> tuple[Tensor, Tensor]:
+    """The sum of totals [cp, B or 1, ...] over the ranks between each rank and this one, and [cp, B] whether one
+    document joins the two in the direction `step`."""
+    others = torch.arange(len(totals), device=totals.device)
+    if step == 1:
+        between = (others[:, None] < others) & (others < rank)  # [j, i]
+        continues = documents.continues[rank]
+    else:
+        between = (others > rank) & (others < others[:, None])  # [r, i]
+        continues = documents.continues[:, rank]
+    masks = between.view(*between.shape, *(1,) * (totals.dim() - 1))
+    return totals.where(masks, 0.0).sum(1), continues

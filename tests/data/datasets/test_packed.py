@@ -69,6 +69,20 @@ def test_a_sample_is_a_function_of_its_number(tmp_path, monkeypatch, fit):
             assert field is expected is None or torch.equal(field, expected[some]), name
 
 
+def test_windows_that_are_packed_again_give_the_same_samples(tmp_path, monkeypatch):
+    monkeypatch.setattr("megalin.data.datasets.packed._WINDOW", 8)
+    shards = [_sequences(50), _sequences(30, seed=1)]
+    with _open(tmp_path, shards) as kept:
+        samples = np.random.default_rng(0).integers(0, kept.num_samples, 40)
+        wanted = [kept.batch(samples), kept.batch(samples[::-1].copy())]
+    monkeypatch.setattr("megalin.data.datasets.packed._KEPT_PIECES", 20)
+    with _open(tmp_path, shards) as dataset:
+        for one in wanted:
+            found = dataset.batch(one.sample_ids.numpy())
+            assert all(a is b is None or torch.equal(a, b) for a, b in zip(found, one, strict=True))
+        assert 0 < sum(len(window.pieces) for window in dataset._windows._kept.values()) <= 20
+
+
 def test_long_samples_are_nearly_full(tmp_path):
     shards = [_sequences(2000, longest=60)]
     empty = {}

@@ -46,6 +46,17 @@ def test_every_range_is_read(tmp_path, num_tokens):
                 assert shard.label_mask.any(first, end) == bits[first:end].any()
 
 
+def test_several_ranges_are_read_at_once(tmp_path):
+    bits = np.random.default_rng(0).random(37) < 0.5
+    positions, counts = np.array([30, 0, 8, 5, 36, 37, 3]), np.array([7, 9, 8, 0, 1, 0, 20])
+    with Shard(_masked(tmp_path / "x", bits.tolist())) as shard:
+        ids, mask = shard.read_ranges(positions, counts, vocab_size=65500)
+        places = list(zip(positions.tolist(), counts.tolist(), strict=True))
+        assert mask.tolist() == [bit for first, count in places for bit in bits[first : first + count]]
+        assert ids.tolist() == [value for place in places for value in shard.read(*place)]
+        assert all(len(found) == 0 for found in shard.read_ranges(positions[:0], counts[:0], vocab_size=1))
+
+
 def test_pieces_of_any_size_give_the_same_file(tmp_path, monkeypatch):
     bits = np.random.default_rng(0).random(1000) < 0.3
     writer, place = LabelMaskWriter(tmp_path / "x"), 0

@@ -202,6 +202,24 @@ def rodimus_fla(t: Tensors, config: Mapping[str, Any], tokens: Tensor) -> Tensor
     return rms(x, t["model.norm.weight"], eps) @ head(t, config, "model.embeddings.weight")
 
 
+def mamba(t: Tensors, config: Mapping[str, Any], tokens: Tensor) -> Tensor:
+    """transformers' MambaForCausalLM."""
+    eps, size, rank = config["layer_norm_epsilon"], config["state_size"], config["time_step_rank"]
+    x = t["backbone.embeddings.weight"][tokens]
+    for index in range(config["num_hidden_layers"]):
+        layer = f"backbone.layers.{index}."
+        mixer = f"{layer}mixer."
+        up, gate = (rms(x, t[f"{layer}norm.weight"], eps) @ t[f"{mixer}in_proj.weight"].T).chunk(2, -1)
+        conv = short_conv(up, t[f"{mixer}conv1d.weight"], t[f"{mixer}conv1d.bias"])
+        code, b, c = (conv @ t[f"{mixer}x_proj.weight"].T).split([rank, size, size], -1)
+        step = functional.softplus(code @ t[f"{mixer}dt_proj.weight"].T + t[f"{mixer}dt_proj.bias"])
+        decay = torch.exp(step[..., None] * -torch.exp(t[f"{mixer}A_log"]))  # [T, M, N]
+        q, k = (y[:, None].expand(decay.shape) for y in (c, b))
+        o = recurrence(q, k, (step * conv)[..., None], decay, 1.0) + conv * t[f"{mixer}D"]
+        x = x + (o * functional.silu(gate)) @ t[f"{mixer}out_proj.weight"].T
+    return rms(x, t["backbone.norm_f.weight"], eps) @ head(t, config, "backbone.embeddings.weight")
+
+
 def rodimus_codefuse(t: Tensors, config: Mapping[str, Any], tokens: Tensor) -> Tensor:
     """The authors' RodimusForCausalLM."""
     eps, n = config["norm_epsilon"], config["mixer_cfg"]["mem_size"]

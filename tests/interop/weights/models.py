@@ -67,6 +67,7 @@ HGRN2 = {
 RODIMUS = {"type": "rodimus", "state_size": 6, "input_gate_rank": 5, "conv_width": 3}
 SHARED_KEY = {"type": "shared_key_attention", "num_heads": HEADS, "window": 7, "residual": "two_hop"}
 SOFTMAX = {"type": "softmax", "num_heads": HEADS, "num_key_value_heads": 2, "rope_base": 500.0}
+MAMBA = {"type": "mamba1", "state_size": 5, "step_rank": 3, "conv_width": 3}
 GLA = {"type": "recurrence", "num_heads": HEADS, "decay": "vector", "decay_rank": 16, "expand_k": 0.5}
 RETNET = {"type": "recurrence", "num_heads": HEADS, "decay": "fixed", "positions": "rope", "expand_v": 2.0}
 WIDE = {"residual_dtype": "float32"}
@@ -87,6 +88,7 @@ MODELS = {
     "rodimus_plus-codefuse": ExternalModel(
         "codefuse", "RodimusForCausalLM", external.rodimus_codefuse, model_table(RODIMUS, SHARED_KEY, SWIGLU, **WIDE)
     ),
+    "mamba": ExternalModel("transformers", "MambaForCausalLM", external.mamba, model_table(MAMBA, **WIDE)),
     "llama": ExternalModel("transformers", "LlamaForCausalLM", external.llama, model_table(SOFTMAX, SWIGLU)),
     "gla-fla": ExternalModel("fla", "GLAForCausalLM", external.gla, model_table(GLA | {"conv_width": 3}, SWIGLU)),
     "retnet-fla": ExternalModel(

@@ -204,6 +204,9 @@ def _set(key: str, value: Any) -> Change:
 
 REFUSED = [
     ("llama", "architectures", ["GPT2LMHeadModel"], ["'GPT2LMHeadModel'", "not supported; supported:", "fla", "Llama"]),
+    ("mamba", "use_bias", True, ["use_bias = True; supported: False"]),
+    ("mamba", "intermediate_size", 96, ["intermediate_size = 96: supported: twice hidden_size = 32"]),
+    ("mamba", "time_step_rank", "half", ["time_step_rank = 'half': must be a positive integer"]),
     ("llama", "hidden_act", "gelu", ["hidden_act = 'gelu'; supported: 'silu'"]),
     ("llama", "attention_bias", True, ["attention_bias = True; supported: False"]),
     ("llama", "rope_scaling", {"type": "linear"}, ["rope_scaling = {'type': 'linear'}; supported: None"]),

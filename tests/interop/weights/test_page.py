@@ -17,8 +17,9 @@ SECTIONS = {
     "Rodimus and Rodimus+ of flash-linear-attention": [2, 3],
     "Rodimus and Rodimus+ of their authors": [4, 5],
     "LLaMA of transformers": [6],
-    "GLA of flash-linear-attention": [7],
-    "RetNet of flash-linear-attention": [8],
+    "Mamba-1 of transformers": [7],
+    "GLA of flash-linear-attention": [8],
+    "RetNet of flash-linear-attention": [9],
 }
 """Layouts of each section, by title; the table of the last layout includes those of the ones before."""
 

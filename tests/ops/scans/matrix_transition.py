@@ -17,8 +17,8 @@ class MatrixTransition(NamedTuple):
     """A [B, H, K, K]."""
 
     @property
-    def known(self) -> bool:
-        return False
+    def num_sent(self) -> int:
+        return 1
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.matrix,)

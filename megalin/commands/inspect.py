@@ -1,0 +1,85 @@
+"""`megalin inspect`: decays, receptive fields, lower bounds and gates of a run on held-out tokens."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Column, Table
+
+from megalin.commands.base import Command
+from megalin.data.config import SPLITS
+from megalin.inspection.figures import write_figures
+from megalin.inspection.inspect_run import Inspection, Layer, inspect_run, inspection_path
+from megalin.inspection.statistics import quantiles
+
+_TABLE_WIDTH = 170  # where the output is not a terminal
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("folder", type=Path, help="a run folder")
+    add("overrides", nargs="*", metavar="key=value", help="for example data.validation=['a']")
+    add("--step", type=int, metavar="N", help="the checkpoint after N steps (the newest one)")
+    add("--samples", type=int, default=8, metavar="N", help="samples to read, the first ones of the split (8)")
+    add("--split", choices=SPLITS, default="validation", help="split of the samples (validation)")
+    add("--json", action="store_true", help="print one JSON object")
+    add("--png", type=Path, metavar="DIR", help="folder of the figures (RUN/inspections/step-N)")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    folder: Path = arguments.folder
+    result = inspect_run(
+        folder, arguments.overrides, step=arguments.step, num_samples=arguments.samples, split=arguments.split
+    )
+    path = inspection_path(folder, result.step)
+    figures = write_figures(result, arguments.png or path.with_suffix(""))
+    if arguments.json:
+        print(json.dumps(result.values(), allow_nan=False))
+        return 0
+    print(f"step {result.step}, {result.num_samples} samples of {result.split}, {result.num_tokens:,} tokens")
+    Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH).print(_table(result))
+    print(f"{path}: all numbers" + (f"; {figures[0].parent}: {len(figures)} figures" if figures else ""))
+    return 0
+
+
+def _table(result: Inspection) -> Table:
+    """A row a mixer; numbers of tokens as smallest / median / largest over heads and channels."""
+    headings = ("heads", "mean decay", "lower bounds", "half-life (tokens)", "effective length", "mean of gates")
+    table = Table(Column("layer", no_wrap=True), Column("mixer", no_wrap=True), "decay", *headings)
+    for layer in result.layers:
+        table.add_row(layer.path, layer.type, *_cells(layer))
+    return table
+
+
+def _cells(layer: Layer) -> list[str]:
+    gates = layer.gates
+    if gates is None:
+        return ["none"]
+    bounds = "" if gates.lower_bounds is None else f"{gates.lower_bounds.min():.3f} / {gates.lower_bounds.max():.3f}"
+    further = ", ".join(f"{name.replace('_', ' ')} {gate.mean:.3f}" for name, gate in gates.gates.items())
+    return [
+        gates.decay,
+        f"{gates.num_heads} x {gates.decays_per_head}",
+        f"{gates.summary.mean:.4f}",
+        bounds,
+        " / ".join(_tokens(value) for value in quantiles(gates.half_life).values()),
+        " / ".join(_tokens(value) for value in quantiles(gates.effective_length).values()),
+        further,
+    ]
+
+
+def _tokens(value: float) -> str:
+    """A number of tokens in three significant digits."""
+    if math.isinf(value):
+        return "∞"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+COMMAND = Command(
+    "show a run's decays, receptive fields, lower bounds and gates on held-out tokens", _add_arguments, _run
+)

@@ -1,0 +1,1 @@
+"""Inspection of a run's recurrences: decays, receptive fields, lower bounds and gates on held-out tokens."""

@@ -1,0 +1,1 @@
+"""Tables of the papers beside our own numbers: counted, planned, or read from run folders."""

@@ -1,0 +1,1 @@
+"""Scaling laws: fits of losses over model size, tokens and FLOPs, and predictions from them."""

@@ -1,0 +1,123 @@
+"""Results of a sweep's runs: their file, and the metrics and evaluations in them by the names of columns."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megalin.config import read_toml
+from megalin.errors import ConfigError
+from megalin.evaluation.results import read_results as read_evaluations
+from megalin.files import read_limited, write_atomically
+from megalin.sweep.config import Sweep, metric_name
+from megalin.sweep.progress import Status
+
+RESULTS = "results.json"
+"""Results of the finished runs, in the sweep's folder."""
+_RESULTS_BYTES = 64 * 2**20
+
+
+class Result(NamedTuple):
+    """Outcome of one run."""
+
+    values: Mapping[str, str]
+    """Its value of each axis."""
+    overrides: list[str]
+    """Overrides of its config."""
+    status: Status
+    steps: int
+    tokens: int
+    seconds: float
+    """Wall time of its training process, start included; of the last process where the run was continued."""
+    tokens_per_second: float | None
+    """Median over the steps."""
+    best: dict[str, Any]
+    """Metrics of the step with the best goal; empty without an evaluation."""
+    error: str = ""
+    """Last lines of its output, where it failed."""
+    stage: str = ""
+    """The stage of its cell."""
+    evaluations: Mapping[str, float] = {}
+    """Results of the suites of `evaluations` as evaluations/SUITE/NAME/METRIC."""
+    evaluation_seconds: float = 0.0
+    """Wall time of the process of these evaluations."""
+
+    @property
+    def name(self) -> str:
+        """The name of its run folder."""
+        return run_name(self.values, self.stage)
+
+    @property
+    def title(self) -> str:
+        """Its values and stage with spaces between."""
+        return " ".join([*self.values.values(), *([self.stage] if self.stage else [])])
+
+
+def run_name(values: Mapping[str, str], stage: str) -> str:
+    """The name of a run's folder."""
+    return "-".join([*values.values(), *([stage] if stage else [])])
+
+
+def goal_value(sweep: Sweep, result: Result) -> float:
+    """The best goal of a run that was evaluated."""
+    return float(result.best[metric_name(sweep.config.goal, result.values)])
+
+
+def field_value(result: Result, field: str) -> Any:
+    """A field of the best step's metrics or of the evaluations, the mean over all that match one with *; None where
+    there is none."""
+    found, name = {**result.best, **result.evaluations}, metric_name(field, result.values)
+    if "*" not in name:
+        return found.get(name)
+    pattern = re.compile(".*".join(re.escape(part) for part in name.split("*")))
+    matches = [float(value) for key, value in found.items() if pattern.fullmatch(key)]
+    return statistics.fmean(matches) if matches else None
+
+
+def evaluation_values(run: Path, step: int) -> dict[str, float]:
+    """Results of the evaluations of a checkpoint by evaluations/SUITE/NAME/METRIC; empty without any.
+
+    Raises:
+        DataError: the file is not one of results.
+    """
+    values = {}
+    for suite, results in read_evaluations(run, step).items():
+        for name, result in results.items():
+            metrics = {key: metric["value"] for key, metric in result.get("metrics", {}).items()}
+            for metric, value in (metrics or result).items():
+                if isinstance(value, int | float) and math.isfinite(value):
+                    values[f"evaluations/{suite}/{name}/{metric}"] = value
+    return values
+
+
+def read_results(folder: Path, sweep: Sweep, overrides: Mapping[str, Sequence[str]]) -> dict[str, Result]:
+    """Results by the run's name, without those that a new start continues.
+
+    Args:
+        overrides: those of each run of the sweep by its name; results of other runs are left out.
+
+    Raises:
+        ConfigError: the results are of another config or other overrides.
+    """
+    path = folder / RESULTS
+    if not path.exists():
+        return {}
+    saved = json.loads(read_limited(path, limit_bytes=_RESULTS_BYTES, follow_links=True))
+    found = [Result(**{**values, "status": Status(values["status"])}) for values in saved["results"]]
+    results = {result.name: result for result in found if result.name in overrides}
+    changed = [name for name, result in results.items() if result.overrides != overrides[name]]
+    if saved["config"] != read_toml(sweep.run_config) or changed:
+        what = f"with other overrides of {changed[0]}" if changed else f"of another {sweep.run_config}"
+        raise ConfigError(f"{path} holds results {what}; give a new folder, or restore the file")
+    return {name: result for name, result in results.items() if result.status not in (Status.CUT, Status.FAILED)}
+
+
+def write_results(folder: Path, sweep: Sweep, results: Mapping[str, Result]) -> None:
+    """Writes the file of results."""
+    values = {"config": read_toml(sweep.run_config), "results": [result._asdict() for result in results.values()]}
+    write_atomically(folder / RESULTS, json.dumps(values, indent=1).encode())
