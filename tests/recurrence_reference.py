@@ -45,11 +45,15 @@ def recurrence(config: Any, weights: Weights, x: Tensor, layer: int, num_layers:
         retnet = config.slopes in (None, "retnet")
         rates = [-math.log(1.0 - 2.0 ** (-5 - h)) if retnet else 8.0 * (h + 1) / heads for h in range(heads)]
         decay = torch.exp(-x.new_tensor(rates))[:, None].expand_as(k)
-    elif config.decay != "none":
+    elif config.decay != "none" and config.decay_side != "values":
         decay, k = _selected(config, weights, x, k)
+    of_values = torch.ones_like(v)
+    if config.decay_side != "keys":
+        logit = _logits(config, weights, x, "value_decay_gate.logit", "value_bias")
+        of_values = torch.sigmoid(logit) ** (1.0 / (config.temperature or 16.0))
     outputs, state = [], x.new_zeros(heads, k.shape[-1], v.shape[-1])
     for t in range(len(x)):
-        state = decay[t][..., None] * state + k[t][..., None] * v[t][:, None]
+        state = decay[t][..., None] * state * of_values[t][:, None] + k[t][..., None] * v[t][:, None]
         outputs.append((q[t][:, None] @ state)[:, 0])
     o = torch.stack(outputs) * (1.0 if config.query_scale == "one" else k.shape[-1] ** -0.5)
     if config.head_norm != "none":
@@ -62,16 +66,11 @@ def recurrence(config: Any, weights: Weights, x: Tensor, layer: int, num_layers:
 
 def _selected(config: Any, weights: Weights, x: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """The decay [T, H, K or 1] and the gated keys of a scalar or vector decay."""
-
-    def logits(name: str, bias: str) -> Tensor:
-        found = _low_rank(weights, name, x) if config.decay_rank else x @ weights[f"{name}.weight"][0].T
-        return (found + weights[f"full_precision.{bias}"]).unflatten(-1, (config.num_heads, -1))
-
-    g = logits("decay_gate.logit", "bias")
+    g = _logits(config, weights, x, "decay_gate.logit", "bias")
     softplus = torch.log1p(g.exp())
     form = config.decay_gate or "sigmoid"
     if form == "tempered":
-        tau = torch.sigmoid(logits("decay_gate.temperature_logit", "temperature_bias"))
+        tau = torch.sigmoid(_logits(config, weights, x, "decay_gate.temperature_logit", "temperature_bias"))
         return torch.exp(-softplus * tau), softplus**tau * k / k.norm(dim=-1, keepdim=True)
     if form == "sigmoid":
         decay = torch.sigmoid(g) ** (1.0 / (config.temperature or 16.0))
@@ -80,6 +79,11 @@ def _selected(config: Any, weights: Weights, x: Tensor, k: Tensor) -> tuple[Tens
     else:
         decay = torch.exp(-weights["full_precision.a_log"].exp()[:, None] * softplus)
     return decay, k * {"none": 1.0, "complement": 1.0 - decay, "selection": softplus}[config.input_gate]
+
+
+def _logits(config: Any, weights: Weights, x: Tensor, name: str, bias: str) -> Tensor:
+    found = _low_rank(weights, name, x) if config.decay_rank else x @ weights[f"{name}.weight"][0].T
+    return (found + weights[f"full_precision.{bias}"]).unflatten(-1, (config.num_heads, -1))
 
 
 def _low_rank(weights: Weights, name: str, x: Tensor) -> Tensor:

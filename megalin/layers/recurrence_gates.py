@@ -35,24 +35,28 @@ class GateSizes(NamedTuple):
 
 
 class DecayVectors(FullPrecision):
-    """Biases [H K] of the logits of decay and temperature, and log a [H] of the form step; heads sharded."""
+    """Biases [H K] of the logits of decay and temperature, log a [H] of the form step, and the bias [H V] of the decay
+    along values; heads sharded over the axis."""
 
-    def __init__(self, form: DecayGateForm, sizes: GateSizes, tp: TensorParallel) -> None:
+    def __init__(
+        self, form: DecayGateForm | None, sizes: GateSizes, values: GateSizes | None, tp: TensorParallel
+    ) -> None:
+        """`form` is None without a decay along keys, `values` without one along values."""
         super().__init__()
         self.form = form
-        self.bias = tp.parameter(sizes.total, shard_dim=0)
+        self.bias = None if form is None else tp.parameter(sizes.total, shard_dim=0)
         self.temperature_bias = tp.parameter(sizes.total, shard_dim=0) if form == "tempered" else None
         self.a_log = tp.parameter(sizes.num_heads, shard_dim=0) if form == "step" else None
+        self.value_bias = None if values is None else tp.parameter(values.total, shard_dim=0)
 
     def init_weights(self, initializer: Initializer) -> None:
-        """sigmoid: zero. double_exp: uniform in [-6, -1], so A in [0.69, 0.998]. step and tempered: softplus(bias)
-        log-uniform in [0.001, 0.1], a uniform in [1, 16], sigmoid of the temperature's bias uniform in [1/16, 0.9]."""
-        if self.form == "sigmoid":
-            initializer(self.bias, "bias", constant(0.0))
-        elif self.form == "double_exp":
+        """sigmoid and values: zero. double_exp: uniform in [-6, -1], so A in [0.69, 0.998]. step and tempered:
+        softplus(bias) log-uniform in [0.001, 0.1], a uniform in [1, 16], sigmoid of the temperature's bias uniform in
+        [1/16, 0.9]."""
+        if self.bias is not None and self.form == "double_exp":
             initializer(self.bias, "bias", lambda full, generator: full.uniform_(-6.0, -1.0, generator=generator))
-        else:
-            initializer(self.bias, "bias", draw_step_bias)
+        elif self.bias is not None:
+            initializer(self.bias, "bias", constant(0.0) if self.form == "sigmoid" else draw_step_bias)
         if self.temperature_bias is not None:
             initializer(
                 self.temperature_bias,
@@ -63,10 +67,12 @@ class DecayVectors(FullPrecision):
             initializer(
                 self.a_log, "a_log", lambda full, generator: full.uniform_(1.0, 16.0, generator=generator).log_()
             )
+        if self.value_bias is not None:
+            initializer(self.value_bias, "value_bias", constant(0.0))
 
     def forward(self) -> tuple[Tensor, ...]:
-        """The bias, then that of the temperature or log a where there is one."""
-        vectors = (self.bias, self.temperature_bias, self.a_log)
+        """The bias, that of the temperature or log a, and that of the values, each where there is one."""
+        vectors = (self.bias, self.temperature_bias, self.a_log, self.value_bias)
         return tuple(local(vector).clone() for vector in vectors if vector is not None)
 
 
@@ -76,7 +82,7 @@ class RecurrenceGates(NamedTuple):
     k: Tensor
     """[B, T, H/tp, K]."""
     decay: Tensor
-    """log A [B, T, H/tp] or [B, T, H/tp, K], at least fp32."""
+    """log A [B, T, H/tp, K or 1], at least fp32."""
 
 
 class DecayGate(nn.Module):
@@ -117,7 +123,7 @@ class DecayGate(nn.Module):
             logit, form=self.form, tied=self.tied, temperature=self.temperature, rate=rate
         )
         k = k if key_gate is None else (k * key_gate).to(k.dtype)
-        return RecurrenceGates(k, log_decay if self.sizes.channels > 1 else log_decay.squeeze(-1))
+        return RecurrenceGates(k, log_decay)
 
     def flops(self) -> int:
         """Forward floating-point operations a token, whole axis."""

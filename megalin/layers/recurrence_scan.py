@@ -16,11 +16,13 @@ from megalin.ops.scans.scalar_decay import (
     scalar_decay_scan_flops,
     scalar_decay_step,
 )
+from megalin.ops.scans.two_sided_decay import two_sided_scan, two_sided_step
 from megalin.ops.scans.vector_decay import vector_decay_scan
 from megalin.ops.scans.vector_decay_step import vector_decay_step
 
 RecurrenceDecay = Literal["none", "fixed", "scalar", "vector"]
 """none: a plain sum. fixed: a constant a head. scalar: a number a token and head. vector: a number a token and key."""
+DecaySide = Literal["keys", "values", "both"]
 _WIDEST: dict[RecurrenceDecay, int | None] = {
     "none": MAX_WIDTH,
     "fixed": MAX_WIDTH,
@@ -43,6 +45,8 @@ class Recurrence(NamedTuple):
     scale: float
     chunk_size: int
     """Tokens a chunk; the result does not depend on it."""
+    side: DecaySide = "keys"
+    """Side of the state along which a vector decay runs; with values, in plain PyTorch (`two_sided_scan`)."""
 
     @property
     def slices(self) -> int:
@@ -57,13 +61,26 @@ class Recurrence(NamedTuple):
         k: Tensor,
         v: Tensor,
         decay: Tensor | None,
+        value_decay: Tensor | None = None,
         *,
         initial_state: Tensor | None,
         shard: SequenceShard | None,
         document_ids: Tensor | None,
     ) -> ScanOutput:
         """All tokens: q, k [B, T, H, K], v [B, T, H, V], decay None, [H] >= 0, [B, T, H] or [B, T, H, K] <= 0 ->
-        output [B, T, H, V], and the state. Its gradient is not computed for the final state."""
+        output [B, T, H, V], and the state, whose gradient no kernel computes. value_decay: [B, T, H, V] <= 0."""
+        if value_decay is not None:
+            return two_sided_scan(
+                q,
+                k,
+                v,
+                decay,
+                value_decay,
+                scale=self.scale,
+                initial_state=initial_state,
+                shard=shard,
+                document_ids=document_ids,
+            )
         q, k, v, decay = self._sliced(q, k, v, decay, dim=2)
         options: dict[str, Any] = {
             "initial_state": initial_state,
@@ -83,9 +100,19 @@ class Recurrence(NamedTuple):
         return ScanOutput(self._joined(scan.output), scan.state)
 
     def step(
-        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, state: Tensor, *, in_place: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor | None,
+        state: Tensor,
+        value_decay: Tensor | None = None,
+        *,
+        in_place: bool,
     ) -> ScanOutput:
         """One token: tensors as in `scan`, without T."""
+        if value_decay is not None:
+            return two_sided_step(q, k, v, decay, value_decay, state, scale=self.scale)
         q, k, v, decay = self._sliced(q, k, v, decay, dim=1)
         if self.decay == "vector":
             assert decay is not None

@@ -36,10 +36,13 @@ TABLE_4: dict[str, dict[str, Any]] = {
     "hgrn2-conv": {"decay": "vector", "input_gate": "complement", "keys": "ones", "conv_width": 2},
     "step-vector": {"decay": "vector", "decay_gate": "step", "input_gate": "complement"},
     "rodimus": {"decay": "vector", "decay_gate": "tempered", "input_gate": "selection", "value_gate_rank": 3},
+    "decay-of-values": {"decay": "vector", "decay_side": "values", "decay_rank": 3, "conv_width": 3},
+    "decay-of-both": {"decay": "vector", "decay_side": "both", "temperature": 2.0, "expand_v": 2.0}
+    | {"decay_gate": "tempered", "input_gate": "selection"},
     "rodimus-low-rank": {"decay": "vector", "decay_gate": "tempered", "input_gate": "selection", "decay_rank": 3},
 }
 MODELS = {name: model({"sublayers": [attention("recurrence", **PLAIN, **keys)]}) for name, keys in TABLE_4.items()}
-FAST = ("linear-attention-gates", "retnet", "gretnet", "mamba2", "hgrn2", "rodimus")
+FAST = ("linear-attention-gates", "retnet", "gretnet", "mamba2", "hgrn2", "rodimus", "decay-of-both")
 every_row = pytest.mark.parametrize(
     "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in TABLE_4]
 )
@@ -149,6 +152,11 @@ def test_gates_and_gradients_are_finite_and_exact_for_any_logit(form: Any, tied:
             {"decay": "vector", "input_gate": "selection"},
             r'input_gate = "selection" has no meaning with decay_gate = "sigmoid"; use "step"',
         ),
+        (
+            {"decay": "vector", "decay_side": "values", "decay_gate": "step", "input_gate": "complement"},
+            r'(?s)decay_gate = "step" has no meaning with decay_side = "values": keys.*input_gate = "complement" has',
+        ),
+        ({"decay": "fixed", "decay_side": "both"}, r'decay_side = "both" needs decay = "vector", not "fixed"; use it'),
         ({"decay": "fixed", "keys": "ones"}, r'keys = "ones" leaves keys without input; give input_gate or key_gate'),
     ],
 )

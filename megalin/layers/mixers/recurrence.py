@@ -21,7 +21,7 @@ from megalin.layers.halo import entering_inputs
 from megalin.layers.mixers.base import BuildContext, Mixer, MixerConfig, MixerContext, MixerOutput, State
 from megalin.layers.norms import NormKind
 from megalin.layers.recurrence_gates import DecayGate, DecayGateForm, DecayVectors, GateSizes, LowRankGate
-from megalin.layers.recurrence_scan import Recurrence, RecurrenceDecay
+from megalin.layers.recurrence_scan import DecaySide, Recurrence, RecurrenceDecay
 from megalin.ops.gates.decay_gates import TiedGate
 from megalin.ops.norms.rms_norm import rms_norm
 from megalin.ops.norms.srmsnorm import srmsnorm
@@ -40,6 +40,7 @@ class _ScanInputs(NamedTuple):
     k: Tensor  # [B, T, H/tp, K]
     v: Tensor  # [B, T, H/tp, V]
     decay: Tensor | None  # [H/tp], [B, T, H/tp] or [B, T, H/tp, K]
+    value_decay: Tensor | None  # [B, T, H/tp, V]
     gate: Tensor | None  # [B, T, H V/tp]
     conv_state: tuple[Tensor, ...]  # [B, taps - 1, (2 K + V) H/tp]; empty without a convolution
 
@@ -65,7 +66,7 @@ class RecurrenceMixer(Mixer):
         self.key_dim, self.value_dim = config.head_dims(width, scope.path)
         self.local_heads = tp.divide(heads, name)
         self.recurrence = Recurrence(
-            config.decay, self.key_dim, self.value_dim, config.scale(self.key_dim), config.chunk_size
+            config.decay, self.key_dim, self.value_dim, config.scale(self.key_dim), config.chunk_size, config.decay_side
         )
         keys, values = heads * self.key_dim, heads * self.value_dim
         self.projects_keys = config.keys == "projected"
@@ -83,24 +84,28 @@ class RecurrenceMixer(Mixer):
         self.key_gate = None if rank is None else LowRankGate(width, rank, keys, tp=tp, std=std, name=name)
         rank = config.value_gate_rank
         self.value_gate = None if rank is None else LowRankGate(width, rank, values, tp=tp, std=std, name=name)
-        self.decay_gate = None
-        if config.decay in ("scalar", "vector"):
-            form, sizes = config.decay_form, GateSizes(width, heads, 1 if config.decay == "scalar" else self.key_dim)
-            self.decay_gate = DecayGate(
-                form,
-                sizes,
-                tied=config.input_gate,
-                temperature=config.decay_temperature,
-                rank=config.decay_rank,
-                tp=tp,
-                std=std,
-                name=name,
-            )
-            self.full_precision = DecayVectors(form, sizes, tp)
+        self._build_decay()
         self.norm_weight = tp.parameter(self.value_dim, shard_dim=None) if config.head_norm == "rmsnorm" else None
         self.out = RowParallelLinear(values, width, tp=tp, std=scope.output_std, name=name)
         slopes = torch.empty(self.local_heads, device="meta") if config.decay == "fixed" else None
         self.register_buffer("slopes", slopes, persistent=False)
+
+    def _build_decay(self) -> None:
+        """Gates of a scalar or vector decay, along keys and values."""
+        config, scope = self.config, self.scope
+        self.decay_gate = self.value_decay_gate = None
+        if config.decay not in ("scalar", "vector"):
+            return
+        options: dict[str, Any] = {"rank": config.decay_rank, "temperature": config.decay_temperature}
+        options |= {"tp": scope.tp, "std": scope.init_std, "name": f"{scope.path}.num_heads"}
+        keys = GateSizes(scope.hidden_size, config.num_heads, 1 if config.decay == "scalar" else self.key_dim)
+        values = None if config.decay_side == "keys" else keys._replace(channels=self.value_dim)
+        form = None if config.decay_side == "values" else config.decay_form
+        if form is not None:
+            self.decay_gate = DecayGate(form, keys, tied=config.input_gate, **options)
+        if values is not None:
+            self.value_decay_gate = DecayGate("sigmoid", values, tied="none", **options)
+        self.full_precision = DecayVectors(form, keys, values, scope.tp)
 
     def init_weights(self, initializer: Initializer) -> None:
         """Convolutions uniformly within 1 / sqrt(taps), the norm's weight one, and the table of slopes."""
@@ -122,6 +127,7 @@ class RecurrenceMixer(Mixer):
             inputs.k,
             inputs.v,
             inputs.decay,
+            inputs.value_decay,
             initial_state=state[-1] if state else None,
             shard=self.cp.sequence_shard(context.documents.shard),
             document_ids=context.documents.ids,
@@ -133,7 +139,8 @@ class RecurrenceMixer(Mixer):
         inputs = self._scan_inputs(x, context, state)
         q, k, v = inputs.q[:, 0], inputs.k[:, 0], inputs.v[:, 0]
         decay = inputs.decay if inputs.decay is None or self.slopes is not None else inputs.decay[:, 0]
-        scan = self.recurrence.step(q, k, v, decay, state[-1], in_place=context.in_place)
+        value_decay = None if inputs.value_decay is None else inputs.value_decay[:, 0]
+        scan = self.recurrence.step(q, k, v, decay, state[-1], value_decay, in_place=context.in_place)
         return MixerOutput(self._output(scan.output[:, None], inputs.gate), (*inputs.conv_state, scan.state))
 
     def gate_values(self, x: Tensor, context: MixerContext) -> MixerGates:
@@ -159,10 +166,13 @@ class RecurrenceMixer(Mixer):
         k = self._positioned(self._activated(k) if keys else k, context)
         if self.key_gate is not None:
             k = self.key_gate(x, k.flatten(2)).view_as(k)
-        decay = self.slopes
+        decay, value_decay = self.slopes, None
         if self.decay_gate is not None:
             k, decay = self.decay_gate(x, k, context.full_precision)
-        return _ScanInputs(q, k, v, decay, gates[0] if gates else None, conv_state)
+            decay = decay.squeeze(-1) if self.config.decay == "scalar" else decay
+        if self.value_decay_gate is not None:
+            _, value_decay = self.value_decay_gate(x, v, context.full_precision[-1:])
+        return _ScanInputs(q, k, v, decay, value_decay, gates[0] if gates else None, conv_state)
 
     def _convolved(
         self, parts: list[Tensor], context: MixerContext, state: State | None
@@ -195,7 +205,7 @@ class RecurrenceMixer(Mixer):
         return self.out(y)
 
     def flops(self, length: int) -> int:
-        gates = (self.key_gate, self.value_gate, self.decay_gate)
+        gates = (self.key_gate, self.value_gate, self.decay_gate, self.value_decay_gate)
         projections = self.qk.flops() + self.vg.flops() + sum(gate.flops() for gate in gates if gate is not None)
         return projections + self.recurrence.flops(length, self.config.num_heads) + self.out.flops()
 
@@ -224,6 +234,10 @@ class RecurrenceConfig(MixerConfig):
     decay: RecurrenceDecay = "none"
     """Decay A_t of the state. none: 1 (linear attention). fixed: a constant a head (RetNet). scalar: a number a token
     and head (gRetNet, Mamba-2). vector: a number a token and key (GLA, RWKV6, HGRN2, Rodimus)."""
+    decay_side: DecaySide = "keys"
+    """Side of the state along which a vector decay runs (Rodimus Table 16). keys. values: sigmoid(g)^(1/temperature) a
+    value, keys do not decay. both: along keys by decay_gate, along values so. Values have no kernel
+    (docs/ablations.md)."""
     slopes: SlopeTable | None = None
     """Table of the fixed decay, as of `tnl`'s `decay`; left out: retnet, 1 - 2^(-5 - h) of head h = 0 .. H-1."""
     decay_gate: DecayGateForm | None = None
@@ -329,12 +343,25 @@ class RecurrenceConfig(MixerConfig):
                         f'{name} = {value!r} has no meaning with decay = "{self.decay}", which does not depend on the '
                         'input; leave it out, or use decay = "scalar" or "vector"'
                     )
-        elif self.temperature is not None and self.decay_form != "sigmoid":
+        elif self.temperature is not None and self.decay_form != "sigmoid" and self.decay_side == "keys":
             yield (
                 f'temperature = {self.temperature} has no meaning with decay_gate = "{self.decay_form}"; leave it out, '
                 'or use "sigmoid"'
             )
-        if depends:
+        if self.decay_side != "keys" and self.decay != "vector":
+            yield f'decay_side = "{self.decay_side}" needs decay = "vector", not "{self.decay}"; use it, or "keys"'
+        if depends and self.decay_side == "values":
+            given = {
+                "decay_gate": self.decay_gate,
+                "input_gate": None if self.input_gate == "none" else self.input_gate,
+            }
+            for name, value in given.items():
+                if value is not None:
+                    yield (
+                        f'{name} = "{value}" has no meaning with decay_side = "values": keys do not decay; leave it '
+                        'out, or use decay_side = "both"'
+                    )
+        elif depends:
             yield from self._tied_gate_problems()
         if self.keys == "ones" and self.input_gate == "none" and self.key_gate_rank is None:
             yield 'keys = "ones" leaves keys without input; give input_gate or key_gate_rank, or use "projected"'

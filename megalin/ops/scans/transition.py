@@ -120,6 +120,40 @@ class SelectiveDecay(NamedTuple):
         return (weights * x).sum(0)
 
 
+class TwoSidedDecay(NamedTuple):
+    """A S = diag(exp(T)) S diag(exp(U)), T and U <= 0 the sums of a shard's log decays along keys and values."""
+
+    log_key_decay: Tensor
+    """T, [B, H, K]."""
+    log_value_decay: Tensor
+    """U, [B, H, V]."""
+
+    @property
+    def num_sent(self) -> int:
+        return 2
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.log_key_decay, self.log_value_decay)
+
+    def apply(self, state: Tensor) -> Tensor:
+        return torch.exp(self.log_key_decay)[..., None] * state * torch.exp(self.log_value_decay)[..., None, :]
+
+    def apply_adjoint(self, gradient: Tensor) -> Tensor:
+        return self.apply(gradient)
+
+    def gradients(self, entering: Tensor, d_leaving: Tensor, through: Tensor) -> tuple[Tensor, ...]:
+        """dT and dU = sums over V and K of A S_in dS."""
+        product = (self.apply(entering) * d_leaving).masked_fill(~through[:, None, None, None], 0.0)
+        return product.sum(-1), product.sum(-2)
+
+    def fold(self, x: Tensor, documents: ShardDocuments, *, rank: int, step: Direction) -> Tensor:
+        """One weighted sum, as in `DiagonalDecay`, with a weight along each side."""
+        keys, continues = _sum_between(self.log_key_decay, documents, rank=rank, step=step)  # [cp, B, H, K]
+        values, _ = _sum_between(self.log_value_decay, documents, rank=rank, step=step)  # [cp, B, H, V]
+        weights = torch.exp(keys).where(continues[..., None, None], 0.0)
+        return (weights[..., None] * x * torch.exp(values)[..., None, :]).sum(0)
+
+
 def _sum_between(totals: Tensor, documents: ShardDocuments, *, rank: int, step: Direction) -> tuple[Tensor, Tensor]:
     """The sum of totals [cp, B or 1, ...] over the ranks between each rank and this one, and [cp, B] whether one
     document joins the two in the direction `step`."""
