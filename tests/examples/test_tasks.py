@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megalin.__main__ import main
-from megalin.sweep.config import read_sweep
+from megalin.sweep.order import read_sweep
 from tools import generate_task
 
 ROOT = Path(__file__).parents[2]

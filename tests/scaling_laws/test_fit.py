@@ -187,7 +187,8 @@ def test_mixers_are_compared_at_equal_flops_and_states():
 @pytest.mark.timeout(3000)
 def test_bands_cover_the_parameters(design, options, most):
     """Coverage of 90 % bands over 300 surfaces is 85 to 95 % for each unknown, an exponent and a prediction, up to two
-    standard errors of the simulation; of branches of 9 runs it may be more. Coverage and the bias of both estimators are printed (-s)."""
+    standard errors of the simulation; of branches of 9 runs it may be more. Coverage and the bias of both estimators
+    are printed (-s)."""
     number, resamples = 300, 60
     covered: dict[str, list[bool]] = {}
     found = []
