@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from megalin.commands.base import Command, model_from
+from megalin.commands.base import model_from
 from megalin.config import read_toml
 from megalin.errors import ConfigError
 from megalin.model.config import ModelConfig
 from megalin.model.language_model import LanguageModel
 from megalin.parallel.mesh import ParallelConfig
 from megalin.planner.estimate import Estimate, Estimator
-from megalin.planner.hardware import HARDWARE, Hardware, hardware_named
+from megalin.planner.hardware import Hardware, hardware_named
 from megalin.planner.longest import LongestPlan, longest_sequences
 from megalin.planner.search import InfeasibleLayout, Limits, Plan, search, usable_bytes
 from megalin.planner.workload import Workload, workload_of
@@ -26,33 +26,8 @@ from megalin.train.config import load_run_config
 _UNITS = {"GB": 10**9, "GiB": 2**30}
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="a preset, or a config file of a model or a run")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="changes to the config, for example model.vocab_size=1"
-    )
-    parser.add_argument("--gpus", type=int, required=True, help="number of GPUs of the run")
-    parser.add_argument("--gpu", default="h200", help=f"GPU model: {', '.join(HARDWARE)} (h200)")
-    parser.add_argument("--memory", help="memory of one GPU, for example 80GB or 75GiB (that of the GPU model)")
-    length = parser.add_mutually_exclusive_group()
-    length.add_argument("--length", type=int, help="tokens per sample (the run's, or 8192)")
-    length.add_argument(
-        "--longest", action="store_true", help="find the longest samples that fit, on each mesh, instead of the fastest"
-    )
-    parser.add_argument(
-        "--global-batch-size", type=int, help="samples per step over all GPUs (the run's, or 4 per GPU)"
-    )
-    parser.add_argument(
-        "--eager", action="store_true", help="do not compile blocks (default: as in the run, or compiled)"
-    )
-    parser.add_argument(
-        "--sequence-parallel", action="store_true", help="only layouts with sequence parallelism in tp groups"
-    )
-    parser.add_argument("--top", type=int, default=5, help="number of layouts to print (5)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, with every rejected layout")
-
-
-def _run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command and returns the exit code."""
     for name in ("gpus", "length", "global_batch_size", "top"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
@@ -230,6 +205,3 @@ def _print_refusals(refusals: list[InfeasibleLayout]) -> None:
         nearest = min(group, key=lambda refusal: refusal.missing_bytes)
         example = "" if nearest.reason == kind else f"; for example {nearest.layout}: {nearest.reason}"
         print(f"{len(group):6}  {kind}{example}")
-
-
-COMMAND = Command("find the layouts of a model that fit the GPUs, with memory and step time", _add_arguments, _run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import tomllib
 
 import pytest
@@ -76,7 +77,24 @@ def test_params_prints_for_people_and_takes_overrides(capsys):
 
 def test_params_without_a_model_lists_the_presets(capsys):
     assert main(["params"]) == 0
-    assert capsys.readouterr().out.split() == preset_names()
+    text = capsys.readouterr().out
+    assert [name for name in preset_names() if not re.search(rf"│ {re.escape(name)} ", text)] == []
+    assert re.search(r"hgrn2-1b +│ +1\.06 B │ 24\.0 MiB │ Scaling-laws ladder, parameters and operations as its", text)
+    assert main(["params", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert main(["params", "hgrn2-1b", "--json"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    (found,) = [each for each in listed if each["model"] == "hgrn2-1b"]
+    assert found == alone | {"family": "hgrn2", "source": load_preset("hgrn2-1b").note}
+
+
+def test_params_counts_at_the_length_of_the_config(config, capsys):
+    def length(*arguments: str) -> int:
+        assert main(["params", str(config), "--json", *arguments]) == 0
+        return json.loads(capsys.readouterr().out)["length"]
+
+    assert length() == load_run_config(config, []).data.sequence_length
+    assert length("--length", "100") == 100
 
 
 @pytest.mark.parametrize(

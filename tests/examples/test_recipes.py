@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from megalin.__main__ import main
+from megalin.commands.arguments.parser import build_parser
 from megalin.config import dumps, parse
 from megalin.data.shards.label_mask import label_mask_path
 from megalin.model.build import make_model
@@ -95,7 +97,10 @@ def test_head_and_commands(recipe: Path):
     prefixes = {path.removesuffix("_text_document") for path in [*data.training_paths(), *data.validation, *data.test]}
     outputs = {output for line in data.preparation for output in re.findall(r"--output(?:-prefix)? (\S+)", line)}
     assert {output for output in outputs if not output.endswith(".json")} == prefixes
-    assert all((ROOT / line.split()[1]).is_file() for line in data.preparation)
+    for line in data.preparation:
+        program, *arguments = shlex.split(line)
+        assert program == "megalin"
+        assert build_parser().parse_args(arguments).command, line
 
 
 def test_stages_start_from_the_runs_of_other_recipes():
@@ -191,4 +196,4 @@ def test_missing_shards_name_the_command(tmp_path: Path, monkeypatch: pytest.Mon
     recipe = str(FOLDER / "scaling-laws" / "tnl-70m.toml")
     small = ["model.preset=tnl-tiny", "train.compile=false", "train.micro_batch_size=1"]
     assert main(["train", recipe, *small]) == 3
-    assert "Make them with\n  python tools/preprocess_data.py --input 'corpus/*.jsonl.zst'" in capsys.readouterr().err
+    assert "Make them with\n  megalin data preprocess --input 'corpus/*.jsonl.zst'" in capsys.readouterr().err
