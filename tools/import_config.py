@@ -1,4 +1,4 @@
-"""Converts a Megatron-LM command, script or YAML, or a DeepSpeed JSON, to TOML; lists options without counterpart."""
+"""Converts a run of Megatron-LM, gpt-neox or DeepSpeed to TOML; lists options without counterpart."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megalin.interop.configs.reading import import_config
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the tool; returns 0, 1 if the TOML needs values filled in, or the exit code of the printed error."""
+    """Runs the tool; returns 0, 1 if the TOML lacks values or settings, or the exit code of the printed error."""
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("source", help="a shell script, .yaml or .json; a command in quotes; - for a script on standard input")
@@ -45,8 +45,9 @@ def _run(args: argparse.Namespace) -> int:
     for key, value, source in imported.mapped:
         print(f"{key} = {value!r}  <-  {source}")
     print("", *imported.report(), sep="\n")
-    print(f"{args.output}: " + ("a complete config" if imported.complete else "values are missing; see above"))
-    return 0 if imported.complete else 1
+    code, text = imported.outcome()
+    print(f"{args.output}: {text}")
+    return code
 
 
 if __name__ == "__main__":

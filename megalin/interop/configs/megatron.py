@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import Any
 
-from megalin.interop.configs.flags import Flags, read_command, read_yaml
+from megalin.interop.configs.flags import Flags, read_command, yaml_flags
 from megalin.interop.configs.imported import ImportedConfig
 from megalin.interop.configs.megatron_model import add_model
 
@@ -44,18 +44,23 @@ def add_script(text: str, variables: Mapping[str, str], imported: ImportedConfig
     add_run(Flags(command.flags, imported), imported, ranks=_ranks(command.launcher))
 
 
-def add_yaml(text: str, imported: ImportedConfig) -> None:
-    """Reads the run of a file for --yaml-cfg, or of a file with flags under MODEL_ARGS.
+def add_yaml(values: Mapping[Any, Any], imported: ImportedConfig) -> None:
+    """Reads the run of a file for --yaml-cfg, or of a file with flags under MODEL_ARGS."""
+    add_run(Flags(yaml_flags(values), imported), imported, ranks=None)
 
-    Raises:
-        ConfigError: invalid YAML, or no table.
+
+def add_run(
+    flags: Flags,
+    imported: ImportedConfig,
+    *,
+    ranks: int | None,
+    model: Callable[[Flags, ImportedConfig], None] = add_model,
+) -> None:
+    """Reads every flag into the tables of a run; `ranks` is None if the launcher's words do not give them.
+
+    `model` reads the network.
     """
-    add_run(Flags(read_yaml(text, imported), imported), imported, ranks=None)
-
-
-def add_run(flags: Flags, imported: ImportedConfig, *, ranks: int | None) -> None:
-    """Reads every flag into the tables of a run; `ranks` is None if the launcher's words do not give them."""
-    add_model(flags, imported)
+    model(flags, imported)
     _add_mesh(flags, imported)
     _add_batch(flags, imported, ranks)
     _add_loop(flags, imported)
