@@ -15,7 +15,7 @@ from megalin.model.config import ModelField
 from megalin.parallel.mesh import ParallelConfig, check_device, check_world_size
 from megalin.parallel.process_group import compute_device, process_group
 from megalin.parallel.ranks import run_ranks
-from megalin.verify.case import Case, make_case
+from megalin.verify.case import Case, check_full_size, make_case
 from megalin.verify.grid import GridMesh, layouts, print_grid, run_grid
 from megalin.verify.run import print_faults, print_rows, self_test, verify
 
@@ -51,14 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     if world_size is not None and started not in (1, world_size):
         raise ConfigError(f"--world-size {world_size}, but {started} ranks were started; remove --world-size")
     config = _read_config(arguments)
-    make = partial(
-        make_case,
-        config.model,
-        dtype=arguments.dtype,
-        full=arguments.full,
-        length=arguments.length,
-        recompute=config.train.recompute,
-    )
+    make = partial(_make_case, arguments, config)
     if arguments.grid:
         return _run_grid(arguments, started, lambda layout: make(layout.parallel, data_size=layout.data_size))
     parallel = config.parallel
@@ -88,6 +81,22 @@ def _read_config(arguments: argparse.Namespace) -> _VerifyConfig:
     if isinstance(train := read.get("train"), dict):
         read["train"] = {name: value for name, value in train.items() if name in _TrainConfig.model_fields}
     return parse(_VerifyConfig, read, arguments.config)
+
+
+def _make_case(
+    arguments: argparse.Namespace, config: _VerifyConfig, parallel: ParallelConfig, *, data_size: int
+) -> Case:
+    """Builds the comparison. Raises ConfigError as `check_full_size` and `make_case`."""
+    check_full_size(config.model, parallel)
+    return make_case(
+        config.model,
+        parallel,
+        data_size=data_size,
+        dtype=arguments.dtype,
+        full=arguments.full,
+        length=arguments.length,
+        recompute=config.train.recompute,
+    )
 
 
 def _check_self_test(case: Case) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from megalin.config import read_toml
 from megalin.errors import ConfigError, DataError
 from megalin.files import read_input
 from megalin.generation.decoder import grows
@@ -50,6 +52,9 @@ class _Line(NamedTuple):
     flops: float
     loss: float | None
     """Held-out loss, if the step was evaluated."""
+
+
+_START = _Line(0, 0.0, 0.0, None)
 
 
 def read_runs(folders: Sequence[str | Path], *, counts: Counts = "model", force: bool = False) -> list[MeasuredRun]:
@@ -130,8 +135,7 @@ def _read(path: Path, counts: Counts) -> MeasuredRun:
     if counts == "paper":
         parameters, flops_per_token = paper_counts(config.model, length)
     lines = list(_lines(path, flops_per_token, own=counts == "model"))
-    trunk = _trunk(path, flops_per_token, own=counts == "model")
-    root, before = (path, _Line(0, 0.0, 0.0, None)) if trunk is None else trunk
+    root, before = _origin(path, flops_per_token, own=counts == "model")
     mixer = mixer_name(config.model)
     state = None if grows(model) else model.state_bytes()
     points = [
@@ -164,7 +168,7 @@ def _measured(path: Path, config: RunConfig, lines: Sequence[_Line]) -> list[_Li
 
 def _lines(path: Path, flops_per_token: float, *, own: bool) -> Iterator[_Line]:
     """The lines of metrics.jsonl; `own`: with their FLOPs, where they have them."""
-    metrics, last = path / "metrics.jsonl", _Line(0, 0.0, 0.0, None)
+    metrics, last = path / "metrics.jsonl", _START
     try:
         for record in read_records(metrics):
             last = _line(f"{metrics}, step {record['step']}", record, last, flops_per_token, own=own)
@@ -188,11 +192,16 @@ def _line(place: str, record: dict[str, Any], last: _Line, flops_per_token: floa
     return _Line(record["step"], tokens, flops or tokens * flops_per_token, loss)
 
 
-def _trunk(path: Path, flops_per_token: float, *, own: bool) -> tuple[Path, _Line] | None:
-    """The first trunk of a run that branched from a checkpoint, and the steps, tokens and FLOPs before the branch."""
+def _origin(path: Path, flops_per_token: float, *, own: bool) -> tuple[Path, _Line]:
+    """The first trunk of a run, itself if it is no branch, and the steps, tokens and FLOPs that its metrics lack."""
+    source = read_toml(path / "config.toml").get("train", {}).get("branch_from")
+    if source is not None:  # a branch that goes on counting its trunk's steps, and does not read that run again
+        trunk = Path(re.sub(r"@\d+$", "", source))
+        trunk = trunk if _is_run(trunk) else path.parent / trunk.name  # both may have been copied
+        return _origin(trunk.resolve(), flops_per_token, own=own) if _is_run(trunk) else (trunk.resolve(), _START)
     report = path / "initial_weights.json"
     if not report.is_file():
-        return None
+        return path, _START
     remedy = "keep the run that it branched from, or leave this one out"
     try:
         values = json.loads(read_input(report, limit_bytes=_LIMIT_BYTES, remedy=remedy))
@@ -204,9 +213,6 @@ def _trunk(path: Path, flops_per_token: float, *, own: bool) -> tuple[Path, _Lin
     found = [line for line in _lines(trunk, flops_per_token, own=own) if line.step == step]
     if not found:
         raise DataError(f"{report}: {trunk}/metrics.jsonl has no step {step}; {remedy}")
-    earlier = _trunk(trunk, flops_per_token, own=own)
-    if earlier is None:
-        return trunk, found[0]
-    root, before = earlier
+    root, before = _origin(trunk, flops_per_token, own=own)
     line = _Line(before.step + step, before.tokens + found[0].tokens, before.flops + found[0].flops, None)
     return root, line

@@ -74,8 +74,8 @@ class TrainingLoop:
         hooks: Sequence[UpdateHook] = (),
         tasks: TaskRunner | None = None,
     ) -> None:
-        """Opens the data, builds the model, and loads the newest checkpoint if there is one, else the initial weights
-        if the config names some.
+        """Opens the data, builds the model, and loads the newest checkpoint if there is one, else that of the run to
+        branch from or the initial weights if the config names some.
 
         Raises:
             ConfigError: a checkpoint with a different sample order.
@@ -183,7 +183,8 @@ class TrainingLoop:
         return self.tasks is not None and (step == self.last_step or _divides(every_steps, step))
 
     def _is_save_due(self, step: int) -> bool:
-        return step == self.last_step or _divides(self.config.checkpoint.every_steps, step)
+        checkpoint = self.config.checkpoint
+        return step == self.last_step or _divides(checkpoint.every_steps, step) or step in checkpoint.keep_steps
 
     def _evaluate_if_due(self, step: int) -> AnyEvaluation | None:
         """Evaluates the first samples of the validation split where an evaluation is due."""
@@ -213,6 +214,7 @@ class TrainingLoop:
             tensors=self.engine.tensors(),
             state=checkpoint_state(self.config, self.data, step),
             keep_latest=self.config.checkpoint.keep_latest,
+            keep_steps=self.config.checkpoint.keep_steps,
         )
 
     def _stop_early(self, stop: DataFailure | Preemption, step: int) -> NoReturn:
@@ -230,6 +232,8 @@ class TrainingLoop:
         """Lines on the data, the stages of a pipeline and initial weights, printed above the first step."""
         stages = self.model.plan.report_lines() if isinstance(self.model, Pipeline) else []
         initial = [] if self.initial_weights is None else self.initial_weights.report_lines()
+        if (trunk := self.config.train.branch_from) is not None:
+            initial.append(f"branch of {trunk}: goes on after {self.resumed_step} steps")
         return [*self.data.report_lines(), *(f"pipeline {line}" for line in stages), *initial]
 
     def _write_loss_curve(self, evaluation: AnyEvaluation | None) -> None:
