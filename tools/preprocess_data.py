@@ -49,11 +49,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--output-prefix", required=True, help="writes <prefix>_<key>_document.{bin,idx,manifest.json}")
     add("--tokenizer-type", choices=[*_TOKENIZERS], default="HuggingFaceTokenizer")
-    add("--tokenizer-model", help="local tokenizer.json, SentencePiece .model or .tiktoken file of ranks")
+    add("--tokenizer-model", help="local tokenizer.json or its folder, SentencePiece .model or .tiktoken file of ranks")
     add("--vocab-file", help="vocab.json of GPT2BPETokenizer")
     add("--merge-file", help="merges.txt of GPT2BPETokenizer")
     add("--tiktoken-pattern", default="", help="gpt2, cl100k or o200k, if not determined by the number of ranks")
-    add("--append-eod", action="store_true", help="end each document with <|endoftext|>")
+    add("--append-eod", action="store_true", help="end each document with the end-of-document token")
+    add("--eod-token", help="name of that token; else eos_token of the tokenizer's folder, or <|endoftext|>")
+    add("--special-tokens", action="store_true", help="keep ids that tokenizer.json adds (BOS), as Megatron-LM does")
     add("--workers", type=int, default=1, help="tokenizing processes; the output is the same for any number")
     add("--shard", metavar="I/N", help="process part I of N only (from 0); finish with --resume without --shard")
     add("--resume", action="store_true", help="keep the finished parts of an interrupted run")
@@ -76,7 +78,12 @@ def _tokenizer(args: argparse.Namespace) -> TokenizerFiles:
             raise ConfigError(f"--tokenizer-type {args.tokenizer_type} {verb} --{name.replace('_', '-')}")
     if args.tiktoken_pattern and kind != "tiktoken":
         raise ConfigError(f"--tokenizer-type {args.tokenizer_type} takes no --tiktoken-pattern")
-    return TokenizerFiles(kind, tuple(getattr(args, name) for name in needed), args.tiktoken_pattern)
+    if args.eod_token is not None and kind not in ("huggingface", "sentencepiece"):
+        raise ConfigError(f"--tokenizer-type {args.tokenizer_type} takes no --eod-token")
+    if args.special_tokens and kind != "huggingface":
+        raise ConfigError(f"--tokenizer-type {args.tokenizer_type} takes no --special-tokens")
+    files = tuple(getattr(args, name) for name in needed)
+    return TokenizerFiles(kind, files, args.tiktoken_pattern, args.eod_token, args.special_tokens)
 
 
 def _subset(text: str) -> PartSubset:
