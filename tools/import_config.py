@@ -1,4 +1,4 @@
-"""A config of Megatron-LM or DeepSpeed as TOML: `megalin data import-config`."""
+"""A config of Megatron-LM, gpt-neox or DeepSpeed as TOML: `megalin data import-config`."""
 
 import sys
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
 from megalin.commands.base import steps_option
+from megalin.commands.progress import progress_bars
 from megalin.config import suggest
 from megalin.errors import ConfigError
 from megalin.evaluation.choices.metrics import Metric
@@ -24,7 +23,6 @@ from megalin.evaluation.suites import (
     OTHER_SUITES,
     TASK_SUITES,
     EvalOptions,
-    Report,
     StepResults,
     SuiteOptions,
     evaluate_on_launched_ranks,
@@ -47,7 +45,7 @@ _LOSS_SUITES = {"sources": ("source", "tokens"), "positions": ("split", "tokens"
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command and returns the exit code."""
     options = _options(arguments)
-    with _progress_bars() as report:
+    with progress_bars(shown=launched().rank == 0) as report:
         results = evaluate_on_launched_ranks(arguments.folder, arguments.overrides, options, report)
     if results is None:  # not rank 0
         return 0
@@ -100,22 +98,6 @@ def _options(arguments: argparse.Namespace) -> EvalOptions:
     further = SuiteOptions(others, arguments.limit, arguments.lengths, depths, arguments.split, haystack, tasks)
     split = arguments.split if "loss" in suites else None
     return EvalOptions(split, choices, steps_option(arguments), further if others else None)
-
-
-@contextmanager
-def _progress_bars() -> Iterator[Report]:
-    """Progress bars on rank 0's standard error, if it is a terminal; a function that moves them."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console, bars = Console(stderr=True), dict[str, TaskID]()
-    shown = sys.stderr.isatty() and launched().rank == 0
-    with Progress(*columns, console=console, transient=True, disable=not shown) as progress:
-
-        def report(name: str, done: int, total: int) -> None:
-            if name not in bars:
-                bars[name] = progress.add_task(name, total=total)
-            progress.update(bars[name], completed=done)
-
-        yield report
 
 
 def _print(step: int | None, results: StepResults) -> None:

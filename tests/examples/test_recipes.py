@@ -19,6 +19,8 @@ from megalin.data.shards.label_mask import label_mask_path
 from megalin.model.build import make_model
 from megalin.model.config import EncoderConfig, parse_model
 from megalin.parallel.process_group import process_group
+from megalin.reproduce.computed import row_model
+from megalin.reproduce.papers import load_table
 from megalin.train.config import RunConfig, load_run_config
 from megalin.train.loop import train
 from megalin.verify.case import shrink
@@ -112,6 +114,12 @@ def test_stages_start_from_the_runs_of_other_recipes():
         assert before.data.sequence_length < after.data.sequence_length
         positions = {"max_positions": after.data.sequence_length}
         assert before.model.model_copy(update=positions) == after.model
+
+
+def test_a_decay_along_values_is_the_row_of_table_16():
+    """`megalin reproduce rodimus 16` finds the row of a run of the recipe by its model."""
+    row = next(row for row in load_table("rodimus", "16").rows if row.name == "product of beta_j")
+    assert row_model(row) == resolved(Path("rodimus/recurrence-values-wikitext103.toml")).model
 
 
 def assert_printed_config_is_the_recipe(recipe: Path, printed: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from megalin.commands.arguments import corpora, interchange, models, results, shards, training
+from megalin.commands.arguments import corpora, interchange, models, results, shards, shell, training
 from megalin.commands.arguments.command import Command
 
 DATA: Mapping[str, Sequence[Command]] = {
@@ -26,5 +26,6 @@ GROUPS: Mapping[str, Sequence[Command]] = {
     "models and hardware": (models.PARAMS, models.PLAN, models.COORDINATE_CHECK),
     "scaling laws and papers": (models.FIT, models.REPRODUCE),
     "other libraries": (interchange.EXPORT, interchange.IMPORT),
+    "shell": (shell.COMPLETION,),
 }
 """The commands of `megalin` itself; `megalin data` stands with the first group."""

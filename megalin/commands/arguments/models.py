@@ -24,7 +24,12 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--gpus", type=int, required=True, help="number of GPUs of the run")
     parser.add_argument("--gpu", default="h200", help=f"GPU model: {', '.join(GPUS)} (h200)")
-    parser.add_argument("--memory", help="memory of one GPU, for example 80GB or 75GiB (that of the GPU model)")
+    add = parser.add_argument
+    add("--gpu-memory", "--memory", help="memory of one GPU, for example 80GB or 75GiB (that of the GPU model)")
+    add("--gpu-tflops", type=float, metavar="X", help="dense bf16 rate of another GPU, TFLOP/s")
+    add("--bandwidth", type=float, metavar="X", help="memory bandwidth of another GPU, GB/s")
+    add("--link-bandwidth", type=float, metavar="X", help="to other GPUs of its host in one direction, GB/s")
+    add("--network-bandwidth", type=float, metavar="X", help="to other hosts in one direction, GB/s")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--length", type=int, help="tokens per sample (the run's, or 8192)")
     length.add_argument(
@@ -109,7 +114,8 @@ PLAN = Command(
     "plan",
     """\
 megalin plan transnormerllm-7b-64k --gpus 64 --gpu h100
-megalin plan run.toml --gpus 8 --memory 75GiB --top 3
+megalin plan run.toml --gpus 8 --top 3
+megalin plan run.toml --gpus 4 --gpu-memory 48GB --gpu-tflops 181 --bandwidth 864 --link-bandwidth 25
 megalin plan hgrn2-1b --gpus 16 --longest""",
 )
 COORDINATE_CHECK = Command(

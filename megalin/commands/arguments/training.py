@@ -31,10 +31,12 @@ def _sweep(parser: argparse.ArgumentParser) -> None:
 
 
 def _config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", help="a config file")
+    parser.add_argument("config", nargs="?", help="a config file")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="dotted overrides, for example train.steps=100"
     )
+    schema = "print the JSON schema of config files, for editors; a file names it by a first line #:schema PATH"
+    parser.add_argument("--schema", action="store_true", help=schema)
 
 
 def _verify(parser: argparse.ArgumentParser) -> None:
@@ -81,12 +83,13 @@ SWEEP = Command(
 )
 CONFIG = Command(
     "config",
-    "print the resolved config",
+    "print the resolved config, or the schema of config files for editors",
     _config,
     "config",
     """\
 megalin config run.toml
-megalin config run.toml train.steps=100 > resolved.toml""",
+megalin config run.toml train.steps=100 > resolved.toml
+megalin config --schema > megalin.schema.json""",
 )
 VERIFY = Command(
     "verify",

@@ -1,4 +1,4 @@
-"""`megalin data import-config`: a config of Megatron-LM or DeepSpeed as TOML."""
+"""`megalin data import-config`: a config of Megatron-LM, gpt-neox or DeepSpeed as TOML."""
 
 from __future__ import annotations
 
@@ -25,5 +25,6 @@ def run(args: argparse.Namespace) -> int:
     for key, value, source in imported.mapped:
         print(f"{key} = {value!r}  <-  {source}")
     print("", *imported.report(), sep="\n")
-    print(f"{args.output}: " + ("a complete config" if imported.complete else "values are missing; see above"))
-    return 0 if imported.complete else 1
+    code, text = imported.outcome()
+    print(f"{args.output}: {text}")
+    return code
