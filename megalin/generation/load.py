@@ -62,7 +62,7 @@ def open_for_generation(folder: str | Path, *, step: int | None = None) -> Gener
         )
     if config.data.tokenizer is None:
         raise ConfigError(f"{folder}: data.tokenizer is not set, so text cannot be encoded; set it")
-    return GenerationRun(config, config.model, checkpoint, load_tokenizer(config.data.tokenizer))
+    return GenerationRun(config, config.model, checkpoint, load_tokenizer(config.data.tokenizer, config.data.eod_token))
 
 
 def load_for_generation(

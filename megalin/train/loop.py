@@ -14,7 +14,6 @@ from megalin.config import dumps
 from megalin.data.loader import ValidationLoader
 from megalin.data.missing_files import check_files
 from megalin.data.sources import Dataset, open_dataset, open_training
-from megalin.data.tokenizers.tokenizer import load_tokenizer
 from megalin.errors import ConfigError, PreemptedError
 from megalin.optim.schedule import learning_rate
 from megalin.parallel.agreement import on_every_rank
@@ -37,7 +36,7 @@ from megalin.train.start_lines import start_lines
 from megalin.train.step_data import DataFailure, Preemption, StepData, StepReader, training_loader
 from megalin.train.tasks import TaskRunner, check_tasks
 from megalin.train.update_hooks import UpdateHook
-from megalin.train.validation import AnyEvaluation, Evaluation, evaluate
+from megalin.train.validation import AnyEvaluation, Evaluation, bytes_per_token, evaluate
 
 _EVALUATED_SAMPLES = 1000
 """Samples of an evaluation where `train.evaluate_batches` is left out."""
@@ -109,8 +108,7 @@ class TrainingLoop:
         self.validation: Dataset[Any] | None = None
         if config.data.has("validation"):
             self.validation = open_dataset(config.data, "validation", vocab_size, seed)
-        tokenizer = None if config.data.tokenizer is None else load_tokenizer(config.data.tokenizer)
-        self.token_bytes = None if tokenizer is None else torch.from_numpy(tokenizer.token_bytes())
+        self.token_bytes = bytes_per_token(config.data)
 
     def train(self) -> TrainResult:
         """Runs the remaining steps, saving as configured and after the last one.
