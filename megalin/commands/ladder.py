@@ -10,34 +10,19 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megalin.commands.base import Command
 from megalin.errors import ConfigError, DataError
 from megalin.ladder.config import Ladder, parse_ladder
 from megalin.ladder.plan import Price, Rung, make_rungs, price, run_config, within
 from megalin.ladder.state import check_unchanged
 from megalin.ladder.table import PLAN_HEAD, STATUS_HEAD, epoch_line, plan_rows, status_notes, status_rows
 from megalin.ladder.worker import run_ladder
-from megalin.planner.hardware import HARDWARE, hardware_named
+from megalin.planner.hardware import hardware_named
 
 _TABLE_WIDTH = 220  # where the output is not a terminal
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("ladder", type=Path, help="a ladder's file, such as examples/scaling_laws/tiny.toml")
-    parser.add_argument("--folder", type=Path, help="folder of the runs (runs/<name of the file>); it goes on there")
-    shown = parser.add_mutually_exclusive_group()
-    shown.add_argument("--dry-run", action="store_true", help="print the plan with FLOPs, hours and memory, and end")
-    shown.add_argument("--status", action="store_true", help="print the state of every run, and end")
-    parser.add_argument("--rung", type=int, action="append", metavar="K", help="only this rung of the plan; repeatable")
-    parser.add_argument("--mixer", action="append", metavar="NAME", help="only this mixer; repeatable")
-    parser.add_argument("--processes", type=int, default=1, help="rungs at a time (1); GPUs are shared among them")
-    budget = parser.add_mutually_exclusive_group()
-    budget.add_argument("--budget", type=float, metavar="FLOPS", help="only the smallest sizes that fit these FLOPs")
-    budget.add_argument("--gpu-hours", type=float, metavar="H", help="only the smallest sizes that fit, by the planner")
-    parser.add_argument("--gpu", default="h100", help=f"GPU of the planner's hours: {', '.join(HARDWARE)} (h100)")
-
-
-def _run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command and returns the exit code."""
     for name in ("budget", "gpu_hours"):
         value = getattr(arguments, name)
         if value is not None and not 0 < value < float("inf"):
@@ -122,6 +107,3 @@ def _print(console: Console, head: Sequence[str], rows: Sequence[Sequence[str]])
 
 def _print_line(line: str) -> None:
     print(line, flush=True)
-
-
-COMMAND = Command("train the runs of a scaling-law ladder, or plan it", _add_arguments, _run)

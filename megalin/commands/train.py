@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megalin.commands.base import Command
 from megalin.evaluation.in_loop import LoopTaskRunner
 from megalin.launch import launched
 from megalin.parallel.agreement import rank
@@ -18,20 +17,8 @@ from megalin.train.loop import TrainResult, train
 from megalin.train.tasks import task_lines
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", help="a config file")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="dotted overrides, for example train.steps=100"
-    )
-    parser.add_argument(
-        "--folder", type=Path, help="run folder (runs/<name of the config file>); an existing run is resumed"
-    )
-    parser.add_argument(
-        "--no-memory-check", action="store_true", help="start even if the estimated memory exceeds that of the GPUs"
-    )
-
-
-def _run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command and returns the exit code."""
     config = load_run_config(arguments.config, arguments.overrides)
     world_size, device = launched().world_size, compute_device()
     check_launch(config, world_size)
@@ -53,6 +40,3 @@ def _print_result(result: TrainResult, path: Path, steps: int) -> None:
         print(f"validation: {result.evaluation.summary()}")
     for line in task_lines(result.tasks):
         print(line)
-
-
-COMMAND = Command("train a model, or resume a run", _add_arguments, _run)

@@ -89,7 +89,7 @@ class EvaluationConfig(Config):
     limit: int | None = pydantic.Field(default=None, ge=1)
     """Questions or examples of each task, the first ones; left out: all."""
     data: str = pydantic.Field(default="evaluation-data", min_length=1)
-    """Folder of the tasks, which tools/get_evaluation_data.py makes."""
+    """Folder of the tasks, which `megalin data get-evaluation-data` makes."""
 
     def problems(self) -> list[str]:
         """Keys without an effect."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.metadata
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,6 +56,16 @@ NEVER_OFF = {
 }
 """Keys of the JSON that cannot be switched off: the reason."""
 
+_READ = """aio bf16 bfloat16 checkpoint comet comms_logger communication_data_type compile csv_monitor data_types
+dataloader_drop_last datastates_ckpt disable_allgather disable_python_gc dump_state eigenvalue expert_parallel
+flops_profiler gradient_accumulation_steps gradient_allreduce_op gradient_clipping gradient_predivide_factor
+graph_harvesting log_level memory_breakdown nebula optimizer pipeline prescale_gradients quantize_training
+seq_parallel_communication_data_type sparse_attention steps_per_print tensorboard timers train_batch_size
+train_micro_batch_size_per_gpu use_data_before_expert_parallelism vocabulary_size wall_clock_breakdown wandb
+weight_quantization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization"""
+KNOWN = {key.partition(".")[0] for key in (*UNSUPPORTED, *NEVER_OFF)} | set(_READ.split())
+"""Top-level keys of a DeepSpeed JSON that deepspeed reads; it ignores all others without a word."""
+
 
 class RefusedKey(NamedTuple):
     """A key of a DeepSpeed JSON that no run may set, whatever its config says."""
@@ -104,7 +115,7 @@ def resolve_deepspeed(path: str | None, owned: Sequence[Owned], *, stage: int | 
     document = {} if path is None else _read(path)
     if stage is not None:
         owned = [*owned, Owned("zero_optimization.stage", f"parallel.zero = {stage}", stage)]
-    problems = list(_contradictions(document, owned))
+    problems = [*_unknown(document), *_contradictions(document, owned)]
     settings = _without_auto(document)
     for item in owned:
         _set(settings, item.key, item.value)
@@ -150,6 +161,19 @@ def _read(path: str) -> dict[str, Any]:
                 f"train.deepspeed_config = {path!r}: {key} = {document[key]!r} is not an object; make it one"
             )
     return document
+
+
+def nearest_key(key: str) -> str | None:
+    """The known top-level key of a DeepSpeed JSON that is spelled like `key`; None if none is."""
+    return next(iter(difflib.get_close_matches(key, sorted(KNOWN), n=1, cutoff=0.75)), None)
+
+
+def _unknown(document: Mapping[str, Any]) -> Iterator[str]:
+    for key in sorted(document.keys() - KNOWN):
+        near = nearest_key(key)
+        yield f"{key}: DeepSpeed has no such key and would ignore it; " + (
+            f"did you mean {near}?" if near else "remove it"
+        )
 
 
 def _contradictions(document: Mapping[str, Any], owned: Sequence[Owned]) -> Iterator[str]:

@@ -11,6 +11,7 @@ import pytest
 
 from megalin.errors import ConfigError
 from megalin.train.config import check_launch, deepspeed_settings, load_run_config
+from megalin.train.deepspeed_config import KNOWN
 from tests.model_runs import write_config
 
 ENGINE = "train.engine=deepspeed"
@@ -72,6 +73,36 @@ def test_a_json_that_agrees_is_taken_as_it_is(path):
     assert (resolved["log_level"], resolved["wall_clock_breakdown"]) == ("info", True)
     assert resolved["bf16"] == {"enabled": False}
     assert "optimizer" not in resolved
+
+
+def test_unknown_keys_are_refused_with_the_nearest_one(path):
+    text = message(path, {"zero_optimisation": {"stage": 1}, "train_batch_siz": 4, "my_comment": "x"})
+    assert "3 problem(s)" in text
+    assert "zero_optimisation: DeepSpeed has no such key and would ignore it; did you mean zero_optimization?" in text
+    assert "did you mean train_batch_size?" in text
+    assert "my_comment: DeepSpeed has no such key and would ignore it; remove it" in text
+
+
+@pytest.mark.slow
+def test_every_key_that_deepspeed_reads_is_known():
+    config = pytest.importorskip("deepspeed.runtime.config")
+    read: set[str] = set()
+
+    class Recorder(dict[str, Any]):
+        """Records the keys that are asked for."""
+
+        def get(self, key: str, default: Any = None) -> Any:
+            read.add(key)
+            return super().get(key, default)
+
+        def __contains__(self, key: object) -> bool:
+            read.add(str(key))
+            return super().__contains__(key)
+
+    config.DeepSpeedConfig(Recorder(train_batch_size=1))
+    assert "zero_optimization" in read
+    assert len(read) > 40
+    assert read <= KNOWN
 
 
 def test_ranks_that_share_samples_count_in_the_batch_of_the_engine(path):

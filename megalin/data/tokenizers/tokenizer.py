@@ -61,10 +61,13 @@ class Tokenizer(Protocol):
         """[vocab_size] int64: number of bytes that each id decodes to, 0 for special tokens and unused ids."""
 
 
+TokenizerKind = Literal["bytes", "huggingface", "gpt2", "sentencepiece", "tiktoken"]
+
+
 class TokenizerFiles(NamedTuple):
     """Kind and local files of a tokenizer."""
 
-    kind: Literal["bytes", "huggingface", "gpt2", "sentencepiece", "tiktoken"]
+    kind: TokenizerKind
     files: tuple[str, ...] = ()  # gpt2: vocab.json and merges.txt; bytes: none; else one
     pattern: str = ""  # of tiktoken; empty: determined by the number of ranks
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import json
 from collections.abc import Mapping
 from typing import Any
 
 from megalin.errors import ConfigError
 from megalin.interop.configs.imported import ImportedConfig, Verdict
-from megalin.train.deepspeed_config import NEVER_OFF, STAGE_0_IN_BF16, UNSUPPORTED, refusals
+from megalin.train.deepspeed_config import NEVER_OFF, STAGE_0_IN_BF16, UNSUPPORTED, nearest_key, refusals
 
 _ADAM = ("adam", "adamw", "fusedadam", "cpuadam", "torchadam")
 _PEAK = 0.001
@@ -50,6 +49,8 @@ _REASONS: dict[str, tuple[Verdict, str]] = {
     "eigenvalue": ("not available", "it belongs to compression, which is not available"),
     "sparse_attention": ("not available", "model.layers sets the kind of attention"),
     "weight_quantization": ("not available", "weights are not quantized in training"),
+    "quantize_training": ("not available", "weights are not quantized in training"),
+    "graph_harvesting": ("not available", "train.cuda_graphs launches the forwards and backwards of a step at once"),
     "expert_parallel": ("not available", "mixture of experts is not available"),
     "use_data_before_expert_parallelism": ("not available", "mixture of experts is not available"),
     "seq_parallel_communication_data_type": ("not available", "parallel.cp communicates in the computation's dtype"),
@@ -102,8 +103,8 @@ def add_deepspeed(document: Mapping[str, Any], imported: ImportedConfig) -> dict
                 verdict, reason = _REASONS.get(key, ("no effect", "the run behaves this way without it"))
                 imported.note(verdict, key, reason)
         else:
-            close = difflib.get_close_matches(key, [*_READ, *_KEPT, *_REASONS, *_UNSUPPORTED_TABLES], n=1, cutoff=0.75)
-            hint = f"; did you mean {close[0]}?" if close else ""
+            near = nearest_key(key)
+            hint = f"; did you mean {near}?" if near else ""
             imported.note("unknown", key, f"DeepSpeed has no such key{hint}")
     return rest
 

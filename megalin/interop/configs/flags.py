@@ -107,18 +107,19 @@ def parse_flags(words: Iterable[str]) -> dict[str, list[str]]:
     return flags
 
 
-def read_yaml(text: str, imported: ImportedConfig) -> dict[str, list[str]]:
-    """Flags of Megatron-LM's YAML: fields of its config classes in tables, or `MODEL_ARGS` with flags as keys.
-
-    Raises:
-        ConfigError: invalid YAML, or no table.
-    """
+def load_yaml(text: str, source: str) -> dict[Any, Any]:
+    """The table of a YAML. Raises ConfigError for invalid YAML, or no table."""
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{imported.source}: invalid YAML: {error}") from None
+        raise ConfigError(f"{source}: invalid YAML: {error}") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{imported.source}: not a table; give Megatron-LM's YAML of a run")
+        raise ConfigError(f"{source}: not a table; give the YAML of a run of Megatron-LM or gpt-neox")
+    return values
+
+
+def yaml_flags(values: Mapping[Any, Any]) -> dict[str, list[str]]:
+    """Flags of Megatron-LM's YAML: fields of its config classes in tables, or `MODEL_ARGS` with flags as keys."""
     flags: dict[str, list[str]] = {}
     tables = values.get("MODEL_ARGS")
     _add_table(tables if isinstance(tables, dict) else values, flags)

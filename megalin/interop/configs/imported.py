@@ -26,6 +26,8 @@ _TITLES: dict[Verdict, str] = {
 }
 
 
+_LOST: tuple[Verdict, ...] = ("differs", "not available", "unknown")
+"""Verdicts of settings that the config does not have."""
 _SOURCE = "config"
 _PLACEHOLDER = re.compile(r"\$\{(\w+)[^}]*\}|\$\(|`")
 
@@ -127,6 +129,15 @@ class ImportedConfig:
     def complete(self) -> bool:
         """True if nothing is left to fill in; valid after `check`."""
         return not any(note.verdict == "fill in" for note in self.notes)
+
+    def outcome(self) -> tuple[int, str]:
+        """Exit code and a line of text; valid after `check`. 0: the same run. 1: incomplete, or settings were lost."""
+        if not self.complete:
+            return 1, "values are missing; see above"
+        lost = sum(note.verdict in _LOST for note in self.notes)
+        if lost:
+            return 1, f"a complete config, but not the same run; settings substituted, not available or unknown: {lost}"
+        return 0, "a complete config"
 
     def report(self) -> list[str]:
         """All notes as lines of text, grouped by verdict; keys with the same text share a line."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import Any
 
-from megalin.interop.configs.flags import Flags, read_command, read_yaml
+from megalin.interop.configs.flags import Flags, read_command, yaml_flags
 from megalin.interop.configs.imported import ImportedConfig
 from megalin.interop.configs.megatron_model import add_model
 
@@ -44,18 +44,23 @@ def add_script(text: str, variables: Mapping[str, str], imported: ImportedConfig
     add_run(Flags(command.flags, imported), imported, ranks=_ranks(command.launcher))
 
 
-def add_yaml(text: str, imported: ImportedConfig) -> None:
-    """Reads the run of a file for --yaml-cfg, or of a file with flags under MODEL_ARGS.
+def add_yaml(values: Mapping[Any, Any], imported: ImportedConfig) -> None:
+    """Reads the run of a file for --yaml-cfg, or of a file with flags under MODEL_ARGS."""
+    add_run(Flags(yaml_flags(values), imported), imported, ranks=None)
 
-    Raises:
-        ConfigError: invalid YAML, or no table.
+
+def add_run(
+    flags: Flags,
+    imported: ImportedConfig,
+    *,
+    ranks: int | None,
+    model: Callable[[Flags, ImportedConfig], None] = add_model,
+) -> None:
+    """Reads every flag into the tables of a run; `ranks` is None if the launcher's words do not give them.
+
+    `model` reads the network.
     """
-    add_run(Flags(read_yaml(text, imported), imported), imported, ranks=None)
-
-
-def add_run(flags: Flags, imported: ImportedConfig, *, ranks: int | None) -> None:
-    """Reads every flag into the tables of a run; `ranks` is None if the launcher's words do not give them."""
-    add_model(flags, imported)
+    model(flags, imported)
     _add_mesh(flags, imported)
     _add_batch(flags, imported, ranks)
     _add_loop(flags, imported)
@@ -265,7 +270,7 @@ def _add_warmup_start(flags: Flags, imported: ImportedConfig, peak: float | None
 
 def _add_steps(flags: Flags, imported: ImportedConfig) -> int | None:
     """The steps of the schedule; if these exceed the steps of the run, the run stops early."""
-    steps, decay = (_steps(flags, imported, "train.steps", *names) for names in (_TRAIN, _DECAY))
+    steps, decay = _train_steps(flags, imported), _steps(flags, imported, "train.steps", *_DECAY)
     if steps is None:
         return None
     if decay is None or decay <= steps:
@@ -281,24 +286,46 @@ def _add_steps(flags: Flags, imported: ImportedConfig) -> int | None:
     return decay
 
 
+def _train_steps(flags: Flags, imported: ImportedConfig) -> int | None:
+    """Steps of the run: it ends at the earliest of the iterations, samples and tokens; None if none is given."""
+    found = {}
+    for place, name in enumerate(_TRAIN):
+        names = ["", "", ""]
+        names[place] = name
+        if (steps := _steps(flags, imported, "train.steps", *names)) is not None:
+            found[name] = steps
+    if not found:
+        return None
+    first = min(found, key=lambda name: found[name])
+    for name, steps in found.items():
+        if steps > found[first]:
+            imported.note("no effect", name, f"{steps} steps, but {first} ends the run after {found[first]}")
+    return found[first]
+
+
 def _steps(
-    flags: Flags, imported: ImportedConfig, key: str, iterations: str, samples: str, tokens: str = ""
+    flags: Flags, imported: ImportedConfig, key: str, iterations: str, samples: str = "", tokens: str = ""
 ) -> int | None:
-    """Steps for `key`, given as such or as samples or tokens, rounded as in Megatron-LM; None if not given."""
-    steps, count = flags.integer(iterations, key), flags.integer(samples, key)
-    num_tokens, batch = flags.integer(tokens, key) if tokens else None, imported.get("train.global_batch_size")
-    length = flags.integer("--seq-length", "data.sequence_length")
-    if count is None and num_tokens is not None and length:
-        count = num_tokens // length
-    if steps is not None or count is None:
+    """Steps for `key`, given as such, as samples (rounded down) or as tokens (rounded up); None if not given.
+
+    Tokens take precedence: Megatron-DeepSpeed counts them and ignores the others. An empty name is not read.
+    """
+    steps, count, num_tokens = (flags.integer(name, key) if name else None for name in (iterations, samples, tokens))
+    batch, length = imported.get("train.global_batch_size"), flags.integer("--seq-length", "data.sequence_length")
+    if num_tokens is not None and length is None:
+        imported.missing(key, tokens, "it counts tokens; the steps follow from --seq-length, which is missing")
+        num_tokens = None
+    if num_tokens is None and (steps is not None or count is None):
         return steps
     if batch is None:
-        name, unit = (samples, "samples") if flags.has(samples) else (tokens, "tokens")
+        name, unit = (samples, "samples") if num_tokens is None else (tokens, "tokens")
         imported.missing(
             key, name, f"it counts {unit}; the steps follow from train.global_batch_size, which is missing"
         )
         return None
-    return int(count // batch)
+    if num_tokens is not None:
+        return int(-(-num_tokens // (length * batch)))
+    return int((count or 0) // batch)
 
 
 def _add_data(flags: Flags, imported: ImportedConfig) -> None:

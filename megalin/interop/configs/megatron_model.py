@@ -8,7 +8,7 @@ from megalin.interop.configs.flags import Flags
 from megalin.interop.configs.imported import ImportedConfig
 
 _LAYERS = "model.layers"
-_NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
+_NORMS = ("layernorm", "rmsnorm")
 _OF_LAYERS = (
     "--num-layers",
     "--num-attention-heads",
@@ -69,11 +69,13 @@ def _untied(flags: Flags) -> str:
 
 def _norm(flags: Flags, imported: ImportedConfig) -> dict[str, Any]:
     kind, eps = flags.text("--normalization", "LayerNorm"), flags.number("--norm-epsilon")
+    norm = kind.lower()  # Megatron-DeepSpeed writes them in lower case
     old = flags.number("--layernorm-epsilon")
     eps = old if eps is None else eps
-    if kind not in _NORMS:
+    if norm not in _NORMS:
         imported.note("differs", f"--normalization {kind}", "layernorm instead")
-    return {"norm": _NORMS.get(kind, "layernorm"), "norm_eps": 1e-5 if eps is None else eps}
+        norm = "layernorm"
+    return {"norm": norm, "norm_eps": 1e-5 if eps is None else eps}
 
 
 def _attention(flags: Flags, imported: ImportedConfig, hidden: int | None, heads: int | None) -> dict[str, Any]:

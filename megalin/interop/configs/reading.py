@@ -9,8 +9,10 @@ from pathlib import Path
 
 from megalin.errors import ConfigError, StorageError
 from megalin.interop.configs.deepspeed import add_deepspeed, read_json
+from megalin.interop.configs.flags import load_yaml
 from megalin.interop.configs.imported import ImportedConfig
 from megalin.interop.configs.megatron import add_script, add_yaml
+from megalin.interop.configs.neox import add_neox, is_neox
 
 _LIMIT_BYTES = 16 << 20
 
@@ -26,8 +28,8 @@ def import_config(
     """Imports `source` as `output`; keys for DeepSpeed's engine go to `<output's stem>.deepspeed.json` next to it.
 
     Args:
-        source: the path of a shell script, of Megatron-LM's YAML or of a DeepSpeed JSON; a command; or "-" for a script
-            on standard input.
+        source: the path of a shell script, of a YAML of Megatron-LM or gpt-neox, or of a DeepSpeed JSON; a command;
+            or "-" for a script on standard input.
         output: the TOML to write; it must not exist.
         variables: values of the script's variables, and of its arguments by number.
         deepspeed_config: the JSON of a Megatron-DeepSpeed command.
@@ -45,7 +47,7 @@ def import_config(
         if deepspeed_config is not None:
             rest = add_deepspeed(read_json(_read(deepspeed_config), str(deepspeed_config)), imported)
         if name.endswith((".yaml", ".yml")):
-            add_yaml(text, imported)
+            _add_yaml(text, imported)
         else:
             add_script(text, variables, imported)
     kept = output.with_suffix(".deepspeed.json")
@@ -57,6 +59,20 @@ def import_config(
     if rest:
         _write(kept, json.dumps(rest, indent=2) + "\n")
     return imported
+
+
+def _add_yaml(text: str, imported: ImportedConfig) -> None:
+    """Reads a YAML by its own keys: gpt-neox's, or else Megatron-LM's."""
+    values = load_yaml(text, imported.source)
+    if isinstance(values.get("trainer"), dict) and isinstance(values.get("model"), dict):
+        raise ConfigError(
+            f"{imported.source}: NeMo's YAML (trainer, model) is not supported; its table model has Megatron-LM's "
+            "names: give these as flags in quotes"
+        )
+    if is_neox(values):
+        add_neox(values, imported)
+    else:
+        add_yaml(values, imported)
 
 
 def _text(source: str) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from megalin.interop.configs.deepspeed import add_deepspeed, read_json
 from megalin.interop.configs.imported import ImportedConfig
 from megalin.optim.adamw import OptimizerConfig
 from megalin.optim.schedule import ScheduleConfig, learning_rate
-from megalin.train.deepspeed_config import Owned, resolve_deepspeed
+from megalin.train.deepspeed_config import KNOWN, Owned, resolve_deepspeed
 from tests.train.test_deepspeed_config import REFUSED
 
 ZERO3 = {
@@ -232,3 +232,10 @@ def test_older_name_of_bf16_is_known():
 )
 def test_wandb_keeps_its_project(table, project):
     assert _read({"wandb": table})[0].get("logging.wandb_project") == project
+
+
+def test_no_key_of_deepspeed_is_unknown():
+    document = {key: {"enabled": True} for key in KNOWN - {"bfloat16"}}
+    imported = ImportedConfig("ds.json")
+    add_deepspeed(document, imported)
+    assert [note for note in imported.notes if note.verdict == "unknown"] == []

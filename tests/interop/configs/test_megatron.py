@@ -8,7 +8,7 @@ import yaml
 
 from megalin.config import parse
 from megalin.errors import ConfigError
-from megalin.interop.configs.flags import parse_flags, reasons
+from megalin.interop.configs.flags import load_yaml, parse_flags, reasons
 from megalin.interop.configs.imported import ImportedConfig
 from megalin.interop.configs.megatron import add_script, add_yaml
 from megalin.optim.schedule import learning_rate
@@ -351,7 +351,7 @@ def _yaml_of(flags):
 
 def test_yaml_gives_the_same_run_as_flags():
     imported = ImportedConfig("run.yaml")
-    add_yaml(_yaml_of(parse_flags(LLAMA3.split())), imported)
+    add_yaml(yaml.safe_load(_yaml_of(parse_flags(LLAMA3.split()))), imported)
     imported.check()
     assert imported.complete, imported.report()
     assert imported.values == _imported(LLAMA3).values
@@ -360,7 +360,7 @@ def test_yaml_gives_the_same_run_as_flags():
 @pytest.mark.parametrize(("fields", "zero"), [({}, 3), ({"torch_fsdp2_reshard_after_forward": False}, 2)])
 def test_yaml_turns_off_a_flag_with_no_inside_its_name(fields, zero):
     imported = ImportedConfig("run.yaml")
-    add_yaml(yaml.safe_dump({"use_torch_fsdp2": True, "torch_fsdp2_reshard_after_forward": True, **fields}), imported)
+    add_yaml({"use_torch_fsdp2": True, "torch_fsdp2_reshard_after_forward": True, **fields}, imported)
     assert imported.get("parallel.zero") == zero
     assert _notes(imported, "unknown") == {}
 
@@ -368,7 +368,7 @@ def test_yaml_turns_off_a_flag_with_no_inside_its_name(fields, zero):
 def test_yaml_of_flags():
     imported = ImportedConfig("model_config.yaml")
     flags = {name: " ".join(words) if words else True for name, words in parse_flags(SMALL.split()).items()}
-    add_yaml(yaml.safe_dump({"TEST_TYPE": "regular", "MODEL_ARGS": {**flags, "--bf16": False}}), imported)
+    add_yaml({"TEST_TYPE": "regular", "MODEL_ARGS": {**flags, "--bf16": False}}, imported)
     assert imported.values == _imported(SMALL).values
     assert _notes(imported, "unknown") == {}
 
@@ -376,7 +376,7 @@ def test_yaml_of_flags():
 @pytest.mark.parametrize(("text", "message"), [("a: [", "invalid YAML"), ("- 1", "not a table")])
 def test_bad_yaml_is_refused(text, message):
     with pytest.raises(ConfigError, match=f"run.yaml: {message}"):
-        add_yaml(text, ImportedConfig("run.yaml"))
+        load_yaml(text, "run.yaml")
 
 
 def test_no_flag_has_two_reasons_or_a_key():
