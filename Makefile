@@ -36,7 +36,7 @@ lint: $(INSTALLED)
 	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.cpu
 
 docs: $(INSTALLED)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 # One thread a process: several ranks share the cores, and idle OpenMP threads spin. A worker takes whole files, which
 # share what their first test makes, in the order of tests/conftest.py. Tests on a GPU need its memory for themselves.

@@ -7,11 +7,11 @@ does, so that a page reads the same in both.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import posixpath
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from pymdownx.slugs import slugify
+
+from megalin.commands.arguments.groups import DATA, GROUPS
+from megalin.commands.arguments.parser import build_parser
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(?<=\]\()[^)#:\s]+")
@@ -59,16 +62,21 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def command_reference() -> str:
     """Markdown of every command's help."""
-    overview = _help()
-    names = re.findall(r"^    ([a-z][\w-]*)(?: |$)", overview, re.MULTILINE)
-    sections = "".join(f"\n## megalin {name}\n\n```text\n{_help(name)}```\n" for name in names)
-    return f"# Command line\n\n```text\n{overview}```\n{sections}"
+    sections = [f"# Command line\n\n```text\n{_help()}```\n"]
+    for words, groups in (((), GROUPS), (("data",), DATA)):
+        for command in (command for group in groups.values() for command in group):
+            names = (*words, command.name)
+            sections.append(f"\n## megalin {' '.join(names)}\n\n```text\n{_help(*names)}```\n")
+    return "".join(sections)
 
 
 def _help(*command: str) -> str:
-    arguments = [sys.executable, "-m", "megalin", *command, "--help"]
-    environment = os.environ | {"COLUMNS": "100"}
-    return subprocess.run(arguments, cwd=ROOT, env=environment, check=True, capture_output=True, text=True).stdout
+    """What `megalin COMMAND --help` prints, in lines of 100 characters."""
+    os.environ["COLUMNS"] = "100"
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
+        build_parser().parse_args([*command, "--help"])
+    return output.getvalue()
 
 
 def _with_pages_of_folders(nav: Any) -> Any:
