@@ -12,6 +12,7 @@ from megalin.config import read_toml
 from megalin.errors import ConfigError, DataError
 from megalin.files import read_input
 from megalin.generation.decoder import grows
+from megalin.ladder.state import finished_runs
 from megalin.model.build import make_model
 from megalin.model.config import ModelConfig
 from megalin.model.language_model import LanguageModel
@@ -58,7 +59,9 @@ _START = _Line(0, 0.0, 0.0, None)
 
 
 def read_runs(folders: Sequence[str | Path], *, counts: Counts = "model", force: bool = False) -> list[MeasuredRun]:
-    """Reads run folders, and all runs in folders that contain some.
+    """Reads run folders, all runs in folders that contain some, and the finished ones of ladders.
+
+    Runs of a ladder have its names of the mixers.
 
     Args:
         counts: "paper" counts parameters and FLOPs by the paper's Table 1.
@@ -69,8 +72,8 @@ def read_runs(folders: Sequence[str | Path], *, counts: Counts = "model", force:
         DataError: a run without a held-out loss (after its last step, where its schedule decays), or metrics that are
             not finite or whose steps or tokens do not rise.
     """
-    paths = list(dict.fromkeys(path.resolve() for folder in folders for path in _run_folders(Path(folder))))
-    runs = [_read(path, counts) for path in paths]
+    found = {path.resolve(): name for folder in folders for path, name in _run_folders(Path(folder))}
+    runs = [_read(path, counts, name) for path, name in found.items()]
     if not force and (problems := list(differences(runs))):
         raise ConfigError(
             "these runs do not belong together:\n" + "\n".join(problems) + "\nfit those of one kind, or add --force"
@@ -109,11 +112,16 @@ def _identity(run: MeasuredRun) -> Iterator[tuple[str, str]]:
         yield "schedule.decay_steps", f"{round(20 * fraction) * 5} % of the steps"
 
 
-def _run_folders(folder: Path, levels: int = _MOST_LEVELS) -> list[Path]:
+def _run_folders(folder: Path, levels: int = _MOST_LEVELS) -> list[tuple[Path, str | None]]:
+    """The runs in a folder, with the names that a ladder gives their mixers."""
+    if (of_ladder := finished_runs(folder)) is not None:
+        if not of_ladder:
+            raise ConfigError(f"{folder}: no run of this ladder has ended yet; run megalin ladder first")
+        return [*of_ladder]
     if _is_run(folder):
-        return [folder]
+        return [(folder, None)]
     inner = sorted(entry for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() and levels else []
-    found = [path for entry in inner for path in _run_folders(entry, levels - 1)]
+    found = [run for entry in inner for run in _run_folders(entry, levels - 1)]
     if not found and levels == _MOST_LEVELS:
         raise ConfigError(f"{folder}: no run in this folder (config.toml and metrics.jsonl); give folders of runs")
     return found
@@ -123,7 +131,8 @@ def _is_run(folder: Path) -> bool:
     return (folder / "config.toml").is_file() and (folder / "metrics.jsonl").is_file()
 
 
-def _read(path: Path, counts: Counts) -> MeasuredRun:
+def _read(path: Path, counts: Counts, name: str | None) -> MeasuredRun:
+    """`name`: of its mixer, if a ladder gives one."""
     config = load_run_config(path / "config.toml", [])
     if not isinstance(config.model, ModelConfig):
         raise ConfigError(f"{path}: an encoder, whose loss is of masked tokens; give runs of decoders")
@@ -136,7 +145,7 @@ def _read(path: Path, counts: Counts) -> MeasuredRun:
         parameters, flops_per_token = paper_counts(config.model, length)
     lines = list(_lines(path, flops_per_token, own=counts == "model"))
     root, before = _origin(path, flops_per_token, own=counts == "model")
-    mixer = mixer_name(config.model)
+    mixer = name or mixer_name(config.model)
     state = None if grows(model) else model.state_bytes()
     points = [
         Point(parameters, before.tokens + line.tokens, line.loss, before.flops + line.flops, mixer, state, str(root))

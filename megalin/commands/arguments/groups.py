@@ -24,7 +24,7 @@ GROUPS: Mapping[str, Sequence[Command]] = {
         results.INSPECT,
     ),
     "models and hardware": (models.PARAMS, models.PLAN, models.COORDINATE_CHECK),
-    "scaling laws and papers": (models.FIT, models.REPRODUCE),
+    "scaling laws and papers": (models.LADDER, models.FIT, models.REPRODUCE),
     "other libraries": (interchange.EXPORT, interchange.IMPORT),
     "shell": (shell.COMPLETION,),
 }

@@ -1,4 +1,4 @@
-"""Arguments of the commands about models without a run: params, plan, coordinate-check, fit, reproduce."""
+"""Arguments of the commands about models without a run: params, plan, coordinate-check, ladder, fit, reproduce."""
 
 from __future__ import annotations
 
@@ -56,6 +56,21 @@ def _coordinate_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate at every width (1e-3)")
     parser.add_argument("--png", type=Path, metavar="FILE", help="write a picture")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _ladder(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("ladder", type=Path, help="a ladder's file, such as examples/scaling_laws/tiny.toml")
+    parser.add_argument("--folder", type=Path, help="folder of the runs (runs/<name of the file>); it goes on there")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--dry-run", action="store_true", help="print the plan with FLOPs, hours and memory, and end")
+    shown.add_argument("--status", action="store_true", help="print the state of every run, and end")
+    parser.add_argument("--rung", type=int, action="append", metavar="K", help="only this rung of the plan; repeatable")
+    parser.add_argument("--mixer", action="append", metavar="NAME", help="only this mixer; repeatable")
+    parser.add_argument("--processes", type=int, default=1, help="rungs at a time (1); GPUs are shared among them")
+    budget = parser.add_mutually_exclusive_group()
+    budget.add_argument("--budget", type=float, metavar="FLOPS", help="only the smallest sizes that fit these FLOPs")
+    budget.add_argument("--gpu-hours", type=float, metavar="H", help="only the smallest sizes that fit, by the planner")
+    parser.add_argument("--gpu", default="h100", help=f"GPU of the planner's hours: {', '.join(GPUS)} (h100)")
 
 
 def _fit(parser: argparse.ArgumentParser) -> None:
@@ -124,6 +139,16 @@ COORDINATE_CHECK = Command(
     _coordinate_check,
     "coordinate_check",
     "megalin coordinate-check tnl-70m --widths 64 128 256 --png growth.png",
+)
+LADDER = Command(
+    "ladder",
+    "train the runs of a scaling-law ladder, or plan it",
+    _ladder,
+    "ladder",
+    """\
+megalin ladder ladder.toml --dry-run
+megalin ladder ladder.toml --gpu-hours 4 --processes 2
+megalin ladder ladder.toml --status""",
 )
 FIT = Command(
     "fit",
