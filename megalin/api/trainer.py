@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+import torch
+
 from megalin.api.arguments import RunSource, read_run
 from megalin.errors import ConfigError
 from megalin.evaluation.in_loop import LoopTaskRunner
@@ -14,7 +16,7 @@ from megalin.launch import adopt_launcher, launched
 from megalin.parallel.agreement import distributed
 from megalin.parallel.mesh import check_device
 from megalin.parallel.process_group import compute_device, process_group
-from megalin.planner.check import check_memory
+from megalin.planner.check import DeviceType, check_memory
 from megalin.train.config import RunConfig, check_launch
 from megalin.train.hardware import device_memory_bytes
 from megalin.train.loop import TrainResult, train
@@ -54,7 +56,7 @@ class Trainer:
 
         Args:
             hooks: called after each update of the weights, the same on every rank.
-            memory_check: refuse a run whose estimated memory exceeds that of the GPUs.
+            memory_check: print an estimate of a rank's memory, and refuse a run that exceeds it.
 
         Returns:
             Finished steps, the last loss, the evaluation of the validation split, and the results of tasks.
@@ -73,10 +75,19 @@ class Trainer:
         check_launch(self.config, world_size)
         check_device(self.config.parallel, device.type)
         if memory_check:
-            check_memory(self.config, world_size, device_memory_bytes(device), hooks)
+            _check_memory(self.config, world_size, device, hooks)
         tasks = LoopTaskRunner() if self.config.evaluation.tasks else None
         with process_group(device):
             return train(self.config, device, self.folder, hooks=hooks, tasks=tasks)
+
+
+def _check_memory(config: RunConfig, world_size: int, device: torch.device, hooks: Sequence[UpdateHook]) -> None:
+    """Refuses a run that does not fit, and prints the estimate on rank 0 if there is one."""
+    memory = device_memory_bytes(device)
+    kind: DeviceType = "cpu" if device.type == "cpu" else "cuda"
+    estimate = check_memory(config, world_size, memory, hooks, device=kind)
+    if estimate is not None and memory is not None and launched().rank == 0:
+        print(f"memory: about {estimate / 2**30:.1f} of {memory / 2**30:.1f} GiB a rank", flush=True)
 
 
 def _new_name() -> str:
