@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from typing import Any
@@ -205,6 +206,22 @@ def test_softmax_model_of_a_run_refuses_prompts_beyond_its_positions(model: mega
     limited = megalin.CausalLM(model.language_model, max_positions=10)
     with pytest.raises(ConfigError, match="prompt 0 has 8 tokens; with 3 new ones that is more than the 10 positions"):
         limited.generate([1] * 8, max_tokens=3)
+
+
+def test_copies_int32_ids_and_autocast(model: megalin.CausalLM):
+    tokens = ids()
+    other = copy.deepcopy(model)
+    other.load_state_dict(model.state_dict())
+    expected = model(tokens, labels=tokens).loss
+    assert torch.equal(other(tokens.int(), labels=tokens.int()).loss, expected)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(model(tokens, labels=tokens).loss, expected, atol=0.05, rtol=0.0)
+
+
+@pytest.mark.slow
+def test_compiled_model_has_the_same_loss(model: megalin.CausalLM):
+    compiled = torch.compile(model, backend="eager")
+    assert torch.equal(compiled(ids(), labels=ids()).loss, model(ids(), labels=ids()).loss)
 
 
 def test_config_of_a_model_is_a_decoder_s(model: megalin.CausalLM):
