@@ -5,44 +5,21 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import torch
-
-from megalin.evaluation.in_loop import LoopTaskRunner
+from megalin.api.trainer import Trainer
 from megalin.launch import launched
-from megalin.parallel.agreement import rank
-from megalin.parallel.mesh import check_device
-from megalin.parallel.process_group import compute_device, process_group
-from megalin.planner.check import DeviceType, check_memory
-from megalin.train.config import RunConfig, check_launch, load_run_config
-from megalin.train.hardware import device_memory_bytes
-from megalin.train.loop import TrainResult, train
+from megalin.train.config import load_run_config
+from megalin.train.loop import TrainResult
 from megalin.train.tasks import task_lines
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command and returns the exit code."""
-    config = load_run_config(arguments.config, arguments.overrides)
-    world_size, device = launched().world_size, compute_device()
-    check_launch(config, world_size)
-    check_device(config.parallel, device.type)
-    if not arguments.no_memory_check:
-        _check_memory(config, world_size, device)
     path = arguments.folder or Path("runs") / Path(arguments.config).stem
-    with process_group(device):
-        tasks = LoopTaskRunner() if config.evaluation.tasks else None
-        result = train(config, device, path, tasks=tasks)
-        if rank() == 0:
-            _print_result(result, path, config.train.steps)
+    trainer = Trainer(load_run_config(arguments.config, arguments.overrides), path)
+    result = trainer.train(memory_check=not arguments.no_memory_check)
+    if launched().rank == 0:
+        _print_result(result, path, trainer.config.train.steps)
     return 0
-
-
-def _check_memory(config: RunConfig, world_size: int, device: torch.device) -> None:
-    """Refuses a run that does not fit, and prints the estimate on rank 0 if there is one."""
-    memory = device_memory_bytes(device)
-    kind: DeviceType = "cpu" if device.type == "cpu" else "cuda"
-    estimate = check_memory(config, world_size, memory, device=kind)
-    if estimate is not None and launched().rank == 0:
-        print(f"memory: about {estimate / 2**30:.1f} of {memory / 2**30:.1f} GiB a rank", flush=True)
 
 
 def _print_result(result: TrainResult, path: Path, steps: int) -> None:

@@ -146,9 +146,10 @@ LADDER = Command(
     _ladder,
     "ladder",
     """\
-megalin ladder ladder.toml --dry-run
-megalin ladder ladder.toml --gpu-hours 4 --processes 2
-megalin ladder ladder.toml --status""",
+megalin ladder examples/scaling_laws/tiny.toml --dry-run
+megalin ladder examples/scaling_laws/tiny.toml --processes 2
+megalin ladder examples/scaling_laws/ladder.toml --mixer TNL --gpu-hours 0.5
+megalin ladder examples/scaling_laws/ladder.toml --status""",
 )
 FIT = Command(
     "fit",
