@@ -177,11 +177,16 @@ def _describe(cls: type[Config], detail: Any) -> Iterator[str]:
 
 
 def _key_hint(owner: type[Config] | None, key: str, value: Any) -> str:
-    """The remedy for an unknown key of `owner`: the present name of a renamed key, else a near miss."""
+    """The remedy for an unknown key of `owner`: the present name of a renamed key, else the key in a table of
+    `owner`, else a near miss."""
     if owner is None:
         return "remove it"
     present = [renamed.key for path, renamed in RENAMED.items() if path.rpartition(".")[2] == key]
     if not present or present[0] not in owner.model_fields:
+        tables = {name: _config_in(field.annotation) for name, field in owner.model_fields.items()}
+        for name, table in tables.items():
+            if isinstance(table, type) and issubclass(table, Config) and key in table.model_fields:
+                return f"did you mean '{name}.{key}'?"
         return suggest(key, list(owner.model_fields))
     new_value = _present_value(owner, present[0], value)
     return f"did you mean {present[0]!r}" + (f" with the value {new_value!r}?" if new_value else "?")

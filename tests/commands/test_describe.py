@@ -85,6 +85,10 @@ def test_config_prints_a_config_or_the_schema(config, fails):
     assert "give a config file, or --schema" in fails(2, "config", config, "--schema")
 
 
+def test_a_key_without_its_table_is_completed(config, fails):
+    assert "steps: unknown key; did you mean 'train.steps'?" in fails(2, "config", config, "steps=40")
+
+
 def test_a_shell_completes_commands_and_options(capsys, tmp_path):
     assert main(["completion", "bash"]) == 0
     (tmp_path / "completion").write_text(capsys.readouterr().out)

@@ -189,7 +189,7 @@ def refusals(source, tmp_path_factory) -> dict[str, str]:
         for name, (overrides, _) in REFUSED.items()
     }
     (messages,) = run_ranks(1, _runs, config, calls)
-    assert [path for path in calls if list((path / "checkpoints").iterdir())] == []
+    assert [path for path in calls if path.exists()] == []
     return dict(zip(REFUSED, messages, strict=True))
 
 

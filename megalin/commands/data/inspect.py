@@ -44,6 +44,8 @@ def _print(summary: ShardSummary) -> None:
             value = ", ".join(f"{key} {number:g}" for key, number in value._asdict().items())
         if name == "label_fraction" and value is not None:
             value = f"{value:.2%}"
+        if name == "first_tokens" and summary.first_text is not None:
+            continue  # the text stands below; --json has both
         if value is not None:
             # Text, not markup: a corpus may contain brackets, and control characters must not reach the terminal.
             shown = value if name != "first_text" else "".join(c if c.isprintable() else repr(c)[1:-1] for c in value)
