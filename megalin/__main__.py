@@ -1,13 +1,15 @@
-"""The command line: python -m megalin COMMAND, for example train, plan or report (megalin/commands)."""
+"""The command line: megalin COMMAND or python -m megalin COMMAND, for example train, plan or report."""
 
 from __future__ import annotations
 
-import argparse
 import gc
+import importlib
 import logging
 import os
 import sys
+from collections.abc import Callable
 
+from megalin.commands.arguments.parser import build_parser
 from megalin.errors import MegalinError
 from megalin.launch import adopt_launcher
 
@@ -15,7 +17,6 @@ from megalin.launch import adopt_launcher
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command and returns the exit code (errors.py). A MegalinError is printed without a traceback."""
     try:
-        adopt_launcher()
         return _command(arguments)
     except MegalinError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -23,28 +24,37 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _command(arguments: list[str] | None) -> int:
-    from megalin.commands import COMMANDS  # imports torch: seconds that a bad launch need not wait for
-
-    if not gc.isenabled():  # disabled by run() until torch is imported
-        gc.freeze()
-        gc.enable()
-    parser = argparse.ArgumentParser(
-        prog="megalin", description="Distributed pretraining of linear-complexity language models."
-    )
-    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # deepspeed passes LOCAL_RANK as an option too
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, command in COMMANDS.items():
-        command.add_arguments(commands.add_parser(name, help=command.help, description=command.help))
+    parser = build_parser()
     # argparse does not accept key=value arguments after an option; parse_known_args returns them in `rest`.
     parsed, rest = parser.parse_known_args(arguments)
+    if parsed.command is None:
+        if rest:
+            parsed.overview.error(f"unrecognized arguments: {' '.join(rest)}")
+        parsed.overview.print_help()
+        return 0
     if rest and (any(argument.startswith("-") for argument in rest) or not hasattr(parsed, "overrides")):
         hint = "; write keys of the config as parallel.tp=2" if hasattr(parsed, "overrides") else ""
         parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     elif rest:
         parsed.overrides = [*parsed.overrides, *rest]
+    if parsed.command.adopts_launcher:
+        adopt_launcher()
+    command = importlib.import_module(f"megalin.commands.{parsed.command.module}")  # most import torch, for seconds
+    if not gc.isenabled():  # disabled by run() until the modules are imported
+        gc.freeze()
+        gc.enable()
     # A tensor sharded over two axes is gathered by two all-gathers; torch warns of it at every checkpoint and report.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    return COMMANDS[parsed.command].run(parsed)
+    return int(command.run(parsed))
+
+
+def data_command(name: str) -> Callable[[list[str] | None], int]:
+    """The main function of a file in tools/ that runs `megalin data NAME`."""
+
+    def run_command(arguments: list[str] | None = None) -> int:
+        return main(["data", name, *(sys.argv[1:] if arguments is None else arguments)])
+
+    return run_command
 
 
 def run() -> None:

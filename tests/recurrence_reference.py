@@ -76,6 +76,10 @@ def _selected(config: Any, weights: Weights, x: Tensor, k: Tensor) -> tuple[Tens
         decay = torch.sigmoid(g) ** (1.0 / (config.temperature or 16.0))
     elif form == "double_exp":
         decay = torch.exp(-torch.exp(g))
+    elif form == "power":
+        power = weights["full_precision.a_log"].exp().unflatten(0, (config.num_heads, -1)) * torch.sigmoid(g)
+        # 1 - A^2 = 2 A sinh(power) without cancellation for decays near 1.
+        return torch.exp(-power), k * torch.sqrt(2.0 * torch.exp(-power) * torch.sinh(power))
     else:
         decay = torch.exp(-weights["full_precision.a_log"].exp()[:, None] * softplus)
     return decay, k * {"none": 1.0, "complement": 1.0 - decay, "selection": softplus}[config.input_gate]

@@ -50,12 +50,6 @@ def _sources(*folders: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in paths)
 
 
-def _problems(check: Check, paths: list[str]) -> list[str]:
-    return [
-        f"{path}:{problem}" for path in paths for problem in check(ast.parse((ROOT / path).read_text("utf-8"), path))
-    ]
-
-
 def _dotted(node: ast.AST, aliases: dict[str, str]) -> str:
     """The full dotted name of `a.b.c`, with what the file calls `a` resolved; "" for anything else."""
     if isinstance(node, ast.Name):
@@ -278,57 +272,56 @@ def test_files_are_short():
     assert {path: lines for path, lines in lengths.items() if lines > MAX_FILE_LINES} == {}
 
 
-def test_functions_are_short():
-    assert _problems(long_functions, _sources("megalin", "tools", "examples", "tests")) == []
+def _class_names(tree: ast.Module) -> list[str]:
+    return [node.name for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
 
 
-def test_files_say_what_they_own():
-    assert _problems(missing_docstring, _sources("megalin", "tools", "examples", "csrc")) == []
-
-
-def test_docstrings_begin_with_a_noun_or_a_verb():
-    assert _problems(clause_docstrings, _sources("megalin", "tools", "examples", "csrc", "tests")) == []
-
-
-def test_public_names_hold_no_retired_word():
-    assert _problems(retired_words, _sources("megalin", "tools", "csrc")) == []
-
-
-def _class_names_twice(trees: dict[str, ast.Module]) -> dict[str, list[str]]:
-    """The public classes of the same name, with their files."""
-    places = defaultdict(list)
-    for path, tree in trees.items():
-        for node in tree.body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places[node.name].append(path)
-    return {name: paths for name, paths in places.items() if len(paths) > 1}
+def _twice(places: dict[str, list[str]]) -> list[str]:
+    return [f"{name}: {', '.join(paths)}" for name, paths in places.items() if len(paths) > 1]
 
 
 def test_planted_class_name_is_found_twice():
-    trees = {path: ast.parse("class A: ...\nclass _B: ...\n") for path in ("a.py", "b.py")}
-    assert _class_names_twice(trees) == {"A": ["a.py", "b.py"]}
+    names = _class_names(ast.parse("class A: ...\nclass _B: ...\n"))
+    assert _twice({name: ["a.py", "b.py"] for name in names} | {"C": ["c.py"]}) == ["A: a.py, b.py"]
 
 
-def test_no_public_class_name_stands_twice():
-    paths = _sources("megalin", "tools", "csrc")
-    assert _class_names_twice({path: ast.parse((ROOT / path).read_text("utf-8")) for path in paths}) == {}
+def _applies(path: str, folders: tuple[str, ...], excluded: tuple[str, ...]) -> bool:
+    return path.startswith(folders) and not path.startswith(excluded)
 
 
-def test_layers_and_models_name_no_rank_and_no_collective():
-    assert _problems(rank_names, _sources("megalin/layers", "megalin/model")) == []
+CODE = ("megalin/", "tools/", "examples/", "csrc/", "setup.py")
+RULES: dict[Check, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    long_functions: (("megalin/", "tools/", "examples/", "tests/"), ()),
+    missing_docstring: (CODE, ("setup.py",)),
+    clause_docstrings: ((*CODE, "tests/"), ("setup.py",)),
+    retired_words: (("megalin/", "tools/", "csrc/"), ()),
+    rank_names: (("megalin/layers/", "megalin/model/"), ()),
+    distributed_imports: (("megalin/",), KNOW_RANKS),
+    unsafe_calls: (CODE, ()),
+    broad_excepts: (CODE, ()),
+}
+"""Folders whose files keep a rule, and those of them that need not."""
 
 
-def test_only_parallel_checkpoint_optim_and_train_import_distributed():
-    others = [path for path in _sources("megalin") if not path.startswith(KNOW_RANKS)]
-    assert _problems(distributed_imports, others) == []
+@pytest.fixture(scope="module")
+def problems() -> dict[object, list[str]]:
+    """Violations of each rule, and the public classes of one name: every file is parsed once."""
+    found: dict[object, list[str]] = {check: [] for check in RULES}
+    classes: dict[str, list[str]] = defaultdict(list)
+    for path in [*_sources("megalin", "tools", "examples", "csrc", "tests"), "setup.py"]:
+        tree = ast.parse((ROOT / path).read_text("utf-8"), path)
+        for check, folders in RULES.items():
+            if _applies(path, *folders):
+                found[check] += [f"{path}:{problem}" for problem in check(tree)]
+        if path.startswith(("megalin/", "tools/", "csrc/")):
+            for name in _class_names(tree):
+                classes[name].append(path)
+    return found | {"classes": _twice(classes)}
 
 
-def test_no_unsafe_calls():
-    assert _problems(unsafe_calls, [*_sources("megalin", "tools", "examples", "csrc"), "setup.py"]) == []
-
-
-def test_no_broad_excepts():
-    assert _problems(broad_excepts, [*_sources("megalin", "tools", "examples", "csrc"), "setup.py"]) == []
+@pytest.mark.parametrize("rule", [*RULES, "classes"], ids=lambda rule: getattr(rule, "__name__", rule))
+def test_files_keep_the_rule(rule, problems):
+    assert problems[rule] == []
 
 
 def _assert_acyclic(imported: dict[str, set[str]]) -> None:

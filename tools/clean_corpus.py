@@ -1,71 +1,10 @@
-"""Cleans a corpus by a selection of rules, and reports the effect of each."""
+"""A corpus cleaned by rules: `megalin data clean`."""
 
-from __future__ import annotations
-
-import argparse
 import sys
 
-from corpus_arguments import corpus_parser
+from megalin.__main__ import data_command
 
-from megalin.data.corpus import cleaning, inputs
-from megalin.data.corpus.progress import shown_progress
-from megalin.data.corpus.rules import RULES
-from megalin.errors import exit_code
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the tool; returns 0, or the exit code of the printed error."""
-    args = _parser().parse_args(arguments)
-    return exit_code(lambda: _run(args))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = corpus_parser(__doc__)
-    add = parser.add_argument
-    add("--rules", nargs="+", default=list(RULES), metavar="RULE", help="rules to apply")
-    add("--no-preserve-markup", action="store_true", help="clean Markdown and LaTeX like prose")
-    add(
-        "--languages",
-        nargs="+",
-        default=[],
-        metavar="CODE",
-        help="keep documents in these languages (en zh ...); none: all",
-    )
-    add(
-        "--least-characters",
-        type=int,
-        default=1,
-        help="least characters of a cleaned document; shorter ones are left out",
-    )
-    return parser
-
-
-def _run(args: argparse.Namespace) -> None:
-    options = cleaning.CleanOptions(
-        json_key=args.json_key,
-        output_prefix=args.output_prefix,
-        rules=args.rules,
-        preserve_markup=not args.no_preserve_markup,
-        languages=args.languages,
-        least_characters=args.least_characters,
-        compression=args.compress,
-        workers=args.workers,
-        limit_bytes=args.max_document_bytes,
-        resume=args.resume,
-    )
-    paths = inputs.expand_inputs(args.input)
-    total_bytes = sum(path.stat().st_size for path in paths)
-    with shown_progress("cleaning", total_bytes, interval=args.log_interval) as report_progress:
-        report = cleaning.clean(paths, options, on_progress=report_progress)
-    for name, rule in report.rules.items():
-        print(f"{name}: {rule.documents} documents, {rule.removed_bytes} bytes removed")
-        for example in rule.examples[:1]:
-            print(f"    {example.before!a} -> {example.after!a}")
-    for kind, count in report.bad_lines.items():
-        print(f"left out: {count} x {kind}", file=sys.stderr)
-    left_out = f"{report.too_short} too short, {report.other_language} in other languages"
-    print(f"{report.written_documents} of {report.documents} documents ({left_out}): {len(report.files)} files")
-
+main = data_command("clean")
 
 if __name__ == "__main__":
     sys.exit(main())

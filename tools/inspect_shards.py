@@ -1,65 +1,10 @@
-"""Prints a summary of a token shard, or its defect in one line."""
+"""Summary of a token shard: `megalin data inspect`."""
 
-from __future__ import annotations
-
-import argparse
-import json
 import sys
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from megalin.__main__ import data_command
 
-from megalin.data.shards.inspection import ShardSummary, inspect_shard, validate_shard
-from megalin.data.tokenizers.tokenizer import load_tokenizer
-from megalin.errors import ConfigError, exit_code
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the tool; returns 0, or the exit code of the printed error."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    add = parser.add_argument
-    add("prefix", help="path of the shard without .bin and .idx")
-    add("--json", action="store_true", help="print one JSON object")
-    add("--tokenizer-model", help='path of a tokenizer.json, or "bytes"; decodes the first tokens')
-    add("--validate", action="store_true", help="check every token id against --vocab-size")
-    add("--vocab-size", type=int, help="vocabulary size for --validate (default: the tokenizer's)")
-    args = parser.parse_args(arguments)
-    return exit_code(lambda: _run(args))
-
-
-def _run(args: argparse.Namespace) -> None:
-    tokenizer = load_tokenizer(args.tokenizer_model) if args.tokenizer_model else None
-    if args.vocab_size is not None and not args.validate:
-        raise ConfigError("--vocab-size has no effect without --validate; add --validate")
-    if args.validate:
-        vocab_size = args.vocab_size if args.vocab_size is not None else tokenizer and tokenizer.vocab_size
-        if vocab_size is None or vocab_size < 1:
-            raise ConfigError("--validate needs --vocab-size V of at least 1, or --tokenizer-model")
-        validate_shard(args.prefix, vocab_size=vocab_size)
-    summary = inspect_shard(args.prefix, tokenizer)
-    if args.json:
-        lengths = summary.lengths and summary.lengths._asdict()
-        print(json.dumps({**summary._asdict(), "lengths": lengths, "validated": args.validate}))
-    else:
-        _print(summary)
-        if args.validate:
-            print(f"all {summary.tokens} token ids are below {vocab_size}")
-
-
-def _print(summary: ShardSummary) -> None:
-    table = Table(show_header=False)
-    for name, value in summary._asdict().items():
-        if name == "lengths" and value is not None:
-            value = ", ".join(f"{key} {number:g}" for key, number in value._asdict().items())
-        if name == "label_fraction" and value is not None:
-            value = f"{value:.2%}"
-        if value is not None:
-            # Text, not markup: a corpus may contain brackets, and control characters must not reach the terminal.
-            shown = value if name != "first_text" else "".join(c if c.isprintable() else repr(c)[1:-1] for c in value)
-            table.add_row(name, Text(str(shown), overflow="fold"))
-    Console().print(table)
-
+main = data_command("inspect")
 
 if __name__ == "__main__":
     sys.exit(main())

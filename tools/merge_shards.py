@@ -1,53 +1,10 @@
-"""Merges shards into one, or splits one by documents, in constant memory."""
+"""Shards merged into one, or one split: `megalin data merge`."""
 
-from __future__ import annotations
-
-import argparse
 import sys
-from pathlib import Path
 
-from megalin.data.shards.merging import WrittenShard, merge_shards, split_shard
-from megalin.errors import ConfigError, exit_code
+from megalin.__main__ import data_command
 
-
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the tool; returns 0, or the exit code of the printed error."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    add = parser.add_argument
-    add("--input", nargs="+", required=True, help="prefixes of shards; a folder stands for all its shards, by name")
-    add("--output-prefix", required=True, help="prefix of the new shard; with --split <prefix>_0, <prefix>_1, ...")
-    add("--split", metavar="W,W,...", help="split the single input in proportion to these weights of documents")
-    args = parser.parse_args(arguments)
-    return exit_code(lambda: _run(args))
-
-
-def _run(args: argparse.Namespace) -> None:
-    for shard in _write(args):
-        print(f"{shard.prefix}: {shard.documents} documents, {shard.sequences} sequences, {shard.tokens} tokens")
-
-
-def _write(args: argparse.Namespace) -> list[WrittenShard]:
-    prefixes = [prefix for name in args.input for prefix in _prefixes(name)]
-    if args.split is None:
-        return [merge_shards(prefixes, args.output_prefix)]
-    if len(prefixes) != 1:
-        raise ConfigError(f"--split needs a single shard, but --input names {len(prefixes)}; merge them first")
-    try:
-        weights = [float(weight) for weight in args.split.split(",")]
-    except ValueError:
-        raise ConfigError(f"--split {args.split}: give comma-separated numbers, as 969,30,1") from None
-    outputs = [f"{args.output_prefix}_{number}" for number in range(len(weights))]
-    return split_shard(prefixes[0], outputs, weights)
-
-
-def _prefixes(name: str) -> list[str]:
-    if not Path(name).is_dir():
-        return [name]
-    found = sorted(str(path.with_suffix("")) for path in Path(name).glob("*.idx"))
-    if not found:
-        raise ConfigError(f"--input {name}: no .idx file in this folder; give prefixes, or a folder of shards")
-    return found
-
+main = data_command("merge")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import gzip
+import os
 import platform
 import subprocess
 import sys
@@ -152,13 +153,15 @@ def main() -> int:
     """Collects the corpus into a folder and prints the size of each source."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--sources", type=Path, default=Path(__file__).with_name("corpus.toml"))
+    known = os.environ.get("CORPUS_SOURCES", str(Path(__file__).with_name("corpus.toml"))).split(os.pathsep)
+    listing = "lists of packages (CORPUS_SOURCES, or corpus.toml)"
+    parser.add_argument("--sources", type=Path, nargs="+", default=[Path(name) for name in known], help=listing)
     parser.add_argument("--packages", type=Path, help="folder of downloaded packages (FOLDER/packages)")
     parser.add_argument("--share", type=float, default=1.0, help="fraction of the documents to use (1.0)")
     arguments = parser.parse_args()
     packages = arguments.packages or arguments.folder / "packages"
-    with arguments.sources.open("rb") as file:
-        listed = [Source(**table) for table in tomllib.load(file)["sources"]]
+    tables = [table for path in arguments.sources for table in tomllib.loads(path.read_text("utf-8"))["sources"]]
+    listed = [Source(**table) for table in tables]
     found = [*sources(Path(sysconfig.get_path("stdlib"))), *help_topics()]
     notes = [f"Python {platform.python_version()}: PSF-2.0"]
     _print_size("Python's standard library", found)

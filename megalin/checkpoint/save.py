@@ -13,7 +13,7 @@ import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ def save(
     tensors: Mapping[str, Tensor],
     state: Mapping[str, Any],
     keep_latest: int | None = None,
+    keep_steps: Collection[int] = (),
     file_bytes: int = FILE_BYTES,
 ) -> Path:
     """Publishes `root/step-<step>`; all ranks call it, with the same root on a shared file system.
@@ -62,6 +63,7 @@ def save(
             must be equal on all ranks that have the name.
         state: JSON values; rank 0's are saved.
         keep_latest: number of checkpoints up to this step to keep; older ones are removed after this one is published.
+        keep_steps: steps whose checkpoints are neither removed nor counted.
         file_bytes: largest size of a file.
 
     Returns:
@@ -85,7 +87,7 @@ def save(
             publish = partial(_publish, temporary, target, step, document)
             _write(tensors, SafetensorsWriter(temporary, publish, file_bytes=file_bytes), temporary)
             if rank() == 0 and keep_latest is not None:
-                _prune(target, step, keep_latest)
+                _prune(target, step, keep_latest, keep_steps)
     finally:
         for lock in locks:
             lock.release()
@@ -187,12 +189,13 @@ def _publish(temporary: Path, target: Path, step: int, document: bytes, files: d
         sync_directory(target.parent)
 
 
-def _prune(target: Path, step: int, keep_latest: int) -> None:
-    """Removes all but the newest `keep_latest` checkpoints up to this step; later ones (another run's past) stay."""
+def _prune(target: Path, step: int, keep_latest: int, keep_steps: Collection[int]) -> None:
+    """Removes all but `keep_steps` and the newest `keep_latest` of the other checkpoints up to this step; later ones
+    (another run's past) stay."""
     try:
         steps = (directory_step(entry.name) for entry in target.parent.iterdir())
-        past = sorted((number for number in steps if number is not None and number <= step), reverse=True)
-        for number in past[keep_latest:]:
+        past = {number for number in steps if number is not None and number <= step}
+        for number in sorted(past.difference(keep_steps), reverse=True)[keep_latest:]:
             old = target.with_name(step_directory(number))
             # Renamed first: a half-removed directory must not look like a checkpoint.
             doomed = old.with_name(f"{_TEMPORARY_PREFIX}pruned-{old.name}-{secrets.token_hex(4)}")

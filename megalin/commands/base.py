@@ -1,12 +1,12 @@
-"""The type of a command, and the config that its arguments name."""
+"""The config, checkpoints and mesh that a command's arguments name."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megalin.config import apply_overrides, parse
 from megalin.errors import ConfigError
@@ -17,23 +17,8 @@ from megalin.train.config_file import read_config, resolve
 from megalin.train.open_run import Steps
 
 
-class Command(NamedTuple):
-    """A command: its help, its arguments, and a function that runs it and returns the exit code."""
-
-    help: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
-
-
-def add_step_options(parser: argparse.ArgumentParser) -> None:
-    """Adds --step N and --all-steps, of which `steps_option` returns the choice."""
-    steps = parser.add_mutually_exclusive_group()
-    steps.add_argument("--step", type=int, metavar="N", help="the checkpoint after N steps (the newest one)")
-    steps.add_argument("--all-steps", action="store_true", help="every checkpoint")
-
-
 def steps_option(arguments: argparse.Namespace) -> Steps:
-    """The checkpoints that the options of `add_step_options` select."""
+    """The checkpoints that --step or --all-steps select."""
     if arguments.all_steps:
         return "all"
     return "newest" if arguments.step is None else int(arguments.step)

@@ -1,24 +1,22 @@
-"""`megalin config`: the resolved config of a run, as TOML."""
+"""`megalin config`: the resolved config of a run as TOML, or the JSON schema of config files."""
 
 from __future__ import annotations
 
 import argparse
+import json
 
-from megalin.commands.base import Command
 from megalin.config import dumps
+from megalin.errors import ConfigError
 from megalin.train.config import load_run_config
+from megalin.train.schema import config_schema
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", help="a config file")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="dotted overrides, for example train.steps=100"
-    )
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    print(dumps(load_run_config(arguments.config, arguments.overrides)), end="")
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command and returns the exit code."""
+    if arguments.schema == (arguments.config is not None):
+        raise ConfigError("give a config file, or --schema for the schema of all config files; one of them")
+    if arguments.schema:
+        print(json.dumps(config_schema(), indent=1))
+    else:
+        print(dumps(load_run_config(arguments.config, arguments.overrides)), end="")
     return 0
-
-
-COMMAND = Command("print the resolved config", _add_arguments, _run)

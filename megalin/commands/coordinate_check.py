@@ -5,24 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from pathlib import Path
 
-from megalin.commands.base import Command, model_from
+from megalin.commands.base import model_from
 from megalin.errors import ConfigError, StorageError
 from megalin.model.config import ModelConfig
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="a preset, or a config file of a model or a run")
-    parser.add_argument("overrides", nargs="*", metavar="model.key=value", help="changes to the model")
-    parser.add_argument("--widths", type=int, nargs="+", default=[32, 64, 128, 256], help="widths (32 64 128 256)")
-    parser.add_argument("--steps", type=int, default=4, help="steps of AdamW before the measurement (4)")
-    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate at every width (1e-3)")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="write a picture")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def _run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command and returns the exit code."""
     from megalin.scaling_laws.coordinates import coordinate_check, coordinate_figure, growths
 
     if arguments.steps < 1:
@@ -51,6 +41,3 @@ def _run(arguments: argparse.Namespace) -> int:
         except OSError as error:
             raise StorageError(f"{arguments.png}: cannot be written ({error.strerror}); choose another --png") from None
     return 0
-
-
-COMMAND = Command("measure how activations and their updates grow with a model's width", _add_arguments, _run)

@@ -5,28 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Mapping
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-from megalin.commands.base import Command, add_step_options, steps_option
+from megalin.commands.base import steps_option
+from megalin.commands.progress import progress_bars
 from megalin.config import suggest
-from megalin.data.config import SPLITS
 from megalin.errors import ConfigError
 from megalin.evaluation.choices.metrics import Metric
 from megalin.evaluation.choices.suite import DEFAULT_TASKS, ChoiceOptions
-from megalin.evaluation.generated.haystack import HAYSTACKS, Haystack
+from megalin.evaluation.generated.haystack import Haystack
 from megalin.evaluation.generated.retrieval import NUM_DEPTHS
 from megalin.evaluation.suite import TaskResult
 from megalin.evaluation.suites import (
     OTHER_SUITES,
     TASK_SUITES,
     EvalOptions,
-    Report,
     StepResults,
     SuiteOptions,
     evaluate_on_launched_ranks,
@@ -46,28 +42,10 @@ _LOSS_SUITES = {"sources": ("source", "tokens"), "positions": ("split", "tokens"
 """Suites of losses, with the headings of their results and of their numbers of labels."""
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("folder", type=Path, help="a run folder")
-    add("overrides", nargs="*", metavar="key=value", help="for example parallel.cp=2 or data.validation=['a']")
-    suites = f"suites, with commas between: {', '.join(SUITES)} (those of --tasks SUITE:TASK; else loss)"
-    add("--suite", metavar="NAMES", help=suites)
-    add("--split", choices=SPLITS, default="validation", help="split of loss, positions and documents (validation)")
-    tasks = f"choice tasks: a group, TASK or TASK/VARIANT ({DEFAULT_TASKS[0]}); SUITE:TASK of any suite"
-    add("--tasks", nargs="+", metavar="TASK", help=tasks)
-    add("--data", type=Path, metavar="FOLDER", help="folder of the choice tasks (the run's evaluation.data)")
-    add("--limit", type=int, metavar="N", help="only the first N questions or examples of each task")
-    add("--lengths", type=int, nargs="+", metavar="L", help="context lengths of needle and ruler (1/4, 1/2, 1 of T)")
-    add("--depths", type=int, metavar="N", help=f"depths of the needles ({NUM_DEPTHS})")
-    haystack = "text around the needles: generated noise, or held-out documents of the run (noise)"
-    add("--haystack", choices=HAYSTACKS, help=haystack)
-    add_step_options(parser)
-    add("--json", action="store_true", help="print one JSON object")
-
-
-def _run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command and returns the exit code."""
     options = _options(arguments)
-    with _progress_bars() as report:
+    with progress_bars(shown=launched().rank == 0) as report:
         results = evaluate_on_launched_ranks(arguments.folder, arguments.overrides, options, report)
     if results is None:  # not rank 0
         return 0
@@ -122,22 +100,6 @@ def _options(arguments: argparse.Namespace) -> EvalOptions:
     return EvalOptions(split, choices, steps_option(arguments), further if others else None)
 
 
-@contextmanager
-def _progress_bars() -> Iterator[Report]:
-    """Progress bars on rank 0's standard error, if it is a terminal; a function that moves them."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console, bars = Console(stderr=True), dict[str, TaskID]()
-    shown = sys.stderr.isatty() and launched().rank == 0
-    with Progress(*columns, console=console, transient=True, disable=not shown) as progress:
-
-        def report(name: str, done: int, total: int) -> None:
-            if name not in bars:
-                bars[name] = progress.add_task(name, total=total)
-            progress.update(bars[name], completed=done)
-
-        yield report
-
-
 def _print(step: int | None, results: StepResults) -> None:
     """Prints the results of a checkpoint, under its step where one is given."""
     if step is not None:
@@ -174,6 +136,3 @@ def _value(metric: Metric, decimals: int) -> str:
     """A metric with its standard error, if it has one."""
     error = f" ± {metric.standard_error:.{decimals}f}" if metric.standard_error else ""
     return f"{metric.value:.{decimals}f}{error}"
-
-
-COMMAND = Command("evaluate a run: held-out loss, and choice tasks with --suite choices", _add_arguments, _run)

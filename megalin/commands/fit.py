@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megalin.commands.base import Command
 from megalin.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,33 +15,8 @@ if TYPE_CHECKING:
     from megalin.scaling_laws.points import Point
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", type=Path, nargs="*", metavar="RUN", help="folders of runs, or folders that hold some")
-    parser.add_argument(
-        "--points",
-        type=Path,
-        metavar="CSV",
-        help="losses instead of runs: columns parameters (without embeddings), tokens, loss (nats a token) and, if "
-        "known, flops (left out: 6 N D), mixer, state_bytes, run",
-    )
-    parser.add_argument(
-        "--counts",
-        choices=("model", "paper"),
-        default="model",
-        help="counts of the runs' parameters and FLOPs: the model's own, or Table 1 of the scaling-laws paper (model)",
-    )
-    parser.add_argument("--force", action="store_true", help="accept runs that differ in tokenizer, data or schedule")
-    parser.add_argument(
-        "--ask", metavar="BUDGET", help="best model for 1e21 FLOPs, or for '1000 h100-hours' at the planner's MFU"
-    )
-    parser.add_argument("--mfu", type=float, help="MFU for --ask in GPU-hours (the planner's)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--png", type=Path, metavar="DIR", help="write the figures into this folder")
-    parser.add_argument("--html", type=Path, metavar="PAGE", help="write figures and numbers as one HTML page")
-    parser.add_argument("--resamples", type=int, default=200, help="resamples of the bands (200)")
-
-
-def _run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command and returns the exit code."""
     from megalin.scaling_laws.budget import answer_lines
     from megalin.scaling_laws.figures import figures
     from megalin.scaling_laws.fit import fit_points
@@ -120,6 +93,3 @@ def _answers(
         mixer: answer(fit, budget, mixer=mixer, candidates=candidates.get(mixer, ()), utilisation=given)
         for mixer, fit in fits.items()
     }
-
-
-COMMAND = Command("fit scaling laws to measured losses, and predict from them", _add_arguments, _run)

@@ -16,7 +16,7 @@ from typing import BinaryIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from megalin.commands.base import Command, add_step_options, generation_mesh, steps_option
+from megalin.commands.base import generation_mesh, steps_option
 from megalin.errors import ConfigError
 from megalin.files import open_input, open_temporary, publish, storage_errors
 from megalin.generation import Completion, GenerationRun, Sampling, generate_on_mesh, open_for_generation
@@ -28,42 +28,13 @@ from megalin.model.build import check_divisions
 from megalin.parallel.agreement import on_rank_zero
 from megalin.parallel.mesh import Mesh, check_world_size
 from megalin.parallel.process_group import compute_device, process_group
-from megalin.train.build import COMPUTE_DTYPES
 from megalin.train.open_run import selected_steps
 
 STANDARD_INPUT = "-"
-TEMPERATURE = 0.8
-"""Default temperature. Greedy text soon repeats itself, and a temperature of 1 draws unlikely tokens too often."""
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("folder", type=Path, help="a run folder")
-    add("overrides", nargs="*", metavar="key=value", help="parallel.tp=2: ranks that share the weights (1)")
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--prompt", help="the text to continue; without it and --prompts, standard input")
-    source.add_argument(
-        "--prompts", metavar="FILE", help='JSON Lines, a text as "prompt" in each; "-": from standard input'
-    )
-    add("--output", type=Path, metavar="FILE", help="write JSON Lines there, in the order of the prompts")
-    add("--batch-size", type=int, default=16, help="prompts decoded together (16)")
-    add("--max-tokens", type=int, default=128, help="maximum number of tokens to generate for each prompt (128)")
-    add("--temperature", type=float, default=TEMPERATURE, help=f"divides the logits ({TEMPERATURE}); 0: greedy")
-    add("--top-k", type=int, help="sample from the k likeliest tokens")
-    add("--top-p", type=float, help="sample from the likeliest tokens that together reach p")
-    add(
-        "--repetition-penalty",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="divide positive logits of earlier tokens by X, multiply negative ones (1)",
-    )
-    add("--seed", type=int, default=0, help="seed of the sampling (0); each prompt's draws depend on its number alone")
-    add_step_options(parser)
-    add("--dtype", choices=sorted(COMPUTE_DTYPES), help="dtype of the weights (the run's train.dtype)")
-
-
-def _run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command and returns the exit code."""
     parallel, sampling = generation_mesh(arguments.overrides), _checked_sampling(arguments)
     device = compute_device()
     check_world_size(parallel, launched().world_size)
@@ -178,6 +149,3 @@ def _progress(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
         task = bar.add_task("generate", total=total)
         yield lambda count: bar.advance(task, count)
-
-
-COMMAND = Command("continue prompts with a trained run", _add_arguments, _run)

@@ -11,8 +11,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Column, Table
 
-from megalin.commands.base import Command
-from megalin.data.config import SPLITS
 from megalin.inspection.figures import write_figures
 from megalin.inspection.inspect_run import Inspection, Layer, inspect_run, inspection_path
 from megalin.inspection.statistics import quantiles
@@ -20,18 +18,8 @@ from megalin.inspection.statistics import quantiles
 _TABLE_WIDTH = 170  # where the output is not a terminal
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("folder", type=Path, help="a run folder")
-    add("overrides", nargs="*", metavar="key=value", help="for example data.validation=['a']")
-    add("--step", type=int, metavar="N", help="the checkpoint after N steps (the newest one)")
-    add("--samples", type=int, default=8, metavar="N", help="samples to read, the first ones of the split (8)")
-    add("--split", choices=SPLITS, default="validation", help="split of the samples (validation)")
-    add("--json", action="store_true", help="print one JSON object")
-    add("--png", type=Path, metavar="DIR", help="folder of the figures (RUN/inspections/step-N)")
-
-
-def _run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command and returns the exit code."""
     folder: Path = arguments.folder
     result = inspect_run(
         folder, arguments.overrides, step=arguments.step, num_samples=arguments.samples, split=arguments.split
@@ -78,8 +66,3 @@ def _tokens(value: float) -> str:
     if math.isinf(value):
         return "∞"
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-COMMAND = Command(
-    "show a run's decays, receptive fields, lower bounds and gates on held-out tokens", _add_arguments, _run
-)

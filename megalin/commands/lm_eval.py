@@ -6,10 +6,9 @@ import argparse
 import json
 import math
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from megalin.commands.base import Command, generation_mesh
+from megalin.commands.base import generation_mesh
 from megalin.errors import ConfigError
 from megalin.evaluation.results import add_results
 from megalin.files import storage_errors, write_atomically
@@ -19,30 +18,12 @@ from megalin.model.build import check_divisions
 from megalin.parallel.agreement import on_rank_zero
 from megalin.parallel.mesh import Mesh, check_world_size
 from megalin.parallel.process_group import compute_device, process_group
-from megalin.train.build import COMPUTE_DTYPES
 
 SUITE = "lm-eval"
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("folder", type=Path, help="a run folder")
-    add("overrides", nargs="*", metavar="key=value", help="parallel.tp=2: ranks that share the weights (1)")
-    add("--tasks", nargs="+", required=True, metavar="TASK", help="lm-eval's tasks or groups, or patterns")
-    add("--include-path", type=Path, metavar="FOLDER", help="folder with further task files (YAML)")
-    add("--no-default-tasks", action="store_true", help="know the tasks of --include-path only, which starts at once")
-    add("--num-fewshot", type=int, metavar="N", help="examples before each question (the task's)")
-    add("--limit", type=int, metavar="N", help="only the first N questions of each task")
-    add("--gen-kwargs", metavar="K=V,...", help="generation arguments in place of the tasks'")
-    add("--batch-size", type=int, default=16, help="texts that are generated together (16)")
-    add("--max-length", type=int, metavar="N", help="tokens read at once (the run's data.sequence_length)")
-    add("--step", type=int, metavar="N", help="the checkpoint after N steps (the newest one)")
-    add("--dtype", choices=sorted(COMPUTE_DTYPES), help="dtype of the weights (the run's train.dtype)")
-    add("--output", type=Path, metavar="FILE", help="write lm-eval's results and every question's answers as JSON")
-    add("--json", action="store_true", help="print one JSON object")
-
-
-def _run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command and returns the exit code."""
     parallel = generation_mesh(arguments.overrides)
     check_world_size(parallel, launched().world_size)
     device = compute_device()
@@ -107,6 +88,3 @@ def _entry(results: dict[str, Any], task: str, settings: dict[str, Any]) -> dict
         "metrics": metrics,
         "settings": settings | {"version": version, "num_fewshot": shots, "questions": questions},
     }
-
-
-COMMAND = Command("evaluate a run by tasks of the harness lm-eval", _add_arguments, _run)

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from megalin.commands.base import Command, model_from
+from megalin.commands.base import model_from
+from megalin.commands.progress import progress_bars
 from megalin.config import read_toml
 from megalin.errors import ConfigError
 from megalin.model.config import ModelConfig
 from megalin.model.language_model import LanguageModel
 from megalin.parallel.mesh import ParallelConfig
 from megalin.planner.estimate import Estimate, Estimator
-from megalin.planner.hardware import HARDWARE, Hardware, hardware_named
+from megalin.planner.hardware import Hardware, hardware_named
 from megalin.planner.longest import LongestPlan, longest_sequences
 from megalin.planner.search import InfeasibleLayout, Limits, Plan, search, usable_bytes
 from megalin.planner.workload import Workload, workload_of
@@ -26,50 +30,27 @@ from megalin.train.config import load_run_config
 _UNITS = {"GB": 10**9, "GiB": 2**30}
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="a preset, or a config file of a model or a run")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="changes to the config, for example model.vocab_size=1"
-    )
-    parser.add_argument("--gpus", type=int, required=True, help="number of GPUs of the run")
-    parser.add_argument("--gpu", default="h200", help=f"GPU model: {', '.join(HARDWARE)} (h200)")
-    parser.add_argument("--memory", help="memory of one GPU, for example 80GB or 75GiB (that of the GPU model)")
-    length = parser.add_mutually_exclusive_group()
-    length.add_argument("--length", type=int, help="tokens per sample (the run's, or 8192)")
-    length.add_argument(
-        "--longest", action="store_true", help="find the longest samples that fit, on each mesh, instead of the fastest"
-    )
-    parser.add_argument(
-        "--global-batch-size", type=int, help="samples per step over all GPUs (the run's, or 4 per GPU)"
-    )
-    parser.add_argument(
-        "--eager", action="store_true", help="do not compile blocks (default: as in the run, or compiled)"
-    )
-    parser.add_argument(
-        "--sequence-parallel", action="store_true", help="only layouts with sequence parallelism in tp groups"
-    )
-    parser.add_argument("--top", type=int, default=5, help="number of layouts to print (5)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, with every rejected layout")
-
-
-def _run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command and returns the exit code."""
     for name in ("gpus", "length", "global_batch_size", "top"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: use at least 1")
-    hardware = hardware_named(arguments.gpu)
-    memory = hardware.memory_bytes if arguments.memory is None else _parse_memory(arguments.memory)
+    hardware = _hardware(arguments)
+    memory = hardware.memory_bytes
     workload, parallel = _workload_and_mesh(arguments)
     sequence_parallel = arguments.sequence_parallel or parallel.sequence_parallel
     limits = Limits(arguments.gpus, usable_bytes(memory), sequence_parallel, parallel.tp_overlap)
     if arguments.longest:
-        longest = longest_sequences(workload, hardware, limits, count=arguments.top)
+        with _counted_estimates() as on_estimate:
+            longest = longest_sequences(workload, hardware, limits, count=arguments.top, on_estimate=on_estimate)
         if arguments.json:
             print(json.dumps(_longest_json(arguments, workload, hardware, memory, longest)))
         else:
             _print_longest(arguments, workload, hardware, memory, longest)
         return 0 if longest.best else 1
-    plan = search(Estimator(workload, hardware), limits, count=arguments.top)
+    with _counted_estimates() as on_estimate:
+        plan = search(Estimator(workload, hardware, on_estimate=on_estimate), limits, count=arguments.top)
     if arguments.json:
         print(json.dumps(_as_json(arguments, workload, hardware, memory, plan)))
     else:
@@ -102,11 +83,53 @@ def _workload_and_mesh(arguments: argparse.Namespace) -> tuple[Workload, Paralle
     return workload, ParallelConfig() if run is None else run.parallel
 
 
+def _hardware(arguments: argparse.Namespace) -> Hardware:
+    """The GPU model of --gpu with the figures that the other options give. Raises ConfigError for impossible ones."""
+    hardware = hardware_named(arguments.gpu)
+    figures = {"gpu_tflops": "matrix_flops", "bandwidth": "memory_bandwidth"}
+    figures |= {"link_bandwidth": "link_bandwidth", "network_bandwidth": "network_bandwidth"}
+    given: dict[str, Any] = {}
+    for option, field in figures.items():
+        value = getattr(arguments, option)
+        if value is None:
+            continue
+        if not (math.isfinite(value) and value > 0):
+            raise ConfigError(f"--{option.replace('_', '-')} {value:g}: use a positive number")
+        given[field] = value * (1e12 if option == "gpu_tflops" else 1e9)
+    if given:
+        given["name"] = "GPU with " + ", ".join(_figure_texts(hardware._replace(**given)))
+    if arguments.gpu_memory is not None:
+        given["memory_bytes"] = _parse_memory(arguments.gpu_memory)
+    return hardware._replace(**given)
+
+
+def _figure_texts(hardware: Hardware) -> Iterator[str]:
+    """The figures of a GPU that is none of the known ones; those that no option gave are the GPU model's."""
+    yield f"{hardware.matrix_flops / 1e12:g} TFLOP/s"
+    yield f"{hardware.memory_bandwidth / 1e9:g} GB/s of memory"
+    yield f"{hardware.link_bandwidth / 1e9:g} GB/s of links"
+    yield f"{hardware.network_bandwidth / 1e9:g} GB/s of network"
+
+
+@contextmanager
+def _counted_estimates() -> Iterator[Callable[[], None]]:
+    """Yields a callback that shows the number of its calls so far as progress."""
+    number = 0
+    with progress_bars() as report:
+
+        def on_estimate() -> None:
+            nonlocal number
+            number += 1
+            report("estimates of layouts", number, None)
+
+        yield on_estimate
+
+
 def _parse_memory(text: str) -> int:
     """Parses 80GB or 75.5GiB to bytes. Raises ConfigError for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(GB|GiB)", text)
     if match is None or float(match[1]) <= 0:
-        raise ConfigError(f"--memory {text}: not an amount of memory; write it as 80GB or 75GiB")
+        raise ConfigError(f"--gpu-memory {text}: not an amount of memory; write it as 80GB or 75GiB")
     return int(float(match[1]) * _UNITS[match[2]])
 
 
@@ -230,6 +253,3 @@ def _print_refusals(refusals: list[InfeasibleLayout]) -> None:
         nearest = min(group, key=lambda refusal: refusal.missing_bytes)
         example = "" if nearest.reason == kind else f"; for example {nearest.layout}: {nearest.reason}"
         print(f"{len(group):6}  {kind}{example}")
-
-
-COMMAND = Command("find the layouts of a model that fit the GPUs, with memory and step time", _add_arguments, _run)

@@ -7,7 +7,6 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from megalin.commands.base import Command
 from megalin.reproduce.papers import Published, Table, load_paper, load_table, paper_names
 from megalin.reproduce.tables import ReproducedCell, ReproducedRow, num_digits, reproduce
 
@@ -15,20 +14,8 @@ _MAX_NAMED = 3
 """Rows that are named for a reason; the others are counted."""
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("paper", nargs="?", help="a paper; without it, all papers and tables are listed")
-    parser.add_argument("table", nargs="?", help="one of its tables; without it, they are listed")
-    parser.add_argument(
-        "--runs",
-        nargs="+",
-        default=[],
-        metavar="RUN",
-        help="run folders for the numbers of quality: RUN goes to the row with its model, ROW=RUN to that row",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def _run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command and returns the exit code."""
     if arguments.table is None:
         papers = paper_names() if arguments.paper is None else [arguments.paper]
         titles = {name: {key: table.title for key, table in load_paper(name).tables.items()} for name in papers}
@@ -108,6 +95,3 @@ def _reasons(rows: Sequence[ReproducedRow]) -> Iterator[str]:
     for reason, names in places.items():
         more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
         yield f"without ours ({', '.join(names[:_MAX_NAMED])}{more}): {reason}"
-
-
-COMMAND = Command("print a paper's table beside our numbers, counted or from run folders", _add_arguments, _run)

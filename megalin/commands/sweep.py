@@ -9,7 +9,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megalin.commands.base import Command
 from megalin.files import storage_errors, write_atomically
 from megalin.sweep.config import Sweep
 from megalin.sweep.order import read_sweep
@@ -21,16 +20,8 @@ from megalin.sweep.table import markdown, notes, search_table, table
 _TABLE_WIDTH = 200  # where the output is not a terminal
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("sweep", type=Path, help="a sweep's file, such as examples/tasks/mqar_sweep.toml")
-    parser.add_argument("--folder", type=Path, required=True, help="folder of the runs; started again, it goes on")
-    parser.add_argument("--processes", type=int, default=1, help="runs at a time (1); GPUs are shared among them")
-    limit = "then save and end the runs in progress; no run starts that would not end in time"
-    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help=limit)
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables as Markdown, after each result")
-
-
-def _run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command and returns the exit code."""
     width = None if sys.stdout.isatty() else _TABLE_WIDTH
     sweep, console = read_sweep(arguments.sweep), Console(soft_wrap=True, width=width)
 
@@ -66,6 +57,3 @@ def _run(arguments: argparse.Namespace) -> int:
 def _write_markdown(path: Path, sweep: Sweep, results: list[Result]) -> None:
     with storage_errors(path):
         write_atomically(path, markdown(sweep, results).encode())
-
-
-COMMAND = Command("train the runs of a sweep, several at a time, and compare them", _add_arguments, _run)

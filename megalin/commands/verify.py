@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from megalin.commands.base import Command, read_values
+from megalin.commands.base import read_values
 from megalin.config import Config, parse
 from megalin.errors import ConfigError
 from megalin.launch import launched
@@ -15,7 +15,7 @@ from megalin.model.config import ModelField
 from megalin.parallel.mesh import ParallelConfig, check_device, check_world_size
 from megalin.parallel.process_group import compute_device, process_group
 from megalin.parallel.ranks import run_ranks
-from megalin.verify.case import Case, make_case
+from megalin.verify.case import Case, check_full_size, make_case
 from megalin.verify.grid import GridMesh, layouts, print_grid, run_grid
 from megalin.verify.run import print_faults, print_rows, self_test, verify
 
@@ -43,47 +43,15 @@ class _VerifyConfig(Config):
     train: _TrainConfig = _TrainConfig()
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog, parser.formatter_class = _EXAMPLES, argparse.RawDescriptionHelpFormatter
-    parser.add_argument("config", help="a preset or a config file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="model.*, parallel.* or train.recompute")
-    parser.add_argument(
-        "--world-size",
-        type=int,
-        help="ranks of the mesh; those beyond tp x cp x pp are data parallel (tp x cp x pp, or those of the launcher)",
-    )
-    parser.add_argument(
-        "--dtype", choices=["float64", "float32", "bfloat16"], default="float64", help="compute dtype (float64)"
-    )
-    parser.add_argument("--length", type=int, help="tokens per sequence (a few chunks and a remainder)")
-    parser.add_argument("--full", action="store_true", help="verify the model at full size, not shrunk")
-    kind = parser.add_mutually_exclusive_group()
-    kind.add_argument(
-        "--self-test", action="store_true", help="plant faults; each must be found (tp, dp >= 2, cp >= 3 or pp >= 2)"
-    )
-    kind.add_argument(
-        "--grid",
-        action="store_true",
-        help="every mesh with axes of 1 to 4 ranks and at most --world-size (4, or those of the launcher) in all",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def _run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command and returns the exit code."""
     started, world_size = launched().world_size, arguments.world_size
     if world_size is not None and world_size < 1:
         raise ConfigError(f"--world-size {world_size}: a mesh has at least one rank")
     if world_size is not None and started not in (1, world_size):
         raise ConfigError(f"--world-size {world_size}, but {started} ranks were started; remove --world-size")
     config = _read_config(arguments)
-    make = partial(
-        make_case,
-        config.model,
-        dtype=arguments.dtype,
-        full=arguments.full,
-        length=arguments.length,
-        recompute=config.train.recompute,
-    )
+    make = partial(_make_case, arguments, config)
     if arguments.grid:
         return _run_grid(arguments, started, lambda layout: make(layout.parallel, data_size=layout.data_size))
     parallel = config.parallel
@@ -113,6 +81,22 @@ def _read_config(arguments: argparse.Namespace) -> _VerifyConfig:
     if isinstance(train := read.get("train"), dict):
         read["train"] = {name: value for name, value in train.items() if name in _TrainConfig.model_fields}
     return parse(_VerifyConfig, read, arguments.config)
+
+
+def _make_case(
+    arguments: argparse.Namespace, config: _VerifyConfig, parallel: ParallelConfig, *, data_size: int
+) -> Case:
+    """Builds the comparison. Raises ConfigError as `check_full_size` and `make_case`."""
+    check_full_size(config.model, parallel)
+    return make_case(
+        config.model,
+        parallel,
+        data_size=data_size,
+        dtype=arguments.dtype,
+        full=arguments.full,
+        length=arguments.length,
+        recompute=config.train.recompute,
+    )
 
 
 def _check_self_test(case: Case) -> None:
@@ -150,6 +134,3 @@ def _run_grid(arguments: argparse.Namespace, started: int, make: Callable[[GridM
         for _ in results:
             continue
     return 0
-
-
-COMMAND = Command("compare a training step on a mesh with the same step in one process", _add_arguments, _run)

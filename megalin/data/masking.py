@@ -93,7 +93,7 @@ def resolve_tokens(config: MaskingConfig, tokenizer: Tokenizer | None, vocab_siz
             )
         elif number is None:
             problems.append(
-                f"{where} is not in the tokenizer; train one with it (tools/train_tokenizer.py --special-tokens), or "
+                f"{where} is not in the tokenizer; train one with it (megalin data train-tokenizer --special-tokens), "
                 "give an id that does not occur in text"
             )
         elif number >= vocab_size:

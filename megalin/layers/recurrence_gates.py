@@ -35,8 +35,8 @@ class GateSizes(NamedTuple):
 
 
 class DecayVectors(FullPrecision):
-    """Biases [H K] of the logits of decay and temperature, log a [H] of the form step, and the bias [H V] of the decay
-    along values; heads sharded over the axis."""
+    """Biases [H K] of the logits of decay and temperature, log a of the form step [H] or power [H K], and the bias
+    [H V] of the decay along values; heads sharded over the axis."""
 
     def __init__(
         self, form: DecayGateForm | None, sizes: GateSizes, values: GateSizes | None, tp: TensorParallel
@@ -46,17 +46,18 @@ class DecayVectors(FullPrecision):
         self.form = form
         self.bias = None if form is None else tp.parameter(sizes.total, shard_dim=0)
         self.temperature_bias = tp.parameter(sizes.total, shard_dim=0) if form == "tempered" else None
-        self.a_log = tp.parameter(sizes.num_heads, shard_dim=0) if form == "step" else None
+        rates = {"step": sizes.num_heads, "power": sizes.total}.get(str(form))
+        self.a_log = None if rates is None else tp.parameter(rates, shard_dim=0)
         self.value_bias = None if values is None else tp.parameter(values.total, shard_dim=0)
 
     def init_weights(self, initializer: Initializer) -> None:
-        """sigmoid and values: zero. double_exp: uniform in [-6, -1], so A in [0.69, 0.998]. step and tempered:
-        softplus(bias) log-uniform in [0.001, 0.1], a uniform in [1, 16], sigmoid of the temperature's bias uniform in
-        [1/16, 0.9]."""
+        """sigmoid, power and values: zero. double_exp: uniform in [-6, -1], so A in [0.69, 0.998]. step and tempered:
+        softplus(bias) log-uniform in [0.001, 0.1], sigmoid of the temperature's bias uniform in [1/16, 0.9]. a: of step
+        uniform in [1, 16], of power so that exp(-a), the least A, is uniform in [0.9, 0.999]."""
         if self.bias is not None and self.form == "double_exp":
             initializer(self.bias, "bias", lambda full, generator: full.uniform_(-6.0, -1.0, generator=generator))
         elif self.bias is not None:
-            initializer(self.bias, "bias", constant(0.0) if self.form == "sigmoid" else draw_step_bias)
+            initializer(self.bias, "bias", constant(0.0) if self.form in ("sigmoid", "power") else draw_step_bias)
         if self.temperature_bias is not None:
             initializer(
                 self.temperature_bias,
@@ -64,11 +65,15 @@ class DecayVectors(FullPrecision):
                 lambda full, generator: full.uniform_(1 / 16, 0.9, generator=generator).logit_(),
             )
         if self.a_log is not None:
-            initializer(
-                self.a_log, "a_log", lambda full, generator: full.uniform_(1.0, 16.0, generator=generator).log_()
-            )
+            initializer(self.a_log, "a_log", self._draw_rates)
         if self.value_bias is not None:
             initializer(self.value_bias, "value_bias", constant(0.0))
+
+    def _draw_rates(self, full: Tensor, generator: torch.Generator) -> None:
+        if self.form == "step":
+            full.uniform_(1.0, 16.0, generator=generator).log_()
+        else:
+            full.uniform_(0.9, 0.999, generator=generator).log_().neg_().log_()
 
     def forward(self) -> tuple[Tensor, ...]:
         """The bias, that of the temperature or log a, and that of the values, each where there is one."""
@@ -118,7 +123,9 @@ class DecayGate(nn.Module):
             assert self.temperature_logit is not None
             gates = ddts_gates(logit, self._logits(self.temperature_logit, x, others[0]), k)
             return RecurrenceGates(gates.key.to(k.dtype), gates.log_decay)
-        rate = torch.exp(others[0])[:, None] if others else None
+        rate = None
+        if self.form in ("step", "power"):
+            rate = torch.exp(others[0]).unflatten(0, (self.local_heads, -1))
         log_decay, key_gate = decay_gates(
             logit, form=self.form, tied=self.tied, temperature=self.temperature, rate=rate
         )

@@ -8,6 +8,7 @@ all-gathers along T and `leave` reduce-scatters along T. A layer is written once
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +67,7 @@ class TensorParallel:
     def divide(self, total: int, what: str) -> int:
         """total / tp, the size of this rank's shard of `what`. Raises ConfigError where it does not divide."""
         if total % self.size:
-            raise ConfigError(_indivisible(total, what, self.size, common=total))
+            raise ConfigError(_indivisible([(total, what)], self.size, common=total))
         return total // self.size
 
     def enter(self, x: Tensor) -> Tensor:
@@ -203,17 +204,22 @@ class DividedSizes(TensorParallel):
         return self
 
     def check(self, size: int) -> None:
-        """Raises ConfigError, naming the sizes that fit, where `size` ranks do not divide every recorded size."""
+        """Raises ConfigError, naming the sizes that `size` ranks do not divide and the numbers of ranks that fit."""
         common = math.gcd(*(total for total, _ in self.sizes))
+        fields: dict[tuple[int, str], str] = {}  # the first of equal fields, which most layers have
         for total, what in self.sizes:
             if total % size:
-                raise ConfigError(_indivisible(total, what, size, common=common))
+                fields.setdefault((total, what.rpartition(".")[2]), what)
+        if fields:
+            raise ConfigError(_indivisible([(total, what) for (total, _), what in fields.items()], size, common=common))
 
 
-def _indivisible(total: int, what: str, size: int, *, common: int) -> str:
+def _indivisible(sizes: Sequence[tuple[int, str]], size: int, *, common: int) -> str:
     """The error message, with the axis sizes that divide `common`, the greatest common divisor of all sizes."""
     fits = [n for n in range(1, min(common, _MOST_RANKS) + 1) if common % n == 0]
-    return f"{what} = {total} is not divisible by parallel.tp = {size}; use tp {', '.join(map(str, fits))}"
+    *others, last = [f"{what} = {total}" for total, what in sizes]
+    named = f"{', '.join(others)} and {last} are" if others else f"{last} is"
+    return f"{named} not divisible by parallel.tp = {size}; use tp {', '.join(map(str, fits))}"
 
 
 def local(tensor: Tensor) -> Tensor:

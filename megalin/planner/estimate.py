@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple
 
@@ -54,10 +55,13 @@ class Estimator:
 
     Attributes:
         partitions: sub-layers of each stage, by the numbers of ranks and of stages of the pipeline; filled on demand.
+        on_estimate: called after each estimate, for a display of progress.
     """
 
-    def __init__(self, workload: Workload, hardware: Hardware) -> None:
-        self.workload, self.hardware = workload, hardware
+    def __init__(
+        self, workload: Workload, hardware: Hardware, *, on_estimate: Callable[[], None] = lambda: None
+    ) -> None:
+        self.workload, self.hardware, self.on_estimate = workload, hardware, on_estimate
         self.partitions: dict[tuple[int, int], list[range]] = {(1, 1): [range(workload.model.num_sublayers)]}
         self._kinds = kinds(workload.model.layers)
         self._modules: dict[tuple[int, int, int], list[LanguageModel]] = {}
@@ -97,6 +101,7 @@ class Estimator:
         time, sent = max(times, key=lambda each: each[0].total)
         tokens = self.workload.global_batch_size * self.workload.length
         memory = max(memories, key=lambda each: each.total)
+        self.on_estimate()
         return Estimate(layout, memory, time, sent, tokens / time.total)
 
     def parameters(self, layout: ParallelLayout) -> list[StageParameters]:

@@ -48,7 +48,14 @@ class LongestPlan(NamedTuple):
     num_meshes: int
 
 
-def longest_sequences(workload: Workload, hardware: Hardware, limits: Limits, *, count: int) -> LongestPlan:
+def longest_sequences(
+    workload: Workload,
+    hardware: Hardware,
+    limits: Limits,
+    *,
+    count: int,
+    on_estimate: Callable[[], None] = lambda: None,
+) -> LongestPlan:
     """Finds the longest sequences of the `count` meshes that allow the longest ones.
 
     Each length fits by a refined estimate, as `search` at that length would find, and the next multiple does not.
@@ -56,8 +63,9 @@ def longest_sequences(workload: Workload, hardware: Hardware, limits: Limits, *,
 
     Args:
         workload: its length has no effect.
+        on_estimate: called after each estimate, for a display of progress.
     """
-    estimators = _Estimators(workload, hardware)
+    estimators = _Estimators(workload, hardware, on_estimate)
     refusals: list[InfeasibleLayout] = []
     guesses: list[tuple[int, _MeshLengths, float]] = []
     tried = 0
@@ -78,13 +86,14 @@ def longest_sequences(workload: Workload, hardware: Hardware, limits: Limits, *,
 class _Estimators:
     """The estimator of each length, which meshes share."""
 
-    def __init__(self, workload: Workload, hardware: Hardware) -> None:
-        self.workload, self._hardware = workload, hardware
+    def __init__(self, workload: Workload, hardware: Hardware, on_estimate: Callable[[], None]) -> None:
+        self.workload, self._hardware, self._on_estimate = workload, hardware, on_estimate
         self._known: dict[int, ModelProblems] = {}
 
     def at(self, length: int) -> ModelProblems:
         if length not in self._known:
-            self._known[length] = ModelProblems(Estimator(self.workload._replace(length=length), self._hardware))
+            workload = self.workload._replace(length=length)
+            self._known[length] = ModelProblems(Estimator(workload, self._hardware, on_estimate=self._on_estimate))
         return self._known[length]
 
 

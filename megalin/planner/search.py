@@ -93,7 +93,7 @@ def search(estimator: Estimator, limits: Limits, *, count: int) -> Plan:
             refusals.append(not_fitting(close, limits))
         else:
             best.append(close)
-    return Plan(sorted(best, key=_order), refusals, tried)
+    return Plan(sorted(best, key=lambda estimate: (estimate.time.total, *_order(estimate))), refusals, tried)
 
 
 def _order(estimate: Estimate) -> tuple[float, int, int]:

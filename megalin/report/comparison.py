@@ -87,7 +87,9 @@ def _page(runs: dict[str, RunRecord]) -> tuple[bytes, dict[Axis, Figure]]:
         if missing := [name for name, run in runs.items() if not _loss_curves(name, run, axis)]:
             add(body, "p", f"No loss by {axis}: {', '.join(missing)}.")
         if curves:
-            figures[axis] = draw("loss (nats a token)", curves, xlabel=xlabel, xscale=scale, size=(9.5, 4.8))
+            figures[axis] = draw(
+                "loss (nats a token)", curves, xlabel=xlabel, xscale=scale, size=(9.5, 4.8), top=_top(curves)
+            )
             add_figure(body, f"Loss by {axis}; marks are held-out losses", figures[axis], _alternative(curves, axis))
     _evaluations(body, runs)
     _results(body, runs)
@@ -163,8 +165,16 @@ def _loss_curves(name: str, run: RunRecord, axis: Axis) -> list[Curve]:
     def over_axis(metric: str) -> Points:
         return [(places[step], value) for step, value in run.progress.curves[metric] if step in places]
 
-    curves = [Curve(name, thinned(over_axis("loss"))), Curve(f"{name}, held out", over_axis("evaluation_loss"), True)]
+    curves = [
+        Curve(name, thinned(over_axis("loss")), run=name),
+        Curve(f"{name}, held out", over_axis("evaluation_loss"), sparse=True, run=name),
+    ]
     return [curve for curve in curves if curve.points]
+
+
+def _top(curves: Sequence[Curve]) -> float:
+    """The largest loss after a twentieth of a run: the fall from the first loss would flatten the rest."""
+    return max(max(value for _, value in curve.points[len(curve.points) // 20 :]) for curve in curves)
 
 
 def _alternative(curves: Sequence[Curve], axis: Axis) -> str:

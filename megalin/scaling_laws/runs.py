@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from megalin.config import read_toml
 from megalin.errors import ConfigError, DataError
 from megalin.files import read_input
 from megalin.generation.decoder import grows
+from megalin.ladder.state import finished_runs
 from megalin.model.build import make_model
 from megalin.model.config import ModelConfig
 from megalin.model.language_model import LanguageModel
@@ -52,8 +55,13 @@ class _Line(NamedTuple):
     """Held-out loss, if the step was evaluated."""
 
 
+_START = _Line(0, 0.0, 0.0, None)
+
+
 def read_runs(folders: Sequence[str | Path], *, counts: Counts = "model", force: bool = False) -> list[MeasuredRun]:
-    """Reads run folders, and all runs in folders that contain some.
+    """Reads run folders, all runs in folders that contain some, and the finished ones of ladders.
+
+    Runs of a ladder have its names of the mixers.
 
     Args:
         counts: "paper" counts parameters and FLOPs by the paper's Table 1.
@@ -64,8 +72,8 @@ def read_runs(folders: Sequence[str | Path], *, counts: Counts = "model", force:
         DataError: a run without a held-out loss (after its last step, where its schedule decays), or metrics that are
             not finite or whose steps or tokens do not rise.
     """
-    paths = list(dict.fromkeys(path.resolve() for folder in folders for path in _run_folders(Path(folder))))
-    runs = [_read(path, counts) for path in paths]
+    found = {path.resolve(): name for folder in folders for path, name in _run_folders(Path(folder))}
+    runs = [_read(path, counts, name) for path, name in found.items()]
     if not force and (problems := list(differences(runs))):
         raise ConfigError(
             "these runs do not belong together:\n" + "\n".join(problems) + "\nfit those of one kind, or add --force"
@@ -104,11 +112,16 @@ def _identity(run: MeasuredRun) -> Iterator[tuple[str, str]]:
         yield "schedule.decay_steps", f"{round(20 * fraction) * 5} % of the steps"
 
 
-def _run_folders(folder: Path, levels: int = _MOST_LEVELS) -> list[Path]:
+def _run_folders(folder: Path, levels: int = _MOST_LEVELS) -> list[tuple[Path, str | None]]:
+    """The runs in a folder, with the names that a ladder gives their mixers."""
+    if (of_ladder := finished_runs(folder)) is not None:
+        if not of_ladder:
+            raise ConfigError(f"{folder}: no run of this ladder has ended yet; run megalin ladder first")
+        return [*of_ladder]
     if _is_run(folder):
-        return [folder]
+        return [(folder, None)]
     inner = sorted(entry for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() and levels else []
-    found = [path for entry in inner for path in _run_folders(entry, levels - 1)]
+    found = [run for entry in inner for run in _run_folders(entry, levels - 1)]
     if not found and levels == _MOST_LEVELS:
         raise ConfigError(f"{folder}: no run in this folder (config.toml and metrics.jsonl); give folders of runs")
     return found
@@ -118,7 +131,8 @@ def _is_run(folder: Path) -> bool:
     return (folder / "config.toml").is_file() and (folder / "metrics.jsonl").is_file()
 
 
-def _read(path: Path, counts: Counts) -> MeasuredRun:
+def _read(path: Path, counts: Counts, name: str | None) -> MeasuredRun:
+    """`name`: of its mixer, if a ladder gives one."""
     config = load_run_config(path / "config.toml", [])
     if not isinstance(config.model, ModelConfig):
         raise ConfigError(f"{path}: an encoder, whose loss is of masked tokens; give runs of decoders")
@@ -130,9 +144,8 @@ def _read(path: Path, counts: Counts) -> MeasuredRun:
     if counts == "paper":
         parameters, flops_per_token = paper_counts(config.model, length)
     lines = list(_lines(path, flops_per_token, own=counts == "model"))
-    trunk = _trunk(path, flops_per_token, own=counts == "model")
-    root, before = (path, _Line(0, 0.0, 0.0, None)) if trunk is None else trunk
-    mixer = mixer_name(config.model)
+    root, before = _origin(path, flops_per_token, own=counts == "model")
+    mixer = name or mixer_name(config.model)
     state = None if grows(model) else model.state_bytes()
     points = [
         Point(parameters, before.tokens + line.tokens, line.loss, before.flops + line.flops, mixer, state, str(root))
@@ -164,7 +177,7 @@ def _measured(path: Path, config: RunConfig, lines: Sequence[_Line]) -> list[_Li
 
 def _lines(path: Path, flops_per_token: float, *, own: bool) -> Iterator[_Line]:
     """The lines of metrics.jsonl; `own`: with their FLOPs, where they have them."""
-    metrics, last = path / "metrics.jsonl", _Line(0, 0.0, 0.0, None)
+    metrics, last = path / "metrics.jsonl", _START
     try:
         for record in read_records(metrics):
             last = _line(f"{metrics}, step {record['step']}", record, last, flops_per_token, own=own)
@@ -188,11 +201,16 @@ def _line(place: str, record: dict[str, Any], last: _Line, flops_per_token: floa
     return _Line(record["step"], tokens, flops or tokens * flops_per_token, loss)
 
 
-def _trunk(path: Path, flops_per_token: float, *, own: bool) -> tuple[Path, _Line] | None:
-    """The first trunk of a run that branched from a checkpoint, and the steps, tokens and FLOPs before the branch."""
+def _origin(path: Path, flops_per_token: float, *, own: bool) -> tuple[Path, _Line]:
+    """The first trunk of a run, itself if it is no branch, and the steps, tokens and FLOPs that its metrics lack."""
+    source = read_toml(path / "config.toml").get("train", {}).get("branch_from")
+    if source is not None:  # a branch that goes on counting its trunk's steps, and does not read that run again
+        trunk = Path(re.sub(r"@\d+$", "", source))
+        trunk = trunk if _is_run(trunk) else path.parent / trunk.name  # both may have been copied
+        return _origin(trunk.resolve(), flops_per_token, own=own) if _is_run(trunk) else (trunk.resolve(), _START)
     report = path / "initial_weights.json"
     if not report.is_file():
-        return None
+        return path, _START
     remedy = "keep the run that it branched from, or leave this one out"
     try:
         values = json.loads(read_input(report, limit_bytes=_LIMIT_BYTES, remedy=remedy))
@@ -204,9 +222,6 @@ def _trunk(path: Path, flops_per_token: float, *, own: bool) -> tuple[Path, _Lin
     found = [line for line in _lines(trunk, flops_per_token, own=own) if line.step == step]
     if not found:
         raise DataError(f"{report}: {trunk}/metrics.jsonl has no step {step}; {remedy}")
-    earlier = _trunk(trunk, flops_per_token, own=own)
-    if earlier is None:
-        return trunk, found[0]
-    root, before = earlier
+    root, before = _origin(trunk, flops_per_token, own=own)
     line = _Line(before.step + step, before.tokens + found[0].tokens, before.flops + found[0].flops, None)
     return root, line

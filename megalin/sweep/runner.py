@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import math
-import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from megalin.errors import ConfigError, PreemptedError
 from megalin.files import storage_errors
 from megalin.sweep.config import SEARCH, EvaluationsConfig, Sweep
 from megalin.sweep.order import Cell, all_cells, expected_seconds, ordered_cells
+from megalin.sweep.process import RunProcess, ended_with, environments, train_command
 from megalin.sweep.progress import Progress, Status
 from megalin.sweep.results import Result, evaluation_values, read_results, write_results
 from megalin.train.preemption import PreemptionHandler
 
 _POLL_SECONDS = 0.2
-_ERROR_LINES = 5
 
 
 class _Running:
@@ -38,15 +35,7 @@ class _Running:
 
     def _start(self, command: list[str]) -> None:
         self._ended_by: Status | None = None
-        self._started = time.perf_counter()
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                command,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **self._environment},
-                start_new_session=True,  # Ctrl-C reaches the sweep alone, which then asks its runs to save
-            )
+        self._process = RunProcess(command, self._log, self._environment)
 
     def poll(self) -> Result | None:
         """Asks the run to end where its progress says so, and starts its evaluations; the result at their end."""
@@ -70,7 +59,11 @@ class _Running:
         """Asks the run to save and end, once."""
         if self._ended_by is None:
             self._ended_by = status
-            self._process.send_signal(signal.SIGTERM)
+            self._process.end()
+
+    def cut(self) -> None:
+        """Asks the run to save and end with the sweep."""
+        self.end(Status.CUT)
 
     def wait(self) -> None:
         """Waits for the end of the process."""
@@ -81,14 +74,14 @@ class _Running:
         if code in (PreemptedError.exit_code, -signal.SIGTERM) and self._ended_by is not None:
             status = self._ended_by  # -SIGTERM: it had not begun to train
         elif code != 0:
-            status, error = Status.FAILED, self._error(code)
+            status, error = Status.FAILED, self._process.error(code)
         return Result(
             self.cell.values,
             self.cell.overrides,
             status,
             progress.steps,
             progress.tokens,
-            time.perf_counter() - self._started,
+            self._process.seconds,
             progress.tokens_per_second(),
             progress.best,
             error,
@@ -97,22 +90,13 @@ class _Running:
 
     def _evaluated(self, trained: Result, code: int) -> Result:
         """The result with those of its evaluations."""
-        seconds = time.perf_counter() - self._started
+        seconds = self._process.seconds
         if code == 0:
             values = evaluation_values(self._folder, trained.steps)
             return trained._replace(evaluations=values, evaluation_seconds=seconds)
         if self._ended_by is not None:
             return trained._replace(status=self._ended_by)
-        return trained._replace(status=Status.FAILED, error=self._error(code))
-
-    def _error(self, code: int) -> str:
-        lines = self._log.read_text(errors="replace").splitlines()
-        return "\n".join([f"exit code {code}", *lines[-_ERROR_LINES:]])
-
-
-def train_command(config: Path, folder: Path, overrides: Sequence[str]) -> list[str]:
-    """The command of a run, as a user would give it."""
-    return [sys.executable, "-m", "megalin", "train", str(config), "--folder", str(folder), *overrides]
+        return trained._replace(status=Status.FAILED, error=self._process.error(code))
 
 
 def evaluate_command(folder: Path, evaluations: EvaluationsConfig) -> list[str]:
@@ -152,10 +136,10 @@ def run_sweep(
         folder.mkdir(parents=True, exist_ok=True)
     deadline = math.inf if time_limit is None else time.perf_counter() + time_limit
     results = read_results(folder, sweep, {cell.name: cell.overrides for cell in all_cells(sweep)})
-    environments = _environments(processes)
+    slot_environments = environments(processes)
     slots: list[_Running | None] = [None] * processes
 
-    with _ended_with(slots), PreemptionHandler() as preemption:
+    with ended_with(slots), PreemptionHandler() as preemption:
         left, changed = math.inf, True
         while changed or any(slots):
             expired = time.perf_counter() > deadline or preemption.received
@@ -163,7 +147,7 @@ def run_sweep(
             for index, running in enumerate(slots):
                 if running is None:
                     if search and (cell := _next_cell(sweep, results, slots, left)) is not None:
-                        slots[index] = _Running(sweep, cell, folder, environments[index])
+                        slots[index] = _Running(sweep, cell, folder, slot_environments[index])
                         left = deadline - time.perf_counter()
                     continue
                 if expired:
@@ -194,29 +178,3 @@ def _next_cell(
         if left == math.inf or (expected_seconds(sweep, cell, results) or 0.0) <= left:
             return cell
     return None
-
-
-@contextmanager
-def _ended_with(slots: Sequence[_Running | None]) -> Iterator[None]:
-    """Ends the runs where the sweep ends before them, by Ctrl-C or an error."""
-    try:
-        yield
-    finally:
-        running = [each for each in slots if each is not None]
-        for each in running:
-            each.end(Status.CUT)
-        for each in running:
-            each.wait()
-
-
-def _environments(processes: int) -> list[dict[str, str]]:
-    """Environment of each slot: its GPU, where there are several, and its number of CPU threads."""
-    from torch.cuda import device_count
-
-    devices = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(device_count())))).split(",")
-    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
-    return [
-        {"OMP_NUM_THREADS": threads}
-        | ({"CUDA_VISIBLE_DEVICES": devices[slot % len(devices)]} if len(devices) > 1 else {})
-        for slot in range(processes)
-    ]

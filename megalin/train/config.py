@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 
 import pydantic
 
+from megalin.checkpoint.config import CheckpointConfig
 from megalin.config import Config, parse
 from megalin.data.config import DataConfig
 from megalin.errors import ConfigError
@@ -47,6 +48,10 @@ class TrainConfig(Config):
     checkpoint, or with RUN@STEP that of a step. Optimizer state, schedule and samples start new. Tensors of new layers
     are drawn from the seed, an encoder's longer table of positions repeats the shorter one, another shape is refused;
     initial_weights.json lists them. Not read where the run resumes."""
+    branch_from: str | None = pydantic.Field(default=None, min_length=1)
+    """Run folder, or RUN@STEP, whose newest checkpoint or that of a step this run continues in a folder of its own:
+    weights, optimizer state and samples, under its own schedule and number of steps. It ends as a run without the key,
+    bit for bit, if both runs agree up to that step. Not read where the run resumes."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype; weights and optimizer state are fp32 shards, gradients are reduced in fp32."""
     recompute: bool = False
@@ -84,7 +89,7 @@ class EvaluationConfig(Config):
     limit: int | None = pydantic.Field(default=None, ge=1)
     """Questions or examples of each task, the first ones; left out: all."""
     data: str = pydantic.Field(default="evaluation-data", min_length=1)
-    """Folder of the tasks, which tools/get_evaluation_data.py makes."""
+    """Folder of the tasks, which `megalin data get-evaluation-data` makes."""
 
     def problems(self) -> list[str]:
         """Keys without an effect."""
@@ -94,15 +99,6 @@ class EvaluationConfig(Config):
             for name, value in values.items()
             if value is not None and not self.tasks
         ]
-
-
-class CheckpointConfig(Config):
-    """Checkpoints of a run."""
-
-    every_steps: int | None = pydantic.Field(default=None, ge=1)
-    """Steps between checkpoints; left out: only after the last step."""
-    keep_latest: int | None = pydantic.Field(default=None, ge=1)
-    """Number of newest checkpoints to keep; left out: all."""
 
 
 class RunConfig(Config):
@@ -143,7 +139,12 @@ class RunConfig(Config):
                     "lower it or remove the phase"
                 )
         problems += self._engine_problems() + self._graph_problems() + self._kind_problems()
-        problems += self.evaluation.problems()
+        problems += self.evaluation.problems() + self.checkpoint.problems(self.train.steps)
+        if train.branch_from is not None and train.initial_weights is not None:
+            problems.append(
+                f"train.branch_from = {train.branch_from!r} continues a run with its optimizer state, and "
+                "train.initial_weights starts a new one; remove one of them"
+            )
         if problems:
             raise ValueError("\n".join(problems))
         return self

@@ -28,6 +28,8 @@ class Curve(NamedTuple):
     points: Points
     sparse: bool = False
     """Whether every point is drawn as a mark, as for evaluations; else a moving mean is drawn over the values."""
+    run: str | None = None
+    """Curves of one run have one colour, and its marks are not in the legend; a curve without a run is by itself."""
 
 
 def finite(value: Any) -> float | None:
@@ -45,10 +47,12 @@ def draw(
     levels: Sequence[tuple[str, float]] = (),
     resumed: Sequence[int] = (),
     size: tuple[float, float] = (8.0, 4.8),
+    top: float | None = None,
 ) -> Figure:
-    """Draws the curves that have points, over steps or another x; more than ten repeat their colours.
+    """Draws the curves that have points, over steps or another x; more than ten colours repeat.
 
     Args:
+        top: the largest value that is shown; left out, all are.
         levels: (label, value) of level lines, drawn horizontally.
         resumed: steps after which another process resumed the run, drawn as vertical lines.
         size: inches.
@@ -57,9 +61,19 @@ def draw(
 
     figure = Figure(figsize=size, dpi=150, layout="constrained")
     axes = figure.add_subplot()
-    for color, curve in zip(itertools.cycle(_COLORS), curves, strict=False):
+    colors = dict(
+        zip(dict.fromkeys(curve.run or curve.label for curve in curves), itertools.cycle(_COLORS), strict=False)
+    )
+    for curve in curves:
+        color = colors[curve.run or curve.label]
         if curve.sparse and curve.points:
-            axes.plot(*zip(*curve.points, strict=True), "o-", color=color, markersize=4, label=curve.label)
+            axes.plot(
+                *zip(*curve.points, strict=True),
+                "o-",
+                color=color,
+                markersize=4,
+                label=None if curve.run else curve.label,
+            )
         elif curve.points:
             _plot_smoothed(axes, curve, color)
     for label, value in levels:
@@ -70,6 +84,7 @@ def draw(
     axes.set_xscale(xscale)
     axes.set_ylabel(ylabel)
     axes.margins(x=0.01)
+    axes.set_ylim(top=top)
     axes.grid(color="0.9")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -71,12 +71,7 @@ def find_initial_weights(config: RunConfig, checkpoints: Path) -> Checkpoint | N
     source = config.train.initial_weights
     if source is None or saved_steps(checkpoints):
         return None
-    match = re.fullmatch(r"(.+)@(\d{1,18})", source)
-    folder, step = (Path(source), None) if match is None else (Path(match[1]), int(match[2]))
-    on_rank_zero(lambda: _check_run_folder(source, folder))
-    checkpoint = newest(folder / CHECKPOINTS_NAME) if step is None else of_step(folder / CHECKPOINTS_NAME, step)
-    if checkpoint is None:
-        raise CheckpointError(f"{_key(source)}: the run has no checkpoint yet; train it first (megalin train)")
+    checkpoint = named_checkpoint("train.initial_weights", source)
     saved = on_rank_zero(lambda: saved_model(checkpoint))
     if saved.kind != config.model.kind:
         raise CheckpointError(
@@ -88,6 +83,23 @@ def find_initial_weights(config: RunConfig, checkpoints: Path) -> Checkpoint | N
             f"{_key(source)}: model.vocab_size = {saved.vocab_size} in {checkpoint.path}, {config.model.vocab_size} in "
             "the config: the same id is another token; use the tokenizer and vocabulary size of that run"
         )
+    return checkpoint
+
+
+def named_checkpoint(key: str, source: str) -> Checkpoint:
+    """The verified checkpoint that the value of a key names: RUN, its newest one, or RUN@STEP. All ranks call it.
+
+    Raises:
+        CheckpointError: on every rank, for a folder without checkpoints, a step without one (names the nearest), or an
+            invalid one.
+    """
+    match = re.fullmatch(r"(.+)@(\d{1,18})", source)
+    folder, step = (Path(source), None) if match is None else (Path(match[1]), int(match[2]))
+    named = f"{key} = {source!r}"
+    on_rank_zero(lambda: _check_run_folder(named, folder))
+    checkpoint = newest(folder / CHECKPOINTS_NAME) if step is None else of_step(folder / CHECKPOINTS_NAME, step)
+    if checkpoint is None:
+        raise CheckpointError(f"{named}: the run has no checkpoint yet; train it first (megalin train)")
     return checkpoint
 
 
@@ -170,18 +182,18 @@ def _grows(saved: list[int], shape: list[int]) -> bool:
     return saved[1:] == shape[1:] and saved[0] < shape[0]
 
 
-def _check_run_folder(source: str, folder: Path) -> None:
+def _check_run_folder(named: str, folder: Path) -> None:
     """Raises CheckpointError, with the remedy, for a path that is no run folder."""
     if (folder / CHECKPOINTS_NAME).is_dir():
         return
     if not folder.is_dir():
-        raise CheckpointError(f"{_key(source)}: no such folder; give a run folder, or RUN@STEP")
+        raise CheckpointError(f"{named}: no such folder; give a run folder, or RUN@STEP")
     if (folder / "config.json").is_file():
         raise CheckpointError(
-            f"{_key(source)}: a Hugging Face folder; make a run folder of it with `megalin import hf {folder} RUN`, "
+            f"{named}: a Hugging Face folder; make a run folder of it with `megalin import hf {folder} RUN`, "
             "and give RUN"
         )
-    raise CheckpointError(f"{_key(source)}: not a run folder: it has no {CHECKPOINTS_NAME}/")
+    raise CheckpointError(f"{named}: not a run folder: it has no {CHECKPOINTS_NAME}/")
 
 
 def _key(source: str) -> str:

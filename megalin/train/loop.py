@@ -32,6 +32,7 @@ from megalin.train.preemption import PreemptionHandler
 from megalin.train.resume import checkpoint_state, resume
 from megalin.train.run_folder import RunFolder
 from megalin.train.run_log import open_run_log
+from megalin.train.start_lines import start_lines
 from megalin.train.step_data import DataFailure, Preemption, StepData, StepReader, training_loader
 from megalin.train.tasks import TaskRunner, check_tasks
 from megalin.train.update_hooks import UpdateHook
@@ -73,8 +74,8 @@ class TrainingLoop:
         hooks: Sequence[UpdateHook] = (),
         tasks: TaskRunner | None = None,
     ) -> None:
-        """Opens the data, builds the model, and loads the newest checkpoint if there is one, else the initial weights
-        if the config names some.
+        """Opens the data, builds the model, and loads the newest checkpoint if there is one, else that of the run to
+        branch from or the initial weights if the config names some.
 
         Raises:
             ConfigError: a checkpoint with a different sample order.
@@ -181,7 +182,8 @@ class TrainingLoop:
         return self.tasks is not None and (step == self.last_step or _divides(every_steps, step))
 
     def _is_save_due(self, step: int) -> bool:
-        return step == self.last_step or _divides(self.config.checkpoint.every_steps, step)
+        checkpoint = self.config.checkpoint
+        return step == self.last_step or _divides(checkpoint.every_steps, step) or step in checkpoint.keep_steps
 
     def _evaluate_if_due(self, step: int) -> AnyEvaluation | None:
         """Evaluates the first samples of the validation split where an evaluation is due."""
@@ -211,6 +213,7 @@ class TrainingLoop:
             tensors=self.engine.tensors(),
             state=checkpoint_state(self.config, self.data, step),
             keep_latest=self.config.checkpoint.keep_latest,
+            keep_steps=self.config.checkpoint.keep_steps,
         )
 
     def _stop_early(self, stop: DataFailure | Preemption, step: int) -> NoReturn:
@@ -225,10 +228,13 @@ class TrainingLoop:
         )
 
     def _report_lines(self) -> list[str]:
-        """Lines on the data, the stages of a pipeline and initial weights, printed above the first step."""
+        """Lines on the run, the data, the stages of a pipeline and initial weights, printed above the first step."""
         stages = self.model.plan.report_lines() if isinstance(self.model, Pipeline) else []
         initial = [] if self.initial_weights is None else self.initial_weights.report_lines()
-        return [*self.data.report_lines(), *(f"pipeline {line}" for line in stages), *initial]
+        if (trunk := self.config.train.branch_from) is not None:
+            initial.append(f"branch of {trunk}: goes on after {self.resumed_step} steps")
+        facts = start_lines(self.config, self.mesh, self.data, resumed_step=self.resumed_step)
+        return [*facts, *self.data.report_lines(), *(f"pipeline {line}" for line in stages), *initial]
 
     def _write_loss_curve(self, evaluation: AnyEvaluation | None) -> None:
         if self.mesh.is_first_rank and self.run.metrics.stat().st_size:
@@ -263,6 +269,7 @@ def train(
         if run.previous_owner is not None:
             event_log.write("taken over", f"from {run.previous_owner}, which ended without closing the folder")
         loop = TrainingLoop(config, mesh, run, event_log, hooks, tasks)
+        run.keep()
         run.write_text(run.config, dumps(config))
         run.write_json(run.environment, environment(mesh))
         event_log.begin(loop.resumed_step, f"on {torch.distributed.get_world_size()} x {device_name(device)}")

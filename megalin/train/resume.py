@@ -17,25 +17,36 @@ from megalin.parallel.agreement import on_every_rank
 from megalin.train.config import RunConfig
 from megalin.train.engine import Engine
 from megalin.train.environment import versions
+from megalin.train.initial_weights import named_checkpoint
 from megalin.train.open_run import check_same_model
 
 
 def resume(root: Path, config: RunConfig, data: Training, engine: Engine) -> int:
-    """Loads the newest checkpoint in `root` into the engine, if there is one; returns the number of finished steps.
+    """Loads the newest checkpoint in `root` into the engine, if there is one, else that of `train.branch_from`; returns
+    the number of finished steps.
 
     Raises:
         ConfigError: on every rank, a checkpoint with a different sample order on any rank, or of a run with other
             `train.initial_weights`.
-        CheckpointError: a checkpoint of a different model or beyond `train.steps`, or none that verifies.
+        CheckpointError: a checkpoint of a different model or beyond `train.steps`, none that verifies, or none to
+            branch from.
     """
-    checkpoint = newest(root)
-    if checkpoint is None:
+    checkpoint, trunk = newest(root), config.train.branch_from
+    if checkpoint is not None:
+        _check_initial_weights(checkpoint, config)
+    elif trunk is not None:
+        checkpoint = named_checkpoint("train.branch_from", trunk)
+        if checkpoint.step >= config.train.steps:
+            raise CheckpointError(
+                f"train.branch_from = {trunk!r}: {checkpoint.path} has {checkpoint.step} finished steps, which leaves "
+                f"none of train.steps = {config.train.steps}; name an earlier one as RUN@STEP, or raise train.steps"
+            )
+    else:
         return 0
     state = checkpoint.state()
     imported = state["order"] is None  # weights without a step of this run
     if not imported:
         on_every_rank(lambda: _check_sample_order(checkpoint, config, data))  # hosts may have different disks
-    _check_initial_weights(checkpoint, config)
     check_same_model(config.model, checkpoint)
     if imported:
         engine.set_weights(partial(_load_all, checkpoint))

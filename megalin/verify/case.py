@@ -93,6 +93,13 @@ def shrink_to(
     return model.model_copy(update=update)
 
 
+def check_full_size(model: AnyModelConfig, parallel: ParallelConfig) -> None:
+    """Raises ConfigError where `megalin train` refuses the mesh for the model at its full size. The shrunk model has
+    sizes that fit any mesh, so its comparison cannot show that."""
+    widest = max(sub.widest_window or 1 for _, block in model.blocks() for sub in block.sublayers)
+    check_model(model, parallel, widest)
+
+
 def shrunk_length(num_shards: int) -> int:
     """A length of several chunks of 16, not a multiple of 16, divisible by `num_shards`, the shards of context and
     sequence parallelism."""

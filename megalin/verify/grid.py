@@ -45,7 +45,7 @@ class MeshResult(NamedTuple):
     """Result of one mesh of the grid."""
 
     layout: GridMesh
-    unsupported: str
+    refused: str
     """Reason why the model cannot run on the mesh; empty if it was started."""
     failed: str
     """Error of ranks that failed; empty otherwise."""
@@ -100,11 +100,11 @@ def run_grid(
     """
     for layout in layouts:
         started = time.monotonic()
-        rows, unsupported, failed = [], "", ""
+        rows, refused, failed = [], "", ""
         try:
             case = make(layout)
         except ConfigError as error:
-            unsupported = str(error)
+            refused = str(error)
         else:
             try:
                 rows = verify(case)
@@ -113,7 +113,7 @@ def run_grid(
                     raise RankFailedError(f"{mesh_name(*layout)}: {error}") from error
                 failed = str(error)
         worst = worst_first(rows)[0] if rows else None
-        yield MeshResult(layout, unsupported, failed, len(rows), worst, time.monotonic() - started)
+        yield MeshResult(layout, refused, failed, len(rows), worst, time.monotonic() - started)
 
 
 def print_grid(results: Iterator[MeshResult], *, as_json: bool) -> bool:
@@ -126,7 +126,7 @@ def print_grid(results: Iterator[MeshResult], *, as_json: bool) -> bool:
         found.append(result)
         if not as_json:
             print(_line(result), flush=True)
-    ran = [result for result in found if not result.unsupported]
+    ran = [result for result in found if not result.refused]
     passed = bool(ran) and all(result.passed for result in ran)
     covered = {axis for result in ran for axis, size in result.layout.sizes().items() if size > 1 and not result.failed}
     missing = [axis for axis in AXES if axis not in covered]
@@ -137,7 +137,7 @@ def print_grid(results: Iterator[MeshResult], *, as_json: bool) -> bool:
     failed = sum(not result.passed for result in ran)
     print(
         f"{'PASSED' if passed else 'FAILED'}: {len(ran) - failed} of {len(ran)} meshes agree with one process, "
-        f"{len(found) - len(ran)} unsupported, {time.monotonic() - started:.0f} s"
+        f"{len(found) - len(ran)} refused, {time.monotonic() - started:.0f} s"
         + (f"; no mesh ran with {' or '.join(missing)} above 1" if missing else "")
     )
     return passed
@@ -147,7 +147,7 @@ def _line(result: MeshResult) -> str:
     name = mesh_name(*result.layout)
     row = result.worst
     if row is None:
-        word, reason = ("FAILED", result.failed) if result.failed else ("unsupported", result.unsupported)
+        word, reason = ("FAILED", result.failed) if result.failed else ("refused", result.refused)
         return f"{name:48} {word:11} {'':8} {'':6} {result.seconds:7.1f}  {reason}"
     verdict = "ok" if row.passed else "FAILED"
     return f"{name:48} {verdict:11} {row.error:<8.1e} {row.bound:<6.0e} {result.seconds:7.1f}  {row.name}"
@@ -157,7 +157,7 @@ def _as_json(result: MeshResult) -> dict[str, Any]:
     row = result.worst
     return summary(*result.layout) | {
         "passed": result.passed,
-        "refused": result.unsupported or None,
+        "refused": result.refused or None,
         "failed": result.failed or None,
         "tensors": result.num_tensors,
         "worst": None if row is None else row_json(row),

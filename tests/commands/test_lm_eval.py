@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from collections.abc import Iterator
@@ -14,7 +13,8 @@ import torch
 from lm_eval.api.instance import Instance
 
 from megalin.__main__ import main
-from megalin.commands.lm_eval import COMMAND, evaluate_on_ranks
+from megalin.commands.arguments.parser import build_parser
+from megalin.commands.lm_eval import evaluate_on_ranks
 from megalin.errors import ConfigError
 from megalin.evaluation.lm_eval_adapter import LmEvalOptions, MegalinModel, evaluate_tasks
 from megalin.generation import Sampling, generate, load_for_generation, open_for_generation
@@ -225,13 +225,12 @@ def test_bad_input_is_refused(run, tasks, capsys, arguments, message):
 def _on_ranks(run: Path, tasks: Path, meshes: list[dict[str, int]]) -> list[dict[str, Any]]:
     """For each mesh, the results in the run folder after the command on all ranks; sampled completions."""
     found = []
-    parser = argparse.ArgumentParser()
-    COMMAND.add_arguments(parser)
     names = ["own_choices", "own_texts", "own_completions"]
-    arguments = [str(run), "--include-path", str(tasks), "--no-default-tasks", "--batch-size", "2", "--tasks", *names]
+    arguments = ["lm-eval", str(run), "--include-path", str(tasks), "--no-default-tasks", "--batch-size", "2"]
+    arguments += ["--tasks", *names]
     arguments += ["--output", str(tasks.parent / "all.json"), "--gen-kwargs", "do_sample=True,temperature=3.0"]
     for axes in meshes:
-        evaluate_on_ranks(parser.parse_args(arguments), Mesh(ParallelConfig(**axes), CPU))
+        evaluate_on_ranks(build_parser().parse_args(arguments), Mesh(ParallelConfig(**axes), CPU))
         samples = json.loads((tasks.parent / "all.json").read_text())["samples"]
         answers = [[sample["resps"] for sample in samples[name]] for name in names]
         stored = json.loads((run / "evaluations/step-12.json").read_text())["suites"]["lm-eval"]

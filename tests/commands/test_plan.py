@@ -87,6 +87,20 @@ def test_longest_samples_of_a_mesh(config, capsys):
     assert plan["refused"][0]["missing_bytes"] > 0
 
 
+def test_meshes_are_printed_fastest_first_and_another_gpu_by_its_figures(capsys):
+    def seconds(*figures: str) -> list[float]:
+        assert main(["plan", *SMALL, "--gpu-memory", "40GB", *figures]) == 0
+        text = capsys.readouterr().out
+        assert ("2 x GPU with 5 TFLOP/s, 900 GB/s of memory" in text) is bool(figures)
+        return [float(found) for found in re.findall(r" ([\d.]+) s a step", text)]
+
+    h200, slow = seconds(), seconds("--gpu-tflops", "5", "--bandwidth", "900")
+    assert len(h200) > 1
+    assert h200 == sorted(h200)
+    assert slow == sorted(slow)
+    assert slow[0] > 2 * h200[0]
+
+
 def test_a_length_and_a_search_for_one_exclude_each_other(capsys):
     with pytest.raises(SystemExit):
         main(["plan", *SMALL, "--longest"])
@@ -103,12 +117,13 @@ def test_nothing_fits(capsys):
     [
         (["llama-1b", "--gpus", "0"], "--gpus 0: use at least 1"),
         (["llama-1b", "--gpus", "1", "--global-batch-size", "0"], "--global-batch-size 0: use at least 1"),
-        (["llama-1b", "--gpus", "1", "--memory", "80"], "--memory 80: not an amount of memory; write it as 80GB"),
-        (["llama-1b", "--gpus", "1", "--memory", "0GB"], "--memory 0GB: not an amount of memory"),
+        (["llama-1b", "--gpus", "1", "--memory", "80"], "--gpu-memory 80: not an amount of memory; write it as 80GB"),
+        (["llama-1b", "--gpus", "1", "--memory", "0GB"], "--gpu-memory 0GB: not an amount of memory"),
         (
             ["llama-1b", "--gpus", "1", "--gpu", "h20"],
             "--gpu h20: unknown GPU model; did you mean 'h200'",
         ),
+        (["llama-1b", "--gpus", "1", "--gpu-tflops", "0"], "--gpu-tflops 0: use a positive number"),
         (["danet-base", "--gpus", "1"], 'danet-base: model.kind = "encoder", but only decoders can be planned'),
     ],
 )
@@ -117,7 +132,7 @@ def test_invalid_plans_are_refused(arguments, message, fails):
 
 
 def test_train_refuses_a_run_that_cannot_fit_before_it_makes_anything(config, tmp_path, fails, monkeypatch):
-    monkeypatch.setattr("megalin.commands.train.device_memory_bytes", lambda device: 100_000)
+    monkeypatch.setattr("megalin.api.trainer.device_memory_bytes", lambda device: 100_000)
     folder = tmp_path / "run"
     message = fails(2, "train", config, "--folder", folder)
     assert "weights, gradients and optimizer state alone need" in message

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from megalin.commands.data import score
 from tests.model_runs import documents
 from tools import score_corpus
 
@@ -34,15 +35,15 @@ def test_invalid_arguments_are_refused(trained, tmp_path, capsys):
     assert score_corpus.main([str(trained), *arguments]) == 2
     assert "give either --max-perplexity or --keep-quantile" in capsys.readouterr().err
     assert score_corpus.main([str(tmp_path), *arguments, "--max-perplexity", "9"]) != 0
-    assert capsys.readouterr().err.startswith("error: ")
+    assert capsys.readouterr().err.startswith("ConfigError: ")
 
 
 def test_ranks_after_the_first_show_no_progress(trained, tmp_path, capsys, monkeypatch):
     for name in ("x", "y"):
         (tmp_path / f"{name}.jsonl").write_text('{"text": "a"}')
     monkeypatch.setenv("FORCE_COLOR", "1")  # a bar, as on a terminal
-    monkeypatch.setattr(score_corpus, "world_size", lambda: 2)
-    monkeypatch.setattr(score_corpus, "rank", lambda: 1)
+    monkeypatch.setattr(score, "world_size", lambda: 2)
+    monkeypatch.setattr(score, "rank", lambda: 1)
     arguments = [str(trained), "--input", str(tmp_path / "*.jsonl"), "--output-prefix", str(tmp_path / "out")]
     assert score_corpus.main([*arguments, "--max-perplexity", "9"]) == 0
     assert len(list(tmp_path.glob("out.parts/scores/*.scores"))) == 1

@@ -42,6 +42,21 @@ def test_a_run_s_config_gives_the_model_the_mesh_and_recomputation(cases: list[C
     assert {case.dtype for case in cases} == {"float64"}
 
 
+def test_a_mesh_that_the_model_s_own_size_does_not_fit_is_refused(
+    cases: list[Case], tmp_path: Path, fails: Fails, capsys: pytest.CaptureFixture[str]
+):
+    """The shrunk model has heads for every rank of any mesh, the run's model has four."""
+    path = str(write_config(tmp_path))
+    assert "model.layers.0.sublayers.0.num_heads = 4" in fails(2, "verify", path, "parallel.tp=3")
+    assert not cases
+    assert main(["verify", path, "--grid", "--world-size", "3"]) == 0
+    refused = [line for line in capsys.readouterr().out.splitlines() if line.startswith("tp 3 ")]
+    assert len(refused) == 2
+    reason = r"tp 3 .* refused .*num_heads = 4.* are not divisible by parallel.tp = 3; use tp 1, 2, 4"
+    assert all(re.fullmatch(reason, line) for line in refused)
+    assert {case.parallel.tp for case in cases} == {1, 2}
+
+
 def test_a_wrong_value_in_the_file_is_named(tmp_path: Path, fails: Fails):
     path = write_config(tmp_path, parallel={"tp": 0}, train={"recompute": 1})
     error = fails(2, "verify", path)

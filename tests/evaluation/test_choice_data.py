@@ -134,7 +134,7 @@ def test_unknown_task_is_refused_with_the_nearest(tmp_path, pattern, message):
 
 
 def test_missing_folder_names_the_tool_that_makes_it(tmp_path):
-    with pytest.raises(DataError, match=r"no such file; get the data with: python tools/get_evaluation"):
+    with pytest.raises(DataError, match=r"no such file; get the data with: megalin data get-evaluation"):
         read_manifest(tmp_path / "none")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -12,11 +13,14 @@ import pytest
 import torch
 
 from megalin.__main__ import main
+from megalin.commands.arguments.parser import build_parser
 from megalin.config import dumps, parse
 from megalin.data.shards.label_mask import label_mask_path
 from megalin.model.build import make_model
 from megalin.model.config import EncoderConfig, parse_model
 from megalin.parallel.process_group import process_group
+from megalin.reproduce.computed import row_model
+from megalin.reproduce.papers import load_table
 from megalin.train.config import RunConfig, load_run_config
 from megalin.train.loop import train
 from megalin.verify.case import shrink
@@ -93,7 +97,10 @@ def test_head_and_commands(recipe: Path):
     prefixes = {path.removesuffix("_text_document") for path in [*data.training_paths(), *data.validation, *data.test]}
     outputs = {output for line in data.preparation for output in re.findall(r"--output(?:-prefix)? (\S+)", line)}
     assert {output for output in outputs if not output.endswith(".json")} == prefixes
-    assert all((ROOT / line.split()[1]).is_file() for line in data.preparation)
+    for line in data.preparation:
+        program, *arguments = shlex.split(line)
+        assert program == "megalin"
+        assert build_parser().parse_args(arguments).command, line
 
 
 def test_stages_start_from_the_runs_of_other_recipes():
@@ -107,6 +114,12 @@ def test_stages_start_from_the_runs_of_other_recipes():
         assert before.data.sequence_length < after.data.sequence_length
         positions = {"max_positions": after.data.sequence_length}
         assert before.model.model_copy(update=positions) == after.model
+
+
+def test_a_decay_along_values_is_the_row_of_table_16():
+    """`megalin reproduce rodimus 16` finds the row of a run of the recipe by its model."""
+    row = next(row for row in load_table("rodimus", "16").rows if row.name == "product of beta_j")
+    assert row_model(row) == resolved(Path("rodimus/recurrence-values-wikitext103.toml")).model
 
 
 def assert_printed_config_is_the_recipe(recipe: Path, printed: str) -> None:
@@ -183,4 +196,4 @@ def test_missing_shards_name_the_command(tmp_path: Path, monkeypatch: pytest.Mon
     recipe = str(FOLDER / "scaling-laws" / "tnl-70m.toml")
     small = ["model.preset=tnl-tiny", "train.compile=false", "train.micro_batch_size=1"]
     assert main(["train", recipe, *small]) == 3
-    assert "Make them with\n  python tools/preprocess_data.py --input 'corpus/*.jsonl.zst'" in capsys.readouterr().err
+    assert "Make them with\n  megalin data preprocess --input 'corpus/*.jsonl.zst'" in capsys.readouterr().err

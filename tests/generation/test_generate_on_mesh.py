@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,8 @@ import pytest
 import torch
 
 from megalin.__main__ import main
-from megalin.commands.generate import COMMAND, generate_on_ranks
+from megalin.commands.arguments.parser import build_parser
+from megalin.commands.generate import generate_on_ranks
 from megalin.errors import ConfigError
 from megalin.generation import Completion, Sampling, generate_batches, generate_on_mesh, open_for_generation
 from megalin.generation.generate_on_mesh import num_rounds
@@ -88,9 +88,7 @@ def _command(folder: Path, output: str) -> list[str]:
 
 def _run_commands(folder: Path, meshes: dict[str, dict[str, int]]) -> None:
     for output, axes in meshes.items():
-        parser = argparse.ArgumentParser()
-        COMMAND.add_arguments(parser)
-        arguments = parser.parse_args(_command(folder, output)[1:])
+        arguments = build_parser().parse_args(_command(folder, output))
         generate_on_ranks(arguments, Sampling(temperature=0.8), Mesh(ParallelConfig(**axes), CPU))
 
 

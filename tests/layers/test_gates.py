@@ -86,6 +86,7 @@ def test_every_mixer_reports_its_gates_or_has_none():
     [
         *("transnormer-cosine", "tnl", "hgrn2", "cosformer2", "rodimus", "mamba2", "no-lower-bounds"),
         *("mamba1", "gla", "recurrence gretnet", "recurrence steep", "recurrence linear-attention"),
+        *("recurrence hawk", "recurrence decay-of-values", "recurrence decay-of-both"),
         *("rodimus-no-gates", "rodimus-selection", "rodimus-selection-input", "no-decay-lrpe"),
     ],
 )
@@ -103,7 +104,11 @@ def test_the_state_decays_as_reported(name):
             with torch.no_grad():
                 ends = [mixer(x[:, :length], here, (*zero[:-1], state)).state[-1] for state in (zero[-1], entering)]
             decay = gates.log_decay.expand(*x.shape[:2], *gates.log_decay.shape[-2:])[:, :length].sum(1).exp()
+            along_values = name == "recurrence decay-of-values"
             decay = decay[..., None] if entering.dim() == 4 else decay  # [B, H, K, 1]
+            decay = decay.mT if along_values else decay
+            if "value_decay" in gates.gates:
+                decay = decay * gates.gates["value_decay"][:, :length].prod(1)[..., None, :]
             assert relative_error(ends[1] - ends[0], decay * entering) <= 1e-12
             checked += 1
     assert checked

@@ -15,7 +15,7 @@ from megalin.model.language_model import LanguageModel
 from megalin.ops.gates.decay_gates import decay_gates
 from megalin.parallel.mesh import ParallelConfig
 from megalin.verify.case import make_case
-from tests.cases import LENGTH, VOCAB_SIZE, attention, build, make_inputs, model, reference, weighted_loss
+from tests.cases import HIDDEN_SIZE, LENGTH, VOCAB_SIZE, attention, build, make_inputs, model, reference, weighted_loss
 from tests.numerics import assert_close, relative_error
 from tests.ranks import run_ranks
 from tests.verify.meshes import verify_all
@@ -34,6 +34,9 @@ TABLE_4: dict[str, dict[str, Any]] = {
     "rwkv6": {"decay": "vector", "decay_gate": "double_exp", "decay_rank": 4},
     "hgrn2": {"decay": "vector", "temperature": 1.0, "input_gate": "complement", "keys": "ones", "activation": "silu"},
     "hgrn2-conv": {"decay": "vector", "input_gate": "complement", "keys": "ones", "conv_width": 2},
+    "hawk": {"num_heads": HIDDEN_SIZE, "decay": "vector", "decay_gate": "power", "input_gate": "root_complement"}
+    | {"keys": "ones"},
+    "power-scalar": {"decay": "scalar", "decay_gate": "power", "input_gate": "root_complement", "decay_rank": 3},
     "step-vector": {"decay": "vector", "decay_gate": "step", "input_gate": "complement"},
     "rodimus": {"decay": "vector", "decay_gate": "tempered", "input_gate": "selection", "value_gate_rank": 3},
     "decay-of-values": {"decay": "vector", "decay_side": "values", "decay_rank": 3, "conv_width": 3},
@@ -42,7 +45,7 @@ TABLE_4: dict[str, dict[str, Any]] = {
     "rodimus-low-rank": {"decay": "vector", "decay_gate": "tempered", "input_gate": "selection", "decay_rank": 3},
 }
 MODELS = {name: model({"sublayers": [attention("recurrence", **PLAIN, **keys)]}) for name, keys in TABLE_4.items()}
-FAST = ("linear-attention-gates", "retnet", "gretnet", "mamba2", "hgrn2", "rodimus", "decay-of-both")
+FAST = ("linear-attention-gates", "retnet", "gretnet", "mamba2", "hgrn2", "rodimus", "hawk", "decay-of-both")
 every_row = pytest.mark.parametrize(
     "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in TABLE_4]
 )
@@ -120,11 +123,15 @@ def test_retnets_slopes_are_those_of_its_equation():
 
 
 @pytest.mark.parametrize(
-    ("form", "tied"), [("sigmoid", "complement"), ("double_exp", "complement"), ("step", "selection")]
+    ("form", "tied"),
+    [
+        *(("sigmoid", "complement"), ("double_exp", "complement"), ("step", "selection")),
+        *(("power", "root_complement"), ("double_exp", "root_complement")),
+    ],
 )
 def test_gates_and_gradients_are_finite_and_exact_for_any_logit(form: Any, tied: Any):
     logit = torch.tensor([-200.0, -20.0, 0.0, 3.0, 80.0, 2000.0]).view(-1, 1).requires_grad_()
-    rate = torch.full((1, 1), 2.0) if form == "step" else None
+    rate = torch.full((1, 1), 2.0) if form in ("step", "power") else None
     gates = decay_gates(logit[:, None], form=form, tied=tied, temperature=2.0, rate=rate)
     wide = decay_gates(logit[:, None].double(), form=form, tied=tied, temperature=2.0, rate=rate)
     (gates.log_decay.exp().sum() + gates.key_gate.sum()).backward()
@@ -133,6 +140,8 @@ def test_gates_and_gradients_are_finite_and_exact_for_any_logit(form: Any, tied:
     assert relative_error(gates.key_gate.double(), wide.key_gate) <= 1e-6
     if tied == "complement" and form == "sigmoid":  # 1 - sigmoid(80)^(1/2) = exp(-80) / 2 does not cancel to zero
         assert gates.key_gate[4].item() == pytest.approx(math.exp(-80.0) / 2, rel=1e-5, abs=0.0)
+    if form == "power":  # nor does the root of 1 - A^2: at g = -20, of 4 exp(-20)
+        assert gates.key_gate[1].item() == pytest.approx(2.0 * math.exp(-10.0), rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from megalin.errors import ConfigError, StorageError
 from megalin.report import comparison
 from megalin.report.comparison import run_names, state_text, write_comparison
 from megalin.report.reading import read_run
+from megalin.train.curves import Curve, draw
 from tests.report.test_page import Page, assert_harmless, hostile_run, write_results, write_run
 
 MIXER = '[model]\nvocab_size = 40\nhidden_size = 8\nnorm = "srmsnorm"\nlayers = [{{repeat = 2, sublayers = [{}]}}]\n'
@@ -85,6 +86,16 @@ def test_curves_are_over_tokens_and_flops(runs):
         training, held_out = comparison._loss_curves("b", run, axis)
         assert list(training.points) == [(factor * step, 4.0 - step / 100) for step in range(1, 11)]
         assert list(held_out.points) == [(factor * 5, 3.75), (factor * 10, 3.5)]
+
+
+def test_a_run_has_one_colour_and_its_marks_no_line_in_the_legend():
+    points = [(0.0, 2.0), (1.0, 1.0)]
+    curves = [Curve(f"{run}{end}", points, sparse=end != "", run=run) for run in "ab" for end in ("", ", held out")]
+    axes = draw("loss", curves, top=1.5).axes[0]
+    first, held_out, second, _ = (line.get_color() for line in axes.lines)
+    assert first == held_out != second
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["a", "b"]
+    assert axes.get_ylim()[1] == 1.5
 
 
 def test_run_without_flops_is_named(runs, tmp_path):

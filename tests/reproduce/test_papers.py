@@ -32,6 +32,7 @@ PRINTED = [
     ("scaling-laws", "7", "cos2-3B", "parameters", 2799.0, 2799.3),
     ("scaling-laws", "8", "Mamba2 1B", "CSR", 51.52, None),
     ("rodimus", "4", "GLA", "state", "256 x d", 256),
+    ("rodimus", "4", "Hawk", "state", "1 x d", 1),
     ("rodimus", "4", "Mamba", "state", "16 x 2d", 32),
     ("hgrn2", "3", "HGRN2 128", "loss", 2.195, None),
     ("hgrn2", "5", "HGRN2", "parameters", 44.66, 44.66),

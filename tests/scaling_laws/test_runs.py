@@ -113,6 +113,18 @@ def test_branches_count_the_tokens_of_their_trunk(tmp_path):
         read_runs([tmp_path / "branch"])
 
 
+def test_branches_with_the_trunks_optimizer_count_its_steps_themselves(tmp_path):
+    """A run with train.branch_from goes on counting, and shares the run of its trunk, also where both were copied."""
+    trunk = write_run(tmp_path / "trunk")
+    for name in (str(trunk), "/elsewhere/trunk"):
+        run = write_run(tmp_path / f"branch{len(name)}", train={"branch_from": f"{name}@30"})
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+        (run / "metrics.jsonl").write_text("".join(line + "\n" for line in lines[30:]))
+    points = [point for run in read_runs([tmp_path], force=True) for point in run.points]
+    assert len({point.run for point in points}) == 1
+    assert [point.tokens / BATCH / LENGTH for point in points] == [100, 100, 100]
+
+
 def test_branch_of_a_step_that_its_trunk_lacks(tmp_path):
     write_run(tmp_path / "trunk")
     run = write_run(tmp_path / "branch")

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from megalin.data.shards import tokenization
 from megalin.data.tokenizers.tokenizer import HuggingFaceTokenizer
 from tests.data.shard_files import write_by_hand
 from tools import inspect_shards, preprocess_data, train_tokenizer
@@ -65,7 +66,7 @@ def test_prompts_and_answers_become_a_shard_with_a_mask(tmp_path, capsys):
     assert "33.33%" in capsys.readouterr().out
     os.truncate(f"{prefix}.mask.bin", 20)
     assert inspect_shards.main([prefix]) == 3
-    assert f"error: {prefix}.mask.bin: expected 22 bytes for 48 tokens; found 20 bytes" in capsys.readouterr().err
+    assert f"Error: {prefix}.mask.bin: expected 22 bytes for 48 tokens; found 20 bytes" in capsys.readouterr().err
 
 
 def test_summary_is_readable_and_free_of_control_characters(tmp_path, capsys):
@@ -86,7 +87,7 @@ def test_bad_shard_ends_with_one_line_and_no_traceback(tmp_path):
     assert result.returncode == 3
     assert result.stdout == ""
     assert result.stderr.count("\n") == 1
-    assert f"error: {prefix}.bin: expected 6 bytes" in result.stderr
+    assert f"Error: {prefix}.bin: expected 6 bytes" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -183,7 +184,7 @@ def test_ranks_of_mpi_after_the_first_show_no_progress(tmp_path, corpus, monkeyp
 
 
 def test_error_that_is_not_the_users_ends_all_ranks_of_mpi(tmp_path, corpus, monkeypatch, capsys, second_rank):
-    monkeypatch.setattr(preprocess_data.tokenization, "preprocess", Mock(side_effect=RuntimeError("broken")))
+    monkeypatch.setattr(tokenization, "preprocess", Mock(side_effect=RuntimeError("broken")))
     with pytest.raises(RuntimeError, match="broken"):
         _preprocess(tmp_path, corpus, "--tokenizer-type", "ByteTokenizer")
     second_rank.Abort.assert_called_once_with(1)

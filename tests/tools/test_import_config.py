@@ -113,7 +113,7 @@ def test_error_is_printed_without_a_traceback(tmp_path, monkeypatch, capsys, arg
         file.truncate((16 << 20) + 1)
     source, *more = arguments
     assert import_config.main([source, "o.toml", *more]) == code
-    assert f"error: {message}" in capsys.readouterr().err
+    assert f"Error: {message}" in capsys.readouterr().err
     assert not (tmp_path / "o.toml").exists()
 
 

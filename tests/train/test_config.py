@@ -96,9 +96,11 @@ def test_window_beyond_the_sequences_of_an_encoder_is_refused():
 
 
 def test_sizes_of_the_axis_that_an_error_names_divide_all_of_the_model(path):
-    """The padded vocabulary, which is checked first, would allow 3, 6 and 8; the heads do not."""
+    """The padded vocabulary would allow 3, 6 and 8; the heads do not. Equal fields of further layers are left out."""
     assert message(path, "parallel.tp=5", world_size=5) == (
-        "model.vocab_size padded to a multiple of 128 = 384 is not divisible by parallel.tp = 5; use tp 1, 2, 4"
+        "model.vocab_size padded to a multiple of 128 = 384, model.layers.0.sublayers.0.num_heads = 4, "
+        "model.hidden_size = 32 and model.layers.0.sublayers.1.intermediate_size = 48 are not divisible by "
+        "parallel.tp = 5; use tp 1, 2, 4"
     )
     (encoder,) = (case.model for case in ENCODERS if case.name == "local")
     with pytest.raises(ConfigError, match=r"= 5; use tp 1, 2, 4$"):

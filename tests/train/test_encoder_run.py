@@ -134,6 +134,11 @@ def test_commands_know_encoders(tmp_path, capsys):
     assert "NSP accuracy" in capsys.readouterr().out
     assert main(["config", str(config)]) == 0
     assert 'kind = "encoder"' in capsys.readouterr().out
+    assert main(["eval", str(run), "data.sequence_length=12", "--json"]) == 0
+    shorter = json.loads(capsys.readouterr().out)
+    assert shorter["tokens"] > 0
+    assert shorter["sequences"] > evaluation["sequences"]
+    assert shorter["mlm_loss"] != evaluation["mlm_loss"]
     assert main(["params", str(config), "--json"]) == 0
     assert "state_bytes" not in json.loads(capsys.readouterr().out)
     assert main(["generate", str(run), "--prompt", "x"]) == 2

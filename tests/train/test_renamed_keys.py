@@ -10,12 +10,13 @@ import pytest
 import tomli_w
 
 from megalin.__main__ import main
+from megalin.checkpoint.config import CheckpointConfig
 from megalin.config import RENAMED, Config, dumps, read_toml, translate_renamed
 from megalin.errors import CheckpointError, ConfigError
 from megalin.model.config import ModelConfig
 from megalin.parallel.mesh import ParallelConfig
 from megalin.parallel.process_group import process_group
-from megalin.train.config import CheckpointConfig, load_run_config
+from megalin.train.config import load_run_config
 from megalin.train.open_run import open_run
 from tests.model_runs import CPU, train_here, write_config
 from tests.train.test_old_run import FIXTURE, assert_same_steps

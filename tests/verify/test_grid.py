@@ -134,7 +134,7 @@ def test_a_launcher_of_ranks_that_make_no_mesh_is_refused(monkeypatch, capsys):
 
 def test_a_grid_that_compared_nothing_has_not_passed(capsys: pytest.CaptureFixture[str]):
     assert not print_grid(iter([]), as_json=False)
-    assert not print_grid((result for result in grid({1: [GOOD], 3: [GOOD]}) if result.unsupported), as_json=False)
+    assert not print_grid((result for result in grid({1: [GOOD], 3: [GOOD]}) if result.refused), as_json=False)
     assert capsys.readouterr().out.count("FAILED: 0 of 0 meshes agree with one process") == 2
 
 
@@ -153,7 +153,7 @@ def test_a_mesh_whose_ranks_fail_is_listed_with_the_others(capsys: pytest.Captur
     assert (row, rank, number) == (["one", "rank", "FAILED"], "rank", "1:")
     assert float(seconds) >= 0
     assert lines[3] == "KeyError: 'a'"
-    assert lines[-1].startswith("FAILED: 1 of 2 meshes agree with one process, 1 unsupported, ")
+    assert lines[-1].startswith("FAILED: 1 of 2 meshes agree with one process, 1 refused, ")
 
 
 def test_axes_of_which_no_mesh_ran_are_printed(capsys: pytest.CaptureFixture[str]):
@@ -188,12 +188,12 @@ def test_a_mesh_that_exceeds_a_bound_fails_the_grid_and_the_others_are_still_run
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:3] for line in lines[1:4]] == [
         ["one", "rank", "FAILED"],
-        ["tp", "2", "unsupported"],
+        ["tp", "2", "refused"],
         ["tp", "3", "ok"],
     ]
     assert lines[1].endswith("gradient:a")
     assert lines[2].endswith("no half of a head")
-    assert lines[4].startswith("FAILED: 1 of 2 meshes agree with one process, 1 unsupported, ")
+    assert lines[4].startswith("FAILED: 1 of 2 meshes agree with one process, 1 refused, ")
     assert print_grid(grid({1: [GOOD], 3: [GOOD]}), as_json=False)
 
 

@@ -288,7 +288,8 @@ def test_command_in_one_process_ends_with_1_when_a_bound_is_exceeded(capsys, mon
             "--length 33 is not divisible by parallel.tp = 2",
         ),
         ("parallel.cp=3 --length 32", "--length 32 is not divisible by parallel.cp = 3; use 30 or 33"),
-        ("parallel.tp=3 --full", "is not divisible by parallel.tp = 3; use tp 1, 2, 4"),
+        ("parallel.tp=3", "model.layers.0.sublayers.0.num_heads = 8, model.hidden_size = 1024 and model.layers.0."),
+        ("parallel.tp=3 --full", "are not divisible by parallel.tp = 3; use tp 1, 2, 4"),
         ("parallel.tpp=2", "parallel.tpp: unknown key; did you mean 'tp'?"),
         (
             "train.dtype=bfloat16",

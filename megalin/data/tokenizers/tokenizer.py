@@ -65,10 +65,13 @@ class Tokenizer(Protocol):
         """[vocab_size] int64: number of bytes that each id decodes to, 0 for special tokens and unused ids."""
 
 
+TokenizerKind = Literal["bytes", "huggingface", "gpt2", "sentencepiece", "tiktoken"]
+
+
 class TokenizerFiles(NamedTuple):
     """Kind and local files of a tokenizer."""
 
-    kind: Literal["bytes", "huggingface", "gpt2", "sentencepiece", "tiktoken"]
+    kind: TokenizerKind
     files: tuple[str, ...] = ()  # gpt2: vocab.json and merges.txt; bytes: none; else one, or its folder
     pattern: str = ""  # of tiktoken; empty: determined by the number of ranks
     eod_token: str | None = None  # of huggingface and sentencepiece; None: determined by the files

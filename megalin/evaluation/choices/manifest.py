@@ -59,7 +59,7 @@ class Manifest(Config):
 
 def remedy(folder: Path) -> str:
     """The command that makes the folder, as the end of an error message."""
-    return f"get the data with: python tools/get_evaluation_data.py --output {folder}"
+    return f"get the data with: megalin data get-evaluation-data --output {folder}"
 
 
 def requests_path(folder: Path, task: str) -> Path:

@@ -77,7 +77,7 @@ class Task(NamedTuple):
 
 
 class EvaluationData:
-    """A folder of evaluation data, made by tools/get_evaluation_data.py.
+    """A folder of evaluation data, made by `megalin data get-evaluation-data`.
 
     Attributes:
         tasks: its files by the name of the task.

@@ -46,7 +46,7 @@ class LabelledRequest(NamedTuple):
 
 
 class SequenceSuite:
-    """Generated tasks on token ids; the examples are those of the split `test` of tools/generate_task.py.
+    """Generated tasks on token ids; the examples are those of the split `test` of `megalin data generate-task`.
 
     Every example is a document of a sample of the run's own shape, as in training on packed documents.
     """

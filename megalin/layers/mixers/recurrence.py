@@ -144,13 +144,14 @@ class RecurrenceMixer(Mixer):
         return MixerOutput(self._output(scan.output[:, None], inputs.gate), (*inputs.conv_state, scan.state))
 
     def gate_values(self, x: Tensor, context: MixerContext) -> MixerGates:
-        """ln A_t: of each head, or of each key with a vector decay; zero without decay."""
-        if self.decay_gate is None:
+        """ln A_t of each head, key, or value where these alone decay; with both, that of values is a gate."""
+        if self.config.decay in ("none", "fixed"):
             slopes = torch.zeros(self.local_heads, device=x.device) if self.slopes is None else self.slopes
             return MixerGates(-slopes[:, None])
-        log_decay = self._scan_inputs(x, context, None).decay
-        assert log_decay is not None
-        return MixerGates(log_decay[..., None] if log_decay.dim() == 3 else log_decay)
+        inputs = self._scan_inputs(x, context, None)
+        found = [each for each in (inputs.decay, inputs.value_decay) if each is not None]
+        log_decay = found[0][..., None] if found[0].dim() == 3 else found[0]
+        return MixerGates(log_decay, gates={"value_decay": found[1].exp()} if found[1:] else {})
 
     def _scan_inputs(self, x: Tensor, context: MixerContext, state: State | None) -> _ScanInputs:
         x = self.tp.enter(x)
@@ -242,15 +243,17 @@ class RecurrenceConfig(MixerConfig):
     """Table of the fixed decay, as of `tnl`'s `decay`; left out: retnet, 1 - 2^(-5 - h) of head h = 0 .. H-1."""
     decay_gate: DecayGateForm | None = None
     """Form of a scalar or vector decay, of the logits g = x W + b. sigmoid: sigmoid(g)^(1/temperature), also if left
-    out. double_exp: exp(-exp(g)). step: exp(-a softplus(g)), a learned a head. tempered: exp(-softplus(g) sigmoid(t)),
-    vector only, with keys normed and scaled by softplus(g)^sigmoid(t)."""
+    out. double_exp: exp(-exp(g)). step: exp(-a softplus(g)), a learned a head. power: exp(-a sigmoid(g)), a learned a
+    decay (Hawk). tempered: exp(-softplus(g) sigmoid(t)), vector only, with keys normed and scaled by
+    softplus(g)^sigmoid(t)."""
     temperature: float | None = pydantic.Field(default=None, gt=0)
     """Temperature of the form sigmoid; left out: 16."""
     decay_rank: int | None = pydantic.Field(default=None, gt=0)
     """Rank of the matrix W of the decay's logits (GLA: 16); left out: a full matrix."""
     input_gate: TiedGate = "none"
-    """Gate B_t of the keys that is tied to the decay. none: 1. complement: 1 - A_t (HGRN2). selection: softplus(g) of
-    the form step (Mamba-2), softplus(g)^sigmoid(t) of the form tempered (Rodimus), which has no other."""
+    """Gate B_t of the keys that is tied to the decay. none: 1. complement: 1 - A_t (HGRN2). root_complement:
+    sqrt(1 - A_t^2) (Hawk). selection: softplus(g) of the form step (Mamba-2), softplus(g)^sigmoid(t) of the form
+    tempered (Rodimus), which has no other."""
     keys: Literal["projected", "ones"] = "projected"
     """Keys before the gates. projected: x W_k. ones: all ones, so that the gate is the key (HGRN2)."""
     key_gate_rank: int | None = pydantic.Field(default=None, gt=0)

@@ -156,4 +156,4 @@ def test_tool_reports_rules_with_an_example(tmp_path, path, capsys):
     assert "240 of 240 documents (0 too short, 0 in other languages): 1 files" in shown.out
     assert "left out: 40 x not JSON" in shown.err
     assert tool.main(arguments) == 2
-    assert "error: --output-prefix " in capsys.readouterr().err
+    assert "Error: --output-prefix " in capsys.readouterr().err

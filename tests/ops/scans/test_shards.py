@@ -21,8 +21,15 @@ DOCUMENTS = {
 }
 
 
+SLOW = ("one", "over two shard boundaries")
+"""Documents of slow cases: the lengths and the decays below have one document and one over a boundary, too."""
+some_slow = pytest.mark.parametrize(
+    "documents", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in DOCUMENTS]
+)
+
+
 @every_row
-@pytest.mark.parametrize("documents", DOCUMENTS)
+@some_slow
 @pytest.mark.usefixtures("segments")
 def test_two_phase_scans_are_as_good_as_the_reference(name, documents):
     compare_shards(name, Case(140, key=24, value=40, decay=0.003, ranks=3), DOCUMENTS[documents])

@@ -1,0 +1,34 @@
+"""The type of a command: its name, help, examples, arguments, and the module that runs it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    """A command of the command line.
+
+    Attributes:
+        name: its name on the command line.
+        help: one line about it.
+        add_arguments: adds its arguments to a parser.
+        module: the module under `megalin.commands` whose `run(arguments)` runs it and returns the exit code.
+        examples: command lines, one a line, for the end of its help.
+        adopts_launcher: whether its ranks meet through torch.distributed, whose variables the launcher's then set.
+    """
+
+    name: str
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    module: str
+    examples: str
+    adopts_launcher: bool = True
+
+
+def add_step_options(parser: argparse.ArgumentParser) -> None:
+    """Adds --step N and --all-steps, of which `megalin.commands.base.steps_option` returns the choice."""
+    steps = parser.add_mutually_exclusive_group()
+    steps.add_argument("--step", type=int, metavar="N", help="the checkpoint after N steps (the newest one)")
+    steps.add_argument("--all-steps", action="store_true", help="every checkpoint")

@@ -1,0 +1,1 @@
+"""The commands of `megalin data`, one module each."""
