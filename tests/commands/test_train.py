@@ -84,7 +84,7 @@ def test_a_refused_run_changes_nothing_and_leaves_no_folder(config, run, tmp_pat
 
 
 def test_a_model_beyond_the_memory_of_the_host_is_refused_on_a_cpu(config, tmp_path, fails, monkeypatch):
-    monkeypatch.setattr("megalin.commands.train.device_memory_bytes", lambda device: 600_000)
+    monkeypatch.setattr("megalin.api.trainer.device_memory_bytes", lambda device: 600_000)
     message = fails(CONFIG, "train", config, "--folder", tmp_path / "run", "train.micro_batch_size=4")
     assert re.search(r"needs about .* GiB .* and a rank on this CPU has 0.0 GiB; use a GPU, a smaller model", message)
 
