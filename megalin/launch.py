@@ -155,9 +155,14 @@ def _broadcast_by_mpi(launcher: str) -> tuple[str, str]:
         last = (done.stderr.strip() or "no output").splitlines()[-1]
         raise ConfigError(
             f"{launcher} started this process, but MASTER_ADDR and MASTER_PORT are not set, and rank 0 could not "
-            f"broadcast them through mpi4py ({last}); install mpi4py for this MPI, or set both"
+            f"broadcast them through mpi4py ({last}); install mpi4py for this MPI, or set both{_abi_remedy(launcher)}"
         )
     return match[1], match[2]
+
+
+def _abi_remedy(launcher: str) -> str:
+    """Remedy for wheels of mpi4py, which load MPICH's library unless a variable names Open MPI's."""
+    return "; for a wheel of mpi4py, set MPI4PY_MPIABI=openmpi" if launcher.startswith("Open MPI") else ""
 
 
 def _broadcast() -> None:

@@ -113,6 +113,8 @@ def test_failed_broadcast_of_mpirun_is_reported_with_its_reason(monkeypatch):
         ConfigError, match=r"rank 0 could not broadcast them through mpi4py \(no output\); install mpi4py for this MPI"
     ):
         adopt_launcher(dict(MPICH))
+    with pytest.raises(ConfigError, match="for a wheel of mpi4py, set MPI4PY_MPIABI=openmpi"):
+        adopt_launcher(dict(OPEN_MPI))
 
 
 @pytest.mark.skipif(shutil.which("mpirun", path=os.path.dirname(sys.executable)) is None, reason="needs mpich, mpi4py")

@@ -16,6 +16,7 @@ from megalin.config import Config
 from megalin.data.config import ClassificationConfig, PhaseConfig, SourceConfig
 from megalin.data.masking import MaskingConfig
 from megalin.layers.mixers.base import MixerConfig, mixer_types
+from megalin.layers.mixers.softmax import RopeScalingConfig
 from megalin.model.config import BlockConfig, EncoderConfig, ModelConfig
 
 HEAD = """\
@@ -57,6 +58,8 @@ def kind(schema: dict[str, Any]) -> str:
     """Describes a JSON schema in words: type and limits, or choices."""
     if "anyOf" in schema:
         return " or ".join(kind(option) for option in schema["anyOf"] if option.get("type") != "null")
+    if "$ref" in schema:
+        return "table, see below"
     if "const" in schema or "enum" in schema:
         return " or ".join(f"`{json.dumps(value)}`" for value in schema.get("enum", [schema.get("const")]))
     if schema.get("type") == "array":
@@ -109,6 +112,8 @@ def reference() -> str:
             for mixer in mixer_types():
                 config = importlib.import_module(f"megalin.layers.mixers.{mixer}").CONFIG
                 parts.append(section(f'`sublayers` with `type = "{mixer}"`', config, leave_out=common))
+                if mixer == "softmax":
+                    parts.append(section("`rope_scaling` of softmax attention", RopeScalingConfig))
             continue
         assert isinstance(cls, type), name
         parts.append(section(f"`[{name}]`", cls, leave_out=("masking", "classification", "sources", "phases")))

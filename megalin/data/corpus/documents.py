@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
 import json
@@ -151,6 +152,8 @@ def _decompressed(raw: BinaryIO, path: str) -> BinaryIO:
     packed = compression(path)
     if packed == "gz":
         return cast(BinaryIO, io.BufferedReader(gzip.GzipFile(fileobj=raw), _BUFFER_BYTES))
+    if packed == "bz2":
+        return io.BufferedReader(bz2.BZ2File(raw), _BUFFER_BYTES)
     if packed == "zst":
         # Arrow's reader detects a truncated file; zstandard's does not.
         arrow = require("pyarrow", f"{path}: reading .zst")

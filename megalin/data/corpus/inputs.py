@@ -15,7 +15,7 @@ from megalin.optional import require
 JSON_LINES = (".jsonl", ".json")
 PLAIN = ".txt"
 PARQUET = ".parquet"
-_COMPRESSED = (".gz", ".zst")
+_COMPRESSED = (".gz", ".bz2", ".zst")
 _LIST_LIMIT_BYTES = 256 << 20
 _DEEPEST_LIST = 4
 
@@ -49,7 +49,7 @@ def expand_inputs(patterns: Sequence[str]) -> list[Path]:
         if content not in (*JSON_LINES, PLAIN, PARQUET) or (content == PARQUET and compression(path)):
             raise DataError(
                 f"{path}: expected .jsonl or .json (one JSON object a line) or .txt (one document a file), also with "
-                ".gz or .zst, or .parquet; convert it first"
+                ".gz, .bz2 or .zst, or .parquet; convert it first"
             )
     return list(paths)
 
@@ -72,14 +72,14 @@ def _listed(patterns: Sequence[str], *, depth: int) -> Iterator[str]:
         yield from _listed([name for name in names if name], depth=depth + 1)
 
 
-def compression(path: str | Path) -> Literal["gz", "zst"] | None:
+def compression(path: str | Path) -> Literal["gz", "bz2", "zst"] | None:
     """Compression of a file, by its name."""
     suffix = Path(path).suffix
-    return "gz" if suffix == ".gz" else "zst" if suffix == ".zst" else None
+    return "gz" if suffix == ".gz" else "bz2" if suffix == ".bz2" else "zst" if suffix == ".zst" else None
 
 
 def content_suffix(path: str | Path) -> str:
-    """Suffix that determines the kind of content: the last one except .gz and .zst."""
+    """Suffix that determines the kind of content: the last one except .gz, .bz2 and .zst."""
     return Path(Path(path).stem if Path(path).suffix in _COMPRESSED else path).suffix
 
 

@@ -20,6 +20,8 @@ from megalin.checkpoint.tensors import OPTIMIZER_PREFIX, weights
 from megalin.data.tokenizers.formats import TOKENIZER_FILE
 from megalin.data.tokenizers.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from megalin.errors import CheckpointError, ConfigError, StorageError
+from megalin.generation.decoder import grows
+from megalin.interop.weights import model_card as cards
 from megalin.interop.weights.folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from megalin.interop.weights.layout import CheckpointLayout, Placed, place
 from megalin.interop.weights.layouts import layout_of_model
@@ -29,6 +31,8 @@ from megalin.train.open_run import open_run
 
 FILE_BYTES = 2 << 30
 """Maximum size of a file, unless it has a single tensor; an export needs about three times as much memory."""
+NO_LIMIT = 1 << 20
+"""max_position_embeddings of models whose state has a constant size: no length is too long for them."""
 _ELEMENT_BYTES = 4
 
 
@@ -64,13 +68,24 @@ def export_hf(
     try:
         temporary.mkdir(parents=True)
         _write_tensors(temporary, checkpoint, model, layout, file_bytes)
-        write_settings(temporary, config.model, layout, tokenizer, length=config.data.sequence_length)
+        length = config.data.sequence_length if grows(model) else NO_LIMIT
+        write_settings(temporary, config.model, layout, tokenizer, length=length)
+        card = cards.model_card(run, config, layout, step=checkpoint.step, num_parameters=model.num_parameters())
+        (temporary / cards.FILE).write_text(card, encoding="utf-8")
+        _set_modes(temporary)
         os.rename(temporary, out)
     except OSError as error:
         raise StorageError(f"cannot write {out}: {error}; free space or fix the permissions") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return layout
+
+
+def _set_modes(folder: Path) -> None:
+    """Gives all files the mode of the umask; safetensors writes files that only their owner can read."""
+    mode = (folder / CONFIG_FILE).stat().st_mode & 0o777
+    for file in folder.iterdir():
+        file.chmod(mode)
 
 
 def check_empty(path: Path) -> None:

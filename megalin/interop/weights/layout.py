@@ -32,6 +32,8 @@ class Link(NamedTuple):
     """Index of our slab at each of their places."""
     extra_dim: bool = False
     """True if their tensor has an extra dim of size 1 after the first."""
+    bias: bool = False
+    """True for the biases of a fused parameter, [parts, out] here and [out] for each part there."""
     absent: Literal["never", "ones", "skip"] = "never"
     """Handling of a parameter that our model may lack. ones: a norm without weights, whose external weight is ones.
     skip: the external model lacks it too."""
@@ -93,7 +95,7 @@ class Placed(NamedTuple):
 
     def to_theirs(self, ours: Tensor) -> dict[str, Tensor]:
         """Our parameter -> their tensors, contiguous and without shared memory."""
-        slabs = as_rows(ours)[: self.rows[0]].chunk(len(self.link.order))
+        slabs = as_rows(ours, self.link)[: self.rows[0]].chunk(len(self.link.order))
         slabs = tuple(slabs[place] for place in self.link.order)
         if len(self.link.theirs) == 1:
             slabs = (torch.cat(slabs),)
@@ -106,7 +108,7 @@ class Placed(NamedTuple):
     @torch.no_grad()
     def to_ours(self, read: Callable[[str], Tensor], ours: Tensor) -> None:
         """Fills our parameter from their tensors, one at a time."""
-        targets = as_rows(ours)[: self.rows[0]].chunk(len(self.link.order))
+        targets = as_rows(ours, self.link)[: self.rows[0]].chunk(len(self.link.order))
         if len(self.link.theirs) == 1:
             slabs = read(self.link.theirs[0]).reshape(self.rows).chunk(len(self.link.order))
             for place, slab in zip(self.link.order, slabs, strict=True):
@@ -116,9 +118,9 @@ class Placed(NamedTuple):
             targets[place].copy_(read(name).reshape(targets[place].shape))
 
 
-def as_rows(tensor: Tensor) -> Tensor:
+def as_rows(tensor: Tensor, link: Link) -> Tensor:
     """A view [rows, ...], with the parts of a fused parameter stacked."""
-    return tensor.flatten(0, 1) if tensor.dim() == 3 else tensor
+    return tensor.flatten(0, 1) if tensor.dim() == 3 or link.bias else tensor
 
 
 def place(layout: CheckpointLayout, model: LanguageModel, *, older: bool = False) -> list[Placed]:
@@ -128,7 +130,7 @@ def place(layout: CheckpointLayout, model: LanguageModel, *, older: bool = False
     for link in _links(layout, model, older):
         tensor = remaining.pop(link.ours, None)
         if tensor is not None:
-            rows = list(as_rows(tensor).shape)
+            rows = list(as_rows(tensor, link).shape)
             if link.ours in PADDED_TABLES:
                 rows[0] = model.config.vocab_size
             placed.append(Placed(link, tuple(rows), held=True))

@@ -21,6 +21,9 @@ LAYOUTS = (
     rodimus.CODEFUSE,
     rodimus.CODEFUSE_PLUS,
     llama.LLAMA,
+    llama.MISTRAL,
+    llama.QWEN2,
+    llama.QWEN3,
     mamba.MAMBA,
     gla_retnet.GLA,
     gla_retnet.RETNET,
@@ -89,6 +92,7 @@ def _effective_fields(model: ModelConfig, names: ModelConfig) -> Iterator[tuple[
             fields = sublayer.model_dump(exclude={"chunk_size"})
             defaults = {
                 "num_key_value_heads": fields.get("num_heads"),
+                "head_dim": model.hidden_size // fields.get("num_heads", 1),
                 "input_gate_rank": max(model.hidden_size // 64, 16),
                 "step_rank": -(-model.hidden_size // 16),
                 "output_norm_eps": fields["norm_eps"],

@@ -1,10 +1,12 @@
-"""The layout of LLaMA in transformers: names, config.json, and the variants that our mixers support.
+"""The layouts of LLaMA, Mistral, Qwen2 and Qwen3 in transformers: names, config.json and supported variants.
 
 The rows of queries and keys need no permutation: both sides rotate the halves of a head, not neighbouring pairs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from megalin.interop.weights.layout import CheckpointLayout, Link, norm
@@ -12,18 +14,26 @@ from megalin.interop.weights.settings import Settings
 from megalin.model.config import ModelConfig
 
 ROPE_BASE = 10000.0
+_SILU = ("silu", "swish")
+_FACTORS = {"low_frequency_factor": "low_freq_factor", "high_frequency_factor": "high_freq_factor"}
 
 
-def _to_model(settings: Settings) -> dict[str, Any]:
+def _to_model(settings: Settings, *, qkv_bias: bool = False, qk_norm: bool = False) -> dict[str, Any]:
     width, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
-    if settings.integer("head_dim", max(1, width // heads)) * heads != width:
-        raise settings.problem("head_dim", f"supported: hidden_size / num_attention_heads = {width} / {heads}")
+    head_dim = settings.integer("head_dim", max(1, width // heads))
     norms = {"norm": "rmsnorm", "norm_eps": settings.number("rms_norm_eps", 1e-6)}
+    kinds = settings.values.get("layer_types")
+    if kinds is not None and set(kinds) != {"full_attention"}:
+        raise settings.problem("layer_types", "supported: full_attention in every layer")
     attention = {
         "type": "softmax",
         "num_heads": heads,
         "num_key_value_heads": settings.integer("num_key_value_heads", heads),
+        "head_dim": None if head_dim * heads == width else head_dim,
+        "qkv_bias": qkv_bias,
+        "qk_norm": qk_norm,
         "rope_base": _rope_base(settings),
+        "rope_scaling": _rope_scaling(settings),
         **norms,
     }
     glu = {
@@ -43,16 +53,36 @@ def _to_model(settings: Settings) -> dict[str, Any]:
 
 
 def _rope_base(settings: Settings) -> float:
-    """The rotary base, from the key of either generation of transformers. Raises CheckpointError if positions are
-    scaled."""
+    """The rotary base, from the key of either generation of transformers. Raises CheckpointError if they differ."""
     table = settings.table("rope_parameters")
-    if table.values.get("rope_type", "default") != "default":
-        raise table.problem("rope_type", "supported: 'default', without scaling")
     old = settings.number("rope_theta", table.number("rope_theta", ROPE_BASE))
     new = table.number("rope_theta", old)
     if old != new:
         raise settings.problem("rope_theta", f"but rope_parameters.rope_theta = {new}; correct the wrong one")
     return new
+
+
+def _rope_scaling(settings: Settings) -> dict[str, Any] | None:
+    """The change of the frequencies, from the table of either generation. Raises CheckpointError if unsupported."""
+    tables = [settings.table(name) for name in ("rope_parameters", "rope_scaling") if settings.has(name)]
+    scalings = [_scaling(table) for table in tables]
+    if any(scaling != scalings[0] for scaling in scalings):
+        raise settings.problem("rope_scaling", "but rope_parameters differs; correct the wrong one")
+    return scalings[0] if scalings else None
+
+
+def _scaling(table: Settings) -> dict[str, Any] | None:
+    key = "rope_type" if table.has("rope_type") else "type"
+    kind = table.values.get(key, "default")
+    if kind == "default":
+        return None
+    if kind not in ("linear", "llama3"):
+        raise table.problem(key, "supported: 'default', 'linear' and 'llama3'")
+    scaling = {"type": kind, "factor": table.number("factor")}
+    if kind == "llama3":
+        scaling |= {ours: table.number(theirs) for ours, theirs in _FACTORS.items()}
+        scaling["original_length"] = table.integer("original_max_position_embeddings")
+    return scaling
 
 
 def _to_settings(model: ModelConfig) -> dict[str, Any]:
@@ -62,15 +92,36 @@ def _to_settings(model: ModelConfig) -> dict[str, Any]:
         "num_hidden_layers": model.num_layers,
         "num_attention_heads": attention["num_heads"],
         "num_key_value_heads": attention["num_key_value_heads"] or attention["num_heads"],
-        "head_dim": model.hidden_size // attention["num_heads"],
+        "head_dim": attention["head_dim"] or model.hidden_size // attention["num_heads"],
         "intermediate_size": glu["intermediate_size"],
         "rms_norm_eps": model.norm_eps,
         "rope_theta": attention["rope_base"],
-        "rope_parameters": {"rope_theta": attention["rope_base"], "rope_type": "default"},
+        "rope_parameters": {"rope_theta": attention["rope_base"], **_rope_settings(attention["rope_scaling"])},
         "vocab_size": model.vocab_size,
         "tie_word_embeddings": model.tie_embeddings,
         "initializer_range": model.init_std,
     }
+
+
+def _rope_settings(scaling: dict[str, Any] | None) -> dict[str, Any]:
+    """The keys of `_rope_scaling`."""
+    if scaling is None:
+        return {"rope_type": "default"}
+    settings = {"rope_type": scaling["type"], "factor": scaling["factor"]}
+    if scaling["type"] == "llama3":
+        settings |= {theirs: scaling[ours] for ours, theirs in _FACTORS.items()}
+        settings["original_max_position_embeddings"] = scaling["original_length"]
+    return settings
+
+
+def _variant(qkv_bias: bool, qk_norm: bool) -> Callable[[ModelConfig], bool]:
+    """Whether the attention of a model has these biases and norms."""
+
+    def fits(model: ModelConfig) -> bool:
+        attention = model.layers[0].sublayers[0].model_dump()
+        return (attention["qkv_bias"], attention["qk_norm"]) == (qkv_bias, qk_norm)
+
+    return fits
 
 
 LLAMA = CheckpointLayout(
@@ -84,6 +135,10 @@ LLAMA = CheckpointLayout(
         norm("0.norm.weight", "input_layernorm.weight"),
         Link("0.mixer.q.weight", ("self_attn.q_proj.weight",)),
         Link("0.mixer.kv.weight", ("self_attn.k_proj.weight", "self_attn.v_proj.weight"), (0, 1)),
+        Link("0.mixer.q.bias", ("self_attn.q_proj.bias",), bias=True, absent="skip"),
+        Link("0.mixer.kv.bias", ("self_attn.k_proj.bias", "self_attn.v_proj.bias"), (0, 1), bias=True, absent="skip"),
+        Link("0.mixer.q_norm", ("self_attn.q_norm.weight",), absent="skip"),
+        Link("0.mixer.k_norm", ("self_attn.k_norm.weight",), absent="skip"),
         Link("0.mixer.out.weight", ("self_attn.o_proj.weight",)),
         norm("1.norm.weight", "post_attention_layernorm.weight"),
         Link("1.mixer.up.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), (0, 1)),
@@ -95,12 +150,29 @@ LLAMA = CheckpointLayout(
         Link("head.weight", ("lm_head.weight",), absent="skip"),
     ),
     fixed={
-        "hidden_act": ("silu", "swish"),
+        "hidden_act": _SILU,
         "attention_bias": (False,),
         "mlp_bias": (False,),
-        "rope_scaling": (None,),
     },
     to_model=_to_model,
     to_settings=_to_settings,
     ignored=(".rotary_emb.inv_freq",),
+    fits=_variant(qkv_bias=False, qk_norm=False),
+)
+MISTRAL = LLAMA._replace(
+    architecture="MistralForCausalLM", model_type="mistral", fixed={"hidden_act": _SILU, "sliding_window": (None,)}
+)
+QWEN2 = LLAMA._replace(
+    architecture="Qwen2ForCausalLM",
+    model_type="qwen2",
+    fixed={"hidden_act": _SILU, "use_sliding_window": (False,)},
+    to_model=partial(_to_model, qkv_bias=True),
+    fits=_variant(qkv_bias=True, qk_norm=False),
+)
+QWEN3 = LLAMA._replace(
+    architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
+    fixed={"hidden_act": _SILU, "attention_bias": (False,), "use_sliding_window": (False,)},
+    to_model=partial(_to_model, qk_norm=True),
+    fits=_variant(qkv_bias=False, qk_norm=True),
 )

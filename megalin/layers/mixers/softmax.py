@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megalin.config import Config
 from megalin.errors import ConfigError
 from megalin.layers.mixers.base import (
     BuildContext,
@@ -35,13 +36,19 @@ from megalin.ops.attention.softmax import (
 )
 from megalin.ops.attention.window import window_attention_flops
 from megalin.ops.documents import UNPACKED
-from megalin.ops.positions.encodings import rope
+from megalin.ops.norms.rms_norm import rms_norm
+from megalin.ops.positions.encodings import RopeScaling, rope
+from megalin.parallel.initialisation import Initializer, constant
 from megalin.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalin.parallel.sequence_documents import DocumentView, SequenceDocuments
+from megalin.parallel.tensor_parallel import local
 
 
 class Softmax(Mixer):
-    """y = softmax(RoPE(q) RoPE(k)^T / sqrt(K)) v W_o, causal, q = x W_q, [k | v] = x W_kv, no biases.
+    """y = softmax(RoPE(q) RoPE(k)^T / sqrt(K)) v W_o, causal, q = x W_q, [k | v] = x W_kv.
+
+    With `qkv_bias` the three projections have biases (Qwen2); with `qk_norm` each head of q and k passes an RMSNorm
+    over its K channels, of one weight for all heads, before RoPE (Qwen3).
 
     The state is a cache of keys and values, which grows with the length: 2 G K numbers a token for G key-value heads;
     so does the work of a decoding step. The state (k [B, S, G/tp, K], v [B, S, G/tp, K], remembered [B, S]) starts
@@ -57,11 +64,11 @@ class Softmax(Mixer):
         super().__init__()
         self.config, self.tp, self.cp, self.path = config, scope.tp, scope.cp, scope.path
         width, tp, heads, groups = scope.hidden_size, scope.tp, config.num_heads, config.key_value_heads
-        self.head_dim, remainder = divmod(width, heads)
+        self.head_dim, remainder = divmod(width, heads) if config.head_dim is None else (config.head_dim, 0)
         if remainder or self.head_dim % 2:
             raise ConfigError(
                 f"{scope.path}.num_heads = {heads} does not divide model.hidden_size = {width} into heads of an even "
-                "width, as rotary positions need; choose a divisor"
+                "width, as rotary positions need; choose a divisor, or set head_dim"
             )
         if heads % groups:
             raise ConfigError(
@@ -80,9 +87,18 @@ class Softmax(Mixer):
                 f'query heads of a rank, so each computes the queries of its own tokens only; use "auto" or "sdpa"'
             )
         name, std = "model.hidden_size", scope.init_std
-        self.q = ColumnParallelLinear(width, width, tp=tp, std=std, name=name)
-        self.kv = ColumnParallelLinear(width, groups * self.head_dim, parts=2, tp=tp, std=std, name=name)
-        self.out = RowParallelLinear(width, width, tp=tp, std=scope.output_std, name=name)
+        size, bias = heads * self.head_dim, config.qkv_bias
+        self.q = ColumnParallelLinear(width, size, bias=bias, tp=tp, std=std, name=name)
+        self.kv = ColumnParallelLinear(width, groups * self.head_dim, parts=2, bias=bias, tp=tp, std=std, name=name)
+        self.out = RowParallelLinear(size, width, tp=tp, std=scope.output_std, name=name)
+        if config.qk_norm:
+            self.q_norm = tp.parameter(self.head_dim, shard_dim=None)
+            self.k_norm = tp.parameter(self.head_dim, shard_dim=None)
+
+    def init_weights(self, initializer: Initializer) -> None:
+        """Norm weights of queries and keys are one."""
+        for name in ("q_norm", "k_norm") if self.config.qk_norm else ():
+            initializer(getattr(self, name), name, constant(1.0))
 
     def build_mixer_context(self, context: SequenceContext) -> MixerContext:
         # Outside of the block: no graph can hold an error.
@@ -116,7 +132,12 @@ class Softmax(Mixer):
         """Queries [B, T, H/tp, K], keys and values [B, T, G/tp, K], the first two with their positions."""
         x = self.tp.enter(x)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (*self.q(x), *self.kv(x)))
-        q, k = (rope(y, context.positions, base=self.config.rope_base) for y in (q, k))
+        if self.config.qk_norm:  # each rank has other heads, so the gradients of the shared weights are partial sums
+            weights = (self.tp.all_reduce_gradient(local(weight)) for weight in (self.q_norm, self.k_norm))
+            q, k = (rms_norm(y, weight, eps=self.config.norm_eps) for y, weight in zip((q, k), weights, strict=True))
+        base, table = self.config.rope_base, self.config.rope_scaling
+        scaling = None if table is None else table.scaling
+        q, k = (rope(y, context.positions, base=base, scaling=scaling) for y in (q, k))
         return q, k, v
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, context: MixerContext) -> Tensor:
@@ -227,6 +248,35 @@ def _keep(x: Tensor, kept: Tensor) -> Tensor:
     return x.masked_fill(~kept[..., None, None], 0.0)
 
 
+class RopeScalingConfig(Config):
+    """Division of the frequencies of rotary positions, as in models trained on longer texts after their pretraining."""
+
+    type: Literal["linear", "llama3"]
+    """linear: all frequencies. llama3: the low ones, with a transition between two wavelengths (LLaMA 3.1)."""
+    factor: float = pydantic.Field(gt=0)
+    """Number that frequencies are divided by."""
+    low_frequency_factor: float = pydantic.Field(default=1.0, gt=0)
+    """llama3: frequencies with fewer turns in original_length tokens are divided by factor."""
+    high_frequency_factor: float = pydantic.Field(default=4.0, gt=0)
+    """llama3: frequencies with more turns in original_length tokens are kept; above low_frequency_factor."""
+    original_length: int = pydantic.Field(default=8192, gt=0)
+    """llama3: tokens of a sequence in the pretraining."""
+
+    @pydantic.model_validator(mode="after")
+    def _is_a_transition(self) -> Self:
+        low, high = self.low_frequency_factor, self.high_frequency_factor
+        if high <= low:
+            raise ValueError(f"high_frequency_factor = {high} must be above low_frequency_factor = {low}; raise it")
+        return self
+
+    @property
+    def scaling(self) -> RopeScaling:
+        """As an argument of `rope`."""
+        return RopeScaling(
+            self.type, self.factor, self.low_frequency_factor, self.high_frequency_factor, self.original_length
+        )
+
+
 class SoftmaxConfig(MixerConfig):
     """LLaMA's attention."""
 
@@ -238,6 +288,12 @@ class SoftmaxConfig(MixerConfig):
     num_key_value_heads: int | None = pydantic.Field(default=None, gt=0)
     """Heads of keys and values, each read by num_heads / num_key_value_heads query heads; must divide num_heads and be
     divided by parallel.tp. Left out: num_heads."""
+    head_dim: int | None = pydantic.Field(default=None, gt=0)
+    """K, channels of a head, even; left out: hidden_size / num_heads."""
+    qkv_bias: bool = False
+    """True: the projections to queries, keys and values have biases (Qwen2)."""
+    qk_norm: bool = False
+    """True: an RMSNorm of each head's queries and keys before their positions, with norm_eps (Qwen3)."""
     window: int | None = pydantic.Field(default=None, ge=1)
     """Visible tokens, the token itself included (Rodimus+ Tables 6 and 14); left out: all earlier ones. Decoding then
     keeps a state of fixed size."""
@@ -249,6 +305,8 @@ class SoftmaxConfig(MixerConfig):
     (DiagAttention of TransNormer, TransNormerLLM Table 2). Left out: no blocks."""
     rope_base: float = pydantic.Field(default=10000.0, gt=1)
     """Base of the rotary frequencies base^(-2 j / head width), radians a token."""
+    rope_scaling: RopeScalingConfig | None = None
+    """Change of the rotary frequencies for longer texts; left out: none."""
     backend: AttentionBackend = "auto"
     """Implementation of attention without a state. sdpa: PyTorch's own, cuDNN or FlashAttention-2 where they run.
     flash_attn: the package flash-attn, on CUDA in bf16 or fp16; training refuses to go on without it. auto: sdpa, and
@@ -293,6 +351,8 @@ class SoftmaxConfig(MixerConfig):
     def shrink_for_verify(self, *, hidden_size: int, num_heads: int) -> Self:
         grouped = self.key_value_heads < self.num_heads
         update = {"num_heads": num_heads, "num_key_value_heads": num_heads // 2 if grouped else None}
+        if self.head_dim is not None:
+            update["head_dim"] = 6
         small = {"window": 11, "num_sinks": 3, "block_size": 7}
         update |= {name: size for name, size in small.items() if getattr(self, name) is not None}
         return self.model_copy(update=update)

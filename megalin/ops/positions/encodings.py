@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import math
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,13 +62,36 @@ def lrpe_rotation(x: Tensor, theta: Tensor, positions: Tensor) -> Tensor:
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x.dtype)
 
 
-def rope(x: Tensor, positions: Tensor, *, base: float = 10000.0, backend: Backend = "auto") -> Tensor:
+class RopeScaling(NamedTuple):
+    """Division of RoPE's frequencies for texts longer than those of a model's first training.
+
+    linear: all by `factor` (Chen et al. 2023). llama3: those of more than `original_length / low_frequency_factor`
+    tokens a turn; those of less than `original_length / high_frequency_factor` are kept, and between the two the
+    frequency is interpolated linearly in the turns per `original_length` tokens (LLaMA 3.1).
+    """
+
+    kind: Literal["linear", "llama3"]
+    factor: float
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    original_length: int = 8192
+
+
+def rope(
+    x: Tensor,
+    positions: Tensor,
+    *,
+    base: float = 10000.0,
+    scaling: RopeScaling | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
     """Rotates the pairs (x_j, x_j+K/2) of each head by the angle p base^(-2j/K), j < K/2 (RoFormer eq. 34).
 
     Args:
         x: [B, T, H, K] queries or keys, K even; a pair is one channel of each half of a head.
         positions: [T] or [B, T] token positions, integers (a shift of all positions changes no score).
         base: the slowest pair rotates by about 1 / base radians a token.
+        scaling: changes the frequencies base^(-2j/K); None: does not.
         backend: implementation to run; compiled ones take fp32, bf16 and fp16.
 
     Returns:
@@ -82,13 +106,15 @@ def rope(x: Tensor, positions: Tensor, *, base: float = 10000.0, backend: Backen
         raise OperandError(f"rope: head dimension {x.shape[3]} is odd, but channels rotate in pairs; use an even one")
     choice = backends.choose("rope", backend, x.device.type, _unsupported(x))
     if choice == "reference":
-        return rope_reference(x, positions, base=base)
-    return _rotate(x, _frequencies(x, base).float(), positions, False)
+        return rope_reference(x, positions, base=base, scaling=scaling)
+    return _rotate(x, _scaled(_frequencies(x, base), scaling).float(), positions, False)
 
 
-def rope_reference(x: Tensor, positions: Tensor, *, base: float = 10000.0) -> Tensor:
+def rope_reference(
+    x: Tensor, positions: Tensor, *, base: float = 10000.0, scaling: RopeScaling | None = None
+) -> Tensor:
     """Reference of `rope` in plain PyTorch: tests the kernel and runs on CPUs."""
-    angle = _angles(x, _frequencies(x, base), positions)
+    angle = _angles(x, _scaled(_frequencies(x, base), scaling), positions)
     first, second = x.to(angle.dtype).chunk(2, dim=-1)
     cos, sin = angle.cos(), angle.sin()
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).to(x.dtype)
@@ -98,6 +124,19 @@ def _frequencies(x: Tensor, base: float) -> Tensor:
     """Angular frequencies base^(-2j/K), j < K/2, fp64."""
     exponent = torch.arange(x.shape[-1] // 2, dtype=torch.float64, device=x.device) * (-2.0 / x.shape[-1])
     return base**exponent
+
+
+def _scaled(frequencies: Tensor, scaling: RopeScaling | None) -> Tensor:
+    """Frequencies after `scaling`."""
+    if scaling is None:
+        return frequencies
+    divided = frequencies / scaling.factor
+    if scaling.kind == "linear":
+        return divided
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    turns = frequencies * (scaling.original_length / (2 * math.pi))
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return torch.lerp(divided, frequencies, kept)
 
 
 def cosine_relpe(x: Tensor, positions: Tensor) -> Tensor:

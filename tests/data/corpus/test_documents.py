@@ -1,5 +1,6 @@
 """Reader of documents: every kind of bad line by file and line, byte limits, formats and spans."""
 
+import bz2
 import gzip
 import json
 import re
@@ -134,6 +135,8 @@ def _stored(folder, name, data):
         pyarrow.parquet.write_table(table, path, row_group_size=7)
     elif name.endswith(".gz"):
         path.write_bytes(gzip.compress(data[: len(data) // 2]) + gzip.compress(data[len(data) // 2 :]))
+    elif name.endswith(".bz2"):
+        path.write_bytes(bz2.compress(data[: len(data) // 2]) + bz2.compress(data[len(data) // 2 :]))
     elif name.endswith(".zst"):
         with pyarrow.output_stream(str(path), compression="zstd") as file:
             file.write(data)
@@ -142,7 +145,7 @@ def _stored(folder, name, data):
     return path
 
 
-@pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz", "x.json.zst", "x.parquet"])
+@pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz", "x.jsonl.bz2", "x.json.zst", "x.parquet"])
 def test_any_cut_of_any_format_gives_each_document_once(tmp_path, name):
     rng_lengths = [3, 0, 50, 1, 1, 200, 7, 0, 90] * 5
     texts = [f"{k} é日" * n for k, n in enumerate(rng_lengths)]
@@ -165,7 +168,7 @@ def test_lines_of_any_span_are_numbered_as_in_the_file(tmp_path, name):
                 assert lines_before(span) + document.line == int(document.texts[0].rstrip("a"))
 
 
-@pytest.mark.parametrize("name", ["x.jsonl.gz", "x.jsonl.zst", "x.txt.gz", "x.parquet"])
+@pytest.mark.parametrize("name", ["x.jsonl.gz", "x.jsonl.bz2", "x.jsonl.zst", "x.txt.gz", "x.parquet"])
 def test_truncated_file_is_refused_and_not_taken_for_a_whole_one(tmp_path, name):
     data = "".join(json.dumps({"text": f"document {k * k * 7919 % 1000}"}) + "\n" for k in range(5000)).encode()
     path = _stored(tmp_path, name, data)

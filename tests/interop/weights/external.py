@@ -17,12 +17,29 @@ def rms(x: Tensor, weight: Tensor | float, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
-def rotate(x: Tensor, base: float) -> Tensor:
+def rotate(x: Tensor, base: float, scaling: Mapping[str, Any] | None = None) -> Tensor:
     """Rotates x [T, H, K]: the halves of a head are real and imaginary parts, position p turns by p base^(-2j/K)."""
     half = x.shape[-1] // 2
-    turns = torch.arange(len(x), dtype=x.dtype)[:, None] * base ** (-torch.arange(half, dtype=x.dtype) / half)
+    rates = [rescaled(base ** (-j / half), scaling or {"rope_type": "default"}) for j in range(half)]
+    turns = torch.arange(len(x), dtype=x.dtype)[:, None] * torch.tensor(rates, dtype=x.dtype)
     turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(turns), turns)[:, None]
     return torch.cat([turned.real, turned.imag], dim=-1)
+
+
+def rescaled(rate: float, scaling: Mapping[str, Any]) -> float:
+    """A frequency after the scaling of config.json."""
+    if scaling["rope_type"] == "default":
+        return rate
+    if scaling["rope_type"] == "linear":
+        return rate / scaling["factor"]
+    wavelength, length = 2 * math.pi / rate, scaling["original_max_position_embeddings"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    if wavelength > length / low:
+        return rate / scaling["factor"]
+    if wavelength < length / high:
+        return rate
+    smooth = (length / wavelength - low) / (high - low)
+    return (1 - smooth) * rate / scaling["factor"] + smooth * rate
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, left: int | None = None) -> Tensor:
@@ -52,15 +69,20 @@ def head(t: Tensors, config: Mapping[str, Any], embedding: str) -> Tensor:
 
 
 def llama(t: Tensors, config: Mapping[str, Any], tokens: Tensor) -> Tensor:
-    """transformers' LlamaForCausalLM."""
+    """transformers' LlamaForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM."""
     eps, heads, groups = config["rms_norm_eps"], config["num_attention_heads"], config["num_key_value_heads"]
     x = t["model.embed_tokens.weight"][tokens]
     for index in range(config["num_hidden_layers"]):
         layer = f"model.layers.{index}."
         normed = rms(x, t[f"{layer}input_layernorm.weight"], eps)
         q, k, v = (normed @ t[f"{layer}self_attn.{name}_proj.weight"].T for name in "qkv")
+        if f"{layer}self_attn.q_proj.bias" in t:
+            q, k, v = (y + t[f"{layer}self_attn.{name}_proj.bias"] for name, y in zip("qkv", (q, k, v), strict=True))
         q, k, v = q.unflatten(1, (heads, -1)), k.unflatten(1, (groups, -1)), v.unflatten(1, (groups, -1))
-        q, k = rotate(q, config["rope_parameters"]["rope_theta"]), rotate(k, config["rope_parameters"]["rope_theta"])
+        if f"{layer}self_attn.q_norm.weight" in t:
+            q, k = (rms(y, t[f"{layer}self_attn.{name}_norm.weight"], eps) for name, y in (("q", q), ("k", k)))
+        table = config["rope_parameters"]
+        q, k = (rotate(y, table["rope_theta"], table) for y in (q, k))
         k, v = (y.repeat_interleave(heads // groups, dim=1) for y in (k, v))
         x = x + attend(q, k, v) @ t[f"{layer}self_attn.o_proj.weight"].T
         x = x + swiglu(t, f"{layer}mlp.", rms(x, t[f"{layer}post_attention_layernorm.weight"], eps))

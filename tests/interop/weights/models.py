@@ -67,6 +67,7 @@ HGRN2 = {
 RODIMUS = {"type": "rodimus", "state_size": 6, "input_gate_rank": 5, "conv_width": 3}
 SHARED_KEY = {"type": "shared_key_attention", "num_heads": HEADS, "window": 7, "residual": "two_hop"}
 SOFTMAX = {"type": "softmax", "num_heads": HEADS, "num_key_value_heads": 2, "rope_base": 500.0}
+LLAMA3 = {"type": "llama3", "factor": 8.0, "original_length": 16}
 MAMBA = {"type": "mamba1", "state_size": 5, "step_rank": 3, "conv_width": 3}
 GLA = {"type": "recurrence", "num_heads": HEADS, "decay": "vector", "decay_rank": 16, "expand_k": 0.5}
 RETNET = {"type": "recurrence", "num_heads": HEADS, "decay": "fixed", "positions": "rope", "expand_v": 2.0}
@@ -90,6 +91,21 @@ MODELS = {
     ),
     "mamba": ExternalModel("transformers", "MambaForCausalLM", external.mamba, model_table(MAMBA, **WIDE)),
     "llama": ExternalModel("transformers", "LlamaForCausalLM", external.llama, model_table(SOFTMAX, SWIGLU)),
+    "llama3.1": ExternalModel(
+        "transformers", "LlamaForCausalLM", external.llama, model_table(SOFTMAX | {"rope_scaling": LLAMA3}, SWIGLU)
+    ),
+    "qwen2": ExternalModel(
+        "transformers",
+        "Qwen2ForCausalLM",
+        external.llama,
+        model_table(SOFTMAX | {"qkv_bias": True, "rope_scaling": {"type": "linear", "factor": 4.0}}, SWIGLU),
+    ),
+    "qwen3": ExternalModel(
+        "transformers",
+        "Qwen3ForCausalLM",
+        external.llama,
+        model_table(SOFTMAX | {"qk_norm": True, "head_dim": 12}, SWIGLU),
+    ),
     "gla-fla": ExternalModel("fla", "GLAForCausalLM", external.gla, model_table(GLA | {"conv_width": 3}, SWIGLU)),
     "retnet-fla": ExternalModel(
         "fla", "RetNetForCausalLM", external.retnet, model_table(RETNET, SWIGLU, tie_embeddings=False)

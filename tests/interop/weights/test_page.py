@@ -16,10 +16,10 @@ SECTIONS = {
     "HGRN2 of flash-linear-attention": [1],
     "Rodimus and Rodimus+ of flash-linear-attention": [2, 3],
     "Rodimus and Rodimus+ of their authors": [4, 5],
-    "LLaMA of transformers": [6],
-    "Mamba-1 of transformers": [7],
-    "GLA of flash-linear-attention": [8],
-    "RetNet of flash-linear-attention": [9],
+    "LLaMA, Mistral, Qwen2 and Qwen3 of transformers": [6, 7, 8, 9],
+    "Mamba-1 of transformers": [10],
+    "GLA of flash-linear-attention": [11],
+    "RetNet of flash-linear-attention": [12],
 }
 """Layouts of each section, by title; the table of the last layout includes those of the ones before."""
 

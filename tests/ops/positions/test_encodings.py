@@ -8,6 +8,7 @@ import torch
 
 from megalin.errors import KernelError
 from megalin.ops.positions.encodings import (
+    RopeScaling,
     cosine_relpe,
     document_spans,
     lrpe_cosine,
@@ -111,6 +112,23 @@ def test_rope_equals_its_definition(base: float, width: int):
     positions = torch.tensor([0, 1, 2, 63, 8191])
     actual = outputs_and_gradients(lambda x: [rope(x, positions, base=base)], inputs)
     assert_close(actual, outputs_and_gradients(lambda x: [rope_by_definition(x, positions, base)], inputs), 1e-11)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "divisors"),
+    [
+        (RopeScaling("linear", 4.0), [4.0, 4.0, 4.0, 4.0]),
+        # 64, 6.4, 0.64 and 0.064 radians in 64 tokens / 2 pi: 10.2, 1.02, 0.1, 0.01 turns
+        (RopeScaling("llama3", 4.0, 0.5, 2.0, 64), [1.0, 1 / (0.25 + 0.75 * (6.4 / math.tau - 0.5) / 1.5), 4.0, 4.0]),
+    ],
+    ids=["linear", "llama3"],
+)
+def test_rope_divides_frequencies(scaling: RopeScaling, divisors: list[float]):
+    x, position = torch.ones(1, 1, 1, 8, dtype=torch.float64), 3
+    angles = torch.tensor([10.0**-j / divisor for j, divisor in enumerate(divisors)], dtype=torch.float64) * position
+    expected = torch.cat([angles.cos() - angles.sin(), angles.sin() + angles.cos()])
+    actual = rope(x, torch.tensor([position]), base=10000.0, scaling=scaling)
+    torch.testing.assert_close(actual.flatten(), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_rope_scores_depend_on_the_distance():
