@@ -2,7 +2,7 @@
 SHELL := /usr/bin/env bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart lint test test-all
+.PHONY: help install quickstart lint docs test test-all
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -13,6 +13,7 @@ help:
 	@echo 'make test         install, then lint and run the tests, as CI does'
 	@echo 'make test-all     the same with the tests marked slow: more meshes, kernels and whole programs'
 	@echo 'make lint         ruff, mypy, the import layers, shellcheck and hadolint'
+	@echo 'make docs         the documentation as a site, build/site/index.html; a dead link is an error'
 	@echo 'make install      create .venv (PYTHON=python3.12 names another interpreter)'
 
 install: $(INSTALLED)
@@ -34,6 +35,9 @@ lint: $(INSTALLED)
 	$(BIN)/shellcheck $(SCRIPTS)
 	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.cpu
 
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+
 # One thread a process: several ranks share the cores, and idle OpenMP threads spin. A worker takes whole files, which
 # share what their first test makes, in the order of tests/conftest.py. Tests on a GPU need its memory for themselves.
 WORKERS := $(if $(wildcard /dev/nvidia0),0,logical)
@@ -41,8 +45,8 @@ WORKERS := $(if $(wildcard /dev/nvidia0),0,logical)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python tools/cpu_seconds.py $(BIN)/python -m pytest -n $(WORKERS) \
 	--maxprocesses 8 --dist loadfile --no-loadscope-reorder --durations=15
 
-test: lint
+test: lint docs
 	$(PYTEST) -m 'not slow'
 
-test-all: lint
+test-all: lint docs
 	$(PYTEST)

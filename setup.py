@@ -1,17 +1,22 @@
-"""Builds the extensions: the index builder (csrc/cpu) and, where nvcc is installed, the CUDA kernels (csrc/cuda).
+"""Builds the extensions: the index builder (csrc/cpu), and the CUDA kernels (csrc/cuda) where they are wanted.
 
-MEGALIN_REQUIRE_CUDA=1 makes a missing nvcc an error (images for clusters); MEGALIN_CUDA_ARCHITECTURES names the
-architectures, "80;90a" by default.
+MEGALIN_CUDA=1 compiles the CUDA kernels with nvcc, 0 does not; without it they are compiled where nvcc is installed and
+the torch of this interpreter is built with CUDA. MEGALIN_REQUIRE_CUDA=1 makes a missing nvcc an error (images for
+clusters); MEGALIN_CUDA_ARCHITECTURES names the architectures, "80;90a" by default. The Triton kernels are Python files
+and always there. A wheel also has examples/ as megalin/examples.
 """
 
 import os
+import re
 import shutil
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pybind11.setup_helpers import Pybind11Extension, build_ext
 from setuptools import setup
+from setuptools.command.build_py import build_py
 
 CUDA_SOURCES = sorted(str(path) for path in Path("csrc/cuda").glob("*.cu"))
 CUDA_HEADERS = sorted(str(path) for path in Path("csrc/cuda").glob("*.cuh"))
@@ -24,6 +29,35 @@ def nvcc() -> Path | None:
     if found is None and os.environ.get("MEGALIN_REQUIRE_CUDA") == "1":
         raise SystemExit("MEGALIN_REQUIRE_CUDA=1, but no nvcc was found; set CUDA_HOME, or add nvcc to the path")
     return Path(found).resolve() if found else None
+
+
+def wants_cuda() -> bool:
+    """Decides whether to compile the CUDA kernels, and says so in one line."""
+    choice = "1" if os.environ.get("MEGALIN_REQUIRE_CUDA") == "1" else os.environ.get("MEGALIN_CUDA")
+    if choice is not None:
+        wanted, reason = choice == "1", f"MEGALIN_CUDA={choice}"
+    else:
+        # Not an import, which takes seconds. An isolated build sees no torch of the environment.
+        version = next((file for path in sys.path if (file := Path(path or ".", "torch/version.py")).is_file()), None)
+        text = "" if version is None else version.read_text(encoding="utf-8")
+        wanted = re.search(r"^cuda(: [^=]+)? = ['\"]", text, re.MULTILINE) is not None
+        reason = "this build sees no torch" if version is None else f"torch with{'' if wanted else 'out'} CUDA"
+    if wanted and nvcc() is None:
+        wanted, reason = False, f"{reason}, but no nvcc"
+    said = "compiled by nvcc" if wanted else "left out, MEGALIN_CUDA=1 compiles them; those of Triton need no build"
+    print(f"megalin: CUDA kernels {said} ({reason})", file=sys.stderr)
+    return wanted
+
+
+class BuildModules(build_py):
+    """setuptools' build, with the examples, and not for an editable install, which finds them beside the package."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            target = Path(self.build_lib) / "megalin/examples"
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.copytree("examples", target, ignore=shutil.ignore_patterns("__pycache__"))
 
 
 class BuildExtensions(build_ext):
@@ -62,7 +96,7 @@ def extensions() -> list[Pybind11Extension]:
             depends=["csrc/cpu/packing.hpp"],
         )
     ]
-    if (compiler := nvcc()) is not None and CUDA_SOURCES:
+    if CUDA_SOURCES and wants_cuda() and (compiler := nvcc()) is not None:
         toolkit = toolkit_folder(compiler)
         target = toolkit / "targets/x86_64-linux"
         found.append(
@@ -86,4 +120,4 @@ def toolkit_folder(compiler: Path) -> Path:
     return Path(top.partition("=")[2]).resolve()
 
 
-setup(ext_modules=extensions(), cmdclass={"build_ext": BuildExtensions})
+setup(ext_modules=extensions(), cmdclass={"build_ext": BuildExtensions, "build_py": BuildModules})

@@ -63,6 +63,10 @@ class PreemptedError(MegalinError):
     exit_code = 75
 
 
+REFUSALS = (ConfigError, DataError, CheckpointError)
+"""Errors that refuse a run before its first step."""
+
+
 def causes(error: BaseException) -> Iterator[BaseException]:
     """Yields the error and the chain of its causes (`__cause__`)."""
     cause: BaseException | None = error

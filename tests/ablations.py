@@ -66,6 +66,9 @@ MODELS |= {
     "no-lower-bounds-at-first": model({"sublayers": [UNBOUNDED]}, {"sublayers": [attention("hgrn2"), GLU]}),
 }
 
+DECAY_OF_VALUES = attention("recurrence", norm="srmsnorm", decay="vector", decay_side="both", decay_rank=3)
+"""tests/layers/test_recurrence.py compares it with its definition."""
+
 MESH_LAYERS = (
     LINEAR["no-decay-lrpe"],
     LINEAR["no-gate"],
@@ -80,6 +83,7 @@ MESH_LAYERS = (
     SOFTMAX["blocks-groups"],
     SOFTMAX["eight-heads-sinks"],
     SOFTMAX["eight-heads-blocks"],
+    DECAY_OF_VALUES,
 )
 MOSAIC = model(*({"sublayers": [mixer]} for mixer in MESH_LAYERS), {"sublayers": [GLU]})
 """A switch of each kind that changes collectives or what ranks send, one a block."""

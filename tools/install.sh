@@ -33,6 +33,7 @@ if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/
     held=$(mktemp)
     trap 'rm -f "$held"' EXIT
     echo "torch==$expected" >"$held"
+    export MEGALIN_CUDA=${MEGALIN_CUDA:-1} # the isolated build does not see this torch
     .venv/bin/python -m pip install -qq --disable-pip-version-check -c "$held" -e '.[dev]'
 else
     pin=$(grep '^torch==' constraints.txt)
@@ -56,4 +57,6 @@ found=$(torch_version .venv/bin/python)
 if [[ ${MEGALIN_REQUIRE_CUDA:-} == 1 ]]; then
     .venv/bin/python -c 'import megalin._C' || fail "MEGALIN_REQUIRE_CUDA=1, but the CUDA kernels do not load"
 fi
+if compgen -G 'megalin/_C.*' >/dev/null; then kernels=compiled; else kernels='left out (MEGALIN_CUDA=1 compiles them)'; fi
+echo "install: CUDA kernels $kernels"
 echo "install: done, torch $found"

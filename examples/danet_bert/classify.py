@@ -118,7 +118,7 @@ def classify(arguments: argparse.Namespace) -> None:
     config, checkpoint = open_run(arguments.run)
     if not isinstance(config.model, EncoderConfig) or config.data.masking is None or config.data.tokenizer is None:
         raise ConfigError(f"{arguments.run}: expected the run of an encoder with a tokenizer")
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.eod_token)
     special = resolve_tokens(config.data.masking, tokenizer, config.model.vocab_size).special
     train, test = read(arguments.train), read(arguments.test)
     classes = sorted(set(train.labels))

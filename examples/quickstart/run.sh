@@ -40,6 +40,7 @@ $launch train "$config" --folder "$run" "$@"
 
 say 'evaluation: the same checkpoint without tensor parallelism'
 $launch eval "$run" --json >"$run/evaluation.json"
+say 'generation: a continuation of a prompt'
 python -m megalin generate "$run" --prompt $'class Reader:\n    def' --max-tokens 100 --temperature 0.7 --top-p 0.9
 python "$here/report.py" "$run"
 

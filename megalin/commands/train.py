@@ -5,32 +5,20 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megalin.evaluation.in_loop import LoopTaskRunner
+from megalin.api.trainer import Trainer
 from megalin.launch import launched
-from megalin.parallel.agreement import rank
-from megalin.parallel.mesh import check_device
-from megalin.parallel.process_group import compute_device, process_group
-from megalin.planner.check import check_memory
-from megalin.train.config import check_launch, load_run_config
-from megalin.train.hardware import device_memory_bytes
-from megalin.train.loop import TrainResult, train
+from megalin.train.config import load_run_config
+from megalin.train.loop import TrainResult
 from megalin.train.tasks import task_lines
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command and returns the exit code."""
-    config = load_run_config(arguments.config, arguments.overrides)
-    world_size, device = launched().world_size, compute_device()
-    check_launch(config, world_size)
-    check_device(config.parallel, device.type)
-    if not arguments.no_memory_check:
-        check_memory(config, world_size, device_memory_bytes(device))
     path = arguments.folder or Path("runs") / Path(arguments.config).stem
-    with process_group(device):
-        tasks = LoopTaskRunner() if config.evaluation.tasks else None
-        result = train(config, device, path, tasks=tasks)
-        if rank() == 0:
-            _print_result(result, path, config.train.steps)
+    trainer = Trainer(load_run_config(arguments.config, arguments.overrides), path)
+    result = trainer.train(memory_check=not arguments.no_memory_check)
+    if launched().rank == 0:
+        _print_result(result, path, trainer.config.train.steps)
     return 0
 
 

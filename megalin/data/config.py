@@ -82,7 +82,10 @@ class DataConfig(Config):
     """Packing of sequences: concatenated and cut every T tokens, or whole ones packed into samples of T, each in the
     first sample with room for it or in the fullest of these; then only those longer than T are cut."""
     tokenizer: str | None = None
-    """Path of the tokenizer.json that made the shards, or "bytes"; generation and bits per byte need it."""
+    """Tokenizer that made the shards: the path of a tokenizer.json, of its folder, of a SentencePiece .model or of a
+    .tiktoken file, or "bytes"; generation and bits per byte need it."""
+    eod_token: str | None = pydantic.Field(default=None, min_length=1)
+    """Name of the token that ends a document; left out: eos_token of the tokenizer's folder, or else <|endoftext|>."""
     preparation: list[str] = pydantic.Field(default_factory=list)
     """Commands that make the shards and the tokenizer, in order; the error about missing files prints them."""
     isolate_documents: bool = True

@@ -6,21 +6,18 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megalin.config import apply_overrides, parse
 from megalin.data.batch import AnyBatch
 from megalin.data.config import SplitName
 from megalin.data.loader import ValidationLoader
 from megalin.data.shards.indexed_dataset import bin_path
 from megalin.data.sources import open_dataset
-from megalin.data.tokenizers.tokenizer import load_tokenizer
 from megalin.errors import ConfigError
 from megalin.model.build import check_divisions
 from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.train.build import TrainedModel
 from megalin.train.config import RunConfig
-from megalin.train.validation import AnyEvaluation, evaluate
+from megalin.train.validation import AnyEvaluation, bytes_per_token, evaluate
 
 _AXES = ("parallel.tp", "parallel.cp")
 """The keys of [parallel] that an evaluation reads."""
@@ -74,8 +71,7 @@ def evaluate_split(
     Raises:
         DataError: data or tokenizer is invalid or missing.
     """
-    tokenizer = None if config.data.tokenizer is None else load_tokenizer(config.data.tokenizer)
-    token_bytes = None if tokenizer is None else torch.from_numpy(tokenizer.token_bytes())
+    token_bytes = bytes_per_token(config.data)
     with open_dataset(config.data, split, config.model.vocab_size, config.train.seed, paths) as dataset:
         loader: ValidationLoader[Any] = ValidationLoader(
             dataset,

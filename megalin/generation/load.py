@@ -37,13 +37,19 @@ class GenerationRun(NamedTuple):
     @property
     def positions(self) -> int | None:
         """Tokens that a sequence may have: those that softmax attention was trained on; None for other mixers."""
-        return self.config.data.sequence_length if grows(LanguageModel(self.model)) else None
+        return max_positions(self.config, self.model)
 
     def load_model(
         self, device: torch.device, *, dtype: DtypeName | None = None, tp: TensorParallel | None = None
     ) -> LanguageModel:
         """Loads the weights (`load_whole_model`)."""
         return load_whole_model(self.model, self.config.train, self.checkpoint, device, dtype=dtype, tp=tp)
+
+
+def max_positions(config: RunConfig, model: ModelConfig) -> int | None:
+    """Tokens that a sequence of a run's decoder may have: those that softmax attention was trained on; None for other
+    mixers."""
+    return config.data.sequence_length if grows(LanguageModel(model)) else None
 
 
 def open_for_generation(folder: str | Path, *, step: int | None = None) -> GenerationRun:
@@ -62,7 +68,7 @@ def open_for_generation(folder: str | Path, *, step: int | None = None) -> Gener
         )
     if config.data.tokenizer is None:
         raise ConfigError(f"{folder}: data.tokenizer is not set, so text cannot be encoded; set it")
-    return GenerationRun(config, config.model, checkpoint, load_tokenizer(config.data.tokenizer))
+    return GenerationRun(config, config.model, checkpoint, load_tokenizer(config.data.tokenizer, config.data.eod_token))
 
 
 def load_for_generation(

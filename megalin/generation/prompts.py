@@ -75,7 +75,7 @@ def check_prompts(
             problems.append(
                 f"{prompt.source} has {len(tokens)} tokens; with {max_tokens} new ones that is more than the "
                 f"{positions} positions that this softmax model was trained on (data.sequence_length); shorten the "
-                "prompt or lower --max-tokens"
+                "prompt or generate fewer tokens"
             )
     if problems:
         raise ConfigError(shortened(problems))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from megalin.errors import ConfigError
 from megalin.layers.mixers.base import mixer_types
@@ -19,10 +20,20 @@ MARGIN = 1.15
 """Ratio of estimate to GPU memory above which a run is refused. In measurements the estimate was at most 10.6 % too
 high, and at most 7 % where it exceeded a quarter of the memory (docs/planner.md)."""
 
+_SMALL = 64
+"""Ratio of a host's memory to a model's states from which a run on a CPU starts without an estimate."""
+_PASS_ON = "Pass --no-memory-check to start the run anyway"
+DeviceType = Literal["cuda", "cpu"]
+
 
 def check_memory(
-    config: RunConfig, world_size: int, memory_bytes: int | None, hooks: Sequence[UpdateHook] = ()
-) -> None:
+    config: RunConfig,
+    world_size: int,
+    memory_bytes: int | None,
+    hooks: Sequence[UpdateHook] = (),
+    *,
+    device: DeviceType = "cuda",
+) -> int | None:
     """Refuses a run that cannot fit. The config has passed `check_launch`; no process group may be initialised.
 
     Weights, gradients and optimizer state, that of update hooks included, are counted exactly, and a run is refused if
@@ -31,29 +42,35 @@ def check_memory(
     shards differently, are not checked.
 
     Args:
-        memory_bytes: memory of each GPU; None where it is unknown, as on a CPU: nothing is checked.
+        memory_bytes: memory of a rank's GPU or, on a CPU, its part of the host's; None if unknown: nothing is checked.
         hooks: the run's update hooks.
+        device: "cpu": the estimate is a rough one, and left out for a model that needs little of the memory.
+
+    Returns:
+        The estimate in bytes; None without one.
 
     Raises:
         ConfigError: the run does not fit; names the required memory and layouts on as many GPUs that fit.
     """
     model = config.model
     if memory_bytes is None or not isinstance(model, ModelConfig) or config.train.engine != "fsdp2":
-        return
+        return None
     workload, layout = workload_of(config, model, hooks), layout_of(config, world_size)
     # The hardware affects only the order of the suggested layouts.
     estimator = Estimator(workload, HARDWARE["h200"])
     model_states = estimator.model_state_bytes(layout)
     if model_states > memory_bytes:
         needed = f"weights, gradients and optimizer state alone need {model_states / 2**30:.1f} GiB"
-    elif not _is_own(model):
-        return
+    elif not _is_own(model) or (device == "cpu" and model_states < memory_bytes // _SMALL):
+        return None
     else:
-        memory = _memory(estimator, layout, allowed=int(MARGIN * memory_bytes))
+        memory = _memory(estimator, layout, allowed=int(MARGIN * memory_bytes), refine=device != "cpu")
         if memory.total <= MARGIN * memory_bytes:
-            return
+            return memory.total
         parts = ", ".join(f"{name.replace('_', ' ')} {size / 2**30:.1f}" for name, size in memory._asdict().items())
         needed = f"needs about {memory.total / 2**30:.1f} GiB ({parts})"
+    if device == "cpu":
+        raise _refusal_on_a_cpu(layout, needed, memory_bytes)
     parallel = config.parallel
     limits = Limits(world_size, usable_bytes(memory_bytes), parallel.sequence_parallel, parallel.tp_overlap)
     # The search traces blocks too, which external mixers may not support.
@@ -66,14 +83,22 @@ def check_memory(
     )
     raise ConfigError(
         f"train.micro_batch_size = {layout.micro_batch_size} with {layout.name()}: {needed} on a GPU of "
-        f"{memory_bytes / 2**30:.1f} GiB; {remedy}. Pass --no-memory-check to start the run anyway"
+        f"{memory_bytes / 2**30:.1f} GiB; {remedy}. {_PASS_ON}"
     )
 
 
-def _memory(estimator: Estimator, layout: ParallelLayout, *, allowed: int) -> Memory:
+def _refusal_on_a_cpu(layout: ParallelLayout, needed: str, memory_bytes: int) -> ConfigError:
+    return ConfigError(
+        f"train.micro_batch_size = {layout.micro_batch_size} with {layout.name()}: {needed}, and a rank on this CPU "
+        f"has {memory_bytes / 2**30:.1f} GiB; use a GPU, a smaller model (megalin params lists some for CPUs), "
+        f"or a smaller train.micro_batch_size or data.sequence_length. {_PASS_ON}"
+    )
+
+
+def _memory(estimator: Estimator, layout: ParallelLayout, *, allowed: int, refine: bool) -> Memory:
     """Memory estimate, refined (slow) only if eager blocks, which need more than compiled ones, exceed `allowed`."""
     memory = estimator.estimate(layout, refined=False).memory
-    return memory if memory.total <= allowed else estimator.estimate(layout, refined=True).memory
+    return memory if memory.total <= allowed or not refine else estimator.estimate(layout, refined=True).memory
 
 
 def _is_own(model: ModelConfig) -> bool:

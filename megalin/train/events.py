@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
+from megalin.errors import REFUSALS
 from megalin.parallel.agreement import on_rank_zero, rank
 from megalin.train.jsonl import JsonLines
 
@@ -21,7 +22,8 @@ class EventLog:
     """Writer of `incidents.jsonl`, one JSON line per event: step, time (UTC), kind, message. A context manager.
 
     Unlike metrics, lines stay when a run resumes from an earlier step. Between enter and exit, warnings that megalin
-    logs on rank 0 are recorded, and so is the error that ends the body, whatever its type.
+    logs on rank 0 are recorded, and so is the error that ends the body, whatever its type; but not a refusal before
+    `begin`, which is no event of the run that the folder may hold.
 
     Attributes:
         step: finished steps, written to each line; kept up to date by `Metrics`.
@@ -32,6 +34,7 @@ class EventLog:
         """Opens the file on rank 0; every rank creates one (one broadcast). Raises StorageError on every rank."""
         self.step = 0
         self.last = ""
+        self._begun = False
         self._file: JsonLines | None = None
         self._handler = _Handler(self)
         on_rank_zero(lambda: self._open(path))
@@ -50,7 +53,7 @@ class EventLog:
 
     def begin(self, step: int, where: str) -> None:
         """Records that the run starts, or resumes after `step` finished steps; `where` names its devices."""
-        self.step = step
+        self.step, self._begun = step, True
         self.write("resumed" if step else "started", where)
 
     def __enter__(self) -> Self:
@@ -62,7 +65,7 @@ class EventLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _logger.removeHandler(self._handler)
-        if error is not None:
+        if error is not None and (self._begun or not isinstance(error, REFUSALS)):
             self.write("error", f"{type(error).__name__}: {error}")
         if self._file is not None:
             self._file.close()

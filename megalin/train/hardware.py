@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import resource
+from pathlib import Path
 
 import torch
 
 BF16_FLOPS_PER_SECOND = {"B200": 2.25e15, "H200": 989e12, "H100": 989e12, "A100": 312e12}
 """Dense bf16 matrix rates from the vendor's data sheets, by part of the device's name."""
+
+_MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""Limits of the control group of this process, of version 2 and 1."""
 
 
 def peak_flops_per_second(device: torch.device) -> float | None:
@@ -18,9 +24,17 @@ def peak_flops_per_second(device: torch.device) -> float | None:
     return next((rate for part, rate in BF16_FLOPS_PER_SECOND.items() if part in name), None)
 
 
-def device_memory_bytes(device: torch.device) -> int | None:
-    """Memory of a GPU; None for a CPU, which uses the host's."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+def device_memory_bytes(device: torch.device) -> int:
+    """Memory of a GPU; on a CPU that of the host, or of its control group if that is less, over the host's ranks."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for path in _MEMORY_LIMITS:
+        with contextlib.suppress(OSError):
+            text = path.read_text(encoding="ascii").strip()
+            memory = min(memory, int(text)) if text.isdecimal() else memory
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return memory // max(int(ranks) if ranks.isdecimal() else 1, 1)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -14,7 +14,6 @@ from megalin.config import dumps
 from megalin.data.loader import ValidationLoader
 from megalin.data.missing_files import check_files
 from megalin.data.sources import Dataset, open_dataset, open_training
-from megalin.data.tokenizers.tokenizer import load_tokenizer
 from megalin.errors import ConfigError, PreemptedError
 from megalin.optim.schedule import learning_rate
 from megalin.parallel.agreement import on_every_rank
@@ -33,10 +32,11 @@ from megalin.train.preemption import PreemptionHandler
 from megalin.train.resume import checkpoint_state, resume
 from megalin.train.run_folder import RunFolder
 from megalin.train.run_log import open_run_log
+from megalin.train.start_lines import start_lines
 from megalin.train.step_data import DataFailure, Preemption, StepData, StepReader, training_loader
 from megalin.train.tasks import TaskRunner, check_tasks
 from megalin.train.update_hooks import UpdateHook
-from megalin.train.validation import AnyEvaluation, Evaluation, evaluate
+from megalin.train.validation import AnyEvaluation, Evaluation, bytes_per_token, evaluate
 
 _EVALUATED_SAMPLES = 1000
 """Samples of an evaluation where `train.evaluate_batches` is left out."""
@@ -108,8 +108,7 @@ class TrainingLoop:
         self.validation: Dataset[Any] | None = None
         if config.data.has("validation"):
             self.validation = open_dataset(config.data, "validation", vocab_size, seed)
-        tokenizer = None if config.data.tokenizer is None else load_tokenizer(config.data.tokenizer)
-        self.token_bytes = None if tokenizer is None else torch.from_numpy(tokenizer.token_bytes())
+        self.token_bytes = bytes_per_token(config.data)
 
     def train(self) -> TrainResult:
         """Runs the remaining steps, saving as configured and after the last one.
@@ -229,12 +228,13 @@ class TrainingLoop:
         )
 
     def _report_lines(self) -> list[str]:
-        """Lines on the data, the stages of a pipeline and initial weights, printed above the first step."""
+        """Lines on the run, the data, the stages of a pipeline and initial weights, printed above the first step."""
         stages = self.model.plan.report_lines() if isinstance(self.model, Pipeline) else []
         initial = [] if self.initial_weights is None else self.initial_weights.report_lines()
         if (trunk := self.config.train.branch_from) is not None:
             initial.append(f"branch of {trunk}: goes on after {self.resumed_step} steps")
-        return [*self.data.report_lines(), *(f"pipeline {line}" for line in stages), *initial]
+        facts = start_lines(self.config, self.mesh, self.data, resumed_step=self.resumed_step)
+        return [*facts, *self.data.report_lines(), *(f"pipeline {line}" for line in stages), *initial]
 
     def _write_loss_curve(self, evaluation: AnyEvaluation | None) -> None:
         if self.mesh.is_first_rank and self.run.metrics.stat().st_size:
@@ -269,6 +269,7 @@ def train(
         if run.previous_owner is not None:
             event_log.write("taken over", f"from {run.previous_owner}, which ended without closing the folder")
         loop = TrainingLoop(config, mesh, run, event_log, hooks, tasks)
+        run.keep()
         run.write_text(run.config, dumps(config))
         run.write_json(run.environment, environment(mesh))
         event_log.begin(loop.resumed_step, f"on {torch.distributed.get_world_size()} x {device_name(device)}")

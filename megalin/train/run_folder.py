@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from megalin.errors import ConfigError, StorageError
+from megalin.errors import REFUSALS, ConfigError, StorageError
 from megalin.files import FolderInUseError, FolderLock, write_atomically
 from megalin.parallel.agreement import on_rank_zero, rank
 from megalin.train.ledger import LEDGER_NAME
@@ -22,7 +24,8 @@ _log = logging.getLogger(__name__)
 
 
 class RunFolder:
-    """A run folder, created or reused, and locked until `close`; a context manager.
+    """A run folder, created or reused, and locked until `close`; a context manager. A folder that it created is removed
+    when the run is refused (`REFUSALS`) before `keep`.
 
     Every rank creates one (one broadcast); rank 0 holds the lock, which the end of its process releases.
 
@@ -39,6 +42,7 @@ class RunFolder:
         """
         self.path = Path(path)
         self._lock: FolderLock | None = None
+        self._created: list[Path] = []
         self.previous_owner: str | None = None
         on_rank_zero(self._claim)
 
@@ -110,6 +114,10 @@ class RunFolder:
         """`write_text` of a JSON object. Raises StorageError."""
         self.write_text(path, json.dumps(dict(value), indent=1, allow_nan=False) + "\n")
 
+    def keep(self) -> None:
+        """Marks the folder as a run's, to be kept whatever happens."""
+        self._created = []
+
     def close(self) -> None:
         """Releases the lock."""
         if self._lock is not None:
@@ -123,8 +131,15 @@ class RunFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+        if self._created and isinstance(error, REFUSALS):
+            folder, *parents = self._created
+            shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):  # not empty: another run's folder is in there by now
+                for parent in parents:
+                    parent.rmdir()
 
     def _claim(self) -> None:
+        missing = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = FolderLock(self.path / ".lock")
@@ -137,6 +152,7 @@ class RunFolder:
                 f"cannot write run folder {self.path}: {error}; choose a folder that you may create and write"
             ) from None
         self._lock, self.previous_owner = lock, lock.previous_owner
+        self._created = missing
         # A data worker that outlives this process must not keep the lock.
         os.register_at_fork(after_in_child=lock.close)
         if lock.previous_owner is not None:

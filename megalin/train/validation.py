@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from megalin.data.batch import AnyBatch, Batch, EncoderBatch, batch_to, split_tokens
+from megalin.data.config import DataConfig
+from megalin.data.tokenizers.tokenizer import load_tokenizer
+from megalin.errors import DataError
 from megalin.model.encoder import Encoder
 from megalin.model.language_model import LanguageModel
 from megalin.parallel.cross_entropy import IGNORED_LABEL, vocab_parallel_argmax
@@ -18,6 +22,8 @@ from megalin.parallel.data_parallel import reshard
 from megalin.parallel.mesh import Mesh
 from megalin.train.build import TrainedModel
 from megalin.train.pipeline_model import Pipeline
+
+_log = logging.getLogger(__name__)
 
 
 class Evaluation(NamedTuple):
@@ -152,6 +158,21 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
+def bytes_per_token(data: DataConfig) -> Tensor | None:
+    """[vocabulary] int64, UTF-8 bytes that each id decodes to; None without a tokenizer.
+
+    Also None, with a warning, for a tokenizer whose ids have no fixed number of bytes: bits per byte are then left out.
+    """
+    if data.tokenizer is None:
+        return None
+    tokenizer = load_tokenizer(data.tokenizer, data.eod_token)
+    try:
+        return torch.from_numpy(tokenizer.token_bytes())
+    except DataError as error:
+        _log.warning("no bits per byte: %s", error)
+        return None
+
+
 def evaluate(
     model: TrainedModel, batches: Iterable[AnyBatch], mesh: Mesh, *, token_bytes: Tensor | None = None
 ) -> AnyEvaluation:

@@ -210,7 +210,7 @@ def test_results_do_not_depend_on_the_mesh(run, data, world_size, axes):
         (2, ["--suite", "choices", "--tasks", "colour"], "task 'colour': not in the evaluation data; did you mean"),
         (4, ["--step", "7"], "no checkpoint of step 7; nearest are 6 and 8"),
         (3, ["data.sequence_length=3", "--suite", "choices", "--tasks", "which"], "an answer has 9 tokens, more than"),
-        (3, ["--suite", "choices", "--data", "none"], "none/manifest.json: no such file; get the data with: python"),
+        (3, ["--suite", "choices", "--data", "none"], "none/manifest.json: no such file; get the data with: megalin"),
         (3, ["--suite", "choices", "evaluation.data=no", "--data"], "no/manifest.json: no such file; get the data"),
     ],
 )

@@ -132,7 +132,7 @@ def test_invalid_plans_are_refused(arguments, message, fails):
 
 
 def test_train_refuses_a_run_that_cannot_fit_before_it_makes_anything(config, tmp_path, fails, monkeypatch):
-    monkeypatch.setattr("megalin.commands.train.device_memory_bytes", lambda device: 100_000)
+    monkeypatch.setattr("megalin.api.trainer.device_memory_bytes", lambda device: 100_000)
     folder = tmp_path / "run"
     message = fails(2, "train", config, "--folder", folder)
     assert "weights, gradients and optimizer state alone need" in message

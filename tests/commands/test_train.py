@@ -54,6 +54,41 @@ def test_run_folder_holds_all_that_the_run_made(trained, capsys):
     ]
 
 
+def test_start_lines_name_the_run_and_warn_of_suspicious_values(config, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("megalin.train.start_lines.CPU_FLOPS_PER_SECOND", 1e3)
+    arguments = ["train", str(config), "--folder", str(tmp_path / "run"), "train.stop_after_steps=1"]
+    assert main([*arguments, "train.steps=4000", "train.dtype=bfloat16", "train.evaluate_batches=1"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"model: transnormer, glu, tnl; [\d,]+ parameters, \d+ blocks, width \d+, vocabulary 257", shown)
+    assert "device: 1 x cpu, bfloat16, eager blocks" in shown
+    assert "mesh: tp 1, cp 1, pp 1, dp 1, fsdp2" in shown
+    assert "run: 4,000 steps; 144 tokens a step (4 x 36), 576,000 in all" in shown
+    assert re.search(r"warning: train is read [\d.]+ times; above 4 epochs", shown)
+    assert 'warning: train.dtype = "bfloat16" is slow on most CPUs' in shown
+    assert re.search(r"warning: a step of [\d.e+]+ FLOPs takes about [\d.]+ (minutes|hours) on", shown)
+    assert "compiles for minutes" not in shown
+
+
+def _contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+@pytest.mark.parametrize("override", ["data.train=['missing']", "model.hidden_size=24"])
+def test_a_refused_run_changes_nothing_and_leaves_no_folder(config, run, tmp_path, override, fails):
+    before = _contents(run)
+    assert fails((DATA, CHECKPOINT)[override.startswith("model")], "train", config, "--folder", run, override)
+    assert _contents(run) == before
+    if override.startswith("data"):
+        assert fails(DATA, "train", config, "--folder", tmp_path / "runs" / "new", override)
+        assert not (tmp_path / "runs").exists()
+
+
+def test_a_model_beyond_the_memory_of_the_host_is_refused_on_a_cpu(config, tmp_path, fails, monkeypatch):
+    monkeypatch.setattr("megalin.api.trainer.device_memory_bytes", lambda device: 600_000)
+    message = fails(CONFIG, "train", config, "--folder", tmp_path / "run", "train.micro_batch_size=4")
+    assert re.search(r"needs about .* GiB .* and a rank on this CPU has 0.0 GiB; use a GPU, a smaller model", message)
+
+
 def _incidents(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "incidents.jsonl").read_text().splitlines()]
 

@@ -1,11 +1,16 @@
-"""Checks of the documentation: links, paths, the README's config, and the mixer of adding-a-mixer.md."""
+"""Checks of the documentation: links, paths, commands, the README's figures and blocks, the mixer of a page."""
 
+import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from megalin.commands.arguments.parser import build_parser
 from megalin.train.config import load_run_config
 from tests.cases import GLU, build, make_inputs, model
 
@@ -35,11 +40,90 @@ def test_files_named_by_path_exist(page):
     assert [path for path in names if not (ROOT / path).exists()] == []
 
 
-def test_config_of_the_readme_is_valid(tmp_path):
-    (text,) = re.findall(r"^```toml\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+def _blocks(page: Path) -> list[tuple[str, str]]:
+    """(language, text) of the fenced blocks of a page."""
+    return re.findall(r"^```(\w+)\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/tutorials/your-text.md"])
+def test_configs_of_pages_are_valid(page, tmp_path):
+    (text,) = (text for language, text in _blocks(ROOT / page) if language == "toml")
     (tmp_path / "mine.toml").write_text(text)
     config = load_run_config(tmp_path / "mine.toml", ["parallel.tp=2"])
     assert config.data.tokenizer == "shards/tokenizer.json"
+
+
+COMMAND = re.compile(r"^(?: {4})?(?:[^`|\n]*? )?(?:python -m )?(megalin (?:\\\n|[^#\n])*)", re.MULTILINE)
+"""A command of a code block, under any launcher, with its continued lines."""
+
+
+def _commands(page: Path) -> list[str]:
+    text = page.read_text("utf-8")
+    code = "".join(re.findall(r"^(?: {4}.*\n)+", text, re.MULTILINE)) + "".join(
+        x for y, x in _blocks(page) if y == "sh"
+    )
+    return [found.replace("\\\n", " ") for found in COMMAND.findall(code)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_commands_of_pages_parse(page, capsys):
+    """Options and commands exist; values in capitals and brackets stand for others."""
+    parser = build_parser()
+    for command in _commands(page):
+        if re.search(r"\[|\||\.\.\.", command) or page.is_relative_to(ROOT / "docs/benchmarks"):
+            continue
+        words = [re.sub(r"^[A-Z]+$", "1", word) for word in shlex.split(command)[1:]]
+        _, rest = parser.parse_known_args(words)
+        assert [word for word in rest if word.startswith("-")] == [], command
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_blocks_of_the_readme_run_in_an_empty_folder(tmp_path):
+    """Those marked sh and python, in order; the one marked toml is the file that the text names."""
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "MEGALIN_CACHE": str(tmp_path / "cache"),
+    }
+    ran = []
+    for language, text in _blocks(ROOT / "README.md"):
+        if language == "toml":
+            (tmp_path / "mine.toml").write_text(text)
+            continue
+        command = ["bash", "-euo", "pipefail", "-c", text] if language == "sh" else [sys.executable, "-c", text]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{text}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        ran.append(language)
+    assert ran.count("sh") >= 3
+    assert "python" in ran
+
+
+def _table(text: str, head: str) -> list[list[str]]:
+    """Cells of the rows of the table whose head begins so."""
+    rows = text.partition(f"\n| {head}")[2].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def test_figures_of_the_readme_are_those_of_their_pages():
+    readme = (ROOT / "README.md").read_text()
+    results = (ROOT / "docs/results/2026-11-25-h100-language-models.md").read_text()
+    speeds = _table((ROOT / "docs/benchmarks/2026-11-21-h200-kernels.md").read_text(), "model | commit | tokens/s |")
+    losses = {row[0].split(" (")[0]: row[2].strip("*") for row in _table(results, "model | rate | held-out loss |")}
+    states = {row[0].split(" (")[0]: row[3] for row in _table(results, "model | parameters without embedding |")}
+    rows = _table(readme, "model | presets |")
+    assert len(rows) == 12
+    for name, presets, loss, state, speed in rows:
+        model = name.split(" (")[0]
+        assert (loss, state) == (losses.get(model, ""), states.get(model, "")), name
+        family = presets.split("-*")[0].strip("`")
+        measured = [row[2] for row in speeds if re.match(rf"{family}-1(\.3)?b", row[0])]
+        assert [speed] == (measured or [""]), name
+    for claim, text, source in _table(readme, "| figure | source |"):
+        page = ROOT / re.search(r"\(([^)#]*)", source)[1]
+        for number in re.findall(r"\d+\.\d+|\d+e-\d+", text):
+            if claim != "a trained result" or number != "3.8":  # of 3,842,048 bytes
+                assert number in page.read_text(), f"{number} is not in {page.name}"
 
 
 def test_mixer_of_the_page_continues_from_its_state_and_decodes(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Compiled CUDA kernels: their GPU architectures, and no spilled registers."""
 
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -67,7 +68,9 @@ arch = sm_90a
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc, so no CUDA kernels")
 def test_every_cuda_kernel_is_compiled_for_ampere_and_hopper_without_spills():
     module = importlib.util.find_spec("megalin._C")
-    assert module is not None, "nvcc is installed, but megalin._C was not built: pip install -e ."
+    if module is None and os.environ.get("MEGALIN_CUDA") != "1":
+        pytest.skip("megalin._C was left out of the installation; MEGALIN_CUDA=1 make install compiles it, as CI does")
+    assert module is not None, "nvcc is installed, but megalin._C was not built: MEGALIN_CUDA=1 make install"
     found = resources(Path(module.origin))
     assert set(found) == ARCHITECTURES
     assert all(found.values())

@@ -1,4 +1,4 @@
-"""Arguments of the commands about models without a run: params, plan, coordinate-check, fit, reproduce."""
+"""Arguments of the commands about models without a run: params, plan, coordinate-check, ladder, fit, reproduce."""
 
 from __future__ import annotations
 

@@ -21,6 +21,12 @@ def _train(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _quickstart(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to its config, as train.steps=1000")
+    share = "use only this fraction of the text, the sources and help of this Python (1)"
+    parser.add_argument("--corpus-share", type=float, metavar="X", help=share)
+
+
 def _sweep(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("sweep", type=Path, help="a sweep's file, such as examples/tasks/mqar_sweep.toml")
     parser.add_argument("--folder", type=Path, required=True, help="folder of the runs; started again, it goes on")
@@ -64,6 +70,18 @@ def _verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
+QUICKSTART = Command(
+    "quickstart",
+    "train a small model on this machine's own text, evaluate it and generate: a few minutes on two cores",
+    _quickstart,
+    "quickstart",
+    """\
+megalin quickstart
+megalin quickstart train.steps=1000 --corpus-share 0.5
+
+It writes quickstart-data/ and runs/quickstart/ in the current folder.""",
+    adopts_launcher=False,
+)
 TRAIN = Command(
     "train",
     "train a model, or resume a run",

@@ -78,7 +78,7 @@ class MaskedDataset:
         masking = config.masking
         assert masking is not None
         paths = config.paths(split) if paths is None else paths
-        tokenizer = None if config.tokenizer is None else load_tokenizer(config.tokenizer)
+        tokenizer = None if config.tokenizer is None else load_tokenizer(config.tokenizer, config.eod_token)
         with ExitStack() as stack:
             parts = open_parts(config, split, vocab_size, paths, stack)
             refuse_label_masks(parts, "data.masking")

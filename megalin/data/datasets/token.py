@@ -240,7 +240,7 @@ def too_short(config: DataConfig, split: SplitName, paths: Sequence[str], *, num
 def _tokenizer_digest(config: DataConfig, vocab_size: int) -> str | None:
     if config.tokenizer is None:
         return None
-    tokenizer = load_tokenizer(config.tokenizer)
+    tokenizer = load_tokenizer(config.tokenizer, config.eod_token)
     if tokenizer.vocab_size > vocab_size:
         raise DataError(
             f"{config.tokenizer}: has {tokenizer.vocab_size} token ids, but the model's vocab_size is {vocab_size}; "

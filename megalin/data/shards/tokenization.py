@@ -103,7 +103,9 @@ def preprocess(
         options.limit_bytes,
         options.on_bad_line == "fail",
     )
-    settings = {**job._asdict(), "tokenizer": tokenizer.digest}
+    special_tokens = options.tokenizer.special_tokens
+    identity = {"digest": tokenizer.digest, "eod_id": tokenizer.eod_id, "special_tokens": special_tokens}
+    settings = {**job._asdict(), "tokenizer": identity}
     folder = Path(f"{options.output_prefix}.parts")
     parts = plan(paths)
     run = Run(folder, settings, options.workers, options.resume, options.subset, on_progress)
@@ -215,6 +217,7 @@ def _manifest(
             "digest": tokenizer.digest,
             "vocab_size": tokenizer.vocab_size,
             "eod_id": tokenizer.eod_id,
+            "special_tokens": options.tokenizer.special_tokens,
         },
         "bad_lines": sums.bad_lines,
         "first_bad_lines": [str(bad) for bad in sums.listed],

@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,9 @@ from megalin.optional import require
 END_OF_DOCUMENT = "<|endoftext|>"
 FILE_LIMIT_BYTES = 64 << 20
 VOCABULARY_LIMIT = 1 << 22
+TOKENIZER_FILE = "tokenizer.json"
+SENTENCEPIECE_FILE = "tokenizer.model"
+_SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 class TiktokenPattern(NamedTuple):
@@ -50,10 +54,28 @@ TIKTOKEN_PATTERNS = {
 }
 
 
-class SentencePieceTokenizer:
-    """SentencePiece model; its end of sentence ends a document, or else the piece <|endoftext|>."""
+def named_end_tokens(folder: Path) -> Iterator[str]:
+    """Yields `eos_token` of the settings of a Hugging Face tokenizer in `folder`. Raises DataError for a bad file."""
+    for name in _SETTINGS_FILES:
+        path = folder / name
+        if not path.exists():
+            continue
+        data = read_input(path, limit_bytes=FILE_LIMIT_BYTES, remedy="remove it, or download it again")
+        try:
+            token = json.loads(data)["eos_token"]
+        except KeyError:
+            continue
+        except (ValueError, TypeError, RecursionError):
+            raise DataError(f"{path}: not a JSON object; remove it, or download it again") from None
+        content = token.get("content") if isinstance(token, dict) else token  # an added token, or its name
+        if isinstance(content, str):
+            yield content
 
-    def __init__(self, path: Path) -> None:
+
+class SentencePieceTokenizer:
+    """SentencePiece model; a document ends with the given piece, or else the end of sentence, or `<|endoftext|>`."""
+
+    def __init__(self, path: Path, *, eod_token: str | None = None) -> None:
         """Reads a local .model file.
 
         Raises:
@@ -71,6 +93,10 @@ class SentencePieceTokenizer:
             raise DataError(f"{path}: not a SentencePiece model: {error}") from None
         self.vocab_size = int(self._processor.vocab_size())
         eod = self._processor.eos_id() if self._processor.eos_id() >= 0 else self.token_id(END_OF_DOCUMENT)
+        if eod_token is not None:
+            eod = self.token_id(eod_token)
+            if eod is None:
+                raise DataError(f"{path}: has no piece {eod_token!r} to end a document; give one of its pieces")
         if eod is None:
             raise DataError(f"{path}: has neither an end of sentence nor {END_OF_DOCUMENT}; train it with one of them")
         self.eod_id = int(eod)

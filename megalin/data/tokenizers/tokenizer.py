@@ -16,9 +16,12 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from megalin.data.tokenizers.formats import END_OF_DOCUMENT as END_OF_DOCUMENT
 from megalin.data.tokenizers.formats import (
     FILE_LIMIT_BYTES,
+    SENTENCEPIECE_FILE,
+    TOKENIZER_FILE,
     VOCABULARY_LIMIT,
     SentencePieceTokenizer,
     TiktokenTokenizer,
+    named_end_tokens,
 )
 from megalin.data.tokenizers.whole_characters import WholeCharacters
 from megalin.data.tokenizers.word_cache import WordCache, cuts_as_gpt2
@@ -46,7 +49,8 @@ class Tokenizer(Protocol):
     def digest(self) -> str: ...
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text` without special tokens; the text of a special token in it is ordinary text."""
+        """Token ids of `text`, without special tokens unless it was loaded so; the text of a special token in it is
+        ordinary text."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, as `encode`."""
@@ -68,8 +72,10 @@ class TokenizerFiles(NamedTuple):
     """Kind and local files of a tokenizer."""
 
     kind: TokenizerKind
-    files: tuple[str, ...] = ()  # gpt2: vocab.json and merges.txt; bytes: none; else one
+    files: tuple[str, ...] = ()  # gpt2: vocab.json and merges.txt; bytes: none; else one, or its folder
     pattern: str = ""  # of tiktoken; empty: determined by the number of ranks
+    eod_token: str | None = None  # of huggingface and sentencepiece; None: determined by the files
+    special_tokens: bool = False  # of huggingface: encode adds the ids of the file's post-processor
 
     def __str__(self) -> str:
         return " ".join(self.files) or self.kind
@@ -80,31 +86,48 @@ class TokenizerFiles(NamedTuple):
             case "bytes":
                 return ByteTokenizer()
             case "sentencepiece":
-                return SentencePieceTokenizer(Path(self.files[0]))
+                return SentencePieceTokenizer(Path(self.files[0]), eod_token=self.eod_token)
             case "tiktoken":
                 return TiktokenTokenizer(Path(self.files[0]), pattern=self.pattern)
             case "gpt2":
                 return gpt2_tokenizer(*map(Path, self.files))
             case "huggingface":
-                return HuggingFaceTokenizer(Path(self.files[0]))
+                file, eod_token = Path(self.files[0]), self.eod_token
+                return HuggingFaceTokenizer(file, eod_token=eod_token, special_tokens=self.special_tokens)
 
 
-def load_tokenizer(path: str) -> Tokenizer:
-    """Loads the tokenizer of a local file, or of plain bytes where `path` is "bytes"; raises as `TokenizerFiles.load`.
+def load_tokenizer(path: str, eod_token: str | None = None, *, special_tokens: bool = False) -> Tokenizer:
+    """Loads the tokenizer of a local file or folder, or of plain bytes where `path` is "bytes".
 
-    A name in .model is a SentencePiece model, one in .tiktoken a file of ranks, any other a tokenizer.json.
+    A name in .model is a SentencePiece model, one in .tiktoken a file of ranks, any other a tokenizer.json. A folder
+    has tokenizer.json, or else tokenizer.model.
+
+    Args:
+        eod_token: name of the token that ends a document; None: determined by the files.
+        special_tokens: `encode` adds the ids of a tokenizer.json's post-processor, such as BOS.
+
+    Raises:
+        As `TokenizerFiles.load`.
     """
-    return tokenizer_files(path).load()
+    files = tokenizer_files(path)
+    if eod_token is not None and files.kind not in ("huggingface", "sentencepiece"):
+        raise ConfigError(
+            f"{path}: its end of document is {END_OF_DOCUMENT}, not {eod_token!r}; only a tokenizer.json or a "
+            "SentencePiece model takes data.eod_token"
+        )
+    return files._replace(eod_token=eod_token, special_tokens=special_tokens).load()
 
 
 def tokenizer_files(path: str) -> TokenizerFiles:
     """Kind of a tokenizer's file by its name, as in `load_tokenizer`."""
     if path == BYTES:
         return TokenizerFiles("bytes")
-    suffix = Path(path).suffix
+    file = Path(path)
+    if file.is_dir() and not (file / TOKENIZER_FILE).exists() and (file / SENTENCEPIECE_FILE).exists():
+        file /= SENTENCEPIECE_FILE
     kind: Literal["huggingface", "sentencepiece", "tiktoken"]
-    kind = "sentencepiece" if suffix == ".model" else "tiktoken" if suffix == ".tiktoken" else "huggingface"
-    return TokenizerFiles(kind, (path,))
+    kind = "sentencepiece" if file.suffix == ".model" else "tiktoken" if file.suffix == ".tiktoken" else "huggingface"
+    return TokenizerFiles(kind, (str(file),))
 
 
 class ByteTokenizer:
@@ -134,16 +157,31 @@ class ByteTokenizer:
         return counts
 
 
-class HuggingFaceTokenizer:
-    """Tokenizer of a tokenizer.json (`tokenizers` library), without padding, truncation or added special tokens."""
+class EndOfDocumentError(DataError):
+    """A tokenizer.json without a known token that ends a document."""
 
-    def __init__(self, path: Path, data: bytes | None = None) -> None:
-        """Reads a local file, or its content from `data`; nothing is downloaded and no code is run.
+
+class HuggingFaceTokenizer:
+    """Tokenizer of a tokenizer.json (`tokenizers` library), without padding or truncation.
+
+    A document ends with the first of these that the vocabulary has: the given token; `eos_token` of
+    tokenizer_config.json, then of special_tokens_map.json in the same folder; `<|endoftext|>`.
+    """
+
+    def __init__(
+        self, path: Path, data: bytes | None = None, *, eod_token: str | None = None, special_tokens: bool = False
+    ) -> None:
+        """Reads a local file, that of a folder, or its content from `data`; nothing is downloaded and no code is run.
+
+        Args:
+            eod_token: name of the token that ends a document.
+            special_tokens: `encode` adds the ids of the file's post-processor, such as BOS, as Megatron-LM does.
 
         Raises:
-            DataError: the file is missing, longer than 64 MiB, not a tokenizer, without `<|endoftext|>`, or has an id
-                of 2^22 and more.
+            DataError: the file is missing, longer than 64 MiB, not a tokenizer, without an end of a document, or has an
+                id of 2^22 and more.
         """
+        path = path / TOKENIZER_FILE if path.is_dir() else path
         if data is None:
             data = read_input(path, limit_bytes=FILE_LIMIT_BYTES, remedy="give the path of a tokenizer.json")
         self.path = path
@@ -157,24 +195,41 @@ class HuggingFaceTokenizer:
         # Else a corpus that merely mentions `<|endoftext|>` would end its document there.
         self._tokenizer.encode_special_tokens = True
         self._vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
-        if END_OF_DOCUMENT not in self._vocabulary:
-            raise DataError(f"{path}: has no token {END_OF_DOCUMENT}; add it as a special token")
-        self.eod_id = self._vocabulary[END_OF_DOCUMENT]
+        self.eod_token = self._end_of_document(eod_token)
+        self.eod_id = self._vocabulary[self.eod_token]
         self.vocab_size = max(self._vocabulary.values()) + 1
         if self.vocab_size > VOCABULARY_LIMIT:
             raise DataError(f"{path}: expected token ids below {VOCABULARY_LIMIT}; found {self.vocab_size - 1}")
         description = json.loads(data)
         self._decoder = description.get("decoder")
-        self._cache = WordCache(self._encode_whole) if cuts_as_gpt2(description) else None
+        self._special_tokens = special_tokens
+        cached = cuts_as_gpt2(description) and not special_tokens
+        self._cache = WordCache(self._encode_whole) if cached else None
+
+    def _end_of_document(self, given: str | None) -> str:
+        """Name of the token that ends a document. Raises DataError."""
+        if given is not None:
+            if given not in self._vocabulary:
+                raise DataError(f"{self.path}: has no token {given!r} to end a document; give one of its tokens")
+            return given
+        named = list(named_end_tokens(self.path.parent))
+        for token in (*named, END_OF_DOCUMENT):
+            if token in self._vocabulary:
+                return token
+        others = f" or {' or '.join(named)}, which its folder names" if named else ""
+        raise EndOfDocumentError(
+            f"{self.path}: has no token {END_OF_DOCUMENT}{others}; name the token that ends a document, as --eod-token "
+            "or data.eod_token"
+        )
 
     def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return list(self._tokenizer.encode(text, add_special_tokens=self._special_tokens).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return self._encode_whole(texts) if self._cache is None else self._cache.encode_batch(texts)
 
     def _encode_whole(self, texts: Sequence[str]) -> list[list[int]]:
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=self._special_tokens)
         return [list(encoding.ids) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -200,6 +255,12 @@ class HuggingFaceTokenizer:
             else:
                 counts[number] = len(token) if alphabet.issuperset(token) else len(token.encode("utf-8"))
         return counts
+
+
+def token_of_id(path: Path, number: int) -> str | None:
+    """Name of the token with an id in a valid tokenizer.json; None if there is none."""
+    data = read_input(path, limit_bytes=FILE_LIMIT_BYTES, remedy="give the path of a tokenizer.json")
+    return tokenizers.Tokenizer.from_buffer(data).id_to_token(number) if number >= 0 else None
 
 
 def _is_byte_level(decoder: Any) -> bool:

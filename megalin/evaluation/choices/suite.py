@@ -64,7 +64,7 @@ class ChoiceSuite:
             )
         if options.limit is not None and options.limit < 1:
             raise ConfigError(f"limit = {options.limit} leaves no question; use at least 1, or leave it out for all")
-        tokenizer = load_tokenizer(config.data.tokenizer)
+        tokenizer = load_tokenizer(config.data.tokenizer, config.data.eod_token)
         check_vocabulary(tokenizer, config.model.vocab_size)
         self._tokenizer_digest = tokenizer.digest
         data = EvaluationData(options.data or Path(config.evaluation.data))

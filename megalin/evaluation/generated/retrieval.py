@@ -67,7 +67,7 @@ class _TextSuite(abc.ABC):
                 "that this softmax model was trained on (data.sequence_length); use shorter ones"
             )
         self._config = config
-        self._tokenizer = load_tokenizer(config.data.tokenizer)
+        self._tokenizer = load_tokenizer(config.data.tokenizer, config.data.eod_token)
         check_vocabulary(self._tokenizer, config.model.vocab_size)
         self._requests: dict[str, list[GenerationRequest]] = {}
 

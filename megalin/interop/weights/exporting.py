@@ -17,7 +17,8 @@ from torch import Tensor
 from megalin.checkpoint.load import load
 from megalin.checkpoint.manifest import Checkpoint
 from megalin.checkpoint.tensors import OPTIMIZER_PREFIX, weights
-from megalin.data.tokenizers.tokenizer import END_OF_DOCUMENT, HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from megalin.data.tokenizers.formats import TOKENIZER_FILE
+from megalin.data.tokenizers.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from megalin.errors import CheckpointError, ConfigError, StorageError
 from megalin.interop.weights.folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from megalin.interop.weights.layout import CheckpointLayout, Placed, place
@@ -29,7 +30,6 @@ from megalin.train.open_run import open_run
 FILE_BYTES = 2 << 30
 """Maximum size of a file, unless it has a single tensor; an export needs about three times as much memory."""
 _ELEMENT_BYTES = 4
-TOKENIZER_FILE = "tokenizer.json"
 
 
 def export_hf(
@@ -59,7 +59,7 @@ def export_hf(
     layout = layout_of_model(config.model, form)
     model = LanguageModel(config.model)
     _check_tensors(checkpoint, model)
-    tokenizer = None if config.data.tokenizer is None else load_tokenizer(config.data.tokenizer)
+    tokenizer = None if config.data.tokenizer is None else load_tokenizer(config.data.tokenizer, config.data.eod_token)
     temporary = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
     try:
         temporary.mkdir(parents=True)
@@ -145,7 +145,7 @@ def write_settings(
     _write_json(folder / "generation_config.json", end)
     if isinstance(tokenizer, HuggingFaceTokenizer):
         shutil.copyfile(tokenizer.path, folder / TOKENIZER_FILE)
-        about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_DOCUMENT}
+        about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.eod_token}
         _write_json(folder / "tokenizer_config.json", about)
 
 

@@ -14,9 +14,10 @@ import megalin
 from megalin.checkpoint.save import save
 from megalin.checkpoint.tensors import weights
 from megalin.config import dumps, parse
-from megalin.data.tokenizers.tokenizer import HuggingFaceTokenizer
+from megalin.data.tokenizers.formats import END_OF_DOCUMENT, TOKENIZER_FILE
+from megalin.data.tokenizers.tokenizer import EndOfDocumentError, HuggingFaceTokenizer, token_of_id
 from megalin.errors import CheckpointError, DataError, MegalinError, StorageError
-from megalin.interop.weights.exporting import TOKENIZER_FILE, check_empty
+from megalin.interop.weights.exporting import check_empty
 from megalin.interop.weights.folder import CONFIG_FILE, Folder, equal, read_json
 from megalin.interop.weights.layout import CheckpointLayout, Placed, place
 from megalin.interop.weights.layouts import layouts_of_folder
@@ -76,8 +77,9 @@ def import_hf(source: Path, run: Path) -> ImportedWeights:
 def _write_run(run: RunFolder, folder: Folder, plan: _Plan, settings: Settings) -> str | None:
     """Writes tokenizer, checkpoint and config; returns why the run has no tokenizer, or None."""
     model, title = plan.model.config, plan.layout.title
-    reason = _copy_tokenizer(folder.path, run.path, model)
-    config = _run_config(model, settings, None if reason else run.path / TOKENIZER_FILE)
+    tokenizer = _copy_tokenizer(folder.path, run.path, model, settings)
+    reason = tokenizer if isinstance(tokenizer, str) else None
+    config = _run_config(model, settings, run.path, None if isinstance(tokenizer, str) else tokenizer)
     state = {
         "step": 0,
         "order": None,
@@ -147,12 +149,14 @@ def _convert(plan: _Plan, folder: Folder, path: Path) -> Mapping[str, Tensor]:
     return converted
 
 
-def _run_config(model: ModelConfig, settings: Settings, tokenizer: Path | None) -> RunConfig:
-    """The config of a run with this model and placeholders for the rest."""
+def _run_config(model: ModelConfig, settings: Settings, run: Path, tokenizer: HuggingFaceTokenizer | None) -> RunConfig:
+    """The config of a run with this model, the tokenizer copied to `run`, and placeholders for the rest."""
     length = min(_SEQUENCE_LENGTH, settings.integer("max_position_embeddings", _SEQUENCE_LENGTH))
     data: dict[str, Any] = {"train": [UNNAMED_SHARDS], "sequence_length": length}
     if tokenizer is not None:
-        data["tokenizer"] = str(tokenizer.resolve())
+        data["tokenizer"] = str((run / TOKENIZER_FILE).resolve())
+        if tokenizer.eod_token != END_OF_DOCUMENT:
+            data["eod_token"] = tokenizer.eod_token
     values = {
         "model": model.model_dump(),
         "data": data,
@@ -162,13 +166,13 @@ def _run_config(model: ModelConfig, settings: Settings, tokenizer: Path | None) 
     return parse(RunConfig, values, "imported run")
 
 
-def _copy_tokenizer(source: Path, run: Path, model: ModelConfig) -> str | None:
+def _copy_tokenizer(source: Path, run: Path, model: ModelConfig, settings: Settings) -> HuggingFaceTokenizer | str:
     """Copies tokenizer.json if runs can use it; else returns the reason."""
     file = source / TOKENIZER_FILE
     if not file.exists():
         return f"{source} has no {TOKENIZER_FILE}"
     try:
-        tokenizer = HuggingFaceTokenizer(file.resolve())
+        tokenizer = _load_tokenizer(file, settings)
     except DataError as error:
         return str(error)
     if tokenizer.vocab_size > model.vocab_size:
@@ -177,7 +181,20 @@ def _copy_tokenizer(source: Path, run: Path, model: ModelConfig) -> str | None:
         shutil.copyfile(tokenizer.path, run / TOKENIZER_FILE)
     except OSError as error:
         raise _unwritable(run, error) from None
-    return None
+    return tokenizer
+
+
+def _load_tokenizer(file: Path, settings: Settings) -> HuggingFaceTokenizer:
+    """Loads a tokenizer.json whose document ends as its folder says, or else with eos_token_id of config.json."""
+    try:
+        return HuggingFaceTokenizer(file)
+    except EndOfDocumentError:
+        ids = settings.values.get("eos_token_id")
+        first = ids[0] if isinstance(ids, list) and ids else ids
+        token = token_of_id(file, first) if type(first) is int else None
+        if token is None:
+            raise
+        return HuggingFaceTokenizer(file, eod_token=token)
 
 
 def _unwritable(path: Path, error: Exception) -> StorageError:

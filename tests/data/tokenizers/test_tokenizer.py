@@ -298,7 +298,7 @@ def test_huge_tokenizer_file_is_not_read(tmp_path):
 
 def test_tokenizer_without_an_end_of_document_is_refused(tmp_path):
     LibraryTokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "t.json"))
-    with pytest.raises(DataError, match=r"t\.json: has no token <\|endoftext\|>; add it as a special token"):
+    with pytest.raises(DataError, match=r"t\.json: has no token <\|endoftext\|>; name the token"):
         load_tokenizer(str(tmp_path / "t.json"))
 
 

@@ -58,6 +58,28 @@ def test_export_and_import_carry_the_tokenizer(tokenizer: Path, tmp_path: Path, 
     assert texts[0].startswith("the cat")
 
 
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_imported_model_generates_with_the_end_of_sentence_of_its_folder(
+    file: str, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    write_run(tmp_path / "run", MODELS["llama"].table)
+    out = tmp_path / "out"
+    assert _command("export", "hf", tmp_path / "run", out) == 0
+    (out / "tokenizer.json").write_text(tokenizer.read_text().replace(END_OF_DOCUMENT, "</s>"))
+    end = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json")).token_to_id("</s>")
+    given = {"eos_token_id": [end, 3]} if file == "config.json" else {"eos_token": {"content": "</s>"}}
+    old = json.loads((out / file).read_text()) if (out / file).exists() else {}
+    (out / file).write_text(json.dumps(old | given))
+    assert _command("import", "hf", out, tmp_path / "back") == 0
+    assert "without a tokenizer" not in capsys.readouterr().out
+    assert open_run(tmp_path / "back")[0].data.eod_token == "</s>"
+    assert _command("generate", tmp_path / "back", "--prompt", "the cat", "--max-tokens", "4") == 0
+    assert capsys.readouterr().out.startswith("the cat")
+    assert _command("export", "hf", tmp_path / "back", tmp_path / "again") == 0
+    assert json.loads((tmp_path / "again/tokenizer_config.json").read_text())["eos_token"] == "</s>"
+    assert json.loads((tmp_path / "again/config.json").read_text())["eos_token_id"] == end
+
+
 @pytest.mark.parametrize("spoiled", ["missing", "no end", "too large"])
 def test_a_tokenizer_that_runs_cannot_use_is_left_out(
     spoiled: str, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -1,0 +1,110 @@
+"""MkDocs hook of the documentation's site (mkdocs.yml): pages and files from outside of docs/.
+
+Adds the README as the first page, the changelog, and the help of every command; gives links to other files of the
+repository a copy of the file in the site; lists the pages of a folder in the navigation; and makes anchors as GitHub
+does, so that a page reads the same in both.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from pymdownx.slugs import slugify
+
+ROOT = Path(__file__).parents[1]
+LINK = re.compile(r"(?<=\]\()[^)#:\s]+")
+PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+"""Files at the top of the repository that are pages of the site."""
+COMMANDS = "reference/cli.md"
+"""Page with the help of every command."""
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Makes the anchors of headings as GitHub does, and lists the pages of folders in the navigation."""
+    config.mdx_configs["toc"] = {**config.mdx_configs.get("toc", {}), "slugify": slugify(case="lower")}
+    config.nav = _with_pages_of_folders(config.nav)
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the pages that lie elsewhere, and a copy of each file outside of docs/ that a page links to."""
+    files.append(File.generated(config, COMMANDS, content=command_reference()))
+    for source, page in PAGES.items():
+        files.append(File.generated(config, page, content=(ROOT / source).read_text("utf-8")))
+    copies = {path for page in files.documentation_pages() for path in _linked(page) if _is_copied(path)}
+    for path in sorted(copies):
+        files.append(File.generated(config, _site_path(path), content=_text(ROOT / path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Points the links of the repository to the places in the site."""
+    folder = posixpath.dirname(page.file.src_uri)
+
+    def target(match: re.Match[str]) -> str:
+        path = _repository_path(page.file, match[0])
+        return posixpath.relpath(_site_path(path), folder or ".") if (ROOT / path).exists() else match[0]
+
+    return LINK.sub(target, markdown)
+
+
+def command_reference() -> str:
+    """Markdown of every command's help."""
+    overview = _help()
+    names = re.findall(r"^    ([a-z][\w-]*)(?: |$)", overview, re.MULTILINE)
+    sections = "".join(f"\n## megalin {name}\n\n```text\n{_help(name)}```\n" for name in names)
+    return f"# Command line\n\n```text\n{overview}```\n{sections}"
+
+
+def _help(*command: str) -> str:
+    arguments = [sys.executable, "-m", "megalin", *command, "--help"]
+    environment = os.environ | {"COLUMNS": "100"}
+    return subprocess.run(arguments, cwd=ROOT, env=environment, check=True, capture_output=True, text=True).stdout
+
+
+def _with_pages_of_folders(nav: Any) -> Any:
+    """The navigation with each `folder/` replaced by its README and its pages, dated ones newest first."""
+    if isinstance(nav, dict):
+        return {title: _with_pages_of_folders(entry) for title, entry in nav.items()}
+    if isinstance(nav, list):
+        return [_with_pages_of_folders(entry) for entry in nav]
+    if not nav.endswith("/"):
+        return nav
+    pages = sorted(path.name for path in (ROOT / "docs" / nav).glob("*.md") if path.name != "README.md")
+    return [f"{nav}{name}" for name in ("README.md", *(pages[::-1] if pages[0].startswith("20") else pages))]
+
+
+def _linked(page: File) -> list[str]:
+    """Paths in the repository that a page links to."""
+    return [_repository_path(page, link) for link in LINK.findall(page.content_string)]
+
+
+def _repository_path(page: File, link: str) -> str:
+    folder = "" if page.src_uri in PAGES.values() else posixpath.join("docs", posixpath.dirname(page.src_uri))
+    return posixpath.normpath(posixpath.join(folder, link))
+
+
+def _is_copied(path: str) -> bool:
+    return (ROOT / path).exists() and not path.startswith(("docs/", "..")) and path not in PAGES
+
+
+def _site_path(path: str) -> str:
+    """The place in the site of a path in the repository; a browser shows copies, whose names end in .txt, as text."""
+    if path.startswith("docs/"):
+        inside = path.removeprefix("docs/")
+        return f"{inside}/README.md" if (ROOT / path / "README.md").is_file() else inside
+    return PAGES.get(path) or f"source/{path}.txt"
+
+
+def _text(path: Path) -> str:
+    """The text of a file, or the names in a folder."""
+    return path.read_text("utf-8") if path.is_file() else "".join(f"{each.name}\n" for each in sorted(path.iterdir()))
