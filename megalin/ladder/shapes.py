@@ -65,7 +65,7 @@ def find_shape(
         )
     best = min(found, key=lambda shape: abs(math.log(size(shape) / target)))
     raise ConfigError(
-        f"{name}: no shape has {target:,.0f} {what} to {config.tolerance:.0%}; the nearest, width "
+        f"{name}: no shape has {target:,.0f} {what} to {config.tolerance:.1%}; the nearest, width "
         f"{best.model.hidden_size} with {best.model.num_layers} blocks, has {size(best):,.0f}; {remedy}"
     )
 

@@ -96,6 +96,10 @@ def test_budget_keeps_whole_sizes_from_the_smallest(tmp_path):
         ({"warmup": 1.6}, r"warmup = 1.6 tokens a parameter reach into the decay of tokens = 2, which starts at 1.6"),
         ({"mixers": {"a/b": []}}, "mixers: 'a/b' is part of a folder's name; use letters"),
         ({"sizes": [1e3]}, r"TNL-1k: no shape has 1,000 parameters .* the nearest, width 16 with 1 blocks, has"),
+        (
+            {"sizes": [40e3], "shape": {"aspect": 16.0, "width_multiple": 16, "tolerance": 0.001}},
+            r"40,000 parameters without embeddings to 0.1%; the nearest, width 64 with 1 blocks, has 43,008; change",
+        ),
         ({"shape": {"width_multiple": 7}}, "no width that is a multiple of shape.width_multiple = 7 gives the heads"),
         ({"batch": {"value": 1e5, "exponent": 0.0}}, r"TNL-20k: 4 tokens a parameter are 1 steps .* lower batch.value"),
         ({"tokens": [3.2, 3.9, 4.0]}, None),

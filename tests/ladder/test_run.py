@@ -229,10 +229,18 @@ def test_killed_ladder_with_two_workers_ends_as_an_undisturbed_one(tmp_path):
             assert metrics(one)[-1] == metrics(other)[-1]
             actual, wanted = checkpoint_tensors(other), checkpoint_tensors(one)
             assert [key for key in wanted if not actual[key].equal(wanted[key])] == []
-    command = [sys.executable, "-m", "megalin", "fit", str(folder), "--json", "--resamples", "20"]
-    fitted = subprocess.run(command, capture_output=True, check=False)
-    assert fitted.returncode == 0, fitted.stderr
-    assert json.loads(fitted.stdout)["leave_largest_out"] is None  # two smaller sizes are too few
+    assert [len(found.points) for found in read_runs([folder])] == [1] * 9
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("stub")
+def test_fit_reads_a_ladder(tmp_path, capsys):
+    path = write_ladder(tmp_path, sizes=[20e3, 60e3, 200e3], tokens=[2.0, 4.0, 8.0])
+    run(path, folder := tmp_path / "runs")
+    assert main(["fit", str(folder), "--json", "--resamples", "20"]) == 0
+    fitted = json.loads(capsys.readouterr().out)["mixers"]
+    assert list(fitted) == ["LLaMA", "TNL"]
+    assert fitted["TNL"]["leave_largest_out"] is None  # two smaller sizes are too few
 
 
 @pytest.mark.slow
