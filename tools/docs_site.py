@@ -71,7 +71,7 @@ def command_reference() -> str:
 
 
 def _help(*command: str) -> str:
-    """What `megalin COMMAND --help` prints, in lines of 100 characters."""
+    """Output of `megalin COMMAND --help`, in lines of 100 characters."""
     os.environ["COLUMNS"] = "100"
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
