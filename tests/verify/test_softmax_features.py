@@ -25,7 +25,7 @@ CASE = Case("softmax with all features", model({"sublayers": [MIXER, GLU], "repe
     "axes",
     [
         {"tp": 2},
-        {"cp": 3},
+        pytest.param({"cp": 3}, marks=pytest.mark.slow),
         pytest.param({"tp": 2, "cp": 2, "sequence_parallel": True}, marks=pytest.mark.slow),
         pytest.param({"tp": 2, "pp": 2}, marks=pytest.mark.slow),
     ],
