@@ -305,7 +305,9 @@ def test_flops_are_counted(length: int, kind: str, heads: int):
     assert counter.get_total_flops() == 2 * length * mixer.flops(length)
 
 
-@every_kind
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("local", "shifted"))) for kind in KINDS]
+)
 @pytest.mark.parametrize("heads", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_one_compiled_graph_gives_the_same(kind: str, heads: int):
     mixer, (x, valid) = build(configured(kind, heads)), inputs_of(17, padded=True)

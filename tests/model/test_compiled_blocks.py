@@ -110,7 +110,11 @@ def test_compiled_blocks_have_the_gradients_of_eager_ones(sequence_parallel: boo
     _check(GLU, sequence_parallel)
 
 
-@both_layouts
+@pytest.mark.parametrize(
+    "sequence_parallel",
+    [pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["replicated", "sequence_parallel"],
+)
 def test_gradients_reach_an_input_layer_before_compiled_blocks(sequence_parallel: bool):
     """Traced but not compiled: tracing is where the gradient of an unfinished collective would be lost."""
     _check(INPUT_LAYER, sequence_parallel)

@@ -52,8 +52,14 @@ MESHES: dict[int, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("world_size", list(MESHES))
-@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize(
+    ("model", "world_size"),
+    [
+        pytest.param(model, size, marks=[pytest.mark.slow] * (model == "preset" and size == 4))
+        for model in MODELS
+        for size in MESHES
+    ],
+)
 def test_every_mesh_agrees_with_one_process(model, world_size):
     # The hybrid's weights are large: the gradient of its rotations loses half of fp32's digits even in one process.
     meshes = [mesh for mesh in MESHES[world_size] if model == "preset" or mesh.get("dtype") != "float32"]

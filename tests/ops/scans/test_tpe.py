@@ -169,9 +169,9 @@ def assert_kernel_right(inputs: Tensors, documents: Tensor | None = None) -> Non
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("length", [1, 64, 65, 130])
+@pytest.mark.parametrize("length", [1, pytest.param(64, marks=pytest.mark.slow), 65, 130])
 def test_the_kernels_are_as_good_as_the_recurrence(length: int, decay: str, dtype: torch.dtype):
     """Up to three segments of 64 tokens, with an initial state and a gradient of the final one."""
     assert_kernel_right(make_inputs(length, decay, dtype))
