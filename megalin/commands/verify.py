@@ -19,17 +19,6 @@ from megalin.verify.case import Case, check_full_size, make_case
 from megalin.verify.grid import GridMesh, layouts, print_grid, run_grid
 from megalin.verify.run import print_faults, print_rows, self_test, verify
 
-_EXAMPLES = """\
-examples:
-  megalin verify transnormerllm-1b-64k parallel.tp=2 --world-size 4
-  megalin verify run.toml parallel.cp=3 train.recompute=true --dtype bfloat16
-  megalin verify hgrn2-1b parallel.pp=2 parallel.pp_schedule=interleaved parallel.pp_stages_per_rank=2
-  megalin verify run.toml parallel.cp=3 --self-test
-  megalin verify run.toml --grid --world-size 8
-  torchrun --nproc-per-node 4 -m megalin verify run.toml parallel.tp=2
-
-A config file gives the model, the mesh and train.recompute; its other keys are not read."""
-
 
 class _TrainConfig(Config):
     recompute: bool = False
