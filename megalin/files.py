@@ -259,12 +259,12 @@ class FolderInUseError(Exception):
 class FolderLock:
     """An exclusive lock on a file, which the kernel releases when its owner dies, however it dies.
 
-    The file stays: removing a lock file lets two owners in. A child made by fork shares the lock until it calls
-    `close` or exits.
+    The file stays as long as its folder; its owner alone removes the two. A child made by fork shares the lock until
+    it calls `close` or exits.
     """
 
     def __init__(self, path: Path) -> None:
-        """Takes the lock. Raises FolderInUseError (held by a live process) or OSError."""
+        """Takes the lock. Raises FolderInUseError (held by a live process, or its file was just removed) or OSError."""
         self._descriptor: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -275,6 +275,9 @@ class FolderLock:
         except OSError:
             os.close(self._descriptor)
             raise
+        if not _is_file_of(self._descriptor, path):
+            os.close(self._descriptor)
+            raise FolderInUseError("another process, which has just removed it")
         self.previous_owner = _owner(self._descriptor)
         """The process that died while holding the lock, or None after an orderly release."""
         since = datetime.now(UTC).isoformat(timespec="seconds")
@@ -294,6 +297,13 @@ class FolderLock:
             with contextlib.suppress(OSError):
                 os.close(self._descriptor)
             self._descriptor = None
+
+
+def _is_file_of(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _owner(descriptor: int) -> str | None:

@@ -1,6 +1,7 @@
 """Opening, publishing and locking of files: regular files only, size limits, one writer, atomic writes."""
 
 import errno
+import fcntl
 import os
 from pathlib import Path
 
@@ -173,6 +174,17 @@ def test_lock_of_a_live_owner_names_it_and_an_orderly_release_leaves_no_owner(tm
     assert again.previous_owner is None
     again.close()  # as when the process dies
     assert FolderLock(tmp_path / ".lock").previous_owner.startswith(f"pid {os.getpid()} on ")
+
+
+def test_lock_file_that_its_owner_removes_meanwhile_is_refused(tmp_path, monkeypatch):
+    def after_removal(descriptor, operation):
+        (tmp_path / ".lock").unlink()
+        flock(descriptor, operation)
+
+    flock = fcntl.flock
+    monkeypatch.setattr("megalin.files.fcntl.flock", after_removal)
+    with pytest.raises(FolderInUseError, match="has just removed it"):
+        FolderLock(tmp_path / ".lock")
 
 
 def test_lock_file_that_is_a_link_is_refused(tmp_path):

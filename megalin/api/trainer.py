@@ -86,7 +86,7 @@ def _check_memory(config: RunConfig, world_size: int, device: torch.device, hook
     memory = device_memory_bytes(device)
     kind: DeviceType = "cpu" if device.type == "cpu" else "cuda"
     estimate = check_memory(config, world_size, memory, hooks, device=kind)
-    if estimate is not None and memory is not None and launched().rank == 0:
+    if estimate is not None and launched().rank == 0:
         print(f"memory: about {estimate / 2**30:.1f} of {memory / 2**30:.1f} GiB a rank", flush=True)
 
 

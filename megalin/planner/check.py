@@ -29,7 +29,7 @@ DeviceType = Literal["cuda", "cpu"]
 def check_memory(
     config: RunConfig,
     world_size: int,
-    memory_bytes: int | None,
+    memory_bytes: int,
     hooks: Sequence[UpdateHook] = (),
     *,
     device: DeviceType = "cuda",
@@ -42,7 +42,7 @@ def check_memory(
     shards differently, are not checked.
 
     Args:
-        memory_bytes: memory of a rank's GPU or, on a CPU, its part of the host's; None if unknown: nothing is checked.
+        memory_bytes: memory of a rank's GPU or, on a CPU, its part of the host's.
         hooks: the run's update hooks.
         device: "cpu": the estimate is a rough one, and left out for a model that needs little of the memory.
 
@@ -53,7 +53,7 @@ def check_memory(
         ConfigError: the run does not fit; names the required memory and layouts on as many GPUs that fit.
     """
     model = config.model
-    if memory_bytes is None or not isinstance(model, ModelConfig) or config.train.engine != "fsdp2":
+    if not isinstance(model, ModelConfig) or config.train.engine != "fsdp2":
         return None
     workload, layout = workload_of(config, model, hooks), layout_of(config, world_size)
     # The hardware affects only the order of the suggested layouts.

@@ -130,18 +130,21 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
-        if self._created and isinstance(error, REFUSALS):
+        if self._created and isinstance(error, REFUSALS):  # under the lock, so that no other run is in there
             folder, *parents = self._created
             shutil.rmtree(folder, ignore_errors=True)
             with contextlib.suppress(OSError):  # not empty: another run's folder is in there by now
                 for parent in parents:
                     parent.rmdir()
+        self.close()
 
     def _claim(self) -> None:
         missing = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            try:
+                self.path.mkdir(parents=True)
+            except FileExistsError:
+                missing = []
             lock = FolderLock(self.path / ".lock")
         except FolderInUseError as error:
             raise ConfigError(

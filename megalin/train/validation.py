@@ -157,7 +157,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-@torch.no_grad()
 def bytes_per_token(data: DataConfig) -> Tensor | None:
     """[vocabulary] int64, UTF-8 bytes that each id decodes to; None without a tokenizer.
 
@@ -173,6 +172,7 @@ def bytes_per_token(data: DataConfig) -> Tensor | None:
         return None
 
 
+@torch.no_grad()
 def evaluate(
     model: TrainedModel, batches: Iterable[AnyBatch], mesh: Mesh, *, token_bytes: Tensor | None = None
 ) -> AnyEvaluation:

@@ -37,11 +37,16 @@ def _evaluate_uniform(prefix: Path, micro_batch_size: int) -> Evaluation:
             parameter.zero_()
     data = DataConfig(train=["-"], validation=[str(prefix)], sequence_length=4)
     token_bytes = torch.from_numpy(ByteTokenizer().token_bytes())
+    recorded: list[bool] = []
+    model.register_forward_hook(lambda *_: recorded.append(torch.is_grad_enabled()))
     with TokenDataset.open(data, "validation", MODEL.vocab_size) as dataset:
         loader = ValidationLoader(
             dataset, micro_batch_size=micro_batch_size, dp_rank=mesh.data.rank, dp_size=mesh.data.size
         )
-        return evaluate(model, loader, mesh, token_bytes=token_bytes)
+        result = evaluate(model, loader, mesh, token_bytes=token_bytes)
+    assert recorded
+    assert not any(recorded), "a graph is recorded, whose activations an evaluation has no memory for"
+    return result
 
 
 def test_bits_per_byte_and_unigram_entropy_by_hand(tmp_path):

@@ -83,10 +83,6 @@ def test_symmetric_memory_of_the_config_is_counted(path):
         check_memory(config, 2, int(memory.total / MARGIN) - 1)
 
 
-def test_unknown_memory_is_not_checked(config):
-    check_memory(config, 1, None)
-
-
 def test_an_estimate_beyond_the_margin_is_refused_with_what_fits(config, needed):
     memory = int(needed / MARGIN) - 1
     with pytest.raises(
