@@ -15,7 +15,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from megalin.errors import MegalinError, StorageError
+from megalin.errors import MegalinError
 from megalin.parallel.agreement import on_rank_zero
 from megalin.train.events import EventLog
 from megalin.train.jsonl import AppendedFile, BestEffortWriter, JsonLines
@@ -51,7 +51,7 @@ class Metrics:
             wandb_project: Weights & Biases project that also receives the metrics, with `wandb_config` as its config.
 
         Raises:
-            StorageError: on every rank, when the files cannot be opened or truncated.
+            StorageError: on every rank, when metrics.jsonl cannot be opened or truncated.
             ConfigError: on every rank, when W&B is configured but not installed.
         """
         self._sinks: list[_Sink] = []
@@ -63,7 +63,8 @@ class Metrics:
 
         def open_sinks() -> None:
             self._sinks.append(JsonLines(Path(folder) / "metrics.jsonl", resumed_step=resumed_step))
-            self._sinks.append(_Events(Path(folder) / "tensorboard", resumed_step))
+            events = Path(folder) / "tensorboard"
+            BestEffortWriter(str(events)).attempt(lambda: self._sinks.append(_Events(events, resumed_step)))
             if wandb_project is not None:
                 self._wandb = WeightsAndBiases(
                     Path(folder), wandb_project, wandb_config or {}, resumed=resumed_step > 0
@@ -131,14 +132,10 @@ class _Sink(Protocol):
 class _Events:
     # Written in this thread: SummaryWriter's own thread would die on a full disk with a traceback in the terminal.
     def __init__(self, folder: Path, resumed_step: int) -> None:
-        try:
-            folder.mkdir(exist_ok=True)
-            name = f"events.out.tfevents.{time.time_ns():020d}.{socket.gethostname()}.{os.getpid()}"
-            self._file = AppendedFile(folder / name)
-        except OSError as error:
-            raise StorageError(
-                f"{folder}: cannot be written ({error.strerror}); free space, or choose another run folder"
-            ) from None
+        """Raises OSError."""
+        folder.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{time.time_ns():020d}.{socket.gethostname()}.{os.getpid()}"
+        self._file = AppendedFile(folder / name)
         self._records = RecordWriter(self._file)
         self._record(file_version="brain.Event:2")
         # Makes TensorBoard drop the events of earlier files from this step on.
