@@ -28,6 +28,7 @@ from megalin.model.build import check_divisions
 from megalin.parallel.agreement import on_rank_zero
 from megalin.parallel.mesh import Mesh, check_world_size
 from megalin.parallel.process_group import compute_device, process_group
+from megalin.terminal_output import terminal
 from megalin.train.open_run import selected_steps
 
 STANDARD_INPUT = "-"
@@ -141,7 +142,7 @@ def _output(path: Path | None) -> Iterator[BinaryIO]:
 @contextmanager
 def _progress(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
     """Yields a callback that adds to the number of tokens that each sequence has, shown on a terminal's stderr."""
-    console = Console(stderr=True)
+    console = Console(file=terminal(stderr=True))
     if not shown or not console.is_terminal:
         yield lambda _: None
         return

@@ -95,9 +95,9 @@ class DataConfig(Config):
     classification: ClassificationConfig | None = None
     """Samples of a document and its class, for encoders that classify; left out: other samples. Without masking and
     classification: samples of next tokens."""
-    workers: int = pydantic.Field(default=2, ge=1)
+    workers: int = pydantic.Field(default=2, ge=1, le=1024)
     """Threads per rank that read samples ahead."""
-    read_ahead_steps: int = pydantic.Field(default=1, ge=1)
+    read_ahead_steps: int = pydantic.Field(default=1, ge=1, le=1024)
     """Number of steps whose samples are read in advance."""
 
     @pydantic.model_validator(mode="after")

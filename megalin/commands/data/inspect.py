@@ -12,6 +12,7 @@ from rich.text import Text
 from megalin.data.shards.inspection import ShardSummary, inspect_shard, validate_shard
 from megalin.data.tokenizers.tokenizer import load_tokenizer
 from megalin.errors import ConfigError
+from megalin.terminal_output import terminal
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,4 +51,4 @@ def _print(summary: ShardSummary) -> None:
             # Text, not markup: a corpus may contain brackets, and control characters must not reach the terminal.
             shown = value if name != "first_text" else "".join(c if c.isprintable() else repr(c)[1:-1] for c in value)
             table.add_row(name, Text(str(shown), overflow="fold"))
-    Console().print(table)
+    Console(file=terminal()).print(table)
