@@ -242,6 +242,29 @@ def mamba(t: Tensors, config: Mapping[str, Any], tokens: Tensor) -> Tensor:
     return rms(x, t["backbone.norm_f.weight"], eps) @ head(t, config, "backbone.embeddings.weight")
 
 
+def mamba2(t: Tensors, config: Mapping[str, Any], tokens: Tensor) -> Tensor:
+    """transformers' Mamba2ForCausalLM."""
+    eps, heads, groups = config["layer_norm_epsilon"], config["num_heads"], config["n_groups"]
+    inner, size = heads * config["head_dim"], groups * config["state_size"]
+    x = t["backbone.embeddings.weight"][tokens]
+    for index in range(config["num_hidden_layers"]):
+        layer = f"backbone.layers.{index}."
+        mixer = f"{layer}mixer."
+        entering = rms(x, t[f"{layer}norm.weight"], eps) @ t[f"{mixer}in_proj.weight"].T
+        gate, read, logit = entering.split([inner, inner + 2 * size, heads], -1)
+        conv = short_conv(read, t[f"{mixer}conv1d.weight"], t[f"{mixer}conv1d.bias"])
+        values, b, c = conv.split([inner, size, size], -1)
+        values = values.unflatten(-1, (heads, -1))
+        b, c = (y.unflatten(-1, (groups, -1)).repeat_interleave(heads // groups, 1) for y in (b, c))
+        step = functional.softplus(logit + t[f"{mixer}dt_bias"])
+        decay = torch.exp(-step * torch.exp(t[f"{mixer}A_log"]))
+        o = recurrence(c, b, step[..., None] * values, decay[..., None].expand(b.shape), 1.0)
+        o = (o + (values * t[f"{mixer}D"][:, None]).flatten(1)) * functional.silu(gate)
+        o = rms(o.unflatten(-1, (groups, -1)), 1.0, eps).flatten(1) * t[f"{mixer}norm.weight"]
+        x = x + o @ t[f"{mixer}out_proj.weight"].T
+    return rms(x, t["backbone.norm_f.weight"], eps) @ head(t, config, "backbone.embeddings.weight")
+
+
 def rodimus_codefuse(t: Tensors, config: Mapping[str, Any], tokens: Tensor) -> Tensor:
     """The authors' RodimusForCausalLM."""
     eps, n = config["norm_epsilon"], config["mixer_cfg"]["mem_size"]
