@@ -59,9 +59,15 @@ def recurrence(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, scale: float) -> 
     return torch.stack(outputs)
 
 
+def affine(t: Tensors, name: str, x: Tensor) -> Tensor:
+    """A projection, with a bias where the folder has one."""
+    y = x @ t[f"{name}.weight"].T
+    return y + t[f"{name}.bias"] if f"{name}.bias" in t else y
+
+
 def swiglu(t: Tensors, prefix: str, x: Tensor) -> Tensor:
-    gate, up = x @ t[f"{prefix}gate_proj.weight"].T, x @ t[f"{prefix}up_proj.weight"].T
-    return (functional.silu(gate) * up) @ t[f"{prefix}down_proj.weight"].T
+    gate, up = affine(t, f"{prefix}gate_proj", x), affine(t, f"{prefix}up_proj", x)
+    return affine(t, f"{prefix}down_proj", functional.silu(gate) * up)
 
 
 def head(t: Tensors, config: Mapping[str, Any], embedding: str) -> Tensor:
@@ -75,16 +81,14 @@ def llama(t: Tensors, config: Mapping[str, Any], tokens: Tensor) -> Tensor:
     for index in range(config["num_hidden_layers"]):
         layer = f"model.layers.{index}."
         normed = rms(x, t[f"{layer}input_layernorm.weight"], eps)
-        q, k, v = (normed @ t[f"{layer}self_attn.{name}_proj.weight"].T for name in "qkv")
-        if f"{layer}self_attn.q_proj.bias" in t:
-            q, k, v = (y + t[f"{layer}self_attn.{name}_proj.bias"] for name, y in zip("qkv", (q, k, v), strict=True))
+        q, k, v = (affine(t, f"{layer}self_attn.{name}_proj", normed) for name in "qkv")
         q, k, v = q.unflatten(1, (heads, -1)), k.unflatten(1, (groups, -1)), v.unflatten(1, (groups, -1))
         if f"{layer}self_attn.q_norm.weight" in t:
             q, k = (rms(y, t[f"{layer}self_attn.{name}_norm.weight"], eps) for name, y in (("q", q), ("k", k)))
         table = config["rope_parameters"]
         q, k = (rotate(y, table["rope_theta"], table) for y in (q, k))
         k, v = (y.repeat_interleave(heads // groups, dim=1) for y in (k, v))
-        x = x + attend(q, k, v) @ t[f"{layer}self_attn.o_proj.weight"].T
+        x = x + affine(t, f"{layer}self_attn.o_proj", attend(q, k, v))
         x = x + swiglu(t, f"{layer}mlp.", rms(x, t[f"{layer}post_attention_layernorm.weight"], eps))
     return rms(x, t["model.norm.weight"], eps) @ head(t, config, "model.embed_tokens.weight")
 

@@ -99,6 +99,12 @@ MODELS = {
     "llama3.1": ExternalModel(
         "transformers", "LlamaForCausalLM", external.llama, model_table(SOFTMAX | {"rope_scaling": LLAMA3}, SWIGLU)
     ),
+    "llama-biases": ExternalModel(
+        "transformers",
+        "LlamaForCausalLM",
+        external.llama,
+        model_table(SOFTMAX | {"qkv_bias": True, "output_bias": True}, SWIGLU | {"bias": True}),
+    ),
     "qwen2": ExternalModel(
         "transformers",
         "Qwen2ForCausalLM",

@@ -211,7 +211,7 @@ REFUSED = [
     ("mamba2", "num_heads", 4, ["num_heads = 4: times head_dim = 8 must be twice hidden_size = 32"]),
     ("mamba2", "use_conv_bias", False, ["use_conv_bias = False; supported: True"]),
     ("llama", "hidden_act", "gelu", ["hidden_act = 'gelu'; supported: 'silu'"]),
-    ("llama", "attention_bias", True, ["attention_bias = True; supported: False"]),
+    ("llama", "attention_bias", 1, ["attention_bias = 1: must be true or false"]),
     ("llama", "rope_scaling", {"type": "linear"}, ["rope_scaling: factor = None: must be a positive number"]),
     (
         "llama",
