@@ -67,6 +67,7 @@ HGRN2 = {
 RODIMUS = {"type": "rodimus", "state_size": 6, "input_gate_rank": 5, "conv_width": 3}
 SHARED_KEY = {"type": "shared_key_attention", "num_heads": HEADS, "window": 7, "residual": "two_hop"}
 SOFTMAX = {"type": "softmax", "num_heads": HEADS, "num_key_value_heads": 2, "rope_base": 500.0}
+BIASES = {"qkv_bias": True, "output_bias": True}
 LLAMA3 = {"type": "llama3", "factor": 8.0, "original_length": 16}
 MAMBA = {"type": "mamba1", "state_size": 5, "step_rank": 3, "conv_width": 3}
 MAMBA2 = {"type": "mamba2", "head_dim": 8, "state_size": 5, "conv_width": 3}
@@ -97,13 +98,10 @@ MODELS = {
     ),
     "llama": ExternalModel("transformers", "LlamaForCausalLM", external.llama, model_table(SOFTMAX, SWIGLU)),
     "llama3.1": ExternalModel(
-        "transformers", "LlamaForCausalLM", external.llama, model_table(SOFTMAX | {"rope_scaling": LLAMA3}, SWIGLU)
-    ),
-    "llama-biases": ExternalModel(
         "transformers",
         "LlamaForCausalLM",
         external.llama,
-        model_table(SOFTMAX | {"qkv_bias": True, "output_bias": True}, SWIGLU | {"bias": True}),
+        model_table(SOFTMAX | BIASES | {"rope_scaling": LLAMA3}, SWIGLU | {"bias": True}),
     ),
     "qwen2": ExternalModel(
         "transformers",
