@@ -213,6 +213,8 @@ def ffn(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: int) -
         "relu": z.clamp(min=0.0),
         "silu": z / (1.0 + torch.exp(-z)),
         "gelu": z * 0.5 * (1.0 + torch.erf(z / math.sqrt(2.0))),
+        "gelu_tanh": z * 0.5 * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (z + 0.044715 * z**3))),
+        "squared_relu": z.clamp(min=0.0) ** 2,
     }
     return active[config.activation] @ weights["down.weight"].T + weights.get("down.bias", 0.0)
 
