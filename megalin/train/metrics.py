@@ -62,12 +62,12 @@ class Metrics:
         self._writer = BestEffortWriter("the terminal")
 
         def open_sinks() -> None:
-            self._sinks.append(JsonLines(Path(folder) / "metrics.jsonl", resumed_step=resumed_step))
-            self._sinks.append(_Events(Path(folder) / "tensorboard", resumed_step))
-            if wandb_project is not None:
+            if wandb_project is not None:  # the only one that may refuse: before lines of an earlier run are cut
                 self._wandb = WeightsAndBiases(
                     Path(folder), wandb_project, wandb_config or {}, resumed=resumed_step > 0
                 )
+            self._sinks.append(JsonLines(Path(folder) / "metrics.jsonl", resumed_step=resumed_step))
+            self._sinks.append(_Events(Path(folder) / "tensorboard", resumed_step))
             self._console = shown_on = console or Console()
             if shown_on.is_terminal and not shown_on.is_dumb_terminal:
                 self._sinks.append(LiveView(shown_on, total_steps, resumed_step, event_log))

@@ -48,12 +48,12 @@ class WeightsAndBiases:
         if not hasattr(wandb, "init"):  # W&B's own folder in the working directory imports as an empty package
             raise ConfigError(f"{purpose} needs the library wandb; install it: pip install 'megalin[wandb]'")
         path = folder / ID_FILE
-        if not (resumed and path.exists()):
-            write_atomically(path, secrets.token_hex(4).encode())
+        continued = resumed and path.exists()
+        number = path.read_text() if continued else secrets.token_hex(4)
         try:
             self._run = wandb.init(
                 project=project,
-                id=path.read_text(),
+                id=number,
                 resume="allow",
                 name=os.environ.get("WANDB_NAME", folder.absolute().name),
                 dir=folder,
@@ -64,6 +64,8 @@ class WeightsAndBiases:
                 f"{purpose}: W&B cannot start a run ({error}); log in (wandb login), set WANDB_MODE=offline, or "
                 "leave the key out"
             ) from None
+        if not continued:
+            write_atomically(path, number.encode())
         # W&B's own step counter never decreases, and would drop the steps that a resumed run repeats.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
