@@ -29,11 +29,15 @@ def start_lines(config: RunConfig, mesh: Mesh, data: Training, *, resumed_step: 
     return [*_facts(config, mesh, counted, resumed_step), *_warnings(config, mesh, data, counted)]
 
 
+def mixer_types(model: AnyModelConfig) -> list[str]:
+    """The types of the model's sub-layers, each once, in their order."""
+    return list(dict.fromkeys(sublayer.type for _, block in model.blocks() for sublayer in block.sublayers))
+
+
 def describe_model(model: AnyModelConfig, counted: Counts) -> str:
     """The mixers and sizes of a model in one line."""
-    types = dict.fromkeys(sublayer.type for _, block in model.blocks() for sublayer in block.sublayers)
     return (
-        f"{', '.join(types)}; {counted.parameters:,} parameters, {model.num_layers} blocks, width "
+        f"{', '.join(mixer_types(model))}; {counted.parameters:,} parameters, {model.num_layers} blocks, width "
         f"{model.hidden_size:,}, vocabulary {model.vocab_size:,}"
     )
 

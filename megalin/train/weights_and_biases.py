@@ -27,6 +27,12 @@ class LoggingConfig(Config):
     wandb_project: str | None = pydantic.Field(default=None, min_length=1)
     """Weights & Biases project that receives the metrics of rank 0; needs the library wandb, whose own settings give
     account and mode (WANDB_MODE=offline, WANDB_ENTITY, ...). Left out: none."""
+    prometheus_file: bool = False
+    """Write the newest metrics to metrics.prom in the run folder, at most once a second, for the textfile collector of
+    Prometheus' node exporter; needs the library prometheus_client."""
+    prometheus_port: int | None = pydantic.Field(default=None, ge=1, le=65535)
+    """TCP port on 127.0.0.1 of rank 0's host where Prometheus can read the newest metrics (path /metrics); needs the
+    library prometheus_client. Left out: none."""
 
 
 class WeightsAndBiases:

@@ -57,6 +57,7 @@ MEGATRON = ["data.order=megatron", "data.packing=concatenate"]
         pytest.param(CONFIG, CONFIG, ["evaluation.tasks=['nothing']"], id="unknown task"),
         pytest.param(CONFIG, CHECKPOINT, ["train.initial_weights=nowhere"], id="missing weights"),
         pytest.param(CONFIG, CONFIG, ["logging.wandb_project=mine"], id="missing library"),
+        pytest.param(CONFIG, CONFIG, ["logging.prometheus_file=true"], id="missing library of Prometheus"),
         pytest.param(CONFIG, None, [], id="busy folder"),
         pytest.param(DATA, DATA, ["data.train=['missing']"], id="missing data"),
         pytest.param(DATA, DATA, ["model.vocab_size=256"], id="tokenizer that does not fit"),
@@ -69,7 +70,8 @@ def test_a_refused_start_leaves_folders_as_they_were(
     request, killed, config, tmp_path, fails, monkeypatch, code, new, overrides
 ):
     """`code` is the exit code in the folder of an earlier run, `new` in a new one; None where that is no error."""
-    monkeypatch.setitem(sys.modules, "wandb", None)
+    for library in ("wandb", "prometheus_client"):
+        monkeypatch.setitem(sys.modules, library, None)
     if request.node.callspec.id == "damaged checkpoints":
         for manifest in killed.glob("checkpoints/*/manifest.json"):
             manifest.unlink()
