@@ -282,6 +282,10 @@ class FolderInUseError(Exception):
     """A lock that a live process holds; the text names it: pid, host, since when."""
 
 
+_OWNER_BYTES = 4096
+"""Most bytes of a lock's file."""
+
+
 class FolderLock:
     """An exclusive lock on a file, which the kernel releases when its owner dies, however it dies.
 
@@ -291,6 +295,7 @@ class FolderLock:
 
     def __init__(self, path: Path) -> None:
         """Takes the lock. Raises FolderInUseError (held by a live process, or its file was just removed) or OSError."""
+        self._path, self._created = path, not path.exists()
         self._descriptor: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -304,18 +309,31 @@ class FolderLock:
         if not _is_file_of(self._descriptor, path):
             os.close(self._descriptor)
             raise FolderInUseError("another process, which has just removed it")
+        self._previous_text = os.pread(self._descriptor, _OWNER_BYTES, 0)
         self.previous_owner = _owner(self._descriptor)
         """The process that died while holding the lock, or None after an orderly release."""
         since = datetime.now(UTC).isoformat(timespec="seconds")
         text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since})
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, text.encode(), 0)
+        self._replace(self._descriptor, text.encode())
 
     def release(self) -> None:
         """Releases the lock; harmless when it is not held."""
         if self._descriptor is not None:
             os.ftruncate(self._descriptor, 0)
             self.close()
+
+    def undo(self) -> None:
+        """Releases the lock and leaves its file as it was found: not there, or with the name of a dead owner."""
+        if self._descriptor is not None and self._created:
+            self._path.unlink()
+        elif self._descriptor is not None:
+            self._replace(self._descriptor, self._previous_text)
+        self.close()
+
+    @staticmethod
+    def _replace(descriptor: int, text: bytes) -> None:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, text, 0)
 
     def close(self) -> None:
         """Closes this process's copy only: a child made by fork calls it, so as not to hold a dead parent's lock."""
@@ -334,7 +352,7 @@ def _is_file_of(descriptor: int, path: Path) -> bool:
 
 def _owner(descriptor: int) -> str | None:
     try:
-        record = json.loads(os.pread(descriptor, 4096, 0))
+        record = json.loads(os.pread(descriptor, _OWNER_BYTES, 0))
         return f"pid {int(record['pid'])} on {str(record['host'])!r} since {str(record['since'])!r}"
     except (ValueError, KeyError, TypeError, RecursionError):
         return None

@@ -90,19 +90,20 @@ class TrainingLoop:
         on_every_rank(self._open_data)  # hosts may have different disks
         checkpoint = find_checkpoint(run.checkpoints, config, self.data)
         source = find_initial_weights(config, run.checkpoints)
-        self.engine = _make_engine(config, mesh, run, hooks)
+        self.engine = _make_engine(config, mesh, hooks)
         self.model = self.engine.model
         self.resumed_step = 0 if checkpoint is None else resume(checkpoint, self.engine)
         self._verified = VerifiedCheckpoints()
         self.initial_weights: InitialWeights | None = None
         if source is not None:
             self.initial_weights = load_initial_weights(source, config, self.engine)
-            run.write_json(run.initial_weights, self.initial_weights._asdict())
         self.last_step = config.train.stop_after_steps or config.train.steps
 
     def _open_data(self) -> None:
         config, vocab_size, seed = self.config, self.config.model.vocab_size, self.config.train.seed
         check_files(config.data)
+        if config.data.order == "megatron":
+            self.run.clean_if_refused(self.run.path / config.data.cache)
         self.data = open_training(
             config.data,
             vocab_size,
@@ -139,6 +140,7 @@ class TrainingLoop:
             PreemptionHandler() as preemption,
             without_long_collections() as freeze,
         ):
+            self._begin()
             for line in self._report_lines():
                 log.print_line(line)
             reader = StepReader(loader, self.mesh, preemption)
@@ -161,6 +163,19 @@ class TrainingLoop:
         self._write_loss_curve(evaluation)
         loss = None if finished is None else finished.result.loss
         return TrainResult(max(self.last_step, self.resumed_step), loss, evaluation, tasks)
+
+    def _begin(self) -> None:
+        """Makes the folder this run's, when nothing can refuse the run any more."""
+        run = self.run
+        run.keep()
+        run.write_text(run.config, dumps(self.config))
+        run.write_json(run.environment, environment(self.mesh))
+        if self.engine.settings:
+            run.write_json(run.deepspeed, self.engine.settings)
+        if self.initial_weights is not None:
+            run.write_json(run.initial_weights, self.initial_weights._asdict())
+        where = f"on {torch.distributed.get_world_size()} x {device_name(self.mesh.device)}"
+        self.event_log.begin(self.resumed_step, where)
 
     def _launch(self, step: int, data: StepData) -> InFlightStep:
         """Launches a step; the clock of the steps pauses after one that must be finished before the next starts."""
@@ -279,22 +294,16 @@ def train(
         if run.previous_owner is not None:
             event_log.write("taken over", f"from {run.previous_owner}, which ended without closing the folder")
         loop = TrainingLoop(config, mesh, run, event_log, hooks, tasks)
-        run.keep()
-        run.write_text(run.config, dumps(config))
-        run.write_json(run.environment, environment(mesh))
-        event_log.begin(loop.resumed_step, f"on {torch.distributed.get_world_size()} x {device_name(device)}")
         with closing(loop.engine):
             return loop.train()
 
 
-def _make_engine(config: RunConfig, mesh: Mesh, run: RunFolder, hooks: Sequence[UpdateHook]) -> Engine:
+def _make_engine(config: RunConfig, mesh: Mesh, hooks: Sequence[UpdateHook]) -> Engine:
     if config.train.engine == "fsdp2":
         return FullyShardedEngine(config, mesh, hooks)
     from megalin.train.deepspeed_engine import DeepSpeedEngine  # imports a library that other runs do not need
 
-    engine = DeepSpeedEngine(config, mesh, hooks)
-    run.write_json(run.deepspeed, engine.settings)
-    return engine
+    return DeepSpeedEngine(config, mesh, hooks)
 
 
 def _check_same_config(config: RunConfig) -> None:

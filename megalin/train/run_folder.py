@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from megalin.errors import REFUSALS, ConfigError, StorageError
-from megalin.files import FolderInUseError, FolderLock, write_atomically
+from megalin.files import FolderInUseError, FolderLock, remove, write_atomically
 from megalin.parallel.agreement import on_rank_zero, rank
 from megalin.train.ledger import LEDGER_NAME
 
@@ -33,8 +33,8 @@ _log = logging.getLogger(__name__)
 
 
 class RunFolder:
-    """A run folder, created or reused, and locked until `close`; a context manager. A folder that it created is removed
-    when the run is refused (`REFUSALS`) before `keep`.
+    """A run folder, created or reused, and locked until `close`; a context manager. When the run is refused
+    (`REFUSALS`) before `keep`, a folder that it created is removed, and another one is left as it was.
 
     Every rank creates one (one broadcast); rank 0 holds the lock, which the end of its process releases.
 
@@ -52,6 +52,8 @@ class RunFolder:
         self.path = Path(path)
         self._lock: FolderLock | None = None
         self._created: list[Path] = []
+        self._kept = False
+        self._entries: dict[Path, set[Path]] = {}
         self.previous_owner: str | None = None
         on_rank_zero(self._claim)
 
@@ -123,9 +125,14 @@ class RunFolder:
         """`write_text` of a JSON object. Raises StorageError."""
         self.write_text(path, json.dumps(dict(value), indent=1, allow_nan=False) + "\n")
 
+    def clean_if_refused(self, folder: Path) -> None:
+        """Lets a refusal before `keep` remove what is added to `folder`, if that is inside of this one; on rank 0."""
+        if self._lock is not None and self.path in folder.parents:
+            self._entries[folder] = set(folder.iterdir()) if folder.exists() else set()
+
     def keep(self) -> None:
-        """Marks the folder as a run's, to be kept whatever happens."""
-        self._created = []
+        """Marks the folder as the run's: from now on nothing is undone."""
+        self._kept = True
 
     def close(self) -> None:
         """Releases the lock."""
@@ -139,13 +146,24 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._created and isinstance(error, REFUSALS):  # under the lock, so that no other run is in there
-            folder, *parents = self._created
-            shutil.rmtree(folder, ignore_errors=True)
-            with contextlib.suppress(OSError):  # not empty: another run's folder is in there by now
-                for parent in parents:
-                    parent.rmdir()
+        if self._lock is not None and not self._kept and isinstance(error, REFUSALS):
+            self._undo(self._lock)  # under the lock, so that no other run is in there
         self.close()
+
+    def _undo(self, lock: FolderLock) -> None:
+        """Removes what this object created, and releases the lock."""
+        if self.path in self._created:
+            shutil.rmtree(self.path, ignore_errors=True)
+        else:
+            for folder, entries in self._entries.items():
+                for entry in set(folder.iterdir()) - entries if folder.exists() else ():
+                    remove(entry)
+                if not entries:
+                    self._created.insert(0, folder)
+            lock.undo()
+        for folder in self._created:
+            with contextlib.suppress(OSError):  # gone, or another run's folder is in there by now
+                folder.rmdir()
 
     def _claim(self) -> None:
         missing = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
@@ -173,9 +191,9 @@ class RunFolder:
             )
         try:
             _check_entries(self.path)
-            self.checkpoints.mkdir(exist_ok=True)
+            self._make(self.checkpoints)
             with contextlib.suppress(OSError):  # without events the run goes on; metrics.py warns
-                self.tensorboard.mkdir(exist_ok=True)
+                self._make(self.tensorboard)
             for folder in (self.path, self.checkpoints):
                 with tempfile.TemporaryFile(dir=folder):  # a read-only mount does not show in the permissions
                     pass
@@ -187,6 +205,11 @@ class RunFolder:
             raise StorageError(
                 f"cannot write run folder {self.path}: {error}; choose a folder that you may create and write"
             ) from None
+
+    def _make(self, folder: Path) -> None:
+        if not folder.is_dir():
+            folder.mkdir()
+            self._created.insert(0, folder)
 
 
 def _check_entries(folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 
 import torch.distributed as dist
 
@@ -19,7 +20,9 @@ from megalin.train.hardware import peak_flops_per_second, peak_memory_bytes
 from megalin.train.in_flight import FinishedStep
 from megalin.train.ledger import Ledger
 from megalin.train.metrics import Metrics
+from megalin.train.prometheus import Prometheus
 from megalin.train.run_folder import RunFolder
+from megalin.train.start_lines import mixer_types
 from megalin.train.tasks import task_lines, task_metrics
 from megalin.train.validation import AnyEvaluation
 
@@ -68,14 +71,17 @@ def open_run_log(
     Raises:
         StorageError, ConfigError: as `Metrics` and `Ledger` do, on every rank.
     """
+    logging, types = config.logging, mixer_types(config.model)
+    prometheus = partial(Prometheus, run.path, logging, total_steps=config.train.steps, model="-".join(types))
     metrics = Metrics(
         run.path,
         total_steps=config.train.steps,
         resumed_step=resumed_step,
         log_interval=config.train.log_every_steps,
         event_log=event_log,
-        wandb_project=config.logging.wandb_project,
+        wandb_project=logging.wandb_project,
         wandb_config=config.model_dump(mode="json"),
+        prometheus=prometheus if logging.prometheus_file or logging.prometheus_port is not None else None,
     )
     with metrics, closing(Ledger(run.ledger, resumed_step=resumed_step)) as ledger:
         yield RunLog(config, mesh, run, model, metrics, ledger)

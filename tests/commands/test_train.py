@@ -69,20 +69,6 @@ def test_start_lines_name_the_run_and_warn_of_suspicious_values(config, tmp_path
     assert "compiles for minutes" not in shown
 
 
-def _contents(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
-
-
-@pytest.mark.parametrize("override", ["data.train=['missing']", "model.hidden_size=24"])
-def test_a_refused_run_changes_nothing_and_leaves_no_folder(config, run, tmp_path, override, fails):
-    before = _contents(run)
-    assert fails((DATA, CHECKPOINT)[override.startswith("model")], "train", config, "--folder", run, override)
-    assert _contents(run) == before
-    if override.startswith("data"):
-        assert fails(DATA, "train", config, "--folder", tmp_path / "runs" / "new", override)
-        assert not (tmp_path / "runs").exists()
-
-
 def test_a_model_beyond_the_memory_of_the_host_is_refused_on_a_cpu(config, tmp_path, fails, monkeypatch):
     monkeypatch.setattr("megalin.api.trainer.device_memory_bytes", lambda device: 600_000)
     message = fails(CONFIG, "train", config, "--folder", tmp_path / "run", "train.micro_batch_size=4")
