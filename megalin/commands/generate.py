@@ -62,7 +62,7 @@ def _checked_sampling(arguments: argparse.Namespace) -> Sampling:
 
 def generate_on_ranks(arguments: argparse.Namespace, sampling: Sampling, mesh: Mesh) -> None:
     """Runs the command on a mesh, all ranks of which call it; rank 0 reads the prompts and writes the texts."""
-    prompts = on_rank_zero(partial(_prompts, arguments))
+    prompts = on_rank_zero(partial(_prompts, arguments), list[Prompt])
     steps = selected_steps(arguments.folder, steps_option(arguments))
     first = open_for_generation(arguments.folder, step=steps[0])
     check_divisions(first.model, mesh.tp.size)

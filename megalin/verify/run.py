@@ -13,8 +13,8 @@ import torch
 from megalin.layers.mixers.glu import GLUConfig
 from megalin.layers.mixers.tnl import TNLConfig
 from megalin.model.config import BlockConfig
-from megalin.parallel.collectives import gather_objects
 from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.messages import gather_values
 from megalin.parallel.process_group import compute_device
 from megalin.terminal_output import terminal
 from megalin.verify.case import Case
@@ -100,7 +100,7 @@ def _exchanges(case: Case) -> set[ExchangeKind]:
         run_on_mesh(case, mesh)
     if mesh.pp.size == 1:
         return mesh.cp.made
-    return set[ExchangeKind]().union(*gather_objects(mesh.cp.made, mesh.pp.group))
+    return set[ExchangeKind]().union(*gather_values(mesh.cp.made, mesh.pp.group, set[ExchangeKind]))
 
 
 def with_low_rank(case: Case) -> Case:
