@@ -39,12 +39,27 @@ def open_regular(path: Path, *, follow_links: bool) -> io.FileIO:
     """
     # Without O_NONBLOCK the open of a named pipe would wait for a writer for ever.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
-    descriptor = os.open(path, flags)
+    return os.fdopen(_regular(os.open(path, flags), path), "rb", buffering=0)
+
+
+def open_append(path: Path) -> int:
+    """Opens or creates a regular file for appending, never through a link; returns its descriptor.
+
+    Raises:
+        NotRegularFileError: a folder or device.
+        OSError: it cannot be written, or is a link or a pipe.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    return _regular(os.open(path, flags, 0o644), path)
+
+
+def _regular(descriptor: int, path: Path) -> int:
+    """The open descriptor, if it is of a regular file."""
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         expected = "expected a regular file, found a folder, pipe or device"
         raise NotRegularFileError(errno.EINVAL, expected, str(path))
-    return os.fdopen(descriptor, "rb", buffering=0)
+    return descriptor
 
 
 def read_limited(path: Path, *, limit_bytes: int, follow_links: bool) -> bytes:
@@ -113,7 +128,17 @@ def _data_errors(path: Path, remedy: str) -> Iterator[None]:
     except (NotRegularFileError, FileTooLargeError) as error:
         raise DataError(f"{path}: {error.strerror}; {remedy}") from None
     except OSError as error:
-        raise DataError(f"{path}: cannot be read by user {os.getuid()}: {error.strerror}; {remedy}") from None
+        reader = f"user {os.getuid()}{_mode(path)}"
+        raise DataError(f"{path}: cannot be read by {reader}: {error.strerror}; {remedy}") from None
+
+
+def _mode(path: Path) -> str:
+    """Mode and owner of a file as text; empty if its folder cannot be searched."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return ""
+    return f" (mode {stat.S_IMODE(found.st_mode):03o}, owner {found.st_uid})"
 
 
 @contextlib.contextmanager
@@ -147,7 +172,8 @@ def open_temporary(path: Path) -> BinaryIO:
 
 def _open_locked(path: Path) -> BinaryIO:
     """Opens `path` for writing, empty and locked. Raises BlockingIOError where another process has the lock."""
-    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666), "r+b", 1 << 20)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    file = os.fdopen(_regular(descriptor, path), "r+b", 1 << 20)
     try:
         _lock(file, path)
         os.ftruncate(file.fileno(), 0)
