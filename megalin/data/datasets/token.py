@@ -263,8 +263,9 @@ def _check_manifest(shard: Shard, tokenizer: str | None, digest: str | None) -> 
             manifest.label_tokens,
             label_mask_path(shard.prefix),
         )
-    if manifest is not None and digest is not None and manifest.digest != digest:
+    made_by = None if manifest is None else manifest.tokenizer
+    if made_by is not None and digest is not None and made_by.digest != digest:
         raise DataError(
-            f"{shard.prefix}: made by the tokenizer with sha256 {manifest.digest}, but data.tokenizer = {tokenizer} "
+            f"{shard.prefix}: made by the tokenizer with sha256 {made_by.digest}, but data.tokenizer = {tokenizer} "
             f"has {digest}; use the one that made the shard"
         )

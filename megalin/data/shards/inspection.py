@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from megalin.data.shards.indexed_dataset import Shard, digest
+from megalin.data.shards.indexed_dataset import Shard, bin_path, idx_path
 from megalin.data.tokenizers.tokenizer import Tokenizer
+from megalin.files import open_input
 
 _FIRST_TOKENS = 64
 _SCAN_TOKENS = 1 << 22
+_DIGEST_BYTES = 1 << 22
 
 
 class LengthSummary(NamedTuple):
@@ -87,3 +90,13 @@ def validate_shard(prefix: str | Path, *, vocab_size: int) -> int:
             count = min(_SCAN_TOKENS, shard.num_tokens - position)
             shard.read_checked(position, count, vocab_size=vocab_size)
         return shard.num_tokens
+
+
+def digest(prefix: str | Path) -> str:
+    """sha256, in hex, of the bytes of the .idx followed by those of the .bin. Raises DataError."""
+    state = hashlib.sha256()
+    for path in (idx_path(prefix), bin_path(prefix)):
+        with open_input(path, remedy="give the prefix of a shard, without .bin or .idx") as file:
+            while block := file.read(_DIGEST_BYTES):
+                state.update(block)
+    return state.hexdigest()
