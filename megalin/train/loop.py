@@ -13,7 +13,7 @@ from megalin.checkpoint.save import save
 from megalin.config import dumps
 from megalin.data.loader import ValidationLoader
 from megalin.data.missing_files import check_files
-from megalin.data.sources import Dataset, open_dataset, open_training
+from megalin.data.sources import Dataset, Training, open_dataset, open_training
 from megalin.errors import ConfigError, PreemptedError
 from megalin.optim.schedule import learning_rate
 from megalin.parallel.agreement import on_every_rank
@@ -32,6 +32,7 @@ from megalin.train.preemption import PreemptionHandler
 from megalin.train.resume import checkpoint_state, resume
 from megalin.train.run_folder import RunFolder
 from megalin.train.run_log import open_run_log
+from megalin.train.shard_check import verify_shards
 from megalin.train.start_lines import start_lines
 from megalin.train.step_data import DataFailure, Preemption, StepData, StepReader, training_loader
 from megalin.train.tasks import TaskRunner, check_tasks
@@ -79,11 +80,17 @@ class TrainingLoop:
 
         Raises:
             ConfigError: a checkpoint with a different sample order.
-            DataError: on every rank, when shards or a tokenizer are bad or missing on any rank.
+            DataError: on every rank, when shards or a tokenizer are bad or missing on any rank, or have other bytes
+                than their manifest, the run before, or another rank.
             CheckpointError: a checkpoint of a different model, or none that verifies; initial weights that do not fit.
         """
         self.config, self.mesh, self.run, self.event_log, self.tasks = config, mesh, run, event_log, tasks
+        self.data: Training
+        self.validation: Dataset[Any] | None = None
         on_every_rank(self._open_data)  # hosts may have different disks
+        shards = [*self.data.dataset.shards, *([] if self.validation is None else self.validation.shards)]
+        self.shards = verify_shards(shards, config.data.verify, run.shard_digests)
+        self.data = self.data._replace(digests=self.shards.records)
         source = find_initial_weights(config, run.checkpoints)
         self.engine = _make_engine(config, mesh, run, hooks)
         self.model = self.engine.model
@@ -105,7 +112,6 @@ class TrainingLoop:
             global_batch_size=config.train.global_batch_size,
             folder=self.run.path,
         )
-        self.validation: Dataset[Any] | None = None
         if config.data.has("validation"):
             self.validation = open_dataset(config.data, "validation", vocab_size, seed)
         self.token_bytes = bytes_per_token(config.data)
@@ -234,7 +240,7 @@ class TrainingLoop:
         if (trunk := self.config.train.branch_from) is not None:
             initial.append(f"branch of {trunk}: goes on after {self.resumed_step} steps")
         facts = start_lines(self.config, self.mesh, self.data, resumed_step=self.resumed_step)
-        return [*facts, *self.data.report_lines(), *(f"pipeline {line}" for line in stages), *initial]
+        return [*facts, self.shards.line, *self.data.report_lines(), *(f"pipeline {line}" for line in stages), *initial]
 
     def _write_loss_curve(self, evaluation: AnyEvaluation | None) -> None:
         if self.mesh.is_first_rank and self.run.metrics.stat().st_size:
@@ -272,6 +278,8 @@ def train(
         run.keep()
         run.write_text(run.config, dumps(config))
         run.write_json(run.environment, environment(mesh))
+        if loop.shards.kept:
+            run.write_json(run.shard_digests, loop.shards.kept)
         event_log.begin(loop.resumed_step, f"on {torch.distributed.get_world_size()} x {device_name(device)}")
         with closing(loop.engine):
             return loop.train()

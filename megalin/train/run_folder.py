@@ -62,6 +62,11 @@ class RunFolder:
         return self.path / LEDGER_NAME
 
     @property
+    def shard_digests(self) -> Path:
+        """Digests of the shards that have none in a manifest, as the run first read them."""
+        return self.path / "shard_digests.json"
+
+    @property
     def tensorboard(self) -> Path:
         """Folder of TensorBoard events."""
         return self.path / "tensorboard"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple, Self
 
@@ -142,9 +142,10 @@ class TokenDataset:
         ids, pieces, label_masks = (np.stack(field) for field in zip(*windows, strict=True))
         return pack(ids, pieces, samples.copy(), isolate_documents=self._isolate_documents, label_masks=label_masks)
 
-    def label_mask_digests(self) -> list[str | None]:
-        """sha256 of each shard's label mask, None without one. Raises DataError for a file that fails or shrank."""
-        return mask_digests(segment.shard for segment in self._segments)
+    @property
+    def shards(self) -> list[Shard]:
+        """The open shards."""
+        return [segment.shard for segment in self._segments]
 
     def close(self) -> None:
         """Closes the shards."""
@@ -216,11 +217,6 @@ def refuse_label_masks(parts: Sequence[tuple[Shard, int, int]], setting: str) ->
                 f"{shard.label_mask.path}: {setting} does not support label masks; use next-token samples in "
                 'data.order = "megalin", or remove the mask so that every token counts as a label'
             )
-
-
-def mask_digests(shards: Iterable[Shard]) -> list[str | None]:
-    """sha256 of each shard's label mask, None without one. Raises DataError for a file that fails or shrank."""
-    return [None if shard.label_mask is None else shard.label_mask.digest() for shard in shards]
 
 
 def too_short(config: DataConfig, split: SplitName, paths: Sequence[str], *, num_tokens: int) -> DataError:

@@ -9,6 +9,7 @@ import pytest
 
 from megalin.data.shards.digests import BlockHasher, ShardDigests, num_blocks
 from megalin.data.shards.indexed_dataset import Shard, ShardWriter
+from megalin.data.shards.inspection import digest_shard
 from megalin.data.shards.manifest import read_manifest
 from megalin.data.shards.merging import merge_shards, split_shard
 from megalin.errors import DataError
@@ -18,7 +19,7 @@ BLOCK = 10
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
-    for name in ("digests", "indexed_dataset"):
+    for name in ("digests", "indexed_dataset", "verification"):
         monkeypatch.setattr(f"megalin.data.shards.{name}.BLOCK_BYTES", BLOCK)
 
 
@@ -99,3 +100,17 @@ def test_manifest_of_an_earlier_version_has_no_digests(tmp_path):
         manifest = read_manifest(shard)
     assert manifest is not None
     assert manifest.digests is None
+
+
+@pytest.mark.parametrize("before", [None, {"tokens": 36, "tokenizer": {"digest": "d"}}])
+def test_digests_are_added_to_a_shard_without_and_verified_afterwards(tmp_path, before):
+    prefix = _write(tmp_path / "x")
+    path, tokens = Path(f"{prefix}.manifest.json"), Path(f"{prefix}.bin")
+    written = json.loads(path.read_text())
+    path.unlink() if before is None else path.write_text(json.dumps(before))
+    assert digest_shard(prefix) == "added"
+    assert json.loads(path.read_text()) == written | (before or {})
+    assert digest_shard(prefix) == "verified"
+    tokens.write_bytes(tokens.read_bytes()[:-1] + b"\x01")
+    with pytest.raises(DataError, match=r"x\.bin: block 7 \(bytes 70 to 72\) has sha256 \w+, but .*manifest"):
+        digest_shard(prefix)
