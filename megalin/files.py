@@ -7,10 +7,12 @@ import errno
 import fcntl
 import io
 import json
+import logging
 import os
 import shutil
 import socket
 import stat
+import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,6 +22,10 @@ from megalin.errors import DataError, StorageError
 
 NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK)
 """errno values of file systems without locks (some network mounts)."""
+_RETRY_SECONDS = (0.1, 1.0)
+"""Waits before the second and the third try of a read that failed with an input/output error."""
+
+_log = logging.getLogger(__name__)
 
 
 class NotRegularFileError(OSError):
@@ -102,21 +108,35 @@ def read_ranges(
 ) -> bytearray:
     """Reads several ranges of bytes, one after the other, as `read_range` does one."""
     data = bytearray(sum(sizes))
-    view, number = memoryview(data), file.fileno()
-    filled = 0
+    view, filled = memoryview(data), 0
     for start, size in zip(starts, sizes, strict=True):
-        end, offset = filled + size, start - filled
-        try:
-            while filled < end:
-                part = os.preadv(number, [view[filled:end]], offset + filled)
-                if part == 0:
-                    raise DataError(
-                        f"{path}: expected {file_bytes} bytes, as on open; found its end at byte {offset + filled}"
-                    )
-                filled += part
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read at byte {offset + filled}: {error.strerror}") from None
+        read_into(file, path, view[filled : filled + size], start, file_bytes=file_bytes)
+        filled += size
     return data
+
+
+def read_into(file: io.FileIO, path: Path, view: memoryview, start: int, *, file_bytes: int) -> None:
+    """Fills `view` with the bytes of `file` from `start` on, as `read_range` does."""
+    filled = 0
+    while filled < len(view):
+        part = _read_once(file.fileno(), path, view[filled:], start + filled)
+        if part == 0:
+            raise DataError(f"{path}: expected {file_bytes} bytes, as on open; found its end at byte {start + filled}")
+        filled += part
+
+
+def _read_once(descriptor: int, path: Path, view: memoryview, offset: int) -> int:
+    """One read at `offset`; an input/output error, which may be a network file system's, is tried again twice."""
+    for wait in (*_RETRY_SECONDS, None):
+        try:
+            return os.preadv(descriptor, [view], offset)
+        except OSError as error:
+            if error.errno != errno.EIO or wait is None:
+                tries = f", {len(_RETRY_SECONDS) + 1} times" if error.errno == errno.EIO else ""
+                raise DataError(f"{path}: cannot be read at byte {offset}{tries}: {error.strerror}") from None
+            _log.warning("%s: cannot be read at byte %d: %s; trying again", path, offset, error.strerror)
+            time.sleep(wait)
+    raise AssertionError(path)
 
 
 @contextlib.contextmanager

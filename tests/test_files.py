@@ -19,6 +19,7 @@ from megalin.files import (
     publish,
     read_input,
     read_limited,
+    read_range,
     write_atomically,
     write_new,
     write_text,
@@ -195,3 +196,20 @@ def test_lock_file_that_is_a_link_is_refused(tmp_path):
     with pytest.raises(OSError, match="symbolic links"):
         FolderLock(tmp_path / ".lock")
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_read_goes_on_after_two_input_output_errors(tmp_path, monkeypatch, caplog):
+    real, errors = os.preadv, [errno.EIO, errno.EIO]
+
+    def fail_twice(*arguments):
+        if errors:
+            raise OSError(errors.pop(), "Input/output error")
+        return real(*arguments)
+
+    path = tmp_path / "x.bin"
+    path.write_bytes(b"0123456789")
+    monkeypatch.setattr("megalin.files._RETRY_SECONDS", (0, 0))
+    monkeypatch.setattr("os.preadv", fail_twice)
+    with open_input(path, remedy="") as file:
+        assert read_range(file, path, 2, 3, file_bytes=10) == b"234"
+    assert caplog.text.count("x.bin: cannot be read at byte 2: Input/output error; trying again") == 2

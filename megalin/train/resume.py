@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
@@ -11,15 +12,18 @@ from torch import Tensor
 
 from megalin.checkpoint.load import load, newest
 from megalin.checkpoint.manifest import Checkpoint
-from megalin.data.sources import LABEL_MASKS, Training
+from megalin.data.sources import LABEL_MASKS, SHARD_DIGESTS, Training
 from megalin.errors import CheckpointError, ConfigError
-from megalin.parallel.agreement import on_every_rank
+from megalin.parallel.agreement import on_every_rank, rank
 from megalin.train.config import RunConfig
 from megalin.train.engine import Engine
 from megalin.train.environment import versions
 from megalin.train.initial_weights import named_checkpoint
 from megalin.train.open_run import check_same_model
+from megalin.train.shard_check import check_records
 from megalin.train.train_state import TrainState, read_state
+
+_log = logging.getLogger(__name__)
 
 
 def find_checkpoint(root: Path, config: RunConfig, data: Training) -> Checkpoint | None:
@@ -29,6 +33,7 @@ def find_checkpoint(root: Path, config: RunConfig, data: Training) -> Checkpoint
     Raises:
         ConfigError: on every rank, a checkpoint with a different sample order on any rank, or of a run with other
             `train.initial_weights`.
+        DataError: on every rank, shards with other bytes than those the run was trained on.
         CheckpointError: a checkpoint of a different model or beyond `train.steps`, none that verifies, or none to
             branch from.
     """
@@ -113,12 +118,32 @@ def sample_order(config: RunConfig, data: Training, step: int) -> dict[str, Any]
     }
 
 
+def _check_shards(
+    checkpoint: Checkpoint, data: Training, saved: dict[str, Any] | None, given: dict[str, Any] | None
+) -> None:
+    """Checks that the shards have the bytes that the run was trained on, as far as both were read.
+
+    Raises:
+        DataError: they have not.
+    """
+    if saved is None or given is None:
+        reason = "data.verify = off" if given is None else f"{checkpoint.path} has no digests of the shards"
+        if rank() == 0:
+            _log.warning("the bytes of the shards are not compared with those that the run read before: %s", reason)
+        return
+    prefixes = {use.name: [shard.prefix for shard in use.shards] for use in data.uses}
+    check_records(saved, given, prefixes, str(checkpoint.path))
+
+
 def _check_sample_order(checkpoint: Checkpoint, config: RunConfig, data: Training) -> None:
-    saved, given = read_state(checkpoint).order, sample_order(config, data, checkpoint.step)
-    assert saved is not None, checkpoint.path
+    state = read_state(checkpoint).order
+    assert state is not None, checkpoint.path
+    saved, given = dict(state), sample_order(config, data, checkpoint.step)
+    digests = saved.pop(SHARD_DIGESTS, None), given.pop(SHARD_DIGESTS, None)
     # The checkpoint's names too: a label mask that vanished is none of this run's.
     changed = [name for name in {**given, **saved} if saved.get(name) != given.get(name)]
     if not changed:
+        _check_shards(checkpoint, data, *digests)
         return
     reason = "a different order of samples, so samples would be lost or repeated; restore these values"
     if changed == [LABEL_MASKS]:

@@ -24,7 +24,7 @@ CHECKPOINTS_NAME = "checkpoints"
 _WRITTEN = frozenset(
     {
         *(CONFIG_NAME, CHECKPOINTS_NAME, LEDGER_NAME, "metrics.jsonl", "incidents.jsonl", "tensorboard", "loss.png"),
-        *("environment.json", "kernels.json", "deepspeed.json", "initial_weights.json"),
+        *("environment.json", "kernels.json", "deepspeed.json", "initial_weights.json", "shard_digests.json"),
     }
 )
 """Names of the files and folders of a run."""
@@ -71,6 +71,11 @@ class RunFolder:
     def ledger(self) -> Path:
         """Digests of the steps' token ids, one JSON line per step."""
         return self.path / LEDGER_NAME
+
+    @property
+    def shard_digests(self) -> Path:
+        """Digests of the shards that have none in a manifest, as the run first read them."""
+        return self.path / "shard_digests.json"
 
     @property
     def tensorboard(self) -> Path:

@@ -88,7 +88,9 @@ def test_files_become_the_documents_of_a_shard(name: str, tmp_path: Path):
     assert documents_of(tmp_path / "out") == documents
     with Shard(tmp_path / "out") as shard:
         assert shard.dtype.name == dtype
-        assert read_manifest(shard) is None
+        manifest = read_manifest(shard)
+    assert manifest is not None
+    assert manifest.tokenizer is None
 
 
 def write_datatrove(folder: Path, code: str, metadata: str | None) -> Path:
@@ -149,7 +151,8 @@ def test_a_tokenizer_gives_a_manifest_and_its_vocabulary(tmp_path: Path, capsys:
     with Shard(tmp_path / "out") as shard:
         manifest = read_manifest(shard)
     assert manifest is not None
-    assert manifest.tokenizer["vocab_size"] == 257
+    assert manifest.tokenizer is not None
+    assert manifest.tokenizer.entry["vocab_size"] == 257
     np.array([72, 300, 256], np.uint16).tofile(tmp_path / "train.bin")
     assert convert(tmp_path, *options, out="other") == 3
     assert "train.bin: token id 300 at position 1; expected ids from 0 to 256" in capsys.readouterr().err
