@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from fault_matrix import changes
 from fault_matrix.lab import Lab, ledger, weights
-from fault_matrix.processes import Running, stop_server
+from fault_matrix.processes import Change, Running, stop_server
 
 _LONGEST_SECONDS = 120.0
 _STEP_SECONDS = 0.05
@@ -37,15 +37,15 @@ class Chaos(NamedTuple):
     same_weights: bool
 
 
-def torment(folder: Path, *, kills: int, seed: int, steps: int) -> Chaos:
-    """Trains `steps` steps twice, once with `kills` kills."""
+def torment(folder: Path, *, kills: int, seed: int, steps: int, change: Change | None = None) -> Chaos:
+    """Trains `steps` steps twice, once with `kills` kills and with `change` in each killed process."""
     lab = Lab(folder / "lab", folder)
     config = lab.config(train={"steps": steps, "stop_after_steps": steps}, checkpoint={"every_steps": 4})
     undisturbed = lab.train(config, folder="undisturbed", seconds=_LONGEST_SECONDS)
     if undisturbed.code != 0:
         raise RuntimeError(f"the undisturbed run ended with {undisturbed.code}: {undisturbed.last_line}")
     rng, in_saves, done, run = random.Random(seed), 0, 0, lab.folder / "run"
-    slow = partial(changes.slow_steps, _STEP_SECONDS)
+    slow = change or partial(changes.slow_steps, _STEP_SECONDS)
     while done < kills:
         running = lab.start("train", config, "--folder", run, change=slow)
         if not _wait_for_kill(running, run, in_save=done % 4 == 0, delay=rng.uniform(0.0, 1.0)):
@@ -62,13 +62,13 @@ def torment(folder: Path, *, kills: int, seed: int, steps: int) -> Chaos:
 
 
 def _wait_for_kill(running: Running, run: Path, *, in_save: bool, delay: float) -> bool:
-    """Waits for the first new step and the random delay, or for a save; False if the run has ended before."""
-    metrics = run / "metrics.jsonl"
+    """Waits for the first new step and the random delay, or for the second save; False if the run has ended before."""
+    metrics, saved = run / "metrics.jsonl", len(list(run.glob("checkpoints/step-*")))
     before = metrics.stat().st_size if metrics.exists() else 0
 
     def due() -> bool:
         if in_save:
-            return any((run / "checkpoints").glob(".tmp-step-*"))
+            return len(list(run.glob("checkpoints/step-*"))) > saved and any(run.glob("checkpoints/.tmp-step-*"))
         return metrics.exists() and metrics.stat().st_size != before
 
     running.wait_until(due, seconds=_LONGEST_SECONDS)

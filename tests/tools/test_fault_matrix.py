@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import chaos
 import crashpoints
 import faults
 import fuzz_checkpoints
@@ -13,6 +14,7 @@ import soak
 from fault_matrix import matrix, table
 from fault_matrix.lab import Check
 
+from megalin.data.datasets.token import TokenDataset
 from megalin.files import remove
 
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -110,6 +112,19 @@ def test_killed_run_ends_as_the_undisturbed_one():
     assert code == 0, text
     assert "3 kills" in text
     assert "ledger equal, final weights equal" in text
+
+
+def _train_on_other_samples():
+    """This process reads sample 0 in the place of all others."""
+    read = TokenDataset.batch
+    TokenDataset.batch = lambda dataset, samples: read(dataset, samples * 0)
+
+
+@pytest.mark.slow
+def test_killed_process_that_reads_other_samples_is_found(tmp_path):
+    found = chaos.torment(tmp_path / "chaos", kills=1, seed=0, steps=12, change=_train_on_other_samples)
+    assert not found.same_ledger
+    assert not found.same_weights
 
 
 @pytest.mark.slow
