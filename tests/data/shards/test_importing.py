@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import resource
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -116,12 +117,36 @@ def test_loss_of_datatrove_becomes_a_label_mask(tmp_path: Path):
         assert shard.read_label_mask(0, 9).tolist() == [value == 1 for value in loss]
 
 
+def test_empty_files_of_datatrove_are_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path, empty = write_datatrove(tmp_path, "H", None), tmp_path / "empty.ds"
+    for name in (empty, Path(f"{empty}.index")):
+        name.touch()
+    assert convert(tmp_path, "--input", empty, path) == 0
+    assert documents_of(tmp_path / "out") == [DOCUMENTS[0], [], *DOCUMENTS[1:]]
+    assert convert(tmp_path, "--input", empty, out="other") == 3
+    assert "empty.ds: no tokens in 1 file(s); check --input" in capsys.readouterr().err
+
+
 def test_documents_continue_in_the_next_file(tmp_path: Path):
     names = [tmp_path / "1.bin", tmp_path / "2.bin"]
     for name, part in zip(names, (TOKENS[:2], TOKENS[2:]), strict=True):
         name.write_bytes(llm_c(part))
     assert convert(tmp_path, "--input", *names, "--eod-id", END) == 0
     assert documents_of(tmp_path / "out") == DOCUMENTS
+
+
+def test_any_number_of_files_is_joined(tmp_path: Path):
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for number in range(40):
+        (tmp_path / f"{number:02}.bin").write_bytes(words([number, END]))
+    opened = len(list(Path("/proc/self/fd").iterdir()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (opened + 20, hard))
+    try:
+        assert convert(tmp_path, "--input", *sorted(tmp_path.glob("*.bin")), "--eod-id", END) == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert documents_of(tmp_path / "out") == [[number, END] for number in range(40)]
 
 
 def test_blocks_do_not_change_the_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
