@@ -14,15 +14,14 @@ from typing import Any, NamedTuple
 from megalin.checkpoint.manifest import directory_step, read_manifest
 from megalin.errors import CheckpointError, ConfigError
 from megalin.files import open_regular
-from megalin.train.curves import finite
+from megalin.train.curves import EVALUATION, finite
 from megalin.train.jsonl import read_records
 from megalin.train.tasks import split_task_metrics
 
-CURVES = ("loss", "mlm_loss", "nsp_loss", "evaluation_loss", "tokens_per_second", "grad_norm", "tokens", "flops")
+CURVES = ("loss", "mlm_loss", "nsp_loss", "learning_rate", "tokens_per_second", "grad_norm", "tokens", "flops")
 """Metrics whose values are kept for all steps."""
 SUMS = ("step_seconds", "data_wait_seconds")
 """Metrics that are summed over the steps."""
-_EVALUATION = "evaluation_"
 _RESULTS_NAME = re.compile(r"step-(\d{1,15})\.json")
 _TEXT_LIMIT_BYTES = 1 << 22
 """Most bytes that are read of a config or a JSON file."""
@@ -145,7 +144,7 @@ def _progress(records: Iterator[dict[str, Any]]) -> MetricsSummary:
         for name in sums:
             sums[name] += numbers.get(name, 0.0)
         peak = max(peak, numbers.get("peak_memory_bytes", 0.0))
-        found = {name.removeprefix(_EVALUATION): numbers[name] for name in numbers if name.startswith(_EVALUATION)}
+        found = {name.removeprefix(EVALUATION): numbers[name] for name in numbers if name.startswith(EVALUATION)}
         if found:
             evaluations.append({"step": step, **found})
         tasks += [(step, task, values) for task, values in split_task_metrics(numbers).items()]
