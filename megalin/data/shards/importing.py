@@ -72,7 +72,7 @@ def import_tokens(
         boundaries: of files without an index; None if all have one.
         form: format of all files; None: recognised.
         dtype: of raw files.
-        tokenizer: source and tokenizer of the ids; gives the vocabulary size and a manifest.
+        tokenizer: source and tokenizer of the ids; gives the vocabulary size, and stands in the manifest.
         vocab_size: ids are below it; None: any. The shard is uint16 or int32 by it, else by the files' widths.
 
     Raises:
@@ -99,7 +99,7 @@ def import_tokens(
             read_bytes += tokens.nbytes
             if writer.num_documents % _PROGRESS_DOCUMENTS == 0:
                 on_progress(CorpusProgress(writer.num_documents, writer.num_tokens, read_bytes, 0))
-        writer.publish(None if tokenizer is None else _manifest(sources, writer, *tokenizer))
+        writer.publish(_manifest(sources, writer, tokenizer))
     formats = tuple(dict.fromkeys(source.format for source in sources))
     return ImportedTokens(writer.num_documents, writer.num_tokens, formats)
 
@@ -193,21 +193,22 @@ def _check_ids(file: TokenFile, position: int, tokens: Tokens, limit: int) -> No
     )
 
 
-def _manifest(sources: Sequence[_Source], writer: ShardWriter, source: str, tokenizer: Tokenizer) -> dict[str, Any]:
-    labels = {"label_tokens": writer.label_tokens} if any(source.masked for source in sources) else {}
-    return {
+def _manifest(
+    sources: Sequence[_Source], writer: ShardWriter, tokenizer: tuple[str, Tokenizer] | None
+) -> dict[str, Any]:
+    manifest: dict[str, Any] = {
         "documents": writer.num_documents,
         "sequences": writer.num_sequences,
         "tokens": writer.num_tokens,
-        **labels,
         "dtype": writer.dtype.name,
-        "tokenizer": {
-            "source": source,
-            "digest": tokenizer.digest,
-            "vocab_size": tokenizer.vocab_size,
-            "eod_id": tokenizer.eod_id,
-        },
         "inputs": [
             {"path": str(source.path), "format": source.format, "tokens": source.num_tokens} for source in sources
         ],
     }
+    if any(source.masked for source in sources):
+        manifest["label_tokens"] = writer.label_tokens
+    if tokenizer is not None:
+        name, loaded = tokenizer
+        entry = {"digest": loaded.digest, "vocab_size": loaded.vocab_size, "eod_id": loaded.eod_id}
+        manifest["tokenizer"] = {"source": name, **entry}
+    return manifest

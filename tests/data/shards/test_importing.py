@@ -89,7 +89,10 @@ def test_files_become_the_documents_of_a_shard(name: str, tmp_path: Path):
     assert documents_of(tmp_path / "out") == documents
     with Shard(tmp_path / "out") as shard:
         assert shard.dtype.name == dtype
-        assert read_manifest(shard) is None
+        manifest = read_manifest(shard)
+    assert manifest is not None
+    assert manifest.tokenizer is None
+    assert [entry["path"] for entry in manifest.entries["inputs"]] == [str(tmp_path / file)]
 
 
 def write_datatrove(folder: Path, code: str, metadata: str | None) -> Path:
@@ -167,14 +170,17 @@ def test_a_document_longer_than_a_sequence(
     assert "a document of 9 tokens; a sequence has at most 8" in capsys.readouterr().err
 
 
-def test_a_tokenizer_gives_a_manifest_and_its_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_tokenizer_gives_its_vocabulary_and_stands_in_the_manifest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     np.array([72, 105, 256], np.uint16).tofile(tmp_path / "train.bin")
     options = ("--input", tmp_path / "train.bin", "--tokenizer-model", "bytes", "--eod-id", 256)
     assert convert(tmp_path, *options) == 0
     with Shard(tmp_path / "out") as shard:
         manifest = read_manifest(shard)
     assert manifest is not None
-    assert manifest.tokenizer["vocab_size"] == 257
+    assert manifest.tokenizer is not None
+    assert manifest.tokenizer.entry["vocab_size"] == 257
     np.array([72, 300, 256], np.uint16).tofile(tmp_path / "train.bin")
     assert convert(tmp_path, *options, out="other") == 3
     assert "train.bin: token id 300 at position 1; expected ids from 0 to 256" in capsys.readouterr().err
