@@ -99,7 +99,7 @@ def import_tokens(
             read_bytes += tokens.nbytes
             if writer.num_documents % _PROGRESS_DOCUMENTS == 0:
                 on_progress(CorpusProgress(writer.num_documents, writer.num_tokens, read_bytes, 0))
-        writer.publish(_manifest(sources, writer, tokenizer))
+        writer.publish(_manifest(sources, tokenizer))
     formats = tuple(dict.fromkeys(source.format for source in sources))
     return ImportedTokens(writer.num_documents, writer.num_tokens, formats)
 
@@ -193,22 +193,11 @@ def _check_ids(file: TokenFile, position: int, tokens: Tokens, limit: int) -> No
     )
 
 
-def _manifest(
-    sources: Sequence[_Source], writer: ShardWriter, tokenizer: tuple[str, Tokenizer] | None
-) -> dict[str, Any]:
-    manifest: dict[str, Any] = {
-        "documents": writer.num_documents,
-        "sequences": writer.num_sequences,
-        "tokens": writer.num_tokens,
-        "dtype": writer.dtype.name,
-        "inputs": [
-            {"path": str(source.path), "format": source.format, "tokens": source.num_tokens} for source in sources
-        ],
-    }
-    if any(source.masked for source in sources):
-        manifest["label_tokens"] = writer.label_tokens
-    if tokenizer is not None:
-        name, loaded = tokenizer
-        entry = {"digest": loaded.digest, "vocab_size": loaded.vocab_size, "eod_id": loaded.eod_id}
-        manifest["tokenizer"] = {"source": name, **entry}
-    return manifest
+def _manifest(sources: Sequence[_Source], tokenizer: tuple[str, Tokenizer] | None) -> dict[str, Any]:
+    """Entries besides the counts and digests."""
+    inputs = [{"path": str(source.path), "format": source.format, "tokens": source.num_tokens} for source in sources]
+    if tokenizer is None:
+        return {"inputs": inputs}
+    name, loaded = tokenizer
+    entry = {"digest": loaded.digest, "vocab_size": loaded.vocab_size, "eod_id": loaded.eod_id}
+    return {"tokenizer": {"source": name, **entry}, "inputs": inputs}

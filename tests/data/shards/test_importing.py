@@ -118,6 +118,9 @@ def test_loss_of_datatrove_becomes_a_label_mask(tmp_path: Path):
     assert convert(tmp_path, "--input", path) == 0
     with Shard(tmp_path / "out") as shard:
         assert shard.read_label_mask(0, 9).tolist() == [value == 1 for value in loss]
+        manifest = read_manifest(shard)
+    assert manifest is not None
+    assert manifest.label_tokens == 5
 
 
 def test_empty_files_of_datatrove_are_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
