@@ -24,6 +24,7 @@ from megalin.checkpoint.manifest import Checkpoint, directory_step, file_problem
 from megalin.checkpoint.storage import SafetensorsReader, header_problems
 from megalin.errors import CheckpointError, MegalinError
 from megalin.parallel.agreement import on_every_rank, on_rank_zero, rank, world_size
+from megalin.slow_work import slow_work
 
 _VOCABULARY = "embedding.weight"
 _log = logging.getLogger(__name__)
@@ -92,7 +93,8 @@ def _check_directory(directory: Path) -> Checkpoint | str:
     """The checkpoint in a directory, or the reason why it is not valid. A broadcast and an all-gather."""
     try:
         manifest = on_rank_zero(partial(read_manifest, directory))
-        found = on_every_rank(partial(file_problems, directory, manifest, part=rank(), num_parts=world_size()))
+        with slow_work(f"verifying {directory}", shown=rank() == 0):
+            found = on_every_rank(partial(file_problems, directory, manifest, part=rank(), num_parts=world_size()))
     except MegalinError as error:
         found = [[str(error)]]
     reasons = [reason for of_rank in found for reason in of_rank]
@@ -121,7 +123,8 @@ def load(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], *, ignore: Seque
         raise CheckpointError(
             f"{checkpoint.path} does not fit the model:\n" + "\n".join(f"  {line}" for line in problems)
         )
-    on_every_rank(partial(_read, checkpoint, tensors, indices[0]))
+    with slow_work(f"loading {checkpoint.path}", shown=rank() == 0):
+        on_every_rank(partial(_read, checkpoint, tensors, indices[0]))
 
 
 class _Check(NamedTuple):

@@ -19,6 +19,7 @@ from megalin.optim.schedule import learning_rate
 from megalin.parallel.agreement import on_every_rank
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.rank_failures import default_rendezvous, report_failed_ranks
+from megalin.slow_work import slow_work
 from megalin.train.config import RunConfig
 from megalin.train.curves import write_loss_curve
 from megalin.train.engine import Engine, FullyShardedEngine
@@ -83,7 +84,8 @@ class TrainingLoop:
             CheckpointError: a checkpoint of a different model, or none that verifies; initial weights that do not fit.
         """
         self.config, self.mesh, self.run, self.event_log, self.tasks = config, mesh, run, event_log, tasks
-        on_every_rank(self._open_data)  # hosts may have different disks
+        with slow_work("opening the data", shown=mesh.is_first_rank):
+            on_every_rank(self._open_data)  # hosts may have different disks
         source = find_initial_weights(config, run.checkpoints)
         self.engine = _make_engine(config, mesh, hooks)
         self.model = self.engine.model
