@@ -23,6 +23,7 @@ _YAML_NAMES = {
     "layernorm_zero_centered_gamma": "apply-layernorm-1p",
     "add_bias_linear": "bias-linear",
     "add_position_embedding": "position-embedding",
+    "bias_activation_fusion": "bias-gelu-fusion",
     "num_moe_experts": "num-experts",
     "fp8": "fp8-format",
     "apply_rope_fusion": "rope-fusion",
