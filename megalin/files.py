@@ -7,10 +7,12 @@ import errno
 import fcntl
 import io
 import json
+import logging
 import os
 import shutil
 import socket
 import stat
+import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,6 +22,10 @@ from megalin.errors import DataError, StorageError
 
 NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK)
 """errno values of file systems without locks (some network mounts)."""
+_RETRY_SECONDS = (0.1, 1.0)
+"""Waits before the second and the third try of a read that failed with an input/output error."""
+
+_log = logging.getLogger(__name__)
 
 
 class NotRegularFileError(OSError):
@@ -39,12 +45,27 @@ def open_regular(path: Path, *, follow_links: bool) -> io.FileIO:
     """
     # Without O_NONBLOCK the open of a named pipe would wait for a writer for ever.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
-    descriptor = os.open(path, flags)
+    return os.fdopen(_regular(os.open(path, flags), path), "rb", buffering=0)
+
+
+def open_append(path: Path) -> int:
+    """Opens or creates a regular file for appending, never through a link; returns its descriptor.
+
+    Raises:
+        NotRegularFileError: a folder or device.
+        OSError: it cannot be written, or is a link or a pipe.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    return _regular(os.open(path, flags, 0o644), path)
+
+
+def _regular(descriptor: int, path: Path) -> int:
+    """The open descriptor, if it is of a regular file."""
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         expected = "expected a regular file, found a folder, pipe or device"
         raise NotRegularFileError(errno.EINVAL, expected, str(path))
-    return os.fdopen(descriptor, "rb", buffering=0)
+    return descriptor
 
 
 def read_limited(path: Path, *, limit_bytes: int, follow_links: bool) -> bytes:
@@ -87,21 +108,35 @@ def read_ranges(
 ) -> bytearray:
     """Reads several ranges of bytes, one after the other, as `read_range` does one."""
     data = bytearray(sum(sizes))
-    view, number = memoryview(data), file.fileno()
-    filled = 0
+    view, filled = memoryview(data), 0
     for start, size in zip(starts, sizes, strict=True):
-        end, offset = filled + size, start - filled
-        try:
-            while filled < end:
-                part = os.preadv(number, [view[filled:end]], offset + filled)
-                if part == 0:
-                    raise DataError(
-                        f"{path}: expected {file_bytes} bytes, as on open; found its end at byte {offset + filled}"
-                    )
-                filled += part
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read at byte {offset + filled}: {error.strerror}") from None
+        read_into(file, path, view[filled : filled + size], start, file_bytes=file_bytes)
+        filled += size
     return data
+
+
+def read_into(file: io.FileIO, path: Path, view: memoryview, start: int, *, file_bytes: int) -> None:
+    """Fills `view` with the bytes of `file` from `start` on, as `read_range` does."""
+    filled = 0
+    while filled < len(view):
+        part = _read_once(file.fileno(), path, view[filled:], start + filled)
+        if part == 0:
+            raise DataError(f"{path}: expected {file_bytes} bytes, as on open; found its end at byte {start + filled}")
+        filled += part
+
+
+def _read_once(descriptor: int, path: Path, view: memoryview, offset: int) -> int:
+    """One read at `offset`; an input/output error, which may be a network file system's, is tried again twice."""
+    for wait in (*_RETRY_SECONDS, None):
+        try:
+            return os.preadv(descriptor, [view], offset)
+        except OSError as error:
+            if error.errno != errno.EIO or wait is None:
+                tries = f", {len(_RETRY_SECONDS) + 1} times" if error.errno == errno.EIO else ""
+                raise DataError(f"{path}: cannot be read at byte {offset}{tries}: {error.strerror}") from None
+            _log.warning("%s: cannot be read at byte %d: %s; trying again", path, offset, error.strerror)
+            time.sleep(wait)
+    raise AssertionError(path)
 
 
 @contextlib.contextmanager
@@ -113,7 +148,17 @@ def _data_errors(path: Path, remedy: str) -> Iterator[None]:
     except (NotRegularFileError, FileTooLargeError) as error:
         raise DataError(f"{path}: {error.strerror}; {remedy}") from None
     except OSError as error:
-        raise DataError(f"{path}: cannot be read by user {os.getuid()}: {error.strerror}; {remedy}") from None
+        reader = f"user {os.getuid()}{_mode(path)}"
+        raise DataError(f"{path}: cannot be read by {reader}: {error.strerror}; {remedy}") from None
+
+
+def _mode(path: Path) -> str:
+    """Mode and owner of a file as text; empty if its folder cannot be searched."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return ""
+    return f" (mode {stat.S_IMODE(found.st_mode):03o}, owner {found.st_uid})"
 
 
 @contextlib.contextmanager
@@ -147,7 +192,8 @@ def open_temporary(path: Path) -> BinaryIO:
 
 def _open_locked(path: Path) -> BinaryIO:
     """Opens `path` for writing, empty and locked. Raises BlockingIOError where another process has the lock."""
-    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666), "r+b", 1 << 20)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    file = os.fdopen(_regular(descriptor, path), "r+b", 1 << 20)
     try:
         _lock(file, path)
         os.ftruncate(file.fileno(), 0)

@@ -20,8 +20,9 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as engine_load
 
 from megalin.checkpoint.index import DTYPE_NAMES, Index
-from megalin.checkpoint.manifest import Checkpoint, directory_step, file_problems, read_manifest, step_directory
+from megalin.checkpoint.manifest import Checkpoint, directory_step, step_directory
 from megalin.checkpoint.storage import SafetensorsReader, header_problems
+from megalin.checkpoint.verification import check_directory
 from megalin.errors import CheckpointError, MegalinError
 from megalin.parallel.agreement import on_every_rank, on_rank_zero, rank, world_size
 from megalin.slow_work import slow_work
@@ -43,7 +44,7 @@ def newest(root: str | Path) -> Checkpoint | None:
     root = Path(root)
     problems = []
     for step in reversed(saved_steps(root)):
-        checked = _check_directory(root / step_directory(step))
+        checked = check_directory(root / step_directory(step))
         if isinstance(checked, Checkpoint):
             return checked
         problems.append(checked)
@@ -71,7 +72,7 @@ def of_step(root: str | Path, step: int) -> Checkpoint:
         verb = "are" if below and above else "is"
         hint = f"nearest {verb} {nearest}" if nearest else "there is none yet; train the run first (megalin train)"
         raise CheckpointError(f"{root}: no checkpoint of step {step}; {hint}")
-    checked = _check_directory(root / step_directory(step))
+    checked = check_directory(root / step_directory(step))
     if isinstance(checked, Checkpoint):
         return checked
     raise CheckpointError(f"{checked}; restore it, or choose another step")
@@ -87,18 +88,6 @@ def _steps(root: Path) -> list[int]:
         return []
     steps = (directory_step(entry.name) for entry in root.iterdir())
     return sorted(step for step in steps if step is not None)
-
-
-def _check_directory(directory: Path) -> Checkpoint | str:
-    """The checkpoint in a directory, or the reason why it is not valid. A broadcast and an all-gather."""
-    try:
-        manifest = on_rank_zero(partial(read_manifest, directory))
-        with slow_work(f"verifying {directory}", shown=rank() == 0):
-            found = on_every_rank(partial(file_problems, directory, manifest, part=rank(), num_parts=world_size()))
-    except MegalinError as error:
-        found = [[str(error)]]
-    reasons = [reason for of_rank in found for reason in of_rank]
-    return f"{directory}: {'; '.join(reasons)}" if reasons else Checkpoint(directory, manifest)
 
 
 def load(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], *, ignore: Sequence[str] = ()) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -76,6 +77,23 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     if distributed():
         dist.all_reduce(total)
     return total
+
+
+def max_over_ranks(values: Tensor) -> Tensor:
+    """Maximum over all ranks of each element of a tensor in host memory. One all-reduce on the CPU."""
+    largest = values.clone()
+    if distributed():
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest
+
+
+def gather_over_ranks(values: Tensor) -> Tensor:
+    """The tensors of all ranks, [ranks, ...], each in host memory and of the same shape. One all-gather on the CPU."""
+    gathered = [torch.empty_like(values) for _ in range(world_size())]
+    if not distributed():
+        return values[None]
+    dist.all_gather(gathered, values)
+    return torch.stack(gathered)
 
 
 def _attempt(work: Callable[[], ResultT]) -> ResultT | _Failure:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from megalin.errors import StorageError
+from megalin.files import write_atomically
 from megalin.train.jsonl import read_records
 
 if TYPE_CHECKING:
@@ -162,8 +164,10 @@ def write_loss_curve(metrics_path: str | Path, png_path: str | Path, *, unigram_
     levels = [] if unigram_entropy is None else [(f"unigram entropy ({unigram_entropy:.2f})", unigram_entropy)]
     curves = [Curve("training", training), *held_out_curves(evaluation, "evaluation")]
     figure = draw("loss (nats per token)", curves, levels=levels, tokens_per_step=step_tokens(tokens))
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
     try:
-        figure.savefig(png_path, format="png")
+        write_atomically(Path(png_path), picture.getvalue())
     except OSError as error:
         raise StorageError(
             f"{png_path}: cannot be written ({error.strerror}); free space or fix the permissions"

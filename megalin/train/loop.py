@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from megalin.checkpoint.save import save
+from megalin.checkpoint.verification import VerifiedCheckpoints
 from megalin.config import dumps
 from megalin.data.loader import ValidationLoader
 from megalin.data.missing_files import check_files
-from megalin.data.sources import Dataset, open_dataset, open_training
-from megalin.errors import ConfigError, PreemptedError
+from megalin.data.sources import Dataset, Training, open_dataset, open_training
+from megalin.errors import ConfigError, PreemptedError, StorageError
 from megalin.optim.schedule import learning_rate
 from megalin.parallel.agreement import on_every_rank
 from megalin.parallel.mesh import Mesh
@@ -30,14 +32,17 @@ from megalin.train.in_flight import FinishedStep, InFlightStep, InFlightSteps
 from megalin.train.initial_weights import InitialWeights, find_initial_weights, load_initial_weights
 from megalin.train.pipeline_model import Pipeline
 from megalin.train.preemption import PreemptionHandler
-from megalin.train.resume import checkpoint_state, resume
+from megalin.train.resume import checkpoint_state, find_checkpoint, resume
 from megalin.train.run_folder import RunFolder
 from megalin.train.run_log import open_run_log
+from megalin.train.shard_check import verify_shards
 from megalin.train.start_lines import start_lines
 from megalin.train.step_data import DataFailure, Preemption, StepData, StepReader, training_loader
 from megalin.train.tasks import TaskRunner, check_tasks
 from megalin.train.update_hooks import UpdateHook
 from megalin.train.validation import AnyEvaluation, Evaluation, bytes_per_token, evaluate
+
+_log = logging.getLogger(__name__)
 
 _EVALUATED_SAMPLES = 1000
 """Samples of an evaluation where `train.evaluate_batches` is left out."""
@@ -80,16 +85,25 @@ class TrainingLoop:
 
         Raises:
             ConfigError: a checkpoint with a different sample order.
-            DataError: on every rank, when shards or a tokenizer are bad or missing on any rank.
+            DataError: on every rank, when shards or a tokenizer are bad or missing on any rank, or have other bytes
+                than their manifest, the run before, or another rank.
             CheckpointError: a checkpoint of a different model, or none that verifies; initial weights that do not fit.
         """
         self.config, self.mesh, self.run, self.event_log, self.tasks = config, mesh, run, event_log, tasks
+        self.data: Training
+        self.validation: Dataset[Any] | None = None
         with slow_work("opening the data", shown=mesh.is_first_rank):
             on_every_rank(self._open_data)  # hosts may have different disks
+        shards = [*self.data.dataset.shards, *([] if self.validation is None else self.validation.shards)]
+        with slow_work("verifying the shards", shown=mesh.is_first_rank):
+            self.shards = verify_shards(shards, config.data.verify, run.shard_digests)
+        self.data = self.data._replace(digests=self.shards.records)
+        checkpoint = find_checkpoint(run.checkpoints, config, self.data)
         source = find_initial_weights(config, run.checkpoints)
         self.engine = _make_engine(config, mesh, hooks)
         self.model = self.engine.model
-        self.resumed_step = resume(run.checkpoints, config, self.data, self.engine)
+        self.resumed_step = 0 if checkpoint is None else resume(checkpoint, self.engine)
+        self._verified = VerifiedCheckpoints()
         self.initial_weights: InitialWeights | None = None
         if source is not None:
             self.initial_weights = load_initial_weights(source, config, self.engine)
@@ -108,7 +122,6 @@ class TrainingLoop:
             global_batch_size=config.train.global_batch_size,
             folder=self.run.path,
         )
-        self.validation: Dataset[Any] | None = None
         if config.data.has("validation"):
             self.validation = open_dataset(config.data, "validation", vocab_size, seed)
         self.token_bytes = bytes_per_token(config.data)
@@ -166,6 +179,8 @@ class TrainingLoop:
         run.keep()
         run.write_text(run.config, dumps(self.config))
         run.write_json(run.environment, environment(self.mesh))
+        if self.shards.kept:
+            run.write_json(run.shard_digests, self.shards.kept)
         if self.engine.settings:
             run.write_json(run.deepspeed, self.engine.settings)
         if self.initial_weights is not None:
@@ -231,6 +246,7 @@ class TrainingLoop:
             state=checkpoint_state(self.config, self.data, step),
             keep_latest=self.config.checkpoint.keep_latest,
             keep_steps=self.config.checkpoint.keep_steps,
+            verified=self._verified,
         )
 
     def _stop_early(self, stop: DataFailure | Preemption, step: int) -> NoReturn:
@@ -251,13 +267,16 @@ class TrainingLoop:
         if (trunk := self.config.train.branch_from) is not None:
             initial.append(f"branch of {trunk}: goes on after {self.resumed_step} steps")
         facts = start_lines(self.config, self.mesh, self.data, resumed_step=self.resumed_step)
-        return [*facts, *self.data.report_lines(), *(f"pipeline {line}" for line in stages), *initial]
+        return [*facts, self.shards.line, *self.data.report_lines(), *(f"pipeline {line}" for line in stages), *initial]
 
     def _write_loss_curve(self, evaluation: AnyEvaluation | None) -> None:
         if self.mesh.is_first_rank and self.run.metrics.stat().st_size:
             # An encoder's loss has a second term, which the unigram entropy does not bound.
             entropy = evaluation.unigram_entropy if isinstance(evaluation, Evaluation) else None
-            write_loss_curve(self.run.metrics, self.run.loss_curve, unigram_entropy=entropy)
+            try:
+                write_loss_curve(self.run.metrics, self.run.loss_curve, unigram_entropy=entropy)
+            except StorageError as error:
+                _log.warning("no loss curve: %s; the run itself is complete", error)
 
 
 def train(

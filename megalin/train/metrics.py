@@ -15,7 +15,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from megalin.errors import MegalinError, StorageError
+from megalin.errors import MegalinError
 from megalin.parallel.agreement import on_rank_zero
 from megalin.train.events import EventLog
 from megalin.train.jsonl import AppendedFile, BestEffortWriter, JsonLines
@@ -54,7 +54,7 @@ class Metrics:
             prometheus: opens the destination for Prometheus, on rank 0.
 
         Raises:
-            StorageError: on every rank, when the files cannot be opened or truncated.
+            StorageError: on every rank, when metrics.jsonl cannot be opened or truncated.
             ConfigError: on every rank, when W&B or Prometheus is configured but not installed, or cannot start.
         """
         self._sinks: list[_Sink] = []
@@ -73,7 +73,8 @@ class Metrics:
                     Path(folder), wandb_project, wandb_config or {}, resumed=resumed_step > 0
                 )
             self._sinks.append(JsonLines(Path(folder) / "metrics.jsonl", resumed_step=resumed_step))
-            self._sinks.append(_Events(Path(folder) / "tensorboard", resumed_step))
+            events = Path(folder) / "tensorboard"
+            BestEffortWriter(str(events)).attempt(lambda: self._sinks.append(_Events(events, resumed_step)))
             self._console = shown_on = console or Console()
             if shown_on.is_terminal and not shown_on.is_dumb_terminal:
                 self._sinks.append(LiveView(shown_on, total_steps, resumed_step, event_log))
@@ -137,14 +138,10 @@ class _Sink(Protocol):
 class _Events:
     # Written in this thread: SummaryWriter's own thread would die on a full disk with a traceback in the terminal.
     def __init__(self, folder: Path, resumed_step: int) -> None:
-        try:
-            folder.mkdir(exist_ok=True)
-            name = f"events.out.tfevents.{time.time_ns():020d}.{socket.gethostname()}.{os.getpid()}"
-            self._file = AppendedFile(folder / name)
-        except OSError as error:
-            raise StorageError(
-                f"{folder}: cannot be written ({error.strerror}); free space, or choose another run folder"
-            ) from None
+        """Raises OSError."""
+        folder.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{time.time_ns():020d}.{socket.gethostname()}.{os.getpid()}"
+        self._file = AppendedFile(folder / name)
         self._records = RecordWriter(self._file)
         self._record(file_version="brain.Event:2")
         # Makes TensorBoard drop the events of earlier files from this step on.

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +20,15 @@ from megalin.train.ledger import LEDGER_NAME
 
 CONFIG_NAME = "config.toml"
 CHECKPOINTS_NAME = "checkpoints"
+
+_WRITTEN = frozenset(
+    {
+        *(CONFIG_NAME, CHECKPOINTS_NAME, LEDGER_NAME, "metrics.jsonl", "incidents.jsonl", "tensorboard", "loss.png"),
+        *("environment.json", "kernels.json", "deepspeed.json", "initial_weights.json", "shard_digests.json"),
+        "metrics.prom",
+    }
+)
+"""Names of the files and folders of a run."""
 
 _log = logging.getLogger(__name__)
 
@@ -62,6 +72,11 @@ class RunFolder:
     def ledger(self) -> Path:
         """Digests of the steps' token ids, one JSON line per step."""
         return self.path / LEDGER_NAME
+
+    @property
+    def shard_digests(self) -> Path:
+        """Digests of the shards that have none in a manifest, as the run first read them."""
+        return self.path / "shard_digests.json"
 
     @property
     def tensorboard(self) -> Path:
@@ -181,12 +196,42 @@ class RunFolder:
                 "run folder %s: taken over from %s, which ended without closing it", self.path, lock.previous_owner
             )
         try:
-            for folder in (self.checkpoints, self.tensorboard):
-                if not folder.is_dir():
-                    folder.mkdir()
-                    self._created.insert(0, folder)
+            _check_entries(self.path)
+            if not self.checkpoints.is_dir():
+                self.checkpoints.mkdir()
+                self._created.insert(0, self.checkpoints)
+            with contextlib.suppress(OSError):  # without events the run goes on; metrics.py warns
+                if not self.tensorboard.is_dir():
+                    self.tensorboard.mkdir()
+                    self._created.insert(0, self.tensorboard)
+            for folder in (self.path, self.checkpoints):
+                with tempfile.TemporaryFile(dir=folder):  # a read-only mount does not show in the permissions
+                    pass
+        except StorageError:
+            self._undo(lock)
+            self.close()
+            raise
         except OSError as error:
+            self._undo(lock)
             self.close()
             raise StorageError(
                 f"cannot write run folder {self.path}: {error}; choose a folder that you may create and write"
             ) from None
+
+
+def _check_entries(folder: Path) -> None:
+    """Checks that what a run writes there is a file or folder of its own: no link out of it, no pipe that blocks.
+
+    Raises:
+        StorageError: names the entry.
+    """
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.removesuffix(".tmp") not in _WRITTEN:
+                continue
+            if entry.is_symlink() or not (entry.is_file() or entry.is_dir()):
+                kind = "a symbolic link" if entry.is_symlink() else "a named pipe, socket or device"
+                raise StorageError(
+                    f"{entry.path} is {kind}; a run writes only files and folders of its own: remove it, or choose "
+                    "another run folder"
+                )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 
 import torch.distributed as dist
 
+from megalin.errors import StorageError
 from megalin.ops.dispatch import backend
 from megalin.parallel.collectives import gather_objects
 from megalin.parallel.mesh import Mesh
@@ -23,6 +25,8 @@ from megalin.train.run_folder import RunFolder
 from megalin.train.start_lines import mixer_types
 from megalin.train.tasks import task_lines, task_metrics
 from megalin.train.validation import AnyEvaluation
+
+_log = logging.getLogger(__name__)
 
 
 class RunLog:
@@ -43,7 +47,10 @@ class RunLog:
         """Logs the implementation of each op so far and the reason for it; a collective."""
         used = dict(item for each in gather_objects(backend.used(), self._mesh.pp.group) for item in each.items())
         self.print_line("kernels: " + ", ".join(f"{op} {choice.backend}" for op, choice in used.items()))
-        self._run.write_json(self._run.kernels, {op: choice._asdict() for op, choice in used.items()})
+        try:
+            self._run.write_json(self._run.kernels, {op: choice._asdict() for op, choice in used.items()})
+        except StorageError as error:  # raised on rank 0 alone; training does not depend on it
+            _log.warning("%s", error)
 
     def write(self, finished: FinishedStep, evaluation: AnyEvaluation | None, tasks: dict[str, float]) -> None:
         """Logs a step, the evaluation after it, if there is one, and the results of tasks, if there are some."""

@@ -88,12 +88,14 @@ def test_a_start_shows_the_progress_of_its_slow_work(run, config, monkeypatch):
         assert shown
         yield fractions.setdefault(name, []).append
 
-    for place in ("train.loop", "parallel.initialisation", "checkpoint.load"):
+    for place in ("train.loop", "parallel.initialisation", "checkpoint.verification", "checkpoint.load"):
         monkeypatch.setattr(f"megalin.{place}.slow_work", record)
     assert main(["train", str(config), "--folder", str(run)]) == 0
     newest = run / "checkpoints" / "step-00000012"
     initialising = "initialising the weights"
-    assert list(fractions) == ["opening the data", initialising, f"verifying {newest}", f"loading {newest}"]
+    assert list(fractions) == [
+        *("opening the data", "verifying the shards", f"verifying {newest}", initialising, f"loading {newest}"),
+    ]
     assert fractions[initialising] == sorted(fractions[initialising])
     assert fractions[initialising][-1] == pytest.approx(1.0)
 
@@ -272,7 +274,10 @@ def test_tokenizer_with_more_ids_than_the_model_is_refused(fails, config, tmp_pa
         ("model.layers.1.repeat=2", "model.blocks.2.0.type: None in the checkpoint, 'tnl' in the config"),
     ],
 )
-def test_checkpoint_of_another_model_is_refused(fails, run, config, override, message):
+def test_checkpoint_of_another_model_is_refused_before_the_engine_is_built(
+    fails, run, config, override, message, monkeypatch
+):
+    monkeypatch.setattr("megalin.train.loop._make_engine", pytest.fail)
     error = fails(CHECKPOINT, "train", config, "train.steps=14", override, "--folder", run)
     assert "step-00000012 is of another model; restore these values or start in a new run folder" in error
     assert message in error

@@ -275,7 +275,11 @@ def test_torn_and_foreign_lines_are_left_out(tmp_path):
         ("kernels.json", "[" * 10**5, "kernels.json: not JSON"),
         ("environment.json", "[]", "environment.json: not a JSON object"),
         ("environment.json", None, "environment.json: cannot be read"),
-        ("metrics.jsonl", None, "metrics.jsonl: cannot be read (Is a directory)"),
+        (
+            "metrics.jsonl",
+            None,
+            "metrics.jsonl: cannot be read (expected a regular file, found a folder, pipe or device)",
+        ),
     ],
 )
 def test_unreadable_files_are_named(tmp_path, name, text, problem):

@@ -17,6 +17,7 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
     add("--tokenizer-model", help='path of a tokenizer.json, or "bytes"; decodes the first tokens')
     add("--validate", action="store_true", help="check every token id against --vocab-size")
     add("--vocab-size", type=int, help="vocabulary size for --validate (the tokenizer's)")
+    add("--digest", action="store_true", help="compare all bytes with the digests in the manifest, or add them there")
 
 
 def _merge(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megalin.data.shards.inspection import ShardSummary, inspect_shard, validate_shard
+from megalin.data.shards.indexed_dataset import manifest_path
+from megalin.data.shards.inspection import ShardSummary, digest_shard, inspect_shard, validate_shard
 from megalin.data.tokenizers.tokenizer import load_tokenizer
 from megalin.errors import ConfigError
 
@@ -26,12 +27,15 @@ def run(args: argparse.Namespace) -> int:
         if vocab_size is None or vocab_size < 1:
             raise ConfigError("--validate needs --vocab-size V of at least 1, or --tokenizer-model")
         validate_shard(args.prefix, vocab_size=vocab_size)
+    stored = digest_shard(args.prefix) if args.digest else None
     summary = inspect_shard(args.prefix, tokenizer)
     if args.json:
         lengths = summary.lengths and summary.lengths._asdict()
-        print(json.dumps({**summary._asdict(), "lengths": lengths, "validated": args.validate}))
+        print(json.dumps({**summary._asdict(), "lengths": lengths, "validated": args.validate, "digests": stored}))
     else:
         _print(summary)
+        if stored is not None:
+            print(f"digests of all bytes: {stored}, {manifest_path(args.prefix)}")
         if args.validate:
             print(f"all {summary.tokens} token ids are below {vocab_size}")
     return 0
