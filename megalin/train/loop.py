@@ -21,6 +21,7 @@ from megalin.optim.schedule import learning_rate
 from megalin.parallel.agreement import on_every_rank
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.rank_failures import default_rendezvous, report_failed_ranks
+from megalin.slow_work import slow_work
 from megalin.train.config import RunConfig
 from megalin.train.curves import write_loss_curve
 from megalin.train.engine import Engine, FullyShardedEngine
@@ -91,9 +92,11 @@ class TrainingLoop:
         self.config, self.mesh, self.run, self.event_log, self.tasks = config, mesh, run, event_log, tasks
         self.data: Training
         self.validation: Dataset[Any] | None = None
-        on_every_rank(self._open_data)  # hosts may have different disks
+        with slow_work("opening the data", shown=mesh.is_first_rank):
+            on_every_rank(self._open_data)  # hosts may have different disks
         shards = [*self.data.dataset.shards, *([] if self.validation is None else self.validation.shards)]
-        self.shards = verify_shards(shards, config.data.verify, run.shard_digests)
+        with slow_work("verifying the shards", shown=mesh.is_first_rank):
+            self.shards = verify_shards(shards, config.data.verify, run.shard_digests)
         self.data = self.data._replace(digests=self.shards.records)
         checkpoint = find_checkpoint(run.checkpoints, config, self.data)
         source = find_initial_weights(config, run.checkpoints)
