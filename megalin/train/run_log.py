@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from megalin.errors import StorageError
 from megalin.ops.dispatch import backend
-from megalin.parallel.collectives import gather_objects
 from megalin.parallel.mesh import Mesh
+from megalin.parallel.messages import gather_values
 from megalin.train.build import TrainedModel
 from megalin.train.config import RunConfig
 from megalin.train.events import EventLog
@@ -45,7 +45,9 @@ class RunLog:
 
     def write_kernels(self) -> None:
         """Logs the implementation of each op so far and the reason for it; a collective."""
-        used = dict(item for each in gather_objects(backend.used(), self._mesh.pp.group) for item in each.items())
+        kind = dict[str, backend.Choice]
+        stages = gather_values(backend.used(), self._mesh.pp.group, kind)
+        used = dict(item for each in stages for item in each.items())
         self.print_line("kernels: " + ", ".join(f"{op} {choice.backend}" for op, choice in used.items()))
         try:
             self._run.write_json(self._run.kernels, {op: choice._asdict() for op, choice in used.items()})
