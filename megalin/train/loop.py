@@ -31,7 +31,7 @@ from megalin.train.pipeline_model import Pipeline
 from megalin.train.preemption import PreemptionHandler
 from megalin.train.resume import checkpoint_state, resume
 from megalin.train.run_folder import RunFolder
-from megalin.train.run_log import open_run_log
+from megalin.train.run_log import RunLog, open_run_log
 from megalin.train.shard_check import verify_shards
 from megalin.train.start_lines import start_lines
 from megalin.train.step_data import DataFailure, Preemption, StepData, StepReader, training_loader
@@ -153,9 +153,9 @@ class TrainingLoop:
                     tasks = self._run_tasks_if_due(finished.step)
                     log.write(finished, evaluation, tasks)
                     if self._is_save_due(finished.step):
-                        self._save(finished.step)
+                        self._save(finished.step, log)
                 if data.stop is not None:
-                    self._stop_early(data.stop, step - 1)
+                    self._stop_early(data.stop, step - 1, log)
                 if step == self.resumed_step + 1:
                     freeze()
         self._write_loss_curve(evaluation)
@@ -212,7 +212,8 @@ class TrainingLoop:
             return {}
         return self.tasks.run(self.model, self.mesh, step=step)
 
-    def _save(self, step: int) -> None:
+    def _save(self, step: int, log: RunLog) -> None:
+        log.sync()
         save(
             self.run.checkpoints,
             step=step,
@@ -222,12 +223,12 @@ class TrainingLoop:
             keep_steps=self.config.checkpoint.keep_steps,
         )
 
-    def _stop_early(self, stop: DataFailure | Preemption, step: int) -> NoReturn:
+    def _stop_early(self, stop: DataFailure | Preemption, step: int, log: RunLog) -> NoReturn:
         """Ends the run after `step` finished steps; after a SIGTERM they are saved first."""
         if isinstance(stop, DataFailure):
             stop.raise_error()
         if step > self.resumed_step and not self._is_save_due(step):
-            self._save(step)
+            self._save(step, log)
         raise PreemptedError(
             f"SIGTERM after {step} of {self.config.train.steps} steps, all of them saved in {self.run.checkpoints}; "
             "run the same command to continue"

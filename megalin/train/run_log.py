@@ -51,6 +51,10 @@ class RunLog:
             self.print_line(f"step {finished.step}  {line}")
         self._ledger.write(finished.step, finished.launched.digest)
 
+    def sync(self) -> None:
+        """Flushes the ledger to the disk, before a checkpoint."""
+        self._ledger.sync()
+
 
 @contextmanager
 def open_run_log(
@@ -59,7 +63,7 @@ def open_run_log(
     """Opens the files of the log, without the lines of steps after `resumed_step`, and closes them at the end.
 
     Raises:
-        StorageError, ConfigError: as `Metrics` and `Ledger` do, on every rank.
+        StorageError, ConfigError, DataError: as `Metrics` and `Ledger` do, on every rank.
     """
     metrics = Metrics(
         run.path,
@@ -70,7 +74,8 @@ def open_run_log(
         wandb_project=config.logging.wandb_project,
         wandb_config=config.model_dump(mode="json"),
     )
-    with metrics, closing(Ledger(run.ledger, resumed_step=resumed_step)) as ledger:
+    is_branch = config.train.branch_from is not None
+    with metrics, closing(Ledger(run.ledger, resumed_step=resumed_step, is_branch=is_branch)) as ledger:
         yield RunLog(config, mesh, run, model, metrics, ledger)
 
 
