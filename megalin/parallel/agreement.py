@@ -96,6 +96,15 @@ def gather_over_ranks(values: Tensor) -> Tensor:
     return torch.stack(gathered)
 
 
+def gather_texts(text: str) -> list[str]:
+    """The texts of all ranks. Two all-gathers on the CPU, without pickled objects."""
+    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+    sizes = gather_over_ranks(torch.tensor([len(data)])).flatten().tolist()
+    padded = torch.nn.functional.pad(data, (0, max(sizes) - len(data)))
+    rows = gather_over_ranks(padded)
+    return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
+
+
 def _attempt(work: Callable[[], ResultT]) -> ResultT | _Failure:
     try:
         return work()

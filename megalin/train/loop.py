@@ -33,6 +33,7 @@ from megalin.train.resume import checkpoint_state, resume
 from megalin.train.run_folder import RunFolder
 from megalin.train.run_log import RunLog, open_run_log
 from megalin.train.shard_check import verify_shards
+from megalin.train.start_checks import check_same_start
 from megalin.train.start_lines import start_lines
 from megalin.train.step_data import DataFailure, Preemption, StepData, StepReader, training_loader
 from megalin.train.tasks import TaskRunner, check_tasks
@@ -265,9 +266,10 @@ def train(
         tasks: evaluates `evaluation.tasks`.
 
     Raises:
-        ConfigError: ranks with different configs, or tasks that cannot be evaluated, on every rank.
+        ConfigError: ranks with different configs, code or libraries, or tasks that cannot be evaluated, on every rank.
         MegalinError: as `RunFolder` and `TrainingLoop` do, on every rank.
     """
+    check_same_start()
     _check_same_config(config)  # before the mesh: with different axes, ranks would wait in different groups
     check_tasks(config, tasks)
     mesh = Mesh(config.parallel, device)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 
 import torch.distributed as dist
 
 from megalin.ops.dispatch import backend
-from megalin.parallel.collectives import gather_objects
+from megalin.parallel.agreement import gather_texts
 from megalin.parallel.mesh import Mesh
 from megalin.train.build import TrainedModel
 from megalin.train.config import RunConfig
@@ -20,6 +22,8 @@ from megalin.train.metrics import Metrics
 from megalin.train.run_folder import RunFolder
 from megalin.train.tasks import task_lines, task_metrics
 from megalin.train.validation import AnyEvaluation
+
+_log = logging.getLogger(__name__)
 
 
 class RunLog:
@@ -37,8 +41,22 @@ class RunLog:
         self._metrics.print_line(line)
 
     def write_kernels(self) -> None:
-        """Logs the implementation of each op so far and the reason for it; a collective."""
-        used = dict(item for each in gather_objects(backend.used(), self._mesh.pp.group) for item in each.items())
+        """Logs the implementation of each op so far and the reason for it, and a warning if ranks chose different ones;
+        a collective."""
+        own = json.dumps({op: list(choice) for op, choice in backend.used().items()})
+        used: dict[str, backend.Choice] = {}
+        for rank, text in enumerate(gather_texts(own)):
+            for op, (name, reason) in json.loads(text).items():
+                choice = used.setdefault(op, backend.Choice(name, reason))
+                if choice.backend != name and dist.get_rank() == 0:
+                    _log.warning(
+                        "%s: rank %d uses %s (%s), lower ranks %s (%s); their rounding and speed may differ",
+                        op,
+                        rank,
+                        name,
+                        reason,
+                        *choice,
+                    )
         self.print_line("kernels: " + ", ".join(f"{op} {choice.backend}" for op, choice in used.items()))
         self._run.write_json(self._run.kernels, {op: choice._asdict() for op, choice in used.items()})
 
