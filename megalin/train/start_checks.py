@@ -53,7 +53,7 @@ def check_same_start() -> None:
 
 def _facts() -> dict[str, str]:
     """Facts about this process that change what it computes, by the name that a message gives them."""
-    found = {f"the version of {name}": version for name, version in versions().items()}
+    found = {f"the version of {name}": str(version) for name, version in versions().items()}
     found |= {
         name: value for name, value in os.environ.items() if name.startswith("MEGALIN_") and name not in _OF_HOSTS
     }
