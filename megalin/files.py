@@ -7,10 +7,12 @@ import errno
 import fcntl
 import io
 import json
+import logging
 import os
 import shutil
 import socket
 import stat
+import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,6 +22,10 @@ from megalin.errors import DataError, StorageError
 
 NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK)
 """errno values of file systems without locks (some network mounts)."""
+_RETRY_SECONDS = (0.1, 1.0)
+"""Waits before the second and the third try of a read that failed with an input/output error."""
+
+_log = logging.getLogger(__name__)
 
 
 class NotRegularFileError(OSError):
@@ -39,12 +45,27 @@ def open_regular(path: Path, *, follow_links: bool) -> io.FileIO:
     """
     # Without O_NONBLOCK the open of a named pipe would wait for a writer for ever.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
-    descriptor = os.open(path, flags)
+    return os.fdopen(_regular(os.open(path, flags), path), "rb", buffering=0)
+
+
+def open_append(path: Path) -> int:
+    """Opens or creates a regular file for appending, never through a link; returns its descriptor.
+
+    Raises:
+        NotRegularFileError: a folder or device.
+        OSError: it cannot be written, or is a link or a pipe.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    return _regular(os.open(path, flags, 0o644), path)
+
+
+def _regular(descriptor: int, path: Path) -> int:
+    """The open descriptor, if it is of a regular file."""
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         expected = "expected a regular file, found a folder, pipe or device"
         raise NotRegularFileError(errno.EINVAL, expected, str(path))
-    return os.fdopen(descriptor, "rb", buffering=0)
+    return descriptor
 
 
 def read_limited(path: Path, *, limit_bytes: int, follow_links: bool) -> bytes:
@@ -87,21 +108,35 @@ def read_ranges(
 ) -> bytearray:
     """Reads several ranges of bytes, one after the other, as `read_range` does one."""
     data = bytearray(sum(sizes))
-    view, number = memoryview(data), file.fileno()
-    filled = 0
+    view, filled = memoryview(data), 0
     for start, size in zip(starts, sizes, strict=True):
-        end, offset = filled + size, start - filled
-        try:
-            while filled < end:
-                part = os.preadv(number, [view[filled:end]], offset + filled)
-                if part == 0:
-                    raise DataError(
-                        f"{path}: expected {file_bytes} bytes, as on open; found its end at byte {offset + filled}"
-                    )
-                filled += part
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read at byte {offset + filled}: {error.strerror}") from None
+        read_into(file, path, view[filled : filled + size], start, file_bytes=file_bytes)
+        filled += size
     return data
+
+
+def read_into(file: io.FileIO, path: Path, view: memoryview, start: int, *, file_bytes: int) -> None:
+    """Fills `view` with the bytes of `file` from `start` on, as `read_range` does."""
+    filled = 0
+    while filled < len(view):
+        part = _read_once(file.fileno(), path, view[filled:], start + filled)
+        if part == 0:
+            raise DataError(f"{path}: expected {file_bytes} bytes, as on open; found its end at byte {start + filled}")
+        filled += part
+
+
+def _read_once(descriptor: int, path: Path, view: memoryview, offset: int) -> int:
+    """One read at `offset`; an input/output error, which may be a network file system's, is tried again twice."""
+    for wait in (*_RETRY_SECONDS, None):
+        try:
+            return os.preadv(descriptor, [view], offset)
+        except OSError as error:
+            if error.errno != errno.EIO or wait is None:
+                tries = f", {len(_RETRY_SECONDS) + 1} times" if error.errno == errno.EIO else ""
+                raise DataError(f"{path}: cannot be read at byte {offset}{tries}: {error.strerror}") from None
+            _log.warning("%s: cannot be read at byte %d: %s; trying again", path, offset, error.strerror)
+            time.sleep(wait)
+    raise AssertionError(path)
 
 
 @contextlib.contextmanager
@@ -113,7 +148,17 @@ def _data_errors(path: Path, remedy: str) -> Iterator[None]:
     except (NotRegularFileError, FileTooLargeError) as error:
         raise DataError(f"{path}: {error.strerror}; {remedy}") from None
     except OSError as error:
-        raise DataError(f"{path}: cannot be read by user {os.getuid()}: {error.strerror}; {remedy}") from None
+        reader = f"user {os.getuid()}{_mode(path)}"
+        raise DataError(f"{path}: cannot be read by {reader}: {error.strerror}; {remedy}") from None
+
+
+def _mode(path: Path) -> str:
+    """Mode and owner of a file as text; empty if its folder cannot be searched."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return ""
+    return f" (mode {stat.S_IMODE(found.st_mode):03o}, owner {found.st_uid})"
 
 
 @contextlib.contextmanager
@@ -147,7 +192,8 @@ def open_temporary(path: Path) -> BinaryIO:
 
 def _open_locked(path: Path) -> BinaryIO:
     """Opens `path` for writing, empty and locked. Raises BlockingIOError where another process has the lock."""
-    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666), "r+b", 1 << 20)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    file = os.fdopen(_regular(descriptor, path), "r+b", 1 << 20)
     try:
         _lock(file, path)
         os.ftruncate(file.fileno(), 0)
@@ -256,6 +302,10 @@ class FolderInUseError(Exception):
     """A lock that a live process holds; the text names it: pid, host, since when."""
 
 
+_OWNER_BYTES = 4096
+"""Most bytes of a lock's file."""
+
+
 class FolderLock:
     """An exclusive lock on a file, which the kernel releases when its owner dies, however it dies.
 
@@ -265,6 +315,7 @@ class FolderLock:
 
     def __init__(self, path: Path) -> None:
         """Takes the lock. Raises FolderInUseError (held by a live process, or its file was just removed) or OSError."""
+        self._path, self._created = path, not path.exists()
         self._descriptor: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -278,18 +329,31 @@ class FolderLock:
         if not _is_file_of(self._descriptor, path):
             os.close(self._descriptor)
             raise FolderInUseError("another process, which has just removed it")
+        self._previous_text = os.pread(self._descriptor, _OWNER_BYTES, 0)
         self.previous_owner = _owner(self._descriptor)
         """The process that died while holding the lock, or None after an orderly release."""
         since = datetime.now(UTC).isoformat(timespec="seconds")
         text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since})
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, text.encode(), 0)
+        self._replace(self._descriptor, text.encode())
 
     def release(self) -> None:
         """Releases the lock; harmless when it is not held."""
         if self._descriptor is not None:
             os.ftruncate(self._descriptor, 0)
             self.close()
+
+    def undo(self) -> None:
+        """Releases the lock and leaves its file as it was found: not there, or with the name of a dead owner."""
+        if self._descriptor is not None and self._created:
+            self._path.unlink()
+        elif self._descriptor is not None:
+            self._replace(self._descriptor, self._previous_text)
+        self.close()
+
+    @staticmethod
+    def _replace(descriptor: int, text: bytes) -> None:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, text, 0)
 
     def close(self) -> None:
         """Closes this process's copy only: a child made by fork calls it, so as not to hold a dead parent's lock."""
@@ -308,7 +372,7 @@ def _is_file_of(descriptor: int, path: Path) -> bool:
 
 def _owner(descriptor: int) -> str | None:
     try:
-        record = json.loads(os.pread(descriptor, 4096, 0))
+        record = json.loads(os.pread(descriptor, _OWNER_BYTES, 0))
         return f"pid {int(record['pid'])} on {str(record['host'])!r} since {str(record['since'])!r}"
     except (ValueError, KeyError, TypeError, RecursionError):
         return None

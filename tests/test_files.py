@@ -19,6 +19,7 @@ from megalin.files import (
     publish,
     read_input,
     read_limited,
+    read_range,
     write_atomically,
     write_new,
     write_text,
@@ -51,8 +52,11 @@ def test_missing_and_unreadable_files_are_named_with_the_remedy(tmp_path, monkey
 
     with pytest.raises(DataError, match="x: no such file; check --input"):
         read_input(tmp_path / "x", limit_bytes=3, remedy=REMEDY)
+    (tmp_path / "x").touch(0o640)
     monkeypatch.setattr("os.open", deny)
-    with pytest.raises(DataError, match=r"x: cannot be read by user \d+: Permission denied; check --input"):
+    with pytest.raises(
+        DataError, match=r"x: cannot be read by user \d+ \(mode 640, owner \d+\): Permission denied; check --input"
+    ):
         read_input(tmp_path / "x", limit_bytes=3, remedy=REMEDY)
 
 
@@ -192,3 +196,20 @@ def test_lock_file_that_is_a_link_is_refused(tmp_path):
     with pytest.raises(OSError, match="symbolic links"):
         FolderLock(tmp_path / ".lock")
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_read_goes_on_after_two_input_output_errors(tmp_path, monkeypatch, caplog):
+    real, errors = os.preadv, [errno.EIO, errno.EIO]
+
+    def fail_twice(*arguments):
+        if errors:
+            raise OSError(errors.pop(), "Input/output error")
+        return real(*arguments)
+
+    path = tmp_path / "x.bin"
+    path.write_bytes(b"0123456789")
+    monkeypatch.setattr("megalin.files._RETRY_SECONDS", (0, 0))
+    monkeypatch.setattr("os.preadv", fail_twice)
+    with open_input(path, remedy="") as file:
+        assert read_range(file, path, 2, 3, file_bytes=10) == b"234"
+    assert caplog.text.count("x.bin: cannot be read at byte 2: Input/output error; trying again") == 2

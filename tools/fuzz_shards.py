@@ -20,7 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megalin.data.shards.indexed_dataset import Shard, ShardWriter, bin_path, digest, idx_path
+from megalin.data.shards.indexed_dataset import Shard, ShardWriter, bin_path, idx_path
+from megalin.data.shards.inspection import digest
 from megalin.errors import DataError
 
 _SEQUENCES = 40

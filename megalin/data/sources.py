@@ -19,11 +19,14 @@ from megalin.data.datasets.megatron import open_megatron
 from megalin.data.datasets.packed import PackedDataset
 from megalin.data.datasets.token import TokenDataset
 from megalin.data.order import Order, Positions
+from megalin.data.shards.indexed_dataset import Shard
 
 LABEL_MASKS = "label masks of the sources, by sha256"
 """Key of the identity, where a source has a label mask: for each of its shards the mask's sha256, or null."""
 
-_WithLabelMasks = TokenDataset | PackedDataset | ClassifiedDataset
+SHARD_DIGESTS = "shards of the sources, by sha256"
+"""Key of the identity, where the shards were verified: for each shard of a source the sha256 of its .idx, blocks of its
+.bin, and a root over these."""
 
 BatchT_co = TypeVar("BatchT_co", bound=AnyBatch, covariant=True)
 
@@ -41,6 +44,10 @@ class Dataset(Samples[BatchT_co], Protocol[BatchT_co]):
     """An open dataset."""
 
     num_tokens: int
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        """Its open shards, without those that have no tokens."""
 
     def close(self) -> None:
         """Closes its shards."""
@@ -79,6 +86,11 @@ class ConcatDataset(Generic[BatchT]):
             batch = map_fields(lambda *fields: torch.cat(fields)[back], *parts)
         return batch._replace(sample_ids=torch.from_numpy(samples.copy()))
 
+    @property
+    def shards(self) -> list[Shard]:
+        """The open shards of all datasets."""
+        return [shard for dataset in self._datasets for shard in dataset.shards]
+
     def close(self) -> None:
         """Closes all datasets."""
         for dataset in self._datasets:
@@ -105,6 +117,8 @@ class SourceUse(NamedTuple):
     """Fraction of the run's samples."""
     empty_fraction: float | None = None
     """Fraction of padding in its packed samples; None where samples are not packed."""
+    shards: Sequence[Shard] = ()
+    """Its open shards."""
     label_masks: Sequence[str | None] = ()
     """sha256 of the label mask of each of its shards; None: a shard without one."""
 
@@ -125,6 +139,8 @@ class Training(NamedTuple):
     """(first step, fraction of each source in the samples from it on), without zeros."""
     total_steps: int | None
     """Steps that the order was made for; None: any number."""
+    digests: Mapping[Path, Mapping[str, Any]] = {}
+    """Records of the shards that were verified, by prefix (`verification.record`); empty with `data.verify` = "off"."""
 
     def identity(self, step: int) -> dict[str, Any]:
         """Inputs that determine the samples of the first `step` steps, besides the config's seed and sizes (JSON).
@@ -134,6 +150,11 @@ class Training(NamedTuple):
         phases = [phase for phase in self.phases if phase[0] == 0 or phase[0] < step]
         names = {name for _, fractions in phases for name in fractions}
         masks = {use.name: list(use.label_masks) for use in self.uses if use.name in names and any(use.label_masks)}
+        records = {
+            use.name: [dict(self.digests.get(shard.prefix, {})) for shard in use.shards]
+            for use in self.uses
+            if use.name in names
+        }
         return {
             "shares of the sources": [[first, fractions] for first, fractions in phases],
             "tokens of the sources": {use.name: use.tokens for use in self.uses if use.name in names},
@@ -141,6 +162,7 @@ class Training(NamedTuple):
             "train.steps, for this order": self.total_steps,
             # Without masks as in runs from before there were any.
             **({LABEL_MASKS: masks} if masks else {}),
+            **({SHARD_DIGESTS: records} if self.digests else {}),
         }
 
     def report_lines(self) -> list[str]:
@@ -169,7 +191,9 @@ def open_training(
         num_samples = steps * global_batch_size
         found = open_megatron(config, vocab_size, seed=seed, num_samples=num_samples, cache=folder / config.cache)
         uses = [
-            SourceUse(name, dataset.num_tokens, dataset.epoch_samples, count, count / num_samples)
+            SourceUse(
+                name, dataset.num_tokens, dataset.epoch_samples, count, count / num_samples, shards=dataset.shards
+            )
             for name, dataset, count in zip(found.names, found.datasets, found.counts, strict=True)
         ]
         fractions = {use.name: use.fraction for use in uses}
@@ -214,7 +238,8 @@ def _uses(names: Sequence[str], datasets: Sequence[Dataset[Any]], counts: Sequen
             count,
             count / sum(counts),
             dataset.empty_fraction if isinstance(dataset, PackedDataset) else None,
-            dataset.label_mask_digests() if isinstance(dataset, _WithLabelMasks) else (),
+            dataset.shards,
+            [None if shard.label_mask is None else shard.label_mask.digest() for shard in dataset.shards],
         )
         for name, dataset, count in zip(names, datasets, counts, strict=True)
     ]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from megalin.errors import StorageError
+from megalin.files import open_append, open_regular, open_temporary, publish
 
 _log = logging.getLogger(__name__)
 
@@ -22,10 +24,11 @@ class BestEffortWriter:
         self._name = name
         self._warned = False
 
-    def attempt(self, write: Callable[[], None]) -> None:
-        """Runs `write`; if it raises OSError, its output is lost."""
+    def attempt(self, write: Callable[[], None]) -> bool:
+        """Runs `write`; if it raises OSError, its output is lost and the result False."""
         try:
             write()
+            return True
         except OSError as error:
             if not self._warned:
                 self._warned = True
@@ -34,6 +37,7 @@ class BestEffortWriter:
                     self._name,
                     error.strerror,
                 )
+            return False
 
 
 class AppendedFile:
@@ -42,11 +46,15 @@ class AppendedFile:
     def __init__(self, path: Path) -> None:
         """Opens or creates the file; raises OSError."""
         self._writer = BestEffortWriter(str(path))
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._descriptor = open_append(path)
 
-    def write(self, record: bytes) -> None:
-        """Appends a record; the operating system has it when this returns."""
-        self._writer.attempt(lambda: self._append(record))
+    def write(self, record: bytes) -> bool:
+        """Appends a record; the operating system has it when this returns True."""
+        return self._writer.attempt(lambda: self._append(record))
+
+    def sync(self) -> None:
+        """Flushes the file to the disk."""
+        self._writer.attempt(lambda: os.fsync(self._descriptor))
 
     def _append(self, record: bytes) -> None:
         size = os.fstat(self._descriptor).st_size
@@ -77,7 +85,7 @@ class JsonLines:
             StorageError: it cannot be opened or truncated.
         """
         try:
-            if path.exists():
+            if os.path.lexists(path):
                 _truncate(path, resumed_step)
             self._file = AppendedFile(path)
         except OSError as error:
@@ -85,15 +93,23 @@ class JsonLines:
                 f"{path}: cannot be written ({error.strerror}); free space, or choose another run folder"
             ) from None
 
-    def write(self, step: int, values: Mapping[str, float | int | str]) -> None:
-        """Appends a line; a number that is not finite becomes null, with `<name>_nonfinite` added."""
+    def write(self, step: int, values: Mapping[str, float | int | str]) -> bool:
+        """Appends a line; a number that is not finite becomes null, with `<name>_nonfinite` added.
+
+        Returns:
+            False if the file cannot be written, as on a full disk.
+        """
         line: dict[str, float | int | str | None] = {"step": step}
         for name, value in values.items():
             if isinstance(value, str) or math.isfinite(value):
                 line[name] = value
             else:
                 line[name], line[f"{name}_nonfinite"] = None, repr(float(value))
-        self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+        return self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+
+    def sync(self) -> None:
+        """Flushes the file to the disk."""
+        self._file.sync()
 
     def close(self) -> None:
         """Closes the file."""
@@ -102,23 +118,19 @@ class JsonLines:
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the objects of a JSON-lines file, which may be growing; skips torn and foreign lines. Raises OSError."""
-    with path.open("rb") as file:
+    with io.BufferedReader(open_regular(path, follow_links=True)) as file:
         for _, record in _records(file):
             yield record
 
 
 def _truncate(path: Path, last_step: int | None) -> None:
     """Rewrites the file at `path` with its readable lines up to `last_step`."""
-    temporary = path.with_name(path.name + ".tmp")
-    with path.open("rb") as source, temporary.open("wb") as file:
-        kept = (line for line, record in _records(source) if last_step is None or record["step"] <= last_step)
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    with io.BufferedReader(open_regular(path, follow_links=False)) as source, open_temporary(path) as file:
+        file.writelines(line for line, record in _records(source) if last_step is None or record["step"] <= last_step)
+        publish(file, path)
 
 
-def _records(file: BinaryIO) -> Iterator[tuple[bytes, dict[str, Any]]]:
+def _records(file: IO[bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Yields each complete line that is a JSON object with a step, and that object."""
     for line in file:
         try:

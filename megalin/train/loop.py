@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -10,15 +11,17 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from megalin.checkpoint.save import save
+from megalin.checkpoint.verification import VerifiedCheckpoints
 from megalin.config import dumps
 from megalin.data.loader import ValidationLoader
 from megalin.data.missing_files import check_files
-from megalin.data.sources import Dataset, open_dataset, open_training
-from megalin.errors import ConfigError, PreemptedError
+from megalin.data.sources import Dataset, Training, open_dataset, open_training
+from megalin.errors import ConfigError, PreemptedError, StorageError
 from megalin.optim.schedule import learning_rate
 from megalin.parallel.agreement import on_every_rank
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.rank_failures import default_rendezvous, report_failed_ranks
+from megalin.slow_work import slow_work
 from megalin.train.config import RunConfig
 from megalin.train.curves import write_loss_curve
 from megalin.train.engine import Engine, FullyShardedEngine
@@ -29,14 +32,18 @@ from megalin.train.in_flight import FinishedStep, InFlightStep, InFlightSteps
 from megalin.train.initial_weights import InitialWeights, find_initial_weights, load_initial_weights
 from megalin.train.pipeline_model import Pipeline
 from megalin.train.preemption import PreemptionHandler
-from megalin.train.resume import checkpoint_state, resume
+from megalin.train.resume import checkpoint_state, find_checkpoint, resume
 from megalin.train.run_folder import RunFolder
-from megalin.train.run_log import open_run_log
+from megalin.train.run_log import RunLog, open_run_log
+from megalin.train.shard_check import verify_shards
+from megalin.train.start_checks import check_same_start
 from megalin.train.start_lines import start_lines
 from megalin.train.step_data import DataFailure, Preemption, StepData, StepReader, training_loader
 from megalin.train.tasks import TaskRunner, check_tasks
 from megalin.train.update_hooks import UpdateHook
 from megalin.train.validation import AnyEvaluation, Evaluation, bytes_per_token, evaluate
+
+_log = logging.getLogger(__name__)
 
 _EVALUATED_SAMPLES = 1000
 """Samples of an evaluation where `train.evaluate_batches` is left out."""
@@ -79,24 +86,35 @@ class TrainingLoop:
 
         Raises:
             ConfigError: a checkpoint with a different sample order.
-            DataError: on every rank, when shards or a tokenizer are bad or missing on any rank.
+            DataError: on every rank, when shards or a tokenizer are bad or missing on any rank, or have other bytes
+                than their manifest, the run before, or another rank.
             CheckpointError: a checkpoint of a different model, or none that verifies; initial weights that do not fit.
         """
         self.config, self.mesh, self.run, self.event_log, self.tasks = config, mesh, run, event_log, tasks
-        on_every_rank(self._open_data)  # hosts may have different disks
+        self.data: Training
+        self.validation: Dataset[Any] | None = None
+        with slow_work("opening the data", shown=mesh.is_first_rank):
+            on_every_rank(self._open_data)  # hosts may have different disks
+        shards = [*self.data.dataset.shards, *([] if self.validation is None else self.validation.shards)]
+        with slow_work("verifying the shards", shown=mesh.is_first_rank):
+            self.shards = verify_shards(shards, config.data.verify, run.shard_digests)
+        self.data = self.data._replace(digests=self.shards.records)
+        checkpoint = find_checkpoint(run.checkpoints, config, self.data)
         source = find_initial_weights(config, run.checkpoints)
-        self.engine = _make_engine(config, mesh, run, hooks)
+        self.engine = _make_engine(config, mesh, hooks)
         self.model = self.engine.model
-        self.resumed_step = resume(run.checkpoints, config, self.data, self.engine)
+        self.resumed_step = 0 if checkpoint is None else resume(checkpoint, self.engine)
+        self._verified = VerifiedCheckpoints()
         self.initial_weights: InitialWeights | None = None
         if source is not None:
             self.initial_weights = load_initial_weights(source, config, self.engine)
-            run.write_json(run.initial_weights, self.initial_weights._asdict())
         self.last_step = config.train.stop_after_steps or config.train.steps
 
     def _open_data(self) -> None:
         config, vocab_size, seed = self.config, self.config.model.vocab_size, self.config.train.seed
         check_files(config.data)
+        if config.data.order == "megatron":
+            self.run.clean_if_refused(self.run.path / config.data.cache)
         self.data = open_training(
             config.data,
             vocab_size,
@@ -105,7 +123,6 @@ class TrainingLoop:
             global_batch_size=config.train.global_batch_size,
             folder=self.run.path,
         )
-        self.validation: Dataset[Any] | None = None
         if config.data.has("validation"):
             self.validation = open_dataset(config.data, "validation", vocab_size, seed)
         self.token_bytes = bytes_per_token(config.data)
@@ -133,6 +150,7 @@ class TrainingLoop:
             PreemptionHandler() as preemption,
             without_long_collections() as freeze,
         ):
+            self._begin()
             for line in self._report_lines():
                 log.print_line(line)
             reader = StepReader(loader, self.mesh, preemption)
@@ -147,14 +165,29 @@ class TrainingLoop:
                     tasks = self._run_tasks_if_due(finished.step)
                     log.write(finished, evaluation, tasks)
                     if self._is_save_due(finished.step):
-                        self._save(finished.step)
+                        self._save(finished.step, log)
                 if data.stop is not None:
-                    self._stop_early(data.stop, step - 1)
+                    self._stop_early(data.stop, step - 1, log)
                 if step == self.resumed_step + 1:
                     freeze()
         self._write_loss_curve(evaluation)
         loss = None if finished is None else finished.result.loss
         return TrainResult(max(self.last_step, self.resumed_step), loss, evaluation, tasks)
+
+    def _begin(self) -> None:
+        """Makes the folder this run's, when nothing can refuse the run any more."""
+        run = self.run
+        run.keep()
+        run.write_text(run.config, dumps(self.config))
+        run.write_json(run.environment, environment(self.mesh))
+        if self.shards.kept:
+            run.write_json(run.shard_digests, self.shards.kept)
+        if self.engine.settings:
+            run.write_json(run.deepspeed, self.engine.settings)
+        if self.initial_weights is not None:
+            run.write_json(run.initial_weights, self.initial_weights._asdict())
+        where = f"on {torch.distributed.get_world_size()} x {device_name(self.mesh.device)}"
+        self.event_log.begin(self.resumed_step, where)
 
     def _launch(self, step: int, data: StepData) -> InFlightStep:
         """Launches a step; the clock of the steps pauses after one that must be finished before the next starts."""
@@ -206,7 +239,8 @@ class TrainingLoop:
             return {}
         return self.tasks.run(self.model, self.mesh, step=step)
 
-    def _save(self, step: int) -> None:
+    def _save(self, step: int, log: RunLog) -> None:
+        log.sync()
         save(
             self.run.checkpoints,
             step=step,
@@ -214,14 +248,15 @@ class TrainingLoop:
             state=checkpoint_state(self.config, self.data, step),
             keep_latest=self.config.checkpoint.keep_latest,
             keep_steps=self.config.checkpoint.keep_steps,
+            verified=self._verified,
         )
 
-    def _stop_early(self, stop: DataFailure | Preemption, step: int) -> NoReturn:
+    def _stop_early(self, stop: DataFailure | Preemption, step: int, log: RunLog) -> NoReturn:
         """Ends the run after `step` finished steps; after a SIGTERM they are saved first."""
         if isinstance(stop, DataFailure):
             stop.raise_error()
         if step > self.resumed_step and not self._is_save_due(step):
-            self._save(step)
+            self._save(step, log)
         raise PreemptedError(
             f"SIGTERM after {step} of {self.config.train.steps} steps, all of them saved in {self.run.checkpoints}; "
             "run the same command to continue"
@@ -234,13 +269,16 @@ class TrainingLoop:
         if (trunk := self.config.train.branch_from) is not None:
             initial.append(f"branch of {trunk}: goes on after {self.resumed_step} steps")
         facts = start_lines(self.config, self.mesh, self.data, resumed_step=self.resumed_step)
-        return [*facts, *self.data.report_lines(), *(f"pipeline {line}" for line in stages), *initial]
+        return [*facts, self.shards.line, *self.data.report_lines(), *(f"pipeline {line}" for line in stages), *initial]
 
     def _write_loss_curve(self, evaluation: AnyEvaluation | None) -> None:
         if self.mesh.is_first_rank and self.run.metrics.stat().st_size:
             # An encoder's loss has a second term, which the unigram entropy does not bound.
             entropy = evaluation.unigram_entropy if isinstance(evaluation, Evaluation) else None
-            write_loss_curve(self.run.metrics, self.run.loss_curve, unigram_entropy=entropy)
+            try:
+                write_loss_curve(self.run.metrics, self.run.loss_curve, unigram_entropy=entropy)
+            except StorageError as error:
+                _log.warning("no loss curve: %s; the run itself is complete", error)
 
 
 def train(
@@ -258,9 +296,10 @@ def train(
         tasks: evaluates `evaluation.tasks`.
 
     Raises:
-        ConfigError: ranks with different configs, or tasks that cannot be evaluated, on every rank.
+        ConfigError: ranks with different configs, code or libraries, or tasks that cannot be evaluated, on every rank.
         MegalinError: as `RunFolder` and `TrainingLoop` do, on every rank.
     """
+    check_same_start()
     _check_same_config(config)  # before the mesh: with different axes, ranks would wait in different groups
     check_tasks(config, tasks)
     mesh = Mesh(config.parallel, device)
@@ -269,22 +308,16 @@ def train(
         if run.previous_owner is not None:
             event_log.write("taken over", f"from {run.previous_owner}, which ended without closing the folder")
         loop = TrainingLoop(config, mesh, run, event_log, hooks, tasks)
-        run.keep()
-        run.write_text(run.config, dumps(config))
-        run.write_json(run.environment, environment(mesh))
-        event_log.begin(loop.resumed_step, f"on {torch.distributed.get_world_size()} x {device_name(device)}")
         with closing(loop.engine):
             return loop.train()
 
 
-def _make_engine(config: RunConfig, mesh: Mesh, run: RunFolder, hooks: Sequence[UpdateHook]) -> Engine:
+def _make_engine(config: RunConfig, mesh: Mesh, hooks: Sequence[UpdateHook]) -> Engine:
     if config.train.engine == "fsdp2":
         return FullyShardedEngine(config, mesh, hooks)
     from megalin.train.deepspeed_engine import DeepSpeedEngine  # imports a library that other runs do not need
 
-    engine = DeepSpeedEngine(config, mesh, hooks)
-    run.write_json(run.deepspeed, engine.settings)
-    return engine
+    return DeepSpeedEngine(config, mesh, hooks)
 
 
 def _check_same_config(config: RunConfig) -> None:

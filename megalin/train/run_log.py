@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 
 import torch.distributed as dist
 
+from megalin.errors import StorageError
 from megalin.ops.dispatch import backend
-from megalin.parallel.collectives import gather_objects
+from megalin.parallel.agreement import on_every_rank
 from megalin.parallel.mesh import Mesh
 from megalin.train.build import TrainedModel
 from megalin.train.config import RunConfig
@@ -17,9 +20,13 @@ from megalin.train.hardware import peak_flops_per_second, peak_memory_bytes
 from megalin.train.in_flight import FinishedStep
 from megalin.train.ledger import Ledger
 from megalin.train.metrics import Metrics
+from megalin.train.prometheus import Prometheus
 from megalin.train.run_folder import RunFolder
+from megalin.train.start_lines import mixer_types
 from megalin.train.tasks import task_lines, task_metrics
 from megalin.train.validation import AnyEvaluation
+
+_log = logging.getLogger(__name__)
 
 
 class RunLog:
@@ -37,10 +44,25 @@ class RunLog:
         self._metrics.print_line(line)
 
     def write_kernels(self) -> None:
-        """Logs the implementation of each op so far and the reason for it; a collective."""
-        used = dict(item for each in gather_objects(backend.used(), self._mesh.pp.group) for item in each.items())
+        """Logs the implementation of each op so far and the reason for it, and a warning if ranks chose different ones;
+        a collective."""
+        used: dict[str, backend.Choice] = {}
+        for rank, choices in enumerate(on_every_rank(backend.used, dict[str, backend.Choice])):
+            for op, own in choices.items():
+                choice = used.setdefault(op, own)
+                if choice.backend != own.backend and dist.get_rank() == 0:
+                    _log.warning(
+                        "%s: rank %d uses %s (%s), lower ranks %s (%s); their rounding and speed may differ",
+                        op,
+                        rank,
+                        *own,
+                        *choice,
+                    )
         self.print_line("kernels: " + ", ".join(f"{op} {choice.backend}" for op, choice in used.items()))
-        self._run.write_json(self._run.kernels, {op: choice._asdict() for op, choice in used.items()})
+        try:
+            self._run.write_json(self._run.kernels, {op: choice._asdict() for op, choice in used.items()})
+        except StorageError as error:  # raised on rank 0 alone; training does not depend on it
+            _log.warning("%s", error)
 
     def write(self, finished: FinishedStep, evaluation: AnyEvaluation | None, tasks: dict[str, float]) -> None:
         """Logs a step, the evaluation after it, if there is one, and the results of tasks, if there are some."""
@@ -51,6 +73,10 @@ class RunLog:
             self.print_line(f"step {finished.step}  {line}")
         self._ledger.write(finished.step, finished.launched.digest)
 
+    def sync(self) -> None:
+        """Flushes the ledger to the disk, before a checkpoint."""
+        self._ledger.sync()
+
 
 @contextmanager
 def open_run_log(
@@ -59,18 +85,22 @@ def open_run_log(
     """Opens the files of the log, without the lines of steps after `resumed_step`, and closes them at the end.
 
     Raises:
-        StorageError, ConfigError: as `Metrics` and `Ledger` do, on every rank.
+        StorageError, ConfigError, DataError: as `Metrics` and `Ledger` do, on every rank.
     """
+    logging, types = config.logging, mixer_types(config.model)
+    prometheus = partial(Prometheus, run.path, logging, total_steps=config.train.steps, model="-".join(types))
     metrics = Metrics(
         run.path,
         total_steps=config.train.steps,
         resumed_step=resumed_step,
         log_interval=config.train.log_every_steps,
         event_log=event_log,
-        wandb_project=config.logging.wandb_project,
+        wandb_project=logging.wandb_project,
         wandb_config=config.model_dump(mode="json"),
+        prometheus=prometheus if logging.prometheus_file or logging.prometheus_port is not None else None,
     )
-    with metrics, closing(Ledger(run.ledger, resumed_step=resumed_step)) as ledger:
+    is_branch = config.train.branch_from is not None
+    with metrics, closing(Ledger(run.ledger, resumed_step=resumed_step, is_branch=is_branch)) as ledger:
         yield RunLog(config, mesh, run, model, metrics, ledger)
 
 

@@ -9,9 +9,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megalin.data.shards.inspection import ShardSummary, inspect_shard, validate_shard
+from megalin.data.shards.indexed_dataset import manifest_path
+from megalin.data.shards.inspection import ShardSummary, digest_shard, inspect_shard, validate_shard
 from megalin.data.tokenizers.tokenizer import load_tokenizer
 from megalin.errors import ConfigError
+from megalin.terminal_output import terminal
 
 
 def run(args: argparse.Namespace) -> int:
@@ -26,12 +28,15 @@ def run(args: argparse.Namespace) -> int:
         if vocab_size is None or vocab_size < 1:
             raise ConfigError("--validate needs --vocab-size V of at least 1, or --tokenizer-model")
         validate_shard(args.prefix, vocab_size=vocab_size)
+    stored = digest_shard(args.prefix) if args.digest else None
     summary = inspect_shard(args.prefix, tokenizer)
     if args.json:
         lengths = summary.lengths and summary.lengths._asdict()
-        print(json.dumps({**summary._asdict(), "lengths": lengths, "validated": args.validate}))
+        print(json.dumps({**summary._asdict(), "lengths": lengths, "validated": args.validate, "digests": stored}))
     else:
         _print(summary)
+        if stored is not None:
+            print(f"digests of all bytes: {stored}, {manifest_path(args.prefix)}")
         if args.validate:
             print(f"all {summary.tokens} token ids are below {vocab_size}")
     return 0
@@ -50,4 +55,4 @@ def _print(summary: ShardSummary) -> None:
             # Text, not markup: a corpus may contain brackets, and control characters must not reach the terminal.
             shown = value if name != "first_text" else "".join(c if c.isprintable() else repr(c)[1:-1] for c in value)
             table.add_row(name, Text(str(shown), overflow="fold"))
-    Console().print(table)
+    Console(file=terminal()).print(table)

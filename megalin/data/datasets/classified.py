@@ -13,7 +13,8 @@ import torch
 from megalin.data.batch import EncoderBatch
 from megalin.data.config import ClassificationConfig, DataConfig, SplitName
 from megalin.data.datasets.documents import SplitDocuments, find_documents
-from megalin.data.datasets.token import mask_digests, open_parts, too_short
+from megalin.data.datasets.token import open_parts, too_short
+from megalin.data.shards.indexed_dataset import Shard
 from megalin.data.shards.label_mask import label_mask_path
 from megalin.errors import DataError
 
@@ -122,9 +123,10 @@ class ClassifiedDataset:
             sample_ids=torch.from_numpy(samples.copy()),
         )
 
-    def label_mask_digests(self) -> list[str | None]:
-        """sha256 of each shard's label mask. Raises DataError for a file that fails or shrank."""
-        return mask_digests(self._documents.shards)
+    @property
+    def shards(self) -> list[Shard]:
+        """The open shards."""
+        return self._documents.shards
 
     def close(self) -> None:
         """Closes the shards."""

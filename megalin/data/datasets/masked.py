@@ -148,6 +148,11 @@ class MaskedDataset:
         fields = [torch.from_numpy(np.stack(field)) for field in zip(*masked, strict=True)]
         return EncoderBatch(*[*fields, torch.tensor(labels), torch.from_numpy(samples.copy())])
 
+    @property
+    def shards(self) -> list[Shard]:
+        """The open shards."""
+        return self._documents.shards
+
     def close(self) -> None:
         """Closes the shards."""
         for shard in self._documents.shards:

@@ -100,6 +100,11 @@ class MegatronDataset:
         windows, pieces = zip(*(self.window(int(sample)) for sample in samples), strict=True)
         return pack(np.stack(windows), np.stack(pieces), samples.copy(), isolate_documents=self._isolate_documents)
 
+    @property
+    def shards(self) -> list[Shard]:
+        """The open shard."""
+        return [self._shard]
+
     def close(self) -> None:
         """Closes the shard."""
         self._shard.close()

@@ -15,7 +15,7 @@ import torch
 from megalin._index import count_rows, pack_window
 from megalin.data.batch import Batch
 from megalin.data.config import DataConfig, SplitName
-from megalin.data.datasets.token import mask_digests, open_parts, too_short
+from megalin.data.datasets.token import open_parts, too_short
 from megalin.data.shards.indexed_dataset import Shard
 from megalin.errors import DataError
 from megalin.parallel.cross_entropy import IGNORED_LABEL
@@ -197,9 +197,10 @@ class PackedDataset:
             counts,
         )
 
-    def label_mask_digests(self) -> list[str | None]:
-        """sha256 of each shard's label mask, None without one. Raises DataError for a file that fails or shrank."""
-        return mask_digests(part.shard for part in self._parts)
+    @property
+    def shards(self) -> list[Shard]:
+        """The open shards."""
+        return [part.shard for part in self._parts]
 
     def close(self) -> None:
         """Closes the shards."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple, Self
 
@@ -142,9 +142,10 @@ class TokenDataset:
         ids, pieces, label_masks = (np.stack(field) for field in zip(*windows, strict=True))
         return pack(ids, pieces, samples.copy(), isolate_documents=self._isolate_documents, label_masks=label_masks)
 
-    def label_mask_digests(self) -> list[str | None]:
-        """sha256 of each shard's label mask, None without one. Raises DataError for a file that fails or shrank."""
-        return mask_digests(segment.shard for segment in self._segments)
+    @property
+    def shards(self) -> list[Shard]:
+        """The open shards."""
+        return [segment.shard for segment in self._segments]
 
     def close(self) -> None:
         """Closes the shards."""
@@ -218,11 +219,6 @@ def refuse_label_masks(parts: Sequence[tuple[Shard, int, int]], setting: str) ->
             )
 
 
-def mask_digests(shards: Iterable[Shard]) -> list[str | None]:
-    """sha256 of each shard's label mask, None without one. Raises DataError for a file that fails or shrank."""
-    return [None if shard.label_mask is None else shard.label_mask.digest() for shard in shards]
-
-
 def too_short(config: DataConfig, split: SplitName, paths: Sequence[str], *, num_tokens: int) -> DataError:
     """Error for a split of `num_tokens` without a sample of T + 1 ids."""
     names = ", ".join(paths)
@@ -263,8 +259,9 @@ def _check_manifest(shard: Shard, tokenizer: str | None, digest: str | None) -> 
             manifest.label_tokens,
             label_mask_path(shard.prefix),
         )
-    if manifest is not None and digest is not None and manifest.digest != digest:
+    made_by = None if manifest is None else manifest.tokenizer
+    if made_by is not None and digest is not None and made_by.digest != digest:
         raise DataError(
-            f"{shard.prefix}: made by the tokenizer with sha256 {manifest.digest}, but data.tokenizer = {tokenizer} "
+            f"{shard.prefix}: made by the tokenizer with sha256 {made_by.digest}, but data.tokenizer = {tokenizer} "
             f"has {digest}; use the one that made the shard"
         )

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import mmap
+import io
 import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from megalin._index import check_documents
+from megalin.data.shards.digests import HashedFile
 from megalin.errors import DataError
+from megalin.files import read_into, read_range
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -37,7 +39,7 @@ _BLOCK_ENTRIES = 1 << 20  # entries of the .idx written at a time, to bound the 
 
 
 class IndexArrays(NamedTuple):
-    """Content of an `.idx` file of N sequences in D - 1 documents, memory-mapped."""
+    """Content of an `.idx` file of N sequences in D - 1 documents, in memory."""
 
     dtype: np.dtype[Any]
     """Dtype of the tokens."""
@@ -47,16 +49,21 @@ class IndexArrays(NamedTuple):
     """[N] byte offset of each sequence in the .bin."""
     documents: npt.NDArray[np.int64]
     """[D] entry k is the first sequence of document k, the last entry is N."""
+    content: npt.NDArray[np.uint8]
+    """[bytes] the whole file, which the other arrays are views of."""
 
 
-def read_index(path: Path, descriptor: int) -> IndexArrays:
-    """Maps the open `.idx` file of `path`; checks all but the lengths and pointers.
+def read_index(path: Path, file: io.FileIO) -> IndexArrays:
+    """Reads the open `.idx` file of `path`; checks all but the lengths and pointers.
+
+    Not memory-mapped: a mapped file that shrinks kills the process.
 
     Raises:
-        DataError: truncated, corrupt, or of another format; the message names the file, expected and found.
+        DataError: truncated, corrupt, of another format or too large for the memory; the message names the file,
+            expected and found.
     """
-    size = os.fstat(descriptor).st_size
-    header = os.pread(descriptor, _HEADER.size, 0)
+    size = os.fstat(file.fileno()).st_size
+    header = read_range(file, path, 0, min(_HEADER.size, size), file_bytes=size)
     if header.startswith(_OTHER_MAGIC):
         raise DataError(f"{path}: a TNTIDX (fairseq, lazy or cached) index; convert it to the MMIDIDX format first")
     if len(header) < _HEADER.size:
@@ -80,15 +87,25 @@ def read_index(path: Path, descriptor: int) -> IndexArrays:
         refuse(path, f"at most {MAX_SEQUENCES} sequences", str(num_sequences))
     if num_entries < 1:
         refuse(path, "at least one document entry", "none")
-    mapped = mmap.mmap(descriptor, size, access=mmap.ACCESS_READ)
+    content = _read_whole(path, file, size)
     offset = _HEADER.size
-    lengths = np.frombuffer(mapped, "<i4", num_sequences, offset)
+    lengths = np.frombuffer(content, "<i4", num_sequences, offset)
     offset += 4 * num_sequences
-    pointers = np.frombuffer(mapped, "<i8", num_sequences, offset)
+    pointers = np.frombuffer(content, "<i8", num_sequences, offset)
     offset += 8 * num_sequences
-    documents = np.frombuffer(mapped, "<i8", num_entries, offset)
+    documents = np.frombuffer(content, "<i8", num_entries, offset)
     _check_documents(path, documents, num_sequences)
-    return IndexArrays(TOKEN_DTYPES[code], lengths, pointers, documents)
+    return IndexArrays(TOKEN_DTYPES[code], lengths, pointers, documents, content)
+
+
+def _read_whole(path: Path, file: io.FileIO, size: int) -> npt.NDArray[np.uint8]:
+    try:
+        content = np.empty(size, np.uint8)
+    except MemoryError:
+        refuse(path, "an index that fits into memory", f"{size} bytes")
+    read_into(file, path, content.data, 0, file_bytes=size)
+    content.flags.writeable = False
+    return content
 
 
 def _check_documents(path: Path, documents: npt.NDArray[np.int64], num_sequences: int) -> None:
@@ -102,7 +119,7 @@ def _check_documents(path: Path, documents: npt.NDArray[np.int64], num_sequences
 
 
 def write_index(
-    idx: BinaryIO,
+    idx: HashedFile,
     dtype: np.dtype[Any],
     lengths: Sequence[npt.NDArray[Any]],
     documents: Sequence[tuple[npt.NDArray[np.int64], int]],

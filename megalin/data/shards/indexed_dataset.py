@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megalin._index import check_lengths
+from megalin.data.shards.digests import BLOCK_BYTES, BlockHasher, HashedFile
 from megalin.data.shards.index_file import TOKEN_DTYPES, read_index, refuse, write_index
 from megalin.data.shards.label_mask import LabelMask, LabelMaskWriter, has_label_mask, remove_label_mask
 from megalin.errors import DataError, StorageError
@@ -31,7 +32,6 @@ from megalin.files import (
 
 # Megatron's writer leaves 36 values of uint16 free; readers trust the header, so this rule is the writer's alone.
 _UINT16_VOCABULARY = 65500
-_DIGEST_BYTES = 1 << 22
 
 TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.int32]
 
@@ -57,7 +57,7 @@ def manifest_path(prefix: str | Path) -> Path:
 
 
 class Shard:
-    """A validated shard of N sequences in D - 1 documents; tokens are read on demand, the index stays mapped.
+    """A validated shard of N sequences in D - 1 documents; tokens are read on demand, the index is in memory.
 
     Attributes:
         prefix: the path without `.bin` and `.idx`.
@@ -82,7 +82,8 @@ class Shard:
         self._bin = open_input(self._bin_path, remedy=remedy)
         try:
             with open_input(idx_path(prefix), remedy=remedy) as idx:
-                self.dtype, self.lengths, self.pointers, self.documents = read_index(idx_path(prefix), idx.fileno())
+                index = read_index(idx_path(prefix), idx)
+            self.dtype, self.lengths, self.pointers, self.documents, self._index = index
             self._check_lengths()
             if vocab_size is not None and self.dtype.itemsize == 2 and vocab_size > 2**16:
                 refuse(idx_path(prefix), f"a dtype that holds {vocab_size} token ids", self.dtype.name)
@@ -138,7 +139,7 @@ class Shard:
             self._bin_path,
             position * itemsize,
             count * itemsize,
-            file_bytes=self.num_tokens * itemsize,
+            file_bytes=self.bin_bytes,
         )
         return np.frombuffer(data, self.dtype)
 
@@ -173,7 +174,7 @@ class Shard:
             self._bin_path,
             (positions * itemsize).tolist(),
             (counts * itemsize).tolist(),
-            file_bytes=self.num_tokens * itemsize,
+            file_bytes=self.bin_bytes,
         )
         tokens = np.frombuffer(data, self.dtype)
         if tokens.size and (int(tokens.max()) >= vocab_size or int(tokens.min()) < 0):
@@ -182,6 +183,22 @@ class Shard:
         if self.label_mask is None:
             return tokens, np.ones(tokens.size, np.bool_)
         return tokens, self.label_mask.read_ranges(positions, counts)
+
+    @property
+    def bin_bytes(self) -> int:
+        """Size of the .bin."""
+        return self.num_tokens * self.dtype.itemsize
+
+    def index_digest(self) -> str:
+        """sha256, in hex, of the .idx as it was read on open."""
+        return hashlib.sha256(self._index.data).hexdigest()
+
+    def block_digest(self, number: int) -> str:
+        """sha256, in hex, of a block of the .bin (`digests.BLOCK_BYTES`). Raises DataError as `read`."""
+        start = number * BLOCK_BYTES
+        size = min(BLOCK_BYTES, self.bin_bytes - start)
+        data = read_range(self._bin, self._bin_path, start, size, file_bytes=self.bin_bytes)
+        return hashlib.sha256(data).hexdigest()
 
     def read_label_mask(self, position: int, count: int) -> npt.NDArray[np.bool_]:
         """Reads whether tokens [position, position + count) count as labels, [count]; all do without a mask."""
@@ -202,14 +219,9 @@ class Shard:
         self.close()
 
 
-def digest(prefix: str | Path) -> str:
-    """sha256, in hex, of the bytes of the .idx followed by those of the .bin. Raises DataError."""
-    state = hashlib.sha256()
-    for path in (idx_path(prefix), bin_path(prefix)):
-        with open_input(path, remedy="give the prefix of a shard, without .bin or .idx") as file:
-            while block := file.read(_DIGEST_BYTES):
-                state.update(block)
-    return state.hexdigest()
+def write_manifest(prefix: str | Path, manifest: Mapping[str, Any]) -> None:
+    """Replaces the manifest of the shard `prefix`. Raises StorageError."""
+    write_text(manifest_path(prefix), json.dumps(manifest, indent=2) + "\n")
 
 
 def publish_shard(
@@ -220,20 +232,25 @@ def publish_shard(
     documents: Sequence[tuple[npt.NDArray[np.int64], int]],
     manifest: Mapping[str, Any] | None,
     label_mask: LabelMaskWriter | None = None,
+    blocks: BlockHasher | None = None,
 ) -> None:
     """Publishes the temporary .bin `tokens`, mask, manifest and .idx durably under their names, the .idx last.
+
+    The manifest holds the counts, the digests of .bin and .idx, and the entries of `manifest`.
 
     Args:
         lengths: of the whole shard, in pieces that may be mapped: a few MiB are copied at a time.
         documents: the document index likewise, each piece with an offset that is added to it.
+        blocks: has hashed `tokens`; without it there is no manifest.
 
     Raises:
         StorageError: the disk is full or fails; then no .idx has the name.
     """
     path = idx_path(prefix)
     with open_temporary(path) as idx:
+        hashed = HashedFile(idx)
         with storage_errors(path):
-            write_index(idx, dtype, lengths, documents)
+            write_index(hashed, dtype, lengths, documents)
             # An older shard of this name must not pair its index with the new tokens, not even for a moment.
             path.unlink(missing_ok=True)
             manifest_path(prefix).unlink(missing_ok=True)
@@ -241,8 +258,16 @@ def publish_shard(
         publish(tokens, bin_path(prefix))
         if label_mask is not None:
             label_mask.publish()
-        if manifest is not None:
-            write_text(manifest_path(prefix), json.dumps(manifest, indent=2) + "\n")
+        if blocks is not None:
+            digests = blocks.digests(hashed.hexdigest())
+            counts = {
+                "documents": sum(len(piece) for piece, _ in documents) - 1,
+                "sequences": sum(len(piece) for piece in lengths),
+                "tokens": digests.bin_bytes // dtype.itemsize,
+                "dtype": dtype.name,
+                **({} if label_mask is None else {"label_tokens": label_mask.label_tokens}),
+            }
+            write_manifest(prefix, {**counts, **(manifest or {}), "digests": digests.entry()})
         publish(idx, path)
 
 
@@ -252,11 +277,14 @@ class ShardWriter:
     Memory: 4 bytes a sequence and 8 a document. As a context manager it discards an unpublished shard.
     """
 
-    def __init__(self, prefix: str | Path, dtype: np.dtype[Any], *, label_mask: bool = False) -> None:
+    def __init__(
+        self, prefix: str | Path, dtype: np.dtype[Any], *, label_mask: bool = False, manifest: bool = True
+    ) -> None:
         """Starts `prefix`.bin under a temporary name; `dtype` is `token_dtype(vocab_size)`.
 
         Args:
             label_mask: write a label mask too.
+            manifest: write a manifest with the counts and digests.
 
         Raises:
             StorageError: the folder cannot be written, or another process is writing this shard.
@@ -267,6 +295,7 @@ class ShardWriter:
         self.num_tokens = 0
         self._lengths = array("i")
         self._documents = array("q", [0])
+        self._blocks = BlockHasher() if manifest else None
         self._bin = open_temporary(bin_path(prefix))
         try:
             self._label_mask = LabelMaskWriter(prefix) if label_mask else None
@@ -312,8 +341,11 @@ class ShardWriter:
                 refuse(path, f"token ids from 0 to {limit} ({self.dtype.name})", str(low if low < 0 else high))
         if values.size > 2**31 - 1:
             refuse(path, "a sequence of fewer than 2^31 tokens", f"one of {values.size}")
+        data = values.astype(self.dtype, copy=False).tobytes()
         with storage_errors(path):
-            self._bin.write(values.astype(self.dtype, copy=False).tobytes())
+            self._bin.write(data)
+        if self._blocks is not None:
+            self._blocks.update(data)
         if self._label_mask is not None:
             self._label_mask.add(np.ones(values.size, np.bool_) if label_mask is None else label_mask)
         self._lengths.append(values.size)
@@ -324,7 +356,10 @@ class ShardWriter:
         self._documents.append(len(self._lengths))
 
     def publish(self, manifest: Mapping[str, Any] | None = None) -> None:
-        """Publishes .bin, mask, `manifest` and .idx durably under their names, the .idx last.
+        """Publishes .bin, mask, manifest and .idx durably under their names, the .idx last.
+
+        Args:
+            manifest: entries of the manifest besides the counts and digests.
 
         Raises:
             StorageError: the disk is full or fails; then no .idx has the name.
@@ -332,7 +367,16 @@ class ShardWriter:
         assert self._documents[-1] == len(self._lengths), "end_document() was not called after the last sequence"
         lengths = np.frombuffer(self._lengths, np.intc) if self._lengths else np.empty(0, np.intc)
         documents = np.frombuffer(self._documents, np.int64)
-        publish_shard(self.prefix, self._bin, self.dtype, [lengths], [(documents, 0)], manifest, self._label_mask)
+        publish_shard(
+            self.prefix,
+            self._bin,
+            self.dtype,
+            [lengths],
+            [(documents, 0)],
+            manifest,
+            self._label_mask,
+            self._blocks,
+        )
         self._bin.close()
 
     def __enter__(self) -> Self:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from megalin.data.shards.indexed_dataset import Shard, digest
+from megalin.data.shards.digests import ShardDigests
+from megalin.data.shards.indexed_dataset import Shard, bin_path, idx_path, write_manifest
+from megalin.data.shards.manifest import read_manifest
+from megalin.data.shards.verification import all_blocks, check_against_manifest, read_blocks
 from megalin.data.tokenizers.tokenizer import Tokenizer
+from megalin.files import open_input
 
 _FIRST_TOKENS = 64
 _SCAN_TOKENS = 1 << 22
+_DIGEST_BYTES = 1 << 22
 
 
 class LengthSummary(NamedTuple):
@@ -87,3 +93,37 @@ def validate_shard(prefix: str | Path, *, vocab_size: int) -> int:
             count = min(_SCAN_TOKENS, shard.num_tokens - position)
             shard.read_checked(position, count, vocab_size=vocab_size)
         return shard.num_tokens
+
+
+def digest_shard(prefix: str | Path) -> Literal["verified", "added"]:
+    """Computes the digests of all bytes of the shard; compares them with its manifest's, or adds them there.
+
+    Raises:
+        DataError: a bad shard, or one that differs from its manifest: file, block and both digests.
+        StorageError: the manifest cannot be written.
+    """
+    with Shard(prefix) as shard:
+        digests = ShardDigests(shard.index_digest(), shard.bin_bytes, {})
+        for block, value in read_blocks([shard], all_blocks([shard])).items():
+            digests.blocks[block.number] = value
+        if check_against_manifest(shard, digests):
+            return "verified"
+        manifest = read_manifest(shard)
+        counts = {
+            "documents": shard.num_documents,
+            "sequences": shard.num_sequences,
+            "tokens": shard.num_tokens,
+            "dtype": shard.dtype.name,
+        }
+        write_manifest(prefix, {**counts, **({} if manifest is None else manifest.entries), "digests": digests.entry()})
+        return "added"
+
+
+def digest(prefix: str | Path) -> str:
+    """sha256, in hex, of the bytes of the .idx followed by those of the .bin. Raises DataError."""
+    state = hashlib.sha256()
+    for path in (idx_path(prefix), bin_path(prefix)):
+        with open_input(path, remedy="give the prefix of a shard, without .bin or .idx") as file:
+            while block := file.read(_DIGEST_BYTES):
+                state.update(block)
+    return state.hexdigest()

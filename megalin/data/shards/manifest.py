@@ -1,27 +1,40 @@
-"""Manifest of a shard: its tokenizer and its label mask, checked against the shard's token count."""
+"""Manifest of a shard: its tokenizer, label mask and digests, checked against the shard's token count."""
 
 from __future__ import annotations
 
 import json
 from typing import Any, NamedTuple
 
+from megalin.data.shards.digests import ShardDigests, parse_digests
 from megalin.data.shards.indexed_dataset import Shard, manifest_path
 from megalin.errors import DataError
 from megalin.files import read_input
 
-_LIMIT_BYTES = 16 << 20
+_LIMIT_BYTES = 64 << 20
+"""Digests take 73 bytes for each 16 MiB of tokens."""
 _REMEDY = "remove it if the shard was replaced, or write the shard again"
+
+
+class ShardTokenizer(NamedTuple):
+    """Tokenizer that made a shard."""
+
+    digest: str
+    """sha256, in hex, of its definition."""
+    entry: dict[str, Any]
+    """Full entry of the manifest, including the digest."""
 
 
 class ShardManifest(NamedTuple):
     """Entries of a manifest that readers use."""
 
-    digest: str
-    """sha256, in hex, of the tokenizer's definition."""
-    tokenizer: dict[str, Any]
-    """Full entry, including the digest."""
+    tokenizer: ShardTokenizer | None
+    """None where it is unknown, as for shards written from token ids."""
     label_tokens: int | None
     """Tokens that count as labels; None: the shard was written without a label mask."""
+    digests: ShardDigests | None
+    """Digests of .bin and .idx as they were written; None in a manifest of an earlier version."""
+    entries: dict[str, Any]
+    """All entries, as in the file."""
 
 
 def read_manifest(shard: Shard) -> ShardManifest | None:
@@ -35,12 +48,14 @@ def read_manifest(shard: Shard) -> ShardManifest | None:
         return None
     data = read_input(path, limit_bytes=_LIMIT_BYTES, remedy=_REMEDY)
     try:
-        manifest = json.loads(data)
-        tokens, tokenizer = manifest["tokens"], dict(manifest["tokenizer"])
-        digest = tokenizer["digest"]
-        label_tokens = None if "label_tokens" not in manifest else int(manifest["label_tokens"])
+        entries = dict(json.loads(data))
+        tokens, tokenizer = entries["tokens"], None
+        if "tokenizer" in entries:
+            tokenizer = ShardTokenizer(str(entries["tokenizer"]["digest"]), dict(entries["tokenizer"]))
+        label_tokens = None if "label_tokens" not in entries else int(entries["label_tokens"])
+        digests = None if "digests" not in entries else parse_digests(entries["digests"])
     except (ValueError, KeyError, TypeError, RecursionError):
         raise DataError(f"{path}: not a manifest of a shard; {_REMEDY}") from None
     if tokens != shard.num_tokens:
         raise DataError(f"{path}: expected {shard.num_tokens} tokens, as in its shard; found {tokens}; {_REMEDY}")
-    return ShardManifest(digest, tokenizer, label_tokens)
+    return ShardManifest(tokenizer, label_tokens, digests, entries)

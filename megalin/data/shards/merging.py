@@ -12,10 +12,11 @@ from typing import IO, Any, BinaryIO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megalin.data.shards.digests import BlockHasher
 from megalin.data.shards.index_file import MAX_SEQUENCES
 from megalin.data.shards.indexed_dataset import Shard, bin_path, manifest_path, publish_shard
 from megalin.data.shards.label_mask import LabelMaskWriter
-from megalin.data.shards.manifest import ShardManifest, read_manifest
+from megalin.data.shards.manifest import ShardTokenizer, read_manifest
 from megalin.errors import ConfigError, DataError
 from megalin.files import open_temporary, storage_errors, temporary_name
 
@@ -42,8 +43,8 @@ class WrittenShard(NamedTuple):
 def merge_shards(prefixes: Sequence[str | Path], output: str | Path) -> WrittenShard:
     """Writes the documents of all shards, in this order, as the shard `output`; the same bytes as Megatron's merge.
 
-    If every shard has a manifest, the new one has too, with the tokenizer and the origin of its documents. If any shard
-    has a label mask, the new one has too; the tokens of shards without one all count as labels.
+    The new manifest holds the digests and the origin of the documents, and the tokenizer if every shard's manifest
+    names it. If any shard has a label mask, the new one has too; the tokens of shards without one all count as labels.
 
     Raises:
         ConfigError: no shard, or one of them is the output.
@@ -117,18 +118,18 @@ def concatenate(
         ExitStack() as discard,
     ):
         discard.callback(temporary_name(path).unlink, missing_ok=True)
-        mask = _mask_writer(output, discard) if label_mask else None
+        mask, blocks = _mask_writer(output, discard) if label_mask else None, BlockHasher()
         documents.write(np.zeros(1, np.int64).data)  # each shard's own index begins with a 0, which is skipped below
         for prefix in prefixes:
             with Shard(prefix) as shard:
                 assert shard.dtype == dtype, (prefix, shard.dtype, dtype)
                 _check_total(sequences + shard.num_sequences, output)
-                _copy(shard, 0, shard.num_tokens, file, path, mask)
+                _copy(shard, 0, shard.num_tokens, file, path, mask, blocks)
                 lengths.write(shard.lengths.data)
                 documents.write((shard.documents[1:] + sequences).data)
                 sequences += shard.num_sequences
         index = _mapped(lengths, np.dtype(np.int32)), _mapped(documents, np.dtype(np.int64))
-        publish_shard(Path(output), file, dtype, [index[0]], [(index[1], 0)], manifest, mask)
+        publish_shard(Path(output), file, dtype, [index[0]], [(index[1], 0)], manifest, mask, blocks)
         discard.pop_all()
 
 
@@ -150,13 +151,23 @@ def _mask_writer(output: str | Path, discard: ExitStack) -> LabelMaskWriter:
     return writer
 
 
-def _copy(shard: Shard, start: int, end: int, file: BinaryIO, path: Path, mask: LabelMaskWriter | None) -> None:
-    """Appends tokens [start, end) of `shard` to `file`, the temporary file of `path`, and their bits to `mask`."""
+def _copy(
+    shard: Shard,
+    start: int,
+    end: int,
+    file: BinaryIO,
+    path: Path,
+    mask: LabelMaskWriter | None,
+    blocks: BlockHasher,
+) -> None:
+    """Appends tokens [start, end) of `shard` to `file`, the temporary file of `path`, and to `blocks`, and their bits
+    to `mask`."""
     for first in range(start, end, _COPY_TOKENS):
         count = min(_COPY_TOKENS, end - first)
         block = shard.read(first, count)
         with storage_errors(path):
             file.write(block.data)
+        blocks.update(block.data)
         if mask is not None:
             mask.add(shard.read_label_mask(first, count))
 
@@ -186,36 +197,34 @@ def _write(parts: Sequence[DocumentRange], output: str | Path) -> WrittenShard:
     ]
     num_documents, tokens = sum(part.end - part.first for part in parts), sum(end - start for start, end in ranges)
     written = WrittenShard(str(output), num_documents, total, tokens)
-    manifest, path = _manifest(parts, written), bin_path(output)
+    manifest, path = _manifest(parts), bin_path(output)
     with open_temporary(path) as file, ExitStack() as discard:
         discard.callback(temporary_name(path).unlink, missing_ok=True)
         masked = any(part.shard.label_mask is not None for part in parts)
-        mask = _mask_writer(output, discard) if masked else None
+        mask, blocks = _mask_writer(output, discard) if masked else None, BlockHasher()
         for part, (start, end) in zip(parts, ranges, strict=True):
-            _copy(part.shard, start, end, file, path, mask)
-        if manifest is not None and mask is not None:
-            manifest["label_tokens"] = mask.label_tokens
-        publish_shard(Path(output), file, parts[0].shard.dtype, lengths, documents, manifest, mask)
+            _copy(part.shard, start, end, file, path, mask, blocks)
+        publish_shard(Path(output), file, parts[0].shard.dtype, lengths, documents, manifest, mask, blocks)
         discard.pop_all()
     return written
 
 
-def _manifest(parts: Sequence[DocumentRange], written: WrittenShard) -> dict[str, Any] | None:
-    """Manifest of the new shard, if all parts have one. Raises DataError where their tokenizers differ."""
-    found: list[ShardManifest] = []
+def _manifest(parts: Sequence[DocumentRange]) -> dict[str, Any]:
+    """Entries of the new shard's manifest: the tokenizer, if those of all parts are known, and the parts.
+
+    Raises:
+        DataError: their tokenizers differ.
+    """
+    entries = {"parts": [[str(part.shard.prefix), part.first, part.end] for part in parts]}
+    found: list[ShardTokenizer] = []
     for part in parts:
         manifest = read_manifest(part.shard)
-        if manifest is None:
-            return None
-        found.append(manifest)
-        if manifest.digest != found[0].digest:
+        if manifest is None or manifest.tokenizer is None:
+            return entries
+        found.append(manifest.tokenizer)
+        if manifest.tokenizer.digest != found[0].digest:
             raise DataError(
-                f"{manifest_path(part.shard.prefix)}: made by the tokenizer with sha256 {manifest.digest}, but "
-                f"{parts[0].shard.prefix} by {found[0].digest}; merge shards of one tokenizer"
+                f"{manifest_path(part.shard.prefix)}: made by the tokenizer with sha256 {manifest.tokenizer.digest}, "
+                f"but {parts[0].shard.prefix} by {found[0].digest}; merge shards of one tokenizer"
             )
-    return {
-        **{name: getattr(written, name) for name in ("documents", "sequences", "tokens")},
-        "dtype": parts[0].shard.dtype.name,
-        "tokenizer": found[0].tokenizer,
-        "parts": [[str(part.shard.prefix), part.first, part.end] for part in parts],
-    }
+    return {"tokenizer": found[0].entry, **entries}

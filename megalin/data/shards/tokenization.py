@@ -239,7 +239,9 @@ def _tokenise(job: _Job, part: CorpusPart, folder: Path, report: ReportProgress)
     supervised = job.prompt_key is not None
     with ExitStack() as stack:
         writers = [
-            stack.enter_context(ShardWriter(_part_prefix(folder, part, column), dtype, label_mask=supervised))
+            stack.enter_context(
+                ShardWriter(_part_prefix(folder, part, column), dtype, label_mask=supervised, manifest=False)
+            )
             for column in range(len(job.keys))
         ]
         prompt_keys = () if job.prompt_key is None else (job.prompt_key,)

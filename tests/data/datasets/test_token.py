@@ -195,7 +195,7 @@ def test_huge_manifest_is_not_read(tmp_path):
     prefix = write_by_hand(tmp_path / "x", [[1] * 9])
     Path(f"{prefix}.manifest.json").touch()
     os.truncate(f"{prefix}.manifest.json", 2**40)
-    with pytest.raises(DataError, match=r"expected at most 16777216 bytes, found 1099511627776"):
+    with pytest.raises(DataError, match=r"expected at most 67108864 bytes, found 1099511627776"):
         TokenDataset.open(_config([prefix]), "train", 257)
 
 

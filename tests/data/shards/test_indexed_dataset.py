@@ -1,5 +1,6 @@
 """The shard format byte for byte, and every kind of invalid shard."""
 
+import errno
 import itertools
 import os
 import random
@@ -13,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalin.data.shards.indexed_dataset import Shard, ShardWriter, digest, token_dtype
+from megalin.data.shards.indexed_dataset import Shard, ShardWriter, token_dtype
+from megalin.data.shards.inspection import digest
 from megalin.errors import DataError, StorageError
 from tests.data.shard_files import index_bytes, write_by_hand
 
@@ -207,7 +209,9 @@ def test_unreadable_file_is_named(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("os.open", deny)
-    with pytest.raises(DataError, match=r"x\.bin: cannot be read by user \d+: Permission denied"):
+    with pytest.raises(
+        DataError, match=r"x\.bin: cannot be read by user \d+ \(mode \d+, owner \d+\): Permission denied"
+    ):
         Shard(prefix)
 
 
@@ -246,14 +250,34 @@ def test_bin_that_shrinks_while_open_is_an_error_not_a_crash(tmp_path):
             shard.read(0, 8)
 
 
-def test_failing_read_names_file_and_byte(tmp_path, monkeypatch):
-    def fail(*_):
-        raise OSError(5, "Input/output error")
+@pytest.mark.parametrize(
+    ("number", "tries", "message"),
+    [
+        (errno.EIO, 3, r"x\.bin: cannot be read at byte 4, 3 times: Input/output error"),
+        (errno.EBADF, 1, r"x\.bin: cannot be read at byte 4: Bad file descriptor"),
+    ],
+)
+def test_failing_read_names_file_and_byte(tmp_path, monkeypatch, number, tries, message):
+    calls = []
 
+    def fail(*arguments):
+        calls.append(arguments)
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("megalin.files._RETRY_SECONDS", (0, 0))
     with Shard(write_by_hand(tmp_path / "x", SEQUENCES)) as shard:
         monkeypatch.setattr("os.preadv", fail)
-        with pytest.raises(DataError, match=r"x\.bin: cannot be read at byte 4: Input/output error"):
+        with pytest.raises(DataError, match=message):
             shard.read(2, 1)
+    assert len(calls) == tries
+
+
+def test_index_that_shrinks_while_open_stays_readable(tmp_path):
+    """A memory-mapped index would end this process with SIGBUS."""
+    with Shard(write_by_hand(tmp_path / "x", SEQUENCES)) as shard:
+        lengths = [len(sequence) for sequence in SEQUENCES]
+        os.truncate(tmp_path / "x.idx", 0)
+        assert shard.lengths.tolist() == lengths
 
 
 def test_flipped_bits_of_an_index_are_refused(tmp_path):
@@ -365,4 +389,4 @@ def test_killed_writer_leaves_no_index_and_can_be_run_again(tmp_path):
     with pytest.raises(DataError, match="no such file"):
         Shard(tmp_path / "x")
     assert Shard(_write(tmp_path / "x")).num_tokens == 8
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["x.bin", "x.idx"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["x.bin", "x.idx", "x.manifest.json"]

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalin.data.shards.indexed_dataset import ShardWriter, digest
-from megalin.data.shards.inspection import LengthSummary, inspect_shard, validate_shard
+from megalin.data.shards.indexed_dataset import ShardWriter
+from megalin.data.shards.inspection import LengthSummary, digest, inspect_shard, validate_shard
 from megalin.data.tokenizers.tokenizer import ByteTokenizer
 from megalin.errors import DataError
 from tests.data.shard_files import mask_bytes, write_by_hand

@@ -120,7 +120,7 @@ def test_rewriting_without_a_mask_removes_the_old_one(tmp_path):
         writer.end_document()
         writer.publish()
     assert Shard(tmp_path / "x").label_mask is None
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx", "x.manifest.json"]
 
 
 def test_tokens_of_a_shard_named_like_a_mask_are_not_removed(tmp_path):

@@ -110,7 +110,7 @@ def test_shards_without_masks_give_none(shards: list[Path], tmp_path: Path):
     assert not list(tmp_path.glob("*.mask.bin"))
 
 
-def test_manifest_follows_where_all_have_one(shards: list[Path], tmp_path: Path):
+def test_manifest_has_the_tokenizer_where_all_have_one(shards: list[Path], tmp_path: Path):
     for prefix, tokens in ((shards[0], 6), (shards[2], 1)):
         _manifest(prefix, "d1", tokens)
     merge_shards([shards[0], shards[2]], tmp_path / "known")
@@ -122,7 +122,7 @@ def test_manifest_follows_where_all_have_one(shards: list[Path], tmp_path: Path)
     merge_shards([shards[0], shards[2]], tmp_path / "masked")
     assert json.loads((tmp_path / "masked.manifest.json").read_text()) == manifest | {"label_tokens": 6}
     merge_shards([shards[0], shards[3]], tmp_path / "unknown")
-    assert not (tmp_path / "unknown.manifest.json").exists()
+    assert "tokenizer" not in json.loads((tmp_path / "unknown.manifest.json").read_text())
 
 
 def test_other_tokenizer_is_refused_and_nothing_is_left(shards: list[Path], tmp_path: Path):
