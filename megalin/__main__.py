@@ -12,15 +12,18 @@ from collections.abc import Callable
 from megalin.commands.arguments.parser import build_parser
 from megalin.errors import MegalinError
 from megalin.launch import adopt_launcher
+from megalin.terminal_output import escaped_output
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one command and returns the exit code (errors.py). A MegalinError is printed without a traceback."""
-    try:
-        return _command(arguments)
-    except MegalinError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return error.exit_code
+    """Runs one command and returns the exit code (errors.py). A MegalinError is printed without a traceback; control
+    characters of whatever is printed are escaped."""
+    with escaped_output():
+        try:
+            return _command(arguments)
+        except MegalinError as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            return error.exit_code
 
 
 def _command(arguments: list[str] | None) -> int:

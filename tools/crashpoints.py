@@ -92,7 +92,6 @@ def _in_process(target: partial[None]) -> int:
 
 def crash_points(folder: Path, *, code: int | None = None, every: int = 1) -> Found:
     """Tries every `every`-th operation: kills there, or raises OSError with the errno `code`."""
-    logging.getLogger("megalin").setLevel(logging.ERROR)
     folder.mkdir(parents=True)
 
     def prepared(name: str) -> Path:
@@ -120,6 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
     code = None if args.errno is None else getattr(errno, args.errno, None)
     if args.errno is not None and not isinstance(code, int):
         parser.error(f"--errno {args.errno}: no such error; use ENOSPC, EIO or EDQUOT")
+    logging.getLogger("megalin").setLevel(logging.ERROR)  # leftovers and damaged directories are warnings
     with tempfile.TemporaryDirectory() as folder:
         found = crash_points(Path(folder) / "points", code=code)
     good = found.points - found.lost

@@ -57,7 +57,6 @@ def mutate(path: Path, other: Path, kind: str, rng: random.Random) -> None:
 
 def fuzz(folder: Path, *, count: int, seed: int) -> Counter[str]:
     """Damages the newest of two checkpoints `count` times; returns counts of the outcomes."""
-    logging.getLogger("megalin").setLevel(logging.ERROR)
     rng, found = random.Random(seed), Counter[str]()
     before, target = _save(folder, 1), _save(folder, 2)
     good = {path: path.read_bytes() for path in target.iterdir()}
@@ -91,6 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=1000, help="number of mutants (1000)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the mutations (0)")
     args = parser.parse_args(arguments)
+    logging.getLogger("megalin").setLevel(logging.ERROR)  # each mutant is skipped with a warning
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         found = fuzz(Path(folder), count=args.count, seed=args.seed)

@@ -104,7 +104,7 @@ def load(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], *, ignore: Seque
             another shape or dtype, and every file that does not match the index.
     """
     indices: list[Index] = []
-    checks = on_every_rank(partial(_check, checkpoint, tensors, ignore, indices))
+    checks = on_every_rank(partial(_check, checkpoint, tensors, ignore, indices), _Check)
     problems = dict.fromkeys(problem for check in checks for problem in check.problems)
     unused = set.intersection(*(set(check.left_over) for check in checks))
     problems |= dict.fromkeys(checks[0].left_over[name] for name in checks[0].left_over if name in unused)

@@ -1,8 +1,9 @@
 """Atomic saving: a new temporary directory, every file synced, the manifest last, then one rename.
 
-A save runs five object collectives on the default group at any size: a broadcast (whether to start), torch's gather
-and scatter of plans and its gather and broadcast of results. They carry an error of any rank; after one, another
-broadcast sends the free space. Before checkpoints are removed, those that stay are verified (verification.py).
+A save runs five collectives of objects on the default group at any size: rank 0's message (whether to start), torch's
+gather and scatter of plans and its gather and broadcast of results, which torch pickles. They carry an error of any
+rank; after one, another message sends the free space. Before checkpoints are removed, those that stay are verified
+(verification.py).
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def save(
     target = Path(root) / step_directory(step)
     locks: list[FolderLock] = []
     try:
-        temporary = on_rank_zero(partial(_begin, target, locks))
+        temporary = on_rank_zero(partial(_begin, target, locks), Path | None)
         if temporary is not None:
             publish = partial(_publish, temporary, target, step, document)
             _write(tensors, SafetensorsWriter(temporary, publish, file_bytes=file_bytes), temporary)

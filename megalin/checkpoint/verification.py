@@ -6,7 +6,7 @@ import os
 from functools import partial
 from pathlib import Path
 
-from megalin.checkpoint.manifest import Checkpoint, file_problems, read_manifest
+from megalin.checkpoint.manifest import Checkpoint, CheckpointManifest, file_problems, read_manifest
 from megalin.errors import MegalinError
 from megalin.parallel.agreement import on_every_rank, on_rank_zero, rank, world_size
 from megalin.slow_work import slow_work
@@ -18,7 +18,7 @@ _Stamp = list[tuple[str, int, int]]
 def check_directory(directory: Path) -> Checkpoint | str:
     """The checkpoint in a directory, or the reason why it is not valid. A broadcast and an all-gather."""
     try:
-        manifest = on_rank_zero(partial(read_manifest, directory))
+        manifest = on_rank_zero(partial(read_manifest, directory), CheckpointManifest)
         with slow_work(f"verifying {directory}", shown=rank() == 0):
             found = on_every_rank(partial(file_problems, directory, manifest, part=rank(), num_parts=world_size()))
     except MegalinError as error:
@@ -36,7 +36,7 @@ class VerifiedCheckpoints:
     def problem(self, directory: Path) -> str | None:
         """The reason why the checkpoint in `directory` is not valid; None if it is. All ranks call it: one broadcast,
         and where it must be hashed those of `check_directory`."""
-        stamp = on_rank_zero(partial(_stamp, directory))
+        stamp = on_rank_zero(partial(_stamp, directory), _Stamp)
         if stamp and self._stamps.get(directory) == stamp:
             return None
         checked = check_directory(directory)

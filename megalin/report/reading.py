@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import json
 import re
-import tomllib
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any, NamedTuple
 from megalin.checkpoint.manifest import directory_step, read_manifest
 from megalin.errors import CheckpointError, ConfigError
 from megalin.files import open_regular
+from megalin.structured_text import parse_json, parse_toml
 from megalin.train.curves import EVALUATION, finite
 from megalin.train.jsonl import read_records
 from megalin.train.tasks import split_task_metrics
@@ -177,8 +176,8 @@ def _text(path: Path, problems: list[str]) -> str:
 
 def _toml(text: str, problems: list[str]) -> dict[str, Any]:
     try:
-        return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        return parse_toml(text)
+    except ValueError as error:
         problems.append(f"config.toml: not TOML ({error})")
         return {}
 
@@ -187,8 +186,8 @@ def _json(path: Path, problems: list[str]) -> dict[str, Any]:
     if not (text := _text(path, problems)):
         return {}
     try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        values = parse_json(text)
+    except ValueError as error:
         problems.append(f"{path.name}: not JSON ({error})")
         return {}
     if not isinstance(values, dict):

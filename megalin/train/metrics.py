@@ -17,6 +17,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from megalin.errors import MegalinError
 from megalin.parallel.agreement import on_rank_zero
+from megalin.terminal_output import terminal
 from megalin.train.events import EventLog
 from megalin.train.jsonl import AppendedFile, BestEffortWriter, JsonLines
 from megalin.train.prometheus import Prometheus
@@ -75,7 +76,7 @@ class Metrics:
             self._sinks.append(JsonLines(Path(folder) / "metrics.jsonl", resumed_step=resumed_step))
             events = Path(folder) / "tensorboard"
             BestEffortWriter(str(events)).attempt(lambda: self._sinks.append(_Events(events, resumed_step)))
-            self._console = shown_on = console or Console()
+            self._console = shown_on = console or Console(file=terminal())
             if shown_on.is_terminal and not shown_on.is_dumb_terminal:
                 self._sinks.append(LiveView(shown_on, total_steps, resumed_step, event_log))
             else:
@@ -130,7 +131,7 @@ class Metrics:
 
 
 class _Sink(Protocol):
-    def write(self, step: int, values: Mapping[str, float | int], /) -> None: ...
+    def write(self, step: int, values: Mapping[str, float | int], /) -> object: ...
 
     def close(self) -> None: ...
 

@@ -197,13 +197,9 @@ class RunFolder:
             )
         try:
             _check_entries(self.path)
-            if not self.checkpoints.is_dir():
-                self.checkpoints.mkdir()
-                self._created.insert(0, self.checkpoints)
+            self._make(self.checkpoints)
             with contextlib.suppress(OSError):  # without events the run goes on; metrics.py warns
-                if not self.tensorboard.is_dir():
-                    self.tensorboard.mkdir()
-                    self._created.insert(0, self.tensorboard)
+                self._make(self.tensorboard)
             for folder in (self.path, self.checkpoints):
                 with tempfile.TemporaryFile(dir=folder):  # a read-only mount does not show in the permissions
                     pass
@@ -217,6 +213,11 @@ class RunFolder:
             raise StorageError(
                 f"cannot write run folder {self.path}: {error}; choose a folder that you may create and write"
             ) from None
+
+    def _make(self, folder: Path) -> None:
+        if not folder.is_dir():
+            folder.mkdir()
+            self._created.insert(0, folder)
 
 
 def _check_entries(folder: Path) -> None:

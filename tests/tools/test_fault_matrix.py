@@ -74,7 +74,7 @@ def test_a_save_that_first_removes_the_checkpoint_before_is_found(monkeypatch, t
 def test_a_checkpoint_that_is_not_verified_is_found(monkeypatch, tmp_path):
     found = fuzz_checkpoints.fuzz(tmp_path / "good", count=40, seed=0)
     assert found["refused"] + found["unchanged"] == 40
-    monkeypatch.setattr("megalin.checkpoint.load.file_problems", lambda *_, **__: [])
+    monkeypatch.setattr("megalin.checkpoint.verification.file_problems", lambda *_, **__: [])
     found = fuzz_checkpoints.fuzz(tmp_path / "bad", count=40, seed=0)
     assert found["accepted"] > 0
 
