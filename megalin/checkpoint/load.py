@@ -25,6 +25,7 @@ from megalin.checkpoint.storage import SafetensorsReader, header_problems
 from megalin.checkpoint.verification import check_directory
 from megalin.errors import CheckpointError, MegalinError
 from megalin.parallel.agreement import on_every_rank, on_rank_zero, rank, world_size
+from megalin.slow_work import slow_work
 
 _VOCABULARY = "embedding.weight"
 _log = logging.getLogger(__name__)
@@ -111,7 +112,8 @@ def load(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], *, ignore: Seque
         raise CheckpointError(
             f"{checkpoint.path} does not fit the model:\n" + "\n".join(f"  {line}" for line in problems)
         )
-    on_every_rank(partial(_read, checkpoint, tensors, indices[0]))
+    with slow_work(f"loading {checkpoint.path}", shown=rank() == 0):
+        on_every_rank(partial(_read, checkpoint, tensors, indices[0]))
 
 
 class _Check(NamedTuple):

@@ -9,6 +9,7 @@ from pathlib import Path
 from megalin.checkpoint.manifest import Checkpoint, CheckpointManifest, file_problems, read_manifest
 from megalin.errors import MegalinError
 from megalin.parallel.agreement import on_every_rank, on_rank_zero, rank, world_size
+from megalin.slow_work import slow_work
 
 _Stamp = list[tuple[str, int, int]]
 """Name, size and time of change of each file of a directory."""
@@ -18,7 +19,8 @@ def check_directory(directory: Path) -> Checkpoint | str:
     """The checkpoint in a directory, or the reason why it is not valid. A broadcast and an all-gather."""
     try:
         manifest = on_rank_zero(partial(read_manifest, directory), CheckpointManifest)
-        found = on_every_rank(partial(file_problems, directory, manifest, part=rank(), num_parts=world_size()))
+        with slow_work(f"verifying {directory}", shown=rank() == 0):
+            found = on_every_rank(partial(file_problems, directory, manifest, part=rank(), num_parts=world_size()))
     except MegalinError as error:
         found = [[str(error)]]
     reasons = [reason for of_rank in found for reason in of_rank]

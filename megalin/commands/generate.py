@@ -21,7 +21,7 @@ from megalin.errors import ConfigError
 from megalin.files import open_input, open_temporary, publish, storage_errors
 from megalin.generation import Completion, GenerationRun, Sampling, generate_on_mesh, open_for_generation
 from megalin.generation.generate_on_mesh import num_rounds
-from megalin.generation.prompts import Prompt, check_prompts, read_prompts
+from megalin.generation.prompts import Prompt, check_prompts, encode_prompts, read_prompts
 from megalin.generation.sampling import check_sampling
 from megalin.launch import launched
 from megalin.model.build import check_divisions
@@ -66,7 +66,7 @@ def generate_on_ranks(arguments: argparse.Namespace, sampling: Sampling, mesh: M
     steps = selected_steps(arguments.folder, steps_option(arguments))
     first = open_for_generation(arguments.folder, step=steps[0])
     check_divisions(first.model, mesh.tp.size)
-    ids = first.tokenizer.encode_batch([prompt.text for prompt in prompts])
+    ids = encode_prompts(first.tokenizer, [prompt.text for prompt in prompts], special_tokens=arguments.special_tokens)
     check_prompts(prompts, ids, max_tokens=arguments.max_tokens, positions=first.positions)
     runs = chain([first], (open_for_generation(arguments.folder, step=step) for step in steps[1:]))
     total = len(steps) * num_rounds(len(prompts), arguments.batch_size, mesh.samples) * arguments.max_tokens

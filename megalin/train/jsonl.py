@@ -24,10 +24,11 @@ class BestEffortWriter:
         self._name = name
         self._warned = False
 
-    def attempt(self, write: Callable[[], None]) -> None:
-        """Runs `write`; if it raises OSError, its output is lost."""
+    def attempt(self, write: Callable[[], None]) -> bool:
+        """Runs `write`; if it raises OSError, its output is lost and the result False."""
         try:
             write()
+            return True
         except OSError as error:
             if not self._warned:
                 self._warned = True
@@ -36,6 +37,7 @@ class BestEffortWriter:
                     self._name,
                     error.strerror,
                 )
+            return False
 
 
 class AppendedFile:
@@ -46,9 +48,13 @@ class AppendedFile:
         self._writer = BestEffortWriter(str(path))
         self._descriptor = open_append(path)
 
-    def write(self, record: bytes) -> None:
-        """Appends a record; the operating system has it when this returns."""
-        self._writer.attempt(lambda: self._append(record))
+    def write(self, record: bytes) -> bool:
+        """Appends a record; the operating system has it when this returns True."""
+        return self._writer.attempt(lambda: self._append(record))
+
+    def sync(self) -> None:
+        """Flushes the file to the disk."""
+        self._writer.attempt(lambda: os.fsync(self._descriptor))
 
     def _append(self, record: bytes) -> None:
         size = os.fstat(self._descriptor).st_size
@@ -87,15 +93,23 @@ class JsonLines:
                 f"{path}: cannot be written ({error.strerror}); free space, or choose another run folder"
             ) from None
 
-    def write(self, step: int, values: Mapping[str, float | int | str]) -> None:
-        """Appends a line; a number that is not finite becomes null, with `<name>_nonfinite` added."""
+    def write(self, step: int, values: Mapping[str, float | int | str]) -> bool:
+        """Appends a line; a number that is not finite becomes null, with `<name>_nonfinite` added.
+
+        Returns:
+            False if the file cannot be written, as on a full disk.
+        """
         line: dict[str, float | int | str | None] = {"step": step}
         for name, value in values.items():
             if isinstance(value, str) or math.isfinite(value):
                 line[name] = value
             else:
                 line[name], line[f"{name}_nonfinite"] = None, repr(float(value))
-        self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+        return self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+
+    def sync(self) -> None:
+        """Flushes the file to the disk."""
+        self._file.sync()
 
     def close(self) -> None:
         """Closes the file."""

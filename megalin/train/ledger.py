@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -12,11 +14,13 @@ from torch import Tensor
 from megalin.errors import DataError
 from megalin.files import read_limited
 from megalin.parallel.agreement import on_rank_zero
-from megalin.train.jsonl import JsonLines
+from megalin.train.jsonl import JsonLines, read_records
 
 _LIMIT_BYTES = 4 << 30
 LEDGER_NAME = "ledger.jsonl"
 """Name of the file in the run folder."""
+
+_log = logging.getLogger(__name__)
 
 
 class Ledger:
@@ -24,27 +28,65 @@ class Ledger:
 
     A step's digest is the sum, modulo 2^64 in each half, of a hash of each sample's place in the step and its token
     ids: it does not depend on the mesh, the micro-batches or the threads. Lines of an earlier process beyond
-    `resumed_step` are removed.
+    `resumed_step` are removed. Lines that a full disk did not take are written as soon as it does.
     """
 
-    def __init__(self, path: Path, *, resumed_step: int) -> None:
-        """Opens the file on rank 0; every rank creates one (one broadcast). Raises StorageError on every rank."""
-        self._file: JsonLines | None = None
-        on_rank_zero(lambda: self._open(path, resumed_step))
+    def __init__(self, path: Path, *, resumed_step: int, is_branch: bool = False) -> None:
+        """Opens the file on rank 0; every rank creates one (one broadcast).
 
-    def _open(self, path: Path, resumed_step: int) -> None:
+        Args:
+            is_branch: the first `resumed_step` steps may be another run's.
+
+        Raises:
+            StorageError: on every rank, if the file cannot be opened.
+            DataError: on every rank, if lines of finished steps are missing.
+        """
+        self._file: JsonLines | None = None
+        self._waiting: deque[tuple[int, str]] = deque()
+        on_rank_zero(lambda: self._open(path, resumed_step, is_branch))
+
+    def _open(self, path: Path, resumed_step: int, is_branch: bool) -> None:
+        if path.exists():
+            _check_complete(path, resumed_step)
+        elif resumed_step and not is_branch:
+            _log.warning("%s: missing; the run continues with a new one, from step %d on", path, resumed_step + 1)
         self._file = JsonLines(path, resumed_step=resumed_step)
 
     def write(self, step: int, digest: Tensor) -> None:
         """Appends the line of `step`, whose digest is [2] int64; does nothing on ranks other than 0."""
         if self._file is not None:
-            halves = [f"{half % 2**64:016x}" for half in digest.tolist()]
-            self._file.write(step, {"digest": "".join(halves)})
+            self._waiting.append((step, "".join(f"{half % 2**64:016x}" for half in digest.tolist())))
+            while self._waiting and self._file.write(self._waiting[0][0], {"digest": self._waiting[0][1]}):
+                self._waiting.popleft()
+
+    def sync(self) -> None:
+        """Flushes the lines to the disk, before a checkpoint of their steps is saved."""
+        if self._file is not None:
+            self._file.sync()
 
     def close(self) -> None:
         """Closes the file."""
         if self._file is not None:
             self._file.close()
+
+
+def _check_complete(path: Path, resumed_step: int) -> None:
+    """Checks that the ledger has every step from its first one to `resumed_step`.
+
+    Raises:
+        DataError: steps are missing.
+    """
+    recorded = [record["step"] for record in read_records(path)]
+    if recorded and recorded[0] > resumed_step:  # of a branch that ended before its first checkpoint
+        return
+    known = {*recorded}
+    first = recorded[0] if recorded else 1
+    missing = [step for step in range(first, resumed_step + 1) if step not in known]
+    if missing:
+        raise DataError(
+            f"{path}: {len(missing)} of the {resumed_step} finished steps of the checkpoint are missing, from step "
+            f"{missing[0]} to {missing[-1]}; restore the file, or move it away to continue with a new one"
+        )
 
 
 class LedgerComparison(NamedTuple):

@@ -21,6 +21,7 @@ from megalin.optim.schedule import learning_rate
 from megalin.parallel.agreement import on_every_rank
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.rank_failures import default_rendezvous, report_failed_ranks
+from megalin.slow_work import slow_work
 from megalin.train.config import RunConfig
 from megalin.train.curves import write_loss_curve
 from megalin.train.engine import Engine, FullyShardedEngine
@@ -33,8 +34,9 @@ from megalin.train.pipeline_model import Pipeline
 from megalin.train.preemption import PreemptionHandler
 from megalin.train.resume import checkpoint_state, find_checkpoint, resume
 from megalin.train.run_folder import RunFolder
-from megalin.train.run_log import open_run_log
+from megalin.train.run_log import RunLog, open_run_log
 from megalin.train.shard_check import verify_shards
+from megalin.train.start_checks import check_same_start
 from megalin.train.start_lines import start_lines
 from megalin.train.step_data import DataFailure, Preemption, StepData, StepReader, training_loader
 from megalin.train.tasks import TaskRunner, check_tasks
@@ -91,9 +93,11 @@ class TrainingLoop:
         self.config, self.mesh, self.run, self.event_log, self.tasks = config, mesh, run, event_log, tasks
         self.data: Training
         self.validation: Dataset[Any] | None = None
-        on_every_rank(self._open_data)  # hosts may have different disks
+        with slow_work("opening the data", shown=mesh.is_first_rank):
+            on_every_rank(self._open_data)  # hosts may have different disks
         shards = [*self.data.dataset.shards, *([] if self.validation is None else self.validation.shards)]
-        self.shards = verify_shards(shards, config.data.verify, run.shard_digests)
+        with slow_work("verifying the shards", shown=mesh.is_first_rank):
+            self.shards = verify_shards(shards, config.data.verify, run.shard_digests)
         self.data = self.data._replace(digests=self.shards.records)
         checkpoint = find_checkpoint(run.checkpoints, config, self.data)
         source = find_initial_weights(config, run.checkpoints)
@@ -161,9 +165,9 @@ class TrainingLoop:
                     tasks = self._run_tasks_if_due(finished.step)
                     log.write(finished, evaluation, tasks)
                     if self._is_save_due(finished.step):
-                        self._save(finished.step)
+                        self._save(finished.step, log)
                 if data.stop is not None:
-                    self._stop_early(data.stop, step - 1)
+                    self._stop_early(data.stop, step - 1, log)
                 if step == self.resumed_step + 1:
                     freeze()
         self._write_loss_curve(evaluation)
@@ -235,7 +239,8 @@ class TrainingLoop:
             return {}
         return self.tasks.run(self.model, self.mesh, step=step)
 
-    def _save(self, step: int) -> None:
+    def _save(self, step: int, log: RunLog) -> None:
+        log.sync()
         save(
             self.run.checkpoints,
             step=step,
@@ -246,12 +251,12 @@ class TrainingLoop:
             verified=self._verified,
         )
 
-    def _stop_early(self, stop: DataFailure | Preemption, step: int) -> NoReturn:
+    def _stop_early(self, stop: DataFailure | Preemption, step: int, log: RunLog) -> NoReturn:
         """Ends the run after `step` finished steps; after a SIGTERM they are saved first."""
         if isinstance(stop, DataFailure):
             stop.raise_error()
         if step > self.resumed_step and not self._is_save_due(step):
-            self._save(step)
+            self._save(step, log)
         raise PreemptedError(
             f"SIGTERM after {step} of {self.config.train.steps} steps, all of them saved in {self.run.checkpoints}; "
             "run the same command to continue"
@@ -291,9 +296,10 @@ def train(
         tasks: evaluates `evaluation.tasks`.
 
     Raises:
-        ConfigError: ranks with different configs, or tasks that cannot be evaluated, on every rank.
+        ConfigError: ranks with different configs, code or libraries, or tasks that cannot be evaluated, on every rank.
         MegalinError: as `RunFolder` and `TrainingLoop` do, on every rank.
     """
+    check_same_start()
     _check_same_config(config)  # before the mesh: with different axes, ranks would wait in different groups
     check_tasks(config, tasks)
     mesh = Mesh(config.parallel, device)

@@ -25,6 +25,7 @@ _WRITTEN = frozenset(
     {
         *(CONFIG_NAME, CHECKPOINTS_NAME, LEDGER_NAME, "metrics.jsonl", "incidents.jsonl", "tensorboard", "loss.png"),
         *("environment.json", "kernels.json", "deepspeed.json", "initial_weights.json", "shard_digests.json"),
+        "metrics.prom",
     }
 )
 """Names of the files and folders of a run."""
@@ -203,9 +204,11 @@ class RunFolder:
                 with tempfile.TemporaryFile(dir=folder):  # a read-only mount does not show in the permissions
                     pass
         except StorageError:
+            self._undo(lock)
             self.close()
             raise
         except OSError as error:
+            self._undo(lock)
             self.close()
             raise StorageError(
                 f"cannot write run folder {self.path}: {error}; choose a folder that you may create and write"

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from megalin.errors import StorageError
 from megalin.ops.dispatch import backend
+from megalin.parallel.agreement import on_every_rank
 from megalin.parallel.mesh import Mesh
-from megalin.parallel.messages import gather_values
 from megalin.train.build import TrainedModel
 from megalin.train.config import RunConfig
 from megalin.train.events import EventLog
@@ -44,10 +44,20 @@ class RunLog:
         self._metrics.print_line(line)
 
     def write_kernels(self) -> None:
-        """Logs the implementation of each op so far and the reason for it; a collective."""
-        kind = dict[str, backend.Choice]
-        stages = gather_values(backend.used(), self._mesh.pp.group, kind)
-        used = dict(item for each in stages for item in each.items())
+        """Logs the implementation of each op so far and the reason for it, and a warning if ranks chose different ones;
+        a collective."""
+        used: dict[str, backend.Choice] = {}
+        for rank, choices in enumerate(on_every_rank(backend.used, dict[str, backend.Choice])):
+            for op, own in choices.items():
+                choice = used.setdefault(op, own)
+                if choice.backend != own.backend and dist.get_rank() == 0:
+                    _log.warning(
+                        "%s: rank %d uses %s (%s), lower ranks %s (%s); their rounding and speed may differ",
+                        op,
+                        rank,
+                        *own,
+                        *choice,
+                    )
         self.print_line("kernels: " + ", ".join(f"{op} {choice.backend}" for op, choice in used.items()))
         try:
             self._run.write_json(self._run.kernels, {op: choice._asdict() for op, choice in used.items()})
@@ -63,6 +73,10 @@ class RunLog:
             self.print_line(f"step {finished.step}  {line}")
         self._ledger.write(finished.step, finished.launched.digest)
 
+    def sync(self) -> None:
+        """Flushes the ledger to the disk, before a checkpoint."""
+        self._ledger.sync()
+
 
 @contextmanager
 def open_run_log(
@@ -71,7 +85,7 @@ def open_run_log(
     """Opens the files of the log, without the lines of steps after `resumed_step`, and closes them at the end.
 
     Raises:
-        StorageError, ConfigError: as `Metrics` and `Ledger` do, on every rank.
+        StorageError, ConfigError, DataError: as `Metrics` and `Ledger` do, on every rank.
     """
     logging, types = config.logging, mixer_types(config.model)
     prometheus = partial(Prometheus, run.path, logging, total_steps=config.train.steps, model="-".join(types))
@@ -85,7 +99,8 @@ def open_run_log(
         wandb_config=config.model_dump(mode="json"),
         prometheus=prometheus if logging.prometheus_file or logging.prometheus_port is not None else None,
     )
-    with metrics, closing(Ledger(run.ledger, resumed_step=resumed_step)) as ledger:
+    is_branch = config.train.branch_from is not None
+    with metrics, closing(Ledger(run.ledger, resumed_step=resumed_step, is_branch=is_branch)) as ledger:
         yield RunLog(config, mesh, run, model, metrics, ledger)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from megalin.train.run_folder import RunFolder
 
-CONFIG, DATA, CHECKPOINT = 2, 3, 4
+CONFIG, DATA, CHECKPOINT, STORAGE = 2, 3, 4, 5
 ENDED = {"pid": 1, "host": "elsewhere", "since": "2026-11-21T10:00:00+00:00"}
 
 
@@ -64,6 +64,7 @@ MEGATRON = ["data.order=megatron", "data.packing=concatenate"]
         pytest.param(CHECKPOINT, None, ["model.hidden_size=24"], id="other model"),
         pytest.param(CHECKPOINT, None, ["train.steps=6"], id="finished steps beyond the end"),
         pytest.param(CHECKPOINT, None, [], id="damaged checkpoints"),
+        pytest.param(STORAGE, None, [], id="link among its files"),
     ],
 )
 def test_a_refused_start_leaves_folders_as_they_were(
@@ -72,6 +73,9 @@ def test_a_refused_start_leaves_folders_as_they_were(
     """`code` is the exit code in the folder of an earlier run, `new` in a new one; None where that is no error."""
     for library in ("wandb", "prometheus_client"):
         monkeypatch.setitem(sys.modules, library, None)
+    if request.node.callspec.id == "link among its files":
+        (killed / "loss.png").unlink()
+        (killed / "loss.png").symlink_to(config)
     if request.node.callspec.id == "damaged checkpoints":
         for manifest in killed.glob("checkpoints/*/manifest.json"):
             manifest.unlink()

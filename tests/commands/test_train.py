@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,26 @@ def test_a_model_beyond_the_memory_of_the_host_is_refused_on_a_cpu(config, tmp_p
 
 def _incidents(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "incidents.jsonl").read_text().splitlines()]
+
+
+def test_a_start_shows_the_progress_of_its_slow_work(run, config, monkeypatch):
+    fractions: dict[str, list[float]] = {}
+
+    @contextmanager
+    def record(name, *, shown=True):
+        assert shown
+        yield fractions.setdefault(name, []).append
+
+    for place in ("train.loop", "parallel.initialisation", "checkpoint.verification", "checkpoint.load"):
+        monkeypatch.setattr(f"megalin.{place}.slow_work", record)
+    assert main(["train", str(config), "--folder", str(run)]) == 0
+    newest = run / "checkpoints" / "step-00000012"
+    initialising = "initialising the weights"
+    assert list(fractions) == [
+        *("opening the data", "verifying the shards", f"verifying {newest}", initialising, f"loading {newest}"),
+    ]
+    assert fractions[initialising] == sorted(fractions[initialising])
+    assert fractions[initialising][-1] == pytest.approx(1.0)
 
 
 def test_finished_run_is_reported_as_finished(run, config, capsys):

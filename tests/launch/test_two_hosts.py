@@ -128,6 +128,7 @@ def test_deepspeed_resumes_across_hosts_with_its_engine(hosts, config, run, runs
     assert ledger(run) == ledger(runs / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (BIN / "mpirun").exists(), reason="needs mpich, mpi4py")
 def test_mpirun_resumes_across_hosts(hosts, config, run, runs, tmp_path):
     launch = [BIN / "mpirun", "-launcher", "rsh", "-launcher-exec", RSH, "-hosts", ",".join(hosts.names), "-ppn", "1"]

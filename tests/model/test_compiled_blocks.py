@@ -5,7 +5,6 @@ torch 2.11 silently compiles an in-place collective inside an autograd function 
 
 from __future__ import annotations
 
-from functools import cache
 from unittest.mock import patch
 
 import pytest
@@ -49,36 +48,21 @@ def _gradients(name: str, sequence_parallel: bool, backend: str | None) -> Array
 
 
 BACKENDS = {GLU: "inductor", INPUT_LAYER: "aot_eager"}
-Found = dict[bool, tuple[Arrays, Arrays, int]]
-"""Eager and compiled results and the number of graphs, by sequence parallelism."""
 
 
 @patch.object(collectives, "SYNCHRONOUS_DEVICES", frozenset())  # as on a GPU
-def _run(name: str) -> Found:
-    """Eager and compiled results, without sequence parallelism under OVERLAP_OPTIONS. Both layouts in one process,
-    because the first compilation pays the setup for the other."""
+def _run(name: str, sequence_parallel: bool) -> tuple[Arrays, Arrays, int]:
+    """Eager and compiled results, without sequence parallelism under OVERLAP_OPTIONS, and the number of graphs."""
     config = torch._inductor.config
     config.fx_graph_cache = False  # the keys differ between ranks, so no entry is reused
     config.cpp.simdlen = 1  # generating vectorised code, not tested here, takes half of inductor's time
-    found = {}
-    for sequence_parallel in (False, True):
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        eager = _gradients(name, sequence_parallel, None)
-        compiled = _gradients(name, sequence_parallel, BACKENDS[name])
-        num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        found[sequence_parallel] = eager, compiled, num_graphs
-    return found
-
-
-@cache
-def on_ranks(name: str) -> list[Found]:
-    return run_ranks(2, _run, name, timeout=280.0)
+    eager = _gradients(name, sequence_parallel, None)
+    compiled = _gradients(name, sequence_parallel, BACKENDS[name])
+    return eager, compiled, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def _check(name: str, sequence_parallel: bool) -> None:
-    for found in on_ranks(name):
-        eager, compiled, num_graphs = found[sequence_parallel]
+    for eager, compiled, num_graphs in run_ranks(2, _run, name, sequence_parallel, timeout=280.0):
         assert num_graphs > 0
         assert_close(to_tensors(compiled), to_tensors(eager), 2e-5)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,10 +81,11 @@ PAUSED = ("zero0", "zero1_bf16", "zero3_tp2", "zero3_cp3")
 """Cases that also run with a stop and a resumption in the middle."""
 FAST = ("zero0", "zero1_bf16", "zero3_cp3", "zero2_tp2_cp2")
 """Cases of `make test`: every stage, uneven shards, the other axes, and bf16."""
+FAST_PAUSED = ("zero1_bf16", "zero3_cp3")
 
 
-def marked(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in names]
+def marked(names: Iterable[str], fast: Sequence[str] = FAST) -> list[Any]:
+    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +142,7 @@ def folders(with_slow: bool, config: Path, tmp_path_factory: pytest.TempPathFact
         made[name] = Folders(folder / "deepspeed", shared, folder / "paused")
         overrides, of_world = [*engine_overrides(case.zero, folder), *case.overrides], calls[case.world_size]
         of_world |= {made[name].deepspeed: [overrides], shared: [list(case.overrides)]}
-        if name in PAUSED:
+        if name in (PAUSED if with_slow else FAST_PAUSED):
             of_world[made[name].paused] = [[*overrides, "train.stop_after_steps=2"], overrides]
     for world_size, runs in calls.items():
         run_ranks(world_size, _runs, config, [(folder, item) for folder, items in runs.items() for item in items])
@@ -160,7 +161,7 @@ def test_both_engines_take_the_same_steps(folders, name):
         assert_close(checkpoint_tensors(folders[name].deepspeed), checkpoint_tensors(folders[name].fsdp2), 2e-5)
 
 
-@pytest.mark.parametrize("name", marked(PAUSED))
+@pytest.mark.parametrize("name", marked(PAUSED, FAST_PAUSED))
 def test_a_run_that_paused_ends_with_the_same_bits(folders, name):
     assert_same_end(folders[name].paused, folders[name].deepspeed)
 
@@ -194,8 +195,9 @@ def test_compiled_blocks_take_the_same_steps(config, folders, tmp_path, stage):
     """Stage 3 gathers all weights for each use; by default small ones stay gathered."""
     gathered = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
     overrides = engine_overrides(gathered, tmp_path) if stage == 3 else [ENGINE, "parallel.tp=2", "parallel.zero=1"]
-    kinds_of_blocks = 2
-    assert run_ranks(2, _compiled, config, [(tmp_path / "run", overrides)]) == [kinds_of_blocks] * 2
+    kinds_of_blocks, world_size = 2, 1 if stage == 3 else 2
+    found = run_ranks(world_size, _compiled, config, [(tmp_path / "run", overrides)])
+    assert found == [kinds_of_blocks] * world_size
     expected = folders["zero0"].fsdp2
     assert losses(tmp_path / "run") == pytest.approx(losses(expected), rel=2e-6)
     assert_close(checkpoint_tensors(tmp_path / "run"), checkpoint_tensors(expected), 2e-5)

@@ -1,6 +1,7 @@
 """The ledger of a run: written step by step, truncated on resume, compared, and a full disk."""
 
 import errno
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -68,3 +69,48 @@ def test_full_disk_is_warned_about_once(tmp_path, monkeypatch, caplog):
     ledger.close()
     assert len(caplog.messages) == 1
     assert "cannot be written (No space left on device); training continues, but steps are missing" in caplog.text
+
+
+def test_lines_that_a_full_disk_did_not_take_follow_when_it_does(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    ledger = Ledger(tmp_path / "ledger.jsonl", resumed_step=0)
+    with monkeypatch.context() as patch:
+        patch.setattr("megalin.train.jsonl.os.write", full)
+        ledger.write(1, torch.tensor([1, 1]))
+        ledger.write(2, torch.tensor([2, 2]))
+    ledger.write(3, torch.tensor([3, 3]))
+    assert [line[:10] for line in (tmp_path / "ledger.jsonl").read_text().splitlines()] == [
+        f'{{"step": {step}' for step in (1, 2, 3)
+    ]
+    synced = []
+    monkeypatch.setattr("megalin.train.jsonl.os.fsync", synced.append)
+    ledger.sync()
+    assert len(synced) == 1
+    ledger.close()
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([1, 2, 3], r"1 of the 4 finished steps of the checkpoint are missing, from step 4 to 4; restore the file, or"),
+        ([1, 4], "2 of the 4 .* from step 2 to 3"),
+        ([3], "1 of the 4 .* from step 4 to 4"),
+        ([], "4 of the 4 .* from step 1 to 4"),
+        ([1, 2, 3, 4, 5], None),
+        ([3, 4], None),
+        ([5, 6], None),
+    ],
+)
+def test_ledger_with_a_gap_is_refused(tmp_path, lines, message):
+    path = tmp_path / "ledger.jsonl"
+    path.write_text("".join(f'{{"step": {step}, "digest": "0"}}\n' for step in lines))
+    with nullcontext() if message is None else pytest.raises(DataError, match=message):
+        Ledger(path, resumed_step=4).close()
+
+
+@pytest.mark.parametrize("is_branch", [True, False])
+def test_missing_ledger_is_named_where_the_run_had_one(tmp_path, caplog, is_branch):
+    Ledger(tmp_path / "ledger.jsonl", resumed_step=4, is_branch=is_branch).close()
+    assert ("missing; the run continues with a new one, from step 5 on" in caplog.text) != is_branch

@@ -19,7 +19,7 @@ from megalin.verify.run import self_test
 from tests.cases import CASES, REPRESENTATIVES
 from tests.cases import Case as MixerCase
 from tests.ranks import run_ranks
-from tests.verify.meshes import verify_all
+from tests.verify.meshes import every_mixer, verify_all
 from tests.verify.test_context_parallel import types_of, types_with_context_parallelism
 
 LENGTH = 72
@@ -135,6 +135,13 @@ def test_cases_with_another_axis_have_every_mixer():
     assert types_of(cases) == types_with_context_parallelism()
 
 
+def test_every_mixer_agrees_with_one_process_on_two_stages():
+    """The cases with blocks of several kinds, and the one without dtype conversions between its stages."""
+    several = [mixer_case for mixer_case in CASES if mixer_case.name in ("hybrid", "norms", "rodimus")]
+    assert_agree(2, [mesh_case(mixer_case) for mixer_case in [every_mixer(), *several]])
+
+
+@pytest.mark.slow
 def test_every_case_agrees_with_one_process_on_two_stages():
     assert_agree(2, [mesh_case(mixer_case) for mixer_case in CASES])
 

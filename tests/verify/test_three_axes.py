@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from megalin.layers.mixers.base import MixerConfig
 from tests.ablations import ENCODER_MOSAIC, MOSAIC
-from tests.cases import GLU, REPRESENTATIVES, Case, model
+from tests.cases import Case
 from tests.encoder_cases import CASES as ENCODERS
 from tests.encoder_cases import Case as EncoderCase
+from tests.verify.meshes import every_mixer
 from tests.verify.test_context_parallel import (
     Named,
     assert_agrees,
@@ -27,15 +27,7 @@ from tests.verify.test_context_parallel import (
 DROPOUT = {"embedding_dropout": 0.1, "hidden_dropout": 0.1}
 
 
-def every_mixer() -> Case:
-    """A model of three blocks, so that two stages are uneven, with a sub-layer of each mixer."""
-    blocks: list[list[MixerConfig]] = [[], [], []]
-    for number, case in enumerate(REPRESENTATIVES):
-        blocks[number % len(blocks)] += [s for s in case.model.layers[0].sublayers if s.type != GLU["type"]]
-    return Case("every mixer", model(*({"sublayers": [*sublayers, GLU]} for sublayers in blocks), **DROPOUT))
-
-
-EVERY_MIXER = every_mixer()
+EVERY_MIXER = every_mixer(**DROPOUT)
 ENCODER = ENCODERS[2]._replace(model=ENCODERS[2].model.model_copy(update=DROPOUT))
 
 MESHES: dict[int, list[dict[str, Any]]] = {

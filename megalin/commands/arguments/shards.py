@@ -58,7 +58,7 @@ def _import_config(parser: argparse.ArgumentParser) -> None:
 def _import_tokens(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="FILE", help="token files, joined in this order")
-    add("--output-prefix", required=True, help="writes <prefix>.{bin,idx}")
+    add("--output-prefix", required=True, help="writes <prefix>.{bin,idx,manifest.json}")
     documents = parser.add_mutually_exclusive_group()
     documents.add_argument("--eod-id", type=int, metavar="ID", help="token that ends each document (nanoGPT: 50256)")
     documents.add_argument("--bos-id", type=int, metavar="ID", help="token that starts each document (llm.c: 50256)")
@@ -66,7 +66,7 @@ def _import_tokens(parser: argparse.ArgumentParser) -> None:
     add("--format", choices=TOKEN_FORMATS, help="format of the files (by their first bytes and names)")
     add("--dtype", choices=RAW_DTYPES, help=f"dtype of raw files ({RAW_DTYPES[0]})")
     add("--vocab-size", type=int, help="refuse ids that are not below it, and write uint16 or int32 by it")
-    add("--tokenizer-model", help="the tokenizer of the ids: its vocabulary size, and a manifest that names it")
+    add("--tokenizer-model", help="the tokenizer of the ids: its vocabulary size; the manifest names it")
 
 
 INSPECT = Command(

@@ -1,11 +1,13 @@
-"""Disk cache of index arrays, keyed by a hash of their inputs: built once, published atomically, memory-mapped."""
+"""Disk cache of index arrays, keyed by a hash of their inputs: built once, published atomically, verified, mapped."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
 import socket
@@ -20,7 +22,9 @@ import numpy.typing as npt
 from megalin.errors import DataError
 from megalin.files import NO_LOCKS, storage_errors, sync, write_new
 
-_KEY_NAME = "key.json"
+_KEY_NAME, _DIGESTS_NAME = "key.json", "digests.json"
+
+_log = logging.getLogger(__name__)
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -31,7 +35,8 @@ def digest_of(array: npt.NDArray[Any]) -> str:
 
 
 def cached(folder: Path, key: Mapping[str, Any], build: Callable[[], Mapping[str, npt.NDArray[Any]]]) -> Arrays:
-    """The arrays of `build`, memory-mapped from the folder for `key` in `folder`; built if it does not exist.
+    """The arrays of `build`, memory-mapped from the folder for `key` in `folder`; built if it does not exist, or if its
+    files do not have the digests that were stored with them.
 
     A new folder gets its name when all of it is on the disk. Processes that need the same arrays at once, also on other
     hosts of the file system, wait for the one that builds them; if it dies, the next one builds. On file systems
@@ -42,18 +47,25 @@ def cached(folder: Path, key: Mapping[str, Any], build: Callable[[], Mapping[str
 
     Raises:
         StorageError: the folder cannot be written.
-        DataError: the cached folder is damaged.
+        DataError: the cached folder is damaged again as soon as it was built.
         As `build` does.
     """
     text = json.dumps(key, sort_keys=True, indent=1)
     target = folder / hashlib.sha256(text.encode()).hexdigest()[:32]
-    if not target.exists():
+    if _problem(target, text):
         with storage_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
         with _build_lock(target) as locked:
-            if not target.exists():
+            if problem := _problem(target, text):
+                if target.exists():
+                    _log.warning("%s: the cached index is damaged (%s); it is built again", target, problem)
+                    _set_aside(target)
                 _publish(target, text, build(), locked=locked)
-    return _load(target, text)
+        if problem := _problem(target, text):
+            raise DataError(
+                f"{target}: the cached index is damaged ({problem}), just after it was built; check the disk"
+            )
+    return {path.stem: np.load(path, mmap_mode="r", allow_pickle=False) for path in sorted(target.glob("*.npy"))}
 
 
 @contextmanager
@@ -81,10 +93,15 @@ def _publish(target: Path, text: str, arrays: Mapping[str, npt.NDArray[Any]], *,
     with storage_errors(target):
         temporary.mkdir()
         try:
+            digests = {}
             for name, array in arrays.items():
-                with (temporary / f"{name}.npy").open("wb") as file:
+                path = temporary / f"{name}.npy"
+                with path.open("w+b") as file:
                     np.save(file, array, allow_pickle=False)
                     sync(file)
+                    file.seek(0)
+                    digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+            write_new(temporary / _DIGESTS_NAME, json.dumps(digests).encode("utf-8"))
             write_new(temporary / _KEY_NAME, text.encode("utf-8"))
             temporary.rename(target)
         except OSError as error:
@@ -94,15 +111,28 @@ def _publish(target: Path, text: str, arrays: Mapping[str, npt.NDArray[Any]], *,
                 raise
 
 
-def _load(target: Path, text: str) -> Arrays:
+def _set_aside(target: Path) -> None:
+    """Removes a damaged folder, of which another process may have the files mapped."""
+    aside = target.parent / f".{target.name}.damaged.{socket.gethostname()}.{os.getpid()}"
+    with contextlib.suppress(FileNotFoundError), storage_errors(target):
+        target.rename(aside)
+        shutil.rmtree(aside)
+
+
+def _problem(target: Path, text: str) -> str:
+    """Defect of the folder: missing, of another key, or other files than those that were published; empty if none."""
+    if not target.exists():
+        return "missing"
     try:
         if (target / _KEY_NAME).read_text(encoding="utf-8") != text:
-            raise DataError(f"{target}: the cached index has another key; remove this folder")
-        files = sorted(target.glob("*.npy"))
-        return {path.stem: np.load(path, mmap_mode="r", allow_pickle=False) for path in files}
-    except (OSError, ValueError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(
-            f"{target}: the cached index is damaged ({error}); remove this folder, and it is built again"
-        ) from None
+            return "another key"
+        digests = dict(json.loads((target / _DIGESTS_NAME).read_text(encoding="utf-8")))
+        if sorted(digests) != sorted(path.name for path in target.glob("*.npy")):
+            return "other files"
+        for name, digest in digests.items():
+            with (target / name).open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+                    return f"{name} has other bytes than when it was built"
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        return str(error)
+    return ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -33,6 +32,21 @@ class Boundaries(NamedTuple):
     token: int = -1
 
 
+class _Source(NamedTuple):
+    """A validated file. It is opened again to be read, so that any number of files can be imported."""
+
+    path: Path
+    format: Format
+    dtype: np.dtype[Any]
+    num_tokens: int
+    indexed: bool
+    masked: bool
+
+    def open(self) -> TokenFile:
+        """Opens the file. Raises DataError."""
+        return TokenFile(self.path, self.format, self.dtype.name if self.format == "raw" else None)
+
+
 class ImportedTokens(NamedTuple):
     """Counts of a new shard."""
 
@@ -58,7 +72,7 @@ def import_tokens(
         boundaries: of files without an index; None if all have one.
         form: format of all files; None: recognised.
         dtype: of raw files.
-        tokenizer: source and tokenizer of the ids; gives the vocabulary size and a manifest.
+        tokenizer: source and tokenizer of the ids; gives the vocabulary size, and stands in the manifest.
         vocab_size: ids are below it; None: any. The shard is uint16 or int32 by it, else by the files' widths.
 
     Raises:
@@ -70,34 +84,40 @@ def import_tokens(
         vocab_size = tokenizer[1].vocab_size
     if bin_path(output).resolve() in [path.resolve() for path in paths]:
         raise ConfigError(f"--output-prefix {output}: {bin_path(output)} is an input; choose another prefix")
-    with ExitStack() as stack:
-        files = [stack.enter_context(TokenFile(path, form, dtype)) for path in paths]
-        _check_boundaries(files, boundaries)
-        narrow = all(file.dtype.kind == "u" and file.dtype.itemsize <= 2 for file in files)
-        written = token_dtype(vocab_size) if vocab_size is not None else token_dtype(1 if narrow else 2**31)
-        limit = vocab_size if vocab_size is not None else int(np.iinfo(written).max) + 1
-        masked = any(file.has_label_mask for file in files)
-        writer = stack.enter_context(ShardWriter(output, written, label_mask=masked))
-        read_bytes = 0
-        for tokens, mask in _documents(files, boundaries, limit):
+    sources = [_validated(path, form, dtype) for path in paths]
+    _check_boundaries(sources, boundaries)
+    if not any(source.num_tokens for source in sources):
+        raise DataError(f"{paths[0]}: no tokens in {len(paths)} file(s); check --input")
+    narrow = all(source.dtype.kind == "u" and source.dtype.itemsize <= 2 for source in sources)
+    written = token_dtype(vocab_size) if vocab_size is not None else token_dtype(1 if narrow else 2**31)
+    limit = vocab_size if vocab_size is not None else int(np.iinfo(written).max) + 1
+    masked, read_bytes = any(source.masked for source in sources), 0
+    with ShardWriter(output, written, label_mask=masked) as writer:
+        for tokens, mask in _documents(sources, boundaries, limit):
             writer.add_sequence(tokens, mask if masked else None)
             writer.end_document()
             read_bytes += tokens.nbytes
             if writer.num_documents % _PROGRESS_DOCUMENTS == 0:
                 on_progress(CorpusProgress(writer.num_documents, writer.num_tokens, read_bytes, 0))
-        writer.publish(None if tokenizer is None else _manifest(files, writer, *tokenizer))
-    formats = tuple(dict.fromkeys(file.format for file in files))
+        writer.publish(_manifest(sources, tokenizer))
+    formats = tuple(dict.fromkeys(source.format for source in sources))
     return ImportedTokens(writer.num_documents, writer.num_tokens, formats)
 
 
-def _check_boundaries(files: Sequence[TokenFile], boundaries: Boundaries | None) -> None:
-    indexed = [file.path for file in files if file.ends is not None]
+def _validated(path: Path, form: Format | None, dtype: str | None) -> _Source:
+    with TokenFile(path, form, dtype) as file:
+        indexed = file.ends is not None
+        return _Source(path, file.format, file.dtype, file.num_tokens, indexed, file.has_label_mask)
+
+
+def _check_boundaries(sources: Sequence[_Source], boundaries: Boundaries | None) -> None:
+    indexed = [source.path for source in sources if source.indexed]
     if indexed and boundaries is not None:
         raise ConfigError(
             f"{indexed[0]}: has an index of its documents; leave --eod-id, --bos-id and --one-document out"
         )
-    if boundaries is None and len(indexed) < len(files):
-        path = next(file.path for file in files if file.ends is None)
+    if boundaries is None and len(indexed) < len(sources):
+        path = next(source.path for source in sources if not source.indexed)
         raise ConfigError(
             f"{path}: has no index of its documents; give --eod-id or --bos-id, the token that ends or starts each "
             "(GPT-2: 50256; nanoGPT ends with it, llm.c starts with it), or --one-document"
@@ -105,33 +125,40 @@ def _check_boundaries(files: Sequence[TokenFile], boundaries: Boundaries | None)
 
 
 def _documents(
-    files: Sequence[TokenFile], boundaries: Boundaries | None, limit: int
+    sources: Sequence[_Source], boundaries: Boundaries | None, limit: int
 ) -> Iterator[tuple[Tokens, npt.NDArray[np.bool_] | None]]:
     """Yields the tokens of each document, and which of them count as labels where the file says so."""
     if boundaries is None or boundaries.kind == "file":
-        for file in files:
-            ends = [file.num_tokens] if file.ends is None else file.ends.tolist()
-            for start, end in itertools.pairwise([0, *ends]):
-                if end - start > _MAX_LENGTH:
-                    raise DataError(
-                        f"{file.path}: a document of {end - start} tokens; a sequence has at most {_MAX_LENGTH}: give "
-                        "the token that ends or starts documents"
-                    )
-                tokens = file.read(start, end - start)
-                _check_ids(file, start, tokens, limit)
-                yield tokens, file.read_label_mask(start, end - start)
+        for source in sources:
+            with source.open() as file:
+                yield from _documents_of(file, limit)
         return
-    for tokens in _split(_blocks(files, limit), boundaries, files[0].path):
+    for tokens in _split(_blocks(sources, limit), boundaries, sources[0].path):
         yield tokens, None
 
 
-def _blocks(files: Sequence[TokenFile], limit: int) -> Iterator[Tokens]:
-    for file in files:
-        position = 0
-        for block in file.blocks(_BLOCK_TOKENS):
-            _check_ids(file, position, block, limit)
-            yield block
-            position += block.size
+def _documents_of(file: TokenFile, limit: int) -> Iterator[tuple[Tokens, npt.NDArray[np.bool_]]]:
+    """Yields the documents of the file's index, or the whole file."""
+    ends = [file.num_tokens] if file.ends is None else file.ends.tolist()
+    for start, end in itertools.pairwise([0, *ends]):
+        if end - start > _MAX_LENGTH:
+            raise DataError(
+                f"{file.path}: a document of {end - start} tokens; a sequence has at most {_MAX_LENGTH}: give the "
+                "token that ends or starts documents"
+            )
+        tokens = file.read(start, end - start)
+        _check_ids(file, start, tokens, limit)
+        yield tokens, file.read_label_mask(start, end - start)
+
+
+def _blocks(sources: Sequence[_Source], limit: int) -> Iterator[Tokens]:
+    for source in sources:
+        with source.open() as file:
+            position = 0
+            for block in file.blocks(_BLOCK_TOKENS):
+                _check_ids(file, position, block, limit)
+                yield block
+                position += block.size
 
 
 def _split(blocks: Iterator[Tokens], boundaries: Boundaries, path: Path) -> Iterator[Tokens]:
@@ -166,19 +193,11 @@ def _check_ids(file: TokenFile, position: int, tokens: Tokens, limit: int) -> No
     )
 
 
-def _manifest(files: Sequence[TokenFile], writer: ShardWriter, source: str, tokenizer: Tokenizer) -> dict[str, Any]:
-    labels = {"label_tokens": writer.label_tokens} if any(file.has_label_mask for file in files) else {}
-    return {
-        "documents": writer.num_documents,
-        "sequences": writer.num_sequences,
-        "tokens": writer.num_tokens,
-        **labels,
-        "dtype": writer.dtype.name,
-        "tokenizer": {
-            "source": source,
-            "digest": tokenizer.digest,
-            "vocab_size": tokenizer.vocab_size,
-            "eod_id": tokenizer.eod_id,
-        },
-        "inputs": [{"path": str(file.path), "format": file.format, "tokens": file.num_tokens} for file in files],
-    }
+def _manifest(sources: Sequence[_Source], tokenizer: tuple[str, Tokenizer] | None) -> dict[str, Any]:
+    """Entries besides the counts and digests."""
+    inputs = [{"path": str(source.path), "format": source.format, "tokens": source.num_tokens} for source in sources]
+    if tokenizer is None:
+        return {"inputs": inputs}
+    name, loaded = tokenizer
+    entry = {"digest": loaded.digest, "vocab_size": loaded.vocab_size, "eod_id": loaded.eod_id}
+    return {"tokenizer": {"source": name, **entry}, "inputs": inputs}

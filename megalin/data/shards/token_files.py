@@ -52,7 +52,7 @@ class TokenFile:
             dtype: one of RAW_DTYPES, for raw files; None: uint16.
 
         Raises:
-            DataError: the file is missing, truncated, of another format or without tokens.
+            DataError: the file is missing, truncated, of another format, or without tokens and an index that says so.
             ConfigError: a dtype for a format that has its own, or a name without a known format.
         """
         self.path = path
@@ -73,7 +73,7 @@ class TokenFile:
                 "datatrove": self._open_datatrove,
             }[self.format]()
             self.num_tokens = (self._bytes - self._offset) // self.dtype.itemsize
-            if not self.num_tokens:
+            if not self.num_tokens and self.ends is None:  # a process of datatrove without documents has an empty file
                 refuse(path, "tokens", f"none in {self._bytes} bytes")
             self._opened = stack.pop_all()
 

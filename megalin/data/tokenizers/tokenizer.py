@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -225,6 +226,12 @@ class HuggingFaceTokenizer:
             f"{self.path}: has no token {END_OF_DOCUMENT}{others}; name the token that ends a document, as --eod-token "
             "or data.eod_token"
         )
+
+    def leading_special_ids(self) -> list[int]:
+        """The ids that the file's post-processor puts before a text, such as BOS; empty without such."""
+        encoding = self._tokenizer.encode("a", add_special_tokens=True)
+        marked = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
+        return [number for number, _ in itertools.takewhile(lambda each: each[1], marked)]
 
     def encode(self, text: str) -> list[int]:
         with panics_as_data_errors(self.path):

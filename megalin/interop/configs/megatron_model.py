@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from megalin.interop.configs.flags import Flags
@@ -29,6 +30,8 @@ _OF_LAYERS = (
     "--disable-bias-linear",
     "--add-qkv-bias",
     "--kv-channels",
+    "--qk-layernorm",
+    "--window-size",
 )
 _DROPOUT = 0.1
 """Megatron-LM's default rate of both kinds of dropout."""
@@ -54,7 +57,7 @@ def add_model(flags: Flags, imported: ImportedConfig) -> None:
     imported.set("model.output_init", "scaled_by_depth", "Megatron-LM's scaled initialisation of output layers")
     if flags.has("--fp32-residual-connection"):
         imported.set("model.residual_dtype", "float32", "--fp32-residual-connection")
-    attention = _attention(flags, imported, hidden, heads) | norm
+    attention = _attention(flags, imported, hidden, heads) | _variants(flags, imported, norm["norm"]) | norm
     mixer = _channel_mixer(flags, imported, hidden) | norm
     _dropout(flags, imported)
     _report_other_kinds(flags, imported)
@@ -113,6 +116,22 @@ def _attention(flags: Flags, imported: ImportedConfig, hidden: int | None, heads
     if biased:
         sublayer["output_bias"] = True
     return sublayer
+
+
+def _variants(flags: Flags, imported: ImportedConfig, norm: str) -> dict[str, Any]:
+    """A window, and norms of queries and keys, which are of the model's kind in Megatron-LM."""
+    variants: dict[str, Any] = {}
+    if flags.has("--qk-layernorm") and norm == "rmsnorm":
+        variants["qk_norm"] = True
+    elif flags.has("--qk-layernorm"):
+        imported.note("differs", "--qk-layernorm", "queries and keys have no norm; qk_norm is an RMSNorm")
+    if flags.has("--window-size"):
+        text = " ".join(flags.words("--window-size"))
+        if sizes := re.fullmatch(r"\(?(\d+)\D+0\)?", text):
+            variants["window"] = int(sizes[1]) + 1  # Megatron-LM counts the tokens before the token itself
+        else:
+            imported.note("differs", f"--window-size {text}", "attention to all earlier tokens")
+    return variants
 
 
 def _channel_mixer(flags: Flags, imported: ImportedConfig, hidden: int | None) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import resource
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -91,6 +92,7 @@ def test_files_become_the_documents_of_a_shard(name: str, tmp_path: Path):
         manifest = read_manifest(shard)
     assert manifest is not None
     assert manifest.tokenizer is None
+    assert [entry["path"] for entry in manifest.entries["inputs"]] == [str(tmp_path / file)]
 
 
 def write_datatrove(folder: Path, code: str, metadata: str | None) -> Path:
@@ -116,6 +118,19 @@ def test_loss_of_datatrove_becomes_a_label_mask(tmp_path: Path):
     assert convert(tmp_path, "--input", path) == 0
     with Shard(tmp_path / "out") as shard:
         assert shard.read_label_mask(0, 9).tolist() == [value == 1 for value in loss]
+        manifest = read_manifest(shard)
+    assert manifest is not None
+    assert manifest.label_tokens == 5
+
+
+def test_empty_files_of_datatrove_are_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path, empty = write_datatrove(tmp_path, "H", None), tmp_path / "empty.ds"
+    for name in (empty, Path(f"{empty}.index")):
+        name.touch()
+    assert convert(tmp_path, "--input", empty, path) == 0
+    assert documents_of(tmp_path / "out") == [DOCUMENTS[0], [], *DOCUMENTS[1:]]
+    assert convert(tmp_path, "--input", empty, out="other") == 3
+    assert "empty.ds: no tokens in 1 file(s); check --input" in capsys.readouterr().err
 
 
 def test_documents_continue_in_the_next_file(tmp_path: Path):
@@ -124,6 +139,20 @@ def test_documents_continue_in_the_next_file(tmp_path: Path):
         name.write_bytes(llm_c(part))
     assert convert(tmp_path, "--input", *names, "--eod-id", END) == 0
     assert documents_of(tmp_path / "out") == DOCUMENTS
+
+
+def test_any_number_of_files_is_joined(tmp_path: Path):
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for number in range(40):
+        (tmp_path / f"{number:02}.bin").write_bytes(words([number, END]))
+    opened = len(list(Path("/proc/self/fd").iterdir()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (opened + 20, hard))
+    try:
+        assert convert(tmp_path, "--input", *sorted(tmp_path.glob("*.bin")), "--eod-id", END) == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert documents_of(tmp_path / "out") == [[number, END] for number in range(40)]
 
 
 def test_blocks_do_not_change_the_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -144,7 +173,9 @@ def test_a_document_longer_than_a_sequence(
     assert "a document of 9 tokens; a sequence has at most 8" in capsys.readouterr().err
 
 
-def test_a_tokenizer_gives_a_manifest_and_its_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_tokenizer_gives_its_vocabulary_and_stands_in_the_manifest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     np.array([72, 105, 256], np.uint16).tofile(tmp_path / "train.bin")
     options = ("--input", tmp_path / "train.bin", "--tokenizer-model", "bytes", "--eod-id", 256)
     assert convert(tmp_path, *options) == 0

@@ -44,6 +44,27 @@ def test_attention_has_its_own_width_and_biases():
 
 
 @pytest.mark.parametrize(
+    ("flags", "field", "value"),
+    [
+        ("--qk-layernorm --normalization RMSNorm", "qk_norm", True),
+        ("--window-size 15,0", "window", 16),
+        ("--window-size (15, 0)", "window", 16),
+    ],
+)
+def test_variant_of_attention_is_read(flags, field, value):
+    imported = imported_flags(SMALL + flags)
+    assert imported.outcome()[0] == 0, imported.report()
+    assert getattr(parse(RunConfig, imported.values, "flags").model.layers[0].sublayers[0], field) == value
+
+
+@pytest.mark.parametrize("flag", ["--qk-layernorm", "--window-size 127,127", "--window-attn-skip-freq 2"])
+def test_variant_that_softmax_does_not_have_is_lost(flag):
+    imported = imported_flags(SMALL + flag)
+    assert imported.outcome()[0] == 1
+    assert flag in {note.key for note in imported.notes}
+
+
+@pytest.mark.parametrize(
     ("fields", "expected"),
     [
         ({"activation_func": "swiglu"}, ("glu", 128, "silu")),

@@ -28,7 +28,7 @@ DECAYS = {"none": 0.0, "mild": 0.07, "strong": 20.0}
 every_row = pytest.mark.parametrize("name", ROWS)
 slow = pytest.mark.slow
 every_scan = pytest.mark.parametrize("name", [*SCANS, pytest.param(SHARED_KEYS, marks=slow)])
-"""For tests that know an op only: shared keys are the scalar scan's."""
+"""For tests of what shared keys have in common with the scalar scan."""
 
 
 @pytest.fixture(
@@ -67,14 +67,14 @@ def test_kernels_are_as_good_as_the_reference(name, length, decay):
     compare(name, Case(length, key=24, value=40, decay=DECAYS[decay], dtype=torch.bfloat16))
 
 
-@every_row
+@every_scan
 @pytest.mark.parametrize("decay", ["mild", "strong"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_other_dtypes(name, dtype, decay):
     compare(name, Case(150, key=24, value=40, decay=DECAYS[decay], dtype=dtype))
 
 
-@every_row
+@every_scan
 @pytest.mark.parametrize(("key", "value"), [(6, 3), (80, 17), (16, 120)])
 def test_widths_that_are_no_power_of_two(name, key, value):
     compare(name, Case(70, key, value))
@@ -105,7 +105,7 @@ VIEWS = {
 """Tensors that are held, and the views of them that are scanned."""
 
 
-@every_row
+@every_scan
 @pytest.mark.parametrize("kind", VIEWS)
 def test_strided_inputs(name, kind):
     hold, view = VIEWS[kind]

@@ -11,7 +11,7 @@ from megalin.errors import KernelError
 from megalin.ops.dispatch import backend as backends
 from megalin.ops.scans.context_parallel import SingleProcessExchange
 from tests.ops.scans.scans import ROWS, SCANS, Case, compare_shards, make_shards
-from tests.ops.scans.test_kernels import every_row, segments, slow  # noqa: F401
+from tests.ops.scans.test_kernels import every_row, every_scan, segments, slow  # noqa: F401
 
 DOCUMENTS = {
     "one": None,
@@ -40,25 +40,25 @@ def test_two_phase_scans_are_as_good_as_the_reference(name, documents):
     compare_shards(name, Case(140, key=24, value=40, decay=0.003, ranks=3), DOCUMENTS[documents])
 
 
-@every_row
-@pytest.mark.parametrize("length", [1, 64, 65])
+@every_scan
+@pytest.mark.parametrize("length", [1, pytest.param(64, marks=slow), 65])
 def test_lengths(name, length):
     compare_shards(name, Case(length, key=16, value=16, ranks=4))
 
 
-@every_row
+@every_scan
 @pytest.mark.parametrize("decay", [0.0, pytest.param(3.0, marks=slow), 30.0])
 def test_decays(name, decay):
     compare_shards(name, Case(70, key=16, value=24, decay=decay, ranks=3), (1.5,))
 
 
-@every_row
+@every_scan
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=slow)])
 def test_dtypes(name, dtype):
     compare_shards(name, Case(100, key=24, value=40, decay=0.01, dtype=dtype, ranks=3), (1.5,))
 
 
-@every_row
+@every_scan
 def test_widths_that_kernels_pad(name):
     compare_shards(name, Case(70, key=13, value=21, ranks=2), (1.5,))
 

@@ -1,0 +1,77 @@
+"""Checks before a run's first step that all ranks run the same code with the same libraries and settings."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import megalin
+from megalin.errors import ConfigError
+from megalin.parallel.agreement import gather_over_ranks, on_every_rank, world_size
+from megalin.train.environment import versions
+
+_SOURCES = (".py", ".cu", ".cuh", ".cpp", ".h", ".toml")
+_KERNEL_MODULES = ("triton", "megalin._C", "apex", "flash_attn")
+_OF_HOSTS = ("MEGALIN_CACHE",)  # a place, which may differ between hosts
+_NOT_SET = "not set"
+
+
+def check_same_start() -> None:
+    """Compares versions, settings, the kernels that can run and the code over the ranks. One all-gather of 32 bytes.
+
+    Raises:
+        ConfigError: on every rank, if they differ; names the rank, what differs, and both values.
+    """
+    if world_size() == 1:
+        return
+    text = json.dumps(_facts(), sort_keys=True)
+    digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), "<i8").astype(np.int64)
+    digests = gather_over_ranks(torch.from_numpy(digest))
+    if bool((digests == digests[0]).all()):
+        return
+    all_facts = on_every_rank(_facts)
+    first = all_facts[0]
+    differences = [
+        f"rank {rank} has {name} = {facts.get(name, _NOT_SET)}, rank 0 {first.get(name, _NOT_SET)}"
+        for rank, facts in enumerate(all_facts)
+        for name in sorted({*first, *facts})
+        if facts.get(name) != first.get(name)
+    ]
+    raise ConfigError(
+        "ranks were started differently; give all of them the same installation and environment:\n  "
+        + "\n  ".join(differences[:8])
+        + (f"\n  and {len(differences) - 8} more" if len(differences) > 8 else "")
+    )
+
+
+def _facts() -> dict[str, str]:
+    """Facts about this process that change what it computes, by the name that a message gives them."""
+    found = {f"the version of {name}": str(version) for name, version in versions().items()}
+    found |= {
+        name: value for name, value in os.environ.items() if name.startswith("MEGALIN_") and name not in _OF_HOSTS
+    }
+    found |= {f"{name} for kernels": "installed" for name in _KERNEL_MODULES if importlib.util.find_spec(name)}
+    if torch.cuda.is_available():
+        found["the compute capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
+    return {**found, "the sha256 of megalin's code": code_digest()}
+
+
+@functools.cache
+def code_digest() -> str:
+    """sha256, in hex, of the names and contents of megalin's source files."""
+    root, state = Path(megalin.__file__).parent, hashlib.sha256()
+    for folder, folders, names in os.walk(root, followlinks=True):
+        folders.sort()
+        for name in sorted(names):
+            if name.endswith(_SOURCES):
+                path = Path(folder, name)
+                state.update(f"{path.relative_to(root)}\0".encode())
+                state.update(hashlib.sha256(path.read_bytes()).digest())
+    return state.hexdigest()
